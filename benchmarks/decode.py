@@ -4,7 +4,8 @@
 Usage: python3 benchmarks/decode.py [--model FILE] [--rounds 5] [--max-tokens 64] [--llama-python PYTHON]
 
 Without --model, it takes the SmolLM2-135M-Instruct of scripts/smollm2.sh. A rank has one thread. Without a Python that
-has llama-cpp-python (--llama-python, or LLAMA_PYTHON in the environment), llama.cpp is left out.
+has llama-cpp-python or xllamacpp (--llama-python, or LLAMA_PYTHON in the environment), llama.cpp is left out. The wheels of
+xllamacpp use no AVX-512; llama-cpp-python is built for the machine.
 """
 import argparse
 import os
@@ -25,7 +26,7 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to write [64]")
     parser.add_argument("--prompt", default=SENTENCE * 10, help="the text to continue")
     python = os.environ.get("LLAMA_PYTHON", sys.executable)
-    parser.add_argument("--llama-python", default=python, help="a Python with llama-cpp-python")
+    parser.add_argument("--llama-python", default=python, help="a Python with llama-cpp-python or xllamacpp")
     args = parser.parse_args()
     if args.rounds < 1 or args.max_tokens < 2:
         parser.error("give at least 1 for --rounds and 2 for --max-tokens")
@@ -41,12 +42,14 @@ def main():
         "candle-transformers, 1 thread": (candle, 1),
         "candle-transformers, 2 threads": (candle, 2),
     }
-    if has(args.llama_python, "import llama_cpp, numpy"):
+    packages = [("llama-cpp-python", "import llama_cpp, numpy"), ("xllamacpp", "import xllamacpp")]
+    package = next((name for name, line in packages if has(args.llama_python, line)), None)
+    if package:
         peer = [args.llama_python, PEERS / "llamacpp.py", *task]
-        for threads, name in ((1, "llama.cpp, 1 thread"), (2, "llama.cpp, 2 threads")):
-            sides[name] = ([*peer, "--threads", str(threads)], threads)
+        for threads, name in ((1, "1 thread"), (2, "2 threads")):
+            sides[f"llama.cpp ({package}), {name}"] = ([*peer, "--threads", str(threads)], threads)
     else:
-        say(f"llama.cpp is left out: {args.llama_python} has no llama-cpp-python and numpy.")
+        say(f"llama.cpp is left out: {args.llama_python} has neither llama-cpp-python nor xllamacpp.")
     speeds = {name: {"prompt_tokens_per_s": [], "tokens_per_s": []} for name in sides}
     for _ in range(args.rounds):
         for name, (command, threads) in sides.items():

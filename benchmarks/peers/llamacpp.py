@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures llama.cpp (the Python package llama-cpp-python) on a GGUF file: greedy tokens after a prompt; prints JSON.
+"""Measures llama.cpp (the Python package llama-cpp-python, or else xllamacpp) on a GGUF file: greedy tokens after a prompt;
+prints JSON.
 
 Usage: python3 benchmarks/peers/llamacpp.py --model FILE --prompt TEXT [--max-tokens 64] [--threads 1]
 """
@@ -7,8 +8,11 @@ import argparse
 import json
 import time
 
-import llama_cpp
-import numpy
+try:
+    import llama_cpp
+    import numpy
+except ImportError:
+    llama_cpp = None
 
 
 def main():
@@ -20,6 +24,23 @@ def main():
     args = parser.parse_args()
     if args.max_tokens < 2 or args.threads < 1:
         parser.error("give at least 2 for --max-tokens and 1 for --threads")
+    print(json.dumps(with_llama_cpp(args) if llama_cpp else with_xllamacpp(args)))
+
+
+def with_xllamacpp(args):
+    """The server of llama.cpp in this process, with the times that it tells."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = args.model
+    params.n_ctx, params.n_batch, params.n_parallel = 4096, 512, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
+    task = {"prompt": args.prompt, "max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    times = xllamacpp.Server(params).handle_completions(task)["timings"]
+    return {"prompt_tokens_per_s": times["prompt_per_second"], "tokens_per_s": times["predicted_per_second"]}
+
+
+def with_llama_cpp(args):
     model = llama_cpp.Llama(
         args.model,
         n_ctx=4096,
@@ -43,7 +64,7 @@ def main():
         given = [token]
     rest = time.perf_counter() - began - first
     speeds = {"prompt_tokens_per_s": len(prompt) / first, "tokens_per_s": (args.max_tokens - 1) / rest}
-    print(json.dumps({"tokens": tokens, **speeds}))
+    return {"tokens": tokens, **speeds}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor, bail};
-use candle_dist::{ReduceOp, edges};
+use candle_dist::{ReduceOp, edges, empty};
 
 use super::{
     Reading, compute_dtype, elements,
@@ -75,7 +75,8 @@ pub fn weighted_cross_entropy(
     goals: Goals,
     join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let x = logits.to_dtype(compute_dtype("cross_entropy", logits)?)?.contiguous()?;
+    let dtype = compute_dtype("cross_entropy", logits)?;
+    let x = empty::compute(logits, |logits| logits.to_dtype(dtype))?.contiguous()?;
     if !x.device().is_cpu() {
         return composed(&x, &goals, join);
     }
@@ -120,12 +121,15 @@ fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
 /// size of a row or of a column.
 pub fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
-    if classes == 0 {
+    if rows * classes == 0 {
         // Other pieces have classes and wait for this one, in the backward pass too.
-        let none = x.sum(1)?;
-        join(&(none.zeros_like()? + f64::NEG_INFINITY)?, ReduceOp::Max)?;
+        let none = empty::compute(x, |x| x.sum(1))?;
+        join(&empty::compute(&none, |none| none.zeros_like()? + f64::NEG_INFINITY)?, ReduceOp::Max)?;
         let norm = join(&none, ReduceOp::Sum)?;
-        return none.zeros_like()?.to_dtype(DType::U8)?.where_cond(&norm, &none);
+        return match rows {
+            0 => Tensor::cat(&[norm, none], 0), // candle's other ops drop the graph of tensors without elements
+            _ => none.zeros_like()?.to_dtype(DType::U8)?.where_cond(&norm, &none),
+        };
     }
     let top = join(&x.max(1)?.detach(), ReduceOp::Max)?.unsqueeze(1)?;
     let shifted = x.broadcast_sub(&top)?;

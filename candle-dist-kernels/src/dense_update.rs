@@ -1,7 +1,10 @@
 //! Optimizer steps that update all elements of a variable in place.
-use candle_core::{Result, Tensor, Var, bail};
+use candle_core::{DType, Result, Tensor, Var, bail};
 
-use super::element::{Element, change, change_all, with_element};
+use super::element::Element;
+use super::master::{check_gradient, on_master};
+use super::numbers::{Given, Numbers, change_numbers};
+use super::real::Real;
 use super::row_update::Rule;
 use super::rows::by_blocks;
 use super::{Reading, share_memory};
@@ -12,109 +15,198 @@ pub trait DenseRule<const N: usize>: Rule<N> {
     fn composed(&self, x: &Tensor, states: [&Tensor; N], grad: &Tensor) -> Result<(Tensor, [Tensor; N])>;
 }
 
-/// Updates all elements of `var` by `grad`, which is contiguous. `grad` and the states are f32 for 16-bit floats.
+/// Updates all elements of `var` by `grad`, in one pass over memory.
+///
+/// With a `master`, the rule updates the master, and `var` becomes the rounded master. A master follows what was written
+/// to `var` from outside. 16-bit floats are computed in f32 and rounded once, in states too.
+///
+/// # Errors
+/// Those of [`on_master`], with `name`.
 pub fn update_all<const N: usize>(
-    var: &Var,
+    name: &str,
+    (var, master): (&Var, Option<&Var>),
     states: [&Var; N],
     grad: &Tensor,
     rule: &(impl DenseRule<N> + Sync),
 ) -> Result<()> {
-    let in_place = var.device().is_cpu() && var.is_contiguous() && states.iter().all(|state| state.is_contiguous());
-    if !in_place {
-        return compose(var, states, grad, rule);
+    check_gradient(name, var, grad)?;
+    if var.elem_count() == 0 {
+        return Ok(());
     }
-    let lies_in_both = std::iter::once(&var).chain(&states).any(|var| share_memory(grad, var));
-    let grad = if lies_in_both { &grad.copy()? } else { grad };
-    let reading = Reading::new(grad);
-    let states = states.map(|state| state.as_tensor());
-    with_element!("step", var.dtype(), E => {
-        let grad = reading.elements::<<E as Element>::Real>()?;
-        change(var, |x| {
-            change_all(&states, Vec::new(), &mut |states| {
-                let states = states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
-                move_all::<E, N>(x, states, grad, rule);
-                Ok(())
-            })
-        })
+    let changed: Vec<&Tensor> = std::iter::once(var).chain(master).chain(states).map(|var| var.as_tensor()).collect();
+    let is_float = |x: &Tensor| matches!(x.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+    if !changed.iter().all(|x| x.device().is_cpu() && x.is_contiguous() && is_float(x)) {
+        return on_master(name, (var, master), grad, |var, grad| compose(var, states, grad, rule));
+    }
+    let grad = grad.contiguous()?;
+    let lies_in_both = changed.iter().any(|x| share_memory(&grad, x));
+    let grad = if lies_in_both { grad.copy()? } else { grad };
+    match var.dtype() {
+        DType::F64 => step::<f64, N>(&changed, master.is_some(), &grad, rule),
+        _ => step::<f32, N>(&changed, master.is_some(), &grad, rule),
+    }
+}
+
+fn step<R: Real + Element<Real = R>, const N: usize>(
+    changed: &[&Tensor],
+    has_master: bool,
+    grad: &Tensor,
+    rule: &(impl Rule<N> + Sync),
+) -> Result<()> {
+    let (reading, len) = (Reading::new(grad), grad.elem_count());
+    let grad = Given::<R>::of(&reading)?;
+    change_numbers(changed, Vec::new(), &mut |changed| {
+        let mut changed = changed.into_iter();
+        let (Some(x), master) = (changed.next(), has_master.then(|| changed.next()).flatten()) else {
+            bail!("step: no variable");
+        };
+        let states: Vec<_> = changed.collect();
+        let states = states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
+        move_all(Block { x, master, states, grad: grad.part(0, len) }, len, rule);
+        Ok(())
     })
 }
 
-/// The elements that one thread updates.
-struct Block<'a, E: Element, const N: usize> {
-    x: &'a mut [E],
-    states: [&'a mut [E::Real]; N],
-    grad: &'a [E::Real],
+/// Elements that are updated together.
+struct Block<'a, R, const N: usize> {
+    x: Numbers<'a, R>,
+    master: Option<Numbers<'a, R>>,
+    states: [Numbers<'a, R>; N],
+    grad: Given<'a, R>,
 }
 
-fn move_all<E: Element, const N: usize>(
-    x: &mut [E],
-    states: [&mut [E::Real]; N],
-    grad: &[E::Real],
+fn move_all<R: Real + Element<Real = R>, const N: usize>(
+    mut all: Block<'_, R, N>,
+    len: usize,
     rule: &(impl Rule<N> + Sync),
 ) {
+    /// The elements of one thread.
     const BLOCK: usize = 8 * 1024;
-    let mut states = states.map(|state| state.chunks_mut(BLOCK));
-    let blocks = x.chunks_mut(BLOCK).zip(grad.chunks(BLOCK));
-    let blocks = blocks.map(|(x, grad)| {
-        let states = states.each_mut().map(|state| state.next().unwrap_or_default());
-        Block { x, states, grad }
-    });
-    let mut blocks: Vec<Block<'_, E, N>> = blocks.collect();
+    let starts = (0..len).step_by(BLOCK);
+    let mut blocks: Vec<_> = starts
+        .map(|start| {
+            let len = BLOCK.min(len - start);
+            let block = Block {
+                x: all.x.take(len),
+                master: all.master.as_mut().map(|master| master.take(len)),
+                states: all.states.each_mut().map(|state| state.take(len)),
+                grad: all.grad.part(start, len),
+            };
+            (block, len)
+        })
+        .collect();
     by_blocks(
         &mut blocks,
         1,
         BLOCK,
         #[inline(always)]
-        |_, blocks| {
-            let moved = rule.of();
-            for Block { x, states, grad } in blocks {
-                let len = x.len().min(grad.len());
-                let mut states = states.each_mut().map(|state| &mut state[..len]);
-                for i in 0..len {
-                    let (value, now) = moved(x[i].load(), states.each_ref().map(|state| state[i]), grad[i]);
-                    x[i] = E::store(value);
-                    states.iter_mut().zip(now).for_each(|(state, now)| state[i] = now);
-                }
-            }
-        },
+        |_, blocks| blocks.iter_mut().for_each(|(block, len)| move_block(block, *len, rule)),
     );
 }
 
-/// The update composed of candle's operations.
+#[inline(always)]
+fn move_block<R: Real + Element<Real = R>, const N: usize>(
+    Block { x, master, states, grad }: &mut Block<'_, R, N>,
+    len: usize,
+    rule: &impl Rule<N>,
+) {
+    /// The elements that are computed at once, so that all operands stay in a core's L1 cache.
+    const AT_ONCE: usize = 512;
+    let moved = rule.of();
+    let (mut of_x, mut of_master, mut of_grad) = ([R::zero(); AT_ONCE], [R::zero(); AT_ONCE], [R::zero(); AT_ONCE]);
+    let mut of_states = [[R::zero(); AT_ONCE]; N];
+    for start in (0..len).step_by(AT_ONCE) {
+        let now = AT_ONCE.min(len - start);
+        let grad = grad.read(start, &mut of_grad[..now]);
+        let mut lent = states.iter_mut().zip(&mut of_states).map(|(state, room)| state.lend(start, &mut room[..now]));
+        let now_states: [&mut [R]; N] = std::array::from_fn(|_| lent.next().unwrap_or_default());
+        match master {
+            Some(master) => {
+                let values = master.lend(start, &mut of_master[..now]);
+                x.lead(start, values);
+                move_numbers(values, now_states, grad, &moved);
+                x.set(start, values);
+                master.settle(start, &of_master[..now]);
+            }
+            None => {
+                move_numbers(x.lend(start, &mut of_x[..now]), now_states, grad, &moved);
+                x.settle(start, &of_x[..now]);
+            }
+        }
+        states.iter_mut().zip(&of_states).for_each(|(state, room)| state.settle(start, &room[..now]));
+    }
+}
+
+#[inline(always)]
+fn move_numbers<R: Real, const N: usize>(
+    x: &mut [R],
+    mut states: [&mut [R]; N],
+    grad: &[R],
+    moved: &impl Fn(R, [R; N], R) -> (R, [R; N]),
+) {
+    let len = x.len().min(grad.len());
+    let mut states = states.each_mut().map(|state| &mut state[..len]);
+    for i in 0..len {
+        let (value, next) = moved(x[i], states.each_ref().map(|state| state[i]), grad[i]);
+        x[i] = value;
+        states.iter_mut().zip(next).for_each(|(state, next)| state[i] = next);
+    }
+}
+
+/// The update composed of candle's operations. `grad` is in the compute dtype.
 fn compose<const N: usize>(var: &Var, states: [&Var; N], grad: &Tensor, rule: &impl DenseRule<N>) -> Result<()> {
-    let now = states.map(|state| state.as_detached_tensor());
-    let x = var.as_detached_tensor().to_dtype(grad.dtype())?;
-    let (x, next) = rule.composed(&x, now.each_ref(), grad)?;
+    let wide = |var: &Var| var.as_detached_tensor().to_dtype(grad.dtype());
+    let mut now = Vec::with_capacity(N);
+    for state in states {
+        now.push(wide(state)?);
+    }
+    let (x, next) = rule.composed(&wide(var)?, std::array::from_fn(|i| &now[i]), grad)?;
     var.set(&x.to_dtype(var.dtype())?)?;
-    states.iter().zip(&next).try_for_each(|(state, next)| state.set(next))
+    states.iter().zip(&next).try_for_each(|(state, next)| state.set(&next.to_dtype(state.dtype())?))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::master::master_of;
+    use crate::row_update::AdamWRule;
     use crate::rules::{AdagradRule, MomentumRule, SgdRule};
-    use candle_core::{DType, Device::Cpu};
+    use candle_core::Device::Cpu;
+
+    /// Numbers of both signs, as a strided matrix of two columns if `len` is even.
+    fn numbers(len: usize, scale: f64, dtype: DType) -> Result<Tensor> {
+        let list = (Tensor::arange(0f64, len as f64, &Cpu)? * scale)?.sin()?.to_dtype(dtype)?;
+        if len.is_multiple_of(2) { list.reshape((2, len / 2))?.t() } else { Ok(list) }
+    }
 
     fn check<const N: usize>(rule: &(impl DenseRule<N> + Sync)) -> Result<()> {
-        for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            for len in [1, 9000, 150_000] {
-                let wide = candle_dist::sum_dtype(dtype);
-                let numbers = |scale: f64| (Tensor::arange(0f64, len as f64, &Cpu)? * scale)?.sin()?.to_dtype(wide);
-                let var = || Var::from_tensor(&numbers(0.3)?.to_dtype(dtype)?);
-                let state = |_| Var::from_tensor(&numbers(0.7)?.abs()?);
-                let states = || (0..N).map(state).collect::<Result<Vec<_>>>();
-                let (x, y, xs, ys) = (var()?, var()?, states()?, states()?);
+        let lens = [0, 1, 511, 9000, 150_000];
+        for (dtype, len) in itertools::iproduct!([DType::F32, DType::F64, DType::BF16, DType::F16], lens) {
+            let wide = candle_dist::sum_dtype(dtype);
+            for (state_dtype, has_master) in [(wide, false), (dtype, false), (wide, true)] {
+                let make = || -> Result<(Var, Option<Var>, Vec<Var>)> {
+                    let x = Var::from_tensor(&numbers(len, 0.3, dtype)?.contiguous()?)?;
+                    let master = if has_master { master_of(&x)? } else { None };
+                    let state = |_| Var::from_tensor(&numbers(len, 0.7, state_dtype)?.contiguous()?.abs()?);
+                    Ok((x, master, (0..N).map(state).collect::<Result<_>>()?))
+                };
+                let ((x, x_master, xs), (y, y_master, ys)) = (make()?, make()?);
                 let of = |states: &[Var]| -> [Var; N] { std::array::from_fn(|i| states[i].clone()) };
                 for step in 1..4 {
-                    let grad = numbers(f64::from(step))?;
-                    update_all(&x, of(&xs).each_ref(), &grad, rule)?;
-                    compose(&y, of(&ys).each_ref(), &grad, rule)?;
+                    let grad = numbers(len, f64::from(step), if step == 2 { wide } else { dtype })?;
+                    if step == 3 && len > 1 {
+                        // Written from outside.
+                        [&x, &y].into_iter().try_for_each(|var| var.set(&(var.as_detached_tensor() * 1.5)?))?;
+                    }
+                    update_all("kernel", (&x, x_master.as_ref()), of(&xs).each_ref(), &grad, rule)?;
+                    on_master("composed", (&y, y_master.as_ref()), &grad, |var, grad| {
+                        compose(var, of(&ys).each_ref(), grad, rule)
+                    })?;
                 }
-                for (a, b) in std::iter::once((&x, &y)).chain(xs.iter().zip(&ys)) {
-                    let [a, b] = [a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?];
-                    let error = (a - b)?.abs()?.max_all()?.to_scalar::<f64>()?;
-                    let bound = if dtype == wide { 1e-5 } else { 1e-2 };
-                    assert!(error < bound, "{dtype:?} {len}: {error}");
+                let pairs = std::iter::once((&x, &y)).chain(x_master.iter().zip(&y_master)).chain(xs.iter().zip(&ys));
+                for (a, b) in pairs {
+                    let [a, b] = [a, b].map(|x| x.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>());
+                    assert!(a? == b?, "{dtype:?} {len}, states {state_dtype:?}, master {has_master}");
                 }
             }
         }
@@ -128,6 +220,19 @@ mod tests {
         check(&SgdRule { lr, weight_decay: 0.0 })?;
         check(&MomentumRule { lr, weight_decay, momentum: 0.9, part: 0.5, nesterov: false })?;
         check(&MomentumRule { lr, weight_decay, momentum: 0.9, part: 1.0, nesterov: true })?;
-        check(&AdagradRule { lr, weight_decay, eps: 1e-10 })
+        check(&AdagradRule { lr, weight_decay, eps: 1e-10 })?;
+        check(&AdamWRule { lr, betas: [0.9, 0.99], scales: [1.5, 1.25], eps: 1e-8, keep: 0.97 })
+    }
+
+    #[test]
+    fn an_operand_that_shares_memory_or_has_another_dtype_is_no_deadlock() -> Result<()> {
+        let rule = AdagradRule { lr: 0.1, weight_decay: 0.0, eps: 1e-10 };
+        let (x, sum) = (Var::new(&[1f32, -2.], &Cpu)?, Var::new(&[3f32, 3.], &Cpu)?);
+        update_all("test", (&x, None), [&sum], &sum.as_detached_tensor(), &rule)?;
+        assert_eq!(sum.to_vec1::<f32>()?, [12., 12.]);
+        update_all("test", (&x, None), [&sum], &x.as_detached_tensor(), &rule)?;
+        let wide = Var::new(&[3f64, 3.], &Cpu)?;
+        assert!(update_all("test", (&x, None), [&wide], &sum, &rule).is_err());
+        Ok(())
     }
 }

@@ -46,7 +46,7 @@ macro_rules! element {
 
 element!(f32, F32, f32, |x| x, |x| x);
 element!(f64, F64, f64, |x| x, |x| x);
-element!(f16, F16, f32, widen_f16, f16::from_f32);
+element!(f16, F16, f32, widen_f16, narrow_f16);
 element!(bf16, BF16, f32, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16), bf16::from_f32);
 
 /// Converts exactly, in steps that the compiler vectorizes; the conversion of `half` checks the processor's features
@@ -61,6 +61,26 @@ fn widen_f16(x: f16) -> f32 {
     let finite = (f32::from_bits(rest << 13) * SCALE).to_bits();
     let magnitude = if rest >= INFINITE { 0x7f80_0000 | (rest & 0x3ff) << 13 } else { finite };
     f32::from_bits(magnitude | sign << 16)
+}
+
+/// Rounds to the nearest number, ties to even, in steps that the compiler vectorizes.
+#[inline(always)]
+fn narrow_f16(x: f32) -> f16 {
+    /// 2¹⁶, from which on magnitudes are infinite; rounding up makes some smaller ones infinite too.
+    const INFINITE: u32 = (127 + 16) << 23;
+    /// The smallest normal magnitude.
+    const NORMAL: u32 = (127 - 14) << 23;
+    /// Its last mantissa bit is the smallest subnormal number, 2⁻²⁴, so that adding it rounds to a multiple of that.
+    const STEP: f32 = f32::from_bits((127 - 24 + 23) << 23);
+    let bits = x.to_bits();
+    let (sign, magnitude) = (bits >> 16 & 0x8000, bits & 0x7fff_ffff);
+    let subnormal = (f32::from_bits(magnitude) + STEP).to_bits().wrapping_sub(STEP.to_bits());
+    let is_odd = magnitude >> 13 & 1;
+    let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0xfff + is_odd) >> 13;
+    let nan = 0x7e00 | magnitude >> 13 & 0x3ff;
+    let large = if magnitude > f32::INFINITY.to_bits() { nan } else { 0x7c00 };
+    let finite = if magnitude < NORMAL { subnormal } else { normal };
+    f16::from_bits((sign | if magnitude >= INFINITE { large } else { finite }) as u16)
 }
 
 /// Evaluates an expression with a name for the element type of a float dtype; an error of `op` for other dtypes.
@@ -100,13 +120,32 @@ pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Re
     })
 }
 
+/// A compute type, of whose tensors the memory can be changed.
+pub trait InPlace: Real {
+    /// Runs `f` on the elements of a contiguous CPU tensor, which nothing else may use meanwhile.
+    ///
+    /// # Errors
+    /// Those of `f`, and if the tensor is not contiguous, or of another dtype.
+    fn change(tensor: &Tensor, f: impl FnOnce(&mut [Self]) -> Result<()>) -> Result<()>;
+}
+
+impl<T: Real + Element> InPlace for T {
+    fn change(tensor: &Tensor, f: impl FnOnce(&mut [Self]) -> Result<()>) -> Result<()> {
+        change(tensor, f)
+    }
+}
+
 /// Like [`change`] for a CPU tensor with any strides; `f` gets all of its memory.
 pub(super) fn change_memory<E: Element>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [E], &Layout) -> Result<()>,
 ) -> Result<()> {
-    let on_memory = |storage: &mut CpuStorage, layout: &Layout| f(E::slice_mut(storage)?, layout);
-    tensor.inplace_op1(&Change(Cell::new(Some(on_memory))))
+    change_storage(tensor, |storage, layout| f(E::slice_mut(storage)?, layout))
+}
+
+/// Runs `f` on the storage of a CPU tensor, even if it is a variable.
+pub(super) fn change_storage(tensor: &Tensor, f: impl FnOnce(&mut CpuStorage, &Layout) -> Result<()>) -> Result<()> {
+    tensor.inplace_op1(&Change(Cell::new(Some(f))))
 }
 
 /// Like [`change`] for several tensors, each with its own memory.
@@ -140,6 +179,19 @@ impl<F: FnOnce(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Change<F>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sixteen_bits_are_rounded_to_the_nearest() {
+        for bits in (0..=u32::MAX).step_by(977).chain((0..=u16::MAX).flat_map(|half| {
+            // Each half, and the numbers around each middle between two halves.
+            let bits = f16::from_bits(half).to_f32().to_bits();
+            [0, 0xfff, 0x1000, 0x1001, 0x1fff].map(|more| bits.wrapping_add(more))
+        })) {
+            let x = f32::from_bits(bits);
+            let (half, want) = (<f16 as Element>::store(x), f16::from_f32(x));
+            assert!(half.is_nan() && want.is_nan() || half.to_bits() == want.to_bits(), "{x:e}: {half:?} for {want:?}");
+        }
+    }
 
     #[test]
     fn sixteen_bits_are_widened_exactly() {

@@ -1,9 +1,10 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
-use candle_dist::edges;
+use candle_dist::{edges, empty};
 use std::sync::Arc;
 
 use super::element::{Element, with_element};
+use super::prefetch::Prefetch;
 use super::{Reading, compute_dtype, elements};
 
 /// candle's index for no element: it reads as zero, and nothing is written to it.
@@ -33,7 +34,11 @@ pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>)
     compute_dtype("embedding", table)?;
     check_ids("embedding", rows, &ids)?;
     if !table.device().is_cpu() {
-        return composed(table, &ids, still);
+        return match (ids.is_empty(), empty::is_empty_off_host(table)) {
+            (true, false) => table.narrow(0, 0, 0),
+            (_, true) => embedding(&empty::to_host(table)?, ids, still)?.to_device(table.device()),
+            _ => composed(table, &ids, still),
+        };
     }
     edges::apply1(&table.contiguous()?, Embedding { ids, still })
 }
@@ -89,12 +94,11 @@ pub(super) fn row<T>(matrix: &[T], id: u32, width: usize) -> &[T] {
 impl Embedding {
     fn forward<E: Element>(&self, table: &[E], width: usize) -> CpuStorage {
         let mut out = Vec::with_capacity(self.ids.len() * width);
-        for &id in self.ids.iter() {
-            match id {
-                NOWHERE => out.resize(out.len() + width, E::zero()),
-                id => out.extend_from_slice(row(table, id, width)),
-            }
-        }
+        let row_of = |at: usize| self.ids[at] as usize;
+        Prefetch::along(&[Prefetch::of(table, width)], self.ids.len(), row_of, |at| match self.ids[at] {
+            NOWHERE => out.resize(out.len() + width, E::zero()),
+            id => out.extend_from_slice(row(table, id, width)),
+        });
         E::to_cpu_storage_owned(out)
     }
 

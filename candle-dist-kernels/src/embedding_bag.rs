@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, bail};
-use candle_dist::edges;
+use candle_dist::{edges, empty};
 use std::sync::Arc;
 
 use super::embedding::{NOWHERE, check_ids, embedding, row, rows_or};
@@ -68,7 +68,7 @@ impl Bags {
 /// # }
 /// ```
 pub fn embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
-    wide_embedding_bag(table, bags, mode, weights)?.to_dtype(table.dtype())
+    empty::compute(&wide_embedding_bag(table, bags, mode, weights)?, |rows| rows.to_dtype(table.dtype()))
 }
 
 /// Like [`embedding_bag`], with the bags of 16-bit rows in f32, in which they are summed.
@@ -91,12 +91,19 @@ pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: O
         let used = unique_rows(&bags.ids.iter().copied().filter(|&id| id != NOWHERE).collect::<Vec<_>>());
         let place = |&id: &u32| used.binary_search(&id).map_or(NOWHERE, |place| place as u32);
         let bags = Bags { ids: bags.ids.iter().map(place).collect(), bounds: bags.bounds.clone() };
-        let weights = weights.map(|weights| weights.to_dtype(dtype)).transpose()?;
-        let rows = embedding(table, used, None)?.to_dtype(dtype)?;
+        let weights = weights.map(|weights| empty::compute(weights, |x| x.to_dtype(dtype))).transpose()?;
+        let rows = empty::compute(&embedding(table, used, None)?, |rows| rows.to_dtype(dtype))?;
         return wide_embedding_bag(&rows, &bags, mode, weights.as_ref());
     }
     if !table.device().is_cpu() {
-        return composed(table, bags, mode, weights);
+        return match (bags.len(), empty::is_empty_off_host(table)) {
+            (0, false) => table.narrow(0, 0, 0),
+            (_, true) => {
+                let weights = weights.map(empty::to_host).transpose()?;
+                wide_embedding_bag(&empty::to_host(table)?, bags, mode, weights.as_ref())?.to_device(table.device())
+            }
+            _ => composed(table, bags, mode, weights),
+        };
     }
     let weights = match weights {
         Some(weights) => weights.contiguous()?,

@@ -3,11 +3,10 @@
 //! All inputs use a row of the weight while it is in the cache. 16-bit weights are widened on the way, so they cost
 //! half the memory traffic of the same weights in 32 bits; the products are summed in f32.
 
-use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
-use half::{bf16, f16};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, Layout, Result, bail};
 use std::hint::black_box;
 
-use super::cpu;
 use super::element::Element;
 use super::real::Real;
 use super::rows::by_blocks;
@@ -17,7 +16,7 @@ pub(super) const FEW: usize = 4;
 
 /// Rows of the weight that are read at once, each from its own part of the weight: the processor prefetches several
 /// streams, and more data from several streams than from one.
-const STREAMS: usize = 4;
+pub(super) const STREAMS: usize = 4;
 
 /// Concurrent sums of a row, two vectors of f32.
 const LANES: usize = 16;
@@ -64,7 +63,7 @@ pub(super) fn product<T: Real, E: Element<Real = T>>(
 
 /// Returns the products of `x` with several rows.
 #[inline(always)]
-fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; STREAMS] {
+pub(super) fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; STREAMS] {
     let mut lanes = [[T::zero(); LANES]; STREAMS];
     let [(a, _), (b, _), (c, _), (d, _)] = rows.map(|row| row.as_chunks::<LANES>());
     let (xs, rest) = x.as_chunks::<LANES>();
@@ -84,16 +83,12 @@ fn dots<T: Real, E: Element<Real = T>>(x: &[T], rows: [&[E]; STREAMS]) -> [T; ST
     })
 }
 
-/// Computes the product of an f32 input `[.., k]` with `m` rows and a 16-bit weight, in f32.
-pub(super) fn widening(m: usize, x: &Tensor, weight: &Tensor) -> Result<CpuStorage> {
-    fn of<E: Element<Real = f32>>(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
-        Ok(CpuStorage::F32(product(m, x, E::cpu_storage_as_slice(weight)?, layout)?))
-    }
-    let x = x.flatten_all()?.to_vec1::<f32>()?;
-    let (storage, layout) = weight.storage_and_layout();
-    match weight.dtype() {
-        DType::BF16 => of::<bf16>(m, &x, cpu(&storage)?, layout),
-        DType::F16 => of::<f16>(m, &x, cpu(&storage)?, layout),
-        dtype => bail!("linear: a weight of {} is not widened", dtype.as_str()),
+/// Computes the product of an f32 input and a weight of 32 or 16 bits, in f32.
+pub(super) fn widening(m: usize, x: &[f32], weight: &CpuStorage, layout: &Layout) -> Result<Vec<f32>> {
+    match weight {
+        CpuStorage::F32(weight) => product(m, x, weight, layout),
+        CpuStorage::BF16(weight) => product(m, x, weight, layout),
+        CpuStorage::F16(weight) => product(m, x, weight, layout),
+        other => bail!("linear: a weight of {} is not widened", other.dtype().as_str()),
     }
 }

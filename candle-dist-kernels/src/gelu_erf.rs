@@ -1,7 +1,11 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_dist::edges;
 
-use super::{Reading, compute_dtype, elements, real::Real, rows::new_by_blocks};
+use super::{
+    Reading, compute_dtype, elements,
+    real::Real,
+    rows::{new_by_blocks, new_pair_by_blocks},
+};
 
 /// The exact GELU, `x · Φ(x)` with `Φ` the standard normal distribution function.
 ///
@@ -23,9 +27,52 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
         // Not candle's `gelu_erf`, whose backward uses 1/√(2π) with only six digits.
         return (x * ((x / 2f64.sqrt())?.erf()? + 1.0)?)? * 0.5;
     }
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, GeluErf)?.to_dtype(x.dtype())
+    let input = x.to_dtype(dtype)?.contiguous()?;
+    if !edges::has_ticket(&[&input]) {
+        return input.apply_op1(GeluErf)?.to_dtype(x.dtype());
+    }
+    let y = match dtype {
+        DType::F64 => with_slope::<f64>(&input)?,
+        _ => with_slope::<f32>(&input)?,
+    };
+    y.to_dtype(x.dtype())
 }
 
+/// Computes the derivative together with the value, at the cost of one of them. The node keeps it in place of the input.
+fn with_slope<T: Real>(x: &Tensor) -> Result<Tensor> {
+    let reading = Reading::new(x);
+    let xs = reading.elements::<T>()?;
+    let [out, slopes] = new_pair_by_blocks(
+        xs.len(),
+        #[inline(always)]
+        |first, out: &mut [T], slopes: &mut [T]| {
+            for ((out, slope), &x) in out.iter_mut().zip(slopes).zip(&xs[first..]) {
+                let (cdf, density) = x.normal();
+                *out = x * cdf;
+                *slope = cdf + x * density;
+            }
+        },
+    );
+    drop(reading);
+    let slopes = Tensor::from_vec(slopes, x.shape(), x.device())?;
+    edges::record("gelu_erf", &[x], (T::to_cpu_storage_owned(out), x.shape().clone()), move |grad| {
+        let (slopes, grad) = (Reading::new(&slopes), Reading::new(grad));
+        let (slopes, grads) = (slopes.elements::<T>()?, grad.elements::<T>()?);
+        let (out, _) = new_by_blocks(
+            grads.len(),
+            1,
+            1,
+            #[inline(always)]
+            |first, out| {
+                let factors = grads[first..].iter().zip(&slopes[first..]);
+                out.iter_mut().zip(factors).for_each(|(out, (&grad, &slope))| *out = grad * slope);
+            },
+        );
+        Ok([Some(grad.like(out)?), None, None])
+    })
+}
+
+/// The op where candle walks its own graph.
 struct GeluErf;
 
 fn forward<T: Real>(s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{
     DeferredGradient, WeightSink, compute_dtype, cpu,
-    linear::{forward, narrow, wide},
+    linear::{forward, narrow},
     product::product,
     real::Real,
     weight_sink,
@@ -101,7 +101,7 @@ fn forward_all<T: Real>(
     Ok(T::to_cpu_storage_owned(out))
 }
 
-/// Calls `of_group` with the storages of two contiguous operands, widened group by group, and joins its results.
+/// Calls `take` with the product of each group of two contiguous operands, in the compute type.
 fn by_group<T: Real>(
     counts: &[usize],
     [a, b]: [&Tensor; 2],
@@ -112,9 +112,8 @@ fn by_group<T: Real>(
     let [a_s, b_s] = [a, b].map(|t| t.storage_and_layout().0);
     for (group, rows) in groups(counts) {
         let [a_l, b_l] = layouts(group, &rows);
-        let ((a, a_l), (b, b_l)) = (wide(cpu(&a_s)?, &a_l)?, wide(cpu(&b_s)?, &b_l)?);
         let turned = |layout: Layout, swap: bool| if swap { layout.transpose(0, 1) } else { Ok(layout) };
-        let made = product(&a, &turned(a_l, swap[0])?, &b, &turned(b_l, swap[1])?)?;
+        let made = product(cpu(&a_s)?, &turned(a_l, swap[0])?, cpu(&b_s)?, &turned(b_l, swap[1])?)?;
         take(group, T::cpu_storage_as_slice(&made)?);
     }
     Ok(())

@@ -38,7 +38,9 @@ mod layer_norm;
 mod linear;
 mod masked_softmax;
 mod master;
+mod numbers;
 mod pool;
+mod prefetch;
 mod product;
 mod quantized;
 pub mod random;
@@ -83,12 +85,13 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 pub mod parts {
     pub use crate::adam_w::step_adam_w;
     pub use crate::attention::{
-        KeyBlock, Norms, Partial, Scale, Visible, blocks_backward, inner, join_all, partial_of_blocks, sizes,
-        with_backward, with_result,
+        Backward, KeyBlock, Norms, Partial, Scale, Visible, decode_attn, inner, join_all, partial_of_blocks, sizes,
+        split_sums, with_backward, with_result,
     };
     pub use crate::convert::convert;
     pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
     pub use crate::dense_update::{DenseRule, update_all};
+    pub use crate::element::InPlace;
     pub use crate::embedding::NOWHERE;
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;

@@ -13,7 +13,7 @@ use candle_dist::edges;
 use super::{
     DeferredGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
     few_rows::{self, FEW, has_rows},
-    product::product,
+    product::{product, rounded_product},
     real::Real,
     rows::{self, add_assign, by_blocks},
     weight_sink,
@@ -34,7 +34,7 @@ use super::{
 /// # }
 /// ```
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let dtype = compute_dtype("linear", x)?;
+    compute_dtype("linear", x)?;
     let [n, k] = *weight.dims() else {
         bail!("linear: expected a weight of shape [n, k], got {:?}", weight.shape());
     };
@@ -47,18 +47,6 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     if !x.device().is_cpu() {
         return composed(x, weight, bias);
-    }
-    let is_tracked = [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::track_op);
-    let rows = rows_of(x);
-    if dtype != x.dtype() && !is_tracked && rows <= FEW && has_rows(weight.layout()) {
-        let out = few_rows::widening(rows, &x.to_dtype(dtype)?, weight)?;
-        let shape = Shape::from(out_shape(x.layout(), weight.layout()));
-        let out = Tensor::from_storage(Storage::Cpu(out), shape, BackpropOp::none(), false);
-        let out = match bias {
-            Some(bias) => out.broadcast_add(&bias.to_dtype(dtype)?)?,
-            None => out,
-        };
-        return out.to_dtype(x.dtype());
     }
     let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
     match bias {
@@ -160,9 +148,8 @@ fn out_shape(x: &Layout, weight: &Layout) -> Vec<usize> {
     [&x.dims()[..x.dims().len() - 1], &weight.dims()[..1]].concat()
 }
 
-/// Returns the operand itself, or an f32 copy of a 16-bit operand, which lives only during the computation. A graph
-/// that held the copies would hold the whole model in f32.
-pub(super) fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
+/// Returns the operand itself, or an f32 copy of a 16-bit operand.
+fn wide<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<(Cow<'a, CpuStorage>, Layout)> {
     Ok(match storage.dtype() {
         DType::F16 | DType::BF16 => {
             (Cow::Owned(storage.to_dtype(layout, DType::F32)?), Layout::contiguous(layout.shape()))
@@ -183,21 +170,24 @@ pub(super) fn forward(
     weight: &CpuStorage,
     weight_l: &Layout,
 ) -> Result<(CpuStorage, Shape)> {
+    if x.dtype() != weight.dtype() {
+        let (x, weight) = (x.dtype().as_str(), weight.dtype().as_str());
+        bail!("linear: expected one dtype, got an input of dtype {x} and a weight of dtype {weight}");
+    }
     let Some(rows) = as_rows(x_l) else { bail!("linear: the rows of the input are not evenly spaced") };
     let shape = Shape::from(out_shape(x_l, weight_l));
     let m = rows.dims()[0];
-    let ((x, rows), (weight, weight_l)) = (wide(x, &rows)?, wide(weight, weight_l)?);
-    let (x, weight, weight_l) = (&*x, &*weight, &weight_l);
-    let is_dense = rows.is_contiguous() && has_rows(weight_l);
-    let out = match (x, weight) {
-        _ if !is_dense || m > FEW => product(x, &rows, weight, &weight_l.transpose(0, 1)?)?,
-        (CpuStorage::F32(_), CpuStorage::F32(weight)) => {
-            CpuStorage::F32(few_rows::product(m, elements(x, &rows)?, weight, weight_l)?)
-        }
+    let is_dense = rows.is_contiguous() || matches!(x.dtype(), DType::F16 | DType::BF16);
+    if m > FEW || !has_rows(weight_l) || !is_dense {
+        return Ok((product(x, &rows, weight, &weight_l.transpose(0, 1)?)?, shape));
+    }
+    let (x, rows) = wide(x, &rows)?;
+    let out = match (&*x, weight) {
         (CpuStorage::F64(_), CpuStorage::F64(weight)) => {
-            CpuStorage::F64(few_rows::product(m, elements(x, &rows)?, weight, weight_l)?)
+            CpuStorage::F64(few_rows::product(m, elements(&x, &rows)?, weight, weight_l)?)
         }
-        _ => bail!("linear: unexpected dtypes {:?} and {:?}", x.dtype(), weight.dtype()),
+        (CpuStorage::F32(_), weight) => CpuStorage::F32(few_rows::widening(m, elements(&x, &rows)?, weight, weight_l)?),
+        (x, _) => bail!("linear: unexpected dtypes {:?} and {:?}", x.dtype(), weight.dtype()),
     };
     Ok((out, shape))
 }
@@ -237,6 +227,7 @@ fn deferred_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<Deferr
     let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
     Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
         0 => weight.zeros_like(),
+        _ if x.device().is_cpu() => gradient_of_weight(&weight, &x, &grad),
         _ => {
             let dtype = compute_dtype("linear", &x)?;
             grad.to_dtype(dtype)?.t()?.matmul(&x.to_dtype(dtype)?)?.to_dtype(weight.dtype())
@@ -244,26 +235,32 @@ fn deferred_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<Deferr
     }))
 }
 
+/// Returns the gradient `[n, k]` of a weight on the CPU, from the input `[.., k]` and the gradient `[.., n]` of the output.
+fn gradient_of_weight(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let [x_s, grad_s] = [x, grad].map(|t| t.storage_and_layout().0);
+    let (x_l, grad_l) = (evenly_spaced(x)?, evenly_spaced(grad)?);
+    let made = rounded_product(cpu(&grad_s)?, &grad_l.transpose(0, 1)?, cpu(&x_s)?, &x_l)?;
+    Ok(Tensor::from_storage(Storage::Cpu(made), weight.shape(), BackpropOp::none(), false))
+}
+
+/// Returns the layout of a tensor as `[rows, last]`.
+fn evenly_spaced(x: &Tensor) -> Result<Layout> {
+    match as_rows(x.layout()) {
+        Some(rows) => Ok(rows),
+        None => bail!("linear: the rows of an operand are not evenly spaced"),
+    }
+}
+
 /// Returns the gradients of `x` and, if it is required, of `weight`.
 fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    let [x_s, weight_s, grad_s] = [x, weight, grad].map(|t| t.storage_and_layout().0);
-    let (Some(x_l), Some(grad_l)) = (as_rows(x.layout()), as_rows(grad.layout())) else {
-        bail!("linear: the rows of an operand are not evenly spaced");
+    let of_x = || {
+        let [weight_s, grad_s] = [weight, grad].map(|t| t.storage_and_layout().0);
+        let made = rounded_product(cpu(&grad_s)?, &evenly_spaced(grad)?, cpu(&weight_s)?, weight.layout())?;
+        Ok::<_, candle_core::Error>(Tensor::from_storage(Storage::Cpu(made), x.shape(), BackpropOp::none(), false))
     };
-    let (grad_s, grad_l) = wide(cpu(&grad_s)?, &grad_l)?;
-    let tensor = |s, like: &Tensor| {
-        let s = Storage::Cpu(narrow(s, like.shape(), like.dtype())?);
-        Ok::<_, candle_core::Error>(Tensor::from_storage(s, like.shape(), BackpropOp::none(), false))
-    };
-    let dx = x.track_op().then(|| {
-        let (weight_s, weight_l) = wide(cpu(&weight_s)?, weight.layout())?;
-        tensor(product(&grad_s, &grad_l, &weight_s, &weight_l)?, x)
-    });
-    let dw = of_weight.then(|| {
-        let (x_s, x_l) = wide(cpu(&x_s)?, &x_l)?;
-        tensor(product(&grad_s, &grad_l.transpose(0, 1)?, &x_s, &x_l)?, weight)
-    });
-    Ok((dx.transpose()?, dw.transpose()?))
+    let dx = x.track_op().then(of_x).transpose()?;
+    let dw = of_weight.then(|| gradient_of_weight(weight, x, grad)).transpose()?;
+    Ok((dx, dw))
 }
 
 /// Returns the gradient of a row of this shape that was added to each row: the sum of the rows of `grad`.

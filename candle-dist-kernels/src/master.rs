@@ -1,20 +1,34 @@
 //! 32-bit optimizer steps for 16-bit variables.
 use candle_core::{DType, Result, Tensor, Var, bail};
-use candle_dist::sum_dtype;
+use candle_dist::{empty, sum_dtype};
 
 /// Returns a 32-bit copy of a 16-bit variable; `None` for wider ones.
 pub fn master_of(var: &Var) -> Result<Option<Var>> {
     match var.dtype() {
-        DType::F16 | DType::BF16 => Ok(Some(Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F32)?)?)),
+        DType::F16 | DType::BF16 => {
+            Ok(Some(Var::from_tensor(&empty::compute(&var.as_detached_tensor(), |var| var.to_dtype(DType::F32))?)?))
+        }
         _ => Ok(None),
     }
+}
+
+/// Checks a gradient of `var` for the optimizer `name`.
+///
+/// # Errors
+/// If the gradient has another shape, or a dtype that gradients of `var` do not have.
+pub(super) fn check_gradient(name: &str, var: &Var, grad: &Tensor) -> Result<()> {
+    if grad.shape() != var.shape() || ![var.dtype(), sum_dtype(var.dtype())].contains(&grad.dtype()) {
+        let (want, got) = (var.shape(), grad.shape());
+        bail!("{name}: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());
+    }
+    Ok(())
 }
 
 /// Runs `step` of the optimizer `name` with `grad` on `var`, or on its `master`, and then sets `var` to the rounded
 /// master.
 ///
-/// `step` gets the variable to update and a contiguous gradient. The gradient has the dtype of that variable, or f32 if
-/// the variable has 16 bits and `wide` is set. `step` does not run for tensors without elements.
+/// `step` gets the variable to update and a contiguous gradient in its compute dtype: f32 if the variable has 16 bits.
+/// `step` does not run for tensors without elements.
 ///
 /// # Errors
 /// If the gradient has another shape, or a dtype that gradients of `var` do not have.
@@ -22,13 +36,9 @@ pub fn on_master(
     name: &str,
     (var, master): (&Var, Option<&Var>),
     grad: &Tensor,
-    wide: bool,
     step: impl FnOnce(&Var, &Tensor) -> Result<()>,
 ) -> Result<()> {
-    if grad.shape() != var.shape() || ![var.dtype(), sum_dtype(var.dtype())].contains(&grad.dtype()) {
-        let (want, got) = (var.shape(), grad.shape());
-        bail!("{name}: a gradient {got:?} {:?} of a variable {want:?} {:?}", grad.dtype(), var.dtype());
-    }
+    check_gradient(name, var, grad)?;
     if grad.elem_count() == 0 {
         return Ok(());
     }
@@ -36,9 +46,8 @@ pub fn on_master(
         follow(master, var)?;
     }
     let stepped = master.unwrap_or(var);
-    let dtype = if wide { sum_dtype(stepped.dtype()) } else { stepped.dtype() };
     // Detached, because state that is kept would keep the graph alive.
-    step(stepped, &grad.detach().to_dtype(dtype)?.contiguous()?)?;
+    step(stepped, &grad.detach().to_dtype(sum_dtype(stepped.dtype()))?.contiguous()?)?;
     match master {
         Some(master) => var.set(&master.as_detached_tensor().to_dtype(var.dtype())?),
         None => Ok(()),

@@ -8,6 +8,7 @@ use candle_dist::ReduceOp;
 use half::{bf16, f16};
 
 use super::element::{Element, change_memory, with_element};
+use super::prefetch::Prefetch;
 use super::{Reading, check_rows, rows};
 
 /// Returns `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
@@ -30,10 +31,14 @@ pub fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
             #[inline(always)]
             || {
                 let mut sums = Vec::with_capacity(rows.len());
-                for burst in rows.chunks(rows::BURST) {
-                    rows::touch(elements, burst.iter().map(|&row| row as usize), width);
-                    sums.extend(burst.iter().map(|&row| power_sum(&elements[row as usize * width..][..width], p)));
-                }
+                let row_of = |entry: usize| rows[entry] as usize;
+                Prefetch::along(
+                    &[Prefetch::of(elements, width)],
+                    rows.len(),
+                    row_of,
+                    #[inline(always)]
+                    |entry| sums.push(power_sum(&elements[row_of(entry) * width..][..width], p)),
+                );
                 sums
             },
         ))
@@ -99,20 +104,39 @@ pub fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: f64) ->
         return Ok(()); // candle mistakes it for a view that repeats elements
     }
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
+    let (rows, factors): (Vec<u32>, Vec<f64>) = long.map(|(&row, norm)| (row, max_norm / (norm + 1e-7))).unzip();
     if !table.device().is_cpu() {
-        let (rows, norms): (Vec<u32>, Vec<f64>) = long.unzip();
-        return composed(table, rows, norms.iter().map(|norm| max_norm / (norm + 1e-7)).collect());
+        return composed(table, rows, factors);
     }
     with_element!("max_norm", table.dtype(), E => change_memory::<E>(table, |memory, layout| {
-        let (start, strides) = (layout.start_offset(), layout.stride());
-        for (&row, norm) in long {
-            let scale = E::from_f64(max_norm / (norm + 1e-7)).load();
-            for x in memory[start + row as usize * strides[0]..].iter_mut().step_by(strides[1].max(1)).take(width) {
-                *x = E::store(x.load() * scale);
+        let (memory, strides) = (&mut memory[layout.start_offset()..], layout.stride());
+        let factors = factors.iter().map(|&factor| E::from_f64(factor).load());
+        let of_rows = rows.iter().map(|&row| row as usize * strides[0]).zip(factors);
+        if strides[1] == 1 {
+            scale_dense(memory, of_rows, width);
+            return Ok(());
+        }
+        for (start, factor) in of_rows {
+            for x in memory[start..].iter_mut().step_by(strides[1].max(1)).take(width) {
+                *x = E::store(x.load() * factor);
             }
         }
         Ok(())
     }))
+}
+
+/// Multiplies rows of `width` elements that lie side by side.
+fn scale_dense<E: Element>(memory: &mut [E], rows: impl Iterator<Item = (usize, E::Real)>, width: usize) {
+    rows::vectorised(
+        #[inline(always)]
+        || {
+            for (start, factor) in rows {
+                for x in &mut memory[start..][..width] {
+                    *x = E::store(x.load() * factor);
+                }
+            }
+        },
+    );
 }
 
 /// Multiplies rows by their factors in place with candle's own operations; the table must be contiguous.

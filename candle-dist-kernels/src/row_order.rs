@@ -35,11 +35,6 @@ impl RowOrder {
         Self(keys)
     }
 
-    /// Returns all entries.
-    pub(super) fn entries(&self) -> &[u64] {
-        &self.0
-    }
-
     /// Returns each row that occurs, with its entries.
     #[inline(always)]
     pub(super) fn groups(&self) -> impl Iterator<Item = (u32, &[u64])> {

@@ -1,6 +1,7 @@
 use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType};
 
 use super::element::with_element;
+use super::prefetch::Prefetch;
 use super::{Reading, check_rows};
 
 /// Copies the `rows` of a contiguous table `[.., width]`; returns storage and shape.
@@ -13,8 +14,9 @@ pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<(CpuStorage, Shape)> {
 
 fn take<E: Copy>(table: &[E], width: usize, rows: &[u32]) -> Vec<E> {
     let mut taken = Vec::with_capacity(rows.len() * width);
-    for &row in rows {
-        taken.extend_from_slice(&table[row as usize * width..][..width]);
-    }
+    let row_of = |entry: usize| rows[entry] as usize;
+    Prefetch::along(&[Prefetch::of(table, width)], rows.len(), row_of, |entry| {
+        taken.extend_from_slice(&table[row_of(entry) * width..][..width]);
+    });
     taken
 }

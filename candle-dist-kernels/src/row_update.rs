@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor, Var, bail};
 
 use super::element::{Element, change, change_all, with_element};
+use super::prefetch::Prefetch;
 use super::real::Real;
 use super::row_order::RowOrder;
 use super::row_sum::GroupSum;
@@ -89,27 +90,31 @@ fn move_rows<R: Real, E: Element<Real = R>, const N: usize>(
     rows::vectorised(
         #[inline(always)]
         || {
-            let (mut done, mut touched) = (0, 0);
-            for (row, group) in order.groups() {
-                if done >= touched {
-                    let burst = order.entries()[done..].iter().take(rows::BURST).map(|entry| (entry >> 32) as usize);
-                    rows::touch(table, burst.clone(), width);
-                    states.iter().for_each(|state| rows::touch(state, burst.clone(), width));
-                    touched = done + rows::BURST;
-                }
-                done += group.len();
-                let at = row as usize * width;
-                let (row, grad) = (&mut table[at..][..width], &sums.of(group)[..width]);
-                let mut states = states.each_mut().map(|state| &mut state[at..][..width]);
-                for i in 0..width {
-                    let state = states.each_ref().map(|state| state[i]);
-                    let (x, state) = moved(row[i].load(), state, grad[i].load());
-                    row[i] = E::store(x);
-                    for (old, new) in states.iter_mut().zip(state) {
-                        old[i] = new;
+            let of_table = Prefetch::of(table, width);
+            let of_states = states.each_ref().map(|state| Prefetch::of(state, width));
+            let tables: Vec<Prefetch> = std::iter::once(of_table).chain(of_states).collect();
+            let groups: Vec<(u32, &[u64])> = order.groups().collect();
+            let row_of = |entry: usize| groups[entry].0 as usize;
+            Prefetch::along(
+                &tables,
+                groups.len(),
+                row_of,
+                #[inline(always)]
+                |entry: usize| {
+                    let (row, group) = groups[entry];
+                    let at = row as usize * width;
+                    let (row, grad) = (&mut table[at..][..width], &sums.of(group)[..width]);
+                    let mut states = states.each_mut().map(|state| &mut state[at..][..width]);
+                    for i in 0..width {
+                        let state = states.each_ref().map(|state| state[i]);
+                        let (x, state) = moved(row[i].load(), state, grad[i].load());
+                        row[i] = E::store(x);
+                        for (old, new) in states.iter_mut().zip(state) {
+                            old[i] = new;
+                        }
                     }
-                }
-            }
+                },
+            );
         },
     );
 }

@@ -3,7 +3,6 @@
 use candle_core::utils::{get_num_threads, with_threadpool};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
-use std::hint::black_box;
 use std::mem::MaybeUninit;
 
 use super::real::Real;
@@ -57,15 +56,42 @@ pub(super) fn new_by_blocks<T: Real, R: Send>(
         width,
         cost,
         #[inline(always)]
-        |first, rows| {
-            rows.fill(MaybeUninit::new(T::zero()));
-            // SAFETY: all elements of the block were just written, and `MaybeUninit<T>` has the layout of `T`.
-            work(first, unsafe { &mut *(std::ptr::from_mut(rows) as *mut [T]) })
-        },
+        |first, rows| work(first, zeroed(rows)),
     );
     // SAFETY: the blocks are all of the first `len` elements, and each was written.
     unsafe { out.set_len(len) };
     (out, found)
+}
+
+/// Fills new memory with zeros.
+#[inline(always)]
+fn zeroed<T: Real>(memory: &mut [MaybeUninit<T>]) -> &mut [T] {
+    memory.fill(MaybeUninit::new(T::zero()));
+    // SAFETY: all elements were just written, and `MaybeUninit<T>` has the layout of `T`.
+    unsafe { &mut *(std::ptr::from_mut(memory) as *mut [T]) }
+}
+
+/// Like [`new_by_blocks`] for two new vectors of `len` elements, which `work(first, a, b)` computes together.
+pub(super) fn new_pair_by_blocks<T: Real>(len: usize, work: impl Fn(usize, &mut [T], &mut [T]) + Sync) -> [Vec<T>; 2] {
+    let mut pair = [Vec::with_capacity(len), Vec::with_capacity(len)];
+    let [a, b] = pair.each_mut().map(|made| made.spare_capacity_mut()[..len].chunks_mut(BLOCK));
+    let mut blocks: Vec<_> = a.zip(b).collect();
+    by_blocks(
+        &mut blocks,
+        1,
+        BLOCK,
+        #[inline(always)]
+        |first, blocks| {
+            for (i, (a, b)) in blocks.iter_mut().enumerate() {
+                work((first + i) * BLOCK, zeroed(a), zeroed(b));
+            }
+        },
+    );
+    for made in &mut pair {
+        // SAFETY: the blocks are all of the first `len` elements, and each was written.
+        unsafe { made.set_len(len) };
+    }
+    pair
 }
 
 /// One call of the work of [`by_blocks`]; a closure in its place would not be inlined into the vectorized code.
@@ -97,20 +123,6 @@ impl<R, F: FnOnce() -> R> NullaryFnOnce for Inlined<F> {
     #[inline(always)]
     fn call(self) -> R {
         (self.0)()
-    }
-}
-
-/// Rows to [`touch`] before the first of them is used: more would evict each other from the L1 cache.
-pub(super) const BURST: usize = 16;
-
-/// Loads rows of a large table into the cache, with one read per cache line.
-///
-/// Independent reads overlap, while those of a computation would wait for each other.
-#[inline(always)]
-pub(super) fn touch<T: Copy>(table: &[T], rows: impl Iterator<Item = usize>, width: usize) {
-    let line = 64 / size_of::<T>();
-    for row in rows {
-        table[row * width..][..width].iter().step_by(line).for_each(|x| _ = black_box(*x));
     }
 }
 

@@ -3,7 +3,7 @@ use candle_core::{Result, Tensor};
 
 use super::dense_update::DenseRule;
 use super::real::Real;
-use super::row_update::Rule;
+use super::row_update::{AdamWRule, Rule};
 
 /// Gradient descent.
 pub struct SgdRule {
@@ -94,6 +94,17 @@ impl DenseRule<1> for AdagradRule {
         let sum = (sum + grad.sqr()?)?;
         let change = (grad / (sum.sqrt()? + self.eps)?)?;
         Ok(((x - (change * self.lr)?)?, [sum]))
+    }
+}
+
+impl DenseRule<2> for AdamWRule {
+    fn composed(&self, x: &Tensor, [first, second]: [&Tensor; 2], grad: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
+        let [keep_first, keep_second] = self.betas;
+        let first = ((first * keep_first)? + (grad * (1.0 - keep_first))?)?;
+        let second = ((second * keep_second)? + (grad.sqr()? * (1.0 - keep_second))?)?;
+        let [scale_first, scale_second] = self.scales;
+        let change = ((&first * scale_first)? / ((&second * scale_second)?.sqrt()? + self.eps)?)?;
+        Ok((((x * self.keep)? - (change * self.lr)?)?, [first, second]))
     }
 }
 

@@ -17,6 +17,7 @@
 //! | [`Exchange::all_to_all`] | all_to_all | all_to_all back | |
 //! | [`Exchange::all_to_all_single`] | all_to_all_single | all_to_all_single back | |
 //! | [`Exchange::recut`] | all_to_all_single of the rows that move | the same back | |
+//! | [`Exchange::windows`] | all_to_all_single of the rows that move | the same back, summed | |
 //! | [`Exchange::to_partial`] | rank 0 keeps it, zeros elsewhere | identity | |
 //! | [`Exchange::to_partial_varying`] | rank 0 keeps it, zeros elsewhere | the same | |
 //!
@@ -37,13 +38,17 @@
 //! assert_eq!(grads, [[3.0], [3.0]]);
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
+mod rows;
+
 pub use crate::call::Cut;
 
 use crate::backend::{Fresh, Ready};
 use crate::call::{Call, Dims, Op, ReduceOp, total};
 use crate::{Error, ProcessGroup, Result, edges};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
+use rows::Window;
 use smallvec::smallvec;
+use std::ops::Range;
 use std::panic::Location;
 
 /// One data movement within a group, without gradient.
@@ -69,6 +74,10 @@ enum Movement {
     AllToAllSingle(Vec<Dims>),
     /// Moves from the first cut to the second cut of the same dim. Only rows that change ranks are sent.
     Recut(Cut, Cut),
+    /// Returns this rank's window of the whole, with zeros outside of the whole.
+    Windows(Cut, Vec<Window>),
+    /// Returns this rank's piece of the sum of all windows.
+    SumsOfWindows(Cut, Vec<Window>),
 }
 
 /// The result of a step: new memory, or a view.
@@ -88,7 +97,11 @@ impl Movement {
             Self::First if group.rank() == 0 => return Ok(Made::View(x.clone())),
             // Not a product with zero, which would keep NaN and infinity.
             Self::First => return Ok(Made::View(x.zeros_like()?)),
-            Self::Recut(from, to) => return recut(x, from, to, group, site).map(Made::View),
+            Self::Recut(from, to) => return rows::recut(x, from, to, group, site).map(Made::View),
+            Self::Windows(cut, windows) => return rows::windows(x, cut, windows, group, site).map(Made::View),
+            Self::SumsOfWindows(cut, windows) => {
+                return rows::sums_of_windows(x, cut, windows, group, site).map(Made::View);
+            }
             Self::Slice(cut) => {
                 let (start, len) = (cut.start(group.rank()), cut.sizes[group.rank()]);
                 // candle panics on views without elements that start behind their memory.
@@ -131,6 +144,8 @@ impl Movement {
             }
             Self::AllToAllSingle(counts) => shape[0] = counts.iter().map(|counts| counts[rank]).sum(),
             Self::Recut(_, to) => shape[to.dim] = to.sizes[rank],
+            Self::Windows(cut, windows) => shape[cut.dim] = windows[rank].len(),
+            Self::SumsOfWindows(cut, _) => shape[cut.dim] = cut.sizes[rank],
         }
         shape
     }
@@ -151,6 +166,11 @@ impl Movement {
                 let total = |cut: &Cut| total(&cut.sizes);
                 count(from) && count(to) && piece(from) && from.dim == to.dim && total(from) == total(to)
             }
+            Self::Windows(cut, windows) => count(cut) && piece(cut) && windows.len() == group.size(),
+            Self::SumsOfWindows(cut, windows) => {
+                let len = windows.get(group.rank()).map(Range::len);
+                count(cut) && windows.len() == group.size() && x.dims().get(cut.dim).copied() == len
+            }
             Self::Identity | Self::First | Self::AllReduce(_) => true,
         };
         if fits {
@@ -159,40 +179,6 @@ impl Movement {
         let reason = format!("{self:?} does not fit shape {:?} on {} ranks", x.dims(), group.size());
         Err(Error::InvalidArgument { rank: group.ranks()[group.rank()], op: "exchange", reason })
     }
-}
-
-/// Returns this rank's piece under the cut `to`, from its piece under the cut `from` and the rows that others send.
-///
-/// Pieces follow each other in rank order. Rows for lower ranks thus lie before the rows that stay, and rows from lower
-/// ranks are joined before them.
-fn recut(x: &Tensor, from: &Cut, to: &Cut, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Tensor> {
-    let (rank, size, dim) = (group.rank(), group.size(), from.dim);
-    let range = |cut: &Cut, rank: usize| cut.start(rank)..cut.start(rank) + cut.sizes[rank];
-    let common = |source: usize, target: usize| {
-        let (a, b) = (range(from, source), range(to, target));
-        a.start.max(b.start)..a.end.min(b.end).max(a.start.max(b.start))
-    };
-    let sent = |source: usize, target: usize| if source == target { 0 } else { common(source, target).len() };
-    let counts: Vec<Dims> = (0..size).map(|source| (0..size).map(|target| sent(source, target)).collect()).collect();
-    let (to_lower, stays): (usize, usize) = (counts[rank][..rank].iter().sum(), common(rank, rank).len());
-    let from_lower: usize = counts[..rank].iter().map(|row| row[rank]).sum();
-    let from_higher: usize = counts[rank + 1..].iter().map(|row| row[rank]).sum();
-    let rows = x.transpose(0, dim)?.contiguous()?;
-    // candle panics on views without elements that start behind their memory.
-    let part = |x: &Tensor, start: usize, len: usize| {
-        let start = if len * x.elem_count() == 0 { 0 } else { start };
-        x.narrow(0, start, len)
-    };
-    let (kept, after) = (part(&rows, to_lower, stays)?, rows.dim(0)? - to_lower - stays);
-    let parts = [part(&rows, 0, to_lower)?, part(&rows, to_lower + stays, after)?];
-    let outgoing = Tensor::cat(&parts, 0)?;
-    let call = Call { site, ..ProcessGroup::routed(&outgoing, &counts) };
-    let incoming = match group.exchange(call, &outgoing)? {
-        Some(fresh) => fresh.into_tensor(),
-        None => outgoing,
-    };
-    let parts = [part(&incoming, 0, from_lower)?, kept, part(&incoming, from_lower, from_higher)?];
-    Ok(Tensor::cat(&parts, 0)?.transpose(0, dim)?.contiguous()?)
 }
 
 /// A forward step with its backward step.
@@ -272,6 +258,15 @@ impl Exchange {
         Self::pair("recut", Movement::Recut(from.clone(), to.clone()), Movement::Recut(to, from))
     }
 
+    /// Gives each rank a window of the whole: `windows[r]` are the rows of rank `r`, which need not be those of its piece.
+    ///
+    /// Windows may overlap, as the neighborhoods of a convolution do: a row that several windows have gets the sum of its
+    /// gradients. Rows before the first one and behind the last one are zeros. Rows that a rank has are not sent, and
+    /// nothing is if no rank lacks some.
+    pub fn windows(cut: Cut, windows: Vec<Range<isize>>) -> Self {
+        Self::pair("windows", Movement::Windows(cut.clone(), windows.clone()), Movement::SumsOfWindows(cut, windows))
+    }
+
     /// Converts a replicated value to partial sums: rank 0 of the group holds the value, the others hold zeros.
     ///
     /// The sum is thus exact in every dtype, while n shares of one n-th would be rounded. Only `-0` becomes `0`.
@@ -309,7 +304,8 @@ impl Exchange {
     /// The communication of the backward step is attributed to this call site.
     #[track_caller]
     pub fn apply(self, x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
-        if group.size() == 1 {
+        // The window of one rank may be wider or narrower than the whole.
+        if group.size() == 1 && !matches!(self.forward, Movement::Windows(..)) {
             return Ok(x.clone());
         }
         let made = self.forward.run(&x.detach(), group, Location::caller())?;

@@ -72,6 +72,7 @@ pub mod comm;
 pub mod control;
 #[doc(hidden)]
 pub mod edges;
+pub mod empty;
 mod error;
 mod freeable;
 pub mod functional;

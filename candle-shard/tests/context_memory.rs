@@ -49,9 +49,8 @@ fn activations_of_attention_on_n_ranks_are_a_part_and_blocks_of_keys() {
         for ranks in [2, 4] {
             // Keys and values of the rows of one rank. Its own ones are a part of what it takes anyway.
             let block = 2 * rows * heads * dim * F32 / ranks;
-            // In a backward pass the sums of their gradients come too.
-            let (blocks, products) = if passes { (2, 3) } else { (1, 1) };
-            let most = one / ranks + blocks * block + products * BUFFERS;
+            let products = if passes { 3 } else { 1 };
+            let most = one / ranks + block + products * BUFFERS;
             let got = attention(Some(ContextWay::Ring), ranks, passes);
             println!("{ranks} ranks, backward {passes}: {got} bytes each, {most} by the formula, {one} on one rank");
             assert!(got <= most, "{got} bytes on each of {ranks} ranks, backward {passes}: the formula says {most}");

@@ -1,5 +1,6 @@
 //! What the exported functions of all libraries share: pointers of the caller, and the current device of a thread.
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Writes a result for the caller; does nothing for null.
 pub(crate) fn put<T>(to: *mut T, value: T) {
@@ -32,8 +33,23 @@ pub(crate) fn fill<T: Copy>(to: *mut T, values: &[T]) {
     }
 }
 
+// CUDA may be called while a thread ends, by the destructors of its thread-locals. So what every call needs has none.
 thread_local! {
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
+    static THREAD: Cell<u64> = const { Cell::new(0) };
+}
+
+/// The number of a host thread.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Thread(u64);
+
+/// Returns the number of the calling thread, also while it ends.
+pub(crate) fn thread() -> Thread {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    if THREAD.get() == 0 {
+        THREAD.set(NEXT.fetch_add(1, Ordering::Relaxed));
+    }
+    Thread(THREAD.get())
 }
 
 /// Returns the device of the calling thread's current context.

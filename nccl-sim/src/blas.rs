@@ -49,6 +49,7 @@ struct Product {
 
 impl Product {
     fn run<T: Element>(&self, exec: &mut Exec<'_>) -> Option<()> {
+        exec.effort.operations += 2 * self.m * self.n * self.k * self.batch;
         let [(a, lda, a_step), (b, ldb, b_step), (c, ldc, c_step)] = self.places;
         let columns = |transposed: bool, rows: usize, columns: usize| if transposed { rows } else { columns };
         let extent = |ld: usize, columns: usize, rows: usize| if columns == 0 { 0 } else { ld * (columns - 1) + rows };

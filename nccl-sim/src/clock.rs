@@ -38,24 +38,29 @@ impl Clock {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Mark(Arc<Mutex<Option<Passed>>>);
 
-/// When a stream passed a point, by its clock and by the host's.
-type Passed = (Arc<Clock>, Instant);
+/// When a stream passed a point, by its clock, by the host's, and on the timeline.
+type Passed = (Arc<Clock>, Instant, f64);
 
 impl Mark {
     pub(crate) fn passed(&self) -> Option<Arc<Clock>> {
-        self.0.lock().as_ref().map(|(clock, _)| clock.clone())
+        self.0.lock().as_ref().map(|(clock, ..)| clock.clone())
     }
 
     /// Returns when the stream has passed this point.
     pub(crate) fn time(&self) -> Option<Instant> {
-        self.0.lock().as_ref().map(|(_, time)| *time)
+        self.0.lock().as_ref().map(|(_, time, _)| *time)
+    }
+
+    /// Returns the time on the timeline at which the stream has passed this point.
+    pub(crate) fn at(&self) -> f64 {
+        self.0.lock().as_ref().map_or(0.0, |(.., at)| *at)
     }
 
     pub(crate) fn is_passed(&self) -> bool {
         self.0.lock().is_some()
     }
 
-    pub(crate) fn pass(&self, clock: Arc<Clock>) {
-        *self.0.lock() = Some((clock, Instant::now()));
+    pub(crate) fn pass(&self, clock: Arc<Clock>, at: f64) {
+        *self.0.lock() = Some((clock, Instant::now(), at));
     }
 }

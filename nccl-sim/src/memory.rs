@@ -255,6 +255,22 @@ impl Memory {
         ((address - start) as usize <= block.len).then_some(block.device)
     }
 
+    /// Gives back the freed blocks of streams that are gone. A use of such a block is one of no device memory.
+    pub(crate) fn give_back(&mut self, exists: impl Fn(usize) -> bool) {
+        let blocks = &mut self.blocks;
+        self.free.retain(|(.., stream), addresses| {
+            let stays = exists(*stream);
+            addresses.iter().filter(|_| !stays).for_each(|address| _ = blocks.remove(address));
+            stays
+        });
+    }
+
+    /// Returns how many blocks there are, freed ones included.
+    #[cfg(test)]
+    pub(crate) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// Returns how many bytes of a device are in use.
     pub(crate) fn used(&self, device: usize) -> usize {
         let live = self.blocks.values().filter(|block| block.device == device && block.freeing.is_none());

@@ -28,7 +28,7 @@ thread_local! {
 impl Site {
     /// Records the call that the current thread makes.
     pub(crate) fn here(call: impl Into<String>) -> Arc<Self> {
-        let thread = THREAD.with(String::clone);
+        let thread = THREAD.try_with(String::clone).unwrap_or_else(|_| "a thread that ends".to_string());
         let number = CALLS.fetch_add(1, Ordering::Relaxed);
         let trace = crate::settings::get().backtraces.then(Backtrace::force_capture);
         Arc::new(Self { call: call.into(), thread, number, trace })

@@ -16,6 +16,10 @@ pub(crate) struct Settings {
     used: Option<PathBuf>,
     /// `SIM_CALLS`: a file for the number of calls of each function, written when a communicator ends.
     pub(crate) calls: Option<PathBuf>,
+    /// `SIM_TIMELINE`: a file for how long each GPU computed and communicated, written when a communicator ends.
+    pub(crate) timeline: Option<PathBuf>,
+    /// `SIM_SCALE`: how many times as long each dim is on the timeline.
+    pub(crate) scale: f64,
     /// `SIM_FAULT`: what NCCL does wrong, and at which of the process's calls, as in `stall:7`.
     pub(crate) fault: Option<(Wrong, u64)>,
     /// `SIM_GPUS`: the number of devices.
@@ -68,6 +72,8 @@ pub(crate) fn get() -> &'static Settings {
         seeds: if std::env::var_os("SIM_DIR").is_some() { 1 } else { number("SIM_SEEDS", 1).max(1) },
         used: std::env::var_os("SIM_USED").map(PathBuf::from),
         calls: std::env::var_os("SIM_CALLS").map(PathBuf::from),
+        timeline: std::env::var_os("SIM_TIMELINE").map(PathBuf::from),
+        scale: number("SIM_SCALE", 1) as f64,
         fault: std::env::var("SIM_FAULT").ok().map(|text| {
             wrong(&text).unwrap_or_else(|| crate::report::die(&format!("SIM_FAULT={text} is no fault with a number")))
         }),

@@ -3,6 +3,7 @@ use crate::settings;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::path::Path;
 
 static CALLS: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
 
@@ -13,14 +14,20 @@ pub(crate) fn count(function: &'static str) {
     }
 }
 
-/// Writes the counts.
+/// Writes the counts, if that is asked for.
 pub(crate) fn write() {
     let Some(path) = &settings::get().calls else { return };
     let mut text = String::new();
     for (function, calls) in &*CALLS.lock() {
         let _ = writeln!(text, "{function} {calls}");
     }
-    if let Err(error) = std::fs::write(path, text) {
+    replace(path, &text);
+}
+
+/// Replaces a file, so that a process that ends leaves the old one or the new one.
+pub(crate) fn replace(path: &Path, text: &str) {
+    let part = path.with_extension("part");
+    if let Err(error) = std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, path)) {
         crate::report::die(&format!("{}: {error}", path.display()));
     }
 }

@@ -71,8 +71,10 @@ pub fn has_ranks(size: usize) -> bool {
 ///
 /// [`on_ranks`]: crate::on_ranks
 ///
+/// If there are fewer GPUs, the ranks run on the host, and the test is reported as skipped, as by [`skip`](crate::skip).
+///
 /// # Panics
-/// If there are fewer GPUs; see [`has_ranks`].
+/// If the backend is unknown or not in this build.
 pub fn world(size: usize) -> World {
     open(size).unwrap_or_else(|why| panic!("{why}"))
 }
@@ -96,10 +98,15 @@ fn gpus() -> usize {
     panic!("CANDLE_TEST_BACKEND=nccl needs the cargo feature nccl of test-utils")
 }
 
-/// Returns a world of threads over the backend, each on a GPU of its own if there are GPUs.
+/// Returns a world of threads over the backend, each on a GPU of its own if there are enough.
 #[cfg(feature = "nccl")]
 pub(crate) fn open(size: usize) -> Result<World, String> {
     if !over_nccl() {
+        return Ok(World::local(size));
+    }
+    if gpus() < size {
+        // A test cannot end as skipped from within, so its ranks run on the host, where it must pass too.
+        skip(&format!("needs {size} GPUs, and there are {}; it runs on the host", gpus()));
         return Ok(World::local(size));
     }
     let devices = (0..size).map(candle_core::Device::new_cuda_with_stream);

@@ -1,5 +1,5 @@
 //! Runs a closure on several ranks, with a label and a deadline.
-use crate::backend;
+use crate::backend::{self, over_nccl};
 use candle_dist::{RankContext, WorldError, threads};
 use parking_lot::{Condvar, Mutex};
 use std::fmt::Display;
@@ -34,10 +34,10 @@ struct Board<T> {
 impl Ranks {
     /// Creates a world of `world` ranks. `label` names the test case in failures.
     pub fn new(world: usize, label: impl Into<String>) -> Self {
-        Self { world, label: label.into(), deadline: Duration::from_secs(120) }
+        Self { world, label: label.into(), deadline: Duration::from_secs(if over_nccl() { 600 } else { 120 }) }
     }
 
-    /// Sets how long the whole run may take; two minutes by default.
+    /// Sets how long the whole run may take; two minutes by default, and ten over NCCL, which may be simulated.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -94,7 +94,7 @@ impl Ranks {
 /// Runs `f` on `world` ranks and panics with the first failure. Most tests use this.
 ///
 /// # Panics
-/// If a rank fails or panics, or if the run takes more than two minutes.
+/// If a rank fails or panics, or if the run takes more than two minutes, or ten over NCCL.
 pub fn on_ranks<T, E, F>(world: usize, label: &str, f: F) -> Vec<T>
 where
     T: Send + 'static,

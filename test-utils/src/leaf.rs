@@ -80,6 +80,14 @@ pub fn values(shape: &[usize], seed: u64, dtype: DType) -> Tensor {
     sample_full(Stream::new(seed, "values"), even, shape, dtype, &Device::Cpu).unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// Returns the device of this rank in a mesh.
+///
+/// # Panics
+/// If the mesh has no axes.
+pub fn device_of(mesh: &DeviceMesh) -> Device {
+    mesh.axis_group(0).unwrap_or_else(|e| panic!("{e}")).device().clone()
+}
+
 /// A distributed tensor computed from a variable whose layout has no partial sums.
 #[derive(Debug)]
 pub struct Leaf {
@@ -101,12 +109,12 @@ impl Leaf {
         Self::with_spec(whole, Spec::new(mesh, &at, whole.shape(), whole.dtype())?, lays)
     }
 
-    /// Creates a leaf in a given layout, for example with explicit sizes.
+    /// Creates a leaf in a given layout, for example with explicit sizes, on this rank's device.
     ///
     /// # Errors
     /// If the layout does not fit the tensor.
     pub fn with_spec(whole: &Tensor, spec: Spec, lays: &[Lay]) -> Result<Self> {
-        let local = block(whole, &spec)?.force_contiguous()?;
+        let local = block(whole, &spec)?.force_contiguous()?.to_device(&device_of(spec.mesh()))?;
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec.clone())?.to_var()?;
         for axis in (0..lays.len()).filter(|&axis| lays[axis].varies()) {
             tensor = tensor.varying_on(axis)?;

@@ -21,7 +21,7 @@ pub use backend::{backend_name, has_ranks, over_nccl, world, worlds};
 pub use converter::DTensorConverter;
 pub use harness::{Ranks, on_ranks};
 pub use job::{Job, Outcome};
-pub use leaf::{Lay, Leaf, block, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
+pub use leaf::{Lay, Leaf, block, device_of, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
 pub use memory::stays_flat;
 pub use scratch::Scratch;
 pub use skip::{skip, skip_unless_gpus, skipped};

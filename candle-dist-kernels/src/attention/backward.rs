@@ -1,6 +1,6 @@
 //! The gradient of attention over a block of keys, with scores that are computed again.
 use super::Scale;
-use super::forward::{Norms, within};
+use super::forward::{Norms, tiles, within};
 use super::heads::{Sizes, into_head, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     real::Real,
     rows::{add_assign, by_blocks, sum_zip},
 };
-use candle_core::{Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Layout, Result, Tensor, bail};
 
 /// Returns the product of each row of the result with its gradient.
 ///
@@ -25,112 +25,125 @@ pub(super) fn inner<T: Real>(out: &Tensor, grad: &Tensor) -> Result<Vec<T>> {
     Ok(out.chunks_exact(width).zip(grad.chunks_exact(width)).map(|(a, b)| sum_zip(a, b, |a, b| a * b)).collect())
 }
 
-/// Returns the gradients of the query, and of the key and the value of one block, from the gradient of the result.
+/// What the gradients through any block of keys are made of.
+#[derive(Debug, Clone, Copy)]
+pub struct Backward<'a, T> {
+    /// The query, and the gradient of the result.
+    pub query: &'a Tensor,
+    /// The gradient of the result.
+    pub grad: &'a Tensor,
+    /// The norms of each row over all keys.
+    pub norms: &'a Norms<T>,
+    /// What the function `inner` returns.
+    pub inner: &'a [T],
+    /// The scale of the scores.
+    pub scale: Scale,
+}
+
+/// Adds the gradients through a block of keys and values, which are the rows from `first` on of those that `of_keys` is for.
+///
+/// `of_keys` has for each element of the batch the gradient of all keys, then that of all values.
 pub(super) fn over<T: Real>(
-    inputs: [&Tensor; 3],
-    grad: &Tensor,
-    (norms, inner): (&Norms<T>, &[T]),
-    scale: Scale,
-    visible: &Visible,
-) -> Result<[Tensor; 3]> {
-    let [q, k, v, grad] = [inputs[0], inputs[1], inputs[2], grad].map(Reading::new);
+    work: &Backward<'_, T>,
+    [k, v]: [&Tensor; 2],
+    (first, visible): (usize, &Visible),
+    of_query: &mut [T],
+    of_keys: &mut [T],
+) -> Result<()> {
+    let Backward { norms, inner, scale, .. } = *work;
+    let [q, k, v, grad] = [work.query, k, v, work.grad].map(Reading::new);
     let Some(sizes) = Sizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
         bail!("flash_attn: shapes do not fit")
     };
-    let Sizes { queries, keys: all_keys, heads, kv_heads, dim, width, .. } = sizes;
+    let Sizes { queries, heads, kv_heads, dim, width, .. } = sizes;
     if sizes.is_empty() {
-        let [q, k, v] = inputs.map(|x| x.zeros_like());
-        return Ok([q?, k?, v?]);
+        return Ok(());
     }
     let rest = scale.rest::<T>();
     let at_once = queries_at_once::<T>(visible, &[&q, &k, &grad])?;
-    let parts = sizes.each(|b| {
+    sizes.each_with([of_query, of_keys], |b, [dq, of_keys]| {
         let ranges = visible.of(b);
-        let mut dq = vec![T::zero(); queries * heads * dim];
-        let (mut dk, mut dv) =
-            (vec![T::zero(); all_keys * kv_heads * dim], vec![T::zero(); all_keys * kv_heads * width]);
+        let (dk, dv) = of_keys.split_at_mut(of_keys.len() / (dim + width) * dim);
         for h in 0..heads {
             let g = sizes.key_head(h);
             let (q, k, v, grad) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?, grad.head(b, h)?);
             for rows in sizes.blocks(at_once) {
-                let seen = union(&ranges[rows.clone()]);
-                let keys = seen.len();
-                if keys == 0 {
-                    continue;
-                }
-                let (these, keys_of) = (q.rows(rows.clone()), k.rows(seen.clone()));
-                let scores = product(q.storage, &these, k.storage, &keys_of.transpose(0, 1)?)?;
-                let mut weights = T::cpu_storage_data(scores)?;
-                let values = v.rows(seen.clone()).transpose(0, 1)?;
-                let scores = product(grad.storage, &grad.rows(rows.clone()), v.storage, &values)?;
-                let mut scores = T::cpu_storage_data(scores)?;
-                let row_of = |i: usize| (b * queries + rows.start + i) * heads + h;
-                // A capped score is flatter the nearer it is to the cap.
-                let slopes: Option<Vec<T>> = scale.cap.map(|_| {
-                    scale.cap_row(&mut weights);
-                    weights.iter().map(|&score| scale.slope(score)).collect()
-                });
-                let factor = T::from_f64(scale.factor);
-                by_blocks(
-                    &mut weights,
-                    keys,
-                    keys,
-                    #[inline(always)]
-                    |first, weights| {
-                        for (i, row) in weights.chunks_exact_mut(keys).enumerate() {
-                            let (from, to) = within(&ranges[rows.start + first + i], seen.start);
-                            row[..from].fill(T::zero());
-                            row[to..].fill(T::zero());
-                            let (top, sum) = (norms.top[row_of(first + i)], norms.sum[row_of(first + i)]);
-                            let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
-                            for v in &mut row[from..to] {
-                                *v = norm * ((*v - top) * rest).exp_neg(T::zero());
-                            }
-                        }
-                    },
-                );
-                by_blocks(
-                    &mut scores,
-                    keys,
-                    keys,
-                    #[inline(always)]
-                    |first, scores| {
-                        let pairs = scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
-                        for (i, (scores, weights)) in pairs.enumerate() {
-                            let (from, to) = within(&ranges[rows.start + first + i], seen.start);
-                            scores[..from].fill(T::zero());
-                            scores[to..].fill(T::zero());
-                            let inner = inner[row_of(first + i)];
-                            for (score, &weight) in scores[from..to].iter_mut().zip(&weights[from..to]) {
-                                *score = factor * weight * (*score - inner);
-                            }
-                            if let Some(slopes) = &slopes {
-                                let slopes = &slopes[(first + i) * keys..][from..to];
-                                for (score, &slope) in scores[from..to].iter_mut().zip(slopes) {
-                                    *score *= slope;
+                for tile in tiles(union(&ranges[rows.clone()]), rows.len()) {
+                    let keys = tile.len();
+                    let (these, keys_of) = (q.rows(rows.clone()), k.rows(tile.clone()));
+                    let scores = product(q.storage, &these, k.storage, &keys_of.transpose(0, 1)?)?;
+                    let mut weights = T::cpu_storage_data(scores)?;
+                    let values = v.rows(tile.clone()).transpose(0, 1)?;
+                    let scores = product(grad.storage, &grad.rows(rows.clone()), v.storage, &values)?;
+                    let mut scores = T::cpu_storage_data(scores)?;
+                    let row_of = |i: usize| (b * queries + rows.start + i) * heads + h;
+                    // A capped score is flatter the nearer it is to the cap.
+                    let slopes: Option<Vec<T>> = scale.cap.map(|_| {
+                        scale.cap_row(&mut weights);
+                        weights.iter().map(|&score| scale.slope(score)).collect()
+                    });
+                    let factor = T::from_f64(scale.factor);
+                    by_blocks(
+                        &mut weights,
+                        keys,
+                        keys,
+                        #[inline(always)]
+                        |first, weights| {
+                            for (i, row) in weights.chunks_exact_mut(keys).enumerate() {
+                                let (from, to) = within(&ranges[rows.start + first + i], &tile);
+                                row[..from].fill(T::zero());
+                                row[to..].fill(T::zero());
+                                let (top, sum) = (norms.top[row_of(first + i)], norms.sum[row_of(first + i)]);
+                                let norm = if sum == T::zero() { T::zero() } else { T::one() / sum };
+                                for v in &mut row[from..to] {
+                                    *v = norm * ((*v - top) * rest).exp_neg(T::zero());
                                 }
                             }
-                        }
-                    },
-                );
-                let (weights, scores) = (T::to_cpu_storage_owned(weights), T::to_cpu_storage_owned(scores));
-                let block = Layout::contiguous((rows.len(), keys));
-                let turned = block.transpose(0, 1)?;
-                let part = product(&scores, &block, k.storage, &keys_of)?;
-                let place = ((rows.start * heads + h) * dim, heads * dim, dim);
-                into_head::<T>(&mut dq, &part, place, |out, part| out.copy_from_slice(part))?;
-                let part = product(&scores, &turned, q.storage, &these)?;
-                into_head::<T>(&mut dk, &part, ((seen.start * kv_heads + g) * dim, kv_heads * dim, dim), add_assign)?;
-                let part = product(&weights, &turned, grad.storage, &grad.rows(rows))?;
-                let place = ((seen.start * kv_heads + g) * width, kv_heads * width, width);
-                into_head::<T>(&mut dv, &part, place, add_assign)?;
+                        },
+                    );
+                    by_blocks(
+                        &mut scores,
+                        keys,
+                        keys,
+                        #[inline(always)]
+                        |first, scores| {
+                            let pairs = scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
+                            for (i, (scores, weights)) in pairs.enumerate() {
+                                let (from, to) = within(&ranges[rows.start + first + i], &tile);
+                                scores[..from].fill(T::zero());
+                                scores[to..].fill(T::zero());
+                                let inner = inner[row_of(first + i)];
+                                for (score, &weight) in scores[from..to].iter_mut().zip(&weights[from..to]) {
+                                    *score = factor * weight * (*score - inner);
+                                }
+                                if let Some(slopes) = &slopes {
+                                    let slopes = &slopes[(first + i) * keys..][from..to];
+                                    for (score, &slope) in scores[from..to].iter_mut().zip(slopes) {
+                                        *score *= slope;
+                                    }
+                                }
+                            }
+                        },
+                    );
+                    let (weights, scores) = (T::to_cpu_storage_owned(weights), T::to_cpu_storage_owned(scores));
+                    let block = Layout::contiguous((rows.len(), keys));
+                    let turned = block.transpose(0, 1)?;
+                    let part = product(&scores, &block, k.storage, &keys_of)?;
+                    let place = ((rows.start * heads + h) * dim, heads * dim, dim);
+                    into_head::<T>(dq, T::cpu_storage_as_slice(&part)?, place, add_assign);
+                    let row = (first + tile.start) * kv_heads + g;
+                    let part = product(&scores, &turned, q.storage, &these)?;
+                    into_head::<T>(dk, T::cpu_storage_as_slice(&part)?, (row * dim, kv_heads * dim, dim), add_assign);
+                    let part = product(&weights, &turned, grad.storage, &grad.rows(rows.clone()))?;
+                    into_head::<T>(
+                        dv,
+                        T::cpu_storage_as_slice(&part)?,
+                        (row * width, kv_heads * width, width),
+                        add_assign,
+                    );
+                }
             }
         }
-        Ok([dq, dk, dv])
-    })?;
-    let whole = |i: usize, shape: &Shape| {
-        let data = parts.iter().map(|part| &part[i][..]).collect::<Vec<_>>().concat();
-        Tensor::from_vec(data, shape, &Device::Cpu)
-    };
-    Ok([whole(0, q.layout.shape())?, whole(1, k.layout.shape())?, whole(2, v.layout.shape())?])
+        Ok(())
+    })
 }

@@ -58,38 +58,45 @@ impl<T: Real> Partial<T> {
                 let g = sizes.key_head(h);
                 let (q, k, v) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?);
                 for rows in sizes.blocks(at_once) {
-                    let seen = union(&ranges[rows.clone()]);
-                    let keys = seen.len();
-                    if keys == 0 {
-                        continue;
+                    let mut whole: Option<Self> = None;
+                    for tile in tiles(union(&ranges[rows.clone()]), rows.len()) {
+                        let keys = tile.len();
+                        let keys_of = k.rows(tile.clone()).transpose(0, 1)?;
+                        let scores = product(q.storage, &q.rows(rows.clone()), k.storage, &keys_of)?;
+                        let mut scores = T::cpu_storage_data(scores)?;
+                        let found = by_blocks(
+                            &mut scores,
+                            keys,
+                            keys,
+                            #[inline(always)]
+                            |first, scores| {
+                                let mut found = Vec::with_capacity(scores.len() / keys);
+                                for (row, range) in scores.chunks_exact_mut(keys).zip(&ranges[rows.start + first..]) {
+                                    let (from, to) = within(range, &tile);
+                                    row[..from].fill(T::zero());
+                                    row[to..].fill(T::zero());
+                                    scale.cap_row(&mut row[from..to]);
+                                    found.push(soften(&mut row[from..to], rest));
+                                }
+                                found
+                            },
+                        );
+                        let (top, sum) = found.into_iter().flatten().unzip();
+                        let (weights, dense) =
+                            (T::to_cpu_storage_owned(scores), Layout::contiguous((rows.len(), keys)));
+                        let mixed = product(&weights, &dense, v.storage, &v.rows(tile))?;
+                        let made = Self { out: T::cpu_storage_data(mixed)?, norms: Norms { top, sum }, width };
+                        match &mut whole {
+                            Some(whole) => whole.join(made, scale),
+                            None => whole = Some(made),
+                        }
                     }
-                    let scores =
-                        product(q.storage, &q.rows(rows.clone()), k.storage, &k.rows(seen.clone()).transpose(0, 1)?)?;
-                    let mut scores = T::cpu_storage_data(scores)?;
-                    let found = by_blocks(
-                        &mut scores,
-                        keys,
-                        keys,
-                        #[inline(always)]
-                        |first, scores| {
-                            let mut found = Vec::with_capacity(scores.len() / keys);
-                            for (row, range) in scores.chunks_exact_mut(keys).zip(&ranges[rows.start + first..]) {
-                                let (from, to) = within(range, seen.start);
-                                row[..from].fill(T::zero());
-                                row[to..].fill(T::zero());
-                                scale.cap_row(&mut row[from..to]);
-                                found.push(soften(&mut row[from..to], rest));
-                            }
-                            found
-                        },
-                    );
-                    for (i, (top, sum)) in rows.clone().zip(found.into_iter().flatten()) {
+                    let Some(whole) = whole else { continue };
+                    for (i, (&top, &sum)) in rows.clone().zip(whole.norms.top.iter().zip(&whole.norms.sum)) {
                         (part.norms.top[i * heads + h], part.norms.sum[i * heads + h]) = (top, sum);
                     }
-                    let (weights, dense) = (T::to_cpu_storage_owned(scores), Layout::contiguous((rows.len(), keys)));
-                    let mixed = product(&weights, &dense, v.storage, &v.rows(seen))?;
                     let place = ((rows.start * heads + h) * width, heads * width, width);
-                    into_head::<T>(&mut part.out, &mixed, place, |out, mixed| out.copy_from_slice(mixed))?;
+                    into_head::<T>(&mut part.out, &whole.out, place, |out, mixed| out.copy_from_slice(mixed));
                 }
             }
             Ok(part)
@@ -142,15 +149,25 @@ impl<T: Real> Partial<T> {
     }
 }
 
-/// A row's range within a block of scores that begins at key `start`; an empty range may lie anywhere.
+/// The scores of a tile, which stay in a core's L2 cache with what is made of them.
+const TILE: usize = 32 << 10;
+
+/// Cuts the keys that some queries see into tiles.
+pub(super) fn tiles(seen: Range<usize>, queries: usize) -> impl Iterator<Item = Range<usize>> {
+    let (size, end) = ((TILE / queries.max(1)).max(1), seen.end);
+    seen.step_by(size).map(move |start| start..(start + size).min(end))
+}
+
+/// The part of a row's range that lies in a tile, counted from the tile's start.
 #[inline(always)]
-pub(super) fn within(range: &Range<usize>, start: usize) -> (usize, usize) {
-    if range.is_empty() { (0, 0) } else { (range.start - start, range.end - start) }
+pub(super) fn within(range: &Range<usize>, tile: &Range<usize>) -> (usize, usize) {
+    let at = |at: usize| at.clamp(tile.start, tile.end) - tile.start;
+    if range.is_empty() { (0, 0) } else { (at(range.start), at(range.end)) }
 }
 
 /// Replaces a row by the softmax of `row · scale`, and returns its largest element and the sum of the exponentials.
 #[inline(always)]
-fn soften<T: Real>(row: &mut [T], scale: T) -> (T, T) {
+pub(super) fn soften<T: Real>(row: &mut [T], scale: T) -> (T, T) {
     if row.is_empty() {
         return (T::zero(), T::zero());
     }

@@ -58,11 +58,32 @@ impl Sizes {
 
     /// Calls `run` for each element of the batch, on several threads if that is faster.
     pub(super) fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync + Send) -> Result<Vec<R>> {
-        let cost = self.batch * self.heads * self.queries * self.keys * (self.dim + self.width);
-        if cost >= PARALLEL && get_num_threads() > 1 {
+        if self.is_shared_work() {
             return with_threadpool(|| (0..self.batch).into_par_iter().map(run).collect());
         }
         (0..self.batch).map(run).collect()
+    }
+}
+
+impl Sizes {
+    /// Calls `run` for each element of the batch with its parts of two lists, on several threads if that is faster.
+    pub(super) fn each_with<T: Send>(
+        &self,
+        [a, b]: [&mut [T]; 2],
+        run: impl Fn(usize, [&mut [T]; 2]) -> Result<()> + Sync + Send,
+    ) -> Result<()> {
+        let [len_a, len_b] = [a.len(), b.len()].map(|len| (len / self.batch).max(1));
+        if self.is_shared_work() {
+            let parts = a.par_chunks_mut(len_a).zip(b.par_chunks_mut(len_b)).enumerate();
+            return with_threadpool(|| parts.try_for_each(|(i, (a, b))| run(i, [a, b])));
+        }
+        a.chunks_mut(len_a).zip(b.chunks_mut(len_b)).enumerate().try_for_each(|(i, (a, b))| run(i, [a, b]))
+    }
+
+    /// Whether the batch is worth several threads.
+    fn is_shared_work(&self) -> bool {
+        self.batch * self.heads * self.queries * self.keys * (self.dim + self.width) >= PARALLEL
+            && get_num_threads() > 1
     }
 }
 
@@ -143,11 +164,10 @@ impl Reading<'_> {
 /// to the rows of `part`.
 pub(super) fn into_head<T: Real>(
     out: &mut [T],
-    part: &CpuStorage,
+    part: &[T],
     (first, step, width): (usize, usize, usize),
     put: fn(&mut [T], &[T]),
-) -> Result<()> {
-    let rows = out[first..].chunks_mut(step).zip(T::cpu_storage_as_slice(part)?.chunks_exact(width));
+) {
+    let rows = out[first..].chunks_mut(step).zip(part.chunks_exact(width));
     rows.for_each(|(out, part)| put(&mut out[..width], part));
-    Ok(())
 }

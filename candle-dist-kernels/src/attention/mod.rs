@@ -5,15 +5,18 @@
 //! different keys can be joined if the norms of the softmax are known. The gradient over a block of keys needs only the
 //! norms over all keys, and the product of each row of the result with its gradient.
 mod backward;
+mod decode;
 mod forward;
 mod heads;
 mod node;
 mod scale;
 mod visible;
 
+pub use backward::Backward;
+pub use decode::decode_attn;
 pub use forward::{Norms, Partial};
 pub(crate) use heads::Sizes as AttentionSizes;
 pub(crate) use node::attend;
-pub use node::{blocks_backward, inner, join_all, partial_of_blocks, sizes, with_backward, with_result};
+pub use node::{inner, join_all, partial_of_blocks, sizes, split_sums, with_backward, with_result};
 pub use scale::Scale;
 pub use visible::{KeyBlock, Visible};

@@ -1,8 +1,8 @@
 //! The graph node of attention on one device, and the parts of attention that other nodes are made of.
 use super::visible::KeyBlock;
-use super::{Norms, Partial, Scale, backward, heads::Sizes};
-use crate::real::Real;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use super::{Backward, Norms, Partial, Scale, backward, heads::Sizes};
+use crate::{element::InPlace, real::Real};
+use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::edges;
 
@@ -100,31 +100,57 @@ pub fn join_all<T: Real>(
 
 /// Returns the gradients of the query, the key and the value, whose rows are these blocks. `of_rows` has the norms over
 /// all keys and the result of [`inner`].
-pub fn blocks_backward<T: Real>(
+fn blocks_backward<T: Real>(
     [q, k, v]: [&Tensor; 3],
     grad: &Tensor,
     of_rows: (&Norms<T>, &[T]),
     scale: Scale,
     blocks: &[KeyBlock],
 ) -> Result<[Tensor; 3]> {
-    let mut dq: Option<Tensor> = None;
-    let (mut dk, mut dv) = (Vec::new(), Vec::new());
-    for block in blocks {
-        let (k, v) = (rows_of(k, block)?, rows_of(v, block)?);
-        let [of_q, of_k, of_v] = backward::over([q, &k, &v], grad, of_rows, scale, &block.visible)?;
-        dq = Some(match dq {
-            Some(dq) => (dq + of_q)?,
-            None => of_q,
-        });
-        dk.push(of_k);
-        dv.push(of_v);
+    let batch = sizes([q, k, v])?.batch;
+    let mut of_query = vec![T::zero(); q.elem_count()];
+    let mut of_keys = vec![T::zero(); k.elem_count() + v.elem_count()];
+    let (norms, inner) = of_rows;
+    Backward { query: q, grad, norms, inner, scale }.add([k, v], blocks, &mut of_query, &mut of_keys)?;
+    let dq = Tensor::from_vec(of_query, q.shape(), &Device::Cpu)?;
+    let len = of_keys.len().checked_div(batch).unwrap_or(0);
+    let [dk, dv] = split_sums(Tensor::from_vec(of_keys, (batch, len), &Device::Cpu)?, [k.shape(), v.shape()])?;
+    Ok([dq, dk, dv])
+}
+
+impl<T: Real> Backward<'_, T> {
+    /// Adds the gradients through blocks of the rows of a key and a value: that of the query to `of_query`, and those of the
+    /// key and the value to `of_keys`. For each element of the batch `of_keys` has that of the key, then that of the value.
+    pub fn add(&self, [k, v]: [&Tensor; 2], blocks: &[KeyBlock], of_query: &mut [T], of_keys: &mut [T]) -> Result<()> {
+        blocks.iter().filter(|block| block.visible.any()).try_for_each(|block| {
+            let (k, v) = (rows_of(k, block)?, rows_of(v, block)?);
+            backward::over(self, [&k, &v], (block.rows.start, &block.visible), of_query, of_keys)
+        })
     }
-    let joined = |parts: &[Tensor], x: &Tensor| match parts {
-        [] => x.zeros_like(),
-        [part] => Ok(part.clone()),
-        parts => Tensor::cat(parts, 1),
-    };
-    Ok([dq.map_or_else(|| q.zeros_like(), Ok)?, joined(&dk, k)?, joined(&dv, v)?])
+}
+
+impl<T: InPlace> Backward<'_, T> {
+    /// Like [`add`](Self::add), to a tensor `[batch, len]` in memory that nothing else uses.
+    pub fn add_to(
+        &self,
+        inputs: [&Tensor; 2],
+        blocks: &[KeyBlock],
+        of_query: &mut [T],
+        of_keys: &Tensor,
+    ) -> Result<()> {
+        T::change(of_keys, |of_keys| self.add(inputs, blocks, of_query, of_keys))
+    }
+}
+
+/// Returns the gradients of a key and a value of these shapes, from the sums `[batch, len]` of [`Backward::add`].
+pub fn split_sums(sums: Tensor, [k, v]: [&Shape; 2]) -> Result<[Tensor; 2]> {
+    let batch = k.dims().first().copied().unwrap_or(0);
+    let of_element = |shape: &Shape| shape.elem_count().checked_div(batch).unwrap_or(0);
+    let (of_k, of_v) = (of_element(k), of_element(v));
+    // candle panics on views without elements that start behind their memory.
+    let start = if of_v * batch == 0 { 0 } else { of_k };
+    let part = |start: usize, len: usize, shape: &Shape| sums.narrow(1, start, len)?.force_contiguous()?.reshape(shape);
+    Ok([part(0, of_k, k)?, part(start, of_v, v)?])
 }
 
 /// Returns the product of each row of the result over all keys with its gradient.

@@ -47,6 +47,7 @@ impl Lanes for Avx2 {
     type Codes = [__m256i; 2];
     type Sums = Sums;
     type Floats = [__m256; 2];
+    const HAS_MANY: bool = false;
 
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) {

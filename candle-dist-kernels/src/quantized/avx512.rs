@@ -26,6 +26,7 @@ impl Lanes for Avx512 {
     type Codes = __m512i;
     type Sums = __m512i;
     type Floats = __m512;
+    const HAS_MANY: bool = true;
 
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) {

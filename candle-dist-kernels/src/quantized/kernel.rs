@@ -5,9 +5,6 @@ use super::inputs::Input;
 use super::lanes::{Kernel, Lanes};
 use std::marker::PhantomData;
 
-/// Input rows that use a tile's codes once they are unpacked.
-pub(super) const TOGETHER: usize = 4;
-
 /// How far ahead of their use weights are asked for: processors do not prefetch beyond a page of 4096 bytes.
 const AHEAD: usize = 2048;
 
@@ -31,16 +28,31 @@ impl<F: Format> Kernel for Product<'_, F> {
         let row = width * COLUMNS / F::LAYOUT.columns * F::LAYOUT.block();
         let rows = x.len() / width;
         for (tiles, out) in tiles.chunks_exact(row).zip(out.chunks_exact_mut(rows)) {
-            let (several, rest) = out.as_chunks_mut::<TOGETHER>();
-            let (blocks, tail) = x.split_at(several.len() * TOGETHER * width);
-            for (out, x) in several.iter_mut().zip(blocks.chunks_exact(TOGETHER * width)) {
-                rows_of::<F, L, TOGETHER>(lanes, tiles, x, width, out);
+            let mut rest = (x, out);
+            if L::HAS_MANY {
+                rest = several::<F, L, 8>(lanes, tiles, rest, width);
             }
-            for (out, x) in rest.iter_mut().zip(tail.chunks_exact(width)) {
-                rows_of::<F, L, 1>(lanes, tiles, x, width, std::array::from_mut(out));
-            }
+            rest = several::<F, L, 4>(lanes, tiles, rest, width);
+            several::<F, L, 1>(lanes, tiles, rest, width);
         }
     }
+}
+
+/// Multiplies a row of tiles with groups of `M` rows of inputs, which use its codes once they are unpacked, and returns the
+/// rows that make no group.
+#[inline(always)]
+fn several<'a, 'o, F: Format, L: Lanes, const M: usize>(
+    lanes: L,
+    tiles: &[u8],
+    (x, out): (&'a [Input], &'o mut [[f32; ROWS]]),
+    width: usize,
+) -> (&'a [Input], &'o mut [[f32; ROWS]]) {
+    let (groups, rest) = out.as_chunks_mut::<M>();
+    let (blocks, tail) = x.split_at(groups.len() * M * width);
+    for (out, x) in groups.iter_mut().zip(blocks.chunks_exact(M * width)) {
+        rows_of::<F, L, M>(lanes, tiles, x, width, out);
+    }
+    (tail, rest)
 }
 
 /// Multiplies a row of tiles with `M` rows of inputs.

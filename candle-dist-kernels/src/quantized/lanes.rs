@@ -13,6 +13,9 @@ pub(super) trait Lanes: Copy + Sync {
     /// A float of each row.
     type Floats: Copy;
 
+    /// Whether there are enough registers for the sums of eight rows of inputs.
+    const HAS_MANY: bool;
+
     /// Runs a kernel compiled for the processor's instructions.
     fn run<K: Kernel>(self, kernel: K);
 

@@ -13,6 +13,7 @@ impl Lanes for Portable {
     type Codes = [u8; CHUNK];
     type Sums = [i32; ROWS];
     type Floats = [f32; ROWS];
+    const HAS_MANY: bool = false;
 
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) {

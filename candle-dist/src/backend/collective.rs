@@ -64,13 +64,19 @@ pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
 /// Returns the results of member `me` of the collective that `call` describes.
 pub(super) fn results(call: &Call, me: usize, given: &(impl Gives + ?Sized)) -> Result<Results> {
     let tensors = if call.gives_nothing(me) { 0 } else { 1 + call.rest.len() };
-    (0..tensors).map(|i| Task::new(call, me, i, &given.nth(i))?.make(&given.nth(i))).collect()
+    let result = |i: usize| {
+        let all = given.nth(i);
+        Task::new(call, me, i, &all)?.make(&all)
+    };
+    (0..tensors).map(result).collect()
 }
 
 /// Writes the results of member `me` to `outputs`.
 pub(super) fn write(call: &Call, me: usize, given: &(impl Gives + ?Sized), outputs: &[Tensor]) -> Result<()> {
-    let mut outputs = outputs.iter().enumerate();
-    outputs.try_for_each(|(i, output)| Task::new(call, me, i, &given.nth(i))?.write(&given.nth(i), output))
+    outputs.iter().enumerate().try_for_each(|(i, output)| {
+        let all = given.nth(i);
+        Task::new(call, me, i, &all)?.write(&all, output)
+    })
 }
 
 /// The computation of a member's result for one tensor of a call.

@@ -12,6 +12,7 @@ pub mod nccl;
 mod outputs;
 pub(crate) mod overwrite;
 mod ready;
+mod recent;
 mod reduce;
 mod regions;
 mod runs;

@@ -9,6 +9,7 @@ use super::sink::{Given, Sink};
 use crate::call::ReduceOp;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Tensor, WithDType};
+use smallvec::SmallVec;
 #[cfg(feature = "mpi")]
 use std::mem::MaybeUninit;
 
@@ -43,8 +44,8 @@ fn reduce_to<T: Element>(
     out: &mut impl Sink<T>,
 ) -> Result<()> {
     let guards = Guards::new(tensors);
-    let sources =
-        tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece)).collect::<Result<Vec<_>>>()?;
+    let sources = tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece));
+    let sources = sources.collect::<Result<SmallVec<[Runs<'_, T>; 8]>>>()?;
     let is_int = T::DTYPE.is_int();
     if is_int && op.is_fractional() || !is_int && op.is_bitwise() {
         return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
@@ -93,7 +94,7 @@ fn fold<T: Element>(
 ) {
     let (total, run) = (sources[0].total, sources[0].run);
     let Some((last, front)) = sources.split_last().filter(|_| total > 0) else { return };
-    let mut acc: Vec<T::Acc> = Vec::with_capacity(BLOCK.min(run));
+    let mut acc: Vec<T::Acc> = Vec::new();
     for start in (0..total).step_by(run) {
         for at in (start..start + run).step_by(BLOCK) {
             let len = BLOCK.min(start + run - at);

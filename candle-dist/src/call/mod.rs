@@ -141,6 +141,27 @@ impl Call {
         shape
     }
 
+    /// Returns whether two calls without a [difference](Self::difference) are also printed alike, and wait as long.
+    pub(crate) fn prints_as(&self, other: &Self) -> bool {
+        // All fields are named here, so that a new one is not forgotten. `difference` compares those without a name.
+        let Self {
+            op: _,
+            dtype: _,
+            device,
+            shape: _,
+            rest: _,
+            reduce: _,
+            peer: _,
+            dims: _,
+            sizes: _,
+            tag,
+            form: _,
+            ..
+        } = self;
+        let Self { note: _, timeout, site, .. } = self;
+        std::ptr::eq(*site, other.site) && (tag, timeout, device) == (&other.tag, &other.timeout, &other.device)
+    }
+
     /// Returns the name of the first property in which two calls of the same round differ, or `None`.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         DIFFERENCES.iter().find(|(_, differs)| differs(self, other)).map(|(what, _)| *what)

@@ -1,5 +1,6 @@
 //! Gradient clipping by the norm over all parameters.
-use crate::{Error, ProcessGroup, ReduceOp, Result};
+use super::host::read_all;
+use crate::{Error, ProcessGroup, ReduceOp, Result, empty};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashSet;
@@ -106,7 +107,7 @@ impl ClipGradNorm {
                 if scaled.insert(var.id())
                     && let Some(grad) = grads.remove(var)
                 {
-                    grads.insert(var, grad.detach().affine(scale, 0.0)?);
+                    grads.insert(var, empty::compute(&grad.detach(), |grad| grad.affine(scale, 0.0))?);
                 }
             }
         }
@@ -118,13 +119,21 @@ impl ClipGradNorm {
     fn total_norm<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &GradStore) -> Result<f64> {
         // One total per set of groups that parameters are sharded over. The bits of the index are the set.
         let mut totals = vec![0.0; 1 << self.sharded.len()];
-        let mut counted = HashSet::new();
+        let (mut counted, mut terms, mut sets) = (HashSet::new(), Vec::new(), Vec::new());
         for (name, var) in params {
             let is_counted = !self.elsewhere.contains(name.as_ref()) && counted.insert(var.id());
             let Some(grad) = grads.get(var).filter(|_| is_counted) else { continue };
             let bits = self.sharded.iter().enumerate();
             let set: usize = bits.map(|(bit, (_, names))| usize::from(names.contains(name.as_ref())) << bit).sum();
-            totals[set] = self.join(totals[set], self.term(grad)?);
+            if grad.elem_count() > 0 {
+                terms.push(self.term(grad)?);
+                sets.push(set);
+            }
+        }
+        let read = read_all::<f64>(&terms)?;
+        for (set, term) in sets.iter().zip(read.chunks(if self.is_max() { 2 } else { 1 })) {
+            totals[*set] =
+                self.join(totals[*set], if term.iter().any(|term| term.is_nan()) { f64::NAN } else { term[0] });
         }
         let op = if self.is_max() { ReduceOp::Max } else { ReduceOp::Sum };
         for (bit, (group, _)) in self.sharded.iter().enumerate() {
@@ -145,22 +154,19 @@ impl ClipGradNorm {
         self.norm_type == f64::INFINITY
     }
 
-    /// Returns the contribution of one gradient to the norm, before the root.
-    fn term(&self, grad: &Tensor) -> Result<f64> {
-        if grad.elem_count() == 0 {
-            return Ok(0.0);
-        }
+    /// Returns the contribution of one gradient to the norm, before the root, where the gradient is. It is the first of
+    /// these numbers, or NaN if one of them is.
+    fn term(&self, grad: &Tensor) -> candle_core::Result<Tensor> {
         let grad = grad.detach().to_dtype(DType::F64)?;
         if self.norm_type == 2.0 {
-            return Ok(grad.sqr()?.sum_all()?.to_scalar()?);
+            return grad.sqr()?.sum_all()?.reshape(1);
         }
         let sizes = grad.abs()?;
         if !self.is_max() {
-            return Ok(sizes.powf(self.norm_type)?.sum_all()?.to_scalar()?);
+            return sizes.powf(self.norm_type)?.sum_all()?.reshape(1);
         }
         // candle's maximum may skip a NaN; a sum never does.
-        let sum: f64 = sizes.sum_all()?.to_scalar()?;
-        if sum.is_nan() { Ok(sum) } else { Ok(sizes.max_all()?.to_scalar()?) }
+        Tensor::stack(&[sizes.max_all()?, sizes.sum_all()?], 0)
     }
 
     fn join(&self, a: f64, b: f64) -> f64 {

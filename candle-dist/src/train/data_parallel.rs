@@ -1,6 +1,7 @@
 //! Data parallelism: averages gradients over ranks that train on different data.
+use super::host::read_all;
 use super::sync::buckets;
-use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions};
+use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -207,12 +208,13 @@ impl DataParallel {
 
     #[track_caller]
     fn add_up(&self, grads: &mut GradStore, scale: f64, op: ReduceOp) -> Result<()> {
+        let mut reduced = Vec::with_capacity(self.buckets.len());
         for bucket in &self.buckets {
             if let Some(flat) = self.flatten(bucket, grads, scale)? {
-                spread(bucket, &self.group.all_reduce(&flat, op)?, grads)?;
+                reduced.push((bucket, self.group.all_reduce(&flat, op)?));
             }
         }
-        Ok(())
+        spread(&reduced, grads)
     }
 
     /// Concatenates the scaled gradients of a bucket, and a flag per gradient. `None` if this rank is alone.
@@ -229,13 +231,13 @@ impl DataParallel {
                 continue;
             };
             self.check(name, var, &grad)?;
-            let grad = grad.detach().to_dtype(dtype)?;
+            let grad = empty::compute(&grad.detach(), |grad| grad.to_dtype(dtype))?;
             if alone {
                 grads.insert(var, given(&grad, var)?);
                 continue;
             }
             let grad = grad.flatten_all()?;
-            flat.push(if scale == 1.0 { grad } else { grad.affine(scale, 0.0)? });
+            flat.push(if scale == 1.0 { grad } else { empty::compute(&grad, |grad| grad.affine(scale, 0.0))? });
         }
         if alone {
             return Ok(None);
@@ -274,28 +276,42 @@ impl PendingGrads {
     /// # Errors
     /// If the communication fails.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
-        self.started.into_iter().try_for_each(|(bucket, pending)| spread(&bucket, &pending.wait()?, grads))
+        let reduced = self.started.into_iter().map(|(bucket, pending)| Ok((bucket, pending.wait()?)));
+        spread(&reduced.collect::<Result<Vec<_>>>()?, grads)
     }
 }
 
 /// Converts a reduced gradient for the store. That of a 16-bit variable keeps its dtype, which may be wider.
 fn given(grad: &Tensor, var: &Var) -> Result<Tensor> {
     match sum_dtype(var.dtype()) == var.dtype() {
-        true => Ok(grad.to_dtype(var.dtype())?),
+        true => Ok(empty::compute(grad, |grad| grad.to_dtype(var.dtype()))?),
         false => Ok(grad.clone()),
     }
 }
 
-/// Puts the gradients of a bucket that some rank had into `grads`.
-fn spread(bucket: &[(String, Var)], flat: &Tensor, grads: &mut GradStore) -> Result<()> {
-    let ends: usize = bucket.iter().map(|(_, var)| var.elem_count()).sum();
-    let present = flat.narrow(0, ends, bucket.len())?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-    let mut start = 0;
-    for ((_, var), present) in bucket.iter().zip(present) {
-        if present > 0.0 {
-            grads.insert(var, given(&flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?, var)?);
+/// Puts the gradients of reduced buckets that some rank had into `grads`.
+///
+/// The host reads the flags of all buckets together, so it waits for a device once in a reduction.
+fn spread<B: AsRef<[(String, Var)]>>(reduced: &[(B, Tensor)], grads: &mut GradStore) -> Result<()> {
+    let mut flags = Vec::with_capacity(reduced.len());
+    for (bucket, flat) in reduced {
+        let bucket = bucket.as_ref();
+        flags.push(flat.narrow(0, elem_count(bucket), bucket.len())?.to_dtype(DType::F32)?);
+    }
+    let mut present = read_all::<f32>(&flags)?.into_iter();
+    for (bucket, flat) in reduced {
+        let mut start = 0;
+        for ((_, var), present) in bucket.as_ref().iter().zip(&mut present) {
+            if present > 0.0 {
+                grads.insert(var, given(&flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?, var)?);
+            }
+            start += var.elem_count();
         }
-        start += var.elem_count();
     }
     Ok(())
+}
+
+/// Returns the number of elements of the variables of a bucket.
+fn elem_count(bucket: &[(String, Var)]) -> usize {
+    bucket.iter().map(|(_, var)| var.elem_count()).sum()
 }

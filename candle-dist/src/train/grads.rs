@@ -1,4 +1,5 @@
 //! The dtype of gradient sums.
+use crate::empty;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, Var};
 
@@ -31,9 +32,10 @@ pub fn sum_dtype(dtype: DType) -> DType {
 /// ```
 pub fn add_grad(sum: Option<&Tensor>, grad: &Tensor) -> Result<Tensor> {
     let dtype = sum_dtype(grad.dtype());
-    let grad = grad.detach().to_dtype(dtype)?;
+    let convert = |grad: &Tensor| empty::compute(&grad.detach(), |grad| grad.to_dtype(dtype));
+    let grad = convert(grad)?;
     match sum {
-        Some(sum) => Ok((sum.detach().to_dtype(dtype)? + grad)?.detach()),
+        Some(sum) => Ok((convert(sum)? + grad)?.detach()),
         None => Ok(grad),
     }
 }
@@ -58,7 +60,7 @@ pub fn add_grad(sum: Option<&Tensor>, grad: &Tensor) -> Result<Tensor> {
 pub fn round_grads<'a>(grads: &mut GradStore, vars: impl IntoIterator<Item = &'a Var>) -> Result<()> {
     for var in vars {
         if let Some(grad) = grads.remove(var) {
-            grads.insert(var, grad.to_dtype(var.dtype())?);
+            grads.insert(var, empty::compute(&grad, |grad| grad.to_dtype(var.dtype()))?);
         }
     }
     Ok(())

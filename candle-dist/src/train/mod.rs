@@ -3,6 +3,7 @@ mod accumulate;
 mod clip;
 mod data_parallel;
 mod grads;
+mod host;
 mod sync;
 mod verify;
 

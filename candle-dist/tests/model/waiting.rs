@@ -1,8 +1,8 @@
 //! The waiting of ranks that are threads.
 //!
 //! `wait.rs` is the same file that the backend uses, compiled here with loom's primitives. Its sleeps never time out
-//! here, so a lost wake-up is a deadlock, which loom reports. The round is a replica of `rendezvous.rs` with loom's
-//! cells in place of tensors: a read that races with a write is an error.
+//! here, so a lost wake-up is a deadlock, which loom reports. The round is a replica of `rounds.rs` and `rendezvous.rs` with
+//! loom's cells in place of tensors: a read that races with a write is an error.
 #[allow(dead_code)] // polling only takes time
 #[path = "../../src/backend/local/wait.rs"]
 mod wait;
@@ -93,8 +93,11 @@ fn every_sleeper_wakes() {
 /// A replica of a group and one of its rounds, with the atomics of `GroupState::start`, `finish` and `wait`.
 struct Round {
     operands: Vec<UnsafeCell<usize>>,
-    entered: AtomicUsize,
-    left: AtomicUsize,
+    /// By member: the offer is there, and the member has left.
+    entered: Vec<AtomicBool>,
+    left: Vec<AtomicBool>,
+    /// How often the operands of started calls were freed.
+    freed: AtomicUsize,
     /// Of the world: a rank has returned or failed.
     ended: AtomicBool,
     failed: AtomicBool,
@@ -105,8 +108,9 @@ impl Round {
     fn new(members: usize) -> Arc<Self> {
         Arc::new(Self {
             operands: (0..members).map(|_| UnsafeCell::new(0)).collect(),
-            entered: AtomicUsize::new(0),
-            left: AtomicUsize::new(0),
+            entered: (0..members).map(|_| AtomicBool::new(false)).collect(),
+            left: (0..members).map(|_| AtomicBool::new(false)).collect(),
+            freed: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             event: Event::default(),
@@ -123,9 +127,9 @@ impl Round {
         self.operands.iter().map(|operand| operand.with(|operand| unsafe { *operand })).sum()
     }
 
-    /// Waits for `count` to reach all members. Returns `false` if the world fails or a member ends first.
-    fn wait_for_all(&self, count: &AtomicUsize) -> bool {
-        let complete = || count.load(Ordering::Acquire) == self.operands.len();
+    /// Waits for the marks of all members. Returns `false` if the world fails or a member ends first.
+    fn wait_for_all(&self, marks: &[AtomicBool]) -> bool {
+        let complete = || marks.iter().all(|mark| mark.load(Ordering::Acquire));
         let in_vain = || self.failed.load(Ordering::Acquire) || self.ended.load(Ordering::Acquire);
         wait_until(&self.event, || complete() || in_vain());
         complete()
@@ -133,13 +137,28 @@ impl Round {
 
     /// One blocking call of member `me`, which returns the sum of all operands.
     fn meet(&self, me: usize, value: usize) -> Option<usize> {
+        let sum = self.read_in_turn(me, value)?;
+        self.wait_for_all(&self.left).then_some(sum)
+    }
+
+    /// The part of a call that a started one has too: offers an operand, reads all, and leaves.
+    fn read_in_turn(&self, me: usize, value: usize) -> Option<usize> {
         self.write(me, value);
-        self.entered.fetch_add(1, Ordering::AcqRel);
+        self.entered[me].store(true, Ordering::Release);
         self.event.notify();
         let sum = self.wait_for_all(&self.entered).then(|| self.read_all())?;
-        self.left.fetch_add(1, Ordering::AcqRel);
+        self.left[me].swap(true, Ordering::AcqRel);
         self.event.notify();
-        self.wait_for_all(&self.left).then_some(sum)
+        Some(sum)
+    }
+
+    /// One started call of member `me`, whose operands are freed by a member that sees that all have left.
+    fn meet_without_waiting(&self, me: usize, value: usize) {
+        assert!(self.read_in_turn(me, value).is_some());
+        if self.left.iter().all(|mark| mark.load(Ordering::Acquire)) {
+            // Both may see it, and the backend clears under a lock.
+            self.freed.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Ends a rank, and tells the groups like `WorldState::end`.
@@ -173,6 +192,20 @@ fn member(round: &Round, me: usize) {
     let members = round.operands.len();
     assert_eq!(round.meet(me, me + 1), Some(members * (members + 1) / 2));
     round.write(me, 9);
+}
+
+#[test]
+fn the_last_one_that_leaves_frees_the_operands() {
+    explore(Some(3), || {
+        let round = Round::new(2);
+        let other = {
+            let round = round.clone();
+            thread::spawn(move || round.meet_without_waiting(1, 1))
+        };
+        round.meet_without_waiting(0, 1);
+        other.join().unwrap();
+        assert!(round.freed.load(Ordering::Relaxed) > 0);
+    });
 }
 
 #[test]

@@ -92,6 +92,13 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),
         row(
+            "windows",
+            Exchange::windows(cut(), windows(sizes)),
+            piece,
+            (Own, Own, Own),
+            (Some(Op::AllToAll), Some(Op::AllToAll)),
+        ),
+        row(
             "all_to_all_single",
             Exchange::all_to_all_single(&routes),
             routed,
@@ -99,6 +106,15 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),
     ]
+}
+
+/// A window around each piece: more rows before than behind, and some outside of the whole.
+fn windows(sizes: &[usize]) -> Vec<std::ops::Range<isize>> {
+    let ends = sizes.iter().scan(0, |end, &size| {
+        *end += size as isize;
+        Some(*end - size as isize..*end)
+    });
+    ends.map(|rows| rows.start - 4..rows.end + 1).collect()
 }
 
 /// Returns numbers in ±1 that depend on the seed, and on the rank if every rank has its own value.
@@ -252,6 +268,9 @@ fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
             Exchange::recut(Cut::new(0, &[4, 4]), Cut::new(0, &[3, 4])),
             Exchange::recut(Cut::new(0, &[4, 4]), Cut::new(1, &[4, 4])),
             Exchange::recut(Cut::new(0, &[3, 3]), Cut::new(0, &[2, 4])),
+            Exchange::windows(Cut::new(0, &[3, 3]), vec![0..3, 3..6]),
+            Exchange::windows(Cut::new(0, &[4, 4]), vec![0..8; 1]),
+            Exchange::windows(Cut::new(2, &[4, 4]), vec![0..8, 0..8]),
         ];
         let mut texts = Vec::new();
         for exchange in wrong {
@@ -299,6 +318,40 @@ fn a_recut_sends_only_what_changes_hands() {
         let (moved, counts) = comm::record(|| recut.apply(&piece(from)?, ctx.group()));
         assert_eq!(moved?.to_vec2::<f64>()?, piece(to)?.to_vec2::<f64>()?);
         assert_eq!(counts.total_bytes(), [2, 4, 6, 0][ctx.rank()] * 3 * 8, "{counts}");
+        Ok(())
+    });
+}
+
+#[test]
+fn windows_send_only_rows_that_a_rank_lacks_and_pad_with_zeros() {
+    on_ranks(4, "windows", |ctx| -> Result<()> {
+        let (sizes, me) = ([2, 0, 3, 1], ctx.rank());
+        let whole = Tensor::arange(1f64, 19., &Device::Cpu)?.reshape((3, 6))?;
+        let mine = match sizes[me] {
+            0 => whole.narrow(1, 0, 0)?,
+            size => whole.narrow(1, sizes[..me].iter().sum(), size)?,
+        };
+        let padded = whole.pad_with_zeros(1, 9, 9)?;
+        // Wider than the pieces of the neighbors, narrower than the piece, outside of the whole, nothing.
+        let all = [vec![-3..5, 1..1, 3..4, -9..-7], vec![0..6, 0..6, 0..6, 0..6], vec![7..9, 5..8, -1..1, 2..2]];
+        for windows in all {
+            let exchange = Exchange::windows(Cut::new(1, &sizes), windows.clone());
+            let (got, counts) = comm::record(|| exchange.apply(&mine, ctx.group()));
+            let window = &windows[me];
+            let want = padded.narrow(1, (window.start + 9) as usize, window.len())?;
+            assert_eq!(got?.to_vec2::<f64>()?, want.to_vec2::<f64>()?, "{windows:?}");
+            let start: usize = sizes[..me].iter().sum();
+            let lacks = |(rank, window): (usize, &std::ops::Range<isize>)| {
+                let has = |row: &usize| window.contains(&(*row as isize)) && rank != me;
+                (start..start + sizes[me]).filter(has).count()
+            };
+            let rows: usize = windows.iter().enumerate().map(lacks).sum();
+            assert_eq!(counts.total_bytes(), rows * 3 * 8, "{windows:?}: {counts}");
+        }
+        // Each rank has the rows of its window.
+        let own = Exchange::windows(Cut::new(1, &sizes), vec![-2..1, 3..3, 2..5, 5..7]);
+        let (got, counts) = comm::record(|| own.apply(&mine, ctx.group()));
+        assert_eq!((got?.dim(1)?, counts.total()), ([3, 0, 3, 2][me], 0));
         Ok(())
     });
 }

@@ -5,7 +5,7 @@ use super::unit::Unit;
 use crate::autograd::order::Span;
 use crate::autograd::{counts, nesting};
 use crate::{DTensor, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_dist::ReduceOp;
 use candle_dist::backend::{Fresh, Ready};
 use std::sync::Arc;
@@ -72,21 +72,23 @@ impl Unit {
     /// Returns whether any rank's parameters have changed since the prefetch.
     ///
     /// Writes to a variable, by an optimizer of candle or by `Var::set`, cannot be observed, so values are compared. A
-    /// rank may find no change where another one does, for example in an empty piece, so the ranks agree.
+    /// rank may find no change where another one does, for example in an empty piece, so the ranks agree. The host reads
+    /// one number of the device.
     fn is_stale(&self) -> Result<bool> {
         let state = lock(&self.state);
         let held = lock(&self.held);
         let (Some(coming), Some(first)) = (&state.coming, held.first()) else { return Ok(false) };
-        let mut changed = 0u32;
+        let mut changes = Vec::with_capacity(held.len());
         for (held, sent) in held.iter().zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
             let now = held.piece.as_detached_tensor().to_dtype(sent.dtype())?;
-            changed += u32::from(now.ne(sent)?.flatten_all()?.max(0)?.to_scalar::<u8>()?);
+            changes.push(now.ne(sent)?.flatten_all()?.max_keepdim(0)?);
         }
+        let changed = match &changes[..] {
+            [] => Tensor::zeros(1, DType::U32, first.whole.device())?,
+            changes => Tensor::cat(changes, 0)?.max_keepdim(0)?.to_dtype(DType::U32)?,
+        };
         let group = &self.shared.group;
-        if group.size() == 1 {
-            return Ok(changed > 0);
-        }
-        let changed = group.all_reduce(&Tensor::new(&[changed], first.whole.device())?, ReduceOp::Max)?;
+        let changed = if group.size() == 1 { changed } else { group.all_reduce(&changed, ReduceOp::Max)? };
         Ok(changed.to_vec1::<u32>()?[0] > 0)
     }
 }

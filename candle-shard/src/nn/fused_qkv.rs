@@ -180,9 +180,9 @@ impl FusedQkv {
     ///
     /// Key and value have the key heads, or, if ranks share key heads, a copy for each query head.
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
-        let &[batch, seq, _] = x.dims() else {
+        if x.rank() != 3 {
             return Err(self.style.error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
-        };
+        }
         let [x] = self.style.inputs([x])?;
         let [q, k, v] = &self.projections;
         let project = |p: &Projection| x.linear(&p.weight, p.bias.as_ref());
@@ -192,7 +192,7 @@ impl FusedQkv {
         };
         let heads = |y: DTensor| {
             let [y] = self.style.outputs([&y])?;
-            y.reshape((batch, seq, (), self.heads.dim))?.transpose(1, 2)
+            y.split_units(2, self.heads.dim)?.transpose(1, 2)
         };
         Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
     }

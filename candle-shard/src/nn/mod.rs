@@ -39,7 +39,7 @@ pub use dropout::Dropout;
 pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};
-pub use kv_cache::{KvCache, RotatingKvCache};
+pub use kv_cache::{KvCache, RotatingKvCache, TextCache, TextTokens};
 pub use linear::Linear;
 pub use mode::Mode;
 pub use module::{Module, ModuleT};

@@ -4,7 +4,7 @@ use crate::layout::RowsOf;
 use crate::{DTensor, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::{ClipGradNorm, ReduceOp, sum_dtype};
+use candle_dist::{ClipGradNorm, ReduceOp, empty, sum_dtype};
 use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
@@ -152,7 +152,7 @@ impl Parameters {
             let grad = |p: &&Parameter| {
                 let dtype = sum_dtype(p.var.dtype());
                 match grads.get(&p.var) {
-                    Some(grad) => grad.to_dtype(dtype),
+                    Some(grad) => empty::compute(grad, |grad| grad.to_dtype(dtype)),
                     None => Tensor::zeros(p.var.shape(), dtype, p.var.device()),
                 }
             };

@@ -1,5 +1,5 @@
 //! Cross entropy over classes that may be sharded. Means are over the global batch.
-use super::lookup::read_indexes;
+use super::lookup::{Indexes, read_indexes_once};
 use super::neutral;
 use crate::layout::{Placement, Replicate, Shard};
 use crate::ops::loss::{Reduction, loss_dtype};
@@ -8,7 +8,7 @@ use crate::strict::inherent;
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::{DType, Tensor};
 use candle_dist::functional::Exchange;
-use candle_dist::{DeviceMesh, ReduceOp};
+use candle_dist::{DeviceMesh, ReduceOp, empty};
 use smallvec::SmallVec;
 use std::ops::Range;
 
@@ -72,12 +72,15 @@ impl CrossEntropy {
             let reason = format!("label smoothing {}: expected at least 0 and at most 1", self.label_smoothing);
             return Error::op("cross_entropy", reason);
         }
+        let device = logits.device();
         self.run("cross_entropy", logits, targets, |x, goals| {
             let (logits, class_dim) = (&x[0], x[0].rank() - 1);
-            let flat = logits.to_local().reshape((goals.rows.len(), logits.to_local().dims()[class_dim]))?;
+            // Ranks without logits compute on the host, but exchange on the same device as the others.
+            let local = logits.to_local().to_device(device)?;
+            let flat = local.reshape((goals.rows.len(), local.dims()[class_dim]))?;
             let axes: SmallVec<[usize; 2]> = logits.sharded_axes(class_dim).collect();
             let join = |values: &Tensor, op| join(values, op, logits.mesh(), &axes).map_err(Into::into);
-            Ok(kernels::weighted_cross_entropy(&flat, goals, join)?.sum_all()?)
+            Ok(empty::compute(&kernels::weighted_cross_entropy(&flat, goals, join)?, Tensor::sum_all)?)
         })
     }
 
@@ -119,10 +122,11 @@ impl CrossEntropy {
         local: impl FnOnce(&[DTensor], kernels::Goals) -> Result<Tensor>,
     ) -> Result<DTensor> {
         let weights = self.class_weights.as_ref().map(DTensor::detach);
+        let known = Indexes::default();
         let inputs: SmallVec<[&DTensor; 3]> = [scores, targets].into_iter().chain(&weights).collect();
         let signature = || signature(op, scores, targets, weights.as_ref());
         let sum = rules::run(op, &[], &inputs, signature, |x, _| {
-            let goals = self.goals(op, &x[0], [targets, &x[1]], x.get(2))?;
+            let goals = self.goals(op, &x[0], [targets, &x[1]], x.get(2), &known)?;
             local(x, goals)
         })?;
         let loss = match self.reduction {
@@ -131,7 +135,7 @@ impl CrossEntropy {
                 sum.affine(1.0 / targets.elem_count() as f64, 0.0)?
             }
             Reduction::Mean => {
-                let total = self.total_weight(op, scores, targets, weights.as_ref())?;
+                let total = self.total_weight(op, scores, targets, weights.as_ref(), &known)?;
                 inherent(|| sum.div(&total))?
             }
         };
@@ -146,6 +150,7 @@ impl CrossEntropy {
         scores: &DTensor,
         targets: &DTensor,
         weights: Option<&DTensor>,
+        known: &Indexes,
     ) -> Result<DTensor> {
         let inputs: SmallVec<[&DTensor; 2]> = [targets].into_iter().chain(weights).collect();
         let dtype = loss_dtype(scores.dtype());
@@ -155,7 +160,7 @@ impl CrossEntropy {
         };
         rules::run("total weight of targets", &[dtype as usize], &inputs, signature, |x, _| {
             let Targets { classes, weights } =
-                self.read(op, [targets, &x[0]], scores.dims()[scores.rank() - 1], x.get(1))?;
+                self.read(op, [targets, &x[0]], scores.dims()[scores.rank() - 1], x.get(1), known)?;
             let total: f64 = classes.iter().flatten().map(|&class| weight_of(&weights, class)).sum();
             Ok(Tensor::new(total, x[0].device())?.to_dtype(dtype)?)
         })
@@ -169,11 +174,12 @@ impl CrossEntropy {
         scores: &DTensor,
         targets: [&DTensor; 2],
         weights: Option<&DTensor>,
+        known: &Indexes,
     ) -> Result<kernels::Goals> {
         let class_dim = scores.rank() - 1;
         let classes = scores.dims()[class_dim];
         let held: Range<usize> = scores.spec().local_block()[class_dim].clone();
-        let targets = self.read(op, targets, classes, weights)?;
+        let targets = self.read(op, targets, classes, weights, known)?;
         let (smooth, weights) = (self.label_smoothing, targets.weights);
         let goal = |class: Option<usize>| match class {
             Some(class) => kernels::Goal {
@@ -200,13 +206,14 @@ impl CrossEntropy {
         targets: [&DTensor; 2],
         classes: usize,
         weights: Option<&DTensor>,
+        known: &Indexes,
     ) -> Result<Targets> {
         let class_of = |target: i64| match usize::try_from(target) {
             _ if Some(target) == self.ignore_index => Ok(None),
             Ok(class) if class < classes => Ok(Some(class)),
             _ => Err(format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored")),
         };
-        let classes = read_indexes(op, targets, class_of)?;
+        let classes = read_indexes_once(op, targets, known, class_of)?;
         let weights = weights.map(|w| w.to_local().to_dtype(DType::F64)?.to_vec1()).transpose()?;
         Ok(Targets { classes, weights })
     }

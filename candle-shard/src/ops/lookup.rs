@@ -8,8 +8,11 @@ use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor, TensorId};
+use candle_dist::empty;
+use std::cell::RefCell;
 use std::ops::Range;
+use std::rc::Rc;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -132,6 +135,24 @@ pub(super) fn outside(index: i64, dim: usize, size: usize) -> String {
     format!("index {index} is outside of dim {dim} of size {size}")
 }
 
+/// Local indexes that the host has read, by tensor. Each copy from a device makes the host wait.
+#[derive(Default)]
+pub(super) struct Indexes(RefCell<Vec<(TensorId, Rc<[i64]>)>>);
+
+impl Indexes {
+    /// Returns this rank's indexes in row-major order.
+    fn of(&self, indexes: &DTensor) -> Result<Rc<[i64]>> {
+        let local = indexes.to_local();
+        if let Some((_, read)) = self.0.borrow().iter().find(|(id, _)| *id == local.id()) {
+            return Ok(read.clone());
+        }
+        let values = local.flatten_all().and_then(|all| empty::compute(&all, |all| all.to_dtype(DType::I64)));
+        let read: Rc<[i64]> = values?.to_vec1::<i64>()?.into();
+        self.0.borrow_mut().push((local.id(), read.clone()));
+        Ok(read)
+    }
+}
+
 /// Applies `read` to each local index, in row-major order. The pair is the indexes as given, and as laid out by the op.
 ///
 /// The only place where data decides whether an op is valid. Indexes that were given whole, and that the op cut, are
@@ -141,10 +162,18 @@ pub(crate) fn read_indexes<T>(
     indexes: [&DTensor; 2],
     read: impl Fn(i64) -> std::result::Result<T, String>,
 ) -> Result<Vec<T>> {
-    let [given, laid] = indexes;
+    read_indexes_once(op, indexes, &Indexes::default(), read)
+}
+
+/// Like [`read_indexes`], for ops that read the same indexes several times while they do not change.
+pub(super) fn read_indexes_once<T>(
+    op: &'static str,
+    [given, laid]: [&DTensor; 2],
+    known: &Indexes,
+    read: impl Fn(i64) -> std::result::Result<T, String>,
+) -> Result<Vec<T>> {
     let all = |indexes: &DTensor| -> Result<Vec<T>> {
-        let values = indexes.to_local().to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-        let read: std::result::Result<Vec<T>, String> = values.into_iter().map(&read).collect();
+        let read: std::result::Result<Vec<T>, String> = known.of(indexes)?.iter().map(|&index| read(index)).collect();
         read.or_else(|reason| refuse_data(op, reason, indexes.spec()))
     };
     if was_cut(given.spec(), laid.spec()) {

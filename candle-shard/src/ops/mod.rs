@@ -11,6 +11,7 @@ mod extreme;
 pub(crate) mod fallback;
 mod grid;
 mod group_norm;
+mod halo;
 mod in_place;
 pub(crate) mod index;
 mod join;
@@ -31,6 +32,7 @@ mod scatter;
 mod slice;
 mod softmax;
 mod unary;
+mod units;
 mod view;
 
-use crate::rules::neutral;
+use crate::rules::{neutral, neutral_of};

@@ -8,6 +8,7 @@ use crate::rules::{self, OpSpec, Row, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Tensor};
+use candle_dist::empty;
 use itertools::Itertools;
 use smallvec::{SmallVec, smallvec};
 
@@ -129,8 +130,12 @@ fn pair(mut made: SmallVec<[DTensor; 1]>) -> Pair {
     (made.remove(0), places)
 }
 
-/// The indices that sort the last dim.
+/// The indices that sort the last dim. The sort is stable.
 fn order(x: &Tensor, ascending: bool) -> candle_core::Result<Tensor> {
+    if !x.device().is_cpu() {
+        // candle's kernel on GPUs is not stable, and has room for 12,288 columns.
+        return order(&empty::to_host(&x.detach())?, ascending)?.to_device(x.device());
+    }
     let Some(nan) = nans(x)? else { return x.arg_sort_last_dim(ascending) };
     // Sorts twice, since sorts are stable: first with NaN as infinity, then with NaN after infinity.
     let above = Tensor::full(f64::INFINITY, x.shape(), x.device())?.to_dtype(x.dtype())?;

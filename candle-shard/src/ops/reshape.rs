@@ -82,6 +82,10 @@ fn carry(spec: &Spec, to: &[usize], dim: usize, axes: &[usize]) -> Option<(usize
     if from[ins.start..dim].iter().any(|&size| size != 1) {
         return None; // the group has a dim outside of the sharded one
     }
+    let is_cut = |d: usize| d != dim && spec.placements().contains(&Shard(d));
+    if from[dim] == 1 && ins.clone().any(is_cut) {
+        return None; // two cuts of one dim would depend on the order of their axes
+    }
     let out_dim = outs.clone().find(|&d| to[d] != 1).or_else(|| outs.clone().next())?;
     let total: usize = from[ins].iter().product();
     let (in_row, out_row) = (total / from[dim], total / to[out_dim]);
@@ -115,8 +119,10 @@ fn group_of(from: &[usize], to: &[usize], dim: usize) -> Option<(Range<usize>, R
         return None;
     }
     let (mut i, mut j) = (0, 0);
+    // Where the group of `dim` begins, if that has no new dims yet.
+    let mut begun = None;
     while i < from.len() {
-        let (i0, j0) = (i, j);
+        let (i0, j0) = (begun.unwrap_or(i), j);
         let (mut a, mut b) = (from[i], 1);
         i += 1;
         if a != 1 {
@@ -133,7 +139,11 @@ fn group_of(from: &[usize], to: &[usize], dim: usize) -> Option<(Range<usize>, R
             j += 1;
         }
         if (i0..i).contains(&dim) {
-            return Some((i0..i, j0..j));
+            if j > j0 {
+                return Some((i0..i, j0..j));
+            }
+            // A dim of size 1 that vanishes goes with the next one: the rank that has it has all of that.
+            begun = Some(i0);
         }
     }
     None

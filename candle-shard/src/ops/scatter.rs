@@ -32,7 +32,7 @@ impl DTensor {
             let (base, source) = (x[0].to_local(), x[2].to_local().flatten_all()?.contiguous()?);
             let places = flat(&places("scatter_add", [indexes, &x[1]], &x[0], dim)?, base.dims(), dim);
             let places = Tensor::from_vec(places, source.dims(), base.device())?;
-            Ok(base.flatten_all()?.index_add(&places, &source, 0)?.reshape(base.shape())?)
+            Ok(whole_memory(&base.flatten_all()?)?.index_add(&places, &source, 0)?.reshape(base.shape())?)
         })?;
         checked("scatter_add", made, indexes, self, dim)
     }
@@ -85,7 +85,8 @@ impl DTensor {
         };
         let made = rules::run("index_add", &[dim], &[self, indexes, source], signature, |x, _| {
             let source = x[2].to_local().contiguous()?;
-            Ok(x[0].to_local().index_add(&held("index_add", [indexes, &x[1]], &x[0], dim)?, &source, dim)?)
+            let held = held("index_add", [indexes, &x[1]], &x[0], dim)?;
+            Ok(whole_memory(x[0].to_local())?.index_add(&held, &source, dim)?)
         })?;
         checked("index_add", made, indexes, self, dim)
     }
@@ -116,6 +117,15 @@ impl DTensor {
             format!("{} for {}: expected its dtype, and its dims except dim {dim}", source.spec(), self.spec());
         Error::op(op, reason)
     }
+}
+
+/// Returns the tensor in memory that is all its own, if it is on a GPU.
+///
+/// candle's `index_add` there applies the layout of a view to the copy that it adds to: it refuses strides, and an offset is
+/// a panic.
+fn whole_memory(x: &Tensor) -> candle_core::Result<Tensor> {
+    let is_whole = x.is_contiguous() && x.storage_and_layout().1.start_offset() == 0;
+    if x.device().is_cpu() || is_whole { Ok(x.clone()) } else { x.force_contiguous() }
 }
 
 /// Converts indexes of dim `dim` of a tensor of shape `dims` to indexes of the flat tensor.

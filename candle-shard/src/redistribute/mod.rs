@@ -91,7 +91,7 @@ impl DTensor {
     }
 
     /// Returns the group of ranks whose coordinates differ only on these axes.
-    fn group_of(&self, axes: &[usize]) -> Result<ProcessGroup> {
+    pub(crate) fn group_of(&self, axes: &[usize]) -> Result<ProcessGroup> {
         if let [axis] = *axes {
             return Ok(self.mesh().axis_group(axis)?.clone());
         }

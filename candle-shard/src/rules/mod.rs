@@ -82,6 +82,7 @@ use crate::redistribute::{Moves, Target, Targets, conversion};
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
+use candle_dist::empty;
 pub(crate) use op_spec::{OpSpec, check_meshes};
 pub use own::{apply, apply_all};
 pub use row::{Row, Rows, Signature};
@@ -93,7 +94,7 @@ use std::sync::Arc;
 ///
 /// `signature` checks the arguments. It runs only if the call is not in the cache, so it may depend only on `op`,
 /// `attributes` and the specs of the inputs. `local` is not called on ranks without elements of the output, but is
-/// called with empty inputs.
+/// called with empty inputs. Those on a GPU come on the host, with all other inputs.
 #[track_caller]
 pub(crate) fn run(
     op: &'static str,
@@ -115,10 +116,11 @@ pub(crate) fn run_all(
     signature: impl FnOnce() -> Result<Signature>,
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
+    let local = |x: &[DTensor], outs: &[Arc<Spec>]| where_possible(x, |x| local(x, outs));
     run_with(op, attributes, inputs, || OpSpec::new(op, inputs, signature()?), local)
 }
 
-/// Like [`run_all`], for ops that make their own op specs.
+/// Like [`run_all`], for ops that make their own op specs. `local` gets its inputs where they are; it may communicate.
 #[track_caller]
 pub(crate) fn run_with(
     op: &'static str,
@@ -192,23 +194,42 @@ pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placemen
 /// candle drops inputs from the graph there. They must stay in it, in their order: a rank with an empty shard takes
 /// part in the communication of their backward passes like every other rank.
 fn nothing(inputs: &[DTensor], spec: &Spec) -> Result<Tensor> {
-    let nothing_of = |x: &DTensor| x.to_local().flatten_all()?.narrow(0, 0, 0)?.to_dtype(spec.dtype());
+    let nothing_of =
+        |x: &DTensor| empty::to_host(&x.to_local().flatten_all()?.narrow(0, 0, 0)?)?.to_dtype(spec.dtype());
     let tracked = inputs.iter().filter(|x| x.tracked() && spec.dtype().is_float());
     let tracked = tracked.map(nothing_of).collect::<candle_core::Result<Vec<_>>>()?;
-    let shape = spec.local_shape();
+    let (shape, device) = (spec.local_shape(), inputs[0].device());
     match &tracked[..] {
-        [] => Ok(Tensor::zeros(shape.as_slice(), spec.dtype(), inputs[0].device())?),
-        parts => Ok(Tensor::cat(parts, 0)?.reshape(shape.as_slice())?),
+        [] => Ok(Tensor::zeros(shape.as_slice(), spec.dtype(), device)?),
+        parts => Ok(Tensor::cat(parts, 0)?.reshape(shape.as_slice())?.to_device(device)?),
     }
+}
+
+/// Runs a local computation, on the host if an input is on a GPU and has no elements: candle launches kernels for it that
+/// CUDA refuses. The graph goes on, and the results are where the inputs are.
+fn where_possible(
+    inputs: &[DTensor],
+    local: impl FnOnce(&[DTensor]) -> Result<SmallVec<[Tensor; 1]>>,
+) -> Result<SmallVec<[Tensor; 1]>> {
+    let Some(lacking) = inputs.iter().find(|x| empty::is_empty_off_host(x.to_local())) else { return local(inputs) };
+    let hosted = inputs.iter().map(|x| x.with_local(empty::to_host(x.to_local())?));
+    let made = local(&hosted.collect::<Result<SmallVec<[DTensor; 3]>>>()?)?;
+    Ok(made.iter().map(|made| made.to_device(lacking.device())).collect::<candle_core::Result<_>>()?)
 }
 
 /// Zeros, in place of a sum over `inputs` that have no elements on this rank.
 ///
 /// They stay connected to the inputs, so that all ranks communicate alike in the backward pass.
 pub(crate) fn neutral(inputs: &[DTensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let locals: SmallVec<[&Tensor; 3]> = inputs.iter().map(DTensor::to_local).collect();
+    neutral_of(&locals, shape, dtype)
+}
+
+/// Like [`neutral`], for local tensors.
+pub(crate) fn neutral_of(inputs: &[&Tensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
     let mut zero = Tensor::zeros((), dtype, inputs[0].device())?;
-    for input in inputs.iter().filter(|input| input.tracked()) {
-        let nothing = input.to_local().flatten_all()?.narrow(0, 0, 0)?.sum_all()?;
+    for input in inputs.iter().filter(|input| input.track_op()) {
+        let nothing = input.flatten_all()?.narrow(0, 0, 0)?.sum_all()?;
         zero = (zero + nothing.to_dtype(dtype)?)?;
     }
     Ok(zero.broadcast_as(shape)?.contiguous()?)

@@ -28,7 +28,7 @@ pub(crate) struct OpSpec {
 }
 
 impl OpSpec {
-    pub(super) fn new(op: &'static str, inputs: &[&DTensor], signature: Signature) -> Result<Self> {
+    pub(crate) fn new(op: &'static str, inputs: &[&DTensor], signature: Signature) -> Result<Self> {
         check_meshes(op, inputs)?;
         let mut out = Targets::new();
         let mut lays: SmallVec<[Targets; 3]> = inputs.iter().map(|_| Targets::new()).collect();
@@ -38,7 +38,8 @@ impl OpSpec {
                 lay.push(choice.target(i));
             }
             let placement = choice.row.map_or(Replicate, |row| row.out);
-            out.push(Target { placement, sizes: placement.shard_dim().and(choice.sizes) });
+            let keeps = placement.shard_dim().filter(|dim| Some(*dim) != signature.resized);
+            out.push(Target { placement, sizes: keeps.and(choice.sizes) });
         }
         Self::laid(inputs, lays, &out, &signature.outs)
     }

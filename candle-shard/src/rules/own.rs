@@ -1,5 +1,5 @@
 //! Ops of other crates, with checks that this crate's own ops do not need.
-use super::{OpSpec, Row, Signature, neutral, run_known};
+use super::{OpSpec, Row, Signature, neutral, run_known, where_possible};
 use crate::layout::{Placement, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
@@ -54,11 +54,13 @@ pub fn apply_all<S: FnOnce() -> Result<Signature>>(
         OpSpec::new(op, inputs, signature)
     };
     let checked = |x: &[DTensor], outs: &[Arc<Spec>]| {
-        let made = local(x, outs)?;
-        if made.len() != outs.len() {
-            return Error::op(op, format!("returned {} tensors, its signature has {}", made.len(), outs.len()));
-        }
-        made.into_iter().zip(outs).map(|(made, out)| part(op, made, out, x)).collect()
+        where_possible(x, |x| {
+            let made = local(x, outs)?;
+            if made.len() != outs.len() {
+                return Error::op(op, format!("returned {} tensors, its signature has {}", made.len(), outs.len()));
+            }
+            made.into_iter().zip(outs).map(|(made, out)| part(op, made, out, x)).collect()
+        })
     };
     Ok(run_known((op, Some(type_name::<S>())), attributes, inputs, op_spec, checked)?.into_vec())
 }

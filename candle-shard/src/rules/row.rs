@@ -25,15 +25,22 @@ impl Row {
 /// The rows of an op, and the shapes and dtypes of its outputs.
 #[derive(Debug, Clone)]
 pub struct Signature {
-    pub(super) rows: Rows,
+    pub(crate) rows: Rows,
     /// Global shape and dtype of each output; all have the placement of the row.
     pub(super) outs: SmallVec<[(Dims, DType); 1]>,
+    /// The dim of the outputs that has another size than the one of the inputs that it is sharded with.
+    pub(super) resized: Option<usize>,
 }
 
 impl Signature {
     /// Creates a signature with these rows and one output of this global shape.
     pub fn new(rows: Rows, shape: &[usize], dtype: DType) -> Self {
-        Self { rows, outs: smallvec![(Dims::from_slice(shape), dtype)] }
+        Self { rows, outs: smallvec![(Dims::from_slice(shape), dtype)], resized: None }
+    }
+
+    /// Says that a dim of the outputs has another size than that of the inputs, so that its shards have the default sizes.
+    pub(crate) fn resized(self, dim: usize) -> Self {
+        Self { resized: Some(dim), ..self }
     }
 
     /// Adds an output with the layout of the first one.

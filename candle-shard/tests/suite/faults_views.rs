@@ -192,6 +192,20 @@ fn a_dim_that_stays_keeps_both_its_uneven_shards() {
     });
 }
 
+#[test]
+fn a_dim_of_one_element_that_vanishes_stays_where_it_was() {
+    on_ranks(2, "one head", |ctx| -> Result<()> {
+        let whole = values(&[3, 1, 4], 1, DType::F64);
+        let x = DTensor::distribute(&whole, &mesh(ctx, &[2])?, &[Shard(1)])?;
+        let (merged, counts) = comm::record(|| x.flatten_from(1));
+        let merged = merged?;
+        assert_eq!(counts.total(), 0, "{counts}");
+        assert_eq!((merged.placements(), merged.to_local().dims()), (&[Shard(1)][..], &[3, [4, 0][ctx.rank()]][..]));
+        assert_eq!(value_error(&merged, &whole.reshape((3, 4))?)?, 0.0);
+        Ok(())
+    });
+}
+
 /// Fault 19: dims in uneven pieces could be neither merged nor split, and `linear` refused what needed it.
 #[test]
 fn uneven_dims_are_merged_split_and_multiplied() {

@@ -5,8 +5,9 @@ use crate::common::*;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Op, RankContext, comm};
 use candle_nn::{Optimizer, ParamsAdamW};
+use candle_shard::kernels::RopePairs;
 use candle_shard::nn::{AdamW, FusedQkv, Heads, Linear, Parameters, ShardedVarBuilder};
-use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{AttentionMask, DTensor, Placement, Replicate, Result, Shard, Weights};
 use std::collections::HashMap;
@@ -17,7 +18,7 @@ const WIDTH: usize = 5;
 
 /// Heads that divide by the ranks and that do not, fewer than ranks, in groups, in groups that several ranks share, of
 /// which one may have none.
-const HEADS: [(usize, usize); 9] = [(6, 2), (6, 6), (3, 3), (6, 3), (4, 2), (8, 2), (7, 1), (9, 3), (5, 5)];
+const HEADS: [(usize, usize); 10] = [(6, 2), (6, 6), (3, 3), (6, 3), (4, 2), (8, 2), (7, 1), (9, 3), (5, 5), (1, 1)];
 
 fn heads((query, key_value): (usize, usize)) -> Heads {
     Heads { query, key_value, dim: 2 }
@@ -254,6 +255,42 @@ fn ranks_hold_their_heads_and_attention_needs_no_communication() {
             let counts = [&forward, &backward, &reduce].map(|c| (c.get(Op::AllReduce).count, c.total()));
             let once = usize::from(shared);
             assert_eq!(counts, [(1, 1), (1, 1), (once, once)]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_key_head_that_one_rank_holds_whole_stays_there() {
+    for (h, shares) in [((1, 1), "1:1"), ((1, 1), "1:1:1"), ((4, 1), "1:0"), ((4, 1), "0:1:0"), ((4, 2), "0:1")] {
+        let step = std::sync::Arc::new(plain_step(heads(h)).unwrap());
+        let shares: Shares = shares.parse().unwrap();
+        on_ranks(shares.ranks(), &format!("{h:?} in shares {shares}"), move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("tp", shares.ranks())])?;
+            let plan = plan().with_shares(shares.clone());
+            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &Device::Cpu)?;
+            let model = Attention::new(heads(h), &vb)?;
+            vb.finish()?;
+            let leaf = Leaf::new(&input(), &mesh, &[Lay::At(Replicate)])?;
+            // Positions that turn nothing, so that the values are those without them.
+            let table = |value: f64| DTensor::full(value, (4, 1), &Device::Cpu, &mesh, &[Replicate]);
+            let (cos, sin) = (table(1.0)?, table(0.0)?);
+            let run = || -> Result<DTensor> {
+                let [q, k, v] = model.qkv.forward(&leaf.tensor)?;
+                let turned = |x: &DTensor| x.rope(&cos, &sin, 0, RopePairs::Halves);
+                let mixed = turned(&q)?.scaled_dot_product_attention(&turned(&k)?, &v, AttentionMask::Causal, None)?;
+                model.out.forward(&mixed.transpose(1, 2)?.flatten_from(2)?)
+            };
+            let (y, forward) = comm::record(run);
+            let y = y?;
+            close(&y.full_tensor()?, &step.value, "value")?;
+            let loss = y.sqr()?.mean_all()?;
+            let (grads, backward) = comm::record(|| loss.backward());
+            let grads = grads?;
+            assert!(leaf.gradient_error(&grads, &step.input_grad)? < 1e-11);
+            // The output layer's sum, and the gradient of the input.
+            let counts = [&forward, &backward].map(|c| (c.get(Op::AllReduce).count, c.total()));
+            assert_eq!(counts, [(1, 1), (1, 1)]);
             Ok(())
         });
     }

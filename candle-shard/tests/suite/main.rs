@@ -36,5 +36,6 @@ mod sharded_tensor;
 mod sparse;
 mod spec;
 mod styles;
+mod text_attention;
 mod visualize;
 mod weights;

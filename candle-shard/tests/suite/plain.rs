@@ -6,6 +6,20 @@ use itertools::Itertools;
 
 /// A convolution of lines or images, with a bias if there is a third input: for each element of the kernel the elements
 /// that it meets, times its matrix.
+/// Element `i` of a dim is element `i - by`, or zero.
+pub(crate) fn shift(x: &Tensor, dim: usize, by: isize) -> Result<Tensor> {
+    let len = x.dim(dim)?;
+    let padded = x.pad_with_zeros(dim, len, len)?;
+    padded.narrow(dim, (len as isize - by.clamp(-(len as isize), len as isize)) as usize, len)
+}
+
+/// A convolution with zeros before the input alone.
+pub(crate) fn causal_conv1d(x: &[Tensor], conv: Conv) -> Result<Tensor> {
+    let zeros = (x[1].dim(2)? - 1) * conv.dilation;
+    let padded = x[0].pad_with_zeros(2, zeros, 0)?;
+    self::conv(&[&[padded], &x[1..]].concat(), conv)
+}
+
 pub(crate) fn conv(x: &[Tensor], conv: Conv) -> Result<Tensor> {
     if x[0].rank() == 3 {
         let flat = [x[0].unsqueeze(2)?, x[1].unsqueeze(2)?];

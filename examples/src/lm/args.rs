@@ -53,7 +53,8 @@ pub struct Args {
     #[arg(long, value_name = "A:B", help_heading = "Ranks")]
     pub shares: Option<Shares>,
 
-    /// Ranks over which the tokens of a text are distributed: each keeps the keys and values of some of them
+    /// Ranks over which the tokens of a text are distributed: each keeps the keys and values of some of them, and in
+    /// training all states
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub cp: usize,
 
@@ -167,15 +168,13 @@ impl Launched for Args {
     fn ranks(&self) -> Vec<(String, usize)> {
         let Self { pp, cp, tp, ep, .. } = *self;
         let experts = if ep > 1 { format!(" × --ep {ep}") } else { String::new() };
+        let tokens = if cp > 1 { format!(" × --cp {cp}") } else { String::new() };
         match &self.training {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
             TrainArgs { train: Some(_), dp, .. } => {
-                vec![(format!("--pp {pp} × --dp {dp}{experts} × --tp {tp}"), pp * dp * ep * tp)]
+                vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
             }
-            _ => {
-                let tokens = if cp > 1 { format!(" × --cp {cp}") } else { String::new() };
-                vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())]
-            }
+            _ => vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())],
         }
     }
 }

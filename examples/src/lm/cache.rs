@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use candle_dist::DeviceMesh;
-use candle_shard::nn::{KvCache, RotatingKvCache, SequenceCache};
+use candle_shard::nn::{KvCache, RotatingKvCache, SequenceCache, TextCache, TextTokens};
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use super::config::Config;
@@ -32,14 +32,30 @@ enum Kept {
     Cut(Box<SequenceCache>, Option<DType>),
 }
 
-/// The keys and values that new tokens see.
+/// The keys and values that new tokens see in a cache of which each rank has some tokens.
 pub(super) struct Seen {
-    /// `[batch, heads, tokens, dim]`.
+    /// `[batch, tokens, heads, dim]`.
     pub(super) keys: DTensor,
-    /// `[batch, heads, tokens, dim]`.
+    /// `[batch, tokens, heads, dim]`.
     pub(super) values: DTensor,
-    /// The order of their tokens, if it is not that of the text.
-    pub(super) order: Option<TokenOrder>,
+    /// The order of their tokens.
+    pub(super) order: TokenOrder,
+}
+
+/// A cache of which each rank has some tokens.
+pub(super) struct Parts<'a> {
+    cache: &'a mut SequenceCache,
+    dtype: Option<DType>,
+}
+
+impl Parts<'_> {
+    /// Appends keys and values `[batch, tokens, heads, dim]`, and returns all.
+    pub(super) fn extend(self, [k, v]: [&DTensor; 2]) -> Result<Seen> {
+        let (given, kept) = (k.dtype(), self.dtype.unwrap_or(k.dtype()));
+        self.cache.append(&k.to_dtype(kept)?, &v.to_dtype(kept)?)?;
+        let (keys, values) = self.cache.keys_and_values()?;
+        Ok(Seen { keys: keys.to_dtype(given)?, values: values.to_dtype(given)?, order: self.cache.order()? })
+    }
 }
 
 impl Kept {
@@ -58,49 +74,12 @@ impl Kept {
         }
     }
 
-    fn append(&mut self, [k, v]: [&DTensor; 2]) -> Result<Seen> {
-        let (keys, values) = match self {
-            Self::All(cache) => cache.append(k, v)?,
-            Self::Window(cache) => match (cache.k()?, cache.v()?) {
-                // The last of several tokens may overwrite what the first of them sees.
-                (Some(old_k), Some(old_v)) if k.dims()[TOKENS] > 1 => {
-                    let oldest = if cache.current_seq_len() < cache.max_seq_len() { 0 } else { cache.offset() };
-                    let joined = [(old_k, k), (old_v, v)].map(|(old, new)| joined(&old, oldest, new));
-                    cache.append(k, v)?;
-                    let [k, v] = joined;
-                    (k?, v?)
-                }
-                // One token sees all that is kept, in any order.
-                _ => cache.append(k, v)?,
-            },
-            Self::Cut(cache, dtype) => {
-                let (given, kept) = (k.dtype(), dtype.unwrap_or(k.dtype()));
-                let tokens_first = |x: &DTensor| x.transpose(1, TOKENS)?.to_dtype(kept);
-                cache.append(&tokens_first(k)?, &tokens_first(v)?)?;
-                let (k, v) = cache.keys_and_values()?;
-                let heads_first = |x: DTensor| x.to_dtype(given)?.transpose(1, TOKENS);
-                return Ok(Seen { keys: heads_first(k)?, values: heads_first(v)?, order: Some(cache.order()?) });
-            }
-        };
-        Ok(Seen { keys, values, order: None })
-    }
-
     fn reset(&mut self) {
         match self {
             Self::All(cache) => cache.reset(),
             Self::Window(cache) => cache.reset(),
             Self::Cut(cache, _) => cache.reset(),
         }
-    }
-}
-
-/// Returns a copy of kept tokens in their order, from the one at `oldest` on, with new tokens behind them.
-fn joined(kept: &DTensor, oldest: usize, new: &DTensor) -> Result<DTensor> {
-    let len = kept.dims()[TOKENS];
-    let [first, rest] = [kept.narrow(TOKENS, oldest, len - oldest)?, kept.narrow(TOKENS, 0, oldest)?];
-    match oldest {
-        0 => DTensor::cat(&[&first, new], TOKENS),
-        _ => DTensor::cat(&[&first, &rest, new], TOKENS),
     }
 }
 
@@ -115,21 +94,37 @@ impl Past<'_> {
     pub(super) fn len(&self) -> usize {
         self.len
     }
-
-    /// The keys and values `[batch, heads, tokens, dim]` of the tokens before, or of the last ones that a window has, with
-    /// these behind them.
-    ///
-    /// # Errors
-    /// Those of [`KvCache::append`]; the caller sees to it that there is room.
-    pub(super) fn extend(self, new: [&DTensor; 2]) -> Result<Seen> {
-        self.kept.append(new)
-    }
 }
 
 /// The new tokens of a text in one layer, and what the cache has of those before them.
 pub(super) struct Turn<'a> {
     pub(super) tokens: usize,
     pub(super) past: Past<'a>,
+}
+
+/// The new tokens of a text, and a cache of which each rank has some tokens.
+pub(super) struct CutTurn<'a> {
+    pub(super) tokens: usize,
+    pub(super) past: Parts<'a>,
+}
+
+/// The texts of a step in one layer, whose caches are all of one kind.
+pub(super) enum Texts<'a> {
+    Whole(Vec<TextTokens<'a>>),
+    Cut(Vec<CutTurn<'a>>),
+}
+
+/// Sorts the texts of a layer by the kind of its caches.
+pub(super) fn texts(turns: Vec<Turn<'_>>) -> Texts<'_> {
+    let (mut whole, mut cut) = (Vec::with_capacity(turns.len()), Vec::new());
+    for Turn { tokens, past } in turns {
+        match past.kept {
+            Kept::All(cache) => whole.push(TextTokens { tokens, cache: TextCache::All(cache) }),
+            Kept::Window(cache) => whole.push(TextTokens { tokens, cache: TextCache::Window(cache) }),
+            Kept::Cut(cache, dtype) => cut.push(CutTurn { tokens, past: Parts { cache, dtype: *dtype } }),
+        }
+    }
+    if cut.is_empty() { Texts::Whole(whole) } else { Texts::Cut(cut) }
 }
 
 impl Cache {

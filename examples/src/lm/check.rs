@@ -53,7 +53,7 @@ impl Args {
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
         require!(
-            self.cp == 1 || pp == 1,
+            self.cp == 1 || pp == 1 || self.training.train.is_some(),
             "--cp {} gives each rank some of the tokens, and a stage of --pp {pp} keeps all: use one of them.",
             self.cp
         );
@@ -97,7 +97,7 @@ impl Args {
             "--batch is for many prompts or for training: give --prompts FILE or --train FILE, or leave it out."
         );
         self.check_files()?;
-        self.training.validate(self.dtype, [pp, self.ep, tp])?;
+        self.training.validate(self.dtype, [pp, self.cp, self.ep, tp])?;
         Output::new(self.json.as_deref()).check()
     }
 

@@ -1,8 +1,8 @@
 //! The decoder declared as a pipeline whose stages are cut over other mesh axes.
 //!
 //! It has a node for the table, for each layer, for the last norm and for the output layer. Between nodes are tensors that
-//! are whole, but that each rank of a model that learns has its rows of the batch on the axes "dp" and "ep", as far as the
-//! mesh has them: what is done to them on the way into a mesh and out of it is in `enter` and `leave` alone.
+//! are whole, but that each rank of a model that learns has its rows of the batch on the axes "dp" and "ep", and its tokens
+//! of each row on the axis "cp", as far as the mesh has them: see `between`.
 //!
 //! Layers, the table and the output layer are units, whose parameters a builder may shard fully over "dp".
 
@@ -10,13 +10,13 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
 use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
 use candle_shard::{DTensor, Placements, Replicate, Shard, Spec};
 
+use super::between::Between;
 use super::cache::{self, Cache};
 use super::config::Config;
 use super::cut::{Cut, DecoderPipe};
@@ -26,19 +26,10 @@ use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
 use super::step::{self, Span, last_rows};
-use super::{EXPERT_AXIS, LAYER_AXIS};
+use super::{LAYER_AXIS, REPLICAS};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
-
-/// The mesh axis over which parameters may be fully sharded.
-const REPLICAS: &str = "dp";
-
-/// The mesh axes whose ranks have rows of their own.
-type Rows = &'static [&'static str];
-
-/// Those of a model that learns.
-const ROWS: Rows = &[REPLICAS, EXPERT_AXIS];
 
 /// The model that writes: `logits` `[texts, vocabulary]` of what follows the new tokens of each text in a step, whose
 /// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest` tokens.
@@ -51,7 +42,7 @@ pub fn writer(
     cache: Option<DType>,
     cut: &Cut<'_>,
 ) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config, &[]);
+    let mut model = Declaration::new(config, Between::WHOLE);
     let (tokens, spans) = (model.g.input("tokens", In::Arg), model.g.input("spans", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, Some(spans), longest, move |layer, angles, window| {
@@ -78,7 +69,7 @@ pub fn writer(
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
 pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config, &[]);
+    let mut model = Declaration::new(config, Between::WHOLE);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, None, longest, |layer, angles, _| {
@@ -91,17 +82,17 @@ pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderP
 }
 
 /// The model that learns: its loss is the mean cross entropy of `targets` `[rows, tokens]`, which follow the `tokens`
-/// at the same places; sequences are up to `longest` tokens long.
+/// at the same places; all sequences are `length` tokens long.
 ///
 /// With `recompute`, a layer keeps its input alone and computes the rest again in the backward pass.
 ///
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
-pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config, ROWS);
+pub fn learner(config: &Config, length: usize, recompute: bool, cut: &Cut<'_>) -> Result<DecoderPipe> {
+    let mut model = Declaration::new(config, Between::learner(length));
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
-    let h = model.layers(h, None, longest, move |layer, angles, _| {
+    let h = model.layers(h, None, length, move |layer, angles, _| {
         // A unit around what is recomputed gathers once in the backward pass.
         move |h: &DTensor, _: &[Span]| {
             layer.run(|layer| match recompute {
@@ -119,61 +110,39 @@ pub fn learner(config: &Config, longest: usize, recompute: bool, cut: &Cut<'_>) 
     cut.finish(model.g, config)
 }
 
-/// Returns the layout of tensors with `dims` dims between nodes: cut by rows on the axes of rows, whole on all others.
-fn between(mesh: &DeviceMesh, dims: usize, rows: Rows) -> Placements {
-    let is_cut = |name: &String| dims > 0 && rows.contains(&name.as_str());
-    mesh.names().iter().map(|name| if is_cut(name) { Shard(0) } else { Replicate }).collect()
-}
-
-/// A tensor between nodes on the mesh of its stage, of which each rank has as many rows as any other.
-fn enter(value: &Value, mesh: &DeviceMesh, rows: Rows) -> Result<DTensor> {
-    let local = value.tensor()?;
-    let mut dims = local.dims().to_vec();
-    if let Some(first) = dims.first_mut() {
-        *first *= rows.iter().filter_map(|axis| mesh.size_of(*axis).ok()).product::<usize>();
-    }
-    Ok(DTensor::from_local(local.clone(), mesh, &between(mesh, dims.len(), rows), dims)?)
-}
-
-/// What [`enter`] takes, of a tensor of the mesh.
-fn leave(tensor: &DTensor, rows: Rows) -> Result<Value> {
-    let placements = between(tensor.mesh(), tensor.rank(), rows);
-    Ok(tensor.redistribute(&placements)?.to_local_with_grad(&placements)?.into())
-}
-
 /// A model that is being declared.
 struct Declaration {
     config: Config,
     g: PipeBuilder<ShardedVarBuilder>,
     /// The table, if the output layer has it too.
     tied: Option<ValueId>,
-    rows: Rows,
+    between: Between,
 }
 
 impl Declaration {
-    fn new(config: &Config, rows: Rows) -> Self {
+    fn new(config: &Config, between: Between) -> Self {
         let mut g = PipeBuilder::new();
         let sizes = config.clone();
         let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().to_local().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
-        Self { config: config.clone(), g, tied, rows }
+        Self { config: config.clone(), g, tied, between }
     }
 
     /// From tokens to hidden states.
     fn embed(&mut self, tokens: ValueId) -> ValueId {
-        let (config, is_tied, rows) = (self.config.clone(), self.tied.is_some(), self.rows);
+        let (config, is_tied, between) = (self.config.clone(), self.tied.is_some(), self.between);
         let build = move |vb: &ShardedVarBuilder| {
             let own = (!is_tied)
                 .then(|| FullyShard::new(vb, |vb| Table::new(config.vocab_size, config.hidden_size, vb)))
                 .transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
-                let tokens = enter(&xs[0], vb.mesh(), rows)?;
+                let tokens = between.enter_tokens(&xs[0], vb.mesh())?;
                 let h = match &own {
                     Some(own) => own.run(|own| own.forward(&tokens))?,
                     None => Embedding::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&tokens)?,
                 };
-                Ok(vec![leave(&embedded(h, &config)?, rows)?])
+                Ok(vec![between.leave(&embedded(h, &config)?)?])
             }))
         };
         self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
@@ -187,11 +156,15 @@ impl Declaration {
         R: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
-            let (config, run, rows) = (self.config.clone(), run.clone(), self.rows);
+            let (config, run, between) = (self.config.clone(), run.clone(), self.between);
             let build = move |vb: &ShardedVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
                 let angles = Angles::new(&config, longest, vb)?;
-                Ok(hidden(vb, rows, run(layer, angles, config.parts.window(i))))
+                let angles = match between.order(vb.mesh())? {
+                    Some(order) => angles.in_order(order)?,
+                    None => angles,
+                };
+                Ok(hidden(vb, between, run(layer, angles, config.parts.window(i))))
             };
             h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(spans));
         }
@@ -205,25 +178,25 @@ impl Declaration {
         spans: Option<ValueId>,
         wanted: fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor>,
     ) -> ValueId {
-        let (config, rows) = (self.config.clone(), self.rows);
+        let (config, between) = (self.config.clone(), self.between);
         let build = move |vb: &ShardedVarBuilder| {
             let norm = Norm::new(config.hidden_size, &config, vb)?;
-            Ok(hidden(vb, rows, move |h, spans| norm.forward(&wanted(h, spans)?)))
+            Ok(hidden(vb, between, move |h, spans| norm.forward(&wanted(h, spans)?)))
         };
         self.g.module("model.norm", build, [h].into_iter().chain(spans))
     }
 
     /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`.
     fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
-        let (config, is_tied, last, rows) = (self.config.clone(), self.tied.is_some(), others.len(), self.rows);
+        let (config, is_tied, last, between) = (self.config.clone(), self.tied.is_some(), others.len(), self.between);
         let build = move |vb: &ShardedVarBuilder| {
             let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
             let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
-                let h = enter(&xs[0], vb.mesh(), rows)?;
+                let h = between.enter(&xs[0], vb.mesh())?;
                 let others: Vec<DTensor> =
-                    xs[1..=last].iter().map(|x| enter(x, vb.mesh(), rows)).collect::<Result<_>>()?;
+                    xs[1..=last].iter().map(|x| between.enter_tokens(x, vb.mesh())).collect::<Result<_>>()?;
                 let end = |head: &Projection| {
                     end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
                 };
@@ -231,7 +204,7 @@ impl Declaration {
                     Some(own) => own.run(end)?,
                     None => end(&Projection::Dense(Linear::tied(&shared(xs, &config, &vb)?, &vb)?))?,
                 };
-                Ok(vec![leave(&made, rows)?])
+                Ok(vec![between.leave(&made)?])
             }))
         };
         self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
@@ -270,13 +243,13 @@ fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTens
 }
 
 /// A node from hidden states, and perhaps the spans of texts, to hidden states.
-fn hidden<F>(vb: &ShardedVarBuilder, rows: Rows, f: F) -> impl StageOp + use<F>
+fn hidden<F>(vb: &ShardedVarBuilder, between: Between, f: F) -> impl StageOp + use<F>
 where
     F: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
 {
     let mesh = vb.mesh().clone();
     stage_op(move |xs, _| {
         let spans = xs.get(1).map(|spans| Ok::<_, Error>(step::unpack(spans.tensor()?)?)).transpose()?;
-        Ok(vec![leave(&f(&enter(&xs[0], &mesh, rows)?, &spans.unwrap_or_default())?, rows)?])
+        Ok(vec![between.leave(&f(&between.enter(&xs[0], &mesh)?, &spans.unwrap_or_default())?)?])
     })
 }

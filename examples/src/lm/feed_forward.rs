@@ -55,10 +55,13 @@ impl FeedForward {
                     other => gate.activation(*other)?.mul(&up)?,
                 })
             }
-            Self::Experts(experts) => {
-                let cut = experts.forward(&x.redistribute(&routed(x)?)?, Mode::Eval)?.output;
-                cut.redistribute(x.placements())
-            }
+            Self::Experts(experts) => match routed(x)? {
+                None => Ok(experts.forward(x, Mode::Eval)?.output),
+                Some(cut) => {
+                    let made = experts.forward(&x.redistribute(&cut)?, Mode::Eval)?.output;
+                    made.redistribute(x.placements())
+                }
+            },
         }
     }
 }
@@ -71,15 +74,17 @@ fn options(width: usize, experts: &Experts, vb: &ShardedVarBuilder) -> MoEConfig
     if has(LAYER_AXIS) { options.tensor_axis(LAYER_AXIS) } else { options }
 }
 
-/// How states lie before experts: each rank routes some of the tokens that all have, and sends the rows that others compute.
+/// How states lie before experts, if not as they do: each rank routes some of the tokens that all have, and sends the rows
+/// that others compute.
 ///
 /// Fewer tokens than ranks stay on all: each rank runs its own experts, and one sum joins the results.
-fn routed(x: &DTensor) -> Result<Placements> {
+fn routed(x: &DTensor) -> Result<Option<Placements>> {
     let mut placements: Placements = x.placements().into();
-    let Ok(axis) = x.mesh().axis_index(EXPERT_AXIS) else { return Ok(placements) };
+    let Ok(axis) = x.mesh().axis_index(EXPERT_AXIS) else { return Ok(None) };
     let is_whole = placements.iter().all(|placement| placement.shard_dim() != Some(TOKENS));
     if placements[axis] == Replicate && is_whole && x.dims()[TOKENS] >= x.mesh().shape()[axis] {
         placements[axis] = Shard(TOKENS);
+        return Ok(Some(placements));
     }
-    Ok(placements)
+    Ok(None)
 }

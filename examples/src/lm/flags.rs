@@ -23,7 +23,7 @@ const HEADINGS: [(&str, &[Command]); 6] = [
 /// The commands of flags that are not those of their heading.
 const FLAGS: [(&str, &[Command]); 7] = [
     ("tp", &[Generate, Train, Score, Info]),
-    ("cp", &[Generate, Score]),
+    ("cp", &[Generate, Train, Score]),
     ("ep", &[Generate, Train, Score, Info]),
     ("shares", &[Generate, Score, Info]),
     ("dequantize", &[Generate, Score, Info]),

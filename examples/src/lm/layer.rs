@@ -4,13 +4,13 @@ use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
 use super::TOKEN_AXIS;
-use super::cache::{Past, Seen, Turn};
+use super::cache::{self, CutTurn, Seen, Texts, Turn};
 use super::config::Config;
 use super::config::parts::{Parts, QkNorm};
 use super::feed_forward::FeedForward;
 use super::norm::Norm;
 use super::projection::{Projection, Qkv};
-use super::rope::Angles;
+use super::rope::{Angles, Place};
 
 /// Attention with grouped heads, and a gated feed-forward network.
 #[derive(Debug)]
@@ -80,44 +80,53 @@ impl Layer {
                 _ => (of_queries.forward(&q)?, of_keys.forward(&k)?),
             };
         }
-        let mut texts: Vec<Turn<'_>> = turns.unwrap_or_default();
-        let mixed = match texts.len() {
-            0 | 1 => self.attend([q, k, v], angles, texts.pop().map(|text| text.past))?,
-            _ => {
-                let mut start = 0;
-                let of_text = |Turn { tokens, past }: Turn<'_>| {
-                    let part = |x: &DTensor| x.narrow(2, start, tokens);
-                    let parts = [part(&q)?, part(&k)?, part(&v)?];
-                    start += tokens;
-                    self.attend(parts, angles, Some(past))
-                };
-                DTensor::cat(&texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?, 1)?
+        let Some(turns) = turns else {
+            if self.is_rotary {
+                (q, k) = self.turned([&q, &k], angles, &[[0, x.dims()[1]]])?;
             }
+            let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+            let mixed = self.options().order(angles.order().cloned()).of(&q, &k, &v)?;
+            return self.o_proj.forward(&mixed.flatten_from(2)?);
+        };
+        if self.is_rotary {
+            let places: Vec<Place> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
+            (q, k) = self.turned([&q, &k], angles, &places)?;
+        }
+        let mixed = match cache::texts(turns) {
+            Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
+            Texts::Cut(texts) => self.over_parts([&q, &k, &v], texts)?,
         };
         self.o_proj.forward(&mixed.flatten_from(2)?)
     }
 
-    /// Attention `[batch, tokens, heads, dim]` of queries, keys and values `[batch, heads, tokens, dim]`.
-    fn attend(&self, [mut q, mut k, v]: [DTensor; 3], angles: &Angles, past: Option<Past<'_>>) -> Result<DTensor> {
-        let start = past.as_ref().map_or(0, Past::len);
-        if self.is_rotary {
-            let is_local = self.window.is_some();
-            (q, k) = (angles.turn(&q, start, is_local)?, angles.turn(&k, start, is_local)?);
-        }
-        let Seen { keys, values, order } = match past {
-            Some(past) => past.extend([&k, &v])?,
-            None => Seen { keys: k, values: v, order: None },
+    fn options(&self) -> Attention {
+        Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window)
+    }
+
+    fn turned(&self, [q, k]: [&DTensor; 2], angles: &Angles, places: &[Place]) -> Result<(DTensor, DTensor)> {
+        let is_local = self.window.is_some();
+        Ok((angles.turn(q, places, is_local)?, angles.turn(k, places, is_local)?))
+    }
+
+    /// Attention `[batch, tokens, heads, dim]` over caches of which each rank has some tokens, text by text.
+    fn over_parts(&self, [q, k, v]: [&DTensor; 3], texts: Vec<CutTurn<'_>>) -> Result<DTensor> {
+        let mut start = 0;
+        let of_text = |CutTurn { tokens, past }: CutTurn<'_>| {
+            let part = |x: &DTensor| x.narrow(2, start, tokens)?.transpose(1, 2);
+            let [q, k, v] = [part(q)?, part(k)?, part(v)?];
+            start += tokens;
+            let Seen { keys, values, order } = past.extend([&k, &v])?;
+            // Each rank computes some of several queries; one query meets the keys of each rank where they are.
+            let whole: Placements = q.placements().into();
+            let mut parts = whole.clone();
+            if q.dims()[1] > 1 {
+                parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
+            }
+            self.options().key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
         };
-        let attention =
-            Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window);
-        let (keys, values, q) = (keys.transpose(1, 2)?, values.transpose(1, 2)?, q.transpose(1, 2)?);
-        let Some(order) = order else { return attention.of(&q, &keys, &values) };
-        // Each rank computes some of several queries; one query meets the keys of each rank where they are.
-        let whole: Placements = q.placements().into();
-        let mut parts = whole.clone();
-        if q.dims()[1] > 1 {
-            parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
+        match &texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?[..] {
+            [one] => Ok(one.clone()),
+            parts => DTensor::cat(parts, 1),
         }
-        attention.key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
     }
 }

@@ -3,6 +3,7 @@
 
 pub mod args;
 pub mod batch;
+mod between;
 pub mod cache;
 pub mod chat;
 mod check;
@@ -48,3 +49,6 @@ const TOKEN_AXIS: &str = "cp";
 
 /// The mesh axis over which experts are distributed.
 const EXPERT_AXIS: &str = "ep";
+
+/// The mesh axis of the replicas of a model that learns, over which parameters may be fully sharded.
+const REPLICAS: &str = "dp";

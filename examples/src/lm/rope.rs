@@ -7,10 +7,13 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{DTensor, Error, Placements, Replicate, Result};
+use candle_shard::{DTensor, Error, Placements, Replicate, Result, TokenOrder};
 use parking_lot::Mutex;
 
 use super::config::{Config, RopeScaling};
+
+/// Where tokens of a text are in it: the first position, and how many they are.
+pub(super) type Place = [usize; 2];
 
 /// The cosines and sines of positions, which every rank has.
 #[derive(Clone, Debug)]
@@ -37,35 +40,57 @@ impl Angles {
         Ok(Self { all, local: local.transpose()?, pairs: config.parts.pairs, width, positions })
     }
 
+    /// Turns the tokens of sequences that have all positions, and lie in an order.
+    pub(super) fn in_order(mut self, order: TokenOrder) -> Result<Self> {
+        for turns in [Some(&mut self.all), self.local.as_mut()].into_iter().flatten() {
+            turns.order = Some(order.clone());
+            turns.tables = Arc::new(Mutex::new(turns.made(turns.frequencies.key(turns.positions))?));
+            turns.rows = Arc::default();
+        }
+        Ok(self)
+    }
+
+    /// The order of the tokens, if it is not that of their positions.
+    pub(super) fn order(&self) -> Option<&TokenOrder> {
+        self.all.order.as_ref()
+    }
+
     /// How many positions these are.
     pub(super) fn positions(&self) -> usize {
         self.positions
     }
 
-    /// Queries or keys `[batch, heads, tokens, dim]`, turned by their positions, the first of which is `start`; for a layer
-    /// with a window if it `is_local`.
+    /// Queries or keys `[batch, heads, tokens, dim]`, turned by their positions; for a layer with a window if it
+    /// `is_local`. The tokens are those of texts, one behind another.
     ///
     /// # Errors
-    /// If the sequence becomes so long that the positions before `start` would be turned otherwise.
-    pub(super) fn turn(&self, x: &DTensor, start: usize, is_local: bool) -> Result<DTensor> {
+    /// If a text becomes so long that the positions before its tokens would be turned otherwise.
+    pub(super) fn turn(&self, x: &DTensor, texts: &[Place], is_local: bool) -> Result<DTensor> {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
-        let [cos, sin] = turns.tables(start, start + x.dims()[2])?;
+        let [cos, sin] = turns.of_texts(texts)?;
         let dim = x.dims()[3];
         if self.width == dim {
-            return x.rope(&cos, &sin, start, self.pairs);
+            return x.rope(&cos, &sin, 0, self.pairs);
         }
-        let turned = x.narrow(3, 0, self.width)?.rope(&cos, &sin, start, self.pairs)?;
+        let turned = x.narrow(3, 0, self.width)?.rope(&cos, &sin, 0, self.pairs)?;
         DTensor::cat(&[turned, x.narrow(3, self.width, dim - self.width)?], 3)
     }
 }
+
+/// The places of the tokens of a step, and the rows of the tables that they take.
+type Step = (Vec<Place>, Option<[DTensor; 2]>);
 
 /// The tables of one kind of layers.
 #[derive(Clone, Debug)]
 struct Turns {
     frequencies: Frequencies,
     /// The tables of the last length, and what of the length they depend on.
-    tables: Arc<Mutex<(usize, [DTensor; 2])>>,
+    tables: Arc<Mutex<(usize, [Tensor; 2])>>,
+    /// The rows of the tokens of the last step, which all layers turn alike.
+    rows: Arc<Mutex<Step>>,
     positions: usize,
+    /// The order of the rows of the tables, if it is not that of the positions.
+    order: Option<TokenOrder>,
     mesh: DeviceMesh,
     dtype: DType,
     device: Device,
@@ -75,13 +100,57 @@ impl Turns {
     fn new(frequencies: Frequencies, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let (mesh, dtype, device) = (vb.mesh(), vb.dtype(), vb.device());
         let key = frequencies.key(1);
-        let tables = tables(&frequencies, key, positions, mesh, dtype, device)?;
+        let tables = tables(&frequencies, key, (positions, None), dtype, device)?;
         let tables = Arc::new(Mutex::new((key, tables)));
-        Ok(Self { frequencies, tables, positions, mesh: mesh.clone(), dtype, device: device.clone() })
+        let rows = Arc::new(Mutex::new((Vec::new(), None)));
+        Ok(Self {
+            frequencies,
+            tables,
+            rows,
+            positions,
+            order: None,
+            mesh: mesh.clone(),
+            dtype,
+            device: device.clone(),
+        })
+    }
+
+    /// The tables that depend on a length by this key.
+    fn made(&self, key: usize) -> Result<(usize, [Tensor; 2])> {
+        let Self { frequencies, positions, order, dtype, device, .. } = self;
+        Ok((key, tables(frequencies, key, (*positions, order.as_ref()), *dtype, device)?))
+    }
+
+    /// The rows `[tokens, pairs]` of the tokens of texts, one text behind another.
+    fn of_texts(&self, texts: &[Place]) -> Result<[DTensor; 2]> {
+        let mut held = self.rows.lock();
+        if let (places, Some(rows)) = &*held
+            && places == texts
+        {
+            return Ok(rows.clone());
+        }
+        let of_text = |&[start, tokens]: &Place| {
+            let [cos, sin] = self.tables(start, start + tokens)?;
+            Ok([cos.narrow(0, start, tokens)?, sin.narrow(0, start, tokens)?])
+        };
+        let [cos, sin]: [Vec<Tensor>; 2] = {
+            let parts = texts.iter().map(of_text).collect::<Result<Vec<_>>>()?;
+            let (cos, sin) = parts.into_iter().map(|[cos, sin]| (cos, sin)).unzip();
+            [cos, sin]
+        };
+        let everywhere = Placements::from_elem(Replicate, self.mesh.ndim());
+        let joined = |parts: &[Tensor]| {
+            let rows = if let [one] = parts { one.clone() } else { Tensor::cat(parts, 0)? };
+            let shape = rows.dims2()?;
+            DTensor::from_local(rows, &self.mesh, &everywhere, shape)
+        };
+        let rows = [joined(&cos)?, joined(&sin)?];
+        *held = (texts.to_vec(), Some(rows.clone()));
+        Ok(rows)
     }
 
     /// The tables for tokens from `start` of a sequence of `length` tokens.
-    fn tables(&self, start: usize, length: usize) -> Result<[DTensor; 2]> {
+    fn tables(&self, start: usize, length: usize) -> Result<[Tensor; 2]> {
         if let Some(learned) = self.frequencies.scaling.as_ref().and_then(RopeScaling::turns_anew_after)
             && (1..=learned).contains(&start)
             && length > learned
@@ -93,7 +162,7 @@ impl Turns {
         let key = self.frequencies.key(length);
         let mut held = self.tables.lock();
         if held.0 != key {
-            *held = (key, tables(&self.frequencies, key, self.positions, &self.mesh, self.dtype, &self.device)?);
+            *held = self.made(key)?;
         }
         Ok(held.1.clone())
     }
@@ -102,20 +171,19 @@ impl Turns {
 fn tables(
     frequencies: &Frequencies,
     key: usize,
-    positions: usize,
-    mesh: &DeviceMesh,
+    (positions, order): (usize, Option<&TokenOrder>),
     dtype: DType,
     device: &Device,
-) -> Result<[DTensor; 2]> {
+) -> Result<[Tensor; 2]> {
     let (values, scale) = frequencies.of(key);
     let values: Vec<f32> = values.into_iter().map(|frequency| frequency as f32).collect();
     let count = values.len();
     let values = Tensor::from_vec(values, (1, count), device)?;
     let places = Tensor::arange(0u32, positions as u32, device)?.to_dtype(DType::F32)?;
     let angles = places.unsqueeze(1)?.matmul(&values)?;
-    let everywhere = Placements::from_elem(Replicate, mesh.ndim());
-    let whole = |table: Tensor| {
-        DTensor::from_local(table.affine(scale, 0.0)?.to_dtype(dtype)?, mesh, &everywhere, (positions, count))
+    let whole = |table: Tensor| -> Result<Tensor> {
+        let table = order.map_or(Ok(table.clone()), |order| order.apply(&table, 0))?;
+        Ok(table.affine(scale, 0.0)?.to_dtype(dtype)?)
     };
     Ok([whole(angles.cos()?)?, whole(angles.sin()?)?])
 }

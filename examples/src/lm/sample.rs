@@ -67,35 +67,39 @@ impl Sampler {
     /// If a logit is no number or infinitely large, or all are infinitely small: a model that computes so has no next token.
     pub fn next(&mut self, logits: &Tensor) -> Result<u32> {
         let mut logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-        if let Some(token) = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY) {
-            let logit = logits[token];
-            bail!("the logit of token {token} is {logit}; check the weights, or compute in a wider --dtype");
-        }
+        let mut most = largest(&logits)?;
         let penalty = self.sampling.repetition_penalty as f32;
         for &token in &self.seen {
             if let Some(logit) = logits.get_mut(token as usize) {
                 *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
             }
         }
-        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
-        let Some(best) = best.filter(|&best| logits[best].is_finite()) else {
+        if !self.seen.is_empty() {
+            most = largest(&logits)?;
+        }
+        let best = logits.iter().position(|logit| *logit == most).filter(|_| most.is_finite());
+        let Some(best) = best else {
             bail!("none of the {} logits is finite; check the weights, or compute in a wider --dtype", logits.len());
         };
         if self.sampling.temperature <= 0.0 {
             return Ok(best as u32);
         }
-        let most = f64::from(logits[best]);
+        let most = f64::from(most);
         let weight = |&logit: &f32| ((f64::from(logit) - most) / self.sampling.temperature).exp();
         let mut weights: Vec<(u32, f64)> = (0..).zip(logits.iter().map(weight)).collect();
         let Sampling { top_p, top_k, min_p, .. } = self.sampling;
+        let mut total: f64 = weights.iter().map(|(_, weight)| weight).sum();
         if top_p < 1.0 || top_k > 0 {
-            weights.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
+            sort_most(&mut weights, |most| match top_k {
+                0 => most.iter().map(|(_, weight)| weight).sum::<f64>() >= top_p * total,
+                count => most.len() >= count,
+            });
         }
         if let Some(&(_, last)) = top_k.checked_sub(1).and_then(|last| weights.get(last)) {
             weights.truncate(weights.partition_point(|&(_, weight)| weight >= last));
+            total = weights.iter().map(|(_, weight)| weight).sum();
         }
         if top_p < 1.0 {
-            let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
             weights.truncate(1 + within(&weights, top_p * total));
         }
         // The weight of the likeliest token is 1.
@@ -105,6 +109,45 @@ impl Sampler {
         let draw = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * kept;
         Ok(weights.get(within(&weights, draw)).or(weights.last()).map_or(0, |&(token, _)| token))
     }
+}
+
+/// Leaves the largest weights, the largest first, as soon as they are `enough`, and all otherwise. The largest is 1. Few
+/// tokens are likely, and to sort the others would take as long as a small model.
+fn sort_most(weights: &mut Vec<(u32, f64)>, enough: impl Fn(&[(u32, f64)]) -> bool) {
+    let mut least = 1.0 / 1024.0;
+    while least > f64::MIN_POSITIVE {
+        let most: Vec<(u32, f64)> = weights.iter().copied().filter(|(_, weight)| *weight >= least).collect();
+        if enough(&most) {
+            *weights = most;
+            break;
+        }
+        least /= 1024.0;
+    }
+    weights.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
+}
+
+/// The largest logit.
+///
+/// # Errors
+/// If a logit is no number or infinitely large.
+fn largest(logits: &[f32]) -> Result<f32> {
+    // Sixteen at a time, as the processor's vectors have them.
+    let (chunks, rest) = logits.as_chunks::<16>();
+    let (mut most, mut odd) = ([f32::NEG_INFINITY; 16], [false; 16]);
+    for chunk in chunks {
+        for ((most, odd), &logit) in most.iter_mut().zip(&mut odd).zip(chunk) {
+            *most = if logit > *most { logit } else { *most };
+            *odd |= logit.is_nan() | (logit == f32::INFINITY);
+        }
+    }
+    let is_odd = |logit: f32| logit.is_nan() || logit == f32::INFINITY;
+    if (odd.contains(&true) || rest.iter().copied().any(is_odd))
+        && let Some(token) = logits.iter().copied().position(is_odd)
+    {
+        let logit = logits[token];
+        bail!("the logit of token {token} is {logit}; check the weights, or compute in a wider --dtype");
+    }
+    Ok(most.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &logit| most.max(logit)))
 }
 
 /// The place of the weight within which the sum of them passes `sum`.
@@ -119,7 +162,7 @@ fn within(weights: &[(u32, f64)], sum: f64) -> usize {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{Sampler, Sampling};
+    use super::{Sampler, Sampling, sort_most};
     use candle_core::{Device, Tensor};
     use std::collections::BTreeSet;
 
@@ -168,6 +211,20 @@ mod tests {
         assert_eq!(drawn(penalty, &[1]), [2, 3].into());
         // A negative logit becomes smaller.
         assert_eq!(drawn(Sampling { top_k: 4, ..penalty }, &[4]), [0, 1, 2, 3].into());
+    }
+
+    #[test]
+    fn the_likeliest_tokens_are_found_among_very_many() {
+        let of = |i: usize| -((i * 7919 % 5003) as f64) / 50.0;
+        let weights: Vec<(u32, f64)> = (0..5003).map(|i| (i as u32, of(i).exp())).collect();
+        let mut sorted = weights.clone();
+        sorted.sort_by(|(a, x), (b, y)| y.total_cmp(x).then(a.cmp(b)));
+        for count in [1, 10, 400, 4000, 5003, 6000] {
+            let mut most = weights.clone();
+            sort_most(&mut most, |most| most.len() >= count);
+            assert!(most.len() >= count.min(5003) && most[..] == sorted[..most.len()], "{count}");
+            assert!(count > 10 || most.len() < 1000, "{count}: {}", most.len());
+        }
     }
 
     #[test]

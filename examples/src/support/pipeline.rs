@@ -14,6 +14,8 @@ pub struct Pipeline {
     pub pp: usize,
     /// Replicas of the model.
     pub dp: usize,
+    /// Ranks over which the tokens of a sequence are distributed.
+    pub cp: usize,
     /// Ranks over which the experts of a replica are distributed, each with a part of its batch.
     pub ep: usize,
     /// Tensor-parallel ranks of a stage.
@@ -56,7 +58,7 @@ pub struct PipelineStat {
 impl Pipeline {
     /// Returns the number of ranks.
     pub fn world(&self) -> usize {
-        self.pp * self.dp * self.ep * self.tp
+        self.pp * self.dp * self.cp * self.ep * self.tp
     }
 
     /// Returns the number of parts of a batch that different ranks have.

@@ -222,6 +222,7 @@ impl Args {
         Pipeline {
             pp: self.pp.unwrap_or(pp),
             dp: self.dp.unwrap_or(1),
+            cp: self.cp.unwrap_or(1),
             ep: self.ep.unwrap_or(1),
             tp: self.tp.unwrap_or(1),
             kind,

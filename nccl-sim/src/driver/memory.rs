@@ -56,12 +56,14 @@ pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len:
 // "API synchronization behavior": a copy to pageable memory returns when it is complete.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: usize, stream: u64) -> c_int {
+    crate::tally::count("cuMemcpyDtoHAsync");
     let (answer, copied) = std::sync::mpsc::channel();
     let call = enter_on(format!("cuMemcpyDtoHAsync of {len} bytes"), stream);
     status(call.and_then(|(mut sim, _, site, id)| {
         let read = move |exec: &mut Exec<'_>| {
             let _ = answer.send(exec.read(from, len));
         };
+        sim.timeline.launches();
         let mark = sim.enqueue(id, site.clone(), Vec::new(), Work::Run(Box::new(read)));
         synchronize(&mut sim, &site, &[mark]);
         match copied.try_recv() {

@@ -8,7 +8,7 @@ mod stream;
 #[cfg(test)]
 pub(crate) use {device::*, event::*, memory::*, pool::*, stream::*};
 
-use crate::abi::current_device;
+use crate::abi::{current_device, thread};
 use crate::clock::Mark;
 use crate::engine::{Sim, Work, in_host_function, lock, wait};
 use crate::report::{Kind, Site, fault};
@@ -46,7 +46,7 @@ pub(crate) fn enter(call: impl Into<String>) -> Result<(Locked, usize, Arc<Site>
 /// As [`enter`], and returns the stream of a handle.
 fn enter_on(call: impl Into<String>, stream: u64) -> Result<(Locked, usize, Arc<Site>, u64), i32> {
     let (mut sim, device, site) = enter(call)?;
-    let Some(id) = sim.resolve(stream, device, std::thread::current().id()) else {
+    let Some(id) = sim.resolve(stream, device, thread()) else {
         fault(Kind::Misuse, site.call(), format!("{site} on a stream that does not exist"));
         return Err(code::INVALID_HANDLE);
     };
@@ -63,6 +63,7 @@ pub(crate) fn status(result: Result<(), i32>) -> c_int {
 /// Puts work on the stream of a handle.
 pub(crate) fn enqueue(call: impl Into<String>, stream: u64, work: impl FnOnce(usize) -> Work) -> Result<Mark, i32> {
     let (mut sim, device, site, id) = enter_on(call, stream)?;
+    sim.timeline.launches();
     let mark = sim.enqueue(id, site, Vec::new(), work(device));
     sim.after_call();
     Ok(mark)

@@ -22,6 +22,7 @@ pub(crate) extern "C" fn cuStreamDestroy_v2(stream: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuStreamSynchronize(stream: u64) -> c_int {
+    crate::tally::count("cuStreamSynchronize");
     status(enter_on("cuStreamSynchronize", stream).map(|(mut sim, _, site, id)| {
         let tail = sim.tail(id);
         synchronize(&mut sim, &site, &[tail]);

@@ -1,4 +1,5 @@
 //! An operation that runs: its access to memory.
+use super::Effort;
 use crate::memory::{Accessor, Memory};
 use crate::report::Site;
 use std::sync::Arc;
@@ -8,11 +9,14 @@ pub(crate) struct Exec<'a> {
     pub(super) memory: &'a mut Memory,
     pub(super) who: Accessor<'a>,
     pub(crate) device: usize,
+    /// What the operation has done so far.
+    pub(crate) effort: Effort,
 }
 
 impl Exec<'_> {
     /// Notes a read of bytes that [`peek`](Self::peek) then returns.
     pub(crate) fn note_read(&mut self, address: u64, len: usize) -> bool {
+        self.effort.bytes += len;
         len == 0 || self.memory.note_read(address, len, self.device, &self.who)
     }
 
@@ -28,6 +32,7 @@ impl Exec<'_> {
     }
 
     pub(crate) fn write(&mut self, address: u64, data: &[u8]) {
+        self.effort.bytes += data.len();
         if !data.is_empty() {
             self.memory.write(address, data.len(), Some(data), self.device, &self.who);
         }

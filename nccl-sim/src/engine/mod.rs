@@ -3,12 +3,15 @@ mod chance;
 mod exec;
 mod schedule;
 mod stream;
+mod timeline;
 
 pub(crate) use chance::Random;
 pub(crate) use exec::Exec;
 pub(crate) use schedule::{keep_running, wait};
 pub(crate) use stream::{Event, HostCall, StreamKind, Work};
+pub(crate) use timeline::{Effort, Timeline};
 
+use crate::abi::Thread;
 use crate::clock::{Clock, Mark};
 use crate::memory::Memory;
 use crate::nccl::Comms;
@@ -19,7 +22,6 @@ use schedule::Policy;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, LazyLock};
-use std::thread::ThreadId;
 use stream::{Op, Stream};
 
 /// The whole simulated machine.
@@ -28,11 +30,14 @@ pub(crate) struct Sim {
     pub(crate) random: Random,
     pub(crate) events: HashMap<u64, Event>,
     pub(crate) comms: Comms,
+    pub(crate) timeline: Timeline,
     streams: BTreeMap<u64, Stream>,
     /// The streams that exist by themselves, by device and kind.
     implicit: HashMap<(usize, StreamKind), u64>,
     host: Arc<Clock>,
     agents: usize,
+    /// The agents of streams that are gone, with their times: of this world, and of earlier ones, whose numbers are used again.
+    retired: [Vec<(usize, u64)>; 2],
     next: u64,
     policy: Policy,
     /// How many operations have run or been enqueued.
@@ -66,10 +71,12 @@ impl Sim {
             random: Random::new(seed),
             events: HashMap::new(),
             comms: Comms::default(),
+            timeline: Timeline::default(),
             streams: BTreeMap::new(),
             implicit: HashMap::new(),
             host: Arc::default(),
             agents: 1,
+            retired: Default::default(),
             next: 0x1000,
             policy: Policy::of(seed),
             progress: 0,
@@ -79,6 +86,11 @@ impl Sim {
 
     /// A world begins, with a seed of its own: the first communicator when there are none.
     pub(crate) fn begin_world(&mut self) {
+        let streams = &self.streams;
+        self.memory.give_back(|stream| streams.contains_key(&(stream as u64)));
+        self.comms.forget();
+        let [new, old] = &mut self.retired;
+        old.append(new);
         if let Some(seed) = settings::next_seed() {
             eprintln!("nccl-sim: a world with SIM_SEED={seed}");
             (self.random, self.policy) = (Random::new(seed), Policy::of(seed));
@@ -92,19 +104,33 @@ impl Sim {
     }
 
     pub(crate) fn create(&mut self, device: usize, kind: StreamKind) -> u64 {
-        let (id, agent, priority) = (self.handle(), self.agents, self.random.below(1 << 20));
-        self.agents += 1;
-        let (clock, tail) = (Arc::default(), Mark::default());
-        tail.pass(Arc::default());
-        let stream =
-            Stream { device, kind, clock, queue: VecDeque::new(), tail, gap: None, destroyed: false, priority, agent };
+        let (id, priority) = (self.handle(), self.random.below(1 << 20));
+        // An agent goes on with the time of its last stream, so its operations keep their numbers.
+        let (agent, time) = self.retired[1].pop().unwrap_or((self.agents, 0));
+        self.agents = self.agents.max(agent + 1);
+        let (mut clock, tail) = (Clock::default(), Mark::default());
+        clock.set(agent, time);
+        let clock = Arc::new(clock);
+        tail.pass(Arc::default(), 0.0);
+        let stream = Stream {
+            device,
+            kind,
+            clock,
+            queue: VecDeque::new(),
+            tail,
+            gap: None,
+            destroyed: false,
+            priority,
+            agent,
+            free: 0.0,
+        };
         self.streams.insert(id, stream);
         id
     }
 
     /// Returns the stream that a handle means for the calling thread. "Default stream": 0 and 1 are the legacy stream,
     /// 2 is the stream of the thread that makes the call.
-    pub(crate) fn resolve(&mut self, handle: u64, device: usize, thread: ThreadId) -> Option<u64> {
+    pub(crate) fn resolve(&mut self, handle: u64, device: usize, thread: Thread) -> Option<u64> {
         let kind = match handle {
             0 | 1 => StreamKind::Legacy,
             2 => StreamKind::PerThread(thread),
@@ -126,8 +152,15 @@ impl Sim {
         if let Some(stream) = self.streams.get_mut(&id) {
             stream.destroyed = true;
             if stream.queue.is_empty() {
-                self.streams.remove(&id);
+                self.remove(id);
             }
+        }
+    }
+
+    /// Forgets a destroyed stream whose work has ended.
+    fn remove(&mut self, id: u64) {
+        if let Some(Stream { agent, clock, .. }) = self.streams.remove(&id) {
+            self.retired[0].push((agent, clock.get(agent)));
         }
     }
 
@@ -139,11 +172,12 @@ impl Sim {
             let key = format!("{} / {}", gap.call(), site.call());
             fault(Kind::Misuse, key, format!("{site} uses a stream on which NCCL still enqueues {gap}"));
         }
-        self.append(id, site, waits, work)
+        let issued = self.timeline.now();
+        self.append(id, site, waits, work, issued)
     }
 
-    /// As [`enqueue`](Self::enqueue), for the simulator itself.
-    pub(crate) fn append(&mut self, id: u64, site: Arc<Site>, mut waits: Vec<Mark>, work: Work) -> Mark {
+    /// As [`enqueue`](Self::enqueue), for the simulator itself. The program made the call at `issued`.
+    pub(crate) fn append(&mut self, id: u64, site: Arc<Site>, mut waits: Vec<Mark>, work: Work, issued: f64) -> Mark {
         let Some(stream) = self.streams.get(&id) else { return Mark::default() };
         let (device, kind) = (stream.device, stream.kind);
         // "Default stream": the legacy stream and the blocking streams of a device wait for each other.
@@ -163,7 +197,7 @@ impl Sim {
         let (host, mark) = (self.host.clone(), Mark::default());
         if let Some(stream) = self.streams.get_mut(&id) {
             stream.tail = mark.clone();
-            stream.queue.push_back(Op { site, host, waits, work, mark: mark.clone() });
+            stream.queue.push_back(Op { site, host, waits, work, mark: mark.clone(), issued });
         }
         self.progress += 1;
         mark
@@ -183,8 +217,16 @@ impl Sim {
     pub(crate) fn saw(&mut self, mark: &Mark) {
         if let Some(clock) = mark.passed() {
             Arc::make_mut(&mut self.host).join(&clock);
+            self.timeline.reaches(mark.at());
         }
     }
+}
+
+/// Returns how many blocks of memory and agents of clocks are kept.
+#[cfg(test)]
+pub(crate) fn kept() -> (usize, usize) {
+    let sim = lock();
+    (sim.memory.blocks(), sim.agents)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The order in which the work of streams runs: any order that CUDA allows, chosen by the seed.
 use super::exec::Exec;
 use super::stream::{HostCall, Op, Stream, Work};
-use super::{CHANGED, IN_HOST_FUNCTION, Sim, lock};
+use super::{CHANGED, Effort, IN_HOST_FUNCTION, Sim, lock};
 use crate::clock::Mark;
 use crate::memory::Accessor;
 use crate::nccl::Comms;
@@ -64,12 +64,16 @@ impl Sim {
             }
             clock.set(agent, clock.get(agent) + 1);
         }
+        // The timeline does not depend on the order in which the simulator runs the work.
+        let mut at = op.waits.iter().fold(op.issued.max(stream.free), |at, wait| at.max(wait.at()));
         let mut again = false;
         match op.work {
             Work::Nothing => {}
             Work::Run(run) => {
                 let who = Accessor { clock: &clock, agent, site: &op.site };
-                run(&mut Exec { memory: &mut self.memory, who, device });
+                let mut exec = Exec { memory: &mut self.memory, who, device, effort: Effort::default() };
+                run(&mut exec);
+                at = self.timeline.computes(device, at, exec.effort);
                 op.work = Work::Nothing;
             }
             Work::Host(HostCall(function, argument)) => {
@@ -80,7 +84,8 @@ impl Sim {
             }
             Work::Nccl(ref mut launch) => {
                 let started = launch.started;
-                again = !self.comms.advance(launch, &mut self.memory, &mut clock, agent, device, &op.site);
+                let work = (&mut self.memory, &mut clock, &mut at, &mut self.timeline);
+                again = !self.comms.advance(launch, work, agent, device, &op.site);
                 match (started, again) {
                     (false, true) => self.running[device] += 1,
                     (true, false) => self.running[device] -= 1,
@@ -90,13 +95,14 @@ impl Sim {
         }
         let Some(stream) = self.streams.get_mut(&id) else { return };
         stream.clock = clock.clone();
+        stream.free = at;
         if again {
             stream.queue.push_front(op);
             return;
         }
-        op.mark.pass(clock);
+        op.mark.pass(clock, at);
         if stream.destroyed && stream.queue.is_empty() {
-            self.streams.remove(&id);
+            self.remove(id);
         }
     }
 

@@ -1,18 +1,18 @@
 //! Streams: queues of operations, with the events that mark points in them.
 use super::Exec;
+use crate::abi::Thread;
 use crate::clock::{Clock, Mark};
 use crate::nccl::Launch;
 use crate::report::Site;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum StreamKind {
     /// Waits for all blocking streams of the device, and they for it.
     Legacy,
     /// Blocking, and one for each host thread.
-    PerThread(ThreadId),
+    PerThread(Thread),
     Blocking,
     NonBlocking,
 }
@@ -36,6 +36,8 @@ pub(super) struct Op {
     pub(super) waits: Vec<Mark>,
     pub(super) work: Work,
     pub(super) mark: Mark,
+    /// The time of the call on the timeline.
+    pub(super) issued: f64,
 }
 
 pub(crate) struct Stream {
@@ -51,6 +53,8 @@ pub(crate) struct Stream {
     pub(super) priority: u64,
     /// The position among the agents of clocks.
     pub(super) agent: usize,
+    /// The end of its work so far on the timeline.
+    pub(super) free: f64,
 }
 
 /// An event: the point of its latest record, with the time at which it was passed.

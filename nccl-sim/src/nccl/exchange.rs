@@ -55,6 +55,8 @@ pub(crate) struct Message {
     pub(crate) site: String,
     pub(crate) data: Vec<u8>,
     pub(crate) clock: Arc<Clock>,
+    /// When its sender came to the call on the timeline. Other processes have timelines of their own.
+    pub(crate) at: f64,
 }
 
 /// All messages that are not released.
@@ -70,7 +72,7 @@ fn path(key: Key) -> Option<PathBuf> {
 }
 
 impl Exchange {
-    pub(crate) fn put(&self, key: Key, head: Head, data: Vec<u8>, clock: Arc<Clock>) {
+    pub(crate) fn put(&self, key: Key, head: Head, data: Vec<u8>, (clock, at): (Arc<Clock>, f64)) {
         if let Some(path) = path(key) {
             let mut bytes: Vec<u8> = head.numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
             for text in [head.call, &head.site] {
@@ -84,7 +86,7 @@ impl Exchange {
                 crate::report::die(&format!("{}: {error}", path.display()));
             }
         }
-        let message = Message { name: head.call.to_string(), numbers: head.numbers, site: head.site, data, clock };
+        let message = Message { name: head.call.to_string(), numbers: head.numbers, site: head.site, data, clock, at };
         self.messages.lock().insert(key, Arc::new(message));
     }
 
@@ -110,9 +112,17 @@ impl Exchange {
             Some(String::from_utf8_lossy(take(len)?).into_owned())
         };
         let (name, site) = (text()?, text()?);
-        let message = Arc::new(Message { name, numbers, site, data: rest.to_vec(), clock: Arc::default() });
+        let message = Arc::new(Message { name, numbers, site, data: rest.to_vec(), clock: Arc::default(), at: 0.0 });
         self.messages.lock().insert(key, message.clone());
         Some(message)
+    }
+
+    /// Forgets all messages, unless other processes may still need them.
+    pub(crate) fn forget(&mut self) {
+        if settings::get().folder.is_none() {
+            self.messages.lock().clear();
+            self.released.clear();
+        }
     }
 
     /// Forgets the messages of a call after as many calls as it has keys. All use the same keys. Other processes make

@@ -53,7 +53,7 @@ impl Comms {
         let id = u64::from_le_bytes([id[0], id[1], id[2], id[3], id[4], id[5], id[6], id[7]]);
         let shared = Arc::new(Shared { id, rank, size, aborted: AtomicBool::new(false), wrong: OnceLock::new() });
         let head = Head { call: "init", numbers: [device as u64, size as u64, 0, 0], site: String::new() };
-        self.exchange.put(key(&shared, rank), head, Vec::new(), Arc::default());
+        self.exchange.put(key(&shared, rank), head, Vec::new(), (Arc::default(), 0.0));
         if settings::get().folder.is_some() {
             crate::engine::keep_running();
         }

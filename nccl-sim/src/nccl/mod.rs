@@ -7,8 +7,9 @@ mod exchange;
 mod init;
 mod part;
 
+use crate::abi::{Thread, thread};
 use crate::clock::{Clock, Mark};
-use crate::engine::{Sim, StreamKind, Work};
+use crate::engine::{Sim, StreamKind, Timeline, Work};
 use crate::memory::{Accessor, Memory, NOISE};
 use crate::report::{Kind, Site, fault};
 use crate::settings::{self, Wrong};
@@ -19,7 +20,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::thread::ThreadId;
 
 /// `ncclResult_t`.
 pub(crate) mod code {
@@ -97,6 +97,8 @@ struct Due {
     device: usize,
     polls: u64,
     site: Arc<Site>,
+    /// The time of the call on the timeline.
+    issued: f64,
 }
 
 /// All communicators of the process.
@@ -126,6 +128,12 @@ impl Comms {
             return "a network that is lost".to_string();
         }
         self.lacking(launch).map_or("its turn".to_string(), |key| format!("message {key}"))
+    }
+
+    /// Forgets the communicators and messages of earlier worlds.
+    pub(crate) fn forget(&mut self) {
+        self.gone.clear();
+        self.exchange.forget();
     }
 
     /// Counts a call. Returns what goes wrong at it.
@@ -172,8 +180,7 @@ impl Comms {
     pub(crate) fn advance(
         &mut self,
         launch: &mut Launch,
-        memory: &mut Memory,
-        clock: &mut Arc<Clock>,
+        (memory, clock, at, timeline): (&mut Memory, &mut Arc<Clock>, &mut f64, &mut Timeline),
         agent: usize,
         device: usize,
         site: &Arc<Site>,
@@ -198,10 +205,13 @@ impl Comms {
                     bytes.map_or(vec![NOISE; len], <[u8]>::to_vec)
                 });
                 let data = data.unwrap_or_default();
-                self.exchange.put(part.announces(&shared), part.head(site), data, clock.clone());
+                self.exchange.put(part.announces(&shared), part.head(site), data, (clock.clone(), *at));
             }
             return false;
         }
+        let others = launch.needs.iter().filter_map(|&key| self.exchange.get(key));
+        let begin = others.fold(*at, |begin, message| begin.max(message.at));
+        *at = timeline.communicates(device, begin, launch.parts.iter().map(|part| part.sent(&shared)).sum());
         for part in &launch.parts {
             let result = part.result(&shared, &self.exchange, clock, site);
             let who = Accessor { clock, agent, site };
@@ -245,7 +255,7 @@ impl Comms {
             }
             let worker = worker();
             let streams = resolve(sim, &due.streams, due.device, worker, &due.site);
-            launch(sim, due.comm, due.launch, &streams, due.site);
+            launch(sim, due.comm, due.launch, &streams, due.site, due.issued);
             if let Some(comm) = sim.comms.comms.get_mut(&due.comm)
                 && comm.state == State::Enqueuing
             {
@@ -257,14 +267,13 @@ impl Comms {
 
 /// Returns the id of the thread that enqueues for nonblocking communicators. A handle of a per-thread stream means that
 /// thread's stream there (NCCL issue 1976).
-fn worker() -> ThreadId {
-    static WORKER: std::sync::OnceLock<ThreadId> = std::sync::OnceLock::new();
-    let own_id = || std::thread::current().id();
-    *WORKER.get_or_init(|| std::thread::spawn(own_id).join().unwrap_or_else(|_| own_id()))
+fn worker() -> Thread {
+    static WORKER: std::sync::OnceLock<Thread> = std::sync::OnceLock::new();
+    *WORKER.get_or_init(|| std::thread::spawn(thread).join().unwrap_or_else(|_| thread()))
 }
 
 /// Returns the streams that the handles mean for a thread, without repetitions.
-fn resolve(sim: &mut Sim, handles: &[u64], device: usize, thread: ThreadId, site: &Arc<Site>) -> Vec<u64> {
+fn resolve(sim: &mut Sim, handles: &[u64], device: usize, thread: Thread, site: &Arc<Site>) -> Vec<u64> {
     let mut streams = Vec::new();
     for &handle in handles {
         match sim.resolve(handle, device, thread) {
@@ -277,13 +286,13 @@ fn resolve(sim: &mut Sim, handles: &[u64], device: usize, thread: ThreadId, site
 }
 
 /// Puts a kernel on the first stream and lets the others wait for each other ("Group calls", "Using multiple streams").
-fn launch(sim: &mut Sim, comm: u64, launch: Launch, streams: &[u64], site: Arc<Site>) {
+fn launch(sim: &mut Sim, comm: u64, launch: Launch, streams: &[u64], site: Arc<Site>, issued: f64) {
     let Some((&first, others)) = streams.split_first() else { return };
     let mut waits: Vec<Mark> = others.iter().map(|&other| sim.tail(other)).collect();
     waits.extend(sim.comms.comms.get(&comm).and_then(|comm| comm.last.clone()));
-    let mark = sim.append(first, site.clone(), waits, Work::Nccl(Box::new(launch)));
+    let mark = sim.append(first, site.clone(), waits, Work::Nccl(Box::new(launch)), issued);
     for &other in others {
-        sim.append(other, site.clone(), vec![mark.clone()], Work::Nothing);
+        sim.append(other, site.clone(), vec![mark.clone()], Work::Nothing, issued);
     }
     if let Some(comm) = sim.comms.comms.get_mut(&comm) {
         comm.last = Some(mark);

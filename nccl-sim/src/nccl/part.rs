@@ -65,6 +65,17 @@ impl Part {
         (len > 0).then_some((self.recv, len))
     }
 
+    /// Returns how many bytes this member sends in a ring.
+    pub(crate) fn sent(&self, comm: &Shared) -> usize {
+        let others = comm.size - 1;
+        match self.call {
+            Call::AllReduce => 2 * self.len() * others / comm.size,
+            Call::AllGather | Call::ReduceScatter => self.len() * others,
+            Call::Recv => 0,
+            Call::Send | Call::Broadcast | Call::Reduce => self.len(),
+        }
+    }
+
     fn key(&self, comm: &Shared, rank: usize) -> Key {
         Key { comm: comm.id, topic: Topic::Part, number: self.number, ends: [rank; 2] }
     }

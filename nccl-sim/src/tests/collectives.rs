@@ -231,3 +231,71 @@ fn gpus_of_a_process_must_be_able_to_access_each_others_pools() {
         assert_eq!(faults(program), if open.len() == 2 { vec![] } else { vec![Kind::Memory] });
     }
 }
+
+/// Two ranks sum a buffer and free it, and the world ends.
+fn a_short_world() {
+    let ranks = ranks(2);
+    let buffers: Vec<u64> = ranks.iter().map(|rank| rank.with(&[1.0; 100])).collect();
+    for (rank, &x) in ranks.iter().zip(&buffers) {
+        rank.enter();
+        ncclAllReduce(x, x, 100, F32, 0, rank.comm, rank.stream);
+    }
+    ready(&ranks);
+    for (rank, &x) in ranks.iter().zip(&buffers) {
+        rank.enter();
+        assert_eq!(download(x, 100, rank.stream), [2.0; 100]);
+        cuMemFreeAsync(x, rank.stream);
+        cuStreamSynchronize(rank.stream);
+        assert_eq!((ncclCommDestroy(rank.comm), cuStreamDestroy_v2(rank.stream)), (0, 0));
+    }
+}
+
+#[test]
+fn worlds_that_have_ended_take_no_memory() {
+    let program = || {
+        a_short_world();
+        a_short_world();
+        let kept = crate::engine::kept();
+        (0..5).for_each(|_| a_short_world());
+        assert_eq!(crate::engine::kept(), kept);
+    };
+    assert_eq!(faults(program), []);
+}
+
+/// Two ranks sum 4 MB and copy as much. Returns the sums of the timeline of the second, for which the other has been
+/// there. The copy waits or not.
+fn overlap(waits: bool) -> [f64; 4] {
+    let ranks = ranks(2);
+    for rank in &ranks {
+        let x = rank.with(&vec![1.0; 1 << 20]);
+        let other = stream();
+        let (from, to) = (alloc(1 << 20, other), alloc(1 << 20, other));
+        upload(from, &vec![1.0; 1 << 20], other);
+        // The sum begins when the uploads have ended.
+        follow(rank.stream, other);
+        ncclAllReduce(x, x, 1 << 20, F32, 0, rank.comm, rank.stream);
+        while rank.state() == code::IN_PROGRESS {}
+        if waits {
+            follow(other, rank.stream);
+        }
+        cuMemcpyDtoDAsync_v2(to, from, 4 << 20, other);
+    }
+    for rank in &ranks {
+        rank.enter();
+        cuCtxSynchronize();
+    }
+    let sums = crate::engine::lock().timeline.sums();
+    sums.iter().find(|(device, _)| *device == 1).unwrap().1
+}
+
+#[test]
+fn what_runs_beside_a_call_hides_it_on_the_timeline() {
+    let program = || {
+        let [computing, communicating, hidden, end] = overlap(false);
+        assert!(hidden > 0.0 && hidden <= communicating.min(computing), "{hidden} of {communicating}");
+        assert!(end >= computing.max(communicating));
+    };
+    assert_eq!(faults(program), []);
+    let program = || assert_eq!(overlap(true)[2], 0.0);
+    assert_eq!(faults(program), []);
+}

@@ -245,3 +245,36 @@ fn times_between_events_need_events_for_it_that_have_passed() {
     };
     assert_eq!(faults(program), []);
 }
+
+/// A stream with memory that is freed when its thread ends, as by a thread-local that keeps tensors.
+struct Kept(u64, u64);
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        let Self(stream, address) = *self;
+        use_gpu(0);
+        assert_eq!(
+            (cuMemFreeAsync(address, stream), cuStreamSynchronize(stream), cuStreamDestroy_v2(stream)),
+            (0, 0, 0)
+        );
+        assert_eq!(cuMemsetD8Async(0, 0, 0, 2), 0);
+    }
+}
+
+#[test]
+fn a_thread_may_free_its_streams_while_it_ends() {
+    thread_local! {
+        static KEPT: std::cell::RefCell<Option<Kept>> = const { std::cell::RefCell::new(None) };
+    }
+    let program = || {
+        let keep = || {
+            // First of all, so that it is dropped after the simulator's own thread-locals.
+            KEPT.with_borrow_mut(|_| ());
+            use_gpu(0);
+            let stream = stream();
+            KEPT.with_borrow_mut(|kept| *kept = Some(Kept(stream, alloc(4, stream))));
+        };
+        std::thread::spawn(keep).join().unwrap();
+    };
+    assert_eq!(faults(program), []);
+}

@@ -2,7 +2,7 @@
 use super::Case;
 use super::Kind;
 use super::covered::Covered;
-use crate::{Lay, Leaf, strided, tolerance, value_error, values};
+use crate::{Lay, Leaf, device_of, strided, tolerance, value_error, values};
 use candle_core::{DType, Tensor, Var};
 use candle_dist::{DeviceMesh, comm};
 use candle_shard::{DTensor, Error, Replicate, Result, explain};
@@ -59,6 +59,7 @@ pub(super) fn run(
     (gaps, explained, covered): (bool, bool, &mut Covered),
 ) -> Result<Outcome> {
     let dtype = reference.weights.dtype();
+    let device = device_of(mesh);
     let mut leaves = Vec::new();
     let mut inputs = Vec::new();
     for (whole, lays) in reference.inputs.iter().zip(lays) {
@@ -67,7 +68,7 @@ pub(super) fn run(
             (leaf.tensor.clone(), Some(leaf))
         } else {
             let placements = lays.iter().map(|lay| lay.placement()).collect_vec();
-            (DTensor::distribute(whole, mesh, &placements)?, None)
+            (DTensor::distribute(&whole.to_device(&device)?, mesh, &placements)?, None)
         };
         inputs.push(if gaps { strided(&input)? } else { input });
         leaves.push(leaf);
@@ -82,7 +83,7 @@ pub(super) fn run(
         Err(error) => return Ok(Outcome::Refused(error.to_string())),
     };
     let mut errors = vec![("value".to_string(), value_error(&out, &reference.value)?)];
-    let weights = DTensor::distribute(&reference.weights, mesh, &vec![Replicate; mesh.ndim()])?;
+    let weights = DTensor::distribute(&reference.weights.to_device(&device)?, mesh, &vec![Replicate; mesh.ndim()])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;
     for (i, (leaf, want)) in leaves.iter().zip(&reference.gradients).enumerate() {
         if let (Some(leaf), Some(want)) = (leaf, want) {

@@ -1,5 +1,6 @@
 //! The shared state of the ranks of one world: which ranks run, what each waits for, and the failure that stopped all.
-use super::rendezvous::{GroupState, Round};
+use super::rendezvous::GroupState;
+use super::rounds::Round;
 use crate::backend::Call;
 use crate::error::End;
 use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
@@ -45,11 +46,11 @@ pub(super) struct Wait {
 #[derive(Clone)]
 pub(super) enum On {
     /// All members entered this round.
-    Entered(Arc<Round>),
+    Entered(Round),
     /// The same, and the error names missing members.
-    Monitored(Arc<Round>),
+    Monitored(Round),
     /// All members have read the tensors they need from this round.
-    Left(Arc<Round>),
+    Left(Round),
     /// A message has arrived.
     Message { from: usize, to: usize, tag: u32 },
     /// A message from any member has arrived.

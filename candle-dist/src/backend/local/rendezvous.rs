@@ -7,6 +7,7 @@
 //! the call. Several rounds may be open at once: these are the started calls.
 use super::mailbox::Mail;
 use super::members::{On, Wait, WorldState};
+use super::rounds::{Offer, Round, Seat, Start, Walk};
 use super::wait::{Event, poll};
 use crate::backend::collective::{Gives, Operands};
 use crate::backend::device::check_shared;
@@ -14,12 +15,9 @@ use crate::backend::storage::address;
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};
-use crossbeam_utils::CachePadded;
-use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use smallvec::SmallVec;
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long a parked rank sleeps before it checks again.
@@ -27,85 +25,13 @@ const TICK: Duration = Duration::from_millis(100);
 /// How long no rank may make progress before a world counts as deadlocked.
 const GRACE: Duration = Duration::from_millis(400);
 
-/// How often to try the lock of the open rounds before the core is yielded.
-const LOOKS: usize = 200;
-
-/// One group of ranks: its open rounds and its mailboxes.
+/// One group of ranks: its rounds and its mailboxes.
 pub(super) struct GroupState {
     world: Arc<WorldState>,
     ranks: Vec<usize>,
-    rounds: Mutex<Rounds>,
+    start: Start,
     pub(super) mail: Mutex<Mail>,
     event: Event,
-}
-
-/// The rounds of a group.
-#[derive(Default)]
-struct Rounds {
-    /// The rounds that not all members have left, in order. Some that all have left may still be among them.
-    open: VecDeque<Arc<Round>>,
-    /// Rounds that are over, whose memory serves again.
-    spare: VecDeque<Arc<Round>>,
-}
-
-/// The most rounds that a group keeps for later calls.
-const SPARE: usize = 4;
-
-impl Rounds {
-    /// Returns the round of this number. The first member that enters it makes it.
-    fn enter(&mut self, number: u64, members: usize) -> Arc<Round> {
-        // Removed here, not by the last member that leaves: it would hold up the next call of the others.
-        while self.open.front().is_some_and(|round| round.is_over()) {
-            let over = self.open.pop_front();
-            self.spare.extend(over.filter(|_| self.spare.len() < SPARE));
-        }
-        if let Some(round) = self.open.iter().find(|round| round.number == number) {
-            return round.clone();
-        }
-        let round = self.spare.pop_front().and_then(|mut round| {
-            // Another member may hold it for a moment.
-            Arc::get_mut(&mut round)?.restart(number);
-            Some(round)
-        });
-        let round = round.unwrap_or_else(|| Arc::new(Round::new(number, members)));
-        self.open.push_back(round.clone());
-        round
-    }
-
-    /// Removes a round that is over, with what its members offered.
-    fn remove(&mut self, number: u64) {
-        self.open.retain(|open| open.number != number);
-    }
-}
-
-/// One meeting of all members.
-///
-/// Data that different members write lies on different cache lines: each line that moves between cores costs a tenth of
-/// a small call.
-pub(super) struct Round {
-    number: u64,
-    members: Box<[CachePadded<Member>]>,
-    entered: CachePadded<AtomicUsize>,
-    left: CachePadded<AtomicUsize>,
-}
-
-/// The offer of one member in a round.
-#[derive(Default)]
-struct Member {
-    offer: OnceLock<Offer>,
-    has_left: AtomicBool,
-}
-
-struct Offer {
-    call: Arc<Call>,
-    /// Cleared by its owner when all have left, so that a tensor is freed where it was made.
-    tensors: RwLock<Tensors>,
-    /// Whether there are tensors, which others read.
-    gives: bool,
-    /// Whether the owner waits until all have left.
-    lingers: bool,
-    /// The memory that the owner writes its results to, if they go to given memory.
-    writes: SmallVec<[usize; 1]>,
 }
 
 /// The tensors of all members that gave some, in group order.
@@ -124,44 +50,18 @@ impl Gives for Offered<'_> {
     }
 }
 
-impl Round {
-    fn new(number: u64, members: usize) -> Self {
-        Self {
-            number,
-            members: (0..members).map(|_| CachePadded::default()).collect(),
-            entered: CachePadded::default(),
-            left: CachePadded::default(),
-        }
-    }
-
-    /// Makes it a round that nobody has entered.
-    fn restart(&mut self, number: u64) {
-        self.number = number;
-        self.members.iter_mut().for_each(|member| **member = Member::default());
-        *self.entered.get_mut() = 0;
-        *self.left.get_mut() = 0;
-    }
-
-    /// Returns whether all members have made their offers.
-    pub(super) fn is_complete(&self) -> bool {
-        self.entered.load(Ordering::Acquire) == self.members.len()
-    }
-
-    /// Returns whether all members have read the tensors they need.
-    fn is_over(&self) -> bool {
-        self.left.load(Ordering::Acquire) == self.members.len()
-    }
-}
-
 impl GroupState {
-    pub(super) fn join(world: &Arc<WorldState>, rank: usize, ranks: &[usize]) -> Arc<Self> {
-        world.join(rank, ranks, || Self {
+    /// Adds `rank` to a group, and returns its walk along the rounds.
+    pub(super) fn join(world: &Arc<WorldState>, rank: usize, ranks: &[usize]) -> (Arc<Self>, Walk) {
+        let group = world.join(rank, ranks, || Self {
             world: world.clone(),
             ranks: ranks.to_vec(),
-            rounds: Mutex::default(),
+            start: Start::new(ranks.len()),
             mail: Mutex::default(),
             event: Event::default(),
-        })
+        });
+        let walk = group.start.walk();
+        (group, walk)
     }
 
     pub(super) fn world(&self) -> &Arc<WorldState> {
@@ -176,42 +76,26 @@ impl GroupState {
         self.event.notify();
     }
 
-    /// Locks the open rounds. The lock is held briefly, and members often request it at the same moment, so trying
-    /// again is faster than yielding the core, which the lock itself does.
-    fn open_rounds(&self) -> MutexGuard<'_, Rounds> {
-        for _ in 0..if self.world.crowded() { 0 } else { LOOKS } {
-            if let Some(rounds) = self.rounds.try_lock() {
-                return rounds;
-            }
-            std::hint::spin_loop();
-        }
-        self.rounds.lock()
-    }
-
-    /// Adds member `me`'s offer to its round `number`, without waiting.
+    /// Adds member `me`'s offer to its next round, without waiting.
     ///
     /// `outputs` is the memory for its results, unless they go to new memory. A member that `lingers` finishes only when
     /// no member reads its tensors any more.
     pub(super) fn start(
         &self,
         me: usize,
-        number: u64,
-        call: Call,
+        round: &Round,
+        call: Arc<Call>,
         tensors: Tensors,
         outputs: &[Tensor],
         lingers: bool,
-    ) -> Result<Arc<Round>> {
+    ) -> Result<()> {
         self.world.check()?;
-        let call = Arc::new(call);
         let writes = outputs.iter().map(address).collect();
         self.world.begin(self.ranks[me], call.clone());
-        let round = self.open_rounds().enter(number, self.ranks.len());
-        // A member starts each of its rounds once.
         let gives = !tensors.is_empty();
-        let _ = round.members[me].offer.set(Offer { call, tensors: RwLock::new(tensors), gives, lingers, writes });
-        round.entered.fetch_add(1, Ordering::AcqRel);
+        round.enter(me, Offer { call, tensors: RwLock::new(tensors), gives, lingers, writes });
         self.event.notify();
-        Ok(round)
+        Ok(())
     }
 
     /// Records that member `me` does other work before it finishes a started round.
@@ -221,7 +105,7 @@ impl GroupState {
 
     /// Records that member `me` returns to a round.
     pub(super) fn resume(&self, me: usize, round: &Round) {
-        if let Some(offer) = round.members[me].offer.get() {
+        if let Some(offer) = round.seats()[me].offer() {
             self.world.begin(self.ranks[me], offer.call.clone());
         }
     }
@@ -232,11 +116,11 @@ impl GroupState {
     pub(super) fn finish<R>(
         self: &Arc<Self>,
         me: usize,
-        round: &Arc<Round>,
+        round: &Round,
         timeout: Option<Duration>,
         read: impl FnOnce(&Call, &Offered<'_>) -> Result<R>,
     ) -> Result<R> {
-        let mine = round.members[me].offer.get().expect("a member has offered before it finishes");
+        let mine = round.seats()[me].offer().expect("a member has offered before it finishes");
         let timeout = timeout.or(mine.call.timeout);
         self.wait(me, timeout, || round.is_complete(), || On::Entered(round.clone()))?;
         let offers = self.agreed(round)?;
@@ -256,7 +140,7 @@ impl GroupState {
 
     /// Waits until all members have entered a round that `me` has started. After `timeout` the world stops and names
     /// the missing members.
-    pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Arc<Round>, timeout: Duration) -> Result<()> {
+    pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Round, timeout: Duration) -> Result<()> {
         self.wait(me, Some(timeout), || round.is_complete(), || On::Monitored(round.clone()))?;
         let agreed = self.agreed(round).map(drop);
         self.leave(me, round);
@@ -266,22 +150,21 @@ impl GroupState {
 
     /// Marks that member `me` has finished a round.
     pub(super) fn leave(&self, me: usize, round: &Round) {
-        if round.members[me].has_left.swap(true, Ordering::AcqRel) {
+        if !round.leave(me) {
             return; // a call that failed after it left
         }
-        if round.left.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks.len() {
-            // What nobody waits to clear is freed now, and all else before the next call.
-            let mut offers = round.members.iter().filter_map(|member| member.offer.get());
-            if offers.any(|offer| offer.gives && !offer.lingers) {
-                self.open_rounds().remove(round.number);
-            }
-        }
         self.event.notify();
+        // What nobody waits to clear is freed by the last one. After the fence in `notify`, two members that leave at the
+        // same moment cannot both miss the other.
+        let offers = || round.seats().iter().filter_map(|seat| seat.offer());
+        if offers().any(|offer| offer.gives && !offer.lingers) && round.is_over() {
+            offers().filter(|offer| !offer.lingers).for_each(|offer| offer.tensors.write().clear());
+        }
     }
 
     /// Returns the offers of a complete round, or stops the world if the members' calls differ.
     fn agreed<'a>(&self, round: &'a Round) -> Result<Offered<'a>> {
-        let offers = round.members.iter().filter_map(|member| member.offer.get());
+        let offers = round.seats().iter().filter_map(|seat| seat.offer());
         let mut reference: Option<&Call> = None;
         let mut tensors = SmallVec::new();
         for (member, offer) in offers.enumerate() {
@@ -297,9 +180,9 @@ impl GroupState {
 
     /// Refuses outputs in memory that another member reads or writes: on all members alike, before any has written.
     fn check_apart(&self, round: &Round, offers: &Offered<'_>) -> Result<()> {
-        let offer = |member: &Member| member.offer.get().map(|offer| offer.writes.clone()).unwrap_or_default();
-        let writes: SmallVec<[(usize, usize); 8]> = (round.members.iter().enumerate())
-            .flat_map(|(member, entry)| offer(entry).into_iter().map(move |place| (member, place)))
+        let places = |seat: &Seat| seat.offer().map(|offer| offer.writes.clone()).unwrap_or_default();
+        let writes: SmallVec<[(usize, usize); 8]> = (round.seats().iter().enumerate())
+            .flat_map(|(member, seat)| places(seat).into_iter().map(move |place| (member, place)))
             .collect();
         for (i, &(member, place)) in writes.iter().enumerate() {
             let read = offers.all().any(|tensor| address(tensor) == place);
@@ -325,8 +208,8 @@ impl GroupState {
     /// Returns whether the condition lacks something that only this member can bring.
     fn awaits(&self, on: &On, member: usize) -> bool {
         match on {
-            On::Entered(round) | On::Monitored(round) => round.members[member].offer.get().is_none(),
-            On::Left(round) => !round.members[member].has_left.load(Ordering::Acquire),
+            On::Entered(round) | On::Monitored(round) => round.seats()[member].offer().is_none(),
+            On::Left(round) => !round.seats()[member].has_left(),
             On::Message { from, .. } => *from == member && !self.is_ready(on),
             On::Room { to, .. } => *to == member && !self.is_ready(on),
             // Any of the others may bring it; see `deserter`.

@@ -3,14 +3,12 @@ use super::header::Signature;
 use super::operation::Given;
 use super::plan::{Member, MessagePlan, plan};
 use super::sums::Sums;
+use crate::backend::recent::Recent;
 use crate::backend::{Call, Dims, Op};
 use crate::{Error, Result};
 use candle_core::DType;
 use smallvec::SmallVec;
 use std::sync::Arc;
-
-/// The most calls of a group that are kept.
-const MOST: usize = 64;
 
 /// A call with tensors of these dtypes and shapes, and everything derived from it.
 pub(super) struct Known {
@@ -50,12 +48,6 @@ impl Known {
             && self.given.len() == given.len()
             && self.given.iter().zip(given).all(alike)
     }
-
-    /// Returns whether `call` equals this one also in everything that errors and logs print.
-    pub(super) fn is_same(&self, call: &Call) -> bool {
-        let Call { site, tag, timeout, .. } = &*self.call;
-        std::ptr::eq(*site, call.site) && (tag, timeout) == (&call.tag, &call.timeout)
-    }
 }
 
 fn shape_of(given: &Given) -> (DType, Dims) {
@@ -80,40 +72,22 @@ impl Share {
     }
 }
 
-/// The calls of a group, in the order in which they were made first.
+/// The calls of a group, with their plans.
 #[derive(Default)]
-pub(super) struct Calls {
-    known: Vec<Arc<Known>>,
-    /// The index after the last call: the next call is likely the one that followed before.
-    next: usize,
-}
+pub(super) struct Calls(Recent<Known>);
 
 impl Calls {
     /// Returns the cached entry of `call`, if there is one.
     pub(super) fn find(&mut self, call: &Call, given: &[Given]) -> Option<Arc<Known>> {
-        let next = self.next.min(self.known.len());
-        let (before, after) = self.known.split_at(next);
-        let mut likely = after.iter().chain(before).enumerate();
-        let (distance, known) = likely.find(|(_, known)| known.is_of(call, given))?;
-        self.next = (next + distance) % self.known.len() + 1;
-        Some(known.clone())
+        self.0.find(|known| known.is_of(call, given))
     }
 
     /// Caches a new call, unless it is not likely to be repeated.
     pub(super) fn keep(&mut self, known: &Arc<Known>) {
-        if known.call.is_routed() {
-            return; // its sizes depend on data
+        // The sizes of a routed call depend on data.
+        if !known.call.is_routed() {
+            self.0.keep(known.clone());
         }
-        let next = match self.known.len() {
-            MOST => self.next % MOST,
-            len => self.next.min(len),
-        };
-        if self.known.len() == MOST {
-            self.known[next] = known.clone();
-        } else {
-            self.known.insert(next, known.clone());
-        }
-        self.next = next + 1;
     }
 }
 
@@ -174,32 +148,11 @@ mod tests {
     }
 
     #[test]
-    fn calls_are_found_in_any_order_and_no_more_are_kept_than_the_limit() {
-        let mut calls = Calls::default();
-        let of = |len: usize| {
-            (Call::on(Op::Broadcast, &tensor(&[len], DType::F32)[0].tensor, &[]), tensor(&[len], DType::F32))
-        };
-        for len in 1..=3 * MOST {
-            let (call, given) = of(len);
-            assert!(calls.find(&call, &given).is_none());
-            calls.keep(&known(&call, &given));
-        }
-        assert_eq!(calls.known.len(), MOST);
-        for order in [1, 7, 5] {
-            for nth in 0..MOST {
-                let len = 2 * MOST + 1 + nth * order % MOST;
-                let (call, given) = of(len);
-                assert_eq!(calls.find(&call, &given).unwrap().shares[0].shape[..], [len]);
-            }
-        }
-    }
-
-    #[test]
     fn calls_whose_sizes_are_data_are_not_kept() {
         let (x, mut calls) = (tensor(&[3, 1], DType::F32), Calls::default());
         let sizes = smallvec![smallvec![1, 2], smallvec![2, 2]];
         let routed = Call { dims: smallvec![0], sizes, ..Call::on(Op::AllToAll, &x[0].tensor, &[0]) };
         calls.keep(&known(&routed, &x));
-        assert!(calls.known.is_empty());
+        assert!(calls.find(&routed, &x).is_none());
     }
 }

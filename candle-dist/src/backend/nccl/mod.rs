@@ -24,6 +24,9 @@ mod backend;
 #[cfg(feature = "nccl")]
 mod comm;
 mod compare;
+#[cfg(all(feature = "nccl", feature = "testing"))]
+#[doc(hidden)]
+pub mod costs;
 mod devices;
 mod errors;
 #[cfg(feature = "nccl")]

@@ -1,13 +1,16 @@
 //! The NCCL backend on GPUs: what one GPU, or a lucky order of the streams, would not show.
 //!
 //! `scripts/nccl-sim.sh nccl` runs these on simulated GPUs.
+#[cfg(feature = "nccl")]
+mod costs;
 mod faults;
 mod seeds;
+mod waits;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, ReduceOp, Result, World};
 use std::time::{Duration, Instant};
-use test_utils::{Ranks, on_ranks, over_nccl, skip, worlds};
+use test_utils::{Ranks, on_ranks, over_nccl, skip, skipped, worlds};
 
 /// Returns the sizes of worlds to test; none, with a note, if the tests do not run over NCCL.
 fn sizes(least: usize) -> Vec<usize> {
@@ -249,5 +252,34 @@ fn a_message_may_be_received_long_after_the_timeout() {
             ctx.group().send(&got, next)
         });
         outcome.unwrap();
+    }
+}
+
+#[test]
+fn a_world_with_more_ranks_than_gpus_runs_on_the_host_and_counts_as_skipped() {
+    if !over_nccl() {
+        return skip("needs NCCL");
+    }
+    let before = skipped();
+    let names = on_ranks(33, "more ranks than GPUs", |ctx| Ok::<_, candle_dist::Error>(ctx.group().backend_name()));
+    assert_eq!((names, skipped()), (vec!["local"; 33], before + 1));
+}
+
+#[test]
+fn started_calls_of_two_groups_may_come_in_any_order() {
+    for n in sizes(2) {
+        on_ranks(n, "two groups", move |ctx| {
+            let all: Vec<usize> = (0..n).collect();
+            let groups = [ctx.group().subgroup(&all)?, ctx.group().subgroup(&all)?];
+            let x = computed(ctx.rank(), 50, ctx.device())?;
+            // The first call of a group waits for all of its ranks.
+            groups.iter().try_for_each(|group| group.all_reduce(&x, ReduceOp::Sum).map(drop))?;
+            let order = if ctx.rank() == 0 { [0, 1] } else { [1, 0] };
+            let started = order.map(|at| groups[at].all_reduce_start(&x, ReduceOp::Sum));
+            for pending in started {
+                assert_eq!(pending?.wait()?.to_vec1::<f32>()?, vec![sum_of(n); 50]);
+            }
+            Ok::<_, candle_dist::Error>(())
+        });
     }
 }

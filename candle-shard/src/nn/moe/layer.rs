@@ -28,19 +28,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Tokens `[.., width]` may be sharded along any dim but the last, over any axes, in any sizes. The experts are `Shard(0)`
 /// on the [expert axis](MoEConfig::expert_axis) and replicated on axes that only cut tokens, over which their gradients are
 /// summed. If tokens are sharded on the expert axis too, each goes once to each rank that has one of its experts, and
-/// back. If they are replicated there, nothing travels, and the results are partial sums. The [tensor
+/// back. If they are replicated there, no tokens travel, and the results are partial sums. The [tensor
 /// axis](MoEConfig::tensor_axis) cuts the hidden dim of each expert.
 ///
 /// No token is dropped unless there is a [capacity](MoEConfig::capacity_factor). Values and gradients are those of one
 /// device, on any number of ranks, also of ranks without tokens or experts. Sums run in a fixed order.
 ///
-/// Ranks that have the same tokens choose their experts each by itself. They need the same bits of tokens and router, and
-/// processors that round alike: where two scores almost tie, unlike ones may choose unlike experts, and a choice is then
-/// computed twice or not at all.
+/// Ranks that have the same tokens use the choices of the first one of them. So processors that round unlike choose alike
+/// where two scores almost tie.
 ///
 /// # Communication
 ///
-/// Forward, on the axes that cut tokens: one small all_gather of counts. On the expert axis one all_to_all of rows, one of
+/// Forward, on axes where tokens are replicated: one broadcast of choices. On the axes that cut tokens: one small all_gather of counts. On the expert axis one all_to_all of rows, one of
 /// their weights and choices, and one of results. Backward: one all_to_all each of results, weights and rows.
 ///
 /// # Parameters

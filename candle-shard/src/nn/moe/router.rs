@@ -46,7 +46,7 @@ impl Router {
             Scores::Softmax => logits.softmax(last)?,
             Scores::Sigmoid => logits.sigmoid()?,
         };
-        let (chosen, invalid) = self.choose(config, scores.to_local())?;
+        let (chosen, invalid) = agreed(&scores, self.choose(config, scores.to_local())?)?;
         let indexes = choices(scores.spec(), &chosen, config.top_k, scores.device())?;
         let mut weights = scores.gather(&indexes, last)?;
         if config.normalize {
@@ -79,6 +79,25 @@ impl Router {
         }
         Ok((chosen, invalid))
     }
+}
+
+/// Returns the choices of the first of the ranks that have the same tokens, and its first token without a score.
+///
+/// Ranks may round unlike, on unlike processors. Where two scores almost tie, each by itself could choose other experts: a
+/// choice would be computed twice or not at all.
+fn agreed(scores: &DTensor, (chosen, invalid): (Vec<u32>, Option<usize>)) -> Result<(Vec<u32>, Option<usize>)> {
+    let mesh = scores.mesh();
+    let axes: Vec<usize> =
+        (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1 && scores.placements()[axis] == Replicate).collect();
+    if axes.is_empty() || scores.to_local().elem_count() == 0 {
+        return Ok((chosen, invalid));
+    }
+    let told: Vec<u32> = std::iter::once(invalid.map_or(0, |token| token as u32 + 1)).chain(chosen).collect();
+    let len = told.len();
+    let told = Tensor::from_vec(told, len, &Device::Cpu)?;
+    let mut told = scores.group_of(&axes)?.broadcast(&told, 0)?.to_vec1::<u32>()?;
+    let invalid = (told.remove(0) as usize).checked_sub(1);
+    Ok((told, invalid))
 }
 
 /// Returns the indices of the `count` largest values, the largest first; of equal ones the first.

@@ -2,7 +2,7 @@
 use super::element::{ElementOptimizer, ElementParams};
 use super::params::{Params, check};
 use super::slot::Slot;
-use crate::kernels::{MomentumRule, SgdRule, on_master, update_all};
+use crate::kernels::{MomentumRule, SgdRule, update_all};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -74,12 +74,14 @@ impl Params for ParamsSgd {
 impl ElementParams for ParamsSgd {
     fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()> {
         let Self { lr, momentum, dampening, weight_decay, nesterov } = *self;
-        on_master(Self::TYPE, (&slot.of.var, slot.master.as_ref()), grad, true, |var, grad| match &slot.states[..] {
+        let var = (&slot.of.var, slot.master.as_ref());
+        match &slot.states[..] {
             [buffer] => {
                 let part = if slot.steps == 1 { 1.0 } else { 1.0 - dampening };
-                update_all(var, [buffer], grad, &MomentumRule { lr, weight_decay, momentum, part, nesterov })
+                let rule = MomentumRule { lr, weight_decay, momentum, part, nesterov };
+                update_all(Self::TYPE, var, [buffer], grad, &rule)
             }
-            _ => update_all(var, [], grad, &SgdRule { lr, weight_decay }),
-        })
+            _ => update_all(Self::TYPE, var, [], grad, &SgdRule { lr, weight_decay }),
+        }
     }
 }

@@ -113,14 +113,14 @@ impl QuantizedQkv {
     /// # Errors
     /// If `x` has another shape.
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
-        let &[batch, seq, _] = x.dims() else {
+        if x.rank() != 3 {
             return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
-        };
+        }
         self.projections[0].weight.check_mesh("quantized_qkv", x)?;
         let [x] = self.style.inputs([x])?;
         let heads = |y: DTensor| {
             let [y] = self.style.outputs([&y])?;
-            y.reshape((batch, seq, (), self.heads.dim))?.transpose(1, 2)
+            y.split_units(2, self.heads.dim)?.transpose(1, 2)
         };
         let [q, k, v] = &self.projections;
         let shared = |p: &Projection| p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose();

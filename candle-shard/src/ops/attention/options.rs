@@ -198,7 +198,7 @@ impl Attention {
         Ok(sizes.iter().map(of_rank).collect())
     }
 
-    pub(super) fn check(&self, batch: usize, queries: usize, keys: usize) -> Result<()> {
+    pub(crate) fn check(&self, batch: usize, queries: usize, keys: usize) -> Result<()> {
         const OP: &str = "flash_attn";
         if self.window == Some(0) {
             return Error::op(OP, "a window of 0 keys; expected 1 at least, which is the query's own position");

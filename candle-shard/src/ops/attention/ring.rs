@@ -2,7 +2,7 @@
 use super::mask::Mask;
 use super::sequence::{Call, part};
 use crate::Result;
-use crate::kernels::{self, Norms, Partial, Real};
+use crate::kernels::{self, InPlace, Norms, Partial, Real};
 use candle_core::{DType, Tensor};
 use candle_dist::Pending;
 use std::ops::Range;
@@ -32,7 +32,7 @@ pub(super) fn run(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
     }
 }
 
-fn run_in<T: Real>(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
+fn run_in<T: InPlace>(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
     let hops = hops(&call.mask, [&call.queries, &call.keys], &call.batch);
     let ring = Ring { call, hops };
     let [q, k, v] = inputs.map(Tensor::detach);
@@ -53,17 +53,18 @@ struct Ring {
 type Visit<'a> = dyn FnMut(usize, usize, &Tensor) -> candle_core::Result<()> + 'a;
 
 impl Ring {
-    /// Passes packed keys and values around, and calls `visit(step, owner, packed)` for those that come here.
+    /// Passes keys and values around, and calls `visit(step, owner, packed)` for those that come here, `[b, k, h, d + v]`.
     ///
-    /// The next ones are sent and received meanwhile.
-    fn rotate(&self, mine: Tensor, visit: &mut Visit<'_>) -> candle_core::Result<()> {
+    /// The next ones are sent and received meanwhile. The rows of a head follow each other in memory.
+    fn rotate(&self, [k, v]: [&Tensor; 2], visit: &mut Visit<'_>) -> candle_core::Result<()> {
+        let mine = Tensor::cat(&[k, v], 3)?.transpose(1, 2)?.contiguous()?;
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
         let (dims, dtype) = (mine.dims().to_vec(), mine.dtype());
         let shape = |owner: usize| {
             let mut shape = dims.clone();
-            shape[1] = self.call.keys[owner].len();
+            shape[2] = self.call.keys[owner].len();
             shape
         };
         // Freed when the next ones are here: a rank has those that it uses and those that arrive.
@@ -79,7 +80,7 @@ impl Ring {
                 false => None,
             };
             if let Some(held) = &held {
-                visit(step, owner, held)?;
+                visit(step, owner, &held.transpose(1, 2)?)?;
             }
             held = arriving.map(Pending::wait).transpose()?;
         }
@@ -96,7 +97,7 @@ impl Ring {
         let query = q.to_dtype(T::DTYPE)?;
         let (dim, width, scale) = (k.dim(3)?, v.dim(3)?, self.call.scale);
         let mut whole: Option<Partial<T>> = None;
-        self.rotate(Tensor::cat(&[k, v], 3)?, &mut |_, owner, packed| {
+        self.rotate([k, v], &mut |_, owner, packed| {
             let packed = packed.to_dtype(T::DTYPE)?;
             let (k, v) = (part(&packed, 3, 0, dim)?, part(&packed, 3, dim, width)?);
             let more = kernels::partial_of_blocks([&query, &k, &v], scale, &self.blocks(owner))?;
@@ -110,7 +111,9 @@ impl Ring {
         whole.ok_or_else(|| candle_core::Error::msg("a ring without a step").bt())
     }
 
-    fn backward<T: Real>(
+    /// The sums of the gradients of keys and values travel one step behind these. A rank adds to the sums that come, so it
+    /// holds one block of them beside those of its own keys.
+    fn backward<T: InPlace>(
         &self,
         [q, k, v]: [&Tensor; 3],
         [out, grad]: [&Tensor; 2],
@@ -118,54 +121,42 @@ impl Ring {
     ) -> candle_core::Result<[Tensor; 3]> {
         let query = q.to_dtype(T::DTYPE)?;
         let inner = kernels::inner::<T>(out, grad)?;
+        let work = kernels::Backward { query: &query, grad, norms, inner: &inner, scale: self.call.scale };
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
-        let (dim, width) = (k.dim(3)?, v.dim(3)?);
-        let (mut dq, mut own, mut sent): (Option<Tensor>, Option<Tensor>, _) = (None, None, Vec::new());
-        self.rotate(Tensor::cat(&[k, v], 3)?, &mut |step, owner, packed| {
+        let (batch, kv_heads, dim, width) = (k.dim(0)?, k.dim(2)?, k.dim(3)?, v.dim(3)?);
+        let shape = |owner: usize| (batch, self.call.keys[owner].len() * kv_heads * (dim + width));
+        let (mut of_query, mut own, mut sent) = (vec![T::zero(); q.elem_count()], None, Vec::new());
+        self.rotate([k, v], &mut |step, owner, packed| {
             let sums = match has_keys && step > 1 {
-                true => Some(group.recv_start(packed.shape(), T::DTYPE, before, SUMS)?),
-                false => None,
+                true => group.recv_start(shape(owner), T::DTYPE, before, SUMS)?.wait()?,
+                false => Tensor::zeros(shape(owner), T::DTYPE, k.device())?,
             };
             let packed = packed.to_dtype(T::DTYPE)?;
-            let (k, v) = (part(&packed, 3, 0, dim)?, part(&packed, 3, dim, width)?);
-            let of_rows = (norms, &inner[..]);
-            let [of_q, of_k, of_v] =
-                kernels::blocks_backward([&query, &k, &v], grad, of_rows, self.call.scale, &self.blocks(owner))?;
-            dq = Some(match dq.take() {
-                Some(dq) => (dq + of_q)?,
-                None => of_q,
-            });
-            if !has_keys {
-                return Ok(());
-            }
-            let of_keys = Tensor::cat(&[of_k, of_v], 3)?;
+            let keys = [&part(&packed, 3, 0, dim)?, &part(&packed, 3, dim, width)?];
+            work.add_to(keys, &self.blocks(owner), &mut of_query, &sums)?;
             if step == 0 {
-                own = Some(of_keys);
-                return Ok(());
+                own = Some(sums);
+            } else if has_keys {
+                let (to, tag) = if step == self.hops[owner] { (owner, HOME) } else { (next, SUMS) };
+                sent.push(group.send_owned_start(sums, to, tag)?);
             }
-            let of_keys = match sums {
-                Some(sums) => (sums.wait()? + of_keys)?,
-                None => of_keys,
-            };
-            let (to, tag) = if step == self.hops[owner] { (owner, HOME) } else { (next, SUMS) };
-            sent.push(group.send_owned_start(of_keys, to, tag)?);
             Ok(())
         })?;
-        let dq = dq.map_or_else(|| q.zeros_like(), |dq| dq.to_dtype(q.dtype()))?;
-        let Some(own) = own else {
+        let dq = Tensor::from_vec(of_query, q.shape(), q.device())?.to_dtype(q.dtype())?;
+        let Some(own) = own.filter(|_| has_keys) else {
             return Ok([dq, k.zeros_like()?, v.zeros_like()?]);
         };
         let own = match self.hops[me] {
             0 => own,
             hops => {
-                let from_others = group.recv_start(own.shape(), T::DTYPE, (me + hops) % ranks, HOME)?.wait()?;
+                let from_others = group.recv_start(shape(me), T::DTYPE, (me + hops) % ranks, HOME)?.wait()?;
                 (own + from_others)?
             }
         };
         Pending::wait_all(sent)?;
-        let own = own.to_dtype(k.dtype())?;
-        Ok([dq, part(&own, 3, 0, dim)?, part(&own, 3, dim, width)?])
+        let [dk, dv] = kernels::split_sums(own, [k.shape(), v.shape()])?;
+        Ok([dq, dk.to_dtype(k.dtype())?, dv.to_dtype(k.dtype())?])
     }
 }

@@ -20,13 +20,13 @@ impl Attention {
     #[track_caller]
     pub fn of(&self, query: &DTensor, key: &DTensor, value: &DTensor) -> Result<DTensor> {
         let sizes = match (query.dims(), key.dims(), value.dims()) {
-            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, v]) => {
-                (groups(h, g).is_some() && (b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some((b, [q, k], h, d, g, v))
+            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, _]) => {
+                (groups(h, g).is_some() && (b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some((b, [q, k], h, d, g))
             }
             _ => None,
         };
         let dtypes = key.dtype() == query.dtype() && value.dtype() == query.dtype();
-        let Some((batch, [queries, keys], heads, dim, kv_heads, width)) = sizes.filter(|_| dtypes) else {
+        let Some((batch, [queries, keys], heads, dim, kv_heads)) = sizes.filter(|_| dtypes) else {
             let (q, k, v) = (query.spec(), key.spec(), value.spec());
             let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
             return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
@@ -38,15 +38,16 @@ impl Attention {
         let mask = Mask::new(self, queries, keys);
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
         let group = groups(heads, kv_heads).unwrap_or(1);
-        if group == 1 || kv_heads == 1 {
+        let is_cut = |x: &DTensor| x.sharded_axes(2).any(|axis| x.mesh().shape()[axis] > 1);
+        // One key head serves the queries of all ranks, unless the rank that has it also has all queries.
+        if group == 1 || (kv_heads == 1 && !(is_cut(key) && query.is_cut_by_groups(group, kv_heads))) {
             return self.of_groups([query, key, value], (&mask, scale));
         }
         if !query.is_cut_by_groups(group, kv_heads) {
             let (key, value) = (key.repeat_heads(group, 2)?, value.repeat_heads(group, 2)?);
             return self.of_groups([query, &key, &value], (&mask, scale));
         }
-        let of_groups = query.reshape((batch, queries, kv_heads, group, dim))?;
-        self.of_groups([&of_groups, key, value], (&mask, scale))?.reshape((batch, queries, heads, width))
+        self.of_groups([&query.split_units(2, group)?, key, value], (&mask, scale))?.merge_units(2)
     }
 
     /// Attention with as many query heads as key heads, with one key head, or with a dim for the queries of each key

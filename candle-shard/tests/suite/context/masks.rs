@@ -3,6 +3,7 @@ use super::harness::{Pairs, allowed, errors, truth};
 use super::ways::WAYS;
 use candle_core::{DType, Device, Tensor};
 use candle_shard::{Attention, ContextWay, DTensor, Documents, Placement, Replicate, Result, Shard, TokenOrder};
+use itertools::Itertools;
 use test_utils::{on_ranks, values};
 
 /// The document of each of `len` rows.
@@ -20,11 +21,13 @@ fn each_mask_equals_one_device() {
                 [vec![], vec![vec![0, 7, 12, 12, 13]], vec![vec![0, 3, 10]], vec![vec![0, 13], vec![0, 2, 9]]];
             for causal in [false, true] {
                 for window in [None, Some(1), Some(4), Some(usize::MAX)] {
-                    for list in &lists {
+                    let in_f32 = matches!(window, None | Some(4));
+                    let dtypes = if in_f32 { &[DType::F64, DType::F32][..] } else { &[DType::F64] };
+                    for (list, &dtype) in lists.iter().cartesian_product(dtypes) {
                         let documents = list.iter().map(|ends| of_rows(ends, len)).collect();
                         let pairs =
                             Pairs { causal, window: window.map(|window| window.min(1000)), documents, cap: None };
-                        let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), DType::F64)?;
+                        let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), dtype)?;
                         let documents = (!list.is_empty()).then(|| Documents::of_each(list.clone()));
                         let orders = [
                             None,
@@ -42,7 +45,7 @@ fn each_mask_equals_one_device() {
                                 .way(way);
                             let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
                             let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
-                            assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
+                            assert!(error < allowed(dtype), "{options:?} in {dtype:?}: {error:e}");
                         }
                     }
                 }

@@ -2,6 +2,7 @@
 mod block;
 mod cache;
 mod counts;
+mod halos;
 mod harness;
 mod masks;
 mod not_numbers;

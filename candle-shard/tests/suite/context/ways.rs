@@ -39,21 +39,24 @@ fn each_way_equals_one_device() {
 }
 
 #[test]
-fn each_length_equals_one_device() {
-    on_ranks(3, "lengths", |ctx| -> Result<()> {
-        let mesh = ctx.mesh(&[("cp", 3)])?;
-        for len in 1..=67 {
-            let heads = HEADS[len % HEADS.len()];
-            let truth = truth(heads, (len, len), (&Pairs { causal: true, ..Pairs::default() }, 0.6), DType::F64)?;
-            let way = WAYS[len % WAYS.len()];
-            let order = (len % 3 > 0).then(|| TokenOrder::zigzag(len, 3));
-            let options = Attention::default().scale(0.6).causal(true).way(way).order(order);
-            let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
-            let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
-            assert!(error < allowed(DType::F64), "{options:?} of {len}: {error:e}");
-        }
-        Ok(())
-    });
+fn each_length_on_any_ranks_equals_one_device() {
+    for world in 1..=5 {
+        on_ranks(world, "lengths", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("cp", world)])?;
+            for len in 1..=67 {
+                let (heads, causal) = (HEADS[len % HEADS.len()], len % 4 > 0);
+                let truth = truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), DType::F64)?;
+                for (nth, way) in WAYS.into_iter().enumerate() {
+                    let order = ((len + nth) % 2 > 0).then(|| TokenOrder::zigzag(len, world));
+                    let options = Attention::default().scale(0.6).causal(causal).way(way).order(order);
+                    let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
+                    let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
+                    assert!(error < allowed(DType::F64), "{options:?} of {len}: {error:e}");
+                }
+            }
+            Ok(())
+        });
+    }
 }
 
 #[test]

@@ -3,5 +3,6 @@
 mod errors;
 mod frozen;
 pub(crate) mod harness;
+mod overlap;
 mod passes;
 mod training;

@@ -56,7 +56,7 @@ fn only_routed_rows_travel_and_each_once_to_a_rank() {
 }
 
 #[test]
-fn replicated_tokens_need_one_sum_in_each_pass() {
+fn replicated_tokens_need_one_choice_and_one_sum_in_each_pass() {
     on_ranks(3, "replicated", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("ep", 3)])?;
         let config = config(8, 2);
@@ -65,7 +65,10 @@ fn replicated_tokens_need_one_sum_in_each_pass() {
         let x = DTensor::distribute(&truth.x, &mesh, &[Replicate])?;
         let (made, forward) = comm::record(|| strict(|| layer.forward(&x, TRAIN)));
         let made = made?;
-        assert_eq!((forward.get(Op::AllReduce).count, forward.total(), made.load.sent), (1, 1, 0), "{forward}");
+        // The choices, and the sum of the results.
+        let choices = 4 * (1 + 13 * 2);
+        assert_eq!((forward.get(Op::Broadcast).count, forward.get(Op::Broadcast).bytes), (1, choices), "{forward}");
+        assert_eq!((forward.get(Op::AllReduce).count, forward.total(), made.load.sent), (1, 2, 0), "{forward}");
         let loss = made.output.sum_all()?;
         let (grads, backward) = comm::record(|| parameters.backward(&loss));
         grads?;

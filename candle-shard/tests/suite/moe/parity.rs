@@ -23,7 +23,8 @@ fn check(label: &'static str, config: &MoEConfig, shape: [usize; 3], routing: Ro
 
 #[test]
 fn experts_on_any_ranks_equal_one_device() {
-    for (experts, top_k) in [(1, 1), (3, 2), (8, 3), (7, 4)] {
+    // One-sided with one choice: all tokens go to one expert, and the others get none.
+    for (experts, top_k) in [(1, 1), (4, 1), (3, 2), (8, 3), (7, 4)] {
         for routing in [Routing::Random, Routing::OneSided] {
             check("random", &config(experts, top_k), [3, 7, 6], routing, DType::F64);
         }
@@ -45,6 +46,8 @@ fn every_router_equals_one_device() {
     ];
     for case in cases {
         check("router", &case, [3, 5, 6], Routing::Random, DType::F64);
+        check("one-sided router", &case, [2, 3, 6], Routing::OneSided, DType::F64);
+        check("router in f32", &case, [2, 3, 6], Routing::Random, DType::F32);
     }
 }
 
@@ -107,6 +110,35 @@ fn no_token_at_all_gives_gradients_of_zeros() {
                     assert_eq!(grad.flatten_all()?.to_vec1::<f64>()?, vec![0.0; parameter.var.elem_count()]);
                 }
             }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn ranks_with_the_same_tokens_and_unlike_scores_use_one_choice() {
+    for shape in [[2, 1], [3, 1], [1, 2], [2, 2]] {
+        on_ranks(shape[0] * shape[1], "unlike scores", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("ep", shape[0]), ("tp", shape[1])])?;
+            let config = config(4, 1).tensor_axis("tp");
+            let mut one = truth(&config, &[9, 6], Routing::OneSided, DType::F64)?;
+            // Two experts tie, and one device takes the first one.
+            let rows = one.weight.to_vec2::<f64>()?;
+            let tied = [rows[0].clone(), rows[1].clone(), rows[0].clone(), rows[3].clone()].concat();
+            one.weight = Tensor::from_vec(tied.clone(), (4, 6), &candle_core::Device::Cpu)?;
+            let (layer, parameters) = build(&config, &mesh, &one)?;
+            let x = candle_shard::DTensor::distribute(&one.x, &mesh, &[Replicate, Replicate])?;
+            let want = layer.forward(&x, super::harness::TRAIN)?;
+            assert_eq!(want.load.experts, [9, 0, 0, 0]);
+            // Now all ranks but the first would take the other one.
+            let mut unlike = tied;
+            unlike[2 * 6] += if ctx.rank() == 0 { 0.0 } else { 1e-14 };
+            let router = parameters.iter().find(|p| p.name == "router.weight").unwrap();
+            router.var.set(&Tensor::from_vec(unlike, (4, 6), &candle_core::Device::Cpu)?)?;
+            let made = layer.forward(&x, super::harness::TRAIN)?;
+            assert_eq!(made.load, want.load);
+            let error = test_utils::distance(&made.output.full_tensor()?, &want.output.full_tensor()?);
+            assert!(error < 1e-12, "{shape:?}: {error:e}");
             Ok(())
         });
     }

@@ -31,6 +31,24 @@ fn conv1d() {
 }
 
 #[test]
+fn causal_conv1d() {
+    let shapes: [(&[usize], &[usize], Conv); 6] = [
+        (&[4, 2, 6], &[4, 2, 3], DENSE),
+        (&[2, 4, 5], &[4, 1, 4], Conv { groups: 4, ..DENSE }),
+        (&[1, 3, 7], &[3, 1, 3], Conv { groups: 3, dilation: 3, ..DENSE }),
+        (&[2, 4, 3], &[2, 2, 2], Conv { groups: 2, ..DENSE }),
+        (&[3, 1, 2], &[1, 1, 5], DENSE),
+        (&[2, 2, 4], &[3, 2, 1], DENSE),
+    ];
+    let case = |(x, w, conv): (&'static [usize], &'static [usize], Conv)| {
+        let inputs: [Input; 3] = [(x, Float), (w, Float), (&w[..1], Float)];
+        let distributed = move |x: &[DTensor]| x[0].causal_conv1d(&x[1], Some(&x[2]), conv);
+        Case::new(&format!("{conv:?}"), &inputs, distributed, move |x| plain::causal_conv1d(x, conv))
+    };
+    sweep("causal_conv1d", shapes.map(case).to_vec());
+}
+
+#[test]
 fn conv2d() {
     let shapes: [(&[usize], &[usize], Conv); 9] = [
         (&[2, 2, 4, 3], &[4, 2, 3, 2], DENSE),
@@ -250,6 +268,10 @@ fn no_dilation_and_sizes_beyond_memory_are_refused() {
             (line.conv_transpose1d(&of_line, None, 0, still), "dilation"),
             (x.conv2d(&kernel, None, far), huge),
             (line.conv1d(&of_line, None, far), huge),
+            (line.causal_conv1d(&of_line, None, Conv { padding: 1, ..DENSE }), "no padding"),
+            (line.causal_conv1d(&of_line, None, Conv { stride: 2, ..DENSE }), "a stride of 1"),
+            (line.causal_conv1d(&of_line, None, still), "dilation"),
+            (line.causal_conv1d(&of_line, None, Conv { dilation: usize::MAX / 2, ..DENSE }), "does not fit"),
             (x.upsample_bilinear2d_with_scale(1e30, 1e30, false), huge),
             (x.upsample_nearest2d([usize::MAX, 2]), huge),
             (line.upsample_nearest1d(usize::MAX), huge),

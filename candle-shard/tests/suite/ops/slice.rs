@@ -30,6 +30,24 @@ fn narrow() {
 }
 
 #[test]
+fn shift() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[2, 7, 1], &[1, 4]];
+    for shape in shapes {
+        for dim in 0..shape.len() {
+            for by in [1, -1, 3, -2, 7, isize::MAX, isize::MIN] {
+                let inputs = [(shape, Float)];
+                let distributed = move |x: &[DTensor]| x[0].shift(dim, by);
+                cases.push(Case::new(&format!("shift {dim} {by}"), &inputs, distributed, move |x| {
+                    plain::shift(&x[0], dim, by)
+                }));
+            }
+        }
+    }
+    sweep("shift", cases);
+}
+
+#[test]
 fn parts_of_parts_and_their_uses() {
     let x: [Input; 1] = [(&[7, 3], Float)];
     let cases = vec![

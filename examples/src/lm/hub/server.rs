@@ -1,12 +1,13 @@
 //! What a server says of a file, and the bytes that it sends.
 
 use std::error::Error;
-use std::fs::OpenOptions;
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use ring::digest::{Context as Digest, SHA256};
 use ureq::http::{HeaderMap, Response, StatusCode};
 use ureq::{Agent, Body};
 
@@ -48,6 +49,8 @@ pub(super) struct Answer {
     pub(super) commit: String,
     /// The name of its bytes.
     pub(super) etag: String,
+    /// The SHA-256 of the whole file in hexadecimal digits, which the Hub says of large ones.
+    sha256: Option<String>,
     from: u64,
     /// The bytes of the whole file; `None` if the answer comes in chunks, of which the last one says that it is.
     size: Option<u64>,
@@ -109,7 +112,8 @@ impl Server {
                 status if !status.is_success() => bail!(self.refused(file, status.as_u16())),
                 _ => {}
             }
-            let About { commit, etag, size: told } = about.map_or_else(|| described(answer.headers(), file), Ok)?;
+            let About { commit, etag, sha256, size: told } =
+                about.map_or_else(|| described(answer.headers(), file), Ok)?;
             let said = |name: &str| header(answer.headers(), name);
             let (from, size) = match status {
                 StatusCode::PARTIAL_CONTENT => {
@@ -123,7 +127,7 @@ impl Server {
                 size.is_some() || in_chunks,
                 "{file}: the answer does not say how many bytes there are; is this a Hub?"
             );
-            return Ok(Reply::File(Answer { commit, etag, from, size, body: answer.into_body() }));
+            return Ok(Reply::File(Answer { commit, etag, sha256, from, size, body: answer.into_body() }));
         }
         bail!("{first} leads to more than {MOST_HOPS} other places")
     }
@@ -144,7 +148,8 @@ impl Server {
     /// many.
     ///
     /// # Errors
-    /// If the connection breaks off, or nothing comes for the patience of this server. What came stays in the file.
+    /// If the connection breaks off, or nothing comes for the patience of this server: what came stays in the file. If the
+    /// whole file has another SHA-256 than the server says: the file is removed.
     pub(super) fn receive(
         &self,
         answer: Answer,
@@ -152,7 +157,7 @@ impl Server {
         path: &Path,
         mut shows: impl FnMut(u64, Option<u64>),
     ) -> Result<()> {
-        let Answer { from, size, body, .. } = answer;
+        let Answer { sha256, from, size, body, .. } = answer;
         let written = || format!("{}", path.display());
         let mut file = OpenOptions::new().create(true).append(true).open(path).with_context(written)?;
         let before = file.metadata().with_context(written)?.len();
@@ -162,12 +167,16 @@ impl Server {
             file.set_len(from).with_context(written)?;
         }
         let (mut reader, mut has, mut chunk) = (body.into_reader(), from, vec![0; CHUNK]);
+        let mut digest = sha256.is_some().then(|| digest_of(path, &mut chunk)).transpose().with_context(written)?;
         let end = loop {
             shows(has, size);
             match reader.read(&mut chunk) {
                 Ok(0) => break None,
                 Ok(count) => {
                     file.write_all(&chunk[..count]).with_context(written)?;
+                    if let Some(digest) = &mut digest {
+                        digest.update(&chunk[..count]);
+                    }
                     has += count as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -176,7 +185,13 @@ impl Server {
         };
         file.sync_all().with_context(written)?;
         if end.is_none() && size.is_none_or(|size| size == has) {
-            return Ok(());
+            let (Some(want), Some(digest)) = (sha256, digest) else { return Ok(()) };
+            let got: String = digest.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+            if got == want {
+                return Ok(());
+            }
+            fs::remove_file(path).with_context(written)?;
+            bail!("{name} came damaged: its SHA-256 is {got}, and {} says {want}; try again", self.endpoint);
         }
         let of = size.map(|size| format!(" of {size}")).unwrap_or_default();
         let why = end.map_or_else(|| "the connection broke off".into(), |error| self.named(error.into()));
@@ -232,6 +247,19 @@ impl Server {
     }
 }
 
+/// The digest of the bytes that a file has so far, read through `chunk`.
+fn digest_of(path: &Path, chunk: &mut [u8]) -> io::Result<Digest> {
+    let (mut file, mut digest) = (File::open(path)?, Digest::new(&SHA256));
+    loop {
+        match file.read(chunk) {
+            Ok(0) => return Ok(digest),
+            Ok(count) => digest.update(&chunk[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
@@ -241,6 +269,7 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 struct About {
     commit: String,
     etag: String,
+    sha256: Option<String>,
     size: Option<u64>,
 }
 
@@ -258,7 +287,10 @@ fn described(headers: &HeaderMap, file: &str) -> Result<About> {
     };
     // Large files have another name where they lie than for the Hub.
     let (commit, etag) = (part(["x-repo-commit", "X-Repo-Commit"])?, part(["x-linked-etag", "ETag"])?);
-    Ok(About { commit, etag, size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()) })
+    // The Hub names the bytes of a large file by their SHA-256, and other ones by the digest of git.
+    let is_digest = |name: &String| name.len() == 64 && name.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'));
+    let sha256 = header(headers, "x-linked-etag").map(|_| etag.clone()).filter(is_digest);
+    Ok(About { commit, etag, sha256, size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()) })
 }
 
 /// The first byte and the size of the whole, from `bytes 5-9/10`.

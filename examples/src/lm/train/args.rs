@@ -148,15 +148,15 @@ impl TrainArgs {
         }
     }
 
-    /// Returns the mesh and the schedule for `pp` pipeline ranks, `ep` ranks of experts, `tp` tensor-parallel ranks, and
-    /// `batch` sequences per step.
+    /// Returns the mesh and the schedule for `pp` pipeline ranks, `cp` ranks of tokens, `ep` ranks of experts, `tp`
+    /// tensor-parallel ranks, and `batch` sequences per step.
     ///
     /// # Errors
     /// A sentence with the flags, if the schedule does not fit them.
-    pub fn pipeline(&self, [pp, ep, tp]: [usize; 3], batch: usize) -> Checked<Pipeline> {
+    pub fn pipeline(&self, [pp, cp, ep, tp]: [usize; 4], batch: usize) -> Checked<Pipeline> {
         let (dp, kind) = (self.dp, self.schedule);
         let virtual_stages = self.virtual_stages.unwrap_or(kind.stages_per_rank());
-        let asked = Pipeline { pp, dp, ep, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
+        let asked = Pipeline { pp, dp, cp, ep, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
         let fits = match self.microbatches {
             Some(_) => asked.schedule().map(|_| asked),
             // As many as the smallest part of the batch has sequences.
@@ -173,7 +173,7 @@ impl TrainArgs {
     ///
     /// # Errors
     /// A sentence with the flag, its value and a remedy.
-    pub fn validate(&self, dtype: Option<DTypeName>, [pp, ep, tp]: [usize; 3]) -> Checked {
+    pub fn validate(&self, dtype: Option<DTypeName>, [pp, cp, ep, tp]: [usize; 4]) -> Checked {
         if self.train.is_none() {
             return Ok(());
         }
@@ -187,10 +187,10 @@ impl TrainArgs {
             ("--save-every", self.save_every.unwrap_or(1), ANY),
             ("--log-every", self.log_every, ANY),
         ])?;
-        let ranks = dp.checked_mul(pp * ep * tp).filter(|&ranks| ranks <= MAX_RANKS);
+        let ranks = dp.checked_mul(pp * cp * ep * tp).filter(|&ranks| ranks <= MAX_RANKS);
         require!(
             ranks.is_some(),
-            "--pp {pp} × --dp {dp} × --ep {ep} × --tp {tp} are too many ranks: give at most {MAX_RANKS}."
+            "--pp {pp} × --dp {dp} × --cp {cp} × --ep {ep} × --tp {tp} are too many ranks: give at most {MAX_RANKS}."
         );
         if let Some(folder) = &self.resume {
             require!(folder.is_dir(), "--resume {} is no folder: give that of an earlier --save.", folder.display());
@@ -202,7 +202,7 @@ impl TrainArgs {
         if self.resume.is_none() {
             let recipe = self.recipe(dtype, None, None, Recipe::default())?;
             self.check_batch(&recipe, ep)?;
-            self.pipeline([pp, ep, tp], recipe.batch)?;
+            self.pipeline([pp, cp, ep, tp], recipe.batch)?;
         }
         Ok(())
     }

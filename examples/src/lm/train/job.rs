@@ -91,7 +91,7 @@ impl Job {
         flags.check_batch(&recipe, args.ep)?;
         check_steps(&recipe, start)?;
         check_length(&recipe, &files)?;
-        let pipeline = flags.pipeline([args.pp, args.ep, args.tp], recipe.batch)?;
+        let pipeline = flags.pipeline([args.pp, args.cp, args.ep, args.tp], recipe.batch)?;
         let beside = beside(&folder, &files.config, recipe.dtype)?;
         let tokenizer = tokens::read(&folder)?;
         let read = |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);

@@ -25,9 +25,9 @@ use super::{folder, stage_files, valid};
 use crate::launch::agreed;
 use crate::lm::dtype::DTypeName;
 use crate::lm::model::Decoder;
-use crate::lm::{EXPERT_AXIS, LAYER_AXIS};
+use crate::lm::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 use crate::memory;
-use crate::pipeline::for_device;
+use crate::pipeline::{Pipeline, for_device};
 
 /// One step, as all ranks know it.
 #[derive(Clone, Copy, Debug)]
@@ -122,12 +122,12 @@ impl<'a> Trainer<'a> {
     /// Those of the model and its files.
     pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
         let (recipe, pipeline) = (&job.recipe, job.pipeline);
-        let (pp, dp, ep, tp) = (pipeline.pp, pipeline.dp, pipeline.ep, pipeline.tp);
-        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
+        let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
+        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
         let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
         let (weights, device) = (job.files.weights.clone(), ctx.device());
         let (seed, dtype) = (recipe.seed, recipe.dtype.into());
-        let axes = [("dp", job.fsdp), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];
+        let axes = [("dp", job.fsdp), (TOKEN_AXIS, cp > 1), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];
         let axes: Vec<&str> = axes.into_iter().filter(|(_, has)| *has).map(|(axis, _)| axis).collect();
         let model = mesh.axes(&axes)?;
         let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
@@ -196,7 +196,7 @@ impl<'a> Trainer<'a> {
         self.parameters.reduce(&mut grads)?;
         // All ranks of the last stages have a loss: their replica's share of the mean, or the mean if they compute together.
         let losses = self.world.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
-        Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.tp) as f64, grads))
+        Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.cp * pipeline.tp) as f64, grads))
     }
 
     /// Makes a step.

@@ -46,7 +46,7 @@ fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -
 
 /// The mean loss of all sequences that follow each other in the text, the same on all ranks.
 ///
-/// Every rank of `world` calls it, which has the axes `("pp", "dp", "ep", "tp")` of the mesh.
+/// Every rank of `world` calls it, which has the axes `("pp", "dp", "cp", "ep", "tp")` of the mesh.
 ///
 /// # Errors
 /// Those of the runtime.
@@ -71,7 +71,7 @@ pub(super) fn loss(
     }
     // Each rank of the last stages has the mean of its replica's rows, or of all where replicas compute together.
     let sums = world.all_reduce(&Tensor::new(sum, world.device())?, ReduceOp::Sum)?.to_scalar::<f64>()?;
-    Ok(sums / (replicas * pipeline.tp * sequences) as f64)
+    Ok(sums / (replicas * pipeline.cp * pipeline.tp * sequences) as f64)
 }
 
 #[cfg(test)]

@@ -157,7 +157,8 @@ fn mixes_that_cannot_work_are_one_error() {
         &[
             (&["generate", "--cp", "2", "--pp", "2"], &["--cp 2", "--pp 2", "one of them"]),
             (&["generate", "--cp", "0"], &["--cp is 0"]),
-            (&["train", "--train", "text", "--cp", "2"], &["--cp has no effect with train"]),
+            (&["score", "--text", "LICENSE-MIT", "--cp", "2", "--pp", "2"], &["--cp 2", "--pp 2", "one of them"]),
+            (&["train", "--train", "text", "--cp", "128", "--tp", "4"], &["--cp 128", "--tp 4", "too many ranks"]),
             (&["generate", "--tp", "256", "--ep", "256", "--cp", "256"], &["too many ranks", "at most 256"]),
             (&["info", "--ep", "256", "--tp", "2"], &["--ep 256", "too many ranks"]),
             (&["info", "--cp", "2"], &["--cp has no effect with info"]),

@@ -220,8 +220,9 @@ fn only_routed_rows_travel_between_ranks_of_experts() {
         let count = |counts: &CommCounts, op| counts.get(op).count;
         // Rows, slips and results; a table of counts, and the results of all tokens for the next layer.
         assert_eq!((count(prompt, Op::AllToAll), count(prompt, Op::AllGather), prompt.total()), (3, 2, 5), "{prompt}");
-        // One token stays on all ranks, and the sum of one row joins the results.
-        assert_eq!((one.get(Op::AllReduce).bytes, one.total()), (row, 1), "{one}");
+        // One token stays on all ranks: they use one choice of two experts, and the sum of one row joins the results.
+        assert_eq!((one.get(Op::Broadcast).bytes, count(one, Op::Broadcast)), (4 * (1 + 2), 1), "{one}");
+        assert_eq!((one.get(Op::AllReduce).bytes, one.total()), (row, 2), "{one}");
     }
 }
 

@@ -110,6 +110,72 @@ fn distributed_experts_learn_as_one_device() {
 }
 
 #[test]
+fn tokens_on_several_ranks_learn_as_one_device() {
+    let meshes = [
+        "--tp 1 --cp 2",
+        "--tp 1 --cp 3 --recompute",
+        "--tp 2 --cp 2 --accumulate 2",
+        "--tp 1 --cp 5 --microbatches 2",
+        "--tp 1 --cp 2 --dp 2",
+        "--tp 1 --cp 2 --pp 2",
+        "--tp 2 --cp 2 --pp 2 --schedule zb-h1 --microbatches 3",
+        // Ranks without tokens.
+        "--tp 1 --cp 9",
+    ];
+    agrees("grouped heads", &config(4, 2), &meshes);
+    let tied = Config { tie_word_embeddings: true, ..config(6, 1) };
+    agrees("a tied table", &tied, &["--tp 1 --cp 3", "--tp 4 --cp 2", "--tp 1 --cp 2 --pp 2"]);
+    let meshes = [
+        "--tp 1 --cp 2 --dp 2 --fsdp",
+        "--tp 1 --cp 3 --dp 2 --fsdp --recompute",
+        "--tp 1 --cp 2 --pp 2 --dp 2 --fsdp",
+    ];
+    agrees_on("--batch 12", "fully sharded", &config(4, 2), &meshes);
+    agrees_on("--batch 4 --seq-len 2", "two tokens", &config(4, 2), &["--tp 1 --cp 3", "--tp 1 --cp 3 --pp 2"]);
+}
+
+#[test]
+fn tokens_and_experts_on_several_ranks_learn_as_one_device() {
+    let meshes = [
+        "--tp 1 --cp 2",
+        "--tp 1 --cp 2 --ep 2",
+        "--tp 2 --cp 2 --ep 2 --recompute",
+        "--tp 1 --cp 2 --ep 2 --pp 2",
+        "--tp 1 --cp 2 --ep 2 --dp 2 --fsdp",
+    ];
+    agrees_on("--batch 12", "five experts", &mixture(5, 2), &meshes);
+    agrees_on("--batch 12", "norms of heads", &qwen_mixture(true), &["--tp 1 --cp 3", "--tp 2 --cp 2 --ep 2"]);
+}
+
+#[test]
+fn only_keys_values_and_sums_travel_where_tokens_lie_on_several_ranks() {
+    let config = config(4, 2);
+    let place = Place::new(&config);
+    let mesh = "--tp 1 --cp 2 --batch 4";
+    let job = place.open(mesh).unwrap();
+    let ranks = on_ranks(job.pipeline.world(), mesh, move |ctx| -> anyhow::Result<_> {
+        let trainer = Trainer::new(ctx, &job)?;
+        let (made, record) = comm::record(|| trainer.gradients(0));
+        made?;
+        Ok(record)
+    });
+    // The first rank has the first two tokens and the last one.
+    for (record, tokens) in ranks.into_iter().zip([3, 4]) {
+        let layers = config.num_hidden_layers;
+        // Four sequences, and keys and values of two heads of width 8.
+        let own = 4 * tokens * 2 * 2 * 8 * 4;
+        assert_eq!(
+            (record.get(Op::AllGather).count, record.get(Op::AllGather).bytes),
+            (layers, layers * own),
+            "{record}"
+        );
+        assert_eq!(record.get(Op::ReduceScatter).count, layers, "{record}");
+        // The loss of a batch, that of all ranks, and all gradients.
+        assert_eq!((record.get(Op::AllReduce).count, record.total()), (3, 2 * layers + 3), "{record}");
+    }
+}
+
+#[test]
 fn qwen_mixtures_with_a_dense_layer_and_norms_of_heads_learn_as_one_device() {
     // More ranks than key heads, on which heads and their norms are shared.
     let meshes = [
@@ -136,9 +202,15 @@ fn the_loss_of_another_text_is_the_same_on_every_mesh() {
     };
     let want = losses("--tp 1");
     assert_eq!(want.len(), 1);
-    for mesh in
-        ["--tp 2", "--dp 3 --tp 1", "--pp 2 --tp 1", "--pp 2 --dp 2 --tp 1 --microbatches 2", "--dp 2 --tp 1 --fsdp"]
-    {
+    for mesh in [
+        "--tp 2",
+        "--tp 1 --cp 2",
+        "--pp 2 --cp 2 --tp 1",
+        "--dp 3 --tp 1",
+        "--pp 2 --tp 1",
+        "--pp 2 --dp 2 --tp 1 --microbatches 2",
+        "--dp 2 --tp 1 --fsdp",
+    ] {
         assert_close(&losses(mesh), &want, TOLERANCE, mesh);
     }
     // It is the mean over all sequences of the text that follow each other.

@@ -169,6 +169,7 @@ pub(crate) extern "C" fn ncclCommDestroy(comm: u64) -> c_int {
     crate::tally::write();
     let site = Site::here("ncclCommDestroy");
     let mut sim = lock();
+    sim.timeline.write();
     let Some(found) = sim.comms.comms.get_mut(&comm) else { return gone(&sim, comm, &site) };
     if matches!(found.state, State::Joining(_) | State::Enqueuing) {
         return code::INVALID_ARGUMENT;

@@ -126,6 +126,8 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         by_comm.entry(call.comm).or_default().push(call);
     }
     let mut sim = lock();
+    sim.timeline.launches();
+    let issued = sim.timeline.now();
     let mut result = code::SUCCESS;
     for (comm, calls) in by_comm {
         let Some(found) = sim.comms.comms.get_mut(&comm) else { continue };
@@ -133,7 +135,7 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         let site = calls[0].site.clone();
         let handles: Vec<u64> = calls.iter().map(|call| call.stream).collect();
         let work = Launch::new(shared, calls.into_iter().map(|call| call.part).collect());
-        let streams = resolve(&mut sim, &handles, device, std::thread::current().id(), &site);
+        let streams = resolve(&mut sim, &handles, device, crate::abi::thread(), &site);
         if streams.is_empty() {
             return code::INVALID_ARGUMENT;
         }
@@ -142,7 +144,7 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
             return code::INVALID_ARGUMENT;
         }
         if blocking {
-            launch(&mut sim, comm, work, &streams, site);
+            launch(&mut sim, comm, work, &streams, site, issued);
             continue;
         }
         // "Creating a Communicator": a nonblocking communicator enqueues on a thread of NCCL.
@@ -161,7 +163,7 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         let polls = sim.random.below(3);
         // "group.cc": every group of a nonblocking communicator starts a thread.
         crate::tally::count("threads that NCCL starts");
-        let due = Due { comm, launch: work, streams: handles, gaps: streams, device, polls, site };
+        let due = Due { comm, launch: work, streams: handles, gaps: streams, device, polls, site, issued };
         sim.comms.due.push(due);
         result = code::IN_PROGRESS;
     }

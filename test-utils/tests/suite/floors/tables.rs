@@ -29,7 +29,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges guide hash link readme threads values",
+            "bits call edges empty guide hash link readme threads values",
             "comm error",
             "freeable launch tree",
             "control",
@@ -44,7 +44,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "backend",
         &[
-            "element runs sink storage",
+            "element recent runs sink storage",
             "fresh guards overwrite",
             "ready reduce regions started",
             "device outputs",
@@ -55,7 +55,7 @@ const CANDLE_DIST: &[Folder] = &[
     ),
     Folder {
         path: "backend/local",
-        floors: &["sync", "wait", "members", "mailbox", "rendezvous", "mod"],
+        floors: &["sync", "rounds wait", "members", "mailbox", "rendezvous", "mod"],
         // A round, a message and the state of the world wait for each other.
         up: &[("mailbox", "rendezvous"), ("members", "rendezvous")],
     },
@@ -85,7 +85,7 @@ const CANDLE_DIST: &[Folder] = &[
         path: "backend/nccl",
         floors: &[
             "compare devices errors plan values",
-            "handle watch",
+            "costs handle watch",
             "comm",
             "lanes",
             "rank",
@@ -118,7 +118,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder("launch", &["launchers options slurm", "mod"]),
     folder("link", &["deadline frame hello", "mod"]),
     folder("mesh", &["layout root", "mod", "build derive"]),
-    folder("train", &["clip grads verify", "accumulate sync", "data_parallel"]),
+    folder("train", &["host", "clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),
     folder("world", &["backends context", "processes", "mod"]),
 ];
@@ -128,8 +128,8 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "conv convert element master random row_order rows weight_sink",
-            "few_rows product row_sum",
+            "conv convert element master prefetch random row_order rows weight_sink",
+            "few_rows numbers product row_sum",
             "row_update",
             "dense_update",
             "rules",
@@ -139,6 +139,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "parts",
         ],
     ),
+    folder("product", &["matrix", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "launch", "device", "mod"]),
     folder(
         "quantized",
@@ -185,14 +186,15 @@ const CANDLE_SHARD: &[Folder] = &[
         "nn/moe",
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
+    folder("nn/kv_cache", &["layout", "mod", "texts"]),
     folder("nn/optim", &["mod params", "slot", "group", "element", "adagrad adam_w sgd", "muon"]),
     folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
     folder(
         "ops",
         &[
-            "activation attention conv fallback grid group_norm join lookup loss operand pixels pool reduce reshape scan \
-             slice unary",
-            "aliases cross_entropy dropout embedding extreme in_place index operators pointwise scatter",
+            "activation attention fallback grid group_norm halo join lookup loss operand pixels pool reduce reshape scan \
+             slice unary units",
+            "aliases conv cross_entropy dropout embedding extreme in_place index operators pointwise scatter",
             "compare matmul rowwise softmax view",
             "order",
         ],

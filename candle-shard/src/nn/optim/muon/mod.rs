@@ -200,7 +200,7 @@ fn step<'a>(
         let lr = params.adjusted_lr(slot.of.tensor.dims());
         let keep = 1.0 - params.lr * params.weight_decay;
         let update = update.to_dtype(sum_dtype(slot.of.var.dtype()))?;
-        on_master(ParamsMuon::TYPE, (&slot.of.var, slot.master.as_ref()), &update, true, |var, update| {
+        on_master(ParamsMuon::TYPE, (&slot.of.var, slot.master.as_ref()), &update, |var, update| {
             let now = var.as_detached_tensor().to_dtype(update.dtype())?;
             var.set(&((now * keep)? - (update * lr)?)?.to_dtype(var.dtype())?)
         })?;

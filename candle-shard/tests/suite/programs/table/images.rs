@@ -54,6 +54,11 @@ fn of_channels(dice: &mut Dice, shape: &[usize]) -> Option<Call> {
 
 pub(super) const OPS: &[Entry] = apart! {
     conv1d, 3..=3, convolved, |x, n| x[0].conv1d(&x[1], x.get(2), conv(n)), plain::conv(x, conv(n));
+    causal_conv1d, 3..=3, |d, s| {
+        let mut call = convolved(d, s)?;
+        (call.numbers[0], call.numbers[1]) = (0, 1);
+        Some(call)
+    }, |x, n| x[0].causal_conv1d(&x[1], x.get(2), conv(n)), plain::causal_conv1d(x, conv(n));
     conv2d, 4..=4, convolved, |x, n| x[0].conv2d(&x[1], x.get(2), conv(n)), plain::conv(x, conv(n));
     conv_transpose1d, 3..=3, transposed, |x, n| x[0].conv_transpose1d(&x[1], x.get(2), n[4], conv(n)),
         plain::conv_transpose1d(x, n[4], conv(n));

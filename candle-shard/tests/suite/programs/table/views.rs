@@ -83,6 +83,8 @@ pub(super) const OPS: &[Entry] = same! {
 pub(super) const APART: &[Entry] = apart! {
     redistribute, 0..=4, |d, s| call(vec![], vec![d.below(s.len() + 2), d.below(s.len() + 2)]),
         |x, n| x[0].redistribute(&placed(&x[0], n)), Ok(x[0].clone());
+    shift, 1..=4, |d, s| call(vec![], vec![d.below(s.len()), d.below(9)]),
+        |x, n| x[0].shift(n[0], n[1] as isize - 4), plain::shift(&x[0], n[0], n[1] as isize - 4);
     chunk, 1..=4, |d, s| {
         let (chunks, at) = (1 + d.below(4), d.below(s.len()));
         call(vec![], vec![chunks, at, d.below(chunks)])

@@ -137,6 +137,36 @@ fn a_server_that_does_not_answer_is_an_error_and_the_next_run_goes_on() {
 }
 
 #[test]
+fn a_damaged_file_is_one_error_on_all_ranks_and_is_not_kept() {
+    let (server, [folder, _]) = commits();
+    let home = tempfile::tempdir().unwrap();
+    server.manner("model.safetensors", Some(Manner::Damaged(5000)));
+    let output = lm(&server.address, home.path(), "someone/small", &[]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && output.stdout.is_empty(), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    let bytes = fs::read(folder.path().join("model.safetensors")).unwrap();
+    let digest = ring::digest::digest(&ring::digest::SHA256, &bytes);
+    let digest: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    let wanted = ["model.safetensors came damaged: its SHA-256 is", &format!("says {digest}; try again")];
+    assert!(wanted.iter().all(|want| said.contains(want)), "{said}");
+    let blobs = || fs::read_dir(home.path().join("hub/models--someone--small/blobs")).unwrap();
+    assert!(blobs().all(|blob| blob.unwrap().metadata().unwrap().len() < bytes.len() as u64));
+    // The rest of a file whose first bytes were damaged on the disk.
+    server.manner("model.safetensors", Some(Manner::Stops(1000)));
+    refused(&server, home.path(), &SHORT);
+    server.manner("model.safetensors", None);
+    let part = blobs().map(|blob| blob.unwrap().path()).find(|path| path.extension().is_some()).unwrap();
+    let mut first = fs::read(&part).unwrap();
+    first[17] ^= 1;
+    fs::write(&part, first).unwrap();
+    let said = refused(&server, home.path(), &[]);
+    assert!(said.contains("came damaged"), "{said}");
+    let got = tokens(&lm(&server.address, home.path(), "someone/small", &[]));
+    assert_eq!(got, text(&server, home.path(), folder.path()));
+}
+
+#[test]
 fn a_file_that_is_missing_for_a_moment_is_there_in_the_next_run() {
     let (server, [folder, _]) = commits();
     let want = text(&server, tempfile::tempdir().unwrap().path(), folder.path());

@@ -22,6 +22,8 @@ pub(super) enum Manner {
     Late(Duration),
     /// Not: the place where it lies has no such file at the moment.
     Gone,
+    /// Whole, with another bit in the byte of this number.
+    Damaged(usize),
     /// Without its size, to the end of the connection, after so many bytes.
     Unsized(usize),
 }
@@ -126,6 +128,11 @@ impl Server {
             // Answers without a body are those before the one with the file.
             let sent = match manner.filter(|_| !body.is_empty()) {
                 None => send(head.as_bytes()).and_then(|()| send(&body)),
+                Some(Manner::Damaged(at)) => {
+                    let mut body = body;
+                    body[at] ^= 1;
+                    send(head.as_bytes()).and_then(|()| send(&body))
+                }
                 Some(Manner::Late(pause)) => send(head.as_bytes()).and_then(|()| {
                     thread::sleep(pause);
                     send(&body)
@@ -199,8 +206,10 @@ impl Server {
             return ("302 Found", location("store"), Vec::new());
         }
         if file.ends_with(".safetensors") && !is_stored {
-            let size = format!("X-Linked-Size: {}\r\n", bytes.len());
-            return ("302 Found", about + &size + &location("mirror"), Vec::new());
+            let digest = ring::digest::digest(&ring::digest::SHA256, &bytes);
+            let digest: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+            let large = format!("X-Linked-Size: {}\r\nX-Linked-ETag: \"{digest}\"\r\n", bytes.len());
+            return ("302 Found", about + &large + &location("mirror"), Vec::new());
         }
         let about = if is_stored { "ETag: \"elsewhere\"\r\n".to_owned() } else { about };
         if matches!(state.manners.get(file), Some(Manner::Gone)) {

@@ -1,8 +1,12 @@
 //! Caches of keys and values.
-use crate::layout::Spec;
-use crate::{DTensor, Error, Result};
+mod layout;
+mod texts;
+
+use crate::{DTensor, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::kv_cache;
+use layout::Layout;
+pub use texts::{TextCache, TextTokens};
 
 /// The keys and values of all tokens so far. Each rank holds its heads or its part of the batch. It is candle-nn's
 /// `KvCache` for [`DTensor`]s.
@@ -214,7 +218,7 @@ impl<H: Held> Cache<H> {
     }
 
     fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
-        let [to_k, to_v] = self.layout.check([k, v])?;
+        let [to_k, to_v] = self.layout.stored([k, v])?;
         if k.dims()[self.layout.dim] == 0 {
             return Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())));
         }
@@ -236,97 +240,4 @@ impl<H: Held> Cache<H> {
         *self = Self::new(dim, max_seq_len);
         self.layout.dtype = dtype;
     }
-}
-
-/// The layout of a cache's tokens.
-#[derive(Debug)]
-struct Layout {
-    op: &'static str,
-    dim: usize,
-    max_seq_len: usize,
-    /// The dtype of the memory, if it differs from that of the appended tensors.
-    dtype: Option<DType>,
-    /// The specs of the keys and values appended last.
-    specs: Option<[Spec; 2]>,
-}
-
-impl Layout {
-    fn new(op: &'static str, dim: usize, max_seq_len: usize) -> Self {
-        Self { op, dim, max_seq_len, dtype: None, specs: None }
-    }
-
-    fn check_room(&self) -> Result<()> {
-        match self.max_seq_len {
-            0 => Error::op(self.op, "a cache for 0 tokens: expected room for at least 1"),
-            _ => Ok(()),
-        }
-    }
-
-    /// Checks new tokens against earlier ones, and returns the local tensors to store.
-    fn check(&self, new: [&DTensor; 2]) -> Result<[Tensor; 2]> {
-        self.check_room()?;
-        let (op, dim) = (self.op, self.dim);
-        for (i, x) in new.iter().enumerate() {
-            let (what, spec) = (["keys", "values"][i], x.spec());
-            if dim >= x.rank() || x.sharded_axes(dim).any(|axis| x.mesh().shape()[axis] > 1) {
-                return Error::op(
-                    op,
-                    format!("{what} {spec}: expected tokens on dim {dim}, not sharded; redistribute them"),
-                );
-            }
-            if x.placements().iter().any(|at| at.is_partial()) {
-                return Error::op(op, format!("{what} {spec} are partial sums; redistribute them first"));
-            }
-            if x.tracked() {
-                return Error::op(op, format!("{what} {spec} with a gradient, which would be lost; detach them"));
-            }
-            if let Some(before) = self.specs.as_ref().map(|specs| &specs[i])
-                && of_tokens(before, dim, x.dims()[dim])? != *spec
-            {
-                return Error::op(
-                    op,
-                    format!("{what} {spec} after {before}: expected the same layout, shape and dtype"),
-                );
-            }
-        }
-        let [k, v] = new.map(|x| x.dims()[dim]);
-        if k != v {
-            return Error::op(op, format!("keys of {k} tokens, values of {v}: expected equal numbers"));
-        }
-        let local = |x: &DTensor| match x.to_local().elem_count() {
-            0 => self.stand_in(x),
-            _ => x.to_local().to_dtype(self.dtype.unwrap_or(x.dtype()))?.contiguous(),
-        };
-        Ok([local(new[0])?, local(new[1])?])
-    }
-
-    /// Returns a tensor that a rank without elements stores to count tokens: candle cannot write to empty memory.
-    fn stand_in(&self, x: &DTensor) -> candle_core::Result<Tensor> {
-        let mut shape = vec![1; x.rank()];
-        shape[self.dim] = x.dims()[self.dim];
-        Tensor::zeros(shape, x.dtype(), x.device())
-    }
-
-    /// Returns stored keys or values in the dtype of the appended ones.
-    fn spread(&self, which: usize, local: &Tensor) -> Result<DTensor> {
-        let Some(spec) = self.specs.as_ref().map(|specs| &specs[which]) else {
-            return Error::op(self.op, "has no tokens yet");
-        };
-        let spec = of_tokens(spec, self.dim, local.dim(self.dim)?)?;
-        let shape = spec.local_shape();
-        let local = match shape.contains(&0) {
-            true => Tensor::zeros(shape.as_slice(), spec.dtype(), local.device())?,
-            false => local.to_dtype(spec.dtype())?,
-        };
-        // Not a leaf: in-place ops on it would change the cache.
-        Ok(DTensor::assemble(local, spec.shared(), 0))
-    }
-}
-
-/// Returns the spec with another number of tokens. The token dim is not sharded.
-fn of_tokens(spec: &Spec, dim: usize, tokens: usize) -> Result<Spec> {
-    let mut shape = spec.dims().to_vec();
-    shape[dim] = tokens;
-    let other = Spec::new(spec.mesh(), spec.placements(), shape, spec.dtype())?;
-    (0..spec.mesh().ndim()).try_fold(other, |other, axis| other.with_sizes(axis, spec.sizes(axis).cloned()))
 }

@@ -1,0 +1,300 @@
+//! Attention of single queries, each over keys and values of its own.
+use super::Scale;
+use super::forward::soften;
+use crate::element::Element;
+use crate::few_rows::{STREAMS, dots};
+use crate::real::Real;
+use crate::rows::vectorised;
+use crate::{Reading, compute_dtype, cpu};
+use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// The number of multiplications from which heads are distributed over threads.
+const PARALLEL: usize = 1 << 18;
+
+/// Attention of one new token of each of several texts over the tokens of its own text, all of which it sees.
+///
+/// The query is `[1, heads, texts, dim]`. A text has keys `[1, kv_heads, k, dim]` and values `[1, kv_heads, k, v]`, with
+/// as many tokens `k` as it likes and elements that follow each other in a token; the result is `[1, texts, heads, v]`.
+/// Keys and values may be kept in 16 bits, and are widened while they are read. There is no gradient. What a text gets does
+/// not depend on the other texts. On other devices than the CPU it is computed from candle's operations.
+///
+/// # Errors
+/// If shapes or dtypes do not agree, or there is no text.
+pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
+    let dtype = compute_dtype("decode_attn", query)?;
+    let sizes = Sizes::of(query, texts)?;
+    if !query.device().is_cpu() {
+        return composed(query, texts, scale);
+    }
+    let query = query.detach();
+    let q = query.to_dtype(dtype)?.transpose(1, 2)?.contiguous()?;
+    let made = match (dtype, texts[0][0].dtype()) {
+        (DType::F32, DType::F16) => run::<f32, f16>(&q, texts, sizes, scale),
+        (DType::F32, DType::BF16) => run::<f32, bf16>(&q, texts, sizes, scale),
+        (DType::F32, DType::F32) => run::<f32, f32>(&q, texts, sizes, scale),
+        (DType::F64, DType::F64) => run::<f64, f64>(&q, texts, sizes, scale),
+        _ => {
+            let wide = |[k, v]: &[Tensor; 2]| Ok([k.to_dtype(dtype)?, v.to_dtype(dtype)?]);
+            return decode_attn(&q.transpose(1, 2)?, &texts.iter().map(wide).collect::<Result<Vec<_>>>()?, scale)?
+                .to_dtype(query.dtype());
+        }
+    };
+    made?.to_dtype(query.dtype())
+}
+
+/// The sizes of a call.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    texts: usize,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    width: usize,
+    /// The tokens of all texts.
+    tokens: usize,
+}
+
+impl Sizes {
+    fn of(query: &Tensor, texts: &[[Tensor; 2]]) -> Result<Self> {
+        let (one, heads, count, dim) = query.dims4()?;
+        let Some([first, of_first]) = texts.first() else { bail!("decode_attn: no texts; give at least one") };
+        let (&[_, kv_heads, ..], &[.., width]) = (first.dims(), of_first.dims()) else {
+            bail!("decode_attn: keys {first:?}: expected [1, kv_heads, k, dim]")
+        };
+        let mut tokens = 0;
+        for [k, v] in texts {
+            let held = k.dims().get(2).copied().unwrap_or(0);
+            tokens += held;
+            let shapes = (k.dims(), v.dims()) == (&[1, kv_heads, held, dim], &[1, kv_heads, held, width]);
+            let rows = [k, v].iter().all(|x| x.stride().last() == Some(&1) || x.dims().last() == Some(&1));
+            if !shapes || !rows || k.dtype() != first.dtype() || v.dtype() != first.dtype() {
+                bail!(
+                    "decode_attn: query {query:?}, keys {k:?}, values {v:?}: expected [1, h, texts, d], [1, g, k, d], [1, g, k, v] of one dtype"
+                );
+            }
+        }
+        let is_grouped = kv_heads > 0 && heads.is_multiple_of(kv_heads);
+        if one != 1 || count != texts.len() || !is_grouped {
+            bail!("decode_attn: query {query:?} for {} texts with {kv_heads} key heads", texts.len());
+        }
+        Ok(Self { texts: count, heads, kv_heads, dim, width, tokens })
+    }
+}
+
+fn run<T: Real, E: Element<Real = T>>(
+    query: &Tensor,
+    texts: &[[Tensor; 2]],
+    sizes: Sizes,
+    scale: Scale,
+) -> Result<Tensor> {
+    let Sizes { texts: count, heads, kv_heads, dim, width, tokens } = sizes;
+    let query = Reading::new(query);
+    let query = query.elements::<T>()?;
+    let held: Vec<[Reading<'_>; 2]> = texts.iter().map(|kept| kept.each_ref().map(Reading::new)).collect();
+    let kept = held.iter().map(|[k, v]| Ok([Kept::<E>::of(k)?, Kept::of(v)?])).collect::<Result<Vec<_>>>()?;
+    let group = heads / kv_heads;
+    let mut out = vec![T::zero(); count * heads * width];
+    let of_head = |(at, out): (usize, &mut [T])| {
+        let [keys, values] = &kept[at / kv_heads];
+        let (keys, values) = (keys.head(at % kv_heads), values.head(at % kv_heads));
+        let query = &query[at * group * dim..][..group * dim];
+        let mut scores = vec![T::zero(); group * keys.tokens];
+        vectorised(
+            #[inline(always)]
+            || attend(query, [keys, values], scale, &mut scores, out),
+        );
+    };
+    if tokens * heads * (dim + width) >= PARALLEL && get_num_threads() > 1 {
+        with_threadpool(|| out.par_chunks_mut(group * width).enumerate().for_each(of_head));
+    } else {
+        out.chunks_mut((group * width).max(1)).enumerate().for_each(of_head);
+    }
+    Tensor::from_vec(out, (1, count, heads, width), &Device::Cpu)
+}
+
+/// The keys or the values of a text in memory.
+#[derive(Clone, Copy)]
+struct Kept<'a, E> {
+    elements: &'a [E],
+    tokens: usize,
+    width: usize,
+    /// From head to head, and from token to token.
+    strides: [usize; 2],
+}
+
+impl<'a, E: Element> Kept<'a, E> {
+    fn of(x: &'a Reading<'_>) -> Result<Self> {
+        let (&[_, _, tokens, width], &[_, of_head, of_token, _]) = (x.layout.dims(), x.layout.stride()) else {
+            bail!("decode_attn: expected four dims")
+        };
+        let elements = &E::cpu_storage_as_slice(cpu(&x.storage)?)?[x.layout.start_offset()..];
+        Ok(Self { elements, tokens, width, strides: [of_head, of_token] })
+    }
+
+    /// One head.
+    fn head(self, head: usize) -> Self {
+        Self { elements: &self.elements[head * self.strides[0]..], ..self }
+    }
+
+    #[inline(always)]
+    fn row(&self, token: usize) -> &'a [E] {
+        &self.elements[token * self.strides[1]..][..self.width]
+    }
+}
+
+/// Attention of the queries of one key head. `scores` has room for each query and token.
+#[inline(always)]
+fn attend<T: Real, E: Element<Real = T>>(
+    queries: &[T],
+    [keys, values]: [Kept<'_, E>; 2],
+    scale: Scale,
+    scores: &mut [T],
+    out: &mut [T],
+) {
+    let (tokens, dim, width) = (keys.tokens, keys.width, values.width);
+    if tokens * width == 0 {
+        return;
+    }
+    for first in (0..tokens).step_by(STREAMS) {
+        let here = STREAMS.min(tokens - first);
+        // Where there are fewer keys, the surplus scores are not used.
+        let rows = std::array::from_fn(|i| keys.row((first + i).min(tokens - 1)));
+        for (scores, query) in scores.chunks_exact_mut(tokens).zip(queries.chunks_exact(dim.max(1))) {
+            scores[first..][..here].copy_from_slice(&dots(query, rows)[..here]);
+        }
+    }
+    for (scores, out) in scores.chunks_exact_mut(tokens).zip(out.chunks_exact_mut(width)) {
+        scale.cap_row(scores);
+        soften(scores, scale.rest());
+        mix(scores, &values, out);
+    }
+}
+
+/// Adds the weighted rows of the values to `out`, in their order.
+#[inline(always)]
+fn mix<T: Real, E: Element<Real = T>>(weights: &[T], values: &Kept<'_, E>, out: &mut [T]) {
+    let (several, rest) = weights.as_chunks::<STREAMS>();
+    for (i, &[p, q, r, s]) in several.iter().enumerate() {
+        let [a, b, c, d] = std::array::from_fn(|row| values.row(i * STREAMS + row));
+        for ((((out, a), b), c), d) in out.iter_mut().zip(a).zip(b).zip(c).zip(d) {
+            *out = *out + p * a.load() + q * b.load() + r * c.load() + s * d.load();
+        }
+    }
+    let first = several.len() * STREAMS;
+    for (row, &weight) in (first..).zip(rest) {
+        for (out, value) in out.iter_mut().zip(values.row(row)) {
+            *out += weight * value.load();
+        }
+    }
+}
+
+fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
+    let dtype = query.dtype();
+    let of_text = |(text, [k, v]): (usize, &[Tensor; 2])| {
+        let (heads, kv_heads) = (query.dim(1)?, k.dim(1)?);
+        let of_heads = |x: &Tensor| {
+            let (_, _, tokens, width) = x.dims4()?;
+            let shape = (1, kv_heads, heads / kv_heads, tokens, width);
+            x.to_dtype(dtype)?.unsqueeze(2)?.broadcast_as(shape)?.reshape((1, heads, tokens, width))
+        };
+        let scores = (query.narrow(2, text, 1)?.contiguous()?.matmul(&of_heads(k)?.t()?)? * scale.factor)?;
+        let scores = match scale.cap {
+            Some(cap) => ((scores / cap)?.tanh()? * cap)?,
+            None => scores,
+        };
+        crate::softmax(&scores)?.matmul(&of_heads(v)?)?.transpose(1, 2)
+    };
+    let rows = texts.iter().enumerate().map(of_text).collect::<Result<Vec<_>>>()?;
+    Tensor::cat(&rows, 1)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use candle_core::Device::Cpu;
+
+    fn values(dims: &[usize], dtype: DType) -> Tensor {
+        Tensor::randn(0f64, 1.0, dims, &Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    /// The largest difference to [`flash_attn`](crate::flash_attn) with the values of the keys.
+    fn error(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale, made: &Tensor) -> f64 {
+        let rows_first = |x: &Tensor| x.to_dtype(query.dtype()).unwrap().transpose(1, 2).unwrap();
+        let mut worst: f64 = 0.0;
+        for (text, [k, v]) in texts.iter().enumerate() {
+            let q = rows_first(&query.narrow(2, text, 1).unwrap());
+            let tokens = k.dim(2).unwrap();
+            let visible = crate::attention::Visible::plain(1, tokens, false);
+            let blocks = vec![crate::attention::KeyBlock { rows: 0..tokens, visible }];
+            let want = crate::attention::attend([&q, &rows_first(k), &rows_first(v)], scale, blocks).unwrap();
+            let diff = (made.narrow(1, text, 1).unwrap() - want).unwrap().to_dtype(DType::F64).unwrap();
+            worst = worst.max(diff.abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap());
+        }
+        worst
+    }
+
+    #[test]
+    fn each_text_gets_what_flash_attention_computes_for_it() {
+        for (heads, kv_heads, dim, width) in [(6, 2, 8, 8), (3, 3, 33, 5), (4, 1, 64, 64), (9, 3, 16, 17)] {
+            for (dtype, kept, bound) in [
+                (DType::F64, DType::F64, 1e-14),
+                (DType::F64, DType::F32, 1e-14),
+                (DType::F32, DType::F32, 2e-6),
+                (DType::F32, DType::F16, 2e-6),
+                (DType::F32, DType::BF16, 2e-6),
+            ] {
+                // Caches with room for more tokens than there are.
+                let text = |tokens: usize| {
+                    [dim, width]
+                        .map(|width| values(&[1, kv_heads, tokens + 3, width], kept).narrow(2, 1, tokens).unwrap())
+                };
+                let texts = [1, 2, 7, 4, 130].map(text);
+                let query = values(&[1, texts.len(), heads, dim], dtype).transpose(1, 2).unwrap();
+                for cap in [None, Some(1.5)] {
+                    let scale = Scale { factor: 0.3, cap };
+                    let made = decode_attn(&query, &texts, scale).unwrap();
+                    assert_eq!((made.dims(), made.dtype()), (&[1, 5, heads, width][..], dtype));
+                    let worst = error(&query, &texts, scale, &made);
+                    assert!(worst < bound, "{heads} {kv_heads} {dim} {width} {dtype:?} {kept:?} {cap:?}: {worst:e}");
+                    let other = composed(&query, &texts, scale).unwrap();
+                    let worst = error(&query, &texts, scale, &other);
+                    assert!(worst < bound * 4.0, "composed {dtype:?} {kept:?} {cap:?}: {worst:e}");
+                    // Alone, in the same bits.
+                    for (i, text) in texts.iter().enumerate() {
+                        let alone = decode_attn(&query.narrow(2, i, 1).unwrap(), std::slice::from_ref(text), scale);
+                        let bits = |x: &Tensor| x.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>();
+                        let together = made.narrow(1, i, 1).unwrap();
+                        assert_eq!(bits(&alone.unwrap()).unwrap(), bits(&together).unwrap());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sixteen_bits_of_queries_stay_sixteen_bits() {
+        let texts = [[values(&[1, 1, 3, 4], DType::BF16), values(&[1, 1, 3, 4], DType::BF16)]];
+        let made = decode_attn(&values(&[1, 2, 1, 4], DType::BF16), &texts, 1.0.into()).unwrap();
+        assert_eq!(made.dtype(), DType::BF16);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() {
+        let query = values(&[1, 4, 2, 8], DType::F32);
+        let text = |shape: [usize; 4]| [values(&shape, DType::F32), values(&shape, DType::F32)];
+        let fits = text([1, 2, 3, 8]);
+        assert!(decode_attn(&query, &[fits.clone(), fits.clone()], 1.0.into()).is_ok());
+        let turned = fits.clone().map(|x| x.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap());
+        let other = fits.clone().map(|x| x.to_dtype(DType::F16).unwrap());
+        let wrong = [text([1, 3, 3, 8]), text([1, 2, 3, 7]), text([2, 2, 3, 8]), turned, other];
+        for (case, wrong) in wrong.into_iter().enumerate() {
+            assert!(decode_attn(&query, &[fits.clone(), wrong], 1.0.into()).is_err(), "case {case}");
+        }
+        assert!(decode_attn(&query, &[fits], 1.0.into()).is_err());
+        assert!(decode_attn(&query, &[], 1.0.into()).is_err());
+    }
+}

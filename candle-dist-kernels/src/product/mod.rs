@@ -1,0 +1,78 @@
+//! Matrix products into new memory.
+mod matrix;
+#[cfg(all(target_arch = "x86_64", feature = "avx512"))]
+mod pairs;
+mod panels;
+
+use candle_core::backend::BackendStorage;
+use candle_core::utils::get_num_threads;
+use candle_core::{CpuStorage, DType, Layout, Result};
+use gemm::Parallelism;
+use half::{bf16, f16};
+
+use super::element::Element;
+use super::real::Real;
+use matrix::{Matrix, multiply};
+
+/// Returns the product of `a [m, k]` and `b [k, n]` with any strides, in the compute dtype.
+///
+/// The bits of f32 and f64 are those of candle's product. candle fills the result with zeros before it computes it; this
+/// does not. 16-bit operands are summed in f32. They are not widened as a whole: processors with AVX-512 multiply pairs of
+/// bf16, which treats numbers below 2⁻¹²⁶ as zeros, and others widen panels.
+pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+    let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
+    if m * k * n == 0 {
+        return Ok(match a.dtype() {
+            DType::F64 => CpuStorage::F64(vec![0.0; m * n]),
+            _ => CpuStorage::F32(vec![0.0; m * n]),
+        });
+    }
+    match (a, b) {
+        // On other processors candle may be built with a faster library.
+        (CpuStorage::F32(a), CpuStorage::F32(b)) if cfg!(target_arch = "x86_64") => {
+            Ok(CpuStorage::F32(dense(a, a_l, b, b_l)?))
+        }
+        (CpuStorage::F64(a), CpuStorage::F64(b)) if cfg!(target_arch = "x86_64") => {
+            Ok(CpuStorage::F64(dense(a, a_l, b, b_l)?))
+        }
+        (CpuStorage::BF16(a), CpuStorage::BF16(b)) => Ok(CpuStorage::F32(of_bf16(a, a_l, b, b_l)?)),
+        (CpuStorage::F16(a), CpuStorage::F16(b)) => Ok(CpuStorage::F32(of_f16(a, a_l, b, b_l)?)),
+        _ => a.matmul(b, (1, m, n, k), a_l, b_l),
+    }
+}
+
+/// Like [`product`], with a result in the dtype of the operands.
+pub(super) fn rounded_product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+    let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
+    match (a, b) {
+        (CpuStorage::BF16(_), CpuStorage::BF16(_)) if k * m * n == 0 => Ok(CpuStorage::BF16(vec![bf16::ZERO; m * n])),
+        (CpuStorage::F16(_), CpuStorage::F16(_)) if k * m * n == 0 => Ok(CpuStorage::F16(vec![f16::ZERO; m * n])),
+        (CpuStorage::BF16(a), CpuStorage::BF16(b)) => Ok(CpuStorage::BF16(of_bf16(a, a_l, b, b_l)?)),
+        (CpuStorage::F16(a), CpuStorage::F16(b)) => Ok(CpuStorage::F16(of_f16(a, a_l, b, b_l)?)),
+        _ => product(a, a_l, b, b_l),
+    }
+}
+
+/// Returns the dense product of matrices that are not empty.
+fn dense<T: Real>(a: &[T], a_l: &Layout, b: &[T], b_l: &Layout) -> Result<Vec<T>> {
+    let threads = get_num_threads();
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    multiply(Matrix::of(a, a_l)?, Matrix::of(b, b_l)?, parallelism)
+}
+
+fn of_bf16<O: Element<Real = f32>>(a: &[bf16], a_l: &Layout, b: &[bf16], b_l: &Layout) -> Result<Vec<O>> {
+    let (a, b) = (Matrix::of(a, a_l)?, Matrix::of(b, b_l)?);
+    #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
+    if let Some(pairs) = pairs::Pairs::new() {
+        return pairs.product(a, b, None);
+    }
+    panels::product(a, b, None)
+}
+
+fn of_f16<O: Element<Real = f32>>(a: &[f16], a_l: &Layout, b: &[f16], b_l: &Layout) -> Result<Vec<O>> {
+    panels::product(Matrix::of(a, a_l)?, Matrix::of(b, b_l)?, None)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests;

@@ -1,0 +1,101 @@
+//! Products of 16-bit matrices, widened a panel at a time.
+use candle_core::Result;
+use candle_core::utils::{get_num_threads, with_threadpool};
+use gemm::Parallelism;
+use rayon::prelude::*;
+
+use super::matrix::{Matrix, multiply};
+use crate::element::Element;
+use crate::rows::vectorised;
+
+/// The least elements of a panel: as floats they lie in the L2 cache of a core.
+const PANEL: usize = 64 * 1024;
+
+/// The most columns of a panel: with more, widening it costs nothing beside the product.
+const MOST: usize = 1024;
+
+/// Returns the product of 16-bit matrices that are not empty, computed in f32. The larger operand is widened a panel of
+/// columns of the result at a time, or of rows. `most` bounds the columns of a panel.
+pub(super) fn product<E: Element<Real = f32>, O: Element<Real = f32>>(
+    a: Matrix<'_, E>,
+    b: Matrix<'_, E>,
+    most: Option<usize>,
+) -> Result<Vec<O>> {
+    let ([m, k], [_, n]) = (a.dims, b.dims);
+    // The rows of both operands are multiplied with each other.
+    let (cut, whole) = if n >= m { (b.turned(), a) } else { (a, b.turned()) };
+    let (lines, others) = (cut.dims[0], whole.dims[0]);
+    let panel = most.unwrap_or((PANEL / k).max(others).clamp(16, MOST));
+    let wide = widen(whole, 0, others);
+    let whole = wide.matrix()?;
+    let starts: Vec<usize> = (0..lines).step_by(panel).collect();
+    let threads = get_num_threads();
+    let inside = if threads > starts.len() { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let of_panel = |start: usize| -> Result<Vec<O>> {
+        let part = widen(cut, start, panel.min(lines - start));
+        let part = part.matrix()?;
+        let made = match n >= m {
+            true => multiply(whole, part.turned(), inside)?,
+            false => multiply(part, whole.turned(), inside)?,
+        };
+        Ok(vectorised(
+            #[inline(always)]
+            || made.iter().map(|&x| O::store(x)).collect(),
+        ))
+    };
+    let parts: Vec<Vec<O>> = match threads > 1 && threads <= starts.len() {
+        true => with_threadpool(|| starts.into_par_iter().map(of_panel).collect::<Result<_>>())?,
+        false => starts.into_iter().map(of_panel).collect::<Result<_>>()?,
+    };
+    Ok(if n < m { parts.concat() } else { side_by_side(parts, m) })
+}
+
+/// Joins matrices of `rows` rows side by side.
+pub(super) fn side_by_side<O: Copy>(mut parts: Vec<Vec<O>>, rows: usize) -> Vec<O> {
+    if parts.len() == 1 {
+        return parts.remove(0);
+    }
+    let mut out = Vec::with_capacity(parts.iter().map(Vec::len).sum());
+    for row in 0..rows {
+        for part in &parts {
+            let width = part.len() / rows;
+            out.extend_from_slice(&part[row * width..][..width]);
+        }
+    }
+    out
+}
+
+/// Some rows of a matrix in f32.
+struct Wide {
+    elements: Vec<f32>,
+    dims: [usize; 2],
+    strides: [usize; 2],
+}
+
+impl Wide {
+    fn matrix(&self) -> Result<Matrix<'_, f32>> {
+        Matrix::new(&self.elements, self.dims, self.strides)
+    }
+}
+
+/// Widens `count` rows, in the order in which they lie in memory.
+fn widen<E: Element<Real = f32>>(from: Matrix<'_, E>, start: usize, count: usize) -> Wide {
+    let (columns, [of_row, of_column]) = (from.dims[1], from.strides);
+    let by_columns = of_row == 1 && of_column != 1;
+    let (outer, inner) = if by_columns { (columns, count) } else { (count, columns) };
+    let (of_outer, of_inner) = if by_columns { (of_column, of_row) } else { (of_row, of_column) };
+    let mut elements = Vec::with_capacity(count * columns);
+    vectorised(
+        #[inline(always)]
+        || {
+            for line in 0..outer {
+                let line = &from.elements[start * of_row + line * of_outer..];
+                match of_inner {
+                    1 => elements.extend(line[..inner].iter().map(|&x| x.load())),
+                    step => elements.extend((0..inner).map(|i| line[i * step].load())),
+                }
+            }
+        },
+    );
+    Wide { elements, dims: [count, columns], strides: if by_columns { [1, count] } else { [columns, 1] } }
+}

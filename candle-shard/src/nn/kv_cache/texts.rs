@@ -1,0 +1,293 @@
+//! Attention of new tokens of several texts in one op, each over its own cache.
+use super::{Cache, Held, KvCache, RotatingKvCache};
+use crate::kernels::{self, KeyBlock, Scale, Visible};
+use crate::layout::{Replicate, Shard, Spec};
+use crate::redistribute::{Target, Targets};
+use crate::rules::{self, OpSpec};
+use crate::{Attention, DTensor, Error, Result};
+use candle_core::Tensor;
+use candle_dist::backend::Dims;
+use itertools::Itertools;
+use smallvec::smallvec;
+
+const OP: &str = "attention_of_texts";
+
+/// The dim of tokens, and that of heads.
+const TOKENS: usize = 2;
+const HEADS: usize = 1;
+
+/// The keys and values of one text, with its tokens on dim 2.
+#[derive(Debug)]
+pub enum TextCache<'a> {
+    /// Those of all tokens.
+    All(&'a mut KvCache),
+    /// Those of the last tokens, as many as the window of the attention.
+    Window(&'a mut RotatingKvCache),
+}
+
+/// The new tokens of a text, and the cache of those before them.
+#[derive(Debug)]
+pub struct TextTokens<'a> {
+    /// How many new tokens there are.
+    pub tokens: usize,
+    /// What the new tokens are appended to.
+    pub cache: TextCache<'a>,
+}
+
+impl Attention {
+    /// Appends the new tokens of several texts to their caches, and computes attention of each over its own text: one op
+    /// for a whole batch of texts of unlike lengths.
+    ///
+    /// The query is `[batch, heads, tokens, dim]`, the key `[batch, kv_heads, tokens, dim]` and the value `[batch, kv_heads,
+    /// tokens, v]`, as for [`KvCache::append`]; the tokens of the texts lie one behind another, in each row of the batch. The
+    /// result is `[batch, tokens, heads, v]`. Batch and heads may be sharded, in the same way for all three; nothing is
+    /// communicated. What a text gets does not depend on the other texts. A cache may keep 16 bits, which are widened while
+    /// they are read.
+    ///
+    /// # Errors
+    /// If the attention is not causal or has other options than a scale, a cap and a window; if a window is not that of a
+    /// rotating cache; if shapes, dtypes or layouts do not agree, among each other or with those in a cache; if a tensor has
+    /// a gradient, which would be lost. The error is the same on all ranks, and no cache has changed.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device::Cpu, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{KvCache, TextCache, TextTokens};
+    /// use candle_shard::{Attention, DTensor, Result, Shard};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     // Three tokens of one text and one of another, in two heads.
+    ///     let x = DTensor::distribute(&Tensor::ones((1, 2, 4, 8), DType::F32, &Cpu)?, &mesh, &[Shard(1)])?;
+    ///     let mut caches = [KvCache::new(2, 16), KvCache::new(2, 16)];
+    ///     let texts = caches.iter_mut().zip([3, 1]).map(|(cache, tokens)| TextTokens { tokens, cache: TextCache::All(cache) });
+    ///     let y = Attention::default().causal(true).of_texts([&x, &x, &x], texts.collect())?;
+    ///     assert_eq!((y.dims(), y.placements()), (&[1, 4, 2, 8][..], &[Shard(2)][..]));
+    ///     assert_eq!(caches.map(|cache| cache.current_seq_len()), [3, 1]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    #[track_caller]
+    pub fn of_texts(&self, [query, key, value]: [&DTensor; 3], mut texts: Vec<TextTokens<'_>>) -> Result<DTensor> {
+        let inputs = [query, key, value];
+        let [batch, tokens, heads, dim, width] = self.check_texts(inputs, &texts)?;
+        let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
+        let mut runs = false;
+        let op_spec = || {
+            check_layouts(inputs)?;
+            let of_axis = |(axis, &placement)| match placement {
+                Shard(HEADS) => Target { placement: Shard(2), sizes: query.spec().sizes(axis).cloned() },
+                Shard(0) => Target { placement, sizes: query.spec().sizes(axis).cloned() },
+                _ => Replicate.into(),
+            };
+            let out: Targets = query.placements().iter().enumerate().map(of_axis).collect();
+            let shape = Dims::from_slice(&[batch, tokens, heads, width]);
+            OpSpec::laid(&inputs, inputs.map(DTensor::targets), &out, &[(shape, query.dtype())])
+        };
+        let made = rules::run_with(OP, &[], &inputs, op_spec, |x, _| {
+            runs = true;
+            let specs = [key.spec(), value.spec()];
+            Ok(smallvec![self.run_texts(
+                [x[0].to_local(), x[1].to_local(), x[2].to_local()],
+                specs,
+                &mut texts,
+                scale
+            )?])
+        });
+        let made = made?.remove(0);
+        if !runs {
+            // A rank without heads counts the tokens.
+            let mut start = 0;
+            for text in &mut texts {
+                let new = [key, value].map(|x| x.to_local().narrow(TOKENS, start, text.tokens));
+                start += text.tokens;
+                let [k, v] = new;
+                text.cache.append([&k?, &v?], [key.spec(), value.spec()])?;
+            }
+        }
+        Ok(made)
+    }
+
+    /// Checks all that layouts do not decide, and returns the numbers of rows, tokens and heads, and the widths of keys and
+    /// values.
+    fn check_texts(&self, inputs: [&DTensor; 3], texts: &[TextTokens<'_>]) -> Result<[usize; 5]> {
+        let [query, key, value] = inputs;
+        let shown = || format!("query {}, key {}, value {}", query.spec(), key.spec(), value.spec());
+        let sizes = match inputs.map(DTensor::dims) {
+            [&[b, h, t, d], &[kb, g, kt, kd], &[vb, vg, vt, v]] => {
+                let fits = (kb, kt, kd) == (b, t, d) && (vb, vg, vt) == (b, g, t);
+                (fits && g > 0 && h.is_multiple_of(g)).then_some([b, t, h, d, v])
+            }
+            _ => None,
+        };
+        let dtypes = inputs.iter().all(|x| x.dtype() == query.dtype() && x.dtype().is_float());
+        let Some(sizes @ [batch, tokens, ..]) = sizes.filter(|_| dtypes) else {
+            let want = "expected [b, h, t, d], [b, g, t, d] and [b, g, t, v] of one float dtype with h a multiple of g";
+            return Error::op(OP, format!("{}: {want}", shown()));
+        };
+        if query.tracked() {
+            return Error::op(OP, format!("{} with a gradient, which would be lost; detach it", shown()));
+        }
+        if texts.iter().any(|text| text.tokens == 0) || texts.iter().map(|text| text.tokens).sum::<usize>() != tokens {
+            let all = texts.iter().map(|text| text.tokens).join(" + ");
+            return Error::op(
+                OP,
+                format!("{}: {all} tokens of texts; expected {tokens}, and 1 or more of each", shown()),
+            );
+        }
+        let Self { causal, documents, order, key_order, way, .. } = self;
+        if !causal || documents.is_some() || order.is_some() || key_order.is_some() || way.is_some() {
+            return Error::op(OP, "attention over caches is causal and takes a scale, a cap and a window alone");
+        }
+        self.check(batch, tokens, tokens)?;
+        for text in texts {
+            text.cache.check([key, value], self.window)?;
+        }
+        Ok(sizes)
+    }
+
+    /// The result `[batch, tokens, heads, v]` of local inputs, which are not empty.
+    fn run_texts(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        specs: [&Spec; 2],
+        texts: &mut [TextTokens<'_>],
+        scale: Scale,
+    ) -> Result<Tensor> {
+        let (mut made, mut singles, mut start) = (Vec::new(), Vec::new(), 0);
+        let flush = |singles: &mut Vec<[Tensor; 2]>, end: usize, made: &mut Vec<Tensor>| -> Result<()> {
+            if !singles.is_empty() {
+                let query = q.narrow(TOKENS, end - singles.len(), singles.len())?;
+                made.push(kernels::decode_attn(&query, singles, scale)?);
+                singles.clear();
+            }
+            Ok(())
+        };
+        for TextTokens { tokens, cache } in texts {
+            let new = [k, v].map(|x| x.narrow(TOKENS, start, *tokens));
+            let [new_k, new_v] = new;
+            let [keys, values] = cache.append([&new_k?, &new_v?], specs)?;
+            let len = keys.dim(TOKENS)?;
+            if *tokens == 1 && q.dim(0)? == 1 {
+                let seen = self.window.map_or(len, |window| window.min(len));
+                let last = |x: Tensor| if seen == len { Ok(x) } else { x.narrow(TOKENS, len - seen, seen) };
+                singles.push([last(keys)?, last(values)?]);
+            } else {
+                flush(&mut singles, start, &mut made)?;
+                let query = q.narrow(TOKENS, start, *tokens)?;
+                let rows_first = |x: &Tensor| x.to_dtype(q.dtype())?.transpose(HEADS, TOKENS);
+                let inputs = [rows_first(&query)?, rows_first(&keys)?, rows_first(&values)?];
+                let range = |query: usize| {
+                    let end = len - *tokens + query + 1;
+                    end - self.window.map_or(end, |window| window.min(end))..end
+                };
+                let visible = Visible::new(vec![(0..*tokens).map(range).collect()]);
+                let blocks = vec![KeyBlock { rows: 0..len, visible }];
+                made.push(kernels::flash_attn_of_blocks(inputs.each_ref(), scale, blocks)?);
+            }
+            start += *tokens;
+        }
+        flush(&mut singles, start, &mut made)?;
+        match &made[..] {
+            [one] => Ok(one.clone()),
+            parts => Ok(Tensor::cat(parts, 1)?),
+        }
+    }
+}
+
+/// Refuses layouts in which a rank would lack the key heads of its queries. The op sends nothing.
+fn check_layouts(inputs: [&DTensor; 3]) -> Result<()> {
+    let [query, key, value] = inputs;
+    rules::check_meshes(OP, &inputs)?;
+    let group = query.dims()[HEADS] / key.dims()[HEADS];
+    let shape = query.mesh().shape();
+    let fits = |at: Vec<usize>| {
+        let [q, k, v] = inputs.map(|x| x.spec().block_at(&at));
+        let whole = [(&q, query), (&k, key), (&v, value)]
+            .iter()
+            .all(|(block, x)| [TOKENS, 3].iter().all(|&dim| block[dim].len() == x.dims()[dim]));
+        whole
+            && q[0] == k[0]
+            && q[0] == v[0]
+            && k[HEADS] == v[HEADS]
+            && q[HEADS] == (k[HEADS].start * group..k[HEADS].end * group)
+    };
+    if shape.iter().map(|&ranks| 0..ranks).multi_cartesian_product().all(fits) {
+        return Ok(());
+    }
+    let (q, k, v) = (query.spec(), key.spec(), value.spec());
+    Error::op(
+        OP,
+        format!(
+            "query {q}, key {k}, value {v}: expected batch and heads sharded alike, and all else whole; redistribute them"
+        ),
+    )
+}
+
+impl TextCache<'_> {
+    fn check(&self, new: [&DTensor; 2], window: Option<usize>) -> Result<()> {
+        let layout = match self {
+            Self::All(cache) => &cache.0.layout,
+            Self::Window(cache) => &cache.0.layout,
+        };
+        if layout.dim != TOKENS {
+            return Error::op(OP, format!("a cache with its tokens on dim {}: expected dim {TOKENS}", layout.dim));
+        }
+        if let Self::Window(cache) = self
+            && window != Some(cache.max_seq_len())
+        {
+            let kept = cache.max_seq_len();
+            return Error::op(OP, format!("a cache of {kept} tokens for a window of {window:?}; expected as many"));
+        }
+        layout.check(new)
+    }
+
+    /// Appends local tokens, and returns what the new ones see, in the dtype of the cache; in the order of the text if
+    /// there are several new ones.
+    fn append(&mut self, new: [&Tensor; 2], specs: [&Spec; 2]) -> Result<[Tensor; 2]> {
+        match self {
+            Self::All(cache) => append(&mut cache.0, new, specs, |held, [k, v]| held.append(&k, &v)),
+            Self::Window(cache) => {
+                let room = cache.max_seq_len();
+                append(&mut cache.0, new, specs, |held, [k, v]| match (held.k()?, held.v()?) {
+                    // The last of several tokens may overwrite what the first of them sees.
+                    (Some(old_k), Some(old_v)) if k.dim(TOKENS)? > 1 => {
+                        let oldest = if held.current_seq_len() < room { 0 } else { held.offset() };
+                        let seen = (joined(&old_k, oldest, &k)?, joined(&old_v, oldest, &v)?);
+                        held.append(&k, &v)?;
+                        Ok(seen)
+                    }
+                    // One token sees all that is kept, in any order.
+                    _ => held.append(&k, &v),
+                })
+            }
+        }
+    }
+}
+
+fn append<H: Held>(
+    cache: &mut Cache<H>,
+    new: [&Tensor; 2],
+    specs: [&Spec; 2],
+    put: impl FnOnce(&mut H, [Tensor; 2]) -> candle_core::Result<(Tensor, Tensor)>,
+) -> Result<[Tensor; 2]> {
+    let kept = [cache.layout.kept(new[0])?, cache.layout.kept(new[1])?];
+    let (k, v) = put(&mut cache.held, kept)?;
+    if cache.layout.specs.is_none() {
+        cache.layout.specs = Some(specs.map(Spec::clone));
+    }
+    Ok([k, v])
+}
+
+/// Returns a copy of kept tokens in their order, from the one at `oldest` on, with new tokens behind them.
+fn joined(kept: &Tensor, oldest: usize, new: &Tensor) -> candle_core::Result<Tensor> {
+    let len = kept.dim(TOKENS)?;
+    match oldest {
+        0 => Tensor::cat(&[kept, new], TOKENS),
+        _ => {
+            let [first, rest] = [kept.narrow(TOKENS, oldest, len - oldest)?, kept.narrow(TOKENS, 0, oldest)?];
+            Tensor::cat(&[&first, &rest, new], TOKENS)
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Attention of several texts over their caches, against each text alone on one device.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+
+use crate::common::*;
+use candle_core::{DType, Tensor};
+use candle_dist::{DeviceMesh, comm};
+use candle_shard::nn::{KvCache, RotatingKvCache, TextCache, TextTokens};
+use candle_shard::{Attention, DTensor, Replicate, Result, Shard, Spec};
+use test_utils::on_ranks;
+
+const DIM: usize = 6;
+const WIDTH: usize = 4;
+
+/// New tokens of each of three texts in each step; a text without any takes no part.
+const STEPS: [[usize; 3]; 7] = [[3, 0, 1], [1, 0, 1], [1, 5, 1], [1, 1, 1], [2, 1, 0], [1, 1, 1], [1, 1, 9]];
+
+/// A cache of one kind.
+#[derive(Debug)]
+enum Kept {
+    All(KvCache),
+    Window(RotatingKvCache),
+}
+
+impl Kept {
+    fn new(window: Option<usize>, dtype: DType) -> Self {
+        match window {
+            Some(window) if window < 8 => Self::Window(RotatingKvCache::new(2, window).with_dtype(dtype)),
+            // Room for some tokens: the cache grows.
+            _ => Self::All(KvCache::new(2, 4).with_dtype(dtype)),
+        }
+    }
+
+    fn text(&mut self, tokens: usize) -> TextTokens<'_> {
+        let cache = match self {
+            Self::All(cache) => TextCache::All(cache),
+            Self::Window(cache) => TextCache::Window(cache),
+        };
+        TextTokens { tokens, cache }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::All(cache) => cache.current_seq_len(),
+            Self::Window(cache) => cache.current_seq_len(),
+        }
+    }
+}
+
+/// Query, key and value of the new tokens of a text in a step.
+fn fresh(text: usize, step: usize, tokens: usize, [heads, kv_heads]: [usize; 2]) -> [Tensor; 3] {
+    let seed = (text * 100 + step * 10) as u64;
+    [(heads, DIM), (kv_heads, DIM), (kv_heads, WIDTH)]
+        .map(|(heads, width)| values(&[1, heads, tokens, width], seed + heads as u64 + width as u64, DType::F64))
+}
+
+/// What the tokens of a text get: `[1, tokens, heads, v]`, from all keys and values so far.
+fn reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, options: &Attention) -> candle_core::Result<Tensor> {
+    let ((_, heads, tokens, _), (_, kv_heads, len, _)) = (q.dims4()?, k.dims4()?);
+    let of_heads = |x: &Tensor| {
+        let width = x.dim(3)?;
+        let each = x.unsqueeze(2)?.broadcast_as((1, kv_heads, heads / kv_heads, len, width))?;
+        each.contiguous()?.reshape((1, heads, len, width))
+    };
+    let mut scores = (q.contiguous()?.matmul(&of_heads(k)?.t()?.contiguous()?)? * scale)?;
+    if let Some(cap) = options.cap {
+        scores = ((scores / cap)?.tanh()? * cap)?;
+    }
+    let hidden = |i: usize| {
+        let (query, key) = (len - tokens + i / len, i % len);
+        let is_seen = key <= query && options.window.is_none_or(|window| key + window > query);
+        if is_seen { 0.0 } else { f64::NEG_INFINITY }
+    };
+    let hidden = Tensor::from_iter((0..tokens * len).map(hidden), q.device())?.reshape((tokens, len))?;
+    let weights = candle_nn::ops::softmax(&scores.broadcast_add(&hidden)?, 3)?;
+    weights.matmul(&of_heads(v)?)?.transpose(1, 2)?.contiguous()
+}
+
+/// Heads in whole groups on each rank, also none.
+fn spread(x: &Tensor, mesh: &DeviceMesh, group: usize, kv_heads: usize, cut: bool) -> Result<DTensor> {
+    let at = [if cut { Shard(1) } else { Replicate }];
+    let spec = Spec::new(mesh, &at, x.dims(), x.dtype())?;
+    if !cut {
+        return DTensor::from_local_with_spec(x.clone(), spec);
+    }
+    let ranks = mesh.size();
+    let sizes: Vec<usize> = (0..ranks).map(|rank| kv_heads * (rank + 1) / ranks - kv_heads * rank / ranks).collect();
+    let sizes: Vec<usize> = sizes.into_iter().map(|size| size * group).collect();
+    let spec = spec.with_sizes(0, Some(sizes.into()))?;
+    DTensor::from_local_with_spec(block(x, &spec)?, spec)
+}
+
+#[test]
+fn the_tokens_of_each_text_get_what_they_get_alone() {
+    for world in 1..=4 {
+        on_ranks(world, "texts", move |ctx| -> Result<()> {
+            let mesh = mesh(ctx, &[world])?;
+            for (heads @ [queries, kv_heads], cut) in [([4, 2], true), ([3, 3], true), ([6, 1], true), ([4, 2], false)]
+            {
+                for (dtype, kept, bound) in
+                    [(DType::F64, DType::F64, 1e-12), (DType::F32, DType::F32, 1e-5), (DType::F32, DType::BF16, 1e-5)]
+                {
+                    for options in [
+                        Attention::default(),
+                        Attention::default().scale(0.7).cap(0.5),
+                        Attention::default().window(3),
+                        Attention::default().window(8),
+                    ] {
+                        let options = options.causal(true);
+                        let what = format!("{heads:?} {cut} {dtype:?} {kept:?} {options:?}");
+                        let scale = options.scale.unwrap_or(1.0 / (DIM as f64).sqrt());
+                        let new = || Kept::new(options.window, kept);
+                        let (mut caches, mut alone) = ([new(), new(), new()], [new(), new(), new()]);
+                        let mut past: [Option<[Tensor; 2]>; 3] = [None, None, None];
+                        for (step, tokens) in STEPS.iter().enumerate() {
+                            let there: Vec<usize> = (0..3).filter(|&text| tokens[text] > 0).collect();
+                            let parts: Vec<[Tensor; 3]> =
+                                there.iter().map(|&text| fresh(text, step, tokens[text], heads)).collect();
+                            let lay = |part: usize, of: &[[Tensor; 3]]| -> Result<DTensor> {
+                                let of: Vec<&Tensor> = of.iter().map(|parts| &parts[part]).collect();
+                                let whole = Tensor::cat(&of, 2)?.to_dtype(dtype)?;
+                                spread(&whole, &mesh, if part == 0 { queries / kv_heads } else { 1 }, kv_heads, cut)
+                            };
+                            let of = |parts: &[[Tensor; 3]]| -> Result<[DTensor; 3]> {
+                                Ok([lay(0, parts)?, lay(1, parts)?, lay(2, parts)?])
+                            };
+                            let texts = caches.iter_mut().zip(tokens).filter(|(_, tokens)| **tokens > 0);
+                            let texts = texts.map(|(cache, &tokens)| cache.text(tokens)).collect();
+                            let inputs = of(&parts)?;
+                            let (got, sent) = comm::record(|| options.of_texts(inputs.each_ref(), texts));
+                            assert_eq!(sent.total(), 0, "{what}");
+                            let got = got?.full_tensor()?;
+                            let mut start = 0;
+                            for (&text, part) in there.iter().zip(&parts) {
+                                let [q, k, v] = part;
+                                let rounded = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(kept)?.to_dtype(DType::F64);
+                                let [k, v] = [rounded(k)?, rounded(v)?];
+                                let all = match &past[text] {
+                                    Some([old_k, old_v]) => {
+                                        [Tensor::cat(&[old_k, &k], 2)?, Tensor::cat(&[old_v, &v], 2)?]
+                                    }
+                                    None => [k, v],
+                                };
+                                let want = reference(
+                                    &q.to_dtype(dtype)?.to_dtype(DType::F64)?,
+                                    &all[0],
+                                    &all[1],
+                                    scale,
+                                    &options,
+                                )?;
+                                let mine = got.narrow(1, start, tokens[text])?;
+                                assert!(
+                                    distance(&mine, &want.to_dtype(dtype)?) < bound,
+                                    "{what}, step {step}, text {text}"
+                                );
+                                // Alone, in the same bits.
+                                let inputs = of(std::slice::from_ref(part))?;
+                                let by_itself =
+                                    options.of_texts(inputs.each_ref(), vec![alone[text].text(tokens[text])])?;
+                                assert_eq!(
+                                    distance(&mine, &by_itself.full_tensor()?),
+                                    0.0,
+                                    "{what}, step {step}, text {text}"
+                                );
+                                past[text] = Some(all);
+                                start += tokens[text];
+                            }
+                        }
+                        let lens = caches.iter().map(Kept::len).collect::<Vec<_>>();
+                        assert_eq!(lens, [10, 9, 14], "counted on ranks without heads too");
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn rows_of_a_batch_have_texts_of_their_own() {
+    on_ranks(2, "rows", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let options = Attention::default().causal(true);
+        for at in [Replicate, Shard(0), Shard(1)] {
+            let mut caches = [KvCache::new(2, 8), KvCache::new(2, 8), KvCache::new(2, 8)];
+            for (step, tokens) in [3, 1, 1].into_iter().enumerate() {
+                let rows: Vec<[Tensor; 3]> = (0..2).map(|row| fresh(row, step, tokens, [4, 2])).collect();
+                let [both, of_rows @ ..] = &mut caches;
+                let whole = |part: usize| Tensor::cat(&[&rows[0][part], &rows[1][part]], 0);
+                let lay = |part: usize| DTensor::distribute(&whole(part)?, &mesh, &[at]);
+                let texts = vec![TextTokens { tokens, cache: TextCache::All(both) }];
+                let got = options.of_texts([&lay(0)?, &lay(1)?, &lay(2)?], texts)?;
+                assert_eq!(got.placements(), [if at == Shard(1) { Shard(2) } else { at }]);
+                for (row, (parts, cache)) in rows.iter().zip(of_rows).enumerate() {
+                    let [q, k, v] = parts.each_ref().map(|x| DTensor::distribute(x, &mesh, &[Replicate]).unwrap());
+                    let want =
+                        options.of_texts([&q, &k, &v], vec![TextTokens { tokens, cache: TextCache::All(cache) }])?;
+                    let got = got.full_tensor()?.narrow(0, row, 1)?;
+                    assert!(distance(&got, &want.full_tensor()?) < 1e-13, "{at:?}, step {step}, row {row}");
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
+    let said = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
+        let mesh = mesh(ctx, &[2])?;
+        let of = |heads: usize, tokens: usize, width: usize, at| {
+            DTensor::distribute(&values(&[1, heads, tokens, width], 1, DType::F32), &mesh, &[at])
+        };
+        let (q, k, v) = (of(4, 2, DIM, Shard(1))?, of(2, 2, DIM, Shard(1))?, of(2, 2, WIDTH, Shard(1))?);
+        let causal = Attention::default().causal(true);
+        let mut caches = [KvCache::new(2, 8), KvCache::new(2, 8)];
+        let mut said = Vec::new();
+        let (whole, uneven) = (of(2, 2, DIM, Replicate)?, of(3, 2, DIM, Shard(1))?);
+        let (leaf, _) = q.to_var()?;
+        let wide = q.to_dtype(DType::F64)?;
+        let mut refuse = |options: &Attention, inputs: [&DTensor; 3], tokens: [usize; 2]| -> Result<()> {
+            let texts = caches.iter_mut().zip(tokens);
+            let texts = texts.map(|(cache, tokens)| TextTokens { tokens, cache: TextCache::All(cache) }).collect();
+            let (refused, sent) = comm::record(|| options.of_texts(inputs, texts));
+            said.push(refused.unwrap_err().to_string());
+            assert_eq!(sent.total(), 0);
+            assert!(caches.iter().all(|cache| cache.current_seq_len() == 0), "{said:?}");
+            Ok(())
+        };
+        refuse(&Attention::default(), [&q, &k, &v], [1, 1])?;
+        refuse(&causal.clone().window(0), [&q, &k, &v], [1, 1])?;
+        refuse(&causal, [&q, &k, &v], [1, 2])?;
+        refuse(&causal, [&q, &k, &v], [2, 0])?;
+        refuse(&causal, [&q, &whole, &v], [1, 1])?;
+        refuse(&causal, [&q, &uneven, &v], [1, 1])?;
+        refuse(&causal, [&leaf, &k, &v], [1, 1])?;
+        refuse(&causal, [&wide, &k, &v], [1, 1])?;
+        let mut window = RotatingKvCache::new(2, 3);
+        let mut first = KvCache::new(1, 3);
+        for cache in [TextCache::Window(&mut window), TextCache::All(&mut first)] {
+            said.push(causal.of_texts([&q, &k, &v], vec![TextTokens { tokens: 2, cache }]).unwrap_err().to_string());
+        }
+        // A cache with tokens of another layout.
+        let mut cache = KvCache::new(2, 8);
+        cache.append(&whole, &of(2, 2, WIDTH, Replicate)?)?;
+        let texts = vec![TextTokens { tokens: 2, cache: TextCache::All(&mut cache) }];
+        said.push(causal.of_texts([&q, &k, &v], texts).unwrap_err().to_string());
+        assert_eq!(cache.current_seq_len(), 2);
+        Ok(said)
+    });
+    let words = [
+        "is causal",
+        "a window of 0 keys",
+        "1 + 2 tokens of texts; expected 2",
+        "1 or more of each",
+        "sharded alike",
+        "h a multiple of g",
+        "gradient",
+        "of one float dtype",
+        "a cache of 3 tokens for a window of None",
+        "tokens on dim 1",
+        "expected the same layout",
+    ];
+    assert_eq!(said[0].len(), words.len());
+    for (said, word) in said[0].iter().zip(words) {
+        assert!(said.contains(word), "{said}: want {word}");
+    }
+    assert_eq!(said[0], said[1]);
+}
