@@ -17,17 +17,42 @@ pub(crate) fn count(function: &'static str) {
 /// Writes the counts, if that is asked for.
 pub(crate) fn write() {
     let Some(path) = &settings::get().calls else { return };
+    let calls = CALLS.lock(); // until it is written: a thread that comes later has counted more
     let mut text = String::new();
-    for (function, calls) in &*CALLS.lock() {
+    for (function, calls) in &*calls {
         let _ = writeln!(text, "{function} {calls}");
     }
     replace(path, &text);
 }
 
 /// Replaces a file, so that a process that ends leaves the old one or the new one.
+///
+/// Threads that end at the same time take turns: otherwise one would rename the other's part.
 pub(crate) fn replace(path: &Path, text: &str) {
-    let part = path.with_extension("part");
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock();
+    let part = path.with_extension(format!("part-{}", std::process::id()));
     if let Err(error) = std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, path)) {
         crate::report::die(&format!("{}: {error}", path.display()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without turns, one thread renames what another writes, and the process dies.
+    #[test]
+    fn threads_replace_a_file_at_the_same_time() {
+        let path = std::env::temp_dir().join(format!("nccl-sim-replace-{}", std::process::id()));
+        std::thread::scope(|scope| {
+            (0..4).for_each(|at| {
+                let path = &path;
+                scope.spawn(move || (0..500).for_each(|_| replace(path, &format!("written by {at}\n"))));
+            });
+        });
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(text.starts_with("written by ") && text.lines().count() == 1, "{text}");
     }
 }
