@@ -3,6 +3,7 @@ use super::device::{concat_pieces, reduce};
 use super::fresh::{Fresh, Results, Tensors};
 use super::overwrite::overwrite;
 use super::runs::Piece;
+use super::storage::Operand;
 use super::{reduce as host, regions};
 use crate::call::{Call, Dims, Op, ReduceOp};
 use crate::{Error, Result};
@@ -10,7 +11,7 @@ use candle_core::{Shape, Tensor};
 use smallvec::SmallVec;
 
 /// One tensor of each member that has one, in group order.
-pub(super) type Operands<'a> = SmallVec<[&'a Tensor; 8]>;
+pub(super) type Operands<'a> = SmallVec<[Operand<'a>; 8]>;
 
 /// The tensors of all members.
 pub(super) trait Gives {
@@ -20,7 +21,7 @@ pub(super) trait Gives {
 
 impl Gives for [Tensors] {
     fn nth(&self, i: usize) -> Operands<'_> {
-        self.iter().filter_map(|tensors| tensors.get(i)).collect()
+        self.iter().filter_map(|tensors| tensors.get(i)).map(Operand::of).collect()
     }
 }
 
@@ -97,7 +98,7 @@ enum What {
 
 impl Task {
     /// Creates the task for the `i`-th tensors of the members that have one.
-    fn new(call: &Call, me: usize, i: usize, all: &[&Tensor]) -> Result<Self> {
+    fn new(call: &Call, me: usize, i: usize, all: &[Operand<'_>]) -> Result<Self> {
         let reduction = || {
             let missing = || Error::Unsupported(format!("{} without a reduction", call.op));
             call.reduce.map(What::Reduce).ok_or_else(missing)
@@ -135,7 +136,7 @@ impl Task {
     }
 
     /// Returns the result in new memory.
-    fn make(&self, all: &[&Tensor]) -> Result<Fresh> {
+    fn make(&self, all: &[Operand<'_>]) -> Result<Fresh> {
         let all = &all[self.from.clone()];
         let storage = match self.what {
             What::Reduce(op) => reduce(all, op, self.pieces[0])?,
@@ -145,7 +146,7 @@ impl Task {
     }
 
     /// Writes the result to the memory of `output`, which must have the same number of elements.
-    fn write(&self, all: &[&Tensor], output: &Tensor) -> Result<()> {
+    fn write(&self, all: &[Operand<'_>], output: &Tensor) -> Result<()> {
         if output.dims() != self.shape.as_slice() || output.dtype() != all[0].dtype() {
             let (got, dtype, want) = (output.dims(), output.dtype(), &self.shape);
             return Err(Error::Unsupported(format!("a result of {want:?} in an output of {got:?} {dtype:?}")));

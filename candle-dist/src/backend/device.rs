@@ -3,7 +3,7 @@
 //! Both results have the same bits: sums run in rank order, 16-bit floats accumulate in f32, and NaN propagates.
 use super::guards::Guards;
 use super::runs::Piece;
-use super::storage::{Held, dense, mixed};
+use super::storage::{Held, Operand, dense, mixed};
 use super::{reduce, regions};
 use crate::call::{Op, ReduceOp};
 use crate::{Error, Result};
@@ -12,7 +12,7 @@ use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
 use candle_core::{CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 /// Returns the reduction of all tensors, or of the same `piece` of each, as new contiguous memory on their device.
-pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<Storage> {
+pub(super) fn reduce(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(reduce::reduce(tensors, op, piece)?)),
         Device::Cuda(_) => Ok(Storage::Cuda(reduce_on::<CudaStorage>(tensors, op, piece)?)),
@@ -21,7 +21,7 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
 }
 
 /// Joins the tensors, or the same `piece` of each, along dim `join` as new contiguous memory on their device.
-pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> Result<Storage> {
+pub(super) fn concat(tensors: &[Operand<'_>], piece: Option<Piece>, join: usize) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat(tensors, piece, join)?)),
         _ => concat_pieces(tensors, &vec![piece; tensors.len()], join),
@@ -30,7 +30,7 @@ pub(super) fn concat(tensors: &[&Tensor], piece: Option<Piece>, join: usize) -> 
 
 /// Joins the tensors, or a piece of each, along dim `join` as new contiguous memory on their device. All other dims
 /// must have equal sizes.
-pub(super) fn concat_pieces(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<Storage> {
+pub(super) fn concat_pieces(tensors: &[Operand<'_>], pieces: &[Option<Piece>], join: usize) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat_pieces(tensors, pieces, join)?)),
         Device::Cuda(_) => Ok(Storage::Cuda(concat_on::<CudaStorage>(tensors, pieces, join)?)),
@@ -49,7 +49,7 @@ fn part<'a, S: Held>(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option
     Ok((S::of(storage)?, layout))
 }
 
-pub(super) fn reduce_on<S: Held>(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<S> {
+pub(super) fn reduce_on<S: Held>(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<S> {
     let guards = Guards::new(tensors);
     let parts = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
@@ -111,7 +111,7 @@ fn scale<S: Held, Op: BinaryOpT>(floats: &S, count: usize, number: f64) -> Resul
     Ok(floats.binary_impl::<Op>(&number, &Layout::contiguous(count), &everywhere)?)
 }
 
-pub(super) fn concat_on<S: Held>(tensors: &[&Tensor], pieces: &[Option<Piece>], join: usize) -> Result<S> {
+pub(super) fn concat_on<S: Held>(tensors: &[Operand<'_>], pieces: &[Option<Piece>], join: usize) -> Result<S> {
     let guards = Guards::new(tensors);
     let parts =
         tensors.iter().zip(guards.iter()).zip(pieces).map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
@@ -217,7 +217,7 @@ mod tests {
             prop_assume!(!(dtype.is_int() && op.is_fractional()));
             let dims = [a, b, 2];
             let all = tensors(seed, n, &dims, dtype);
-            let all: Vec<&Tensor> = all.iter().collect();
+            let all: Vec<Operand<'_>> = all.iter().map(Operand::of).collect();
             let piece = cut.map(|(dim, start, len)| {
                 let start = start.min(dims[dim]);
                 Piece { dim, start, len: len.min(dims[dim] - start) }
@@ -233,7 +233,7 @@ mod tests {
         ) {
             let dims = [a, b, 3];
             let all = tensors(seed, n, &dims, DType::F32);
-            let all: Vec<&Tensor> = all.iter().collect();
+            let all: Vec<Operand<'_>> = all.iter().map(Operand::of).collect();
             let pieces: Vec<_> = (0..n).map(|rank| cut.map(|(dim, start, len)| {
                 let start = start.min(dims[dim]);
                 // Only the joined dim may differ between pieces.

@@ -1,6 +1,6 @@
 //! Deadlock-free read locks on several tensors.
-use super::storage::address;
-use candle_core::{StorageRef, Tensor};
+use super::storage::Operand;
+use candle_core::StorageRef;
 use smallvec::SmallVec;
 
 /// One read lock per storage of some tensors, taken in the same order on all threads.
@@ -13,20 +13,15 @@ pub(super) struct Guards<'a> {
 }
 
 impl<'a> Guards<'a> {
-    pub(super) fn new(tensors: &[&'a Tensor]) -> Self {
-        let (mut locks, mut of) = (SmallVec::new(), SmallVec::from_elem(0, tensors.len()));
-        if let [tensor] = tensors {
-            locks.push(tensor.storage_and_layout().0);
-            return Self { locks, of };
-        }
-        // No lock is held while addresses are read.
+    pub(super) fn new(operands: &[Operand<'a>]) -> Self {
+        let (mut locks, mut of) = (SmallVec::new(), SmallVec::from_elem(0, operands.len()));
         let mut order: SmallVec<[(usize, usize); 8]> =
-            tensors.iter().enumerate().map(|(at, tensor)| (address(tensor), at)).collect();
+            operands.iter().enumerate().map(|(at, operand)| (operand.address, at)).collect();
         order.sort_unstable();
         let mut last = None;
         for (address, at) in order {
             if last != Some(address) {
-                locks.push(tensors[at].storage_and_layout().0);
+                locks.push(operands[at].tensor.storage_and_layout().0);
                 last = Some(address);
             }
             of[at] = locks.len() - 1;
@@ -43,10 +38,11 @@ impl<'a> Guards<'a> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
+    use super::super::storage::address;
     use super::super::{device, regions};
     use super::*;
     use crate::call::ReduceOp;
-    use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Var};
+    use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Tensor, Var};
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::thread;
     use std::time::{Duration, Instant};
@@ -71,7 +67,7 @@ mod tests {
     fn views_of_one_storage_share_a_lock() {
         let [x, y] = [3, 4].map(|len| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap());
         let (head, tail) = (x.narrow(0, 0, 1).unwrap(), x.narrow(0, 1, 2).unwrap());
-        let guards = Guards::new(&[&tail, &y, &head, &x]);
+        let guards = Guards::new(&[&tail, &y, &head, &x].map(Operand::of));
         assert_eq!(guards.locks.len(), 2);
         let of = guards.iter().map(|guard| std::ptr::from_ref(&**guard).addr()).collect::<Vec<_>>();
         assert_eq!(of, [address(&x), address(&y), address(&x), address(&x)]);
@@ -79,7 +75,7 @@ mod tests {
     }
 
     /// Runs `read` on two threads repeatedly while a third one writes to both storages. Returns false if they hang.
-    fn goes_on(read: impl Fn(&[&Tensor]) + Send + Sync + Clone + 'static) -> bool {
+    fn goes_on(read: impl Fn(&[Operand<'_>]) + Send + Sync + Clone + 'static) -> bool {
         let vars = [0, 1].map(|_| Var::zeros(64, DType::F32, &Device::Cpu).unwrap());
         let views = |order: [usize; 2]| {
             order.map(|at| [0, 32].map(|start| vars[at].as_tensor().narrow(0, start, 32).unwrap())).concat()
@@ -90,7 +86,7 @@ mod tests {
             let (views, read) = (views(order), read.clone());
             // Not joined, because a thread that hangs would hang the test.
             thread::spawn(move || {
-                let views: Vec<&Tensor> = views.iter().collect();
+                let views: Vec<Operand<'_>> = views.iter().map(Operand::of).collect();
                 (0..ROUNDS).for_each(|_| read(&views));
                 done.fetch_add(1, Ordering::SeqCst);
             });
@@ -112,7 +108,7 @@ mod tests {
 
     #[test]
     fn reading_views_of_one_storage_does_not_wait_for_a_writer_for_ever() {
-        let ways: [fn(&[&Tensor]); 4] = [
+        let ways: [fn(&[Operand<'_>]); 4] = [
             |views| drop(device::reduce(views, ReduceOp::Sum, None).unwrap()),
             |views| drop(regions::concat(views, None, 0).unwrap()),
             |views| drop(device::reduce_on::<CpuStorage>(views, ReduceOp::Sum, None).unwrap()),

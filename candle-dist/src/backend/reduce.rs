@@ -6,6 +6,7 @@ use super::runs::{Piece, Runs};
 #[cfg(feature = "mpi")]
 use super::sink::Unwritten;
 use super::sink::{Given, Sink};
+use super::storage::Operand;
 use crate::call::ReduceOp;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Tensor, WithDType};
@@ -17,9 +18,9 @@ use std::mem::MaybeUninit;
 const BLOCK: usize = 2048;
 
 /// Returns the reduction of all tensors, or of the same `piece` of each, as one new contiguous buffer.
-pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
+pub(super) fn reduce(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => {
-        let len = piece.map_or(tensors[0].elem_count(), |piece| piece.count(tensors[0]));
+        let len = piece.map_or(tensors[0].elem_count(), |piece| piece.count(&tensors[0]));
         let mut out: Vec<T> = Vec::with_capacity(len);
         reduce_to(tensors, op, piece, &mut out)?;
         Ok(T::to_cpu_storage_owned(out))
@@ -27,8 +28,8 @@ pub(super) fn reduce(tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) ->
 }
 
 /// Like [`reduce`], but writes the result to the memory of `output`.
-pub(super) fn reduce_into(output: &Tensor, tensors: &[&Tensor], op: ReduceOp, piece: Option<Piece>) -> Result<()> {
-    struct Reduction<'a>(&'a [&'a Tensor], ReduceOp, Option<Piece>);
+pub(super) fn reduce_into(output: &Tensor, tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<()> {
+    struct Reduction<'a>(&'a [Operand<'a>], ReduceOp, Option<Piece>);
     impl HostWrite for Reduction<'_> {
         fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
             reduce_to(self.0, self.1, self.2, &mut Given(to))
@@ -38,7 +39,7 @@ pub(super) fn reduce_into(output: &Tensor, tensors: &[&Tensor], op: ReduceOp, pi
 }
 
 fn reduce_to<T: Element>(
-    tensors: &[&Tensor],
+    tensors: &[Operand<'_>],
     op: ReduceOp,
     piece: Option<Piece>,
     out: &mut impl Sink<T>,

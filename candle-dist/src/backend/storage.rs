@@ -50,3 +50,26 @@ pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
 pub(super) fn address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
+
+/// A tensor that a collective reads, with the [address] of its storage.
+///
+/// To find an address takes a lock, which is slow if other threads take it too. So its owner finds it once.
+#[derive(Clone, Copy)]
+pub(super) struct Operand<'a> {
+    pub(super) tensor: &'a Tensor,
+    pub(super) address: usize,
+}
+
+impl<'a> Operand<'a> {
+    pub(super) fn of(tensor: &'a Tensor) -> Self {
+        Self { tensor, address: address(tensor) }
+    }
+}
+
+impl std::ops::Deref for Operand<'_> {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        self.tensor
+    }
+}

@@ -53,12 +53,26 @@ impl Memory for Arc<Checked> {
         }
     }
 
-    unsafe fn read(&self, at: usize, bytes: &mut [u8]) {
-        for (cell, byte) in self.bytes[at..at + bytes.len()].iter().zip(bytes) {
-            // SAFETY: as in `write`.
-            *byte = cell.with(|cell| unsafe { *cell });
+    unsafe fn read(&self, at: usize, to: *mut u8, len: usize) {
+        for (nth, cell) in self.bytes[at..at + len].iter().enumerate() {
+            // SAFETY: as in `write`; the caller's promise.
+            cell.with(|cell| unsafe { *to.add(nth) = *cell });
         }
     }
+}
+
+/// Takes the next letter: its beginning and its end, which are copied one after the other.
+fn pop(reader: &mut Reader<Arc<Checked>>) -> Option<Vec<u8>> {
+    let len = reader.next().unwrap()?;
+    let mut room = vec![0; len];
+    let (first, second) = room.split_at_mut(len / 2);
+    // SAFETY: the letter has so many bytes.
+    unsafe {
+        reader.copy(0, first.as_mut_ptr(), first.len());
+        reader.copy(first.len(), second.as_mut_ptr(), second.len());
+    }
+    reader.take(len);
+    Some(room)
 }
 
 /// Returns both ends of a new ring.
@@ -81,15 +95,14 @@ fn letters_arrive_whole_and_in_order() {
                 }
             }
         });
-        let mut room = [0; 8];
         for letter in LETTERS {
-            let len = loop {
-                match reader.pop(&mut room).unwrap() {
-                    Some(len) => break len,
+            let arrived = loop {
+                match pop(&mut reader) {
+                    Some(arrived) => break arrived,
                     None => thread::yield_now(),
                 }
             };
-            assert_eq!(&room[..len], letter);
+            assert_eq!(arrived, letter);
         }
         sender.join().unwrap();
     });
@@ -99,17 +112,29 @@ fn letters_arrive_whole_and_in_order() {
 fn a_full_ring_takes_no_letter_until_one_is_read() {
     explore(None, || {
         let (mut writer, mut reader) = ends();
-        let mut room = [0; 8];
-        assert_eq!(reader.pop(&mut room), Ok(None));
+        assert_eq!(reader.next(), Ok(None));
         // Of 8 + 8 bytes, then of 8 + 16, whose end wraps around.
         assert!(writer.push(&[&[1; 8]]));
         assert!(!writer.push(&[&[2; 9]]));
         assert!(writer.fits(24) && !writer.fits(25));
-        assert_eq!(reader.pop(&mut room), Ok(Some(8)));
+        assert_eq!((reader.next(), reader.next()), (Ok(Some(8)), Ok(Some(8))), "it stays");
+        assert!(!writer.push(&[&[2; 9]]), "until it is taken");
+        assert_eq!(pop(&mut reader), Some(vec![1; 8]));
         assert!(writer.push(&[&[3; 9]]));
-        assert_eq!(reader.pop(&mut room), Err(9), "a letter that is longer than its room stays");
-        let mut room = [0; 9];
-        assert_eq!(reader.pop(&mut room), Ok(Some(9)));
-        assert_eq!(room, [3; 9]);
+        assert_eq!(pop(&mut reader), Some(vec![3; 9]));
+    });
+}
+
+#[test]
+fn a_length_that_no_letter_has_is_an_error() {
+    explore(None, || {
+        let memory = Checked::new();
+        // SAFETY: there is no writer, and this is the only reader of new memory.
+        let mut reader = unsafe { Reader::new(memory.clone()) };
+        let length = (CAPACITY as u64 - 7).to_ne_bytes();
+        // SAFETY: no other thread uses the memory.
+        unsafe { memory.write(0, &length) };
+        memory.store(Count::Written, 8, Ordering::Release);
+        assert_eq!(reader.next(), Err(CAPACITY as u64 - 7));
     });
 }

@@ -1,15 +1,19 @@
 //! The waiting of ranks that are threads.
 //!
-//! `wait.rs` is the same file that the backend uses, compiled here with loom's primitives. Its sleeps never time out
-//! here, so a lost wake-up is a deadlock, which loom reports. The round is a replica of `rounds.rs` and `rendezvous.rs` with
+//! `wait.rs` and `loan.rs` are the same files that the backend uses, compiled here with loom's primitives. Sleeps never
+//! time out here, so a lost wake-up is a deadlock, which loom reports. The round is a replica of `rounds.rs` and `rendezvous.rs` with
 //! loom's cells in place of tensors: a read that races with a write is an error.
 #[allow(dead_code)] // polling only takes time
 #[path = "../../src/backend/local/wait.rs"]
 mod wait;
 
-/// The primitives that `wait.rs` uses: parking_lot's API over loom's primitives.
+#[path = "../../src/backend/local/loan.rs"]
+mod loan;
+
+/// The primitives that `wait.rs` and `loan.rs` use: parking_lot's API over loom's primitives.
 mod sync {
-    pub(super) use loom::sync::atomic::{AtomicUsize, Ordering, fence};
+    pub(super) use loom::cell::{ConstPtr, UnsafeCell};
+    pub(super) use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
     use std::time::Duration;
 
     #[derive(Default)]
@@ -39,6 +43,7 @@ mod sync {
 }
 
 use super::explore;
+use loan::Loan;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -93,10 +98,12 @@ fn every_sleeper_wakes() {
 /// A replica of a group and one of its rounds, with the atomics of `GroupState::start`, `finish` and `wait`.
 struct Round {
     operands: Vec<UnsafeCell<usize>>,
+    /// By member: what it lends to all, here a one.
+    loans: Vec<Loan<usize>>,
     /// By member: the offer is there, and the member has left.
     entered: Vec<AtomicBool>,
     left: Vec<AtomicBool>,
-    /// How often the operands of started calls were freed.
+    /// How many loans of started calls were taken back.
     freed: AtomicUsize,
     /// Of the world: a rank has returned or failed.
     ended: AtomicBool,
@@ -108,6 +115,7 @@ impl Round {
     fn new(members: usize) -> Arc<Self> {
         Arc::new(Self {
             operands: (0..members).map(|_| UnsafeCell::new(0)).collect(),
+            loans: (0..members).map(|_| Loan::new(1)).collect(),
             entered: (0..members).map(|_| AtomicBool::new(false)).collect(),
             left: (0..members).map(|_| AtomicBool::new(false)).collect(),
             freed: AtomicUsize::new(0),
@@ -123,6 +131,9 @@ impl Round {
     }
 
     fn read_all(&self) -> usize {
+        // SAFETY: as in `write`, for the loans too.
+        let loans: Vec<_> = self.loans.iter().map(|loan| unsafe { loan.read() }).collect();
+        assert!(loans.iter().all(|lent| **lent == 1), "they last until all have left");
         // SAFETY: as in `write`.
         self.operands.iter().map(|operand| operand.with(|operand| unsafe { *operand })).sum()
     }
@@ -138,7 +149,11 @@ impl Round {
     /// One blocking call of member `me`, which returns the sum of all operands.
     fn meet(&self, me: usize, value: usize) -> Option<usize> {
         let sum = self.read_in_turn(me, value)?;
-        self.wait_for_all(&self.left).then_some(sum)
+        self.wait_for_all(&self.left).then(|| {
+            // SAFETY: as in `write`.
+            assert_eq!(unsafe { self.loans[me].end() }, 1);
+            sum
+        })
     }
 
     /// The part of a call that a started one has too: offers an operand, reads all, and leaves.
@@ -156,8 +171,10 @@ impl Round {
     fn meet_without_waiting(&self, me: usize, value: usize) {
         assert!(self.read_in_turn(me, value).is_some());
         if self.left.iter().all(|mark| mark.load(Ordering::Acquire)) {
-            // Both may see it, and the backend clears under a lock.
-            self.freed.fetch_add(1, Ordering::Relaxed);
+            // Both may see it, and one of them gets what was lent.
+            // SAFETY: as in `write`.
+            let freed = self.loans.iter().map(|loan| unsafe { loan.end() }).sum();
+            self.freed.fetch_add(freed, Ordering::Relaxed);
         }
     }
 
@@ -204,7 +221,7 @@ fn the_last_one_that_leaves_frees_the_operands() {
         };
         round.meet_without_waiting(0, 1);
         other.join().unwrap();
-        assert!(round.freed.load(Ordering::Relaxed) > 0);
+        assert_eq!(round.freed.load(Ordering::Relaxed), 2);
     });
 }
 

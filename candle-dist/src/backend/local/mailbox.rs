@@ -86,7 +86,7 @@ impl StartedCall for Sent {
 
     fn finish(self: Box<Self>) -> Result<Results> {
         let Self { group, call, from, to, allowed, timeout } = *self;
-        group.world().begin(group.ranks()[from], call);
+        group.world().begin(group.ranks()[from], &call);
         group.wait_for_room(from, to, allowed, timeout)?;
         group.world().complete(group.ranks()[from]);
         Ok(Results::new())
@@ -147,7 +147,7 @@ impl GroupState {
         check_device(&call, std::iter::once(tensor))?;
         let to = call.peer.unwrap_or(me);
         let call = Arc::new(call);
-        self.world().begin(self.ranks()[me], call.clone());
+        self.world().begin(self.ranks()[me], &call);
         Ok((call, to))
     }
 
@@ -181,7 +181,7 @@ impl GroupState {
     ) -> Result<(usize, Tensor)> {
         self.world().check()?;
         let call = Arc::new(call);
-        self.world().begin(self.ranks()[me], call.clone());
+        self.world().begin(self.ranks()[me], &call);
         self.wait(me, call.timeout, ready, on)?;
         let taken = {
             let mut mail = self.mail.lock();

@@ -161,13 +161,16 @@ impl WorldState {
     }
 
     /// Records that `rank` begins a call.
-    pub(crate) fn begin(&self, rank: usize, call: Arc<Call>) {
-        let me = std::thread::current().id();
+    pub(crate) fn begin(&self, rank: usize, call: &Arc<Call>) {
+        thread_local!(static ME: ThreadId = std::thread::current().id());
+        let me = ME.with(|me| *me);
         let mut activity = self.activity[rank].lock();
         if *activity.thread.get_or_insert(me) != me {
             self.table.lock().threaded = true;
         }
-        activity.call = Some(call);
+        if !activity.call.as_ref().is_some_and(|last| Arc::ptr_eq(last, call)) {
+            activity.call = Some(call.clone());
+        }
         activity.inside = true;
     }
 

@@ -3,6 +3,7 @@
 //! A collective is a *round* (`rendezvous.rs`). Every rank offers its operands with its [`Call`], waits until all ranks
 //! have arrived, checks that the calls agree, computes its own results directly from the peers' buffers, and leaves
 //! when all have read. Only results are copied. Reductions run in rank order.
+mod loan;
 mod mailbox;
 mod members;
 mod rendezvous;
@@ -15,7 +16,7 @@ pub(crate) use members::{RankGuard, WorldState};
 use super::collective::{self, Gives};
 use super::recent::Recent;
 use super::runs::Piece;
-use super::storage::share_memory;
+use super::storage::{Operand, share_memory};
 use super::{Backend, Call, Envelope, Fresh, Op, Results, StartedCall, Tensors, bytes, device, overwrite};
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{Device, Tensor};
@@ -23,7 +24,7 @@ use members::On;
 use parking_lot::Mutex;
 use rendezvous::GroupState;
 use rounds::{Round, Walk};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -149,7 +150,7 @@ impl LocalBackend {
         &self,
         call: Call,
         tensor: &Tensor,
-        read: impl FnOnce(&[&Tensor]) -> Result<R>,
+        read: impl FnOnce(&[Operand<'_>]) -> Result<R>,
     ) -> Result<R> {
         let (flat, n) = (tensor.flatten_all()?, self.group.ranks().len());
         let chunk = flat.elem_count().div_ceil(n);
@@ -162,6 +163,11 @@ impl LocalBackend {
         let round = self.enter(call, smallvec![mine])?;
         self.group.finish(self.rank, &round, None, |_, all| read(&all.nth(0)))
     }
+}
+
+/// Fills `tensor` with the elements of `parts`, one after the other.
+fn write_parts(tensor: &Tensor, parts: &[Operand<'_>]) -> Result<()> {
+    overwrite::overwrite(tensor, &parts.iter().map(|part| part.tensor).collect::<SmallVec<[&Tensor; 8]>>())
 }
 
 impl Backend for LocalBackend {
@@ -200,7 +206,7 @@ impl Backend for LocalBackend {
                 let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
                 for start in (0..flat.elem_count()).step_by(tile) {
                     let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
-                    self.reduce_piecewise(call.clone(), &tile, |pieces| overwrite::overwrite(&tile, pieces))?;
+                    self.reduce_piecewise(call.clone(), &tile, |pieces| write_parts(&tile, pieces))?;
                 }
                 Ok(())
             }
@@ -214,7 +220,7 @@ impl Backend for LocalBackend {
                 self.group.finish(self.rank, &round, None, |_, all| match &all.nth(0)[..] {
                     // Ranks that are threads may share a variable.
                     [root] if share_memory(root, tensor) => Ok(()),
-                    parts => overwrite::overwrite(tensor, parts),
+                    parts => write_parts(tensor, parts),
                 })
             }
             _ => {

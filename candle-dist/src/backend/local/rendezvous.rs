@@ -5,17 +5,18 @@
 //! the calls agree, reads the peers' tensors, and marks that it has left. A blocking call then waits until all have
 //! left. Only then may an operand change again, so results are right even if an optimizer writes to a `Var` right after
 //! the call. Several rounds may be open at once: these are the started calls.
+use super::loan::{Lent, Loan};
 use super::mailbox::Mail;
 use super::members::{On, Wait, WorldState};
-use super::rounds::{Offer, Round, Seat, Start, Walk};
+use super::rounds::{Addresses, Offer, Round, Start, Walk};
 use super::wait::{Event, poll};
 use crate::backend::collective::{Gives, Operands};
 use crate::backend::device::check_shared;
-use crate::backend::storage::address;
+use crate::backend::storage::{Operand, address};
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};
-use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,18 +36,19 @@ pub(super) struct GroupState {
 }
 
 /// The tensors of all members that gave some, in group order.
-pub(super) struct Offered<'a>(SmallVec<[RwLockReadGuard<'a, Tensors>; 8]>);
+pub(super) struct Offered<'a>(SmallVec<[(Lent<'a, Tensors>, &'a Addresses); 8]>);
 
 impl Offered<'_> {
     /// Returns the tensors of all members.
     fn all(&self) -> impl Iterator<Item = &Tensor> + Clone {
-        self.0.iter().flat_map(|tensors| tensors.iter())
+        self.0.iter().flat_map(|(tensors, _)| tensors.iter())
     }
 }
 
 impl Gives for Offered<'_> {
     fn nth(&self, i: usize) -> Operands<'_> {
-        self.0.iter().filter_map(|tensors| tensors.get(i)).collect()
+        let given = self.0.iter().filter(|(tensors, _)| i < tensors.len());
+        given.map(|(tensors, addresses)| Operand { tensor: &tensors[i], address: addresses[i] }).collect()
     }
 }
 
@@ -90,10 +92,10 @@ impl GroupState {
         lingers: bool,
     ) -> Result<()> {
         self.world.check()?;
-        let writes = outputs.iter().map(address).collect();
-        self.world.begin(self.ranks[me], call.clone());
+        let (addresses, writes) = (tensors.iter().map(address).collect(), outputs.iter().map(address).collect());
+        self.world.begin(self.ranks[me], &call);
         let gives = !tensors.is_empty();
-        round.enter(me, Offer { call, tensors: RwLock::new(tensors), gives, lingers, writes });
+        round.enter(me, Offer { call, tensors: Loan::new(tensors), addresses, gives, lingers, writes });
         self.event.notify();
         Ok(())
     }
@@ -106,7 +108,7 @@ impl GroupState {
     /// Records that member `me` returns to a round.
     pub(super) fn resume(&self, me: usize, round: &Round) {
         if let Some(offer) = round.seats()[me].offer() {
-            self.world.begin(self.ranks[me], offer.call.clone());
+            self.world.begin(self.ranks[me], &offer.call);
         }
     }
 
@@ -123,7 +125,7 @@ impl GroupState {
         let mine = round.seats()[me].offer().expect("a member has offered before it finishes");
         let timeout = timeout.or(mine.call.timeout);
         self.wait(me, timeout, || round.is_complete(), || On::Entered(round.clone()))?;
-        let offers = self.agreed(round)?;
+        let offers = self.agreed(me, round)?;
         // Refused here, where all calls are known to be equal, so that all members refuse.
         let result = check_device(&mine.call, offers.all())
             .and_then(|()| self.check_apart(round, &offers))
@@ -132,7 +134,8 @@ impl GroupState {
         self.leave(me, round);
         if mine.lingers && mine.gives {
             self.wait(me, timeout, || round.is_over(), || On::Left(round.clone()))?;
-            mine.tensors.write().clear();
+            // SAFETY: all members have left, and read nothing of this round any more.
+            drop(unsafe { mine.tensors.end() });
         }
         self.world.complete(self.ranks[me]);
         result
@@ -142,7 +145,7 @@ impl GroupState {
     /// the missing members.
     pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Round, timeout: Duration) -> Result<()> {
         self.wait(me, Some(timeout), || round.is_complete(), || On::Monitored(round.clone()))?;
-        let agreed = self.agreed(round).map(drop);
+        let agreed = self.agreed(me, round).map(drop);
         self.leave(me, round);
         self.world.complete(self.ranks[me]);
         agreed
@@ -158,12 +161,15 @@ impl GroupState {
         // same moment cannot both miss the other.
         let offers = || round.seats().iter().filter_map(|seat| seat.offer());
         if offers().any(|offer| offer.gives && !offer.lingers) && round.is_over() {
-            offers().filter(|offer| !offer.lingers).for_each(|offer| offer.tensors.write().clear());
+            // SAFETY: all members have left, and read nothing of this round any more.
+            offers().filter(|offer| !offer.lingers).for_each(|offer| drop(unsafe { offer.tensors.end() }));
         }
     }
 
-    /// Returns the offers of a complete round, or stops the world if the members' calls differ.
-    fn agreed<'a>(&self, round: &'a Round) -> Result<Offered<'a>> {
+    /// Returns the offers of a complete round to member `me`, which has not left it, or stops the world if the members'
+    /// calls differ.
+    fn agreed<'a>(&self, me: usize, round: &'a Round) -> Result<Offered<'a>> {
+        debug_assert!(!round.seats()[me].has_left());
         let offers = round.seats().iter().filter_map(|seat| seat.offer());
         let mut reference: Option<&Call> = None;
         let mut tensors = SmallVec::new();
@@ -173,19 +179,21 @@ impl GroupState {
                 let cause = Cause::Mismatch { rank: self.ranks[member], reference: self.ranks[0], what };
                 return Err(self.world.fail(cause));
             }
-            tensors.push(offer.tensors.read());
+            // SAFETY: the loan ends when all members have left, and `me` leaves only after it has dropped the offers.
+            tensors.push((unsafe { offer.tensors.read() }, &offer.addresses));
         }
         Ok(Offered(tensors))
     }
 
     /// Refuses outputs in memory that another member reads or writes: on all members alike, before any has written.
     fn check_apart(&self, round: &Round, offers: &Offered<'_>) -> Result<()> {
-        let places = |seat: &Seat| seat.offer().map(|offer| offer.writes.clone()).unwrap_or_default();
-        let writes: SmallVec<[(usize, usize); 8]> = (round.seats().iter().enumerate())
-            .flat_map(|(member, seat)| places(seat).into_iter().map(move |place| (member, place)))
+        let offer = |seat: usize| round.seats()[seat].offer().map(|offer| (seat, offer));
+        let writes: SmallVec<[(usize, usize); 8]> = (0..round.seats().len())
+            .filter_map(offer)
+            .flat_map(|(member, offer)| offer.writes.iter().map(move |&place| (member, place)))
             .collect();
         for (i, &(member, place)) in writes.iter().enumerate() {
-            let read = offers.all().any(|tensor| address(tensor) == place);
+            let read = offers.0.iter().any(|(_, addresses)| addresses.contains(&place));
             if read || writes[..i].iter().any(|&(_, other)| other == place) {
                 let (rank, other) = (self.ranks[member], if read { "an input" } else { "another output" });
                 let reason = format!("the output of rank {rank} lies in the memory of {other}; give memory of its own");

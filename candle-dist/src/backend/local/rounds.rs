@@ -3,9 +3,10 @@
 //! Rounds lie in *stretches* of a few, and each stretch names the next one. Every member walks along this chain by
 //! itself: to enter a round takes no lock, and writes no memory that another member writes. A stretch is freed when all
 //! members have left it behind.
+use super::loan::Loan;
 use crate::backend::{Call, Tensors};
 use crossbeam_utils::CachePadded;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -61,15 +62,20 @@ pub(super) struct Seat {
 /// What a member brings to a round.
 pub(super) struct Offer {
     pub(super) call: Arc<Call>,
-    /// Cleared by its owner when all have left, so that a tensor is freed where it was made.
-    pub(super) tensors: RwLock<Tensors>,
+    /// Taken back by its owner when all have left, so that a tensor is freed where it was made.
+    pub(super) tensors: Loan<Tensors>,
+    /// The [addresses](crate::backend::storage::address) of the tensors.
+    pub(super) addresses: Addresses,
     /// Whether there are tensors, which others read.
     pub(super) gives: bool,
     /// Whether the owner waits until all have left.
     pub(super) lingers: bool,
     /// The memory that the owner writes its results to, if they go to given memory.
-    pub(super) writes: SmallVec<[usize; 1]>,
+    pub(super) writes: Addresses,
 }
+
+/// The addresses of some tensors.
+pub(super) type Addresses = SmallVec<[usize; 1]>;
 
 impl Seat {
     /// Returns the offer of the member, once it has entered the round.
@@ -156,7 +162,8 @@ mod tests {
 
     fn offer() -> Offer {
         let call = Arc::new(Call::new(Op::Barrier));
-        Offer { call, tensors: RwLock::default(), gives: false, lingers: true, writes: SmallVec::new() }
+        let tensors = Loan::new(Tensors::new());
+        Offer { call, tensors, addresses: SmallVec::new(), gives: false, lingers: true, writes: SmallVec::new() }
     }
 
     /// Starts the walks of two members.

@@ -9,7 +9,7 @@ use super::operation::{Circle, Given, Operation};
 use super::patience::Patience;
 use super::room::Room;
 use super::transfer::Held;
-use super::wire::{Arrived, Wire};
+use super::wire::{Arrived, Data, Wire};
 use super::work::bytes_of;
 use crate::backend::{Call, Fresh, Results};
 use crate::control::{Control, Entered};
@@ -174,15 +174,17 @@ impl Driver {
             let State { wire, mail, .. } = state;
             let wire = wire.as_mut().ok_or(Cause::Returned { rank: state.me })?;
             let kept = if arrived.is_none() { mail.take_message(address) } else { None };
-            let (header, data) = match (&arrived, &kept) {
-                (Some(arrived), _) => (&arrived.header, arrived.data()),
-                (None, Some(kept)) => (&kept.header, &kept.data[..]),
+            let header = match (&arrived, &kept) {
+                (Some(arrived), _) => arrived.header,
+                (None, Some(kept)) => kept.header,
                 (None, None) => return Ok(None),
             };
             if let Some(what) = header.signature.difference(&mine) {
                 return Err(Cause::Mismatch { rank: circle.my_rank(), reference: sender, what });
             }
-            let held = receive(sender, header, data, shape.elem_count(), wire).map_err(|error| circle.failed(error))?;
+            let came = (arrived.as_ref(), kept.as_ref().map_or(&[][..], |kept| &kept.data));
+            let held =
+                receive(sender, &header, came, shape.elem_count(), wire).map_err(|error| circle.failed(error))?;
             let put_back = arrived.map_or(Ok(()), |arrived| wire.put_back(arrived));
             put_back.map_err(|error| circle.failed(error))?;
             Ok(Some(held))
@@ -243,11 +245,11 @@ impl Drop for Driver {
     }
 }
 
-/// Begins to receive a message of `len` elements.
+/// Begins to receive a message of `len` elements, from a letter that has arrived or from data that was kept.
 fn receive(
     from: usize,
     header: &Header,
-    data: &[u8],
+    (arrived, kept): (Option<&Arrived>, &[u8]),
     len: usize,
     wire: &mut Wire,
 ) -> Result<Held, Box<dyn std::error::Error>> {
@@ -257,14 +259,18 @@ fn receive(
     let room = Room::new(header.dtype, len)?;
     let address = room.data();
     let mut held = Held::new(None, Some(room), None);
-    match header.body {
+    if matches!(header.body, Body::Follows(_)) {
         // SAFETY: the room has the bytes that the header tells; the held one keeps it until the transfer is done, or leaves
         // it to MPI.
-        Body::Follows(_) => held.incoming.push(unsafe { wire.receive(from, header, address)? }),
-        // SAFETY: the room is as large as the data.
-        _ if data.len() == header.bytes() => unsafe { address.copy_from_nonoverlapping(data.as_ptr(), data.len()) },
-        _ => return Err(format!("rank {from} sent {} bytes for {}", data.len(), header.bytes()).into()),
+        held.incoming.push(unsafe { wire.receive(from, header, address)? });
+        return Ok(held);
     }
+    let data = arrived.map_or(Data::Here(kept), |arrived| wire.data(arrived));
+    if data.len() != header.bytes() {
+        return Err(format!("rank {from} sent {} bytes for {}", data.len(), header.bytes()).into());
+    }
+    // SAFETY: the room is as large as the data.
+    unsafe { data.copy(0, address, data.len()) };
     Ok(held)
 }
 

@@ -35,6 +35,7 @@ pub use native::Comm;
 pub use sums::Sums;
 
 use super::guards::Guards;
+use super::storage::Operand;
 use super::{Backend, Call, Results, StartedCall, Tensors, overwrite};
 use crate::control::Control;
 use crate::launch::LaunchInfo;
@@ -231,7 +232,7 @@ fn locked(tensors: &[Tensor]) -> Result<(Inputs, Option<Guards<'_>>)> {
     if let Some(device) = devices.into_iter().find(|&device| device != DeviceLocation::Cpu) {
         return Ok((Err(device), None));
     }
-    let guards = Guards::new(&tensors.iter().collect::<SmallVec<[&Tensor; 4]>>());
+    let guards = Guards::new(&tensors.iter().map(Operand::of).collect::<SmallVec<[Operand<'_>; 4]>>());
     let given = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| Given::new(tensor, guard));
     Ok((Ok(given.collect::<Result<_>>()?), Some(guards)))
 }

@@ -77,14 +77,14 @@ impl State {
         while let Some(letter) = wire.next().map_err(failed)? {
             moved = true;
             let Arrived { from, header, .. } = letter;
-            let kept = |letter: &Arrived| Letter { from, header, data: letter.data().to_vec() };
+            let kept = |wire: &Wire| Letter { from, header, data: wire.data(&letter).to_vec() };
             let mut is_wanted = false;
             match header.slot {
                 Slot::Round { number, .. } => {
                     let ticket = (header.group, number);
                     match open.get_mut(&ticket) {
                         Some(of) if !of.done => {
-                            of.operation.take(from, &header, letter.data())?;
+                            of.operation.take(from, &header, wire.data(&letter))?;
                             of.done = of.operation.advance(wire)?;
                             is_wanted = of.done && wanted == Some(Wanted::Collective(ticket));
                             if of.done && of.given_up {
@@ -93,7 +93,7 @@ impl State {
                         }
                         _ => match groups.get(&header.group).filter(|group| number < group.next) {
                             Some(group) => return Err(group.late(*me, from, number, &header.signature)),
-                            None => mail.put(kept(&letter)),
+                            None => mail.put(kept(wire)),
                         },
                     }
                 }
@@ -102,7 +102,7 @@ impl State {
                     if wanted == Some(Wanted::Message(address)) && !mail.has_message(address) {
                         return Ok((true, Some(letter)));
                     }
-                    mail.put(kept(&letter));
+                    mail.put(kept(wire));
                 }
             }
             wire.put_back(letter).map_err(failed)?;

@@ -4,7 +4,7 @@ use super::known::Known;
 use super::mail::Mail;
 use super::plan::Member;
 use super::progress::{Own, Part};
-use super::wire::Wire;
+use super::wire::{Data, Wire};
 use super::work::bytes_of;
 use crate::Cause;
 use crate::backend::Results;
@@ -102,7 +102,7 @@ impl Operation {
             wire.post(circle.ranks[circle.behind()], &header, []).map_err(|error| circle.failed(error))?;
         }
         for letter in mail.take_round(circle.id, number) {
-            operation.take(letter.from, &letter.header, &letter.data)?;
+            operation.take(letter.from, &letter.header, Data::Here(&letter.data))?;
         }
         Ok(operation)
     }
@@ -117,7 +117,7 @@ impl Operation {
     }
 
     /// Handles a message of this collective.
-    pub(super) fn take(&mut self, from: usize, header: &Header, data: &[u8]) -> Result<(), Cause> {
+    pub(super) fn take(&mut self, from: usize, header: &Header, data: Data<'_>) -> Result<(), Cause> {
         self.circle.compare(from, &header.signature, &self.known.signature)?;
         self.confirmed |= from == self.circle.before();
         let Slot::Round { tensor, .. } = header.slot else { return Ok(()) };

@@ -9,7 +9,7 @@
 //! | all_reduce | Bruck's all_gather, then all reduced in rank order; recursive doubling if sums may be reordered | pieces exchanged directly, each reduced in rank order, then gathered |
 //! | all_gather | Bruck: log n messages | each to each, straight into the result |
 //! | reduce_scatter, all_to_all | Bruck: log n messages | each to each |
-//! | broadcast | binomial tree | pieces scattered, then gathered |
+//! | broadcast | binomial tree, while a piece has less than 64 KiB | pieces scattered, then gathered |
 //! | reduce | binomial tree to the root, which reduces in rank order | pieces exchanged, reduced, and gathered by the root |
 //! | gather, scatter | binomial tree | to or from the root directly |
 //! | barrier | dissemination | |
@@ -19,6 +19,10 @@ use super::sums::Sums;
 use crate::backend::{Call, Form, Op, ReduceOp};
 use crate::{Error, Result};
 use smallvec::{SmallVec, smallvec};
+
+/// The least bytes of a piece of a broadcast: n members exchange n² pieces, which takes longer than the log n messages of a
+/// tree if the pieces are small.
+const LEAST_PIECE: usize = 64 << 10;
 
 /// The buffers of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -332,7 +336,8 @@ impl Planner {
         let Member { rank, size } = self.me;
         let is_root = rank == root;
         let whole = Place { buffer: if is_root { Buffer::Input } else { Buffer::Result }, start: 0, len };
-        if size == 2 || self.is_letter(len) {
+        let piece = len.div_ceil(size.max(2) - 1).saturating_mul(self.bytes);
+        if piece < LEAST_PIECE || size == 2 {
             self.tree_broadcast(root, whole);
         } else {
             // The other members reduce the pieces; the root gathers them.

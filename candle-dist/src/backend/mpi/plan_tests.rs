@@ -202,7 +202,7 @@ fn sizes(n: usize, scale: usize) -> Dims {
 
 const WORLDS: std::ops::RangeInclusive<usize> = 2..=16;
 /// Numbers of elements: none, fewer than members, a letter, more than fits a tree of 16, large.
-const LENS: [usize; 6] = [0, 1, 3, 10, LETTER / BYTES, 5 * LETTER / BYTES + 3];
+const LENS: [usize; 7] = [0, 1, 3, 10, LETTER / BYTES, 5 * LETTER / BYTES + 3, 20 * LETTER / BYTES + 3];
 
 fn log2(n: usize) -> usize {
     n.next_power_of_two().ilog2() as usize

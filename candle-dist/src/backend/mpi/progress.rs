@@ -6,7 +6,7 @@ use super::operation::{Circle, Given};
 use super::plan::{Move, Work};
 use super::room::Room;
 use super::transfer::{Held, poll_all};
-use super::wire::{TOGETHER, Wire};
+use super::wire::{Data, TOGETHER, Wire};
 use super::work::{self, Memory};
 use crate::backend::Fresh;
 use crate::{Error, Result};
@@ -75,7 +75,7 @@ impl Part {
     }
 
     /// Handles a message, or keeps it for the step that requests it.
-    pub(super) fn take(&mut self, own: Own<'_>, from: usize, header: &Header, data: &[u8]) -> Result<()> {
+    pub(super) fn take(&mut self, own: Own<'_>, from: usize, header: &Header, data: Data<'_>) -> Result<()> {
         // It is awaited and the first of its sender, so it need not be kept.
         if header.body == Body::Here && !self.early.iter().any(|letter| letter.from == from) {
             let receives = own.receives(self.step);
@@ -156,14 +156,15 @@ impl Part {
     }
 
     /// Writes the data of a message to its places.
-    fn write(&mut self, own: Own<'_>, awaited: &Move, header: &Header, data: &[u8]) -> Result<()> {
+    fn write(&mut self, own: Own<'_>, awaited: &Move, header: &Header, data: Data<'_>) -> Result<()> {
         check(own, awaited, header, Some(data.len()))?;
-        let mut data = data;
+        let mut start = 0;
         for &place in &awaited.places {
-            let (now, later) = data.split_at(place.len * header.dtype.size_in_bytes());
-            // SAFETY: the plan names only places within the memory, and nothing reads this one yet.
-            unsafe { self.memory.write(place, now) };
-            data = later;
+            let bytes = place.len * header.dtype.size_in_bytes();
+            // SAFETY: the data fills the places, as was checked. The plan names only places within the memory, and nothing
+            // reads this one yet.
+            unsafe { data.copy(start, self.memory.at(place), bytes) };
+            start += bytes;
         }
         Ok(())
     }
@@ -185,7 +186,7 @@ impl Part {
             let awaited = &receives[self.awaited.remove(which)];
             let Some(letter) = self.early.remove(at) else { continue };
             if letter.header.body == Body::Here {
-                self.write(own, awaited, &letter.header, &letter.data)?;
+                self.write(own, awaited, &letter.header, Data::Here(&letter.data))?;
                 continue;
             }
             check(own, awaited, &letter.header, None)?;

@@ -28,11 +28,11 @@ pub(super) trait Memory {
     /// # Safety
     /// The bytes lie within the capacity, and the other end does not use them.
     unsafe fn write(&self, at: usize, bytes: &[u8]);
-    /// Reads bytes at an offset.
+    /// Copies `len` bytes at an offset to `to`.
     ///
     /// # Safety
-    /// As for `write`; the bytes have been written.
-    unsafe fn read(&self, at: usize, bytes: &mut [u8]);
+    /// As for `write`; the bytes have been written. `to` has room for them.
+    unsafe fn read(&self, at: usize, to: *mut u8, len: usize);
 }
 
 /// Returns the bytes that a letter of `len` bytes occupies.
@@ -114,11 +114,11 @@ impl<M: Memory> Reader<M> {
         Self { memory, read: 0, written: 0 }
     }
 
-    /// Takes the next letter; returns its length, if there is one.
+    /// Returns the length of the next letter, if there is one. The letter stays until it is [taken](Self::take).
     ///
     /// # Errors
-    /// Returns the length of a letter that is longer than `room`; the letter stays.
-    pub(super) fn pop(&mut self, room: &mut [u8]) -> Result<Option<usize>, u64> {
+    /// Returns a length that no letter can have.
+    pub(super) fn next(&mut self) -> Result<Option<usize>, u64> {
         if self.read == self.written {
             self.written = self.memory.load(Count::Written, Ordering::Acquire);
             if self.read == self.written {
@@ -126,25 +126,41 @@ impl<M: Memory> Reader<M> {
             }
         }
         let mut length = [0; WORD];
-        self.bytes(self.read, &mut length);
+        // SAFETY: a letter begins with its length.
+        unsafe { self.bytes(self.read, length.as_mut_ptr(), WORD) };
         let length = u64::from_ne_bytes(length);
-        let Some(letter) = usize::try_from(length).ok().and_then(|len| room.get_mut(..len)) else {
-            return Err(length);
-        };
-        self.bytes(self.read + WORD as u64, letter);
-        self.read += occupied(letter.len()) as u64;
-        self.memory.store(Count::Read, self.read, Ordering::Release);
-        Ok(Some(letter.len()))
+        let most = self.memory.capacity() - WORD;
+        usize::try_from(length).ok().filter(|&len| len <= most).map(Some).ok_or(length)
     }
 
-    fn bytes(&self, at: u64, bytes: &mut [u8]) {
-        let (start, first) = split(at, bytes.len(), self.memory.capacity());
-        let (before, after) = bytes.split_at_mut(first);
+    /// Copies `len` bytes of the next letter, from `start` on, to `to`.
+    ///
+    /// # Safety
+    /// The next letter has these bytes, and `to` has room for them.
+    pub(super) unsafe fn copy(&self, start: usize, to: *mut u8, len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.bytes(self.read + (WORD + start) as u64, to, len) };
+    }
+
+    /// Takes the next letter, which has `len` bytes: the writer may use its place again.
+    pub(super) fn take(&mut self, len: usize) {
+        self.read += occupied(len) as u64;
+        self.memory.store(Count::Read, self.read, Ordering::Release);
+    }
+
+    /// Copies bytes.
+    ///
+    /// # Safety
+    /// They belong to the next letter, and `to` has room for them.
+    unsafe fn bytes(&self, at: u64, to: *mut u8, len: usize) {
+        let (start, first) = split(at, len, self.memory.capacity());
         // SAFETY: the count of written bytes, which was acquired, covers the whole letter, and the writer leaves it alone
-        // until the count of read bytes says that it may go. This is the only reader.
+        // until the count of read bytes says that it may go. This is the only reader. The rest is the caller's promise.
         unsafe {
-            self.memory.read(start, before);
-            self.memory.read(0, after);
+            self.memory.read(start, to, first);
+            if first < len {
+                self.memory.read(0, to.add(first), len - first);
+            }
         }
     }
 }

@@ -102,18 +102,37 @@ impl Neighbors {
         self.all.iter_mut().for_each(|neighbor| neighbor.waiting.clear());
     }
 
-    /// Moves the next letter to `room`, if one has arrived. The neighbors take turns.
-    pub(super) fn next(&mut self, room: &mut [u8]) -> MpiResult<Option<Came>> {
+    /// Returns the sender and the length of the next letter, if one has arrived. It stays until it is
+    /// [taken](Self::take). The neighbors take turns.
+    pub(super) fn next(&mut self) -> MpiResult<Option<Came>> {
         for _ in 0..self.all.len() {
             let Some(neighbor) = self.all.get_mut(self.next) else { break };
-            let popped = neighbor.reader.pop(room);
-            let popped = popped.map_err(|len| MpiError::new(&format!("a letter of {len} bytes in shared memory")))?;
-            if let Some(len) = popped {
+            let next = neighbor.reader.next();
+            let next = next.map_err(|len| MpiError::new(&format!("a letter of {len} bytes in shared memory")))?;
+            if let Some(len) = next {
                 return Ok(Some(Came { from: neighbor.rank, len }));
             }
             self.next = (self.next + 1) % self.all.len();
         }
         Ok(None)
+    }
+
+    /// Copies `len` bytes of the next letter, from `start` on, to `to`.
+    ///
+    /// # Safety
+    /// [`next`](Self::next) has found a letter with these bytes, which was not taken. `to` has room for them.
+    pub(super) unsafe fn copy(&self, start: usize, to: *mut u8, len: usize) {
+        if let Some(neighbor) = self.all.get(self.next) {
+            // SAFETY: the caller's promise; `next` stops at the neighbor whose letter it finds.
+            unsafe { neighbor.reader.copy(start, to, len) };
+        }
+    }
+
+    /// Takes the next letter, which has `len` bytes.
+    pub(super) fn take(&mut self, len: usize) {
+        if let Some(neighbor) = self.all.get_mut(self.next) {
+            neighbor.reader.take(len);
+        }
     }
 
     /// Frees the memory, together with all its ranks. No letter is under way.
@@ -170,9 +189,9 @@ impl Memory for Ring {
         unsafe { self.letters.add(at).copy_from_nonoverlapping(NonNull::from(bytes).cast(), bytes.len()) };
     }
 
-    unsafe fn read(&self, at: usize, bytes: &mut [u8]) {
+    unsafe fn read(&self, at: usize, to: *mut u8, len: usize) {
         // SAFETY: the caller's promise.
-        unsafe { NonNull::from(&mut *bytes).cast::<u8>().copy_from_nonoverlapping(self.letters.add(at), bytes.len()) };
+        unsafe { to.copy_from_nonoverlapping(self.letters.add(at).as_ptr(), len) };
     }
 }
 

@@ -60,13 +60,45 @@ pub(super) struct Arrived {
     pub(super) header: Header,
     /// The bytes of all.
     len: usize,
-    room: Vec<u8>,
+    /// Its memory; `None` if it lies in the memory that its sender shares, until it is put back.
+    room: Option<Vec<u8>>,
 }
 
-impl Arrived {
-    /// Returns the data that came with the header.
-    pub(super) fn data(&self) -> &[u8] {
-        &self.room[HEADER_BYTES..self.len]
+/// The data of a letter.
+#[derive(Clone, Copy)]
+pub(super) enum Data<'a> {
+    /// In memory of this process.
+    Here(&'a [u8]),
+    /// In memory that its sender shares: so many bytes behind the header.
+    Shared(&'a Neighbors, usize),
+}
+
+impl Data<'_> {
+    pub(super) fn len(self) -> usize {
+        match self {
+            Self::Here(data) => data.len(),
+            Self::Shared(_, len) => len,
+        }
+    }
+
+    /// Copies `len` bytes, from `start` on, to `to`.
+    ///
+    /// # Safety
+    /// The data has these bytes, and `to` has room for them.
+    pub(super) unsafe fn copy(self, start: usize, to: *mut u8, len: usize) {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Here(data) => unsafe { to.copy_from_nonoverlapping(data[start..start + len].as_ptr(), len) },
+            // SAFETY: the caller's promise; the letter has this data behind its header, and was not put back.
+            Self::Shared(neighbors, _) => unsafe { neighbors.copy(HEADER_BYTES + start, to, len) },
+        }
+    }
+
+    pub(super) fn to_vec(self) -> Vec<u8> {
+        let mut data = vec![0; self.len()];
+        // SAFETY: the vector has room for all of it.
+        unsafe { self.copy(0, data.as_mut_ptr(), data.len()) };
+        data
     }
 }
 
@@ -123,9 +155,25 @@ impl Wire {
         Ok(())
     }
 
-    /// Takes the memory of a letter back: receives are opened again while this process waits, or when few are left.
+    /// Returns the data that came with the header of a letter that was not [put back](Self::put_back).
+    pub(super) fn data<'a>(&'a self, letter: &'a Arrived) -> Data<'a> {
+        match (&letter.room, &self.neighbors) {
+            (Some(room), _) => Data::Here(&room[HEADER_BYTES..letter.len]),
+            (None, Some(neighbors)) => Data::Shared(neighbors, letter.len - HEADER_BYTES),
+            (None, None) => Data::Here(&[]),
+        }
+    }
+
+    /// Takes the memory of a letter back: its sender may use it again, or a receive for other letters is opened, while
+    /// this process waits or when few are left.
     pub(super) fn put_back(&mut self, letter: Arrived) -> MpiResult<()> {
-        self.read.push(letter.room);
+        let Some(room) = letter.room else {
+            if let Some(neighbors) = &mut self.neighbors {
+                neighbors.take(letter.len);
+            }
+            return Ok(());
+        };
+        self.read.push(room);
         match self.inbox.len() < ENOUGH.min(self.listening) {
             true => self.listen_again(),
             false => Ok(()),
@@ -142,16 +190,18 @@ impl Wire {
         Ok(())
     }
 
-    /// Returns the next letter, if one has arrived. Its memory must be [put back](Self::put_back).
+    /// Returns the next letter, if one has arrived. It must be [put back](Self::put_back) before the next one.
     pub(super) fn next(&mut self) -> MpiResult<Option<Arrived>> {
-        if let Some(neighbors) = &mut self.neighbors {
-            let mut room = self.read.pop().unwrap_or_else(Self::room);
-            if let Some(Came { from, len }) = neighbors.next(&mut room)? {
-                let header = Header::decode(&room[..len]);
-                let header = header.ok_or_else(|| MpiError::new("a letter without a header"))?;
-                return Ok(Some(Arrived { from, header, len, room }));
-            }
-            self.read.push(room);
+        if let Some(neighbors) = &mut self.neighbors
+            && let Some(Came { from, len }) = neighbors.next()?
+        {
+            let mut header = [0; HEADER_BYTES];
+            let here = len.min(HEADER_BYTES);
+            // SAFETY: the letter has so many bytes, and was not taken.
+            unsafe { neighbors.copy(0, header.as_mut_ptr(), here) };
+            let header = Header::decode(&header[..here]);
+            let header = header.ok_or_else(|| MpiError::new("a letter without a header"))?;
+            return Ok(Some(Arrived { from, header, len, room: None }));
         }
         while let Some((_, request)) = self.inbox.front_mut() {
             let Some(came) = request.test()? else { break };
@@ -163,7 +213,9 @@ impl Wire {
                 if here.len + len != whole.len {
                     return Err(MpiError::new("a letter whose halves do not fit"));
                 }
-                whole.room[here.len..whole.len].copy_from_slice(&room[..len]);
+                if let Some(whole_room) = &mut whole.room {
+                    whole_room[here.len..whole.len].copy_from_slice(&room[..len]);
+                }
                 self.read.push(room);
                 return Ok(Some(whole));
             }
@@ -171,9 +223,9 @@ impl Wire {
             let whole =
                 if header.body == Body::Here { HEADER_BYTES.saturating_add(header.bytes()) } else { HEADER_BYTES };
             if whole <= len || whole > room.len() {
-                return Ok(Some(Arrived { from, header, len, room }));
+                return Ok(Some(Arrived { from, header, len, room: Some(room) }));
             }
-            self.halves.push((came, Arrived { from, header, len: whole, room }));
+            self.halves.push((came, Arrived { from, header, len: whole, room: Some(room) }));
             // Halves of many senders must not use up the open receives.
             let room = self.read.pop().unwrap_or_else(Self::room);
             self.listen(room)?;

@@ -92,7 +92,7 @@ impl Watch {
         match self {
             Self::Thread { world, calls, rank, .. } => {
                 world.check()?;
-                world.begin(*rank, call.clone());
+                world.begin(*rank, call);
                 let inside = Inside::Thread(world, *rank);
                 let compared = calls.compare((group, round), ranks, *rank, call);
                 compared.map(|()| inside).map_err(|cause| self.fail(cause))
