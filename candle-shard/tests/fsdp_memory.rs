@@ -243,12 +243,18 @@ fn bags_of_a_16_bit_table_do_not_widen_the_table() {
 #[test]
 fn a_rank_holds_its_share_of_quantized_weights_within_one_row_of_blocks() {
     let _turn = alone();
+    use GgmlDType::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {
+        holds_its_share(dtype);
+    }
+}
+
+fn holds_its_share(dtype: GgmlDType) {
     const HIDDEN: usize = 512;
     const INNER: usize = 2048;
     let folder = test_utils::Scratch::new("quantized-memory");
     let path = folder.path("w.gguf");
     let random = |shape: (usize, usize)| Tensor::rand(-1f32, 1.0, shape, &Device::Cpu).unwrap();
-    let dtype = GgmlDType::Q4_0;
     let stored = |shape| QTensor::quantize(&random(shape), dtype).unwrap();
     let (up, down) = (stored((INNER, HIDDEN)), stored((HIDDEN, INNER)));
     let mut file = std::fs::File::create(&path).unwrap();
@@ -277,10 +283,10 @@ fn a_rank_holds_its_share_of_quantized_weights_within_one_row_of_blocks() {
             let share = 2 * size / block * HIDDEN * bytes;
             let row = HIDDEN * bytes;
             let names = 4096;
-            assert!(held >= share && held <= share + row + names, "rank {rank} of {ranks}: {held} for {share} + {row}");
+            assert!(held >= share && held <= share + row + names, "{dtype:?}, rank {rank} of {ranks}: {held} for {share} + {row}");
             // While a weight is read, its bytes are there twice at most, besides the buffer of the reader.
             let most = share + share / 2 + row + (256 << 10) + 2 * names;
-            assert!(peak <= most, "rank {rank} of {ranks}: a peak of {peak} for {share}");
+            assert!(peak <= most, "{dtype:?}, rank {rank} of {ranks}: a peak of {peak} for {share}");
             drop((up, down));
         }
     }
