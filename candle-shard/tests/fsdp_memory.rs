@@ -283,7 +283,10 @@ fn holds_its_share(dtype: GgmlDType) {
             let share = 2 * size / block * HIDDEN * bytes;
             let row = HIDDEN * bytes;
             let names = 4096;
-            assert!(held >= share && held <= share + row + names, "{dtype:?}, rank {rank} of {ranks}: {held} for {share} + {row}");
+            assert!(
+                held >= share && held <= share + row + names,
+                "{dtype:?}, rank {rank} of {ranks}: {held} for {share} + {row}"
+            );
             // While a weight is read, its bytes are there twice at most, besides the buffer of the reader.
             let most = share + share / 2 + row + (256 << 10) + 2 * names;
             assert!(peak <= most, "{dtype:?}, rank {rank} of {ranks}: a peak of {peak} for {share}");

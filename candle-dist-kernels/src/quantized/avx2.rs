@@ -28,14 +28,22 @@ impl Avx2 {
     #[inline(always)]
     fn floats_of(self, ints: [__m256i; 2]) -> [__m256; 2] {
         // SAFETY: an `Avx2` exists only where `new` found the instructions.
-        ints.map(
+        each(
+            ints,
             #[inline(always)]
             |x| unsafe { _mm256_cvtepi32_ps(x) },
         )
     }
 }
 
-/// Returns the results of an operation on both vectors.
+/// Returns the results of an operation on both. `array::map` is not always inlined, and outside of a function with the
+/// instructions each of them is a call.
+#[inline(always)]
+fn each<A: Copy, R>(a: [A; 2], f: impl Fn(A) -> R) -> [R; 2] {
+    [f(a[0]), f(a[1])]
+}
+
+/// Returns the results of an operation on both pairs.
 #[inline(always)]
 fn both<A: Copy, B: Copy, R>(a: [A; 2], b: [B; 2], f: impl Fn(A, B) -> R) -> [R; 2] {
     [f(a[0], b[0]), f(a[1], b[1])]
@@ -68,7 +76,8 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn halves(self, from: &[u8; 2 * ROWS]) -> [__m256; 2] {
         // SAFETY: see above.
-        [0, 1].map(
+        each(
+            [0, 1],
             #[inline(always)]
             |i| unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().add(i * ROWS).cast())) },
         )
@@ -77,7 +86,8 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn unsigned(self, from: &[u8; ROWS]) -> [__m256; 2] {
         // SAFETY: see above.
-        self.floats_of([0, 1].map(
+        self.floats_of(each(
+            [0, 1],
             #[inline(always)]
             |i| unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.as_ptr().add(i * ROWS / 2).cast())) },
         ))
@@ -86,7 +96,8 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn signed(self, from: &[u8; ROWS]) -> [__m256; 2] {
         // SAFETY: see above.
-        self.floats_of([0, 1].map(
+        self.floats_of(each(
+            [0, 1],
             #[inline(always)]
             |i| unsafe { _mm256_cvtepi8_epi32(_mm_loadl_epi64(from.as_ptr().add(i * ROWS / 2).cast())) },
         ))
@@ -95,7 +106,8 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn bits(self, chunk: &[u8; CHUNK], right: i32, mask: u8) -> [__m256i; 2] {
         // SAFETY: see above.
-        [0, 1].map(
+        each(
+            [0, 1],
             #[inline(always)]
             |i| unsafe {
                 let chunk = _mm256_loadu_si256(chunk.as_ptr().add(i * CHUNK / 2).cast());
@@ -220,7 +232,8 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn times(self, a: [__m256; 2], factor: f32) -> [__m256; 2] {
         // SAFETY: see above.
-        a.map(
+        each(
+            a,
             #[inline(always)]
             |a| unsafe { _mm256_mul_ps(a, _mm256_set1_ps(factor)) },
         )

@@ -203,3 +203,14 @@ fn operands_that_do_not_fit_are_errors() {
     assert!(QuantizedMatrix::new(floats).unwrap_err().to_string().contains("no type of quantized weights"));
     assert!(Tiles::new(GgmlDType::Q8_0, [1, 64], &[0; 67]).unwrap_err().to_string().contains("67 bytes"));
 }
+
+/// A function of the standard library is compiled without the instructions. Where it is not inlined, each of them is a call,
+/// and a product takes 15 times as long.
+#[test]
+fn instructions_stay_out_of_functions_of_the_standard_library() {
+    for source in [include_str!("avx2.rs"), include_str!("avx512.rs")] {
+        for name in [".map(", "from_fn(", ".iter()", ".zip(", ".fold("] {
+            assert!(!source.contains(name), "{name}");
+        }
+    }
+}
