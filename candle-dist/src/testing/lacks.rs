@@ -19,12 +19,11 @@ const fn nccl(what: &'static str, why: &'static str) -> Lack {
 }
 
 /// What the backends of this crate cannot do. Report it as skipped.
-pub const LACKS: [Lack; 8] = [
+pub const LACKS: [Lack; 7] = [
     nccl("sums in rank order, the same bits on all ranks", "the order of sums is NCCL's own"),
     nccl("16-bit sums accumulate in f32", "NCCL rounds each step"),
     nccl("values are multiplied before they are added", SUMS),
     nccl("factor", SUMS),
-    nccl("min and max propagate NaN", "NaN may get lost"),
     nccl("tensors of i16, i32 and f8e4m3", "candle has no kernels that copy parts of them; refused"),
     nccl("and, or, xor and sums with factors", "NCCL has none; refused"),
     nccl("probes, receives from any rank, monitored barriers", "NCCL has none; unsupported"),

@@ -3,7 +3,7 @@ use super::Case;
 use super::lacks::{dtypes, reduces};
 use super::values::{LENGTHS, assert_same, cuts, fractions, input, reduced, start, values};
 use crate::{RankContext, ReduceOp, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 
 pub(super) const CASES: &[Case] = &[
     Case { name: "reductions of every dtype and op", least: 1, run: every_dtype_and_op },
@@ -133,11 +133,52 @@ fn premultiplied(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
+/// NaN of one rank reaches all ranks, and no other element.
 fn nan(ctx: &RankContext) -> Result<()> {
-    for who in 0..ctx.world_size() {
-        let x = Tensor::new(&[if ctx.rank() == who { f32::NAN } else { 1.0 }], &Device::Cpu)?;
-        for op in [ReduceOp::Min, ReduceOp::Max] {
-            assert!(values(&ctx.group().all_reduce(&x, op)?)?[0].is_nan(), "{op} {who}");
+    let (g, n) = (ctx.group(), ctx.world_size());
+    for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
+        for (who, op) in (0..n).flat_map(|who| [(who, ReduceOp::Min), (who, ReduceOp::Max)]) {
+            // Element i of rank r is r + i; every third one of `who` is NaN, and the first two of rank 0 are infinite.
+            let lost = |i: usize| i % 3 == who % 3;
+            let of = |rank: usize, i: usize| match (rank, i) {
+                _ if rank == who && lost(i) => f64::NAN,
+                (0, 0) => f64::INFINITY,
+                (0, 1) => f64::NEG_INFINITY,
+                _ => (rank + i) as f64,
+            };
+            let len = 2 * n + 1;
+            let x: Vec<f64> = (0..len).map(|i| of(ctx.rank(), i)).collect();
+            let x = Tensor::from_vec(x, len, &Device::Cpu)?.to_dtype(dtype)?.to_device(ctx.device())?;
+            let best = |i: usize| {
+                let all = (0..n).map(|rank| of(rank, i));
+                let best = if op == ReduceOp::Min { all.reduce(f64::min) } else { all.reduce(f64::max) };
+                if lost(i) { f64::NAN } else { best.unwrap_or(0.0) }
+            };
+            let check = |got: &Tensor, first: usize, what: &str| -> Result<()> {
+                for (i, got) in values(got)?.into_iter().enumerate() {
+                    let want = best(first + i);
+                    let is_same = got == want || got.is_nan() && want.is_nan();
+                    assert!(is_same, "{what} {op} {dtype:?}, NaN of {who}, element {i}: {got} instead of {want}");
+                }
+                Ok(())
+            };
+            check(&g.all_reduce(&x, op)?, 0, "all_reduce")?;
+            check(&g.all_reduce_start(&x, op)?.wait()?, 0, "started")?;
+            for got in g.all_reduce_coalesced(&[x.clone(), x.clone()], op)? {
+                check(&got, 0, "coalesced")?;
+            }
+            if let Some(got) = g.reduce(&x, n - 1, op)? {
+                check(&got, 0, "reduce")?;
+            }
+            let even = g.reduce_scatter(&x.narrow(0, 0, 2 * n)?, 0, op)?;
+            check(&even, 2 * g.rank(), "reduce_scatter")?;
+            let mut sizes = vec![2; n];
+            sizes[0] = 3;
+            let uneven = g.reduce_scatter_uneven(&x, 0, &sizes, op)?;
+            check(&uneven, sizes[..g.rank()].iter().sum(), "uneven")?;
+            let place = Var::from_tensor(&x)?;
+            g.all_reduce_in_place(&place, op)?;
+            check(place.as_tensor(), 0, "in place")?;
         }
     }
     Ok(())

@@ -4,6 +4,7 @@ use super::devices;
 use super::errors::check_version;
 use super::handle::library_version;
 use super::lane::Outbox;
+use super::marks;
 use super::rank::{Rank, cuda};
 use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
@@ -275,7 +276,8 @@ impl Backend for NcclBackend {
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
-        if call.device == DeviceLocation::Cpu {
+        // Numbers with marks of NaN need a result beside their place.
+        if call.device == DeviceLocation::Cpu || marks::needed(&call, tensor.dtype()) {
             let made = self.run(call, smallvec![tensor.clone()])?;
             return made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]));
         }

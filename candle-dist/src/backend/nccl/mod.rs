@@ -6,7 +6,7 @@
 //! | | |
 //! |---|---|
 //! | order of sums | NCCL's own, and each step rounds 16-bit floats; the same on all ranks |
-//! | NaN under `Min` and `Max` | may get lost |
+//! | NaN under `Min` and `Max` | propagates; floats cost one byte more for each element, in the same group of calls |
 //! | host tensors | are copied to the GPU and back; use them for small data |
 //! | results of [`recv`](Backend::recv) and scatter | are on this rank's GPU |
 //! | tags | each pair of ranks has a channel per tag, created on first use: use few tags |
@@ -35,6 +35,8 @@ mod handle;
 mod lane;
 #[cfg(feature = "nccl")]
 mod lanes;
+#[cfg(feature = "nccl")]
+mod marks;
 #[cfg(feature = "nccl")]
 mod pools;
 #[cfg(feature = "nccl")]

@@ -1,5 +1,6 @@
 //! Prepares the tensors of a collective in GPU memory, and enqueues NCCL's calls.
 use super::comm::Comm;
+use super::marks;
 use super::plan::{Plan, Span, Transfer};
 use super::rank::cuda;
 use crate::backend::storage::Held;
@@ -7,7 +8,7 @@ use crate::backend::{Call, Fresh, ReduceOp};
 use crate::{Error, Result};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::CudaStorageSlice;
-use candle_core::{CudaDevice, CudaStorage, DType, Shape, Storage, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Shape, Storage, Tensor};
 use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
@@ -22,13 +23,29 @@ pub(super) struct Prepared {
     /// The data to send, which stays alive until the result is returned.
     sent: Sent,
     received: Option<CudaStorage>,
+    /// The marks of NaN that travel with the numbers, and memory for those that come.
+    marks: Option<(CudaStorage, Option<CudaStorage>)>,
     dtype: DType,
 }
 
 enum Sent {
     Nothing,
     Tensor(Tensor),
-    Packed(CudaStorage),
+    Packed { storage: CudaStorage, len: usize },
+}
+
+impl Sent {
+    /// Returns the marks of the numbers to send. Their computation is enqueued on the stream of their device.
+    fn marks(&self) -> Result<Option<CudaStorage>> {
+        match self {
+            Self::Nothing => Ok(None),
+            Self::Tensor(tensor) => {
+                let (storage, layout) = tensor.storage_and_layout();
+                marks::of(CudaStorage::of(&storage)?, layout).map(Some)
+            }
+            Self::Packed { storage, len } => marks::of(storage, &Layout::contiguous(*len)).map(Some),
+        }
+    }
 }
 
 impl Prepared {
@@ -42,11 +59,17 @@ impl Prepared {
             (Some(tensor), None) => Sent::Tensor(tensor.clone()),
             (Some(tensor), Some(moves)) => {
                 let (storage, layout) = tensor.storage_and_layout();
-                Sent::Packed(moves.apply(CudaStorage::of(&storage)?, layout.start_offset())?)
+                let len = tensor.elem_count();
+                Sent::Packed { storage: moves.apply(CudaStorage::of(&storage)?, layout.start_offset())?, len }
             }
         };
-        let received = plan.shape.is_some().then(|| memory(device, plan.received, dtype)).transpose()?;
-        Ok(Self { plan, sent, received, dtype })
+        let memory = |dtype| plan.shape.is_some().then(|| memory(device, plan.received, dtype)).transpose();
+        let marks = match marks::needed(call, dtype) {
+            true => sent.marks()?.map(|marks| Ok::<_, Error>((marks, memory(DType::U8)?))).transpose()?,
+            false => None,
+        };
+        let received = memory(dtype)?;
+        Ok(Self { plan, sent, received, marks, dtype })
     }
 
     /// Enqueues the transfer on `stream`.
@@ -54,16 +77,25 @@ impl Prepared {
         let from = match &self.sent {
             Sent::Nothing => 0,
             Sent::Tensor(tensor) => address_of(tensor),
-            Sent::Packed(storage) => address(storage, 0),
+            Sent::Packed { storage, .. } => address(storage, 0),
         };
-        let to = self.received.as_ref().map_or(0, |storage| address(storage, 0));
-        enqueue(&self.plan.transfer, (from, to), self.dtype, reduce, comm, stream)
+        let start = |storage: &Option<CudaStorage>| storage.as_ref().map_or(0, |storage| address(storage, 0));
+        let numbers = enqueue(&self.plan.transfer, (from, start(&self.received)), self.dtype, reduce, comm, stream);
+        let marks = self.marks.as_ref().map(|(sent, received)| {
+            let places = (address(sent, 0), start(received));
+            enqueue(&self.plan.transfer, places, DType::U8, Some(ReduceOp::Max), comm, stream)
+        });
+        first_error([numbers].into_iter().chain(marks))
     }
 
     /// Returns the result. Unpacking is enqueued on the stream of the tensor's device.
     pub(super) fn land(self) -> Result<Option<Fresh>> {
         let (Some(mut received), Some(shape)) = (self.received, self.plan.shape) else { return Ok(None) };
         written(&mut received);
+        if let Some((_, Some(mut marks))) = self.marks {
+            written(&mut marks);
+            received = marks::apply(&marks, received, self.plan.received)?;
+        }
         let storage = match &self.plan.unpack {
             Some(moves) => moves.apply(&received, 0)?,
             None => received,

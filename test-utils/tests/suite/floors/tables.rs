@@ -84,7 +84,7 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/nccl",
         floors: &[
-            "compare devices errors plan values",
+            "compare devices errors marks plan values",
             "costs handle watch",
             "comm",
             "lanes",
