@@ -85,6 +85,7 @@ mod launch;
 mod link;
 mod mesh;
 mod store;
+mod sums;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod threads;
@@ -102,9 +103,10 @@ pub use freeable::FreeableTensor;
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
+pub use sums::sum_dtype;
 pub use train::{
     ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, PendingGrads, SyncOptions, add_grad,
-    named_vars, round_grads, sum_dtype, sync_module_states, sync_params, verify_parameter_shapes,
+    named_vars, round_grads, sync_module_states, sync_params, verify_parameter_shapes,
 };
 pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};
 pub use world::{RankContext, World, WorldError, init_process_group, panic_message};

@@ -108,7 +108,7 @@ fn run<T: Real, E: Element<Real = T>>(
         );
     };
     if tokens * heads * (dim + width) >= PARALLEL && get_num_threads() > 1 {
-        with_threadpool(|| out.par_chunks_mut(group * width).enumerate().for_each(of_head));
+        with_threadpool(|| out.par_chunks_mut((group * width).max(1)).enumerate().for_each(of_head));
     } else {
         out.chunks_mut((group * width).max(1)).enumerate().for_each(of_head);
     }

@@ -2,7 +2,7 @@
 use super::Cut;
 use crate::backend::Fresh;
 use crate::call::{Call, Dims};
-use crate::{ProcessGroup, Result};
+use crate::{ProcessGroup, Result, sum_dtype};
 use candle_core::Tensor;
 use std::ops::Range;
 use std::panic::Location;
@@ -173,11 +173,19 @@ pub(super) fn sums_of_windows(
         true => None,
         false => Some(placed(&part(&x, dim, &rows)?, &own)?),
     };
+    // 16-bit floats are rounded once, however many windows a row is in.
+    let wide = sum_dtype(x.dtype());
     for (source, part) in got {
         let part = placed(&part, &common(&has[source], &wants[me]))?;
-        sum = Some(sum.map_or(Ok(part.clone()), |sum| sum + part)?);
+        sum = Some(match sum {
+            Some(sum) => (sum.to_dtype(wide)? + part.to_dtype(wide)?)?,
+            None => part,
+        });
     }
     let mut shape = x.dims().to_vec();
     shape[dim] = wants[me].len();
-    Ok(sum.map_or_else(|| Tensor::zeros(shape, x.dtype(), x.device()), |sum| sum.contiguous())?)
+    Ok(match sum {
+        Some(sum) => sum.to_dtype(x.dtype())?.contiguous()?,
+        None => Tensor::zeros(shape, x.dtype(), x.device())?,
+    })
 }

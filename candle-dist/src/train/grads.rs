@@ -1,18 +1,7 @@
-//! The dtype of gradient sums.
-use crate::empty;
+//! Sums of gradients.
+use crate::{empty, sum_dtype};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Result, Tensor, Var};
-
-/// Returns the dtype in which gradients of parameters of `dtype` are summed: f32 for 16-bit floats, otherwise `dtype`.
-///
-/// A sum in 16 bits has an error of 0.3 % over 8 passes and 1 % over 128, which an optimizer with 32-bit weights sees
-/// as a different gradient.
-pub fn sum_dtype(dtype: DType) -> DType {
-    match dtype {
-        DType::F16 | DType::BF16 => DType::F32,
-        dtype => dtype,
-    }
-}
+use candle_core::{Result, Tensor, Var};
 
 /// Adds a gradient to a sum, which holds no graph. Without a sum, starts one.
 ///

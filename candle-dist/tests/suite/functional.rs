@@ -356,6 +356,22 @@ fn windows_send_only_rows_that_a_rank_lacks_and_pad_with_zeros() {
     });
 }
 
+/// The gradients 256, 1, 1 and 1 of a row in four windows are 259, and bf16 rounds that to 260. One after the other, each 1
+/// would be lost.
+#[test]
+fn gradients_of_16_bit_windows_are_rounded_once() {
+    on_ranks(4, "16-bit windows", |ctx| -> Result<()> {
+        let x = Var::ones(1, DType::BF16, &Device::Cpu)?;
+        let windows = Exchange::windows(Cut::new(0, &[1; 4]), vec![0..4; 4]);
+        let seen = windows.apply(x.as_tensor(), ctx.group())?;
+        let factor = if ctx.rank() == 0 { 256.0 } else { 1.0 };
+        let grads = seen.affine(factor, 0.0)?.sum_all()?.backward()?;
+        let grad = grads.get(&x).unwrap();
+        assert_eq!((grad.dtype(), grad.to_dtype(DType::F32)?.to_vec1::<f32>()?), (DType::BF16, vec![260.0]));
+        Ok(())
+    });
+}
+
 #[test]
 fn a_known_result_of_another_shape_is_refused() {
     on_ranks(2, "known result", |ctx| -> Result<()> {

@@ -96,9 +96,12 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
             let mesh = mesh(ctx, &[world])?;
             for (heads @ [queries, kv_heads], cut) in [([4, 2], true), ([3, 3], true), ([6, 1], true), ([4, 2], false)]
             {
-                for (dtype, kept, bound) in
-                    [(DType::F64, DType::F64, 1e-12), (DType::F32, DType::F32, 1e-5), (DType::F32, DType::BF16, 1e-5)]
-                {
+                for (dtype, kept, bound) in [
+                    (DType::F64, [DType::F64; 3], 1e-12),
+                    (DType::F32, [DType::F32; 3], 1e-5),
+                    (DType::F32, [DType::BF16; 3], 1e-5),
+                    (DType::F32, [DType::BF16, DType::F32, DType::F8E4M3], 1e-5),
+                ] {
                     for options in [
                         Attention::default(),
                         Attention::default().scale(0.7).cap(0.5),
@@ -108,8 +111,8 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                         let options = options.causal(true);
                         let what = format!("{heads:?} {cut} {dtype:?} {kept:?} {options:?}");
                         let scale = options.scale.unwrap_or(1.0 / (DIM as f64).sqrt());
-                        let new = || Kept::new(options.window, kept);
-                        let (mut caches, mut alone) = ([new(), new(), new()], [new(), new(), new()]);
+                        let new = || kept.map(|dtype| Kept::new(options.window, dtype));
+                        let (mut caches, mut alone) = (new(), new());
                         let mut past: [Option<[Tensor; 2]>; 3] = [None, None, None];
                         for (step, tokens) in STEPS.iter().enumerate() {
                             let there: Vec<usize> = (0..3).filter(|&text| tokens[text] > 0).collect();
@@ -132,7 +135,9 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                             let mut start = 0;
                             for (&text, part) in there.iter().zip(&parts) {
                                 let [q, k, v] = part;
-                                let rounded = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(kept)?.to_dtype(DType::F64);
+                                let rounded = |x: &Tensor| {
+                                    x.to_dtype(dtype)?.to_dtype(kept[text])?.to_dtype(dtype)?.to_dtype(DType::F64)
+                                };
                                 let [k, v] = [rounded(k)?, rounded(v)?];
                                 let all = match &past[text] {
                                     Some([old_k, old_v]) => {
@@ -217,6 +222,8 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
         let (whole, uneven) = (of(2, 2, DIM, Replicate)?, of(3, 2, DIM, Shard(1))?);
         let (leaf, _) = q.to_var()?;
         let wide = q.to_dtype(DType::F64)?;
+        let [small_q, small_k, small_v] =
+            [q.to_dtype(DType::F8E4M3)?, k.to_dtype(DType::F8E4M3)?, v.to_dtype(DType::F8E4M3)?];
         let mut refuse = |options: &Attention, inputs: [&DTensor; 3], tokens: [usize; 2]| -> Result<()> {
             let texts = caches.iter_mut().zip(tokens);
             let texts = texts.map(|(cache, tokens)| TextTokens { tokens, cache: TextCache::All(cache) }).collect();
@@ -234,6 +241,7 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
         refuse(&causal, [&q, &uneven, &v], [1, 1])?;
         refuse(&causal, [&leaf, &k, &v], [1, 1])?;
         refuse(&causal, [&wide, &k, &v], [1, 1])?;
+        refuse(&causal, [&small_q, &small_k, &small_v], [1, 1])?;
         let mut window = RotatingKvCache::new(2, 3);
         let mut first = KvCache::new(1, 3);
         for cache in [TextCache::Window(&mut window), TextCache::All(&mut first)] {
@@ -255,7 +263,8 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
         "sharded alike",
         "h a multiple of g",
         "gradient",
-        "of one float dtype",
+        "of one dtype",
+        "f16, bf16, f32 or f64",
         "a cache of 3 tokens for a window of None",
         "tokens on dim 1",
         "expected the same layout",

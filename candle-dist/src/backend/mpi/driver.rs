@@ -58,7 +58,7 @@ impl Driver {
 
     /// Runs `change` on the state; its error stops the world.
     fn with<R>(&self, change: impl FnOnce(&mut State) -> Result<R, Cause>) -> Result<R> {
-        let changed = change(&mut self.state.lock());
+        let changed = self.state.lock().changed(change);
         changed.map_err(|cause| self.control.fail(cause))
     }
 

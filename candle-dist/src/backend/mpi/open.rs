@@ -19,6 +19,8 @@ pub(super) struct State {
     pub(super) open: FxHashMap<Ticket, Open>,
     /// The groups of this rank.
     pub(super) groups: FxHashMap<u64, Group>,
+    /// The first error: messages and operations are then in no state to go on from.
+    broken: Option<Cause>,
 }
 
 /// How many of a group's last calls are kept, to name the difference for a late message.
@@ -59,7 +61,20 @@ impl State {
             mail: Mail::default(),
             open: FxHashMap::default(),
             groups: FxHashMap::default(),
+            broken: None,
         }
+    }
+
+    /// Runs `change`, unless an earlier one has failed.
+    ///
+    /// It takes a while until all threads hear that the world has stopped, and none may go on meanwhile.
+    pub(super) fn changed<R>(&mut self, change: impl FnOnce(&mut Self) -> Result<R, Cause>) -> Result<R, Cause> {
+        if let Some(cause) = &self.broken {
+            return Err(cause.clone());
+        }
+        let changed = change(self);
+        self.broken = changed.as_ref().err().cloned();
+        changed
     }
 
     /// Returns the wire and the mail, until the end.
@@ -70,7 +85,7 @@ impl State {
 
     /// Drives MPI and every collective that can advance; returns whether anything moved, and the wanted message.
     pub(super) fn turn(&mut self, wanted: Option<Wanted>) -> Result<(bool, Option<Arrived>), Cause> {
-        let Self { me, wire, mail, open, groups } = self;
+        let Self { me, wire, mail, open, groups, .. } = self;
         let Some(wire) = wire else { return Ok((false, None)) };
         let failed = |error: MpiError| Cause::Failed { rank: *me, message: error.to_string() };
         let mut moved = wire.poll().map_err(failed)?;

@@ -5,7 +5,7 @@ use crate::layout::{Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
 use crate::{Attention, DTensor, Error, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
 use itertools::Itertools;
 use smallvec::smallvec;
@@ -121,9 +121,9 @@ impl Attention {
             }
             _ => None,
         };
-        let dtypes = inputs.iter().all(|x| x.dtype() == query.dtype() && x.dtype().is_float());
+        let dtypes = inputs.iter().all(|x| x.dtype() == query.dtype() && is_computed(x.dtype()));
         let Some(sizes @ [batch, tokens, ..]) = sizes.filter(|_| dtypes) else {
-            let want = "expected [b, h, t, d], [b, g, t, d] and [b, g, t, v] of one float dtype with h a multiple of g";
+            let want = "expected [b, h, t, d], [b, g, t, d] and [b, g, t, v] of one dtype, f16, bf16, f32 or f64, with h a multiple of g";
             return Error::op(OP, format!("{}: {want}", shown()));
         };
         if query.tracked() {
@@ -155,7 +155,7 @@ impl Attention {
         texts: &mut [TextTokens<'_>],
         scale: Scale,
     ) -> Result<Tensor> {
-        let (mut made, mut singles, mut start) = (Vec::new(), Vec::new(), 0);
+        let (mut made, mut singles, mut start) = (Vec::new(), Vec::<[Tensor; 2]>::new(), 0);
         let flush = |singles: &mut Vec<[Tensor; 2]>, end: usize, made: &mut Vec<Tensor>| -> Result<()> {
             if !singles.is_empty() {
                 let query = q.narrow(TOKENS, end - singles.len(), singles.len())?;
@@ -172,7 +172,15 @@ impl Attention {
             if *tokens == 1 && q.dim(0)? == 1 {
                 let seen = self.window.map_or(len, |window| window.min(len));
                 let last = |x: Tensor| if seen == len { Ok(x) } else { x.narrow(TOKENS, len - seen, seen) };
-                singles.push([last(keys)?, last(values)?]);
+                let mut kept = [last(keys)?, last(values)?];
+                if !is_computed(kept[0].dtype()) {
+                    kept = [kept[0].to_dtype(q.dtype())?, kept[1].to_dtype(q.dtype())?];
+                }
+                // A kernel reads one dtype.
+                if singles.last().is_some_and(|[last, _]| last.dtype() != kept[0].dtype()) {
+                    flush(&mut singles, start, &mut made)?;
+                }
+                singles.push(kept);
             } else {
                 flush(&mut singles, start, &mut made)?;
                 let query = q.narrow(TOKENS, start, *tokens)?;
@@ -194,6 +202,11 @@ impl Attention {
             parts => Ok(Tensor::cat(parts, 1)?),
         }
     }
+}
+
+/// Returns whether the kernels compute with this dtype.
+fn is_computed(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
 /// Refuses layouts in which a rank would lack the key heads of its queries. The op sends nothing.

@@ -29,7 +29,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges empty guide hash link readme threads values",
+            "bits call edges empty guide hash link readme sums threads values",
             "comm error",
             "freeable launch tree",
             "control",
@@ -55,7 +55,7 @@ const CANDLE_DIST: &[Folder] = &[
     ),
     Folder {
         path: "backend/local",
-        floors: &["sync", "rounds wait", "members", "mailbox", "rendezvous", "mod"],
+        floors: &["sync", "loan wait", "rounds", "members", "mailbox", "rendezvous", "mod"],
         // A round, a message and the state of the world wait for each other.
         up: &[("mailbox", "rendezvous"), ("members", "rendezvous")],
     },
