@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 use super::element::Element;
 use super::master::{check_gradient, on_master};
 use super::numbers::{Given, Numbers, change_numbers};
-use super::real::Real;
+use super::real::{Real, is_computed};
 use super::row_update::Rule;
 use super::rows::by_blocks;
 use super::{Reading, share_memory};
@@ -34,8 +34,7 @@ pub fn update_all<const N: usize>(
         return Ok(());
     }
     let changed: Vec<&Tensor> = std::iter::once(var).chain(master).chain(states).map(|var| var.as_tensor()).collect();
-    let is_float = |x: &Tensor| matches!(x.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-    if !changed.iter().all(|x| x.device().is_cpu() && x.is_contiguous() && is_float(x)) {
+    if !changed.iter().all(|x| x.device().is_cpu() && x.is_contiguous() && is_computed(x.dtype())) {
         return on_master(name, (var, master), grad, |var, grad| compose(var, states, grad, rule));
     }
     let grad = grad.contiguous()?;

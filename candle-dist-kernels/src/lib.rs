@@ -98,7 +98,7 @@ pub mod parts {
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
     pub use crate::random::launch::{Launch as DrawLaunch, SOURCE as DRAW_SOURCE};
-    pub use crate::real::Real;
+    pub use crate::real::{Real, is_computed};
     pub use crate::renorm::{combine, finish, power_sums, scale_rows};
     pub use crate::row_order::{unique_rows, unique_rows_and_places};
     pub use crate::row_sum::sum_rows;

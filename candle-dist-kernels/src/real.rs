@@ -1,6 +1,11 @@
 //! The scalar functions of the kernels, written so that loops over them vectorize.
 
-use candle_core::{WithDType, cpu::erf::erfc_f64};
+use candle_core::{DType, WithDType, cpu::erf::erfc_f64};
+
+/// Returns whether ops compute with this dtype, in itself or in f32.
+pub fn is_computed(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+}
 
 /// A float compute type.
 pub trait Real: WithDType {

@@ -14,10 +14,10 @@ use rayon::prelude::*;
 /// The number of multiplications from which heads are distributed over threads.
 const PARALLEL: usize = 1 << 18;
 
-/// Attention of one new token of each of several texts over the tokens of its own text, all of which it sees.
+/// Computes the attention of several new tokens. Each belongs to another text, and sees all tokens of that text.
 ///
 /// The query is `[1, heads, texts, dim]`. A text has keys `[1, kv_heads, k, dim]` and values `[1, kv_heads, k, v]`, with
-/// as many tokens `k` as it likes and elements that follow each other in a token; the result is `[1, texts, heads, v]`.
+/// any number of tokens `k`. The elements of a token follow each other; the result is `[1, texts, heads, v]`.
 /// Keys and values may be kept in 16 bits, and are widened while they are read. There is no gradient. What a text gets does
 /// not depend on the other texts. On other devices than the CPU it is computed from candle's operations.
 ///

@@ -221,7 +221,7 @@ fn multiply_panel<O: Element<Real = f32>>(
     }
 }
 
-/// Computes a tile of the result of which `R` rows are multiplied and `size` are kept.
+/// Computes a tile of the result. It multiplies `R` rows, and keeps `size` of them.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply_tile<const R: usize, O: Element<Real = f32>>(

@@ -11,7 +11,7 @@ use crate::rows::vectorised;
 /// The least elements of a panel: as floats they lie in the L2 cache of a core.
 const PANEL: usize = 64 * 1024;
 
-/// The most columns of a panel: with more, widening it costs nothing beside the product.
+/// The most columns of a panel. From this many on, the product takes far longer than the widening of the panel.
 const MOST: usize = 1024;
 
 /// Returns the product of 16-bit matrices that are not empty, computed in f32. The larger operand is widened a panel of

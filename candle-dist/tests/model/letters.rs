@@ -66,7 +66,7 @@ fn pop(reader: &mut Reader<Arc<Checked>>) -> Option<Vec<u8>> {
     let len = reader.next().unwrap()?;
     let mut room = vec![0; len];
     let (first, second) = room.split_at_mut(len / 2);
-    // SAFETY: the letter has so many bytes.
+    // SAFETY: the letter has `len` bytes, and each half of the room has space for its part.
     unsafe {
         reader.copy(0, first.as_mut_ptr(), first.len());
         reader.copy(first.len(), second.as_mut_ptr(), second.len());

@@ -69,7 +69,7 @@ pub(super) struct Arrived {
 pub(super) enum Data<'a> {
     /// In memory of this process.
     Here(&'a [u8]),
-    /// In memory that its sender shares: so many bytes behind the header.
+    /// In memory that the sender shares, behind the header. The number is that of the bytes.
     Shared(&'a Neighbors, usize),
 }
 
@@ -197,7 +197,7 @@ impl Wire {
         {
             let mut header = [0; HEADER_BYTES];
             let here = len.min(HEADER_BYTES);
-            // SAFETY: the letter has so many bytes, and was not taken.
+            // SAFETY: the letter has at least `here` bytes, and was not taken.
             unsafe { neighbors.copy(0, header.as_mut_ptr(), here) };
             let header = Header::decode(&header[..here]);
             let header = header.ok_or_else(|| MpiError::new("a letter without a header"))?;

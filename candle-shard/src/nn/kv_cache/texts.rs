@@ -5,7 +5,7 @@ use crate::layout::{Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
 use crate::{Attention, DTensor, Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_dist::backend::Dims;
 use itertools::Itertools;
 use smallvec::smallvec;
@@ -121,7 +121,7 @@ impl Attention {
             }
             _ => None,
         };
-        let dtypes = inputs.iter().all(|x| x.dtype() == query.dtype() && is_computed(x.dtype()));
+        let dtypes = inputs.iter().all(|x| x.dtype() == query.dtype() && kernels::is_computed(x.dtype()));
         let Some(sizes @ [batch, tokens, ..]) = sizes.filter(|_| dtypes) else {
             let want = "expected [b, h, t, d], [b, g, t, d] and [b, g, t, v] of one dtype, f16, bf16, f32 or f64, with h a multiple of g";
             return Error::op(OP, format!("{}: {want}", shown()));
@@ -173,7 +173,7 @@ impl Attention {
                 let seen = self.window.map_or(len, |window| window.min(len));
                 let last = |x: Tensor| if seen == len { Ok(x) } else { x.narrow(TOKENS, len - seen, seen) };
                 let mut kept = [last(keys)?, last(values)?];
-                if !is_computed(kept[0].dtype()) {
+                if !kernels::is_computed(kept[0].dtype()) {
                     kept = [kept[0].to_dtype(q.dtype())?, kept[1].to_dtype(q.dtype())?];
                 }
                 // A kernel reads one dtype.
@@ -202,11 +202,6 @@ impl Attention {
             parts => Ok(Tensor::cat(parts, 1)?),
         }
     }
-}
-
-/// Returns whether the kernels compute with this dtype.
-fn is_computed(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
 /// Refuses layouts in which a rank would lack the key heads of its queries. The op sends nothing.

@@ -6,7 +6,6 @@ use crate::kernels::{self, Scale};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
-use candle_core::DType;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -31,7 +30,7 @@ impl Attention {
             let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
             return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
         };
-        if !matches!(query.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+        if !kernels::is_computed(query.dtype()) {
             return Error::op("flash_attn", format!("query {}: expected f16, bf16, f32 or f64", query.spec()));
         }
         self.check(batch, queries, keys)?;

@@ -1,8 +1,9 @@
 //! A table `[rows, width]`, cut by rows or by columns.
+use crate::kernels;
 use crate::lookup::Wrong;
 use crate::tables::sparse::RowVar;
 use crate::{Result, ShardedTensor};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
 use std::ops::Range;
@@ -54,7 +55,7 @@ impl Table {
         let &[rows, width] = tensor.dims() else {
             return Err(format!("a table has 2 dims, [rows, width]; got {:?}", tensor.dims()));
         };
-        if !matches!(tensor.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+        if !kernels::is_computed(tensor.dtype()) {
             let dtype = tensor.dtype().as_str();
             return Err(format!("a table of {dtype} has no gradient; cast it to a float dtype of 16 bits or more"));
         }
