@@ -1,5 +1,6 @@
-//! The backend on which tests run: `CANDLE_TEST_BACKEND` is `local` (the default), `nccl`, or `nccl-sim`, which is NCCL
-//! on the simulated driver of `scripts/nccl-sim.sh`. `CANDLE_TEST_WORLD` sets the number of ranks.
+//! The backend on which tests run: `CANDLE_TEST_BACKEND` is `local` (the default), `nccl`, `nccl-sim`, which is NCCL on
+//! the simulated driver of `scripts/nccl-sim.sh`, or `mpi`, where the ranks are the processes that mpirun started (see
+//! `scripts/mpi-suites.sh`). `CANDLE_TEST_WORLD` sets the number of ranks.
 use crate::skip;
 use candle_dist::World;
 use std::env;
@@ -14,10 +15,9 @@ pub fn backend_name() -> &'static str {
     match env::var("CANDLE_TEST_BACKEND").as_deref() {
         Err(_) | Ok("local") => "local",
         Ok("nccl" | "nccl-sim") => "nccl",
-        Ok("mpi") => {
-            panic!("CANDLE_TEST_BACKEND=mpi: tests run as threads; scripts/mpi-test.sh runs those of processes")
-        }
-        Ok(other) => panic!("CANDLE_TEST_BACKEND={other}; use local, nccl or nccl-sim"),
+        Ok("mpi") if cfg!(feature = "mpi") => "mpi",
+        Ok("mpi") => panic!("CANDLE_TEST_BACKEND=mpi needs the cargo feature mpi of test-utils"),
+        Ok(other) => panic!("CANDLE_TEST_BACKEND={other}; use local, mpi, nccl or nccl-sim"),
     }
 }
 
@@ -27,6 +27,28 @@ pub fn backend_name() -> &'static str {
 /// If the backend is unknown.
 pub fn over_nccl() -> bool {
     backend_name() == "nccl"
+}
+
+/// Returns whether ranks are processes, over MPI.
+///
+/// # Panics
+/// If the backend is unknown.
+pub fn over_mpi() -> bool {
+    backend_name() == "mpi"
+}
+
+/// Returns whether ranks are processes. If so, the test is reported as skipped, as by [`skip`]: `why` says what it needs
+/// that ranks share only among threads.
+///
+/// [`skip`]: crate::skip
+///
+/// # Panics
+/// If the backend is unknown.
+pub fn skip_among_processes(why: &str) -> bool {
+    if over_mpi() {
+        skip(why);
+    }
+    over_mpi()
 }
 
 /// Returns the sizes of worlds to test: `sizes` on the host. Over NCCL, it is as many ranks as there are GPUs; if that is
@@ -64,19 +86,6 @@ pub fn has_ranks(size: usize) -> bool {
         skip(&format!("needs {size} ranks, and there are {found}"));
     }
     size <= found
-}
-
-/// Returns a world of threads over the backend, each on a GPU of its own if there are GPUs. It has no deadline; most
-/// tests use [`on_ranks`].
-///
-/// [`on_ranks`]: crate::on_ranks
-///
-/// If there are fewer GPUs, the ranks run on the host, and the test is reported as skipped, as by [`skip`](crate::skip).
-///
-/// # Panics
-/// If the backend is unknown or not in this build.
-pub fn world(size: usize) -> World {
-    open(size).unwrap_or_else(|why| panic!("{why}"))
 }
 
 #[cfg(feature = "nccl")]

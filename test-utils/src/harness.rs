@@ -1,13 +1,15 @@
 //! Runs a closure on several ranks, with a label and a deadline.
-use crate::backend::{self, over_nccl};
-use candle_dist::{RankContext, WorldError, threads};
+use crate::backend;
+#[cfg(feature = "mpi")]
+use crate::processes;
+use candle_dist::{RankContext, World, WorldError, threads};
 use parking_lot::{Condvar, Mutex};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The stack size of a rank's thread. candle walks graphs recursively.
-const STACK_BYTES: usize = 256 << 20;
+pub(crate) const STACK_BYTES: usize = 256 << 20;
 
 /// A world for a test, with a number of ranks, a label and a deadline.
 ///
@@ -34,12 +36,19 @@ struct Board<T> {
 impl Ranks {
     /// Creates a world of `world` ranks. `label` names the test case in failures.
     pub fn new(world: usize, label: impl Into<String>) -> Self {
-        Self { world, label: label.into(), deadline: Duration::from_secs(if over_nccl() { 600 } else { 120 }) }
+        let seconds = match backend::backend_name() {
+            "nccl" => 600,
+            "mpi" => 300,
+            _ => 120,
+        };
+        Self { world, label: label.into(), deadline: Duration::from_secs(seconds) }
     }
 
-    /// Sets how long the whole run may take; two minutes by default, and ten over NCCL, which may be simulated.
+    /// Sets how long the whole run may take; two minutes by default, five over MPI, and ten over NCCL, which may be
+    /// simulated.
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
+        // Processes share the cores, and their worlds take longer to open.
+        self.deadline = if backend::over_mpi() { deadline * 6 } else { deadline };
         self
     }
 
@@ -52,15 +61,40 @@ impl Ranks {
         E: Display,
         F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
     {
-        let fail = |rank, message: String| WorldError { rank, message: format!("[{}] {message}", self.label) };
+        let f = Arc::new(f);
+        #[cfg(feature = "mpi")]
+        if backend::over_mpi() {
+            let on_rank = |ctx| self.on(vec![ctx], &f).map(|mut results| results.remove(0));
+            return processes::run(&self, || self.among_threads(World::local(self.world), &f), on_rank);
+        }
+        let world = backend::open(self.world).map_err(|message| self.fail(0, message))?;
+        self.among_threads(world, &f)
+    }
+
+    /// Runs `f` on the ranks of a world that are threads of this process.
+    pub(crate) fn among_threads<T, E, F>(&self, world: World, f: &Arc<F>) -> Result<Vec<T>, WorldError>
+    where
+        T: Send + 'static,
+        E: Display,
+        F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
+    {
         // SAFETY: tests run one at a time, and the thread of the test program only waits for them.
         unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
-        let world = backend::open(self.world).map_err(|message| fail(0, message))?;
-        let ranks = world.timeout(self.deadline).into_ranks().map_err(|e| fail(0, e.to_string()))?;
-        let board = Board { results: (0..self.world).map(|_| None).collect(), ended: 0, first_failure: None };
+        let ranks = world.timeout(self.deadline).into_ranks().map_err(|e| self.fail(0, e.to_string()))?;
+        self.on(ranks, f)
+    }
+
+    /// Runs `f` on these ranks, each on a thread of its own, and returns their results in this order.
+    pub(crate) fn on<T, E, F>(&self, ranks: Vec<RankContext>, f: &Arc<F>) -> Result<Vec<T>, WorldError>
+    where
+        T: Send + 'static,
+        E: Display,
+        F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
+    {
+        let numbers: Vec<usize> = ranks.iter().map(RankContext::rank).collect();
+        let board = Board { results: numbers.iter().map(|_| None).collect(), ended: 0, first_failure: None };
         let shared = Arc::new((Mutex::new(board), Condvar::new()));
-        let f = Arc::new(f);
-        for ctx in ranks {
+        for (nth, ctx) in ranks.into_iter().enumerate() {
             let (shared, f, rank) = (shared.clone(), f.clone(), ctx.rank());
             let work = move || {
                 let blame = |rank: usize, message: &str| {
@@ -69,32 +103,94 @@ impl Ranks {
                 };
                 let result = ctx.run(|ctx| f(ctx), blame);
                 let mut board = shared.0.lock();
-                board.results[rank] = result;
+                board.results[nth] = result;
                 board.ended += 1;
                 shared.1.notify_all();
             };
             let thread = std::thread::Builder::new().name(format!("rank {rank}")).stack_size(STACK_BYTES).spawn(work);
-            thread.map_err(|e| fail(rank, format!("no thread: {e}")))?;
+            thread.map_err(|e| self.fail(rank, format!("no thread: {e}")))?;
         }
         let until = Instant::now() + self.deadline;
         let mut board = shared.0.lock();
-        while board.ended < self.world {
-            if shared.1.wait_until(&mut board, until).timed_out() && board.ended < self.world {
-                let late: Vec<usize> = (0..self.world).filter(|&r| board.results[r].is_none()).collect();
-                return Err(fail(late[0], format!("ranks {late:?} still run after {:?}", self.deadline)));
+        while board.ended < numbers.len() {
+            if shared.1.wait_until(&mut board, until).timed_out() && board.ended < numbers.len() {
+                let late = numbers.iter().zip(&board.results).filter(|(_, result)| result.is_none());
+                let late: Vec<usize> = late.map(|(&rank, _)| rank).collect();
+                return Err(self.fail(late[0], format!("ranks {late:?} {} {:?}", Self::LATE, self.deadline)));
             }
         }
         if let Some(failure) = board.first_failure.take() {
-            return Err(fail(failure.rank, failure.message));
+            return Err(self.fail(failure.rank, failure.message));
         }
-        board.results.iter_mut().enumerate().map(|(r, v)| v.take().ok_or_else(|| fail(r, "no result".into()))).collect()
+        let results = board.results.iter_mut().zip(&numbers);
+        results.map(|(result, &rank)| result.take().ok_or_else(|| self.fail(rank, "no result".into()))).collect()
+    }
+
+    /// What the error says of ranks that run at the deadline.
+    pub(crate) const LATE: &'static str = "still run after";
+
+    /// Returns an error of a rank, with the label.
+    pub(crate) fn fail(&self, rank: usize, message: String) -> WorldError {
+        WorldError { rank, message: format!("[{}] {message}", self.label) }
+    }
+
+    /// Returns the number of ranks.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn world(&self) -> usize {
+        self.world
+    }
+
+    /// Returns the label.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// Returns how long the run may take.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn until_late(&self) -> Duration {
+        self.deadline
+    }
+}
+
+/// A world of a test whose closure borrows; see [`world`].
+#[derive(Debug, Clone, Copy)]
+pub struct TestWorld {
+    size: usize,
+}
+
+/// Returns a world over the backend, each rank on a GPU of its own if there are GPUs. It has no deadline but that of
+/// each call; most tests use [`on_ranks`].
+///
+/// If there are fewer GPUs, the ranks run on the host, and the test is reported as skipped, as by [`skip`](crate::skip).
+pub fn world(size: usize) -> TestWorld {
+    TestWorld { size }
+}
+
+impl TestWorld {
+    /// Runs `f` on every rank, as [`World::run`] does.
+    ///
+    /// # Panics
+    /// If the backend is unknown or not in this build.
+    pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
+    where
+        T: Send + 'static,
+        E: Display + Send,
+        F: Fn(&RankContext) -> Result<T, E> + Sync,
+    {
+        #[cfg(feature = "mpi")]
+        if backend::over_mpi() {
+            let ranks = Ranks::new(self.size, std::thread::current().name().unwrap_or("a test"));
+            return processes::run(&ranks, || World::local(self.size).run(&f), |ctx| processes::on_rank(ctx, &f));
+        }
+        backend::open(self.size).unwrap_or_else(|why| panic!("{why}")).run(f)
     }
 }
 
 /// Runs `f` on `world` ranks and panics with the first failure. Most tests use this.
 ///
 /// # Panics
-/// If a rank fails or panics, or if the run takes more than two minutes, or ten over NCCL.
+/// If a rank fails or panics, or if the run takes more than two minutes, five over MPI, or ten over NCCL.
 pub fn on_ranks<T, E, F>(world: usize, label: &str, f: F) -> Vec<T>
 where
     T: Send + 'static,

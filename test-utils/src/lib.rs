@@ -6,6 +6,8 @@ mod job;
 mod leaf;
 mod memory;
 pub mod model_args;
+#[cfg(feature = "mpi")]
+mod processes;
 pub mod reference;
 pub mod reference_mlp;
 pub mod reference_moe;
@@ -17,9 +19,9 @@ mod subtests;
 mod sweep;
 pub mod toy;
 
-pub use backend::{backend_name, has_ranks, over_nccl, world, worlds};
+pub use backend::{backend_name, has_ranks, over_mpi, over_nccl, skip_among_processes, worlds};
 pub use converter::DTensorConverter;
-pub use harness::{Ranks, on_ranks};
+pub use harness::{Ranks, TestWorld, on_ranks, world};
 pub use job::{Job, Outcome};
 pub use leaf::{Lay, Leaf, block, device_of, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
 pub use memory::stays_flat;

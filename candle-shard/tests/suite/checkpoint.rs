@@ -49,7 +49,7 @@ fn distributed(mesh: &DeviceMesh) -> Result<Vec<(String, DTensor)>> {
 #[test]
 fn what_is_saved_on_one_mesh_is_loaded_on_any_other() {
     for saved_on in MESHES {
-        let folder = Scratch::new("round-trip");
+        let folder = Scratch::of_ranks("round-trip");
         let path = folder.path("saved");
         let at = path.clone();
         on_ranks(saved_on.iter().product(), "save", move |ctx| -> Result<()> {
@@ -88,7 +88,7 @@ fn what_is_saved_on_one_mesh_is_loaded_on_any_other() {
 
 #[test]
 fn explicit_sizes_are_saved_and_a_new_checkpoint_takes_the_place_of_an_old_one() {
-    let folder = Scratch::new("again");
+    let folder = Scratch::of_ranks("again");
     let path = folder.path("saved");
     on_ranks(4, "again", move |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2, 2])?;
@@ -108,7 +108,7 @@ fn explicit_sizes_are_saved_and_a_new_checkpoint_takes_the_place_of_an_old_one()
 #[test]
 fn an_export_is_one_ordinary_file() {
     for shape in MESHES {
-        let folder = Scratch::new("export");
+        let folder = Scratch::of_ranks("export");
         let path = folder.path("whole.safetensors");
         let at = path.clone();
         on_ranks(shape.iter().product(), "export", move |ctx| -> Result<()> {
@@ -127,7 +127,7 @@ fn an_export_is_one_ordinary_file() {
 
 #[test]
 fn a_failure_on_one_rank_is_the_same_error_on_all() {
-    let folder = Scratch::new("failures");
+    let folder = Scratch::of_ranks("failures");
     let path = folder.path("saved");
     fs::create_dir_all(folder.path("taken/by-other-files")).unwrap();
     let (taken, out) = (folder.path("taken"), folder.path("no/such/folder"));
@@ -233,7 +233,7 @@ fn a_checkpoint_of_a_newer_format_is_refused() {
 
 #[test]
 fn an_index_and_files_that_disagree_are_refused() {
-    let folder = Scratch::new("damage");
+    let folder = Scratch::of_ranks("damage");
     let path = folder.path("saved");
     let at = path.clone();
     on_ranks(2, "damage", move |ctx| -> Result<()> {
@@ -241,6 +241,8 @@ fn an_index_and_files_that_disagree_are_refused() {
         let x = DTensor::distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Shard(0)])?;
         checkpoint::save(&at, &mesh, &[("x", x)])
     });
+    let folder = folder.copy();
+    let path = folder.path("saved");
     let index = path.join("checkpoint.json");
     let text = fs::read_to_string(&index).unwrap();
     let compact: String = text.split_whitespace().collect();

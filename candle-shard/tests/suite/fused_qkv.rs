@@ -197,7 +197,7 @@ fn whole_weights_are_read_by_segments() {
 
 #[test]
 fn a_checkpoint_is_taken_up_on_another_number_of_ranks() {
-    let folder = Scratch::new("fused-qkv-checkpoint");
+    let folder = Scratch::of_ranks("fused-qkv-checkpoint");
     let path = folder.path("checkpoint");
     let build = |ctx: &RankContext, seed: u64| -> Result<(Attention, Parameters)> {
         let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;

@@ -6,7 +6,8 @@ use itertools::Itertools;
 
 /// The number of cases with an input in even, uneven or empty pieces, or in strided memory.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Covered {
+#[cfg_attr(feature = "mpi", derive(serde::Serialize, serde::Deserialize))]
+pub(crate) struct Covered {
     pub(super) even: usize,
     pub(super) uneven: usize,
     pub(super) empty: usize,

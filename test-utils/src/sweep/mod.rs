@@ -117,6 +117,9 @@ pub fn sweep_in(dtypes: &[DType], family: &str, cases: Vec<Case>) {
     }
 }
 
+/// How the cases ended on a rank, with their names, and what they covered.
+pub(crate) type Outcomes = (Vec<(String, Outcome)>, Covered);
+
 /// Runs all cases on one mesh. Returns how many were equal, and their coverage.
 fn sweep_mesh(
     (family, dtype): (&str, DType),
@@ -124,7 +127,7 @@ fn sweep_mesh(
     (nth, shape): (usize, &'static [usize]),
 ) -> (usize, Covered) {
     let cases = cases.clone();
-    let ranks = on_ranks(shape.iter().product(), family, move |ctx| -> Result<(Vec<(String, Outcome)>, Covered)> {
+    let ranks = on_ranks(shape.iter().product(), family, move |ctx| -> Result<Outcomes> {
         let mesh = mesh(ctx, shape)?;
         let (mut outcomes, mut covered) = (Vec::new(), Covered::default());
         for case in cases.iter() {

@@ -44,7 +44,8 @@ impl Reference {
 
 /// How one case ended on this rank.
 #[derive(Clone, PartialEq, Debug)]
-pub(super) enum Outcome {
+#[cfg_attr(feature = "mpi", derive(serde::Serialize, serde::Deserialize))]
+pub(crate) enum Outcome {
     Equal,
     Refused(String),
     Wrong(String),

@@ -6,6 +6,7 @@ mod dependencies;
 mod floors;
 mod mix;
 mod mlp;
+mod processes;
 mod reference;
 mod thread_locals;
 mod transformer;

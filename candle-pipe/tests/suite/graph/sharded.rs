@@ -1,7 +1,6 @@
 //! Tensor-parallel modules inside stages.
 use crate::graph::common::numbers;
 use candle_core::{DType, Device, Tensor};
-use candle_dist::World;
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::{
     Activation, EqualCount, Gradient, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions,
@@ -10,6 +9,7 @@ use candle_pipe::{
 use candle_shard::nn::{Linear, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
+use test_utils::world;
 
 type Builder = PipeBuilder<ShardedVarBuilder>;
 
@@ -39,7 +39,7 @@ fn declare() -> Builder {
 
 /// The loss and the whole gradients by name.
 fn step(ranks: usize, stages: usize, keep: Keep, split_backward: bool) -> Vec<(String, Tensor)> {
-    let run = World::local(ranks).run(move |ctx| -> Result<Vec<(String, Tensor)>> {
+    let run = world(ranks).run(move |ctx| -> Result<Vec<(String, Tensor)>> {
         let mesh = ctx.mesh(&[("tp", ranks)])?;
         let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
         let vb = ShardedVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
@@ -81,7 +81,7 @@ fn stages_of_sharded_layers() {
 
 #[test]
 fn weights_of_sharded_layers_wait() {
-    let run = World::local(2).run(|ctx| -> Result<()> {
+    let run = world(2).run(|ctx| -> Result<()> {
         let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
         let vb = ShardedVarBuilder::fresh(5, &ctx.mesh(&[("tp", 2)])?, plan, DType::F64, &Device::Cpu)?;
         let stage = declare().finish(EqualCount(1))?.build_stage(0, &vb, &Device::Cpu)?;

@@ -54,7 +54,7 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
         return;
     }
     let options = |reshard_after_forward| FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
-    let dir = Scratch::new("fsdp-stale");
+    let dir = Scratch::of_ranks("fsdp-stale");
     for reshard_after_forward in [false, true] {
         let path = dir.path(reshard_after_forward.to_string());
         world(2)

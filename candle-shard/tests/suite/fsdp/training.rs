@@ -86,7 +86,7 @@ fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
     if !has_ranks(4) {
         return;
     }
-    let dir = Scratch::new("fsdp-checkpoint");
+    let dir = Scratch::of_ranks("fsdp-checkpoint");
     let run = |axes: &[(&str, usize)], from: Option<&Path>, to: Option<&Path>| {
         let ranks = axes.iter().map(|(_, size)| size).product();
         let losses = world(ranks).run(|ctx| -> Result<Vec<f64>> {

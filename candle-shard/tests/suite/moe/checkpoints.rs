@@ -6,7 +6,7 @@ use test_utils::{Scratch, distance, on_ranks};
 
 #[test]
 fn experts_of_one_mesh_load_on_another() {
-    let scratch = Scratch::new("moe-checkpoint");
+    let scratch = Scratch::of_ranks("moe-checkpoint");
     let path = scratch.path("saved");
     let options = |sizes: Option<Vec<usize>>| config(5, 2).bias(true).shared_hidden(3).expert_sizes(sizes);
     let saved = path.clone();

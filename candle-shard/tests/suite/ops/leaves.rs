@@ -3,7 +3,7 @@ use crate::common::*;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ReduceOp, World};
 use candle_shard::{DTensor, Partial, Replicate, Result, Shard, compare_operands};
-use test_utils::on_ranks;
+use test_utils::{on_ranks, world};
 
 #[test]
 fn a_gradient_that_distribute_would_lose_is_refused() {
@@ -86,7 +86,7 @@ fn operands_that_differ_are_found_where_that_is_asked_for() {
     ];
     for differ in [false, true] {
         for beside in uses {
-            let ran = World::local(2).run(|ctx| -> Result<()> {
+            let ran = world(2).run(|ctx| -> Result<()> {
                 let mesh = mesh(ctx, &[2])?;
                 let x = DTensor::ones(4, DType::F64, &Device::Cpu, &mesh, &[Shard(0)])?;
                 let mine = Tensor::full(if differ { ctx.rank() as f64 } else { 1.0 }, 4, &Device::Cpu)?;

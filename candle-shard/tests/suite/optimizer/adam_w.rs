@@ -78,7 +78,7 @@ fn steps_are_those_of_candle() {
 #[test]
 fn a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
     for shape in MESHES {
-        let folder = Scratch::new("training");
+        let folder = Scratch::of_ranks("training");
         let path = folder.path("step-3");
         let at = path.clone();
         let ended = on_ranks(shape.iter().product(), "train", move |ctx| -> Result<_> {
@@ -130,7 +130,7 @@ fn master_weights_follow_32_bits_and_are_taken_up_on_any_mesh() {
     };
     let largest = |a: &[f64], b: &[f64]| a.iter().zip_eq(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
     for shape in MESHES {
-        let folder = Scratch::new("master-weights");
+        let folder = Scratch::of_ranks("master-weights");
         let path = folder.path("saved");
         let (at, steps) = (path.clone(), steps.clone());
         let saved = on_ranks(shape.iter().product(), "train", move |ctx| -> Result<_> {
@@ -176,7 +176,7 @@ fn master_weights_follow_32_bits_and_are_taken_up_on_any_mesh() {
 
 #[test]
 fn the_largest_number_of_steps_does_not_overflow() {
-    let scratch = Scratch::new("steps");
+    let scratch = Scratch::of_ranks("steps");
     let path = scratch.path("state");
     on_ranks(2, "steps", move |ctx| -> Result<()> {
         let model = Model::new(ctx, &[2], 1)?;

@@ -9,7 +9,7 @@ use test_utils::{Scratch, on_ranks};
 /// Ranks of the group were mixed up with ranks of the world.
 #[test]
 fn fault_j_groups_that_are_not_the_world_work_everywhere() {
-    let folder = Scratch::new("fault-j");
+    let folder = Scratch::of_ranks("fault-j");
     let path = folder.path("saved");
     on_ranks(5, "fault j", move |ctx| -> Result<()> {
         const MEMBERS: [usize; 3] = [4, 1, 2];

@@ -28,7 +28,7 @@ fn spec(whole: &Tensor, world: usize, nth: usize) -> ShardingSpec {
 fn what_is_saved_under_one_spec_is_loaded_under_any_other() {
     for saved_on in 1..=4 {
         for turn in [0, 3, 7] {
-            let folder = Scratch::new("state");
+            let folder = Scratch::of_ranks("state");
             let path = folder.path("saved");
             let at = path.clone();
             on_ranks(saved_on, "save", move |ctx| -> Result<()> {
@@ -68,7 +68,7 @@ fn what_is_saved_under_one_spec_is_loaded_under_any_other() {
 
 #[test]
 fn sharded_tensors_and_distributed_ones_share_checkpoints() {
-    let folder = Scratch::new("shared");
+    let folder = Scratch::of_ranks("shared");
     let paths: [PathBuf; 2] = [folder.path("sharded"), folder.path("distributed")];
     let whole = values(&[7, 5], 1, DType::F32);
     on_ranks(3, "shared", move |ctx| -> Result<()> {
@@ -91,7 +91,7 @@ fn sharded_tensors_and_distributed_ones_share_checkpoints() {
 
 #[test]
 fn a_rank_reads_its_own_shards_alone() {
-    let folder = Scratch::new("bytes");
+    let folder = Scratch::of_ranks("bytes");
     let path = folder.path("saved");
     on_ranks(2, "bytes", move |ctx| -> Result<()> {
         let group = ctx.group();
@@ -109,7 +109,7 @@ fn a_rank_reads_its_own_shards_alone() {
 
 #[test]
 fn a_failure_on_one_rank_is_the_same_error_on_all() {
-    let folder = Scratch::new("failures");
+    let folder = Scratch::of_ranks("failures");
     let path = folder.path("saved");
     fs::create_dir_all(folder.path("taken/by-other-files")).unwrap();
     let (taken, out) = (folder.path("taken"), folder.path("no/such/folder"));
