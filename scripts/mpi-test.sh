@@ -11,38 +11,15 @@ for tool in mpirun mpicc pgrep pkill; do
     fi
 done
 
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 RUST_BACKTRACE=0
-# Building the tests of a program builds all programs.
-built=$(cargo test --workspace --features mpi --test mpi --test launched --no-run --message-format json |
+. scripts/mpi-launch.sh
+export RUST_BACKTRACE=0
+# Building the tests of a program builds all programs. The features are those of the tests in .ci/run.
+built=$(cargo test --features mpi --test mpi --test launched --no-run --message-format json |
     grep -o '"executable":"[^"]*"' | cut -d'"' -f4) || exit 1
 # built NAME: the path of the executable with this name.
 built() { echo "$built" | grep -E "/$1(-[0-9a-f]{16})?$"; }
 program=$(built mpi)
-oversubscribe=()
-if mpirun --version | grep -q "Open MPI"; then oversubscribe=(--oversubscribe); fi
 failed=0
-
-# launched SECONDS ARGUMENT...: runs mpirun with these arguments and prints its output. Returns its status, 124 if it took
-# longer, or 125 if it hung although no rank was left: the PMIx library of some versions deadlocks when mpirun ends.
-launched() {
-    local seconds=$1 launcher began=$SECONDS alone=$SECONDS looks=0
-    shift
-    exec 3<&0 # a command in the background would read nothing otherwise
-    mpirun "${oversubscribe[@]}" "$@" <&3 &
-    launcher=$!
-    exec 3<&-
-    while kill -0 "$launcher" 2>/dev/null; do
-        if ((++looks % 20 == 0)) && pgrep -P "$launcher" >/dev/null; then alone=$SECONDS; fi
-        if ((SECONDS - began > seconds || SECONDS - alone > 30)); then
-            pkill -KILL -P "$launcher"
-            kill -KILL "$launcher"
-            wait "$launcher" 2>/dev/null
-            return $((SECONDS - alone > 30 ? 125 : 124))
-        fi
-        sleep 0.05
-    done
-    wait "$launcher"
-}
 
 # on RANKS ARGUMENT...: runs the program for at most ten minutes. Its input is the file $input, its output is in $out, and
 # its status in $status.
@@ -70,6 +47,39 @@ verdict() {
     fi
 }
 
+# Scenarios spend most of their time waiting: for mpirun, for a timeout, for a rank that is silent. So several run at a
+# time, and `settle` prints their verdicts in order.
+slots=$(($(nproc) + 1)) said=$(mktemp -d) asked=0
+trap 'rm -rf "$said"' EXIT
+# aside COMMAND...: runs a command that ends in a verdict, beside others.
+aside() {
+    while [ "$(jobs -rp | wc -l)" -ge "$slots" ]; do wait -n; done
+    asked=$((asked + 1))
+    "$@" >"$said/$asked" 2>&1 &
+}
+settle() {
+    wait
+    for ((nth = 1; nth <= asked; nth++)); do
+        # A scenario without a verdict has failed, too.
+        grep -qE "^(ok|FAILED) " "$said/$nth" || echo "FAILED  scenario $nth" >>"$said/$nth"
+        cat "$said/$nth"
+        failed=$((failed + $(grep -c "^FAILED " "$said/$nth")))
+    done
+    asked=0
+}
+# scenario NAME RANKS ARGUMENT... -- CONDITION...: what the program does on these ranks, and what must hold then.
+scenario() {
+    local name=$1 ranks=$2 arguments=()
+    shift 2
+    while [ "$1" != -- ]; do
+        arguments+=("$1")
+        shift
+    done
+    shift
+    on "$ranks" "${arguments[@]}"
+    verdict "$name" "$@"
+}
+
 # heard_by RANKS TEXT: this many ranks got the same error, which contains the text, and mpirun failed in time.
 heard_by() {
     local lines
@@ -80,7 +90,7 @@ heard_by() {
 passed() { [ "$status" -eq 0 ]; }
 ended() { [ "$status" -ne 0 ] && [ "$status" -ne 124 ]; }
 
-out=$(timeout 900 cargo test --workspace --features mpi --lib backend::mpi -- --test-threads 1 2>&1)
+out=$(timeout 900 cargo test --features mpi --lib backend::mpi -- --test-threads 1 2>&1)
 status=$?
 verdict "the unit tests of the backend" passed
 for ranks in 2 4 8; do
@@ -112,46 +122,35 @@ on 2 dropped
 verdict "a finished call that is dropped frees its memory" passed
 # port: a port that is likely to be free, for starts that need one.
 port() { echo $((20000 + RANDOM % 10000)); }
-on 3 begin order "$(port)"
-verdict "the launcher's ranks in another order than MPI's" heard_by 3 "start all ranks with one mpirun"
+aside scenario "the launcher's ranks in another order than MPI's" 3 begin order "$(port)" -- \
+    heard_by 3 "start all ranks with one mpirun"
 for ranks in 2 3; do
-    on "$ranks" begin level "$(port)"
-    verdict "an MPI for one thread on one of $ranks ranks" heard_by "$ranks" "start it with MPI_THREAD_MULTIPLE"
-    on "$ranks" begin missing "$(port)"
-    verdict "a communicator that one of $ranks ranks does not give" heard_by "$ranks" "pass its communicator to the backend"
-    on "$ranks" begin settings "$(port)"
-    verdict "other settings on one of $ranks ranks" heard_by "$ranks" "most_bytes 1048576"
-    on "$ranks" begin range "$(port)"
-    verdict "messages that are too small on one of $ranks ranks" heard_by "$ranks" "messages of 1 bytes"
+    begin() { aside scenario "$1 on one of $ranks ranks" "$ranks" begin "$2" "$(port)" -- heard_by "$ranks" "$3"; }
+    begin "an MPI for one thread" level "start it with MPI_THREAD_MULTIPLE"
+    begin "a communicator that is not given" missing "pass its communicator to the backend"
+    begin "other settings" settings "most_bytes 1048576"
+    begin "messages that are too small" range "messages of 1 bytes"
 done
 for ranks in 2 4 8; do
-    on "$ranks" device
-    verdict "a tensor on a GPU on $ranks ranks" heard_by "$ranks" "on Cuda { gpu_id: 0 } over MPI; move them"
-    for failure in op shape dtype reduction form; do
-        on "$ranks" differ "$failure"
-        verdict "another $failure on $ranks ranks" heard_by "$ranks" "($failure"
-    done
+    aside scenario "a tensor on a GPU on $ranks ranks" "$ranks" device -- \
+        heard_by "$ranks" "on Cuda { gpu_id: 0 } over MPI; move them"
+    differ() { aside scenario "another $1 on $ranks ranks" "$ranks" differ "$1" -- heard_by "$ranks" "$2"; }
+    for failure in op shape dtype reduction form; do differ "$failure" "($failure"; done
     for failure in root_of_broadcast root_of_large_broadcast root_of_reduce root_of_large_reduce root_of_gather \
         root_of_scatter own_root_of_reduce own_root_of_broadcast; do
-        on "$ranks" differ "$failure"
-        verdict "another $failure on $ranks ranks" heard_by "$ranks" "(root differs)"
+        differ "$failure" "(root differs)"
     done
-    on "$ranks" differ broadcast_against_reduce
-    verdict "broadcast against reduce on $ranks ranks" heard_by "$ranks" "(op differs)"
-    on "$ranks" differ told
-    verdict "told on $ranks ranks" heard_by "$ranks" "failed: no such file"
-    on "$ranks" end error
-    verdict "an error on $ranks ranks" heard_by $((ranks - 1)) "rank $((ranks - 1)) failed: unsupported: cheese"
-    on "$ranks" end panic
-    verdict "a panic on $ranks ranks" heard_by $((ranks - 1)) "rank $((ranks - 1)) panicked: out of cheese"
-    on "$ranks" end early
-    verdict "a rank that returns on $ranks ranks" heard_by $((ranks - 1)) "rank $((ranks - 1)) returned"
-    on "$ranks" end hang
-    verdict "a hang on $ranks ranks" heard_by $((ranks - 1)) "waited longer than the timeout of 3s"
+    differ broadcast_against_reduce "(op differs)"
+    differ told "failed: no such file"
+    ends() { aside scenario "$1 on $ranks ranks" "$ranks" end "$2" -- heard_by $((ranks - 1)) "$3"; }
+    ends "an error" error "rank $((ranks - 1)) failed: unsupported: cheese"
+    ends "a panic" panic "rank $((ranks - 1)) panicked: out of cheese"
+    ends "a rank that returns" early "rank $((ranks - 1)) returned"
+    ends "a hang" hang "waited longer than the timeout of 3s"
     # mpirun itself ends the others, so not all of them print the error.
-    on "$ranks" end killed
-    verdict "a killed rank on $ranks ranks" ended
+    aside scenario "a killed rank on $ranks ranks" "$ranks" end killed -- ended
 done
+settle
 
 # agree: the program found that its runs agree, and printed this only once.
 agree() { passed && [ "$(echo "$out" | grep -c "The runs agree.")" -eq 1 ]; }
@@ -197,16 +196,20 @@ pid_of() {
 }
 # fate SIGNAL RANK: runs the program on 4 ranks and sends one of them a signal while rank 0 trains alone.
 fate() {
-    local log pid token="fate-$$-$1-$2"
+    local log pid first token="fate-$$-$1-$2"
     log=$(mktemp)
     CANDLE_DIST_TOKEN=$token launched 120 -n 4 \
         "$program" --backend mpi --tp 4 --runs single,tp --steps 1000000 >"$log" 2>&1 &
     local job=$!
-    for _ in $(seq 100); do
-        pid=$(pid_of "$2" "$token") && break
+    for _ in $(seq 300); do
+        pid=$(pid_of "$2" "$token") && first=$(pid_of 0 "$token") && break
         sleep 0.1
     done
-    sleep 4
+    # A process that still waits for others takes no time of a processor, but one that trains does.
+    for _ in $(seq 600); do
+        (($(awk '{ print $14 + $15 }' "/proc/$first/stat" 2>/dev/null || echo 999) > 200)) && break
+        sleep 0.1
+    done
     kill "-$1" "$pid"
     wait "$job"
     status=$?
@@ -215,12 +218,15 @@ fate() {
 }
 # blamed RANK: mpirun failed in time, and a single process printed the reason once.
 blamed() { ended && [ "$(echo "$out" | grep -c "^error: .*rank $1 was lost")" -eq 1 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ]; }
+# lost SIGNAL RANK: the verdict on a rank that gets a signal.
+lost() {
+    fate "$1" "$2"
+    verdict "toy-transformer whose rank $2 gets SIG$1" blamed "$2"
+}
 for rank in 0 1 2 3; do
-    for signal in STOP KILL; do
-        fate "$signal" "$rank"
-        verdict "toy-transformer whose rank $rank gets SIG$signal" blamed "$rank"
-    done
+    for signal in STOP KILL; do aside lost "$signal" "$rank"; done
 done
+settle
 
 program=$(built bench-collectives)
 for ranks in 2 3; do

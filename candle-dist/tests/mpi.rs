@@ -87,7 +87,9 @@ fn main() -> ExitCode {
         }
         ["end", name] => {
             let (_, end) = ENDS.iter().find(|(end, _)| end == name).expect("an end of this name");
-            run(Duration::from_secs(3), |ctx| match ctx.rank() + 1 == ctx.world_size() {
+            // Only a hang is to last until the timeout.
+            let timeout = if *name == "hang" { 3 } else { 60 };
+            run(Duration::from_secs(timeout), |ctx| match ctx.rank() + 1 == ctx.world_size() {
                 true => end(),
                 false => heard(ctx, ctx.group().barrier()),
             })
