@@ -6,7 +6,7 @@ use super::operation::{Circle, Given};
 use super::plan::{Move, Work};
 use super::room::Room;
 use super::transfer::{Held, poll_all};
-use super::wire::{Data, TOGETHER, Wire};
+use super::wire::{Data, Wire};
 use super::work::{self, Memory};
 use crate::backend::Fresh;
 use crate::{Error, Result};
@@ -121,7 +121,7 @@ impl Part {
             let to = own.circle.ranks[sent.peer];
             // SAFETY: the plan names only places within the memory, which has been written.
             let mut places = sent.places.iter().map(|&place| unsafe { self.memory.read(place) });
-            if sent.letter || header.bytes() <= TOGETHER {
+            if sent.letter || wire.goes_together(to, header.bytes()) {
                 wire.post(to, &header, places)?;
             } else if let Some(data) = places.next() {
                 // SAFETY: the part holds the memory until the transfer is done, or leaves it to MPI; the plan does not

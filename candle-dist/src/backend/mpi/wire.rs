@@ -16,8 +16,9 @@ use std::mem;
 
 /// The tag of letters; data that follows one has its own.
 const LETTERS: i32 = 0;
-/// Data of up to this many bytes is sent with its header, unless its plan says otherwise.
-pub(super) const TOGETHER: usize = 8 << 10;
+/// Data of up to this many bytes is sent with its header in a message of MPI, unless its plan says otherwise. In shared memory it
+/// is as much as fits into a letter: two copies take less time than the messages that a transfer needs to begin and to end.
+const TOGETHER: usize = 8 << 10;
 /// MPI counts the bytes of a message in 31 bits; larger data is sent in several messages.
 pub(super) const MOST_BYTES: usize = 1 << 30;
 /// The number of open receives for letters: as many may arrive between two checks without another copy.
@@ -233,6 +234,12 @@ impl Wire {
         Ok(None)
     }
 
+    /// Returns whether data of this many bytes is sent to a rank together with its header.
+    pub(super) fn goes_together(&self, to: usize, bytes: usize) -> bool {
+        let is_shared = self.neighbors.as_ref().is_some_and(|neighbors| neighbors.has(to));
+        bytes <= if is_shared { LETTER } else { TOGETHER }
+    }
+
     /// Sends a header together with its data.
     pub(super) fn post<'a>(
         &mut self,
@@ -305,7 +312,7 @@ impl Wire {
 
     /// Sends a tensor, which is contiguous and on the host, and keeps it until MPI is done with it.
     pub(super) fn post_tensor(&mut self, to: usize, header: Header, tensor: &Tensor, data: &[u8]) -> MpiResult<()> {
-        if data.len() <= TOGETHER {
+        if self.goes_together(to, data.len()) {
             return self.post(to, &header, [data]);
         }
         let mut parcel = Held::new(Some(tensor.clone()), None, None);
