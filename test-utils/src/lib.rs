@@ -19,9 +19,12 @@ pub mod toy;
 
 pub use backend::{backend_name, has_ranks, over_nccl, world, worlds};
 pub use converter::DTensorConverter;
-pub use harness::{Ranks, on_ranks};
+pub use harness::{Ranks, device, on_ranks};
 pub use job::{Job, Outcome};
-pub use leaf::{Lay, Leaf, block, device_of, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
+pub use leaf::{
+    Lay, Leaf, block, device_of, distance, distribute, lays, mesh, on_axes, on_device, strided, tolerance, value_error,
+    values,
+};
 pub use memory::stays_flat;
 pub use scratch::Scratch;
 pub use skip::{skip, skip_unless_gpus, skipped};

@@ -1,11 +1,12 @@
 //! What cannot be done, and what that leaves behind.
 use crate::fsdp::harness::*;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
-use candle_dist::World;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Result};
+use test_utils::world;
 
 /// An identity without a way back.
 struct Broken;
@@ -19,6 +20,10 @@ impl CustomOp1 for Broken {
         Ok((storage.clone(), layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
         candle_core::bail!("on purpose")
     }
@@ -26,10 +31,10 @@ impl CustomOp1 for Broken {
 
 #[test]
 fn what_cannot_be_sharded_is_told() {
-    World::local(2)
+    world(2)
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
             let none = plain.fully_shard("pp", FullyShardOptions::default()).err().unwrap().to_string();
             assert!(none.contains("\"pp\""), "{none}");
             let taken = plain.fully_shard("tp", FullyShardOptions::default()).err().unwrap().to_string();
@@ -54,7 +59,7 @@ fn what_cannot_be_sharded_is_told() {
 
 #[test]
 fn a_pass_that_fails_leaves_nothing_behind() {
-    World::local(2)
+    world(2)
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
@@ -83,7 +88,7 @@ fn a_pass_that_fails_leaves_nothing_behind() {
 
 #[test]
 fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
-    World::local(2)
+    world(2)
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F32, FullyShardOptions::default())?;

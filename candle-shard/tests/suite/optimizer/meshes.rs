@@ -1,7 +1,7 @@
 //! Trainings by each optimizer, with fully sharded units and cut layers, against one device; from and onto every mesh.
 use crate::fsdp::harness::{Case, Model, assert_close, batch, rows};
-use candle_core::{DType, Device};
-use candle_dist::{World, comm};
+use candle_core::DType;
+use candle_dist::comm;
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{
@@ -10,7 +10,7 @@ use candle_shard::nn::{
 };
 use candle_shard::{Result, checkpoint};
 use std::path::Path;
-use test_utils::Scratch;
+use test_utils::{Scratch, world};
 
 const MESHES: [&[(&str, usize)]; 7] = [
     &[("dp", 1), ("tp", 1)],
@@ -49,9 +49,9 @@ const OPTIMIZERS: [(&str, Make); 4] = [
 /// Losses of three steps, the learning rate of the last halved, and the all_to_alls of a step.
 fn run(axes: &[(&str, usize)], make: Make, from: Option<&Path>, to: Option<&Path>) -> (Vec<f64>, usize) {
     let ranks = axes.iter().map(|(_, size)| size).product();
-    let runs = World::local(ranks).run(|ctx| -> Result<(Vec<f64>, usize)> {
+    let runs = world(ranks).run(|ctx| -> Result<(Vec<f64>, usize)> {
         let mesh = ctx.mesh(axes)?;
-        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
         let model = Model::new(&vb)?;
         let parameters = vb.finish()?;
