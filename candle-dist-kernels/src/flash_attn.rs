@@ -1,6 +1,7 @@
 use candle_core::{Device, Result, Tensor, bail};
+use candle_dist::empty;
 
-use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend};
+use super::attention::{self, AttentionSizes, KeyBlock, Scale, Visible, attend};
 use super::{check_dtype, compute_dtype};
 
 /// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the score matrix in memory.
@@ -43,10 +44,19 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
 pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
     let dtype = compute_dtype("flash_attn", query)?;
     if !query.device().is_cpu() {
-        return composed([query, key, value], scale, &blocks);
+        return off_host([query, key, value], scale, &blocks);
     }
     let [q, k, v] = [query, key, value].map(|x| x.to_dtype(dtype));
     attend([&q?, &k?, &v?], scale, blocks)?.to_dtype(query.dtype())
+}
+
+/// Like [`composed`], also where there are no queries, keys or heads.
+fn off_host(inputs @ [query, key, value]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
+    if !attention::sizes(inputs)?.is_empty() {
+        return composed(inputs, scale, blocks);
+    }
+    let (b, q, h, _) = query.dims4()?;
+    empty::zeros_of(&[query, key, value], (b, q, h, value.dim(3)?), query.dtype())
 }
 
 fn composed([query, key, value]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
@@ -91,6 +101,33 @@ fn seen(blocks: &[KeyBlock], keys: usize, device: &Device) -> Result<Tensor> {
 mod tests {
     use super::*;
     use candle_core::Device::Cpu;
+
+    #[test]
+    fn where_there_is_nothing_the_result_is_zeros_in_the_graph_of_all_inputs() {
+        let full = [2, 3, 5, 4, 2, 4, 3];
+        for (at, name) in ["batch", "queries", "keys", "heads", "key heads", "dim", "width"].into_iter().enumerate() {
+            let mut sizes = full;
+            sizes[at] = 0;
+            if sizes[3] * sizes[4] == 0 {
+                (sizes[3], sizes[4]) = (0, 0);
+            }
+            let [batch, queries, keys, heads, kv_heads, dim, width] = sizes;
+            let var = |dims: [usize; 4]| candle_core::Var::zeros(&dims, candle_core::DType::F32, &Cpu).unwrap();
+            let q = var([batch, queries, heads, dim]);
+            let [k, v] = [dim, width].map(|width| var([batch, keys, kv_heads, width]));
+            let blocks = || vec![KeyBlock { rows: 0..keys, visible: Visible::plain(queries, keys, true) }];
+            let got = off_host([&q, &k, &v], 0.5.into(), &blocks()).unwrap();
+            let want = flash_attn_of_blocks([&q, &k, &v], 0.5.into(), blocks()).unwrap();
+            assert_eq!(got.dims(), want.dims(), "no {name}");
+            let elements = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(elements(&got), elements(&want), "no {name}");
+            let grads = got.sum_all().unwrap().backward().unwrap();
+            for var in [&q, &k, &v] {
+                let grad = grads.get(var).unwrap();
+                assert_eq!((grad.dims(), elements(grad)), (var.dims(), vec![0.0; var.elem_count()]), "no {name}");
+            }
+        }
+    }
 
     #[test]
     fn the_composed_form_equals_the_fused_one() {

@@ -1,7 +1,7 @@
 //! Tensors without elements on a GPU. candle launches most of its kernels for them without blocks, which CUDA refuses.
 //!
 //! Such tensors are computed on the host: nothing is copied, and the graph goes on.
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
 /// Returns whether candle cannot compute on this tensor where it is: it has no elements and is not on the host.
 pub fn is_empty_off_host(x: &Tensor) -> bool {
@@ -33,4 +33,35 @@ pub fn to_host(x: &Tensor) -> Result<Tensor> {
 /// Those of `f`, and of copies.
 pub fn compute(x: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if is_empty_off_host(x) { f(&to_host(x)?)?.to_device(x.device()) } else { f(x) }
+}
+
+/// Returns zeros in the graph of all `inputs`, on the device of the first: a result that has no elements, or to which they
+/// contribute none. Their gradients are zeros. No element is copied between devices.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use candle_dist::empty;
+///
+/// let x = Var::ones((2, 3), DType::F32, &Device::Cpu)?;
+/// let grads = empty::zeros_of(&[&x], (2, 0), DType::F32)?.sum_all()?.backward()?;
+/// assert_eq!(grads.get(&x).unwrap().to_vec2::<f32>()?, [[0.0; 3]; 2]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If there is no input, or candle fails.
+pub fn zeros_of(inputs: &[&Tensor], shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    let Some(first) = inputs.first() else { bail!("zeros_of: no inputs") };
+    let (shape, device) = (shape.into(), first.device());
+    let nothing_of = |x: &&Tensor| {
+        let x = if x.rank() == 0 { x.flatten_all()? } else { (*x).clone() };
+        to_host(&x.narrow(0, 0, 0)?)?.flatten_all()?.to_dtype(dtype)
+    };
+    let tracked = inputs.iter().filter(|x| x.track_op() && dtype.is_float());
+    let tracked = tracked.map(nothing_of).collect::<Result<Vec<_>>>()?;
+    match (&tracked[..], shape.elem_count()) {
+        ([], _) => Tensor::zeros(shape, dtype, device),
+        (parts, 0) => Tensor::cat(parts, 0)?.reshape(shape)?.to_device(device),
+        (parts, _) => Tensor::cat(parts, 0)?.sum_all()?.to_device(device)?.broadcast_as(shape)?.contiguous(),
+    }
 }

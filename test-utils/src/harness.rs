@@ -2,14 +2,27 @@
 use crate::backend;
 #[cfg(feature = "mpi")]
 use crate::processes;
+use candle_core::Device;
 use candle_dist::{RankContext, World, WorldError, threads};
 use parking_lot::{Condvar, Mutex};
+use std::cell::RefCell;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The stack size of a rank's thread. candle walks graphs recursively.
 pub(crate) const STACK_BYTES: usize = 256 << 20;
+
+thread_local! {
+    static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+}
+
+/// Returns the device of the rank that this thread is in a world of [`Ranks`], otherwise the host.
+///
+/// Helpers of tests make their tensors on it, so that the same test runs on the host and on GPUs.
+pub fn device() -> Device {
+    DEVICE.with_borrow(Device::clone)
+}
 
 /// A world for a test, with a number of ranks, a label and a deadline.
 ///
@@ -101,7 +114,10 @@ impl Ranks {
                     let error = WorldError { rank, message: message.to_string() };
                     shared.0.lock().first_failure.get_or_insert(error);
                 };
+                DEVICE.set(ctx.device().clone());
                 let result = ctx.run(|ctx| f(ctx), blame);
+                // The device ends before the thread's own memory does.
+                DEVICE.set(Device::Cpu);
                 let mut board = shared.0.lock();
                 board.results[nth] = result;
                 board.ended += 1;

@@ -88,6 +88,26 @@ pub fn device_of(mesh: &DeviceMesh) -> Device {
     mesh.axis_group(0).unwrap_or_else(|e| panic!("{e}")).device().clone()
 }
 
+/// Distributes a whole tensor over a mesh, on this rank's device. It is cut before it is moved.
+///
+/// # Errors
+/// If the placements do not fit the tensor.
+pub fn distribute(whole: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
+    on_device(&DTensor::distribute(whole, mesh, placements)?)
+}
+
+/// Returns a leaf with the same shards on this rank's device.
+///
+/// # Errors
+/// If the device has no memory for it.
+pub fn on_device(x: &DTensor) -> Result<DTensor> {
+    let device = device_of(x.mesh());
+    if x.device().same_device(&device) {
+        return Ok(x.clone());
+    }
+    DTensor::from_local_with_spec(x.to_local().to_device(&device)?, x.spec().clone())
+}
+
 /// A distributed tensor computed from a variable whose layout has no partial sums.
 #[derive(Debug)]
 pub struct Leaf {

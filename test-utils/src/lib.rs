@@ -21,9 +21,12 @@ pub mod toy;
 
 pub use backend::{backend_name, has_ranks, over_mpi, over_nccl, skip_among_processes, worlds};
 pub use converter::DTensorConverter;
-pub use harness::{Ranks, TestWorld, on_ranks, world};
+pub use harness::{Ranks, TestWorld, device, on_ranks, world};
 pub use job::{Job, Outcome};
-pub use leaf::{Lay, Leaf, block, device_of, distance, lays, mesh, on_axes, strided, tolerance, value_error, values};
+pub use leaf::{
+    Lay, Leaf, block, device_of, distance, distribute, lays, mesh, on_axes, on_device, strided, tolerance, value_error,
+    values,
+};
 pub use memory::stays_flat;
 pub use scratch::Scratch;
 pub use skip::{skip, skip_unless_gpus, skipped};

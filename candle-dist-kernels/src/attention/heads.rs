@@ -36,7 +36,7 @@ impl Sizes {
         fits.then_some(Self { batch, queries, keys, heads, kv_heads, dim, width })
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         [self.batch, self.queries, self.keys, self.heads, self.dim, self.width].contains(&0)
     }
 

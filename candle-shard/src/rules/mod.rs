@@ -194,15 +194,8 @@ pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placemen
 /// candle drops inputs from the graph there. They must stay in it, in their order: a rank with an empty shard takes
 /// part in the communication of their backward passes like every other rank.
 fn nothing(inputs: &[DTensor], spec: &Spec) -> Result<Tensor> {
-    let nothing_of =
-        |x: &DTensor| empty::to_host(&x.to_local().flatten_all()?.narrow(0, 0, 0)?)?.to_dtype(spec.dtype());
-    let tracked = inputs.iter().filter(|x| x.tracked() && spec.dtype().is_float());
-    let tracked = tracked.map(nothing_of).collect::<candle_core::Result<Vec<_>>>()?;
-    let (shape, device) = (spec.local_shape(), inputs[0].device());
-    match &tracked[..] {
-        [] => Ok(Tensor::zeros(shape.as_slice(), spec.dtype(), device)?),
-        parts => Ok(Tensor::cat(parts, 0)?.reshape(shape.as_slice())?.to_device(device)?),
-    }
+    let locals: SmallVec<[&Tensor; 3]> = inputs.iter().map(DTensor::to_local).collect();
+    neutral_of(&locals, &spec.local_shape(), spec.dtype())
 }
 
 /// Runs a local computation, on the host if an input is on a GPU and has no elements: candle launches kernels for it that
@@ -227,10 +220,5 @@ pub(crate) fn neutral(inputs: &[DTensor], shape: &[usize], dtype: DType) -> Resu
 
 /// Like [`neutral`], for local tensors.
 pub(crate) fn neutral_of(inputs: &[&Tensor], shape: &[usize], dtype: DType) -> Result<Tensor> {
-    let mut zero = Tensor::zeros((), dtype, inputs[0].device())?;
-    for input in inputs.iter().filter(|input| input.track_op()) {
-        let nothing = input.flatten_all()?.narrow(0, 0, 0)?.sum_all()?;
-        zero = (zero + nothing.to_dtype(dtype)?)?;
-    }
-    Ok(zero.broadcast_as(shape)?.contiguous()?)
+    Ok(empty::zeros_of(inputs, shape, dtype)?)
 }

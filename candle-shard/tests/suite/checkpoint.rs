@@ -41,7 +41,7 @@ fn bits(tensor: &Tensor) -> Vec<u64> {
 
 fn distributed(mesh: &DeviceMesh) -> Result<Vec<(String, DTensor)>> {
     let lay = |(i, (name, whole)): (usize, (String, Tensor))| {
-        Ok((name, DTensor::distribute(&whole, mesh, &layout(&whole, mesh.ndim(), i))?))
+        Ok((name, distribute(&whole, mesh, &layout(&whole, mesh.ndim(), i))?))
     };
     wholes().into_iter().enumerate().map(lay).collect()
 }
@@ -70,7 +70,7 @@ fn what_is_saved_on_one_mesh_is_loaded_on_any_other() {
                         (name.clone(), layout(whole, mesh.ndim(), i + turn))
                     };
                     let wanted: Vec<_> = wholes().iter().enumerate().map(wanted).collect();
-                    let (loaded, counts) = comm::record(|| checkpoint::load(&path, &mesh, &wanted, &Device::Cpu));
+                    let (loaded, counts) = comm::record(|| checkpoint::load(&path, &mesh, &wanted, &device()));
                     let loaded = loaded?;
                     assert!(counts.total() <= 1, "{counts}");
                     assert_eq!(loaded.len(), wanted.len());
@@ -96,9 +96,9 @@ fn explicit_sizes_are_saved_and_a_new_checkpoint_takes_the_place_of_an_old_one()
             let whole = values(&[5, 3], seed, DType::F32);
             let spec =
                 Spec::new(&mesh, &[Shard(0), Shard(0)], (5, 3), DType::F32)?.with_sizes(0, Some(sizes.into()))?;
-            let tensor = DTensor::from_local_with_spec(block(&whole, &spec)?, spec)?;
+            let tensor = on_device(&DTensor::from_local_with_spec(block(&whole, &spec)?.contiguous()?, spec)?)?;
             checkpoint::save(&path, &mesh, &[("w", tensor)])?;
-            let loaded = checkpoint::load(&path, &mesh, &[("w", [Shard(1), Replicate])], &Device::Cpu)?;
+            let loaded = checkpoint::load(&path, &mesh, &[("w", [Shard(1), Replicate])], &device())?;
             assert_eq!(bits(&loaded["w"].full_tensor()?), bits(&whole));
         }
         Ok(())
@@ -134,21 +134,21 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
     let texts = on_ranks(3, "failures", move |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[3])?;
         let whole = values(&[6, 2], 1, DType::F32);
-        let x = DTensor::distribute(&whole, &mesh, &[Shard(0)])?;
-        let r = DTensor::distribute(&whole, &mesh, &[Replicate])?;
+        let x = distribute(&whole, &mesh, &[Shard(0)])?;
+        let r = distribute(&whole, &mesh, &[Replicate])?;
         let save = |path: &Path, tensors: &[(&str, &DTensor)]| {
             let tensors: Vec<_> = tensors.iter().map(|(name, t)| (*name, (*t).clone())).collect();
             checkpoint::save(path, &mesh, &tensors)
         };
         let load = |path: &Path, name: &str, at: Placement| {
-            checkpoint::load(path, &mesh, &[(name, [at])], &Device::Cpu).map(drop)
+            checkpoint::load(path, &mesh, &[(name, [at])], &device()).map(drop)
         };
         save(&path, &[("x", &x)])?;
         // One rank's disk is not the others'.
         let mine = |rank: usize| if ctx.rank() == rank { out.as_path() } else { &path };
         let export = checkpoint::export(if ctx.rank() == 0 { &out } else { &path }, &mesh, &[("x", x.clone())]);
         let partial = r.redistribute(&[SUM])?;
-        let other = DTensor::distribute(&whole, &ctx.mesh(&[("b", 3)])?, &[Replicate])?;
+        let other = distribute(&whole, &ctx.mesh(&[("b", 3)])?, &[Replicate])?;
         let errors = [
             save(mine(1), &[("x", &x)]),
             save(&taken, &[("x", &x)]),
@@ -201,7 +201,7 @@ fn a_checkpoint_of_a_newer_format_is_refused() {
         let world = World::local(1);
         world.run(|ctx| -> Result<()> {
             let mesh = mesh(ctx, &[1])?;
-            let x = DTensor::distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Replicate])?;
+            let x = distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Replicate])?;
             checkpoint::save(&at, &mesh, &[("x", x)])
         })
     };
@@ -238,7 +238,7 @@ fn an_index_and_files_that_disagree_are_refused() {
     let at = path.clone();
     on_ranks(2, "damage", move |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let x = DTensor::distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Shard(0)])?;
+        let x = distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Shard(0)])?;
         checkpoint::save(&at, &mesh, &[("x", x)])
     });
     let folder = folder.copy();

@@ -152,7 +152,7 @@ fn operands_that_do_not_fit_are_refused_alike_on_all_ranks() {
     for (world, at) in [(2, Shard(0)), (3, Shard(0)), (3, Shard(1)), (4, Shard(1)), (3, Replicate)] {
         let texts = on_ranks(world, "refused", move |ctx| -> Result<Vec<String>> {
             let mesh = mesh(ctx, &[world])?;
-            let on_mesh = |whole: Tensor| DTensor::distribute(&whole, &mesh, &[layout(whole.rank(), at)]);
+            let on_mesh = |whole: Tensor| distribute(&whole, &mesh, &[layout(whole.rank(), at)]);
             let o = Operands {
                 x: on_mesh(values(&[2, 3], 1, DType::F64))?,
                 other: on_mesh(values(&[4, 5], 1, DType::F64))?,
@@ -187,8 +187,8 @@ fn operands_that_do_not_fit_are_refused_alike_on_all_ranks() {
 fn different_meshes_do_not_mix() {
     let texts = on_ranks(2, "meshes", |ctx| -> Result<String> {
         let whole = values(&[2, 3], 1, DType::F64);
-        let a = DTensor::distribute(&whole, &ctx.mesh(&[("a", 2)])?, &[Shard(0)])?;
-        let b = DTensor::distribute(&whole, &ctx.mesh(&[("b", 2)])?, &[Shard(0)])?;
+        let a = distribute(&whole, &ctx.mesh(&[("a", 2)])?, &[Shard(0)])?;
+        let b = distribute(&whole, &ctx.mesh(&[("b", 2)])?, &[Shard(0)])?;
         Ok(a.add(&b).unwrap_err().to_string())
     });
     assert!(texts.iter().all(|t| t.contains("add: inputs lie on different meshes")), "{texts:?}");

@@ -95,13 +95,13 @@ fn every_factory_makes_the_shards_of_one_device() {
 fn likes_keep_explicit_sizes_and_resolve_partial_sums() {
     on_ranks(2, "likes", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let x = DTensor::zeros((5, 2), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
+        let x = DTensor::zeros((5, 2), DType::F32, &device(), &mesh, &[Shard(0)])?;
         let part = x.narrow(0, 1, 4)?;
         assert_eq!(part.ones_like()?.spec(), part.spec());
         assert_eq!(x.sum_all()?.ones_like()?.placements(), [Replicate]);
-        let text = DTensor::zeros(3, DType::F32, &Device::Cpu, &mesh, &[SUM]).unwrap_err().to_string();
+        let text = DTensor::zeros(3, DType::F32, &device(), &mesh, &[SUM]).unwrap_err().to_string();
         assert!(text.contains("as P(sum)"), "{text}");
-        let text = DTensor::arange(0f32, f32::INFINITY, &Device::Cpu, &mesh, &[Shard(0)]).unwrap_err().to_string();
+        let text = DTensor::arange(0f32, f32::INFINITY, &device(), &mesh, &[Shard(0)]).unwrap_err().to_string();
         assert!(text.contains("expected finite numbers"), "{text}");
         Ok(())
     });
@@ -146,7 +146,7 @@ fn gradients_of_local_uses_are_converted() {
                     assert!(error < 1e-12, "{lay} with gradient {at}: {error:e}");
                 }
             }
-            let sharded = DTensor::distribute(&whole, &mesh, &[Shard(0)])?;
+            let sharded = distribute(&whole, &mesh, &[Shard(0)])?;
             assert!(sharded.to_local_with_grad(&[Shard(0)]).is_ok());
             for gradient in [&[Replicate][..], &[SUM], &[Shard(1)], &[]] {
                 let text = sharded.to_local_with_grad(gradient).unwrap_err().to_string();

@@ -36,7 +36,7 @@ fn an_op_without_a_rule_may_have_the_name_of_one_that_has() {
     on_ranks(2, "same name", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
         let whole = values(&[4, 6], 1, DType::F64);
-        let x = DTensor::distribute(&whole, &mesh, &[Shard(0)])?;
+        let x = distribute(&whole, &mesh, &[Shard(0)])?;
         for dtype in [DType::U8, DType::U32, DType::I64] {
             let sum = x.sum(dtype as usize % 2)?;
             assert!(value_error(&sum, &whole.sum(dtype as usize % 2)?)? < 1e-12);
@@ -51,7 +51,7 @@ fn an_op_without_a_rule_may_have_the_name_of_one_that_has() {
 type Differing = (&'static str, usize, fn(&RankContext) -> Result<Tensor>, &'static [&'static str]);
 
 fn gathered(ctx: &RankContext, axes: &[usize], shape: &[usize], at: &[Placement]) -> Result<Tensor> {
-    DTensor::distribute(&values(shape, 1, DType::F64), &mesh(ctx, axes)?, at)?.full_tensor()
+    distribute(&values(shape, 1, DType::F64), &mesh(ctx, axes)?, at)?.full_tensor()
 }
 
 /// What ranks do that do not agree, and what the error says.
@@ -71,7 +71,7 @@ const DIFFERING: [Differing; 7] = [
         2,
         |c| {
             let whole = values(&[4], 1, [DType::F64, DType::F32][c.rank()]);
-            DTensor::distribute(&whole, &mesh(c, &[2])?, &[Shard(0)])?.full_tensor()
+            distribute(&whole, &mesh(c, &[2])?, &[Shard(0)])?.full_tensor()
         },
         &["made different calls"],
     ),
@@ -79,7 +79,7 @@ const DIFFERING: [Differing; 7] = [
         "ops",
         2,
         |c| {
-            let x = DTensor::distribute(&values(&[4, 4], 1, DType::F64), &mesh(c, &[2])?, &[Shard(0)])?;
+            let x = distribute(&values(&[4, 4], 1, DType::F64), &mesh(c, &[2])?, &[Shard(0)])?;
             [x.sum(0)?, x.max(0)?][c.rank()].full_tensor()
         },
         &["made different calls"],
@@ -107,7 +107,7 @@ fn ranks_that_do_not_agree_fail_together() {
 fn a_shape_that_depends_on_the_elements_is_refused_in_words() {
     let texts = on_ranks(3, "nonzero", |ctx| -> Result<String> {
         let mesh = mesh(ctx, &[3])?;
-        let x = DTensor::distribute(&Tensor::new(&[0f64, 2.0, 0.0, -1.0, 0.0], &Device::Cpu)?, &mesh, &[Shard(0)])?;
+        let x = distribute(&Tensor::new(&[0f64, 2.0, 0.0, -1.0, 0.0], &Device::Cpu)?, &mesh, &[Shard(0)])?;
         let nonzero = |x: &Tensor| {
             let values = x.to_vec1::<f64>()?;
             Tensor::from_iter((0u32..).zip(&values).filter(|(_, v)| **v != 0.0).map(|(i, _)| i), &Device::Cpu)

@@ -18,7 +18,7 @@ fn close(error: f64, what: &str) {
 fn a_number_read_from_partial_sums_is_the_whole_sum() {
     on_ranks(4, "to_scalar", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[4])?;
-        let x = DTensor::distribute(&Tensor::arange(0f32, 8.0, &Device::Cpu)?, &mesh, &[Shard(0)])?;
+        let x = distribute(&Tensor::arange(0f32, 8.0, &Device::Cpu)?, &mesh, &[Shard(0)])?;
         assert_eq!(x.sum_all()?.placements(), [SUM]);
         assert_eq!(x.sum_all()?.to_scalar::<f32>()?, 28.0);
         assert_eq!(x.max_all()?.placements(), [MAX]);
@@ -27,7 +27,7 @@ fn a_number_read_from_partial_sums_is_the_whole_sum() {
         assert_eq!(x.argmax(0)?.to_scalar::<u32>()?, 7);
         assert_eq!(x.norm()?.to_scalar::<f32>()?, 140f32.sqrt());
         // The only element lies on the first rank.
-        let one = DTensor::distribute(&Tensor::new(&[[5f32]], &Device::Cpu)?, &mesh, &[Shard(1)])?;
+        let one = distribute(&Tensor::new(&[[5f32]], &Device::Cpu)?, &mesh, &[Shard(1)])?;
         assert_eq!(one.to_scalar::<f32>()?, 5.0);
         let (texts, counts) = comm::record(|| {
             [x.to_scalar::<f32>().unwrap_err().to_string(), one.to_scalar::<f64>().unwrap_err().to_string()]
@@ -123,13 +123,12 @@ fn ranks_without_elements_take_part_in_extremes() {
         assert_eq!(x.argmin(0)?.full_tensor()?.to_vec1::<u32>()?, [1, 0]);
         assert_eq!(x.t()?.topk(1)?.1.full_tensor()?.to_vec2::<u32>()?, [[0], [1]]);
         for dtype in [DType::U8, DType::U32, DType::I64] {
-            let ids =
-                DTensor::distribute(&Tensor::new(&[3u32, 9], &Device::Cpu)?.to_dtype(dtype)?, &mesh, &[Shard(0)])?;
+            let ids = distribute(&Tensor::new(&[3u32, 9], &Device::Cpu)?.to_dtype(dtype)?, &mesh, &[Shard(0)])?;
             let read = |x: DTensor| x.to_dtype(DType::F64)?.to_scalar::<f64>();
             assert_eq!((read(ids.max_all()?)?, read(ids.min_all()?)?), (9.0, 3.0), "{dtype:?}");
         }
         // A tensor without elements is refused by all alike, before anything is sent.
-        let none = DTensor::distribute(&Tensor::zeros((0, 2), DType::F64, &Device::Cpu)?, &mesh, &[Shard(1)])?;
+        let none = distribute(&Tensor::zeros((0, 2), DType::F64, &Device::Cpu)?, &mesh, &[Shard(1)])?;
         let (text, counts) = comm::record(|| none.max(0).unwrap_err().to_string());
         assert!(text.starts_with("max: dim 0 of f64[0, 2@a]") && counts.total() == 0, "{text}");
         Ok(())
@@ -144,7 +143,7 @@ fn ranks_without_elements_end_the_graph_where_the_others_do() {
         for op in [DTensor::floor, DTensor::sign, |x: &DTensor| x * 0.0] {
             // The replicated leaf is used through a view, whose backward pass communicates.
             let leaf = Leaf::new(&whole, &mesh, &[Lay::At(Replicate)])?;
-            let rows = DTensor::distribute(&whole, &mesh, &[Shard(0)])?;
+            let rows = distribute(&whole, &mesh, &[Shard(0)])?;
             let loss = op(&leaf.tensor.mul(&rows)?)?.sum_all()?;
             let (grads, counts) = comm::record(|| loss.backward());
             assert_eq!(counts.total(), 0);

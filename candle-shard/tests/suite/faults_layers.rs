@@ -39,7 +39,7 @@ fn check(world: usize, inputs: &[(&[usize], Lay)], (name, distributed, plain): B
         let leaf = |(whole, (_, lay)): (&Tensor, &(Vec<usize>, Lay))| Leaf::new(whole, &mesh, &[*lay]);
         let leaves: Vec<Leaf> = wholes.iter().zip(&inputs).map(leaf).try_collect()?;
         let made = distributed(&leaves.iter().map(|leaf| leaf.tensor.clone()).collect_vec())?;
-        let weights = DTensor::distribute(&weights, &mesh, &[Replicate])?;
+        let weights = distribute(&weights, &mesh, &[Replicate])?;
         let grads = made.mul(&weights)?.sum_all()?.backward()?;
         let error = value_error(&made, &want)?;
         assert!(error < 1e-11, "{label}: value off by {error:e}");
@@ -104,7 +104,7 @@ fn mean_losses_over_uneven_and_empty_shards_are_global_means() {
                 let mesh = mesh(ctx, &[4])?;
                 let whole = [values(&[n], 1, DType::F64), values(&[n], 2, DType::F64)];
                 let want = plain(&whole)?.to_scalar::<f64>()?;
-                let x: Vec<DTensor> = whole.iter().map(|x| DTensor::distribute(x, &mesh, &[Shard(0)])).try_collect()?;
+                let x: Vec<DTensor> = whole.iter().map(|x| distribute(x, &mesh, &[Shard(0)])).try_collect()?;
                 let got = distributed(&x)?.to_scalar::<f64>()?;
                 assert!((got - want).abs() < 1e-12, "{name} of {n}: {got} for {want}");
                 Ok(())
@@ -164,7 +164,7 @@ fn an_uneven_perceptron_cut_by_columns_then_rows() {
             let (up, down) = (Linear::new(8, 10, true, &vb.pp("up"))?, Linear::new(10, 6, true, &vb.pp("down"))?);
             let parameters = vb.finish()?;
             let whole = values(&[5, 8], 1, DType::F64);
-            let y = down.forward(&up.forward(&DTensor::distribute(&whole, &mesh, &[Replicate])?)?.relu()?)?;
+            let y = down.forward(&up.forward(&distribute(&whole, &mesh, &[Replicate])?)?.relu()?)?;
             assert_eq!(y.placements(), [at]);
             let var = |p: &candle_shard::nn::Parameter| {
                 Ok::<_, candle_shard::Error>(Var::from_tensor(&p.tensor.full_tensor()?)?)
@@ -330,7 +330,7 @@ fn label_smoothing_of_logits_sharded_by_class() {
     let smooth: Both = (
         "label smoothing",
         |x| {
-            let targets = DTensor::distribute(&Tensor::new(&TARGETS, &Device::Cpu)?, x[0].mesh(), &[Replicate])?;
+            let targets = distribute(&Tensor::new(&TARGETS, &Device::Cpu)?, x[0].mesh(), &[Replicate])?;
             CrossEntropy { label_smoothing: 0.2, ignore_index: Some(3), ..CrossEntropy::default() }
                 .of_logits(&x[0], &targets)
         },
@@ -347,7 +347,7 @@ fn label_smoothing_of_logits_sharded_by_class() {
         check(world, &[(&[5, 10], lay)], smooth);
     }
     on_ranks(4, "no gather", move |ctx| -> Result<()> {
-        let logits = DTensor::distribute(&values(&[5, 10], 1, DType::F64), &mesh(ctx, &[4])?, &[Shard(1)])?;
+        let logits = distribute(&values(&[5, 10], 1, DType::F64), &mesh(ctx, &[4])?, &[Shard(1)])?;
         let (loss, counts) = comm::record(|| (smooth.1)(&[logits]));
         assert_eq!(loss?.placements(), [Placement::PARTIAL_SUM]);
         assert_eq!(counts.get(Op::AllReduce).count, counts.total(), "{counts}");
@@ -363,7 +363,7 @@ fn cosine_embedding_loss_composed() {
         "cosine embedding",
         |x| {
             let near = cosine(&x[0], &x[1])?;
-            let signs = DTensor::distribute(&Tensor::new(&SIGNS, &Device::Cpu)?, x[0].mesh(), &[Replicate])?;
+            let signs = distribute(&Tensor::new(&SIGNS, &Device::Cpu)?, x[0].mesh(), &[Replicate])?;
             signs.gt(0.0)?.where_cond(&near.affine(-1.0, 1.0)?, &near.affine(1.0, 0.1)?.relu()?)?.mean_all()
         },
         |x| {
@@ -386,7 +386,7 @@ fn a_dropout_that_is_used_twice_drops_different_elements() {
     let masks = |world: usize| {
         let masks = on_ranks(world, "dropout twice", move |ctx| -> Result<Masks> {
             let mesh = mesh(ctx, &[world])?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &device())?;
             let dropout = Dropout::new(0.5, &vb.pp("layer"));
             let x = Leaf::new(&Tensor::ones((6, 16), DType::F64, &Device::Cpu)?, &mesh, &[at(0)])?;
             let mut found = Masks::new();

@@ -27,7 +27,7 @@ fn check(
         let wants = (&want * &weights)?.sum_all()?.backward()?;
         let leaf = Leaf::new(&whole, &mesh, lays)?;
         let made = distributed(&leaf.tensor)?;
-        let weights = DTensor::distribute(&weights, &mesh, &vec![Replicate; axes.len()])?;
+        let weights = distribute(&weights, &mesh, &vec![Replicate; axes.len()])?;
         let grads = made.mul(&weights)?.sum_all()?.backward()?;
         let error = value_error(&made, &want)?.max(leaf.gradient_error(&grads, wants.get(&var).unwrap())?);
         assert!(error <= tolerance(DType::F64), "{name} of {}: {error:e}", leaf.tensor.spec());
@@ -61,7 +61,7 @@ fn gradient_of_index_select_beside_a_sharded_dim() {
         on_ranks(world, "index_select", move |ctx| {
             let select: Distributed = |x| {
                 let index = Tensor::new(&[4u32, 0, 4, 1], &Device::Cpu)?;
-                x.index_select(&DTensor::distribute(&index, x.mesh(), &[Replicate])?, 0)
+                x.index_select(&distribute(&index, x.mesh(), &[Replicate])?, 0)
             };
             let plain: Plain = |x| x.index_select(&Tensor::new(&[4u32, 0, 4, 1], &Device::Cpu)?, 0);
             check(ctx, (&[5, 6], &[world]), &[Lay::At(at)], &[("index_select", select, plain)])
@@ -152,7 +152,7 @@ fn gather_of_one_index_on_a_mesh_with_two_axes() {
         on_ranks(4, "gather", move |ctx| {
             const INDEX: [[u32; 1]; 5] = [[2], [0], [5], [3], [2]];
             let gather: Distributed = |x| {
-                let index = DTensor::distribute(&Tensor::new(&INDEX, &Device::Cpu)?, x.mesh(), &[Replicate; 2])?;
+                let index = distribute(&Tensor::new(&INDEX, &Device::Cpu)?, x.mesh(), &[Replicate; 2])?;
                 x.gather(&index, 1)
             };
             let plain: Plain = |x| x.gather(&Tensor::new(&INDEX, &Device::Cpu)?, 1);
@@ -181,7 +181,7 @@ fn views_of_a_dim_that_two_axes_cut_unevenly() {
 #[test]
 fn a_dim_that_stays_keeps_both_its_uneven_shards() {
     on_ranks(4, "kept", |ctx| -> Result<()> {
-        let x = DTensor::distribute(&values(&[5, 4], 1, DType::F64), &mesh(ctx, &[2, 2])?, &[Shard(0); 2])?;
+        let x = distribute(&values(&[5, 4], 1, DType::F64), &mesh(ctx, &[2, 2])?, &[Shard(0); 2])?;
         let (views, counts) = comm::record(|| Ok::<_, candle_shard::Error>([x.unsqueeze(0)?, x.reshape((5, 2, 2))?]));
         assert_eq!(counts.total(), 0, "{counts}");
         let placed: [&[Placement]; 2] = [&[Shard(1); 2], &[Shard(0); 2]];
@@ -196,7 +196,7 @@ fn a_dim_that_stays_keeps_both_its_uneven_shards() {
 fn a_dim_of_one_element_that_vanishes_stays_where_it_was() {
     on_ranks(2, "one head", |ctx| -> Result<()> {
         let whole = values(&[3, 1, 4], 1, DType::F64);
-        let x = DTensor::distribute(&whole, &mesh(ctx, &[2])?, &[Shard(1)])?;
+        let x = distribute(&whole, &mesh(ctx, &[2])?, &[Shard(1)])?;
         let (merged, counts) = comm::record(|| x.flatten_from(1));
         let merged = merged?;
         assert_eq!(counts.total(), 0, "{counts}");
@@ -221,7 +221,7 @@ fn uneven_dims_are_merged_split_and_multiplied() {
                 (
                     "linear",
                     |x| {
-                        let weight = DTensor::distribute(&values(&[2, 3], 5, DType::F64), x.mesh(), &[Replicate; 2])?;
+                        let weight = distribute(&values(&[2, 3], 5, DType::F64), x.mesh(), &[Replicate; 2])?;
                         x.linear(&weight, None)
                     },
                     |x| x.broadcast_matmul(&values(&[2, 3], 5, DType::F64).t()?),

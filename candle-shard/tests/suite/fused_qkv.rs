@@ -160,7 +160,7 @@ fn a_training_step_equals_one_device_for_heads_of_all_kinds() {
             let world = axes.iter().map(|(_, n)| n).product();
             on_ranks(world, &format!("{h:?} on {axes:?}"), move |ctx| -> Result<()> {
                 let mesh = ctx.mesh(&axes)?;
-                let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &Device::Cpu)?;
+                let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
                 let model = Attention::new(heads(h), &vb)?;
                 compare(&model, &vb.finish()?, &vb, &lays, &step)
             });
@@ -201,7 +201,7 @@ fn a_checkpoint_is_taken_up_on_another_number_of_ranks() {
     let path = folder.path("checkpoint");
     let build = |ctx: &RankContext, seed: u64| -> Result<(Attention, Parameters)> {
         let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan(), DType::F64, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan(), DType::F64, &device())?;
         Ok((Attention::new(heads((4, 2)), &vb)?, vb.finish()?))
     };
     let to = path.clone();
@@ -214,7 +214,7 @@ fn a_checkpoint_is_taken_up_on_another_number_of_ranks() {
         parameters.load(&path)?;
         let weights = Weights::open(&path)?;
         let mesh = ctx.mesh(&[("tp", 3)])?;
-        let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, plan(), DType::F64, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, plan(), DType::F64, &device())?;
         let built = Attention::new(heads((4, 2)), &vb)?;
         let want = &plain_step(heads((4, 2)))?.start["qkv.weight"];
         close(&model.qkv.fused_weight()?.full_tensor()?.detach(), want, "loaded")?;
@@ -238,7 +238,7 @@ fn ranks_hold_their_heads_and_attention_needs_no_communication() {
         let world = queries.len();
         on_ranks(world, &format!("{h:?} on {world}"), move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", world)])?;
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
             let model = Attention::new(heads(h), &vb)?;
             let parameters = vb.finish()?;
             let rows = |name: &str| parameters.iter().find(|p| p.name == name).unwrap().var.dim(0);
@@ -268,12 +268,12 @@ fn a_key_head_that_one_rank_holds_whole_stays_there() {
         on_ranks(shares.ranks(), &format!("{h:?} in shares {shares}"), move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", shares.ranks())])?;
             let plan = plan().with_shares(shares.clone());
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
             let model = Attention::new(heads(h), &vb)?;
             vb.finish()?;
             let leaf = Leaf::new(&input(), &mesh, &[Lay::At(Replicate)])?;
             // Positions that turn nothing, so that the values are those without them.
-            let table = |value: f64| DTensor::full(value, (4, 1), &Device::Cpu, &mesh, &[Replicate]);
+            let table = |value: f64| DTensor::full(value, (4, 1), &device(), &mesh, &[Replicate]);
             let (cos, sin) = (table(1.0)?, table(0.0)?);
             let run = || -> Result<DTensor> {
                 let [q, k, v] = model.qkv.forward(&leaf.tensor)?;
@@ -301,11 +301,11 @@ fn heads_and_styles_that_do_not_fit_are_refused_alike() {
     let texts = on_ranks(3, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = ctx.mesh(&[("dp", 1), ("tp", 3)])?;
         let build = |heads: Heads, plan: Plan| -> Result<FusedQkv> {
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
             FusedQkv::new(WIDTH, heads, true, &vb.pp("qkv"))
         };
         let model = build(heads((6, 3)), plan())?;
-        let flat = DTensor::distribute(&values(&[4, WIDTH], 1, DType::F64), &mesh, &[Replicate; 2])?;
+        let flat = distribute(&values(&[4, WIDTH], 1, DType::F64), &mesh, &[Replicate; 2])?;
         let (texts, counts) = comm::record(|| {
             [
                 build(heads((6, 4)), plan()).unwrap_err(),
@@ -336,10 +336,9 @@ fn outputs_are_gathered_where_the_plan_asks_for_it() {
         on_ranks(4, "gathered", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", 4)])?;
             let style = ColwiseParallel::default().output(Replicate);
-            let vb =
-                ShardedVarBuilder::fresh(SEED, &mesh, Plan::new("tp").with("qkv", style), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(SEED, &mesh, Plan::new("tp").with("qkv", style), DType::F64, &device())?;
             let qkv = FusedQkv::new(WIDTH, heads(h), false, &vb.pp("qkv"))?;
-            let x = DTensor::distribute(&input(), &mesh, &[Replicate])?;
+            let x = distribute(&input(), &mesh, &[Replicate])?;
             let placed: [Vec<Placement>; 3] = qkv.forward(&x)?.map(|y| y.placements().to_vec());
             assert_eq!(placed, [vec![Replicate], vec![Replicate], vec![Replicate]]);
             assert!(qkv.fused_bias()?.is_none());

@@ -26,7 +26,7 @@ fn layouts(mesh: &DeviceMesh) -> Vec<Vec<Placement>> {
 }
 
 fn spread(x: &[Tensor; 2], mesh: &DeviceMesh, at: &[Placement]) -> Result<[DTensor; 2]> {
-    Ok([DTensor::distribute(&x[0], mesh, at)?, DTensor::distribute(&x[1], mesh, at)?])
+    Ok([distribute(&x[0], mesh, at)?, distribute(&x[1], mesh, at)?])
 }
 
 fn rounded(x: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
@@ -154,7 +154,7 @@ fn positions_of_as_many_tokens_as_there_is_room_for_are_those_returned() {
         for tokens in [3, 4, 2, 4, 1, 4, 5, 3, 4] {
             let new = Tensor::arange(next, next + tokens, &Cpu)?.unsqueeze(0)?.broadcast_as((3, tokens as usize))?;
             next += tokens;
-            let new = DTensor::distribute(&new, &mesh, &[Shard(0)])?;
+            let new = distribute(&new, &mesh, &[Shard(0)])?;
             let want: Vec<u32> = cache.positions(tokens as usize).into_iter().map(|at| at as u32).collect();
             let (k, _) = cache.append(&new, &new)?;
             assert_eq!(k.full_tensor()?.get(0)?.to_vec1::<u32>()?, want, "{tokens} tokens");

@@ -88,7 +88,7 @@ fn sorted(map: &VarMap) -> BTreeMap<String, Var> {
 fn cut(ctx: &RankContext, plan: Plan) -> Result<(Parameters, Block<Linear, LayerNorm>)> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let (map, _) = model();
-    let vb = ShardedVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F64, &Cpu)?;
+    let vb = ShardedVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F64, &device())?;
     drop(map);
     let heads = Width::new(HEADS, HEAD);
     let project = |name: &str| Linear::new(WIDTH, heads, true, &vb.pp(name));
@@ -146,7 +146,7 @@ fn plain_code_between_cut_layers_gives_the_plain_model() {
             let (x, g, want, want_x, wants) = (x.clone(), g.clone(), want.clone(), want_x.clone(), wants.clone());
             on_ranks(world, "plain", move |ctx| -> Result<()> {
                 let (parameters, block) = cut(ctx, plan.clone())?;
-                let x = Var::from_tensor(&x)?;
+                let (x, g) = (Var::from_tensor(&x.to_device(&device())?)?, g.to_device(&device())?);
                 let (y, sent) = comm::record(|| block.forward(&x));
                 let y = y?;
                 let pairs = if world > 1 { [2, 1, 0][i] } else { 0 };
@@ -178,7 +178,7 @@ fn plain_code_sees_whole_outputs_where_a_style_says_so() {
         let plan = plan.clone();
         on_ranks(world, "whole outputs", move |ctx| -> Result<()> {
             let (parameters, block) = cut(ctx, plan.clone())?;
-            let x = Var::from_tensor(&x)?;
+            let (x, g) = (Var::from_tensor(&x.to_device(&device())?)?, g.to_device(&device())?);
             assert_eq!(x.apply(&block.up)?.dims(), [2, 5, HIDDEN]);
             let (y, sent) = comm::record(|| block.forward(&x));
             let y = y?;
@@ -202,7 +202,7 @@ fn modules_give_plain_code_whole_tensors_where_a_style_says_so() {
             let input = PrepareModuleInput::new([Shard(1)]).layouts([Shard(0)]).use_local_output(false);
             let output = PrepareModuleOutput::new([Shard(0)]).use_local_output(false);
             let plan = Plan::new("tp").with("in", input).with("out", output);
-            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Cpu)?;
+            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &device())?;
             let (before, after) = (vb.pp("in").module_style()?, vb.pp("out").module_style()?);
             vb.finish()?;
             let piece = block_of(&x, &candle_shard::Spec::new(&mesh, &[Shard(0)], x.shape(), DType::F64)?)?;
@@ -247,7 +247,7 @@ fn plain_pieces_of_the_sequence_go_in_and_come_out() {
 }
 
 fn block_of(whole: &Tensor, spec: &candle_shard::Spec) -> candle_core::Result<Tensor> {
-    block(whole, spec)?.force_contiguous()
+    block(whole, spec)?.force_contiguous()?.to_device(&device())
 }
 
 #[test]
@@ -265,13 +265,13 @@ fn tables_take_plain_ids() {
             on_ranks(world, "ids", move |ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("tp", world)])?;
                 let model = [("words.weight", table.clone())];
-                let vb = ShardedVarBuilder::parallelize(model, 0, &mesh, plan.clone(), DType::F64, &Cpu)?;
+                let vb = ShardedVarBuilder::parallelize(model, 0, &mesh, plan.clone(), DType::F64, &device())?;
                 let words = Embedding::new(7, 7, 1.0, &vb.pp("words"))?;
                 vb.finish()?;
                 let cut = words.weight().placements()[0] == Shard(1);
                 let spec =
                     candle_shard::Spec::new(&mesh, &[if cut { Shard(2) } else { Replicate }], (2, 3, 7), DType::F64)?;
-                assert_eq!(distance(&ids.apply(&words)?, &block_of(&want, &spec)?), 0.0);
+                assert_eq!(distance(&ids.to_device(&device())?.apply(&words)?, &block_of(&want, &spec)?), 0.0);
                 Ok(())
             });
         }
@@ -288,7 +288,7 @@ fn plain_inputs_and_outputs_of_modules_are_laid_out() {
             let input = PrepareModuleInput::new([Some(Shard(1)), None]).layouts([Some(Shard(0)), Some(Replicate)]);
             let output = PrepareModuleOutput::new([Replicate]).layouts([Shard(1)]);
             let plan = Plan::new("tp").with("in", input).with("out", output);
-            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Cpu)?;
+            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &device())?;
             let (before, after) = (vb.pp("in").module_style()?, vb.pp("out").module_style()?);
             vb.finish()?;
             let piece = |at| -> Result<Tensor> {
@@ -296,12 +296,13 @@ fn plain_inputs_and_outputs_of_modules_are_laid_out() {
             };
             if world == 4 {
                 // 5 rows on 4 ranks leave one without.
-                let error = before.plain_inputs(&mesh, [&piece(Shard(0))?, &x]).unwrap_err().to_string();
+                let error =
+                    before.plain_inputs(&mesh, [&piece(Shard(0))?, &piece(Replicate)?]).unwrap_err().to_string();
                 assert!(error.contains("\"in\"") && error.contains("unsupported"), "{error}");
                 return Ok(());
             }
             let rows = Var::from_tensor(&piece(Shard(0))?)?;
-            let [columns, same] = before.plain_inputs(&mesh, [rows.as_tensor(), &x])?;
+            let [columns, same] = before.plain_inputs(&mesh, [rows.as_tensor(), &piece(Replicate)?])?;
             assert_eq!((distance(&columns, &piece(Shard(1))?), distance(&same, &x)), (0.0, 0.0));
             let [whole] = after.plain_outputs(&mesh, [&columns.sqr()?])?;
             assert!(distance(&whole, &x.sqr()?) < 1e-12);
@@ -319,7 +320,7 @@ fn models_that_do_not_fit_are_refused_alike() {
         let weight = values(&[6, 4], 76, DType::F64);
         let builder = |mesh: &candle_dist::DeviceMesh, plan: Plan| {
             let model = [("up.weight", weight.clone()), ("left.weight", weight.clone())];
-            ShardedVarBuilder::parallelize(model, 0, mesh, plan, DType::F64, &Cpu)
+            ShardedVarBuilder::parallelize(model, 0, mesh, plan, DType::F64, &device())
         };
         let refused = |result: Result<()>, words: &[&str]| {
             let error = result.unwrap_err();
@@ -335,7 +336,7 @@ fn models_that_do_not_fit_are_refused_alike() {
         // 6 columns on 4 ranks leave one without.
         let vb = builder(&mesh, Plan::new("tp").with("up", ColwiseParallel::default()))?;
         let up = Linear::new(4, 6, false, &vb.pp("up"))?;
-        let x = values(&[3, 4], 77, DType::F64);
+        let x = values(&[3, 4], 77, DType::F64).to_device(&device())?;
         let error = Error::from(x.apply(&up).unwrap_err()).to_string();
         assert!(error.contains("unsupported") && error.contains("\"up\""), "{error}");
         // A second axis.
@@ -353,11 +354,11 @@ fn plain_inputs_that_should_be_alike_are_compared() {
     on_ranks(2, "compared", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
         let plan = Plan::new("a").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Cpu)?;
+        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &device())?;
         let up = Linear::new(4, 6, true, &vb.pp("up"))?;
         let down = Linear::new(6, 4, true, &vb.pp("down"))?;
         let run = |rows: usize, value: f32| -> candle_core::Result<Tensor> {
-            Tensor::full(value, (rows, 4), &Cpu)?.apply(&up)?.apply(&down)
+            Tensor::full(value, (rows, 4), &device())?.apply(&up)?.apply(&down)
         };
         compare_operands(|| run(2, 1.0))?; // the pieces between the two layers differ
         let of_rank = ctx.rank();

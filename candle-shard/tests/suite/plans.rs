@@ -1,6 +1,6 @@
 //! Plans that do not fit the mesh or the model are refused while it is built, with one text on all ranks.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
-use candle_core::{DType, Device};
+use candle_core::DType;
 use candle_dist::{DeviceMesh, ReduceOp, comm};
 use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder, Width};
 use candle_shard::parallel::{
@@ -8,7 +8,7 @@ use candle_shard::parallel::{
     SequenceParallel, Shares, Style,
 };
 use candle_shard::{Partial, Replicate, Result, Shard};
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 fn colwise() -> ColwiseParallel {
     ColwiseParallel::default()
@@ -24,7 +24,7 @@ fn sequence() -> SequenceParallel {
 
 /// A model with a layer of each kind: a table that the head shares, a block, and a head.
 fn build(mesh: &DeviceMesh, plan: Plan, heads: Heads) -> Result<()> {
-    let vb = ShardedVarBuilder::fresh(1, mesh, plan, DType::F32, &Device::Cpu)?;
+    let vb = ShardedVarBuilder::fresh(1, mesh, plan, DType::F32, &device())?;
     let table = Embedding::new(7, 6, 1.0, &vb.pp("table"))?;
     let block = vb.pp("blocks").pp(0);
     block.module_style()?;
@@ -113,7 +113,7 @@ fn a_dotted_name_of_a_child_is_a_path() {
     on_ranks(2, "dotted", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let plan = Plan::new("tp").with("model.layers.*.up", colwise());
-        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &device())?;
         let up = Linear::new(4, 6, false, &vb.pp("model.layers").pp("0.up"))?;
         assert_eq!(up.weight().placements(), [Shard(0)]);
         assert_eq!(vb.finish()?.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["model.layers.0.up.weight"]);
@@ -201,7 +201,7 @@ fn styles_of_a_shared_weight_that_disagree() {
 fn a_parameter_that_is_built_twice() {
     on_ranks(2, "twice", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
-        let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
         Linear::new(2, 2, false, &vb.pp("up"))?;
         let text = Linear::new(2, 2, false, &vb.pp("up")).unwrap_err().to_string();
         assert_eq!(text, "plan: parameter up.weight is built twice; share the layer instead");

@@ -84,7 +84,7 @@ fn parameters_are_those_of_one_device() {
                 .with("up", ColwiseParallel::default())
                 .with("down", RowwiseParallel::default())
                 .with("table", RowwiseParallel::default());
-            let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &device())?;
             let linear = |name: &str| Linear::new(7, 5, true, &vb.pp(name));
             let mut weights = Vec::new();
             for layer in [linear("up")?, linear("down")?, linear("free")?] {

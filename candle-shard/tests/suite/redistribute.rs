@@ -25,7 +25,7 @@ fn show<T: std::fmt::Display>(list: &[T]) -> String {
 /// A fixed tensor to weigh results with, so that gradients are not uniform, in the `which`-th layout.
 fn weights(whole: &Tensor, mesh: &DeviceMesh, which: usize) -> Result<DTensor> {
     let layouts = on_axes(&TARGETS[..3], mesh.ndim());
-    DTensor::distribute(whole, mesh, &layouts[which % layouts.len()])
+    distribute(whole, mesh, &layouts[which % layouts.len()])
 }
 
 /// Checks `leaf.redistribute(to)` for value and gradient.
@@ -163,7 +163,7 @@ fn one_axis_communicates_what_the_table_says() {
             let what = format!("{from} to {to} beside {beside}");
             let leaf = Leaf::new(&whole, &mesh, &[from])?;
             let matrix = values(&[6, 5], 2, DType::F64);
-            let beside = DTensor::distribute(&matrix, &mesh, &[beside])?;
+            let beside = distribute(&matrix, &mesh, &[beside])?;
             let (loss, counts) = comm::record(|| leaf.tensor.redistribute(&[to])?.matmul(&beside)?.sum_all());
             assert_eq!(calls(&counts), forward, "{what}, forward");
             let (grads, counts) = comm::record(|| loss?.backward());
@@ -182,7 +182,7 @@ fn one_view_serves_many_uses_of_a_gathered_tensor() {
         let whole = values(&[4, 6], 1, DType::F64);
         let leaf = Leaf::new(&whole, &mesh, &[Lay::At(Shard(0))])?;
         let matrix = values(&[6, 5], 2, DType::F64);
-        let beside = DTensor::distribute(&matrix, &mesh, &[Shard(1)])?;
+        let beside = distribute(&matrix, &mesh, &[Shard(1)])?;
         let (loss, counts) = comm::record(|| -> Result<_> {
             let x = leaf.tensor.redistribute(&[Replicate])?;
             let uses = (0..3).map(|_| x.matmul(&beside)?.sum_all()).collect::<Result<Vec<_>>>()?;
@@ -219,7 +219,7 @@ fn several_axes_communicate_no_more_than_needed() {
         on_ranks(1 << axes, "several axes", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &vec![2; axes])?;
             let whole = values(&[8, 8, 8], 4, DType::F32);
-            let tensor = DTensor::distribute(&whole, &mesh, &from)?;
+            let tensor = distribute(&whole, &mesh, &from)?;
             let (moved, counts) = comm::record(|| tensor.redistribute(&to));
             let what = format!("[{}] to [{}]: {counts}", show(&from), show(&to));
             assert!(counts.total() <= most, "{what}");
@@ -241,7 +241,7 @@ fn other_reductions_are_resolved_before_anything_else() {
                 let mut at = vec![Replicate; mesh.ndim()];
                 at[0] = candle_shard::Partial(op);
                 let local = pieces[mesh.coordinate()[0]].clone();
-                let tensor = DTensor::from_local(local, &mesh, &at, (4, 2))?;
+                let tensor = on_device(&DTensor::from_local(local, &mesh, &at, (4, 2))?)?;
                 let start = Tensor::full(unit, (4, 2), &Device::Cpu)?;
                 let whole = pieces.iter().try_fold(start, |so_far, piece| match op {
                     Max => so_far.maximum(piece),
@@ -257,8 +257,7 @@ fn other_reductions_are_resolved_before_anything_else() {
                     assert!(value_error(&moved, &whole)? < 1e-12, "{what} to [{}]", show(&to));
                 }
                 let stream = candle_shard::random::Stream::new(1, "mask");
-                let dropped =
-                    DTensor::distribute(&whole, &mesh, &vec![Replicate; mesh.ndim()])?.dropout(0.3, stream)?;
+                let dropped = distribute(&whole, &mesh, &vec![Replicate; mesh.ndim()])?.dropout(0.3, stream)?;
                 assert!(value_error(&tensor.dropout(0.3, stream)?, dropped.to_local())? < 1e-12, "{what}, dropout");
                 assert!(value_error(&tensor.neg()?, &whole.neg()?)? < 1e-12, "{what}, neg");
                 assert!(value_error(&tensor.sum_all()?, &whole.sum_all()?)? < 1e-12, "{what}, sum");
@@ -275,14 +274,14 @@ fn whole_numbers_move_unchanged() {
         let mesh = mesh(ctx, &[3])?;
         let whole = Tensor::arange(0u32, 15, &Device::Cpu)?.reshape((5, 3))?;
         for (from, to) in TARGETS[..3].iter().cartesian_product(&TARGETS[..3]) {
-            let tensor = DTensor::distribute(&whole, &mesh, &[*from])?.redistribute(&[*to])?;
+            let tensor = distribute(&whole, &mesh, &[*from])?.redistribute(&[*to])?;
             assert_eq!(value_error(&tensor, &whole)?, 0.0, "{from} to {to}");
         }
         // A share of a whole number is none.
-        let tensor = DTensor::distribute(&whole, &mesh, &[Replicate])?;
+        let tensor = distribute(&whole, &mesh, &[Replicate])?;
         let text = tensor.redistribute(&[SUM]).unwrap_err().to_string();
         assert!(text.contains("u32") && text.contains("P(sum)"), "{text}");
-        let halves = DTensor::from_local(whole.clone(), &mesh, &[SUM], (5, 3))?;
+        let halves = on_device(&DTensor::from_local(whole.clone(), &mesh, &[SUM], (5, 3))?)?;
         assert_eq!(value_error(&halves.add(&tensor)?, &(whole * 4.0)?)?, 0.0);
         Ok(())
     });

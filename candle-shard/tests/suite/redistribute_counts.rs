@@ -117,7 +117,7 @@ fn gradients_on_three_axes() {
                 let (from, by, to) = (&from[i * 61 % from.len()], &to[i * 47 % to.len()], &to[i * 29 % to.len()]);
                 let leaf = Leaf::new(&whole, &mesh, from)?;
                 let moved = leaf.tensor.redistribute(by)?.redistribute(to)?;
-                let beside = DTensor::distribute(&weights, &mesh, &[[Replicate; 3], [Shard(0); 3]][i % 2])?;
+                let beside = distribute(&weights, &mesh, &[[Replicate; 3], [Shard(0); 3]][i % 2])?;
                 let grads = moved.mul(&beside)?.add(moved.sqr()?)?.sum_all()?.backward()?;
                 let want = (&weights + (&whole * 2.0)?)?;
                 let error = value_error(&moved, &whole)?.max(leaf.gradient_error(&grads, &want)?);
@@ -134,7 +134,7 @@ fn a_joint_gather_for_unlike_uses_has_one_reduce_scatter_behind_it() {
         let mesh = mesh(ctx, &[2, 2])?;
         let (whole, matrix) = (values(&[6, 4], 1, DType::F64), values(&[4, 8], 2, DType::F64));
         let leaf = Leaf::new(&whole, &mesh, &[Lay::At(Shard(0)); 2])?;
-        let beside = DTensor::distribute(&matrix, &mesh, &[Shard(1); 2])?;
+        let beside = distribute(&matrix, &mesh, &[Shard(1); 2])?;
         let (loss, forward) = comm::record(|| leaf.tensor.matmul(&beside)?.sum_all());
         let loss = loss?;
         let (grads, backward) = comm::record(|| loss.backward());

@@ -83,7 +83,7 @@ fn copies(x: &DTensor, count: usize, attributes: &[usize]) -> Result<DTensor> {
 fn an_attribute_that_is_left_out_of_the_key_is_found() {
     let texts = on_ranks(2, "left out", |ctx| -> Result<String> {
         let mesh = mesh(ctx, &[2])?;
-        let x = DTensor::distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Shard(0)])?;
+        let x = distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Shard(0)])?;
         assert_eq!(copies(&x, 2, &[2])?.dims(), [2, 4, 6]);
         assert_eq!(copies(&x, 3, &[3])?.dims(), [3, 4, 6]);
         assert_eq!(copies(&x, 2, &[])?.dims(), [2, 4, 6]);
@@ -114,7 +114,7 @@ fn column_sums(x: &DTensor) -> Result<DTensor> {
 fn ops_of_one_name_have_op_specs_of_their_own() {
     on_ranks(2, "names", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let x = DTensor::distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Shard(0)])?;
+        let x = distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Shard(0)])?;
         let (one, other) = (row_sums(&x)?, column_sums(&x)?);
         assert_eq!((one.dims(), other.dims()), (&[4][..], &[6][..]));
         let third = x.sum(0)?; // this crate's own
@@ -127,7 +127,7 @@ fn ops_of_one_name_have_op_specs_of_their_own() {
 fn what_breaks_the_rules_is_refused_by_name() {
     let texts = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[2])?;
-        let x = DTensor::distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Replicate])?;
+        let x = distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Replicate])?;
         let with = |row: Row| {
             let signature = || Ok(Signature::new(Rows::from_iter([row]), &[4], DType::F64));
             rules::apply("own", &[], &[&x], signature, |x, _| Ok(x[0].to_local().sum(1)?))

@@ -7,7 +7,7 @@ use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard, Spec, SpecDescription, chunk_sizes};
 use itertools::Itertools;
 use proptest::prelude::*;
-use test_utils::on_ranks;
+use test_utils::{distribute, on_ranks};
 
 const MESHES: [&[usize]; 8] = [&[1], &[2], &[3], &[4], &[5], &[2, 2], &[2, 3], &[2, 1, 2]];
 
@@ -61,7 +61,7 @@ fn blocks_tile_the_tensor_on_every_mesh_and_placement() {
                         continue;
                     }
                     let whole = Tensor::arange(0f32, (dims[0] * dims[1]) as f32, &Device::Cpu)?.reshape(&dims[..])?;
-                    let tensor = DTensor::distribute(&whole, &mesh, &placements)?;
+                    let tensor = distribute(&whole, &mesh, &placements)?;
                     assert_eq!(tensor.to_local().dims(), spec.local_shape().as_slice());
                     assert_eq!(tensor.full_tensor()?.to_vec2::<f32>()?, whole.to_vec2::<f32>()?, "{spec}");
                 }
@@ -241,7 +241,7 @@ fn what_is_no_layout_is_refused_alike_everywhere() {
         let spec = |p: &[Placement]| Spec::new(&mesh, p, (4, 6), DType::F32);
         let sized = |p: &[Placement], axis: usize, sizes: &[usize]| spec(p)?.with_sizes(axis, Some(sizes.into()));
         let whole = Tensor::zeros((4, 6), DType::F32, &Device::Cpu)?;
-        let leaf = DTensor::distribute(&whole, &mesh, &[Shard(0), Replicate])?;
+        let leaf = distribute(&whole, &mesh, &[Shard(0), Replicate])?;
         Ok(vec![
             spec(&[Shard(0)]).unwrap_err().to_string(),
             spec(&[Replicate, Shard(2)]).unwrap_err().to_string(),
@@ -251,7 +251,7 @@ fn what_is_no_layout_is_refused_alike_everywhere() {
             sized(&[Shard(0), Replicate], 1, &[1, 3]).unwrap_err().to_string(),
             sized(&[Shard(0), Shard(0)], 1, &[1, 1]).unwrap_err().to_string(),
             sized(&[Shard(0), Replicate], 2, &[1, 3]).unwrap_err().to_string(),
-            DTensor::distribute(&whole, &mesh, &[SUM, Replicate]).unwrap_err().to_string(),
+            distribute(&whole, &mesh, &[SUM, Replicate]).unwrap_err().to_string(),
             leaf.clone().varying_on(0).unwrap_err().to_string(),
             leaf.clone().varying_on(2).unwrap_err().to_string(),
             leaf.redistribute(&[Replicate]).unwrap_err().to_string(),

@@ -13,7 +13,7 @@ use test_utils::on_ranks;
 
 fn builder(ctx: &RankContext, pattern: &str, style: impl Into<Style>) -> Result<ShardedVarBuilder> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp").with(pattern, style), DType::F64, &Device::Cpu)
+    ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp").with(pattern, style), DType::F64, &device())
 }
 
 /// A module with three inputs and two outputs, `a·b + c` and `a·c`.
@@ -99,7 +99,7 @@ fn layers_follow_prepared_layouts() {
         let vb = builder(ctx, "*", style)?;
         let linear = Linear::new(6, 4, true, &vb.pp("linear"))?;
         let norm = LayerNorm::new(6, 1e-5, &vb.pp("norm"))?;
-        let x = DTensor::distribute(&values(&[5, 6], 1, DType::F64), vb.mesh(), &[Shard(1)])?;
+        let x = distribute(&values(&[5, 6], 1, DType::F64), vb.mesh(), &[Shard(1)])?;
         assert_eq!(linear.forward(&x)?.placements(), [Shard(1)]);
         assert_eq!(norm.forward(&x)?.placements(), [Shard(1)]);
         Ok(())
@@ -115,11 +115,7 @@ fn arguments_that_do_not_fit_a_style_are_refused_alike_before_anything_is_sent()
             builder(ctx, "a.mix", PrepareModuleInputOutput::new(input, output))?.pp("a").pp("mix").module_style()
         };
         let (one, far) = (style(&[Some(Replicate)])?, style(&[Some(Replicate), Some(Shard(2))])?);
-        let x = DTensor::distribute(
-            &Tensor::ones((2, 3), DType::F64, &Device::Cpu)?,
-            &ctx.mesh(&[("tp", 2)])?,
-            &[Shard(0)],
-        )?;
+        let x = distribute(&Tensor::ones((2, 3), DType::F64, &Device::Cpu)?, &ctx.mesh(&[("tp", 2)])?, &[Shard(0)])?;
         let (texts, counts) = comm::record(|| {
             [
                 one.inputs([&x, &x]).unwrap_err(),

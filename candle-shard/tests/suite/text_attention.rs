@@ -80,13 +80,13 @@ fn spread(x: &Tensor, mesh: &DeviceMesh, group: usize, kv_heads: usize, cut: boo
     let at = [if cut { Shard(1) } else { Replicate }];
     let spec = Spec::new(mesh, &at, x.dims(), x.dtype())?;
     if !cut {
-        return DTensor::from_local_with_spec(x.clone(), spec);
+        return on_device(&DTensor::from_local_with_spec(x.clone(), spec)?);
     }
     let ranks = mesh.size();
     let sizes: Vec<usize> = (0..ranks).map(|rank| kv_heads * (rank + 1) / ranks - kv_heads * rank / ranks).collect();
     let sizes: Vec<usize> = sizes.into_iter().map(|size| size * group).collect();
     let spec = spec.with_sizes(0, Some(sizes.into()))?;
-    DTensor::from_local_with_spec(block(x, &spec)?, spec)
+    on_device(&DTensor::from_local_with_spec(block(x, &spec)?.contiguous()?, spec)?)
 }
 
 #[test]
@@ -191,12 +191,12 @@ fn rows_of_a_batch_have_texts_of_their_own() {
                 let rows: Vec<[Tensor; 3]> = (0..2).map(|row| fresh(row, step, tokens, [4, 2])).collect();
                 let [both, of_rows @ ..] = &mut caches;
                 let whole = |part: usize| Tensor::cat(&[&rows[0][part], &rows[1][part]], 0);
-                let lay = |part: usize| DTensor::distribute(&whole(part)?, &mesh, &[at]);
+                let lay = |part: usize| distribute(&whole(part)?, &mesh, &[at]);
                 let texts = vec![TextTokens { tokens, cache: TextCache::All(both) }];
                 let got = options.of_texts([&lay(0)?, &lay(1)?, &lay(2)?], texts)?;
                 assert_eq!(got.placements(), [if at == Shard(1) { Shard(2) } else { at }]);
                 for (row, (parts, cache)) in rows.iter().zip(of_rows).enumerate() {
-                    let [q, k, v] = parts.each_ref().map(|x| DTensor::distribute(x, &mesh, &[Replicate]).unwrap());
+                    let [q, k, v] = parts.each_ref().map(|x| distribute(x, &mesh, &[Replicate]).unwrap());
                     let want =
                         options.of_texts([&q, &k, &v], vec![TextTokens { tokens, cache: TextCache::All(cache) }])?;
                     let got = got.full_tensor()?.narrow(0, row, 1)?;
@@ -213,7 +213,7 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
     let said = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[2])?;
         let of = |heads: usize, tokens: usize, width: usize, at| {
-            DTensor::distribute(&values(&[1, heads, tokens, width], 1, DType::F32), &mesh, &[at])
+            distribute(&values(&[1, heads, tokens, width], 1, DType::F32), &mesh, &[at])
         };
         let (q, k, v) = (of(4, 2, DIM, Shard(1))?, of(2, 2, DIM, Shard(1))?, of(2, 2, WIDTH, Shard(1))?);
         let causal = Attention::default().causal(true);

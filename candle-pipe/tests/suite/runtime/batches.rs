@@ -2,14 +2,14 @@
 use crate::runtime::chain::{self, Tail};
 use crate::runtime::model::{Vb, arguments, builder, numbers, pipe, uncut, values};
 use crate::runtime::parity::close;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::{DataParallelOptions, Op, comm};
 use candle_pipe::microbatch::{Microbatches, Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{Kwargs, Pipe, Result, Runtime, StepOptions, Value};
 use std::sync::Arc;
 use std::time::Duration;
-use test_utils::{Ranks, on_ranks};
+use test_utils::{Ranks, device, on_ranks};
 
 fn plain() -> Tail {
     Arc::new(|_, _, y, _| Ok(y.clone()))
@@ -46,7 +46,7 @@ fn a_batch_that_one_replica_refuses_is_known_to_all_replicas() {
         let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
         let parameters = builder(&[].into(), DType::F64)?;
         let runtime =
-            Runtime::new(&chain::pipe(2, &plain())?, &schedule, mesh.axis_group("pp")?, &parameters, &Device::Cpu)?
+            Runtime::new(&chain::pipe(2, &plain())?, &schedule, mesh.axis_group("pp")?, &parameters, &device())?
                 .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let step = |microbatches| {
             let batch = chain::batch(8, microbatches)?;
@@ -94,12 +94,12 @@ fn ranks_with_unlike_shuffles_are_told() {
         on_ranks(3, "shuffles", move |ctx| -> Result<()> {
             let schedule = ScheduleKind::OneFOneB.schedule(3, 4, 1)?;
             let builder = builder(&values, DType::F64)?;
-            let runtime = Runtime::new(&of(&schedule)?, &schedule, ctx.group(), &builder, &Device::Cpu)?;
+            let runtime = Runtime::new(&of(&schedule)?, &schedule, ctx.group(), &builder, &device())?;
             let (mut args, mut kwargs) = arguments(9, DType::F64)?;
             let split = |args: &[Value], kwargs: &Kwargs| split_args_kwargs_into_chunks(args, kwargs, 4, None, None);
             let step = |batch: &Microbatches| runtime.forward_backward(batch, &StepOptions::default()).map(drop);
             step(&split(&args, &kwargs)?)?;
-            let order = Tensor::new(&[3u32, 1, 4, 0, 5, 8, 2, 6, 7], &Device::Cpu)?;
+            let order = Tensor::new(&[3u32, 1, 4, 0, 5, 8, 2, 6, 7], &device())?;
             let shuffled = |value: &Value| -> Result<Value> { Ok(value.tensor()?.index_select(&order, 0)?.into()) };
             let original = (args.clone(), kwargs.clone());
             if ctx.rank() == odd {
@@ -131,7 +131,7 @@ fn a_rank_gives_what_its_stages_use_and_no_more() {
             let schedule = kind.schedule(ranks, 4, 1)?;
             let pipe = of(&schedule)?;
             let builder = builder(&values, DType::F64)?;
-            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder, &device())?;
             let (args, mut kwargs) = arguments(9, DType::F64)?;
             kwargs.insert("x".into(), args[0].clone());
             let graph = &pipe.info().graph;
@@ -167,7 +167,7 @@ fn a_rank_gives_what_its_stages_use_and_no_more() {
 
 #[test]
 fn rows_that_are_said_are_those_of_the_tensors() {
-    let x: Value = Tensor::zeros((5, 2), DType::F32, &Device::Cpu).unwrap().into();
+    let x: Value = Tensor::zeros((5, 2), DType::F32, &device()).unwrap().into();
     let split = |rows| Splitter::new(2).rows(rows).split(std::slice::from_ref(&x), &Kwargs::new(), None, None);
     assert_eq!(split(5).unwrap().rows(), [3, 2]);
     let said = split(6).unwrap_err().to_string();

@@ -1,12 +1,13 @@
 //! A chain of stages, each one linear layer and a function of the test's.
 use crate::runtime::model::{Vb, builder};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_nn::VarBuilder;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::Schedule;
 use candle_pipe::{Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, nn};
 use std::sync::Arc;
+use test_utils::device;
 
 const WIDTH: usize = 2;
 
@@ -38,17 +39,17 @@ pub(crate) fn pipe(stages: usize, tail: &Tail) -> Result<Pipe<Vb>> {
 
 /// This rank's part of the chain for a schedule.
 pub(crate) fn runtime(schedule: &Schedule, ctx: &RankContext, tail: &Tail) -> Result<Runtime> {
-    Runtime::new(&pipe(schedule.stages(), tail)?, schedule, ctx.group(), &parameters()?, &Device::Cpu)
+    Runtime::new(&pipe(schedule.stages(), tail)?, schedule, ctx.group(), &parameters()?, &device())
 }
 
 fn parameters() -> Result<VarBuilder<'static>> {
-    let weight = Tensor::new(&[[0.5f64, -0.25], [0.75, 1.0]], &Device::Cpu)?;
-    let bias = Tensor::new(&[0.1f64, -0.1], &Device::Cpu)?;
+    let weight = Tensor::new(&[[0.5f64, -0.25], [0.75, 1.0]], &device())?;
+    let bias = Tensor::new(&[0.1f64, -0.1], &device())?;
     let layer = |i: usize| [(format!("layers.{i}.weight"), weight.clone()), (format!("layers.{i}.bias"), bias.clone())];
     builder(&(0..32).flat_map(layer).collect(), DType::F64)
 }
 
 pub(crate) fn batch(rows: usize, microbatches: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, (rows * WIDTH) as f64, &Device::Cpu)?.reshape((rows, WIDTH))?.sin()?;
+    let x = Tensor::arange(0f64, (rows * WIDTH) as f64, &device())?.reshape((rows, WIDTH))?.sin()?;
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)
 }

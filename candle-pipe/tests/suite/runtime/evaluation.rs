@@ -2,7 +2,7 @@
 use crate::runtime::chain::{self, Tail};
 use crate::runtime::model::{Vb, builder, numbers};
 use crate::runtime::parity::{close, schedules};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::{Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
@@ -10,7 +10,7 @@ use candle_pipe::{In, Kwargs, PipeBuilder, Reduction, Result, Runtime, Share, Sp
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use test_utils::{Ranks, on_ranks, skip_among_processes};
+use test_utils::{Ranks, device, on_ranks, skip_among_processes};
 
 #[test]
 fn a_fast_stage_does_not_pile_up_microbatches_before_a_slow_one() {
@@ -95,10 +95,10 @@ fn outputs_are_given_as_they_come_or_dropped() {
                 1 => ScheduleKind::LoopedBfs.schedule(1, 10, 2)?,
                 _ => ScheduleKind::GPipe.schedule(2, 10, 1)?,
             };
-            let three = Tensor::new(&[3f64], &Device::Cpu)?;
+            let three = Tensor::new(&[3f64], &device())?;
             let builder = builder(&[("weight".to_string(), three)].into(), DType::F64)?;
-            let runtime = Runtime::new(&with_outputs()?, &schedule, ctx.group(), &builder, &Device::Cpu)?;
-            let x = Tensor::arange(0f64, 20., &Device::Cpu)?;
+            let runtime = Runtime::new(&with_outputs()?, &schedule, ctx.group(), &builder, &device())?;
+            let x = Tensor::arange(0f64, 20., &device())?;
             let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 10, None, None)?;
             let kept = runtime.evaluate(&batch)?.step;
             let mut given = Vec::new();
@@ -144,11 +144,11 @@ fn a_transmitted_parameter_is_sent_once_a_step() {
         let sum = |xs: &[candle_pipe::Value], _: &candle_pipe::Ctx| Ok((xs[0].tensor()? + xs[1].tensor()?)?.sum_all()?);
         g.loss_fn(sum, [a, b], Reduction::Sum);
         let pipe = g.finish(SplitSpec::declared())?;
-        let values = Tensor::ones((rows, 4), DType::F64, &Device::Cpu)?;
+        let values = Tensor::ones((rows, 4), DType::F64, &device())?;
         let builder = builder(&[("table".to_string(), values)].into(), DType::F64)?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, microbatches, 1)?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder, &Device::Cpu)?;
-        let ids = Tensor::from_iter((0..12u32).map(|id| id * 7 % 10), &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder, &device())?;
+        let ids = Tensor::from_iter((0..12u32).map(|id| id * 7 % 10), &device())?;
         let batch = split_args_kwargs_into_chunks(&[ids.into()], &Kwargs::new(), microbatches, None, None)?;
         for _ in 0..2 {
             let (made, sent) = comm::record(|| runtime.forward_backward(&batch, &StepOptions::default()));

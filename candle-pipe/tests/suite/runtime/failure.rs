@@ -1,15 +1,16 @@
 //! What fails on one rank fails on all, and says where.
 use crate::runtime::chain::{Tail, batch, pipe, runtime};
 use crate::runtime::model;
-use candle_core::{CpuStorage, CustomOp1, InplaceOp1, Layout, Shape, Tensor, bail};
-use candle_core::{DType, Device, Var};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, InplaceOp1, Layout, Shape, Tensor, bail};
+use candle_core::{DType, Var};
 use candle_dist::{Op, RankContext};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Compute, Pass, ScheduleKind};
 use candle_pipe::{Kwargs, Result, Runtime, StepOptions};
 use std::sync::Arc;
 use std::time::Duration;
-use test_utils::Ranks;
+use test_utils::{Ranks, device};
 
 /// How a pass fails.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,6 +47,13 @@ impl CustomOp1 for Trip {
         Ok((x.clone(), layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        if self.pass == Pass::Forward {
+            self.how.fail()?;
+        }
+        Ok((x.try_clone(layout)?, layout.shape().clone()))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         match self.pass {
             // The product that waits finds elements of another dtype.
@@ -66,6 +74,11 @@ impl InplaceOp1 for Spoil {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         *storage = CpuStorage::U8(vec![0; layout.shape().elem_count()]);
+        Ok(())
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> candle_core::Result<()> {
+        *storage = storage.device().zeros_impl(layout.shape(), DType::U8)?;
         Ok(())
     }
 }
@@ -147,7 +160,7 @@ fn ranks_that_differ_hear_of_it() {
     let pipes = said(3, "pipes", move |ctx| {
         let vb = model::builder(&model::Values::new(), DType::F64)?;
         let pipe = if ctx.rank() == 1 { model::pipe(3, false)? } else { pipe(3, &plain())? };
-        Runtime::new(&pipe, &plan, ctx.group(), &vb, &Device::Cpu).map(drop)
+        Runtime::new(&pipe, &plan, ctx.group(), &vb, &device()).map(drop)
     });
     pipes.iter().for_each(|said| assert!(said.contains("description differs"), "{said}"));
 
@@ -176,10 +189,10 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
             assert_eq!((sent.get(Op::Send).count, sent.get(Op::Recv).count), (0, 0));
         };
         refused(batch(8, 3)?, "3 microbatches for a schedule of 4");
-        let nothing = Tensor::zeros((8, 2), DType::F64, &Device::Cpu)?;
+        let nothing = Tensor::zeros((8, 2), DType::F64, &device())?;
         let kwargs = Kwargs::from([("y".to_string(), nothing.into())]);
         refused(split_args_kwargs_into_chunks(&[], &kwargs, 4, None, None)?, "no input \"y\"");
-        let tracked = Var::zeros((8, 2), DType::F64, &Device::Cpu)?.as_tensor().clone();
+        let tracked = Var::zeros((8, 2), DType::F64, &device())?.as_tensor().clone();
         let tracked = split_args_kwargs_into_chunks(&[tracked.into()], &Kwargs::new(), 4, None, None)?;
         assert!(runtime.evaluate(&tracked).is_ok());
         refused(tracked, "input \"x\" is tracked, but ranks compute no gradients of inputs; detach it");
@@ -196,7 +209,7 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
     world.iter().for_each(|said| assert!(said.contains("it has 2 ranks, the group has 3"), "{said}"));
     let stages = said(2, "another cut", move |ctx| {
         let vb = model::builder(&model::Values::new(), DType::F64)?;
-        Runtime::new(&pipe(3, &plain())?, &plan, ctx.group(), &vb, &Device::Cpu).map(drop)
+        Runtime::new(&pipe(3, &plain())?, &plan, ctx.group(), &vb, &device()).map(drop)
     });
     stages.iter().for_each(|said| assert!(said.contains("it has 2 stages, the pipe has 3"), "{said}"));
 }
@@ -210,14 +223,14 @@ fn a_stage_that_cannot_be_built_is_named_by_all_ranks() {
             (0..3)
                 .filter(|layer| *layer != 1)
                 .flat_map(|layer| {
-                    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F64, &Device::Cpu).unwrap();
+                    let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F64, &device()).unwrap();
                     [(format!("layers.{layer}.weight"), zeros(&[2, 2])), (format!("layers.{layer}.bias"), zeros(&[2]))]
                 })
                 .collect(),
             DType::F64,
-            &Device::Cpu,
+            &device(),
         );
-        let refused = Runtime::new(&pipe(3, &plain())?, &plan, ctx.group(), &vb, &Device::Cpu).map(drop);
+        let refused = Runtime::new(&pipe(3, &plain())?, &plan, ctx.group(), &vb, &device()).map(drop);
         // Nobody has failed on the way.
         ctx.group().barrier()?;
         refused

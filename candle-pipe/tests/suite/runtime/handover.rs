@@ -1,12 +1,12 @@
 //! Tensors are handed over from rank to rank, not copied; parameters never are handed over.
 use crate::runtime::model::{Vb, builder};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{In, Kwargs, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions, Value};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use test_utils::{on_ranks, skip_among_processes};
+use test_utils::{device, on_ranks, skip_among_processes};
 
 /// Where things lay, by what they are, the pass and the microbatch.
 type Places = Arc<Mutex<BTreeMap<String, usize>>>;
@@ -59,11 +59,11 @@ fn what_wants_no_gradient_arrives_where_it_was_made() {
         let sum = g.func("take", take, made.into_iter().chain([weight]));
         g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [sum], Reduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
-        let values = [("weight".to_string(), Tensor::ones((2, 2), DType::F64, &Device::Cpu)?)];
+        let values = [("weight".to_string(), Tensor::ones((2, 2), DType::F64, &device())?)];
         let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
         let vb = builder(&values.into(), DType::F64)?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
-        let x = Tensor::ones((6, 2), DType::F64, &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &device())?;
+        let x = Tensor::ones((6, 2), DType::F64, &device())?;
         let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)?;
         runtime.forward_backward(&batch, &StepOptions::default())?;
         runtime.evaluate(&batch).map(drop)

@@ -1,7 +1,7 @@
 //! Losses of unlike microbatches: means over what is valid, sums, and microbatches that are masked.
 use crate::runtime::model::{Vb, numbers};
 use crate::runtime::parity::close;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::{DataParallelOptions, DeviceMesh, ReduceOp};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, Splitter};
@@ -11,7 +11,7 @@ use candle_pipe::{
 };
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::HashMap;
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 const ROWS: usize = 10;
 /// Tokens of a row.
@@ -71,20 +71,20 @@ fn declare(how: How, stages: usize) -> Result<Pipe<Vb>> {
 
 fn wave(dims: &[usize], seed: f64) -> Result<Tensor> {
     let len = dims.iter().product::<usize>() as f64;
-    Ok(Tensor::arange(0f64, len, &Device::Cpu)?.affine(0.7, seed)?.sin()?.reshape(dims)?)
+    Ok(Tensor::arange(0f64, len, &device())?.affine(0.7, seed)?.sin()?.reshape(dims)?)
 }
 
 /// Rows of the batch, with several tokens in each: what a microbatch cuts are the tokens of its rows.
 fn batch(how: How, rows: std::ops::Range<usize>, splitter: Splitter) -> Result<Microbatches> {
     let cut = |t: Tensor| -> Result<Value> { Ok(t.narrow(0, rows.start * TOKENS, rows.len() * TOKENS)?.into()) };
     let valid = VALID.iter().flat_map(|&n| (0..TOKENS).map(move |i| f64::from(u8::from(i < n))));
-    let valid = Tensor::from_iter(valid, &Device::Cpu)?;
+    let valid = Tensor::from_iter(valid, &device())?;
     let mut kwargs = Kwargs::from([("target".into(), cut(wave(&[ROWS * TOKENS, 4], 1.0)?)?)]);
     if how == How::Counted {
         kwargs.insert("valid".into(), cut(valid)?);
     }
     let tokens = (rows.len() * TOKENS) as f64;
-    let scale = Tensor::arange(0f64, tokens, &Device::Cpu)?.affine(1.0, 0.7 - (tokens - 1.0) / 2.0)?;
+    let scale = Tensor::arange(0f64, tokens, &device())?.affine(1.0, 0.7 - (tokens - 1.0) / 2.0)?;
     kwargs.insert("scale".into(), scale.into());
     let split = candle_pipe::microbatch::TensorChunkSpec(0);
     let names = kwargs.keys().map(|name| match name.as_str() {
@@ -97,11 +97,11 @@ fn batch(how: How, rows: std::ops::Range<usize>, splitter: Splitter) -> Result<M
 
 fn parameters() -> Result<Vb> {
     let map = VarMap::new();
-    let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
-    LocalPipe::new(&declare(How::Sum, 1)?, &vb, &Device::Cpu)?;
+    let vb = VarBuilder::from_varmap(&map, DType::F64, &device());
+    LocalPipe::new(&declare(How::Sum, 1)?, &vb, &device())?;
     for (name, var) in map.data().lock().unwrap().iter() {
         let normal = Distribution::Normal { mean: 0.0, stdev: 0.6 };
-        var.set(&sample_full(Stream::new(7, name), normal, var.dims(), DType::F64, &Device::Cpu)?)?;
+        var.set(&sample_full(Stream::new(7, name), normal, var.dims(), DType::F64, &device())?)?;
     }
     Ok(vb)
 }
@@ -114,7 +114,7 @@ struct Expected {
 }
 
 fn alone(how: How) -> Result<Expected> {
-    let local = LocalPipe::new(&declare(how, 1)?, &parameters()?, &Device::Cpu)?;
+    let local = LocalPipe::new(&declare(how, 1)?, &parameters()?, &device())?;
     let whole = batch(how, 0..ROWS, Splitter::new(1))?;
     let step = local.forward_backward(&whole, &StepOptions::default())?;
     let grads = local.parameters().into_iter();
@@ -130,7 +130,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_in_one_process() -> Result<()>
     let means = alone(How::Mean)?;
     assert!((loss - means.loss).abs() > 1e-3, "the mean over valid tokens is another than that over all");
     for stages in 1..=3 {
-        let local = LocalPipe::new(&declare(how, stages)?, &parameters()?, &Device::Cpu)?;
+        let local = LocalPipe::new(&declare(how, stages)?, &parameters()?, &device())?;
         for chunks in [1, 2, 3, 4, ROWS * TOKENS] {
             let cut = batch(how, 0..ROWS, Splitter::new(chunks))?;
             for split_backward in [false, true] {
@@ -157,7 +157,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_on_ranks_and_replicas() {
             let mesh = DeviceMesh::new(ctx.group(), &[("pp", pp), ("dp", dp)])?;
             let schedule = kind.parse::<ScheduleKind>()?.schedule(pp, 3, 1)?;
             let pipe = declare(how, pp)?;
-            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &parameters()?, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &parameters()?, &device())?;
             let runtime = match dp {
                 1 => runtime,
                 _ => runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?,
@@ -193,7 +193,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_beside_replicas() {
         let mesh = DeviceMesh::new(ctx.group(), &[("pp", 2), ("dp", 2)])?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
         let replicas = mesh.axis_group("dp")?;
-        let runtime = Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &Device::Cpu)?
+        let runtime = Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &device())?
             .beside(replicas)?;
         let rows = [0..4, 4..ROWS][mesh.local_rank("dp")?].clone();
         let options = StepOptions::default().first_row(rows.start * TOKENS);
@@ -214,7 +214,7 @@ fn losses_that_count_nothing_are_refused_by_all_ranks() {
     on_ranks(2, "nothing", |ctx| -> Result<()> {
         let how = How::Counted;
         let schedule = ScheduleKind::GPipe.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&declare(how, 2)?, &schedule, ctx.group(), &parameters()?, &Device::Cpu)?;
+        let runtime = Runtime::new(&declare(how, 2)?, &schedule, ctx.group(), &parameters()?, &device())?;
         let nothing = batch(how, 4..6, Splitter::new(2))?;
         let said = runtime.forward_backward(&nothing, &StepOptions::default()).unwrap_err().to_string();
         assert!(said.contains("the losses of the batch count 0"), "{said}");
@@ -231,7 +231,7 @@ fn losses_that_count_nothing_are_refused_by_all_ranks() {
 fn masked_microbatches_have_the_losses_and_gradients_of_those_that_are_not() -> Result<()> {
     for how in [How::Mean, How::Sum, How::Counted] {
         let want = alone(how)?;
-        let local = LocalPipe::new(&declare(how, 2)?, &parameters()?, &Device::Cpu)?;
+        let local = LocalPipe::new(&declare(how, 2)?, &parameters()?, &device())?;
         for chunks in [1, 3, 4] {
             let masked = batch(how, 0..ROWS, Splitter::new(chunks).masked())?;
             let plain = batch(how, 0..ROWS, Splitter::new(chunks))?;
@@ -261,8 +261,7 @@ fn masked_microbatches_on_ranks() {
             for how in [How::Mean, How::Sum, How::Counted] {
                 let want = alone(how)?;
                 let schedule = kind.schedule(ranks, 4, 1)?;
-                let runtime =
-                    Runtime::new(&declare(how, ranks)?, &schedule, ctx.group(), &parameters()?, &Device::Cpu)?;
+                let runtime = Runtime::new(&declare(how, ranks)?, &schedule, ctx.group(), &parameters()?, &device())?;
                 let masked = batch(how, 0..ROWS, Splitter::new(4).masked())?;
                 let made = runtime.forward_backward(&masked, &StepOptions::default())?.step;
                 if let Ok(loss) = made.loss() {
@@ -296,8 +295,8 @@ fn masked_microbatches_on_ranks_that_give_what_their_stages_use_and_no_more() {
             let pipe = g.finish(SplitSpec::declared())?;
             let schedule = kind.schedule(ranks, 4, 1)?;
             let map = VarMap::new();
-            let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
-            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
+            let vb = VarBuilder::from_varmap(&map, DType::F64, &device());
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &device())?;
             for var in map.all_vars() {
                 var.set(&wave(var.dims(), 0.4)?)?;
             }
@@ -325,8 +324,8 @@ fn a_masked_loss_of_what_has_no_rows_is_refused() -> Result<()> {
     let x = g.input("x", In::Arg);
     let mean = g.func("mean", |xs, _| Ok(xs[0].tensor()?.mean(0)?.into()), [x]);
     g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [mean], Reduction::Mean);
-    let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &Device::Cpu)?;
-    let x: Value = Tensor::ones((5, 3), DType::F64, &Device::Cpu)?.into();
+    let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &device())?;
+    let x: Value = Tensor::ones((5, 3), DType::F64, &device())?.into();
     let masked = Splitter::new(2).masked().split(&[x], &Kwargs::new(), None, None)?;
     let said = local.evaluate(&masked).unwrap_err().to_string();
     assert!(said.contains("node \"loss\"") && said.contains("takes f64[3], whose dim 0 has no whole number"), "{said}");

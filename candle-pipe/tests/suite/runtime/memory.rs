@@ -1,7 +1,8 @@
 //! What ranks hold while a step runs, and after it.
 use crate::runtime::chain::{Tail, batch, runtime};
 use crate::runtime::parity::schedules;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use candle_pipe::schedule::{Costs, Edges};
 use candle_pipe::{Keep, Result, StepOptions};
 use std::sync::Arc;
@@ -39,6 +40,10 @@ impl CustomOp1 for Counted {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         Ok((x.clone(), layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((x.try_clone(layout)?, layout.shape().clone()))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {

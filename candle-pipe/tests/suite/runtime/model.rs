@@ -8,6 +8,7 @@ use candle_pipe::{Ctx, stage_op};
 use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Share, StepOptions, Value};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::HashMap;
+use test_utils::device;
 
 pub(crate) type Vb = VarBuilder<'static>;
 
@@ -86,7 +87,7 @@ pub(crate) type Values = HashMap<String, Tensor>;
 
 pub(crate) fn values(dtype: DType) -> Result<Values> {
     let map = VarMap::new();
-    LocalPipe::new(&pipe(1, false)?, &VarBuilder::from_varmap(&map, dtype, &Device::Cpu), &Device::Cpu)?;
+    LocalPipe::new(&pipe(1, false)?, &VarBuilder::from_varmap(&map, dtype, &device()), &device())?;
     let data = map.data().lock().unwrap();
     let normal = Distribution::Normal { mean: 0.0, stdev: 0.4 };
     let value = |(name, var): (&String, &Var)| {
@@ -97,41 +98,28 @@ pub(crate) fn values(dtype: DType) -> Result<Values> {
 
 /// A builder that gives variables with these values, copies of its own.
 pub(crate) fn builder(values: &Values, dtype: DType) -> Result<Vb> {
-    builder_on(values, dtype, &Device::Cpu)
-}
-
-/// Like [`builder`], on a device.
-pub(crate) fn builder_on(values: &Values, dtype: DType, device: &Device) -> Result<Vb> {
+    let device = device();
     let map = VarMap::new();
     {
         let mut data = map.data().lock().unwrap();
         for (name, value) in values {
-            data.insert(name.clone(), Var::from_tensor(&value.to_device(device)?)?);
+            data.insert(name.clone(), Var::from_tensor(&value.to_device(&device)?)?);
         }
     }
-    Ok(VarBuilder::from_varmap(&map, dtype, device))
+    Ok(VarBuilder::from_varmap(&map, dtype, &device))
 }
 
 pub(crate) fn arguments(rows: usize, dtype: DType) -> Result<(Vec<Value>, Kwargs)> {
-    arguments_on(rows, dtype, &Device::Cpu)
-}
-
-fn arguments_on(rows: usize, dtype: DType, device: &Device) -> Result<(Vec<Value>, Kwargs)> {
     let wave = |width: usize, seed: f64| -> Result<Value> {
         let x = Tensor::arange(0f64, (rows * width) as f64, &Device::Cpu)?.affine(0.7, seed)?.sin()?;
-        Ok(x.reshape((rows, width))?.to_dtype(dtype)?.to_device(device)?.into())
+        Ok(x.reshape((rows, width))?.to_dtype(dtype)?.to_device(&device())?.into())
     };
     let kwargs = [("mask", wave(WIDTH, 1.0)?), ("target", wave(WIDTH, 2.0)?), ("scale", 0.75.into())];
     Ok((vec![wave(3, 0.0)?], kwargs.into_iter().map(|(name, value)| (name.to_string(), value)).collect()))
 }
 
 pub(crate) fn batch(rows: usize, microbatches: usize, dtype: DType) -> Result<Microbatches> {
-    batch_on(rows, microbatches, dtype, &Device::Cpu)
-}
-
-/// Like [`batch`], on a device.
-pub(crate) fn batch_on(rows: usize, microbatches: usize, dtype: DType, device: &Device) -> Result<Microbatches> {
-    let (args, kwargs) = arguments_on(rows, dtype, device)?;
+    let (args, kwargs) = arguments(rows, dtype)?;
     split_args_kwargs_into_chunks(&args, &kwargs, microbatches, None, None)
 }
 
@@ -149,7 +137,7 @@ pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 
 /// The uncut model on the whole batch.
 pub(crate) fn uncut(values: &Values, rows: usize, dtype: DType, drop: bool) -> Result<Expected> {
-    let whole = LocalPipe::new(&pipe(1, drop)?, &builder(values, dtype)?, &Device::Cpu)?;
+    let whole = LocalPipe::new(&pipe(1, drop)?, &builder(values, dtype)?, &device())?;
     let batch = batch(rows, 1, dtype)?;
     let step = whole.forward_backward(&batch, &StepOptions::default().step(3))?;
     let output = |name: &'static str| -> Result<_> { Ok((name, numbers(step.outputs[0].get(name)?.tensor()?)?)) };

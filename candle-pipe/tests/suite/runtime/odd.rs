@@ -2,14 +2,14 @@
 //! or as anything but a tensor; a loss in the middle, and stages without parameters.
 use crate::runtime::model::{Values, Vb, builder, numbers};
 use crate::runtime::parity::close;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime};
 use candle_pipe::{StepOptions, Value, nn};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 const WIDTH: usize = 4;
 const MICROBATCHES: usize = 6;
@@ -71,7 +71,7 @@ fn pipe(stages: usize) -> Result<Pipe<Vb>> {
 fn values(dtype: DType) -> Result<Values> {
     let wave = |dims: &[usize], seed: f64| -> Result<Tensor> {
         let count = dims.iter().product::<usize>() as f64;
-        Ok(Tensor::arange(0f64, count, &Device::Cpu)?.affine(0.9, seed)?.sin()?.reshape(dims)?.to_dtype(dtype)?)
+        Ok(Tensor::arange(0f64, count, &device())?.affine(0.9, seed)?.sin()?.reshape(dims)?.to_dtype(dtype)?)
     };
     let all = [
         ("embed.weight", wave(&[5, WIDTH], 0.0)?),
@@ -82,10 +82,10 @@ fn values(dtype: DType) -> Result<Values> {
 }
 
 fn batch(rows: usize, dtype: DType, first: f64) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, (rows * WIDTH) as f64, &Device::Cpu)?.cos()?;
-    let x = Tensor::cat(&[Tensor::new(&[first], &Device::Cpu)?, x.narrow(0, 1, rows * WIDTH - 1)?], 0)?;
+    let x = Tensor::arange(0f64, (rows * WIDTH) as f64, &device())?.cos()?;
+    let x = Tensor::cat(&[Tensor::new(&[first], &device())?, x.narrow(0, 1, rows * WIDTH - 1)?], 0)?;
     let ids: Vec<u32> = (0..rows as u32).map(|row| row * 7 % 5).collect();
-    let kwargs = Kwargs::from([("ids".to_string(), Tensor::new(ids, &Device::Cpu)?.into())]);
+    let kwargs = Kwargs::from([("ids".to_string(), Tensor::new(ids, &device())?.into())]);
     let x = x.reshape((rows, WIDTH))?.to_dtype(dtype)?;
     split_args_kwargs_into_chunks(&[x.into()], &kwargs, MICROBATCHES, None, None)
 }
@@ -109,9 +109,9 @@ fn check(dtype: DType, tolerance: f64, first: f64) {
             let group = ctx.group().subgroup(members)?;
             let schedule = kind.schedule(members.len(), MICROBATCHES, kind.stages_per_rank())?;
             let pipe = pipe(schedule.stages())?;
-            let runtime = || Runtime::new(&pipe, &schedule, &group, &builder(&values, dtype)?, &Device::Cpu);
+            let runtime = || Runtime::new(&pipe, &schedule, &group, &builder(&values, dtype)?, &device());
             let runtimes = [runtime()?, runtime()?];
-            let whole = LocalPipe::new(&self::pipe(1)?, &builder(&values, dtype)?, &Device::Cpu)?;
+            let whole = LocalPipe::new(&self::pipe(1)?, &builder(&values, dtype)?, &device())?;
             for (step, rows) in [(0, 6), (1, 13), (2, 8)] {
                 let batch = batch(rows, dtype, first)?;
                 let keep = if step == 1 { Keep::Inputs } else { Keep::Activations };

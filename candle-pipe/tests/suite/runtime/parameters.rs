@@ -1,6 +1,6 @@
 //! Parameters by whatever name and from wherever: none is left without its gradient, or with a part of it.
 use crate::runtime::model::{Vb, builder, numbers};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_dist::DataParallelOptions;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
@@ -10,7 +10,7 @@ use candle_pipe::{
     SplitSpec, StepOptions, Value,
 };
 use std::collections::HashMap;
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 fn product(xs: &[Value], _: &candle_pipe::Ctx) -> Result<Value> {
     Ok(xs[0].tensor()?.matmul(xs[1].tensor()?)?.tanh()?.into())
@@ -33,7 +33,7 @@ fn tied<B: Scope>(build: impl Fn(&B) -> Result<Tensor> + Send + Sync + 'static) 
 }
 
 fn weight() -> Result<Tensor> {
-    Ok(Tensor::arange(0f64, 9., &Device::Cpu)?.affine(0.1, -0.3)?.reshape((3, 3))?)
+    Ok(Tensor::arange(0f64, 9., &device())?.affine(0.1, -0.3)?.reshape((3, 3))?)
 }
 
 fn rows() -> Result<Microbatches> {
@@ -41,7 +41,7 @@ fn rows() -> Result<Microbatches> {
 }
 
 fn rows_in(microbatches: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, 15., &Device::Cpu)?.sin()?.reshape((5, 3))?;
+    let x = Tensor::arange(0f64, 15., &device())?.sin()?.reshape((5, 3))?;
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)
 }
 
@@ -49,10 +49,10 @@ fn rows_in(microbatches: usize) -> Result<Microbatches> {
 fn against_one_process<B: Scope>(label: &str, pipe: fn() -> Result<Pipe<B>>, scope: fn() -> Result<B>) {
     on_ranks(2, label, move |ctx| -> Result<()> {
         let options = StepOptions::default();
-        let local = LocalPipe::new(&pipe()?, &scope()?, &Device::Cpu)?;
+        let local = LocalPipe::new(&pipe()?, &scope()?, &device())?;
         let want = local.forward_backward(&rows()?, &options)?.grads;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&pipe()?, &schedule, ctx.group(), &scope()?, &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe()?, &schedule, ctx.group(), &scope()?, &device())?;
         let got = runtime.forward_backward(&rows()?, &options)?.step.grads;
         let stage = runtime.stages().next().unwrap();
         assert!(!stage.parameters().is_empty());
@@ -99,7 +99,7 @@ fn copies_start_with_the_values_of_the_first_stage() {
             let own = (weight()? + ctx.rank() as f64)?;
             let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
             let scope = builder(&HashMap::from([("part.tied".into(), own)]), DType::F64)?;
-            let runtime = Runtime::new(&pipe, &Schedule::from_csv(csv)?, ctx.group(), &scope, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &Schedule::from_csv(csv)?, ctx.group(), &scope, &device())?;
             let stage = runtime.stages().next().unwrap();
             assert_eq!(numbers(&stage.parameters()["part.tied"])?, numbers(&(weight()? + f64::from(first))?)?);
             Ok(())
@@ -113,11 +113,11 @@ fn copies_of_which_some_are_frozen_are_refused_by_all() {
         let tensors = HashMap::from([("part.tied".to_string(), weight()?)]);
         let scope = match ctx.rank() {
             0 => builder(&tensors, DType::F64)?,
-            _ => Vb::from_tensors(tensors, DType::F64, &Device::Cpu),
+            _ => Vb::from_tensors(tensors, DType::F64, &device()),
         };
         let pipe = tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?))?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let refused = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop);
+        let refused = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device()).map(drop);
         Ok(refused.unwrap_err().to_string())
     });
     texts.iter().for_each(|text| assert!(text.contains("part.tied"), "{text}"));
@@ -127,7 +127,7 @@ fn copies_of_which_some_are_frozen_are_refused_by_all() {
 fn a_parameter_is_not_built_from_another_whose_name_only_ends_alike() {
     let pipe = tied::<Vb>(|vb| Ok(vb.pp("apart").get((3, 3), "tied")?)).unwrap();
     let scope = builder(&HashMap::new(), DType::F64).unwrap();
-    let error = LocalPipe::new(&pipe, &scope, &Device::Cpu).map(drop).unwrap_err().to_string();
+    let error = LocalPipe::new(&pipe, &scope, &device()).map(drop).unwrap_err().to_string();
     assert_eq!(error, r#"pipe: parameter "part.tied" is built from "part.apart.tied""#);
 }
 
@@ -142,9 +142,9 @@ fn variables_that_no_scope_knows_have_gradients() {
         g.split();
         g.loss_fn(mean_square, [h], Reduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
-        let want = LocalPipe::new(&pipe, &(), &Device::Cpu)?.forward_backward(&rows()?, &StepOptions::default())?;
+        let want = LocalPipe::new(&pipe, &(), &device())?.forward_backward(&rows()?, &StepOptions::default())?;
         let schedule = ScheduleKind::ZbH1.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
         let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
         match (ctx.rank(), got.grads.get(&own)) {
             (0, Some(got)) => assert_eq!(numbers(got)?, numbers(want.grads.get(&own).unwrap())?),
@@ -186,12 +186,12 @@ fn modules_of_several_stages_have_the_whole_gradient_declared_or_not() {
     ];
     for (ranks, kind, stages, found_in) in cases {
         on_ranks(ranks, &format!("{kind} on {ranks}"), move |ctx| -> Result<()> {
-            let local = LocalPipe::new(&undeclared(1)?, &builder(&values()?, DType::F64)?, &Device::Cpu)?;
+            let local = LocalPipe::new(&undeclared(1)?, &builder(&values()?, DType::F64)?, &device())?;
             let want = local.forward_backward(&rows_in(4)?, &StepOptions::default())?;
             let schedule = kind.schedule(ranks, 4, stages / ranks)?;
             let pipe = undeclared(stages)?;
             let scope = builder(&values()?, DType::F64)?;
-            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device())?;
             let found = runtime.info().shares.iter().find(|share| share.name == "a.b.weight");
             assert_eq!(found.map(|share| share.stages.as_slice()), found_in, "{kind} on {ranks}");
             let got = runtime.forward_backward(&rows_in(4)?, &StepOptions::default())?.step;
@@ -219,7 +219,7 @@ fn shared_modules_that_bring_variables_along_are_refused_by_all() {
         g.loss_fn(mean_square, [h], Reduction::Mean);
         let schedule = ScheduleKind::OneFOneB.schedule(3, 2, 1)?;
         let pipe = g.finish(SplitSpec::at([("between", SplitPoint::Beginning), ("last", SplitPoint::Beginning)]))?;
-        Ok(Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu).map(drop).unwrap_err().to_string())
+        Ok(Runtime::new(&pipe, &schedule, ctx.group(), &(), &device()).map(drop).unwrap_err().to_string())
     });
     texts.iter().for_each(|text| assert!(text.contains("asks its scope for no parameters"), "{text}"));
 }
@@ -243,7 +243,7 @@ fn a_parameter_that_only_some_stages_declare_as_shared_is_refused_by_all() {
         let scope = builder(&HashMap::from([("tied".into(), weight()?)]), DType::F64)?;
         let schedule = ScheduleKind::OneFOneB.schedule(3, 2, 1)?;
         let pipe = g.finish(SplitSpec::declared())?;
-        Ok(Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu).map(drop).unwrap_err().to_string())
+        Ok(Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device()).map(drop).unwrap_err().to_string())
     });
     texts.iter().for_each(|text| assert!(text.contains("\"tied\"") && text.contains("declared one"), "{text}"));
 }
@@ -259,7 +259,7 @@ fn a_loss_that_is_no_scalar_fails_on_all_ranks_in_evaluation_too() {
         g.loss(loss, Reduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
         let error = runtime.evaluate(&rows()?).map(drop).unwrap_err().to_string();
         assert!(error.contains("expected a scalar of floats"), "{error}");
         Ok(())
@@ -271,7 +271,7 @@ fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
     on_ranks(1, "forward only", |ctx| -> Result<()> {
         let pipe = tied::<()>(|()| weight())?;
         let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?.forward_only();
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
         runtime.evaluate(&rows()?)?;
         let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
         assert!(error.contains("no backward passes"), "{error}");
@@ -291,7 +291,7 @@ fn a_model_without_loss_takes_a_schedule_of_forwards_with_gaps() {
         g.output("y", y);
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = Schedule::from_csv("0F0,0F1,\n,1F0,1F1\n")?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
         assert_eq!(runtime.evaluate(&rows()?)?.step.outputs.len(), 2);
         Ok(())
     });
@@ -313,12 +313,12 @@ fn a_variable_of_two_stages_is_averaged_over_replicas_with_all_of_its_gradient()
         g.loss_fn(mean_square, [h], Reduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let scope = || builder(&HashMap::from([("weight".into(), weight()?)]), DType::F64);
-        let local = LocalPipe::new(&pipe, &scope()?, &Device::Cpu)?;
+        let local = LocalPipe::new(&pipe, &scope()?, &device())?;
         let want = local.forward_backward(&rows()?, &StepOptions::default())?.grads;
         let want = numbers(want.get(local.parameters()["weight"]).unwrap())?;
 
         let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?;
-        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &scope()?, &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &scope()?, &device())?;
         let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step.grads;
         let parameter = runtime.stages().next().unwrap().parameters()["weight"].clone();
@@ -342,7 +342,7 @@ fn an_output_that_is_a_parameter_stays_as_it_is_when_the_parameter_changes() {
         let pipe = g.finish(SplitSpec::declared())?;
         let scope = builder(&HashMap::from([("gate".into(), weight()?)]), DType::F64)?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &Device::Cpu)?;
+        let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device())?;
         let made = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
         for parameter in runtime.stages().flat_map(|stage| stage.parameters().values()) {
             Var::from_tensor(parameter)?.set(&parameter.zeros_like()?)?;

@@ -1,5 +1,5 @@
 //! Every schedule on worlds 1 to 4, even and uneven microbatches: loss, outputs and all gradients of the uncut model.
-use crate::runtime::model::{Expected, Values, batch_on, builder_on, numbers, pipe, uncut, values};
+use crate::runtime::model::{Expected, Values, batch, builder, numbers, pipe, uncut, values};
 use candle_core::DType;
 use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{Keep, Result, Runtime, StepOptions};
@@ -35,14 +35,8 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
     let names = on_ranks(ranks, label, move |ctx| -> Result<Vec<String>> {
         let Expected { loss, outputs, grads } = &*expected;
         let pipe = pipe(case.schedule.stages(), case.drop)?;
-        let runtime = Runtime::new(
-            &pipe,
-            &case.schedule,
-            ctx.group(),
-            &builder_on(&values, case.dtype, ctx.device())?,
-            ctx.device(),
-        )?;
-        let batch = batch_on(case.rows, case.schedule.microbatches(), case.dtype, ctx.device())?;
+        let runtime = Runtime::new(&pipe, &case.schedule, ctx.group(), &builder(&values, case.dtype)?, ctx.device())?;
+        let batch = batch(case.rows, case.schedule.microbatches(), case.dtype)?;
         let options = StepOptions::default().step(3).keep(case.keep);
         let mut found = Vec::new();
         for _ in 0..2 {

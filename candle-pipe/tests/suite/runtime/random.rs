@@ -2,13 +2,13 @@
 use crate::random_model::{Model, Places, WIDTH, model};
 use crate::runtime::model::{Vb, builder, numbers};
 use crate::runtime::parity::{KINDS, close};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::{EqualCount, Keep, Kwargs, LocalPipe, Pipe, Result, Runtime, StepOptions, Value};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 /// The model cut into exactly so many stages, where the random cuts say as far as they do.
 fn cut(model: &Model, stages: usize) -> Result<Pipe<Vb>> {
@@ -24,7 +24,7 @@ fn cut(model: &Model, stages: usize) -> Result<Pipe<Vb>> {
 }
 
 fn batch(rows: usize, microbatches: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, (rows * WIDTH) as f64, &Device::Cpu)?.reshape((rows, WIDTH))?.sin()?;
+    let x = Tensor::arange(0f64, (rows * WIDTH) as f64, &device())?.reshape((rows, WIDTH))?.sin()?;
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)
 }
 
@@ -53,8 +53,8 @@ proptest! {
         let rows = microbatches - 1 + model.rows;
 
         let map = VarMap::new();
-        let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
-        let whole = LocalPipe::new(&model.declare().finish(EqualCount(1)).unwrap(), &vb, &Device::Cpu).unwrap();
+        let vb = VarBuilder::from_varmap(&map, DType::F64, &device());
+        let whole = LocalPipe::new(&model.declare().finish(EqualCount(1)).unwrap(), &vb, &device()).unwrap();
         let step = whole.forward_backward(&batch(rows, 1).unwrap(), &StepOptions::default()).unwrap();
         let mut expected = Numbers::new();
         expected.insert("loss".into(), numbers(step.loss().unwrap()).unwrap());
@@ -72,7 +72,7 @@ proptest! {
         let label = format!("{kind} on {ranks}, {microbatches} microbatches, {rows} rows, {model:?}");
         let found = on_ranks(ranks, &label, move |ctx| -> Result<Numbers> {
             let pipe = cut(&model, stages)?;
-            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, DType::F64)?, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, DType::F64)?, &device())?;
             let batch = batch(rows, microbatches)?;
             let keep = if keeps_inputs { Keep::Inputs } else { Keep::Activations };
             let made = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?.step;

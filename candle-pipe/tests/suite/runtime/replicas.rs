@@ -1,7 +1,7 @@
 //! Evaluation, and replicas of a pipeline that train on rows of their own.
 use crate::runtime::model::{Expected, Vb, arguments, batch, builder, numbers, pipe, uncut, values};
 use crate::runtime::parity::close;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallelOptions, DeviceMesh, Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
@@ -9,7 +9,7 @@ use candle_pipe::{
     In, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
 };
 use std::sync::Arc;
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 /// Small buckets, so that stages have several.
 fn options() -> DataParallelOptions {
@@ -40,7 +40,7 @@ fn replicas_average_their_gradients_to_those_of_the_whole_batch() {
             let schedule = kind.schedule(pp, 3, stages)?;
             let pipe = pipe(schedule.stages(), false)?;
             let builder = builder(&values, dtype)?;
-            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &builder, &Device::Cpu)?
+            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &builder, &device())?
                 .with_replicas(mesh.axis_group("dp")?, &options())?;
             let (args, kwargs) = arguments(total, dtype)?;
             let (replica, each) = (mesh.local_rank("dp")?, total / dp);
@@ -73,7 +73,7 @@ fn replicas_with_unlike_parts_have_the_gradients_and_norm_of_the_whole_batch() {
             let schedule = kind.schedule(pp, MICROBATCHES, kind.stages_per_rank())?;
             let pipe = pipe(schedule.stages(), true)?;
             let group = mesh.axis_group("pp")?;
-            let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &device())?;
             let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options())?;
 
             let parts = batch(ROWS, dp, DType::F64)?;
@@ -121,8 +121,8 @@ fn evaluation_is_that_of_one_process_and_leaves_no_gradients() {
             let pipe = pipe(schedule.stages(), true)?;
             let (args, kwargs) = arguments(11, dtype)?;
             let batch = split_args_kwargs_into_chunks(&args, &kwargs, 4, None, None)?;
-            let local = LocalPipe::new(&pipe, &builder(&values, dtype)?, &Device::Cpu)?.evaluate(&batch)?;
-            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, dtype)?, &Device::Cpu)?;
+            let local = LocalPipe::new(&pipe, &builder(&values, dtype)?, &device())?.evaluate(&batch)?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, dtype)?, &device())?;
             let made = runtime.evaluate(&batch)?;
             assert_eq!(made.peak_activations, 0);
             assert!(
@@ -155,7 +155,7 @@ fn a_stage_is_averaged_in_buckets_each_of_them_once() {
             let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
             let pipe = pipe(2, false)?;
             let group = mesh.axis_group("pp")?;
-            let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &device())?;
             let options = DataParallelOptions::default().bucket_bytes(bucket_bytes);
             let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
             let batch = batch(12, 3, DType::F64)?;
@@ -180,7 +180,7 @@ fn replicas_that_are_none_are_refused_by_all() {
             let group = mesh.axis_group(axes[0])?;
             let builder = builder(&values, DType::F64)?;
             // The failure of a world may find other ranks still at the first of the two.
-            let refused = Runtime::new(&pipe(2, false)?, &schedule, group, &builder, &Device::Cpu)
+            let refused = Runtime::new(&pipe(2, false)?, &schedule, group, &builder, &device())
                 .and_then(|runtime| runtime.with_replicas(mesh.axis_group(axes[1])?, &options()));
             Ok(refused.err().map_or_else(String::new, |error| error.to_string()))
         })
@@ -210,11 +210,11 @@ fn replicas_of_stages_without_gradients() {
         g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = ScheduleKind::ZbH1.schedule(2, 3, 1)?;
-        let ones = Tensor::ones(2, DType::F64, &Device::Cpu)?;
+        let ones = Tensor::ones(2, DType::F64, &device())?;
         let builder = builder(&[("apart.unused".to_string(), ones)].into(), DType::F64)?;
-        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &builder, &Device::Cpu)?
+        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &builder, &device())?
             .with_replicas(mesh.axis_group("dp")?, &options())?;
-        let x = Tensor::ones((3, 2), DType::F64, &Device::Cpu)?;
+        let x = Tensor::ones((3, 2), DType::F64, &device())?;
         let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)?;
         let mut made = runtime.forward_backward(&batch, &StepOptions::default())?.step;
         assert_eq!(made.grads.get_ids().count(), 0);

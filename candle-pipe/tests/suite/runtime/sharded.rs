@@ -1,17 +1,17 @@
 //! Sharded tensors as values between nodes, within stages and from one to another, against one device.
 use crate::runtime::parity::close;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, World, comm};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
     EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, StepOptions, Value, sharded_op,
 };
+use candle_shard::Shard;
 use candle_shard::nn::{LayerNorm, Linear, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
-use candle_shard::{DTensor, Shard};
 use std::collections::BTreeMap;
-use test_utils::on_ranks;
+use test_utils::{device, distribute, on_ranks};
 
 const ROWS: usize = 5;
 
@@ -56,7 +56,7 @@ fn declare() -> PipeBuilder<ShardedVarBuilder> {
 }
 
 fn batch(chunks: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, (4 * ROWS) as f64, &Device::Cpu)?.affine(0.7, 0.3)?.sin()?.reshape((ROWS, 4))?;
+    let x = Tensor::arange(0f64, (4 * ROWS) as f64, &device())?.affine(0.7, 0.3)?.sin()?.reshape((ROWS, 4))?;
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), chunks, None, None)
 }
 
@@ -65,7 +65,7 @@ fn builder(mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
         .with("*.*.up", ColwiseParallel::default())
         .with("*.*.down", RowwiseParallel::default())
         .with("*.*.norm", SequenceParallel::default().dim(0));
-    Ok(ShardedVarBuilder::fresh(5, mesh, plan, DType::F64, &Device::Cpu)?)
+    Ok(ShardedVarBuilder::fresh(5, mesh, plan, DType::F64, &device())?)
 }
 
 fn numbers(t: &Tensor) -> Result<Vec<f64>> {
@@ -88,7 +88,7 @@ fn gradients(vb: &ShardedVarBuilder, grads: &mut candle_core::backprop::GradStor
 fn one_device(chunks: usize) -> Found {
     let run = World::local(1).run(move |ctx| -> Result<Found> {
         let vb = builder(&ctx.mesh(&[("tp", 1)])?)?;
-        let local = LocalPipe::new(&declare().finish(EqualCount(1))?, &vb, &Device::Cpu)?;
+        let local = LocalPipe::new(&declare().finish(EqualCount(1))?, &vb, &device())?;
         let batch = batch(chunks)?;
         let mut step = local.forward_backward(&batch, &StepOptions::default())?;
         let mut found = gradients(&vb, &mut step.grads)?;
@@ -113,7 +113,7 @@ fn sharded_values_pass_between_stages_of_one_process() {
             let label = format!("tp {tp}, {stages} stages, {chunks} microbatches");
             on_ranks(tp, &label.clone(), move |ctx| -> Result<()> {
                 let vb = builder(&ctx.mesh(&[("tp", tp)])?)?;
-                let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &Device::Cpu)?;
+                let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &device())?;
                 let batch = batch(chunks)?;
                 for keep in [Keep::Activations, Keep::Inputs] {
                     let mut step = local.forward_backward(&batch, &StepOptions::default().keep(keep))?;
@@ -148,7 +148,7 @@ fn sharded_values_pass_between_ranks() {
             let mesh = ctx.mesh(&[("pp", pp), ("tp", tp)])?;
             let (vb, schedule) = (builder(&mesh.axis("tp")?)?, kind.schedule(pp, 4, per_rank)?);
             let pipe = declare().finish(EqualCount(schedule.stages()))?;
-            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
+            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
             let batch = batch(4)?;
             let mut found = Found::new();
             for keep in [Keep::Activations, Keep::Inputs] {
@@ -209,7 +209,7 @@ fn partial_and_replicated_values_pass_between_ranks_as_on_one_device() {
     for (name, lies) in kinds {
         let want = on_ranks(1, name, move |ctx| -> Result<Found> {
             let vb = builder(&ctx.mesh(&[("tp", 1)])?)?;
-            let local = LocalPipe::new(&cut_between(|_| [Replicate]).finish(EqualCount(1))?, &vb, &Device::Cpu)?;
+            let local = LocalPipe::new(&cut_between(|_| [Replicate]).finish(EqualCount(1))?, &vb, &device())?;
             let mut step = local.forward_backward(&batch(4)?, &StepOptions::default())?;
             let mut found = gradients(&vb, &mut step.grads)?;
             found.insert("loss".into(), numbers(step.loss()?)?);
@@ -230,7 +230,7 @@ fn partial_and_replicated_values_pass_between_ranks_as_on_one_device() {
                 let mesh = ctx.mesh(&[("pp", pp), ("tp", tp)])?;
                 let (vb, schedule) = (builder(&mesh.axis("tp")?)?, kind.schedule(pp, 4, per_rank)?);
                 let pipe = cut_between(lies).finish(EqualCount(schedule.stages()))?;
-                let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &Device::Cpu)?;
+                let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
                 let batch = batch(4)?;
                 for keep in [Keep::Activations, Keep::Inputs] {
                     let mut step = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?.step;
@@ -252,7 +252,7 @@ fn a_cut_between_sharded_values_costs_no_collective() {
     let counts = on_ranks(2, "collectives", |ctx| -> Result<Vec<usize>> {
         let count = |stages: usize| {
             let vb = builder(&ctx.mesh(&[("tp", 2)])?)?;
-            let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &Device::Cpu)?;
+            let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &device())?;
             let (step, counts) = comm::record(|| local.forward_backward(&batch(2)?, &StepOptions::default()));
             step.map(|_| counts.total())
         };
@@ -265,7 +265,7 @@ fn a_cut_between_sharded_values_costs_no_collective() {
 fn sharded_values_where_they_cannot_be_are_refused() {
     let texts = on_ranks(2, "no mesh", |ctx| -> Result<Vec<String>> {
         let mesh = DeviceMesh::new(&ctx.group().subgroup(&[ctx.rank()])?, &[("tp", 1)])?;
-        let spread = DTensor::distribute(&Tensor::ones((4, 2), DType::F64, &Device::Cpu)?, &mesh, &[Shard(0)])?;
+        let spread = distribute(&Tensor::ones((4, 2), DType::F64, &device())?, &mesh, &[Shard(0)])?;
         let cut = split_args_kwargs_into_chunks(&[spread.clone().into()], &Kwargs::new(), 2, None, None);
         let mut texts = vec![cut.map(drop).unwrap_err().to_string()];
 
@@ -275,7 +275,7 @@ fn sharded_values_where_they_cannot_be_are_refused() {
         let y = g.func("sum", |xs, _| Ok(xs[0].dtensor()?.sum_all()?.full_tensor()?.into()), [h]);
         g.output("y", y);
         let schedule = ScheduleKind::GPipe.schedule(2, 1, 1)?.forward_only();
-        let runtime = Runtime::new(&g.finish(EqualCount(2))?, &schedule, ctx.group(), &(), &Device::Cpu)?;
+        let runtime = Runtime::new(&g.finish(EqualCount(2))?, &schedule, ctx.group(), &(), &device())?;
         texts.push(runtime.evaluate(&batch(1)?).map(drop).unwrap_err().to_string());
         Ok(texts)
     });

@@ -2,7 +2,7 @@
 use crate::runtime::chain::{Tail, batch, runtime};
 use crate::runtime::model::{Vb, builder, numbers};
 use crate::runtime::parity::schedules;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_dist::{DataParallelOptions, round_grads};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Costs, Edges, Pass, ScheduleKind};
@@ -10,7 +10,7 @@ use candle_pipe::{
     In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions,
 };
 use std::sync::Arc;
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 const MICROBATCHES: usize = 129;
 
@@ -36,12 +36,12 @@ fn declare(share: Share) -> Result<Pipe<Vb>> {
 /// One row of 1 and many of 1/128, which bf16 cannot add to 1.
 fn rows() -> Result<Microbatches> {
     let rows = (0..MICROBATCHES).map(|row| if row == 0 { 1f32 } else { 1.0 / 128.0 });
-    let x = Tensor::from_iter(rows, &Device::Cpu)?.reshape((MICROBATCHES, 1))?.to_dtype(DType::BF16)?;
+    let x = Tensor::from_iter(rows, &device())?.reshape((MICROBATCHES, 1))?.to_dtype(DType::BF16)?;
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), MICROBATCHES, None, None)
 }
 
 fn ones() -> Result<Vb> {
-    let one = Tensor::ones(1, DType::BF16, &Device::Cpu)?;
+    let one = Tensor::ones(1, DType::BF16, &device())?;
     builder(&[("tied".to_string(), one.clone()), ("last.weight".to_string(), one)].into(), DType::BF16)
 }
 
@@ -50,7 +50,7 @@ fn gradients_of_bf16_parameters_lose_nothing_over_microbatches() {
     // The sum of all rows is 2; the shared weight is used twice.
     let want = |name: &str| if name == "tied" { [4.0] } else { [2.0] };
     for share in [Share::Replicate, Share::Transmit] {
-        let local = LocalPipe::new(&declare(share).unwrap(), &ones().unwrap(), &Device::Cpu).unwrap();
+        let local = LocalPipe::new(&declare(share).unwrap(), &ones().unwrap(), &device()).unwrap();
         let mut step = local.forward_backward(&rows().unwrap(), &StepOptions::default()).unwrap();
         for (name, parameter) in local.parameters() {
             let grad = step.grads.get(parameter).unwrap();
@@ -70,7 +70,7 @@ fn gradients_of_bf16_parameters_lose_nothing_over_microbatches() {
                 let mesh = ctx.mesh(&[("pp", 2), ("dp", dp)])?;
                 let schedule = kind.schedule(2, MICROBATCHES, 1)?;
                 let pipe = declare(share)?;
-                let mut runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &ones()?, &Device::Cpu)?;
+                let mut runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &ones()?, &device())?;
                 if dp > 1 {
                     runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
                 }

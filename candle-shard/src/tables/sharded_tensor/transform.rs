@@ -1,7 +1,8 @@
 //! Conversions to variables, copies, other dtypes and other devices.
-use super::metadata::Layout;
+use super::metadata::{Layout, ShardedTensorMetadata};
 use super::{LocalShard, ShardedTensor, pieces};
-use crate::tables::sharding_spec::DeviceName;
+use crate::kernels::is_computed;
+use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
 use crate::tables::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -26,8 +27,16 @@ impl ShardedTensor {
     /// [`sparse`](crate::sparse) update.
     ///
     /// # Errors
-    /// If the tensor is not a table of floats on the CPU.
+    /// On every rank alike, if the tensor is not a table of floats, or its placements are not all on the CPU.
     pub fn to_row_vars(&self) -> Result<(Self, Vec<RowVar>)> {
+        let ShardedTensorMetadata { shards, dims, dtype } = self.metadata();
+        let device = |shard: &ShardMetadata| shard.placement.as_ref().map(RemoteDevice::device).unwrap_or_default();
+        let on_host = shards.iter().all(|shard| device(shard) == DeviceName::Cpu);
+        // A rank without shards makes no variable that could refuse.
+        if dims.len() != 2 || !is_computed(*dtype) || !on_host {
+            let want = "expected [rows, width] of f32, f64, f16 or bf16 with all shards on the CPU";
+            return Error::op("ShardedTensor::to_row_vars", format!("{}: {want}", self.layout));
+        }
         let (leaf, vars) = self.to_var()?;
         let rows: Vec<RowVar> = vars.into_iter().map(RowVar::new).collect::<Result<_>>()?;
         Ok((Self { rows: rows.clone(), ..leaf }, rows))

@@ -1,6 +1,8 @@
 //! What many tests use: leaves and their errors from `test-utils`, and the shapes of this suite.
 use candle_shard::Placement;
-pub(crate) use test_utils::{Lay, Leaf, block, distance, lays, mesh, on_axes, tolerance, value_error, values};
+pub(crate) use test_utils::{
+    Lay, Leaf, block, device, distance, distribute, lays, mesh, on_axes, on_device, tolerance, value_error, values,
+};
 
 pub(crate) const SUM: Placement = Placement::PARTIAL_SUM;
 

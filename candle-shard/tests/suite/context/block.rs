@@ -9,7 +9,7 @@ use candle_shard::{DTensor, Replicate, Result, Shard, TokenOrder};
 use std::collections::BTreeMap;
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::Transformer;
-use test_utils::{distance, on_ranks, reference, values};
+use test_utils::{distance, distribute, on_device, on_ranks, reference, values};
 
 const BATCH: usize = 2;
 const LAYERS: usize = 2;
@@ -47,10 +47,10 @@ fn a_transformer_on_sequence_shards_equals_one_device() {
                 let want_grads: BTreeMap<&String, _> =
                     plain.vars().iter().map(|(name, var)| (name, want_grads.get(var))).collect();
 
-                let vb = ShardedVarBuilder::fresh(args.seed, &mesh, Plan::new("cp"), DType::F64, &Device::Cpu)?;
+                let vb = ShardedVarBuilder::fresh(args.seed, &mesh, Plan::new("cp"), DType::F64, ctx.device())?;
                 let model = Transformer::new(&args, &vb)?;
                 let parameters = vb.finish()?;
-                let cut = |x: &Tensor| DTensor::distribute(x, &mesh, &[Shard(1)]);
+                let cut = |x: &Tensor| distribute(x, &mesh, &[Shard(1)]);
                 let (tokens, targets) = (cut(&tokens)?, cut(&targets)?);
                 let (logits, forward) = comm::record(|| model.forward(&tokens, Mode::Train { step: 1 }));
                 let logits = logits?;
@@ -99,8 +99,8 @@ fn rotary_positions_follow_the_order_of_the_tokens() {
                 values(&[13, 2], 3, DType::F64),
             );
             let want = candle_shard::kernels::rope(&x, &cos, &sin, 0, RopePairs::Halves)?;
-            let cut = order.distribute(&x, 2, &mesh, &[Shard(2)])?;
-            let table = |x: &Tensor| DTensor::distribute(&order.apply(x, 0)?, &mesh, &[Replicate]);
+            let cut = on_device(&order.distribute(&x, 2, &mesh, &[Shard(2)])?)?;
+            let table = |x: &Tensor| distribute(&order.apply(x, 0)?, &mesh, &[Replicate]);
             let (cos, sin) = (table(&cos)?, table(&sin)?);
             let (got, counts) = comm::record(|| cut.rope(&cos, &sin, 0, RopePairs::Halves));
             assert_eq!(counts.total(), 0, "{counts}");

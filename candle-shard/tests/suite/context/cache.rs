@@ -2,15 +2,15 @@
 use candle_core::{DType, Tensor};
 use candle_dist::{Op, comm};
 use candle_shard::nn::SequenceCache;
-use candle_shard::{Attention, DTensor, Replicate, Result, Shard};
-use test_utils::{distance, on_ranks, values};
+use candle_shard::{Attention, Replicate, Result, Shard};
+use test_utils::{distance, distribute, on_ranks, values};
 
 #[test]
 fn decoding_over_a_cut_cache_equals_one_device() {
     for world in 1..=4 {
         on_ranks(world, "cache", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("cp", world)])?;
-            let everywhere = |x: &Tensor| DTensor::distribute(x, &mesh, &[Replicate]);
+            let everywhere = |x: &Tensor| distribute(x, &mesh, &[Replicate]);
             let of = |seed, heads| values(&[2, 70, heads, 4], seed, DType::F64);
             let (q, k, v) = (of(1, 4), of(2, 2), of(3, 2));
             let mut cache = SequenceCache::new(&mesh, "cp", 8)?; // grows
@@ -31,7 +31,7 @@ fn decoding_over_a_cut_cache_equals_one_device() {
                     let want = whole.of(&queries, &of_whole(&k)?, &of_whole(&v)?)?.full_tensor()?;
                     let error = distance(&got?.full_tensor()?, &want);
                     assert!(error < 1e-12, "{tokens} of {len} on {world}, window {window:?}: {error:e}");
-                    if tokens == 1 && len > 20 && world > 1 {
+                    if tokens == 1 && len > 20 && world > 1 && ctx.device().is_cpu() {
                         // Results and norms, and no keys.
                         let bytes = 8 * 2 * 4 * (4 + 2);
                         assert_eq!((counts.get(Op::AllGather).bytes, counts.total()), (bytes, 1), "{counts}");
@@ -49,7 +49,7 @@ fn decoding_over_a_cut_cache_equals_one_device() {
 fn tokens_that_do_not_fit_the_cache_are_refused_by_all_ranks() {
     on_ranks(2, "refusals", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("cp", 2)])?;
-        let of = |shape: [usize; 4], at| DTensor::distribute(&values(&shape, 1, DType::F32), &mesh, &[at]);
+        let of = |shape: [usize; 4], at| distribute(&values(&shape, 1, DType::F32), &mesh, &[at]);
         assert!(SequenceCache::new(&mesh, "cp", 0).is_err() && SequenceCache::new(&mesh, "tp", 8).is_err());
         let mut cache = SequenceCache::new(&mesh, "cp", 8)?;
         cache.append(&of([2, 3, 2, 4], Replicate)?, &of([2, 3, 2, 4], Replicate)?)?;

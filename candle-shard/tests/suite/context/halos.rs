@@ -1,9 +1,9 @@
 //! Token shift and convolutions along a sequence that is cut: what travels, in shards of any sizes.
 use candle_core::{DType, Tensor, Var};
 use candle_dist::{Op, comm};
-use candle_shard::{Conv, DTensor, Replicate, Result, Shard, Spec, strict};
+use candle_shard::{Conv, Replicate, Result, Shard, Spec, strict};
 use std::ops::Range;
-use test_utils::{Lay, Leaf, on_ranks, value_error, values};
+use test_utils::{Lay, Leaf, distribute, on_ranks, value_error, values};
 
 use crate::plain;
 
@@ -52,7 +52,7 @@ fn a_token_shift_sends_the_tokens_that_change_hands() {
                 let var = Var::from_tensor(&whole)?;
                 let want = plain::shift(&var, 1, by)?;
                 assert_eq!(value_error(&made, &want)?, 0.0, "{sizes:?} by {by}");
-                let loss = made.mul(&DTensor::distribute(&up, &mesh, &[Replicate])?)?.sum_all()?;
+                let loss = made.mul(&distribute(&up, &mesh, &[Replicate])?)?.sum_all()?;
                 let (grads, backward) = comm::record(|| loss.backward());
                 let of_whole = (want * &up)?.sum_all()?.backward()?;
                 assert_eq!(leaf.gradient_error(&grads?, of_whole.get(&var).unwrap())?, 0.0, "{sizes:?} by {by}");
@@ -116,8 +116,8 @@ fn a_longer_or_shorter_result_lies_in_default_sizes() {
     on_ranks(4, "lengths", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("cp", 4)])?;
         let (whole, kernel) = (values(&[1, 2, LEN], 1, DType::F64), values(&[3, 2, 3], 2, DType::F64));
-        let x = DTensor::distribute(&whole, &mesh, &[Shard(2)])?;
-        let w = DTensor::distribute(&kernel, &mesh, &[Replicate])?;
+        let x = distribute(&whole, &mesh, &[Shard(2)])?;
+        let w = distribute(&kernel, &mesh, &[Replicate])?;
         for (padding, stride, places) in [(0, 1, 10), (2, 1, 14), (1, 2, 6), (0, 5, 2)] {
             let conv = Conv { padding, stride, ..Conv::default() };
             let (made, counts) = comm::record(|| strict(|| x.conv1d(&w, None, conv)));

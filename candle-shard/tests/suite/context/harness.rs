@@ -1,8 +1,8 @@
 //! Attention by its definition on one device, and a comparison of all results with it.
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_dist::DeviceMesh;
-use candle_shard::{Attention, DTensor, Placement, Replicate, Result, Shard, Spec};
-use test_utils::{Lay, Leaf, value_error, values};
+use candle_shard::{Attention, Placement, Replicate, Result, Shard, Spec};
+use test_utils::{Lay, Leaf, distribute, value_error, values};
 
 /// Batch, heads, key heads, dim, width.
 pub(crate) type Heads = [usize; 5];
@@ -99,7 +99,7 @@ pub(crate) fn errors(truth: &Truth, options: &Attention, mesh: &DeviceMesh, [q, 
     let out = options.of(&leaves[0].tensor, &leaves[1].tensor, &leaves[2].tensor)?;
     assert_eq!(out.placements(), at);
     let mut worst = value_error(&out, &ordered(&truth.value)?)?;
-    let weights = DTensor::distribute(&ordered(&truth.weights)?, mesh, &vec![Replicate; mesh.ndim()])?;
+    let weights = distribute(&ordered(&truth.weights)?, mesh, &vec![Replicate; mesh.ndim()])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;
     for (leaf, grad) in leaves.iter().zip(&truth.grads) {
         worst = worst.max(leaf.gradient_error(&grads, &ordered(grad)?)?);

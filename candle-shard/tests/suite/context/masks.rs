@@ -1,10 +1,10 @@
 //! Windows, documents, rows that see nothing, and what is refused.
 use super::harness::{Pairs, allowed, errors, truth};
-use super::ways::WAYS;
+use super::ways::{has_ring, ways};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::{Attention, ContextWay, DTensor, Documents, Placement, Replicate, Result, Shard, TokenOrder};
 use itertools::Itertools;
-use test_utils::{on_ranks, values};
+use test_utils::{distribute, on_ranks, values};
 
 /// The document of each of `len` rows.
 pub(super) fn of_rows(ends: &[usize], len: usize) -> Vec<Option<usize>> {
@@ -15,7 +15,7 @@ pub(super) fn of_rows(ends: &[usize], len: usize) -> Vec<Option<usize>> {
 fn each_mask_equals_one_device() {
     for world in 1..=5 {
         on_ranks(world, "masks", move |ctx| -> Result<()> {
-            let mesh = ctx.mesh(&[("cp", world)])?;
+            let (mesh, ways) = (ctx.mesh(&[("cp", world)])?, ways(ctx));
             let len = 13;
             let lists: [Vec<Vec<usize>>; 4] =
                 [vec![], vec![vec![0, 7, 12, 12, 13]], vec![vec![0, 3, 10]], vec![vec![0, 13], vec![0, 2, 9]]];
@@ -34,7 +34,7 @@ fn each_mask_equals_one_device() {
                             Some(TokenOrder::zigzag(len, world)),
                             list.first().map(|ends| TokenOrder::zigzag_of_documents(len, ends, world)).transpose()?,
                         ];
-                        for (way, order) in WAYS.into_iter().flat_map(|way| orders.clone().map(|order| (way, order))) {
+                        for (&way, order) in ways.iter().flat_map(|way| orders.clone().map(move |order| (way, order))) {
                             let documents = documents.clone();
                             let options = Attention::default()
                                 .scale(0.6)
@@ -58,12 +58,14 @@ fn each_mask_equals_one_device() {
 #[test]
 fn windows_of_more_queries_than_keys_equal_one_device() {
     on_ranks(3, "windows", |ctx| -> Result<()> {
-        let mesh = ctx.mesh(&[("cp", 3)])?;
+        let (mesh, has_ring) = (ctx.mesh(&[("cp", 3)])?, has_ring(ctx));
         for (queries, keys) in [(10, 5), (5, 10), (7, 1)] {
             for window in [1, 3, 7, 100, usize::MAX] {
                 let pairs = Pairs { window: Some(window.min(1000)), ..Pairs::default() };
                 let truth = truth([2, 4, 2, 4, 4], (queries, keys), (&pairs, 0.6), DType::F64)?;
-                for way in [None, Some(ContextWay::Gather), Some(ContextWay::Ring)] {
+                for way in
+                    [None, Some(ContextWay::Gather)].into_iter().chain(has_ring.then_some(Some(ContextWay::Ring)))
+                {
                     let options = Attention::default().scale(0.6).window(window).way(way);
                     let error = errors(&truth, &options, &mesh, [None; 2])?;
                     assert!(error < allowed(DType::F64), "{queries} {keys} {options:?}: {error:e}");
@@ -78,13 +80,13 @@ fn windows_of_more_queries_than_keys_equal_one_device() {
 fn capped_scores_equal_one_device_in_every_way() {
     for world in 1..=4 {
         on_ranks(world, "caps", move |ctx| -> Result<()> {
-            let mesh = ctx.mesh(&[("cp", world)])?;
+            let (mesh, ways) = (ctx.mesh(&[("cp", world)])?, ways(ctx));
             for (causal, window, cap, scale) in
                 [(true, None, 0.5, 0.6), (true, Some(4), 0.2, -0.6), (false, Some(3), 30.0, 2.0)]
             {
                 let pairs = Pairs { causal, window, cap: Some(cap), ..Pairs::default() };
                 let truth = truth([2, 4, 2, 4, 4], (13, 13), (&pairs, scale), DType::F64)?;
-                for way in WAYS {
+                for &way in &ways {
                     let options = Attention::default().scale(scale).cap(cap).causal(causal).window(window).way(way);
                     let error = errors(&truth, &options, &mesh, [None; 2])?;
                     assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
@@ -100,9 +102,9 @@ fn capped_scores_equal_one_device_in_every_way() {
 #[test]
 fn rows_that_see_nothing_give_zeros() {
     on_ranks(3, "nothing", |ctx| -> Result<()> {
-        let mesh = ctx.mesh(&[("cp", 3)])?;
-        let x = DTensor::distribute(&values(&[1, 7, 2, 4], 1, DType::F32), &mesh, &[Shard(1)])?;
-        for way in WAYS {
+        let (mesh, ways) = (ctx.mesh(&[("cp", 3)])?, ways(ctx));
+        let x = distribute(&values(&[1, 7, 2, 4], 1, DType::F32), &mesh, &[Shard(1)])?;
+        for &way in &ways {
             let options = Attention::default().documents(Documents::new(vec![0, 2])).way(way);
             let out = options.of(&x, &x, &x)?.full_tensor()?;
             let zeros = out.narrow(1, 2, 5)?.flatten_all()?.to_vec1::<f32>()?;
@@ -118,7 +120,7 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
     let errors = on_ranks(3, "refusals", |ctx| -> Result<Vec<String>> {
         let mesh = ctx.mesh(&[("cp", 3)])?;
         let of = |rows: usize, at: Placement| {
-            DTensor::distribute(&Tensor::ones((2, rows, 2, 4), DType::F32, &Device::Cpu)?, &mesh, &[at])
+            distribute(&Tensor::ones((2, rows, 2, 4), DType::F32, &Device::Cpu)?, &mesh, &[at])
         };
         let (x, other, whole) = (of(7, Shard(1))?, of(5, Shard(1))?, of(7, Replicate)?);
         let documents = |list: Vec<Vec<usize>>| Attention::default().documents(Documents::of_each(list));

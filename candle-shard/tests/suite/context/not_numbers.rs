@@ -1,12 +1,12 @@
 //! Rows that are not numbers reach only queries that see them, however the sequence lies.
 use super::harness::{Pairs, Truth, truth};
 use super::masks::of_rows;
-use super::ways::WAYS;
+use super::ways::ways;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::{Attention, DTensor, Documents, Replicate, Result, Shard, TokenOrder};
 use std::ops::Range;
-use test_utils::on_ranks;
+use test_utils::{distribute, on_device, on_ranks};
 
 const LEN: usize = 13;
 
@@ -37,10 +37,10 @@ fn compare(
     (results, keys): (&Range<usize>, &Range<usize>),
 ) -> Result<()> {
     let order = options.order.clone().map_or_else(|| TokenOrder::new((0..LEN).collect(), default_sizes(mesh)), Ok)?;
-    let leaf = |x: &Tensor| order.distribute(&spoiled(x, row, value)?, 1, mesh, &[Shard(1)])?.to_var();
+    let leaf = |x: &Tensor| on_device(&order.distribute(&spoiled(x, row, value)?, 1, mesh, &[Shard(1)])?)?.to_var();
     let [(q, dq), (k, dk), (v, dv)] = [leaf(&truth.inputs[0])?, leaf(&truth.inputs[1])?, leaf(&truth.inputs[2])?];
     let out = options.of(&q, &k, &v)?;
-    let weights = DTensor::distribute(&order.apply(&truth.weights, 1)?, mesh, &[Replicate])?;
+    let weights = distribute(&order.apply(&truth.weights, 1)?, mesh, &[Replicate])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;
     let what = format!("{options:?}, row {row} is {value}");
     let whole = |x: &DTensor| order.undo(&x.full_tensor()?, 1);
@@ -65,14 +65,14 @@ fn default_sizes(mesh: &DeviceMesh) -> Vec<usize> {
 fn rows_that_are_not_numbers_reach_only_queries_that_see_them() {
     for world in 1..=4 {
         on_ranks(world, "not numbers", move |ctx| -> Result<()> {
-            let mesh = ctx.mesh(&[("cp", world)])?;
+            let (mesh, ways) = (ctx.mesh(&[("cp", world)])?, ways(ctx));
             let ends = vec![0, 5, 9];
             let pairs = Pairs { causal: true, documents: vec![of_rows(&ends, LEN)], ..Pairs::default() };
             let truth = truth([2, 4, 2, 4, 3], (LEN, LEN), (&pairs, 0.6), DType::F64)?;
             for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
                 // Row 10 is of no document. Row 7 is seen by itself and by row 8, which see rows 5 to 8.
                 for (row, results, keys) in [(10, 10..11, 10..11), (7, 7..9, 5..9)] {
-                    for way in WAYS {
+                    for &way in &ways {
                         for order in [None, Some(TokenOrder::zigzag(LEN, world))] {
                             let options = Attention::default()
                                 .scale(0.6)
@@ -93,10 +93,10 @@ fn rows_that_are_not_numbers_reach_only_queries_that_see_them() {
 #[test]
 fn a_query_that_sees_a_row_of_nan_is_nan_in_every_way() {
     on_ranks(3, "seen", |ctx| -> Result<()> {
-        let mesh = ctx.mesh(&[("cp", 3)])?;
+        let (mesh, ways) = (ctx.mesh(&[("cp", 3)])?, ways(ctx));
         let x = Tensor::ones((1, LEN, 1, 2), DType::F32, &Device::Cpu)?;
-        let x = DTensor::distribute(&spoiled(&x, 4, f64::NAN)?, &mesh, &[Shard(1)])?;
-        for way in WAYS {
+        let x = distribute(&spoiled(&x, 4, f64::NAN)?, &mesh, &[Shard(1)])?;
+        for &way in &ways {
             let out = Attention::default().causal(true).way(way).of(&x, &x, &x)?.full_tensor()?;
             let rows = out.squeeze(0)?.squeeze(1)?.to_vec2::<f32>()?;
             let is_nan: Vec<bool> = rows.iter().map(|row| row.iter().all(|x| x.is_nan())).collect();

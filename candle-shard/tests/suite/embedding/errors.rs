@@ -1,10 +1,10 @@
 //! Wrong arguments: one error on all ranks, before anything has changed.
-use crate::embedding::check::vector;
+use crate::embedding::check::{distribute, vector};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::kernels::BagMode;
 use candle_shard::sharded_tensor::LocalOp;
-use candle_shard::{ChunkShardingSpec, EmbeddingBagOptions, EmbeddingOptions, Result, ShardedTensor};
-use test_utils::on_ranks;
+use candle_shard::{ChunkShardingSpec, EmbeddingBagOptions, EmbeddingOptions, Result};
+use test_utils::{device, on_ranks};
 
 /// What a rank gives.
 #[derive(Clone)]
@@ -33,7 +33,7 @@ fn refused(parts: &'static [&'static str], bags: bool, spoil: fn(&mut Given)) {
         let errors = on_ranks(3, "refused", move |ctx| -> Result<String> {
             let spec = ChunkShardingSpec::on_ranks(dim, 0..3)?;
             let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
-            let (table, _) = ShardedTensor::distribute(&whole, spec, ctx.group())?.to_var()?;
+            let (table, _) = distribute(&whole, spec, ctx.group())?.to_var()?;
             let run = |given: &Given| match bags {
                 true => table.embedding_bag(&given.ids, given.offsets.as_ref(), given.weights.as_ref(), &given.options),
                 false => table.embedding(&given.ids, &given.options.lookup),
@@ -114,7 +114,7 @@ fn weights() {
 fn calls_that_differ() {
     let errors = on_ranks(3, "differ", |ctx| -> Result<String> {
         let spec = ChunkShardingSpec::on_ranks(0, 0..3)?;
-        let table = ShardedTensor::distribute(&Tensor::ones((6, 4), DType::F64, &Device::Cpu)?, spec, ctx.group())?;
+        let table = distribute(&Tensor::ones((6, 4), DType::F64, &Device::Cpu)?, spec, ctx.group())?;
         let max_norm = (ctx.rank() == 2).then_some(0.5);
         let options = EmbeddingOptions::default().max_norm(max_norm);
         Ok(table.embedding(&vector(&[1u32])?, &options).unwrap_err().to_string())
@@ -130,8 +130,8 @@ fn a_table_without_rows_has_no_padding() {
         let spec = ChunkShardingSpec::on_ranks(0, 0..2)?;
         let none = Tensor::zeros((0, 4), DType::F64, &Device::Cpu)?;
         let options = EmbeddingOptions::default().padding_idx(0);
-        let table = ShardedTensor::distribute(&none, spec, ctx.group())?;
-        Ok(table.embedding(&Tensor::zeros(0, DType::U32, &Device::Cpu)?, &options).unwrap_err().to_string())
+        let table = distribute(&none, spec, ctx.group())?;
+        Ok(table.embedding(&Tensor::zeros(0, DType::U32, &device())?, &options).unwrap_err().to_string())
     });
     assert!(errors[0] == errors[1] && errors[0].contains("0 rows; give None"), "{errors:?}");
 }
@@ -141,7 +141,7 @@ fn results_of_ops_are_not_limited() {
     let errors = on_ranks(2, "results", |ctx| -> Result<String> {
         let spec = ChunkShardingSpec::on_ranks(0, 0..2)?;
         let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
-        let (table, _) = ShardedTensor::distribute(&whole, spec, ctx.group())?.to_var()?;
+        let (table, _) = distribute(&whole, spec, ctx.group())?.to_var()?;
         // The gradient of exp is made of its result.
         let exp = LocalOp::new("exp", |x: &Tensor, _: &()| Ok(x.exp()?)).apply(&table, &())?;
         let error = exp.embedding(&vector(&[1u32])?, &right().options.lookup).unwrap_err().to_string();
@@ -158,9 +158,20 @@ fn what_is_no_table() {
     for (dims, dtype, part) in wrong {
         let errors = on_ranks(2, "no table", move |ctx| -> Result<String> {
             let spec = ChunkShardingSpec::on_ranks(0, 0..2)?;
-            let table = ShardedTensor::distribute(&Tensor::zeros(dims, dtype, &Device::Cpu)?, spec, ctx.group())?;
+            let table = distribute(&Tensor::zeros(dims, dtype, &Device::Cpu)?, spec, ctx.group())?;
             Ok(table.embedding(&vector(&[1u32])?, &EmbeddingOptions::default()).unwrap_err().to_string())
         });
         assert!(errors[0] == errors[1] && errors[0].contains(part), "{errors:?}");
     }
+}
+
+#[test]
+fn gradients_by_rows_are_refused_by_ranks_without_shards_too() {
+    let errors = on_ranks(2, "by rows", |ctx| -> Result<String> {
+        // Rank 1 has no shard.
+        let spec = ChunkShardingSpec::on_ranks(0, 0..1)?;
+        let table = distribute(&Tensor::zeros(6, DType::F64, &Device::Cpu)?, spec, ctx.group())?;
+        Ok(table.to_row_vars().err().map_or_else(String::new, |error| error.to_string()))
+    });
+    assert!(errors[0] == errors[1] && errors[0].contains("expected [rows, width]"), "{errors:?}");
 }

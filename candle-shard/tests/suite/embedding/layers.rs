@@ -5,7 +5,7 @@ use candle_shard::nn::{Embedding, EmbeddingBag, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Style};
 use candle_shard::sparse::RowVar;
 use candle_shard::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Replicate, Result, Shard, kernels};
-use test_utils::on_ranks;
+use test_utils::{distribute, on_ranks};
 
 const ROWS: usize = 7;
 const WIDTH: usize = 5;
@@ -93,15 +93,15 @@ fn layers_train_as_on_one_device() {
                 Some(style) => Plan::new("tp").with("words", style.clone()),
                 None => Plan::new("tp"),
             };
-            let vb = ShardedVarBuilder::fresh(3, &mesh, plan, DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, plan, DType::F64, ctx.device())?;
             let layer = Layer::new(mode, &vb.pp("words"))?;
             let parameters = vb.finish()?;
             let whole = layer.weight().full_tensor()?.detach();
-            let whole = whole.copy()?;
+            let whole = whole.copy()?.to_device(&Device::Cpu)?;
             assert_eq!(whole.get(ROWS - 1)?.to_vec1::<f64>()?, [0.0; WIDTH], "a fresh padding row");
             let (losses, after) = on_one_device(&whole, mode)?;
             for (step, want) in STEPS.iter().zip(losses) {
-                let ids = DTensor::distribute(&Tensor::new(step, &Device::Cpu)?, &mesh, &[Shard(0), Replicate])?;
+                let ids = distribute(&Tensor::new(step, &Device::Cpu)?, &mesh, &[Shard(0), Replicate])?;
                 let found = layer.forward(&ids)?;
                 let loss = found.mul(&found)?.sum_all()?;
                 let grads = parameters.backward(&loss)?;

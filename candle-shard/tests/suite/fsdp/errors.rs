@@ -1,6 +1,7 @@
 //! What cannot be done, and what that leaves behind.
 use crate::fsdp::harness::*;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
@@ -19,6 +20,10 @@ impl CustomOp1 for Broken {
         Ok((storage.clone(), layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
         candle_core::bail!("on purpose")
     }
@@ -29,7 +34,7 @@ fn what_cannot_be_sharded_is_told() {
     world(2)
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
             let none = plain.fully_shard("pp", FullyShardOptions::default()).err().unwrap().to_string();
             assert!(none.contains("\"pp\""), "{none}");
             let taken = plain.fully_shard("tp", FullyShardOptions::default()).err().unwrap().to_string();

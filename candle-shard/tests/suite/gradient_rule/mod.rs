@@ -6,7 +6,8 @@ mod recompute;
 mod shared;
 
 use crate::common::*;
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::nn::{Draws, Dropout, Mode, ShardedVarBuilder, backward};
 use candle_shard::parallel::Plan;
@@ -88,7 +89,7 @@ fn a_view_of_a_parameter_is_not_kept_over_an_update() {
             let mesh = mesh(ctx, &[3])?;
             let (mut whole, fixed) = (values(&[4, 5], 1, DType::F64), values(&[3, 4], 2, DType::F64));
             let leaf = Leaf::new(&whole, &mesh, &[Lay::At(at)])?;
-            let fixed_here = DTensor::distribute(&fixed, &mesh, &[other])?;
+            let fixed_here = distribute(&fixed, &mesh, &[other])?;
             for step in 0..3 {
                 let loss = fixed_here.matmul(&leaf.tensor)?.sqr()?.sum_all()?;
                 let gradient = (fixed.t()?.matmul(&fixed.matmul(&whole)?)? * 2.0)?;
@@ -143,7 +144,7 @@ fn a_rank_without_elements_takes_part_in_the_backward_pass() {
         let lays = [Shard(0), Replicate, Replicate, Replicate, Replicate].map(Lay::At);
         let leaves = wholes.iter().zip(lays).map(|(w, lay)| Leaf::new(w, &mesh, &[lay])).collect::<Result<Vec<_>>>()?;
         let targets = Tensor::new(&[3u32], &Device::Cpu)?;
-        let targets = DTensor::distribute(&targets, &mesh, &[Shard(0)])?;
+        let targets = distribute(&targets, &mesh, &[Shard(0)])?;
         let [x, w, b, scale, shift] = [0, 1, 2, 3, 4].map(|i| &leaves[i].tensor);
         let hidden = x.linear(w, Some(b))?.layer_norm(scale, shift, 1e-5)?.gelu_erf()?;
         let loss = hidden.cross_entropy(&targets)?;
@@ -176,10 +177,10 @@ fn a_weight_that_is_used_twice_gets_both_gradients() {
                 let table = values(&[6, 4], 1, DType::F64);
                 let leaf = Leaf::new(&table, &mesh, &[Lay::At(at)])?;
                 let ids = Tensor::new(&ids[..], &Device::Cpu)?;
-                let rows = leaf.tensor.embedding(&DTensor::distribute(&ids, &mesh, &[Replicate])?)?;
+                let rows = leaf.tensor.embedding(&distribute(&ids, &mesh, &[Replicate])?)?;
                 let out = rows.tanh()?.linear(&leaf.tensor, None)?;
                 let w = values(&[4, 6], 2, DType::F64);
-                let loss = out.mul(&DTensor::distribute(&w, &mesh, &[Replicate])?)?.sum_all()?;
+                let loss = out.mul(&distribute(&w, &mesh, &[Replicate])?)?.sum_all()?;
                 let want = plain_grads(&[&table], |v| v[0].index_select(&ids, 0)?.tanh()?.matmul(&v[0].t()?)? * &w);
                 close(leaf.gradient_error(&loss.backward()?, &want[0])?, &format!("{at}"));
                 Ok(())
@@ -248,9 +249,9 @@ fn views_of_parameters_held_over_steps_are_never_stale() {
     on_ranks(2, "held views", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 2)])?;
         let ones = |shape: (usize, usize)| Tensor::ones(shape, DType::F64, &Device::Cpu);
-        let (w, var) = DTensor::distribute(&ones((4, 3))?, &mesh, &[Replicate])?.to_var()?;
+        let (w, var) = distribute(&ones((4, 3))?, &mesh, &[Replicate])?.to_var()?;
         let held = [w.t()?, w.reshape((3, 4))?, w.permute((1, 0))?, w.t()?.narrow(0, 0, 3)?];
-        let x = DTensor::distribute(&ones((2, 3))?, &mesh, &[Shard(0)])?;
+        let x = distribute(&ones((2, 3))?, &mesh, &[Shard(0)])?;
         for (value, want) in [(1.0, 24.0), (0.0, 0.0), (2.0, 48.0)] {
             var.set(&(ones((4, 3))? * value)?)?;
             for view in &held {
@@ -267,7 +268,7 @@ fn views_of_parameters_held_over_steps_are_never_stale() {
 fn a_varying_tensor_leaves_the_mesh_with_its_gradient_right() {
     on_ranks(3, "full_tensor of varying", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 3)])?;
-        let w = DTensor::distribute(&Tensor::new(&[2f64], &Device::Cpu)?, &mesh, &[Replicate])?;
+        let w = distribute(&Tensor::new(&[2f64], &Device::Cpu)?, &mesh, &[Replicate])?;
         let (w, var) = w.to_var()?;
         let y = w.varying_on(0)?.affine(3.0, 0.0)?;
         let grads = y.full_tensor()?.sum_all()?.backward()?;
@@ -283,7 +284,7 @@ fn gathers_and_sums_are_shared_by_several_uses() {
     on_ranks(2, "shared steps", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 2)])?;
         let put = |shape: (usize, usize), p| {
-            DTensor::distribute(&Tensor::ones(shape, DType::F64, &Device::Cpu)?, &mesh, &[p])?.to_var()
+            distribute(&Tensor::ones(shape, DType::F64, &Device::Cpu)?, &mesh, &[p])?.to_var()
         };
         let ((x, _), (w, _)) = (put((4, 6), Shard(0))?, put((6, 6), Shard(0))?);
         let x = x.affine(2.0, 0.0)?;

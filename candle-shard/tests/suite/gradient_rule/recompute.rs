@@ -5,7 +5,7 @@ use super::*;
 fn nested_recomputations_find_every_part_of_a_gradient() {
     on_ranks(2, "nested", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 2)])?;
-        let (x, var) = DTensor::distribute(&Tensor::new(&[1f64, 2.0], &Device::Cpu)?, &mesh, &[Replicate])?.to_var()?;
+        let (x, var) = distribute(&Tensor::new(&[1f64, 2.0], &Device::Cpu)?, &mesh, &[Replicate])?.to_var()?;
         let cube = candle_shard::nn::recompute(&x.affine(1.0, 0.0)?, |x| {
             let captured = x.clone();
             candle_shard::nn::recompute(&x.sqr()?, move |square| square.mul(&captured))
@@ -20,7 +20,7 @@ fn nested_recomputations_find_every_part_of_a_gradient() {
 fn a_segment_that_draws_anew_is_refused() {
     on_ranks(2, "drawn anew", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 2)])?;
-        let (x, _) = DTensor::distribute(&values(&[4, 8], 1, DType::F64), &mesh, &[Shard(0)])?.to_var()?;
+        let (x, _) = distribute(&values(&[4, 8], 1, DType::F64), &mesh, &[Shard(0)])?.to_var()?;
         let drop = |x: &DTensor| {
             let dropped = candle_nn::ops::dropout(x.to_local(), 0.5)?;
             DTensor::from_local_with_spec(dropped, x.spec().clone())
@@ -65,6 +65,10 @@ impl CustomOp1 for Probe {
         Ok((storage.clone(), layout.shape().clone()))
     }
 
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         Ok(Some(grad.clone()))
     }
@@ -75,7 +79,7 @@ fn of_recomputed_segments_in_a_row_one_at_a_time_has_its_graph() {
     for (is_recomputed, most) in [(false, 4), (true, 1)] {
         on_ranks(1, "in a row", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("a", 1)])?;
-            let whole = |seed| DTensor::distribute(&values(&[2, 3], seed, DType::F64), &mesh, &[Replicate])?.to_var();
+            let whole = |seed| distribute(&values(&[2, 3], seed, DType::F64), &mesh, &[Replicate])?.to_var();
             let ((mut x, _), held) = (whole(1)?, Arc::<Held>::default());
             for seed in 2..6 {
                 // The weight's gradient is a product with what the probe gives.
@@ -98,9 +102,9 @@ fn of_recomputed_segments_in_a_row_one_at_a_time_has_its_graph() {
 #[test]
 fn a_second_run_that_panics_does_not_draw_for_later_ones() {
     on_ranks(2, "draws after a panic", |ctx| -> Result<()> {
-        let vb = ShardedVarBuilder::fresh(1, &mesh(ctx, &[2])?, Plan::new("a"), DType::F32, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(1, &mesh(ctx, &[2])?, Plan::new("a"), DType::F32, &device())?;
         let dropout = Dropout::new(0.5, &vb);
-        let x = DTensor::ones(64, DType::F32, &Device::Cpu, vb.mesh(), &[Replicate])?;
+        let x = DTensor::ones(64, DType::F32, &device(), vb.mesh(), &[Replicate])?;
         let run = || -> Result<Vec<f32>> { Ok(dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1()?) };
         let (first, draws) = Draws::of(run)?;
         let panics = || draws.again(|| -> Result<()> { panic!("on purpose") });

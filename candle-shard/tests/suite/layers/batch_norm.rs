@@ -1,6 +1,7 @@
 //! Batch norm from tensors that exist.
 use super::*;
 use candle_shard::nn::BatchNorm;
+use test_utils::distribute;
 
 #[test]
 fn batch_norm_of_given_tensors_is_candles() {
@@ -14,7 +15,7 @@ fn batch_norm_of_given_tensors_is_candles() {
             for at in [Replicate, Shard(0), Shard(1), Shard(2)] {
                 let on_mesh = |x: &Tensor| {
                     let at = if at == Shard(1) { Shard(0) } else { Replicate };
-                    DTensor::distribute(x, &mesh, &[at])
+                    distribute(x, &mesh, &[at])
                 };
                 let (m, v, w, b) = (on_mesh(&mean)?, on_mesh(&variance)?, on_mesh(&weight)?, on_mesh(&bias)?);
                 let (t, candles) = (Tensor::clone, candle_nn::BatchNorm::new);
@@ -46,7 +47,7 @@ fn batch_norm_of_given_tensors_is_candles() {
                 ];
                 for (ours, theirs) in layers {
                     for train in [true, false] {
-                        let x = DTensor::distribute(&plain, &mesh, &[at])?;
+                        let x = distribute(&plain, &mesh, &[at])?;
                         let error = value_error(&ours.forward_t(&x, train)?, &theirs.forward_t(&plain, train)?)?;
                         assert!(error < 1e-9, "{at} train {train}: {error:e}");
                     }
@@ -65,7 +66,7 @@ fn batch_norm_of_given_tensors_is_candles() {
 fn batch_norm_refuses_tensors_that_do_not_fit() {
     on_ranks(2, "given", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let x = DTensor::distribute(&values(&[5], 1, DType::F64), &mesh, &[Replicate])?;
+        let x = distribute(&values(&[5], 1, DType::F64), &mesh, &[Replicate])?;
         let said = |made: Result<BatchNorm>| made.err().map(|error| error.to_string()).unwrap_or_default();
         assert!(said(BatchNorm::new_no_bias(4, &x, &x, 1e-3)).contains("for 4 channels; give [4]"));
         assert!(said(BatchNorm::new_no_bias(5, &x, &x, -1.0)).contains("eps -1"));

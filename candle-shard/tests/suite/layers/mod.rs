@@ -99,7 +99,7 @@ fn builder(
     mesh: &candle_dist::DeviceMesh,
     plan: Plan,
 ) -> Result<ShardedVarBuilder> {
-    let vb = VarBuilder::from_tensors(parameters.clone(), DType::F64, &Device::Cpu);
+    let vb = VarBuilder::from_tensors(parameters.clone(), DType::F64, &device());
     Ok(ShardedVarBuilder::from_candle(vb, 1, mesh, plan)?.pp("layer"))
 }
 
@@ -109,10 +109,10 @@ fn check(case: &Case, cut: Cut, mesh: &candle_dist::DeviceMesh, at: &[Placement]
     let want = reference(case, &plain)?;
     let vb = builder(&want.parameters, mesh, cut.plan())?;
     let (layer, parameters) = ((case.here)(&vb)?, vb.finish()?);
-    let (x, var) = DTensor::distribute(&plain, mesh, at)?.to_var()?;
+    let (x, var) = distribute(&plain, mesh, at)?.to_var()?;
     let y = layer(&x)?;
     let label = format!("{} {cut:?} of {}", case.name, x.spec());
-    let weights = DTensor::distribute(&values(y.dims(), 99, DType::F64), mesh, &vec![Replicate; mesh.ndim()])?;
+    let weights = distribute(&values(y.dims(), 99, DType::F64), mesh, &vec![Replicate; mesh.ndim()])?;
     let grads = parameters.backward(&y.mul(&weights)?.sum_all()?)?;
     let close = |what: &str, got: &DTensor, want: &Tensor| -> Result<()> {
         let error = value_error(got, want)?;
@@ -198,7 +198,7 @@ fn fresh_parameters_are_distributed_as_candles_are() {
         for (nth, (here, there)) in layers.into_iter().enumerate() {
             let map = VarMap::new();
             there(VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu))?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &device())?;
             here(&vb)?;
             let (ours, theirs) = (vb.finish()?, map.data().lock().unwrap().clone());
             assert_eq!(ours.len(), theirs.len(), "layer {nth}");
@@ -254,7 +254,7 @@ fn layers_communicate_what_they_must() {
             let plain = values(case.shape, 5, DType::F64);
             let vb = builder(&reference(&case, &plain)?.parameters, &mesh, cut.plan())?;
             let (layer, parameters) = ((case.here)(&vb)?, vb.finish()?);
-            let x = DTensor::distribute(&plain, &mesh, &[at])?.to_var()?.0;
+            let x = distribute(&plain, &mesh, &[at])?.to_var()?.0;
             assert_eq!(calls(&layer, &parameters, &x)?, want, "{name} {cut:?} of {}", x.spec());
         }
         Ok(())
@@ -269,7 +269,7 @@ fn running_statistics_are_those_of_one_device() {
             let mesh = mesh(ctx, axes)?;
             let map = VarMap::new();
             let there = candle_nn::batch_norm(6, MOMENTUM, VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu))?;
-            let fresh = |plan| ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &Device::Cpu);
+            let fresh = |plan| ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &device());
             let builders = [fresh(Plan::new("a"))?, fresh(Cut::Colwise.plan())?.pp("layer")];
             let layers = [nn::batch_norm(6, MOMENTUM, &builders[0])?, nn::batch_norm(6, MOMENTUM, &builders[1])?];
             for step in 0..3 {
@@ -278,7 +278,7 @@ fn running_statistics_are_those_of_one_device() {
                 for (layer, at) in layers.iter().zip([0, 1]) {
                     let mut placements = vec![Replicate; axes.len()];
                     placements[0] = Shard(at);
-                    let x = DTensor::distribute(&x, &mesh, &placements)?;
+                    let x = distribute(&x, &mesh, &placements)?;
                     // What is computed a second time for its gradients does not move them again.
                     let (x, again) = (x.to_var()?.0, layer.clone());
                     nn::recompute(&x, move |x| again.forward_t(x, true))?.sqr()?.sum_all()?.backward()?;
@@ -289,7 +289,7 @@ fn running_statistics_are_those_of_one_device() {
             for (layer, vb) in layers.iter().zip(&builders) {
                 assert!(value_error(layer.running_mean(), there.running_mean())? < 1e-12);
                 assert!(value_error(layer.running_var(), there.running_var())? < 1e-12);
-                let x = DTensor::distribute(&x, &mesh, &vec![Shard(0); axes.len()])?;
+                let x = distribute(&x, &mesh, &vec![Shard(0); axes.len()])?;
                 assert!(value_error(&layer.forward_t(&x, false)?, &want)? < 1e-12);
                 // They are in what is saved, and no optimizer steps them.
                 let parameters = vb.finish()?;
@@ -298,7 +298,7 @@ fn running_statistics_are_those_of_one_device() {
                 assert!(value_error(&saved.1, there.running_var())? < 1e-12);
                 assert!(parameters.iter().filter(|p| p.is_frozen()).count() == 2);
             }
-            let one = DTensor::ones((1, 6), DType::F64, &Device::Cpu, &mesh, &vec![Replicate; axes.len()])?;
+            let one = DTensor::ones((1, 6), DType::F64, &device(), &mesh, &vec![Replicate; axes.len()])?;
             assert!(layers[0].forward_t(&one, true).unwrap_err().to_string().contains("more than one"));
             Ok(())
         });
@@ -310,7 +310,7 @@ fn layers_refuse_what_no_rank_could_run() {
     on_ranks(2, "refused", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
         let vb = |cut: Cut| -> Result<ShardedVarBuilder> {
-            Ok(ShardedVarBuilder::fresh(1, &mesh, cut.plan(), DType::F64, &Device::Cpu)?.pp("layer"))
+            Ok(ShardedVarBuilder::fresh(1, &mesh, cut.plan(), DType::F64, &device())?.pp("layer"))
         };
         let refused = |made: Result<String>, why: &str| {
             let error = made.unwrap_err().to_string();
@@ -326,10 +326,10 @@ fn layers_refuse_what_no_rank_could_run() {
         refused(nn::prelu(None, &vb(Cut::Colwise)?).map(|l| format!("{l:?}")), "one weight");
         refused(nn::group_norm(3, 4, 1e-3, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "do not divide");
         refused(nn::batch_norm(4, -1.0, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "expected at least 0");
-        let weight = DTensor::ones((3, 2, 3, 3), DType::F64, &Device::Cpu, &mesh, &[Replicate])?;
+        let weight = DTensor::ones((3, 2, 3, 3), DType::F64, &device(), &mesh, &[Replicate])?;
         let config = Conv2dConfig { cudnn_fwd_algo: Some(candle_core::conv::CudnnFwdAlgo::Gemm), ..IMAGE };
         let layer = nn::Conv2d::new(weight.clone(), None, config);
-        let x = DTensor::ones((1, 2, 4, 4), DType::F64, &Device::Cpu, &mesh, &[Replicate])?;
+        let x = DTensor::ones((1, 2, 4, 4), DType::F64, &device(), &mesh, &[Replicate])?;
         refused(layer.forward(&x).map(|y| y.to_string()), "unsupported");
         assert_eq!(nn::Conv2d::new(weight, None, IMAGE).forward(&x)?.dims(), [1, 3, 4, 4]);
         Ok(())

@@ -34,7 +34,7 @@ impl Model {
         let mesh = mesh(ctx, shape)?;
         let plan = Plan::new(mesh.names().last().unwrap()).with("up", ColwiseParallel::default());
         let plan = plan.with("down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan, dtype, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan, dtype, &device())?;
         let (up, down) = (Linear::new(4, 3, true, &vb.pp("up"))?, Linear::new(3, 2, true, &vb.pp("down"))?);
         Ok(Self { up, down, parameters: vb.finish()? })
     }
@@ -46,7 +46,7 @@ impl Model {
     /// One step on the data of this step.
     fn train(&self, optimizer: &mut AdamW, step: u64) -> Result<()> {
         let x = values(&[5, 4], step, self.up.weight().dtype());
-        let x = DTensor::distribute(&x, self.mesh(), &vec![Replicate; self.mesh().ndim()])?;
+        let x = distribute(&x, self.mesh(), &vec![Replicate; self.mesh().ndim()])?;
         let loss = self.down.forward(&self.up.forward(&x)?.relu()?)?.sqr()?.mean_all()?;
         optimizer.step(&self.parameters.backward(&loss)?)
     }
@@ -66,7 +66,7 @@ fn steps_are_those_of_candle() {
             optimizer.set_learning_rate(0.1 / (1 + step) as f64)?;
             plain.set_learning_rate(optimizer.learning_rates()[0]);
             ours.train(&mut optimizer, step)?;
-            let x = DTensor::distribute(&values(&[5, 4], step, DType::F32), theirs.mesh(), &[Replicate])?;
+            let x = distribute(&values(&[5, 4], step, DType::F32), theirs.mesh(), &[Replicate])?;
             let loss = theirs.down.forward(&theirs.up.forward(&x)?.relu()?)?.sqr()?.mean_all()?;
             plain.step(&theirs.parameters.backward(&loss)?)?;
             assert_eq!(ours.values()?, theirs.values()?);
@@ -184,7 +184,7 @@ fn the_largest_number_of_steps_does_not_overflow() {
         let mut state = optimizer.state()?;
         for (name, value) in &mut state {
             if name.starts_with("adam_w.step") {
-                *value = DTensor::full(u32::MAX, (), &Device::Cpu, value.mesh(), &[Replicate])?;
+                *value = DTensor::full(u32::MAX, (), &device(), value.mesh(), &[Replicate])?;
             }
         }
         checkpoint::save(&path, model.parameters.iter().next().unwrap().tensor.mesh(), &state)?;

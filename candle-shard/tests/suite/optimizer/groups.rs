@@ -1,6 +1,6 @@
 //! Groups of parameters, and what optimizers refuse.
 use crate::common::*;
-use candle_core::{DType, Device::Cpu, Tensor};
+use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, RankContext};
 use candle_nn::ParamsAdamW;
 use candle_shard::nn::{
@@ -13,7 +13,8 @@ use test_utils::on_ranks;
 
 fn parameters(ctx: &RankContext, dtype: DType) -> Result<Parameters> {
     let mesh = mesh(ctx, &[ctx.world_size()])?;
-    let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a").with("up", ColwiseParallel::default()), dtype, &Cpu)?;
+    let vb =
+        ShardedVarBuilder::fresh(3, &mesh, Plan::new("a").with("up", ColwiseParallel::default()), dtype, &device())?;
     Embedding::new(5, 4, 1.0, &vb.pp("words"))?;
     LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
     Linear::new(4, 3, true, &vb.pp("up"))?;
@@ -153,7 +154,7 @@ fn small_steps_of_16_bits_add_up_with_master_weights() {
 
 /// One matrix on a mesh, with the same name each time.
 fn matrix(mesh: &DeviceMesh) -> Result<Parameters> {
-    let vb = ShardedVarBuilder::fresh(3, mesh, Plan::new(&mesh.names()[0]), DType::F32, &Cpu)?;
+    let vb = ShardedVarBuilder::fresh(3, mesh, Plan::new(&mesh.names()[0]), DType::F32, &device())?;
     Linear::new(4, 3, false, &vb.pp("up"))?;
     vb.finish()
 }

@@ -1,6 +1,6 @@
 //! Trainings by each optimizer, with fully sharded units and cut layers, against one device; from and onto every mesh.
 use crate::fsdp::harness::{Case, Model, assert_close, batch, rows};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use candle_dist::comm;
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::FullyShardOptions;
@@ -51,7 +51,7 @@ fn run(axes: &[(&str, usize)], make: Make, from: Option<&Path>, to: Option<&Path
     let ranks = axes.iter().map(|(_, size)| size).product();
     let runs = world(ranks).run(|ctx| -> Result<(Vec<f64>, usize)> {
         let mesh = ctx.mesh(axes)?;
-        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
         let model = Model::new(&vb)?;
         let parameters = vb.finish()?;
