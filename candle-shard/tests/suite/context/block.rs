@@ -5,7 +5,7 @@ use candle_dist::comm::{self, CommCounts};
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::{Mode, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
-use candle_shard::{DTensor, Replicate, Result, Shard, TokenOrder};
+use candle_shard::{Replicate, Result, Shard, TokenOrder};
 use std::collections::BTreeMap;
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::Transformer;
