@@ -65,12 +65,8 @@ for tool in mpirun mpicc pgrep pkill; do
 done
 . scripts/mpi-launch.sh
 
-# With the features of the tests in .ci/run, so that no crate is built twice.
-selected=(-p candle-shard -p candle-pipe -p test-utils)
-for crate in "${crates[@]}"; do
-    [[ " ${selected[*]} " == *" $crate "* ]] || selected+=(-p "$crate")
-done
-built=$(cargo test --locked --quiet "${selected[@]}" --features mpi --test suite --no-run --message-format json) || exit 1
+# The same build as that of the tests in .ci/run, so that no crate is built twice.
+built=$(cargo test --locked --quiet --features mpi --test suite --no-run --message-format json) || exit 1
 declare -A programs
 for crate in "${crates[@]}"; do
     programs[$crate]=$(grep "/$crate/Cargo.toml\"" <<<"$built" | grep -o '"executable":"[^"]*/suite-[^"]*"' | cut -d'"' -f4)
