@@ -107,6 +107,7 @@ impl Ranks {
         let numbers: Vec<usize> = ranks.iter().map(RankContext::rank).collect();
         let board = Board { results: numbers.iter().map(|_| None).collect(), ended: 0, first_failure: None };
         let shared = Arc::new((Mutex::new(board), Condvar::new()));
+        let mut threads = Vec::new();
         for (nth, ctx) in ranks.into_iter().enumerate() {
             let (shared, f, rank) = (shared.clone(), f.clone(), ctx.rank());
             let work = move || {
@@ -124,7 +125,7 @@ impl Ranks {
                 shared.1.notify_all();
             };
             let thread = std::thread::Builder::new().name(format!("rank {rank}")).stack_size(STACK_BYTES).spawn(work);
-            thread.map_err(|e| self.fail(rank, format!("no thread: {e}")))?;
+            threads.push(thread.map_err(|e| self.fail(rank, format!("no thread: {e}")))?);
         }
         let until = Instant::now() + self.deadline;
         let mut board = shared.0.lock();
@@ -135,6 +136,10 @@ impl Ranks {
                 return Err(self.fail(late[0], format!("ranks {late:?} {} {:?}", Self::LATE, self.deadline)));
             }
         }
+        drop(board);
+        // What a thread still holds when its rank has ended, such as a group in its own memory, is gone then: MPI may end.
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+        let mut board = shared.0.lock();
         if let Some(failure) = board.first_failure.take() {
             return Err(self.fail(failure.rank, failure.message));
         }
