@@ -1,4 +1,10 @@
-# Sourced by the scripts that start programs with mpirun.
+# Sourced by the scripts that start programs with mpirun. Ends the script, with status 0, where a tool is missing.
+for tool in mpirun mpicc pgrep pkill; do
+    if ! command -v "$tool" >/dev/null; then
+        echo "SKIPPED: no $tool on the path; install an MPI (Open MPI or MPICH) with its headers, and procps"
+        exit 0
+    fi
+done
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 oversubscribe=()
 if mpirun --version | grep -q "Open MPI"; then oversubscribe=(--oversubscribe); fi

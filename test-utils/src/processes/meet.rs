@@ -1,4 +1,4 @@
-//! Where processes meet: each writes a file that says at which world of which test it is, and reads those of the others.
+//! How processes meet. Each writes a file that names its test and the number of its world, and reads the files of the others.
 use super::start::Job;
 use crate::harness::Ranks;
 use candle_dist::WorldError;

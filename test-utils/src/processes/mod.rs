@@ -23,7 +23,7 @@ use std::time::Duration;
 
 pub(crate) use start::shared_folder;
 
-/// Runs a world of processes, of which this one has at most one rank: `on_rank` runs that rank, and `among_threads` runs
+/// Runs a world of processes. This process has at most one of its ranks, and `on_rank` runs that rank. `among_threads` runs
 /// all ranks as threads of this process.
 pub(crate) fn run<T: 'static>(
     ranks: &Ranks,

@@ -88,7 +88,7 @@ impl Job {
         }
     }
 
-    /// Returns the communicator of the first processes, of which this one is.
+    /// Returns the communicator of the first `count` processes. This process must be one of them.
     pub(super) fn of_first(&self, count: usize) -> Comm {
         let handle: *const usize = &self.firsts[count - 1];
         // SAFETY: MPI wrote its handle there, and the communicator is never freed.

@@ -82,7 +82,7 @@ fn the_costs_of_calls_are_told() {
     tell(&format!("starting and ending a thread: {:.2} us", began.elapsed().as_secs_f64() * 1e3));
     let (few, many) = (counters(20), counters(220));
     for (name, many) in &many {
-        // Calls with which the host waits may be fewer in the longer run.
+        // How often the host polls depends on time, so the longer run may have fewer polls.
         let each = (*many as f64 - few.get(name).copied().unwrap_or(0) as f64) / 200.0 / RANKS as f64;
         tell(&format!("{name}: {each:.2} in each collective of a rank"));
     }
