@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Runs tests over NCCL on simulated GPUs. Needs cargo and a C compiler, no GPU and nothing of NVIDIA's.
 #
-# usage: scripts/nccl-sim.sh [--gpus N[,N..]] [--seeds N] [--starts N] [--first SEED] [SUITE..]
+# usage: scripts/nccl-sim.sh [--gpus N[,N..] | --shared] [--seeds N] [--starts N] [--first SEED] [SUITE..]
 #
 # Builds the simulated driver (nccl-sim) and links the tests with it. Runs each SUITE on N simulated GPUs (default: 1, 2
 # and 4 in turn) with each seed from SEED on (default: one seed, 0). A seed chooses the order in which the streams run.
 # Each seed has a start of the program of its own, unless --starts says fewer: then the worlds of a start take its seeds
 # in turn, and all seeds must be taken. Ranks that are processes take one seed per start.
+# With --shared, ranks are threads that share one GPU over the local backend, and each start takes one seed.
 # A SUITE is a filter of candle-dist's tests (default: nccl::), CRATE/FILTER for those of another crate, or processes or
 # processes/FILTER for ranks that are processes.
 # The last line is "seeds N races N failed N": how many seeds were used, how many faults the simulator found, and how many
@@ -15,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 usage() {
-  sed -n '4,13s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
+  sed -n '4,14s/^# \{0,1\}//p' scripts/nccl-sim.sh >&2
   echo "error: $1" >&2
   exit 2
 }
@@ -24,7 +25,7 @@ number() {
   [[ "$2" =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3)) || usage "$1 takes a number from $3 on, not '$2'"
   echo "$((10#$2))"
 }
-gpus=(1 2 4) seeds=1 starts=0 first=0 suites=()
+gpus=(1 2 4) shared="" seeds=1 starts=0 first=0 suites=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --gpus | --seeds | --starts | --first) [ $# -gt 1 ] || usage "$1 lacks its value" ;;&
@@ -37,15 +38,21 @@ while [ $# -gt 0 ]; do
       [ ${#gpus[@]} -gt 0 ] || usage "--gpus lacks its value"
       shift
       ;;
+    --shared) shared=1 gpus=(1) ;;
     --seeds) seeds="$(number --seeds "$2" 1)" || exit 2; shift ;;
     --starts) starts="$(number --starts "$2" 1)" || exit 2; shift ;;
     --first) first="$(number --first "$2" 0)" || exit 2; shift ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' scripts/nccl-sim.sh; exit 0 ;;
     -*) usage "unknown flag $1" ;;
     *) suites+=("$1") ;;
   esac
   shift
 done
+if [ -n "$shared" ]; then
+  [ "${gpus[*]}" = 1 ] || usage "--shared is for one GPU"
+  [ "$starts" -eq 0 ] || usage "--shared takes each seed in a start of its own, without --starts"
+  [[ " ${suites[*]-} " != *" processes"* ]] || usage "--shared is for threads"
+fi
 [ ${#suites[@]} -gt 0 ] || suites=(nccl::)
 # The suites as CRATE/FILTER, and their crates.
 crates=()
@@ -88,6 +95,7 @@ program() {
     grep -o "\"executable\":\"[^\"]*/$2-[^\"]*\"" | tail -n 1 | cut -d'"' -f4
 }
 export LD_LIBRARY_PATH="$CUDA_HOME/lib:${LD_LIBRARY_PATH:-}" CANDLE_TEST_BACKEND=nccl-sim
+[ -z "$shared" ] || export CANDLE_TEST_BACKEND=local CANDLE_TEST_DEVICE=cuda
 declare -A programs
 for crate in "${crates[@]}"; do
   if [ "$crate" = processes ]; then programs[$crate]="$(program test-utils processes)"; else programs[$crate]="$(program "$crate" suite)"; fi
@@ -111,6 +119,7 @@ asked_starts=$starts
 each=$(((seeds + starts - 1) / starts))
 export SIM_USED="$folder/used" SIM_SEEDS=$each
 : >"$SIM_USED"
+[ -z "$shared" ] || seq "$first" "$each" $((first + seeds - 1)) >"$SIM_USED"
 for seed in $(seq "$first" "$each" $((first + seeds - 1))); do
   for count in "${gpus[@]}"; do
     for suite in "${suites[@]}"; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compares the outputs shown in README.md with those of a new run.
-# Usage: scripts/readme-numbers.sh [FOLDER OF THE BUILT PROGRAMS, by default target/release]
+# Usage: scripts/readme-numbers.sh [FOLDER OF THE BUILT PROGRAMS, by default target/release] [OF THE EXAMPLES, by default its examples]
 #
 # - A block ```text shows the output of the command in the block ```sh before it. Each row of its tables must be printed by
 #   that command, under the same heads. Columns with a dot or a comma in a time or a rate (ms/step, tokens/s) must have a
@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 programs="$(cd "${1:-${CARGO_TARGET_DIR:-target}/release}" && pwd)"
+examples="$(cd "${2:-$programs/examples}" && pwd)"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 failed=0
@@ -16,20 +17,20 @@ fail() { echo "README.md: $*" >&2; failed=1; }
 
 # The program of a `cargo run` line, and its flags.
 program() {
-  local kind=toy-transformer
+  local place="$programs/toy-transformer"
   set -- ${1%%#*}
   [ "$1 $2" = "cargo run" ] || return 1
   shift 2
   while (($#)); do
     case "$1" in
       --release) shift ;;
-      --bin) kind="$2"; shift 2 ;;
-      --example) kind="examples/$2"; shift 2 ;;
+      --bin) place="$programs/$2"; shift 2 ;;
+      --example) place="$examples/$2"; shift 2 ;;
       --) shift; break ;;
       *) return 1 ;;
     esac
   done
-  echo "$programs/$kind" "$@"
+  echo "$place" "$@"
 }
 
 # Writes each block ```text to $work/N.shown and the command before it to $work/N.command.
@@ -85,7 +86,7 @@ done
 # What a sentence must be, by what a program prints.
 said() { tr '\n' ' ' <README.md | grep -qF -- "$1" || fail "it should say: $1"; }
 
-said "$("$programs/examples/sharded-table" | awk '
+said "$("$examples/sharded-table" | awk '
   /^a table of/ { table = $4 }
   /^step/ { bytes += $3 + $8; steps++ }
   END { printf "%.0f kB sent per step for a table of %.1f MB", bytes / steps / 1e3, table / 1e6 }')"

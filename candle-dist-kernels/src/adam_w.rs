@@ -2,9 +2,9 @@ use candle_core::backprop::GradStore;
 use candle_core::{Result, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 
-use super::dense_update::update_all;
 use super::master::master_of;
 use super::row_update::AdamWRule;
+use super::rules::Update;
 
 /// AdamW (Loshchilov and Hutter, 2019) in place: the numbers of `candle_nn::AdamW`, in one pass over memory.
 ///
@@ -115,5 +115,5 @@ pub fn step_adam_w(
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
     let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(steps as i32));
     let (betas, scales) = ([beta1, beta2], [unbiased(beta1), unbiased(beta2)]);
-    update_all("AdamW", var, moments, grad, &AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay })
+    AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay }.update_all("AdamW", var, moments, grad)
 }

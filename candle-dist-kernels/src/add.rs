@@ -69,13 +69,8 @@ fn sum(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<Cpu
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::add;
-    use candle_core::{DType, Device::Cpu, Tensor, Var};
-
-    fn random(dims: &[usize], dtype: DType) -> Var {
-        let x = Tensor::arange(0f32, dims.iter().product::<usize>() as f32, &Cpu).unwrap();
-        Var::from_tensor(&x.affine(0.7, 0.2).unwrap().sin().unwrap().reshape(dims).unwrap().to_dtype(dtype).unwrap())
-            .unwrap()
-    }
+    use crate::waves::waves;
+    use candle_core::{DType, Tensor};
 
     #[test]
     fn sums_and_gradients_are_those_of_candle() {
@@ -88,7 +83,7 @@ mod tests {
             [&[5], &[1]],
         ];
         for ([of_a, of_b], dtype) in itertools::iproduct!(shapes, [DType::F32, DType::F64, DType::BF16]) {
-            let (a, b) = (random(of_a, dtype), random(of_b, dtype));
+            let (a, b) = (waves(of_a, dtype), waves(of_b, dtype));
             let run = |sum: &dyn Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>| {
                 // Each operand is a variable once and an intermediate result once.
                 let y = sum(&a, &b).unwrap();
@@ -110,7 +105,7 @@ mod tests {
 
     #[test]
     fn operands_with_strides_and_one_operand_twice() {
-        let x = random(&[3, 2], DType::F64);
+        let x = waves(&[3, 2], DType::F64);
         let y = add(&x, &x).unwrap();
         let turned = add(&y.t().unwrap(), &x.t().unwrap()).unwrap();
         let want = (x.t().unwrap() * 3.0).unwrap();
@@ -118,10 +113,10 @@ mod tests {
         assert!(off < 1e-12, "{off}");
         let grads = turned.sum_all().unwrap().backward().unwrap();
         assert_eq!(grads.get(&x).unwrap().to_vec2::<f64>().unwrap(), [[3.0; 2]; 3]);
-        let (none, row) = (random(&[0, 3], DType::F64), random(&[3], DType::F64));
+        let (none, row) = (waves(&[0, 3], DType::F64), waves(&[3], DType::F64));
         let grads = add(&none, &row).unwrap().sum_all().unwrap().backward().unwrap();
         assert_eq!(grads.get(&row).unwrap().to_vec1::<f64>().unwrap(), [0.0; 3]); // candle gives no gradient
         assert!(add(&x, &row).is_err());
-        assert!(add(&x, &random(&[3, 2], DType::F32)).is_err());
+        assert!(add(&x, &waves(&[3, 2], DType::F32)).is_err());
     }
 }

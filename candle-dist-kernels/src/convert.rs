@@ -1,5 +1,13 @@
 //! Conversions between dtypes.
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_dist::empty;
+
+/// Returns whether candle converts tensors on a device from one dtype to the other.
+///
+/// candle 0.11.1 asks for kernels of 8-bit floats by names that they do not have.
+pub fn converts(from: DType, to: DType, device: &Device) -> bool {
+    from == to || device.is_cpu() || (from != DType::F8E4M3 && to != DType::F8E4M3)
+}
 
 /// Converts a tensor to another dtype, as `Tensor::to_dtype` does.
 ///
@@ -9,10 +17,13 @@ use candle_core::{DType, Result, Tensor};
 /// # Errors
 /// If candle has no such conversion.
 pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    if !converts(x.dtype(), dtype, x.device()) {
+        bail!("{:?} to {dtype:?} on {:?}: not supported by candle; convert on the host", x.dtype(), x.device());
+    }
     match (x.dtype(), dtype) {
         (DType::F8E4M3, DType::F64) => x.to_dtype(DType::F32)?.to_dtype(DType::F64),
         (DType::F64, DType::F8E4M3) if x.track_op() => x.to_dtype(DType::F32)?.to_dtype(DType::F8E4M3),
-        _ => x.to_dtype(dtype),
+        _ => empty::compute(x, |x| x.to_dtype(dtype)),
     }
 }
 

@@ -43,7 +43,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     };
     let rows = targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(goal).collect::<Result<_>>()?;
     let goals = Goals { rows, spread: Vec::new(), spread_total: 0.0 };
-    weighted_cross_entropy(logits, goals, |t, _| Ok(t.clone()))?.to_dtype(logits.dtype())
+    weighted_cross_entropy(logits, goals, &|t, _| Ok(t.clone()))?.to_dtype(logits.dtype())
 }
 
 /// The weights in the loss of one row.
@@ -73,7 +73,7 @@ pub struct Goals {
 pub fn weighted_cross_entropy(
     logits: &Tensor,
     goals: Goals,
-    join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>,
+    join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let dtype = compute_dtype("cross_entropy", logits)?;
     let x = empty::compute(logits, |logits| logits.to_dtype(dtype))?.contiguous()?;
@@ -119,7 +119,7 @@ fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
 
 /// Like [`weighted_cross_entropy`] of f32 or f64 with candle's own operations, as off the CPU. What comes from the host has the
 /// size of a row or of a column.
-pub fn composed(x: &Tensor, goals: &Goals, join: impl Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
+pub fn composed(x: &Tensor, goals: &Goals, join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if rows * classes == 0 {
         // Other pieces have classes and wait for this one, in the backward pass too.
@@ -269,7 +269,7 @@ mod tests {
         };
         let weights = Tensor::new(&[1.5f64, -2.0, 0.3, 1.0], &Cpu)?;
         let alone = |t: &Tensor, _: ReduceOp| Ok(t.clone());
-        let pair = [weighted_cross_entropy(&x, goals(), alone)?, composed(&x, &goals(), alone)?];
+        let pair = [weighted_cross_entropy(&x, goals(), &alone)?, composed(&x, &goals(), &alone)?];
         let largest = |a: &Tensor, b: &Tensor| (a - b)?.abs()?.max_all()?.to_scalar::<f64>();
         assert!(largest(&pair[0], &pair[1])? < 1e-14);
         let grads = [(&pair[0] * &weights)?.backward()?, (&pair[1] * &weights)?.backward()?];
@@ -289,7 +289,7 @@ mod tests {
             joined.borrow_mut().push(op);
             if op == ReduceOp::Sum { t + elsewhere.as_tensor() } else { Ok(t.clone()) }
         };
-        let y = composed(&x, &goals, join)?;
+        let y = composed(&x, &goals, &join)?;
         assert_eq!(y.to_vec1::<f64>()?, [0.0, 0.0]);
         assert_eq!(joined.take(), [ReduceOp::Max, ReduceOp::Sum]);
         let grads = y.backward()?;

@@ -10,19 +10,13 @@ use super::rows::by_blocks;
 use super::{Reading, share_memory};
 
 /// A rule that can also be composed of candle's operations, for tensors on which no kernel runs.
-pub trait DenseRule<const N: usize>: Rule<N> {
+pub(super) trait DenseRule<const N: usize>: Rule<N> {
     /// Returns the updated tensor and its states, in the compute dtype.
     fn composed(&self, x: &Tensor, states: [&Tensor; N], grad: &Tensor) -> Result<(Tensor, [Tensor; N])>;
 }
 
-/// Updates all elements of `var` by `grad`, in one pass over memory.
-///
-/// With a `master`, the rule updates the master, and `var` becomes the rounded master. A master follows what was written
-/// to `var` from outside. 16-bit floats are computed in f32 and rounded once, in states too.
-///
-/// # Errors
-/// Those of [`on_master`], with `name`.
-pub fn update_all<const N: usize>(
+/// See [`Update::update_all`](super::rules::Update::update_all).
+pub(super) fn update_all<const N: usize>(
     name: &str,
     (var, master): (&Var, Option<&Var>),
     states: [&Var; N],

@@ -3,7 +3,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, WithDType, bail};
 use half::{bf16, f16};
-use std::cell::Cell;
+use std::cell::RefCell;
 
 use super::real::Real;
 
@@ -120,32 +120,21 @@ pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Re
     })
 }
 
-/// A compute type, of whose tensors the memory can be changed.
-pub trait InPlace: Real {
-    /// Runs `f` on the elements of a contiguous CPU tensor, which nothing else may use meanwhile.
-    ///
-    /// # Errors
-    /// Those of `f`, and if the tensor is not contiguous, or of another dtype.
-    fn change(tensor: &Tensor, f: impl FnOnce(&mut [Self]) -> Result<()>) -> Result<()>;
-}
-
-impl<T: Real + Element> InPlace for T {
-    fn change(tensor: &Tensor, f: impl FnOnce(&mut [Self]) -> Result<()>) -> Result<()> {
-        change(tensor, f)
-    }
-}
-
 /// Like [`change`] for a CPU tensor with any strides; `f` gets all of its memory.
 pub(super) fn change_memory<E: Element>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [E], &Layout) -> Result<()>,
 ) -> Result<()> {
-    change_storage(tensor, |storage, layout| f(E::slice_mut(storage)?, layout))
+    let mut f = Some(f);
+    change_storage(tensor, &mut |storage, layout| {
+        let memory = E::slice_mut(storage)?;
+        f.take().map_or(Ok(()), |f| f(memory, layout))
+    })
 }
 
 /// Runs `f` on the storage of a CPU tensor, even if it is a variable.
-pub(super) fn change_storage(tensor: &Tensor, f: impl FnOnce(&mut CpuStorage, &Layout) -> Result<()>) -> Result<()> {
-    tensor.inplace_op1(&Change(Cell::new(Some(f))))
+pub(super) fn change_storage(tensor: &Tensor, f: &mut dyn FnMut(&mut CpuStorage, &Layout) -> Result<()>) -> Result<()> {
+    tensor.inplace_op1(&Change(RefCell::new(f)))
 }
 
 /// Like [`change`] for several tensors, each with its own memory.
@@ -164,15 +153,18 @@ pub(super) fn change_all<E: Element>(
     }
 }
 
-struct Change<F>(Cell<Option<F>>);
+/// Without the type of the closure: candle would compile all of its op again for each.
+struct Change<'a, 'f>(RefCell<&'a mut ChangeStorage<'f>>);
 
-impl<F: FnOnce(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Change<F> {
+type ChangeStorage<'f> = dyn FnMut(&mut CpuStorage, &Layout) -> Result<()> + 'f;
+
+impl InplaceOp1 for Change<'_, '_> {
     fn name(&self) -> &'static str {
         "change"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        self.0.take().map_or(Ok(()), |f| f(storage, layout))
+        (self.0.borrow_mut())(storage, layout)
     }
 }
 

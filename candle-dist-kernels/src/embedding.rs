@@ -130,7 +130,7 @@ impl CustomOp1 for Embedding {
 
     fn bwd(&self, table: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let grad = grad.contiguous()?;
-        with_element!("embedding", table.dtype(), E => self.backward::<E>(table, &grad)).map(Some)
+        edges::keep(table, with_element!("embedding", table.dtype(), E => self.backward::<E>(table, &grad))?)
     }
 }
 

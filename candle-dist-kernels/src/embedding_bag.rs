@@ -97,7 +97,10 @@ pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: O
     }
     if !table.device().is_cpu() {
         return match (bags.len(), empty::is_empty_off_host(table)) {
-            (0, false) => table.narrow(0, 0, 0),
+            (0, false) => {
+                let inputs: Vec<&Tensor> = [table].into_iter().chain(weights).collect();
+                empty::zeros_of(&inputs, (0, table.dim(1)?), table.dtype())
+            }
             (_, true) => {
                 let weights = weights.map(empty::to_host).transpose()?;
                 wide_embedding_bag(&empty::to_host(table)?, bags, mode, weights.as_ref())?.to_device(table.device())
@@ -272,7 +275,7 @@ impl CustomOp2 for EmbeddingBag {
             DType::F64 => self.backward::<f64>(table, weights, &grad)?,
             _ => self.backward::<f32>(table, weights, &grad)?,
         };
-        Ok((Some(dx), Some(dw)))
+        Ok((edges::keep(table, dx)?, Some(dw)))
     }
 }
 

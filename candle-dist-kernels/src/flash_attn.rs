@@ -1,7 +1,6 @@
-use candle_core::{Device, Result, Tensor, bail};
-use candle_dist::empty;
+use candle_core::{Result, Tensor, bail};
 
-use super::attention::{self, AttentionSizes, KeyBlock, Scale, Visible, attend};
+use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend, attend_off_host};
 use super::{check_dtype, compute_dtype};
 
 /// Attention: `softmax(query · keyᵀ · scale) · value` for each head, without the score matrix in memory.
@@ -44,57 +43,10 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
 pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
     let dtype = compute_dtype("flash_attn", query)?;
     if !query.device().is_cpu() {
-        return off_host([query, key, value], scale, &blocks);
+        return attend_off_host([query, key, value], scale, &blocks);
     }
     let [q, k, v] = [query, key, value].map(|x| x.to_dtype(dtype));
     attend([&q?, &k?, &v?], scale, blocks)?.to_dtype(query.dtype())
-}
-
-/// Like [`composed`], also where there are no queries, keys or heads.
-fn off_host(inputs @ [query, key, value]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
-    if !attention::sizes(inputs)?.is_empty() {
-        return composed(inputs, scale, blocks);
-    }
-    let (b, q, h, _) = query.dims4()?;
-    empty::zeros_of(&[query, key, value], (b, q, h, value.dim(3)?), query.dtype())
-}
-
-fn composed([query, key, value]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
-    let (b, q, h, _) = query.dims4()?;
-    let heads_first = |x: &Tensor| -> Result<Tensor> {
-        let (_, t, g, d) = x.dims4()?;
-        let each = x.transpose(1, 2)?.unsqueeze(2)?.broadcast_as((b, g, h / g.max(1), t, d))?;
-        each.reshape((b, h, t, d))
-    };
-    let scores = (heads_first(query)?.matmul(&heads_first(key)?.t()?)? * scale.factor)?;
-    let scores = match scale.cap {
-        Some(cap) => ((scores / cap)?.tanh()? * cap)?,
-        None => scores,
-    };
-    let weights = match blocks {
-        [block] if block.visible.is_all(block.rows.len()) => super::softmax(&scores)?,
-        _ => super::softmax::softmax_of_seen(&scores, &seen(blocks, key.dim(1)?, query.device())?)?,
-    };
-    weights.matmul(&heads_first(value)?)?.transpose(1, 2)?.reshape((b, q, h, value.dim(3)?))
-}
-
-/// Returns which keys each query sees, `[1 or batch, 1, q, k]`.
-fn seen(blocks: &[KeyBlock], keys: usize, device: &Device) -> Result<Tensor> {
-    let lists = blocks.iter().map(|block| block.visible.lists().len()).max().unwrap_or(1);
-    let queries = blocks.first().map_or(0, |block| block.visible.lists().first().map_or(0, Vec::len));
-    let mut seen = vec![0u8; lists * queries * keys];
-    if seen.is_empty() {
-        return Tensor::from_vec(seen, (lists, 1, queries, keys), device);
-    }
-    for block in blocks {
-        for element in 0..lists {
-            for (i, range) in block.visible.of(element).iter().enumerate() {
-                let row = (element * queries + i) * keys + block.rows.start;
-                seen[row + range.start..row + range.end].fill(1);
-            }
-        }
-    }
-    Tensor::from_vec(seen, (lists, 1, queries, keys), device)
 }
 
 #[cfg(test)]
@@ -116,7 +68,7 @@ mod tests {
             let q = var([batch, queries, heads, dim]);
             let [k, v] = [dim, width].map(|width| var([batch, keys, kv_heads, width]));
             let blocks = || vec![KeyBlock { rows: 0..keys, visible: Visible::plain(queries, keys, true) }];
-            let got = off_host([&q, &k, &v], 0.5.into(), &blocks()).unwrap();
+            let got = attend_off_host([&q, &k, &v], 0.5.into(), &blocks()).unwrap();
             let want = flash_attn_of_blocks([&q, &k, &v], 0.5.into(), blocks()).unwrap();
             assert_eq!(got.dims(), want.dims(), "no {name}");
             let elements = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -129,23 +81,91 @@ mod tests {
         }
     }
 
+    /// Compares value and gradients with those of the host, NaN included.
+    fn compare(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock], what: &str) {
+        let vars = inputs.map(|x| candle_core::Var::from_tensor(x).unwrap());
+        let each = vars.each_ref().map(|var| var.as_tensor());
+        let weights = Tensor::randn(0f64, 1.0, (2, inputs[0].dim(1).unwrap(), inputs[0].dim(2).unwrap(), 3), &Cpu);
+        let weights = weights.unwrap();
+        let [got, want] = [
+            attend_off_host(each, scale, blocks).unwrap(),
+            flash_attn_of_blocks(each, scale, blocks.to_vec()).unwrap(),
+        ]
+        .map(|out| {
+            let grads = (&out * &weights).unwrap().sum_all().unwrap().backward().unwrap();
+            let of_var = |var: &candle_core::Var| grads.get(var).unwrap().clone();
+            [vec![out.detach()], vars.iter().map(of_var).collect()].concat()
+        });
+        for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_eq!(got.dims(), want.dims(), "{what}, {at}");
+            let elements = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            for (got, want) in elements(got).into_iter().zip(elements(want)) {
+                let is_equal = (got - want).abs() < 1e-13 || (got.is_nan() && want.is_nan());
+                assert!(is_equal, "{what}, {at}: {got} instead of {want}");
+            }
+        }
+    }
+
+    fn randn(dims: [usize; 4]) -> Tensor {
+        Tensor::randn(0f64, 1.0, &dims, &Cpu).unwrap()
+    }
+
     #[test]
-    fn the_composed_form_equals_the_fused_one() {
+    fn the_form_off_the_host_equals_the_fused_one() {
         for (causal, [queries, keys, heads, kv_heads]) in
             [(false, [3, 5, 4, 2]), (true, [4, 4, 2, 2]), (true, [5, 3, 3, 1])]
         {
-            let randn = |dims: [usize; 4]| Tensor::randn(0f64, 1.0, &dims, &Cpu).unwrap();
             let (q, k, v) =
                 (randn([2, queries, heads, 4]), randn([2, keys, kv_heads, 4]), randn([2, keys, kv_heads, 3]));
             let visible = Visible::plain(queries, keys, causal);
             for cap in [None, Some(1.5)] {
-                let scale = Scale { factor: 0.7, cap };
                 let blocks = vec![KeyBlock { rows: 0..keys, visible: visible.clone() }];
-                let a = composed([&q, &k, &v], scale, &blocks).unwrap();
-                let b = flash_attn_of_blocks([&q, &k, &v], scale, blocks).unwrap();
-                let diff = (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
-                assert!(diff < 1e-14, "{queries} queries, {keys} keys, cap {cap:?}: {diff}");
+                let what = format!("{queries} queries, {keys} keys, cap {cap:?}");
+                compare([&q, &k, &v], Scale { factor: 0.7, cap }, &blocks, &what);
             }
         }
+    }
+
+    #[test]
+    fn off_the_host_a_row_of_nan_reaches_only_those_that_see_it() {
+        // Blocks of keys with holes, and of two elements of the batch.
+        let lists = [[0..2, 1..3, 0..0, 2..3, 0..3], [0..0, 0..1, 1..2, 0..3, 1..1]].map(Vec::from);
+        let one = |list: &[std::ops::Range<usize>]| Visible::new(vec![list.to_vec()]);
+        let of_one =
+            vec![KeyBlock { rows: 0..3, visible: one(&lists[0]) }, KeyBlock { rows: 3..6, visible: one(&lists[1]) }];
+        let of_two = vec![
+            KeyBlock { rows: 0..3, visible: Visible::new(lists.to_vec()) },
+            KeyBlock { rows: 3..6, visible: Visible::new([&lists[1..], &lists[..1]].concat()) },
+        ];
+        let inputs = [randn([2, 5, 4, 4]), randn([2, 6, 2, 4]), randn([2, 6, 2, 3])];
+        for blocks in [of_one, of_two] {
+            for at in 0..3 {
+                for row in 0..inputs[at].dim(1).unwrap() {
+                    let mut inputs = inputs.clone();
+                    let x = &inputs[at];
+                    let [batch, _, heads, width] = *x.dims() else { panic!() };
+                    let nan = Tensor::full(f64::NAN, (1, 1, 1, width), &Cpu).unwrap();
+                    let (b, h) = (row % batch, row % heads);
+                    inputs[at] = x.slice_assign(&[b..b + 1, row..row + 1, h..h + 1, 0..width], &nan).unwrap();
+                    for cap in [None, Some(1.5)] {
+                        let what = format!("row {row} of input {at} is NaN, cap {cap:?}");
+                        compare(inputs.each_ref(), Scale { factor: 0.7, cap }, &blocks, &what);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scores_of_16_bit_floats_are_wide_off_the_host() {
+        let [q, k, v] = [randn([2, 3, 4, 16]), randn([2, 300, 2, 16]), randn([2, 300, 2, 3])];
+        let blocks = [KeyBlock { rows: 0..300, visible: Visible::plain(3, 300, true) }];
+        let half = [&q, &k, &v].map(|x| x.to_dtype(candle_core::DType::BF16).unwrap());
+        let got = attend_off_host(half.each_ref(), 0.25.into(), &blocks).unwrap();
+        let wide = half.each_ref().map(|x| x.to_dtype(candle_core::DType::F32).unwrap());
+        let want = flash_attn_of_blocks(wide.each_ref(), 0.25.into(), blocks.to_vec()).unwrap();
+        let diff = (got.to_dtype(candle_core::DType::F32).unwrap() - want).unwrap().abs().unwrap();
+        let diff = diff.max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(diff < 4e-3, "{diff}");
     }
 }

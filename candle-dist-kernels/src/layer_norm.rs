@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Result, Shape, Tensor};
-use candle_dist::edges;
+use candle_dist::{edges, empty};
 
 use super::{
     Reading, check_vector, compute_dtype, elements,
@@ -29,10 +29,23 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     check_vector("layer_norm", x, "weight", weight, len)?;
     check_vector("layer_norm", x, "bias", bias, len)?;
     if !x.device().is_cpu() {
-        return candle_nn::ops::layer_norm_slow(x, weight, bias, eps as f32);
+        return composed(x, weight, bias, eps);
     }
     let [x_, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(dtype)?.contiguous());
     edges::apply3(&x_?, &weight?, &bias?, LayerNorm { eps })?.to_dtype(x.dtype())
+}
+
+/// The same from candle's operations. candle-nn's `layer_norm_slow` rounds `eps` to f32, and rounds before the weight.
+pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return empty::zeros_of(&[x, weight, bias], x.shape(), x.dtype());
+    }
+    let (dtype, wide) = (x.dtype(), compute_dtype("layer_norm", x)?);
+    let [x, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(wide));
+    let (x, weight, bias) = (x?, weight?, bias?);
+    let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let deviation = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    x.broadcast_div(&deviation)?.broadcast_mul(&weight)?.broadcast_add(&bias)?.to_dtype(dtype)
 }
 
 struct LayerNorm {
@@ -147,5 +160,24 @@ impl CustomOp3 for LayerNorm {
             _ => self.backward::<f32>(x, weight, &grad)?,
         };
         Ok((Some(dx), Some(dw), Some(db)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::waves::waves;
+
+    #[test]
+    fn the_composed_form_equals_the_fused_one() -> Result<()> {
+        for (dtype, allowed) in [(DType::F64, 1e-14), (DType::F32, 1e-6), (DType::BF16, 0.0)] {
+            let (x, vectors) = ((waves(&[3, 4, 5], dtype).as_tensor() * 1e-3)?, waves(&[2, 5], dtype));
+            let (weight, bias) = (vectors.get(0)?, vectors.get(1)?);
+            // f32 does not have this number.
+            let [got, want] = [composed, layer_norm].map(|norm| norm(&x, &weight, &bias, 1e-5)?.to_dtype(DType::F64));
+            let diff = (got? - want?)?.abs()?.max_all()?.to_scalar::<f64>()?;
+            assert!(diff <= allowed, "{dtype:?}: {diff}");
+        }
+        Ok(())
     }
 }

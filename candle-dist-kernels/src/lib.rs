@@ -23,6 +23,7 @@
 mod adam_w;
 mod add;
 mod attention;
+mod bounds;
 mod conv;
 mod convert;
 mod cross_entropy;
@@ -38,7 +39,10 @@ mod layer_norm;
 mod linear;
 mod masked_softmax;
 mod master;
+#[cfg(test)]
+mod nothing;
 mod numbers;
+mod parallel;
 mod pool;
 mod prefetch;
 mod product;
@@ -57,6 +61,8 @@ mod rows;
 mod rules;
 mod silu_gate;
 mod softmax;
+#[cfg(test)]
+mod waves;
 mod weight_sink;
 
 pub use adam_w::AdamW;
@@ -85,26 +91,25 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 pub mod parts {
     pub use crate::adam_w::step_adam_w;
     pub use crate::attention::{
-        Backward, KeyBlock, Norms, Partial, Scale, Visible, decode_attn, inner, join_all, partial_of_blocks, sizes,
-        split_sums, with_backward, with_result,
+        Attended, Backward, KeyBlock, Norms, Partial, Scale, Visible, decode_attn, join_all, sizes, split_sums,
+        with_backward,
     };
-    pub use crate::convert::convert;
+    pub use crate::bounds::{at_least, clamp};
+    pub use crate::convert::{convert, converts};
     pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
-    pub use crate::dense_update::{DenseRule, update_all};
-    pub use crate::element::InPlace;
     pub use crate::embedding::NOWHERE;
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
     pub use crate::random::launch::{Launch as DrawLaunch, SOURCE as DRAW_SOURCE};
-    pub use crate::real::{Real, is_computed};
+    pub use crate::real::is_computed;
     pub use crate::renorm::{combine, finish, power_sums, scale_rows};
     pub use crate::row_order::{unique_rows, unique_rows_and_places};
     pub use crate::row_sum::sum_rows;
     pub use crate::row_take::take_rows;
-    pub use crate::row_update::{AdamWRule, Rule, update_rows};
-    pub use crate::rules::{AdagradRule, MomentumRule, SgdRule};
+    pub use crate::row_update::AdamWRule;
+    pub use crate::rules::{AdagradRule, MomentumRule, SgdRule, Update};
 }
 
 use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};

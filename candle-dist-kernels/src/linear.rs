@@ -8,7 +8,7 @@ use candle_core::{
     bail,
     op::BackpropOp,
 };
-use candle_dist::edges;
+use candle_dist::{edges, empty};
 
 use super::{
     DeferredGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
@@ -55,18 +55,33 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
 }
 
-fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (k, shape) = (weight.dim(1)?, out_shape(x.layout(), weight.layout()));
+    let sink = weight_sink().filter(|_| weight.track_op());
+    if sink.is_none() && x.elem_count() * weight.elem_count() == 0 {
+        let nothing = empty::zeros_of(&[x, weight], shape.clone(), x.dtype())?;
+        return match bias {
+            Some(bias) if !shape.contains(&0) => nothing.broadcast_add(bias),
+            Some(bias) => empty::zeros_of(&[x, weight, bias], shape, x.dtype()),
+            None => Ok(nothing),
+        };
+    }
     let rows = x.reshape((rows_of(x), k))?;
-    let y = match weight_sink().filter(|_| weight.track_op()) {
+    let y = match sink {
         Some(sink) => rows.contiguous()?.apply_op2(&weight.contiguous()?, Product(sink))?,
-        None => rows.matmul(&weight.t()?)?,
+        None => dense(&rows)?.matmul(&dense(weight)?.t()?)?,
     };
-    let y = y.reshape(shape)?;
+    let y = y.reshape(&shape[..])?;
     match bias {
+        Some(bias) if shape.contains(&0) => empty::zeros_of(&[&y, bias], shape, x.dtype()),
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
     }
+}
+
+/// Returns a matrix that cuBLAS takes: contiguous, or the transpose of one that is.
+fn dense(x: &Tensor) -> Result<Tensor> {
+    if x.layout().transpose(0, 1)?.is_contiguous() { Ok(x.clone()) } else { x.contiguous() }
 }
 
 /// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, with the sink for the gradient of
@@ -114,7 +129,7 @@ impl CustomOp2 for Product {
         let grad = grad.detach().contiguous()?;
         let dx = x.track_op().then(|| match grad.elem_count() {
             0 => x.zeros_like(),
-            _ => grad.matmul(&w.detach()),
+            _ => grad.matmul(&dense(&w.detach())?),
         });
         Ok((dx.transpose()?, self.0.take(w, deferred_product(w, x, &grad)?)?))
     }
@@ -258,8 +273,8 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Resu
         let made = rounded_product(cpu(&grad_s)?, &evenly_spaced(grad)?, cpu(&weight_s)?, weight.layout())?;
         Ok::<_, candle_core::Error>(Tensor::from_storage(Storage::Cpu(made), x.shape(), BackpropOp::none(), false))
     };
-    let dx = x.track_op().then(of_x).transpose()?;
-    let dw = of_weight.then(|| gradient_of_weight(weight, x, grad)).transpose()?;
+    let dx = if x.track_op() { edges::keep(x, of_x()?)? } else { None };
+    let dw = if of_weight { edges::keep(weight, gradient_of_weight(weight, x, grad)?)? } else { None };
     Ok((dx, dw))
 }
 
@@ -332,7 +347,7 @@ impl CustomOp3 for Linear {
             DType::F64 => column_sums::<f64>(&grad, bias.shape())?,
             _ => column_sums::<f32>(&grad.to_dtype(DType::F32)?, bias.shape())?.to_dtype(bias.dtype())?,
         };
-        Ok((dx, dw, Some(db)))
+        Ok((dx, dw, edges::keep(bias, db)?))
     }
 }
 
@@ -340,8 +355,8 @@ impl CustomOp3 for Linear {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::{composed, linear};
-    use crate::{DeferredGradient, WeightSink, with_weight_sink};
-    use candle_core::{DType, Device, Result, Tensor, Var};
+    use crate::{DeferredGradient, WeightSink, waves::waves, with_weight_sink};
+    use candle_core::{DType, Result, Tensor};
     use std::sync::{Arc, Mutex};
 
     /// Keeps all gradients of weights for later.
@@ -355,12 +370,6 @@ mod tests {
         }
     }
 
-    fn random(dims: &[usize], dtype: DType) -> Var {
-        let x = Tensor::arange(0f32, dims.iter().product::<usize>() as f32, &Device::Cpu).unwrap();
-        Var::from_tensor(&x.affine(0.7, 0.2).unwrap().sin().unwrap().reshape(dims).unwrap().to_dtype(dtype).unwrap())
-            .unwrap()
-    }
-
     type Map = fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
 
     #[test]
@@ -369,7 +378,7 @@ mod tests {
             [(linear as Map, DType::BF16), (linear, DType::F16), (linear, DType::F32), (composed, DType::F32)]
         {
             for rows in [0, 1, 5, 40] {
-                let (x, w, b) = (random(&[rows, 6], dtype), random(&[3, 6], dtype), random(&[3], dtype));
+                let (x, w, b) = (waves(&[rows, 6], dtype), waves(&[3, 6], dtype), waves(&[3], dtype));
                 let loss = || map(&x, &w, Some(&b)).unwrap().sqr().unwrap().sum_all().unwrap();
                 let want = loss().backward().unwrap();
                 let later = Arc::new(Later::default());
@@ -386,10 +395,8 @@ mod tests {
                     assert!(off <= 0.01 * size.to_scalar::<f32>().unwrap(), "{dtype:?} with {rows} rows: off by {off}");
                 }
                 for var in [&x, &b] {
-                    let (got, want) = (got.get(var), want.get(var));
-                    if let (Some(got), Some(want)) = (got, want) {
-                        assert!(candle_dist::bits::same_bits(got, want).unwrap(), "{dtype:?} with {rows} rows");
-                    }
+                    let (got, want) = (got.get(var).unwrap(), want.get(var).unwrap());
+                    assert!(candle_dist::bits::same_bits(got, want).unwrap(), "{dtype:?} with {rows} rows");
                 }
             }
         }

@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor, bail};
-use candle_dist::edges;
+use candle_dist::{edges, empty};
 
 use super::{
     Reading, check_dtype, compute_dtype, elements,
@@ -51,7 +51,10 @@ fn mask_rows(x: &[usize], mask: &[usize]) -> Option<Vec<usize>> {
     fits.then_some(rows)
 }
 
-fn composed(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
+pub(super) fn composed(x: &Tensor, mask: &Tensor, scale: f64) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return empty::zeros_of(&[x, mask], x.shape(), x.dtype());
+    }
     let scores = (x * scale)?.broadcast_add(mask)?;
     let hidden = scores.max_keepdim(D::Minus1)?.eq(f64::NEG_INFINITY)?.broadcast_as(scores.shape())?;
     let zeros = scores.zeros_like()?;

@@ -144,8 +144,9 @@ pub(super) fn change_numbers<R: Real + Element<Real = R>>(
     f: &mut dyn FnMut(Vec<Numbers<'_, R>>) -> Result<()>,
 ) -> Result<()> {
     let [first, rest @ ..] = tensors else { return f(held) };
-    change_storage(first, |storage, layout| {
-        let mut held: Vec<Numbers<'_, R>> = held; // no longer than `storage`
+    let mut held = Some(held);
+    change_storage(first, &mut |storage, layout| {
+        let mut held: Vec<Numbers<'_, R>> = held.take().unwrap_or_default(); // no longer than `storage`
         held.push(numbers(storage, layout)?);
         change_numbers(rest, held, f)
     })

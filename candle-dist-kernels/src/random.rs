@@ -30,15 +30,15 @@ mod stream;
 
 use std::ops::Range;
 
-use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::utils::get_num_threads;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use rand_chacha::ChaCha8Rng;
 use rand_core::RngCore;
-use rayon::prelude::*;
 
 pub use self::distribution::Distribution;
 use self::grid::Grid;
 pub use self::stream::Stream;
+use crate::parallel;
 
 /// Creates the block `block` (one range per dim) of the random tensor of shape `global_shape`.
 ///
@@ -178,7 +178,7 @@ fn draw_runs<T: WithDType>(
             (part, mine)
         })
         .collect();
-    with_threadpool(|| parts.into_par_iter().for_each(|(part, values)| fill(&part, values)));
+    parallel::map(parts.into_iter(), |_, (part, values)| fill(&part, values));
     values
 }
 

@@ -4,7 +4,7 @@
 //! to reduce them, [`finish`] returns the norm of the whole row, and each rank calls [`scale_rows`] on its piece.
 
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
-use candle_dist::ReduceOp;
+use candle_dist::{ReduceOp, empty};
 use half::{bf16, f16};
 
 use super::element::{Element, change_memory, with_element};
@@ -19,8 +19,7 @@ pub fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
     if !table.device().is_cpu() {
         // Only these rows are copied to the host.
-        let wanted = Tensor::from_slice(rows, rows.len(), table.device())?;
-        let taken = table.detach().contiguous()?.index_select(&wanted, 0)?.to_device(&Device::Cpu)?;
+        let taken = empty::to_host(&empty::index_select(&table.detach(), rows, 0)?)?;
         return power_sums(&taken, &(0..rows.len() as u32).collect::<Vec<_>>(), p);
     }
     let table = table.contiguous()?;

@@ -10,7 +10,7 @@ use super::row_sum::GroupSum;
 use super::{Reading, check_rows, rows, share_memory};
 
 /// An update of numbers, each of which has `N` numbers of state.
-pub trait Rule<const N: usize> {
+pub(super) trait Rule<const N: usize> {
     /// Returns the function that maps a number, its state and its gradient to the new number and state.
     fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
 }
@@ -45,10 +45,8 @@ impl Rule<2> for AdamWRule {
     }
 }
 
-/// Updates the rows of `table` in `listed` with the sum of their rows in `grad`: `[listed.len(), width]`.
-///
-/// Each of the `N` states has the shape of the table, and its dtype, or f32 for 16-bit floats.
-pub fn update_rows<const N: usize>(
+/// See [`Update::update_rows`](super::rules::Update::update_rows).
+pub(super) fn update_rows<const N: usize>(
     table: &Var,
     states: &[Var],
     listed: &[u32],

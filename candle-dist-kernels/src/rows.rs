@@ -1,10 +1,10 @@
 //! Loops over the rows of a matrix, and reductions over one row.
 
-use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::utils::get_num_threads;
 use pulp::{Arch, NullaryFnOnce};
-use rayon::prelude::*;
 use std::mem::MaybeUninit;
 
+use super::parallel;
 use super::real::Real;
 
 /// Elements that one block of rows reads, about the size of a core's L1 cache.
@@ -30,14 +30,14 @@ pub(super) fn by_blocks<T: Send, R: Send>(
     }
     let arch = Arch::new();
     let rows = (BLOCK / cost.max(1)).max(1);
-    let run = |(i, block): (usize, &mut [T])| {
+    let run = |i: usize, block: &mut [T]| {
         let block = Block { work: &work, first: i * rows, rows: block };
         arch.dispatch(block)
     };
     if out.len() / width * cost >= PARALLEL && get_num_threads() > 1 {
-        with_threadpool(|| out.par_chunks_mut(rows * width).enumerate().map(run).collect())
+        parallel::map(out.chunks_mut(rows * width), run)
     } else {
-        out.chunks_mut(rows * width).enumerate().map(run).collect()
+        out.chunks_mut(rows * width).enumerate().map(|(i, block)| run(i, block)).collect()
     }
 }
 

@@ -1,9 +1,59 @@
 //! Elementwise optimizer rules, for all elements of a variable or for some of its rows.
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, Var};
 
-use super::dense_update::DenseRule;
+use super::dense_update::{DenseRule, update_all};
 use super::real::Real;
-use super::row_update::{AdamWRule, Rule};
+use super::row_update::{AdamWRule, Rule, update_rows};
+
+/// The kernels of a rule with `N` states: this crate compiles them once, and not every caller again.
+pub trait Update<const N: usize> {
+    /// Updates the rows of `table` in `listed` with the sum of their rows in `grad`: `[listed.len(), width]`.
+    ///
+    /// Each of the `N` states has the shape of the table, and its dtype, or f32 for 16-bit floats.
+    fn update_rows(&self, table: &Var, states: &[Var], listed: &[u32], grad: &Tensor) -> Result<()>;
+
+    /// Updates all elements of `var` by `grad`, in one pass over memory.
+    ///
+    /// With a `master`, the rule updates the master, and `var` becomes the rounded master. A master follows what was
+    /// written to `var` from outside. 16-bit floats are computed in f32 and rounded once, in states too.
+    ///
+    /// # Errors
+    /// Those of `on_master`, with `name`.
+    fn update_all(
+        &self,
+        name: &str,
+        var_and_master: (&Var, Option<&Var>),
+        states: [&Var; N],
+        grad: &Tensor,
+    ) -> Result<()>;
+}
+
+macro_rules! updates {
+    ($($rule:ty, $states:literal;)*) => {$(
+        impl Update<$states> for $rule {
+            fn update_rows(&self, table: &Var, states: &[Var], listed: &[u32], grad: &Tensor) -> Result<()> {
+                update_rows(table, states, listed, grad, self)
+            }
+
+            fn update_all(
+                &self,
+                name: &str,
+                var_and_master: (&Var, Option<&Var>),
+                states: [&Var; $states],
+                grad: &Tensor,
+            ) -> Result<()> {
+                update_all(name, var_and_master, states, grad, self)
+            }
+        }
+    )*};
+}
+
+updates! {
+    SgdRule, 0;
+    MomentumRule, 1;
+    AdagradRule, 1;
+    AdamWRule, 2;
+}
 
 /// Gradient descent.
 pub struct SgdRule {

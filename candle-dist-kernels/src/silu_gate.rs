@@ -1,5 +1,5 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Tensor};
-use candle_dist::edges;
+use candle_dist::{edges, empty};
 
 use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
@@ -24,10 +24,18 @@ pub fn silu_gate(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
         return Err(Error::ShapeMismatchBinaryOp { lhs, rhs, op: "silu_gate" }.bt());
     }
     if !x.device().is_cpu() {
-        return x.silu()? * gate;
+        return composed(x, gate);
     }
     let [x_, gate] = [x, gate].map(|t| t.to_dtype(dtype)?.contiguous());
     edges::apply2(&x_?, &gate?, SiluGate)?.to_dtype(x.dtype())
+}
+
+pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
+    // candle returns the left side of a product without elements, and forgets the right one.
+    if x.elem_count() == 0 {
+        return empty::zeros_of(&[x, gate], x.shape(), x.dtype());
+    }
+    x.silu()? * gate
 }
 
 struct SiluGate;

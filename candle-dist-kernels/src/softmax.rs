@@ -23,7 +23,8 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
     let dtype = compute_dtype("softmax", x)?;
     x.dim(D::Minus1)?;
     if !x.device().is_cpu() {
-        return candle_nn::ops::softmax(x, D::Minus1);
+        // candle refuses the maximum of nothing.
+        return if x.elem_count() == 0 { Ok(x.clone()) } else { candle_nn::ops::softmax(x, D::Minus1) };
     }
     edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale: 1.0, queries: None })?.to_dtype(x.dtype())
 }
@@ -56,6 +57,9 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
 
 fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
     let (queries, keys) = (x.dim(D::Minus2)?, x.dim(D::Minus1)?);
+    if x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
     let mask = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j + queries <= i + keys)));
     let mask = Tensor::from_iter(mask, x.device())?.reshape((queries, keys))?;
     softmax_of_seen(&(x * scale)?, &mask)
@@ -64,9 +68,8 @@ fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
 /// The softmax over the entries that `seen` (u8, broadcast to `x`) marks, composed; other entries are 0.
 pub(super) fn softmax_of_seen(x: &Tensor, seen: &Tensor) -> Result<Tensor> {
     let mask = seen.broadcast_as(x.shape())?;
-    // The lowest value that is finite in the dtype keeps NaN out of rows without a visible key.
-    let lowest = if x.dtype() == DType::F16 { -65504f32 } else { -3e38 };
-    let hidden = Tensor::new(lowest, x.device())?.to_dtype(x.dtype())?.broadcast_as(x.shape())?;
+    // A finite value would win over scores that are all minus infinity. A row without a visible entry is NaN until it is masked.
+    let hidden = Tensor::new(f32::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?.broadcast_as(x.shape())?;
     let y = candle_nn::ops::softmax(&mask.where_cond(x, &hidden)?, D::Minus1)?;
     mask.where_cond(&y, &y.zeros_like()?)
 }

@@ -1,7 +1,7 @@
 //! Tensors without elements on a GPU. candle launches most of its kernels for them without blocks, which CUDA refuses.
 //!
 //! Such tensors are computed on the host: nothing is copied, and the graph goes on.
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
 
 /// Returns whether candle cannot compute on this tensor where it is: it has no elements and is not on the host.
 pub fn is_empty_off_host(x: &Tensor) -> bool {
@@ -33,6 +33,66 @@ pub fn to_host(x: &Tensor) -> Result<Tensor> {
 /// Those of `f`, and of copies.
 pub fn compute(x: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if is_empty_off_host(x) { f(&to_host(x)?)?.to_device(x.device()) } else { f(x) }
+}
+
+/// Returns a tensor with one value everywhere, converted to `dtype`.
+///
+/// ```
+/// use candle_core::{DType, Device};
+///
+/// let none = candle_dist::empty::full(1.5, (0, 3), DType::BF16, &Device::Cpu)?;
+/// assert_eq!((none.dims(), none.dtype()), (&[0, 3][..], DType::BF16));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If candle fails.
+pub fn full<T: WithDType>(value: T, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    match shape.elem_count() {
+        0 => Tensor::zeros(shape, dtype, device),
+        _ => Tensor::full(value, shape, device)?.to_dtype(dtype),
+    }
+}
+
+/// Like [`Tensor::ones`], also without elements.
+///
+/// ```
+/// use candle_core::{DType, Device};
+///
+/// assert_eq!(candle_dist::empty::ones((0, 3), DType::BF16, &Device::Cpu)?.dims(), [0, 3]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If candle fails.
+pub fn ones(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    match shape.elem_count() {
+        0 => Tensor::zeros(shape, dtype, device),
+        _ => Tensor::ones(shape, dtype, device),
+    }
+}
+
+/// Like [`Tensor::index_select`] of a tensor with any strides, with indexes of the host. There may be none.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let x = Tensor::arange(0u32, 6, &Device::Cpu)?.reshape((3, 2))?;
+/// assert_eq!(candle_dist::empty::index_select(&x, &[2, 0], 0)?.to_vec2::<u32>()?, [[4, 5], [0, 1]]);
+/// assert_eq!(candle_dist::empty::index_select(&x, &[], 1)?.dims(), [3, 0]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// If candle fails.
+pub fn index_select(x: &Tensor, indexes: &[u32], dim: usize) -> Result<Tensor> {
+    if indexes.is_empty() {
+        return x.narrow(dim, 0, 0);
+    }
+    let select = |x: &Tensor| x.contiguous()?.index_select(&Tensor::new(indexes, x.device())?, dim);
+    compute(x, select)
 }
 
 /// Returns zeros in the graph of all `inputs`, on the device of the first: a result that has no elements, or to which they

@@ -8,9 +8,9 @@ pub use candle_dist_kernels::{
 };
 
 pub(crate) use candle_dist_kernels::parts::{
-    AdagradRule, AdamWRule, Backward, Goal, Goals, InPlace, KeyBlock, MomentumRule, NOWHERE, Norms, Partial, Real,
-    Rule, Scale, SgdRule, Visible, combine, convert, decode_attn, finish, flash_attn_of_blocks, inner, is_computed,
-    join_all, master_of, on_master, partial_of_blocks, power_sums, scale_rows, sizes, split_sums, step_adam_w,
-    sum_rows, take_rows, unique_rows, unique_rows_and_places, update_all, update_rows, upsample_bilinear2d_scaled,
-    weighted_cross_entropy, wide_embedding_bag, with_backward, with_result,
+    AdagradRule, AdamWRule, Attended, Backward, Goal, Goals, KeyBlock, MomentumRule, NOWHERE, Norms, Partial, Scale,
+    SgdRule, Update, Visible, at_least, clamp, combine, convert, converts, decode_attn, finish, flash_attn_of_blocks,
+    is_computed, join_all, master_of, on_master, power_sums, scale_rows, sizes, split_sums, step_adam_w, sum_rows,
+    take_rows, unique_rows, unique_rows_and_places, upsample_bilinear2d_scaled, weighted_cross_entropy,
+    wide_embedding_bag, with_backward,
 };

@@ -188,7 +188,7 @@ fn a_loss_of_candles_own_operations_makes_no_matrix_on_the_host() {
         let goals = Goals { rows, spread_total: spread.iter().sum(), spread };
         let before = MEMORY.current_usage();
         MEMORY.reset_peak_usage();
-        let loss = composed_cross_entropy(&logits, &goals, |x, _| Ok(x.clone())).unwrap();
+        let loss = composed_cross_entropy(&logits, &goals, &|x, _| Ok(x.clone())).unwrap();
         let forward = MEMORY.peak_usage() - before;
         drop(loss.sum_all().unwrap().backward().unwrap());
         let both = MEMORY.peak_usage() - before;

@@ -41,7 +41,10 @@ pub(crate) extern "C" fn cuModuleGetFunction(to: *mut u64, _module: u64, name: *
         Some(&handle) => handle,
         None => {
             // "cuModuleGetFunction": a name that is not in the module is not found.
-            let Some(kernel) = Kernel::named(&name) else { return code::NOT_FOUND };
+            let Some(kernel) = Kernel::named(&name) else {
+                eprintln!("nccl-sim: no kernel {name}: candle-kernels lacks it, or the simulator does");
+                return code::NOT_FOUND;
+            };
             functions.kernels.push(kernel);
             let handle = functions.kernels.len() as u64;
             functions.handles.insert(name, handle);

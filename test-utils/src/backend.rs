@@ -1,6 +1,7 @@
 //! The backend on which tests run: `CANDLE_TEST_BACKEND` is `local` (the default), `nccl`, `nccl-sim`, which is NCCL on
 //! the simulated driver of `scripts/nccl-sim.sh`, or `mpi`, where the ranks are the processes that mpirun started (see
-//! `scripts/mpi-suites.sh`). `CANDLE_TEST_WORLD` sets the number of ranks.
+//! `scripts/mpi-suites.sh`). `CANDLE_TEST_WORLD` sets the number of ranks. With `CANDLE_TEST_DEVICE=cuda`, the ranks of the
+//! local backend share the first GPU.
 use crate::skip;
 use candle_dist::World;
 use std::env;
@@ -107,9 +108,26 @@ fn gpus() -> usize {
     panic!("CANDLE_TEST_BACKEND=nccl needs the cargo feature nccl of test-utils")
 }
 
+/// Returns whether the ranks of the local backend share a GPU.
+///
+/// # Panics
+/// If `CANDLE_TEST_DEVICE` is unknown.
+fn shares_gpu() -> bool {
+    match env::var("CANDLE_TEST_DEVICE").as_deref() {
+        Err(_) => false,
+        Ok("cpu") if !over_nccl() => false,
+        Ok("cuda") if !over_mpi() => !over_nccl(),
+        Ok(other) => panic!("CANDLE_TEST_DEVICE={other} for the backend {}; use cpu or cuda", backend_name()),
+    }
+}
+
 /// Returns a world of threads over the backend, each on a GPU of its own if there are enough.
 #[cfg(feature = "nccl")]
 pub(crate) fn open(size: usize) -> Result<World, String> {
+    if shares_gpu() {
+        let device = candle_core::Device::new_cuda_with_stream(0).map_err(|error| format!("no GPU: {error}"))?;
+        return Ok(World::local(size).devices(&[device]));
+    }
     if !over_nccl() {
         return Ok(World::local(size));
     }
@@ -140,5 +158,9 @@ fn check_driver(devices: &[candle_core::Device]) -> Result<(), String> {
 
 #[cfg(not(feature = "nccl"))]
 pub(crate) fn open(size: usize) -> Result<World, String> {
-    if over_nccl() { Err(format!("{} GPUs", gpus())) } else { Ok(World::local(size)) }
+    match (over_nccl(), shares_gpu()) {
+        (true, _) => Err(format!("{} GPUs", gpus())),
+        (_, true) => Err("CANDLE_TEST_DEVICE=cuda needs the cargo feature nccl of test-utils".to_string()),
+        _ => Ok(World::local(size)),
+    }
 }

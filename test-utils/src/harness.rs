@@ -37,6 +37,7 @@ pub struct Ranks {
     world: usize,
     label: String,
     deadline: Duration,
+    timeout: Duration,
 }
 
 /// The reports of the ranks of one run so far.
@@ -54,7 +55,8 @@ impl Ranks {
             "mpi" => 300,
             _ => 120,
         };
-        Self { world, label: label.into(), deadline: Duration::from_secs(seconds) }
+        let deadline = Duration::from_secs(seconds);
+        Self { world, label: label.into(), deadline, timeout: deadline }
     }
 
     /// Sets how long the whole run may take; two minutes by default, five over MPI, and ten over NCCL, which may be
@@ -62,7 +64,14 @@ impl Ranks {
     pub fn deadline(mut self, deadline: Duration) -> Self {
         // Processes share the cores, and their worlds take longer to open.
         self.deadline = if backend::over_mpi() { deadline * 6 } else { deadline };
+        self.timeout = self.deadline;
         self
+    }
+
+    /// Sets how long a call may wait: as long as the whole run by default. Over NCCL, ranks that wait for each other in
+    /// different groups are found no earlier.
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
     }
 
     /// Runs `f` on every rank. Returns the results in rank order, or the first failure with its rank.
@@ -93,7 +102,7 @@ impl Ranks {
     {
         // SAFETY: tests run one at a time, and the thread of the test program only waits for them.
         unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
-        let ranks = world.timeout(self.deadline).into_ranks().map_err(|e| self.fail(0, e.to_string()))?;
+        let ranks = world.timeout(self.timeout).into_ranks().map_err(|e| self.fail(0, e.to_string()))?;
         self.on(ranks, f)
     }
 
@@ -165,6 +174,12 @@ impl Ranks {
     #[cfg(feature = "mpi")]
     pub(crate) fn label(&self) -> &str {
         &self.label
+    }
+
+    /// Returns how long a call may wait.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn longest_call(&self) -> Duration {
+        self.timeout
     }
 
     /// Returns how long the run may take.

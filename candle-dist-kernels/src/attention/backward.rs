@@ -34,7 +34,7 @@ pub struct Backward<'a, T> {
     pub grad: &'a Tensor,
     /// The norms of each row over all keys.
     pub norms: &'a Norms<T>,
-    /// What the function `inner` returns.
+    /// What [`Attended::inner`](super::Attended::inner) returns.
     pub inner: &'a [T],
     /// The scale of the scores.
     pub scale: Scale,

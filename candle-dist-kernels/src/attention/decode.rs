@@ -5,11 +5,10 @@ use crate::element::Element;
 use crate::few_rows::{STREAMS, dots};
 use crate::real::Real;
 use crate::rows::vectorised;
-use crate::{Reading, compute_dtype, cpu};
-use candle_core::utils::{get_num_threads, with_threadpool};
+use crate::{Reading, compute_dtype, cpu, parallel};
+use candle_core::utils::get_num_threads;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 /// The number of multiplications from which heads are distributed over threads.
 const PARALLEL: usize = 1 << 18;
@@ -97,7 +96,7 @@ fn run<T: Real, E: Element<Real = T>>(
     let kept = held.iter().map(|[k, v]| Ok([Kept::<E>::of(k)?, Kept::of(v)?])).collect::<Result<Vec<_>>>()?;
     let group = heads / kv_heads;
     let mut out = vec![T::zero(); count * heads * width];
-    let of_head = |(at, out): (usize, &mut [T])| {
+    let of_head = |at: usize, out: &mut [T]| {
         let [keys, values] = &kept[at / kv_heads];
         let (keys, values) = (keys.head(at % kv_heads), values.head(at % kv_heads));
         let query = &query[at * group * dim..][..group * dim];
@@ -108,9 +107,9 @@ fn run<T: Real, E: Element<Real = T>>(
         );
     };
     if tokens * heads * (dim + width) >= PARALLEL && get_num_threads() > 1 {
-        with_threadpool(|| out.par_chunks_mut((group * width).max(1)).enumerate().for_each(of_head));
+        parallel::map(out.chunks_mut((group * width).max(1)), of_head);
     } else {
-        out.chunks_mut((group * width).max(1)).enumerate().for_each(of_head);
+        out.chunks_mut((group * width).max(1)).enumerate().for_each(|(at, out)| of_head(at, out));
     }
     Tensor::from_vec(out, (1, count, heads, width), &Device::Cpu)
 }
@@ -192,13 +191,15 @@ fn mix<T: Real, E: Element<Real = T>>(weights: &[T], values: &Kept<'_, E>, out: 
 }
 
 fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
-    let dtype = query.dtype();
+    // As on the host, in f32 for 16-bit floats.
+    let (dtype, wide) = (query.dtype(), crate::compute_dtype("decode_attn", query)?);
+    let query = query.to_dtype(wide)?;
     let of_text = |(text, [k, v]): (usize, &[Tensor; 2])| {
         let (heads, kv_heads) = (query.dim(1)?, k.dim(1)?);
         let of_heads = |x: &Tensor| {
             let (_, _, tokens, width) = x.dims4()?;
             let shape = (1, kv_heads, heads / kv_heads, tokens, width);
-            x.to_dtype(dtype)?.unsqueeze(2)?.broadcast_as(shape)?.reshape((1, heads, tokens, width))
+            x.to_dtype(wide)?.unsqueeze(2)?.broadcast_as(shape)?.reshape((1, heads, tokens, width))
         };
         let scores = (query.narrow(2, text, 1)?.contiguous()?.matmul(&of_heads(k)?.t()?)? * scale.factor)?;
         let scores = match scale.cap {
@@ -208,7 +209,7 @@ fn composed(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tenso
         crate::softmax(&scores)?.matmul(&of_heads(v)?)?.transpose(1, 2)
     };
     let rows = texts.iter().enumerate().map(of_text).collect::<Result<Vec<_>>>()?;
-    Tensor::cat(&rows, 1)
+    Tensor::cat(&rows, 1)?.to_dtype(dtype)
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
 //! The rows of one head in memory, and the sizes of attention.
 use super::visible::Visible;
-use crate::{Reading, cpu, real::Real, rows::sum};
-use candle_core::utils::{get_num_threads, with_threadpool};
+use crate::{Reading, cpu, parallel, real::Real, rows::sum};
+use candle_core::utils::get_num_threads;
 use candle_core::{CpuStorage, Layout, Result, bail};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries per block: their scores stay in a core's L2 cache.
@@ -59,7 +58,7 @@ impl Sizes {
     /// Calls `run` for each element of the batch, on several threads if that is faster.
     pub(super) fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync + Send) -> Result<Vec<R>> {
         if self.is_shared_work() {
-            return with_threadpool(|| (0..self.batch).into_par_iter().map(run).collect());
+            return parallel::map(0..self.batch, |_, b| run(b)).into_iter().collect();
         }
         (0..self.batch).map(run).collect()
     }
@@ -74,8 +73,8 @@ impl Sizes {
     ) -> Result<()> {
         let [len_a, len_b] = [a.len(), b.len()].map(|len| (len / self.batch).max(1));
         if self.is_shared_work() {
-            let parts = a.par_chunks_mut(len_a).zip(b.par_chunks_mut(len_b)).enumerate();
-            return with_threadpool(|| parts.try_for_each(|(i, (a, b))| run(i, [a, b])));
+            let parts = a.chunks_mut(len_a).zip(b.chunks_mut(len_b));
+            return parallel::map(parts, |i, (a, b)| run(i, [a, b])).into_iter().collect();
         }
         a.chunks_mut(len_a).zip(b.chunks_mut(len_b)).enumerate().try_for_each(|(i, (a, b))| run(i, [a, b]))
     }

@@ -4,19 +4,23 @@
 //! All ways to distribute attention stand on two facts (Milakov and Gimelshein 2018, Dao et al. 2022). Results over
 //! different keys can be joined if the norms of the softmax are known. The gradient over a block of keys needs only the
 //! norms over all keys, and the product of each row of the result with its gradient.
+mod attended;
 mod backward;
 mod decode;
 mod forward;
 mod heads;
 mod node;
+mod off_host;
 mod scale;
 mod visible;
 
+pub use attended::Attended;
 pub use backward::Backward;
 pub use decode::decode_attn;
 pub use forward::{Norms, Partial};
 pub(crate) use heads::Sizes as AttentionSizes;
 pub(crate) use node::attend;
-pub use node::{inner, join_all, partial_of_blocks, sizes, split_sums, with_backward, with_result};
+pub use node::{join_all, sizes, split_sums, with_backward};
+pub(crate) use off_host::attend_off_host;
 pub use scale::Scale;
 pub use visible::{KeyBlock, Visible};

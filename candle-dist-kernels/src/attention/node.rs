@@ -1,8 +1,10 @@
 //! The graph node of attention on one device, and the parts of attention that other nodes are made of.
 use super::visible::KeyBlock;
 use super::{Backward, Norms, Partial, Scale, backward, heads::Sizes};
-use crate::{element::InPlace, real::Real};
-use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
+use crate::real::Real;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape, Tensor, bail,
+};
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::edges;
 
@@ -21,8 +23,12 @@ fn run<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Re
     with_result(inputs, whole, scale, blocks)
 }
 
-/// Attention over blocks of keys, without a graph.
-pub fn partial_of_blocks<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Partial<T>> {
+/// See [`Attended`](super::Attended).
+pub(super) fn partial_of_blocks<T: Real>(
+    inputs: [&Tensor; 3],
+    scale: Scale,
+    blocks: &[KeyBlock],
+) -> Result<Partial<T>> {
     let [q, k, v] = inputs.map(Tensor::detach);
     let parts = blocks.iter().filter(|block| block.visible.any()).map(|block| {
         let [k, v] = [rows_of(&k, block)?, rows_of(&v, block)?];
@@ -31,16 +37,15 @@ pub fn partial_of_blocks<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: &[
     join_all(sizes([&q, &k, &v])?, parts, scale)
 }
 
-/// Returns a known result over these blocks of keys as a graph node. The norms may be those over more keys; then the
-/// gradients are those through these blocks only.
-pub fn with_result<T: Real>(
+/// See [`Attended`](super::Attended).
+pub(super) fn with_result<T: Real>(
     inputs: [&Tensor; 3],
     whole: Partial<T>,
     scale: Scale,
     blocks: Vec<KeyBlock>,
 ) -> Result<Tensor> {
     with_backward("flash_attn", inputs, whole, move |norms, inputs, [out, grad]| {
-        let inner = inner::<T>(out, grad)?;
+        let inner = backward::inner::<T>(out, grad)?;
         blocks_backward(inputs, grad, (norms, &inner[..]), scale, &blocks)
     })
 }
@@ -54,12 +59,21 @@ pub fn with_backward<T: Real>(
     backward: impl Fn(&Norms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let shape = [&inputs[0].dims()[..3], &inputs[2].dims()[3..]].concat();
-    let made = Fresh::host(T::to_cpu_storage_owned(whole.out), shape);
+    let (norms, made) = (whole.norms, Fresh::host(T::to_cpu_storage_owned(whole.out), shape));
+    graph_node(name, inputs, made, move |inputs, result| backward(&norms, inputs, result))
+}
+
+/// Returns what was made of a query, a key and a value as a graph node, if one of them needs a gradient.
+pub(super) fn graph_node(
+    name: &'static str,
+    inputs: [&Tensor; 3],
+    made: Fresh,
+    backward: impl Fn([&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync + 'static,
+) -> Result<Tensor> {
     if !inputs.iter().any(|x| x.track_op()) {
         return Ok(made.into_tensor());
     }
-    let op = Attend { name, made: Ready::new(made), norms: whole.norms, backward };
-    edges::apply3(inputs[0], inputs[1], inputs[2], op)
+    edges::apply3(inputs[0], inputs[1], inputs[2], Attend { name, made: Ready::new(made), backward })
 }
 
 fn rows_of(x: &Tensor, block: &KeyBlock) -> Result<Tensor> {
@@ -99,7 +113,7 @@ pub fn join_all<T: Real>(
 }
 
 /// Returns the gradients of the query, the key and the value, whose rows are these blocks. `of_rows` has the norms over
-/// all keys and the result of [`inner`].
+/// all keys and what [`backward::inner`] returns.
 fn blocks_backward<T: Real>(
     [q, k, v]: [&Tensor; 3],
     grad: &Tensor,
@@ -121,7 +135,13 @@ fn blocks_backward<T: Real>(
 impl<T: Real> Backward<'_, T> {
     /// Adds the gradients through blocks of the rows of a key and a value: that of the query to `of_query`, and those of the
     /// key and the value to `of_keys`. For each element of the batch `of_keys` has that of the key, then that of the value.
-    pub fn add(&self, [k, v]: [&Tensor; 2], blocks: &[KeyBlock], of_query: &mut [T], of_keys: &mut [T]) -> Result<()> {
+    pub(super) fn add(
+        &self,
+        [k, v]: [&Tensor; 2],
+        blocks: &[KeyBlock],
+        of_query: &mut [T],
+        of_keys: &mut [T],
+    ) -> Result<()> {
         blocks.iter().filter(|block| block.visible.any()).try_for_each(|block| {
             let (k, v) = (rows_of(k, block)?, rows_of(v, block)?);
             backward::over(self, [&k, &v], (block.rows.start, &block.visible), of_query, of_keys)
@@ -129,20 +149,7 @@ impl<T: Real> Backward<'_, T> {
     }
 }
 
-impl<T: InPlace> Backward<'_, T> {
-    /// Like [`add`](Self::add), to a tensor `[batch, len]` in memory that nothing else uses.
-    pub fn add_to(
-        &self,
-        inputs: [&Tensor; 2],
-        blocks: &[KeyBlock],
-        of_query: &mut [T],
-        of_keys: &Tensor,
-    ) -> Result<()> {
-        T::change(of_keys, |of_keys| self.add(inputs, blocks, of_query, of_keys))
-    }
-}
-
-/// Returns the gradients of a key and a value of these shapes, from the sums `[batch, len]` of [`Backward::add`].
+/// Returns the gradients of a key and a value of these shapes, from the sums `[batch, len]` of [`Attended::add_gradients`](super::Attended::add_gradients).
 pub fn split_sums(sums: Tensor, [k, v]: [&Shape; 2]) -> Result<[Tensor; 2]> {
     let batch = k.dims().first().copied().unwrap_or(0);
     let of_element = |shape: &Shape| shape.elem_count().checked_div(batch).unwrap_or(0);
@@ -153,22 +160,15 @@ pub fn split_sums(sums: Tensor, [k, v]: [&Shape; 2]) -> Result<[Tensor; 2]> {
     Ok([part(0, of_k, k)?, part(start, of_v, v)?])
 }
 
-/// Returns the product of each row of the result over all keys with its gradient.
-pub fn inner<T: Real>(out: &Tensor, grad: &Tensor) -> Result<Vec<T>> {
-    backward::inner(out, grad)
-}
-
-struct Attend<T, B> {
+struct Attend<B> {
     name: &'static str,
     made: Ready,
-    norms: Norms<T>,
     backward: B,
 }
 
-impl<T, B> CustomOp3 for Attend<T, B>
+impl<B> CustomOp3 for Attend<B>
 where
-    T: Real,
-    B: Fn(&Norms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync,
+    B: Fn([&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync,
 {
     fn name(&self) -> &'static str {
         self.name
@@ -186,6 +186,30 @@ where
         self.made.cpu()
     }
 
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.made.cuda()
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        self.made.metal()
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -194,7 +218,7 @@ where
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dq, dk, dv] = (self.backward)(&self.norms, [q, k, v], [out, grad])?;
+        let [dq, dk, dv] = (self.backward)([q, k, v], [out, grad])?;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }

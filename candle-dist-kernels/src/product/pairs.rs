@@ -4,15 +4,15 @@
 //! that one tile of the result uses lie side by side. The sums of a tile stay in registers from the first pair to the
 //! last. So the bits of an element depend on its row and its column only.
 use candle_core::Result;
-use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::utils::get_num_threads;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use rayon::prelude::*;
 use std::arch::x86_64::*;
 
 use super::matrix::Matrix;
 use super::panels::side_by_side;
 use crate::element::Element;
+use crate::parallel;
 
 /// The instruction.
 #[derive(Debug, Clone, Copy)]
@@ -80,8 +80,7 @@ impl Pairs {
             multiply(start, &mut out, count);
             out
         };
-        let starts: Vec<usize> = starts.collect();
-        Ok(side_by_side(with_threadpool(|| starts.into_par_iter().map(of_panel).collect()), m))
+        Ok(side_by_side(parallel::map(starts, |_, start| of_panel(start)), m))
     }
 }
 

@@ -1,11 +1,11 @@
 //! Products of 16-bit matrices, widened a panel at a time.
 use candle_core::Result;
-use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::utils::get_num_threads;
 use gemm::Parallelism;
-use rayon::prelude::*;
 
 use super::matrix::{Matrix, multiply};
 use crate::element::Element;
+use crate::parallel;
 use crate::rows::vectorised;
 
 /// The least elements of a panel: as floats they lie in the L2 cache of a core.
@@ -44,7 +44,7 @@ pub(super) fn product<E: Element<Real = f32>, O: Element<Real = f32>>(
         ))
     };
     let parts: Vec<Vec<O>> = match threads > 1 && threads <= starts.len() {
-        true => with_threadpool(|| starts.into_par_iter().map(of_panel).collect::<Result<_>>())?,
+        true => parallel::map(starts.into_iter(), |_, start| of_panel(start)).into_iter().collect::<Result<_>>()?,
         false => starts.into_iter().map(of_panel).collect::<Result<_>>()?,
     };
     Ok(if n < m { parts.concat() } else { side_by_side(parts, m) })

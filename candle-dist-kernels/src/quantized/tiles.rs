@@ -1,10 +1,9 @@
 //! Quantized weights in tiles of sixteen rows, and products with them.
 
 use candle_core::quantized::GgmlDType;
-use candle_core::utils::{get_num_threads, with_threadpool};
+use candle_core::utils::get_num_threads;
 use candle_core::{Result, bail};
 use half::f16;
-use rayon::prelude::*;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -18,6 +17,7 @@ use super::inputs::Input;
 use super::kernel::Product;
 use super::lanes::Lanes;
 use super::portable::Portable;
+use crate::parallel;
 
 /// Multiplications from which several threads share a product.
 const PARALLEL: usize = 1 << 20;
@@ -197,9 +197,7 @@ impl Tiles {
         let work = self.columns * m * ROWS;
         if out.len() / m * work >= PARALLEL && get_num_threads() > 1 {
             let rows = (PIECE / work).max(1);
-            with_threadpool(|| {
-                self.tiles().par_chunks(rows * row_bytes).zip(out.par_chunks_mut(rows * m)).for_each(run);
-            });
+            parallel::map(self.tiles().chunks(rows * row_bytes).zip(out.chunks_mut(rows * m)), |_, part| run(part));
         } else {
             run((self.tiles(), &mut out));
         }

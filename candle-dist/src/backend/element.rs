@@ -6,6 +6,8 @@ use half::{bf16, f16};
 
 /// An element type, with the wider type in which its sums and products accumulate.
 pub(super) trait Element: WithDType {
+    /// Whether it is an integer. A constant, so that no op is compiled for elements that it does not apply to.
+    const IS_INT: bool;
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;
@@ -19,6 +21,7 @@ pub(super) trait Element: WithDType {
 macro_rules! element {
     (float $t:ty, $acc:ty, $widen:expr, $narrow:expr) => {
         impl Element for $t {
+            const IS_INT: bool = false;
             type Acc = $acc;
             fn widen(self) -> $acc {
                 $widen(self)
@@ -42,6 +45,7 @@ macro_rules! element {
     };
     (int $t:ty) => {
         impl Element for $t {
+            const IS_INT: bool = true;
             type Acc = std::num::Wrapping<$t>;
             fn widen(self) -> Self::Acc {
                 std::num::Wrapping(self)

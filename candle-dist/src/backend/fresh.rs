@@ -1,7 +1,7 @@
 //! The tensors that enter a collective, and the memory of its results.
 use super::storage::dense;
 use crate::Result;
-use candle_core::{CpuStorage, CudaStorage, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, MetalStorage, Shape, Storage, Tensor};
 use smallvec::SmallVec;
 
 /// New data that a backend returns: owned, contiguous and unaliased.
@@ -43,6 +43,14 @@ impl Fresh {
         match self.storage {
             Storage::Cuda(storage) => Ok((storage, self.shape)),
             other => candle_core::bail!("an op on CUDA tensors made one on {:?}", other.device().location()),
+        }
+    }
+
+    /// Returns the data in the form that an op on Metal tensors returns.
+    pub(crate) fn into_metal(self) -> candle_core::Result<(MetalStorage, Shape)> {
+        match self.storage {
+            Storage::Metal(storage) => Ok((storage, self.shape)),
+            other => candle_core::bail!("an op on Metal tensors made one on {:?}", other.device().location()),
         }
     }
 

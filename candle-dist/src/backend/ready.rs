@@ -1,6 +1,6 @@
 //! Results that exist before their graph nodes.
 use super::fresh::Fresh;
-use candle_core::{CpuStorage, CudaStorage, Shape};
+use candle_core::{CpuStorage, CudaStorage, MetalStorage, Shape};
 use parking_lot::Mutex;
 
 /// The forward result of a custom op, made before candle locks the input and handed over once, without a copy.
@@ -20,6 +20,11 @@ impl Ready {
     /// Returns the data, for an op's `cuda_fwd`.
     pub fn cuda(&self) -> candle_core::Result<(CudaStorage, Shape)> {
         self.take()?.into_cuda()
+    }
+
+    /// Returns the data, for an op's `metal_fwd`.
+    pub fn metal(&self) -> candle_core::Result<(MetalStorage, Shape)> {
+        self.take()?.into_metal()
     }
 
     fn take(&self) -> candle_core::Result<Fresh> {

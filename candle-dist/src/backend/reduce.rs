@@ -47,40 +47,69 @@ fn reduce_to<T: Element>(
     let guards = Guards::new(tensors);
     let sources = tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece));
     let sources = sources.collect::<Result<SmallVec<[Runs<'_, T>; 8]>>>()?;
-    let is_int = T::DTYPE.is_int();
-    if is_int && op.is_fractional() || !is_int && op.is_bitwise() {
-        return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
-    }
+    check::<T>(op)?;
     reduce_runs(&sources, op, out);
     Ok(())
 }
 
+/// Refuses ops that the elements do not have.
+fn check<T: Element>(op: ReduceOp) -> Result<()> {
+    if T::IS_INT && op.is_fractional() || !T::IS_INT && op.is_bitwise() {
+        return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
+    }
+    Ok(())
+}
+
 /// Reduces slices of equal length, in their order, and writes every element of `out`, which has the same length.
+///
+/// # Errors
+/// If the elements do not have the op. Then nothing is written.
 #[cfg(feature = "mpi")]
-pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mut [MaybeUninit<T>]) {
+pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mut [MaybeUninit<T>]) -> Result<()> {
+    check::<T>(op)?;
     let runs: Vec<Runs<'_, T>> = sources.iter().map(|data| Runs::flat(data)).collect();
     assert_eq!(out.len(), runs[0].total, "the result has as many elements as each source");
     let mut rest = Unwritten(out);
     reduce_runs(&runs, op, &mut rest);
     assert!(rest.0.is_empty(), "every element is written");
+    Ok(())
 }
 
+/// Reduces elements that have the op; see [`check`]. The conditions on `IS_INT` keep the other ones from being compiled.
 fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut impl Sink<T>) {
     match op {
         ReduceOp::Sum => fold(sources, out, T::widen, |a, b| a + b, |a| a),
-        ReduceOp::Avg => {
-            let n = sources.len();
-            fold(sources, out, T::widen, |a, b| a + b, |a| T::divide(a, n));
-        }
         ReduceOp::Product => fold(sources, out, T::widen, |a, b| a * b, |a| a),
         ReduceOp::Min => fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
         ReduceOp::Max => fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
-        ReduceOp::And => fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::And, a, b), |a| a),
-        ReduceOp::Or => fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::Or, a, b), |a| a),
-        ReduceOp::Xor => fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::Xor, a, b), |a| a),
-        ReduceOp::PreMulSum(factor) => {
-            let by = factor.value();
-            fold(sources, out, |x: T| T::scale(x.widen(), by), |a, b| a + b, |a| a);
+        ReduceOp::Avg => match T::IS_INT {
+            true => {}
+            false => {
+                let n = sources.len();
+                fold(sources, out, T::widen, |a, b| a + b, |a| T::divide(a, n));
+            }
+        },
+        ReduceOp::PreMulSum(factor) => match T::IS_INT {
+            true => {}
+            false => {
+                let by = factor.value();
+                fold(sources, out, |x: T| T::scale(x.widen(), by), |a, b| a + b, |a| a);
+            }
+        },
+        ReduceOp::And => {
+            if T::IS_INT {
+                fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::And, a, b), |a| a);
+            }
+        }
+        ReduceOp::Or => {
+            if T::IS_INT {
+                fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::Or, a, b), |a| a);
+            }
+        }
+        ReduceOp::Xor => {
+            if T::IS_INT {
+                fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::Xor, a, b), |a| a);
+            }
         }
     }
 }

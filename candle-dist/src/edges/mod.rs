@@ -19,17 +19,20 @@
 //!   tensor as before, and the tensor puts it into the slot.
 //!
 //! Inputs that are not results of this module, such as variables, are inputs of the ticket in candle's graph, and get
-//! their gradients from candle.
+//! their gradients from candle. Gradients of variables that an op [`keep`]s in a pass of [`backward`] are the exception: they
+//! join the `GradStore` at the end of the pass.
 //!
 //! Each use of a tensor returns 1 as the gradient of the ticket. candle adds these numbers, so a ticket knows how many
 //! gradients its slot must have received. A slot that an earlier, failed pass left behind is an error, never a wrong
-//! number. Passes of other threads, and passes inside a node of a pass, keep their gradients apart. This module applies to tensors on the CPU. If the environment variable `CANDLE_GRAD_DO_NOT_DETACH` is set,
+//! number. Passes of other threads, and passes inside a node of this module or by [`backward`], keep their gradients apart. This module applies to tensors on the CPU. If the environment variable `CANDLE_GRAD_DO_NOT_DETACH` is set,
 //! which asks for gradients of gradients, all functions use candle's nodes.
 mod apply;
+mod kept;
 mod node;
 mod slot;
 mod value;
 
 pub use apply::{apply1, apply2, apply3, has_ticket, record, reshape};
+pub use kept::{backward, keep};
 pub use node::Grads;
 pub use slot::{forget_pass, nested};

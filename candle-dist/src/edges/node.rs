@@ -1,4 +1,5 @@
 //! Tickets: the nodes that candle's backward pass visits.
+use super::kept::visiting;
 use super::slot::{Slot, forget_pass, nested};
 use super::value::{Holder, holder_of, tensor};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
@@ -119,8 +120,8 @@ impl Ticket {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
     }
 
-    fn backward(&self, count: &Tensor) -> Result<Grads> {
-        self.0.run(count).inspect_err(|_| forget_pass())
+    fn backward(&self, ticket: &Tensor, count: &Tensor) -> Result<Grads> {
+        visiting(ticket, || self.0.run(count)).inspect_err(|_| forget_pass())
     }
 }
 
@@ -133,8 +134,8 @@ impl CustomOp1 for Ticket {
         Self::made()
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, count: &Tensor) -> Result<Option<Tensor>> {
-        let [a, _, _] = self.backward(count)?;
+    fn bwd(&self, _: &Tensor, ticket: &Tensor, count: &Tensor) -> Result<Option<Tensor>> {
+        let [a, _, _] = self.backward(ticket, count)?;
         Ok(a)
     }
 }
@@ -148,8 +149,8 @@ impl CustomOp2 for Ticket {
         Self::made()
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, count: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [a, b, _] = self.backward(count)?;
+    fn bwd(&self, _: &Tensor, _: &Tensor, ticket: &Tensor, count: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [a, b, _] = self.backward(ticket, count)?;
         Ok((a, b))
     }
 }
@@ -176,10 +177,10 @@ impl CustomOp3 for Ticket {
         _: &Tensor,
         _: &Tensor,
         _: &Tensor,
-        _: &Tensor,
+        ticket: &Tensor,
         count: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [a, b, c] = self.backward(count)?;
+        let [a, b, c] = self.backward(ticket, count)?;
         Ok((a, b, c))
     }
 }

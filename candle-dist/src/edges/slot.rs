@@ -25,18 +25,22 @@ pub fn forget_pass() {
     PASS.take();
 }
 
+/// Restores a state when it is dropped, also after a panic.
+pub(super) struct Restore<T, F: Fn(T)>(pub(super) Option<T>, pub(super) F);
+
+impl<T, F: Fn(T)> Drop for Restore<T, F> {
+    fn drop(&mut self) {
+        if let Some(state) = self.0.take() {
+            (self.1)(state);
+        }
+    }
+}
+
 /// Runs `f`, whose backward passes do not see the gradients of the pass that is under way.
 ///
 /// A node that runs a backward pass itself may reach tensors that the outer pass uses too.
 pub fn nested<R>(f: impl FnOnce() -> R) -> R {
-    /// Returns to the outer pass, also after a panic.
-    struct Outer(Option<Pass>);
-    impl Drop for Outer {
-        fn drop(&mut self) {
-            PASS.set(self.0.take());
-        }
-    }
-    let _outer = Outer(PASS.take());
+    let _outer = Restore(Some(PASS.take()), |outer| PASS.set(outer));
     f()
 }
 
@@ -72,13 +76,7 @@ impl Slot {
         received.count += 1;
         received.sum = Some(match received.sum.take() {
             None => Sum { grad, is_own: false },
-            // candle mistakes empty tensors for views that repeat elements, which it does not change in place.
-            Some(Sum { grad: sum, is_own: true })
-                if sum.elem_count() > 0 && matches!(sum.dtype(), DType::F32 | DType::F64) =>
-            {
-                sum.inplace_op2(&grad, &AddTo)?;
-                Sum { grad: sum, is_own: true }
-            }
+            Some(Sum { grad: sum, is_own: true }) => Sum { grad: add_to(sum, &grad)?, is_own: true },
             Some(Sum { grad: sum, .. }) => Sum { grad: (sum + grad)?, is_own: true },
         });
         Ok(())
@@ -103,6 +101,16 @@ impl Slot {
             }
         }
     }
+}
+
+/// Returns the sum of two contiguous tensors of one shape, in the memory of `sum` where that is possible.
+pub(super) fn add_to(sum: Tensor, grad: &Tensor) -> Result<Tensor> {
+    // candle mistakes empty tensors for views that repeat elements, which it does not change in place.
+    if sum.elem_count() == 0 || !matches!(sum.dtype(), DType::F32 | DType::F64) {
+        return sum + grad;
+    }
+    sum.inplace_op2(grad, &AddTo)?;
+    Ok(sum)
 }
 
 /// Adds the second tensor to the first.

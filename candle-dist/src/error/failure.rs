@@ -103,6 +103,28 @@ pub enum Doing {
     Silent,
 }
 
+impl Cause {
+    /// Returns the rank that the cause names, or the first one that is missing.
+    ///
+    /// After a mismatch it is a rank whose call differs from that of the group's first member, and either may be wrong.
+    /// Ranks that wait for each other or too long are no culprits.
+    ///
+    /// ```
+    /// use candle_dist::Cause;
+    ///
+    /// assert_eq!(Cause::Returned { rank: 3 }.culprit(), Some(3));
+    /// assert_eq!(Cause::Deadlock.culprit(), None);
+    /// ```
+    pub fn culprit(&self) -> Option<usize> {
+        match self {
+            Self::Mismatch { rank, .. } | Self::Returned { rank } => Some(*rank),
+            Self::Failed { rank, .. } | Self::Panicked { rank, .. } | Self::Lost { rank, .. } => Some(*rank),
+            Self::Missing { ranks, .. } => ranks.first().copied(),
+            Self::Deadlock | Self::TimedOut { .. } => None,
+        }
+    }
+}
+
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -1,6 +1,7 @@
 //! Process groups.
 pub(crate) mod check;
 mod coalesced;
+mod failure;
 mod gather_text;
 mod in_place;
 mod into;
@@ -18,7 +19,7 @@ pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
-use crate::{Cause, Error, GroupFailure, Result, comm};
+use crate::{Cause, Error, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use posted::Posts;
 use smallvec::smallvec;
@@ -175,32 +176,6 @@ impl ProcessGroup {
     /// Returns the name of the backend, e.g. `"local"`.
     pub fn backend_name(&self) -> &'static str {
         self.backend.name()
-    }
-
-    /// Returns the failure that stopped this group's world, if it has stopped; every later call returns it.
-    pub fn failure(&self) -> Option<Arc<GroupFailure>> {
-        self.backend.failure()
-    }
-
-    /// Reports to all ranks of the world that this one has failed. Their calls, also running ones, return `message`.
-    ///
-    /// For failures between calls, after which other ranks would wait forever. The first failure of a world wins.
-    ///
-    /// ```
-    /// use candle_dist::World;
-    ///
-    /// let heard = World::local(2).run(|ctx| -> candle_dist::Result<String> {
-    ///     match ctx.rank() {
-    ///         0 => ctx.group().fail("no such file"),
-    ///         _ => return Ok(ctx.group().barrier().unwrap_err().to_string()),
-    ///     }
-    ///     Ok(String::new())
-    /// })?;
-    /// assert!(heard[1].starts_with("rank 0 failed: no such file"));
-    /// # Ok::<(), candle_dist::WorldError>(())
-    /// ```
-    pub fn fail(&self, message: &str) {
-        self.backend.fail(message);
     }
 
     /// Reduces all ranks' tensors elementwise, on every rank. Shapes must be equal.

@@ -5,6 +5,7 @@ mod layout;
 mod root;
 
 use crate::{Error, ProcessGroup, Result};
+use candle_core::Tensor;
 pub use layout::Axis;
 use layout::{Layout, shown};
 use root::Root;
@@ -129,6 +130,14 @@ impl DeviceMesh {
     pub fn axis_group<'a>(&self, axis: impl Into<Axis<'a>>) -> Result<&ProcessGroup> {
         let axis = self.axis_index(axis)?;
         self.group_in(&self.0.axis_groups[axis], || self.ranks_along(&[axis]))
+    }
+
+    /// Copies the result of a call on a group of this mesh to the host; see [`ProcessGroup::to_host`].
+    ///
+    /// # Errors
+    /// Those of [`ProcessGroup::to_host`].
+    pub fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.0.root.base().to_host(tensor)
     }
 
     /// Returns the [`axis_group`](Self::axis_group) of every axis, outermost first.

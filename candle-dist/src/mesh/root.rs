@@ -27,6 +27,11 @@ impl Root {
         }
     }
 
+    /// A group that contains all ranks of the mesh. Nothing may be sent on it.
+    pub(super) fn base(&self) -> &ProcessGroup {
+        &self.base
+    }
+
     /// Returns the group of `ranks` of the world, which is created on first use.
     #[track_caller]
     pub(super) fn group(&self, ranks: &[usize]) -> Result<ProcessGroup> {

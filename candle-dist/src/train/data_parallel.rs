@@ -1,5 +1,5 @@
 //! Data parallelism: averages gradients over ranks that train on different data.
-use super::host::read_all;
+use super::host::read_results;
 use super::sync::buckets;
 use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
@@ -203,7 +203,7 @@ impl DataParallel {
                 started.push((bucket.clone(), self.group.all_reduce_start(&flat, ReduceOp::Avg)?));
             }
         }
-        Ok(PendingGrads { started })
+        Ok(PendingGrads { group: self.group.clone(), started })
     }
 
     #[track_caller]
@@ -214,7 +214,7 @@ impl DataParallel {
                 reduced.push((bucket, self.group.all_reduce(&flat, op)?));
             }
         }
-        spread(&reduced, grads)
+        spread(&self.group, &reduced, grads)
     }
 
     /// Concatenates the scaled gradients of a bucket, and a flag per gradient. `None` if this rank is alone.
@@ -267,6 +267,7 @@ impl DataParallel {
 #[must_use = "`wait` returns the gradients"]
 #[derive(Debug)]
 pub struct PendingGrads {
+    group: ProcessGroup,
     started: Vec<(Vec<(String, Var)>, Pending)>,
 }
 
@@ -277,7 +278,7 @@ impl PendingGrads {
     /// If the communication fails.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         let reduced = self.started.into_iter().map(|(bucket, pending)| Ok((bucket, pending.wait()?)));
-        spread(&reduced.collect::<Result<Vec<_>>>()?, grads)
+        spread(&self.group, &reduced.collect::<Result<Vec<_>>>()?, grads)
     }
 }
 
@@ -292,13 +293,17 @@ fn given(grad: &Tensor, var: &Var) -> Result<Tensor> {
 /// Puts the gradients of reduced buckets that some rank had into `grads`.
 ///
 /// The host reads the flags of all buckets together, so it waits for a device once in a reduction.
-fn spread<B: AsRef<[(String, Var)]>>(reduced: &[(B, Tensor)], grads: &mut GradStore) -> Result<()> {
+fn spread<B: AsRef<[(String, Var)]>>(
+    group: &ProcessGroup,
+    reduced: &[(B, Tensor)],
+    grads: &mut GradStore,
+) -> Result<()> {
     let mut flags = Vec::with_capacity(reduced.len());
     for (bucket, flat) in reduced {
         let bucket = bucket.as_ref();
         flags.push(flat.narrow(0, elem_count(bucket), bucket.len())?.to_dtype(DType::F32)?);
     }
-    let mut present = read_all::<f32>(&flags)?.into_iter();
+    let mut present = read_results::<f32>(group, &flags)?.into_iter();
     for (bucket, flat) in reduced {
         let mut start = 0;
         for ((_, var), present) in bucket.as_ref().iter().zip(&mut present) {

@@ -3,7 +3,7 @@ use crate::backend::Backend;
 use crate::backend::local::RankGuard;
 use crate::control::Control;
 use crate::error::{End, cut_trace};
-use crate::{Cause, DeviceMesh, ProcessGroup, Result, Store};
+use crate::{DeviceMesh, ProcessGroup, Result, Store};
 use candle_core::Device;
 use std::any::Any;
 use std::fmt::Display;
@@ -144,12 +144,7 @@ impl RankContext {
 
     /// Returns the rank that stopped the world, if the failure names one.
     fn culprit(&self) -> Option<usize> {
-        match &self.group.failure()?.cause {
-            Cause::Mismatch { rank, .. } | Cause::Returned { rank } => Some(*rank),
-            Cause::Failed { rank, .. } | Cause::Panicked { rank, .. } | Cause::Lost { rank, .. } => Some(*rank),
-            Cause::Missing { ranks, .. } => ranks.first().copied(),
-            Cause::Deadlock | Cause::TimedOut { .. } => None,
-        }
+        self.group.failure()?.cause.culprit()
     }
 }
 

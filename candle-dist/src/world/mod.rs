@@ -246,7 +246,7 @@ impl World {
         F: Fn(&RankContext) -> Result<T, E> + Sync,
     {
         let first = self.first_rank();
-        let ranks = self.into_ranks().map_err(|error| WorldError { rank: first, message: error.to_string() })?;
+        let ranks = self.into_ranks().map_err(|error| WorldError::at_start(first, &error))?;
         let failed = std::sync::Mutex::new(None::<WorldError>);
         let blame = |rank: usize, message: &str| {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -313,4 +313,30 @@ pub struct WorldError {
     pub rank: usize,
     /// The message that it reported.
     pub message: String,
+}
+
+impl WorldError {
+    /// Returns the error of a start that failed on `rank`, maybe because another rank stopped the world meanwhile.
+    fn at_start(rank: usize, error: &crate::Error) -> Self {
+        let culprit = match error {
+            crate::Error::Group(failure) => failure.cause.culprit(),
+            _ => None,
+        };
+        Self { rank: culprit.unwrap_or(rank), message: error.to_string() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Cause, Error, GroupFailure};
+
+    /// A rank may be late enough to hear of the failure of another one while it starts.
+    #[test]
+    fn a_start_that_another_rank_stopped_names_that_rank() {
+        let stopped = |cause| Error::Group(Arc::new(GroupFailure { cause, ranks: Vec::new() }));
+        assert_eq!(WorldError::at_start(4, &stopped(Cause::Returned { rank: 7 })).rank, 7);
+        assert_eq!(WorldError::at_start(4, &stopped(Cause::Deadlock)).rank, 4);
+        assert_eq!(WorldError::at_start(4, &Error::Unsupported("no backend here".into())).rank, 4);
+    }
 }

@@ -1,8 +1,8 @@
 //! Nodes whose gradients do not pass through candle's `GradStore`.
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Device::Cpu, Layout, Result, Shape, Tensor, Var, bail};
-use candle_dist::edges::{apply1, apply2, forget_pass, reshape};
+use candle_dist::edges::{self, apply1, apply2, forget_pass, keep, reshape};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// The product of two tensors of one shape.
 struct Product;
@@ -45,6 +45,23 @@ impl CustomOp1 for Exp {
             bail!("asked to fail");
         }
         Ok(Some((grad * result)?))
+    }
+}
+
+/// A copy of its input, with this backward step.
+struct Same<B>(B);
+
+impl<B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync> CustomOp1 for Same<B> {
+    fn name(&self) -> &'static str {
+        "same"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((x.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        (self.0)(x, grad)
     }
 }
 
@@ -120,22 +137,15 @@ fn a_pass_after_one_that_failed_gives_right_gradients_or_an_error() {
     near(&got, want.get(&x).unwrap());
 
     // A node of candle's fails, which this module does not see.
-    struct Fails(Arc<AtomicBool>);
-    impl CustomOp1 for Fails {
-        fn name(&self) -> &'static str {
-            "fails"
-        }
-        fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-            Ok((x.clone(), layout.shape().clone()))
-        }
-        fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-            if self.0.load(Ordering::Relaxed) { bail!("asked to fail") } else { Ok(Some(grad.clone())) }
-        }
-    }
     for is_told in [false, true] {
         let fails = Arc::new(AtomicBool::new(true));
         let base = product(&x, &x);
-        let loss = (base.apply_op1(Fails(fails.clone())).unwrap() + exp(&base)).unwrap().sum_all().unwrap();
+        let flag = fails.clone();
+        let op = Same(move |_: &Tensor, grad: &Tensor| match flag.load(Ordering::Relaxed) {
+            true => bail!("asked to fail"),
+            false => Ok(Some(grad.clone())),
+        });
+        let loss = (base.apply_op1(op).unwrap() + exp(&base)).unwrap().sum_all().unwrap();
         assert!(loss.backward().is_err());
         fails.store(false, Ordering::Relaxed);
         if is_told {
@@ -187,17 +197,10 @@ fn a_deep_graph_is_dropped_without_a_deep_stack() {
 fn graphs_without_a_backward_pass_leave_nothing_behind() {
     let x = var(&[1.0; 1024]);
     let before = Arc::new(());
-    struct Marked(#[allow(dead_code)] Arc<()>);
-    impl CustomOp1 for Marked {
-        fn name(&self) -> &'static str {
-            "marked"
-        }
-        fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-            Ok((x.clone(), layout.shape().clone()))
-        }
-    }
     for _ in 0..5000 {
-        let y = apply1(&x, Marked(before.clone())).unwrap();
+        let held = before.clone();
+        let op = Same(move |_: &Tensor, _: &Tensor| bail!("no pass runs here: {held:?}"));
+        let y = apply1(&x, op).unwrap();
         drop(exp(&y));
     }
     assert_eq!(Arc::strong_count(&before), 1);
@@ -215,23 +218,14 @@ fn gradients_of_an_empty_result_add_up() {
 }
 
 /// A node that runs a backward pass over a segment again, which has captured a tensor of the outer graph.
-struct Again(Tensor);
-
-impl CustomOp1 for Again {
-    fn name(&self) -> &'static str {
-        "again"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((x.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+fn again(x: &Tensor, captured: Tensor) -> Tensor {
+    let backward = move |x: &Tensor, grad: &Tensor| {
         let inner = Var::from_tensor(&x.detach())?;
-        let made = exp(&(product(&inner, &self.0) * 0.5)?);
+        let made = exp(&(product(&inner, &captured) * 0.5)?);
         let grads = made.mul(grad)?.sum_all()?.backward()?;
         Ok(grads.get(&inner).cloned())
-    }
+    };
+    apply1(x, Same(backward)).unwrap()
 }
 
 #[test]
@@ -239,13 +233,13 @@ fn a_pass_inside_a_node_may_reach_tensors_of_the_outer_pass() {
     let (x, y) = (var(&[0.5, 2.0]), var(&[0.3, -0.4]));
     let captured = product(&y, &y);
     // The outer pass puts a gradient into the slot of `captured` before the inner one reaches it.
-    let made = apply1(&product(&x, &x), Again(captured.detach())).unwrap();
+    let made = again(&product(&x, &x), captured.detach());
     let apart = (made + exp(&captured)).unwrap().sum_all().unwrap().backward().unwrap();
     for _ in 0..2 {
-        let made = apply1(&product(&x, &x), Again(captured.clone())).unwrap();
+        let made = again(&product(&x, &x), captured.clone());
         let first = product(&made, &exp(&captured));
         let _ = first.sum_all().unwrap().backward().unwrap();
-        let made = apply1(&product(&x, &x), Again(captured.clone())).unwrap();
+        let made = again(&product(&x, &x), captured.clone());
         let grads = (made + exp(&captured)).unwrap().sum_all().unwrap().backward().unwrap();
         for var in [&x, &y] {
             near(grads.get(var).unwrap(), apart.get(var).unwrap());
@@ -268,4 +262,97 @@ fn passes_of_two_threads_over_one_tensor_keep_their_gradients_apart() {
             });
         }
     });
+}
+
+/// Like [`Product`], with gradients that the pass may keep; counts those that it kept.
+struct Keeping(Arc<AtomicUsize>);
+
+impl CustomOp2 for Keeping {
+    fn name(&self) -> &'static str {
+        "keeping"
+    }
+
+    fn cpu_fwd(&self, a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<(CpuStorage, Shape)> {
+        Product.cpu_fwd(a, a_l, b, b_l)
+    }
+
+    fn bwd(&self, a: &Tensor, b: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (da, db) = (keep(a, (grad * b.detach())?)?, keep(b, (grad * a.detach())?)?);
+        self.0.fetch_add([&da, &db].iter().filter(|grad| grad.is_none()).count(), Ordering::Relaxed);
+        Ok((da, db))
+    }
+}
+
+#[test]
+fn gradients_that_a_pass_keeps_join_those_of_candle() {
+    let (x, y) = (var(&[0.3, -0.7, 1.1, 0.2]), var(&[1.5, 0.4, -0.6, 0.9]));
+    let kept = Arc::new(AtomicUsize::new(0));
+    let loss = |product: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+        let a = product(&x, &y);
+        let b = product(&product(&a, &x), &x); // `a` is no variable
+        // Candle's own op uses both variables too.
+        (product(&b, &y) + (x.as_tensor() * y.as_tensor()).unwrap()).unwrap().sum_all().unwrap()
+    };
+    let want = loss(&|a, b| (a * b).unwrap()).backward().unwrap();
+    let loss = loss(&|a, b| apply2(a, b, Keeping(kept.clone())).unwrap());
+    for (of, count) in [(edges::backward as fn(&Tensor) -> _, 5), (Tensor::backward, 0), (edges::backward, 5)] {
+        kept.store(0, Ordering::Relaxed);
+        let got = of(&loss).unwrap();
+        for var in [&x, &y] {
+            near(got.get(var).unwrap(), want.get(var).unwrap());
+        }
+        assert_eq!((got.get_ids().count(), kept.load(Ordering::Relaxed)), (2, count));
+    }
+}
+
+/// [`edges::backward`] or candle's own.
+type Pass = fn(&Tensor) -> Result<candle_core::backprop::GradStore>;
+
+#[test]
+fn a_pass_inside_a_node_keeps_its_gradients_to_itself() {
+    let (x, y) = (var(&[0.5, 2.0]), var(&[0.3, -0.4]));
+    let passes: [(bool, Pass); 2] = [(false, edges::backward), (true, Tensor::backward)];
+    for (is_candles, (is_plain, pass)) in itertools::iproduct!([false, true], passes) {
+        for is_captured in [false, true] {
+            let a = apply2(&x, &y, Keeping(Arc::default())).unwrap();
+            let captured = if is_captured { a.clone() } else { a.detach() };
+            // The gradient of the square, in a roundabout way.
+            let op = Same(move |x: &Tensor, grad: &Tensor| {
+                let inner = Var::from_tensor(&x.detach())?;
+                let square = apply2(&inner, &inner, Keeping(Arc::default()))?;
+                let grads = pass(&((square * grad)?.sum_all()? + captured.sum_all()?)?)?;
+                Ok(grads.get(&inner).cloned())
+            });
+            let b = if is_candles { a.apply_op1(op) } else { apply1(&a, op) }.unwrap();
+            // The slot of `a` has a gradient of the outer pass before the inner one begins.
+            let made = edges::backward(&(b + product(&a, &a.ones_like().unwrap())).unwrap().sum_all().unwrap());
+            let is_mixed = is_candles && is_captured && is_plain;
+            match made {
+                // Only this case cannot be told apart.
+                Err(error) => assert!(is_mixed && error.to_string().contains("backward pass"), "{error}"),
+                Ok(grads) => {
+                    assert!(!is_mixed);
+                    let a = (x.as_tensor() * y.as_tensor()).unwrap();
+                    let of_a = ((a * 2.0).unwrap() + 1.0).unwrap();
+                    near(grads.get(&x).unwrap(), &(&of_a * y.as_tensor()).unwrap());
+                    near(grads.get(&y).unwrap(), &(&of_a * x.as_tensor()).unwrap());
+                }
+            }
+            // Nothing is left behind.
+            let grads = edges::backward(&product(&x, &x).sum_all().unwrap()).unwrap();
+            near(grads.get(&x).unwrap(), &(x.as_tensor() * 2.0).unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_kept_gradient_of_another_shape_or_dtype_is_an_error() {
+    let x = var(&[0.5, 2.0]);
+    let wrong: [fn(&Tensor) -> Result<Tensor>; 3] =
+        [|grad| grad.narrow(0, 0, 1), |grad| grad.unsqueeze(0), |grad| grad.to_dtype(candle_core::DType::F32)];
+    for wrong in wrong {
+        let op = Same(move |x: &Tensor, grad: &Tensor| keep(x, wrong(grad)?));
+        let error = edges::backward(&apply1(&x, op).unwrap().sum_all().unwrap()).unwrap_err();
+        assert!(error.to_string().contains("a variable f64[2] got a gradient"), "{error}");
+    }
 }

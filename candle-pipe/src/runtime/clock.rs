@@ -56,7 +56,7 @@ impl Clock {
 /// Answers the requests of a rank for the time.
 fn answer(group: &ProcessGroup, to: usize, here: &dyn Fn() -> Nanos) -> Result<()> {
     for _ in 0..ROUNDS {
-        group.recv(1, DType::I64, to)?.to_vec1::<i64>()?;
+        group.to_host(&group.recv(1, DType::I64, to)?)?;
         group.send(&Tensor::new(&[here()], &Device::Cpu)?, to)?;
     }
     Ok(())
@@ -68,7 +68,7 @@ fn ask(group: &ProcessGroup, here: &dyn Fn() -> Nanos) -> Result<Clock> {
     for _ in 0..ROUNDS {
         let sent = here();
         group.send(&Tensor::new(&[sent], &Device::Cpu)?, 0)?;
-        let theirs = group.recv(1, DType::I64, 0)?.to_vec1::<i64>()?[0];
+        let theirs = group.to_host(&group.recv(1, DType::I64, 0)?)?.to_vec1::<i64>()?[0];
         let came = here();
         // The answer was sent between these two times.
         let half = (came - sent + 1) / 2;

@@ -99,10 +99,10 @@ impl Notes {
                     let nothing = || Error::Pipe(format!("rank {from} gave no note"));
                     group.batch_send_recv(&[receive])?.pop().ok_or_else(nothing)
                 };
-                let numbers = take(count + 1, DType::I64)?.to_vec1::<i64>()?;
+                let numbers = group.to_host(&take(count + 1, DType::I64)?)?.to_vec1::<i64>()?;
                 let text = match numbers[count] {
                     0 => Vec::new(),
-                    len => take(len as usize, DType::U8)?.to_vec1::<u8>()?,
+                    len => group.to_host(&take(len as usize, DType::U8)?)?.to_vec1::<u8>()?,
                 };
                 (numbers, text)
             }

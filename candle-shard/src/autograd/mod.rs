@@ -9,6 +9,7 @@
 //! | place | holds | until |
 //! |---|---|---|
 //! | `GradStore` | gradients of variables that are inputs of the visited nodes | the caller drops it |
+//! | `edges` of candle-dist | those of them that linear maps and lookups keep | candle's pass ends; they join the `GradStore` |
 //! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks and become *off-graph* gradients |
 //! | fsdp: `State::grads` of a unit | gradients of whole parameters, before they are reduced | the unit is complete, or the pass ends |
 //! | fsdp: `Progress::reducing` | the running reduce_scatter of one unit's gradients | the next unit is reduced, or the pass ends; the results are *off-graph* gradients |
@@ -48,8 +49,9 @@
 //! | `rules/cache.rs` | `OP_SPECS` | the op specs of calls that were made before | when it is full |
 //!
 //! `candle-dist-kernels` has one more, the receiver of weight gradients of linear layers (`weight_sink.rs`), restored by
-//! a scope. `candle-dist` has three in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
-//! with tickets, and what dropped nodes leave to the drop that is under way.
+//! a scope. `candle-dist` has five in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
+//! with tickets, the nodes that are visited and the gradients of variables that a pass keeps, both restored by scopes, and
+//! what dropped nodes leave to the drop that is under way.
 pub(crate) mod counts;
 pub(crate) mod hooks;
 pub(crate) mod nesting;
@@ -73,7 +75,7 @@ use candle_dist::{add_grad, edges};
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
     abandon();
     let made = shared::collecting(|| {
-        let grads = order::pass(loss, || loss.backward())?;
+        let grads = order::pass(loss, || edges::backward(loss))?;
         hooks::ended()?;
         Ok(grads)
     });
@@ -91,7 +93,7 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
 
 /// Runs candle's backward pass of a part of a graph, inside a node that an outer pass visits.
 pub(crate) fn backward_of_part(loss: &Tensor) -> candle_core::Result<GradStore> {
-    let grads = order::pass(loss, || loss.backward())?;
+    let grads = order::pass(loss, || edges::backward(loss))?;
     hooks::nested_ended(loss)?;
     Ok(grads)
 }

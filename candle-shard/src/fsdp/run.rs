@@ -89,6 +89,6 @@ impl Unit {
         };
         let group = &self.shared.group;
         let changed = if group.size() == 1 { changed } else { group.all_reduce(&changed, ReduceOp::Max)? };
-        Ok(changed.to_vec1::<u32>()?[0] > 0)
+        Ok(group.to_host(&changed)?.to_vec1::<u32>()?[0] > 0)
     }
 }

@@ -32,13 +32,17 @@ pub(crate) fn intersection(a: &[Range<usize>], b: &[Range<usize>]) -> Option<Blo
 /// Splits the blocks by planes that cut no block, dim by dim: blocks that differ in one dim become sorted intervals,
 /// and a grid splits into its cells. Blocks that no plane separates are swept along the first dim.
 pub(crate) fn first_overlap<B: AsRef<[Range<usize>]>>(blocks: &[B]) -> Option<(usize, usize)> {
-    let with_elements = |&i: &usize| !blocks[i].as_ref().iter().any(Range::is_empty);
+    first_overlap_of(&blocks.iter().map(AsRef::as_ref).collect::<Vec<_>>())
+}
+
+fn first_overlap_of(blocks: &[&[Range<usize>]]) -> Option<(usize, usize)> {
+    let with_elements = |&i: &usize| !blocks[i].iter().any(Range::is_empty);
     let mut todo = vec![(0..blocks.len()).filter(with_elements).collect::<Vec<_>>()];
     while let Some(mut group) = todo.pop() {
         if group.len() < 2 {
             continue;
         }
-        let dims = blocks[group[0]].as_ref().len();
+        let dims = blocks[group[0]].len();
         match (0..dims).find_map(|dim| parted(blocks, &mut group, dim)) {
             Some(parts) => todo.extend(parts),
             None => {
@@ -52,8 +56,8 @@ pub(crate) fn first_overlap<B: AsRef<[Range<usize>]>>(blocks: &[B]) -> Option<(u
 }
 
 /// Splits the group by planes across `dim`, if there is a plane that cuts no block.
-fn parted<B: AsRef<[Range<usize>]>>(blocks: &[B], group: &mut [usize], dim: usize) -> Option<Vec<Vec<usize>>> {
-    let range = |i: usize| &blocks[i].as_ref()[dim];
+fn parted(blocks: &[&[Range<usize>]], group: &mut [usize], dim: usize) -> Option<Vec<Vec<usize>>> {
+    let range = |i: usize| &blocks[i][dim];
     group.sort_by_key(|&i| range(i).start);
     let (mut parts, mut end) = (Vec::new(), 0);
     for &i in &*group {
@@ -69,15 +73,15 @@ fn parted<B: AsRef<[Range<usize>]>>(blocks: &[B], group: &mut [usize], dim: usiz
 }
 
 /// Returns two blocks of the group that overlap; compares only those that overlap in the first dim.
-fn swept<B: AsRef<[Range<usize>]>>(blocks: &[B], group: &[usize]) -> Option<(usize, usize)> {
-    let first = |i: usize| blocks[i].as_ref().first();
+fn swept(blocks: &[&[Range<usize>]], group: &[usize]) -> Option<(usize, usize)> {
+    let first = |i: usize| blocks[i].first();
     let mut group = group.to_vec();
     group.sort_by_key(|&i| first(i).map(|range| range.start));
     let mut open: Vec<usize> = Vec::new();
     for i in group {
         let start = first(i).map(|range| range.start);
         open.retain(|&other| first(other).is_none_or(|range| Some(range.end) > start));
-        let meets = |&&other: &&usize| intersection(blocks[other].as_ref(), blocks[i].as_ref()).is_some();
+        let meets = |&&other: &&usize| intersection(blocks[other], blocks[i]).is_some();
         if let Some(&other) = open.iter().find(meets) {
             return Some((other, i));
         }

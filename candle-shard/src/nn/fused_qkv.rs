@@ -6,8 +6,8 @@ use crate::parallel::{LayerKind, Layout, ModuleStyle};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result, kernels};
-use candle_core::Tensor;
 use candle_dist::backend::Dims;
+use candle_dist::empty;
 use smallvec::{SmallVec, smallvec};
 
 /// The heads of an attention layer.
@@ -236,7 +236,7 @@ impl FusedQkv {
         };
         let fixed = [axis, query, key_value, dim];
         let attributes: Dims = fixed.into_iter().chain(sizes.iter().copied()).collect();
-        let mut made = rules::run_with("project_shared", &attributes, &inputs, op_spec, |x, out| {
+        let mut made = rules::run_with("project_shared", &attributes, &inputs, &op_spec, &|x, out| {
             let held = &out[0].local_block()[2];
             let heads = held.start / dim..held.end / dim;
             let keys = heads.start / group..heads.end.div_ceil(group);
@@ -244,9 +244,8 @@ impl FusedQkv {
             let bias = x.get(2).map(rows).transpose()?;
             let y = kernels::linear(x[0].to_local(), &rows(&x[1])?, bias.as_ref())?;
             let (batch, seq, _) = y.dims3()?;
-            let copies = heads.map(|head| (head / group - keys.start) as u32);
-            let copies = Tensor::from_iter(copies, y.device())?;
-            let y = y.reshape((batch, seq, keys.len(), dim))?.index_select(&copies, 2)?;
+            let copies: Vec<u32> = heads.map(|head| (head / group - keys.start) as u32).collect();
+            let y = empty::index_select(&y.reshape((batch, seq, keys.len(), dim))?, &copies, 2)?;
             Ok(smallvec![y.reshape((batch, seq, held.len()))?])
         })?;
         Ok(made.remove(0))

@@ -1,7 +1,7 @@
 //! The parameters that a model holds on this rank.
 use crate::autograd::counts;
 use crate::layout::RowsOf;
-use crate::{DTensor, Result, checkpoint};
+use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{ClipGradNorm, ReduceOp, empty, sum_dtype};
@@ -159,8 +159,10 @@ impl Parameters {
             let mut partial = varying.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
             let present = varying.iter().map(|p| f32::from(u8::from(grads.get(&p.var).is_some())));
             partial.push(Tensor::from_iter(present, first.var.device())?);
-            let mut sums = mesh.axis_group(axis)?.all_reduce_coalesced(&partial, ReduceOp::Sum)?;
-            let present = sums.pop().map(|present| present.to_vec1::<f32>()).transpose()?.unwrap_or_default();
+            let group = mesh.axis_group(axis)?;
+            let mut sums = group.all_reduce_coalesced(&partial, ReduceOp::Sum)?;
+            let present = sums.pop().map(|present| Ok::<_, Error>(group.to_host(&present)?.to_vec1::<f32>()?));
+            let present = present.transpose()?.unwrap_or_default();
             for ((p, sum), _) in varying.iter().zip(sums).zip(present).filter(|(_, present)| *present > 0.0) {
                 grads.insert(&p.var, sum);
             }

@@ -6,6 +6,7 @@ use crate::nn::moved::Moved;
 use crate::random::{Distribution, Stream, sample};
 use crate::{Result, Weights};
 use candle_core::{Device, Tensor};
+use candle_dist::empty;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -56,9 +57,7 @@ impl Source {
                 alike("parallelize", &taken, spec.mesh())?;
                 convert(&block_of(taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
             }
-            (Self::Fresh, Init::Const(value)) => {
-                Tensor::full(value, spec.local_shape().as_slice(), device)?.to_dtype(dtype)?
-            }
+            (Self::Fresh, Init::Const(value)) => empty::full(value, spec.local_shape().as_slice(), dtype, device)?,
             (Self::Fresh, Init::Random(dist)) => sample(Stream::new(seed, of), dist, &whole, &block, dtype, device)?,
         })
     }

@@ -70,22 +70,22 @@ impl DTensor {
 
     /// Returns the element of a scalar, on every rank.
     pub fn to_vec0<S: WithDType>(&self) -> Result<S> {
-        Ok(self.detach().full_tensor()?.to_vec0()?)
+        Ok(self.whole_on_host()?.to_vec0()?)
     }
 
     /// Returns all elements of a tensor with one dim, on every rank.
     pub fn to_vec1<S: WithDType>(&self) -> Result<Vec<S>> {
-        Ok(self.detach().full_tensor()?.to_vec1()?)
+        Ok(self.whole_on_host()?.to_vec1()?)
     }
 
     /// Returns all elements of a tensor with two dims, on every rank.
     pub fn to_vec2<S: WithDType>(&self) -> Result<Vec<Vec<S>>> {
-        Ok(self.detach().full_tensor()?.to_vec2()?)
+        Ok(self.whole_on_host()?.to_vec2()?)
     }
 
     /// Returns all elements of a tensor with three dims, on every rank.
     pub fn to_vec3<S: WithDType>(&self) -> Result<Vec<Vec<Vec<S>>>> {
-        Ok(self.detach().full_tensor()?.to_vec3()?)
+        Ok(self.whole_on_host()?.to_vec3()?)
     }
 }
 

@@ -15,7 +15,7 @@ macro_rules! comparisons {
             $($(#[$doc])* /// The result is u8, 1 where it is so; shapes broadcast as NumPy's.
             #[track_caller]
             pub fn $name(&self, rhs: impl Operand) -> Result<Self> {
-                self.compare(stringify!($name), rhs.side()?, Tensor::$local)
+                self.compare(stringify!($name), rhs.side()?, &Tensor::$local)
             })*
         }
     };
@@ -56,7 +56,7 @@ impl DTensor {
         &self,
         op: &'static str,
         rhs: Side<'_>,
-        local: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+        local: &dyn Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let (lhs, rhs) = (&self.detach(), &self.beside(rhs, self.dtype())?.detach());
         let signature = || {

@@ -132,7 +132,7 @@ impl DTensor {
             Ok(made)
         };
         let run = |x: &[DTensor], outs: &[std::sync::Arc<Spec>]| Ok(smallvec![line.run(x, &outs[0])?]);
-        Ok(rules::run_with(op, &line.conv.attributes(), &inputs, op_spec, run)?.remove(0))
+        Ok(rules::run_with(op, &line.conv.attributes(), &inputs, &op_spec, &run)?.remove(0))
     }
 
     #[track_caller]

@@ -73,14 +73,14 @@ impl CrossEntropy {
             return Error::op("cross_entropy", reason);
         }
         let device = logits.device();
-        self.run("cross_entropy", logits, targets, |x, goals| {
+        self.run("cross_entropy", logits, targets, &|x, goals| {
             let (logits, class_dim) = (&x[0], x[0].rank() - 1);
             // Ranks without logits compute on the host, but exchange on the same device as the others.
             let local = logits.to_local().to_device(device)?;
             let flat = local.reshape((goals.rows.len(), local.dims()[class_dim]))?;
             let axes: SmallVec<[usize; 2]> = logits.sharded_axes(class_dim).collect();
             let join = |values: &Tensor, op| join(values, op, logits.mesh(), &axes).map_err(Into::into);
-            Ok(empty::compute(&kernels::weighted_cross_entropy(&flat, goals, join)?, Tensor::sum_all)?)
+            Ok(empty::compute(&kernels::weighted_cross_entropy(&flat, goals, &join)?, Tensor::sum_all)?)
         })
     }
 
@@ -94,7 +94,7 @@ impl CrossEntropy {
             let reason = format!("label smoothing {}: only of_logits takes it", self.label_smoothing);
             return Error::op("nll_loss", reason);
         }
-        self.run("nll_loss", log_probabilities, targets, |x, goals| {
+        self.run("nll_loss", log_probabilities, targets, &|x, goals| {
             let local = x[0].to_local();
             let (rows, classes) = (goals.rows.len(), local.dims()[x[0].rank() - 1]);
             if rows * classes == 0 {
@@ -119,7 +119,7 @@ impl CrossEntropy {
         op: &'static str,
         scores: &DTensor,
         targets: &DTensor,
-        local: impl FnOnce(&[DTensor], kernels::Goals) -> Result<Tensor>,
+        local: &dyn Fn(&[DTensor], kernels::Goals) -> Result<Tensor>,
     ) -> Result<DTensor> {
         let weights = self.class_weights.as_ref().map(DTensor::detach);
         let known = Indexes::default();

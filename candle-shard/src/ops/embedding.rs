@@ -6,6 +6,7 @@ use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Renorm, check
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
+use std::borrow::Cow;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -199,7 +200,8 @@ impl DTensor {
             Ok(Signature::new(rows, &[count, self.dims()[1]], self.dtype()))
         };
         let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
-            let bounds = bounds.unwrap_or_else(|| Bounds::even(x[1].to_local().dims())).0;
+            let even = || Bounds::even(x[1].to_local().dims());
+            let bounds = bounds.as_ref().map_or_else(|| Cow::Owned(even().0), |bounds| Cow::Borrowed(&bounds.0));
             let ids = read_ids(OP, [ids, &x[1]], self.dims()[0])?;
             let [part, _] = x[0].parts();
             let counts = |id: u32| Some(id) != padding;

@@ -13,7 +13,7 @@ use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::ReduceOp;
+use candle_dist::{ReduceOp, empty};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Extreme {
@@ -39,7 +39,7 @@ impl Extreme {
         let Some(nan) = nans(x)? else { return Ok(extreme) };
         // candle's result depends on the position of the NaN.
         let any = dims.iter().try_fold(nan, |nan, &d| nan.max_keepdim(d))?;
-        let none = Tensor::full(f64::NAN, extreme.shape(), x.device())?.to_dtype(x.dtype())?;
+        let none = empty::full(f64::NAN, extreme.shape(), x.dtype(), x.device())?;
         any.where_cond(&none, &extreme)
     }
 
@@ -61,10 +61,10 @@ impl Extreme {
             DType::I64 => (i64::MIN, i64::MAX),
             _ => {
                 let lost = if self == Max { f64::NEG_INFINITY } else { f64::INFINITY };
-                return Tensor::full(lost, shape, device)?.to_dtype(dtype);
+                return empty::full(lost, shape, dtype, device);
             }
         };
-        Tensor::full(if self == Max { range.0 } else { range.1 }, shape, device)?.to_dtype(dtype)
+        empty::full(if self == Max { range.0 } else { range.1 }, shape, dtype, device)
     }
 }
 
@@ -211,7 +211,7 @@ impl DTensor {
         };
         let found = rules::run(op, &[dim], &[&x, &whole], signature, |x, out| {
             let (start, x, whole) = (x[0].spec().local_block()[dim].start, x[0].to_local(), x[1].to_local());
-            let nowhere = Tensor::full(NOWHERE, out.local_shape().as_slice(), x.device())?;
+            let nowhere = empty::full(NOWHERE, out.local_shape().as_slice(), DType::U32, x.device())?;
             if x.elem_count() == 0 {
                 return Ok(nowhere);
             }

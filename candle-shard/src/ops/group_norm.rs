@@ -1,7 +1,7 @@
 //! Group norm.
 use crate::layout::Replicate;
 use crate::{DTensor, Error, Result};
-use candle_core::Tensor;
+use candle_dist::empty;
 
 impl DTensor {
     /// Group norm of `[batch, channels, ..]`: normalizes each group of consecutive channels of each batch element to
@@ -27,7 +27,7 @@ impl DTensor {
         }
         let width = channels / groups * spatial.iter().product::<usize>();
         let constant = |value: f64| {
-            let whole = Tensor::full(value, width, self.device())?.to_dtype(self.dtype())?;
+            let whole = empty::full(value, width, self.dtype(), self.device())?;
             Self::distribute(&whole, self.mesh(), &vec![Replicate; self.mesh().ndim()])
         };
         let rows = self.reshape((batch, groups, width))?;

@@ -90,7 +90,7 @@ impl DTensor {
             made.nothing &= halo.is_none();
             Ok(made)
         };
-        let mut made = rules::run_with("shift", &[dim, by as usize], &[&x], op_spec, |x, outs| {
+        let mut made = rules::run_with("shift", &[dim, by as usize], &[&x], &op_spec, &|x, outs| {
             let local = x[0].to_local();
             let (distance, kept) = (by.unsigned_abs(), (len - by.abs()) as usize);
             Ok(smallvec![match &halo {

@@ -80,7 +80,7 @@ impl DTensor {
         let (target, src) = (self.detach(), src.detach());
         let op_spec = || target.slice_set_op_spec(&src, dim, &part);
         self.written();
-        rules::run_with(OP, &[dim, offset], &[&target, &src], op_spec, |x, _| {
+        rules::run_with(OP, &[dim, offset], &[&target, &src], &op_spec, &|x, _| {
             let (memory, src) = (x[0].to_local(), x[1].to_local());
             let held = &x[0].spec().local_block()[dim];
             let own = within(held, &part);

@@ -51,8 +51,7 @@ impl DTensor {
                 let still = still.filter(|&row| part.contains(&(row as usize))).map(|row| row - part.start as u32);
                 kernels::embedding(table, places, still)?
             } else {
-                let places = Tensor::from_slice(&places, places.len(), x[0].device())?;
-                table.contiguous()?.index_select(&places, dim)? // candle requires both
+                empty::index_select(table, &places, dim)?
             };
             Ok(found.reshape(out.local_shape().as_slice())?)
         })?;
@@ -146,8 +145,8 @@ impl Indexes {
         if let Some((_, read)) = self.0.borrow().iter().find(|(id, _)| *id == local.id()) {
             return Ok(read.clone());
         }
-        let values = local.flatten_all().and_then(|all| empty::compute(&all, |all| all.to_dtype(DType::I64)));
-        let read: Rc<[i64]> = values?.to_vec1::<i64>()?.into();
+        let read = indexes.mesh().to_host(&local.flatten_all()?)?;
+        let read: Rc<[i64]> = read.to_dtype(DType::I64)?.to_vec1::<i64>()?.into();
         self.0.borrow_mut().push((local.id(), read.clone()));
         Ok(read)
     }

@@ -1,5 +1,6 @@
 //! Losses between two tensors of one shape. Means are over all elements on all ranks.
 use super::neutral;
+use crate::kernels;
 use crate::layout::{Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::strict::inherent;
@@ -20,13 +21,13 @@ impl DTensor {
     /// The squared error `(x - target)²`, reduced to a scalar.
     #[track_caller]
     pub fn mse_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
-        self.elementwise_loss("mse_loss", target, reduction, |x, target| (x - target)?.sqr())
+        self.elementwise_loss("mse_loss", target, reduction, &|x, target| (x - target)?.sqr())
     }
 
     /// The absolute error `|x - target|`, reduced to a scalar. Its gradient is 0 where the two are equal.
     #[track_caller]
     pub fn l1_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
-        self.elementwise_loss("l1_loss", target, reduction, |x, target| {
+        self.elementwise_loss("l1_loss", target, reduction, &|x, target| {
             let error = (x - target)?;
             let sign = error.sign()?.detach();
             error * sign
@@ -42,10 +43,10 @@ impl DTensor {
         if delta.is_nan() || delta <= 0.0 {
             return Error::op("huber_loss", format!("delta {delta}: expected a positive number"));
         }
-        self.elementwise_loss("huber_loss", target, reduction, |x, target| {
+        self.elementwise_loss("huber_loss", target, reduction, &|x, target| {
             // With c the error cut to ±delta the loss is c·error - c²/2, and c is its slope.
             let error = (x - target)?;
-            let slope = error.clamp(-delta, delta)?.detach();
+            let slope = kernels::clamp(&error, -delta, delta)?.detach();
             (&error * &slope)? - (slope.sqr()? * 0.5)?
         })
     }
@@ -53,7 +54,7 @@ impl DTensor {
     /// The binary cross entropy of these logits against probabilities `target`, reduced to a scalar.
     #[track_caller]
     pub fn bce_with_logits_loss(&self, target: &Self, reduction: Reduction) -> Result<Self> {
-        self.elementwise_loss("bce_with_logits_loss", target, reduction, |x, target| {
+        self.elementwise_loss("bce_with_logits_loss", target, reduction, &|x, target| {
             // ln(1 + eˣ) = top + ln(e^-top + e^(x - top)) for any top, whose slope is therefore 0.
             let top = x.relu()?.detach();
             let log_norm = ((x - &top)?.exp()? + top.neg()?.exp()?)?.log()?;
@@ -68,7 +69,7 @@ impl DTensor {
         op: &'static str,
         target: &Self,
         reduction: Reduction,
-        loss: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+        loss: &dyn Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let signature = || {
             self.check_float(op)?;

@@ -28,7 +28,7 @@ impl DTensor {
             let rows = rows(self.rank() - 1, 0);
             Ok(Signature::new(rows, self.dims(), self.dtype()).and(self.dims(), DType::U32))
         };
-        let made = rules::run_all("sort_last_dim", &[], &[self], signature, |x, _| {
+        let made = rules::run_all("sort_last_dim", &[], &[self], &signature, &|x, _| {
             let x = x[0].to_local().contiguous()?;
             let places = order(&x, ascending)?;
             Ok(smallvec![x.gather(&places, D::Minus1)?, places])
@@ -64,7 +64,7 @@ impl DTensor {
         shape[last] = k;
         if pieces * k >= x.dims()[last] || pieces == 1 {
             let signature = || Ok(Signature::new(rows(last, 0), &shape, x.dtype()).and(&shape, DType::U32));
-            return Ok(pair(rules::run_all("topk", &[k], &[&x], signature, |x, _| largest(x[0].to_local(), k))?));
+            return Ok(pair(rules::run_all("topk", &[k], &[&x], &signature, &|x, _| largest(x[0].to_local(), k))?));
         }
         let (values, places) = x.candidates(k, pieces)?;
         let signature = || {
@@ -73,7 +73,7 @@ impl DTensor {
         };
         let real = Tensor::new(real_candidates(x.spec(), k), x.device())?;
         let made = inherent(|| {
-            rules::run_all("topk", &[k], &[&values, &places], signature, |candidates, _| {
+            rules::run_all("topk", &[k], &[&values, &places], &signature, &|candidates, _| {
                 let real = |i: usize| candidates[i].to_local().index_select(&real, last);
                 let found = largest(&real(0)?, k)?;
                 let places = real(1)?.gather(&found[1], last)?;
@@ -99,7 +99,7 @@ impl DTensor {
                 .map(Spec::shared)
         };
         let op_spec = || Ok(OpSpec::in_place(&[self], smallvec![spec(self.dtype())?, spec(DType::U32)?]));
-        let made = rules::run_with("topk_of_pieces", &[k], &[self], op_spec, |x, out| {
+        let made = rules::run_with("topk_of_pieces", &[k], &[self], &op_spec, &|x, out| {
             let (start, x) = (x[0].spec().local_block()[last].start, x[0].to_local());
             let have = x.dim(last)?.min(k);
             if have == 0 {
@@ -138,7 +138,7 @@ fn order(x: &Tensor, ascending: bool) -> candle_core::Result<Tensor> {
     }
     let Some(nan) = nans(x)? else { return x.arg_sort_last_dim(ascending) };
     // Sorts twice, since sorts are stable: first with NaN as infinity, then with NaN after infinity.
-    let above = Tensor::full(f64::INFINITY, x.shape(), x.device())?.to_dtype(x.dtype())?;
+    let above = empty::full(f64::INFINITY, x.shape(), x.dtype(), x.device())?;
     let by_number = nan.where_cond(&above, &x.detach())?.arg_sort_last_dim(ascending)?;
     let by_nan = nan.gather(&by_number, D::Minus1)?.arg_sort_last_dim(ascending)?;
     by_number.gather(&by_nan, D::Minus1)

@@ -43,7 +43,7 @@ impl DTensor {
     pub fn add(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0, rhs),
-            rhs => self.binary("add", rhs, self.passes(&ADD, &WRAPPING), crate::kernels::add),
+            rhs => self.binary("add", rhs, self.passes(&ADD, &WRAPPING), &crate::kernels::add),
         }
     }
 
@@ -52,7 +52,7 @@ impl DTensor {
     pub fn sub(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0, -rhs),
-            rhs => self.binary("sub", rhs, self.passes(&SUB, &WRAPPING), Tensor::broadcast_sub),
+            rhs => self.binary("sub", rhs, self.passes(&SUB, &WRAPPING), &Tensor::broadcast_sub),
         }
     }
 
@@ -61,7 +61,7 @@ impl DTensor {
     pub fn mul(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(rhs, 0.0),
-            rhs => self.binary("mul", rhs, &MUL, Tensor::broadcast_mul),
+            rhs => self.binary("mul", rhs, &MUL, &Tensor::broadcast_mul),
         }
     }
 
@@ -70,20 +70,20 @@ impl DTensor {
     pub fn div(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(1.0 / rhs, 0.0),
-            rhs => self.binary("div", rhs, self.passes(&DIV, &NOTHING), Tensor::broadcast_div),
+            rhs => self.binary("div", rhs, self.passes(&DIV, &NOTHING), &Tensor::broadcast_div),
         }
     }
 
     /// The larger of two elements, with NumPy's broadcasting; equal ones get half of the gradient each.
     #[track_caller]
     pub fn maximum(&self, rhs: impl Operand) -> Result<Self> {
-        self.binary("maximum", rhs.side()?, self.passes(&NOTHING, &MAXIMUM), Tensor::broadcast_maximum)
+        self.binary("maximum", rhs.side()?, self.passes(&NOTHING, &MAXIMUM), &Tensor::broadcast_maximum)
     }
 
     /// The smaller of two elements, with NumPy's broadcasting; equal ones get half of the gradient each.
     #[track_caller]
     pub fn minimum(&self, rhs: impl Operand) -> Result<Self> {
-        self.binary("minimum", rhs.side()?, self.passes(&NOTHING, &MINIMUM), Tensor::broadcast_minimum)
+        self.binary("minimum", rhs.side()?, self.passes(&NOTHING, &MINIMUM), &Tensor::broadcast_minimum)
     }
 
     /// Clamps each element to `min..=max`.
@@ -111,7 +111,7 @@ impl DTensor {
             let reason = format!("{} with a gate {}: expected one shape", self.spec(), gate.spec());
             return Error::op("silu_gate", reason);
         }
-        self.binary("silu_gate", Side::Spread(gate), &LINEAR_IN_SECOND, crate::kernels::silu_gate)
+        self.binary("silu_gate", Side::Spread(gate), &LINEAR_IN_SECOND, &crate::kernels::silu_gate)
     }
 
     /// Chooses the rule for floats or integers by this tensor's dtype.
@@ -125,7 +125,7 @@ impl DTensor {
         op: &'static str,
         rhs: Side<'_>,
         passes: &Passes,
-        local: impl Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+        local: &dyn Fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let rhs = &self.beside(rhs, self.dtype())?;
         let signature = || {

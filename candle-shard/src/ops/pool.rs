@@ -30,7 +30,7 @@ impl DTensor {
         op: &'static str,
         pool: Pool,
         linear: bool,
-        local: impl FnOnce(&Tensor, Pool) -> candle_core::Result<Tensor>,
+        local: fn(&Tensor, Pool) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let attributes = [pool.size, pool.stride].concat();
         let signature = || {

@@ -25,11 +25,11 @@ impl DTensor {
             "reshape",
             shape.dims(),
             &[self],
-            || {
+            &|| {
                 let ReshapeLayouts { targets, out } = ReshapeLayouts::new(self, shape.dims());
                 OpSpec::laid(&[self], [targets], &out, &[(Dims::from_slice(shape.dims()), self.dtype())])
             },
-            |x, out| Ok(smallvec![kernels::reshape(x[0].to_local(), out[0].local_shape().as_slice())?]),
+            &|x, out| Ok(smallvec![kernels::reshape(x[0].to_local(), out[0].local_shape().as_slice())?]),
         )?;
         Ok(made.remove(0).aliasing(self))
     }

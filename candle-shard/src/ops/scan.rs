@@ -31,7 +31,7 @@ impl DTensor {
         let starts = x.sums_before(dim)?;
         // All of this is linear, so every axis stays as it is.
         let op_spec = || Ok(OpSpec::in_place(&[&x, &starts], smallvec![x.shared_spec().clone()]));
-        let mut made = rules::run_with("cumsum", &[dim], &[&x, &starts], op_spec, |x, _| {
+        let mut made = rules::run_with("cumsum", &[dim], &[&x, &starts], &op_spec, &|x, _| {
             Ok(smallvec![running_sum(x[0].to_local(), dim)?.broadcast_add(x[1].to_local())?])
         })?;
         Ok(made.remove(0))

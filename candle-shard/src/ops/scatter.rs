@@ -8,6 +8,7 @@ use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape, Tensor};
+use candle_dist::empty;
 
 const SUM: Placement = Placement::PARTIAL_SUM;
 
@@ -53,7 +54,7 @@ impl DTensor {
             let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
             let held = held("scatter", [indexes, &x[1]], &x[0], dim)?;
             let marks = Tensor::zeros(source.shape(), DType::U8, base.device())?;
-            let kept = Tensor::ones(base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
+            let kept = empty::full(1u8, base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
             let put = base.zeros_like()?.scatter(&held, &source, dim)?;
             Ok(kept.where_cond(base, &put)?) // the order of the inputs: that of the backward passes on all ranks
         })?;

@@ -24,15 +24,10 @@ impl DTensor {
         if len == self.dims()[dim] {
             return Ok(self.clone());
         }
-        self.resized(
-            "narrow",
-            [dim, start, len],
-            |sizes| overlaps(sizes, &part),
-            |x, _| {
-                let held = &x.spec().local_block()[dim];
-                Ok(local_part(x.to_local(), dim, &within(held, &part))?)
-            },
-        )
+        self.resized("narrow", [dim, start, len], &|sizes| overlaps(sizes, &part), &|x, _| {
+            let held = &x.spec().local_block()[dim];
+            Ok(local_part(x.to_local(), dim, &within(held, &part))?)
+        })
     }
 
     /// Pads a dim with `left` zeros before and `right` zeros after its elements.
@@ -51,7 +46,7 @@ impl DTensor {
             sizes[last] += right;
             sizes
         };
-        self.resized("pad_with_zeros", [dim, left, right], pad, |x, out| {
+        self.resized("pad_with_zeros", [dim, left, right], &pad, &|x, out| {
             let to = &out.local_block()[dim];
             let left = if to.start == 0 { left } else { 0 };
             let right = to.len() - left - x.to_local().dim(dim)?;
@@ -96,7 +91,7 @@ impl DTensor {
         let len = src.dims().get(dim).copied().unwrap_or(0);
         let part = start..start.saturating_add(len);
         let op_spec = || self.slice_scatter_op_spec(src, dim, &part);
-        let mut made = rules::run_with("slice_scatter", &[dim, start], &[self, src], op_spec, |x, _| {
+        let mut made = rules::run_with("slice_scatter", &[dim, start], &[self, src], &op_spec, &|x, _| {
             let held = &x[0].spec().local_block()[dim];
             let (base, src) = (x[0].to_local(), x[1].to_local());
             let own = within(held, &part);
@@ -190,8 +185,8 @@ impl DTensor {
         &self,
         op: &'static str,
         attributes: [usize; 3],
-        sizes: impl Fn(&[usize]) -> Dims,
-        local: impl FnOnce(&DTensor, &Spec) -> Result<Tensor>,
+        sizes: &dyn Fn(&[usize]) -> Dims,
+        local: &dyn Fn(&DTensor, &Spec) -> Result<Tensor>,
     ) -> Result<Self> {
         let dim = attributes[0];
         let op_spec = || {
@@ -209,7 +204,7 @@ impl DTensor {
             OpSpec::laid(&[self], [targets], &out, &[(shape, self.dtype())])
         };
         let mut made =
-            rules::run_with(op, &attributes, &[self], op_spec, |x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
+            rules::run_with(op, &attributes, &[self], &op_spec, &|x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
         // Some ranks return their shard unchanged, others a slice of it. Cached views must be alike on all ranks.
         Ok(made.remove(0).aliasing(self))
     }

@@ -1,6 +1,6 @@
 //! Elementwise functions of one tensor. Any dim may be sharded; partial placements pass through where the function
 //! allows it.
-use crate::kernels::convert;
+use crate::kernels::{convert, converts};
 use crate::layout::{Partial, Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -48,7 +48,7 @@ macro_rules! unary_ops {
     ($($(#[$doc:meta])* $name:ident, $order:expr, $local:expr;)*) => {
         impl DTensor {
             $($(#[$doc])* pub fn $name(&self) -> Result<Self> {
-                self.unary(stringify!($name), $order, $local)
+                self.unary(stringify!($name), $order, &$local)
             })*
         }
     };
@@ -58,7 +58,7 @@ unary_ops! {
     /// The larger of each element and zero.
     relu, Neither, Tensor::relu;
     /// Clamps each element to `0..=6`.
-    relu6, Neither, |x| x.clamp(0f64, 6f64);
+    relu6, Neither, |x| crate::kernels::clamp(x, 0.0, 6.0);
     /// The exact Gaussian error linear unit, `x · Φ(x)`.
     gelu_erf, Neither, crate::kernels::gelu_erf;
     /// The approximation of the Gaussian error linear unit with tanh, as candle's `gelu`; the exact one is
@@ -105,7 +105,7 @@ macro_rules! step_functions {
             /// The result has no gradient, as in candle.
             #[track_caller]
             pub fn $name(&self) -> Result<Self> {
-                self.detach().unary(stringify!($name), $order, $local)
+                self.detach().unary(stringify!($name), $order, &$local)
             })*
         }
     };
@@ -128,7 +128,7 @@ impl DTensor {
         &self,
         op: &'static str,
         order: Order,
-        local: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+        local: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let signature = || {
             self.check_float(op)?;
@@ -144,25 +144,25 @@ impl DTensor {
     /// The result has no gradient, as in candle.
     #[track_caller]
     pub fn round_to(&self, decimals: i32) -> Result<Self> {
-        self.detach().unary("round_to", Rising, |x| x.round_to(decimals))
+        self.detach().unary("round_to", Rising, &|x| x.round_to(decimals))
     }
 
     /// `x` where it is positive, else `alpha · (exp(x) - 1)`.
     #[track_caller]
     pub fn elu(&self, alpha: f64) -> Result<Self> {
-        self.unary("elu", if alpha >= 0.0 { Rising } else { Neither }, |x| x.elu(alpha))
+        self.unary("elu", if alpha >= 0.0 { Rising } else { Neither }, &|x| x.elu(alpha))
     }
 
     /// `x` where it is positive, else `slope · x`.
     #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Result<Self> {
-        self.unary("leaky_relu", Neither, |x| candle_nn::ops::leaky_relu(x, slope))
+        self.unary("leaky_relu", Neither, &|x| candle_nn::ops::leaky_relu(x, slope))
     }
 
     /// Each element to the power of `e`.
     #[track_caller]
     pub fn powf(&self, e: f64) -> Result<Self> {
-        self.unary("powf", Neither, |x| x.powf(e))
+        self.unary("powf", Neither, &|x| x.powf(e))
     }
 
     /// Negates each element. The least value of a signed integer dtype maps to itself.
@@ -194,10 +194,10 @@ impl DTensor {
                 let signature = || Ok(Signature::new(unary_rows(self.rank(), false), self.dims(), dtype));
                 rules::run("abs", &[], &[self], signature, |x, _| {
                     let x = x[0].to_local();
-                    Ok(x.maximum(&negated(x)?)?)
+                    Ok(x.broadcast_maximum(&negated(x)?)?)
                 })
             }
-            _ => self.unary("abs", Neither, Tensor::abs),
+            _ => self.unary("abs", Neither, &Tensor::abs),
         }
     }
 
@@ -230,6 +230,10 @@ impl DTensor {
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         if dtype == self.dtype() {
             return Ok(self.clone());
+        }
+        if !converts(self.dtype(), dtype, self.device()) {
+            let reason = "candle has no such conversion on this device; convert on the host";
+            return Error::op("to_dtype", format!("{} to {dtype:?} on {:?}: {reason}", self.spec(), self.device()));
         }
         let x = if dtype.is_int() { &self.detach() } else { self };
         let order = if dtype.is_float() && x.dtype().is_float() { Rising } else { Neither };

@@ -83,7 +83,7 @@ impl DTensor {
             }
             OpSpec::laid(&[self], [targets], &out, &[(shape.clone(), self.dtype())])
         };
-        let mut made = rules::run_with(op, &[dim, unit], &[self], op_spec, |x, out| {
+        let mut made = rules::run_with(op, &[dim, unit], &[self], &op_spec, &|x, out| {
             Ok(smallvec![kernels::reshape(x[0].to_local(), out[0].local_shape().as_slice())?])
         })?;
         Ok(made.remove(0).aliasing(self))

@@ -21,7 +21,7 @@ impl DTensor {
             let shape: Dims = dims.iter().map(|&d| self.dims()[d]).collect();
             Ok((dims.iter().enumerate().map(|(to, &from)| Row::new(Shard(to), &[Shard(from)])).collect(), shape))
         };
-        self.linear_view("permute", &dims, signature, |x, _| x.permute(&dims[..]))
+        self.linear_view("permute", &dims, &signature, &|x, _| x.permute(&dims[..]))
     }
 
     /// Swaps two dims.
@@ -110,7 +110,7 @@ impl DTensor {
             rows.retain(|row| row.ins[0] != Replicate); // shards of repeated dims are not requested
             Ok((rows, Dims::from_slice(to)))
         };
-        self.linear_view("broadcast_as", to, signature, |x, out| x.broadcast_as(out.local_shape().as_slice()))
+        self.linear_view("broadcast_as", to, &signature, &|x, out| x.broadcast_as(out.local_shape().as_slice()))
     }
 
     /// [`broadcast_as`](Self::broadcast_as), under candle's other name.
@@ -139,8 +139,8 @@ impl DTensor {
         &self,
         op: &'static str,
         attributes: &[usize],
-        rows_and_shape: impl FnOnce() -> Result<(Rows, Dims)>,
-        local: impl FnOnce(&Tensor, &Spec) -> candle_core::Result<Tensor>,
+        rows_and_shape: &dyn Fn() -> Result<(Rows, Dims)>,
+        local: &dyn Fn(&Tensor, &Spec) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let signature = || {
             let (mut rows, shape) = rows_and_shape()?;

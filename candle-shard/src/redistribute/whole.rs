@@ -21,6 +21,11 @@ impl DTensor {
             .try_fold(local, |local, axis| Ok(Exchange::to_invariant().apply(&local, self.mesh().axis_group(axis)?)?))
     }
 
+    /// Returns the [whole tensor](Self::full_tensor) on the host, without a gradient: elements that the host may read.
+    pub(crate) fn whole_on_host(&self) -> Result<Tensor> {
+        Ok(self.mesh().to_host(&self.detach().full_tensor()?)?)
+    }
+
     /// Returns the only element, the same on every rank. Shards are gathered and partial results reduced first.
     ///
     /// # Errors
@@ -33,7 +38,7 @@ impl DTensor {
                 format!("{} is not a single {want}; reduce or convert it first", self.spec()),
             );
         }
-        Ok(self.detach().full_tensor()?.reshape(())?.to_scalar()?)
+        Ok(self.whole_on_host()?.reshape(())?.to_scalar()?)
     }
 
     /// Returns the gradients of this scalar with respect to every variable, as local tensors laid out like the

@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// The most op specs that are kept. When the cache is full, it is cleared.
 const MOST: usize = 4096;
 
-/// The owner of an op: the signature's type for ops of other crates, which may share a name with an op of this crate.
+/// The owner of an op: the signature's type for ops that are given from outside, which may share a name with an op of this crate.
 pub(super) type Owner = Option<&'static str>;
 
 /// Everything that an op spec depends on.

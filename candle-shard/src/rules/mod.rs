@@ -100,10 +100,22 @@ pub(crate) fn run(
     op: &'static str,
     attributes: &[usize],
     inputs: &[&DTensor],
-    signature: impl FnOnce() -> Result<Signature>,
-    local: impl FnOnce(&[DTensor], &Spec) -> Result<Tensor>,
+    signature: impl Fn() -> Result<Signature>,
+    local: impl Fn(&[DTensor], &Spec) -> Result<Tensor>,
 ) -> Result<DTensor> {
-    let mut made = run_all(op, attributes, inputs, signature, |x, outs| Ok(smallvec![local(x, &outs[0])?]))?;
+    run_one(op, attributes, inputs, &signature, &local)
+}
+
+/// [`run`] without the types of the closures, so that it is compiled once for all ops.
+#[track_caller]
+fn run_one(
+    op: &'static str,
+    attributes: &[usize],
+    inputs: &[&DTensor],
+    signature: &dyn Fn() -> Result<Signature>,
+    local: &dyn Fn(&[DTensor], &Spec) -> Result<Tensor>,
+) -> Result<DTensor> {
+    let mut made = run_all(op, attributes, inputs, signature, &|x, outs| Ok(smallvec![local(x, &outs[0])?]))?;
     Ok(made.remove(0))
 }
 
@@ -113,12 +125,15 @@ pub(crate) fn run_all(
     op: &'static str,
     attributes: &[usize],
     inputs: &[&DTensor],
-    signature: impl FnOnce() -> Result<Signature>,
-    local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
+    signature: &dyn Fn() -> Result<Signature>,
+    local: Local<'_>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     let local = |x: &[DTensor], outs: &[Arc<Spec>]| where_possible(x, |x| local(x, outs));
-    run_with(op, attributes, inputs, || OpSpec::new(op, inputs, signature()?), local)
+    run_with(op, attributes, inputs, &|| OpSpec::new(op, inputs, signature()?), &local)
 }
+
+/// The local computation of an op, from the inputs as laid out and the specs of the outputs.
+pub(crate) type Local<'a> = &'a dyn Fn(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>;
 
 /// Like [`run_all`], for ops that make their own op specs. `local` gets its inputs where they are; it may communicate.
 #[track_caller]
@@ -126,8 +141,8 @@ pub(crate) fn run_with(
     op: &'static str,
     attributes: &[usize],
     inputs: &[&DTensor],
-    op_spec: impl FnOnce() -> Result<OpSpec>,
-    local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
+    op_spec: &dyn Fn() -> Result<OpSpec>,
+    local: Local<'_>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     run_known((op, None), attributes, inputs, op_spec, local)
 }
@@ -185,7 +200,7 @@ pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placemen
         let targets: Targets = places.iter().enumerate().map(target).collect();
         OpSpec::laid(&[input], [targets.clone()], &targets, &[(Dims::from_slice(input.dims()), input.dtype())])
     };
-    let mut made = run_with(op, &attributes, &[input], op_spec, |x, _| Ok(smallvec![x[0].to_local().clone()]))?;
+    let mut made = run_with(op, &attributes, &[input], &op_spec, &|x, _| Ok(smallvec![x[0].to_local().clone()]))?;
     Ok(made.remove(0).aliasing(input))
 }
 

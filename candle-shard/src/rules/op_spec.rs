@@ -63,6 +63,11 @@ impl OpSpec {
         targets: impl IntoIterator<Item = Targets>,
         outs: &[(&[Target], Dims, DType)],
     ) -> Result<Self> {
+        Self::laid_as(inputs, &targets.into_iter().collect::<SmallVec<[Targets; 3]>>(), outs)
+    }
+
+    /// [`laid_apart`](Self::laid_apart) without the type of the targets' source, so that it is compiled once.
+    fn laid_as(inputs: &[&DTensor], targets: &[Targets], outs: &[(&[Target], Dims, DType)]) -> Result<Self> {
         let out = outs[0].0;
         let (mut vary, mut varying): (Axes, Axes) = (0, 0);
         for (axis, to) in out.iter().enumerate() {
@@ -72,11 +77,8 @@ impl OpSpec {
                 varying |= Axes::from(!differs) << axis;
             }
         }
-        let lays: SmallVec<[Moves; 3]> = targets
-            .into_iter()
-            .zip(inputs)
-            .map(|(targets, input)| moves(input, &targets, vary))
-            .collect::<Result<_>>()?;
+        let lays: SmallVec<[Moves; 3]> =
+            targets.iter().zip(inputs).map(|(targets, input)| moves(input, targets, vary)).collect::<Result<_>>()?;
         let communicates = lays.iter().flatten().any(Move::communicates);
         let placements: Placements = out.iter().map(|to| to.placement).collect();
         let spec = |(out, shape, dtype): &(&[Target], Dims, DType)| {

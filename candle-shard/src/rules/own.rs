@@ -1,4 +1,4 @@
-//! Ops of other crates, with checks that this crate's own ops do not need.
+//! Ops that are given from outside, with checks that the rules of this crate do not need.
 use super::{OpSpec, Row, Signature, neutral, run_known, where_possible};
 use crate::layout::{Placement, Spec};
 use crate::{DTensor, Error, Result};

@@ -4,7 +4,7 @@ use crate::layout::{Placement, Placements, Replicate, Spec};
 use crate::random::{Distribution, Stream, sample};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
-use candle_dist::DeviceMesh;
+use candle_dist::{DeviceMesh, empty};
 
 impl DTensor {
     /// Creates a tensor of zeros.
@@ -47,7 +47,7 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: &[Placement],
     ) -> Result<Self> {
-        made(placed(mesh, placements, shape, dtype)?, |spec| Tensor::ones(spec.local_shape().as_slice(), dtype, device))
+        made(placed(mesh, placements, shape, dtype)?, |spec| empty::ones(spec.local_shape().as_slice(), dtype, device))
     }
 
     /// Creates a tensor with the same value everywhere.
@@ -59,7 +59,7 @@ impl DTensor {
         placements: &[Placement],
     ) -> Result<Self> {
         let spec = placed(mesh, placements, shape, T::DTYPE)?;
-        made(spec, |spec| Tensor::full(value, spec.local_shape().as_slice(), device))
+        made(spec, |spec| empty::full(value, spec.local_shape().as_slice(), T::DTYPE, device))
     }
 
     /// Creates the one-dimensional tensor `start`, `start + 1`, and so on below `end`.
@@ -171,15 +171,13 @@ impl DTensor {
 
     /// Creates ones with the layout of this tensor, replicated where it is partial.
     pub fn ones_like(&self) -> Result<Self> {
-        made(self.spec_like()?, |spec| Tensor::ones(spec.local_shape().as_slice(), spec.dtype(), self.device()))
+        made(self.spec_like()?, |spec| empty::ones(spec.local_shape().as_slice(), spec.dtype(), self.device()))
     }
 
     /// Creates a tensor with one value everywhere, rounded to the dtype of this tensor, and its layout, replicated
     /// where it is partial.
     pub fn full_like(&self, value: f64) -> Result<Self> {
-        made(self.spec_like()?, |spec| {
-            Tensor::full(value, spec.local_shape().as_slice(), self.device())?.to_dtype(spec.dtype())
-        })
+        made(self.spec_like()?, |spec| empty::full(value, spec.local_shape().as_slice(), spec.dtype(), self.device()))
     }
 
     /// Creates random numbers as [`rand`](Self::rand) does, with the layout of this tensor, replicated where it is

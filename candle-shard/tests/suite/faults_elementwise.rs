@@ -185,7 +185,10 @@ fn a_plain_tensor_beside_shards_gets_its_whole_gradient_on_every_rank() {
     for at in [Shard(0), Shard(1), Replicate] {
         on_ranks(3, "plain", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &[3])?;
-            let (whole, scale) = (values(&[5, 4], 1, DType::F64), Var::from_tensor(&values(&[4], 2, DType::F64))?);
+            let (whole, scale) = (
+                values(&[5, 4], 1, DType::F64),
+                Var::from_tensor(&values(&[4], 2, DType::F64).to_device(ctx.device())?)?,
+            );
             let leaf = Leaf::new(&whole, &mesh, &[Lay::At(at)])?;
             let grads = (&leaf.tensor * scale.as_tensor())?.sum_all()?.backward()?;
             close(distance(grads.get(&scale).unwrap(), &whole.sum(0)?), "plain");

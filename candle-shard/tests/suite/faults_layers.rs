@@ -156,14 +156,14 @@ fn conv1d_of_inputs_cut_by_width_or_channels() {
 fn an_uneven_perceptron_cut_by_columns_then_rows() {
     for (world, at) in [2, 3, 4, 5].into_iter().cartesian_product([Replicate, Shard(0)]) {
         on_ranks(world, "perceptron", move |ctx| -> Result<()> {
-            let (mesh, cpu) = (ctx.mesh(&[("tp", world)])?, Device::Cpu);
+            let mesh = ctx.mesh(&[("tp", world)])?;
             let plan = Plan::new("tp")
                 .with("up", ColwiseParallel::default())
                 .with("down", RowwiseParallel::default().output(at));
-            let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &cpu)?;
+            let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, ctx.device())?;
             let (up, down) = (Linear::new(8, 10, true, &vb.pp("up"))?, Linear::new(10, 6, true, &vb.pp("down"))?);
             let parameters = vb.finish()?;
-            let whole = values(&[5, 8], 1, DType::F64);
+            let whole = values(&[5, 8], 1, DType::F64).to_device(ctx.device())?;
             let y = down.forward(&up.forward(&distribute(&whole, &mesh, &[Replicate])?)?.relu()?)?;
             assert_eq!(y.placements(), [at]);
             let var = |p: &candle_shard::nn::Parameter| {

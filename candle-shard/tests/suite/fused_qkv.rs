@@ -178,12 +178,12 @@ fn whole_weights_are_read_by_segments() {
         for world in 1..=4 {
             let (step, path) = (step.clone(), path.clone());
             on_ranks(world, &format!("{h:?} from weights"), move |ctx| -> Result<()> {
-                let (mesh, cpu) = (ctx.mesh(&[("tp", world)])?, Device::Cpu);
-                let vars = candle_nn::VarBuilder::from_tensors(step.start.clone(), DType::F64, &cpu);
+                let (mesh, there) = (ctx.mesh(&[("tp", world)])?, test_utils::device());
+                let vars = candle_nn::VarBuilder::from_tensors(step.start.clone(), DType::F64, &there);
                 let from_vars = ShardedVarBuilder::from_candle(vars, 0, &mesh, plan())?;
                 let from_file =
-                    ShardedVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan(), DType::F64, &cpu)?;
-                let other = ShardedVarBuilder::fresh(SEED + 1, &mesh, plan(), DType::F64, &cpu)?;
+                    ShardedVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan(), DType::F64, &there)?;
+                let other = ShardedVarBuilder::fresh(SEED + 1, &mesh, plan(), DType::F64, &there)?;
                 for (vb, loaded) in [(from_vars, None), (from_file, None), (other, Some(&path))] {
                     let (model, parameters) = (Attention::new(heads(h), &vb)?, vb.finish()?);
                     loaded.map_or(Ok(()), |path| parameters.load(path))?;

@@ -25,6 +25,7 @@ fn random_tensors_are_those_of_one_device() {
     for shape in MESHES {
         on_ranks(shape.iter().product(), "random", move |ctx| -> Result<()> {
             let (mesh, cpu, stream) = (mesh(ctx, shape)?, Device::Cpu, Stream::new(11, "noise"));
+            let there = test_utils::device();
             let even = Distribution::Uniform { lo: -1.0, up: 1.0 };
             let normal = Distribution::Normal { mean: 0.5, stdev: 2.0 };
             for dims in SHAPES {
@@ -32,10 +33,10 @@ fn random_tensors_are_those_of_one_device() {
                 let choices: Vec<_> = (0..dims.len()).map(Shard).chain([Replicate]).collect();
                 for at in on_axes(&choices, shape.len()) {
                     let made = [
-                        (DTensor::rand(-1f32, 1., dims, &cpu, &mesh, &at, stream)?, whole(even, DType::F32)?),
-                        (DTensor::rand(-1f64, 1., dims, &cpu, &mesh, &at, stream)?, whole(even, DType::F64)?),
-                        (DTensor::randn(0.5f32, 2., dims, &cpu, &mesh, &at, stream)?, whole(normal, DType::F32)?),
-                        (DTensor::randn(0.5f64, 2., dims, &cpu, &mesh, &at, stream)?, whole(normal, DType::F64)?),
+                        (DTensor::rand(-1f32, 1., dims, &there, &mesh, &at, stream)?, whole(even, DType::F32)?),
+                        (DTensor::rand(-1f64, 1., dims, &there, &mesh, &at, stream)?, whole(even, DType::F64)?),
+                        (DTensor::randn(0.5f32, 2., dims, &there, &mesh, &at, stream)?, whole(normal, DType::F32)?),
+                        (DTensor::randn(0.5f64, 2., dims, &there, &mesh, &at, stream)?, whole(normal, DType::F64)?),
                     ];
                     for (made, want) in made {
                         assert_eq!(bits(made.to_local()), bits(&block(&want, made.spec())?), "{}", made.spec());
@@ -66,7 +67,7 @@ fn dropout_drops_what_one_device_drops() {
                     let most = if lays.contains(&Lay::At(SUM)) { 1e-15 } else { 0.0 };
                     assert!(error <= most, "{}: {error:e}", leaf.tensor.spec());
                     let whole_again = dropped.detach().full_tensor()?;
-                    let zeros = |t: &Tensor| Ok::<_, candle_core::Error>(bits(&t.eq(0f64)?));
+                    let zeros = |t: &Tensor| Ok::<_, candle_core::Error>(bits(&t.to_device(&Device::Cpu)?.eq(0f64)?));
                     assert_eq!(zeros(&whole_again)?, zeros(one.to_local())?, "{}", leaf.tensor.spec());
                 }
             }

@@ -89,6 +89,16 @@ fn spread(x: &Tensor, mesh: &DeviceMesh, group: usize, kv_heads: usize, cut: boo
     on_device(&DTensor::from_local_with_spec(block(x, &spec)?.contiguous()?, spec)?)
 }
 
+/// Checks that a cache of 8-bit floats is refused on a GPU, also by ranks without heads.
+fn refuse_bytes(mesh: &DeviceMesh) -> Result<()> {
+    let x = distribute(&values(&[1, 1, 2, 4], 1, DType::F32), mesh, &[Shard(1)])?;
+    let refused = KvCache::new(2, 8).with_dtype(DType::F8E4M3).append(&x, &x).unwrap_err().to_string();
+    assert!(refused.contains("F8E4M3") && refused.contains("another dtype"), "{refused}");
+    let refused = x.to_dtype(DType::F8E4M3).unwrap_err().to_string();
+    assert!(refused.contains("F8E4M3") && refused.contains("on the host"), "{refused}");
+    Ok(())
+}
+
 #[test]
 fn the_tokens_of_each_text_get_what_they_get_alone() {
     for world in 1..=4 {
@@ -102,6 +112,10 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                     (DType::F32, [DType::BF16; 3], 1e-5),
                     (DType::F32, [DType::BF16, DType::F32, DType::F8E4M3], 1e-5),
                 ] {
+                    if kept.contains(&DType::F8E4M3) && !ctx.device().is_cpu() {
+                        refuse_bytes(&mesh)?;
+                        continue;
+                    }
                     for options in [
                         Attention::default(),
                         Attention::default().scale(0.7).cap(0.5),
@@ -212,9 +226,10 @@ fn rows_of_a_batch_have_texts_of_their_own() {
 fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
     let said = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[2])?;
-        let of = |heads: usize, tokens: usize, width: usize, at| {
-            distribute(&values(&[1, heads, tokens, width], 1, DType::F32), &mesh, &[at])
+        let of_dtype = |heads: usize, tokens: usize, width: usize, at, dtype| {
+            distribute(&values(&[1, heads, tokens, width], 1, DType::F32).to_dtype(dtype)?, &mesh, &[at])
         };
+        let of = |heads, tokens, width, at| of_dtype(heads, tokens, width, at, DType::F32);
         let (q, k, v) = (of(4, 2, DIM, Shard(1))?, of(2, 2, DIM, Shard(1))?, of(2, 2, WIDTH, Shard(1))?);
         let causal = Attention::default().causal(true);
         let mut caches = [KvCache::new(2, 8), KvCache::new(2, 8)];
@@ -222,8 +237,8 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
         let (whole, uneven) = (of(2, 2, DIM, Replicate)?, of(3, 2, DIM, Shard(1))?);
         let (leaf, _) = q.to_var()?;
         let wide = q.to_dtype(DType::F64)?;
-        let [small_q, small_k, small_v] =
-            [q.to_dtype(DType::F8E4M3)?, k.to_dtype(DType::F8E4M3)?, v.to_dtype(DType::F8E4M3)?];
+        let small = |heads: usize, width: usize| of_dtype(heads, 2, width, Shard(1), DType::F8E4M3);
+        let (small_q, small_k, small_v) = (small(4, DIM)?, small(2, DIM)?, small(2, WIDTH)?);
         let mut refuse = |options: &Attention, inputs: [&DTensor; 3], tokens: [usize; 2]| -> Result<()> {
             let texts = caches.iter_mut().zip(tokens);
             let texts = texts.map(|(cache, tokens)| TextTokens { tokens, cache: TextCache::All(cache) }).collect();

@@ -1,5 +1,6 @@
 //! candle's kernels as host code, found by the names that candle asks for. The real ones are in candle-kernels 0.11.1. `draw`
 //! has those of this repository.
+mod convolution;
 mod draw;
 mod elementwise;
 mod indexing;
@@ -45,7 +46,7 @@ pub(crate) struct Kernel {
 
 impl Kernel {
     /// Returns the kernel of a name, unless candle-kernels has none: its `ucopy` and `const_set` lack i16 and i32, its
-    /// casts lack those and i64 with 16-bit floats, and floats alone have unary functions.
+    /// casts lack those and i64 with 16-bit floats, its convolutions all signed integers, and floats alone have unary functions.
     pub(crate) fn named(name: &str) -> Option<Self> {
         use Size::Eight;
         let (op, last) = name.rsplit_once('_')?;
@@ -53,6 +54,7 @@ impl Kernel {
         let scalar = Size::of(ty);
         let float = matches!(ty, Type::Bf16 | Type::F16 | Type::F32 | Type::F64);
         let short = matches!(ty, Type::I16 | Type::I32);
+        let signed = short || ty == Type::I64;
         let unary = vec![Eight; 5];
         let (op, other) = match op.rsplit_once('_').and_then(|(op, other)| Some((op, Type::named(other)?))) {
             Some((op, other)) => (op, other),
@@ -75,6 +77,11 @@ impl Kernel {
             "draw_uniform" | "draw_normal" | "draw_bernoulli" if matches!(ty, Type::F32 | Type::F64) => {
                 ([&[Eight; 8][..], &[scalar; 2]].concat(), draw::draw)
             }
+            "im2col1d" if !signed => (vec![Eight; 9], convolution::im2col1d),
+            "im2col" if !signed => (vec![Eight; 11], convolution::im2col),
+            "col2im1d" if !signed => (vec![Eight; 8], convolution::col2im1d),
+            "conv_transpose1d" if !signed => (vec![Eight; 10], convolution::conv_transpose1d),
+            "conv_transpose2d" if !signed => (vec![Eight; 11], convolution::conv_transpose2d),
             "gather" => (vec![Eight; 8], indexing::gather),
             "ia" => (vec![Eight; 8], indexing::index_add),
             "s" | "sa" => (vec![Eight; 7], indexing::scatter),

@@ -39,7 +39,7 @@ pub(crate) fn run<T: 'static>(
     }
     let port = meeting.port;
     let mine = || {
-        let ctx = open(job, world, port, ranks.until_late()).map_err(|why| ranks.fail(job.rank, why))?;
+        let ctx = open(job, world, port, ranks.longest_call()).map_err(|why| ranks.fail(job.rank, why))?;
         on_rank(ctx)
     };
     let has_rank = fits && job.rank < world;

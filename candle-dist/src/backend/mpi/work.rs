@@ -114,8 +114,7 @@ impl Memory {
             let sources: SmallVec<[&[T]; 8]> = sources.iter().map(read).collect();
             // SAFETY: the caller's promise.
             let to = unsafe { slice::from_raw_parts_mut(self.at(to).cast::<MaybeUninit<T>>(), to.len) };
-            reduce_slices(&sources, op, to);
-            Ok(())
+            reduce_slices(&sources, op, to)
         })
     }
 }

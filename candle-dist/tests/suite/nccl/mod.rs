@@ -4,6 +4,7 @@
 #[cfg(feature = "nccl")]
 mod costs;
 mod faults;
+mod kernels;
 mod seeds;
 mod waits;
 
@@ -113,6 +114,26 @@ fn a_host_tensor_of_an_aborted_call_is_an_error() {
             }
             let got = ctx.group().all_reduce(&x, ReduceOp::Sum);
             let text = got.map(|x| format!("{:?}", x.to_vec1::<f32>())).expect_err("rank 0 has stopped").to_string();
+            assert!(text.contains("this rank stops"), "{text}");
+            Ok(())
+        });
+        assert!(outcome.unwrap_err().to_string().contains("this rank stops"));
+    }
+}
+
+#[test]
+fn a_result_whose_call_fails_before_it_is_read_is_an_error() {
+    for n in sizes(2) {
+        let outcome = Ranks::new(n, "a call that fails after its return").run(move |ctx| {
+            let x = computed(ctx.rank(), 1000, ctx.device())?;
+            let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
+            assert_eq!(ctx.group().to_host(&sum)?.to_vec1::<f32>()?, vec![sum_of(n); 1000]);
+            if ctx.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(100));
+                return Err(candle_dist::Error::Unsupported("this rank stops".into()));
+            }
+            let sum = ctx.group().all_reduce(&x, ReduceOp::Sum).expect("the call returns before it has run");
+            let text = ctx.group().to_host(&sum).map(drop).expect_err("rank 0 has stopped").to_string();
             assert!(text.contains("this rank stops"), "{text}");
             Ok(())
         });

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
-use test_utils::on_ranks;
+use test_utils::{on_ranks, over_mpi};
 
 fn identity() -> Tail {
     Arc::new(|_, _, y, _| Ok(y.clone()))
@@ -33,12 +33,14 @@ fn spans_of_all_ranks_are_by_one_clock() {
     };
     let at: HashMap<_, _> = spans.iter().flatten().map(of).collect();
     assert_eq!(at.len(), 2 * ranks * microbatches);
+    // Processes know each other's clock to half a round trip, which is far less than the 20 ms between the ranks.
+    let known_to = if over_mpi() { 0.005 } else { 0.0 };
     for microbatch in 0..microbatches {
         for stage in 1..ranks {
             let (before, after) = (at[&(stage - 1, true, microbatch)], at[&(stage, true, microbatch)]);
-            assert!(before.start >= 0.0 && before.end <= after.start, "{before:?}, then {after:?}");
+            assert!(before.start >= -known_to && before.end <= after.start + known_to, "{before:?}, then {after:?}");
             let (after, before) = (at[&(stage - 1, false, microbatch)], at[&(stage, false, microbatch)]);
-            assert!(before.end <= after.start, "{before:?}, then {after:?}");
+            assert!(before.end <= after.start + known_to, "{before:?}, then {after:?}");
         }
     }
 }

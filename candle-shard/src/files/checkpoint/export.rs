@@ -81,7 +81,7 @@ pub fn export_parts<N: AsRef<str>>(
         let whole = detached.full_tensor()?;
         // After a failure rank 0 continues to gather, because the other ranks wait for it.
         if let Ok(Some(file)) = &mut writer
-            && let Err(error) = file.write(&whole)
+            && let Err(error) = group.to_host(&whole).map_err(Error::from).and_then(|whole| file.write(&whole))
         {
             writer = Err(error);
         }

@@ -1,4 +1,5 @@
 //! How the tokens of a cache lie on a mesh, and the checks of new ones.
+use crate::kernels;
 use crate::layout::Spec;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
@@ -46,6 +47,10 @@ impl Layout {
             if x.tracked() {
                 return Error::op(op, format!("{what} {spec} with a gradient, which would be lost; detach them"));
             }
+            if let Some(dtype) = self.dtype.filter(|&dtype| !kernels::converts(x.dtype(), dtype, x.device())) {
+                let reason = "candle has no such conversion on this device; store another dtype";
+                return Error::op(op, format!("{what} {spec} in {dtype:?} on {:?}: {reason}", x.device()));
+            }
             if let Some(before) = self.specs.as_ref().map(|specs| &specs[i])
                 && !is_alike(before, spec, dim)
             {
@@ -72,7 +77,7 @@ impl Layout {
     pub(super) fn kept(&self, local: &Tensor) -> candle_core::Result<Tensor> {
         match local.elem_count() {
             0 => self.stand_in(local),
-            _ => local.to_dtype(self.dtype.unwrap_or(local.dtype()))?.contiguous(),
+            _ => kernels::convert(local, self.dtype.unwrap_or(local.dtype()))?.contiguous(),
         }
     }
 
@@ -92,7 +97,7 @@ impl Layout {
         let shape = spec.local_shape();
         let local = match shape.contains(&0) {
             true => Tensor::zeros(shape.as_slice(), spec.dtype(), local.device())?,
-            false => local.to_dtype(spec.dtype())?,
+            false => kernels::convert(local, spec.dtype())?,
         };
         // Not a leaf: in-place ops on it would change the cache.
         Ok(DTensor::assemble(local, spec.shared(), 0))

@@ -9,6 +9,7 @@ use candle_core::Tensor;
 use candle_dist::backend::Dims;
 use itertools::Itertools;
 use smallvec::smallvec;
+use std::cell::{Cell, RefCell};
 
 const OP: &str = "attention_of_texts";
 
@@ -69,11 +70,11 @@ impl Attention {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn of_texts(&self, [query, key, value]: [&DTensor; 3], mut texts: Vec<TextTokens<'_>>) -> Result<DTensor> {
+    pub fn of_texts(&self, [query, key, value]: [&DTensor; 3], texts: Vec<TextTokens<'_>>) -> Result<DTensor> {
         let inputs = [query, key, value];
         let [batch, tokens, heads, dim, width] = self.check_texts(inputs, &texts)?;
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
-        let mut runs = false;
+        let (texts, runs) = (RefCell::new(texts), Cell::new(false));
         let op_spec = || {
             check_layouts(inputs)?;
             let of_axis = |(axis, &placement)| match placement {
@@ -85,21 +86,21 @@ impl Attention {
             let shape = Dims::from_slice(&[batch, tokens, heads, width]);
             OpSpec::laid(&inputs, inputs.map(DTensor::targets), &out, &[(shape, query.dtype())])
         };
-        let made = rules::run_with(OP, &[], &inputs, op_spec, |x, _| {
-            runs = true;
+        let made = rules::run_with(OP, &[], &inputs, &op_spec, &|x, _| {
+            runs.set(true);
             let specs = [key.spec(), value.spec()];
             Ok(smallvec![self.run_texts(
                 [x[0].to_local(), x[1].to_local(), x[2].to_local()],
                 specs,
-                &mut texts,
+                &mut texts.borrow_mut(),
                 scale
             )?])
         });
         let made = made?.remove(0);
-        if !runs {
+        if !runs.get() {
             // A rank without heads counts the tokens.
             let mut start = 0;
-            for text in &mut texts {
+            for mut text in texts.into_inner() {
                 let new = [key, value].map(|x| x.to_local().narrow(TOKENS, start, text.tokens));
                 start += text.tokens;
                 let [k, v] = new;

@@ -4,9 +4,9 @@ use super::config::Axes;
 use super::load::targets;
 use crate::Result;
 use crate::kernels::{self, BagMode, Bags};
-use candle_core::{DType, Tensor};
-use candle_dist::ProcessGroup;
+use candle_core::{DType, Device, Tensor};
 use candle_dist::functional::Exchange;
+use candle_dist::{ProcessGroup, empty};
 
 /// The way of this rank's tokens to their experts. A token goes once to a rank, whatever it chose there.
 pub(super) struct Dispatch {
@@ -78,17 +78,21 @@ impl Dispatch {
         let rows = Exchange::all_to_all_single(counts).apply(&rows, group)?;
         // Weights and numbers of experts travel together.
         let (k, n) = (self.top_k, rows.dim(0)?);
-        let own = weights.detach().to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let own = empty::to_host(&weights.detach())?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         let number = |&expert: &u32| if expert == NO_EXPERT { -1.0 } else { f64::from(expert) };
         let pairs = own.chunks_exact(k).zip(self.slips.chunks_exact(k));
         let packed: Vec<f64> = pairs.flat_map(|(w, slip)| w.iter().copied().chain(slip.iter().map(number))).collect();
-        let packed = Tensor::from_vec(packed, (self.sent.len(), 2 * k), weights.device())?.to_dtype(weights.dtype())?;
-        let packed = group.all_to_all_single(&packed, counts)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let there = |list: Vec<f64>, shape: (usize, usize)| {
+            Tensor::from_vec(list, shape, &Device::Cpu)?.to_dtype(weights.dtype())?.to_device(weights.device())
+        };
+        let packed = there(packed, (self.sent.len(), 2 * k))?;
+        let packed = group.to_host(&group.all_to_all_single(&packed, counts)?)?;
+        let packed = packed.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         let halves = || packed.chunks_exact(2 * k).map(|row| row.split_at(k));
         let experts =
             halves().flat_map(|(_, slip)| slip).map(|&i| if i < 0.0 { NO_EXPERT } else { i as u32 }).collect();
         let got: Vec<f64> = halves().flat_map(|(weights, _)| weights).copied().collect();
-        let got = Tensor::from_vec(got, (n, k), weights.device())?.to_dtype(weights.dtype())?;
+        let got = there(got, (n, k))?;
         let weights = Exchange::all_to_all_single(counts).with_known_result(&weights, &got, group)?;
         Ok(Arrived { rows, weights, experts })
     }

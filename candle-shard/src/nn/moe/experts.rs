@@ -75,7 +75,7 @@ pub(super) fn compute(arrived: &Arrived, experts: &Experts, laid: &[DTensor]) ->
     let slots = by_expert.concat();
     let rows: Vec<u32> = slots.iter().map(|slot| slot / top_k as u32).collect();
     let x = kernels::embedding(&arrived.rows, &rows[..], None)?;
-    let made = experts.results(laid, &x, &counts)?.to_dtype(arrived.weights.dtype())?;
+    let made = kernels::convert(&experts.results(laid, &x, &counts)?, arrived.weights.dtype())?;
     let mut of_row: Vec<Vec<u32>> = vec![Vec::new(); n];
     (0u32..).zip(&rows).for_each(|(place, &row)| of_row[row as usize].push(place));
     let in_bags: Vec<u32> = of_row.iter().flatten().map(|&place| slots[place as usize]).collect();

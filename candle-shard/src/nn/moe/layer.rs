@@ -7,6 +7,7 @@ use super::load::{self, Load, Table, TokenRanks};
 use super::router::{Routed, Router};
 use super::shared::Shared;
 use super::{capacity, losses};
+use crate::kernels;
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::draws;
 use crate::nn::{Mode, ShardedVarBuilder};
@@ -201,12 +202,12 @@ impl MoE {
         };
         let me = self.axes.experts.map_or(0, |axis| mesh.coordinate()[axis]);
         let dispatch = Dispatch::new((kept, self.config.top_k), &self.axes, me, exchange)?;
-        let mut made = rules::run_with(OP, &attributes, &inputs, op_spec, |laid, outs| {
+        let mut made = rules::run_with(OP, &attributes, &inputs, &op_spec, &|laid, outs| {
             let tokens = kept.len() / self.config.top_k;
             let flat = |x: &DTensor, width: usize| x.to_local().contiguous()?.reshape((tokens, width));
             let arrived = dispatch.send(&flat(&laid[0], self.config.width)?, &flat(&laid[1], self.config.top_k)?)?;
             let made = compute(&arrived, &self.experts, &laid[2..])?;
-            let made = dispatch.bring_back(&made.to_dtype(x.dtype())?)?;
+            let made = dispatch.bring_back(&kernels::convert(&made, x.dtype())?)?;
             Ok(smallvec![made.reshape(outs[0].local_shape().as_slice())?])
         })?;
         Ok(made.remove(0))

@@ -5,6 +5,7 @@ use crate::nn::linear::init;
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::{DTensor, Result, Spec};
 use candle_core::{DType, Device, Tensor};
+use candle_dist::empty;
 
 /// The parameters of a router.
 #[derive(Debug, Clone)]
@@ -60,7 +61,7 @@ impl Router {
     }
 
     fn choose(&self, config: &MoEConfig, scores: &Tensor) -> Result<(Vec<u32>, Option<usize>)> {
-        let list = |x: &Tensor| x.detach().to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
+        let list = |x: &Tensor| empty::to_host(&x.detach())?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
         let bias = self.bias.as_ref().map(|bias| list(bias.to_local())).transpose()?;
         let (scores, mut chosen, mut invalid) = (list(scores)?, Vec::new(), None);
         let mut values = vec![0.0; config.experts];

@@ -3,7 +3,7 @@ use super::element::{ElementOptimizer, ElementParams};
 use super::params::{Params, check};
 use super::slot::Slot;
 use crate::Result;
-use crate::kernels::{AdagradRule, update_all};
+use crate::kernels::{AdagradRule, Update};
 use candle_core::{Tensor, bail};
 
 /// Adagrad (Duchi et al. 2011), by PyTorch's rule.
@@ -76,6 +76,6 @@ impl ElementParams for ParamsAdagrad {
         let [sum] = &slot.states[..] else { bail!("Adagrad: {} has {} states", slot.of.name, slot.states.len()) };
         let rule = AdagradRule { lr: self.lr_at(slot.steps), weight_decay: self.weight_decay, eps: self.eps };
         let var = (&slot.of.var, slot.master.as_ref());
-        update_all(Self::TYPE, var, [sum], grad, &rule)
+        rule.update_all(Self::TYPE, var, [sum], grad)
     }
 }

@@ -2,7 +2,7 @@
 use super::element::{ElementOptimizer, ElementParams};
 use super::params::{Params, check};
 use super::slot::Slot;
-use crate::kernels::{MomentumRule, SgdRule, update_all};
+use crate::kernels::{MomentumRule, SgdRule, Update};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -79,9 +79,9 @@ impl ElementParams for ParamsSgd {
             [buffer] => {
                 let part = if slot.steps == 1 { 1.0 } else { 1.0 - dampening };
                 let rule = MomentumRule { lr, weight_decay, momentum, part, nesterov };
-                update_all(Self::TYPE, var, [buffer], grad, &rule)
+                rule.update_all(Self::TYPE, var, [buffer], grad)
             }
-            _ => update_all(Self::TYPE, var, [], grad, &SgdRule { lr, weight_decay }),
+            _ => SgdRule { lr, weight_decay }.update_all(Self::TYPE, var, [], grad),
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::layout::{Replicate, Spec};
 use crate::nn::Parameter;
 use crate::{DTensor, Error, Result, checkpoint, kernels};
 use candle_core::{Device, Tensor, Var};
-use candle_dist::DeviceMesh;
+use candle_dist::{DeviceMesh, empty};
 
 /// A parameter with its optimizer state.
 #[derive(Debug)]
@@ -22,8 +22,7 @@ impl Slot {
     pub(super) fn new<P: Params>(of: &Parameter, params: &P, master_weights: bool) -> Result<Self> {
         let master = if master_weights { kernels::master_of(&of.var)? } else { None };
         let dtype = P::state_dtype(master.as_ref().unwrap_or(&of.var).dtype());
-        let state =
-            |_| Var::from_tensor(&Tensor::full(params.start(), of.var.shape(), of.var.device())?.to_dtype(dtype)?);
+        let state = |_| Var::from_tensor(&empty::full(params.start(), of.var.shape(), dtype, of.var.device())?);
         let states = params.states().iter().map(state).collect::<candle_core::Result<_>>()?;
         Ok(Self { of: of.clone(), master, states, steps: 0 })
     }

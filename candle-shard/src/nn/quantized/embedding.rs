@@ -68,7 +68,7 @@ impl QuantizedEmbedding {
             let row = u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
             row.ok_or_else(|| format!("id {id} is not a row of a table of {rows} rows"))
         };
-        let mut made = rules::run_with(OP, &attributes, &[ids], op_spec, |x, outs| {
+        let mut made = rules::run_with(OP, &attributes, &[ids], &op_spec, &|x, outs| {
             let ids = read_indexes(OP, [ids, &x[0]], row)?;
             let found = Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
             Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])

@@ -6,8 +6,8 @@ use crate::parallel::{LayerKind, ModuleStyle};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result};
-use candle_core::Tensor;
 use candle_dist::backend::Dims;
+use candle_dist::empty;
 use smallvec::{SmallVec, smallvec};
 
 /// Query, key and value projections by three quantized weights: [`FusedQkv::with_names`](crate::nn::FusedQkv) for
@@ -165,14 +165,13 @@ impl QuantizedQkv {
         };
         let fixed = [axis, query, key_value, dim];
         let attributes: Dims = fixed.into_iter().chain(weight.sizes.iter().copied()).collect();
-        let mut made = rules::run_with("project_shared_quantized", &attributes, &inputs, op_spec, |x, _| {
+        let mut made = rules::run_with("project_shared_quantized", &attributes, &inputs, &op_spec, &|x, _| {
             let mut y = weight.blocks.product(x[0].to_local())?;
             let (batch, seq, held) = y.dims3()?;
             if let Some(bias) = x.get(1) {
                 y = y.broadcast_add(&bias.to_local().narrow(0, shared.first * dim, held)?)?;
             }
-            let copies = Tensor::new(shared.copies.as_slice(), y.device())?;
-            let y = y.reshape((batch, seq, held / dim, dim))?.index_select(&copies, 2)?;
+            let y = empty::index_select(&y.reshape((batch, seq, held / dim, dim))?, &shared.copies, 2)?;
             Ok(smallvec![y.reshape((batch, seq, shared.copies.len() * dim))?])
         })?;
         Ok(made.remove(0))

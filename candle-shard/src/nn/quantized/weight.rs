@@ -222,7 +222,7 @@ impl QuantizedWeight {
         };
         let attributes: SmallVec<[usize; 16]> =
             [N, axis, cut, input.size()].into_iter().chain(weights.iter().flat_map(sizes)).collect();
-        let made = rules::run_with(OP, &attributes, &[x], op_spec, |x, outs| {
+        let made = rules::run_with(OP, &attributes, &[x], &op_spec, &|x, outs| {
             let local = x[0].to_local();
             let blocks = weights.map(|weight| &weight.blocks);
             if local.elem_count() > 0 && blocks.iter().all(|blocks| blocks.matrix.is_some()) {

@@ -3,6 +3,7 @@ use super::order::even_sizes;
 use super::sequence::{Call, part};
 use crate::{Result, kernels};
 use candle_core::Tensor;
+use candle_dist::empty;
 use candle_dist::functional::{Cut, Exchange};
 use std::ops::Range;
 
@@ -89,8 +90,8 @@ fn select(x: &Tensor, columns: &[Range<usize>]) -> Result<Tensor> {
         columns.iter().filter(|range| !range.is_empty()).fold(0, |unit, range| gcd(gcd(unit, range.start), range.end));
     let unit = gcd(unit, width).max(1);
     let units = columns.iter().flat_map(|range| range.start / unit..range.end / unit).map(|unit| unit as u32);
-    let units = Tensor::from_iter(units, x.device())?;
-    let selected = x.reshape((batch, rows, width / unit, unit))?.index_select(&units, 2)?;
+    let units: Vec<u32> = units.collect();
+    let selected = empty::index_select(&x.reshape((batch, rows, width / unit, unit))?, &units, 2)?;
     Ok(selected.reshape((batch, rows, total))?)
 }
 

@@ -2,7 +2,7 @@
 use super::mask::Mask;
 use super::sequence::{Call, part};
 use crate::Result;
-use crate::kernels::{self, InPlace, Norms, Partial, Real};
+use crate::kernels::{self, Attended, Norms, Partial};
 use candle_core::{DType, Tensor};
 use candle_dist::Pending;
 use std::ops::Range;
@@ -32,7 +32,7 @@ pub(super) fn run(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
     }
 }
 
-fn run_in<T: InPlace>(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
+fn run_in<T: Attended>(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
     let hops = hops(&call.mask, [&call.queries, &call.keys], &call.batch);
     let ring = Ring { call, hops };
     let [q, k, v] = inputs.map(Tensor::detach);
@@ -93,14 +93,14 @@ impl Ring {
         call.mask.blocks(&call.queries[call.group.rank()], &call.keys[owner], &call.batch)
     }
 
-    fn forward<T: Real>(&self, [q, k, v]: [&Tensor; 3]) -> candle_core::Result<Partial<T>> {
+    fn forward<T: Attended>(&self, [q, k, v]: [&Tensor; 3]) -> candle_core::Result<Partial<T>> {
         let query = q.to_dtype(T::DTYPE)?;
         let (dim, width, scale) = (k.dim(3)?, v.dim(3)?, self.call.scale);
         let mut whole: Option<Partial<T>> = None;
         self.rotate([k, v], &mut |_, owner, packed| {
             let packed = packed.to_dtype(T::DTYPE)?;
             let (k, v) = (part(&packed, 3, 0, dim)?, part(&packed, 3, dim, width)?);
-            let more = kernels::partial_of_blocks([&query, &k, &v], scale, &self.blocks(owner))?;
+            let more = T::partial_of_blocks([&query, &k, &v], scale, &self.blocks(owner))?;
             match &mut whole {
                 Some(whole) => whole.join(more, scale),
                 None => whole = Some(more),
@@ -113,14 +113,14 @@ impl Ring {
 
     /// The sums of the gradients of keys and values travel one step behind these. A rank adds to the sums that come, so it
     /// holds one block of them beside those of its own keys.
-    fn backward<T: InPlace>(
+    fn backward<T: Attended>(
         &self,
         [q, k, v]: [&Tensor; 3],
         [out, grad]: [&Tensor; 2],
         (norms, has_keys): (&Norms<T>, bool),
     ) -> candle_core::Result<[Tensor; 3]> {
         let query = q.to_dtype(T::DTYPE)?;
-        let inner = kernels::inner::<T>(out, grad)?;
+        let inner = T::inner(out, grad)?;
         let work = kernels::Backward { query: &query, grad, norms, inner: &inner, scale: self.call.scale };
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
@@ -135,7 +135,7 @@ impl Ring {
             };
             let packed = packed.to_dtype(T::DTYPE)?;
             let keys = [&part(&packed, 3, 0, dim)?, &part(&packed, 3, dim, width)?];
-            work.add_to(keys, &self.blocks(owner), &mut of_query, &sums)?;
+            T::add_gradients(&work, keys, &self.blocks(owner), &mut of_query, &sums)?;
             if step == 0 {
                 own = Some(sums);
             } else if has_keys {

@@ -92,7 +92,7 @@ fn run_sharded(
     let q = inputs[0];
     let way = choose(options, axis, inputs, mask)?;
     let op_spec = || OpSpec::of_rows(axis, inputs, true);
-    let mut made = rules::run_with(name(way), &[], &inputs, op_spec, |x, outs| {
+    let mut made = rules::run_with(name(way), &[], &inputs, &op_spec, &|x, outs| {
         let call = Call::new(axis, [&x[0], &x[1]], (mask, scale))?;
         let out = call.run(way, x)?;
         Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
@@ -105,7 +105,7 @@ fn run_sharded(
 fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale)) -> Result<DTensor> {
     let q = inputs[0];
     let op_spec = || OpSpec::of_rows(axis, inputs, false);
-    let mut made = rules::run_with("flash_attn by joining", &[], &inputs, op_spec, |x, outs| {
+    let mut made = rules::run_with("flash_attn by joining", &[], &inputs, &op_spec, &|x, outs| {
         let call = Call::new(axis, [&x[0], &x[1]], (mask, scale))?;
         // Each rank has the gradient of the query through its own keys.
         let query = match x[0].is_varying(axis) {
@@ -260,17 +260,17 @@ impl Call {
         }
     }
 
-    fn joined_in<T: kernels::Real>(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
+    fn joined_in<T: kernels::Attended>(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
         let [q, k, v] = inputs.map(|x| x.to_dtype(T::DTYPE));
         let (q, k, v) = (q?, k?, v?);
         let blocks = self.mask.blocks(self.mine(), &self.keys[self.group.rank()], &self.batch);
-        let own = kernels::partial_of_blocks::<T>([&q, &k, &v], self.scale, &blocks)?.pack();
+        let own = T::partial_of_blocks([&q, &k, &v], self.scale, &blocks)?.pack();
         let len = own.len();
         let packed = self.group.all_gather(&Tensor::from_vec(own, (1, len), q.device())?, 0)?;
         let width = v.dim(3)?;
         let parts = packed.to_vec2::<T>()?.into_iter().map(|packed| Ok(kernels::Partial::unpack(&packed, width)));
         let whole = kernels::join_all(kernels::sizes([&q, &k, &v])?, parts, self.scale)?;
-        Ok(kernels::with_result([&q, &k, &v], whole, self.scale, blocks)?)
+        Ok(T::with_result([&q, &k, &v], whole, self.scale, blocks)?)
     }
 }
 

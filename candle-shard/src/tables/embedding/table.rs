@@ -4,7 +4,7 @@ use crate::lookup::Wrong;
 use crate::tables::sparse::RowVar;
 use crate::{Result, ShardedTensor};
 use candle_core::Tensor;
-use candle_dist::ProcessGroup;
+use candle_dist::{ProcessGroup, empty};
 use itertools::Itertools;
 use std::ops::Range;
 
@@ -40,10 +40,7 @@ impl Local {
     /// Looks up local rows, differentiable; the gradient of the row `still` is not used.
     pub(crate) fn lookup(&self, rows: Vec<u32>, still: Option<u32>) -> Result<Tensor> {
         match self {
-            Self::Dense(tensor) => {
-                let rows = Tensor::from_slice(&rows, rows.len(), tensor.device())?;
-                Ok(tensor.contiguous()?.index_select(&rows, 0)?)
-            }
+            Self::Dense(tensor) => Ok(empty::index_select(tensor, &rows, 0)?),
             Self::ByRows(table) => table.lookup_but(rows, still),
         }
     }

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::random::{Distribution, Stream, sample};
 use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
 use candle_core::{DType, Device, FloatDType, Shape, Tensor, WithDType};
-use candle_dist::ProcessGroup;
+use candle_dist::{ProcessGroup, empty};
 use std::sync::Arc;
 
 const OP: &str = "ShardedTensor::new";
@@ -54,7 +54,7 @@ impl ShardedTensor {
         device: &Device,
         group: &ProcessGroup,
     ) -> Result<Self> {
-        made(layout(spec, shape, dtype, group)?, device, |shard| Tensor::ones(&shard.sizes[..], dtype, device))
+        made(layout(spec, shape, dtype, group)?, device, |shard| empty::ones(&shard.sizes[..], dtype, device))
     }
 
     /// Creates a tensor with the same value everywhere.
@@ -65,7 +65,9 @@ impl ShardedTensor {
         device: &Device,
         group: &ProcessGroup,
     ) -> Result<Self> {
-        made(layout(spec, shape, T::DTYPE, group)?, device, |shard| Tensor::full(value, &shard.sizes[..], device))
+        made(layout(spec, shape, T::DTYPE, group)?, device, |shard| {
+            empty::full(value, &shard.sizes[..], T::DTYPE, device)
+        })
     }
 
     /// Creates random numbers of `stream`, uniform over `[lo, up)` and bit-equal under every spec.
@@ -138,7 +140,7 @@ impl ShardedTensor {
     ) -> Result<Self> {
         let layout = self.layout_like(dtype.into(), group.into())?;
         let dtype = layout.metadata.dtype;
-        made(layout, self.device(), |shard| Tensor::full(value, &shard.sizes[..], self.device())?.to_dtype(dtype))
+        made(layout, self.device(), |shard| empty::full(value, &shard.sizes[..], dtype, self.device()))
     }
 
     /// Creates random numbers as [`rand`](Self::rand) does, with the layout of this tensor; `dtype` and `group`, if

@@ -7,7 +7,8 @@ use super::factory::sampled;
 use super::transform::overwrite;
 use crate::Result;
 use crate::random::{Distribution, Stream};
-use candle_core::{Shape, Tensor};
+use candle_core::Shape;
+use candle_dist::empty;
 use candle_nn::init::{FanInOut, NonLinearity};
 
 /// Fills the tensor with random numbers of `stream`, uniform over `[lo, up)`.
@@ -66,7 +67,7 @@ pub fn kaiming_uniform(
 pub fn constant(tensor: &ShardedTensor, value: f64) -> Result<()> {
     for shard in tensor.local_shards() {
         let sizes = &shard.metadata.sizes[..];
-        overwrite(&shard.tensor, &Tensor::full(value, sizes, tensor.device())?.to_dtype(tensor.dtype())?)?;
+        overwrite(&shard.tensor, &empty::full(value, sizes, tensor.dtype(), tensor.device())?)?;
     }
     Ok(())
 }

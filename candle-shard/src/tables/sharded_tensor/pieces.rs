@@ -2,6 +2,7 @@
 use crate::Result;
 use crate::layout::Block;
 use candle_core::{DType, Device, Tensor};
+use candle_dist::ProcessGroup;
 use std::ops::Range;
 
 /// Copies `block` out of a tensor whose first element has the global index `origin`.
@@ -29,6 +30,11 @@ pub(super) fn joined(want: &Block, dtype: DType, device: &Device, blocks: &[(Ten
         write(&whole, &tensor.detach().contiguous()?, &starts)?;
     }
     Ok(whole)
+}
+
+/// Returns a tensor that was received, on this device: over NCCL it arrives on the rank's GPU.
+pub(super) fn arrived(group: &ProcessGroup, tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    if device.is_cpu() { Ok(group.to_host(tensor)?) } else { Ok(tensor.to_device(device)?) }
 }
 
 /// Writes `part` over the elements of `whole` that begin at `starts`; both are contiguous.

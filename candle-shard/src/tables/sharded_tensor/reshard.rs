@@ -44,7 +44,7 @@ impl ShardedTensor {
             let blocks = sources.map(|(source, block)| match source {
                 Source::Shard(nth) => Ok((self.cut(nth, &block)?, block)),
                 Source::Rank(_) => match received.next() {
-                    Some(tensor) => Ok((tensor, block)),
+                    Some(tensor) => Ok((pieces::arrived(self.group(), &tensor, self.device())?, block)),
                     None => Error::op(OP, format!("too few pieces arrived for shard {shard} of {layout}")),
                 },
             });

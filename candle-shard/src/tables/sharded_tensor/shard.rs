@@ -110,7 +110,7 @@ pub(super) fn scattered(
     ShardedTensor::build(layout.clone(), device, |shard| match (whole, shard.is_empty()) {
         (Some(whole), _) => pieces::cut(whole, &origin, &shard.block()),
         (None, false) => match received.next() {
-            Some(tensor) => Ok(tensor.to_device(device)?),
+            Some(tensor) => pieces::arrived(group, &tensor, device),
             None => Error::op(OP, format!("nothing arrived for shard {shard}; make the same calls on all ranks")),
         },
         (None, true) => Ok(Tensor::zeros(&shard.sizes[..], dtype, device)?),

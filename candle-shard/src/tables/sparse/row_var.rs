@@ -3,6 +3,7 @@ use super::row_grad::{Part, RowGrad};
 use crate::lookup::{Renorm, limit_rows};
 use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
+use candle_dist::empty;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A table `[rows, width]` (f32, f64, f16 or bf16) for row lookups, with a gradient stored by rows.
@@ -155,7 +156,7 @@ impl CustomOp1 for Lookup {
         if let Some(still) = self.still {
             let kept: Vec<u32> = (0..rows.len() as u32).filter(|&i| rows[i as usize] != still).collect();
             rows = kept.iter().map(|&i| rows[i as usize]).collect();
-            grad = grad.contiguous()?.index_select(&Tensor::from_vec(kept, rows.len(), grad.device())?, 0)?;
+            grad = empty::index_select(&grad, &kept, 0)?;
         }
         lock(&self.pending).push(Part { rows, grad });
         handle.zeros_like().map(Some)

@@ -1,7 +1,7 @@
 //! Code that the optimizers share.
 use super::RowVar;
 use crate::Result;
-use crate::kernels::{Rule, update_rows};
+use crate::kernels::Update;
 use candle_core::{DType, Device, Tensor, Var};
 
 /// Variables, each with its state tensors of the same shape.
@@ -19,10 +19,10 @@ impl Slots {
     }
 
     /// Takes the gradients and updates the rows that have one.
-    pub(super) fn step<const N: usize>(&self, rule: &impl Rule<N>) -> Result<()> {
+    pub(super) fn step<const N: usize>(&self, rule: &impl Update<N>) -> Result<()> {
         for (var, states) in &self.0 {
             if let Some(part) = var.take_part()? {
-                update_rows(var.var(), states, &part.rows, &part.grad, rule)?;
+                rule.update_rows(var.var(), states, &part.rows, &part.grad)?;
             }
         }
         Ok(())

@@ -253,7 +253,7 @@ fn views_of_parameters_held_over_steps_are_never_stale() {
         let held = [w.t()?, w.reshape((3, 4))?, w.permute((1, 0))?, w.t()?.narrow(0, 0, 3)?];
         let x = distribute(&ones((2, 3))?, &mesh, &[Shard(0)])?;
         for (value, want) in [(1.0, 24.0), (0.0, 0.0), (2.0, 48.0)] {
-            var.set(&(ones((4, 3))? * value)?)?;
+            var.set(&(ones((4, 3))? * value)?.to_device(var.device())?)?;
             for view in &held {
                 let y = x.matmul(view)?.sum_all()?;
                 assert_eq!(y.full_tensor()?.to_scalar::<f64>()?, want);

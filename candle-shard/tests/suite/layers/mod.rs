@@ -138,8 +138,7 @@ fn check(case: &Case, cut: Cut, mesh: &candle_dist::DeviceMesh, at: &[Placement]
     assert_eq!(found.len(), want.of_parameters.len(), "{label}");
     for (name, rows) in found {
         let (got, want) = (Tensor::cat(&rows, 0)?, &want.of_parameters[name]);
-        assert_eq!(got.dims(), want.dims(), "{label}: {name}");
-        let error = (got - want)?.abs()?.max_all()?.to_scalar::<f64>()?;
+        let error = test_utils::distance(&got, want);
         assert!(error < 1e-9, "{label}: {name} is off by {error:e}");
     }
     Ok(())

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::{MoE, MoEConfig, Mode, Scores, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::random::{Distribution, Stream, sample_full};
-use candle_shard::{DTensor, Replicate, Result, Shard};
+use candle_shard::{Replicate, Result, Shard};
 use test_utils::on_ranks;
 
 /// Tokens whose first coordinates are logits: noise plus the logarithms of Zipf's frequencies.
@@ -27,13 +27,15 @@ fn under_zipf_routing_the_bias_balances_the_rows_of_ranks() {
                 .scores(Scores::Sigmoid)
                 .normalize(true)
                 .bias(true);
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
             let layer = MoE::new(config, &vb)?;
             for parameter in vb.finish()?.iter().filter(|p| p.name == "router.weight") {
-                parameter.var.set(&Tensor::eye(experts, DType::F64, &Device::Cpu)?)?;
+                parameter
+                    .var
+                    .set(&Tensor::eye(experts, DType::F64, &Device::Cpu)?.to_device(&test_utils::device())?)?;
             }
             let worst = |step: u64| -> Result<f64> {
-                let x = DTensor::distribute(&zipf(2048, experts, step)?, &mesh, &[Shard(0)])?;
+                let x = test_utils::distribute(&zipf(2048, experts, step)?, &mesh, &[Shard(0)])?;
                 let load = layer.forward(&x, TRAIN)?.load;
                 let mean = load.ranks.iter().sum::<usize>() as f64 / world as f64;
                 Ok(load.ranks.iter().copied().max().unwrap() as f64 / mean)
@@ -62,7 +64,7 @@ fn the_bias_moves_alike_on_all_meshes_and_changes_the_choice_alone() {
             let one = truth(&config, &[9, 6], Routing::Random, DType::F64)?;
             let (layer, parameters) = build(&config, &mesh, &one)?;
             let spec = tokens(&mesh, &one, &[Shard(0), Shard(0)], None)?;
-            let x = DTensor::distribute(&one.x, &mesh, &[Replicate, Replicate])?;
+            let x = test_utils::distribute(&one.x, &mesh, &[Replicate, Replicate])?;
             layer.forward(&x, TRAIN)?;
             layer.forward(&x, Mode::Eval)?; // not counted
             errors_of(&layer, &parameters, &one, spec)?;
@@ -100,7 +102,7 @@ fn replicas_outside_of_the_mesh_move_the_bias_alike() {
         let one = truth(&config, &[9, 6], Routing::Random, DType::F64)?;
         let (layer, parameters) = build(&config, &world.axis("ep")?, &one)?;
         let mine = one.x.narrow(0, 4 * ctx.rank(), 4 + ctx.rank())?.contiguous()?;
-        layer.forward(&DTensor::distribute(&mine, &world.axis("ep")?, &[Shard(0)])?, TRAIN)?;
+        layer.forward(&test_utils::distribute(&mine, &world.axis("ep")?, &[Shard(0)])?, TRAIN)?;
         layer.update_bias(0.5, Some(world.axis_group("dp")?))?;
         let want = one.made.counts.iter().map(|&count| 0.5 * (18.0 / 5.0 - count as f64).signum());
         let bias = parameters.iter().find(|p| p.name == "router.bias").unwrap().var.to_vec1::<f64>()?;

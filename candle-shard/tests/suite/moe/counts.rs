@@ -3,7 +3,7 @@ use super::harness::{Routing, TRAIN, build, config, tokens, truth};
 use candle_core::DType;
 use candle_dist::Op;
 use candle_dist::comm::{self, CommCounts};
-use candle_shard::{DTensor, Replicate, Result, Shard, explain, strict};
+use candle_shard::{Replicate, Result, Shard, explain, strict};
 use std::collections::BTreeSet;
 use test_utils::on_ranks;
 
@@ -21,7 +21,7 @@ fn only_routed_rows_travel_and_each_once_to_a_rank() {
                 let (layer, parameters) = build(&config, &mesh, &truth)?;
                 let spec = tokens(&mesh, &truth, &[Shard(0)], None)?;
                 let mine = spec.local_block()[0].clone();
-                let x = DTensor::distribute(&truth.x, &mesh, &[Shard(0)])?.to_var()?.0;
+                let x = test_utils::distribute(&truth.x, &mesh, &[Shard(0)])?.to_var()?.0;
                 let (made, forward) = comm::record(|| strict(|| layer.forward(&x, TRAIN)));
                 let made = made?;
                 // The choices of one device say which ranks a token goes to; 8 experts in pieces of ceil(8 / world).
@@ -62,7 +62,7 @@ fn replicated_tokens_need_one_choice_and_one_sum_in_each_pass() {
         let config = config(8, 2);
         let truth = truth(&config, &[13, 6], Routing::Random, DType::F64)?;
         let (layer, parameters) = build(&config, &mesh, &truth)?;
-        let x = DTensor::distribute(&truth.x, &mesh, &[Replicate])?;
+        let x = test_utils::distribute(&truth.x, &mesh, &[Replicate])?;
         let (made, forward) = comm::record(|| strict(|| layer.forward(&x, TRAIN)));
         let made = made?;
         // The choices, and the sum of the results.
@@ -85,7 +85,7 @@ fn one_rank_sends_nothing_and_the_step_is_explained() {
         let config = config(8, 2).capacity_factor(1.0);
         let truth = truth(&config, &[13, 6], Routing::Random, DType::F64)?;
         let (layer, _) = build(&config, &mesh, &truth)?;
-        let x = DTensor::distribute(&truth.x, &mesh, &[Shard(0)])?;
+        let x = test_utils::distribute(&truth.x, &mesh, &[Shard(0)])?;
         let ((made, told), counts) = comm::record(|| explain(|| layer.forward(&x, TRAIN)));
         assert_eq!(counts.total(), 0, "{counts}");
         assert!(told.ops.iter().any(|op| op.op == "moe"), "{told}");

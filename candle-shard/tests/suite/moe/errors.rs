@@ -3,7 +3,7 @@ use super::harness::{Routing, TRAIN, build, config, truth};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::nn::{ExpertGroups, MoE, MoEConfig, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
-use candle_shard::{DTensor, Replicate, Result, Shard};
+use candle_shard::{Replicate, Result, Shard};
 use test_utils::on_ranks;
 
 #[test]
@@ -28,7 +28,7 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
     for (config, parts) in cases {
         let texts = on_ranks(2, "options", move |ctx| -> Result<String> {
             let mesh = ctx.mesh(&[("ep", 2)])?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F32, &test_utils::device())?;
             Ok(MoE::new(config.clone(), &vb).unwrap_err().to_string())
         });
         assert_eq!(texts[0], texts[1]);
@@ -49,9 +49,9 @@ fn a_token_with_nan_is_named_by_one_error_on_all_ranks_and_the_layer_goes_on() {
             numbers[(2 * 3 + 1) * 6 + 4] = f64::NAN;
             numbers[(4 * 3 + 2) * 6] = f64::INFINITY;
             let x = Tensor::from_vec(numbers, (5, 3, 6), &Device::Cpu)?;
-            let x = DTensor::distribute(&x, &mesh, &at)?;
+            let x = test_utils::distribute(&x, &mesh, &at)?;
             let text = layer.forward(&x, TRAIN).unwrap_err().to_string();
-            let x = DTensor::distribute(&truth.x, &mesh, &at)?;
+            let x = test_utils::distribute(&truth.x, &mesh, &at)?;
             layer.forward(&x, TRAIN)?;
             Ok(text)
         });
@@ -69,7 +69,7 @@ fn inputs_that_do_not_fit_are_refused() {
         let (layer, _) = build(&config, &mesh, &truth)?;
         for (shape, dtype) in [(vec![5, 7], DType::F64), (vec![6], DType::F64), (vec![5, 6], DType::F32)] {
             let x = Tensor::zeros(shape, dtype, &Device::Cpu)?;
-            let x = DTensor::distribute(&x, &mesh, &[Replicate])?;
+            let x = test_utils::distribute(&x, &mesh, &[Replicate])?;
             let text = layer.forward(&x, TRAIN).unwrap_err().to_string();
             assert!(text.contains("expected f64[.., 6]"), "{text}");
         }
@@ -82,7 +82,7 @@ fn inputs_that_do_not_fit_are_refused() {
 fn experts_cut_over_the_fully_sharded_axis_are_refused() {
     on_ranks(2, "fsdp axis", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("ep", 2), ("tp", 1)])?;
-        let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("tp"), DType::F32, &test_utils::device())?;
         let text = MoE::new(config(4, 2), &vb.fully_shard("ep", Default::default())?).unwrap_err().to_string();
         assert!(text.contains("experts.gate_proj") && text.contains("use two axes"), "{text}");
         Ok(())

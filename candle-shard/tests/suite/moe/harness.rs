@@ -70,11 +70,11 @@ pub(crate) fn truth(config: &MoEConfig, shape: &[usize], routing: Routing, dtype
 /// Builds the layer with the same parameters as [`truth`].
 pub(crate) fn build(config: &MoEConfig, mesh: &DeviceMesh, truth: &Truth) -> Result<(MoE, Parameters)> {
     let plan = Plan::new(mesh.names()[0].as_str());
-    let vb = ShardedVarBuilder::fresh(3, mesh, plan, truth.x.dtype(), &Device::Cpu)?;
+    let vb = ShardedVarBuilder::fresh(3, mesh, plan, truth.x.dtype(), &test_utils::device())?;
     let layer = MoE::new(config.clone(), &vb)?;
     let parameters = vb.finish()?;
     for parameter in parameters.iter().filter(|p| p.name == "router.weight") {
-        parameter.var.set(&truth.weight)?;
+        parameter.var.set(&truth.weight.to_device(parameter.var.device())?)?;
     }
     Ok((layer, parameters))
 }
@@ -88,12 +88,12 @@ pub(crate) fn errors(config: &MoEConfig, truth: &Truth, spec: Spec) -> Result<(f
 
 pub(crate) fn errors_of(layer: &MoE, parameters: &Parameters, truth: &Truth, spec: Spec) -> Result<(f64, MoEOutput)> {
     let mesh = spec.mesh().clone();
-    let local = block(&truth.x, &spec)?.force_contiguous()?;
+    let local = block(&truth.x, &spec)?.force_contiguous()?.to_device(&test_utils::device())?;
     let (x, var) = DTensor::from_local_with_spec(local, spec.clone())?.to_var()?;
     let made = layer.forward(&x, TRAIN)?;
     assert_eq!((made.output.spec(), &made.load.experts), (&spec, &truth.made.counts));
     let mut worst = value_error(&made.output, &truth.made.output)?;
-    let up = DTensor::distribute(&truth.up, &mesh, &vec![Replicate; mesh.ndim()])?;
+    let up = test_utils::distribute(&truth.up, &mesh, &vec![Replicate; mesh.ndim()])?;
     let mut loss = made.output.mul(&up)?.sum_all()?;
     assert_eq!(made.loss.is_some(), truth.made.loss.is_some());
     if let (Some(more), Some(want)) = (&made.loss, &truth.made.loss) {

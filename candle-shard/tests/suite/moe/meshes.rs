@@ -1,6 +1,6 @@
 //! Experts with other axes: tensor, data, fully sharded and sequence parallelism.
 use super::harness::{Routing, TRAIN, build, config, errors, tokens, truth};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{MoE, Mode, ShardedVarBuilder, recompute};
 use candle_shard::parallel::Plan;
@@ -43,7 +43,7 @@ fn partial_tokens_are_summed_first() {
         let config = config(4, 2);
         let truth = truth(&config, &[5, 6], Routing::Random, DType::F64)?;
         let (layer, _) = build(&config, &mesh, &truth)?;
-        let x = DTensor::distribute(&truth.x, &mesh, &[Replicate])?.redistribute(&[Placement::PARTIAL_SUM])?;
+        let x = test_utils::distribute(&truth.x, &mesh, &[Replicate])?.redistribute(&[Placement::PARTIAL_SUM])?;
         let made = layer.forward(&x, TRAIN)?;
         assert_eq!(made.output.placements(), [Replicate]);
         assert!(distance(made.output.to_local(), &truth.made.output) < 1e-12);
@@ -66,14 +66,14 @@ fn fully_sharded_experts_equal_one_device() {
             let mesh = ctx.mesh(&axes)?;
             let config = config(5, 2).shared_hidden(3).expert_sizes(sizes.clone());
             let truth = truth(&config, &[7, 6], Routing::Random, DType::F64)?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &Device::Cpu)?;
+            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
             let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
             let unit = FullyShard::new(&vb, |vb| MoE::new(config.clone(), vb))?;
             let parameters = vb.finish()?;
-            let x = DTensor::distribute(&truth.x, &mesh, &[Shard(0), Shard(0)])?;
+            let x = test_utils::distribute(&truth.x, &mesh, &[Shard(0), Shard(0)])?;
             let output = unit.run(|layer| Ok(layer.forward(&x, TRAIN)?.output))?;
             assert!(distance(&output.full_tensor()?, &truth.made.output) < 1e-12);
-            let up = DTensor::distribute(&truth.up, &mesh, &[Replicate, Replicate])?;
+            let up = test_utils::distribute(&truth.up, &mesh, &[Replicate, Replicate])?;
             let grads = parameters.backward(&output.mul(&up)?.sum_all()?)?;
             for parameter in parameters.iter() {
                 let got = parameter.grad(&grads)?.unwrap().full_tensor()?;
@@ -92,10 +92,10 @@ fn recomputed_experts_equal_one_device_and_count_choices_once() {
         let config = config(5, 2).bias(true);
         let truth = truth(&config, &[7, 6], Routing::Random, DType::F64)?;
         let (layer, parameters) = build(&config, &mesh, &truth)?;
-        let (x, var) = DTensor::distribute(&truth.x, &mesh, &[Shard(0)])?.to_var()?;
+        let (x, var) = test_utils::distribute(&truth.x, &mesh, &[Shard(0)])?.to_var()?;
         let segment = layer.clone();
         let output = recompute(&x, move |x| Ok(segment.forward(x, TRAIN)?.output))?;
-        let up = DTensor::distribute(&truth.up, &mesh, &[Replicate])?;
+        let up = test_utils::distribute(&truth.up, &mesh, &[Replicate])?;
         let grads = parameters.backward(&output.mul(&up)?.sum_all()?)?;
         for parameter in parameters.iter().filter(|p| !p.is_frozen()) {
             let got = parameter.grad(&grads)?.unwrap().full_tensor()?;
@@ -111,7 +111,7 @@ fn recomputed_experts_equal_one_device_and_count_choices_once() {
         };
         let mut shows = false;
         for seed in 0..50 {
-            let more = DTensor::distribute(&test_utils::values(&[7, 6], seed, DType::F64), &mesh, &[Shard(0)])?;
+            let more = test_utils::distribute(&test_utils::values(&[7, 6], seed, DType::F64), &mesh, &[Shard(0)])?;
             let counts = layer.forward(&more, Mode::Eval)?.load.experts;
             if signs(&counts, 1) != signs(&counts, 2) {
                 layer.forward(&more, TRAIN)?;
@@ -136,7 +136,8 @@ fn tokens_in_any_memory_equal_one_device() {
         let (layer, _) = build(&config, &mesh, &truth)?;
         for at in [Shard(0), Shard(1), Replicate] {
             let spec = tokens(&mesh, &truth, &[at], None)?;
-            let turned = block(&truth.x, &spec)?.transpose(0, 2)?.force_contiguous()?.transpose(0, 2)?;
+            let turned = block(&truth.x, &spec)?.transpose(0, 2)?.force_contiguous()?;
+            let turned = turned.to_device(&test_utils::device())?.transpose(0, 2)?;
             assert!(at != Replicate || !turned.is_contiguous());
             let x = DTensor::from_local_with_spec(turned, spec)?;
             let made = layer.forward(&x, TRAIN)?;
@@ -157,7 +158,7 @@ fn a_step_with_clipping_equals_one_device() {
             let (layer, parameters) = build(&config, &mesh, &truth)?;
             let mut optimizer = candle_nn::SGD::new(parameters.vars(), 0.1)?;
             for _ in 0..3 {
-                let x = DTensor::distribute(&truth.x, &mesh, &[Shard(0)])?;
+                let x = test_utils::distribute(&truth.x, &mesh, &[Shard(0)])?;
                 let made = layer.forward(&x, TRAIN)?;
                 let loss = made.output.sqr()?.sum_all()?.add(made.loss.unwrap())?;
                 let mut grads = parameters.backward(&loss)?;
@@ -188,21 +189,22 @@ fn sixteen_bit_experts_are_close_to_one_device() {
         let mesh = ctx.mesh(&[("ep", 3)])?;
         let config = config(5, 2).bias(true);
         let whole = truth(&config, &[8, 6], Routing::OneSided, DType::F32)?;
-        let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::BF16, &Device::Cpu)?;
+        let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::BF16, &test_utils::device())?;
         let layer = MoE::new(config, &vb)?;
         let parameters = vb.finish()?;
         for parameter in parameters.iter().filter(|p| p.name == "router.weight") {
-            parameter.var.set(&whole.weight.to_dtype(DType::BF16)?)?;
+            parameter.var.set(&whole.weight.to_dtype(DType::BF16)?.to_device(&test_utils::device())?)?;
         }
-        let x = DTensor::distribute(&whole.x.to_dtype(DType::BF16)?, &mesh, &[Shard(0)])?;
+        let x = test_utils::distribute(&whole.x.to_dtype(DType::BF16)?, &mesh, &[Shard(0)])?;
         let made = layer.forward(&x, TRAIN)?;
         assert_eq!(made.output.dtype(), DType::BF16);
         let close = |got: &Tensor, want: &Tensor| -> Result<f64> {
-            let off = (got.to_dtype(DType::F32)? - want)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            let off =
+                (got.to_dtype(DType::F32)?.to_device(want.device())? - want)?.abs()?.max_all()?.to_scalar::<f32>()?;
             Ok(f64::from(off / want.abs()?.max_all()?.to_scalar::<f32>()?))
         };
         assert!(close(&made.output.full_tensor()?, &whole.made.output)? < 0.03);
-        let up = DTensor::distribute(&whole.up.to_dtype(DType::BF16)?, &mesh, &[Replicate])?;
+        let up = test_utils::distribute(&whole.up.to_dtype(DType::BF16)?, &mesh, &[Replicate])?;
         let grads = parameters.backward(&made.output.mul(&up)?.sum_all()?)?;
         for parameter in parameters.iter().filter(|p| p.name.starts_with("experts")) {
             let got = parameter.grad(&grads)?.unwrap().full_tensor()?;

@@ -99,7 +99,7 @@ fn no_token_at_all_gives_gradients_of_zeros() {
             let some = truth(&config, &[2, 6], Routing::Random, DType::F64)?;
             let (layer, parameters) = build(&config, &mesh, &some)?;
             let nothing = Tensor::zeros((0, 6), DType::F64, &candle_core::Device::Cpu)?;
-            let x = candle_shard::DTensor::distribute(&nothing, &mesh, &[Shard(0)])?;
+            let x = test_utils::distribute(&nothing, &mesh, &[Shard(0)])?;
             let made = layer.forward(&x, super::harness::TRAIN)?;
             assert_eq!((made.output.dims(), made.load.sent), (&[0, 6][..], 0));
             let loss = made.output.sum_all()?.add(made.loss.unwrap())?;
@@ -127,14 +127,14 @@ fn ranks_with_the_same_tokens_and_unlike_scores_use_one_choice() {
             let tied = [rows[0].clone(), rows[1].clone(), rows[0].clone(), rows[3].clone()].concat();
             one.weight = Tensor::from_vec(tied.clone(), (4, 6), &candle_core::Device::Cpu)?;
             let (layer, parameters) = build(&config, &mesh, &one)?;
-            let x = candle_shard::DTensor::distribute(&one.x, &mesh, &[Replicate, Replicate])?;
+            let x = test_utils::distribute(&one.x, &mesh, &[Replicate, Replicate])?;
             let want = layer.forward(&x, super::harness::TRAIN)?;
             assert_eq!(want.load.experts, [9, 0, 0, 0]);
             // Now all ranks but the first would take the other one.
             let mut unlike = tied;
             unlike[2 * 6] += if ctx.rank() == 0 { 0.0 } else { 1e-14 };
             let router = parameters.iter().find(|p| p.name == "router.weight").unwrap();
-            router.var.set(&Tensor::from_vec(unlike, (4, 6), &candle_core::Device::Cpu)?)?;
+            router.var.set(&Tensor::from_vec(unlike, (4, 6), &test_utils::device())?)?;
             let made = layer.forward(&x, super::harness::TRAIN)?;
             assert_eq!(made.load, want.load);
             let error = test_utils::distance(&made.output.full_tensor()?, &want.output.full_tensor()?);
@@ -152,7 +152,7 @@ fn two_runs_have_the_same_bits() {
         let truth = truth(&config, &[11, 6], Routing::Random, DType::F32)?;
         let (layer, parameters) = build(&config, &mesh, &truth)?;
         let run = || -> Result<Vec<Tensor>> {
-            let x = candle_shard::DTensor::distribute(&truth.x, &mesh, &[Shard(0)])?;
+            let x = test_utils::distribute(&truth.x, &mesh, &[Shard(0)])?;
             let made = layer.forward(&x, super::harness::TRAIN)?.output;
             let grads = parameters.backward(&made.sqr()?.sum_all()?)?;
             let of = parameters.iter().map(|p| grads.get(&p.var).unwrap().clone());

@@ -24,7 +24,7 @@ const TOLERANCE: f64 = 1e-9;
 fn make(leaf: &Leaf, mesh: &DeviceMesh) -> Result<(DTensor, Option<test_utils::Leaf>)> {
     let (whole, at) = (leaf.whole(), leaf.lays.iter().map(|lay| lay.placement()).collect_vec());
     if leaf.content != Content::Float {
-        return Ok((DTensor::distribute(&whole, mesh, &at)?, None));
+        return Ok((test_utils::distribute(&whole, mesh, &at)?, None));
     }
     let made = match &leaf.sizes {
         Some((axis, sizes)) => {
@@ -63,7 +63,7 @@ fn run(program: &Program, truth: &Truth, mesh: &DeviceMesh) -> Result<Outcome> {
     let mut loss: Option<DTensor> = None;
     for (at, (source, placements)) in program.loss.iter().enumerate() {
         let made = value(*source, &tensors, &steps);
-        let weights = DTensor::distribute(&program.weights(at, made.dims()), mesh, placements)?;
+        let weights = test_utils::distribute(&program.weights(at, made.dims()), mesh, placements)?;
         let term = made.mul(&weights)?.sum_all()?;
         loss = Some(loss.map_or(Ok(term.clone()), |loss| loss.add(&term))?);
     }

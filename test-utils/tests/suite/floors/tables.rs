@@ -40,7 +40,7 @@ const CANDLE_DIST: &[Folder] = &[
             "init testing",
         ],
     ),
-    folder("edges", &["slot", "value", "node", "apply"]),
+    folder("edges", &["slot", "kept value", "node", "apply"]),
     folder(
         "backend",
         &[
@@ -108,7 +108,7 @@ const CANDLE_DIST: &[Folder] = &[
         path: "group",
         floors: &[
             "mod",
-            "check in_place monitored object posted routed gather_text",
+            "check failure in_place monitored object posted routed gather_text",
             "pending",
             "coalesced into point_to_point start",
         ],
@@ -128,7 +128,8 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "conv convert element master prefetch random row_order rows weight_sink",
+            "bounds conv convert element master parallel prefetch row_order weight_sink",
+            "random rows",
             "few_rows numbers product row_sum",
             "row_update",
             "dense_update",

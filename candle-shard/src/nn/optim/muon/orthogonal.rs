@@ -1,5 +1,6 @@
 //! Approximate orthogonalization of matrices.
 use super::ParamsMuon;
+use crate::kernels;
 use candle_core::{D, DType, Result, Tensor};
 
 /// Returns `U·S'·Vᵀ` for `x = U·S·Vᵀ`, with the values of `S'` near 1, by the Newton-Schulz iteration.
@@ -21,7 +22,7 @@ pub(super) fn orthogonalize(x: &Tensor, params: &ParamsMuon) -> Result<Tensor> {
     }
     let wide = if dtype == DType::BF16 { DType::F32 } else { dtype };
     let norm = round(x.to_dtype(wide)?.sqr()?.sum_keepdim(D::Minus1)?.sum_keepdim(0)?.sqrt()?)?;
-    x = round(x.broadcast_div(&norm.maximum(params.eps)?.to_dtype(x.dtype())?)?)?;
+    x = round(x.broadcast_div(&kernels::at_least(&norm, params.eps)?.to_dtype(x.dtype())?)?)?;
     for _ in 0..params.ns_steps {
         let gram = round(x.matmul(&x.t()?)?)?;
         let polynomial = round(((&gram * b)? + (gram.matmul(&gram)? * c)?)?)?;

@@ -1,7 +1,7 @@
 //! Functions of elements.
 use super::{Entry, alike, apart, broadcast, broadcasting, call, float, none, same};
 use candle_core::op::CmpOp;
-use candle_core::{DType, Module, Tensor};
+use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{Activation, PReLU, ops};
 use candle_shard::DTensor;
 use candle_shard::random::{Distribution, Stream, sample_full};
@@ -61,8 +61,10 @@ pub(super) const APART: &[Entry] = apart! {
         |x, n| x[0].swiglu(), ops::swiglu(&x[0]);
     prelu, 2..=4, |d, s| call(vec![float(&[if d.once_in(2) { 1 } else { s[1] }])], vec![]),
         |x, n| x[0].prelu(&x[1]), PReLU::new(x[1].clone(), x[1].elem_count() == 1).forward(&x[0]);
-    replicated, 0..=4, none, |x, n| x[0].mul(DTensor::replicated(&beside(x[0].dims()), x[0].mesh())?)?.add(beside(x[0].dims())),
-        (&x[0] * beside(x[0].dims()))? + beside(x[0].dims());
+    replicated, 0..=4, none, |x, n| {
+        let more = beside(x[0].dims(), x[0].device());
+        x[0].mul(DTensor::replicated(&more, x[0].mesh())?)?.add(more)
+    }, (&x[0] * beside(x[0].dims(), x[0].device()))? + beside(x[0].dims(), x[0].device());
     silu_gate, 1..=4, alike, |x, n| x[0].silu_gate(&x[1]), x[0].silu()? * &x[1];
     where_cond, 0..=4, |d, s| {
         let (a, b) = (broadcasting(d, s), broadcasting(d, s));
@@ -74,8 +76,8 @@ pub(super) const APART: &[Entry] = apart! {
 };
 
 /// Numbers that every rank has.
-fn beside(shape: &[usize]) -> Tensor {
-    test_utils::values(shape, 77, DType::F64)
+fn beside(shape: &[usize], device: &Device) -> Tensor {
+    test_utils::values(shape, 77, DType::F64).to_device(device).expect("a copy")
 }
 
 const NAMED: [Activation; 7] = [

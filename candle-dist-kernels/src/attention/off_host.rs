@@ -1,0 +1,210 @@
+//! Attention of tensors that are not on the host, made of candle's operations on matrices of scores.
+//!
+//! The graph keeps no matrix of scores: the backward pass computes them again. 16-bit floats are widened to f32, as on the host.
+//!
+//! A pair of a query and a key that it does not see has a weight of 0. In a product, 0 times NaN is NaN, so rows that are not
+//! finite are replaced by zeros before each product, and those that see one get NaN after it.
+use super::heads::Sizes;
+use super::node::{graph_node, sizes};
+use super::{KeyBlock, Scale};
+use crate::compute_dtype;
+use crate::softmax::{softmax, softmax_of_seen};
+use candle_core::{D, DType, Device, Result, Tensor};
+use candle_dist::backend::Fresh;
+use candle_dist::empty;
+
+/// Attention over blocks of keys that are all rows of the key and the value, on the device of the inputs.
+pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
+    let sizes = sizes([q, k, v])?;
+    let Sizes { batch, queries, keys, heads, width, .. } = sizes;
+    if sizes.is_empty() {
+        return empty::zeros_of(&[q, k, v], (batch, queries, heads, width), q.dtype());
+    }
+    let seen = match blocks {
+        [block] if block.visible.is_all(block.rows.len()) => None,
+        _ => Some(Seen::new(blocks, [queries, keys], q.device())?),
+    };
+    let call = Call { scale, seen, sizes };
+    let out = call.forward([&q.detach(), &k.detach(), &v.detach()])?;
+    if ![q, k, v].iter().any(|x| x.track_op()) {
+        return Ok(out);
+    }
+    let made = Fresh::copy_of(&out)?;
+    graph_node("flash_attn", [q, k, v], made, move |inputs, [out, grad]| {
+        call.backward(inputs.map(Tensor::detach).each_ref(), [&out.detach(), grad])
+    })
+}
+
+/// The pairs of a query and a key that it sees.
+struct Seen {
+    /// 1 or 0 of u8, `[1 or batch, 1, 1, q, k]`.
+    pairs: Tensor,
+    /// The same of f32, `[1 or batch, q, k]`.
+    factors: Tensor,
+}
+
+impl Seen {
+    fn new(blocks: &[KeyBlock], [queries, keys]: [usize; 2], device: &Device) -> Result<Self> {
+        let lists = blocks.iter().map(|block| block.visible.lists().len()).max().unwrap_or(1);
+        let mut pairs = vec![0u8; lists * queries * keys];
+        for block in blocks {
+            for element in 0..lists {
+                for (i, range) in block.visible.of(element).iter().enumerate() {
+                    let row = (element * queries + i) * keys + block.rows.start;
+                    pairs[row + range.start..row + range.end].fill(1);
+                }
+            }
+        }
+        let pairs = Tensor::from_vec(pairs, (lists, queries, keys), device)?;
+        let factors = pairs.to_dtype(DType::F32)?;
+        Ok(Self { pairs: pairs.reshape((lists, 1, 1, queries, keys))?, factors })
+    }
+
+    /// `x` where a pair is seen, and 0 elsewhere.
+    fn only(&self, x: &Tensor) -> Result<Tensor> {
+        self.pairs.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
+    }
+}
+
+/// Which side of the pairs a product runs over.
+#[derive(Clone, Copy, PartialEq)]
+enum Over {
+    Keys,
+    Queries,
+}
+
+struct Call {
+    scale: Scale,
+    seen: Option<Seen>,
+    sizes: Sizes,
+}
+
+impl Call {
+    fn forward(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
+        let [q, k, v] = wide(inputs)?;
+        let weights = self.weights(&self.scores(&q, &k)?)?;
+        self.to_rows(&self.mix(&weights, &v)?)?.to_dtype(inputs[0].dtype())
+    }
+
+    fn backward(&self, inputs: [&Tensor; 3], of_result: [&Tensor; 2]) -> Result<[Tensor; 3]> {
+        let ([q, k, v], [out, grad], dtype) = (wide(inputs)?, wide(of_result)?, inputs[0].dtype());
+        let scores = self.scores(&q, &k)?;
+        let weights = self.weights(&scores)?;
+        let of_rows = self.by_heads(&(out * &grad)?)?.sum_keepdim(D::Minus1)?;
+        let of_weights = self.pairs(&grad, &v)?;
+        let mut of_scores = (weights.mul(&of_weights.broadcast_sub(&of_rows)?)? * self.scale.factor)?;
+        if let Some(cap) = self.scale.cap {
+            // A capped score is flatter the nearer it is to the cap.
+            of_scores = of_scores.mul(&(scores / cap)?.sqr()?.affine(-1.0, 1.0)?)?;
+        }
+        if let Some(seen) = &self.seen {
+            of_scores = seen.only(&of_scores)?;
+        }
+        let dq = self.to_rows(&self.mix(&of_scores, &k)?)?;
+        let (dk, dv) = (self.collect(&of_scores, &q)?, self.collect(&weights, &grad)?);
+        Ok([dq.to_dtype(dtype)?, dk.to_dtype(dtype)?, dv.to_dtype(dtype)?])
+    }
+
+    /// The scores `[batch, kv_heads, group, q, k]`.
+    fn scores(&self, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+        let scores = (self.pairs(q, k)? * self.scale.factor)?;
+        match self.scale.cap {
+            Some(cap) => (scores / cap)?.tanh()? * cap,
+            None => Ok(scores),
+        }
+    }
+
+    fn weights(&self, scores: &Tensor) -> Result<Tensor> {
+        match &self.seen {
+            Some(seen) => softmax_of_seen(scores, &seen.pairs),
+            None => softmax(scores),
+        }
+    }
+
+    /// The products of the rows `[batch, q, heads, n]` with the rows `[batch, k, kv_heads, n]`.
+    fn pairs(&self, rows: &Tensor, keys: &Tensor) -> Result<Tensor> {
+        let products = self.flat(&self.by_heads(rows)?)?.matmul(&heads_first(keys)?.t()?)?;
+        products.reshape(self.shape(self.sizes.keys))
+    }
+
+    /// Mixes the rows `[batch, k, kv_heads, n]` of keys for each query.
+    fn mix(&self, weights: &Tensor, keys: &Tensor) -> Result<Tensor> {
+        let (finite, poison) = self.finite(keys, Over::Keys)?;
+        let mixed = self.flat(weights)?.matmul(&heads_first(&finite)?)?.reshape(self.shape(keys.dim(3)?))?;
+        match poison {
+            Some(poison) => mixed.broadcast_add(&heads_first(&poison)?.unsqueeze(2)?),
+            None => Ok(mixed),
+        }
+    }
+
+    /// Collects the rows `[batch, q, heads, n]` of the queries for each key: `[batch, k, kv_heads, n]`.
+    fn collect(&self, weights: &Tensor, rows: &Tensor) -> Result<Tensor> {
+        let (finite, poison) = self.finite(rows, Over::Queries)?;
+        let collected = self.flat(weights)?.t()?.matmul(&self.flat(&self.by_heads(&finite)?)?)?;
+        let collected = heads_first(&collected)?;
+        match poison {
+            Some(poison) => collected.broadcast_add(&poison),
+            None => Ok(collected),
+        }
+    }
+
+    /// Returns rows `[batch, rows, heads, n]` without those that are not finite, and what is added for each of the other
+    /// side: NaN if it sees such a row, else 0.
+    fn finite(&self, rows: &Tensor, over: Over) -> Result<(Tensor, Option<Tensor>)> {
+        let Some(seen) = &self.seen else { return Ok((rows.clone(), None)) };
+        let Sizes { batch, kv_heads, .. } = self.sizes;
+        // The sum of zeros is 0, unless there is an infinity or NaN.
+        let sums = (rows * 0.0)?.sum_keepdim(D::Minus1)?;
+        let bad = sums.ne(&sums.zeros_like()?)?;
+        let finite = bad.broadcast_as(rows.shape())?.where_cond(&rows.zeros_like()?, rows)?;
+        let (len, heads) = (rows.dim(1)?, rows.dim(2)?);
+        let bad = bad.to_dtype(DType::F32)?.reshape((batch, len, kv_heads, heads / kv_heads))?.sum(3)?;
+        let factors = if over == Over::Keys { seen.factors.clone() } else { seen.factors.t()? };
+        let counts = match factors.dim(0)? {
+            1 => {
+                let all = bad.transpose(0, 1)?.reshape((len, batch * kv_heads))?;
+                let counts = factors.squeeze(0)?.matmul(&all)?;
+                counts.reshape((counts.dim(0)?, batch, kv_heads))?.transpose(0, 1)?.contiguous()?
+            }
+            _ => factors.matmul(&bad)?,
+        };
+        // 1 ÷ 1 - 1 is 0, and 0 ÷ 0 is NaN.
+        let none = counts.eq(&counts.zeros_like()?)?.to_dtype(DType::F32)?;
+        let poison = none.div(&none)?.affine(1.0, -1.0)?.to_dtype(rows.dtype())?;
+        Ok((finite, Some(poison.unsqueeze(3)?)))
+    }
+
+    /// `[batch, q, heads, n]` as `[batch, kv_heads, group, q, n]`.
+    fn by_heads(&self, rows: &Tensor) -> Result<Tensor> {
+        heads_first(rows)?.reshape(self.shape(rows.dim(3)?))
+    }
+
+    /// The queries of a group one after another: `[batch, kv_heads, group · q, n]`.
+    fn flat(&self, x: &Tensor) -> Result<Tensor> {
+        x.flatten(2, 3)
+    }
+
+    /// `[batch, kv_heads, group, q, n]` as `[batch, q, heads, n]`.
+    fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
+        heads_first(&x.flatten(1, 2)?)
+    }
+
+    fn shape(&self, last: usize) -> (usize, usize, usize, usize, usize) {
+        let Sizes { batch, queries, heads, kv_heads, .. } = self.sizes;
+        (batch, kv_heads, heads / kv_heads, queries, last)
+    }
+}
+
+/// 16-bit floats as f32: their products may overflow, and cancel badly.
+fn wide<const N: usize>(inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
+    let mut made = inputs.map(Tensor::clone);
+    for x in &mut made {
+        *x = x.to_dtype(compute_dtype("flash_attn", x)?)?;
+    }
+    Ok(made)
+}
+
+/// Swaps dims 1 and 2, rows and heads, in new memory: a product takes them in this order only.
+fn heads_first(x: &Tensor) -> Result<Tensor> {
+    x.transpose(1, 2)?.contiguous()
+}

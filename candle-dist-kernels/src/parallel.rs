@@ -1,0 +1,46 @@
+//! Work on candle's threads.
+//!
+//! rayon and candle's `with_threadpool` are generic: each closure that they are given compiles thousands of lines of
+//! them again. Here they get a closure of one type.
+use candle_core::utils::with_threadpool;
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// Returns `run` of each part with its number, in order, computed by candle's threads.
+pub(super) fn map<P: Send, R: Send>(parts: impl Iterator<Item = P>, run: impl Fn(usize, P) -> R + Sync) -> Vec<R> {
+    // A part and its result are touched by one thread at a time, so no lock is ever waited for.
+    let slots: Vec<_> = parts.map(|part| Mutex::new((Some(part), None))).collect();
+    for_each(slots.len(), &|i| {
+        let mut slot = slots[i].lock().unwrap_or_else(PoisonError::into_inner);
+        slot.1 = slot.0.take().map(|part| run(i, part));
+    });
+    slots.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner).1).collect()
+}
+
+/// Calls `run` with each number below `count`, on candle's threads.
+fn for_each(count: usize, run: &(dyn Fn(usize) + Sync)) {
+    with_threadpool(|| (0..count).into_par_iter().for_each(run));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_part_is_taken_once_and_results_are_in_order() {
+        let mut numbers: Vec<usize> = (0..1000).collect();
+        let first = map(numbers.chunks_mut(7), |i, part| {
+            part.iter_mut().for_each(|number| *number += 1);
+            (i, part[0])
+        });
+        assert_eq!(first, (0..1000).step_by(7).enumerate().map(|(i, at)| (i, at + 1)).collect::<Vec<_>>());
+        assert_eq!(numbers, (1..1001).collect::<Vec<_>>());
+        assert!(map(std::iter::empty::<usize>(), |_, part| part).is_empty());
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller() {
+        let panicked = std::panic::catch_unwind(|| map(0..10, |_, part| assert_ne!(part, 5)));
+        assert!(panicked.is_err());
+    }
+}
