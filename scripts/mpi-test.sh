@@ -139,7 +139,7 @@ for ranks in 2 4 8; do
     ends "an error" error "rank $((ranks - 1)) failed: unsupported: cheese"
     ends "a panic" panic "rank $((ranks - 1)) panicked: out of cheese"
     ends "a rank that returns" early "rank $((ranks - 1)) returned"
-    ends "a hang" hang "waited longer than the timeout of 20s"
+    ends "a hang" hang "waited longer than the timeout of 5s"
     # mpirun itself ends the others, so not all of them print the error.
     aside scenario "a killed rank on $ranks ranks" "$ranks" end killed -- ended
 done

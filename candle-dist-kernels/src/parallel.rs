@@ -2,12 +2,19 @@
 //!
 //! rayon and candle's `with_threadpool` are generic: each closure that they are given compiles thousands of lines of
 //! them again. Here they get a closure of one type.
-use candle_core::utils::with_threadpool;
+use candle_core::utils::{get_num_threads, with_threadpool};
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
-/// Returns `run` of each part with its number, in order, computed by candle's threads.
-pub(super) fn map<P: Send, R: Send>(parts: impl Iterator<Item = P>, run: impl Fn(usize, P) -> R + Sync) -> Vec<R> {
+/// Returns `run` of each part with its number, in order; computed by candle's threads, if the work is worth it.
+pub(super) fn map<P: Send, R: Send>(
+    is_worth_it: bool,
+    parts: impl Iterator<Item = P>,
+    run: impl Fn(usize, P) -> R + Sync,
+) -> Vec<R> {
+    if !is_worth_it || get_num_threads() == 1 {
+        return parts.enumerate().map(|(i, part)| run(i, part)).collect();
+    }
     // A part and its result are touched by one thread at a time, so no lock is ever waited for.
     let slots: Vec<_> = parts.map(|part| Mutex::new((Some(part), None))).collect();
     for_each(slots.len(), &|i| {
@@ -29,18 +36,20 @@ mod tests {
     #[test]
     fn each_part_is_taken_once_and_results_are_in_order() {
         let mut numbers: Vec<usize> = (0..1000).collect();
-        let first = map(numbers.chunks_mut(7), |i, part| {
-            part.iter_mut().for_each(|number| *number += 1);
-            (i, part[0])
-        });
-        assert_eq!(first, (0..1000).step_by(7).enumerate().map(|(i, at)| (i, at + 1)).collect::<Vec<_>>());
-        assert_eq!(numbers, (1..1001).collect::<Vec<_>>());
-        assert!(map(std::iter::empty::<usize>(), |_, part| part).is_empty());
+        for (is_worth_it, added) in [(true, 1), (false, 2)] {
+            let first = map(is_worth_it, numbers.chunks_mut(7), |i, part| {
+                part.iter_mut().for_each(|number| *number += 1);
+                (i, part[0])
+            });
+            assert_eq!(first, (0..1000).step_by(7).enumerate().map(|(i, at)| (i, at + added)).collect::<Vec<_>>());
+            assert_eq!(numbers, (added..1000 + added).collect::<Vec<_>>());
+            assert!(map(is_worth_it, std::iter::empty::<usize>(), |_, part| part).is_empty());
+        }
     }
 
     #[test]
     fn a_panic_reaches_the_caller() {
-        let panicked = std::panic::catch_unwind(|| map(0..10, |_, part| assert_ne!(part, 5)));
+        let panicked = std::panic::catch_unwind(|| map(true, 0..10, |_, part| assert_ne!(part, 5)));
         assert!(panicked.is_err());
     }
 }

@@ -178,7 +178,7 @@ fn draw_runs<T: WithDType>(
             (part, mine)
         })
         .collect();
-    parallel::map(parts.into_iter(), |_, (part, values)| fill(&part, values));
+    parallel::map(true, parts.into_iter(), |_, (part, values)| fill(&part, values));
     values
 }
 

@@ -1,6 +1,5 @@
 //! Loops over the rows of a matrix, and reductions over one row.
 
-use candle_core::utils::get_num_threads;
 use pulp::{Arch, NullaryFnOnce};
 use std::mem::MaybeUninit;
 
@@ -34,11 +33,7 @@ pub(super) fn by_blocks<T: Send, R: Send>(
         let block = Block { work: &work, first: i * rows, rows: block };
         arch.dispatch(block)
     };
-    if out.len() / width * cost >= PARALLEL && get_num_threads() > 1 {
-        parallel::map(out.chunks_mut(rows * width), run)
-    } else {
-        out.chunks_mut(rows * width).enumerate().map(|(i, block)| run(i, block)).collect()
-    }
+    parallel::map(out.len() / width * cost >= PARALLEL, out.chunks_mut(rows * width), run)
 }
 
 /// Like [`by_blocks`] for a new vector of `len` zeros, which it also returns.

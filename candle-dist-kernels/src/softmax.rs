@@ -60,8 +60,10 @@ fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return Ok(x.clone());
     }
-    let mask = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j + queries <= i + keys)));
-    let mask = Tensor::from_iter(mask, x.device())?.reshape((queries, keys))?;
+    // Query `i` sees key `j` iff `j + queries <= i + keys`.
+    let [i, j] = [(keys, queries), (queries, keys)]
+        .map(|(from, count)| Tensor::arange(from as u32, (from + count) as u32, x.device()));
+    let mask = j?.broadcast_le(&i?.unsqueeze(1)?)?;
     softmax_of_seen(&(x * scale)?, &mask)
 }
 

@@ -91,8 +91,8 @@ fn main() -> ExitCode {
         }
         ["end", name] => {
             let (_, end) = ENDS.iter().find(|(end, _)| end == name).expect("an end of this name");
-            // Only a hang is to last until the timeout. It holds for the start too, which takes seconds on a busy machine.
-            let timeout = if *name == "hang" { 20 } else { 60 };
+            // Only a hang is to last until the timeout.
+            let timeout = if *name == "hang" { 5 } else { 60 };
             run(Duration::from_secs(timeout), |ctx| match ctx.rank() + 1 == ctx.world_size() {
                 true => ctx.group().barrier().and_then(|()| end()),
                 false => heard(ctx, || ctx.group().barrier()),

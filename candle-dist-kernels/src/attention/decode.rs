@@ -6,7 +6,6 @@ use crate::few_rows::{STREAMS, dots};
 use crate::real::Real;
 use crate::rows::vectorised;
 use crate::{Reading, compute_dtype, cpu, parallel};
-use candle_core::utils::get_num_threads;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
 
@@ -106,11 +105,7 @@ fn run<T: Real, E: Element<Real = T>>(
             || attend(query, [keys, values], scale, &mut scores, out),
         );
     };
-    if tokens * heads * (dim + width) >= PARALLEL && get_num_threads() > 1 {
-        parallel::map(out.chunks_mut((group * width).max(1)), of_head);
-    } else {
-        out.chunks_mut((group * width).max(1)).enumerate().for_each(|(at, out)| of_head(at, out));
-    }
+    parallel::map(tokens * heads * (dim + width) >= PARALLEL, out.chunks_mut((group * width).max(1)), of_head);
     Tensor::from_vec(out, (1, count, heads, width), &Device::Cpu)
 }
 

@@ -1,7 +1,6 @@
 //! The rows of one head in memory, and the sizes of attention.
 use super::visible::Visible;
 use crate::{Reading, cpu, parallel, real::Real, rows::sum};
-use candle_core::utils::get_num_threads;
 use candle_core::{CpuStorage, Layout, Result, bail};
 use std::ops::Range;
 
@@ -56,11 +55,8 @@ impl Sizes {
     }
 
     /// Calls `run` for each element of the batch, on several threads if that is faster.
-    pub(super) fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync + Send) -> Result<Vec<R>> {
-        if self.is_shared_work() {
-            return parallel::map(0..self.batch, |_, b| run(b)).into_iter().collect();
-        }
-        (0..self.batch).map(run).collect()
+    pub(super) fn each<R: Send>(&self, run: impl Fn(usize) -> Result<R> + Sync) -> Result<Vec<R>> {
+        parallel::map(self.is_shared_work(), 0..self.batch, |_, b| run(b)).into_iter().collect()
     }
 }
 
@@ -69,20 +65,16 @@ impl Sizes {
     pub(super) fn each_with<T: Send>(
         &self,
         [a, b]: [&mut [T]; 2],
-        run: impl Fn(usize, [&mut [T]; 2]) -> Result<()> + Sync + Send,
+        run: impl Fn(usize, [&mut [T]; 2]) -> Result<()> + Sync,
     ) -> Result<()> {
         let [len_a, len_b] = [a.len(), b.len()].map(|len| (len / self.batch).max(1));
-        if self.is_shared_work() {
-            let parts = a.chunks_mut(len_a).zip(b.chunks_mut(len_b));
-            return parallel::map(parts, |i, (a, b)| run(i, [a, b])).into_iter().collect();
-        }
-        a.chunks_mut(len_a).zip(b.chunks_mut(len_b)).enumerate().try_for_each(|(i, (a, b))| run(i, [a, b]))
+        let parts = a.chunks_mut(len_a).zip(b.chunks_mut(len_b));
+        parallel::map(self.is_shared_work(), parts, |i, (a, b)| run(i, [a, b])).into_iter().collect()
     }
 
     /// Whether the batch is worth several threads.
     fn is_shared_work(&self) -> bool {
         self.batch * self.heads * self.queries * self.keys * (self.dim + self.width) >= PARALLEL
-            && get_num_threads() > 1
     }
 }
 

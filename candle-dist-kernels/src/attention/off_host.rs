@@ -1,6 +1,6 @@
 //! Attention of tensors that are not on the host, made of candle's operations on matrices of scores.
 //!
-//! The graph keeps no matrix of scores: the backward pass computes them again. 16-bit floats are widened to f32, as on the host.
+//! The graph keeps no matrix of scores and no mask: the backward pass computes them again. 16-bit floats are widened to f32, as on the host.
 //!
 //! A pair of a query and a key that it does not see has a weight of 0. In a product, 0 times NaN is NaN, so rows that are not
 //! finite are replaced by zeros before each product, and those that see one get NaN after it.
@@ -12,6 +12,7 @@ use crate::softmax::{softmax, softmax_of_seen};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_dist::backend::Fresh;
 use candle_dist::empty;
+use std::ops::Range;
 
 /// Attention over blocks of keys that are all rows of the key and the value, on the device of the inputs.
 pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
@@ -20,19 +21,56 @@ pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[K
     if sizes.is_empty() {
         return empty::zeros_of(&[q, k, v], (batch, queries, heads, width), q.dtype());
     }
-    let seen = match blocks {
+    let mask = match blocks {
         [block] if block.visible.is_all(block.rows.len()) => None,
-        _ => Some(Seen::new(blocks, [queries, keys], q.device())?),
+        _ => Some(Mask::new(blocks, keys, q.device())?),
     };
-    let call = Call { scale, seen, sizes };
-    let out = call.forward([&q.detach(), &k.detach(), &v.detach()])?;
+    let pass = move || -> Result<Pass> {
+        let seen = mask.as_ref().map(Mask::seen).transpose()?;
+        Ok(Pass { scale, seen, sizes })
+    };
+    let out = pass()?.forward([&q.detach(), &k.detach(), &v.detach()])?;
     if ![q, k, v].iter().any(|x| x.track_op()) {
         return Ok(out);
     }
     let made = Fresh::copy_of(&out)?;
     graph_node("flash_attn", [q, k, v], made, move |inputs, [out, grad]| {
-        call.backward(inputs.map(Tensor::detach).each_ref(), [&out.detach(), grad])
+        pass()?.backward(inputs.map(Tensor::detach).each_ref(), [&out.detach(), grad])
     })
+}
+
+/// The keys that each query sees, on the device of the inputs. It is small: a pass makes a matrix of pairs of it.
+struct Mask {
+    /// The first key and the end of the keys that a query sees of each block: `[1 or batch, q, 1]`.
+    ranges: Vec<[Tensor; 2]>,
+    /// The numbers of the keys.
+    keys: Tensor,
+}
+
+impl Mask {
+    fn new(blocks: &[KeyBlock], keys: usize, device: &Device) -> Result<Self> {
+        let of_block = |KeyBlock { rows, visible }: &KeyBlock| -> Result<[Tensor; 2]> {
+            let lists = visible.lists();
+            let bound = |of: fn(&Range<usize>) -> usize| {
+                let bounds: Vec<_> = lists.iter().flatten().map(|range| (rows.start + of(range)) as u32).collect();
+                let queries = bounds.len() / lists.len();
+                Tensor::from_vec(bounds, (lists.len(), queries, 1), device)
+            };
+            Ok([bound(|range| range.start)?, bound(|range| range.end)?])
+        };
+        let ranges = blocks.iter().map(of_block).collect::<Result<_>>()?;
+        Ok(Self { ranges, keys: Tensor::arange(0, keys as u32, device)? })
+    }
+
+    fn seen(&self) -> Result<Seen> {
+        let of_block = |[start, end]: &[Tensor; 2]| self.keys.broadcast_ge(start)? * self.keys.broadcast_lt(end)?;
+        // At least one key makes at least one block. A key is in one block only.
+        let mut pairs = of_block(&self.ranges[0])?;
+        for range in &self.ranges[1..] {
+            pairs = pairs.broadcast_add(&of_block(range)?)?;
+        }
+        Ok(Seen { factors: pairs.to_dtype(DType::F32)?, pairs: pairs.unsqueeze(1)?.unsqueeze(1)? })
+    }
 }
 
 /// The pairs of a query and a key that it sees.
@@ -44,22 +82,6 @@ struct Seen {
 }
 
 impl Seen {
-    fn new(blocks: &[KeyBlock], [queries, keys]: [usize; 2], device: &Device) -> Result<Self> {
-        let lists = blocks.iter().map(|block| block.visible.lists().len()).max().unwrap_or(1);
-        let mut pairs = vec![0u8; lists * queries * keys];
-        for block in blocks {
-            for element in 0..lists {
-                for (i, range) in block.visible.of(element).iter().enumerate() {
-                    let row = (element * queries + i) * keys + block.rows.start;
-                    pairs[row + range.start..row + range.end].fill(1);
-                }
-            }
-        }
-        let pairs = Tensor::from_vec(pairs, (lists, queries, keys), device)?;
-        let factors = pairs.to_dtype(DType::F32)?;
-        Ok(Self { pairs: pairs.reshape((lists, 1, 1, queries, keys))?, factors })
-    }
-
     /// `x` where a pair is seen, and 0 elsewhere.
     fn only(&self, x: &Tensor) -> Result<Tensor> {
         self.pairs.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
@@ -73,13 +95,14 @@ enum Over {
     Queries,
 }
 
-struct Call {
+/// One pass, forward or backward.
+struct Pass {
     scale: Scale,
     seen: Option<Seen>,
     sizes: Sizes,
 }
 
-impl Call {
+impl Pass {
     fn forward(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
         let [q, k, v] = wide(inputs)?;
         let weights = self.weights(&self.scores(&q, &k)?)?;

@@ -80,7 +80,7 @@ impl Pairs {
             multiply(start, &mut out, count);
             out
         };
-        Ok(side_by_side(parallel::map(starts, |_, start| of_panel(start)), m))
+        Ok(side_by_side(parallel::map(true, starts, |_, start| of_panel(start)), m))
     }
 }
 

@@ -43,10 +43,8 @@ pub(super) fn product<E: Element<Real = f32>, O: Element<Real = f32>>(
             || made.iter().map(|&x| O::store(x)).collect(),
         ))
     };
-    let parts: Vec<Vec<O>> = match threads > 1 && threads <= starts.len() {
-        true => parallel::map(starts.into_iter(), |_, start| of_panel(start)).into_iter().collect::<Result<_>>()?,
-        false => starts.into_iter().map(of_panel).collect::<Result<_>>()?,
-    };
+    let parts = parallel::map(threads <= starts.len(), starts.into_iter(), |_, start| of_panel(start));
+    let parts: Vec<Vec<O>> = parts.into_iter().collect::<Result<_>>()?;
     Ok(if n < m { parts.concat() } else { side_by_side(parts, m) })
 }
 

@@ -197,7 +197,8 @@ impl Tiles {
         let work = self.columns * m * ROWS;
         if out.len() / m * work >= PARALLEL && get_num_threads() > 1 {
             let rows = (PIECE / work).max(1);
-            parallel::map(self.tiles().chunks(rows * row_bytes).zip(out.chunks_mut(rows * m)), |_, part| run(part));
+            let parts = self.tiles().chunks(rows * row_bytes).zip(out.chunks_mut(rows * m));
+            parallel::map(true, parts, |_, part| run(part));
         } else {
             run((self.tiles(), &mut out));
         }

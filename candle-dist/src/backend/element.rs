@@ -6,22 +6,30 @@ use half::{bf16, f16};
 
 /// An element type, with the wider type in which its sums and products accumulate.
 pub(super) trait Element: WithDType {
-    /// Whether it is an integer. A constant, so that no op is compiled for elements that it does not apply to.
-    const IS_INT: bool;
+    /// Whether it is a float, which has `divide` and `scale`, and whether it is an integer, which has `bits`. Constants, so that
+    /// no op is compiled for elements that do not have it.
+    const IS_FLOAT: bool;
+    const IS_INT: bool = !Self::IS_FLOAT;
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;
-    fn divide(acc: Self::Acc, by: usize) -> Self::Acc;
     fn is_nan(acc: Self::Acc) -> bool;
-    fn scale(acc: Self::Acc, by: f64) -> Self::Acc;
-    /// Applies a bitwise reduction, which floats do not support.
-    fn bits(op: ReduceOp, a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn divide(acc: Self::Acc, _by: usize) -> Self::Acc {
+        acc
+    }
+    fn scale(acc: Self::Acc, _by: f64) -> Self::Acc {
+        acc
+    }
+    /// Applies a bitwise reduction.
+    fn bits(_op: ReduceOp, a: Self::Acc, _b: Self::Acc) -> Self::Acc {
+        a
+    }
 }
 
 macro_rules! element {
     (float $t:ty, $acc:ty, $widen:expr, $narrow:expr) => {
         impl Element for $t {
-            const IS_INT: bool = false;
+            const IS_FLOAT: bool = true;
             type Acc = $acc;
             fn widen(self) -> $acc {
                 $widen(self)
@@ -38,14 +46,11 @@ macro_rules! element {
             fn scale(acc: $acc, by: f64) -> $acc {
                 acc * by as $acc
             }
-            fn bits(_: ReduceOp, a: $acc, _: $acc) -> $acc {
-                a
-            }
         }
     };
     (int $t:ty) => {
         impl Element for $t {
-            const IS_INT: bool = true;
+            const IS_FLOAT: bool = false;
             type Acc = std::num::Wrapping<$t>;
             fn widen(self) -> Self::Acc {
                 std::num::Wrapping(self)
@@ -53,14 +58,8 @@ macro_rules! element {
             fn narrow(acc: Self::Acc) -> Self {
                 acc.0
             }
-            fn divide(acc: Self::Acc, _: usize) -> Self::Acc {
-                acc
-            }
             fn is_nan(_: Self::Acc) -> bool {
                 false
-            }
-            fn scale(acc: Self::Acc, _: f64) -> Self::Acc {
-                acc
             }
             fn bits(op: ReduceOp, a: Self::Acc, b: Self::Acc) -> Self::Acc {
                 match op {

@@ -54,7 +54,7 @@ fn reduce_to<T: Element>(
 
 /// Refuses ops that the elements do not have.
 fn check<T: Element>(op: ReduceOp) -> Result<()> {
-    if T::IS_INT && op.is_fractional() || !T::IS_INT && op.is_bitwise() {
+    if T::IS_INT && op.is_fractional() || T::IS_FLOAT && op.is_bitwise() {
         return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
     }
     Ok(())
@@ -75,27 +75,26 @@ pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mu
     Ok(())
 }
 
-/// Reduces elements that have the op; see [`check`]. The conditions on `IS_INT` keep the other ones from being compiled.
+/// Reduces elements that have the op; see [`check`]. A condition, which must be a bare constant, keeps the op from being
+/// compiled for other elements.
 fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut impl Sink<T>) {
     match op {
         ReduceOp::Sum => fold(sources, out, T::widen, |a, b| a + b, |a| a),
         ReduceOp::Product => fold(sources, out, T::widen, |a, b| a * b, |a| a),
         ReduceOp::Min => fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
         ReduceOp::Max => fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
-        ReduceOp::Avg => match T::IS_INT {
-            true => {}
-            false => {
+        ReduceOp::Avg => {
+            if T::IS_FLOAT {
                 let n = sources.len();
                 fold(sources, out, T::widen, |a, b| a + b, |a| T::divide(a, n));
             }
-        },
-        ReduceOp::PreMulSum(factor) => match T::IS_INT {
-            true => {}
-            false => {
+        }
+        ReduceOp::PreMulSum(factor) => {
+            if T::IS_FLOAT {
                 let by = factor.value();
                 fold(sources, out, |x: T| T::scale(x.widen(), by), |a, b| a + b, |a| a);
             }
-        },
+        }
         ReduceOp::And => {
             if T::IS_INT {
                 fold(sources, out, T::widen, |a, b| T::bits(ReduceOp::And, a, b), |a| a);

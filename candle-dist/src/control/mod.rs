@@ -47,6 +47,7 @@ pub struct Control {
     rank: usize,
     size: usize,
     timeout: Duration,
+    start_timeout: Duration,
     debug: bool,
     watch: Arc<Watch>,
     /// `None` after the goodbye. Rank 0 also has the server.
@@ -114,6 +115,7 @@ impl Control {
             rank: info.rank,
             size: info.world_size,
             timeout: options.timeout,
+            start_timeout: options.timeout.max(options.init_timeout),
             debug: *met.as_ref().unwrap_or(&false),
             watch,
             ties: Mutex::new(Some((link, server))),
@@ -135,6 +137,11 @@ impl Control {
     /// Returns how long a rank may wait in one call.
     pub fn timeout(&self) -> Duration {
         self.timeout
+    }
+
+    /// Returns how long the backend of a rank may take to start.
+    pub fn start_timeout(&self) -> Duration {
+        self.start_timeout
     }
 
     /// Returns the failure that stopped the world, if any; costs one atomic load.
@@ -260,6 +267,12 @@ impl Control {
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         check_sizes(self.rank, key, 0)?;
         self.watch.get(key, self.timeout)
+    }
+
+    /// Like [`get`](Self::get) while backends start: it waits for at most [`start_timeout`](Self::start_timeout).
+    pub fn get_at_start(&self, key: &str) -> Result<Vec<u8>> {
+        check_sizes(self.rank, key, 0)?;
+        self.watch.get(key, self.start_timeout)
     }
 
     /// Returns the value of `key`, or `None` if no rank sets it within `limit`.

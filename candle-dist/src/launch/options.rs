@@ -84,6 +84,8 @@ impl InitOptions {
     }
 
     /// Sets how long to wait until all processes have joined; one minute by default.
+    ///
+    /// Then their backends start, for which they have as much time again, or the [`timeout`](Self::timeout) if that is longer.
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self

@@ -89,11 +89,12 @@ pub(super) fn choose(candidates: &[&Candidate], info: &LaunchInfo, control: &Con
             let mine = serde_json::to_vec(&lacks.collect_vec()).map_err(unreadable)?;
             control.set(&format!("{KEY} {}", info.rank), &mine)?;
             if info.rank == 0 {
-                let of = |rank| serde_json::from_slice(&control.get(&format!("{KEY} {rank}"))?).map_err(unreadable);
+                let of =
+                    |rank| serde_json::from_slice(&control.get_at_start(&format!("{KEY} {rank}"))?).map_err(unreadable);
                 let all = (0..info.world_size).map(of).collect::<Result<Vec<_>>>()?;
                 control.set(KEY, &serde_json::to_vec(&decide(candidates, &all)).map_err(unreadable)?)?;
             }
-            serde_json::from_slice(&control.get(KEY)?).map_err(unreadable)?
+            serde_json::from_slice(&control.get_at_start(KEY)?).map_err(unreadable)?
         }
     };
     match choice {
@@ -133,6 +134,7 @@ mod tests {
     use crate::launch::InitOptions;
     use std::net::TcpListener;
     use std::thread;
+    use std::time::Duration;
 
     fn lacking(what: &str) -> Error {
         Error::Init(format!("no {what} here"))
@@ -148,12 +150,17 @@ mod tests {
 
     /// Returns the result of each of three ranks that choose between two backends with these checks.
     fn chosen(checks: [Check; 2]) -> Vec<String> {
+        chosen_within(Duration::from_secs(60), checks)
+    }
+
+    /// Like [`chosen`] with a timeout of the world.
+    fn chosen_within(timeout: Duration, checks: [Check; 2]) -> Vec<String> {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
         let candidates = [(Backend::Nccl, "nccl", first as Start, checks[0]), (Backend::Mpi, "mpi", second, checks[1])]
             .map(|(backend, feature, start, check)| Candidate { backend, feature, start: Some(start), check });
         let (address, candidates) = (&address, &candidates);
         let rank = |rank| {
-            let options = InitOptions::explicit(address, rank, 3);
+            let options = InitOptions::explicit(address, rank, 3).timeout(timeout);
             let info = LaunchInfo::resolve(&options, |_| None).unwrap();
             let control = Control::connect(&info, &options).unwrap();
             let start = choose(&candidates.iter().collect_vec(), &info, &control);
@@ -176,6 +183,15 @@ mod tests {
         let text = "unsupported: no backend of this build works on all ranks: nccl does not work on rank 2 (init: no \
                     GPU here), and mpi does not work on rank 0 (init: no GPU here)";
         assert_eq!(chosen([gone_on_2, gone]), [text; 3]);
+    }
+
+    #[test]
+    fn a_start_may_take_longer_than_a_call() {
+        let slow_on_2: Check = |info| {
+            thread::sleep(Duration::from_millis(if info.rank == 2 { 400 } else { 0 }));
+            Ok(())
+        };
+        assert_eq!(chosen_within(Duration::from_millis(50), [slow_on_2, |_| Ok(())]), ["init: first"; 3]);
     }
 
     #[test]

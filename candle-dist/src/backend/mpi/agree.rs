@@ -8,10 +8,10 @@ pub(super) fn agree(control: &Control, stage: &str, mine: &str) -> Result<()> {
     let alike = key("alike");
     if control.rank() > 0 {
         control.set(&key(&control.rank().to_string()), mine.as_bytes())?;
-        return control.get(&alike).map(drop);
+        return control.get_at_start(&alike).map(drop);
     }
     for rank in 1..control.size() {
-        let theirs = control.get(&key(&rank.to_string()))?;
+        let theirs = control.get_at_start(&key(&rank.to_string()))?;
         if theirs != mine.as_bytes() {
             let theirs = String::from_utf8_lossy(&theirs);
             return Err(Error::Unsupported(format!(

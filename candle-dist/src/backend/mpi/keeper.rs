@@ -53,7 +53,7 @@ impl Keeper {
                 }
             })
             .map_err(|error| Error::Unsupported(format!("a thread for MPI could not be started: {error}")))?;
-        let deadline = Instant::now() + watched.timeout().min(FOREVER);
+        let deadline = Instant::now() + watched.start_timeout().min(FOREVER);
         let driver = loop {
             match start.recv_timeout(LOOK) {
                 Ok(started) => break started?,
@@ -66,7 +66,7 @@ impl Keeper {
                         return Err(Error::Group(failure));
                     }
                     if Instant::now() >= deadline {
-                        let (rank, after) = (watched.rank(), watched.timeout());
+                        let (rank, after) = (watched.rank(), watched.start_timeout());
                         return Err(watched.fail(Cause::TimedOut { rank, after }));
                     }
                 }
