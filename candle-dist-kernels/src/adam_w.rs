@@ -3,7 +3,7 @@ use candle_core::{Result, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 
 use super::master::master_of;
-use super::row_update::AdamWRule;
+use super::rules::AdamWRule;
 use super::rules::Update;
 
 /// AdamW (Loshchilov and Hutter, 2019) in place: the numbers of `candle_nn::AdamW`, in one pass over memory.

@@ -5,15 +5,9 @@ use super::element::Element;
 use super::master::{check_gradient, on_master};
 use super::numbers::{Given, Numbers, change_numbers};
 use super::real::{Real, is_computed};
-use super::row_update::Rule;
 use super::rows::by_blocks;
+use super::rule::Rule;
 use super::{Reading, share_memory};
-
-/// A rule that can also be composed of candle's operations, for tensors on which no kernel runs.
-pub(super) trait DenseRule<const N: usize>: Rule<N> {
-    /// Returns the updated tensor and its states, in the compute dtype.
-    fn composed(&self, x: &Tensor, states: [&Tensor; N], grad: &Tensor) -> Result<(Tensor, [Tensor; N])>;
-}
 
 /// See [`Update::update_all`](super::rules::Update::update_all).
 pub(super) fn update_all<const N: usize>(
@@ -21,7 +15,7 @@ pub(super) fn update_all<const N: usize>(
     (var, master): (&Var, Option<&Var>),
     states: [&Var; N],
     grad: &Tensor,
-    rule: &(impl DenseRule<N> + Sync),
+    rule: &(impl Rule<N> + Sync),
 ) -> Result<()> {
     check_gradient(name, var, grad)?;
     if var.elem_count() == 0 {
@@ -147,7 +141,7 @@ fn move_numbers<R: Real, const N: usize>(
 }
 
 /// The update composed of candle's operations. `grad` is in the compute dtype.
-fn compose<const N: usize>(var: &Var, states: [&Var; N], grad: &Tensor, rule: &impl DenseRule<N>) -> Result<()> {
+fn compose<const N: usize>(var: &Var, states: [&Var; N], grad: &Tensor, rule: &impl Rule<N>) -> Result<()> {
     let wide = |var: &Var| var.as_detached_tensor().to_dtype(grad.dtype());
     let mut now = Vec::with_capacity(N);
     for state in states {
@@ -162,8 +156,7 @@ fn compose<const N: usize>(var: &Var, states: [&Var; N], grad: &Tensor, rule: &i
 mod tests {
     use super::*;
     use crate::master::master_of;
-    use crate::row_update::AdamWRule;
-    use crate::rules::{AdagradRule, MomentumRule, SgdRule};
+    use crate::rules::{AdagradRule, AdamWRule, MomentumRule, SgdRule};
     use candle_core::Device::Cpu;
 
     /// Numbers of both signs, as a strided matrix of two columns if `len` is even.
@@ -172,7 +165,7 @@ mod tests {
         if len.is_multiple_of(2) { list.reshape((2, len / 2))?.t() } else { Ok(list) }
     }
 
-    fn check<const N: usize>(rule: &(impl DenseRule<N> + Sync)) -> Result<()> {
+    fn check<const N: usize>(rule: &(impl Rule<N> + Sync)) -> Result<()> {
         let lens = [0, 1, 511, 9000, 150_000];
         for (dtype, len) in itertools::iproduct!([DType::F32, DType::F64, DType::BF16, DType::F16], lens) {
             let wide = candle_dist::sum_dtype(dtype);

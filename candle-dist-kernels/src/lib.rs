@@ -58,6 +58,8 @@ mod row_sum;
 mod row_take;
 mod row_update;
 mod rows;
+mod rows_off_host;
+mod rule;
 mod rules;
 mod silu_gate;
 mod softmax;
@@ -108,8 +110,7 @@ pub mod parts {
     pub use crate::row_order::{unique_rows, unique_rows_and_places};
     pub use crate::row_sum::sum_rows;
     pub use crate::row_take::take_rows;
-    pub use crate::row_update::AdamWRule;
-    pub use crate::rules::{AdagradRule, MomentumRule, SgdRule, Update};
+    pub use crate::rules::{AdagradRule, AdamWRule, MomentumRule, SgdRule, Update};
 }
 
 use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor, WithDType, bail};
 
 use super::element::{Element, with_element};
 use super::row_order::{RowOrder, position};
-use super::{Reading, rows};
+use super::{Reading, rows, rows_off_host};
 
 /// Sums groups of the rows of a matrix, in the order of the matrix.
 ///
@@ -44,6 +44,9 @@ pub fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
     let (len, width) = values.dims2()?;
     if len != rows.len() {
         bail!("sum_rows: {} rows for values of shape {:?}", rows.len(), values.shape());
+    }
+    if !values.device().is_cpu() {
+        return rows_off_host::sum_rows(rows, values);
     }
     let order = RowOrder::of(rows);
     let values = values.contiguous()?;

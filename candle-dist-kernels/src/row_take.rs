@@ -1,15 +1,20 @@
-use candle_core::{CpuStorage, Result, Shape, Tensor, WithDType};
+use candle_core::{Result, Tensor, WithDType};
+use candle_dist::backend::Fresh;
+use candle_dist::empty;
 
 use super::element::with_element;
 use super::prefetch::Prefetch;
 use super::{Reading, check_rows};
 
-/// Copies the `rows` of a contiguous table `[.., width]`; returns storage and shape.
-pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<(CpuStorage, Shape)> {
+/// Copies the `rows` of a contiguous table `[.., width]`.
+pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<Fresh> {
     let width = check_rows("lookup", table, rows)?;
+    if !table.device().is_cpu() {
+        return Ok(Fresh::copy_of(&empty::index_select(&table.detach(), rows, 0)?)?);
+    }
     let reading = Reading::new(table);
     let taken = with_element!("lookup", table.dtype(), E => Ok(E::to_cpu_storage_owned(take(reading.elements::<E>()?, width, rows))));
-    Ok((taken?, Shape::from((rows.len(), width))))
+    Ok(Fresh::host(taken?, (rows.len(), width)))
 }
 
 fn take<E: Copy>(table: &[E], width: usize, rows: &[u32]) -> Vec<E> {

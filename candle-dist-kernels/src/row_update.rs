@@ -7,43 +7,8 @@ use super::prefetch::Prefetch;
 use super::real::Real;
 use super::row_order::RowOrder;
 use super::row_sum::GroupSum;
-use super::{Reading, check_rows, rows, share_memory};
-
-/// An update of numbers, each of which has `N` numbers of state.
-pub(super) trait Rule<const N: usize> {
-    /// Returns the function that maps a number, its state and its gradient to the new number and state.
-    fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
-}
-
-/// AdamW, with the running means of the gradient and of its square as state.
-pub struct AdamWRule {
-    /// The learning rate.
-    pub lr: f64,
-    /// The decay of the two running means.
-    pub betas: [f64; 2],
-    /// The factors of the bias correction.
-    pub scales: [f64; 2],
-    /// What is added to the divisor.
-    pub eps: f64,
-    /// The factor of weight decay.
-    pub keep: f64,
-}
-
-impl Rule<2> for AdamWRule {
-    fn of<T: Real>(&self) -> impl Fn(T, [T; 2], T) -> (T, [T; 2]) {
-        let [keep_first, keep_second] = self.betas.map(T::from_f64);
-        let [part_first, part_second] = self.betas.map(|beta| T::from_f64(1.0 - beta));
-        let [scale_first, scale_second] = self.scales.map(T::from_f64);
-        let [lr, eps, keep] = [self.lr, self.eps, self.keep].map(T::from_f64);
-        #[inline(always)]
-        move |x, [first, second], grad| {
-            let first = first * keep_first + grad * part_first;
-            let second = second * keep_second + grad * grad * part_second;
-            let change = first * scale_first / ((second * scale_second).sqrt() + eps);
-            (x * keep - change * lr, [first, second])
-        }
-    }
-}
+use super::rule::Rule;
+use super::{Reading, check_rows, rows, rows_off_host, share_memory};
 
 /// See [`Update::update_rows`](super::rules::Update::update_rows).
 pub(super) fn update_rows<const N: usize>(
@@ -58,6 +23,9 @@ pub(super) fn update_rows<const N: usize>(
         let (got, want) = (grad.shape(), table.shape());
         let (of, dtype) = (listed.len(), table.dtype());
         bail!("step: a gradient {got:?} {:?} of {of} rows of a table {want:?} {dtype:?}", grad.dtype());
+    }
+    if !table.device().is_cpu() {
+        return rows_off_host::update_rows(table, states, listed, grad, rule);
     }
     let grad = grad.contiguous()?;
     let lies_in_both = std::iter::once(table).chain(states).any(|var| share_memory(&grad, var));

@@ -1,9 +1,10 @@
 //! Elementwise optimizer rules, for all elements of a variable or for some of its rows.
 use candle_core::{Result, Tensor, Var};
 
-use super::dense_update::{DenseRule, update_all};
+use super::dense_update::update_all;
 use super::real::Real;
-use super::row_update::{AdamWRule, Rule, update_rows};
+use super::row_update::update_rows;
+use super::rule::Rule;
 
 /// The kernels of a rule with `N` states: this crate compiles them once, and not every caller again.
 pub trait Update<const N: usize> {
@@ -70,9 +71,7 @@ impl Rule<0> for SgdRule {
         #[inline(always)]
         move |x, [], grad| (x - decayed(x, grad) * lr, [])
     }
-}
 
-impl DenseRule<0> for SgdRule {
     fn composed(&self, x: &Tensor, []: [&Tensor; 0], grad: &Tensor) -> Result<(Tensor, [Tensor; 0])> {
         Ok(((x - (decay(self.weight_decay, x, grad)? * self.lr)?)?, []))
     }
@@ -104,9 +103,7 @@ impl Rule<1> for MomentumRule {
             (x - change * lr, [buffer])
         }
     }
-}
 
-impl DenseRule<1> for MomentumRule {
     fn composed(&self, x: &Tensor, [buffer]: [&Tensor; 1], grad: &Tensor) -> Result<(Tensor, [Tensor; 1])> {
         let grad = decay(self.weight_decay, x, grad)?;
         let buffer = ((buffer * self.momentum)? + (&grad * self.part)?)?;
@@ -136,9 +133,7 @@ impl Rule<1> for AdagradRule {
             (x - grad / (sum.sqrt() + eps) * lr, [sum])
         }
     }
-}
 
-impl DenseRule<1> for AdagradRule {
     fn composed(&self, x: &Tensor, [sum]: [&Tensor; 1], grad: &Tensor) -> Result<(Tensor, [Tensor; 1])> {
         let grad = decay(self.weight_decay, x, grad)?;
         let sum = (sum + grad.sqr()?)?;
@@ -147,7 +142,35 @@ impl DenseRule<1> for AdagradRule {
     }
 }
 
-impl DenseRule<2> for AdamWRule {
+/// AdamW, with the running means of the gradient and of its square as state.
+pub struct AdamWRule {
+    /// The learning rate.
+    pub lr: f64,
+    /// The decay of the two running means.
+    pub betas: [f64; 2],
+    /// The factors of the bias correction.
+    pub scales: [f64; 2],
+    /// What is added to the divisor.
+    pub eps: f64,
+    /// The factor of weight decay.
+    pub keep: f64,
+}
+
+impl Rule<2> for AdamWRule {
+    fn of<T: Real>(&self) -> impl Fn(T, [T; 2], T) -> (T, [T; 2]) {
+        let [keep_first, keep_second] = self.betas.map(T::from_f64);
+        let [part_first, part_second] = self.betas.map(|beta| T::from_f64(1.0 - beta));
+        let [scale_first, scale_second] = self.scales.map(T::from_f64);
+        let [lr, eps, keep] = [self.lr, self.eps, self.keep].map(T::from_f64);
+        #[inline(always)]
+        move |x, [first, second], grad| {
+            let first = first * keep_first + grad * part_first;
+            let second = second * keep_second + grad * grad * part_second;
+            let change = first * scale_first / ((second * scale_second).sqrt() + eps);
+            (x * keep - change * lr, [first, second])
+        }
+    }
+
     fn composed(&self, x: &Tensor, [first, second]: [&Tensor; 2], grad: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
         let [keep_first, keep_second] = self.betas;
         let first = ((first * keep_first)? + (grad * (1.0 - keep_first))?)?;

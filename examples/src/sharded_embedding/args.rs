@@ -121,8 +121,6 @@ const MAX_BATCH: usize = 1 << 24;
 const MAX_DIM: usize = 1024;
 
 impl Launched for Args {
-    const CPU_ONLY: Option<&'static str> = Some("tables whose gradients are rows");
-
     fn backend(&self) -> BackendName {
         self.backend
     }

@@ -27,6 +27,24 @@ pub struct Batch {
     pub clicks: Tensor,
 }
 
+impl Batch {
+    /// Moves the numbers to a device. Ids and offsets stay on the host, which reads them.
+    ///
+    /// # Errors
+    /// candle's.
+    pub fn to_device(self, device: &Device) -> Result<Self> {
+        let of_feature = |values: Values| {
+            let weights = values.weights.map(|weights| weights.to_device(device)).transpose()?;
+            Ok(Values { weights, ..values })
+        };
+        Ok(Self {
+            features: self.features.into_iter().map(of_feature).collect::<Result<_>>()?,
+            dense: self.dense.to_device(device)?,
+            clicks: self.clicks.to_device(device)?,
+        })
+    }
+}
+
 /// The values of one feature.
 #[derive(Clone, Debug)]
 pub struct Values {

@@ -45,12 +45,13 @@ impl Model {
         for Feature { name, vocab, .. } in FEATURES {
             let stream = Stream::new(args.seed, &format!("table of {name}"));
             let start = ShardedTensor::randn(0f32, 0.05, &spec, (vocab, args.dim), &Device::Cpu, group, stream)?;
-            let (table, vars) = start.to_row_vars()?;
+            let (table, vars) = start.to_device(group.device())?.to_row_vars()?;
             tables.push(table);
             rows.extend(vars);
         }
-        let (first, mut dense) = layer(args.seed, "hidden", FEATURES.len() * args.dim + DENSE, HIDDEN)?;
-        let (second, vars) = layer(args.seed, "output", HIDDEN, 1)?;
+        let (first, mut dense) =
+            layer(args.seed, "hidden", [FEATURES.len() * args.dim + DENSE, HIDDEN], group.device())?;
+        let (second, vars) = layer(args.seed, "output", [HIDDEN, 1], group.device())?;
         dense.extend(vars);
         Ok(Self { tables, layers: [first, second], dense, rows })
     }
@@ -93,9 +94,9 @@ fn look_up(feature: &Feature, table: &ShardedTensor, values: &Values, mode: Mode
 }
 
 /// Creates a linear layer and its parameters.
-fn layer(seed: u64, name: &str, inputs: usize, outputs: usize) -> Result<(Linear, Vec<Var>)> {
+fn layer(seed: u64, name: &str, [inputs, outputs]: [usize; 2], device: &Device) -> Result<(Linear, Vec<Var>)> {
     let normal = Distribution::Normal { mean: 0.0, stdev: (2.0 / inputs as f64).sqrt() };
     let weight = sample_full(Stream::new(seed, name), normal, &[outputs, inputs], DType::F32, &Device::Cpu)?;
-    let vars = vec![Var::from_tensor(&weight)?, Var::zeros(outputs, DType::F32, &Device::Cpu)?];
+    let vars = vec![Var::from_tensor(&weight.to_device(device)?)?, Var::zeros(outputs, DType::F32, device)?];
     Ok((Linear::new(vars[0].as_tensor().clone(), Some(vars[1].as_tensor().clone())), vars))
 }

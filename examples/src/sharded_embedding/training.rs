@@ -58,7 +58,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Resul
     let (mut losses, mut times) = (Vec::with_capacity(args.steps), Vec::with_capacity(args.steps));
     let (trained, counts) = comm::record(|| -> Result<()> {
         for step in 0..args.steps as u64 {
-            let batch = log.batch(step, args.batch, part(group, ctx.rank(), args.batch))?;
+            let batch = log.batch(step, args.batch, part(group, ctx.rank(), args.batch))?.to_device(group.device())?;
             let start = Instant::now();
             let loss = train_step(&model, &batch, args.batch, group, &mut perceptron)?;
             tables.step()?;
@@ -108,7 +108,7 @@ fn outcome(
 ) -> Result<RunOutcome> {
     let parts: Vec<Range<usize>> = (0..group.size()).map(|rank| part(group, rank, HELD_OUT_SAMPLES)).collect();
     let sizes: Vec<usize> = parts.iter().map(Range::len).collect();
-    let batch = log.batch(HELD_OUT, HELD_OUT_SAMPLES, parts[group.rank()].clone())?;
+    let batch = log.batch(HELD_OUT, HELD_OUT_SAMPLES, parts[group.rank()].clone())?.to_device(group.device())?;
     let logits = group.all_gather_uneven(&model.forward(&batch, Mode::Eval)?.detach(), 0, &sizes)?;
     let clicks = group.all_gather_uneven(&batch.clicks, 0, &sizes)?;
     Ok(RunOutcome {

@@ -2,7 +2,7 @@
 use super::metadata::{Layout, ShardedTensorMetadata};
 use super::{LocalShard, ShardedTensor, pieces};
 use crate::kernels::is_computed;
-use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
+use crate::tables::sharding_spec::DeviceName;
 use crate::tables::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -27,14 +27,12 @@ impl ShardedTensor {
     /// [`sparse`](crate::sparse) update.
     ///
     /// # Errors
-    /// On every rank alike, if the tensor is not a table of floats, or its placements are not all on the CPU.
+    /// On every rank alike, if the tensor is not a table of floats.
     pub fn to_row_vars(&self) -> Result<(Self, Vec<RowVar>)> {
-        let ShardedTensorMetadata { shards, dims, dtype } = self.metadata();
-        let device = |shard: &ShardMetadata| shard.placement.as_ref().map(RemoteDevice::device).unwrap_or_default();
-        let on_host = shards.iter().all(|shard| device(shard) == DeviceName::Cpu);
+        let ShardedTensorMetadata { dims, dtype, .. } = self.metadata();
         // A rank without shards makes no variable that could refuse.
-        if dims.len() != 2 || !is_computed(*dtype) || !on_host {
-            let want = "expected [rows, width] of f32, f64, f16 or bf16 with all shards on the CPU";
+        if dims.len() != 2 || !is_computed(*dtype) {
+            let want = "expected [rows, width] of f32, f64, f16 or bf16";
             return Error::op("ShardedTensor::to_row_vars", format!("{}: {want}", self.layout));
         }
         let (leaf, vars) = self.to_var()?;

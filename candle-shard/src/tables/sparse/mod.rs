@@ -10,7 +10,8 @@
 //! | [`Adagrad`] | the same numbers |
 //! | [`AdamW`] | lazy: a row without a gradient neither moves nor decays, nor do its moments |
 //!
-//! Everything here is local to one CPU device; nothing is sent. These are not [`nn::Optimizer`](crate::nn::Optimizer)s:
+//! Everything here is local to one device; nothing is sent. On a GPU the tables, their gradients and the state of optimizers are on it,
+//! and the row numbers are on the host. These are not [`nn::Optimizer`](crate::nn::Optimizer)s:
 //! their gradients are not in a `GradStore`, and their state is plain variables. The options have the same names.
 //!
 //! ```

@@ -1,6 +1,7 @@
 //! Gradients stored by rows.
 use crate::{Error, Result, kernels};
 use candle_core::Tensor;
+use candle_dist::empty;
 use std::sync::Arc;
 
 /// The gradient of a table `[rows, width]`, stored by rows; all other rows are zero.
@@ -15,11 +16,12 @@ pub struct RowGrad {
 impl RowGrad {
     /// Sums the rows of `values`, `[rows.len(), width]` of floats, that have the same row number in `rows`.
     ///
-    /// They are added in the order of the list, so the bits do not depend on threads; 16-bit floats are added in f32
-    /// and rounded once. The cost depends only on the length of the list.
+    /// On the CPU they are added in the order of the list, so the bits do not depend on threads. Elsewhere they are added in
+    /// pairs, and the sums again, so the bits are the same in each run. 16-bit floats are added in f32 and rounded once. The
+    /// cost depends only on the length of the list.
     ///
     /// # Errors
-    /// If the numbers of rows and values differ, or the values are not on the CPU.
+    /// If the numbers of rows and values differ.
     pub fn new(rows: impl Into<Arc<[u32]>>, values: &Tensor) -> Result<Self> {
         let rows = rows.into();
         check(&rows, values)?;
@@ -61,7 +63,7 @@ impl RowGrad {
 
     /// Multiplies all values by `factor`.
     pub fn scale(&self, factor: f64) -> Result<Self> {
-        Ok(Self { rows: self.rows.clone(), values: self.values.affine(factor, 0.0)? })
+        Ok(Self { rows: self.rows.clone(), values: empty::compute(&self.values, |values| values.affine(factor, 0.0))? })
     }
 
     pub(super) fn into_part(self) -> Part {
@@ -78,9 +80,6 @@ fn check(rows: &[u32], values: &Tensor) -> Result<()> {
             "RowGrad",
             format!("values {shape:?} {dtype:?} for {len} rows: expected floats [{len}, width]"),
         );
-    }
-    if !values.device().is_cpu() {
-        return Error::op("RowGrad", format!("values on {:?}: expected the CPU", values.device()));
     }
     Ok(())
 }
@@ -100,7 +99,8 @@ impl Part {
             return Ok(Some(first.clone()));
         }
         let rows = parts.iter().flat_map(|part| part.rows.iter().copied()).collect();
-        let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).collect();
-        Ok(Some(Self { rows, grad: Tensor::cat(&grads, 0)? }))
+        let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).filter(|grad| grad.elem_count() > 0).collect();
+        let grad = if grads.is_empty() { first.grad.clone() } else { Tensor::cat(&grads, 0)? };
+        Ok(Some(Self { rows, grad }))
     }
 }

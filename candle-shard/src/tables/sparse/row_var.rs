@@ -2,7 +2,8 @@
 use super::row_grad::{Part, RowGrad};
 use crate::lookup::{Renorm, limit_rows};
 use crate::{Error, Result, kernels};
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Shape, Tensor, Var};
+use candle_dist::backend::Ready;
 use candle_dist::empty;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -32,15 +33,15 @@ impl RowVar {
     /// Wraps a variable so that its gradient is collected by rows.
     ///
     /// # Errors
-    /// If `var` is not a table of floats on the CPU.
+    /// If `var` is not a table of floats.
     pub fn new(var: Var) -> Result<Self> {
-        let (shape, dtype, device) = (var.shape(), var.dtype(), var.device());
+        let (shape, dtype) = (var.shape(), var.dtype());
         let float = matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16);
-        if var.rank() != 2 || !float || !device.is_cpu() {
-            let got = format!("a variable {shape:?} {dtype:?} on {device:?}");
-            return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16 on the CPU"));
+        if var.rank() != 2 || !float {
+            let got = format!("a variable {shape:?} {dtype:?}");
+            return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16"));
         }
-        Ok(Self { handle: Var::zeros((), dtype, device)?, var, pending: Pending::default() })
+        Ok(Self { handle: Var::zeros((), dtype, var.device())?, var, pending: Pending::default() })
     }
 
     /// Returns the table itself: always the same memory, which optimizers and [`renorm`](Self::renorm) change in place.
@@ -64,7 +65,7 @@ impl RowVar {
     /// Like [`lookup`](Self::lookup), but drops the gradient of the row `still`: PyTorch's `padding_idx`.
     pub fn lookup_but(&self, rows: impl Into<Arc<[u32]>>, still: Option<u32>) -> Result<Tensor> {
         let rows = rows.into();
-        let made = Mutex::new(Some(kernels::take_rows(&self.var, &rows)?));
+        let made = Ready::new(kernels::take_rows(&self.var, &rows)?);
         let still = still.filter(|still| rows.contains(still));
         Ok(self.handle.apply_op1(Lookup { rows, still, pending: self.pending.clone(), made })?)
     }
@@ -92,7 +93,7 @@ impl RowVar {
     /// [`take_grad`](Self::take_grad).
     ///
     /// # Errors
-    /// If the gradient has another width or dtype, or a row outside the table.
+    /// If the gradient has another width or dtype, a row outside the table, or is on another device.
     pub fn add_grad(&self, grad: RowGrad) -> Result<()> {
         let (values, [rows, width]) = (grad.values(), [self.var.dims()[0], self.var.dims()[1]]);
         let inside = grad.rows().last().is_none_or(|&last| (last as usize) < rows);
@@ -100,6 +101,10 @@ impl RowVar {
             let (shape, dtype, last) = (values.shape(), values.dtype(), grad.rows().last().unwrap_or(&0));
             let got = format!("a gradient {shape:?} {dtype:?} up to row {last}");
             return Error::op("add_grad", format!("{got} of a table [{rows}, {width}] {:?}", self.var.dtype()));
+        }
+        if !values.device().same_device(self.var.device()) {
+            let [of_grad, of_table] = [values, &self.var].map(|x| x.device().location());
+            return Error::op("add_grad", format!("a gradient on {of_grad:?} of a table on {of_table:?}"));
         }
         lock(&self.pending).push(grad.into_part());
         Ok(())
@@ -138,7 +143,7 @@ struct Lookup {
     /// One of the rows, which gets no gradient.
     still: Option<u32>,
     pending: Pending,
-    made: Mutex<Option<(CpuStorage, Shape)>>,
+    made: Ready,
 }
 
 impl CustomOp1 for Lookup {
@@ -147,8 +152,15 @@ impl CustomOp1 for Lookup {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take();
-        made.ok_or_else(|| candle_core::Error::msg("the result of a lookup was taken twice"))
+        self.made.cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.made.cuda()
+    }
+
+    fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> candle_core::Result<(MetalStorage, Shape)> {
+        self.made.metal()
     }
 
     fn bwd(&self, handle: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {

@@ -44,8 +44,8 @@ impl Slots {
 fn state_of(var: &Var, start: f64) -> Result<Var> {
     let (len, shape) = (var.elem_count(), var.shape());
     let state = match var.dtype() {
-        DType::F64 => Tensor::from_iter(std::iter::repeat_n(start, len), &Device::Cpu)?,
-        _ => Tensor::from_iter(std::iter::repeat_n(start as f32, len), &Device::Cpu)?,
+        DType::F64 => Tensor::from_iter(std::iter::repeat_n(start, len), var.device())?,
+        _ => Tensor::from_iter(std::iter::repeat_n(start as f32, len), var.device())?,
     };
     Ok(Var::from_tensor(&state.reshape(shape)?)?)
 }

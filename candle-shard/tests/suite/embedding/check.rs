@@ -5,7 +5,7 @@ use candle_dist::ProcessGroup;
 use candle_shard::sharding_spec::{RemoteDevice, ShardMetadata, ShardingSpec};
 use candle_shard::sparse::RowVar;
 use candle_shard::{ChunkShardingSpec, EnumerableShardingSpec, Result, ShardedTensor};
-use test_utils::{device, skip};
+use test_utils::device;
 
 /// How the table lies, and what gradient it has.
 #[derive(Debug, Clone)]
@@ -62,19 +62,6 @@ pub(crate) fn distribute(whole: &Tensor, spec: impl Into<ShardingSpec>, group: &
     ShardedTensor::distribute(whole, spec, group)?.to_device(group.device())
 }
 
-/// Returns whether gradients by rows are possible where the table is; if not, all ranks must refuse them.
-pub(crate) fn has_rows(table: &ShardedTensor) -> bool {
-    if table.group().device().is_cpu() {
-        return true;
-    }
-    let error = table.to_row_vars().expect_err("rows on a GPU").to_string();
-    assert!(error.contains("with all shards on the CPU"), "{error}");
-    if table.group().rank() == 0 {
-        skip("gradients by rows are on the CPU only");
-    }
-    false
-}
-
 /// The result of a rank's call, and its weights.
 pub(crate) fn run(table: &ShardedTensor, call: &Call, op: Op) -> Result<(Tensor, Option<Var>)> {
     match op {
@@ -116,9 +103,6 @@ fn local(numbers: &[f64], case: &Case, table: &ShardedTensor) -> Result<Vec<f64>
 pub(crate) fn check(case: &Case, layout: &Layout, group: &ProcessGroup, expected: &Expected) -> Result<()> {
     let whole = Tensor::from_slice(&case.table, (case.rows, case.width), &Device::Cpu)?;
     let table = distribute(&whole, layout.spec([case.rows, case.width])?, group)?;
-    if layout.by_rows && !has_rows(&table) {
-        return Ok(());
-    }
     let (rank, call) = (group.rank(), &case.calls[group.rank()]);
     let what = |what: &str| format!("{what} of rank {rank} in {layout:?}, {:?} {:?}", case.op, call.dims);
 

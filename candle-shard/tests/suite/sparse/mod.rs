@@ -1,6 +1,7 @@
 //! Tables with gradients by rows, their optimizers and their norms, against dense ones and PyTorch.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
+mod devices;
 mod gradients;
 mod optimizers;
 mod pytorch;

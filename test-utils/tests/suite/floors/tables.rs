@@ -128,8 +128,8 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "bounds conv convert element master parallel prefetch row_order weight_sink",
-            "random rows",
+            "bounds conv convert element master parallel prefetch row_order rule weight_sink",
+            "random rows rows_off_host",
             "few_rows numbers product row_sum",
             "row_update",
             "dense_update",
