@@ -113,6 +113,10 @@ for ranks in 3 4 5 8; do
 done
 on 2 dropped
 verdict "a finished call that is dropped frees its memory" passed
+for ranks in 2 3; do
+    on "$ranks" late
+    verdict "a start on $ranks ranks may take longer than a call" passed
+done
 # port: a port that is likely to be free, for starts that need one.
 port() { echo $((20000 + RANDOM % 10000)); }
 aside scenario "the launcher's ranks in another order than MPI's" 3 begin order "$(port)" -- \

@@ -137,8 +137,10 @@ mod tests {
             KeyBlock { rows: 0..3, visible: Visible::new(lists.to_vec()) },
             KeyBlock { rows: 3..6, visible: Visible::new([&lists[1..], &lists[..1]].concat()) },
         ];
+        // The block of later keys first.
+        let of_both = vec![of_two[1].clone(), of_one[0].clone()];
         let inputs = [randn([2, 5, 4, 4]), randn([2, 6, 2, 4]), randn([2, 6, 2, 3])];
-        for blocks in [of_one, of_two] {
+        for blocks in [of_one, of_two, of_both] {
             for at in 0..3 {
                 for row in 0..inputs[at].dim(1).unwrap() {
                     let mut inputs = inputs.clone();

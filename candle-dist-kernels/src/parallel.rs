@@ -7,14 +7,21 @@ use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
 /// Returns `run` of each part with its number, in order; computed by candle's threads, if the work is worth it.
+///
+/// All parts run, also after one whose result is an error.
 pub(super) fn map<P: Send, R: Send>(
     is_worth_it: bool,
     parts: impl Iterator<Item = P>,
     run: impl Fn(usize, P) -> R + Sync,
 ) -> Vec<R> {
-    if !is_worth_it || get_num_threads() == 1 {
-        return parts.enumerate().map(|(i, part)| run(i, part)).collect();
+    if is_worth_it && get_num_threads() > 1 {
+        on_threads(parts, run)
+    } else {
+        parts.enumerate().map(|(i, part)| run(i, part)).collect()
     }
+}
+
+fn on_threads<P: Send, R: Send>(parts: impl Iterator<Item = P>, run: impl Fn(usize, P) -> R + Sync) -> Vec<R> {
     // A part and its result are touched by one thread at a time, so no lock is ever waited for.
     let slots: Vec<_> = parts.map(|part| Mutex::new((Some(part), None))).collect();
     for_each(slots.len(), &|i| {
@@ -36,20 +43,21 @@ mod tests {
     #[test]
     fn each_part_is_taken_once_and_results_are_in_order() {
         let mut numbers: Vec<usize> = (0..1000).collect();
-        for (is_worth_it, added) in [(true, 1), (false, 2)] {
-            let first = map(is_worth_it, numbers.chunks_mut(7), |i, part| {
-                part.iter_mut().for_each(|number| *number += 1);
-                (i, part[0])
-            });
-            assert_eq!(first, (0..1000).step_by(7).enumerate().map(|(i, at)| (i, at + added)).collect::<Vec<_>>());
-            assert_eq!(numbers, (added..1000 + added).collect::<Vec<_>>());
-            assert!(map(is_worth_it, std::iter::empty::<usize>(), |_, part| part).is_empty());
-        }
+        let add = |i: usize, part: &mut [usize]| {
+            part.iter_mut().for_each(|number| *number += 1);
+            (i, part[0])
+        };
+        let wanted = |added: usize| (0..1000).step_by(7).map(|at| at + added).enumerate().collect::<Vec<_>>();
+        assert_eq!(on_threads(numbers.chunks_mut(7), add), wanted(1));
+        assert_eq!(map(true, numbers.chunks_mut(7), add), wanted(2));
+        assert_eq!(map(false, numbers.chunks_mut(7), add), wanted(3));
+        assert_eq!(numbers, (3..1003).collect::<Vec<_>>());
+        assert!(on_threads(std::iter::empty::<usize>(), |_, part| part).is_empty());
     }
 
     #[test]
     fn a_panic_reaches_the_caller() {
-        let panicked = std::panic::catch_unwind(|| map(true, 0..10, |_, part| assert_ne!(part, 5)));
+        let panicked = std::panic::catch_unwind(|| on_threads(0..10, |_, part| assert_ne!(part, 5)));
         assert!(panicked.is_err());
     }
 }

@@ -12,23 +12,40 @@ use candle_dist::empty;
 pub(super) fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
     let order = RowOrder::of(rows);
     let places = |group: &[u64]| group.iter().map(|&entry| position(entry) as u32).collect();
-    let (unique, mut groups): (Vec<u32>, Vec<Vec<u32>>) =
-        order.groups().map(|(row, group)| (row, places(group))).unzip();
+    let (unique, groups): (Vec<u32>, Vec<Vec<u32>>) = order.groups().map(|(row, group)| (row, places(group))).unzip();
     if values.elem_count() == 0 {
         return Ok((unique, Tensor::zeros((groups.len(), values.dim(1)?), values.dtype(), values.device())?));
     }
     let mut sums = values.to_dtype(compute_dtype("sum_rows", values)?)?;
-    while groups.iter().any(|group| group.len() > 1) {
-        sums = in_pairs(&sums, &mut groups)?;
+    let mut groups: Vec<(usize, Vec<u32>)> = groups.into_iter().enumerate().collect();
+    // Sums that are done, and for each of them which of the distinct rows it belongs to.
+    let (mut done, mut place_of_done) = (Vec::new(), Vec::new());
+    while !groups.is_empty() {
+        let (of_one, others): (Vec<_>, Vec<_>) = groups.into_iter().partition(|(_, group)| group.len() == 1);
+        groups = others;
+        let (places, ones): (Vec<usize>, Vec<Vec<u32>>) = of_one.into_iter().unzip();
+        if !ones.is_empty() {
+            done.push(empty::index_select(&sums, &ones.concat(), 0)?);
+            place_of_done.extend(places);
+        }
+        if !groups.is_empty() {
+            sums = in_pairs(&sums, &mut groups)?;
+        }
     }
-    Ok((unique, empty::index_select(&sums, &groups.concat(), 0)?.to_dtype(values.dtype())?))
+    let mut done_of_place = vec![0; place_of_done.len()];
+    place_of_done.iter().zip(0..).for_each(|(&place, at)| done_of_place[place] = at);
+    let sums = match &done[..] {
+        [sums] => sums.clone(), // in order
+        _ => empty::index_select(&Tensor::cat(&done, 0)?, &done_of_place, 0)?,
+    };
+    Ok((unique, sums.to_dtype(values.dtype())?))
 }
 
 /// Adds the rows of each group in pairs. The groups then name rows of the result.
-fn in_pairs(values: &Tensor, groups: &mut [Vec<u32>]) -> Result<Tensor> {
-    let pairs: usize = groups.iter().map(|group| group.len() / 2).sum();
+fn in_pairs(values: &Tensor, groups: &mut [(usize, Vec<u32>)]) -> Result<Tensor> {
+    let pairs: usize = groups.iter().map(|(_, group)| group.len() / 2).sum();
     let (mut left, mut right, mut alone) = (Vec::with_capacity(pairs), Vec::with_capacity(pairs), Vec::new());
-    for group in groups {
+    for (_, group) in groups {
         let mut next = Vec::with_capacity(group.len().div_ceil(2));
         for pair in group.chunks(2) {
             next.push(match *pair {

@@ -60,11 +60,10 @@ fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return Ok(x.clone());
     }
-    // Query `i` sees key `j` iff `j + queries <= i + keys`.
-    let [i, j] = [(keys, queries), (queries, keys)]
-        .map(|(from, count)| Tensor::arange(from as u32, (from + count) as u32, x.device()));
-    let mask = j?.broadcast_le(&i?.unsqueeze(1)?)?;
-    softmax_of_seen(&(x * scale)?, &mask)
+    // Query `i` sees key `j` iff `queries + j <= keys + i`.
+    let from = |from: usize, count: usize| Tensor::arange(from as u32, (from + count) as u32, x.device());
+    let seen = from(queries, keys)?.broadcast_le(&from(keys, queries)?.unsqueeze(1)?)?;
+    softmax_of_seen(&(x * scale)?, &seen)
 }
 
 /// The softmax over the entries that `seen` (u8, broadcast to `x`) marks, composed; other entries are 0.

@@ -2,7 +2,7 @@
 //!
 //! Without arguments all cases run: with `parts` in messages of few bytes, with `apart` without shared memory, with
 //! `pairs` with memory that only pairs of ranks share, with `given` on an MPI that the program itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
-//! every rank that gets the error prints it. `large`, `any` and `dropped` check one thing each.
+//! every rank that gets the error prints it. `large`, `any`, `dropped` and `late` check one thing each.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};
@@ -83,6 +83,7 @@ fn main() -> ExitCode {
         ["large"] => run_on(Settings::default().most_bytes(4096), in_many_parts),
         ["any"] => run_on(Settings::default().sums(Sums::Any), in_any_order),
         ["dropped"] => run(Duration::from_secs(60), dropped),
+        ["late"] => late(),
         ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, || with_a_gpu(ctx))),
         ["differ", name] => {
@@ -116,6 +117,19 @@ fn run_on(settings: Settings, f: impl Fn(&RankContext) -> Result<()>) -> bool {
     let ctx = init_process_group_with(InitOptions::new(), |info, control| settings.start(info, control));
     let ctx = ctx.unwrap_or_else(|error| panic!("{error}"));
     ctx.run(f, |rank, message| eprintln!("rank {rank}: {message}")).is_some()
+}
+
+/// A start for which the others wait longer than a rank may wait in a call.
+fn late() -> bool {
+    let options = InitOptions::new().timeout(Duration::from_millis(200));
+    let ctx = init_process_group_with(options, |info, control| {
+        if info.rank + 1 == info.world_size {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        Settings::default().start(info, control)
+    });
+    let ctx = ctx.unwrap_or_else(|error| panic!("{error}"));
+    ctx.run(|_| Ok::<_, Error>(()), |rank, message| eprintln!("rank {rank}: {message}")).is_some()
 }
 
 /// A start that fails on the last rank. No rank may wait for another one in MPI.

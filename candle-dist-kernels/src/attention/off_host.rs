@@ -1,6 +1,6 @@
 //! Attention of tensors that are not on the host, made of candle's operations on matrices of scores.
 //!
-//! The graph keeps no matrix of scores and no mask: the backward pass computes them again. 16-bit floats are widened to f32, as on the host.
+//! The graph keeps no matrix of scores and none of visible pairs: the backward pass computes them again. 16-bit floats are widened to f32, as on the host.
 //!
 //! A pair of a query and a key that it does not see has a weight of 0. In a product, 0 times NaN is NaN, so rows that are not
 //! finite are replaced by zeros before each product, and those that see one get NaN after it.
@@ -12,21 +12,22 @@ use crate::softmax::{softmax, softmax_of_seen};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_dist::backend::Fresh;
 use candle_dist::empty;
+use itertools::Itertools;
 use std::ops::Range;
 
 /// Attention over blocks of keys that are all rows of the key and the value, on the device of the inputs.
 pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
     let sizes = sizes([q, k, v])?;
-    let Sizes { batch, queries, keys, heads, width, .. } = sizes;
+    let Sizes { batch, queries, heads, width, .. } = sizes;
     if sizes.is_empty() {
         return empty::zeros_of(&[q, k, v], (batch, queries, heads, width), q.dtype());
     }
-    let mask = match blocks {
+    let ranges = match blocks {
         [block] if block.visible.is_all(block.rows.len()) => None,
-        _ => Some(Mask::new(blocks, keys, q.device())?),
+        _ => Some(Ranges::new(blocks, sizes, q.device())?),
     };
     let pass = move || -> Result<Pass> {
-        let seen = mask.as_ref().map(Mask::seen).transpose()?;
+        let seen = ranges.as_ref().map(Ranges::seen).transpose()?;
         Ok(Pass { scale, seen, sizes })
     };
     let out = pass()?.forward([&q.detach(), &k.detach(), &v.detach()])?;
@@ -39,36 +40,43 @@ pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[K
     })
 }
 
-/// The keys that each query sees, on the device of the inputs. It is small: a pass makes a matrix of pairs of it.
-struct Mask {
-    /// The first key and the end of the keys that a query sees of each block: `[1 or batch, q, 1]`.
-    ranges: Vec<[Tensor; 2]>,
+/// The keys that each query sees, on the device of the inputs. They are small: a pass makes a matrix of pairs of them.
+struct Ranges {
+    /// The first key that a query sees of each block, and the end of those keys: `[1 or batch, q, blocks]`.
+    bounds: [Tensor; 2],
+    /// The block of each key, where there are several.
+    block_of_key: Option<Tensor>,
     /// The numbers of the keys.
     keys: Tensor,
 }
 
-impl Mask {
-    fn new(blocks: &[KeyBlock], keys: usize, device: &Device) -> Result<Self> {
-        let of_block = |KeyBlock { rows, visible }: &KeyBlock| -> Result<[Tensor; 2]> {
-            let lists = visible.lists();
-            let bound = |of: fn(&Range<usize>) -> usize| {
-                let bounds: Vec<_> = lists.iter().flatten().map(|range| (rows.start + of(range)) as u32).collect();
-                let queries = bounds.len() / lists.len();
-                Tensor::from_vec(bounds, (lists.len(), queries, 1), device)
+impl Ranges {
+    fn new(blocks: &[KeyBlock], Sizes { queries, keys, .. }: Sizes, device: &Device) -> Result<Self> {
+        let lists = blocks.iter().map(|block| block.visible.lists().len()).max().unwrap_or(1);
+        let bounds = |of: fn(&Range<usize>) -> usize| {
+            let of_query = |(list, query)| {
+                let of_block = move |block: &KeyBlock| (block.rows.start + of(&block.visible.of(list)[query])) as u32;
+                blocks.iter().map(of_block)
             };
-            Ok([bound(|range| range.start)?, bound(|range| range.end)?])
+            let bounds: Vec<u32> = (0..lists).cartesian_product(0..queries).flat_map(of_query).collect();
+            Tensor::from_vec(bounds, (lists, queries, blocks.len()), device)
         };
-        let ranges = blocks.iter().map(of_block).collect::<Result<_>>()?;
-        Ok(Self { ranges, keys: Tensor::arange(0, keys as u32, device)? })
+        let mut block_of_key = vec![0; keys];
+        for (number, block) in blocks.iter().enumerate() {
+            block_of_key[block.rows.clone()].fill(number as u32);
+        }
+        let block_of_key = (blocks.len() > 1).then(|| Tensor::new(block_of_key, device)).transpose()?;
+        let bounds = [bounds(|range| range.start)?, bounds(|range| range.end)?];
+        Ok(Self { bounds, block_of_key, keys: Tensor::arange(0, keys as u32, device)? })
     }
 
     fn seen(&self) -> Result<Seen> {
-        let of_block = |[start, end]: &[Tensor; 2]| self.keys.broadcast_ge(start)? * self.keys.broadcast_lt(end)?;
-        // At least one key makes at least one block. A key is in one block only.
-        let mut pairs = of_block(&self.ranges[0])?;
-        for range in &self.ranges[1..] {
-            pairs = pairs.broadcast_add(&of_block(range)?)?;
-        }
+        let of_keys = |bounds: &Tensor| match &self.block_of_key {
+            Some(block_of_key) => bounds.index_select(block_of_key, 2),
+            None => Ok(bounds.clone()),
+        };
+        let [start, end] = self.bounds.each_ref().map(of_keys);
+        let pairs = (self.keys.broadcast_ge(&start?)? * self.keys.broadcast_lt(&end?)?)?;
         Ok(Seen { factors: pairs.to_dtype(DType::F32)?, pairs: pairs.unsqueeze(1)?.unsqueeze(1)? })
     }
 }

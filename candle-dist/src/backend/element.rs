@@ -6,23 +6,23 @@ use half::{bf16, f16};
 
 /// An element type, with the wider type in which its sums and products accumulate.
 pub(super) trait Element: WithDType {
-    /// Whether it is a float, which has `divide` and `scale`, and whether it is an integer, which has `bits`. Constants, so that
-    /// no op is compiled for elements that do not have it.
+    /// Whether it is a float, which has `divide` and `scale`. A constant, so that other elements compile no op that needs them.
     const IS_FLOAT: bool;
+    /// Whether it is an integer, which has `bits`.
     const IS_INT: bool = !Self::IS_FLOAT;
     type Acc: Copy + PartialOrd + std::ops::Add<Output = Self::Acc> + std::ops::Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;
     fn is_nan(acc: Self::Acc) -> bool;
-    fn divide(acc: Self::Acc, _by: usize) -> Self::Acc {
-        acc
+    fn divide(_acc: Self::Acc, _by: usize) -> Self::Acc {
+        unreachable!("integers are not divided")
     }
-    fn scale(acc: Self::Acc, _by: f64) -> Self::Acc {
-        acc
+    fn scale(_acc: Self::Acc, _by: f64) -> Self::Acc {
+        unreachable!("integers are not scaled")
     }
     /// Applies a bitwise reduction.
-    fn bits(_op: ReduceOp, a: Self::Acc, _b: Self::Acc) -> Self::Acc {
-        a
+    fn bits(_op: ReduceOp, _a: Self::Acc, _b: Self::Acc) -> Self::Acc {
+        unreachable!("floats have no bitwise reductions")
     }
 }
 

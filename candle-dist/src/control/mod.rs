@@ -139,7 +139,7 @@ impl Control {
         self.timeout
     }
 
-    /// Returns how long the backend of a rank may take to start.
+    /// Returns how long a rank may wait for other ranks at each point of its backend's start.
     pub fn start_timeout(&self) -> Duration {
         self.start_timeout
     }

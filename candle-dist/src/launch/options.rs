@@ -85,7 +85,8 @@ impl InitOptions {
 
     /// Sets how long to wait until all processes have joined; one minute by default.
     ///
-    /// Then their backends start, for which they have as much time again, or the [`timeout`](Self::timeout) if that is longer.
+    /// Then the backends start. Each time that a rank waits for other ranks there, it waits for at most this time, or the
+    /// [`timeout`](Self::timeout) if that is longer. NCCL connects the GPUs of a group in the first call, which has the `timeout`.
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self

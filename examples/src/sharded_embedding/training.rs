@@ -62,6 +62,7 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Resul
             let start = Instant::now();
             let loss = train_step(&model, &batch, args.batch, group, &mut perceptron)?;
             tables.step()?;
+            group.device().synchronize()?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
             losses.push(loss);
             progress.step(loss);

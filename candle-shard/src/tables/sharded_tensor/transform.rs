@@ -2,8 +2,8 @@
 use super::metadata::{Layout, ShardedTensorMetadata};
 use super::{LocalShard, ShardedTensor, pieces};
 use crate::kernels::is_computed;
-use crate::tables::sharding_spec::DeviceName;
-use crate::tables::sparse::RowVar;
+use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
+use crate::tables::sparse::{RowVar, check_size};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;
@@ -27,13 +27,18 @@ impl ShardedTensor {
     /// [`sparse`](crate::sparse) update.
     ///
     /// # Errors
-    /// On every rank alike, if the tensor is not a table of floats.
+    /// On every rank alike, if the tensor is not a table of floats, or a shard has more than 2³² - 1 elements on a GPU.
     pub fn to_row_vars(&self) -> Result<(Self, Vec<RowVar>)> {
-        let ShardedTensorMetadata { dims, dtype, .. } = self.metadata();
+        const OP: &str = "ShardedTensor::to_row_vars";
+        let ShardedTensorMetadata { shards, dims, dtype } = self.metadata();
         // A rank without shards makes no variable that could refuse.
         if dims.len() != 2 || !is_computed(*dtype) {
             let want = "expected [rows, width] of f32, f64, f16 or bf16";
-            return Error::op("ShardedTensor::to_row_vars", format!("{}: {want}", self.layout));
+            return Error::op(OP, format!("{}: {want}", self.layout));
+        }
+        for ShardMetadata { sizes, placement, .. } in shards {
+            let device = placement.as_ref().map(RemoteDevice::device).unwrap_or_default();
+            check_size(OP, sizes.iter().product(), device == DeviceName::Cpu)?;
         }
         let (leaf, vars) = self.to_var()?;
         let rows: Vec<RowVar> = vars.into_iter().map(RowVar::new).collect::<Result<_>>()?;

@@ -59,6 +59,9 @@ impl Adagrad {
 
     /// Returns the variables of the state, by name. Read them to save the state, `set` them to load it.
     ///
+    /// Those of a table are on its device, and the number of steps is on the host. `var.set(&saved.to_device(var.device())?)`
+    /// loads each of them.
+    ///
     /// The names are `adagrad.sum.i` for variable `i`, and `adagrad.steps`.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adagrad.steps".to_string(), self.steps.clone());

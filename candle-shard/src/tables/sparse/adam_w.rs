@@ -55,6 +55,9 @@ impl AdamW {
 
     /// Returns the variables of the state, by name. Read them to save the state, `set` them to load it.
     ///
+    /// Those of a table are on its device, and the number of steps is on the host. `var.set(&saved.to_device(var.device())?)`
+    /// loads each of them.
+    ///
     /// The names are `adam_w.first_moment.i` and `adam_w.second_moment.i` for variable `i`, and `adam_w.steps`.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adam_w.steps".to_string(), self.steps.clone());

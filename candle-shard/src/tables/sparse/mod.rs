@@ -39,4 +39,5 @@ pub use adagrad::Adagrad;
 pub use adam_w::AdamW;
 pub use row_grad::RowGrad;
 pub use row_var::RowVar;
+pub(crate) use row_var::check_size;
 pub use sgd::Sgd;

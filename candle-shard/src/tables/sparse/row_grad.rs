@@ -18,7 +18,7 @@ impl RowGrad {
     ///
     /// On the CPU they are added in the order of the list, so the bits do not depend on threads. Elsewhere they are added in
     /// pairs, and the sums again, so the bits are the same in each run. 16-bit floats are added in f32 and rounded once. The
-    /// cost depends only on the length of the list.
+    /// cost depends on the list, not on the size of the table.
     ///
     /// # Errors
     /// If the numbers of rows and values differ.
@@ -98,9 +98,12 @@ impl Part {
         if others.is_empty() {
             return Ok(Some(first.clone()));
         }
-        let rows = parts.iter().flat_map(|part| part.rows.iter().copied()).collect();
+        let rows: Arc<[u32]> = parts.iter().flat_map(|part| part.rows.iter().copied()).collect();
         let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).filter(|grad| grad.elem_count() > 0).collect();
-        let grad = if grads.is_empty() { first.grad.clone() } else { Tensor::cat(&grads, 0)? };
+        let grad = match grads[..] {
+            [] => Tensor::zeros((rows.len(), first.grad.dim(1)?), first.grad.dtype(), first.grad.device())?,
+            _ => Tensor::cat(&grads, 0)?,
+        };
         Ok(Some(Self { rows, grad }))
     }
 }

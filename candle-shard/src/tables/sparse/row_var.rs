@@ -29,11 +29,23 @@ fn lock(pending: &Pending) -> MutexGuard<'_, Vec<Part>> {
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Refuses a table that is too large for candle's kernels on GPUs: they count its elements in 32 bits, and read other rows.
+pub(crate) fn check_size(op: &'static str, elements: usize, is_on_host: bool) -> Result<()> {
+    if is_on_host || elements <= u32::MAX as usize {
+        return Ok(());
+    }
+    let most = u32::MAX;
+    Error::op(
+        op,
+        format!("{elements} elements in one shard on a GPU: expected at most {most}; shard it over more ranks"),
+    )
+}
+
 impl RowVar {
     /// Wraps a variable so that its gradient is collected by rows.
     ///
     /// # Errors
-    /// If `var` is not a table of floats.
+    /// If `var` is not a table of floats, or has more than 2³² - 1 elements on a GPU.
     pub fn new(var: Var) -> Result<Self> {
         let (shape, dtype) = (var.shape(), var.dtype());
         let float = matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16);
@@ -41,6 +53,7 @@ impl RowVar {
             let got = format!("a variable {shape:?} {dtype:?}");
             return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16"));
         }
+        check_size("RowVar", var.elem_count(), var.device().is_cpu())?;
         Ok(Self { handle: Var::zeros((), dtype, var.device())?, var, pending: Pending::default() })
     }
 
@@ -72,8 +85,8 @@ impl RowVar {
 
     /// Returns the gradient so far; `None` if no backward pass has reached the table.
     ///
-    /// Rows are merged in the order of the backward passes and then of the list. A row that was looked up stays even if
-    /// its gradient is zero.
+    /// On the CPU, rows are merged in the order of the backward passes and then of the list; elsewhere as in [`RowGrad::new`].
+    /// A row that was looked up stays even if its gradient is zero.
     pub fn grad(&self) -> Result<Option<RowGrad>> {
         let joined = Part::joined(&lock(&self.pending))?;
         joined.map(|part| RowGrad::new(part.rows, &part.grad)).transpose()
@@ -104,7 +117,8 @@ impl RowVar {
         }
         if !values.device().same_device(self.var.device()) {
             let [of_grad, of_table] = [values, &self.var].map(|x| x.device().location());
-            return Error::op("add_grad", format!("a gradient on {of_grad:?} of a table on {of_table:?}"));
+            let got = format!("a gradient on {of_grad:?} of a table on {of_table:?}");
+            return Error::op("add_grad", format!("{got}: expected the table's device, `table.var().device()`"));
         }
         lock(&self.pending).push(grad.into_part());
         Ok(())
@@ -172,5 +186,18 @@ impl CustomOp1 for Lookup {
         }
         lock(&self.pending).push(Part { rows, grad });
         handle.zeros_like().map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_size;
+
+    #[test]
+    fn tables_that_kernels_cannot_count_are_refused_on_gpus() {
+        let most = u32::MAX as usize;
+        assert!(check_size("RowVar", most, false).is_ok() && check_size("RowVar", most + 1, true).is_ok());
+        let refused = check_size("RowVar", most + 1, false).expect_err("too large").to_string();
+        assert!(refused.contains("4294967296 elements in one shard on a GPU"), "{refused}");
     }
 }

@@ -2,6 +2,7 @@
 use super::RowVar;
 use crate::Result;
 use crate::kernels::Update;
+use candle_core::scalar::Scalar;
 use candle_core::{DType, Device, Tensor, Var};
 
 /// Variables, each with its state tensors of the same shape.
@@ -39,13 +40,24 @@ impl Slots {
 }
 
 /// Creates a state tensor of the variable's shape, f32 for 16-bit floats.
-///
-/// Writes every element: zeroed pages that the system maps only on first access would slow down the first steps.
 fn state_of(var: &Var, start: f64) -> Result<Var> {
-    let (len, shape) = (var.elem_count(), var.shape());
-    let state = match var.dtype() {
-        DType::F64 => Tensor::from_iter(std::iter::repeat_n(start, len), var.device())?,
-        _ => Tensor::from_iter(std::iter::repeat_n(start as f32, len), var.device())?,
+    let (len, shape, device) = (var.elem_count(), var.shape(), var.device());
+    let (dtype, value) = match var.dtype() {
+        DType::F64 => (DType::F64, Scalar::F64(start)),
+        _ => (DType::F32, Scalar::F32(start as f32)),
+    };
+    if !device.is_cpu() {
+        // Filled in place, because tables may be as large as half of a GPU.
+        let state = Var::zeros(shape, dtype, device)?;
+        if start != 0.0 && len > 0 {
+            state.const_set(value)?;
+        }
+        return Ok(state);
+    }
+    // Writes every element: zeroed pages that the system maps only on first access would slow down the first steps.
+    let state = match value {
+        Scalar::F64(value) => Tensor::from_iter(std::iter::repeat_n(value, len), device)?,
+        _ => Tensor::from_iter(std::iter::repeat_n(start as f32, len), device)?,
     };
     Ok(Var::from_tensor(&state.reshape(shape)?)?)
 }

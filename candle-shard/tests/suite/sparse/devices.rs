@@ -1,6 +1,7 @@
 //! Tables on the device of a rank against tables on the host.
 use crate::sparse::*;
 use candle_core::{DType, Device, Device::Cpu, Tensor, Var};
+use candle_dist::empty::to_host;
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
 use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowGrad, RowVar, Sgd};
@@ -29,23 +30,21 @@ impl Steps {
         })
     }
 
-    /// Takes a step and returns the state.
-    fn step(&mut self) -> Result<Vec<Tensor>> {
-        let state = match self {
-            Self::Sgd(sgd) => {
-                sgd.step()?;
-                Vec::new()
-            }
-            Self::Adagrad(adagrad) => {
-                adagrad.step()?;
-                adagrad.state()
-            }
-            Self::AdamW(adam_w) => {
-                adam_w.step()?;
-                adam_w.state()
-            }
+    fn step(&mut self) -> Result<()> {
+        match self {
+            Self::Sgd(sgd) => sgd.step(),
+            Self::Adagrad(adagrad) => adagrad.step(),
+            Self::AdamW(adam_w) => adam_w.step(),
+        }
+    }
+
+    fn state(&self) -> Vec<Var> {
+        let named = match self {
+            Self::Sgd(_) => Vec::new(),
+            Self::Adagrad(adagrad) => adagrad.state(),
+            Self::AdamW(adam_w) => adam_w.state(),
         };
-        Ok(state.into_iter().map(|(_, var)| var.into_inner()).collect())
+        named.into_iter().map(|(_, var)| var).collect()
     }
 }
 
@@ -83,10 +82,17 @@ fn train(table: &Tensor, kind: usize, device: &Device) -> Result<Vec<Tensor>> {
         all.extend([Tensor::new(grad.norm()?, &Cpu)?, grad.to_dense(rows)?, grad.values().clone()]);
         table.add_grad(grad.scale(0.5)?)?;
         table.add_grad(grad.scale(0.25)?)?;
-        all.extend(steps.step()?);
+        steps.step()?;
+        let saved = steps.state().iter().map(|var| to_host(var)).collect::<candle_core::Result<Vec<_>>>()?;
+        // Another optimizer goes on from the saved state.
+        steps = Steps::new(kind, &table)?;
+        for (var, saved) in steps.state().iter().zip(&saved) {
+            var.set(&saved.to_device(var.device())?)?;
+        }
+        all.extend(saved);
         all.push(table.var().copy()?);
     }
-    all.into_iter().map(|x| candle_dist::empty::to_host(&x).map_err(Into::into)).collect()
+    all.into_iter().map(|x| to_host(&x).map_err(Into::into)).collect()
 }
 
 #[test]
