@@ -1,7 +1,7 @@
 //! Tables on the device of a rank against tables on the host.
 use crate::sparse::*;
 use candle_core::{DType, Device, Device::Cpu, Tensor, Var};
-use candle_dist::empty::to_host;
+use candle_dist::empty::{compute, to_host};
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
 use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowGrad, RowVar, Sgd};
@@ -72,7 +72,7 @@ fn train(table: &Tensor, kind: usize, device: &Device) -> Result<Vec<Tensor>> {
             let found = table.lookup_but(ids, Some(7))?;
             all.push(found.detach());
             let numbers = match found.elem_count() {
-                0 => found, // candle's binary ops leave the graph here
+                0 => compute(&found, |found| found.sum_all())?, // candle's binary ops leave the graph here
                 _ => (found.sqr()? * weights)?.sum_all()?,
             };
             numbers.backward()?;
