@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles the kernels of random numbers with NVIDIA's NVRTC, without a GPU, and checks that each operation is rounded by itself.
+"""Compiles the kernels of candle-dist-kernels with NVIDIA's NVRTC, without a GPU, and checks that each operation is rounded by itself.
 
 usage: nvrtc_check.py [FOLDER], where FOLDER (default target/nvrtc) keeps NVRTC's Python wheel, 90 MB, which pip downloads.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 WHEEL = "nvidia-cuda-nvrtc==13.0.88"
-OPTIONS = [b"--ftz=false", b"--prec-sqrt=true", b"--prec-div=true", b"--fmad=false"]  # those of device.rs
+OPTIONS = [b"--ftz=false", b"--prec-sqrt=true", b"--prec-div=true", b"--fmad=false"]  # those of nvrtc.rs
 
 
 def library(folder: pathlib.Path) -> pathlib.Path:
@@ -43,14 +43,15 @@ def main() -> None:
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else root / "target" / "nvrtc"
     path = library(folder)
     ctypes.CDLL(str(next(path.parent.glob("libnvrtc-builtins.so.*"))))
-    source = root / "candle-dist-kernels" / "src" / "random" / "draw.cu"
-    ptx = compiled(ctypes.CDLL(str(path)), source.read_bytes())
-    operations = re.findall(r"\b(?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|lg2|sin|cos)\.[a-z0-9.]*f(?:32|64)\b", ptx)
-    wrong = sorted({op for op in operations if not re.fullmatch(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)", op)})
-    entries = re.findall(r"\.entry (\w+)\(", ptx)
-    if wrong or not operations or len(entries) != 6:
-        sys.exit(f"operations that may round otherwise than on the host: {wrong}, kernels {entries}")
-    print(f"{len(entries)} kernels, {len(operations)} operations on floats, each rounded by itself")
+    nvrtc, sources = ctypes.CDLL(str(path)), root / "candle-dist-kernels" / "src"
+    for name, kernels, computes in [("random/draw.cu", 6, True), ("device_rows/rows.cu", 8, False)]:
+        ptx = compiled(nvrtc, (sources / name).read_bytes())
+        operations = re.findall(r"\b(?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|lg2|sin|cos)\.[a-z0-9.]*f(?:32|64)\b", ptx)
+        wrong = sorted({op for op in operations if not re.fullmatch(r"(?:add|sub|mul|div|sqrt)\.rn\.f(?:32|64)", op)})
+        entries = re.findall(r"\.entry (\w+)\(", ptx)
+        if wrong or bool(operations) != computes or len(entries) != kernels:
+            sys.exit(f"{name}: operations that may round otherwise than on the host: {wrong}, kernels {entries}")
+        print(f"{name}: {len(entries)} kernels, {len(operations)} operations on floats, each rounded by itself")
 
 
 if __name__ == "__main__":

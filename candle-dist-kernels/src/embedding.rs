@@ -4,11 +4,10 @@ use candle_dist::{edges, empty};
 use std::sync::Arc;
 
 use super::element::{Element, with_element};
+use super::embedding_off_host::rows_or;
 use super::prefetch::Prefetch;
+use super::row_order::NOWHERE;
 use super::{Reading, compute_dtype, elements};
-
-/// candle's index for no element: it reads as zero, and nothing is written to it.
-pub const NOWHERE: u32 = u32::MAX;
 
 /// Returns the rows of `table` at `ids`, `[n, width]`; the row `still` gets no gradient.
 ///
@@ -37,7 +36,7 @@ pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>)
         return match (ids.is_empty(), empty::is_empty_off_host(table)) {
             (true, false) => table.narrow(0, 0, 0),
             (_, true) => embedding(&empty::to_host(table)?, ids, still)?.to_device(table.device()),
-            _ => composed(table, &ids, still),
+            _ => rows_or(table, ids, 0.0, still),
         };
     }
     edges::apply1(&table.contiguous()?, Embedding { ids, still })
@@ -49,35 +48,6 @@ pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()
         Some(id) => bail!("{op}: id {id} is out of range for a table of {rows} rows"),
         None => Ok(()),
     }
-}
-
-/// Looks up rows with candle's own operations, which read only these rows.
-fn composed(table: &Tensor, ids: &[u32], still: Option<u32>) -> Result<Tensor> {
-    let found = rows_or(table, ids, 0.0)?;
-    let Some(still) = still.filter(|still| ids.contains(still)) else { return Ok(found) };
-    let moves = marks(ids, found.dims(), table.device(), |id| id != still)?;
-    moves.where_cond(&found, &found.detach())
-}
-
-/// Returns the rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`].
-pub(super) fn rows_or(table: &Tensor, ids: &[u32], fill: f64) -> Result<Tensor> {
-    let (rows, width) = table.dims2()?;
-    let filled = |rows: usize| Tensor::full(fill as f32, (rows, width), table.device())?.to_dtype(table.dtype());
-    if rows == 0 {
-        return Tensor::cat(&[table, &filled(ids.len())?], 0); // connected to the table
-    }
-    let places = ids.iter().map(|&id| if id == NOWHERE { 0 } else { id });
-    let found = table.contiguous()?.index_select(&Tensor::from_iter(places, table.device())?, 0)?;
-    if !ids.contains(&NOWHERE) {
-        return Ok(found);
-    }
-    marks(ids, found.dims(), table.device(), |id| id != NOWHERE)?.where_cond(&found, &filled(ids.len())?)
-}
-
-/// Returns 1 in the rows whose ids satisfy `is_one`, else 0.
-fn marks(ids: &[u32], shape: &[usize], device: &Device, is_one: impl Fn(u32) -> bool) -> Result<Tensor> {
-    let column = Tensor::from_iter(ids.iter().map(|&id| u8::from(is_one(id))), device)?;
-    column.unsqueeze(1)?.broadcast_as(shape)?.contiguous()
 }
 
 struct Embedding {
@@ -137,36 +107,37 @@ impl CustomOp1 for Embedding {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{NOWHERE, composed, embedding};
+    use super::{NOWHERE, embedding, rows_or};
     use candle_core::{DType, Device, Tensor, Var};
 
     #[test]
-    fn candles_own_operations_give_the_same_in_every_dtype() {
+    fn lookups_off_the_host_are_the_same_in_every_dtype() {
         for (dtype, still) in itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [None, Some(3)]) {
             let table = Tensor::arange(0f64, 20., &Device::Cpu).unwrap().reshape((5, 4)).unwrap().to_dtype(dtype);
             let table = Var::from_tensor(&table.unwrap()).unwrap();
             let ids = [3, 1, NOWHERE, 3, 1, 0];
-            let [fused, plain] = [embedding(&table, ids, still), composed(&table, &ids, still)].map(|found| {
-                let found = found.unwrap();
-                let grads = (&found * &found).unwrap().sum_all().unwrap().backward().unwrap();
-                [found, grads.get(&table).unwrap().clone()]
-                    .map(|x| x.to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap())
-            });
+            let [fused, plain] =
+                [embedding(&table, ids, still), rows_or(&table, ids.into(), 0.0, still)].map(|found| {
+                    let found = found.unwrap();
+                    let grads = (&found * &found).unwrap().sum_all().unwrap().backward().unwrap();
+                    [found, grads.get(&table).unwrap().clone()]
+                        .map(|x| x.to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap())
+                });
             assert_eq!(fused, plain, "{dtype:?} {still:?}");
         }
     }
 
     #[test]
-    fn a_lookup_of_candles_own_operations_makes_nothing_of_the_size_of_the_table() {
+    fn a_lookup_off_the_host_makes_nothing_of_the_size_of_the_table() {
         let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let ids = [3, NOWHERE, 1 << 19];
         // Every operand of its graph except the table is at most as large as the result.
-        let found = composed(&table, &ids, Some(3)).unwrap();
+        let found = rows_or(&table, ids.into(), 0.0, Some(3)).unwrap();
         let mut seen = Vec::new();
         sizes(&found, &mut seen);
         assert_eq!(seen.iter().filter(|&&size| size > 3 * 16).count(), 1, "{seen:?}");
         let empty = Var::from_tensor(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()).unwrap();
-        let nothing = composed(&empty, &[NOWHERE; 2], None).unwrap();
+        let nothing = rows_or(&empty, [NOWHERE; 2].into(), 0.0, None).unwrap();
         assert!(nothing.track_op() && nothing.to_vec2::<f32>().unwrap() == [[0.0; 4]; 2]);
     }
 

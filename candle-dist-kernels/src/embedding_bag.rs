@@ -2,8 +2,14 @@ use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Result, Shape, T
 use candle_dist::{edges, empty};
 use std::sync::Arc;
 
-use super::embedding::{NOWHERE, check_ids, embedding, row, rows_or};
-use super::{Reading, check_dtype, compute_dtype, elements, real::Real, row_order::unique_rows, rows::by_blocks};
+use super::embedding::{check_ids, embedding, row};
+use super::embedding_off_host::rows_or;
+use super::{
+    Reading, check_dtype, compute_dtype, elements,
+    real::Real,
+    row_order::{NOWHERE, unique_rows},
+    rows::by_blocks,
+};
 
 /// How a bag of rows is reduced to one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -120,17 +126,17 @@ pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: O
 fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
     let (device, (_, width)) = (table.device(), table.dims2()?);
     let longest = (0..bags.len()).map(|bag| bags.bag(bag).count()).max().unwrap_or(0).max(1);
-    let by_bag = |f: &dyn Fn(usize) -> u32, none: u32| {
+    let by_bag = |f: &dyn Fn(usize) -> u32| {
         let places = (0..bags.len()).flat_map(|bag| {
             let found: Vec<u32> = bags.bag(bag).map(f).collect();
             let rest = longest - found.len();
-            found.into_iter().chain(std::iter::repeat_n(none, rest))
+            found.into_iter().chain(std::iter::repeat_n(NOWHERE, rest))
         });
-        places.collect::<Vec<u32>>()
+        places.collect::<Arc<[u32]>>()
     };
     // The places after a bag's end are filled.
     let filled =
-        |fill: f64| rows_or(table, &by_bag(&|i| bags.ids[i], NOWHERE), fill)?.reshape((bags.len(), longest, width));
+        |fill: f64| rows_or(table, by_bag(&|i| bags.ids[i]), fill, None)?.reshape((bags.len(), longest, width));
     let counts: Vec<f32> = (0..bags.len()).map(|bag| bags.bag(bag).count() as f32).collect();
     let counts = Tensor::from_vec(counts, (bags.len(), 1), device)?.to_dtype(table.dtype())?;
     match (mode, weights) {
@@ -144,9 +150,7 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
         (BagMode::Mean, _) => filled(0.0)?.sum(1)?.broadcast_div(&counts.maximum(1f64)?),
         (BagMode::Sum, None) => filled(0.0)?.sum(1),
         (BagMode::Sum, Some(weights)) => {
-            let weights = Tensor::cat(&[weights, &weights.narrow(0, 0, 1)?.zeros_like()?], 0)?;
-            let weights =
-                weights.index_select(&Tensor::new(by_bag(&|i| i as u32, bags.ids.len() as u32), device)?, 0)?;
+            let weights = rows_or(&weights.unsqueeze(1)?, by_bag(&|i| i as u32), 0.0, None)?;
             filled(0.0)?.broadcast_mul(&weights.reshape((bags.len(), longest, 1))?)?.sum(1)
         }
     }

@@ -28,9 +28,11 @@ mod conv;
 mod convert;
 mod cross_entropy;
 mod dense_update;
+mod device_rows;
 mod element;
 mod embedding;
 mod embedding_bag;
+mod embedding_off_host;
 mod few_rows;
 mod flash_attn;
 mod gelu_erf;
@@ -42,6 +44,8 @@ mod master;
 #[cfg(test)]
 mod nothing;
 mod numbers;
+#[cfg(feature = "cuda")]
+mod nvrtc;
 mod parallel;
 mod pool;
 mod prefetch;
@@ -54,6 +58,7 @@ mod reshape;
 mod rms_norm;
 mod rope;
 mod row_order;
+mod row_put;
 mod row_sum;
 mod row_take;
 mod row_update;
@@ -99,7 +104,7 @@ pub mod parts {
     pub use crate::bounds::{at_least, clamp};
     pub use crate::convert::{convert, converts};
     pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
-    pub use crate::embedding::NOWHERE;
+    pub use crate::device_rows::launch::{Launch as RowsLaunch, SOURCE as ROWS_SOURCE};
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;
     pub use crate::master::{master_of, on_master};
@@ -107,7 +112,8 @@ pub mod parts {
     pub use crate::random::launch::{Launch as DrawLaunch, SOURCE as DRAW_SOURCE};
     pub use crate::real::is_computed;
     pub use crate::renorm::{combine, finish, power_sums, scale_rows};
-    pub use crate::row_order::{unique_rows, unique_rows_and_places};
+    pub use crate::row_order::{NOWHERE, unique_rows, unique_rows_and_places};
+    pub use crate::row_put::put_rows;
     pub use crate::row_sum::sum_rows;
     pub use crate::row_take::take_rows;
     pub use crate::rules::{AdagradRule, AdamWRule, MomentumRule, SgdRule, Update};

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use super::element::{Element, change_memory, with_element};
 use super::prefetch::Prefetch;
-use super::{Reading, check_rows, rows};
+use super::{Reading, check_rows, device_rows, rows};
 
 /// Returns `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
 ///
@@ -19,7 +19,9 @@ pub fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
     if !table.device().is_cpu() {
         // Only these rows are copied to the host.
-        let taken = empty::to_host(&empty::index_select(&table.detach(), rows, 0)?)?;
+        let table = table.detach().contiguous()?;
+        let taken = device_rows::take(&table, &Tensor::new(rows, table.device())?, 0.0)?.into_tensor();
+        let taken = empty::to_host(&taken)?;
         return power_sums(&taken, &(0..rows.len() as u32).collect::<Vec<_>>(), p);
     }
     let table = table.contiguous()?;
@@ -140,14 +142,15 @@ fn scale_dense<E: Element>(memory: &mut [E], rows: impl Iterator<Item = (usize, 
 
 /// Multiplies rows by their factors in place with candle's own operations; the table must be contiguous.
 fn composed(table: &Tensor, rows: Vec<u32>, factors: Vec<f64>) -> Result<()> {
-    let (count, width) = (rows.len(), table.dim(1)?);
+    let count = rows.len();
     if count == 0 {
         return Ok(());
     }
     let rows = Tensor::from_vec(rows, count, table.device())?;
     let factors = Tensor::from_vec(factors, (count, 1), &Device::Cpu)?.to_dtype(table.dtype())?;
-    let scaled = table.detach().index_select(&rows, 0)?.broadcast_mul(&factors.to_device(table.device())?)?;
-    table.scatter_set(&rows.unsqueeze(1)?.broadcast_as((count, width))?.contiguous()?, &scaled, 0)
+    let scaled =
+        device_rows::take(table, &rows, 0.0)?.into_tensor().broadcast_mul(&factors.to_device(table.device())?)?;
+    device_rows::put(table, &rows, &scaled)
 }
 
 #[cfg(test)]

@@ -1,5 +1,8 @@
 //! Sorts a list of rows in time that does not depend on the size of the table.
 
+/// candle's index for no element: it reads as zero, and nothing is written to it.
+pub const NOWHERE: u32 = u32::MAX;
+
 /// The entries of a list of rows, grouped by row.
 ///
 /// Each entry contains a row in its upper half and a position in its lower half; entries are in ascending order.

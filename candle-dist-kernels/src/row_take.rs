@@ -1,16 +1,15 @@
 use candle_core::{Result, Tensor, WithDType};
 use candle_dist::backend::Fresh;
-use candle_dist::empty;
 
 use super::element::with_element;
 use super::prefetch::Prefetch;
-use super::{Reading, check_rows};
+use super::{Reading, check_rows, device_rows};
 
 /// Copies the `rows` of a contiguous table `[.., width]`.
 pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<Fresh> {
     let width = check_rows("lookup", table, rows)?;
     if !table.device().is_cpu() {
-        return Ok(Fresh::copy_of(&empty::index_select(&table.detach(), rows, 0)?)?);
+        return device_rows::take(table, &Tensor::new(rows, table.device())?, 0.0);
     }
     let reading = Reading::new(table);
     let taken = with_element!("lookup", table.dtype(), E => Ok(E::to_cpu_storage_owned(take(reading.elements::<E>()?, width, rows))));

@@ -1,7 +1,7 @@
 //! Rows of tables that are not on the host, made of candle's operations. The lists of rows are on the host.
-use super::compute_dtype;
 use super::row_order::{RowOrder, position};
 use super::rule::Rule;
+use super::{compute_dtype, device_rows};
 use candle_core::{Result, Tensor, Var, bail};
 use candle_dist::empty;
 
@@ -25,7 +25,7 @@ pub(super) fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tenso
         groups = others;
         let (places, ones): (Vec<usize>, Vec<Vec<u32>>) = of_one.into_iter().unzip();
         if !ones.is_empty() {
-            done.push(empty::index_select(&sums, &ones.concat(), 0)?);
+            done.push(select(&sums, &ones.concat())?);
             place_of_done.extend(places);
         }
         if !groups.is_empty() {
@@ -36,9 +36,15 @@ pub(super) fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tenso
     place_of_done.iter().zip(0..).for_each(|(&place, at)| done_of_place[place] = at);
     let sums = match &done[..] {
         [sums] => sums.clone(), // in order
-        _ => empty::index_select(&Tensor::cat(&done, 0)?, &done_of_place, 0)?,
+        _ => select(&Tensor::cat(&done, 0)?, &done_of_place)?,
     };
     Ok((unique, sums.to_dtype(values.dtype())?))
+}
+
+/// Selects rows, without a copy if they are all rows in their order.
+fn select(values: &Tensor, rows: &[u32]) -> Result<Tensor> {
+    let are_all = values.dim(0)? == rows.len() && rows.iter().zip(0..).all(|(&row, at)| row == at);
+    if are_all { Ok(values.clone()) } else { empty::index_select(values, rows, 0) }
 }
 
 /// Adds the rows of each group in pairs. The groups then name rows of the result.
@@ -62,7 +68,7 @@ fn in_pairs(values: &Tensor, groups: &mut [(usize, Vec<u32>)]) -> Result<Tensor>
         }
         *group = next;
     }
-    let of = |rows: &[u32]| empty::index_select(values, rows, 0);
+    let of = |rows: &[u32]| select(values, rows);
     let sums = (of(&left)? + of(&right)?)?;
     if alone.is_empty() { Ok(sums) } else { Tensor::cat(&[sums, of(&alone)?], 0) }
 }
@@ -81,9 +87,8 @@ pub(super) fn update_rows<const N: usize>(
     let (rows, grad) = sum_rows(listed, grad)?;
     let wide = compute_dtype("step", table)?;
     let index = Tensor::new(&rows[..], table.device())?;
-    let places = index.unsqueeze(1)?.broadcast_as(grad.shape())?.contiguous()?;
-    let taken = |var: &Var| var.as_detached_tensor().index_select(&index, 0)?.to_dtype(wide);
-    let put = |var: &Var, rows: &Tensor| var.scatter_set(&places, &rows.to_dtype(var.dtype())?.contiguous()?, 0);
+    let taken = |var: &Var| device_rows::take(var, &index, 0.0)?.into_tensor().to_dtype(wide);
+    let put = |var: &Var, rows: &Tensor| device_rows::put(var, &index, &rows.to_dtype(var.dtype())?);
     let now = states.iter().map(taken).collect::<Result<Vec<_>>>()?;
     let Ok(now) = <[Tensor; N]>::try_from(now) else { bail!("step: {} states, not {N}", states.len()) };
     let (x, next) = rule.composed(&taken(table)?, now.each_ref(), &grad.to_dtype(wide)?)?;

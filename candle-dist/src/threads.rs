@@ -2,8 +2,9 @@
 //!
 //! candle's CPU thread pools belong to the process, and a whole elementwise op holds one of them locked. Ranks that are
 //! threads thus wait for each other unless each rank computes on its own thread. Both pools read their environment
-//! variable (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting. The first local world therefore
-//! sets the variables, once per process. The environment may change only while no other thread can read it:
+//! variable (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting. Each matrix product asks for the number
+//! again, and where `RAYON_NUM_THREADS` is not set, candle counts the cores each time: on Linux it parses `/proc/cpuinfo`, which
+//! takes longer than a small product. The first local world therefore sets the variables, once per process. The environment may change only while no other thread can read it:
 //! [`settle`] changes it only if the process has a single thread, and the caller of [`settle_among_threads`] guarantees
 //! it.
 use std::sync::OnceLock;
@@ -33,10 +34,11 @@ pub fn settle(per_rank: usize) -> usize {
             if is_only_thread() {
                 // SAFETY: this is the only thread of the process, and it starts none before `set` returns.
                 unsafe { set(per_rank) }
-            } else if in_force() != per_rank.max(1) {
+            } else {
                 eprintln!(
-                    "candle-dist: this process has several threads already, so candle computes with {} threads instead of \
-                     {per_rank} for each rank; set {} in the environment, or call candle_dist::threads::settle first in main",
+                    "candle-dist: this process has several threads already, so candle computes with {} threads for each rank, \
+                     where {per_rank} are wanted, and counts the cores again in each matrix product; set {} in the environment, \
+                     or call candle_dist::threads::settle first in main",
                     in_force(),
                     VARIABLES.join(" and ")
                 );
@@ -120,9 +122,12 @@ mod tests {
         // The test harness has its own thread.
         let [out, err] = child("safe");
         assert!(out.contains("[None, None]"), "{out}");
-        assert!(err.contains("instead of 7 for each rank; set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"), "{err}");
+        assert!(
+            err.contains("where 7 are wanted") && err.contains("set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"),
+            "{err}"
+        );
         let [out, err] = child("among threads");
         assert!(out.contains("SETTLED 7 [Some(\"7\"), Some(\"7\")]"), "{out}");
-        assert!(!err.contains("instead of"), "{err}");
+        assert!(!err.contains("are wanted"), "{err}");
     }
 }

@@ -8,7 +8,7 @@
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candle_dist::backend::mpi::{Comm, Settings, Sums};
 use candle_dist::backend::{Call, Op};
-use candle_dist::init::{Backend, InitOptions, init_process_group_with};
+use candle_dist::init::{Backend, InitOptions, LaunchInfo, init_process_group_with};
 use candle_dist::testing::{FAILURES, GROUPS};
 use candle_dist::{Error, RankContext, ReduceOp, Result, World};
 use std::ffi::{c_int, c_void};
@@ -114,7 +114,20 @@ fn run(timeout: Duration, f: impl Fn(&RankContext) -> Result<()> + Sync) -> bool
 
 /// Like [`run`], but with settings of the backend.
 fn run_on(settings: Settings, f: impl Fn(&RankContext) -> Result<()>) -> bool {
-    let ctx = init_process_group_with(InitOptions::new(), |info, control| settings.start(info, control));
+    run_with(InitOptions::new(), |_| {}, settings, f)
+}
+
+/// Like [`run_on`], with options, and with what a rank does before it starts the backend.
+fn run_with(
+    options: InitOptions,
+    before: impl Fn(&LaunchInfo),
+    settings: Settings,
+    f: impl Fn(&RankContext) -> Result<()>,
+) -> bool {
+    let ctx = init_process_group_with(options, |info, control| {
+        before(info);
+        settings.start(info, control)
+    });
     let ctx = ctx.unwrap_or_else(|error| panic!("{error}"));
     ctx.run(f, |rank, message| eprintln!("rank {rank}: {message}")).is_some()
 }
@@ -122,14 +135,12 @@ fn run_on(settings: Settings, f: impl Fn(&RankContext) -> Result<()>) -> bool {
 /// A start for which the others wait longer than a rank may wait in a call.
 fn late() -> bool {
     let options = InitOptions::new().timeout(Duration::from_millis(200));
-    let ctx = init_process_group_with(options, |info, control| {
+    let before = |info: &LaunchInfo| {
         if info.rank + 1 == info.world_size {
             std::thread::sleep(Duration::from_secs(1));
         }
-        Settings::default().start(info, control)
-    });
-    let ctx = ctx.unwrap_or_else(|error| panic!("{error}"));
-    ctx.run(|_| Ok::<_, Error>(()), |rank, message| eprintln!("rank {rank}: {message}")).is_some()
+    };
+    run_with(options, before, Settings::default(), |_| Ok(()))
 }
 
 /// A start that fails on the last rank. No rank may wait for another one in MPI.

@@ -14,6 +14,7 @@ pub mod reference_moe;
 mod reference_ops;
 mod reference_params;
 mod scratch;
+mod settle;
 mod skip;
 mod subtests;
 mod sweep;
@@ -29,6 +30,8 @@ pub use leaf::{
 };
 pub use memory::stays_flat;
 pub use scratch::Scratch;
+#[doc(hidden)]
+pub use settle::{ctor, settle};
 pub use skip::{skip, skip_unless_gpus, skipped};
 pub use subtests::{Settings, on_mesh, run_subtests};
 pub use sweep::{Arguments, Case, Input, Kind, OpCheck, sweep, sweep_in};

@@ -1,12 +1,12 @@
-//! Draws on a CUDA device, by the kernels of `draw.cu`, which are compiled when the first tensor is drawn.
-use std::sync::OnceLock;
-
+//! Draws on a CUDA device, by the kernels of `draw.cu`.
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
-use candle_core::cuda_backend::cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use candle_core::cuda_backend::{CudaDType, CudaStorage, WrapErr};
 use candle_core::{CudaDevice, DType, Result, WithDType, bail};
 
 use super::launch::{Launch, SOURCE};
+use crate::nvrtc::Kernels;
+
+static KERNELS: Kernels = Kernels::new("candle_dist_kernels_random", SOURCE);
 
 /// Draws the block of a launch in f32 or f64. `launch` has at least one element.
 pub(super) fn draw(launch: &Launch, dtype: DType, device: &CudaDevice) -> Result<CudaStorage> {
@@ -17,7 +17,7 @@ pub(super) fn draw(launch: &Launch, dtype: DType, device: &CudaDevice) -> Result
 }
 
 fn draw_as<T: WithDType + CudaDType + DeviceRepr>(launch: &Launch, device: &CudaDevice) -> Result<CudaStorage> {
-    let kernel = device.get_or_load_custom_func(launch.name, "candle_dist_kernels_random", ptx()?)?;
+    let kernel = device.get_or_load_custom_func(launch.name, KERNELS.name(), KERNELS.ptx()?)?;
     let Ok(len) = usize::try_from(launch.count) else {
         bail!("{} elements are more than a device can address", launch.count);
     };
@@ -36,24 +36,4 @@ fn draw_as<T: WithDType + CudaDType + DeviceRepr>(launch: &Launch, device: &Cuda
     // `count` elements of `out`.
     unsafe { builder.launch(config) }.w()?;
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
-}
-
-/// Returns the compiled kernels, which serve all devices.
-fn ptx() -> Result<&'static str> {
-    static PTX: OnceLock<std::result::Result<String, CompileError>> = OnceLock::new();
-    let compiled = PTX.get_or_init(|| {
-        // Each operation is rounded by itself, as on the host.
-        let exact = CompileOptions {
-            ftz: Some(false),
-            prec_sqrt: Some(true),
-            prec_div: Some(true),
-            fmad: Some(false),
-            ..CompileOptions::default()
-        };
-        compile_ptx_with_opts(SOURCE, exact).map(|ptx| ptx.to_src())
-    });
-    match compiled {
-        Ok(ptx) => Ok(ptx),
-        Err(error) => bail!("NVRTC cannot compile the kernels of random numbers: {error}"),
-    }
 }

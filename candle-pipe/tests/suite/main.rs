@@ -6,3 +6,5 @@ mod random_model;
 mod runtime;
 mod schedules;
 mod values;
+
+test_utils::settle_threads!();

@@ -3,6 +3,7 @@
 mod checkpoint;
 mod common;
 mod context;
+mod device_program;
 mod embedding;
 mod errors;
 mod factory;
@@ -31,6 +32,7 @@ mod random_device;
 mod random_meshes;
 mod redistribute;
 mod redistribute_counts;
+mod rows_device;
 mod rules;
 mod sharded_tensor;
 mod sparse;
@@ -39,3 +41,5 @@ mod styles;
 mod text_attention;
 mod visualize;
 mod weights;
+
+test_utils::settle_threads!();

@@ -1,15 +1,12 @@
 //! The kernels that draw random numbers on CUDA devices give the host's bits. Their text is compiled as C++ and run here, so
 //! all but NVIDIA's compiler and the launch is covered without a GPU; the last test needs one.
 #![allow(clippy::single_range_in_vec_init)] // blocks of one dim
+use crate::device_program::Program;
 use candle_core::{DType, Device, Tensor};
 use candle_dist_kernels::parts::{DRAW_SOURCE, DrawLaunch};
 use candle_shard::random::{Distribution, Stream, sample};
 use proptest::prelude::*;
 use std::ops::Range;
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use std::{env, fs, io::Write};
-use test_utils::Scratch;
 
 const DISTRIBUTIONS: [Distribution; 4] = [
     Distribution::Uniform { lo: -0.7, up: 2.1 },
@@ -19,32 +16,9 @@ const DISTRIBUTIONS: [Distribution; 4] = [
 ];
 const DTYPES: [DType; 2] = [DType::F32, DType::F64];
 
-/// CUDA's words and functions as C++, around the text of the kernels.
-const BEFORE: &str = r#"
-#include <math.h>
-#include <stdio.h>
-#include <string.h>
-#include <string>
-#include <vector>
-#define __device__ inline
-#define __global__
-struct Place { unsigned x; };
-static Place blockIdx, blockDim, threadIdx;
-template <typename To, typename From> To same_bits(From from) {
-  To to;
-  static_assert(sizeof to == sizeof from, "");
-  memcpy(&to, &from, sizeof to);
-  return to;
-}
-inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
-inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
-inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
-inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
-"#;
-
 /// A program that reads launches and answers with the elements that they drew. The names `logarithm_f32` and so on stand for
 /// these functions of the floats whose bits lie in `[base, base + count * rank)`, each `rank`-th of them.
-const AFTER: &str = r#"
+const MAIN: &str = r#"
 template <typename T> using Kernel = void (*)(wide, wide, wide, const wide*, T*, wide, wide, wide, T, T);
 
 template <typename T> void run(Kernel<T> kernel, std::vector<wide> n, std::vector<wide> dims, const double* ab) {
@@ -87,42 +61,12 @@ int main() {
 }
 "#;
 
-/// The compiled program, and its folder.
-struct Program {
-    folder: Scratch,
-}
+/// The compiled program of the kernels.
+struct Drawing(Program);
 
-impl Program {
-    /// Compiles the kernels. `None`, and the test is reported as skipped, if there is no C++ compiler.
+impl Drawing {
     fn compiled(source: &str) -> Option<Self> {
-        let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
-        if Command::new(&compiler).arg("--version").stdout(Stdio::null()).status().is_err() {
-            test_utils::skip(&format!("needs a C++ compiler, and {compiler} cannot be started"));
-            return None;
-        }
-        let program = Self { folder: Scratch::new("draw") };
-        let text = program.path("draw.cpp");
-        fs::write(&text, [BEFORE, source, AFTER].concat()).unwrap();
-        // As NVRTC is told: each operation is rounded by itself.
-        let flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-Wall", "-o"];
-        let built = Command::new(&compiler).args(flags).arg(program.path("draw")).arg(&text).output().unwrap();
-        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-        Some(program)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path(name)
-    }
-
-    /// Returns the bytes that the program answers to `input`.
-    fn answer(&self, input: &str) -> Vec<u8> {
-        let mut command = Command::new(self.path("draw"));
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        // The program reads a line before it answers, so the input of one launch never fills the pipe.
-        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
-        let output = child.wait_with_output().unwrap();
-        assert!(output.status.success(), "{input}: {}", output.status);
-        output.stdout
+        Program::compiled(source, MAIN).map(Self)
     }
 
     /// Returns the bytes of the elements that a launch draws.
@@ -140,7 +84,7 @@ impl Program {
         ];
         let numbers = head.into_iter().chain(launch.dims.clone()).chain(launch.parameters.map(f64::to_bits));
         let numbers: Vec<String> = numbers.map(|number| number.to_string()).collect();
-        self.answer(&format!("{} {}\n", launch.name, numbers.join(" ")))
+        self.0.answer(&format!("{} {}\n", launch.name, numbers.join(" ")))
     }
 }
 
@@ -153,7 +97,7 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
 }
 
 fn assert_drawn(
-    program: &Program,
+    program: &Drawing,
     stream: Stream,
     dist: Distribution,
     shape: &[usize],
@@ -172,7 +116,7 @@ fn assert_drawn(
 
 #[test]
 fn the_kernels_draw_the_bits_of_the_host() {
-    let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
+    let Some(program) = Drawing::compiled(DRAW_SOURCE) else { return };
     // Whole tensors, rows, columns, boxes, one element; dims of one element; several blocks of threads.
     let blocks: &[(&[usize], &[Range<usize>])] = &[
         (&[], &[]),
@@ -196,7 +140,7 @@ fn the_kernels_draw_the_bits_of_the_host() {
 
 #[test]
 fn the_kernels_draw_any_block_of_any_tensor() {
-    let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
+    let Some(program) = Drawing::compiled(DRAW_SOURCE) else { return };
     let dims = prop::collection::vec((1..12usize, 0..12usize, 1..12usize), 0..5);
     let cases = (dims, any::<u64>(), any::<u64>(), prop::sample::select(&DISTRIBUTIONS), prop::sample::select(&DTYPES));
     let config = ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() };
@@ -214,11 +158,11 @@ fn the_kernels_draw_any_block_of_any_tensor() {
 /// The numbers above meet few of the floats at which cosine and logarithm change their formula.
 #[test]
 fn the_kernels_functions_are_those_of_the_host_wherever_they_change_their_formula() {
-    let Some(program) = Program::compiled(DRAW_SOURCE) else { return };
+    let Some(program) = Drawing::compiled(DRAW_SOURCE) else { return };
     // Compares floats with the bits `from`, `from + step` and so on, up to `to`.
     let probe = |name: &str, size: usize, [from, to, step]: [u64; 3], host: &dyn Fn(u64) -> Vec<u8>| {
         let count = (to - from) / step + 1;
-        let answer = program.answer(&format!("{name} {count} {from} {step} 0 0 0 0 0\n"));
+        let answer = program.0.answer(&format!("{name} {count} {from} {step} 0 0 0 0 0\n"));
         assert_eq!(answer.len() as u64, count * size as u64);
         for (i, found) in (0..count).zip(answer.chunks(size)) {
             let bits = from + i * step;
@@ -265,7 +209,7 @@ fn a_fused_multiply_add_in_the_kernels_would_be_found() {
     let lines = "return lo + span * even(x, T());";
     assert!(DRAW_SOURCE.contains(lines));
     let fused = DRAW_SOURCE.replace(lines, "return fma(span, even(x, T()), lo);");
-    let Some(program) = Program::compiled(&fused) else { return };
+    let Some(program) = Drawing::compiled(&fused) else { return };
     let (stream, dist) = (Stream::new(0, "fused"), Distribution::Uniform { lo: -0.7, up: 2.1 });
     for dtype in DTYPES {
         let launch = DrawLaunch::new(stream, dist, &[4096], &[0..4096], dtype).unwrap();

@@ -15,3 +15,5 @@ mod sharded_embedding_parts;
 mod toy_parts;
 mod toy_pipeline;
 mod toy_transformer;
+
+test_utils::settle_threads!();

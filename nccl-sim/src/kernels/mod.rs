@@ -1,10 +1,11 @@
 //! candle's kernels as host code, found by the names that candle asks for. The real ones are in candle-kernels 0.11.1. `draw`
-//! has those of this repository.
+//! and `rows` have those of this repository.
 mod convolution;
 mod draw;
 mod elementwise;
 mod indexing;
 mod reduce;
+mod rows;
 
 use crate::engine::Exec;
 use crate::number::{Element, Type, elements};
@@ -77,6 +78,8 @@ impl Kernel {
             "draw_uniform" | "draw_normal" | "draw_bernoulli" if matches!(ty, Type::F32 | Type::F64) => {
                 ([&[Eight; 8][..], &[scalar; 2]].concat(), draw::draw)
             }
+            "take_rows" if float => ([&[Eight; 5][..], &[scalar]].concat(), rows::take),
+            "put_rows" if float => (vec![Eight; 5], rows::put),
             "im2col1d" if !signed => (vec![Eight; 9], convolution::im2col1d),
             "im2col" if !signed => (vec![Eight; 11], convolution::im2col),
             "col2im1d" if !signed => (vec![Eight; 8], convolution::col2im1d),

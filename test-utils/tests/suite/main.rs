@@ -10,3 +10,5 @@ mod processes;
 mod reference;
 mod thread_locals;
 mod transformer;
+
+test_utils::settle_threads!();

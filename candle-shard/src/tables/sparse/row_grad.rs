@@ -47,12 +47,9 @@ impl RowGrad {
         if let Some(&last) = self.rows.last().filter(|&&last| last as usize >= rows) {
             return Error::op("to_dense", format!("a gradient of row {last} has no place in a table of {rows} rows"));
         }
-        let zeros = Tensor::zeros((rows, self.values.dim(1)?), self.values.dtype(), self.values.device())?;
-        if self.values.elem_count() == 0 {
-            return Ok(zeros);
-        }
-        let rows = Tensor::from_slice(&self.rows[..], self.rows.len(), self.values.device())?;
-        Ok(zeros.index_add(&rows, &self.values, 0)?)
+        let dense = Tensor::zeros((rows, self.values.dim(1)?), self.values.dtype(), self.values.device())?;
+        kernels::put_rows(&dense, &self.rows, &self.values)?;
+        Ok(dense)
     }
 
     /// Returns the Euclidean norm of all values, in f64, for clipping; covers only this device's part of a table.
@@ -99,11 +96,7 @@ impl Part {
             return Ok(Some(first.clone()));
         }
         let rows: Arc<[u32]> = parts.iter().flat_map(|part| part.rows.iter().copied()).collect();
-        let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).filter(|grad| grad.elem_count() > 0).collect();
-        let grad = match grads[..] {
-            [] => Tensor::zeros((rows.len(), first.grad.dim(1)?), first.grad.dtype(), first.grad.device())?,
-            _ => Tensor::cat(&grads, 0)?,
-        };
-        Ok(Some(Self { rows, grad }))
+        let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).collect();
+        Ok(Some(Self { rows, grad: Tensor::cat(&grads, 0)? }))
     }
 }

@@ -2,7 +2,7 @@
 use super::row_grad::{Part, RowGrad};
 use crate::lookup::{Renorm, limit_rows};
 use crate::{Error, Result, kernels};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Tensor, Var};
 use candle_dist::backend::Ready;
 use candle_dist::empty;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,8 +48,7 @@ impl RowVar {
     /// If `var` is not a table of floats, or has more than 2³² - 1 elements on a GPU.
     pub fn new(var: Var) -> Result<Self> {
         let (shape, dtype) = (var.shape(), var.dtype());
-        let float = matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16);
-        if var.rank() != 2 || !float {
+        if var.rank() != 2 || !kernels::is_computed(dtype) {
             let got = format!("a variable {shape:?} {dtype:?}");
             return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16"));
         }

@@ -2,9 +2,16 @@
 
 use std::{cell::RefCell, f64::consts::TAU};
 
-use candle_core::{D, DType, Device::Cpu, Result, Tensor, Var};
+use candle_core::{
+    D, DType,
+    Device::{self, Cpu},
+    Result, Tensor, Var,
+};
+use candle_dist::RankContext;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
+use std::sync::OnceLock;
+use test_utils::Ranks;
 
 pub(crate) type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
@@ -72,22 +79,40 @@ pub(crate) fn randn(dims: &[usize]) -> Tensor {
 pub(crate) const SHAPES: [&[usize]; 8] =
     [&[5], &[1, 1], &[3, 7], &[4, 16], &[2, 3, 33], &[2, 2, 3, 5], &[9, 100], &[601, 257]];
 
-/// The value of `op` and the gradient of every input, for a fixed weighting of the outputs.
+/// The first GPU where tests run on GPUs, and otherwise the host.
+pub(crate) fn device() -> &'static Device {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    DEVICE.get_or_init(|| {
+        let device = |_: &RankContext| Ok::<_, candle_dist::Error>(test_utils::device());
+        Ranks::new(1, "a device").run(device).unwrap().remove(0)
+    })
+}
+
+/// The value of `op` and the gradient of every input, for a fixed weighting of the outputs. The op runs on [`device`], and the
+/// results are on the host. candle's own ops cannot compute tensors without elements on GPUs, so those stay on the host.
 pub(crate) fn run(op: Op<'_>, inputs: &[Tensor], view: View) -> Result<Vec<Tensor>> {
-    let vars = inputs.iter().map(|t| Var::from_tensor(&view.stored(t)?)).collect::<Result<Vec<_>>>()?;
+    let is_empty = inputs.iter().any(|t| t.elem_count() == 0);
+    run_on(if is_empty { &Cpu } else { device() }, op, inputs, view)
+}
+
+/// Like [`run`], on a device.
+fn run_on(device: &Device, op: Op<'_>, inputs: &[Tensor], view: View) -> Result<Vec<Tensor>> {
+    let stored = |t: &Tensor| Var::from_tensor(&view.stored(t)?.to_device(device)?);
+    let vars = inputs.iter().map(stored).collect::<Result<Vec<_>>>()?;
     let views = vars.iter().map(|v| view.apply(v)).collect::<Result<Vec<_>>>()?;
     let y = op(&views)?;
     assert!(y.track_op(), "the result has left the graph");
     assert_eq!(y.dtype(), inputs[0].dtype());
     let count = y.elem_count();
-    let weights = Tensor::from_iter((0..count).map(|i| (i as f64 * 0.7).sin()), &Cpu)?;
+    let weights = Tensor::from_iter((0..count).map(|i| (i as f64 * 0.7).sin()), device)?;
     let loss = (&y * weights.reshape(y.shape())?.to_dtype(y.dtype())?)?.sum_all()?;
     let grads = loss.backward()?;
-    let mut results = vec![y.detach()];
+    let to_host = |t: &Tensor| t.to_device(&Cpu);
+    let mut results = vec![to_host(&y.detach())?];
     for var in &vars {
         let grad = grads.get(var).expect("every variable has a gradient");
         assert_eq!((grad.dims(), grad.dtype()), (var.dims(), var.dtype()));
-        results.push(grad.clone());
+        results.push(to_host(grad)?);
     }
     Ok(results)
 }
@@ -119,7 +144,7 @@ pub(crate) fn compare(fused: Op<'_>, composed: Op<'_>, inputs: &[Tensor]) {
         for view in VIEWS {
             let what = format!("{dtype:?} {view:?} {:?}", inputs.iter().map(Tensor::dims).collect::<Vec<_>>());
             let got = run(fused, &cast, view).unwrap_or_else(|e| panic!("{what}: {e}"));
-            let want = run(composed, &exact, view).unwrap();
+            let want = run_on(&Cpu, composed, &exact, view).unwrap();
             assert_close(&got, &want, tolerance, &what);
         }
     }

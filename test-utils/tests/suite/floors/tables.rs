@@ -128,9 +128,10 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "bounds conv convert element master parallel prefetch row_order rule weight_sink",
-            "random rows rows_off_host",
-            "few_rows numbers product row_sum",
+            "bounds conv convert element master nvrtc parallel prefetch row_order rule weight_sink",
+            "device_rows random rows",
+            "few_rows numbers product row_put rows_off_host",
+            "embedding_off_host row_sum",
             "row_update",
             "dense_update",
             "rules",
@@ -140,6 +141,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
             "parts",
         ],
     ),
+    folder("device_rows", &["launch", "cuda", "mod"]),
     folder("product", &["matrix", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "launch", "device", "mod"]),
     folder(
