@@ -128,21 +128,9 @@ mod tests {
     }
 
     #[test]
-    fn a_lookup_off_the_host_makes_nothing_of_the_size_of_the_table() {
-        let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
-        let ids = [3, NOWHERE, 1 << 19];
-        // Every operand of its graph except the table is at most as large as the result.
-        let found = rows_or(&table, ids.into(), 0.0, Some(3)).unwrap();
-        let mut seen = Vec::new();
-        sizes(&found, &mut seen);
-        assert_eq!(seen.iter().filter(|&&size| size > 3 * 16).count(), 1, "{seen:?}");
+    fn a_lookup_of_no_rows_off_the_host_stays_in_the_graph() {
         let empty = Var::from_tensor(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let nothing = rows_or(&empty, [NOWHERE; 2].into(), 0.0, None).unwrap();
         assert!(nothing.track_op() && nothing.to_vec2::<f32>().unwrap() == [[0.0; 4]; 2]);
-    }
-
-    /// Collects the sizes of all tensors in the graph of a result.
-    fn sizes(x: &Tensor, seen: &mut Vec<usize>) {
-        seen.extend(x.sorted_nodes().iter().map(|node| node.elem_count()));
     }
 }

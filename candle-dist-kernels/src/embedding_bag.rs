@@ -297,7 +297,8 @@ mod tests {
         weighted: bool,
     ) -> Result<Vec<Vec<f64>>> {
         let table = Var::from_tensor(&Tensor::arange(0f64, 20., &Device::Cpu)?.sin()?.reshape((5, 4))?)?;
-        let weights = Var::from_tensor(&Tensor::arange(0f64, bags.ids.len() as f64, &Device::Cpu)?.cos()?)?;
+        let weights: Vec<f64> = (0..bags.ids.len()).map(|i| (i as f64).cos()).collect();
+        let weights = Var::from_vec(weights, bags.ids.len(), &Device::Cpu)?;
         let found = make(&table, bags, mode, weighted.then_some(&*weights))?;
         let up = Tensor::arange(0f64, found.elem_count() as f64, &Device::Cpu)?.reshape(found.shape())?;
         let grads = (&found * up)?.sum_all()?.backward()?;
@@ -311,7 +312,9 @@ mod tests {
     #[test]
     fn candles_own_operations_give_the_same() {
         let ids = [3, 1, 3, NOWHERE, 0, 4, 4, NOWHERE, NOWHERE, 2];
-        for bounds in [vec![0, 3, 3, 7, 9, 10], vec![0, 10], vec![0, 0, 10, 10]] {
+        let cases: [(&[u32], &[usize]); 4] =
+            [(&ids, &[0, 3, 3, 7, 9, 10]), (&ids, &[0, 10]), (&ids, &[0, 0, 10, 10]), (&[], &[0, 0, 0])];
+        for (ids, bounds) in cases {
             let bags = Bags::new(ids, bounds).unwrap();
             let cases = [(BagMode::Sum, false), (BagMode::Sum, true), (BagMode::Mean, false), (BagMode::Max, false)];
             for (mode, weighted) in cases {

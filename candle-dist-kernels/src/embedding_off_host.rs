@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// Returns the rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`]; the row `still` gets no gradient.
 ///
-/// All other ids are rows of the table, which has elements. The gradient is that of the host but for the order of sums: rows that
+/// All other ids are rows of the table. The gradient is that of the host but for the order of sums: rows that
 /// occur several times are added in pairs, and the sums again.
 pub(super) fn rows_or(table: &Tensor, ids: Arc<[u32]>, fill: f64, still: Option<u32>) -> Result<Tensor> {
     let table = table.contiguous()?;

@@ -18,7 +18,7 @@
 //! here are single graph nodes that return a gradient for every tracked argument. They compute f32 and f64 natively and
 //! 16-bit floats in f32, and accept any strides and empty tensors. Except for the matrix products of [`linear`],
 //! [`grouped_linear`] and [`flash_attn`], the bits do not depend on the number of threads. On other devices than the CPU they are composed
-//! from candle's differentiable operations.
+//! from candle's operations; kernels of this crate read and write rows of tables on CUDA devices, and draw random numbers.
 
 mod adam_w;
 mod add;

@@ -140,7 +140,7 @@ fn scale_dense<E: Element>(memory: &mut [E], rows: impl Iterator<Item = (usize, 
     );
 }
 
-/// Multiplies rows by their factors in place with candle's own operations; the table must be contiguous.
+/// Multiplies rows by their factors in place off the host; the table must be contiguous.
 fn composed(table: &Tensor, rows: Vec<u32>, factors: Vec<f64>) -> Result<()> {
     let count = rows.len();
     if count == 0 {

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor, WithDType, bail};
 
 use super::element::{Element, with_element};
 use super::row_order::{RowOrder, position};
-use super::{Reading, rows, rows_off_host};
+use super::{Reading, rows, rows_off_host, share_memory};
 
 /// Sums groups of the rows of a matrix, in the order of the matrix.
 ///
@@ -46,7 +46,10 @@ pub fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
         bail!("sum_rows: {} rows for values of shape {:?}", rows.len(), values.shape());
     }
     if !values.device().is_cpu() {
-        return rows_off_host::sum_rows(rows, values);
+        let (rows, sums) = rows_off_host::sum_rows(rows, values)?;
+        // Rows that occur once, in their order, are the values themselves.
+        let sums = if share_memory(&sums, values) { sums.force_contiguous()? } else { sums };
+        return Ok((rows, sums));
     }
     let order = RowOrder::of(rows);
     let values = values.contiguous()?;

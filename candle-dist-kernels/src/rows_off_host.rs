@@ -1,4 +1,4 @@
-//! Rows of tables that are not on the host, made of candle's operations. The lists of rows are on the host.
+//! Sums and steps of rows of tables that are not on the host: candle's operations on the rows in use. The lists of rows are on the host.
 use super::row_order::{RowOrder, position};
 use super::rule::Rule;
 use super::{compute_dtype, device_rows};
@@ -8,7 +8,8 @@ use candle_dist::empty;
 /// Returns the distinct rows in `rows`, ascending, and for each the sum of its rows in `values`, in the dtype of the values.
 ///
 /// The numbers of a row are added in pairs, then the sums in pairs, and so on. So the bits are the same in each run, and the
-/// number of launches grows with the logarithm of how often a row occurs. 16-bit floats are summed in f32 and rounded once.
+/// number of launches grows with the logarithm of how often a row occurs. 16-bit floats are summed in f32 and rounded once. If no
+/// row repeats, and all are in order, the sums are the values, in their memory.
 pub(super) fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
     let order = RowOrder::of(rows);
     let places = |group: &[u64]| group.iter().map(|&entry| position(entry) as u32).collect();
@@ -85,6 +86,9 @@ pub(super) fn update_rows<const N: usize>(
         return Ok(());
     }
     let (rows, grad) = sum_rows(listed, grad)?;
+    if let Some(state) = states.iter().find(|state| state.dims() != table.dims()) {
+        bail!("step: a state {:?} of a table {:?}", state.dims(), table.dims());
+    }
     let wide = compute_dtype("step", table)?;
     let index = Tensor::new(&rows[..], table.device())?;
     let taken = |var: &Var| device_rows::take(var, &index, 0.0)?.into_tensor().to_dtype(wide);

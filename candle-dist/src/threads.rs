@@ -3,8 +3,8 @@
 //! candle's CPU thread pools belong to the process, and a whole elementwise op holds one of them locked. Ranks that are
 //! threads thus wait for each other unless each rank computes on its own thread. Both pools read their environment
 //! variable (`CANDLE_NUM_THREADS`, `RAYON_NUM_THREADS`) once and have no other setting. Each matrix product asks for the number
-//! again, and where `RAYON_NUM_THREADS` is not set, candle counts the cores each time: on Linux it parses `/proc/cpuinfo`, which
-//! takes longer than a small product. The first local world therefore sets the variables, once per process. The environment may change only while no other thread can read it:
+//! again, and where `RAYON_NUM_THREADS` is not set, candle counts the cores each time: on Linux it parses `/proc/cpuinfo`,
+//! which takes longer than a small product. The first local world therefore sets the variables, once per process. The environment may change only while no other thread can read it:
 //! [`settle`] changes it only if the process has a single thread, and the caller of [`settle_among_threads`] guarantees
 //! it.
 use std::sync::OnceLock;
@@ -34,12 +34,13 @@ pub fn settle(per_rank: usize) -> usize {
             if is_only_thread() {
                 // SAFETY: this is the only thread of the process, and it starts none before `set` returns.
                 unsafe { set(per_rank) }
-            } else {
+            } else if in_force() != per_rank.max(1) || std::env::var_os(VARIABLES[1]).is_none() {
                 eprintln!(
                     "candle-dist: this process has several threads already, so candle computes with {} threads for each rank, \
-                     where {per_rank} are wanted, and counts the cores again in each matrix product; set {} in the environment, \
-                     or call candle_dist::threads::settle first in main",
+                     where {} are wanted{}; set {} in the environment, or call candle_dist::threads::settle first in main",
                     in_force(),
+                    per_rank.max(1),
+                    std::env::var_os(VARIABLES[1]).map_or(", and counts the cores again in each matrix product", |_| ""),
                     VARIABLES.join(" and ")
                 );
             }

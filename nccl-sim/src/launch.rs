@@ -62,8 +62,8 @@ pub(crate) extern "C" fn cuLaunchKernel(
     grid_y: c_uint,
     grid_z: c_uint,
     block_x: c_uint,
-    _block_y: c_uint,
-    _block_z: c_uint,
+    block_y: c_uint,
+    block_z: c_uint,
     _shared: c_uint,
     stream: u64,
     parameters: *mut *mut c_void,
@@ -72,9 +72,18 @@ pub(crate) extern "C" fn cuLaunchKernel(
     let kernel = functions().kernels.get((function as usize).wrapping_sub(1)).cloned();
     let Some(kernel) = kernel else { return code::INVALID_HANDLE };
     // "cuLaunchKernel": all dimensions are at least 1.
-    if [grid_x, grid_y, grid_z, block_x].contains(&0) {
-        let name = kernel.name();
+    let name = kernel.name();
+    if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) {
         fault(Kind::Misuse, name, format!("a launch of {name} without blocks; this is an error, not a success"));
+        return code::INVALID_VALUE;
+    }
+    // "Compute Capabilities": the most threads of a block.
+    if [block_x, block_y, block_z].into_iter().map(u64::from).product::<u64>() > 1024 {
+        fault(
+            Kind::Misuse,
+            name,
+            format!("a launch of {name} with {block_x} x {block_y} x {block_z} threads in a block"),
+        );
         return code::INVALID_VALUE;
     }
     // The values are copied before the call returns.

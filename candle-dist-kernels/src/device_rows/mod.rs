@@ -7,7 +7,7 @@ mod cuda;
 pub(crate) mod launch;
 
 use super::row_order::NOWHERE;
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_dist::backend::Fresh;
 use candle_dist::empty;
 
@@ -31,8 +31,11 @@ pub(super) fn take(table: &Tensor, rows: &Tensor, fill: f64) -> Result<Fresh> {
     Ok(Fresh::copy_of(&is_filled.where_cond(&filled, &found)?)?)
 }
 
-/// Writes `values`, `[n, width]`, to distinct rows of a contiguous table of floats in place.
+/// Writes `values`, `[n, width]`, to distinct rows of a contiguous table of floats in place. The table has these rows.
 pub(super) fn put(table: &Tensor, rows: &Tensor, values: &Tensor) -> Result<()> {
+    if values.dims() != [rows.dim(0)?, table.dim(1)?] {
+        bail!("values {:?} for {:?} rows of a table {:?}", values.dims(), rows.dims(), table.dims());
+    }
     if values.elem_count() == 0 {
         return Ok(());
     }

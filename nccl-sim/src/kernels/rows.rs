@@ -2,6 +2,8 @@
 use super::Kernel;
 use crate::engine::Exec;
 use crate::number::elements;
+use crate::report::{Kind, fault};
+use std::collections::HashSet;
 
 /// The row of no place in the table.
 const NOWHERE: u32 = u32::MAX;
@@ -26,6 +28,12 @@ pub(super) fn put(kernel: &Kernel, exec: &mut Exec<'_>, v: &[u64]) -> Option<()>
     let [count, width, list, values, table] = *v.first_chunk::<5>()?;
     let size = width as usize * kernel.ty.size();
     let rows = elements::<u32>(&exec.read(list, 4 * count as usize)?);
+    let mut seen = HashSet::new();
+    if let Some(row) = rows.iter().find(|&&row| !seen.insert(row)) {
+        let site = exec.site().clone();
+        fault(Kind::Race, site.call(), format!("{site}: two threads write row {row}"));
+        return None;
+    }
     let values = exec.read(values, rows.len() * size)?;
     for (row, values) in rows.into_iter().zip(values.chunks_exact(size)) {
         exec.write(table + u64::from(row) * size as u64, values);

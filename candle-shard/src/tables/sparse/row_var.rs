@@ -29,7 +29,7 @@ fn lock(pending: &Pending) -> MutexGuard<'_, Vec<Part>> {
     pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Refuses a table that is too large for candle's kernels on GPUs: they count its elements in 32 bits, and read other rows.
+/// Refuses a table that is too large for candle's kernels on GPUs, which fill it and its states: they count elements in 32 bits.
 pub(crate) fn check_size(op: &'static str, elements: usize, is_on_host: bool) -> Result<()> {
     if is_on_host || elements <= u32::MAX as usize {
         return Ok(());

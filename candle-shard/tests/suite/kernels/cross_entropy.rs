@@ -11,7 +11,7 @@ fn targets(n: usize, classes: usize) -> Tensor {
 
 pub(crate) fn fused_cross_entropy(t: &[Tensor]) -> Result<Tensor> {
     let (n, c) = t[0].dims2()?;
-    let targets = targets(n, c);
+    let targets = targets(n, c).to_device(t[0].device())?;
     // Both index types, told apart by the parity of the shape.
     cross_entropy(&t[0], &if c % 2 == 0 { targets } else { targets.to_dtype(DType::I64)? })
 }

@@ -58,6 +58,7 @@ fn queries_without_a_visible_key_give_zeros() -> Result<()> {
         assert_eq!(distance(&zeros, &zeros.zeros_like()?), 0.0);
     }
     let seen = fused_causal_flash(&[inputs[0].narrow(1, 3, 2)?, inputs[1].clone(), inputs[2].clone()])?;
-    assert_eq!(distance(&results[0].narrow(1, 3, 2)?, &seen), 0.0);
+    // Of which the host computes the same bits, but not a GPU.
+    assert!(distance(&results[0].narrow(1, 3, 2)?, &seen) < 1e-12);
     Ok(())
 }

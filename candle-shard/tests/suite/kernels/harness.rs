@@ -137,7 +137,9 @@ pub(crate) fn assert_close(got: &[Tensor], want: &[Tensor], tolerance: f64, what
 
 /// Compares `fused` with `composed` in every float type and view.
 pub(crate) fn compare(fused: Op<'_>, composed: Op<'_>, inputs: &[Tensor]) {
-    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::F16, 2e-2), (DType::BF16, 1e-1)] {
+    // Off the host, large scores are scaled and rounded before the largest is taken off.
+    let narrow = if device().is_cpu() { 1e-5 } else { 1e-3 };
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, narrow), (DType::F16, 2e-2), (DType::BF16, 1e-1)] {
         // Rounded first, so that both forms see the same numbers.
         let cast = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect::<Vec<_>>();
         let exact = cast.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect::<Vec<_>>();

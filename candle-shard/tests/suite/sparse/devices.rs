@@ -129,3 +129,16 @@ fn a_gradient_is_put_back_on_the_device_of_its_table_only() {
         Ok(())
     });
 }
+
+#[test]
+fn a_row_gradient_has_memory_of_its_own() {
+    on_ranks(1, "row gradient", |_| -> Result<()> {
+        let values = Var::zeros((2, 3), DType::F32, &device())?;
+        let grad = RowGrad::new([0, 1], &values)?;
+        values.set(&Tensor::ones((2, 3), DType::F32, &device())?)?;
+        assert_eq!(to_host(grad.values())?.to_vec2::<f32>()?, [[0.0; 3]; 2]);
+        let strided = Tensor::zeros((3, 2), DType::F32, &device())?;
+        assert!(RowGrad::new([0, 1], &strided.t()?)?.values().is_contiguous());
+        Ok(())
+    });
+}
