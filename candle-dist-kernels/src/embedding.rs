@@ -128,6 +128,16 @@ mod tests {
     }
 
     #[test]
+    fn a_lookup_off_the_host_makes_nothing_of_the_size_of_the_table() {
+        let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let ids = [3, NOWHERE, 1 << 19];
+        // Every operand of its graph except the table is at most as large as the result.
+        let found = rows_or(&table, ids.into(), 0.0, Some(3)).unwrap();
+        let large = found.sorted_nodes().iter().filter(|node| node.elem_count() > 3 * 16).count();
+        assert_eq!(large, 1, "only the table");
+    }
+
+    #[test]
     fn a_lookup_of_no_rows_off_the_host_stays_in_the_graph() {
         let empty = Var::from_tensor(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let nothing = rows_or(&empty, [NOWHERE; 2].into(), 0.0, None).unwrap();

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 /// Returns the rows of `table` at `ids`, and rows of `fill` for the id [`NOWHERE`]; the row `still` gets no gradient.
 ///
-/// All other ids are rows of the table. The gradient is that of the host but for the order of sums: rows that
-/// occur several times are added in pairs, and the sums again.
+/// All other ids must be rows of the table. The gradient adds rows that occur several times in pairs, and then the sums in pairs. The
+/// host adds them one after another, so the last bits may differ.
 pub(super) fn rows_or(table: &Tensor, ids: Arc<[u32]>, fill: f64, still: Option<u32>) -> Result<Tensor> {
     let table = table.contiguous()?;
     let made = device_rows::take(&table, &Tensor::new(&ids[..], table.device())?, fill)?;

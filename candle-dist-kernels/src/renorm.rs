@@ -9,6 +9,7 @@ use half::{bf16, f16};
 
 use super::element::{Element, change_memory, with_element};
 use super::prefetch::Prefetch;
+use super::row_take::take_rows;
 use super::{Reading, check_rows, device_rows, rows};
 
 /// Returns `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
@@ -19,9 +20,7 @@ pub fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
     let width = check_rows("max_norm", table, rows)?;
     if !table.device().is_cpu() {
         // Only these rows are copied to the host.
-        let table = table.detach().contiguous()?;
-        let taken = device_rows::take(&table, &Tensor::new(rows, table.device())?, 0.0)?.into_tensor();
-        let taken = empty::to_host(&taken)?;
+        let taken = empty::to_host(&take_rows(&table.contiguous()?, rows)?.into_tensor())?;
         return power_sums(&taken, &(0..rows.len() as u32).collect::<Vec<_>>(), p);
     }
     let table = table.contiguous()?;

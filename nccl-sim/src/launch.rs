@@ -71,8 +71,8 @@ pub(crate) extern "C" fn cuLaunchKernel(
 ) -> c_int {
     let kernel = functions().kernels.get((function as usize).wrapping_sub(1)).cloned();
     let Some(kernel) = kernel else { return code::INVALID_HANDLE };
-    // "cuLaunchKernel": all dimensions are at least 1.
     let name = kernel.name();
+    // "cuLaunchKernel": all dimensions are at least 1.
     if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) {
         fault(Kind::Misuse, name, format!("a launch of {name} without blocks; this is an error, not a success"));
         return code::INVALID_VALUE;

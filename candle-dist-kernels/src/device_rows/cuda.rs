@@ -53,8 +53,8 @@ fn take_as<T: Element + CudaDType + DeviceRepr>(
     let (sizes, fill) = ([count as u64, width as u64], T::from_f64(fill));
     let mut builder = kernel.builder();
     builder.arg(&sizes[0]).arg(&sizes[1]).arg(&rows).arg(&table).arg(&mut out).arg(&fill);
-    // SAFETY: the arguments are those of the kernel in number and type. It reads `count` rows of `rows`, each of which is in the
-    // table or nowhere, and writes `count * width` elements of `out`.
+    // SAFETY: the arguments are those of the kernel in number and type. It reads `count` numbers of `rows`. Each is a row of the
+    // table, which the kernel reads, or `NOWHERE`. It writes `count * width` elements of `out`.
     unsafe { builder.launch(config(count, width)) }.w()?;
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
@@ -112,8 +112,8 @@ fn put_as<T: Element + CudaDType + DeviceRepr>(
     let sizes = [count as u64, width as u64];
     let mut builder = kernel.builder();
     builder.arg(&sizes[0]).arg(&sizes[1]).arg(&rows).arg(&values).arg(&mut table);
-    // SAFETY: the arguments are those of the kernel in number and type. It reads `count` rows of `rows` and of `values`, and writes
-    // these rows of the table, which has all of them.
+    // SAFETY: the arguments are those of the kernel in number and type. It reads `count` numbers of `rows` and as many rows
+    // of `values`, and writes these rows of the table, which has all of them.
     unsafe { builder.launch(config(count, width)) }.w()?;
     Ok(())
 }

@@ -31,13 +31,13 @@ template <typename T> struct Put {
   __device__ void operator()(wide here, word, wide there) const { table[there] = values[here]; }
 };
 
-#define KERNELS(DTYPE, T)                                                                                             \
+#define KERNELS(DTYPE, T)                                                                                            \
   extern "C" __global__ void take_rows_##DTYPE(wide count, wide width, const word* rows, const T* table, T* out,     \
                                                T fill) {                                                             \
-    each_element(count, width, rows, Take<T>{table, out, fill});                                                  \
+    each_element(count, width, rows, Take<T>{table, out, fill});                                                     \
   }                                                                                                                  \
   extern "C" __global__ void put_rows_##DTYPE(wide count, wide width, const word* rows, const T* values, T* table) { \
-    each_element(count, width, rows, Put<T>{values, table});                                                      \
+    each_element(count, width, rows, Put<T>{values, table});                                                         \
   }
 
 KERNELS(f16, half_bits)

@@ -58,7 +58,8 @@ fn queries_without_a_visible_key_give_zeros() -> Result<()> {
         assert_eq!(distance(&zeros, &zeros.zeros_like()?), 0.0);
     }
     let seen = fused_causal_flash(&[inputs[0].narrow(1, 3, 2)?, inputs[1].clone(), inputs[2].clone()])?;
-    // Of which the host computes the same bits, but not a GPU.
-    assert!(distance(&results[0].narrow(1, 3, 2)?, &seen) < 1e-12);
+    // The host computes `seen`. A GPU may add in another order.
+    let most = if device().is_cpu() { 0.0 } else { 1e-12 };
+    assert!(distance(&results[0].narrow(1, 3, 2)?, &seen) <= most);
     Ok(())
 }
