@@ -8,6 +8,7 @@ mod memory;
 pub mod model_args;
 #[cfg(feature = "mpi")]
 mod processes;
+pub mod prove;
 pub mod reference;
 pub mod reference_mlp;
 pub mod reference_moe;

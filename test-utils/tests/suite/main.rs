@@ -7,6 +7,7 @@ mod floors;
 mod mix;
 mod mlp;
 mod processes;
+mod prove;
 mod reference;
 mod thread_locals;
 mod transformer;

@@ -204,7 +204,7 @@ const CANDLE_SHARD: &[Folder] = &[
     ),
     folder("parallel", &["pattern shares style", "module", "plain plan"]),
     folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
-    folder("rules", &["row", "op_spec", "cache unasked", "mod", "own"]),
+    folder("rules", &["observer row", "op_spec", "cache unasked", "mod", "own"]),
     folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
     folder("tables/embedding", &["table", "fetch", "renorm", "mod"]),
     folder(
