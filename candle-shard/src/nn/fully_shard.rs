@@ -2,6 +2,7 @@
 use crate::fsdp::{FullyShard, FullyShardOptions, Sharder, Unit};
 use crate::nn::ShardedVarBuilder;
 use crate::{DTensor, Error, Result};
+use candle_core::DType;
 use std::sync::Arc;
 
 impl<M> FullyShard<M> {
@@ -43,6 +44,15 @@ impl ShardedVarBuilder {
         }
         let sharder = Arc::new(Sharder::new(at, mesh.axis_group(at)?, options));
         Ok(self.within(Some(sharder), None))
+    }
+
+    /// Returns the dtype in which the parameters of this builder compute: in a unit
+    /// [`param_dtype`](FullyShardOptions::param_dtype), if it is set, and otherwise that in which they are stored.
+    ///
+    /// Cast the inputs of a unit to it.
+    pub fn compute_dtype(&self) -> DType {
+        let sharder = self.sharder.as_ref().filter(|_| self.unit.is_some());
+        sharder.and_then(|sharder| sharder.options().param_dtype).unwrap_or(self.dtype())
     }
 
     /// Returns a builder for the parameters of a new unit, if the unit has anything to do.

@@ -18,7 +18,7 @@ pub(super) struct Compared {
     subject: Arc<Subject>,
     deadline: Duration,
     /// The runs on one device by their set-up: the first steps, and the resumed one.
-    alone: Mutex<Vec<(String, Result<[Trajectory; 2], String>)>>,
+    alone: Mutex<Vec<(String, Result<[Trajectory; 2], Verdict>)>>,
 }
 
 /// What all ranks of a run found, or why it has no result.
@@ -37,16 +37,19 @@ impl Compared {
 
     /// Runs a set-up and compares it with one device.
     pub(super) fn verdict(&self, setup: &Setup) -> Verdict {
+        if !setup.has_rows() {
+            return Verdict::Refused("a replica or a pass has no rows".into());
+        }
         if !has_schedule(setup) {
             return Verdict::Refused("the schedule does not support this number of microbatches".into());
         }
         let alone = match self.alone(&setup.alone()) {
             Ok(alone) => alone,
-            Err(why) => return Verdict::Wrong(format!("one device: {why}")),
+            Err(verdict) => return verdict,
         };
         let exact = match self.alone(&Setup { dtype: DType::F64, compute: None, ..setup.alone() }) {
             Ok(exact) => exact,
-            Err(why) => return Verdict::Wrong(format!("one device in f64: {why}")),
+            Err(verdict) => return verdict,
         };
         let folder = Scratch::new("prove");
         let saved = folder.path("saved");
@@ -103,21 +106,21 @@ impl Compared {
         };
         let errors: Vec<(usize, &String)> =
             found.iter().enumerate().filter_map(|(rank, made)| Some((rank, made.as_ref().err()?))).collect();
-        match errors.first() {
-            None => Outcome::Trained(found.into_iter().flatten().collect()),
-            Some((_, first)) if errors.len() == found.len() && errors.iter().all(|(_, error)| error == first) => {
-                Outcome::Refused((*first).clone())
-            }
-            Some(_) => {
-                let all = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect::<Vec<_>>();
-                let silent = found.len() - errors.len();
-                Outcome::Broken(format!("ranks end in unlike ways, {silent} without an error:\n{}", all.join("\n")))
-            }
+        if errors.is_empty() {
+            return Outcome::Trained(found.into_iter().flatten().collect());
         }
+        // A rank that found the reason says less than those that it told.
+        let reason = errors.iter().map(|(_, error)| cause(error)).min_by_key(|cause| cause.len()).unwrap_or_default();
+        if errors.len() == found.len() && errors.iter().all(|(_, error)| error.contains(reason)) {
+            return Outcome::Refused(reason.to_string());
+        }
+        let all = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect::<Vec<_>>();
+        let silent = found.len() - errors.len();
+        Outcome::Broken(format!("ranks end in unlike ways, {silent} without an error:\n{}", all.join("\n")))
     }
 
     /// Returns the run on one device.
-    fn alone(&self, setup: &Setup) -> Result<[Trajectory; 2], String> {
+    fn alone(&self, setup: &Setup) -> Result<[Trajectory; 2], Verdict> {
         let key = setup.to_string();
         if let Some((_, known)) = self.alone.lock().iter().find(|(other, _)| *other == key) {
             return known.clone();
@@ -130,13 +133,27 @@ impl Compared {
             });
             match made {
                 Outcome::Trained(mut made) => Ok(made.remove(0)),
-                Outcome::Refused(why) | Outcome::Broken(why) => Err(why),
+                Outcome::Refused(why) => Err(Verdict::Refused(format!("one device: {why}"))),
+                Outcome::Broken(why) => Err(Verdict::Wrong(format!("one device: {why}"))),
             }
         };
         let made = one(false).and_then(|first| Ok([first, one(true)?]));
         self.alone.lock().push((key, made.clone()));
         made
     }
+}
+
+/// Returns the first line of an error, without the ranks that it begins with.
+fn cause(error: &str) -> &str {
+    let mut line = error.lines().next().unwrap_or_default();
+    while let Some((rank, rest)) = line.split_once(": ") {
+        let number = rank.strip_prefix("rank ").map(|rank| rank.trim_end_matches(" failed"));
+        if number.is_none_or(|number| number.parse::<usize>().is_err()) {
+            break;
+        }
+        line = rest;
+    }
+    line
 }
 
 /// Compares what the ranks found with one device.

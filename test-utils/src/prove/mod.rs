@@ -19,6 +19,7 @@ pub use setup::Setup;
 use candle_core::{DType, Tensor};
 use candle_pipe::Keep;
 use candle_pipe::schedule::ScheduleKind;
+use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::parallel::Plan;
 use compare::Compared;
 use model::Program;
@@ -45,7 +46,7 @@ pub struct Proof {
     dtypes: Vec<DType>,
     schedules: Vec<ScheduleKind>,
     exhaustive: bool,
-    only: Option<String>,
+    only: Vec<String>,
     deadline: Duration,
 }
 
@@ -89,13 +90,13 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
     };
     let rows = vec![UNITS.to_string(), "rows".to_string()];
     Proof {
-        subject: Subject { program, inputs: Vec::new(), plans: Vec::new(), rows, units: None, seed: 42 },
+        subject: Subject { program, inputs: Vec::new(), plans: Vec::new(), rows, units: None, unit_options: FullyShardOptions::default(), seed: 42 },
         axes: Vec::new(),
         ranks: 4,
         dtypes: vec![DType::F64, DType::F32, DType::BF16],
         schedules: vec![ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZbH1, ScheduleKind::Zbv],
         exhaustive: false,
-        only: None,
+        only: Vec::new(),
         deadline: Duration::from_secs(60),
     }
     .axes(axes)
@@ -166,9 +167,16 @@ impl Proof {
         Self { exhaustive: true, ..self }
     }
 
-    /// Proves only the set-up that this text describes, as a report printed it.
-    pub fn only(self, setup: &str) -> Self {
-        Self { only: Some(setup.to_string()), ..self }
+    /// Proves only the set-up that this text describes, as a report printed it, and those of other calls of this method.
+    pub fn only(mut self, setup: &str) -> Self {
+        self.only.push(setup.to_string());
+        self
+    }
+
+    /// Sets how fully sharded units work, where the axis `fsdp` has ranks. A set-up sets the dtype.
+    pub fn unit_options(mut self, options: FullyShardOptions) -> Self {
+        self.subject.unit_options = options;
+        self
     }
 
     /// Runs the proof.
@@ -180,9 +188,12 @@ impl Proof {
             self.subject.plans.push(Plan::new(self.axes.last().cloned().unwrap_or_default()));
         }
         let plain = self.plain();
-        let setups = match &self.only {
-            Some(text) => vec![Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::only: {why}"))],
-            None => setups::all(&plain, &self),
+        let setups = match &self.only[..] {
+            [] => setups::all(&plain, &self),
+            only => {
+                let read = |text: &String| Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::only: {why}"));
+                only.iter().map(read).collect()
+            }
         };
         let compared = Compared::new(Arc::new(self.subject), self.deadline);
         report::of(&compared, &setups)

@@ -30,6 +30,7 @@ pub(super) struct Subject {
     /// The axes that shard the rows of inputs.
     pub(super) rows: Vec<String>,
     pub(super) units: Option<String>,
+    pub(super) unit_options: FullyShardOptions,
     pub(super) seed: u64,
 }
 
@@ -133,7 +134,7 @@ impl<'a> Trainer<'a> {
         let device = ctx.device();
         let vb = ShardedVarBuilder::fresh(subject.seed, &mesh, plan, setup.dtype, device)?;
         let vb = match &subject.units {
-            Some(axis) => vb.fully_shard(axis, FullyShardOptions::default().param_dtype(setup.compute))?,
+            Some(axis) => vb.fully_shard(axis, subject.unit_options.param_dtype(setup.compute))?,
             None => vb,
         };
         let mut leaves = Vec::new();

@@ -8,6 +8,7 @@ mod mix;
 mod mlp;
 mod processes;
 mod prove;
+mod set_ups;
 mod reference;
 mod thread_locals;
 mod transformer;
