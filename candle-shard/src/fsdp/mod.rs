@@ -10,6 +10,9 @@
 //! This is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers
 //! equal those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
 //!
+//! All ranks run the same units in the same order. If they do not, the calls of the units differ in their description, which
+//! names parameters, and all ranks get an error. Within a unit ranks may use different parameters.
+//!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
 //! use candle_dist::World;

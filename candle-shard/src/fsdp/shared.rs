@@ -28,12 +28,21 @@ pub(super) struct Progress {
 pub(super) struct Reducing {
     pub(super) pieces: Vec<Var>,
     pub(super) sums: PendingTensors,
+    /// Whether all parameters have gradients; otherwise the last sums are the numbers of ranks that have each of them.
+    pub(super) has_all: bool,
+    pub(super) group: ProcessGroup,
 }
 
 impl Reducing {
     /// Adds the sums to the gradients that the backward pass collects.
     pub(super) fn finish(self) -> Result<()> {
-        for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
+        let mut sums = self.sums.wait()?;
+        let mut present = vec![1.0; self.pieces.len()];
+        if let Some(last) = sums.pop_if(|_| !self.has_all) {
+            present = self.group.to_host(&last)?.flatten_all()?.to_vec1::<f32>()?;
+        }
+        let sums = self.pieces.iter().zip(sums).zip(present);
+        for ((piece, sum), _) in sums.filter(|(_, present)| *present > 0.0) {
             off_graph::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
         }
         Ok(())

@@ -32,11 +32,12 @@ use super::nodes::{InPass, Whole};
 use super::shared::{Shared, lock};
 use crate::autograd::counts;
 use crate::autograd::order::Last;
+use crate::autograd::shared::listed;
 use crate::layout::{Replicate, chunk_sizes};
 use crate::{DTensor, Result};
 use candle_core::{Shape, Tensor, Var};
 use candle_dist::functional::Cut;
-use candle_dist::{FreeableTensor, PendingTensors};
+use candle_dist::{FreeableTensor, PendingTensors, ProcessGroup};
 use std::sync::{Arc, Mutex, Weak};
 
 /// A unit, used only by the thread of one rank.
@@ -49,6 +50,7 @@ pub(crate) struct Unit {
 
 /// One parameter.
 pub(super) struct Held {
+    pub(super) name: String,
     /// This rank's piece.
     pub(super) piece: Var,
     /// The whole parameter, as the layers use it; without memory most of the time.
@@ -66,6 +68,8 @@ pub(super) struct State {
     pub(super) coming: Option<Coming>,
     /// The gradients of this backward pass so far.
     pub(super) grads: Vec<Option<Tensor>>,
+    /// Whether gradients of this backward pass have been reduced.
+    pub(super) is_reduced: bool,
     /// The number of nested backward passes when the unit was gathered.
     pub(super) depth: usize,
     /// The last nodes of the runs that backward passes have entered and not left; `None` where unknown.
@@ -89,8 +93,15 @@ impl Unit {
         Self { shared, number, held: Mutex::default(), state: Mutex::default() }
     }
 
+    /// Returns the group of the axis, whose calls name the unit: ranks that run different ones must not mix them.
+    pub(super) fn group(&self) -> ProcessGroup {
+        let held = lock(&self.held);
+        let names = listed(held.iter().map(|held| held.name.as_str()));
+        self.shared.group.with_description(format!("the unit of {names}"))
+    }
+
     /// Adds a parameter of which this rank holds `piece`; returns the tensor that layers use.
-    pub(crate) fn add(self: &Arc<Self>, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
+    pub(crate) fn add(self: &Arc<Self>, name: &str, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
         let Shared { axis, group, options, .. } = &*self.shared;
         let dtype = options.param_dtype.filter(|_| piece.dtype().is_float()).unwrap_or_else(|| piece.dtype());
         let mut spec = piece.spec().clone().with_dtype(dtype);
@@ -105,8 +116,8 @@ impl Unit {
         let whole = if is_frozen { whole.detach() } else { whole };
         let whole = FreeableTensor::without_memory(whole)?;
         let parameter = whole.graph_node().clone();
-        held.push(Held { piece: var.clone(), whole, cut, is_frozen });
-        DTensor::parameter(parameter, spec).varying_on(*axis)
+        held.push(Held { name: name.to_string(), piece: var.clone(), whole, cut, is_frozen });
+        DTensor::parameter(parameter, spec).named(name).varying_on(*axis)
     }
 
     /// Returns whether this weight is one of the unit's parameters.
@@ -135,7 +146,8 @@ impl Unit {
         });
         let sent = sent.collect::<candle_core::Result<Vec<_>>>()?;
         let pieces: Vec<(Tensor, Cut)> = sent.iter().cloned().zip(held.iter().map(|held| held.cut.clone())).collect();
-        let pending = self.shared.group.all_gather_coalesced_start(&pieces)?;
+        drop(held);
+        let pending = self.group().all_gather_coalesced_start(&pieces)?;
         Ok(Coming { pending, sent, changes: counts::changes() })
     }
 

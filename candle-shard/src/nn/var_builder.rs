@@ -7,6 +7,7 @@ use crate::kernels::QuantizedMatrix;
 use crate::layout::{Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
+use crate::tensor::Registry;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
@@ -24,6 +25,7 @@ struct Shared {
     dtype: DType,
     device: Device,
     built: Mutex<Vec<Parameter>>,
+    registry: Arc<Registry>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
@@ -152,6 +154,7 @@ impl ShardedVarBuilder {
             dtype,
             device: device.clone(),
             built,
+            registry: Registry::new(),
             quantized_bytes,
             matched,
         };
@@ -379,7 +382,8 @@ impl ShardedVarBuilder {
             local.narrow(0, row - rows.start, 1)?.zero_set()?;
         }
         let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
-        let mut whole = unit.map(|unit| unit.add(&tensor, &var, self.frozen)).transpose()?;
+        let mut whole = unit.map(|unit| unit.add(&name, &tensor, &var, self.frozen)).transpose()?;
+        tensor = tensor.named(&name);
         if self.frozen {
             tensor = tensor.detach();
         } else {
@@ -390,6 +394,7 @@ impl ShardedVarBuilder {
                 tensor = tensor.varying_on(axis)?;
                 whole = whole.map(|whole| whole.varying_on(axis)).transpose()?;
             }
+            tensor = tensor.registered(&self.shared.registry, &name);
         }
         let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
         if built.iter().any(|p| p.name == name) {

@@ -179,7 +179,7 @@ fn run_known(
         local(&laid_out, &op_spec.outs)?
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
-        let made = DTensor::assemble(local, spec.clone(), op_spec.varying);
+        let made = DTensor::assemble(local, spec.clone(), op_spec.varying).computed_from(&laid_out);
         match (inputs, &op_spec.inputs[..]) {
             ([x], [moves]) if moves.is_empty() => made.made_locally_of(x),
             _ => made,

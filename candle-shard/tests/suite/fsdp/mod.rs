@@ -6,3 +6,4 @@ pub(crate) mod harness;
 mod overlap;
 mod passes;
 mod training;
+mod unlike;

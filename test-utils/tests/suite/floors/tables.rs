@@ -218,7 +218,7 @@ const CANDLE_SHARD: &[Folder] = &[
     ),
     folder("tables/sharding_spec", &["remote_device", "shard_metadata", "chunk enumerable", "mod", "infer"]),
     folder("tables/sparse", &["row_grad", "row_var", "slots", "adagrad adam_w sgd"]),
-    folder("tensor", &["dtensor", "given gradient local tree", "factory"]),
+    folder("tensor", &["lineage registry", "dtensor", "given gradient local tree", "factory"]),
     folder("visualize", &["mod", "svg text"]),
 ];
 
