@@ -4,6 +4,7 @@
 mod failed;
 mod recompute;
 mod shared;
+mod summed;
 
 use crate::common::*;
 use candle_core::backend::BackendStorage;
