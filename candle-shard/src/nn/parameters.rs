@@ -4,7 +4,7 @@ use crate::layout::RowsOf;
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::{ClipGradNorm, ReduceOp, empty, sum_dtype};
+use candle_dist::{ClipGradNorm, GradMark, ReduceOp, empty, sum_dtype};
 use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
@@ -19,6 +19,8 @@ pub struct Parameter {
     pub var: Var,
     /// The tensor in files that it is a part of, if files do not contain it by its name.
     pub(crate) within: Option<RowsOf>,
+    /// Set where a `GradStore` has the sum of the gradient over the ranks that use the parameter differently.
+    pub(crate) is_summed: GradMark,
 }
 
 impl Parameter {
@@ -140,10 +142,21 @@ impl Parameters {
     ///
     /// A parameter without a gradient on any rank keeps none, as on one device. The all_reduce carries one number per
     /// parameter that says whether there was a gradient. Sums of 16-bit gradients are f32.
+    ///
+    /// # Errors
+    /// If `grads` has sums already: those of an earlier call or of [`backward`](Self::backward), also if they were
+    /// clipped, averaged or accumulated since. A second sum would be a multiple of the gradient.
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         let mesh = first.tensor.mesh().clone();
-        for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
+        let axes: Vec<usize> = (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).collect();
+        let varies = |p: &&Parameter| axes.iter().any(|&axis| p.tensor.is_varying(axis));
+        if let Some(p) = self.iter().filter(varies).find(|p| p.is_summed.is_set(grads)) {
+            let reason = "is summed over ranks already; call reduce once for each GradStore, and only for gradients of \
+                          DTensor::backward or of a pipeline: Parameters::backward has called it";
+            return Error::op("Parameters::reduce", format!("the gradient of {} {reason}", p.name));
+        }
+        for axis in axes {
             let mut varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
             // By name: ranks may have built them in unlike orders.
             varying.sort_by_key(|p| &p.name);
@@ -168,6 +181,7 @@ impl Parameters {
             let present = present.transpose()?.unwrap_or_default();
             for ((p, sum), _) in varying.iter().zip(sums).zip(present).filter(|(_, present)| *present > 0.0) {
                 grads.insert(&p.var, sum);
+                p.is_summed.set(grads);
             }
         }
         Ok(())

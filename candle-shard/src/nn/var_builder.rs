@@ -10,8 +10,8 @@ use crate::parallel::{LayerKind, ModuleStyle, Plan};
 use crate::tensor::Registry;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
+use candle_dist::{DeviceMesh, GradMark};
 use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -400,7 +400,8 @@ impl ShardedVarBuilder {
         if built.iter().any(|p| p.name == name) {
             return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
         }
-        built.push(Parameter { name, tensor: tensor.clone(), var, within });
+        let is_summed = GradMark::new()?;
+        built.push(Parameter { name, tensor: tensor.clone(), var, within, is_summed });
         Ok(whole.unwrap_or(tensor))
     }
 

@@ -11,6 +11,7 @@ mod images;
 mod in_place;
 mod join;
 mod leaves;
+mod limits;
 mod lookup;
 mod losses;
 mod matmul;
