@@ -106,7 +106,7 @@ impl Tape {
             }
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.variables().map(|(_, variable)| variable).collect();
+        let named: Vec<&Tensor> = self.stage.variables().values().collect();
         let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
         let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
         let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();

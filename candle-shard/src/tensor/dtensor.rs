@@ -3,7 +3,7 @@ use crate::layout::{Axes, Placement, Replicate, Shard, Spec};
 use crate::{Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_dist::{DeviceMesh, ProcessGroup, ShardedVar};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -73,6 +73,8 @@ pub struct DTensor {
     pub(super) in_variable: bool,
     /// The variable from which local ops made this tensor.
     pub(super) made_of: Option<Tensor>,
+    /// Says that the variable is a shard, to those who see only the variable.
+    pub(super) shard: Option<ShardedVar>,
 }
 
 /// Data of a tracked tensor that lets several uses share one communication.
@@ -104,7 +106,7 @@ impl DTensor {
         let in_variable = local.is_variable();
         let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
-        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, shard: None }
     }
 
     /// Creates a tensor that was given, not made by an op.

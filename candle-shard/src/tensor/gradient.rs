@@ -43,6 +43,7 @@ impl DTensor {
     pub(crate) fn aliasing(mut self, source: &Self) -> Self {
         if source.in_variable {
             (self.in_variable, self.trail) = (true, None);
+            self.shard = source.shard.clone();
         }
         self
     }
@@ -55,13 +56,22 @@ impl DTensor {
     /// Creates a view of this tensor that is varying on `varying`, and shares the cache of views.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
         let (spec, trail, in_variable) = (self.spec.clone(), self.trail.clone(), self.in_variable);
-        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, shard: None }
     }
 
     /// Creates a copy of this variable for one use that is varying on `varying`.
     pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Vec<ProcessGroup>)) -> Self {
         let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
-        Self { local, spec: self.spec.clone(), varying, trail, leaf: false, in_variable: false, made_of: None }
+        Self {
+            local,
+            spec: self.spec.clone(),
+            varying,
+            trail,
+            leaf: false,
+            in_variable: false,
+            made_of: None,
+            shard: None,
+        }
     }
 
     /// Marks this tensor as made by a local op from `source`, in the same layout.
