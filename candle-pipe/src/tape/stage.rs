@@ -241,6 +241,10 @@ impl StageModule {
             }
             _ => run()?,
         };
+        if let (Some(place), Some(loss)) = (self.loss_output(), self.0.loss) {
+            let name = self.maker(loss).unwrap_or_default();
+            recorded.check_count(place).map_err(|error| error.at_node(name))?;
+        }
         let outputs = recorded.outputs()?;
         let tape = match keep {
             Keep::Activations => Tape::recorded(self.clone(), recorded),
