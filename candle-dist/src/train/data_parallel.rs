@@ -1,5 +1,6 @@
 //! Data parallelism: averages gradients over ranks that train on different data.
 use super::host::read_results;
+use super::sharded::{conflict, rows_of};
 use super::sync::buckets;
 use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
@@ -98,7 +99,8 @@ impl DataParallel {
     /// variables have no gradients, so only the start includes them. A variable that is named twice is reduced once.
     ///
     /// # Errors
-    /// The errors of [`sync_params`] or [`verify_parameter_shapes`], and if the reduction dtype is not a float.
+    /// The errors of [`sync_params`] or [`verify_parameter_shapes`]; if the reduction dtype is not a float; and if ranks of
+    /// the group hold different shards of a parameter ([`ShardedVar`](crate::ShardedVar)).
     #[track_caller]
     pub fn new<N: AsRef<str>>(
         group: &ProcessGroup,
@@ -116,6 +118,11 @@ impl DataParallel {
                 verify_parameter_shapes(group, &tensors)?;
             }
             InitialSync::Trust => {}
+        }
+        // Also those that the start left out.
+        let shard = |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
+        if let Some(reason) = params.iter().find_map(shard) {
+            return Err(Error::Invalid { op: "DataParallel::new", reason });
         }
         let differentiable = params.iter().filter(|(_, var)| var.dtype().is_float());
         let mut reduced: Vec<_> = differentiable.unique_by(|(_, var)| var.id()).collect();

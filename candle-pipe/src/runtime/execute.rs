@@ -131,6 +131,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             let rank = self.runtime.group.ranks()[self.runtime.group.rank()];
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
+        self.reductions.check(&self.made.grads)?;
         let seconds = |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
         for (compute, [start, end]) in &self.moments {
             let (start, end) = (seconds(start)?, seconds(end)?);

@@ -24,11 +24,11 @@ mod wire;
 use crate::graph::{PipeInfo, Reduction, Signature, ValueId};
 use crate::microbatch::Microbatches;
 use crate::schedule::{Program, Span};
-use crate::tape::StageModule;
+use crate::tape::{StageModule, named_vars};
 use crate::{Error, Kwargs, Result, StepOptions, StepResult, Value};
 use batch::Batch;
 use build::Shared;
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
 use clock::Clock;
 use execute::{Execution, Made, Outputs};
@@ -140,17 +140,25 @@ impl Runtime {
         self.stages.values()
     }
 
-    /// Extends `clip` to all stages: each parameter of the pipe counts once, on however many ranks it is shared.
+    /// Returns the variables of this rank's stages by full name, each once, for an optimizer. A weight that several stages of
+    /// this rank share is one of them. A parameter that is made of a variable, such as a cast, stands for the variable.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn named_vars(&self) -> Result<Vec<(String, Var)>> {
+        named_vars(self.stages.values())
+    }
+
+    /// Extends `clip` to all stages: each parameter of the pipe counts once, on however many ranks it is shared. Give it
+    /// [`named_vars`](Self::named_vars), or those of them that are trained.
     ///
     /// Add the groups over which parameters are sharded within a stage first, as
-    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does.
+    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does. Without them, clipping is refused.
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
         let first_elsewhere = self.info.replicated().filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
         let copies = first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
-        let copies: HashSet<&str> = copies.map(|(name, _)| name.as_str()).collect();
-        let names = self.stages().flat_map(|stage| stage.parameters().keys()).unique();
-        let (copies, own): (Vec<&String>, Vec<&String>) = names.partition(|name| copies.contains(name.as_str()));
-        clip.sharded(&self.group, own).elsewhere(copies)
+        let copies: Vec<Tensor> = copies.map(|(_, copy)| copy).collect();
+        clip.staged(&self.group).elsewhere(&copies)
     }
 
     /// Returns the program of a training step on all ranks.

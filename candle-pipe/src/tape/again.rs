@@ -63,10 +63,11 @@ impl Seen {
 
 /// Runs the forward pass `run`. Returns an error if it changes variables of the stage.
 pub(super) fn leaving_variables<R>(stage: &StageModule, run: impl FnOnce() -> Result<R>) -> Result<R> {
-    let digests = || stage.variables().map(|(_, variable)| Ok(digest(variable)?)).collect::<Result<Vec<u64>>>();
+    let digests = || stage.variables().values().map(|variable| Ok(digest(variable)?)).collect::<Result<Vec<u64>>>();
     let before = digests()?;
     let made = run()?;
-    let changed = stage.variables().zip(before.iter().zip(digests()?)).find(|(_, (before, after))| *before != after);
+    let changed =
+        stage.variables().iter().zip(before.iter().zip(digests()?)).find(|(_, (before, after))| *before != after);
     match changed {
         None => Ok(made),
         Some(((name, _), _)) => Err(Error::Pipe(format!(

@@ -106,7 +106,7 @@ impl Tape {
             }
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.variables().map(|(_, variable)| variable).collect();
+        let named: Vec<&Tensor> = self.stage.variables().values().collect();
         let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
         let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
         let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();
@@ -158,6 +158,21 @@ impl Recorded {
 
     pub(super) fn outputs(&self) -> Result<Vec<Activation>> {
         self.outputs.iter().map(Activation::of).collect()
+    }
+
+    /// Refuses a loss whose count has a gradient: it is divided by the sum of all counts when the passes are over.
+    pub(super) fn check_count(&self, loss: usize) -> Result<()> {
+        let Value::Tuple(parts) = &self.outputs[loss] else { return Ok(()) };
+        let is_reached =
+            |count: &Tensor| count.track_op() && count.sorted_nodes().iter().any(|node| node.is_variable());
+        match parts.get(1) {
+            Some(Value::Tensor(count)) if is_reached(count) => Err(Error::Pipe(format!(
+                "the count of the loss, {}, has a gradient, which would be left out of the gradient of the sum divided by the \
+                 count; detach it if it is to be a constant, or give a loss that is a mean or a sum",
+                parts[1]
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the output tensors that have a gradient, with it.

@@ -106,13 +106,14 @@ impl Parameters {
 
     /// Returns a clipper of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.
     ///
-    /// It costs one small all_reduce for each axis that shards a parameter.
+    /// It costs one small all_reduce for each axis that shards a parameter. Frozen parameters may be left out of the list.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<ClipGradNorm> {
         let mut clip = ClipGradNorm::new(max_norm);
         let Some(first) = self.0.first() else { return Ok(clip) };
         let mesh = first.tensor.mesh();
         for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
-            let sharded = self.iter().filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
+            let trained = self.iter().filter(|p| !p.is_frozen());
+            let sharded = trained.filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
             let names: Vec<&str> = sharded.map(|p| p.name.as_str()).collect();
             if !names.is_empty() {
                 clip = clip.sharded(mesh.axis_group(axis)?, names);

@@ -5,7 +5,7 @@ use crate::layout::{Axes, Placement, Replicate, Shard, Spec};
 use crate::{Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::DeviceMesh;
+use candle_dist::{DeviceMesh, ShardedVar};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -77,6 +77,8 @@ pub struct DTensor {
     pub(super) made_of: Option<Variable>,
     /// What it was computed from.
     pub(super) lineage: Lineage,
+    /// Says that the variable is a shard, to those who see only the variable.
+    pub(super) shard: Option<ShardedVar>,
 }
 
 /// Data of a tracked tensor that lets several uses share one communication.
@@ -116,7 +118,7 @@ impl DTensor {
         let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
         let lineage = Lineage::of_data(&spec);
-        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage }
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage, shard: None }
     }
 
     /// Creates a tensor that was given, not made by an op.

@@ -45,6 +45,7 @@ impl DTensor {
     pub(crate) fn aliasing(mut self, source: &Self) -> Self {
         if source.in_variable {
             (self.in_variable, self.trail) = (true, None);
+            self.shard = source.shard.clone();
         }
         self
     }
@@ -57,14 +58,14 @@ impl DTensor {
     /// Creates a view of this tensor that is varying on `varying`, and shares the cache of views.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
         let Self { spec, trail, in_variable, lineage, .. } = self.clone();
-        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage }
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage, shard: None }
     }
 
     /// Creates a copy of this variable for one use that is varying on `varying`.
     pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Axes)) -> Self {
         let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
         let Self { spec, lineage, .. } = self.clone();
-        Self { local, spec, varying, trail, leaf: false, in_variable: false, made_of: None, lineage }
+        Self { local, spec, varying, trail, leaf: false, in_variable: false, made_of: None, lineage, shard: None }
     }
 
     /// Marks this tensor as the parameter `name`.

@@ -77,7 +77,7 @@ impl<B: Scope> PipeBuilder<B> {
                             let list: Sequential = build(scope)?.into();
                             Ok(list.into_layers())
                         })?;
-                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.is_variable()) {
+                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.track_op()) {
                             return Err(Error::Pipe(format!(
                                 "which module of the list {list:?} has {name:?} is not known, as that is no variable; measure \
                                  with a builder of variables, such as one of a VarMap"
@@ -134,7 +134,7 @@ impl Layers {
             layers.push(Some((module, own)));
             x = y.detach();
         }
-        let lost = named.iter().find(|(_, tensor)| tensor.is_variable() && !found.contains(&tensor.id()));
+        let lost = named.iter().find(|(_, tensor)| tensor.track_op() && !found.contains(&tensor.id()));
         match lost {
             None => Ok(Self(RefCell::new(layers))),
             Some((name, _)) => Err(Error::Pipe(format!(

@@ -14,5 +14,7 @@ mod parity;
 mod random;
 mod replicas;
 mod sharded;
+mod shards;
 mod sums;
 mod times;
+mod variables;

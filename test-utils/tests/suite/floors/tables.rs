@@ -35,7 +35,8 @@ const CANDLE_DIST: &[Folder] = &[
             "control",
             "backend",
             "group store",
-            "functional mesh train",
+            "functional mesh",
+            "train",
             "world",
             "init testing",
         ],
@@ -118,7 +119,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder("launch", &["launchers options slurm", "mod"]),
     folder("link", &["deadline frame hello", "mod"]),
     folder("mesh", &["layout root", "mod", "build derive"]),
-    folder("train", &["host", "clip grads verify", "accumulate sync", "data_parallel"]),
+    folder("train", &["host sharded", "clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),
     folder("world", &["backends context", "processes", "mod"]),
 ];
