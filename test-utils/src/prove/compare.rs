@@ -109,9 +109,9 @@ impl Compared {
         if errors.is_empty() {
             return Outcome::Trained(found.into_iter().flatten().collect());
         }
-        // A rank that found the reason says less than those that it told.
-        let reason = errors.iter().map(|(_, error)| cause(error)).min_by_key(|cause| cause.len()).unwrap_or_default();
-        if errors.len() == found.len() && errors.iter().all(|(_, error)| error.contains(reason)) {
+        // Ranks may fail at unlike places for one reason, which ends the first line of their errors.
+        let firsts: Vec<&str> = errors.iter().map(|(_, error)| error.lines().next().unwrap_or_default()).collect();
+        if let Some(reason) = shared_end(&firsts).filter(|_| errors.len() == found.len()) {
             return Outcome::Refused(reason.to_string());
         }
         let all = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect::<Vec<_>>();
@@ -143,17 +143,12 @@ impl Compared {
     }
 }
 
-/// Returns the first line of an error, without the ranks that it begins with.
-fn cause(error: &str) -> &str {
-    let mut line = error.lines().next().unwrap_or_default();
-    while let Some((rank, rest)) = line.split_once(": ") {
-        let number = rank.strip_prefix("rank ").map(|rank| rank.trim_end_matches(" failed"));
-        if number.is_none_or(|number| number.parse::<usize>().is_err()) {
-            break;
-        }
-        line = rest;
-    }
-    line
+/// Returns the reason with which all lines end: what follows places such as `rank 1: ` and `node "up": `.
+fn shared_end<'a>(lines: &[&'a str]) -> Option<&'a str> {
+    let first = *lines.first()?;
+    let starts = [0].into_iter().chain(first.match_indices(": ").map(|(at, _)| at + 2));
+    let mut ends = starts.map(|at| &first[at..]);
+    ends.find(|end| !end.is_empty() && lines.iter().all(|line| line.ends_with(end)))
 }
 
 /// Compares what the ranks found with one device.
@@ -173,5 +168,18 @@ fn judge(outcome: Outcome, alone: &Trajectory, exact: &Trajectory, setup: &Setup
     match alone.names().find(|name| !found.iter().any(|found| found.names().any(|other| other == *name))) {
         Some(name) => Verdict::Wrong(format!("the {name} is missing on all ranks")),
         None => Verdict::Right,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shared_end;
+
+    #[test]
+    fn a_reason_is_what_the_errors_of_all_ranks_end_with() {
+        assert_eq!(shared_end(&["rank 0: node \"a\": too wide", "rank 1 failed: too wide"]), Some("too wide"));
+        assert_eq!(shared_end(&["no rows", "no rows"]), Some("no rows"));
+        assert_eq!(shared_end(&["rank 0: too wide", "rank 1: too long"]), None);
+        assert_eq!(shared_end(&[]), None);
     }
 }

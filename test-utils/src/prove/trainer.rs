@@ -230,7 +230,7 @@ impl<'a> Trainer<'a> {
         match &self.model {
             Built::Layers { loss, average } => {
                 let mut first = self.rows.start;
-                let (mut sum, mut losses) = (GradAccumulator::default(), 0.0);
+                let (mut sum, mut losses) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
                 for len in microbatch_sizes(self.rows.len(), self.setup.passes) {
                     let inputs = self.inputs(&(first..first + len))?;
                     let made = self.strictly(|| loss(&inputs, Mode::TrainRows { step, first_row: first }))?;
