@@ -1,6 +1,6 @@
 //! Fully sharded data parallelism: parameters are whole only while they are in use.
 //!
-//! Each rank of a mesh axis holds a piece of every parameter, of its gradient and of its optimizer state, and computes
+//! Each rank of a mesh axis, or of several, holds a piece of every parameter, of its gradient and of its optimizer state, and computes
 //! on its own rows. A model consists of units, [`FullyShard`]. A unit gathers its parameters when it runs and drops
 //! them afterwards. It gathers them again for its backward pass, which leaves each rank its piece of the summed
 //! gradients (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these steps is one

@@ -4,7 +4,7 @@ use super::shared::{Reducing, lock};
 use super::unit::{Held, State, Unit};
 use crate::Result;
 use crate::autograd::order::Span;
-use crate::autograd::{hooks, nesting};
+use crate::autograd::{hooks, nesting, off_graph};
 use candle_core::{Tensor, TensorId};
 use candle_dist::functional::Cut;
 use candle_dist::{ReduceOp, add_grad, sum_dtype};
@@ -95,12 +95,17 @@ impl Unit {
         grads.resize(held.len(), None);
         let (mut pieces, mut wholes, mut present) = (Vec::new(), Vec::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
+            let Some(cut) = held.cut.clone() else {
+                // Its gradient stays partial until `Parameters::reduce`, as those outside of units do.
+                grad.map_or(Ok(()), |grad| off_graph::add(held.piece.id(), &grad))?;
+                continue;
+            };
             present.push(f32::from(u8::from(grad.is_some())));
             let whole = &held.whole;
             let zeros = || Tensor::zeros(whole.shape(), sum_dtype(whole.dtype()), whole.device());
             let grad = grad.map_or_else(zeros, Ok)?;
             let dtype = self.shared.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
-            wholes.push((grad.to_dtype(dtype)?, held.cut.clone()));
+            wholes.push((grad.to_dtype(dtype)?, cut));
             pieces.push(held.piece.clone());
         }
         drop(held);

@@ -81,7 +81,8 @@ impl Unit {
         let held = lock(&self.held);
         let (Some(coming), Some(first)) = (&state.coming, held.first()) else { return Ok(false) };
         let mut changes = Vec::with_capacity(held.len());
-        for (held, sent) in held.iter().zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
+        let cut = held.iter().filter(|held| held.cut.is_some());
+        for (held, sent) in cut.zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
             let now = held.piece.as_detached_tensor().to_dtype(sent.dtype())?;
             changes.push(now.ne(sent)?.flatten_all()?.max_keepdim(0)?);
         }

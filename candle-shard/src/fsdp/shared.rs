@@ -6,9 +6,11 @@ use candle_core::Var;
 use candle_dist::{PendingTensors, ProcessGroup, sum_dtype};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// An axis over which parameters are fully sharded, and the units `U` in the order of their construction.
+/// The axes over which parameters are fully sharded, and the units `U` in the order of their construction.
 pub(super) struct Shared<U> {
-    pub(super) axis: usize,
+    /// From the outermost to the innermost.
+    pub(super) axes: Vec<usize>,
+    /// The ranks of all these axes.
     pub(super) group: ProcessGroup,
     pub(super) options: FullyShardOptions,
     units: Mutex<Vec<Weak<U>>>,
@@ -50,9 +52,9 @@ impl Reducing {
 }
 
 impl<U> Shared<U> {
-    pub(super) fn new(axis: usize, group: &ProcessGroup, options: FullyShardOptions) -> Self {
+    pub(super) fn new(axes: Vec<usize>, group: &ProcessGroup, options: FullyShardOptions) -> Self {
         let (units, progress) = (Mutex::default(), Mutex::default());
-        Self { axis, group: group.clone(), options, units, progress }
+        Self { axes, group: group.clone(), options, units, progress }
     }
 
     /// Adds the unit that `make` creates from its number.

@@ -353,17 +353,20 @@ impl ShardedVarBuilder {
             (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
         let sharder = self.sharder.as_ref();
         for &AxisCut { axis, dim, .. } in cuts {
-            if sharder.is_some_and(|sharder| sharder.axis == axis) {
+            if sharder.is_some_and(|sharder| sharder.axes().contains(&axis)) {
                 let axis = &mesh.names()[axis];
                 let reason = format!("{name} is cut over axis {axis:?}, over which parameters are fully sharded");
                 return Err(Error::Plan(format!("{reason}; use two axes")));
             }
             placements[axis] = Shard(dim);
         }
-        let unit = sharder.zip(self.unit.as_ref()).and_then(|(sharder, unit)| {
-            placements[sharder.axis] = sharder.placement(mesh, &placements, dims.len())?;
-            Some(unit)
-        });
+        let of_unit = sharder.zip(self.unit.as_ref());
+        let fully = of_unit.and_then(|(sharder, _)| sharder.placement(mesh, &placements, dims.len()));
+        if let Some((sharder, cut)) = sharder.zip(fully) {
+            sharder.axes().iter().for_each(|&axis| placements[axis] = cut);
+        }
+        // A unit also has parameters that are only cast.
+        let unit = self.unit.as_ref().filter(|unit| fully.is_some() || unit.dtype_of(*dtype) != *dtype);
         let shape: Dims = dims.iter().map(|width| width.size()).collect();
         let width = placement.shard_dim().and_then(|dim| dims.get(dim)).filter(|_| mesh.shape()[axis] > 1);
         let sizes = width.map(|width| self.shard_sizes(*width)).transpose()?;
@@ -387,8 +390,8 @@ impl ShardedVarBuilder {
         if self.frozen {
             tensor = tensor.detach();
         } else {
-            if let Some(sharder) = sharder.filter(|_| unit.is_none()) {
-                tensor = tensor.varying_on(sharder.axis)?;
+            if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
+                tensor = sharder.axes().iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
             }
             if varying {
                 tensor = tensor.varying_on(axis)?;

@@ -1,5 +1,7 @@
 //! Fully sharded units against one device: values, gradients, steps, collectives.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod axes;
+mod dtypes;
 mod errors;
 mod frozen;
 pub(crate) mod harness;
