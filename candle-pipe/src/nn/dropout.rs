@@ -18,10 +18,10 @@ impl Dropout {
     /// Creates a layer with the random numbers of `name`, usually its full name.
     ///
     /// # Errors
-    /// If `p` is not in `[0, 1)`.
+    /// If `p` is not in `[0, 1]`.
     pub fn new(p: f64, seed: u64, name: &str) -> Result<Self> {
-        if !(0.0..1.0).contains(&p) {
-            return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and less than 1")));
+        if !(0.0..=1.0).contains(&p) {
+            return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and at most 1")));
         }
         Ok(Self { p, stream: Stream::new(seed, name) })
     }
@@ -35,7 +35,8 @@ impl Dropout {
             return Ok(x.clone());
         }
         let mask = ctx.random(self.stream, Distribution::Bernoulli { p: 1.0 - self.p }, x.dims(), x.dtype())?;
-        Ok((x * mask.affine(1.0 / (1.0 - self.p), 0.0)?)?)
+        let factor = if self.p < 1.0 { 1.0 / (1.0 - self.p) } else { 0.0 };
+        Ok((x * mask.affine(factor, 0.0)?)?)
     }
 }
 

@@ -4,6 +4,7 @@ mod attention;
 mod candle_methods;
 pub(crate) mod complete;
 mod embedding;
+mod empty;
 mod exchanges;
 mod explained;
 mod extreme;
