@@ -30,7 +30,8 @@ thread_local! {
     static VISIT: Cell<Visit> = const { Cell::new(Visit { depth: 0, is_kept: false }) };
 }
 
-/// Runs the backward pass of a scalar. The gradients are those of [`Tensor::backward`], up to the order of sums.
+/// Runs the backward pass of a scalar. The gradients are those of [`Tensor::backward`], up to the order of sums, and only
+/// those of variables. candle's pass also returns gradients of constants, such as the batch.
 ///
 /// For the first gradient of a variable, candle makes zeros of its size, and it adds each gradient in new memory. This pass
 /// takes the gradients that ops [`keep`] as they are. Linear maps and embeddings of candle-dist-kernels keep theirs.
@@ -41,18 +42,21 @@ thread_local! {
 /// Those of candle's pass. And if a custom op of candle, inside this pass, runs candle's own backward pass over nodes of the
 /// same graph: their gradients could not be told apart. Let that op run this function instead.
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
-    let places = loss.sorted_nodes().into_iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
+    let nodes = loss.sorted_nodes();
+    let places = nodes.iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
     let kept = Kept { depth: VISIT.get().depth, places, last: None, grads: FxHashMap::default() };
     let outer = Restore(Some(KEPT.replace(Some(kept))), |outer| drop(KEPT.replace(outer)));
-    let mut grads = nested(|| loss.backward())?;
-    let kept = KEPT.take();
+    let mut found = nested(|| loss.backward())?;
+    let mut kept = KEPT.take().map(|kept| kept.grads).unwrap_or_default();
     drop(outer);
-    for (variable, grad) in kept.into_iter().flat_map(|kept| kept.grads) {
-        let grad = match grads.get_id(variable) {
-            Some(sum) => (sum + grad)?,
-            None => grad,
+    let mut grads = GradStore::default();
+    for variable in nodes.into_iter().filter(|node| node.is_variable()) {
+        let grad = match (found.remove(variable), kept.remove(&variable.id())) {
+            (Some(sum), Some(grad)) => (sum + grad)?,
+            (Some(grad), None) | (None, Some(grad)) => grad,
+            (None, None) => continue,
         };
-        grads.insert_id(variable, grad);
+        grads.insert(variable, grad);
     }
     Ok(grads)
 }

@@ -5,7 +5,7 @@ use crate::graph::Ctx;
 use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::TensorTree;
+use candle_dist::{TensorTree, empty};
 use std::sync::Arc;
 
 /// One stage's run of one microbatch. Its backward pass can run once, whole or in two parts.
@@ -106,10 +106,15 @@ impl Tape {
             }
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.variables().map(|(_, variable)| variable).collect();
-        let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
-        let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
-        let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();
+        let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?)?;
+        // Some sums of 16-bit gradients are f32. An activation's gradient has its dtype, as within one graph.
+        let mut of_leaf = |leaf: &Option<Var>| match leaf.as_ref().and_then(|leaf| Some((leaf, grads.remove(leaf)?))) {
+            Some((leaf, grad)) => empty::compute(&grad, |grad| grad.to_dtype(leaf.dtype())).map(Some),
+            None => Ok(None),
+        };
+        let of_input = |leaves: &Vec<Option<Var>>| leaves.iter().map(&mut of_leaf).collect::<candle_core::Result<_>>();
+        let inputs = recorded.leaves.iter().map(of_input).map(|parts| parts.map(Gradient));
+        let inputs = inputs.collect::<candle_core::Result<_>>()?;
         Ok((Backward { inputs, parameters: grads }, recorded.queue))
     }
 }

@@ -1,5 +1,6 @@
 //! Declared models, cut anywhere, against the same models written down plainly.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod captured;
 mod common;
 mod declared;
 mod errors;
