@@ -1,11 +1,11 @@
 //! Data that a stage keeps between the passes of one microbatch.
-use super::pass::Draws;
 use super::{Activation, Given, Gradient, StageModule, WeightQueue, vjp};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{TensorTree, empty};
+use candle_dist_kernels::random::Draws;
 use std::sync::Arc;
 
 /// One stage's run of one microbatch. Its backward pass can run once, whole or in two parts.

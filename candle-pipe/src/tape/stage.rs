@@ -1,12 +1,12 @@
 //! A built stage.
 use super::activation::detached;
-use super::pass::Draws;
 use super::record::Recorded;
 use super::{Activation, Given, Tape, leaving_variables};
-use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
+use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
+use candle_dist_kernels::random::Draws;
 use itertools::Itertools;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -62,12 +62,15 @@ pub(crate) struct StageNode {
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
     makes_loss: bool,
+    /// The shared module that it calls, and the number of the call in the model.
+    call: Option<(String, usize)>,
 }
 
 impl StageNode {
-    pub(crate) fn new(node: &Node, op: Rc<dyn StageOp>, loss: Option<ValueId>) -> Self {
-        let makes_loss = loss.is_some_and(|loss| node.outputs.contains(&loss));
-        Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone(), makes_loss }
+    pub(crate) fn new(graph: &Graph, node: &Node, op: Rc<dyn StageOp>) -> Self {
+        let makes_loss = graph.loss.is_some_and(|loss| node.outputs.contains(&loss.value));
+        let (name, inputs, outputs) = (node.name.clone(), node.inputs.clone(), node.outputs.clone());
+        Self { name, op, inputs, outputs, makes_loss, call: graph.call_of(node) }
     }
 
     pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
@@ -84,7 +87,12 @@ impl StageNode {
     }
 
     fn compute(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
-        let outputs = self.op.forward(inputs, ctx).map_err(|error| error.at_node(&self.name))?;
+        let (place, call) = match &self.call {
+            Some((module, call)) => (module, Some(*call)),
+            None => (&self.name, None),
+        };
+        let outputs = Draws::at(place, call, ctx.rows.clone(), || self.op.forward(inputs, ctx));
+        let outputs = outputs.map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
             return match self.makes_loss {
                 true => outputs.iter().map(whole).collect::<Result<_>>().map_err(|error| error.at_node(&self.name)),
