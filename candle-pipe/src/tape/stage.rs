@@ -1,14 +1,15 @@
 //! A built stage.
 use super::activation::detached;
-use super::record::Recorded;
-use super::{Activation, Given, Tape, leaving_variables};
+use super::record::{First, Recorded};
+use super::state::{StageState, watched};
+use super::{Activation, Fingerprints, Tape};
 use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
 use candle_dist_kernels::random::Draws;
 use itertools::Itertools;
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::rc::Rc;
@@ -23,10 +24,14 @@ pub enum Keep {
     Activations,
     /// The stage's inputs, from which the backward pass recomputes the rest (Chen et al. 2016).
     ///
-    /// The recomputed pass must equal the first one, so they are compared: outputs bit by bit in every pass, the
-    /// stage's variables in the first pass. A stage that draws other random numbers, as `candle_nn::Dropout` does, or
-    /// changes its variables, as `candle_nn::BatchNorm` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws
-    /// the same numbers. On a CPU a digest of the outputs is kept, elsewhere the outputs.
+    /// The outputs of the two passes are compared, bit by bit. A stage that draws other random numbers the second time, as
+    /// `candle_nn::Dropout` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws the same numbers. On a CPU a
+    /// digest of the outputs is kept, elsewhere the outputs.
+    ///
+    /// Variables of the stage that a forward pass changes, such as the statistics of a batch norm, change once: the second
+    /// pass finds them as the first did, and leaves them as they are. A pass that is the first to change a variable keeps
+    /// all its activations. This is about variables that the stage asked its scope for. If the forward pass changes others,
+    /// or fields of modules, or trained or very large weights in the middle of a step, use [`Activations`](Self::Activations).
     Inputs,
     /// Like [`Inputs`](Self::Inputs), without the comparison: for kernels that are not deterministic.
     ///
@@ -49,8 +54,7 @@ struct Inner {
     loss: Option<ValueId>,
     /// For each node, the values that neither a later node nor the caller uses.
     unused_after: Vec<Vec<ValueId>>,
-    /// Whether a forward pass is known not to change the variables.
-    leaves_variables: Cell<bool>,
+    state: RefCell<StageState>,
     device: Device,
     dtype: DType,
 }
@@ -130,13 +134,17 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        let leaves_variables = Cell::new(false);
-        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, leaves_variables, device, dtype }))
+        let state = RefCell::default();
+        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, state, device, dtype }))
     }
 
     /// Returns the parameters that are variables, by full name.
     pub(super) fn variables(&self) -> impl Iterator<Item = (&String, &Tensor)> {
         self.parameters().iter().filter(|(_, parameter)| parameter.is_variable())
+    }
+
+    pub(super) fn state(&self) -> &RefCell<StageState> {
+        &self.0.state
     }
 
     /// Returns the node that makes a value.
@@ -192,19 +200,18 @@ impl StageModule {
             .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let run = || Draws::of(|| Recorded::new(self, &inputs, ctx));
-        let (recorded, draws) = match keep {
-            Keep::Inputs if ctx.training && !self.0.leaves_variables.get() => {
-                let made = leaving_variables(self, run)?;
-                self.0.leaves_variables.set(true);
-                made
-            }
-            _ => run()?,
+        let ((recorded, draws), before) = match keep {
+            Keep::Activations => (run()?, None),
+            Keep::Inputs | Keep::InputsUnchecked => watched(self, ctx, run, |(recorded, _)| recorded.reached())?,
         };
         let outputs = recorded.outputs()?;
-        let tape = match keep {
-            Keep::Activations => Tape::recorded(self.clone(), recorded),
-            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, Some(Given::of(&outputs)?)),
-            Keep::InputsUnchecked => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, None),
+        let tape = match before {
+            None => Tape::recorded(self.clone(), recorded),
+            Some(before) => {
+                let is_checked = keep == Keep::Inputs;
+                let outputs = is_checked.then(|| Fingerprints::of(&outputs)).transpose()?;
+                Tape::inputs(self.clone(), inputs, ctx.clone(), First { draws, before, outputs })
+            }
         };
         Ok((outputs, tape))
     }

@@ -11,4 +11,5 @@ mod policies;
 mod random;
 mod sharded;
 mod splits;
+mod state;
 mod tapes;
