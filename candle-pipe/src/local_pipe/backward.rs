@@ -87,6 +87,6 @@ impl LocalPipe {
             let parts = input.tensors().into_iter().cloned().zip(gradient.0);
             seeds.extend(parts.filter_map(|(tensor, part)| Some((tensor, part?))));
         }
-        grads::add(&mut gradients.outside, &vjp(&seeds, &[])?)
+        grads::add(&mut gradients.outside, &vjp(&seeds)?)
     }
 }

@@ -128,7 +128,7 @@ impl<B: Scope> Pipe<B> {
                     copies.insert(node.name.clone(), named.clone());
                 }
                 parameters.extend(named);
-                nodes.push(StageNode::new(node, op, loss));
+                nodes.push(StageNode::new(&self.info.graph, node, op));
             }
             self.warn_of_shares(index, parameters.iter().filter(|(name, _)| !is_copy(&copies, name)));
             Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, device.clone(), scope.dtype()))

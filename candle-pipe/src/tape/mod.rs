@@ -6,6 +6,7 @@ mod queue;
 mod record;
 mod seed;
 mod stage;
+mod state;
 
 pub use activation::{Activation, Gradient};
 pub use record::{Backward, Tape, WeightTape};
@@ -17,4 +18,4 @@ pub(crate) use queue::WeightQueue;
 pub(crate) use seed::vjp;
 pub(crate) use stage::{StageNode, named_vars};
 
-use again::{Given, leaving_variables};
+use again::Fingerprints;

@@ -1,14 +1,15 @@
 //! A built stage.
 use super::activation::detached;
-use super::pass::Draws;
-use super::record::Recorded;
-use super::{Activation, Given, Tape, leaving_variables};
-use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
+use super::record::{First, Recorded};
+use super::state::{StageState, watched};
+use super::{Activation, Fingerprints, Tape};
+use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::TensorTree;
+use candle_dist_kernels::random::Draws;
 use itertools::Itertools;
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::rc::Rc;
@@ -23,10 +24,14 @@ pub enum Keep {
     Activations,
     /// The stage's inputs, from which the backward pass recomputes the rest (Chen et al. 2016).
     ///
-    /// The recomputed pass must equal the first one, so they are compared: outputs bit by bit in every pass, the
-    /// stage's variables in the first pass. A stage that draws other random numbers, as `candle_nn::Dropout` does, or
-    /// changes its variables, as `candle_nn::BatchNorm` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws
-    /// the same numbers. On a CPU a digest of the outputs is kept, elsewhere the outputs.
+    /// The outputs of the two passes are compared, bit by bit. A stage that draws other random numbers the second time, as
+    /// `candle_nn::Dropout` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws the same numbers. On a CPU a
+    /// digest of the outputs is kept, elsewhere the outputs.
+    ///
+    /// Variables of the stage that a forward pass changes, such as the statistics of a batch norm, change once: the second
+    /// pass finds them as the first did, and leaves them as they are. A pass that is the first to change a variable keeps
+    /// all its activations. This is about variables that the stage asked its scope for. If the forward pass changes others,
+    /// or fields of modules, or trained or very large weights in the middle of a step, use [`Activations`](Self::Activations).
     Inputs,
     /// Like [`Inputs`](Self::Inputs), without the comparison: for kernels that are not deterministic.
     ///
@@ -51,8 +56,7 @@ struct Inner {
     loss: Option<ValueId>,
     /// For each node, the values that neither a later node nor the caller uses.
     unused_after: Vec<Vec<ValueId>>,
-    /// Whether a forward pass is known not to change the variables.
-    leaves_variables: Cell<bool>,
+    state: RefCell<StageState>,
     device: Device,
     dtype: DType,
 }
@@ -64,12 +68,15 @@ pub(crate) struct StageNode {
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
     makes_loss: bool,
+    /// The shared module that it calls, and the number of the call in the model.
+    call: Option<(String, usize)>,
 }
 
 impl StageNode {
-    pub(crate) fn new(node: &Node, op: Rc<dyn StageOp>, loss: Option<ValueId>) -> Self {
-        let makes_loss = loss.is_some_and(|loss| node.outputs.contains(&loss));
-        Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone(), makes_loss }
+    pub(crate) fn new(graph: &Graph, node: &Node, op: Rc<dyn StageOp>) -> Self {
+        let makes_loss = graph.loss.is_some_and(|loss| node.outputs.contains(&loss.value));
+        let (name, inputs, outputs) = (node.name.clone(), node.inputs.clone(), node.outputs.clone());
+        Self { name, op, inputs, outputs, makes_loss, call: graph.call_of(node) }
     }
 
     pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
@@ -86,7 +93,12 @@ impl StageNode {
     }
 
     fn compute(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
-        let outputs = self.op.forward(inputs, ctx).map_err(|error| error.at_node(&self.name))?;
+        let (place, call) = match &self.call {
+            Some((module, call)) => (module, Some(*call)),
+            None => (&self.name, None),
+        };
+        let outputs = Draws::at(place, call, ctx.rows.clone(), || self.op.forward(inputs, ctx));
+        let outputs = outputs.map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
             return match self.makes_loss {
                 true => outputs.iter().map(whole).collect::<Result<_>>().map_err(|error| error.at_node(&self.name)),
@@ -148,25 +160,17 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        let leaves_variables = Cell::new(false);
-        let variables = variables(&parameters);
-        Self(Rc::new(Inner {
-            def,
-            nodes,
-            parameters,
-            variables,
-            copies,
-            loss,
-            unused_after,
-            leaves_variables,
-            device,
-            dtype,
-        }))
+        let (state, variables) = (RefCell::default(), variables(&parameters));
+        Self(Rc::new(Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype }))
     }
 
     /// Returns the variables that the parameters are, or are made of, by the parameters' full names.
     pub(crate) fn variables(&self) -> &BTreeMap<String, Tensor> {
         &self.0.variables
+    }
+
+    pub(super) fn state(&self) -> &RefCell<StageState> {
+        &self.0.state
     }
 
     /// Returns the node that makes a value.
@@ -233,23 +237,22 @@ impl StageModule {
             .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let run = || Draws::of(|| Recorded::new(self, &inputs, ctx));
-        let (recorded, draws) = match keep {
-            Keep::Inputs if ctx.training && !self.0.leaves_variables.get() => {
-                let made = leaving_variables(self, run)?;
-                self.0.leaves_variables.set(true);
-                made
-            }
-            _ => run()?,
+        let ((recorded, draws), before) = match keep {
+            Keep::Activations => (run()?, None),
+            Keep::Inputs | Keep::InputsUnchecked => watched(self, ctx, run, |(recorded, _)| recorded.reached())?,
         };
         if let (Some(place), Some(loss)) = (self.loss_output(), self.0.loss) {
             let name = self.maker(loss).unwrap_or_default();
             recorded.check_count(place).map_err(|error| error.at_node(name))?;
         }
         let outputs = recorded.outputs()?;
-        let tape = match keep {
-            Keep::Activations => Tape::recorded(self.clone(), recorded),
-            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, Some(Given::of(&outputs)?)),
-            Keep::InputsUnchecked => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, None),
+        let tape = match before {
+            None => Tape::recorded(self.clone(), recorded),
+            Some(before) => {
+                let is_checked = keep == Keep::Inputs;
+                let outputs = is_checked.then(|| Fingerprints::of(&outputs)).transpose()?;
+                Tape::inputs(self.clone(), inputs, ctx.clone(), First { draws, before, outputs })
+            }
         };
         Ok((outputs, tape))
     }

@@ -41,7 +41,7 @@
 //! | `autograd/counts.rs` | `CHANGES`, `PASSES`, `SEGMENTS` | counters of parameter changes, passes and recomputed segments | never |
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
-//! | `nn/draws.rs` | `RUNS` | the runs whose random draws are recorded or replayed | restored by scopes |
+//! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
@@ -49,8 +49,8 @@
 //! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
 //! | `rules/cache.rs` | `OP_SPECS` | the op specs of calls that were made before | when it is full |
 //!
-//! `candle-dist-kernels` has one more, the receiver of weight gradients of linear layers (`weight_sink.rs`), restored by
-//! a scope. `candle-dist` has five in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
+//! `candle-dist-kernels` has two more, restored by scopes: the receiver of weight gradients of linear layers
+//! (`weight_sink.rs`), and the places and runs that random draws depend on (`random/draws.rs`). `candle-dist` has five in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
 //! with tickets, the nodes that are visited and the gradients of variables that a pass keeps, both restored by scopes, and
 //! what dropped nodes leave to the drop that is under way.
 pub(crate) mod counts;

@@ -4,6 +4,7 @@ mod batches;
 mod chain;
 mod evaluation;
 mod failure;
+mod half;
 mod handover;
 mod losses;
 mod memory;

@@ -145,7 +145,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
     folder("device_rows", &["launch", "cuda", "mod"]),
     folder("function", &["mod", "formulas off_host"]),
     folder("product", &["matrix", "panels", "pairs", "mod"]),
-    folder("random", &["distribution grid stream", "launch", "device", "mod"]),
+    folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
         "quantized",
         &["blocks format", "inputs lanes", "avx2 avx512 kernel portable", "tiles", "matrix", "product"],
@@ -180,7 +180,7 @@ const CANDLE_SHARD: &[Folder] = &[
         "nn",
         &[
             "kv_cache mode moved parameters place",
-            "draws optim source",
+            "optim source",
             "var_builder",
             "dropout embedding fully_shard init linear norm recompute",
             "fused_qkv module rnn",
