@@ -85,9 +85,11 @@ impl Model {
         let mut blocks: Vec<Block> = Vec::new();
         for at in 0..2 + dice.below(4) {
             let layer = layer(&mut dice, at, &blocks);
+            // Units that ranks run in orders of their own are refused.
+            let units = if matches!(layer, Layer::Unordered(_)) { 8 } else { 2 };
             blocks.push(Block {
                 layer,
-                unit: dice.once_in(2),
+                unit: dice.once_in(units),
                 recompute: dice.once_in(3),
                 frozen: dice.once_in(6),
             });
