@@ -1,5 +1,5 @@
 //! Sums gradients over several backward passes.
-use crate::{Error, Result, add_grad, sum_dtype};
+use crate::{Error, Result, add_grad, rows, sum_dtype};
 use candle_core::backprop::GradStore;
 
 /// Sums gradients of several backward passes on this rank, without communication, like PyTorch's `no_sync`.
@@ -27,6 +27,8 @@ use candle_core::backprop::GradStore;
 pub struct GradAccumulator {
     sums: GradStore,
     weight: f64,
+    /// The mark of the first pass, for gradients that tables keep by rows.
+    since: Option<u64>,
 }
 
 impl GradAccumulator {
@@ -51,6 +53,13 @@ impl GradAccumulator {
             let sum = add_grad(self.sums.get_id(id), &grad)?;
             self.sums.insert_id(id, sum);
         }
+        // Tables sum their gradients themselves. What they add from here on is of the next pass.
+        let mark = rows::mark();
+        if weight != 1.0 {
+            rows::scale(grads, mark, weight)?;
+        }
+        self.since.get_or_insert(mark);
+        rows::next_mark();
         self.weight += weight;
         Ok(())
     }
@@ -62,10 +71,11 @@ impl GradAccumulator {
 
     /// Returns the sum of the gradients divided by the sum of the weights.
     pub fn mean(self) -> Result<GradStore> {
-        let Self { sums: mut grads, weight } = self;
+        let Self { sums: mut grads, weight, since } = self;
         if weight == 1.0 {
             return Ok(grads);
         }
+        rows::scale(&grads, since.unwrap_or_default(), 1.0 / weight)?;
         let ids: Vec<_> = grads.get_ids().copied().collect();
         for id in ids {
             if let Some(sum) = grads.get_id(id) {

@@ -16,5 +16,6 @@ mod replicas;
 mod sharded;
 mod shards;
 mod sums;
+mod tables;
 mod times;
 mod variables;
