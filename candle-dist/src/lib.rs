@@ -84,6 +84,8 @@ pub mod init;
 mod launch;
 mod link;
 mod mesh;
+#[doc(hidden)]
+pub mod rows;
 mod store;
 mod sums;
 #[cfg(feature = "testing")]

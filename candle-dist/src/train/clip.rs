@@ -1,7 +1,7 @@
 //! Gradient clipping by the norm over all parameters.
 use super::host::read_all;
 use super::sharded::rows_of;
-use crate::{Error, ProcessGroup, ReduceOp, Result, empty};
+use crate::{Error, ProcessGroup, ReduceOp, Result, empty, rows};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId, Var};
 use std::collections::HashSet;
@@ -16,6 +16,9 @@ const MOST_GROUPS: usize = 12;
 /// you clip them. A parameter that is [`sharded`](Self::sharded) over a group counts with the shards of all its ranks.
 /// Any other parameter is whole on this rank and counts once. A variable with several names counts once, under its
 /// first name.
+///
+/// A table whose gradient is kept by rows, a `RowVar` of candle-shard, is listed by its variable, `table.var()`. Its rows count and
+/// are scaled where they are kept.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -119,7 +122,7 @@ impl ClipGradNorm {
     /// # Errors
     /// If the bound is negative or NaN, or the norm type is not above 0; as described in
     /// [`error_if_nonfinite`](Self::error_if_nonfinite). On all ranks of the groups, if on one of them a sharded name is not
-    /// among the parameters, or a parameter with a gradient is a [`ShardedVar`](crate::ShardedVar) and no group has the
+    /// among the parameters, or a table that the backward pass has reached by rows is not, or a parameter with a gradient is a [`ShardedVar`](crate::ShardedVar) and no group has the
     /// ranks with its other shards: each rank would scale by another norm.
     #[track_caller]
     pub fn clip<N: AsRef<str>>(&self, params: &[(N, Var)], grads: &mut GradStore) -> Result<f64> {
@@ -135,10 +138,14 @@ impl ClipGradNorm {
         if scale < 1.0 {
             let mut scaled = HashSet::new();
             for (_, var) in params {
-                if scaled.insert(var.id())
-                    && let Some(grad) = grads.remove(var)
-                {
+                if !scaled.insert(var.id()) {
+                    continue;
+                }
+                if let Some(grad) = grads.remove(var) {
                     grads.insert(var, empty::compute(&grad.detach(), |grad| grad.affine(scale, 0.0))?);
+                }
+                if let Some(table) = rows::of(var.id()) {
+                    table.scale(0, scale)?;
                 }
             }
         }
@@ -155,10 +162,14 @@ impl ClipGradNorm {
         let (mut counted, mut terms, mut sets) = (HashSet::new(), Vec::new(), Vec::new());
         for (name, var) in params {
             let is_counted = !self.elsewhere.contains(&var.id()) && counted.insert(var.id());
-            let Some(grad) = grads.get(var).filter(|_| is_counted) else { continue };
+            if !is_counted {
+                continue;
+            }
+            let by_rows = rows::of(var.id()).map(|table| table.rows()).transpose()?.flatten();
             let bits = self.sharded.iter().enumerate();
             let set: usize = bits.map(|(bit, (_, names))| usize::from(names.has(name.as_ref())) << bit).sum();
-            if grad.elem_count() > 0 {
+            let found = grads.get(var).into_iter().chain(by_rows.as_ref().map(|(_, values)| values));
+            for grad in found.filter(|grad| grad.elem_count() > 0) {
                 terms.push(self.term(grad)?);
                 sets.push(set);
             }
@@ -241,20 +252,28 @@ impl ClipGradNorm {
             return Some(format!("{name:?} is said to be sharded but is not among the parameters"));
         }
         let mut counted = HashSet::new();
-        params.iter().find_map(|(name, var)| {
-            let is_counted =
-                !self.elsewhere.contains(&var.id()) && counted.insert(var.id()) && grads.get(var).is_some();
-            let rows = rows_of(var).filter(|_| is_counted)?;
+        let lacks = params.iter().find_map(|(name, var)| {
+            let has_gradient = grads.get(var).is_some() || rows::of(var.id()).is_some();
+            let is_counted = !self.elsewhere.contains(&var.id()) && counted.insert(var.id()) && has_gradient;
+            let cuts = rows_of(var).filter(|_| is_counted)?;
             let name = name.as_ref();
             let sums = |row: &[usize]| {
                 let over = self.sharded.iter().filter(|(_, names)| names.has(name));
                 over.map(|(group, _)| group.ranks()).any(|ranks| row.iter().all(|rank| ranks.contains(rank)))
             };
-            let row = rows.iter().find(|row| !sums(row))?;
+            let row = cuts.iter().find(|row| !sums(row))?;
             let fix =
                 "name it in `sharded` with their group, or start from candle-shard's `Parameters::clip_grad_norm`";
             Some(format!("{name:?} is a shard, and the norm lacks the other shards on ranks {row:?}; {fix}"))
-        })
+        });
+        let listed = params.iter().map(|(_, var)| var.id()).collect();
+        let table = || {
+            let shape = rows::left_out(grads, &listed)?;
+            Some(format!(
+                "a table {shape:?} with a gradient by rows is not among the parameters; add its `RowVar::var`"
+            ))
+        };
+        lacks.or_else(table)
     }
 }
 

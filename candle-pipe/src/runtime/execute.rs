@@ -107,10 +107,13 @@ impl<'a, 'f> Execution<'a, 'f> {
         })
     }
 
-    /// Runs all actions of this rank.
+    /// Runs all actions of this rank, but those of microbatches that the batch is too small for. They are the same on all
+    /// ranks, so what is left is in one common order.
     pub(super) fn run(mut self) -> Result<Made> {
         let rank = self.runtime.group.rank();
-        for action in &apart(&self.program.ranks()[rank]) {
+        let made = |action: &Action| action.microbatch().is_none_or(|microbatch| microbatch < self.batch.len());
+        let actions: Vec<Action> = apart(&self.program.ranks()[rank]).into_iter().filter(made).collect();
+        for action in &actions {
             let done = catch_unwind(AssertUnwindSafe(|| self.act(action)));
             let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
             if let Err(error) = done {

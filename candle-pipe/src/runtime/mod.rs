@@ -168,7 +168,8 @@ impl Runtime {
 
     /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
     ///
-    /// Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
+    /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the computations of
+    /// the other microbatches are left out. Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
     /// [rows](crate::microbatch::Splitter::rows). Inputs that several ranks pass are compared by a digest, which on
     /// other devices than the CPU covers only their ends. Parameters get gradients; inputs get none, and must not be
     /// tracked.
@@ -231,11 +232,12 @@ impl Runtime {
     ) -> Result<RankStep> {
         let are_kept = matches!(outputs, Outputs::Kept);
         let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
+        let mut step = StepResult::begin();
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
         let execution = Execution::new(self, program, &batch, outputs, &notes);
         let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;
         let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
-        let mut step = StepResult::with_grads(grads);
+        step.grads = grads;
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;

@@ -3,7 +3,7 @@ use super::Runtime;
 use crate::{Error, Result, Value, grads};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
-use candle_dist::{PendingGrads, ReduceOp, empty, sum_dtype};
+use candle_dist::{PendingGrads, ReduceOp, empty, rows, sum_dtype};
 use std::collections::{HashMap, HashSet};
 
 /// The reductions of one step.
@@ -60,8 +60,14 @@ impl<'a> Reductions<'a> {
         }
         let known = self.runtime.stages().flat_map(|stage| stage.variables().values());
         let known: HashSet<TensorId> = known.map(Tensor::id).collect();
-        let other = grads.get_ids().find(|id| !known.contains(id)).and_then(|&id| grads.get_id(id));
-        other.map_or(Ok(()), |grad| {
+        let Some(other) = grads.get_ids().find(|id| !known.contains(id)) else { return Ok(()) };
+        if let Some(shape) = rows::shape_of_handle(*other) {
+            return Err(Error::Pipe(format!(
+                "a node looks up rows of a table {shape:?} whose gradient is kept by rows, which with_replicas does not average; \
+                 use beside, and average all gradients by a DataParallel that has its RowVar::var"
+            )));
+        }
+        grads.get_id(*other).map_or(Ok(()), |grad| {
             let grad = Value::from(grad);
             Err(Error::Pipe(format!(
                 "a node computes with a variable whose gradient is {grad} and that no scope created, so its gradients are not \

@@ -17,5 +17,6 @@ mod replicas;
 mod sharded;
 mod shards;
 mod sums;
+mod tables;
 mod times;
 mod variables;

@@ -87,6 +87,58 @@ fn replicas_over_an_axis_that_cuts_parameters_are_refused_by_all() {
     }
 }
 
+/// A pipeline to train and one to evaluate, with other schedules, and all stages in one process.
+#[test]
+fn several_pipelines_of_one_builder_have_the_same_variables() {
+    for (fully, tp) in [(None, 1), (None, 2), (Some("fsdp"), 2)] {
+        on_ranks(2 * 2 * tp, &format!("{fully:?}, tp {tp}"), move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("pp", 2), ("fsdp", 2), ("tp", tp)])?;
+            let stage = mesh.axes(&["fsdp", "tp"])?;
+            let vb = builder(&stage, fully)?;
+            let build = |kind: ScheduleKind, microbatches| {
+                let schedule = kind.schedule(2, microbatches, 1)?;
+                Runtime::new(&declare(2)?, &schedule, mesh.axis_group("pp")?, &vb, &device())
+            };
+            let first = build(ScheduleKind::OneFOneB, 2)?;
+            let count = vb.built().len();
+            let second = build(ScheduleKind::GPipe, 2)?;
+            assert_eq!(vb.built().len(), count, "no parameter twice");
+            for _ in 0..2 {
+                let mut found = Vec::new();
+                for runtime in [&first, &second] {
+                    let mut step = runtime.forward_backward(&batch()?, &StepOptions::default())?.step;
+                    vb.built().reduce(&mut step.grads)?;
+                    let grads = runtime.named_vars()?.into_iter().filter_map(|(_, var)| step.grads.get(&var).cloned());
+                    found.push(grads.map(|grad| numbers(&grad)).collect::<Result<Vec<_>>>()?);
+                }
+                assert_eq!(found[0], found[1]);
+                assert!(!found[0].is_empty());
+                for (_, var) in first.named_vars()? {
+                    var.set(&(var.as_tensor() * 0.9)?)?;
+                }
+            }
+            // One that would be cut otherwise is refused.
+            let other = builder(&stage, fully)?;
+            let plain = PipeBuilder::<ShardedVarBuilder>::new;
+            let declare = |width: usize| {
+                let mut g = plain();
+                let x = g.input("x", In::Arg);
+                let build = move |vb: &ShardedVarBuilder| {
+                    let up = Linear::new(4, width, true, &vb.pp("up"))?;
+                    Ok(sharded_op(vb.mesh(), move |x| up.forward(x)))
+                };
+                let y = g.module("first", build, [x]);
+                g.output("y", y);
+                g.finish(SplitSpec::declared())
+            };
+            LocalPipe::new(&declare(6)?, &other, &device())?;
+            let said = LocalPipe::new(&declare(8)?, &other, &device()).map(drop).unwrap_err().to_string();
+            assert!(said.contains("first.up.weight is") && said.contains("in one model of this builder"), "{said}");
+            Ok(())
+        });
+    }
+}
+
 /// The same without a pipe.
 #[test]
 fn shards_are_neither_synced_nor_compared_nor_averaged_as_copies() {

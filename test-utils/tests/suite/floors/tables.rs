@@ -29,7 +29,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges empty guide hash link readme sums threads values",
+            "bits call edges empty guide hash link readme rows sums threads values",
             "comm error",
             "freeable launch tree",
             "control",
