@@ -143,7 +143,7 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         ],
     ),
     folder("device_rows", &["launch", "cuda", "mod"]),
-    folder("function", &["mod", "formulas off_host"]),
+    folder("function", &["mod", "formulas off_host", "apply"]),
     folder("product", &["matrix", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
