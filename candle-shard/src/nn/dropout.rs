@@ -13,9 +13,9 @@ use std::ops::Range;
 /// When [`recompute`](crate::nn::recompute) runs a segment again, the masks are the same; other code uses
 /// [`Draws`](crate::nn::Draws) for that.
 ///
-/// In a node of candle-pipe the place is the node, and each use in one run of the node has its own mask. Dim 0 of `x` goes
-/// along the rows of the microbatch: the mask is that of these rows in the batch, whatever the cut, the schedule and the
-/// number of earlier passes. Elsewhere the uses of a pass count. A pass is everything that runs on a thread in one
+/// In a node of candle-pipe the place is the node, and each use in one run of the node has its own mask. In
+/// [`Mode::Train`], dim 0 of `x` goes along the rows of the microbatch, with one or several entries for each. The mask is
+/// that of these rows in the batch, whatever the cut, the schedule and the number of earlier passes. Elsewhere the uses of a pass count. A pass is everything that runs on a thread in one
 /// [`Mode`] up to the next backward pass. So two microbatches whose forward passes both run before a backward pass need
 /// modes with their own rows, or a place each ([`Draws::at`](crate::nn::Draws::at)).
 #[derive(Clone, Debug)]
@@ -45,9 +45,9 @@ impl Dropout {
             Mode::Train { step } => (step, None),
             Mode::TrainRows { step, first_row } => (step, Some(first_row)),
         };
-        let of = |stream: Stream, rows: Option<Range<usize>>| {
-            let first = first_row.or(rows.as_ref().map(|rows| rows.start)).unwrap_or(0);
-            stream.fold(step).of_rows(first, rows.map(|rows| rows.len()), x.dims())
+        let of = |stream: Stream, rows: Option<Range<usize>>| match (first_row, rows) {
+            (None, Some(rows)) => stream.fold(step).of_rows(rows.start, Some(rows.len()), x.dims()),
+            (first_row, _) => stream.fold(step).of_rows(first_row.unwrap_or(0), None, x.dims()),
         };
         x.dropout(self.p, self.layer.draw((step, first_row), || self.earlier(mode), of)?)
     }
