@@ -65,8 +65,15 @@ impl Dropout {
 #[derive(Default)]
 struct Uses {
     pass: u64,
-    /// For each layer its last step, and the number of uses in each mode of that step.
-    layers: FxHashMap<u64, (Option<u64>, Vec<(Mode, u64)>)>,
+    layers: FxHashMap<u64, LayerUses>,
+}
+
+/// The uses of one layer in its last step.
+#[derive(Default)]
+struct LayerUses {
+    step: Option<u64>,
+    /// The number of the last use in each mode.
+    modes: Vec<(Mode, u64)>,
 }
 
 impl Uses {
@@ -75,17 +82,17 @@ impl Uses {
         if self.pass != passes() {
             *self = Self { pass: passes(), layers: FxHashMap::default() };
         }
-        let (step, modes) = self.layers.entry(layer).or_default();
-        if *step != mode.step() {
-            (*step, *modes) = (mode.step(), Vec::new());
+        let uses = self.layers.entry(layer).or_default();
+        if uses.step != mode.step() {
+            *uses = LayerUses { step: mode.step(), modes: Vec::new() };
         }
-        match modes.iter_mut().find(|(known, _)| *known == mode) {
-            Some((_, count)) => {
-                *count += 1;
-                *count
+        match uses.modes.iter_mut().find(|(known, _)| *known == mode) {
+            Some((_, last)) => {
+                *last += 1;
+                *last
             }
             None => {
-                modes.push((mode, 0));
+                uses.modes.push((mode, 0));
                 0
             }
         }
