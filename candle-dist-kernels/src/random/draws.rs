@@ -92,6 +92,11 @@ impl Draws {
         within(Run::Place(Place { id, call, rows, uses: Vec::new() }), f).0
     }
 
+    /// Returns the rows of the present place; `None` outside of places.
+    pub fn rows() -> Option<Range<usize>> {
+        RUNS.with_borrow(|runs| runs.iter().rev().find_map(Run::place).map(|place| place.rows.clone()))
+    }
+
     /// Returns whether a part of a model is being computed again.
     ///
     /// Layers that change their state in a forward pass, such as running statistics, must not do so again.

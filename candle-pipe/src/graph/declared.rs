@@ -22,6 +22,8 @@ pub enum In {
     Arg,
     /// By name only.
     Kwarg,
+    /// All arguments by position that are left, as a list, or a list by name. A model has one such input at most.
+    Args,
 }
 
 /// An input of the model, which any stage may use.

@@ -63,12 +63,17 @@ impl Ctx {
         Ok(sample_full(stream, dist, dims, dtype, &self.device)?)
     }
 
-    /// Returns the mode of candle-shard's layers: evaluation, or training on the microbatch's rows.
+    /// Returns the mode of candle-shard's layers: evaluation, or training with the masks of the microbatch's rows.
+    ///
+    /// In a node it is `Mode::Train`: layers know the node's rows, also where a tensor has several entries for each row.
+    /// Elsewhere it names the first row, and entries of dim 0 are rows.
     #[cfg(feature = "shard")]
     pub fn mode(&self) -> candle_shard::nn::Mode {
+        use candle_shard::nn::{Draws, Mode};
         match self.training {
-            true => candle_shard::nn::Mode::TrainRows { step: self.step, first_row: self.rows.start },
-            false => candle_shard::nn::Mode::Eval,
+            false => Mode::Eval,
+            true if Draws::rows().as_ref() == Some(&self.rows) => Mode::Train { step: self.step },
+            true => Mode::TrainRows { step: self.step, first_row: self.rows.start },
         }
     }
 }

@@ -13,9 +13,9 @@ use std::ops::Range;
 /// When [`recompute`](crate::nn::recompute) runs a segment again, the masks are the same; other code uses
 /// [`Draws`](crate::nn::Draws) for that.
 ///
-/// In a node of candle-pipe the place is the node, and each use in one run of the node has its own mask. Dim 0 of `x` goes
-/// along the rows of the microbatch: the mask is that of these rows in the batch, whatever the cut, the schedule and the
-/// number of earlier passes. Elsewhere the uses of a pass count. A pass is everything that runs on a thread in one
+/// In a node of candle-pipe the place is the node, and each use in one run of the node has its own mask. In
+/// [`Mode::Train`], dim 0 of `x` goes along the rows of the microbatch, with one or several entries for each. The mask is
+/// that of these rows in the batch, whatever the cut, the schedule and the number of earlier passes. Elsewhere the uses of a pass count. A pass is everything that runs on a thread in one
 /// [`Mode`] up to the next backward pass. So two microbatches whose forward passes both run before a backward pass need
 /// modes with their own rows, or a place each ([`Draws::at`](crate::nn::Draws::at)).
 #[derive(Clone, Debug)]
@@ -45,9 +45,9 @@ impl Dropout {
             Mode::Train { step } => (step, None),
             Mode::TrainRows { step, first_row } => (step, Some(first_row)),
         };
-        let of = |stream: Stream, rows: Option<Range<usize>>| {
-            let first = first_row.or(rows.as_ref().map(|rows| rows.start)).unwrap_or(0);
-            stream.fold(step).of_rows(first, rows.map(|rows| rows.len()), x.dims())
+        let of = |stream: Stream, rows: Option<Range<usize>>| match (first_row, rows) {
+            (None, Some(rows)) => stream.fold(step).of_rows(rows.start, Some(rows.len()), x.dims()),
+            (first_row, _) => stream.fold(step).of_rows(first_row.unwrap_or(0), None, x.dims()),
         };
         x.dropout(self.p, self.layer.draw((step, first_row), || self.earlier(mode), of)?)
     }
@@ -65,8 +65,15 @@ impl Dropout {
 #[derive(Default)]
 struct Uses {
     pass: u64,
-    /// For each layer its last step, and the number of uses in each mode of that step.
-    layers: FxHashMap<u64, (Option<u64>, Vec<(Mode, u64)>)>,
+    layers: FxHashMap<u64, LayerUses>,
+}
+
+/// The uses of one layer in its last step.
+#[derive(Default)]
+struct LayerUses {
+    step: Option<u64>,
+    /// The number of the last use in each mode.
+    modes: Vec<(Mode, u64)>,
 }
 
 impl Uses {
@@ -75,17 +82,17 @@ impl Uses {
         if self.pass != passes() {
             *self = Self { pass: passes(), layers: FxHashMap::default() };
         }
-        let (step, modes) = self.layers.entry(layer).or_default();
-        if *step != mode.step() {
-            (*step, *modes) = (mode.step(), Vec::new());
+        let uses = self.layers.entry(layer).or_default();
+        if uses.step != mode.step() {
+            *uses = LayerUses { step: mode.step(), modes: Vec::new() };
         }
-        match modes.iter_mut().find(|(known, _)| *known == mode) {
-            Some((_, count)) => {
-                *count += 1;
-                *count
+        match uses.modes.iter_mut().find(|(known, _)| *known == mode) {
+            Some((_, last)) => {
+                *last += 1;
+                *last
             }
             None => {
-                modes.push((mode, 0));
+                uses.modes.push((mode, 0));
                 0
             }
         }

@@ -89,6 +89,14 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
+    /// Declares an optional input that is passed by position or by name.
+    pub fn input_arg_or(&mut self, name: impl Into<String>, default: impl Into<Value>) -> ValueId {
+        let value = self.value();
+        self.graph.inputs.push(Input { name: name.into(), kind: In::Arg, optional: true, value });
+        self.defaults.insert(value, default.into());
+        value
+    }
+
     /// Declares a module with one result.
     pub fn module<M: StageOp + 'static>(
         &mut self,

@@ -47,7 +47,7 @@ fn declare(is_recomputed: bool, user: &Var) -> PipeBuilder<ShardedVarBuilder> {
                 let (around, scale) = (h.clone(), scale.clone());
                 let inner = move |h: &DTensor| {
                     let h = h.tanh()?.mul(&around)?;
-                    Ok(down.forward(&h)?.mul(&user)?.add(&scale)?.mul(&outer)?)
+                    down.forward(&h)?.mul(&user)?.add(&scale)?.mul(&outer)
                 };
                 if is_recomputed { recompute(&h, inner) } else { inner(&h) }
             };
@@ -222,7 +222,7 @@ fn a_comparison_sees_variables_of_the_user_that_only_a_recomputed_segment_uses()
                 let captured = DTensor::replicated(user.as_tensor(), &mesh)?;
                 let x = DTensor::replicated(&xs[0].tensor()?.broadcast_mul(&weight)?, &mesh)?;
                 // The value is that of the plain model, and the gradient of the captured one is not.
-                let captured = captured.mul(factor)?.add(&captured.mul(1.0 - factor)?.detach())?;
+                let captured = captured.mul(factor)?.add(captured.mul(1.0 - factor)?.detach())?;
                 Ok(recompute(&x, move |x| x.mul(&captured))?.to_local().sqr()?.sum_all()?)
             };
             g.loss_fn(loss, [x], Reduction::Sum);

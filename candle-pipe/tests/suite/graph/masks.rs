@@ -59,7 +59,12 @@ fn declare(mesh: &DeviceMesh, of_mode: OfMode) -> Result<PipeBuilder<ShardedVarB
     for i in 0..3 {
         let own = move |vb: &ShardedVarBuilder| {
             let (block, mesh) = (Block::new(vb)?, vb.mesh().clone());
-            Ok(stage_op(move |xs, ctx| Ok(vec![block.twice(&xs[0].on(&mesh)?, of_mode(ctx))?.full_tensor()?.into()])))
+            Ok(stage_op(move |xs, ctx| {
+                // Several entries of dim 0 for each row.
+                let x = xs[0].tensor()?;
+                let flat = DTensor::replicated(&x.flatten(0, 1)?, &mesh)?;
+                Ok(vec![block.twice(&flat, of_mode(ctx))?.full_tensor()?.reshape(x.shape())?.into()])
+            }))
         };
         h = g.module(&format!("blocks.{i}"), own, [h]);
         type Pair = (Block, DeviceMesh);
@@ -84,7 +89,7 @@ fn builder(mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
 }
 
 fn batch(splitter: Splitter) -> Result<Microbatches> {
-    splitter.split(&[numbers("x", &[ROWS * TOKENS, 3]).into()], &Kwargs::new(), None, None)
+    splitter.split(&[numbers("x", &[ROWS, TOKENS, 3]).into()], &Kwargs::new(), None, None)
 }
 
 type Found = BTreeMap<String, Vec<f64>>;
@@ -150,7 +155,7 @@ fn masks_of_nodes_do_not_depend_on_cuts_passes_and_what_is_kept() {
                         all.push(step(local, vb, Splitter::new(chunks), keep)?);
                         // What else runs in between changes nothing.
                         local.evaluate(&batch(Splitter::new(2))?)?;
-                        local.forward(&[numbers("x", &[4, 3]).into()], &Kwargs::new())?;
+                        local.forward(&[numbers("x", &[4, TOKENS, 3]).into()], &Kwargs::new())?;
                         all.push(step(local, vb, Splitter::new(chunks).masked(), keep)?);
                     }
                 }
@@ -234,7 +239,7 @@ fn masks_of_a_pipe_are_those_of_the_plain_model() {
         let vb = builder(&mesh)?;
         let blocks = (0..3).map(|i| Block::new(&vb.pp(format!("blocks.{i}")))).collect::<Result<Vec<_>>>()?;
         let (shared, mode) = (Block::new(&vb.pp("shared"))?, Mode::Train { step: 3 });
-        let mut h = DTensor::replicated(&numbers("x", &[ROWS * TOKENS, 3]), &mesh)?;
+        let mut h = DTensor::replicated(&numbers("x", &[ROWS, TOKENS, 3]), &mesh)?;
         for block in &blocks {
             h = shared.forward(&block.twice(&h, mode)?, mode)?;
         }

@@ -4,6 +4,7 @@ mod captured;
 mod common;
 mod declared;
 mod errors;
+mod inputs;
 mod masks;
 mod models;
 mod parity;
