@@ -16,7 +16,7 @@ use std::collections::HashMap;
 const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
 /// Behind the numbers of the inputs: the time at which the rank reached the step.
 const TIME: usize = 1;
-/// The leading numbers that copies of the model have in common.
+/// The leading numbers that copies of the model have in common. Behind them they tell their numbers of rows.
 const COMMON: usize = 2;
 /// The flag bits in the number of an input, not part of its digest: it was passed, and it is cut into masked
 /// microbatches.
@@ -44,12 +44,19 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
     let settled = match &runtime.copies {
         // Other copies of the model have other rows, and run in step with this one.
         Some(copies) => {
-            let common = settled.map(|numbers| numbers[..COMMON].to_vec());
-            between(copies, COMMON, common).and_then(|all| alike(copies, &all, &WHAT[..COMMON]))
+            let rows = batch.as_ref().map_or(0, |batch| batch.len as i64);
+            let common = settled.map(|numbers| [&numbers[..COMMON], &[rows]].concat());
+            between(copies, COMMON + 1, common).and_then(|all| {
+                alike(copies, &all, &WHAT[..COMMON])?;
+                Ok(all.iter().map(|numbers| numbers[COMMON]).collect())
+            })
         }
-        None => settled.map(drop),
+        None => settled.map(|_| Vec::new()),
     };
-    let mut batch = settled.and(batch)?;
+    let (rows, mut batch) = (settled?, batch?);
+    if !runtime.replicas.is_empty() {
+        batch.share_of(runtime.info.graph.loss, &rows);
+    }
     batch.began = began.unwrap_or_default();
     for masked in &mut batch.masked {
         *masked = masked.take().map(|masked| masked.with_cut(&cut, &runtime.info.graph));

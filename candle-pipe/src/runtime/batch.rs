@@ -1,7 +1,7 @@
 //! The batch of a step, checked before any communication.
 use super::Runtime;
 use super::clock::Nanos;
-use crate::graph::{Inputs, ValueId};
+use crate::graph::{Inputs, Loss, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
 use crate::{Error, Result, StepOptions, Value};
 use candle_core::Tensor;
@@ -15,6 +15,10 @@ pub(super) struct Batch<'a> {
     pub(super) rows: Vec<Range<usize>>,
     pub(super) masked: Vec<Option<Masked>>,
     pub(super) weights: Vec<f64>,
+    /// The number of rows of the whole batch of this copy of the model.
+    pub(super) len: usize,
+    /// The factor of the gradients for which their mean over the copies is that of the batch of all copies.
+    pub(super) share: f64,
     pub(super) options: &'a StepOptions,
     /// Whether there are backward passes.
     pub(super) backward: bool,
@@ -49,7 +53,21 @@ impl<'a> Batch<'a> {
         }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.loss_weights(cut, runtime.info.graph.loss)?);
         let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
-        Ok(Self { inputs, rows, masked, weights, options, backward, began: 0 })
+        let len = cut.rows().iter().sum();
+        Ok(Self { inputs, rows, masked, weights, len, share: 1.0, options, backward, began: 0 })
+    }
+
+    /// Sets the share of this copy of the model from the numbers of rows of all `copies`.
+    ///
+    /// A mean is over the rows of all copies, and a sum is over all copies. Weights of the caller and losses that count are
+    /// complete without it.
+    pub(super) fn share_of(&mut self, loss: Option<Loss>, copies: &[i64]) {
+        let (count, all) = (copies.len() as f64, copies.iter().sum::<i64>() as f64);
+        self.share = match loss.map(|loss| loss.reduction) {
+            Some(Reduction::Mean) if self.options.weights.is_none() && all > 0.0 => count * self.len as f64 / all,
+            Some(Reduction::Sum) if self.options.weights.is_none() => count,
+            _ => 1.0,
+        };
     }
 
     pub(super) fn len(&self) -> usize {

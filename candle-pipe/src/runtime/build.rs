@@ -107,10 +107,10 @@ impl Runtime {
     ///
     /// The gradients of a stage are averaged in buckets, while the backward passes of earlier stages run.
     ///
-    /// The mean weights all replicas equally, except for losses that [count](crate::Reduction::Counted). For losses that are
-    /// sums, or means over different numbers of rows, multiply the [`weights`](field@crate::StepOptions::weights) by the
-    /// number of replicas, and compute the weights of means as shares of all rows; then the result is the gradient of
-    /// the whole batch.
+    /// The result is the gradient of the whole batch of all replicas. A loss that is a mean is one over all rows, so replicas
+    /// may have unlike numbers of rows. One that is a sum is the sum over all replicas, and one that
+    /// [counts](crate::Reduction::Counted) is divided by the count of all. If you set
+    /// [`weights`](field@crate::StepOptions::weights), gradients are plain means over the replicas.
     ///
     /// A variable that no scope created, such as one that a function captures, has no name by which replicas could find it. A
     /// step that finds a gradient of one fails.

@@ -111,8 +111,7 @@ fn replicas_may_have_batches_of_unlike_sizes() {
         };
         let kwargs = kwargs.iter().map(|(name, value)| Ok((name.clone(), cut(value)?))).collect::<Result<_>>()?;
         let batch = Splitter::new(4).split(&args.iter().map(cut).collect::<Result<Vec<_>>>()?, &kwargs, None, None)?;
-        let weights: Vec<f64> = batch.rows().iter().map(|&rows| rows as f64 * 2.0 / 6.0).collect();
-        let options = StepOptions::default().first_row(rows.start).weights(weights);
+        let options = StepOptions::default().first_row(rows.start);
         let made = runtime.forward_backward(&batch, &options)?.step;
         for (name, var) in runtime.named_vars()? {
             close(&numbers(made.grads.get(&var).unwrap())?, &want.grads[&name], 1e-12, &name);
