@@ -35,6 +35,14 @@ impl Compared {
         Self { subject, deadline, alone: Mutex::default() }
     }
 
+    pub(super) fn subject(&self) -> Arc<Subject> {
+        self.subject.clone()
+    }
+
+    pub(super) fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     /// Runs a set-up and compares it with one device.
     pub(super) fn verdict(&self, setup: &Setup) -> Verdict {
         if !setup.has_rows() {

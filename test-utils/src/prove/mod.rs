@@ -4,7 +4,9 @@
 //! meshes up to a number of ranks, in several dtypes, with several batches, cut in several ways. It compares losses,
 //! gradients, norms, parameters after the steps of an optimizer, evaluations, and the same after a checkpoint was loaded
 //! on another mesh. What differs comes as a [`Report`] with the smallest set-up that shows it.
+mod budget;
 mod compare;
+mod faults;
 mod model;
 mod report;
 mod setup;
@@ -23,6 +25,7 @@ use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::parallel::Plan;
 use compare::Compared;
 use model::Program;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use trainer::Subject;
@@ -44,8 +47,10 @@ pub struct Proof {
     axes: Vec<String>,
     ranks: usize,
     dtypes: Vec<DType>,
+    passes: Vec<usize>,
     schedules: Vec<ScheduleKind>,
     exhaustive: bool,
+    faults: usize,
     only: Vec<String>,
     deadline: Duration,
 }
@@ -94,8 +99,10 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
         axes: Vec::new(),
         ranks: 4,
         dtypes: vec![DType::F64, DType::F32, DType::BF16],
+        passes: vec![1, 2, 3],
         schedules: vec![ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZbH1, ScheduleKind::Zbv],
         exhaustive: false,
+        faults: 0,
         only: Vec::new(),
         deadline: Duration::from_secs(60),
     }
@@ -146,6 +153,12 @@ impl Proof {
         Self { dtypes: dtypes.to_vec(), ..self }
     }
 
+    /// Sets into how many backward passes each rank may cut its rows, 1 to 3 by default. Leave only 1 for a model with
+    /// statistics of a whole batch, such as batch norm.
+    pub fn passes(self, passes: &[usize]) -> Self {
+        Self { passes: passes.to_vec(), ..self }
+    }
+
     /// Sets the schedules of a pipeline.
     pub fn schedules(self, schedules: &[ScheduleKind]) -> Self {
         Self { schedules: schedules.to_vec(), ..self }
@@ -179,14 +192,44 @@ impl Proof {
         self
     }
 
+    /// Also trains with a fault at some calls of each rank, `most` of each: all ranks must end with it.
+    pub fn faults(self, most: usize) -> Self {
+        Self { faults: most, ..self }
+    }
+
+    /// Compares the communication of one training step in these set-ups with the text file `path`, or writes the file if
+    /// there is none.
+    ///
+    /// Set-ups are texts as [`only`](Self::only) takes them. Their worlds are simulated, so they may have any number of
+    /// ranks. The file has the calls and bytes of rank 0 by source line. `CANDLE_PROVE_BUDGET=write` in the environment
+    /// writes it again.
+    ///
+    /// # Errors
+    /// A text with each line whose calls or bytes have changed. Lines may move within their file.
+    ///
+    /// # Panics
+    /// If a set-up cannot be read, or there is no input with rows.
+    pub fn budget(mut self, path: impl AsRef<Path>, setups: &[&str]) -> Result<(), String> {
+        self.add_plan();
+        let plain = self.plain();
+        let read = |text: &&str| Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::budget: {why}"));
+        let setups: Vec<Setup> = setups.iter().map(read).collect();
+        budget::check(&self.subject, &setups, path.as_ref())
+    }
+
+    /// Adds a plan that cuts nothing if there is none.
+    fn add_plan(&mut self) {
+        if self.subject.plans.is_empty() {
+            self.subject.plans.push(Plan::new(self.axes.last().cloned().unwrap_or_default()));
+        }
+    }
+
     /// Runs the proof.
     ///
     /// # Panics
     /// If the text of [`only`](Self::only) cannot be read, or there is no input with rows.
     pub fn run(mut self) -> Report {
-        if self.subject.plans.is_empty() {
-            self.subject.plans.push(Plan::new(self.axes.last().cloned().unwrap_or_default()));
-        }
+        self.add_plan();
         let plain = self.plain();
         let setups = match &self.only[..] {
             [] => setups::all(&plain, &self),
@@ -196,7 +239,7 @@ impl Proof {
             }
         };
         let compared = Compared::new(Arc::new(self.subject), self.deadline);
-        report::of(&compared, &setups)
+        report::of(&compared, &setups, self.faults)
     }
 
     /// Returns the run on one device.

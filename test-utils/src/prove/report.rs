@@ -1,5 +1,6 @@
 //! What a proof found.
 use super::compare::Compared;
+use super::faults::inject;
 use super::setup::Setup;
 use std::fmt;
 
@@ -23,15 +24,23 @@ pub struct Report {
     pub refused: Vec<(Setup, String)>,
     /// The set-ups that are wrong, with the reason, as they were found.
     pub wrong: Vec<(Setup, String)>,
+    /// The number of faults that ended in one error on all ranks.
+    pub faults: usize,
     /// The smallest set-up that is wrong, with the reason.
     pub smallest: Option<(Setup, String)>,
 }
 
 /// Judges set-ups and makes the first wrong one smaller.
-pub(super) fn of(compared: &Compared, setups: &[Setup]) -> Report {
-    let mut report = Report { right: 0, refused: Vec::new(), wrong: Vec::new(), smallest: None };
+pub(super) fn of(compared: &Compared, setups: &[Setup], faults: usize) -> Report {
+    let mut report = Report { right: 0, refused: Vec::new(), wrong: Vec::new(), faults: 0, smallest: None };
     for setup in setups {
-        match compared.verdict(setup) {
+        let mut verdict = compared.verdict(setup);
+        if verdict == Verdict::Right && faults > 0 && setup.ranks() > 1 {
+            let (injected, wrong) = inject(compared, setup, faults);
+            report.faults += injected;
+            verdict = wrong.unwrap_or(verdict);
+        }
+        match verdict {
             Verdict::Right => report.right += 1,
             Verdict::Refused(why) => report.refused.push((setup.clone(), why)),
             Verdict::Wrong(why) => report.wrong.push((setup.clone(), why)),
@@ -87,6 +96,9 @@ impl fmt::Display for Report {
         if let Some((setup, why)) = &self.smallest {
             writeln!(f, "the smallest that is wrong: {setup}\n    {}", why.replace('\n', "\n    "))?;
             writeln!(f, "run just this one with .only({:?})", setup.to_string())?;
+        }
+        if self.faults > 0 {
+            writeln!(f, "{} faults ended in one error on all ranks", self.faults)?;
         }
         let proved = self.right + self.refused.len() + self.wrong.len();
         write!(f, "prove {proved} wrong {} refused {}", self.wrong.len(), self.refused.len())

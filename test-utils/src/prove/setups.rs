@@ -46,7 +46,7 @@ fn meshes(axes: usize, ranks: usize) -> Vec<Vec<usize>> {
 fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
     let batches = [plain.batch, plain.batch - plain.batch / 3, 2, 1].into_iter().filter(|&rows| rows > 0).unique();
     let passes: &[usize] = match proof.subject.program {
-        Program::Layers(_) => &[1, 2, 3],
+        Program::Layers(_) => &proof.passes,
         _ => &[1],
     };
     let schedules: Vec<Option<_>> = match plain.schedule {

@@ -5,6 +5,7 @@ use super::trajectory::Trajectory;
 use super::{PIPELINE, REPLICAS, TOKENS};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::comm::{Event, Log};
 use candle_dist::{
     ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext, ReduceOp,
 };
@@ -47,6 +48,9 @@ const OPTIONS: ParamsAdamW = ParamsAdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, ep
 struct Trainer<'a> {
     subject: &'a Subject,
     setup: &'a Setup,
+    /// The mesh with all axes.
+    whole: DeviceMesh,
+    /// The mesh of the model, without the axes of stages and replicas.
     mesh: DeviceMesh,
     replicas: Option<ProcessGroup>,
     /// This replica's rows of the batch.
@@ -114,10 +118,31 @@ pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Re
     Ok(trajectory)
 }
 
+/// Makes one step on a rank of a simulated group. Returns the mesh and the calls between the forward pass and the step of the
+/// optimizer.
+pub(super) fn communication(
+    subject: &Subject,
+    setup: &Setup,
+    group: &ProcessGroup,
+) -> Result<(DeviceMesh, Vec<Event>)> {
+    if matches!(subject.program, Program::Graph(_)) {
+        let reason = "the messages of a pipeline cannot be simulated; give a budget to the model without stages";
+        return Err(candle_dist::Error::Unsupported(reason.into()).into());
+    }
+    let mut trainer = Trainer::on(subject, setup, group)?;
+    let (made, events) = Log::of(|| trainer.train(0));
+    made?;
+    Ok((trainer.whole, events))
+}
+
 impl<'a> Trainer<'a> {
     fn new(subject: &'a Subject, setup: &'a Setup, ctx: &RankContext) -> Result<Self> {
+        Self::on(subject, setup, ctx.group())
+    }
+
+    fn on(subject: &'a Subject, setup: &'a Setup, group: &ProcessGroup) -> Result<Self> {
         let axes: Vec<(&str, usize)> = setup.axes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
-        let whole = ctx.mesh(&axes)?;
+        let whole = DeviceMesh::new(group, &axes)?;
         let outer = |name: &&str| [PIPELINE, REPLICAS].contains(name);
         let inner: Vec<&str> = axes.iter().map(|(name, _)| *name).filter(|name| !outer(name)).collect();
         let mesh = whole.axes(&inner)?;
@@ -131,7 +156,7 @@ impl<'a> Trainer<'a> {
         let rows = first..first + sizes[at];
 
         let plan = subject.plans[setup.plan].clone();
-        let device = ctx.device();
+        let device = group.device();
         let vb = ShardedVarBuilder::fresh(subject.seed, &mesh, plan, setup.dtype, device)?;
         let vb = match &subject.units {
             Some(axis) => vb.fully_shard(axis, subject.unit_options.param_dtype(setup.compute))?,
@@ -146,7 +171,7 @@ impl<'a> Trainer<'a> {
                 let pipe = declare().finish(EqualCount(schedule.stages()))?;
                 let line = match axes.iter().any(|(name, _)| *name == PIPELINE) {
                     true => whole.axis_group(PIPELINE)?.clone(),
-                    false => ctx.group().subgroup(&[ctx.rank()])?,
+                    false => group.subgroup(&[group.rank()])?,
                 };
                 let runtime = Runtime::new(&pipe, &schedule, &line, &vb, device)?;
                 let runtime = match &replicas {
@@ -179,7 +204,7 @@ impl<'a> Trainer<'a> {
         if matches!(setup.dtype, DType::F16 | DType::BF16) {
             optimizer = AdamW::with_master_weights(&parameters, OPTIONS)?;
         }
-        let mut trainer = Self { subject, setup, mesh, replicas, rows, model, parameters, leaves, optimizer };
+        let mut trainer = Self { subject, setup, whole, mesh, replicas, rows, model, parameters, leaves, optimizer };
         if let (Built::Layers { average, .. }, Some(replicas)) = (&mut trainer.model, &trainer.replicas) {
             let named = trainer.parameters.named_vars();
             *average = Some(DataParallel::new(replicas, &named, &DataParallelOptions::default())?);
@@ -213,6 +238,16 @@ impl<'a> Trainer<'a> {
         self.optimizer.step(&grads)?;
         if let Some(loss) = self.evaluate()? {
             trajectory.number(format!("evaluation after step {step}"), loss);
+        }
+        Ok(())
+    }
+
+    /// Makes a step of the optimizer, and nothing more.
+    fn train(&mut self, step: u64) -> Result<()> {
+        let (_, mut grads) = self.gradients(step)?;
+        if !self.parameters.is_empty() {
+            self.clip()?.clip(&self.parameters.named_vars(), &mut grads)?;
+            self.optimizer.step(&grads)?;
         }
         Ok(())
     }

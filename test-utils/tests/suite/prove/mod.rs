@@ -3,11 +3,11 @@ use candle_core::{DType, Device, Tensor};
 use candle_pipe::schedule::ScheduleKind;
 use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{DTensor, Result};
+use candle_shard::{DTensor, Replicate, Result};
 use test_utils::model_args::ModelArgs;
-use test_utils::prove::{Input, prove};
+use test_utils::prove::{Input, Proof, prove};
 use test_utils::toy::{Transformer, TransformerPipe};
-use test_utils::values;
+use test_utils::{Scratch, values};
 
 fn plan() -> Plan {
     Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default())
@@ -74,6 +74,48 @@ fn a_function_is_proved_and_its_first_wrong_op_named() {
     assert!(why.contains("result of op 1, affine at") && why.contains("prove/mod.rs"), "{why}");
 }
 
+/// A model whose ranks end in unlike ways after a fault would hang or differ.
+#[test]
+fn faults_end_in_one_error() {
+    let model = |vb: &ShardedVarBuilder| {
+        let mlp = mlp(vb)?;
+        Ok(move |xs: &[DTensor], _: Mode| mlp(&xs[0])?.sqr()?.mean_all())
+    };
+    let report = prove(model)
+        .input("x", &values(&[4, 4], 1, DType::F64))
+        .plan(plan())
+        .only("dp=2 tp=2")
+        .only("fsdp=2")
+        .faults(4)
+        .run();
+    report.assert();
+    assert!(report.faults > 12, "{report}");
+}
+
+#[test]
+fn a_budget_is_of_any_number_of_ranks_and_finds_more_communication() {
+    let proof = |gathers: bool| {
+        let model = move |vb: &ShardedVarBuilder| {
+            let mlp = mlp(vb)?;
+            Ok(move |xs: &[DTensor], _: Mode| {
+                let y = mlp(&xs[0])?;
+                let y = if gathers { y.redistribute(&vec![Replicate; y.mesh().ndim()])? } else { y };
+                y.sqr()?.mean_all()
+            })
+        };
+        prove(model).axes(&["dp", "fsdp"]).input("x", &values(&[64, 4], 1, DType::F32)).plan(plan())
+    };
+    let (folder, setups) = (Scratch::new("budget"), ["fsdp=2 tp=2 f32", "dp=16 fsdp=16 tp=4 f32"]);
+    let path = folder.path("comm.lock");
+    for _ in 0..2 {
+        proof(false).budget(&path, &setups).unwrap();
+    }
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(text.contains("[dp=16 fsdp=16 tp=4 f32 batch=64]") && text.contains("all_reduce over tp: "), "{text}");
+    let changed = proof(true).budget(&path, &setups).unwrap_err();
+    assert!(changed.contains("all_gather over fsdp: 0 → 1 calls, 0 B → "), "{changed}");
+}
+
 #[test]
 fn the_toy_transformer_is_proved() {
     let args = ModelArgs { n_layers: 1, dim: 12, n_heads: 3, vocab_size: 11, max_seq_len: 5, ..ModelArgs::default() };
@@ -91,6 +133,81 @@ fn the_toy_transformer_is_proved() {
         .run();
     report.assert();
     println!("{report}");
+}
+
+/// The toy Transformer with experts, for the arguments `args`.
+fn mixture() -> Proof {
+    let args = ModelArgs {
+        n_layers: 1,
+        dim: 12,
+        n_heads: 3,
+        vocab_size: 11,
+        max_seq_len: 5,
+        experts: 3,
+        balance_weight: 0.02,
+        z_weight: 0.01,
+        ..ModelArgs::default()
+    };
+    let plan = Transformer::plan_of(&args, "tp", false);
+    let model = move |vb: &ShardedVarBuilder| {
+        let model = Transformer::new(&args, vb)?;
+        Ok(move |xs: &[DTensor], mode: Mode| {
+            let made = model.run(&xs[0], None, mode)?;
+            let loss = made.logits.cross_entropy(&xs[1])?;
+            made.loss.map_or(Ok(loss.clone()), |more| loss.add(&more.to_dtype(loss.dtype())?))
+        })
+    };
+    // The balance loss is a statistic of the whole batch.
+    prove(model)
+        .axes(&["fsdp", "ep"])
+        .rows_over(&["ep"])
+        .passes(&[1])
+        .plan(plan)
+        .input("tokens", &tokens(6, 5, 11, 0))
+        .input("targets", &tokens(6, 5, 11, 3))
+}
+
+#[test]
+fn a_mixture_is_proved() {
+    // Roundings choose other experts.
+    let report = mixture().dtypes(&[DType::F64]).run();
+    println!("{report}");
+    report.assert();
+}
+
+#[test]
+fn a_sharded_sequence_is_proved() {
+    let args = ModelArgs { n_layers: 1, dim: 12, n_heads: 3, vocab_size: 11, max_seq_len: 6, dropout_p: 0.0, ..ModelArgs::default() };
+    let model = move |vb: &ShardedVarBuilder| {
+        let model = Transformer::new(&args, vb)?;
+        Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode)?.cross_entropy(&xs[1]))
+    };
+    let report = prove(model)
+        .axes(&["dp", "cp"])
+        .plan(Transformer::plan("tp", false))
+        .input_of(Input::new("tokens", &tokens(4, 6, 11, 0)).tokens(1))
+        .input_of(Input::new("targets", &tokens(4, 6, 11, 3)).tokens(1))
+        .run();
+    println!("{report}");
+    report.assert();
+}
+
+#[test]
+fn the_communication_of_the_toy_models_is_that_of_their_budgets() {
+    let budgets = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("budgets");
+    mixture().budget(budgets.join("mixture.lock"), &["ep=3 f32", "fsdp=2 ep=3 tp=2 f32"]).unwrap();
+    let args = ModelArgs { n_layers: 2, dim: 64, n_heads: 8, vocab_size: 64, max_seq_len: 16, ..ModelArgs::default() };
+    let model = move |vb: &ShardedVarBuilder| {
+        let model = Transformer::new(&args, vb)?;
+        Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode)?.cross_entropy(&xs[1]))
+    };
+    prove(model)
+        .plan(Transformer::plan("tp", false))
+        .plan(Transformer::plan("tp", true))
+        .input("tokens", &tokens(256, 16, 64, 0))
+        .input("targets", &tokens(256, 16, 64, 3))
+        .budget(budgets.join("transformer.lock"), &["tp=2 f32", "tp=2 f32 plan=1", "dp=16 fsdp=8 tp=8 f32 plan=1"])
+        .unwrap();
 }
 
 #[test]
