@@ -14,6 +14,7 @@ mod parameters;
 mod parity;
 mod random;
 mod replicas;
+mod saved;
 mod sharded;
 mod shards;
 mod sums;
