@@ -66,7 +66,8 @@ impl DataParallelOptions {
 /// the batch. If the loss is a mean over the rank's samples and all ranks have the same number of samples, the average
 /// is the gradient of the mean over the whole batch. For different numbers of samples, use
 /// [`reduce_weighted`](Self::reduce_weighted). To accumulate over several backward passes, sum them in a
-/// [`GradAccumulator`](crate::GradAccumulator), which communicates nothing, and reduce once.
+/// [`GradAccumulator`](crate::GradAccumulator), which communicates nothing, and reduce once. Running statistics and other
+/// buffers are each rank's own, unless [`with_buffers`](Self::with_buffers) has them.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -90,6 +91,7 @@ pub struct DataParallel {
     buckets: Vec<Vec<(String, Var)>>,
     /// The tables whose gradients are kept by rows.
     tables: Vec<Var>,
+    buffers: Vec<(String, Var)>,
     reduce_dtype: Option<DType>,
 }
 
@@ -138,7 +140,34 @@ impl DataParallel {
         let bytes = |param: &&(N, Var)| param.1.elem_count() * dtype_of(param).size_in_bytes();
         let cut = buckets(reduced, |(_, var)| var.dtype(), bytes, options.bucket_bytes);
         let buckets = cut.into_iter().map(|bucket| bucket.into_iter().map(owned).collect()).collect();
-        Ok(Self { group: group.clone(), buckets, tables, reduce_dtype: options.reduce_dtype })
+        Ok(Self { group: group.clone(), buckets, tables, buffers: Vec::new(), reduce_dtype: options.reduce_dtype })
+    }
+
+    /// Lets each reduction also copy these variables of the first rank to all ranks, as PyTorch's `broadcast_buffers` does.
+    ///
+    /// This is for variables that change without a gradient, such as the running statistics of a batch norm. Without it they are
+    /// each rank's own, and drift apart. It costs one broadcast for each dtype and two small collectives.
+    ///
+    /// ```
+    /// use candle_core::backprop::GradStore;
+    /// use candle_core::{Device, Var};
+    /// use candle_dist::{DataParallel, DataParallelOptions, Result, World};
+    ///
+    /// let means = World::local(2).run(|ctx| -> Result<f32> {
+    ///     let running_mean = Var::new(0f32, &Device::Cpu)?;
+    ///     let none: [(&str, Var); 0] = [];
+    ///     let dp = DataParallel::new(ctx.group(), &none, &DataParallelOptions::default())?
+    ///         .with_buffers(&[("running_mean", running_mean.clone())]);
+    ///     running_mean.set(&candle_core::Tensor::new(1.0 + ctx.rank() as f32, &Device::Cpu)?)?; // a forward pass
+    ///     dp.reduce(&mut GradStore::default())?;
+    ///     Ok(running_mean.to_scalar()?)
+    /// })?;
+    /// assert_eq!(means, [1.0, 1.0]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn with_buffers<N: AsRef<str>>(self, buffers: &[(N, Var)]) -> Self {
+        let buffers = buffers.iter().map(|(name, var)| (name.as_ref().to_owned(), var.clone())).collect();
+        Self { buffers, ..self }
     }
 
     /// Returns the group over which gradients are averaged.
@@ -218,7 +247,7 @@ impl DataParallel {
         }
         let average = 1.0 / self.group.size() as f64;
         self.tables.iter().try_for_each(|table| self.sum_rows(table, average))?;
-        Ok(PendingGrads { group: self.group.clone(), started })
+        Ok(PendingGrads { group: self.group.clone(), started, buffers: self.buffers.clone() })
     }
 
     /// Replaces the gradient that a table keeps by rows by the sum of those of all ranks, each multiplied by `scale`.
@@ -249,7 +278,8 @@ impl DataParallel {
         }
         spread(&self.group, &reduced, grads)?;
         let scale = if op == ReduceOp::Avg { 1.0 / self.group.size() as f64 } else { scale };
-        self.tables.iter().try_for_each(|table| self.sum_rows(table, scale))
+        self.tables.iter().try_for_each(|table| self.sum_rows(table, scale))?;
+        sync_buffers(&self.group, &self.buffers)
     }
 
     /// Concatenates the scaled gradients of a bucket, and a flag per gradient. `None` if this rank is alone.
@@ -304,6 +334,7 @@ impl DataParallel {
 pub struct PendingGrads {
     group: ProcessGroup,
     started: Vec<(Vec<(String, Var)>, Pending)>,
+    buffers: Vec<(String, Var)>,
 }
 
 impl PendingGrads {
@@ -313,7 +344,15 @@ impl PendingGrads {
     /// If the communication fails.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         let reduced = self.started.into_iter().map(|(bucket, pending)| Ok((bucket, pending.wait()?)));
-        spread(&self.group, &reduced.collect::<Result<Vec<_>>>()?, grads)
+        spread(&self.group, &reduced.collect::<Result<Vec<_>>>()?, grads)?;
+        sync_buffers(&self.group, &self.buffers)
+    }
+}
+
+fn sync_buffers(group: &ProcessGroup, buffers: &[(String, Var)]) -> Result<()> {
+    match buffers {
+        [] => Ok(()),
+        buffers => sync_params(group, buffers, &SyncOptions::default()),
     }
 }
 

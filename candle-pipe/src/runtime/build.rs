@@ -1,4 +1,5 @@
 //! How a runtime is built: the stages of this rank, the parameters that stages share, and the copies of the model.
+use super::buffers::Buffers;
 use super::clock::Clock;
 use super::notes::Board;
 use super::{Runtime, credit, names, post};
@@ -14,6 +15,7 @@ use std::collections::{BTreeMap, HashSet};
 
 /// A replicated parameter, on the ranks that have copies of it.
 pub(super) struct Shared {
+    pub(super) name: String,
     /// These ranks in the order of their stages, if there are several and this is one of them.
     pub(super) ranks: Option<ProcessGroup>,
     /// The local copy.
@@ -22,8 +24,9 @@ pub(super) struct Shared {
 
 impl Shared {
     /// Sets the copies of all ranks to the values of the first. Every one of these ranks calls it.
-    fn start(self, name: &str) -> Result<Self> {
+    fn start(self) -> Result<Self> {
         if let Some(ranks) = &self.ranks {
+            let name = &self.name;
             let copies = self.parameters.iter().enumerate();
             let copies = copies.map(|(i, copy)| Ok((format!("{name}[{i}]"), Var::from_tensor(copy)?)));
             let copies = copies.collect::<Result<Vec<_>>>()?;
@@ -38,7 +41,9 @@ impl Runtime {
     ///
     /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
     /// parameter start with the values of its first stage. A variable that stages of several ranks request by one name
-    /// is such a parameter too, even undeclared: [`info`](Self::info) lists it, and a warning is logged.
+    /// is such a parameter too, even undeclared: [`info`](Self::info) lists it, and a warning is logged. It must not have variables
+    /// that change without a gradient, such as the running statistics of a batch norm: a training step refuses copies that have become
+    /// unlike.
     ///
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
@@ -73,7 +78,7 @@ impl Runtime {
             let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
             let parameters = copies.unique_by(Tensor::id).collect();
             let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
-            Shared { ranks, parameters }.start(&share.name)
+            Shared { name: share.name.clone(), ranks, parameters }.start()
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
         let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
@@ -93,6 +98,7 @@ impl Runtime {
             group: group.clone(),
             copies: None,
             replicas: BTreeMap::new(),
+            buffers: Buffers::default(),
             info,
             stages,
             training,
@@ -111,6 +117,9 @@ impl Runtime {
     /// may have unlike numbers of rows. One that is a sum is the sum over all replicas, and one that
     /// [counts](crate::Reduction::Counted) is divided by the count of all. If you set
     /// [`weights`](field@crate::StepOptions::weights), gradients are plain means over the replicas.
+    ///
+    /// Variables that change without a gradient, such as running statistics, are those of the first replica after each
+    /// training step, as in PyTorch's `DistributedDataParallel`.
     ///
     /// A variable that no scope created, such as one that a function captures, has no name by which replicas could find it. A
     /// step that finds a gradient of one fails.
@@ -144,6 +153,8 @@ impl Runtime {
 
     /// Runs the stages in step with `replicas`: the ranks with the same stages in other copies of the model. Their
     /// gradients are averaged by other means, such as fully sharded parameters. Every rank must call it.
+    ///
+    /// Variables that change without a gradient are each copy's own.
     ///
     /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](crate::Reduction::Counted)
     /// covers the batches of all copies. [`with_replicas`](Self::with_replicas) includes this.

@@ -8,6 +8,7 @@
 mod agree;
 mod apart;
 mod batch;
+mod buffers;
 mod build;
 mod clock;
 mod credit;
@@ -27,6 +28,7 @@ use crate::schedule::{Program, Span};
 use crate::tape::{StageModule, named_vars};
 use crate::{Error, Kwargs, Result, StepOptions, StepResult, Value};
 use batch::Batch;
+use buffers::Buffers;
 use build::Shared;
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
@@ -77,6 +79,7 @@ pub struct Runtime {
     /// The gradient averages of each stage over the replicas of the model, if there are any.
     replicas: BTreeMap<usize, DataParallel>,
     shared: Vec<Shared>,
+    buffers: Buffers,
     /// The memory addresses of the parameters.
     parameters: HashSet<usize>,
     /// The values that are returned to the caller, with their names.
@@ -241,6 +244,10 @@ impl Runtime {
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;
+        }
+        if backward && options.training {
+            let settled = self.buffers.settle(self, &step.grads);
+            settled.inspect_err(|error| self.group.fail(&error.to_string()))?;
         }
         if are_kept {
             step.outputs = outputs.into_iter().map(Value::Map).collect();

@@ -19,8 +19,9 @@ const OP: &str = "batch_norm";
 /// nothing is communicated. They are saved and loaded with the parameters, as `running_mean` and `running_var`.
 ///
 /// Under a plan the parameters are sharded with the channels (colwise), or replicated. With
-/// [`DataParallel`](candle_dist::DataParallel), which is not an axis of the tensors, each replica has its own
-/// statistics.
+/// [`DataParallel`](candle_dist::DataParallel), which is not an axis of the tensors, each replica normalizes by the statistics of its own
+/// rows, and has running statistics of its own unless `with_buffers` has them. In a pipeline a batch is a microbatch: the
+/// statistics, and the results, depend on the number of microbatches.
 #[derive(Debug, Clone)]
 pub struct BatchNorm {
     running_mean: DTensor,

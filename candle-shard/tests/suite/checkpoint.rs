@@ -266,3 +266,76 @@ fn an_index_and_files_that_disagree_are_refused() {
     fs::remove_file(path.join("rank-00001.safetensors")).unwrap();
     assert!(Weights::open(&path).unwrap_err().to_string().contains("rank-00001.safetensors: cannot be read"));
 }
+
+/// Two stages that save at the same time would replace each other's files.
+#[test]
+fn two_saves_to_one_folder_at_a_time_are_refused() {
+    let folder = Scratch::of_ranks("locked");
+    let path = folder.path("saved");
+    on_ranks(2, "locked", move |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        let x = distribute(&values(&[4, 2], 1, DType::F64), &mesh, &[Shard(0)])?;
+        checkpoint::save(&path, &mesh, &[("x", x.clone())])?;
+        let held = fs::File::open(&path).unwrap();
+        if ctx.rank() == 1 {
+            held.lock().unwrap();
+        }
+        ctx.group().barrier()?;
+        let said = checkpoint::save(&path, &mesh, &[("x", x.clone())]).unwrap_err().to_string();
+        assert!(said.contains("is being written by another save"), "{said}");
+        let said = checkpoint::save_stages(&path, ctx.group(), &[("x", x.clone())]).unwrap_err().to_string();
+        assert!(said.contains("is being written by another save"), "{said}");
+        drop(held);
+        ctx.group().barrier()?;
+        assert_eq!(Weights::open(&path)?.shape("x")?, [4, 2]);
+        checkpoint::save(&path, &mesh, &[("x", x)])
+    });
+}
+
+/// Ranks with tensors of their own, a common one on two meshes that cut it in unlike ways, and a rank without any.
+#[test]
+fn what_ranks_of_several_meshes_hold_is_one_checkpoint() {
+    for world in 1..=5 {
+        let folder = Scratch::of_ranks("stages");
+        let path = folder.path("saved");
+        on_ranks(world, "stages", move |ctx| -> Result<()> {
+            let whole = |name: &str| values(&[5, 3], name.len() as u64, DType::F64);
+            // Stages of two ranks each; the last has one if the world is odd.
+            let stages = world.div_ceil(2);
+            let stage = ctx.rank() / 2;
+            let members: Vec<usize> = (stage * 2..world.min(stage * 2 + 2)).collect();
+            let mesh = DeviceMesh::new(&ctx.group().subgroup(&members)?, &[("tp", members.len())])?;
+            let lay = |name: &str, placement| distribute(&whole(name), &mesh, &[placement]);
+            let own = "own".repeat(stage + 1);
+            let mut tensors = vec![(own.clone(), lay(&own, Shard(stage % 2))?)];
+            if stage == 0 || stage + 1 == stages {
+                tensors.push(("tied".into(), lay("tied", if stage == 0 { Shard(0) } else { Replicate })?));
+            }
+            if stage == 1 {
+                tensors.clear();
+            }
+            for _ in 0..2 {
+                checkpoint::save_stages(&path, ctx.group(), &tensors)?;
+                let saved = Weights::open(&path)?;
+                for stage in (0..stages).filter(|&stage| stage != 1) {
+                    let name = "own".repeat(stage + 1);
+                    let spec = Spec::new(&mesh, &[Replicate], (5, 3), DType::F64)?;
+                    let read = saved.read(&name, &spec, &Device::Cpu)?;
+                    assert_eq!(bits(read.to_local()), bits(&whole(&name)), "{name}");
+                }
+                let loaded = checkpoint::load(&path, &mesh, &[("tied", [Shard(1)])], &Device::Cpu)?;
+                assert_eq!(bits(&loaded["tied"].full_tensor()?), bits(&whole("tied")));
+                ctx.group().barrier()?;
+            }
+            if world > 1 {
+                let x = DTensor::replicated(
+                    &Tensor::zeros(2 + ctx.rank(), DType::F32, &Device::Cpu)?,
+                    &ctx.mesh(&[("all", world)])?,
+                )?;
+                let said = checkpoint::save_stages(&path, ctx.group(), &[("x", x)]).unwrap_err().to_string();
+                assert!(said.contains("\"x\" is F32 [2] on one rank and F32 [3] on another"), "{said}");
+            }
+            Ok(())
+        });
+    }
+}

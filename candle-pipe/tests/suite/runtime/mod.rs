@@ -1,6 +1,7 @@
 //! Pipelines on ranks: every schedule computes what one device computes.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod batches;
+mod buffers;
 mod chain;
 mod evaluation;
 mod failure;
@@ -14,6 +15,7 @@ mod parameters;
 mod parity;
 mod random;
 mod replicas;
+mod saved;
 mod sharded;
 mod shards;
 mod sums;

@@ -17,9 +17,11 @@ mod crashes;
 mod export;
 pub(crate) mod save;
 pub(crate) mod saved;
+mod stages;
 
 pub use export::{export, export_parts};
 pub use save::save;
+pub use stages::save_stages;
 
 use crate::agreement::agreed;
 use crate::layout::{Placement, RowsOf, Spec};

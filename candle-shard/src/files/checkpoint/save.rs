@@ -15,7 +15,7 @@ use candle_core::Tensor;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -28,7 +28,8 @@ const NEXT_INDEX: &str = "checkpoint.json.partial";
 ///
 /// Save parameters and optimizer state together:
 /// `checkpoint::save(path, &mesh, &[parameters.named_tensors(), optimizer.state()?].concat())`. With a data-parallel
-/// axis outside of `mesh`, only one of the replicas calls it.
+/// axis outside of `mesh`, only one of the replicas calls it. Ranks that hold parts of one model on several meshes, such as
+/// the stages of a pipeline, call [`save_stages`](super::save_stages) together.
 ///
 /// If the program or the machine stops during a save, the folder contains either the last checkpoint or the new one,
 /// complete.
@@ -76,6 +77,8 @@ struct Prepared {
     generation: u64,
     /// Whether the folder was created for this save.
     is_new: bool,
+    /// The folder, locked until this save is over.
+    _lock: Option<File>,
 }
 
 impl Prepared {
@@ -85,19 +88,22 @@ impl Prepared {
             return Err(Error::file(path, "is not a valid name to save under; choose another"));
         }
         let is_new = !path.exists();
-        let names = if is_new { Vec::new() } else { names_in(path)? };
+        if is_new {
+            let made = make_folder(path);
+            if made.is_err() {
+                // The error matters, not whether its leftovers can be removed.
+                Self { generation: 0, is_new, _lock: None }.clear(path, true).ok();
+            }
+            made?;
+        }
+        let lock = locked(path)?;
+        let names = names_in(path)?;
         let is_ours = |name: &String| generation_of(name).is_some() || name == NEXT_INDEX;
         if !names.iter().any(|name| name == INDEX) && !names.iter().all(is_ours) {
             return Err(Error::file(path, "contains something other than a checkpoint; name a new folder"));
         }
         let generation = names.iter().filter_map(|name| generation_of(name)).max().map_or(0, |last| last + 1);
-        let prepared = Self { generation, is_new };
-        let made = if is_new { make_folder(path) } else { Ok(()) };
-        if made.is_err() {
-            // The error matters, not whether its leftovers can be removed.
-            prepared.clear(path, true).ok();
-        }
-        made.map(|()| prepared)
+        Ok(Self { generation, is_new, _lock: lock })
     }
 
     /// Removes files that the folder's index does not name, and a folder that was created in vain.
@@ -127,6 +133,19 @@ impl Prepared {
             disk::remove_folder(path).map_err(|error| failed(path, &error))?;
         }
         Ok(())
+    }
+}
+
+/// Locks a folder, so that no two saves write to it at a time; `None` where folders cannot be locked.
+fn locked(path: &Path) -> Result<Option<File>> {
+    let Ok(folder) = File::open(path) else { return Ok(None) };
+    match folder.try_lock() {
+        Ok(()) => Ok(Some(folder)),
+        Err(TryLockError::WouldBlock) => {
+            let fix = "save to a folder of its own; ranks that hold parts of one model save together, by save_stages";
+            Err(Error::file(path, format!("is being written by another save; {fix}")))
+        }
+        Err(TryLockError::Error(_)) => Ok(None),
     }
 }
 

@@ -16,7 +16,7 @@ const DTYPES: [(&str, DType); 9] = [
 ];
 
 /// Returns the dtype with this name.
-pub(super) fn named(name: &str) -> Option<DType> {
+pub(crate) fn named(name: &str) -> Option<DType> {
     DTYPES.iter().find(|(known, _)| *known == name).map(|&(_, dtype)| dtype)
 }
 

@@ -10,7 +10,7 @@ mod read;
 mod runs;
 mod write;
 
-pub(crate) use dtypes::name_of;
+pub(crate) use dtypes::{name_of, named as dtype_named};
 pub(crate) use write::WeightWriter;
 
 use crate::layout::{RowsOf, Spec};

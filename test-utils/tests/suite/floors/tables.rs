@@ -171,7 +171,7 @@ const CANDLE_SHARD: &[Folder] = &[
     ),
     folder("autograd", &["counts hooks nesting off_graph order", "shared", "mod"]),
     folder("files", &["disk index", "weights", "checkpoint"]),
-    folder("files/checkpoint", &["agreement mod saved", "export save"]),
+    folder("files/checkpoint", &["agreement mod saved", "export save", "stages"]),
     folder("fsdp", &["nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
     folder("files/weights", &["dtypes entry runs", "gguf write", "file", "read", "mod", "indexed names quantized"]),
     folder("layout", &["axes block placement", "spec", "description stored_name width"]),

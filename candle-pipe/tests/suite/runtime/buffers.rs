@@ -1,0 +1,127 @@
+//! Variables that change without a gradient: the running statistics of batch norms.
+use crate::runtime::model::{Vb, numbers};
+use candle_core::{DType, Tensor};
+use candle_dist::{DataParallelOptions, Op, comm};
+use candle_nn::{VarBuilder, VarMap};
+use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::nn::linear_no_bias;
+use candle_pipe::schedule::ScheduleKind;
+use candle_pipe::{In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, sharded_op};
+use candle_shard::nn::{ModuleT, ShardedVarBuilder};
+use candle_shard::parallel::Plan;
+use std::collections::BTreeMap;
+use test_utils::{device, on_ranks};
+
+/// Two stages, each with a batch norm; or one of both.
+fn declare(shared: bool, norms: bool) -> Result<Pipe<Vb>> {
+    let mut g = PipeBuilder::<Vb>::new();
+    let mut h = g.input("x", In::Arg);
+    let norm = shared.then(|| g.shared_module("norm", |vb| Ok(candle_nn::batch_norm(3, 1e-5, vb.clone())?)));
+    for i in 0..2 {
+        h = g.module(&format!("linear.{i}"), |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+        h = match norm {
+            Some(norm) => g.call(norm, &format!("call.{i}"), [h]),
+            None if norms => g.module(&format!("norm.{i}"), |vb| Ok(candle_nn::batch_norm(3, 1e-5, vb.clone())?), [h]),
+            None => h,
+        };
+        if i == 0 {
+            g.split();
+        }
+    }
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.powf(4.0)?.mean_all()?), [h], Reduction::Mean);
+    g.finish(SplitSpec::declared())
+}
+
+fn batch(seed: usize) -> Result<Microbatches> {
+    let x = Tensor::arange(0f64, 24., &device())?.affine(0.7, seed as f64)?.sin()?.affine(1.0 + seed as f64, 0.3)?;
+    split_args_kwargs_into_chunks(&[x.reshape((8, 3))?.into()], &Kwargs::new(), 2, None, None)
+}
+
+fn running(runtime: &Runtime) -> Result<BTreeMap<String, Vec<f64>>> {
+    let named = runtime.named_vars()?.into_iter().filter(|(name, _)| name.contains("running"));
+    named.map(|(name, var)| Ok((name, numbers(&var)?))).collect()
+}
+
+#[test]
+fn replicas_have_the_running_statistics_of_the_first_one() {
+    for pp in [1, 2] {
+        let found = on_ranks(
+            pp * 3,
+            &format!("{pp} stages"),
+            move |ctx| -> Result<(usize, usize, BTreeMap<String, Vec<f64>>)> {
+                let mesh = ctx.mesh(&[("pp", pp), ("dp", 3)])?;
+                let kind = if pp == 1 { ScheduleKind::LoopedBfs } else { ScheduleKind::OneFOneB };
+                let schedule = kind.schedule(pp, 2, 2 / pp)?;
+                let build = |norms| -> Result<Runtime> {
+                    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
+                    let runtime =
+                        Runtime::new(&declare(false, norms)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
+                    runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())
+                };
+                let (runtime, replica) = (build(true)?, mesh.local_rank("dp")?);
+                let mut before = running(&runtime)?;
+                for step in 0..4 {
+                    runtime.forward_backward(&batch(replica + step)?, &StepOptions::default())?;
+                    let after = running(&runtime)?;
+                    assert!(!after.is_empty() && after != before, "the pass has changed them");
+                    before = after;
+                }
+                // Without buffers nothing is sent for them.
+                let plain = build(false)?;
+                for _ in 0..2 {
+                    plain.forward_backward(&batch(replica)?, &StepOptions::default())?;
+                }
+                let (step, counts) = comm::record(|| plain.forward_backward(&batch(replica)?, &StepOptions::default()));
+                step?;
+                assert_eq!(counts.get(Op::Broadcast).count, 0);
+                Ok((mesh.local_rank("pp")?, replica, before))
+            },
+        );
+        for (stage, replica, stats) in &found {
+            let (.., first) = found.iter().find(|(at, replica, _)| at == stage && *replica == 0).unwrap();
+            assert_eq!(stats, first, "stage {stage}, replica {replica}");
+        }
+    }
+}
+
+/// Each rank would follow the batches of its own calls.
+#[test]
+fn a_module_of_several_ranks_with_running_statistics_is_refused_by_all() {
+    let texts = on_ranks(2, "shared", |ctx| -> Result<String> {
+        let vb = || VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
+        let alone = ctx.group().subgroup(&[ctx.rank()])?;
+        let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?;
+        let runtime = Runtime::new(&declare(true, true)?, &schedule, &alone, &vb(), &device())?;
+        runtime.forward_backward(&batch(0)?, &StepOptions::default())?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&declare(true, true)?, &schedule, ctx.group(), &vb(), &device())?;
+        Ok(runtime.forward_backward(&batch(0)?, &StepOptions::default()).unwrap_err().to_string())
+    });
+    texts.iter().for_each(|text| assert!(text.contains("\"norm\" is on several ranks, and its copies"), "{text}"));
+}
+
+/// A batch norm over the ranks of a mesh, in replicas of the mesh.
+#[test]
+fn so_have_replicas_of_a_mesh() {
+    let found = on_ranks(4, "mesh", |ctx| -> Result<Vec<Vec<f64>>> {
+        let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
+        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+        let x = g.input("x", In::Arg);
+        let norm = |vb: &ShardedVarBuilder| {
+            let norm = candle_shard::nn::batch_norm(3, 1e-5, vb)?;
+            Ok(sharded_op(vb.mesh(), move |x| norm.forward_t(x, true)))
+        };
+        let y = g.module("norm", norm, [x]);
+        g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.powf(4.0)?.mean_all()?.full_tensor()?), [y], Reduction::Mean);
+        let vb = ShardedVarBuilder::fresh(1, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
+        let group = ctx.group().subgroup(&[ctx.rank()])?;
+        let schedule = ScheduleKind::GPipe.schedule(1, 2, 1)?;
+        let runtime = Runtime::new(&g.finish(SplitSpec::declared())?, &schedule, &group, &vb, &device())?
+            .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        for step in 0..3 {
+            runtime.forward_backward(&batch(mesh.local_rank("dp")? + step)?, &StepOptions::default())?;
+        }
+        Ok(running(&runtime)?.into_values().collect())
+    });
+    assert!(found.iter().all(|stats| stats.len() == 2 && *stats == found[0]), "{found:?}");
+}
