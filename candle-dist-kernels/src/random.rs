@@ -24,6 +24,7 @@
 #[cfg(feature = "cuda")]
 mod device;
 mod distribution;
+mod draws;
 mod grid;
 pub(crate) mod launch;
 mod stream;
@@ -36,6 +37,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_core::RngCore;
 
 pub use self::distribution::Distribution;
+pub use self::draws::{Draws, RandomLayer};
 use self::grid::Grid;
 pub use self::stream::Stream;
 use crate::parallel;

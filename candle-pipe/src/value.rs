@@ -13,6 +13,7 @@ pub(crate) use path::{Children, entries, items};
 
 use crate::{Error, Result};
 use candle_core::Tensor;
+use candle_dist::TensorTree;
 use candle_dist::bits::same_bits;
 use itertools::Itertools;
 use std::collections::BTreeMap;
@@ -23,9 +24,9 @@ pub type Kwargs = BTreeMap<String, Value>;
 
 /// A tensor, a plain value, or a container of values: an input or output of a model.
 ///
-/// Convert with `into()` from tensors, sharded ones, `i64`, `f64`, `bool`, text, `()` and `Option`, and from tuples,
-/// vectors, arrays and maps of those. It is a [`TensorTree`](candle_dist::TensorTree): it can be cast, moved and
-/// flattened as a whole.
+/// Convert with `into()` from tensors, sharded ones, numbers, `bool`, text, `()` and `Option`, and from tuples, vectors,
+/// arrays and maps of those; with [`of_tree`](Self::of_tree) from a structure of your own. It is a
+/// [`TensorTree`](candle_dist::TensorTree): it can be cast, moved and flattened as a whole.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -112,6 +113,46 @@ impl Value {
     pub fn get(&self, key: &str) -> Result<&Self> {
         let map = self.map()?;
         map.get(key).ok_or_else(|| Error::Value(format!("no {key:?} among [{}]", map.keys().join(", "))))
+    }
+
+    /// Creates the list of the tensors of a structure, in the tree's order. [`to_tree`](Self::to_tree) reverses it.
+    ///
+    /// Use it for the inputs and results of nodes that are structures of your own. Values that are not tensors stay behind.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::TensorTree;
+    /// use candle_pipe::Value;
+    ///
+    /// #[derive(TensorTree)]
+    /// struct State {
+    ///     hidden: Tensor,
+    ///     memory: Vec<Tensor>,
+    ///     layers: usize,
+    /// }
+    ///
+    /// let x = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+    /// let state = State { hidden: x.clone(), memory: vec![(&x * 2.0)?], layers: 3 };
+    /// let value = Value::of_tree(&state);
+    /// assert_eq!(value.to_string(), "[f32[2], f32[2]]");
+    /// let back = value.to_tree(&state)?;
+    /// assert_eq!((back.memory[0].to_vec1::<f32>()?, back.layers), (vec![2.0, 2.0], 3));
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    pub fn of_tree(tree: &impl TensorTree) -> Self {
+        Self::List(tree.tensors().into_iter().map(Self::from).collect())
+    }
+
+    /// Returns the structure of `like`, with its values that are not tensors, and with the tensors of this value.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if this value holds another number of tensors than `like`.
+    pub fn to_tree<T: TensorTree>(&self, like: &T) -> Result<T> {
+        let (has, wants) = (self.tensors().len(), like.tensors().len());
+        if has != wants {
+            return Err(Error::Value(format!("{self} holds {has} tensors, the structure holds {wants}")));
+        }
+        Ok(like.unflatten_tensors(self.flatten_tensors())?)
     }
 
     /// Returns the whole tensor: a plain one, or the gathered one of a sharded tensor, for which every rank of its mesh

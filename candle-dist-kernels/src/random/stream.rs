@@ -1,4 +1,5 @@
 //! The words of a tensor.
+use candle_core::{Result, bail};
 use rand_chacha::ChaCha8Rng;
 use rand_core::SeedableRng;
 
@@ -55,6 +56,25 @@ impl Stream {
     /// ```
     pub fn skip(self, elements: u64) -> Self {
         Self { first: self.first.saturating_add(elements), ..self }
+    }
+
+    /// Returns the numbers of a tensor of shape `dims` whose dim 0 goes along rows of a larger one, from row `first_row` on.
+    ///
+    /// Without `rows`, each entry of dim 0 is a row. With `rows`, it has several entries for each of that many rows, such
+    /// as the tokens of a sequence.
+    ///
+    /// # Errors
+    /// If dim 0 is not a multiple of `rows`.
+    pub fn of_rows(self, first_row: usize, rows: Option<usize>, dims: &[usize]) -> Result<Self> {
+        let each = match (rows, dims.first()) {
+            (None, _) | (Some(0), Some(0)) => 1,
+            (Some(rows), Some(&entries)) if rows > 0 && entries % rows == 0 => entries / rows,
+            (Some(rows), _) => {
+                bail!("random numbers of shape {dims:?} for {rows} rows: the first dim is not a multiple of the rows")
+            }
+        };
+        let row: usize = dims.iter().skip(1).product();
+        Ok(self.skip((first_row as u64).saturating_mul(each as u64).saturating_mul(row as u64)))
     }
 
     pub(super) fn generator(self) -> ChaCha8Rng {

@@ -1,6 +1,6 @@
 //! Sums gradients over several backward passes.
 use super::grads::GradMark;
-use crate::{Error, Result, add_grad, sum_dtype};
+use crate::{Error, Result, add_grad, rows, sum_dtype};
 use candle_core::backprop::GradStore;
 use candle_core::{TensorId, Var};
 use std::collections::HashSet;
@@ -34,6 +34,8 @@ pub struct GradAccumulator {
     vars: HashSet<TensorId>,
     sums: GradStore,
     weight: f64,
+    /// The mark of the first pass, for gradients that tables keep by rows.
+    since: Option<u64>,
 }
 
 impl GradAccumulator {
@@ -42,7 +44,7 @@ impl GradAccumulator {
     /// A variable that is given twice counts once.
     pub fn new<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Self {
         let vars = vars.into_iter().map(|var| var.id()).collect();
-        Self { vars, sums: GradStore::default(), weight: 0.0 }
+        Self { vars, sums: GradStore::default(), weight: 0.0, since: None }
     }
 
     /// Adds the gradients of a mean loss with weight 1, if all passes have the same number of samples.
@@ -73,6 +75,13 @@ impl GradAccumulator {
             let sum = add_grad(self.sums.get_id(id), &grad)?;
             self.sums.insert_id(id, sum);
         }
+        // Tables sum their gradients themselves. What they add from here on is of the next pass.
+        let mark = rows::mark();
+        if weight != 1.0 {
+            rows::scale(grads, mark, weight)?;
+        }
+        self.since.get_or_insert(mark);
+        rows::next_mark();
         self.weight += weight;
         Ok(())
     }
@@ -84,10 +93,11 @@ impl GradAccumulator {
 
     /// Returns the sum of the gradients divided by the sum of the weights.
     pub fn mean(self) -> Result<GradStore> {
-        let Self { vars, sums: mut grads, weight } = self;
+        let Self { vars, sums: mut grads, weight, since } = self;
         if weight == 1.0 {
             return Ok(grads);
         }
+        rows::scale(&grads, since.unwrap_or_default(), 1.0 / weight)?;
         for id in vars {
             if let Some(sum) = grads.get_id(id) {
                 let mean = sum.affine(1.0 / weight, 0.0)?;

@@ -26,9 +26,13 @@ impl Signature {
 
     /// Like [`bind`](Self::bind), for a caller that needs only some inputs: the others may be missing.
     pub(crate) fn bind_for(&self, args: &[Value], kwargs: &Kwargs, needs: impl Fn(ValueId) -> bool) -> Result<Inputs> {
-        let mut inputs = self.places(args, kwargs)?;
+        let mut inputs = self.places(args, kwargs, |left| Value::List(left.to_vec()))?;
         for input in self.inputs.iter().filter(|input| needs(input.value)) {
             if inputs.contains_key(&input.value) {
+                continue;
+            }
+            if input.kind == In::Args {
+                inputs.insert(input.value, Value::List(Vec::new()));
                 continue;
             }
             let Some(default) = self.defaults.get(&input.value) else {
@@ -40,16 +44,24 @@ impl Signature {
         Ok(inputs)
     }
 
-    /// Returns the argument of each input, from `args` by position and `kwargs` by name.
-    pub(crate) fn places<T: Clone>(&self, args: &[T], kwargs: &BTreeMap<String, T>) -> Result<BTreeMap<ValueId, T>> {
+    /// Returns the argument of each input, from `args` by position and `kwargs` by name; `join` makes one of several.
+    pub(crate) fn places<T: Clone>(
+        &self,
+        args: &[T],
+        kwargs: &BTreeMap<String, T>,
+        join: impl Fn(&[T]) -> T,
+    ) -> Result<BTreeMap<ValueId, T>> {
         let wrong = |reason: String| Err(Error::Pipe(reason));
         let named = |name: &str| self.inputs.iter().find(|input| input.name == name);
         let by_place: Vec<&Input> = self.inputs.iter().filter(|input| input.kind == In::Arg).collect();
-        if args.len() > by_place.len() {
-            return wrong(format!("{} arguments by place, the model takes {}", args.len(), by_place.len()));
-        }
         let mut inputs: BTreeMap<ValueId, T> =
             by_place.iter().zip(args).map(|(input, value)| (input.value, value.clone())).collect();
+        if let Some(left) = args.get(by_place.len()..).filter(|left| !left.is_empty()) {
+            let Some(all) = self.inputs.iter().find(|input| input.kind == In::Args) else {
+                return wrong(format!("{} arguments by place, the model takes {}", args.len(), by_place.len()));
+            };
+            inputs.insert(all.value, join(left));
+        }
         for (name, value) in kwargs {
             let Some(input) = named(name) else {
                 let known = self.inputs.iter().map(|input| input.name.as_str());

@@ -1,5 +1,5 @@
 //! Checks of a graph: every value is made once and before its use, and every name is unique.
-use super::{Graph, Node, NodeKind, ValueId};
+use super::{Graph, In, Node, NodeKind, ValueId};
 use crate::{Error, Result};
 use itertools::Itertools;
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,14 +8,15 @@ impl Graph {
     /// Checks that the graph can run.
     ///
     /// # Errors
-    /// [`Error::Pipe`] for the first of: no nodes, a duplicate name or a name with an empty part, a parameter with an
-    /// input, a value made twice or never, nodes in a cycle or out of order, an unused input, an output or a loss that
+    /// [`Error::Pipe`] for the first of: no nodes, a duplicate name or a name with an empty part, two inputs that take all
+    /// arguments that are left, a parameter with an input, a value made twice or never, nodes in a cycle or out of order, an unused input, an output or a loss that
     /// is not the result of a node.
     pub fn check(&self) -> Result<()> {
         if self.placed().next().is_none() {
             return Err(Error::Pipe("the model has no nodes".into()));
         }
         self.check_names()?;
+        self.check_inputs()?;
         self.check_parameters()?;
         let makers = self.makers()?;
         self.check_order(&makers)?;
@@ -47,6 +48,16 @@ impl Graph {
             }
         }
         Ok(())
+    }
+
+    fn check_inputs(&self) -> Result<()> {
+        let mut all = self.inputs.iter().filter(|input| input.kind == In::Args).map(|input| &input.name);
+        match (all.next(), all.next()) {
+            (Some(one), Some(other)) => Err(Error::Pipe(format!(
+                "the inputs {one:?} and {other:?} both take all arguments that are left; declare one of them as In::Kwarg"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn check_parameters(&self) -> Result<()> {

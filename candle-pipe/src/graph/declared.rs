@@ -22,6 +22,8 @@ pub enum In {
     Arg,
     /// By name only.
     Kwarg,
+    /// All arguments by position that are left, as a list, or a list by name. A model has one such input at most.
+    Args,
 }
 
 /// An input of the model, which any stage may use.
@@ -161,6 +163,16 @@ impl Graph {
             }
         }
         made
+    }
+
+    /// Returns the shared module that a node calls, by name, and the number of calls of it by earlier nodes.
+    pub(crate) fn call_of(&self, node: &Node) -> Option<(String, usize)> {
+        let module = self.nodes.iter().find(|module| {
+            module.kind == NodeKind::Shared && module.outputs.iter().any(|value| node.inputs.contains(value))
+        })?;
+        let calls = |other: &&Node| module.outputs.iter().any(|value| other.inputs.contains(value));
+        let number = self.nodes.iter().filter(calls).position(|other| other.name == node.name)?;
+        Some((module.name.clone(), number))
     }
 
     /// Returns the nodes that belong to one stage: all but replicated parameters and shared modules.

@@ -70,7 +70,11 @@ impl PipeInfo {
 impl fmt::Display for PipeInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let input = |input: &super::Input| {
-            let kind = if input.kind == In::Kwarg { "*" } else { "" };
+            let kind = match input.kind {
+                In::Arg => "",
+                In::Kwarg => "*",
+                In::Args => "..",
+            };
             format!("{kind}{}{}", input.name, if input.optional { "?" } else { "" })
         };
         let inputs = self.graph.inputs.iter().map(input).format(", ");

@@ -2,7 +2,7 @@
 use super::Masked;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
-use candle_dist_kernels::random::{Distribution, Stream, sample};
+use candle_dist_kernels::random::{Distribution, Stream, sample_full};
 use candle_nn::ModuleT;
 use std::ops::Range;
 
@@ -53,18 +53,28 @@ impl Ctx {
     /// # Errors
     /// If the first dim is not a multiple of the number of rows.
     pub fn random(&self, stream: Stream, dist: Distribution, dims: &[usize], dtype: DType) -> Result<Tensor> {
-        let rows = self.rows.len();
-        let Some((&first, rest)) = dims.split_first().filter(|(first, _)| rows > 0 && *first % rows == 0) else {
-            let reason = format!(
-                "random numbers of shape {dims:?} for {rows} rows: the first dim is not a multiple of the rows"
-            );
-            return Err(crate::Error::Pipe(reason));
-        };
-        let each = first / rows;
-        let whole: Vec<usize> = [&[self.rows.end * each], rest].concat();
-        let mut block: Vec<Range<usize>> = whole.iter().map(|&size| 0..size).collect();
-        block[0] = self.rows.start * each..self.rows.end * each;
-        Ok(sample(stream.fold(self.step), dist, &whole, &block, dtype, &self.device)?)
+        self.sample(stream.fold(self.step), dist, dims, dtype)
+    }
+
+    /// Like [`random`](Self::random), from the stream of this step.
+    pub(crate) fn sample(&self, stream: Stream, dist: Distribution, dims: &[usize], dtype: DType) -> Result<Tensor> {
+        let of_rows = stream.of_rows(self.rows.start, Some(self.rows.len()), dims);
+        let stream = of_rows.map_err(|error| crate::Error::Pipe(candle_dist::without_trace(&error).to_string()))?;
+        Ok(sample_full(stream, dist, dims, dtype, &self.device)?)
+    }
+
+    /// Returns the mode of candle-shard's layers: evaluation, or training with the masks of the microbatch's rows.
+    ///
+    /// In a node it is `Mode::Train`: layers know the node's rows, also where a tensor has several entries for each row.
+    /// Elsewhere it names the first row, and entries of dim 0 are rows.
+    #[cfg(feature = "shard")]
+    pub fn mode(&self) -> candle_shard::nn::Mode {
+        use candle_shard::nn::{Draws, Mode};
+        match self.training {
+            false => Mode::Eval,
+            true if Draws::rows().as_ref() == Some(&self.rows) => Mode::Train { step: self.step },
+            true => Mode::TrainRows { step: self.step, first_row: self.rows.start },
+        }
     }
 }
 

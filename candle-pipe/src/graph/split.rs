@@ -1,7 +1,8 @@
 //! The cuts of a model.
-use super::Graph;
 use super::suggest::suggestion;
+use super::{Graph, Node, NodeKind};
 use crate::{Error, Result};
+use itertools::Itertools;
 use std::collections::BTreeSet;
 use std::fmt;
 
@@ -98,6 +99,9 @@ fn next_placed(graph: &Graph, node: usize) -> usize {
 fn cut_at(graph: &Graph, name: &str, point: SplitPoint) -> Result<usize> {
     let members: Vec<usize> = graph.placed().filter(|&node| is_within(&graph.nodes[node].name, name)).collect();
     let (Some(&first), Some(&last)) = (members.first(), members.last()) else {
+        if let Some(shared) = graph.nodes.iter().find(|node| node.is_replicated() && is_within(&node.name, name)) {
+            return Err(Error::Pipe(not_at_shared(graph, shared)));
+        }
         let names = graph.placed().flat_map(|node| prefixes(&graph.nodes[node].name));
         return Err(Error::Pipe(format!("nothing to split at is named {name:?}{}", suggestion(name, names))));
     };
@@ -110,6 +114,17 @@ fn cut_at(graph: &Graph, name: &str, point: SplitPoint) -> Result<usize> {
         return Err(Error::Pipe(format!("a split {side} {name:?} would leave an empty stage: nothing is {side} it")));
     }
     Ok(cut)
+}
+
+/// Returns why the model cannot be split at a node that is in no single stage.
+fn not_at_shared(graph: &Graph, shared: &Node) -> String {
+    let what = if shared.kind == NodeKind::Shared { "shared module" } else { "replicated parameter" };
+    let users = graph.nodes.iter().filter(|node| node.inputs.iter().any(|input| shared.outputs.contains(input)));
+    let users = users.map(|node| format!("{:?}", node.name)).join(", ");
+    format!(
+        "a split at {:?}, a {what}: each stage that uses it has it, so it has no side; split at a node that uses it: {users}",
+        shared.name
+    )
 }
 
 /// Returns whether a node is the module `prefix` or in it.

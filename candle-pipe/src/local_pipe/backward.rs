@@ -31,7 +31,7 @@ impl LocalPipe {
         let (Some(loss), Some(stage)) = (self.info.graph.loss, self.info.loss_stage()) else {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         };
-        let (mut step, mut passes) = (StepResult::default(), Vec::new());
+        let (mut step, mut passes) = (StepResult::begin(), Vec::new());
         for (inputs, ctx, weight) in self.microbatches(batch, options)? {
             let pass = self.record(inputs?, &ctx, options, weight, &mut step)?;
             passes.push((pass, weight));
@@ -87,6 +87,6 @@ impl LocalPipe {
             let parts = input.tensors().into_iter().cloned().zip(gradient.0);
             seeds.extend(parts.filter_map(|(tensor, part)| Some((tensor, part?))));
         }
-        grads::add(&mut gradients.outside, &vjp(&seeds, &[])?)
+        grads::add(&mut gradients.outside, &vjp(&seeds)?)
     }
 }

@@ -8,7 +8,7 @@ use crate::tape::backward;
 use crate::{Error, Kwargs, Result, Value, ValuePath};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 /// The most differences that an error lists.
 const LISTED: usize = 8;
@@ -93,17 +93,17 @@ impl<B: Scope> Pipe<B> {
             (false, None) => {}
         }
         let want = loss.as_ref().map(backward).transpose()?.unwrap_or_default();
-        let variables = Variables::new(&local, &named, loss.as_ref(), &mut found)?;
+        let variables = Variables::new(&local, &named, &want, &mut found)?;
         variables.compare(&step.grads, &want, has_loss && loss.is_some(), &mut found)?;
         found.into_result()
     }
 }
 
-/// The variables of both models, each with a name, the pipe's tensor and the plain model's tensor.
-struct Variables(Vec<(String, Tensor, Tensor)>);
+/// The variables of both models: their names, and their ids in the pipe and in the plain model.
+struct Variables(Vec<(String, TensorId, TensorId)>);
 
 impl Variables {
-    fn new(local: &LocalPipe, plain: &Named, loss: Option<&Tensor>, found: &mut Differences) -> Result<Self> {
+    fn new(local: &LocalPipe, plain: &Named, want: &GradStore, found: &mut Differences) -> Result<Self> {
         let of_pipe: BTreeMap<&str, &Tensor> =
             local.parameters().into_iter().filter(|(_, tensor)| tensor.is_variable()).collect();
         let of_plain: BTreeMap<&str, &Tensor> =
@@ -119,17 +119,15 @@ impl Variables {
                     if pipe.id() != plain.id() {
                         found.tensors(&format!("the parameter {name}"), pipe, plain)?;
                     }
-                    pairs.push((name.to_owned(), pipe.clone(), plain.clone()));
+                    pairs.push((name.to_owned(), pipe.id(), plain.id()));
                 }
             }
         }
         // Variables that the model has from elsewhere are the same for both.
-        let named: Vec<TensorId> = pairs.iter().map(|(_, _, tensor)| tensor.id()).collect();
-        let reached = loss.map(Tensor::sorted_nodes).unwrap_or_default();
-        for tensor in reached.into_iter().filter(|t| t.is_variable() && !named.contains(&t.id())) {
-            if plain.iter().all(|(_, known)| known.id() != tensor.id()) {
-                pairs.push((format!("a variable {}", Value::from(tensor)), tensor.clone(), tensor.clone()));
-            }
+        let named: HashSet<TensorId> = plain.iter().map(|(_, tensor)| tensor.id()).collect();
+        for &id in want.get_ids().filter(|id| !named.contains(id)) {
+            let shape = want.get_id(id).map(|grad| format!("{:?}", grad.dims())).unwrap_or_default();
+            pairs.push((format!("a variable of shape {shape}"), id, id));
         }
         Ok(Self(pairs))
     }
@@ -137,7 +135,7 @@ impl Variables {
     fn compare(&self, got: &GradStore, want: &GradStore, have_loss: bool, found: &mut Differences) -> Result<()> {
         for (name, pipe, plain) in self.0.iter().filter(|_| have_loss) {
             let what = format!("the gradient of {name}");
-            match (got.get(pipe), want.get(plain)) {
+            match (got.get_id(*pipe), want.get_id(*plain)) {
                 (Some(got), Some(want)) => found.tensors(&what, got, want)?,
                 (Some(got), None) => found.tensors(&what, got, &got.zeros_like()?)?,
                 (None, Some(want)) => found.tensors(&what, &want.zeros_like()?, want)?,

@@ -15,7 +15,7 @@ impl Masked {
             return Ok(vec![None; batch.len()]);
         }
         let (args, kwargs) = batch.dims();
-        let inputs = signature.places(args, kwargs)?;
+        let inputs = signature.places(args, kwargs, <[_]>::concat)?;
         Ok(Self::of_rows(batch.rows(), first, inputs, graph).into_iter().map(Some).collect())
     }
 }

@@ -2,16 +2,18 @@
 use crate::graph::{Ctx, StageOp};
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
-use candle_dist_kernels::random::{Distribution, Stream};
+use candle_dist_kernels::random::{Distribution, RandomLayer};
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///
-/// The mask depends on the seed, the layer's name, the step and the row in the batch, so it is the same for any cut of
-/// the batch into microbatches and of the model into stages. The first dim of the input goes along the rows.
+/// The mask depends on the seed, the layer's name, the place of the use, the step and the row in the batch, so it is the
+/// same for any cut of the batch into microbatches and of the model into stages. The place is the node that uses the layer;
+/// several uses in one run of a node have a mask each. Outside of nodes all uses have one. The first dim of the input goes
+/// along the rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
     p: f64,
-    stream: Stream,
+    layer: RandomLayer,
 }
 
 impl Dropout {
@@ -23,7 +25,7 @@ impl Dropout {
         if !(0.0..=1.0).contains(&p) {
             return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and at most 1")));
         }
-        Ok(Self { p, stream: Stream::new(seed, name) })
+        Ok(Self { p, layer: RandomLayer::new(seed, name) })
     }
 
     /// Drops elements of `x` in training, and returns `x` in evaluation.
@@ -34,7 +36,9 @@ impl Dropout {
         if !ctx.training || self.p == 0.0 {
             return Ok(x.clone());
         }
-        let mask = ctx.random(self.stream, Distribution::Bernoulli { p: 1.0 - self.p }, x.dims(), x.dtype())?;
+        // The rows and the step are those of the context, also where a segment is recomputed.
+        let stream = self.layer.draw((ctx.step, Some(ctx.rows.start)), || 0, |stream, _| Ok(stream.fold(ctx.step)))?;
+        let mask = ctx.sample(stream, Distribution::Bernoulli { p: 1.0 - self.p }, x.dims(), x.dtype())?;
         let factor = if self.p < 1.0 { 1.0 / (1.0 - self.p) } else { 0.0 };
         Ok((x * mask.affine(factor, 0.0)?)?)
     }

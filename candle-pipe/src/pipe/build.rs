@@ -3,6 +3,7 @@ use crate::graph::{Ctx, Named, Node, NodeKind, Scope, StageOp, ValueId};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::TensorTree;
+use candle_dist_kernels::random::Draws;
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -69,10 +70,12 @@ pub(super) fn build<B: Scope>(
     scope: &B,
     workshop: &Workshop,
 ) -> Result<(Rc<dyn StageOp>, Named)> {
+    // Random layers know the place where they are built.
+    let make = |scope: &B| Draws::at(&node.name, None, 0..0, || (recipe.make)(scope, workshop));
     let Some(path) = &recipe.scope else {
-        return Ok(((recipe.make)(scope, workshop).map_err(|error| error.at_node(&node.name))?.op, Named::new()));
+        return Ok((make(scope).map_err(|error| error.at_node(&node.name))?.op, Named::new()));
     };
-    let built = scope.at(path).watch(|scope| (recipe.make)(scope, workshop));
+    let built = scope.at(path).watch(make);
     let (made, asked) = built.map_err(|error| error.at_node(&node.name))?;
     let (op, mut named) = (made.op, made.named.unwrap_or(asked));
     if !matches!(node.kind, NodeKind::Parameter(_)) {

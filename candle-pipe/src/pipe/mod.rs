@@ -128,7 +128,7 @@ impl<B: Scope> Pipe<B> {
                     copies.insert(node.name.clone(), named.clone());
                 }
                 parameters.extend(named);
-                nodes.push(StageNode::new(node, op, loss));
+                nodes.push(StageNode::new(&self.info.graph, node, op));
             }
             self.warn_of_shares(index, parameters.iter().filter(|(name, _)| !is_copy(&copies, name)));
             Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, device.clone(), scope.dtype()))
@@ -139,7 +139,7 @@ impl<B: Scope> Pipe<B> {
     /// Logs which of a stage's own parameters other stages requested too.
     fn warn_of_shares<'a>(&self, stage: usize, own: impl Iterator<Item = (&'a String, &'a Tensor)>) {
         let mut owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
-        for (name, _) in own.filter(|(_, tensor)| tensor.is_variable()) {
+        for (name, _) in own.filter(|(_, tensor)| tensor.track_op()) {
             let other = *owners.entry(name.clone()).or_insert(stage);
             if other != stage {
                 log::warn!(

@@ -6,6 +6,7 @@ mod queue;
 mod record;
 mod seed;
 mod stage;
+mod state;
 
 pub use activation::{Activation, Gradient};
 pub use record::{Backward, Tape, WeightTape};
@@ -15,6 +16,6 @@ pub(crate) use activation::parts;
 pub(crate) use pass::backward;
 pub(crate) use queue::WeightQueue;
 pub(crate) use seed::vjp;
-pub(crate) use stage::StageNode;
+pub(crate) use stage::{StageNode, named_vars};
 
-use again::{Given, leaving_variables};
+use again::Fingerprints;

@@ -1,11 +1,13 @@
 //! Data that a stage keeps between the passes of one microbatch.
-use super::pass::Draws;
-use super::{Activation, Given, Gradient, StageModule, WeightQueue, vjp};
+use super::state::Snapshot;
+use super::{Activation, Fingerprints, Gradient, StageModule, WeightQueue, vjp};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
-use candle_dist::TensorTree;
+use candle_core::{Tensor, TensorId, Var};
+use candle_dist::{TensorTree, empty};
+use candle_dist_kernels::random::Draws;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// One stage's run of one microbatch. Its backward pass can run once, whole or in two parts.
@@ -16,8 +18,17 @@ pub struct Tape {
 
 enum Kept {
     Recorded(Recorded),
-    /// With the random draws of the nodes, and their results if the second run is compared with the first.
-    Inputs(Vec<Activation>, Ctx, Draws, Option<Given>),
+    Inputs(Vec<Activation>, Ctx, First),
+}
+
+/// What the second run of a stage must have from the first.
+pub(super) struct First {
+    /// The random draws of the nodes.
+    pub(super) draws: Draws,
+    /// The variables that the run changed, as they were before.
+    pub(super) before: Snapshot,
+    /// The results, if the second run is compared with the first.
+    pub(super) outputs: Option<Fingerprints>,
 }
 
 /// The graph of one run.
@@ -54,14 +65,8 @@ impl Tape {
         Self { stage, kept: Kept::Recorded(recorded) }
     }
 
-    pub(super) fn inputs(
-        stage: StageModule,
-        inputs: Vec<Activation>,
-        ctx: Ctx,
-        draws: Draws,
-        given: Option<Given>,
-    ) -> Self {
-        Self { stage, kept: Kept::Inputs(inputs, ctx, draws, given) }
+    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx, first: First) -> Self {
+        Self { stage, kept: Kept::Inputs(inputs, ctx, first) }
     }
 
     /// Runs the whole backward pass, from the gradients of the stage's outputs in their order.
@@ -99,17 +104,23 @@ impl Tape {
     fn run(self, gradients: &[Gradient], is_deferring: bool) -> Result<(Backward, Arc<WeightQueue>)> {
         let recorded = match self.kept {
             Kept::Recorded(recorded) => recorded,
-            Kept::Inputs(inputs, ctx, draws, given) => {
-                let again = draws.again(|| Recorded::new(&self.stage, &inputs, &ctx))?;
-                given.map_or(Ok(()), |given| given.check(&self.stage, &again.outputs, &ctx))?;
+            Kept::Inputs(inputs, ctx, First { draws, before, outputs }) => {
+                let again = before.during(|| draws.again(|| Recorded::new(&self.stage, &inputs, &ctx)))?;
+                outputs.map_or(Ok(()), |outputs| outputs.check(&self.stage, &again.outputs, &ctx))?;
                 again
             }
         };
         recorded.queue.defer(is_deferring);
-        let named: Vec<&Tensor> = self.stage.variables().map(|(_, variable)| variable).collect();
-        let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?, &named)?;
-        let mut leaf = |leaf: &Option<Var>| leaf.as_ref().and_then(|leaf| grads.remove(leaf));
-        let inputs = recorded.leaves.iter().map(|leaves| Gradient(leaves.iter().map(&mut leaf).collect())).collect();
+        let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?)?;
+        self.stage.state().borrow_mut().found(&grads);
+        // Some sums of 16-bit gradients are f32. An activation's gradient has its dtype, as within one graph.
+        let mut of_leaf = |leaf: &Option<Var>| match leaf.as_ref().and_then(|leaf| Some((leaf, grads.remove(leaf)?))) {
+            Some((leaf, grad)) => empty::compute(&grad, |grad| grad.to_dtype(leaf.dtype())).map(Some),
+            None => Ok(None),
+        };
+        let of_input = |leaves: &Vec<Option<Var>>| leaves.iter().map(&mut of_leaf).collect::<candle_core::Result<_>>();
+        let inputs = recorded.leaves.iter().map(of_input).map(|parts| parts.map(Gradient));
+        let inputs = inputs.collect::<candle_core::Result<_>>()?;
         Ok((Backward { inputs, parameters: grads }, recorded.queue))
     }
 }
@@ -156,8 +167,30 @@ impl Recorded {
         Ok(Self { leaves, outputs, queue })
     }
 
+    /// Returns the variables on which the outputs depend.
+    pub(super) fn reached(&self) -> HashSet<TensorId> {
+        let tensors = self.outputs.iter().flat_map(TensorTree::tensors);
+        let behind = tensors.flat_map(Tensor::sorted_nodes);
+        behind.filter(|tensor| tensor.is_variable()).map(Tensor::id).collect()
+    }
+
     pub(super) fn outputs(&self) -> Result<Vec<Activation>> {
         self.outputs.iter().map(Activation::of).collect()
+    }
+
+    /// Refuses a loss whose count has a gradient: it is divided by the sum of all counts when the passes are over.
+    pub(super) fn check_count(&self, loss: usize) -> Result<()> {
+        let Value::Tuple(parts) = &self.outputs[loss] else { return Ok(()) };
+        let is_reached =
+            |count: &Tensor| count.track_op() && count.sorted_nodes().iter().any(|node| node.is_variable());
+        match parts.get(1) {
+            Some(Value::Tensor(count)) if is_reached(count) => Err(Error::Pipe(format!(
+                "the count of the loss, {}, has a gradient, which would be left out of the gradient of the sum divided by the \
+                 count; detach it if it is to be a constant, or give a loss that is a mean or a sum",
+                parts[1]
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the output tensors that have a gradient, with it.

@@ -5,13 +5,11 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Shape, Tensor};
 
-/// Returns the gradients of all variables from which `outputs` were computed, given the gradients paired with the
-/// outputs.
+/// Returns the gradients of all variables on which `outputs` depend, given the gradients paired with the outputs.
 ///
-/// The results hold no graph. `extra` names more tensors whose gradients are required, such as variables that only a
-/// recomputed part of the graph uses.
-pub(crate) fn vjp(outputs: &[(Tensor, Tensor)], extra: &[&Tensor]) -> Result<GradStore> {
-    let mut found = GradStore::default();
+/// That includes variables that only a recomputed part of the graph uses, such as inputs of the stage that it captures.
+/// The results hold no graph.
+pub(crate) fn vjp(outputs: &[(Tensor, Tensor)]) -> Result<GradStore> {
     let mut total: Option<Tensor> = None;
     for (output, gradient) in outputs.iter().filter(|(output, _)| output.track_op()) {
         let seed = output.apply_op1(Seed(gradient.detach()))?;
@@ -20,12 +18,12 @@ pub(crate) fn vjp(outputs: &[(Tensor, Tensor)], extra: &[&Tensor]) -> Result<Gra
             None => seed,
         });
     }
+    let mut found = GradStore::default();
     let Some(total) = total else { return Ok(found) };
-    let mut grads = backward(&total)?;
-    let reached = total.sorted_nodes().into_iter().filter(|node| node.is_variable());
-    for tensor in reached.chain(extra.iter().copied()) {
-        if let Some(grad) = grads.remove(tensor) {
-            found.insert(tensor, grad.detach());
+    let grads = backward(&total)?;
+    for &id in grads.get_ids() {
+        if let Some(grad) = grads.get_id(id) {
+            found.insert_id(id, grad.detach());
         }
     }
     Ok(found)

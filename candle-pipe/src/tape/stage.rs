@@ -1,14 +1,15 @@
 //! A built stage.
 use super::activation::detached;
-use super::pass::Draws;
-use super::record::Recorded;
-use super::{Activation, Given, Tape, leaving_variables};
-use crate::graph::{Ctx, Named, Node, StageDef, StageOp, ValueId};
+use super::record::{First, Recorded};
+use super::state::{StageState, watched};
+use super::{Activation, Fingerprints, Tape};
+use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value, ValuePath};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::TensorTree;
+use candle_dist_kernels::random::Draws;
 use itertools::Itertools;
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::rc::Rc;
@@ -23,10 +24,14 @@ pub enum Keep {
     Activations,
     /// The stage's inputs, from which the backward pass recomputes the rest (Chen et al. 2016).
     ///
-    /// The recomputed pass must equal the first one, so they are compared: outputs bit by bit in every pass, the
-    /// stage's variables in the first pass. A stage that draws other random numbers, as `candle_nn::Dropout` does, or
-    /// changes its variables, as `candle_nn::BatchNorm` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws
-    /// the same numbers. On a CPU a digest of the outputs is kept, elsewhere the outputs.
+    /// The outputs of the two passes are compared, bit by bit. A stage that draws other random numbers the second time, as
+    /// `candle_nn::Dropout` does, is an error. [`nn::Dropout`](crate::nn::Dropout) draws the same numbers. On a CPU a
+    /// digest of the outputs is kept, elsewhere the outputs.
+    ///
+    /// Variables of the stage that a forward pass changes, such as the statistics of a batch norm, change once: the second
+    /// pass finds them as the first did, and leaves them as they are. A pass that is the first to change a variable keeps
+    /// all its activations. This is about variables that the stage asked its scope for. If the forward pass changes others,
+    /// or fields of modules, or trained or very large weights in the middle of a step, use [`Activations`](Self::Activations).
     Inputs,
     /// Like [`Inputs`](Self::Inputs), without the comparison: for kernels that are not deterministic.
     ///
@@ -44,13 +49,14 @@ struct Inner {
     def: StageDef,
     nodes: Vec<StageNode>,
     parameters: BTreeMap<String, Tensor>,
+    /// The variables that the parameters are, or are made of.
+    variables: BTreeMap<String, Tensor>,
     /// The parameters of replicated parameters and shared modules, by their names in the model.
     copies: BTreeMap<String, Named>,
     loss: Option<ValueId>,
     /// For each node, the values that neither a later node nor the caller uses.
     unused_after: Vec<Vec<ValueId>>,
-    /// Whether a forward pass is known not to change the variables.
-    leaves_variables: Cell<bool>,
+    state: RefCell<StageState>,
     device: Device,
     dtype: DType,
 }
@@ -62,12 +68,15 @@ pub(crate) struct StageNode {
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
     makes_loss: bool,
+    /// The shared module that it calls, and the number of the call in the model.
+    call: Option<(String, usize)>,
 }
 
 impl StageNode {
-    pub(crate) fn new(node: &Node, op: Rc<dyn StageOp>, loss: Option<ValueId>) -> Self {
-        let makes_loss = loss.is_some_and(|loss| node.outputs.contains(&loss));
-        Self { name: node.name.clone(), op, inputs: node.inputs.clone(), outputs: node.outputs.clone(), makes_loss }
+    pub(crate) fn new(graph: &Graph, node: &Node, op: Rc<dyn StageOp>) -> Self {
+        let makes_loss = graph.loss.is_some_and(|loss| node.outputs.contains(&loss.value));
+        let (name, inputs, outputs) = (node.name.clone(), node.inputs.clone(), node.outputs.clone());
+        Self { name, op, inputs, outputs, makes_loss, call: graph.call_of(node) }
     }
 
     pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
@@ -84,7 +93,12 @@ impl StageNode {
     }
 
     fn compute(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
-        let outputs = self.op.forward(inputs, ctx).map_err(|error| error.at_node(&self.name))?;
+        let (place, call) = match &self.call {
+            Some((module, call)) => (module, Some(*call)),
+            None => (&self.name, None),
+        };
+        let outputs = Draws::at(place, call, ctx.rows.clone(), || self.op.forward(inputs, ctx));
+        let outputs = outputs.map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
             return match self.makes_loss {
                 true => outputs.iter().map(whole).collect::<Result<_>>().map_err(|error| error.at_node(&self.name)),
@@ -105,6 +119,30 @@ fn whole(value: &Value) -> Result<Value> {
     })
 }
 
+/// Returns the variables of parameters. A parameter that is not one itself, such as the cast of one, has those that it is
+/// made of: by its own name, or numbered if there are several.
+fn variables<'a>(parameters: impl IntoIterator<Item = (&'a String, &'a Tensor)>) -> BTreeMap<String, Tensor> {
+    let mut found = BTreeMap::new();
+    for (name, parameter) in parameters {
+        let nodes = parameter.sorted_nodes().into_iter().filter(|node| node.is_variable());
+        match nodes.unique_by(|variable| variable.id()).collect_vec().as_slice() {
+            [variable] => _ = found.insert(name.clone(), (*variable).clone()),
+            several => {
+                let numbered = several.iter().enumerate();
+                found.extend(numbered.map(|(i, variable)| (format!("{name}[{i}]"), (*variable).clone())));
+            }
+        }
+    }
+    found
+}
+
+/// Returns the variables of stages by full name, each once.
+pub(crate) fn named_vars<'a>(stages: impl IntoIterator<Item = &'a StageModule>) -> Result<Vec<(String, Var)>> {
+    let all: BTreeMap<&String, &Tensor> = stages.into_iter().flat_map(StageModule::variables).collect();
+    let each = all.into_iter().unique_by(|(_, variable)| variable.id());
+    each.map(|(name, variable)| Ok((name.clone(), Var::from_tensor(variable)?))).collect()
+}
+
 impl StageModule {
     pub(crate) fn new(
         def: StageDef,
@@ -122,13 +160,17 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        let leaves_variables = Cell::new(false);
-        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, leaves_variables, device, dtype }))
+        let (state, variables) = (RefCell::default(), variables(&parameters));
+        Self(Rc::new(Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype }))
     }
 
-    /// Returns the parameters that are variables, by full name.
-    pub(super) fn variables(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        self.parameters().iter().filter(|(_, parameter)| parameter.is_variable())
+    /// Returns the variables that the parameters are, or are made of, by the parameters' full names.
+    pub(crate) fn variables(&self) -> &BTreeMap<String, Tensor> {
+        &self.0.variables
+    }
+
+    pub(super) fn state(&self) -> &RefCell<StageState> {
+        &self.0.state
     }
 
     /// Returns the node that makes a value.
@@ -146,12 +188,23 @@ impl StageModule {
         &self.0.parameters
     }
 
-    /// Returns this stage's copy of the replicated `name`: the parameters of a declared parameter or module, whose full
-    /// names may differ, or the parameter of that name.
-    pub(crate) fn copy_of(&self, name: &str) -> impl Iterator<Item = (&String, &Tensor)> {
-        let declared = self.0.copies.get(name);
-        let found = self.0.parameters.get_key_value(name).filter(|_| declared.is_none());
-        declared.into_iter().flatten().map(|(name, tensor)| (name, tensor)).chain(found)
+    /// Returns the variables of this stage's copy of the replicated `name`: those of a declared parameter or module, whose
+    /// full names may differ, or the parameter of that name.
+    pub(crate) fn copy_of(&self, name: &str) -> BTreeMap<String, Tensor> {
+        match self.0.copies.get(name) {
+            Some(declared) => variables(declared.iter().map(|(name, tensor)| (name, tensor))),
+            None => self
+                .variables()
+                .get_key_value(name)
+                .map(|(name, tensor)| (name.clone(), tensor.clone()))
+                .into_iter()
+                .collect(),
+        }
+    }
+
+    /// Returns whether the replicated `name` asked its scope for parameters.
+    pub(crate) fn asked_for(&self, name: &str) -> bool {
+        self.0.copies.get(name).map_or_else(|| self.parameters().contains_key(name), |declared| !declared.is_empty())
     }
 
     /// Returns the stage's device.
@@ -184,19 +237,22 @@ impl StageModule {
             .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let run = || Draws::of(|| Recorded::new(self, &inputs, ctx));
-        let (recorded, draws) = match keep {
-            Keep::Inputs if ctx.training && !self.0.leaves_variables.get() => {
-                let made = leaving_variables(self, run)?;
-                self.0.leaves_variables.set(true);
-                made
-            }
-            _ => run()?,
+        let ((recorded, draws), before) = match keep {
+            Keep::Activations => (run()?, None),
+            Keep::Inputs | Keep::InputsUnchecked => watched(self, ctx, run, |(recorded, _)| recorded.reached())?,
         };
+        if let (Some(place), Some(loss)) = (self.loss_output(), self.0.loss) {
+            let name = self.maker(loss).unwrap_or_default();
+            recorded.check_count(place).map_err(|error| error.at_node(name))?;
+        }
         let outputs = recorded.outputs()?;
-        let tape = match keep {
-            Keep::Activations => Tape::recorded(self.clone(), recorded),
-            Keep::Inputs => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, Some(Given::of(&outputs)?)),
-            Keep::InputsUnchecked => Tape::inputs(self.clone(), inputs, ctx.clone(), draws, None),
+        let tape = match before {
+            None => Tape::recorded(self.clone(), recorded),
+            Some(before) => {
+                let is_checked = keep == Keep::Inputs;
+                let outputs = is_checked.then(|| Fingerprints::of(&outputs)).transpose()?;
+                Tape::inputs(self.clone(), inputs, ctx.clone(), First { draws, before, outputs })
+            }
         };
         Ok((outputs, tape))
     }

@@ -16,7 +16,16 @@ leaf! {
     Tensor: tensor => Self::Tensor(tensor);
     &Tensor: tensor => Self::Tensor(tensor.clone());
     i64: n => Self::Int(n);
+    i32: n => Self::Int(n.into());
+    i16: n => Self::Int(n.into());
+    i8: n => Self::Int(n.into());
+    u32: n => Self::Int(n.into());
+    u16: n => Self::Int(n.into());
+    u8: n => Self::Int(n.into());
+    // A size is the number of something in memory, of which there is no more than that.
+    usize: n => Self::Int(i64::try_from(n).unwrap_or(i64::MAX));
     f64: x => Self::Float(x);
+    f32: x => Self::Float(x.into());
     bool: b => Self::Bool(b);
     &str: text => Self::Text(text.to_owned());
     String: text => Self::Text(text);
@@ -46,6 +55,12 @@ macro_rules! containers {
 
         impl<K: Into<String>, T: Into<$tree>> From<std::collections::BTreeMap<K, T>> for $tree {
             fn from(map: std::collections::BTreeMap<K, T>) -> Self {
+                Self::Map(map.into_iter().map(|(key, value)| (key.into(), value.into())).collect())
+            }
+        }
+
+        impl<K: Into<String>, T: Into<$tree>, S> From<std::collections::HashMap<K, T, S>> for $tree {
+            fn from(map: std::collections::HashMap<K, T, S>) -> Self {
                 Self::Map(map.into_iter().map(|(key, value)| (key.into(), value.into())).collect())
             }
         }

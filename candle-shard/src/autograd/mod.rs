@@ -10,7 +10,7 @@
 //! |---|---|---|
 //! | `GradStore` | gradients of variables that are inputs of the visited nodes | the caller drops it |
 //! | `edges` of candle-dist | those of them that linear maps and lookups keep | candle's pass ends; they join the `GradStore` |
-//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks and become *off-graph* gradients |
+//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks by name and become *off-graph* gradients |
 //! | fsdp: `State::grads` of a unit | gradients of whole parameters, before they are reduced | the unit is complete, or the pass ends |
 //! | fsdp: `Progress::reducing` | the running reduce_scatter of one unit's gradients | the next unit is reduced, or the pass ends; the results are *off-graph* gradients |
 //! | `off_graph.rs`, `OFF_GRAPH` | *off-graph* gradients, of variables that are not inputs of the node that computes them: recomputed segments, pieces of units, sums of shares | [`backward`] adds them to its `GradStore` |
@@ -41,15 +41,16 @@
 //! | `autograd/counts.rs` | `CHANGES`, `PASSES`, `SEGMENTS` | counters of parameter changes, passes and recomputed segments | never |
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
-//! | `nn/draws.rs` | `RUNS` | the runs whose random draws are recorded or replayed | restored by scopes |
+//! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
+//! | `rules/observer.rs` | `OBSERVER` | who receives the results of ops | restored by a scope |
 //! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
 //! | `rules/cache.rs` | `OP_SPECS` | the op specs of calls that were made before | when it is full |
 //!
-//! `candle-dist-kernels` has one more, the receiver of weight gradients of linear layers (`weight_sink.rs`), restored by
-//! a scope. `candle-dist` has five in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
+//! `candle-dist-kernels` has two more, restored by scopes: the receiver of weight gradients of linear layers
+//! (`weight_sink.rs`), and the places and runs that random draws depend on (`random/draws.rs`). `candle-dist` has five in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
 //! with tickets, the nodes that are visited and the gradients of variables that a pass keeps, both restored by scopes, and
 //! what dropped nodes leave to the drop that is under way.
 pub(crate) mod counts;

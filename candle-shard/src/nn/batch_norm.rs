@@ -1,7 +1,8 @@
 //! Batch norm with statistics over the batch of all ranks.
 use crate::layout::Replicate;
-use crate::nn::{Init, ModuleT, ShardedVarBuilder, draws};
+use crate::nn::{Init, ModuleT, ShardedVarBuilder};
 use crate::parallel::{LayerKind, ModuleStyle};
+use crate::random::Draws;
 use crate::{DTensor, Error, Result};
 use candle_core::DType;
 use candle_nn::BatchNormConfig;
@@ -146,7 +147,7 @@ impl BatchNorm {
             None => wide,
         };
         let variance = mean_of(&centered.sqr()?)?;
-        if !draws::is_again() {
+        if !Draws::are_repeated() {
             if let Some(mean) = &mean {
                 self.follow(&self.running_mean, mean, 1.0)?;
             }

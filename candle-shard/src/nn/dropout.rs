@@ -1,26 +1,33 @@
 //! Dropout with a mask that is the same on every mesh.
-use crate::nn::draws::Uses;
+use crate::autograd::counts::passes;
 use crate::nn::{Mode, ShardedVarBuilder};
-use crate::random::Stream;
+use crate::random::{RandomLayer, Stream};
 use crate::{DTensor, Result};
+use rustc_hash::FxHashMap;
+use std::cell::RefCell;
+use std::ops::Range;
 
 /// Zeroes elements with probability `p` in training and divides the others by `1 - p` (Srivastava et al. 2014).
 ///
-/// The mask depends on the seed, the layer's path, the step, the use and the global index of the element. Each use in a
-/// pass has its own mask. A pass is everything that runs on a thread in one [`Mode`] up to the next backward pass. When
-/// [`recompute`](crate::nn::recompute) runs a segment again, the masks are the same; other code uses
+/// The mask depends on the seed, the layer's path, the place of the use, the step and the global index of the element.
+/// When [`recompute`](crate::nn::recompute) runs a segment again, the masks are the same; other code uses
 /// [`Draws`](crate::nn::Draws) for that.
+///
+/// In a node of candle-pipe the place is the node, and each use in one run of the node has its own mask. In
+/// [`Mode::Train`], dim 0 of `x` goes along the rows of the microbatch, with one or several entries for each. The mask is
+/// that of these rows in the batch, whatever the cut, the schedule and the number of earlier passes. Elsewhere the uses of a pass count. A pass is everything that runs on a thread in one
+/// [`Mode`] up to the next backward pass. So two microbatches whose forward passes both run before a backward pass need
+/// modes with their own rows, or a place each ([`Draws::at`](crate::nn::Draws::at)).
 #[derive(Clone, Debug)]
 pub struct Dropout {
     p: f64,
-    stream: Stream,
-    uses: Uses,
+    layer: RandomLayer,
 }
 
 impl Dropout {
     /// Builds a layer at the builder's path. Its stream is named `<path>.dropout`.
     pub fn new(p: f64, vb: &ShardedVarBuilder) -> Self {
-        Self { p, stream: Stream::new(vb.seed(), &vb.full_name("dropout")), uses: Uses::default() }
+        Self { p, layer: RandomLayer::new(vb.seed(), &vb.full_name("dropout")) }
     }
 
     /// Returns whether nothing is dropped.
@@ -29,13 +36,65 @@ impl Dropout {
     }
 
     /// Drops elements of `x` in training, and returns `x` in evaluation.
+    ///
+    /// # Errors
+    /// If `p` is not in `[0, 1)`, and in a node of a pipeline if dim 0 of `x` is not a multiple of the rows.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
-        match mode.stream(self.stream, x.dims()) {
-            Some(stream) => match self.uses.next(mode)? {
-                0 => x.dropout(self.p, stream),
-                use_number => x.dropout(self.p, stream.fold(use_number)),
-            },
-            None => Ok(x.clone()),
+        let (step, first_row) = match mode {
+            Mode::Eval => return Ok(x.clone()),
+            Mode::Train { step } => (step, None),
+            Mode::TrainRows { step, first_row } => (step, Some(first_row)),
+        };
+        let of = |stream: Stream, rows: Option<Range<usize>>| match (first_row, rows) {
+            (None, Some(rows)) => stream.fold(step).of_rows(rows.start, Some(rows.len()), x.dims()),
+            (first_row, _) => stream.fold(step).of_rows(first_row.unwrap_or(0), None, x.dims()),
+        };
+        x.dropout(self.p, self.layer.draw((step, first_row), || self.earlier(mode), of)?)
+    }
+
+    /// Returns the number of earlier uses in the present pass of this thread, outside of places.
+    fn earlier(&self, mode: Mode) -> u64 {
+        thread_local! {
+            static USES: RefCell<Uses> = RefCell::default();
+        }
+        USES.with_borrow_mut(|uses| uses.next(self.layer.id(), mode))
+    }
+}
+
+/// The uses of layers since the last backward pass of a thread.
+#[derive(Default)]
+struct Uses {
+    pass: u64,
+    layers: FxHashMap<u64, LayerUses>,
+}
+
+/// The uses of one layer in its last step.
+#[derive(Default)]
+struct LayerUses {
+    step: Option<u64>,
+    /// The number of the last use in each mode.
+    modes: Vec<(Mode, u64)>,
+}
+
+impl Uses {
+    /// Counts a use and returns the number of earlier ones.
+    fn next(&mut self, layer: u64, mode: Mode) -> u64 {
+        if self.pass != passes() {
+            *self = Self { pass: passes(), layers: FxHashMap::default() };
+        }
+        let uses = self.layers.entry(layer).or_default();
+        if uses.step != mode.step() {
+            *uses = LayerUses { step: mode.step(), modes: Vec::new() };
+        }
+        match uses.modes.iter_mut().find(|(known, _)| *known == mode) {
+            Some((_, last)) => {
+                *last += 1;
+                *last
+            }
+            None => {
+                uses.modes.push((mode, 0));
+                0
+            }
         }
     }
 }

@@ -1,7 +1,6 @@
 //! Layers built under a plan. Each rank creates and holds only its shard.
 mod batch_norm;
 mod conv;
-mod draws;
 mod dropout;
 mod embedding;
 mod fully_shard;
@@ -29,12 +28,12 @@ mod var_builder;
 
 pub use crate::autograd::backward;
 pub use crate::layout::Width;
+pub use crate::random::Draws;
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
-pub use draws::Draws;
 pub use dropout::Dropout;
 pub use embedding::{Embedding, EmbeddingBag};
 pub use fused_qkv::{FusedQkv, Heads};

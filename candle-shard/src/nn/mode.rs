@@ -7,6 +7,10 @@ pub enum Mode {
     /// No dropout.
     Eval,
     /// Dropout with the masks of this step.
+    ///
+    /// In a node of candle-pipe they are those of the microbatch's rows. Elsewhere they are those of a whole batch: two
+    /// microbatches of one step, each with a backward pass of its own, get the same ones. Use
+    /// [`TrainRows`](Self::TrainRows) for microbatches.
     Train {
         /// The training step, which is folded into every dropout stream.
         step: u64,
@@ -31,6 +35,14 @@ impl Mode {
                 let row: usize = dims.iter().skip(1).product();
                 Some(layer.fold(step).skip(first_row as u64 * row as u64))
             }
+        }
+    }
+
+    /// Returns the training step.
+    pub(super) fn step(self) -> Option<u64> {
+        match self {
+            Self::Eval => None,
+            Self::Train { step } | Self::TrainRows { step, .. } => Some(step),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! The parameters that a model holds on this rank.
-use crate::autograd::counts;
+use crate::autograd::{counts, shared};
 use crate::layout::RowsOf;
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
@@ -106,13 +106,14 @@ impl Parameters {
 
     /// Returns a clipper of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.
     ///
-    /// It costs one small all_reduce for each axis that shards a parameter.
+    /// It costs one small all_reduce for each axis that shards a parameter. Frozen parameters may be left out of the list.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<ClipGradNorm> {
         let mut clip = ClipGradNorm::new(max_norm);
         let Some(first) = self.0.first() else { return Ok(clip) };
         let mesh = first.tensor.mesh();
         for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
-            let sharded = self.iter().filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
+            let trained = self.iter().filter(|p| !p.is_frozen());
+            let sharded = trained.filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
             let names: Vec<&str> = sharded.map(|p| p.name.as_str()).collect();
             if !names.is_empty() {
                 clip = clip.sharded(mesh.axis_group(axis)?, names);
@@ -138,7 +139,7 @@ impl Parameters {
         Ok(grads)
     }
 
-    /// Sums the gradients of varying parameters, all of an axis in one all_reduce.
+    /// Sums the gradients of varying parameters, all of an axis in one all_reduce, in which they are listed by name.
     ///
     /// A parameter without a gradient on any rank keeps none, as on one device. The all_reduce carries one number per
     /// parameter that says whether there was a gradient. Sums of 16-bit gradients are f32.
@@ -157,7 +158,9 @@ impl Parameters {
             return Error::op("Parameters::reduce", format!("the gradient of {} {reason}", p.name));
         }
         for axis in axes {
-            let varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+            let mut varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+            // By name: ranks may have built them in unlike orders.
+            varying.sort_by_key(|p| &p.name);
             if varying.is_empty() {
                 continue;
             }
@@ -172,7 +175,8 @@ impl Parameters {
             let mut partial = varying.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
             let present = varying.iter().map(|p| f32::from(u8::from(grads.get(&p.var).is_some())));
             partial.push(Tensor::from_iter(present, first.var.device())?);
-            let group = mesh.axis_group(axis)?;
+            let names = varying.iter().map(|p| p.name.as_str());
+            let group = mesh.axis_group(axis)?.with_description(format!("gradients of {}", shared::listed(names)));
             let mut sums = group.all_reduce_coalesced(&partial, ReduceOp::Sum)?;
             let present = sums.pop().map(|present| Ok::<_, Error>(group.to_host(&present)?.to_vec1::<f32>()?));
             let present = present.transpose()?.unwrap_or_default();

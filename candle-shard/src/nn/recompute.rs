@@ -88,11 +88,9 @@ impl Recompute {
             off_graph::add(leaf.id(), &grad)?;
         }
         let mine = off_graph::take(leaf.id());
-        // candle also returns gradients of constants, such as dropout masks, which are not needed.
-        let variables = loss.sorted_nodes().into_iter().filter(|node| node.is_variable());
-        for variable in variables {
-            if let Some(grad) = grads.remove(variable) {
-                off_graph::add(variable.id(), &grad)?;
+        for &variable in grads.get_ids() {
+            if let Some(grad) = grads.get_id(variable) {
+                off_graph::add(variable, grad)?;
             }
         }
         mine.map_or_else(|| leaf.zeros_like(), |grad| grad.to_dtype(leaf.dtype()))

@@ -5,7 +5,7 @@ use crate::model_args::ModelArgs;
 use candle_core::DType;
 use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Balanced, Ctx, In, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_pipe::{Balanced, In, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBuilder};
 use candle_shard::{DTensor, Error, Placement, Replicate, Shard, TokenOrder};
@@ -172,7 +172,7 @@ impl TransformerPipe {
         }
         let layer = FullyShard::new(vb, |vb| Ok(Arc::new(TransformerBlock::new(&self.args, vb)?)))?;
         Ok(stage_op(move |xs, ctx| {
-            let (h, mode, recomputed) = (xs[0].on(&mesh)?, mode(ctx), this.args.recompute_activations);
+            let (h, mode, recomputed) = (xs[0].on(&mesh)?, ctx.mode(), this.args.recompute_activations);
             let order = this.order(h.dim(1)?, &mesh)?;
             if !has_losses {
                 let made = layer.run(|layer| Ok(layer.run(&h, order.as_ref(), mode, recomputed)?.0))?;
@@ -224,7 +224,7 @@ impl TransformerPipe {
         F: Fn(&DTensor, Mode) -> candle_shard::Result<DTensor>,
     {
         let (this, mesh) = (self.clone(), vb.mesh().clone());
-        stage_op(move |xs, ctx| Ok(vec![this.leave(&f(&xs[0].on(&mesh)?, mode(ctx))?)?]))
+        stage_op(move |xs, ctx| Ok(vec![this.leave(&f(&xs[0].on(&mesh)?, ctx.mode())?)?]))
     }
 
     /// Returns the order of tokens along the axis `cp`, if it is not that of their positions.
@@ -272,11 +272,4 @@ fn loss(mesh: DeviceMesh) -> impl StageOp {
         };
         Ok(vec![loss.full_tensor()?.into()])
     })
-}
-
-fn mode(ctx: &Ctx) -> Mode {
-    match ctx.training {
-        true => Mode::TrainRows { step: ctx.step, first_row: ctx.rows.start },
-        false => Mode::Eval,
-    }
 }

@@ -4,7 +4,8 @@ use crate::graph::{Named, Node, NodeKind, Scope, ValueId};
 use crate::nn::Sequential;
 use crate::pipe::build::{Factory, Made, Recipe, Workshop};
 use crate::{Error, Result};
-use candle_core::{Tensor, TensorId};
+use candle_core::{Tensor, TensorId, Var};
+use candle_dist::bits::same_bits;
 use candle_nn::ModuleT;
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -24,8 +25,9 @@ impl<B: Scope> PipeBuilder<B> {
     /// `build` makes a [`Sequential`] or a `Vec<Box<dyn ModuleT>>` from the surrounding scope, not from one named
     /// `name`. It runs on every rank, which keeps the modules of its own stages. If a rank cannot hold all of them for
     /// a moment, use [`sequential`](Self::sequential), which builds them one by one. `example`, for which one row is
-    /// enough, runs through the modules once in evaluation mode, to find the variables of each. Tensors that are not
-    /// variables belong to no node.
+    /// enough, runs through the modules once in evaluation mode, to find the variables of each. If some have no
+    /// gradient, such as the statistics of a batch norm, it also runs in training, and they get their values again. Tensors
+    /// that are not variables belong to no node.
     ///
     /// Errors of `build` or of the run with `example`, and a wrong `count`, are returned when stages are built.
     ///
@@ -77,7 +79,7 @@ impl<B: Scope> PipeBuilder<B> {
                             let list: Sequential = build(scope)?.into();
                             Ok(list.into_layers())
                         })?;
-                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.is_variable()) {
+                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.track_op()) {
                             return Err(Error::Pipe(format!(
                                 "which module of the list {list:?} has {name:?} is not known, as that is no variable; measure \
                                  with a builder of variables, such as one of a VarMap"
@@ -124,6 +126,7 @@ impl Layers {
         let device = named.first().map_or(example.device(), |(_, tensor)| tensor.device());
         let mut x = example.to_device(device)?;
         let mut layers = Vec::with_capacity(count);
+        let mut inputs = Vec::with_capacity(count);
         let mut found = HashSet::new();
         for (place, module) in modules.into_iter().enumerate() {
             let y =
@@ -131,16 +134,53 @@ impl Layers {
             let used: HashSet<TensorId> = y.sorted_nodes().into_iter().map(Tensor::id).collect();
             let own: Named = named.iter().filter(|(_, tensor)| used.contains(&tensor.id())).cloned().collect();
             found.extend(own.iter().map(|(_, tensor)| tensor.id()));
-            layers.push(Some((module, own)));
-            x = y.detach();
+            layers.push((module, own));
+            inputs.push(std::mem::replace(&mut x, y.detach()));
         }
-        let lost = named.iter().find(|(_, tensor)| tensor.is_variable() && !found.contains(&tensor.id()));
+        let is_lost = |(_, tensor): &&(String, Tensor)| tensor.track_op() && !found.contains(&tensor.id());
+        let mut lost: Named = named.iter().filter(is_lost).cloned().collect();
+        // Those without a gradient, such as the statistics of a batch norm, belong to the module that moves them.
+        for ((module, own), x) in layers.iter_mut().zip(&inputs) {
+            if lost.is_empty() {
+                break;
+            }
+            let (moved, left) = moved_by(&**module, x, lost)?;
+            own.extend(moved);
+            lost = left;
+        }
+        let layers = layers.into_iter().map(Some).collect();
+        let lost = lost.first();
         match lost {
             None => Ok(Self(RefCell::new(layers))),
             Some((name, _)) => Err(Error::Pipe(format!(
-                "no module of the list {list:?} has a gradient of {name:?}: it uses the variable in no output, or through an \
-                 operation of candle without a backward pass, such as a fused norm; leave it out, or replace the module"
+                "no module of the list {list:?} has a gradient of {name:?}, and none changes it in training: it uses the \
+                 variable in no output, or through an operation of candle without a backward pass, such as a fused norm; \
+                 leave it out, or replace the module"
             ))),
         }
     }
+}
+
+/// Returns the variables that a module changes in training, and the others. All have their values again.
+fn moved_by(module: &dyn ModuleT, x: &Tensor, variables: Named) -> Result<(Named, Named)> {
+    // Not their own values: a mean of 0 stays 0 on an example of zeros.
+    let trial = |variable: &Tensor| match variable.dtype().is_float() {
+        true => variable.ones_like()?.affine(0.731, 0.0),
+        false => variable.ones_like(),
+    };
+    let mut kept = Vec::with_capacity(variables.len());
+    for (_, variable) in &variables {
+        let (own, trial) = (variable.detach().force_contiguous()?, trial(variable)?);
+        Var::from_tensor(variable)?.set(&trial)?;
+        kept.push((own, trial));
+    }
+    // A module that refuses the example in training moves nothing.
+    drop(module.forward_t(x, true));
+    let (mut moved, mut left) = (Named::new(), Named::new());
+    for (named, (own, trial)) in variables.into_iter().zip(kept) {
+        let is_moved = !same_bits(&named.1.detach(), &trial)?;
+        Var::from_tensor(&named.1)?.set(&own)?;
+        if is_moved { moved.push(named) } else { left.push(named) }
+    }
+    Ok((moved, left))
 }

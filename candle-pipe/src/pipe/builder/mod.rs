@@ -89,6 +89,14 @@ impl<B: Scope> PipeBuilder<B> {
         value
     }
 
+    /// Declares an optional input that is passed by position or by name.
+    pub fn input_arg_or(&mut self, name: impl Into<String>, default: impl Into<Value>) -> ValueId {
+        let value = self.value();
+        self.graph.inputs.push(Input { name: name.into(), kind: In::Arg, optional: true, value });
+        self.defaults.insert(value, default.into());
+        value
+    }
+
     /// Declares a module with one result.
     pub fn module<M: StageOp + 'static>(
         &mut self,
@@ -204,7 +212,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// Builds every node once, and drops it, to count the elements of its parameters.
     ///
     /// Policies that cut by parameters need it. With [`shapes_only`](crate::shapes_only), nothing is read or allocated.
-    /// A `ShardedVarBuilder` creates each parameter only once, so use a separate one to measure.
+    /// A `ShardedVarBuilder` keeps all parameters that it creates, so use a separate one to measure.
     ///
     /// # Errors
     /// Those of the constructors.

@@ -9,7 +9,7 @@ use super::shared::Shared;
 use super::{capacity, losses};
 use crate::kernels;
 use crate::layout::{Placement, Replicate, Shard};
-use crate::nn::draws;
+use crate::nn::Draws;
 use crate::nn::{Mode, ShardedVarBuilder};
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
@@ -144,7 +144,7 @@ impl MoE {
         }
         let choices = (&routed.chosen[..], &kept[..], top_k);
         let Table { counts, load } = load::exchange(choices, routed.invalid, &ranks, (&self.axes, laid.spec()))?;
-        if mode != Mode::Eval && config.bias && !draws::is_again() {
+        if mode != Mode::Eval && config.bias && !Draws::are_repeated() {
             self.counts().iter_mut().zip(&load.experts).for_each(|(sum, count)| *sum += count);
         }
         let mut output = self.run(&laid, &routed, (&kept, counts))?;

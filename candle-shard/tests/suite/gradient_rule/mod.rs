@@ -4,6 +4,7 @@
 mod failed;
 mod recompute;
 mod shared;
+mod unlike;
 mod summed;
 
 use crate::common::*;

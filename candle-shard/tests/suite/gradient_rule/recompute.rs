@@ -114,3 +114,48 @@ fn a_second_run_that_panics_does_not_draw_for_later_ones() {
         Ok(())
     });
 }
+
+#[test]
+fn a_segment_may_capture_the_results_of_other_layers_and_units() {
+    use crate::fsdp::harness::{batch, linears, rows};
+    use candle_shard::fsdp::FullyShardOptions;
+    for (world, dtype, tolerance) in
+        [(1, DType::F64, 1e-12), (2, DType::F64, 1e-12), (3, DType::F64, 1e-12), (2, DType::BF16, 5e-2)]
+    {
+        on_ranks(world, &format!("captured, {dtype:?}"), move |ctx| -> Result<()> {
+            let run = |is_recomputed: bool| -> Result<Vec<Vec<f64>>> {
+                let mesh = ctx.mesh(&[("dp", world), ("tp", 1)])?;
+                let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), dtype, &device())?;
+                let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
+                let layers: Vec<_> = linears(4, &vb)?.into_iter().map(Arc::new).collect();
+                let parameters = vb.finish()?;
+                let x = rows(&batch(0)?, &mesh)?.to_dtype(dtype)?;
+                let through = |layer: usize, x: &DTensor| layers[layer].run(|layer| layer.forward(x));
+                let first = through(0, &x)?;
+                // The results of a unit, and of an op behind it, are captured and used elsewhere too.
+                let memory = through(1, &first)?;
+                let turned = memory.tanh()?;
+                let (layer, captured) = (layers[2].clone(), (memory.clone(), turned.clone()));
+                let segment = move |x: &DTensor| {
+                    let (layer, (memory, turned), around) = (layer.clone(), captured.clone(), x.clone());
+                    let inner = move |x: &DTensor| {
+                        layer.run(|layer| layer.forward(x))?.mul(&memory)?.add(&around)?.add(&turned)
+                    };
+                    if is_recomputed { candle_shard::nn::recompute(&x.tanh()?, inner) } else { inner(&x.tanh()?) }
+                };
+                let y = if is_recomputed { candle_shard::nn::recompute(&first, segment)? } else { segment(&first)? };
+                let y = through(3, &y.add(&memory)?.add(&turned.sqr()?)?)?;
+                let grads = parameters.backward(&y.to_dtype(DType::F64)?.sqr()?.mean_all()?)?;
+                let of = |p: &candle_shard::nn::Parameter| {
+                    let grad = p.grad(&grads)?.expect("a gradient").full_tensor()?;
+                    Ok(grad.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
+                };
+                parameters.iter().map(of).collect()
+            };
+            for (got, want) in run(true)?.iter().flatten().zip(run(false)?.iter().flatten()) {
+                assert!((got - want).abs() <= tolerance * (1.0 + want.abs()), "{got}, without recomputation {want}");
+            }
+            Ok(())
+        });
+    }
+}
