@@ -87,6 +87,26 @@ impl DTensor {
         self.var_keepdim(dim)?.reshape(without(self.dims(), &[dim]))
     }
 
+    /// The root of the unbiased variance over a dim, which stays with size 1.
+    ///
+    /// A sharded dim costs two all_reduces, of the sums and of the squares.
+    #[track_caller]
+    pub fn std_keepdim(&self, dim: impl Dim) -> Result<Self> {
+        self.check_float("std_keepdim")?;
+        let dim = dim.to_index(&Shape::from(self.dims()), "std_keepdim")?;
+        self.in_full_precision(|x| {
+            let var = x.var_keepdim(dim)?;
+            inherent(|| var.sqrt())
+        })
+    }
+
+    /// The root of the unbiased variance over a dim, which goes away.
+    #[track_caller]
+    pub fn std(&self, dim: impl Dim) -> Result<Self> {
+        let dim = dim.to_index(&Shape::from(self.dims()), "std")?;
+        self.std_keepdim(dim)?.reshape(without(self.dims(), &[dim]))
+    }
+
     /// The root of the sum of all squares, a scalar.
     #[track_caller]
     pub fn norm(&self) -> Result<Self> {

@@ -9,13 +9,19 @@ use test_utils::on_ranks;
 type Op = fn(&DTensor) -> Result<DTensor>;
 
 /// An op over an empty dim of `[3, 0, 2]`, the shape of the result, and its elements.
-const OVER_NOTHING: [(&str, Op, &[usize], f64); 12] = [
+const OVER_NOTHING: [(&str, Op, &[usize], f64); 18] = [
     ("sum", |x| x.sum(1), &[3, 2], 0.0),
     ("sum_keepdim", |x| x.sum_keepdim(1), &[3, 1, 2], 0.0),
     ("sum_all", |x| x.sum_all(), &[], 0.0),
     ("mean", |x| x.mean(1), &[3, 2], f64::NAN),
     ("mean_all", |x| x.mean_all(), &[], f64::NAN),
     ("var", |x| x.var(1), &[3, 2], f64::NAN),
+    ("std", |x| x.std(1), &[3, 2], f64::NAN),
+    ("prod", |x| x.prod(1), &[3, 2], 1.0),
+    ("prod_all", |x| x.prod_all(), &[], 1.0),
+    ("any", |x| x.any(1)?.to_dtype(x.dtype()), &[3, 2], 0.0),
+    ("all_keepdim", |x| x.all_keepdim(1)?.to_dtype(x.dtype()), &[3, 1, 2], 1.0),
+    ("all_all", |x| x.all_all()?.to_dtype(x.dtype()), &[], 1.0),
     ("norm", |x| x.norm(), &[], 0.0),
     ("log_sum_exp", |x| x.log_sum_exp(1), &[3, 2], f64::NEG_INFINITY),
     ("log_sum_exp of two dims", |x| x.log_sum_exp((1, 2)), &[3], f64::NEG_INFINITY),

@@ -8,10 +8,11 @@ use test_utils::on_ranks;
 type Exchanging = (&'static str, fn(&DTensor) -> Result<DTensor>, &'static [(Op, usize)], &'static [(Op, usize)]);
 
 /// The calls of an op forward, and with its gradient backward.
-const OPS: [Exchanging; 13] = [
+const OPS: [Exchanging; 14] = [
     ("softmax", |x| x.softmax(1), &[(Op::AllReduce, 2)], &[(Op::AllReduce, 1)]),
     ("softmax_last_dim", |x| x.softmax_last_dim(), &[(Op::AllReduce, 2)], &[(Op::AllReduce, 1)]),
     ("log_softmax", |x| x.log_softmax(1), &[(Op::AllReduce, 2)], &[(Op::AllReduce, 1)]),
+    ("prod", |x| x.prod(1), &[(Op::AllGather, 1)], &[]),
     ("log_sum_exp", |x| x.log_sum_exp(1), &[(Op::AllReduce, 2)], &[]),
     ("max", |x| x.max(1), &[(Op::AllReduce, 1)], &[]),
     ("min", |x| x.min_all(), &[(Op::AllReduce, 1)], &[]),

@@ -1,5 +1,10 @@
-use crate::ops::sweep::{Case, Input, Kind::Float, sweep};
+use crate::common::*;
+use crate::ops::sweep::{Case, Input, Kind::Float, Kind::Whole, sweep};
 use crate::plain;
+use candle_core::{DType, Tensor, Var};
+use candle_shard::{DTensor, Result, Shard, Spec};
+use itertools::Itertools;
+use test_utils::on_ranks;
 
 #[test]
 fn sums_and_means() {
@@ -90,4 +95,139 @@ fn running_sums() {
     }
     cases.push(Case::new("cumsum of none", &[(&[0, 3], Float)], |x| x[0].cumsum(1), |x| Ok(x[0].clone())));
     sweep("cumsum", cases);
+}
+
+/// The product over a dim, element by element.
+fn plain_prod(x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
+    let mut product = x.narrow(dim, 0, 1)?;
+    for at in 1..x.dim(dim)? {
+        product = (product * x.narrow(dim, at, 1)?)?;
+    }
+    Ok(product)
+}
+
+#[test]
+fn products() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 5] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 5], &[3, 2, 4]];
+    for (shape, kind) in shapes.into_iter().cartesian_product([Float, Whole]) {
+        let x: [Input; 1] = [(shape, kind)]; // whole numbers are often 0
+        for dim in 0..shape.len() {
+            cases.extend([
+                Case::new(
+                    &format!("prod {dim}"),
+                    &x,
+                    move |x| x[0].prod(dim),
+                    move |x| plain_prod(&x[0].affine(1.0, 0.0)?, dim)?.squeeze(dim),
+                ),
+                Case::new(
+                    &format!("prod_keepdim {dim}"),
+                    &x,
+                    move |x| x[0].sqr()?.prod_keepdim(dim)?.mul(&x[0]),
+                    move |x| plain_prod(&x[0].sqr()?, dim)?.broadcast_mul(&x[0]),
+                ),
+            ]);
+        }
+        cases.push(Case::new("prod_all", &x, |x| x[0].prod_all(), |x| plain_prod(&x[0].flatten_all()?, 0)?.squeeze(0)));
+    }
+    sweep("products", cases);
+}
+
+#[test]
+fn deviations() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 4] = [&[4, 6], &[5, 3], &[2, 7], &[2, 2, 5]];
+    for shape in shapes {
+        let x: [Input; 1] = [(shape, Float)];
+        for dim in 0..shape.len() {
+            cases.extend([
+                Case::new(&format!("std {dim}"), &x, move |x| x[0].std(dim), move |x| x[0].var(dim)?.sqrt()),
+                Case::new(
+                    &format!("std_keepdim {dim}"),
+                    &x,
+                    move |x| x[0].div(x[0].std_keepdim(dim)?),
+                    move |x| x[0].broadcast_div(&x[0].var_keepdim(dim)?.sqrt()?),
+                ),
+            ]);
+        }
+    }
+    sweep("deviations", cases);
+}
+
+#[test]
+fn truths() {
+    let mut cases = Vec::new();
+    let shapes: [&[usize]; 5] = [&[4, 6], &[5, 3], &[1, 7], &[2, 1, 5], &[2, 2]];
+    let of = |x: &Tensor, dim, all: bool| {
+        let set = x.ne(0.0)?;
+        let made = if all { set.min_keepdim(dim)? } else { set.max_keepdim(dim)? };
+        made.to_dtype(x.dtype())
+    };
+    for shape in shapes {
+        let x: [Input; 1] = [(shape, Whole)];
+        let float = |x: DTensor, like: &DTensor| x.to_dtype(like.dtype());
+        for dim in 0..shape.len() {
+            cases.extend([
+                Case::new(
+                    &format!("any {dim}"),
+                    &x,
+                    move |x| float(x[0].any(dim)?, &x[0]),
+                    move |x| of(&x[0], dim, false)?.squeeze(dim),
+                ),
+                Case::new(
+                    &format!("all {dim}"),
+                    &x,
+                    move |x| float(x[0].all(dim)?, &x[0]),
+                    move |x| of(&x[0], dim, true)?.squeeze(dim),
+                ),
+                Case::new(
+                    &format!("any_keepdim {dim}"),
+                    &x,
+                    move |x| float(x[0].any_keepdim(dim)?, &x[0])?.mul(&x[0]),
+                    move |x| of(&x[0], dim, false)?.broadcast_mul(&x[0]),
+                ),
+                Case::new(
+                    &format!("all_keepdim {dim}"),
+                    &x,
+                    move |x| float(x[0].all_keepdim(dim)?, &x[0])?.mul(&x[0]),
+                    move |x| of(&x[0], dim, true)?.broadcast_mul(&x[0]),
+                ),
+            ]);
+        }
+        cases.extend([
+            Case::new(
+                "any_all",
+                &x,
+                move |x| float(x[0].any_all()?, &x[0]),
+                move |x| of(&x[0].flatten_all()?, 0, false)?.squeeze(0),
+            ),
+            Case::new(
+                "all_all",
+                &x,
+                move |x| float(x[0].all_all()?, &x[0]),
+                move |x| of(&x[0].flatten_all()?, 0, true)?.squeeze(0),
+            ),
+        ]);
+    }
+    sweep("truths", cases);
+}
+
+#[test]
+fn products_over_shards_of_given_sizes() {
+    on_ranks(2, "sizes", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[2])?;
+        for (len, sizes) in [(2, [0, 2]), (2, [2, 0]), (2, [1, 1]), (5, [1, 4]), (3, [0, 3])] {
+            let whole = values(&[3, len], 1, DType::F64);
+            let spec =
+                Spec::new(&mesh, &[Shard(1)], whole.shape(), DType::F64)?.with_sizes(0, Some(sizes[..].into()))?;
+            let leaf = Leaf::with_spec(&whole, spec, &[Lay::At(Shard(1))])?;
+            let made = leaf.tensor.prod(1)?;
+            let var = Var::from_tensor(&whole)?;
+            let want = plain_prod(&var, 1)?;
+            assert!(value_error(&made, &want.detach().squeeze(1)?)? < 1e-12, "{sizes:?}");
+            let want = want.sum_all()?.backward()?.remove(&var).unwrap();
+            assert!(leaf.gradient_error(&made.sum_all()?.backward()?, &want)? < 1e-12, "{sizes:?}");
+        }
+        Ok(())
+    });
 }

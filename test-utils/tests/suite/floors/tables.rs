@@ -199,9 +199,9 @@ const CANDLE_SHARD: &[Folder] = &[
         &[
             "activation attention fallback grid group_norm halo join lookup loss operand pixels pool reduce reshape scan \
              slice unary units",
-            "aliases conv cross_entropy dropout embedding extreme in_place index operators pointwise scatter",
-            "compare matmul rowwise softmax view",
-            "order",
+            "aliases conv cross_entropy dropout einsum embedding extreme in_place index operators pointwise scatter",
+            "compare matmul product rowwise softmax view",
+            "order truth",
         ],
     ),
     folder("parallel", &["pattern shares style", "module", "plain plan"]),

@@ -1,7 +1,7 @@
 //! Sums, extremes, softmax and products.
 use super::{Call, Dice, Entry, apart, call, dim, float, none, same};
 use crate::plain;
-use candle_core::{D, DType};
+use candle_core::{D, DType, Tensor};
 use candle_nn::ops;
 use candle_shard::{DTensor, kernels};
 
@@ -17,6 +17,11 @@ fn factor(dice: &mut Dice, shape: &[usize]) -> Option<Call> {
     let batch = &shape[..shape.len() - 2];
     let batch = if dice.once_in(2) { batch } else { &[] };
     call(vec![float(&[batch, &[inner, columns]].concat())], vec![])
+}
+
+/// The product over a dim, which stays, element by element.
+fn product(x: &Tensor, dim: usize) -> candle_core::Result<Tensor> {
+    (1..x.dim(dim)?).try_fold(x.narrow(dim, 0, 1)?, |product, at| product * x.narrow(dim, at, 1)?)
 }
 
 pub(super) const OPS: &[Entry] = same! {
@@ -50,6 +55,25 @@ pub(super) const OPS: &[Entry] = same! {
 };
 
 pub(super) const APART: &[Entry] = apart! {
+    all, 1..=4, dim, |x, n| x[0].clamp(0.0, 1.0)?.all(n[0])?.to_dtype(DType::F64),
+        x[0].gt(0.0)?.min(n[0])?.to_dtype(DType::F64);
+    all_keepdim, 1..=4, dim, |x, n| x[0].clamp(0.0, 1.0)?.all_keepdim(n[0])?.to_dtype(DType::F64)?.mul(&x[0]),
+        x[0].gt(0.0)?.min_keepdim(n[0])?.to_dtype(DType::F64)?.broadcast_mul(&x[0]);
+    all_all, 0..=4, none, |x, n| x[0].clamp(0.0, 1.0)?.all_all()?.to_dtype(DType::F64),
+        x[0].gt(0.0)?.flatten_all()?.min(0)?.to_dtype(DType::F64);
+    any, 1..=4, dim, |x, n| x[0].clamp(0.0, 1.0)?.any(n[0])?.to_dtype(DType::F64),
+        x[0].gt(0.0)?.max(n[0])?.to_dtype(DType::F64);
+    any_keepdim, 1..=4, dim, |x, n| x[0].clamp(0.0, 1.0)?.any_keepdim(n[0])?.to_dtype(DType::F64)?.mul(&x[0]),
+        x[0].gt(0.0)?.max_keepdim(n[0])?.to_dtype(DType::F64)?.broadcast_mul(&x[0]);
+    any_all, 0..=4, none, |x, n| x[0].clamp(0.0, 1.0)?.any_all()?.to_dtype(DType::F64),
+        x[0].gt(0.0)?.flatten_all()?.max(0)?.to_dtype(DType::F64);
+    prod, 1..=4, dim, |x, n| x[0].prod(n[0]), product(&x[0], n[0])?.squeeze(n[0]);
+    prod_keepdim, 1..=4, dim, |x, n| x[0].prod_keepdim(n[0]), product(&x[0], n[0]);
+    prod_all, 0..=4, none, |x, n| x[0].prod_all(), product(&x[0].flatten_all()?, 0)?.squeeze(0);
+    std, 1..=4, wide_dim, |x, n| x[0].std(n[0]), x[0].var(n[0])?.sqrt();
+    std_keepdim, 1..=4, wide_dim, |x, n| x[0].std_keepdim(n[0]), x[0].var_keepdim(n[0])?.sqrt();
+    einsum, 2..=2, |d, s| call(vec![float(&[d.size(), s[1]])], vec![]),
+        |x, n| DTensor::einsum("ij,kj->ki", &[&x[0], &x[1]]), x[1].matmul(&x[0].t()?);
     softmax, 1..=4, dim, |x, n| x[0].softmax(n[0]), ops::softmax(&x[0], n[0]);
     log_softmax, 1..=4, dim, |x, n| x[0].log_softmax(n[0]), ops::log_softmax(&x[0], n[0]);
     softmax_last_dim, 1..=4, none, |x, n| x[0].softmax_last_dim(), ops::softmax(&x[0], D::Minus1);
