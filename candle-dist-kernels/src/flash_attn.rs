@@ -1,4 +1,5 @@
-use candle_core::{Result, Tensor, bail};
+use candle_core::{D, Result, Tensor, bail};
+use candle_dist::empty;
 
 use super::attention::{AttentionSizes, KeyBlock, Scale, Visible, attend, attend_off_host};
 use super::{check_dtype, compute_dtype};
@@ -9,7 +10,7 @@ use super::{check_dtype, compute_dtype};
 /// result is `[batch, q, heads, v]`. `kv_heads` divides `heads`: each key head serves `heads / kv_heads` consecutive
 /// query heads. With `causal`, query `i` sees key `j` iff `j ≤ i + (k - q)`, and a query without a visible key yields
 /// zeros. The backward pass recomputes the scores block by block (Dao et al. 2022). Fails if shapes or dtypes do not
-/// match.
+/// match. Without dims (`d = 0`) all scores are 0, so the result is the mean of the visible values.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -42,6 +43,11 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
 /// Attention over blocks of keys that follow each other and are all rows. The shapes fit each other.
 pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
     let dtype = compute_dtype("flash_attn", query)?;
+    if query.dim(D::Minus1)? == 0 {
+        // All scores are 0 whatever their factor, as those of one dim of zeros.
+        let zeros = |x: &Tensor| empty::zeros_of(&[x], [&x.dims()[..3], &[1]].concat(), x.dtype());
+        return flash_attn_of_blocks([&zeros(query)?, &zeros(key)?, value], Scale { factor: 1.0, ..scale }, blocks);
+    }
     if !query.device().is_cpu() {
         return attend_off_host([query, key, value], scale, &blocks);
     }
@@ -57,7 +63,8 @@ mod tests {
     #[test]
     fn where_there_is_nothing_the_result_is_zeros_in_the_graph_of_all_inputs() {
         let full = [2, 3, 5, 4, 2, 4, 3];
-        for (at, name) in ["batch", "queries", "keys", "heads", "key heads", "dim", "width"].into_iter().enumerate() {
+        let names = ["batch", "queries", "keys", "heads", "key heads", "", "width"];
+        for (at, name) in names.into_iter().enumerate().filter(|(_, name)| !name.is_empty()) {
             let mut sizes = full;
             sizes[at] = 0;
             if sizes[3] * sizes[4] == 0 {
@@ -79,6 +86,29 @@ mod tests {
                 assert_eq!((grad.dims(), elements(grad)), (var.dims(), vec![0.0; var.elem_count()]), "no {name}");
             }
         }
+    }
+
+    #[test]
+    fn without_dims_the_result_is_the_mean_of_the_visible_values() -> Result<()> {
+        let var = |dims: [usize; 4]| candle_core::Var::ones(&dims, candle_core::DType::F64, &Cpu);
+        let (q, k) = (var([2, 3, 4, 0])?, var([2, 3, 2, 0])?);
+        let v = candle_core::Var::from_tensor(&Tensor::arange(0f64, 36., &Cpu)?.reshape((2, 3, 2, 3))?)?;
+        for scale in [1.0, f64::INFINITY] {
+            let all = flash_attn(&q, &k, &v, scale, false)?;
+            let mean = v.mean_keepdim(1)?.broadcast_as((2, 3, 2, 3))?;
+            for head in 0..4 {
+                let error = (all.narrow(2, head, 1)? - mean.narrow(2, head / 2, 1)?)?.abs()?.max_all()?;
+                assert!(error.to_scalar::<f64>()? < 1e-12, "{scale}, head {head}: {error}");
+            }
+            let seen = flash_attn(&q, &k, &v, scale, true)?.narrow(1, 1, 1)?.narrow(2, 0, 1)?.flatten_all()?;
+            let want = (v.narrow(1, 0, 2)?.mean(1)?.narrow(1, 0, 1)?).flatten_all()?;
+            assert_eq!(seen.to_vec1::<f64>()?, want.to_vec1::<f64>()?);
+            let grads = all.sum_all()?.backward()?;
+            let of_v = grads.get(&v).unwrap().flatten_all()?.to_vec1::<f64>()?;
+            assert!(of_v.iter().all(|grad| (grad - 2.0).abs() < 1e-12), "{of_v:?}");
+            assert_eq!(grads.get(&q).map(|grad| grad.dims()), Some(q.dims()));
+        }
+        Ok(())
     }
 
     /// Compares value and gradients with those of the host, NaN included.

@@ -1,6 +1,7 @@
 //! The scalar functions of the kernels, written so that loops over them vectorize.
 
-use candle_core::{DType, WithDType, cpu::erf::erfc_f64};
+use candle_core::cpu::erf::{erf_f32, erf_f64, erfc_f64};
+use candle_core::{DType, WithDType};
 
 /// Returns whether ops compute with this dtype, in itself or in f32.
 pub fn is_computed(dtype: DType) -> bool {
@@ -14,6 +15,18 @@ pub trait Real: WithDType {
 
     /// Returns the natural logarithm.
     fn ln(self) -> Self;
+
+    /// Returns the hyperbolic tangent.
+    fn tanh(self) -> Self;
+
+    /// Returns the error function.
+    fn erf(self) -> Self;
+
+    /// Returns `e^self - 1`, also accurate near 0.
+    fn exp_m1(self) -> Self;
+
+    /// Returns this number to the power of `e`.
+    fn powf(self, e: Self) -> Self;
 
     /// Returns `e^(self + low)` for `self ≤ 0` and a `low` much smaller than 1, to about one ulp.
     ///
@@ -52,6 +65,26 @@ impl Real for f32 {
     /// Returns the natural logarithm.
     fn ln(self) -> Self {
         f32::ln(self)
+    }
+
+    #[inline(always)]
+    fn tanh(self) -> Self {
+        f32::tanh(self)
+    }
+
+    #[inline(always)]
+    fn exp_m1(self) -> Self {
+        f32::exp_m1(self)
+    }
+
+    #[inline(always)]
+    fn erf(self) -> Self {
+        erf_f32(self)
+    }
+
+    #[inline(always)]
+    fn powf(self, e: Self) -> Self {
+        f32::powf(self, e)
     }
 
     #[inline(always)]
@@ -136,6 +169,26 @@ impl Real for f64 {
     /// Returns the natural logarithm.
     fn ln(self) -> Self {
         f64::ln(self)
+    }
+
+    #[inline(always)]
+    fn tanh(self) -> Self {
+        f64::tanh(self)
+    }
+
+    #[inline(always)]
+    fn exp_m1(self) -> Self {
+        f64::exp_m1(self)
+    }
+
+    #[inline(always)]
+    fn erf(self) -> Self {
+        erf_f64(self)
+    }
+
+    #[inline(always)]
+    fn powf(self, e: Self) -> Self {
+        f64::powf(self, e)
     }
 
     #[inline(always)]

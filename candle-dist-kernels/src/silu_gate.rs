@@ -1,6 +1,7 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Tensor};
 use candle_dist::{edges, empty};
 
+use super::function::{Function, logistic, near, weighted};
 use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
@@ -35,19 +36,10 @@ pub(super) fn composed(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return empty::zeros_of(&[x, gate], x.shape(), x.dtype());
     }
-    x.silu()? * gate
+    Function::Silu.apply(x)? * gate
 }
 
 struct SiluGate;
-
-/// Returns `sigmoid(x)` and `1 - sigmoid(x)`, both without cancellation.
-#[inline(always)]
-fn sigmoid<T: Real>(x: T) -> (T, T) {
-    let zero = T::zero();
-    let e = (if x > zero { zero - x } else { x }).exp_neg(zero);
-    let near = T::one() / (T::one() + e);
-    if x > zero { (near, e * near) } else { (e * near, near) }
-}
 
 /// Applies `f` to the elements of three slices.
 fn zip<T: Real>(a: &[T], b: &[T], c: &[T], f: impl Fn(T, T, T) -> T + Sync) -> Vec<T> {
@@ -71,7 +63,7 @@ fn forward<T: Real>(x: &[T], gate: &[T]) -> CpuStorage {
         gate,
         x,
         #[inline(always)]
-        |x, gate, _| x * sigmoid(x).0 * gate,
+        |x, gate, _| weighted(x, logistic(x).0) * gate,
     ))
 }
 
@@ -87,8 +79,9 @@ fn backward<T: Real>(x: &Tensor, gate: &Tensor, grad: &Tensor) -> Result<(Option
             gs,
             #[inline(always)]
             |x, gate, grad| {
-                let (s, rest) = sigmoid(x);
-                grad * gate * s * (T::one() + x * rest)
+                let (s, rest) = logistic(x);
+                // First the slope: the product of the other two may be infinite.
+                s * (T::one() + near(x) * rest) * grad * gate
             },
         ))
     };
@@ -98,7 +91,7 @@ fn backward<T: Real>(x: &Tensor, gate: &Tensor, grad: &Tensor) -> Result<(Option
             gs,
             gs,
             #[inline(always)]
-            |x, grad, _| grad * x * sigmoid(x).0,
+            |x, grad, _| grad * weighted(x, logistic(x).0),
         ))
     };
     Ok((for_x.then(slope).transpose()?, for_gate.then(value).transpose()?))

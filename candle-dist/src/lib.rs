@@ -84,6 +84,8 @@ pub mod init;
 mod launch;
 mod link;
 mod mesh;
+#[doc(hidden)]
+pub mod rows;
 mod store;
 mod sums;
 #[cfg(feature = "testing")]
@@ -105,8 +107,8 @@ pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
 pub use sums::sum_dtype;
 pub use train::{
-    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, PendingGrads, SyncOptions, add_grad,
-    named_vars, round_grads, sync_module_states, sync_params, verify_parameter_shapes,
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, PendingGrads, ShardedVar,
+    SyncOptions, add_grad, named_vars, round_grads, sync_module_states, sync_params, verify_parameter_shapes,
 };
 pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};
 pub use world::{RankContext, World, WorldError, init_process_group, panic_message};

@@ -116,6 +116,17 @@ impl Action {
     }
 }
 
+impl Action {
+    /// Returns the microbatch of a computation or a message; `None` for others, and for a pair of computations.
+    pub(crate) fn microbatch(&self) -> Option<usize> {
+        match self {
+            Self::Compute(compute) => Some(compute.microbatch),
+            Self::Send(message) | Self::Recv(message) | Self::WaitSend(message) => Some(message.microbatch),
+            _ => None,
+        }
+    }
+}
+
 impl Compute {
     /// Returns what this computation produces for other stages, if anything.
     pub(crate) fn makes(self) -> Option<Flow> {

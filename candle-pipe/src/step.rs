@@ -5,6 +5,7 @@ use crate::tape::{Keep, parts};
 use crate::{Error, Result, Value};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
+use candle_dist::rows;
 
 /// The options of a training step: start from the default, and set what differs.
 ///
@@ -112,14 +113,17 @@ pub struct StepResult {
     /// [`round_grads`](candle_dist::round_grads).
     pub grads: GradStore,
     total: Option<Tensor>,
+    /// The mark of the step's beginning, for gradients that tables keep by rows.
+    since: u64,
 }
 
 /// The sum of the losses and the sum of the counts of many microbatches.
 pub(crate) type Counted = [f64; 2];
 
 impl StepResult {
-    pub(crate) fn with_grads(grads: GradStore) -> Self {
-        Self { grads, ..Self::default() }
+    /// Creates the result of a step that begins now.
+    pub(crate) fn begin() -> Self {
+        Self { since: rows::next_mark(), ..Self::default() }
     }
 
     /// Returns the loss of the batch; of all replicas' batches, if it [counts](Reduction::Counted).
@@ -166,6 +170,7 @@ impl StepResult {
             let total = Tensor::new(sum / count, &Device::Cpu)?.to_dtype(loss.dtype())?;
             self.total = Some(total.to_device(loss.device())?);
         }
+        rows::scale(&self.grads, self.since, times / count)?;
         for id in self.grads.get_ids().copied().collect::<Vec<_>>() {
             if let Some(grad) = self.grads.get_id(id) {
                 let mean = grad.affine(times / count, 0.0)?;

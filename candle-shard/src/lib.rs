@@ -55,6 +55,7 @@ pub use ops::cross_entropy::CrossEntropy;
 pub use ops::index::Index;
 pub use ops::loss::Reduction;
 pub use ops::operand::{Operand, Side};
+pub use rules::observe;
 pub use strict::strict;
 pub use tables::sharded_tensor::ShardedTensor;
 pub use tables::sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};

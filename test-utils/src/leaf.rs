@@ -62,12 +62,12 @@ pub fn on_axes<T: Clone>(choices: &[T], axes: usize) -> Vec<Vec<T>> {
     (0..axes).map(|_| choices.iter().cloned()).multi_cartesian_product().collect()
 }
 
-/// Creates a mesh with axes `a`, `b` and `c` of these sizes; up to three sizes.
+/// Creates a mesh with axes `a`, `b`, `c` and so on of these sizes; up to six sizes.
 ///
 /// # Errors
 /// If the sizes do not fit the world.
 pub fn mesh(ctx: &RankContext, shape: &[usize]) -> candle_dist::Result<DeviceMesh> {
-    let axes: Vec<(&str, usize)> = ["a", "b", "c"].into_iter().zip(shape.iter().copied()).collect();
+    let axes: Vec<(&str, usize)> = ["a", "b", "c", "d", "e", "f"].into_iter().zip(shape.iter().copied()).collect();
     ctx.mesh(&axes)
 }
 

@@ -1,6 +1,7 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
 mod backend;
 mod converter;
+mod dice;
 mod harness;
 mod job;
 mod leaf;
@@ -8,6 +9,7 @@ mod memory;
 pub mod model_args;
 #[cfg(feature = "mpi")]
 mod processes;
+pub mod prove;
 pub mod reference;
 pub mod reference_mlp;
 pub mod reference_moe;
@@ -22,6 +24,7 @@ pub mod toy;
 
 pub use backend::{backend_name, has_ranks, over_mpi, over_nccl, skip_among_processes, worlds};
 pub use converter::DTensorConverter;
+pub use dice::Dice;
 pub use harness::{Ranks, TestWorld, device, on_ranks, world};
 pub use job::{Job, Outcome};
 pub use leaf::{

@@ -24,6 +24,8 @@ const PARALLEL: usize = 1 << 18;
 pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
     let dtype = compute_dtype("decode_attn", query)?;
     let sizes = Sizes::of(query, texts)?;
+    // Without dims all scores are 0, whatever their factor.
+    let scale = if sizes.dim == 0 { Scale { factor: 1.0, ..scale } } else { scale };
     if !query.device().is_cpu() {
         return composed(query, texts, scale);
     }

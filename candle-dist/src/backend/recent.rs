@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 /// The most values that are kept.
-const MOST: usize = 64;
+const MOST: usize = 256;
 
 /// The last values, in the order in which they were first used.
 pub(super) struct Recent<T> {

@@ -41,6 +41,8 @@ pub struct ProcessGroup {
     posts: Arc<Posts>,
     /// The timeout of this handle's calls, if it differs from the world's.
     timeout: Option<Duration>,
+    /// What all calls of this handle are about.
+    description: Option<Arc<str>>,
 }
 
 impl ProcessGroup {
@@ -61,7 +63,7 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, posts: Arc::default(), timeout: None }
+        Self { backend, posts: Arc::default(), timeout: None, description: None }
     }
 
     pub(crate) fn shared_backend(&self) -> Arc<dyn Backend> {
@@ -99,6 +101,26 @@ impl ProcessGroup {
             return Err(Error::Unsupported(reason));
         }
         Ok(Self { timeout: Some(timeout), ..self.clone() })
+    }
+
+    /// Returns this group with a description of what the calls of the returned handle are about, such as the name of a
+    /// parameter. It must be equal on all ranks.
+    ///
+    /// Calls of the same shapes match, whatever they are about. Descriptions make a mismatch of those that are about
+    /// different things: an error on all ranks, at the point where the backend compares calls.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_dist::{ReduceOp, World};
+    ///
+    /// let failed = World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    ///     let group = ctx.group().with_description(["query", "key"][ctx.rank()]);
+    ///     group.all_reduce(&Tensor::ones(3, DType::F32, &Device::Cpu)?, ReduceOp::Sum).map(drop)
+    /// });
+    /// assert!(failed.unwrap_err().to_string().contains("description differs"));
+    /// ```
+    pub fn with_description(&self, description: impl Into<Arc<str>>) -> Self {
+        Self { description: Some(description.into()), ..self.clone() }
     }
 
     /// Waits until `ready`, for a backend that cannot limit its waits; the world stops when the timeout expires.
@@ -367,7 +389,8 @@ impl ProcessGroup {
         run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
     ) -> Result<R> {
         self.check_dtypes(&call)?;
-        let call = Call { timeout: self.timeout.or(call.timeout), ..call };
+        let note = call.note.or_else(|| self.description.clone());
+        let call = Call { note, timeout: self.timeout.or(call.timeout), ..call };
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
     }

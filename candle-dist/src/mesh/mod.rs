@@ -165,7 +165,7 @@ impl DeviceMesh {
     }
 
     /// Returns the ranks of the world that differ from this rank only on `axes`, row-major.
-    fn ranks_along(&self, axes: &[usize]) -> Vec<usize> {
+    pub(crate) fn ranks_along(&self, axes: &[usize]) -> Vec<usize> {
         self.0.layout.row(self.coordinate(), axes).into_iter().map(|place| self.ranks()[place]).collect()
     }
 }

@@ -1,8 +1,14 @@
 //! Sums gradients over several backward passes.
-use crate::{Error, Result, add_grad, sum_dtype};
+use super::grads::GradMark;
+use crate::{Error, Result, add_grad, rows, sum_dtype};
 use candle_core::backprop::GradStore;
+use candle_core::{TensorId, Var};
+use std::collections::HashSet;
 
 /// Sums gradients of several backward passes on this rank, without communication, like PyTorch's `no_sync`.
+///
+/// It holds one gradient for each of its variables, whatever the number of passes. candle's backward pass also returns
+/// gradients of constants, such as the batch; they are left out.
 ///
 /// [`mean`](Self::mean) returns the gradients that one backward pass over all samples would have computed. Pass them to
 /// [`DataParallel::reduce`](crate::DataParallel::reduce) like any other gradients. If ranks have different numbers of
@@ -15,7 +21,7 @@ use candle_core::backprop::GradStore;
 /// use candle_dist::GradAccumulator;
 ///
 /// let weight = Var::new(1f32, &Device::Cpu)?;
-/// let mut accumulator = GradAccumulator::default();
+/// let mut accumulator = GradAccumulator::new([&weight]);
 /// for x in [1f64, 2., 6.] {
 ///     accumulator.add(&(weight.as_tensor() * x)?.backward()?)?;
 /// }
@@ -23,13 +29,24 @@ use candle_core::backprop::GradStore;
 /// assert_eq!(grads.get(&weight).map(Tensor::to_scalar::<f32>).transpose()?, Some(3.0));
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct GradAccumulator {
+    vars: HashSet<TensorId>,
     sums: GradStore,
     weight: f64,
+    /// The mark of the first pass, for gradients that tables keep by rows.
+    since: Option<u64>,
 }
 
 impl GradAccumulator {
+    /// Creates one for the gradients of these variables. Gradients of all others are left out.
+    ///
+    /// A variable that is given twice counts once.
+    pub fn new<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Self {
+        let vars = vars.into_iter().map(|var| var.id()).collect();
+        Self { vars, sums: GradStore::default(), weight: 0.0, since: None }
+    }
+
     /// Adds the gradients of a mean loss with weight 1, if all passes have the same number of samples.
     pub fn add(&mut self, grads: &GradStore) -> Result<()> {
         self.add_weighted(grads, 1.0)
@@ -46,11 +63,25 @@ impl GradAccumulator {
         }
         for &id in grads.get_ids() {
             let Some(grad) = grads.get_id(id) else { continue };
+            if GradMark::is_mark(grad) {
+                self.sums.insert_id(id, grad.clone());
+                continue;
+            }
+            if !self.vars.contains(&id) {
+                continue;
+            }
             let grad = grad.detach().to_dtype(sum_dtype(grad.dtype()))?;
             let grad = if weight == 1.0 { grad } else { grad.affine(weight, 0.0)? };
             let sum = add_grad(self.sums.get_id(id), &grad)?;
             self.sums.insert_id(id, sum);
         }
+        // Tables sum their gradients themselves. What they add from here on is of the next pass.
+        let mark = rows::mark();
+        if weight != 1.0 {
+            rows::scale(grads, mark, weight)?;
+        }
+        self.since.get_or_insert(mark);
+        rows::next_mark();
         self.weight += weight;
         Ok(())
     }
@@ -62,12 +93,12 @@ impl GradAccumulator {
 
     /// Returns the sum of the gradients divided by the sum of the weights.
     pub fn mean(self) -> Result<GradStore> {
-        let Self { sums: mut grads, weight } = self;
+        let Self { vars, sums: mut grads, weight, since } = self;
         if weight == 1.0 {
             return Ok(grads);
         }
-        let ids: Vec<_> = grads.get_ids().copied().collect();
-        for id in ids {
+        rows::scale(&grads, since.unwrap_or_default(), 1.0 / weight)?;
+        for id in vars {
             if let Some(sum) = grads.get_id(id) {
                 let mean = sum.affine(1.0 / weight, 0.0)?;
                 grads.insert_id(id, mean);

@@ -1,7 +1,8 @@
 //! Data parallelism: averages gradients over ranks that train on different data.
 use super::host::read_results;
+use super::sharded::{conflict, rows_of};
 use super::sync::buckets;
-use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty};
+use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty, rows};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -87,6 +88,8 @@ impl DataParallelOptions {
 pub struct DataParallel {
     group: ProcessGroup,
     buckets: Vec<Vec<(String, Var)>>,
+    /// The tables whose gradients are kept by rows.
+    tables: Vec<Var>,
     reduce_dtype: Option<DType>,
 }
 
@@ -95,10 +98,13 @@ impl DataParallel {
     ///
     /// [`named_vars`](crate::named_vars) lists the variables of a `VarMap`. The best order is that of the forward pass:
     /// buckets are filled from the end of the list, in the order in which the backward pass computes gradients. Integer
-    /// variables have no gradients, so only the start includes them. A variable that is named twice is reduced once.
+    /// variables have no gradients, so only the start includes them. A variable that is named twice is reduced once. The rows of a
+    /// table whose gradient is kept by rows, the `RowVar::var` of candle-shard, are averaged where they are kept: each rank gets
+    /// those of all ranks, in three collectives.
     ///
     /// # Errors
-    /// The errors of [`sync_params`] or [`verify_parameter_shapes`], and if the reduction dtype is not a float.
+    /// The errors of [`sync_params`] or [`verify_parameter_shapes`]; if the reduction dtype is not a float; and if ranks of
+    /// the group hold different shards of a parameter ([`ShardedVar`](crate::ShardedVar)).
     #[track_caller]
     pub fn new<N: AsRef<str>>(
         group: &ProcessGroup,
@@ -117,15 +123,22 @@ impl DataParallel {
             }
             InitialSync::Trust => {}
         }
+        // Also those that the start left out.
+        let shard = |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
+        if let Some(reason) = params.iter().find_map(shard) {
+            return Err(Error::Invalid { op: "DataParallel::new", reason });
+        }
         let differentiable = params.iter().filter(|(_, var)| var.dtype().is_float());
-        let mut reduced: Vec<_> = differentiable.unique_by(|(_, var)| var.id()).collect();
+        let differentiable = differentiable.unique_by(|(_, var)| var.id());
+        let (tables, mut reduced): (Vec<_>, Vec<_>) = differentiable.partition(|(_, var)| rows::of(var.id()).is_some());
         reduced.reverse();
+        let tables = tables.into_iter().map(|(_, var)| var.clone()).collect();
         let owned = |(name, var): &(N, Var)| (name.as_ref().to_string(), var.clone());
         let dtype_of = |(_, var): &&(N, Var)| options.reduce_dtype.unwrap_or_else(|| sum_dtype(var.dtype()));
         let bytes = |param: &&(N, Var)| param.1.elem_count() * dtype_of(param).size_in_bytes();
         let cut = buckets(reduced, |(_, var)| var.dtype(), bytes, options.bucket_bytes);
         let buckets = cut.into_iter().map(|bucket| bucket.into_iter().map(owned).collect()).collect();
-        Ok(Self { group: group.clone(), buckets, reduce_dtype: options.reduce_dtype })
+        Ok(Self { group: group.clone(), buckets, tables, reduce_dtype: options.reduce_dtype })
     }
 
     /// Returns the group over which gradients are averaged.
@@ -133,7 +146,7 @@ impl DataParallel {
         &self.group
     }
 
-    /// Returns the number of buckets, which is the number of collectives of a [`reduce`](Self::reduce).
+    /// Returns the number of buckets, which is the number of collectives of a [`reduce`](Self::reduce) without tables by rows.
     pub fn bucket_count(&self) -> usize {
         self.buckets.len()
     }
@@ -203,7 +216,27 @@ impl DataParallel {
                 started.push((bucket.clone(), self.group.all_reduce_start(&flat, ReduceOp::Avg)?));
             }
         }
+        let average = 1.0 / self.group.size() as f64;
+        self.tables.iter().try_for_each(|table| self.sum_rows(table, average))?;
         Ok(PendingGrads { group: self.group.clone(), started })
+    }
+
+    /// Replaces the gradient that a table keeps by rows by the sum of those of all ranks, each multiplied by `scale`.
+    #[track_caller]
+    fn sum_rows(&self, table: &Var, scale: f64) -> Result<()> {
+        let Some(gradient) = rows::of(table.id()).filter(|_| self.group.size() > 1) else { return Ok(()) };
+        let none = || Ok::<_, Error>((Vec::new(), Tensor::zeros((0, table.dim(1)?), table.dtype(), table.device())?));
+        let (mine, values) = gradient.rows()?.filter(|_| scale > 0.0).map_or_else(none, Ok)?;
+        let values = empty::compute(&values, |values| values.affine(scale, 0.0))?;
+        let count = Tensor::new(&[mine.len() as i64], &Device::Cpu)?;
+        let counts = self.group.all_gather(&count, 0)?.to_vec1::<i64>()?;
+        let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
+        if counts.iter().all(|&count| count == 0) {
+            return Ok(());
+        }
+        let mine = Tensor::from_vec(mine, counts[self.group.rank()], &Device::Cpu)?;
+        let all = self.group.all_gather_uneven(&mine, 0, &counts)?.to_vec1()?;
+        Ok(gradient.replace(all, self.group.all_gather_uneven(&values, 0, &counts)?)?)
     }
 
     #[track_caller]
@@ -214,7 +247,9 @@ impl DataParallel {
                 reduced.push((bucket, self.group.all_reduce(&flat, op)?));
             }
         }
-        spread(&self.group, &reduced, grads)
+        spread(&self.group, &reduced, grads)?;
+        let scale = if op == ReduceOp::Avg { 1.0 / self.group.size() as f64 } else { scale };
+        self.tables.iter().try_for_each(|table| self.sum_rows(table, scale))
     }
 
     /// Concatenates the scaled gradients of a bucket, and a flag per gradient. `None` if this rank is alone.

@@ -1,7 +1,7 @@
 //! Sums of gradients.
 use crate::{empty, sum_dtype};
 use candle_core::backprop::GradStore;
-use candle_core::{Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 /// Adds a gradient to a sum, which holds no graph. Without a sum, starts one.
 ///
@@ -38,7 +38,7 @@ pub fn add_grad(sum: Option<&Tensor>, grad: &Tensor) -> Result<Tensor> {
 /// use candle_dist::{GradAccumulator, round_grads};
 ///
 /// let weight = Var::ones(1, DType::BF16, &Device::Cpu)?;
-/// let mut accumulator = GradAccumulator::default();
+/// let mut accumulator = GradAccumulator::new([&weight]);
 /// accumulator.add(&weight.sum_all()?.backward()?)?;
 /// let mut grads = accumulator.mean()?;
 /// assert_eq!(grads.get(&weight).map(|grad| grad.dtype()), Some(DType::F32));
@@ -53,4 +53,48 @@ pub fn round_grads<'a>(grads: &mut GradStore, vars: impl IntoIterator<Item = &'a
         }
     }
     Ok(())
+}
+
+/// A fact about a gradient, kept with it in the `GradStore`: for example, that ranks have summed it.
+///
+/// The entry is an empty tensor of integers, which no gradient is. A [`GradAccumulator`](crate::GradAccumulator) hands
+/// the marks of all its passes on.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_dist::{GradAccumulator, GradMark};
+///
+/// let (weight, is_summed) = (Var::new(1f32, &Device::Cpu)?, GradMark::new()?);
+/// let mut grads = weight.sqr()?.backward()?;
+/// assert!(!is_summed.is_set(&grads));
+/// is_summed.set(&mut grads);
+/// let mut accumulator = GradAccumulator::new([&weight]);
+/// accumulator.add(&grads)?;
+/// accumulator.add(&weight.sqr()?.backward()?)?;
+/// assert!(is_summed.is_set(&accumulator.mean()?));
+/// # Ok::<(), candle_dist::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct GradMark(Tensor);
+
+impl GradMark {
+    /// Creates a mark that differs from all others. Clones are the same mark.
+    pub fn new() -> Result<Self> {
+        Tensor::zeros(0, DType::U8, &Device::Cpu).map(Self)
+    }
+
+    /// Sets the mark.
+    pub fn set(&self, grads: &mut GradStore) {
+        grads.insert(&self.0, self.0.clone());
+    }
+
+    /// Returns whether the mark is set.
+    pub fn is_set(&self, grads: &GradStore) -> bool {
+        grads.get(&self.0).is_some()
+    }
+
+    /// Returns whether an entry of a `GradStore` is a mark.
+    pub(super) fn is_mark(entry: &Tensor) -> bool {
+        entry.dtype() == DType::U8
+    }
 }

@@ -1,4 +1,5 @@
 //! Checks that all ranks hold the same parameters.
+use super::sharded::{conflict, rows_of};
 use crate::{Error, ProcessGroup, Result};
 use candle_core::Tensor;
 use itertools::Itertools;
@@ -10,8 +11,9 @@ use std::ops::Deref;
 /// dereferences to one: `&Tensor`, [`Var`](candle_core::Var).
 ///
 /// # Errors
-/// The same [`Error::InvalidArgument`] on every rank, for the first rank that differs from rank 0 of the group. It
-/// names the first parameter that one of the two lacks; otherwise the first that differs, with both shapes and dtypes.
+/// The same [`Error::InvalidArgument`] on every rank. It names a parameter of which two ranks of the group hold different
+/// shards ([`ShardedVar`](crate::ShardedVar)). Otherwise it is for the first rank that differs from rank 0 of the group, and
+/// names the first parameter that one of the two lacks, or else the first that differs, with both shapes and dtypes.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -32,10 +34,17 @@ where
     N: AsRef<str>,
     T: Deref<Target = Tensor>,
 {
-    let describe = |(name, t): &(N, T)| format!("{:?}\t{}{:?}", name.as_ref(), t.dtype().as_str(), t.dims());
+    let describe = |(name, t): &(N, T)| {
+        let rows = rows_of(t).iter().flat_map(|rows| rows.iter()).map(|row| row.iter().join(" ")).join(";");
+        format!("{:?}\t{}{:?}\t{rows}", name.as_ref(), t.dtype().as_str(), t.dims())
+    };
     let texts = group.all_gather_text(&parameters.iter().map(describe).join("\n"))?;
     let lists: Vec<Vec<Parameter<'_>>> = texts.iter().map(|text| parse(text)).collect();
     let ranks = group.ranks();
+    let shards = texts.iter().map(|text| text.lines().find_map(|line| shard(line, ranks)));
+    if let Some((rank, reason)) = ranks.iter().zip(shards).find_map(|(rank, reason)| Some((*rank, reason?))) {
+        return Err(Error::InvalidArgument { rank, op: "verify_parameter_shapes", reason });
+    }
     for (rank, list) in ranks.iter().zip(&lists) {
         if let Some(reason) = difference(list, &lists[0], ranks[0]) {
             return Err(Error::InvalidArgument { rank: *rank, op: "verify_parameter_shapes", reason });
@@ -49,7 +58,18 @@ type Parameter<'a> = (&'a str, &'a str);
 
 /// Parses the list. Quoted names contain neither tabs nor line ends.
 fn parse(text: &str) -> Vec<Parameter<'_>> {
-    text.lines().filter_map(|line| line.split_once('\t')).collect()
+    let parameter = |line| {
+        let (name, rest): (&str, &str) = str::split_once(line, '\t')?;
+        Some((name, rest.split_once('\t').map_or(rest, |(shape, _)| shape)))
+    };
+    text.lines().filter_map(parameter).collect()
+}
+
+/// Returns why the parameter of a line cannot be the same on all ranks of a group.
+fn shard(line: &str, group: &[usize]) -> Option<String> {
+    let (name, rows) = (line.split('\t').next()?, line.rsplit('\t').next()?);
+    let row = |row: &str| row.split(' ').filter_map(|rank| rank.parse().ok()).collect::<Vec<usize>>();
+    conflict(name, &rows.split(';').map(row).collect_vec(), group)
 }
 
 /// Describes the first difference between one rank's list and the reference.

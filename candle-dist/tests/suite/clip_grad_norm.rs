@@ -70,7 +70,7 @@ fn ranks_of_a_group_may_have_named_others_before_it_and_hold_copies() {
         let clip = ClipGradNorm::new(1.0);
         let clip = match stage {
             0 => clip.sharded(columns, ["own"]).sharded(stages, ["own", "shared"]),
-            _ => clip.sharded(stages, ["own"]).elsewhere(["shared"]),
+            _ => clip.staged(stages).elsewhere([shared.clone()]),
         };
         let norm = clip.clip(&[("own", own), ("shared", shared.clone())], &mut grads)?;
         let want = (3.0f64.powi(2) + 4.0f64.powi(2) + 5.0f64.powi(2) + 7.0f64.powi(2)).sqrt();

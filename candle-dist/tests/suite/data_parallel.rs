@@ -108,7 +108,7 @@ fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
             let mut grads = match how {
                 How::Whole => model.loss(&mine)?.backward()?,
                 How::Accumulated => {
-                    let mut accumulator = GradAccumulator::default();
+                    let mut accumulator = GradAccumulator::new(&model.map.all_vars());
                     let (added, counts) = comm::record(|| {
                         (0..len).try_for_each(|i| accumulator.add(&model.loss(&mine.narrow(0, i, 1)?)?.backward()?))
                     });
@@ -315,7 +315,7 @@ fn buckets_run_from_the_end_of_the_list() {
 fn accumulation_divides_by_the_weights() {
     let var = ones(DType::F64, 1);
     let pass = |factor: f64| var.affine(factor, 0.0).unwrap().sum_all().unwrap().backward().unwrap();
-    let mut accumulator = GradAccumulator::default();
+    let mut accumulator = GradAccumulator::new([&var]);
     accumulator.add_weighted(&pass(1.0), 3.0).unwrap();
     accumulator.add_weighted(&pass(5.0), 1.0).unwrap();
     for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
@@ -324,6 +324,38 @@ fn accumulation_divides_by_the_weights() {
     }
     assert_eq!(accumulator.weight(), 4.0);
     assert_eq!(accumulator.mean().unwrap().get(&var).unwrap().to_vec1::<f64>().unwrap(), [2.0]);
+}
+
+#[test]
+fn what_is_accumulated_does_not_grow_with_the_number_of_passes() {
+    let (weight, bias) = (ones(DType::F64, 4), ones(DType::F64, 1));
+    let loss = |pass: usize| -> candle_core::Result<Tensor> {
+        let batch = Tensor::full(pass as f64, 4, &Device::Cpu)?; // a constant of its own for each pass
+        ((weight.as_tensor() * batch)? + bias.broadcast_as(4)?)?.sqr()?.mean_all()
+    };
+    let passes: [fn(&Tensor) -> candle_core::Result<GradStore>; 2] = [Tensor::backward, candle_dist::edges::backward];
+    for pass in passes {
+        // The bias is given twice, as a shared parameter is.
+        let mut accumulator = GradAccumulator::new([&weight, &bias, &bias]);
+        for i in 0..100 {
+            accumulator.add(&pass(&loss(i).unwrap()).unwrap()).unwrap();
+        }
+        let grads = accumulator.mean().unwrap();
+        assert_eq!(grads.get_ids().count(), 2);
+        // The mean over i of (i + 1) · i / 2 and, four times as much in all, of (i + 1) · 2.
+        assert_close(grads.get(&weight).unwrap(), &Tensor::full(1666.5f64, 4, &Device::Cpu).unwrap(), 1e-2, "weight");
+        assert_close(grads.get(&bias).unwrap(), &Tensor::full(101f64, 1, &Device::Cpu).unwrap(), 1e-3, "bias");
+    }
+}
+
+#[test]
+fn a_pass_of_this_crate_returns_gradients_of_variables_only() {
+    let weight = ones(DType::F32, 4);
+    let batch = Tensor::ones(4, DType::F32, &Device::Cpu).unwrap();
+    let loss = (weight.as_tensor() * &batch).unwrap().sum_all().unwrap();
+    assert_eq!(loss.backward().unwrap().get_ids().count(), 2, "candle's pass keeps the constant's");
+    let grads = candle_dist::edges::backward(&loss).unwrap();
+    assert_eq!(grads.get_ids().copied().collect::<Vec<_>>(), [weight.id()]);
 }
 
 /// Returns gradients of one bf16 parameter in many passes, and their mean in f64.
@@ -352,7 +384,7 @@ fn sixteen_bit_gradients_of_many_passes_add_up_in_32() {
     for passes in [8, 128] {
         let (grads, want) = many_small_gradients(passes);
         let weight = ones(DType::BF16, 64);
-        let (mut accumulator, mut coarse) = (GradAccumulator::default(), grads[0].zeros_like().unwrap());
+        let (mut accumulator, mut coarse) = (GradAccumulator::new([&weight]), grads[0].zeros_like().unwrap());
         for grad in &grads {
             let loss = (weight.as_tensor() * grad).unwrap().sum_all().unwrap();
             accumulator.add(&loss.backward().unwrap()).unwrap();

@@ -60,7 +60,8 @@ impl Scope for ShardedVarBuilder {
 
     fn on(&self, device: &Device) -> Result<Self> {
         if self.device().same_device(device) {
-            return Ok(self.clone());
+            // Of the same parameters, if a pipe was built of them before.
+            return Ok(self.again());
         }
         let (bound, wanted) = (self.device().location(), device.location());
         Err(Error::Pipe(format!("a stage on {wanted:?} of a builder whose parameters are on {bound:?}")))
@@ -75,9 +76,9 @@ impl Scope for ShardedVarBuilder {
     }
 
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
-        let before = self.built().len();
+        let before = self.requested().len();
         let built = build(self)?;
-        let named = self.built().iter().skip(before).map(|p| (p.name.clone(), p.var.as_tensor().clone())).collect();
+        let named = self.requested().iter().skip(before).map(|p| (p.name.clone(), p.var.as_tensor().clone())).collect();
         Ok((built, named))
     }
 }

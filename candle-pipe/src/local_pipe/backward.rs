@@ -31,7 +31,7 @@ impl LocalPipe {
         let (Some(loss), Some(stage)) = (self.info.graph.loss, self.info.loss_stage()) else {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         };
-        let (mut step, mut passes) = (StepResult::default(), Vec::new());
+        let (mut step, mut passes) = (StepResult::begin(), Vec::new());
         for (inputs, ctx, weight) in self.microbatches(batch, options)? {
             let pass = self.record(inputs?, &ctx, options, weight, &mut step)?;
             passes.push((pass, weight));

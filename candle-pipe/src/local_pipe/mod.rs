@@ -9,7 +9,7 @@ pub use profile::NodeProfile;
 use crate::Result;
 use crate::graph::{PipeInfo, Scope, Signature};
 use crate::pipe::Pipe;
-use crate::tape::StageModule;
+use crate::tape::{StageModule, named_vars};
 use candle_core::{Device, Tensor, Var};
 use std::collections::BTreeMap;
 
@@ -80,12 +80,12 @@ impl LocalPipe {
         all.map(|(name, tensor)| (name.as_str(), tensor)).collect()
     }
 
-    /// Returns the parameters that are variables, by full name, for an optimizer.
+    /// Returns the variables of all stages by full name, each once, for an optimizer. A parameter that is made of a variable,
+    /// such as a cast, stands for the variable.
     ///
     /// # Errors
     /// Those of candle.
     pub fn named_vars(&self) -> Result<Vec<(String, Var)>> {
-        let parameters = self.parameters().into_iter().filter(|(_, tensor)| tensor.is_variable());
-        parameters.map(|(name, tensor)| Ok((name.to_owned(), Var::from_tensor(tensor)?))).collect()
+        named_vars(&self.stages)
     }
 }

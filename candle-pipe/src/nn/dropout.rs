@@ -22,10 +22,10 @@ impl Dropout {
     /// Two layers of one name in one node draw the same masks.
     ///
     /// # Errors
-    /// If `p` is not in `[0, 1)`.
+    /// If `p` is not in `[0, 1]`.
     pub fn new(p: f64, seed: u64, name: &str) -> Result<Self> {
-        if !(0.0..1.0).contains(&p) {
-            return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and less than 1")));
+        if !(0.0..=1.0).contains(&p) {
+            return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and at most 1")));
         }
         Ok(Self { p, layer: RandomLayer::new(seed, name) })
     }
@@ -41,7 +41,8 @@ impl Dropout {
         // The rows and the step are those of the context, also where a segment is recomputed.
         let stream = self.layer.draw((ctx.step, Some(ctx.rows.start)), || 0, |stream, _| Ok(stream.fold(ctx.step)))?;
         let mask = ctx.sample(stream, Distribution::Bernoulli { p: 1.0 - self.p }, x.dims(), x.dtype())?;
-        Ok((x * mask.affine(1.0 / (1.0 - self.p), 0.0)?)?)
+        let factor = if self.p < 1.0 { 1.0 / (1.0 - self.p) } else { 0.0 };
+        Ok((x * mask.affine(factor, 0.0)?)?)
     }
 }
 

@@ -139,7 +139,7 @@ impl<B: Scope> Pipe<B> {
     /// Logs which of a stage's own parameters other stages requested too.
     fn warn_of_shares<'a>(&self, stage: usize, own: impl Iterator<Item = (&'a String, &'a Tensor)>) {
         let mut owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
-        for (name, _) in own.filter(|(_, tensor)| tensor.is_variable()) {
+        for (name, _) in own.filter(|(_, tensor)| tensor.track_op()) {
             let other = *owners.entry(name.clone()).or_insert(stage);
             if other != stage {
                 log::warn!(

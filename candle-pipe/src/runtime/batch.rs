@@ -25,7 +25,9 @@ pub(super) struct Batch<'a> {
 impl<'a> Batch<'a> {
     pub(super) fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
         let microbatches = runtime.training.schedule().microbatches();
-        if cut.len() != microbatches {
+        // A batch of fewer rows than that cannot be cut into as many; the others are left out.
+        let is_short = cut.len() < microbatches && cut.rows().iter().all(|&rows| rows == 1);
+        if cut.len() != microbatches && !is_short {
             let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
             return Err(Error::Microbatches(format!("{reason}; cut the batch into as many, or use another schedule")));
         }

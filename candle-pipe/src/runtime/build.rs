@@ -5,9 +5,10 @@ use super::{Runtime, credit, names, post};
 use crate::graph::{Node, NodeKind, PipeInfo, Scope};
 use crate::pipe::Pipe;
 use crate::schedule::{Edges, Lowering, Program, Schedule};
+use crate::tape::StageModule;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
-use candle_dist::{DataParallel, DataParallelOptions, ProcessGroup, Store, SyncOptions, sync_params};
+use candle_dist::{DataParallel, DataParallelOptions, InitialSync, ProcessGroup, Store, SyncOptions, sync_params};
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashSet};
 
@@ -70,12 +71,13 @@ impl Runtime {
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
             let here = share.stages.iter().filter_map(|stage| stages.get(stage));
             let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
-            let parameters = copies.filter(|copy| copy.is_variable()).unique_by(|copy| copy.id()).cloned().collect();
+            let parameters = copies.unique_by(Tensor::id).collect();
             let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
             Shared { ranks, parameters }.start(&share.name)
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
-        let parameters = stages.values().flat_map(|stage| stage.parameters().values()).map(post::address).collect();
+        let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
+        let parameters = memory.map(post::address).collect();
         let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
         let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
         let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
@@ -108,19 +110,36 @@ impl Runtime {
     /// The mean weights all replicas equally, except for losses that [count](crate::Reduction::Counted). For losses that are
     /// sums, or means over different numbers of rows, multiply the [`weights`](field@crate::StepOptions::weights) by the
     /// number of replicas, and compute the weights of means as shares of all rows; then the result is the gradient of
-    /// the whole batch. Variables that no scope created are not averaged.
+    /// the whole batch.
+    ///
+    /// A variable that no scope created, such as one that a function captures, has no name by which replicas could find it. A
+    /// step that finds a gradient of one fails.
     ///
     /// # Errors
-    /// Those of [`beside`](Self::beside) and of [`DataParallel::new`].
+    /// Those of [`beside`](Self::beside) and of [`DataParallel::new`], on all ranks of the pipeline: for example if parameters
+    /// are sharded over `replicas`.
     pub fn with_replicas(self, replicas: &ProcessGroup, options: &DataParallelOptions) -> Result<Self> {
         let beside = self.beside(replicas)?;
-        let averages = beside.stages.iter().map(|(&index, stage)| {
-            let variables = stage.parameters().iter().filter(|(_, parameter)| parameter.is_variable());
-            let variables = variables.map(|(name, parameter)| Ok((name, Var::from_tensor(parameter)?)));
-            let variables = variables.collect::<Result<Vec<_>>>()?;
-            Ok((index, DataParallel::new(replicas, &variables, options)?))
-        });
-        Ok(Self { replicas: averages.collect::<Result<_>>()?, ..beside })
+        let averages = beside.averages(replicas, options);
+        let replicas = agreed(&beside.group, averages)?;
+        Ok(Self { replicas, ..beside })
+    }
+
+    /// Returns the averages of the stages over `replicas`.
+    fn averages(
+        &self,
+        replicas: &ProcessGroup,
+        options: &DataParallelOptions,
+    ) -> Result<BTreeMap<usize, DataParallel>> {
+        if let InitialSync::Sync(_) = options.start {
+            names::check_casts(replicas, &self.stages)?;
+        }
+        let average = |(&index, stage): (&usize, &StageModule)| {
+            let variables = stage.variables().iter();
+            let variables = variables.map(|(name, variable)| Ok((name, Var::from_tensor(variable)?)));
+            Ok((index, DataParallel::new(replicas, &variables.collect::<Result<Vec<_>>>()?, options)?))
+        };
+        self.stages.iter().map(average).collect()
     }
 
     /// Runs the stages in step with `replicas`: the ranks with the same stages in other copies of the model. Their
@@ -156,6 +175,20 @@ impl Runtime {
     /// If the store or the group fails.
     pub fn heads_in_store(self, store: &Store) -> Result<Self> {
         Ok(Self { board: Some(Board::new(&self.group, store)?), ..self })
+    }
+}
+
+/// Returns the value of this rank, unless another rank has an error: then all return one.
+fn agreed<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
+    if matches!(mine, Err(Error::Dist(candle_dist::Error::Group(_)))) {
+        return mine;
+    }
+    let texts = group.all_gather_text(&mine.as_ref().err().map_or_else(String::new, Error::to_string))?;
+    let first = texts.iter().position(|text| !text.is_empty());
+    let value = mine?;
+    match first {
+        Some(rank) => Err(Error::Pipe(format!("rank {} cannot be a replica: {}", group.ranks()[rank], texts[rank]))),
+        None => Ok(value),
     }
 }
 

@@ -107,10 +107,13 @@ impl<'a, 'f> Execution<'a, 'f> {
         })
     }
 
-    /// Runs all actions of this rank.
+    /// Runs all actions of this rank, but those of microbatches that the batch is too small for. They are the same on all
+    /// ranks, so what is left is in one common order.
     pub(super) fn run(mut self) -> Result<Made> {
         let rank = self.runtime.group.rank();
-        for action in &apart(&self.program.ranks()[rank]) {
+        let made = |action: &Action| action.microbatch().is_none_or(|microbatch| microbatch < self.batch.len());
+        let actions: Vec<Action> = apart(&self.program.ranks()[rank]).into_iter().filter(made).collect();
+        for action in &actions {
             let done = catch_unwind(AssertUnwindSafe(|| self.act(action)));
             let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
             if let Err(error) = done {
@@ -131,6 +134,7 @@ impl<'a, 'f> Execution<'a, 'f> {
             let rank = self.runtime.group.ranks()[self.runtime.group.rank()];
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
+        self.reductions.check(&self.made.grads)?;
         let seconds = |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
         for (compute, [start, end]) in &self.moments {
             let (start, end) = (seconds(start)?, seconds(end)?);

@@ -24,11 +24,11 @@ mod wire;
 use crate::graph::{PipeInfo, Reduction, Signature, ValueId};
 use crate::microbatch::Microbatches;
 use crate::schedule::{Program, Span};
-use crate::tape::StageModule;
+use crate::tape::{StageModule, named_vars};
 use crate::{Error, Kwargs, Result, StepOptions, StepResult, Value};
 use batch::Batch;
 use build::Shared;
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
 use clock::Clock;
 use execute::{Execution, Made, Outputs};
@@ -140,17 +140,25 @@ impl Runtime {
         self.stages.values()
     }
 
-    /// Extends `clip` to all stages: each parameter of the pipe counts once, on however many ranks it is shared.
+    /// Returns the variables of this rank's stages by full name, each once, for an optimizer. A weight that several stages of
+    /// this rank share is one of them. A parameter that is made of a variable, such as a cast, stands for the variable.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn named_vars(&self) -> Result<Vec<(String, Var)>> {
+        named_vars(self.stages.values())
+    }
+
+    /// Extends `clip` to all stages: each parameter of the pipe counts once, on however many ranks it is shared. Give it
+    /// [`named_vars`](Self::named_vars), or those of them that are trained.
     ///
     /// Add the groups over which parameters are sharded within a stage first, as
-    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does.
+    /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does. Without them, clipping is refused.
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
         let first_elsewhere = self.info.replicated().filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
         let copies = first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
-        let copies: HashSet<&str> = copies.map(|(name, _)| name.as_str()).collect();
-        let names = self.stages().flat_map(|stage| stage.parameters().keys()).unique();
-        let (copies, own): (Vec<&String>, Vec<&String>) = names.partition(|name| copies.contains(name.as_str()));
-        clip.sharded(&self.group, own).elsewhere(copies)
+        let copies: Vec<Tensor> = copies.map(|(_, copy)| copy).collect();
+        clip.staged(&self.group).elsewhere(&copies)
     }
 
     /// Returns the program of a training step on all ranks.
@@ -160,7 +168,8 @@ impl Runtime {
 
     /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
     ///
-    /// Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
+    /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the computations of
+    /// the other microbatches are left out. Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
     /// [rows](crate::microbatch::Splitter::rows). Inputs that several ranks pass are compared by a digest, which on
     /// other devices than the CPU covers only their ends. Parameters get gradients; inputs get none, and must not be
     /// tracked.
@@ -223,11 +232,12 @@ impl Runtime {
     ) -> Result<RankStep> {
         let are_kept = matches!(outputs, Outputs::Kept);
         let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
+        let mut step = StepResult::begin();
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
         let execution = Execution::new(self, program, &batch, outputs, &notes);
         let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;
         let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
-        let mut step = StepResult::with_grads(grads);
+        step.grads = grads;
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;

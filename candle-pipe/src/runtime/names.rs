@@ -4,7 +4,8 @@ use crate::tape::StageModule;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_dist::ProcessGroup;
-use itertools::Itertools;
+use candle_dist::bits::digest;
+use itertools::{EitherOrBoth, Itertools};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -14,6 +15,8 @@ struct Asked {
     stages: Vec<usize>,
     /// The replicated parameter or shared module that it is a copy of.
     share: Option<String>,
+    /// A digest of its values, if the parameter is not the variable but made of it.
+    cast: Option<u64>,
 }
 
 /// Variables by name.
@@ -39,6 +42,7 @@ pub(super) fn check(
         let names = names.map_err(|said| Error::Pipe(format!("rank {rank} cannot build its stages: {said}")))?;
         for (name, asked) in names {
             match seen.get_mut(&name) {
+                Some((ranks, other)) if other.cast != asked.cast => return Err(unlike_casts(&name, ranks[0], rank)),
                 Some((ranks, other)) if other.share == asked.share => {
                     ranks.push(rank);
                     other.stages.extend(asked.stages);
@@ -71,13 +75,50 @@ pub(super) fn check(
     Ok((stages.into_iter().map(|stage| (stage.def().index, stage)).collect(), found))
 }
 
+/// Refuses variables whose values differ on ranks that make them equal, where parameters were made of the values before.
+fn unlike_casts(name: &str, first: usize, rank: usize) -> Error {
+    Error::Pipe(format!(
+        "the parameter {name:?} is made of a variable, such as by a cast, that has other values on rank {rank} than on rank \
+         {first}, and would keep them when the variables are made equal; make them equal before, or give the model the variable"
+    ))
+}
+
+/// Returns a digest of a variable if parameters are made of it.
+fn cast(stage: &StageModule, name: &str, variable: &Tensor) -> Result<Option<u64>> {
+    let is_itself = stage.parameters().get(name).is_some_and(|parameter| parameter.id() == variable.id());
+    Ok(if is_itself { None } else { Some(digest(variable)?) })
+}
+
+/// Checks that the variables that parameters are made of are the same on the ranks of a group. Every rank of it calls this.
+pub(super) fn check_casts(group: &ProcessGroup, stages: &BTreeMap<usize, StageModule>) -> Result<()> {
+    let mut mine = BTreeMap::new();
+    for stage in stages.values() {
+        for (name, variable) in stage.variables() {
+            mine.extend(cast(stage, name, variable)?.map(|digest| (name, digest)));
+        }
+    }
+    let texts = group.all_gather_text(&mine.iter().map(|(name, digest)| format!("{digest:x} {name}")).join("\n"))?;
+    for (rank, text) in texts.iter().enumerate().skip(1) {
+        let unlike = text.lines().zip_longest(texts[0].lines()).find_map(|pair| match pair {
+            EitherOrBoth::Both(here, first) if here == first => None,
+            EitherOrBoth::Both(line, _) | EitherOrBoth::Left(line) | EitherOrBoth::Right(line) => Some(line),
+        });
+        if let Some(line) = unlike {
+            let name = line.split_once(' ').map_or(line, |(_, name)| name);
+            return Err(unlike_casts(name, group.ranks()[0], group.ranks()[rank]));
+        }
+    }
+    Ok(())
+}
+
 /// Returns the variables of some stages.
 fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Result<Names> {
     let mut names: BTreeMap<String, (Asked, &Tensor)> = BTreeMap::new();
     for stage in stages {
         let index = stage.def().index;
-        for (name, variable) in stage.parameters().iter().filter(|(_, tensor)| tensor.is_variable()) {
-            let new = || (Asked { stages: Vec::new(), share: None }, variable);
+        for (name, variable) in stage.variables() {
+            let cast = cast(stage, name, variable)?;
+            let new = || (Asked { stages: Vec::new(), share: None, cast }, variable);
             let (asked, other) = names.entry(name.clone()).or_insert_with(new);
             if other.id() != variable.id() {
                 return Err(Error::Pipe(format!(
@@ -93,7 +134,7 @@ fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Resul
     let is_module = |name: &str| info.graph.nodes.iter().any(|node| node.kind == NodeKind::Shared && node.name == name);
     for share in info.replicated() {
         for stage in stages.iter().filter(|stage| share.stages.contains(&stage.def().index)) {
-            if group.size() > 1 && is_module(&share.name) && stage.copy_of(&share.name).next().is_none() {
+            if group.size() > 1 && is_module(&share.name) && !stage.asked_for(&share.name) {
                 return Err(Error::Pipe(format!(
                     "{:?}, which stages {} share, asks its scope for no parameters, so that nothing would sum the gradients of \
                      those that it may bring along; ask the scope for them, or declare them with PipeBuilder::parameter; for a \
@@ -102,9 +143,10 @@ fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Resul
                     share.stages.iter().join(", ")
                 )));
             }
-            for (name, _) in stage.copy_of(&share.name) {
-                let new = || Asked { stages: vec![stage.def().index], share: None };
-                names.entry(name.clone()).or_insert_with(new).share = Some(share.name.clone());
+            for name in stage.copy_of(&share.name).keys() {
+                if let Some(asked) = names.get_mut(name) {
+                    asked.share = Some(share.name.clone());
+                }
             }
         }
     }

@@ -1,10 +1,10 @@
 //! Reductions of the gradients of one parameter on several ranks: shared by stages, or on replicas of the model.
 use super::Runtime;
-use crate::{Result, grads};
-use candle_core::Tensor;
+use crate::{Error, Result, Value, grads};
 use candle_core::backprop::GradStore;
-use candle_dist::{PendingGrads, ReduceOp, sum_dtype};
-use std::collections::HashMap;
+use candle_core::{Tensor, TensorId};
+use candle_dist::{PendingGrads, ReduceOp, empty, rows, sum_dtype};
+use std::collections::{HashMap, HashSet};
 
 /// The reductions of one step.
 pub(super) struct Reductions<'a> {
@@ -17,17 +17,29 @@ impl<'a> Reductions<'a> {
         Self { runtime, started: HashMap::new() }
     }
 
-    /// Sums the gradients of a parameter that stages on several ranks have copies of; a missing gradient counts as
-    /// zeros.
+    /// Sums the gradients of parameters that stages on several ranks have copies of. A missing gradient counts as zeros; one
+    /// that is missing on all ranks stays missing, as on one device.
     pub(super) fn shared(&self, group: usize, grads: &mut GradStore) -> Result<()> {
         let shared = &self.runtime.shared[group];
         // Stages on one rank share one copy, whose gradients are summed already.
-        let Some(ranks) = &shared.ranks else { return Ok(()) };
-        for parameter in &shared.parameters {
-            let grad = grads.get(parameter).cloned();
-            let zeros = || Tensor::zeros(parameter.shape(), sum_dtype(parameter.dtype()), parameter.device());
-            let grad = grad.map_or_else(zeros, Ok)?;
-            grads.insert(parameter, ranks.all_reduce(&grad.detach(), ReduceOp::Sum)?);
+        let Some(ranks) = shared.ranks.as_ref().filter(|_| !shared.parameters.is_empty()) else { return Ok(()) };
+        let grad = |parameter: &Tensor| {
+            let dtype = sum_dtype(parameter.dtype());
+            match grads.get(parameter) {
+                Some(grad) => empty::compute(&grad.detach(), |grad| grad.to_dtype(dtype)),
+                None => Tensor::zeros(parameter.shape(), dtype, parameter.device()),
+            }
+        };
+        let mut mine = shared.parameters.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
+        let present = shared.parameters.iter().map(|parameter| f32::from(u8::from(grads.get(parameter).is_some())));
+        mine.push(Tensor::from_iter(present, shared.parameters[0].device())?);
+        let mut sums = ranks.all_reduce_coalesced(&mine, ReduceOp::Sum)?;
+        let present = sums.pop().map(|present| Ok::<_, Error>(ranks.to_host(&present)?.to_vec1::<f32>()?));
+        let present = present.transpose()?.unwrap_or_default();
+        for ((parameter, sum), present) in shared.parameters.iter().zip(sums).zip(present) {
+            if present > 0.0 {
+                grads.insert(parameter, sum);
+            }
         }
         Ok(())
     }
@@ -38,6 +50,31 @@ impl<'a> Reductions<'a> {
             self.started.insert(stage, replicas.reduce_start(grads)?);
         }
         Ok(())
+    }
+
+    /// Returns an error if there is a gradient of a variable that replicas cannot average, as no stage has it among its
+    /// parameters.
+    pub(super) fn check(&self, grads: &GradStore) -> Result<()> {
+        if self.runtime.replicas.is_empty() {
+            return Ok(());
+        }
+        let known = self.runtime.stages().flat_map(|stage| stage.variables().values());
+        let known: HashSet<TensorId> = known.map(Tensor::id).collect();
+        let Some(other) = grads.get_ids().find(|id| !known.contains(id)) else { return Ok(()) };
+        if let Some(shape) = rows::shape_of_handle(*other) {
+            return Err(Error::Pipe(format!(
+                "a node looks up rows of a table {shape:?} whose gradient is kept by rows, which with_replicas does not average; \
+                 use beside, and average all gradients by a DataParallel that has its RowVar::var"
+            )));
+        }
+        grads.get_id(*other).map_or(Ok(()), |grad| {
+            let grad = Value::from(grad);
+            Err(Error::Pipe(format!(
+                "a node computes with a variable whose gradient is {grad} and that no scope created, so its gradients are not \
+                 averaged over the replicas; get it from the scope, or declare it with PipeBuilder::parameter, or use beside \
+                 and average all gradients yourself"
+            )))
+        })
     }
 
     /// Waits for the average that [`start`](Self::start) started, and adds it to the gradients of the same parameters

@@ -16,6 +16,6 @@ pub(crate) use activation::parts;
 pub(crate) use pass::backward;
 pub(crate) use queue::WeightQueue;
 pub(crate) use seed::vjp;
-pub(crate) use stage::StageNode;
+pub(crate) use stage::{StageNode, named_vars};
 
 use again::Fingerprints;

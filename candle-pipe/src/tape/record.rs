@@ -178,6 +178,21 @@ impl Recorded {
         self.outputs.iter().map(Activation::of).collect()
     }
 
+    /// Refuses a loss whose count has a gradient: it is divided by the sum of all counts when the passes are over.
+    pub(super) fn check_count(&self, loss: usize) -> Result<()> {
+        let Value::Tuple(parts) = &self.outputs[loss] else { return Ok(()) };
+        let is_reached =
+            |count: &Tensor| count.track_op() && count.sorted_nodes().iter().any(|node| node.is_variable());
+        match parts.get(1) {
+            Some(Value::Tensor(count)) if is_reached(count) => Err(Error::Pipe(format!(
+                "the count of the loss, {}, has a gradient, which would be left out of the gradient of the sum divided by the \
+                 count; detach it if it is to be a constant, or give a loss that is a mean or a sum",
+                parts[1]
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Returns the output tensors that have a gradient, with it.
     fn seeds(&self, stage: &StageModule, gradients: &[Gradient]) -> Result<Vec<(Tensor, Tensor)>> {
         let index = stage.def().index;

@@ -5,7 +5,7 @@ use super::state::{StageState, watched};
 use super::{Activation, Fingerprints, Tape};
 use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId};
 use crate::{Error, Result, Value, ValuePath};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::TensorTree;
 use candle_dist_kernels::random::Draws;
 use itertools::Itertools;
@@ -49,6 +49,8 @@ struct Inner {
     def: StageDef,
     nodes: Vec<StageNode>,
     parameters: BTreeMap<String, Tensor>,
+    /// The variables that the parameters are, or are made of.
+    variables: BTreeMap<String, Tensor>,
     /// The parameters of replicated parameters and shared modules, by their names in the model.
     copies: BTreeMap<String, Named>,
     loss: Option<ValueId>,
@@ -117,6 +119,30 @@ fn whole(value: &Value) -> Result<Value> {
     })
 }
 
+/// Returns the variables of parameters. A parameter that is not one itself, such as the cast of one, has those that it is
+/// made of: by its own name, or numbered if there are several.
+fn variables<'a>(parameters: impl IntoIterator<Item = (&'a String, &'a Tensor)>) -> BTreeMap<String, Tensor> {
+    let mut found = BTreeMap::new();
+    for (name, parameter) in parameters {
+        let nodes = parameter.sorted_nodes().into_iter().filter(|node| node.is_variable());
+        match nodes.unique_by(|variable| variable.id()).collect_vec().as_slice() {
+            [variable] => _ = found.insert(name.clone(), (*variable).clone()),
+            several => {
+                let numbered = several.iter().enumerate();
+                found.extend(numbered.map(|(i, variable)| (format!("{name}[{i}]"), (*variable).clone())));
+            }
+        }
+    }
+    found
+}
+
+/// Returns the variables of stages by full name, each once.
+pub(crate) fn named_vars<'a>(stages: impl IntoIterator<Item = &'a StageModule>) -> Result<Vec<(String, Var)>> {
+    let all: BTreeMap<&String, &Tensor> = stages.into_iter().flat_map(StageModule::variables).collect();
+    let each = all.into_iter().unique_by(|(_, variable)| variable.id());
+    each.map(|(name, variable)| Ok((name.clone(), Var::from_tensor(variable)?))).collect()
+}
+
 impl StageModule {
     pub(crate) fn new(
         def: StageDef,
@@ -134,13 +160,13 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        let state = RefCell::default();
-        Self(Rc::new(Inner { def, nodes, parameters, copies, loss, unused_after, state, device, dtype }))
+        let (state, variables) = (RefCell::default(), variables(&parameters));
+        Self(Rc::new(Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype }))
     }
 
-    /// Returns the parameters that are variables, by full name.
-    pub(super) fn variables(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        self.parameters().iter().filter(|(_, parameter)| parameter.is_variable())
+    /// Returns the variables that the parameters are, or are made of, by the parameters' full names.
+    pub(crate) fn variables(&self) -> &BTreeMap<String, Tensor> {
+        &self.0.variables
     }
 
     pub(super) fn state(&self) -> &RefCell<StageState> {
@@ -162,12 +188,23 @@ impl StageModule {
         &self.0.parameters
     }
 
-    /// Returns this stage's copy of the replicated `name`: the parameters of a declared parameter or module, whose full
-    /// names may differ, or the parameter of that name.
-    pub(crate) fn copy_of(&self, name: &str) -> impl Iterator<Item = (&String, &Tensor)> {
-        let declared = self.0.copies.get(name);
-        let found = self.0.parameters.get_key_value(name).filter(|_| declared.is_none());
-        declared.into_iter().flatten().map(|(name, tensor)| (name, tensor)).chain(found)
+    /// Returns the variables of this stage's copy of the replicated `name`: those of a declared parameter or module, whose
+    /// full names may differ, or the parameter of that name.
+    pub(crate) fn copy_of(&self, name: &str) -> BTreeMap<String, Tensor> {
+        match self.0.copies.get(name) {
+            Some(declared) => variables(declared.iter().map(|(name, tensor)| (name, tensor))),
+            None => self
+                .variables()
+                .get_key_value(name)
+                .map(|(name, tensor)| (name.clone(), tensor.clone()))
+                .into_iter()
+                .collect(),
+        }
+    }
+
+    /// Returns whether the replicated `name` asked its scope for parameters.
+    pub(crate) fn asked_for(&self, name: &str) -> bool {
+        self.0.copies.get(name).map_or_else(|| self.parameters().contains_key(name), |declared| !declared.is_empty())
     }
 
     /// Returns the stage's device.
@@ -204,6 +241,10 @@ impl StageModule {
             Keep::Activations => (run()?, None),
             Keep::Inputs | Keep::InputsUnchecked => watched(self, ctx, run, |(recorded, _)| recorded.reached())?,
         };
+        if let (Some(place), Some(loss)) = (self.loss_output(), self.0.loss) {
+            let name = self.maker(loss).unwrap_or_default();
+            recorded.check_count(place).map_err(|error| error.at_node(name))?;
+        }
         let outputs = recorded.outputs()?;
         let tape = match before {
             None => Tape::recorded(self.clone(), recorded),

@@ -98,7 +98,7 @@ pub(super) fn watched<R>(
             true => is_first && variable.device().is_cpu(),
             false => true,
         };
-        let due = stage.variables().filter(|(_, variable)| variable.elem_count() > 0 && is_due(variable));
+        let due = stage.variables().iter().filter(|(_, variable)| variable.elem_count() > 0 && is_due(variable));
         let due = due.filter(|(name, _)| !state.buffers.contains_key(*name));
         (due.collect::<Vec<_>>(), state.snapshot()?)
     };

@@ -10,7 +10,7 @@
 //! |---|---|---|
 //! | `GradStore` | gradients of variables that are inputs of the visited nodes | the caller drops it |
 //! | `edges` of candle-dist | those of them that linear maps and lookups keep | candle's pass ends; they join the `GradStore` |
-//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks and become *off-graph* gradients |
+//! | `shared.rs`, `SHARES` | this rank's parts of the gradients of replicated variables that ranks use differently | candle's pass ends; they are summed over the ranks by name and become *off-graph* gradients |
 //! | fsdp: `State::grads` of a unit | gradients of whole parameters, before they are reduced | the unit is complete, or the pass ends |
 //! | fsdp: `Progress::reducing` | the running reduce_scatter of one unit's gradients | the next unit is reduced, or the pass ends; the results are *off-graph* gradients |
 //! | `off_graph.rs`, `OFF_GRAPH` | *off-graph* gradients, of variables that are not inputs of the node that computes them: recomputed segments, pieces of units, sums of shares | [`backward`] adds them to its `GradStore` |
@@ -45,6 +45,7 @@
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
+//! | `rules/observer.rs` | `OBSERVER` | who receives the results of ops | restored by a scope |
 //! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
 //! | `rules/cache.rs` | `OP_SPECS` | the op specs of calls that were made before | when it is full |
 //!

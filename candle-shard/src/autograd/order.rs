@@ -107,8 +107,8 @@ fn now() -> candle_core::Result<u64> {
     Ok(number(Tensor::new(0u8, &candle_core::Device::Cpu)?.id()))
 }
 
-/// candle numbers tensors in sequence, but exposes the number only to hashers.
-fn number(id: TensorId) -> u64 {
+/// candle numbers tensors in sequence, in the order of their creation, but exposes the number only to hashers.
+pub(super) fn number(id: TensorId) -> u64 {
     struct Number(u64);
     impl Hasher for Number {
         fn write(&mut self, bytes: &[u8]) {

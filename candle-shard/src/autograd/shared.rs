@@ -1,11 +1,27 @@
 //! Replicated variables that ranks use differently, perhaps many times: their gradients are summed over the ranks once.
+//!
+//! Ranks may use variables in unlike orders, or use different ones. So the sums are of lists that are equal on all ranks,
+//! whatever each of them has used:
+//!
+//! - Variables of a builder are listed by name, used or not. The list begins with one number for each of them: how many
+//!   ranks have used it. After a pass the ranks know which ones any of them has used, and the next lists have only these.
+//!   A rank that uses another one then adds to a number that makes all ranks sum the rest too.
+//! - Other variables have no names. They are listed in the order of their creation. With each goes a number that depends
+//!   on its values; where that differs between ranks, all of them return an error.
 use super::off_graph;
-use crate::tensor::Origin;
-use crate::{Result, scoped};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
+use super::order::number;
+use crate::layout::Axes;
+use crate::tensor::{Entry, Origin, Registered, Registry, Variable};
+use crate::{Error, Result, scoped};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_dist::backend::{Fresh, Ready};
-use candle_dist::{ProcessGroup, ReduceOp, add_grad};
+use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp, add_grad};
+use itertools::Itertools;
+use rustc_hash::FxHasher;
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
 thread_local! {
     /// This rank's parts of gradients, until the backward pass ends.
@@ -13,27 +29,57 @@ thread_local! {
     static IS_COLLECTING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// This rank's part of the gradient of a variable, to be summed over each of the groups in order.
+/// This rank's part of the gradient of a variable, to be summed over some axes.
 struct Share {
-    groups: Vec<ProcessGroup>,
-    variable: TensorId,
+    over: Over,
+    variable: Variable,
     sum: Tensor,
 }
 
-/// Copies a variable, or a view of it, for one use, whose gradient is a part of the variable's gradient.
+/// The axes of a mesh over which a gradient is summed.
+#[derive(Clone)]
+struct Over {
+    mesh: DeviceMesh,
+    axes: Axes,
+}
+
+impl Over {
+    fn indices(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.mesh.ndim()).filter(|axis| self.axes & (1 << axis) != 0)
+    }
+
+    fn groups(&self) -> Result<Vec<ProcessGroup>> {
+        Ok(self.indices().map(|axis| self.mesh.axis_group(axis).cloned()).collect::<candle_dist::Result<_>>()?)
+    }
+
+    /// Returns the names of the axes, which are equal on all ranks.
+    fn names(&self) -> Vec<String> {
+        self.indices().map(|axis| self.mesh.names()[axis].clone()).collect()
+    }
+
+    /// Returns whether both are over the same groups.
+    fn is_same(&self, other: &Self) -> Result<bool> {
+        let (some, others) = (self.groups()?, other.groups()?);
+        Ok(some.len() == others.len() && some.iter().zip(&others).all(|(one, other)| one.is_same(other)))
+    }
+}
+
+/// Copies a variable, or a view of it, for one use, whose gradient is a part of the variable's gradient on `axes`.
 ///
 /// A recurrent model uses a weight, or its transpose, at each step. No copy can be shared by several uses, since an
 /// optimizer writes to the weight in place. Instead the parts of the gradient are collected, and summed over the ranks
 /// at the end of the backward pass, all of a group in one call.
-pub(crate) fn view(origin: &Origin, groups: Vec<ProcessGroup>) -> Result<Tensor> {
-    let Origin { variable, view } = origin.clone();
-    let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&variable))?);
+pub(crate) fn view(origin: &Origin, mesh: &DeviceMesh, axes: Axes) -> Result<Tensor> {
+    let Origin { variable: Variable { tensor, registered }, view } = origin.clone();
+    let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&tensor))?);
+    let over = Over { mesh: mesh.clone(), axes };
     // An op on the variable itself: candle requires a gradient for nodes in between.
-    Ok(variable.apply_op1(Use { groups, view, copy })?)
+    Ok(tensor.apply_op1(Use { over, registered, view, copy })?)
 }
 
 struct Use {
-    groups: Vec<ProcessGroup>,
+    over: Over,
+    registered: Option<Registered>,
     /// The view of the variable that was copied, if it was not the variable itself.
     view: Option<Tensor>,
     copy: Ready,
@@ -46,10 +92,6 @@ impl Use {
         let found = (view * grad.detach())?.sum_all()?.backward()?.remove(variable);
         found.map_or_else(|| variable.zeros_like(), |grad| Ok(grad.detach()))
     }
-}
-
-fn is_same(some: &[ProcessGroup], others: &[ProcessGroup]) -> bool {
-    some.len() == others.len() && some.iter().zip(others).all(|(one, other)| one.is_same(other))
 }
 
 impl CustomOp1 for Use {
@@ -67,41 +109,210 @@ impl CustomOp1 for Use {
 
     fn bwd(&self, variable: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let grad = self.of_variable(variable, grad)?;
-        if !IS_COLLECTING.get() {
-            // candle's own backward pass, at whose end nothing would sum them.
-            let sum = self.groups.iter().try_fold(grad, |sum, group| group.all_reduce(&sum, ReduceOp::Sum))?;
-            return Ok(Some(sum));
+        let variable = Variable { tensor: variable.clone(), registered: self.registered.clone() };
+        if IS_COLLECTING.get() {
+            add_to(self.over.clone(), variable, &grad)?;
+            return Ok(None);
         }
-        SHARES.with_borrow_mut(|shares| {
-            let is_mine = |share: &&mut Share| share.variable == variable.id() && is_same(&share.groups, &self.groups);
-            match shares.iter_mut().find(is_mine) {
-                Some(share) => share.sum = add_grad(Some(&share.sum), &grad)?,
-                None => {
-                    let sum = add_grad(None, &grad)?;
-                    shares.push(Share { groups: self.groups.clone(), variable: variable.id(), sum });
-                }
-            }
-            Ok(None)
-        })
+        // candle's own backward pass, at whose end nothing would sum them.
+        Ok(Some(sum_alone(&self.over, &variable, &grad)?))
     }
+}
+
+/// Adds a part of the gradient of a variable that ranks use differently on these axes.
+fn add_to(over: Over, variable: Variable, grad: &Tensor) -> Result<()> {
+    SHARES.with_borrow_mut(|shares| {
+        for share in shares.iter_mut().filter(|share| share.variable.tensor.id() == variable.tensor.id()) {
+            if share.over.is_same(&over)? {
+                share.sum = add_grad(Some(&share.sum), grad)?;
+                return Ok(());
+            }
+        }
+        let sum = add_grad(None, grad)?;
+        shares.push(Share { over, variable, sum });
+        Ok(())
+    })
 }
 
 /// Collects the parts of the backward pass `f`, and adds their sums to its gradients.
 pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     SHARES.take();
     let made = scoped::with(&IS_COLLECTING, true, f);
-    let mut shares = SHARES.take();
+    let shares = SHARES.take();
     let made = made?;
-    while let Some(groups) = shares.first().map(|share| share.groups.clone()) {
-        let (mine, others): (Vec<_>, Vec<_>) = shares.into_iter().partition(|share| is_same(&share.groups, &groups));
-        shares = others;
-        let (variables, mut sums): (Vec<_>, Vec<_>) = mine.into_iter().map(|share| (share.variable, share.sum)).unzip();
-        for group in &groups {
-            sums = group.all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+    let mut sets: Vec<Vec<Share>> = Vec::new();
+    'shares: for share in shares {
+        for set in &mut sets {
+            if set[0].over.is_same(&share.over)? {
+                set.push(share);
+                continue 'shares;
+            }
         }
-        for (variable, sum) in variables.into_iter().zip(sums) {
-            off_graph::add(variable, &sum)?;
+        sets.push(vec![share]);
+    }
+    // In an order that is equal on all ranks. Axes of one name are of several meshes, which ranks make in one order.
+    let first = |set: &[Share]| set.iter().map(|share| share.variable.tensor.id()).map(number).min();
+    sets.sort_by_cached_key(|set| (set[0].over.names(), first(set)));
+    sets.into_iter().try_for_each(sum)?;
+    Ok(made)
+}
+
+/// Sums parts of gradients over the axes of all of them.
+fn sum(shares: Vec<Share>) -> Result<()> {
+    let Some(over) = shares.first().map(|share| share.over.clone()) else { return Ok(()) };
+    let mut others = Vec::new();
+    let mut registries: BTreeMap<u64, (Arc<Registry>, Axes, BTreeMap<Arc<str>, Tensor>)> = BTreeMap::new();
+    for share in shares {
+        match &share.variable.registered {
+            Some(Registered { registry, name }) => {
+                let of = registries.entry(registry.number);
+                let of = of.or_insert_with(|| (registry.clone(), share.over.axes, BTreeMap::new()));
+                of.2.insert(name.clone(), share.sum);
+            }
+            None => others.push((share.variable.tensor, share.sum)),
         }
     }
-    Ok(made)
+    others.sort_by_key(|(variable, _)| number(variable.id()));
+    let (mut likely, mut rest) = (Vec::new(), Vec::new());
+    for (registry, axes, mut mine) in registries.into_values() {
+        let [first, second] = registry.on(axes).map(|entries| Listed::new(&registry, axes, entries, &mut mine));
+        likely.push(first);
+        rest.push(second);
+    }
+    let is_more = rest.iter().any(Listed::is_used);
+    if sum_lists(&over, likely, &others, is_more)? {
+        sum_lists(&over, rest, &[], false)?;
+    }
+    Ok(())
+}
+
+/// Variables of a registry, and this rank's parts of their gradients.
+struct Listed {
+    registry: Arc<Registry>,
+    axes: Axes,
+    parts: Vec<(Arc<str>, Entry, Option<Tensor>)>,
+}
+
+impl Listed {
+    fn new(
+        registry: &Arc<Registry>,
+        axes: Axes,
+        entries: BTreeMap<Arc<str>, Entry>,
+        mine: &mut BTreeMap<Arc<str>, Tensor>,
+    ) -> Self {
+        let part = |(name, entry)| {
+            let part = mine.remove(&name);
+            (name, entry, part)
+        };
+        Self { registry: registry.clone(), axes, parts: entries.into_iter().map(part).collect() }
+    }
+
+    fn is_used(&self) -> bool {
+        self.parts.iter().any(|(.., part)| part.is_some())
+    }
+}
+
+/// Sums parts of the gradients of listed variables, and of others in their order. Returns whether a rank has more.
+fn sum_lists(over: &Over, lists: Vec<Listed>, others: &[(Tensor, Tensor)], is_more: bool) -> Result<bool> {
+    let (mut sums, mut header) = (Vec::new(), vec![f64::from(u8::from(is_more))]);
+    for (_, entry, part) in lists.iter().flat_map(|list| &list.parts) {
+        header.push(f64::from(u8::from(part.is_some())));
+        sums.push(part.clone().map_or_else(|| entry.zeros(), Ok)?);
+    }
+    let names = listed(lists.iter().flat_map(|list| &list.parts).map(|(name, ..)| &**name));
+    let description: Arc<str> = format!("gradients of {names}, and of {} without names", others.len()).into();
+    let device = sums.first().or(others.first().map(|(_, sum)| sum)).map_or(&Device::Cpu, Tensor::device);
+    let mut tail = vec![Tensor::new(&header[..], device)?];
+    for (variable, sum) in others {
+        sums.push(sum.clone());
+        tail.push(fingerprint(variable)?);
+    }
+    sums.push(Tensor::cat(&tail, 0)?);
+    for group in over.groups()? {
+        sums = group.with_description(description.clone()).all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+    }
+    let header = sums.pop().map(|header| Ok::<_, Error>(over.mesh.to_host(&header)?.to_vec1::<f64>()?));
+    let header = header.transpose()?.unwrap_or_default();
+    let mut sums = sums.into_iter();
+    let mut counts = header[1..].iter();
+    for Listed { registry, axes, parts } in lists {
+        let parts = parts.into_iter().zip(sums.by_ref()).zip(counts.by_ref());
+        let used: Vec<_> = parts.filter(|(_, count)| **count > 0.0).map(|(part, _)| part).collect();
+        registry.note_used(axes, used.iter().map(|((name, ..), _)| name.clone()));
+        for ((_, entry, _), sum) in used {
+            off_graph::add(entry.id, &sum)?;
+        }
+    }
+    let ranks = over.indices().map(|axis| over.mesh.shape()[axis]).product();
+    for (((variable, _), sum), (total, squares)) in others.iter().zip(sums).zip(counts.tuples()) {
+        check_same(variable, ranks, *total, *squares)?;
+        off_graph::add(variable.id(), &sum)?;
+    }
+    Ok(header[0] > 0.0)
+}
+
+/// Sums the gradient of one use of a variable.
+fn sum_alone(over: &Over, variable: &Variable, grad: &Tensor) -> Result<Tensor> {
+    let (name, mut sums) = match &variable.registered {
+        Some(Registered { name, .. }) => (Some(&**name), vec![grad.clone()]),
+        None => (None, vec![grad.clone(), fingerprint(&variable.tensor)?]),
+    };
+    let description: Arc<str> = format!("the gradient of {}", listed(name)).into();
+    for group in over.groups()? {
+        sums = group.with_description(description.clone()).all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+    }
+    if let Some(total) = sums.get(1) {
+        let total = over.mesh.to_host(total)?.to_vec1::<f64>()?;
+        check_same(&variable.tensor, over.groups()?.iter().map(ProcessGroup::size).product(), total[0], total[1])?;
+    }
+    Ok(sums.swap_remove(0))
+}
+
+/// Describes a list of names, for calls that must be about the same list on all ranks.
+pub(crate) fn listed<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+    let (mut first, mut more, mut hasher) = (None, 0, FxHasher::default());
+    for name in names {
+        more += usize::from(first.is_some());
+        first.get_or_insert(name);
+        name.hash(&mut hasher);
+    }
+    match (first, more) {
+        (None, _) => "nothing".into(),
+        (Some(first), 0) => first.into(),
+        (Some(first), more) => format!("{first} and {more} more, with the hash {:016x}", hasher.finish()),
+    }
+}
+
+/// Returns a number that depends on values of a variable, and its square.
+fn fingerprint(variable: &Tensor) -> candle_core::Result<Tensor> {
+    const ELEMENTS: usize = 16;
+    let (count, device) = (variable.elem_count(), variable.device());
+    if count == 0 {
+        return Tensor::zeros(2, DType::F64, device);
+    }
+    let taken = count.min(ELEMENTS);
+    let places = Tensor::from_iter((0..taken).map(|i| (i * count / taken) as u32), device)?;
+    let weights = Tensor::from_iter((0..taken).map(|i| 1.0 + (i as f64 * 0.618).fract()), device)?;
+    let elements = variable.detach().flatten_all()?.index_select(&places, 0)?.to_dtype(DType::F64)?;
+    let sum = (elements * weights)?.sum_keepdim(0)?;
+    Tensor::cat(&[&sum, &sum.sqr()?], 0)
+}
+
+/// Refuses a variable without a name that is another one on other ranks: `total` and `squares` are sums over `ranks` of
+/// its [`fingerprint`].
+///
+/// It may differ in the last bits where ranks have computed the same update in different ways.
+fn check_same(variable: &Tensor, ranks: usize, total: f64, squares: f64) -> Result<()> {
+    const MOST: f64 = 1e-6;
+    let (ranks, dims) = (ranks as f64, variable.dims());
+    if ranks * squares - total * total > MOST * ranks * squares {
+        return Error::op(
+            "backward",
+            format!(
+                "the ranks sum gradients of different variables of the shape {dims:?}: they have made variables in \
+                 unlike orders, or used different ones. Build them with a ShardedVarBuilder, which gives them names"
+            ),
+        );
+    }
+    Ok(())
 }

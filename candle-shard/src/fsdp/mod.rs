@@ -1,6 +1,6 @@
 //! Fully sharded data parallelism: parameters are whole only while they are in use.
 //!
-//! Each rank of a mesh axis holds a piece of every parameter, of its gradient and of its optimizer state, and computes
+//! Each rank of a mesh axis, or of several, holds a piece of every parameter, of its gradient and of its optimizer state, and computes
 //! on its own rows. A model consists of units, [`FullyShard`]. A unit gathers its parameters when it runs and drops
 //! them afterwards. It gathers them again for its backward pass, which leaves each rank its piece of the summed
 //! gradients (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, PyTorch FSDP). Each of these steps is one
@@ -9,6 +9,9 @@
 //!
 //! This is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers
 //! equal those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
+//!
+//! All ranks run the same units in the same order. If they do not, the calls of the units differ in their description, which
+//! names parameters, and all ranks get an error. Within a unit ranks may use different parameters.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

@@ -4,9 +4,10 @@ use super::shared::{Reducing, lock};
 use super::unit::{Held, State, Unit};
 use crate::Result;
 use crate::autograd::order::Span;
-use crate::autograd::{hooks, nesting};
+use crate::autograd::{hooks, nesting, off_graph};
 use candle_core::{Tensor, TensorId};
-use candle_dist::{ReduceOp, add_grad};
+use candle_dist::functional::Cut;
+use candle_dist::{ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -78,26 +79,44 @@ impl Unit {
         held.len() == state.grads.len() && held.iter().zip(&state.grads).all(is_there)
     }
 
-    /// Drops the whole parameters and starts to sum the existing gradients; finishes the sums of the unit before.
+    /// Drops the whole parameters and starts to sum their gradients; finishes the sums of the unit before.
+    ///
+    /// If this rank lacks the gradient of a parameter, others may have it, so all parameters are summed. Then the call
+    /// also carries one number for each: how many ranks have its gradient.
     fn reduce(&self) -> Result<()> {
         self.release()?;
-        let grads = std::mem::take(&mut lock(&self.state).grads);
+        let mut state = lock(&self.state);
+        let has_all = self.has_all_grads(&state);
+        let mut grads = std::mem::take(&mut state.grads);
+        state.is_reduced = true;
+        drop(state);
+        let group = self.group();
         let held = lock(&self.held);
-        let (mut pieces, mut wholes) = (Vec::new(), Vec::new());
-        for (held, grad) in held.iter().zip(grads) {
-            if let Some(grad) = grad {
-                let dtype = self.shared.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
-                wholes.push((grad.to_dtype(dtype)?, held.cut.clone()));
-                pieces.push(held.piece.clone());
-            }
+        grads.resize(held.len(), None);
+        let (mut pieces, mut wholes, mut present) = (Vec::new(), Vec::new(), Vec::new());
+        for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
+            let Some(cut) = held.cut.clone() else {
+                // Its gradient stays partial until `Parameters::reduce`, as those outside of units do.
+                grad.map_or(Ok(()), |grad| off_graph::add(held.piece.id(), &grad))?;
+                continue;
+            };
+            present.push(f32::from(u8::from(grad.is_some())));
+            let whole = &held.whole;
+            let zeros = || Tensor::zeros(whole.shape(), sum_dtype(whole.dtype()), whole.device());
+            let grad = grad.map_or_else(zeros, Ok)?;
+            let dtype = self.shared.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
+            wholes.push((grad.to_dtype(dtype)?, cut));
+            pieces.push(held.piece.clone());
         }
         drop(held);
-        if wholes.is_empty() {
-            return Ok(());
+        let Some((first, _)) = wholes.first() else { return Ok(()) };
+        if !has_all {
+            let present = Tensor::new(&present[..], first.device())?.unsqueeze(0)?.repeat((group.size(), 1))?;
+            wholes.push((present, Cut::new(0, &vec![1; group.size()])));
         }
-        let sums = self.shared.group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
+        let sums = group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
         drop(wholes);
-        let before = self.shared.progress().reducing.replace(Reducing { pieces, sums });
+        let before = self.shared.progress().reducing.replace(Reducing { pieces, sums, has_all, group });
         before.map_or(Ok(()), Reducing::finish)
     }
 
@@ -134,7 +153,11 @@ impl Unit {
 fn finish() -> Result<()> {
     let open = OPEN.with_borrow(Vec::clone);
     for unit in &open {
-        if lock(&unit.state).grads.iter().any(Option::is_some) {
+        let state = lock(&unit.state);
+        let has_some = state.grads.iter().any(Option::is_some);
+        let waits = has_some || !state.is_reduced;
+        drop(state);
+        if waits {
             unit.reduce()?; // some parameters were unused, or parts were recomputed
         }
     }

@@ -66,7 +66,8 @@ impl Unit {
         }
         let stays = counts::segments() != segments || lock(&self.held).iter().any(|held| held.is_frozen);
         let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made.to_local())?) };
-        Ok(DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying()))
+        let ended = DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying());
+        Ok(ended.moved_from(&made, 0))
     }
 
     /// Returns whether any rank's parameters have changed since the prefetch.
@@ -75,11 +76,13 @@ impl Unit {
     /// rank may find no change where another one does, for example in an empty piece, so the ranks agree. The host reads
     /// one number of the device.
     fn is_stale(&self) -> Result<bool> {
+        let group = self.group();
         let state = lock(&self.state);
         let held = lock(&self.held);
         let (Some(coming), Some(first)) = (&state.coming, held.first()) else { return Ok(false) };
         let mut changes = Vec::with_capacity(held.len());
-        for (held, sent) in held.iter().zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
+        let cut = held.iter().filter(|held| held.cut.is_some());
+        for (held, sent) in cut.zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
             let now = held.piece.as_detached_tensor().to_dtype(sent.dtype())?;
             changes.push(now.ne(sent)?.flatten_all()?.max_keepdim(0)?);
         }
@@ -87,7 +90,6 @@ impl Unit {
             [] => Tensor::zeros(1, DType::U32, first.whole.device())?,
             changes => Tensor::cat(changes, 0)?.max_keepdim(0)?.to_dtype(DType::U32)?,
         };
-        let group = &self.shared.group;
         let changed = if group.size() == 1 { changed } else { group.all_reduce(&changed, ReduceOp::Max)? };
         Ok(group.to_host(&changed)?.to_vec1::<u32>()?[0] > 0)
     }

@@ -7,15 +7,25 @@ use crate::layout::{Placement, Shard};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use std::sync::Arc;
 
-/// An axis over which parameters are fully sharded, with its units.
+/// The axes over which parameters are fully sharded, with their units.
 pub(crate) struct Sharder {
-    pub(crate) axis: usize,
     shared: Arc<Shared<Unit>>,
 }
 
 impl Sharder {
-    pub(crate) fn new(axis: usize, group: &ProcessGroup, options: FullyShardOptions) -> Self {
-        Self { axis, shared: Arc::new(Shared::new(axis, group, options)) }
+    /// Shards over `axes`, from the outermost to the innermost, whose ranks are those of `group`.
+    pub(crate) fn new(axes: Vec<usize>, group: &ProcessGroup, options: FullyShardOptions) -> Self {
+        Self { shared: Arc::new(Shared::new(axes, group, options)) }
+    }
+
+    /// Returns the axes, from the outermost to the innermost.
+    pub(crate) fn axes(&self) -> &[usize] {
+        &self.shared.axes
+    }
+
+    /// Returns the number of ranks of all axes.
+    pub(crate) fn size(&self) -> usize {
+        self.shared.group.size()
     }
 
     /// Returns the options of all units.
@@ -33,12 +43,13 @@ impl Sharder {
         self.shared.units().into_iter().find(|unit| unit.has(weight))
     }
 
-    /// Returns how this axis cuts a parameter with `rank` dims that `placements` cut on the other axes of `mesh`.
+    /// Returns how these axes cut a parameter with `rank` dims that `placements` cut on the other axes of `mesh`.
     ///
-    /// It is cut along its first dim that no inner axis cuts, so that pieces of pieces join in order; `None` if there
-    /// is no such dim.
+    /// It is cut along its first dim that no axis further in cuts, so that pieces of pieces join in order; `None` if
+    /// there is no such dim.
     pub(crate) fn placement(&self, mesh: &DeviceMesh, placements: &[Placement], rank: usize) -> Option<Placement> {
-        let inner = |shard| (self.axis + 1..mesh.ndim()).any(|a| mesh.shape()[a] > 1 && placements[a] == shard);
+        let others = (self.axes()[0] + 1..mesh.ndim()).filter(|axis| !self.axes().contains(axis));
+        let inner = |shard| others.clone().any(|axis| mesh.shape()[axis] > 1 && placements[axis] == shard);
         (0..rank).map(Shard).find(|&shard| !inner(shard))
     }
 }

@@ -6,9 +6,11 @@ use candle_core::Var;
 use candle_dist::{PendingTensors, ProcessGroup, sum_dtype};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// An axis over which parameters are fully sharded, and the units `U` in the order of their construction.
+/// The axes over which parameters are fully sharded, and the units `U` in the order of their construction.
 pub(super) struct Shared<U> {
-    pub(super) axis: usize,
+    /// From the outermost to the innermost.
+    pub(super) axes: Vec<usize>,
+    /// The ranks of all these axes.
     pub(super) group: ProcessGroup,
     pub(super) options: FullyShardOptions,
     units: Mutex<Vec<Weak<U>>>,
@@ -28,12 +30,21 @@ pub(super) struct Progress {
 pub(super) struct Reducing {
     pub(super) pieces: Vec<Var>,
     pub(super) sums: PendingTensors,
+    /// Whether all parameters have gradients; otherwise the last sums are the numbers of ranks that have each of them.
+    pub(super) has_all: bool,
+    pub(super) group: ProcessGroup,
 }
 
 impl Reducing {
     /// Adds the sums to the gradients that the backward pass collects.
     pub(super) fn finish(self) -> Result<()> {
-        for (piece, sum) in self.pieces.iter().zip(self.sums.wait()?) {
+        let mut sums = self.sums.wait()?;
+        let mut present = vec![1.0; self.pieces.len()];
+        if let Some(last) = sums.pop_if(|_| !self.has_all) {
+            present = self.group.to_host(&last)?.flatten_all()?.to_vec1::<f32>()?;
+        }
+        let sums = self.pieces.iter().zip(sums).zip(present);
+        for ((piece, sum), _) in sums.filter(|(_, present)| *present > 0.0) {
             off_graph::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
         }
         Ok(())
@@ -41,9 +52,9 @@ impl Reducing {
 }
 
 impl<U> Shared<U> {
-    pub(super) fn new(axis: usize, group: &ProcessGroup, options: FullyShardOptions) -> Self {
+    pub(super) fn new(axes: Vec<usize>, group: &ProcessGroup, options: FullyShardOptions) -> Self {
         let (units, progress) = (Mutex::default(), Mutex::default());
-        Self { axis, group: group.clone(), options, units, progress }
+        Self { axes, group: group.clone(), options, units, progress }
     }
 
     /// Adds the unit that `make` creates from its number.

@@ -32,11 +32,13 @@ use super::nodes::{InPass, Whole};
 use super::shared::{Shared, lock};
 use crate::autograd::counts;
 use crate::autograd::order::Last;
+use crate::autograd::shared::listed;
 use crate::layout::{Replicate, chunk_sizes};
 use crate::{DTensor, Result};
-use candle_core::{Shape, Tensor, Var};
+use candle_core::{DType, Shape, Tensor, Var};
+use candle_dist::backend::Dims;
 use candle_dist::functional::Cut;
-use candle_dist::{FreeableTensor, PendingTensors};
+use candle_dist::{FreeableTensor, PendingTensors, ProcessGroup, empty};
 use std::sync::{Arc, Mutex, Weak};
 
 /// A unit, used only by the thread of one rank.
@@ -49,11 +51,13 @@ pub(crate) struct Unit {
 
 /// One parameter.
 pub(super) struct Held {
+    pub(super) name: String,
     /// This rank's piece.
     pub(super) piece: Var,
     /// The whole parameter, as the layers use it; without memory most of the time.
     pub(super) whole: FreeableTensor,
-    pub(super) cut: Cut,
+    /// How the axes cut it; `None` if they do not, and the whole is only a cast of the piece.
+    pub(super) cut: Option<Cut>,
     pub(super) is_frozen: bool,
 }
 
@@ -66,6 +70,8 @@ pub(super) struct State {
     pub(super) coming: Option<Coming>,
     /// The gradients of this backward pass so far.
     pub(super) grads: Vec<Option<Tensor>>,
+    /// Whether gradients of this backward pass have been reduced.
+    pub(super) is_reduced: bool,
     /// The number of nested backward passes when the unit was gathered.
     pub(super) depth: usize,
     /// The last nodes of the runs that backward passes have entered and not left; `None` where unknown.
@@ -84,20 +90,48 @@ pub(super) struct Coming {
     pub(super) changes: u64,
 }
 
+impl Held {
+    /// Returns a copy of the piece in the dtype in which it is computed.
+    fn cast(&self) -> candle_core::Result<Tensor> {
+        let dtype = self.whole.dtype();
+        match self.piece.dtype() == dtype {
+            true => Ok(self.piece.force_contiguous()?.detach()),
+            false => empty::compute(&self.piece.as_detached_tensor(), |piece| piece.to_dtype(dtype)),
+        }
+    }
+}
+
 impl Unit {
     pub(super) fn new(shared: Arc<Shared<Self>>, number: usize) -> Self {
         Self { shared, number, held: Mutex::default(), state: Mutex::default() }
     }
 
+    /// Returns the group of the axis, whose calls name the unit: ranks that run different ones must not mix them.
+    pub(super) fn group(&self) -> ProcessGroup {
+        let held = lock(&self.held);
+        let names = listed(held.iter().map(|held| held.name.as_str()));
+        self.shared.group.with_description(format!("the unit of {names}"))
+    }
+
+    /// Returns the dtype in which a parameter that is stored in `dtype` is computed.
+    pub(crate) fn dtype_of(&self, dtype: DType) -> DType {
+        self.shared.options.param_dtype.filter(|_| dtype.is_float()).unwrap_or(dtype)
+    }
+
     /// Adds a parameter of which this rank holds `piece`; returns the tensor that layers use.
-    pub(crate) fn add(self: &Arc<Self>, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
-        let Shared { axis, group, options, .. } = &*self.shared;
-        let dtype = options.param_dtype.filter(|_| piece.dtype().is_float()).unwrap_or_else(|| piece.dtype());
+    pub(crate) fn add(self: &Arc<Self>, name: &str, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
+        let axes = &self.shared.axes;
+        let dtype = self.dtype_of(piece.dtype());
         let mut spec = piece.spec().clone().with_dtype(dtype);
-        let dim = spec.placements()[*axis].shard_dim().unwrap_or(0);
-        spec.place(*axis, Replicate, None);
+        let dim = spec.placements()[axes[0]].shard_dim();
+        axes.iter().for_each(|&axis| spec.place(axis, Replicate, None));
         let shape = spec.local_shape();
-        let cut = Cut::new(dim, &chunk_sizes(shape[dim], group.size()));
+        let cut = dim.map(|dim| {
+            let cut_again = |sizes: Dims, &axis: &usize| -> Dims {
+                sizes.iter().flat_map(|&size| chunk_sizes(size, spec.mesh().shape()[axis])).collect()
+            };
+            Cut::new(dim, &axes.iter().fold(Dims::from_slice(&[shape[dim]]), cut_again))
+        });
         let mut held = lock(&self.held);
         let unit: Weak<dyn InPass> = Arc::<Self>::downgrade(self);
         let (which, shape) = (held.len(), Shape::from(shape.as_slice()));
@@ -105,8 +139,8 @@ impl Unit {
         let whole = if is_frozen { whole.detach() } else { whole };
         let whole = FreeableTensor::without_memory(whole)?;
         let parameter = whole.graph_node().clone();
-        held.push(Held { piece: var.clone(), whole, cut, is_frozen });
-        DTensor::parameter(parameter, spec).varying_on(*axis)
+        held.push(Held { name: name.to_string(), piece: var.clone(), whole, cut, is_frozen });
+        axes.iter().try_fold(DTensor::parameter(parameter, spec).named(name), |whole, &axis| whole.varying_on(axis))
     }
 
     /// Returns whether this weight is one of the unit's parameters.
@@ -118,9 +152,12 @@ impl Unit {
     pub(super) fn gather(&self) -> Result<()> {
         let coming = lock(&self.state).coming.take();
         let coming = coming.map_or_else(|| self.start(), Ok)?;
-        let made = coming.pending.wait()?;
-        for (held, made) in lock(&self.held).iter().zip(made) {
-            held.whole.fill(made)?;
+        let mut made = coming.pending.wait()?.into_iter();
+        for held in lock(&self.held).iter() {
+            match &held.cut {
+                Some(_) => made.next().map_or(Ok(()), |made| held.whole.fill(made))?,
+                None => held.whole.fill(held.cast()?)?,
+            }
         }
         lock(&self.state).is_whole = true;
         Ok(())
@@ -129,13 +166,11 @@ impl Unit {
     fn start(&self) -> Result<Coming> {
         let held = lock(&self.held);
         // Copied, as a variable may change before all ranks have read it.
-        let sent = held.iter().map(|held| match held.piece.dtype() == held.whole.dtype() {
-            true => Ok(held.piece.force_contiguous()?.detach()),
-            false => held.piece.as_detached_tensor().to_dtype(held.whole.dtype()),
-        });
-        let sent = sent.collect::<candle_core::Result<Vec<_>>>()?;
-        let pieces: Vec<(Tensor, Cut)> = sent.iter().cloned().zip(held.iter().map(|held| held.cut.clone())).collect();
-        let pending = self.shared.group.all_gather_coalesced_start(&pieces)?;
+        let pieces = held.iter().filter_map(|held| Some((held.cast(), held.cut.clone()?)));
+        let pieces = pieces.map(|(sent, cut)| Ok((sent?, cut))).collect::<candle_core::Result<Vec<_>>>()?;
+        drop(held);
+        let sent = pieces.iter().map(|(sent, _)| sent.clone()).collect();
+        let pending = self.group().all_gather_coalesced_start(&pieces)?;
         Ok(Coming { pending, sent, changes: counts::changes() })
     }
 

@@ -1,10 +1,10 @@
 //! The parameters that a model holds on this rank.
-use crate::autograd::counts;
+use crate::autograd::{counts, shared};
 use crate::layout::RowsOf;
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::{ClipGradNorm, ReduceOp, empty, sum_dtype};
+use candle_dist::{ClipGradNorm, GradMark, ReduceOp, empty, sum_dtype};
 use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
@@ -19,6 +19,8 @@ pub struct Parameter {
     pub var: Var,
     /// The tensor in files that it is a part of, if files do not contain it by its name.
     pub(crate) within: Option<RowsOf>,
+    /// Set where a `GradStore` has the sum of the gradient over the ranks that use the parameter differently.
+    pub(crate) is_summed: GradMark,
 }
 
 impl Parameter {
@@ -104,13 +106,14 @@ impl Parameters {
 
     /// Returns a clipper of the complete gradients of [`named_vars`](Self::named_vars) by their norm on the whole mesh.
     ///
-    /// It costs one small all_reduce for each axis that shards a parameter.
+    /// It costs one small all_reduce for each axis that shards a parameter. Frozen parameters may be left out of the list.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<ClipGradNorm> {
         let mut clip = ClipGradNorm::new(max_norm);
         let Some(first) = self.0.first() else { return Ok(clip) };
         let mesh = first.tensor.mesh();
         for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
-            let sharded = self.iter().filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
+            let trained = self.iter().filter(|p| !p.is_frozen());
+            let sharded = trained.filter(|p| p.tensor.placements()[axis].shard_dim().is_some());
             let names: Vec<&str> = sharded.map(|p| p.name.as_str()).collect();
             if !names.is_empty() {
                 clip = clip.sharded(mesh.axis_group(axis)?, names);
@@ -136,15 +139,28 @@ impl Parameters {
         Ok(grads)
     }
 
-    /// Sums the gradients of varying parameters, all of an axis in one all_reduce.
+    /// Sums the gradients of varying parameters, all of an axis in one all_reduce, in which they are listed by name.
     ///
     /// A parameter without a gradient on any rank keeps none, as on one device. The all_reduce carries one number per
     /// parameter that says whether there was a gradient. Sums of 16-bit gradients are f32.
+    ///
+    /// # Errors
+    /// If `grads` has sums already: those of an earlier call or of [`backward`](Self::backward), also if they were
+    /// clipped, averaged or accumulated since. A second sum would be a multiple of the gradient.
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         let mesh = first.tensor.mesh().clone();
-        for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
-            let varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+        let axes: Vec<usize> = (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).collect();
+        let varies = |p: &&Parameter| axes.iter().any(|&axis| p.tensor.is_varying(axis));
+        if let Some(p) = self.iter().filter(varies).find(|p| p.is_summed.is_set(grads)) {
+            let reason = "is summed over ranks already; call reduce once for each GradStore, and only for gradients of \
+                          DTensor::backward or of a pipeline: Parameters::backward has called it";
+            return Error::op("Parameters::reduce", format!("the gradient of {} {reason}", p.name));
+        }
+        for axis in axes {
+            let mut varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+            // By name: ranks may have built them in unlike orders.
+            varying.sort_by_key(|p| &p.name);
             if varying.is_empty() {
                 continue;
             }
@@ -159,12 +175,14 @@ impl Parameters {
             let mut partial = varying.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
             let present = varying.iter().map(|p| f32::from(u8::from(grads.get(&p.var).is_some())));
             partial.push(Tensor::from_iter(present, first.var.device())?);
-            let group = mesh.axis_group(axis)?;
+            let names = varying.iter().map(|p| p.name.as_str());
+            let group = mesh.axis_group(axis)?.with_description(format!("gradients of {}", shared::listed(names)));
             let mut sums = group.all_reduce_coalesced(&partial, ReduceOp::Sum)?;
             let present = sums.pop().map(|present| Ok::<_, Error>(group.to_host(&present)?.to_vec1::<f32>()?));
             let present = present.transpose()?.unwrap_or_default();
             for ((p, sum), _) in varying.iter().zip(sums).zip(present).filter(|(_, present)| *present > 0.0) {
                 grads.insert(&p.var, sum);
+                p.is_summed.set(grads);
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use crate::nn::ShardedVarBuilder;
 use crate::nn::init::init_of;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_nn::rnn::{Direction, GRUConfig, LSTMConfig};
 
 /// A recurrent network: candle's `RNN` for a mesh.
@@ -57,7 +57,6 @@ struct Gates<const N: usize> {
     projections: Vec<Projection>,
     features: usize,
     hidden: usize,
-    dtype: DType,
     /// The placement of the weights on the plan's axis.
     at: Placement,
     style: ModuleStyle,
@@ -100,7 +99,7 @@ impl<const N: usize> Gates<N> {
             Replicate => vec![projection(None)?],
             _ => (0..N).map(|gate| projection(Some(gate))).collect::<Result<_>>()?,
         };
-        Ok(Self { projections, features, hidden, dtype: vb.dtype(), at, style })
+        Ok(Self { projections, features, hidden, at, style })
     }
 
     /// Returns what `f` makes of the contributions of the input and of the hidden state, by gate.
@@ -144,7 +143,9 @@ impl<const N: usize> Gates<N> {
             _ => Replicate,
         };
         let placements: Placements = like.placements().iter().enumerate().map(placement).collect();
-        let mut spec = Spec::new(like.mesh(), &placements, (batch, self.hidden), self.dtype)?;
+        // A unit may compute in another dtype than its parameters are stored in.
+        let dtype = self.projections.first().map_or(like.dtype(), |gate| gate.w_hh.dtype());
+        let mut spec = Spec::new(like.mesh(), &placements, (batch, self.hidden), dtype)?;
         // The batch may have explicit sizes.
         for (axis, like) in like.targets().into_iter().enumerate() {
             if like.placement == Shard(0) && !cuts_units(axis) {

@@ -7,10 +7,11 @@ use crate::kernels::QuantizedMatrix;
 use crate::layout::{Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
+use crate::tensor::Registry;
 use crate::{DTensor, Error, Result, Weights};
-use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::DeviceMesh;
+use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_dist::backend::Dims;
+use candle_dist::{DeviceMesh, GradMark};
 use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,6 +25,7 @@ struct Shared {
     dtype: DType,
     device: Device,
     built: Mutex<Vec<Parameter>>,
+    registry: Arc<Registry>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
@@ -64,6 +66,8 @@ pub struct ShardedVarBuilder {
     pub(super) sharder: Option<Arc<Sharder>>,
     /// The unit that is being built.
     pub(super) unit: Option<Arc<Unit>>,
+    /// The names of the parameters that this model has requested.
+    requested: Arc<Mutex<Vec<String>>>,
 }
 
 impl ShardedVarBuilder {
@@ -152,6 +156,7 @@ impl ShardedVarBuilder {
             dtype,
             device: device.clone(),
             built,
+            registry: Registry::new(),
             quantized_bytes,
             matched,
         };
@@ -162,6 +167,7 @@ impl ShardedVarBuilder {
             dequantized: false,
             sharder: None,
             unit: None,
+            requested: Arc::default(),
         })
     }
 
@@ -190,6 +196,33 @@ impl ShardedVarBuilder {
     /// ```
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
+    }
+
+    /// Returns a builder for another model of the same parameters: one that was built before, under the same name and in the same
+    /// layout, is the same variable.
+    ///
+    /// A pipeline builds its stages from such a builder, so several pipelines may be built from one.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::parallel::Plan;
+    ///
+    /// World::local(1).run(|ctx| -> Result<()> {
+    ///     let (mesh, plan) = (ctx.mesh(&[("tp", 1)])?, Plan::new("tp"));
+    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     Linear::new(4, 2, true, &vb.pp("out"))?;
+    ///     Linear::new(4, 2, true, &vb.again().pp("out"))?;
+    ///     assert_eq!(vb.finish()?.len(), 2); // one weight and one bias
+    ///     assert!(Linear::new(4, 2, true, &vb.pp("out")).is_err()); // twice in one model
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn again(&self) -> Self {
+        Self { requested: Arc::default(), ..self.clone() }
     }
 
     /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
@@ -342,7 +375,7 @@ impl ShardedVarBuilder {
         Place { placement, cuts, dtype }: Place<'_>,
         varying: bool,
     ) -> Result<DTensor> {
-        let Shared { mesh, device, .. } = &*self.shared;
+        let mesh = self.mesh();
         let dtype = &dtype.unwrap_or(self.shared.dtype);
         let name = self.full_name(&stored.name);
         let axis = self.shared.plan.axis_index(mesh)?;
@@ -350,17 +383,20 @@ impl ShardedVarBuilder {
             (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
         let sharder = self.sharder.as_ref();
         for &AxisCut { axis, dim, .. } in cuts {
-            if sharder.is_some_and(|sharder| sharder.axis == axis) {
+            if sharder.is_some_and(|sharder| sharder.axes().contains(&axis)) {
                 let axis = &mesh.names()[axis];
                 let reason = format!("{name} is cut over axis {axis:?}, over which parameters are fully sharded");
                 return Err(Error::Plan(format!("{reason}; use two axes")));
             }
             placements[axis] = Shard(dim);
         }
-        let unit = sharder.zip(self.unit.as_ref()).and_then(|(sharder, unit)| {
-            placements[sharder.axis] = sharder.placement(mesh, &placements, dims.len())?;
-            Some(unit)
-        });
+        let of_unit = sharder.zip(self.unit.as_ref());
+        let fully = of_unit.and_then(|(sharder, _)| sharder.placement(mesh, &placements, dims.len()));
+        if let Some((sharder, cut)) = sharder.zip(fully) {
+            sharder.axes().iter().for_each(|&axis| placements[axis] = cut);
+        }
+        // A unit also has parameters that are only cast.
+        let unit = self.unit.as_ref().filter(|unit| fully.is_some() || unit.dtype_of(*dtype) != *dtype);
         let shape: Dims = dims.iter().map(|width| width.size()).collect();
         let width = placement.shard_dim().and_then(|dim| dims.get(dim)).filter(|_| mesh.shape()[axis] > 1);
         let sizes = width.map(|width| self.shard_sizes(*width)).transpose()?;
@@ -369,34 +405,76 @@ impl ShardedVarBuilder {
         for cut in cuts.iter().filter(|cut| cut.sizes.is_some()) {
             spec = spec.with_sizes(cut.axis, cut.sizes.clone())?;
         }
+        let mut requested = self.requested.lock().unwrap_or_else(PoisonError::into_inner);
+        if requested.contains(&name) {
+            return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
+        }
         let within = stored.within.map(|within| RowsOf { of: self.full_name(&within.of), ..within });
-        let at = Wanted { name: &name, within: within.as_ref(), spec: &spec };
-        let local = self.shared.source.shard(&at, (init, self.seed()), device)?;
+        let known = self.known(&name, &spec)?;
+        let is_known = known.is_some();
+        let (mut tensor, var) = match known {
+            Some(known) => (known.tensor, known.var),
+            None => self.made(&name, within.as_ref(), spec, init, zero_row)?,
+        };
+        let mut whole = unit.map(|unit| unit.add(&name, &tensor, &var, self.frozen)).transpose()?;
+        tensor = tensor.named(&name);
+        if self.frozen {
+            tensor = tensor.detach();
+        } else {
+            if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
+                tensor = sharder.axes().iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
+            }
+            if varying {
+                tensor = tensor.varying_on(axis)?;
+                whole = whole.map(|whole| whole.varying_on(axis)).transpose()?;
+            }
+            tensor = tensor.registered(&self.shared.registry, &name);
+        }
+        requested.push(name.clone());
+        if !is_known {
+            let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_summed = GradMark::new()?;
+            built.push(Parameter { name, tensor: tensor.clone(), var, within, is_summed });
+        }
+        Ok(whole.unwrap_or(tensor))
+    }
+
+    /// Returns the parameter of this name that another model of these parameters has built.
+    fn known(&self, name: &str, spec: &Spec) -> Result<Option<Parameter>> {
+        let built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(known) = built.iter().find(|p| p.name == name) else { return Ok(None) };
+        if known.tensor.spec() != spec {
+            let has = known.tensor.spec();
+            let reason = format!("parameter {name} is {spec} in one model of this builder and {has} in another");
+            return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
+        }
+        if known.is_frozen() && !self.frozen {
+            let reason = format!("parameter {name} is frozen in one model of this builder and trained in another");
+            return Err(Error::Plan(format!(
+                "{reason}; build the one that trains it first, or from a builder of its own"
+            )));
+        }
+        Ok(Some(known.clone()))
+    }
+
+    /// Makes a parameter from the source.
+    fn made(
+        &self,
+        name: &str,
+        within: Option<&RowsOf>,
+        spec: Spec,
+        init: Init,
+        zero_row: Option<usize>,
+    ) -> Result<(DTensor, Var)> {
+        let at = Wanted { name, within, spec: &spec };
+        let local = self.shared.source.shard(&at, (init, self.seed()), self.device())?;
         let rows = spec.local_block().first().cloned().unwrap_or_default();
         // Before the unit owns it: tensors that layers get have no memory of their own.
         let is_fresh = self.shared.source.is_fresh();
         if let Some(row) = zero_row.filter(|row| is_fresh && rows.contains(row) && local.elem_count() > 0) {
             local.narrow(0, row - rows.start, 1)?.zero_set()?;
         }
-        let (mut tensor, var) = DTensor::from_local_with_spec(local, spec)?.to_var()?;
-        let mut whole = unit.map(|unit| unit.add(&tensor, &var, self.frozen)).transpose()?;
-        if self.frozen {
-            tensor = tensor.detach();
-        } else {
-            if let Some(sharder) = sharder.filter(|_| unit.is_none()) {
-                tensor = tensor.varying_on(sharder.axis)?;
-            }
-            if varying {
-                tensor = tensor.varying_on(axis)?;
-                whole = whole.map(|whole| whole.varying_on(axis)).transpose()?;
-            }
-        }
-        let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
-        if built.iter().any(|p| p.name == name) {
-            return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
-        }
-        built.push(Parameter { name, tensor: tensor.clone(), var, within });
-        Ok(whole.unwrap_or(tensor))
+        DTensor::from_local_with_spec(local, spec)?.to_var()
     }
 
     /// Returns the files that parameters are read from, if they are.
@@ -439,6 +517,14 @@ impl ShardedVarBuilder {
             moved.finish()?;
         }
         Ok(self.built())
+    }
+
+    /// Returns the parameters that layers have requested of this builder since [`again`](Self::again), in their order.
+    pub fn requested(&self) -> Parameters {
+        let built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
+        let requested = self.requested.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = |name: &String| built.iter().find(|parameter| parameter.name == *name).cloned();
+        Parameters::new(requested.iter().filter_map(of).collect())
     }
 
     /// Returns the parameters built so far, without the checks of [`finish`](Self::finish).

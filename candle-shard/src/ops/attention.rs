@@ -108,7 +108,7 @@ impl DTensor {
             let want = "expected [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
             return Error::op("scaled_dot_product_attention", format!("query {q}, key {k}, value {v}: {want}"));
         };
-        let scale = scale.unwrap_or(1.0 / (dim as f64).sqrt());
+        let scale = if dim == 0 { 1.0 } else { scale.unwrap_or(1.0 / (dim as f64).sqrt()) };
         if let AttentionMask::Additive(mask) = mask {
             return self.capped_attention(key, value, mask, scale, None);
         }

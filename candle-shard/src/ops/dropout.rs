@@ -5,16 +5,16 @@ use crate::rules::{self, Signature};
 use crate::{DTensor, Error, Result};
 
 impl DTensor {
-    /// Zeroes each element with probability `p` and divides the others by `1 - p`.
+    /// Zeroes each element with probability `p` and divides the others by `1 - p`. With `p = 1` all elements are 0.
     ///
     /// The mask is that of `stream` over the global shape, so it is the same on every mesh.
     ///
     /// # Errors
-    /// If `p` is not in `[0, 1)`.
+    /// If `p` is not in `[0, 1]`.
     #[track_caller]
     pub fn dropout(&self, p: f64, stream: Stream) -> Result<Self> {
-        if !(0.0..1.0).contains(&p) {
-            return Error::op("dropout", format!("probability {p}: expected at least 0 and less than 1"));
+        if !(0.0..=1.0).contains(&p) {
+            return Error::op("dropout", format!("probability {p}: expected at least 0 and at most 1"));
         }
         let signature = || {
             self.check_float("dropout")?;
@@ -27,7 +27,7 @@ impl DTensor {
         rules::run("dropout", &[], &[self], signature, |x, out| {
             let keep = Distribution::Bernoulli { p: 1.0 - p };
             let mask = sample(stream, keep, out.dims(), &out.local_block(), out.dtype(), self.device())?;
-            Ok((x[0].to_local() * mask.affine(1.0 / (1.0 - p), 0.0)?)?)
+            Ok((x[0].to_local() * mask.affine(if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 }, 0.0)?)?)
         })
     }
 }

@@ -51,12 +51,17 @@ impl DTensor {
 
     /// The logarithm of the sum of the exponentials over `dims`, which go away.
     ///
-    /// A sharded dim costs two all_reduces of one number per row, and none in the backward pass.
+    /// A sharded dim costs two all_reduces of one number per row, and none in the backward pass. Over a dim without
+    /// elements it is -∞, as in PyTorch.
     #[track_caller]
     pub fn log_sum_exp(&self, dims: impl Dims) -> Result<Self> {
         self.check_float("log_sum_exp")?;
         let dims = dims.to_indexes(&Shape::from(self.dims()), "log_sum_exp")?;
         self.settled(&dims)?.in_full_precision(|x| {
+            if dims.iter().any(|&dim| self.dims()[dim] == 0) {
+                // There is no maximum to subtract.
+                return x.sum(&dims[..])?.resolved()?.log();
+            }
             let (x, top) = x.below_maximum(&dims)?;
             let sum = x.exp()?.sum_keepdim(&dims[..])?.resolved()?;
             sum.log()?.add(top)?.reshape(without(self.dims(), &dims))

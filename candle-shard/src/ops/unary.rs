@@ -1,6 +1,6 @@
 //! Elementwise functions of one tensor. Any dim may be sharded; partial placements pass through where the function
 //! allows it.
-use crate::kernels::{convert, converts};
+use crate::kernels::{Function, convert, converts};
 use crate::layout::{Partial, Placement, Shard};
 use crate::rules::{self, Row, Rows, Signature};
 use crate::{DTensor, Error, Result};
@@ -60,24 +60,24 @@ unary_ops! {
     /// Clamps each element to `0..=6`.
     relu6, Neither, |x| crate::kernels::clamp(x, 0.0, 6.0);
     /// The exact Gaussian error linear unit, `x · Φ(x)`.
-    gelu_erf, Neither, crate::kernels::gelu_erf;
+    gelu_erf, Neither, |x| Function::GeluErf.apply(x);
     /// The approximation of the Gaussian error linear unit with tanh, as candle's `gelu`; the exact one is
     /// [`gelu_erf`](Self::gelu_erf).
-    gelu, Neither, Tensor::gelu;
+    gelu, Neither, |x| Function::Gelu.apply(x);
     /// `x · sigmoid(x)`.
-    silu, Neither, Tensor::silu;
+    silu, Neither, |x| Function::Silu.apply(x);
     /// `x · tanh(log(1 + exp(x)))`.
-    mish, Neither, candle_nn::ops::mish;
+    mish, Neither, |x| Function::Mish.apply(x);
     /// The logistic function.
-    sigmoid, Rising, candle_nn::ops::sigmoid;
+    sigmoid, Rising, |x| Function::Sigmoid.apply(x);
     /// `(x + 3) / 6`, clamped to `0..=1`.
     hard_sigmoid, Neither, candle_nn::ops::hard_sigmoid;
     /// `x · hard_sigmoid(x)`.
-    hard_swish, Neither, |x| x * candle_nn::ops::hard_sigmoid(x)?;
+    hard_swish, Neither, |x| Function::HardSwish.apply(x);
     /// The hyperbolic tangent.
-    tanh, Rising, Tensor::tanh;
+    tanh, Rising, |x| Function::Tanh.apply(x);
     /// The error function.
-    erf, Rising, Tensor::erf;
+    erf, Rising, |x| Function::Erf.apply(x);
     /// The exponential.
     exp, Rising, Tensor::exp;
     /// The natural logarithm.
@@ -85,7 +85,7 @@ unary_ops! {
     /// The square root.
     sqrt, Neither, Tensor::sqrt;
     /// One divided by the square root.
-    rsqrt, Neither, |x| x.sqrt()?.recip();
+    rsqrt, Neither, |x| Function::Rsqrt.apply(x);
     /// The square.
     sqr, Neither, Tensor::sqr;
     /// The sine.
@@ -93,7 +93,7 @@ unary_ops! {
     /// The cosine.
     cos, Neither, Tensor::cos;
     /// One divided by each element.
-    recip, Neither, Tensor::recip;
+    recip, Neither, |x| Function::Recip.apply(x);
 }
 
 /// Step functions. candle cuts the graph at them. The graph must be cut alike on ranks without elements, so they are
@@ -150,19 +150,19 @@ impl DTensor {
     /// `x` where it is positive, else `alpha · (exp(x) - 1)`.
     #[track_caller]
     pub fn elu(&self, alpha: f64) -> Result<Self> {
-        self.unary("elu", if alpha >= 0.0 { Rising } else { Neither }, &|x| x.elu(alpha))
+        self.unary("elu", if alpha >= 0.0 { Rising } else { Neither }, &|x| Function::Elu(alpha).apply(x))
     }
 
     /// `x` where it is positive, else `slope · x`.
     #[track_caller]
     pub fn leaky_relu(&self, slope: f64) -> Result<Self> {
-        self.unary("leaky_relu", Neither, &|x| candle_nn::ops::leaky_relu(x, slope))
+        self.unary("leaky_relu", Neither, &|x| Function::LeakyRelu(slope).apply(x))
     }
 
     /// Each element to the power of `e`.
     #[track_caller]
     pub fn powf(&self, e: f64) -> Result<Self> {
-        self.unary("powf", Neither, &|x| x.powf(e))
+        self.unary("powf", Neither, &|x| Function::Power(e).apply(x))
     }
 
     /// Negates each element. The least value of a signed integer dtype maps to itself.

@@ -69,25 +69,27 @@ impl DTensor {
     }
 
     fn take_move(&self, next: &Move) -> Result<Self> {
+        let axes = axes_of(&next.axes);
         let transform = match next.how {
             How::Rename => {
                 let renamed = Self::assemble(self.to_local().clone(), next.spec.clone(), next.varying);
-                return Ok(renamed.made_locally_of(self).aliasing(self));
+                return Ok(renamed.made_locally_of(self).aliasing(self).moved_from(self, axes));
             }
             How::View => return self.varying_view(next.axes[0]),
             How::Row(transform) => transform,
         };
         let make = || {
             let way = (self.spec(), &*next.spec);
-            let local = transform.run(self.to_local(), way, &next.axes, &self.group_of(&next.axes)?)?;
-            let made = Self::assemble(local, next.spec.clone(), next.varying);
+            let local =
+                transform.run(self.to_local(), way, &next.axes, &self.described(self.group_of(&next.axes)?, axes))?;
+            let made = Self::assemble(local, next.spec.clone(), next.varying).moved_from(self, axes);
             Ok(match (transform, &next.axes[..]) {
                 (Transform::Gather { varying: false }, &[axis]) => made.gathered_from(self, axis),
                 _ => made,
             })
         };
         let to = next.spec.placements()[next.axes[0]];
-        if next.kept { self.kept_move((axes_of(&next.axes), to, next.varying), make) } else { make() }
+        if next.kept { self.kept_move((axes, to, next.varying), make) } else { make() }
     }
 
     /// Returns the group of ranks whose coordinates differ only on these axes.
@@ -105,13 +107,12 @@ impl DTensor {
     /// The view is kept, so several uses share one communication in the backward pass. If the tensor was gathered on
     /// this axis, its view replaces the gather's backward by the equivalent reduce_scatter.
     fn varying_view(&self, axis: usize) -> Result<Self> {
-        let group = self.mesh().axis_group(axis)?;
+        let group = &self.described(self.mesh().axis_group(axis)?.clone(), 1 << axis);
         let varying = self.varying() | 1 << axis;
         let used = self.trail().and_then(|trail| trail.used.clone());
-        let fresh = || self.origin().map(|origin| (origin, Vec::new()));
-        if let Some((origin, mut groups)) = used.or_else(fresh) {
-            groups.push(group.clone());
-            return Ok(self.used(shared::view(&origin, groups.clone())?, varying, (origin, groups)));
+        if let Some((origin, axes)) = used.or_else(|| self.origin().map(|origin| (origin, 0))) {
+            let axes = axes | 1 << axis;
+            return Ok(self.used(shared::view(&origin, self.mesh(), axes)?, varying, (origin, axes)));
         }
         let local = self.view(varying, || {
             let gathered = self.trail().and_then(|trail| trail.gathered.as_ref());

@@ -71,6 +71,7 @@
 //! rank computes only a part of that input's gradient. If the output is replicated and an input is varying, the output
 //! is varying too, and the other inputs are used through their varying views.
 mod cache;
+mod observer;
 mod op_spec;
 mod own;
 mod row;
@@ -84,6 +85,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
 use candle_dist::empty;
 pub(crate) use op_spec::{OpSpec, check_meshes};
+pub use observer::observe;
 pub use own::{apply, apply_all};
 pub use row::{Row, Rows, Signature};
 use smallvec::{SmallVec, smallvec};
@@ -177,13 +179,15 @@ fn run_known(
         local(&laid_out, &op_spec.outs)?
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
-        let made = DTensor::assemble(local, spec.clone(), op_spec.varying);
+        let made = DTensor::assemble(local, spec.clone(), op_spec.varying).computed_from(&laid_out);
         match (inputs, &op_spec.inputs[..]) {
             ([x], [moves]) if moves.is_empty() => made.made_locally_of(x),
             _ => made,
         }
     };
-    Ok(made.into_iter().zip(&op_spec.outs).map(wrap).collect())
+    let made: SmallVec<[DTensor; 1]> = made.into_iter().zip(&op_spec.outs).map(wrap).collect();
+    observer::results(op, Location::caller(), &made);
+    Ok(made)
 }
 
 /// Lays out an input of `op`, each axis as `place` says. For inputs that an op needs before it can make an op spec.

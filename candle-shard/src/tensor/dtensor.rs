@@ -1,9 +1,11 @@
 //! A tensor distributed over a mesh.
+use super::lineage::Lineage;
+use super::registry::Registered;
 use crate::layout::{Axes, Placement, Replicate, Shard, Spec};
 use crate::{Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_dist::{DeviceMesh, ShardedVar};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -71,8 +73,12 @@ pub struct DTensor {
     pub(super) leaf: bool,
     /// Whether its memory is that of a variable, which an optimizer changes in place.
     pub(super) in_variable: bool,
-    /// The variable from which local ops made this tensor.
-    pub(super) made_of: Option<Tensor>,
+    /// The variable that this is, or from which local ops made it; `None` for a variable that no builder made.
+    pub(super) made_of: Option<Variable>,
+    /// What it was computed from.
+    pub(super) lineage: Lineage,
+    /// Says that the variable is a shard, to those who see only the variable.
+    pub(super) shard: Option<ShardedVar>,
 }
 
 /// Data of a tracked tensor that lets several uses share one communication.
@@ -85,14 +91,21 @@ pub(crate) struct Trail {
     pub(super) moved: Mutex<Vec<(Axes, Placement, Axes, DTensor)>>,
     /// The tensor from which this one was gathered, and the axis.
     pub(crate) gathered: Option<(DTensor, usize)>,
-    /// The origin of this copy for one use, and the groups over which its gradient is summed.
-    pub(crate) used: Option<(Origin, Vec<ProcessGroup>)>,
+    /// The origin of this copy for one use, and the axes over which its gradient is summed.
+    pub(crate) used: Option<(Origin, Axes)>,
+}
+
+/// A variable, and its name if a builder made it.
+#[derive(Clone)]
+pub(crate) struct Variable {
+    pub(crate) tensor: Tensor,
+    pub(crate) registered: Option<Registered>,
 }
 
 /// A variable, or a view that local ops made of one.
 #[derive(Clone)]
 pub(crate) struct Origin {
-    pub(crate) variable: Tensor,
+    pub(crate) variable: Variable,
     /// The view, if this is not the variable itself.
     pub(crate) view: Option<Tensor>,
 }
@@ -104,7 +117,8 @@ impl DTensor {
         let in_variable = local.is_variable();
         let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
-        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
+        let lineage = Lineage::of_data(&spec);
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage, shard: None }
     }
 
     /// Creates a tensor that was given, not made by an op.

@@ -4,7 +4,7 @@ use crate::agreement::alike;
 use crate::layout::{Partial, Placement, Spec};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor, Var};
-use candle_dist::{DeviceMesh, ReduceOp};
+use candle_dist::{DeviceMesh, ReduceOp, ShardedVar};
 
 impl DTensor {
     /// Replaces the shard by another of the same shape, with the same layout and gradient state. The dtype is the new
@@ -104,8 +104,10 @@ impl DTensor {
             return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
         }
         let var = Var::from_tensor(&self.local.detach())?;
-        let varying = self.varying;
-        Ok((Self { varying, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
+        let (varying, placements) = (self.varying, self.placements());
+        let axes = (0..placements.len()).filter(|&axis| placements[axis].shard_dim().is_some());
+        let shard = Some(ShardedVar::new(&var, self.mesh(), axes));
+        Ok((Self { varying, shard, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
     }
 }
 

@@ -31,7 +31,9 @@
 //! one communication, also in the backward pass. There is no trail where the memory is that of a variable
 //! (`in_variable`): an optimizer writes there, and a kept copy would be old. Each use of such a tensor is a copy
 //! ([`DTensor::used`]) that knows its [`Origin`]; `autograd/shared.rs` sums the gradients of all copies once.
-use super::dtensor::{DTensor, Origin, Trail};
+use super::dtensor::{DTensor, Origin, Trail, Variable};
+use super::lineage::Lineage;
+use super::registry::Registry;
 use crate::layout::{Axes, Placement, Replicate, Spec};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -43,6 +45,7 @@ impl DTensor {
     pub(crate) fn aliasing(mut self, source: &Self) -> Self {
         if source.in_variable {
             (self.in_variable, self.trail) = (true, None);
+            self.shard = source.shard.clone();
         }
         self
     }
@@ -54,21 +57,46 @@ impl DTensor {
 
     /// Creates a view of this tensor that is varying on `varying`, and shares the cache of views.
     pub(crate) fn viewed(&self, local: Tensor, varying: Axes) -> Self {
-        let (spec, trail, in_variable) = (self.spec.clone(), self.trail.clone(), self.in_variable);
-        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None }
+        let Self { spec, trail, in_variable, lineage, .. } = self.clone();
+        Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage, shard: None }
     }
 
     /// Creates a copy of this variable for one use that is varying on `varying`.
-    pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Vec<ProcessGroup>)) -> Self {
+    pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Axes)) -> Self {
         let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
-        Self { local, spec: self.spec.clone(), varying, trail, leaf: false, in_variable: false, made_of: None }
+        let Self { spec, lineage, .. } = self.clone();
+        Self { local, spec, varying, trail, leaf: false, in_variable: false, made_of: None, lineage, shard: None }
+    }
+
+    /// Marks this tensor as the parameter `name`.
+    pub(crate) fn named(self, name: &str) -> Self {
+        Self { lineage: Lineage::of_parameter(name), ..self }
+    }
+
+    /// Marks this tensor as computed from `inputs`.
+    pub(crate) fn computed_from(mut self, inputs: &[Self]) -> Self {
+        self.lineage = Lineage::of_all(inputs.iter().map(|input| &input.lineage), &self.spec);
+        self
+    }
+
+    /// Marks this tensor as the result of a move of `axes` of `source`.
+    pub(crate) fn moved_from(mut self, source: &Self, axes: Axes) -> Self {
+        self.lineage = source.lineage.moved(axes, &self.spec);
+        self
+    }
+
+    /// Returns a group of the ranks of `axes` whose calls carry what this tensor was computed from.
+    pub(crate) fn described(&self, group: ProcessGroup, axes: Axes) -> ProcessGroup {
+        match self.lineage.description(axes) {
+            Some(description) => group.with_description(description),
+            None => group,
+        }
     }
 
     /// Marks this tensor as made by a local op from `source`, in the same layout.
     pub(crate) fn made_locally_of(mut self, source: &Self) -> Self {
         if source.in_variable && source.tracked() {
-            let itself = || source.local.is_variable().then(|| source.local.clone());
-            self.made_of = source.made_of.clone().or_else(itself);
+            self.made_of = source.variable();
         }
         self
     }
@@ -78,10 +106,21 @@ impl DTensor {
         if !self.in_variable || self.trail.is_some() {
             return None;
         }
-        if self.local.is_variable() {
-            return Some(Origin { variable: self.local.clone(), view: None });
-        }
-        self.made_of.clone().map(|variable| Origin { variable, view: Some(self.local.clone()) })
+        let view = (!self.local.is_variable()).then(|| self.local.clone());
+        self.variable().map(|variable| Origin { variable, view })
+    }
+
+    /// Returns the variable that this is, or from which local ops made it.
+    fn variable(&self) -> Option<Variable> {
+        let itself = || Variable { tensor: self.local.clone(), registered: None };
+        self.made_of.clone().or_else(|| self.local.is_variable().then(itself))
+    }
+
+    /// Names this variable, so that ranks know which one it is.
+    pub(crate) fn registered(mut self, registry: &Arc<Registry>, name: &str) -> Self {
+        let registered = registry.add(name, &self.local, &self.spec, self.varying);
+        self.made_of = Some(Variable { tensor: self.local.clone(), registered: Some(registered) });
+        self
     }
 
     /// Returns whether this was given or made by a factory, not the result of an op.
@@ -176,6 +215,6 @@ impl DTensor {
     /// Returns this tensor detached from the graph.
     pub fn detach(&self) -> Self {
         let detached = DTensor::assemble(self.to_local().detach(), self.shared_spec().clone(), 0);
-        detached.aliasing(self)
+        detached.aliasing(self).moved_from(self, 0)
     }
 }

@@ -3,8 +3,11 @@ mod dtensor;
 mod factory;
 mod given;
 mod gradient;
+mod lineage;
 mod local;
+mod registry;
 mod tree;
 
 pub use dtensor::DTensor;
-pub(crate) use dtensor::Origin;
+pub(crate) use dtensor::{Origin, Variable};
+pub(crate) use registry::{Entry, Registered, Registry};

@@ -1,28 +1,106 @@
-//! Arguments by position and by name, in trees, and plain numbers.
-use super::{Case, Input, Kind, sweep};
+//! Arguments by position and by name, in trees, and plain values.
 use candle_core::Tensor;
-use candle_shard::{DTensor, Result};
+use candle_dist::TensorTree;
 use itertools::Itertools;
+use std::any::{Any, type_name};
+use std::fmt;
 use std::ops::Index;
+use std::sync::Arc;
 
-/// The arguments of a call: tensors, by position or name, and numbers by name.
+/// The arguments of a call: tensors by position or name, and plain values by name.
 ///
 /// A name with dots is a path in a tree: [`under`](Self::under) returns a branch of it.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use test_utils::Arguments;
+///
+/// let x = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+/// let norm = Arguments::new(&[]).tensor("weight", &x).tensor("bias", &x);
+/// let arguments = Arguments::new(&[x]).branch("norm", norm).value("eps", 0.1).value("dim", 2usize);
+/// assert_eq!(arguments[0].dims(), arguments.under("norm")["bias"].dims());
+/// assert_eq!((arguments.number("eps"), *arguments.get_value::<usize>("dim")), (0.1, 2));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Arguments<T> {
     tensors: Vec<(String, T)>,
-    numbers: Vec<(String, f64)>,
+    values: Vec<(String, PlainValue)>,
+}
+
+/// A value that is no tensor.
+#[derive(Clone)]
+pub(super) struct PlainValue {
+    value: Arc<dyn Any + Send + Sync>,
+    type_name: &'static str,
+    pub(super) shown: String,
+}
+
+impl PlainValue {
+    pub(super) fn new<V: fmt::Debug + Send + Sync + 'static>(value: V) -> Self {
+        let shown = format!("{value:?}");
+        Self { value: Arc::new(value), type_name: type_name::<V>(), shown }
+    }
+}
+
+impl fmt::Debug for PlainValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.shown)
+    }
 }
 
 impl<T: Clone> Arguments<T> {
-    /// Returns the plain argument with this name.
+    /// Creates arguments by position.
+    pub fn new(tensors: &[T]) -> Self {
+        Self { tensors: tensors.iter().map(|tensor| (String::new(), tensor.clone())).collect(), values: Vec::new() }
+    }
+
+    pub(super) fn of_parts(tensors: Vec<(String, T)>, values: Vec<(String, PlainValue)>) -> Self {
+        Self { tensors, values }
+    }
+
+    /// Adds a tensor by name.
+    pub fn tensor(mut self, name: &str, tensor: &T) -> Self {
+        self.tensors.push((name.to_string(), tensor.clone()));
+        self
+    }
+
+    /// Adds a plain value by name.
+    pub fn value<V: fmt::Debug + Send + Sync + 'static>(mut self, name: &str, value: V) -> Self {
+        self.values.push((name.to_string(), PlainValue::new(value)));
+        self
+    }
+
+    /// Adds the arguments of a branch, with names that begin with its own.
+    pub fn branch(mut self, name: &str, branch: Self) -> Self {
+        let of_place = |(at, (of, tensor)): (usize, (String, T))| match &*of {
+            "" => (format!("{name}.{at}"), tensor),
+            of => (format!("{name}.{of}"), tensor),
+        };
+        self.tensors.extend(branch.tensors.into_iter().enumerate().map(of_place));
+        self.values.extend(branch.values.into_iter().map(|(of, value)| (format!("{name}.{of}"), value)));
+        self
+    }
+
+    /// Returns the plain number with this name.
     ///
     /// # Panics
     /// If there is none.
     pub fn number(&self, name: &str) -> f64 {
-        let known = || self.numbers.iter().map(|(name, _)| name).join(", ");
-        let found = self.numbers.iter().find(|(of, _)| of == name);
-        found.map_or_else(|| panic!("no number {name:?} among the arguments {}", known()), |(_, number)| *number)
+        *self.get_value(name)
+    }
+
+    /// Returns the plain value with this name.
+    ///
+    /// # Panics
+    /// If there is none, or it has another type.
+    pub fn get_value<V: 'static>(&self, name: &str) -> &V {
+        let known = || self.values.iter().map(|(name, _)| name).join(", ");
+        let Some((_, found)) = self.values.iter().find(|(of, _)| of == name) else {
+            panic!("no value {name:?} among the arguments {}", known())
+        };
+        let other = || panic!("the value {name:?} is of {}, not of {}", found.type_name, type_name::<V>());
+        found.value.downcast_ref().unwrap_or_else(other)
     }
 
     /// Returns the tensor with this name, if there is one.
@@ -30,16 +108,50 @@ impl<T: Clone> Arguments<T> {
         self.tensors.iter().find(|(of, _)| of == name).map(|(_, tensor)| tensor)
     }
 
-    /// Returns the branch of the tree under a name: `blocks.0.weight` is `weight` under `blocks.0`. Numbers are kept.
+    /// Returns the branch of the tree under a name: `blocks.0.weight` is `weight` under `blocks.0`. Plain values that are not
+    /// in another branch are kept.
     pub fn under(&self, name: &str) -> Self {
         let rest = |of: &String| of.strip_prefix(name)?.strip_prefix('.').map(str::to_string);
         let tensors = self.tensors.iter().filter_map(|(of, tensor)| Some((rest(of)?, tensor.clone()))).collect();
-        Self { tensors, numbers: self.numbers.clone() }
+        let own = self.values.iter().filter_map(|(of, value)| Some((rest(of)?, value.clone())));
+        let outer = self.values.iter().filter(|(of, _)| rest(of).is_none()).cloned();
+        Self { tensors, values: own.chain(outer).collect() }
     }
 
     /// Returns all tensors in order.
     pub fn tensors(&self) -> Vec<T> {
         self.tensors.iter().map(|(_, tensor)| tensor.clone()).collect()
+    }
+
+    /// Returns the same arguments with other tensors, in their order.
+    pub(crate) fn with_tensors<U>(&self, tensors: impl IntoIterator<Item = U>) -> Arguments<U> {
+        let names = self.tensors.iter().map(|(name, _)| name.clone());
+        Arguments { tensors: names.zip(tensors).collect(), values: self.values.clone() }
+    }
+}
+
+impl Arguments<Tensor> {
+    /// Adds the tensors of a tree: `name.0`, `name.1` and so on, in its order.
+    pub fn tree(self, name: &str, tree: &impl TensorTree) -> Self {
+        self.branch(name, Arguments::new(&tree.flatten_tensors()))
+    }
+}
+
+impl<T: Clone> From<&[T]> for Arguments<T> {
+    fn from(tensors: &[T]) -> Self {
+        Self::new(tensors)
+    }
+}
+
+impl<T: Clone, const N: usize> From<&[T; N]> for Arguments<T> {
+    fn from(tensors: &[T; N]) -> Self {
+        Self::new(tensors)
+    }
+}
+
+impl<T: Clone> From<&Vec<T>> for Arguments<T> {
+    fn from(tensors: &Vec<T>) -> Self {
+        Self::new(tensors)
     }
 }
 
@@ -58,83 +170,4 @@ impl<T: Clone> Index<&str> for Arguments<T> {
         let known = || self.tensors.iter().map(|(name, _)| name).join(", ");
         self.get(name).unwrap_or_else(|| panic!("no tensor {name:?} among the arguments {}", known()))
     }
-}
-
-/// Checks an op, for example your own, with all its arguments.
-///
-/// Use shapes with dims larger than four, between one and four, and one, so that there are uneven and empty pieces.
-///
-/// ```
-/// use test_utils::{Kind::Float, OpCheck};
-///
-/// OpCheck::new("scaled sum")
-///     .tensor("x", &[&[4, 6], &[5, 3], &[1, 7]], Float)
-///     .tensor("terms.bias", &[&[6], &[3], &[7]], Float)
-///     .plain("scale", &[0.0, -1.5])
-///     .sweep(
-///         |a| a["x"].affine(a.number("scale"), 0.0)?.add(&a.under("terms")["bias"]),
-///         |a| a["x"].affine(a.number("scale"), 0.0)?.broadcast_add(&a["terms.bias"]),
-///     );
-/// ```
-#[derive(Debug, Clone)]
-pub struct OpCheck {
-    name: String,
-    tensors: Vec<(String, Vec<&'static [usize]>, Kind)>,
-    numbers: Vec<(String, Vec<f64>)>,
-}
-
-impl OpCheck {
-    /// Creates a check of the op with this name.
-    pub fn new(name: &str) -> Self {
-        Self { name: name.to_string(), tensors: Vec::new(), numbers: Vec::new() }
-    }
-
-    /// Adds a tensor: its shape in each case, and its values. In the n-th case, all tensors have their n-th shape.
-    pub fn tensor(mut self, name: &str, shapes: &[&'static [usize]], kind: Kind) -> Self {
-        self.tensors.push((name.to_string(), shapes.to_vec(), kind));
-        self
-    }
-
-    /// Adds a plain argument, which is tested with each of these values.
-    pub fn plain(mut self, name: &str, values: &[f64]) -> Self {
-        self.numbers.push((name.to_string(), values.to_vec()));
-        self
-    }
-
-    /// Compares the op with its single-device form, in all layouts.
-    ///
-    /// # Panics
-    /// Like [`sweep`]; and if there are no tensors, or they have different numbers of shapes.
-    pub fn sweep(
-        self,
-        distributed: impl Fn(&Arguments<DTensor>) -> Result<DTensor> + Clone + Send + Sync + 'static,
-        plain: impl Fn(&Arguments<Tensor>) -> candle_core::Result<Tensor> + Clone + Send + Sync + 'static,
-    ) {
-        let Self { name, tensors, numbers } = self;
-        let counts = tensors.iter().map(|(_, shapes, _)| shapes.len());
-        let count = counts.clone().all_equal_value().unwrap_or_else(|_| {
-            panic!("{name}: tensors with different numbers of shapes, or none: {:?}", counts.collect_vec())
-        });
-        let names = tensors.iter().map(|(name, ..)| name.clone()).collect_vec();
-        let choices =
-            numbers.iter().map(|(name, values)| values.iter().map(|value| (name.clone(), *value)).collect_vec());
-        let mut cases = Vec::new();
-        for (at, numbers) in (0..count).cartesian_product(choices.multi_cartesian_product()) {
-            let inputs: Vec<Input> = tensors.iter().map(|(_, shapes, kind)| (shapes[at], *kind)).collect();
-            let shown = numbers.iter().map(|(name, value)| format!(" {name}={value}")).join("");
-            let (distributed, plain) = (distributed.clone(), plain.clone());
-            let (here, there) = ((names.clone(), numbers.clone()), (names.clone(), numbers));
-            cases.push(Case::new(
-                &format!("{name}{shown}"),
-                &inputs,
-                move |x| distributed(&arguments(x, &here)),
-                move |x| plain(&arguments(x, &there)),
-            ));
-        }
-        sweep(&name, cases);
-    }
-}
-
-fn arguments<T: Clone>(tensors: &[T], (names, numbers): &(Vec<String>, Vec<(String, f64)>)) -> Arguments<T> {
-    Arguments { tensors: names.iter().cloned().zip(tensors.iter().cloned()).collect(), numbers: numbers.clone() }
 }

@@ -160,7 +160,7 @@ fn gradients(
             Ok((parameters.backward(&loss)?, loss.full_tensor()?.to_scalar()?))
         }
         How::Accumulated => {
-            let (mut accumulator, mut sum) = (GradAccumulator::default(), 0.0);
+            let (mut accumulator, mut sum) = (GradAccumulator::new(&parameters.vars()), 0.0);
             for row in 0..len {
                 let loss = loss_of(row, 1)?;
                 accumulator.add(&loss.backward()?)?;

@@ -7,6 +7,8 @@ mod floors;
 mod mix;
 mod mlp;
 mod processes;
+mod prove;
+mod set_ups;
 mod reference;
 mod thread_locals;
 mod transformer;

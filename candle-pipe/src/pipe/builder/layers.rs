@@ -79,7 +79,7 @@ impl<B: Scope> PipeBuilder<B> {
                             let list: Sequential = build(scope)?.into();
                             Ok(list.into_layers())
                         })?;
-                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.is_variable()) {
+                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.track_op()) {
                             return Err(Error::Pipe(format!(
                                 "which module of the list {list:?} has {name:?} is not known, as that is no variable; measure \
                                  with a builder of variables, such as one of a VarMap"
@@ -137,7 +137,7 @@ impl Layers {
             layers.push((module, own));
             inputs.push(std::mem::replace(&mut x, y.detach()));
         }
-        let is_lost = |(_, tensor): &&(String, Tensor)| tensor.is_variable() && !found.contains(&tensor.id());
+        let is_lost = |(_, tensor): &&(String, Tensor)| tensor.track_op() && !found.contains(&tensor.id());
         let mut lost: Named = named.iter().filter(is_lost).cloned().collect();
         // Those without a gradient, such as the statistics of a batch norm, belong to the module that moves them.
         for ((module, own), x) in layers.iter_mut().zip(&inputs) {

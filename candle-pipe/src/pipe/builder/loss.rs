@@ -34,6 +34,9 @@ impl<B: Scope> PipeBuilder<B> {
     /// Declares the loss as a sum and a count, a node named `loss`. A mean over valid tokens, whose numbers differ
     /// between microbatches and replicas, equals that of one device.
     ///
+    /// The count is a constant: a training step refuses one that has a gradient, such as a sum of weights that the model
+    /// computes.
+    ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_pipe::microbatch::split_args_kwargs_into_chunks;

@@ -212,7 +212,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// Builds every node once, and drops it, to count the elements of its parameters.
     ///
     /// Policies that cut by parameters need it. With [`shapes_only`](crate::shapes_only), nothing is read or allocated.
-    /// A `ShardedVarBuilder` creates each parameter only once, so use a separate one to measure.
+    /// A `ShardedVarBuilder` keeps all parameters that it creates, so use a separate one to measure.
     ///
     /// # Errors
     /// Those of the constructors.

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::{DataParallelOptions, Op, comm};
 use candle_pipe::microbatch::{Microbatches, Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Schedule, ScheduleKind};
-use candle_pipe::{Kwargs, Pipe, Result, Runtime, StepOptions, Value};
+use candle_pipe::{Keep, Kwargs, Pipe, Result, Runtime, StepOptions, Value};
 use std::sync::Arc;
 use std::time::Duration;
 use test_utils::{Ranks, device, on_ranks};
@@ -37,6 +37,88 @@ fn a_batch_that_one_rank_refuses_is_known_to_all_at_once_and_all_go_on() {
             assert_eq!(said.contains(&format!("rank {odd} cannot run the step: ")), rank != odd, "{said}");
         }
     }
+}
+
+/// What is left of the schedule is what a schedule of fewer microbatches computes.
+#[test]
+fn a_batch_of_fewer_rows_than_microbatches_is_that_of_one_device() {
+    let values = Arc::new(values(DType::F64).unwrap());
+    for (kind, ranks, per_rank) in [
+        ("gpipe", 1, 1),
+        ("1f1b", 3, 1),
+        ("zb-h1", 2, 1),
+        ("zbv", 2, 2),
+        ("interleaved-1f1b", 2, 2),
+        ("looped-bfs", 2, 2),
+        ("dualpipev", 2, 2),
+    ] {
+        let values = values.clone();
+        on_ranks(ranks, kind, move |ctx| -> Result<()> {
+            let schedule = kind.parse::<ScheduleKind>()?.schedule(ranks, 8, per_rank)?;
+            let pipe = pipe(schedule.stages(), true)?;
+            let scope = builder(&values, DType::F64)?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device())?;
+            for rows in [1, 3, 7, 8, 11] {
+                let want = uncut(&values, rows, DType::F64, true)?;
+                for (keep, masked) in [(Keep::Activations, false), (Keep::Inputs, false), (Keep::Activations, true)] {
+                    let (args, kwargs) = arguments(rows, DType::F64)?;
+                    let splitter = if masked { Splitter::new(8).masked() } else { Splitter::new(8) };
+                    let batch = splitter.split(&args, &kwargs, None, None)?;
+                    assert_eq!(batch.len(), rows.min(8));
+                    let options = StepOptions::default().step(3).keep(keep);
+                    let made = runtime.forward_backward(&batch, &options)?.step;
+                    let what = format!("{kind}, {rows} rows, {keep:?}, masked {masked}");
+                    if let Ok(loss) = made.loss() {
+                        close(&numbers(loss)?, &[want.loss], 1e-12, &what);
+                    }
+                    for (name, var) in runtime.named_vars()? {
+                        close(
+                            &numbers(made.grads.get(&var).unwrap())?,
+                            &want.grads[&name],
+                            1e-12,
+                            &format!("{what}: {name}"),
+                        );
+                    }
+                    let (mut given, makes) = (0, made.outputs[0].get("y").is_ok());
+                    runtime.evaluate_each(&batch, |_, outputs| {
+                        given += usize::from(outputs.contains_key("y"));
+                        Ok(())
+                    })?;
+                    assert_eq!(given, if makes { rows.min(8) } else { 0 }, "{what}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// The last batch of an epoch: one replica has rows for all microbatches, the other has a single one.
+#[test]
+fn replicas_may_have_batches_of_unlike_sizes() {
+    let values = Arc::new(values(DType::F64).unwrap());
+    on_ranks(4, "unlike replicas", move |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 4, 1)?;
+        let scope = builder(&values, DType::F64)?;
+        let runtime = Runtime::new(&pipe(2, false)?, &schedule, mesh.axis_group("pp")?, &scope, &device())?
+            .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let want = uncut(&values, 6, DType::F64, false)?;
+        let rows = [0..5, 5..6][mesh.local_rank("dp")?].clone();
+        let (args, kwargs) = arguments(6, DType::F64)?;
+        let cut = |value: &Value| match value {
+            Value::Tensor(tensor) => Ok(Value::Tensor(tensor.narrow(0, rows.start, rows.len())?)),
+            other => Ok(other.clone()),
+        };
+        let kwargs = kwargs.iter().map(|(name, value)| Ok((name.clone(), cut(value)?))).collect::<Result<_>>()?;
+        let batch = Splitter::new(4).split(&args.iter().map(cut).collect::<Result<Vec<_>>>()?, &kwargs, None, None)?;
+        let weights: Vec<f64> = batch.rows().iter().map(|&rows| rows as f64 * 2.0 / 6.0).collect();
+        let options = StepOptions::default().first_row(rows.start).weights(weights);
+        let made = runtime.forward_backward(&batch, &options)?.step;
+        for (name, var) in runtime.named_vars()? {
+            close(&numbers(made.grads.get(&var).unwrap())?, &want.grads[&name], 1e-12, &name);
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -4,10 +4,10 @@ use crate::runtime::parity::close;
 use candle_core::{DType, Tensor};
 use candle_dist::{DataParallelOptions, DeviceMesh, ReduceOp};
 use candle_nn::{VarBuilder, VarMap};
-use candle_pipe::microbatch::{Microbatches, Splitter};
+use candle_pipe::microbatch::{Microbatches, Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, nn,
+    In, Keep, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, nn,
 };
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::HashMap;
@@ -330,4 +330,53 @@ fn a_masked_loss_of_what_has_no_rows_is_refused() -> Result<()> {
     let said = local.evaluate(&masked).unwrap_err().to_string();
     assert!(said.contains("node \"loss\"") && said.contains("takes f64[3], whose dim 0 has no whole number"), "{said}");
     Ok(())
+}
+
+/// Weights that the model computes would move by the gradient of the sum alone.
+#[test]
+fn a_count_with_a_gradient_is_refused_by_name() {
+    fn declare(detached: bool) -> Result<candle_pipe::Pipe<Vb>> {
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let h = g.module("in", |vb| Ok(nn::linear(4, 4, vb.clone())?), [x]);
+        g.split();
+        let loss = move |xs: &[Value], _: &candle_pipe::Ctx| {
+            let h = xs[0].tensor()?;
+            let weights = candle_nn::ops::sigmoid(h)?;
+            let weights = if detached { weights.detach() } else { weights };
+            // Comparisons and integers have no gradient.
+            let count = (weights.sum_all()? + h.ge(0.0)?.to_dtype(DType::F64)?.sum_all()?)?;
+            Ok(((h.sqr()? * weights)?.sum_all()?, count.into()))
+        };
+        g.loss_counted(loss, [h]);
+        g.finish(SplitSpec::declared())
+    }
+    let x = || -> Result<Microbatches> {
+        split_args_kwargs_into_chunks(&[wave(&[6, 4], 0.0)?.into()], &Kwargs::new(), 2, None, None)
+    };
+    let vb = || VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
+    on_ranks(2, "count", move |ctx| -> Result<()> {
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        for keep in [Keep::Activations, Keep::Inputs] {
+            let options = StepOptions::default().keep(keep);
+            let runtime = Runtime::new(&declare(true)?, &schedule, ctx.group(), &vb(), &device())?;
+            runtime.forward_backward(&x()?, &options)?;
+            LocalPipe::new(&declare(true)?, &vb(), &device())?.forward_backward(&x()?, &options)?;
+            let local = LocalPipe::new(&declare(false)?, &vb(), &device())?;
+            local.evaluate(&x()?)?;
+            let said = local.forward_backward(&x()?, &options).unwrap_err().to_string();
+            assert!(
+                said.contains("node \"loss\"") && said.contains("the count of the loss, f64[], has a gradient"),
+                "{said}"
+            );
+        }
+        Ok(())
+    });
+    let texts = on_ranks(2, "count with a gradient", move |ctx| -> Result<String> {
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&declare(false)?, &schedule, ctx.group(), &vb(), &device())?;
+        runtime.evaluate(&x()?)?;
+        Ok(runtime.forward_backward(&x()?, &StepOptions::default()).unwrap_err().to_string())
+    });
+    texts.iter().for_each(|text| assert!(text.contains("has a gradient"), "{text}"));
 }

@@ -15,5 +15,8 @@ mod parity;
 mod random;
 mod replicas;
 mod sharded;
+mod shards;
 mod sums;
+mod tables;
 mod times;
+mod variables;

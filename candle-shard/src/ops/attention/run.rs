@@ -5,6 +5,7 @@ use super::{groups, sequence};
 use crate::kernels::{self, Scale};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::rules::{self, Row, Rows, Signature};
+use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 
 const SUM: Placement = Placement::PARTIAL_SUM;
@@ -34,6 +35,11 @@ impl Attention {
             return Error::op("flash_attn", format!("query {}: expected f16, bf16, f32 or f64", query.spec()));
         }
         self.check(batch, queries, keys)?;
+        if dim == 0 {
+            // All scores are 0 whatever their factor, as those of one dim of zeros.
+            let (query, key) = (query.pad_with_zeros(3, 0, 1)?, key.pad_with_zeros(3, 0, 1)?);
+            return self.clone().scale(1.0).of(&query, &key, value);
+        }
         let mask = Mask::new(self, queries, keys);
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
         let group = groups(heads, kv_heads).unwrap_or(1);
@@ -77,13 +83,16 @@ impl Attention {
             ]);
             Ok(Signature::new(rows, &shape, query.dtype()))
         };
-        rules::run("flash_attn", &[], &inputs, signature, |x, out| {
-            let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
-            let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
-            let block = out.local_block();
-            let blocks = mask.blocks(&block[1], &(0..x[1].dims()[1]), &block[0]);
-            let mixed = kernels::flash_attn_of_blocks([&query, key, value], scale, blocks)?;
-            Ok(mixed.reshape(out.local_shape().as_slice())?)
-        })
+        let run = || {
+            rules::run("flash_attn", &[], &inputs, signature, |x, out| {
+                let (query, key, value) = (x[0].to_local(), x[1].to_local(), x[2].to_local());
+                let query = if query.rank() == 5 { query.flatten(2, 3)? } else { query.clone() };
+                let block = out.local_block();
+                let blocks = mask.blocks(&block[1], &(0..x[1].dims()[1]), &block[0]);
+                let mixed = kernels::flash_attn_of_blocks([&query, key, value], scale, blocks)?;
+                Ok(mixed.reshape(out.local_shape().as_slice())?)
+            })
+        };
+        if sequence::is_inherent(inputs)? { inherent(run) } else { run() }
     }
 }

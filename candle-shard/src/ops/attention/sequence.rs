@@ -44,23 +44,37 @@ pub(super) fn run(
     [q, k, v]: [&DTensor; 3],
     (mask, scale): (&Mask, Scale),
 ) -> Result<Option<DTensor>> {
-    let along = [q, k, v].map(row_axis);
-    let rows = |x: &DTensor| x.sharded_axes(1).any(|axis| x.mesh().shape()[axis] > 1);
-    match along {
-        _ if q.mesh() != k.mesh() || q.mesh() != v.mesh() => Ok(None),
+    if q.mesh() != k.mesh() || q.mesh() != v.mesh() {
+        return Ok(None);
+    }
+    match [q, k, v].map(row_axis) {
         [Some(axis), Some(of_k), Some(of_v)] if (axis, axis) == (of_k, of_v) => {
             run_sharded(options, axis, [q, k, v], (mask, scale)).map(Some)
         }
-        [None, Some(axis), Some(of_v)]
-            if axis == of_v
-                && q.device().is_cpu()
-                && !rows(q)
-                && q.placements()[axis] == Replicate
-                && joins(axis, [q, k, v]) =>
-        {
-            run_joined(axis, [q, k, v], (mask, scale)).map(Some)
-        }
-        _ => Ok(None),
+        _ => match key_axis([q, k, v]).filter(|&axis| q.device().is_cpu() && joins(axis, [q, k, v])) {
+            Some(axis) => run_joined(axis, [q, k, v], (mask, scale)).map(Some),
+            None => Ok(None),
+        },
+    }
+}
+
+/// Returns the axis on which keys and values are sharded along the sequence and queries are replicated, if there is one.
+fn key_axis([q, k, v]: [&DTensor; 3]) -> Option<usize> {
+    if q.mesh() != k.mesh() || q.mesh() != v.mesh() {
+        return None;
+    }
+    let has_rows = q.sharded_axes(1).any(|axis| q.mesh().shape()[axis] > 1);
+    let fits = |axis: &usize| !has_rows && row_axis(v) == Some(*axis) && q.placements()[*axis] == Replicate;
+    row_axis(k).filter(fits)
+}
+
+/// Returns whether queries meet the keys of other ranks by the nature of this call: such keys are all that must move.
+///
+/// Then it does not depend on the length of the sequence, by which the way is chosen, whether a call is strict.
+pub(super) fn is_inherent(inputs: [&DTensor; 3]) -> Result<bool> {
+    match key_axis(inputs) {
+        Some(axis) => Ok(!OpSpec::of_rows(axis, inputs, false)?.communicates),
+        None => Ok(false),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Gradients stored by rows.
 use crate::{Error, Result, kernels};
 use candle_core::Tensor;
-use candle_dist::empty;
+use candle_dist::{empty, rows};
 use std::sync::Arc;
 
 /// The gradient of a table `[rows, width]`, stored by rows; all other rows are zero.
@@ -64,7 +64,7 @@ impl RowGrad {
     }
 
     pub(super) fn into_part(self) -> Part {
-        Part { rows: self.rows, grad: self.values }
+        Part::new(self.rows, self.values)
     }
 }
 
@@ -86,9 +86,15 @@ fn check(rows: &[u32], values: &Tensor) -> Result<()> {
 pub(super) struct Part {
     pub(super) rows: Arc<[u32]>,
     pub(super) grad: Tensor,
+    /// When it was added.
+    pub(super) mark: u64,
 }
 
 impl Part {
+    pub(super) fn new(rows: Arc<[u32]>, grad: Tensor) -> Self {
+        Self { rows, grad, mark: rows::mark() }
+    }
+
     /// Joins all parts in their order; `None` without parts.
     pub(super) fn joined(parts: &[Self]) -> Result<Option<Self>> {
         let [first, others @ ..] = parts else { return Ok(None) };
@@ -97,6 +103,6 @@ impl Part {
         }
         let rows: Arc<[u32]> = parts.iter().flat_map(|part| part.rows.iter().copied()).collect();
         let grads: Vec<&Tensor> = parts.iter().map(|part| &part.grad).collect();
-        Ok(Some(Self { rows, grad: Tensor::cat(&grads, 0)? }))
+        Ok(Some(Self::new(rows, Tensor::cat(&grads, 0)?)))
     }
 }

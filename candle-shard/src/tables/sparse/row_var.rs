@@ -5,6 +5,7 @@ use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Tensor, Var};
 use candle_dist::backend::Ready;
 use candle_dist::empty;
+use candle_dist::rows::{RowGradient, TableEntry};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A table `[rows, width]` (f32, f64, f16 or bf16) for row lookups, with a gradient stored by rows.
@@ -14,6 +15,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// pass returns. Recomputed parts of the graph ([`nn::recompute`](crate::nn::recompute)) add to it in the same way.
 /// Until the gradient is taken, the contributions of all lookups are kept separately.
 ///
+/// What scales, averages or bounds the gradients of a `GradStore` does so for these rows too, where it is told of the table by
+/// its [`var`](Self::var): [`DataParallel`](candle_dist::DataParallel), [`ClipGradNorm`](candle_dist::ClipGradNorm). A
+/// [`GradAccumulator`](candle_dist::GradAccumulator) finds it by itself, as a pipeline with a loss that counts does.
+///
 /// A clone is the same variable, with the same gradient.
 #[derive(Debug, Clone)]
 pub struct RowVar {
@@ -21,12 +26,39 @@ pub struct RowVar {
     /// Represents the table in candle's graph; a gradient of this scalar is cheap.
     handle: Var,
     pending: Pending,
+    /// Lets those who see only variables find the gradient.
+    _entry: Arc<TableEntry>,
 }
 
-type Pending = Arc<Mutex<Vec<Part>>>;
+/// The contributions of the lookups.
+#[derive(Debug, Default)]
+struct Parts(Mutex<Vec<Part>>);
 
-fn lock(pending: &Pending) -> MutexGuard<'_, Vec<Part>> {
-    pending.lock().unwrap_or_else(PoisonError::into_inner)
+type Pending = Arc<Parts>;
+
+fn lock(pending: &Parts) -> MutexGuard<'_, Vec<Part>> {
+    pending.0.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl RowGradient for Parts {
+    fn rows(&self) -> candle_core::Result<Option<(Vec<u32>, Tensor)>> {
+        let joined = Part::joined(&lock(self));
+        let grad = joined.and_then(|part| part.map(|part| RowGrad::new(part.rows, &part.grad)).transpose());
+        let grad = grad.map_err(candle_core::Error::wrap)?;
+        Ok(grad.map(|grad| (grad.rows().to_vec(), grad.values().clone())))
+    }
+
+    fn replace(&self, rows: Vec<u32>, values: Tensor) -> candle_core::Result<()> {
+        *lock(self) = vec![Part::new(rows.into(), values)];
+        Ok(())
+    }
+
+    fn scale(&self, since: u64, factor: f64) -> candle_core::Result<()> {
+        for part in lock(self).iter_mut().filter(|part| part.mark >= since) {
+            part.grad = empty::compute(&part.grad, |grad| grad.affine(factor, 0.0))?;
+        }
+        Ok(())
+    }
 }
 
 /// Refuses a table that is too large for candle's kernels on GPUs, which fill it and its states: they count elements in 32 bits.
@@ -53,7 +85,10 @@ impl RowVar {
             return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16"));
         }
         check_size("RowVar", var.elem_count(), var.device().is_cpu())?;
-        Ok(Self { handle: Var::zeros((), dtype, var.device())?, var, pending: Pending::default() })
+        let (handle, pending) = (Var::zeros((), dtype, var.device())?, Pending::default());
+        let gradient: Arc<dyn RowGradient> = pending.clone();
+        let entry = Arc::new(TableEntry::new(&var, &handle, &gradient));
+        Ok(Self { handle, var, pending, _entry: entry })
     }
 
     /// Returns the table itself: always the same memory, which optimizers and [`renorm`](Self::renorm) change in place.
@@ -183,7 +218,7 @@ impl CustomOp1 for Lookup {
             rows = kept.iter().map(|&i| rows[i as usize]).collect();
             grad = empty::index_select(&grad, &kept, 0)?;
         }
-        lock(&self.pending).push(Part { rows, grad });
+        lock(&self.pending).push(Part::new(rows, grad));
         handle.zeros_like().map(Some)
     }
 }

@@ -2,7 +2,7 @@
 use candle_core::{DType, Tensor};
 use candle_dist::{Op, comm};
 use candle_shard::nn::SequenceCache;
-use candle_shard::{Attention, Replicate, Result, Shard};
+use candle_shard::{Attention, Placement, Replicate, Result, Shard, strict};
 use test_utils::{distance, distribute, on_ranks, values};
 
 #[test]
@@ -43,6 +43,53 @@ fn decoding_over_a_cut_cache_equals_one_device() {
             Ok(())
         });
     }
+}
+
+#[test]
+fn strict_mode_has_one_answer_for_a_cache_of_any_length() {
+    for world in 1..=4 {
+        on_ranks(world, "strict", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("cp", world)])?;
+            for (heads, kv_heads) in [(4, 4), (4, 2), (4, 1)] {
+                let of = |seed, heads| values(&[2, 70, heads, 4], seed, DType::F64);
+                let (q, k, v) = (of(1, heads), of(2, kv_heads), of(3, kv_heads));
+                let part = |x: &Tensor, at, len| distribute(&x.narrow(1, at, len)?.contiguous()?, &mesh, &[Replicate]);
+                let mut cache = SequenceCache::new(&mesh, "cp", 70)?;
+                let mut len = 0;
+                for tokens in [1, 1, 2, 5, 1, 30, 1, 29] {
+                    cache.append(&part(&k, len, tokens)?, &part(&v, len, tokens)?)?;
+                    let queries = part(&q, len, tokens)?;
+                    len += tokens;
+                    let (keys, all_values) = cache.keys_and_values()?;
+                    let whole = Attention::default().causal(true);
+                    let options = whole.clone().key_order(cache.order()?);
+                    let what = format!("{tokens} of {len} tokens, heads {heads} and {kv_heads} on {world}");
+                    let got = strict(|| options.of(&queries, &keys, &all_values));
+                    let got = got.unwrap_or_else(|error| panic!("{what}: {error}")).full_tensor()?;
+                    let want = whole.of(&queries, &part(&k, 0, len)?, &part(&v, 0, len)?)?.full_tensor()?;
+                    assert!(distance(&got, &want) < 1e-12, "{what}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn strict_mode_refuses_moves_along_other_axes_for_a_cache_of_any_length() {
+    on_ranks(4, "strict", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2), ("cp", 2)])?;
+        for len in [2, 8, 64] {
+            let of = |seed, len, at: [Placement; 2]| distribute(&values(&[2, len, 4, 4], seed, DType::F64), &mesh, &at);
+            let (keys, all_values) = (of(2, len, [Shard(0), Shard(1)])?, of(3, len, [Shard(0), Shard(1)])?);
+            let queries = of(1, 1, [Shard(2), Replicate])?; // heads against rows of the batch
+            let run = || Attention::default().of(&queries, &keys, &all_values);
+            let error = strict(run).unwrap_err().to_string();
+            assert!(error.contains("would move"), "{len}: {error}");
+            run()?;
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -104,19 +104,29 @@ pub(crate) fn batch(step: usize) -> candle_core::Result<Tensor> {
     Tensor::arange(0f64, 35.0, &Device::Cpu)?.affine(0.7, step as f64)?.sin()?.reshape((7, 5))
 }
 
+/// Shards fully over the axes `dp` and `cp`, as far as the mesh has them.
+pub(crate) fn fully_shard(vb: &ShardedVarBuilder, options: FullyShardOptions) -> Result<ShardedVarBuilder> {
+    let axes = ["dp", "cp"].into_iter().filter(|axis| vb.mesh().names().iter().any(|name| name == axis));
+    axes.fold(Ok(vb.clone()), |vb, axis| vb?.fully_shard(axis, options))
+}
+
+/// Rows on all axes but `tp`.
+pub(crate) fn by_rows(mesh: &DeviceMesh) -> Vec<Placement> {
+    mesh.names().iter().map(|name| if name == "tp" { Replicate } else { Shard(0) }).collect()
+}
+
 /// Losses, first gradients and last parameters of three steps.
 pub(crate) fn train(ctx: &RankContext, axes: &[(&str, usize)], case: Case) -> Result<(Vec<f64>, Values, Values)> {
     let mesh = ctx.mesh(axes)?;
     let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
-    let vb = vb.fully_shard("dp", case.options)?;
+    let vb = fully_shard(&vb, case.options)?;
     let model = Model::new(&vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
-    let rows: Vec<Placement> =
-        mesh.names().iter().map(|name| if name == "dp" { Shard(0) } else { Replicate }).collect();
     let (mut losses, mut first) = (Vec::new(), Values::new());
     for step in 0..3 {
-        let loss = model.loss(&DTensor::distribute(&batch(step)?.to_device(ctx.device())?, &mesh, &rows)?, case)?;
+        let loss =
+            model.loss(&DTensor::distribute(&batch(step)?.to_device(ctx.device())?, &mesh, &by_rows(&mesh))?, case)?;
         let mut grads = parameters.backward(&loss)?;
         for p in parameters.iter().filter(|_| step == 0) {
             first.insert(p.name.clone(), whole(&p.grad(&grads)?.unwrap())?);

@@ -1,8 +1,11 @@
 //! Fully sharded units against one device: values, gradients, steps, collectives.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod axes;
+mod dtypes;
 mod errors;
 mod frozen;
 pub(crate) mod harness;
 mod overlap;
 mod passes;
 mod training;
+mod unlike;

@@ -4,6 +4,8 @@
 mod failed;
 mod recompute;
 mod shared;
+mod unlike;
+mod summed;
 
 use crate::common::*;
 use candle_core::backend::BackendStorage;

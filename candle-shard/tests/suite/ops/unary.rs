@@ -1,4 +1,4 @@
-use crate::common::mesh;
+use crate::common::{exact_gelu, mesh};
 use crate::ops::sweep::{Case, Kind, sweep};
 use Kind::{Float, Positive};
 use candle_core::{DType, Device, Tensor};
@@ -18,7 +18,7 @@ const UNARY: [Unary; 37] = [
     ("relu", Float, DTensor::relu, |x| x.relu()),
     ("relu6", Float, |x| x.affine(6.0, 0.0)?.relu6(), |x| Activation::Relu6.forward(&(x * 6.0)?)),
     ("gelu_erf", Float, DTensor::gelu_erf, kernels::gelu_erf),
-    ("gelu", Float, DTensor::gelu, |x| x.gelu()),
+    ("gelu", Float, DTensor::gelu, exact_gelu),
     ("silu", Float, DTensor::silu, |x| x.silu()),
     ("mish", Float, DTensor::mish, ops::mish),
     ("sigmoid", Float, DTensor::sigmoid, |x| (x.neg()?.exp()? + 1.0)?.recip()),
@@ -149,6 +149,7 @@ fn activations_by_name() {
     for (name, shape) in NAMED.into_iter().cartesian_product(shapes) {
         let plain = move |x: &[Tensor]| match name {
             Activation::Gelu => kernels::gelu_erf(&x[0]), // candle's has a gradient of 0 at x = 0
+            Activation::NewGelu | Activation::GeluPytorchTanh => exact_gelu(&x[0]),
             name => name.forward(&x[0]),
         };
         cases.push(Case::new(&format!("{name:?}"), &[(shape, Float)], move |x| x[0].activation(name), plain));

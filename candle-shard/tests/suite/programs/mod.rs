@@ -3,7 +3,6 @@
 //!
 //! `CANDLE_SHARD_PROGRAMS=20000` runs as many programs, `CANDLE_SHARD_FIRST_PROGRAM=7` begins at the seed 7. A failing
 //! program is made smaller and printed with its seed.
-mod dice;
 mod program;
 mod run;
 mod table;

@@ -1,5 +1,5 @@
 //! A random program: leaves in some layouts, ops on them, and a loss.
-use super::dice::Dice;
+use test_utils::Dice;
 use super::table::{Call, Content, Entry};
 use super::truth;
 use candle_core::{DType, Tensor};

@@ -177,7 +177,7 @@ impl<'a> Trainer<'a> {
         let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
         let (replica, replicas) = (part_of(&self.mesh)?, pipeline.parts());
         let batch = self.job.text.batch(recipe, step, self.world.device())?;
-        let (mut accumulator, mut loss, mut first) = (GradAccumulator::default(), 0.0, 0);
+        let (mut accumulator, mut loss, mut first) = (GradAccumulator::new(&self.parameters.vars()), 0.0, 0);
         for rows in microbatch_sizes(recipe.batch, *accumulate) {
             let share = rows as f64 / recipe.batch as f64;
             let part = batch.rows(first..first + rows)?;

@@ -29,13 +29,14 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges empty guide hash link readme sums threads values",
+            "bits call edges empty guide hash link readme rows sums threads values",
             "comm error",
             "freeable launch tree",
             "control",
             "backend",
             "group store",
-            "functional mesh train",
+            "functional mesh",
+            "train",
             "world",
             "init testing",
         ],
@@ -118,7 +119,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder("launch", &["launchers options slurm", "mod"]),
     folder("link", &["deadline frame hello", "mod"]),
     folder("mesh", &["layout root", "mod", "build derive"]),
-    folder("train", &["host", "clip grads verify", "accumulate sync", "data_parallel"]),
+    folder("train", &["host sharded", "clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),
     folder("world", &["backends context", "processes", "mod"]),
 ];
@@ -128,20 +129,21 @@ const CANDLE_DIST_KERNELS: &[Folder] = &[
         "",
         &[
             "mod real",
-            "bounds conv convert element master nvrtc parallel prefetch row_order rule weight_sink",
+            "bounds conv convert div element master nvrtc parallel prefetch row_order rule weight_sink",
             "device_rows random rows",
             "few_rows numbers product row_put row_take rows_off_host",
             "embedding_off_host row_sum",
             "row_update",
             "dense_update",
             "rules",
-            "adam_w cross_entropy embedding gelu_erf layer_norm linear pool quantized renorm reshape rms_norm rope silu_gate softmax",
-            "add attention embedding_bag grouped_linear masked_softmax",
+            "adam_w cross_entropy embedding function layer_norm linear pool quantized renorm reshape rms_norm rope softmax",
+            "add attention embedding_bag grouped_linear masked_softmax silu_gate",
             "flash_attn",
             "parts",
         ],
     ),
     folder("device_rows", &["launch", "cuda", "mod"]),
+    folder("function", &["mod", "formulas off_host", "apply"]),
     folder("product", &["matrix", "panels", "pairs", "mod"]),
     folder("random", &["distribution grid stream", "draws launch", "device", "mod"]),
     folder(
@@ -204,7 +206,7 @@ const CANDLE_SHARD: &[Folder] = &[
     ),
     folder("parallel", &["pattern shares style", "module", "plain plan"]),
     folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
-    folder("rules", &["row", "op_spec", "cache unasked", "mod", "own"]),
+    folder("rules", &["observer row", "op_spec", "cache unasked", "mod", "own"]),
     folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
     folder("tables/embedding", &["table", "fetch", "renorm", "mod"]),
     folder(
@@ -218,7 +220,7 @@ const CANDLE_SHARD: &[Folder] = &[
     ),
     folder("tables/sharding_spec", &["remote_device", "shard_metadata", "chunk enumerable", "mod", "infer"]),
     folder("tables/sparse", &["row_grad", "row_var", "slots", "adagrad adam_w sgd"]),
-    folder("tensor", &["dtensor", "given gradient local tree", "factory"]),
+    folder("tensor", &["lineage registry", "dtensor", "given gradient local tree", "factory"]),
     folder("visualize", &["mod", "svg text"]),
 ];
 

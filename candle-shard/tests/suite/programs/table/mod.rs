@@ -7,7 +7,7 @@ mod pointwise;
 mod reduce;
 mod views;
 
-use super::dice::Dice;
+use test_utils::Dice;
 use candle_core::Tensor;
 use candle_shard::{DTensor, Result};
 use std::ops::RangeInclusive;

@@ -1,5 +1,6 @@
 //! Functions of elements.
 use super::{Entry, alike, apart, broadcast, broadcasting, call, float, none, same};
+use crate::common::exact_gelu;
 use candle_core::op::CmpOp;
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{Activation, PReLU, ops};
@@ -20,7 +21,6 @@ pub(super) const UNARY: &[Entry] = same! {
     erf, 0..=4, none, |x, n| x[0].erf();
     exp, 0..=4, none, |x, n| x[0].tanh()?.exp();
     floor, 0..=4, none, |x, n| x[0].affine(2.0, 0.0)?.floor()?.mul(&x[0]);
-    gelu, 0..=4, none, |x, n| x[0].gelu();
     log, 0..=4, none, |x, n| x[0].sqr()?.affine(1.0, 0.5)?.log();
     neg, 0..=4, none, |x, n| x[0].neg();
     powf, 0..=4, none, |x, n| x[0].sqr()?.affine(1.0, 0.5)?.powf(1.7);
@@ -39,11 +39,15 @@ pub(super) const UNARY: &[Entry] = same! {
 
 pub(super) const APART: &[Entry] = apart! {
     activation, 0..=4, |d, _| call(vec![], vec![d.below(NAMED.len())]),
-        |x, n| x[0].activation(NAMED[n[0] % NAMED.len()]), NAMED[n[0] % NAMED.len()].forward(&x[0]);
+        |x, n| x[0].activation(NAMED[n[0] % NAMED.len()]), match NAMED[n[0] % NAMED.len()] {
+            Activation::NewGelu | Activation::GeluPytorchTanh => exact_gelu(&x[0]),
+            named => named.forward(&x[0]),
+        };
     dropout, 0..=4, |d, _| call(vec![], vec![d.below(100)]), |x, n| x[0].dropout(0.4, Stream::new(n[0] as u64, "mask")), {
         let (mask, keeps) = (Stream::new(n[0] as u64, "mask"), Distribution::Bernoulli { p: 0.6 });
         &x[0] * sample_full(mask, keeps, x[0].dims(), x[0].dtype(), x[0].device())?.affine(1.0 / (1.0 - 0.4), 0.0)?
     };
+    gelu, 0..=4, none, |x, n| x[0].gelu(), exact_gelu(&x[0]);
     gelu_erf, 0..=4, none, |x, n| x[0].gelu_erf(),
         (&x[0] * 0.5)? * (x[0].affine(std::f64::consts::FRAC_1_SQRT_2, 0.0)?.erf()? + 1.0)?;
     hard_sigmoid, 0..=4, none, |x, n| x[0].affine(4.0, 0.0)?.hard_sigmoid(), ops::hard_sigmoid(&(&x[0] * 4.0)?);

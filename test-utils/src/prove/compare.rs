@@ -1,0 +1,185 @@
+//! Runs of set-ups, compared with one device.
+use super::report::Verdict;
+use super::setup::Setup;
+use super::setups::has_schedule;
+use super::trainer::{Subject, forward, resume, train};
+use super::{PIPELINE, REPLICAS};
+use super::trajectory::Trajectory;
+use crate::{Ranks, Scratch};
+use candle_core::DType;
+use candle_dist::RankContext;
+use parking_lot::Mutex;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The runs of a model, with those on one device that were made so far.
+pub(super) struct Compared {
+    subject: Arc<Subject>,
+    deadline: Duration,
+    /// The runs on one device by their set-up: the first steps, and the resumed one.
+    alone: Mutex<Vec<(String, Result<[Trajectory; 2], Verdict>)>>,
+}
+
+/// What all ranks of a run found, or why it has no result.
+enum Outcome {
+    Trained(Vec<Trajectory>),
+    /// All ranks returned this error.
+    Refused(String),
+    /// Ranks returned unlike errors, hung or panicked.
+    Broken(String),
+}
+
+impl Compared {
+    pub(super) fn new(subject: Arc<Subject>, deadline: Duration) -> Self {
+        Self { subject, deadline, alone: Mutex::default() }
+    }
+
+    /// Runs a set-up and compares it with one device.
+    pub(super) fn verdict(&self, setup: &Setup) -> Verdict {
+        if !setup.has_rows() {
+            return Verdict::Refused("a replica or a pass has no rows".into());
+        }
+        if !has_schedule(setup) {
+            return Verdict::Refused("the schedule does not support this number of microbatches".into());
+        }
+        let alone = match self.alone(&setup.alone()) {
+            Ok(alone) => alone,
+            Err(verdict) => return verdict,
+        };
+        let exact = match self.alone(&Setup { dtype: DType::F64, compute: None, ..setup.alone() }) {
+            Ok(exact) => exact,
+            Err(verdict) => return verdict,
+        };
+        let folder = Scratch::new("prove");
+        let saved = folder.path("saved");
+        let first = self.outcome(setup, &saved, false);
+        let verdict = judge(first, &alone[0], &exact[0], setup);
+        match (setup.resumed(), &verdict) {
+            (Some(next), Verdict::Right) => match judge(self.outcome(&next, &saved, true), &alone[1], &exact[1], &next) {
+                Verdict::Wrong(why) => Verdict::Wrong(format!("resumed from the checkpoint: {why}")),
+                other => other,
+            },
+            _ => verdict,
+        }
+    }
+
+    /// Returns the first op of the forward pass whose result differs from one device's, if ranks see the whole batch.
+    pub(super) fn first_op(&self, setup: &Setup) -> Option<String> {
+        if setup.size_of(PIPELINE) * setup.size_of(REPLICAS) * setup.passes > 1 {
+            return None;
+        }
+        let run = |setup: &Setup| {
+            let (subject, at) = (self.subject.clone(), setup.clone());
+            match self.ranks(setup, move |ctx| forward(&subject, &at, ctx).map_err(|error| error.to_string())) {
+                Outcome::Trained(mut found) => Some(found.remove(0)),
+                Outcome::Refused(_) | Outcome::Broken(_) => None,
+            }
+        };
+        let alone = run(&setup.alone())?;
+        let exact = run(&Setup { dtype: DType::F64, compute: None, ..setup.alone() })?;
+        let found = run(setup)?.as_far_as(&alone).as_far_as(&exact);
+        let dtype = setup.compute.unwrap_or(setup.dtype);
+        let difference = found.difference(&alone, &exact, dtype)?;
+        Some(format!("the first {} {}", difference.name, difference.reason))
+    }
+
+    fn outcome(&self, setup: &Setup, folder: &std::path::Path, resumes: bool) -> Outcome {
+        let (subject, at, folder) = (self.subject.clone(), setup.clone(), folder.to_path_buf());
+        self.ranks(setup, move |ctx| match resumes {
+            true => resume(&subject, &at, Some(&folder), ctx).map_err(|error| error.to_string()),
+            false => train(&subject, &at, &folder, ctx).map_err(|error| error.to_string()),
+        })
+    }
+
+    /// Runs `f` on the ranks of a set-up.
+    fn ranks(
+        &self,
+        setup: &Setup,
+        f: impl Fn(&RankContext) -> Result<Trajectory, String> + Send + Sync + 'static,
+    ) -> Outcome {
+        let ranks = Ranks::new(setup.ranks(), setup.to_string()).deadline(self.deadline);
+        // A rank that returns its error as a value leaves the others to find the same one.
+        let found = match ranks.run(move |ctx| Ok::<_, String>(f(ctx))) {
+            Ok(found) => found,
+            Err(error) => return Outcome::Broken(error.to_string()),
+        };
+        let errors: Vec<(usize, &String)> =
+            found.iter().enumerate().filter_map(|(rank, made)| Some((rank, made.as_ref().err()?))).collect();
+        if errors.is_empty() {
+            return Outcome::Trained(found.into_iter().flatten().collect());
+        }
+        // Ranks may fail at unlike places for one reason, which ends the first line of their errors.
+        let firsts: Vec<&str> = errors.iter().map(|(_, error)| error.lines().next().unwrap_or_default()).collect();
+        if let Some(reason) = shared_end(&firsts).filter(|_| errors.len() == found.len()) {
+            return Outcome::Refused(reason.to_string());
+        }
+        let all = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect::<Vec<_>>();
+        let silent = found.len() - errors.len();
+        Outcome::Broken(format!("ranks end in unlike ways, {silent} without an error:\n{}", all.join("\n")))
+    }
+
+    /// Returns the run on one device.
+    fn alone(&self, setup: &Setup) -> Result<[Trajectory; 2], Verdict> {
+        let key = setup.to_string();
+        if let Some((_, known)) = self.alone.lock().iter().find(|(other, _)| *other == key) {
+            return known.clone();
+        }
+        let one = |resumes: bool| {
+            let (subject, at) = (self.subject.clone(), setup.clone());
+            let made = self.ranks(setup, move |ctx| match resumes {
+                true => resume(&subject, &at, None, ctx).map_err(|error| error.to_string()),
+                false => train(&subject, &at, &PathBuf::new(), ctx).map_err(|error| error.to_string()),
+            });
+            match made {
+                Outcome::Trained(mut made) => Ok(made.remove(0)),
+                Outcome::Refused(why) => Err(Verdict::Refused(format!("one device: {why}"))),
+                Outcome::Broken(why) => Err(Verdict::Wrong(format!("one device: {why}"))),
+            }
+        };
+        let made = one(false).and_then(|first| Ok([first, one(true)?]));
+        self.alone.lock().push((key, made.clone()));
+        made
+    }
+}
+
+/// Returns the reason with which all lines end: what follows places such as `rank 1: ` and `node "up": `.
+fn shared_end<'a>(lines: &[&'a str]) -> Option<&'a str> {
+    let first = *lines.first()?;
+    let starts = [0].into_iter().chain(first.match_indices(": ").map(|(at, _)| at + 2));
+    let mut ends = starts.map(|at| &first[at..]);
+    ends.find(|end| !end.is_empty() && lines.iter().all(|line| line.ends_with(end)))
+}
+
+/// Compares what the ranks found with one device.
+fn judge(outcome: Outcome, alone: &Trajectory, exact: &Trajectory, setup: &Setup) -> Verdict {
+    let found = match outcome {
+        Outcome::Trained(found) => found,
+        Outcome::Refused(why) => return Verdict::Refused(why),
+        Outcome::Broken(why) => return Verdict::Wrong(why),
+    };
+    let dtype = setup.compute.unwrap_or(setup.dtype);
+    for (rank, found) in found.iter().enumerate() {
+        if let Some(difference) = found.difference(alone, exact, dtype) {
+            return Verdict::Wrong(format!("rank {rank}: the {} {}", difference.name, difference.reason));
+        }
+    }
+    // A rank may lack what other stages compute; together they have all.
+    match alone.names().find(|name| !found.iter().any(|found| found.names().any(|other| other == *name))) {
+        Some(name) => Verdict::Wrong(format!("the {name} is missing on all ranks")),
+        None => Verdict::Right,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shared_end;
+
+    #[test]
+    fn a_reason_is_what_the_errors_of_all_ranks_end_with() {
+        assert_eq!(shared_end(&["rank 0: node \"a\": too wide", "rank 1 failed: too wide"]), Some("too wide"));
+        assert_eq!(shared_end(&["no rows", "no rows"]), Some("no rows"));
+        assert_eq!(shared_end(&["rank 0: too wide", "rank 1: too long"]), None);
+        assert_eq!(shared_end(&[]), None);
+    }
+}

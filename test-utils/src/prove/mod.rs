@@ -1,0 +1,219 @@
+//! Proofs that a model gives one device's numbers on any mesh.
+//!
+//! [`prove`] takes a model, its inputs and its loss. A [`Proof`] trains it on one device and in many [`Setup`]s: on all
+//! meshes up to a number of ranks, in several dtypes, with several batches, cut in several ways. It compares losses,
+//! gradients, norms, parameters after the steps of an optimizer, evaluations, and the same after a checkpoint was loaded
+//! on another mesh. What differs comes as a [`Report`] with the smallest set-up that shows it.
+mod compare;
+mod model;
+mod report;
+mod setup;
+mod setups;
+mod trainer;
+mod trajectory;
+
+pub use model::{Function, Graph, Input, Layers, Model};
+pub use report::{Report, Verdict};
+pub use setup::Setup;
+
+use candle_core::{DType, Tensor};
+use candle_pipe::Keep;
+use candle_pipe::schedule::ScheduleKind;
+use candle_shard::fsdp::FullyShardOptions;
+use candle_shard::parallel::Plan;
+use compare::Compared;
+use model::Program;
+use std::sync::Arc;
+use std::time::Duration;
+use trainer::Subject;
+
+/// The axis of stages.
+const PIPELINE: &str = "pp";
+/// The axis of replicas whose gradients are averaged.
+const REPLICAS: &str = "dp";
+/// The axis of fully sharded units, which shards rows too.
+const UNITS: &str = "fsdp";
+/// The axis that shards tokens.
+const TOKENS: &str = "cp";
+/// The schedule of one device.
+const FIRST: ScheduleKind = ScheduleKind::GPipe;
+
+/// A model with all that it is proved for. [`prove`] makes one.
+pub struct Proof {
+    subject: Subject,
+    axes: Vec<String>,
+    ranks: usize,
+    dtypes: Vec<DType>,
+    schedules: Vec<ScheduleKind>,
+    exhaustive: bool,
+    only: Vec<String>,
+    deadline: Duration,
+}
+
+/// Starts a proof of `model`, on the axes `dp`, `fsdp` and `tp`, or `pp` and `dp` for a pipeline, of up to 4 ranks.
+///
+/// | axis | cuts |
+/// |---|---|
+/// | `pp` | a pipeline into stages of equal numbers of nodes |
+/// | `dp` | the batch between replicas, whose gradients are averaged |
+/// | `fsdp` | the batch, and the parameters of [`FullyShard`](candle_shard::fsdp::FullyShard) units |
+/// | `cp` | the [tokens](Input::tokens) of inputs |
+/// | the plan's | layers as the [plan](Proof::plan) says |
+/// | others | what the model cuts itself, and the rows of inputs if [told](Proof::rows_over) |
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_shard::DTensor;
+/// use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
+/// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+/// use test_utils::prove::prove;
+/// use test_utils::values;
+///
+/// let model = |vb: &ShardedVarBuilder| {
+///     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
+///     Ok(move |xs: &[DTensor], _: Mode| down.forward(&up.forward(&xs[0])?.gelu()?)?.sqr()?.mean_all())
+/// };
+/// let report = prove(model)
+///     .input("x", &values(&[5, 4], 1, DType::F64))
+///     .plan(Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default()))
+///     .ranks(2)
+///     .run();
+/// println!("{report}");
+/// report.assert();
+/// ```
+pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
+    let program = model.program();
+    let axes: &[&str] = match program {
+        Program::Layers(_) => &[REPLICAS, UNITS, "tp"],
+        Program::Graph(_) => &[PIPELINE, REPLICAS, "tp"],
+        Program::Function(_) => &["rows", "tp"],
+    };
+    let rows = vec![UNITS.to_string(), "rows".to_string()];
+    Proof {
+        subject: Subject { program, inputs: Vec::new(), plans: Vec::new(), rows, units: None, unit_options: FullyShardOptions::default(), seed: 42 },
+        axes: Vec::new(),
+        ranks: 4,
+        dtypes: vec![DType::F64, DType::F32, DType::BF16],
+        schedules: vec![ScheduleKind::GPipe, ScheduleKind::OneFOneB, ScheduleKind::ZbH1, ScheduleKind::Zbv],
+        exhaustive: false,
+        only: Vec::new(),
+        deadline: Duration::from_secs(60),
+    }
+    .axes(axes)
+}
+
+impl Proof {
+    /// Adds an input with a row of the batch at each index of dim 0. Float inputs are cast to the dtype of a set-up.
+    pub fn input(self, name: &str, whole: &Tensor) -> Self {
+        self.input_of(Input::new(name, whole))
+    }
+
+    /// Adds an input.
+    pub fn input_of(mut self, input: Input) -> Self {
+        self.subject.inputs.push(input);
+        self
+    }
+
+    /// Adds a plan; its axis becomes one of the mesh. Several plans are proved one by one.
+    pub fn plan(mut self, plan: Plan) -> Self {
+        if !self.axes.iter().any(|axis| axis == plan.axis()) {
+            self.axes.push(plan.axis().to_string());
+        }
+        self.subject.plans.push(plan);
+        self
+    }
+
+    /// Sets the axes of meshes, outermost first.
+    pub fn axes(mut self, axes: &[&str]) -> Self {
+        self.axes = axes.iter().map(|axis| (*axis).to_string()).collect();
+        self.subject.units = self.axes.iter().find(|axis| *axis == UNITS).cloned();
+        self
+    }
+
+    /// Adds axes that shard the rows of inputs.
+    pub fn rows_over(mut self, axes: &[&str]) -> Self {
+        self.subject.rows.extend(axes.iter().map(|axis| (*axis).to_string()));
+        self
+    }
+
+    /// Sets the largest number of ranks.
+    pub fn ranks(self, ranks: usize) -> Self {
+        Self { ranks, ..self }
+    }
+
+    /// Sets the dtypes of parameters.
+    pub fn dtypes(self, dtypes: &[DType]) -> Self {
+        Self { dtypes: dtypes.to_vec(), ..self }
+    }
+
+    /// Sets the schedules of a pipeline.
+    pub fn schedules(self, schedules: &[ScheduleKind]) -> Self {
+        Self { schedules: schedules.to_vec(), ..self }
+    }
+
+    /// Sets the seed of fresh parameters and dropout.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.subject.seed = seed;
+        self
+    }
+
+    /// Sets how long one set-up may take; a minute by default.
+    pub fn deadline(self, deadline: Duration) -> Self {
+        Self { deadline, ..self }
+    }
+
+    /// Proves every combination of mesh, dtype, batch and cut, instead of every mesh with some of the others.
+    pub fn exhaustive(self) -> Self {
+        Self { exhaustive: true, ..self }
+    }
+
+    /// Proves only the set-up that this text describes, as a report printed it, and those of other calls of this method.
+    pub fn only(mut self, setup: &str) -> Self {
+        self.only.push(setup.to_string());
+        self
+    }
+
+    /// Sets how fully sharded units work, where the axis `fsdp` has ranks. A set-up sets the dtype.
+    pub fn unit_options(mut self, options: FullyShardOptions) -> Self {
+        self.subject.unit_options = options;
+        self
+    }
+
+    /// Runs the proof.
+    ///
+    /// # Panics
+    /// If the text of [`only`](Self::only) cannot be read, or there is no input with rows.
+    pub fn run(mut self) -> Report {
+        if self.subject.plans.is_empty() {
+            self.subject.plans.push(Plan::new(self.axes.last().cloned().unwrap_or_default()));
+        }
+        let plain = self.plain();
+        let setups = match &self.only[..] {
+            [] => setups::all(&plain, &self),
+            only => {
+                let read = |text: &String| Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::only: {why}"));
+                only.iter().map(read).collect()
+            }
+        };
+        let compared = Compared::new(Arc::new(self.subject), self.deadline);
+        report::of(&compared, &setups)
+    }
+
+    /// Returns the run on one device.
+    fn plain(&self) -> Setup {
+        let batch = self.subject.inputs.iter().find_map(Input::len);
+        let batch = batch.unwrap_or_else(|| panic!("a proof needs an input with rows: add one with Proof::input"));
+        let is_graph = matches!(self.subject.program, Program::Graph(_));
+        Setup {
+            axes: self.axes.iter().map(|axis| (axis.clone(), 1)).collect(),
+            dtype: DType::F64,
+            compute: None,
+            batch,
+            passes: 1,
+            plan: 0,
+            strict: false,
+            schedule: is_graph.then_some((FIRST, 1, Keep::Activations)),
+            resume: None,
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What a proof found.
+use super::compare::Compared;
+use super::setup::Setup;
+use std::fmt;
+
+/// What one set-up showed.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Verdict {
+    /// All numbers are those of one device.
+    Right,
+    /// All ranks returned this error.
+    Refused(String),
+    /// A number differs, or ranks ended in unlike ways.
+    Wrong(String),
+}
+
+/// What a proof found: how many set-ups are right, which ones were refused, and the smallest that is wrong.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// The number of set-ups whose numbers are those of one device.
+    pub right: usize,
+    /// The set-ups that all ranks refused, with the reason.
+    pub refused: Vec<(Setup, String)>,
+    /// The set-ups that are wrong, with the reason, as they were found.
+    pub wrong: Vec<(Setup, String)>,
+    /// The smallest set-up that is wrong, with the reason.
+    pub smallest: Option<(Setup, String)>,
+}
+
+/// Judges set-ups and makes the first wrong one smaller.
+pub(super) fn of(compared: &Compared, setups: &[Setup]) -> Report {
+    let mut report = Report { right: 0, refused: Vec::new(), wrong: Vec::new(), smallest: None };
+    for setup in setups {
+        match compared.verdict(setup) {
+            Verdict::Right => report.right += 1,
+            Verdict::Refused(why) => report.refused.push((setup.clone(), why)),
+            Verdict::Wrong(why) => report.wrong.push((setup.clone(), why)),
+        }
+    }
+    report.smallest = report.wrong.first().cloned().map(|(setup, why)| {
+        let (setup, mut why) = smaller(compared, setup, why);
+        why.extend(compared.first_op(&setup).map(|first| format!("\n{first}")));
+        (setup, why)
+    });
+    report
+}
+
+/// Returns the smallest set-up that is still wrong.
+fn smaller(compared: &Compared, mut setup: Setup, mut why: String) -> (Setup, String) {
+    // Each round takes something away.
+    'rounds: loop {
+        for small in setup.smaller() {
+            if let Verdict::Wrong(reason) = compared.verdict(&small) {
+                (setup, why) = (small, reason);
+                continue 'rounds;
+            }
+        }
+        return (setup, why);
+    }
+}
+
+impl Report {
+    /// Checks that no set-up is wrong.
+    ///
+    /// # Panics
+    /// With the report, if one is.
+    pub fn assert(&self) {
+        assert!(self.wrong.is_empty(), "{self}");
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut reasons: Vec<(&str, &Setup, usize)> = Vec::new();
+        for (setup, why) in &self.refused {
+            match reasons.iter_mut().find(|(known, ..)| known == why) {
+                Some((.., times)) => *times += 1,
+                None => reasons.push((why, setup, 1)),
+            }
+        }
+        for (why, setup, times) in reasons {
+            writeln!(f, "refused {times}: {setup}\n    {}", why.replace('\n', "\n    "))?;
+        }
+        for (setup, why) in &self.wrong {
+            writeln!(f, "wrong: {setup}\n    {}", why.replace('\n', "\n    "))?;
+        }
+        if let Some((setup, why)) = &self.smallest {
+            writeln!(f, "the smallest that is wrong: {setup}\n    {}", why.replace('\n', "\n    "))?;
+            writeln!(f, "run just this one with .only({:?})", setup.to_string())?;
+        }
+        let proved = self.right + self.refused.len() + self.wrong.len();
+        write!(f, "prove {proved} wrong {} refused {}", self.wrong.len(), self.refused.len())
+    }
+}

@@ -1,0 +1,87 @@
+//! The set-ups of a proof.
+use super::model::Program;
+use super::setup::Setup;
+use super::{PIPELINE, Proof};
+use candle_core::DType;
+use candle_pipe::Keep;
+use itertools::Itertools;
+
+/// Returns the set-ups to prove: every mesh as it is, and every mesh with two more choices of the rest, or with all.
+pub(super) fn all(plain: &Setup, proof: &Proof) -> Vec<Setup> {
+    let meshes = meshes(plain.axes.len(), proof.ranks);
+    let choices = choices(plain, proof);
+    let mut setups = Vec::new();
+    // A step that shares no factor with the number of choices meets all of them.
+    let mut next = 0;
+    for (nth, mesh) in meshes.iter().enumerate() {
+        let on = |setup: &Setup, resume: bool| {
+            let axes = setup.axes.iter().zip(mesh).map(|((name, _), &size)| (name.clone(), size)).collect();
+            let resume = resume.then(|| meshes[(nth * 7 + 3) % meshes.len()].clone());
+            Setup { axes, resume, ..setup.clone() }
+        };
+        // Stages save what they have; the library has no checkpoint of a pipeline.
+        let can_resume = matches!(proof.subject.program, Program::Layers(_));
+        if proof.exhaustive {
+            setups.extend(choices.iter().map(|choice| on(choice, can_resume)));
+            continue;
+        }
+        setups.push(on(plain, can_resume));
+        for _ in 0..2.min(choices.len()) {
+            next += 17;
+            setups.push(on(&choices[next % choices.len()], false));
+        }
+    }
+    setups.retain(Setup::has_rows);
+    setups.into_iter().filter(|setup| setup != plain).collect()
+}
+
+/// Returns the sizes of all meshes with this many axes and up to this many ranks, the smallest first.
+fn meshes(axes: usize, ranks: usize) -> Vec<Vec<usize>> {
+    let all = (0..axes).map(|_| 1..=ranks).multi_cartesian_product();
+    let all = all.filter(|sizes| sizes.iter().product::<usize>() <= ranks);
+    all.sorted_by_key(|sizes| sizes.iter().product::<usize>()).collect()
+}
+
+/// Returns all combinations of what is no mesh.
+fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
+    let batches = [plain.batch, plain.batch - plain.batch / 3, 2, 1].into_iter().filter(|&rows| rows > 0).unique();
+    let passes: &[usize] = match proof.subject.program {
+        Program::Layers(_) => &[1, 2, 3],
+        _ => &[1],
+    };
+    let schedules: Vec<Option<_>> = match plain.schedule {
+        None => vec![None],
+        Some(_) => (proof.schedules.iter())
+            .cartesian_product([1, 3, 4])
+            .cartesian_product([Keep::Activations, Keep::Inputs])
+            .map(|((&kind, microbatches), keep)| Some((kind, microbatches, keep)))
+            .collect(),
+    };
+    let computes: Vec<(DType, Option<DType>)> = proof.dtypes.iter().map(|&dtype| (dtype, None)).collect();
+    let mixed = proof.subject.units.is_some() && proof.dtypes.contains(&DType::BF16);
+    let computes = computes.into_iter().chain(mixed.then_some((DType::F32, Some(DType::BF16))));
+    let all = batches
+        .cartesian_product(computes)
+        .cartesian_product(passes)
+        .cartesian_product(0..proof.subject.plans.len())
+        .cartesian_product([false, true])
+        .cartesian_product(schedules);
+    let choice = |(((((batch, (dtype, compute)), &passes), plan), strict), schedule)| Setup {
+        dtype,
+        compute,
+        batch,
+        passes,
+        plan,
+        strict,
+        schedule,
+        ..plain.clone()
+    };
+    all.map(choice).collect()
+}
+
+/// Returns whether the schedule of a set-up can run on its ranks.
+pub(super) fn has_schedule(setup: &Setup) -> bool {
+    setup.schedule.is_none_or(|(kind, microbatches, _)| {
+        kind.schedule(setup.size_of(PIPELINE), microbatches, kind.stages_per_rank()).is_ok()
+    })
+}

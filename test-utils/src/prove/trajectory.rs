@@ -1,0 +1,114 @@
+//! The numbers of a training run, and their comparison.
+use candle_core::{DType, Device, Tensor};
+use candle_shard::{DTensor, Result};
+
+/// The numbers of a training run by name, in the order in which they were computed.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Trajectory(Vec<(String, Vec<f64>)>);
+
+impl Trajectory {
+    pub(super) fn number(&mut self, name: impl Into<String>, number: f64) {
+        self.0.push((name.into(), vec![number]));
+    }
+
+    /// Adds the elements of a local tensor.
+    pub(super) fn local(&mut self, name: impl Into<String>, tensor: &Tensor) -> Result<()> {
+        self.0.push((name.into(), elements(tensor)?));
+        Ok(())
+    }
+
+    /// Adds the elements of a whole tensor. Every rank of its mesh calls it.
+    pub(super) fn whole(&mut self, name: impl Into<String>, tensor: &DTensor) -> Result<()> {
+        self.local(name, &tensor.detach().full_tensor()?)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Returns the numbers of a run up to the first name that differs in the other, because ops depend on layouts.
+    pub(super) fn as_far_as(mut self, other: &Self) -> Self {
+        let same = self.names().zip(other.names()).take_while(|(mine, theirs)| mine == theirs).count();
+        self.0.truncate(same);
+        self
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(name, _)| name.as_str())
+    }
+
+    fn get(&self, name: &str) -> Option<&[f64]> {
+        self.0.iter().find(|(other, _)| other == name).map(|(_, numbers)| numbers.as_slice())
+    }
+
+    /// Returns what differs first from `alone`, the run on one device in the same dtypes, and `exact`, the one in f64.
+    ///
+    /// A number may be as far from the exact one as a few times the farthest of its tensor on one device, and some
+    /// roundings of the largest number of its tensor, or of a small part of the largest of its kind.
+    pub(super) fn difference(&self, alone: &Self, exact: &Self, dtype: DType) -> Option<Difference> {
+        let rounding = match dtype {
+            DType::F64 => 1e-10,
+            DType::F32 => 1e-4,
+            DType::F16 => 2e-2,
+            _ => 1e-1,
+        };
+        for (name, numbers) in &self.0 {
+            let (Some(alone), Some(exact)) = (alone.get(name), exact.get(name)) else {
+                return Some(Difference { name: name.clone(), reason: "is there, and not on one device".into() });
+            };
+            if numbers.len() != alone.len() {
+                let reason = format!("has {} elements instead of {}", numbers.len(), alone.len());
+                return Some(Difference { name: name.clone(), reason });
+            }
+            // Sums of 16-bit numbers that cancel keep the roundings of their terms.
+            let share = if rounding > 1e-2 { 0.05 } else { 1e-3 };
+            let own = size(exact).max(share * self.largest_like(name));
+            let most = 4.0 * distance(alone, exact) + rounding * own;
+            // NaN and infinity must be those of one device.
+            let is_far = |at: &usize| {
+                let (got, want, one) = (numbers[*at], exact[*at], alone[*at]);
+                match one.is_finite() {
+                    true => !((got - want).abs() <= most),
+                    false => got.to_bits() != one.to_bits() && !(got.is_nan() && one.is_nan()),
+                }
+            };
+            if let Some(at) = (0..numbers.len()).find(is_far) {
+                let far = (0..numbers.len()).filter(is_far).count();
+                let (got, want) = (numbers[at], alone[at]);
+                let reason = format!(
+                    "element {at} is {got:e} instead of {want:e}; {far} of {} elements differ by more than {most:.1e}",
+                    numbers.len()
+                );
+                return Some(Difference { name: name.clone(), reason });
+            }
+        }
+        None
+    }
+
+    /// Returns the largest number of all that have the kind of `name`, which is what comes before `" of "`.
+    fn largest_like(&self, name: &str) -> f64 {
+        let kind = |name: &str| name.split(" of ").next().unwrap_or_default().to_string();
+        let alike = self.0.iter().filter(|(other, _)| kind(other) == kind(name));
+        alike.map(|(_, numbers)| size(numbers)).fold(0.0, f64::max)
+    }
+}
+
+/// The first number that differs.
+#[derive(Debug, Clone)]
+pub(super) struct Difference {
+    pub(super) name: String,
+    pub(super) reason: String,
+}
+
+/// Returns the elements of a tensor on the host.
+pub(super) fn elements(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
+}
+
+fn size(numbers: &[f64]) -> f64 {
+    numbers.iter().filter(|x| x.is_finite()).fold(0.0, |most, x| x.abs().max(most))
+}
+
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).filter(|x| x.is_finite()).fold(0.0, f64::max)
+}

@@ -1,0 +1,339 @@
+//! Random models as layers and as pipelines.
+use super::model::{Block, Cut, Head, Layer, Loss, Model};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::BatchNormConfig;
+use candle_nn::rnn::{GRUConfig, LSTMConfig};
+use candle_pipe::graph::ValueId;
+use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Value};
+use candle_shard::fsdp::FullyShard;
+use candle_shard::nn::{
+    self, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear, MoE, MoEConfig, Mode, ModuleT, RNN, RmsNorm,
+    ShardedVarBuilder, Width, recompute,
+};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::{Attention, DTensor, Replicate, Result, Shard};
+use std::sync::Arc;
+
+/// The computation of a block: from hidden states, and those of an earlier block, to hidden states and a loss.
+type Run = Arc<dyn Fn(&DTensor, Option<&DTensor>, Mode) -> Result<(DTensor, Option<DTensor>)> + Send + Sync>;
+
+impl Model {
+    /// Returns the plan on the axis `tp`.
+    pub(crate) fn plan(&self) -> Plan {
+        let mut plan = with(Plan::new("tp"), "embedding".into(), self.embedding);
+        if let Head::Linear(cut) = self.head {
+            plan = with(plan, "head".into(), cut);
+        }
+        for (at, block) in self.blocks.iter().enumerate() {
+            match block.layer {
+                Layer::Mlp { up, down, .. } => {
+                    plan = with(plan, format!("blocks.{at}.up"), up);
+                    plan = with(plan, format!("blocks.{at}.down"), down);
+                }
+                Layer::Attention { cut: true } => {
+                    plan = with(plan, format!("blocks.{at}.w?"), Cut::Columns);
+                    plan = with(plan, format!("blocks.{at}.out"), Cut::Rows);
+                }
+                Layer::Lstm { cut: true } => plan = with(plan, format!("blocks.{at}"), Cut::Columns),
+                _ => {}
+            }
+        }
+        plan
+    }
+
+    /// Returns ids and targets.
+    pub(crate) fn tokens(&self, first: usize) -> Tensor {
+        let ids = (0..self.rows * self.len).map(|i| ((i * 5 + first) % self.vocab) as u32);
+        Tensor::from_iter(ids, &Device::Cpu).and_then(|ids| ids.reshape((self.rows, self.len))).unwrap()
+    }
+
+    fn embedding(&self, vb: &ShardedVarBuilder) -> Result<Embedding> {
+        Embedding::new(self.vocab, self.width, 0.7, vb)
+    }
+
+    fn head(&self, vb: &ShardedVarBuilder) -> Result<Linear> {
+        Linear::new(self.width, self.vocab, true, vb)
+    }
+
+    /// Builds all layers, for the loss of a batch.
+    pub(crate) fn build(
+        &self,
+        vb: &ShardedVarBuilder,
+    ) -> Result<impl Fn(&[DTensor], Mode) -> Result<DTensor> + use<>> {
+        let embedding = self.embedding(&vb.pp("embedding"))?;
+        let head = match self.head {
+            Head::Tied => None,
+            Head::Linear(_) => Some(self.head(&vb.pp("head"))?),
+        };
+        let mut runs: Vec<Run> = Vec::new();
+        for (at, block) in self.blocks.iter().enumerate() {
+            runs.push(match block.layer {
+                Layer::Again(of) => runs[of].clone(),
+                _ => self.block(block, &vb.pp(format!("blocks.{at}")))?,
+            });
+        }
+        let this = self.clone();
+        Ok(move |xs: &[DTensor], mode: Mode| {
+            let mut h = embedding.forward(&xs[0])?;
+            let (mut history, mut losses) = (Vec::new(), Vec::new());
+            for (block, run) in this.blocks.iter().zip(&runs) {
+                let earlier = match block.layer {
+                    Layer::Skip(of) | Layer::Cross(of) => Some(&history[of]),
+                    _ => None,
+                };
+                let (made, loss) = run(&h, earlier, mode)?;
+                losses.extend(loss);
+                history.push(made.clone());
+                h = made;
+            }
+            let logits = match &head {
+                Some(head) => head.forward(&h)?,
+                None => h.linear(embedding.weight(), None)?,
+            };
+            let mut total = this.mean(&logits, &xs[1])?;
+            for loss in losses {
+                total = total.add(&loss.to_dtype(total.dtype())?)?;
+            }
+            Ok(total)
+        })
+    }
+
+    fn mean(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
+        match self.loss {
+            Loss::MeanSquare => logits.to_dtype(wide(logits))?.sqr()?.mean_all(),
+            _ => logits.cross_entropy(targets),
+        }
+    }
+
+    /// Builds a block that is no other one's.
+    fn block(&self, block: &Block, vb: &ShardedVarBuilder) -> Result<Run> {
+        let vb = if block.frozen { vb.frozen() } else { vb.clone() };
+        let is_of_units = matches!(block.layer, Layer::Unordered(_));
+        let run = match block.unit && !is_of_units {
+            false => self.layer(&block.layer, &vb)?,
+            true => {
+                // A unit returns one tensor, so experts have no loss in one.
+                let layer = match block.layer {
+                    Layer::Experts { .. } => Layer::Experts { loss: false },
+                    _ => block.layer.clone(),
+                };
+                let unit = FullyShard::new(&vb, |vb| Ok((self.layer(&layer, vb)?, vb.compute_dtype())))?;
+                let unit = Arc::new(unit);
+                let run: Run = Arc::new(move |x, earlier, mode| {
+                    let made = unit.run(|(run, dtype)| {
+                        let earlier = earlier.map(|earlier| earlier.to_dtype(*dtype)).transpose()?;
+                        Ok(run(&x.to_dtype(*dtype)?, earlier.as_ref(), mode)?.0)
+                    })?;
+                    Ok((made.to_dtype(x.dtype())?, None))
+                });
+                run
+            }
+        };
+        if !block.recompute || matches!(block.layer, Layer::Experts { loss: true }) {
+            return Ok(run);
+        }
+        Ok(Arc::new(move |x, earlier, mode| {
+            let (run, earlier) = (run.clone(), earlier.cloned());
+            Ok((recompute(x, move |x| Ok(run(x, earlier.as_ref(), mode)?.0))?, None))
+        }))
+    }
+
+    fn layer(&self, layer: &Layer, vb: &ShardedVarBuilder) -> Result<Run> {
+        let width = self.width;
+        /// A block without a loss of its own.
+        fn run(f: impl Fn(&DTensor, Option<&DTensor>, Mode) -> Result<DTensor> + Send + Sync + 'static) -> Result<Run> {
+            Ok(Arc::new(move |x, earlier, mode| Ok((f(x, earlier, mode)?, None))))
+        }
+        match layer {
+            Layer::Mlp { bias, .. } => {
+                let up = Linear::new(width, 6, *bias, &vb.pp("up"))?;
+                let down = Linear::new(6, width, *bias, &vb.pp("down"))?;
+                run(move |x, _, _| x.add(&down.forward(&up.forward(x)?.gelu_erf()?)?))
+            }
+            Layer::LayerNorm => {
+                let norm = LayerNorm::new(width, 1e-5, vb)?;
+                run(move |x, _, _| norm.forward(x))
+            }
+            Layer::RmsNorm => {
+                let norm = RmsNorm::new(width, 1e-5, vb)?;
+                run(move |x, _, _| norm.forward(x))
+            }
+            Layer::BatchNorm => {
+                let config = BatchNormConfig { eps: 1e-1, ..BatchNormConfig::default() };
+                let norm: BatchNorm = nn::batch_norm(width, config, vb)?;
+                run(move |x, _, mode| norm.forward_t(&x.transpose(1, 2)?, mode != Mode::Eval)?.transpose(1, 2))
+            }
+            Layer::Dropout => {
+                let dropout = Dropout::new(0.3, vb);
+                run(move |x, _, mode| dropout.forward(x, mode))
+            }
+            Layer::Attention { .. } => {
+                let heads = Width::new(2, width / 2);
+                let [q, k, v] = ["wq", "wk", "wv"].map(|name| Linear::new(width, heads, false, &vb.pp(name)));
+                let (q, k, v, out) = (q?, k?, v?, Linear::new(heads, width, false, &vb.pp("out"))?);
+                run(move |x, _, _| x.add(&out.forward(&attend([&q, &k, &v], x, x)?)?))
+            }
+            Layer::Cross(_) => {
+                let [q, k, v] = ["wq", "wk", "wv"].map(|name| Linear::new(width, width, false, &vb.pp(name)));
+                let (q, k, v) = (q?, k?, v?);
+                run(move |x, memory, _| x.add(&attend([&q, &k, &v], x, memory.unwrap_or(x))?))
+            }
+            Layer::Lstm { .. } => {
+                let lstm = nn::lstm(width, width, LSTMConfig::default(), vb)?;
+                run(move |x, _, _| lstm.states_to_tensor(&lstm.seq(x)?))
+            }
+            Layer::Gru => {
+                let gru = nn::gru(width, width, GRUConfig::default(), vb)?;
+                run(move |x, _, _| {
+                    let states = gru.seq(x)?;
+                    DTensor::stack(&states.iter().map(|state| &state.h).collect::<Vec<_>>(), 1)
+                })
+            }
+            Layer::Conv => {
+                let config = candle_nn::Conv1dConfig { padding: 1, ..Default::default() };
+                let conv = nn::conv1d(width, width, 3, config, vb)?;
+                run(move |x, _, _| nn::Module::forward(&conv, &x.transpose(1, 2)?)?.transpose(1, 2))
+            }
+            Layer::Experts { loss } => {
+                let config = MoEConfig::new(width, 6, 3, 2).balance_weight(if *loss { 0.1 } else { 0.0 });
+                let experts = MoE::new(config, vb)?;
+                Ok(Arc::new(move |x, _, mode| {
+                    let made = experts.forward(x, mode)?;
+                    Ok((x.add(&made.output)?, made.loss))
+                }))
+            }
+            Layer::Scale { dims } => {
+                let scale = vb.get(vec![1; *dims], "scale", Init::Const(1.5), Replicate, false)?;
+                run(move |x, _, _| x.mul(&scale))
+            }
+            Layer::Skip(_) => run(|x, earlier, _| earlier.map_or_else(|| Ok(x.clone()), |earlier| x.add(earlier))),
+            Layer::Unordered(layers) => {
+                // In a unit, each is a unit of its own.
+                let layer = |i| FullyShard::new(&vb.pp(i), |vb| Linear::new(width, width, false, vb));
+                let layers = (0..*layers).map(layer);
+                let (layers, first) = (layers.collect::<Result<Vec<_>>>()?, vb.mesh().group()?.rank());
+                run(move |x, _, _| {
+                    // Sums of the same terms; each rank begins with another one.
+                    let n = layers.len();
+                    let mut terms: Vec<Option<DTensor>> = vec![None; n];
+                    for i in (0..n).map(|i| (i + first) % n) {
+                        terms[i] = Some(layers[i].run(|layer| layer.forward(x))?);
+                    }
+                    terms.into_iter().flatten().try_fold(x.clone(), |sum, term| sum.add(&term))
+                })
+            }
+            Layer::Again(_) => run(|x, _, _| Ok(x.clone())),
+        }
+    }
+
+    /// Declares the model as a pipeline.
+    pub(crate) fn declare(&self) -> PipeBuilder<ShardedVarBuilder> {
+        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+        let (tokens, targets) = (g.input("tokens", In::Arg), g.input("targets", In::Arg));
+        let this = self.clone();
+        // The embedding knows its mesh, for the inputs of the pipeline.
+        let table = g.shared_module("embedding", move |vb: &ShardedVarBuilder| {
+            Ok((this.embedding(vb)?, vb.mesh().clone()))
+        });
+        let embed = |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| Ok(table.forward(&rows(&xs[0], mesh)?)?.into());
+        let mut h = g.call_with(table, "embed", embed, [tokens]);
+        let (mut history, mut losses): (Vec<ValueId>, Vec<ValueId>) = (Vec::new(), Vec::new());
+        let mut shared = Vec::new();
+        for (at, block) in self.blocks.iter().enumerate() {
+            let name = format!("call.{at}");
+            let earlier = match block.layer {
+                Layer::Skip(of) | Layer::Cross(of) => Some(history[of]),
+                _ => None,
+            };
+            let module = match block.layer {
+                Layer::Again(of) => shared[of],
+                _ => {
+                    let (this, block) = (self.clone(), block.clone());
+                    g.shared_module(&format!("blocks.{at}"), move |vb: &ShardedVarBuilder| Ok(this.block(&block, vb)?))
+                }
+            };
+            shared.push(module);
+            let f = |run: &Run, xs: &[Value], ctx: &Ctx| {
+                let earlier = xs.get(1).map(|value| value.dtensor()).transpose()?;
+                let (made, loss) = run(xs[0].dtensor()?, earlier, mode(ctx))?;
+                let loss = loss.map_or(Value::None, Value::from);
+                Ok(Value::Tuple(vec![made.into(), loss]))
+            };
+            let both = g.call_with(module, &name, f, [h].into_iter().chain(earlier));
+            h = g.func(&format!("hidden.{at}"), |xs, _| Ok(xs[0].at(0)?.clone()), [both]);
+            if block.layer == (Layer::Experts { loss: true }) && !block.unit {
+                losses.push(g.func(&format!("loss.{at}"), |xs, _| Ok(xs[0].at(1)?.clone()), [both]));
+            }
+            history.push(h);
+        }
+        let logits = match self.head {
+            Head::Tied => g.call_with(
+                table,
+                "logits",
+                |(table, _), xs, _| Ok(xs[0].dtensor()?.linear(table.weight(), None)?.into()),
+                [h],
+            ),
+            Head::Linear(_) => {
+                let this = self.clone();
+                let head = g.shared_module("head", move |vb: &ShardedVarBuilder| Ok(this.head(vb)?));
+                g.call_with(head, "logits", |head, xs, _| Ok(head.forward(xs[0].dtensor()?)?.into()), [h])
+            }
+        };
+        let this = self.clone();
+        let mean = move |xs: &[Value]| {
+            let logits = xs[0].dtensor()?;
+            let mut total = this.mean(logits, &rows(&xs[1], logits.mesh())?)?;
+            for loss in &xs[2..] {
+                total = total.add(&loss.dtensor()?.to_dtype(total.dtype())?)?;
+            }
+            candle_pipe::Result::Ok(total.full_tensor()?)
+        };
+        let inputs = [logits, targets].into_iter().chain(losses);
+        match self.loss {
+            Loss::Counted => g.loss_counted(
+                move |xs, _| {
+                    let count = xs[1].tensor()?.elem_count();
+                    Ok(((mean(xs)? * count as f64)?, (count as i64).into()))
+                },
+                inputs,
+            ),
+            _ => g.loss_fn(move |xs, _| mean(xs), inputs, Reduction::Mean),
+        };
+        g
+    }
+}
+
+fn with(plan: Plan, name: String, cut: Cut) -> Plan {
+    match cut {
+        Cut::Columns => plan.with(name, ColwiseParallel::default()),
+        Cut::Rows => plan.with(name, RowwiseParallel::default()),
+        Cut::Whole => plan,
+    }
+}
+
+fn attend([q, k, v]: [&Linear; 3], x: &DTensor, memory: &DTensor) -> Result<DTensor> {
+    let heads = |layer: &Linear, of: &DTensor| {
+        let (rows, len, width) = of.dims3()?;
+        layer.forward(of)?.reshape((rows, len, 2, width / 2))
+    };
+    let mixed = Attention::default().of(&heads(q, x)?, &heads(k, memory)?, &heads(v, memory)?)?;
+    mixed.reshape(x.dims())
+}
+
+/// Returns an input of a pipeline with its rows on the axes that shard them.
+fn rows(value: &Value, mesh: &candle_dist::DeviceMesh) -> candle_pipe::Result<DTensor> {
+    let places: Vec<_> =
+        mesh.names().iter().map(|name| if ["data", "fsdp"].contains(&name.as_str()) { Shard(0) } else { Replicate }).collect();
+    Ok(DTensor::distribute(value.tensor()?, mesh, &places)?)
+}
+
+fn mode(ctx: &Ctx) -> Mode {
+    match ctx.training {
+        true => Mode::TrainRows { step: ctx.step, first_row: ctx.rows.start },
+        false => Mode::Eval,
+    }
+}
+
+fn wide(x: &DTensor) -> DType {
+    if matches!(x.dtype(), DType::F16 | DType::BF16) { DType::F32 } else { x.dtype() }
+}

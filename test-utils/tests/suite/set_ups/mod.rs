@@ -1,0 +1,148 @@
+//! Random models in random set-ups, against one device.
+//!
+//! `CANDLE_PROVE_SET_UPS=20000` runs as many set-ups, `CANDLE_PROVE_FIRST=7` begins at the seed 7. A wrong one is made
+//! smaller and printed with its seed. `scripts/prove.sh` sets both.
+mod blocks;
+mod model;
+
+use candle_core::DType;
+use candle_pipe::schedule::ScheduleKind;
+use candle_shard::fsdp::FullyShardOptions;
+use candle_shard::nn::ShardedVarBuilder;
+use model::Model;
+use std::io::Write;
+use std::time::Duration;
+use test_utils::Dice;
+use test_utils::prove::{Proof, Report, prove};
+
+fn from_environment(name: &str, default: u64) -> u64 {
+    let wrong = |value: String| panic!("{name}={value:?} is no number");
+    std::env::var(name).map_or(default, |value| value.parse().unwrap_or_else(|_| wrong(value)))
+}
+
+/// Returns a random set-up of a model as a text that proofs read.
+fn set_up(model: &Model, dice: &mut Dice) -> String {
+    let mut sizes = [("pp", 1), ("dp", 1), ("data", 1), ("fsdp", 1), ("tp", 1)];
+    let first = usize::from(!model.piped);
+    for _ in 0..6 {
+        let at = first + dice.below(sizes.len() - first);
+        let more = 1 + dice.below(2);
+        let ranks: usize = sizes.iter().map(|(_, size)| size).product();
+        let is_allowed = model.is_divisible() || sizes[at].0 != "dp";
+        let has_rows = sizes[at].0 != "dp" || sizes[at].1 + more <= model.rows;
+        if is_allowed && has_rows && ranks / sizes[at].1 * (sizes[at].1 + more) <= 5 {
+            sizes[at].1 += more;
+        }
+    }
+    let mut text = String::new();
+    for (axis, size) in sizes.iter().skip(first) {
+        text += &format!("{axis}={size} ");
+    }
+    let dtypes: &[&str] = match model.takes(DType::BF16) {
+        true => &["f64", "f64", "f32", "bf16", "f32 compute=bf16"],
+        false => &["f64"],
+    };
+    text += dice.pick(dtypes);
+    let batch = (model.rows - dice.below(2)).max(sizes[1].1);
+    text += &format!(" batch={batch}");
+    if model.piped {
+        let kinds: Vec<ScheduleKind> = ScheduleKind::all().collect();
+        let (kind, microbatches) = (dice.pick(&kinds), 1 + dice.below(if model.is_divisible() { 4 } else { 1 }));
+        text += &format!(" {} microbatches={microbatches}", kind.name());
+        if dice.once_in(3) {
+            text += " keep=inputs";
+        }
+        return text;
+    }
+    let most = if model.is_divisible() { (batch / sizes[1].1).clamp(1, 3) } else { 1 };
+    let passes = 1 + dice.below(most);
+    text += &format!(" passes={passes}");
+    if dice.once_in(3) {
+        text += " -> ";
+        let meshes: &[&str] = match model.is_divisible() {
+            true => &["", "tp=2", "fsdp=3", "dp=2 tp=2", "data=2 fsdp=2"],
+            false => &["", "tp=2", "fsdp=3", "fsdp=2 tp=2"],
+        };
+        text += dice.pick(meshes);
+    }
+    text
+}
+
+fn proof(model: &Model) -> Proof {
+    let (this, plan) = (model.clone(), model.plan());
+    let proof = match model.piped {
+        true => prove(move || this.declare()),
+        false => prove(move |vb: &ShardedVarBuilder| this.build(vb)),
+    };
+    let axes: &[&str] = if model.piped { &["pp", "dp", "data", "fsdp", "tp"] } else { &["dp", "data", "fsdp", "tp"] };
+    let options = FullyShardOptions::default().prefetch(model.prefetch).reshard_after_forward(model.reshard);
+    proof
+        .input("tokens", &model.tokens(0))
+        .input("targets", &model.tokens(3))
+        .axes(axes)
+        .rows_over(&["data"])
+        .plan(plan)
+        .unit_options(options)
+        .seed(model.seed)
+        .deadline(Duration::from_secs(30))
+}
+
+/// Returns the smallest model and set-up that are still wrong.
+fn smaller(mut model: Model, mut report: Report) -> (Model, Report) {
+    'rounds: loop {
+        let Some((setup, _)) = report.smallest.clone() else { return (model, report) };
+        for small in model.smaller() {
+            // A pipeline that is none any more has no schedule.
+            let text = match small.piped == model.piped {
+                true => setup.to_string(),
+                false => continue,
+            };
+            let next = proof(&small).only(&text).run();
+            if !next.wrong.is_empty() {
+                (model, report) = (small, next);
+                continue 'rounds;
+            }
+        }
+        return (model, report);
+    }
+}
+
+#[test]
+fn random_set_ups_equal_one_device() {
+    let first = from_environment("CANDLE_PROVE_FIRST", 0);
+    let wanted = from_environment("CANDLE_PROVE_SET_UPS", 60);
+    let (mut refused, mut wrong, mut done) = (0, Vec::new(), 0);
+    for seed in first.. {
+        if done >= wanted || wrong.len() >= 20 {
+            break;
+        }
+        let model = Model::new(seed);
+        let mut dice = Dice::new(seed + 1_000_000);
+        let mut each = proof(&model);
+        let texts: Vec<String> = (0..3).map(|_| set_up(&model, &mut dice)).collect();
+        for text in &texts {
+            each = each.only(text);
+        }
+        let report = each.run();
+        done += texts.len() as u64;
+        refused += report.refused.len();
+        if std::env::var_os("CANDLE_PROVE_TELL").is_some() {
+            println!("{model}\n{report}\n");
+        }
+        if !report.wrong.is_empty() {
+            for (setup, why) in &report.wrong {
+                println!("seed {seed}: {setup}: {}", why.lines().take(3).collect::<Vec<_>>().join(" | "));
+            }
+            wrong.push((model, report));
+        }
+    }
+    let count: usize = wrong.iter().map(|(_, report)| report.wrong.len()).sum();
+    if let Some((model, report)) = wrong.first().cloned() {
+        let (small, why) = smaller(model.clone(), report.clone());
+        let seeds: Vec<u64> = wrong.iter().map(|(model, _)| model.seed).collect();
+        println!("wrong: seeds {seeds:?}\n{model}\n{report}\n\nand smaller:\n{small}\n{why}\n");
+    }
+    let line = format!("prove {done} wrong {count} refused {refused}\n");
+    std::io::stdout().write_all(line.as_bytes()).unwrap(); // tests capture what `println` writes
+    assert_eq!(count, 0);
+}

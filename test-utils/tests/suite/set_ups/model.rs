@@ -1,0 +1,248 @@
+//! Random models: their parts as data, drawn from a seed and made smaller.
+use candle_core::DType;
+use std::fmt;
+use test_utils::Dice;
+
+/// A language model of random parts.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Model {
+    pub(crate) seed: u64,
+    pub(crate) width: usize,
+    pub(crate) len: usize,
+    pub(crate) vocab: usize,
+    pub(crate) rows: usize,
+    pub(crate) embedding: Cut,
+    pub(crate) head: Head,
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) loss: Loss,
+    /// Whether parts are stages of a pipeline.
+    pub(crate) piped: bool,
+    pub(crate) prefetch: bool,
+    pub(crate) reshard: bool,
+}
+
+/// How a plan cuts a linear layer or a table.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Cut {
+    Columns,
+    Rows,
+    Whole,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Head {
+    Linear(Cut),
+    /// The table of the embedding.
+    Tied,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Loss {
+    CrossEntropy,
+    MeanSquare,
+    /// The sum of the cross entropy and the number of tokens.
+    Counted,
+}
+
+/// A part of a model, and how it runs.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Block {
+    pub(crate) layer: Layer,
+    /// Whether it is a fully sharded unit, where there is an axis for it.
+    pub(crate) unit: bool,
+    pub(crate) recompute: bool,
+    pub(crate) frozen: bool,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Layer {
+    Mlp { up: Cut, down: Cut, bias: bool },
+    LayerNorm,
+    RmsNorm,
+    BatchNorm,
+    Dropout,
+    Attention { cut: bool },
+    Lstm { cut: bool },
+    Gru,
+    Conv,
+    Experts { loss: bool },
+    /// A parameter of one element, with this many dims.
+    Scale { dims: usize },
+    /// The module of an earlier block, once more.
+    Again(usize),
+    /// The result of an earlier block, added.
+    Skip(usize),
+    /// The result of an earlier block as the memory of attention.
+    Cross(usize),
+    /// Layers that each rank calls in an order of its own.
+    Unordered(usize),
+}
+
+impl Model {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut dice = Dice::new(seed);
+        let piped = dice.once_in(2);
+        let mut blocks: Vec<Block> = Vec::new();
+        for at in 0..2 + dice.below(4) {
+            let layer = layer(&mut dice, at, &blocks);
+            // Units that ranks run in orders of their own are refused.
+            let units = if matches!(layer, Layer::Unordered(_)) { 8 } else { 2 };
+            blocks.push(Block {
+                layer,
+                unit: dice.once_in(units),
+                recompute: dice.once_in(3),
+                frozen: dice.once_in(6),
+            });
+        }
+        let losses = [Loss::CrossEntropy, Loss::MeanSquare, Loss::Counted];
+        Self {
+            seed,
+            width: 4,
+            len: 1 + dice.below(3),
+            vocab: 7,
+            rows: 3 + dice.below(5),
+            embedding: cut(&mut dice),
+            head: if dice.once_in(3) { Head::Tied } else { Head::Linear(cut(&mut dice)) },
+            blocks,
+            loss: losses[dice.below(if piped { 3 } else { 2 })],
+            piped,
+            prefetch: !dice.once_in(3),
+            reshard: !dice.once_in(3),
+        }
+    }
+
+    /// Returns models with one thing less.
+    pub(crate) fn smaller(&self) -> Vec<Self> {
+        let mut all = Vec::new();
+        for at in 0..self.blocks.len() {
+            // Later blocks may use it.
+            let is_used = self.blocks.iter().any(|block| block.layer.earlier() == Some(at));
+            if is_used || self.blocks.len() == 1 {
+                continue;
+            }
+            let mut small = self.clone();
+            small.blocks.remove(at);
+            for block in &mut small.blocks {
+                if let Layer::Again(of) | Layer::Skip(of) | Layer::Cross(of) = &mut block.layer
+                    && *of > at
+                {
+                    *of -= 1;
+                }
+            }
+            all.push(small);
+        }
+        let mut with = |change: &dyn Fn(&mut Self)| {
+            let mut small = self.clone();
+            change(&mut small);
+            all.push(small);
+        };
+        for at in 0..self.blocks.len() {
+            with(&|small| small.blocks[at].unit = false);
+            with(&|small| small.blocks[at].recompute = false);
+            with(&|small| small.blocks[at].frozen = false);
+            with(&|small| small.blocks[at].layer = simpler(&small.blocks[at].layer));
+        }
+        with(&|small| small.embedding = Cut::Whole);
+        with(&|small| small.head = Head::Linear(Cut::Whole));
+        with(&|small| small.loss = Loss::MeanSquare);
+        with(&|small| (small.prefetch, small.reshard) = (false, true));
+        with(&|small| small.len = 1);
+        with(&|small| small.piped = small.loss == Loss::Counted);
+        all.retain(|small| small != self);
+        all
+    }
+
+    /// Returns whether a run in this dtype can be compared: batch norm of roundings has gradients of roundings.
+    pub(crate) fn takes(&self, dtype: DType) -> bool {
+        dtype == DType::F64 || !self.blocks.iter().any(|block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { .. }))
+    }
+}
+
+impl Model {
+    /// Returns whether the loss of a batch is the mean of the losses of its parts. Statistics of a batch are not.
+    pub(crate) fn is_divisible(&self) -> bool {
+        let of_batch = |block: &Block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { loss: true });
+        !self.blocks.iter().any(of_batch)
+    }
+}
+
+impl Layer {
+    /// Returns the earlier block that it uses.
+    pub(crate) fn earlier(&self) -> Option<usize> {
+        match self {
+            Self::Again(of) | Self::Skip(of) | Self::Cross(of) => Some(*of),
+            _ => None,
+        }
+    }
+
+    /// Returns whether other blocks may call it again.
+    pub(crate) fn is_shareable(&self) -> bool {
+        matches!(self, Self::Mlp { .. } | Self::LayerNorm | Self::Dropout | Self::Scale { .. } | Self::BatchNorm)
+    }
+}
+
+fn cut(dice: &mut Dice) -> Cut {
+    dice.pick(&[Cut::Columns, Cut::Rows, Cut::Whole])
+}
+
+fn layer(dice: &mut Dice, at: usize, earlier: &[Block]) -> Layer {
+    let plain = |dice: &mut Dice| match dice.below(12) {
+        0 | 1 => Layer::Mlp { up: cut(dice), down: cut(dice), bias: dice.once_in(2) },
+        2 => Layer::LayerNorm,
+        3 => Layer::RmsNorm,
+        4 => Layer::BatchNorm,
+        5 => Layer::Dropout,
+        6 => Layer::Attention { cut: dice.once_in(2) },
+        7 => Layer::Lstm { cut: dice.once_in(2) },
+        8 => Layer::Gru,
+        9 => Layer::Conv,
+        10 => Layer::Experts { loss: dice.once_in(2) },
+        _ => Layer::Scale { dims: dice.below(2) },
+    };
+    if at == 0 || !dice.once_in(3) {
+        return plain(dice);
+    }
+    let of = dice.below(at);
+    match dice.below(4) {
+        0 if earlier[of].layer.is_shareable() => Layer::Again(of),
+        1 => Layer::Cross(of),
+        2 => Layer::Unordered(2 + dice.below(2)),
+        _ => Layer::Skip(of),
+    }
+}
+
+fn simpler(layer: &Layer) -> Layer {
+    match layer {
+        Layer::Mlp { bias: true, up, down } => Layer::Mlp { bias: false, up: *up, down: *down },
+        Layer::Mlp { up, down, .. } if *up != Cut::Whole => Layer::Mlp { bias: false, up: Cut::Whole, down: *down },
+        Layer::Mlp { .. } => Layer::Mlp { bias: false, up: Cut::Whole, down: Cut::Whole },
+        Layer::Attention { .. } => Layer::Attention { cut: false },
+        Layer::Lstm { .. } => Layer::Lstm { cut: false },
+        Layer::Experts { .. } => Layer::Experts { loss: false },
+        Layer::Unordered(_) => Layer::Unordered(2),
+        other => other.clone(),
+    }
+}
+
+impl fmt::Display for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seed, width, len, vocab, embedding, head, loss, .. } = self;
+        writeln!(f, "seed {seed}: tokens [{}, {len}] of {vocab}, width {width}, embedding {embedding:?}", self.rows)?;
+        for (at, block) in self.blocks.iter().enumerate() {
+            write!(f, "  {at}: {:?}", block.layer)?;
+            for (is, name) in [(block.unit, "unit"), (block.recompute, "recompute"), (block.frozen, "frozen")] {
+                if is {
+                    write!(f, ", {name}")?;
+                }
+            }
+            writeln!(f)?;
+        }
+        write!(f, "  head {head:?}, loss {loss:?}")?;
+        for (is, name) in [(self.piped, "piped"), (self.prefetch, "prefetch"), (self.reshard, "reshard")] {
+            if is {
+                write!(f, ", {name}")?;
+            }
+        }
+        Ok(())
+    }
+}
