@@ -21,6 +21,7 @@ enum Run {
 }
 
 struct Place {
+    name: String,
     /// The digest of the names of this place and of those around it.
     id: u64,
     call: Option<usize>,
@@ -79,8 +80,8 @@ impl Draws {
 
     /// Runs `f`, the part of a model called `name`, on the rows `rows` of a batch. Places nest.
     ///
-    /// Within it the uses of each layer count from 0, so the draws do not depend on earlier runs. A layer that is built
-    /// at another place draws other numbers here than there. If several places share the layers that are built at the
+    /// Within it the uses of each layer count from 0, so the draws do not depend on earlier runs. A layer draws other
+    /// numbers at each place; those of its name alone where it is built, if its name is within that of the place. If several places share the layers that are built at the
     /// place `name`, `call` is the number of this one; else it is `None`.
     ///
     /// Nodes of candle-pipe run, and are built, at the place of their name.
@@ -89,7 +90,7 @@ impl Draws {
         let id = bytes.into_iter().chain(name.bytes()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         });
-        within(Run::Place(Place { id, call, rows, uses: Vec::new() }), f).0
+        within(Run::Place(Place { name: name.into(), id, call, rows, uses: Vec::new() }), f).0
     }
 
     /// Returns the rows of the present place; `None` outside of places.
@@ -135,21 +136,27 @@ fn within<T>(run: Run, f: impl FnOnce() -> T) -> (T, Option<Run>) {
 
 /// The randomness of one layer, such as a dropout: its stream, and the place where it is built. Copies are the same layer.
 ///
-/// A use draws from the layer's stream, folded with the place if the layer is built elsewhere, with the number of the
-/// call, and with the number of earlier uses at the place.
+/// A use draws from the layer's stream, folded with the place, with the number of the call, and with the number of earlier
+/// uses at the place. The place is left out where it says nothing new: where the layer is built, if the name of the layer is
+/// within that of the place.
 #[derive(Debug, Clone, Copy)]
 pub struct RandomLayer {
     stream: Stream,
     id: u64,
-    /// The place where it is built.
-    home: u64,
+    /// The place whose name is a part of its own.
+    home: Option<u64>,
 }
 
 impl RandomLayer {
     /// Creates the layer called `name` at the present place.
     pub fn new(seed: u64, name: &str) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { stream: Stream::new(seed, name), id: NEXT.fetch_add(1, Ordering::Relaxed), home: here() }
+        let is_within = |place: &Place| format!(".{name}.").contains(&format!(".{}.", place.name));
+        let home = RUNS.with_borrow(|runs| match runs.iter().rev().find_map(Run::place) {
+            None => Some(0),
+            Some(place) => is_within(place).then_some(place.id),
+        });
+        Self { stream: Stream::new(seed, name), id: NEXT.fetch_add(1, Ordering::Relaxed), home }
     }
 
     /// Returns a number that no other layer of this process has.
@@ -191,7 +198,7 @@ impl RandomLayer {
                     });
                     match place {
                         Some(place) => place.fold(self, of(self.stream, Some(place.rows.clone()))?, mode),
-                        None => used(self.at_home(of(self.stream, None)?, 0), outside()),
+                        None => used(self.at(0, of(self.stream, None)?), outside()),
                     }
                 }
             };
@@ -204,9 +211,9 @@ impl RandomLayer {
         })
     }
 
-    /// Folds the place into a stream, unless the layer is built there.
-    fn at_home(&self, stream: Stream, place: u64) -> Stream {
-        if place == self.home { stream } else { stream.fold(place) }
+    /// Folds the place into a stream, unless the layer is at home there.
+    fn at(&self, place: u64, stream: Stream) -> Stream {
+        if self.home == Some(place) { stream } else { stream.fold(place) }
     }
 }
 
@@ -224,7 +231,7 @@ impl Place {
                 0
             }
         };
-        let stream = layer.at_home(stream, self.id);
+        let stream = layer.at(self.id, stream);
         match (self.call, count) {
             // The numbers of an uncut model that counts these uses in one row.
             (None, _) => used(stream, count),
@@ -251,8 +258,8 @@ mod tests {
 
     #[test]
     fn a_layer_that_is_built_at_its_place_draws_as_outside_of_places() {
-        let here = RandomLayer::new(1, "a");
-        let there = Draws::at("node", None, 0..1, || RandomLayer::new(1, "a"));
+        let here = RandomLayer::new(1, "model.node.a");
+        let there = Draws::at("node", None, 0..1, || RandomLayer::new(1, "model.node.a"));
         let used = Draws::at("node", None, 0..1, || [draw(&there), draw(&there)]);
         assert_eq!(used, [draw(&here), draw(&here).fold(1)]);
         assert_ne!(Draws::at("node", None, 0..1, || draw(&here)), draw(&here));
@@ -261,12 +268,16 @@ mod tests {
     #[test]
     fn places_calls_and_uses_never_share_a_stream() {
         let layer = RandomLayer::new(1, "a");
-        let shared = Draws::at("shared", None, 0..1, || RandomLayer::new(1, "b"));
+        let shared = Draws::at("shared", None, 0..1, || RandomLayer::new(1, "shared.a"));
         let twice = |layer: &RandomLayer| [draw(layer), draw(layer), draw(layer)];
         let mut streams = Vec::new();
         for name in ["x", "y", "z"] {
             streams.extend(Draws::at(name, None, 0..1, || twice(&layer)));
             streams.extend(Draws::at("outer", None, 0..1, || Draws::at(name, None, 0..1, || twice(&layer))));
+        }
+        // Layers of one name that several places build.
+        for name in ["v", "w"] {
+            streams.extend(Draws::at(name, None, 0..1, || twice(&RandomLayer::new(1, "a"))));
         }
         for call in 0..3 {
             streams.extend(Draws::at("shared", Some(call), 0..1, || twice(&shared)));

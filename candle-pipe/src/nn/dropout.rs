@@ -19,6 +19,8 @@ pub struct Dropout {
 impl Dropout {
     /// Creates a layer with the random numbers of `name`, usually its full name.
     ///
+    /// Two layers of one name in one node draw the same masks.
+    ///
     /// # Errors
     /// If `p` is not in `[0, 1]`.
     pub fn new(p: f64, seed: u64, name: &str) -> Result<Self> {

@@ -26,6 +26,8 @@ pub struct Dropout {
 
 impl Dropout {
     /// Builds a layer at the builder's path. Its stream is named `<path>.dropout`.
+    ///
+    /// Two layers at one path draw the same masks, so give each a path of its own.
     pub fn new(p: f64, vb: &ShardedVarBuilder) -> Self {
         Self { p, layer: RandomLayer::new(vb.seed(), &vb.full_name("dropout")) }
     }

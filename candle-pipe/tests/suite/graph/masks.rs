@@ -258,6 +258,10 @@ fn every_place_and_use_has_a_mask_of_its_own() -> Result<()> {
     for name in ["a", "b", "c"] {
         let y = g.call(shared, name, [x]);
         g.output(name, y);
+        // A layer of one name in each of these nodes.
+        let own = |(): &()| nn::Dropout::new(0.5, 3, "own");
+        let y = g.module(&format!("{name}.own"), own, [x]);
+        g.output(format!("{name}.own"), y);
         let twice = move |xs: &[Value], ctx: &Ctx| {
             let drop = || Ok::<_, candle_pipe::Error>(captured.forward(xs[0].tensor()?, ctx)?.into());
             Ok([drop()?, drop()?])
@@ -279,7 +283,7 @@ fn every_place_and_use_has_a_mask_of_its_own() -> Result<()> {
     let want = run(Splitter::new(1))?;
     let different: std::collections::BTreeSet<Vec<u64>> =
         want.values().map(|mask| mask.iter().map(|x| x.to_bits()).collect()).collect();
-    assert_eq!(different.len(), 9, "a mask was drawn twice");
+    assert_eq!(different.len(), 12, "a mask was drawn twice");
     for splitter in [Splitter::new(1), Splitter::new(3), Splitter::new(8), Splitter::new(3).masked()] {
         assert_eq!(run(splitter)?, want);
     }
