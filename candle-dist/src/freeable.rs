@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 /// A tensor whose memory can be freed and allocated again for all that refer to it: views, clones, layers and graphs.
 ///
-/// It is made for parameters that are gathered before use and freed afterwards. Using the tensor while it is freed
-/// never returns stale data: this handle returns an error, and so do candle's operations, except those with one
-/// operand, which panic. Tensors computed from it have their own memory.
+/// It is made for parameters that are gathered before use and freed afterwards. Using the tensor while it is freed, or a
+/// view of it, is an error: of this handle, and of all of candle's operations, which report the dtype `F4`. Tensors
+/// computed from it have their own memory.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -94,6 +94,11 @@ impl FreeableTensor {
         }
     }
 
+    /// Returns whether a tensor has memory: `false` for one that is freed or has been given away, and for its views.
+    pub fn has_memory(tensor: &Tensor) -> bool {
+        tensor.storage_and_layout().0.dtype() == tensor.dtype()
+    }
+
     /// Returns the tensor, with or without memory, to build graphs from.
     pub fn graph_node(&self) -> &Tensor {
         &self.0.tensor
@@ -136,8 +141,8 @@ impl FreeableTensor {
     }
 
     fn take(&self, tensor: &Tensor) -> Result<()> {
-        if tensor.elem_count() > 0 {
-            let hand = StorageSwap::of(tensor);
+        if is_swapped(tensor) {
+            let hand = StorageSwap::new();
             tensor.inplace_op1(&hand)?;
             self.0.tensor.inplace_op1(&hand)?;
         }
@@ -150,8 +155,8 @@ impl FreeableTensor {
     /// If candle fails.
     pub fn free(&self) -> Result<bool> {
         let mut is_allocated = self.0.is_allocated.lock();
-        if *is_allocated && self.0.tensor.elem_count() > 0 {
-            self.0.tensor.inplace_op1(&StorageSwap::of(&self.0.tensor))?;
+        if *is_allocated && is_swapped(&self.0.tensor) {
+            self.0.tensor.inplace_op1(&StorageSwap::new())?;
         }
         Ok(std::mem::replace(&mut *is_allocated, false))
     }
@@ -205,24 +210,36 @@ where
     device.zeros_impl(&Shape::from(1), dtype)
 }
 
-/// Returns a dtype that operations refuse where they expect `dtype`, so reading a tensor without memory is an error.
-const fn unlike(dtype: DType) -> DType {
-    match dtype {
-        DType::U8 => DType::U32,
-        _ => DType::U8,
-    }
+/// Returns whether memory of this tensor comes and goes. A GPU has no memory without elements.
+fn is_swapped(tensor: &Tensor) -> bool {
+    tensor.elem_count() > 0 || tensor.device().is_cpu()
+}
+
+/// The storage of a freed tensor: one byte of a dtype that candle refuses in each operation, whatever its operands.
+fn freed_on_host() -> CpuStorage {
+    CpuStorage::F4(vec![0])
+}
+
+#[cfg(feature = "cuda")]
+fn freed_on_cuda(storage: &CudaStorage) -> candle_core::Result<CudaStorage> {
+    let device = storage.device().clone();
+    let slice = candle_core::cuda_backend::CudaStorageSlice::F4(device.alloc_zeros::<u8>(1)?);
+    Ok(CudaStorage { slice, device })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn freed_on_cuda(_: &CudaStorage) -> candle_core::Result<CudaStorage> {
+    Err(candle_core::Error::NotCompiledWithCudaSupport)
 }
 
 /// Swaps the storage in `hand` with that of a tensor. An empty hand gives the tensor a minimal storage.
 struct StorageSwap {
     hand: Mutex<Option<Storage>>,
-    /// The dtype of the tensor.
-    dtype: DType,
 }
 
 impl StorageSwap {
-    fn of(tensor: &Tensor) -> Self {
-        Self { hand: Mutex::default(), dtype: tensor.dtype() }
+    fn new() -> Self {
+        Self { hand: Mutex::default() }
     }
 
     fn with(&self, f: impl FnOnce(Option<Storage>) -> candle_core::Result<Storage>) -> candle_core::Result<()> {
@@ -242,7 +259,7 @@ impl InplaceOp1 for StorageSwap {
             let new = match hand {
                 Some(Storage::Cpu(new)) => new,
                 Some(other) => candle_core::bail!("memory on {:?} for a tensor of the host", other.device().location()),
-                None => no_memory(storage.device(), unlike(self.dtype))?,
+                None => freed_on_host(),
             };
             Ok(Storage::Cpu(std::mem::replace(storage, new)))
         })
@@ -253,7 +270,7 @@ impl InplaceOp1 for StorageSwap {
             let new = match hand {
                 Some(Storage::Cuda(new)) => new,
                 Some(other) => candle_core::bail!("memory on {:?} for a tensor of CUDA", other.device().location()),
-                None => no_memory(storage.device(), unlike(self.dtype))?,
+                None => freed_on_cuda(storage)?,
             };
             Ok(Storage::Cuda(std::mem::replace(storage, new)))
         })
@@ -297,6 +314,50 @@ mod tests {
             assert_eq!(handle.tensor().unwrap().id(), first.id(), "allocated memory stays");
             assert!(handle.free().unwrap() && !handle.free().unwrap());
             assert!(matches!(handle.tensor(), Err(Error::Invalid { .. })));
+        }
+    }
+
+    #[test]
+    fn every_operation_on_freed_memory_is_an_error() {
+        type Operation = fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>;
+        let operations: [(&str, Operation); 22] = [
+            ("neg", |x, _| x.neg()),
+            ("sqr", |x, _| x.sqr()),
+            ("affine", |x, _| x.affine(2.0, 1.0)),
+            ("powf", |x, _| x.powf(2.0)),
+            ("elu", |x, _| x.elu(1.0)),
+            ("to_dtype", |x, _| x.to_dtype(DType::F64)),
+            ("to_u8", |x, _| x.to_dtype(DType::U8)),
+            ("sum", |x, _| x.sum_all()),
+            ("max", |x, _| x.max(0)),
+            ("argmax", |x, _| x.argmax(0)),
+            ("add", |x, y| x + y),
+            ("added", |x, y| y + x),
+            ("mul itself", |x, _| x * x),
+            ("eq", |x, y| x.eq(y)),
+            ("cat", |x, y| Tensor::cat(&[x, y], 0)),
+            ("cat itself", |x, _| Tensor::cat(&[x, x], 0)),
+            ("contiguous", |x, _| x.force_contiguous()),
+            ("matmul", |x, y| x.matmul(&y.t()?)),
+            ("index_select", |x, _| x.index_select(&Tensor::zeros(1, DType::U32, &Device::Cpu)?, 0)),
+            ("where_cond", |x, y| y.ge(y)?.where_cond(x, y)),
+            ("softmax", |x, _| candle_nn::ops::softmax_last_dim(x)),
+            ("read", |x, _| x.flatten_all()?.to_vec1::<f32>().map(|_| x.clone())),
+        ];
+        for shape in [(1, 1), (2, 3), (40, 50)] {
+            let other = zeros(shape, DType::F32);
+            let handle = FreeableTensor::new(zeros(shape, DType::F32)).unwrap();
+            let whole = handle.tensor().unwrap();
+            let one = whole.narrow(0, 0, 1).unwrap().narrow(1, 0, 1).unwrap();
+            assert!(FreeableTensor::has_memory(&one));
+            handle.free().unwrap();
+            assert!(!FreeableTensor::has_memory(&whole) && !FreeableTensor::has_memory(&one));
+            for (name, operation) in operations {
+                for (x, y) in [(&whole, &other), (&one, &zeros((1, 1), DType::F32))] {
+                    let error = operation(x, y).err().unwrap_or_else(|| panic!("{name} of {:?}", x.dims())).to_string();
+                    assert!(error.contains("F4"), "{name}: {error}");
+                }
+            }
         }
     }
 

@@ -60,7 +60,7 @@ pub(crate) mod off_graph;
 pub(crate) mod order;
 pub(crate) mod shared;
 
-use crate::Result;
+use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use candle_dist::{add_grad, edges};
@@ -84,12 +84,23 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
     if made.is_err() {
         abandon();
     }
-    let mut grads = made?;
+    let mut grads = made.map_err(explained)?;
     for (id, grad) in off_graph::take_all() {
         let sum = add_grad(grads.get_id(id), &grad)?;
         grads.insert_id(id, sum);
     }
     Ok(grads)
+}
+
+/// Explains an error of a pass that came to the freed memory of a fully sharded parameter.
+fn explained(error: Error) -> Error {
+    let text = error.to_string();
+    if !["dtype F4", ": F4"].iter().any(|found| text.contains(found)) {
+        return error;
+    }
+    let reason = "the pass has come into a fully sharded unit whose parameters are free: a tensor has left the unit \
+                  other than as a result of FullyShard::run";
+    Error::Op { op: "backward", reason: format!("{reason}; return it from there, too ({text})") }
 }
 
 /// Runs candle's backward pass of a part of a graph, inside a node that an outer pass visits.

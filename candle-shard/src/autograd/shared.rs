@@ -11,7 +11,7 @@
 use super::off_graph;
 use super::order::number;
 use crate::layout::Axes;
-use crate::tensor::{Entry, Origin, Registered, Registry, Variable};
+use crate::tensor::{Origin, VarEntry, VarName, VarRegistry, Variable};
 use crate::{Error, Result, scoped};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_dist::backend::{Fresh, Ready};
@@ -31,19 +31,19 @@ thread_local! {
 
 /// This rank's part of the gradient of a variable, to be summed over some axes.
 struct Share {
-    over: Over,
+    over: MeshAxes,
     variable: Variable,
     sum: Tensor,
 }
 
 /// The axes of a mesh over which a gradient is summed.
 #[derive(Clone)]
-struct Over {
+struct MeshAxes {
     mesh: DeviceMesh,
     axes: Axes,
 }
 
-impl Over {
+impl MeshAxes {
     fn indices(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.mesh.ndim()).filter(|axis| self.axes & (1 << axis) != 0)
     }
@@ -70,16 +70,17 @@ impl Over {
 /// optimizer writes to the weight in place. Instead the parts of the gradient are collected, and summed over the ranks
 /// at the end of the backward pass, all of a group in one call.
 pub(crate) fn view(origin: &Origin, mesh: &DeviceMesh, axes: Axes) -> Result<Tensor> {
-    let Origin { variable: Variable { tensor, registered }, view } = origin.clone();
+    let Origin { variable: Variable { tensor, name }, view } = origin.clone();
     let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&tensor))?);
-    let over = Over { mesh: mesh.clone(), axes };
+    let over = MeshAxes { mesh: mesh.clone(), axes };
     // An op on the variable itself: candle requires a gradient for nodes in between.
-    Ok(tensor.apply_op1(Use { over, registered, view, copy })?)
+    Ok(tensor.apply_op1(Use { over, name, view, copy })?)
 }
 
 struct Use {
-    over: Over,
-    registered: Option<Registered>,
+    over: MeshAxes,
+    /// The name of the variable, if a builder made it.
+    name: Option<VarName>,
     /// The view of the variable that was copied, if it was not the variable itself.
     view: Option<Tensor>,
     copy: Ready,
@@ -109,7 +110,7 @@ impl CustomOp1 for Use {
 
     fn bwd(&self, variable: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let grad = self.of_variable(variable, grad)?;
-        let variable = Variable { tensor: variable.clone(), registered: self.registered.clone() };
+        let variable = Variable { tensor: variable.clone(), name: self.name.clone() };
         if IS_COLLECTING.get() {
             add_to(self.over.clone(), variable, &grad)?;
             return Ok(None);
@@ -119,8 +120,12 @@ impl CustomOp1 for Use {
     }
 }
 
-/// Adds a part of the gradient of a variable that ranks use differently on these axes.
-fn add_to(over: Over, variable: Variable, grad: &Tensor) -> Result<()> {
+/// Adds a part of the gradient of a variable, to be summed over `axes` at the end of the running backward pass.
+pub(crate) fn add(mesh: &DeviceMesh, axes: Axes, variable: &Variable, grad: &Tensor) -> Result<()> {
+    add_to(MeshAxes { mesh: mesh.clone(), axes }, variable.clone(), grad)
+}
+
+fn add_to(over: MeshAxes, variable: Variable, grad: &Tensor) -> Result<()> {
     SHARES.with_borrow_mut(|shares| {
         for share in shares.iter_mut().filter(|share| share.variable.tensor.id() == variable.tensor.id()) {
             if share.over.is_same(&over)? {
@@ -161,47 +166,47 @@ pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
 fn sum(shares: Vec<Share>) -> Result<()> {
     let Some(over) = shares.first().map(|share| share.over.clone()) else { return Ok(()) };
     let mut others = Vec::new();
-    let mut registries: BTreeMap<u64, (Arc<Registry>, Axes, BTreeMap<Arc<str>, Tensor>)> = BTreeMap::new();
-    for share in shares {
-        match &share.variable.registered {
-            Some(Registered { registry, name }) => {
+    let mut registries: BTreeMap<u64, (Arc<VarRegistry>, Axes, PartMap)> = BTreeMap::new();
+    for Share { over, variable, sum } in shares {
+        match variable.name {
+            Some(VarName { registry, name }) => {
                 let of = registries.entry(registry.number);
-                let of = of.or_insert_with(|| (registry.clone(), share.over.axes, BTreeMap::new()));
-                of.2.insert(name.clone(), share.sum);
+                let of = of.or_insert_with(|| (registry.clone(), over.axes, BTreeMap::new()));
+                of.2.insert(name, (variable.tensor, sum));
             }
-            None => others.push((share.variable.tensor, share.sum)),
+            None => others.push((variable.tensor, sum)),
         }
     }
-    others.sort_by_key(|(variable, _)| number(variable.id()));
     let (mut likely, mut rest) = (Vec::new(), Vec::new());
     for (registry, axes, mut mine) in registries.into_values() {
-        let [first, second] = registry.on(axes).map(|entries| Listed::new(&registry, axes, entries, &mut mine));
+        let [first, second] = registry.on(axes).map(|entries| PartList::new(&registry, axes, entries, &mut mine));
         likely.push(first);
         rest.push(second);
+        // Used in another layout than the registry knows.
+        others.extend(mine.into_values());
     }
-    let is_more = rest.iter().any(Listed::is_used);
+    others.sort_by_key(|(variable, _)| number(variable.id()));
+    let is_more = rest.iter().any(PartList::is_used);
     if sum_lists(&over, likely, &others, is_more)? {
         sum_lists(&over, rest, &[], false)?;
     }
     Ok(())
 }
 
+/// Variables by name, with this rank's parts of their gradients.
+type PartMap = BTreeMap<Arc<str>, (Tensor, Tensor)>;
+
 /// Variables of a registry, and this rank's parts of their gradients.
-struct Listed {
-    registry: Arc<Registry>,
+struct PartList {
+    registry: Arc<VarRegistry>,
     axes: Axes,
-    parts: Vec<(Arc<str>, Entry, Option<Tensor>)>,
+    parts: Vec<(Arc<str>, VarEntry, Option<Tensor>)>,
 }
 
-impl Listed {
-    fn new(
-        registry: &Arc<Registry>,
-        axes: Axes,
-        entries: BTreeMap<Arc<str>, Entry>,
-        mine: &mut BTreeMap<Arc<str>, Tensor>,
-    ) -> Self {
+impl PartList {
+    fn new(registry: &Arc<VarRegistry>, axes: Axes, entries: BTreeMap<Arc<str>, VarEntry>, mine: &mut PartMap) -> Self {
         let part = |(name, entry)| {
-            let part = mine.remove(&name);
+            let part = mine.remove(&name).map(|(_, part)| part);
             (name, entry, part)
         };
         Self { registry: registry.clone(), axes, parts: entries.into_iter().map(part).collect() }
@@ -213,7 +218,7 @@ impl Listed {
 }
 
 /// Sums parts of the gradients of listed variables, and of others in their order. Returns whether a rank has more.
-fn sum_lists(over: &Over, lists: Vec<Listed>, others: &[(Tensor, Tensor)], is_more: bool) -> Result<bool> {
+fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Tensor, Tensor)], is_more: bool) -> Result<bool> {
     let (mut sums, mut header) = (Vec::new(), vec![f64::from(u8::from(is_more))]);
     for (_, entry, part) in lists.iter().flat_map(|list| &list.parts) {
         header.push(f64::from(u8::from(part.is_some())));
@@ -235,7 +240,7 @@ fn sum_lists(over: &Over, lists: Vec<Listed>, others: &[(Tensor, Tensor)], is_mo
     let header = header.transpose()?.unwrap_or_default();
     let mut sums = sums.into_iter();
     let mut counts = header[1..].iter();
-    for Listed { registry, axes, parts } in lists {
+    for PartList { registry, axes, parts } in lists {
         let parts = parts.into_iter().zip(sums.by_ref()).zip(counts.by_ref());
         let used: Vec<_> = parts.filter(|(_, count)| **count > 0.0).map(|(part, _)| part).collect();
         registry.note_used(axes, used.iter().map(|((name, ..), _)| name.clone()));
@@ -252,9 +257,9 @@ fn sum_lists(over: &Over, lists: Vec<Listed>, others: &[(Tensor, Tensor)], is_mo
 }
 
 /// Sums the gradient of one use of a variable.
-fn sum_alone(over: &Over, variable: &Variable, grad: &Tensor) -> Result<Tensor> {
-    let (name, mut sums) = match &variable.registered {
-        Some(Registered { name, .. }) => (Some(&**name), vec![grad.clone()]),
+fn sum_alone(over: &MeshAxes, variable: &Variable, grad: &Tensor) -> Result<Tensor> {
+    let (name, mut sums) = match &variable.name {
+        Some(VarName { name, .. }) => (Some(&**name), vec![grad.clone()]),
         None => (None, vec![grad.clone(), fingerprint(&variable.tensor)?]),
     };
     let description: Arc<str> = format!("the gradient of {}", listed(name)).into();

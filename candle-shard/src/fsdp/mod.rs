@@ -10,6 +10,9 @@
 //! This is the gradient rule with another lifetime: an all_gather whose backward is a reduce_scatter. So the numbers
 //! equal those of one device on the whole batch, and tensor parallelism works on another axis of the same mesh.
 //!
+//! Axes that are neither the plan's nor fully sharding replicate the units (hybrid sharding): one all_reduce a pass sums
+//! the gradients of the pieces over them.
+//!
 //! All ranks run the same units in the same order. If they do not, the calls of the units differ in their description, which
 //! names parameters, and all ranks get an error. Within a unit ranks may use different parameters.
 //!
@@ -52,7 +55,8 @@ pub use options::FullyShardOptions;
 pub(crate) use sharder::Sharder;
 pub(crate) use unit::Unit;
 
-use crate::{DTensor, Result};
+use crate::Result;
+use candle_dist::TensorTree;
 use std::fmt;
 use std::sync::Arc;
 
@@ -72,13 +76,14 @@ impl<M> FullyShard<M> {
 
     /// Runs `f` on the part while its parameters are whole. Every rank of the axis must call it.
     ///
-    /// Everything that depends on the parameters must be part of the result of `f`: the backward pass uses that result
+    /// Everything that depends on the parameters must be part of the result of `f`, which is a tensor or any
+    /// [tree](candle_dist::TensorTree) of tensors, such as an output with an auxiliary loss: the backward pass uses it
     /// to find out when the parameters are needed again. Gradients come from [`DTensor::backward`] or
     /// [`nn::backward`](crate::nn::backward); candle's own backward pass does not return them.
     ///
     /// # Errors
     /// Those of `f` and of the communication.
-    pub fn run(&self, f: impl FnOnce(&M) -> Result<DTensor>) -> Result<DTensor> {
+    pub fn run<T: TensorTree>(&self, f: impl FnOnce(&M) -> Result<T>) -> Result<T> {
         match &self.unit {
             Some(unit) => unit.run(|| f(&self.module)),
             None => f(&self.module),

@@ -53,7 +53,7 @@ impl CustomOp1 for Whole {
     }
 }
 
-/// The identity at the end of a unit.
+/// The identity at the end of a result of a unit.
 pub(super) struct End {
     pub(super) unit: Arc<dyn InPass>,
     /// The nodes of the run.

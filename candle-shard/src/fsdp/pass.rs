@@ -4,7 +4,7 @@ use super::shared::{Reducing, lock};
 use super::unit::{Held, State, Unit};
 use crate::Result;
 use crate::autograd::order::Span;
-use crate::autograd::{hooks, nesting, off_graph};
+use crate::autograd::{hooks, nesting};
 use candle_core::{Tensor, TensorId};
 use candle_dist::functional::Cut;
 use candle_dist::{ReduceOp, add_grad, sum_dtype};
@@ -25,10 +25,12 @@ impl InPass for Unit {
         Self::leave(at)?;
         self.open()?;
         let mut state = lock(&self.state);
+        // A run has an end for each of its results.
+        let is_first = state.inside.is_empty();
         state.inside.push(span.last());
         state.stays |= stays;
         drop(state);
-        self.prefetch(self.number.checked_sub(1))
+        if is_first { self.prefetch(self.number.checked_sub(1)) } else { Ok(()) }
     }
 
     fn take_grad(self: Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
@@ -97,7 +99,7 @@ impl Unit {
         for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
             let Some(cut) = held.cut.clone() else {
                 // Its gradient stays partial until `Parameters::reduce`, as those outside of units do.
-                grad.map_or(Ok(()), |grad| off_graph::add(held.piece.id(), &grad))?;
+                grad.map_or(Ok(()), |grad| held.piece.add(&grad))?;
                 continue;
             };
             present.push(f32::from(u8::from(grad.is_some())));

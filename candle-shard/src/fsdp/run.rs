@@ -2,12 +2,12 @@
 use super::nodes::End;
 use super::shared::lock;
 use super::unit::Unit;
+use crate::Result;
 use crate::autograd::order::Span;
 use crate::autograd::{counts, nesting};
-use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
-use candle_dist::ReduceOp;
 use candle_dist::backend::{Fresh, Ready};
+use candle_dist::{ReduceOp, TensorTree};
 use std::sync::Arc;
 
 /// A running call, which ends when this is dropped, even on a panic.
@@ -27,9 +27,14 @@ impl Drop for Running<'_> {
     }
 }
 
+/// Returns whether a result has a gradient.
+fn is_tracked(made: &impl TensorTree) -> bool {
+    made.tensors().into_iter().any(Tensor::track_op)
+}
+
 impl Unit {
     /// Runs `f` while the parameters are whole.
-    pub(super) fn run(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
+    pub(super) fn run<T: TensorTree>(self: &Arc<Self>, f: impl FnOnce() -> Result<T>) -> Result<T> {
         if nesting::is_recomputing() {
             // The backward pass continues into this run.
             self.open()?;
@@ -49,25 +54,29 @@ impl Unit {
         let running = Running::new(self);
         let made = self.marked(f);
         drop(running);
-        let is_kept = matches!(&made, Ok(made) if made.tracked()) && !self.shared.options.reshard_after_forward;
+        let is_kept = matches!(&made, Ok(made) if is_tracked(made)) && !self.shared.options.reshard_after_forward;
         if lock(&self.state).running == 0 && !is_kept {
             self.release()?;
         }
         made
     }
 
-    /// Runs `f`; the backward pass of its result makes the unit whole before entering it.
-    fn marked(self: &Arc<Self>, f: impl FnOnce() -> Result<DTensor>) -> Result<DTensor> {
+    /// Runs `f`; the backward pass of each of its results makes the unit whole before entering it.
+    fn marked<T: TensorTree>(self: &Arc<Self>, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let segments = counts::segments();
         let (made, span) = Span::of(f)?;
         let made = made?;
-        if !made.tracked() {
+        if !is_tracked(&made) {
             return Ok(made);
         }
         let stays = counts::segments() != segments || lock(&self.held).iter().any(|held| held.is_frozen);
-        let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made.to_local())?) };
-        let ended = DTensor::assemble(made.to_local().apply_op1(end)?, made.shared_spec().clone(), made.varying());
-        Ok(ended.moved_from(&made, 0))
+        made.map_tensors(|made| {
+            if !made.track_op() {
+                return Ok(made.clone());
+            }
+            let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made)?) };
+            Ok(made.apply_op1(end)?)
+        })
     }
 
     /// Returns whether any rank's parameters have changed since the prefetch.
@@ -83,7 +92,7 @@ impl Unit {
         let mut changes = Vec::with_capacity(held.len());
         let cut = held.iter().filter(|held| held.cut.is_some());
         for (held, sent) in cut.zip(&coming.sent).filter(|(_, sent)| sent.elem_count() > 0) {
-            let now = held.piece.as_detached_tensor().to_dtype(sent.dtype())?;
+            let now = held.piece.var.as_detached_tensor().to_dtype(sent.dtype())?;
             changes.push(now.ne(sent)?.flatten_all()?.max_keepdim(0)?);
         }
         let changed = match &changes[..] {

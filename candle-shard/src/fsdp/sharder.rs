@@ -33,9 +33,9 @@ impl Sharder {
         self.shared.options
     }
 
-    /// Adds a unit.
-    pub(crate) fn unit(&self) -> Arc<Unit> {
-        self.shared.add(|number| Arc::new(Unit::new(self.shared.clone(), number)))
+    /// Adds a unit that is built at this path.
+    pub(crate) fn unit(&self, path: &str) -> Arc<Unit> {
+        self.shared.add(|number| Arc::new(Unit::new(self.shared.clone(), number, path)))
     }
 
     /// Returns the unit that gathers this weight.

@@ -1,9 +1,11 @@
 //! State that the units of one model share.
 use super::FullyShardOptions;
 use crate::Result;
-use crate::autograd::off_graph;
-use candle_core::Var;
-use candle_dist::{PendingTensors, ProcessGroup, sum_dtype};
+use crate::autograd::{off_graph, shared};
+use crate::layout::Axes;
+use crate::tensor::Variable;
+use candle_core::{Tensor, Var};
+use candle_dist::{DeviceMesh, PendingTensors, ProcessGroup, sum_dtype};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// The axes over which parameters are fully sharded, and the units `U` in the order of their construction.
@@ -26,9 +28,29 @@ pub(super) struct Progress {
     pub(super) reducing: Option<Reducing>,
 }
 
+/// This rank's piece of a parameter.
+#[derive(Clone)]
+pub(super) struct ParameterPiece {
+    pub(super) var: Var,
+    pub(super) variable: Variable,
+    pub(super) mesh: DeviceMesh,
+    /// Other axes, on which each rank has a part of the gradient of the piece.
+    pub(super) partial: Axes,
+}
+
+impl ParameterPiece {
+    /// Adds to the gradient of this piece.
+    pub(super) fn add(&self, grad: &Tensor) -> Result<()> {
+        match self.partial {
+            0 => Ok(off_graph::add(self.var.id(), grad)?),
+            axes => shared::add(&self.mesh, axes, &self.variable, grad),
+        }
+    }
+}
+
 /// Gradients on their way to the ranks that hold the pieces.
 pub(super) struct Reducing {
-    pub(super) pieces: Vec<Var>,
+    pub(super) pieces: Vec<ParameterPiece>,
     pub(super) sums: PendingTensors,
     /// Whether all parameters have gradients; otherwise the last sums are the numbers of ranks that have each of them.
     pub(super) has_all: bool,
@@ -45,7 +67,7 @@ impl Reducing {
         }
         let sums = self.pieces.iter().zip(sums).zip(present);
         for ((piece, sum), _) in sums.filter(|(_, present)| *present > 0.0) {
-            off_graph::add(piece.id(), &sum.to_dtype(sum_dtype(piece.dtype()))?)?;
+            piece.add(&sum.to_dtype(sum_dtype(piece.var.dtype()))?)?;
         }
         Ok(())
     }

@@ -29,11 +29,12 @@
 //! - All ranks of the axis change states in the same order, because their graphs have the same nodes: the collectives
 //!   match.
 use super::nodes::{InPass, Whole};
-use super::shared::{Shared, lock};
+use super::shared::{ParameterPiece, Shared, lock};
 use crate::autograd::counts;
 use crate::autograd::order::Last;
 use crate::autograd::shared::listed;
-use crate::layout::{Replicate, chunk_sizes};
+use crate::layout::{Replicate, axes_of, chunk_sizes};
+use crate::tensor::Variable;
 use crate::{DTensor, Result};
 use candle_core::{DType, Shape, Tensor, Var};
 use candle_dist::backend::Dims;
@@ -45,6 +46,8 @@ use std::sync::{Arc, Mutex, Weak};
 pub(crate) struct Unit {
     pub(super) shared: Arc<Shared<Self>>,
     pub(super) number: usize,
+    /// The path of the builder.
+    path: String,
     pub(super) held: Mutex<Vec<Held>>,
     pub(super) state: Mutex<State>,
 }
@@ -52,8 +55,7 @@ pub(crate) struct Unit {
 /// One parameter.
 pub(super) struct Held {
     pub(super) name: String,
-    /// This rank's piece.
-    pub(super) piece: Var,
+    pub(super) piece: ParameterPiece,
     /// The whole parameter, as the layers use it; without memory most of the time.
     pub(super) whole: FreeableTensor,
     /// How the axes cut it; `None` if they do not, and the whole is only a cast of the piece.
@@ -94,16 +96,17 @@ impl Held {
     /// Returns a copy of the piece in the dtype in which it is computed.
     fn cast(&self) -> candle_core::Result<Tensor> {
         let dtype = self.whole.dtype();
-        match self.piece.dtype() == dtype {
-            true => Ok(self.piece.force_contiguous()?.detach()),
-            false => empty::compute(&self.piece.as_detached_tensor(), |piece| piece.to_dtype(dtype)),
+        let piece = &self.piece.var;
+        match piece.dtype() == dtype {
+            true => Ok(piece.force_contiguous()?.detach()),
+            false => empty::compute(&piece.as_detached_tensor(), |piece| piece.to_dtype(dtype)),
         }
     }
 }
 
 impl Unit {
-    pub(super) fn new(shared: Arc<Shared<Self>>, number: usize) -> Self {
-        Self { shared, number, held: Mutex::default(), state: Mutex::default() }
+    pub(super) fn new(shared: Arc<Shared<Self>>, number: usize, path: &str) -> Self {
+        Self { shared, number, path: path.to_string(), held: Mutex::default(), state: Mutex::default() }
     }
 
     /// Returns the group of the axis, whose calls name the unit: ranks that run different ones must not mix them.
@@ -118,8 +121,15 @@ impl Unit {
         self.shared.options.param_dtype.filter(|_| dtype.is_float()).unwrap_or(dtype)
     }
 
-    /// Adds a parameter of which this rank holds `piece`; returns the tensor that layers use.
-    pub(crate) fn add(self: &Arc<Self>, name: &str, piece: &DTensor, var: &Var, is_frozen: bool) -> Result<DTensor> {
+    /// Adds a parameter of which this rank holds `piece`, the variable `var`; returns the tensor that layers use.
+    pub(crate) fn add(
+        self: &Arc<Self>,
+        name: &str,
+        piece: &DTensor,
+        var: &Var,
+        plan_axis: usize,
+        is_frozen: bool,
+    ) -> Result<DTensor> {
         let axes = &self.shared.axes;
         let dtype = self.dtype_of(piece.dtype());
         let mut spec = piece.spec().clone().with_dtype(dtype);
@@ -138,9 +148,19 @@ impl Unit {
         let whole = var.as_tensor().apply_op1(Whole { unit, which, shape, dtype })?;
         let whole = if is_frozen { whole.detach() } else { whole };
         let whole = FreeableTensor::without_memory(whole)?;
-        let parameter = whole.graph_node().clone();
-        held.push(Held { name: name.to_string(), piece: var.clone(), whole, cut, is_frozen });
-        axes.iter().try_fold(DTensor::parameter(parameter, spec).named(name), |whole, &axis| whole.varying_on(axis))
+        // Replicas of the unit on other axes than the plan's have batches of their own. Their gradients are summed once
+        // a pass, after they are cut.
+        let mesh = spec.mesh().clone();
+        let is_replica = |&axis: &usize| mesh.shape()[axis] > 1 && spec.placements()[axis] == Replicate;
+        let others = (0..mesh.ndim()).filter(|axis| *axis != plan_axis && !axes.contains(axis)).filter(is_replica);
+        let others: Vec<usize> = others.filter(|_| !is_frozen).collect();
+        let variable = piece.variable();
+        let variable = variable.unwrap_or_else(|| Variable { tensor: var.as_tensor().clone(), name: None });
+        let piece = ParameterPiece { var: var.clone(), variable, mesh: mesh.clone(), partial: axes_of(&others) };
+        let shown = format!("{name} (of the unit {:?})", self.path);
+        let parameter = DTensor::parameter(whole.graph_node().clone(), spec).named(&shown);
+        held.push(Held { name: name.to_string(), piece, whole, cut, is_frozen });
+        axes.iter().chain(&others).try_fold(parameter, |whole, &axis| whole.varying_on(axis))
     }
 
     /// Returns whether this weight is one of the unit's parameters.

@@ -27,7 +27,7 @@ impl ShardedVarBuilder {
     ///
     /// Other parameters stay whole on the axis: those outside of units, and those without such a dim, like a bias that
     /// is sharded by columns where `axis` comes first. [`Parameters::reduce`](crate::nn::Parameters::reduce) sums their gradients. Inputs of the model
-    /// are sharded on the axis, by rows or along the sequence.
+    /// are sharded on the axis, by rows or along the sequence. Further axes, except the plan's, replicate the units.
     ///
     /// # Errors
     /// If the mesh has no such axis, it is the plan's axis, parameters are already sharded over it or by other options,
@@ -89,7 +89,7 @@ impl ShardedVarBuilder {
         let has_to = |sharder: &&Arc<Sharder>| {
             sharder.size() > 1 || sharder.options().param_dtype.is_some_and(|d| d != self.dtype())
         };
-        let unit = self.sharder.as_ref().filter(has_to).map(|sharder| sharder.unit());
+        let unit = self.sharder.as_ref().filter(has_to).map(|sharder| sharder.unit(&self.path.join(".")));
         (self.within(self.sharder.clone(), unit.clone()), unit)
     }
 

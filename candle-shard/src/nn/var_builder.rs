@@ -7,7 +7,7 @@ use crate::kernels::QuantizedMatrix;
 use crate::layout::{Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
-use crate::tensor::Registry;
+use crate::tensor::VarRegistry;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_dist::backend::Dims;
@@ -25,7 +25,7 @@ struct Shared {
     dtype: DType,
     device: Device,
     built: Mutex<Vec<Parameter>>,
-    registry: Arc<Registry>,
+    registry: Arc<VarRegistry>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
@@ -156,7 +156,7 @@ impl ShardedVarBuilder {
             dtype,
             device: device.clone(),
             built,
-            registry: Registry::new(),
+            registry: VarRegistry::new(),
             quantized_bytes,
             matched,
         };
@@ -416,7 +416,6 @@ impl ShardedVarBuilder {
             Some(known) => (known.tensor, known.var),
             None => self.made(&name, within.as_ref(), spec, init, zero_row)?,
         };
-        let mut whole = unit.map(|unit| unit.add(&name, &tensor, &var, self.frozen)).transpose()?;
         tensor = tensor.named(&name);
         if self.frozen {
             tensor = tensor.detach();
@@ -426,10 +425,12 @@ impl ShardedVarBuilder {
             }
             if varying {
                 tensor = tensor.varying_on(axis)?;
-                whole = whole.map(|whole| whole.varying_on(axis)).transpose()?;
             }
             tensor = tensor.registered(&self.shared.registry, &name);
         }
+        let whole = unit.map(|unit| unit.add(&name, &tensor, &var, axis, self.frozen)).transpose()?;
+        let whole = whole.map(|whole| if varying && !self.frozen { whole.varying_on(axis) } else { Ok(whole) });
+        let whole = whole.transpose()?;
         requested.push(name.clone());
         if !is_known {
             let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);

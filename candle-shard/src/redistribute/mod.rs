@@ -48,6 +48,7 @@ impl DTensor {
 
     /// Like [`redistribute`](Self::redistribute), but leaves the result's gradient partial on the axes `vary`.
     pub(crate) fn to_targets(&self, targets: &[Target], vary: Axes) -> Result<Self> {
+        self.check_memory("redistribute")?;
         let moves = moves(self, targets, vary)?;
         if moves.is_empty() {
             return Ok(self.clone());

@@ -158,6 +158,7 @@ fn run_known(
     op_spec: impl FnOnce() -> Result<OpSpec>,
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
+    inputs.iter().try_for_each(|input| input.check_memory(op))?;
     let op_spec = cache::op_spec((op, owner), attributes, inputs, op_spec)?;
     if op_spec.communicates {
         unasked::unasked(op, inputs, &op_spec, Location::caller())?;

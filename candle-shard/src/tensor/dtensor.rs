@@ -1,6 +1,6 @@
 //! A tensor distributed over a mesh.
 use super::lineage::Lineage;
-use super::registry::Registered;
+use super::registry::VarName;
 use crate::layout::{Axes, Placement, Replicate, Shard, Spec};
 use crate::{Error, Result};
 use candle_core::shape::Dim;
@@ -99,7 +99,7 @@ pub(crate) struct Trail {
 #[derive(Clone)]
 pub(crate) struct Variable {
     pub(crate) tensor: Tensor,
-    pub(crate) registered: Option<Registered>,
+    pub(crate) name: Option<VarName>,
 }
 
 /// A variable, or a view that local ops made of one.

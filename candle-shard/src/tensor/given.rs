@@ -23,7 +23,7 @@ impl DTensor {
             false => Spec::clone(&self.spec).with_dtype(local.dtype()).shared(),
         };
         let made = Self { leaf: self.leaf, ..Self::assemble(local, spec, self.varying) };
-        Ok(made)
+        Ok(made.moved_from(self, 0))
     }
 
     /// Uses this rank's tensor as a shard of the tensor that `spec` describes. Nothing is communicated.

@@ -33,11 +33,11 @@
 //! ([`DTensor::used`]) that knows its [`Origin`]; `autograd/shared.rs` sums the gradients of all copies once.
 use super::dtensor::{DTensor, Origin, Trail, Variable};
 use super::lineage::Lineage;
-use super::registry::Registry;
+use super::registry::VarRegistry;
 use crate::layout::{Axes, Placement, Replicate, Spec};
 use crate::{Error, Result};
 use candle_core::Tensor;
-use candle_dist::ProcessGroup;
+use candle_dist::{FreeableTensor, ProcessGroup};
 use std::sync::{Arc, PoisonError};
 
 impl DTensor {
@@ -85,6 +85,16 @@ impl DTensor {
         self
     }
 
+    /// Refuses a fully sharded parameter, or a view of it, whose memory is free.
+    pub(crate) fn check_memory(&self, op: &'static str) -> Result<()> {
+        if self.local.is_variable() || FreeableTensor::has_memory(&self.local) {
+            return Ok(());
+        }
+        let name = self.lineage.first().unwrap_or("a parameter");
+        let fix = "whole only while FullyShard::run runs; use it there, and return all that depends on it from there";
+        Error::op(op, format!("{name} is read outside of its unit, where it has no memory: it is {fix}"))
+    }
+
     /// Returns a group of the ranks of `axes` whose calls carry what this tensor was computed from.
     pub(crate) fn described(&self, group: ProcessGroup, axes: Axes) -> ProcessGroup {
         match self.lineage.description(axes) {
@@ -111,15 +121,15 @@ impl DTensor {
     }
 
     /// Returns the variable that this is, or from which local ops made it.
-    fn variable(&self) -> Option<Variable> {
-        let itself = || Variable { tensor: self.local.clone(), registered: None };
+    pub(crate) fn variable(&self) -> Option<Variable> {
+        let itself = || Variable { tensor: self.local.clone(), name: None };
         self.made_of.clone().or_else(|| self.local.is_variable().then(itself))
     }
 
     /// Names this variable, so that ranks know which one it is.
-    pub(crate) fn registered(mut self, registry: &Arc<Registry>, name: &str) -> Self {
-        let registered = registry.add(name, &self.local, &self.spec, self.varying);
-        self.made_of = Some(Variable { tensor: self.local.clone(), registered: Some(registered) });
+    pub(crate) fn registered(mut self, registry: &Arc<VarRegistry>, name: &str) -> Self {
+        let name = registry.add(name, &self.local, &self.spec, self.varying);
+        self.made_of = Some(Variable { tensor: self.local.clone(), name: Some(name) });
         self
     }
 

@@ -51,6 +51,11 @@ impl Lineage {
         Self { by_data, ..kept }
     }
 
+    /// Returns the first name.
+    pub(super) fn first(&self) -> Option<&str> {
+        self.first.as_deref()
+    }
+
     /// Returns a description for calls over `axes` that move this tensor.
     pub(super) fn description(&self, axes: Axes) -> Option<Arc<str>> {
         let first = self.first.as_ref().filter(|_| self.by_data & axes == 0)?;

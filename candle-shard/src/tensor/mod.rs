@@ -10,4 +10,4 @@ mod tree;
 
 pub use dtensor::DTensor;
 pub(crate) use dtensor::{Origin, Variable};
-pub(crate) use registry::{Entry, Registered, Registry};
+pub(crate) use registry::{VarEntry, VarName, VarRegistry};

@@ -12,17 +12,17 @@ static NEXT: AtomicU64 = AtomicU64::new(0);
 /// The variables of one builder, of which ranks may use others, or the same ones in another order.
 ///
 /// What ranks exchange for them is listed by name. It keeps no tensor alive.
-pub(crate) struct Registry {
+pub(crate) struct VarRegistry {
     /// Later registries of a rank have larger numbers.
     pub(crate) number: u64,
-    entries: Mutex<BTreeMap<Arc<str>, Entry>>,
+    entries: Mutex<BTreeMap<Arc<str>, VarEntry>>,
     /// The variables of which some rank has had a part of the gradient on these axes; all of them until the ranks know.
     used: Mutex<BTreeMap<Axes, BTreeSet<Arc<str>>>>,
 }
 
 /// A variable in a registry.
 #[derive(Clone)]
-pub(crate) struct Entry {
+pub(crate) struct VarEntry {
     pub(crate) id: TensorId,
     spec: Arc<Spec>,
     /// The axes on which its gradient stays partial.
@@ -32,29 +32,29 @@ pub(crate) struct Entry {
 
 /// A variable's name in its registry.
 #[derive(Clone)]
-pub(crate) struct Registered {
-    pub(crate) registry: Arc<Registry>,
+pub(crate) struct VarName {
+    pub(crate) registry: Arc<VarRegistry>,
     pub(crate) name: Arc<str>,
 }
 
-impl Registry {
+impl VarRegistry {
     pub(crate) fn new() -> Arc<Self> {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self { number, entries: Mutex::default(), used: Mutex::default() })
     }
 
     /// Adds a variable in the layout `spec`, whose gradient stays partial on the axes `varying`.
-    pub(crate) fn add(self: &Arc<Self>, name: &str, variable: &Tensor, spec: &Arc<Spec>, varying: Axes) -> Registered {
+    pub(crate) fn add(self: &Arc<Self>, name: &str, variable: &Tensor, spec: &Arc<Spec>, varying: Axes) -> VarName {
         let name: Arc<str> = name.into();
-        let entry = Entry { id: variable.id(), spec: spec.clone(), varying, device: variable.device().clone() };
+        let entry = VarEntry { id: variable.id(), spec: spec.clone(), varying, device: variable.device().clone() };
         lock(&self.entries).insert(name.clone(), entry);
-        Registered { registry: self.clone(), name }
+        VarName { registry: self.clone(), name }
     }
 
     /// Returns the variables whose gradients ranks may have to sum over all of `axes`: first those of which a rank has
     /// had a part in an earlier pass, then the others.
-    pub(crate) fn on(&self, axes: Axes) -> [BTreeMap<Arc<str>, Entry>; 2] {
-        let is_whole = |Entry { spec, varying, .. }: &Entry| {
+    pub(crate) fn on(&self, axes: Axes) -> [BTreeMap<Arc<str>, VarEntry>; 2] {
+        let is_whole = |VarEntry { spec, varying, .. }: &VarEntry| {
             let whole = |axis: usize| spec.placements()[axis] == Replicate || spec.mesh().shape()[axis] == 1;
             varying & axes == 0 && (0..spec.mesh().ndim()).all(|axis| axes & (1 << axis) == 0 || whole(axis))
         };
@@ -72,7 +72,7 @@ impl Registry {
     }
 }
 
-impl Entry {
+impl VarEntry {
     /// Returns the gradient of a variable that this rank has not used.
     pub(crate) fn zeros(&self) -> candle_core::Result<Tensor> {
         Tensor::zeros(self.spec.local_shape().as_slice(), sum_dtype(self.spec.dtype()), &self.device)

@@ -17,7 +17,7 @@ use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::backend::Dims;
-use candle_dist::{ProcessGroup, ReduceOp};
+use candle_dist::{ProcessGroup, ReduceOp, TensorTree};
 use smallvec::{SmallVec, smallvec};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -88,7 +88,7 @@ pub struct MoE {
 }
 
 /// The result of a [`MoE`] layer.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, TensorTree)]
 #[non_exhaustive]
 pub struct MoEOutput {
     /// The tokens after the layer, in the shape and layout of the input.
@@ -96,6 +96,7 @@ pub struct MoEOutput {
     /// The sum of the auxiliary losses, if there are any, to be added to the loss of the model.
     pub loss: Option<DTensor>,
     /// The work of experts and ranks.
+    #[tensor_tree(keep)]
     pub load: Load,
 }
 

@@ -1,9 +1,11 @@
 //! Units that are sharded over two axes, and units that other axes replicate.
 use crate::fsdp::harness::*;
 use candle_core::DType;
+use candle_dist::{Op, comm};
 use candle_nn::ParamsAdamW;
+use candle_nn::rnn::LSTMConfig;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, LSTM, Linear, RNN, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Result, Shard};
 use std::path::Path;
@@ -114,4 +116,47 @@ fn axes_that_do_not_fit_are_refused() {
             Ok(())
         })
         .unwrap();
+}
+
+#[test]
+fn training_of_replicas_equals_one_device() {
+    let meshes: [&[(&str, usize)]; 6] = [
+        &[("rep", 2), ("dp", 2), ("tp", 1)],
+        &[("dp", 2), ("rep", 2), ("tp", 1)],
+        &[("rep", 2), ("dp", 1), ("tp", 2)],
+        &[("rep", 3), ("dp", 2), ("tp", 1)],
+        &[("rep", 2), ("tp", 2), ("dp", 2)],
+        &[("rep", 2), ("dp", 2), ("cp", 2), ("tp", 1)],
+    ];
+    for (recompute, shared) in [(None, false), (Some(Recompute::Within), true), (Some(Recompute::Around), true)] {
+        compare(&meshes, Case { clip: Some(0.1), recompute, shared, ..Case::default() }, 1e-9);
+    }
+}
+
+#[test]
+fn replicas_sum_the_gradients_of_their_pieces_once_a_pass() {
+    on_ranks(4, "replicas", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("rep", 2), ("dp", 2), ("tp", 1)])?;
+        for units in [1, 3] {
+            let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F64, ctx.device())?;
+            let vb = fully_shard(&vb, FullyShardOptions::default())?;
+            let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| LSTM::new(4, 4, LSTMConfig::default(), vb));
+            let layers = (0..units).map(layer).collect::<Result<Vec<_>>>()?;
+            let parameters = vb.finish()?;
+            let x = batch(0)?.narrow(1, 0, 4)?.unsqueeze(1)?.repeat((1, 8, 1))?;
+            let mut x = DTensor::distribute(&x.to_device(ctx.device())?, &mesh, &by_rows(&mesh))?;
+            for layer in &layers {
+                x = layer.run(|layer| layer.states_to_tensor(&layer.seq(&x)?))?;
+            }
+            let (grads, counts) = comm::record(|| parameters.backward(&x.sqr()?.sum_all()?));
+            assert!(parameters.iter().all(|p| grads.as_ref().unwrap().get(&p.var).is_some()));
+            let sums = counts.get(Op::AllReduce);
+            let pieces = 8 * parameters.local_elem_count();
+            assert_eq!(sums.count, 1, "{counts}");
+            // With one number for each parameter.
+            assert_eq!(sums.bytes, pieces + 8 * (parameters.len() + 1), "{counts}");
+            assert_eq!(counts.get(Op::ReduceScatter).count, units);
+        }
+        Ok(())
+    });
 }

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Sha
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
-use candle_shard::{DTensor, Result};
+use candle_shard::{DTensor, Replicate, Result, Shard};
 use test_utils::world;
 
 /// An identity without a way back.
@@ -90,19 +90,54 @@ fn a_pass_that_fails_leaves_nothing_behind() {
 fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
     world(2)
         .run(|ctx| -> Result<()> {
+            type Operation = fn(&DTensor, &DTensor) -> Result<DTensor>;
+            let operations: [(&str, Operation); 16] = [
+                ("linear", |w, x| x.linear(w, None)),
+                ("transpose", |w, _| w.transpose(0, 1)),
+                ("neg", |w, _| w.neg()),
+                ("to_dtype", |w, _| w.to_dtype(DType::F64)),
+                ("narrow", |w, _| w.narrow(0, 0, 1)?.neg()),
+                ("reshape", |w, _| w.flatten_all()?.neg()),
+                ("sum", |w, _| w.sum_all()),
+                ("max", |w, _| w.max_all()),
+                ("add", |w, _| w.add(1.0)),
+                ("mul", |w, _| w.mul(w)),
+                ("gt", |w, _| w.gt(0.0)),
+                ("cat", |w, _| DTensor::cat(&[w, w], 0)),
+                ("gelu", |w, _| w.gelu()),
+                ("softmax", |w, _| w.softmax(1)),
+                ("detached", |w, _| w.detach().neg()),
+                ("redistribute", |w, _| w.redistribute(&[Shard(0), Replicate])),
+            ];
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-            let vb = builder(&mesh, DType::F32, FullyShardOptions::default())?;
-            let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(5, 5, false, vb))?;
-            let x = rows(&batch(0)?.to_dtype(DType::F32)?, &mesh)?;
-            let mut weight = None;
-            layer.run(|layer| {
-                weight = Some(layer.weight().clone());
-                layer.forward(&x)
-            })?;
-            let weight = weight.unwrap();
-            for wrong in [x.linear(&weight, None), x.matmul(&weight.transpose(0, 1)?)] {
-                let error = wrong.unwrap_err().to_string();
-                assert!(error.contains("dtype"), "{error}");
+            for (outputs, options) in [5, 1].into_iter().zip([
+                FullyShardOptions::default(),
+                FullyShardOptions::default().param_dtype(DType::BF16).prefetch(false),
+            ]) {
+                let vb = builder(&mesh, DType::F32, options)?;
+                let layer = FullyShard::new(&vb.pp("block.3"), |vb| Linear::new(5, outputs, false, &vb.pp("up")))?;
+                let x = rows(&batch(0)?.to_dtype(options.param_dtype.unwrap_or(DType::F32))?, &mesh)?;
+                let mut kept = None;
+                layer.run(|layer| {
+                    kept = Some([
+                        layer.weight().clone(),
+                        layer.weight().transpose(0, 1)?,
+                        layer.weight().narrow(0, 0, 1)?,
+                    ]);
+                    layer.forward(&x)
+                })?;
+                let kept = kept.unwrap();
+                for (name, operation) in operations {
+                    let error = operation(&kept[0], &x).err().unwrap_or_else(|| panic!("{name}")).to_string();
+                    let want = "block.3.up.weight (of the unit \"block.3\") is read outside of its unit";
+                    assert!(error.contains(want), "{name}: {error}");
+                }
+                for view in &kept[1..] {
+                    let error = view.neg().unwrap_err().to_string();
+                    assert!(error.contains("block.3.up.weight (of the unit"), "{error}");
+                }
+                assert!(kept[0].to_local().sum_all().is_err());
+                assert!(kept[0].full_tensor().and_then(|whole| Ok(whole.sum_all()?)).is_err());
             }
             Ok(())
         })

@@ -7,5 +7,6 @@ mod frozen;
 pub(crate) mod harness;
 mod overlap;
 mod passes;
+mod results;
 mod training;
 mod unlike;
