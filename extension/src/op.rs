@@ -72,6 +72,7 @@ mod tests {
     #[test]
     fn it_is_that_of_one_device_in_every_layout() {
         OpCheck::new("soft_threshold")
+            .dtypes(&[DType::F64, DType::F32])
             .tensor("x", &[&[4, 6], &[5, 3], &[1, 7]], Float)
             .plain("by", &[0.0, 0.6])
             .sweep(|a| soft_threshold(&a["x"], a.number("by")), |a| composed(&a["x"], a.number("by")));

@@ -122,6 +122,29 @@ impl Parameters {
         Ok(clip)
     }
 
+    /// Limits the norm of the complete gradients on the whole mesh to `max_norm`, and returns the norm before that:
+    /// PyTorch's `clip_grad_norm_`.
+    ///
+    /// Options, and the axes of replicas and pipelines, are those of [`clip_grad_norm`](Self::clip_grad_norm).
+    ///
+    /// # Errors
+    /// If a gradient has to be [reduced](Self::reduce) first; and those of [`ClipGradNorm::clip`].
+    pub fn clip(&self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+        let is_partial = |p: &&Parameter| Self::varies(p) && grads.get(&p.var).is_some() && !p.is_summed.is_set(grads);
+        if let Some(p) = self.iter().filter(is_partial).min_by_key(|p| &p.name) {
+            let reason =
+                "is a part of a sum over ranks; call reduce before, or take the gradients of Parameters::backward";
+            return Error::op("Parameters::clip", format!("the gradient of {} {reason}", p.name));
+        }
+        Ok(self.clip_grad_norm(max_norm)?.clip(&self.named_vars(), grads)?)
+    }
+
+    /// Returns whether the gradient of a parameter is a part of a sum over ranks until it is [reduced](Self::reduce).
+    fn varies(p: &Parameter) -> bool {
+        let sizes = p.tensor.mesh().shape();
+        (0..sizes.len()).any(|axis| sizes[axis] > 1 && p.tensor.is_varying(axis))
+    }
+
     /// Returns the number of elements that this rank holds.
     pub fn local_elem_count(&self) -> usize {
         self.iter().map(|p| p.var.elem_count()).sum()
@@ -150,14 +173,13 @@ impl Parameters {
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         let mesh = first.tensor.mesh().clone();
-        let axes: Vec<usize> = (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).collect();
-        let varies = |p: &&Parameter| axes.iter().any(|&axis| p.tensor.is_varying(axis));
-        if let Some(p) = self.iter().filter(varies).find(|p| p.is_summed.is_set(grads)) {
+        let is_whole = |p: &&Parameter| Self::varies(p) && p.is_summed.is_set(grads);
+        if let Some(p) = self.iter().filter(is_whole).min_by_key(|p| &p.name) {
             let reason = "is summed over ranks already; call reduce once for each GradStore, and only for gradients of \
                           DTensor::backward or of a pipeline: Parameters::backward has called it";
             return Error::op("Parameters::reduce", format!("the gradient of {} {reason}", p.name));
         }
-        for axis in axes {
+        for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
             let mut varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
             // By name: ranks may have built them in unlike orders.
             varying.sort_by_key(|p| &p.name);

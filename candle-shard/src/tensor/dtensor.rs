@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex};
 /// | `sum`, `mean`, `var`, `std`, `norm`, `dot`, `max`, `min`, `any`, `all` (`_all`, `_keepdim`) | all dims; reduced ones leave partial results |
 /// | `argmax`, `argmin`, `softmax`, `log_softmax`, `log_sum_exp`, `prod`, `cumsum`, `topk` | all dims; over a sharded one a few numbers per row are exchanged |
 /// | `sort_last_dim`, `arg_sort_last_dim`, `causal_softmax`, `masked_softmax`, `layer_norm`, `rms_norm`, `swiglu` | leading dims |
-/// | `matmul`, `mv`, `linear` | batch, rows or columns; a sharded inner dim gives partial sums |
+/// | `matmul`, `mv`, `linear`, `einsum` | batch, rows or columns; a sharded inner dim gives partial sums |
 /// | `scaled_dot_product_attention`, `flash_attn`, `rope` | batch and heads; rows of queries, whose keys are whole or sharded alike; positions of `rope` |
 /// | `embedding`, `embedding_bag`, `index_select`, `gather`, `i`, `unfold` | other dims and those of the indexes; a sharded indexed dim gives partial sums |
 /// | `scatter`, `scatter_add`, `index_add` | all dims |

@@ -44,7 +44,7 @@ const REFUSED: [Refused; 70] = [
     ("max", |o| o.x.max(2)),
     ("max: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.max_all()),
     ("argmin: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.argmin(1)),
-    ("max: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.log_sum_exp(1)),
+    ("max: dim 1 of f64[2, 0]", |o| o.x.narrow(1, 0, 0)?.max(1)),
     ("topk: 4 elements of the last dim of f64[2, 3]", |o| Ok(o.x.topk(4)?.0)),
     ("topk: f64[] has no dims", |o| Ok(o.scalar.topk(1)?.0)),
     ("sort_last_dim: f64[] has no dims", |o| Ok(o.scalar.sort_last_dim(true)?.0)),

@@ -28,7 +28,7 @@ use crate::layout::{Placement, RowsOf, Spec};
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{Device, Var};
 use candle_dist::DeviceMesh;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// A tensor to read, with the larger tensor that contains it if there is none of its name.
@@ -92,6 +92,12 @@ pub(crate) fn read<'a>(
         wanted.map(|(name, within, spec)| weights.read_part(name, within, spec, device)).collect()
     };
     agreed(mesh.group()?, "checkpoint::load", read())
+}
+
+/// Returns the names of the tensors of a checkpoint. Every rank calls it.
+pub(crate) fn names(path: &Path, mesh: &DeviceMesh) -> Result<BTreeSet<String>> {
+    let names = || Ok(Weights::open(path)?.names().map(str::to_string).collect());
+    agreed(mesh.group()?, "checkpoint::load", names())
 }
 
 /// Sets a variable to the value of this rank's shard.

@@ -1,6 +1,6 @@
 //! Optimizers that are elementwise, so that a shard needs nothing from its peers.
 use super::Optimizer;
-use super::group::{Groups, ParamGroup, check_learning_rates, read};
+use super::group::{Groups, ParamGroup, PartialState, check_learning_rates, read};
 use super::params::Params;
 use super::slot::Slot;
 use crate::autograd::counts;
@@ -69,6 +69,22 @@ impl<P: ElementParams> ElementOptimizer<P> {
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let values = read(path.as_ref(), &self.state()?)?;
         self.set(&mut values.into_iter())
+    }
+
+    /// See [`Optimizer::load_partial`].
+    pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
+        let partial = self.read_partial(path.as_ref())?;
+        self.set_partial(partial)
+    }
+
+    /// See [`Groups::read_partial`].
+    pub(super) fn read_partial(&self, path: &Path) -> Result<PartialState> {
+        self.groups.read_partial(path)
+    }
+
+    /// See [`Groups::set_partial`].
+    pub(super) fn set_partial(&mut self, partial: PartialState) -> Result<Vec<String>> {
+        self.groups.set_partial(partial)
     }
 
     /// Loads the values that [`state`](Self::state) names.

@@ -80,6 +80,16 @@ pub(super) struct Group<P> {
     pub(super) slots: Vec<Slot>,
 }
 
+/// The state of some of the parameters.
+#[derive(Debug, Default)]
+pub(super) struct PartialState {
+    of: HashSet<TensorId>,
+    /// In the order of the slots.
+    values: Vec<DTensor>,
+    /// The names of the other parameters.
+    lacking: Vec<String>,
+}
+
 /// The groups of an optimizer.
 #[derive(Debug)]
 pub(super) struct Groups<P>(pub(super) Vec<Group<P>>);
@@ -121,6 +131,11 @@ impl<P: Params> Groups<P> {
     /// # Errors
     /// If two parameters have the same name, so that one entry of a checkpoint would be loaded for both.
     pub(super) fn state(&self) -> Result<Vec<(String, DTensor)>> {
+        Ok(self.states()?.concat())
+    }
+
+    /// Returns the [`state`](Self::state) of each slot.
+    fn states(&self) -> Result<Vec<Vec<(String, DTensor)>>> {
         if let Some(name) = self.slots().map(|slot| &slot.of.name).duplicates().next() {
             let fix = "build them under paths of their own, or give each an optimizer";
             return Error::op(
@@ -128,8 +143,45 @@ impl<P: Params> Groups<P> {
                 format!("two parameters are named {name}, so their states have the same names; {fix}"),
             );
         }
-        let of_slots = self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.state(&group.params)));
-        Ok(of_slots.collect::<Result<Vec<_>>>()?.concat())
+        self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.state(&group.params))).collect()
+    }
+
+    /// Reads the state of the parameters that a checkpoint has.
+    ///
+    /// # Errors
+    /// If a checkpoint has a part of the state of a parameter, or it cannot be read.
+    pub(super) fn read_partial(&self, path: &Path) -> Result<PartialState> {
+        let mut partial = PartialState::default();
+        let Some((mesh, _)) = self.place()? else { return Ok(partial) };
+        let known = checkpoint::names(path, mesh)?;
+        let mut wanted = Vec::new();
+        for (slot, state) in self.slots().zip(self.states()?) {
+            let (found, missing): (Vec<_>, Vec<_>) = state.iter().partition(|(name, _)| known.contains(name));
+            match (found.first(), missing.first()) {
+                (Some((found, _)), Some((missing, _))) => {
+                    let reason = format!("{} has {found} and no {missing}", path.display());
+                    return Error::op(P::TYPE, format!("{reason}; was it saved with other options?"));
+                }
+                (None, Some(_)) => partial.lacking.push(slot.of.name.clone()),
+                _ => {
+                    partial.of.insert(slot.of.var.id());
+                    wanted.extend(state);
+                }
+            }
+        }
+        partial.values = read(path, &wanted)?;
+        Ok(partial)
+    }
+
+    /// Loads what [`read_partial`](Self::read_partial) has read, and returns the names of the other parameters.
+    pub(super) fn set_partial(&mut self, PartialState { of, values, lacking }: PartialState) -> Result<Vec<String>> {
+        let mut values = values.into_iter();
+        for Group { params, slots } in &mut self.0 {
+            for slot in slots.iter_mut().filter(|slot| of.contains(&slot.of.var.id())) {
+                slot.set(params, &mut values)?;
+            }
+        }
+        Ok(lacking)
     }
 
     /// Loads the values that [`state`](Self::state) names.

@@ -15,6 +15,10 @@ macro_rules! optimizer_by_methods {
                 self.load(path)
             }
 
+            fn load_partial(&mut self, path: &std::path::Path) -> crate::Result<Vec<String>> {
+                self.load_partial(path)
+            }
+
             fn learning_rates(&self) -> Vec<f64> {
                 self.learning_rates()
             }
@@ -106,6 +110,16 @@ pub trait Optimizer: fmt::Debug {
     /// If a part of the state is missing or cannot be read. The error is the same on every rank, and nothing has
     /// changed.
     fn load(&mut self, path: &Path) -> Result<()>;
+
+    /// Loads the state of the parameters that a checkpoint has, and returns the names of the others, whose state stays as it
+    /// is. Every rank calls it.
+    ///
+    /// Use it to go on with a model of which more is trained than before.
+    ///
+    /// # Errors
+    /// If a checkpoint has only a part of the state of a parameter, or cannot be read. The error is the same on every rank, and
+    /// nothing has changed.
+    fn load_partial(&mut self, path: &Path) -> Result<Vec<String>>;
 
     /// Returns the learning rate of each group.
     fn learning_rates(&self) -> Vec<f64>;

@@ -4,8 +4,8 @@
 mod failed;
 mod recompute;
 mod shared;
-mod unlike;
 mod summed;
+mod unlike;
 
 use crate::common::*;
 use candle_core::backend::BackendStorage;

@@ -45,7 +45,7 @@ fn a_second_sum_of_varying_gradients_is_refused_on_all_ranks() {
         let parameters = &made.parameters;
         let refused = |grads: &mut candle_core::backprop::GradStore, what: &str| {
             let (error, sent) = comm::record(|| parameters.reduce(grads).unwrap_err().to_string());
-            assert!(error.contains("gradient of norm.weight is summed over ranks already"), "{what}: {error}");
+            assert!(error.contains("gradient of norm.bias is summed over ranks already"), "{what}: {error}");
             assert_eq!(sent.total(), 0, "{what}");
         };
         let mut grads = parameters.backward(&made.loss()?)?;
@@ -98,7 +98,24 @@ fn each_store_and_each_part_of_the_parameters_is_summed() {
         bias.reduce(&mut grads)?;
         made.check(&grads, 1.0)?;
         let error = made.parameters.reduce(&mut grads).unwrap_err().to_string();
-        assert!(error.contains("norm.weight"), "{error}");
+        assert!(error.contains("norm.bias"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn clipping_takes_complete_gradients_and_limits_the_norm_of_the_whole_mesh() {
+    on_ranks(3, "clip", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 3)])?;
+        let made = Norm::new(&mesh)?;
+        let mut grads = made.loss()?.backward()?;
+        let error = made.parameters.clip(&mut grads, 1e-3).unwrap_err().to_string();
+        assert!(error.contains("gradient of norm.bias is a part of a sum over ranks"), "{error}");
+        made.parameters.reduce(&mut grads)?;
+        let norm = made.parameters.clip(&mut grads, 1e-3)?;
+        made.check(&grads, 1e-3 / (norm + 1e-6))?;
+        let again = made.parameters.clip(&mut grads, 1e-3)?;
+        assert!(norm > 0.1 && (again / 1e-3 - 1.0).abs() < 1e-2, "{norm} and {again}");
         Ok(())
     });
 }

@@ -1,5 +1,6 @@
 //! Groups of parameters, and what optimizers refuse.
 use crate::common::*;
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, RankContext};
 use candle_nn::ParamsAdamW;
@@ -8,8 +9,8 @@ use candle_shard::nn::{
     ShardedVarBuilder,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan};
-use candle_shard::{Error, Result};
-use test_utils::on_ranks;
+use candle_shard::{Error, Result, checkpoint};
+use test_utils::{Scratch, on_ranks};
 
 fn parameters(ctx: &RankContext, dtype: DType) -> Result<Parameters> {
     let mesh = mesh(ctx, &[ctx.world_size()])?;
@@ -197,6 +198,60 @@ fn muon_without_any_gradient_on_one_rank_fails_on_all() {
         }
         let error = Muon::new(&parameters, ParamsMuon::default())?.step(&grads).unwrap_err().to_string();
         assert!(error.contains("made different calls"), "{error}");
+        Ok(())
+    });
+}
+
+/// The state of the parameters that are trained later is not in the checkpoint.
+#[test]
+fn state_is_loaded_for_the_parameters_that_a_checkpoint_has() {
+    let scratch = Scratch::of_ranks("partial");
+    let path = scratch.path("some");
+    on_ranks(3, "partial", move |ctx| -> Result<()> {
+        let all = parameters(ctx, DType::BF16)?;
+        let mesh = all.iter().next().unwrap().tensor.mesh().clone();
+        let (some, _) = all.partition(|p| p.name.ends_with("weight"));
+        let grads = |of: &Parameters| -> Result<GradStore> {
+            let mut grads = GradStore::default();
+            for p in of.iter() {
+                grads.insert(&p.var, p.var.ones_like()?);
+            }
+            Ok(grads)
+        };
+        let make = |of: &Parameters, is_master: bool| match is_master {
+            true => AdamW::with_master_weights(of, ParamsAdamW::default()),
+            false => AdamW::new(of, ParamsAdamW::default()),
+        };
+        let mut first = make(&some, true)?;
+        (0..2).try_for_each(|_| first.step(&grads(&some)?))?;
+        checkpoint::save(&path, &mesh, &first.state()?)?;
+
+        let mut later = make(&all, true)?;
+        later.step(&grads(&all)?)?;
+        let before = later.state()?;
+        assert!(later.load(&path).is_err());
+        let lacking = later.load_partial(&path)?;
+        let names = |of: &Parameters, is_some: bool| {
+            let trained = of.iter().filter(|p| !p.is_frozen());
+            let of = trained.filter(|p| p.name.ends_with("weight") == is_some);
+            of.map(|p| p.name.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(lacking, names(&all, false));
+        let known = first.state()?;
+        for ((name, got), (_, old)) in later.state()?.iter().zip(&before) {
+            let want = known.iter().find(|(of, _)| of == name).map_or(old, |(_, saved)| saved);
+            assert_eq!(got.to_local().to_string(), want.to_local().to_string(), "{name}");
+        }
+
+        // The file has master weights, and this optimizer has none, or the other way round.
+        let mut plain = make(&all, false)?;
+        assert_eq!(plain.load_partial(&path)?, names(&all, false));
+        checkpoint::save(&path, &mesh, &plain.state()?)?;
+        let mut masters = make(&all, true)?;
+        let error = masters.load_partial(&path).unwrap_err().to_string();
+        assert!(error.contains("and no adam_w.master_weight."), "{error}");
+        let error = masters.load_partial(path.with_file_name("none")).unwrap_err().to_string();
+        assert!(error.contains("checkpoint::load: rank 0: "), "{error}");
         Ok(())
     });
 }

@@ -1,11 +1,11 @@
 //! A random program: leaves in some layouts, ops on them, and a loss.
-use test_utils::Dice;
 use super::table::{Call, Content, Entry};
 use super::truth;
 use candle_core::{DType, Tensor};
 use candle_shard::{Placement, Replicate, Shard};
 use itertools::Itertools;
 use std::fmt;
+use test_utils::Dice;
 use test_utils::{Lay, lays, values};
 
 /// The meshes of programs; the seed picks one.

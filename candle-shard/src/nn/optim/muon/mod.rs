@@ -154,6 +154,17 @@ impl Muon {
         self.others.as_mut().map_or(Ok(()), |others| others.set(&mut values))
     }
 
+    /// See [`Optimizer::load_partial`].
+    pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
+        let mine = self.groups.read_partial(path.as_ref())?;
+        let of_others = self.others.as_ref().map(|others| others.read_partial(path.as_ref())).transpose()?;
+        let mut lacking = self.groups.set_partial(mine)?;
+        if let Some((others, partial)) = self.others.as_mut().zip(of_others) {
+            lacking.extend(others.set_partial(partial)?);
+        }
+        Ok(lacking)
+    }
+
     /// See [`Optimizer::learning_rates`].
     pub fn learning_rates(&self) -> Vec<f64> {
         let others = self.others.as_ref().map(AdamW::learning_rates);

@@ -7,10 +7,10 @@ mod pointwise;
 mod reduce;
 mod views;
 
-use test_utils::Dice;
 use candle_core::Tensor;
 use candle_shard::{DTensor, Result};
 use std::ops::RangeInclusive;
+use test_utils::Dice;
 
 /// What an input holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
