@@ -13,8 +13,10 @@ use std::sync::Arc;
 /// Computes `f(x)` without keeping its activations. The backward pass computes `f` a second time
 /// (activation checkpointing, Chen et al. 2016; PyTorch's `torch.utils.checkpoint`).
 ///
-/// `f` may use parameters. Their gradients are in the result of [`DTensor::backward`], but not of candle's own
-/// `backward` on a local tensor. If `x` has no gradient, nothing is recomputed and this is `f(x)`.
+/// `f` may use parameters, and capture any other tensors with a gradient. It runs twice, so it must not change variables;
+/// [`BatchNorm`](crate::nn::BatchNorm) and [`MoE`](crate::nn::MoE) change theirs once. The gradients of parameters and of
+/// captured tensors are in the result of [`DTensor::backward`], but not of candle's own `backward` on a local tensor. If `x`
+/// has no gradient, nothing is recomputed and this is `f(x)`.
 ///
 /// # Errors
 /// Those of `f`. In the backward pass, if `f` returns other numbers the second time, as with `candle_nn::Dropout`: its

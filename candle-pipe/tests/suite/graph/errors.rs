@@ -247,7 +247,7 @@ fn gradients_that_do_not_fit() {
 
 #[test]
 fn dropout_probabilities_and_rows() {
-    assert!(nn::Dropout::new(1.0, 0, "d").is_err() && nn::Dropout::new(f64::NAN, 0, "d").is_err());
+    assert!(nn::Dropout::new(1.1, 0, "d").is_err() && nn::Dropout::new(f64::NAN, 0, "d").is_err());
     let stage = &build(&blocks(1).finish(EqualCount(1)).unwrap()).local.stages()[0].clone();
     let dropout = nn::Dropout::new(0.5, 0, "d").unwrap();
     let error = dropout.forward(&numbers("x", &[5]), &stage.ctx(0..2)).unwrap_err().to_string();
