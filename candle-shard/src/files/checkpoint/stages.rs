@@ -88,7 +88,7 @@ pub fn save_stages<N: AsRef<str>>(
         let dtype: DType =
             dtype_named(&first.dtype).ok_or_else(|| Error::Op { op: OP, reason: first.dtype.clone() })?;
         // One of those that hold the same block writes it, a different one from tensor to tensor.
-        let by_start = blocks.into_iter().into_group_map_by(|written| starts(written));
+        let by_start = blocks.into_iter().into_group_map_by(starts);
         let chosen = by_start.into_iter().sorted_by(|a, b| a.0.cmp(&b.0));
         let pieces = chosen.map(|(_, mut same)| same.swap_remove(nth % same.len())).collect();
         plan.push(Saved { name, shape: &first.shape, dtype, pieces });
