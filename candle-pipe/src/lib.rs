@@ -2,7 +2,8 @@
 //! microbatches, and schedules that keep the stages busy.
 //!
 //! Use this crate to spread the layers of a model over ranks. Values and gradients are those of one device on the whole
-//! batch, for each cut, schedule and number of microbatches. The [`guide`] goes from a declaration to training on a
+//! batch, for each cut, schedule and number of microbatches. The exceptions are what mixes the rows of a batch: batch norms
+//! and balance losses see one microbatch, so their results depend on the number of microbatches. The [`guide`] goes from a declaration to training on a
 //! mesh, step by step.
 //!
 //! ```

@@ -52,7 +52,8 @@ impl GradAccumulator {
         self.add_weighted(grads, 1.0)
     }
 
-    /// Adds the gradients of a mean loss over `weight` samples.
+    /// Adds the gradients of a mean loss over `weight` samples. Tables keep gradients by rows themselves, so add the gradients
+    /// of a pass before the next pass runs.
     ///
     /// # Errors
     /// If the weight is not a finite number greater than 0.

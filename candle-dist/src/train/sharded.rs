@@ -1,5 +1,5 @@
 //! Variables that are shards of parameters.
-use crate::DeviceMesh;
+use crate::{DeviceMesh, ProcessGroup};
 use candle_core::{Tensor, TensorId, Var};
 use std::collections::HashMap;
 use std::fmt;
@@ -20,7 +20,7 @@ fn lock() -> MutexGuard<'static, HashMap<TensorId, Arc<[Row]>>> {
 /// While a clone of this value lives, [`sync_params`](crate::sync_params),
 /// [`verify_parameter_shapes`](crate::verify_parameter_shapes) and [`DataParallel`](crate::DataParallel) refuse the variable for a
 /// group that contains two of these ranks, and [`ClipGradNorm`](crate::ClipGradNorm) refuses it if it does not sum over them.
-/// candle-shard keeps such a value in each `DTensor` that is a variable. Make your own for shards that you cut by hand.
+/// candle-shard keeps such a value in each `DTensor`, `ShardedTensor` and `RowVar` that is a variable. Make your own for shards that you cut by hand.
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};
@@ -50,7 +50,15 @@ impl ShardedVar {
     /// Creates no groups and sends nothing.
     pub fn new(var: &Var, mesh: &DeviceMesh, axes: impl IntoIterator<Item = usize>) -> Self {
         let rows = axes.into_iter().filter(|&axis| mesh.shape().get(axis).is_some_and(|&size| size > 1));
-        let rows: Vec<Row> = rows.map(|axis| mesh.ranks_along(&[axis]).into()).collect();
+        Self::of(var, rows.map(|axis| mesh.ranks_along(&[axis]).into()).collect())
+    }
+
+    /// Declares that each rank of `group` holds another part than `var`, or none.
+    pub fn over(var: &Var, group: &ProcessGroup) -> Self {
+        Self::of(var, (group.size() > 1).then(|| group.ranks().into()).into_iter().collect())
+    }
+
+    fn of(var: &Var, rows: Vec<Row>) -> Self {
         lock().insert(var.id(), rows.into());
         Self(Arc::new(Entry(var.id())))
     }

@@ -235,7 +235,7 @@ impl Runtime {
     ) -> Result<RankStep> {
         let are_kept = matches!(outputs, Outputs::Kept);
         let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
-        let mut step = StepResult::begin();
+        let mut step = if backward { StepResult::begin() } else { StepResult::default() };
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
         let execution = Execution::new(self, program, &batch, outputs, &notes);
         let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;

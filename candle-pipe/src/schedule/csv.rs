@@ -6,7 +6,7 @@ use itertools::Itertools;
 
 /// Returns the actions of each rank as in the text, without further checks.
 ///
-/// Blank lines at the end are ignored, since every rank has actions.
+/// Blank lines at the end are ignored, since every rank has actions; so is a byte order mark at the start.
 ///
 /// # Errors
 /// If a cell is not an action; the error names its rank and position.
@@ -19,7 +19,7 @@ pub fn parse_csv(text: &str) -> Result<Vec<Vec<Option<Action>>>> {
         }),
     };
     let line = |(rank, line): (usize, &str)| line.split(',').enumerate().map(|(i, text)| cell(rank, i, text)).collect();
-    text.trim_end().lines().enumerate().map(line).collect()
+    text.trim_start_matches('\u{feff}').trim_end().lines().enumerate().map(line).collect()
 }
 
 fn write_csv<'a, L: IntoIterator<Item = Option<&'a Action>>>(ranks: impl Iterator<Item = L>) -> String {

@@ -211,6 +211,27 @@ fn passes_of_unlike_weights_add_up_by_rows_as_in_a_store() -> Result<()> {
     Ok(())
 }
 
+/// A table that is cut over ranks by rows: its shards are no copies, and its norm is over all of them.
+#[test]
+fn shards_of_a_table_are_neither_averaged_nor_bounded_by_themselves() {
+    on_ranks(2, "sharded table", |ctx| -> Result<()> {
+        let whole = Tensor::arange(0f64, 12., &device())?.reshape((4, 3))?;
+        let spec = candle_shard::ChunkShardingSpec::on_ranks(0, [0, 1])?;
+        let (_, rows) = candle_shard::ShardedTensor::distribute(&whole, spec, ctx.group())?.to_row_vars()?;
+        let named = [("table", rows[0].var().clone())];
+        let said = DataParallel::new(ctx.group(), &named, &DataParallelOptions::default()).unwrap_err().to_string();
+        assert!(said.contains("\"table\" is a shard, and ranks [0, 1] hold other parts"), "{said}");
+        let mut grads = rows[0].lookup(vec![ctx.rank() as u32])?.sum_all()?.backward()?;
+        let said = ClipGradNorm::new(1.0).clip(&named, &mut grads).unwrap_err().to_string();
+        assert!(said.contains("the norm lacks the other shards on ranks [0, 1]"), "{said}");
+        let clip = ClipGradNorm::new(1e-3).sharded(ctx.group(), ["table"]);
+        assert!((clip.clip(&named, &mut grads)? - 6f64.sqrt()).abs() < 1e-12);
+        let grad = rows[0].take_grad()?.unwrap().norm()?;
+        assert!((grad * 2f64.sqrt() - 1e-3).abs() < 1e-8, "{grad}");
+        Ok(())
+    });
+}
+
 /// Ranks with unlike rows, and one without any.
 #[test]
 fn rows_of_all_ranks_are_averaged() {

@@ -2,6 +2,15 @@
 use super::schedule;
 use candle_pipe::schedule::{Action, Edges, Lowering, Program, Schedule, ScheduleKind, parse_csv};
 
+/// As editors of spreadsheets write them.
+#[test]
+fn a_text_may_begin_with_a_byte_order_mark_and_end_lines_with_returns() {
+    let text = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n";
+    let odd = format!("\u{feff}{}", text.replace('\n', "\r\n"));
+    assert_eq!(Schedule::from_csv(&odd).unwrap().to_csv(), text);
+    assert!(Schedule::from_csv(&text.replace("1B0", "\u{feff}1B0")).is_err());
+}
+
 #[test]
 fn actions_are_read_and_written_alike() {
     let texts = [

@@ -58,7 +58,8 @@ pub struct MoEConfig {
     pub bias: bool,
     /// The width of the experts that all tokens use; 0 for none.
     pub shared_hidden: usize,
-    /// The factor of the auxiliary loss that balances the choice; 0 for none.
+    /// The factor of the auxiliary loss that balances the choice; 0 for none. In a pipeline the loss is that of a microbatch, so it
+    /// depends on the number of microbatches.
     pub balance_weight: f64,
     /// The factor of the auxiliary loss that keeps logits small; 0 for none.
     pub z_weight: f64,

@@ -135,7 +135,7 @@ impl ShardedTensor {
     fn holding(layout: Arc<Layout>, shards: Vec<LocalShard>, device: &Device) -> Result<Self> {
         let contiguous = |shard: LocalShard| Ok(LocalShard { tensor: shard.tensor.contiguous()?, ..shard });
         let shards = shards.into_iter().map(contiguous).collect::<Result<_>>()?;
-        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new() })
+        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() })
     }
 }
 

@@ -26,7 +26,7 @@ use crate::tables::sparse::RowVar;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
-use candle_dist::ProcessGroup;
+use candle_dist::{ProcessGroup, ShardedVar};
 use itertools::Itertools;
 use metadata::Layout;
 use std::fmt;
@@ -59,6 +59,8 @@ pub struct ShardedTensor {
     device: Device,
     /// The shards as variables whose gradients are collected by rows; empty for other tensors.
     rows: Vec<RowVar>,
+    /// Says that the shards are variables and no copies, to those who see only the variables.
+    declared: Vec<ShardedVar>,
 }
 
 impl ShardedTensor {
@@ -74,7 +76,7 @@ impl ShardedTensor {
             Ok(LocalShard { tensor, metadata: metadata.clone() })
         };
         let shards = layout.mine().map(shard).collect::<Result<_>>()?;
-        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new() })
+        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() })
     }
 
     /// Returns the group of ranks that hold the tensor.

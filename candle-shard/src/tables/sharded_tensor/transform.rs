@@ -6,18 +6,20 @@ use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
 use crate::tables::sparse::{RowVar, check_size};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::ShardedVar;
 use std::sync::Arc;
 
 impl ShardedTensor {
     /// Returns the tensor as a trainable leaf: each local shard becomes a [`Var`], in the order of the shards.
     pub fn to_var(&self) -> Result<(Self, Vec<Var>)> {
-        let mut vars = Vec::with_capacity(self.shards.len());
+        let mut vars: Vec<Var> = Vec::with_capacity(self.shards.len());
         let leaf = self.map(|tensor| {
             let var = Var::from_tensor(&tensor.detach())?;
             vars.push(var.clone());
             Ok(var.into_inner())
         })?;
-        Ok((leaf, vars))
+        let declared = vars.iter().map(|var| ShardedVar::over(var, self.group())).collect();
+        Ok((Self { declared, ..leaf }, vars))
     }
 
     /// Returns a table `[rows, width]` as a trainable leaf whose gradient is collected by rows.
@@ -41,7 +43,9 @@ impl ShardedTensor {
             check_size(OP, sizes.iter().product(), device == DeviceName::Cpu)?;
         }
         let (leaf, vars) = self.to_var()?;
-        let rows: Vec<RowVar> = vars.into_iter().map(RowVar::new).collect::<Result<_>>()?;
+        let declared = leaf.declared.iter().cloned();
+        let rows = vars.into_iter().zip(declared).map(|(var, declared)| Ok(RowVar::new(var)?.declared(declared)));
+        let rows: Vec<RowVar> = rows.collect::<Result<_>>()?;
         Ok((Self { rows: rows.clone(), ..leaf }, rows))
     }
 
@@ -83,7 +87,13 @@ impl ShardedTensor {
         let moved = layout.mine().zip(&self.shards).map(|(metadata, shard)| {
             Ok(LocalShard { tensor: shard.tensor.to_device(device)?, metadata: metadata.clone() })
         });
-        Ok(Self { shards: moved.collect::<Result<_>>()?, layout, device: device.clone(), rows: Vec::new() })
+        Ok(Self {
+            shards: moved.collect::<Result<_>>()?,
+            layout,
+            device: device.clone(),
+            rows: Vec::new(),
+            declared: Vec::new(),
+        })
     }
 
     /// Writes the values of `other`, which has the same layout, over the values of this tensor, even if it is a

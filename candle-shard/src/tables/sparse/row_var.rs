@@ -4,8 +4,8 @@ use crate::lookup::{Renorm, limit_rows};
 use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Tensor, Var};
 use candle_dist::backend::Ready;
-use candle_dist::empty;
 use candle_dist::rows::{RowGradient, TableEntry};
+use candle_dist::{ShardedVar, empty};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A table `[rows, width]` (f32, f64, f16 or bf16) for row lookups, with a gradient stored by rows.
@@ -28,6 +28,8 @@ pub struct RowVar {
     pending: Pending,
     /// Lets those who see only variables find the gradient.
     _entry: Arc<TableEntry>,
+    /// Says that the table is a shard, if it is one.
+    _declared: Option<ShardedVar>,
 }
 
 /// The contributions of the lookups.
@@ -88,7 +90,12 @@ impl RowVar {
         let (handle, pending) = (Var::zeros((), dtype, var.device())?, Pending::default());
         let gradient: Arc<dyn RowGradient> = pending.clone();
         let entry = Arc::new(TableEntry::new(&var, &handle, &gradient));
-        Ok(Self { handle, var, pending, _entry: entry })
+        Ok(Self { handle, var, pending, _entry: entry, _declared: None })
+    }
+
+    /// Keeps the declaration that the table is a shard.
+    pub(crate) fn declared(self, declared: ShardedVar) -> Self {
+        Self { _declared: Some(declared), ..self }
     }
 
     /// Returns the table itself: always the same memory, which optimizers and [`renorm`](Self::renorm) change in place.

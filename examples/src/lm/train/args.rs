@@ -106,7 +106,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", default_value_t = 10, requires = "train")]
     pub log_every: usize,
 
-    /// Write each step to this file, as one JSON object per line; --resume appends to it
+    /// Write each step to this file, as one JSON object per line; --resume goes on behind the checkpoint's step
     #[arg(long, value_name = "FILE", requires = "train")]
     pub log: Option<PathBuf>,
 }

@@ -1,10 +1,11 @@
 //! What is told while a model learns.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 
 use anyhow::{Context, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
 use super::job::Job;
@@ -29,7 +30,7 @@ struct Shown {
 }
 
 /// A line of the log.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 struct Line {
     step: usize,
     loss: f64,
@@ -37,7 +38,7 @@ struct Line {
     learning_rate: f64,
     seconds: f64,
     tokens_per_second: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     valid_loss: Option<f64>,
 }
 
@@ -50,12 +51,7 @@ impl Screen {
         if rank != 0 {
             return Ok(Self { shown: None });
         }
-        let open = |path| {
-            let mut options = OpenOptions::new();
-            // What a training goes on with stays.
-            options.create(true).write(true).append(job.start > 0).truncate(job.start == 0);
-            options.open(path).with_context(|| format!("--log {}", std::path::Path::display(path)))
-        };
+        let open = |path: &Path| open(path, job.start).with_context(|| format!("--log {}", path.display()));
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),
@@ -103,7 +99,7 @@ impl Screen {
                 tokens_per_second,
                 valid_loss: valid,
             };
-            writeln!(log, "{}", serde_json::to_string(&line)?).context("--log")?;
+            log.write_all((serde_json::to_string(&line)? + "\n").as_bytes()).context("--log")?;
         }
         Ok(())
     }
@@ -112,6 +108,66 @@ impl Screen {
     pub(super) fn finish(&self) {
         if let Some(bar) = self.shown.as_ref().and_then(|shown| shown.bar.as_ref()) {
             bar.finish();
+        }
+    }
+}
+
+/// Opens the log of a training that begins with step `start`, counted from 0. The steps before stay. Those that a training made
+/// behind its last checkpoint, before it stopped, are made again, so they are cut off, with a line that was not finished.
+fn open(path: &Path, start: usize) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    let file = options.create(true).write(true).append(start > 0).truncate(start == 0).open(path)?;
+    if start > 0 && file.metadata()?.is_file() {
+        file.set_len(kept(&fs::read(path)?, start) as u64)?;
+    }
+    Ok(file)
+}
+
+/// Returns how many bytes of a log are lines of steps up to `start`, counted from 1, or of something else.
+fn kept(log: &[u8], start: usize) -> usize {
+    let mut kept = 0;
+    for line in log.split_inclusive(|&byte| byte == b'\n') {
+        let is_later = serde_json::from_slice::<Line>(line).is_ok_and(|line| line.step > start);
+        if is_later || !line.ends_with(b"\n") {
+            break;
+        }
+        kept += line.len();
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Line, kept};
+
+    fn line(step: usize) -> String {
+        let numbers = Line {
+            step,
+            loss: 2.5,
+            grad_norm: 1.0,
+            learning_rate: 1e-4,
+            seconds: 0.5,
+            tokens_per_second: 8.0,
+            valid_loss: (step == 2).then_some(3.0),
+        };
+        serde_json::to_string(&numbers).expect("numbers") + "\n"
+    }
+
+    #[test]
+    fn steps_that_are_made_again_are_cut_off_and_so_is_a_line_that_was_not_finished() {
+        let steps = |range: std::ops::RangeInclusive<usize>| range.map(line).collect::<String>();
+        let half = &line(4)[..20];
+        for (log, start, left) in [
+            (steps(1..=3), 3, steps(1..=3)),
+            (steps(1..=5), 3, steps(1..=3)),
+            (steps(1..=3) + half, 3, steps(1..=3)),
+            (steps(1..=2) + half, 3, steps(1..=2)),
+            ("a note\n".to_owned() + &steps(1..=5), 2, "a note\n".to_owned() + &steps(1..=2)),
+            (String::new(), 3, String::new()),
+            (half.to_owned(), 3, String::new()),
+            (steps(4..=5), 3, String::new()),
+        ] {
+            assert_eq!(&log[..kept(log.as_bytes(), start)], left);
         }
     }
 }

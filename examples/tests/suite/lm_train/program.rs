@@ -79,6 +79,12 @@ fn each_step_is_a_line_of_the_log_which_a_resumed_training_goes_on_with() {
     assert!(more.status.success(), "{}", text(&more.stderr));
     let all = lines(&log);
     assert!(all[..3] == first[..] && all.len() == 4 && all[3]["step"] == 4);
+    // A training that ended behind the checkpoint, in the middle of a line: its last steps are made again.
+    let stopped = fs::read_to_string(&log).unwrap() + "{\"step\": 5, \"lo";
+    fs::write(&log, stopped).unwrap();
+    let more = llama(&[&resume[..], &["--log", log.to_str().unwrap()]].concat());
+    assert!(more.status.success(), "{}", text(&more.stderr));
+    assert_eq!(lines(&log).iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3, 4]);
 }
 
 #[test]
