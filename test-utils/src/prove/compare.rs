@@ -120,7 +120,9 @@ impl Compared {
         // Ranks may fail at unlike places for one reason, which ends the first line of their errors.
         let firsts: Vec<&str> = errors.iter().map(|(_, error)| error.lines().next().unwrap_or_default()).collect();
         if let Some(reason) = shared_end(&firsts).filter(|_| errors.len() == found.len()) {
-            return Outcome::Refused(reason.to_string());
+            // What each rank was doing, if the error has it.
+            let more: Vec<&str> = errors[0].1.lines().skip(1).collect();
+            return Outcome::Refused([&[reason], &more[..]].concat().join("\n"));
         }
         let all = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect::<Vec<_>>();
         let silent = found.len() - errors.len();

@@ -82,7 +82,9 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut reasons: Vec<(&str, &Setup, usize)> = Vec::new();
         for (setup, why) in &self.refused {
-            match reasons.iter_mut().find(|(known, ..)| known == why) {
+            // What ranks were doing differs between set-ups.
+            let first = |why: &str| why.lines().next().map(str::to_string);
+            match reasons.iter_mut().find(|(known, ..)| first(known) == first(why)) {
                 Some((.., times)) => *times += 1,
                 None => reasons.push((why, setup, 1)),
             }

@@ -51,9 +51,9 @@ fn a_mean_over_the_rows_of_a_rank_is_found() {
     };
     let report = prove(model).axes(&["fsdp", "tp"]).input("x", &values(&[6, 4], 1, DType::F64)).plan(plan()).run();
     let (smallest, why) = report.smallest.as_ref().unwrap();
-    assert_eq!(smallest.to_string(), "fsdp=2 f64 batch=2");
+    assert_eq!((smallest.ranks(), smallest.size_of("fsdp")), (2, 2), "{report}");
     assert!(why.contains("loss in step 0"), "{why}");
-    assert!(report.to_string().contains(".only(\"fsdp=2 f64 batch=2\")"), "{report}");
+    assert!(report.to_string().contains(".only(\"fsdp=2 f64 batch="), "{report}");
 }
 
 #[test]
