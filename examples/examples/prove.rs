@@ -80,8 +80,13 @@ fn difference(config: &llama::Config) -> Result<f64, Box<dyn std::error::Error>>
     let ids = Tensor::arange(0u32, 6, &Device::Cpu)?.reshape((1, 6))?;
     let mut cache = llama::Cache::new(false, DType::F32, config, &Device::Cpu)?;
     let want = theirs.forward(&ids, 0, &mut cache)?; // of the last token
-    let weights: Vec<(String, Tensor)> =
-        map.data().lock().map_err(|e| e.to_string())?.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
+    let weights: Vec<(String, Tensor)> = map
+        .data()
+        .lock()
+        .map_err(|e| e.to_string())?
+        .iter()
+        .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
+        .collect();
     let config = config.clone();
     let found = candle_dist::World::local(1).run(move |ctx| -> Result<f64> {
         let mesh = ctx.mesh(&[("tp", 1)])?;
@@ -117,8 +122,10 @@ impl Llama {
         let block = |i: usize| {
             FullyShard::new(&vb.pp("model.layers").pp(i), |vb| {
                 let (of_attention, of_mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
-                let (q, kv) =
-                    (Width::new(config.num_attention_heads, head_dim), Width::new(config.num_key_value_heads, head_dim));
+                let (q, kv) = (
+                    Width::new(config.num_attention_heads, head_dim),
+                    Width::new(config.num_key_value_heads, head_dim),
+                );
                 let to = |name: &str, heads| Linear::new(width, heads, false, &of_attention.pp(name));
                 let up = |name: &str| Linear::new(width, config.intermediate_size, false, &of_mlp.pp(name));
                 let norm = |name: &str| RmsNorm::new(width, config.rms_norm_eps, &vb.pp(name));

@@ -3,8 +3,8 @@ use super::report::Verdict;
 use super::setup::Setup;
 use super::setups::has_schedule;
 use super::trainer::{Subject, forward, resume, train};
-use super::{PIPELINE, REPLICAS};
 use super::trajectory::Trajectory;
+use super::{PIPELINE, REPLICAS};
 use crate::{Ranks, Scratch};
 use candle_core::DType;
 use candle_dist::RankContext;
@@ -64,7 +64,8 @@ impl Compared {
         let first = self.outcome(setup, &saved, false);
         let verdict = judge(first, &alone[0], &exact[0], setup);
         match (setup.resumed(), &verdict) {
-            (Some(next), Verdict::Right) => match judge(self.outcome(&next, &saved, true), &alone[1], &exact[1], &next) {
+            (Some(next), Verdict::Right) => match judge(self.outcome(&next, &saved, true), &alone[1], &exact[1], &next)
+            {
                 Verdict::Wrong(why) => Verdict::Wrong(format!("resumed from the checkpoint: {why}")),
                 other => other,
             },

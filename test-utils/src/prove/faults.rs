@@ -60,9 +60,8 @@ pub(super) fn inject(compared: &Compared, setup: &Setup, most: usize) -> (usize,
         for call in (0..clean.calls[rank]).step_by(step) {
             injected += 1;
             let Ended { errors, hung, .. } = run(compared, setup, Some((rank, call)));
-            let wrong = |why: String| {
-                (injected, Some(Verdict::Wrong(format!("a fault at call {call} of rank {rank}: {why}"))))
-            };
+            let wrong =
+                |why: String| (injected, Some(Verdict::Wrong(format!("a fault at call {call} of rank {rank}: {why}"))));
             if let Some(why) = hung {
                 return wrong(why);
             }

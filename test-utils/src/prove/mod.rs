@@ -95,7 +95,15 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
     };
     let rows = vec![UNITS.to_string(), "rows".to_string()];
     Proof {
-        subject: Subject { program, inputs: Vec::new(), plans: Vec::new(), rows, units: None, unit_options: FullyShardOptions::default(), seed: 42 },
+        subject: Subject {
+            program,
+            inputs: Vec::new(),
+            plans: Vec::new(),
+            rows,
+            units: None,
+            unit_options: FullyShardOptions::default(),
+            seed: 42,
+        },
         axes: Vec::new(),
         ranks: 4,
         dtypes: vec![DType::F64, DType::F32, DType::BF16],

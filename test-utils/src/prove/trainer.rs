@@ -190,9 +190,7 @@ impl<'a> Trainer<'a> {
                     leaves.push((input.name.clone(), x.clone(), var));
                     Ok(x)
                 };
-                Built::Function {
-                    inputs: inputs.into_iter().zip(&subject.inputs).map(leaf).collect::<Result<_>>()?,
-                }
+                Built::Function { inputs: inputs.into_iter().zip(&subject.inputs).map(leaf).collect::<Result<_>>()? }
             }
         };
         let parameters = match &model {

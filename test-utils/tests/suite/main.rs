@@ -8,8 +8,8 @@ mod mix;
 mod mlp;
 mod processes;
 mod prove;
-mod set_ups;
 mod reference;
+mod set_ups;
 mod thread_locals;
 mod transformer;
 

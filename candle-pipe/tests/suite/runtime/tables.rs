@@ -199,7 +199,7 @@ fn tables_by_rows_under_replicas_of_a_pipeline_are_refused_by_all() {
 fn passes_of_unlike_weights_add_up_by_rows_as_in_a_store() -> Result<()> {
     let run = |by_rows: bool| -> Result<Vec<f64>> {
         let table = Table::new(by_rows)?;
-        let mut accumulator = GradAccumulator::default();
+        let mut accumulator = GradAccumulator::new([&table.var()]);
         for (rows, weight) in [(0..3, 3.0), (3..4, 1.0), (4..6, 2.0)] {
             let ids = Tensor::new(&[2u32, 0, 2, 4, 4, 2], &device())?.narrow(0, rows.start, rows.len())?;
             let grads = table.lookup(&ids)?.sqr()?.mean_all()?.backward()?;

@@ -177,7 +177,15 @@ fn a_mixture_is_proved() {
 
 #[test]
 fn a_sharded_sequence_is_proved() {
-    let args = ModelArgs { n_layers: 1, dim: 12, n_heads: 3, vocab_size: 11, max_seq_len: 6, dropout_p: 0.0, ..ModelArgs::default() };
+    let args = ModelArgs {
+        n_layers: 1,
+        dim: 12,
+        n_heads: 3,
+        vocab_size: 11,
+        max_seq_len: 6,
+        dropout_p: 0.0,
+        ..ModelArgs::default()
+    };
     let model = move |vb: &ShardedVarBuilder| {
         let model = Transformer::new(&args, vb)?;
         Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode)?.cross_entropy(&xs[1]))

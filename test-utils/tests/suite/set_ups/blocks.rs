@@ -56,10 +56,7 @@ impl Model {
     }
 
     /// Builds all layers, for the loss of a batch.
-    pub(crate) fn build(
-        &self,
-        vb: &ShardedVarBuilder,
-    ) -> Result<impl Fn(&[DTensor], Mode) -> Result<DTensor> + use<>> {
+    pub(crate) fn build(&self, vb: &ShardedVarBuilder) -> Result<impl Fn(&[DTensor], Mode) -> Result<DTensor> + use<>> {
         let embedding = self.embedding(&vb.pp("embedding"))?;
         let head = match self.head {
             Head::Tied => None,
@@ -232,10 +229,10 @@ impl Model {
         let (tokens, targets) = (g.input("tokens", In::Arg), g.input("targets", In::Arg));
         let this = self.clone();
         // The embedding knows its mesh, for the inputs of the pipeline.
-        let table = g.shared_module("embedding", move |vb: &ShardedVarBuilder| {
-            Ok((this.embedding(vb)?, vb.mesh().clone()))
-        });
-        let embed = |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| Ok(table.forward(&rows(&xs[0], mesh)?)?.into());
+        let table =
+            g.shared_module("embedding", move |vb: &ShardedVarBuilder| Ok((this.embedding(vb)?, vb.mesh().clone())));
+        let embed =
+            |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| Ok(table.forward(&rows(&xs[0], mesh)?)?.into());
         let mut h = g.call_with(table, "embed", embed, [tokens]);
         let (mut history, mut losses): (Vec<ValueId>, Vec<ValueId>) = (Vec::new(), Vec::new());
         let mut shared = Vec::new();
@@ -322,8 +319,11 @@ fn attend([q, k, v]: [&Linear; 3], x: &DTensor, memory: &DTensor) -> Result<DTen
 
 /// Returns an input of a pipeline with its rows on the axes that shard them.
 fn rows(value: &Value, mesh: &candle_dist::DeviceMesh) -> candle_pipe::Result<DTensor> {
-    let places: Vec<_> =
-        mesh.names().iter().map(|name| if ["data", "fsdp"].contains(&name.as_str()) { Shard(0) } else { Replicate }).collect();
+    let places: Vec<_> = mesh
+        .names()
+        .iter()
+        .map(|name| if ["data", "fsdp"].contains(&name.as_str()) { Shard(0) } else { Replicate })
+        .collect();
     Ok(DTensor::distribute(value.tensor()?, mesh, &places)?)
 }
 

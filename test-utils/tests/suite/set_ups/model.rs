@@ -56,18 +56,30 @@ pub(crate) struct Block {
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Layer {
-    Mlp { up: Cut, down: Cut, bias: bool },
+    Mlp {
+        up: Cut,
+        down: Cut,
+        bias: bool,
+    },
     LayerNorm,
     RmsNorm,
     BatchNorm,
     Dropout,
-    Attention { cut: bool },
-    Lstm { cut: bool },
+    Attention {
+        cut: bool,
+    },
+    Lstm {
+        cut: bool,
+    },
     Gru,
     Conv,
-    Experts { loss: bool },
+    Experts {
+        loss: bool,
+    },
     /// A parameter of one element, with this many dims.
-    Scale { dims: usize },
+    Scale {
+        dims: usize,
+    },
     /// The module of an earlier block, once more.
     Again(usize),
     /// The result of an earlier block, added.
@@ -154,7 +166,8 @@ impl Model {
 
     /// Returns whether a run in this dtype can be compared: batch norm of roundings has gradients of roundings.
     pub(crate) fn takes(&self, dtype: DType) -> bool {
-        dtype == DType::F64 || !self.blocks.iter().any(|block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { .. }))
+        dtype == DType::F64
+            || !self.blocks.iter().any(|block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { .. }))
     }
 }
 
