@@ -86,7 +86,7 @@ fn training_over_two_axes_goes_on_from_a_checkpoint_on_any_other_mesh() {
     run(meshes[0], None, Some(&saved));
     let want = run(meshes[0], Some(&saved), None);
     for (i, axes) in meshes.into_iter().enumerate() {
-        let path = dir.path(&i.to_string());
+        let path = dir.path(i.to_string());
         run(axes, None, Some(&path));
         for next in meshes {
             assert_close(&run(next, Some(&path), None), &want, 1e-9, &format!("{axes:?} then {next:?}"));

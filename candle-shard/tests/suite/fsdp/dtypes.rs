@@ -8,7 +8,6 @@ use candle_shard::nn::{
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result};
-use std::collections::BTreeMap;
 use test_utils::{has_ranks, world};
 
 /// What a unit computes from `[7, 5]`.
@@ -61,7 +60,7 @@ const LAYERS: [(&str, Build); 10] = [
 ];
 
 /// The values of a layer and the gradients of its parameters.
-fn run(axes: &[(&str, usize)], build: Build, computed: DType) -> Vec<(Vec<f64>, BTreeMap<String, Vec<f64>>)> {
+fn run(axes: &[(&str, usize)], build: Build, computed: DType) -> Vec<(Vec<f64>, Values)> {
     let ranks = axes.iter().map(|(_, size)| size).product();
     let results = world(ranks).run(|ctx| -> Result<_> {
         let mesh = ctx.mesh(axes)?;
@@ -79,7 +78,7 @@ fn run(axes: &[(&str, usize)], build: Build, computed: DType) -> Vec<(Vec<f64>, 
         let weights = Tensor::arange(0f32, made.elem_count() as f32, ctx.device())?.cos()?.reshape(made.dims())?;
         let loss = made.to_dtype(DType::F32)?.mul(DTensor::replicated(&weights, &mesh)?)?.sum_all()?;
         let grads = parameters.backward(&loss)?;
-        let mut all = BTreeMap::new();
+        let mut all = Values::new();
         for p in parameters.iter().filter(|p| !p.is_frozen()) {
             assert_eq!(p.var.dtype(), DType::F32);
             let grad = p.grad(&grads)?.unwrap_or_else(|| panic!("{} has no gradient", p.name));

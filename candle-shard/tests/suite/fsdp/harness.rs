@@ -106,8 +106,8 @@ pub(crate) fn batch(step: usize) -> candle_core::Result<Tensor> {
 
 /// Shards fully over the axes `dp` and `cp`, as far as the mesh has them.
 pub(crate) fn fully_shard(vb: &ShardedVarBuilder, options: FullyShardOptions) -> Result<ShardedVarBuilder> {
-    let axes = ["dp", "cp"].into_iter().filter(|axis| vb.mesh().names().iter().any(|name| name == axis));
-    axes.fold(Ok(vb.clone()), |vb, axis| vb?.fully_shard(axis, options))
+    let mut axes = ["dp", "cp"].into_iter().filter(|axis| vb.mesh().names().iter().any(|name| name == axis));
+    axes.try_fold(vb.clone(), |vb, axis| vb.fully_shard(axis, options))
 }
 
 /// Rows on all axes but `tp`.
