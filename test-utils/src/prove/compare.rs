@@ -13,12 +13,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// The runs on one device: the first steps, and the resumed one; or why there are none.
+type Alone = Result<[Trajectory; 2], Verdict>;
+
 /// The runs of a model, with those on one device that were made so far.
 pub(super) struct Compared {
     subject: Arc<Subject>,
     deadline: Duration,
-    /// The runs on one device by their set-up: the first steps, and the resumed one.
-    alone: Mutex<Vec<(String, Result<[Trajectory; 2], Verdict>)>>,
+    /// The runs on one device by their set-up.
+    alone: Mutex<Vec<(String, Alone)>>,
 }
 
 /// What all ranks of a run found, or why it has no result.
@@ -87,7 +90,7 @@ impl Compared {
         };
         let alone = run(&setup.alone())?;
         let exact = run(&Setup { dtype: DType::F64, compute: None, ..setup.alone() })?;
-        let found = run(setup)?.as_far_as(&alone).as_far_as(&exact);
+        let found = run(setup)?.like(&alone).like(&exact);
         let dtype = setup.compute.unwrap_or(setup.dtype);
         let difference = found.difference(&alone, &exact, dtype)?;
         Some(format!("the first {} {}", difference.name, difference.reason))
@@ -131,7 +134,7 @@ impl Compared {
     }
 
     /// Returns the run on one device.
-    fn alone(&self, setup: &Setup) -> Result<[Trajectory; 2], Verdict> {
+    fn alone(&self, setup: &Setup) -> Alone {
         let key = setup.to_string();
         if let Some((_, known)) = self.alone.lock().iter().find(|(other, _)| *other == key) {
             return known.clone();

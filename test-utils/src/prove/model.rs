@@ -10,11 +10,17 @@ pub(super) type LossFn = Box<dyn Fn(&[DTensor], Mode) -> Result<DTensor>>;
 /// Builds the layers of a model.
 type Build = Box<dyn Fn(&ShardedVarBuilder) -> Result<LossFn> + Send + Sync>;
 
+/// Declares a pipeline.
+type Declare = Box<dyn Fn() -> PipeBuilder<ShardedVarBuilder> + Send + Sync>;
+
+/// Computes a loss from float inputs that get gradients.
+type Compute = Box<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>;
+
 /// A model in the form in which the prover runs it.
 pub(super) enum Program {
     Layers(Build),
-    Graph(Box<dyn Fn() -> PipeBuilder<ShardedVarBuilder> + Send + Sync>),
-    Function(Box<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>),
+    Graph(Declare),
+    Function(Compute),
 }
 
 /// A model that [`prove`](super::prove()) takes. These closures are models; their kinds only tell them apart:

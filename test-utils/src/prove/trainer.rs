@@ -109,7 +109,7 @@ pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Re
         }
     };
     observe(see, || match &trainer.model {
-        Built::Layers { loss, .. } => Ok(drop(loss(&trainer.inputs(&trainer.rows)?, mode)?)),
+        Built::Layers { loss, .. } => Ok(loss(&trainer.inputs(&trainer.rows)?, mode).map(drop)?),
         Built::Function { inputs } => trainer.function(inputs).map(drop),
         Built::Graph { .. } => Ok(()),
     })?;
@@ -381,12 +381,12 @@ impl<'a> Trainer<'a> {
             kwargs.insert(input.name.clone(), piece(input, &self.rows, self.setup, &device)?.into());
             let spec = match input.rows {
                 Some(dim) => TensorChunkSpec(dim as i64).into(),
-                None => candle_pipe::microbatch::Replicate.into(),
+                None => candle_pipe::microbatch::Replicate,
             };
             specs.insert(input.name.clone(), spec);
         }
         let microbatches = self.setup.schedule.map_or(1, |(_, microbatches, _)| microbatches);
-        Ok(Splitter::new(microbatches).split(&[], &kwargs, None, Some(&specs))?)
+        Splitter::new(microbatches).split(&[], &kwargs, None, Some(&specs))
     }
 
     fn save(&self, folder: &Path) -> Result<()> {

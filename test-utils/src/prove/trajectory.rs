@@ -27,7 +27,7 @@ impl Trajectory {
     }
 
     /// Returns the numbers of a run up to the first name that differs in the other, because ops depend on layouts.
-    pub(super) fn as_far_as(mut self, other: &Self) -> Self {
+    pub(super) fn like(mut self, other: &Self) -> Self {
         let same = self.names().zip(other.names()).take_while(|(mine, theirs)| mine == theirs).count();
         self.0.truncate(same);
         self
@@ -68,7 +68,7 @@ impl Trajectory {
             let is_far = |at: &usize| {
                 let (got, want, one) = (numbers[*at], exact[*at], alone[*at]);
                 match one.is_finite() {
-                    true => !((got - want).abs() <= most),
+                    true => got.is_nan() || (got - want).abs() > most,
                     false => got.to_bits() != one.to_bits() && !(got.is_nan() && one.is_nan()),
                 }
             };
