@@ -33,7 +33,7 @@ pub struct TableEntry {
     table: TensorId,
 }
 
-struct Known {
+struct TableRecord {
     gradient: Weak<dyn RowGradient>,
     /// The other of handle and table.
     other: TensorId,
@@ -41,7 +41,7 @@ struct Known {
     shape: Vec<usize>,
 }
 
-static TABLES: LazyLock<Mutex<HashMap<TensorId, Known>>> = LazyLock::new(Mutex::default);
+static TABLES: LazyLock<Mutex<HashMap<TensorId, TableRecord>>> = LazyLock::new(Mutex::default);
 static MARKS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
@@ -49,7 +49,7 @@ thread_local! {
     static MARK: Cell<u64> = const { Cell::new(0) };
 }
 
-fn lock() -> MutexGuard<'static, HashMap<TensorId, Known>> {
+fn lock() -> MutexGuard<'static, HashMap<TensorId, TableRecord>> {
     TABLES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -57,8 +57,12 @@ impl TableEntry {
     /// Makes a table known, whose `handle` stands for it in graphs.
     pub fn new(table: &Var, handle: &Var, gradient: &Arc<dyn RowGradient>) -> Self {
         let (table_id, handle_id, shape) = (table.id(), handle.id(), table.dims().to_vec());
-        let known =
-            |other, is_handle| Known { gradient: Arc::downgrade(gradient), other, is_handle, shape: shape.clone() };
+        let known = |other, is_handle| TableRecord {
+            gradient: Arc::downgrade(gradient),
+            other,
+            is_handle,
+            shape: shape.clone(),
+        };
         let mut tables = lock();
         tables.insert(table_id, known(handle_id, false));
         tables.insert(handle_id, known(table_id, true));

@@ -11,8 +11,8 @@ use std::ops::Deref;
 /// dereferences to one: `&Tensor`, [`Var`](candle_core::Var).
 ///
 /// # Errors
-/// The same [`Error::InvalidArgument`] on every rank. It names a parameter of which two ranks of the group hold different
-/// shards ([`ShardedVar`](crate::ShardedVar)). Otherwise it is for the first rank that differs from rank 0 of the group, and
+/// The same [`Error::InvalidArgument`] on every rank. If two ranks of the group hold different shards of a parameter
+/// ([`ShardedVar`](crate::ShardedVar)), it names the parameter. Otherwise it is for the first rank that differs from rank 0 of the group, and
 /// names the first parameter that one of the two lacks, or else the first that differs, with both shapes and dtypes.
 ///
 /// ```

@@ -81,7 +81,7 @@ fn copy(variable: &Tensor) -> Result<Tensor> {
 }
 
 /// Runs the forward pass `run` of a stage. Also returns the values that its buffers had before; `None` if the pass changes a
-/// variable of which no copy was made.
+/// variable that was not copied before.
 ///
 /// `reached` returns the variables on which the results depend.
 pub(super) fn watched<R>(

@@ -22,7 +22,7 @@ leaf! {
     u32: n => Self::Int(n.into());
     u16: n => Self::Int(n.into());
     u8: n => Self::Int(n.into());
-    // A size is the number of something in memory, of which there is no more than that.
+    // A size counts something in memory, so it fits.
     usize: n => Self::Int(i64::try_from(n).unwrap_or(i64::MAX));
     f64: x => Self::Float(x);
     f32: x => Self::Float(x.into());

@@ -121,7 +121,7 @@ impl Unit {
         self.shared.options.param_dtype.filter(|_| dtype.is_float()).unwrap_or(dtype)
     }
 
-    /// Adds a parameter of which this rank holds `piece`, the variable `var`; returns the tensor that layers use.
+    /// Adds a parameter whose piece on this rank is `piece`, the variable `var`; returns the tensor that layers use.
     pub(crate) fn add(
         self: &Arc<Self>,
         name: &str,

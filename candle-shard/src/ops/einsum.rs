@@ -16,7 +16,7 @@ impl DTensor {
     ///
     /// Indices are letters. Those that are not in the result are summed. Without an arrow, the result has the indices that occur
     /// once, in alphabetical order. `...` stands for any dims, counted from the last one. Sums are from left to right.
-    /// An index of which a dim is sharded stays sharded, or leaves partial sums if it is summed. Dims of one index have one
+    /// An index stays sharded if one of its dims is, or leaves partial sums if it is summed. Dims of one index have one
     /// size: no dim is broadcast.
     ///
     /// ```

@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The number of the next registry.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// The variables of one builder, of which ranks may use others, or the same ones in another order.
+/// The variables of one builder. Ranks may use different ones, or the same ones in different orders.
 ///
 /// What ranks exchange for them is listed by name. It keeps no tensor alive.
 pub(crate) struct VarRegistry {
     /// Later registries of a rank have larger numbers.
     pub(crate) number: u64,
     entries: Mutex<BTreeMap<Arc<str>, VarEntry>>,
-    /// The variables of which some rank has had a part of the gradient on these axes; all of them until the ranks know.
+    /// The variables whose gradient had a part on some rank on these axes; all of them until the ranks know.
     used: Mutex<BTreeMap<Axes, BTreeSet<Arc<str>>>>,
 }
 
@@ -51,7 +51,7 @@ impl VarRegistry {
         VarName { registry: self.clone(), name }
     }
 
-    /// Returns the variables whose gradients ranks may have to sum over all of `axes`: first those of which a rank has
+    /// Returns the variables whose gradients ranks may have to sum over all of `axes`: first those for which a rank has
     /// had a part in an earlier pass, then the others.
     pub(crate) fn on(&self, axes: Axes) -> [BTreeMap<Arc<str>, VarEntry>; 2] {
         let is_whole = |VarEntry { spec, varying, .. }: &VarEntry| {
@@ -66,7 +66,7 @@ impl VarRegistry {
         [likely, others]
     }
 
-    /// Records variables of which some rank had a part. All ranks record the same ones.
+    /// Records variables whose gradient had a part on some rank. All ranks record the same ones.
     pub(crate) fn note_used(&self, axes: Axes, names: impl IntoIterator<Item = Arc<str>>) {
         lock(&self.used).entry(axes).or_default().extend(names);
     }

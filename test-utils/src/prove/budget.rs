@@ -50,7 +50,7 @@ pub(super) fn check(subject: &Subject, setups: &[Setup], path: &Path) -> Result<
 }
 
 /// A call of rank 0.
-struct Made {
+struct SiteCall {
     file: String,
     line: u32,
     call: String,
@@ -58,11 +58,11 @@ struct Made {
 }
 
 /// Returns the calls of a step of rank 0 in a world that need not exist.
-fn events(subject: &Subject, setup: &Setup) -> Result<Vec<Made>, String> {
+fn events(subject: &Subject, setup: &Setup) -> Result<Vec<SiteCall>, String> {
     let wrong = |error: String| format!("{setup}: {error}");
     let group = ProcessGroup::simulated(0, setup.ranks()).map_err(|error| wrong(error.to_string()))?;
     let (mesh, events) = communication(subject, setup, &group).map_err(|error| wrong(error.to_string()))?;
-    let made = |event: Event| Made {
+    let made = |event: Event| SiteCall {
         file: event.site.file().to_string(),
         line: event.site.line(),
         call: format!("{} over {}", event.op, axes_of(&mesh, event.ranks.as_slice())),

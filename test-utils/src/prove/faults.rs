@@ -40,7 +40,7 @@ impl Wrapping for Faulty {
 }
 
 /// How a run with a fault ended: the error of each rank, and the number of calls of each.
-struct Ended {
+struct FaultRun {
     errors: Vec<Option<String>>,
     calls: Vec<usize>,
     /// Why ranks did not end by themselves.
@@ -59,7 +59,7 @@ pub(super) fn inject(compared: &Compared, setup: &Setup, most: usize) -> (usize,
         let step = clean.calls[rank].div_ceil(most.max(1)).max(1);
         for call in (0..clean.calls[rank]).step_by(step) {
             injected += 1;
-            let Ended { errors, hung, .. } = run(compared, setup, Some((rank, call)));
+            let FaultRun { errors, hung, .. } = run(compared, setup, Some((rank, call)));
             let wrong =
                 |why: String| (injected, Some(Verdict::Wrong(format!("a fault at call {call} of rank {rank}: {why}"))));
             if let Some(why) = hung {
@@ -76,7 +76,7 @@ pub(super) fn inject(compared: &Compared, setup: &Setup, most: usize) -> (usize,
 }
 
 /// Trains in a set-up, with a fault at a call of a rank.
-fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> Ended {
+fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> FaultRun {
     let ranks = setup.ranks();
     let calls: Vec<Arc<AtomicUsize>> = (0..ranks).map(|_| Arc::default()).collect();
     let counters = calls.clone();
@@ -86,7 +86,7 @@ fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> End
             let fails_at = fault.filter(|(at, _)| *at == rank).map(|(_, call)| call);
             Arc::new(Faulty { inner, calls: counters[rank].clone(), fails_at })
         }),
-        Err(why) => return Ended { errors: Vec::new(), calls: Vec::new(), hung: Some(why) },
+        Err(why) => return FaultRun { errors: Vec::new(), calls: Vec::new(), hung: Some(why) },
     };
     let errors = Arc::new(Mutex::new(vec![None; ranks]));
     let (subject, at, said) = (compared.subject(), setup.clone(), errors.clone());
@@ -102,5 +102,5 @@ fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> End
     );
     let errors = errors.lock().clone();
     let hung = made.err().map(|error| error.to_string()).filter(|error| !error.contains(FAULT));
-    Ended { errors, calls: calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect(), hung }
+    FaultRun { errors, calls: calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect(), hung }
 }

@@ -24,7 +24,7 @@ fn of_step(ctx: &Ctx) -> Mode {
     if ctx.training { Mode::Train { step: ctx.step } } else { Mode::Eval }
 }
 
-/// A linear layer between two uses of one dropout, of which the second is recomputed.
+/// A linear layer between two uses of one dropout. The second use is recomputed.
 #[derive(Clone)]
 struct Block {
     linear: Linear,
@@ -92,14 +92,14 @@ fn batch(splitter: Splitter) -> Result<Microbatches> {
     splitter.split(&[numbers("x", &[ROWS, TOKENS, 3]).into()], &Kwargs::new(), None, None)
 }
 
-type Found = BTreeMap<String, Vec<f64>>;
+type Figures = BTreeMap<String, Vec<f64>>;
 
 fn flat(t: &Tensor) -> Result<Vec<f64>> {
     Ok(t.flatten_all()?.to_vec1()?)
 }
 
-fn found(batch: &Microbatches, vb: &ShardedVarBuilder, step: &mut candle_pipe::StepResult) -> Result<Found> {
-    let mut all = Found::new();
+fn found(batch: &Microbatches, vb: &ShardedVarBuilder, step: &mut candle_pipe::StepResult) -> Result<Figures> {
+    let mut all = Figures::new();
     if step.outputs[0].get("y").is_ok() {
         all.insert("y".into(), flat(batch.merge(&step.outputs, None)?.get("y")?.tensor()?)?);
     }
@@ -113,7 +113,7 @@ fn found(batch: &Microbatches, vb: &ShardedVarBuilder, step: &mut candle_pipe::S
     Ok(all)
 }
 
-fn compare(got: &Found, want: &Found, label: &str) {
+fn compare(got: &Figures, want: &Figures, label: &str) {
     for (name, got) in got {
         for (got, want) in got.iter().zip(&want[name]) {
             assert!((got - want).abs() < 1e-11 * (1.0 + want.abs()), "{label}: {name}: {got}, expected {want}");
@@ -124,10 +124,10 @@ fn compare(got: &Found, want: &Found, label: &str) {
 fn local(
     tp: usize,
     of_mode: OfMode,
-    run: impl Fn(&LocalPipe, &ShardedVarBuilder) -> Result<Found> + Send + Sync + Copy + 'static,
+    run: impl Fn(&LocalPipe, &ShardedVarBuilder) -> Result<Figures> + Send + Sync + Copy + 'static,
     stages: usize,
-) -> Found {
-    on_ranks(tp, "masks", move |ctx| -> Result<Found> {
+) -> Figures {
+    on_ranks(tp, "masks", move |ctx| -> Result<Figures> {
         let mesh = ctx.mesh(&[("tp", tp)])?;
         let vb = builder(&mesh)?;
         let pipe = declare(&mesh, of_mode)?.finish(EqualCount(stages))?;
@@ -136,7 +136,7 @@ fn local(
     .swap_remove(0)
 }
 
-fn step(local: &LocalPipe, vb: &ShardedVarBuilder, splitter: Splitter, keep: Keep) -> Result<Found> {
+fn step(local: &LocalPipe, vb: &ShardedVarBuilder, splitter: Splitter, keep: Keep) -> Result<Figures> {
     let batch = batch(splitter)?;
     let mut step = local.forward_backward(&batch, &StepOptions::default().step(3).keep(keep))?;
     found(&batch, vb, &mut step)

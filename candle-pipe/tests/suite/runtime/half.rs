@@ -13,7 +13,7 @@ use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use std::collections::BTreeMap;
 use test_utils::{device, on_ranks};
 
-type Found = BTreeMap<String, Vec<f64>>;
+type Figures = BTreeMap<String, Vec<f64>>;
 
 /// Blocks with skips over all of them; `is_plain` says what is between them.
 fn declare(is_plain: bool, is_recomputed: bool) -> PipeBuilder<ShardedVarBuilder> {
@@ -60,15 +60,15 @@ fn batch(dtype: DType) -> Result<Microbatches> {
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)
 }
 
-fn gradients(vb: &ShardedVarBuilder, grads: &mut GradStore) -> Result<Found> {
+fn gradients(vb: &ShardedVarBuilder, grads: &mut GradStore) -> Result<Figures> {
     let parameters = vb.built();
     parameters.reduce(grads)?;
     let found = parameters.iter().filter_map(|p| Some((p.name.clone(), p.grad(grads).transpose()?)));
     found.map(|(name, grad)| Ok((name, grad?.full_tensor()?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?))).collect()
 }
 
-fn uncut(dtype: DType, is_plain: bool) -> Found {
-    on_ranks(1, "uncut", move |ctx| -> Result<Found> {
+fn uncut(dtype: DType, is_plain: bool) -> Figures {
+    on_ranks(1, "uncut", move |ctx| -> Result<Figures> {
         let vb = builder(&ctx.mesh(&[("tp", 1)])?, dtype)?;
         let local = LocalPipe::new(&declare(is_plain, false).finish(EqualCount(1))?, &vb, &device())?;
         gradients(&vb, &mut local.forward_backward(&batch(dtype)?, &StepOptions::default())?.grads)

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use test_utils::{Scratch, device, on_ranks};
 
-/// Four layers, of which each two are cut, and a module that the first and the last stage share.
+/// Four layers with a cut behind each two, and a module that the first and the last stage share.
 fn declare(stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
     let mut g = PipeBuilder::<ShardedVarBuilder>::new();
     let mut h = g.input("x", In::Arg);

@@ -261,7 +261,7 @@ fn a_shared_parameter_that_no_stage_has_a_gradient_of_keeps_none() {
 fn gradients_are_clipped_with_frozen_parameters() {
     on_ranks(2, "frozen", |ctx| -> Result<()> {
         let vars = variables(DType::F64, 0.0)?;
-        // The parameters of the first stage are frozen, but for the shared ones.
+        // The parameters of the first stage are frozen, except the shared ones.
         let tensors: HashMap<String, Tensor> = vars
             .iter()
             .map(|(name, var)| {

@@ -15,7 +15,7 @@ const OP: &str = "checkpoint::save_stages";
 
 /// One rank's block of a tensor.
 #[derive(Serialize, Deserialize)]
-struct Held {
+struct StageTensors {
     name: String,
     dtype: String,
     shape: Vec<usize>,
@@ -57,7 +57,7 @@ struct Held {
 /// ```
 ///
 /// # Errors
-/// Those of [`save`](super::save), but for unlike names; and if a mesh has ranks outside of the group, or two tensors of one name have
+/// Those of [`save`](super::save), except that names may differ; and if a mesh has ranks outside of the group, or two tensors of one name have
 /// another shape or dtype.
 pub fn save_stages<N: AsRef<str>>(
     path: impl AsRef<Path>,
@@ -66,12 +66,12 @@ pub fn save_stages<N: AsRef<str>>(
 ) -> Result<()> {
     let mine = agreed(group, OP, held(group, tensors))?;
     let all = told(OP, group, &mine)?;
-    let mut saved: BTreeMap<&str, (&Held, Vec<Written>)> = BTreeMap::new();
+    let mut saved: BTreeMap<&str, (&StageTensors, Vec<Written>)> = BTreeMap::new();
     for (rank, held) in all.iter().enumerate() {
         for held in held {
             let (first, blocks) = saved.entry(&held.name).or_insert((held, Vec::new()));
             if (&first.shape, &first.dtype) != (&held.shape, &held.dtype) {
-                let show = |held: &Held| format!("{} {:?}", held.dtype, held.shape);
+                let show = |held: &StageTensors| format!("{} {:?}", held.dtype, held.shape);
                 let reason = format!("{:?} is {} on one rank and {} on another", held.name, show(first), show(held));
                 return Error::op(OP, format!("{reason}; give them names of their own"));
             }
@@ -103,7 +103,7 @@ fn starts(written: &Written) -> Vec<usize> {
 }
 
 /// Describes this rank's blocks, if they can be saved.
-fn held<N: AsRef<str>>(group: &ProcessGroup, tensors: &[(N, DTensor)]) -> Result<Vec<Held>> {
+fn held<N: AsRef<str>>(group: &ProcessGroup, tensors: &[(N, DTensor)]) -> Result<Vec<StageTensors>> {
     if let Some(name) = tensors.iter().map(|(name, _)| name.as_ref()).duplicates().next() {
         return Error::op(OP, format!("{name:?} is named twice; give each tensor a name of its own"));
     }
@@ -124,7 +124,7 @@ fn held<N: AsRef<str>>(group: &ProcessGroup, tensors: &[(N, DTensor)]) -> Result
         };
         let (start, lens) = spec.local_block().iter().map(|range| (range.start, range.len())).unzip();
         let (shape, mesh) = (spec.dims().to_vec(), spec.mesh().ranks().to_vec());
-        Ok(Held { name: name.into(), dtype: dtype.into(), shape, mesh, start, lens })
+        Ok(StageTensors { name: name.into(), dtype: dtype.into(), shape, mesh, start, lens })
     };
     tensors.iter().map(of).collect()
 }

@@ -114,7 +114,7 @@ pub trait Optimizer: fmt::Debug {
     /// Loads the state of the parameters that a checkpoint has, and returns the names of the others, whose state stays as it
     /// is. Every rank calls it.
     ///
-    /// Use it to go on with a model of which more is trained than before.
+    /// Use it to go on with a model after more of its parameters are trained.
     ///
     /// # Errors
     /// If a checkpoint has only a part of the state of a parameter, or cannot be read. The error is the same on every rank, and

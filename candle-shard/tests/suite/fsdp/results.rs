@@ -11,7 +11,7 @@ use test_utils::{has_ranks, world};
 /// The output and the auxiliary loss of a layer.
 type Both = (DTensor, Option<DTensor>);
 /// What a unit makes of its input, with results by any way.
-type Way = fn(&Arc<FullyShard<Arc<Layer>>>, &DTensor) -> Result<Both>;
+type UnitRun = fn(&Arc<FullyShard<Arc<Layer>>>, &DTensor) -> Result<Both>;
 
 fn both(layer: &Layer, x: &DTensor) -> Result<Both> {
     let hidden = layer.up.forward(&layer.norm.forward(x)?)?.gelu()?;
@@ -19,7 +19,7 @@ fn both(layer: &Layer, x: &DTensor) -> Result<Both> {
     Ok((x.add(&layer.down.forward(&hidden)?)?, Some(aux)))
 }
 
-const WAYS: [(&str, Way); 4] = [
+const WAYS: [(&str, UnitRun); 4] = [
     ("a tuple", |unit, x| unit.run(|layer| both(layer, x))),
     ("a list with other values", |unit, x| {
         let (mut list, _) = unit.run(|layer| both(layer, x).map(|(y, aux)| (vec![aux.unwrap(), y], 3)))?;
@@ -43,7 +43,7 @@ const WAYS: [(&str, Way); 4] = [
 ];
 
 /// The loss and the gradients, of the output, of the auxiliary losses, or of both.
-fn run(axes: &[(&str, usize)], way: Way, options: FullyShardOptions, of: [bool; 2]) -> Vec<(f64, Values)> {
+fn run(axes: &[(&str, usize)], way: UnitRun, options: FullyShardOptions, of: [bool; 2]) -> Vec<(f64, Values)> {
     let ranks = axes.iter().map(|(_, size)| size).product();
     let results = world(ranks).run(|ctx| -> Result<_> {
         let mesh = ctx.mesh(axes)?;

@@ -16,7 +16,7 @@ struct Case {
     domain: Domain,
 }
 
-/// The numbers of which a function has a value.
+/// The numbers for which a function has a value.
 #[derive(Clone, Copy, PartialEq)]
 enum Domain {
     All,

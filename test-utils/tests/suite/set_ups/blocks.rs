@@ -147,7 +147,7 @@ impl Model {
                 let down = Linear::new(6, width, *bias, &vb.pp("down"))?;
                 run(move |x, _, _| x.add(&down.forward(&up.forward(x)?.gelu_erf()?)?))
             }
-            Layer::LayerNorm => {
+            Layer::Norm => {
                 let norm = LayerNorm::new(width, 1e-5, vb)?;
                 run(move |x, _, _| norm.forward(x))
             }

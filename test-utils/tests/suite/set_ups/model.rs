@@ -61,7 +61,7 @@ pub(crate) enum Layer {
         down: Cut,
         bias: bool,
     },
-    LayerNorm,
+    Norm,
     RmsNorm,
     BatchNorm,
     Dropout,
@@ -190,7 +190,7 @@ impl Layer {
 
     /// Returns whether other blocks may call it again.
     pub(crate) fn is_shareable(&self) -> bool {
-        matches!(self, Self::Mlp { .. } | Self::LayerNorm | Self::Dropout | Self::Scale { .. } | Self::BatchNorm)
+        matches!(self, Self::Mlp { .. } | Self::Norm | Self::Dropout | Self::Scale { .. } | Self::BatchNorm)
     }
 }
 
@@ -201,7 +201,7 @@ fn cut(dice: &mut Dice) -> Cut {
 fn layer(dice: &mut Dice, at: usize, earlier: &[Block]) -> Layer {
     let plain = |dice: &mut Dice| match dice.below(12) {
         0 | 1 => Layer::Mlp { up: cut(dice), down: cut(dice), bias: dice.once_in(2) },
-        2 => Layer::LayerNorm,
+        2 => Layer::Norm,
         3 => Layer::RmsNorm,
         4 => Layer::BatchNorm,
         5 => Layer::Dropout,
