@@ -31,6 +31,8 @@ pub trait RowGradient: Send + Sync {
 pub struct TableEntry {
     handle: TensorId,
     table: TensorId,
+    /// Tells this entry from others of the same table.
+    number: u64,
 }
 
 struct TableRecord {
@@ -39,10 +41,13 @@ struct TableRecord {
     other: TensorId,
     is_handle: bool,
     shape: Vec<usize>,
+    /// The number of the entry that made this record.
+    number: u64,
 }
 
 static TABLES: LazyLock<Mutex<HashMap<TensorId, TableRecord>>> = LazyLock::new(Mutex::default);
 static MARKS: AtomicU64 = AtomicU64::new(0);
+static ENTRIES: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     /// The mark of what this thread adds now.
@@ -57,24 +62,30 @@ impl TableEntry {
     /// Makes a table known, whose `handle` stands for it in graphs.
     pub fn new(table: &Var, handle: &Var, gradient: &Arc<dyn RowGradient>) -> Self {
         let (table_id, handle_id, shape) = (table.id(), handle.id(), table.dims().to_vec());
+        let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
         let known = |other, is_handle| TableRecord {
             gradient: Arc::downgrade(gradient),
             other,
             is_handle,
             shape: shape.clone(),
+            number,
         };
         let mut tables = lock();
         tables.insert(table_id, known(handle_id, false));
         tables.insert(handle_id, known(table_id, true));
-        Self { handle: handle_id, table: table_id }
+        Self { handle: handle_id, table: table_id, number }
     }
 }
 
 impl Drop for TableEntry {
     fn drop(&mut self) {
+        // A later entry of the same table stays.
         let mut tables = lock();
-        tables.remove(&self.handle);
-        tables.remove(&self.table);
+        for id in [self.handle, self.table] {
+            if tables.get(&id).is_some_and(|record| record.number == self.number) {
+                tables.remove(&id);
+            }
+        }
     }
 }
 

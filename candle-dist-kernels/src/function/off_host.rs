@@ -10,22 +10,27 @@ const FAR: f64 = 1000.0;
 /// Returns the function of each element; `dtype` is that of the computation.
 pub(super) fn apply(function: Function, x: &Tensor, dtype: DType) -> Result<Tensor> {
     let input = x.detach().to_dtype(dtype)?;
-    let value = value(function, &input)?.to_dtype(x.dtype())?;
+    let value = with_nan_of(&input, &value(function, &input)?)?.to_dtype(x.dtype())?;
     if !x.track_op() {
         return Ok(value);
     }
-    let slope = slope(function, &input)?;
-    x.apply_op1(Sloped { function, value: Ready::new(Fresh::copy_of(&value)?), slope })
+    x.apply_op1(Node { function, value: Ready::new(Fresh::copy_of(&value)?), dtype })
 }
 
-/// A node with a known result and slope.
-struct Sloped {
+/// Returns `made`, and NaN where `x` is NaN: on a GPU the maximum of NaN and a number is the number.
+fn with_nan_of(x: &Tensor, made: &Tensor) -> Result<Tensor> {
+    x.ne(x)?.where_cond(x, made)
+}
+
+/// A node with a known result. Its backward pass computes the slope from the argument.
+struct Node {
     function: Function,
     value: Ready,
-    slope: Tensor,
+    /// The dtype of the computation.
+    dtype: DType,
 }
 
-impl CustomOp1 for Sloped {
+impl CustomOp1 for Node {
     fn name(&self) -> &'static str {
         self.function.name()
     }
@@ -43,7 +48,9 @@ impl CustomOp1 for Sloped {
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        (grad.to_dtype(self.slope.dtype())? * &self.slope)?.to_dtype(x.dtype()).map(Some)
+        let input = x.detach().to_dtype(self.dtype)?;
+        let slope = with_nan_of(&input, &slope(self.function, &input)?)?;
+        (grad.to_dtype(self.dtype)? * slope)?.to_dtype(x.dtype()).map(Some)
     }
 }
 

@@ -39,7 +39,8 @@ pub struct GradAccumulator {
 }
 
 impl GradAccumulator {
-    /// Creates one for the gradients of these variables. Gradients of all others are left out.
+    /// Creates one for the gradients of these variables. Gradients of all others are left out, except those
+    /// without elements.
     ///
     /// A variable that is given twice counts once.
     pub fn new<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Self {
@@ -68,7 +69,10 @@ impl GradAccumulator {
                 self.sums.insert_id(id, grad.clone());
                 continue;
             }
-            if !self.vars.contains(&id) {
+            // Lists of variables leave out empty shards, whose gradients cost nothing. Ranks must have the same ones. The handles of
+            // tables say which gradients by rows the passes have added to.
+            let is_small = grad.elem_count() == 0 || rows::shape_of_handle(id).is_some();
+            if !self.vars.contains(&id) && !is_small {
                 continue;
             }
             let grad = grad.detach().to_dtype(sum_dtype(grad.dtype()))?;

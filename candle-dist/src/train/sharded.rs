@@ -42,7 +42,7 @@ fn lock() -> MutexGuard<'static, HashMap<TensorId, Arc<[Row]>>> {
 pub struct ShardedVar(Arc<Entry>);
 
 /// The entry of a variable in the list, which ends when this is dropped.
-struct Entry(TensorId);
+struct Entry(TensorId, Arc<[Row]>);
 
 impl ShardedVar {
     /// Declares that each rank along these axes of the mesh holds another part than `var`. Axes of one rank count for nothing.
@@ -59,14 +59,19 @@ impl ShardedVar {
     }
 
     fn of(var: &Var, rows: Vec<Row>) -> Self {
-        lock().insert(var.id(), rows.into());
-        Self(Arc::new(Entry(var.id())))
+        let rows: Arc<[Row]> = rows.into();
+        lock().insert(var.id(), rows.clone());
+        Self(Arc::new(Entry(var.id(), rows)))
     }
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        lock().remove(&self.0);
+        // A later declaration of the same variable stays.
+        let mut all = lock();
+        if all.get(&self.0).is_some_and(|rows| Arc::ptr_eq(rows, &self.1)) {
+            all.remove(&self.0);
+        }
     }
 }
 

@@ -14,6 +14,8 @@ use std::collections::HashMap;
 
 /// The meanings of the numbers before those of the inputs.
 const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
+/// What copies must have in common: those that share calls, and those whose gradients are averaged here.
+const OF_COPIES: [&str; 2] = ["number of microbatches", "use of StepOptions::weights"];
 /// Behind the numbers of the inputs: the time at which the rank reached the step.
 const TIME: usize = 1;
 /// The leading numbers that copies of the model have in common. Behind them they tell their numbers of rows.
@@ -44,11 +46,19 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
     let settled = match &runtime.copies {
         // Other copies of the model have other rows, and run in step with this one.
         Some(copies) => {
-            let rows = batch.as_ref().map_or(0, |batch| batch.len as i64);
-            let common = settled.map(|numbers| [&numbers[..COMMON], &[rows]].concat());
-            between(copies, COMMON + 1, common).and_then(|all| {
+            let of_batch = |batch: &Batch<'_>| {
+                [batch.len() as i64, i64::from(batch.options.weights.is_some()), batch.all_rows as i64]
+            };
+            let mine = batch.as_ref().map_or([0; 3], of_batch);
+            let common = settled.map(|numbers| [&numbers[..COMMON], &mine].concat());
+            between(copies, COMMON + mine.len(), common).and_then(|all| {
                 alike(copies, &all, &WHAT[..COMMON])?;
-                Ok(all.iter().map(|numbers| numbers[COMMON]).collect())
+                let own: Vec<Vec<i64>> = all.iter().map(|numbers| numbers[COMMON..].to_vec()).collect();
+                // Copies whose gradients the caller averages may share calls in each microbatch.
+                let first = if runtime.replicas.is_empty() { 0 } else { 1 };
+                let picked: Vec<Vec<i64>> = own.iter().map(|numbers| vec![numbers[first]]).collect();
+                alike(copies, &picked, &OF_COPIES[first..=first])?;
+                Ok(own.iter().map(|numbers| numbers[2]).collect())
             })
         }
         None => settled.map(|_| Vec::new()),

@@ -16,7 +16,7 @@ pub(super) struct Batch<'a> {
     pub(super) masked: Vec<Option<Masked>>,
     pub(super) weights: Vec<f64>,
     /// The number of rows of the whole batch of this copy of the model.
-    pub(super) len: usize,
+    pub(super) all_rows: usize,
     /// The factor of the gradients for which their mean over the copies is that of the batch of all copies.
     pub(super) share: f64,
     pub(super) options: &'a StepOptions,
@@ -53,8 +53,8 @@ impl<'a> Batch<'a> {
         }
         let (rows, weights) = (cut.row_ranges(options.first_row), options.loss_weights(cut, runtime.info.graph.loss)?);
         let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
-        let len = cut.rows().iter().sum();
-        Ok(Self { inputs, rows, masked, weights, len, share: 1.0, options, backward, began: 0 })
+        let all_rows = cut.rows().iter().sum();
+        Ok(Self { inputs, rows, masked, weights, all_rows, share: 1.0, options, backward, began: 0 })
     }
 
     /// Sets the share of this copy of the model from the numbers of rows of all `copies`.
@@ -64,7 +64,7 @@ impl<'a> Batch<'a> {
     pub(super) fn share_of(&mut self, loss: Option<Loss>, copies: &[i64]) {
         let (count, all) = (copies.len() as f64, copies.iter().sum::<i64>() as f64);
         self.share = match loss.map(|loss| loss.reduction) {
-            Some(Reduction::Mean) if self.options.weights.is_none() && all > 0.0 => count * self.len as f64 / all,
+            Some(Reduction::Mean) if self.options.weights.is_none() && all > 0.0 => count * self.all_rows as f64 / all,
             Some(Reduction::Sum) if self.options.weights.is_none() => count,
             _ => 1.0,
         };

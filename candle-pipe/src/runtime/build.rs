@@ -42,8 +42,8 @@ impl Runtime {
     /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
     /// parameter start with the values of its first stage. A variable that stages of several ranks request by one name
     /// is such a parameter too, even undeclared: [`info`](Self::info) lists it, and a warning is logged. It must not have variables
-    /// that change without a gradient, such as the running statistics of a batch norm: a training step refuses copies that have become
-    /// unlike.
+    /// that change without a gradient, such as the running statistics of a batch norm: the first two training steps refuse copies that have
+    /// become unlike.
     ///
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
@@ -118,8 +118,9 @@ impl Runtime {
     /// [counts](crate::Reduction::Counted) is divided by the count of all. If you set
     /// [`weights`](field@crate::StepOptions::weights), gradients are plain means over the replicas.
     ///
-    /// Variables that change without a gradient, such as running statistics, are those of the first replica after each
-    /// training step, as in PyTorch's `DistributedDataParallel`.
+    /// Variables that change without a gradient in the second training step, such as running statistics, are those of the first
+    /// replica after each training step, as in PyTorch's `DistributedDataParallel`. Those that begin to change later are not known.
+    /// Replicas set the weights of losses in all or in none.
     ///
     /// A variable that no scope created, such as one that a function captures, has no name by which replicas could find it. A
     /// step that finds a gradient of one fails.
@@ -154,7 +155,8 @@ impl Runtime {
     /// Runs the stages in step with `replicas`: the ranks with the same stages in other copies of the model. Their
     /// gradients are averaged by other means, such as fully sharded parameters. Every rank must call it.
     ///
-    /// Variables that change without a gradient are each copy's own.
+    /// Variables that change without a gradient are each copy's own. All copies have the same number of microbatches in a step,
+    /// because their stages may share calls. A loss that is a mean is one over the rows of its copy.
     ///
     /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](crate::Reduction::Counted)
     /// covers the batches of all copies. [`with_replicas`](Self::with_replicas) includes this.

@@ -181,10 +181,15 @@ impl Recorded {
     /// Refuses a loss whose count has a gradient: it is divided by the sum of all counts when the passes are over.
     pub(super) fn check_count(&self, loss: usize) -> Result<()> {
         let Value::Tuple(parts) = &self.outputs[loss] else { return Ok(()) };
-        let is_reached =
-            |count: &Tensor| count.track_op() && count.sorted_nodes().iter().any(|node| node.is_variable());
+        let is_reached = |count: &Tensor| {
+            // A comparison or the condition of a choice leads to variables without a gradient.
+            let leads = count.dtype().is_float() && count.track_op();
+            let leads = leads && count.sorted_nodes().iter().any(|node| node.is_variable());
+            let grads = if leads { vjp(&[(count.clone(), count.ones_like()?)])? } else { GradStore::default() };
+            Ok::<_, Error>(grads.get_ids().next().is_some())
+        };
         match parts.get(1) {
-            Some(Value::Tensor(count)) if is_reached(count) => Err(Error::Pipe(format!(
+            Some(Value::Tensor(count)) if is_reached(count)? => Err(Error::Pipe(format!(
                 "the count of the loss, {}, has a gradient, which would be left out of the gradient of the sum divided by the \
                  count; detach it if it is to be a constant, or give a loss that is a mean or a sum",
                 parts[1]

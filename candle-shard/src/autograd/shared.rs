@@ -6,8 +6,10 @@
 //! - Variables of a builder are listed by name, used or not. The list begins with one number for each of them: how many
 //!   ranks have used it. After a pass the ranks know which ones any of them has used, and the next lists have only these.
 //!   A rank that uses another one then adds to a number that makes all ranks sum the rest too.
-//! - Other variables have no names. They are listed in the order of their creation. With each goes a number that depends
-//!   on its values; where that differs between ranks, all of them return an error.
+//! - Other variables have no names. They are listed in the order of their creation. With each goes its ordinal among the
+//!   variables of its layout, and a number that depends on its values. Where one of them differs between ranks, all of
+//!   them return an error. A variable that [`DTensor::from_local`](crate::DTensor::from_local) was given has no ordinal,
+//!   since each call may wrap the same variable: only its values are compared.
 use super::off_graph;
 use super::order::number;
 use crate::layout::Axes;
@@ -70,17 +72,19 @@ impl MeshAxes {
 /// optimizer writes to the weight in place. Instead the parts of the gradient are collected, and summed over the ranks
 /// at the end of the backward pass, all of a group in one call.
 pub(crate) fn view(origin: &Origin, mesh: &DeviceMesh, axes: Axes) -> Result<Tensor> {
-    let Origin { variable: Variable { tensor, name }, view } = origin.clone();
+    let Origin { variable: Variable { tensor, name, ordinal }, view } = origin.clone();
     let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&tensor))?);
     let over = MeshAxes { mesh: mesh.clone(), axes };
     // An op on the variable itself: candle requires a gradient for nodes in between.
-    Ok(tensor.apply_op1(Use { over, name, view, copy })?)
+    Ok(tensor.apply_op1(Use { over, name, ordinal, view, copy })?)
 }
 
 struct Use {
     over: MeshAxes,
     /// The name of the variable, if a builder made it.
     name: Option<VarName>,
+    /// The variable's ordinal, if it has no name.
+    ordinal: Option<u64>,
     /// The view of the variable that was copied, if it was not the variable itself.
     view: Option<Tensor>,
     copy: Ready,
@@ -110,7 +114,7 @@ impl CustomOp1 for Use {
 
     fn bwd(&self, variable: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let grad = self.of_variable(variable, grad)?;
-        let variable = Variable { tensor: variable.clone(), name: self.name.clone() };
+        let variable = Variable { tensor: variable.clone(), name: self.name.clone(), ordinal: self.ordinal };
         if IS_COLLECTING.get() {
             add_to(self.over.clone(), variable, &grad)?;
             return Ok(None);
@@ -130,6 +134,7 @@ fn add_to(over: MeshAxes, variable: Variable, grad: &Tensor) -> Result<()> {
         for share in shares.iter_mut().filter(|share| share.variable.tensor.id() == variable.tensor.id()) {
             if share.over.is_same(&over)? {
                 share.sum = add_grad(Some(&share.sum), grad)?;
+                share.variable.ordinal = share.variable.ordinal.max(variable.ordinal);
                 return Ok(());
             }
         }
@@ -168,13 +173,13 @@ fn sum(shares: Vec<Share>) -> Result<()> {
     let mut others = Vec::new();
     let mut registries: BTreeMap<u64, (Arc<VarRegistry>, Axes, PartMap)> = BTreeMap::new();
     for Share { over, variable, sum } in shares {
-        match variable.name {
+        match &variable.name {
             Some(VarName { registry, name }) => {
                 let of = registries.entry(registry.number);
                 let of = of.or_insert_with(|| (registry.clone(), over.axes, BTreeMap::new()));
-                of.2.insert(name, (variable.tensor, sum));
+                of.2.insert(name.clone(), (variable, sum));
             }
-            None => others.push((variable.tensor, sum)),
+            None => others.push((variable, sum)),
         }
     }
     let (mut likely, mut rest) = (Vec::new(), Vec::new());
@@ -185,7 +190,7 @@ fn sum(shares: Vec<Share>) -> Result<()> {
         // Used in another layout than the registry knows.
         others.extend(mine.into_values());
     }
-    others.sort_by_key(|(variable, _)| number(variable.id()));
+    others.sort_by_key(|(variable, _)| number(variable.tensor.id()));
     let is_more = rest.iter().any(PartList::is_used);
     if sum_lists(&over, likely, &others, is_more)? {
         sum_lists(&over, rest, &[], false)?;
@@ -194,7 +199,7 @@ fn sum(shares: Vec<Share>) -> Result<()> {
 }
 
 /// Variables by name, with this rank's parts of their gradients.
-type PartMap = BTreeMap<Arc<str>, (Tensor, Tensor)>;
+type PartMap = BTreeMap<Arc<str>, (Variable, Tensor)>;
 
 /// Variables of a registry, and this rank's parts of their gradients.
 struct PartList {
@@ -218,7 +223,7 @@ impl PartList {
 }
 
 /// Sums parts of the gradients of listed variables, and of others in their order. Returns whether a rank has more.
-fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Tensor, Tensor)], is_more: bool) -> Result<bool> {
+fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Variable, Tensor)], is_more: bool) -> Result<bool> {
     let (mut sums, mut header) = (Vec::new(), vec![f64::from(u8::from(is_more))]);
     for (_, entry, part) in lists.iter().flat_map(|list| &list.parts) {
         header.push(f64::from(u8::from(part.is_some())));
@@ -227,10 +232,11 @@ fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Tensor, Tensor)],
     let names = listed(lists.iter().flat_map(|list| &list.parts).map(|(name, ..)| &**name));
     let description: Arc<str> = format!("gradients of {names}, and of {} without names", others.len()).into();
     let device = sums.first().or(others.first().map(|(_, sum)| sum)).map_or(&Device::Cpu, Tensor::device);
+    header.extend(others.iter().flat_map(|(variable, _)| ordinal_terms(variable)));
     let mut tail = vec![Tensor::new(&header[..], device)?];
     for (variable, sum) in others {
         sums.push(sum.clone());
-        tail.push(fingerprint(variable)?);
+        tail.push(fingerprint(&variable.tensor)?);
     }
     sums.push(Tensor::cat(&tail, 0)?);
     for group in over.groups()? {
@@ -249,9 +255,11 @@ fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Tensor, Tensor)],
         }
     }
     let ranks = over.indices().map(|axis| over.mesh.shape()[axis]).product();
-    for (((variable, _), sum), (total, squares)) in others.iter().zip(sums).zip(counts.tuples()) {
-        check_same(variable, ranks, *total, *squares)?;
-        off_graph::add(variable.id(), &sum)?;
+    let (ordinals, values) = counts.as_slice().split_at(3 * others.len());
+    let terms = ordinals.iter().tuples().zip(values.iter().tuples());
+    for (((variable, _), sum), ((&has, &ordinals, &squares), (&total, &all))) in others.iter().zip(sums).zip(terms) {
+        check_same(&variable.tensor, (has, ordinals, squares), (ranks, total, all))?;
+        off_graph::add(variable.tensor.id(), &sum)?;
     }
     Ok(header[0] > 0.0)
 }
@@ -260,7 +268,10 @@ fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Tensor, Tensor)],
 fn sum_alone(over: &MeshAxes, variable: &Variable, grad: &Tensor) -> Result<Tensor> {
     let (name, mut sums) = match &variable.name {
         Some(VarName { name, .. }) => (Some(&**name), vec![grad.clone()]),
-        None => (None, vec![grad.clone(), fingerprint(&variable.tensor)?]),
+        None => {
+            let ordinal = Tensor::new(&ordinal_terms(variable), grad.device())?;
+            (None, vec![grad.clone(), Tensor::cat(&[ordinal, fingerprint(&variable.tensor)?], 0)?])
+        }
     };
     let description: Arc<str> = format!("the gradient of {}", listed(name)).into();
     for group in over.groups()? {
@@ -268,7 +279,8 @@ fn sum_alone(over: &MeshAxes, variable: &Variable, grad: &Tensor) -> Result<Tens
     }
     if let Some(total) = sums.get(1) {
         let total = over.mesh.to_host(total)?.to_vec1::<f64>()?;
-        check_same(&variable.tensor, over.groups()?.iter().map(ProcessGroup::size).product(), total[0], total[1])?;
+        let ranks = over.groups()?.iter().map(ProcessGroup::size).product();
+        check_same(&variable.tensor, (total[0], total[1], total[2]), (ranks, total[3], total[4]))?;
     }
     Ok(sums.swap_remove(0))
 }
@@ -288,6 +300,11 @@ pub(crate) fn listed<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     }
 }
 
+/// Returns how many ordinals a variable has, its ordinal and the square of it.
+fn ordinal_terms(variable: &Variable) -> [f64; 3] {
+    variable.ordinal.map_or([0.0; 3], |ordinal| [1.0, ordinal as f64, (ordinal as f64).powi(2)])
+}
+
 /// Returns a number that depends on values of a variable, and its square.
 fn fingerprint(variable: &Tensor) -> candle_core::Result<Tensor> {
     const ELEMENTS: usize = 16;
@@ -303,14 +320,19 @@ fn fingerprint(variable: &Tensor) -> candle_core::Result<Tensor> {
     Tensor::cat(&[&sum, &sum.sqr()?], 0)
 }
 
-/// Refuses a variable without a name that is another one on other ranks: `total` and `squares` are sums over `ranks` of
-/// its [`fingerprint`].
+/// Refuses a variable without a name that is another one on other ranks: the sums of its [`ordinal_terms`] or of its
+/// [`fingerprint`] over `ranks` are not those of one variable.
 ///
-/// It may differ in the last bits where ranks have computed the same update in different ways.
-fn check_same(variable: &Tensor, ranks: usize, total: f64, squares: f64) -> Result<()> {
+/// The values may differ in the last bits where ranks have computed the same update in different ways.
+fn check_same(
+    variable: &Tensor,
+    (has, ordinals, of_ordinals): (f64, f64, f64),
+    (ranks, total, squares): (usize, f64, f64),
+) -> Result<()> {
     const MOST: f64 = 1e-6;
     let (ranks, dims) = (ranks as f64, variable.dims());
-    if ranks * squares - total * total > MOST * ranks * squares {
+    let is_other = has * of_ordinals - ordinals * ordinals > 0.5;
+    if is_other || ranks * squares - total * total > MOST * ranks * squares {
         return Error::op(
             "backward",
             format!(

@@ -14,7 +14,10 @@
 //! the gradients of the pieces over them.
 //!
 //! All ranks run the same units in the same order. If they do not, the calls of the units differ in their description, which
-//! names parameters, and all ranks get an error. Within a unit ranks may use different parameters.
+//! names parameters, and all ranks get an error.
+//!
+//! In each backward pass either every rank has the gradients of all parameters of a unit, or every rank lacks one. Ranks
+//! that each lack one may use different parameters. Otherwise all ranks get an error.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

@@ -99,7 +99,8 @@ impl Unit {
         for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
             let Some(cut) = held.cut.clone() else {
                 // Its gradient stays partial until `Parameters::reduce`, as those outside of units do.
-                grad.map_or(Ok(()), |grad| held.piece.add(&grad))?;
+                let dtype = sum_dtype(held.piece.var.dtype());
+                grad.map_or(Ok(()), |grad| held.piece.add(&grad.to_dtype(dtype)?))?;
                 continue;
             };
             present.push(f32::from(u8::from(grad.is_some())));

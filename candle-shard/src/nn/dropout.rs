@@ -40,7 +40,7 @@ impl Dropout {
     /// Drops elements of `x` in training, and returns `x` in evaluation.
     ///
     /// # Errors
-    /// If `p` is not in `[0, 1)`, and in a node of a pipeline if dim 0 of `x` is not a multiple of the rows.
+    /// If `p` is not in `[0, 1]`, and in a node of a pipeline if dim 0 of `x` is not a multiple of the rows.
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<DTensor> {
         let (step, first_row) = match mode {
             Mode::Eval => return Ok(x.clone()),

@@ -30,10 +30,11 @@ pub fn recompute(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + S
     let (out, draws) = Draws::of(|| f(&leaf))?;
     let (spec, varying) = (out.shared_spec().clone(), out.varying());
     let made = Ready::new(Fresh::copy_of(out.to_local())?);
-    drop(out);
+    // Without the graph, so that no activations are kept.
+    let out = out.detach();
     counts::segment_made();
     let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink() };
-    Ok(DTensor::assemble(edges::apply1(x.to_local(), op)?, spec, varying))
+    Ok(DTensor::assemble(edges::apply1(x.to_local(), op)?, spec, varying).computed_from(&[out]))
 }
 
 type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
@@ -102,9 +103,11 @@ impl Recompute {
 impl DTensor {
     /// Copies the values to a new variable, so that a part of a graph can be differentiated by itself.
     fn as_leaf(&self) -> Result<(DTensor, Var)> {
+        self.check_memory("recompute")?;
         let var = Var::from_tensor(&self.to_local().detach())?;
         // Not the variable itself, so that several uses share one view of it, as they do outside of a segment.
         let local = var.reshape(var.shape())?;
-        Ok((DTensor::assemble(local, self.shared_spec().clone(), self.varying()), var))
+        let leaf = DTensor::assemble(local, self.shared_spec().clone(), self.varying());
+        Ok((leaf.computed_from(std::slice::from_ref(self)), var))
     }
 }

@@ -1,15 +1,17 @@
 //! The builder of parameters: fresh or loaded, sharded as the plan says.
+mod made;
+
 use super::moved::Moved;
 use super::place::{AxisCut, Place};
-use super::source::{Init, Source, Wanted};
+use super::source::{Init, Source};
 use crate::fsdp::{Sharder, Unit};
 use crate::kernels::QuantizedMatrix;
-use crate::layout::{Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName};
+use crate::layout::{Axes, Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName, axes_of};
 use crate::nn::{Parameter, Parameters, Width};
 use crate::parallel::{LayerKind, ModuleStyle, Plan};
 use crate::tensor::VarRegistry;
 use crate::{DTensor, Error, Result, Weights};
-use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::backend::Dims;
 use candle_dist::{DeviceMesh, GradMark};
 use smallvec::SmallVec;
@@ -198,33 +200,6 @@ impl ShardedVarBuilder {
         Self { frozen: true, ..self.clone() }
     }
 
-    /// Returns a builder for another model of the same parameters: one that was built before, under the same name and in the same
-    /// layout, is the same variable.
-    ///
-    /// A pipeline builds its stages from such a builder, so several pipelines may be built from one.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device};
-    /// use candle_dist::World;
-    /// use candle_shard::Result;
-    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
-    /// use candle_shard::parallel::Plan;
-    ///
-    /// World::local(1).run(|ctx| -> Result<()> {
-    ///     let (mesh, plan) = (ctx.mesh(&[("tp", 1)])?, Plan::new("tp"));
-    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
-    ///     Linear::new(4, 2, true, &vb.pp("out"))?;
-    ///     Linear::new(4, 2, true, &vb.again().pp("out"))?;
-    ///     assert_eq!(vb.finish()?.len(), 2); // one weight and one bias
-    ///     assert!(Linear::new(4, 2, true, &vb.pp("out")).is_err()); // twice in one model
-    ///     Ok(())
-    /// })?;
-    /// # Ok::<(), candle_dist::WorldError>(())
-    /// ```
-    pub fn again(&self) -> Self {
-        Self { requested: Arc::default(), ..self.clone() }
-    }
-
     /// Returns a builder for which no parameter is [quantized](Self::quantized_block): all are held as floats.
     pub fn dequantized(&self) -> Self {
         Self { dequantized: true, ..self.clone() }
@@ -410,7 +385,11 @@ impl ShardedVarBuilder {
             return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
         }
         let within = stored.within.map(|within| RowsOf { of: self.full_name(&within.of), ..within });
-        let known = self.known(&name, &spec)?;
+        let mut vary: Axes = if varying { 1 << axis } else { 0 };
+        if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
+            vary |= axes_of(sharder.axes());
+        }
+        let known = self.known(&name, &spec, vary)?;
         let is_known = known.is_some();
         let (mut tensor, var) = match known {
             Some(known) => (known.tensor, known.var),
@@ -420,12 +399,8 @@ impl ShardedVarBuilder {
         if self.frozen {
             tensor = tensor.detach();
         } else {
-            if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
-                tensor = sharder.axes().iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
-            }
-            if varying {
-                tensor = tensor.varying_on(axis)?;
-            }
+            let mut axes = (0..mesh.ndim()).filter(|axis| vary & (1 << axis) != 0);
+            tensor = axes.try_fold(tensor, DTensor::varying_on)?;
             tensor = tensor.registered(&self.shared.registry, &name);
         }
         let whole = unit.map(|unit| unit.add(&name, &tensor, &var, axis, self.frozen)).transpose()?;
@@ -438,44 +413,6 @@ impl ShardedVarBuilder {
             built.push(Parameter { name, tensor: tensor.clone(), var, within, is_summed });
         }
         Ok(whole.unwrap_or(tensor))
-    }
-
-    /// Returns the parameter of this name that another model of these parameters has built.
-    fn known(&self, name: &str, spec: &Spec) -> Result<Option<Parameter>> {
-        let built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(known) = built.iter().find(|p| p.name == name) else { return Ok(None) };
-        if known.tensor.spec() != spec {
-            let has = known.tensor.spec();
-            let reason = format!("parameter {name} is {spec} in one model of this builder and {has} in another");
-            return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
-        }
-        if known.is_frozen() && !self.frozen {
-            let reason = format!("parameter {name} is frozen in one model of this builder and trained in another");
-            return Err(Error::Plan(format!(
-                "{reason}; build the one that trains it first, or from a builder of its own"
-            )));
-        }
-        Ok(Some(known.clone()))
-    }
-
-    /// Makes a parameter from the source.
-    fn made(
-        &self,
-        name: &str,
-        within: Option<&RowsOf>,
-        spec: Spec,
-        init: Init,
-        zero_row: Option<usize>,
-    ) -> Result<(DTensor, Var)> {
-        let at = Wanted { name, within, spec: &spec };
-        let local = self.shared.source.shard(&at, (init, self.seed()), self.device())?;
-        let rows = spec.local_block().first().cloned().unwrap_or_default();
-        // Before the unit owns it: tensors that layers get have no memory of their own.
-        let is_fresh = self.shared.source.is_fresh();
-        if let Some(row) = zero_row.filter(|row| is_fresh && rows.contains(row) && local.elem_count() > 0) {
-            local.narrow(0, row - rows.start, 1)?.zero_set()?;
-        }
-        DTensor::from_local_with_spec(local, spec)?.to_var()
     }
 
     /// Returns the files that parameters are read from, if they are.

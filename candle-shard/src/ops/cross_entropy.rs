@@ -8,7 +8,7 @@ use crate::strict::inherent;
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::{DType, Tensor};
 use candle_dist::functional::Exchange;
-use candle_dist::{DeviceMesh, ReduceOp, empty};
+use candle_dist::{ReduceOp, empty};
 use smallvec::SmallVec;
 use std::ops::Range;
 
@@ -79,7 +79,7 @@ impl CrossEntropy {
             let local = logits.to_local().to_device(device)?;
             let flat = local.reshape((goals.rows.len(), local.dims()[class_dim]))?;
             let axes: SmallVec<[usize; 2]> = logits.sharded_axes(class_dim).collect();
-            let join = |values: &Tensor, op| join(values, op, logits.mesh(), &axes).map_err(Into::into);
+            let join = |values: &Tensor, op| join(values, op, logits, &axes).map_err(Into::into);
             Ok(empty::compute(&kernels::weighted_cross_entropy(&flat, goals, &join)?, Tensor::sum_all)?)
         })
     }
@@ -253,9 +253,9 @@ fn signature(op: &'static str, scores: &DTensor, targets: &DTensor, weights: Opt
 }
 
 /// Reduces `values` over the ranks that hold the other classes. The gradient of a sum is summed over them too.
-fn join(values: &Tensor, op: ReduceOp, mesh: &DeviceMesh, axes: &[usize]) -> Result<Tensor> {
+fn join(values: &Tensor, op: ReduceOp, logits: &DTensor, axes: &[usize]) -> Result<Tensor> {
     axes.iter().try_fold(values.clone(), |values, &axis| {
-        let group = mesh.axis_group(axis)?;
+        let group = &logits.described(logits.mesh().axis_group(axis)?.clone(), 1 << axis);
         Ok(match op {
             ReduceOp::Sum => Exchange::to_varying().apply(&Exchange::all_reduce().apply(&values, group)?, group)?,
             _ => group.all_reduce(&values, op)?,

@@ -126,8 +126,9 @@ impl DTensor {
         let [part, _] = self.parts();
         let mine = wanted.into_iter().filter(|&id| part.contains(&(id as usize)));
         let rows: Vec<u32> = mine.map(|id| id - part.start as u32).collect();
-        let groups = self.sharded_axes(1).map(|axis| Ok(self.mesh().axis_group(axis)?)).collect::<Result<Vec<_>>>()?;
-        limit_rows(self.to_local(), &rows, limit, groups)
+        let group = |axis: usize| Ok(self.described(self.mesh().axis_group(axis)?.clone(), 1 << axis));
+        let groups = self.sharded_axes(1).map(group).collect::<Result<Vec<_>>>()?;
+        limit_rows(self.to_local(), &rows, limit, &groups)
     }
 
     /// The range of each dim of a table that this rank holds.

@@ -1,6 +1,6 @@
 //! Neighboring elements of a sharded dim: each rank gets those that it lacks, and no others.
 use super::{neutral, neutral_of};
-use crate::layout::{Partial, Replicate, Spec};
+use crate::layout::{Partial, Replicate, Spec, axes_of};
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Result};
 use candle_core::shape::Dim;
@@ -25,7 +25,8 @@ impl Halo {
             return Ok(None);
         }
         let cut = x.spec().joint_cut(&axes, dim);
-        Ok(Some(Self { group: x.group_of(&axes)?, axes, cut }))
+        let group = x.described(x.group_of(&axes)?, axes_of(&axes));
+        Ok(Some(Self { group, axes, cut }))
     }
 
     /// Returns the elements that this rank's piece of the result needs: `window` says which ones a piece needs. Elements

@@ -184,8 +184,10 @@ impl DTensor {
 
     /// Copies the elements to new memory in row-major order. The copy may be changed in place if it has no gradient.
     pub fn copy(&self) -> Result<Self> {
+        self.check_memory("copy")?;
         let local = self.to_local().force_contiguous()?;
         let copy = Self::assemble(local, self.shared_spec().clone(), self.varying());
+        let copy = copy.computed_from(std::slice::from_ref(self));
         Ok(if copy.tracked() { copy } else { copy.into_made() })
     }
 
@@ -206,7 +208,9 @@ impl DTensor {
         if self.device().same_device(device) {
             return Ok(self.clone());
         }
+        self.check_memory("to_device")?;
         let local: Tensor = self.to_local().to_device(device)?;
-        Ok(Self::assemble(local, self.shared_spec().clone(), self.varying()))
+        let moved = Self::assemble(local, self.shared_spec().clone(), self.varying());
+        Ok(moved.computed_from(std::slice::from_ref(self)))
     }
 }

@@ -128,10 +128,11 @@ impl DTensor {
     /// Brings every shard into row-major order in memory.
     #[track_caller]
     pub fn contiguous(&self) -> Result<Self> {
+        self.check_memory("contiguous")?;
         // Returns a new tensor on all ranks, even where no copy is needed: cached views must be alike on all ranks.
         let local = self.to_local().contiguous()?;
         let made = DTensor::assemble(local, self.shared_spec().clone(), self.varying());
-        Ok(made.made_locally_of(self).aliasing(self))
+        Ok(made.made_locally_of(self).aliasing(self).computed_from(std::slice::from_ref(self)))
     }
 
     #[track_caller]

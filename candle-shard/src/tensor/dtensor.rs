@@ -73,7 +73,7 @@ pub struct DTensor {
     pub(super) leaf: bool,
     /// Whether its memory is that of a variable, which an optimizer changes in place.
     pub(super) in_variable: bool,
-    /// The variable that this is, or from which local ops made it; `None` for a variable that no builder made.
+    /// The variable that this is, or from which local ops made it; `None` for a variable that was given as it is.
     pub(super) made_of: Option<Variable>,
     /// What it was computed from.
     pub(super) lineage: Lineage,
@@ -100,6 +100,8 @@ pub(crate) struct Trail {
 pub(crate) struct Variable {
     pub(crate) tensor: Tensor,
     pub(crate) name: Option<VarName>,
+    /// Its number among the variables that [`DTensor::to_var`] made in its layout on this thread, from 1.
+    pub(crate) ordinal: Option<u64>,
 }
 
 /// A variable, or a view that local ops made of one.

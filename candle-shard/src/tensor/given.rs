@@ -1,10 +1,12 @@
 //! Tensors that are given, not made by an op: from local tensors, or cut out of whole ones.
-use super::dtensor::DTensor;
+use super::dtensor::{DTensor, Variable};
 use crate::agreement::alike;
 use crate::layout::{Partial, Placement, Spec};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor, Var};
 use candle_dist::{DeviceMesh, ReduceOp, ShardedVar};
+use rustc_hash::FxHashMap;
+use std::cell::RefCell;
 
 impl DTensor {
     /// Replaces the shard by another of the same shape, with the same layout and gradient state. The dtype is the new
@@ -99,7 +101,19 @@ impl DTensor {
     }
 
     /// Converts to a trainable leaf: the local tensor becomes a [`Var`].
+    ///
+    /// All ranks of the mesh make the variables of a layout in one order: the backward pass compares their numbers, and
+    /// returns an error if it would sum gradients of different variables.
     pub fn to_var(&self) -> Result<(Self, Var)> {
+        let (mut made, var) = self.to_parameter()?;
+        let (tensor, ordinal) = (var.as_tensor().clone(), Some(next_ordinal(&self.spec)));
+        made.made_of = Some(Variable { tensor, name: None, ordinal });
+        Ok((made, var))
+    }
+
+    /// Like [`to_var`](Self::to_var), for a variable that gets a name, so needs no number.
+    pub(crate) fn to_parameter(&self) -> Result<(Self, Var)> {
+        self.check_memory("to_var")?;
         if let Some(p) = self.placements().iter().find(|p| p.is_partial()) {
             return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
         }
@@ -109,6 +123,20 @@ impl DTensor {
         let shard = Some(ShardedVar::new(&var, self.mesh(), axes));
         Ok((Self { varying, shard, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
     }
+}
+
+/// Returns the number of the next variable in this layout on this thread, from 1.
+///
+/// Each layout counts for itself, since a rank may have variables on meshes that other ranks are not part of.
+fn next_ordinal(spec: &Spec) -> u64 {
+    thread_local! {
+        static COUNTS: RefCell<FxHashMap<String, u64>> = RefCell::default();
+    }
+    COUNTS.with_borrow_mut(|counts| {
+        let count = counts.entry(format!("{spec} on {:?}", spec.mesh().ranks())).or_default();
+        *count += 1;
+        *count
+    })
 }
 
 /// Creates a layout for a new tensor; refuses partial placements, which only ops produce.

@@ -103,6 +103,18 @@ impl DTensor {
         }
     }
 
+    /// Returns a group of the ranks of `axes` whose calls carry what all of `inputs` were computed from.
+    ///
+    /// An input that each rank has computed from its own data on these axes is left out.
+    pub(crate) fn described_by(inputs: &[Self], group: ProcessGroup, axes: Axes) -> ProcessGroup {
+        let alike = inputs.iter().filter(|input| input.lineage.is_alike(axes)).map(|input| &input.lineage);
+        let joined = inputs.first().map(|first| Lineage::of_all(alike, &first.spec));
+        match joined.and_then(|lineage| lineage.description(axes)) {
+            Some(description) => group.with_description(description),
+            None => group,
+        }
+    }
+
     /// Marks this tensor as made by a local op from `source`, in the same layout.
     pub(crate) fn made_locally_of(mut self, source: &Self) -> Self {
         if source.in_variable && source.tracked() {
@@ -122,14 +134,14 @@ impl DTensor {
 
     /// Returns the variable that this is, or from which local ops made it.
     pub(crate) fn variable(&self) -> Option<Variable> {
-        let itself = || Variable { tensor: self.local.clone(), name: None };
+        let itself = || Variable { tensor: self.local.clone(), name: None, ordinal: None };
         self.made_of.clone().or_else(|| self.local.is_variable().then(itself))
     }
 
     /// Names this variable, so that ranks know which one it is.
     pub(crate) fn registered(mut self, registry: &Arc<VarRegistry>, name: &str) -> Self {
         let name = registry.add(name, &self.local, &self.spec, self.varying);
-        self.made_of = Some(Variable { tensor: self.local.clone(), name: Some(name) });
+        self.made_of = Some(Variable { tensor: self.local.clone(), name: Some(name), ordinal: None });
         self
     }
 

@@ -56,9 +56,14 @@ impl Lineage {
         self.first.as_deref()
     }
 
+    /// Returns whether the ranks of `axes` have computed the tensor from the same data.
+    pub(super) fn is_alike(&self, axes: Axes) -> bool {
+        self.by_data & axes == 0
+    }
+
     /// Returns a description for calls over `axes` that move this tensor.
     pub(super) fn description(&self, axes: Axes) -> Option<Arc<str>> {
-        let first = self.first.as_ref().filter(|_| self.by_data & axes == 0)?;
+        let first = self.first.as_ref().filter(|_| self.is_alike(axes))?;
         Some(match self.sum == hash(first) {
             true => first.clone(),
             false => format!("{first} and more, with the hash {:016x}", self.sum).into(),

@@ -339,3 +339,30 @@ fn what_ranks_of_several_meshes_hold_is_one_checkpoint() {
         });
     }
 }
+
+#[test]
+fn blocks_that_are_no_whole_tensor_do_not_replace_a_checkpoint() {
+    let folder = Scratch::of_ranks("incomplete");
+    let path = folder.path("saved");
+    let texts = on_ranks(3, "incomplete", move |ctx| -> Result<Vec<String>> {
+        let mesh = mesh(ctx, &[3])?;
+        let whole = values(&[5, 3], 1, DType::F64);
+        let x = distribute(&whole, &mesh, &[Shard(0)])?;
+        let other = distribute(&whole, &mesh, &[Replicate])?;
+        checkpoint::save_stages(&path, ctx.group(), &[("x", x.clone())])?;
+        // A rank leaves its block out, or holds it in another layout.
+        let lacks = if ctx.rank() == 1 { Vec::new() } else { vec![("x", x.clone())] };
+        let unlike = vec![("x", if ctx.rank() == 1 { other } else { x })];
+        let mut texts = Vec::new();
+        for wrong in [lacks, unlike] {
+            texts.push(checkpoint::save_stages(&path, ctx.group(), &wrong).unwrap_err().to_string());
+            let loaded = checkpoint::load(&path, &mesh, &[("x", [Replicate])], &Device::Cpu)?;
+            assert_eq!(bits(&loaded["x"].full_tensor()?), bits(&whole));
+        }
+        Ok(texts)
+    });
+    for text in texts.iter().flatten() {
+        assert!(text.contains("the blocks of \"x\" on the ranks [0, 1, 2] are not exactly a tensor"), "{text}");
+    }
+    assert!(texts.iter().all(|of_rank| *of_rank == texts[0]), "{texts:?}");
+}

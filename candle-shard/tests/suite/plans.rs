@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::DType;
 use candle_dist::{DeviceMesh, ReduceOp, comm};
-use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder, Width};
+use candle_shard::nn::{Embedding, FusedQkv, Heads, Init, LayerNorm, Linear, ShardedVarBuilder, Width};
 use candle_shard::parallel::{
     ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
     SequenceParallel, Shares, Style,
@@ -205,6 +205,23 @@ fn a_parameter_that_is_built_twice() {
         Linear::new(2, 2, false, &vb.pp("up"))?;
         let text = Linear::new(2, 2, false, &vb.pp("up")).unwrap_err().to_string();
         assert_eq!(text, "plan: parameter up.weight is built twice; share the layer instead");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_parameter_whose_gradient_is_partial_in_one_model_only() {
+    on_ranks(2, "unlike gradients", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        for first in [false, true] {
+            let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
+            let get = |vb: &ShardedVarBuilder, varying| vb.get((2, 2), "scale", Init::Const(1.0), Replicate, varying);
+            get(&vb, first)?;
+            get(&vb.again(), first)?;
+            let text = get(&vb.again(), !first).unwrap_err().to_string();
+            assert!(text.contains("the gradient of parameter scale is left partial on the axes"), "{text}");
+            get(&vb.again().frozen(), !first)?;
+        }
         Ok(())
     });
 }

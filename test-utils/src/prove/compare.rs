@@ -1,4 +1,5 @@
 //! Runs of set-ups, compared with one device.
+use super::failure::{Failure, Root, one_reason};
 use super::report::Verdict;
 use super::setup::Setup;
 use super::setups::has_schedule;
@@ -27,8 +28,10 @@ pub(super) struct Compared {
 /// What all ranks of a run found, or why it has no result.
 enum Outcome {
     Trained(Vec<Trajectory>),
-    /// All ranks returned this error.
+    /// All ranks refused for this reason.
     Refused(String),
+    /// An op of candle failed on a rank.
+    Failed(String),
     /// Ranks returned unlike errors, hung or panicked.
     Broken(String),
 }
@@ -51,7 +54,7 @@ impl Compared {
         if !setup.has_rows() {
             return Verdict::Refused("a replica or a pass has no rows".into());
         }
-        if !has_schedule(setup) {
+        if !has_schedule(setup) || setup.resumed().is_some_and(|next| !has_schedule(&next)) {
             return Verdict::Refused("the schedule does not support this number of microbatches".into());
         }
         let alone = match self.alone(&setup.alone()) {
@@ -62,6 +65,11 @@ impl Compared {
             Ok(exact) => exact,
             Err(verdict) => return verdict,
         };
+        let unbounded = (alone.iter().chain(&exact)).find_map(Trajectory::unbounded);
+        if let Some((name, number)) = unbounded {
+            let gives = if number.is_nan() { "NaN".to_string() } else { number.to_string() };
+            return Verdict::Wrong(format!("one device gives {gives} in the {name}, so nothing can be compared"));
+        }
         let folder = Scratch::new("prove");
         let saved = folder.path("saved");
         let first = self.outcome(setup, &saved, false);
@@ -83,9 +91,9 @@ impl Compared {
         }
         let run = |setup: &Setup| {
             let (subject, at) = (self.subject.clone(), setup.clone());
-            match self.ranks(setup, move |ctx| forward(&subject, &at, ctx).map_err(|error| error.to_string())) {
+            match self.ranks(setup, move |ctx| forward(&subject, &at, ctx).map_err(Failure::from)) {
                 Outcome::Trained(mut found) => Some(found.remove(0)),
-                Outcome::Refused(_) | Outcome::Broken(_) => None,
+                Outcome::Refused(_) | Outcome::Failed(_) | Outcome::Broken(_) => None,
             }
         };
         let alone = run(&setup.alone())?;
@@ -99,8 +107,8 @@ impl Compared {
     fn outcome(&self, setup: &Setup, folder: &std::path::Path, resumes: bool) -> Outcome {
         let (subject, at, folder) = (self.subject.clone(), setup.clone(), folder.to_path_buf());
         self.ranks(setup, move |ctx| match resumes {
-            true => resume(&subject, &at, Some(&folder), ctx).map_err(|error| error.to_string()),
-            false => train(&subject, &at, &folder, ctx).map_err(|error| error.to_string()),
+            true => resume(&subject, &at, Some(&folder), ctx).map_err(Failure::from),
+            false => train(&subject, &at, &folder, ctx).map_err(Failure::from),
         })
     }
 
@@ -108,7 +116,7 @@ impl Compared {
     fn ranks(
         &self,
         setup: &Setup,
-        f: impl Fn(&RankContext) -> Result<Trajectory, String> + Send + Sync + 'static,
+        f: impl Fn(&RankContext) -> Result<Trajectory, Failure> + Send + Sync + 'static,
     ) -> Outcome {
         let ranks = Ranks::new(setup.ranks(), setup.to_string()).deadline(self.deadline);
         // A rank that returns its error as a value leaves the others to find the same one.
@@ -116,16 +124,20 @@ impl Compared {
             Ok(found) => found,
             Err(error) => return Outcome::Broken(error.to_string()),
         };
-        let errors: Vec<(usize, &String)> =
+        let errors: Vec<(usize, &Failure)> =
             found.iter().enumerate().filter_map(|(rank, made)| Some((rank, made.as_ref().err()?))).collect();
         if errors.is_empty() {
             return Outcome::Trained(found.into_iter().flatten().collect());
         }
-        // Ranks may fail at unlike places for one reason, which ends the first line of their errors.
-        let firsts: Vec<&str> = errors.iter().map(|(_, error)| error.lines().next().unwrap_or_default()).collect();
-        if let Some(reason) = shared_end(&firsts).filter(|_| errors.len() == found.len()) {
+        if let Some((rank, failure)) = errors.iter().find(|(_, failure)| failure.root == Root::Candle) {
+            return Outcome::Failed(format!("rank {rank}: an op of candle fails: {failure}"));
+        }
+        let failures: Vec<&Failure> = errors.iter().map(|(_, failure)| *failure).collect();
+        let is_refused = errors.len() == found.len() && failures.iter().all(|failure| failure.root != Root::Lost);
+        // Ranks may fail at unlike places for one reason.
+        if let Some(reason) = one_reason(&failures).filter(|_| is_refused) {
             // What each rank was doing, if the error has it.
-            let more: Vec<&str> = errors[0].1.lines().skip(1).collect();
+            let more: Vec<&str> = failures[0].text.lines().skip(1).collect();
             return Outcome::Refused([&[reason], &more[..]].concat().join("\n"));
         }
         let all = errors.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect::<Vec<_>>();
@@ -142,13 +154,18 @@ impl Compared {
         let one = |resumes: bool| {
             let (subject, at) = (self.subject.clone(), setup.clone());
             let made = self.ranks(setup, move |ctx| match resumes {
-                true => resume(&subject, &at, None, ctx).map_err(|error| error.to_string()),
-                false => train(&subject, &at, &PathBuf::new(), ctx).map_err(|error| error.to_string()),
+                true => resume(&subject, &at, None, ctx).map_err(Failure::from),
+                false => train(&subject, &at, &PathBuf::new(), ctx).map_err(Failure::from),
             });
             match made {
                 Outcome::Trained(mut made) => Ok(made.remove(0)),
-                Outcome::Refused(why) => Err(Verdict::Refused(format!("one device: {why}"))),
-                Outcome::Broken(why) => Err(Verdict::Wrong(format!("one device: {why}"))),
+                // candle lacks ops in 16 bits on some devices.
+                Outcome::Refused(why) | Outcome::Failed(why) if setup.has_16_bits() => {
+                    Err(Verdict::Refused(format!("one device: {why}")))
+                }
+                Outcome::Refused(why) | Outcome::Failed(why) | Outcome::Broken(why) => {
+                    Err(Verdict::Wrong(format!("one device: {why}")))
+                }
             }
         };
         let made = one(false).and_then(|first| Ok([first, one(true)?]));
@@ -157,20 +174,12 @@ impl Compared {
     }
 }
 
-/// Returns the reason with which all lines end: what follows places such as `rank 1: ` and `node "up": `.
-fn shared_end<'a>(lines: &[&'a str]) -> Option<&'a str> {
-    let first = *lines.first()?;
-    let starts = [0].into_iter().chain(first.match_indices(": ").map(|(at, _)| at + 2));
-    let mut ends = starts.map(|at| &first[at..]);
-    ends.find(|end| !end.is_empty() && lines.iter().all(|line| line.ends_with(end)))
-}
-
 /// Compares what the ranks found with one device.
 fn judge(outcome: Outcome, alone: &Trajectory, exact: &Trajectory, setup: &Setup) -> Verdict {
     let found = match outcome {
         Outcome::Trained(found) => found,
         Outcome::Refused(why) => return Verdict::Refused(why),
-        Outcome::Broken(why) => return Verdict::Wrong(why),
+        Outcome::Failed(why) | Outcome::Broken(why) => return Verdict::Wrong(why),
     };
     let dtype = setup.compute.unwrap_or(setup.dtype);
     for (rank, found) in found.iter().enumerate() {
@@ -182,18 +191,5 @@ fn judge(outcome: Outcome, alone: &Trajectory, exact: &Trajectory, setup: &Setup
     match alone.names().find(|name| !found.iter().any(|found| found.names().any(|other| other == *name))) {
         Some(name) => Verdict::Wrong(format!("the {name} is missing on all ranks")),
         None => Verdict::Right,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::shared_end;
-
-    #[test]
-    fn a_reason_is_what_the_errors_of_all_ranks_end_with() {
-        assert_eq!(shared_end(&["rank 0: node \"a\": too wide", "rank 1 failed: too wide"]), Some("too wide"));
-        assert_eq!(shared_end(&["no rows", "no rows"]), Some("no rows"));
-        assert_eq!(shared_end(&["rank 0: too wide", "rank 1: too long"]), None);
-        assert_eq!(shared_end(&[]), None);
     }
 }

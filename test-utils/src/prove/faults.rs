@@ -95,7 +95,8 @@ fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> Fau
     let made = Ranks::new(ranks, setup.to_string()).deadline(compared.deadline()).among_threads(
         world,
         &Arc::new(move |ctx: &candle_dist::RankContext| {
-            let made = train(&subject, &at, &path, ctx).map(drop);
+            // All ranks wait for the end of the others, so that a fault in the last calls of one reaches them.
+            let made = train(&subject, &at, &path, ctx).and_then(|_| Ok(ctx.group().barrier()?));
             said.lock()[ctx.rank()] = made.as_ref().err().map(ToString::to_string);
             made
         }),

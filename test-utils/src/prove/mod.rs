@@ -6,6 +6,7 @@
 //! on another mesh. What differs comes as a [`Report`] with the smallest set-up that shows it.
 mod budget;
 mod compare;
+mod failure;
 mod faults;
 mod model;
 mod report;

@@ -9,9 +9,9 @@ use std::fmt;
 pub enum Verdict {
     /// All numbers are those of one device.
     Right,
-    /// All ranks returned this error.
+    /// All ranks refused for this reason, or candle cannot run the set-up in 16 bits on one device.
     Refused(String),
-    /// A number differs, or ranks ended in unlike ways.
+    /// A number differs, an op of candle failed, or ranks ended in unlike ways.
     Wrong(String),
 }
 
@@ -20,7 +20,7 @@ pub enum Verdict {
 pub struct Report {
     /// The number of set-ups whose numbers are those of one device.
     pub right: usize,
-    /// The set-ups that all ranks refused, with the reason.
+    /// The set-ups that were refused, with the reason.
     pub refused: Vec<(Setup, String)>,
     /// The set-ups that are wrong, with the reason, as they were found.
     pub wrong: Vec<(Setup, String)>,
@@ -69,12 +69,13 @@ fn smaller(compared: &Compared, mut setup: Setup, mut why: String) -> (Setup, St
 }
 
 impl Report {
-    /// Checks that no set-up is wrong.
+    /// Checks that no set-up is wrong, and that some are right.
     ///
     /// # Panics
-    /// With the report, if one is.
+    /// With the report, if a set-up is wrong or none is right.
     pub fn assert(&self) {
         assert!(self.wrong.is_empty(), "{self}");
+        assert!(self.right > 0, "no set-up is right\n{self}");
     }
 }
 

@@ -1,4 +1,5 @@
 //! The circumstances of a training run: mesh, dtypes, batch, schedule.
+use super::setups::has_schedule;
 use candle_core::DType;
 use candle_pipe::Keep;
 use candle_pipe::schedule::ScheduleKind;
@@ -55,11 +56,20 @@ impl Setup {
         Self { axes, passes: 1, plan: 0, strict: false, schedule, resume: None, ..self.clone() }
     }
 
-    /// Returns the run that resumes this one, if one does.
+    /// Returns whether parameters or units have a dtype of 16 bits.
+    pub(super) fn has_16_bits(&self) -> bool {
+        [Some(self.dtype), self.compute].iter().flatten().any(|dtype| matches!(dtype, DType::F16 | DType::BF16))
+    }
+
+    /// Returns the run that resumes this one, if one does. It runs GPipe on a mesh that the schedule does not support.
     pub(super) fn resumed(&self) -> Option<Self> {
         let sizes = self.resume.as_ref()?;
         let axes = self.axes.iter().zip(sizes).map(|((name, _), &size)| (name.clone(), size)).collect();
-        Some(Self { axes, resume: None, ..self.clone() })
+        let mut next = Self { axes, resume: None, ..self.clone() };
+        if !has_schedule(&next) {
+            next.schedule = self.schedule.map(|(_, microbatches, keep)| (ScheduleKind::GPipe, microbatches, keep));
+        }
+        Some(next)
     }
 
     /// Returns smaller set-ups, the smallest first: one thing less in each.

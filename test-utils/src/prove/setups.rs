@@ -15,12 +15,19 @@ pub(super) fn all(plain: &Setup, proof: &Proof) -> Vec<Setup> {
     let mut next = 0;
     for (nth, mesh) in meshes.iter().enumerate() {
         let on = |setup: &Setup, resume: bool| {
-            let axes = setup.axes.iter().zip(mesh).map(|((name, _), &size)| (name.clone(), size)).collect();
-            let resume = resume.then(|| meshes[(nth * 7 + 3) % meshes.len()].clone());
-            Setup { axes, resume, ..setup.clone() }
+            let sized = |mesh: &[usize]| -> Vec<(String, usize)> {
+                setup.axes.iter().zip(mesh).map(|((name, _), &size)| (name.clone(), size)).collect()
+            };
+            let is_possible = |mesh: &&Vec<usize>| {
+                let next = Setup { axes: sized(mesh), ..setup.clone() };
+                next.has_rows() && has_schedule(&next)
+            };
+            let possible: Vec<&Vec<usize>> = meshes.iter().filter(|_| resume).filter(is_possible).collect();
+            let resume = (!possible.is_empty()).then(|| possible[(nth * 7 + 3) % possible.len()].clone());
+            Setup { axes: sized(mesh), resume, ..setup.clone() }
         };
-        // Stages save what they have; the library has no checkpoint of a pipeline.
-        let can_resume = matches!(proof.subject.program, Program::Layers(_));
+        // A function has no parameters to save.
+        let can_resume = !matches!(proof.subject.program, Program::Function(_));
         if proof.exhaustive {
             setups.extend(choices.iter().map(|choice| on(choice, can_resume)));
             continue;
@@ -44,7 +51,8 @@ fn meshes(axes: usize, ranks: usize) -> Vec<Vec<usize>> {
 
 /// Returns all combinations of what is no mesh.
 fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
-    let batches = [plain.batch, plain.batch - plain.batch / 3, 2, 1].into_iter().filter(|&rows| rows > 0).unique();
+    let batches = [plain.batch, plain.batch - plain.batch / 3, 2, 1];
+    let batches = batches.into_iter().filter(|&rows| rows > 0 && rows <= plain.batch).unique();
     let passes: &[usize] = match proof.subject.program {
         Program::Layers(_) => &proof.passes,
         _ => &[1],

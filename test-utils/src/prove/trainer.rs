@@ -389,12 +389,21 @@ impl<'a> Trainer<'a> {
         Splitter::new(microbatches).split(&[], &kwargs, None, Some(&specs))
     }
 
+    /// Saves the first replica.
     fn save(&self, folder: &Path) -> Result<()> {
         if self.replicas.as_ref().is_some_and(|replicas| replicas.rank() > 0) {
             return Ok(());
         }
         let tensors = [self.parameters.named_tensors(), self.optimizer.state()?].concat();
-        Ok(checkpoint::save(folder, &self.mesh, &tensors)?)
+        match &self.model {
+            Built::Graph { .. } => {
+                // The ranks of all stages of this replica.
+                let axes: Vec<&str> =
+                    self.whole.names().iter().map(String::as_str).filter(|name| *name != REPLICAS).collect();
+                Ok(checkpoint::save_stages(folder, self.whole.axes(&axes)?.group()?, &tensors)?)
+            }
+            _ => Ok(checkpoint::save(folder, &self.mesh, &tensors)?),
+        }
     }
 
     fn load(&mut self, folder: &Path) -> Result<()> {

@@ -41,11 +41,19 @@ impl Trajectory {
         self.0.iter().find(|(other, _)| other == name).map(|(_, numbers)| numbers.as_slice())
     }
 
-    /// Returns what differs first from `alone`, the run on one device in the same dtypes, and `exact`, the one in f64.
+    /// Returns the first number that is NaN or infinite, with its name.
+    pub(super) fn unbounded(&self) -> Option<(&str, f64)> {
+        let first = |(_, numbers): &(String, Vec<f64>)| numbers.iter().find(|x| !x.is_finite()).copied();
+        self.0.iter().find_map(|each| Some((each.0.as_str(), first(each)?)))
+    }
+
+    /// Returns what differs first from `all_alone`, the run on one device in the same dtypes, and `all_exact`, the one in
+    /// f64.
     ///
     /// A number may be as far from the exact one as a few times the farthest of its tensor on one device, and some
-    /// roundings of the largest number of its tensor, or of a small part of the largest of its kind.
-    pub(super) fn difference(&self, alone: &Self, exact: &Self, dtype: DType) -> Option<Difference> {
+    /// roundings of the largest number of its tensor, or of a small part of the largest of its kind. It is never farther
+    /// than half of that largest number.
+    pub(super) fn difference(&self, all_alone: &Self, all_exact: &Self, dtype: DType) -> Option<Difference> {
         let rounding = match dtype {
             DType::F64 => 1e-10,
             DType::F32 => 1e-4,
@@ -53,7 +61,7 @@ impl Trajectory {
             _ => 1e-1,
         };
         for (name, numbers) in &self.0 {
-            let (Some(alone), Some(exact)) = (alone.get(name), exact.get(name)) else {
+            let (Some(alone), Some(exact)) = (all_alone.get(name), all_exact.get(name)) else {
                 return Some(Difference { name: name.clone(), reason: "is there, and not on one device".into() });
             };
             if numbers.len() != alone.len() {
@@ -62,9 +70,10 @@ impl Trajectory {
             }
             // Sums of 16-bit numbers that cancel keep the roundings of their terms.
             let share = if rounding > 1e-2 { 0.05 } else { 1e-3 };
-            let own = size(exact).max(share * self.largest_like(name));
-            let most = 4.0 * distance(alone, exact) + rounding * own;
-            // NaN and infinity must be those of one device.
+            let own = size(exact).max(share * all_exact.largest_like(name));
+            // More would let a number pass that is missing or counted twice.
+            let most = (4.0 * distance(alone, exact) + rounding * own).min(own / 2.0);
+            // NaN and infinity in the results of ops, such as masks, must be those of one device.
             let is_far = |at: &usize| {
                 let (got, want, one) = (numbers[*at], exact[*at], alone[*at]);
                 match one.is_finite() {
@@ -111,4 +120,31 @@ fn size(numbers: &[f64]) -> f64 {
 
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).filter(|x| x.is_finite()).fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gradient(numbers: &[f64]) -> Trajectory {
+        Trajectory(vec![("gradient in step 0 of up".into(), numbers.to_vec())])
+    }
+
+    #[test]
+    fn a_gradient_that_is_missing_or_counted_twice_differs() {
+        // One device is far from the exact numbers.
+        let (alone, exact) = (gradient(&[0.6, -1.0]), gradient(&[1.0, -1.0]));
+        for wrong in [[0.0, 0.0], [2.0, -2.0], [1e6, -1.0]] {
+            assert!(gradient(&wrong).difference(&alone, &exact, DType::BF16).is_some(), "{wrong:?}");
+        }
+        assert!(gradient(&[0.7, -1.1]).difference(&alone, &exact, DType::BF16).is_none());
+    }
+
+    #[test]
+    fn the_first_number_without_a_bound_is_named() {
+        assert!(gradient(&[1.0]).unbounded().is_none());
+        let found = gradient(&[1.0, f64::NAN]);
+        let (name, number) = found.unbounded().unwrap();
+        assert!(name == "gradient in step 0 of up" && number.is_nan());
+    }
 }

@@ -138,7 +138,9 @@ impl Layers {
             inputs.push(std::mem::replace(&mut x, y.detach()));
         }
         let is_lost = |(_, tensor): &&(String, Tensor)| tensor.track_op() && !found.contains(&tensor.id());
-        let mut lost: Named = named.iter().filter(is_lost).cloned().collect();
+        // A cast cannot be tried, because nothing writes to it.
+        let lost: Named = named.iter().filter(is_lost).cloned().collect();
+        let (mut lost, casts): (Named, Named) = lost.into_iter().partition(|(_, tensor)| tensor.is_variable());
         // Those without a gradient, such as the statistics of a batch norm, belong to the module that moves them.
         for ((module, own), x) in layers.iter_mut().zip(&inputs) {
             if lost.is_empty() {
@@ -149,7 +151,7 @@ impl Layers {
             lost = left;
         }
         let layers = layers.into_iter().map(Some).collect();
-        let lost = lost.first();
+        let lost = lost.first().or(casts.first());
         match lost {
             None => Ok(Self(RefCell::new(layers))),
             Some((name, _)) => Err(Error::Pipe(format!(

@@ -121,6 +121,33 @@ fn replicas_may_have_batches_of_unlike_sizes() {
 }
 
 #[test]
+fn replicas_set_weights_in_all_or_in_none_and_other_copies_have_equal_numbers_of_microbatches() {
+    let values = Arc::new(values(DType::F64).unwrap());
+    let said = on_ranks(4, "copies that differ", move |ctx| -> Result<[String; 2]> {
+        let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 4, 1)?;
+        let (line, replicas) = (mesh.axis_group("pp")?, mesh.axis_group("dp")?);
+        let built = || Runtime::new(&pipe(2, false)?, &schedule, line, &builder(&values, DType::F64)?, &device());
+        let rows = [4, 2][mesh.local_rank("dp")?];
+        let (args, kwargs) = arguments(rows, DType::F64)?;
+        let batch = Splitter::new(4).split(&args, &kwargs, None, None)?;
+        let weights = (rows == 4).then(|| vec![0.25; 4]);
+        let weighted = StepOptions::default().weights(weights);
+        let averaged = built()?.with_replicas(replicas, &DataParallelOptions::default())?;
+        let unlike = built()?.beside(replicas)?;
+        let errors = [
+            averaged.forward_backward(&batch, &weighted).unwrap_err(),
+            unlike.forward_backward(&batch, &StepOptions::default()).unwrap_err(),
+        ];
+        Ok(errors.map(|error| error.to_string()))
+    });
+    for [weights, microbatches] in &said {
+        assert!(weights.contains("the use of StepOptions::weights of rank"), "{weights}");
+        assert!(microbatches.contains("the number of microbatches of rank"), "{microbatches}");
+    }
+}
+
+#[test]
 fn a_batch_that_one_replica_refuses_is_known_to_all_replicas() {
     let schedule = ScheduleKind::GPipe.schedule(2, 4, 1).unwrap();
     let said = Ranks::new(4, "replicas").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {

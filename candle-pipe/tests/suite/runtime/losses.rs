@@ -344,8 +344,10 @@ fn a_count_with_a_gradient_is_refused_by_name() {
             let h = xs[0].tensor()?;
             let weights = candle_nn::ops::sigmoid(h)?;
             let weights = if detached { weights.detach() } else { weights };
-            // Comparisons and integers have no gradient.
-            let count = (weights.sum_all()? + h.ge(0.0)?.to_dtype(DType::F64)?.sum_all()?)?;
+            // Comparisons, the conditions of choices and integers have no gradient.
+            let chosen = h.ge(0.5)?.where_cond(&h.ones_like()?, &h.zeros_like()?)?.sum_all()?;
+            let count = (weights.sum_all()? + h.ge(0.0)?.to_dtype(DType::F64)?.sum_all()?)? + chosen;
+            let count = count?;
             Ok(((h.sqr()? * weights)?.sum_all()?, count.into()))
         };
         g.loss_counted(loss, [h]);

@@ -3,6 +3,7 @@ use super::save::write;
 use super::saved::{Saved, Written};
 use crate::agreement::{agreed, told};
 use crate::files::weights::{dtype_named, name_of};
+use crate::layout::{first_overlap, volume, whole};
 use crate::{DTensor, Error, Result};
 use candle_core::DType;
 use candle_dist::ProcessGroup;
@@ -58,7 +59,7 @@ struct StageTensors {
 ///
 /// # Errors
 /// Those of [`save`](super::save), except that names may differ; and if a mesh has ranks outside of the group, or two tensors of one name have
-/// another shape or dtype.
+/// another shape or dtype, or a rank of a tensor's mesh leaves it out.
 pub fn save_stages<N: AsRef<str>>(
     path: impl AsRef<Path>,
     group: &ProcessGroup,
@@ -90,12 +91,25 @@ pub fn save_stages<N: AsRef<str>>(
         // One of those that hold the same block writes it, a different one from tensor to tensor.
         let by_start = blocks.into_iter().into_group_map_by(starts);
         let chosen = by_start.into_iter().sorted_by(|a, b| a.0.cmp(&b.0));
-        let pieces = chosen.map(|(_, mut same)| same.swap_remove(nth % same.len())).collect();
+        let pieces: Vec<Written> = chosen.map(|(_, mut same)| same.swap_remove(nth % same.len())).collect();
+        check_covers(name, first, &pieces)?;
         plan.push(Saved { name, shape: &first.shape, dtype, pieces });
     }
     let own: BTreeMap<&str, &DTensor> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor)).collect();
     let names: Vec<&str> = plan.iter().map(|saved| saved.name).collect();
     write(OP, path.as_ref(), group, &plan, |nth, _| own[names[nth]].to_local())
+}
+
+/// Refuses blocks of a tensor that are not exactly the whole tensor. All ranks see the same blocks.
+fn check_covers(name: &str, first: &StageTensors, pieces: &[Written]) -> Result<()> {
+    let StageTensors { shape, mesh, .. } = first;
+    let blocks = pieces.iter().map(|piece| &piece.block).collect_vec();
+    let held = blocks.iter().try_fold(0, |sum: usize, block| sum.checked_add(volume(block)?));
+    if held == volume(&whole(shape)) && first_overlap(&blocks).is_none() {
+        return Ok(());
+    }
+    let reason = format!("the blocks of {name:?} on the ranks {mesh:?} are not exactly a tensor of shape {shape:?}");
+    Error::op(OP, format!("{reason}; give it on all ranks of its mesh, in one layout"))
 }
 
 fn starts(written: &Written) -> Vec<usize> {

@@ -107,7 +107,7 @@ fn run_sharded(
     let way = choose(options, axis, inputs, mask)?;
     let op_spec = || OpSpec::of_rows(axis, inputs, true);
     let mut made = rules::run_with(name(way), &[], &inputs, &op_spec, &|x, outs| {
-        let call = Call::new(axis, [&x[0], &x[1]], (mask, scale))?;
+        let call = Call::new(axis, x, (mask, scale))?;
         let out = call.run(way, x)?;
         Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
     })?;
@@ -120,7 +120,7 @@ fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale))
     let q = inputs[0];
     let op_spec = || OpSpec::of_rows(axis, inputs, false);
     let mut made = rules::run_with("flash_attn by joining", &[], &inputs, &op_spec, &|x, outs| {
-        let call = Call::new(axis, [&x[0], &x[1]], (mask, scale))?;
+        let call = Call::new(axis, x, (mask, scale))?;
         // Each rank has the gradient of the query through its own keys.
         let query = match x[0].is_varying(axis) {
             true => x[0].to_local().clone(),
@@ -227,8 +227,10 @@ fn rows_of(spec: &Spec, axis: usize) -> Vec<Range<usize>> {
 }
 
 impl Call {
-    fn new(axis: usize, [q, k]: [&DTensor; 2], (mask, scale): (&Mask, Scale)) -> Result<Self> {
-        let group = q.mesh().axis_group(axis)?.clone();
+    /// Describes the call for the query, the key and the value in `x`.
+    fn new(axis: usize, x: &[DTensor], (mask, scale): (&Mask, Scale)) -> Result<Self> {
+        let (q, k) = (&x[0], &x[1]);
+        let group = DTensor::described_by(x, q.mesh().axis_group(axis)?.clone(), 1 << axis);
         let queries = match q.placements()[axis] {
             Replicate => vec![0..q.dims()[1]; group.size()],
             _ => rows_of(q.spec(), axis),

@@ -115,3 +115,21 @@ fn every_parameter_of_a_unit_computes_in_its_dtype() {
         }
     }
 }
+
+#[test]
+fn the_gradient_of_a_parameter_that_is_only_cast_has_its_dtype() {
+    let dtypes = world(1).run(|ctx| -> Result<Vec<DType>> {
+        let mesh = ctx.mesh(&[("dp", 1), ("tp", 1)])?;
+        let vb = builder(&mesh, DType::F64, FullyShardOptions::default().param_dtype(DType::BF16))?;
+        let unit = FullyShard::new(&vb, |vb| {
+            let scale = vb.get((), "scale", Init::Const(0.75), Replicate, false)?;
+            Ok((scale, Linear::new(5, 5, false, vb)?))
+        })?;
+        let parameters = vb.finish()?;
+        let x = rows(&batch(0)?.to_dtype(DType::BF16)?, &mesh)?;
+        let loss = unit.run(|(scale, layer)| layer.forward(&x.mul(scale)?))?.sum_all()?;
+        let grads = parameters.backward(&loss)?;
+        Ok(parameters.iter().map(|p| grads.get(&p.var).unwrap().dtype()).collect())
+    });
+    assert_eq!(dtypes.unwrap(), [[DType::F64; 2]]);
+}

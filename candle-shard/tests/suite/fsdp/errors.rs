@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
+use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, recompute};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Replicate, Result, Shard};
 use test_utils::world;
@@ -91,7 +91,7 @@ fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
     world(2)
         .run(|ctx| -> Result<()> {
             type Operation = fn(&DTensor, &DTensor) -> Result<DTensor>;
-            let operations: [(&str, Operation); 16] = [
+            let operations: [(&str, Operation); 21] = [
                 ("linear", |w, x| x.linear(w, None)),
                 ("transpose", |w, _| w.transpose(0, 1)),
                 ("neg", |w, _| w.neg()),
@@ -108,6 +108,11 @@ fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
                 ("softmax", |w, _| w.softmax(1)),
                 ("detached", |w, _| w.detach().neg()),
                 ("redistribute", |w, _| w.redistribute(&[Shard(0), Replicate])),
+                ("copy", |w, _| w.copy()),
+                ("force_contiguous", |w, _| w.force_contiguous()),
+                ("contiguous", |w, _| w.contiguous()),
+                ("to_var", |w, _| Ok(w.to_var()?.0)),
+                ("recompute", |w, _| recompute(w, DTensor::neg)),
             ];
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
             for (outputs, options) in [5, 1].into_iter().zip([
@@ -133,8 +138,10 @@ fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
                     assert!(error.contains(want), "{name}: {error}");
                 }
                 for view in &kept[1..] {
-                    let error = view.neg().unwrap_err().to_string();
-                    assert!(error.contains("block.3.up.weight (of the unit"), "{error}");
+                    for failed in [view.neg(), view.contiguous()] {
+                        let error = failed.unwrap_err().to_string();
+                        assert!(error.contains("block.3.up.weight (of the unit"), "{error}");
+                    }
                 }
                 assert!(kept[0].to_local().sum_all().is_err());
                 assert!(kept[0].full_tensor().and_then(|whole| Ok(whole.sum_all()?)).is_err());

@@ -3,9 +3,9 @@ use crate::fsdp::harness::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Linear, ShardedVarBuilder};
+use candle_shard::nn::{Init, Linear, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{DTensor, Replicate, Result};
+use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use test_utils::{on_ranks, world};
 
 /// Runs a model that fails on every rank; returns the text of the failure.
@@ -133,4 +133,50 @@ fn sums_of_sharded_layers_may_be_in_any_order_and_of_layers_by_data() {
         assert_close(&[total.to_scalar::<f64>()?], &[want.iter().sum()], 1e-12, "sum by data");
         Ok(())
     });
+}
+
+#[test]
+fn local_steps_and_ops_with_exchanges_name_the_parameters_of_their_inputs() {
+    /// What is made of a weight and of the same input on all ranks.
+    type Step = fn(&DTensor, &DTensor) -> Result<DTensor>;
+    let steps: [(&str, Placement, Step); 7] = [
+        ("contiguous", Shard(1), |w, x| x.linear(w, None)?.contiguous()?.redistribute(&[Replicate])),
+        ("copy", Shard(1), |w, x| x.linear(w, None)?.copy()?.redistribute(&[Replicate])),
+        ("recompute", Shard(1), |w, x| recompute(&x.linear(w, None)?, DTensor::neg)?.redistribute(&[Replicate])),
+        ("cross_entropy", Shard(0), |w, x| {
+            let targets = Tensor::zeros(3, DType::U32, w.device())?;
+            x.linear(w, None)?.cross_entropy(&DTensor::distribute(&targets, w.mesh(), &[Replicate])?)
+        }),
+        ("shift", Shard(0), |w, x| x.linear(w, None)?.shift(1, 1)),
+        ("embedding_renorm", Shard(1), |w, _| {
+            let ids = Tensor::zeros(3, DType::U32, w.device())?;
+            w.embedding_renorm(&DTensor::distribute(&ids, w.mesh(), &[Replicate])?, 0.1, 2.0)?;
+            Ok(w.clone())
+        }),
+        ("flash_attn", Shard(0), |w, _| {
+            let keys = w.reshape((1, 4, 2, 2))?;
+            keys.flash_attn(&keys, &keys, 1.0, false)
+        }),
+    ];
+    for (name, placement, step) in steps {
+        for in_one_order in [true, false] {
+            let made = world(2).run(move |ctx| -> Result<()> {
+                let mesh = ctx.mesh(&[("tp", 2)])?;
+                let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
+                let get = |i: usize| vb.pp(i).get((4, 4), "weight", Init::Const(0.5), placement, false);
+                let weights = [get(0)?, get(1)?];
+                let x = DTensor::distribute(&Tensor::ones((3, 4), DType::F32, ctx.device())?, &mesh, &[Replicate])?;
+                let order = if in_one_order || ctx.rank() == 0 { [0, 1] } else { [1, 0] };
+                order.iter().try_for_each(|&i| step(&weights[i], &x).map(drop))
+            });
+            match made {
+                Ok(_) => assert!(in_one_order, "{name}"),
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(!in_one_order && text.contains("description differs"), "{name} {text}");
+                    assert!(text.contains(".weight"), "{name} {text}");
+                }
+            }
+        }
+    }
 }

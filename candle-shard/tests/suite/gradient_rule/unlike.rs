@@ -193,6 +193,39 @@ fn different_variables_without_names_are_an_error_on_all_ranks() {
     }
 }
 
+/// Their values say nothing, so their numbers decide.
+#[test]
+fn different_variables_of_equal_values_are_an_error_on_all_ranks() {
+    for (n, in_candles_pass) in [(2, false), (3, false), (2, true)] {
+        let texts = on_ranks(n, "different zeros", move |ctx| -> Result<String> {
+            let mesh = mesh(ctx, &[n])?;
+            let x = distribute(&values(&[5, 3], 1, DType::F64), &mesh, &[Shard(0)])?;
+            let zeros = Tensor::zeros((3, 3), DType::F64, &Device::Cpu)?;
+            let leaf = || Leaf::new(&zeros, &mesh, &[Lay::At(Replicate)]);
+            let (first, second) = (leaf()?, leaf()?);
+            // A variable that only one rank makes, in another layout, changes nothing.
+            if ctx.rank() == 0 {
+                DTensor::zeros(2, DType::F64, ctx.device(), &mesh, &[Replicate])?.to_var()?;
+            }
+            let pass = |mine: &DTensor| {
+                let loss = x.linear(mine, None)?.tanh()?.sum_all()?;
+                match in_candles_pass {
+                    false => loss.backward(),
+                    true => Ok(loss.full_tensor()?.backward()?),
+                }
+            };
+            let failed = pass(if ctx.rank() == 0 { &first.tensor } else { &second.tensor });
+            let failed = failed.unwrap_err().to_string();
+            // The world goes on, and one variable is summed.
+            assert!(pass(&second.tensor)?.get(&second.var).is_some());
+            Ok(failed)
+        });
+        for text in &texts {
+            assert!(text.contains("gradients of different variables of the shape [3, 3]"), "{text}");
+        }
+    }
+}
+
 #[test]
 fn a_rank_that_uses_nothing_is_an_error_on_all_ranks() {
     let model = |ctx: &candle_dist::RankContext| Model::new(7, &mesh(ctx, &[2])?, DType::F64);

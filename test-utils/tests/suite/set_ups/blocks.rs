@@ -109,19 +109,14 @@ impl Model {
         let run = match block.unit && !is_of_units {
             false => self.layer(&block.layer, &vb)?,
             true => {
-                // A unit returns one tensor, so experts have no loss in one.
-                let layer = match block.layer {
-                    Layer::Experts { .. } => Layer::Experts { loss: false },
-                    _ => block.layer.clone(),
-                };
-                let unit = FullyShard::new(&vb, |vb| Ok((self.layer(&layer, vb)?, vb.compute_dtype())))?;
+                let unit = FullyShard::new(&vb, |vb| Ok((self.layer(&block.layer, vb)?, vb.compute_dtype())))?;
                 let unit = Arc::new(unit);
                 let run: Run = Arc::new(move |x, earlier, mode| {
-                    let made = unit.run(|(run, dtype)| {
+                    let (made, loss) = unit.run(|(run, dtype)| {
                         let earlier = earlier.map(|earlier| earlier.to_dtype(*dtype)).transpose()?;
-                        Ok(run(&x.to_dtype(*dtype)?, earlier.as_ref(), mode)?.0)
+                        run(&x.to_dtype(*dtype)?, earlier.as_ref(), mode)
                     })?;
-                    Ok((made.to_dtype(x.dtype())?, None))
+                    Ok((made.to_dtype(x.dtype())?, loss))
                 });
                 run
             }
@@ -252,13 +247,13 @@ impl Model {
             shared.push(module);
             let f = |run: &Run, xs: &[Value], ctx: &Ctx| {
                 let earlier = xs.get(1).map(|value| value.dtensor()).transpose()?;
-                let (made, loss) = run(xs[0].dtensor()?, earlier, mode(ctx))?;
+                let (made, loss) = run(xs[0].dtensor()?, earlier, ctx.mode())?;
                 let loss = loss.map_or(Value::None, Value::from);
                 Ok(Value::Tuple(vec![made.into(), loss]))
             };
             let both = g.call_with(module, &name, f, [h].into_iter().chain(earlier));
             h = g.func(&format!("hidden.{at}"), |xs, _| Ok(xs[0].at(0)?.clone()), [both]);
-            if block.layer == (Layer::Experts { loss: true }) && !block.unit {
+            if block.layer == (Layer::Experts { loss: true }) {
                 losses.push(g.func(&format!("loss.{at}"), |xs, _| Ok(xs[0].at(1)?.clone()), [both]));
             }
             history.push(h);
@@ -325,13 +320,6 @@ fn rows(value: &Value, mesh: &candle_dist::DeviceMesh) -> candle_pipe::Result<DT
         .map(|name| if ["data", "fsdp"].contains(&name.as_str()) { Shard(0) } else { Replicate })
         .collect();
     Ok(DTensor::distribute(value.tensor()?, mesh, &places)?)
-}
-
-fn mode(ctx: &Ctx) -> Mode {
-    match ctx.training {
-        true => Mode::TrainRows { step: ctx.step, first_row: ctx.rows.start },
-        false => Mode::Eval,
-    }
 }
 
 fn wide(x: &DTensor) -> DType {

@@ -52,6 +52,14 @@ fn set_up(model: &Model, dice: &mut Dice) -> String {
         if dice.once_in(3) {
             text += " keep=inputs";
         }
+        if dice.once_in(3) {
+            let meshes: &[&str] = match model.is_divisible() {
+                true => &["", "pp=2", "pp=2 tp=2", "dp=2", "pp=2 dp=2"],
+                false => &["", "pp=2", "pp=2 tp=2"],
+            };
+            text += " -> ";
+            text += dice.pick(meshes);
+        }
         return text;
     }
     let most = if model.is_divisible() { (batch / sizes[1].1).clamp(1, 3) } else { 1 };
@@ -145,4 +153,5 @@ fn random_set_ups_equal_one_device() {
     let line = format!("prove {done} wrong {count} refused {refused}\n");
     std::io::stdout().write_all(line.as_bytes()).unwrap(); // tests capture what `println` writes
     assert_eq!(count, 0);
+    assert!(refused as u64 * 2 < done, "{refused} of {done} set-ups are refused");
 }

@@ -1,0 +1,90 @@
+//! Parameters that are made from the source, or known from another model of the same builder.
+use super::ShardedVarBuilder;
+use crate::layout::{Axes, RowsOf, Spec};
+use crate::nn::Parameter;
+use crate::nn::source::{Init, Wanted};
+use crate::{DTensor, Error, Result};
+use candle_core::Var;
+use std::sync::{Arc, PoisonError};
+
+impl ShardedVarBuilder {
+    /// Returns a builder for another model of the same parameters: one that was built before, under the same name and in the same
+    /// layout, is the same variable.
+    ///
+    /// A pipeline builds its stages from such a builder, so several pipelines may be built from one.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::parallel::Plan;
+    ///
+    /// World::local(1).run(|ctx| -> Result<()> {
+    ///     let (mesh, plan) = (ctx.mesh(&[("tp", 1)])?, Plan::new("tp"));
+    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     Linear::new(4, 2, true, &vb.pp("out"))?;
+    ///     Linear::new(4, 2, true, &vb.again().pp("out"))?;
+    ///     assert_eq!(vb.finish()?.len(), 2); // one weight and one bias
+    ///     assert!(Linear::new(4, 2, true, &vb.pp("out")).is_err()); // twice in one model
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn again(&self) -> Self {
+        Self { requested: Arc::default(), ..self.clone() }
+    }
+
+    /// Returns the parameter of this name that another model of these parameters has built.
+    ///
+    /// It must have the layout `spec`. If it is trained, its gradient must be left partial on the axes `vary`.
+    pub(super) fn known(&self, name: &str, spec: &Spec, vary: Axes) -> Result<Option<Parameter>> {
+        let built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(known) = built.iter().find(|p| p.name == name) else { return Ok(None) };
+        if known.tensor.spec() != spec {
+            let has = known.tensor.spec();
+            let reason = format!("parameter {name} is {spec} in one model of this builder and {has} in another");
+            return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
+        }
+        if known.is_frozen() && !self.frozen {
+            let reason = format!("parameter {name} is frozen in one model of this builder and trained in another");
+            return Err(Error::Plan(format!(
+                "{reason}; build the one that trains it first, or from a builder of its own"
+            )));
+        }
+        let varied = known.tensor.varying();
+        if !self.frozen && varied != vary {
+            let names = |axes: Axes| {
+                let names = self.mesh().names().iter().enumerate();
+                names.filter(|(axis, _)| axes & (1 << axis) != 0).map(|(_, name)| name).collect::<Vec<_>>()
+            };
+            let (has, wants) = (names(varied), names(vary));
+            let reason = format!(
+                "the gradient of parameter {name} is left partial on the axes {wants:?} in one model of this builder, and \
+                 on {has:?} in another"
+            );
+            return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
+        }
+        Ok(Some(known.clone()))
+    }
+
+    /// Makes a parameter from the source.
+    pub(super) fn made(
+        &self,
+        name: &str,
+        within: Option<&RowsOf>,
+        spec: Spec,
+        init: Init,
+        zero_row: Option<usize>,
+    ) -> Result<(DTensor, Var)> {
+        let at = Wanted { name, within, spec: &spec };
+        let local = self.shared.source.shard(&at, (init, self.seed()), self.device())?;
+        let rows = spec.local_block().first().cloned().unwrap_or_default();
+        // Before the unit owns it: tensors that layers get have no memory of their own.
+        let is_fresh = self.shared.source.is_fresh();
+        if let Some(row) = zero_row.filter(|row| is_fresh && rows.contains(row) && local.elem_count() > 0) {
+            local.narrow(0, row - rows.start, 1)?.zero_set()?;
+        }
+        DTensor::from_local_with_spec(local, spec)?.to_parameter()
+    }
+}
