@@ -45,6 +45,7 @@
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |
+//! | `tensor/given.rs` | `COUNTS` | how many variables without a name each layout has had | never |
 //! | `rules/observer.rs` | `OBSERVER` | who receives the results of ops | restored by a scope |
 //! | `layout/spec.rs` | `KNOWN` | the specs of this thread, for comparison by address | when it is full |
 //! | `rules/cache.rs` | `OP_SPECS` | the op specs of calls that were made before | when it is full |

@@ -7,7 +7,6 @@ use super::trainer::{Subject, forward, resume, train};
 use super::trajectory::Trajectory;
 use super::{PIPELINE, REPLICAS};
 use crate::{Ranks, Scratch};
-use candle_core::DType;
 use candle_dist::RankContext;
 use parking_lot::Mutex;
 use std::path::PathBuf;
@@ -61,7 +60,7 @@ impl Compared {
             Ok(alone) => alone,
             Err(verdict) => return verdict,
         };
-        let exact = match self.alone(&Setup { dtype: DType::F64, compute: None, ..setup.alone() }) {
+        let exact = match self.alone(&setup.exact()) {
             Ok(exact) => exact,
             Err(verdict) => return verdict,
         };
@@ -97,7 +96,7 @@ impl Compared {
             }
         };
         let alone = run(&setup.alone())?;
-        let exact = run(&Setup { dtype: DType::F64, compute: None, ..setup.alone() })?;
+        let exact = run(&setup.exact())?;
         let found = run(setup)?.like(&alone).like(&exact);
         let dtype = setup.compute.unwrap_or(setup.dtype);
         let difference = found.difference(&alone, &exact, dtype)?;
@@ -147,7 +146,7 @@ impl Compared {
 
     /// Returns the run on one device.
     fn alone(&self, setup: &Setup) -> Alone {
-        let key = setup.to_string();
+        let key = format!("{setup} {:?}", setup.rounded);
         if let Some((_, known)) = self.alone.lock().iter().find(|(other, _)| *other == key) {
             return known.clone();
         }

@@ -266,6 +266,7 @@ impl Proof {
             strict: false,
             schedule: is_graph.then_some((FIRST, 1, Keep::Activations)),
             resume: None,
+            rounded: None,
         }
     }
 }

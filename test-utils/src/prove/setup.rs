@@ -30,6 +30,8 @@ pub struct Setup {
     pub schedule: Option<(ScheduleKind, usize, Keep)>,
     /// The sizes of the mesh axes on which the training is resumed from a checkpoint.
     pub resume: Option<Vec<usize>>,
+    /// The dtype in which weights are drawn and inputs are rounded, if it is another one than `dtype`.
+    pub(super) rounded: Option<DType>,
 }
 
 /// The texts of what stages keep.
@@ -59,6 +61,12 @@ impl Setup {
     /// Returns whether parameters or units have a dtype of 16 bits.
     pub(super) fn has_16_bits(&self) -> bool {
         [Some(self.dtype), self.compute].iter().flatten().any(|dtype| matches!(dtype, DType::F16 | DType::BF16))
+    }
+
+    /// Returns the same run on one device in f64, with the weights and inputs of this dtype.
+    pub(super) fn exact(&self) -> Self {
+        let rounded = Some(self.dtype).filter(|dtype| *dtype != DType::F64);
+        Self { dtype: DType::F64, compute: None, rounded, ..self.alone() }
     }
 
     /// Returns the run that resumes this one, if one does. It runs GPipe on a mesh that the schedule does not support.
@@ -220,6 +228,7 @@ mod tests {
             strict: true,
             schedule: Some((ScheduleKind::ZbH1, 3, Keep::Inputs)),
             resume: Some(vec![1, 2, 1]),
+            rounded: None,
         };
         let text = full.to_string();
         assert_eq!(
@@ -236,6 +245,7 @@ mod tests {
             strict: false,
             schedule: None,
             resume: None,
+            rounded: None,
         };
         assert_eq!(Setup::read(&text, &plain), Ok(full));
         for (wrong, why) in [("ep=2", "\"ep\""), ("f8", "\"f8\""), ("keep=all", "keep"), ("batch=x", "no number")] {

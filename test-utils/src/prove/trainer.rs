@@ -202,6 +202,14 @@ impl<'a> Trainer<'a> {
         if matches!(setup.dtype, DType::F16 | DType::BF16) {
             optimizer = AdamW::with_master_weights(&parameters, OPTIONS)?;
         }
+        if let Some(rounded) = setup.rounded {
+            // Fresh weights of another dtype are other draws.
+            let drawn = Setup { dtype: rounded, rounded: None, ..setup.clone() };
+            let drawn = Trainer::on(subject, &drawn, group)?;
+            for (p, from) in parameters.iter().zip(drawn.parameters.iter()) {
+                p.var.set(&from.var.to_dtype(p.var.dtype())?)?;
+            }
+        }
         let mut trainer = Self { subject, setup, whole, mesh, replicas, rows, model, parameters, leaves, optimizer };
         if let (Built::Layers { average, .. }, Some(replicas)) = (&mut trainer.model, &trainer.replicas) {
             let named = trainer.parameters.named_vars();
@@ -418,8 +426,11 @@ fn piece(input: &Input, rows: &Range<usize>, setup: &Setup, device: &Device) -> 
         Some(dim) => input.whole.narrow(dim, rows.start, rows.len())?,
         None => input.whole.clone(),
     };
-    let dtype = if some.dtype().is_float() { setup.dtype } else { some.dtype() };
-    Ok(some.to_dtype(dtype)?.to_device(device)?)
+    if !some.dtype().is_float() {
+        return Ok(some.to_device(device)?);
+    }
+    let rounded = some.to_dtype(setup.rounded.unwrap_or(setup.dtype))?;
+    Ok(rounded.to_dtype(setup.dtype)?.to_device(device)?)
 }
 
 /// Returns a loss as a number. Every rank of its mesh calls it.

@@ -50,7 +50,7 @@ impl Trajectory {
     /// Returns what differs first from `all_alone`, the run on one device in the same dtypes, and `all_exact`, the one in
     /// f64.
     ///
-    /// A number may be as far from the exact one as a few times the farthest of its tensor on one device, and some
+    /// A number may be as far from that of one device as a few times the farthest of its tensor there is from f64, and some
     /// roundings of the largest number of its tensor, or of a small part of the largest of its kind. It is never farther
     /// than half of that largest number.
     pub(super) fn difference(&self, all_alone: &Self, all_exact: &Self, dtype: DType) -> Option<Difference> {
@@ -70,15 +70,15 @@ impl Trajectory {
             }
             // Sums of 16-bit numbers that cancel keep the roundings of their terms.
             let share = if rounding > 1e-2 { 0.05 } else { 1e-3 };
-            let own = size(exact).max(share * all_exact.largest_like(name));
+            let own = size(alone).max(share * all_alone.largest_like(name));
             // More would let a number pass that is missing or counted twice.
             let most = (4.0 * distance(alone, exact) + rounding * own).min(own / 2.0);
             // NaN and infinity in the results of ops, such as masks, must be those of one device.
             let is_far = |at: &usize| {
-                let (got, want, one) = (numbers[*at], exact[*at], alone[*at]);
-                match one.is_finite() {
+                let (got, want) = (numbers[*at], alone[*at]);
+                match want.is_finite() {
                     true => got.is_nan() || (got - want).abs() > most,
-                    false => got.to_bits() != one.to_bits() && !(got.is_nan() && one.is_nan()),
+                    false => got.to_bits() != want.to_bits() && !(got.is_nan() && want.is_nan()),
                 }
             };
             if let Some(at) = (0..numbers.len()).find(is_far) {
