@@ -210,9 +210,11 @@ where
     device.zeros_impl(&Shape::from(1), dtype)
 }
 
-/// Returns whether memory of this tensor comes and goes. A GPU has no memory without elements.
+/// Returns whether memory of this tensor comes and goes. A GPU has no memory without elements, and candle writes to none
+/// whose stride is 0, as that of a dim before an empty one.
 fn is_swapped(tensor: &Tensor) -> bool {
-    tensor.elem_count() > 0 || tensor.device().is_cpu()
+    let is_spread = tensor.stride().iter().zip(tensor.dims()).all(|(&stride, &size)| stride > 0 || size < 2);
+    tensor.elem_count() > 0 || (tensor.device().is_cpu() && is_spread)
 }
 
 /// The storage of a freed tensor: one byte of a dtype that candle refuses in each operation, whatever its operands.
@@ -304,7 +306,7 @@ mod tests {
 
     #[test]
     fn alloc_and_free_tell_whether_they_did_something() {
-        for shape in [(2, 2), (0, 2)] {
+        for shape in [(2, 2), (0, 2), (2, 0)] {
             let handle = FreeableTensor::freed(shape, DType::I64, &Device::Cpu).unwrap();
             assert!(!handle.is_allocated() && !handle.free().unwrap());
             assert!(handle.alloc().unwrap());
