@@ -81,7 +81,7 @@ impl<M> FullyShard<M> {
     ///
     /// Everything that depends on the parameters must be part of the result of `f`, which is a tensor or any
     /// [tree](candle_dist::TensorTree) of tensors, such as an output with an auxiliary loss: the backward pass uses it
-    /// to find out when the parameters are needed again. Gradients come from [`DTensor::backward`] or
+    /// to find out when the parameters are needed again. Gradients come from [`DTensor::backward`](crate::DTensor::backward) or
     /// [`nn::backward`](crate::nn::backward); candle's own backward pass does not return them.
     ///
     /// # Errors
