@@ -27,8 +27,11 @@ impl InPass for Unit {
         let mut state = lock(&self.state);
         // A run has an end for each of its results.
         let is_first = state.inside.is_empty();
+        // A recomputed segment that captures a result comes into the run before this pass or after it. Then there may be gradients
+        // of all parameters before the pass needs them for the last time.
+        let comes_again = state.depth != nesting::depth() || is_first && state.grads.iter().any(Option::is_some);
         state.inside.push(span.last());
-        state.stays |= stays;
+        state.stays |= stays || comes_again;
         drop(state);
         if is_first { self.prefetch(self.number.checked_sub(1)) } else { Ok(()) }
     }

@@ -115,6 +115,32 @@ fn smaller(mut model: Model, mut report: Report) -> (Model, Report) {
     }
 }
 
+/// Runs the model of a seed in three set-ups.
+fn run(seed: u64) -> (Model, Report) {
+    let model = Model::new(seed);
+    let mut dice = Dice::new(seed + 1_000_000);
+    let mut each = proof(&model);
+    for _ in 0..3 {
+        each = each.only(&set_up(&model, &mut dice));
+    }
+    let report = each.run();
+    if std::env::var_os("CANDLE_PROVE_TELL").is_some() {
+        println!("{model}\n{report}\n");
+    }
+    (model, report)
+}
+
+/// The faults that these seeds have found: gradients of values that recomputed segments in stages capture (39, 51, 98),
+/// replicas with unlike numbers of rows (38), buffers of shared modules (137, 232), parameters of a unit without elements on a
+/// rank (94), and results of units with several results that segments capture (344, 608).
+#[test]
+fn seeds_that_have_found_faults_equal_one_device() {
+    for seed in [38, 39, 51, 94, 98, 137, 232, 344, 608] {
+        let (model, report) = run(seed);
+        assert!(report.wrong.is_empty(), "{model}\n{report}");
+    }
+}
+
 #[test]
 fn random_set_ups_equal_one_device() {
     let first = from_environment("CANDLE_PROVE_FIRST", 0);
@@ -124,19 +150,9 @@ fn random_set_ups_equal_one_device() {
         if done >= wanted || wrong.len() >= 20 {
             break;
         }
-        let model = Model::new(seed);
-        let mut dice = Dice::new(seed + 1_000_000);
-        let mut each = proof(&model);
-        let texts: Vec<String> = (0..3).map(|_| set_up(&model, &mut dice)).collect();
-        for text in &texts {
-            each = each.only(text);
-        }
-        let report = each.run();
-        done += texts.len() as u64;
+        let (model, report) = run(seed);
+        done += (report.right + report.refused.len() + report.wrong.len()) as u64;
         refused += report.refused.len();
-        if std::env::var_os("CANDLE_PROVE_TELL").is_some() {
-            println!("{model}\n{report}\n");
-        }
         if !report.wrong.is_empty() {
             for (setup, why) in &report.wrong {
                 println!("seed {seed}: {setup}: {}", why.lines().take(3).collect::<Vec<_>>().join(" | "));
