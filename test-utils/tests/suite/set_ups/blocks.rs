@@ -14,6 +14,9 @@ use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{Attention, DTensor, Replicate, Result, Shard};
 use std::sync::Arc;
 
+/// What norms add to variances. Dropout leaves rows of nearly equal elements, whose roundings a norm would make large.
+const EPS: f64 = 0.1;
+
 /// The computation of a block: from hidden states, and those of an earlier block, to hidden states and a loss.
 type Run = Arc<dyn Fn(&DTensor, Option<&DTensor>, Mode) -> Result<(DTensor, Option<DTensor>)> + Send + Sync>;
 
@@ -143,15 +146,15 @@ impl Model {
                 run(move |x, _, _| x.add(&down.forward(&up.forward(x)?.gelu_erf()?)?))
             }
             Layer::Norm => {
-                let norm = LayerNorm::new(width, 1e-5, vb)?;
+                let norm = LayerNorm::new(width, EPS, vb)?;
                 run(move |x, _, _| norm.forward(x))
             }
             Layer::RmsNorm => {
-                let norm = RmsNorm::new(width, 1e-5, vb)?;
+                let norm = RmsNorm::new(width, EPS, vb)?;
                 run(move |x, _, _| norm.forward(x))
             }
             Layer::BatchNorm => {
-                let config = BatchNormConfig { eps: 1e-1, ..BatchNormConfig::default() };
+                let config = BatchNormConfig { eps: EPS, ..BatchNormConfig::default() };
                 let norm: BatchNorm = nn::batch_norm(width, config, vb)?;
                 run(move |x, _, mode| norm.forward_t(&x.transpose(1, 2)?, mode != Mode::Eval)?.transpose(1, 2))
             }
