@@ -68,8 +68,12 @@ impl Trajectory {
                 let reason = format!("has {} elements instead of {}", numbers.len(), alone.len());
                 return Some(Difference { name: name.clone(), reason });
             }
-            // Sums of 16-bit numbers that cancel keep the roundings of their terms.
-            let share = if rounding > 1e-2 { 0.05 } else { 1e-3 };
+            // Sums that cancel keep the roundings of their terms.
+            let share = match dtype {
+                DType::F64 => 1e-3,
+                DType::F32 => 1e-2,
+                _ => 0.05,
+            };
             let own = size(alone).max(share * all_alone.largest_like(name));
             // More would let a number pass that is missing or counted twice.
             let most = (4.0 * distance(alone, exact) + rounding * own).min(own / 2.0);
