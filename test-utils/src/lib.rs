@@ -1,4 +1,5 @@
 //! The multi-rank test harness and the toy models of the candle distributed stack.
+mod attacks;
 mod backend;
 mod converter;
 mod dice;
@@ -22,6 +23,7 @@ mod subtests;
 mod sweep;
 pub mod toy;
 
+pub use attacks::Attacks;
 pub use backend::{backend_name, has_ranks, over_mpi, over_nccl, skip_among_processes, worlds};
 pub use converter::DTensorConverter;
 pub use dice::Dice;
