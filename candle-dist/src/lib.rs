@@ -85,6 +85,7 @@ mod launch;
 mod link;
 mod mesh;
 #[doc(hidden)]
+pub mod row_changes;
 pub mod rows;
 mod store;
 mod sums;

@@ -2,11 +2,14 @@
 use super::host::read_results;
 use super::sharded::{conflict, rows_of};
 use super::sync::buckets;
+use crate::row_changes::{RowChanges, share};
 use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty, rows};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, TensorId, Var};
 use itertools::Itertools;
+use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Options of a [`DataParallel`]: how it starts, and how it cuts gradients into buckets. Start from the
 /// default, and set what differs.
@@ -91,6 +94,8 @@ pub struct DataParallel {
     buckets: Vec<Vec<(String, Var)>>,
     /// The tables whose gradients are kept by rows.
     tables: Vec<Var>,
+    /// What lookups change in place.
+    changes: Arc<HashMap<TensorId, Arc<RowChanges>>>,
     buffers: Vec<(String, Var)>,
     reduce_dtype: Option<DType>,
 }
@@ -103,6 +108,8 @@ impl DataParallel {
     /// variables have no gradients, so only the start includes them. A variable that is named twice is reduced once. The rows of a
     /// table whose gradient is kept by rows, the `RowVar::var` of candle-shard, are averaged where they are kept: each rank gets
     /// those of all ranks, in three collectives.
+    ///
+    /// Rows that lookups have changed in place, as `max_norm` does, are given to all ranks by each reduction.
     ///
     /// # Errors
     /// The errors of [`sync_params`] or [`verify_parameter_shapes`]; if the reduction dtype is not a float; and if ranks of
@@ -134,13 +141,16 @@ impl DataParallel {
         let differentiable = differentiable.unique_by(|(_, var)| var.id());
         let (tables, mut reduced): (Vec<_>, Vec<_>) = differentiable.partition(|(_, var)| rows::of(var.id()).is_some());
         reduced.reverse();
-        let tables = tables.into_iter().map(|(_, var)| var.clone()).collect();
+        let tables: Vec<Var> = tables.into_iter().map(|(_, var)| var.clone()).collect();
+        let possible = tables.iter().chain(reduced.iter().map(|(_, var)| var)).filter(|var| is_table(var));
+        let changes = Arc::new(possible.map(|var| (var.id(), RowChanges::watch(var))).collect());
         let owned = |(name, var): &(N, Var)| (name.as_ref().to_string(), var.clone());
         let dtype_of = |(_, var): &&(N, Var)| options.reduce_dtype.unwrap_or_else(|| sum_dtype(var.dtype()));
         let bytes = |param: &&(N, Var)| param.1.elem_count() * dtype_of(param).size_in_bytes();
         let cut = buckets(reduced, |(_, var)| var.dtype(), bytes, options.bucket_bytes);
         let buckets = cut.into_iter().map(|bucket| bucket.into_iter().map(owned).collect()).collect();
-        Ok(Self { group: group.clone(), buckets, tables, buffers: Vec::new(), reduce_dtype: options.reduce_dtype })
+        let reduce_dtype = options.reduce_dtype;
+        Ok(Self { group: group.clone(), buckets, tables, changes, buffers: Vec::new(), reduce_dtype })
     }
 
     /// Lets each reduction also copy these variables of the first rank to all ranks, as PyTorch's `broadcast_buffers` does.
@@ -183,7 +193,8 @@ impl DataParallel {
     /// Replaces every gradient by its average over the ranks.
     ///
     /// A variable without a gradient on this rank counts as zeros. If no rank has a gradient, it keeps none. This needs
-    /// no extra collective: each bucket ends with one number per gradient that says whether this rank has it. A
+    /// no extra collective: each bucket ends with one number per gradient that says whether this rank has it, and one that says
+    /// whether this rank has changed rows in place. A
     /// reduction is thus one all_reduce per bucket on every rank, whatever gradients there are. The results are views
     /// of the buckets and hold no graph.
     ///
@@ -247,13 +258,32 @@ impl DataParallel {
         }
         let average = 1.0 / self.group.size() as f64;
         self.tables.iter().try_for_each(|table| self.sum_rows(table, average))?;
-        Ok(PendingGrads { group: self.group.clone(), started, buffers: self.buffers.clone() })
+        let (changes, buffers) = (self.changes.clone(), self.buffers.clone());
+        Ok(PendingGrads { group: self.group.clone(), started, changes, buffers })
+    }
+
+    /// Gives the rows that lookups have changed in place since the last reduction to all ranks, as each reduction does. Call it
+    /// before a checkpoint whose last lookups were those of an evaluation. Every rank calls it.
+    ///
+    /// # Errors
+    /// If the communication fails.
+    #[track_caller]
+    pub fn share_changed_rows(&self) -> Result<()> {
+        let tables = self.tables.iter().chain(self.buckets.iter().flatten().map(|(_, var)| var));
+        let tables: Vec<_> = tables.filter_map(|var| Some((var, &**self.changes.get(&var.id())?))).collect();
+        match tables.is_empty() || self.group.size() == 1 {
+            true => Ok(()),
+            false => share(&tables, &self.group),
+        }
     }
 
     /// Replaces the gradient that a table keeps by rows by the sum of those of all ranks, each multiplied by `scale`.
     #[track_caller]
     fn sum_rows(&self, table: &Var, scale: f64) -> Result<()> {
         let Some(gradient) = rows::of(table.id()).filter(|_| self.group.size() > 1) else { return Ok(()) };
+        if let Some(changes) = self.changes.get(&table.id()) {
+            share(&[(table, changes)], &self.group)?;
+        }
         let none = || Ok::<_, Error>((Vec::new(), Tensor::zeros((0, table.dim(1)?), table.dtype(), table.device())?));
         let (mine, values) = gradient.rows()?.filter(|_| scale > 0.0).map_or_else(none, Ok)?;
         let values = empty::compute(&values, |values| values.affine(scale, 0.0))?;
@@ -276,13 +306,14 @@ impl DataParallel {
                 reduced.push((bucket, self.group.all_reduce(&flat, op)?));
             }
         }
-        spread(&self.group, &reduced, grads)?;
+        spread(&self.group, &reduced, &self.changes, grads)?;
         let scale = if op == ReduceOp::Avg { 1.0 / self.group.size() as f64 } else { scale };
         self.tables.iter().try_for_each(|table| self.sum_rows(table, scale))?;
         sync_buffers(&self.group, &self.buffers)
     }
 
-    /// Concatenates the scaled gradients of a bucket, and a flag per gradient. `None` if this rank is alone.
+    /// Concatenates the scaled gradients of a bucket, a flag per gradient, and one for changes in place. `None` if this rank is
+    /// alone.
     fn flatten(&self, bucket: &[(String, Var)], grads: &mut GradStore, scale: f64) -> Result<Option<Tensor>> {
         let alone = self.group.size() == 1;
         let (dtype, device) = (self.dtype_of(&bucket[0].1), bucket[0].1.device());
@@ -307,6 +338,8 @@ impl DataParallel {
         if alone {
             return Ok(None);
         }
+        let has_changed = |(_, var): &(String, Var)| self.changes.get(&var.id()).is_some_and(|rows| !rows.is_empty());
+        present.push(f32::from(u8::from(bucket.iter().any(has_changed))));
         flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
         Ok(Some(Tensor::cat(&flat, 0)?))
     }
@@ -334,6 +367,7 @@ impl DataParallel {
 pub struct PendingGrads {
     group: ProcessGroup,
     started: Vec<(Vec<(String, Var)>, Pending)>,
+    changes: Arc<HashMap<TensorId, Arc<RowChanges>>>,
     buffers: Vec<(String, Var)>,
 }
 
@@ -344,7 +378,7 @@ impl PendingGrads {
     /// If the communication fails.
     pub fn wait(self, grads: &mut GradStore) -> Result<()> {
         let reduced = self.started.into_iter().map(|(bucket, pending)| Ok((bucket, pending.wait()?)));
-        spread(&self.group, &reduced.collect::<Result<Vec<_>>>()?, grads)?;
+        spread(&self.group, &reduced.collect::<Result<Vec<_>>>()?, &self.changes, grads)?;
         sync_buffers(&self.group, &self.buffers)
     }
 }
@@ -370,24 +404,35 @@ fn given(grad: &Tensor, var: &Var) -> Result<Tensor> {
 fn spread<B: AsRef<[(String, Var)]>>(
     group: &ProcessGroup,
     reduced: &[(B, Tensor)],
+    changes: &HashMap<TensorId, Arc<RowChanges>>,
     grads: &mut GradStore,
 ) -> Result<()> {
     let mut flags = Vec::with_capacity(reduced.len());
     for (bucket, flat) in reduced {
         let bucket = bucket.as_ref();
-        flags.push(flat.narrow(0, elem_count(bucket), bucket.len())?.to_dtype(DType::F32)?);
+        flags.push(flat.narrow(0, elem_count(bucket), bucket.len() + 1)?.to_dtype(DType::F32)?);
     }
     let mut present = read_results::<f32>(group, &flags)?.into_iter();
     for (bucket, flat) in reduced {
         let mut start = 0;
-        for ((_, var), present) in bucket.as_ref().iter().zip(&mut present) {
+        let bucket = bucket.as_ref();
+        for ((_, var), present) in bucket.iter().zip(&mut present) {
             if present > 0.0 {
                 grads.insert(var, given(&flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?, var)?);
             }
             start += var.elem_count();
         }
+        if present.next().is_some_and(|has_changed| has_changed > 0.0) {
+            let tables = bucket.iter().filter_map(|(_, var)| Some((var, &**changes.get(&var.id())?)));
+            share(&tables.collect::<Vec<_>>(), group)?;
+        }
     }
     Ok(())
+}
+
+/// Returns whether lookups may change rows of a variable in place.
+fn is_table(var: &Var) -> bool {
+    var.rank() == 2
 }
 
 /// Returns the number of elements of the variables of a bucket.

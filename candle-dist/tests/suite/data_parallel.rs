@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{
     ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, Op, Result, SyncOptions, comm,
-    named_vars,
+    named_vars, row_changes,
 };
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use test_utils::{on_ranks, worlds};
@@ -233,7 +233,7 @@ fn a_rank_of_weight_0_brings_nothing() {
 #[test]
 fn buckets_are_cut_by_bytes_and_dtype() {
     // Budgets in bytes for 6 variables of 100 f32 and 2 of 100 f64.
-    for (budget, buckets) in [(0, 8), (799, 8), (800, 5), (1600, 3), (25 << 20, 2)] {
+    for (budget, buckets, of_f64) in [(0, 8, 2), (799, 8, 2), (800, 5, 2), (1600, 3, 1), (25 << 20, 2, 1)] {
         on_ranks(2, &format!("budget {budget}"), move |ctx| -> Result<()> {
             let dtype = |i| if i % 4 == 3 { DType::F64 } else { DType::F32 };
             let mut vars: Vec<_> = (0..8).map(|i| (format!("{i}"), ones(dtype(i), 100))).collect();
@@ -250,8 +250,9 @@ fn buckets_are_cut_by_bytes_and_dtype() {
                 (dp.bucket_count(), counts.get(Op::AllReduce).count, counts.total()),
                 (buckets, buckets, buckets)
             );
-            // One more number per gradient.
-            assert_eq!(counts.get(Op::AllReduce).bytes, 6 * (400 + 4) + 2 * (800 + 8));
+            // One more number per gradient, and one per bucket.
+            let flags = 4 * (buckets - of_f64) + 8 * of_f64;
+            assert_eq!(counts.get(Op::AllReduce).bytes, 6 * (400 + 4) + 2 * (800 + 8) + flags);
             for (i, (name, var)) in vars[..8].iter().enumerate() {
                 let grad = grads.get(var).expect("a gradient").to_dtype(DType::F64)?;
                 assert_close(&grad, &Tensor::full(i as f64 * 10.0 + 0.5, 100, &Device::Cpu)?, 1e-12, name);
@@ -304,8 +305,8 @@ fn buckets_run_from_the_end_of_the_list() {
         let dp = DataParallel::new(ctx.group(), &vars, &trusting(20))?;
         let (reduced, events) = comm::Log::of(|| dp.reduce(&mut GradStore::default()));
         reduced?;
-        // 4; 3 and 2; 1: each with one more number per gradient.
-        assert_eq!(events.iter().map(|event| event.bytes).collect::<Vec<_>>(), [4 * 5, 4 * 7, 4 * 2]);
+        // 4; 3 and 2; 1: each with one more number per gradient, and one per bucket.
+        assert_eq!(events.iter().map(|event| event.bytes).collect::<Vec<_>>(), [4 * 6, 4 * 8, 4 * 3]);
         assert!(events.iter().all(|event| event.site.file() == file!()), "{events:?}");
         Ok(())
     });
@@ -429,5 +430,44 @@ fn sixteen_bit_gradients_of_many_ranks_add_up_in_32() {
                 Ok(())
             });
         }
+    }
+}
+
+/// As lookups with `max_norm` do.
+#[test]
+fn rows_that_change_in_place_are_those_of_all_ranks() {
+    for world in [1, 2, 3] {
+        on_ranks(world, "rows", move |ctx| -> Result<()> {
+            let start = Tensor::arange(0f32, 8., ctx.device())?.reshape((4, 2))?;
+            let [table, other] = [Var::from_tensor(&start)?, Var::from_tensor(&start)?];
+            let vars = [("table", table.clone()), ("other", other.clone())];
+            let dp = DataParallel::new(ctx.group(), &vars, &DataParallelOptions::default())?;
+            for step in 0..3 {
+                // Every rank changes row 3, and each a row of its own.
+                let change = |row: usize| -> Result<()> {
+                    let half = (table.narrow(0, row, 1)? * 0.5)?;
+                    table.slice_set(&half, 0, row)?;
+                    row_changes::changed(&table, [row as u32].into_iter());
+                    Ok(())
+                };
+                [ctx.rank(), 3].into_iter().try_for_each(change)?;
+                let mut grads = GradStore::default();
+                match step {
+                    0 => dp.reduce(&mut grads)?,
+                    1 => dp.reduce_start(&mut grads)?.wait(&mut grads)?,
+                    _ => dp.reduce_weighted(&mut grads, 1.0)?,
+                }
+                let factor = 0.5f32.powi(step + 1);
+                let rows = (0..4).map(|row| if row < world || row == 3 { factor } else { 1.0 });
+                let want = start.broadcast_mul(&Tensor::from_iter(rows, ctx.device())?.unsqueeze(1)?)?;
+                assert_eq!(table.to_vec2::<f32>()?, want.to_vec2::<f32>()?, "{world} ranks, step {step}");
+                assert_eq!(other.to_vec2::<f32>()?, start.to_vec2::<f32>()?);
+            }
+            // Without changes, nothing more is sent.
+            let (made, counts) = comm::record(|| dp.reduce(&mut GradStore::default()));
+            made?;
+            assert_eq!(counts.total(), if world == 1 { 0 } else { 1 }, "{counts}");
+            Ok(())
+        });
     }
 }

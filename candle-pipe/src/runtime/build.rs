@@ -9,9 +9,11 @@ use crate::schedule::{Edges, Lowering, Program, Schedule};
 use crate::tape::StageModule;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
+use candle_dist::row_changes::RowChanges;
 use candle_dist::{DataParallel, DataParallelOptions, InitialSync, ProcessGroup, Store, SyncOptions, sync_params};
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 
 /// A replicated parameter, on the ranks that have copies of it.
 pub(super) struct Shared {
@@ -20,6 +22,8 @@ pub(super) struct Shared {
     pub(super) ranks: Option<ProcessGroup>,
     /// The local copy.
     pub(super) parameters: Vec<Tensor>,
+    /// What lookups change in place, of tables.
+    pub(super) changes: Vec<Arc<RowChanges>>,
 }
 
 impl Shared {
@@ -76,9 +80,11 @@ impl Runtime {
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
             let here = share.stages.iter().filter_map(|stage| stages.get(stage));
             let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
-            let parameters = copies.unique_by(Tensor::id).collect();
+            let parameters: Vec<Tensor> = copies.unique_by(Tensor::id).collect();
             let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
-            Shared { name: share.name.clone(), ranks, parameters }.start()
+            let tables = parameters.iter().filter(|copy| ranks.is_some() && copy.rank() == 2);
+            let changes = tables.map(RowChanges::watch).collect();
+            Shared { name: share.name.clone(), ranks, parameters, changes }.start()
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
         let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));

@@ -220,6 +220,15 @@ impl Runtime {
         self.evaluate_to(batch, Outputs::Given(&mut each))
     }
 
+    /// Gives the rows of tables that lookups have changed in place since the last training step, as those with `max_norm` do, to
+    /// all replicas. Training steps do so by themselves. Call it between an evaluation and a checkpoint; every rank calls it.
+    ///
+    /// # Errors
+    /// If the communication fails.
+    pub fn share_changed_rows(&self) -> Result<()> {
+        Ok(self.replicas.values().try_for_each(DataParallel::share_changed_rows)?)
+    }
+
     fn evaluate_to(&self, batch: &Microbatches, outputs: Outputs<'_>) -> Result<RankStep> {
         let options = StepOptions::default().training(false);
         self.run(&self.evaluation, batch, &options, false, outputs)

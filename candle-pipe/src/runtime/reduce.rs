@@ -32,10 +32,19 @@ impl<'a> Reductions<'a> {
         };
         let mut mine = shared.parameters.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
         let present = shared.parameters.iter().map(|parameter| f32::from(u8::from(grads.get(parameter).is_some())));
+        let has_changed = shared.changes.iter().any(|changes| !changes.is_empty());
+        let present = present.chain([f32::from(u8::from(has_changed))]);
         mine.push(Tensor::from_iter(present, shared.parameters[0].device())?);
         let mut sums = ranks.all_reduce_coalesced(&mine, ReduceOp::Sum)?;
         let present = sums.pop().map(|present| Ok::<_, Error>(ranks.to_host(&present)?.to_vec1::<f32>()?));
-        let present = present.transpose()?.unwrap_or_default();
+        let mut present = present.transpose()?.unwrap_or_default();
+        if present.pop().is_some_and(|has_changed| has_changed > 0.0) {
+            return Err(Error::Pipe(format!(
+                "lookups change rows of {:?} in place, as max_norm does, and stages on other ranks have copies of it; look it up in \
+                 stages of one rank, or do without max_norm",
+                shared.name
+            )));
+        }
         for ((parameter, sum), present) in shared.parameters.iter().zip(sums).zip(present) {
             if present > 0.0 {
                 grads.insert(parameter, sum);

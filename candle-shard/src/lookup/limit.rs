@@ -2,7 +2,7 @@
 use super::options::Renorm;
 use crate::{Result, kernels};
 use candle_core::{Device, Tensor};
-use candle_dist::ProcessGroup;
+use candle_dist::{ProcessGroup, row_changes};
 
 /// Scales the `rows` of a table that are longer than `max_norm`. Each row is listed once.
 ///
@@ -20,5 +20,8 @@ pub(crate) fn limit_rows<'a>(
         sums = group.all_reduce(&parts, kernels::combine(limit.norm_type))?.to_vec1()?;
     }
     let norms: Vec<f64> = sums.into_iter().map(|sum| kernels::finish(sum, limit.norm_type, table.dtype())).collect();
-    Ok(kernels::scale_rows(table, rows, &norms, limit.max_norm)?)
+    kernels::scale_rows(table, rows, &norms, limit.max_norm)?;
+    let scaled = rows.iter().zip(&norms).filter(|(_, norm)| **norm > limit.max_norm);
+    row_changes::changed(table, scaled.map(|(row, _)| *row));
+    Ok(())
 }

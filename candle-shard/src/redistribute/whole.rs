@@ -16,9 +16,10 @@ impl DTensor {
         let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
         let local = if whole.is_in_variable() { whole.to_local().copy()? } else { whole.to_local().clone() };
         let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
-        varying
-            .into_iter()
-            .try_fold(local, |local, axis| Ok(Exchange::to_invariant().apply(&local, self.mesh().axis_group(axis)?)?))
+        varying.into_iter().try_fold(local, |local, axis| {
+            let group = whole.described(self.mesh().axis_group(axis)?.clone(), 1 << axis);
+            Ok(Exchange::to_invariant().apply(&local, &group)?)
+        })
     }
 
     /// Returns the [whole tensor](Self::full_tensor) on the host, without a gradient: elements that the host may read.

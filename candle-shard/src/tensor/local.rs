@@ -69,7 +69,7 @@ impl DTensor {
         let exchanges = pairs.enumerate().map(exchange).collect::<Result<Vec<_>>>()?;
         let steps = exchanges.into_iter().enumerate().filter_map(|(axis, exchange)| Some((axis, exchange?)));
         steps.into_iter().try_fold(self.to_local().clone(), |local, (axis, exchange)| {
-            Ok(exchange.apply(&local, self.mesh().axis_group(axis)?)?)
+            Ok(exchange.apply(&local, &self.described(self.mesh().axis_group(axis)?.clone(), 1 << axis))?)
         })
     }
 

@@ -89,6 +89,11 @@ pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderP
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
 pub fn learner(config: &Config, length: usize, recompute: bool, cut: &Cut<'_>) -> Result<DecoderPipe> {
+    cut.finish(learner_graph(config, length, recompute), config)
+}
+
+/// The model that learns, before it is cut.
+pub fn learner_graph(config: &Config, length: usize, recompute: bool) -> PipeBuilder<ShardedVarBuilder> {
     let mut model = Declaration::new(config, Between::learner(length));
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
@@ -107,7 +112,7 @@ pub fn learner(config: &Config, length: usize, recompute: bool, cut: &Cut<'_>) -
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
-    cut.finish(model.g, config)
+    model.g
 }
 
 /// A model that is being declared.

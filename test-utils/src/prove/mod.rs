@@ -101,7 +101,7 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
             inputs: Vec::new(),
             plans: Vec::new(),
             rows,
-            units: None,
+            units: Vec::new(),
             unit_options: FullyShardOptions::default(),
             seed: 42,
         },
@@ -142,7 +142,13 @@ impl Proof {
     /// Sets the axes of meshes, outermost first.
     pub fn axes(mut self, axes: &[&str]) -> Self {
         self.axes = axes.iter().map(|axis| (*axis).to_string()).collect();
-        self.subject.units = self.axes.iter().find(|axis| *axis == UNITS).cloned();
+        self.subject.units = self.axes.iter().filter(|axis| *axis == UNITS).cloned().collect();
+        self
+    }
+
+    /// Adds axes that shard units, besides `fsdp`.
+    pub fn units_over(mut self, axes: &[&str]) -> Self {
+        self.subject.units.extend(axes.iter().map(|axis| (*axis).to_string()));
         self
     }
 

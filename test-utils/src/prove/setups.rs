@@ -66,7 +66,7 @@ fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
             .collect(),
     };
     let computes: Vec<(DType, Option<DType>)> = proof.dtypes.iter().map(|&dtype| (dtype, None)).collect();
-    let mixed = proof.subject.units.is_some() && proof.dtypes.contains(&DType::BF16);
+    let mixed = !proof.subject.units.is_empty() && proof.dtypes.contains(&DType::BF16);
     let computes = computes.into_iter().chain(mixed.then_some((DType::F32, Some(DType::BF16))));
     let all = batches
         .cartesian_product(computes)

@@ -11,7 +11,7 @@ use candle_dist::{
 };
 use candle_nn::ParamsAdamW;
 use candle_pipe::microbatch::{Microbatches, Splitter, TensorChunkSpec, microbatch_sizes};
-use candle_pipe::{EqualCount, Keep, Kwargs, Result, Runtime, StepOptions};
+use candle_pipe::{EqualCount, Keep, Kwargs, Reduction, Result, Runtime, StepOptions};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, Mode, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
@@ -30,7 +30,8 @@ pub(super) struct Subject {
     pub(super) plans: Vec<Plan>,
     /// The axes that shard the rows of inputs.
     pub(super) rows: Vec<String>,
-    pub(super) units: Option<String>,
+    /// The axes that shard units.
+    pub(super) units: Vec<String>,
     pub(super) unit_options: FullyShardOptions,
     pub(super) seed: u64,
 }
@@ -65,7 +66,7 @@ struct Trainer<'a> {
 /// The model, built on this rank.
 enum Built {
     Layers { loss: LossFn, average: Option<DataParallel> },
-    Graph { runtime: Box<Runtime> },
+    Graph { runtime: Box<Runtime>, reduction: Option<Reduction> },
     Function { inputs: Vec<DTensor> },
 }
 
@@ -125,8 +126,8 @@ pub(super) fn communication(
     setup: &Setup,
     group: &ProcessGroup,
 ) -> Result<(DeviceMesh, Vec<Event>)> {
-    if matches!(subject.program, Program::Graph(_)) {
-        let reason = "the messages of a pipeline cannot be simulated; give a budget to the model without stages";
+    if setup.size_of(PIPELINE) > 1 {
+        let reason = "the messages between stages cannot be simulated; give a budget to the model in one stage";
         return Err(candle_dist::Error::Unsupported(reason.into()).into());
     }
     let mut trainer = Trainer::on(subject, setup, group)?;
@@ -158,10 +159,8 @@ impl<'a> Trainer<'a> {
         let plan = subject.plans[setup.plan].clone();
         let device = group.device();
         let vb = ShardedVarBuilder::fresh(subject.seed, &mesh, plan, setup.dtype, device)?;
-        let vb = match &subject.units {
-            Some(axis) => vb.fully_shard(axis, subject.unit_options.param_dtype(setup.compute))?,
-            None => vb,
-        };
+        let options = subject.unit_options.param_dtype(setup.compute);
+        let vb = subject.units.iter().try_fold(vb, |vb, axis| vb.fully_shard(axis, options))?;
         let mut leaves = Vec::new();
         let model = match &subject.program {
             Program::Layers(build) => Built::Layers { loss: build(&vb)?, average: None },
@@ -178,7 +177,10 @@ impl<'a> Trainer<'a> {
                     Some(replicas) => runtime.with_replicas(replicas, &DataParallelOptions::default())?,
                     None => runtime,
                 };
-                Built::Graph { runtime: Box::new(runtime) }
+                Built::Graph {
+                    runtime: Box::new(runtime),
+                    reduction: pipe.info().graph.loss.map(|loss| loss.reduction),
+                }
             }
             Program::Function(_) => {
                 let inputs = Self::distribute(subject, setup, &mesh, device, &rows)?;
@@ -289,7 +291,7 @@ impl<'a> Trainer<'a> {
                 let made = self.function(inputs)?;
                 Ok((Some(number(&made)?), made.backward()?))
             }
-            Built::Graph { runtime } => {
+            Built::Graph { runtime, .. } => {
                 let keep = self.setup.schedule.map_or(Keep::Activations, |(_, _, keep)| keep);
                 let options = StepOptions::default().step(step).first_row(self.rows.start).keep(keep);
                 let batch = self.batch()?;
@@ -303,14 +305,19 @@ impl<'a> Trainer<'a> {
     /// Returns the loss of the whole batch in evaluation, where this rank knows it.
     fn evaluate(&self) -> Result<Option<f64>> {
         match &self.model {
-            Built::Layers { loss, .. } => {
+            Built::Layers { loss, average } => {
                 let inputs = self.inputs(&self.rows)?;
                 let made = self.strictly(|| loss(&inputs, Mode::Eval))?;
+                average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 let sum = self.all_rows(number(&made)? * self.rows.len() as f64)?;
                 Ok(Some(sum / self.setup.batch as f64))
             }
             Built::Function { .. } => Ok(None),
-            Built::Graph { runtime } => self.of_last_stage(&runtime.evaluate(&self.batch()?)?.step),
+            Built::Graph { runtime, .. } => {
+                let made = runtime.evaluate(&self.batch()?)?.step;
+                runtime.share_changed_rows()?;
+                self.of_last_stage(&made)
+            }
         }
     }
 
@@ -318,12 +325,16 @@ impl<'a> Trainer<'a> {
     fn of_last_stage(&self, step: &candle_pipe::StepResult) -> Result<Option<f64>> {
         let Ok(loss) = step.loss() else { return Ok(None) };
         let loss = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        // A loss that counts is that of all replicas already.
-        let is_counted = !step.counts.is_empty();
-        match &self.replicas {
-            Some(_) if !is_counted => Ok(Some(self.all_rows(loss * self.rows.len() as f64)? / self.setup.batch as f64)),
-            _ => Ok(Some(loss)),
-        }
+        let reduction = match &self.model {
+            Built::Graph { reduction, .. } => *reduction,
+            _ => None,
+        };
+        Ok(Some(match reduction {
+            Some(Reduction::Mean) => self.all_rows(loss * self.rows.len() as f64)? / self.setup.batch as f64,
+            Some(Reduction::Sum) => self.all_rows(loss)?,
+            // A loss that counts is that of all replicas already.
+            _ => loss,
+        }))
     }
 
     /// Returns the sum over the replicas.
@@ -336,7 +347,7 @@ impl<'a> Trainer<'a> {
     fn clip(&self) -> Result<ClipGradNorm> {
         let clip = self.parameters.clip_grad_norm(MOST)?;
         Ok(match &self.model {
-            Built::Graph { runtime } => runtime.clip_grad_norm(clip),
+            Built::Graph { runtime, .. } => runtime.clip_grad_norm(clip),
             _ => clip,
         })
     }

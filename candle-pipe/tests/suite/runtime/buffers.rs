@@ -1,14 +1,17 @@
 //! Variables that change without a gradient: the running statistics of batch norms.
 use crate::runtime::model::{Vb, numbers};
 use candle_core::{DType, Tensor};
-use candle_dist::{DataParallelOptions, Op, comm};
+use candle_dist::{DataParallelOptions, DeviceMesh, Op, comm};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, sharded_op};
-use candle_shard::nn::{ModuleT, ShardedVarBuilder};
+use candle_pipe::{
+    Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, sharded_op,
+};
+use candle_shard::nn::{Embedding, ModuleT, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
+use candle_shard::{DTensor, EmbeddingOptions, Replicate};
 use std::collections::BTreeMap;
 use test_utils::{device, on_ranks};
 
@@ -124,4 +127,37 @@ fn so_have_replicas_of_a_mesh() {
         Ok(running(&runtime)?.into_values().collect())
     });
     assert!(found.iter().all(|stats| stats.len() == 2 && *stats == found[0]), "{found:?}");
+}
+
+/// `max_norm` changes the copy of the stage that looks up, and not that of the head.
+#[test]
+fn a_table_of_several_ranks_whose_norms_lookups_limit_is_refused_by_all() {
+    let texts = on_ranks(2, "limited", |ctx| -> Result<String> {
+        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+        let ids = g.input("ids", In::Arg);
+        let table = g.shared_module("table", |vb: &ShardedVarBuilder| {
+            let options = EmbeddingOptions::default().max_norm(0.5);
+            Ok((Embedding::with_options(5, 3, 1.0, options, vb)?, vb.mesh().clone()))
+        });
+        type Table = (Embedding, DeviceMesh);
+        let lookup = |(table, mesh): &Table, xs: &[Value], _: &Ctx| {
+            let ids = DTensor::distribute(xs[0].tensor()?, mesh, &[Replicate])?;
+            Ok(table.forward(&ids)?.into())
+        };
+        let h = g.call_with(table, "lookup", lookup, [ids]);
+        g.split();
+        let head =
+            |(table, _): &Table, xs: &[Value], _: &Ctx| Ok(xs[0].dtensor()?.linear(table.weight(), None)?.into());
+        let y = g.call_with(table, "head", head, [h]);
+        g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [y], Reduction::Mean);
+        let mesh = ctx.mesh(&[("pp", 2), ("tp", 1)])?;
+        let vb = ShardedVarBuilder::fresh(1, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 1, 1)?;
+        let pipe = g.finish(SplitSpec::declared())?;
+        let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
+        let ids = Tensor::new(&[0u32, 4, 4], &device())?;
+        let batch = split_args_kwargs_into_chunks(&[ids.into()], &Kwargs::new(), 1, None, None)?;
+        Ok(runtime.forward_backward(&batch, &StepOptions::default()).unwrap_err().to_string())
+    });
+    texts.iter().for_each(|text| assert!(text.contains("rows of \"table\" in place"), "{text}"));
 }

@@ -138,7 +138,7 @@ impl MoE {
         };
         let laid = inherent(|| x.placed(place))?;
         let routed = self.router.route(config, &laid)?;
-        let ranks = TokenRanks::of(laid.spec())?;
+        let ranks = TokenRanks::of(laid.spec(), &self.router.weight)?;
         let mut kept = routed.chosen.clone();
         if let Some(factor) = config.capacity_factor {
             capacity::drop_choices(&mut kept, (config.experts, top_k), factor, &ranks)?;
@@ -198,7 +198,10 @@ impl MoE {
             Ok(made)
         };
         let exchange = match (counts, self.axes.experts) {
-            (Some(counts), Some(axis)) => Some((mesh.axis_group(axis)?.clone(), counts)),
+            (Some(counts), Some(axis)) => {
+                let group = mesh.axis_group(axis)?.clone();
+                Some((self.router.weight.described(group, 1 << axis), counts))
+            }
             _ => None,
         };
         let me = self.axes.experts.map_or(0, |axis| mesh.coordinate()[axis]);
@@ -233,6 +236,7 @@ impl MoE {
         let mut sums: Vec<f64> = counts.iter().map(|&count| count as f64).collect();
         if let Some(group) = replicas {
             let mine = Tensor::from_vec(sums, counts.len(), &Device::Cpu)?;
+            let group = bias.described(group.clone(), 0);
             sums = group.all_reduce(&mine, ReduceOp::Sum)?.to_vec1()?;
         }
         let mean = sums.iter().sum::<f64>() / sums.len() as f64;

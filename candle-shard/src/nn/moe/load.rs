@@ -1,8 +1,8 @@
 //! How many tokens each expert and each rank gets. All ranks with different tokens learn it at once.
 use super::config::Axes;
 use super::{NO_EXPERT, OP};
-use crate::layout::Spec;
-use crate::{Error, Result};
+use crate::layout::{Spec, axes_of};
+use crate::{DTensor, Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
@@ -54,8 +54,8 @@ pub(super) struct TokenRanks {
 }
 
 impl TokenRanks {
-    /// Finds the ranks for tokens `[.., width]`.
-    pub(super) fn of(tokens: &Spec) -> Result<Self> {
+    /// Finds the ranks for tokens `[.., width]`. The calls of their group carry the name of the parameter `of`.
+    pub(super) fn of(tokens: &Spec, of: &DTensor) -> Result<Self> {
         let mesh = tokens.mesh();
         let is_cut = |axis: &usize| mesh.shape()[*axis] > 1 && tokens.placements()[*axis].shard_dim().is_some();
         let axes: Vec<usize> = (0..mesh.ndim()).filter(is_cut).collect();
@@ -75,6 +75,7 @@ impl TokenRanks {
             &[axis] => Some(mesh.axis_group(axis)?.clone()),
             _ => Some(mesh.axes(&names)?.group()?.clone()),
         };
+        let group = group.map(|group| of.described(group, axes_of(&axes)));
         let leading = tokens.dims().len() - 1;
         let places = |coordinate: &Vec<usize>| {
             let ranges = tokens.block_at(coordinate)[..leading].to_vec();

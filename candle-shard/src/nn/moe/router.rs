@@ -1,6 +1,6 @@
 //! The router: which experts each token uses, and with what weights.
 use super::config::{ExpertGroups, MoEConfig, Scores};
-use crate::layout::{Replicate, Shard};
+use crate::layout::{Replicate, Shard, axes_of};
 use crate::nn::linear::init;
 use crate::nn::{ShardedVarBuilder, Width};
 use crate::{DTensor, Result, Spec};
@@ -96,7 +96,7 @@ fn agreed(scores: &DTensor, (chosen, invalid): (Vec<u32>, Option<usize>)) -> Res
     let told: Vec<u32> = std::iter::once(invalid.map_or(0, |token| token as u32 + 1)).chain(chosen).collect();
     let len = told.len();
     let told = Tensor::from_vec(told, len, &Device::Cpu)?;
-    let mut told = scores.group_of(&axes)?.broadcast(&told, 0)?.to_vec1::<u32>()?;
+    let mut told = scores.described(scores.group_of(&axes)?, axes_of(&axes)).broadcast(&told, 0)?.to_vec1::<u32>()?;
     let invalid = (told.remove(0) as usize).checked_sub(1);
     Ok((told, invalid))
 }

@@ -59,6 +59,8 @@ impl Ring {
     fn rotate(&self, [k, v]: [&Tensor; 2], visit: &mut Visit<'_>) -> candle_core::Result<()> {
         let mine = Tensor::cat(&[k, v], 3)?.transpose(1, 2)?.contiguous()?;
         let group = &self.call.group;
+        // Messages carry no description: this finds ranks that run another layer.
+        group.barrier()?;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
         let (dims, dtype) = (mine.dims().to_vec(), mine.dtype());

@@ -61,7 +61,7 @@ fn a_transformer_on_sequence_shards_equals_one_device() {
                 if dropout == 0.0 && world > 1 {
                     assert_eq!(logits.placements(), [Shard(1)]);
                     let swaps = [&forward, &backward].map(|counts| counts.get(Op::AllToAll).count);
-                    let of_keys = [Op::Send, Op::Recv, Op::AllGather, Op::ReduceScatter];
+                    let of_keys = [Op::Send, Op::Recv, Op::Barrier, Op::AllGather, Op::ReduceScatter];
                     let messages = |counts: &CommCounts| of_keys.iter().map(|&op| counts.get(op).count).sum();
                     // Of 3 or 4 ranks each has one of the 4 heads; of 2 ranks one has keys that the other sees.
                     let by_heads = swaps[0] > 0;

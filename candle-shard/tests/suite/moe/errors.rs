@@ -88,3 +88,28 @@ fn experts_cut_over_the_fully_sharded_axis_are_refused() {
         Ok(())
     });
 }
+
+/// Layers of one shape that ranks call in unlike orders, as the values of a `HashMap` may be.
+#[test]
+fn layers_in_unlike_orders_are_an_error_on_all_ranks() {
+    for at in [[Shard(0), Shard(0)], [Shard(0), Replicate], [Replicate, Shard(1)]] {
+        for factor in [None, Some(1.5)] {
+            let texts = on_ranks(4, "orders", move |ctx| -> Result<String> {
+                let mesh = ctx.mesh(&[("dp", 2), ("ep", 2)])?;
+                let config = config(5, 2).capacity_factor(factor);
+                let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
+                let layers = [MoE::new(config.clone(), &vb.pp("a"))?, MoE::new(config.clone(), &vb.pp("b"))?];
+                let truth = truth(&config, &[4, 2, 6], Routing::Random, DType::F64)?;
+                let x = test_utils::distribute(&truth.x, &mesh, &at)?;
+                let first = usize::from(ctx.rank() == 1);
+                ctx.group().barrier()?;
+                let run = || -> Result<()> {
+                    layers[first].forward(&x, TRAIN)?;
+                    layers[1 - first].forward(&x, TRAIN).map(drop)
+                };
+                Ok(run().unwrap_err().to_string())
+            });
+            assert!(texts.iter().all(|text| text.contains("description")), "{at:?}: {texts:?}");
+        }
+    }
+}

@@ -13,6 +13,7 @@ mod families;
 mod gguf;
 mod hub;
 mod info;
+mod proofs;
 mod ropes;
 mod score;
 mod shares;

@@ -11,7 +11,7 @@ use candle_shard::nn::{
     ShardedVarBuilder, Width, recompute,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{Attention, DTensor, Replicate, Result, Shard};
+use candle_shard::{Attention, DTensor, EmbeddingOptions, Replicate, Result, Shard};
 use std::sync::Arc;
 
 /// What norms add to variances. Dropout leaves rows of nearly equal elements, whose roundings a norm would make large.
@@ -51,7 +51,8 @@ impl Model {
     }
 
     fn embedding(&self, vb: &ShardedVarBuilder) -> Result<Embedding> {
-        Embedding::new(self.vocab, self.width, 0.7, vb)
+        let options = EmbeddingOptions::default().max_norm(self.limited.then_some(1.0));
+        Embedding::with_options(self.vocab, self.width, 0.7, options, vb)
     }
 
     fn head(&self, vb: &ShardedVarBuilder) -> Result<Linear> {
@@ -292,6 +293,10 @@ impl Model {
                 },
                 inputs,
             ),
+            Loss::Sum => {
+                let sum = move |xs: &[Value]| Ok((mean(xs)? * xs[1].tensor()?.dim(0)? as f64)?);
+                g.loss_fn(move |xs, _| sum(xs), inputs, Reduction::Sum)
+            }
             _ => g.loss_fn(move |xs, _| mean(xs), inputs, Reduction::Mean),
         };
         g

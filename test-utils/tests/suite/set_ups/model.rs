@@ -12,6 +12,8 @@ pub(crate) struct Model {
     pub(crate) vocab: usize,
     pub(crate) rows: usize,
     pub(crate) embedding: Cut,
+    /// Whether a lookup limits the norms of its rows, in place.
+    pub(crate) limited: bool,
     pub(crate) head: Head,
     pub(crate) blocks: Vec<Block>,
     pub(crate) loss: Loss,
@@ -19,6 +21,8 @@ pub(crate) struct Model {
     pub(crate) piped: bool,
     pub(crate) prefetch: bool,
     pub(crate) reshard: bool,
+    /// Whether units are sharded over the axis `data`, too.
+    pub(crate) both_axes: bool,
 }
 
 /// How a plan cuts a linear layer or a table.
@@ -42,6 +46,8 @@ pub(crate) enum Loss {
     MeanSquare,
     /// The sum of the cross entropy and the number of tokens.
     Counted,
+    /// The sum over the rows.
+    Sum,
 }
 
 /// A part of a model, and how it runs.
@@ -107,19 +113,34 @@ impl Model {
             });
         }
         let losses = [Loss::CrossEntropy, Loss::MeanSquare, Loss::Counted];
-        Self {
+        let model = Self {
             seed,
             width: 4,
             len: 1 + dice.below(3),
             vocab: 7,
             rows: 3 + dice.below(5),
             embedding: cut(&mut dice),
+            limited: false,
             head: if dice.once_in(3) { Head::Tied } else { Head::Linear(cut(&mut dice)) },
             blocks,
             loss: losses[dice.below(if piped { 3 } else { 2 })],
             piped,
             prefetch: !dice.once_in(3),
             reshard: !dice.once_in(3),
+            both_axes: false,
+        };
+        model.with_more(&mut Dice::new(seed + 2_000_000))
+    }
+
+    /// Draws what is drawn apart, so that seeds keep the rest.
+    fn with_more(self, dice: &mut Dice) -> Self {
+        let is_sum = self.piped && dice.once_in(5);
+        Self {
+            // A tied head would see rows that only other passes look up.
+            limited: self.head != Head::Tied && dice.once_in(5),
+            loss: if is_sum { Loss::Sum } else { self.loss },
+            both_axes: dice.once_in(3),
+            ..self
         }
     }
 
@@ -155,11 +176,13 @@ impl Model {
             with(&|small| small.blocks[at].layer = simpler(&small.blocks[at].layer));
         }
         with(&|small| small.embedding = Cut::Whole);
+        with(&|small| small.limited = false);
+        with(&|small| small.both_axes = false);
         with(&|small| small.head = Head::Linear(Cut::Whole));
         with(&|small| small.loss = Loss::MeanSquare);
         with(&|small| (small.prefetch, small.reshard) = (false, true));
         with(&|small| small.len = 1);
-        with(&|small| small.piped = small.loss == Loss::Counted);
+        with(&|small| small.piped = matches!(small.loss, Loss::Counted | Loss::Sum));
         all.retain(|small| small != self);
         all
     }
@@ -251,7 +274,13 @@ impl fmt::Display for Model {
             writeln!(f)?;
         }
         write!(f, "  head {head:?}, loss {loss:?}")?;
-        for (is, name) in [(self.piped, "piped"), (self.prefetch, "prefetch"), (self.reshard, "reshard")] {
+        for (is, name) in [
+            (self.piped, "piped"),
+            (self.prefetch, "prefetch"),
+            (self.reshard, "reshard"),
+            (self.limited, "limited"),
+            (self.both_axes, "both axes"),
+        ] {
             if is {
                 write!(f, ", {name}")?;
             }
