@@ -78,9 +78,9 @@ pub fn export_parts<N: AsRef<str>>(
     }
     let put =
         writer.and_then(|writer| place.as_ref().zip(writer).map_or(Ok(()), |(place, writer)| place.put(path, writer)));
-    let put = agreed(group, OP, put);
-    place.into_iter().for_each(|place| place.clear());
-    put
+    // When a rank returns, the place is free.
+    place.into_iter().for_each(Place::clear);
+    agreed(group, OP, put)
 }
 
 /// Names the tensors of the file in the order in which their bytes lie there.

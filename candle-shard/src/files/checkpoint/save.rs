@@ -65,18 +65,22 @@ pub(crate) fn write<'a>(
 ) -> Result<()> {
     let prepared = (group.rank() == 0).then(|| Prepared::new(path, tensors)).transpose();
     let prepared = agreed(group, op, prepared)?;
-    let saved = shared(op, path, group, prepared.as_ref()).and_then(|nonce| {
+    let written = shared(op, path, group, prepared.as_ref()).and_then(|nonce| {
         let stamps = written(op, path, group, tensors, &nonce, local)?;
-        let committed =
-            prepared.as_ref().map(|_| commit(path, &nonce, Checkpoint::new(index_of(tensors, &nonce), stamps)));
-        agreed(group, op, committed.unwrap_or(Ok(())))
+        Ok((stamps, nonce))
     });
-    if let Some(prepared) = prepared {
+    // When a rank returns, the place is free, so the lock goes before the ranks agree.
+    let committed = prepared.map_or(Ok(()), |prepared| {
+        let committed = written.as_ref().map_err(Error::clone).and_then(|(stamps, nonce)| {
+            commit(path, nonce, &Checkpoint::new(index_of(tensors, nonce), stamps.clone()))
+        });
         // The result depends on whether the checkpoint is complete, not on leftover files.
-        let cleared = prepared.clear(path, saved.as_ref().err());
+        let cleared = prepared.clear(path, committed.as_ref().err());
         cleared.unwrap_or_else(|error| log::warn!("{op}: {error}; the next save tries to remove it again"));
-    }
-    saved
+        committed
+    });
+    written?;
+    agreed(group, op, committed)
 }
 
 /// Tells all ranks the number of this save, if they see the folder of rank 0.
@@ -273,7 +277,7 @@ fn write_blocks<'a>(
 }
 
 /// Renames the index to its final name; from then on the new checkpoint is valid.
-fn commit(path: &Path, nonce: &str, index: Checkpoint) -> Result<()> {
+fn commit(path: &Path, nonce: &str, index: &Checkpoint) -> Result<()> {
     let (next, at): (PathBuf, PathBuf) = (path.join(partial(nonce)), path.join(INDEX));
     let put = || -> io::Result<()> {
         let mut file = disk::create(&next)?;

@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
@@ -51,7 +51,7 @@ impl Screen {
         if rank != 0 {
             return Ok(Self { shown: None });
         }
-        let open = |path: &Path| open(path, job.start).with_context(|| format!("--log {}", path.display()));
+        let open = |path: &Path| open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()));
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),
@@ -114,7 +114,7 @@ impl Screen {
 
 /// Opens the log of a training that begins with step `start`, counted from 0. The steps before stay. Those that a training made
 /// behind its last checkpoint, before it stopped, are made again, so they are cut off, with a line that was not finished. One training at a
-/// time writes to it, and it takes the place of nothing but a log.
+/// time writes to it.
 fn open(path: &Path, start: usize) -> Result<File> {
     let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
     if !file.metadata()?.is_file() {
@@ -125,15 +125,6 @@ fn open(path: &Path, start: usize) -> Result<File> {
     }
     let mut log = Vec::new();
     file.read_to_end(&mut log)?;
-    if start == 0 {
-        // The first line may not have been finished.
-        let mut lines = log.split(|&byte| byte == b'\n');
-        let is_line = |line: &[u8]| {
-            serde_json::from_slice::<Line>(line).is_ok() || !log.contains(&b'\n') && line.starts_with(b"{")
-        };
-        let is_log = log.is_empty() || lines.next().is_some_and(is_line);
-        ensure!(is_log, "it holds something other than a log: give another file");
-    }
     file.set_len(if start == 0 { 0 } else { kept(&log, start) as u64 })?;
     Ok(file)
 }

@@ -221,7 +221,7 @@ fn two_trainings_in_one_folder_are_one() {
     a.assert();
 }
 
-/// What others have in the folder stays, and a log takes the place of nothing but a log.
+/// What others have in the folder stays, and a log is of one training.
 #[test]
 fn a_training_touches_nothing_of_others() {
     let place = Place::new(&config(4, 2));
@@ -266,12 +266,6 @@ fn a_training_touches_nothing_of_others() {
         assert!(!ok && said.contains("training.lock"), "{said}");
         assert_eq!(names(&saved), ["training.lock"]);
         assert_eq!(fs::read_to_string(saved.join("training.lock")).unwrap(), "not yours");
-        Ok::<_, String>(())
-    });
-    a.attack("a log that is none", || {
-        let (ok, said) = ended(start(&place, &["--steps", "2"], &[("--log", victim.clone())]));
-        assert!(!ok && said.contains("--log"), "{said}");
-        assert_eq!(fs::read_to_string(&victim).unwrap(), "not yours");
         Ok::<_, String>(())
     });
     a.attack("a log of two trainings", || {
