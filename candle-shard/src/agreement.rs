@@ -87,6 +87,22 @@ pub(crate) fn agreed<T>(group: &ProcessGroup, op: &'static str, result: Result<T
     }
 }
 
+/// Like [`agreed`], where each rank also has a number of what it has read: the numbers must be equal.
+pub(crate) fn agreed_on<T>(group: &ProcessGroup, op: &'static str, read: Result<(T, Option<u64>)>) -> Result<T> {
+    let text = read.as_ref().err().map(Error::to_string).unwrap_or_default();
+    let all = told(op, group, &(text, read.as_ref().ok().and_then(|(_, identity)| *identity)))?;
+    let ranks = || group.ranks().iter().zip(&all);
+    if let Some((rank, (text, _))) = ranks().find(|(_, (text, _))| !text.is_empty()) {
+        return Error::op(op, format!("rank {rank}: {text}"));
+    }
+    if let Some((rank, _)) = ranks().find(|(_, (_, identity))| *identity != all[0].1) {
+        let reason = format!("rank {rank} reads another checkpoint than rank {}", group.ranks()[0]);
+        let fix = "give one folder to all ranks, and load again if another program saves there";
+        return Error::op(op, format!("{reason}; {fix}"));
+    }
+    read.map(|(read, _)| read)
+}
+
 /// Returns every rank's value on every rank, in rank order.
 pub(crate) fn told<T: Serialize + DeserializeOwned>(
     op: &'static str,

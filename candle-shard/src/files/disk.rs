@@ -2,7 +2,7 @@
 //!
 //! Tests make any call fail, or all calls from one on, as if the process had been killed there
 //! (`files/checkpoint/crashes.rs`).
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -11,9 +11,36 @@ pub(crate) fn create_folder(path: &Path) -> io::Result<()> {
     fs::create_dir_all(path)
 }
 
+/// Creates a file under a name that nothing has, not even a link.
 pub(crate) fn create(path: &Path) -> io::Result<File> {
     call("create", path)?;
-    File::create(path)
+    File::create_new(path)
+}
+
+/// Opens a file to read it and to write at its end, and creates it if it is not there.
+///
+/// # Errors
+/// `AlreadyExists` if something other than a file is there; a link is not followed.
+pub(crate) fn append(path: &Path) -> io::Result<File> {
+    call("append", path)?;
+    let mut options = OpenOptions::new();
+    options.read(true).append(true);
+    match options.clone().create_new(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match fs::symlink_metadata(path)?.is_file() {
+            true => options.open(path),
+            false => Err(error),
+        },
+        opened => opened,
+    }
+}
+
+/// Returns whether there is a regular file; a link is none.
+pub(crate) fn is_file(path: &Path) -> io::Result<bool> {
+    match fs::symlink_metadata(path) {
+        Ok(about) => Ok(about.is_file()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 pub(crate) fn write(file: &mut File, path: &Path, bytes: &[u8]) -> io::Result<()> {

@@ -1,5 +1,7 @@
 //! Files of tensors: each rank reads and writes only its own blocks.
 pub mod checkpoint;
+mod digests;
 mod disk;
 mod index;
+mod lock;
 pub(crate) mod weights;

@@ -16,6 +16,7 @@ mod fsdp;
 mod fused_qkv;
 mod gguf;
 mod gradient_rule;
+mod hostile;
 mod kernels;
 mod kv_cache;
 mod layers;

@@ -247,28 +247,32 @@ impl<'a> Output<'a> {
 
 /// Gives a file new bytes, at once if it is no device and its folder can have a file beside it.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    // A link stays one.
-    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    // A link stays one, also to a file that is still to come.
+    let target = match fs::canonicalize(path) {
+        Err(_) if path.is_symlink() => return fs::write(path, bytes),
+        target => target.unwrap_or_else(|_| path.to_owned()),
+    };
     let old = fs::metadata(&target).ok();
     if old.as_ref().is_some_and(|old| !old.is_file()) {
         return fs::write(path, bytes);
     }
-    let mut name = target.file_name().unwrap_or_default().to_owned();
-    name.push(".partial");
-    let partial = target.with_file_name(name);
-    let mut file = match File::create(&partial) {
+    let mut made = tempfile::Builder::new();
+    made.prefix(target.file_name().unwrap_or_default()).suffix(".partial");
+    #[cfg(unix)]
+    made.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let partial = made.tempfile_in(target.parent().unwrap_or(Path::new("")));
+    let mut partial = match partial {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied && old.is_some() => {
             return fs::write(path, bytes);
         }
-        file => file?,
+        partial => partial?,
     };
-    let write = || {
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        old.map_or(Ok(()), |old| fs::set_permissions(&partial, old.permissions()))?;
-        fs::rename(&partial, &target)
-    };
-    write().inspect_err(|_| drop(fs::remove_file(&partial)))
+    partial.write_all(bytes)?;
+    partial.as_file().sync_all()?;
+    old.map_or(Ok(()), |old| fs::set_permissions(partial.path(), old.permissions()))?;
+    // Until then it is removed if anything fails.
+    partial.persist(target)?;
+    Ok(())
 }
 
 /// Checks that the file of a flag can be written, and leaves no trace; `otherwise` names the flag's other values.

@@ -35,10 +35,19 @@ pub(super) fn check(subject: &Subject, setups: &[Setup], path: &Path) -> Result<
     }
     let shown = path.display();
     let is_written = std::env::var_os(WRITE).is_some_and(|value| value == "write");
-    if is_written || !path.exists() {
-        return std::fs::write(path, text(&now)).map_err(|error| format!("{shown}: {error}"));
+    let wrong = |error: std::io::Error| format!("{shown}: {error}");
+    // A link without an end counts as something that is there, so nothing is created behind it.
+    if std::fs::symlink_metadata(path).is_err() {
+        let mut file = std::fs::File::create_new(path).map_err(wrong)?;
+        return std::io::Write::write_all(&mut file, text(&now).as_bytes()).map_err(wrong);
     }
-    let stored = std::fs::read_to_string(path).map_err(|error| format!("{shown}: {error}"))?;
+    let stored = std::fs::read_to_string(path).map_err(wrong)?;
+    if is_written {
+        return match stored.is_empty() || HEAD.lines().next() == stored.lines().next() {
+            true => std::fs::write(path, text(&now)).map_err(wrong),
+            false => Err(format!("{shown}: is no budget, so it is not written again; name another file")),
+        };
+    }
     let changes = changes(&read(&stored).map_err(|line| format!("{shown}: cannot read {line:?}"))?, &now);
     match changes.is_empty() {
         true => Ok(()),

@@ -1,4 +1,5 @@
 //! Checks that all ranks pass the same tensors.
+use crate::files::weights::is_reserved;
 use crate::layout::Spec;
 use crate::{Error, Result};
 use candle_dist::{DeviceMesh, ProcessGroup};
@@ -6,6 +7,19 @@ use itertools::{EitherOrBoth, Itertools};
 
 /// A tensor to save.
 pub(super) type Named<'a> = (&'a str, &'a Spec);
+
+/// Refuses names that a file cannot hold: one that comes twice, or that its format keeps to itself.
+pub(crate) fn check_names<'a>(op: &'static str, names: impl Iterator<Item = &'a str> + Clone) -> Result<()> {
+    if let Some(name) = names.clone().duplicates().next() {
+        return Error::op(op, format!("{name:?} is named twice; give each tensor a name of its own"));
+    }
+    match names.into_iter().find(|name| is_reserved(name)) {
+        Some(name) => {
+            Error::op(op, format!("{name:?} is not a valid name for a tensor in a safetensors file; choose another"))
+        }
+        None => Ok(()),
+    }
+}
 
 /// Checks that all ranks of `group` pass the same names with the same descriptions, and that files can contain the
 /// names.
@@ -27,15 +41,7 @@ pub(crate) fn check_named<N: AsRef<str>>(
             return Error::op(op, format!("rank {rank} names {here}, and rank {first} names {there}; name the same"));
         }
     }
-    if let Some(name) = tensors.iter().map(|(name, _)| name.as_ref()).duplicates().next() {
-        return Error::op(op, format!("{name:?} is named twice; give each tensor a name of its own"));
-    }
-    match tensors.iter().map(|(name, _)| name.as_ref()).find(|name| *name == "__metadata__") {
-        Some(name) => {
-            Error::op(op, format!("{name:?} is not a valid name for a tensor in a safetensors file; choose another"))
-        }
-        None => Ok(()),
-    }
+    check_names(op, tensors.iter().map(|(name, _)| name.as_ref()))
 }
 
 /// Checks that all ranks pass the same names in the same layouts, and that these can be saved.

@@ -8,6 +8,11 @@
 //! block. Blocks that several ranks hold are written once. A new checkpoint replaces the last one atomically when all
 //! of it is on the disk: after a crash, one of the two is complete.
 //!
+//! Each MiB of a file has a digest, which is compared when something of it is read, so damage is an error that names file and tensor.
+//! Checkpoints of versions without digests load too. While a program saves it holds a [`Lock`], so two programs cannot
+//! save to one folder at a time. On NFS that takes mounts with locks; without them one of the programs may get an error, but no
+//! checkpoint is a mixture of two.
+//!
 //! Every rank calls these functions, with a path on a file system that all ranks share. If one rank fails, all ranks
 //! return the same error.
 pub(crate) mod agreement;
@@ -19,17 +24,18 @@ pub(crate) mod save;
 pub(crate) mod saved;
 mod stages;
 
+pub use crate::files::lock::Lock;
 pub use export::{export, export_parts};
 pub use save::save;
 pub use stages::save_stages;
 
-use crate::agreement::agreed;
+use crate::agreement::agreed_on;
 use crate::layout::{Placement, RowsOf, Spec};
-use crate::{DTensor, Error, Result, Weights};
+use crate::{DTensor, Result, Weights};
 use candle_core::{Device, Var};
 use candle_dist::DeviceMesh;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A tensor to read, with the larger tensor that contains it if there is none of its name.
 type Wanted<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
@@ -60,8 +66,8 @@ type Wanted<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
 /// ```
 ///
 /// # Errors
-/// On every rank alike: if a tensor is not in the files or does not have the dims that the placements shard, or if a
-/// file is missing, damaged or unreadable.
+/// On every rank alike: if a tensor is not in the files or does not have the dims that the placements shard, if a
+/// file is missing, damaged or unreadable, or if ranks read different checkpoints.
 pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
     path: impl AsRef<Path>,
     mesh: &DeviceMesh,
@@ -75,9 +81,10 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
             let spec = Spec::new(mesh, placements, weights.shape(name)?, weights.dtype(name)?)?;
             Ok((name.to_string(), weights.read(name, &spec, device)?))
         };
-        wanted.iter().map(read).collect()
+        let read = wanted.iter().map(read).collect::<Result<_>>()?;
+        Ok((read, weights.identity()))
     };
-    agreed(mesh.group()?, "checkpoint::load", read())
+    agreed_on(mesh.group()?, "checkpoint::load", read())
 }
 
 /// Reads the tensors of these names in these layouts; if any rank fails, every rank returns the first error.
@@ -89,15 +96,19 @@ pub(crate) fn read<'a>(
 ) -> Result<Vec<DTensor>> {
     let read = || {
         let weights = Weights::open(path)?;
-        wanted.map(|(name, within, spec)| weights.read_part(name, within, spec, device)).collect()
+        let read = wanted.map(|(name, within, spec)| weights.read_part(name, within, spec, device));
+        Ok((read.collect::<Result<_>>()?, weights.identity()))
     };
-    agreed(mesh.group()?, "checkpoint::load", read())
+    agreed_on(mesh.group()?, "checkpoint::load", read())
 }
 
 /// Returns the names of the tensors of a checkpoint. Every rank calls it.
 pub(crate) fn names(path: &Path, mesh: &DeviceMesh) -> Result<BTreeSet<String>> {
-    let names = || Ok(Weights::open(path)?.names().map(str::to_string).collect());
-    agreed(mesh.group()?, "checkpoint::load", names())
+    let names = || {
+        let weights = Weights::open(path)?;
+        Ok((weights.names().map(str::to_string).collect(), weights.identity()))
+    };
+    agreed_on(mesh.group()?, "checkpoint::load", names())
 }
 
 /// Sets a variable to the value of this rank's shard.
@@ -106,11 +117,4 @@ pub(crate) fn set(var: &Var, value: &DTensor) -> Result<()> {
         var.set(value.to_local())?;
     }
     Ok(())
-}
-
-/// Returns the path with a suffix appended to its file name.
-fn beside(path: &Path, what: &str) -> Result<PathBuf> {
-    let name =
-        path.file_name().ok_or_else(|| Error::file(path, "is not a valid name to save under; choose another"))?;
-    Ok(path.with_file_name(format!("{}.{what}", name.to_string_lossy())))
 }

@@ -1,28 +1,35 @@
 //! Every rank writes its blocks; rank 0 turns them into the checkpoint.
 //!
-//! The files of a checkpoint never change. A save writes new ones, with names that no earlier save has used. When all
-//! of them are on the disk, a single rename replaces the old index by the new one. So at any time the index in the
-//! folder names complete files. If a save cannot remove the files that the index does not name, the next successful
-//! save removes them.
+//! The files of a checkpoint never change. A save writes new ones, whose names have a random number that all ranks of the
+//! save share. When all of them are on the disk, and were read again, a single rename replaces the old index by the new
+//! one. So at any time the index in the folder names complete files of one save.
+//!
+//! A lock keeps two saves apart. It has the names of all files that its holder creates or replaces. What is removed is named there, or
+//! in an index of ours, and nothing else is: a save that was killed leaves the lock file, and the next save removes what it names.
 use super::agreement::{Named, check_alike};
-use super::saved::{Saved, file_of, generation_of, index_of};
+use super::saved::{Saved, file_of, index_of, is_name, partial};
 use crate::agreement::{agreed, told};
+use crate::files::digests::Stamp;
 use crate::files::disk;
-use crate::files::index::{self, Blocks, INDEX, Index};
-use crate::files::weights::WeightWriter;
+use crate::files::index::{Checkpoint, INDEX};
+use crate::files::lock::Lock;
+use crate::files::weights::{WeightFile, WeightWriter};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File, TryLockError};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 const OP: &str = "checkpoint::save";
 
-/// The name of an index that is being written.
-const NEXT_INDEX: &str = "checkpoint.json.partial";
+/// The name of the lock in a checkpoint's folder.
+const LOCK: &str = "checkpoint.lock";
+
+/// Files by name, each with what tells it from others.
+type Stamps = BTreeMap<String, Stamp>;
 
 /// Saves tensors of `mesh` to the folder `path`, replacing a checkpoint that is there.
 ///
@@ -32,11 +39,13 @@ const NEXT_INDEX: &str = "checkpoint.json.partial";
 /// the stages of a pipeline, call [`save_stages`](super::save_stages) together.
 ///
 /// If the program or the machine stops during a save, the folder contains either the last checkpoint or the new one,
-/// complete.
+/// complete. Only one program at a time saves to a folder; `checkpoint.lock` says which. Other files in the folder stay. What was
+/// written is read again before the last checkpoint goes.
 ///
 /// # Errors
-/// On every rank alike: if ranks pass different names, if a tensor is partial or of another mesh, if the folder
-/// contains something other than a checkpoint, or if a file cannot be written. The previous content then stays, unless
+/// On every rank alike: if ranks pass different names, or a name twice or one that is reserved; if a tensor is partial or of another
+/// mesh; if the folder contains something other than a checkpoint, or a checkpoint of a newer version; if another program saves
+/// there; if the ranks do not see one folder, or a file cannot be written. The previous content then stays, unless
 /// the new checkpoint was already complete.
 pub fn save<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &[(N, DTensor)]) -> Result<()> {
     let named: Vec<Named<'_>> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
@@ -54,98 +63,173 @@ pub(crate) fn write<'a>(
     tensors: &[Saved<'_>],
     local: impl Fn(usize, usize) -> &'a Tensor,
 ) -> Result<()> {
-    let leads = group.rank() == 0;
-    let prepared = agreed(group, op, if leads { Prepared::new(path) } else { Ok(Prepared::default()) })?;
-    let saved = told(op, group, &prepared.generation).and_then(|generations| {
-        let generation = generations[0];
-        agreed(group, op, write_blocks(path, (group.rank(), generation), tensors, local))?;
-        let committed = if leads { commit(path, &index_of(tensors, generation)) } else { Ok(()) };
-        agreed(group, op, committed)
+    let prepared = (group.rank() == 0).then(|| Prepared::new(path, tensors)).transpose();
+    let prepared = agreed(group, op, prepared)?;
+    let written = shared(op, path, group, prepared.as_ref()).and_then(|nonce| {
+        let stamps = written(op, path, group, tensors, &nonce, local)?;
+        Ok((stamps, nonce))
     });
-    if leads {
+    // When a rank returns, the place is free, so the lock goes before the ranks agree.
+    let committed = prepared.map_or(Ok(()), |prepared| {
+        let committed = written.as_ref().map_err(Error::clone).and_then(|(stamps, nonce)| {
+            commit(path, nonce, &Checkpoint::new(index_of(tensors, nonce), stamps.clone()))
+        });
         // The result depends on whether the checkpoint is complete, not on leftover files.
-        let cleared = prepared.clear(path, saved.is_err());
+        let cleared = prepared.clear(path, committed.as_ref().err());
         cleared.unwrap_or_else(|error| log::warn!("{op}: {error}; the next save tries to remove it again"));
+        committed
+    });
+    written?;
+    agreed(group, op, committed)
+}
+
+/// Tells all ranks the number of this save, if they see the folder of rank 0.
+fn shared(op: &'static str, path: &Path, group: &ProcessGroup, prepared: Option<&Prepared>) -> Result<String> {
+    let nonce = prepared.map(|prepared| prepared.lock.nonce().to_owned()).unwrap_or_default();
+    let nonce = told(op, group, &nonce)?.swap_remove(0);
+    agreed(group, op, Lock::see(&path.join(LOCK), &nonce))?;
+    Ok(nonce)
+}
+
+/// Writes the blocks of all ranks, and reads them again; returns all files. If a rank fails, nothing is left.
+fn written<'a>(
+    op: &'static str,
+    path: &Path,
+    group: &ProcessGroup,
+    tensors: &[Saved<'_>],
+    nonce: &str,
+    local: impl Fn(usize, usize) -> &'a Tensor,
+) -> Result<Stamps> {
+    let mut created = Vec::new();
+    let stamps = agreed(group, op, write_blocks(path, (group.rank(), nonce), tensors, local, &mut created));
+    let stamps = stamps.and_then(|stamps| told(op, group, &stamps)).and_then(|stamps| {
+        // Each rank reads what its neighbor wrote, so a file is read once, and by another process.
+        let neighbor = &stamps[(group.rank() + 1) % group.size()];
+        let read = verify(path, neighbor, WeightFile::verify);
+        let all: Stamps = stamps.iter().flat_map(|stamps| stamps.clone()).collect();
+        // The index has its place where rank 0 sees the folder.
+        let seen = if group.rank() == 0 { verify(path, &all, |_| Ok(())) } else { Ok(()) };
+        agreed(group, op, read.and(seen))?;
+        Ok(all)
+    });
+    if stamps.is_err() {
+        // The error matters, not whether its leftovers can be removed.
+        created.iter().for_each(|file| drop(disk::remove_file(file)));
     }
-    saved
+    stamps
+}
+
+/// Checks that the files are there, each with its length and digest, and that what `read` does with it succeeds.
+fn verify(path: &Path, files: &Stamps, read: impl Fn(&WeightFile) -> Result<()>) -> Result<()> {
+    for (name, stamp) in files {
+        let file = WeightFile::open(&path.join(name))?;
+        if file.stamp().as_ref() != Some(stamp) {
+            return Err(Error::file(
+                path.join(name),
+                "is not the file that was written; does another program write there?",
+            ));
+        }
+        read(&file)?;
+    }
+    Ok(())
 }
 
 /// State that rank 0 reads before anything is written.
-#[derive(Default)]
 struct Prepared {
-    /// Distinguishes the names of this save's files from those of earlier saves.
-    generation: u64,
     /// Whether the folder was created for this save.
     is_new: bool,
-    /// The folder, locked until this save is over.
-    _lock: Option<File>,
+    /// The names that this save creates.
+    mine: BTreeSet<String>,
+    lock: Lock,
 }
 
 impl Prepared {
-    /// Creates the folder, unless the checkpoint would replace something else.
-    fn new(path: &Path) -> Result<Self> {
+    /// Creates the folder and takes its lock, unless the checkpoint would replace something else.
+    fn new(path: &Path, tensors: &[Saved<'_>]) -> Result<Self> {
         if path.file_name().is_none() {
             return Err(Error::file(path, "is not a valid name to save under; choose another"));
         }
-        let is_new = !path.exists();
+        let is_new = fs::symlink_metadata(path).is_err();
         if is_new {
             let made = make_folder(path);
             if made.is_err() {
-                // The error matters, not whether its leftovers can be removed.
-                Self { generation: 0, is_new, _lock: None }.clear(path, true).ok();
+                disk::remove_folder(path).ok();
             }
             made?;
         }
-        let lock = locked(path)?;
-        let names = names_in(path)?;
-        let is_ours = |name: &String| generation_of(name).is_some() || name == NEXT_INDEX;
-        if !names.iter().any(|name| name == INDEX) && !names.iter().all(is_ours) {
-            return Err(Error::file(path, "contains something other than a checkpoint; name a new folder"));
+        let locked = Lock::take(&path.join(LOCK)).and_then(|lock| Self::locked(path, tensors, is_new, lock));
+        if is_new && locked.is_err() {
+            disk::remove_folder(path).ok();
         }
-        let generation = names.iter().filter_map(|name| generation_of(name)).max().map_or(0, |last| last + 1);
-        Ok(Self { generation, is_new, _lock: lock })
+        locked
     }
 
-    /// Removes files that the folder's index does not name, and a folder that was created in vain.
+    /// Checks what is in the folder, and announces what is to change.
+    fn locked(path: &Path, tensors: &[Saved<'_>], is_new: bool, mut lock: Lock) -> Result<Self> {
+        let was_left = !lock.left().is_empty();
+        let announced = Self::replaced(path, &lock).and_then(|replaced| {
+            let written = tensors.iter().flat_map(|saved| &saved.pieces);
+            let mine = written.map(|written| file_of(written.rank, written.part, lock.nonce()));
+            let mine: BTreeSet<String> = mine.chain([partial(lock.nonce())]).collect();
+            lock.announce(mine.iter().cloned().chain(replaced)).map(|()| mine)
+        });
+        match announced {
+            Ok(mine) => Ok(Self { is_new, mine, lock }),
+            Err(error) => {
+                // Nothing has changed, but what a killed save has left is still to be removed.
+                if !was_left {
+                    lock.release();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns the files of the checkpoint that is there.
+    fn replaced(path: &Path, lock: &Lock) -> Result<Vec<String>> {
+        if let Some(index) = Checkpoint::to_replace(path)? {
+            return Ok(index.file_names().filter(|name| is_name(name)).map(str::to_owned).collect());
+        }
+        let names = names_in(path)?;
+        match names.iter().find(|name| *name != LOCK && !lock.knows(name)) {
+            Some(name) => {
+                let reason = format!("contains something other than a checkpoint, such as {name:?}");
+                Err(Error::file(path, format!("{reason}; name a new folder")))
+            }
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Removes files of this program that the folder's index does not name, and a folder that was created in vain.
     ///
     /// A failed save removes only its own files: it may have renamed its index without a sync to the disk, and after a
     /// crash the index of the last save may be back.
-    fn clear(&self, path: &Path, has_failed: bool) -> Result<()> {
-        if !path.exists() {
-            return Ok(());
-        }
-        let at = path.join(INDEX);
-        let wanted: BTreeSet<String> = match fs::exists(&at).map_err(|error| failed(&at, &error))? {
-            true => Index::read(&at)?.into_files().into_iter().collect(),
-            false => BTreeSet::new(),
-        };
-        for name in names_in(path)? {
-            let is_left = match generation_of(&name) {
-                Some(generation) => (!has_failed || generation == self.generation) && !wanted.contains(&name),
-                None => name == NEXT_INDEX,
-            };
-            if is_left {
-                let file = path.join(name);
-                disk::remove_file(&file).map_err(|error| failed(&file, &error))?;
+    fn clear(self, path: &Path, error: Option<&Error>) -> Result<()> {
+        let Self { is_new, mine, lock } = self;
+        let index = Checkpoint::to_replace(path)?;
+        let wanted: BTreeSet<&str> = index.iter().flat_map(Checkpoint::file_names).collect();
+        let known = lock.names().filter(|name| is_name(name) && !wanted.contains(&***name));
+        let mut is_clean = true;
+        for name in known {
+            let file = path.join(name);
+            // Others may have put something in its place.
+            if !disk::is_file(&file).map_err(|error| failed(&file, &error))? {
+                continue;
             }
+            if error.is_some() && !mine.contains(name) {
+                is_clean = false;
+                continue;
+            }
+            disk::remove_file(&file).map_err(|error| failed(&file, &error))?;
         }
-        if has_failed && self.is_new && !at.exists() {
+        // After a failure of the group other ranks may still write.
+        if is_clean && !matches!(error, Some(Error::Dist(_))) {
+            lock.release();
+        }
+        if error.is_some() && is_new && index.is_none() {
             disk::remove_folder(path).map_err(|error| failed(path, &error))?;
         }
         Ok(())
-    }
-}
-
-/// Locks a folder, so that no two saves write to it at a time; `None` where folders cannot be locked.
-fn locked(path: &Path) -> Result<Option<File>> {
-    let Ok(folder) = File::open(path) else { return Ok(None) };
-    match folder.try_lock() {
-        Ok(()) => Ok(Some(folder)),
-        Err(TryLockError::WouldBlock) => {
-            let fix = "save to a folder of its own; ranks that hold parts of one model save together, by save_stages";
-            Err(Error::file(path, format!("is being written by another save; {fix}")))
-        }
-        Err(TryLockError::Error(_)) => Ok(None),
     }
 }
 
@@ -164,36 +248,40 @@ fn make_folder(path: &Path) -> Result<()> {
 /// Writes the blocks that are assigned to this rank, at most one of each tensor per file.
 fn write_blocks<'a>(
     folder: &Path,
-    (rank, generation): (usize, u64),
+    (rank, nonce): (usize, &str),
     tensors: &[Saved<'_>],
     local: impl Fn(usize, usize) -> &'a Tensor,
-) -> Result<()> {
+    created: &mut Vec<PathBuf>,
+) -> Result<Stamps> {
     let mut parts: BTreeMap<usize, Vec<(&str, &Tensor)>> = BTreeMap::new();
     for (nth, saved) in tensors.iter().enumerate() {
         for piece in saved.pieces.iter().filter(|piece| piece.rank == rank) {
             parts.entry(piece.part).or_default().push((saved.name, local(nth, piece.part)));
         }
     }
-    let writes = !parts.is_empty();
+    let mut stamps = Stamps::new();
     for (part, mut mine) in parts {
         mine.sort_by_key(|(name, local)| WeightWriter::order(local.dtype(), name));
         let announced = mine.iter().map(|(name, local)| (*name, local.dtype(), local.dims()));
-        let mut writer = WeightWriter::create(&folder.join(file_of(rank, part, generation)), announced)?;
+        let name = file_of(rank, part, nonce);
+        let file = folder.join(&name);
+        // A file of this name that is there already is somebody else's.
+        let mut writer = WeightWriter::create(&file, announced, || created.push(file.clone()))?;
         mine.iter().try_for_each(|(_, local)| writer.write(local))?;
-        writer.finish()?;
+        stamps.insert(name, writer.finish()?);
     }
-    match writes {
-        true => disk::sync_folder(folder).map_err(|error| failed(folder, &error)),
-        false => Ok(()),
+    if !stamps.is_empty() {
+        disk::sync_folder(folder).map_err(|error| failed(folder, &error))?;
     }
+    Ok(stamps)
 }
 
 /// Renames the index to its final name; from then on the new checkpoint is valid.
-fn commit(path: &Path, tensors: &Blocks) -> Result<()> {
-    let (next, at): (PathBuf, PathBuf) = (path.join(NEXT_INDEX), path.join(INDEX));
+fn commit(path: &Path, nonce: &str, index: &Checkpoint) -> Result<()> {
+    let (next, at): (PathBuf, PathBuf) = (path.join(partial(nonce)), path.join(INDEX));
     let put = || -> io::Result<()> {
         let mut file = disk::create(&next)?;
-        disk::write(&mut file, &next, &index::text_of(tensors)?)?;
+        disk::write(&mut file, &next, &index.text()?)?;
         disk::sync(&file, &next)?;
         disk::rename(&next, &at)?;
         disk::sync_folder(path)

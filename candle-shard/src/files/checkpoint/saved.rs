@@ -1,5 +1,5 @@
 //! What a save writes: which rank puts which block of which tensor into which file.
-use crate::files::index::{Blocks, Indexed, IndexedPiece};
+use crate::files::index::{INDEX, Indexed, IndexedPiece};
 use crate::files::weights::name_of;
 use crate::layout::{Block, Spec};
 use candle_core::DType;
@@ -21,19 +21,24 @@ pub(crate) struct Written {
 }
 
 /// Returns the name of the file with the `part`-th block of each tensor that a rank of the group writes.
-pub(super) fn file_of(rank: usize, part: usize, generation: u64) -> String {
+pub(super) fn file_of(rank: usize, part: usize, nonce: &str) -> String {
     let part = if part == 0 { String::new() } else { format!("-{part}") };
-    let generation = if generation == 0 { String::new() } else { format!(".{generation}") };
-    format!("rank-{rank:05}{part}{generation}.safetensors")
+    format!("rank-{rank:05}{part}.{nonce}.safetensors")
 }
 
-/// Returns the number of the save, counted from 0, that wrote a file with this name; `None` for other names.
-pub(super) fn generation_of(name: &str) -> Option<u64> {
-    let name = name.strip_prefix("rank-")?.strip_suffix(".safetensors")?;
-    let (of, generation) = name.split_once('.').unwrap_or((name, "0"));
+/// Returns the name of the index of a save that is not complete.
+pub(super) fn partial(nonce: &str) -> String {
+    format!("{INDEX}.{nonce}.partial")
+}
+
+/// Returns whether a save creates files of such names, or one of an earlier version did, which counted saves.
+pub(super) fn is_name(name: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    of.split('-').all(is_number).then_some(())?;
-    generation.parse().ok()
+    let is_nonce = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let index = name.strip_prefix(INDEX).and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
+    let data = name.strip_prefix("rank-").and_then(|name| name.strip_suffix(".safetensors"));
+    let data = data.map(|name| name.split_once('.').unwrap_or((name, "0")));
+    index.is_some_and(is_nonce) || data.is_some_and(|(of, nonce)| of.split('-').all(is_number) && is_nonce(nonce))
 }
 
 impl<'a> Saved<'a> {
@@ -56,11 +61,11 @@ impl<'a> Saved<'a> {
     }
 }
 
-/// Returns the index of these tensors.
-pub(super) fn index_of(tensors: &[Saved<'_>], generation: u64) -> Blocks {
+/// Returns the entries of these tensors in the index of a save.
+pub(super) fn index_of(tensors: &[Saved<'_>], nonce: &str) -> BTreeMap<String, Indexed> {
     let piece = |written: &Written| {
         let (start, shape) = written.block.iter().map(|range| (range.start, range.len())).unzip();
-        IndexedPiece { file: file_of(written.rank, written.part, generation), start, shape }
+        IndexedPiece { file: file_of(written.rank, written.part, nonce), start, shape }
     };
     let indexed = |saved: &Saved<'_>| {
         let dtype = name_of(saved.dtype).unwrap_or_default().into();

@@ -1,4 +1,5 @@
 //! Saving what ranks of several meshes hold, such as the stages of a pipeline.
+use super::agreement::check_names;
 use super::save::write;
 use super::saved::{Saved, Written};
 use crate::agreement::{agreed, told};
@@ -118,14 +119,9 @@ fn starts(written: &Written) -> Vec<usize> {
 
 /// Describes this rank's blocks, if they can be saved.
 fn held<N: AsRef<str>>(group: &ProcessGroup, tensors: &[(N, DTensor)]) -> Result<Vec<StageTensors>> {
-    if let Some(name) = tensors.iter().map(|(name, _)| name.as_ref()).duplicates().next() {
-        return Error::op(OP, format!("{name:?} is named twice; give each tensor a name of its own"));
-    }
+    check_names(OP, tensors.iter().map(|(name, _)| name.as_ref()))?;
     let of = |(name, tensor): &(N, DTensor)| {
         let (name, spec) = (name.as_ref(), tensor.spec());
-        if name == "__metadata__" {
-            return Error::op(OP, format!("{name:?} is not a valid name for a tensor in a safetensors file"));
-        }
         if let Some(p) = spec.placements().iter().find(|p| p.is_partial()) {
             return Error::op(OP, format!("{name:?} as {spec} is {p}, not yet a value; redistribute it first"));
         }

@@ -2,9 +2,10 @@
 use super::entry::{Entry, elements};
 use super::file::WeightFile;
 use super::{Piece, Stored, Weights};
-use crate::files::index::{INDEX, Index, Indexed};
+use crate::files::index::{self, INDEX, Index, Indexed};
 use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
+use candle_dist::bits::digest_bytes;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -36,16 +37,48 @@ fn open_folder(folder: &Path) -> Result<Weights> {
     }
 }
 
+/// How often an index is read again that another job replaces at this moment.
+const TRIES: usize = 100;
+
 fn open_index(path: &Path) -> Result<Weights> {
-    let tensors = match Index::read(path)? {
-        Index::Blocks(tensors) => tensors,
+    let mut text = index::read(path)?;
+    for _ in 0..TRIES {
+        let opened = open_text(path, &text);
+        let Err(error) = opened else { return opened };
+        // A save that replaces the checkpoint removes the files of the last one.
+        let now = index::read(path)?;
+        if now == text {
+            return Err(error);
+        }
+        text = now;
+    }
+    Err(Error::file(path, "is replaced all the time by other processes; try again"))
+}
+
+fn open_text(path: &Path, text: &[u8]) -> Result<Weights> {
+    let checkpoint = match Index::parse(path, text)? {
+        Index::Blocks(checkpoint) => checkpoint,
         Index::Whole(files) => return open_whole(path, files),
     };
+    let is_intact = checkpoint.is_intact();
     let mut files = Files::new(path);
-    for (name, indexed) in tensors {
+    for (name, stamp) in &checkpoint.files {
+        let at = files.open(name)?;
+        let file = &files.weights.files[at];
+        if file.stamp().as_ref() != Some(stamp) {
+            let reason =
+                format!("is not the file that {} names, or is damaged; get both from one source", path.display());
+            return Err(Error::file(&file.path, reason));
+        }
+    }
+    for (name, indexed) in checkpoint.tensors {
         let stored = files.pieces_of(&name, indexed)?;
         files.weights.tensors.insert(name, stored);
     }
+    if !is_intact {
+        return Err(Error::file(path, "is not as it was written; it is damaged, take another copy of it"));
+    }
+    files.weights.identity = Some(digest_bytes(text));
     Ok(files.weights)
 }
 

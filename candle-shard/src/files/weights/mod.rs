@@ -3,6 +3,7 @@ mod dtypes;
 mod entry;
 mod file;
 mod gguf;
+mod header;
 mod indexed;
 mod names;
 mod quantized;
@@ -11,14 +12,14 @@ mod runs;
 mod write;
 
 pub(crate) use dtypes::{name_of, named as dtype_named};
-pub(crate) use write::WeightWriter;
+pub(crate) use file::WeightFile;
+pub(crate) use write::{WeightWriter, is_reserved};
 
 use crate::layout::{RowsOf, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
-use entry::Entry;
-use file::WeightFile;
+use entry::{Entry, elements};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -27,6 +28,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Named tensors in safetensors files: one file, several, a model with a Hugging Face index, or a
 /// [`checkpoint`](crate::checkpoint); or in a GGUF file, which may be quantized.
+///
+/// Files that [`checkpoint`](crate::checkpoint) has written have a digest of each MiB, and what is read is compared with it: whole MiBs are
+/// read for that.
 ///
 /// Opening reads only the headers. Each rank opens the files itself and reads its shards: whatever the dim, the number
 /// of axes that cut it and the sizes, it reads the bytes of its block and few others.
@@ -55,6 +59,8 @@ pub struct Weights {
     files: Vec<WeightFile>,
     tensors: BTreeMap<String, Stored>,
     bytes_read: AtomicU64,
+    /// What tells a checkpoint from others at the same place.
+    identity: Option<u64>,
 }
 
 /// A tensor as stored in files.
@@ -101,7 +107,13 @@ impl Weights {
     }
 
     fn empty(source: &Path) -> Self {
-        Self { source: source.into(), files: Vec::new(), tensors: BTreeMap::new(), bytes_read: AtomicU64::new(0) }
+        let (source, bytes_read) = (source.into(), AtomicU64::new(0));
+        Self { source, files: Vec::new(), tensors: BTreeMap::new(), bytes_read, identity: None }
+    }
+
+    /// Returns a number that tells a checkpoint from others at the same place; `None` if it is none.
+    pub(crate) fn identity(&self) -> Option<u64> {
+        self.identity
     }
 
     /// Returns the names of the tensors, sorted.
@@ -198,14 +210,26 @@ impl Weights {
         if let Some(blocks) = stored.blocks() {
             return self.read_dequantized(name, stored, blocks, block, device);
         }
+        if elements(&stored.shape).is_none() {
+            return Err(self.error(name, format!("has shape {:?}, more than memory can address", stored.shape)));
+        }
         read::filled(dtype, block, device, |bytes| {
             for piece in &stored.pieces {
                 let runs = runs::Runs::new(&piece.block, block, dtype.size_in_bytes());
-                let read = read::read(&self.files[piece.file], piece.at, runs, bytes)?;
-                self.bytes_read.fetch_add(read, Ordering::Relaxed);
+                let read = read::read(&self.files[piece.file], piece.at, runs, bytes);
+                self.bytes_read.fetch_add(read.map_err(|error| named(name, error))?, Ordering::Relaxed);
             }
             Ok(())
         })
+    }
+
+    /// Reads all files that have digests, and compares them. What was written by [`checkpoint`](crate::checkpoint) has digests;
+    /// reads of tensors compare those of what they read.
+    ///
+    /// # Errors
+    /// If a file is not as it was written, or cannot be read.
+    pub fn verify(&self) -> Result<()> {
+        self.files.iter().try_for_each(WeightFile::verify)
     }
 
     /// Returns the number of bytes of tensors that were read so far, without headers and indices.
@@ -229,6 +253,14 @@ impl Weights {
         let piece = self.tensors.get(name).and_then(|stored| stored.pieces.first());
         let path = piece.map_or(&self.source, |piece| &self.files[piece.file].path);
         Error::file(path, format!("{name:?} {reason}"))
+    }
+}
+
+/// Adds the name of a tensor to the error of its file.
+fn named(name: &str, error: Error) -> Error {
+    match error {
+        Error::File { path, reason } => Error::File { path, reason: format!("{name:?}: {reason}") },
+        error => error,
     }
 }
 

@@ -65,14 +65,13 @@ fn flush(file: &WeightFile, at: u64, runs: &[Run], scratch: &mut Vec<u8>, bytes:
     let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Ok(0) };
     let (start, len) = (at + first.from as u64, last.from + last.len - first.from);
     if runs.len() == 1 {
-        file.read_at(start, &mut bytes[first.to..first.to + first.len])?;
-    } else {
-        scratch.resize(len, 0);
-        file.read_at(start, scratch)?;
-        for run in runs {
-            let from = run.from - first.from;
-            bytes[run.to..run.to + run.len].copy_from_slice(&scratch[from..from + run.len]);
-        }
+        return file.read_at(start, &mut bytes[first.to..first.to + first.len]);
     }
-    Ok(len as u64)
+    scratch.resize(len, 0);
+    let read = file.read_at(start, scratch)?;
+    for run in runs {
+        let from = run.from - first.from;
+        bytes[run.to..run.to + run.len].copy_from_slice(&scratch[from..from + run.len]);
+    }
+    Ok(read)
 }

@@ -24,14 +24,15 @@ impl Runs {
     /// Both blocks are ranges of global indices, row-major, with elements of `size` bytes.
     pub(super) fn new(stored: &[Range<usize>], wanted: &[Range<usize>], size: usize) -> Self {
         let mut first = Run { from: 0, to: 0, len: size };
+        // Dims beside an empty one may be as large as a header claims, so their products are not computed.
+        if stored.iter().zip(wanted).any(|(stored, wanted)| overlap(stored, wanted) == 0) {
+            return Self { outer: Vec::new(), first, next: 0, count: 0 };
+        }
         let (mut outer, mut count, mut together) = (Vec::new(), 1, true);
         let (mut from_step, mut to_step) = (size, size);
         for (stored, wanted) in stored.iter().zip(wanted).rev() {
             let start = stored.start.max(wanted.start);
-            let len = stored.end.min(wanted.end).saturating_sub(start);
-            if len == 0 {
-                return Self { outer: Vec::new(), first, next: 0, count: 0 };
-            }
+            let len = overlap(stored, wanted);
             first.from += (start - stored.start) * from_step;
             first.to += (start - wanted.start) * to_step;
             match together {
@@ -48,6 +49,10 @@ impl Runs {
         }
         Self { outer, first, next: 0, count }
     }
+}
+
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> usize {
+    a.end.min(b.end).saturating_sub(a.start.max(b.start))
 }
 
 impl Iterator for Runs {

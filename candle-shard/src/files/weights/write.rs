@@ -1,20 +1,31 @@
 //! A safetensors file, written tensor by tensor.
 use super::dtypes;
+use crate::files::digests::{Digester, Stamp};
 use crate::files::disk;
 use crate::{Error, Result};
 use bytemuck::Pod;
 use candle_core::{DType, Tensor, WithDType};
 use half::{bf16, f16};
-use serde_json::{Map, json};
+use serde_json::json;
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek};
 use std::path::{Path, PathBuf};
+
+/// Returns whether the format keeps a name to itself, or it is none.
+pub(crate) fn is_reserved(name: &str) -> bool {
+    name.is_empty() || name == "__metadata__"
+}
 
 /// A file whose header is written, and whose tensors follow.
 pub(crate) struct WeightWriter {
     path: PathBuf,
     file: File,
+    digester: Digester,
+    /// The bytes of data that the header announces, and those that were written.
+    announced: usize,
+    written: usize,
 }
 
 /// A tensor in the header: name, dtype and shape.
@@ -26,26 +37,37 @@ impl WeightWriter {
         (Reverse(dtype.size_in_bytes()), name)
     }
 
-    /// Creates the file and writes the header for these tensors.
-    pub(crate) fn create<'a>(path: &Path, tensors: impl Iterator<Item = Announced<'a>>) -> Result<Self> {
-        // Python's loaders read the framework from the header and refuse other values.
-        let metadata = ("__metadata__".to_owned(), json!({ "format": "pt" }));
-        let (mut header, mut end) = (Map::from_iter([metadata]), 0);
+    /// Creates the file, which must not be there, and writes the header for these tensors; calls `created` in between.
+    pub(crate) fn create<'a>(
+        path: &Path,
+        tensors: impl Iterator<Item = Announced<'a>>,
+        created: impl FnOnce(),
+    ) -> Result<Self> {
+        let (mut described, mut names, mut end) = (Vec::new(), BTreeSet::new(), 0usize);
         for (name, dtype, shape) in tensors {
+            if is_reserved(name) || !names.insert(name) {
+                return Err(Error::file(path, format!("{name:?} is not a name that this file can hold once")));
+            }
             let named = dtypes::name_of(dtype).ok_or_else(|| {
                 Error::file(path, format!("{name:?} holds {}, which cannot be saved; cast it", dtype.as_str()))
             })?;
             let start = end;
             end += shape.iter().product::<usize>() * dtype.size_in_bytes();
-            header.insert(name.into(), json!({ "dtype": named, "shape": shape, "data_offsets": [start, end] }));
+            let tensor = json!({ "dtype": named, "shape": shape, "data_offsets": [start, end] });
+            described.push((json!(name).to_string(), tensor.to_string()));
         }
-        let mut header = serde_json::Value::Object(header).to_string().into_bytes();
-        header.resize(header.len().next_multiple_of(8), b' ');
+        let digester = Digester::new(described.into_iter(), end);
         let file = disk::create(path).map_err(|error| failed(path, &error))?;
-        let mut writer = Self { path: path.into(), file };
-        writer.put(&(header.len() as u64).to_le_bytes())?;
-        writer.put(&header)?;
+        created();
+        let mut writer = Self { path: path.into(), file, digester, announced: end, written: 0 };
+        writer.put_header()?;
         Ok(writer)
+    }
+
+    fn put_header(&mut self) -> Result<()> {
+        let header = self.digester.header();
+        let bytes = [&(header.len() as u64).to_le_bytes(), header].concat();
+        disk::write(&mut self.file, &self.path, &bytes).map_err(|error| failed(&self.path, &error))
     }
 
     /// Writes the next tensor of the header.
@@ -72,12 +94,25 @@ impl WeightWriter {
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.digester.add(bytes);
+        self.written += bytes.len();
         disk::write(&mut self.file, &self.path, bytes).map_err(|error| failed(&self.path, &error))
     }
 
-    /// Waits until the file is on the disk.
-    pub(crate) fn finish(self) -> Result<()> {
-        disk::sync(&self.file, &self.path).map_err(|error| failed(&self.path, &error))
+    /// Writes the digests into the header, and waits until the file is on the disk.
+    pub(crate) fn finish(mut self) -> Result<Stamp> {
+        if self.written != self.announced {
+            let (has, wants) = (self.written, self.announced);
+            return Err(Error::file(
+                &self.path,
+                format!("has {has} bytes of tensors, and its header announces {wants}"),
+            ));
+        }
+        let digest = self.digester.finish();
+        self.file.rewind().map_err(|error| failed(&self.path, &error))?;
+        self.put_header()?;
+        disk::sync(&self.file, &self.path).map_err(|error| failed(&self.path, &error))?;
+        Ok(Stamp { length: (8 + self.digester.header().len() + self.written) as u64, digest })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Maps of sharded tensors in files, which load under any spec.
 use super::ShardedTensor;
 use super::metadata::Layout;
-use crate::agreement::agreed;
+use crate::agreement::agreed_on;
 use crate::files::checkpoint::agreement::check_named;
 use crate::files::checkpoint::save::write;
 use crate::files::checkpoint::saved::{Saved, Written};
@@ -93,7 +93,8 @@ pub fn load_state<N: AsRef<str>, S: Clone + Into<ShardingSpec>>(
                 ShardedTensor::build(layout, device, |shard| weights.read_block(name, &shard.block(), device))?;
             Ok((name.to_string(), tensor))
         };
-        wanted.iter().map(read).collect()
+        let read = wanted.iter().map(read).collect::<Result<_>>()?;
+        Ok((read, weights.identity()))
     };
-    agreed(group, OP, read())
+    agreed_on(group, OP, read())
 }

@@ -1,50 +1,51 @@
 //! The folder of checkpoints, in which a crash at any time leaves those that are complete.
 //!
-//! Each is a folder of its own, `step-00000100`. While it is written it is called `step-00000100.partial`; it gets its name
-//! when all of it is on the disk, and is not touched again.
+//! Each is a folder of its own, `step-00000100`. While it is written its name has a number that no other training has, and `.partial` at
+//! its end; it gets its name when all of it is on the disk, and is not touched again. One training at a time saves to the folder:
+//! `training.lock` says which.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use candle_shard::checkpoint::Lock;
 
+use super::resume::STATE;
 use crate::cli::{Checked, UsageError, require};
 
 const PARTIAL: &str = ".partial";
+const LOCK: &str = "training.lock";
 
 /// The folder of a step's checkpoint.
 pub fn of_step(folder: &Path, step: usize) -> PathBuf {
-    folder.join(format!("step-{step:08}"))
+    folder.join(name_of(step))
 }
 
-/// What that folder is called until it is complete.
-pub fn partial(folder: &Path, step: usize) -> PathBuf {
-    let mut path = of_step(folder, step).into_os_string();
-    path.push(PARTIAL);
-    path.into()
+fn name_of(step: usize) -> String {
+    format!("step-{step:08}")
 }
 
-/// The steps whose checkpoints are complete, in order.
-fn complete(folder: &Path) -> io::Result<Vec<usize>> {
+/// The steps that have a folder of this program's names, in order.
+fn steps(folder: &Path) -> io::Result<Vec<usize>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name();
-        steps.extend(name.to_str().and_then(|name| name.strip_prefix("step-")?.parse::<usize>().ok()));
+        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
+        // Others may have names that are similar.
+        steps.extend(step.filter(|&step| name.to_str() == Some(&name_of(step)) && folder.join(&name).is_dir()));
     }
     steps.sort_unstable();
     Ok(steps)
 }
 
-/// The last checkpoint in the folder.
+/// The folders of checkpoints in the folder, the last step first; what has no state is none.
 ///
 /// # Errors
-/// If there is none; the folder is named.
-pub fn latest(folder: &Path) -> Result<PathBuf> {
-    match complete(folder).with_context(|| format!("{}", folder.display()))?.last() {
-        Some(&step) => Ok(of_step(folder, step)),
-        None => bail!("{}: holds no checkpoint; give the folder of an earlier --save", folder.display()),
-    }
+/// If the folder cannot be read; it is named.
+pub fn checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
+    let steps = steps(folder).with_context(|| format!("{}", folder.display()))?;
+    Ok(steps.into_iter().rev().map(|step| of_step(folder, step)).collect())
 }
 
 /// Checks that checkpoints of steps after `start` can be saved to the folder, which is made if it is not there.
@@ -53,49 +54,96 @@ pub fn latest(folder: &Path) -> Result<PathBuf> {
 /// A sentence if the folder cannot be made, or holds checkpoints that would have to go.
 pub fn check(folder: &Path, start: usize) -> Checked {
     let shown = folder.display();
-    let steps = fs::create_dir_all(folder).and_then(|()| complete(folder));
+    let steps = fs::create_dir_all(folder).and_then(|()| steps(folder));
     let steps = steps.map_err(|error| {
         UsageError(format!("--save {shown} cannot be written ({error}): give a folder that can be made."))
     })?;
-    let last = steps.last().copied().unwrap_or(0);
-    require!(
-        last <= start,
-        "--save {shown} holds the checkpoint of step {last} already: --resume from it, or give another folder."
-    );
+    // An empty folder is in nobody's way.
+    let is_empty =
+        |step: &usize| fs::read_dir(of_step(folder, *step)).is_ok_and(|mut entries| entries.next().is_none());
+    let is_whole = |step: usize| of_step(folder, step).join(STATE).is_file();
+    if let Some(last) = steps.into_iter().rev().find(|step| *step > start && !is_empty(step)) {
+        require!(
+            !is_whole(last),
+            "--save {shown} holds the checkpoint of step {last} already: --resume from it, move it away, or give another folder."
+        );
+        require!(
+            false,
+            "--save {shown} holds {}, which is no checkpoint: move it away, or give another folder.",
+            name_of(last)
+        );
+    }
     Ok(())
 }
 
-/// An empty folder for the checkpoint of a step; what killed saves have left is removed.
-///
-/// # Errors
-/// Those of the file system.
-pub fn begin(folder: &Path, step: usize) -> io::Result<PathBuf> {
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if name.starts_with("step-") && name.ends_with(PARTIAL) {
-            fs::remove_dir_all(&path)?;
-        }
-    }
-    let partial = partial(folder, step);
-    fs::create_dir(&partial)?;
-    Ok(partial)
+/// The folder that a training saves to, which no other training does meanwhile.
+#[derive(Debug)]
+pub struct Saves {
+    folder: PathBuf,
+    /// Until the training is over.
+    lock: Option<Lock>,
 }
 
-/// Gives the checkpoint its name, when all of it is on the disk.
-///
-/// # Errors
-/// Those of the file system.
-pub fn commit(folder: &Path, step: usize, partial: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(partial)? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            settle(&entry.path())?;
+impl Saves {
+    /// Takes the folder for steps after `start`, and removes what killed trainings have left.
+    ///
+    /// # Errors
+    /// If another training has it; the error says which. Those of [`check`] and of the file system.
+    pub fn hold(folder: &Path, start: usize) -> Result<Self> {
+        let lock = Lock::take(&folder.join(LOCK)).context("--save")?;
+        let saves = Self { folder: folder.to_owned(), lock: Some(lock) };
+        // Another training may have ended meanwhile.
+        check(folder, start)?;
+        saves.left().try_for_each(fs::remove_dir_all).with_context(|| format!("{}", folder.display()))?;
+        Ok(saves)
+    }
+
+    /// The folders that are not complete, of this training and of killed ones. The lock has their names; what is similar is another's.
+    fn left(&self) -> impl Iterator<Item = PathBuf> + '_ {
+        let names = self.lock.iter().flat_map(Lock::names);
+        let partial = names.filter(|name| name.starts_with("step-") && name.ends_with(PARTIAL) && !name.contains('/'));
+        let path = partial.map(|name| self.folder.join(name));
+        path.filter(|path| fs::symlink_metadata(path).is_ok_and(|about| about.is_dir()))
+    }
+
+    /// Makes an empty folder for the checkpoint of a step.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn begin(&mut self, step: usize) -> Result<PathBuf> {
+        let lock = self.lock.as_mut().context("the training is over")?;
+        let name = format!("{}.{}{PARTIAL}", name_of(step), lock.nonce());
+        lock.announce([name.clone()])?;
+        let partial = self.folder.join(name);
+        fs::create_dir(&partial).with_context(|| format!("{}", partial.display()))?;
+        Ok(partial)
+    }
+
+    /// Gives the checkpoint its name, when all of it is on the disk.
+    ///
+    /// # Errors
+    /// Those of the file system; if something has the name.
+    pub fn commit(&self, step: usize, partial: &Path) -> io::Result<()> {
+        for entry in fs::read_dir(partial)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                settle(&entry.path())?;
+            }
+        }
+        settle(partial)?;
+        fs::rename(partial, of_step(&self.folder, step))?;
+        settle(&self.folder)
+    }
+}
+
+impl Drop for Saves {
+    /// Frees the folder, with nothing left of saves that failed.
+    fn drop(&mut self) {
+        let is_clean = self.left().all(|left| fs::remove_dir_all(left).is_ok());
+        if let Some(lock) = self.lock.take().filter(|_| is_clean) {
+            lock.release();
         }
     }
-    settle(partial)?;
-    fs::rename(partial, of_step(folder, step))?;
-    settle(folder)
 }
 
 /// Waits until the names in a folder are on the disk, where the system has a way to.
@@ -106,12 +154,12 @@ fn settle(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes a small file and waits until it is on the disk.
+/// Writes a small new file and waits until it is on the disk.
 ///
 /// # Errors
 /// Those of the file system.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
+    let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
     file.sync_all()
 }

@@ -51,6 +51,8 @@ pub struct Job {
     pub start: usize,
     /// The file with the optimizer's state after these.
     pub optimizer: Option<PathBuf>,
+    /// What the user should know of the checkpoint that it goes on from.
+    pub notes: Vec<String>,
 }
 
 impl Job {
@@ -104,6 +106,7 @@ impl Job {
             folder::check(save, start)?;
         }
         let save = flags.save.clone().map(|save| (save, flags.save_every.unwrap_or(recipe.rate.steps)));
+        let notes = resumed.as_ref().map(|resumed| resumed.skipped.clone()).unwrap_or_default();
         let job = Self {
             files,
             beside,
@@ -118,6 +121,7 @@ impl Job {
             save,
             start,
             optimizer,
+            notes: notes.into_iter().map(|skipped| format!("{skipped}; goes on from step {start}")).collect(),
         };
         job.declare().map_err(|error| {
             UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))
@@ -139,16 +143,16 @@ impl Job {
         self.start..self.recipe.rate.steps
     }
 
-    /// Whether a checkpoint is due when so many steps are made, and where.
-    pub fn saves_after(&self, steps: usize) -> Option<&Path> {
-        let (folder, every) = self.save.as_ref()?;
-        (steps.is_multiple_of(*every) || steps == self.recipe.rate.steps).then_some(folder)
+    /// Whether a checkpoint is due when so many steps are made.
+    pub fn saves_after(&self, steps: usize) -> bool {
+        let is_due = |every: usize| steps.is_multiple_of(every) || steps == self.recipe.rate.steps;
+        self.save.as_ref().is_some_and(|(_, every)| is_due(*every))
     }
 
     /// The validation text, if its loss is due after `steps` steps.
     pub fn validates_after(&self, steps: usize) -> Option<&Corpus> {
         let (text, every) = self.valid.as_ref()?;
-        let is_due = every.map_or_else(|| self.saves_after(steps).is_some(), |every| steps.is_multiple_of(every));
+        let is_due = every.map_or_else(|| self.saves_after(steps), |every| steps.is_multiple_of(every));
         (is_due || steps == self.recipe.rate.steps).then_some(text)
     }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::DType;
 use candle_shard::Weights;
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,7 @@ use super::{folder, stage_files};
 use crate::lm::config::Config;
 use crate::lm::dtype::DTypeName;
 use crate::lm::files::{Files, check};
+use crate::lm::tokens;
 
 /// The file with what a checkpoint keeps beside tensors.
 pub(super) const STATE: &str = "training.json";
@@ -41,21 +42,43 @@ pub struct Resumed {
     pub files: Files,
     /// How far it is.
     pub state: State,
+    /// Later checkpoints beside it that are not whole, each with the reason.
+    pub skipped: Vec<String>,
 }
 
 impl Resumed {
-    /// Opens a checkpoint, or the last one in a folder of them; no tensors are read yet.
+    /// Opens a checkpoint, or the last one in a folder of them that is whole; no tensors are read yet.
     ///
     /// # Errors
     /// If there is none, a file is missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype
     /// that it should have: the file and the tensor are named.
     pub fn open(path: &Path) -> Result<Self> {
-        let folder = if path.join(STATE).exists() { path.to_owned() } else { folder::latest(path)? };
+        if path.join(STATE).exists() {
+            return Self::of(path.to_owned());
+        }
+        let mut skipped = Vec::new();
+        for folder in folder::checkpoints(path)? {
+            match Self::of(folder.clone()) {
+                Ok(resumed) => return Ok(Self { skipped, ..resumed }),
+                Err(error) => skipped.push(format!("{} is no whole checkpoint: {error:#}", folder.display())),
+            }
+        }
+        let advice = "give the folder of an earlier --save";
+        let shown = path.display();
+        match skipped.into_iter().next() {
+            None => bail!("{shown}: holds no checkpoint; {advice}"),
+            Some(last) => bail!("{shown}: holds no checkpoint that is whole; {last}"),
+        }
+    }
+
+    /// Opens the checkpoint in this folder.
+    fn of(folder: PathBuf) -> Result<Self> {
         let at = folder.join(STATE);
         let text = fs::read_to_string(&at).with_context(|| format!("{}", at.display()))?;
         let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
         let files = Files::open(&folder)?;
-        let resumed = Self { folder, files, state };
+        tokens::read(&folder)?;
+        let resumed = Self { folder, files, state, skipped: Vec::new() };
         check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
         Ok(resumed)
     }

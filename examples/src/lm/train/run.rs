@@ -25,6 +25,7 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
     let job = ranks.agree(Job::open(args, text, scratch.path()))?;
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {
+        job.notes.iter().for_each(|note| eprintln!("note: {note}."));
         // A closed screen does not stop the training.
         writeln!(output.screen(), "{}", heading(&job)?).ok();
     }

@@ -1,10 +1,10 @@
 //! What is told while a model learns.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, IsTerminal, Write};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, IsTerminal, Read, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
@@ -51,7 +51,7 @@ impl Screen {
         if rank != 0 {
             return Ok(Self { shown: None });
         }
-        let open = |path: &Path| open(path, job.start).with_context(|| format!("--log {}", path.display()));
+        let open = |path: &Path| open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()));
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),
@@ -113,13 +113,19 @@ impl Screen {
 }
 
 /// Opens the log of a training that begins with step `start`, counted from 0. The steps before stay. Those that a training made
-/// behind its last checkpoint, before it stopped, are made again, so they are cut off, with a line that was not finished.
-fn open(path: &Path, start: usize) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    let file = options.create(true).write(true).append(start > 0).truncate(start == 0).open(path)?;
-    if start > 0 && file.metadata()?.is_file() {
-        file.set_len(kept(&fs::read(path)?, start) as u64)?;
+/// behind its last checkpoint, before it stopped, are made again, so they are cut off, with a line that was not finished. One training at a
+/// time writes to it.
+fn open(path: &Path, start: usize) -> Result<File> {
+    let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Ok(file);
     }
+    if let Err(TryLockError::WouldBlock) = file.try_lock() {
+        bail!("another training writes to it: give a file of its own");
+    }
+    let mut log = Vec::new();
+    file.read_to_end(&mut log)?;
+    file.set_len(if start == 0 { 0 } else { kept(&log, start) as u64 })?;
     Ok(file)
 }
 

@@ -1,9 +1,9 @@
 //! Tensors of all stages as files in the Hub's layout: one, or one for each rank of a pipeline and an index.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_shard::{DTensor, checkpoint};
 use serde_json::json;
@@ -37,6 +37,11 @@ pub(super) fn write(
             owners.entry(name).or_insert((stage, bytes));
         }
     }
+    let named = |tensor: &String| parts(tensor).unwrap_or_else(|| vec![tensor.clone()]);
+    let mut names = BTreeSet::new();
+    if let Some(twice) = owners.keys().flat_map(named).find(|name| !names.insert(name.clone())) {
+        bail!("{}: two tensors would be {twice:?}", at.display());
+    }
     let own = tensors.iter().filter(|(name, _)| owners.get(name).is_some_and(|(stage, _)| *stage == stages.rank()));
     let own: Vec<(&str, DTensor)> = own.map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
     let write = || -> Result<()> {
@@ -46,7 +51,6 @@ pub(super) fn write(
         }
         if world.rank() == 0 && stages.size() > 1 {
             let total: usize = owners.values().map(|(_, bytes)| bytes).sum();
-            let named = |tensor: &String| parts(tensor).unwrap_or_else(|| vec![tensor.clone()]);
             let of_tensor = |(tensor, (stage, _)): (&String, &(usize, usize))| {
                 named(tensor).into_iter().map(|part| (part, file(name, *stage, stages.size()))).collect::<Vec<_>>()
             };

@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::fs;
 use std::path::Path;
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_dist::{
@@ -14,11 +15,12 @@ use candle_dist::{
 use candle_nn::ParamsAdamW;
 use candle_pipe::Runtime;
 use candle_pipe::microbatch::microbatch_sizes;
-use candle_shard::DTensor;
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
+use candle_shard::{DTensor, Weights};
 use serde::{Deserialize, Serialize};
 
+use super::folder::Saves;
 use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
@@ -91,8 +93,8 @@ pub fn train(ctx: &RankContext, job: &Job, mut show: impl FnMut(Option<Made>) ->
             made.valid = Some(loss);
         }
         show(Some(made))?;
-        if let Some(folder) = job.saves_after(step + 1) {
-            trainer.save(folder, step + 1)?;
+        if job.saves_after(step + 1) {
+            trainer.save(step + 1)?;
         }
     }
     let parameters = trainer.parameters.local_elem_count();
@@ -112,6 +114,8 @@ pub struct Trainer<'a> {
     parameters: Parameters,
     clip: ClipGradNorm,
     optimizer: AdamW,
+    /// Where rank 0 saves to.
+    saves: Option<Saves>,
     weights_at_once: Cell<usize>,
 }
 
@@ -122,6 +126,10 @@ impl<'a> Trainer<'a> {
     /// Those of the model and its files.
     pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
         let (recipe, pipeline) = (&job.recipe, job.pipeline);
+        // Before anything is read, since another training may save to the folder.
+        let saves =
+            job.save.as_ref().filter(|_| ctx.rank() == 0).map(|(folder, _)| Saves::hold(folder, job.start)).transpose();
+        let saves = agreed(ctx.group(), saves)?;
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
         let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
@@ -161,7 +169,7 @@ impl<'a> Trainer<'a> {
             optimizer.load(state)?;
         }
         let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
-        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, weights_at_once })
+        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, saves, weights_at_once })
     }
 
     /// What this rank holds.
@@ -218,15 +226,20 @@ impl<'a> Trainer<'a> {
         Ok(Made { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
     }
 
-    /// Saves the model and the optimizer's state after so many steps to a folder of its own in `at`.
+    /// Saves the model and the optimizer's state after so many steps to a folder of its own in that of `--save`.
     ///
     /// # Errors
-    /// On every rank alike, if it cannot be written. What was saved before stays.
-    pub fn save(&self, at: &Path, steps: usize) -> Result<()> {
-        let leads = self.world.rank() == 0;
-        let begun = if leads { folder::begin(at, steps) } else { Ok(folder::partial(at, steps)) };
-        let what = || format!("{}", folder::partial(at, steps).display());
-        let partial = agreed(&self.world, begun.with_context(what))?;
+    /// On every rank alike, if it cannot be written, or ranks do not see one folder. What was saved before stays.
+    pub fn save(&mut self, steps: usize) -> Result<()> {
+        let (folder, _) = self.job.save.as_ref().context("the training has no --save")?;
+        let begun = self.saves.as_mut().map(|saves| saves.begin(steps)).transpose();
+        let begun = agreed(&self.world, begun)?;
+        // A name that only this training has, so whoever sees it sees the folder of rank 0.
+        let name = begun.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+        let partial = folder.join(&self.world.all_gather_text(&name)?[0]);
+        let what = || format!("{}", partial.display());
+        let seen = ensure_seen(&partial, folder);
+        agreed(&self.world, seen)?;
         let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
         // As other programs have them, each expert by itself.
         let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
@@ -234,17 +247,37 @@ impl<'a> Trainer<'a> {
         stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
-        agreed(&self.world, if leads { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
+        agreed(&self.world, if begun.is_some() { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
         stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
-        let finish = || -> Result<()> {
+        let finish = |saves: &Saves| -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;
             }
             folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
-            Ok(folder::commit(at, steps, &partial)?)
+            // All files of all stages are there, and have the bytes that were written.
+            for (at, name) in [(&partial, "model"), (&apart, OPTIMIZER)] {
+                Weights::open(stage_files::source(at, name))?.verify()?;
+            }
+            Ok(saves.commit(steps, &partial)?)
         };
-        agreed(&self.world, if leads { finish().with_context(what) } else { Ok(()) })
+        agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
     }
+}
+
+/// Waits for a short time until this rank sees what rank 0 has made.
+fn ensure_seen(partial: &Path, folder: &Path) -> Result<()> {
+    let end = Instant::now() + Duration::from_secs(2);
+    while !partial.is_dir() {
+        // Opening the folder makes network file systems ask their server again.
+        drop(fs::read_dir(folder));
+        let shown = folder.display();
+        ensure!(
+            Instant::now() < end,
+            "--save {shown} is not the folder that rank 0 writes to: give one on a file system that all ranks share"
+        );
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
 }
 
 /// Which part of a batch this rank of the mesh has.

@@ -347,10 +347,14 @@ fn turns_before_an_error_are_kept_with_it() {
 #[test]
 fn a_file_keeps_its_turns_until_all_of_them_are_written_again() {
     let folder = tempfile::tempdir().unwrap();
-    let (file, partial) = (folder.path().join("turns.json"), folder.path().join("turns.json.partial"));
+    let (inner, away) = (folder.path().join("inner"), folder.path().join("away"));
+    fs::create_dir(&inner).unwrap();
+    let (file, partial) = (inner.join("turns.json"), inner.join("turns.json.partial"));
     let link = folder.path().join("link.json");
-    std::os::unix::fs::symlink("turns.json", &link).unwrap();
+    std::os::unix::fs::symlink("inner/turns.json", &link).unwrap();
     fs::write(&file, "[]").unwrap();
+    // Of somebody else.
+    fs::write(&partial, "not yours").unwrap();
     let transcript = Transcript::new(Destination::new(Some(&link)));
     let turn = |message: &str| Turn {
         message: message.into(),
@@ -367,17 +371,18 @@ fn a_file_keeps_its_turns_until_all_of_them_are_written_again() {
         turns.into_iter().map(|turn| turn["message"].clone()).collect()
     };
     transcript.add(&turn("one"));
-    assert_eq!((messages(), partial.exists()), (vec![json!("one")], false));
+    assert_eq!(messages(), ["one"]);
     // Nothing can be written beside the file for a while.
-    fs::create_dir(&partial).unwrap();
+    fs::rename(&inner, &away).unwrap();
     transcript.add(&turn("two"));
-    assert_eq!(messages(), ["one"]);
     assert!(transcript.finish(None).is_err());
+    fs::rename(&away, &inner).unwrap();
     assert_eq!(messages(), ["one"]);
-    fs::remove_dir(&partial).unwrap();
     transcript.finish(None).unwrap();
-    assert_eq!((messages(), partial.exists()), (vec![json!("one"), json!("two")], false));
+    assert_eq!(messages(), ["one", "two"]);
     assert!(link.is_symlink());
+    assert_eq!(fs::read_to_string(&partial).unwrap(), "not yours");
+    assert_eq!(fs::read_dir(&inner).unwrap().count(), 2, "nothing half written is left");
 }
 
 /// The templates of the facts.

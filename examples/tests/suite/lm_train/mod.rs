@@ -7,4 +7,4 @@ mod parity;
 mod plain;
 mod program;
 mod resume;
-mod support;
+pub(crate) mod support;
