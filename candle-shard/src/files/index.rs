@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `checkpoint.json` | shape, dtype and blocks of each tensor: [`Blocks`] | `format`, checked here |
 //! | `model.safetensors.index.json`, by Hugging Face | the file of each tensor | none |
+use super::regular;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -60,7 +61,7 @@ impl Index {
     /// If it cannot be read, is no index, or a newer version wrote it.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let failed = |error: &dyn std::fmt::Display| Error::file(path, format!("cannot be read as an index ({error})"));
-        let text = std::fs::read(path).map_err(|error| failed(&error))?;
+        let text = regular::read(path, regular::INDEX).map_err(|error| failed(&error))?;
         let fields: Fields = serde_json::from_slice(&text).map_err(|error| failed(&error))?;
         match fields {
             Fields { weight_map: Some(files), tensors: None, .. } => {

@@ -2,4 +2,5 @@
 pub mod checkpoint;
 mod disk;
 mod index;
+pub mod regular;
 pub(crate) mod weights;

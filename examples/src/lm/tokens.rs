@@ -1,9 +1,9 @@
 //! Text to tokens and back.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
+use candle_shard::regular;
 use tokenizers::Tokenizer;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
@@ -22,7 +22,7 @@ pub fn read(model: &Path) -> Result<Tokenizer> {
     }
     let path = model.join("tokenizer.json");
     let parsed = || -> Result<Tokenizer> {
-        let text = fs::read_to_string(&path)?;
+        let text = regular::read_text(&path, regular::TOKENIZER)?;
         // The crate panics where a part of the file is not JSON.
         serde_json::from_str::<serde_json::Value>(&text)?;
         text.parse().map_err(|error| anyhow!("{error}"))

@@ -6,6 +6,7 @@ mod bench_embedding;
 mod bench_loading;
 mod bench_moe;
 mod common;
+mod hostile;
 mod lm;
 mod lm_train;
 mod schedules;

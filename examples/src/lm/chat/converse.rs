@@ -1,6 +1,6 @@
 //! A conversation: each line of the input is a message, and the model replies to it.
 
-use std::io::{self, BufRead};
+use std::io::{self, BufRead, Read};
 
 use anyhow::{Result, ensure};
 use candle_dist::RankContext;
@@ -138,6 +138,9 @@ fn shared(ctx: &RankContext, heard: Option<(DateTime, String)>) -> Result<Option
     heard.map(|(now, message)| Ok((now.parse()?, message))).transpose()
 }
 
+/// The most bytes of a line of stdin.
+const LONGEST_MESSAGE: u64 = 16 << 20;
+
 /// Returns the next line of stdin that is not empty, without its end; `None` at the end of stdin.
 ///
 /// # Errors
@@ -145,9 +148,11 @@ fn shared(ctx: &RankContext, heard: Option<(DateTime, String)>) -> Result<Option
 pub fn line() -> Result<Option<String>> {
     loop {
         let mut line = String::new();
-        if io::stdin().lock().read_line(&mut line)? == 0 {
+        let mut some = io::stdin().lock().take(LONGEST_MESSAGE);
+        if some.read_line(&mut line)? == 0 {
             return Ok(None);
         }
+        ensure!(some.limit() > 0, "a message on stdin has more than {LONGEST_MESSAGE} bytes: shorten it");
         let message = line.trim_end_matches(['\r', '\n']);
         if !message.trim().is_empty() {
             return Ok(Some(message.to_owned()));

@@ -1,10 +1,11 @@
 //! What is told while a model learns.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use candle_shard::regular;
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
@@ -118,7 +119,7 @@ fn open(path: &Path, start: usize) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.create(true).write(true).append(start > 0).truncate(start == 0).open(path)?;
     if start > 0 && file.metadata()?.is_file() {
-        file.set_len(kept(&fs::read(path)?, start) as u64)?;
+        file.set_len(kept(&regular::read(path, regular::TEXT)?, start) as u64)?;
     }
     Ok(file)
 }

@@ -1,0 +1,3 @@
+//! Attacks on the programs: templates, files and servers of strangers.
+
+mod files;
