@@ -1,6 +1,7 @@
 //! Attacks on the programs: templates, files and servers of strangers.
 
 mod files;
+mod hub;
 mod messages;
 mod templates;
 

@@ -11,7 +11,7 @@ mod experts;
 pub(crate) mod facts;
 pub(crate) mod families;
 pub(crate) mod gguf;
-mod hub;
+pub(crate) mod hub;
 mod info;
 mod ropes;
 mod score;
