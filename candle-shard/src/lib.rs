@@ -10,6 +10,7 @@
 //! - [`fsdp`]: parameters, gradients and optimizer state sharded over the ranks that share a batch.
 //! - [`random`]: random numbers that are bit-equal on every mesh.
 //! - [`Weights`] and [`checkpoint`]: files from which and to which each rank reads and writes only its own blocks.
+//! - [`regular`]: files that are opened only if they are regular, and read only up to a size.
 //! - [`ShardedTensor`]: a tensor cut according to a [`sharding_spec`], which names ranks instead of axes.
 //! - [`sparse`]: large tables whose gradient and optimizer cost grows with the rows that are looked up.
 //! - [`rules`]: ops of your own, with gradient, in any layout.
@@ -46,6 +47,7 @@ pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
 pub use explain::{Conversion, ExplainedOp, Explanation, explain};
 pub use files::checkpoint;
+pub use files::regular;
 pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
 pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};

@@ -5,6 +5,7 @@
 //! | `checkpoint.json` | shape, dtype and blocks of each tensor, and what tells its files from others: [`Checkpoint`] | `format`, checked here |
 //! | `model.safetensors.index.json`, by Hugging Face | the file of each tensor | none |
 use super::digests::{Stamp, hex};
+use super::regular;
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
@@ -123,7 +124,7 @@ impl Checkpoint {
         let text = match std::fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Ok(about) if !about.is_file() => return Err(keep(&"it is not a regular file")),
-            _ => std::fs::read(&path).map_err(|error| failed(&path, &error))?,
+            _ => read(&path)?,
         };
         let fields: BTreeMap<String, IgnoredAny> =
             serde_json::from_slice(&text).map_err(|error| keep(&format_args!("it is no index ({error})")))?;
@@ -177,7 +178,7 @@ impl Checkpoint {
 /// # Errors
 /// If it cannot be read.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|error| failed(path, &error))
+    regular::read(path, regular::INDEX).map_err(|error| failed(path, &error))
 }
 
 fn failed(path: &Path, error: &dyn fmt::Display) -> Error {

@@ -208,7 +208,7 @@ impl Lock {
             // Opening the folder makes network file systems ask their server again.
             let folder = disk::folder_of(path);
             drop(fs::read_dir(folder));
-            let text = File::open(path).and_then(|file| read(&file)).unwrap_or_default();
+            let text = regular::open(path).and_then(|file| read(&file)).unwrap_or_default();
             if is_ours(&text) && holders(&text).any(|holder| holder.nonce == nonce) {
                 return Ok(());
             }
@@ -244,7 +244,7 @@ fn foreign(path: &Path) -> Error {
 
 /// Returns the error for a place that somebody else holds; `None` if the holder has not said yet who it is, or is about to free it.
 fn held(path: &Path) -> Option<Error> {
-    let text = File::open(path).and_then(|file| read(&file)).unwrap_or_default();
+    let text = regular::open(path).and_then(|file| read(&file)).unwrap_or_default();
     if !is_ours(&text) {
         return Some(foreign(path));
     }

@@ -4,4 +4,5 @@ mod digests;
 mod disk;
 mod index;
 mod lock;
+pub mod regular;
 pub(crate) mod weights;

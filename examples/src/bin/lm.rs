@@ -124,6 +124,7 @@ fn talk(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
             Event::Loaded | Event::Listening => {}
         })
     });
+    let talked = talked.and_then(|refused| Ok(refused.unwrap_or(Ok(()))?));
     let kept = if ranks.is_first() { transcript.finish(talked.as_ref().err()) } else { Ok(()) };
     talked.and(kept.map(|()| true))
 }

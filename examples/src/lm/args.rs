@@ -1,11 +1,12 @@
 //! The command line of `lm`.
 
 use std::ffi::OsString;
-use std::io::{self, IsTerminal, Read};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
 use candle_pipe::Layout;
 use candle_shard::parallel::Shares;
+use candle_shard::regular;
 use clap::{ArgMatches, Parser};
 
 use super::batch::args::BatchArgs;
@@ -214,9 +215,8 @@ impl Args {
             Some(prompt) => prompt.clone(),
             None if io::stdin().is_terminal() => PROMPT.into(),
             None => {
-                let mut read = String::new();
-                let got = io::stdin().read_to_string(&mut read);
-                got.map_err(|error| UsageError(format!("the prompt on stdin cannot be read: {error}.")))?;
+                let read = regular::read_stream(io::stdin().lock(), regular::STREAM);
+                let read = read.map_err(|error| UsageError(format!("the prompt on stdin cannot be read: {error}.")))?;
                 if read.is_empty() { PROMPT.into() } else { read }
             }
         };

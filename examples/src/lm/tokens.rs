@@ -1,13 +1,16 @@
 //! Text to tokens and back.
 
-use std::fs;
+use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail};
-use tokenizers::Tokenizer;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use candle_shard::regular;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::{AddedToken, NormalizedString, Normalizer as _, Tokenizer};
 
+use super::chat::Script;
 use super::gguf;
 
 /// The tokenizer of the model in a folder, or in a GGUF file.
@@ -22,7 +25,7 @@ pub fn read(model: &Path) -> Result<Tokenizer> {
     }
     let path = model.join("tokenizer.json");
     let parsed = || -> Result<Tokenizer> {
-        let text = fs::read_to_string(&path)?;
+        let text = regular::read_text(&path, regular::TOKENIZER)?;
         // The crate panics where a part of the file is not JSON.
         serde_json::from_str::<serde_json::Value>(&text)?;
         text.parse().map_err(|error| anyhow!("{error}"))
@@ -41,13 +44,118 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(encoding.get_ids().to_vec())
 }
 
-/// Returns the tokens of a text that has its special tokens in it, as chat templates write it.
+/// Returns the tokens of a conversation, with the control tokens that its template wrote.
+///
+/// What looks like one in a message stays text. Control tokens are special ones, and those that the template names. The tokens
+/// of other conversations are those of the whole text.
 ///
 /// # Errors
-/// Those of the tokenizer.
-pub fn encode_rendered(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let encoding = tokenizer.encode(text, false).map_err(|error| anyhow!("the text: {error}"))?;
-    Ok(encoding.get_ids().to_vec())
+/// Those of the tokenizer; if it has no other token than a control token for a part of a message.
+pub fn encode_rendered(tokenizer: &Tokenizer, script: &Script) -> Result<Vec<u32>> {
+    Controls { script, added: tokenizer.get_added_tokens_decoder().into_iter().collect(), tokenizer }.encode()
+}
+
+/// The control tokens of a conversation.
+struct Controls<'a> {
+    script: &'a Script,
+    tokenizer: &'a Tokenizer,
+    added: HashMap<u32, AddedToken>,
+}
+
+/// A token, and the bytes that it stands for, without the spaces around them that some tokens take.
+type Placed = (u32, Range<usize>);
+
+impl Controls<'_> {
+    fn encode(&self) -> Result<Vec<u32>> {
+        let tokens = self.tokens(self.tokenizer, 0..self.script.len())?;
+        if !tokens.iter().any(|token| self.is_false(token)) {
+            return Ok(tokens.into_iter().map(|(id, _)| id).collect());
+        }
+        let mut plain = self.tokenizer.clone();
+        plain.set_encode_special_tokens(true);
+        // The tokenizer cuts the text at control tokens, so what is between two of them does not depend on others.
+        let (mut ids, mut start) = (Vec::new(), 0);
+        for part in tokens.split_inclusive(|token| self.is_true(token)) {
+            let (last, inside) = match part.split_last() {
+                Some((last, inside)) if self.is_true(last) => (Some(last), inside),
+                _ => (None, part),
+            };
+            let end = last.map_or(self.script.len(), |(_, span)| span.start);
+            if inside.iter().any(|token| self.is_false(token)) {
+                self.encode_text(&plain, start..end, &mut ids)?;
+            } else {
+                ids.extend(inside.iter().map(|(id, _)| id));
+            }
+            ids.extend(last.map(|(id, _)| id));
+            start = last.map_or(end, |(_, span)| span.end);
+        }
+        Ok(ids)
+    }
+
+    /// Appends the tokens of a part without control tokens.
+    fn encode_text(&self, plain: &Tokenizer, part: Range<usize>, ids: &mut Vec<u32>) -> Result<()> {
+        let mut parts = vec![part];
+        while let Some(part) = parts.pop() {
+            let tokens = self.tokens(plain, part.clone())?;
+            let mut cuts = Vec::new();
+            for (_, span) in tokens.iter().filter(|token| self.is_false(token)) {
+                // Tokens that are not special, and those that the model itself knows by their letters: these are apart.
+                let text = &self.script[span.clone()];
+                let first = text.chars().next().map_or(0, char::len_utf8);
+                ensure!(
+                    first > 0 && first < text.len(),
+                    "a message has {text:?}, which is a control token: leave it out"
+                );
+                cuts.push(span.start + first);
+            }
+            if cuts.is_empty() {
+                ids.extend(tokens.into_iter().map(|(id, _)| id));
+                continue;
+            }
+            let mut end = part.end;
+            for cut in cuts.into_iter().rev() {
+                parts.push(cut..end);
+                end = cut;
+            }
+            parts.push(part.start..end);
+        }
+        Ok(())
+    }
+
+    fn tokens(&self, tokenizer: &Tokenizer, part: Range<usize>) -> Result<Vec<Placed>> {
+        let text = &self.script[part.clone()];
+        let encoding = tokenizer.encode(text, false).map_err(|error| anyhow!("the text: {error}"))?;
+        let spans = encoding.get_offsets().iter().map(|&(start, end)| {
+            let inside = text.get(start..end).unwrap_or_default();
+            let start = part.start + start + inside.len() - inside.trim_start().len();
+            start..start + inside.trim().len()
+        });
+        Ok(encoding.get_ids().iter().copied().zip(spans).collect())
+    }
+
+    /// Whether a token is a control token that the template wrote.
+    fn is_true(&self, token: &Placed) -> bool {
+        self.is_control(token) && self.script.is_own(&token.1)
+    }
+
+    /// Whether a token is a control token that the template did not write.
+    fn is_false(&self, token: &Placed) -> bool {
+        self.is_control(token) && !self.script.is_own(&token.1)
+    }
+
+    fn is_control(&self, (id, span): &Placed) -> bool {
+        let Some(token) = self.added.get(id) else { return false };
+        let content = token.content.trim();
+        // A text that the tokenizer does not know has a special token too, and other letters than that.
+        let is_named = |text: &str| text == content || self.normalized(text).contains(self.normalized(content).trim());
+        !content.is_empty() && (token.special || self.script.is_known(content)) && is_named(&self.script[span.clone()])
+    }
+
+    fn normalized(&self, text: &str) -> String {
+        let mut normalized = NormalizedString::from(text);
+        let done = self.tokenizer.get_normalizer().map(|normalizer| normalizer.normalize(&mut normalized));
+        if done.is_none_or(|done| done.is_ok()) { normalized.get().to_owned() } else { text.to_owned() }
+    }
 }
 
 /// Checks that a model of so many tokens knows these.

@@ -1,11 +1,11 @@
 //! The requested schedules and their simulations.
 
-use std::fs;
 use std::path::Path;
 
 use candle_pipe::schedule::{
     Action, Costs, Edges, Program, Schedule, ScheduleKind, StageOrder, Timeline, greedy, parse_csv,
 };
+use candle_shard::regular;
 
 use super::args::{Args, Choice, unreadable};
 use super::measure::measure;
@@ -145,7 +145,7 @@ fn made(args: &Args) -> Checked<Schedule> {
 
 /// Loads a schedule of the user, with or without its communication.
 fn load(path: &Path) -> Checked<Schedule> {
-    let text = fs::read_to_string(path).map_err(|error| unreadable("--load", path, error))?;
+    let text = regular::read_text(path, regular::CONFIG).map_err(|error| unreadable("--load", path, error))?;
     let communicates = |action: &Action| action.computes().is_empty();
     let schedule = parse_csv(&text).and_then(|ranks| match ranks.iter().flatten().flatten().any(communicates) {
         true => Program::from_csv(&text).map(|program| program.schedule().clone()),
@@ -155,7 +155,7 @@ fn load(path: &Path) -> Checked<Schedule> {
 }
 
 fn measured(path: &Path) -> Checked<Timeline> {
-    let text = fs::read_to_string(path).map_err(|error| unreadable("--measured", path, error))?;
+    let text = regular::read_text(path, regular::CONFIG).map_err(|error| unreadable("--measured", path, error))?;
     serde_json::from_str(&text).map_err(|error| unreadable("--measured", path, error))
 }
 

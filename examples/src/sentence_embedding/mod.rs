@@ -1,6 +1,5 @@
 //! A BERT encoder for sentence embeddings, cut over ranks by heads and by columns of the feed-forward layers.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -9,7 +8,7 @@ use candle_dist::DeviceMesh;
 use candle_nn::Activation;
 use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{AttentionMask, DTensor, Placements, Replicate, Weights};
+use candle_shard::{AttentionMask, DTensor, Placements, Replicate, Weights, regular};
 use serde::Deserialize;
 use wildmatch::WildMatch;
 
@@ -48,7 +47,7 @@ impl Config {
     /// If it is no BERT that this encoder computes; the field is named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let read = || -> Result<Self> { Ok(serde_json::from_str(&fs::read_to_string(&path)?)?) };
+        let read = || -> Result<Self> { Ok(serde_json::from_str(&regular::read_text(&path, regular::CONFIG)?)?) };
         let config = read().with_context(|| format!("{}", path.display()))?;
         let Self { hidden_size, num_attention_heads: heads, .. } = config;
         ensure!(config.model_type == "bert", "model_type is {:?}, and only \"bert\" is supported", config.model_type);

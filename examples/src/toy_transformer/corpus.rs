@@ -1,10 +1,11 @@
 //! The training text, and the batches drawn from it.
 
+use std::io;
 use std::path::Path;
-use std::{fs, io};
 
 use candle_core::{Device, Result};
 use candle_shard::random::Stream;
+use candle_shard::regular;
 
 use super::args::Args;
 use super::stories;
@@ -25,7 +26,7 @@ pub struct Corpus {
 impl Corpus {
     /// Reads the text of `path`, or without one the [stories](stories::text).
     pub fn read(path: Option<&Path>) -> io::Result<Vec<u8>> {
-        path.map_or_else(|| Ok(stories::text().into_bytes()), fs::read)
+        path.map_or_else(|| Ok(stories::text().into_bytes()), |path| regular::read(path, regular::TEXT))
     }
 
     /// Cuts `text`, which must be longer than a sequence.

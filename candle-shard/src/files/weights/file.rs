@@ -3,6 +3,7 @@ use super::entry::Entry;
 use super::gguf::{self, Metadata};
 use super::header::Header;
 use crate::files::digests::{Digests, Stamp};
+use crate::files::regular;
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
 use std::collections::BTreeMap;
@@ -38,7 +39,7 @@ impl WeightFile {
     /// Reads the header and checks all of it against the file's length, so that a truncated file is refused here.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |error: io::Error| Error::file(path, format!("cannot be read ({error})"));
-        let mut file = File::open(path).map_err(failed)?;
+        let mut file = regular::open(path).map_err(failed)?;
         let length = file.metadata().map_err(failed)?.len();
         let mut magic = [0; gguf::MAGIC.len()];
         let is_gguf = match length < magic.len() as u64 {

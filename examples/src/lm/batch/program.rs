@@ -1,12 +1,12 @@
 //! The program that continues a file of prompts.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Result;
 use candle_dist::RankContext;
+use candle_shard::regular;
 use tokenizers::Tokenizer;
 
 use super::args::SLOTS;
@@ -80,7 +80,7 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
 }
 
 fn read(file: &Path) -> Checked<String> {
-    fs::read_to_string(file)
+    regular::read_text(file, regular::TEXT)
         .map_err(|error| UsageError(format!("--prompts {} cannot be read: {error}.", file.display())))
 }
 

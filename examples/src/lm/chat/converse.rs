@@ -1,15 +1,15 @@
 //! A conversation: each line of the input is a message, and the model replies to it.
 
-use std::io::{self, BufRead};
+use std::io::{self, BufRead, Read};
 
 use anyhow::{Result, ensure};
 use candle_dist::RankContext;
-use jiff::civil::DateTime;
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
 use super::args::ChatArgs;
 use super::{ChatTemplate, Message, now};
+use crate::cli::{Checked, UsageError};
 use crate::launch::{agreed, on_first};
 use crate::lm::files::Files;
 use crate::lm::generate::{Stop, Task};
@@ -74,15 +74,15 @@ pub struct Conversation<'a> {
 /// run with the whole conversation as its prompt.
 ///
 /// # Errors
-/// If the template refuses the conversation, or it has more tokens than there is room for; those of the model, of
-/// `listen` and of `show`.
+/// If the template refuses the conversation: the inner error, on all ranks. If the conversation has more tokens than there is
+/// room for; those of the model, of `listen` and of `show`.
 pub fn converse(
     ctx: &RankContext,
     stages: usize,
     conversation: Conversation<'_>,
     mut listen: impl FnMut() -> Result<Option<String>> + Send,
     mut show: impl FnMut(Event<'_>),
-) -> Result<()> {
+) -> Result<Checked> {
     let Conversation { files, tokenizer, template, task, args, stops } = conversation;
     let room = args.room(files.config.longest());
     let mut session = Session::open(ctx, stages, files, task, room)?;
@@ -90,11 +90,24 @@ pub fn converse(
     let mut messages: Vec<Message> = args.system.iter().map(|text| Message::new("system", text)).collect();
     loop {
         show(Event::Listening);
-        let heard = on_first(ctx.group(), || Ok(listen()))?.unwrap_or(Ok(None));
-        let heard = agreed(ctx.group(), heard)?.map(|message| (now(), message));
-        let Some((now, message)) = shared(ctx, heard)? else { return Ok(()) };
+        // The clocks of ranks differ, and a template may be too slow on one of them alone.
+        let heard = on_first(ctx.group(), || {
+            Ok(listen().map(|heard| {
+                let message = heard?;
+                messages.push(Message::new("user", message.clone()));
+                let script = template.render(&messages, now());
+                let prompt = script.and_then(|script| tokens::encode_rendered(tokenizer, &script));
+                messages.pop();
+                Some((message, prompt.map_err(|error| format!("{error:#}"))))
+            }))
+        })?;
+        let heard = agreed(ctx.group(), heard.unwrap_or(Ok(None)))?;
+        let (message, prompt) = match shared(ctx, &heard)? {
+            None => return Ok(Ok(())),
+            Some((_, Err(refusal))) => return Ok(Err(UsageError(refusal))),
+            Some((message, Ok(prompt))) => (message, prompt),
+        };
         messages.push(Message::new("user", message.clone()));
-        let prompt = tokens::encode_rendered(tokenizer, &template.render(&messages, now)?)?;
         ensure!(
             prompt.len() < room,
             "the conversation has {} tokens, and there is room for {room}: start another one, or give a larger --context",
@@ -130,13 +143,16 @@ pub fn converse(
     }
 }
 
+/// A message, and the tokens of the conversation or why the template refuses it.
+type Heard = (String, Result<Vec<u32>, String>);
+
 /// What rank 0 heard, on all ranks.
-fn shared(ctx: &RankContext, heard: Option<(DateTime, String)>) -> Result<Option<(DateTime, String)>> {
-    let heard = heard.map(|(now, message)| (now.to_string(), message));
-    let text = serde_json::to_string(&heard)?;
-    let heard: Option<(String, String)> = serde_json::from_str(&ctx.group().all_gather_text(&text)?[0])?;
-    heard.map(|(now, message)| Ok((now.parse()?, message))).transpose()
+fn shared(ctx: &RankContext, heard: &Option<Heard>) -> Result<Option<Heard>> {
+    Ok(serde_json::from_str(&ctx.group().all_gather_text(&serde_json::to_string(heard)?)?[0])?)
 }
+
+/// The most bytes of a line of stdin.
+const LONGEST_MESSAGE: u64 = 16 << 20;
 
 /// Returns the next line of stdin that is not empty, without its end; `None` at the end of stdin.
 ///
@@ -145,9 +161,11 @@ fn shared(ctx: &RankContext, heard: Option<(DateTime, String)>) -> Result<Option
 pub fn line() -> Result<Option<String>> {
     loop {
         let mut line = String::new();
-        if io::stdin().lock().read_line(&mut line)? == 0 {
+        let mut some = io::stdin().lock().take(LONGEST_MESSAGE);
+        if some.read_line(&mut line)? == 0 {
             return Ok(None);
         }
+        ensure!(some.limit() > 0, "a message on stdin has more than {LONGEST_MESSAGE} bytes: shorten it");
         let message = line.trim_end_matches(['\r', '\n']);
         if !message.trim().is_empty() {
             return Ok(Some(message.to_owned()));

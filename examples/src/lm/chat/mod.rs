@@ -3,18 +3,22 @@
 pub mod args;
 pub mod converse;
 mod jinja;
+mod script;
 mod source;
 pub mod transcript;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use jiff::civil::DateTime;
-use minijinja::Environment;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
+pub use script::Script;
 pub(super) use source::{of_folder, of_metadata};
+
+use crate::cli::UsageError;
 
 /// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,7 +39,8 @@ impl Message {
 /// A chat template: turns a conversation into the text that the model was trained on.
 ///
 /// Templates are rendered as transformers renders them: Jinja with `trim_blocks`, `lstrip_blocks`, loop controls, Python's
-/// string methods, `raise_exception` and `strftime_now`.
+/// string methods, `raise_exception` and `strftime_now`. They come from strangers: what one may cost is bounded, and what is too
+/// much is an error.
 ///
 /// ```
 /// use examples::lm::chat::{ChatTemplate, Message};
@@ -44,11 +49,13 @@ impl Message {
 /// let template = ChatTemplate::new(source, "an example", Default::default())?;
 /// let now = jiff::civil::date(2026, 1, 31).at(12, 0, 0, 0);
 /// assert_eq!(template.render(&[Message::new("user", " Hi ")], now)?, "<user>Hi<assistant>");
+/// let endless = ChatTemplate::new("{% for i in range(999999999) %}{% endfor %}", "an example", Default::default())?;
+/// assert!(endless.render(&[], now).unwrap_err().to_string().contains("fuel"));
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    source: Arc<str>,
     /// The file or key that it comes from.
     origin: String,
     /// Special tokens by the names that templates use, for example `bos_token`.
@@ -56,31 +63,33 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles a template; `origin` names its file in errors, and `tokens` has special tokens by name, for example
+    /// Checks a template; `origin` names its file in errors, and `tokens` has special tokens by name, for example
     /// `bos_token`.
     ///
     /// # Errors
     /// If it is not a template; the line is named.
     pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, String>) -> Result<Self> {
-        let environment = jinja::compile(source).with_context(|| format!("the chat template of {origin}"))?;
-        Ok(Self { environment, origin: origin.into(), tokens })
+        let wrong = |error| UsageError(format!("the chat template of {origin}: {error}"));
+        jinja::check(source).map_err(wrong)?;
+        Ok(Self { source: source.into(), origin: origin.into(), tokens })
     }
 
     /// Returns the text of a conversation, up to where the model writes its reply. `now` is the local time, which some
     /// templates print.
     ///
     /// # Errors
-    /// If the template fails or refuses the conversation.
-    pub fn render(&self, messages: &[Message], now: DateTime) -> Result<String> {
-        let rendered = jinja::render(&self.environment, &self.tokens, messages, true, now);
-        rendered.with_context(|| format!("the chat template of {} fails", self.origin))
+    /// If the template fails, refuses the conversation, or does more work than a template may.
+    pub fn render(&self, messages: &[Message], now: DateTime) -> Result<Script> {
+        let wrong = |error| UsageError(format!("the chat template of {} fails: {error}", self.origin));
+        let text = jinja::render(&self.source, &self.tokens, messages, true, now).map_err(wrong)?;
+        Ok(Script { text, template: self.source.clone() })
     }
 
     /// Returns the special token that ends replies: the one that the template writes after a message of the model.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         const REPLY: &str = "a reply";
         let messages = [Message::new("user", "a question"), Message::new("assistant", REPLY)];
-        let rendered = jinja::render(&self.environment, &self.tokens, &messages, false, DateTime::default()).ok()?;
+        let rendered = jinja::render(&self.source, &self.tokens, &messages, false, DateTime::default()).ok()?;
         let (_, after) = rendered.rsplit_once(REPLY)?;
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let begins = added.filter(|(_, token)| token.special && after.trim_start().starts_with(&token.content));

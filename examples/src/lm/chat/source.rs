@@ -1,12 +1,12 @@
 //! Where the chat template of a model is.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Value as Stored;
+use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::ChatTemplate;
@@ -29,7 +29,7 @@ const IDS: [(&str, &str); 4] = [
 pub(in crate::lm) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
     let read = |name: &str| {
         let path = folder.join(name);
-        match fs::read_to_string(&path) {
+        match regular::read_text(&path, regular::CONFIG) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             text => text.map(Some).with_context(|| format!("{}", path.display())),
         }

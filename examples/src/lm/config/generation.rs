@@ -1,10 +1,10 @@
 //! What a model's `generation_config.json` says.
 
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::TokenIds;
@@ -51,7 +51,7 @@ impl Generation {
     /// If there is one that cannot be read; the file and the field are named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("generation_config.json");
-        let text = match fs::read_to_string(&path) {
+        let text = match regular::read_text(&path, regular::CONFIG) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::default()),
             text => text.with_context(|| format!("{}", path.display()))?,
         };

@@ -9,11 +9,11 @@ mod rope;
 mod scaling;
 pub(super) mod tensors;
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_shard::nn::Heads;
+use candle_shard::regular;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -110,7 +110,7 @@ impl Config {
     /// If there is no such file, or it is no config of a model that can be run: the file and the field are named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let parsed = || Self::parse(&fs::read_to_string(&path)?);
+        let parsed = || Self::parse(&regular::read_text(&path, regular::CONFIG)?);
         parsed().with_context(|| format!("{}", path.display()))
     }
 

@@ -6,10 +6,18 @@
 //! download fails (30 without it).
 //!
 //! All files of a model are of one commit: the one that the cache has for the revision, or else the one that the first
-//! answer of the server names.
+//! answer of the server names. A model is refused as early as can be: by its config, then by the headers of its weights, and then
+//! by the digest of each file, SHA-256 or that of git. Without a digest a download is not resumed.
+//!
+//! The crate hf-hub keeps the folders of the cache here, and does not download: version 0.5 compares no
+//! digest and sets no time limit; version 1 needs an async runtime, and compares no digest and does not resume where it downloads
+//! by HTTP. So ours still has the digests of all files, resumption, time limits and a least pace, bounds of sizes, one commit
+//! for all files, and headers before weights.
 
+mod digest;
 mod located;
 mod lock;
+mod outline;
 mod server;
 mod snapshot;
 

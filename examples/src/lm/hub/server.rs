@@ -1,16 +1,17 @@
 //! What a server says of a file, and the bytes that it sends.
 
 use std::error::Error;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use ring::digest::{Context as Digest, SHA256};
+use candle_shard::regular;
 use ureq::http::{HeaderMap, Response, StatusCode};
 use ureq::{Agent, Body};
 
+use super::digest::{self, Digest};
 use super::is_word;
 
 /// A server that answers as the Hub does.
@@ -49,18 +50,45 @@ pub(super) struct Answer {
     pub(super) commit: String,
     /// The name of its bytes.
     pub(super) etag: String,
-    /// The SHA-256 of the whole file in hexadecimal digits, which the Hub says of large ones.
-    sha256: Option<String>,
+    /// The digest of the whole file, which the Hub says of each.
+    pub(super) digest: Option<Digest>,
     from: u64,
     /// The bytes of the whole file; `None` if the answer comes in chunks, of which the last one says that it is.
-    size: Option<u64>,
+    pub(super) size: Option<u64>,
     body: Body,
+}
+
+/// The bytes of a file that are asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Part {
+    /// Those from one on.
+    From(u64),
+    /// So many from one on.
+    Some(u64, u64),
+}
+
+impl Part {
+    fn start(self) -> u64 {
+        match self {
+            Self::From(start) | Self::Some(start, _) => start,
+        }
+    }
+
+    fn range(self) -> Option<String> {
+        match self {
+            Self::From(0) => None,
+            Self::From(start) => Some(format!("bytes={start}-")),
+            Self::Some(start, count) => Some(format!("bytes={start}-{}", start + count.saturating_sub(1))),
+        }
+    }
 }
 
 /// The most redirections from one request.
 const MOST_HOPS: usize = 10;
 /// Bytes that are written at a time.
 const CHUNK: usize = 1 << 18;
+/// Bytes per second below which a server keeps the program waiting rather than sending a file.
+const SLOWEST: u64 = 1 << 10;
 
 impl Server {
     pub(super) fn new(endpoint: &str, token: Option<String>, patience: Duration) -> Self {
@@ -79,17 +107,17 @@ impl Server {
         Self { agent: config.build().into(), endpoint: endpoint.trim_end_matches('/').into(), token, patience }
     }
 
-    /// Asks for a file of a model at a revision, from a byte on.
+    /// Asks for a part of a file of a model at a revision.
     ///
     /// # Errors
     /// If the server cannot be reached, does not answer or refuses, or its answer does not say what the file is and where
     /// it ends.
-    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, from: u64) -> Result<Reply> {
+    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, part: Part) -> Result<Reply> {
         let first = format!("{}/{repo}/resolve/{}/{file}", self.endpoint, revision.replace('/', "%2F"));
         let mut url = first.clone();
         let mut about: Option<About> = None;
         for _ in 0..MOST_HOPS {
-            let answer = self.get(&url, from).map_err(|error| self.explained(file, error))?;
+            let answer = self.get(&url, part).map_err(|error| self.explained(file, error))?;
             let status = answer.status();
             // The Hub renames by redirections within itself, and only the last of its answers describes the file.
             if let (true, Some(location)) = (status.is_redirection(), header(answer.headers(), "location")) {
@@ -108,11 +136,13 @@ impl Server {
                     bail!("the place where {file} lies has no such file (status 404): try again later")
                 }
                 // More bytes are here than the file has.
-                StatusCode::RANGE_NOT_SATISFIABLE if from > 0 => return self.ask(repo, revision, file, 0),
+                StatusCode::RANGE_NOT_SATISFIABLE if part.range().is_some() && part.start() > 0 => {
+                    return self.ask(repo, revision, file, Part::From(0));
+                }
                 status if !status.is_success() => bail!(self.refused(file, status.as_u16())),
                 _ => {}
             }
-            let About { commit, etag, sha256, size: told } =
+            let About { commit, etag, digest, size: told } =
                 about.map_or_else(|| described(answer.headers(), file), Ok)?;
             let said = |name: &str| header(answer.headers(), name);
             let (from, size) = match status {
@@ -127,38 +157,47 @@ impl Server {
                 size.is_some() || in_chunks,
                 "{file}: the answer does not say how many bytes there are; is this a Hub?"
             );
-            return Ok(Reply::File(Answer { commit, etag, sha256, from, size, body: answer.into_body() }));
+            return Ok(Reply::File(Answer { commit, etag, digest, from, size, body: answer.into_body() }));
         }
         bail!("{first} leads to more than {MOST_HOPS} other places")
     }
 
-    fn get(&self, url: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
+    fn get(&self, url: &str, part: Part) -> Result<Response<Body>, ureq::Error> {
         let mut request = self.agent.get(url);
         let rest = url.strip_prefix(&self.endpoint);
         if let Some(token) = self.token.as_ref().filter(|_| rest.is_some_and(|rest| rest.starts_with('/'))) {
             request = request.header("Authorization", format!("Bearer {token}"));
         }
-        if from > 0 {
-            request = request.header("Range", format!("bytes={from}-"));
+        if let Some(range) = part.range() {
+            request = request.header("Range", range);
         }
         request.call()
     }
 
-    /// Appends the bytes of an answer to a file that has those before, and tells `shows` how many there are, and of how
-    /// many.
+    /// Appends the bytes of an answer, of which there are at most so many, to a file that has those before, and tells `shows` how
+    /// many there are, and of how many.
     ///
     /// # Errors
-    /// If the connection breaks off, or nothing comes for the patience of this server: what came stays in the file. If the
-    /// whole file has another SHA-256 than the server says: the file is removed.
+    /// If the connection breaks off, or nearly nothing comes for the patience of this server: what came stays in the file. If
+    /// the whole file has another digest or size than the server says: the file is removed.
     pub(super) fn receive(
         &self,
         answer: Answer,
         name: &str,
         path: &Path,
+        most: u64,
         mut shows: impl FnMut(u64, Option<u64>),
     ) -> Result<()> {
-        let Answer { sha256, from, size, body, .. } = answer;
+        let Answer { digest, from, size, body, .. } = answer;
         let written = || format!("{}", path.display());
+        ensure!(
+            size.is_none_or(|size| size <= most),
+            "{name} has {} bytes, and at most {most} are read",
+            size.unwrap_or_default()
+        );
+        if path.symlink_metadata().is_ok_and(|about| !about.is_file()) {
+            bail!("{} is no regular file: remove it", path.display());
+        }
         let mut file = OpenOptions::new().create(true).append(true).open(path).with_context(written)?;
         let before = file.metadata().with_context(written)?.len();
         ensure!(before >= from, "{name}: the answer begins at byte {from}, and {before} are here; try again");
@@ -167,35 +206,84 @@ impl Server {
             file.set_len(from).with_context(written)?;
         }
         let (mut reader, mut has, mut chunk) = (body.into_reader(), from, vec![0; CHUNK]);
-        let mut digest = sha256.is_some().then(|| digest_of(path, &mut chunk)).transpose().with_context(written)?;
+        let mut pace = Pace::new(self.patience);
+        // The digest of git begins with the size.
+        let mut context = digest.as_ref().zip(size).map(|(digest, size)| digest.begin(size));
+        if let Some(context) = context.as_mut().filter(|_| from > 0) {
+            digest::read(regular::open(path).with_context(written)?, context).with_context(written)?;
+        }
         let end = loop {
             shows(has, size);
             match reader.read(&mut chunk) {
                 Ok(0) => break None,
                 Ok(count) => {
-                    file.write_all(&chunk[..count]).with_context(written)?;
-                    if let Some(digest) = &mut digest {
-                        digest.update(&chunk[..count]);
-                    }
                     has += count as u64;
+                    if has > size.unwrap_or(most) {
+                        drop(file);
+                        fs::remove_file(path).with_context(written)?;
+                        bail!("{name} has more than {} bytes, unlike {} says", size.unwrap_or(most), self.endpoint);
+                    }
+                    file.write_all(&chunk[..count]).with_context(written)?;
+                    if let Some(context) = &mut context {
+                        context.update(&chunk[..count]);
+                    }
+                    if let Err(slow) = pace.note(count as u64) {
+                        break Some(slow);
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => break Some(error),
+                Err(error) => break Some(self.named(error.into())),
             }
         };
         file.sync_all().with_context(written)?;
         if end.is_none() && size.is_none_or(|size| size == has) {
-            let (Some(want), Some(digest)) = (sha256, digest) else { return Ok(()) };
-            let got: String = digest.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+            let Some(want) = digest else { return Ok(()) };
+            let got = match context {
+                Some(context) => want.end(context),
+                None => want.of_file(regular::open(path).with_context(written)?).with_context(written)?,
+            };
             if got == want {
                 return Ok(());
             }
             fs::remove_file(path).with_context(written)?;
-            bail!("{name} came damaged: its SHA-256 is {got}, and {} says {want}; try again", self.endpoint);
+            let ((kind, got), (_, want)) = (got.parts(), want.parts());
+            bail!("{name} came damaged: its {kind} is {got}, and {} says {want}; try again", self.endpoint);
         }
         let of = size.map(|size| format!(" of {size}")).unwrap_or_default();
-        let why = end.map_or_else(|| "the connection broke off".into(), |error| self.named(error.into()));
-        bail!("{name} has {has}{of} bytes, since {why}: try again, which goes on from there")
+        let why = end.unwrap_or_else(|| "the connection broke off".into());
+        let next = if digest.is_some() { "which goes on from there" } else { "which starts anew" };
+        bail!("{name} has {has}{of} bytes, since {why}: try again, {next}")
+    }
+
+    /// Returns so many bytes of a file, from one on, and the size of the whole file.
+    ///
+    /// # Errors
+    /// Those of [`ask`](Self::ask); if there are fewer.
+    pub(super) fn some(&self, repo: &str, commit: &str, file: &str, start: u64, count: u64) -> Result<(Vec<u8>, u64)> {
+        let answer = self.ask(repo, commit, file, Part::Some(start, count))?.file();
+        let answer = answer.with_context(|| format!("there is no {file} in {}", self.endpoint))?;
+        ensure!(answer.commit == commit, "{} has {file} of another commit than {commit}", self.endpoint);
+        let size = answer.size.with_context(|| format!("{file}: the answer does not say how many bytes there are"))?;
+        let skipped = start.checked_sub(answer.from);
+        let skipped = skipped.with_context(|| format!("{file}: the answer begins at byte {}", answer.from))?;
+        let (mut bytes, mut pace) = (Vec::new(), Pace::new(self.patience));
+        // Servers without ranges send the whole file, of which the rest is left.
+        let mut reader = answer.body.into_reader().take(skipped.saturating_add(count));
+        let mut chunk = vec![0; CHUNK];
+        loop {
+            match reader.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(read) => {
+                    bytes.extend_from_slice(&chunk[..read]);
+                    pace.note(read as u64).map_err(|slow| anyhow!("{file}: {slow}"))?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => bail!("{file} cannot be read: {}", self.named(error.into())),
+            }
+        }
+        let bytes = bytes.split_off(bytes.len().min(skipped as usize));
+        ensure!(bytes.len() as u64 == count, "{file} has {} of {count} bytes at {start}: try again", bytes.len());
+        Ok((bytes, size))
     }
 
     /// Says what an error of the connection means for the user.
@@ -247,16 +335,33 @@ impl Server {
     }
 }
 
-/// The digest of the bytes that a file has so far, read through `chunk`.
-fn digest_of(path: &Path, chunk: &mut [u8]) -> io::Result<Digest> {
-    let (mut file, mut digest) = (File::open(path)?, Digest::new(&SHA256));
-    loop {
-        match file.read(chunk) {
-            Ok(0) => return Ok(digest),
-            Ok(count) => digest.update(&chunk[..count]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+/// Whether bytes come at a pace at which a file ends.
+struct Pace {
+    patience: Duration,
+    since: Instant,
+    came: u64,
+}
+
+impl Pace {
+    fn new(patience: Duration) -> Self {
+        Self { patience, since: Instant::now(), came: 0 }
+    }
+
+    /// Notes that so many bytes came.
+    ///
+    /// # Errors
+    /// If too few came for a while; what to say of it.
+    fn note(&mut self, bytes: u64) -> Result<(), String> {
+        self.came += bytes;
+        if self.since.elapsed() < self.patience {
+            return Ok(());
         }
+        let (seconds, came) = (self.since.elapsed().as_secs().max(1), self.came);
+        if came < seconds.saturating_mul(SLOWEST) {
+            return Err(format!("only {came} bytes came in {seconds} s, the limit of HF_HUB_DOWNLOAD_TIMEOUT"));
+        }
+        (self.since, self.came) = (Instant::now(), 0);
+        Ok(())
     }
 }
 
@@ -269,7 +374,7 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 struct About {
     commit: String,
     etag: String,
-    sha256: Option<String>,
+    digest: Option<Digest>,
     size: Option<u64>,
 }
 
@@ -287,10 +392,8 @@ fn described(headers: &HeaderMap, file: &str) -> Result<About> {
     };
     // Large files have another name where they lie than for the Hub.
     let (commit, etag) = (part(["x-repo-commit", "X-Repo-Commit"])?, part(["x-linked-etag", "ETag"])?);
-    // The Hub names the bytes of a large file by their SHA-256, and other ones by the digest of git.
-    let is_digest = |name: &String| name.len() == 64 && name.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'));
-    let sha256 = header(headers, "x-linked-etag").map(|_| etag.clone()).filter(is_digest);
-    Ok(About { commit, etag, sha256, size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()) })
+    let digest = Digest::of_name(&etag);
+    Ok(About { commit, etag, digest, size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()) })
 }
 
 /// The first byte and the size of the whole, from `bytes 5-9/10`.

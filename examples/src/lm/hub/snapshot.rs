@@ -7,12 +7,15 @@ use std::path::{Path, PathBuf};
 use std::process;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_shard::regular;
 use hf_hub::{Repo, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-use super::server::{Answer, Reply, Server};
-use super::{Fetched, Hub, HubName, is_word, lock};
+use super::digest::Digest;
+use super::server::{Answer, Part, Reply, Server};
+use super::{Fetched, Hub, HubName, is_word, lock, outline};
+use crate::lm::config::Config;
 
 /// The files of a folder that a model needs.
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -51,7 +54,12 @@ impl<'a> Snapshots<'a> {
             (None, _, None) => bail!(self.missing(self.first())),
         };
         let path = match &self.name.file {
-            Some(file) => self.get(&commit, file)?,
+            Some(file) => {
+                if let Some(server) = self.server.filter(|_| !self.pointer(&commit, file).exists()) {
+                    outline::check_file(server, &self.name.repo, &commit, file)?;
+                }
+                self.get(&commit, file)?
+            }
             None => self.folder(&commit)?,
         };
         // Not before all of the files are here, so that the revision never leads to a part of a model.
@@ -68,7 +76,7 @@ impl<'a> Snapshots<'a> {
 
     /// The commit that the cache has for the revision.
     fn known(&self) -> Option<String> {
-        let commit = fs::read_to_string(self.reference()).ok()?;
+        let commit = regular::read_text(self.reference(), 1 << 12).ok()?;
         Some(commit.trim().to_owned()).filter(|commit| is_word(commit))
     }
 
@@ -97,12 +105,15 @@ impl<'a> Snapshots<'a> {
         self.name.file.as_deref().unwrap_or(NEEDED[0])
     }
 
-    /// Asks the server for the commit of the revision, and stores the first of its files.
+    /// Asks the server for the commit of the revision, and stores the first of its files if it is a small one.
     fn resolve(&self, server: &Server) -> Result<String> {
-        let answer = server.ask(&self.name.repo, &self.name.revision, self.first(), 0)?;
+        let part = if self.name.file.is_some() { Part::Some(0, 1) } else { Part::From(0) };
+        let answer = server.ask(&self.name.repo, &self.name.revision, self.first(), part)?;
         let answer = answer.file().with_context(|| self.missing(self.first()))?;
         let commit = answer.commit.clone();
-        self.store(server, answer, self.first())?;
+        if self.name.file.is_none() {
+            self.store(server, answer, self.first())?;
+        }
         Ok(commit)
     }
 
@@ -135,29 +146,34 @@ impl<'a> Snapshots<'a> {
 
     /// Returns the folder with all files of a commit.
     fn folder(&self, commit: &str) -> Result<PathBuf> {
-        for file in NEEDED {
+        let folder = self.root.join("snapshots").join(commit);
+        self.get(commit, NEEDED[0])?;
+        Config::read(&folder)?;
+        for file in &NEEDED[1..] {
             self.get(commit, file)?;
         }
         for file in OPTIONAL {
             self.get_optional(commit, file)?;
         }
-        match self.get_optional(commit, INDEX)? {
-            None => drop(self.get(commit, SINGLE)?),
-            Some(index) => {
-                for shard in shards(&index)? {
-                    self.get(commit, &shard)?;
-                }
-            }
+        let weights = match self.get_optional(commit, INDEX)? {
+            None => BTreeSet::from([SINGLE.to_owned()]),
+            Some(index) => shards(&index)?,
+        };
+        if let Some(server) = self.server.filter(|_| weights.iter().any(|file| !self.pointer(commit, file).exists())) {
+            outline::check(server, &self.name.repo, commit, &folder, &weights)?;
         }
-        Ok(self.root.join("snapshots").join(commit))
+        for file in &weights {
+            self.get(commit, file)?;
+        }
+        Ok(folder)
     }
 
     /// Returns a file that the model needs. What was noted of it does not count.
     fn get(&self, commit: &str, file: &str) -> Result<PathBuf> {
         let pointer = self.pointer(commit, file);
-        if !pointer.exists() {
+        if !self.has(&pointer)? {
             let server = self.server.with_context(|| self.missing(file))?;
-            let answer = server.ask(&self.name.repo, commit, file, 0)?.file();
+            let answer = server.ask(&self.name.repo, commit, file, Part::From(0))?.file();
             self.store_of(commit, server, answer.with_context(|| self.missing(file))?, file)?;
         }
         Ok(pointer)
@@ -166,12 +182,12 @@ impl<'a> Snapshots<'a> {
     /// Returns a file, or `None` if the model has none of this name.
     fn get_optional(&self, commit: &str, file: &str) -> Result<Option<PathBuf>> {
         let pointer = self.pointer(commit, file);
-        if pointer.exists() {
+        if self.has(&pointer)? {
             return Ok(Some(pointer));
         }
         let absent = self.root.join(".no_exist").join(commit).join(file);
         let Some(server) = self.server.filter(|_| !absent.exists()) else { return Ok(None) };
-        match server.ask(&self.name.repo, commit, file, 0)? {
+        match server.ask(&self.name.repo, commit, file, Part::From(0))? {
             Reply::File(answer) => self.store_of(commit, server, answer, file)?,
             Reply::None { ever } => {
                 if ever {
@@ -182,6 +198,20 @@ impl<'a> Snapshots<'a> {
             }
         }
         Ok(Some(pointer))
+    }
+
+    /// Whether a file is there, with the bytes that it is named by. Those of a large file are not read again.
+    fn has(&self, pointer: &Path) -> Result<bool> {
+        let Ok(blob) = pointer.canonicalize() else { return Ok(false) };
+        if is_sound(&blob).with_context(|| format!("{}", pointer.display()))? {
+            return Ok(true);
+        }
+        ensure!(
+            self.server.is_some(),
+            "{} is damaged, and HF_HUB_OFFLINE is set: unset it to download the file again",
+            pointer.display()
+        );
+        Ok(false)
     }
 
     /// Stores a file that has to be of this commit.
@@ -201,7 +231,8 @@ impl<'a> Snapshots<'a> {
         let blobs = self.root.join("blobs");
         let (blob, part) = (blobs.join(&etag), blobs.join(format!("{etag}.incomplete")));
         fs::create_dir_all(&blobs).with_context(|| format!("{}", blobs.display()))?;
-        if !blob.exists() {
+        let has_blob = || Ok::<_, anyhow::Error>(blob.exists() && is_sound(&blob)?);
+        if !has_blob()? {
             let mut has_waited = false;
             let _lock = lock::hold(&self.locks.join(format!("{etag}.lock")), &part, server.patience, || {
                 has_waited = true;
@@ -209,23 +240,42 @@ impl<'a> Snapshots<'a> {
                     eprintln!("note: another program downloads {file}: waiting for it.");
                 }
             })?;
-            if !blob.exists() {
-                let has = fs::metadata(&part).map_or(0, |about| about.len());
+            if !has_blob()? {
+                // Without a digest nobody knows what the first bytes are of.
+                let has = answer.digest.as_ref().map_or(0, |_| fs::metadata(&part).map_or(0, |about| about.len()));
                 let answer = match has > 0 || has_waited {
                     false => answer,
                     true => {
-                        let again = server.ask(&self.name.repo, &commit, file, has)?.file();
+                        let again = server.ask(&self.name.repo, &commit, file, Part::From(has))?.file();
                         let again = again.filter(|again| (&again.commit, &again.etag) == (&commit, &etag));
                         again.with_context(|| format!("{file} is another one than a moment ago: try again"))?
                     }
                 };
                 let bar = Bar::new(file, self.shows);
-                server.receive(answer, file, &part, |has, size| bar.show(has, size))?;
+                server.receive(answer, file, &part, most(file), |has, size| bar.show(has, size))?;
                 fs::rename(&part, &blob).with_context(|| format!("{}", blob.display()))?;
             }
         }
         let pointer = self.pointer(&commit, file);
         link(&blob, &pointer).with_context(|| format!("{}", pointer.display()))
+    }
+}
+
+/// The most bytes of a file of this name.
+fn most(file: &str) -> u64 {
+    match file {
+        "tokenizer.json" => regular::TOKENIZER,
+        INDEX => regular::INDEX,
+        file if file.ends_with(".json") || file.ends_with(".jinja") => regular::CONFIG,
+        _ => u64::MAX,
+    }
+}
+
+/// Whether the bytes of a small file are those that it is named by.
+fn is_sound(blob: &Path) -> io::Result<bool> {
+    match blob.file_name().and_then(|name| Digest::of_name(name.to_str()?)) {
+        Some(name @ Digest::Git(_)) => Ok(name.of_file(regular::open(blob)?)? == name),
+        _ => Ok(true),
     }
 }
 
@@ -262,7 +312,7 @@ fn linked(blob: &Path, pointer: &Path) -> io::Result<()> {
 /// The names of the files in an index.
 fn shards(index: &Path) -> Result<BTreeSet<String>> {
     let read = || -> Result<BTreeSet<String>> {
-        let index: Value = serde_json::from_str(&fs::read_to_string(index)?)?;
+        let index: Value = serde_json::from_str(&regular::read_text(index, regular::INDEX)?)?;
         let map = index.get("weight_map").and_then(Value::as_object).context("there is no weight_map")?;
         let one = |file: &Value| {
             let name = file.as_str().filter(|name| is_word(name));

@@ -1,9 +1,9 @@
 //! The command-line arguments of scoring.
 
-use std::fs;
-use std::io::{self, IsTerminal, Read};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
+use candle_shard::regular;
 use clap::Args;
 
 use crate::cli::{Checked, UsageError, require};
@@ -63,14 +63,12 @@ impl ScoreArgs {
     /// If it cannot be read, or is empty.
     pub fn read(&self) -> Checked<String> {
         let text = match &self.text {
-            Some(path) => fs::read_to_string(path)
+            Some(path) => regular::read_text(path, regular::TEXT)
                 .map_err(|error| UsageError(format!("--text {} cannot be read: {error}.", path.display())))?,
             None => {
                 require!(!io::stdin().is_terminal(), "score has no text: give --text FILE, or a text on stdin.");
-                let mut read = String::new();
-                let got = io::stdin().read_to_string(&mut read);
-                got.map_err(|error| UsageError(format!("the text on stdin cannot be read: {error}.")))?;
-                read
+                let read = regular::read_stream(io::stdin().lock(), regular::STREAM);
+                read.map_err(|error| UsageError(format!("the text on stdin cannot be read: {error}.")))?
             }
         };
         require!(!text.is_empty(), "the text to score is empty: give some.");

@@ -1,11 +1,11 @@
 //! The tokens to learn, and the batches drawn from them.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_shard::random::Stream;
+use candle_shard::regular;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
@@ -34,7 +34,7 @@ impl Corpus {
     /// A sentence if the file cannot be read or is too short for a sequence; if the model does not know a token.
     pub fn read(flag: &str, path: &Path, tokenizer: &Tokenizer, vocab_size: usize, seq_len: usize) -> Result<Self> {
         let shown = path.display();
-        let text = fs::read_to_string(path)
+        let text = regular::read_text(path, regular::TEXT)
             .map_err(|error| UsageError(format!("{flag} {shown} cannot be read ({error}): give a file of text.")))?;
         let ids = tokens::encode(tokenizer, &text)?;
         let (has, needs) = (ids.len(), seq_len + 1);

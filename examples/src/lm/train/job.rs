@@ -1,11 +1,11 @@
 //! What a training is to do, with everything checked that can be before memory is taken.
 
-use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use candle_pipe::Layout;
+use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::corpus::Corpus;
@@ -182,7 +182,7 @@ fn beside(folder: &Path, config: &Config, dtype: DTypeName) -> Result<Vec<(&'sta
     let mut files = Vec::new();
     for (name, is_needed) in needed.chain(known) {
         let path = folder.join(name);
-        match fs::read(&path) {
+        match regular::read(&path, regular::TOKENIZER) {
             Err(error) if error.kind() == ErrorKind::NotFound && !is_needed => {}
             read => files.push((name, read.with_context(|| format!("{}", path.display()))?)),
         }

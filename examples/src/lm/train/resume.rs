@@ -1,11 +1,11 @@
 //! Going on from a checkpoint.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use candle_core::DType;
 use candle_shard::Weights;
+use candle_shard::regular;
 use serde::{Deserialize, Serialize};
 
 use super::corpus::Stamp;
@@ -74,7 +74,7 @@ impl Resumed {
     /// Opens the checkpoint in this folder.
     fn of(folder: PathBuf) -> Result<Self> {
         let at = folder.join(STATE);
-        let text = fs::read_to_string(&at).with_context(|| format!("{}", at.display()))?;
+        let text = regular::read_text(&at, regular::CONFIG).with_context(|| format!("{}", at.display()))?;
         let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
         let files = Files::open(&folder)?;
         tokens::read(&folder)?;

@@ -65,7 +65,7 @@ fn random_vocabulary() -> usize {
 }
 
 /// Writes a random model with a tokenizer of ASCII letters and special tokens, and this template.
-fn write(folder: &Path, template: &str) {
+pub(crate) fn write(folder: &Path, template: &str) {
     let mut tokenizer: Value = serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
     let letters = ('!'..='~').chain(['Ġ', 'Ċ']).map(String::from);
     let vocab: serde_json::Map<String, Value> = letters.zip(0..).map(|(letter, id)| (letter, json!(id))).collect();
@@ -388,4 +388,40 @@ fn a_file_keeps_its_turns_until_all_of_them_are_written_again() {
 /// The templates of the facts.
 pub(crate) fn templates() -> Vec<String> {
     facts().families.into_iter().map(|family| family.template).collect()
+}
+
+/// The names and templates of the facts.
+pub(crate) fn families() -> Vec<(String, String)> {
+    facts().families.into_iter().map(|family| (family.name, family.template)).collect()
+}
+
+/// What jinja2 makes of templates.
+#[derive(Deserialize)]
+struct Meanings {
+    messages: Vec<Message>,
+    facts: Vec<Meaning>,
+}
+
+#[derive(Deserialize)]
+struct Meaning {
+    template: String,
+    text: Option<String>,
+    error: Option<String>,
+}
+
+/// Facts of `benchmarks/jinja_facts.py`.
+#[test]
+fn templates_mean_what_they_mean_to_jinja2() {
+    let Meanings { messages, facts } = serde_json::from_str(include_str!("jinja.json")).unwrap();
+    let mut wrong = Vec::new();
+    for Meaning { template, text, error } in &facts {
+        let made = ChatTemplate::new(template, "a file", BTreeMap::new());
+        let made = made.and_then(|made| made.render(&messages, date(2026, 3, 7).at(9, 5, 0, 0)));
+        match (made, text) {
+            (Ok(got), Some(want)) if got == *want => {}
+            (Err(_), None) => {}
+            (got, want) => wrong.push(format!("{template}\n  got  {got:?}\n  want {want:?} {error:?}")),
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), facts.len(), wrong.join("\n"));
 }

@@ -169,7 +169,7 @@ fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
             tokenizer.decode(&ids, true).map_err(|error| anyhow::anyhow!("{error}"))?;
             let template = files.chat_template()?;
             template.end_of_turn(&tokenizer);
-            template.render(&messages, now)
+            Ok(template.render(&messages, now)?.to_string())
         };
         refused += usize::from(used().is_err());
         fs::write(path(name), bytes).unwrap();

@@ -2,16 +2,16 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 
 mod batch;
-mod chat;
+pub(crate) mod chat;
 #[path = "config.rs"]
 mod configs;
 mod contexts;
 mod damaged;
 mod experts;
 pub(crate) mod facts;
-mod families;
-mod gguf;
-mod hub;
+pub(crate) mod families;
+pub(crate) mod gguf;
+pub(crate) mod hub;
 mod info;
 mod proofs;
 mod ropes;
@@ -19,7 +19,7 @@ mod score;
 mod shares;
 mod smollm2;
 mod text;
-mod tokenizers;
+pub(crate) mod tokenizers;
 
 use std::fs;
 use std::path::Path;

@@ -59,7 +59,7 @@ fn conversations_become_the_tokens_of_transformers() {
     let (tokenizer, template) = (files.tokenizer().unwrap(), files.chat_template().unwrap());
     for case in crate::lm::chat::facts().smollm2 {
         let text = template.render(&case.messages, jiff::civil::date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
-        assert_eq!(Some(&text), case.text.as_ref());
+        assert_eq!(Some(&*text), case.text.as_deref());
         assert_eq!(encode_rendered(&tokenizer, &text).unwrap(), case.ids, "{text}");
     }
     assert_eq!(template.end_of_turn(&tokenizer), tokenizer.token_to_id("<|im_end|>"));

@@ -1,7 +1,7 @@
 //! Models by name, from a small server that answers as the Hub does.
 
 mod moving;
-mod server;
+pub(crate) mod server;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,7 +30,7 @@ fn config() -> Config {
 }
 
 /// The files of a small model: in one file, and with an index of two.
-fn files(folder: &Path, seed: u64) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn files(folder: &Path, seed: u64) -> BTreeMap<String, Vec<u8>> {
     random_model::write(folder, &config(), seed, DType::F32).unwrap();
     let read = |name: &str| fs::read(folder.join(name)).unwrap();
     let mut files = BTreeMap::new();
@@ -72,7 +72,7 @@ fn lm(server: &str, home: &Path, model: &str, more: &[(&str, &str)]) -> Output {
 }
 
 /// The program with a cache in `home`.
-fn program(server: &str, home: &Path, more: &[(&str, &str)]) -> Command {
+pub(crate) fn program(server: &str, home: &Path, more: &[(&str, &str)]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lm"));
     command.args(["--json", "-"]).env("HF_HOME", home).env("HF_ENDPOINT", server).env("NO_PROXY", "127.0.0.1");
     for name in

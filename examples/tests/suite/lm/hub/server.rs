@@ -8,12 +8,12 @@ use std::thread;
 use std::time::Duration;
 
 /// The commits of all models, oldest first.
-pub(super) const COMMITS: [&str; 2] =
+pub(crate) const COMMITS: [&str; 2] =
     ["0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"];
 
 /// How a file is sent.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Manner {
+pub(crate) enum Manner {
     /// Never.
     Silent,
     /// Only so many bytes, and then nothing.
@@ -26,13 +26,25 @@ pub(super) enum Manner {
     Damaged(usize),
     /// Without its size, to the end of the connection, after so many bytes.
     Unsized(usize),
+    /// In chunks without an end.
+    Endless,
+    /// A byte at a time.
+    Drips,
+    /// From a place that leads to itself.
+    Loops,
+    /// Whole, and called so.
+    Called(&'static str),
+    /// So many bytes, as if that were all.
+    Cut(usize),
+    /// With a header that says so many bytes.
+    Sized(u64),
 }
 
 /// What the server has, and the files that it was asked to send.
 #[derive(Clone, Default)]
-pub(super) struct Server {
+pub(crate) struct Server {
     state: Arc<Mutex<State>>,
-    pub(super) address: String,
+    pub(crate) address: String,
 }
 
 #[derive(Default)]
@@ -54,7 +66,7 @@ type Answer = (&'static str, String, Vec<u8>);
 
 impl Server {
     /// Serves files by `owner/name/file`; those of the owner `closed` only with the token `open-sesame`.
-    pub(super) fn start(files: BTreeMap<String, Vec<u8>>) -> Self {
+    pub(crate) fn start(files: BTreeMap<String, Vec<u8>>) -> Self {
         Self::with_commits(vec![files])
     }
 
@@ -90,14 +102,14 @@ impl Server {
     }
 
     /// Sends a file in this manner from now on.
-    pub(super) fn manner(&self, file: &str, manner: Option<Manner>) {
+    pub(crate) fn manner(&self, file: &str, manner: Option<Manner>) {
         let mut state = self.state.lock().unwrap();
         state.manners.remove(file);
         state.manners.extend(manner.map(|manner| (file.to_owned(), manner)));
     }
 
     /// The files that were sent since the last call, with the first byte if it is not 0.
-    pub(super) fn sent(&self) -> Vec<String> {
+    pub(crate) fn sent(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().sent)
     }
 
@@ -123,6 +135,20 @@ impl Server {
             let (status, more, body) = self.reply(&path, &headers);
             let file = path.rsplit('/').next().unwrap_or_default();
             let manner = self.state.lock().unwrap().manners.get(file).copied();
+            // Most are manners of whole files, which those who read headers do not ask for.
+            let is_header = headers.get("range").is_some_and(|range| !range.ends_with('-'));
+            let is_any = |manner: &Manner| {
+                matches!(
+                    manner,
+                    Manner::Endless
+                        | Manner::Drips
+                        | Manner::Loops
+                        | Manner::Called(_)
+                        | Manner::Cut(_)
+                        | Manner::Sized(_)
+                )
+            };
+            let manner = manner.filter(|manner| !is_header || is_any(manner));
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{more}\r\n", body.len());
             let mut send = |bytes: &[u8]| stream.write_all(bytes).and_then(|()| stream.flush());
             // Answers without a body are those before the one with the file.
@@ -153,6 +179,34 @@ impl Server {
                     stream.shutdown(Shutdown::Both).ok();
                     return;
                 }
+                Some(Manner::Endless) => {
+                    let head = format!("HTTP/1.1 {status}\r\nTransfer-Encoding: chunked\r\n{more}\r\n");
+                    send(head.as_bytes()).ok();
+                    let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
+                    while send(chunk.as_bytes()).is_ok() {}
+                    return;
+                }
+                Some(Manner::Drips) => {
+                    send(head.as_bytes()).ok();
+                    for byte in &body {
+                        if send(&[*byte]).is_err() {
+                            return;
+                        }
+                        thread::sleep(Duration::from_millis(100));
+                    }
+                    Ok(())
+                }
+                Some(Manner::Cut(count)) => {
+                    let count = count.min(body.len());
+                    send(format!("HTTP/1.1 {status}\r\nContent-Length: {count}\r\n{more}\r\n").as_bytes())
+                        .and_then(|()| send(&body[..count]))
+                }
+                Some(Manner::Sized(size)) => {
+                    send(format!("HTTP/1.1 {status}\r\nContent-Length: {size}\r\n{more}\r\n").as_bytes()).ok();
+                    send(&body).ok();
+                    return;
+                }
+                Some(Manner::Called(_) | Manner::Loops) => send(head.as_bytes()).and_then(|()| send(&body)),
                 Some(Manner::Gone) => unreachable!("nothing is sent"),
             };
             if sent.is_err() {
@@ -197,8 +251,18 @@ impl Server {
             return ("404 Not Found", "X-Error-Code: EntryNotFound\r\n".into(), Vec::new());
         };
         let called = state.called.clone().unwrap_or_else(|| COMMITS[commit].to_owned());
-        let etag = bytes.iter().fold(commit as u64, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(*byte)));
-        let about = format!("ETag: \"{etag:x}\"\r\nX-Repo-Commit: {called}\r\n");
+        let manner = state.manners.get(file).copied();
+        let digits = |digest: ring::digest::Digest| -> String {
+            digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+        };
+        // As git names them.
+        let named = [format!("blob {}\0", bytes.len()).as_bytes(), &bytes].concat();
+        let git = digits(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &named));
+        let etag = if let Some(Manner::Called(name)) = manner { name.into() } else { git };
+        let about = format!("ETag: \"{etag}\"\r\nX-Repo-Commit: {called}\r\n");
+        if matches!(manner, Some(Manner::Loops)) {
+            return ("302 Found", format!("{about}Location: /{path}\r\n"), Vec::new());
+        }
         // Weights lie elsewhere, for whom the token is not: a mirror knows the place, which says nothing of commits.
         let address = self.address.replace("127.0.0.1", "localhost");
         let location = |place| format!("Location: {address}/{place}/{repo}/resolve/{}/{file}\r\n", COMMITS[commit]);
@@ -206,8 +270,7 @@ impl Server {
             return ("302 Found", location("store"), Vec::new());
         }
         if file.ends_with(".safetensors") && !is_stored {
-            let digest = ring::digest::digest(&ring::digest::SHA256, &bytes);
-            let digest: String = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+            let digest = digits(ring::digest::digest(&ring::digest::SHA256, &bytes));
             let large = format!("X-Linked-Size: {}\r\nX-Linked-ETag: \"{digest}\"\r\n", bytes.len());
             return ("302 Found", about + &large + &location("mirror"), Vec::new());
         }

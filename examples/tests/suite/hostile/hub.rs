@@ -1,0 +1,239 @@
+//! Servers that are no Hub, or one that somebody else holds, and caches that somebody wrote into.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use test_utils::Attacks;
+
+use crate::lm::hub::server::{COMMITS, Manner, Server};
+use crate::lm::hub::{files, program};
+
+/// What `lm info` of a model says on stdout, or its only sentence on stderr. It has to end by itself.
+fn info(server: &Server, home: &Path, model: &str) -> Result<Result<String, String>, String> {
+    let began = Instant::now();
+    let mut command = program(&server.address, home, &[("HF_HUB_DOWNLOAD_TIMEOUT", "2")]);
+    command.args(["info", "--model", model]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().map_err(|error| error.to_string())?;
+    while child.try_wait().map_err(|error| error.to_string())?.is_none() {
+        if began.elapsed() > Duration::from_secs(60) {
+            child.kill().ok();
+            child.wait().ok();
+            return Err("hangs".into());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let output = child.wait_with_output().map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() {
+        return Ok(Ok(String::from_utf8_lossy(&output.stdout).into_owned()));
+    }
+    if said.lines().count() != 1 || !output.stdout.is_empty() {
+        return Err(format!("says {said}"));
+    }
+    Ok(Err(said))
+}
+
+const SMALL: &str = "someone/small";
+
+#[test]
+fn what_is_not_the_file_is_refused_and_the_next_run_is_whole() {
+    let mut attacks = Attacks::new("a server");
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(files(folder.path(), 7));
+    let clean = tempfile::tempdir().unwrap();
+    let want = info(&server, clean.path(), SMALL).unwrap().unwrap();
+    let manners = [
+        Manner::Endless,
+        Manner::Drips,
+        Manner::Loops,
+        Manner::Damaged(20),
+        Manner::Cut(20),
+        Manner::Sized(1 << 40),
+        Manner::Sized(5),
+        Manner::Unsized(20),
+        Manner::Stops(20),
+        Manner::Gone,
+        Manner::Called("../../x"),
+        Manner::Called("/etc/passwd"),
+        Manner::Called(".."),
+        Manner::Called(""),
+        Manner::Called("0123456789abcdef0123456789abcdef01234567"),
+        Manner::Called("0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"),
+    ];
+    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+        for manner in manners {
+            // The name of weights is what their first answer says.
+            if file == "model.safetensors" && matches!(manner, Manner::Called(_)) {
+                continue;
+            }
+            attacks.attack(format!("{manner:?} for {file}"), || -> Result<(), String> {
+                let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+                server.manner(file, Some(manner));
+                let said = info(&server, home.path(), SMALL);
+                server.manner(file, None);
+                match said? {
+                    Ok(said) => return Err(format!("runs: {said}")),
+                    Err(said) if !said.contains(file) => return Err(format!("names no file: {said}")),
+                    Err(_) => {}
+                }
+                let got = info(&server, home.path(), SMALL)??;
+                if got == want { Ok(()) } else { Err(format!("then {got}")) }
+            });
+        }
+    }
+    attacks.assert();
+}
+
+#[test]
+fn bytes_that_are_not_of_the_file_are_never_used() {
+    let mut attacks = Attacks::new("a cache");
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(files(folder.path(), 7));
+    let clean = tempfile::tempdir().unwrap();
+    let want = info(&server, clean.path(), SMALL).unwrap().unwrap();
+    let root = |home: &Path| home.join("hub/models--someone--small");
+    let blob =
+        |home: &Path, file: &str| fs::canonicalize(root(home).join("snapshots").join(COMMITS[0]).join(file)).unwrap();
+    for file in ["config.json", "tokenizer.json"] {
+        let name = blob(clean.path(), file).file_name().unwrap().to_owned();
+        let whole = fs::read(blob(clean.path(), file)).unwrap();
+        // Another `rope_theta`, of the same length.
+        let other =
+            String::from_utf8(whole.clone()).unwrap().replacen("10000", "20000", 1).replacen("\"type\"", "\"epyt\"", 1);
+        let stale = other.as_bytes()[..other.len() - 2].to_vec();
+        for (what, bytes) in [
+            ("another file", other.as_bytes()),
+            ("the start of another", &stale),
+            ("a cut one", &whole[..9]),
+            ("nothing", b""),
+        ] {
+            attacks.attack(format!("{what} as {file}, incomplete"), || -> Result<(), String> {
+                let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+                fs::create_dir_all(root(home.path()).join("blobs")).map_err(|error| error.to_string())?;
+                let mut part = name.clone();
+                part.push(".incomplete");
+                fs::write(root(home.path()).join("blobs").join(part), bytes).map_err(|error| error.to_string())?;
+                for _ in 0..2 {
+                    match info(&server, home.path(), SMALL)? {
+                        Ok(got) if got == want => {}
+                        Ok(got) => return Err(format!("runs as {got}")),
+                        Err(said) if said.contains("damaged") && said.contains(file) => {}
+                        Err(said) => return Err(said),
+                    }
+                }
+                if info(&server, home.path(), SMALL)?? == want { Ok(()) } else { Err("another model".into()) }
+            });
+            attacks.attack(format!("{what} as {file}, complete"), || -> Result<(), String> {
+                let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+                info(&server, home.path(), SMALL)??;
+                fs::write(blob(home.path(), file), bytes).map_err(|error| error.to_string())?;
+                let offline = program(&server.address, home.path(), &[("HF_HUB_OFFLINE", "1")])
+                    .args(["info", "--model", SMALL])
+                    .output();
+                let offline = offline.map_err(|error| error.to_string())?;
+                if offline.status.success() {
+                    return Err("runs offline".into());
+                }
+                if info(&server, home.path(), SMALL)?? == want { Ok(()) } else { Err("another model".into()) }
+            });
+        }
+    }
+    for what in ["a pipe", "a folder", "a link"] {
+        attacks.attack(format!("{what} as an incomplete file"), || -> Result<(), String> {
+            let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+            fs::create_dir_all(root(home.path()).join("blobs")).map_err(|error| error.to_string())?;
+            let mut part = blob(clean.path(), "config.json").file_name().unwrap_or_default().to_owned();
+            part.push(".incomplete");
+            let (part, aim) = (root(home.path()).join("blobs").join(part), home.path().join("aim"));
+            fs::write(&aim, "mine").map_err(|error| error.to_string())?;
+            match what {
+                "a pipe" => std::process::Command::new("mkfifo").arg(&part).status().map(drop),
+                "a folder" => fs::create_dir(&part),
+                _ => std::os::unix::fs::symlink(&aim, &part),
+            }
+            .map_err(|error| error.to_string())?;
+            let said = info(&server, home.path(), SMALL)?;
+            let kept = fs::read(&aim).map_err(|error| error.to_string())?;
+            if said.is_err() && kept == b"mine" { Ok(()) } else { Err(format!("{said:?}")) }
+        });
+    }
+    attacks.assert();
+}
+
+#[test]
+fn a_gguf_file_that_cannot_be_run_is_refused_by_its_first_bytes() {
+    let mut attacks = Attacks::new("GGUF files of strangers");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.gguf");
+    let model = crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
+    crate::lm::gguf::write(&path, &model.config, candle_core::quantized::GgmlDType::F32);
+    // Longer than its header by far.
+    let mut whole = fs::read(&path).unwrap();
+    whole.resize(20 << 20, 0);
+    let spoiled = |from: &str, to: &str| -> Vec<u8> {
+        let at = whole.windows(from.len()).position(|part| part == from.as_bytes()).unwrap();
+        [&whole[..at], to.as_bytes(), &whole[at + to.len()..]].concat()
+    };
+    for (what, bytes, runs) in [
+        ("a good file", whole.clone(), true),
+        ("another architecture", spoiled("qwen3", "qwenX"), false),
+        ("another tensor", spoiled("output_norm.weight", "output_mron.weight"), false),
+        ("no GGUF", vec![7; 20 << 20], false),
+    ] {
+        attacks.attack(what, || -> Result<(), String> {
+            let server = Server::start([("someone/quantized/x.gguf".to_owned(), bytes)].into());
+            let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+            let said = info(&server, home.path(), "someone/quantized/x.gguf")?;
+            let sent = server.sent();
+            if said.is_ok() == runs && sent.is_empty() != runs { Ok(()) } else { Err(format!("{said:?} {sent:?}")) }
+        });
+    }
+    attacks.assert();
+}
+
+/// Models that cannot be run, and what is downloaded of them.
+#[test]
+fn a_model_that_cannot_be_run_is_refused_before_its_weights() {
+    let mut attacks = Attacks::new("models of strangers");
+    let folder = tempfile::tempdir().unwrap();
+    let whole = files(folder.path(), 7);
+    let config = || -> serde_json::Value { serde_json::from_slice(&whole["someone/small/config.json"]).unwrap() };
+    let weights = &whole["someone/small/model.safetensors"];
+    let length = 8 + u64::from_le_bytes(*weights.first_chunk().unwrap()) as usize;
+    let with = |field: &str, value: serde_json::Value| {
+        let mut config = config();
+        config[field] = value;
+        ("config.json", config.to_string().into_bytes())
+    };
+    let renamed = String::from_utf8_lossy(&weights[8..length]).replacen("model.norm.weight", "model.mron.weight", 1);
+    let renamed = [&weights[..8], renamed.as_bytes(), &weights[length..]].concat();
+    let long = [&u64::MAX.to_le_bytes()[..], &weights[8..]].concat();
+    for (what, (file, bytes), last) in [
+        ("another kind of model", with("model_type", "mamba".into()), "config.json"),
+        ("no JSON", ("config.json", b"{".to_vec()), "config.json"),
+        ("a field that is not known", with("surprise", 1.into()), "config.json"),
+        ("another size", with("intermediate_size", 45.into()), "tokenizer.json"),
+        ("more layers", with("num_hidden_layers", 3.into()), "tokenizer.json"),
+        ("another tensor", ("model.safetensors", renamed), "tokenizer.json"),
+        ("a header without an end", ("model.safetensors", long), "tokenizer.json"),
+        ("no header", ("model.safetensors", vec![1; 4000]), "tokenizer.json"),
+        ("a few bytes", ("model.safetensors", vec![1; 4]), "tokenizer.json"),
+    ] {
+        attacks.attack(what, || -> Result<(), String> {
+            let mut other = whole.clone();
+            other.insert(format!("someone/small/{file}"), bytes);
+            let (server, home) = (Server::start(other), tempfile::tempdir().map_err(|error| error.to_string())?);
+            let said = info(&server, home.path(), SMALL)?;
+            let sent = server.sent();
+            match said {
+                Ok(said) => Err(format!("runs: {said}")),
+                Err(_) if sent.last().is_none_or(|sent| sent != last) => Err(format!("{sent:?} are downloaded")),
+                Err(said) if said.contains("/tmp") && !said.contains("hub/models") => Err(said),
+                Err(_) => Ok(()),
+            }
+        });
+    }
+    attacks.assert();
+}
