@@ -7,12 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_dist::printable;
 use hf_hub::{Repo, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
 use super::server::{Answer, Reply, Server};
 use super::{Fetched, Hub, HubName, is_word, lock};
+use crate::cli;
 
 /// The files of a folder that a model needs.
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -206,7 +208,7 @@ impl<'a> Snapshots<'a> {
             let _lock = lock::hold(&self.locks.join(format!("{etag}.lock")), &part, server.patience, || {
                 has_waited = true;
                 if self.shows {
-                    eprintln!("note: another program downloads {file}: waiting for it.");
+                    cli::tell("note", format_args!("another program downloads {file}: waiting for it."));
                 }
             })?;
             if !blob.exists() {
@@ -281,7 +283,7 @@ impl Bar {
         let style = ProgressStyle::with_template("{msg} {bar:32} {bytes} of {total_bytes} [{elapsed}, {eta} left]");
         let bar = if shows { ProgressBar::new(0) } else { ProgressBar::hidden() };
         let bar = bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self(bar.with_message(file.to_owned()))
+        Self(bar.with_message(printable(file).into_owned()))
     }
 
     fn show(&self, has: u64, size: Option<u64>) {
