@@ -17,8 +17,7 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(10), Duration::from_m
 
 /// Connects to rank 0 until it accepts this process, for at most `limit`. Rank 0 itself knows its address and key.
 pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Duration) -> Result<TcpStream> {
-    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Init(format!("{n} is too large for a rank or a size")));
-    let hello = Hello { rank: number(info.rank)?, size: number(info.world_size)? };
+    let hello = hello(info)?;
     let end = within(limit);
     let mut pause = PAUSE.0;
     loop {
@@ -36,6 +35,19 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Dur
         thread::sleep(pause);
         pause = (pause * 2).min(PAUSE.1);
     }
+}
+
+/// Greets another rank 0 at this address, as rank 0 too. If one launcher has started both, that world finds out: the other
+/// ranks of this one might join it.
+pub(super) fn call_twin(info: &LaunchInfo) {
+    if let (Secret::File(_), Ok(hello)) = (&info.secret, hello(info)) {
+        let _ = attempt(info, None, hello, within(ATTEMPT));
+    }
+}
+
+fn hello(info: &LaunchInfo) -> Result<Hello> {
+    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Init(format!("{n} is too large for a rank or a size")));
+    Ok(Hello { rank: number(info.rank)?, size: number(info.world_size)? })
 }
 
 /// Greets rank 0 once. The outer error is final, the inner one may go away.

@@ -33,7 +33,7 @@ pub(super) struct Hub {
 #[derive(Debug)]
 struct Table {
     phase: Phase,
-    /// The file of the secret, while ranks are missing.
+    /// The file of the secret, which all processes find that this launcher starts for this address.
     file: Option<SecretFile>,
     debug: bool,
     /// The arguments of rank 0, unless others may have unlike ones.
@@ -149,6 +149,28 @@ impl Table {
         }
     }
 
+    /// Stops the world if a second process of the same launcher comes as one of its ranks. Then the launcher has started two
+    /// jobs at one address, and nobody knows of which of them the others are.
+    fn suspect(&mut self, hello: Hello, answer: &Answer) {
+        let rank = hello.rank as usize;
+        let is_twin =
+            self.file.is_some() && matches!(answer, Answer::Never(_)) && hello.size as usize == self.seats.len();
+        if !is_twin || self.seats.get(rank).is_none_or(|seat| seat.link.is_none()) {
+            return;
+        }
+        let why = format!(
+            "two processes of one launcher came as rank {rank}: two jobs use one address, and their ranks may be mixed; give \
+             each job a MASTER_PORT or a CANDLE_DIST_TOKEN of its own"
+        );
+        match self.phase {
+            Phase::Meeting => {
+                self.tell(&Notice::NotStarted(why.clone()));
+                self.phase = Phase::Unlike(why);
+            }
+            _ => self.stop(Cause::Failed { rank, message: why }),
+        }
+    }
+
     /// Returns the error for all ranks if some ranks did not join.
     fn missing(&self, limit: Duration) -> String {
         let missing = self.seats.iter().positions(|seat| !seat.is_alike).collect_vec();
@@ -187,6 +209,8 @@ impl Hub {
     pub(super) fn admit(self: &Arc<Self>, guest: &Guest, stream: TcpStream, silence: Duration) -> io::Result<()> {
         let mut table = self.table.lock();
         let answer = table.answer(guest.hello);
+        table.suspect(guest.hello, &answer);
+        self.changed.notify_all();
         guest.answer(&self.key, &answer, &mut &stream)?;
         if answer != Answer::Welcome {
             return Ok(());
@@ -229,7 +253,6 @@ impl Hub {
                 table.tell(&Notice::NotStarted(table.missing(limit)));
             }
         }
-        table.file = None;
         while matches!(table.phase, Phase::Running) {
             self.changed.wait(&mut table);
         }
@@ -238,7 +261,11 @@ impl Hub {
         let deadline = within(ANSWER);
         let owes = |seat: &Seat| !seat.has_ended() && seat.says.is_none();
         while table.seats.iter().any(owes) && !self.changed.wait_until(&mut table, deadline).timed_out() {}
-        let ranks = table.seats.iter().map(Seat::state).collect();
+        let mut ranks = table.seats.iter().map(Seat::state).collect_vec();
+        // A frozen rank 0 may have gone on since it woke, but that is what the others know of it.
+        if let Fault::Lost { rank: 0, how } = &fault {
+            ranks[0] = State::Lost(how.clone());
+        }
         let stopped = Notice::Stopped { fault, ranks };
         for seat in &table.seats {
             if let Some(link) = &seat.link {
@@ -268,6 +295,7 @@ impl Hub {
         let deadline = within(farewell);
         while table.is_busy() && !self.changed.wait_until(&mut table, deadline).timed_out() {}
         table.phase = Phase::Over;
+        table.file = None;
         self.changed.notify_all();
         let links = table.seats.iter_mut().filter_map(|seat| seat.link.take()).collect_vec();
         drop(table);
@@ -337,12 +365,7 @@ impl Table {
                     self.stop(Cause::Missing { ranks, after });
                 }
             }
-            Request::Fail(fault) => {
-                if let Fault::Lost { rank: 0, how } = &fault {
-                    self.seats[0].lost.get_or_insert_with(|| how.clone());
-                }
-                self.stop(fault.into());
-            }
+            Request::Fail(fault) => self.stop(fault.into()),
             Request::Report(text) => {
                 self.seats[rank].says.get_or_insert(text);
             }

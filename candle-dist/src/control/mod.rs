@@ -104,7 +104,10 @@ impl Control {
     /// Rank 0 listens at the address, on that interface only. Processes join if they prove that they know the secret of
     /// the job; other connections are dropped. Nothing is encrypted.
     pub fn connect(info: &LaunchInfo, options: &InitOptions) -> Result<Arc<Self>> {
-        let server = if info.rank == 0 { Some(Server::start(info, options)?) } else { None };
+        let server = match info.rank {
+            0 => Some(Server::start(info, options).inspect_err(|_| dial::call_twin(info))?),
+            _ => None,
+        };
         let stream = dial::dial(info, server.as_ref().map(Server::own), options.init_timeout)?;
         let watch = Arc::new(Watch::new(info.rank, info.world_size));
         let listening = watch.clone();

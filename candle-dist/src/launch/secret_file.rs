@@ -143,17 +143,24 @@ impl fmt::Display for Process {
     }
 }
 
-/// Returns the nearest ancestor that `variable` was not set for: the launcher that sets it, behind shells and wrappers.
+/// Returns the nearest ancestor that `variable` was not set for: the launcher that sets it, behind shells and wrappers. A
+/// shell that forked for a part of a script counts as the shell of the script.
 fn launcher(variable: &str) -> Process {
+    let parent = |id| stat(id).and_then(|fields| fields.first()?.parse().ok()).filter(|parent| *parent > 0);
     let mut id = std::os::unix::process::parent_id();
     for _ in 0..ANCESTORS {
-        let parent = stat(id).and_then(|fields| fields.first()?.parse().ok()).unwrap_or(0);
-        if parent == 0 || !has(id, variable) {
-            break;
+        match parent(id) {
+            Some(next) if has(id, variable) || is_fork(id, next) => id = next,
+            _ => break,
         }
-        id = parent;
     }
     Process { id, started: stat(id).and_then(|fields| fields.get(18).cloned()).unwrap_or_default() }
+}
+
+/// Returns whether a process runs what its parent runs, which it has not replaced by another program.
+fn is_fork(id: u32, parent: u32) -> bool {
+    let of = |id: u32, file| fs::read(format!("/proc/{id}/{file}")).ok();
+    ["cmdline", "environ"].iter().all(|file| of(id, file).is_some_and(|own| Some(own) == of(parent, file)))
 }
 
 /// Returns the fields of a process from its parent's number on, as proc(5) lists them.

@@ -1,5 +1,6 @@
 //! Two jobs of one host at one address, secrets that others could guess or read, and ranks that are frozen or killed at a
 //! bad time.
+use crate::hosts::TRAINS;
 use crate::job::{Outcome, RANK_TEST, finish, start, torchrun};
 use crate::{DIES_ALONE, WAKES};
 use std::ffi::OsString;
@@ -38,7 +39,7 @@ fn launch(ranks: &[(usize, u32)], vars: impl Fn(usize) -> Vec<(&'static str, OsS
             })
             .collect();
         let late = ranks[at].1;
-        script += &format!("(sleep {late}; {own}exec \"$0\" {RANK_TEST} --exact --nocapture --test-threads 1) & ");
+        script += &format!("(sleep {late}; {own}\"$0\" {RANK_TEST} --exact --nocapture --test-threads 1 || true) & ");
     }
     script += "wait";
     launcher.args(["-c", &script]).arg(std::env::current_exe().unwrap());
@@ -119,6 +120,33 @@ fn jobs_of_one_host_do_not_mix() {
     });
     attacks.attack("a job that knows the name of another one", || {
         mixes("Open MPI", || vec![("PMIX_NAMESPACE", "957612033".into())])
+    });
+    attacks.assert();
+}
+
+/// Starts two jobs at one address by one launcher, each rank after its number of seconds. Returns what broke.
+fn twins(late: &[(usize, u32)]) -> Result<(), String> {
+    let (port, marks) = (free_port(), Scratch::new("marks"));
+    let more = || [("SCENARIO", format!("{TRAINS}/none").into()), ("MARKS", marks.path("").into_os_string())];
+    let said = launch(late, |rank| variables("torchrun", rank, &port).into_iter().chain(more()).collect()).said();
+    let is_told = said.iter().any(|said| said.contains("two processes of one launcher came as rank"));
+    match is_told && said.len() == late.len() {
+        true => Ok(()),
+        false => Err(format!("{said:#?}")),
+    }
+}
+
+#[test]
+fn two_jobs_of_one_launcher_at_one_address_are_told() {
+    let mut attacks = Attacks::new("twins");
+    attacks.attack("a second rank 0 before the world starts", || twins(&[(0, 0), (0, 1), (1, 3)]));
+    attacks.attack("a second rank 1 while the world runs", || twins(&[(0, 0), (1, 0), (1, 3)]));
+    attacks.attack("a second rank 0 while the world runs", || twins(&[(0, 0), (1, 0), (0, 3)]));
+    attacks.attack("ranks that are in parts of a script", || {
+        let port = free_port();
+        // Each rank is in a part of its own, of which the shell forks.
+        let said = launch(&[(0, 0), (1, 0)], |rank| variables("torchrun", rank, &port)).said();
+        if said == ["fine", "fine"] { Ok(()) } else { Err(format!("{said:#?}")) }
     });
     attacks.assert();
 }

@@ -42,8 +42,9 @@ fn names_and_texts_of_strangers_cannot_steer_a_terminal() {
     attacks.attack("the name of a folder that is not there", || {
         is_clean(&["info", "--model", &format!("/{EVIL}")], escaped)
     });
-    attacks.attack("a flag", || is_clean(&["info", &format!("--{EVIL}")], escaped));
-    attacks.attack("a value of a flag", || is_clean(&["info", "--dtype", EVIL], escaped));
+    // clap removes what it knows.
+    attacks.attack("a flag", || is_clean(&["info", &format!("--{EVIL}")], "\\u{9b}31m"));
+    attacks.attack("a value of a flag", || is_clean(&["info", "--dtype", EVIL], "\\u{9b}31m"));
     attacks.attack("the name of a folder", || {
         let folder = tempfile::tempdir().unwrap();
         let named = folder.path().join(OsStr::from_bytes(EVIL.as_bytes()));
