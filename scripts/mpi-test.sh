@@ -193,7 +193,7 @@ pid_of() {
 }
 # fate SIGNAL RANK: runs the program on 4 ranks and sends one of them a signal while rank 0 trains alone.
 fate() {
-    local log pid first token="fate-$$-$1-$2"
+    local log pid first token="the fate of one rank, $$-$1-$2"
     log=$(mktemp)
     CANDLE_DIST_TOKEN=$token launched 120 -n 4 \
         "$program" --backend mpi --tp 4 --runs single,tp --steps 1000000 >"$log" 2>&1 &

@@ -11,9 +11,10 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `MASTER_ADDR`, `MASTER_PORT` | where rank 0 listens; see [`LaunchInfo`] for the defaults |
-//! | `CANDLE_DIST_TOKEN` | the token that only processes of this job know; by default the launcher's job id |
-//! | `CANDLE_DIST_NO_TOKEN=1` | allow a job that spans hosts to have no token |
+//! | `CANDLE_DIST_TOKEN` | a random text that only processes of this job know; see [`LaunchInfo`] for when it is needed |
+//! | `CANDLE_DIST_NO_TOKEN=1` | allow a job that has no secret to start without a token |
+//! | `CANDLE_DIST_UNLIKE_ARGUMENTS=1` | allow ranks to be started with unlike arguments, if set for rank 0 |
 //! | `CANDLE_DIST_DEBUG=1` | compare the calls of all ranks |
 //! | `CANDLE_DIST_SHARE_GPUS=1` | allow more ranks than GPUs on a host |
-pub use crate::launch::{InitOptions, LaunchInfo};
+pub use crate::launch::{InitOptions, LaunchInfo, Scope, Secret};
 pub use crate::world::{Backend, init_process_group, init_process_group_with};

@@ -101,7 +101,7 @@ pub use candle_core;
 pub use candle_dist_derive::TensorTree;
 
 pub use call::{Op, ReduceOp};
-pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, without_trace};
+pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, printable, without_trace};
 pub use freeable::FreeableTensor;
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};

@@ -149,7 +149,10 @@ fn begin(name: &str, port: &str) -> bool {
     let rank = number(["OMPI_COMM_WORLD_RANK", "PMI_RANK"]).expect("a rank");
     let size = number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).expect("a size");
     let is_last = rank + 1 == size;
-    let explicit = |rank| InitOptions::explicit(&format!("127.0.0.1:{port}"), rank, size).local(rank, size);
+    let explicit = |rank| {
+        let options = InitOptions::explicit(&format!("127.0.0.1:{port}"), rank, size).local(rank, size);
+        options.token("a token that others cannot guess")
+    };
     let (options, settings) = match name {
         // The launcher's ranks are those of MPI, but the last two are swapped.
         "order" => {

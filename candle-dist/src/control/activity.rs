@@ -132,6 +132,11 @@ impl Activity {
         })
     }
 
+    /// Returns how many ranks have ended.
+    pub(super) fn count_left(&self) -> usize {
+        self.left.len()
+    }
+
     /// Returns whether a rank has ended.
     #[cfg(feature = "nccl")]
     pub(super) fn has_anyone_left(&self) -> bool {

@@ -1,9 +1,10 @@
 //! Connecting to rank 0.
 use super::server::meeting_points;
-use crate::launch::LaunchInfo;
-use crate::link::hello::{Answer, Hello, MAX_TOKEN};
+use crate::launch::{LaunchInfo, Secret};
+use crate::link::hello::{Answer, Hello, Stranger};
+use crate::link::key::Key;
 use crate::link::{Before, within};
-use crate::{Error, Result};
+use crate::{Error, Result, printable};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpStream};
 use std::thread;
@@ -14,23 +15,15 @@ const ATTEMPT: Duration = Duration::from_secs(5);
 /// The first and the last pause between attempts; pauses grow between them.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
-/// Connects to rank 0 until it accepts this process, for at most `limit`.
-pub(super) fn dial(info: &LaunchInfo, own: Option<SocketAddr>, limit: Duration) -> Result<TcpStream> {
+/// Connects to rank 0 until it accepts this process, for at most `limit`. Rank 0 itself knows its address and key.
+pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Duration) -> Result<TcpStream> {
     let hello = hello(info)?;
     let end = within(limit);
     let mut pause = PAUSE.0;
     loop {
-        let last = match attempt(info, own, &hello, end) {
-            Ok((stream, Answer::Welcome)) => return Ok(stream),
-            Ok((_, Answer::Never(why))) => return Err(Error::Init(why)),
-            Ok((_, Answer::Later(why))) => io::Error::other(why),
-            Err(error) if error.kind() == ErrorKind::InvalidData => {
-                return Err(Error::Init(format!(
-                    "another program answers at {}; set MASTER_PORT to a free port, equal on all ranks",
-                    info.address
-                )));
-            }
-            Err(error) => error,
+        let last = match attempt(info, own.as_ref(), hello, end)? {
+            Ok(stream) => return Ok(stream),
+            Err(last) => last,
         };
         if Instant::now() + pause >= end {
             return Err(Error::Init(format!(
@@ -44,32 +37,78 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<SocketAddr>, limit: Duration) 
     }
 }
 
-fn hello(info: &LaunchInfo) -> Result<Hello> {
-    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Init(format!("{n} is too large for a rank or a size")));
-    if info.token.len() > MAX_TOKEN {
-        let len = info.token.len();
-        return Err(Error::Init(format!("the token has {len} bytes; set CANDLE_DIST_TOKEN to at most {MAX_TOKEN}")));
+/// Greets another rank 0 at this address, as rank 0 too. If one launcher has started both, that world finds out: the other
+/// ranks of this one might join it.
+pub(super) fn call_twin(info: &LaunchInfo) {
+    if let (Secret::File(_), Ok(hello)) = (&info.secret, hello(info)) {
+        let _ = attempt(info, None, hello, within(ATTEMPT));
     }
-    Ok(Hello { rank: number(info.rank)?, size: number(info.world_size)?, token: info.token.as_bytes().to_vec() })
 }
 
-/// Greets rank 0 once.
-fn attempt(info: &LaunchInfo, own: Option<SocketAddr>, hello: &Hello, end: Instant) -> io::Result<(TcpStream, Answer)> {
-    let addresses = own.map_or_else(|| meeting_points(info), |own| Ok(vec![own]))?;
-    let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
+fn hello(info: &LaunchInfo) -> Result<Hello> {
+    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Init(format!("{n} is too large for a rank or a size")));
+    Ok(Hello { rank: number(info.rank)?, size: number(info.world_size)? })
+}
+
+/// Greets rank 0 once. The outer error is final, the inner one may go away.
+fn attempt(
+    info: &LaunchInfo,
+    own: Option<&(SocketAddr, Key)>,
+    hello: Hello,
+    end: Instant,
+) -> Result<io::Result<TcpStream>> {
+    let (addresses, key) = match own {
+        Some((address, key)) => (vec![*address], key.clone()),
+        None => {
+            // Rank 0 may just be replacing it.
+            let secret = match info.secret.of_guest(info)? {
+                Ok(secret) => secret,
+                Err(error) => return Ok(Err(error)),
+            };
+            match meeting_points(info) {
+                Ok(addresses) => (addresses, Key::new(&secret, &info.job)),
+                Err(error) => return Ok(Err(error)),
+            }
+        }
+    };
+    let mut last = None;
+    // A name may have several addresses, and others may use some of them.
+    let mut foreign = None;
     for address in addresses {
         let left = end.saturating_duration_since(Instant::now()).clamp(PAUSE.0, ATTEMPT);
-        let connected = TcpStream::connect_timeout(&address, left).and_then(|stream| {
-            stream.set_write_timeout(Some(left))?;
-            hello.write(&mut &stream)?;
-            let answer = Answer::read(&mut Before { stream: &stream, deadline: within(left) })?;
+        let greeted = TcpStream::connect_timeout(&address, left).map_err(Stranger::Unknown).and_then(|stream| {
+            let answer = hello.greet(&key, &mut Before { stream: &stream, deadline: within(left) })?;
             Ok((stream, answer))
         });
-        match connected {
-            Ok(connected) => return Ok(connected),
-            Err(error) if error.kind() == ErrorKind::InvalidData => return Err(error),
-            Err(error) => last = error,
+        match greeted {
+            Ok((stream, Answer::Welcome)) => return Ok(Ok(stream)),
+            Ok((_, Answer::Never(why))) => return Err(Error::Init(printable(&why).into())),
+            Ok((_, Answer::Later(why))) => return Ok(Err(io::Error::other(printable(&why)))),
+            Err(Stranger::Unknown(error)) if error.kind() == ErrorKind::InvalidData => {
+                foreign = Some(format!(
+                    "another program answers at {address}; set MASTER_PORT to a free port, equal on all ranks"
+                ));
+            }
+            Err(Stranger::Refused(why)) => {
+                let why = printable(&why);
+                foreign = Some(format!("what answers at {address} refuses this process: {why}"));
+            }
+            Err(Stranger::Secret) => {
+                let why = format!("the rank 0 at {address} has another secret than this process");
+                match info.secret {
+                    // This process may have read the one of the world before.
+                    Secret::File(_) => last = Some(io::Error::other(format!("{why}, which is of another job"))),
+                    _ => foreign = Some(format!("{why}; it is of another job, or CANDLE_DIST_TOKEN differs")),
+                }
+            }
+            Err(Stranger::Unknown(error)) => last = Some(error),
         }
     }
-    Err(last)
+    match (last, foreign) {
+        (None, Some(foreign)) => Err(Error::Init(foreign)),
+        (Some(last), None) => Ok(Err(last)),
+        // Rank 0 may come to one of the other addresses.
+        (Some(last), Some(foreign)) => Ok(Err(io::Error::other(format!("{last}, and {foreign}")))),
+        (None, None) => Ok(Err(io::Error::new(ErrorKind::NotFound, "the host has no address"))),
+    }
 }

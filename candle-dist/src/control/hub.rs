@@ -1,11 +1,14 @@
 //! Rank 0's side: the processes, the values and rounds that they wait for, and the failure of the world.
+use super::arguments;
 use super::departed::Departed;
 use super::limits::{MAX_ROUNDS, MAX_STATE};
 use super::message::{Fault, Notice, Request, State};
 use super::rounds::Rounds;
 use crate::Cause;
 use crate::error::End;
-use crate::link::hello::{Answer, Hello};
+use crate::launch::{InitOptions, SecretFile};
+use crate::link::hello::{Answer, Guest, Hello};
+use crate::link::key::Key;
 use crate::link::within;
 use crate::link::{Event, Link};
 use crate::values::{Changed, Values};
@@ -22,8 +25,7 @@ const ANSWER: Duration = Duration::from_millis(300);
 /// The state of all processes at rank 0.
 #[derive(Debug)]
 pub(super) struct Hub {
-    token: Vec<u8>,
-    debug: bool,
+    key: Key,
     table: Mutex<Table>,
     changed: Condvar,
 }
@@ -31,6 +33,11 @@ pub(super) struct Hub {
 #[derive(Debug)]
 struct Table {
     phase: Phase,
+    /// The file of the secret, which all processes find that this launcher starts for this address.
+    file: Option<SecretFile>,
+    debug: bool,
+    /// The arguments of rank 0, unless others may have unlike ones.
+    arguments: Option<Vec<String>>,
     seats: Vec<Seat>,
     values: Values<(usize, u64)>,
     rounds: Rounds,
@@ -45,6 +52,8 @@ enum Phase {
     /// Something went wrong, and the ranks are asked what they are doing.
     Stopping(Fault),
     Stopped,
+    /// The ranks cannot start, for this reason.
+    Unlike(String),
     /// Some ranks did not join, or rank 0 ends.
     Over,
 }
@@ -54,6 +63,8 @@ enum Phase {
 struct Seat {
     link: Option<Link<Notice>>,
     is_open: bool,
+    /// Whether the rank's arguments are known and like those of rank 0.
+    is_alike: bool,
     end: Option<End>,
     /// Whether the rank has ended the connection itself.
     is_gone: bool,
@@ -110,7 +121,7 @@ impl Table {
     }
 
     /// Returns whether a process of this job may join.
-    fn answer(&self, hello: &Hello) -> Answer {
+    fn answer(&self, hello: Hello) -> Answer {
         let (rank, size) = (hello.rank as usize, self.seats.len());
         if hello.size as usize != size {
             let theirs = hello.size;
@@ -120,6 +131,9 @@ impl Table {
         let Some(seat) = self.seats.get(rank) else {
             return Answer::Never(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
         };
+        if let Phase::Unlike(why) = &self.phase {
+            return Answer::Never(why.clone());
+        }
         let is_over = matches!(self.phase, Phase::Stopping(_) | Phase::Stopped | Phase::Over);
         match (&seat.link, &seat.end) {
             (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome,
@@ -135,13 +149,35 @@ impl Table {
         }
     }
 
+    /// Stops the world if a second process of the same launcher comes as one of its ranks. Then the launcher has started two
+    /// jobs at one address, and nobody knows of which of them the others are.
+    fn suspect(&mut self, hello: Hello, answer: &Answer) {
+        let rank = hello.rank as usize;
+        let is_twin =
+            self.file.is_some() && matches!(answer, Answer::Never(_)) && hello.size as usize == self.seats.len();
+        if !is_twin || self.seats.get(rank).is_none_or(|seat| seat.link.is_none()) {
+            return;
+        }
+        let why = format!(
+            "two processes of one launcher came as rank {rank}: two jobs use one address, and their ranks may be mixed; give \
+             each job a MASTER_PORT or a CANDLE_DIST_TOKEN of its own"
+        );
+        match self.phase {
+            Phase::Meeting => {
+                self.tell(&Notice::NotStarted(why.clone()));
+                self.phase = Phase::Unlike(why);
+            }
+            _ => self.stop(Cause::Failed { rank, message: why }),
+        }
+    }
+
     /// Returns the error for all ranks if some ranks did not join.
     fn missing(&self, limit: Duration) -> String {
-        let missing = self.seats.iter().positions(|seat| seat.link.is_none()).collect_vec();
+        let missing = self.seats.iter().positions(|seat| !seat.is_alike).collect_vec();
         let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
         format!(
             "{ranks} {} of {} did not come within {limit:?}; check that they were started and reach rank 0 under the \
-             same address and with the same token",
+             same address and with the same secret",
             missing.iter().format(", "),
             self.seats.len()
         )
@@ -149,38 +185,39 @@ impl Table {
 }
 
 impl Hub {
-    pub(super) fn new(size: usize, token: &str, debug: bool) -> Self {
+    pub(super) fn new(size: usize, key: Key, file: Option<SecretFile>, options: &InitOptions) -> Self {
         let seats = (0..size).map(|_| Seat::default()).collect();
         let table = Table {
             phase: Phase::Meeting,
+            file,
+            debug: options.is_debug(),
+            arguments: arguments::own(options),
             seats,
             values: Values::default(),
             rounds: Rounds::default(),
             departed: Departed::default(),
         };
-        Self { token: token.as_bytes().to_vec(), debug, table: Mutex::new(table), changed: Condvar::new() }
+        Self { key, table: Mutex::new(table), changed: Condvar::new() }
     }
 
-    /// Answers a greeting: lets the process join, or tells it why it may not.
-    pub(super) fn admit(self: &Arc<Self>, hello: &Hello, stream: TcpStream, silence: Duration) -> io::Result<()> {
+    /// Returns the key of this job.
+    pub(super) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Answers a process of this job: lets it join, or tells it why it may not.
+    pub(super) fn admit(self: &Arc<Self>, guest: &Guest, stream: TcpStream, silence: Duration) -> io::Result<()> {
         let mut table = self.table.lock();
-        let answer = if hello.knows(&self.token) {
-            table.answer(hello)
-        } else {
-            let fix = "it is of another job, or CANDLE_DIST_TOKEN differs";
-            Answer::Never(format!("this process has another token than rank 0; {fix}"))
-        };
-        answer.write(&mut &stream)?;
+        let answer = table.answer(guest.hello);
+        table.suspect(guest.hello, &answer);
+        self.changed.notify_all();
+        guest.answer(&self.key, &answer, &mut &stream)?;
         if answer != Answer::Welcome {
             return Ok(());
         }
-        let (hub, rank) = (self.clone(), hello.rank as usize);
+        let (hub, rank) = (self.clone(), guest.hello.rank as usize);
         let link = Link::start(stream, silence, move |event| hub.on(rank, event))?;
         table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() };
-        if table.seats.iter().all(|seat| seat.link.is_some()) {
-            table.phase = Phase::Running;
-            table.tell(&Notice::Ready { debug: self.debug });
-        }
         self.changed.notify_all();
         Ok(())
     }
@@ -193,8 +230,10 @@ impl Hub {
             Event::Ended(how) => {
                 table.seats[rank].is_open = false;
                 let seat = &table.seats[rank];
+                // If the others have given up rank 0, which was frozen, they are not the lost ones.
+                let gives_up = matches!(&table.phase, Phase::Stopping(Fault::Lost { rank: 0, .. }));
                 // After its goodbye, a rank may have died with messages that others wait for.
-                if seat.end.is_none() || matches!(seat.end, Some(End::Returned)) && !seat.is_gone {
+                if !gives_up && (seat.end.is_none() || matches!(seat.end, Some(End::Returned)) && !seat.is_gone) {
                     table.seats[rank].lost = Some(how.clone());
                     table.stop(Cause::Lost { rank, how });
                 }
@@ -211,7 +250,7 @@ impl Hub {
         while matches!(table.phase, Phase::Meeting) {
             if self.changed.wait_until(&mut table, deadline).timed_out() && matches!(table.phase, Phase::Meeting) {
                 table.phase = Phase::Over;
-                table.tell(&Notice::Missing(table.missing(limit)));
+                table.tell(&Notice::NotStarted(table.missing(limit)));
             }
         }
         while matches!(table.phase, Phase::Running) {
@@ -222,8 +261,21 @@ impl Hub {
         let deadline = within(ANSWER);
         let owes = |seat: &Seat| !seat.has_ended() && seat.says.is_none();
         while table.seats.iter().any(owes) && !self.changed.wait_until(&mut table, deadline).timed_out() {}
-        let ranks = table.seats.iter().map(Seat::state).collect();
-        table.tell(&Notice::Stopped { fault, ranks });
+        let mut ranks = table.seats.iter().map(Seat::state).collect_vec();
+        // A frozen rank 0 may have gone on since it woke, but that is what the others know of it.
+        if let Fault::Lost { rank: 0, how } = &fault {
+            ranks[0] = State::Lost(how.clone());
+        }
+        let stopped = Notice::Stopped { fault, ranks };
+        for seat in &table.seats {
+            if let Some(link) = &seat.link {
+                // Also if it is frozen: it finds this when it wakes, and ends like the others.
+                link.outbox.send(stopped.clone());
+                if !seat.is_open {
+                    link.outbox.close();
+                }
+            }
+        }
         table.phase = Phase::Stopped;
         table.release();
         self.changed.notify_all();
@@ -243,6 +295,7 @@ impl Hub {
         let deadline = within(farewell);
         while table.is_busy() && !self.changed.wait_until(&mut table, deadline).timed_out() {}
         table.phase = Phase::Over;
+        table.file = None;
         self.changed.notify_all();
         let links = table.seats.iter_mut().filter_map(|seat| seat.link.take()).collect_vec();
         drop(table);
@@ -253,6 +306,19 @@ impl Hub {
 impl Table {
     fn request(&mut self, rank: usize, request: Request, payload: Vec<u8>) {
         match request {
+            Request::Arguments(theirs) if matches!(self.phase, Phase::Meeting) => {
+                if let Some(why) = arguments::difference(rank, theirs.as_deref(), self.arguments.as_deref()) {
+                    self.tell(&Notice::NotStarted(why.clone()));
+                    self.phase = Phase::Unlike(why);
+                    return;
+                }
+                self.seats[rank].is_alike = true;
+                if self.seats.iter().all(|seat| seat.is_alike) {
+                    self.phase = Phase::Running;
+                    self.tell(&Notice::Ready { debug: self.debug });
+                }
+            }
+            Request::Arguments(_) => {}
             Request::Set { key } => {
                 let value: Arc<[u8]> = payload.into();
                 for (waiting, id) in self.values.set(key, value.clone()) {

@@ -11,6 +11,8 @@ use std::time::Duration;
 /// A message from a process to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
+    /// The arguments of this process, unless they may be unlike those of others. The world starts when all have come.
+    Arguments(Option<Vec<String>>),
     /// Sets the value of a key to the payload.
     Set { key: String },
     /// Asks for a value, and waits until it is set.
@@ -42,8 +44,8 @@ pub(super) enum Request {
 pub(super) enum Notice {
     /// All processes have joined.
     Ready { debug: bool },
-    /// Some processes have not joined.
-    Missing(String),
+    /// The world does not start, for this reason.
+    NotStarted(String),
     /// The payload is the requested value.
     Value { id: u64 },
     /// The value is not set, and the request was withdrawn.

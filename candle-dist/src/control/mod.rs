@@ -3,6 +3,7 @@
 //! Every process keeps a connection to rank 0. It reports its end and the reason there, and it learns of failures.
 //! Backends between processes rely on it; they move the tensors themselves.
 mod activity;
+mod arguments;
 mod departed;
 mod dial;
 mod hub;
@@ -34,7 +35,7 @@ use server::Server;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-use watch::{How, Watch};
+use watch::{How, VERDICT, Watch};
 
 /// How long a process that ends waits until the others have been told of a failure.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -100,17 +101,21 @@ impl Drop for Membership {
 impl Control {
     /// Connects to the other processes. Returns when all have joined, or with the same error on all that joined.
     ///
-    /// Rank 0 listens at the address, on that interface only. Connections from outside the job are dropped or refused.
-    /// The token separates jobs; nothing is encrypted.
+    /// Rank 0 listens at the address, on that interface only. Processes join if they prove that they know the secret of
+    /// the job; other connections are dropped. Nothing is encrypted.
     pub fn connect(info: &LaunchInfo, options: &InitOptions) -> Result<Arc<Self>> {
-        let server = if info.rank == 0 { Some(Server::start(info, options)?) } else { None };
-        let stream = dial::dial(info, server.as_ref().map(Server::address), options.init_timeout)?;
+        let server = match info.rank {
+            0 => Some(Server::start(info, options).inspect_err(|_| dial::call_twin(info))?),
+            _ => None,
+        };
+        let stream = dial::dial(info, server.as_ref().map(Server::own), options.init_timeout)?;
         let watch = Arc::new(Watch::new(info.rank, info.world_size));
         let listening = watch.clone();
         let link = Link::start(stream, options.lost_after, move |event| listening.on(event))
             .map_err(|error| Error::Init(format!("rank {} cannot start its threads: {error}", info.rank)))?;
         watch.speak_through(link.outbox.clone());
-        let met = watch.meet();
+        watch.present(arguments::own(options));
+        let met = watch.meet(options.init_timeout.saturating_add(VERDICT));
         let control = Self {
             rank: info.rank,
             size: info.world_size,
@@ -120,8 +125,11 @@ impl Control {
             watch,
             ties: Mutex::new(Some((link, server))),
         };
-        // If the start failed, dropping `control` says goodbye as usual.
-        met.map(|_| Arc::new(control))
+        if let Err(error) = met {
+            control.leave(End::Failed(error.to_string()));
+            return Err(error);
+        }
+        Ok(Arc::new(control))
     }
 
     /// Returns this process's rank.
@@ -289,6 +297,14 @@ impl Control {
     /// Says goodbye and reports how this rank ended. Until [`leave`](Self::leave), this process still hears of the others.
     pub(crate) fn announce(&self, end: End) {
         self.watch.announce(end);
+    }
+
+    /// Waits after the goodbye until all ranks have ended, so that the result of this rank depends on them too.
+    ///
+    /// # Errors
+    /// If a rank is killed, fails or panics meanwhile.
+    pub(crate) fn outlast(&self) -> Result<()> {
+        self.watch.outlast()
     }
 
     /// Says goodbye unless that is done, reports how this rank ended, and ends the connection.

@@ -1,9 +1,11 @@
 //! The server of rank 0: accepts processes of the job and drops all other connections.
 use super::hub::Hub;
-use crate::launch::{InitOptions, LaunchInfo};
-use crate::link::hello::Hello;
+use crate::launch::{Held, InitOptions, LaunchInfo};
+use crate::link::hello::Guest;
+use crate::link::key::Key;
 use crate::link::{Before, within};
 use crate::{Error, Result};
+use itertools::Itertools;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
@@ -15,7 +17,7 @@ use std::time::Duration;
 
 /// The time limit for a greeting.
 const GREETING: Duration = Duration::from_secs(2);
-/// The maximum number of connections without a complete greeting. The oldest one is dropped for a new one.
+/// The maximum number of connections that have not proved that they are of this job. The oldest one is dropped for a new one.
 const STRANGERS: usize = 64;
 /// The stack size of a thread that reads a greeting.
 const STACK_BYTES: usize = 128 << 10;
@@ -26,36 +28,39 @@ const EXHAUSTED: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(super) struct Server {
     hub: Arc<Hub>,
-    address: SocketAddr,
     is_over: Arc<AtomicBool>,
-    door: Option<JoinHandle<()>>,
+    /// Where it listens, with the thread that accepts there.
+    doors: Vec<(SocketAddr, JoinHandle<()>)>,
 }
 
 impl Server {
-    /// Listens at the world's address, on that interface only.
+    /// Listens at the world's address, on its interfaces only.
     pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
-        let listener = listen(info)?;
-        let address = listener.local_addr().map_err(failed)?;
-        let hub = Arc::new(Hub::new(info.world_size, &info.token, options.is_debug()));
+        let listeners = listen(info)?;
+        // After the port, which only one of two jobs at an address gets.
+        let Held { bytes, file } = info.secret.of_host(info)?;
+        let key = Key::new(&bytes, &info.job);
+        let hub = Arc::new(Hub::new(info.world_size, key, file, options));
         let is_over = Arc::new(AtomicBool::new(false));
         let (watched, limit) = (hub.clone(), options.init_timeout);
         let supervisor = thread::Builder::new().name("candle-dist supervisor".into());
         supervisor.spawn(move || watched.supervise(limit)).map_err(failed)?;
-        let door = Door { hub: hub.clone(), silence: options.lost_after, strangers: Mutex::default() };
-        let (door, closed) = (Arc::new(door), is_over.clone());
-        let acceptor = thread::Builder::new().name("candle-dist door".into());
-        let door = acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
-        Ok(Self { hub, address, is_over, door: Some(door) })
+        let door = Arc::new(Door { hub: hub.clone(), silence: options.lost_after, strangers: Mutex::default() });
+        let mut server = Self { hub, is_over, doors: Vec::new() };
+        for listener in listeners {
+            let address = listener.local_addr().map_err(failed)?;
+            let (door, closed) = (door.clone(), server.is_over.clone());
+            let acceptor = thread::Builder::new().name("candle-dist door".into());
+            let door = acceptor.spawn(move || door.keep(&listener, &closed)).map_err(failed)?;
+            server.doors.push((within_reach(address), door));
+        }
+        Ok(server)
     }
 
-    /// Returns the address at which this process reaches the server.
-    pub(super) fn address(&self) -> SocketAddr {
-        let mut address = self.address;
-        if address.ip().is_unspecified() {
-            address.set_ip(Ipv4Addr::LOCALHOST.into());
-        }
-        address
+    /// Returns the address and the key with which this process joins too.
+    pub(super) fn own(&self) -> (SocketAddr, Key) {
+        (self.doors[0].0, self.hub.key().clone())
     }
 
     /// Waits until all processes have ended, but at most for `farewell` after a failure.
@@ -69,16 +74,26 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.hub.finish(Duration::ZERO);
         self.is_over.store(true, Ordering::Release);
-        // Wakes the accepting thread. When it has ended, the port is free again.
-        let woken = TcpStream::connect_timeout(&self.address(), Duration::from_secs(1)).is_ok();
-        if let (true, Some(door)) = (woken, self.door.take()) {
-            let _ = door.join();
+        for (address, door) in self.doors.drain(..) {
+            // Wakes the accepting thread. When it has ended, the port is free again.
+            if TcpStream::connect_timeout(&address, Duration::from_secs(1)).is_ok() {
+                let _ = door.join();
+            }
         }
     }
 }
 
-/// Binds the address that the launcher set.
-fn listen(info: &LaunchInfo) -> Result<TcpListener> {
+/// Returns the address at which this process reaches a listener.
+fn within_reach(mut address: SocketAddr) -> SocketAddr {
+    if address.ip().is_unspecified() {
+        address.set_ip(Ipv4Addr::LOCALHOST.into());
+    }
+    address
+}
+
+/// Binds the address that the launcher set. If it is a name, this host may have several of its addresses: others try any
+/// of them first, so all are bound, and all must be free.
+fn listen(info: &LaunchInfo) -> Result<Vec<TcpListener>> {
     let (host, port) = info.address.rsplit_once(':').unwrap_or((&info.address, ""));
     let failed = |error: std::io::Error| {
         Error::Init(match error.kind() {
@@ -93,8 +108,29 @@ fn listen(info: &LaunchInfo) -> Result<TcpListener> {
             _ => format!("rank 0 cannot listen at {}: {error}; correct MASTER_ADDR and MASTER_PORT", info.address),
         })
     };
-    let addresses = meeting_points(info).map_err(failed)?;
-    TcpListener::bind(&addresses[..]).map_err(failed)
+    meeting_points(info).and_then(bind).map_err(failed)
+}
+
+/// Binds all addresses that are of this host.
+fn bind(addresses: Vec<SocketAddr>) -> io::Result<Vec<TcpListener>> {
+    let (mut listeners, mut last) = (Vec::new(), None);
+    for address in addresses.into_iter().map(canonical).unique() {
+        match TcpListener::bind(address) {
+            Ok(listener) => listeners.push(listener),
+            Err(error) if error.kind() == ErrorKind::AddrInUse => return Err(error),
+            // Of another host, or of a family that this host lacks.
+            Err(error) => last = Some(error),
+        }
+    }
+    match (listeners.is_empty(), last) {
+        (false, _) => Ok(listeners),
+        (true, last) => Err(last.unwrap_or_else(|| ErrorKind::AddrNotAvailable.into())),
+    }
+}
+
+/// Returns an address without the IPv6 form of IPv4, which would be bound twice.
+fn canonical(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
 /// Returns the possible addresses of rank 0, as this host resolves them.
@@ -121,7 +157,7 @@ fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<Soc
 struct Door {
     hub: Arc<Hub>,
     silence: Duration,
-    /// Connections without a complete greeting, oldest first.
+    /// Connections that have not proved that they are of this job, oldest first.
     strangers: Mutex<VecDeque<(u64, TcpStream)>>,
 }
 
@@ -160,17 +196,13 @@ impl Door {
     }
 
     fn greet(&self, id: u64, stream: TcpStream) {
-        let hello = Hello::read(&mut Before { stream: &stream, deadline: within(GREETING) });
+        let guest = Guest::receive(self.hub.key(), &mut Before { stream: &stream, deadline: within(GREETING) });
         self.forget(id);
         // If the answer does not arrive, the other side tries again.
-        let _ = stream.set_write_timeout(Some(GREETING));
-        let _ = match hello {
-            Ok(hello) => self.hub.admit(&hello, stream, self.silence),
-            Err(stranger) => match stranger.answer() {
-                Some(answer) => answer.write(&mut &stream),
-                None => Ok(()),
-            },
-        };
+        if let Ok(guest) = guest {
+            let _ = stream.set_write_timeout(Some(GREETING));
+            let _ = self.hub.admit(&guest, stream, self.silence);
+        }
     }
 }
 
@@ -178,6 +210,7 @@ impl Door {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
+    use crate::launch::Secret;
 
     #[test]
     fn loopback_addresses_are_for_worlds_of_one_host() {
@@ -187,7 +220,8 @@ mod tests {
             local_rank: 0,
             local_size,
             address: "head:29500".into(),
-            token: String::new(),
+            job: String::new(),
+            secret: Secret::Absent,
             share_gpus: false,
             has_mpi: false,
         };
@@ -201,5 +235,27 @@ mod tests {
         assert_eq!(beyond_loopback(&info(0, 2), of(&["127.0.1.1"])), of(&["0.0.0.0"]));
         // On the same host as rank 0, which also listens there.
         assert_eq!(beyond_loopback(&info(1, 2), of(&["127.0.1.1"])), of(&["127.0.1.1"]));
+    }
+
+    #[test]
+    fn all_addresses_of_a_name_are_bound_or_none() {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), port)).collect::<Vec<_>>();
+        // 203.0.113.0/24 is reserved for documentation.
+        for (ips, bound) in [
+            (&["127.0.0.1"][..], 1),
+            (&["127.0.0.1", "127.0.0.2"], 2),
+            (&["127.0.0.1", "::ffff:127.0.0.1"], 1),
+            (&["203.0.113.1", "127.0.0.2"], 1),
+        ] {
+            assert_eq!(bind(at(ips)).unwrap().len(), bound, "{ips:?}");
+        }
+        for taken in ["127.0.0.1", "127.0.0.2"] {
+            let _taken = TcpListener::bind(at(&[taken])[0]).unwrap();
+            let error = bind(at(&["127.0.0.1", "127.0.0.2"])).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::AddrInUse, "{taken}");
+        }
+        assert_eq!(bind(at(&["203.0.113.1"])).unwrap_err().kind(), ErrorKind::AddrNotAvailable);
+        assert!(bind(Vec::new()).is_err());
     }
 }

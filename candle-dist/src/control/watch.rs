@@ -8,14 +8,14 @@ use crate::error::End;
 use crate::link::within;
 use crate::link::{Event, Outbox};
 use crate::values::{Change, Outcome};
-use crate::{Cause, Error, GroupFailure, RankReport, Result};
+use crate::{Cause, Error, GroupFailure, RankReport, Result, printable};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long to wait for rank 0 to gather the reports of all ranks, which takes a third of a second.
-const VERDICT: Duration = Duration::from_secs(5);
+pub(super) const VERDICT: Duration = Duration::from_secs(5);
 
 /// How many calls of a rank may wait for their comparison, which bounds the memory for them here and at rank 0.
 const MAX_LATER: usize = 4096;
@@ -49,7 +49,7 @@ struct Heard {
     activity: Activity,
     /// Set when all processes have joined, to whether calls are compared.
     ready: Option<bool>,
-    missing: Option<String>,
+    not_started: Option<String>,
     /// The received answers, by request number.
     answers: HashMap<u64, Answer>,
     questions: u64,
@@ -99,6 +99,11 @@ impl Watch {
         let _ = self.outbox.set(outbox);
     }
 
+    /// Tells rank 0 the arguments of this process, which it compares before the world starts.
+    pub(super) fn present(&self, arguments: Option<Vec<String>>) {
+        self.send(Request::Arguments(arguments), &[]);
+    }
+
     fn send(&self, request: Request, payload: &[u8]) {
         if let Some(outbox) = self.outbox.get() {
             outbox.send_with(request, payload.into());
@@ -114,7 +119,7 @@ impl Watch {
         let mut heard = self.heard.lock();
         match event {
             Event::Message(Notice::Ready { debug }, _) => heard.ready = Some(debug),
-            Event::Message(Notice::Missing(text), _) => heard.missing = Some(text),
+            Event::Message(Notice::NotStarted(text), _) => heard.not_started = Some(printable(&text).into()),
             Event::Message(Notice::Value { id }, value) => drop(heard.answers.insert(id, Answer::Value(value))),
             Event::Message(Notice::Absent { id }, _) => drop(heard.answers.insert(id, Answer::Absent)),
             Event::Message(Notice::Changed { id, outcome }, bytes) => {
@@ -144,10 +149,16 @@ impl Watch {
             Event::Ended(how) => {
                 heard.ended = true;
                 // Rank 0 keeps the connection until this process ends it, also after the goodbye.
-                if !heard.parted && heard.missing.is_none() {
+                if !heard.parted && heard.not_started.is_none() {
                     let mut ranks = vec![State::Silent; self.size];
                     ranks[0] = State::Lost(how.clone());
-                    self.settle(Cause::Lost { rank: 0, how }, ranks);
+                    let cause = Cause::Lost { rank: 0, how };
+                    // If rank 0 is frozen, it finds this when it wakes, and ends like the others.
+                    self.send(Request::Fail(cause.clone().into()), &[]);
+                    self.settle(cause, ranks);
+                }
+                if let Some(outbox) = self.outbox.get() {
+                    outbox.close();
                 }
             }
         }
@@ -165,18 +176,27 @@ impl Watch {
         self.failure.get().map_or(Ok(()), |failure| Err(Error::Group(failure.clone())))
     }
 
-    /// Waits until all processes have joined. Returns whether calls are compared.
-    pub(super) fn meet(&self) -> Result<bool> {
+    /// Waits until all processes have joined, for at most `limit`: rank 0 says before whether some are missing. Returns
+    /// whether calls are compared.
+    pub(super) fn meet(&self, limit: Duration) -> Result<bool> {
+        let deadline = within(limit);
         let mut heard = self.heard.lock();
         loop {
-            if let Some(missing) = &heard.missing {
-                return Err(Error::Init(missing.clone()));
+            if let Some(why) = &heard.not_started {
+                return Err(Error::Init(why.clone()));
             }
             self.check()?;
             if let Some(debug) = heard.ready {
                 return Ok(debug);
             }
-            self.changed.wait(&mut heard);
+            if Instant::now() >= deadline {
+                return Err(Error::Init(format!(
+                    "rank 0 has let rank {} of {} in, and has neither started the world nor ended it within {limit:?}; give \
+                     all ranks the same InitOptions::init_timeout, and see what rank 0 does",
+                    self.rank, self.size
+                )));
+            }
+            self.changed.wait_until(&mut heard, deadline);
         }
     }
 
@@ -426,11 +446,25 @@ impl Watch {
         self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
     }
 
+    /// Waits after the goodbye until all ranks have said goodbye or the world stops. Has no time limit, because ranks may
+    /// compute alone; their heartbeats say that they live.
+    pub(super) fn outlast(&self) -> Result<()> {
+        let mut heard = self.heard.lock();
+        while self.failure.get().is_none() && !heard.ended && heard.activity.count_left() < self.size {
+            self.changed.wait(&mut heard);
+        }
+        match self.failure.get().map(|failure| &failure.cause) {
+            Some(Cause::Lost { .. } | Cause::Failed { .. } | Cause::Panicked { .. }) => self.check(),
+            // An error of ranks that still waited, which they report or handle.
+            _ => Ok(()),
+        }
+    }
+
     /// Waits at most `limit` after the goodbye until this process may end.
     pub(super) fn part(&self, limit: Duration) {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
-        let is_free = |heard: &Heard| heard.bye || heard.ended || heard.missing.is_some();
+        let is_free = |heard: &Heard| heard.bye || heard.ended || heard.not_started.is_some();
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // From now on, the end of the connection is not a failure.
         heard.parted = true;

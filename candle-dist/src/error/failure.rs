@@ -1,6 +1,8 @@
 //! Why a world stopped.
+use super::printable;
 use crate::call::Call;
 use itertools::Itertools;
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -133,9 +135,9 @@ impl fmt::Display for Cause {
                 "rank {rank} and rank {reference} made different calls ({what} differs); every rank of a group must make the same calls in the same order"
             ),
             Self::Returned { rank } => write!(f, "rank {rank} returned while other ranks wait for it"),
-            Self::Failed { rank, message } => write!(f, "rank {rank} failed: {message}"),
-            Self::Panicked { rank, message } => write!(f, "rank {rank} panicked: {message}"),
-            Self::Lost { rank, how } => write!(f, "rank {rank} was lost: {how}"),
+            Self::Failed { rank, message } => write!(f, "rank {rank} failed: {}", printable(message)),
+            Self::Panicked { rank, message } => write!(f, "rank {rank} panicked: {}", printable(message)),
+            Self::Lost { rank, how } => write!(f, "rank {rank} was lost: {}", printable(how)),
             Self::Deadlock => write!(f, "every running rank waits for another one; no call can complete"),
             Self::TimedOut { rank, after } => write!(f, "rank {rank} waited longer than the timeout of {after:?}"),
             Self::Missing { ranks, after } => {
@@ -146,6 +148,10 @@ impl fmt::Display for Cause {
     }
 }
 
+fn first_line(message: &str) -> Cow<'_, str> {
+    printable(message.lines().next().unwrap_or(""))
+}
+
 impl fmt::Display for RankReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {}: ", self.rank)?;
@@ -154,10 +160,10 @@ impl fmt::Display for RankReport {
             Doing::Running(Some(call)) => write!(f, "running, last completed {call}"),
             Doing::Running(None) => write!(f, "running, no call yet"),
             Doing::Returned => write!(f, "returned"),
-            Doing::Failed(message) => write!(f, "returned an error: {}", message.lines().next().unwrap_or("")),
-            Doing::Panicked(message) => write!(f, "panicked: {}", message.lines().next().unwrap_or("")),
-            Doing::Says(state) => f.write_str(state),
-            Doing::Lost(how) => write!(f, "lost: {how}"),
+            Doing::Failed(message) => write!(f, "returned an error: {}", first_line(message)),
+            Doing::Panicked(message) => write!(f, "panicked: {}", first_line(message)),
+            Doing::Says(state) => f.write_str(&printable(state)),
+            Doing::Lost(how) => write!(f, "lost: {}", printable(how)),
             Doing::Silent => write!(f, "no answer"),
         }
     }

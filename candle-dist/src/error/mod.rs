@@ -1,9 +1,11 @@
 //! Errors, which are equal on every rank.
 mod end;
 mod failure;
+mod printable;
 
 pub(crate) use end::End;
 pub use failure::{Cause, Doing, GroupFailure, RankReport};
+pub use printable::printable;
 
 use std::fmt;
 use std::sync::Arc;

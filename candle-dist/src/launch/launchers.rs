@@ -16,8 +16,8 @@ pub(super) struct Launcher {
     pub(super) hosts: Option<&'static str>,
     /// Variables that identify the job; their values are joined.
     pub(super) job: &'static [&'static str],
-    /// The value of the first of them in jobs without a name.
-    pub(super) unnamed: Option<&'static str>,
+    /// A variable with random bits that only the processes of the job get.
+    pub(super) key: Option<&'static str>,
     /// Whether other launchers may run inside this one. Their variables then take precedence.
     pub(super) outer: bool,
 }
@@ -34,8 +34,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
-        // The default of --rdzv-id.
-        unnamed: Some("none"),
+        key: None,
         outer: false,
     },
     Launcher {
@@ -48,7 +47,8 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
-        unnamed: None,
+        // mpirun of Open MPI before version 5 reads them from /dev/urandom, also where no transport needs them.
+        key: Some("OMPI_MCA_orte_precondition_transports"),
         outer: false,
     },
     Launcher {
@@ -62,7 +62,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["PMI_JOBID"],
-        unnamed: None,
+        key: None,
         outer: false,
     },
     Launcher {
@@ -75,7 +75,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: Some("SLURM_NODEID"),
         hosts: Some("SLURM_STEP_NODELIST"),
         job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
-        unnamed: None,
+        key: None,
         outer: true,
     },
 ];

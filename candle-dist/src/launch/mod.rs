@@ -1,13 +1,21 @@
 //! The identity of a process: its rank, the world's size, and the address of rank 0.
 mod launchers;
 mod options;
+mod secret;
+#[cfg_attr(not(unix), path = "no_secret_file.rs")]
+mod secret_file;
 mod slurm;
 
 pub use options::InitOptions;
+pub(crate) use secret::Held;
+pub use secret::{Scope, Secret};
+pub(crate) use secret_file::SecretFile;
 
 use crate::{Error, Result, hash};
 use itertools::Itertools;
 use launchers::{LAUNCHERS, Launcher};
+use std::cell::Cell;
+use std::env::VarError;
 use std::ops::Range;
 
 /// The ports of rank 0 if none is set; a hash of the job id chooses one. They lie below the ephemeral ports.
@@ -20,11 +28,15 @@ const PORTS: Range<u16> = 20_000..32_768;
 /// all ranks are on one host; under Slurm it is otherwise the first host. The default port is between 20000 and 32767,
 /// chosen by a hash of the job id. (MPICH has no job id: two of its jobs on one host need different `MASTER_PORT`s.)
 ///
-/// The token keeps out processes of other jobs that connect to the same address and port. By default it is the
-/// launcher's job id: torchrun's `--rdzv-id`, the namespace of Open MPI, the job and step of Slurm. Without one (MPICH,
-/// torchrun without `--rdzv-id`, [`InitOptions::explicit`]), a job that spans hosts needs a token from
-/// `CANDLE_DIST_TOKEN` or [`InitOptions::token`], or permission to go without (`CANDLE_DIST_NO_TOKEN=1`,
-/// [`InitOptions::no_token`]).
+/// Processes join only if they know the [`Secret`] of the job. It is the first of these that there is:
+///
+/// 1. a token, from [`InitOptions::token`] or `CANDLE_DIST_TOKEN`, of at least 22 characters;
+/// 2. random bits of the launcher: mpirun of Open MPI before version 5;
+/// 3. on one host, a file that rank 0 writes for its user, and that only the processes of one launcher find;
+/// 4. nothing, if `CANDLE_DIST_NO_TOKEN=1` or [`InitOptions::no_token`] allow it.
+///
+/// [`InitOptions::explicit`] has no launcher to tell jobs apart, so it needs a token or this permission on one host too.
+/// The job id of a launcher is public, so it is no secret; it only keeps jobs apart.
 ///
 /// If torchrun's agent itself listens at `MASTER_PORT` (`TORCHELASTIC_USE_AGENT_STORE`), rank 0 uses the next port.
 ///
@@ -50,8 +62,10 @@ pub struct LaunchInfo {
     pub local_size: usize,
     /// The address at which rank 0 listens, as `host:port`.
     pub address: String,
-    /// The token, which only the processes of this job know. It separates jobs; it is not encryption.
-    pub token: String,
+    /// The launcher's name of the job, which anyone may know; empty if it has none.
+    pub job: String,
+    /// What the processes of this job know and others do not. It is not encryption.
+    pub secret: Secret,
     /// Whether several ranks may use one GPU.
     pub share_gpus: bool,
     /// Whether MPI can find the other processes, because an MPI launcher started this one.
@@ -63,37 +77,43 @@ const MPI_MARKS: [&str; 4] = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "
 
 impl LaunchInfo {
     /// Reads the environment of this process.
+    ///
+    /// # Errors
+    /// Those of [`resolve`](Self::resolve), and if a variable that it reads is not UTF-8.
     pub fn from_env(options: &InitOptions) -> Result<Self> {
-        Self::resolve(options, |name| std::env::var(name).ok())
+        let broken = Cell::new(None);
+        let read = |name: &str| {
+            std::env::var(name).inspect_err(|error| {
+                if let VarError::NotUnicode(_) = error {
+                    broken.set(Some(name.to_string()));
+                }
+            })
+        };
+        let info = Self::resolve(options, |name| read(name).ok());
+        match broken.take() {
+            Some(name) => Err(Error::Init(format!("{name} is not UTF-8 text; correct it, or unset it"))),
+            None => info,
+        }
     }
 
     /// Like [`from_env`](Self::from_env) with any source of variables. An empty variable counts as unset.
+    ///
+    /// # Errors
+    /// If variables or options lack something or contradict each other, if a token is too short, or if there is neither a
+    /// secret nor permission to go without.
     pub fn resolve(options: &InitOptions, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let vars = Vars { lookup: &|name| lookup(name).filter(|value| !value.trim().is_empty()) };
-        let (mut info, mut is_named) = match &options.explicit {
-            Some((address, rank, size)) => (vars.explicit(address, *rank, *size, options.local)?, false),
+        let (mut info, launcher) = match &options.explicit {
+            Some((address, rank, size)) => (vars.explicit(address, *rank, *size, options.local)?, None),
             None => {
                 let row = vars.launcher()?;
-                (vars.launched(row)?, vars.is_named(row))
+                (vars.launched(row)?, Some(row))
             }
         };
-        if let Some(token) = options.token.clone().or_else(|| vars.get("CANDLE_DIST_TOKEN")) {
-            is_named = !token.is_empty();
-            info.token = token;
-        }
-        let may_lack = options.no_token || vars.get("CANDLE_DIST_NO_TOKEN").is_some_and(|value| value.trim() == "1");
         info.share_gpus = vars.get("CANDLE_DIST_SHARE_GPUS").is_some_and(|value| value.trim() == "1");
         info.has_mpi = options.explicit.is_some() || MPI_MARKS.iter().any(|name| vars.get(name).is_some());
         let info = info.check()?;
-        if info.spans_hosts() && !is_named && !may_lack {
-            return Err(Error::Init(
-                "this job spans hosts and has no token to separate it from others on the same port; set CANDLE_DIST_TOKEN \
-                 to a text of its own, equal on all ranks (with torchrun, set --rdzv-id), or CANDLE_DIST_NO_TOKEN=1 if \
-                 no other job can reach rank 0"
-                    .into(),
-            ));
-        }
-        Ok(info)
+        Ok(Self { secret: vars.secret(&info, options, launcher)?, ..info })
     }
 
     /// Returns whether some ranks are on other hosts.
@@ -207,10 +227,32 @@ impl Vars<'_> {
         Ok(first)
     }
 
-    /// Returns whether the launcher's job has its own name.
-    fn is_named(&self, row: &Launcher) -> bool {
-        row.job.first().and_then(|name| self.get(name)).is_some_and(|id| Some(id.trim()) != row.unnamed)
-            || row.unnamed.is_none() && row.job.iter().any(|name| self.get(name).is_some())
+    /// Returns the secret of the job. See [`LaunchInfo`] for where it comes from.
+    fn secret(&self, info: &LaunchInfo, options: &InitOptions, launcher: Option<&Launcher>) -> Result<Secret> {
+        if let Some(given) = options.token.clone().or_else(|| self.get("CANDLE_DIST_TOKEN").map(Secret::Token)) {
+            return given.checked();
+        }
+        if let Some(secret) = launcher.and_then(|row| Secret::key(&self.get(row.key?)?)) {
+            return Ok(secret);
+        }
+        let may_lack = options.no_token || self.get("CANDLE_DIST_NO_TOKEN").is_some_and(|value| value.trim() == "1");
+        match (launcher, info.spans_hosts()) {
+            (Some(row), false) if cfg!(unix) => Ok(Secret::File(Scope::Launcher(row.mark))),
+            (None, false) if cfg!(unix) && (may_lack || info.world_size == 1) => Ok(Secret::File(Scope::Address)),
+            _ if may_lack => Ok(Secret::Absent),
+            (launcher, spans_hosts) => {
+                let job = if spans_hosts { "a job that spans hosts" } else { "a job without a launcher" };
+                let why = match launcher {
+                    Some(row) => format!("and {} gives its processes none; set CANDLE_DIST_TOKEN", row.name),
+                    None => "and no launcher gives one; set InitOptions::token or CANDLE_DIST_TOKEN".to_string(),
+                };
+                Err(Error::Init(format!(
+                    "{job} needs a token that only its processes know, {why} to a random text, equal on all ranks, such as \
+                     that of `openssl rand -hex 16`, or CANDLE_DIST_NO_TOKEN=1 if only processes that you trust can reach \
+                     rank 0"
+                )))
+            }
+        }
     }
 
     /// Reads the variables of a launcher.
@@ -242,7 +284,8 @@ impl Vars<'_> {
             local_rank,
             local_size,
             address,
-            token: job,
+            job,
+            secret: Secret::Absent,
             share_gpus: false,
             has_mpi: false,
         })
@@ -296,14 +339,14 @@ impl Vars<'_> {
                 return Err(Error::Init(format!("{address:?} does not say which ranks share this host; {fix}")));
             }
         };
-        let (address, token) = (address.to_string(), String::new());
         Ok(LaunchInfo {
             rank,
             world_size: size,
             local_rank,
             local_size,
-            address,
-            token,
+            address: address.to_string(),
+            job: String::new(),
+            secret: Secret::Absent,
             share_gpus: false,
             has_mpi: false,
         })

@@ -1,4 +1,5 @@
 //! Options for worlds of processes.
+use super::Secret;
 use std::time::Duration;
 
 /// Options for how the processes of a world find and monitor each other.
@@ -9,18 +10,20 @@ use std::time::Duration;
 ///
 /// // From the launcher's variables:
 /// let options = InitOptions::new().timeout(Duration::from_secs(60)).debug(true);
-/// // Without a launcher, here process 1 of 2:
-/// let options = InitOptions::explicit("127.0.0.1:29500", 1, 2);
+/// // Without a launcher, here process 1 of 2, whose token the program has sent to both:
+/// let token = "0e8b1f6f6c5a4d0f9d4c2b7a1e3f5a6b";
+/// let options = InitOptions::explicit("127.0.0.1:29500", 1, 2).token(token);
 /// ```
 #[derive(Debug, Clone)]
 pub struct InitOptions {
     pub(crate) explicit: Option<(String, usize, usize)>,
     pub(crate) local: Option<(usize, usize)>,
-    pub(crate) token: Option<String>,
+    pub(crate) token: Option<Secret>,
     pub(crate) no_token: bool,
     pub(crate) timeout: Duration,
     pub(crate) init_timeout: Duration,
     pub(crate) lost_after: Duration,
+    pub(crate) arguments: Option<Vec<String>>,
     pub(crate) debug: Option<bool>,
     pub(crate) threads_per_rank: Option<usize>,
 }
@@ -35,6 +38,7 @@ impl Default for InitOptions {
             timeout: Duration::from_secs(600),
             init_timeout: Duration::from_secs(60),
             lost_after: Duration::from_secs(10),
+            arguments: None,
             debug: None,
             threads_per_rank: None,
         }
@@ -50,7 +54,8 @@ impl InitOptions {
 
     /// Creates options for rank `rank` of `size`, where rank 0 listens at `address` (`host:port`).
     ///
-    /// Unless the address is a loopback address, [`local`](Self::local) is required too.
+    /// Unless the address is a loopback address, [`local`](Self::local) is required too. A world of more than one process
+    /// needs a [`token`](Self::token), which keeps out processes of other jobs at the same address.
     pub fn explicit(address: &str, rank: usize, size: usize) -> Self {
         Self { explicit: Some((address.to_string(), rank, size)), ..Self::default() }
     }
@@ -61,17 +66,19 @@ impl InitOptions {
         self
     }
 
-    /// Sets the token that all processes of the job share; by default `CANDLE_DIST_TOKEN` or the launcher's job id.
+    /// Sets the token that all processes of the job share and others do not know: at least 22 random characters.
     ///
-    /// It separates the jobs of a cluster. It is sent unencrypted.
+    /// The processes prove to each other that they know it, and do not send it. By default it is `CANDLE_DIST_TOKEN`; see
+    /// [`LaunchInfo`](super::LaunchInfo) for jobs without one.
     pub fn token(mut self, token: &str) -> Self {
-        self.token = Some(token.to_string());
+        self.token = Some(Secret::Token(token.to_string()));
         self
     }
 
-    /// Allows a job that spans hosts to start without a token; by default only if `CANDLE_DIST_NO_TOKEN=1`.
+    /// Allows a job that has no secret to start without a token; by default only if `CANDLE_DIST_NO_TOKEN=1`.
     ///
-    /// A process of another job that connects to rank 0's port as a free rank then takes that rank's place.
+    /// A process that connects to rank 0's port as a free rank then takes that rank's place. On one host, it must be of
+    /// the same user.
     pub fn no_token(mut self) -> Self {
         self.no_token = true;
         self
@@ -106,6 +113,25 @@ impl InitOptions {
     /// Each call then costs a round trip to rank 0. The setting of rank 0 applies to all ranks.
     pub fn debug(mut self, debug: bool) -> Self {
         self.debug = Some(debug);
+        self
+    }
+
+    /// Sets what all ranks must agree on at the start; by default the arguments of this process.
+    ///
+    /// Ranks with unlike arguments (`mpirun -n 1 program --seed 1 : -n 1 program --seed 2`) would compute unlike things.
+    /// A program that takes some for each rank passes the others here. `CANDLE_DIST_UNLIKE_ARGUMENTS=1` on rank 0 allows
+    /// all to be unlike.
+    ///
+    /// ```
+    /// use candle_dist::init::InitOptions;
+    ///
+    /// // Each rank may have its own file for logs.
+    /// let mut shared: Vec<String> = std::env::args().skip(1).collect();
+    /// shared.retain(|argument| !argument.starts_with("--log="));
+    /// let options = InitOptions::new().arguments(&shared);
+    /// ```
+    pub fn arguments(mut self, arguments: &[impl AsRef<str>]) -> Self {
+        self.arguments = Some(arguments.iter().map(|argument| argument.as_ref().to_string()).collect());
         self
     }
 

@@ -1,5 +1,5 @@
-//! Deadlines that cannot overflow, and reading until a deadline.
-use std::io::{self, Read};
+//! Deadlines that cannot overflow, and a stream that keeps one.
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
@@ -11,19 +11,40 @@ pub(crate) fn within(limit: Duration) -> Instant {
     Instant::now() + limit.min(FOREVER)
 }
 
-/// Reads from a stream until a deadline, even if bytes arrive slowly.
+/// Reads from and writes to a stream until a deadline, even if bytes move slowly.
 pub(crate) struct Before<'a> {
     pub(crate) stream: &'a TcpStream,
     pub(crate) deadline: Instant,
 }
 
+impl Before<'_> {
+    fn left(&self) -> io::Result<Duration> {
+        match self.deadline.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => Err(ErrorKind::TimedOut.into()),
+            left => Ok(left),
+        }
+    }
+}
+
 impl Read for Before<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        self.stream.set_read_timeout(Some(left))?;
-        (&mut &*self.stream).read(buffer)
+        self.stream.set_read_timeout(Some(self.left()?))?;
+        (&mut &*self.stream).read(buffer).map_err(timed_out)
     }
+}
+
+impl Write for Before<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(Some(self.left()?))?;
+        (&mut &*self.stream).write(bytes).map_err(timed_out)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Names a timeout what it is: the system calls it a resource that is temporarily unavailable.
+fn timed_out(error: io::Error) -> io::Error {
+    if error.kind() == ErrorKind::WouldBlock { ErrorKind::TimedOut.into() } else { error }
 }

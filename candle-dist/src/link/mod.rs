@@ -2,6 +2,7 @@
 mod deadline;
 pub(crate) mod frame;
 pub(crate) mod hello;
+pub(crate) mod key;
 
 pub(crate) use deadline::{Before, within};
 
@@ -27,7 +28,8 @@ pub(crate) const CLOSED: &str = "its connection closed without a goodbye";
 pub(crate) enum Event<M> {
     /// A message with its payload.
     Message(M, Vec<u8>),
-    /// The last event, with the reason of the end.
+    /// The last event, with the reason of the end. If the other side was silent, it may only be frozen: it gets what is
+    /// sent until the connection is closed, when it wakes.
     Ended(String),
 }
 
@@ -69,7 +71,8 @@ pub(crate) struct Link<M> {
 }
 
 impl<M: Serialize + Send + 'static> Link<M> {
-    /// Starts the reader and the writer. The connection ends after `silence` without a heartbeat.
+    /// Starts the reader and the writer. The connection ends after `silence` without a heartbeat; then `on` or its caller
+    /// closes the outbox.
     pub(crate) fn start<I: DeserializeOwned>(
         stream: TcpStream,
         silence: Duration,
@@ -90,11 +93,17 @@ impl<M: Serialize + Send + 'static> Link<M> {
             let why = loop {
                 match frame::read(&mut reading) {
                     Ok(Some((message, payload))) => on(Event::Message(message, payload)),
-                    Ok(None) => break CLOSED.to_string(),
-                    Err(error) => break describe(&error, silence),
+                    Ok(None) => {
+                        let _ = reading.shutdown(Shutdown::Both);
+                        break CLOSED.to_string();
+                    }
+                    Err(error) if is_timeout(&error) => break format!("no heartbeat for {silence:?}"),
+                    Err(error) => {
+                        let _ = reading.shutdown(Shutdown::Both);
+                        break describe(&error);
+                    }
                 }
             };
-            let _ = reading.shutdown(Shutdown::Both);
             on(Event::Ended(why));
         })?;
         Ok(Self { outbox: Outbox(sender), writer })
@@ -121,9 +130,12 @@ fn write_all<M: Serialize>(
     }
 }
 
-fn describe(error: &io::Error, silence: Duration) -> String {
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+fn describe(error: &io::Error) -> String {
     match error.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => format!("no heartbeat for {silence:?}"),
         ErrorKind::InvalidData => format!("it sent unreadable data ({error})"),
         _ => CLOSED.to_string(),
     }

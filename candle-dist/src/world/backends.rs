@@ -160,7 +160,8 @@ mod tests {
             .map(|(backend, feature, start, check)| Candidate { backend, feature, start: Some(start), check });
         let (address, candidates) = (&address, &candidates);
         let rank = |rank| {
-            let options = InitOptions::explicit(address, rank, 3).timeout(timeout);
+            let options =
+                InitOptions::explicit(address, rank, 3).token("a token that others cannot guess").timeout(timeout);
             let info = LaunchInfo::resolve(&options, |_| None).unwrap();
             let control = Control::connect(&info, &options).unwrap();
             let start = choose(&candidates.iter().collect_vec(), &info, &control);

@@ -35,8 +35,15 @@ struct ProcessGuard {
 }
 
 impl ProcessGuard {
-    /// Tells the others how this rank ends, and does what they still need. Returns a failure that its result depends on.
+    /// Tells the others how this rank ends, does what they still need, and waits until they have ended too. Returns a
+    /// failure that its result depends on.
     fn end(&mut self, end: End) -> Result<()> {
+        self.tell(end)?;
+        self.control.outlast()
+    }
+
+    /// Tells the others how this rank ends, and does what they still need.
+    fn tell(&mut self, end: End) -> Result<()> {
         // After the goodbye, it would end before it hears of a difference.
         let agreed = if matches!(end, End::Returned) { self.control.agree() } else { Ok(()) };
         self.control.announce(end.clone());
@@ -50,7 +57,7 @@ impl Drop for ProcessGuard {
     fn drop(&mut self) {
         if self.end.is_none() {
             // A drop cannot return errors.
-            let _ = self.end(End::of_thread());
+            let _ = self.tell(End::of_thread());
         }
         self.control.leave(self.end.take().unwrap_or(End::Returned));
     }
@@ -113,6 +120,8 @@ impl RankContext {
     }
 
     /// Runs `f` as this rank and tells the world how it ended. Calls `blame` on a failure before the other ranks wake.
+    ///
+    /// A rank that is a process waits until all ranks have ended: `None` is also the result if a later one is killed.
     pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
         let rank = self.rank();
         if let Guard::Thread(guard) = &self.guard {

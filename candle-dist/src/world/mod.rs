@@ -307,7 +307,7 @@ fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn 
 
 /// The first failure of a [`World::run`].
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("rank {rank}: {message}")]
+#[error("rank {rank}: {}", crate::printable(message))]
 pub struct WorldError {
     /// The rank that failed, panicked, returned too early or made a different call; otherwise the first that reported.
     pub rank: usize,

@@ -78,6 +78,11 @@ impl Hosts {
 
     /// Starts four ranks, two per host.
     fn start(&self, scenario: &str, master: &str, more: &[(&'static str, String)]) -> Vec<Rank> {
+        self.start_first(4, scenario, master, more)
+    }
+
+    /// Starts so many of four ranks.
+    fn start_first(&self, count: usize, scenario: &str, master: &str, more: &[(&'static str, String)]) -> Vec<Rank> {
         let command = |rank: usize| {
             let mut command = Command::new("ip");
             command.args(["netns", "exec", &self.names[rank / 2]]).arg(std::env::current_exe().unwrap());
@@ -92,10 +97,11 @@ impl Hosts {
                 ("MASTER_ADDR", master.to_string()),
                 ("MASTER_PORT", "29500".to_string()),
                 ("TORCHELASTIC_RUN_ID", "two-hosts".to_string()),
+                ("CANDLE_DIST_TOKEN", "a token that others cannot guess".to_string()),
             ];
             vars.into_iter().chain(more.iter().cloned()).collect()
         };
-        start_by(command, scenario, 4, vars)
+        start_by(command, scenario, count, vars)
     }
 }
 
@@ -163,5 +169,28 @@ fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others()
         let outcomes = finish(hosts.start("fine/none", HEAD, &[]));
         let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
         assert!(outcomes.iter().all(is_fine), "{own:?}: {outcomes:#?}");
+    }
+}
+
+#[test]
+fn a_name_whose_first_address_is_taken_is_an_error_and_nobody_joins_the_other_job() {
+    let hosts = match Hosts::new() {
+        Ok(hosts) => hosts,
+        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
+    };
+    let second = "10.211.7.3";
+    ip(&["-n", &hosts.names[0], "addr", "add", &format!("{second}/24"), "dev", &hosts.links[0]]).unwrap();
+    let patience = |seconds: u32| ("PATIENCE", seconds.to_string());
+    for named in [&[ADDRESSES[0], second][..], &[second, ADDRESSES[0]]] {
+        hosts.name([named, named]);
+        // Another job, which waits for its ranks.
+        let token = ("CANDLE_DIST_TOKEN", "another token that others cannot guess".to_string());
+        let other = hosts.start_first(1, "fine/none", ADDRESSES[0], &[patience(8), token]);
+        sleep(Duration::from_secs(1));
+        let outcomes = finish(hosts.start("fine/none", HEAD, &[patience(3)]));
+        let said = |outcome: &Outcome| outcome.said.clone().unwrap_or_default();
+        assert!(said(&outcomes[0]).contains("port 29500 of candle-head is taken"), "{named:?}: {outcomes:#?}");
+        assert!(outcomes.iter().all(|outcome| said(outcome).starts_with("init: ")), "{named:?}: {outcomes:#?}");
+        finish(other);
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// The time limit of a job.
 const LIMIT: Duration = Duration::from_secs(60);
 /// The name of the test that runs as a rank.
-const RANK_TEST: &str = "one_rank";
+pub(crate) const RANK_TEST: &str = "one_rank";
 
 /// A process and its output lines.
 pub(crate) struct Rank {

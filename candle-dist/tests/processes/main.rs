@@ -1,6 +1,7 @@
 //! Worlds of real processes: if one fails, all others get the same error.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 #![cfg(unix)]
+mod hostile;
 mod hosts;
 mod job;
 mod store;
@@ -33,6 +34,19 @@ fn signal(name: &str) {
     assert!(done.success());
     sleep(FOREVER);
 }
+
+/// Stops this process for some seconds.
+fn freeze(seconds: &str) {
+    let script = format!("kill -STOP {0}; sleep {seconds}; kill -CONT {0}", std::process::id());
+    let mut waker = Command::new("sh").args(["-c", &script]).spawn().unwrap();
+    sleep(Duration::from_millis(300));
+    waker.wait().unwrap();
+}
+
+/// The scenario in which a rank works alone after the others have returned, and is killed.
+const DIES_ALONE: &str = "dies alone";
+/// The scenario in which a rank is frozen until others count it as lost, and then wakes; with its seconds of sleep.
+const WAKES: [&str; 2] = ["wakes after 1.4", "wakes after 4"];
 
 /// The scenario in which a rank dies between its goodbye and its end.
 const DIES_LATE: &str = "dies late";
@@ -142,8 +156,11 @@ fn one_rank() {
     let Ok(scenario) = std::env::var("SCENARIO") else { return };
     let (name, culprit) = scenario.split_once('/').unwrap();
     let found = SCENARIOS.iter().find(|scenario| scenario.name == name);
-    let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(Duration::from_secs(30));
+    let patience = std::env::var("PATIENCE").map_or(30, |seconds| seconds.parse().unwrap());
+    let patience = Duration::from_secs(patience);
+    let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(patience);
     let options = match name {
+        _ if WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
         hosts::TRAINS => options.lost_after(hosts::LOST_AFTER),
         _ => found.map_or(options.clone(), |scenario| (scenario.options)(options)),
     };
@@ -166,7 +183,17 @@ fn one_rank() {
             None if name == store::USES_STORE => store::exercise(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
-            None if name == DIES_LATE => {}
+            None if name == DIES_ALONE && ctx.rank().to_string() == culprit => {
+                sleep(Duration::from_millis(1500));
+                signal("-KILL");
+            }
+            None if name == DIES_LATE || name == DIES_ALONE => {}
+            None if WAKES.contains(&name) => {
+                if ctx.rank().to_string() == culprit {
+                    freeze(name.rsplit_once(' ').unwrap().1);
+                }
+                drop(sum(ctx, 2)?);
+            }
             None => drop(ctx.mesh(&[("dp", ctx.world_size())])?),
         }
         Ok("fine".to_string())

@@ -1,7 +1,7 @@
 //! The identity of a process from each launcher's variables, and the errors for inconsistent variables.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_dist::Result;
-use candle_dist::init::{InitOptions, LaunchInfo};
+use candle_dist::init::{InitOptions, LaunchInfo, Scope, Secret};
 
 type Vars<'a> = &'a [(&'a str, &'a str)];
 /// A name, the variables, and the parts of the error text.
@@ -10,6 +10,8 @@ type Wrong<'a> = (&'a str, Vec<(&'a str, &'a str)>, &'a [&'a str]);
 fn resolve(options: &InitOptions, vars: Vars<'_>) -> Result<LaunchInfo> {
     LaunchInfo::resolve(options, |name| vars.iter().rfind(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
 }
+
+const TOKEN: &str = "0123456789abcdefghijkl";
 
 const TORCHRUN: Vars<'_> = &[
     ("RANK", "3"),
@@ -20,6 +22,7 @@ const TORCHRUN: Vars<'_> = &[
     ("MASTER_PORT", "29400"),
     ("TORCHELASTIC_RUN_ID", "job"),
     ("TORCHELASTIC_RESTART_COUNT", "0"),
+    ("CANDLE_DIST_TOKEN", TOKEN),
 ];
 const OPEN_MPI: Vars<'_> = &[
     ("OMPI_COMM_WORLD_RANK", "1"),
@@ -38,6 +41,7 @@ const SLURM: Vars<'_> = &[
     ("SLURM_JOB_ID", "77"),
     ("SLURM_STEP_ID", "0"),
     ("SLURM_STEP_NODELIST", "gpu[07-08,11]"),
+    ("CANDLE_DIST_TOKEN", TOKEN),
 ];
 
 fn with<'a>(vars: Vars<'a>, more: Vars<'a>) -> Vec<(&'a str, &'a str)> {
@@ -52,11 +56,11 @@ fn every_launcher_is_understood() {
         (HYDRA, [0, 2, 0, 2], "127.0.0.1", ""),
         (SLURM, [4, 5, 0, 1], "gpu07", "77.0"),
     ];
-    for (vars, numbers, host, token) in cases {
+    for (vars, numbers, host, job) in cases {
         let info = resolve(&InitOptions::new(), vars).unwrap();
         assert_eq!([info.rank, info.world_size, info.local_rank, info.local_size], numbers, "{info:?}");
         assert_eq!(info.address.rsplit_once(':').unwrap().0, host, "{info:?}");
-        assert_eq!(info.token, token);
+        assert_eq!(info.job, job);
     }
 }
 
@@ -140,12 +144,12 @@ fn what_does_not_fit_together_is_said() {
 
 #[test]
 fn explicit_options_win_over_the_environment() {
-    let info = resolve(&InitOptions::explicit("127.0.0.1:5000", 1, 2).token("t"), TORCHRUN).unwrap();
+    let info = resolve(&InitOptions::explicit("127.0.0.1:5000", 1, 2), TORCHRUN).unwrap();
     assert_eq!((info.rank, info.world_size, info.local_rank, info.local_size), (1, 2, 1, 2));
-    assert_eq!((info.address.as_str(), info.token.as_str()), ("127.0.0.1:5000", "t"));
+    assert_eq!((info.address.as_str(), info.job.as_str()), ("127.0.0.1:5000", ""));
     let far = InitOptions::explicit("10.0.0.1:5000", 1, 2);
     assert!(resolve(&far, &[]).unwrap_err().to_string().contains("InitOptions::local"));
-    assert_eq!(resolve(&far.local(0, 1).token("t"), &[]).unwrap().local_rank, 0);
+    assert_eq!(resolve(&far.local(0, 1).token(TOKEN), &[]).unwrap().local_rank, 0);
     for address in ["", "host", "host:", ":5000", "host:0", "host:x", "host:70000"] {
         let text = resolve(&InitOptions::explicit(address, 0, 1), &[]).unwrap_err().to_string();
         assert!(text.contains(&format!("{address:?} is not an address")), "{text}");
@@ -155,43 +159,70 @@ fn explicit_options_win_over_the_environment() {
     }
 }
 
-#[test]
-fn the_token_is_the_options_the_variables_or_the_jobs() {
-    let token = |options: InitOptions, vars: &[(&str, &str)]| resolve(&options, vars).unwrap().token;
-    let vars = with(TORCHRUN, &[("CANDLE_DIST_TOKEN", "secret")]);
-    assert_eq!(token(InitOptions::new().token("own"), &vars), "own");
-    assert_eq!(token(InitOptions::new(), &vars), "secret");
-    assert_eq!(token(InitOptions::new(), TORCHRUN), "job.0");
+/// Variables without the token.
+fn bare<'a>(vars: Vars<'a>) -> Vec<(&'a str, &'a str)> {
+    vars.iter().filter(|(name, _)| *name != "CANDLE_DIST_TOKEN").copied().collect()
 }
 
 #[test]
-fn a_job_that_spans_hosts_has_a_token_or_says_that_it_needs_none() {
+fn the_secret_is_the_options_the_variables_the_launchers_or_in_a_file() {
+    let secret = |options: InitOptions, vars: &[(&str, &str)]| resolve(&options, vars).unwrap().secret;
+    let own = "another token, which is of this program";
+    assert_eq!(secret(InitOptions::new().token(own), TORCHRUN), Secret::Token(own.into()));
+    assert_eq!(secret(InitOptions::new(), TORCHRUN), Secret::Token(TOKEN.into()));
+    // One host.
+    let torchrun = [bare(TORCHRUN), vec![("LOCAL_WORLD_SIZE", "4"), ("CANDLE_DIST_NO_TOKEN", "1")]].concat();
+    for (vars, mark) in [(&torchrun[..], "RANK"), (OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "MPI_LOCALRANKID")] {
+        assert_eq!(secret(InitOptions::new(), vars), Secret::File(Scope::Launcher(mark)));
+    }
+    // A key that mpirun reads from /dev/urandom, and keys that others make of the job id or the time.
+    let name = "OMPI_MCA_orte_precondition_transports";
+    let key = "0ee092df6cfebbd6-7bfb3036dbde975d";
+    let hosts = [("OMPI_COMM_WORLD_SIZE", "4"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
+    for vars in [OPEN_MPI.to_vec(), with(OPEN_MPI, &hosts)] {
+        assert_eq!(secret(InitOptions::new(), &with(&vars, &[(name, key)])), Secret::Token(key.into()));
+    }
+    for weak in ["012cc14200000000-012cc14200000000", "000000001e240000-0000000077359400", "1", "-", &key.repeat(2)] {
+        assert!(resolve(&InitOptions::new(), &with(&with(OPEN_MPI, &hosts), &[(name, weak)])).is_err(), "{weak}");
+    }
+    // Only mpirun's own processes.
+    assert!(resolve(&InitOptions::new(), &with(&bare(SLURM), &[(name, key)])).is_err());
+}
+
+#[test]
+fn a_token_is_long_and_is_not_printed() {
+    for short in ["", "t", "0123456789abcdefghijk"] {
+        let text = resolve(&InitOptions::new().token(short), HYDRA).unwrap_err().to_string();
+        assert!(text.contains(&format!("the token has {} characters", short.len())) && text.contains("rand"), "{text}");
+    }
+    let options = InitOptions::new().token(TOKEN);
+    let info = resolve(&options, HYDRA).unwrap();
+    assert!(!format!("{options:?} {info:?}").contains(TOKEN));
+}
+
+#[test]
+fn a_job_without_a_secret_says_that_it_needs_none() {
     let far = || InitOptions::explicit("10.0.0.1:5000", 0, 4).local(0, 2);
-    let unnamed = with(TORCHRUN, &[("TORCHELASTIC_RUN_ID", "none")]);
-    let bare: Vec<_> = TORCHRUN.iter().filter(|(name, _)| !name.starts_with("TORCHELASTIC")).copied().collect();
+    let near = || InitOptions::explicit("127.0.0.1:5000", 0, 4);
     let hydra = with(HYDRA, &[("PMI_SIZE", "4"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")]);
-    let lacking: [(InitOptions, Vars<'_>); 5] = [
-        (far(), &[]),
-        (far().token(""), &[]),
-        (InitOptions::new(), &unnamed),
-        (InitOptions::new(), &bare),
-        (InitOptions::new(), &hydra),
+    let (torchrun, slurm) = (bare(TORCHRUN), bare(SLURM));
+    let lacking: [(InitOptions, Vars<'_>, Secret); 5] = [
+        (far(), &[], Secret::Absent),
+        (near(), &[], Secret::File(Scope::Address)),
+        (InitOptions::new(), &torchrun, Secret::Absent),
+        (InitOptions::new(), &slurm, Secret::Absent),
+        (InitOptions::new(), &hydra, Secret::Absent),
     ];
-    for (options, vars) in lacking {
+    for (options, vars, then) in lacking {
         let text = resolve(&options, vars).unwrap_err().to_string();
         assert!(text.contains("CANDLE_DIST_TOKEN") && text.contains("CANDLE_DIST_NO_TOKEN=1"), "{text}");
-        for given in [options.clone().token("own"), options.clone().no_token()] {
-            resolve(&given, vars).unwrap();
-        }
-        resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "1")])).unwrap();
+        assert_eq!(resolve(&options.clone().token(TOKEN), vars).unwrap().secret, Secret::Token(TOKEN.into()));
+        assert_eq!(resolve(&options.clone().no_token(), vars).unwrap().secret, then);
+        assert_eq!(resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "1")])).unwrap().secret, then);
         assert!(resolve(&options, &with(vars, &[("CANDLE_DIST_NO_TOKEN", "0")])).is_err());
     }
-    // On one host, and if the launcher names the job.
-    let one_host = with(&unnamed, &[("LOCAL_WORLD_SIZE", "4")]);
-    assert_eq!(resolve(&InitOptions::new(), &one_host).unwrap().token, "none.0", "restarts are told apart");
-    for vars in [TORCHRUN, SLURM] {
-        resolve(&InitOptions::new(), vars).unwrap();
-    }
+    // Alone, there is nobody to keep out.
+    resolve(&InitOptions::explicit("127.0.0.1:5000", 0, 1), &[]).unwrap();
 }
 
 #[test]
@@ -228,7 +259,7 @@ fn mpi_wants_a_launcher_of_its_own() {
     }
     // Scripts that pass Open MPI's rank on in torchrun's variables, and programs that set everything themselves.
     check(InitOptions::new(), &with(OPEN_MPI, &alone[2..])).unwrap();
-    check(InitOptions::explicit("127.0.0.1:5000", 1, 2), &[]).unwrap();
+    check(InitOptions::explicit("127.0.0.1:5000", 1, 2).token(TOKEN), &[]).unwrap();
 }
 
 #[cfg(not(feature = "nccl"))]
@@ -237,7 +268,8 @@ fn an_engine_that_is_not_built_in_names_its_feature() {
     use candle_dist::{World, init::Backend, init_process_group};
     let error = init_process_group(Backend::Nccl, InitOptions::new()).unwrap_err();
     assert!(error.to_string().ends_with("build with the cargo feature nccl"), "{error}");
-    let run = World::processes(Backend::Nccl, InitOptions::explicit("127.0.0.1:1", 3, 4)).run(|_| Ok::<_, String>(()));
+    let run = World::processes(Backend::Nccl, InitOptions::explicit("127.0.0.1:1", 3, 4).token(TOKEN))
+        .run(|_| Ok::<_, String>(()));
     let error = run.unwrap_err();
     assert_eq!(error.rank, 3, "the rank of this process");
     assert!(error.message.contains("cargo feature nccl"), "{error}");

@@ -1,5 +1,5 @@
 //! A file that says who writes to a place, and what the writer may leave behind.
-use crate::files::disk;
+use crate::files::{disk, regular};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;

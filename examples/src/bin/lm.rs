@@ -147,7 +147,7 @@ fn loaded<T: Send>(
 /// Prints what the files ask for and the program does not do.
 fn note(files: &Files, ranks: &Ranks<'_>) {
     if ranks.is_first() {
-        files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
+        files.tell_unmet();
     }
 }
 

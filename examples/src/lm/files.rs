@@ -13,6 +13,7 @@ use wildmatch::WildMatch;
 use super::chat::{self, ChatTemplate};
 use super::config::{Config, Generation};
 use super::{expert_files, gguf, tokens};
+use crate::cli;
 
 /// A model's files, found to be whole.
 #[derive(Clone, Debug)]
@@ -35,6 +36,11 @@ const TABLE: &str = "model.embed_tokens.weight";
 const HARMLESS: [&str; 2] = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"];
 
 impl Files {
+    /// Prints what the files ask for and the program does not do.
+    pub fn tell_unmet(&self) {
+        self.unmet.iter().for_each(|unmet| cli::tell("note", format_args!("{unmet}.")));
+    }
+
     /// Opens the files in `folder`, or a GGUF file. No weights are read yet.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::{self, ExitCode};
 
+use candle_dist::printable;
 use clap::{ArgMatches, Parser};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -147,9 +148,28 @@ pub fn show<R: serde::Serialize, T: std::fmt::Display>(
     output.write_json(report)
 }
 
+/// A destination of text for people.
+struct Screen<W>(W);
+
+impl<W: Write> Write for Screen<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write_all(printable(&String::from_utf8_lossy(bytes)).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+/// Prints a line on stderr, with a word that says what it is.
+pub(crate) fn tell(what: &str, text: impl std::fmt::Display) {
+    eprintln!("{what}: {}", printable(&text.to_string()));
+}
+
 /// Prints an error on stderr and returns the exit status.
 pub(crate) fn fail(error: impl std::fmt::Display, status: u8) -> ExitCode {
-    eprintln!("error: {error}");
+    tell("error", error);
     ExitCode::from(status)
 }
 
@@ -192,9 +212,10 @@ impl<'a> Output<'a> {
         self.0 == Some(Path::new("-"))
     }
 
-    /// Returns the destination of text for people: stdout, or stderr if JSON goes to stdout.
+    /// Returns the destination of text for people: stdout, or stderr if JSON goes to stdout. What would steer a terminal is
+    /// escaped there, because texts of models and names in files are of strangers; JSON has them unchanged.
     pub fn screen(self) -> Box<dyn Write> {
-        if self.json_to_stdout() { Box::new(io::stderr()) } else { Box::new(io::stdout()) }
+        if self.json_to_stdout() { Box::new(Screen(io::stderr())) } else { Box::new(Screen(io::stdout())) }
     }
 
     /// Returns whether JSON goes to a file.

@@ -68,6 +68,8 @@ pub(crate) fn run<T: 'static>(
 /// Opens a world of the first processes, whose rank 0 listens at a port.
 fn open(job: &Job, world: usize, port: u16, timeout: Duration) -> Result<RankContext, String> {
     let options = InitOptions::explicit(&format!("127.0.0.1:{port}"), job.rank, world).local(job.rank, world);
+    // The name of the folder is of this job alone.
+    let options = options.token(&format!("tests in {}", job.folder.display()));
     let settings = Settings::default().comm(job.of_first(world));
     let opened = init_process_group_with(options.timeout(timeout), |info, control| settings.start(info, control));
     opened.map_err(|error| error.to_string())

@@ -104,7 +104,7 @@ fn a_taken_port_and_a_foreign_program_are_named() {
 #[test]
 fn rank_0_listens_at_its_own_addresses_only() {
     // 203.0.113.0/24 is reserved for documentation.
-    let options = options("203.0.113.1:29500", 0, 2).local(0, 1).token("t");
+    let options = options("203.0.113.1:29500", 0, 2).local(0, 1);
     let text = connect(&options).unwrap_err().to_string();
     assert!(text.contains("rank 0 cannot listen at 203.0.113.1, which is not an address of its host"), "{text}");
 }

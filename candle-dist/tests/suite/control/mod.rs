@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod calls;
 mod failing;
+mod hostile;
 mod meeting;
 mod strangers;
 
@@ -17,9 +18,13 @@ fn free_address() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
+/// The token of the tests' jobs.
+const TOKEN: &str = "a token that others cannot guess";
+
 /// Returns options of rank `rank` of `size`, with timeouts that are too long to end a test.
 fn options(address: &str, rank: usize, size: usize) -> InitOptions {
-    InitOptions::explicit(address, rank, size).timeout(Duration::from_secs(60)).init_timeout(Duration::from_secs(30))
+    let options = InitOptions::explicit(address, rank, size).token(TOKEN);
+    options.timeout(Duration::from_secs(60)).init_timeout(Duration::from_secs(30))
 }
 
 fn connect(options: &InitOptions) -> Result<Arc<Control>> {

@@ -23,7 +23,7 @@ const CALLS: u32 = 5_000;
 fn of_processes(ranks: usize) -> f64 {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let rank = |rank: usize| {
-        let options = InitOptions::explicit(&address, rank, ranks);
+        let options = InitOptions::explicit(&address, rank, ranks).token("a token that others cannot guess");
         move || {
             let control = Control::connect(&LaunchInfo::from_env(&options).unwrap(), &options)?;
             costs::of_processes(&control, CALLS)

@@ -32,7 +32,7 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
     let scratch = tempfile::tempdir()?;
     let Opened { files, tokenizer, prompts, batch, stops } = ranks.agree(open(args, (file, &text), scratch.path()))?;
     if ranks.is_first() {
-        files.unmet.iter().for_each(|unmet| eprintln!("note: {unmet}."));
+        files.tell_unmet();
     }
     let sizes = [batch.slots(), batch.room(&files.config)];
     ranks.agree(memory::check(args, &files, &batch.held, Some(sizes)))?;

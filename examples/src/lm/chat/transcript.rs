@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::converse::Turn;
-use crate::cli::Output;
+use crate::cli::{self, Output};
 
 /// The turns of a conversation, for `--json`.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl<'a> Transcript<'a> {
             && !self.has_warned.swap(true, Ordering::Relaxed)
         {
             // The end of the conversation tries again.
-            eprintln!("warning: --json has not got the last turn: {error:#}.");
+            cli::tell("warning", format_args!("--json has not got the last turn: {error:#}."));
         }
     }
 

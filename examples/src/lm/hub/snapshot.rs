@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_dist::printable;
 use candle_shard::regular;
 use hf_hub::{Repo, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -15,6 +16,7 @@ use serde_json::Value;
 use super::digest::Digest;
 use super::server::{Answer, Part, Reply, Server};
 use super::{Fetched, Hub, HubName, is_word, lock, outline};
+use crate::cli;
 use crate::lm::config::Config;
 
 /// The files of a folder that a model needs.
@@ -237,7 +239,7 @@ impl<'a> Snapshots<'a> {
             let _lock = lock::hold(&self.locks.join(format!("{etag}.lock")), &part, server.patience, || {
                 has_waited = true;
                 if self.shows {
-                    eprintln!("note: another program downloads {file}: waiting for it.");
+                    cli::tell("note", format_args!("another program downloads {file}: waiting for it."));
                 }
             })?;
             if !has_blob()? {
@@ -331,7 +333,7 @@ impl Bar {
         let style = ProgressStyle::with_template("{msg} {bar:32} {bytes} of {total_bytes} [{elapsed}, {eta} left]");
         let bar = if shows { ProgressBar::new(0) } else { ProgressBar::hidden() };
         let bar = bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self(bar.with_message(file.to_owned()))
+        Self(bar.with_message(printable(file).into_owned()))
     }
 
     fn show(&self, has: u64, size: Option<u64>) {

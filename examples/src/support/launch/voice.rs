@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use candle_dist::{Cause, GroupFailure, ProcessGroup};
 use parking_lot::Mutex;
 
+use crate::cli;
+
 /// How often the watching thread checks.
 const TICK: Duration = Duration::from_millis(10);
 /// A watch that has not checked for this long was frozen; others count a process as lost after twice that.
@@ -34,7 +36,7 @@ impl Voice {
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
         if !self.has_spoken.swap(true, Ordering::AcqRel) {
-            eprintln!("error: {why}");
+            cli::tell("error", why);
         }
     }
 

@@ -1,4 +1,7 @@
 //! What the tests of the programs have in common.
+#[cfg(unix)]
+mod hostile;
+
 use std::process::Output;
 
 pub(crate) fn text(bytes: &[u8]) -> String {

@@ -45,7 +45,7 @@ use test_utils::on_ranks;
 const TOKENS: [u32; 11] = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7];
 
 /// A small model with so many query and key heads.
-fn config(query: usize, key_value: usize) -> Config {
+pub(crate) fn config(query: usize, key_value: usize) -> Config {
     Config {
         hidden_size: query * 8,
         intermediate_size: 44,
@@ -101,7 +101,7 @@ fn model(ctx: &RankContext, folder: &Path, config: &Config, longest: usize) -> c
     Ok(model)
 }
 
-fn llama(flags: &[&str]) -> Output {
+pub(crate) fn llama(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_lm")).args(flags).output().expect("the program starts")
 }
 

@@ -1,0 +1,251 @@
+//! Two jobs of one host at one address, secrets that others could guess or read, and ranks that are frozen or killed at a
+//! bad time.
+use crate::hosts::TRAINS;
+use crate::job::{Outcome, RANK_TEST, finish, start, torchrun};
+use crate::{DIES_ALONE, WAKES};
+use std::ffi::OsString;
+use std::fs::DirBuilder;
+use std::io::Read;
+use std::net::TcpListener;
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown, symlink};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use test_utils::{Attacks, Scratch};
+
+/// How long a rank waits for the others; see `one_rank`.
+const PATIENCE: &str = "6";
+/// The time limit of a job.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A launcher: a process that starts the ranks of one job.
+struct Launcher {
+    child: Child,
+}
+
+/// Starts a launcher of these ranks of a job. Each rank starts after its number of seconds.
+fn launch(ranks: &[(usize, u32)], vars: impl Fn(usize) -> Vec<(&'static str, OsString)>) -> Launcher {
+    let mut script = String::new();
+    let mut launcher = Command::new("sh");
+    for (at, (rank, _)) in ranks.iter().enumerate() {
+        // The shell gives each rank its own variables, which come to it under other names.
+        let own: String = vars(*rank)
+            .into_iter()
+            .map(|(name, value)| {
+                launcher.env(format!("OF_{at}_{name}"), value);
+                format!("{name}=\"$OF_{at}_{name}\" ")
+            })
+            .collect();
+        let late = ranks[at].1;
+        script += &format!("(sleep {late}; {own}\"$0\" {RANK_TEST} --exact --nocapture --test-threads 1 || true) & ");
+    }
+    script += "wait";
+    launcher.args(["-c", &script]).arg(std::env::current_exe().unwrap());
+    launcher.env("SCENARIO", "fine/none").env("PATIENCE", PATIENCE);
+    let child = launcher.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    Launcher { child }
+}
+
+impl Launcher {
+    /// Returns what the ranks said, sorted.
+    fn said(mut self) -> Vec<String> {
+        let mut pipe = self.child.stdout.take().unwrap();
+        let reader = std::thread::spawn(move || {
+            let mut text = String::new();
+            pipe.read_to_string(&mut text).unwrap();
+            text
+        });
+        let began = Instant::now();
+        while self.child.try_wait().unwrap().is_none() {
+            assert!(began.elapsed() < LIMIT, "a job hangs");
+            sleep(Duration::from_millis(10));
+        }
+        let text = reader.join().unwrap();
+        let mut said: Vec<String> =
+            text.lines().filter_map(|line| serde_json::from_str(line.split_once("SAYS ")?.1).ok()).collect();
+        said.sort();
+        said
+    }
+}
+
+fn free_port() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+/// The variables of a rank of two by each launcher, without those that name or separate the job.
+fn variables(launcher: &str, rank: usize, port: &str) -> Vec<(&'static str, OsString)> {
+    let names: [&'static str; 4] = match launcher {
+        "torchrun" => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+        "Open MPI" => {
+            ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
+        }
+        "MPICH" => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+        other => panic!("{other}"),
+    };
+    let rank = rank.to_string();
+    let values = [rank.as_str(), "2", rank.as_str(), "2"];
+    let mut vars: Vec<_> = names.into_iter().zip(values.map(OsString::from)).collect();
+    vars.extend([("MASTER_ADDR", "127.0.0.1".into()), ("MASTER_PORT", port.into())]);
+    vars
+}
+
+/// Starts a job whose rank 1 is late, and another one at the same address. Returns what broke.
+fn mixes(launcher: &str, more: impl Fn() -> Vec<(&'static str, OsString)>) -> Result<(), String> {
+    let port = free_port();
+    let vars = |rank| variables(launcher, rank, &port).into_iter().chain(more()).collect::<Vec<_>>();
+    let first = launch(&[(0, 0), (1, 3)], vars);
+    sleep(Duration::from_secs(1));
+    let second = launch(&[(0, 0), (1, 0)], vars);
+    let (first, second) = (first.said(), second.said());
+    if first != ["fine", "fine"] {
+        return Err(format!("the first job said {first:#?}, the second one {second:#?}"));
+    }
+    let is_right = second.len() == 2 && second.iter().all(|said| said.starts_with("init: "));
+    match is_right && second.iter().any(|said| said.contains("is taken")) {
+        true => Ok(()),
+        false => Err(format!("the second job said {second:#?}")),
+    }
+}
+
+#[test]
+fn jobs_of_one_host_do_not_mix() {
+    let mut attacks = Attacks::new("jobs");
+    for launcher in ["torchrun", "MPICH", "Open MPI"] {
+        attacks.attack(format!("two jobs of {launcher} at one port"), || mixes(launcher, Vec::new));
+    }
+    attacks.attack("two jobs of torchrun without --rdzv-id", || {
+        mixes("torchrun", || vec![("TORCHELASTIC_RUN_ID", "none".into()), ("TORCHELASTIC_RESTART_COUNT", "0".into())])
+    });
+    attacks.attack("a job that knows the name of another one", || {
+        mixes("Open MPI", || vec![("PMIX_NAMESPACE", "957612033".into())])
+    });
+    attacks.assert();
+}
+
+/// Starts two jobs at one address by one launcher, each rank after its number of seconds. Returns what broke.
+fn twins(late: &[(usize, u32)]) -> Result<(), String> {
+    let (port, marks) = (free_port(), Scratch::new("marks"));
+    let more = || [("SCENARIO", format!("{TRAINS}/none").into()), ("MARKS", marks.path("").into_os_string())];
+    let said = launch(late, |rank| variables("torchrun", rank, &port).into_iter().chain(more()).collect()).said();
+    let is_told = said.iter().any(|said| said.contains("two processes of one launcher came as rank"));
+    match is_told && said.len() == late.len() {
+        true => Ok(()),
+        false => Err(format!("{said:#?}")),
+    }
+}
+
+#[test]
+fn two_jobs_of_one_launcher_at_one_address_are_told() {
+    let mut attacks = Attacks::new("twins");
+    attacks.attack("a second rank 0 before the world starts", || twins(&[(0, 0), (0, 1), (1, 3)]));
+    attacks.attack("a second rank 1 while the world runs", || twins(&[(0, 0), (1, 0), (1, 3)]));
+    attacks.attack("a second rank 0 while the world runs", || twins(&[(0, 0), (1, 0), (0, 3)]));
+    attacks.attack("ranks that are in parts of a script", || {
+        let port = free_port();
+        // Each rank is in a part of its own, of which the shell forks.
+        let said = launch(&[(0, 0), (1, 0)], |rank| variables("torchrun", rank, &port)).said();
+        if said == ["fine", "fine"] { Ok(()) } else { Err(format!("{said:#?}")) }
+    });
+    attacks.assert();
+}
+
+#[test]
+fn a_variable_that_is_not_text_is_an_error() {
+    let mut attacks = Attacks::new("variables");
+    let broken = || OsString::from_vec(b"f\xffnine and long enough to be a token".to_vec());
+    for name in ["CANDLE_DIST_TOKEN", "MASTER_PORT", "CANDLE_DIST_NO_TOKEN"] {
+        attacks.attack(name, || {
+            let port = free_port();
+            let vars = |rank| {
+                let known = variables("torchrun", rank, &port).into_iter().filter(|(known, _)| *known != name);
+                known.chain([(name, broken())]).collect()
+            };
+            let said = launch(&[(0, 0), (1, 0)], vars).said();
+            let is_right = said.len() == 2 && said.iter().all(|said| said.contains(name) && said.contains("UTF-8"));
+            if is_right { Ok(()) } else { Err(format!("{said:#?}")) }
+        });
+    }
+    attacks.assert();
+}
+
+#[test]
+fn a_folder_of_secrets_that_is_not_private_is_refused() {
+    let mut attacks = Attacks::new("the folder of secrets");
+    let user = std::fs::metadata("/proc/self").unwrap().uid();
+    let attack = |plant: &dyn Fn(&Path)| {
+        let scratch = Scratch::new("secrets");
+        let (folder, port) = (scratch.path(format!("candle-dist-{user}")), free_port());
+        plant(&folder);
+        let vars = |rank| {
+            let more = [("TMPDIR", scratch.path("").into_os_string()), ("XDG_RUNTIME_DIR", "".into())];
+            variables("torchrun", rank, &port).into_iter().chain(more).collect()
+        };
+        let said = launch(&[(0, 0), (1, 0)], vars).said();
+        let is_right =
+            said.len() == 2 && said.iter().all(|said| said.contains("this user owns and nobody else may open"));
+        let is_untouched =
+            !scratch.path("elsewhere").exists() || scratch.path("elsewhere").read_dir().unwrap().count() == 0;
+        if is_right && is_untouched { Ok(()) } else { Err(format!("{said:#?}")) }
+    };
+    let make = |path: &Path, mode| DirBuilder::new().mode(mode).create(path).unwrap();
+    attacks.attack("a link to another folder", || {
+        attack(&|folder| {
+            let elsewhere = folder.with_file_name("elsewhere");
+            make(&elsewhere, 0o700);
+            symlink(&elsewhere, folder).unwrap();
+        })
+    });
+    attacks
+        .attack("a link to nothing", || attack(&|folder| symlink(folder.with_file_name("elsewhere"), folder).unwrap()));
+    attacks.attack("a folder that others may read", || attack(&|folder| make(folder, 0o755)));
+    attacks.attack("a file", || attack(&|folder| std::fs::write(folder, "").unwrap()));
+    if user == 0 {
+        attacks.attack("a folder of someone else", || {
+            attack(&|folder| {
+                make(folder, 0o700);
+                chown(folder, Some(65534), Some(65534)).unwrap();
+            })
+        });
+    }
+    attacks.assert();
+}
+
+/// Returns an error unless all ranks but `silent` ended with one error that contains `text`.
+fn all_say(outcomes: &[Outcome], silent: Option<usize>, text: &str) -> Result<(), String> {
+    let of = |(_, outcome): (usize, &Outcome)| Some(outcome.said.as_deref()?.split_once('|')?.1.to_string());
+    let heard: Vec<_> = outcomes.iter().enumerate().filter(|(rank, _)| Some(*rank) != silent).map(of).collect();
+    let is_right = |said: &Option<String>| said == &heard[0] && said.as_ref().is_some_and(|said| said.contains(text));
+    match heard.iter().all(is_right) && outcomes.iter().all(|outcome| !outcome.is_success) {
+        true => Ok(()),
+        false => Err(format!("{outcomes:#?}")),
+    }
+}
+
+#[test]
+fn a_frozen_process_that_wakes_hears_what_the_others_heard() {
+    let mut attacks = Attacks::new("frozen processes");
+    for name in WAKES {
+        for culprit in [0, 1, 2] {
+            attacks.attack(format!("rank {culprit} {name}"), || {
+                let outcomes = finish(start(&format!("{name}/{culprit}"), 3, torchrun(3)));
+                all_say(&outcomes, None, &format!("rank {culprit} was lost: no heartbeat for 1s"))
+            });
+        }
+    }
+    attacks.assert();
+}
+
+#[test]
+fn a_rank_that_is_killed_after_the_others_returned_is_missed() {
+    let mut attacks = Attacks::new("ranks that work alone");
+    for culprit in [0, 2] {
+        attacks.attack(format!("rank {culprit} is killed"), || {
+            let outcomes = finish(start(&format!("{DIES_ALONE}/{culprit}"), 3, torchrun(3)));
+            let cause = format!("rank {culprit} was lost: its connection closed without a goodbye");
+            all_say(&outcomes, Some(culprit), &cause)
+        });
+    }
+    attacks.assert();
+}
