@@ -46,6 +46,14 @@ impl Digest {
         }
     }
 
+    /// Returns the digest that git has of a whole file.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(super) fn of_git(file: File) -> io::Result<Self> {
+        Self::Git(String::new()).of_file(file)
+    }
+
     /// Returns the digest of this kind of a whole file.
     ///
     /// # Errors

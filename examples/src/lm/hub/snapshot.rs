@@ -231,35 +231,56 @@ impl<'a> Snapshots<'a> {
     fn store(&self, server: &Server, answer: Answer, file: &str) -> Result<()> {
         let (commit, etag) = (answer.commit.clone(), answer.etag.clone());
         let blobs = self.root.join("blobs");
-        let (blob, part) = (blobs.join(&etag), blobs.join(format!("{etag}.incomplete")));
         fs::create_dir_all(&blobs).with_context(|| format!("{}", blobs.display()))?;
-        let has_blob = || Ok::<_, anyhow::Error>(blob.exists() && is_sound(&blob)?);
-        if !has_blob()? {
-            let mut has_waited = false;
-            let _lock = lock::hold(&self.locks.join(format!("{etag}.lock")), &part, server.patience, || {
-                has_waited = true;
-                if self.shows {
-                    cli::tell("note", format_args!("another program downloads {file}: waiting for it."));
-                }
-            })?;
-            if !has_blob()? {
-                // Without a digest nobody knows what the first bytes are of.
-                let has = answer.digest.as_ref().map_or(0, |_| fs::metadata(&part).map_or(0, |about| about.len()));
-                let answer = match has > 0 || has_waited {
-                    false => answer,
-                    true => {
-                        let again = server.ask(&self.name.repo, &commit, file, Part::From(has))?.file();
-                        let again = again.filter(|again| (&again.commit, &again.etag) == (&commit, &etag));
-                        again.with_context(|| format!("{file} is another one than a moment ago: try again"))?
+        // A name that is no digest may be that of other bytes too, so these are named by git's digest when they are here.
+        let named = answer.digest.is_some().then(|| blobs.join(&etag));
+        let key = if named.is_some() { etag.clone() } else { format!("{commit}-{}", file.replace('/', "-")) };
+        let part = blobs.join(format!("{key}.incomplete"));
+        let found = || named.clone().filter(|blob| blob.exists() && is_sound(blob).unwrap_or(false));
+        let blob = match found() {
+            Some(blob) => blob,
+            None => {
+                let mut has_waited = false;
+                let _lock = lock::hold(&self.locks.join(format!("{key}.lock")), &part, server.patience, || {
+                    has_waited = true;
+                    if self.shows {
+                        cli::tell("note", format_args!("another program downloads {file}: waiting for it."));
                     }
-                };
-                let bar = Bar::new(file, self.shows);
-                server.receive(answer, file, &part, most(file), |has, size| bar.show(has, size))?;
-                fs::rename(&part, &blob).with_context(|| format!("{}", blob.display()))?;
+                })?;
+                match found() {
+                    Some(blob) => blob,
+                    None => self.download(server, answer, file, &part, has_waited)?,
+                }
             }
-        }
+        };
         let pointer = self.pointer(&commit, file);
         link(&blob, &pointer).with_context(|| format!("{}", pointer.display()))
+    }
+
+    /// Downloads the bytes of an answer by way of the file `part`, and returns their blob. The answer is an old one if the
+    /// program `has_waited`.
+    fn download(&self, server: &Server, answer: Answer, file: &str, part: &Path, has_waited: bool) -> Result<PathBuf> {
+        let (commit, etag, digest) = (answer.commit.clone(), answer.etag.clone(), answer.digest.clone());
+        // Without a digest nobody knows what the first bytes are of.
+        let has = digest.as_ref().map_or(0, |_| fs::metadata(part).map_or(0, |about| about.len()));
+        let answer = match has > 0 || has_waited {
+            false => answer,
+            true => {
+                let again = server.ask(&self.name.repo, &commit, file, Part::From(has))?.file();
+                let again = again.filter(|again| (&again.commit, &again.etag) == (&commit, &etag));
+                again.with_context(|| format!("{file} is another one than a moment ago: try again"))?
+            }
+        };
+        let bar = Bar::new(file, self.shows);
+        server.receive(answer, file, part, most(file), |has, size| bar.show(has, size))?;
+        let written = || format!("{}", part.display());
+        let digest = match digest {
+            Some(digest) => digest,
+            None => Digest::of_git(regular::open(part).with_context(written)?).with_context(written)?,
+        };
+        let blob = part.with_file_name(digest.parts().1);
+        fs::rename(part, &blob).with_context(|| format!("{}", blob.display()))?;
+        Ok(blob)
     }
 }
 

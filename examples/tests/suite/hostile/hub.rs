@@ -37,6 +37,9 @@ fn info(server: &Server, home: &Path, model: &str) -> Result<Result<String, Stri
 
 const SMALL: &str = "someone/small";
 
+/// A field of the config, and another one that is as long.
+const LONGEST: [&str; 2] = ["\"max_position_embeddings\": 64", "\"max_position_embeddings\": 32"];
+
 #[test]
 fn what_is_not_the_file_is_refused_and_the_next_run_is_whole() {
     let mut attacks = Attacks::new("a server");
@@ -99,9 +102,12 @@ fn bytes_that_are_not_of_the_file_are_never_used() {
     for file in ["config.json", "tokenizer.json"] {
         let name = blob(clean.path(), file).file_name().unwrap().to_owned();
         let whole = fs::read(blob(clean.path(), file)).unwrap();
-        // Another `rope_theta`, of the same length.
-        let other =
-            String::from_utf8(whole.clone()).unwrap().replacen("10000", "20000", 1).replacen("\"type\"", "\"epyt\"", 1);
+        // Another model, of the same length.
+        let other = String::from_utf8(whole.clone())
+            .unwrap()
+            .replacen(LONGEST[0], LONGEST[1], 1)
+            .replacen("\"type\"", "\"epyt\"", 1);
+        assert_ne!(other.as_bytes(), whole);
         let stale = other.as_bytes()[..other.len() - 2].to_vec();
         for (what, bytes) in [
             ("another file", other.as_bytes()),
@@ -140,6 +146,32 @@ fn bytes_that_are_not_of_the_file_are_never_used() {
             });
         }
     }
+    attacks.attack("one name for all files, and for those of the next commit", || -> Result<(), String> {
+        let (old, new) = (
+            tempfile::tempdir().map_err(|error| error.to_string())?,
+            tempfile::tempdir().map_err(|error| error.to_string())?,
+        );
+        let mut other = files(new.path(), 7);
+        let config = other.get_mut("someone/small/config.json").ok_or("no config")?;
+        *config = String::from_utf8_lossy(config).replacen(LONGEST[0], LONGEST[1], 1).into_bytes();
+        let server = Server::with_commits(vec![files(old.path(), 7), other.clone()]);
+        let alone = Server::start(other);
+        let (first, second) = (info(&server, clean.path(), SMALL)??, info(&alone, new.path(), SMALL)??);
+        for file in ["config.json", "tokenizer.json"] {
+            server.manner(file, Some(Manner::Called("same")));
+        }
+        if first == second {
+            return Err("the commits do not differ".into());
+        }
+        let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+        for (want, commit) in [(&first, COMMITS[0]), (&second, COMMITS[1]), (&first, COMMITS[0])] {
+            let got = info(&server, home.path(), &format!("{SMALL}@{commit}"))??;
+            if got != *want {
+                return Err(format!("{commit} runs as {got}"));
+            }
+        }
+        Ok(())
+    });
     for what in ["a pipe", "a folder", "a link"] {
         attacks.attack(format!("{what} as an incomplete file"), || -> Result<(), String> {
             let home = tempfile::tempdir().map_err(|error| error.to_string())?;

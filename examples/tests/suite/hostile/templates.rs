@@ -353,6 +353,70 @@ fn templates_end_with_a_sentence() {
 }
 
 #[test]
+fn long_templates_end_with_a_text_or_a_sentence() {
+    let mut attacks = Attacks::new("long templates");
+    for part in [
+        "{{",
+        "{%",
+        "{#",
+        "}}",
+        "%}",
+        "#}",
+        "{{-",
+        "{%-",
+        "{% raw %}",
+        "{% endraw %}",
+        "{% raw %}{% endraw %}",
+        "{# #}",
+        "'",
+        "\"",
+        "{{ '",
+        "{{ 'a\\",
+        "\n",
+        "\r\n",
+        "{{ 1 }}",
+        "{{ x }}",
+        "{{ 'a' }}\n",
+        "{% set x = 1 %}",
+        "{% if 1 %}",
+        "{% if 1 %}{% endif %}",
+        "é",
+        " ",
+        "{% for i in [1] %}{% endfor %}",
+        "{% macro m() %}{% endmacro %}",
+        "{% generation %}",
+        "{% endgeneration %}",
+        "{{ (",
+        "{{ [[",
+        "{",
+        "%",
+        "{% raw",
+        "{%- raw -%}",
+        "{% set x %}",
+        "{{ m() }}",
+        "{{ 1e9",
+        "{{ 0x",
+        "{{ 99999999999999999999999999999999999999999 }}",
+        "\0",
+        "\u{feff}",
+    ] {
+        for size in [100_000, 1 << 20] {
+            attacks.attack(format!("{size} bytes of {part:?}"), || -> Result<(), String> {
+                let source = part.repeat(size / part.len());
+                let now = date(2026, 3, 7).at(9, 5, 0, 0);
+                let ended =
+                    super::ends(move || ChatTemplate::new(&source, "a stranger", BTreeMap::new())?.render(&[], now))?;
+                match ended {
+                    Err(error) if !is_sentence(&format!("{error:#}")) => Err(format!("says {error:#}")),
+                    _ => Ok(()),
+                }
+            });
+        }
+    }
+    attacks.assert();
+}
+
+#[test]
 fn templates_that_end_leave_the_process_as_it_was() {
     let mut attacks = Attacks::new("a process that renders templates");
     attacks.attack("many at once, and a good one after them", || -> Result<(), String> {

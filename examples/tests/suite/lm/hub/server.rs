@@ -71,7 +71,7 @@ impl Server {
     }
 
     /// Serves the files of several commits; `main` is the first.
-    pub(super) fn with_commits(commits: Vec<BTreeMap<String, Vec<u8>>>) -> Self {
+    pub(crate) fn with_commits(commits: Vec<BTreeMap<String, Vec<u8>>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
         let server = Self { state: Arc::new(Mutex::new(State { commits, ..State::default() })), address };
