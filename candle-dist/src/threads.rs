@@ -13,6 +13,22 @@ static SETTLED: OnceLock<usize> = OnceLock::new();
 
 const VARIABLES: [&str; 2] = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
 
+/// The most compute threads of a rank. Pools reserve memory for each.
+const MOST: usize = 1 << 12;
+
+/// Refuses numbers of compute threads with which candle's pools cannot start.
+pub(crate) fn check(per_rank: Option<usize>) -> Result<(), String> {
+    let given =
+        VARIABLES.map(|name| (name, std::env::var(name).ok().and_then(|text| text.trim().parse::<u128>().ok())));
+    let wanted = ("threads_per_rank", per_rank.map(|threads| threads as u128));
+    match given.into_iter().chain([wanted]).find(|(_, number)| number.is_some_and(|number| number > MOST as u128)) {
+        Some((name, Some(number))) => {
+            Err(format!("{name} is {number}; a rank computes with at most {MOST} threads, so set less or unset it"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Returns the default number of compute threads per rank: the cores divided by the ranks, at least one.
 pub fn default_per_rank(ranks: usize) -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).checked_div(ranks).unwrap_or(1).max(1)

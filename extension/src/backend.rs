@@ -190,8 +190,8 @@ impl Backend for ByMessages {
         Ok(Box::new(Started { group: self.clone(), call, mine, tag }))
     }
 
-    fn shares_memory(&self) -> bool {
-        self.inner.shares_memory()
+    fn copies_sent(&self, bytes: usize) -> bool {
+        self.inner.copies_sent(bytes)
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {

@@ -1,7 +1,13 @@
 //! Deadlock-free read locks on several tensors.
 use super::storage::Operand;
 use candle_core::StorageRef;
+#[cfg(feature = "mpi")]
+use candle_core::{Storage, Tensor};
+#[cfg(feature = "mpi")]
+use parking_lot::RwLock;
 use smallvec::SmallVec;
+#[cfg(feature = "mpi")]
+use std::{mem, ptr::NonNull};
 
 /// One read lock per storage of some tensors, taken in the same order on all threads.
 ///
@@ -32,6 +38,51 @@ impl<'a> Guards<'a> {
     /// Returns the locks, one per tensor in the given order.
     pub(super) fn iter(&self) -> impl Iterator<Item = &StorageRef<'a>> {
         self.of.iter().map(|&at| &self.locks[at])
+    }
+}
+
+/// A tensor that nobody can write to while this exists: its read lock, which any thread may end.
+///
+/// A guard would do the same, but it borrows the tensor.
+#[cfg(feature = "mpi")]
+pub(super) struct Hold {
+    tensor: Tensor,
+    lock: NonNull<RwLock<Storage>>,
+}
+
+// SAFETY: guards may be sent to other threads (parking_lot's feature `send_guard`), and so may this one's lock be ended there.
+#[cfg(feature = "mpi")]
+unsafe impl Send for Hold {}
+
+#[cfg(feature = "mpi")]
+impl Hold {
+    /// Holds a tensor of which `guard` is the lock.
+    ///
+    /// It does not wait: the lock is read already.
+    ///
+    /// # Safety
+    /// `guard` is a lock of the tensor's storage.
+    pub(super) unsafe fn new(tensor: &Tensor, guard: &StorageRef<'_>) -> Self {
+        let lock = StorageRef::rwlock(guard);
+        mem::forget(lock.read_recursive());
+        Self { tensor: tensor.clone(), lock: NonNull::from(lock) }
+    }
+
+    pub(super) fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Never frees the memory, and lets others write to it.
+    pub(super) fn leave(self) {
+        mem::forget(self.tensor.clone());
+    }
+}
+
+#[cfg(feature = "mpi")]
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // SAFETY: the tensor keeps the lock, and `new` has forgotten a guard of it.
+        unsafe { self.lock.as_ref().force_unlock_read() };
     }
 }
 
@@ -117,5 +168,32 @@ mod tests {
         for (nth, way) in ways.into_iter().enumerate() {
             assert!(goes_on(way), "way {nth}");
         }
+    }
+
+    #[test]
+    #[cfg(feature = "mpi")]
+    fn what_is_held_can_be_read_and_is_written_when_another_thread_lets_go() {
+        let var = Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
+        let view = var.narrow(0, 1, 2).unwrap();
+        let holds = {
+            let guards = Guards::new(&[&view, var.as_tensor()].map(Operand::of));
+            // SAFETY: the locks are those of the tensors.
+            let holds = [&view, var.as_tensor()]
+                .into_iter()
+                .zip(guards.iter())
+                .map(|(x, guard)| unsafe { Hold::new(x, guard) });
+            holds.collect::<Vec<_>>()
+        };
+        let is_written = &AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                var.zero_set().unwrap();
+                is_written.store(true, Ordering::SeqCst);
+            });
+            thread::sleep(Duration::from_millis(50));
+            assert!(!is_written.load(Ordering::SeqCst), "a write waits");
+            scope.spawn(move || drop(holds));
+        });
+        assert!(is_written.load(Ordering::SeqCst));
     }
 }

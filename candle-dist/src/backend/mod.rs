@@ -73,9 +73,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
     /// Starts the collective without waiting. The tensors must not change until every rank has finished it.
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>>;
-    /// Returns whether a sent tensor arrives as the same memory.
-    fn shares_memory(&self) -> bool {
-        true
+    /// Returns whether [`send`](Self::send) copies a tensor of this many bytes before it returns.
+    ///
+    /// The memory of other tensors is read later, or arrives as it is, so [`ProcessGroup`](crate::ProcessGroup) copies them.
+    fn copies_sent(&self, _bytes: usize) -> bool {
+        false
     }
     /// Like [`start`](Self::start), but writes the results to `outputs` when the call finishes.
     fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {

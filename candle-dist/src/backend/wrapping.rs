@@ -105,8 +105,8 @@ impl<W: Wrapping> Backend for W {
         self.inner().start_into(call, tensors, outputs)
     }
 
-    fn shares_memory(&self) -> bool {
-        self.inner().shares_memory()
+    fn copies_sent(&self, bytes: usize) -> bool {
+        self.inner().copies_sent(bytes)
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {

@@ -75,6 +75,7 @@ pub(super) enum Fault {
     Deadlock,
     TimedOut { rank: usize, after: Duration },
     Missing { ranks: Vec<usize>, after: Duration },
+    Concurrent { rank: usize, sites: [String; 2] },
 }
 
 impl From<Cause> for Fault {
@@ -88,6 +89,9 @@ impl From<Cause> for Fault {
             Cause::Deadlock => Self::Deadlock,
             Cause::TimedOut { rank, after } => Self::TimedOut { rank, after },
             Cause::Missing { ranks, after } => Self::Missing { ranks, after },
+            Cause::Concurrent { rank, sites } => {
+                Self::Concurrent { rank, sites: sites.map(|site| clipped(site, MAX_MESSAGE)) }
+            }
         }
     }
 }
@@ -106,6 +110,7 @@ impl From<Fault> for Cause {
             Fault::Deadlock => Self::Deadlock,
             Fault::TimedOut { rank, after } => Self::TimedOut { rank, after },
             Fault::Missing { ranks, after } => Self::Missing { ranks, after },
+            Fault::Concurrent { rank, sites } => Self::Concurrent { rank, sites },
         }
     }
 }

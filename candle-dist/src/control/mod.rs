@@ -241,7 +241,7 @@ impl Control {
     }
 
     /// Returns whether a rank has ended without entering this round of a group or channel.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(crate) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
         self.watch.has_left(rank, group, round)
     }
@@ -268,7 +268,7 @@ impl Control {
     /// Sets the value of `key` for all ranks. Values have at most 16 MiB, keys at most 4 KiB.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_sizes(self.rank, key, value.len())?;
-        self.watch.set(key, value)
+        self.watch.set(key, value, self.timeout)
     }
 
     /// Returns the value of `key`. Waits until a rank sets it; after the timeout, the world fails.

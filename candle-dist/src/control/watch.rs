@@ -20,6 +20,13 @@ pub(super) const VERDICT: Duration = Duration::from_secs(5);
 /// How many calls of a rank may wait for their comparison, which bounds the memory for them here and at rank 0.
 const MAX_LATER: usize = 4096;
 
+/// The bytes of values that a process sets before it waits until rank 0 has stored them.
+const MAX_UNSTORED: usize = 32 << 20;
+/// The bytes that a value takes beside its own.
+const LEAST_BYTES: usize = 256;
+/// A key without a value. Keys of programs begin with "own ".
+const FENCE: &str = "fence";
+
 /// The state of one process.
 #[derive(Debug)]
 pub(super) struct Watch {
@@ -29,6 +36,8 @@ pub(super) struct Watch {
     failure: OnceLock<Arc<GroupFailure>>,
     heard: Mutex<Heard>,
     changed: Condvar,
+    /// The bytes of values that rank 0 may not have stored.
+    unstored: Mutex<usize>,
 }
 
 /// An answer of rank 0 to a request about a value.
@@ -91,6 +100,7 @@ impl Watch {
             failure: OnceLock::new(),
             heard: Mutex::default(),
             changed: Condvar::new(),
+            unstored: Mutex::default(),
         }
     }
 
@@ -258,8 +268,18 @@ impl Watch {
         }
     }
 
-    pub(super) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+    /// Sets a value. It waits for rank 0 where it has not stored much of what this process has set.
+    pub(super) fn set(&self, key: &str, value: &[u8], timeout: Duration) -> Result<()> {
         self.check()?;
+        // Held while it waits, so that other threads wait, too.
+        let mut unstored = self.unstored.lock();
+        let size = key.len() + value.len() + LEAST_BYTES;
+        if *unstored + size > MAX_UNSTORED {
+            // A change that changes nothing: its answer comes after all that was sent before is stored.
+            self.change(FENCE, &Change::Swap { expected: Some(0) }, &[], timeout)?;
+            *unstored = 0;
+        }
+        *unstored += size;
         self.send(Request::Set { key: key.to_string() }, value);
         Ok(())
     }
@@ -399,7 +419,7 @@ impl Watch {
     }
 
     /// Returns whether a rank has ended without entering this round.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     pub(super) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
         self.heard.lock().activity.lacks(rank, &Meeting::new(group, &[], round))
     }

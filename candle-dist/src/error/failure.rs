@@ -64,6 +64,13 @@ pub enum Cause {
         /// How long it waited.
         after: Duration,
     },
+    /// Two threads of a rank made calls on one group at the same time, whose order is then a matter of luck.
+    Concurrent {
+        /// The rank of the threads.
+        rank: usize,
+        /// The source locations of the calls, as `file:line`.
+        sites: [String; 2],
+    },
     /// Some ranks did not reach a monitored barrier in time.
     Missing {
         /// All ranks that did not reach the barrier (global).
@@ -121,6 +128,7 @@ impl Cause {
         match self {
             Self::Mismatch { rank, .. } | Self::Returned { rank } => Some(*rank),
             Self::Failed { rank, .. } | Self::Panicked { rank, .. } | Self::Lost { rank, .. } => Some(*rank),
+            Self::Concurrent { rank, .. } => Some(*rank),
             Self::Missing { ranks, .. } => ranks.first().copied(),
             Self::Deadlock | Self::TimedOut { .. } => None,
         }
@@ -138,6 +146,10 @@ impl fmt::Display for Cause {
             Self::Failed { rank, message } => write!(f, "rank {rank} failed: {}", printable(message)),
             Self::Panicked { rank, message } => write!(f, "rank {rank} panicked: {}", printable(message)),
             Self::Lost { rank, how } => write!(f, "rank {rank} was lost: {}", printable(how)),
+            Self::Concurrent { rank, sites: [first, second] } => write!(
+                f,
+                "rank {rank} made two calls on one group at the same time, at {first} and at {second}; give each thread a group of its own (ProcessGroup::subgroup), or let one call end before the next one begins"
+            ),
             Self::Deadlock => write!(f, "every running rank waits for another one; no call can complete"),
             Self::TimedOut { rank, after } => write!(f, "rank {rank} waited longer than the timeout of {after:?}"),
             Self::Missing { ranks, after } => {

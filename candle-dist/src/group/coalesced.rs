@@ -1,5 +1,6 @@
 //! Collectives of several tensors in one call.
 use super::pending::State;
+use super::start::Memory;
 use super::{PendingTensors, ProcessGroup};
 use crate::Result;
 use crate::backend::{Call, Fresh, Op, RAGGED, ReduceOp, Tensors, bytes};
@@ -28,21 +29,23 @@ impl ProcessGroup {
         self.coalesce(Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest), tensors)
     }
 
-    /// Starts an [`all_reduce_coalesced`](Self::all_reduce_coalesced).
-    ///
-    /// The tensors must not change before every rank has waited; a `Var` is therefore copied.
+    /// Starts an [`all_reduce_coalesced`](Self::all_reduce_coalesced) of copies of the tensors.
     #[track_caller]
     pub fn all_reduce_coalesced_start(&self, tensors: &[Tensor], op: ReduceOp) -> Result<PendingTensors> {
         let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
-        self.begin_all(Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest), tensors)
+        self.begin_all(
+            Call { reduce: Some(op), ..Call::on(Op::AllReduce, first, &[]) }.with_rest(rest),
+            tensors,
+            Memory::Copied,
+        )
     }
 
-    /// Starts a [`broadcast_coalesced`](Self::broadcast_coalesced), with the same rule for the tensors.
+    /// Starts a [`broadcast_coalesced`](Self::broadcast_coalesced) of copies of the tensors.
     #[track_caller]
     pub fn broadcast_coalesced_start(&self, tensors: &[Tensor], root: usize) -> Result<PendingTensors> {
         self.check_rank(Op::Broadcast, root)?;
         let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
-        self.begin_all(self.handed_on(first, root)?.with_rest(rest), tensors)
+        self.begin_all(self.handed_on(first, root)?.with_rest(rest), tensors, Memory::Copied)
     }
 
     /// Returns a call of no tensors, which is complete at once.
@@ -82,9 +85,8 @@ impl ProcessGroup {
         self.coalesce(call, tensors)
     }
 
-    /// Starts an [`all_gather_coalesced`](Self::all_gather_coalesced) of pieces with explicit sizes, each with its cut.
-    ///
-    /// The tensors must not change before every rank has waited; a `Var` is therefore copied.
+    /// Starts an [`all_gather_coalesced`](Self::all_gather_coalesced) of copies of pieces with explicit sizes, each with its
+    /// cut.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -101,24 +103,48 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn all_gather_coalesced_start(&self, pieces: &[(Tensor, Cut)]) -> Result<PendingTensors> {
-        for (piece, cut) in pieces {
-            self.check_piece(Op::AllGather, piece, cut.dim, &cut.sizes)?;
-        }
-        self.start_cut(Op::AllGather, pieces, None)
+        self.start_cut(Op::AllGather, pieces, None, Memory::Copied)
     }
 
-    /// Starts a [`reduce_scatter_coalesced`](Self::reduce_scatter_coalesced) to pieces with explicit sizes, with the
-    /// same rule for the tensors.
+    /// Like [`all_gather_coalesced_start`](Self::all_gather_coalesced_start), without copies: nobody writes to the pieces
+    /// until every rank has waited.
+    #[track_caller]
+    pub fn all_gather_coalesced_owned_start(&self, pieces: Vec<(Tensor, Cut)>) -> Result<PendingTensors> {
+        self.start_cut(Op::AllGather, &pieces, None, Memory::Owned)
+    }
+
+    /// Starts a [`reduce_scatter_coalesced`](Self::reduce_scatter_coalesced) of copies of the tensors to pieces with explicit
+    /// sizes.
     #[track_caller]
     pub fn reduce_scatter_coalesced_start(&self, wholes: &[(Tensor, Cut)], op: ReduceOp) -> Result<PendingTensors> {
-        for (whole, cut) in wholes {
-            self.check_cover(Op::ReduceScatter, whole, cut.dim, &cut.sizes)?;
-        }
-        self.start_cut(Op::ReduceScatter, wholes, Some(op))
+        self.start_cut(Op::ReduceScatter, wholes, Some(op), Memory::Copied)
+    }
+
+    /// Like [`reduce_scatter_coalesced_start`](Self::reduce_scatter_coalesced_start), without copies: nobody writes to the
+    /// tensors until every rank has waited.
+    #[track_caller]
+    pub fn reduce_scatter_coalesced_owned_start(
+        &self,
+        wholes: Vec<(Tensor, Cut)>,
+        op: ReduceOp,
+    ) -> Result<PendingTensors> {
+        self.start_cut(Op::ReduceScatter, &wholes, Some(op), Memory::Owned)
     }
 
     #[track_caller]
-    fn start_cut(&self, op: Op, cuts: &[(Tensor, Cut)], reduce: Option<ReduceOp>) -> Result<PendingTensors> {
+    fn start_cut(
+        &self,
+        op: Op,
+        cuts: &[(Tensor, Cut)],
+        reduce: Option<ReduceOp>,
+        memory: Memory,
+    ) -> Result<PendingTensors> {
+        for (tensor, cut) in cuts {
+            match op {
+                Op::AllGather => self.check_piece(op, tensor, cut.dim, &cut.sizes)?,
+                _ => self.check_cover(op, tensor, cut.dim, &cut.sizes)?,
+            }
+        }
         let tensors: Vec<Tensor> = cuts.iter().map(|(tensor, _)| tensor.clone()).collect();
         let Some((first, rest)) = tensors.split_first() else { return Ok(Self::nothing()) };
         let mut call = Call { reduce, ..Call::on(op, first, &[]) }.with_rest(rest);
@@ -130,7 +156,7 @@ impl ProcessGroup {
             call.dims.push(cut.dim);
             call.sizes.push(cut.sizes.clone());
         }
-        self.begin_all(call, &tensors)
+        self.begin_all(call, &tensors, memory)
     }
 
     fn coalesce(&self, call: Call, tensors: &[Tensor]) -> Result<Vec<Tensor>> {

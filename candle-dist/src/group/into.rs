@@ -1,6 +1,7 @@
 //! Collectives that write their results to given memory.
 use super::ProcessGroup;
 use super::pending::{Pending, State};
+use super::start::Memory;
 use crate::Result;
 use crate::backend::overwrite::overwrite;
 use crate::backend::{Call, Dims, Op, ReduceOp, Tensors, bytes};
@@ -126,6 +127,6 @@ impl ProcessGroup {
         }
         let outputs: Tensors = [output].into_iter().collect();
         let start = |backend: &dyn crate::backend::Backend, call, dense| backend.start_into(call, dense, outputs);
-        Ok(Pending::new(self.enter(call, std::slice::from_ref(tensor), start)?, |_| Ok(())))
+        Ok(Pending::new(self.enter(call, std::slice::from_ref(tensor), Memory::Copied, start)?, |_| Ok(())))
     }
 }

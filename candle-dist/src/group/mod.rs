@@ -12,6 +12,7 @@ mod point_to_point;
 mod posted;
 mod routed;
 mod start;
+mod under_way;
 
 pub use object::MAX_OBJECT_BYTES;
 pub use pending::{Pending, PendingTensors};
@@ -19,26 +20,37 @@ pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
+use crate::launch::MOST_RANKS;
 use crate::{Cause, Error, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use posted::Posts;
 use smallvec::smallvec;
+use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use under_way::{Site, UnderWay};
 
 /// A set of ranks that communicate. Cheap to clone, `Send + Sync`, never a global.
 ///
 /// Every rank of the group must make the same calls, in the same form and order. Ranks are counted within the group.
 /// Inputs may be any view. Results are contiguous new memory without gradient; see [`functional`](crate::functional)
-/// for the differentiable forms. At size 1 the result *is* the input, with its memory and its gradient.
+/// for the differentiable forms. At size 1 the result *is* the input, with its memory and its gradient; that of a started
+/// call is a copy with its gradient.
 ///
-/// A rank may communicate from several threads, with one group each. A thread counts from its first call. Before that,
-/// a world whose other ranks all wait for it is mistaken for a deadlock, so make a first call early.
+/// A rank may communicate from several threads, with one group each: [`subgroup`](Self::subgroup) of all ranks makes another
+/// one. Threads may hand a group on. Two that call on one group at the same time stop the world with
+/// [`Cause::Concurrent`](crate::Cause::Concurrent), except for blocking messages with
+/// other ranks or tags. A thread that waits for a call that it has started is in that call; one may also wait for what another
+/// one has started. A thread
+/// counts from its first call. Before that, a world whose other ranks all wait for it is mistaken for a deadlock, so make a
+/// first call early.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     backend: Arc<dyn Backend>,
     /// The started receives of all handles on the group.
     posts: Arc<Posts>,
+    /// The calls on all handles on the group that threads of this rank are in.
+    under_way: Arc<UnderWay>,
     /// The timeout of this handle's calls, if it differs from the world's.
     timeout: Option<Duration>,
     /// What all calls of this handle are about.
@@ -63,7 +75,7 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, posts: Arc::default(), timeout: None, description: None }
+        Self { backend, posts: Arc::default(), under_way: Arc::default(), timeout: None, description: None }
     }
 
     pub(crate) fn shared_backend(&self) -> Arc<dyn Backend> {
@@ -159,8 +171,9 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::Error>(())
     /// ```
     pub fn simulated(rank: usize, size: usize) -> Result<Self> {
-        if rank >= size {
-            return Err(Error::Unsupported(format!("rank {rank} of a simulated world of {size}; use a smaller rank")));
+        if rank >= size || size > MOST_RANKS {
+            let fix = format!("use a smaller rank, and at most {MOST_RANKS} ranks");
+            return Err(Error::Unsupported(format!("rank {rank} of a simulated world of {size}; {fix}")));
         }
         Ok(Self::new(Arc::new(Simulated::new(rank, (0..size).collect()))))
     }
@@ -330,6 +343,9 @@ impl ProcessGroup {
                 return Err(self.invalid_named("subgroup", format!("rank {member} occurs twice in {members:?}")));
             }
         }
+        let site = Location::caller();
+        // Groups of the same members are told apart by the order in which they are made.
+        let _entered = self.under_way.enter_collective(site).map_err(|other| self.overlap(other, site))?;
         Ok(Self { timeout: self.timeout, ..Self::new(self.backend.subgroup(members)?) })
     }
 
@@ -391,8 +407,16 @@ impl ProcessGroup {
         self.check_dtypes(&call)?;
         let note = call.note.or_else(|| self.description.clone());
         let call = Call { note, timeout: self.timeout.or(call.timeout), ..call };
+        let _entered = self.under_way.enter(&call).map_err(|other| self.overlap(other, call.site))?;
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
+    }
+
+    /// Stops the world because two threads of this rank call at the same time.
+    #[cold]
+    fn overlap(&self, first: Site, second: Site) -> Error {
+        let [first, second] = [first, second].map(|site| format!("{}:{}", site.file(), site.line()));
+        self.stop(Cause::Concurrent { rank: self.ranks()[self.rank()], sites: [first, second] })
     }
 
     /// Makes the call of an all_to_all with equal pieces.

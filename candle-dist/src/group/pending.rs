@@ -6,11 +6,12 @@ use crate::{Error, Result, comm};
 use candle_core::Tensor;
 use std::fmt;
 use std::sync::Arc;
+use std::thread::ThreadId;
 use std::time::Duration;
 
 /// A started call, for which this rank has not waited yet; `T` is the result of [`wait`](Self::wait).
 ///
-/// Other ranks can read this rank's tensors from now on; the result is computed in the wait. Every rank starts its
+/// Other ranks can read this rank's tensors, as they are now, from now on; the result is computed in the wait. Every rank starts its
 /// calls in the same order, but may wait for them in any order. Dropping it discards the result and does not block
 /// other ranks.
 ///
@@ -53,6 +54,8 @@ pub(super) struct Open {
     pub(super) started: Box<dyn StartedCall>,
     pub(super) call: Call,
     pub(super) group: ProcessGroup,
+    /// The thread that started it.
+    pub(super) thread: ThreadId,
 }
 
 impl<T> fmt::Debug for Pending<T> {
@@ -110,7 +113,10 @@ impl<T> Pending<T> {
         let tensors = match self.state {
             State::Done(tensors) => tensors,
             State::Open(open) => {
-                let Open { mut started, call, group } = *open;
+                let Open { mut started, call, group, thread } = *open;
+                let is_mine = call.op != Op::Send && thread == std::thread::current().id();
+                let entered = is_mine.then(|| group.under_way.enter_wait(call.site)).transpose();
+                let _entered = entered.map_err(|other| group.overlap(other, call.site))?;
                 // A send is complete when it has started.
                 let _watched = (call.op != Op::Send).then(|| comm::watch_wait(&call, group.ranks()));
                 if call.op == Op::Send {

@@ -1,6 +1,7 @@
 //! Point-to-point messages.
 use super::ProcessGroup;
 use super::pending::{Open, Pending, State, single};
+use super::start::Memory;
 use crate::Result;
 use crate::backend::{Call, Dims, Envelope, Op, bytes};
 use candle_core::{DType, Shape, Tensor};
@@ -34,23 +35,22 @@ impl ProcessGroup {
     /// Sends a copy of `tensor` to rank `to`. It does not wait, except for the bound on unread messages (see
     /// [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
     ///
-    /// A `Var` may change at once. Do not write in place to another tensor before it has been received: a backend
-    /// between processes sends it directly from its memory.
+    /// The memory of the tensor may change at once.
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
         self.send_owned(self.for_sending(tensor)?, to)
     }
 
-    /// Returns the tensor to send: a copy, if the receiver would share its memory or it may change.
+    /// Returns the tensor to send: a copy, unless the backend makes one.
     fn for_sending(&self, tensor: &Tensor) -> Result<Tensor> {
-        let copies = tensor.is_variable() || self.backend.shares_memory();
-        let tensor = tensor.detach();
-        Ok(if copies { tensor.force_contiguous()? } else { tensor.contiguous()? })
+        let memory = if self.backend.copies_sent(bytes(tensor)) { Memory::Owned } else { Memory::Copied };
+        Ok(memory.own(&tensor.detach())?.contiguous()?)
     }
 
     /// Sends `tensor` itself to rank `to`, in constant time if ranks share memory.
     ///
-    /// Do not write to its storage afterwards: send variables with [`send`](Self::send).
+    /// It is for tensors that nobody writes to afterwards. A write may change what arrives, and over MPI it waits until the
+    /// message has arrived. [`send`](Self::send) sends a copy.
     #[track_caller]
     pub fn send_owned(&self, tensor: Tensor, to: usize) -> Result<()> {
         self.send_message(tensor, to, 0)
@@ -64,7 +64,7 @@ impl ProcessGroup {
 
     /// Starts to send a copy of `tensor` to rank `to`, and never waits. The wait returns once the bound on unread
     /// messages holds (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)); meanwhile it receives messages for
-    /// started receives. The same rule for the tensor as in [`send`](Self::send).
+    /// started receives.
     #[track_caller]
     pub fn send_start(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
         let state = self.start_message(tensor, to, tag)?;
@@ -251,7 +251,12 @@ impl ProcessGroup {
         let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
         let (size, given) = (bytes(&tensor), call.clone());
         let started = self.engage(call, size, |backend, call| backend.start_send(call, tensor))?;
-        Ok(State::Open(Box::new(Open { started, call: given, group: self.clone() })))
+        Ok(State::Open(Box::new(Open {
+            started,
+            call: given,
+            group: self.clone(),
+            thread: std::thread::current().id(),
+        })))
     }
 
     #[track_caller]

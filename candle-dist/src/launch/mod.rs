@@ -21,6 +21,9 @@ use std::ops::Range;
 /// The ports of rank 0 if none is set; a hash of the job id chooses one. They lie below the ephemeral ports.
 const PORTS: Range<u16> = 20_000..32_768;
 
+/// The most ranks of a world. Rank 0 has memory for each before it comes.
+pub(crate) const MOST_RANKS: usize = 1 << 16;
+
 /// The identity of a process, known before the processes meet.
 ///
 /// It comes from [`InitOptions::explicit`], or from the variables of torchrun, Open MPI, MPICH (Hydra) or Slurm.
@@ -156,6 +159,9 @@ impl LaunchInfo {
         let wrong = |text: String| Err(Error::Init(text));
         if world_size == 0 || local_size == 0 {
             return wrong("a world of 0 ranks; start at least 1 process".into());
+        }
+        if world_size > MOST_RANKS {
+            return wrong(format!("a world of {world_size} ranks; there may be at most {MOST_RANKS}"));
         }
         if rank >= world_size {
             return wrong(format!("rank {rank} of a world of {world_size}; ranks go from 0 to {}", world_size - 1));

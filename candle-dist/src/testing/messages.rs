@@ -2,6 +2,7 @@
 use super::Case;
 use super::lacks::dtypes;
 use super::values::{LENGTHS, assert_same, input};
+use super::written;
 use crate::backend::Envelope;
 use crate::{Error, Message, Pending, ProcessGroup, RankContext, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -17,6 +18,7 @@ pub(super) const CASES: &[Case] = &[
     Case { name: "a started receive is ready when its message is there", least: 2, run: ready },
     Case { name: "a dropped receive takes its message", least: 2, run: dropped },
     Case { name: "a probe passes over what started receives await", least: 2, run: awaited },
+    Case { name: "memory may change as soon as it is sent", least: 2, run: written::sent },
     Case { name: "messages from any rank, and what is known of them before", least: 2, run: any },
 ];
 

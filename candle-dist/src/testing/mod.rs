@@ -31,6 +31,7 @@ mod pieces;
 mod reductions;
 mod started;
 mod values;
+mod written;
 
 pub use failures::{FAILURES, Failure};
 pub use lacks::{LACKS, Lack, lack};

@@ -2,15 +2,15 @@
 use super::Case;
 use super::lacks::over_nccl;
 use super::values::{LENGTHS, assert_same, input};
+use super::written;
 use crate::{Pending, RankContext, ReduceOp, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use std::time::{Duration, Instant};
 
 pub(super) const CASES: &[Case] = &[
     Case { name: "started calls may be waited for in any order", least: 1, run: any_order },
     Case { name: "a started call is ready when all have started it", least: 2, run: ready },
-    // The variable of one rank is passed directly.
-    Case { name: "a variable may change while a call is pending", least: 2, run: variable },
+    Case { name: "memory may change while a call is pending", least: 1, run: written::started },
     Case { name: "a dropped call lets the others go on", least: 2, run: dropped },
     Case { name: "blocking calls pass started ones", least: 1, run: overtaking },
     Case { name: "every collective may be started", least: 1, run: every },
@@ -64,17 +64,6 @@ fn ready(ctx: &RankContext) -> Result<()> {
     assert!(!pending.is_ready()?);
     g.send(&x, last)?; // only when all have sent this does the last rank start
     assert_same(&pending.wait()?, &sum, "one that waits")
-}
-
-fn variable(ctx: &RankContext) -> Result<()> {
-    for len in LENGTHS {
-        let var = Var::ones(len, DType::F32, &Device::Cpu)?;
-        let pending = ctx.group().all_reduce_start(&var, ReduceOp::Sum)?;
-        var.set(&var.zeros_like()?)?;
-        let want = (Tensor::ones(len, DType::F32, &Device::Cpu)? * ctx.world_size() as f64)?;
-        assert_same(&pending.wait()?, &want, "the variable as it was")?;
-    }
-    Ok(())
 }
 
 fn dropped(ctx: &RankContext) -> Result<()> {

@@ -253,7 +253,7 @@ impl DataParallel {
         let mut started = Vec::new();
         for bucket in &self.buckets {
             if let Some(flat) = self.flatten(bucket, grads, 1.0)? {
-                started.push((bucket.clone(), self.group.all_reduce_start(&flat, ReduceOp::Avg)?));
+                started.push((bucket.clone(), self.group.all_reduce_owned_start(flat, ReduceOp::Avg)?));
             }
         }
         let average = 1.0 / self.group.size() as f64;

@@ -15,9 +15,12 @@ use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
 use std::fmt::Display;
 use std::panic::resume_unwind;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
 
+/// The most ranks that are threads: each has a list of all.
+const MOST_THREADS: usize = 1 << 12;
 /// The stack size of a rank's thread. candle walks graphs recursively, and unused pages take no memory.
 const STACK_BYTES: usize = 256 << 20;
 
@@ -208,9 +211,10 @@ impl World {
                 return Ok(vec![ctx.map_backend(|backend| wrapped(backend, &self.wraps))]);
             }
         };
-        if size == 0 {
-            return Err(crate::Error::Unsupported("a world of 0 ranks; use at least 1".to_string()));
+        if !(1..=MOST_THREADS).contains(&size) {
+            return Err(crate::Error::Unsupported(format!("a world of {size} ranks; use 1 to {MOST_THREADS} threads")));
         }
+        threads::check(self.threads_per_rank).map_err(crate::Error::Init)?;
         threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(size)));
         let world = WorldState::new(size, self.timeout, self.mailbox.unwrap_or(MAILBOX_BYTES));
         let backends = match self.ranks {
@@ -246,34 +250,65 @@ impl World {
         F: Fn(&RankContext) -> Result<T, E> + Sync,
     {
         let first = self.first_rank();
-        let ranks = self.into_ranks().map_err(|error| WorldError::at_start(first, &error))?;
+        let mut ranks = self.into_ranks().map_err(|error| WorldError::at_start(first, &error))?;
         let failed = std::sync::Mutex::new(None::<WorldError>);
         let blame = |rank: usize, message: &str| {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             failed.get_or_insert_with(|| WorldError { rank, message: message.to_string() });
         };
+        let run = |come: mpsc::Receiver<RankContext>| come.recv().ok()?.run(&f, &blame);
         let results = std::thread::scope(|scope| {
-            let handles: Vec<_> = ranks
+            let mut threads = Vec::with_capacity(ranks.len());
+            for at in 0..ranks.len() {
+                match start(scope, &ranks[at], &run) {
+                    Ok(thread) => threads.push(thread),
+                    Err(reason) => {
+                        // The threads before it end without a rank. Other processes hear of the reason.
+                        drop(threads);
+                        ranks.swap_remove(at).run(|_| Err::<T, _>(reason.as_str()), &blame);
+                        return None;
+                    }
+                }
+            }
+            let running: Vec<_> = ranks
                 .into_iter()
-                .map(|ctx| {
-                    let (f, blame) = (&f, &blame);
-                    std::thread::Builder::new()
-                        .name(format!("rank {}", ctx.rank()))
-                        .stack_size(STACK_BYTES)
-                        .spawn_scoped(scope, move || ctx.run(f, blame))
+                .zip(threads)
+                .map(|(ctx, (rank, thread))| {
+                    // It cannot fail, because the thread waits for its rank.
+                    let _ = rank.send(ctx);
+                    thread
                 })
                 .collect();
-            handles
+            running
                 .into_iter()
-                .map(|handle| handle.ok()?.join().unwrap_or_else(|panic| resume_unwind(panic)))
+                .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
                 .collect::<Option<Vec<T>>>()
         });
         match (results, failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)) {
             (Some(results), None) => Ok(results),
             (_, Some(error)) => Err(error),
-            (None, None) => Err(WorldError { rank: first, message: "a thread for a rank could not be started".into() }),
+            (None, None) => Err(WorldError { rank: first, message: "a rank ended without a result".into() }),
         }
     }
+}
+
+/// A thread that waits for its rank, and runs it.
+type Thread<'scope, T> = (mpsc::Sender<RankContext>, ScopedJoinHandle<'scope, Option<T>>);
+
+/// Starts the thread of a rank, which gets the rank when all threads are there: a rank whose thread is missing must not look
+/// like one that has returned. The error is the reason why it does not start.
+fn start<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    rank: &RankContext,
+    run: &'scope (impl Fn(mpsc::Receiver<RankContext>) -> Option<T> + Sync),
+) -> Result<Thread<'scope, T>, String> {
+    let (sender, come) = mpsc::channel();
+    let thread = std::thread::Builder::new().name(format!("rank {}", rank.rank())).stack_size(STACK_BYTES);
+    let started = thread.spawn_scoped(scope, move || run(come)).map_err(|error| {
+        let fix = "start fewer ranks, or raise the limit on threads (ulimit -u, pids.max of the cgroup) or on memory";
+        format!("the thread of rank {} of {} does not start: {error}; {fix}", rank.rank(), rank.world_size())
+    });
+    Ok((sender, started?))
 }
 
 /// Applies all wrappers to a backend.

@@ -10,6 +10,7 @@ mod device_mesh;
 mod edges;
 mod failure;
 mod functional;
+mod hostile;
 mod in_place;
 mod launch;
 mod mesh;

@@ -120,8 +120,8 @@ impl Unit {
             let present = Tensor::new(&present[..], first.device())?.unsqueeze(0)?.repeat((group.size(), 1))?;
             wholes.push((present, Cut::new(0, &vec![1; group.size()])));
         }
-        let sums = group.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?;
-        drop(wholes);
+        // Nobody writes to gradients that have left the pass.
+        let sums = group.reduce_scatter_coalesced_owned_start(wholes, ReduceOp::Sum)?;
         let before = self.shared.progress().reducing.replace(Reducing { pieces, sums, has_all, group });
         before.map_or(Ok(()), Reducing::finish)
     }

@@ -186,12 +186,12 @@ impl Unit {
 
     fn start(&self) -> Result<Coming> {
         let held = lock(&self.held);
-        // Copied, as a variable may change before all ranks have read it.
+        // Copied, as a variable may change before all ranks have read it, and to see later whether it has.
         let pieces = held.iter().filter_map(|held| Some((held.cast(), held.cut.clone()?)));
         let pieces = pieces.map(|(sent, cut)| Ok((sent?, cut))).collect::<candle_core::Result<Vec<_>>>()?;
         drop(held);
         let sent = pieces.iter().map(|(sent, _)| sent.clone()).collect();
-        let pending = self.group().all_gather_coalesced_start(&pieces)?;
+        let pending = self.group().all_gather_coalesced_owned_start(pieces)?;
         Ok(Coming { pending, sent, changes: counts::changes() })
     }
 

@@ -4,13 +4,13 @@
 //! calls progress while the program computes.
 use super::header::{Body, Header, Signature, Slot};
 use super::known::Known;
-use super::open::{Open, State, Ticket, Wanted};
+use super::native::Request;
+use super::open::{State, Ticket, Wanted};
 use super::operation::{Circle, Given, Operation};
 use super::patience::Patience;
 use super::room::Room;
 use super::transfer::Held;
 use super::wire::{Arrived, Data, Wire};
-use super::work::bytes_of;
 use crate::backend::{Call, Fresh, Results};
 use crate::control::{Control, Entered};
 use crate::{Cause, Error, Result};
@@ -19,6 +19,9 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The most collectives of a process that may be incomplete when another one is started. Each has memory here and at others.
+const MOST_OPEN: usize = 4096;
 
 /// One process's end of an MPI world.
 pub(super) struct Driver {
@@ -51,9 +54,11 @@ impl Driver {
         &self.control
     }
 
-    /// Returns an error if the world has stopped.
+    /// Returns an error if the world has stopped. MPI is then not called again, and no tensor is held any more.
     pub(super) fn check(&self) -> Result<()> {
-        self.control.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))
+        let Some(failure) = self.control.failure() else { return Ok(()) };
+        self.state.lock().stop(&failure.cause);
+        Err(Error::Group(failure))
     }
 
     /// Runs `change` on the state; its error stops the world.
@@ -102,7 +107,7 @@ impl Driver {
             let mut operation = Operation::start(circle, number, known, given, wired)?;
             let done = operation.advance(state.wired()?.0)?;
             state.groups.entry(circle.id).or_default().enter(number, operation.signature());
-            state.open.insert((circle.id, number), Open { operation, done, given_up: false });
+            state.collectives.insert((circle.id, number), operation, done);
             Ok((circle.id, number))
         })
     }
@@ -112,28 +117,43 @@ impl Driver {
         self.check()?;
         self.with(|state| {
             state.turn(None)?;
-            Ok(state.open.get(&ticket).is_none_or(|open| open.done))
+            Ok(state.collectives.is_done(ticket))
         })
     }
 
     /// Waits for the results of a collective.
     pub(super) fn finish(&self, ticket: Ticket) -> Result<Results> {
-        self.until(Some(Wanted::Collective(ticket)), |state, _| match state.open.get(&ticket) {
-            Some(open) if !open.done => Ok(None),
-            _ => {
-                let Some(mut open) = state.open.remove(&ticket) else { return Ok(Some(Results::new())) };
-                Ok(Some(open.operation.finish(state.wired()?.0)))
+        self.until(Some(Wanted::Collective(ticket)), |state, _| {
+            if !state.collectives.is_done(ticket) {
+                return Ok(None);
             }
+            let Some(mut operation) = state.collectives.remove(ticket) else { return Ok(Some(Results::new())) };
+            Ok(Some(operation.finish(state.wired()?.0)))
         })
+    }
+
+    /// Waits for the oldest collectives where too many are not complete.
+    pub(super) fn wait_for_room(&self) -> Result<()> {
+        loop {
+            let (circle, number, call) = {
+                let mut state = self.state.lock();
+                if state.collectives.incomplete() < MOST_OPEN {
+                    return Ok(());
+                }
+                let Some(oldest) = state.collectives.oldest() else { return Ok(()) };
+                (oldest.circle().clone(), oldest.number(), oldest.call().clone())
+            };
+            let ticket = (circle.id, number);
+            let _entered = self.control.enter_shared(circle.id, &circle.ranks, number, &call)?;
+            self.until(Some(Wanted::Collective(ticket)), |state, _| {
+                Ok(state.collectives.is_done(ticket).then_some(()))
+            })?;
+        }
     }
 
     /// Lets a collective complete in the background; a complete one is removed at once.
     pub(super) fn give_up(&self, ticket: Ticket) {
-        let mut state = self.state.lock();
-        match state.open.get_mut(&ticket) {
-            Some(open) if !open.done => open.given_up = true,
-            _ => drop(state.open.remove(&ticket)),
-        }
+        self.state.lock().collectives.give_up(ticket);
     }
 
     /// Removes a group that is no longer in use.
@@ -154,10 +174,10 @@ impl Driver {
             dtype: tensor.dtype(),
             len: tensor.elem_count(),
         };
-        let (storage, _) = tensor.storage_and_layout();
-        let data = bytes_of(tensor, &storage)?;
+        let (guard, _) = tensor.storage_and_layout();
         self.with(|state| {
-            let posted = state.wired()?.0.post_tensor(circle.ranks[to], header, tensor, data);
+            // SAFETY: the lock is the tensor's.
+            let posted = unsafe { state.wired()?.0.post_tensor(circle.ranks[to], header, tensor, &guard) };
             posted.map_err(|error| circle.failed(error))
         })
     }
@@ -219,6 +239,32 @@ impl Driver {
         self.with(|state| Ok(state.turn(None)?.0 || state.is_busy()))
     }
 
+    /// Drives MPI at the end, when this rank makes no more calls. Returns whether anything moved.
+    pub(super) fn wind_up(&self) -> Result<bool> {
+        self.check()?;
+        let has_left =
+            |circle: &Circle, number| circle.ranks.iter().any(|&rank| self.control.has_left(rank, circle.id, number));
+        self.with(|state| state.wind_up(has_left))
+    }
+
+    /// Starts a barrier of all ranks at their ends.
+    pub(super) fn start_farewell(&self) -> Result<Request> {
+        self.with(|state| {
+            let me = state.me;
+            let started = state.wired()?.0.comm().barrier();
+            started.map_err(|error| Cause::Failed { rank: me, message: error.to_string() })
+        })
+    }
+
+    /// Returns whether a barrier is complete.
+    pub(super) fn is_over(&self, farewell: &mut Request) -> Result<bool> {
+        let me = self.control.rank();
+        self.with(|_| {
+            let tested = farewell.test();
+            tested.map(|done| done.is_some()).map_err(|error| Cause::Failed { rank: me, message: error.to_string() })
+        })
+    }
+
     /// Returns whether others may wait for something that this process must still do.
     pub(super) fn is_busy(&self) -> bool {
         self.state.lock().is_busy()
@@ -256,15 +302,12 @@ fn receive(
     if header.len != len {
         return Err(format!("rank {from} sent {} elements for {len}", header.len).into());
     }
+    if matches!(header.body, Body::Follows(_)) {
+        return wire.receive_all(from, header);
+    }
     let room = Room::new(header.dtype, len)?;
     let address = room.data();
-    let mut held = Held::new(None, Some(room), None);
-    if matches!(header.body, Body::Follows(_)) {
-        // SAFETY: the room has the bytes that the header tells; the held one keeps it until the transfer is done, or leaves
-        // it to MPI.
-        held.incoming.push(unsafe { wire.receive(from, header, address)? });
-        return Ok(held);
-    }
+    let held = Held::new(None, Some(room), None);
     let data = arrived.map_or(Data::Here(kept), |arrived| wire.data(arrived));
     if data.len() != header.bytes() {
         return Err(format!("rank {from} sent {} bytes for {}", data.len(), header.bytes()).into());

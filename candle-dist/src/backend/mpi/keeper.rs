@@ -20,12 +20,14 @@ const LOOK: Duration = Duration::from_millis(5);
 /// A timeout of more than this cannot be added to a time.
 const FOREVER: Duration = Duration::from_secs(1 << 32);
 
-/// How long the end waits for ranks to receive sent messages; only messages that are never received take long.
+/// How long the end of a rank in a program with an MPI of its own waits while nothing moves.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// MPI, from its start to its end, when this is dropped.
 pub(super) struct Keeper {
     driver: Arc<Driver>,
+    /// Whether this starts and ends MPI.
+    ours: bool,
     /// The thread and the sender that ends it; `None` at the end.
     thread: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
@@ -35,13 +37,13 @@ impl Keeper {
     ///
     /// An error on some rank is the error of all, so no rank stays in an MPI call for ranks that never arrive.
     pub(super) fn start(control: Arc<Control>, crowded: bool, settings: Settings) -> Result<Self> {
+        let ours = settings.comm.is_none();
         let (ended, end) = mpsc::channel();
         let (started, start) = mpsc::channel();
         let watched = control.clone();
         let thread = std::thread::Builder::new()
             .name("mpi".to_string())
             .spawn(move || {
-                let ours = settings.comm.is_none();
                 let driver = match connect(&control, settings) {
                     Ok(wire) => Arc::new(Driver::new(control, wire, crowded)),
                     // MPI is not ended: that would wait for the other ranks, which may never end theirs.
@@ -49,6 +51,7 @@ impl Keeper {
                 };
                 if started.send(Ok(driver.clone())).is_ok() {
                     tend(&driver, &end);
+                    wind_up(&driver, false);
                     finish(&driver, ours);
                 }
             })
@@ -72,11 +75,16 @@ impl Keeper {
                 }
             }
         };
-        Ok(Self { driver, thread: Some((ended, thread)) })
+        Ok(Self { driver, ours, thread: Some((ended, thread)) })
     }
 
     pub(super) fn driver(&self) -> &Arc<Driver> {
         &self.driver
+    }
+
+    /// Does what others still need of this rank, which has said goodbye, until it may end.
+    pub(super) fn wind_up(&self) {
+        wind_up(&self.driver, self.ours);
     }
 }
 
@@ -169,23 +177,46 @@ fn refused(error: MpiError) -> Error {
     Error::Unsupported(error.to_string())
 }
 
-/// Drives the backend until the end, when this rank has said goodbye; data that others still need is sent first.
+/// Drives the backend until the end.
 fn tend(driver: &Driver, end: &mpsc::Receiver<()>) {
-    let (mut nap, mut deadline) = (SHORT, None);
-    loop {
+    let mut nap = SHORT;
+    while end.recv_timeout(nap) != Err(RecvTimeoutError::Disconnected) {
         nap = match driver.check().and_then(|()| driver.tend()) {
             Ok(true) => SHORT,
             Ok(false) => LONG.min(nap * 2),
             Err(_) => LONG,
         };
-        match deadline {
-            Some(deadline) if driver.check().is_err() || !driver.is_busy() || Instant::now() >= deadline => return,
-            Some(_) => std::thread::sleep(SHORT),
-            None if end.recv_timeout(nap) == Err(RecvTimeoutError::Disconnected) => {
-                deadline = Some(Instant::now() + FAREWELL);
-            }
-            None => {}
+    }
+}
+
+/// Sends the data that others still need, and receives what nobody has received. If it `waits`, it ends when no rank has
+/// anything under way.
+///
+/// In a program with an MPI of its own, a rank does not wait for the ends of others: they may wait for messages of that
+/// program. A message for a rank that has ended then counts as lost after a while.
+fn wind_up(driver: &Driver, waits: bool) {
+    let (mut nap, mut moved, mut farewell) = (SHORT, Instant::now(), None);
+    loop {
+        let Ok(has_moved) = driver.wind_up() else { return };
+        if has_moved {
+            (nap, moved) = (SHORT, Instant::now());
         }
+        match (driver.is_busy(), &mut farewell) {
+            (true, _) if !waits && moved.elapsed() >= FAREWELL => return,
+            (true, None) => {}
+            (false, _) if !waits => return,
+            // Nothing of this rank is under way. When this holds for all, nobody needs this rank any more.
+            (false, None) => match driver.start_farewell() {
+                Ok(barrier) => farewell = Some(barrier),
+                Err(_) => return,
+            },
+            (_, Some(barrier)) => match driver.is_over(barrier) {
+                Ok(false) => {}
+                Ok(true) | Err(_) => return,
+            },
+        }
+        std::thread::sleep(nap);
+        nap = LONG.min(nap * 2);
     }
 }
 

@@ -42,7 +42,7 @@ impl Known {
     /// Returns whether it belongs to `call` with these tensors: a plan depends on nothing else.
     fn is_of(&self, call: &Call, given: &[Given]) -> bool {
         let alike = |((dtype, shape), other): (&(DType, Dims), &Given)| {
-            (*dtype, &shape[..]) == (other.tensor.dtype(), other.tensor.dims())
+            (*dtype, &shape[..]) == (other.hold.tensor().dtype(), other.hold.tensor().dims())
         };
         self.call.difference(call).is_none()
             && self.given.len() == given.len()
@@ -51,7 +51,7 @@ impl Known {
 }
 
 fn shape_of(given: &Given) -> (DType, Dims) {
-    (given.tensor.dtype(), Dims::from_slice(given.tensor.dims()))
+    (given.hold.tensor().dtype(), Dims::from_slice(given.hold.tensor().dims()))
 }
 
 impl Share {
@@ -102,12 +102,14 @@ mod tests {
 
     fn tensor(shape: &[usize], dtype: DType) -> SmallVec<[Given; 1]> {
         let tensor = Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
-        smallvec![Given { tensor, data: std::ptr::null() }]
+        // SAFETY: the lock is the tensor's.
+        smallvec![unsafe { Given::new(&tensor, &tensor.storage_and_layout().0).unwrap() }]
     }
 
     /// The call of something that is cut and joined, so that all of its attributes count.
     fn call() -> Call {
-        let x = &tensor(&[4, 1], DType::F32)[0].tensor;
+        let given = tensor(&[4, 1], DType::F32);
+        let x = given[0].hold.tensor();
         let sizes = smallvec![smallvec![2, 2], smallvec![1, 1]];
         Call { dims: smallvec![0, 1], sizes, ..Call::on(Op::AllToAll, x, &[1]) }
     }
@@ -151,7 +153,7 @@ mod tests {
     fn calls_whose_sizes_are_data_are_not_kept() {
         let (x, mut calls) = (tensor(&[3, 1], DType::F32), Calls::default());
         let sizes = smallvec![smallvec![1, 2], smallvec![2, 2]];
-        let routed = Call { dims: smallvec![0], sizes, ..Call::on(Op::AllToAll, &x[0].tensor, &[0]) };
+        let routed = Call { dims: smallvec![0], sizes, ..Call::on(Op::AllToAll, x[0].hold.tensor(), &[0]) };
         calls.keep(&known(&routed, &x));
         assert!(calls.find(&routed, &x).is_none());
     }

@@ -42,6 +42,20 @@ impl Mail {
         }
     }
 
+    /// Takes a message that nobody has asked for, if there is one.
+    pub(super) fn take_any(&mut self) -> Option<Letter> {
+        if let Some(&address) = self.messages.keys().next() {
+            return self.take_message(address);
+        }
+        let &round = self.rounds.keys().next()?;
+        let Entry::Occupied(mut letters) = self.rounds.entry(round) else { return None };
+        let letter = letters.get_mut().pop();
+        if letters.get().is_empty() {
+            letters.remove();
+        }
+        letter
+    }
+
     /// Returns whether there is a message at `address`.
     pub(super) fn has_message(&self, address: Address) -> bool {
         self.messages.contains_key(&address)

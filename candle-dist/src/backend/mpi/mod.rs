@@ -50,7 +50,7 @@ use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 use std::time::Duration;
-use wire::MOST_BYTES;
+use wire::{MOST_BYTES, TOGETHER};
 
 /// Starts MPI, for the group of all its ranks; ends it when the last group is gone.
 ///
@@ -226,15 +226,16 @@ impl MpiBackend {
 /// The inputs of a collective, or their device if it is not the host.
 type Inputs = std::result::Result<SmallVec<[Given; 1]>, DeviceLocation>;
 
-/// Returns the tensors with their addresses, and locks that prevent writes to them.
-fn locked(tensors: &[Tensor]) -> Result<(Inputs, Option<Guards<'_>>)> {
+/// Returns the tensors, which nobody can write to until the collective no longer reads them.
+fn held(tensors: &[Tensor]) -> Result<Inputs> {
     let devices = tensors.iter().map(|tensor| tensor.device().location());
     if let Some(device) = devices.into_iter().find(|&device| device != DeviceLocation::Cpu) {
-        return Ok((Err(device), None));
+        return Ok(Err(device));
     }
     let guards = Guards::new(&tensors.iter().map(Operand::of).collect::<SmallVec<[Operand<'_>; 4]>>());
-    let given = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| Given::new(tensor, guard));
-    Ok((Ok(given.collect::<Result<_>>()?), Some(guards)))
+    // SAFETY: the locks are those of the tensors, in their order.
+    let given = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| unsafe { Given::new(tensor, guard) });
+    Ok(Ok(given.collect::<Result<_>>()?))
 }
 
 /// A collective that this member has started and not finished.
@@ -294,9 +295,7 @@ impl Backend for MpiBackend {
     }
 
     fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        // The locks prevent writes to the tensors until the call has ended.
-        let (given, _guards) = locked(&tensors)?;
-        self.enter(call, given, Started::results)
+        self.enter(call, held(&tensors)?, Started::results)
     }
 
     fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
@@ -305,13 +304,12 @@ impl Backend for MpiBackend {
     }
 
     fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
-        let (given, guards) = locked(&tensors)?;
-        drop(guards);
-        self.enter(call, given, |started| Ok(Box::new(started) as Box<dyn StartedCall>))
+        self.driver().wait_for_room()?;
+        self.enter(call, held(&tensors)?, |started| Ok(Box::new(started) as Box<dyn StartedCall>))
     }
 
-    fn shares_memory(&self) -> bool {
-        false
+    fn copies_sent(&self, bytes: usize) -> bool {
+        bytes <= TOGETHER
     }
 
     fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
@@ -332,6 +330,12 @@ impl Backend for MpiBackend {
         let number = turn.next();
         let (control, circle) = (self.control(), &self.circle);
         control.enter_monitored(circle.id, &circle.ranks, number, &call, timeout).map(drop)
+    }
+
+    fn finish(&self) -> Result<()> {
+        // This rank's results do not depend on what others still do.
+        self.shared.keeper.wind_up();
+        Ok(())
     }
 
     fn stop(&self, cause: Cause) {

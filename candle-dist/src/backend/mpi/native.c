@@ -150,6 +150,14 @@ int candle_mpi_receive(uintptr_t comm, void *data, int len, int from, int tag, u
     return code;
 }
 
+/* A barrier that is done when all ranks have started it. */
+int candle_mpi_barrier(uintptr_t comm, uintptr_t *request) {
+    MPI_Request made;
+    int code = MPI_Ibarrier(COMM(comm), &made);
+    *request = (uintptr_t)made;
+    return code;
+}
+
 /* Lets MPI go on; the sender and the bytes are of a receive that is done. */
 int candle_mpi_test(uintptr_t *request, int *done, int *from, int *len) {
     MPI_Request handle = (MPI_Request)*request;

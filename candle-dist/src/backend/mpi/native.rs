@@ -38,6 +38,7 @@ unsafe extern "C" {
         tag: c_int,
         made: *mut usize,
     ) -> c_int;
+    fn candle_mpi_barrier(comm: usize, made: *mut usize) -> c_int;
     fn candle_mpi_test(request: *mut usize, done: *mut c_int, from: *mut c_int, len: *mut c_int) -> c_int;
     fn candle_mpi_cancel(request: *mut usize) -> c_int;
     fn candle_mpi_error(code: c_int, text: *mut c_char, room: c_int);
@@ -219,6 +220,14 @@ impl Private {
         Ok(request)
     }
 
+    /// Starts a barrier of all ranks.
+    pub(super) fn barrier(&self) -> MpiResult<Request> {
+        let mut request = Request { handle: 0, open: true };
+        // SAFETY: the communicator is valid; the backend's lock is held.
+        check(unsafe { candle_mpi_barrier(self.comm, from_mut(&mut request.handle)) })?;
+        Ok(request)
+    }
+
     /// Allocates memory that up to `most` ranks of a host share: each has a segment with `ring` bytes for each of them.
     /// The first `counts` bytes of each ring are zeroed. All ranks call this, and wait for each other.
     ///
@@ -292,6 +301,12 @@ pub(super) struct Request {
 }
 
 impl Request {
+    /// A message that is never done.
+    #[cfg(test)]
+    pub(super) const fn unanswered() -> Self {
+        Self { handle: 0, open: true }
+    }
+
     /// Drives MPI; returns the result once this message is done. It means nothing for a send.
     pub(super) fn test(&mut self) -> MpiResult<Option<Came>> {
         let (mut done, mut from, mut len) = (c_int::from(!self.open), 0, 0);

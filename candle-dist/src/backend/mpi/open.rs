@@ -1,8 +1,9 @@
 //! Open operations and arrived messages of all groups of a process.
-use super::header::{Signature, Slot};
+use super::header::{Body, Signature, Slot};
 use super::mail::{Address, Letter, Mail};
 use super::native::MpiError;
-use super::operation::Operation;
+use super::operation::{Circle, Operation};
+use super::transfer::Held;
 use super::wire::{Arrived, Wire};
 use crate::Cause;
 use crate::control::Control;
@@ -15,8 +16,9 @@ pub(super) struct State {
     /// `None` after the end.
     pub(super) wire: Option<Wire>,
     pub(super) mail: Mail,
-    /// Collectives that are not complete, or whose results have not been taken.
-    pub(super) open: FxHashMap<Ticket, Open>,
+    pub(super) collectives: Collectives,
+    /// What others have sent and nobody receives, at the end.
+    unread: Vec<Held>,
     /// The groups of this rank.
     pub(super) groups: FxHashMap<u64, Group>,
     /// The first error: messages and operations are then in no state to go on from.
@@ -35,13 +37,129 @@ pub(super) struct Group {
     recent: VecDeque<(u64, Signature)>,
 }
 
-/// A started collective.
-pub(super) struct Open {
-    pub(super) operation: Operation,
-    pub(super) done: bool,
-    /// Whether the results were discarded; the other members still need this one to continue.
-    pub(super) given_up: bool,
+/// Collectives that are not complete, or whose results have not been taken.
+///
+/// Each turn of MPI looks only at those that it may advance: programs may start many calls before they wait.
+#[derive(Default)]
+pub(super) struct Collectives {
+    open: FxHashMap<Ticket, Open>,
+    /// Those of which MPI moves some data in place, and some that are gone.
+    moving: Vec<Ticket>,
+    /// Those that are not complete, in the order of their starts, and some that are.
+    started: VecDeque<Ticket>,
+    /// The number of those that are not complete.
+    incomplete: usize,
 }
+
+/// A started collective.
+struct Open {
+    operation: Operation,
+    done: bool,
+    /// Whether it is among the moving ones.
+    moves: bool,
+    /// Whether the results were discarded; the other members still need this one to continue.
+    given_up: bool,
+}
+
+impl Collectives {
+    pub(super) fn insert(&mut self, ticket: Ticket, operation: Operation, done: bool) {
+        let moves = !done && operation.moves();
+        if moves {
+            self.moving.push(ticket);
+        }
+        if !done {
+            self.incomplete += 1;
+            self.started.push_back(ticket);
+        }
+        self.open.insert(ticket, Open { operation, done, moves, given_up: false });
+    }
+
+    /// Returns whether a collective is complete or gone.
+    pub(super) fn is_done(&self, ticket: Ticket) -> bool {
+        self.open.get(&ticket).is_none_or(|open| open.done)
+    }
+
+    /// Returns the number of collectives that are not complete.
+    pub(super) const fn incomplete(&self) -> usize {
+        self.incomplete
+    }
+
+    /// Returns the first of the collectives that are not complete.
+    pub(super) fn oldest(&mut self) -> Option<&Operation> {
+        while self.started.front().is_some_and(|&ticket| self.is_done(ticket)) {
+            self.started.pop_front();
+        }
+        Some(&self.open.get(self.started.front()?)?.operation)
+    }
+
+    /// Advances a collective as far as possible; returns whether it is complete.
+    fn advance(&mut self, ticket: Ticket, wire: &mut Wire) -> Result<bool, Cause> {
+        let Some(open) = self.open.get_mut(&ticket).filter(|open| !open.done) else { return Ok(true) };
+        open.done = open.operation.advance(wire)?;
+        if !open.done && !open.moves && open.operation.moves() {
+            open.moves = true;
+            self.moving.push(ticket);
+        }
+        if open.done {
+            self.incomplete -= 1;
+            // So that it does not grow where nobody asks for the oldest.
+            if self.started.len() > 2 * self.incomplete + ENOUGH {
+                let open = &self.open;
+                self.started.retain(|ticket| open.get(ticket).is_some_and(|open| !open.done));
+            }
+        }
+        if self.open.get(&ticket).is_some_and(|open| open.done && open.given_up) {
+            self.open.remove(&ticket);
+        }
+        Ok(self.is_done(ticket))
+    }
+
+    /// Advances those of which MPI moves some data; returns whether any is complete now.
+    fn advance_moving(&mut self, wire: &mut Wire) -> Result<bool, Cause> {
+        let (mut at, mut any) = (0, false);
+        while let Some(&ticket) = self.moving.get(at) {
+            let was_done = self.is_done(ticket);
+            any |= self.advance(ticket, wire)? && !was_done;
+            match self.open.get_mut(&ticket) {
+                Some(open) if !open.done && open.operation.moves() => at += 1,
+                open => {
+                    open.into_iter().for_each(|open| open.moves = false);
+                    self.moving.swap_remove(at);
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    /// Removes a complete collective, to take its results.
+    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Operation> {
+        self.open.remove(&ticket).map(|open| open.operation)
+    }
+
+    /// Lets a collective complete in the background; a complete one is removed at once.
+    pub(super) fn give_up(&mut self, ticket: Ticket) {
+        match self.open.get_mut(&ticket) {
+            Some(open) if !open.done => open.given_up = true,
+            _ => drop(self.open.remove(&ticket)),
+        }
+    }
+
+    /// Removes collectives that never complete, and returns the memory that MPI may still use.
+    fn forsake(&mut self, is_hopeless: impl Fn(&Circle, u64) -> bool) -> Vec<Held> {
+        let hopeless = |open: &Open| !open.done && is_hopeless(open.operation.circle(), open.operation.number());
+        let tickets: Vec<Ticket> =
+            self.open.iter().filter(|(_, open)| hopeless(open)).map(|(&ticket, _)| ticket).collect();
+        let removed = tickets.into_iter().filter_map(|ticket| self.open.remove(&ticket));
+        let removed: Vec<Open> = removed.collect();
+        self.incomplete -= removed.len();
+        removed.into_iter().flat_map(|open| open.operation.into_held()).collect()
+    }
+}
+
+/// The entries of a list beyond those in use that are not worth a search.
+const ENOUGH: usize = 1024;
+/// The most unread tensors that are received at a time at the end.
+const DRAINED: usize = 8;
 
 /// The id of a started collective: its group and number.
 pub(super) type Ticket = (u64, u64);
@@ -59,7 +177,8 @@ impl State {
             me: control.rank(),
             wire: Some(wire),
             mail: Mail::default(),
-            open: FxHashMap::default(),
+            collectives: Collectives::default(),
+            unread: Vec::new(),
             groups: FxHashMap::default(),
             broken: None,
         }
@@ -77,6 +196,16 @@ impl State {
         changed
     }
 
+    /// Ends all collectives and messages, because the world has stopped. MPI is not called again.
+    pub(super) fn stop(&mut self, cause: &Cause) {
+        self.broken.get_or_insert_with(|| cause.clone());
+        self.collectives = Collectives::default();
+        self.unread.clear();
+        if let Some(wire) = &mut self.wire {
+            wire.leave_parcels();
+        }
+    }
+
     /// Returns the wire and the mail, until the end.
     pub(super) fn wired(&mut self) -> Result<(&mut Wire, &mut Mail), Cause> {
         let Self { me, wire, mail, .. } = self;
@@ -85,7 +214,7 @@ impl State {
 
     /// Drives MPI and every collective that can advance; returns whether anything moved, and the wanted message.
     pub(super) fn turn(&mut self, wanted: Option<Wanted>) -> Result<(bool, Option<Arrived>), Cause> {
-        let Self { me, wire, mail, open, groups, .. } = self;
+        let Self { me, wire, mail, collectives, groups, .. } = self;
         let Some(wire) = wire else { return Ok((false, None)) };
         let failed = |error: MpiError| Cause::Failed { rank: *me, message: error.to_string() };
         let mut moved = wire.poll().map_err(failed)?;
@@ -97,14 +226,11 @@ impl State {
             match header.slot {
                 Slot::Round { number, .. } => {
                     let ticket = (header.group, number);
-                    match open.get_mut(&ticket) {
+                    match collectives.open.get_mut(&ticket) {
                         Some(of) if !of.done => {
                             of.operation.take(from, &header, wire.data(&letter))?;
-                            of.done = of.operation.advance(wire)?;
-                            is_wanted = of.done && wanted == Some(Wanted::Collective(ticket));
-                            if of.done && of.given_up {
-                                open.remove(&ticket);
-                            }
+                            let done = collectives.advance(ticket, wire)?;
+                            is_wanted = done && wanted == Some(Wanted::Collective(ticket));
                         }
                         _ => match groups.get(&header.group).filter(|group| number < group.next) {
                             Some(group) => return Err(group.late(*me, from, number, &header.signature)),
@@ -127,21 +253,41 @@ impl State {
         }
         wire.listen_again().map_err(failed)?;
         // Messages have advanced the other collectives.
-        let mut ended = false;
-        for open in open.values_mut().filter(|open| !open.done && open.operation.moves()) {
-            open.done = open.operation.advance(wire)?;
-            moved |= open.done;
-            ended |= open.done && open.given_up;
-        }
-        if ended {
-            open.retain(|_, open| !(open.done && open.given_up));
-        }
+        moved |= collectives.advance_moving(wire)?;
         Ok((moved, None))
+    }
+
+    /// Drives MPI at the end, when this rank makes no more calls: receives what nobody has received, and drops collectives
+    /// that others never enter. Returns whether anything moved.
+    pub(super) fn wind_up(&mut self, is_hopeless: impl Fn(&Circle, u64) -> bool) -> Result<bool, Cause> {
+        let (mut moved, _) = self.turn(None)?;
+        let forsaken = self.collectives.forsake(is_hopeless);
+        self.unread.extend(forsaken);
+        let Self { me, wire, mail, unread, .. } = self;
+        let Some(wire) = wire else { return Ok(moved) };
+        let failed = |error: Box<dyn std::error::Error>| Cause::Failed { rank: *me, message: error.to_string() };
+        while unread.len() < DRAINED
+            && let Some(Letter { from, header, .. }) = mail.take_any()
+        {
+            moved = true;
+            if let Body::Follows(_) = header.body {
+                unread.push(wire.receive_all(from, &header).map_err(failed)?);
+            }
+        }
+        let before = unread.len();
+        let mut at = 0;
+        while let Some(held) = unread.get_mut(at) {
+            match held.poll(wire.comm()).map_err(|error| failed(error.into()))? {
+                true => drop(unread.swap_remove(at)),
+                false => at += 1,
+            }
+        }
+        Ok(moved || unread.len() < before)
     }
 
     /// Returns whether others may wait for something that this process must still do.
     pub(super) fn is_busy(&self) -> bool {
-        self.wire.as_ref().is_some_and(Wire::is_sending) || self.open.values().any(|open| !open.done)
+        self.wire.as_ref().is_some_and(Wire::is_sending) || self.collectives.incomplete > 0 || !self.unread.is_empty()
     }
 }
 

@@ -4,10 +4,12 @@ use super::known::Known;
 use super::mail::Mail;
 use super::plan::Member;
 use super::progress::{Own, Part};
+use super::transfer::Held;
 use super::wire::{Data, Wire};
 use super::work::bytes_of;
 use crate::Cause;
-use crate::backend::Results;
+use crate::backend::guards::Hold;
+use crate::backend::{Call, Results};
 use crate::control::Membership;
 use candle_core::{StorageRef, Tensor};
 use smallvec::SmallVec;
@@ -62,15 +64,19 @@ impl Circle {
     }
 }
 
-/// A contiguous input tensor on the host, and the address of its elements.
+/// A contiguous input tensor on the host, which nobody writes to, and the address of its elements.
 pub(super) struct Given {
-    pub(super) tensor: Tensor,
+    pub(super) hold: Hold,
     pub(super) data: *const u8,
 }
 
 impl Given {
-    pub(super) fn new(tensor: &Tensor, storage: &StorageRef<'_>) -> crate::Result<Self> {
-        Ok(Self { tensor: tensor.clone(), data: bytes_of(tensor, storage)?.as_ptr() })
+    /// # Safety
+    /// `guard` is a lock of the tensor's storage.
+    pub(super) unsafe fn new(tensor: &Tensor, guard: &StorageRef<'_>) -> crate::Result<Self> {
+        let data = bytes_of(tensor, guard)?.as_ptr();
+        // SAFETY: the caller's promise.
+        Ok(Self { hold: unsafe { Hold::new(tensor, guard) }, data })
     }
 }
 
@@ -114,6 +120,23 @@ impl Operation {
 
     pub(super) fn signature(&self) -> Signature {
         self.known.signature
+    }
+
+    pub(super) const fn circle(&self) -> &Arc<Circle> {
+        &self.circle
+    }
+
+    pub(super) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) fn call(&self) -> &Arc<Call> {
+        &self.known.call
+    }
+
+    /// Returns the memory that MPI may use, for a collective that does not go on.
+    pub(super) fn into_held(self) -> impl Iterator<Item = Held> {
+        self.parts.into_iter().map(Part::into_held)
     }
 
     /// Handles a message of this collective.

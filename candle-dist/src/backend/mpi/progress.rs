@@ -66,12 +66,16 @@ impl Part {
     /// Creates a tensor of a call, with this member's input if there is one.
     pub(super) fn new(share: &Share, input: Option<Given>, wire: &mut Wire) -> Result<Self> {
         let (dtype, plan) = (share.dtype, &share.plan);
-        let (input, data) = input.map_or((None, std::ptr::null()), |given| (Some(given.tensor), given.data));
+        let (input, data) = input.map_or((None, std::ptr::null()), |given| (Some(given.hold), given.data));
         let result = plan.result.map(|len| Room::new(dtype, len)).transpose()?;
         let scratch = (plan.scratch > 0).then(|| wire.scratch(dtype, plan.scratch)).transpose()?;
         let memory = Memory::new(dtype, data, result.as_ref(), scratch.as_ref());
         let held = Held::new(input, result, scratch);
         Ok(Self { memory, held, step: 0, entered: false, awaited: SmallVec::new(), early: VecDeque::new() })
+    }
+
+    pub(super) fn into_held(self) -> Held {
+        self.held
     }
 
     /// Handles a message, or keeps it for the step that requests it.
@@ -93,7 +97,11 @@ impl Part {
     pub(super) fn advance(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<bool, Fault> {
         loop {
             if self.step == own.share().plan.steps.len() {
-                return Ok(self.held.poll(wire.comm())?);
+                let is_done = self.held.poll(wire.comm())?;
+                if is_done {
+                    self.held.input = None; // may be written to, though nobody has waited
+                }
+                return Ok(is_done);
             }
             if !self.entered {
                 self.enter(own, wire)?;
@@ -124,10 +132,9 @@ impl Part {
             if sent.letter || wire.goes_together(to, header.bytes()) {
                 wire.post(to, &header, places)?;
             } else if let Some(data) = places.next() {
-                // SAFETY: the part holds the memory until the transfer is done, or leaves it to MPI; the plan does not
-                // write to it again. Nobody may write to the input before the call has ended (`Backend::run`, `start`).
-                let transfer = unsafe { wire.post_large(to, header, data.as_ptr())? };
-                self.held.outgoing.push(transfer);
+                // SAFETY: the part holds the memory until the transfer is done, or leaves it to MPI; neither the plan nor
+                // anybody else writes to it.
+                unsafe { wire.post_large(to, header, data.as_ptr(), &mut self.held.outgoing)? };
             }
         }
         Ok(self.work(own, &step.meanwhile)?)
@@ -141,7 +148,6 @@ impl Part {
     /// Takes the result of a complete part, if this member gets one, and returns its buffers for reuse.
     pub(super) fn finish(&mut self, share: &Share, wire: &mut Wire) -> Option<Fresh> {
         self.held.scratch.take().into_iter().for_each(|room| wire.give_back(room));
-        self.held.tensor = None;
         // SAFETY: the plan is done, so that every element of the result is written, and MPI is done with it.
         let filled = self.held.result.take().map(|room| unsafe { room.filled() });
         let Some(Ok(storage)) = filled else { return None };
@@ -195,8 +201,7 @@ impl Part {
             };
             // SAFETY: the place lies within the memory and has the size of the data; the part holds the memory until
             // the transfer is done, or leaves it to MPI. The plan reads it in a later step.
-            let transfer = unsafe { wire.receive(letter.from, &letter.header, self.memory.at(place))? };
-            self.held.incoming.push(transfer);
+            unsafe { wire.receive(letter.from, &letter.header, self.memory.at(place), &mut self.held.incoming)? };
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Transfers of data by MPI from or to the memory of tensors, without a copy.
 use super::native::{MpiResult, Private, Request};
 use super::room::Room;
-use candle_core::Tensor;
+use crate::backend::guards::Hold;
 use std::collections::VecDeque;
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,6 +26,27 @@ pub(super) struct Route {
     pub(super) tag: i32,
 }
 
+/// What moves the parts of transfers: MPI, except in tests.
+pub(super) trait Channel {
+    /// Starts to move `len` bytes.
+    ///
+    /// # Safety
+    /// As for [`Private::send`] and [`Private::receive`].
+    unsafe fn post(&self, route: Route, data: *mut u8, len: usize) -> MpiResult<Request>;
+}
+
+impl Channel for Private {
+    unsafe fn post(&self, Route { way, peer, tag }: Route, data: *mut u8, len: usize) -> MpiResult<Request> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match way {
+                Way::Out => self.send(data, len, peer, tag),
+                Way::In => self.receive(data, len, Some(peer), tag),
+            }
+        }
+    }
+}
+
 /// The data of one message in flight, in parts.
 #[derive(Debug)]
 pub(super) struct Transfer {
@@ -42,36 +63,30 @@ pub(super) struct Transfer {
 unsafe impl Send for Transfer {}
 
 impl Transfer {
-    /// Starts to move `len` bytes, in parts of at most `most_bytes`.
+    /// Starts to move `len` bytes, in parts of at most `most_bytes`, and adds the transfer to `transfers`: also after an
+    /// error, because some parts may be in flight.
     ///
     /// # Safety
     /// The bytes are not moved until [`poll`](Self::poll) says that the transfer is done. Until then outgoing bytes are
     /// not written, and incoming bytes are not read or written. If the transfer is dropped before, the bytes are never
     /// freed.
     pub(super) unsafe fn start(
-        comm: &Private,
+        comm: &impl Channel,
         route: Route,
         data: *mut u8,
         len: usize,
         most_bytes: usize,
-    ) -> MpiResult<Self> {
-        let mut transfer = Self { route, data, len, posted: 0, most_bytes, parts: VecDeque::new() };
-        transfer.post(comm)?;
-        Ok(transfer)
+        transfers: &mut Vec<Self>,
+    ) -> MpiResult<()> {
+        transfers.push(Self { route, data, len, posted: 0, most_bytes, parts: VecDeque::new() });
+        transfers.last_mut().map_or(Ok(()), |transfer| transfer.post(comm))
     }
 
-    fn post(&mut self, comm: &Private) -> MpiResult<()> {
-        let Route { way, peer, tag } = self.route;
+    fn post(&mut self, comm: &impl Channel) -> MpiResult<()> {
         while self.posted < self.len && self.parts.len() < WINDOW {
             let part = self.most_bytes.min(self.len - self.posted);
             // SAFETY: the part lies within the bytes that `start` was promised.
-            let request = unsafe {
-                let at = self.data.add(self.posted);
-                match way {
-                    Way::Out => comm.send(at, part, peer, tag)?,
-                    Way::In => comm.receive(at, part, Some(peer), tag)?,
-                }
-            };
+            let request = unsafe { comm.post(self.route, self.data.add(self.posted), part)? };
             self.posted += part;
             self.parts.push_back(request);
         }
@@ -105,7 +120,8 @@ pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &Private) -> MpiResu
 
 /// Transfers and their memory, which stays for as long as MPI may access it.
 pub(super) struct Held {
-    pub(super) tensor: Option<Tensor>,
+    /// The tensor that is read.
+    pub(super) input: Option<Hold>,
     pub(super) result: Option<Room>,
     pub(super) scratch: Option<Room>,
     pub(super) outgoing: Vec<Transfer>,
@@ -113,8 +129,8 @@ pub(super) struct Held {
 }
 
 impl Held {
-    pub(super) const fn new(tensor: Option<Tensor>, result: Option<Room>, scratch: Option<Room>) -> Self {
-        Self { tensor, result, scratch, outgoing: Vec::new(), incoming: Vec::new() }
+    pub(super) const fn new(input: Option<Hold>, result: Option<Room>, scratch: Option<Room>) -> Self {
+        Self { input, result, scratch, outgoing: Vec::new(), incoming: Vec::new() }
     }
 
     /// Drives MPI; returns whether it is done with the memory.
@@ -130,11 +146,59 @@ impl Drop for Held {
         if self.incoming.is_empty() && self.outgoing.is_empty() {
             return;
         }
-        // The world has failed, so it is not known when MPI is done with its memory.
-        mem::forget((self.tensor.take(), self.result.take(), self.scratch.take()));
+        // The world has ended early, so it is not known when MPI is done with its memory. What others read of it is not used.
+        self.input.take().into_iter().for_each(Hold::leave);
+        mem::forget((self.result.take(), self.scratch.take()));
         static SAID: AtomicBool = AtomicBool::new(false);
         if !SAID.swap(true, Ordering::Relaxed) {
-            eprintln!("candle-dist: the world failed while tensors were under way; their memory is left to MPI");
+            eprintln!("candle-dist: tensors were under way when the world ended; their memory is left to MPI");
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::super::native::MpiError;
+    use super::*;
+    use crate::backend::guards::Guards;
+    use crate::backend::storage::Operand;
+    use candle_core::{DType, Device, Var};
+    use std::cell::Cell;
+
+    /// Takes this many parts, which never arrive.
+    struct Refusing(Cell<usize>);
+
+    impl Channel for Refusing {
+        unsafe fn post(&self, _: Route, _: *mut u8, _: usize) -> MpiResult<Request> {
+            let left = self.0.get().checked_sub(1).ok_or_else(|| MpiError::new("no more requests"))?;
+            self.0.set(left);
+            Ok(Request::unanswered())
+        }
+    }
+
+    #[test]
+    fn memory_of_a_start_that_fails_half_way_is_left_to_mpi() {
+        for (way, taken) in [(Way::Out, 1), (Way::Out, 3), (Way::In, 1)] {
+            let var = Var::zeros(1000, DType::U8, &Device::Cpu).unwrap();
+            let guards = Guards::new(&[Operand::of(&var)]);
+            // SAFETY: the lock is the variable's.
+            let hold = guards.iter().next().map(|guard| unsafe { Hold::new(&var, guard) });
+            drop(guards);
+            let room = Room::new(DType::U8, 1000).unwrap();
+            let address = room.data();
+            let mut held = Held::new(hold, Some(room), None);
+            let transfers = if way == Way::Out { &mut held.outgoing } else { &mut held.incoming };
+            let route = Route { way, peer: 1, tag: 1 };
+            // SAFETY: nothing is moved.
+            let started = unsafe { Transfer::start(&Refusing(Cell::new(taken)), route, address, 1000, 100, transfers) };
+            assert_eq!(started.unwrap_err().to_string(), "MPI: no more requests");
+            assert_eq!(transfers.iter().map(|transfer| transfer.parts.len()).sum::<usize>(), taken, "parts in flight");
+            drop(held);
+            // New memory of the same size would be at the freed address.
+            let rooms: Vec<Room> = (0..20).map(|_| Room::new(DType::U8, 1000).unwrap()).collect();
+            assert!(rooms.iter().all(|room| room.data() != address), "the memory was freed");
+            var.zero_set().unwrap();
         }
     }
 }

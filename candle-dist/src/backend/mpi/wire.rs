@@ -9,8 +9,10 @@ use super::native::{Came, MpiError, MpiResult, Private, Request};
 use super::room::{Room, Spares};
 use super::shared::{Neighbors, Parts};
 use super::transfer::{Held, Route, Transfer, Way};
+use super::work::bytes_of;
 use crate::Result;
-use candle_core::{DType, Tensor};
+use crate::backend::guards::Hold;
+use candle_core::{DType, StorageRef, Tensor};
 use std::collections::VecDeque;
 use std::mem;
 
@@ -18,7 +20,7 @@ use std::mem;
 const LETTERS: i32 = 0;
 /// Data of up to this many bytes is sent with its header in a message of MPI, unless its plan says otherwise. In shared memory it
 /// is as much as fits into a letter: two copies take less time than the messages that a transfer needs to begin and to end.
-const TOGETHER: usize = 8 << 10;
+pub(super) const TOGETHER: usize = 8 << 10;
 /// MPI counts the bytes of a message in 31 bits; larger data is sent in several messages.
 pub(super) const MOST_BYTES: usize = 1 << 30;
 /// The number of open receives for letters: as many may arrive between two checks without another copy.
@@ -28,6 +30,8 @@ const ENOUGH: usize = OPEN / 2;
 /// The bytes that MPI implementations send eagerly, with their own header. Between ranks of a host two such messages
 /// take half the time of a slightly larger one, which needs a handshake.
 const AT_ONCE: usize = 3968;
+/// The most letters, and the most parcels, that are looked at each time: many may wait for their receivers.
+const TESTS: usize = 64;
 /// The buffers of sent letters that are kept.
 const SPARE_LETTERS: usize = 32;
 
@@ -49,6 +53,9 @@ pub(super) struct Wire {
     halves: Vec<(Came, Arrived)>,
     /// Sent tensors that MPI is not done with.
     parcels: Vec<Held>,
+    /// The letter and the parcel that are looked at next.
+    next_letter: usize,
+    next_parcel: usize,
     rooms: Spares,
     most_bytes: usize,
     next_tag: i32,
@@ -122,6 +129,8 @@ impl Wire {
             spare_letters: Vec::new(),
             halves: Vec::new(),
             parcels: Vec::new(),
+            next_letter: 0,
+            next_parcel: 0,
             rooms: Spares::default(),
             most_bytes,
             next_tag: LETTERS,
@@ -270,10 +279,12 @@ impl Wire {
 
     fn post_bytes(&mut self, to: usize, letter: Vec<u8>) -> MpiResult<()> {
         // SAFETY: the letter is kept with its request until that is done; `abandon` leaves both to MPI.
-        let mut request = unsafe { self.comm.send(letter.as_ptr(), letter.len(), to, LETTERS)? };
-        match request.test()? {
-            Some(_) => self.keep(letter),
-            None => self.letters.push((letter, request)),
+        let request = unsafe { self.comm.send(letter.as_ptr(), letter.len(), to, LETTERS)? };
+        // Kept first: after an error of the test, MPI may still read it.
+        self.letters.push((letter, request));
+        let sent = self.letters.last_mut().map_or(Ok(None), |(_, request)| request.test())?;
+        if let Some((letter, _)) = self.letters.pop_if(|_| sent.is_some()) {
+            self.keep(letter);
         }
         Ok(())
     }
@@ -289,36 +300,71 @@ impl Wire {
     ///
     /// # Safety
     /// As for [`Transfer::start`].
-    pub(super) unsafe fn post_large(&mut self, to: usize, header: Header, data: *const u8) -> MpiResult<Transfer> {
+    pub(super) unsafe fn post_large(
+        &mut self,
+        to: usize,
+        header: Header,
+        data: *const u8,
+        transfers: &mut Vec<Transfer>,
+    ) -> MpiResult<()> {
         // Fewer transfers are in flight between two ranks than there are tags.
         self.next_tag = if self.next_tag >= self.comm.most_tag { LETTERS + 1 } else { self.next_tag + 1 };
         let header = Header { body: Body::Follows(self.next_tag), ..header };
         self.post(to, &header, [])?;
         let route = Route { way: Way::Out, peer: to, tag: self.next_tag };
         // SAFETY: the caller's promise; outgoing bytes are not written.
-        unsafe { Transfer::start(&self.comm, route, data.cast_mut(), header.bytes(), self.most_bytes) }
+        unsafe { Transfer::start(&self.comm, route, data.cast_mut(), header.bytes(), self.most_bytes, transfers) }
     }
 
     /// Requests the data that follows a header, and writes it to `data`.
     ///
     /// # Safety
     /// As for [`Transfer::start`], with the number of bytes in the header.
-    pub(super) unsafe fn receive(&mut self, from: usize, header: &Header, data: *mut u8) -> MpiResult<Transfer> {
+    pub(super) unsafe fn receive(
+        &mut self,
+        from: usize,
+        header: &Header,
+        data: *mut u8,
+        transfers: &mut Vec<Transfer>,
+    ) -> MpiResult<()> {
         let Body::Follows(tag) = header.body else { return Err(MpiError::new("data that does not follow")) };
         let route = Route { way: Way::In, peer: from, tag };
         // SAFETY: the caller's promise.
-        unsafe { Transfer::start(&self.comm, route, data, header.bytes(), self.most_bytes) }
+        unsafe { Transfer::start(&self.comm, route, data, header.bytes(), self.most_bytes, transfers) }
     }
 
-    /// Sends a tensor, which is contiguous and on the host, and keeps it until MPI is done with it.
-    pub(super) fn post_tensor(&mut self, to: usize, header: Header, tensor: &Tensor, data: &[u8]) -> MpiResult<()> {
+    /// Requests the data that follows a header, into new memory.
+    pub(super) fn receive_all(&mut self, from: usize, header: &Header) -> Result<Held, Box<dyn std::error::Error>> {
+        let room = Room::new(header.dtype, header.len)?;
+        let address = room.data();
+        let mut held = Held::new(None, Some(room), None);
+        // SAFETY: the room has the bytes that the header tells; the held one keeps it until the transfer is done, or leaves
+        // it to MPI.
+        unsafe { self.receive(from, header, address, &mut held.incoming)? };
+        Ok(held)
+    }
+
+    /// Sends a tensor, which is contiguous and on the host, and holds it until MPI is done with it.
+    ///
+    /// # Safety
+    /// `guard` is a lock of the tensor's storage.
+    pub(super) unsafe fn post_tensor(
+        &mut self,
+        to: usize,
+        header: Header,
+        tensor: &Tensor,
+        guard: &StorageRef<'_>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let data = bytes_of(tensor, guard)?;
         if self.goes_together(to, data.len()) {
-            return self.post(to, &header, [data]);
+            return Ok(self.post(to, &header, [data])?);
         }
-        let mut parcel = Held::new(Some(tensor.clone()), None, None);
-        // SAFETY: the parcel keeps the tensor's memory, and leaves it to MPI if it is dropped before. Nobody may write
-        // to a tensor that was sent; variables come here as copies (`ProcessGroup::send`).
-        parcel.outgoing.push(unsafe { self.post_large(to, header, data.as_ptr())? });
+        // SAFETY: the caller's promise.
+        let hold = unsafe { Hold::new(tensor, guard) };
+        let mut parcel = Held::new(Some(hold), None, None);
+        // SAFETY: the parcel holds the tensor, so that nobody writes to it or frees it, and leaves it to MPI if it is dropped
+        // before.
+        unsafe { self.post_large(to, header, data.as_ptr(), &mut parcel.outgoing)? };
         if !parcel.poll(&self.comm)? {
             self.parcels.push(parcel);
         }
@@ -329,21 +375,21 @@ impl Wire {
     pub(super) fn poll(&mut self) -> MpiResult<bool> {
         let flushed = self.neighbors.as_mut().is_some_and(Neighbors::flush);
         let before = self.letters.len() + self.parcels.len();
-        let mut at = 0;
-        while let Some((_, request)) = self.letters.get_mut(at) {
-            match request.test()? {
+        for _ in 0..self.letters.len().min(TESTS) {
+            self.next_letter = if self.next_letter < self.letters.len() { self.next_letter } else { 0 };
+            match self.letters.get_mut(self.next_letter).map_or(Ok(None), |(_, request)| request.test())? {
                 Some(_) => {
-                    let (letter, _) = self.letters.swap_remove(at);
+                    let (letter, _) = self.letters.swap_remove(self.next_letter);
                     self.keep(letter);
                 }
-                None => at += 1,
+                None => self.next_letter += 1,
             }
         }
-        let mut at = 0;
-        while let Some(parcel) = self.parcels.get_mut(at) {
-            match parcel.poll(&self.comm)? {
-                true => drop(self.parcels.swap_remove(at)),
-                false => at += 1,
+        for _ in 0..self.parcels.len().min(TESTS) {
+            self.next_parcel = if self.next_parcel < self.parcels.len() { self.next_parcel } else { 0 };
+            match self.parcels.get_mut(self.next_parcel).map_or(Ok(false), |parcel| parcel.poll(&self.comm))? {
+                true => drop(self.parcels.swap_remove(self.next_parcel)),
+                false => self.next_parcel += 1,
             }
         }
         Ok(flushed || self.letters.len() + self.parcels.len() < before)
@@ -381,8 +427,14 @@ impl Wire {
         self.comm.free()
     }
 
+    /// Leaves the tensors that are under way to MPI, which must not be called any more. Others may write to them.
+    pub(super) fn leave_parcels(&mut self) {
+        self.parcels.clear();
+    }
+
     /// Leaks the memory of all messages to MPI: after a failure it is not known when MPI is done with it.
-    pub(super) fn abandon(self) {
+    pub(super) fn abandon(mut self) {
+        self.leave_parcels();
         mem::forget(self);
     }
 }

@@ -34,6 +34,7 @@ fn every_cause_arrives_as_it_was() {
         Cause::Deadlock,
         Cause::TimedOut { rank: 1, after: Duration::from_millis(1500) },
         Cause::Missing { ranks: vec![1, 0], after: Duration::from_millis(1500) },
+        Cause::Concurrent { rank: 1, sites: ["src/a.rs:1".into(), "src/b.rs:2".into()] },
     ];
     for cause in causes {
         let heard = world(2, |control| match control.rank() {

@@ -65,7 +65,8 @@ const CANDLE_DIST: &[Folder] = &[
         floors: &[
             "agree header native patience ring room shapes sums",
             "mail plan shared transfer",
-            "ways wire work",
+            "ways work",
+            "wire",
             "progress",
             "operation",
             "known open",
@@ -108,10 +109,12 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "group",
         floors: &[
+            "under_way",
             "mod",
             "check failure in_place monitored object posted routed gather_text",
             "pending",
-            "coalesced into point_to_point start",
+            "start",
+            "coalesced into point_to_point",
         ],
         // A group holds its receives that were started.
         up: &[("mod", "posted")],

@@ -2,8 +2,10 @@
 //!
 //! Without arguments all cases run: with `parts` in messages of few bytes, with `apart` without shared memory, with
 //! `pairs` with memory that only pairs of ranks share, with `given` on an MPI that the program itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
-//! every rank that gets the error prints it. `large`, `any`, `dropped` and `late` check one thing each.
+//! every rank that gets the error prints it. `large`, `any`, `dropped` and `late` check one thing each, and `hostile NAME` is an
+//! attack. Without mpirun, the filter `hostile::` starts all attacks.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod hostile;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candle_dist::backend::mpi::{Comm, Settings, Sums};
@@ -56,11 +58,14 @@ const ENDS: [(&str, End); 5] = [
 ];
 
 fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
     if std::env::var_os("OMPI_COMM_WORLD_SIZE").or_else(|| std::env::var_os("PMI_SIZE")).is_none() {
-        println!("SKIPPED: this is no process of mpirun; see scripts/mpi-test.sh");
+        match arguments.iter().any(|argument| argument.starts_with("hostile")) {
+            true => hostile::all(),
+            false => println!("SKIPPED: this is no process of mpirun; see scripts/mpi-test.sh"),
+        }
         return ExitCode::SUCCESS;
     }
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match &arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => run(Duration::from_secs(120), conform),
         // Larger than the data in a header message, and smaller than most lengths.
@@ -84,6 +89,7 @@ fn main() -> ExitCode {
         ["any"] => run_on(Settings::default().sums(Sums::Any), in_any_order),
         ["dropped"] => run(Duration::from_secs(60), dropped),
         ["late"] => late(),
+        ["hostile", name] => hostile::rank(name),
         ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, || with_a_gpu(ctx))),
         ["differ", name] => {

@@ -1,0 +1,165 @@
+//! The calls of a rank on a group that are under way, to notice threads that call at the same time.
+use crate::call::{Call, Op};
+use crossbeam_utils::atomic::AtomicCell;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use std::panic::Location;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A place in the source.
+pub(super) type Site = &'static Location<'static>;
+
+/// The calls on all handles of a group that threads of this rank are in.
+///
+/// Ranks match the n-th collective of each other, and the n-th message between two ranks with one tag. If two threads make
+/// such calls at the same time, their order is a matter of luck, and differs between ranks. A thread that waits for a call that
+/// it has started itself is in that call. Waits have no order among each other, and one thread may wait for what another one
+/// has started.
+#[derive(Default)]
+pub(super) struct UnderWay {
+    collective: AtomicCell<Option<Site>>,
+    /// The number of `waits`, which each collective reads without the lock.
+    waiting: AtomicUsize,
+    waits: Mutex<SmallVec<[Site; 4]>>,
+    messages: Mutex<SmallVec<[Message; 4]>>,
+}
+
+/// A message that a thread sends or receives.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Message {
+    op: Op,
+    /// `None` for any rank.
+    peer: Option<usize>,
+    tag: u32,
+    site: Site,
+}
+
+impl Message {
+    /// Returns whether the order of the two matters.
+    fn is_in_line_with(&self, other: &Self) -> bool {
+        let is_same_peer = self.peer == other.peer || self.peer.is_none() || other.peer.is_none();
+        self.op == other.op && self.tag == other.tag && is_same_peer
+    }
+}
+
+impl std::fmt::Debug for UnderWay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "UnderWay({:?}, {} messages)", self.collective.load(), self.messages.lock().len())
+    }
+}
+
+/// A call that is under way until this is dropped.
+pub(super) struct Entered<'a> {
+    of: &'a UnderWay,
+    what: What,
+}
+
+enum What {
+    Collective,
+    Wait(Site),
+    Message(Message),
+}
+
+impl UnderWay {
+    /// Enters a call, or returns the site of another thread's call that it must not overlap.
+    pub(super) fn enter(&self, call: &Call) -> Result<Entered<'_>, Site> {
+        if !matches!(call.op, Op::Send | Op::Recv) {
+            return self.enter_collective(call.site);
+        }
+        let message = Message { op: call.op, peer: call.peer, tag: call.tag, site: call.site };
+        let mut messages = self.messages.lock();
+        if let Some(other) = messages.iter().find(|other| other.is_in_line_with(&message)) {
+            return Err(other.site);
+        }
+        messages.push(message);
+        Ok(Entered { of: self, what: What::Message(message) })
+    }
+
+    /// Enters a call of all ranks, as `enter` does.
+    pub(super) fn enter_collective(&self, site: Site) -> Result<Entered<'_>, Site> {
+        self.collective.compare_exchange(None, Some(site)).map_err(|other| other.unwrap_or(site))?;
+        let entered = Entered { of: self, what: What::Collective };
+        if self.waiting.load(Ordering::SeqCst) > 0
+            && let Some(&other) = self.waits.lock().first()
+        {
+            return Err(other);
+        }
+        Ok(entered)
+    }
+
+    /// Enters a wait of a thread for a collective that it has started itself, as `enter` does.
+    pub(super) fn enter_wait(&self, site: Site) -> Result<Entered<'_>, Site> {
+        self.waits.lock().push(site);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let entered = Entered { of: self, what: What::Wait(site) };
+        self.collective.load().map_or(Ok(entered), Err)
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        match self.what {
+            What::Collective => self.of.collective.store(None),
+            What::Wait(site) => {
+                self.of.waiting.fetch_sub(1, Ordering::SeqCst);
+                let mut waits = self.of.waits.lock();
+                waits.iter().position(|other| *other == site).into_iter().for_each(|at| _ = waits.swap_remove(at));
+            }
+            What::Message(message) => {
+                let mut messages = self.of.messages.lock();
+                messages
+                    .iter()
+                    .position(|other| *other == message)
+                    .into_iter()
+                    .for_each(|at| _ = messages.swap_remove(at));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+
+    fn message(op: Op, peer: impl Into<Option<usize>>, tag: u32) -> Call {
+        Call { peer: peer.into(), tag, ..Call::new(op) }
+    }
+
+    #[test]
+    fn calls_whose_order_matters_do_not_overlap() {
+        let calls = UnderWay::default();
+        let first = Call::new(Op::Barrier);
+        let entered = calls.enter(&first).unwrap();
+        assert_eq!(calls.enter(&Call::new(Op::AllReduce)).err(), Some(first.site));
+        let send = message(Op::Send, 1, 7);
+        let sent = calls.enter(&send).unwrap();
+        let fine = [message(Op::Send, 1, 8), message(Op::Send, 2, 7), message(Op::Recv, 1, 7)];
+        let others: Vec<_> = fine.iter().map(|call| calls.enter(call).unwrap()).collect();
+        assert_eq!(calls.enter(&message(Op::Send, 1, 7)).err(), Some(send.site));
+        assert_eq!(calls.enter(&message(Op::Recv, None, 7)).err(), Some(fine[2].site));
+        drop((entered, sent, others));
+        let _again = [calls.enter(&first).unwrap(), calls.enter(&send).unwrap()];
+        let any = message(Op::Recv, None, 7);
+        let _any = calls.enter(&any).unwrap();
+        assert_eq!(calls.enter(&message(Op::Recv, 3, 7)).err(), Some(any.site));
+    }
+
+    #[test]
+    fn a_wait_for_a_call_of_ones_own_does_not_overlap_calls() {
+        let calls = UnderWay::default();
+        let [first, second] = [Call::new(Op::Barrier), Call::new(Op::AllReduce)];
+        let waits = [calls.enter_wait(first.site).unwrap(), calls.enter_wait(second.site).unwrap()];
+        assert_eq!(calls.enter(&second).err(), Some(first.site));
+        drop(waits);
+        let entered = calls.enter(&second).unwrap();
+        assert_eq!(calls.enter_wait(first.site).err(), Some(second.site));
+        drop(entered);
+        assert!(calls.enter(&first).is_ok() && calls.enter_wait(first.site).is_ok());
+    }
+
+    #[test]
+    fn an_entry_takes_no_lock() {
+        assert!(AtomicCell::<Option<Site>>::is_lock_free());
+    }
+}

@@ -1,0 +1,341 @@
+//! Programs that do what they should not, on processes of mpirun: they write to memory that MPI reads, start calls that nobody
+//! waits for, and leave messages unread.
+//!
+//! Outside of mpirun, [`all`] starts the attacks, each with its own mpirun.
+use super::{resident, run};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::testing::GROUPS;
+use candle_dist::{Error, Message, Pending, RankContext, ReduceOp, Result};
+use std::io::Read;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use test_utils::Attacks;
+
+/// How an attack must end.
+enum End {
+    /// All ranks succeed within this time, and say nothing.
+    Quiet(Duration),
+    /// mpirun fails, and the ranks say this.
+    Fails(&'static str),
+}
+
+/// An attack: its name, its ranks, what each rank does, and how it must end.
+struct Attack(&'static str, usize, fn(&RankContext) -> Result<()>, End);
+
+const SOON: End = End::Quiet(Duration::from_secs(60));
+/// Less than what an end once waited for messages that nobody receives.
+const AT_ONCE: End = End::Quiet(Duration::from_secs(7));
+/// Longer than a letter.
+const LARGE: usize = 4 << 20;
+/// The calls that a program starts before it waits for any.
+const MANY: usize = 200_000;
+
+const ATTACKS: [Attack; 17] = [
+    Attack("written_started", 2, |ctx| case(ctx, "started", "memory may change while a call is pending"), SOON),
+    Attack("written_started", 3, |ctx| case(ctx, "started", "memory may change while a call is pending"), SOON),
+    Attack("written_sent", 2, |ctx| case(ctx, "messages", "memory may change as soon as it is sent"), SOON),
+    Attack("torn", 2, torn, SOON),
+    Attack("owned", 2, owned, SOON),
+    Attack("freed", 2, freed, SOON),
+    Attack("behind_the_backend", 2, behind_the_backend, SOON),
+    Attack("many_dropped", 2, many_dropped, SOON),
+    Attack("many_kept", 2, many_kept, SOON),
+    Attack("many_late", 3, many_late, SOON),
+    Attack("many_sent", 2, many_sent, SOON),
+    Attack("unread_receive", 2, unread_receive, AT_ONCE),
+    Attack("unread_messages", 3, unread_messages, AT_ONCE),
+    Attack("calls_of_one_rank", 3, calls_of_one_rank, AT_ONCE),
+    Attack("failed_while_held", 2, failed_while_held, End::Fails("no such file")),
+    Attack("two_threads", 2, two_threads, End::Fails("made two calls on one group at the same time")),
+    Attack("flooded_store", 2, flooded_store, SOON),
+];
+
+/// Runs an attack as a rank. Returns whether it succeeded.
+pub(crate) fn rank(name: &str) -> bool {
+    let Attack(_, _, attack, _) = ATTACKS.iter().find(|attack| attack.0 == name).expect("an attack of this name");
+    run(Duration::from_secs(30), attack)
+}
+
+/// Runs all attacks. They are skipped without an mpirun.
+pub(crate) fn all() {
+    if Command::new("mpirun").arg("--version").output().is_err() {
+        return println!("SKIPPED: no mpirun on the path");
+    }
+    let mut attacks = Attacks::new("MPI");
+    for Attack(name, ranks, _, end) in &ATTACKS {
+        attacks.attack(format!("{name} on {ranks}"), || attack(name, *ranks, end));
+    }
+    attacks.assert();
+}
+
+fn attack(name: &str, ranks: usize, end: &End) -> Result<(), String> {
+    let (mut status, mut out, mut took) = (None, String::new(), Duration::ZERO);
+    // The PMIx library of some versions deadlocks when mpirun ends.
+    for _ in 0..3 {
+        let began = Instant::now();
+        (status, out, took) = launch(name, ranks);
+        if status.is_some() {
+            break;
+        }
+        eprintln!("{name}: mpirun did not end within {:?}", began.elapsed());
+    }
+    let said = || format!("mpirun ended with {status:?} after {took:.1?}: {out}");
+    let held = match end {
+        End::Quiet(limit) => status == Some(true) && took < *limit && out.trim().is_empty(),
+        End::Fails(text) => status == Some(false) && out.contains(text),
+    };
+    if held { Ok(()) } else { Err(said()) }
+}
+
+/// Runs this program as ranks. Returns whether they succeeded, if they ended in time, their output, and the time.
+fn launch(name: &str, ranks: usize) -> (Option<bool>, String, Duration) {
+    let mut mpirun = Command::new("mpirun");
+    let version = Command::new("mpirun").arg("--version").output().map(|output| output.stdout).unwrap_or_default();
+    if String::from_utf8_lossy(&version).contains("Open MPI") {
+        mpirun.arg("--oversubscribe");
+    }
+    mpirun.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RUST_BACKTRACE", "0")]);
+    mpirun.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap()).args(["hostile", name]);
+    let began = Instant::now();
+    let mut child = mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (mut stdout, mut stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+    let reader = std::thread::spawn(move || {
+        let mut text = String::new();
+        let _ = stdout.read_to_string(&mut text);
+        text
+    });
+    let errors = std::thread::spawn(move || {
+        let mut text = String::new();
+        let _ = stderr.read_to_string(&mut text);
+        text
+    });
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break Some(status.success()),
+            None if began.elapsed() > Duration::from_secs(120) => {
+                child.kill().unwrap();
+                break None;
+            }
+            None => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    let took = began.elapsed();
+    (status, reader.join().unwrap() + &errors.join().unwrap(), took)
+}
+
+fn case(ctx: &RankContext, group: &str, name: &str) -> Result<()> {
+    let (_, cases) = GROUPS.iter().find(|(of, _)| *of == group).unwrap();
+    (cases.iter().find(|case| case.name == name).unwrap().run)(ctx)
+}
+
+/// Checks that all elements are `value`.
+fn check(tensor: &Tensor, value: f32, what: &str) -> Result<()> {
+    let wrong = tensor.ne(value)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+    if wrong > 0.0 {
+        return Err(Error::Unsupported(format!("{what}: {wrong} of {} elements are not {value}", tensor.elem_count())));
+    }
+    Ok(())
+}
+
+fn ones(len: usize) -> Result<Var> {
+    Ok(Var::ones(len, DType::F32, &Device::Cpu)?)
+}
+
+fn write(var: &Var) -> Result<()> {
+    Ok(var.set(&var.ones_like()?.affine(200.0, 0.0)?)?)
+}
+
+/// Large memory, part of which MPI moves while it is written.
+fn torn(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    for _ in 0..5 {
+        let var = ones(LARGE)?;
+        let view = var.as_detached_tensor().reshape((2, LARGE / 2))?.flatten_all()?;
+        let sum = g.all_reduce_start(&view, ReduceOp::Sum)?;
+        let sent = g.send_start(&view, other, 0)?;
+        g.send(&view, other)?;
+        g.batch_send_recv(&[Message::Send { tensor: view.clone(), to: other, tag: 0 }])?;
+        write(&var)?;
+        g.barrier()?;
+        check(&sum.wait()?, 2.0, "a sum")?;
+        for _ in 0..3 {
+            check(&g.recv(LARGE, DType::F32, other)?, 1.0, "a message")?;
+        }
+        sent.wait()?;
+    }
+    Ok(())
+}
+
+/// A broken promise: the write waits.
+fn owned(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    for _ in 0..5 {
+        let (first, second) = (ones(LARGE)?, ones(LARGE)?);
+        let sum = g.all_reduce_owned_start(first.as_detached_tensor(), ReduceOp::Sum)?;
+        let sent = g.send_owned_start(second.as_detached_tensor(), other, 0)?;
+        std::thread::scope(|scope| {
+            let writes = [&first, &second].map(|var| scope.spawn(move || write(var)));
+            check(&g.recv(LARGE, DType::F32, other)?, 1.0, "a message")?;
+            check(&sum.wait()?, 2.0, "a sum")?;
+            writes.into_iter().try_for_each(|write| write.join().expect("no panic"))
+        })?;
+        sent.wait()?;
+        // Complete, though nobody has waited.
+        let third = ones(LARGE)?;
+        let sum = g.all_reduce_owned_start(third.as_detached_tensor(), ReduceOp::Sum)?;
+        g.barrier()?;
+        write(&third)?;
+        check(&sum.wait()?, 2.0, "a sum that is complete")?;
+    }
+    Ok(())
+}
+
+/// Memory that is freed while it is sent.
+fn freed(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    let memory = candle_dist::FreeableTensor::new(Tensor::ones(LARGE, DType::F32, &Device::Cpu)?)?;
+    g.send(&memory.tensor()?, other)?;
+    let sum = g.all_reduce_start(&memory.tensor()?, ReduceOp::Sum)?;
+    memory.free()?;
+    let others: Vec<Tensor> =
+        (0..4).map(|_| Tensor::full(9f32, LARGE, &Device::Cpu)).collect::<candle_core::Result<_>>()?;
+    check(&g.recv(LARGE, DType::F32, other)?, 1.0, "a message")?;
+    drop(others);
+    check(&sum.wait()?, 2.0, "a sum")
+}
+
+/// Calls of the backend, which copies nothing: a write in another thread waits.
+fn behind_the_backend(ctx: &RankContext) -> Result<()> {
+    use candle_dist::backend::{Call, Op};
+    let backend = ctx.group().backend();
+    let var = ones(LARGE)?;
+    let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &var, &[]) };
+    let started = backend.start(call, [var.as_detached_tensor()].into_iter().collect())?;
+    std::thread::scope(|scope| {
+        let write = scope.spawn(|| write(&var));
+        let made = started.finish()?.into_iter().map(|made| made.into_tensor());
+        made.map(|made| check(&made, 2.0, "a sum")).collect::<Result<()>>()?;
+        write.join().expect("no panic")
+    })
+}
+
+fn many_dropped(ctx: &RankContext) -> Result<()> {
+    let x = Tensor::ones(4, DType::F32, &Device::Cpu)?;
+    for _ in 0..MANY {
+        drop(ctx.group().all_reduce_start(&x, ReduceOp::Sum)?);
+    }
+    ctx.group().barrier()
+}
+
+fn many_kept(ctx: &RankContext) -> Result<()> {
+    let x = Tensor::ones(4, DType::F32, &Device::Cpu)?;
+    let calls = (0..MANY).map(|_| ctx.group().all_reduce_start(&x, ReduceOp::Sum)).collect::<Result<Vec<_>>>()?;
+    for (nth, sum) in Pending::wait_all(calls)?.iter().enumerate().step_by(1000) {
+        check(sum, 2.0, &format!("call {nth}"))?;
+    }
+    Ok(())
+}
+
+/// One rank comes later than all others, and the data is large.
+fn many_late(ctx: &RankContext) -> Result<()> {
+    let x = Tensor::ones(20_000, DType::F32, &Device::Cpu)?;
+    if ctx.rank() == 1 {
+        std::thread::sleep(Duration::from_secs(2));
+    }
+    for _ in 0..10_000 {
+        drop(ctx.group().all_reduce_start(&x, ReduceOp::Sum)?);
+    }
+    Ok(())
+}
+
+fn many_sent(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    let (small, large) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
+    for nth in 0..100_000 {
+        g.send_owned(if nth % 5 == 0 { large.clone() } else { small.clone() }, other)?;
+    }
+    for nth in 0..100_000 {
+        let got = g.recv(if nth % 5 == 0 { 10_000 } else { 4 }, DType::F32, other)?;
+        if nth % 1000 == 0 {
+            check(&got, 1.0, "a message")?;
+        }
+    }
+    Ok(())
+}
+
+fn unread_receive(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    drop(g.recv_start(LARGE, DType::F32, other, 0)?);
+    drop(g.recv_start(LARGE, DType::F32, other, 0)?);
+    g.send(ones(LARGE)?.as_tensor(), other)
+}
+
+fn unread_messages(ctx: &RankContext) -> Result<()> {
+    let g = ctx.group();
+    if ctx.rank() == 0 {
+        for nth in 0..100 {
+            g.send(ones(if nth % 2 == 0 { 100_000 } else { 5 })?.as_tensor(), 1 + nth % 2)?;
+        }
+    } else if ctx.rank() == 2 {
+        std::thread::sleep(Duration::from_secs(1)); // sends when the others have ended
+        g.send(ones(LARGE)?.as_tensor(), 0)?;
+        g.send(ones(LARGE)?.as_tensor(), 1)?;
+    }
+    Ok(())
+}
+
+/// Started calls that the others never make.
+fn calls_of_one_rank(ctx: &RankContext) -> Result<()> {
+    if ctx.rank() == 1 {
+        for _ in 0..10 {
+            drop(ctx.group().all_reduce_start(ones(LARGE)?.as_tensor(), ReduceOp::Sum)?);
+            drop(ctx.group().broadcast_start(ones(LARGE)?.as_tensor(), 1)?);
+            drop(ctx.group().barrier_start()?);
+        }
+    }
+    Ok(())
+}
+
+/// After a failure, nothing is held any more.
+fn failed_while_held(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    let (first, second) = (ones(LARGE)?, ones(LARGE)?);
+    g.barrier()?;
+    g.send_owned(first.as_detached_tensor(), other)?;
+    let sum = g.all_reduce_owned_start(second.as_detached_tensor(), ReduceOp::Sum)?;
+    if ctx.rank() == 0 {
+        return Err(Error::Unsupported("no such file".into()));
+    }
+    let outcome = (0..).find_map(|_| g.barrier().err()).expect("a failure");
+    write(&first)?;
+    write(&second)?;
+    drop(sum);
+    Err(outcome)
+}
+
+fn two_threads(ctx: &RankContext) -> Result<()> {
+    ctx.group().barrier()?;
+    let ended = std::thread::scope(|scope| {
+        let calls = |nth: usize| {
+            let x = Tensor::full(nth as f32, 3, &Device::Cpu)?;
+            (0..1000).try_for_each(|_| ctx.group().all_reduce(&x, ReduceOp::Sum).map(drop))
+        };
+        let threads = [1, 2].map(|nth| scope.spawn(move || calls(nth)));
+        threads.map(|thread| thread.join().expect("no panic"))
+    });
+    let both = format!("{ended:?}").matches("hostile.rs:").count();
+    assert!(both >= 2, "{ended:?}");
+    ended.into_iter().collect()
+}
+
+fn flooded_store(ctx: &RankContext) -> Result<()> {
+    if ctx.rank() == 1 {
+        let value = vec![7; 16 << 20];
+        for _ in 0..100 {
+            ctx.store().set("key", &value)?;
+        }
+        assert!(resident() < 500, "{} MiB", resident());
+        assert_eq!(ctx.store().get("key")?.len(), value.len());
+    }
+    ctx.group().barrier()
+}
