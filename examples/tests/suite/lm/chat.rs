@@ -409,6 +409,22 @@ struct Meaning {
     error: Option<String>,
 }
 
+/// A million tokens or so.
+#[test]
+fn long_conversations_are_not_too_much_work() {
+    let now = date(2026, 3, 7).at(9, 5, 0, 0);
+    for Family { name, template, tokens, .. } in facts().families {
+        let template = ChatTemplate::new(&template, &name, tokens).unwrap();
+        for (count, length) in [(4001, 1000), (401, 10_000), (1, 4_000_000), (20_001, 10)] {
+            let messages: Vec<Message> = (0..count)
+                .map(|place| Message::new(["user", "assistant"][place % 2], "word ".repeat(length / 5)))
+                .collect();
+            let text = template.render(&messages, now).unwrap();
+            assert!(text.len() > length, "{name}");
+        }
+    }
+}
+
 /// Facts of `benchmarks/jinja_facts.py`.
 #[test]
 fn templates_mean_what_they_mean_to_jinja2() {

@@ -66,7 +66,9 @@ pub(super) fn render(
 ) -> Checked<Text> {
     on_thread(|| {
         parsed(&without_generation(source), |template| {
-            let work = Work::new();
+            // Each message is a few values too.
+            let bytes = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
+            let work = Work::new(bytes);
             let run = || {
                 let tokens = tokens.iter().map(|(name, token)| Ok((name.as_str(), work.own(token.as_str())?)));
                 let mut globals = tokens.collect::<Result<BTreeMap<_, _>, Fail>>()?;

@@ -23,6 +23,8 @@ pub(super) fn fail<T>(why: impl Into<String>) -> Made<T> {
 
 /// The most that one rendering may cost. A byte that is written or looked at costs 1.
 const MOST: u64 = 1 << 28;
+/// What each byte of the messages adds to it.
+const EACH: u64 = 64;
 /// What an instruction costs.
 const STEP: u64 = 64;
 /// What a place in a list costs.
@@ -45,14 +47,23 @@ const TIME: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) struct Work {
     left: Cell<u64>,
+    largest: u64,
     looked: Cell<u64>,
     depth: Cell<usize>,
     ends: Instant,
 }
 
 impl Work {
-    pub(super) fn new() -> Self {
-        Self { left: Cell::new(MOST), looked: Cell::new(MOST), depth: Cell::new(0), ends: Instant::now() + TIME }
+    /// A rendering of messages of so many bytes, which may cost more if they are long.
+    pub(super) fn new(bytes: u64) -> Self {
+        let most = MOST.saturating_add(bytes.saturating_mul(EACH));
+        Self {
+            left: Cell::new(most),
+            largest: LARGEST.saturating_add(bytes.saturating_mul(2)),
+            looked: Cell::new(most),
+            depth: Cell::new(0),
+            ends: Instant::now() + TIME,
+        }
     }
 
     /// Charges so many bytes.
@@ -142,8 +153,8 @@ impl Work {
             size = item.size().saturating_add(SLOT).saturating_add(size);
             depth = depth.max(item.depth());
         }
-        if size > LARGEST {
-            return fail(format!("it makes a value of more than {LARGEST} bytes"));
+        if size > self.largest {
+            return fail(format!("it makes a value of more than {} bytes", self.largest));
         }
         if depth >= DEEPEST {
             return fail(format!("it makes more than {DEEPEST} lists inside of each other"));
