@@ -15,7 +15,7 @@ const TITLE: &str =
     "A lock of candle-shard: each line below is a process that writes here, or that wrote here until it was killed.\n";
 
 /// The longest lock file that is read.
-const LONGEST: u64 = 1 << 30;
+const LONGEST: u64 = 1 << 26;
 
 /// How often a lock is tried again that another process takes away at this moment.
 const TRIES: usize = 100;
@@ -208,7 +208,10 @@ impl Lock {
             // Opening the folder makes network file systems ask their server again.
             let folder = disk::folder_of(path);
             drop(fs::read_dir(folder));
-            let text = File::open(path).and_then(|file| read(&file)).unwrap_or_default();
+            // Anything may be there, and some things are opened without end.
+            let is_file = disk::is_file(path).unwrap_or(false);
+            let text = if is_file { File::open(path).and_then(|file| read(&file)) } else { Ok(String::new()) };
+            let text = text.unwrap_or_default();
             if is_ours(&text) && holders(&text).any(|holder| holder.nonce == nonce) {
                 return Ok(());
             }
