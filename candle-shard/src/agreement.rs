@@ -1,7 +1,7 @@
 //! Exchange of values, and agreement on one result, among ranks.
 use crate::layout::Spec;
 use crate::{Error, Result, scoped};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use candle_dist::bits::digest;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use serde::Serialize;
@@ -87,20 +87,29 @@ pub(crate) fn agreed<T>(group: &ProcessGroup, op: &'static str, result: Result<T
     }
 }
 
-/// Like [`agreed`], where each rank also has a number of what it has read: the numbers must be equal.
-pub(crate) fn agreed_on<T>(group: &ProcessGroup, op: &'static str, read: Result<(T, Option<u64>)>) -> Result<T> {
-    let text = read.as_ref().err().map(Error::to_string).unwrap_or_default();
-    let all = told(op, group, &(text, read.as_ref().ok().and_then(|(_, identity)| *identity)))?;
-    let ranks = || group.ranks().iter().zip(&all);
-    if let Some((rank, (text, _))) = ranks().find(|(_, (text, _))| !text.is_empty()) {
-        return Error::op(op, format!("rank {rank}: {text}"));
+/// How often ranks read again that have read unlike checkpoints.
+const READS: usize = 10;
+
+/// Like [`agreed`], of what `read` returns, with a number that tells a checkpoint from others. Ranks whose numbers differ read again,
+/// because another program may have replaced the checkpoint between them.
+pub(crate) fn agreed_on<T>(
+    group: &ProcessGroup,
+    op: &'static str,
+    read: impl Fn() -> Result<(T, Option<u64>)>,
+) -> Result<T> {
+    for _ in 0..READS {
+        let made = read();
+        let identity = made.as_ref().ok().and_then(|(_, identity)| *identity).unwrap_or(0) as i64;
+        let told = Tensor::new(&[i64::from(made.is_err()), identity], &Device::Cpu)?;
+        let all = group.all_gather(&told, 0)?.to_vec1::<i64>()?;
+        if all.iter().step_by(2).any(|&has_failed| has_failed != 0) {
+            return agreed(group, op, made.map(|(read, _)| read));
+        }
+        if all.chunks(2).all(|told| told[1] == identity) {
+            return made.map(|(read, _)| read);
+        }
     }
-    if let Some((rank, _)) = ranks().find(|(_, (_, identity))| *identity != all[0].1) {
-        let reason = format!("rank {rank} reads another checkpoint than rank {}", group.ranks()[0]);
-        let fix = "give one folder to all ranks, and load again if another program saves there";
-        return Error::op(op, format!("{reason}; {fix}"));
-    }
-    read.map(|(read, _)| read)
+    Error::op(op, "ranks read unlike checkpoints; give one folder to all of them, and load when no program saves there")
 }
 
 /// Returns every rank's value on every rank, in rank order.

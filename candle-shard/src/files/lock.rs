@@ -15,7 +15,7 @@ const TITLE: &str =
     "A lock of candle-shard: each line below is a process that writes here, or that wrote here until it was killed.\n";
 
 /// The longest lock file that is read.
-const LONGEST: u64 = 1 << 30;
+const LONGEST: u64 = 1 << 26;
 
 /// How often a lock is tried again that another process takes away at this moment.
 const TRIES: usize = 100;

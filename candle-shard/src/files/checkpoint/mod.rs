@@ -42,7 +42,7 @@ type Wanted<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
 
 /// Loads tensors of a checkpoint, or of other [`Weights`], in the layouts of the placements and in their stored dtypes.
 ///
-/// Each rank reads only its own shards. Runs one collective.
+/// Each rank reads only its own shards. Runs one collective, or more if another program replaces the checkpoint meanwhile.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -75,7 +75,7 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
     device: &Device,
 ) -> Result<BTreeMap<String, DTensor>> {
     let read = || -> Result<_> {
-        let weights = Weights::open(path)?;
+        let weights = Weights::open(path.as_ref())?;
         let read = |(name, placements): &(N, P)| {
             let (name, placements) = (name.as_ref(), placements.as_ref());
             let spec = Spec::new(mesh, placements, weights.shape(name)?, weights.dtype(name)?)?;
@@ -84,7 +84,7 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
         let read = wanted.iter().map(read).collect::<Result<_>>()?;
         Ok((read, weights.identity()))
     };
-    agreed_on(mesh.group()?, "checkpoint::load", read())
+    agreed_on(mesh.group()?, "checkpoint::load", read)
 }
 
 /// Reads the tensors of these names in these layouts; if any rank fails, every rank returns the first error.
@@ -94,12 +94,13 @@ pub(crate) fn read<'a>(
     wanted: impl Iterator<Item = Wanted<'a>>,
     device: &Device,
 ) -> Result<Vec<DTensor>> {
+    let wanted: Vec<Wanted<'a>> = wanted.collect();
     let read = || {
         let weights = Weights::open(path)?;
-        let read = wanted.map(|(name, within, spec)| weights.read_part(name, within, spec, device));
+        let read = wanted.iter().map(|&(name, within, spec)| weights.read_part(name, within, spec, device));
         Ok((read.collect::<Result<_>>()?, weights.identity()))
     };
-    agreed_on(mesh.group()?, "checkpoint::load", read())
+    agreed_on(mesh.group()?, "checkpoint::load", read)
 }
 
 /// Returns the names of the tensors of a checkpoint. Every rank calls it.
@@ -108,7 +109,7 @@ pub(crate) fn names(path: &Path, mesh: &DeviceMesh) -> Result<BTreeSet<String>> 
         let weights = Weights::open(path)?;
         Ok((weights.names().map(str::to_string).collect(), weights.identity()))
     };
-    agreed_on(mesh.group()?, "checkpoint::load", names())
+    agreed_on(mesh.group()?, "checkpoint::load", names)
 }
 
 /// Sets a variable to the value of this rank's shard.

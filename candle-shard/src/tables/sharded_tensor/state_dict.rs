@@ -84,7 +84,7 @@ pub fn load_state<N: AsRef<str>, S: Clone + Into<ShardingSpec>>(
 ) -> Result<BTreeMap<String, ShardedTensor>> {
     const OP: &str = "sharded_tensor::load_state";
     let read = || -> Result<_> {
-        let weights = Weights::open(path)?;
+        let weights = Weights::open(path.as_ref())?;
         let read = |(name, spec): &(N, S)| {
             let (name, spec) = (name.as_ref(), spec.clone().into());
             let layout = Layout::new(spec, weights.shape(name)?, weights.dtype(name)?, group)?;
@@ -96,5 +96,5 @@ pub fn load_state<N: AsRef<str>, S: Clone + Into<ShardingSpec>>(
         let read = wanted.iter().map(read).collect::<Result<_>>()?;
         Ok((read, weights.identity()))
     };
-    agreed_on(group, OP, read())
+    agreed_on(group, OP, read)
 }

@@ -6,6 +6,7 @@ use candle_shard::{ChunkShardingSpec, DTensor, Replicate, Result, Shard, Sharded
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::Command;
 use test_utils::{Attacks, Scratch};
 
 fn export(path: &Path) -> Result<(), String> {
@@ -16,7 +17,10 @@ fn export(path: &Path) -> Result<(), String> {
     })
 }
 
-/// Puts something in the way, in the ways that there are; the last one is a file behind a link.
+/// In how many ways something can be in the way.
+const WAYS: usize = 7;
+
+/// Puts something in the way.
 fn put(nth: usize, at: &Path, folder: &Scratch) -> &'static str {
     let victim = folder.path("victim");
     fs::write(&victim, "not yours").unwrap();
@@ -26,7 +30,9 @@ fn put(nth: usize, at: &Path, folder: &Scratch) -> &'static str {
         2 => symlink(&victim, at).map(|()| "a link"),
         3 => symlink(folder.path("nowhere"), at).map(|()| "a dangling link"),
         4 => fs::create_dir(at).map(|()| "a folder"),
-        _ => fs::create_dir(at).and_then(|()| fs::write(at.join("x"), "not yours")).map(|()| "a folder with a file"),
+        5 => fs::create_dir(at).and_then(|()| fs::write(at.join("x"), "not yours")).map(|()| "a folder with a file"),
+        // Whoever opens it waits without end.
+        _ => Command::new("mkfifo").arg(at).status().map(|made| assert!(made.success())).map(|()| "a pipe"),
     }
     .unwrap()
 }
@@ -49,7 +55,7 @@ fn files_of_others_are_not_touched() {
         "notes.txt",
     ];
     for name in names {
-        for nth in 0..6 {
+        for nth in 0..WAYS {
             for saves in [0, 1, 2] {
                 let folder = Scratch::new("foreign");
                 let path = folder.path("saved");
@@ -111,7 +117,7 @@ fn an_index_is_read_before_it_is_replaced() {
             saved.err().map(drop).ok_or("replaced".to_owned())
         });
     }
-    for nth in 2..6 {
+    for nth in 2..WAYS {
         let folder = Scratch::new("index");
         let path = folder.path("saved");
         fs::create_dir_all(&path).unwrap();
@@ -135,7 +141,7 @@ fn an_index_is_read_before_it_is_replaced() {
         saved.err().map(drop).ok_or("replaced".to_owned())
     });
     // What an index names, and somebody has replaced.
-    for nth in 0..6 {
+    for nth in 0..WAYS {
         let folder = Scratch::new("index");
         let path = folder.path("saved");
         save(&path, 1).unwrap();
@@ -160,7 +166,7 @@ fn an_index_is_read_before_it_is_replaced() {
 #[test]
 fn what_lies_at_the_path_itself_is_not_touched() {
     let mut a = Attacks::new("paths that are taken");
-    for nth in 0..6 {
+    for nth in 0..WAYS {
         for name in ["saved", "saved/checkpoint.lock"] {
             let folder = Scratch::new("path");
             let at = folder.path(name);

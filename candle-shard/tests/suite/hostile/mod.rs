@@ -10,6 +10,7 @@ use candle_dist::World;
 use candle_shard::{DTensor, Result, Shard, Weights, checkpoint};
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// Saves a vector of this value in pieces on 2 ranks; the error must be the same on both.
@@ -49,6 +50,20 @@ fn loaded(path: &Path) -> Result<u32, String> {
     }
 }
 
+/// Like [`loaded`], by 2 ranks that have half each.
+fn loaded_by_ranks(path: &Path) -> Result<u32, String> {
+    let values = World::local(2).run(|ctx| -> Result<Vec<u32>> {
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let loaded = checkpoint::load(path, &mesh, &[("x", [Shard(0)])], &Device::Cpu)?;
+        Ok(loaded["x"].full_tensor()?.flatten_all()?.to_vec1()?)
+    });
+    let values = values.map_err(|error| error.to_string())?.concat();
+    match values.iter().all(|value| *value == values[0]) {
+        true => Ok(values[0]),
+        false => Err(format!("parts of several checkpoints: {values:?}")),
+    }
+}
+
 /// What lies below a path: links with their targets, folders, and files with their bytes.
 fn contents(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
@@ -56,6 +71,7 @@ fn contents(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let kind: &[u8] = match about.file_type() {
         kind if kind.is_symlink() => b"link to ",
         kind if kind.is_dir() => b"folder",
+        kind if kind.is_fifo() => b"pipe",
         _ => b"file of ",
     };
     let held = match about.file_type() {
@@ -64,6 +80,7 @@ fn contents(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
             fs::read_dir(path).unwrap().for_each(|entry| found.extend(contents(&entry.unwrap().path())));
             Vec::new()
         }
+        kind if kind.is_fifo() => Vec::new(),
         _ => fs::read(path).unwrap(),
     };
     found.insert(path.to_owned(), [kind, &held].concat());
