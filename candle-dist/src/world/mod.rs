@@ -87,7 +87,8 @@ impl World {
     /// Creates a world of processes, with this process as one rank; see
     /// [`init_process_group`](crate::init_process_group).
     ///
-    /// [`run`](Self::run) calls its closure once, for the rank of this process, and returns one result.
+    /// [`run`](Self::run) calls its closure once, for the rank of this process, and returns one result when all ranks have
+    /// ended. It is an error if a rank fails or is killed until then.
     pub fn processes(backend: Backend, options: InitOptions) -> Self {
         let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
         Self::of(Ranks::Processes(backend, options), timeout, threads_per_rank)

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 /// Joins the world of processes that a launcher started, as one of its ranks.
 ///
-/// Returns when all processes have joined. Dropping the context ends the rank. [`World::processes`] also reports how
-/// the rank ended.
+/// Returns when all processes have joined. Dropping the context ends the rank, and does not tell whether others fail later.
+/// [`World::processes`] and [`RankContext::run`] do, and report how the rank ended.
 ///
 /// ```no_run
 /// use candle_dist::init::{Backend, InitOptions};

@@ -117,24 +117,35 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
             let want = want.as_ref().map(|want| values(&step.as_tensor(want).unwrap()));
             assert_eq!(got.as_ref().map(values), want, "rank {rank}, call {i}: {step:?}");
         }
-        assert!(results.len() <= fate.results.len(), "rank {rank} got past where it cannot");
+        // Over MPI a rank may leave a call that others have not entered, if it needs nothing of them.
+        assert!(over_mpi() || results.len() <= fate.results.len(), "rank {rank} got past where it cannot");
         match failure {
+            None if over_mpi() && !model.causes.is_empty() => {}
             None if Some(*rank) != culprit => {
                 assert!(fate.finishes() && results.len() == fate.results.len(), "rank {rank} stopped without a reason");
             }
             None => {}
             Some(failure) => {
-                let cause = match failure.cause {
-                    Cause::TimedOut { .. } if over_mpi() => &Cause::Deadlock,
-                    ref cause => cause,
-                };
-                assert!(model.causes.contains(cause), "{failure}\nbut the model says {:?}", model.causes);
+                let is_known = model.causes.iter().any(|known| is_same(known, &failure.cause));
+                assert!(is_known, "{failure}\nbut the model says {:?}", model.causes);
             }
         }
     }
     let texts: Vec<String> = seen.iter().filter_map(|s| s.failure.as_ref()).map(|f| f.to_string()).collect();
     assert!(texts.windows(2).all(|pair| pair[0] == pair[1]), "ranks disagree: {texts:#?}");
     seen.into_iter().find_map(|s| s.failure)
+}
+
+/// Returns whether the world may stop for this cause where the model says that one.
+fn is_same(model: &Cause, cause: &Cause) -> bool {
+    match (model, cause) {
+        // A process does not see that all of them wait. It compares its call with one other rank, which may be before all have
+        // come to the round.
+        (Cause::Deadlock, Cause::TimedOut { .. }) if over_mpi() => true,
+        (Cause::Deadlock | Cause::Returned { .. }, Cause::Mismatch { .. }) if over_mpi() => true,
+        (Cause::Mismatch { what: a, .. }, Cause::Mismatch { what: b, .. }) if over_mpi() => a == b,
+        _ => model == cause,
+    }
 }
 
 /// Returns the kind of a failure, for the counts.
