@@ -2,6 +2,7 @@
 use super::values::assert_same;
 use crate::functional::Cut;
 use crate::{Message, Pending, RankContext, ReduceOp, Result};
+use candle_core::scalar::Scalar;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
 /// The elements for each rank: some that are sent with their header, and some that are sent later, in place.
@@ -18,17 +19,21 @@ struct Writable {
 impl Writable {
     /// Sets all elements to 200.
     fn write(&self) -> Result<()> {
-        Ok(match self.what {
-            "a tensor of its own" => self.tensor.const_set(candle_core::scalar::Scalar::F32(200.0))?,
+        match self.what {
+            "a tensor of its own" => self.tensor.const_set(Scalar::F32(200.0))?,
             _ => self.var.set(&self.var.ones_like()?.affine(200.0, 0.0)?)?,
-        })
+        }
+        Ok(())
     }
 }
+
+/// Makes a tensor of this many elements of a variable.
+type Make = fn(&Var, usize) -> candle_core::Result<Tensor>;
 
 /// Returns `len` elements in each kind of memory that a program can write to without `unsafe`.
 fn writable(len: usize) -> Result<Vec<Writable>> {
     let ones = |len: usize| Var::ones(len, DType::F32, &Device::Cpu);
-    let kinds: [(&'static str, fn(&Var, usize) -> candle_core::Result<Tensor>); 6] = [
+    let kinds: [(&'static str, Make); 6] = [
         ("a variable", |var, _| Ok(var.as_tensor().clone())),
         ("a detached variable", |var, _| Ok(var.as_detached_tensor())),
         ("a view of a variable", |var, len| var.reshape((len, 1))?.squeeze(1)),
@@ -82,7 +87,7 @@ pub(super) fn started(ctx: &RankContext) -> Result<()> {
             ];
             let several = [
                 ("all_reduce_coalesced", n, g.all_reduce_coalesced_start(&[x.clone(), x.clone()], ReduceOp::Sum)?),
-                ("broadcast_coalesced", 1, g.broadcast_coalesced_start(&[x.clone()], n - 1)?),
+                ("broadcast_coalesced", 1, g.broadcast_coalesced_start(std::slice::from_ref(x), n - 1)?),
                 ("all_gather_coalesced", 1, g.all_gather_coalesced_start(&all)?),
                 ("reduce_scatter_coalesced", n, g.reduce_scatter_coalesced_start(&cut, ReduceOp::Sum)?),
             ];

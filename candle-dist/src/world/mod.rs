@@ -257,7 +257,7 @@ impl World {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             failed.get_or_insert_with(|| WorldError { rank, message: message.to_string() });
         };
-        let run = |come: mpsc::Receiver<RankContext>| come.recv().ok()?.run(&f, &blame);
+        let run = |come: mpsc::Receiver<RankContext>| come.recv().ok()?.run(&f, blame);
         let results = std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(ranks.len());
             for at in 0..ranks.len() {
@@ -266,7 +266,7 @@ impl World {
                     Err(reason) => {
                         // The threads before it end without a rank. Other processes hear of the reason.
                         drop(threads);
-                        ranks.swap_remove(at).run(|_| Err::<T, _>(reason.as_str()), &blame);
+                        ranks.swap_remove(at).run(|_| Err::<T, _>(reason.as_str()), blame);
                         return None;
                     }
                 }

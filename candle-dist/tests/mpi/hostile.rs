@@ -213,8 +213,8 @@ fn behind_the_backend(ctx: &RankContext) -> Result<()> {
     let started = backend.start(call, [var.as_detached_tensor()].into_iter().collect())?;
     std::thread::scope(|scope| {
         let write = scope.spawn(|| write(&var));
-        let made = started.finish()?.into_iter().map(|made| made.into_tensor());
-        made.map(|made| check(&made, 2.0, "a sum")).collect::<Result<()>>()?;
+        let mut made = started.finish()?.into_iter().map(|made| made.into_tensor());
+        made.try_for_each(|made| check(&made, 2.0, "a sum"))?;
         write.join().expect("no panic")
     })
 }
