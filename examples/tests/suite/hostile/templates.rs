@@ -46,7 +46,7 @@ fn templates() -> Vec<(String, String)> {
         ("concatenations", "a~", "a", ""),
         ("sums", "1+", "1", ""),
         ("powers", "1**", "1", ""),
-        ("ands", "a and ", "a", ""),
+        ("conjunctions", "a and ", "a", ""),
         ("ors", "a or ", "a", ""),
         ("comparisons", "1<", "2", ""),
         ("texts", "'a' ", "'a'", ""),
