@@ -1,4 +1,5 @@
 //! Folders of checkpoints that others write to, and that are damaged.
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -188,9 +189,7 @@ fn start(place: &Place, flags: &[&str], paths: &[(&str, PathBuf)]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lm"));
     command.args(["--model"]).arg(place.path("model")).arg("--train").arg(place.path("text"));
     command.args(["--seq-len", "7", "--batch", "5", "--warmup", "2", "--tp", "1"]).args(flags);
-    for (flag, path) in paths {
-        command.arg(flag).arg(path);
-    }
+    command.args(paths.iter().flat_map(|(flag, path)| [OsStr::new(flag), path.as_os_str()]));
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
