@@ -20,7 +20,6 @@ pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
-use crate::launch::MOST_RANKS;
 use crate::{Cause, Error, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use posted::Posts;
@@ -29,6 +28,9 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use under_way::{Site, UnderWay};
+
+/// The most ranks of a simulated group, which lists them.
+const MOST_SIMULATED: usize = 1 << 16;
 
 /// A set of ranks that communicate. Cheap to clone, `Send + Sync`, never a global.
 ///
@@ -171,8 +173,8 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::Error>(())
     /// ```
     pub fn simulated(rank: usize, size: usize) -> Result<Self> {
-        if rank >= size || size > MOST_RANKS {
-            let fix = format!("use a smaller rank, and at most {MOST_RANKS} ranks");
+        if rank >= size || size > MOST_SIMULATED {
+            let fix = format!("use a smaller rank, and at most {MOST_SIMULATED} ranks");
             return Err(Error::Unsupported(format!("rank {rank} of a simulated world of {size}; {fix}")));
         }
         Ok(Self::new(Arc::new(Simulated::new(rank, (0..size).collect()))))

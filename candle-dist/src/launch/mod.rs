@@ -22,7 +22,7 @@ use std::ops::Range;
 const PORTS: Range<u16> = 20_000..32_768;
 
 /// The most ranks of a world. Rank 0 has memory for each before it comes.
-pub(crate) const MOST_RANKS: usize = 1 << 16;
+const MOST_RANKS: usize = 1 << 16;
 
 /// The identity of a process, known before the processes meet.
 ///
