@@ -86,6 +86,7 @@ mod link;
 mod mesh;
 #[doc(hidden)]
 pub mod row_changes;
+#[doc(hidden)]
 pub mod rows;
 mod store;
 mod sums;

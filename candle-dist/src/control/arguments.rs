@@ -6,8 +6,8 @@ use sha2::{Digest, Sha256};
 
 /// The variable that allows unlike arguments.
 const UNLIKE: &str = "CANDLE_DIST_UNLIKE_ARGUMENTS";
-/// The most bytes of arguments that are sent; of longer ones only a digest is.
-const MAX_SENT: usize = 64 << 10;
+/// The most arguments that are compared one by one; more are compared as one.
+const MOST: usize = 1024;
 /// The most bytes of an argument in an error.
 const MAX_SHOWN: usize = 100;
 
@@ -18,31 +18,49 @@ pub(super) fn own(options: &InitOptions) -> Option<Vec<String>> {
     }
     let own = match &options.arguments {
         Some(arguments) => arguments.iter().map(|argument| format!("{argument:?}")).collect_vec(),
+        // A process that no launcher tells its rank may have it as an argument.
+        None if options.explicit.is_some() => return None,
         // Bytes that are no text are quoted too.
         None => std::env::args_os().skip(1).map(|argument| format!("{argument:?}")).collect_vec(),
     };
-    if own.iter().map(String::len).sum::<usize>() <= MAX_SENT {
+    if own.len() <= MOST {
         return Some(own);
     }
-    let mut hash = Sha256::new();
-    own.iter().for_each(|argument| hash.update(argument));
-    Some(vec![format!("({} arguments with the SHA-256 digest {:x})", own.len(), hash.finalize())])
+    Some(vec![format!("({} arguments with the digest {})", own.len(), digest(&own.iter().format(" ").to_string()))])
 }
 
-/// Returns the error if a rank has other arguments than rank 0.
+/// Returns what other processes get of arguments: they may have secrets, and the connection is not encrypted.
+pub(super) fn digests(own: &[String]) -> Vec<String> {
+    own.iter().map(|argument| digest(argument)).collect()
+}
+
+fn digest(text: &str) -> String {
+    Sha256::digest(text).iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Returns the error if a rank has other arguments than rank 0, from its digests and the texts of rank 0.
 pub(super) fn difference(rank: usize, theirs: Option<&[String]>, ours: Option<&[String]>) -> Option<String> {
     let (theirs, ours) = (theirs?, ours?);
-    let at = theirs.iter().zip_longest(ours).position(|pair| !matches!(pair, EitherOrBoth::Both(a, b) if a == b))?;
-    // With the flag before a value.
-    let shown = |all: &[String]| match all.get(at) {
-        Some(_) => all[at.saturating_sub(1)..=at].iter().map(|text| clipped(text.clone(), MAX_SHOWN)).join(" "),
-        None => format!("only {} arguments", all.len()),
+    let known = digests(ours);
+    let at = theirs.iter().zip_longest(&known).position(|pair| !matches!(pair, EitherOrBoth::Both(a, b) if a == b))?;
+    let count = |all: &[String]| format!("only {} argument{}", all.len(), if all.len() == 1 { "" } else { "s" });
+    let shown = match ours.get(at) {
+        Some(argument) => {
+            // With the flag before a value, and nothing else.
+            let flag = at.checked_sub(1).map(|before| &ours[before]).filter(|before| before.starts_with("\"-"));
+            flag.into_iter().chain([argument]).map(|text| clipped(text.clone(), MAX_SHOWN)).join(" ")
+        }
+        None => count(ours),
+    };
+    let other = match (theirs.get(at), ours.get(at)) {
+        (Some(_), Some(_)) => "another one".to_string(),
+        (Some(_), None) => "more".to_string(),
+        (None, _) => count(theirs),
     };
     Some(format!(
-        "rank {rank} was started with other arguments than rank 0: it has {}, and rank 0 has {}; start all ranks with the \
-         same ones, or set {UNLIKE}=1 if they may be unlike",
-        shown(theirs),
-        shown(ours)
+        "rank {rank} was started with other arguments than rank 0: rank 0 has {shown}, and rank {rank} has {other}; start all \
+         ranks with the same ones, name those that must be alike with InitOptions::arguments, or set {UNLIKE}=1 if they may \
+         be unlike"
     ))
 }
 
@@ -50,27 +68,45 @@ pub(super) fn difference(rank: usize, theirs: Option<&[String]>, ours: Option<&[
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_first_difference_is_told_with_the_flag_before_it() {
-        let list = |text: &str| text.split(' ').map(str::to_string).collect_vec();
-        let told = |theirs: &str, ours: &str| difference(2, Some(&list(theirs)), Some(&list(ours)));
-        assert_eq!(told("train --seed 1", "train --seed 1"), None);
-        let text = told("train --seed 2 --x", "train --seed 1 --y").unwrap_or_default();
-        assert!(
-            text.contains("rank 2 was started") && text.contains("it has --seed 2, and rank 0 has --seed 1"),
-            "{text}"
-        );
-        let text = told("train", "train --seed 1").unwrap_or_default();
-        assert!(text.contains("it has only 1 arguments, and rank 0 has train --seed"), "{text}");
-        assert_eq!(difference(1, None, Some(&list("a"))), None);
-        assert_eq!(difference(1, Some(&list("a")), None), None);
+    fn list(text: &str) -> Vec<String> {
+        text.split(' ').map(|argument| format!("{argument:?}")).collect()
     }
 
     #[test]
-    fn long_arguments_are_compared_by_a_digest() {
-        let of = |last: &str| own(&InitOptions::new().arguments(&[&"x".repeat(MAX_SENT), last]));
+    fn the_first_difference_is_told_with_the_flag_before_it() {
+        let told = |theirs: &str, ours: &str| difference(2, Some(&digests(&list(theirs))), Some(&list(ours)));
+        assert_eq!(told("train --seed 1", "train --seed 1"), None);
+        for (theirs, ours, expected) in [
+            ("train --seed 2 --x", "train --seed 1 --y", r#"rank 0 has "--seed" "1", and rank 2 has another one; "#),
+            ("train b", "train a", r#"rank 0 has "a", and rank 2 has another one; "#),
+            ("train", "train --seed 1", r#"rank 0 has "--seed", and rank 2 has only 1 argument; "#),
+            ("train --seed", "train", "rank 0 has only 1 argument, and rank 2 has more; "),
+        ] {
+            let text = told(theirs, ours).unwrap_or_default();
+            assert!(text.starts_with("rank 2 was started") && text.contains(expected), "{text}");
+        }
+        assert_eq!(difference(1, None, Some(&list("a"))), None);
+        assert_eq!(difference(1, Some(&digests(&list("a"))), None), None);
+    }
+
+    #[test]
+    fn the_texts_of_arguments_are_not_sent() {
+        let sent = digests(&list("--password hunter2"));
+        assert!(sent.len() == 2 && sent.iter().all(|digest| digest.len() == 16), "{sent:?}");
+    }
+
+    #[test]
+    fn many_arguments_are_compared_as_one() {
+        let of = |last: &str| own(&InitOptions::new().arguments(&[&["x"; MOST][..], &[last]].concat()));
         assert_eq!(of("a"), of("a"));
         assert_ne!(of("a"), of("b"));
         assert!(of("a").is_some_and(|own| own.len() == 1 && own[0].len() < 200));
+    }
+
+    #[test]
+    fn a_program_that_knows_its_rank_may_have_it_as_an_argument() {
+        let explicit = InitOptions::explicit("127.0.0.1:29500", 1, 2);
+        assert_eq!(own(&explicit), None);
+        assert_eq!(own(&explicit.arguments(&["a"])), Some(list("a")));
     }
 }

@@ -38,9 +38,9 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Dur
 }
 
 /// Greets another rank 0 at this address, as rank 0 too. If one launcher has started both, that world finds out: the other
-/// ranks of this one might join it.
+/// ranks of this one might join it. Without a launcher, only this process fails.
 pub(super) fn call_twin(info: &LaunchInfo) {
-    if let (Secret::File(_), Ok(hello)) = (&info.secret, hello(info)) {
+    if let (true, Ok(hello)) = (info.secret.is_of_launcher(), hello(info)) {
         let _ = attempt(info, None, hello, within(ATTEMPT));
     }
 }
@@ -66,7 +66,7 @@ fn attempt(
                 Err(error) => return Ok(Err(error)),
             };
             match meeting_points(info) {
-                Ok(addresses) => (addresses, Key::new(&secret, &info.job)),
+                Ok(addresses) => (addresses, info.key(&secret)),
                 Err(error) => return Ok(Err(error)),
             }
         }

@@ -6,7 +6,7 @@ use super::message::{Fault, Notice, Request, State};
 use super::rounds::Rounds;
 use crate::Cause;
 use crate::error::End;
-use crate::launch::{InitOptions, SecretFile};
+use crate::launch::{InitOptions, LaunchInfo, SecretFile};
 use crate::link::hello::{Answer, Guest, Hello};
 use crate::link::key::Key;
 use crate::link::within;
@@ -33,8 +33,10 @@ pub(super) struct Hub {
 #[derive(Debug)]
 struct Table {
     phase: Phase,
-    /// The file of the secret, which all processes find that this launcher starts for this address.
+    /// The file of the secret, while ranks may come.
     file: Option<SecretFile>,
+    /// Whether all processes find the secret that one launcher starts for this address.
+    is_of_launcher: bool,
     debug: bool,
     /// The arguments of rank 0, unless others may have unlike ones.
     arguments: Option<Vec<String>>,
@@ -154,7 +156,7 @@ impl Table {
     fn suspect(&mut self, hello: Hello, answer: &Answer) {
         let rank = hello.rank as usize;
         let is_twin =
-            self.file.is_some() && matches!(answer, Answer::Never(_)) && hello.size as usize == self.seats.len();
+            self.is_of_launcher && matches!(answer, Answer::Never(_)) && hello.size as usize == self.seats.len();
         if !is_twin || self.seats.get(rank).is_none_or(|seat| seat.link.is_none()) {
             return;
         }
@@ -163,12 +165,15 @@ impl Table {
              each job a MASTER_PORT or a CANDLE_DIST_TOKEN of its own"
         );
         match self.phase {
-            Phase::Meeting => {
-                self.tell(&Notice::NotStarted(why.clone()));
-                self.phase = Phase::Unlike(why);
-            }
+            Phase::Meeting => self.call_off(why),
             _ => self.stop(Cause::Failed { rank, message: why }),
         }
+    }
+
+    /// Tells all processes, also those that come later, why the world does not start.
+    fn call_off(&mut self, why: String) {
+        self.tell(&Notice::NotStarted(why.clone()));
+        self.phase = Phase::Unlike(why);
     }
 
     /// Returns the error for all ranks if some ranks did not join.
@@ -185,11 +190,12 @@ impl Table {
 }
 
 impl Hub {
-    pub(super) fn new(size: usize, key: Key, file: Option<SecretFile>, options: &InitOptions) -> Self {
-        let seats = (0..size).map(|_| Seat::default()).collect();
+    pub(super) fn new(info: &LaunchInfo, key: Key, file: Option<SecretFile>, options: &InitOptions) -> Self {
+        let seats = (0..info.world_size).map(|_| Seat::default()).collect();
         let table = Table {
             phase: Phase::Meeting,
             file,
+            is_of_launcher: info.secret.is_of_launcher(),
             debug: options.is_debug(),
             arguments: arguments::own(options),
             seats,
@@ -211,13 +217,25 @@ impl Hub {
         let answer = table.answer(guest.hello);
         table.suspect(guest.hello, &answer);
         self.changed.notify_all();
-        guest.answer(&self.key, &answer, &mut &stream)?;
         if answer != Answer::Welcome {
-            return Ok(());
+            return guest.answer(&self.key, &answer, &mut &stream);
         }
+        let mut welcome = Vec::new();
+        guest.answer(&self.key, &answer, &mut welcome)?;
         let (hub, rank) = (self.clone(), guest.hello.rank as usize);
-        let link = Link::start(stream, silence, move |event| hub.on(rank, event))?;
-        table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() };
+        match Link::start(stream.try_clone()?, silence, welcome, move |event| hub.on(rank, event)) {
+            Ok(link) => table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() },
+            // A process that is let in does not come again, so it is told why the world does not start, like the others.
+            Err(error) => {
+                let why = format!(
+                    "rank 0 cannot start the threads for rank {rank}: {error}; raise the limit on threads (ulimit -u, \
+                     pids.max of the cgroup) or on memory"
+                );
+                table.call_off(why.clone());
+                self.changed.notify_all();
+                return guest.answer(&self.key, &Answer::Never(why), &mut &stream);
+            }
+        }
         self.changed.notify_all();
         Ok(())
     }
@@ -308,9 +326,7 @@ impl Table {
         match request {
             Request::Arguments(theirs) if matches!(self.phase, Phase::Meeting) => {
                 if let Some(why) = arguments::difference(rank, theirs.as_deref(), self.arguments.as_deref()) {
-                    self.tell(&Notice::NotStarted(why.clone()));
-                    self.phase = Phase::Unlike(why);
-                    return;
+                    return self.call_off(why);
                 }
                 self.seats[rank].is_alike = true;
                 if self.seats.iter().all(|seat| seat.is_alike) {

@@ -11,7 +11,7 @@ use std::time::Duration;
 /// A message from a process to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// The arguments of this process, unless they may be unlike those of others. The world starts when all have come.
+    /// Digests of the arguments of this process, unless they may be unlike those of others. The world starts when all have come.
     Arguments(Option<Vec<String>>),
     /// Sets the value of a key to the payload.
     Set { key: String },

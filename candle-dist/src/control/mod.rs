@@ -105,16 +105,16 @@ impl Control {
     /// the job; other connections are dropped. Nothing is encrypted.
     pub fn connect(info: &LaunchInfo, options: &InitOptions) -> Result<Arc<Self>> {
         let server = match info.rank {
-            0 => Some(Server::start(info, options).inspect_err(|_| dial::call_twin(info))?),
+            0 => Some(Server::start(info, options)?),
             _ => None,
         };
         let stream = dial::dial(info, server.as_ref().map(Server::own), options.init_timeout)?;
         let watch = Arc::new(Watch::new(info.rank, info.world_size));
         let listening = watch.clone();
-        let link = Link::start(stream, options.lost_after, move |event| listening.on(event))
+        let link = Link::start(stream, options.lost_after, Vec::new(), move |event| listening.on(event))
             .map_err(|error| Error::Init(format!("rank {} cannot start its threads: {error}", info.rank)))?;
         watch.speak_through(link.outbox.clone());
-        watch.present(arguments::own(options));
+        watch.present(arguments::own(options).as_deref().map(arguments::digests));
         let met = watch.meet(options.init_timeout.saturating_add(VERDICT));
         let control = Self {
             rank: info.rank,
@@ -302,7 +302,7 @@ impl Control {
     /// Waits after the goodbye until all ranks have ended, so that the result of this rank depends on them too.
     ///
     /// # Errors
-    /// If a rank is killed, fails or panics meanwhile.
+    /// If the world stops meanwhile, unless the cause is that this rank has returned.
     pub(crate) fn outlast(&self) -> Result<()> {
         self.watch.outlast()
     }

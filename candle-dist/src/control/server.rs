@@ -1,4 +1,5 @@
 //! The server of rank 0: accepts processes of the job and drops all other connections.
+use super::dial::call_twin;
 use super::hub::Hub;
 use crate::launch::{Held, InitOptions, LaunchInfo};
 use crate::link::hello::Guest;
@@ -9,7 +10,7 @@ use itertools::Itertools;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -40,8 +41,8 @@ impl Server {
         let listeners = listen(info)?;
         // After the port, which only one of two jobs at an address gets.
         let Held { bytes, file } = info.secret.of_host(info)?;
-        let key = Key::new(&bytes, &info.job);
-        let hub = Arc::new(Hub::new(info.world_size, key, file, options));
+        let key = info.key(&bytes);
+        let hub = Arc::new(Hub::new(info, key, file, options));
         let is_over = Arc::new(AtomicBool::new(false));
         let (watched, limit) = (hub.clone(), options.init_timeout);
         let supervisor = thread::Builder::new().name("candle-dist supervisor".into());
@@ -97,10 +98,13 @@ fn listen(info: &LaunchInfo) -> Result<Vec<TcpListener>> {
     let (host, port) = info.address.rsplit_once(':').unwrap_or((&info.address, ""));
     let failed = |error: std::io::Error| {
         Error::Init(match error.kind() {
-            ErrorKind::AddrInUse => format!(
-                "port {port} of {host} is taken by another program or job; set MASTER_PORT to another one, equal on all \
-                 ranks"
-            ),
+            ErrorKind::AddrInUse => {
+                call_twin(info);
+                format!(
+                    "port {port} of {host} is taken by another program or job; set MASTER_PORT to another one, equal on \
+                     all ranks"
+                )
+            }
             ErrorKind::AddrNotAvailable => format!(
                 "rank 0 cannot listen at {host}, which is not an address of its host; set MASTER_ADDR to an address of the \
                  host that rank 0 runs on"
@@ -128,9 +132,12 @@ fn bind(addresses: Vec<SocketAddr>) -> io::Result<Vec<TcpListener>> {
     }
 }
 
-/// Returns an address without the IPv6 form of IPv4, which would be bound twice.
+/// Returns an address without the IPv6 form of IPv4, which would be bound twice. Others keep their scope.
 fn canonical(address: SocketAddr) -> SocketAddr {
-    SocketAddr::new(address.ip().to_canonical(), address.port())
+    match address.ip().to_canonical() {
+        ip @ IpAddr::V4(_) => SocketAddr::new(ip, address.port()),
+        IpAddr::V6(_) => address,
+    }
 }
 
 /// Returns the possible addresses of rank 0, as this host resolves them.
@@ -198,7 +205,7 @@ impl Door {
     fn greet(&self, id: u64, stream: TcpStream) {
         let guest = Guest::receive(self.hub.key(), &mut Before { stream: &stream, deadline: within(GREETING) });
         self.forget(id);
-        // If the answer does not arrive, the other side tries again.
+        // If a refusal does not arrive, the other side tries again. If a welcome does not, it is lost.
         if let Ok(guest) = guest {
             let _ = stream.set_write_timeout(Some(GREETING));
             let _ = self.hub.admit(&guest, stream, self.silence);
@@ -235,6 +242,13 @@ mod tests {
         assert_eq!(beyond_loopback(&info(0, 2), of(&["127.0.1.1"])), of(&["0.0.0.0"]));
         // On the same host as rank 0, which also listens there.
         assert_eq!(beyond_loopback(&info(1, 2), of(&["127.0.1.1"])), of(&["127.0.1.1"]));
+    }
+
+    #[test]
+    fn an_address_of_ipv6_keeps_its_scope() {
+        let scoped: SocketAddr = "[fe80::1%3]:29500".parse().unwrap();
+        assert_eq!(canonical(scoped), scoped);
+        assert_eq!(canonical("[::ffff:10.0.0.1]:29500".parse().unwrap()), "10.0.0.1:29500".parse().unwrap());
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, RankReport, Result, printable};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ pub(super) struct Watch {
     size: usize,
     outbox: OnceLock<Outbox<Request>>,
     failure: OnceLock<Arc<GroupFailure>>,
+    /// Whether somebody here has asked for the failure and got it.
+    told: AtomicBool,
     heard: Mutex<Heard>,
     changed: Condvar,
     /// The bytes of values that rank 0 may not have stored.
@@ -71,6 +74,8 @@ struct Heard {
     later: HashSet<(u64, u64)>,
     /// Whether this process has said goodbye.
     announced: bool,
+    /// Whether a call has told this rank of the failure before its goodbye, so that it has handled it or reports it.
+    knew: bool,
     /// Whether this process may end.
     bye: bool,
     /// Whether this process ends the connection.
@@ -98,6 +103,7 @@ impl Watch {
             size,
             outbox: OnceLock::new(),
             failure: OnceLock::new(),
+            told: AtomicBool::new(false),
             heard: Mutex::default(),
             changed: Condvar::new(),
             unstored: Mutex::default(),
@@ -109,7 +115,7 @@ impl Watch {
         let _ = self.outbox.set(outbox);
     }
 
-    /// Tells rank 0 the arguments of this process, which it compares before the world starts.
+    /// Tells rank 0 the digests of the arguments of this process, which it compares before the world starts.
     pub(super) fn present(&self, arguments: Option<Vec<String>>) {
         self.send(Request::Arguments(arguments), &[]);
     }
@@ -121,7 +127,7 @@ impl Watch {
     }
 
     pub(super) fn failure(&self) -> Option<&Arc<GroupFailure>> {
-        self.failure.get()
+        self.failure.get().inspect(|_| self.told.store(true, Ordering::Relaxed))
     }
 
     /// Handles an event of the connection.
@@ -183,7 +189,7 @@ impl Watch {
     }
 
     fn check(&self) -> Result<()> {
-        self.failure.get().map_or(Ok(()), |failure| Err(Error::Group(failure.clone())))
+        self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure.clone())))
     }
 
     /// Waits until all processes have joined, for at most `limit`: rank 0 says before whether some are missing. Returns
@@ -259,7 +265,7 @@ impl Watch {
             self.send(Request::Fail(cause.clone().into()), &[]);
         }
         loop {
-            if let Some(failure) = self.failure.get() {
+            if let Some(failure) = self.failure() {
                 return Error::Group(failure.clone());
             }
             if self.changed.wait_until(&mut heard, deadline).timed_out() {
@@ -460,6 +466,7 @@ impl Watch {
         if std::mem::replace(&mut heard.announced, true) {
             return;
         }
+        heard.knew = self.told.load(Ordering::Relaxed);
         for rounds in heard.activity.rounds().chunks(MAX_ROUNDS) {
             self.send(Request::Rounds(rounds.to_vec()), &[]);
         }
@@ -474,9 +481,13 @@ impl Watch {
             self.changed.wait(&mut heard);
         }
         match self.failure.get().map(|failure| &failure.cause) {
+            None => Ok(()),
             Some(Cause::Lost { .. } | Cause::Failed { .. } | Cause::Panicked { .. }) => self.check(),
-            // An error of ranks that still waited, which they report or handle.
-            _ => Ok(()),
+            // Its program has had the error, and has returned all the same.
+            Some(_) if heard.knew => Ok(()),
+            // Those that waited for it know better whether it was right to return.
+            Some(Cause::Returned { rank }) if *rank == self.rank => Ok(()),
+            Some(_) => self.check(),
         }
     }
 

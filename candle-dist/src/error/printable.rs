@@ -30,8 +30,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 
 /// Returns whether a character is a control, or one of those that reorder text or end a line in some programs.
 fn steers(char: char) -> bool {
-    let reorders =
-        matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    // Not the marks of Arabic and Hebrew, which texts have.
+    let reorders = matches!(char, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     reorders || matches!(char, '\u{2028}' | '\u{2029}') || char.is_control() && !matches!(char, '\n' | '\t')
 }
 
@@ -49,6 +49,7 @@ mod tests {
             ("\u{9b}31m \u{1b}]0;x\u{7}", "\\u{9b}31m \\u{1b}]0;x\\u{7}"),
             ("user\u{202e}gpj.exe", "user\\u{202e}gpj.exe"),
             ("日本語 e\u{301} 👩‍🔬", "日本語 e\u{301} 👩‍🔬"),
+            ("שלום\u{200f}!", "שלום\u{200f}!"),
         ];
         for (text, clean) in cases {
             assert_eq!(printable(text), clean, "{text:?}");

@@ -27,7 +27,7 @@ use smallvec::smallvec;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use under_way::{Site, UnderWay};
+use under_way::{Entered, Site, UnderWay};
 
 /// The most ranks of a simulated group, which lists them.
 const MOST_SIMULATED: usize = 1 << 16;
@@ -41,11 +41,16 @@ const MOST_SIMULATED: usize = 1 << 16;
 ///
 /// A rank may communicate from several threads, with one group each: [`subgroup`](Self::subgroup) of all ranks makes another
 /// one. Threads may hand a group on. Two that call on one group at the same time stop the world with
-/// [`Cause::Concurrent`](crate::Cause::Concurrent), except for blocking messages with
-/// other ranks or tags. A thread that waits for a call that it has started is in that call; one may also wait for what another
-/// one has started. A thread
-/// counts from its first call. Before that, a world whose other ranks all wait for it is mistaken for a deadlock, so make a
-/// first call early.
+/// [`Cause::Concurrent`](crate::Cause::Concurrent), because their order is a matter of luck. This is also so for two that
+/// receive from one rank with one tag, or send to one. Messages with other ranks or tags, and new groups of other members, may
+/// overlap. A thread that waits for a call that it has started is in that call; one may also wait for what another one has
+/// started.
+///
+/// Calls that do not overlap are not noticed, such as those of threads that take turns under a mutex: their order must be the
+/// same on all ranks.
+///
+/// A thread counts from its first call. Before that, a world whose other ranks all wait for it is mistaken for a deadlock, so
+/// make a first call early.
 #[derive(Clone, Debug)]
 pub struct ProcessGroup {
     backend: Arc<dyn Backend>,
@@ -346,8 +351,7 @@ impl ProcessGroup {
             }
         }
         let site = Location::caller();
-        // Groups of the same members are told apart by the order in which they are made.
-        let _entered = self.under_way.enter_collective(site).map_err(|other| self.overlap(other, site))?;
+        let _entered = self.under_way.enter_creation(members, site).map_err(|other| self.overlap(other, site))?;
         Ok(Self { timeout: self.timeout, ..Self::new(self.backend.subgroup(members)?) })
     }
 
@@ -397,7 +401,7 @@ impl ProcessGroup {
         Ok(self.engage(call, size, |backend, call| backend.run(call, tensors))?.pop())
     }
 
-    /// Passes a call to the backend: the only place where communication is recorded and timed.
+    /// Passes a call to the backend, unless another thread is in a call that it must not overlap.
     ///
     /// `bytes` is the size of this rank's input.
     pub(crate) fn engage<R>(
@@ -407,9 +411,19 @@ impl ProcessGroup {
         run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
     ) -> Result<R> {
         self.check_dtypes(&call)?;
+        let _entered = self.begin_call(&call)?;
+        self.pass(call, bytes, run)
+    }
+
+    /// Says that a thread is in a call until the result is dropped.
+    fn begin_call(&self, call: &Call) -> Result<Entered<'_>> {
+        self.under_way.enter(call).map_err(|other| self.overlap(other, call.site))
+    }
+
+    /// Passes a call to the backend: the only place where communication is recorded and timed.
+    fn pass<R>(&self, call: Call, bytes: usize, run: impl FnOnce(&dyn Backend, Call) -> Result<R>) -> Result<R> {
         let note = call.note.or_else(|| self.description.clone());
         let call = Call { note, timeout: self.timeout.or(call.timeout), ..call };
-        let _entered = self.under_way.enter(&call).map_err(|other| self.overlap(other, call.site))?;
         let _watched = comm::watch(&call, bytes, self.ranks());
         run(&*self.backend, call)
     }

@@ -130,7 +130,12 @@ impl<T> Pending<T> {
                 }
                 started.finish()?.into_iter().map(Fresh::into_tensor).collect()
             }
-            State::Posted(post, group) => vec![group.settle(&post, timeout)?],
+            State::Posted(post, group) => {
+                let is_mine = post.thread == std::thread::current().id();
+                let entered = is_mine.then(|| group.under_way.enter_receive(&post.call)).transpose();
+                let _entered = entered.map_err(|other| group.overlap(other, post.call.site))?;
+                vec![group.settle(&post, timeout)?]
+            }
         };
         (self.unpack)(tensors)
     }

@@ -104,6 +104,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn recv_start(&self, shape: impl Into<Shape>, dtype: DType, from: usize, tag: u32) -> Result<Pending> {
         let call = self.receiving(&shape.into(), dtype, from, tag)?;
+        drop(self.begin_call(&call)?);
         Ok(Pending::new(State::Posted(self.post(call, None)?, self.clone()), single))
     }
 
@@ -117,6 +118,7 @@ impl ProcessGroup {
         if self.posts.is_empty() {
             return self.engage(call, 0, |backend, call| backend.recv_into(call, &output));
         }
+        let _entered = self.begin_call(&call)?;
         self.settle(&self.post(call, Some(output))?, None).map(drop)
     }
 
@@ -125,6 +127,7 @@ impl ProcessGroup {
     pub fn recv_into_start(&self, output: &Tensor, from: usize, tag: u32) -> Result<Pending<()>> {
         let call = self.receiving(output.shape(), output.dtype(), from, tag)?;
         self.check_memory(Op::Recv, output, output.dims(), output.dtype())?;
+        drop(self.begin_call(&call)?);
         Ok(Pending::new(State::Posted(self.post(call, Some(output.detach()))?, self.clone()), |_| Ok(())))
     }
 
@@ -265,6 +268,7 @@ impl ProcessGroup {
         if self.posts.is_empty() {
             return self.engage(call, 0, |backend, call| backend.recv(call));
         }
+        let _entered = self.begin_call(&call)?;
         self.settle(&self.post(call, None)?, None)
     }
 

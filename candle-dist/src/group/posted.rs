@@ -7,11 +7,14 @@ use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 /// A started receive.
 pub(super) struct Post {
-    call: Call,
+    pub(super) call: Call,
+    /// The thread that started it.
+    pub(super) thread: ThreadId,
     /// The memory for the elements, unless they go to a new tensor.
     output: Option<Tensor>,
     received: OnceLock<Tensor>,
@@ -75,7 +78,7 @@ impl ProcessGroup {
     pub(super) fn post(&self, call: Call, output: Option<Tensor>) -> Result<Arc<Post>> {
         self.check_dtypes(&call)?;
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
-        let post = Arc::new(Post { call, output, received: OnceLock::new() });
+        let post = Arc::new(Post { call, thread: std::thread::current().id(), output, received: OnceLock::new() });
         self.posts.push(&post);
         Ok(post)
     }
@@ -157,8 +160,9 @@ impl ProcessGroup {
         Ok(true)
     }
 
+    /// Receives a message under the lock of the queues. So threads may do it for each other, and none of them is in the call.
     fn receive(&self, post: &Post) -> Result<Tensor> {
-        self.engage(post.call.clone(), 0, |backend, call| match &post.output {
+        self.pass(post.call.clone(), 0, |backend, call| match &post.output {
             Some(output) => backend.recv_into(call, output).map(|()| output.clone()),
             None => backend.recv(call),
         })

@@ -27,6 +27,9 @@ impl Memory {
 
 /// Each of these starts the call of its name, on a copy of its tensors: their memory may change at once.
 ///
+/// A start does not wait for other ranks, with one exception: over MPI, that of a collective waits while 4096 collectives of this
+/// rank are incomplete.
+///
 /// The `owned` forms copy nothing. They are for tensors that nobody writes to until every rank has waited. A write before may
 /// change the results, and over MPI it waits until the call no longer reads the memory.
 impl ProcessGroup {

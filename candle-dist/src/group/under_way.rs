@@ -22,6 +22,10 @@ pub(super) struct UnderWay {
     waiting: AtomicUsize,
     waits: Mutex<SmallVec<[Site; 4]>>,
     messages: Mutex<SmallVec<[Message; 4]>>,
+    /// The messages that threads wait for, whose receives they have started.
+    awaited: Mutex<SmallVec<[Message; 4]>>,
+    /// The members of groups that are being made.
+    creations: Mutex<Vec<(Box<[usize]>, Site)>>,
 }
 
 /// A message that a thread sends or receives.
@@ -35,6 +39,15 @@ struct Message {
 }
 
 impl Message {
+    fn of(call: &Call) -> Self {
+        Self { op: call.op, peer: call.peer, tag: call.tag, site: call.site }
+    }
+
+    /// Returns the site of one of `others` whose order with this one matters.
+    fn check(&self, others: &[Self]) -> Result<(), Site> {
+        others.iter().find(|other| other.is_in_line_with(self)).map_or(Ok(()), |other| Err(other.site))
+    }
+
     /// Returns whether the order of the two matters.
     fn is_in_line_with(&self, other: &Self) -> bool {
         let is_same_peer = self.peer == other.peer || self.peer.is_none() || other.peer.is_none();
@@ -58,6 +71,8 @@ enum What {
     Collective,
     Wait(Site),
     Message(Message),
+    Awaited(Message),
+    Creation(Box<[usize]>),
 }
 
 impl UnderWay {
@@ -66,13 +81,24 @@ impl UnderWay {
         if !matches!(call.op, Op::Send | Op::Recv) {
             return self.enter_collective(call.site);
         }
-        let message = Message { op: call.op, peer: call.peer, tag: call.tag, site: call.site };
+        let message = Message::of(call);
         let mut messages = self.messages.lock();
-        if let Some(other) = messages.iter().find(|other| other.is_in_line_with(&message)) {
-            return Err(other.site);
-        }
+        message.check(&messages)?;
         messages.push(message);
-        Ok(Entered { of: self, what: What::Message(message) })
+        drop(messages);
+        let entered = Entered { of: self, what: What::Message(message) };
+        // Without this lock when `entered` ends, which takes another one.
+        let checked = message.check(&self.awaited.lock());
+        checked.map(|()| entered)
+    }
+
+    /// Enters a wait of a thread for a receive that it has started itself, as `enter` does.
+    pub(super) fn enter_receive(&self, call: &Call) -> Result<Entered<'_>, Site> {
+        let message = Message::of(call);
+        self.awaited.lock().push(message);
+        let entered = Entered { of: self, what: What::Awaited(message) };
+        let checked = message.check(&self.messages.lock());
+        checked.map(|()| entered)
     }
 
     /// Enters a call of all ranks, as `enter` does.
@@ -87,6 +113,17 @@ impl UnderWay {
         Ok(entered)
     }
 
+    /// Enters the creation of a group, as `enter` does. Groups of the same members are told apart by the order in which they are
+    /// made; others, and calls, have no order with it.
+    pub(super) fn enter_creation(&self, members: &[usize], site: Site) -> Result<Entered<'_>, Site> {
+        let mut creations = self.creations.lock();
+        if let Some((_, other)) = creations.iter().find(|(others, _)| **others == *members) {
+            return Err(other);
+        }
+        creations.push((members.into(), site));
+        Ok(Entered { of: self, what: What::Creation(members.into()) })
+    }
+
     /// Enters a wait of a thread for a collective that it has started itself, as `enter` does.
     pub(super) fn enter_wait(&self, site: Site) -> Result<Entered<'_>, Site> {
         self.waits.lock().push(site);
@@ -96,23 +133,25 @@ impl UnderWay {
     }
 }
 
+/// Removes one entry that is equal to `entry`.
+fn remove<T: PartialEq>(from: &Mutex<SmallVec<[T; 4]>>, entry: &T) {
+    let mut all = from.lock();
+    if let Some(at) = all.iter().position(|other| other == entry) {
+        all.swap_remove(at);
+    }
+}
+
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        match self.what {
+        match &self.what {
             What::Collective => self.of.collective.store(None),
             What::Wait(site) => {
                 self.of.waiting.fetch_sub(1, Ordering::SeqCst);
-                let mut waits = self.of.waits.lock();
-                waits.iter().position(|other| *other == site).into_iter().for_each(|at| _ = waits.swap_remove(at));
+                remove(&self.of.waits, site);
             }
-            What::Message(message) => {
-                let mut messages = self.of.messages.lock();
-                messages
-                    .iter()
-                    .position(|other| *other == message)
-                    .into_iter()
-                    .for_each(|at| _ = messages.swap_remove(at));
-            }
+            What::Message(message) => remove(&self.of.messages, message),
+            What::Awaited(message) => remove(&self.of.awaited, message),
+            What::Creation(members) => self.of.creations.lock().retain(|(others, _)| others != members),
         }
     }
 }
@@ -156,6 +195,34 @@ mod tests {
         assert_eq!(calls.enter_wait(first.site).err(), Some(second.site));
         drop(entered);
         assert!(calls.enter(&first).is_ok() && calls.enter_wait(first.site).is_ok());
+    }
+
+    #[test]
+    fn a_wait_for_a_receive_of_ones_own_does_not_overlap_receives() {
+        let calls = UnderWay::default();
+        let [first, second] = [message(Op::Recv, 1, 7), message(Op::Recv, 1, 7)];
+        // Waits have no order.
+        let waits = [calls.enter_receive(&first).unwrap(), calls.enter_receive(&first).unwrap()];
+        assert_eq!(calls.enter(&second).err(), Some(first.site));
+        assert_eq!(calls.enter(&message(Op::Recv, None, 7)).err(), Some(first.site));
+        assert!([message(Op::Send, 1, 7), message(Op::Recv, 2, 7)].iter().all(|call| calls.enter(call).is_ok()));
+        drop(waits);
+        let entered = calls.enter(&second).unwrap();
+        assert_eq!(calls.enter_receive(&first).err(), Some(second.site));
+        drop(entered);
+        assert!(calls.enter_receive(&first).is_ok());
+    }
+
+    #[test]
+    fn groups_of_the_same_members_are_made_one_after_the_other() {
+        let calls = UnderWay::default();
+        let [first, second] = [Call::new(Op::Barrier), Call::new(Op::AllReduce)];
+        let _calls = [calls.enter(&first).unwrap(), calls.enter(&message(Op::Send, 1, 0)).unwrap()];
+        let made = calls.enter_creation(&[0, 1], second.site).unwrap();
+        assert_eq!(calls.enter_creation(&[0, 1], first.site).err(), Some(second.site));
+        drop([calls.enter_creation(&[1, 0], first.site).unwrap(), calls.enter_creation(&[0], first.site).unwrap()]);
+        drop(made);
+        assert!(calls.enter_creation(&[0, 1], first.site).is_ok());
     }
 
     #[test]

@@ -16,6 +16,8 @@ pub(super) struct Launcher {
     pub(super) hosts: Option<&'static str>,
     /// Variables that identify the job; their values are joined.
     pub(super) job: &'static [&'static str],
+    /// Variables that together name one launch, in all its processes and in no others of this host. Empty if there are none.
+    pub(super) launch: &'static [&'static str],
     /// A variable with random bits that only the processes of the job get.
     pub(super) key: Option<&'static str>,
     /// Whether other launchers may run inside this one. Their variables then take precedence.
@@ -34,6 +36,8 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+        // The run id is chosen by users, and "none" by default.
+        launch: &[],
         key: None,
         outer: false,
     },
@@ -47,6 +51,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+        launch: &["PMIX_NAMESPACE"],
         // mpirun of Open MPI before version 5 reads them from /dev/urandom, also where no transport needs them.
         key: Some("OMPI_MCA_orte_precondition_transports"),
         outer: false,
@@ -62,6 +67,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: None,
         hosts: None,
         job: &["PMI_JOBID"],
+        launch: &[],
         key: None,
         outer: false,
     },
@@ -75,6 +81,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         node: Some("SLURM_NODEID"),
         hosts: Some("SLURM_STEP_NODELIST"),
         job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        launch: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
         key: None,
         outer: true,
     },

@@ -11,6 +11,7 @@ pub(crate) use secret::Held;
 pub use secret::{Scope, Secret};
 pub(crate) use secret_file::SecretFile;
 
+use crate::link::key::Key;
 use crate::{Error, Result, hash};
 use itertools::Itertools;
 use launchers::{LAUNCHERS, Launcher};
@@ -117,6 +118,15 @@ impl LaunchInfo {
         info.has_mpi = options.explicit.is_some() || MPI_MARKS.iter().any(|name| vars.get(name).is_some());
         let info = info.check()?;
         Ok(Self { secret: vars.secret(&info, options, launcher)?, ..info })
+    }
+
+    /// Returns the key that the processes of this job make of its secret.
+    ///
+    /// A token is enough. Ranks that share one may have unlike names of the job: each agent of torchrun counts its own restarts,
+    /// and each step of Slurm has its own number.
+    pub(crate) fn key(&self, secret: &[u8]) -> Key {
+        let job = if let Secret::Token(_) = self.secret { "" } else { &self.job };
+        Key::new(secret, job)
     }
 
     /// Returns whether some ranks are on other hosts.
@@ -243,7 +253,10 @@ impl Vars<'_> {
         }
         let may_lack = options.no_token || self.get("CANDLE_DIST_NO_TOKEN").is_some_and(|value| value.trim() == "1");
         match (launcher, info.spans_hosts()) {
-            (Some(row), false) if cfg!(unix) => Ok(Secret::File(Scope::Launcher(row.mark))),
+            (Some(row), false) if cfg!(unix) => {
+                let is_named = !row.launch.is_empty() && row.launch.iter().all(|name| self.get(name).is_some());
+                Ok(Secret::File(if is_named { Scope::Job } else { Scope::Launcher(row.mark) }))
+            }
             (None, false) if cfg!(unix) && (may_lack || info.world_size == 1) => Ok(Secret::File(Scope::Address)),
             _ if may_lack => Ok(Secret::Absent),
             (launcher, spans_hosts) => {

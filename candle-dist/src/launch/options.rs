@@ -116,7 +116,8 @@ impl InitOptions {
         self
     }
 
-    /// Sets what all ranks must agree on at the start; by default the arguments of this process.
+    /// Sets what all ranks must agree on at the start; by default the arguments of this process, and with
+    /// [`explicit`](Self::explicit) nothing. Ranks send each other digests of them.
     ///
     /// Ranks with unlike arguments (`mpirun -n 1 program --seed 1 : -n 1 program --seed 2`) would compute unlike things.
     /// A program that takes some for each rank passes the others here. `CANDLE_DIST_UNLIKE_ARGUMENTS=1` on rank 0 allows

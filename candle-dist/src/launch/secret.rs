@@ -27,10 +27,19 @@ pub enum Secret {
 /// Which processes of a user find the same file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
+    /// The processes of the job of this name ([`LaunchInfo::job`]), which is of one launch alone.
+    Job,
     /// The children of one launcher, and their children. The launcher is the nearest ancestor without this variable.
     Launcher(&'static str),
     /// All that use the same address.
     Address,
+}
+
+impl Secret {
+    /// Returns whether all processes find it that one launcher starts for one address.
+    pub(crate) fn is_of_launcher(&self) -> bool {
+        matches!(self, Self::File(Scope::Job | Scope::Launcher(_)))
+    }
 }
 
 impl fmt::Debug for Secret {

@@ -93,8 +93,8 @@ fn is_ours(found: &Metadata) -> bool {
 /// Returns the file of a job. Its name follows from what all its processes know.
 fn path(info: &LaunchInfo, scope: Scope) -> Result<PathBuf> {
     let launcher = match scope {
-        Scope::Launcher(variable) => launcher(variable).to_string(),
-        Scope::Address => String::new(),
+        Scope::Launcher(variable) => launcher(variable)?.to_string(),
+        Scope::Job | Scope::Address => String::new(),
     };
     // Process ids begin anew with each start of the system.
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -145,16 +145,26 @@ impl fmt::Display for Process {
 
 /// Returns the nearest ancestor that `variable` was not set for: the launcher that sets it, behind shells and wrappers. A
 /// shell that forked for a part of a script counts as the shell of the script.
-fn launcher(variable: &str) -> Process {
+///
+/// The error is that the environment of an ancestor cannot be read: ranks could find different launchers then.
+fn launcher(variable: &str) -> Result<Process> {
     let parent = |id| stat(id).and_then(|fields| fields.first()?.parse().ok()).filter(|parent| *parent > 0);
     let mut id = std::os::unix::process::parent_id();
     for _ in 0..ANCESTORS {
-        match parent(id) {
-            Some(next) if has(id, variable) || is_fork(id, next) => id = next,
-            _ => break,
+        let Some(next) = parent(id) else { break };
+        let is_below = has(id, variable).map_err(|error| {
+            Error::Init(format!(
+                "the environment of process {id}, from which this one comes, cannot be read: {error}; so it is not known which \
+                 launcher has started this rank, and whose secret it has; set CANDLE_DIST_TOKEN to a random text, equal on \
+                 all ranks"
+            ))
+        })?;
+        match is_below || is_fork(id, next) {
+            true => id = next,
+            false => break,
         }
     }
-    Process { id, started: stat(id).and_then(|fields| fields.get(18).cloned()).unwrap_or_default() }
+    Ok(Process { id, started: stat(id).and_then(|fields| fields.get(18).cloned()).unwrap_or_default() })
 }
 
 /// Returns whether a process runs what its parent runs, which it has not replaced by another program.
@@ -171,9 +181,9 @@ fn stat(id: u32) -> Option<Vec<String>> {
     Some(fields.split_whitespace().skip(1).map(str::to_string).collect())
 }
 
-/// Returns whether a process of this user was started with a variable.
-fn has(id: u32, variable: &str) -> bool {
+/// Returns whether a process was started with a variable.
+fn has(id: u32, variable: &str) -> io::Result<bool> {
     let set = format!("{variable}=");
-    fs::read(format!("/proc/{id}/environ"))
-        .is_ok_and(|all| all.split(|byte| *byte == 0).any(|one| one.starts_with(set.as_bytes())))
+    let all = fs::read(format!("/proc/{id}/environ"))?;
+    Ok(all.split(|byte| *byte == 0).any(|one| one.starts_with(set.as_bytes())))
 }

@@ -6,7 +6,7 @@ use std::fmt;
 /// The length of a proof, in bytes.
 pub(crate) const PROOF: usize = 32;
 
-/// The key that the processes of a job make of its secret and its name.
+/// The key that the processes of a job make of its secret and its name, which may be empty.
 #[derive(Clone)]
 pub(crate) struct Key(Hmac<Sha256>);
 

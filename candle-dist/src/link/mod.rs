@@ -71,11 +71,12 @@ pub(crate) struct Link<M> {
 }
 
 impl<M: Serialize + Send + 'static> Link<M> {
-    /// Starts the reader and the writer. The connection ends after `silence` without a heartbeat; then `on` or its caller
-    /// closes the outbox.
+    /// Starts the reader and the writer, which first sends `opening`. The connection ends after `silence` without a heartbeat;
+    /// then `on` or its caller closes the outbox. On an error, nothing is sent.
     pub(crate) fn start<I: DeserializeOwned>(
         stream: TcpStream,
         silence: Duration,
+        opening: Vec<u8>,
         mut on: impl FnMut(Event<I>) + Send + 'static,
     ) -> io::Result<Self> {
         let silence = silence.max(MIN_SILENCE);
@@ -84,8 +85,12 @@ impl<M: Serialize + Send + 'static> Link<M> {
         stream.set_write_timeout(Some(silence))?;
         let mut reading = stream.try_clone()?;
         let (sender, inbox) = channel();
+        let (begin, begins) = channel::<Vec<u8>>();
         let writer = thread::Builder::new().name("candle-dist writer".into()).spawn(move || {
+            // The reader does not start.
+            let Ok(opening) = begins.recv() else { return };
             // An error here closes the stream, which the reader notices.
+            let _ = (&stream).write_all(&opening);
             let _ = write_all(&stream, &inbox, (silence / SIGNS).min(MAX_INTERVAL));
             let _ = stream.shutdown(Shutdown::Both);
         })?;
@@ -106,6 +111,7 @@ impl<M: Serialize + Send + 'static> Link<M> {
             };
             on(Event::Ended(why));
         })?;
+        let _ = begin.send(opening);
         Ok(Self { outbox: Outbox(sender), writer })
     }
 

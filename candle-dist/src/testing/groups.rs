@@ -12,7 +12,7 @@ pub(super) const CASES: &[Case] = &[
     Case { name: "groups that overlap do not meet", least: 2, run: overlapping },
     Case { name: "several groups of the same ranks do not meet", least: 2, run: twins },
     Case { name: "a monitored barrier lets all pass", least: 1, run: monitored },
-    Case { name: "monitored barriers of several threads on one group", least: 1, run: monitored_by_threads },
+    Case { name: "monitored barriers of several threads on one group", least: 2, run: monitored_by_threads },
     Case { name: "meshes, and text from rank to rank", least: 1, run: meshes },
 ];
 

@@ -2,7 +2,7 @@
 use super::host::read_results;
 use super::sharded::{conflict, rows_of};
 use super::sync::buckets;
-use crate::row_changes::{RowChanges, share};
+use crate::row_changes::{RowChanges, exchange, share};
 use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty, rows};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
@@ -107,9 +107,10 @@ impl DataParallel {
     /// buckets are filled from the end of the list, in the order in which the backward pass computes gradients. Integer
     /// variables have no gradients, so only the start includes them. A variable that is named twice is reduced once. The rows of a
     /// table whose gradient is kept by rows, the `RowVar::var` of candle-shard, are averaged where they are kept: each rank gets
-    /// those of all ranks, in three collectives.
+    /// those of all ranks, in three collectives per table.
     ///
-    /// Rows that lookups have changed in place, as `max_norm` does, are given to all ranks by each reduction.
+    /// Rows that lookups have changed in place, as `max_norm` does, are given to all ranks by each reduction, in two more
+    /// collectives per table that has some.
     ///
     /// # Errors
     /// The errors of [`sync_params`] or [`verify_parameter_shapes`]; if the reduction dtype is not a float; and if ranks of
@@ -281,15 +282,19 @@ impl DataParallel {
     #[track_caller]
     fn sum_rows(&self, table: &Var, scale: f64) -> Result<()> {
         let Some(gradient) = rows::of(table.id()).filter(|_| self.group.size() > 1) else { return Ok(()) };
-        if let Some(changes) = self.changes.get(&table.id()) {
-            share(&[(table, changes)], &self.group)?;
-        }
         let none = || Ok::<_, Error>((Vec::new(), Tensor::zeros((0, table.dim(1)?), table.dtype(), table.device())?));
         let (mine, values) = gradient.rows()?.filter(|_| scale > 0.0).map_or_else(none, Ok)?;
         let values = empty::compute(&values, |values| values.affine(scale, 0.0))?;
-        let count = Tensor::new(&[mine.len() as i64], &Device::Cpu)?;
-        let counts = self.group.all_gather(&count, 0)?.to_vec1::<i64>()?;
-        let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
+        // One gather tells of both, so that tables without changes in place cost nothing.
+        let changes = self.changes.get(&table.id());
+        let changed = changes.map(|changes| changes.take()).unwrap_or_default();
+        let counts = Tensor::new(&[[mine.len() as i64, changed.len() as i64]], &Device::Cpu)?;
+        let counts = self.group.all_gather(&counts, 0)?.to_vec2::<i64>()?;
+        let counts_at = |at: usize| counts.iter().map(|of_rank| of_rank[at] as usize).collect::<Vec<_>>();
+        if let Some(changes) = changes {
+            exchange(table, changes, changed, &counts_at(1), &self.group)?;
+        }
+        let counts = counts_at(0);
         if counts.iter().all(|&count| count == 0) {
             return Ok(());
         }

@@ -121,7 +121,8 @@ impl RankContext {
 
     /// Runs `f` as this rank and tells the world how it ended. Calls `blame` on a failure before the other ranks wake.
     ///
-    /// A rank that is a process waits until all ranks have ended: `None` is also the result if a later one is killed.
+    /// A rank that is a process waits until all ranks have ended: `None` is also the result if the
+    /// world stops meanwhile.
     pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
         let rank = self.rank();
         if let Guard::Thread(guard) = &self.guard {

@@ -88,7 +88,7 @@ impl World {
     /// [`init_process_group`](crate::init_process_group).
     ///
     /// [`run`](Self::run) calls its closure once, for the rank of this process, and returns one result when all ranks have
-    /// ended. It is an error if a rank fails or is killed until then.
+    /// ended. It is an error if the world stops until then.
     pub fn processes(backend: Backend, options: InitOptions) -> Self {
         let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
         Self::of(Ranks::Processes(backend, options), timeout, threads_per_rank)

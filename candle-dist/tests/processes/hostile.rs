@@ -2,7 +2,8 @@
 //! bad time.
 use crate::hosts::TRAINS;
 use crate::job::{Outcome, RANK_TEST, finish, start, torchrun};
-use crate::{DIES_ALONE, WAKES};
+use crate::{DIES_ALONE, WAITS_ALONE, WAKES};
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::fs::DirBuilder;
 use std::io::Read;
@@ -118,8 +119,22 @@ fn jobs_of_one_host_do_not_mix() {
     attacks.attack("two jobs of torchrun without --rdzv-id", || {
         mixes("torchrun", || vec![("TORCHELASTIC_RUN_ID", "none".into()), ("TORCHELASTIC_RESTART_COUNT", "0".into())])
     });
-    attacks.attack("a job that knows the name of another one", || {
-        mixes("Open MPI", || vec![("PMIX_NAMESPACE", "957612033".into())])
+    attacks.attack("two jobs of Open MPI with names", || {
+        // The variables of the two ranks of the first job are asked for first.
+        let asked = Cell::new(0);
+        mixes("Open MPI", || {
+            vec![("PMIX_NAMESPACE", format!("prterun-here-{}@1", asked.replace(asked.get() + 1) / 2).into())]
+        })
+    });
+    attacks.attack("ranks of one launch that have no common launcher", || {
+        let port = free_port();
+        let vars = |rank| {
+            let name = [("PMIX_NAMESPACE", "prterun-here-7@1".into())];
+            variables("Open MPI", rank, &port).into_iter().chain(name).collect()
+        };
+        let ranks = [0, 1].map(|rank| launch(&[(rank, 0)], vars));
+        let said = ranks.map(Launcher::said).concat();
+        if said == ["fine", "fine"] { Ok(()) } else { Err(format!("{said:#?}")) }
     });
     attacks.assert();
 }
@@ -245,6 +260,18 @@ fn a_rank_that_is_killed_after_the_others_returned_is_missed() {
             let outcomes = finish(start(&format!("{DIES_ALONE}/{culprit}"), 3, torchrun(3)));
             let cause = format!("rank {culprit} was lost: its connection closed without a goodbye");
             all_say(&outcomes, Some(culprit), &cause)
+        });
+    }
+    attacks.assert();
+}
+
+#[test]
+fn a_rank_that_waits_for_nobody_fails_those_that_have_returned() {
+    let mut attacks = Attacks::new("ranks that wait alone");
+    for culprit in [0, 2] {
+        attacks.attack(format!("rank {culprit} waits"), || {
+            let outcomes = finish(start(&format!("{WAITS_ALONE}/{culprit}"), 3, torchrun(3)));
+            all_say(&outcomes, None, &format!("rank {culprit} waited longer than the timeout of 1s"))
         });
     }
     attacks.assert();

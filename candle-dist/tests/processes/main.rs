@@ -45,6 +45,8 @@ fn freeze(seconds: &str) {
 
 /// The scenario in which a rank works alone after the others have returned, and is killed.
 const DIES_ALONE: &str = "dies alone";
+/// The scenario in which a rank waits for nobody after the others have returned.
+const WAITS_ALONE: &str = "waits alone";
 /// The scenario in which a rank is frozen until others count it as lost, and then wakes; with its seconds of sleep.
 const WAKES: [&str; 2] = ["wakes after 1.4", "wakes after 4"];
 
@@ -161,6 +163,7 @@ fn one_rank() {
     let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(patience);
     let options = match name {
         _ if WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
+        WAITS_ALONE => options.timeout(Duration::from_secs(1)),
         hosts::TRAINS => options.lost_after(hosts::LOST_AFTER),
         _ => found.map_or(options.clone(), |scenario| (scenario.options)(options)),
     };
@@ -187,7 +190,8 @@ fn one_rank() {
                 sleep(Duration::from_millis(1500));
                 signal("-KILL");
             }
-            None if name == DIES_LATE || name == DIES_ALONE => {}
+            None if name == WAITS_ALONE && ctx.rank().to_string() == culprit => drop(ctx.store().get("never set")?),
+            None if [DIES_LATE, DIES_ALONE, WAITS_ALONE].contains(&name) => {}
             None if WAKES.contains(&name) => {
                 if ctx.rank().to_string() == culprit {
                     freeze(name.rsplit_once(' ').unwrap().1);

@@ -471,3 +471,42 @@ fn rows_that_change_in_place_are_those_of_all_ranks() {
         });
     }
 }
+
+#[test]
+fn rows_that_ranks_change_unlike_are_those_of_the_first_one() {
+    on_ranks(3, "unlike rows", |ctx| -> Result<()> {
+        let table = Var::zeros((4, 2), DType::F32, ctx.device())?;
+        let dp = DataParallel::new(ctx.group(), &[("table", table.clone())], &DataParallelOptions::default())?;
+        if ctx.rank() > 0 {
+            table.slice_set(&Tensor::full(ctx.rank() as f32, (2, 2), ctx.device())?, 0, 1)?;
+            row_changes::changed(&table, [1, 2].into_iter());
+        }
+        dp.share_changed_rows()?;
+        assert_eq!(table.to_vec2::<f32>()?, [[0.; 2], [1.; 2], [1.; 2], [0.; 2]]);
+        Ok(())
+    });
+}
+
+#[test]
+fn rows_that_change_reach_the_ranks_of_all_axes() {
+    on_ranks(4, "rows on two axes", |ctx| -> Result<()> {
+        let mesh = ctx.mesh(&[("a", 2), ("b", 2)])?;
+        let table = Var::zeros((5, 2), DType::F32, ctx.device())?;
+        let over = |axis: &str| {
+            DataParallel::new(mesh.axis_group(axis)?, &[("table", table.clone())], &DataParallelOptions::default())
+        };
+        let both = [over("a")?, over("b")?];
+        let row = ctx.rank();
+        table.slice_set(&Tensor::full(1f32 + row as f32, (1, 2), ctx.device())?, 0, row)?;
+        row_changes::changed(&table, [row as u32].into_iter());
+        for _ in 0..2 {
+            both.iter().try_for_each(DataParallel::share_changed_rows)?;
+            assert_eq!(table.to_vec2::<f32>()?, [[1.; 2], [2.; 2], [3.; 2], [4.; 2], [0.; 2]]);
+        }
+        // The rows are known everywhere, so only their number is sent.
+        let (made, counts) = comm::record(|| both.iter().try_for_each(DataParallel::share_changed_rows));
+        made?;
+        assert_eq!(counts.total(), 2, "{counts}");
+        Ok(())
+    });
+}

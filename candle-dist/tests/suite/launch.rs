@@ -172,9 +172,22 @@ fn the_secret_is_the_options_the_variables_the_launchers_or_in_a_file() {
     assert_eq!(secret(InitOptions::new(), TORCHRUN), Secret::Token(TOKEN.into()));
     // One host.
     let torchrun = [bare(TORCHRUN), vec![("LOCAL_WORLD_SIZE", "4"), ("CANDLE_DIST_NO_TOKEN", "1")]].concat();
-    for (vars, mark) in [(&torchrun[..], "RANK"), (OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "MPI_LOCALRANKID")] {
+    for (vars, mark) in [
+        (&torchrun[..], "RANK"),
+        (&with(OPEN_MPI, &[("PMIX_NAMESPACE", "")]), "OMPI_COMM_WORLD_RANK"),
+        (HYDRA, "MPI_LOCALRANKID"),
+    ] {
         assert_eq!(secret(InitOptions::new(), vars), Secret::File(Scope::Launcher(mark)));
     }
+    // These have names for each launch.
+    let slurm =
+        [("SLURM_NTASKS", "1"), ("SLURM_PROCID", "0"), ("SLURM_NODEID", "0"), ("SLURM_STEP_TASKS_PER_NODE", "1")];
+    let slurm = [bare(SLURM), slurm.to_vec()].concat();
+    for vars in [OPEN_MPI, &slurm[..]] {
+        assert_eq!(secret(InitOptions::new(), vars), Secret::File(Scope::Job));
+    }
+    let step = with(&slurm, &[("SLURM_STEP_ID", "")]);
+    assert_eq!(secret(InitOptions::new(), &step), Secret::File(Scope::Launcher("SLURM_PROCID")));
     // A key that mpirun reads from /dev/urandom, and keys that others make of the job id or the time.
     let name = "OMPI_MCA_orte_precondition_transports";
     let key = "0ee092df6cfebbd6-7bfb3036dbde975d";

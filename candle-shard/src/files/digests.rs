@@ -12,6 +12,9 @@ use twox_hash::XxHash3_64;
 /// The bytes of a block, except the last one.
 pub(super) const BLOCK: usize = 1 << 20;
 
+/// The largest block that is read, which takes memory.
+const LARGEST_BLOCK: usize = 64 << 20;
+
 /// The name of the digests in `__metadata__`.
 const KEY: &str = "candle-shard.xxh3";
 
@@ -71,7 +74,8 @@ impl Digests {
         }
         let damaged = || "has a header that is not as it was written".to_owned();
         let (block, digits) = text.split_once(' ').ok_or_else(damaged)?;
-        let block = block.parse::<usize>().ok().filter(|&block| block > 0).ok_or_else(damaged)?;
+        let block =
+            block.parse::<usize>().ok().filter(|block| (1..=LARGEST_BLOCK).contains(block)).ok_or_else(damaged)?;
         let of = |digits: &[u8]| u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
         let all: Option<Vec<u64>> = digits.as_bytes().chunks(DIGITS).map(of).collect();
         let (&said, blocks) = all.as_deref().and_then(<[u64]>::split_first).ok_or_else(damaged)?;

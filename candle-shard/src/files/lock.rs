@@ -1,6 +1,7 @@
 //! A file that says who writes to a place, and what the writer may leave behind.
 use crate::files::{disk, regular};
 use crate::{Error, Result};
+use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs::{self, File, Metadata, TryLockError};
@@ -24,8 +25,9 @@ const TRIES: usize = 100;
 /// may live.
 const ELSEWHERE: u64 = 24 * 60 * 60;
 
-/// How long a rank waits to see a lock of another rank, and how often it looks.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a rank waits to see a file of another rank on the same host, and on another one, whose file system may have a cache of folders.
+const PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(30)];
+/// How often it looks.
 const TICK: Duration = Duration::from_millis(50);
 
 /// A place that one process at a time writes to.
@@ -143,6 +145,11 @@ impl Lock {
         &self.nonce
     }
 
+    /// Returns whether a text has the form of a [nonce](Self::nonce).
+    pub(crate) fn is_nonce(text: &str) -> bool {
+        text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+    }
+
     /// Returns the names that holders before this one have announced, if they were killed before they [released](Self::release) the lock.
     /// Without those of holders that may live: of the last day on other hosts, and of all where the file system has no locks.
     pub fn left(&self) -> &BTreeSet<String> {
@@ -198,26 +205,41 @@ impl Lock {
         }
     }
 
-    /// Waits for a short time until the lock with this nonce is seen at `path`: whoever sees it sees the holder's folder.
+    /// Waits until the lock with this nonce is seen at `path`: whoever sees it sees the holder's folder.
     ///
     /// # Errors
     /// If it is not there.
-    pub(crate) fn see(path: &Path, nonce: &str) -> Result<()> {
-        let end = Instant::now() + PATIENCE;
-        loop {
-            // Opening the folder makes network file systems ask their server again.
-            let folder = disk::folder_of(path);
-            drop(fs::read_dir(folder));
+    pub(crate) fn see(path: &Path, nonce: &str, patience: Duration) -> Result<()> {
+        let is_there = || {
             let text = regular::open(path).and_then(|file| read(&file)).unwrap_or_default();
-            if is_ours(&text) && holders(&text).any(|holder| holder.nonce == nonce) {
-                return Ok(());
-            }
-            if Instant::now() > end {
-                let reason = "is not the folder that the first rank writes to";
-                return Err(Error::file(folder, format!("{reason}; give one on a file system that all ranks share")));
-            }
-            thread::sleep(TICK);
+            is_ours(&text) && holders(&text).any(|holder| holder.nonce == nonce)
+        };
+        if seen(disk::folder_of(path), patience, is_there) {
+            return Ok(());
         }
+        let reason = "is not the folder that the first rank writes to; give one on a file system that all ranks share";
+        Err(Error::file(disk::folder_of(path), reason))
+    }
+}
+
+/// Returns how long ranks on these hosts wait to see each other's files.
+pub(crate) fn patience<'a>(hosts: impl IntoIterator<Item = &'a str>) -> Duration {
+    PATIENCE[usize::from(!hosts.into_iter().all_equal())]
+}
+
+/// Waits until something that another rank has made in a folder is seen; returns whether it is.
+pub(crate) fn seen(folder: &Path, patience: Duration, is_there: impl Fn() -> bool) -> bool {
+    let end = Instant::now() + patience;
+    loop {
+        // Opening the folder makes network file systems ask their server again.
+        drop(fs::read_dir(folder));
+        if is_there() {
+            return true;
+        }
+        if Instant::now() > end {
+            return false;
+        }
+        thread::sleep(TICK);
     }
 }
 
@@ -265,7 +287,7 @@ fn nonce() -> String {
 }
 
 /// The name of this host, as far as the system tells it without a library.
-fn host() -> String {
+pub(crate) fn host() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| fs::read_to_string("/etc/hostname"));
     let name = name.ok().or_else(|| std::env::var("HOSTNAME").ok()).unwrap_or_default();
     name.trim().to_owned()

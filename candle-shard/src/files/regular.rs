@@ -1,7 +1,8 @@
 //! Files that are read: regular ones, of a size that fits what they are.
 //!
 //! A name can lead to a pipe that nobody writes to, to a device without an end, or to a file that is larger than memory.
-//! Everything that this workspace reads by name is opened here, so that those are errors at once.
+//! Everything that this workspace reads by name is opened here, so that those are errors at once. Only a text that a user names may come
+//! from a pipe.
 //!
 //! ```
 //! use candle_shard::regular;
@@ -71,6 +72,27 @@ pub fn read(path: impl AsRef<Path>, most: u64) -> io::Result<Vec<u8>> {
 /// Those of [`read`]; if the file is no UTF-8.
 pub fn read_text(path: impl AsRef<Path>, most: u64) -> io::Result<String> {
     text(read(path, most)?)
+}
+
+/// Reads a whole text of UTF-8 that a user names: a regular file of at most [`TEXT`] bytes, or a pipe of at most [`STREAM`], such as
+/// `/dev/stdin` or that of a process substitution. Waits for who writes to the pipe.
+///
+/// # Errors
+/// Those of [`read_text`] and [`read_stream`].
+pub fn read_named(path: impl AsRef<Path>) -> io::Result<String> {
+    let path = path.as_ref();
+    if is_pipe(path) {
+        return read_stream(File::open(path)?, STREAM);
+    }
+    read_text(path, TEXT)
+}
+
+/// Returns whether a name leads to a pipe.
+pub fn is_pipe(path: impl AsRef<Path>) -> bool {
+    #[cfg(unix)]
+    return std::fs::metadata(path).is_ok_and(|about| std::os::unix::fs::FileTypeExt::is_fifo(&about.file_type()));
+    #[cfg(not(unix))]
+    return false;
 }
 
 /// Reads a stream of UTF-8 to its end, which comes before so many bytes.

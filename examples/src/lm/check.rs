@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
+use candle_shard::regular;
 
 use super::args::Args;
 use super::command::Command;
@@ -113,7 +114,8 @@ impl Args {
         let check = || -> Checked {
             for (flag, path, wanted) in inputs {
                 let Some(path) = path else { continue };
-                require!(path.is_file(), "{flag} {} is no file: give {wanted}.", path.display());
+                let is_text = path.is_file() || regular::is_pipe(path);
+                require!(is_text, "{flag} {} is no file: give {wanted}.", path.display());
             }
             Ok(())
         };

@@ -47,10 +47,22 @@ impl Files {
     /// If the config cannot be run, or the weights are not those of the config, all of them and no others: the file and
     /// the tensor are named.
     pub fn open(folder: &Path) -> Result<Self> {
+        Self::of(folder, true)
+    }
+
+    /// Checks files whose weights have headers and no values yet, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub(super) fn check_headers(folder: &Path) -> Result<()> {
+        Self::of(folder, false).map(drop)
+    }
+
+    fn of(folder: &Path, has_values: bool) -> Result<Self> {
         let (mut config, mut weights, generation) = match folder.is_dir() {
             true => (Config::read(folder)?, Weights::open(folder)?, Generation::read(folder)?),
             false => {
-                let (config, weights) = gguf::open(folder)?;
+                let (config, weights) = gguf::open(folder, has_values)?;
                 (config, weights, Generation::default())
             }
         };
@@ -62,7 +74,9 @@ impl Files {
         if folder.is_dir() && config.tie_word_embeddings && weights.names().any(|name| name == HEAD) {
             check(&weights, folder, HEAD, &[config.vocab_size, config.hidden_size], None)?;
             check(&weights, folder, TABLE, &[config.vocab_size, config.hidden_size], None)?;
-            config.tie_word_embeddings = are_equal(&weights, [HEAD, TABLE], config.hidden_size)?;
+            if has_values {
+                config.tie_word_embeddings = are_equal(&weights, [HEAD, TABLE], config.hidden_size)?;
+            }
         }
         let tensors = config.tensors();
         for (name, want) in &tensors {

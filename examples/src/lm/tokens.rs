@@ -46,8 +46,8 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 
 /// Returns the tokens of a conversation, with the control tokens that its template wrote.
 ///
-/// What looks like one in a message stays text. Control tokens are special ones, and those that the template names. The tokens
-/// of other conversations are those of the whole text.
+/// What looks like one in a message stays text. Control tokens are special ones, those that the template names, and those of the
+/// form `<|name|>`. The tokens of other conversations are those of the whole text.
 ///
 /// # Errors
 /// Those of the tokenizer; if it has no other token than a control token for a part of a message.
@@ -148,7 +148,8 @@ impl Controls<'_> {
         let content = token.content.trim();
         // A text that the tokenizer does not know has a special token too, and other letters than that.
         let is_named = |text: &str| text == content || self.normalized(text).contains(self.normalized(content).trim());
-        !content.is_empty() && (token.special || self.script.is_known(content)) && is_named(&self.script[span.clone()])
+        let is_control = token.special || self.script.is_known(content) || is_marker(content);
+        !content.is_empty() && is_control && is_named(&self.script[span.clone()])
     }
 
     fn normalized(&self, text: &str) -> String {
@@ -156,6 +157,13 @@ impl Controls<'_> {
         let done = self.tokenizer.get_normalizer().map(|normalizer| normalizer.normalize(&mut normalized));
         if done.is_none_or(|done| done.is_ok()) { normalized.get().to_owned() } else { text.to_owned() }
     }
+}
+
+/// Whether a token has the form of control tokens, which some tokenizers do not say to be special. Tags such as `<think>` are text.
+fn is_marker(token: &str) -> bool {
+    [("<|", "|>"), ("<｜", "｜>")].iter().any(|(start, end)| {
+        token.strip_prefix(start).and_then(|rest| rest.strip_suffix(end)).is_some_and(|name| !name.is_empty())
+    })
 }
 
 /// Checks that a model of so many tokens knows these.

@@ -142,13 +142,20 @@ impl Proof {
     /// Sets the axes of meshes, outermost first.
     pub fn axes(mut self, axes: &[&str]) -> Self {
         self.axes = axes.iter().map(|axis| (*axis).to_string()).collect();
-        self.subject.units = self.axes.iter().filter(|axis| *axis == UNITS).cloned().collect();
+        self.subject.units.retain(|axis| axis != UNITS);
+        if self.axes.iter().any(|axis| axis == UNITS) {
+            self.subject.units.insert(0, UNITS.to_string());
+        }
         self
     }
 
     /// Adds axes that shard units, besides `fsdp`.
     pub fn units_over(mut self, axes: &[&str]) -> Self {
-        self.subject.units.extend(axes.iter().map(|axis| (*axis).to_string()));
+        for axis in axes {
+            if !self.subject.units.iter().any(|known| known == axis) {
+                self.subject.units.push((*axis).to_string());
+            }
+        }
         self
     }
 

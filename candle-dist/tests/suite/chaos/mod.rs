@@ -102,6 +102,11 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
         _ => None,
     };
     match &outcome {
+        // A process that has returned gets the failure that others met later.
+        Err(error) if over_mpi() && culprit.is_none() => {
+            let is_failure = !["still run after", "panicked"].iter().any(|other| error.message.contains(other));
+            assert!(is_failure && !model.causes.is_empty(), "{error}");
+        }
         // Neither a hang of a rank nor an assertion on another rank.
         Err(error) => assert!(Some(error.rank) == culprit && error.message.contains("chaos"), "{error}"),
         Ok(texts) => {

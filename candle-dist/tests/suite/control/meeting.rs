@@ -140,3 +140,22 @@ fn limits_of_any_length_are_limits() {
     let options = options(&free_address(), 1, 2).init_timeout(Duration::ZERO);
     assert!(connect(&options).is_err());
 }
+
+/// As those of several agents of torchrun, or of several steps of Slurm.
+#[test]
+fn a_token_is_enough_for_ranks_with_unlike_names_of_the_job() {
+    let address = free_address();
+    let address = &address;
+    thread::scope(|scope| {
+        let come = |rank: usize| {
+            scope.spawn(move || {
+                let options = options(address, rank, 2);
+                let info = LaunchInfo { job: format!("job.{rank}"), ..LaunchInfo::from_env(&options).unwrap() };
+                Control::connect(&info, &options).map(drop)
+            })
+        };
+        for rank in [0, 1].map(come) {
+            rank.join().unwrap().unwrap();
+        }
+    });
+}

@@ -175,6 +175,28 @@ fn threads_that_take_turns_are_fine() {
 }
 
 #[test]
+fn a_receive_beside_a_wait_for_a_started_one_is_noticed() {
+    let ran = World::local(2).timeout(Duration::from_secs(30)).run(|ctx| -> Result<()> {
+        let (group, other) = (ctx.group(), 1 - ctx.rank());
+        group.barrier()?;
+        std::thread::scope(|scope| {
+            let (started, has_started) = mpsc::channel();
+            let waits = scope.spawn(move || -> Result<()> {
+                let pending = group.recv_start(3, DType::F32, other, 0)?;
+                // Nobody listens if the other rank has stopped the world.
+                let _ = started.send(());
+                pending.wait().map(drop)
+            });
+            let _ = has_started.recv();
+            let received = group.recv(3, DType::F32, other).map(drop);
+            waits.join().expect("no panic").and(received)
+        })
+    });
+    let error = ran.unwrap_err().to_string();
+    assert!(error.contains("made two calls on one group at the same time"), "{error}");
+}
+
+#[test]
 fn the_cause_of_concurrent_calls_has_its_rank() {
     let failed = Mutex::new(None);
     let _ = World::local(2).run(|ctx| -> Result<()> {

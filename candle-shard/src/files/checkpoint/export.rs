@@ -125,8 +125,9 @@ impl Place {
         }
         let mut lock = Lock::take(&path.with_file_name(format!("{name}.lock")))?;
         for left in lock.left() {
-            let is_partial =
-                left.strip_prefix(name).is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".partial"));
+            // Anybody may have written the file, so the name must be one that an export gives, which leads nowhere else.
+            let nonce = left.strip_prefix(name).and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".partial"));
+            let is_partial = nonce.is_some_and(Lock::is_nonce);
             let file = path.with_file_name(left);
             if is_partial && disk::is_file(&file).unwrap_or(false) {
                 disk::remove_file(&file).map_err(|error| failed(&file, &error))?;

@@ -12,7 +12,7 @@ use crate::agreement::{agreed, told};
 use crate::files::digests::Stamp;
 use crate::files::disk;
 use crate::files::index::{Checkpoint, INDEX};
-use crate::files::lock::Lock;
+use crate::files::lock::{self, Lock};
 use crate::files::weights::{WeightFile, WeightWriter};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
@@ -22,6 +22,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 const OP: &str = "checkpoint::save";
 
@@ -65,8 +66,8 @@ pub(crate) fn write<'a>(
 ) -> Result<()> {
     let prepared = (group.rank() == 0).then(|| Prepared::new(path, tensors)).transpose();
     let prepared = agreed(group, op, prepared)?;
-    let written = shared(op, path, group, prepared.as_ref()).and_then(|nonce| {
-        let stamps = written(op, path, group, tensors, &nonce, local)?;
+    let written = shared(op, path, group, prepared.as_ref()).and_then(|(nonce, patience)| {
+        let stamps = written(op, path, group, tensors, (&nonce, patience), local)?;
         Ok((stamps, nonce))
     });
     // When a rank returns, the place is free, so the lock goes before the ranks agree.
@@ -83,21 +84,28 @@ pub(crate) fn write<'a>(
     agreed(group, op, committed)
 }
 
-/// Tells all ranks the number of this save, if they see the folder of rank 0.
-fn shared(op: &'static str, path: &Path, group: &ProcessGroup, prepared: Option<&Prepared>) -> Result<String> {
+/// Tells all ranks the number of this save, and how long to wait for files of other ranks, if they see the folder of rank 0.
+fn shared(
+    op: &'static str,
+    path: &Path,
+    group: &ProcessGroup,
+    prepared: Option<&Prepared>,
+) -> Result<(String, Duration)> {
     let nonce = prepared.map(|prepared| prepared.lock.nonce().to_owned()).unwrap_or_default();
-    let nonce = told(op, group, &nonce)?.swap_remove(0);
-    agreed(group, op, Lock::see(&path.join(LOCK), &nonce))?;
-    Ok(nonce)
+    let mut all: Vec<(String, String)> = told(op, group, &(nonce, lock::host()))?;
+    let patience = lock::patience(all.iter().map(|(_, host)| host.as_str()));
+    let (nonce, _) = all.swap_remove(0);
+    agreed(group, op, Lock::see(&path.join(LOCK), &nonce, patience))?;
+    Ok((nonce, patience))
 }
 
-/// Writes the blocks of all ranks, and reads them again; returns all files. If a rank fails, nothing is left.
+/// Writes the blocks of all ranks, and reads them again; returns all files. If a rank reports an error, nothing is left.
 fn written<'a>(
     op: &'static str,
     path: &Path,
     group: &ProcessGroup,
     tensors: &[Saved<'_>],
-    nonce: &str,
+    (nonce, patience): (&str, Duration),
     local: impl Fn(usize, usize) -> &'a Tensor,
 ) -> Result<Stamps> {
     let mut created = Vec::new();
@@ -105,14 +113,16 @@ fn written<'a>(
     let stamps = stamps.and_then(|stamps| told(op, group, &stamps)).and_then(|stamps| {
         // Each rank reads what its neighbor wrote, so a file is read once, and by another process.
         let neighbor = &stamps[(group.rank() + 1) % group.size()];
-        let read = verify(path, neighbor, WeightFile::verify);
+        let read = verify(path, neighbor, patience, WeightFile::verify);
         let all: Stamps = stamps.iter().flat_map(|stamps| stamps.clone()).collect();
         // The index has its place where rank 0 sees the folder.
-        let seen = if group.rank() == 0 { verify(path, &all, |_| Ok(())) } else { Ok(()) };
+        let seen = if group.rank() == 0 { verify(path, &all, patience, |_| Ok(())) } else { Ok(()) };
         agreed(group, op, read.and(seen))?;
         Ok(all)
     });
-    if stamps.is_err() {
+    // After a failure of the group rank 0 may have gone on to commit these files. The lock names them, so if it has not, the next save
+    // removes them.
+    if stamps.as_ref().is_err_and(|error| !matches!(error, Error::Dist(_))) {
         // The error matters, not whether its leftovers can be removed.
         created.iter().for_each(|file| drop(disk::remove_file(file)));
     }
@@ -120,9 +130,12 @@ fn written<'a>(
 }
 
 /// Checks that the files are there, each with its length and digest, and that what `read` does with it succeeds.
-fn verify(path: &Path, files: &Stamps, read: impl Fn(&WeightFile) -> Result<()>) -> Result<()> {
+fn verify(path: &Path, files: &Stamps, patience: Duration, read: impl Fn(&WeightFile) -> Result<()>) -> Result<()> {
     for (name, stamp) in files {
-        let file = WeightFile::open(&path.join(name))?;
+        let at = path.join(name);
+        // If it stays away, the error of opening it says so.
+        lock::seen(path, patience, || at.exists());
+        let file = WeightFile::open(&at)?;
         if file.stamp().as_ref() != Some(stamp) {
             return Err(Error::file(
                 path.join(name),

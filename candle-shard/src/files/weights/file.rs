@@ -8,10 +8,10 @@ use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The longest header that is accepted, as in other readers of the format.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -25,15 +25,13 @@ pub(crate) struct WeightFile {
     /// Where its header ends, and where it ends.
     data: Range<u64>,
     digests: Option<Digests>,
-    opened: Mutex<Opened>,
+    file: File,
+    /// The last block that was read because a part was wanted: the next tensor may be a small one in it.
+    last: Mutex<Option<Block>>,
 }
 
-/// The file, and the last block that was read of it because a part was wanted.
-struct Opened {
-    file: File,
-    block: Option<usize>,
-    bytes: Vec<u8>,
-}
+/// A block that was compared with its digest: its number, and its bytes.
+pub(super) type Block = (usize, Arc<Vec<u8>>);
 
 impl WeightFile {
     /// Reads the header and checks all of it against the file's length, so that a truncated file is refused here.
@@ -64,15 +62,15 @@ impl WeightFile {
         file.read_exact(&mut header).map_err(failed)?;
         let data = header_length + 8..length;
         let Header { entries, digests } = Header::read(&header, data.start, data.end - data.start).map_err(wrong)?;
-        Ok(Self { path: path.into(), entries, metadata: None, data, digests, opened: Mutex::new(Opened::new(file)) })
+        Ok(Self { path: path.into(), entries, metadata: None, data, digests, file, last: Mutex::default() })
     }
 
     fn open_gguf(path: &Path, file: File, length: u64) -> Result<Self> {
         let header = file.try_clone().map_err(|error| error.to_string()).and_then(|file| gguf::read(file, length));
         let (metadata, entries) =
             header.map_err(|why| Error::file(path, format!("{why}; is it a complete GGUF file?")))?;
-        let opened = Mutex::new(Opened::new(file));
-        Ok(Self { path: path.into(), entries, metadata: Some(metadata), data: 0..length, digests: None, opened })
+        let (metadata, data, last) = (Some(metadata), 0..length, Mutex::default());
+        Ok(Self { path: path.into(), entries, metadata, data, digests: None, file, last })
     }
 
     /// Returns the length of the file and the digest of its header, if it has digests.
@@ -82,14 +80,11 @@ impl WeightFile {
 
     /// Fills `bytes` with the bytes at offset `at`; returns how many bytes were read for that.
     ///
-    /// Where the file has digests, whole blocks are read and compared with them.
-    pub(super) fn read_at(&self, at: u64, bytes: &mut [u8]) -> Result<u64> {
-        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Where the file has digests, whole blocks are read and compared with them. The caller has the `block` that was read last, so that
+    /// ranks that read one file do not take it from each other.
+    pub(super) fn read_at(&self, at: u64, bytes: &mut [u8], block: &mut Option<Block>) -> Result<u64> {
         let Some(digests) = self.digests.as_ref().filter(|_| !bytes.is_empty()) else {
-            return opened
-                .read(at, bytes)
-                .map(|()| bytes.len() as u64)
-                .map_err(|error| self.unread(at, bytes.len(), &error));
+            return self.fill(at, bytes).map(|()| bytes.len() as u64);
         };
         let (mut filled, mut read) = (0, 0);
         while filled < bytes.len() {
@@ -101,19 +96,24 @@ impl WeightFile {
             let here = &mut bytes[filled..];
             let count = here.len().min(len - skipped);
             if count == len {
-                opened.read(start, &mut here[..len]).map_err(|error| self.unread(start, len, &error))?;
+                self.fill(start, &mut here[..len])?;
                 self.compare(digests, nth, start, &here[..len])?;
                 read += len as u64;
             } else {
-                if opened.block != Some(nth) {
-                    let mut block = std::mem::take(&mut opened.bytes);
-                    (opened.block, read) = (None, read + len as u64);
-                    block.resize(len, 0);
-                    opened.read(start, &mut block).map_err(|error| self.unread(start, len, &error))?;
-                    self.compare(digests, nth, start, &block)?;
-                    (opened.block, opened.bytes) = (Some(nth), block);
-                }
-                here[..count].copy_from_slice(&opened.bytes[skipped..skipped + count]);
+                let held = match block.take().filter(|(held, _)| *held == nth).or_else(|| self.last(nth)) {
+                    Some(held) => held,
+                    None => {
+                        let mut whole = vec![0; len];
+                        self.fill(start, &mut whole)?;
+                        self.compare(digests, nth, start, &whole)?;
+                        read += len as u64;
+                        let whole = (nth, Arc::new(whole));
+                        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(whole.clone());
+                        whole
+                    }
+                };
+                here[..count].copy_from_slice(&held.1[skipped..skipped + count]);
+                *block = Some(held);
             }
             filled += count;
         }
@@ -127,7 +127,7 @@ impl WeightFile {
         for nth in 0..digests.blocks.len() as u64 {
             let start = self.data.start + nth * digests.block as u64;
             let len = (self.data.end - start).min(digests.block as u64) as usize;
-            self.read_at(start, &mut bytes[..len])?;
+            self.read_at(start, &mut bytes[..len], &mut None)?;
         }
         Ok(())
     }
@@ -141,17 +141,26 @@ impl WeightFile {
         Err(Error::file(&self.path, format!("{reason}; the file is damaged, take another copy of it")))
     }
 
-    fn unread(&self, at: u64, n: usize, error: &io::Error) -> Error {
-        Error::file(&self.path, format!("{n} bytes at {at} cannot be read ({error})"))
+    fn last(&self, nth: usize) -> Option<Block> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone().filter(|(last, _)| *last == nth)
+    }
+
+    fn fill(&self, at: u64, bytes: &mut [u8]) -> Result<()> {
+        let n = bytes.len();
+        read_exact_at(&self.file, at, bytes)
+            .map_err(|error| Error::file(&self.path, format!("{n} bytes at {at} cannot be read ({error})")))
     }
 }
 
-impl Opened {
-    fn new(file: File) -> Self {
-        Self { file, block: None, bytes: Vec::new() }
-    }
+#[cfg(unix)]
+fn read_exact_at(file: &File, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
+}
 
-    fn read(&mut self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
-        self.file.seek(SeekFrom::Start(at)).and_then(|_| self.file.read_exact(bytes))
-    }
+/// Where a read has no place of its own, threads take turns.
+#[cfg(not(unix))]
+fn read_exact_at(mut file: &File, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    file.seek(io::SeekFrom::Start(at)).and_then(|_| file.read_exact(bytes))
 }

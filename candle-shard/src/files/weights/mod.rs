@@ -15,6 +15,7 @@ pub(crate) use dtypes::{name_of, named as dtype_named};
 pub(crate) use file::WeightFile;
 pub(crate) use write::{WeightWriter, is_reserved};
 
+use crate::files::regular;
 use crate::layout::{RowsOf, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
@@ -127,6 +128,17 @@ impl Weights {
     /// If there is no tensor of this name.
     pub fn shape(&self, name: &str) -> Result<&[usize]> {
         Ok(&self.stored(name)?.shape)
+    }
+
+    /// Returns whether the header of a GGUF file goes on behind its first `bytes` bytes, as far as these tell. For those who have no more
+    /// of the file yet.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the file cannot be read.
+    pub fn gguf_header_goes_on(path: impl AsRef<Path>, bytes: u64) -> Result<bool> {
+        let path = path.as_ref();
+        let file = regular::open(path).map_err(|error| Error::file(path, format!("cannot be read ({error})")))?;
+        Ok(gguf::goes_on(file, bytes))
     }
 
     /// Returns the metadata of a GGUF file by name; `None` for other files.

@@ -1,5 +1,5 @@
 //! Reads of runs of bytes into the memory of a tensor.
-use super::file::WeightFile;
+use super::file::{Block, WeightFile};
 use super::runs::{Run, Runs};
 use crate::Result;
 use bytemuck::Pod;
@@ -47,31 +47,38 @@ fn typed<T: Pod + WithDType>(
 
 /// Reads the runs of the stored block at offset `at` to their places in `bytes`; returns the number of bytes read.
 pub(super) fn read(file: &WeightFile, at: u64, runs: Runs, bytes: &mut [u8]) -> Result<u64> {
-    let (mut pending, mut scratch, mut read): (Vec<Run>, Vec<u8>, u64) = (Vec::new(), Vec::new(), 0);
+    let (mut pending, mut held, mut read): (Vec<Run>, Held, u64) = (Vec::new(), Held::default(), 0);
     for run in runs {
         if let (Some(first), Some(last)) = (pending.first(), pending.last())
             && (run.from - last.from >= TOGETHER || run.from + run.len - first.from > AT_ONCE)
         {
-            read += flush(file, at, &pending, &mut scratch, bytes)?;
+            read += flush(file, at, &pending, &mut held, bytes)?;
             pending.clear();
         }
         pending.push(run);
     }
-    Ok(read + flush(file, at, &pending, &mut scratch, bytes)?)
+    Ok(read + flush(file, at, &pending, &mut held, bytes)?)
+}
+
+/// Bytes that one read of a tensor keeps from run to run.
+#[derive(Default)]
+struct Held {
+    scratch: Vec<u8>,
+    block: Option<Block>,
 }
 
 /// Reads these runs with one call; returns the number of bytes read.
-fn flush(file: &WeightFile, at: u64, runs: &[Run], scratch: &mut Vec<u8>, bytes: &mut [u8]) -> Result<u64> {
+fn flush(file: &WeightFile, at: u64, runs: &[Run], held: &mut Held, bytes: &mut [u8]) -> Result<u64> {
     let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Ok(0) };
     let (start, len) = (at + first.from as u64, last.from + last.len - first.from);
     if runs.len() == 1 {
-        return file.read_at(start, &mut bytes[first.to..first.to + first.len]);
+        return file.read_at(start, &mut bytes[first.to..first.to + first.len], &mut held.block);
     }
-    scratch.resize(len, 0);
-    let read = file.read_at(start, scratch)?;
+    held.scratch.resize(len, 0);
+    let read = file.read_at(start, &mut held.scratch, &mut held.block)?;
     for run in runs {
         let from = run.from - first.from;
-        bytes[run.to..run.to + run.len].copy_from_slice(&scratch[from..from + run.len]);
+        bytes[run.to..run.to + run.len].copy_from_slice(&held.scratch[from..from + run.len]);
     }
     Ok(read)
 }

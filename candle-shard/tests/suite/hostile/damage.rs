@@ -2,6 +2,7 @@
 use super::alike;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::World;
+use candle_dist::bits::digest_bytes;
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights, checkpoint};
 use std::collections::BTreeMap;
 use std::fs;
@@ -210,4 +211,28 @@ fn checkpoints_without_digests_load() {
     super::save(&path, 5).unwrap();
     assert_eq!(super::loaded(&path), Ok(5));
     assert_eq!(fs::read_dir(&path).unwrap().count(), 3);
+}
+
+/// The size of a block is what a stranger says.
+#[test]
+fn blocks_of_digests_that_take_more_memory_than_a_file_needs_are_refused() {
+    let folder = Scratch::new("blocks");
+    let path = folder.path("x.safetensors");
+    let open = |block: usize| {
+        let data = [7u8; 8];
+        let header = |digest: u64| {
+            let digests = format!("{block} {digest:016x}{:016x}", digest_bytes(&data));
+            let metadata = format!(r#"{{"format":"pt","candle-shard.xxh3":"{digests}"}}"#);
+            format!(r#"{{ "__metadata__":{metadata},"x":{{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}}}"#)
+        };
+        let header = header(digest_bytes(header(0).as_bytes()));
+        fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat()).unwrap();
+        let x = Weights::open(&path)?.read_block("x", &[2..5], &Device::Cpu)?;
+        Ok::<_, candle_shard::Error>(x.to_vec1::<u8>()?)
+    };
+    assert_eq!(open(1 << 20).unwrap(), [7, 7, 7]);
+    for block in [0, (64 << 20) + 1, 1 << 62] {
+        let error = open(block).unwrap_err().to_string();
+        assert!(error.contains("not as it was written"), "{block}: {error}");
+    }
 }

@@ -209,6 +209,32 @@ fn what_lies_at_the_path_itself_is_not_touched() {
     a.assert();
 }
 
+/// Anybody can write a lock file, and what an export removes has to be a file of an export.
+#[test]
+fn names_in_a_lock_file_lead_nowhere_else() {
+    let mut a = Attacks::new("names in lock files");
+    for name in ["out.safetensors./../victim.partial", "out.safetensors.mine.partial", "out.safetensors..partial"] {
+        let folder = Scratch::new("lock");
+        fs::create_dir_all(folder.path("out.safetensors.")).unwrap();
+        fs::write(folder.path(name), "not yours").unwrap();
+        let lock = folder.path("out.safetensors.lock");
+        drop(checkpoint::Lock::take(&lock).unwrap());
+        let text = fs::read_to_string(&lock).unwrap();
+        // So old that its process counts as killed wherever it ran.
+        let line = r#"{"host": "x", "pid": 1, "at": 0, "nonce": "0123456789abcdef", "names": ["NAME"]}"#;
+        fs::write(&lock, text + &line.replace("NAME", name) + "\n").unwrap();
+        a.attack(name, || {
+            export(&folder.path("out.safetensors"))?;
+            loaded(&folder.path("out.safetensors"))?;
+            match fs::read_to_string(folder.path(name)) {
+                Ok(text) if text == "not yours" => Ok(()),
+                _ => Err("removed".to_owned()),
+            }
+        });
+    }
+    a.assert();
+}
+
 /// Each host has a folder of its own under one name.
 #[test]
 fn ranks_that_see_unlike_folders_save_nothing() {

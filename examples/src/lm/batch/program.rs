@@ -80,7 +80,7 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
 }
 
 fn read(file: &Path) -> Checked<String> {
-    regular::read_text(file, regular::TEXT)
+    regular::read_named(file)
         .map_err(|error| UsageError(format!("--prompts {} cannot be read: {error}.", file.display())))
 }
 

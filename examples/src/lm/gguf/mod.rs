@@ -92,14 +92,14 @@ const MODULES: [(&str, &str); 18] = [
     ("ffn_norm", "post_attention_layernorm"),
 ];
 
-/// Opens a file: the config, and the weights by the names of the Hub.
+/// Opens a file: the config, and the weights by the names of the Hub. Where it `has_values`, the config has those of small tensors too.
 ///
 /// # Errors
 /// If the file is damaged, or its model is not known; the key or the tensor is named.
-pub(super) fn open(path: &Path) -> Result<(Config, Weights)> {
+pub(super) fn open(path: &Path, has_values: bool) -> Result<(Config, Weights)> {
     let weights = Weights::open(path)?;
     let metadata = weights.metadata().context("is no GGUF file").with_context(|| format!("{}", path.display()))?;
-    let config = config(metadata, &weights).with_context(|| format!("{}", path.display()))?;
+    let config = config(metadata, &weights, has_values).with_context(|| format!("{}", path.display()))?;
     let has_head = weights.names().any(|name| name == "output.weight");
     let kind = metadata.get("general.architecture").and_then(|kind| kind.to_string().ok()).cloned().unwrap_or_default();
     let weights = weights.rename(|name| renamed(name, &kind))?;
@@ -109,7 +109,7 @@ pub(super) fn open(path: &Path) -> Result<(Config, Weights)> {
 }
 
 /// What a `config.json` would say.
-fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
+fn config(metadata: &Metadata, weights: &Weights, has_values: bool) -> Result<Config> {
     let text = |key: &str| metadata.get(key).and_then(|value| value.to_string().ok());
     let kind = text("general.architecture").context("there is no general.architecture")?;
     let known = || ARCHITECTURES.map(|(name, ..)| name).join(", ");
@@ -146,7 +146,7 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
         fields.insert("attention_bias".into(), json!(true));
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
-    rope::fields(kind, metadata, weights, &mut fields)?;
+    rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
     experts::fields(kind, metadata, weights, &mut fields)?;
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
         .iter()
@@ -160,7 +160,7 @@ fn config(metadata: &Metadata, weights: &Weights) -> Result<Config> {
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
     config.parts.pairs = pairs;
-    rope::read_factors(&mut config, weights)?;
+    rope::read_factors(&mut config, (weights, has_values))?;
     let (dim, turned) = (config.heads().dim, config.rotary_width());
     for (key, width) in [("attention.value_length", dim), ("rope.dimension_count", turned)] {
         ensure!(

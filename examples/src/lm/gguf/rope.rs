@@ -44,7 +44,7 @@ pub(super) const KEYS: [&str; 9] = [
 pub(super) fn fields(
     kind: &str,
     metadata: &Metadata,
-    weights: &Weights,
+    (weights, has_values): (&Weights, bool),
     fields: &mut Map<String, Value>,
 ) -> Result<()> {
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
@@ -99,7 +99,7 @@ pub(super) fn fields(
                 own("rope.scaling.attn_factor").and_then(plain).map(|factor| ("attention_factor".into(), factor)),
             );
             for (tensor, name) in LISTS {
-                said.insert(name.into(), json!(read(weights, tensor)?));
+                said.insert(name.into(), json!(read((weights, has_values), tensor)?));
             }
             fields.insert("rope_scaling".into(), said.into());
         }
@@ -118,10 +118,10 @@ pub(super) fn fields(
 ///
 /// # Errors
 /// If there is another scaling too, or the tensor does not fit.
-pub(super) fn read_factors(config: &mut Config, weights: &Weights) -> Result<()> {
+pub(super) fn read_factors(config: &mut Config, (weights, has_values): (&Weights, bool)) -> Result<()> {
     if weights.names().any(|name| name == FREQUENCIES) {
         ensure!(config.rope_scaling.is_none(), "there is {FREQUENCIES} and another rope scaling");
-        config.rope_scaling = Some(RopeScaling::Factors(read(weights, FREQUENCIES)?));
+        config.rope_scaling = Some(RopeScaling::Factors(read((weights, has_values), FREQUENCIES)?));
         config.check()?;
     }
     Ok(())
@@ -139,10 +139,13 @@ pub(in crate::lm) fn is_read(config: &Config, tensor: &str) -> bool {
 /// The most factors of a tensor: one for each pair of a head.
 const MOST: usize = 1 << 16;
 
-fn read(weights: &Weights, name: &str) -> Result<Vec<f64>> {
+fn read((weights, has_values): (&Weights, bool), name: &str) -> Result<Vec<f64>> {
     let shape = weights.shape(name)?;
     let &[count] = shape else { bail!("{name} has the shape {shape:?}; expected a list") };
     ensure!(count <= MOST, "{name} has {count} factors; expected at most {MOST}");
+    if !has_values {
+        return Ok(vec![1.0; count]);
+    }
     let all = 0..count;
     let values =
         weights.read_block(name, std::slice::from_ref(&all), &Device::Cpu)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;

@@ -1,7 +1,7 @@
 //! The digests by which the Hub names the bytes of files.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
@@ -10,7 +10,7 @@ use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 pub(super) enum Digest {
     /// Of large files: their SHA-256.
     Sha256(String),
-    /// Of other ones: the SHA-1 with which git names them.
+    /// Of other ones: the SHA-1 with which git names them, or on some mirrors that of their bytes.
     Git(String),
 }
 
@@ -62,6 +62,21 @@ impl Digest {
         let mut context = self.begin(file.metadata()?.len());
         read(file, &mut context)?;
         Ok(self.end(context))
+    }
+
+    /// Whether it is the digest of a whole file.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(super) fn is_of(&self, mut file: File) -> io::Result<bool> {
+        if self.of_file(file.try_clone()?)? == *self {
+            return Ok(true);
+        }
+        let Self::Git(_) = self else { return Ok(false) };
+        file.rewind()?;
+        let mut context = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
+        read(file, &mut context)?;
+        Ok(self.end(context) == *self)
     }
 
     /// The name of the kind, and the digits.

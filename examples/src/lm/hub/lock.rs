@@ -1,6 +1,7 @@
 //! Programs that want to write one file: one does, and the others wait.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ pub(super) fn hold(path: &Path, grows: &Path, patience: Duration, waits: impl Fn
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
     }
-    let file = File::create(path).with_context(|| format!("{}", path.display()))?;
+    let file = opened(path).with_context(|| format!("{}", path.display()))?;
     let length = || fs::metadata(grows).map_or(0, |about| about.len());
     let patience = patience * 2;
     let (mut waits, mut seen) = (Some(waits), (length(), Instant::now()));
@@ -49,5 +50,17 @@ pub(super) fn hold(path: &Path, grows: &Path, patience: Duration, waits: impl Fn
             );
         }
         thread::sleep(TICK);
+    }
+}
+
+/// Opens the file of a lock, and makes it if it is not there. What it has stays, since it may be another file by its name.
+fn opened(path: &Path) -> io::Result<File> {
+    match OpenOptions::new().write(true).create_new(true).open(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => match fs::symlink_metadata(path)?.is_file() {
+            true => OpenOptions::new().write(true).open(path),
+            // A link may lead anywhere, and a pipe waits.
+            false => Err(error),
+        },
+        opened => opened,
     }
 }

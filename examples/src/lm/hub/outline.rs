@@ -6,8 +6,10 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
+use candle_shard::Weights;
 
 use super::server::Server;
+use super::snapshot::{INDEX, NEEDED, OPTIONAL};
 use crate::lm::files::Files;
 
 /// The longest header of weights, as in other readers of the format.
@@ -18,7 +20,7 @@ const LONGEST: u64 = 100_000_000;
 /// The weights that are checked have holes in the place of values, which take no room on the disk.
 ///
 /// # Errors
-/// Those of [`Files::open`] and of the server.
+/// Those of [`Files::check_headers`] and of the server.
 pub(super) fn check(
     server: &Server,
     repo: &str,
@@ -27,11 +29,11 @@ pub(super) fn check(
     weights: &BTreeSet<String>,
 ) -> Result<()> {
     let outline = tempfile::tempdir()?;
-    for entry in fs::read_dir(folder).with_context(|| format!("{}", folder.display()))? {
-        let entry = entry?;
-        let is_weights = entry.file_name().to_str().is_some_and(|name| weights.contains(name));
-        if !is_weights && entry.path().is_file() {
-            fs::copy(entry.path(), outline.path().join(entry.file_name()))?;
+    // Other programs may have put large files there.
+    for name in NEEDED.into_iter().chain(OPTIONAL).chain([INDEX]) {
+        let path = folder.join(name);
+        if path.is_file() {
+            fs::copy(&path, outline.path().join(name)).with_context(|| format!("{}", path.display()))?;
         }
     }
     for file in weights {
@@ -50,37 +52,33 @@ pub(super) fn check(
     opened(outline.path(), outline.path(), repo)
 }
 
-/// The first bytes of a GGUF file, with its header unless that is unusually long, and the bytes that have any header.
+/// The first bytes of a GGUF file: so many have the header of most, and so many that of nearly all.
 const FIRST: [u64; 2] = [16 << 20, 128 << 20];
 
-/// Checks that the model of a GGUF file can be run, from its first bytes. A small file is not worth that.
+/// Checks that the model of a GGUF file can be run, from its first bytes. A small file is not worth that, and neither is one whose
+/// header is longer: these are checked when they are here.
 ///
 /// # Errors
-/// Those of [`Files::open`] and of the server.
+/// Those of [`Files::check_headers`] and of the server.
 pub(super) fn check_file(server: &Server, repo: &str, commit: &str, file: &str) -> Result<()> {
     let (mut first, size) = server.some(repo, commit, file, 0, 1)?;
     let outline = tempfile::tempdir()?;
     let path = outline.path().join(file.rsplit('/').next().unwrap_or(file));
-    let mut checked = Ok(());
-    for count in FIRST.map(|count| count.min(size)) {
+    for count in FIRST.into_iter().take_while(|&count| count < size) {
         let has = first.len() as u64;
-        if count == size || count <= has {
-            break;
-        }
         first.extend(server.some(repo, commit, file, has, count - has)?.0);
         let mut made = File::create(&path)?;
         made.write_all(&first)?;
         made.set_len(size)?;
-        checked = opened(&path, outline.path(), repo);
-        if checked.is_ok() {
-            return Ok(());
+        if !Weights::gguf_header_goes_on(&path, count)? {
+            return opened(&path, outline.path(), repo);
         }
     }
-    checked
+    Ok(())
 }
 
-/// Opens a model in the folder of an outline, of which the user has not heard.
+/// Checks a model in the folder of an outline, of which the user has not heard.
 fn opened(path: &Path, outline: &Path, repo: &str) -> Result<()> {
     let place = outline.display().to_string();
-    Files::open(path).map(drop).map_err(|error| anyhow!("{}", format!("{error:#}").replace(&place, repo)))
+    Files::check_headers(path).map_err(|error| anyhow!("{}", format!("{error:#}").replace(&place, repo)))
 }

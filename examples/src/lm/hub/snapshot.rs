@@ -20,12 +20,12 @@ use crate::cli;
 use crate::lm::config::Config;
 
 /// The files of a folder that a model needs.
-const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
+pub(super) const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Those that it may have.
-const OPTIONAL: [&str; 3] = ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"];
+pub(super) const OPTIONAL: [&str; 3] = ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"];
 
 const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 /// The commits of a model.
 pub(super) struct Snapshots<'a> {
@@ -138,7 +138,8 @@ impl<'a> Snapshots<'a> {
             None => {
                 let index = self.pointer(commit, INDEX);
                 let weights = match (has(SINGLE), index.exists()) {
-                    (false, true) => shards(&index)?.iter().all(|shard| has(shard)),
+                    // One that is damaged is downloaded again.
+                    (false, true) => shards(&index).is_ok_and(|shards| shards.iter().all(|shard| has(shard))),
                     (has_single, _) => has_single,
                 };
                 weights && NEEDED.iter().all(|file| has(file))
@@ -263,6 +264,12 @@ impl<'a> Snapshots<'a> {
         let (commit, etag, digest) = (answer.commit.clone(), answer.etag.clone(), answer.digest.clone());
         // Without a digest nobody knows what the first bytes are of.
         let has = digest.as_ref().map_or(0, |_| fs::metadata(part).map_or(0, |about| about.len()));
+        if let Some(digest) = digest.as_ref().filter(|_| has > 0 && answer.size == Some(has))
+            && regular::open(part).and_then(|file| digest.is_of(file)).unwrap_or(false)
+        {
+            // The program before stopped when all of them were here.
+            return named(part, digest);
+        }
         let answer = match has > 0 || has_waited {
             false => answer,
             true => {
@@ -278,10 +285,15 @@ impl<'a> Snapshots<'a> {
             Some(digest) => digest,
             None => Digest::of_git(regular::open(part).with_context(written)?).with_context(written)?,
         };
-        let blob = part.with_file_name(digest.parts().1);
-        fs::rename(part, &blob).with_context(|| format!("{}", blob.display()))?;
-        Ok(blob)
+        named(part, &digest)
     }
+}
+
+/// Gives the bytes their name.
+fn named(part: &Path, digest: &Digest) -> Result<PathBuf> {
+    let blob = part.with_file_name(digest.parts().1);
+    fs::rename(part, &blob).with_context(|| format!("{}", blob.display()))?;
+    Ok(blob)
 }
 
 /// The most bytes of a file of this name.
@@ -297,7 +309,7 @@ fn most(file: &str) -> u64 {
 /// Whether the bytes of a small file are those that it is named by.
 fn is_sound(blob: &Path) -> io::Result<bool> {
     match blob.file_name().and_then(|name| Digest::of_name(name.to_str()?)) {
-        Some(name @ Digest::Git(_)) => Ok(name.of_file(regular::open(blob)?)? == name),
+        Some(name @ Digest::Git(_)) => name.is_of(regular::open(blob)?),
         _ => Ok(true),
     }
 }

@@ -63,7 +63,7 @@ impl ScoreArgs {
     /// If it cannot be read, or is empty.
     pub fn read(&self) -> Checked<String> {
         let text = match &self.text {
-            Some(path) => regular::read_text(path, regular::TEXT)
+            Some(path) => regular::read_named(path)
                 .map_err(|error| UsageError(format!("--text {} cannot be read: {error}.", path.display())))?,
             None => {
                 require!(!io::stdin().is_terminal(), "score has no text: give --text FILE, or a text on stdin.");

@@ -34,7 +34,7 @@ impl Corpus {
     /// A sentence if the file cannot be read or is too short for a sequence; if the model does not know a token.
     pub fn read(flag: &str, path: &Path, tokenizer: &Tokenizer, vocab_size: usize, seq_len: usize) -> Result<Self> {
         let shown = path.display();
-        let text = regular::read_text(path, regular::TEXT)
+        let text = regular::read_named(path)
             .map_err(|error| UsageError(format!("{flag} {shown} cannot be read ({error}): give a file of text.")))?;
         let ids = tokens::encode(tokenizer, &text)?;
         let (has, needs) = (ids.len(), seq_len + 1);

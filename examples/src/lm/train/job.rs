@@ -61,8 +61,15 @@ impl Job {
     /// # Errors
     /// A sentence for what the flags should say instead; those of the files, which are named.
     pub fn open(args: &Args, text: &Path, scratch: &Path) -> Result<Self> {
+        Self::after(args.training.resume.as_deref().map(Resumed::open).transpose()?, args, text, scratch)
+    }
+
+    /// Opens as [`open`](Self::open) does, after the checkpoint that was opened for `--resume`.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub fn after(resumed: Option<Resumed>, args: &Args, text: &Path, scratch: &Path) -> Result<Self> {
         let flags = &args.training;
-        let resumed = flags.resume.as_deref().map(Resumed::open).transpose()?;
         let saved = resumed.as_ref().map(|resumed| &resumed.state.recipe);
         let (start, optimizer) = match &resumed {
             Some(resumed) => (resumed.state.step, Some(resumed.optimizer())),

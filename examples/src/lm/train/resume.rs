@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::DType;
 use candle_shard::Weights;
 use candle_shard::regular;
@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::corpus::Stamp;
 use super::recipe::Recipe;
 use super::{folder, stage_files};
+use crate::launch::Ranks;
 use crate::lm::config::Config;
 use crate::lm::dtype::DTypeName;
 use crate::lm::files::{Files, check};
@@ -69,6 +70,32 @@ impl Resumed {
             None => bail!("{shown}: holds no checkpoint; {advice}"),
             Some(last) => bail!("{shown}: holds no checkpoint that is whole; {last}"),
         }
+    }
+
+    /// Opens a checkpoint as [`open`](Self::open) does: on all processes the one that rank 0 finds, since others may see an earlier
+    /// state of the folder.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open), and if a process has another checkpoint under the name; the same on all processes.
+    pub fn open_together(path: &Path, ranks: &Ranks<'_>) -> Result<Self> {
+        let first = ranks.agree(ranks.is_first().then(|| Self::open(path)).transpose())?;
+        let inside = first.as_ref().and_then(|first| first.folder.strip_prefix(path).ok()?.to_str());
+        let inside = ranks.of_first(inside.unwrap_or_default())?;
+        let opened = match first {
+            Some(first) => Ok(first),
+            None if inside.is_empty() => Self::of(path.to_owned()),
+            None => Self::of(path.join(inside)),
+        };
+        let opened = ranks.agree(opened)?;
+        let state = serde_json::to_string(&opened.state)?;
+        let is_same = ranks.of_first(&state)? == state;
+        let same = || -> Result<()> {
+            let (shown, step) = (opened.folder.display(), opened.state.step);
+            ensure!(is_same, "{shown}: is a checkpoint of step {step} here, and another one where rank 0 runs");
+            Ok(())
+        };
+        ranks.agree(same())?;
+        Ok(opened)
     }
 
     /// Opens the checkpoint in this folder.

@@ -8,6 +8,7 @@ use candle_dist::RankContext;
 use super::folder;
 use super::job::Job;
 use super::report::Report;
+use super::resume::Resumed;
 use super::screen::Screen;
 use super::trainer::train;
 use crate::cli::{self, Output};
@@ -19,10 +20,12 @@ use crate::table::grouped;
 /// Trains on `text` and tells how it went.
 ///
 /// # Errors
-/// Those of [`Job::open`] and of [`train`].
+/// Those of [`Resumed::open_together`], of [`Job::after`] and of [`train`].
 pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let scratch = tempfile::tempdir()?;
-    let job = ranks.agree(Job::open(args, text, scratch.path()))?;
+    let resume = args.training.resume.as_deref();
+    let resumed = resume.map(|path| Resumed::open_together(path, ranks)).transpose()?;
+    let job = ranks.agree(Job::after(resumed, args, text, scratch.path()))?;
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {
         job.notes.iter().for_each(|note| cli::tell("note", format_args!("{note}.")));
@@ -34,6 +37,7 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
         let trained = train(ctx, &job, |made| match made {
             Some(made) => screen.step(made),
             None => {
+                screen.begin()?;
                 if ctx.rank() == 0 {
                     loading.finish();
                 }

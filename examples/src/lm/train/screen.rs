@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
@@ -23,7 +23,7 @@ struct Shown {
     out: Box<dyn Write>,
     /// On the terminal that the lines go to, or to another than they do.
     bar: Option<Progress>,
-    log: Option<File>,
+    log: Option<Log>,
     every: usize,
     steps: usize,
     tokens: usize,
@@ -51,7 +51,8 @@ impl Screen {
         if rank != 0 {
             return Ok(Self { shown: None });
         }
-        let open = |path: &Path| open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()));
+        let open =
+            |path: &Path| Log::open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()));
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),
@@ -62,6 +63,15 @@ impl Screen {
                 tokens: job.recipe.batch * job.recipe.seq_len,
             }),
         })
+    }
+
+    /// Begins the log. Not before the training has the folder of `--save`, since another one may write both.
+    ///
+    /// # Errors
+    /// If the log cannot be written.
+    pub(super) fn begin(&self) -> Result<()> {
+        let log = self.shown.as_ref().and_then(|shown| shown.log.as_ref());
+        log.map_or(Ok(()), Log::begin).context("--log")
     }
 
     /// Shows a step. The screen gets every `--log-every`-th step, the last step, and steps with a validation loss.
@@ -99,7 +109,7 @@ impl Screen {
                 tokens_per_second,
                 valid_loss: valid,
             };
-            log.write_all((serde_json::to_string(&line)? + "\n").as_bytes()).context("--log")?;
+            log.file.write_all((serde_json::to_string(&line)? + "\n").as_bytes()).context("--log")?;
         }
         Ok(())
     }
@@ -112,21 +122,43 @@ impl Screen {
     }
 }
 
-/// Opens the log of a training that begins with step `start`, counted from 0. The steps before stay. Those that a training made
-/// behind its last checkpoint, before it stopped, are made again, so they are cut off, with a line that was not finished. One training at a
-/// time writes to it.
-fn open(path: &Path, start: usize) -> Result<File> {
-    let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Ok(file);
+/// Names that lead to streams of this program, which may go to a file that has other lines too.
+const STREAMS: [&str; 4] = ["/dev/stdout", "/dev/stderr", "/dev/fd", "/proc/self/fd"];
+
+/// The log, to which one training at a time writes.
+struct Log {
+    file: File,
+    /// The bytes of it that stay, if it is a file of its own.
+    kept: Option<u64>,
+}
+
+impl Log {
+    /// Opens the log of a training that begins with step `start`, counted from 0. The steps before stay. Those that a training made
+    /// behind its last checkpoint, before it stopped, are made again, so they are cut off when the training [begins](Self::begin), with a
+    /// line that was not finished.
+    fn open(path: &Path, start: usize) -> Result<Self> {
+        let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+        if !file.metadata()?.is_file() || STREAMS.iter().any(|stream| path.starts_with(stream)) {
+            return Ok(Self { file, kept: None });
+        }
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            bail!("another training writes to it: give a file of its own");
+        }
+        let mut log = Vec::new();
+        file.read_to_end(&mut log)?;
+        ensure!(start > 0 || is_log(&log), "it is no log of a training, and would be lost: give a new file");
+        Ok(Self { file, kept: Some(if start == 0 { 0 } else { kept(&log, start) as u64 }) })
     }
-    if let Err(TryLockError::WouldBlock) = file.try_lock() {
-        bail!("another training writes to it: give a file of its own");
+
+    fn begin(&self) -> Result<()> {
+        Ok(self.kept.map_or(Ok(()), |kept| self.file.set_len(kept))?)
     }
-    let mut log = Vec::new();
-    file.read_to_end(&mut log)?;
-    file.set_len(if start == 0 { 0 } else { kept(&log, start) as u64 })?;
-    Ok(file)
+}
+
+/// Whether a training wrote a file, as its first line tells. An empty one is nobody's.
+fn is_log(log: &[u8]) -> bool {
+    let first = log.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    log.is_empty() || serde_json::from_slice::<Line>(first).is_ok()
 }
 
 /// Returns how many bytes of a log are lines of steps up to `start`, counted from 1, or of something else.
@@ -144,7 +176,7 @@ fn kept(log: &[u8], start: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{Line, kept};
+    use super::{Line, is_log, kept};
 
     fn line(step: usize) -> String {
         let numbers = Line {
@@ -174,6 +206,20 @@ mod tests {
             (steps(4..=5), 3, String::new()),
         ] {
             assert_eq!(&log[..kept(log.as_bytes(), start)], left);
+        }
+    }
+
+    #[test]
+    fn only_what_a_training_wrote_is_a_log() {
+        for (log, is) in [
+            (String::new(), true),
+            (line(1), true),
+            (line(1) + "half", true),
+            ("a note\n".to_owned() + &line(1), false),
+            ("\n".to_owned(), false),
+            ("{}\n".to_owned(), false),
+        ] {
+            assert_eq!(is_log(log.as_bytes()), is, "{log:?}");
         }
     }
 }

@@ -96,6 +96,10 @@ fn files_of_models_that_are_no_files_are_refused_at_once() {
             refused(&["info", "--model", path.to_str().ok_or("no name")?], Path::new("/dev/null")).map(drop)
         });
         for flags in [&["score", "--text"][..], &["generate", "--prompts"], &["train", "--train"]] {
+            // A text may come from a pipe, and waits for who writes to it.
+            if kind == "a pipe" {
+                continue;
+            }
             attacks.attack(format!("{kind} as {}", flags[1]), || {
                 let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
                 let path = folder.path().join("text");

@@ -172,13 +172,35 @@ fn bytes_that_are_not_of_the_file_are_never_used() {
         }
         Ok(())
     });
-    for what in ["a pipe", "a folder", "a link"] {
-        attacks.attack(format!("{what} as an incomplete file"), || -> Result<(), String> {
+    attacks.attack("an index cut short", || -> Result<(), String> {
+        let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let want = info(&server, home.path(), "someone/sharded")??;
+        let snapshot = home.path().join("hub/models--someone--sharded/snapshots").join(COMMITS[0]);
+        let index =
+            fs::canonicalize(snapshot.join("model.safetensors.index.json")).map_err(|error| error.to_string())?;
+        fs::write(&index, "{\"weight_map\": {").map_err(|error| error.to_string())?;
+        if info(&server, home.path(), "someone/sharded")?? == want { Ok(()) } else { Err("another model".into()) }
+    });
+    attacks.attack("all bytes, incomplete", || -> Result<(), String> {
+        let home = tempfile::tempdir().map_err(|error| error.to_string())?;
+        fs::create_dir_all(root(home.path()).join("blobs")).map_err(|error| error.to_string())?;
+        let whole = blob(clean.path(), "tokenizer.json");
+        let mut part = whole.file_name().unwrap_or_default().to_owned();
+        part.push(".incomplete");
+        fs::copy(&whole, root(home.path()).join("blobs").join(part)).map_err(|error| error.to_string())?;
+        if info(&server, home.path(), SMALL)?? == want { Ok(()) } else { Err("another model".into()) }
+    });
+    for (what, place) in itertools::iproduct!(["a pipe", "a folder", "a link"], ["incomplete", "lock"]) {
+        attacks.attack(format!("{what} as the file with .{place}"), || -> Result<(), String> {
             let home = tempfile::tempdir().map_err(|error| error.to_string())?;
-            fs::create_dir_all(root(home.path()).join("blobs")).map_err(|error| error.to_string())?;
+            let folder = match place {
+                "lock" => home.path().join("hub/.locks/models--someone--small"),
+                _ => root(home.path()).join("blobs"),
+            };
+            fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
             let mut part = blob(clean.path(), "config.json").file_name().unwrap_or_default().to_owned();
-            part.push(".incomplete");
-            let (part, aim) = (root(home.path()).join("blobs").join(part), home.path().join("aim"));
+            part.push(format!(".{place}"));
+            let (part, aim) = (folder.join(part), home.path().join("aim"));
             fs::write(&aim, "mine").map_err(|error| error.to_string())?;
             match what {
                 "a pipe" => std::process::Command::new("mkfifo").arg(&part).status().map(drop),
@@ -208,8 +230,16 @@ fn a_gguf_file_that_cannot_be_run_is_refused_by_its_first_bytes() {
         let at = whole.windows(from.len()).position(|part| part == from.as_bytes()).unwrap();
         [&whole[..at], to.as_bytes(), &whole[at + to.len()..]].concat()
     };
+    // Longer than what is looked at first, by a multiple of the alignment.
+    let text = vec![b'x'; (17 << 20) + 25];
+    let name = "general.description";
+    let mut long = whole[..24].to_vec();
+    long[16] += 1;
+    long.extend((name.len() as u64).to_le_bytes().iter().chain(name.as_bytes()).chain(&8u32.to_le_bytes()));
+    long.extend((text.len() as u64).to_le_bytes().iter().chain(&text).chain(&whole[24..]));
     for (what, bytes, runs) in [
         ("a good file", whole.clone(), true),
+        ("a long header", long, true),
         ("another architecture", spoiled("qwen3", "qwenX"), false),
         ("another tensor", spoiled("output_norm.weight", "output_mron.weight"), false),
         ("no GGUF", vec![7; 20 << 20], false),

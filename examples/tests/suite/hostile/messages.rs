@@ -106,8 +106,9 @@ const KINDS: [Kind; 4] = [Kind::Bytes, Kind::Marked, Kind::Pieces, Kind::Loose];
 fn controls(tokenizer: &Tokenizer, ids: &[u32], known: &BTreeSet<&str>) -> Vec<String> {
     let added = tokenizer.get_added_tokens_decoder();
     let names = ids.iter().filter_map(|id| added.get(id));
+    let has_form = |token: &str| token.starts_with("<|") || token.starts_with("<\u{ff5c}");
     names
-        .filter(|token| token.special || known.contains(token.content.as_str()))
+        .filter(|token| token.special || known.contains(token.content.as_str()) || has_form(&token.content))
         .map(|token| token.content.clone())
         .collect()
 }

@@ -160,6 +160,14 @@ fn templates_render_as_in_transformers() {
 }
 
 #[test]
+fn the_arguments_of_tojson_are_in_the_order_of_transformers() {
+    let source = "{{ 'é' | tojson(true) }}{{ [1] | tojson(false, 1) }}";
+    let template = ChatTemplate::new(source, "a file", BTreeMap::new()).unwrap();
+    let script = template.render(&[Message::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
+    assert_eq!(&*script, "\"\\u00e9\"[\n 1\n]");
+}
+
+#[test]
 fn a_template_that_cannot_be_used_is_refused_by_its_file() {
     let now = date(2026, 3, 7).at(9, 5, 0, 0);
     let messages = [Message::new("user", "Hi")];

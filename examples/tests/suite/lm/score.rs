@@ -1,6 +1,7 @@
 //! Perplexities against those of transformers, taken down by `benchmarks/score_facts.py`.
 
-use std::process::Command;
+use std::io::Write;
+use std::process::{Command, Stdio};
 
 use candle_core::DType;
 use examples::lm::engine::Held;
@@ -98,6 +99,16 @@ fn the_program_scores_a_text_alike_from_a_file_and_from_a_pipe_and_on_every_mesh
         .output()
         .unwrap();
     assert_eq!(nll(&serde_json::from_slice(&piped.stdout).unwrap()), nll(&one));
+    // A pipe with a name.
+    let mut named = Command::new(env!("CARGO_BIN_EXE_lm"))
+        .args(["score", "--json", "-", "--window", "64", "--stride", "24", "--text", "/dev/stdin"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    named.stdin.take().unwrap().write_all(&std::fs::read(&text).unwrap()).unwrap();
+    let named = named.wait_with_output().unwrap();
+    assert_eq!(nll(&serde_json::from_slice(&named.stdout).unwrap()), nll(&one));
 }
 
 #[test]

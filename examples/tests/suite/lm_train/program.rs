@@ -60,8 +60,16 @@ fn lines(path: &Path) -> Vec<Value> {
 fn each_step_is_a_line_of_the_log_which_a_resumed_training_goes_on_with() {
     let place = Place::new(&config(4, 2));
     let (log, saved) = (place.path("log.jsonl"), place.path("saved"));
-    fs::write(&log, "an older log\n").unwrap();
     let book = place.path("text");
+    // What no training wrote is nobody's to lose.
+    fs::write(&log, "a list of mine\n").unwrap();
+    let model = place.path("model");
+    let given = ["--train", book.to_str().unwrap(), "--model", model.to_str().unwrap(), "--log", log.to_str().unwrap()];
+    let refused = llama(&[&given[..], &["--steps", "1", "--batch", "4", "--seq-len", "16"]].concat());
+    assert!(!refused.status.success() && text(&refused.stderr).contains("no log of a training"), "{refused:?}");
+    assert_eq!(fs::read_to_string(&log).unwrap(), "a list of mine\n");
+    let older = r#"{"step":1,"loss":2.5,"grad_norm":1.0,"learning_rate":0.1,"seconds":0.5,"tokens_per_second":8.0}"#;
+    fs::write(&log, older.to_owned() + "\n").unwrap();
     let paths = format!("--log {} --save {} --valid {}", log.display(), saved.display(), book.display());
     let report = trained(&place, &format!("{paths} --valid-every 2 --steps 3 --batch 4 --seq-len 16"));
     let first = lines(&log);

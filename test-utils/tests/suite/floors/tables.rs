@@ -35,7 +35,7 @@ const CANDLE_DIST: &[Folder] = &[
             "control",
             "backend",
             "group store",
-            "functional mesh",
+            "functional mesh row_changes",
             "train",
             "world",
             "init testing",
@@ -101,11 +101,21 @@ const CANDLE_DIST: &[Folder] = &[
     },
     folder("call", &["dtypes op reduce_op", "mod", "cut"]),
     folder("comm", &["event", "scope trace", "counts log"]),
-    folder(
-        "control",
-        &["departed ids limits", "activity signature", "message rounds", "hub watch", "server", "dial", "mod"],
-    ),
-    folder("error", &["failure", "end mod"]),
+    Folder {
+        path: "control",
+        floors: &[
+            "departed ids limits",
+            "activity arguments signature",
+            "message rounds",
+            "hub watch",
+            "server",
+            "dial",
+            "mod",
+        ],
+        // A rank 0 whose port is taken calls who holds it.
+        up: &[("server", "dial")],
+    },
+    folder("error", &["printable", "failure", "end mod"]),
     Folder {
         path: "group",
         floors: &[
@@ -119,8 +129,13 @@ const CANDLE_DIST: &[Folder] = &[
         // A group holds its receives that were started.
         up: &[("mod", "posted")],
     },
-    folder("launch", &["launchers options slurm", "mod"]),
-    folder("link", &["deadline frame hello", "mod"]),
+    Folder {
+        path: "launch",
+        floors: &["launchers options slurm", "secret_file", "secret", "mod"],
+        // A launch has its secret, and a secret is that of a launch.
+        up: &[("secret", "mod"), ("secret_file", "mod"), ("secret_file", "secret")],
+    },
+    folder("link", &["deadline frame key", "hello", "mod"]),
     folder("mesh", &["layout root", "mod", "build derive"]),
     folder("train", &["host sharded", "clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),
@@ -173,10 +188,13 @@ const CANDLE_SHARD: &[Folder] = &[
         ],
     ),
     folder("autograd", &["counts hooks nesting off_graph order", "shared", "mod"]),
-    folder("files", &["disk index", "weights", "checkpoint"]),
-    folder("files/checkpoint", &["agreement mod saved", "export save", "stages"]),
+    folder("files", &["disk regular", "digests lock", "index", "weights", "checkpoint"]),
+    folder("files/checkpoint", &["agreement saved", "export save", "stages"]),
     folder("fsdp", &["nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
-    folder("files/weights", &["dtypes entry runs", "gguf write", "file", "read", "mod", "indexed names quantized"]),
+    folder(
+        "files/weights",
+        &["dtypes entry runs", "gguf header write", "file", "read", "mod", "indexed names quantized"],
+    ),
     folder("layout", &["axes block placement", "spec", "description stored_name width"]),
     folder("lookup", &["inputs options", "bags limit"]),
     folder(

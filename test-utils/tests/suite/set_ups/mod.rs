@@ -134,10 +134,10 @@ fn run(seed: u64) -> (Model, Report) {
 /// The faults that these seeds have found: gradients of values that recomputed segments in stages capture (39, 51, 98),
 /// replicas with unlike numbers of rows (38), buffers of shared modules (137, 232), parameters of a unit without elements on a
 /// rank (94), results of units with several results that segments capture (344, 608), and rows of tables that lookups of replicas
-/// change in place (1037, 1204, 1218).
+/// change in place (37, 51, 192).
 #[test]
 fn seeds_that_have_found_faults_equal_one_device() {
-    for seed in [38, 39, 51, 94, 98, 137, 232, 344, 608] {
+    for seed in [37, 38, 39, 51, 94, 98, 137, 192, 232, 344, 608] {
         let (model, report) = run(seed);
         assert!(report.wrong.is_empty(), "{model}\n{report}");
     }

@@ -19,12 +19,20 @@ pub(super) struct Bytes {
     /// The bytes that may follow.
     left: u64,
     values: u64,
+    /// Whether more bytes were wanted than may follow.
+    pub(super) is_cut: bool,
 }
 
 impl Bytes {
     /// Starts at the beginning of a file with this many bytes.
     pub(super) fn new(file: File, length: u64) -> Self {
-        Self { file: BufReader::with_capacity(1 << 16, file), at: 0, left: length.min(LONGEST_HEADER), values: 0 }
+        Self {
+            file: BufReader::with_capacity(1 << 16, file),
+            at: 0,
+            left: length.min(LONGEST_HEADER),
+            values: 0,
+            is_cut: false,
+        }
     }
 
     /// Reads `N` bytes.
@@ -49,7 +57,10 @@ impl Bytes {
         let count = self.u64()?;
         match count.checked_mul(least).is_some_and(|bytes| bytes <= self.left) {
             true => Ok(count),
-            false => Err(format!("announces {count} {what} at byte {}, more than the header can hold", self.at - 8)),
+            false => {
+                self.is_cut = true;
+                Err(format!("announces {count} {what} at byte {}, more than the header can hold", self.at - 8))
+            }
         }
     }
 
@@ -115,7 +126,10 @@ impl Bytes {
                 self.left = left;
                 Ok(())
             }
-            None => Err(format!("ends at byte {}, inside the header", self.at + self.left)),
+            None => {
+                self.is_cut = true;
+                Err(format!("ends at byte {}, inside the header", self.at + self.left))
+            }
         }
     }
 }

@@ -31,9 +31,40 @@ struct Described {
     bytes: u64,
 }
 
+/// Returns whether the header goes on behind the first `length` bytes of a file.
+pub(super) fn goes_on(file: File, length: u64) -> bool {
+    let mut bytes = Bytes::new(file, length);
+    header(&mut bytes).is_err() && bytes.is_cut
+}
+
 /// Reads the header of a file with this many bytes.
 pub(super) fn read(file: File, length: u64) -> Result<(Metadata, BTreeMap<String, Entry>), String> {
     let mut bytes = Bytes::new(file, length);
+    let (metadata, alignment, described) = header(&mut bytes)?;
+    let data = bytes.at.next_multiple_of(alignment);
+    let has = length.saturating_sub(data);
+    let mut entries = BTreeMap::new();
+    let mut taken: Vec<(u64, u64)> = Vec::new();
+    for Described { name, dtype, shape, offset, bytes } in described {
+        let end = offset.checked_add(bytes).filter(|&end| end <= has);
+        let Some(end) = end else {
+            return Err(format!("{name:?} has {bytes} bytes at {offset} of the data, which has only {has}"));
+        };
+        taken.extend((bytes > 0).then_some((offset, end)));
+        let entry = Entry { dtype: dtype.into(), shape, at: data + offset };
+        if entries.insert(name.clone(), entry).is_some() {
+            return Err(format!("has the tensor {name:?} twice"));
+        }
+    }
+    taken.sort_unstable();
+    match taken.windows(2).find(|pair| pair[0].1 > pair[1].0) {
+        None => Ok((metadata, entries)),
+        Some(pair) => Err(format!("has two tensors that overlap at {} of the data", pair[1].0)),
+    }
+}
+
+/// Reads what the header says: the metadata, the alignment of tensors, and these.
+fn header(bytes: &mut Bytes) -> Result<(Metadata, u64, Vec<Described>), String> {
     let magic = bytes.array::<4>()?;
     if magic != MAGIC {
         return Err(format!("begins with {magic:02x?} instead of GGUF"));
@@ -63,27 +94,8 @@ pub(super) fn read(file: File, length: u64) -> Result<(Metadata, BTreeMap<String
             .filter(|n| n.is_power_of_two() && *n <= 1 << 20)
             .ok_or_else(|| format!("has the alignment {value:?}; want a power of two up to 1048576"))?,
     };
-    let described: Vec<Described> = (0..tensors).map(|_| describe(&mut bytes, alignment)).collect::<Result<_, _>>()?;
-    let data = bytes.at.next_multiple_of(alignment);
-    let has = length.saturating_sub(data);
-    let mut entries = BTreeMap::new();
-    let mut taken: Vec<(u64, u64)> = Vec::new();
-    for Described { name, dtype, shape, offset, bytes } in described {
-        let end = offset.checked_add(bytes).filter(|&end| end <= has);
-        let Some(end) = end else {
-            return Err(format!("{name:?} has {bytes} bytes at {offset} of the data, which has only {has}"));
-        };
-        taken.extend((bytes > 0).then_some((offset, end)));
-        let entry = Entry { dtype: dtype.into(), shape, at: data + offset };
-        if entries.insert(name.clone(), entry).is_some() {
-            return Err(format!("has the tensor {name:?} twice"));
-        }
-    }
-    taken.sort_unstable();
-    match taken.windows(2).find(|pair| pair[0].1 > pair[1].0) {
-        None => Ok((metadata, entries)),
-        Some(pair) => Err(format!("has two tensors that overlap at {} of the data", pair[1].0)),
-    }
+    let described = (0..tensors).map(|_| describe(bytes, alignment)).collect::<Result<_, _>>()?;
+    Ok((metadata, alignment, described))
 }
 
 /// Reads what the header says of the next tensor.

@@ -134,7 +134,7 @@ impl<'a> Renderer<'a> {
     }
 
     pub(super) fn write(&mut self, text: &Text) -> Made<()> {
-        self.work.charge(text.len() as u64)?;
+        self.work.charge(text.cost())?;
         self.out.push(text);
         Ok(())
     }

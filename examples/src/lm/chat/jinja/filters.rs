@@ -10,7 +10,7 @@ use super::methods;
 use super::ops;
 use super::text::Text;
 use super::value::{Value, insert};
-use super::work::{Made, Work, fail};
+use super::work::{Made, SLOT, Work, fail};
 
 /// The filters that there are.
 pub(super) const NAMES: [&str; 47] = [
@@ -338,7 +338,7 @@ fn cut(name: &str, items: Vec<Value>, args: Args, work: &Work) -> Made<Value> {
     let Some(count) = usize::try_from(count).ok().filter(|count| *count > 0) else {
         return fail(format!("{name} takes a number above 0"));
     };
-    work.charge(count as u64 * 64)?;
+    work.charge((count as u64).saturating_mul(SLOT))?;
     let (parts, longer) = if name == "batch" { (items.len().div_ceil(count), 0) } else { (count, items.len() % count) };
     let (mut made, mut rest) = (Vec::new(), items.into_iter());
     for part in 0..parts {
@@ -381,7 +381,7 @@ fn indented(text: &Text, args: Args, work: &Work) -> Made<Value> {
     };
     let mut made = Text::default();
     for (i, line) in text.split_inclusive('\n').enumerate() {
-        work.charge(by.len() as u64 + line.len() as u64)?;
+        work.charge(by.cost() + line.len() as u64)?;
         if (i > 0 || is(&first)) && (is(&blank) || !line.trim_end_matches(['\n', '\r']).is_empty()) {
             made.push(&by);
         }
@@ -408,8 +408,9 @@ fn truncated(text: &Text, args: Args, work: &Work) -> Made<Value> {
 }
 
 fn to_json(value: &Value, args: Args, work: &Work) -> Made<Value> {
-    let [indent, ascii, separators, sorts] =
-        args.bind("tojson", ["indent", "ensure_ascii", "separators", "sort_keys"])?;
+    // In the order of transformers.
+    let [ascii, indent, separators, sorts] =
+        args.bind("tojson", ["ensure_ascii", "indent", "separators", "sort_keys"])?;
     let indent = match indent {
         None | Some(Value::None) => None,
         Some(indent) => Some(usize::try_from(indent.int()?).unwrap_or(0)),

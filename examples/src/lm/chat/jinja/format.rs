@@ -31,7 +31,7 @@ pub(super) fn braces(format: &Text, args: &Args, work: &Work) -> Made<Value> {
         };
         let value = value.map_or_else(|| fail(format!("format() has no value for {{{name}}}")), Ok)?;
         let shown = value.shown(work)?;
-        work.charge(shown.len() as u64 + 16)?;
+        work.charge(shown.cost() + 16)?;
         made.push(&shown);
         rest = end + 1;
     }
@@ -56,7 +56,7 @@ pub(super) fn percent(format: &Text, values: &Value, work: &Work) -> Made<Value>
                 let value = values.next().map_or_else(|| fail("% has too few values"), Ok)?;
                 let value = if kind == Some('s') { value } else { Value::Int(value.int()?) };
                 let shown = value.shown(work)?;
-                work.charge(shown.len() as u64 + 16)?;
+                work.charge(shown.cost() + 16)?;
                 made.push(&shown);
             }
             other => return fail(format!("% knows %s and %d, and not %{}", other.unwrap_or(' '))),

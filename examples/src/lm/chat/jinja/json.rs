@@ -54,6 +54,7 @@ impl Style {
                             out.push_own("\"");
                         }
                     }
+                    work.charge(self.colon.cost())?;
                     out.push(&self.colon);
                     self.write(value, depth + 1, out, work)?;
                 }
@@ -67,7 +68,7 @@ impl Style {
 
     /// Writes what is before an item.
     fn between(&self, before: usize, depth: usize, out: &mut Text, work: &Work) -> Made<()> {
-        work.charge(self.comma.len() as u64)?;
+        work.charge(self.comma.cost())?;
         if before > 0 {
             out.push(&self.comma);
         }

@@ -251,7 +251,7 @@ pub(super) fn replaced(text: &Text, from: &Text, to: &Text, most: Option<usize>,
     let places = if from.is_empty() { text.chars().count() + 1 } else { text.matches(&**from).count() };
     let places = places.min(most.unwrap_or(usize::MAX));
     // Before the bytes are there.
-    work.charge((places as u64).saturating_mul(to.len() as u64 + 16))?;
+    work.charge((places as u64).saturating_mul(to.cost() + 16))?;
     work.text(text.replace(from, to, places))
 }
 
@@ -260,7 +260,7 @@ pub(super) fn joined(items: &[Value], by: &Text, is_strict: bool, work: &Work) -
     let mut made = Text::default();
     for (i, item) in items.iter().enumerate() {
         let text = if is_strict { item.string()?.clone() } else { item.shown(work)? };
-        work.charge((text.len() + by.len()) as u64 + 8)?;
+        work.charge(text.cost() + by.cost() + 8)?;
         if i > 0 {
             made.push(by);
         }
@@ -271,7 +271,7 @@ pub(super) fn joined(items: &[Value], by: &Text, is_strict: bool, work: &Work) -
 
 pub(super) fn padded(text: &Text, side: &str, width: i64, fill: &Text, work: &Work) -> Made<Value> {
     let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
-    work.charge((missing as u64).saturating_mul(fill.len() as u64 + 1))?;
+    work.charge((missing as u64).saturating_mul(fill.cost() + 1))?;
     let left = match side {
         "ljust" => 0,
         "center" => missing / 2,

@@ -108,7 +108,7 @@ fn number(
 
 fn joined(left: &Text, right: &Text, work: &Work) -> Made<Value> {
     // Before the bytes are there.
-    work.charge((left.len() + right.len()) as u64)?;
+    work.charge(left.cost() + right.cost())?;
     let mut made = left.clone();
     made.push(right);
     work.text(made)

@@ -26,6 +26,11 @@ impl Text {
         made
     }
 
+    /// Its bytes, with those that tell which of them are foreign.
+    pub(super) fn cost(&self) -> u64 {
+        (self.text.len() + self.foreign.len() * size_of::<Range<usize>>()) as u64
+    }
+
     /// Whether the template wrote all of these bytes.
     pub(in crate::lm::chat) fn is_own(&self, bytes: &Range<usize>) -> bool {
         let next = self.foreign.partition_point(|one| one.end <= bytes.start);

@@ -84,7 +84,7 @@ impl Value {
     /// The bytes and slots of all that is in it, counted as often as it is in it.
     pub(super) fn size(&self) -> u64 {
         match self {
-            Self::Text(text) => text.len() as u64,
+            Self::Text(text) => text.cost(),
             Self::List(list) => list.size,
             Self::Map(map) => map.size,
             _ => 8,

@@ -111,7 +111,7 @@ impl Work {
 
     /// Makes a text.
     pub(super) fn text(&self, text: Text) -> Made<Value> {
-        self.charge(text.len() as u64 + SLOT)?;
+        self.charge(text.cost() + SLOT)?;
         Ok(Value::Text(Rc::new(text)))
     }
 
