@@ -131,7 +131,7 @@ const CANDLE_DIST: &[Folder] = &[
     },
     Folder {
         path: "launch",
-        floors: &["launchers options slurm", "secret_file", "secret", "mod"],
+        floors: &["launchers slurm", "secret_file", "secret", "options", "mod"],
         // A launch has its secret, and a secret is that of a launch.
         up: &[("secret", "mod"), ("secret_file", "mod"), ("secret_file", "secret")],
     },
@@ -193,7 +193,7 @@ const CANDLE_SHARD: &[Folder] = &[
     folder("fsdp", &["nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
     folder(
         "files/weights",
-        &["dtypes entry runs", "gguf header write", "file", "read", "mod", "indexed names quantized"],
+        &["dtypes entry runs", "gguf", "header write", "file", "read", "mod", "indexed names quantized"],
     ),
     folder("layout", &["axes block placement", "spec", "description stored_name width"]),
     folder("lookup", &["inputs options", "bags limit"]),
