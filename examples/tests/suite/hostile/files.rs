@@ -4,32 +4,22 @@ use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use candle_core::DType;
 use examples::lm::random_model;
 use test_utils::Attacks;
 
+use super::output;
+
 /// Runs the program, which has to end by itself with one sentence, soon and with little memory.
 fn refused(args: &[&str], stdin: &Path) -> Result<String, String> {
-    let began = Instant::now();
     // More than the program takes by itself, and less than what it must not read.
     let limited = format!("ulimit -v {}; exec \"$0\" \"$@\"", 6 << 20);
     let mut command = Command::new("sh");
     command.args(["-c", &limited, env!("CARGO_BIN_EXE_lm")]).args(args);
     let stdin = File::open(stdin).map_err(|error| error.to_string())?;
-    let child = command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let mut child = child.map_err(|error| error.to_string())?;
-    while child.try_wait().map_err(|error| error.to_string())?.is_none() {
-        if began.elapsed() > Duration::from_secs(60) {
-            child.kill().ok();
-            child.wait().ok();
-            return Err("hangs".into());
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let output = child.wait_with_output().map_err(|error| error.to_string())?;
+    let output = output(command.stdin(stdin))?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     match output.status.code() {
         Some(1 | 2) if said.lines().count() == 1 && said.starts_with("error: ") => Ok(said),

@@ -2,29 +2,17 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Stdio;
-use std::time::{Duration, Instant};
 
 use test_utils::Attacks;
 
+use super::output;
 use crate::lm::hub::server::{COMMITS, Manner, Server};
 use crate::lm::hub::{files, program};
 
 /// What `lm info` of a model says on stdout, or its only sentence on stderr. It has to end by itself.
 fn info(server: &Server, home: &Path, model: &str) -> Result<Result<String, String>, String> {
-    let began = Instant::now();
     let mut command = program(&server.address, home, &[("HF_HUB_DOWNLOAD_TIMEOUT", "2")]);
-    command.args(["info", "--model", model]).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(|error| error.to_string())?;
-    while child.try_wait().map_err(|error| error.to_string())?.is_none() {
-        if began.elapsed() > Duration::from_secs(60) {
-            child.kill().ok();
-            child.wait().ok();
-            return Err("hangs".into());
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let output = child.wait_with_output().map_err(|error| error.to_string())?;
+    let output = output(command.args(["info", "--model", model]))?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     if output.status.success() {
         return Ok(Ok(String::from_utf8_lossy(&output.stdout).into_owned()));

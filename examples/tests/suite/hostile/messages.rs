@@ -71,13 +71,6 @@ fn tokenizer(kind: Kind) -> Tokenizer {
         Kind::Bytes => {}
         Kind::Loose => made["normalizer"] = json!({"type": "Lowercase"}),
         Kind::Marked => {
-            made["model"]["vocab"] = letters
-                .iter()
-                .cloned()
-                .zip(0..)
-                .map(|(text, id)| (text, json!(id)))
-                .collect::<serde_json::Map<_, _>>()
-                .into();
             made["pre_tokenizer"] = Value::Null;
             made["normalizer"] = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]});
         }
@@ -88,7 +81,7 @@ fn tokenizer(kind: Kind) -> Tokenizer {
             made["pre_tokenizer"] = Value::Null;
         }
     }
-    if matches!(kind, Kind::Bytes | Kind::Loose) {
+    if !matches!(kind, Kind::Pieces) {
         made["model"]["vocab"] = letters
             .iter()
             .cloned()
