@@ -56,7 +56,7 @@ unsafe impl Send for Hold {}
 
 #[cfg(feature = "mpi")]
 impl Hold {
-    /// Holds a tensor of which `guard` is the lock.
+    /// Holds a tensor. `guard` is the lock of its storage.
     ///
     /// It does not wait: the lock is read already.
     ///

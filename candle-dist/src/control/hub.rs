@@ -152,7 +152,7 @@ impl Table {
     }
 
     /// Stops the world if a second process of the same launcher comes as one of its ranks. Then the launcher has started two
-    /// jobs at one address, and nobody knows of which of them the others are.
+    /// jobs at one address, and nobody knows to which job each of the other processes belongs.
     fn suspect(&mut self, hello: Hello, answer: &Answer) {
         let rank = hello.rank as usize;
         let is_twin =

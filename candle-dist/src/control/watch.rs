@@ -23,7 +23,7 @@ const MAX_LATER: usize = 4096;
 
 /// The bytes of values that a process sets before it waits until rank 0 has stored them.
 const MAX_UNSTORED: usize = 32 << 20;
-/// The bytes that a value takes beside its own.
+/// The bytes that a value needs in addition to its content.
 const LEAST_BYTES: usize = 256;
 /// A key without a value. Keys of programs begin with "own ".
 const FENCE: &str = "fence";

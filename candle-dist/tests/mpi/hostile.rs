@@ -145,7 +145,7 @@ fn write(var: &Var) -> Result<()> {
     Ok(var.set(&var.ones_like()?.affine(200.0, 0.0)?)?)
 }
 
-/// Large memory, part of which MPI moves while it is written.
+/// MPI moves a part of a large tensor while the program writes to it.
 fn torn(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     for _ in 0..5 {

@@ -159,7 +159,7 @@ fn two_jobs_of_one_launcher_at_one_address_are_told() {
     attacks.attack("a second rank 0 while the world runs", || twins(&[(0, 0), (1, 0), (0, 3)]));
     attacks.attack("ranks that are in parts of a script", || {
         let port = free_port();
-        // Each rank is in a part of its own, of which the shell forks.
+        // The shell forks a process of its own for each part.
         let said = launch(&[(0, 0), (1, 0)], |rank| variables("torchrun", rank, &port)).said();
         if said == ["fine", "fine"] { Ok(()) } else { Err(format!("{said:#?}")) }
     });

@@ -81,7 +81,7 @@ impl Hosts {
         self.start_first(4, scenario, master, more)
     }
 
-    /// Starts so many of four ranks.
+    /// Starts the first `count` of four ranks.
     fn start_first(&self, count: usize, scenario: &str, master: &str, more: &[(&'static str, String)]) -> Vec<Rank> {
         let command = |rank: usize| {
             let mut command = Command::new("ip");

@@ -43,7 +43,7 @@ pub(super) struct Group {
 #[derive(Default)]
 pub(super) struct Collectives {
     open: FxHashMap<Ticket, Open>,
-    /// Those of which MPI moves some data in place, and some that are gone.
+    /// Calls whose data MPI moves in place. Some may be gone.
     moving: Vec<Ticket>,
     /// Those that are not complete, in the order of their starts, and some that are.
     started: VecDeque<Ticket>,
@@ -114,7 +114,7 @@ impl Collectives {
         Ok(self.is_done(ticket))
     }
 
-    /// Advances those of which MPI moves some data; returns whether any is complete now.
+    /// Advances the calls whose data MPI moves. Returns whether any is complete now.
     fn advance_moving(&mut self, wire: &mut Wire) -> Result<bool, Cause> {
         let (mut at, mut any) = (0, false);
         while let Some(&ticket) = self.moving.get(at) {
