@@ -57,13 +57,17 @@ impl Loading {
         let bar = if is_shown { ProgressBar::new(bytes) } else { ProgressBar::hidden() };
         let loading = Self(bar.with_style(style).with_prefix("reading"));
         thread::scope(|scope| {
-            scope.spawn(|| {
+            let follow = || {
                 while !loading.0.is_finished() {
                     // Ranks that hold the same parameters read them more than once.
                     loading.0.set_position(read().min(bytes));
                     thread::sleep(TICK);
                 }
-            });
+            };
+            // Without a thread for it there is no bar.
+            if thread::Builder::new().spawn_scoped(scope, follow).is_err() {
+                loading.finish();
+            }
             // The watcher ends with the bar, even if `f` panics.
             let _ends = Ends(&loading);
             f(&loading)

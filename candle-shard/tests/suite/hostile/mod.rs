@@ -1,5 +1,6 @@
 //! What others do to files and folders: nothing is lost, nothing of theirs is touched, and no damage loads.
 mod damage;
+mod disks;
 mod folders;
 mod headers;
 mod jobs;

@@ -117,10 +117,14 @@ pub fn converse(
         task.check(&files.config)?;
         let cached_tokens = session.cached_of(&task.prompt);
         let (mut stream, mut text) = (TextStream::new(tokenizer, &task.prompt), String::new());
+        let (mut told, mut named) = (0, Vec::new());
         let mut stops = Stops::new(stops.to_vec());
         let mut is_over = false;
         let written = session.write(&task, |token| {
-            let (more, ends) = stops.next(&stream.next(token)?);
+            let piece = stream.next(token)?;
+            named.extend(tokens::named(tokenizer, token, &piece).map(|name| told + name.start..told + name.end));
+            told += piece.len();
+            let (more, ends) = stops.next(&piece);
             show(Event::Text(&more));
             text.push_str(&more);
             is_over = ends;
@@ -129,7 +133,9 @@ pub fn converse(
         let rest = stops.rest(stream, is_over)?;
         show(Event::Text(&rest));
         text.push_str(&rest);
-        messages.push(Message::new("assistant", text.clone()));
+        // A text that ends the reply is left out of it.
+        named.retain(|name| name.end <= text.len());
+        messages.push(Message { named, ..Message::new("assistant", text.clone()) });
         show(Event::Replied(&Turn {
             message,
             text,

@@ -8,6 +8,7 @@ mod source;
 pub mod transcript;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -27,12 +28,16 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
+    /// The bytes of it that the model wrote as tokens with a name, for example `<think>`. They are tokens again in the next prompt, while
+    /// the same letters of anybody else stay letters.
+    #[serde(skip)]
+    pub named: Vec<Range<usize>>,
 }
 
 impl Message {
     /// Creates a message.
     pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
+        Self { role: role.into(), content: content.into(), named: Vec::new() }
     }
 }
 

@@ -48,11 +48,30 @@ pub fn checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(steps.into_iter().rev().map(|step| of_step(folder, step)).collect())
 }
 
-/// Checks that checkpoints of steps after `start` can be saved to the folder, which is made if it is not there.
+/// A damaged checkpoint in the way of the next save, and the path that it gets.
+#[derive(Clone, Debug)]
+pub struct Damaged {
+    pub(super) from: PathBuf,
+    pub(super) to: PathBuf,
+}
+
+impl Damaged {
+    /// The checkpoint in the folder `at`, if that is one of `folder` and a training has made it.
+    pub(super) fn within(folder: &Path, at: &Path) -> Option<Self> {
+        let is_within = fs::canonicalize(at.parent()?).ok()? == fs::canonicalize(folder).ok()?;
+        let from = folder.join(at.file_name()?);
+        let path = |n: usize| from.with_extension(if n == 1 { "damaged".into() } else { format!("damaged-{n}") });
+        let to = (1..).map(path).find(|path| fs::symlink_metadata(path).is_err())?;
+        (is_within && from.join(STATE).is_file()).then_some(Self { from, to })
+    }
+}
+
+/// Checks that checkpoints of steps after `start` can be saved to the folder, which is made if it is not there. Those that are damaged are
+/// in nobody's way.
 ///
 /// # Errors
 /// A sentence if the folder cannot be made, or holds checkpoints that would have to go.
-pub fn check(folder: &Path, start: usize) -> Checked {
+pub fn check(folder: &Path, start: usize, damaged: &[Damaged]) -> Checked {
     let shown = folder.display();
     let steps = fs::create_dir_all(folder).and_then(|()| steps(folder));
     let steps = steps.map_err(|error| {
@@ -62,7 +81,9 @@ pub fn check(folder: &Path, start: usize) -> Checked {
     let is_empty =
         |step: &usize| fs::read_dir(of_step(folder, *step)).is_ok_and(|mut entries| entries.next().is_none());
     let is_whole = |step: usize| of_step(folder, step).join(STATE).is_file();
-    if let Some(last) = steps.into_iter().rev().find(|step| *step > start && !is_empty(step)) {
+    let is_damaged = |step: &usize| damaged.iter().any(|one| one.from == of_step(folder, *step));
+    let is_in_the_way = |step: &usize| *step > start && !is_empty(step) && !is_damaged(step);
+    if let Some(last) = steps.into_iter().rev().find(is_in_the_way) {
         require!(
             !is_whole(last),
             "--save {shown} holds the checkpoint of step {last} already: --resume from it, move it away, or give another folder."
@@ -85,15 +106,18 @@ pub struct Saves {
 }
 
 impl Saves {
-    /// Takes the folder for steps after `start`, and removes what killed trainings have left.
+    /// Takes the folder for steps after `start`, removes what killed trainings have left, and renames what is damaged.
     ///
     /// # Errors
     /// If another training has it; the error says which. Those of [`check`] and of the file system.
-    pub fn hold(folder: &Path, start: usize) -> Result<Self> {
+    pub fn hold(folder: &Path, start: usize, damaged: &[Damaged]) -> Result<Self> {
         let lock = Lock::take(&folder.join(LOCK)).context("--save")?;
         let saves = Self { folder: folder.to_owned(), lock: Some(lock) };
         // Another training may have ended meanwhile.
-        check(folder, start)?;
+        check(folder, start, damaged)?;
+        for Damaged { from, to } in damaged {
+            fs::rename(from, to).with_context(|| format!("{}", from.display()))?;
+        }
         saves.left().try_for_each(fs::remove_dir_all).with_context(|| format!("{}", folder.display()))?;
         Ok(saves)
     }

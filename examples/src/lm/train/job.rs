@@ -9,9 +9,9 @@ use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::corpus::Corpus;
-use super::folder;
+use super::folder::{self, Damaged};
 use super::recipe::Recipe;
-use super::resume::{Resumed, State};
+use super::resume::{Resumed, Skipped, State};
 use crate::cli::{Checked, UsageError, require};
 use crate::lm::args::Args;
 use crate::lm::config::Config;
@@ -51,6 +51,8 @@ pub struct Job {
     pub start: usize,
     /// The file with the optimizer's state after these.
     pub optimizer: Option<PathBuf>,
+    /// Checkpoints in the way of `save` that are not whole. The training renames them.
+    pub damaged: Vec<Damaged>,
     /// What the user should know of the checkpoint that it goes on from.
     pub notes: Vec<String>,
 }
@@ -109,11 +111,19 @@ impl Job {
         if let Some(resumed) = &resumed {
             check_text(&text, &resumed.state)?;
         }
+        let (mut damaged, mut notes) = (Vec::new(), Vec::new());
+        for Skipped { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
+            let moved = flags.save.as_ref().and_then(|save| Damaged::within(save, folder));
+            let kept =
+                moved.as_ref().map(|moved| format!("; it is kept as {}", moved.to.display())).unwrap_or_default();
+            damaged.extend(moved);
+            let shown = folder.display();
+            notes.push(format!("{shown} is no whole checkpoint: {reason}; goes on from step {start}{kept}"));
+        }
         if let Some(save) = &flags.save {
-            folder::check(save, start)?;
+            folder::check(save, start, &damaged)?;
         }
         let save = flags.save.clone().map(|save| (save, flags.save_every.unwrap_or(recipe.rate.steps)));
-        let notes = resumed.as_ref().map(|resumed| resumed.skipped.clone()).unwrap_or_default();
         let job = Self {
             files,
             beside,
@@ -128,7 +138,8 @@ impl Job {
             save,
             start,
             optimizer,
-            notes: notes.into_iter().map(|skipped| format!("{skipped}; goes on from step {start}")).collect(),
+            damaged,
+            notes,
         };
         job.declare().map_err(|error| {
             UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))

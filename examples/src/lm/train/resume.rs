@@ -43,12 +43,22 @@ pub struct Resumed {
     pub files: Files,
     /// How far it is.
     pub state: State,
-    /// Later checkpoints beside it that are not whole, each with the reason.
-    pub skipped: Vec<String>,
+    /// Later checkpoints beside it that are not whole.
+    pub skipped: Vec<Skipped>,
+}
+
+/// A folder with the name of a checkpoint that is not whole.
+#[derive(Clone, Debug)]
+pub struct Skipped {
+    /// The folder.
+    pub folder: PathBuf,
+    /// What is wrong with it.
+    pub reason: String,
 }
 
 impl Resumed {
-    /// Opens a checkpoint, or the last one in a folder of them that is whole; no tensors are read yet.
+    /// Opens a checkpoint, or the last one in a folder of them that is whole. To find it, its tensors are read once, and compared with
+    /// their digests. Those of a checkpoint that is given by itself are compared when they are loaded.
     ///
     /// # Errors
     /// If there is none, a file is missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype
@@ -59,16 +69,18 @@ impl Resumed {
         }
         let mut skipped = Vec::new();
         for folder in folder::checkpoints(path)? {
-            match Self::of(folder.clone()) {
+            match Self::of(folder.clone()).and_then(Self::verified) {
                 Ok(resumed) => return Ok(Self { skipped, ..resumed }),
-                Err(error) => skipped.push(format!("{} is no whole checkpoint: {error:#}", folder.display())),
+                Err(error) => skipped.push(Skipped { folder, reason: format!("{error:#}") }),
             }
         }
         let advice = "give the folder of an earlier --save";
         let shown = path.display();
         match skipped.into_iter().next() {
             None => bail!("{shown}: holds no checkpoint; {advice}"),
-            Some(last) => bail!("{shown}: holds no checkpoint that is whole; {last}"),
+            Some(Skipped { folder, reason }) => {
+                bail!("{shown}: holds no checkpoint that is whole; {}: {reason}", folder.display())
+            }
         }
     }
 
@@ -108,6 +120,13 @@ impl Resumed {
         let resumed = Self { folder, files, state, skipped: Vec::new() };
         check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
         Ok(resumed)
+    }
+
+    /// Reads the tensors, and compares them with their digests.
+    fn verified(self) -> Result<Self> {
+        self.files.weights.verify()?;
+        Weights::open(self.optimizer())?.verify()?;
+        Ok(self)
     }
 
     /// The file with the optimizer's state.

@@ -127,8 +127,8 @@ impl<'a> Trainer<'a> {
     pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
         let (recipe, pipeline) = (&job.recipe, job.pipeline);
         // Before anything is read, since another training may save to the folder.
-        let saves =
-            job.save.as_ref().filter(|_| ctx.rank() == 0).map(|(folder, _)| Saves::hold(folder, job.start)).transpose();
+        let place = job.save.as_ref().filter(|_| ctx.rank() == 0);
+        let saves = place.map(|(folder, _)| Saves::hold(folder, job.start, &job.damaged)).transpose();
         let saves = agreed(ctx.group(), saves)?;
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;

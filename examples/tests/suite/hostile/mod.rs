@@ -1,5 +1,6 @@
 //! Attacks on the programs: templates, files and servers of strangers, and jobs that share folders.
 
+mod disks;
 mod files;
 mod hub;
 mod messages;

@@ -12,6 +12,13 @@ use test_utils::{Attacks, on_ranks};
 
 use crate::lm_train::support::{Place, config, copy};
 
+fn flip(file: &Path) {
+    let mut bytes = fs::read(file).unwrap();
+    let last = bytes.len() - 3;
+    bytes[last] ^= 16;
+    fs::write(file, bytes).unwrap();
+}
+
 fn cut_short(file: &Path) {
     let bytes = fs::read(file).unwrap();
     fs::write(file, &bytes[..bytes.len() / 2]).unwrap();
@@ -24,7 +31,7 @@ type Case = (&'static str, fn(&Path), usize, &'static [&'static str]);
 fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
     let place = Place::new(&config(4, 2));
     place.losses("--tp 1 --save @saved --save-every 3");
-    let cases: [Case; 19] = [
+    let cases: [Case; 22] = [
         ("nothing", |_| {}, 6, &[]),
         ("a stray step-5", |at| fs::create_dir(at.join("step-5")).unwrap(), 6, &[]),
         ("a stray step-7", |at| fs::create_dir(at.join("step-7")).unwrap(), 6, &[]),
@@ -55,6 +62,27 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
             &["step-00000006", "training.json"],
         ),
         ("half a model", |at| cut_short(&at.join("step-00000006/model.safetensors")), 3, &["model.safetensors"]),
+        (
+            "a flipped bit in the model",
+            |at| flip(&at.join("step-00000006/model.safetensors")),
+            3,
+            &["model.safetensors"],
+        ),
+        (
+            "a flipped bit in the optimizer's state",
+            |at| flip(&at.join("step-00000006/optimizer/optimizer.safetensors")),
+            3,
+            &["optimizer.safetensors", "damaged"],
+        ),
+        (
+            "a flipped bit in a later step",
+            |at| {
+                copy_step(at, "step-00000009");
+                flip(&at.join("step-00000009/model.safetensors"));
+            },
+            6,
+            &["step-00000009", "model.safetensors"],
+        ),
         ("no optimizer", |at| fs::remove_dir_all(at.join("step-00000006/optimizer")).unwrap(), 3, &["optimizer"]),
         (
             "half an optimizer",
@@ -103,6 +131,23 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
         let said = format!("{:#}", place.open("--resume @spoiled --steps 9 --save @spoiled").unwrap_err());
         if said.contains("step-00000009") && said.contains("move it away") { Ok(()) } else { Err(said) }
     });
+    a.attack("damaged steps in the way of --save", || {
+        for round in 1..=2 {
+            fs::remove_dir_all(place.path("spoiled/step-00000009")).ok();
+            flip(&place.path("spoiled/step-00000006/model.safetensors"));
+            place.losses("--tp 1 --resume @spoiled --steps 9 --save @spoiled --save-every 3");
+            let kept = if round == 1 { "step-00000006.damaged" } else { "step-00000006.damaged-2" };
+            if !place.path("spoiled").join(kept).join("model.safetensors").is_file() {
+                return Err(format!("{:?}", names(&place.path("spoiled"))));
+            }
+            for step in ["step-00000006", "step-00000009"] {
+                Resumed::open(&place.path("spoiled").join(step)).map_err(|error| format!("{error:#}"))?;
+            }
+        }
+        fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
+        copy(&place.path("saved/step-00000006"), &place.path("spoiled/step-00000009"));
+        Ok(())
+    });
     a.attack("an empty step in the way of --save", || {
         fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         fs::create_dir(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
@@ -136,7 +181,8 @@ fn a_flipped_bit_of_a_checkpoint_is_noticed_where_it_is_read() {
                 let mut bad = good.clone();
                 bad[byte] ^= 8;
                 fs::write(&at, bad).map_err(|error| error.to_string())?;
-                let job = place.open("--tp 1 --resume @saved --steps 7").map_err(|error| error.to_string())?;
+                let job =
+                    place.open("--tp 1 --resume @saved/step-00000006 --steps 7").map_err(|error| error.to_string())?;
                 let said = on_ranks(1, "damage", move |ctx| -> anyhow::Result<String> {
                     Ok(Trainer::new(ctx, &job).err().map(|error| format!("{error:#}")).unwrap_or_default())
                 });

@@ -252,6 +252,45 @@ fn replies_of_a_conversation_equal_runs_with_its_whole_text_on_every_mesh() {
 }
 
 #[test]
+fn tokens_that_the_model_names_in_a_reply_are_tokens_of_the_next_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    // A third of the letters are tags such as `<think>`, and the template knows them.
+    let tag = |id: usize| format!("<t{id}>");
+    let known: String = (0..30).map(tag).collect();
+    write(folder.path(), &format!("{APPENDS}{{# {known} #}}"));
+    let path = folder.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    vocab.retain(|_, id| id.as_u64() >= Some(30));
+    vocab.extend((0..30).map(|id| (tag(id), json!(id))));
+    tokenizer["added_tokens"].as_array_mut().unwrap().extend((0..30).map(|id| {
+        json!({"id": id, "content": tag(id), "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": false})
+    }));
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    let turns = talk(folder.path(), 1, 1, ChatArgs { chat: true, system: None, context: None }).unwrap();
+    let first_special = (random_vocabulary() - SPECIAL.len()) as u32;
+    let mut tags = 0;
+    for (turn, next) in turns.iter().zip(&turns[1..]) {
+        if turn.tokens.iter().all(|&token| token < first_special) {
+            tags += turn.tokens.iter().filter(|&&token| token < 30).count();
+            let read = turn.prompt_tokens + turn.tokens.len() - usize::from(turn.stop == Stop::Length);
+            assert_eq!(next.cached_tokens, read, "{turns:?}");
+        }
+    }
+    assert!(tags > 0, "{turns:?}");
+    // In a message of a user they are letters.
+    let (files, mut message) = (Files::open(folder.path()).unwrap(), Message::new("assistant", "a<t7>b"));
+    let encoded = |message: &Message| {
+        let script =
+            files.chat_template().unwrap().render(&[message.clone()], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
+        encode_rendered(&files.tokenizer().unwrap(), &script)
+    };
+    assert!(!encoded(&message).is_ok_and(|ids| ids.contains(&7)));
+    message.named = vec![1..5];
+    assert!(encoded(&message).unwrap().contains(&7));
+}
+
+#[test]
 fn a_special_token_in_stop_never_matched() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), APPENDS);

@@ -93,7 +93,7 @@ pub(super) fn render(
 fn value(message: &Message, work: &Work) -> Result<Value, Fail> {
     let role = message.role.as_str();
     let role = if ROLES.contains(&role) { Text::own(role) } else { Text::foreign(role) };
-    let entries = [("role", role), ("content", Text::foreign(message.content.as_str()))];
+    let entries = [("role", role), ("content", Text::foreign_but(&message.content, &message.named))];
     let entries = entries.map(|(name, text)| Ok((work.own(name)?, work.text(text)?)));
     work.map(entries.into_iter().collect::<Result<_, Fail>>()?)
 }

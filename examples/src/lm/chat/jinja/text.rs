@@ -26,6 +26,18 @@ impl Text {
         made
     }
 
+    /// Returns a text from outside, without these bytes, which come in ascending order.
+    pub(super) fn foreign_but(text: &str, own: &[Range<usize>]) -> Self {
+        let mut made = Self::own(text);
+        let mut start = 0;
+        for own in own {
+            made.mark(start..own.start);
+            start = own.end;
+        }
+        made.mark(start..text.len());
+        made
+    }
+
     /// Its bytes, with those that tell which of them are foreign.
     pub(super) fn cost(&self) -> u64 {
         (self.text.len() + self.foreign.len() * size_of::<Range<usize>>()) as u64
