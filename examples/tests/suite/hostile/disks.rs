@@ -9,17 +9,15 @@ use crate::lm_train::support::{Place, config, copy};
 
 /// Trains on a disk of its own, of which some bytes are left, and goes on when there is room again.
 const SCRIPT: &str = r#"
-    disk="$1" saved="$2" left="$3" program="$4" model="$5" text="$6"
+    disk="$1" saved="$2" left="$3" program="$4" text="$5"
     mount -t tmpfs -o size=4m none "$disk" && cp -r "$saved" "$disk/saved" || exit 3
     head -c 8M /dev/zero >"$disk/filler" 2>/dev/null
     truncate -s "$(($(stat -c %s "$disk/filler") - left))" "$disk/filler"
-    "$program" --model "$model" --train "$text" --seq-len 7 --batch 5 --warmup 2 --tp 2 --steps 6 \
-        --resume "$disk/saved" --save "$disk/saved"
+    "$program" --train "$text" --tp 2 --resume "$disk/saved" --save "$disk/saved"
     echo "status $?"
     ls "$disk/saved"
     rm "$disk/filler"
-    "$program" --model "$model" --train "$text" --seq-len 7 --batch 5 --warmup 2 --tp 2 --steps 6 \
-        --resume "$disk/saved" --save "$disk/saved" && echo "goes on"
+    "$program" --train "$text" --tp 2 --resume "$disk/saved" --save "$disk/saved" && echo "goes on"
     ls "$disk/saved"
 "#;
 
@@ -37,7 +35,7 @@ fn a_training_whose_disk_is_full_goes_on_when_there_is_room() {
     let run = |left: u64| -> Output {
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-c", SCRIPT, "sh"]).arg(place.path("disk")).arg(place.path("first"));
-        command.arg(left.to_string()).arg(env!("CARGO_BIN_EXE_lm")).arg(place.path("model")).arg(place.path("text"));
+        command.arg(left.to_string()).arg(env!("CARGO_BIN_EXE_lm")).arg(place.path("text"));
         command.output().unwrap()
     };
     let mut a = Attacks::new("trainings on full disks");
