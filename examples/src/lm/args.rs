@@ -37,6 +37,10 @@ pub struct Args {
     #[arg(long, value_name = "PATH|NAME", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
+    /// Field of the config, or key of a GGUF file, that is refused and changes nothing as you know; may be given several times
+    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    pub ignore_field: Vec<String>,
+
     /// Hold quantized weights as floats
     #[arg(long, help_heading = "Model")]
     pub dequantize: bool,

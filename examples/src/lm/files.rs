@@ -22,7 +22,7 @@ pub struct Files {
     pub config: Config,
     /// The tokens that end a text, from both files that say so.
     pub ends: BTreeSet<u32>,
-    /// What the files ask for that this program does not do, a sentence each.
+    /// What the files say that changes nothing, or ask for that this program does not do, a sentence each.
     pub unmet: Vec<String>,
     pub(super) weights: Arc<Weights>,
     path: PathBuf,
@@ -47,22 +47,30 @@ impl Files {
     /// If the config cannot be run, or the weights are not those of the config, all of them and no others: the file and
     /// the tensor are named.
     pub fn open(folder: &Path) -> Result<Self> {
-        Self::of(folder, true)
+        Self::open_without(folder, &[])
+    }
+
+    /// Opens files as [`open`](Self::open) does, without what the fields `ignored` of the config say.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open); if one of the fields is not in the way.
+    pub fn open_without(folder: &Path, ignored: &[String]) -> Result<Self> {
+        Self::of(folder, ignored, true)
     }
 
     /// Checks files whose weights have headers and no values yet, as [`open`](Self::open) does.
     ///
     /// # Errors
     /// Those of [`open`](Self::open).
-    pub(super) fn check_headers(folder: &Path) -> Result<()> {
-        Self::of(folder, false).map(drop)
+    pub(super) fn check_headers(folder: &Path, ignored: &[String]) -> Result<()> {
+        Self::of(folder, ignored, false).map(drop)
     }
 
-    fn of(folder: &Path, has_values: bool) -> Result<Self> {
+    fn of(folder: &Path, ignored: &[String], has_values: bool) -> Result<Self> {
         let (mut config, mut weights, generation) = match folder.is_dir() {
-            true => (Config::read(folder)?, Weights::open(folder)?, Generation::read(folder)?),
+            true => (Config::read(folder, ignored)?, Weights::open(folder)?, Generation::read(folder)?),
             false => {
-                let (config, weights) = gguf::open(folder, has_values)?;
+                let (config, weights) = gguf::open(folder, ignored, has_values)?;
                 (config, weights, Generation::default())
             }
         };
@@ -84,7 +92,8 @@ impl Files {
         }
         check_others(&weights, folder, &config, &tensors)?;
         let ends = config.ends().iter().chain(&generation.ends).copied().collect();
-        Ok(Self { config, ends, unmet: generation.unmet, weights: Arc::new(weights), path: folder.into() })
+        let unmet = config.notes.iter().cloned().chain(generation.unmet).collect();
+        Ok(Self { config, ends, unmet, weights: Arc::new(weights), path: folder.into() })
     }
 
     /// The dtype that the parameters are stored in: one that holds all of them, if they are stored in several.

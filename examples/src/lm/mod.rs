@@ -34,6 +34,7 @@ mod rope;
 pub mod sample;
 pub mod score;
 pub mod session;
+mod special_tokens;
 pub mod staged;
 pub mod step;
 pub mod stops;

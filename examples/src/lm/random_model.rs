@@ -33,6 +33,7 @@ pub fn config() -> Config {
         eos_token_id: None,
         parts: Parts::default(),
         family: "llama",
+        notes: Vec::new(),
     }
 }
 

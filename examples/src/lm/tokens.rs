@@ -12,8 +12,9 @@ use tokenizers::{AddedToken, NormalizedString, Normalizer as _, Tokenizer};
 
 use super::chat::Script;
 use super::gguf;
+use super::special_tokens::SpecialTokens;
 
-/// The tokenizer of the model in a folder, or in a GGUF file.
+/// The tokenizer of the model in a folder, or in a GGUF file. In a folder it has the tokens that files beside `tokenizer.json` declare.
 ///
 /// What the file says of cutting and filling up texts is for batches of sentences, and left out.
 ///
@@ -31,6 +32,7 @@ pub fn read(model: &Path) -> Result<Tokenizer> {
         text.parse().map_err(|error| anyhow!("{error}"))
     };
     let mut tokenizer = parsed().with_context(|| format!("{}", path.display()))?;
+    SpecialTokens::read(model)?.add_to(&mut tokenizer).with_context(|| format!("{}", path.display()))?;
     tokenizer.with_padding(None).with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
     Ok(tokenizer)
 }

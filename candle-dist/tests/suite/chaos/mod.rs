@@ -1,13 +1,14 @@
 //! Chaos: random programs of communication calls in which at most one rank fails.
 //!
 //! Every rank must get correct results until the program stops, and then the same error within the deadline. The world
-//! must stay closed. `model` computes the possible errors. Over MPI the ranks are processes (`scripts/mpi-suites.sh`).
+//! must stay closed. `model` computes the possible errors. Over MPI the ranks are processes (`scripts/mpi-suites.sh`), and over NCCL they have
+//! simulated GPUs (`scripts/nccl-sim.sh`).
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod model;
 mod program;
 mod step;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::backend::{Backend, Call, Wrapping};
 use candle_dist::{Cause, Error, GroupFailure, ProcessGroup, RankContext, Result, World, WorldError};
 use itertools::Itertools;
@@ -21,7 +22,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once, mpsc};
 use std::time::Duration;
 use step::Step;
-use test_utils::{Ranks, over_mpi};
+use test_utils::{Ranks, over_mpi, over_nccl};
+
+/// Whether ranks may be further than a round of threads lets them be: processes are, and calls to a GPU return before they are done.
+fn is_loose() -> bool {
+    over_mpi() || over_nccl()
+}
 
 /// The time limit of a program, including its failure.
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -78,7 +84,9 @@ fn assert_closed(groups: &HashMap<usize, ProcessGroup>, failure: &GroupFailure) 
 }
 
 fn values(t: &Tensor) -> (Vec<usize>, DType, Vec<f64>) {
-    let flat = t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    // candle casts no tensor without elements on a GPU.
+    let flat =
+        t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
     (t.dims().to_vec(), t.dtype(), flat)
 }
 
@@ -89,7 +97,7 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     let scripts: Vec<_> = (0..case.world).map(|rank| case.script(rank)).collect();
     let ranks = Ranks::new(case.world, "program").deadline(DEADLINE);
     // Processes do not see that all of them wait: a deadlock ends with the timeout of a call.
-    let ranks = if over_mpi() { ranks.timeout(DEADLINE * 2) } else { ranks };
+    let ranks = if is_loose() { ranks.timeout(DEADLINE * 2) } else { ranks };
     let outcome = ranks.run(move |ctx| {
         let mut seen = Seen { rank: ctx.rank(), results: Vec::new(), failure: None };
         let ended = follow(ctx, &scripts[ctx.rank()], &mut seen);
@@ -103,7 +111,7 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     };
     match &outcome {
         // A process that has returned gets the failure that others met later.
-        Err(error) if over_mpi() && culprit.is_none() => {
+        Err(error) if is_loose() && culprit.is_none() => {
             let is_failure = !["still run after", "panicked"].iter().any(|other| error.message.contains(other));
             assert!(is_failure && !model.causes.is_empty(), "{error}");
         }
@@ -123,9 +131,9 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
             assert_eq!(got.as_ref().map(values), want, "rank {rank}, call {i}: {step:?}");
         }
         // Over MPI a rank may leave a call that others have not entered, if it needs nothing of them.
-        assert!(over_mpi() || results.len() <= fate.results.len(), "rank {rank} got past where it cannot");
+        assert!(is_loose() || results.len() <= fate.results.len(), "rank {rank} got past where it cannot");
         match failure {
-            None if over_mpi() && !model.causes.is_empty() => {}
+            None if is_loose() && !model.causes.is_empty() => {}
             None if Some(*rank) != culprit => {
                 assert!(fate.finishes() && results.len() == fate.results.len(), "rank {rank} stopped without a reason");
             }
@@ -146,9 +154,9 @@ fn is_same(model: &Cause, cause: &Cause) -> bool {
     match (model, cause) {
         // A process does not see that all of them wait. It compares its call with one other rank, which may be before all have
         // come to the round.
-        (Cause::Deadlock, Cause::TimedOut { .. }) if over_mpi() => true,
-        (Cause::Deadlock | Cause::Returned { .. }, Cause::Mismatch { .. }) if over_mpi() => true,
-        (Cause::Mismatch { what: a, .. }, Cause::Mismatch { what: b, .. }) if over_mpi() => a == b,
+        (Cause::Deadlock, Cause::TimedOut { .. }) if is_loose() => true,
+        (Cause::Deadlock | Cause::Returned { .. }, Cause::Mismatch { .. }) if is_loose() => true,
+        (Cause::Mismatch { what: a, .. }, Cause::Mismatch { what: b, .. }) if is_loose() => a == b,
         _ => model == cause,
     }
 }
@@ -162,7 +170,7 @@ fn kind(failure: Option<&GroupFailure>) -> &'static str {
         Some(Cause::Failed { .. }) => "failed",
         Some(Cause::Panicked { .. }) => "panicked",
         Some(Cause::Deadlock) => "deadlock",
-        Some(Cause::TimedOut { .. }) if over_mpi() => "deadlock",
+        Some(Cause::TimedOut { .. }) if is_loose() => "deadlock",
         Some(_) => "other",
     }
 }
@@ -205,7 +213,7 @@ fn one_rank_goes_wrong_and_all_ranks_hear_the_same() {
     let tally = tally.into_inner();
     // A process sees its own rank only, which is not in each world.
     for reached in ["none", "op", "dtype", "shape", step::FORM, "returned", "failed", "panicked", "deadlock"] {
-        assert!(over_mpi() || tally.contains_key(reached), "no case ended with {reached}: {tally:?}");
+        assert!(is_loose() || tally.contains_key(reached), "no case ended with {reached}: {tally:?}");
     }
     assert!(!tally.contains_key("other"), "{tally:?}");
 }

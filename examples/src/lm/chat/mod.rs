@@ -63,17 +63,17 @@ pub struct ChatTemplate {
     source: Arc<str>,
     /// The file or key that it comes from.
     origin: String,
-    /// Special tokens by the names that templates use, for example `bos_token`.
-    tokens: BTreeMap<String, String>,
+    /// Special tokens by the names that templates use, for example `bos_token`; none where the files say so.
+    tokens: BTreeMap<String, Option<String>>,
 }
 
 impl ChatTemplate {
     /// Checks a template; `origin` names its file in errors, and `tokens` has special tokens by name, for example
-    /// `bos_token`.
+    /// `bos_token`, or none where the model has none of a name.
     ///
     /// # Errors
     /// If it is not a template; the line is named.
-    pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, String>) -> Result<Self> {
+    pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, Option<String>>) -> Result<Self> {
         let wrong = |error| UsageError(format!("the chat template of {origin}: {error}"));
         jinja::check(source).map_err(wrong)?;
         Ok(Self { source: source.into(), origin: origin.into(), tokens })

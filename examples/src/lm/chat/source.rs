@@ -10,11 +10,9 @@ use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::ChatTemplate;
+use crate::lm::special_tokens::SpecialTokens;
 
-/// The special tokens that templates name.
-const TOKENS: [&str; 7] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
-
-/// The same in GGUF: the key of the number.
+/// The special tokens of GGUF files: the key of the number.
 const IDS: [(&str, &str); 4] = [
     ("bos_token", "tokenizer.ggml.bos_token_id"),
     ("eos_token", "tokenizer.ggml.eos_token_id"),
@@ -39,15 +37,8 @@ pub(in crate::lm) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
         Some(text) => serde_json::from_str(&text).with_context(|| format!("{}", config.display()))?,
         None => Map::new(),
     };
-    let mut tokens = BTreeMap::new();
-    for name in TOKENS {
-        let token = fields.get(name).filter(|token| !token.is_null());
-        let text = |token: &Value| token.get("content").unwrap_or(token).as_str().map(str::to_owned);
-        if let Some(token) = token {
-            let text = text(token).with_context(|| format!("{}: {name} is {token}", config.display()))?;
-            tokens.insert(name.to_owned(), text);
-        }
-    }
+    let named = SpecialTokens::read(folder)?.named;
+    let tokens = named.into_iter().map(|(name, token)| (name.to_owned(), token)).collect();
     if let Some(source) = read("chat_template.jinja")? {
         return ChatTemplate::new(&source, &jinja.display().to_string(), tokens);
     }
@@ -84,7 +75,7 @@ pub(in crate::lm) fn of_metadata(metadata: &BTreeMap<String, Stored>, path: &Pat
         let Some(id) = metadata.get(key).and_then(crate::lm::gguf::whole) else { continue };
         let text = texts.and_then(|texts| texts.get(id as usize)?.to_string().ok());
         ensure!(text.is_some(), "{}: {key} {id} is no token", path.display());
-        tokens.extend(text.map(|text| (name.to_owned(), text.clone())));
+        tokens.extend(text.map(|text| (name.to_owned(), Some(text.clone()))));
     }
     ChatTemplate::new(source, &path.display().to_string(), tokens)
 }

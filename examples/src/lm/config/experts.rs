@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::fields::Plain::{False, Zero};
+use super::fields::Plain::{False, True, Zero};
 use super::fields::Rule::{self, Harmless, Only, Used};
 use super::fields::{Fields, shortened};
 
@@ -55,7 +55,7 @@ pub(super) const ROUTER: [(&str, Rule); 4] = [
 pub(super) const MIXTRAL_FIELDS: [(&str, Rule); 6] =
     [("router_jitter_noise", Only(Zero)), ("sliding_window", Used), ROUTER[0], ROUTER[1], ROUTER[2], ROUTER[3]];
 
-pub(super) const QWEN_FIELDS: [(&str, Rule); 13] = [
+pub(super) const QWEN_FIELDS: [(&str, Rule); 14] = [
     ("attention_bias", Used),
     ("decoder_sparse_step", Used),
     ("max_window_layers", Harmless),
@@ -65,6 +65,7 @@ pub(super) const QWEN_FIELDS: [(&str, Rule); 13] = [
     // What transformers 4 calls num_local_experts.
     ("num_experts", Used),
     ("sliding_window", Used),
+    ("use_qk_norm", Only(True)),
     ("use_sliding_window", Used),
     ROUTER[0],
     ROUTER[1],

@@ -5,7 +5,7 @@ use candle_nn::Activation;
 use serde_json::Value;
 
 use super::experts::{self, Experts};
-use super::fields::Plain::{False, Text, True};
+use super::fields::Plain::{False, One, Text, True};
 use super::fields::Rule::{self, Only, Used};
 use super::fields::{Fields, shortened};
 use super::parts::{Norms, Parts, QkNorm};
@@ -27,6 +27,7 @@ pub(super) struct Family {
 pub(super) struct Absent {
     pub(super) tied: bool,
     pub(super) head_dim: Option<usize>,
+    pub(super) rope_theta: f64,
 }
 
 impl Family {
@@ -50,13 +51,13 @@ impl Family {
     }
 }
 
-const PLAIN: Absent = Absent { tied: false, head_dim: None };
+const PLAIN: Absent = Absent { tied: false, head_dim: None, rope_theta: 10_000.0 };
 
 pub(super) static FAMILIES: [Family; 12] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
-        fields: &[("attention_bias", Used), ("mlp_bias", Used)],
+        fields: &[("activation", Only(Text("swiglu"))), ("attention_bias", Used), ("mlp_bias", Used)],
         absent: PLAIN,
         parts: biased,
     },
@@ -90,14 +91,14 @@ pub(super) static FAMILIES: [Family; 12] = [
         model_type: "gemma2",
         architecture: "Gemma2ForCausalLM",
         fields: &GEMMA2,
-        absent: Absent { tied: true, head_dim: Some(256) },
+        absent: Absent { tied: true, head_dim: Some(256), ..PLAIN },
         parts: |fields, layers| gemma(fields, layers, 2, [Some(50.0), Some(30.0)]),
     },
     Family {
         model_type: "gemma3_text",
         architecture: "Gemma3ForCausalLM",
         fields: &GEMMA3,
-        absent: Absent { tied: true, head_dim: Some(256) },
+        absent: Absent { tied: true, head_dim: Some(256), rope_theta: 1_000_000.0 },
         parts: |fields, layers| {
             let pattern = ["sliding_window_pattern", "_sliding_window_pattern"];
             let pattern = pattern.iter().find_map(|name| fields.optional_size(name, layers.max(64)).transpose());
@@ -111,8 +112,8 @@ pub(super) static FAMILIES: [Family; 12] = [
         model_type: "phi3",
         architecture: "Phi3ForCausalLM",
         fields: &[
-            ("embd_pdrop", Rule::Harmless),
-            ("resid_pdrop", Rule::Harmless),
+            // Of all positions, or of none in a window.
+            ("full_attn_mod", Only(One)),
             ("original_max_position_embeddings", Used),
             ("partial_rotary_factor", Used),
             ("sliding_window", Used),
@@ -135,7 +136,7 @@ pub(super) static FAMILIES: [Family; 12] = [
             ("no_rope_layers", Used),
             ("use_sliding_window", Only(False)),
         ],
-        absent: Absent { tied: true, ..PLAIN },
+        absent: Absent { tied: true, rope_theta: 2_000_000.0, ..PLAIN },
         parts: |fields, layers| {
             full(fields)?;
             let interval = fields.optional_size("no_rope_layer_interval", 4096)?.unwrap_or(4);
@@ -163,7 +164,7 @@ pub(super) static FAMILIES: [Family; 12] = [
         model_type: "mixtral",
         architecture: "MixtralForCausalLM",
         fields: &experts::MIXTRAL_FIELDS,
-        absent: PLAIN,
+        absent: Absent { rope_theta: 1_000_000.0, ..PLAIN },
         parts: |fields, layers| {
             let window = fields.window("sliding_window", None)?;
             Ok(Parts { windows: vec![window; layers], experts: Some(Experts::mixtral(fields)?), ..Parts::default() })
@@ -206,18 +207,19 @@ pub(super) static FAMILIES: [Family; 12] = [
     },
 ];
 
-const QWEN2: [(&str, Rule); 6] = qwen_fields(Only(True));
+const QWEN2: [(&str, Rule); 7] = qwen_fields(Only(True), Only(False));
 
-const QWEN3: [(&str, Rule); 6] = qwen_fields(Used);
+const QWEN3: [(&str, Rule); 7] = qwen_fields(Used, Only(True));
 
-/// The fields of Qwen's models. Qwen 2 always has biases of queries, keys and values.
-const fn qwen_fields(biases: Rule) -> [(&'static str, Rule); 6] {
+/// The fields of Qwen's models. Qwen 2 always has biases of queries, keys and values, and Qwen 3 norms of queries and keys.
+const fn qwen_fields(biases: Rule, norms: Rule) -> [(&'static str, Rule); 7] {
     [
         ("attention_bias", biases),
         ("layer_types", Used),
         ("max_window_layers", Used),
         ("sliding_window", Used),
         ("use_mrope", Only(False)),
+        ("use_qk_norm", norms),
         ("use_sliding_window", Used),
     ]
 }

@@ -1,12 +1,13 @@
 //! Which fields of a `config.json` are known, and what each may say.
 //!
-//! A field that nobody reads may stand for something that the model computes. So each is known here, or the model is
-//! refused.
+//! A field that nobody reads may stand for something that the model computes. So each is known here, or says what switches something off,
+//! or the model is refused. `unknown.rs` decides about those that are not known.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::families::{FAMILIES, Family};
+use super::unknown::Unknown;
 
 /// What is done about a field.
 #[derive(Clone, Copy)]
@@ -31,10 +32,10 @@ pub(super) enum Plain {
 }
 
 /// The fields that all families have.
-static COMMON: [(&str, Rule); 51] = {
-    use Plain::{False, Null, One, Text, Zero};
+static COMMON: &[(&str, Rule)] = {
+    use Plain::{False, Null, One, Text};
     use Rule::{Harmless, Only, Used};
-    [
+    &[
         ("architectures", Used),
         ("bos_token_id", Used),
         ("eos_token_id", Used),
@@ -54,7 +55,6 @@ static COMMON: [(&str, Rule); 51] = {
         ("vocab_size", Used),
         ("add_cross_attention", Only(False)),
         ("attention_bias", Only(False)),
-        ("attention_dropout", Only(Zero)),
         ("cross_attention_hidden_size", Only(Null)),
         ("hidden_act", Only(Text("silu"))),
         ("is_decoder", Harmless),
@@ -66,11 +66,46 @@ static COMMON: [(&str, Rule); 51] = {
         ("sliding_window", Only(Null)),
         ("tie_encoder_decoder", Only(False)),
         ("use_bidirectional_attention", Only(False)),
+        // Those of generate() of older transformers, which the command line decides.
+        ("bad_words_ids", Harmless),
+        ("begin_suppress_tokens", Harmless),
+        ("decoder_start_token_id", Harmless),
+        ("diversity_penalty", Harmless),
+        ("do_sample", Harmless),
+        ("early_stopping", Harmless),
+        ("encoder_no_repeat_ngram_size", Harmless),
+        ("exponential_decay_length_penalty", Harmless),
+        ("forced_bos_token_id", Harmless),
+        ("forced_eos_token_id", Harmless),
+        ("length_penalty", Harmless),
+        ("max_length", Harmless),
+        ("max_new_tokens", Harmless),
+        ("min_length", Harmless),
+        ("no_repeat_ngram_size", Harmless),
+        ("num_beam_groups", Harmless),
+        ("num_beams", Harmless),
+        ("num_return_sequences", Harmless),
+        ("output_scores", Harmless),
+        ("remove_invalid_values", Harmless),
+        ("repetition_penalty", Harmless),
+        ("return_dict_in_generate", Harmless),
+        ("sep_token_id", Harmless),
+        ("suppress_tokens", Harmless),
+        ("temperature", Harmless),
+        ("top_k", Harmless),
+        ("top_p", Harmless),
+        ("typical_p", Harmless),
         // Hints, defaults of generation that the command line decides, and what only classifiers and training have.
+        ("_attn_implementation", Harmless),
         ("_attn_implementation_autoset", Harmless),
+        ("_attn_implementation_internal", Harmless),
+        ("_commit_hash", Harmless),
+        ("_flash_attn_2_enabled", Harmless),
         ("_name_or_path", Harmless),
         ("auto_map", Harmless),
         ("chunk_size_feed_forward", Harmless),
+        // Another attention over very long texts in one server. transformers does not read it.
+        ("dual_chunk_attention_config", Harmless),
         ("dtype", Harmless),
         ("id2label", Harmless),
         ("initializer_range", Harmless),
@@ -80,28 +115,35 @@ static COMMON: [(&str, Rule); 51] = {
         ("output_attentions", Harmless),
         ("output_hidden_states", Harmless),
         ("pad_token_id", Harmless),
+        // Parts of the same products, one after the other.
         ("pretraining_tp", Harmless),
+        ("problem_type", Harmless),
         ("return_dict", Harmless),
+        ("task_specific_params", Harmless),
+        ("tokenizer_class", Harmless),
         ("torch_dtype", Harmless),
+        ("torchscript", Harmless),
         ("transformers.js_config", Harmless),
         ("transformers_version", Harmless),
-        ("unsloth_version", Harmless),
+        ("use_bfloat16", Harmless),
         ("use_cache", Harmless),
     ]
 };
 
-/// The fields of a `config.json`. All of them are known.
+/// The fields of a `config.json`. All of them are known, or change nothing.
 pub(super) struct Fields {
     fields: Map<String, Value>,
     pub(super) family: &'static Family,
+    /// What is said of fields that change nothing here, a sentence each.
+    pub(super) notes: Vec<String>,
 }
 
 impl Fields {
-    /// Checks that the config is of a known kind of model and says nothing that is not known.
+    /// Checks that the config is of a known kind of model and says nothing that is not known, but in the fields `ignored`.
     ///
     /// # Errors
-    /// If it does; the field and its value are named.
-    pub(super) fn new(fields: Map<String, Value>) -> Result<Self> {
+    /// If it does; all such fields and their values are named.
+    pub(super) fn new(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
         let known = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
         let Some(model_type) = fields.get("model_type") else {
             bail!("there is no model_type, which says what is computed; supported: {}", known());
@@ -114,19 +156,23 @@ impl Fields {
                 architectures.as_array().is_some_and(|list| list.iter().all(|name| name == family.architecture));
             ensure!(is_known, "architectures {architectures} is not supported; supported: [{:?}]", family.architecture);
         }
+        let mut unknown = Unknown::default();
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
-            match family.fields.iter().chain(&COMMON).find(|(known, _)| known == name) {
+            match family.fields.iter().chain(COMMON).find(|(known, _)| known == name) {
                 Some((_, Rule::Used | Rule::Harmless)) => {}
+                Some((_, Rule::Only(only))) if only.is(value) => {}
                 Some((_, Rule::Only(only))) => {
-                    ensure!(only.is(value), "{name} is {value}, and only {} is supported", only.text());
+                    unknown.refuse(name, format!("{name} is {value}, and only {} is supported", only.text()));
                 }
-                None => bail!(
-                    "{name} ({}) is a field that is not known for model_type {model_type}: the model may compute something else than this program",
-                    shortened(value)
-                ),
+                // Where a family has a switch, another one may always do what it switches.
+                None if FAMILIES.iter().any(|other| other.has(name)) => {
+                    unknown.refuse(name, format!("{name} ({}) is a field of other families", shortened(value)));
+                }
+                None => unknown.judge(name, value),
             }
         }
-        Ok(Self { fields, family })
+        let notes = unknown.settle(ignored, &format!("model_type {model_type}"))?;
+        Ok(Self { fields, family, notes })
     }
 
     /// A value, if there is one that is not null.

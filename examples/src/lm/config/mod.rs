@@ -8,6 +8,7 @@ pub mod parts;
 mod rope;
 mod scaling;
 pub(super) mod tensors;
+pub(super) mod unknown;
 
 use std::path::Path;
 
@@ -68,6 +69,9 @@ pub struct Config {
     /// The family.
     #[serde(skip)]
     pub family: &'static str,
+    /// What the file says that changes nothing here, a sentence each.
+    #[serde(skip)]
+    pub notes: Vec<String>,
 }
 
 /// One token or several.
@@ -104,31 +108,35 @@ impl TokenIds {
 }
 
 impl Config {
-    /// The config of the model in `folder`.
+    /// The config of the model in `folder`, without what the fields `ignored` say.
     ///
     /// # Errors
     /// If there is no such file, or it is no config of a model that can be run: the file and the field are named.
-    pub fn read(folder: &Path) -> Result<Self> {
+    pub fn read(folder: &Path, ignored: &[String]) -> Result<Self> {
         let path = folder.join("config.json");
-        let parsed = || Self::parse(&regular::read_text(&path, regular::CONFIG)?);
+        let parsed = || {
+            let fields = serde_json::from_str(&regular::read_text(&path, regular::CONFIG)?)?;
+            Self::from_fields(fields, ignored)
+        };
         parsed().with_context(|| format!("{}", path.display()))
     }
 
-    /// Parses a config and checks that all of its fields are known.
+    /// Parses a config and checks that all of its fields are known, or change nothing.
     ///
     /// # Errors
     /// If it is of another kind of model, lacks something, or says something that is not known: the field is named.
     pub fn parse(text: &str) -> Result<Self> {
-        Self::from_fields(serde_json::from_str(text)?)
+        Self::from_fields(serde_json::from_str(text)?, &[])
     }
 
-    /// Reads the fields of a config, and checks that all of them are known.
+    /// Reads the fields of a config, and checks that all but those `ignored` are known, or change nothing.
     ///
     /// # Errors
     /// Those of [`parse`](Self::parse).
-    pub fn from_fields(fields: Map<String, Value>) -> Result<Self> {
-        let fields = Fields::new(fields)?;
-        let (rope_theta, rope_scaling) = rope::read(&fields)?;
+    pub fn from_fields(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+        let mut fields = Fields::new(fields, ignored)?;
+        let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
+        fields.notes.extend(note);
         let ids = |name: &str| fields.get(name).map_or(Ok(None), |value| TokenIds::read(name, value));
         let absent = fields.family.absent;
         let num_hidden_layers = fields.size("num_hidden_layers", MOST_LAYERS)?;
@@ -149,6 +157,7 @@ impl Config {
             eos_token_id: ids("eos_token_id")?,
             parts: Parts { rotary_share: rope::share(&fields)?, ..(fields.family.parts)(&fields, num_hidden_layers)? },
             family: fields.family.model_type,
+            notes: fields.notes,
         };
         config.check()?;
         Ok(config)

@@ -37,11 +37,11 @@ const COMMON: [&str; 4] = ["rope_type", "type", "rope_theta", "partial_rotary_fa
 /// The layers with a window, in `rope_parameters` of families with two kinds of layers.
 const SLIDING: &str = "sliding_attention";
 
-/// What the fields say.
+/// What the fields say, and a note if they do not say the base.
 ///
 /// # Errors
-/// If they do not say the base, say two things, or something that is not known; the field is named.
-pub(super) fn read(fields: &Fields) -> Result<Rope> {
+/// If they say two things, or something that is not known; the field is named.
+pub(super) fn read(fields: &Fields) -> Result<(Rope, Option<String>)> {
     let forms = forms(fields, "full_attention")?;
     let inside = forms.iter().filter_map(|(name, form)| Some((format!("{name}.rope_theta"), form.get("rope_theta")?)));
     let outside = fields.get("rope_theta").map(|theta| ("rope_theta".to_owned(), theta));
@@ -49,12 +49,11 @@ pub(super) fn read(fields: &Fields) -> Result<Rope> {
         .chain(outside)
         .map(|(name, theta)| Ok((name.clone(), positive(&name, theta)?)))
         .collect::<Result<_>>()?;
-    let Some((first, base)) = bases.first() else {
-        bail!(
-            "there is no rope_theta and no rope_parameters.rope_theta, the base of the rotary positions: write the one that the model was trained with (10000 for Llama 1 and 2)"
-        );
-    };
-    if let Some((other, unlike)) = bases.iter().find(|(_, theta)| theta != base) {
+    let absent = fields.family.absent.rope_theta;
+    let note =
+        bases.is_empty().then(|| format!("there is no rope_theta: it is {absent}, as without it in transformers"));
+    let (first, base) = bases.first().map_or(("", absent), |(name, base)| (name.as_str(), *base));
+    if let Some((other, unlike)) = bases.iter().find(|(_, theta)| *theta != base) {
         bail!("{first} is {base} and {other} is {unlike}; leave the right one");
     }
 
@@ -63,7 +62,7 @@ pub(super) fn read(fields: &Fields) -> Result<Rope> {
     if let [new, old] = &scalings[..] {
         ensure!(new == old, "rope_parameters and rope_scaling say unlike things; leave the right one");
     }
-    Ok((*base, scalings.pop().flatten()))
+    Ok(((base, scalings.pop().flatten()), note))
 }
 
 /// The rotary positions of layers with a window, if `rope_parameters` has some of their own for them; `absent` is the

@@ -8,7 +8,7 @@ pub(super) mod tokenizer;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::quantized::gguf_file::Value as Stored;
 use candle_shard::Weights;
 use candle_shard::kernels::RopePairs;
@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 
 use super::config::Config;
 use super::config::tensors::{EXPERTS, ROUTER};
+use super::config::unknown::Unknown;
 
 /// The metadata of a file.
 type Metadata = BTreeMap<String, Stored>;
@@ -92,14 +93,14 @@ const MODULES: [(&str, &str); 18] = [
     ("ffn_norm", "post_attention_layernorm"),
 ];
 
-/// Opens a file: the config, and the weights by the names of the Hub. Where it `has_values`, the config has those of small tensors too.
+/// Opens a file: the config, without what the keys `ignored` say, and the weights by the names of the Hub. Where it `has_values`, the config has those of small tensors too.
 ///
 /// # Errors
 /// If the file is damaged, or its model is not known; the key or the tensor is named.
-pub(super) fn open(path: &Path, has_values: bool) -> Result<(Config, Weights)> {
+pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<(Config, Weights)> {
     let weights = Weights::open(path)?;
     let metadata = weights.metadata().context("is no GGUF file").with_context(|| format!("{}", path.display()))?;
-    let config = config(metadata, &weights, has_values).with_context(|| format!("{}", path.display()))?;
+    let config = config(metadata, ignored, &weights, has_values).with_context(|| format!("{}", path.display()))?;
     let has_head = weights.names().any(|name| name == "output.weight");
     let kind = metadata.get("general.architecture").and_then(|kind| kind.to_string().ok()).cloned().unwrap_or_default();
     let weights = weights.rename(|name| renamed(name, &kind))?;
@@ -109,7 +110,7 @@ pub(super) fn open(path: &Path, has_values: bool) -> Result<(Config, Weights)> {
 }
 
 /// What a `config.json` would say.
-fn config(metadata: &Metadata, weights: &Weights, has_values: bool) -> Result<Config> {
+fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values: bool) -> Result<Config> {
     let text = |key: &str| metadata.get(key).and_then(|value| value.to_string().ok());
     let kind = text("general.architecture").context("there is no general.architecture")?;
     let known = || ARCHITECTURES.map(|(name, ..)| name).join(", ");
@@ -117,21 +118,21 @@ fn config(metadata: &Metadata, weights: &Weights, has_values: bool) -> Result<Co
     let &(_, model_type, pairs) =
         found.with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
+    let mut unknown = Unknown::default();
     for (key, value) in metadata {
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else { continue };
         if rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
         let Some((_, name)) = FIELDS.iter().find(|(field, _)| *field == own) else {
-            bail!(
-                "{key} ({}) is a key that is not known: the model may compute something else than this program",
-                shown(value)
-            )
+            unknown.judge(key, &plain(value).unwrap_or_else(|| json!(shown(value))));
+            continue;
         };
         if let Some(name) = name {
             fields.insert((*name).to_owned(), plain(value).with_context(|| format!("{key} is {}", shown(value)))?);
         }
     }
+    let notes = unknown.settle(ignored, &format!("{kind:?}"))?;
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
     let number = |key: &str| own(key).and_then(whole);
     let rows = weights.shape("token_embd.weight")?.first().copied().unwrap_or(0);
@@ -156,7 +157,8 @@ fn config(metadata: &Metadata, weights: &Weights, has_values: bool) -> Result<Co
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }
-    let mut config = Config::from_fields(fields)?;
+    let mut config = Config::from_fields(fields, &[])?;
+    config.notes.splice(0..0, notes);
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
     config.parts.pairs = pairs;

@@ -19,7 +19,9 @@ pub fn located(args: &Args, ranks: &Ranks<'_>, hub: impl Fn() -> Result<Hub> + S
     let name = args.model.as_ref().filter(|_| is_name).and_then(|model| HubName::parse(model.to_str()?));
     let Some(name) = name else { return Ok(args.clone()) };
     let fetch = |fetches: bool, commit: Option<&str>, shows: bool| -> Result<Option<Fetched>> {
-        let fetched = ranks.on_some(fetches, || Ok(hub().and_then(|hub| hub.fetch(&name, commit, shows))))?;
+        let fetched = ranks.on_some(fetches, || {
+            Ok(hub().and_then(|hub| hub.ignoring(&args.ignore_field).fetch(&name, commit, shows)))
+        })?;
         ranks.agree(fetched.transpose())
     };
     let first = fetch(ranks.is_first(), None, true)?;

@@ -98,6 +98,8 @@ pub struct Hub {
     cache: Cache,
     /// `None` offline.
     server: Option<Server>,
+    /// Fields of configs that do not count.
+    ignored: Vec<String>,
 }
 
 /// The seconds without any byte after which a download fails, if the environment does not say.
@@ -107,7 +109,7 @@ const MOST_PATIENCE: u64 = 24 * 60 * 60;
 impl Hub {
     /// Uses a cache and a server; a download fails after `patience` without any byte.
     pub fn new(cache: PathBuf, endpoint: &str, token: Option<String>, patience: Duration) -> Self {
-        Self { cache: Cache::new(cache), server: Some(Server::new(endpoint, token, patience)) }
+        Self { cache: Cache::new(cache), server: Some(Server::new(endpoint, token, patience)), ignored: Vec::new() }
     }
 
     /// Uses the cache and the server that the environment names.
@@ -128,7 +130,12 @@ impl Hub {
             let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
             Server::new(&endpoint, set("HF_TOKEN").or_else(|| cache.token()), Duration::from_secs(patience))
         });
-        Ok(Self { cache, server })
+        Ok(Self { cache, server, ignored: Vec::new() })
+    }
+
+    /// Lets models pass whose configs say something unknown in these fields.
+    pub fn ignoring(self, fields: &[String]) -> Self {
+        Self { ignored: fields.to_vec(), ..self }
     }
 
     /// Returns the path of a model in the cache, after downloading what the cache lacks; of this `commit`, if there is one.

@@ -27,6 +27,7 @@ pub(super) fn check(
     commit: &str,
     folder: &Path,
     weights: &BTreeSet<String>,
+    ignored: &[String],
 ) -> Result<()> {
     let outline = tempfile::tempdir()?;
     // Other programs may have put large files there.
@@ -49,7 +50,7 @@ pub(super) fn check(
         made.write_all(&header)?;
         made.set_len(size)?;
     }
-    opened(outline.path(), outline.path(), repo)
+    opened(outline.path(), ignored, outline.path(), repo)
 }
 
 /// The first bytes of a GGUF file: so many have the header of most, and so many that of nearly all.
@@ -60,7 +61,7 @@ const FIRST: [u64; 2] = [16 << 20, 128 << 20];
 ///
 /// # Errors
 /// Those of [`Files::check_headers`] and of the server.
-pub(super) fn check_file(server: &Server, repo: &str, commit: &str, file: &str) -> Result<()> {
+pub(super) fn check_file(server: &Server, repo: &str, commit: &str, file: &str, ignored: &[String]) -> Result<()> {
     let (mut first, size) = server.some(repo, commit, file, 0, 1)?;
     let outline = tempfile::tempdir()?;
     let path = outline.path().join(file.rsplit('/').next().unwrap_or(file));
@@ -71,14 +72,14 @@ pub(super) fn check_file(server: &Server, repo: &str, commit: &str, file: &str) 
         made.write_all(&first)?;
         made.set_len(size)?;
         if !Weights::gguf_header_goes_on(&path, count)? {
-            return opened(&path, outline.path(), repo);
+            return opened(&path, ignored, outline.path(), repo);
         }
     }
     Ok(())
 }
 
 /// Checks a model in the folder of an outline, of which the user has not heard.
-fn opened(path: &Path, outline: &Path, repo: &str) -> Result<()> {
+fn opened(path: &Path, ignored: &[String], outline: &Path, repo: &str) -> Result<()> {
     let place = outline.display().to_string();
-    Files::check_headers(path).map_err(|error| anyhow!("{}", format!("{error:#}").replace(&place, repo)))
+    Files::check_headers(path, ignored).map_err(|error| anyhow!("{}", format!("{error:#}").replace(&place, repo)))
 }

@@ -22,7 +22,13 @@ use crate::lm::config::Config;
 /// The files of a folder that a model needs.
 pub(super) const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Those that it may have.
-pub(super) const OPTIONAL: [&str; 3] = ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"];
+pub(super) const OPTIONAL: [&str; 5] = [
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+];
 
 const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -36,6 +42,8 @@ pub(super) struct Snapshots<'a> {
     root: PathBuf,
     /// The locks of the model's files.
     locks: PathBuf,
+    /// Fields of the config that do not count.
+    ignored: &'a [String],
     shows: bool,
 }
 
@@ -44,7 +52,7 @@ impl<'a> Snapshots<'a> {
         let folder = Repo::new(name.repo.clone(), RepoType::Model).folder_name();
         let cache = hub.cache.path();
         let (root, locks) = (cache.join(&folder), cache.join(".locks").join(&folder));
-        Self { name, server: hub.server.as_ref(), root, locks, shows }
+        Self { name, server: hub.server.as_ref(), root, locks, ignored: &hub.ignored, shows }
     }
 
     /// Returns the model, of this commit if there is one, after downloading what is missing.
@@ -58,7 +66,7 @@ impl<'a> Snapshots<'a> {
         let path = match &self.name.file {
             Some(file) => {
                 if let Some(server) = self.server.filter(|_| !self.pointer(&commit, file).exists()) {
-                    outline::check_file(server, &self.name.repo, &commit, file)?;
+                    outline::check_file(server, &self.name.repo, &commit, file, self.ignored)?;
                 }
                 self.get(&commit, file)?
             }
@@ -151,7 +159,7 @@ impl<'a> Snapshots<'a> {
     fn folder(&self, commit: &str) -> Result<PathBuf> {
         let folder = self.root.join("snapshots").join(commit);
         self.get(commit, NEEDED[0])?;
-        Config::read(&folder)?;
+        Config::read(&folder, self.ignored)?;
         for file in &NEEDED[1..] {
             self.get(commit, file)?;
         }
@@ -163,7 +171,7 @@ impl<'a> Snapshots<'a> {
             Some(index) => shards(&index)?,
         };
         if let Some(server) = self.server.filter(|_| weights.iter().any(|file| !self.pointer(commit, file).exists())) {
-            outline::check(server, &self.name.repo, commit, &folder, &weights)?;
+            outline::check(server, &self.name.repo, commit, &folder, &weights, self.ignored)?;
         }
         for file in &weights {
             self.get(commit, file)?;

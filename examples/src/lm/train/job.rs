@@ -53,7 +53,7 @@ pub struct Job {
     pub optimizer: Option<PathBuf>,
     /// Checkpoints in the way of `save` that are not whole. The training renames them.
     pub damaged: Vec<Damaged>,
-    /// What the user should know of the checkpoint that it goes on from.
+    /// What the user should know of the checkpoint that it goes on from, and of the files.
     pub notes: Vec<String>,
 }
 
@@ -63,7 +63,12 @@ impl Job {
     /// # Errors
     /// A sentence for what the flags should say instead; those of the files, which are named.
     pub fn open(args: &Args, text: &Path, scratch: &Path) -> Result<Self> {
-        Self::after(args.training.resume.as_deref().map(Resumed::open).transpose()?, args, text, scratch)
+        Self::after(
+            args.training.resume.as_deref().map(|path| Resumed::open(path, &args.ignore_field)).transpose()?,
+            args,
+            text,
+            scratch,
+        )
     }
 
     /// Opens as [`open`](Self::open) does, after the checkpoint that was opened for `--resume`.
@@ -85,7 +90,7 @@ impl Job {
                     let base = flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
                     random_model::write(folder, &opened::random(args), base.seed, base.dtype.into())?;
                 }
-                (folder.to_owned(), Files::open(folder)?)
+                (folder.to_owned(), Files::open_without(folder, &args.ignore_field)?)
             }
         };
         let base = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
@@ -120,6 +125,7 @@ impl Job {
             let shown = folder.display();
             notes.push(format!("{shown} is no whole checkpoint: {reason}; goes on from step {start}{kept}"));
         }
+        notes.extend(files.unmet.iter().cloned());
         if let Some(save) = &flags.save {
             folder::check(save, start, &damaged)?;
         }

@@ -57,19 +57,19 @@ pub struct Skipped {
 }
 
 impl Resumed {
-    /// Opens a checkpoint, or the last one in a folder of them that is whole. To find it, its tensors are read once, and compared with
+    /// Opens a checkpoint, or the last one in a folder of them that is whole, whose config says nothing unknown but in the fields `ignored`. To find it, its tensors are read once, and compared with
     /// their digests. Those of a checkpoint that is given by itself are compared when they are loaded.
     ///
     /// # Errors
     /// If there is none, a file is missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype
     /// that it should have: the file and the tensor are named.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: &Path, ignored: &[String]) -> Result<Self> {
         if path.join(STATE).exists() {
-            return Self::of(path.to_owned());
+            return Self::of(path.to_owned(), ignored);
         }
         let mut skipped = Vec::new();
         for folder in folder::checkpoints(path)? {
-            match Self::of(folder.clone()).and_then(Self::verified) {
+            match Self::of(folder.clone(), ignored).and_then(Self::verified) {
                 Ok(resumed) => return Ok(Self { skipped, ..resumed }),
                 Err(error) => skipped.push(Skipped { folder, reason: format!("{error:#}") }),
             }
@@ -89,14 +89,14 @@ impl Resumed {
     ///
     /// # Errors
     /// Those of [`open`](Self::open), and if a process has another checkpoint under the name; the same on all processes.
-    pub fn open_together(path: &Path, ranks: &Ranks<'_>) -> Result<Self> {
-        let first = ranks.agree(ranks.is_first().then(|| Self::open(path)).transpose())?;
+    pub fn open_together(path: &Path, ignored: &[String], ranks: &Ranks<'_>) -> Result<Self> {
+        let first = ranks.agree(ranks.is_first().then(|| Self::open(path, ignored)).transpose())?;
         let inside = first.as_ref().and_then(|first| first.folder.strip_prefix(path).ok()?.to_str());
         let inside = ranks.of_first(inside.unwrap_or_default())?;
         let opened = match first {
             Some(first) => Ok(first),
-            None if inside.is_empty() => Self::of(path.to_owned()),
-            None => Self::of(path.join(inside)),
+            None if inside.is_empty() => Self::of(path.to_owned(), ignored),
+            None => Self::of(path.join(inside), ignored),
         };
         let opened = ranks.agree(opened)?;
         let state = serde_json::to_string(&opened.state)?;
@@ -111,11 +111,11 @@ impl Resumed {
     }
 
     /// Opens the checkpoint in this folder.
-    fn of(folder: PathBuf) -> Result<Self> {
+    fn of(folder: PathBuf, ignored: &[String]) -> Result<Self> {
         let at = folder.join(STATE);
         let text = regular::read_text(&at, regular::CONFIG).with_context(|| format!("{}", at.display()))?;
         let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
-        let files = Files::open(&folder)?;
+        let files = Files::open_without(&folder, ignored)?;
         tokens::read(&folder)?;
         let resumed = Self { folder, files, state, skipped: Vec::new() };
         check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;

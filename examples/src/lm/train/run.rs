@@ -24,7 +24,7 @@ use crate::table::grouped;
 pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let scratch = tempfile::tempdir()?;
     let resume = args.training.resume.as_deref();
-    let resumed = resume.map(|path| Resumed::open_together(path, ranks)).transpose()?;
+    let resumed = resume.map(|path| Resumed::open_together(path, &args.ignore_field, ranks)).transpose()?;
     let job = ranks.agree(Job::after(resumed, args, text, scratch.path()))?;
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {

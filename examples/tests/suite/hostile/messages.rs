@@ -200,8 +200,8 @@ fn templates() -> Vec<(String, String)> {
 fn messages_never_become_control_tokens() {
     let mut attacks = Attacks::new("control tokens");
     for (family, source) in templates() {
-        let tokens =
-            [("bos_token", "<s>"), ("eos_token", "</s>")].map(|(name, token)| (name.to_owned(), token.to_owned()));
+        let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")]
+            .map(|(name, token)| (name.to_owned(), Some(token.to_owned())));
         let template = ChatTemplate::new(&source, "a stranger", tokens.into()).unwrap();
         for kind in KINDS {
             let tokenizer = tokenizer(kind);

@@ -141,7 +141,7 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
                 return Err(format!("{:?}", names(&place.path("spoiled"))));
             }
             for step in ["step-00000006", "step-00000009"] {
-                Resumed::open(&place.path("spoiled").join(step)).map_err(|error| format!("{error:#}"))?;
+                Resumed::open(&place.path("spoiled").join(step), &[]).map_err(|error| format!("{error:#}"))?;
             }
         }
         fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
@@ -152,7 +152,7 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
         fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         fs::create_dir(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         place.losses("--tp 1 --resume @spoiled --steps 9 --save @spoiled");
-        Resumed::open(&place.path("spoiled/step-00000009")).map(drop).map_err(|error| format!("{error:#}"))
+        Resumed::open(&place.path("spoiled/step-00000009"), &[]).map(drop).map_err(|error| format!("{error:#}"))
     });
     a.assert();
 }
@@ -260,7 +260,7 @@ fn two_trainings_in_one_folder_are_one() {
             }
             assert_eq!(names(&saved), ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]);
             for step in names(&saved) {
-                Resumed::open(&saved.join(step)).map_err(|error| format!("{error:#}"))?;
+                Resumed::open(&saved.join(step), &[]).map_err(|error| format!("{error:#}"))?;
             }
             Ok::<_, String>(())
         });

@@ -35,7 +35,7 @@ pub(crate) struct Facts {
 struct Family {
     name: String,
     template: String,
-    tokens: BTreeMap<String, String>,
+    tokens: BTreeMap<String, Option<String>>,
     cases: Vec<Case>,
 }
 

@@ -47,7 +47,9 @@ fn models_of_other_kinds_and_fields_that_nobody_reads_are_refused_by_name() {
         (json!({"hidden_act": "gelu"}), "hidden_act is \"gelu\""),
         (json!({"sliding_window": 4096}), "sliding_window is 4096"),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
-        (json!({"attention_dropout": 0.1}), "attention_dropout is 0.1"),
+        (json!({"hidden_activation": "gelu"}), "hidden_activation (\"gelu\")"),
+        (json!({"residual_multiplier": 0.5}), "residual_multiplier (0.5)"),
+        (json!({"num_nextn_predict_layers": 1}), "num_nextn_predict_layers (1)"),
     ];
     for (changes, want) in cases {
         for base in [new, old] {
@@ -66,21 +68,84 @@ fn models_of_other_kinds_and_fields_that_nobody_reads_are_refused_by_name() {
     }
 }
 
+/// What files of the Hub have that changes nothing.
 #[test]
-fn a_config_without_a_rope_base_or_with_two_is_refused() {
+fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
+    let facts = facts();
+    let [_, base] = &facts.models[0].configs;
+    let plain = Config::parse(&base.to_string()).unwrap();
+    assert_eq!(plain.notes, [""; 0]);
+    let silent = json!({
+        "unsloth_fixed": true, "unsloth_version": "2025.1", "activation": "swiglu", "torchscript": false, "num_beams": 4,
+        "do_sample": true, "tokenizer_class": "LlamaTokenizer", "task_specific_params": {"a": 1}, "_commit_hash": "0a",
+        "dual_chunk_attention_config": {"chunk_size": 262_144},
+    });
+    assert_eq!(Config::parse(&with(base, &silent)).unwrap(), plain);
+    let noted = [
+        (json!({"attention_dropout": 0.1}), "attention_dropout 0.1"),
+        (json!({"embd_pdrop": 0.5}), "embd_pdrop 0.5"),
+        (json!({"lm_head_bias": false}), "lm_head_bias false"),
+        (json!({"shared_expert_intermediate_size": 0}), "shared_expert_intermediate_size 0"),
+        (json!({"interpolate_factor": 1}), "interpolate_factor 1"),
+        (json!({"mup_scale": 1.0}), "mup_scale 1.0"),
+        (json!({"pruned_heads": {}}), "pruned_heads {}"),
+        (json!({"remote_layers": []}), "remote_layers []"),
+        (json!({"made_by": "a tool"}), "made_by \"a tool\""),
+    ];
+    for (changes, want) in noted {
+        let mut read = Config::parse(&with(base, &changes)).unwrap();
+        assert!(read.notes.len() == 1 && read.notes[0].contains(want), "{:?}, want {want:?}", read.notes);
+        read.notes.clear();
+        assert_eq!(read, plain);
+    }
+
+    let wrong = json!({"clip_qkv": 8.0, "mup_scale": 2.0, "pruned_heads": {"1": [2]}, "sparse": true, "is_encoder_decoder": true});
+    let text = with(base, &wrong);
+    let said = refused(&text);
+    let names = ["clip_qkv", "is_encoder_decoder", "mup_scale", "pruned_heads", "sparse"];
+    assert!(names.iter().all(|name| said.contains(name) && said.contains(&format!("--ignore-field {name}"))), "{said}");
+    let ignoring = |names: &[&str]| {
+        let names: Vec<String> = names.iter().map(|&name| name.into()).collect();
+        Config::from_fields(serde_json::from_str(&text).unwrap(), &names).map_err(|error| format!("{error:#}"))
+    };
+    let mut brave = ignoring(&names).unwrap();
+    assert!(
+        brave.notes.len() == names.len() && brave.notes.iter().all(|note| note.contains("is ignored")),
+        "{brave:?}"
+    );
+    brave.notes.clear();
+    assert_eq!(brave, plain);
+    let said = ignoring(&names[1..]).unwrap_err();
+    assert!(said.contains("clip_qkv") && !said.contains("mup_scale"), "{said}");
+    let said = ignoring(&["clip_qkv", "hidden_size", "nothing"]).unwrap_err();
+    assert!(said.contains("--ignore-field hidden_size, nothing"), "{said}");
+}
+
+/// The base that transformers has for a family counts where a file has none, as that of Llama 2 does not.
+#[test]
+fn without_a_rope_base_it_is_that_of_the_family() {
+    let facts = facts();
+    let [new, old] = &facts.models[0].configs;
+    let bare = |base: &Value| with(base, &json!({"rope_theta": null, "rope_parameters": null}));
+    for base in [new, old] {
+        let read = Config::parse(&bare(base)).unwrap();
+        assert_eq!(read.rope_theta, 10_000.0);
+        assert!(read.notes.len() == 1 && read.notes[0].contains("rope_theta"), "{:?}", read.notes);
+    }
+}
+
+#[test]
+fn a_config_with_two_rope_bases_is_refused() {
     let facts = facts();
     let [new, old] = &facts.models[0].configs;
     let llama3 = &facts.models[1].configs[0]["rope_parameters"];
     let rope = |parameters: Value| json!({ "rope_parameters": parameters });
     let cases = [
-        (old, json!({"rope_theta": null}), "no rope_theta"),
-        (new, json!({"rope_parameters": null}), "no rope_theta"),
-        (new, rope(json!({"rope_type": "default"})), "no rope_theta"),
         (new, json!({"rope_theta": 10_000.0}), "rope_parameters.rope_theta is 500000 and rope_theta is 10000"),
         (old, json!({"rope_theta": 0.0}), "rope_theta is 0"),
         (old, json!({"rope_theta": "many"}), "rope_theta is \"many\""),
         (new, rope(json!({"rope_type": "axial", "rope_theta": 1e4, "factor": 4.0})), "rope_type \"axial\""),
-        (new, rope(json!({"full_attention": {"rope_type": "default", "rope_theta": 1e4}})), "no rope_theta"),
+        (new, rope(json!({"full_attention": {"rope_type": "default", "rope_theta": 1e4}})), "full_attention"),
         (new, rope(json!({"rope_type": "linear", "rope_theta": 1e4})), "no factor"),
         (new, rope(json!({"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0})), "factor is -1"),
         (

@@ -148,7 +148,7 @@ fn files_with_stacked_experts_are_the_same_model() {
         let [apart, stacked] = [(); 2].map(|()| tempfile::tempdir().unwrap());
         write(apart.path(), &config);
         fs::write(stacked.path().join("config.json"), config.to_string()).unwrap();
-        let tensors = as_in_memory(&Config::read(stacked.path()).unwrap());
+        let tensors = as_in_memory(&Config::read(stacked.path(), &[]).unwrap());
         candle_core::safetensors::save(&tensors, stacked.path().join("model.safetensors")).unwrap();
         for mesh in [[1, 1], [2, 1], [2, 2]] {
             let paths = [apart.path().to_owned(), stacked.path().to_owned()];

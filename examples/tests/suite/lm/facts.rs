@@ -65,7 +65,7 @@ pub(crate) fn weight(name: &str, shape: &[usize]) -> Tensor {
 pub(crate) fn write(folder: &Path, facts: &Facts, config: &Value) {
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
     fs::write(folder.join("tokenizer.json"), facts.tokenizer.to_string()).unwrap();
-    let tensors = Config::read(folder).unwrap().tensors();
+    let tensors = Config::read(folder, &[]).unwrap().tensors();
     let tensors: HashMap<String, Tensor> =
         tensors.into_iter().map(|(name, shape)| (name.clone(), weight(&name, &shape))).collect();
     candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();

@@ -51,7 +51,7 @@ pub(crate) fn stored(config: &Config) -> HashMap<String, Tensor> {
 /// Writes the folder of a model, without a tokenizer.
 pub(crate) fn write(folder: &Path, config: &Value) -> HashMap<String, Tensor> {
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
-    let tensors = stored(&Config::read(folder).unwrap());
+    let tensors = stored(&Config::read(folder, &[]).unwrap());
     candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
     tensors
 }

@@ -7,6 +7,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
+use examples::lm::chat;
 use examples::lm::config::Config;
 use examples::lm::engine::Held;
 use examples::lm::files::Files;
@@ -145,4 +146,72 @@ fn a_tokenizer_with_special_tokens_above_the_vocabulary_is_no_error_until_a_prom
     let said = check("an <image>").unwrap_err().to_string();
     assert!(said.contains("256") && said.contains("do not fit together"), "{said}");
     assert!(with(false).unwrap_err().to_string().contains("do not fit together"));
+}
+
+/// What transformers makes of a folder.
+#[derive(Deserialize)]
+struct Folder {
+    name: String,
+    files: BTreeMap<String, serde_json::Value>,
+    named: BTreeMap<String, String>,
+    encodings: Vec<(String, Vec<u32>)>,
+}
+
+/// Facts of `benchmarks/special_token_facts.py`.
+#[derive(Deserialize)]
+struct Folders {
+    tokenizer: serde_json::Value,
+    facts: Vec<Folder>,
+}
+
+#[test]
+fn tokens_that_small_files_declare_are_found_as_in_transformers() {
+    let Folders { tokenizer, facts } = serde_json::from_str(include_str!("special_tokens.json")).unwrap();
+    let folder = |files: &BTreeMap<String, serde_json::Value>| {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        files.iter().for_each(|(name, fields)| fs::write(folder.path().join(name), fields.to_string()).unwrap());
+        folder
+    };
+    for Folder { name, files, named, encodings } in &facts {
+        let folder = folder(files);
+        let tokenizer = tokens::read(folder.path()).unwrap();
+        for (text, want) in encodings {
+            assert_eq!(&tokens::encode(&tokenizer, text).unwrap(), want, "{name}: {text:?}");
+        }
+        for (token, want) in named.iter().filter(|(token, _)| *token != "image_token") {
+            let template = format!("{{{{ {token} }}}}");
+            fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+            assert_eq!(rendered(folder.path()).unwrap(), *want, "{name}: {token}");
+        }
+    }
+    // A token that has two numbers, and one that a template writes and no file has.
+    let config = |fields: serde_json::Value| BTreeMap::from([("tokenizer_config.json".to_owned(), fields)]);
+    let twice = folder(&config(json!({"added_tokens_decoder": {"300": {"content": "<tool>"}}})));
+    let said = format!("{:#}", tokens::read(twice.path()).unwrap_err());
+    assert!(said.contains("\"<tool>\" is the token 300") && said.contains("258"), "{said}");
+    for (fields, template, want) in [
+        (json!({}), "{{ bos_token }}x", Err("writes bos_token")),
+        (json!({}), "{{ bos_token if bos_token is defined }}x", Ok("x")),
+        (json!({"bos_token": null}), "{{ bos_token }}x", Ok("x")),
+        (json!({"bos_token": "<s>"}), "{{ bos_token }}x", Ok("<s>x")),
+        (json!({"bos_token": 7}), "x", Err("bos_token is 7")),
+    ] {
+        let folder = folder(&config(fields));
+        fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        match (rendered(folder.path()), want) {
+            (Ok(text), Ok(want)) => assert_eq!(text, want, "{template}"),
+            (Err(said), Err(want)) => assert!(said.contains(want), "{said}"),
+            (got, want) => panic!("{template}: {got:?}, want {want:?}"),
+        }
+    }
+}
+
+/// What the template of a folder writes of no messages.
+fn rendered(folder: &Path) -> Result<String, String> {
+    let config = Config { hidden_size: 8, num_attention_heads: 2, vocab_size: 300, ..random_model::config() };
+    let config = Config { num_key_value_heads: Some(1), head_dim: None, ..config };
+    random_model::write(folder, &config, 7, DType::F32).map_err(|error| format!("{error:#}"))?;
+    let script = Files::open(folder).and_then(|files| files.chat_template()?.render(&[], chat::now()));
+    script.map(|script| script.to_string()).map_err(|error| format!("{error:#}"))
 }

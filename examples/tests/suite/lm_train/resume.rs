@@ -164,7 +164,7 @@ fn a_checkpoint_has_what_other_programs_look_for_in_a_model() {
 }
 
 fn config_names(folder: &std::path::Path) -> BTreeSet<String> {
-    Config::read(folder).unwrap().tensors().into_iter().map(|(name, _)| name).collect()
+    Config::read(folder, &[]).unwrap().tensors().into_iter().map(|(name, _)| name).collect()
 }
 
 #[test]

@@ -59,7 +59,7 @@ pub(super) fn check(source: &str) -> Checked {
 /// Renders a template for a conversation.
 pub(super) fn render(
     source: &str,
-    tokens: &BTreeMap<String, String>,
+    tokens: &BTreeMap<String, Option<String>>,
     messages: &[Message],
     add_generation_prompt: bool,
     now: DateTime,
@@ -70,7 +70,11 @@ pub(super) fn render(
             let bytes = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
             let work = Work::new(bytes);
             let run = || {
-                let tokens = tokens.iter().map(|(name, token)| Ok((name.as_str(), work.own(token.as_str())?)));
+                let tokens = tokens.iter().map(|(name, token)| {
+                    // What the model does not have is undefined, and written as nothing.
+                    let absent = || Ok(Value::undefined("a token that the model does not have"));
+                    Ok((name.as_str(), token.as_deref().map_or_else(absent, |token| work.own(token))?))
+                });
                 let mut globals = tokens.collect::<Result<BTreeMap<_, _>, Fail>>()?;
                 let messages = messages.iter().map(|message| value(message, &work)).collect::<Result<_, Fail>>()?;
                 globals.extend([

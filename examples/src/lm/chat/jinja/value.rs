@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use super::text::Text;
 use super::work::{Made, SLOT, Work, fail};
+use crate::lm::special_tokens::NAMES;
 
 /// A value.
 #[derive(Clone, Debug)]
@@ -248,8 +249,12 @@ impl Value {
             return Ok(text.clone());
         }
         let mut text = Text::default();
-        if !matches!(self, Self::Undefined(_)) {
-            self.write(&mut text, work)?;
+        match self {
+            Self::Undefined(name) if NAMES.contains(&&**name) => {
+                return fail(format!("it writes {name}, which no file of the model has"));
+            }
+            Self::Undefined(_) => {}
+            other => other.write(&mut text, work)?,
         }
         Ok(Rc::new(text))
     }

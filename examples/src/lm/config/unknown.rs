@@ -1,0 +1,77 @@
+//! Fields that are not known: what could change the numbers of a model is refused, and the rest is noted.
+
+use anyhow::{Result, ensure};
+use serde_json::Value;
+
+use super::fields::shortened;
+
+/// What is found of the fields of a file that are not known.
+#[derive(Default)]
+pub(in crate::lm) struct Unknown {
+    /// A field, and why it is refused.
+    refused: Vec<(String, String)>,
+    notes: Vec<String>,
+}
+
+/// Markers of tools begin with this.
+const MARKER: &str = "unsloth_";
+/// What only training uses ends with these.
+const DROPOUTS: [&str; 5] = ["dropout", "dropout_prob", "dropout_rate", "_pdrop", "drop_path_rate"];
+/// Words in the names of factors, of which 1 changes nothing.
+const FACTORS: [&str; 5] = ["scale", "scaling", "factor", "multiplier", "divisor"];
+/// Words in the names of fields whose texts choose what is computed.
+const CHOICES: [&str; 8] = ["act", "attention", "attn", "mlp", "norm", "position", "rope", "router"];
+
+impl Unknown {
+    /// Decides about a field by its name and value.
+    pub(in crate::lm) fn judge(&mut self, name: &str, value: &Value) {
+        let is_training = DROPOUTS.iter().any(|end| name.ends_with(end));
+        if is_training && value.as_f64().is_some_and(|rate| rate != 0.0) {
+            self.notes.push(format!("{name} {value} is for training, and nothing here drops out"));
+        } else if !is_training && !name.starts_with(MARKER) {
+            match is_off(name, value) {
+                true => self.notes.push(format!("{name} {} is not known, and changes nothing", shortened(value))),
+                false => self.refuse(name, format!("{name} ({}) is not known", shortened(value))),
+            }
+        }
+    }
+
+    /// Refuses a field for a reason.
+    pub(in crate::lm) fn refuse(&mut self, name: &str, reason: String) {
+        self.refused.push((name.to_owned(), reason));
+    }
+
+    /// Returns the notes, if all fields that are refused are `ignored`.
+    ///
+    /// # Errors
+    /// Names each field that is refused, and each ignored one that is not; `whose` they are.
+    pub(in crate::lm) fn settle(mut self, ignored: &[String], whose: &str) -> Result<Vec<String>> {
+        let is_refused = |name: &&String| self.refused.iter().any(|(refused, _)| refused == *name);
+        let idle: Vec<&str> = ignored.iter().filter(|name| !is_refused(name)).map(String::as_str).collect();
+        ensure!(idle.is_empty(), "--ignore-field {}: nothing refuses it, leave it out", idle.join(", "));
+        let (given, rest): (Vec<_>, Vec<_>) = self.refused.into_iter().partition(|(name, _)| ignored.contains(name));
+        let reasons: Vec<&str> = rest.iter().map(|(_, reason)| reason.as_str()).collect();
+        let flags: Vec<String> = rest.iter().map(|(name, _)| format!("--ignore-field {name}")).collect();
+        ensure!(
+            rest.is_empty(),
+            "{}; for {whose} the model may compute something else than this program. Who knows better gives {}",
+            reasons.join("; "),
+            flags.join(" ")
+        );
+        self.notes.extend(given.into_iter().map(|(_, reason)| format!("{reason}, and is ignored")));
+        Ok(self.notes)
+    }
+}
+
+/// Whether a value switches something off, or is a name.
+fn is_off(name: &str, value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Bool(true) => false,
+        Value::Number(number) if number.as_f64() == Some(1.0) => FACTORS.iter().any(|word| name.contains(word)),
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty() || !CHOICES.iter().any(|word| name.contains(word)),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+    }
+}

@@ -1,0 +1,181 @@
+//! Tokens that files beside `tokenizer.json` declare.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candle_shard::regular;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokenizers::{AddedToken, Tokenizer};
+
+/// Tokens with names, such as `bos_token`, and tokens that are found in a text before it is cut.
+#[derive(Clone, Debug, Default)]
+pub(super) struct SpecialTokens {
+    /// Those with names. A file may say that a model has none of a name.
+    pub(super) named: BTreeMap<&'static str, Option<String>>,
+    /// All that are special, with and without a name.
+    special: Vec<String>,
+    added: BTreeMap<u32, AddedToken>,
+    /// The file that declares them.
+    source: &'static str,
+}
+
+/// The names.
+pub(super) const NAMES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
+
+/// The lists of special tokens without a name.
+const OTHERS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+
+const CONFIG: &str = "tokenizer_config.json";
+const MAP: &str = "special_tokens_map.json";
+const ADDED: &str = "added_tokens.json";
+
+/// A token as `tokenizer_config.json` describes it.
+#[derive(Deserialize)]
+#[serde(default)]
+struct Described {
+    content: String,
+    lstrip: bool,
+    normalized: Option<bool>,
+    rstrip: bool,
+    single_word: bool,
+    special: bool,
+}
+
+impl Default for Described {
+    fn default() -> Self {
+        let content = String::new();
+        Self { content, lstrip: false, normalized: None, rstrip: false, single_word: false, special: false }
+    }
+}
+
+impl SpecialTokens {
+    /// Reads what the small files in a folder declare, as transformers does: `tokenizer_config.json` if it has the added tokens,
+    /// otherwise `special_tokens_map.json` and `added_tokens.json` too.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or declares what is no token; the file is named.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let [config, map, ids] = [CONFIG, MAP, ADDED].map(|name| fields(folder, name));
+        let (config, map, ids) = (config?, map?, ids?);
+        let described = config.get("added_tokens_decoder").filter(|list| !list.is_null());
+        let order =
+            if described.is_some() { [(CONFIG, &config), (MAP, &map)] } else { [(MAP, &map), (CONFIG, &config)] };
+        let mut made = Self { source: if described.is_some() { CONFIG } else { ADDED }, ..Self::default() };
+        for name in NAMES {
+            for (file, fields) in order {
+                let Some(token) = fields.get(name) else { continue };
+                let wrong = || format!("{}: {name} is {token}", at(folder, file));
+                let content = if token.is_null() { None } else { Some(text(token).with_context(wrong)?) };
+                let known = made.named.entry(name).or_default();
+                if known.is_none() {
+                    *known = content;
+                }
+            }
+        }
+        // transformers has no use for the old file where the new one has all.
+        let counts = |file: &str| described.is_none() || file == CONFIG;
+        for (file, fields) in order.into_iter().filter(|(file, _)| counts(file)) {
+            let lists = OTHERS.into_iter().filter_map(|name| fields.get(name)).flat_map(|list| match list {
+                Value::Array(items) => items.iter().collect(),
+                Value::Object(items) => items.values().collect(),
+                _ => Vec::new(),
+            });
+            for token in
+                lists.chain(NAMES.into_iter().filter_map(|name| fields.get(name))).filter(|token| !token.is_null())
+            {
+                made.special.push(text(token).with_context(|| format!("{}: {token} is no token", at(folder, file)))?);
+            }
+        }
+        if let Some(described) = described {
+            let list: BTreeMap<u32, Described> = Deserialize::deserialize(described)
+                .with_context(|| format!("{}: added_tokens_decoder", at(folder, CONFIG)))?;
+            made.added = list.into_iter().map(|(id, token)| (id, token.added())).collect();
+        } else {
+            let list: BTreeMap<String, u32> =
+                Deserialize::deserialize(Value::Object(ids)).with_context(|| at(folder, ADDED))?;
+            let special = |content: &String| made.is_special(content);
+            made.added =
+                list.into_iter().map(|(content, id)| (id, AddedToken::from(&content, special(&content)))).collect();
+        }
+        Ok(made)
+    }
+
+    fn is_special(&self, content: &str) -> bool {
+        self.special.iter().any(|special| special == content)
+    }
+
+    /// Adds the tokens to a tokenizer that does not have them, or has them otherwise.
+    ///
+    /// # Errors
+    /// If a token has another number there.
+    pub(super) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
+        let has = tokenizer.get_added_tokens_decoder();
+        // What tokenizer.json says wins over the oldest file.
+        let wins = |id: &u32| self.source == ADDED && has.contains_key(id);
+        let mut adding: Vec<AddedToken> = Vec::new();
+        for (_, token) in self.added.iter().filter(|(id, _)| !wins(id)) {
+            let special = token.special || self.is_special(&token.content);
+            adding.push(token.clone().special(special));
+        }
+        let is_known = |content: &str| {
+            adding.iter().any(|token| token.content == content) || has.values().any(|token| token.content == content)
+        };
+        let others = self.special.iter();
+        let others: Vec<AddedToken> = others
+            .filter(|content| !is_known(content) && tokenizer.token_to_id(content).is_some())
+            .map(|content| AddedToken::from(content, true))
+            .collect();
+        adding.extend(others);
+        adding.retain(|token| !token.content.is_empty() && !has.values().any(|known| known == token));
+        for part in adding.chunk_by(|a, b| a.special == b.special) {
+            let part = part.to_vec();
+            let added = if part[0].special { tokenizer.add_special_tokens(part) } else { tokenizer.add_tokens(part) };
+            added.map_err(|error| anyhow!("{}: {error}", self.source))?;
+        }
+        for (id, token) in self.added.iter().filter(|(id, token)| !wins(id) && !token.content.is_empty()) {
+            let got = tokenizer.token_to_id(&token.content);
+            ensure!(
+                got == Some(*id),
+                "{:?} is the token {id} in {}, and {} in tokenizer.json",
+                token.content,
+                self.source,
+                got.map_or("none".into(), |got| got.to_string())
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Described {
+    fn added(self) -> AddedToken {
+        AddedToken::from(self.content, self.special)
+            .lstrip(self.lstrip)
+            .rstrip(self.rstrip)
+            .single_word(self.single_word)
+            .normalized(self.normalized.unwrap_or(!self.special))
+    }
+}
+
+/// The text of a token, which may be described by an object.
+fn text(token: &Value) -> Option<String> {
+    token.get("content").unwrap_or(token).as_str().map(str::to_owned)
+}
+
+fn at(folder: &Path, file: &str) -> String {
+    folder.join(file).display().to_string()
+}
+
+/// The fields of a file; none if it is not there.
+fn fields(folder: &Path, file: &str) -> Result<Map<String, Value>> {
+    let read = || -> Result<Map<String, Value>> {
+        match regular::read_text(folder.join(file), regular::TOKENIZER) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Map::new()),
+            text => Ok(serde_json::from_str(&text?)?),
+        }
+    };
+    read().with_context(|| at(folder, file))
+}
