@@ -95,7 +95,9 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     let model = Model::of(case);
     let (send, seen) = mpsc::channel();
     let scripts: Vec<_> = (0..case.world).map(|rank| case.script(rank)).collect();
-    let ranks = Ranks::new(case.world, "program").deadline(DEADLINE);
+    // Simulated GPUs take their time.
+    let deadline = if over_nccl() { DEADLINE * 10 } else { DEADLINE };
+    let ranks = Ranks::new(case.world, "program").deadline(deadline);
     // Processes do not see that all of them wait: a deadlock ends with the timeout of a call.
     let ranks = if is_loose() { ranks.timeout(DEADLINE * 2) } else { ranks };
     let outcome = ranks.run(move |ctx| {
