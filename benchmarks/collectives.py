@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares this project's collectives with those of Gloo and Open MPI, and writes the table into BENCHMARKS.md.
+"""Compares this project's collectives with those of Gloo and Open MPI, and writes the table into benchmarks/results.
 
 Usage: python3 benchmarks/collectives.py [--backend mpi] [--worlds 2 4] [--repeats 3] [--torch-python PYTHON] [--dry-run]
        python3 benchmarks/collectives.py --backend mpi --worlds 2 4 8 --json -
@@ -133,8 +133,8 @@ def main():
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks [2 4]")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
-    parser.add_argument("--dry-run", action="store_true", help="print the tables and leave BENCHMARKS.md alone")
-    parser.add_argument("--json", metavar="FILE", help="write the medians as JSON and leave BENCHMARKS.md alone; `-` is stdout, with nothing else on it")
+    parser.add_argument("--dry-run", action="store_true", help="print the tables and write no file of benchmarks/results")
+    parser.add_argument("--json", metavar="FILE", help="write the medians as JSON and write no file of benchmarks/results; `-` is stdout, with nothing else on it")
     args = parser.parse_args()
     if args.repeats < 1 or min(args.worlds) < 1:
         parser.error("give at least 1 for --repeats and for each of --worlds")

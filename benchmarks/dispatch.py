@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the cost of distributed ops over plain ones with PyTorch's, and writes the table into BENCHMARKS.md.
+"""Compares the cost of distributed ops over plain ones with PyTorch's, and writes the table into benchmarks/results.
 
 Usage: python3 benchmarks/dispatch.py [--repeats 3] [--torch-python PYTHON] [--dry-run]
 
@@ -19,7 +19,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
-    parser.add_argument("--dry-run", action="store_true", help="print the table and leave BENCHMARKS.md alone")
+    parser.add_argument("--dry-run", action="store_true", help="print the table and write no file of benchmarks/results")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("give at least 1 for --repeats")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares sharded embeddings with PyTorch's as the vocabulary grows, and writes the table into BENCHMARKS.md.
+"""Compares sharded embeddings with PyTorch's as the vocabulary grows, and writes the table into benchmarks/results.
 
 Usage: python3 benchmarks/embedding.py [--vocabs 10000 100000 1000000] [--dim 64] [--ids 4096] [--repeats 3]
            [--torch-python PYTHON] [--dry-run]
@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--ids", type=int, default=4096, help="ids per rank and lookup [4096]")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
-    parser.add_argument("--dry-run", action="store_true", help="print the table and leave BENCHMARKS.md alone")
+    parser.add_argument("--dry-run", action="store_true", help="print the table and write no file of benchmarks/results")
     args = parser.parse_args()
     sizes = [args.dim, *args.vocabs]
     if min(args.repeats, args.ids, *sizes) < 1 or any(size % 2 for size in sizes):

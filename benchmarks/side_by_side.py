@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "benchmarks" / "peers"
-DOCUMENT = ROOT / "BENCHMARKS.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def say(text):
@@ -77,10 +77,12 @@ def has(python, imports):
 
 
 def rewrite(name, text):
-    """Writes a text between the markers with this name in BENCHMARKS.md."""
+    """Writes a text between the markers with this name in a file of benchmarks/results."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    document = DOCUMENT.read_text()
     pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-    if not pattern.search(document):
-        sys.exit(f"{DOCUMENT.name} does not have the markers {begin} and {end}; put them where the table should stand.")
-    DOCUMENT.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document))
+    for document in sorted(RESULTS.glob("*.md")):
+        old = document.read_text()
+        if pattern.search(old):
+            document.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", old))
+            return
+    sys.exit(f"No file of {RESULTS.relative_to(ROOT)} has the markers {begin} and {end}; put them where the table should stand.")
