@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Compares the outputs shown in README.md with those of a new run.
+# Compares the outputs shown in README.md and docs/programs.md with those of a new run.
 # Usage: scripts/readme-numbers.sh [FOLDER OF THE BUILT PROGRAMS, by default target/release] [OF THE EXAMPLES, by default its examples]
 #
-# - A block ```text shows the output of the command in the block ```sh before it. Each row of its tables must be printed by
+# - A block ```text shows the output of the command in the block ```sh before it. (One after a block ```rust shows what that
+#   program prints; its doctest asserts it.) Each row of its tables must be printed by
 #   that command, under the same heads. Columns with a dot or a comma in a time or a rate (ms/step, tokens/s) must have a
 #   number there; a loss may differ by 0.002, as the sums of another processor may; all else must be the same.
 # - The sentences below `said` have numbers of a run in them.
@@ -37,6 +38,8 @@ program() {
 awk -v work="$work" '
   /^```/ { if (kind) { if (kind == "text") close(out); kind = ""; next }
            kind = substr($0, 4); if (kind == "") kind = "none"; if (kind == "sh") command = ""
+           if (kind == "text" && last == "rust") kind = "none"
+           last = kind
            if (kind == "text") { out = work "/" ++blocks ".shown"; printf "%s\n", command > (work "/" blocks ".command") }
            next }
   kind == "sh" { command = command (command == "" ? "" : "\n") $0 }
@@ -84,7 +87,7 @@ done
 ((blocks)) || fail "there is no output of a program in it"
 
 # What a sentence must be, by what a program prints.
-said() { tr '\n' ' ' <README.md | grep -qF -- "$1" || fail "it should say: $1"; }
+said() { tr '\n' ' ' <docs/programs.md | grep -qF -- "$1" || { echo "docs/programs.md should say: $1" >&2; failed=1; }; }
 
 said "$("$examples/sharded-table" | awk '
   /^a table of/ { table = $4 }
@@ -96,5 +99,5 @@ said "$("$programs/sharded-embedding" | awk '
   cell[2] == "replicated tables" { dense = cell[5] }
   END { printf "it sends %.0f times fewer bytes than dense gradients", dense / most }')"
 
-((failed)) || echo "README.md: the numbers of $blocks output blocks and 2 sentences are those of runs"
+((failed)) || echo "README.md, docs/programs.md: the numbers of $blocks output blocks and 2 sentences are those of runs"
 exit "$failed"

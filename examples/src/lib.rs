@@ -21,3 +21,8 @@ pub use support::{allocator, arguments, batch, cli, comm, launch, memory, pipeli
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
+
+/// The code of the page about launching, as well.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/launch.md")]
+pub struct Launch;
