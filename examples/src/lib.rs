@@ -1,4 +1,6 @@
 //! The parts that the programs of this workspace are made of: a folder for each program, and what they share in [`support`].
+//!
+#![doc = include_str!("../README.md")]
 
 pub mod bench_attention;
 pub mod bench_collectives;

@@ -4,6 +4,9 @@
 //! All ways to distribute attention stand on two facts (Milakov and Gimelshein 2018, Dao et al. 2022). Results over
 //! different keys can be joined if the norms of the softmax are known. The gradient over a block of keys needs only the
 //! norms over all keys, and the product of each row of the result with its gradient.
+//!
+#![doc = include_str!("README.md")]
+
 mod attended;
 mod backward;
 mod decode;

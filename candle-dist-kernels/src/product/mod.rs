@@ -1,4 +1,7 @@
 //! Matrix products into new memory.
+//!
+#![doc = include_str!("README.md")]
+
 mod matrix;
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
 mod pairs;

@@ -5,6 +5,8 @@
 //! ([`kernel`]) runs on several kinds of lanes ([`lanes`]), which the processor decides at run time and which compute
 //! the same bits. A result depends on its rows of the weight and of the input alone, so weights may be cut anywhere
 //! between rows. On other devices, candle multiplies.
+//!
+#![doc = include_str!("README.md")]
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

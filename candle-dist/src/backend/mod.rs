@@ -1,4 +1,7 @@
 //! The interface between a [`ProcessGroup`](crate::ProcessGroup) and the backend that moves its data.
+//!
+#![doc = include_str!("README.md")]
+
 mod collective;
 mod device;
 mod element;

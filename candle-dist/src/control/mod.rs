@@ -2,6 +2,9 @@
 //!
 //! Every process keeps a connection to rank 0. It reports its end and the reason there, and it learns of failures.
 //! Backends between processes rely on it; they move the tensors themselves.
+//!
+#![doc = include_str!("README.md")]
+
 mod activity;
 mod arguments;
 mod departed;

@@ -1,4 +1,7 @@
 //! Errors, which are equal on every rank.
+//!
+#![doc = include_str!("README.md")]
+
 mod end;
 mod failure;
 mod printable;

@@ -1,4 +1,7 @@
 //! Process groups.
+//!
+#![doc = include_str!("README.md")]
+
 pub(crate) mod check;
 mod coalesced;
 mod failure;

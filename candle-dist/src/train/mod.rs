@@ -1,4 +1,7 @@
 //! Data-parallel training: equal parameters, and gradients that are averaged, summed and clipped.
+//!
+#![doc = include_str!("README.md")]
+
 mod accumulate;
 mod clip;
 mod data_parallel;

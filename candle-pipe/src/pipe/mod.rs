@@ -1,4 +1,7 @@
 //! A model cut into stages.
+//!
+#![doc = include_str!("README.md")]
+
 mod build;
 mod builder;
 mod loss;

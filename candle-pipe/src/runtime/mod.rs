@@ -5,6 +5,9 @@
 //! program says so (`reduce.rs`). What a message carries is said once (`traffic.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have
 //! one common order, determines everything. A failed rank notifies the others, and the step ends for all of them or for
 //! none.
+//!
+#![doc = include_str!("README.md")]
+
 mod agree;
 mod apart;
 mod batch;

@@ -19,6 +19,9 @@
 //! assert_eq!(timeline.bubble_span(), 0.0);
 //! # Ok::<(), candle_pipe::Error>(())
 //! ```
+//!
+#![doc = include_str!("README.md")]
+
 mod compare;
 mod computations;
 mod costs;

@@ -1,4 +1,7 @@
 //! Forward and backward passes of one stage for one microbatch.
+//!
+#![doc = include_str!("README.md")]
+
 mod activation;
 mod again;
 mod pass;

@@ -54,6 +54,9 @@
 //! (`weight_sink.rs`), and the places and runs that random draws depend on (`random/draws.rs`). `candle-dist` has five in `edges/`: the mark of the running pass, which changes when a pass fails, the tensors
 //! with tickets, the nodes that are visited and the gradients of variables that a pass keeps, both restored by scopes, and
 //! what dropped nodes leave to the drop that is under way.
+//!
+#![doc = include_str!("README.md")]
+
 pub(crate) mod counts;
 pub(crate) mod hooks;
 pub(crate) mod nesting;

@@ -1,4 +1,7 @@
 //! Files of tensors: each rank reads and writes only its own blocks.
+//!
+#![doc = include_str!("README.md")]
+
 pub mod checkpoint;
 mod digests;
 mod disk;

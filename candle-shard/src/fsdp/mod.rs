@@ -46,6 +46,9 @@
 //! })?;
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
+//!
+#![doc = include_str!("README.md")]
+
 mod nodes;
 mod options;
 mod pass;

@@ -1,4 +1,7 @@
 //! Layers built under a plan. Each rank creates and holds only its shard.
+//!
+#![doc = include_str!("README.md")]
+
 mod batch_norm;
 mod conv;
 mod dropout;

@@ -1,4 +1,7 @@
 //! Rotary position embedding, and scaled dot product attention with grouped heads.
+//!
+#![doc = include_str!("attention/README.md")]
+
 mod heads;
 mod mask;
 mod options;

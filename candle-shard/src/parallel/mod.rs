@@ -50,6 +50,9 @@
 //! })?;
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
+//!
+#![doc = include_str!("README.md")]
+
 mod module;
 pub(crate) mod pattern;
 pub(crate) mod plain;

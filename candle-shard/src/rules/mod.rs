@@ -70,6 +70,9 @@
 //! On an axis where the output is not replicated, every replicated input is used through its varying view, because each
 //! rank computes only a part of that input's gradient. If the output is replicated and an input is varying, the output
 //! is varying too, and the other inputs are used through their varying views.
+//!
+#![doc = include_str!("README.md")]
+
 mod cache;
 mod observer;
 mod op_spec;

@@ -1,5 +1,7 @@
 //! The program `lm`: a decoder from the Hub's files or a GGUF file, cut over ranks, that writes on from a prompt, scores
 //! a text, or is trained on one.
+//!
+#![doc = include_str!("README.md")]
 
 pub mod args;
 pub mod batch;

@@ -173,7 +173,7 @@ fn sharded_runs_agree_with_one_device_and_communicate_the_least() {
             let ops = report["runs"][run]["comm_per_step"].as_array().unwrap();
             ops.iter().map(|op| (op["op"].as_str().unwrap().to_owned(), op["count"].as_u64().unwrap())).collect()
         };
-        // One layer: see the table in ARCHITECTURE.md.
+        // One layer: see the table in test-utils/src/toy/README.md.
         let expected = |ops: &[(&str, u64)]| match ranks {
             "1" => vec![],
             _ => ops.iter().map(|(op, n)| ((*op).to_owned(), *n)).collect::<Vec<_>>(),

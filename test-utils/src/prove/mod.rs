@@ -4,6 +4,9 @@
 //! meshes up to a number of ranks, in several dtypes, with several batches, cut in several ways. It compares losses,
 //! gradients, norms, parameters after the steps of an optimizer, evaluations, and the same after a checkpoint was loaded
 //! on another mesh. What differs comes as a [`Report`] with the smallest set-up that shows it.
+//!
+#![doc = include_str!("README.md")]
+
 mod budget;
 mod compare;
 mod failure;

@@ -1,4 +1,7 @@
 //! The toy models on a mesh, with the same structure, parameter names and results as the reference models.
+//!
+#![doc = include_str!("README.md")]
+
 mod attention;
 mod mlp;
 mod pipe;

@@ -3,6 +3,9 @@
 //! A collective is a *round* (`rendezvous.rs`). Every rank offers its operands with its [`Call`], waits until all ranks
 //! have arrived, checks that the calls agree, computes its own results directly from the peers' buffers, and leaves
 //! when all have read. Only results are copied. Reductions run in rank order.
+//!
+#![doc = include_str!("README.md")]
+
 mod loan;
 mod mailbox;
 mod members;

@@ -7,6 +7,9 @@
 //! and their number is not limited. In every collective a rank waits for its neighbor's call, so that a mismatch is
 //! found in that call. Waiting threads poll (`driver.rs`) for messages, for a failure of the world and for the
 //! deadline, so that no call waits forever.
+//!
+#![doc = include_str!("README.md")]
+
 mod agree;
 mod driver;
 mod header;

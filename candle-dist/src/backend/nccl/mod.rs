@@ -17,6 +17,9 @@
 //! A rank's watchdog checks its communicators several times a second. It aborts them if NCCL reports an error, a call
 //! exceeds the timeout, or the world has failed, so that no stream waits forever. Results computed from an aborted call
 //! are garbage, and every later call returns the error.
+//!
+#![doc = include_str!("README.md")]
+
 mod plan;
 
 #[cfg(feature = "nccl")]

@@ -1,4 +1,7 @@
 //! Mixtures of experts: each token goes to a few of many feed-forward networks, which lie on different ranks.
+//!
+#![doc = include_str!("README.md")]
+
 mod capacity;
 mod config;
 mod dispatch;

@@ -1,4 +1,7 @@
 //! Optimizers of this rank's shards. Their state is saved and resharded like the parameters.
+//!
+#![doc = include_str!("README.md")]
+
 /// Implements [`Optimizer`] by the methods of the same names, which need no import of the trait.
 macro_rules! optimizer_by_methods {
     ([$($generics:tt)*] $optimizer:ty) => {

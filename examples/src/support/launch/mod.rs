@@ -1,4 +1,6 @@
 //! Runs the same program on every backend: ranks are threads of this process, or processes from a launcher.
+//!
+#![doc = include_str!("README.md")]
 
 mod alone;
 mod gather;
