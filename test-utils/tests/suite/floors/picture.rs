@@ -66,9 +66,7 @@ fn pages() -> Vec<(String, String)> {
         "# Imports inside the crates\n\n\
          `scripts/imports.sh` writes this page and its pictures from the code and the tables of floors that the test of floors\n\
          checks (`test-utils/tests/suite/floors`). A room is a module at the root of a crate or of a folder. An arrow is an\n\
-         import between two rooms; it points up if the imported room is on the same floor or a higher one.\n\n\
-         | candle-shard | rooms | arrows | up | rings |\n|---|---|---|---|---|\n\
-         | before (728ed6c) | 32 | 126 | 16 | one of 16 |\n",
+         import between two rooms; it points up if the imported room is on the same floor or a higher one.\n",
     );
     let (mut drawings, mut folders_table, mut pictures) = (Vec::new(), String::new(), String::new());
     for (name, folders) in FLOORS {
@@ -77,9 +75,6 @@ fn pages() -> Vec<(String, String)> {
             let imports = Imports::of(&source, &place(path));
             let counts = counts(&imports, up.len());
             if path.is_empty() {
-                if name == "candle-shard" {
-                    let _ = writeln!(page, "| now | {counts} |");
-                }
                 drawings.push((format!("imports/{name}.svg"), drawing(floors, &imports)));
                 let _ =
                     writeln!(pictures, "\n## {name}\n\n![The rooms of {name} and their imports](imports/{name}.svg)");
