@@ -4,12 +4,14 @@
 mod hostile;
 mod hosts;
 mod job;
+mod stalls;
 mod store;
 mod store_backend;
 
 use candle_core::{Device, Tensor};
 use candle_dist::control::Control;
 use candle_dist::init::{InitOptions, init_process_group_with};
+use candle_dist::switch::Switch;
 use candle_dist::{Error, RankContext, ReduceOp, Result};
 use job::{Outcome, finish, say, start, torchrun};
 use std::process::Command;
@@ -52,6 +54,9 @@ const WAKES: [&str; 2] = ["wakes after 1.4", "wakes after 4"];
 
 /// The scenario in which a rank dies between its goodbye and its end.
 const DIES_LATE: &str = "dies late";
+
+/// The scenario in which ranks say which of the variables hold that change what they send.
+const SWITCHES: &str = "switches";
 
 /// What ranks do after their goodbyes: one dies, and the others wait for the failure.
 fn die_late(control: &Control) -> Result<()> {
@@ -162,7 +167,7 @@ fn one_rank() {
     let patience = Duration::from_secs(patience);
     let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(patience);
     let options = match name {
-        _ if WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
+        _ if name == stalls::WORKS || WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
         WAITS_ALONE => options.timeout(Duration::from_secs(1)),
         hosts::TRAINS => options.lost_after(hosts::LOST_AFTER),
         _ => found.map_or(options.clone(), |scenario| (scenario.options)(options)),
@@ -183,6 +188,10 @@ fn one_rank() {
         assert_eq!(sum(ctx, 3)?, [total; 3], "a good round first");
         match found {
             None if name == hosts::TRAINS => hosts::train(ctx)?,
+            None if name == SWITCHES => {
+                return Ok(format!("{} {}", Switch::Debug.is_on(), Switch::Strict.is_on()));
+            }
+            None if name == stalls::WORKS => stalls::work(ctx)?,
             None if name == store::USES_STORE => store::exercise(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
@@ -265,6 +274,19 @@ fn processes_that_do_the_same_are_fine() {
     for size in [1, 2, 4] {
         let outcomes = outcomes("fine", 0, size);
         assert!(outcomes.iter().all(|o| o.is_success && o.said.as_deref() == Some("fine")), "{outcomes:?}");
+    }
+}
+
+#[test]
+fn the_variables_of_rank_0_hold_for_all_ranks() {
+    for (set, said) in [(0, "true true"), (1, "false false")] {
+        let vars = torchrun(3);
+        let ranks = start(&format!("{SWITCHES}/none"), 3, |rank| {
+            let own = ["CANDLE_DIST_DEBUG", "CANDLE_SHARD_STRICT"].into_iter().filter(|_| rank == set);
+            vars(rank).into_iter().chain(own.map(|name| (name, "1".to_string()))).collect()
+        });
+        let outcomes = finish(ranks);
+        assert!(outcomes.iter().all(|outcome| outcome.said.as_deref() == Some(said)), "{set}: {outcomes:#?}");
     }
 }
 
