@@ -17,10 +17,11 @@ use crate::cli;
 const TICK: Duration = Duration::from_millis(10);
 /// How long a process continues after SIGTERM, if it has not printed: Open MPI sends SIGKILL after a second.
 const LINGER: Duration = Duration::from_millis(800);
-/// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken.
+/// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken. Two processes find
+/// that a third one is lost within half a second of each other.
 const TURN: Duration = Duration::from_secs(1);
 /// The time in which such processes speak, one after the other.
-const SPREAD: Duration = Duration::from_millis(500);
+const SPREAD: Duration = Duration::from_millis(400);
 
 /// The single error report of this process.
 #[derive(Debug)]
@@ -31,6 +32,8 @@ pub(super) struct Voice {
     is_over: AtomicBool,
     /// The time of the watch's last check; `None` before and after the watch.
     looked: Mutex<Option<Instant>>,
+    /// When this process was last found to have been frozen.
+    thawed: Mutex<Option<Instant>>,
 }
 
 impl Voice {
@@ -41,14 +44,15 @@ impl Voice {
             has_spoken: AtomicBool::default(),
             is_over: AtomicBool::default(),
             looked: Mutex::default(),
+            thawed: Mutex::default(),
         }
     }
 
-    /// Prints why the program ends, unless a report was printed before or this process was frozen. In the latter case
-    /// others have reported it as lost, and the launcher has woken it up to end it.
+    /// Prints why the program ends, unless a report was printed before or this process was frozen just now. In the latter case
+    /// others have reported it as lost, and the launcher has woken it up to end it. A whole job that was frozen goes on.
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
-        if !self.has_spoken.swap(true, Ordering::AcqRel) {
+        if !self.is_thawing() && !self.has_spoken.swap(true, Ordering::AcqRel) {
             cli::tell("error", why);
         }
     }
@@ -77,12 +81,16 @@ impl Voice {
         }
     }
 
-    /// Suppresses later reports if this process was frozen.
+    /// Suppresses reports for a while if this process was frozen.
     fn notice_frost(&self) {
         let looked = *self.looked.lock();
         if looked.is_some_and(|looked| looked.elapsed() > self.frozen) {
-            self.has_spoken.store(true, Ordering::Release);
+            *self.thawed.lock() = Some(Instant::now());
         }
+    }
+
+    fn is_thawing(&self) -> bool {
+        self.thawed.lock().is_some_and(|thawed| thawed.elapsed() < self.frozen)
     }
 
     /// Checks for a failure of the world until [`over_at_end`](Self::over_at_end), since this rank may be computing.
@@ -197,8 +205,21 @@ mod tests {
             let voice = Voice::new(frozen * 2);
             *voice.looked.lock() = Instant::now().checked_sub(since);
             voice.notice_frost();
-            assert_eq!(voice.has_spoken.load(Ordering::Acquire), is_silent);
+            assert_eq!(voice.is_thawing(), is_silent);
         }
+    }
+
+    #[test]
+    fn a_job_that_goes_on_after_a_frost_says_why_it_ends() {
+        let voice = Voice::new(Duration::from_secs(10));
+        *voice.looked.lock() = Instant::now().checked_sub(Duration::from_secs(60));
+        voice.notice_frost();
+        voice.say("the end of a process that others have lost");
+        assert!(!voice.has_spoken.load(Ordering::Acquire));
+        *voice.looked.lock() = Some(Instant::now());
+        *voice.thawed.lock() = Instant::now().checked_sub(Duration::from_secs(30));
+        voice.say("an error of a job that goes on");
+        assert!(voice.has_spoken.load(Ordering::Acquire));
     }
 
     #[test]
