@@ -312,14 +312,15 @@ mod tests {
     fn all_addresses_of_a_name_are_bound_or_none() {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), port)).collect::<Vec<_>>();
+        let has_6 = TcpListener::bind("[::1]:0").is_ok();
         // 203.0.113.0/24 is reserved for documentation.
         for (ips, bound) in [
             (&["127.0.0.1"][..], 1),
             (&["127.0.0.1", "127.0.0.2"], 2),
             (&["127.0.0.1", "::ffff:127.0.0.1"], 1),
             (&["203.0.113.1", "127.0.0.2"], 1),
-            (&["0.0.0.0", "::"], 2),
-            (&["::", "0.0.0.0"], 2),
+            (&["0.0.0.0", "::"], 1 + usize::from(has_6)),
+            (&["::", "0.0.0.0"], 1 + usize::from(has_6)),
         ] {
             assert_eq!(bind(at(ips)).unwrap().len(), bound, "{ips:?}");
         }
@@ -328,7 +329,7 @@ mod tests {
             let error = bind(at(&["127.0.0.1", "127.0.0.2"])).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::AddrInUse, "{taken}");
         }
-        for taken in ["127.0.0.1", "0.0.0.0", "::1", "::"] {
+        for taken in ["127.0.0.1", "0.0.0.0", "::1", "::"].into_iter().take(if has_6 { 4 } else { 2 }) {
             let _taken = listener(at(&[taken])[0]).unwrap();
             let error = bind(at(&["0.0.0.0", "::"])).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::AddrInUse, "{taken}");
