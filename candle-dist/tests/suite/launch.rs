@@ -272,7 +272,7 @@ fn a_local_rank_has_a_gpu_of_its_own_unless_sharing_is_allowed() {
 fn mpi_wants_a_launcher_of_its_own() {
     let check = |options: InitOptions, vars: &[(&str, &str)]| resolve(&options, vars).unwrap().check_mpi();
     let text = check(InitOptions::new(), TORCHRUN).unwrap_err().to_string();
-    assert!(text.contains("use mpirun, or srun with --mpi=pmix"), "{text}");
+    assert!(text.contains("use mpirun, or srun with") && text.contains("`srun --mpi=list` shows"), "{text}");
     assert!(check(InitOptions::new(), SLURM).is_err());
     let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")];
     for vars in [OPEN_MPI, HYDRA, &with(SLURM, &[("PMIX_RANK", "4")]), &with(SLURM, &[("PMI_FD", "7")]), &alone] {
