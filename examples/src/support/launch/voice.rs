@@ -18,10 +18,12 @@ const TICK: Duration = Duration::from_millis(10);
 /// How long a process continues after SIGTERM, if it has not printed: Open MPI sends SIGKILL after a second.
 const LINGER: Duration = Duration::from_millis(800);
 /// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken. Two processes find
-/// that a third one is lost within half a second of each other.
-const TURN: Duration = Duration::from_secs(1);
+/// that a third one is lost within a quarter of a second of each other.
+const TURN: Duration = Duration::from_millis(900);
 /// The time in which such processes speak, one after the other.
-const SPREAD: Duration = Duration::from_millis(400);
+const SPREAD: Duration = Duration::from_millis(300);
+/// The same for errors of a start, where a launcher has more to end and nothing else waits.
+const TURN_AT_START: Duration = Duration::from_secs(3);
 
 /// The single error report of this process.
 #[derive(Debug)]
@@ -69,6 +71,14 @@ impl Voice {
         }
     }
 
+    /// Prints why this rank ends, though the world has not failed. All ranks may end for this reason, so rank 0 speaks first.
+    pub(super) fn tell_own(&self, rank: usize, size: usize, why: impl Display) {
+        if rank > 0 {
+            thread::sleep(later(rank, size));
+        }
+        self.say(why);
+    }
+
     /// Prints why the world has not started, if that is this rank's task, before it returns.
     pub(super) fn tell_start(&self, info: &LaunchInfo, error: &Error) {
         match turn_at_start([info.rank, info.local_rank, info.local_size], error) {
@@ -77,7 +87,7 @@ impl Voice {
                 self.say(error);
             }
             // This end may end those that speak.
-            None => thread::sleep(TURN + SPREAD),
+            None => thread::sleep(TURN_AT_START),
         }
     }
 
@@ -183,14 +193,19 @@ fn turn_at_start([rank, local_rank, local_size]: [usize; 3], error: &Error) -> O
     let speaks = match error {
         Error::NotStarted(_) => rank == 0,
         Error::Unreachable(_) => local_rank == 0,
-        _ if rank > 0 => return Some(later(local_rank, local_size)),
+        _ if rank > 0 => return Some(later_at_start(local_rank, local_size)),
         _ => true,
     };
     speaks.then_some(Duration::ZERO)
 }
 
+/// Returns the delay of the `nth` process that may not have to speak at the start.
+pub(super) fn later_at_start(nth: usize, size: usize) -> Duration {
+    TURN_AT_START + later(nth, size)
+}
+
 /// Returns the delay of the `nth` process that may not have to speak.
-pub(super) fn later(nth: usize, size: usize) -> Duration {
+fn later(nth: usize, size: usize) -> Duration {
     TURN + SPREAD.mul_f64(nth.min(size) as f64 / size.max(1) as f64)
 }
 
