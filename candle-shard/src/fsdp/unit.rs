@@ -155,7 +155,7 @@ impl Unit {
         let others = (0..mesh.ndim()).filter(|axis| *axis != plan_axis && !axes.contains(axis)).filter(is_replica);
         let others: Vec<usize> = others.filter(|_| !is_frozen).collect();
         let variable = piece.variable();
-        let itself = || Variable { tensor: var.as_tensor().clone(), name: None, ordinal: None };
+        let itself = || Arc::new(Variable { tensor: var.as_tensor().clone(), name: None, ordinal: None });
         let variable = variable.unwrap_or_else(itself);
         let piece = ParameterPiece { var: var.clone(), variable, mesh: mesh.clone(), partial: axes_of(&others) };
         let shown = format!("{name} (of the unit {:?})", self.path);
