@@ -127,7 +127,7 @@ impl Unit {
         name: &str,
         piece: &DTensor,
         var: &Var,
-        plan_axis: usize,
+        plan_axis: Option<usize>,
         is_frozen: bool,
     ) -> Result<DTensor> {
         let axes = &self.shared.axes;
@@ -152,7 +152,8 @@ impl Unit {
         // a pass, after they are cut.
         let mesh = spec.mesh().clone();
         let is_replica = |&axis: &usize| mesh.shape()[axis] > 1 && spec.placements()[axis] == Replicate;
-        let others = (0..mesh.ndim()).filter(|axis| *axis != plan_axis && !axes.contains(axis)).filter(is_replica);
+        let others =
+            (0..mesh.ndim()).filter(|axis| Some(*axis) != plan_axis && !axes.contains(axis)).filter(is_replica);
         let others: Vec<usize> = others.filter(|_| !is_frozen).collect();
         let variable = piece.variable();
         let itself = || Arc::new(Variable { tensor: var.as_tensor().clone(), name: None, ordinal: None });
