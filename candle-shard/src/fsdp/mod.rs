@@ -46,6 +46,7 @@
 //! })?;
 //! # Ok::<(), candle_dist::WorldError>(())
 //! ```
+mod no_sync;
 mod nodes;
 mod options;
 mod pass;
@@ -54,6 +55,7 @@ mod sharder;
 mod shared;
 mod unit;
 
+pub use no_sync::no_sync;
 pub use options::FullyShardOptions;
 pub(crate) use sharder::Sharder;
 pub(crate) use unit::Unit;

@@ -18,6 +18,8 @@
 //! | any | the outermost pass ends | apart, all gradients reduced |
 //! | any | the pass fails | apart, gradients dropped |
 //!
+//! In [`no_sync`](super::no_sync()) gradients are kept where they would be reduced. The next reduction adds them to its own.
+//!
 //! What holds in each state:
 //!
 //! - The unit is whole whenever candle visits one of its nodes. candle visits the `End` of a run first, and the unit
@@ -50,6 +52,8 @@ pub(crate) struct Unit {
     path: String,
     pub(super) held: Mutex<Vec<Held>>,
     pub(super) state: Mutex<State>,
+    /// The whole gradients of earlier backward passes that have not been summed over the ranks.
+    pub(super) kept: Mutex<Vec<Option<Tensor>>>,
 }
 
 /// One parameter.
@@ -106,7 +110,14 @@ impl Held {
 
 impl Unit {
     pub(super) fn new(shared: Arc<Shared<Self>>, number: usize, path: &str) -> Self {
-        Self { shared, number, path: path.to_string(), held: Mutex::default(), state: Mutex::default() }
+        Self {
+            shared,
+            number,
+            path: path.to_string(),
+            held: Mutex::default(),
+            state: Mutex::default(),
+            kept: Mutex::default(),
+        }
     }
 
     /// Returns the group of the axis, whose calls name the unit: ranks that run different ones must not mix them.

@@ -74,7 +74,7 @@ impl Parameters {
     ///     let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
     ///     let x = candle_core::Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     ///     optimizer.step(&layer.forward(&x)?.sqr()?.mean_all()?.backward()?)?;
-    ///     assert_eq!(optimizer.state()?.len(), 5); // two moments of each variable, and the step
+    ///     assert_eq!(optimizer.state()?.len(), 6); // two moments and the number of steps of each variable
     ///     Ok(())
     /// })?;
     /// # Ok::<(), candle_dist::WorldError>(())
