@@ -11,6 +11,7 @@ mod faults;
 mod feed;
 mod model;
 mod plain;
+mod ranks;
 mod report;
 mod setup;
 mod setups;
@@ -19,6 +20,7 @@ mod trainer;
 mod trajectory;
 
 pub use model::{Function, Graph, Input, Layers, Model, PlainGraph};
+pub use ranks::Ranks;
 pub use report::{Report, Verdict};
 pub use setup::Setup;
 
@@ -71,24 +73,24 @@ pub struct Proof {
 /// | others | what the model cuts itself, and the rows of inputs if [told](Proof::rows_over) |
 ///
 /// ```
-/// use candle_core::{DType, Device};
+/// use candle_core::{Device, Tensor};
+/// use candle_prove::prove;
 /// use candle_shard::DTensor;
 /// use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-/// use test_utils::prove::prove;
-/// use test_utils::values;
 ///
 /// let model = |vb: &ShardedVarBuilder| {
 ///     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
 ///     Ok(move |xs: &[DTensor], _: Mode| down.forward(&up.forward(&xs[0])?.gelu()?)?.sqr()?.mean_all())
 /// };
 /// let report = prove(model)
-///     .input("x", &values(&[5, 4], 1, DType::F64))
+///     .input("x", &Tensor::arange(0f64, 20., &Device::Cpu)?.sin()?.reshape((5, 4))?)
 ///     .plan(Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default()))
 ///     .ranks(2)
 ///     .run();
 /// println!("{report}");
 /// report.assert();
+/// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
     let program = model.program();
@@ -110,6 +112,7 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
             seed: 42,
             steps: 2,
             is_beside: false,
+            is_unsynced: false,
         },
         axes: Vec::new(),
         ranks: 4,
@@ -208,6 +211,12 @@ impl Proof {
     /// [`Runtime::beside`](candle_pipe::Runtime::beside), instead of within it. Its loss is a mean or counts.
     pub fn beside(mut self) -> Self {
         self.subject.is_beside = true;
+        self
+    }
+
+    /// Runs all but the last backward pass of a step with [`no_sync`](candle_shard::fsdp::no_sync).
+    pub fn no_sync(mut self) -> Self {
+        self.subject.is_unsynced = true;
         self
     }
 

@@ -28,7 +28,7 @@ pub(super) enum Program {
     Function(Compute),
 }
 
-/// A model that [`prove`](super::prove()) takes. These closures are models; their kinds only tell them apart:
+/// A model that [`prove`](crate::prove()) takes. These closures are models; their kinds only tell them apart:
 ///
 /// | closure | model |
 /// |---|---|

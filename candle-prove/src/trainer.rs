@@ -15,7 +15,7 @@ use candle_nn::ParamsAdamW;
 use candle_pipe::graph::Scope;
 use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{EqualCount, Keep, PipeBuilder, Reduction, Result, Runtime, StepOptions};
-use candle_shard::fsdp::FullyShardOptions;
+use candle_shard::fsdp::{FullyShardOptions, no_sync};
 use candle_shard::nn::{AdamW, Mode, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, checkpoint, observe, strict};
@@ -40,6 +40,8 @@ pub(super) struct Subject {
     pub(super) steps: u64,
     /// Whether replicas of a pipeline are averaged behind its steps.
     pub(super) is_beside: bool,
+    /// Whether the ranks of units sum gradients only in the last pass of a step.
+    pub(super) is_unsynced: bool,
 }
 
 /// The bound on the norm of the gradients.
@@ -322,10 +324,20 @@ impl<'a> Trainer<'a> {
                     let inputs = self.inputs(&(first..first + len))?;
                     let made = self.strictly(|| loss(&inputs, Mode::TrainRows { step, first_row: first }))?;
                     losses += number(&made)? * len as f64;
-                    sum.add_weighted(&self.parameters.backward(&made)?, len as f64)?;
                     first += len;
+                    if !self.subject.is_unsynced {
+                        sum.add_weighted(&self.parameters.backward(&made)?, len as f64)?;
+                        continue;
+                    }
+                    // Passes count alike, so each loss has its share of the rows.
+                    let share = (len * self.setup.passes) as f64 / self.rows.len() as f64;
+                    let made = self.strictly(|| made.mul(share))?;
+                    sum.add(&if first < self.rows.end { no_sync(|| made.backward()) } else { made.backward() }?)?;
                 }
                 let mut grads = sum.mean()?;
+                if self.subject.is_unsynced {
+                    self.parameters.reduce(&mut grads)?;
+                }
                 if let Some(average) = &self.average {
                     average.reduce_weighted(&mut grads, self.rows.len() as f64)?;
                 }

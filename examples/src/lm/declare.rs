@@ -9,12 +9,12 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, stage_op};
+use candle_shard::DTensor;
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
-use candle_shard::{DTensor, Placements, Replicate, Shard, Spec};
 
 use super::between::Between;
 use super::cache::{self, Cache};
@@ -26,7 +26,6 @@ use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
 use super::step::{self, Span, last_rows};
-use super::{LAYER_AXIS, REPLICAS};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";

@@ -8,13 +8,13 @@ mod plain;
 
 use candle_core::DType;
 use candle_pipe::schedule::ScheduleKind;
+use candle_prove::{Proof, Report, prove};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::ShardedVarBuilder;
 use model::{Layer, Model};
 use std::io::Write;
 use std::time::Duration;
 use test_utils::Dice;
-use test_utils::prove::{Proof, Report, prove};
 
 fn from_environment(name: &str, default: u64) -> u64 {
     let wrong = |value: String| panic!("{name}={value:?} is no number");
@@ -101,6 +101,7 @@ fn proof(model: &Model) -> Proof {
     let options = FullyShardOptions::default().prefetch(model.prefetch).reshard_after_forward(model.reshard);
     let proof = proof.axes(axes);
     let proof = if model.beside { proof.beside() } else { proof };
+    let proof = if model.unsynced { proof.no_sync() } else { proof };
     let proof = if model.both_axes { proof.units_over(&["data"]) } else { proof };
     let proof = if model.plain { proof } else { proof.plan(plan) };
     proof

@@ -28,6 +28,8 @@ pub(crate) struct Model {
     pub(crate) plain: bool,
     /// Whether the caller averages the gradients of replicas of a pipeline.
     pub(crate) beside: bool,
+    /// Whether units sum gradients only in the last pass of a step.
+    pub(crate) unsynced: bool,
     /// How stages share a declared parameter.
     pub(crate) share: Share,
 }
@@ -143,6 +145,7 @@ impl Model {
             both_axes: false,
             plain: false,
             beside: false,
+            unsynced: false,
             share: Share::Transmit,
         };
         model.with_more(&mut Dice::new(seed + 2_000_000)).with_blocks(&mut Dice::new(seed + 3_000_000))
@@ -181,6 +184,7 @@ impl Model {
         let block = |layer| Block { layer, unit: false, recompute: dice.once_in(2), frozen: false };
         self.blocks.extend(drawn.into_iter().map(block).collect::<Vec<_>>());
         self.share = if dice.once_in(2) { Share::Replicate } else { Share::Transmit };
+        self.unsynced = !self.piped && dice.once_in(3);
         self
     }
 
@@ -226,6 +230,7 @@ impl Model {
         with(&|small| small.both_axes = false);
         with(&|small| small.plain = false);
         with(&|small| small.beside = false);
+        with(&|small| small.unsynced = false);
         with(&|small| small.share = Share::Transmit);
         with(&|small| small.head = Head::Linear(Cut::Whole));
         with(&|small| small.loss = Loss::MeanSquare);
@@ -331,6 +336,7 @@ impl fmt::Display for Model {
             (self.both_axes, "both axes"),
             (self.plain, "plain"),
             (self.beside, "beside"),
+            (self.unsynced, "unsynced"),
         ] {
             if is {
                 write!(f, ", {name}")?;
