@@ -4,13 +4,13 @@
 //! The port of Llama is compared with candle-transformers' first.
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{BatchNormConfig, Conv2dConfig, VarBuilder, VarMap};
+use candle_prove::{Input, prove};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::{self, Embedding, Linear, Mode, Module, ModuleT, RmsNorm, ShardedVarBuilder, Width};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{Attention, DTensor, Replicate, Result};
 use candle_transformers::models::llama;
-use test_utils::prove::{Input, prove};
 use test_utils::values;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -4,14 +4,10 @@ use crate::backend;
 use crate::processes;
 use candle_core::Device;
 use candle_dist::{RankContext, World, WorldError, threads};
-use parking_lot::{Condvar, Mutex};
 use std::cell::RefCell;
 use std::fmt::Display;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-/// The stack size of a rank's thread. candle walks graphs recursively.
-pub(crate) const STACK_BYTES: usize = 256 << 20;
+use std::time::Duration;
 
 thread_local! {
     static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
@@ -38,13 +34,6 @@ pub struct Ranks {
     label: String,
     deadline: Duration,
     timeout: Duration,
-}
-
-/// The reports of the ranks of one run so far.
-struct Board<T> {
-    results: Vec<Option<T>>,
-    ended: usize,
-    first_failure: Option<WorldError>,
 }
 
 impl Ranks {
@@ -102,8 +91,7 @@ impl Ranks {
     {
         // SAFETY: tests run one at a time, and the thread of the test program only waits for them.
         unsafe { threads::settle_among_threads(threads::default_per_rank(self.world)) };
-        let ranks = world.timeout(self.timeout).into_ranks().map_err(|e| self.fail(0, e.to_string()))?;
-        self.on(ranks, f)
+        self.threads().run_in(world, &on_device(f))
     }
 
     /// Runs `f` on these ranks, each on a thread of its own, and returns their results in this order.
@@ -113,51 +101,13 @@ impl Ranks {
         E: Display,
         F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
     {
-        let numbers: Vec<usize> = ranks.iter().map(RankContext::rank).collect();
-        let board = Board { results: numbers.iter().map(|_| None).collect(), ended: 0, first_failure: None };
-        let shared = Arc::new((Mutex::new(board), Condvar::new()));
-        let mut threads = Vec::new();
-        for (nth, ctx) in ranks.into_iter().enumerate() {
-            let (shared, f, rank) = (shared.clone(), f.clone(), ctx.rank());
-            let work = move || {
-                let blame = |rank: usize, message: &str| {
-                    let error = WorldError { rank, message: message.to_string() };
-                    shared.0.lock().first_failure.get_or_insert(error);
-                };
-                DEVICE.set(ctx.device().clone());
-                let result = ctx.run(|ctx| f(ctx), blame);
-                // The device ends before the thread's own memory does.
-                DEVICE.set(Device::Cpu);
-                let mut board = shared.0.lock();
-                board.results[nth] = result;
-                board.ended += 1;
-                shared.1.notify_all();
-            };
-            let thread = std::thread::Builder::new().name(format!("rank {rank}")).stack_size(STACK_BYTES).spawn(work);
-            threads.push(thread.map_err(|e| self.fail(rank, format!("no thread: {e}")))?);
-        }
-        let until = Instant::now() + self.deadline;
-        let mut board = shared.0.lock();
-        while board.ended < numbers.len() {
-            if shared.1.wait_until(&mut board, until).timed_out() && board.ended < numbers.len() {
-                let late = numbers.iter().zip(&board.results).filter(|(_, result)| result.is_none());
-                let late: Vec<usize> = late.map(|(&rank, _)| rank).collect();
-                return Err(self.fail(late[0], format!("ranks {late:?} {} {:?}", Self::LATE, self.deadline)));
-            }
-        }
-        drop(board);
-        // What a thread still holds when its rank has ended, such as a group in its own memory, is gone then: MPI may end.
-        threads.into_iter().for_each(|thread| drop(thread.join()));
-        let mut board = shared.0.lock();
-        if let Some(failure) = board.first_failure.take() {
-            return Err(self.fail(failure.rank, failure.message));
-        }
-        let results = board.results.iter_mut().zip(&numbers);
-        results.map(|(result, &rank)| result.take().ok_or_else(|| self.fail(rank, "no result".into()))).collect()
+        self.threads().run_on(ranks, &on_device(f))
     }
 
-    /// What the error says of ranks that run at the deadline.
-    pub(crate) const LATE: &'static str = "still run after";
+    /// Returns the same run among threads.
+    fn threads(&self) -> candle_prove::Ranks {
+        candle_prove::Ranks::new(self.world, &self.label).deadline(self.deadline).timeout(self.timeout)
+    }
 
     /// Returns an error of a rank, with the label.
     pub(crate) fn fail(&self, rank: usize, message: String) -> WorldError {
@@ -187,6 +137,30 @@ impl Ranks {
     pub(crate) fn until_late(&self) -> Duration {
         self.deadline
     }
+}
+
+/// What a rank of threads runs.
+type OnRank<T> = Box<dyn Fn(&RankContext) -> Result<T, String> + Send + Sync>;
+
+/// Returns what runs `f` while [`device`] is the rank's.
+fn on_device<T, E, F>(f: &Arc<F>) -> Arc<OnRank<T>>
+where
+    E: Display,
+    F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
+{
+    /// Ends the device before the thread's own memory ends.
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            DEVICE.set(Device::Cpu);
+        }
+    }
+    let f = f.clone();
+    Arc::new(Box::new(move |ctx: &RankContext| {
+        let _end = End;
+        DEVICE.set(ctx.device().clone());
+        f(ctx).map_err(|error| error.to_string())
+    }))
 }
 
 /// A world of a test whose closure borrows; see [`world`].

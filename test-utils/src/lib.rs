@@ -10,7 +10,6 @@ mod memory;
 pub mod model_args;
 #[cfg(feature = "mpi")]
 mod processes;
-pub mod prove;
 pub mod reference;
 pub mod reference_mlp;
 pub mod reference_moe;

@@ -31,6 +31,14 @@ pub trait Scope: Clone + 'static {
         None
     }
 
+    /// Refuses a plain tensor that nodes would take for a whole parameter, and that is one of a mesh of ranks in parts.
+    ///
+    /// # Errors
+    /// If the parameter is sharded, or its gradient is left partial.
+    fn check_plain(&self, _: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
     /// Runs `build` with this scope. Returns its result and the parameters that it requested.
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)>;
 

@@ -1,10 +1,10 @@
 //! Tensor-parallel layers as nodes.
 use super::{Ctx, Named, Scope, StageOp};
 use crate::{Error, Result, Value};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
-use candle_shard::DTensor;
 use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::{DTensor, Replicate};
 
 /// Makes a computation from a function of one sharded tensor, as tensor-parallel layers are.
 ///
@@ -73,6 +73,23 @@ impl Scope for ShardedVarBuilder {
 
     fn mesh(&self) -> Option<DeviceMesh> {
         Some(ShardedVarBuilder::mesh(self).clone())
+    }
+
+    fn check_plain(&self, tensor: &Tensor) -> Result<()> {
+        let requested = self.requested();
+        let Some(p) = requested.iter().find(|p| p.var.id() == tensor.id()) else { return Ok(()) };
+        let mesh = p.tensor.mesh();
+        let in_parts = |axis: &usize| p.tensor.placements()[*axis] != Replicate || p.tensor.is_varying(*axis);
+        let Some(axis) = (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).find(in_parts) else { return Ok(()) };
+        let (spec, name) = (p.tensor.spec(), &mesh.names()[axis]);
+        let why = match p.tensor.is_varying(axis) {
+            true => format!("each rank of {name:?} finds a part of its gradient"),
+            false => format!("each rank of {name:?} has a part of it"),
+        };
+        Err(Error::Pipe(format!(
+            "parameter {:?}, {spec}, is passed to nodes as a plain tensor, and {why}; pass the DTensor itself",
+            p.name
+        )))
     }
 
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {

@@ -52,12 +52,13 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
             let mine = batch.as_ref().map_or([0; 3], of_batch);
             let common = settled.map(|numbers| [&numbers[..COMMON], &mine].concat());
             between(copies, COMMON + mine.len(), common).and_then(|all| {
-                alike(copies, &all, &WHAT[..COMMON])?;
+                let replica = |at: usize| format!("replica {at}");
+                alike(&all, &WHAT[..COMMON], replica)?;
                 let own: Vec<Vec<i64>> = all.iter().map(|numbers| numbers[COMMON..].to_vec()).collect();
                 // Copies whose gradients the caller averages may share calls in each microbatch.
                 let first = if runtime.replicas.is_empty() { 0 } else { 1 };
                 let picked: Vec<Vec<i64>> = own.iter().map(|numbers| vec![numbers[first]]).collect();
-                alike(copies, &picked, &OF_COPIES[first..=first])?;
+                alike(&picked, &OF_COPIES[first..=first], replica)?;
                 Ok(own.iter().map(|numbers| numbers[2]).collect())
             })
         }
@@ -101,7 +102,7 @@ fn between(group: &ProcessGroup, width: usize, mine: Result<Vec<i64>>) -> Result
 
 /// Refuses ranks with different steps or different inputs.
 fn one_batch(group: &ProcessGroup, all: &[Vec<i64>], names: &[&str]) -> Result<()> {
-    alike(group, all, &WHAT)?;
+    alike(all, &WHAT, |at| format!("rank {}", group.ranks()[at]))?;
     for (place, name) in names.iter().enumerate() {
         // 0 marks an input that the rank did not pass.
         let mut given =
@@ -117,11 +118,11 @@ fn one_batch(group: &ProcessGroup, all: &[Vec<i64>], names: &[&str]) -> Result<(
     Ok(())
 }
 
-fn alike(group: &ProcessGroup, all: &[Vec<i64>], what: &[&str]) -> Result<()> {
-    for (place, what) in what.iter().enumerate() {
-        if let Some(other) = all.iter().position(|numbers| numbers[place] != all[0][place]) {
-            let (first, rank) = (group.ranks()[0], group.ranks()[other]);
-            let reason = format!("the {what} of rank {rank} is not that of rank {first}");
+/// Refuses unlike numbers. `place` names who has those at an index: all ranks say the same.
+fn alike(all: &[Vec<i64>], what: &[&str], place: impl Fn(usize) -> String) -> Result<()> {
+    for (at, what) in what.iter().enumerate() {
+        if let Some(other) = all.iter().position(|numbers| numbers[at] != all[0][at]) {
+            let reason = format!("the {what} of {} is not that of {}", place(other), place(0));
             return Err(Error::Microbatches(format!("{reason}; give all ranks the same batch and step")));
         }
     }

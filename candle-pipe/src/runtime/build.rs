@@ -46,7 +46,7 @@ impl Runtime {
     /// Every rank must call it with the same pipe and schedule, which the ranks compare. Copies of a replicated
     /// parameter start with the values of its first stage. A variable that stages of several ranks request by one name
     /// is such a parameter too, even undeclared: [`info`](Self::info) lists it, and a warning is logged. It must not have variables
-    /// that change without a gradient, such as the running statistics of a batch norm: the first two training steps refuse copies that have
+    /// that change without a gradient, such as the running statistics of a batch norm: a training step refuses copies that have
     /// become unlike.
     ///
     /// # Errors
@@ -124,8 +124,9 @@ impl Runtime {
     /// [counts](crate::Reduction::Counted) is divided by the count of all. If you set
     /// [`weights`](field@crate::StepOptions::weights), gradients are plain means over the replicas.
     ///
-    /// Variables that change without a gradient in the second training step, such as running statistics, are those of the first
-    /// replica after each training step, as in PyTorch's `DistributedDataParallel`. Those that begin to change later are not known.
+    /// Variables that change without a gradient, such as running statistics, are those of the first replica after each training
+    /// step, as in PyTorch's `DistributedDataParallel`. One of more than 64 KiB, or on a GPU, that has not changed in the first two
+    /// steps is found in the next step whose number is a power of two; until then it is each replica's own.
     /// Replicas set the weights of losses in all or in none.
     ///
     /// A variable that no scope created, such as one that a function captures, has no name by which replicas could find it. A

@@ -16,6 +16,7 @@ mod build;
 mod clock;
 mod credit;
 mod execute;
+mod loss;
 mod names;
 mod notes;
 mod outline;
@@ -120,6 +121,10 @@ pub struct RankStep {
     /// rank; each needs the previous one or follows it on the same rank. Unlike times, it depends only on the schedule
     /// and the messages.
     pub critical_path: usize,
+    /// The number of rows of the batch of this copy of the model.
+    rows: usize,
+    /// Whether the caller set the weights of the losses.
+    has_weights: bool,
 }
 
 impl Runtime {
@@ -269,7 +274,9 @@ impl Runtime {
             Reduction::Counted => self.divide(&mut step)?,
             _ => self.group.barrier()?,
         }
-        Ok(RankStep { step, spans, peak_activations: peak, weights_at_once: at_once, critical_path: path })
+        let (rows, has_weights) = (batch.all_rows, options.weights.is_some());
+        let (peak_activations, weights_at_once, critical_path) = (peak, at_once, path);
+        Ok(RankStep { step, spans, peak_activations, weights_at_once, critical_path, rows, has_weights })
     }
 
     /// Divides the loss and the gradients by the total count of the losses of all microbatches of all copies of the

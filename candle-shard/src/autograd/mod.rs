@@ -40,6 +40,7 @@
 //! | `autograd/order.rs` | `PASSES`, `NEXT`, `ASKED` | the node orders of the running passes; the number of the next pass; whether units need the order | `PASSES` when a pass ends or fails |
 //! | `autograd/counts.rs` | `CHANGES`, `PASSES`, `SEGMENTS` | counters of parameter changes, passes and recomputed segments | never |
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
+//! | `fsdp/no_sync.rs` | `IS_ON` | whether gradients of units stay on their ranks | when `no_sync` returns |
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
 //! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |

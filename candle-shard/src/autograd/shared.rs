@@ -72,7 +72,8 @@ impl MeshAxes {
 /// optimizer writes to the weight in place. Instead the parts of the gradient are collected, and summed over the ranks
 /// at the end of the backward pass, all of a group in one call.
 pub(crate) fn view(origin: &Origin, mesh: &DeviceMesh, axes: Axes) -> Result<Tensor> {
-    let Origin { variable: Variable { tensor, name, ordinal }, view } = origin.clone();
+    let Origin { variable, view } = origin.clone();
+    let Variable { tensor, name, ordinal } = Variable::clone(&variable);
     let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&tensor))?);
     let over = MeshAxes { mesh: mesh.clone(), axes };
     // An op on the variable itself: candle requires a gradient for nodes in between.

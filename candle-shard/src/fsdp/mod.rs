@@ -49,6 +49,7 @@
 //!
 #![doc = include_str!("README.md")]
 
+mod no_sync;
 mod nodes;
 mod options;
 mod pass;
@@ -57,6 +58,7 @@ mod sharder;
 mod shared;
 mod unit;
 
+pub use no_sync::no_sync;
 pub use options::FullyShardOptions;
 pub(crate) use sharder::Sharder;
 pub(crate) use unit::Unit;

@@ -1,4 +1,5 @@
 //! Units in a backward pass: gathered when it reaches them, reduced and dropped when it has left them.
+use super::no_sync;
 use super::nodes::InPass;
 use super::shared::{Reducing, lock};
 use super::unit::{Held, State, Unit};
@@ -79,9 +80,7 @@ impl Unit {
 
     /// Returns whether every parameter that can have a gradient has one.
     fn has_all_grads(&self, state: &State) -> bool {
-        let held = lock(&self.held);
-        let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
-        held.len() == state.grads.len() && held.iter().zip(&state.grads).all(is_there)
+        has_all(&lock(&self.held), &state.grads)
     }
 
     /// Drops the whole parameters and starts to sum their gradients; finishes the sums of the unit before.
@@ -91,13 +90,25 @@ impl Unit {
     fn reduce(&self) -> Result<()> {
         self.release()?;
         let mut state = lock(&self.state);
-        let has_all = self.has_all_grads(&state);
         let mut grads = std::mem::take(&mut state.grads);
         state.is_reduced = true;
         drop(state);
         let group = self.group();
         let held = lock(&self.held);
         grads.resize(held.len(), None);
+        for (grad, kept) in grads.iter_mut().zip(std::mem::take(&mut *lock(&self.kept))) {
+            if let Some(kept) = kept {
+                *grad = Some(match grad.take() {
+                    Some(grad) => add_grad(Some(&kept), &grad)?,
+                    None => kept,
+                });
+            }
+        }
+        if no_sync::is_on() {
+            *lock(&self.kept) = grads;
+            return Ok(());
+        }
+        let has_all = has_all(&held, &grads);
         let (mut pieces, mut wholes, mut present) = (Vec::new(), Vec::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
             let Some(cut) = held.cut.clone() else {
@@ -155,6 +166,12 @@ impl Unit {
     }
 }
 
+/// Returns whether every parameter that can have a gradient has one.
+fn has_all(held: &[Held], grads: &[Option<Tensor>]) -> bool {
+    let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
+    held.len() == grads.len() && held.iter().zip(grads).all(is_there)
+}
+
 /// Ends a successful backward pass: waits for running sums and drops whole parameters.
 fn finish() -> Result<()> {
     let open = OPEN.with_borrow(Vec::clone);
@@ -165,6 +182,14 @@ fn finish() -> Result<()> {
         drop(state);
         if waits {
             unit.reduce()?; // some parameters were unused, or parts were recomputed
+        }
+    }
+    if !no_sync::is_on() {
+        // Units that only earlier passes have reached.
+        for unit in open.iter().flat_map(|unit| unit.shared.units()) {
+            if !lock(&unit.kept).is_empty() {
+                unit.reduce()?;
+            }
         }
     }
     for unit in &open {
@@ -179,6 +204,7 @@ fn finish() -> Result<()> {
 /// Clears the state of a failed backward pass.
 fn abandon() {
     for unit in OPEN.take() {
+        unit.shared.units().iter().for_each(|unit| lock(&unit.kept).clear());
         // This fails only if candle refuses to release memory; the pass has already failed for another reason.
         let _ = unit.reset();
     }

@@ -32,7 +32,7 @@ pub(super) struct Progress {
 #[derive(Clone)]
 pub(super) struct ParameterPiece {
     pub(super) var: Var,
-    pub(super) variable: Variable,
+    pub(super) variable: Arc<Variable>,
     pub(super) mesh: DeviceMesh,
     /// Other axes, on which each rank has a part of the gradient of the piece.
     pub(super) partial: Axes,

@@ -18,6 +18,8 @@
 //! | any | the outermost pass ends | apart, all gradients reduced |
 //! | any | the pass fails | apart, gradients dropped |
 //!
+//! In [`no_sync`](super::no_sync()) gradients are kept where they would be reduced. The next reduction adds them to its own.
+//!
 //! What holds in each state:
 //!
 //! - The unit is whole whenever candle visits one of its nodes. candle visits the `End` of a run first, and the unit
@@ -50,6 +52,8 @@ pub(crate) struct Unit {
     path: String,
     pub(super) held: Mutex<Vec<Held>>,
     pub(super) state: Mutex<State>,
+    /// The whole gradients of earlier backward passes that have not been summed over the ranks.
+    pub(super) kept: Mutex<Vec<Option<Tensor>>>,
 }
 
 /// One parameter.
@@ -106,7 +110,14 @@ impl Held {
 
 impl Unit {
     pub(super) fn new(shared: Arc<Shared<Self>>, number: usize, path: &str) -> Self {
-        Self { shared, number, path: path.to_string(), held: Mutex::default(), state: Mutex::default() }
+        Self {
+            shared,
+            number,
+            path: path.to_string(),
+            held: Mutex::default(),
+            state: Mutex::default(),
+            kept: Mutex::default(),
+        }
     }
 
     /// Returns the group of the axis, whose calls name the unit: ranks that run different ones must not mix them.
@@ -127,7 +138,7 @@ impl Unit {
         name: &str,
         piece: &DTensor,
         var: &Var,
-        plan_axis: usize,
+        plan_axis: Option<usize>,
         is_frozen: bool,
     ) -> Result<DTensor> {
         let axes = &self.shared.axes;
@@ -152,10 +163,11 @@ impl Unit {
         // a pass, after they are cut.
         let mesh = spec.mesh().clone();
         let is_replica = |&axis: &usize| mesh.shape()[axis] > 1 && spec.placements()[axis] == Replicate;
-        let others = (0..mesh.ndim()).filter(|axis| *axis != plan_axis && !axes.contains(axis)).filter(is_replica);
+        let others =
+            (0..mesh.ndim()).filter(|axis| Some(*axis) != plan_axis && !axes.contains(axis)).filter(is_replica);
         let others: Vec<usize> = others.filter(|_| !is_frozen).collect();
         let variable = piece.variable();
-        let itself = || Variable { tensor: var.as_tensor().clone(), name: None, ordinal: None };
+        let itself = || Arc::new(Variable { tensor: var.as_tensor().clone(), name: None, ordinal: None });
         let variable = variable.unwrap_or_else(itself);
         let piece = ParameterPiece { var: var.clone(), variable, mesh: mesh.clone(), partial: axes_of(&others) };
         let shown = format!("{name} (of the unit {:?})", self.path);

@@ -1,6 +1,6 @@
 //! The full description of a distributed tensor: mesh, placements, global shape, dtype.
 use super::axes::Axes;
-use super::placement::{Placement, Placements, Shard};
+use super::placement::{Placement, Placements, Replicate, Shard};
 use crate::{Error, Result};
 use candle_core::{DType, Shape};
 use candle_dist::DeviceMesh;
@@ -30,6 +30,8 @@ pub type Sizes = Arc<[usize]>;
 pub struct Spec {
     mesh: DeviceMesh,
     placements: Placements,
+    /// The axes on which it is not `Replicate`.
+    cut: Axes,
     sizes: SmallVec<[Option<Sizes>; 3]>,
     shape: Dims,
     dtype: DType,
@@ -78,6 +80,7 @@ impl Spec {
         Ok(Self {
             mesh: mesh.clone(),
             placements: Placements::from_slice(placements),
+            cut: cut_axes(placements),
             sizes: placements.iter().map(|_| None).collect(),
             shape: Dims::from_slice(shape.dims()),
             dtype,
@@ -156,6 +159,7 @@ impl Spec {
     /// Sets the placement of one axis without a check of the dim.
     pub(crate) fn place(&mut self, axis: usize, placement: Placement, sizes: Option<Sizes>) {
         self.placements[axis] = placement;
+        self.cut = cut_axes(&self.placements);
         self.sizes[axis] = sizes;
     }
 
@@ -167,6 +171,11 @@ impl Spec {
     /// Returns the placement on each axis, outermost first.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
+    }
+
+    /// Returns the axes on which this is not `Replicate`.
+    pub(crate) fn cut_axes(&self) -> Axes {
+        self.cut
     }
 
     /// Returns the explicit sizes on an axis, if they are not the default ones.
@@ -249,6 +258,12 @@ impl Spec {
         };
         Cut::new(dim, &places.map(size).collect::<Dims>())
     }
+}
+
+/// Returns the axes on which these placements are not `Replicate`.
+fn cut_axes(placements: &[Placement]) -> Axes {
+    let cut = placements.iter().enumerate().filter(|(_, placement)| **placement != Replicate);
+    cut.map(|(axis, _)| 1 << axis).sum()
 }
 
 /// A spec that is looked up by its contents. Meshes are equal only if they are identical: the groups of another world

@@ -56,9 +56,9 @@ impl ShardedVarBuilder {
             axes.extend(sharder.axes());
             axes.sort_unstable();
         }
-        if at == self.plan().axis_index(mesh)? {
+        if self.plan().axis_index(mesh)? == Some(at) {
             let of = format!("axis {axis:?} of {mesh} is the plan's");
-            return Err(Error::Plan(format!("{of}; shard fully over another, of size 1 for one of them if need be")));
+            return Err(Error::Plan(format!("{of}; shard fully over another, or cut no layers with Plan::none()")));
         }
         if let Some(dtype) = [options.param_dtype, options.reduce_dtype].into_iter().flatten().find(|d| !d.is_float()) {
             let name = dtype.as_str();

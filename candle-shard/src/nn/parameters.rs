@@ -1,10 +1,11 @@
 //! The parameters that a model holds on this rank.
 use crate::autograd::{counts, shared};
-use crate::layout::RowsOf;
+use crate::layout::{Replicate, RowsOf, Spec};
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::{ClipGradNorm, GradMark, ReduceOp, empty, sum_dtype};
+use candle_dist::{ClipGradNorm, DeviceMesh, GradMark, ReduceOp, empty, sum_dtype};
+use itertools::Itertools;
 use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
@@ -49,6 +50,50 @@ pub struct Parameters(Vec<Parameter>);
 impl Parameters {
     pub(crate) fn new(parameters: Vec<Parameter>) -> Self {
         Self(parameters)
+    }
+
+    /// Creates parameters of variables that every rank of `mesh` holds whole: those of a model of candle's layers, or of the stages
+    /// of a pipeline over a `VarBuilder`. Optimizers, checkpoints and clipping take them like others.
+    ///
+    /// Gradients are used as they are; average those of replicas before. Variables that are this rank's own, as in a stage, are on
+    /// a mesh of this rank alone.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_nn::{Module, ParamsAdamW, VarBuilder, VarMap};
+    /// use candle_shard::Result;
+    /// use candle_shard::nn::{AdamW, Parameters};
+    ///
+    /// World::local(1).run(|ctx| -> Result<()> {
+    ///     let varmap = VarMap::new();
+    ///     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+    ///     let layer = candle_nn::linear(4, 2, vb)?;
+    ///     let named: Vec<_> = varmap.data().lock().unwrap().clone().into_iter().collect();
+    ///     let parameters = Parameters::replicated(&ctx.mesh(&[("rank", 1)])?, &named)?;
+    ///     let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
+    ///     let x = candle_core::Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+    ///     optimizer.step(&layer.forward(&x)?.sqr()?.mean_all()?.backward()?)?;
+    ///     assert_eq!(optimizer.state()?.len(), 6); // two moments and the number of steps of each variable
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If two variables have one name, or a variable cannot be a tensor of the mesh.
+    pub fn replicated<N: AsRef<str>>(mesh: &DeviceMesh, named: &[(N, Var)]) -> Result<Self> {
+        let parameter = |(name, var): &(N, Var)| {
+            let name = name.as_ref().to_string();
+            let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], var.shape(), var.dtype())?;
+            let tensor = DTensor::leaf(var.as_tensor().clone(), spec.shared()).named(&name);
+            Ok(Parameter { name, tensor, var: var.clone(), within: None, is_summed: GradMark::new()? })
+        };
+        let parameters = named.iter().map(parameter).collect::<Result<Vec<_>>>()?;
+        match parameters.iter().map(|p| &p.name).duplicates().next() {
+            Some(twice) => Error::op("Parameters::replicated", format!("two variables are named {twice:?}")),
+            None => Ok(Self(parameters)),
+        }
     }
 
     /// Returns the parameters.

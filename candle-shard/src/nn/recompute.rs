@@ -34,7 +34,7 @@ pub fn recompute(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + S
     let out = out.detach();
     counts::segment_made();
     let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink() };
-    Ok(DTensor::assemble(edges::apply1(x.to_local(), op)?, spec, varying).computed_from(&[out]))
+    Ok(DTensor::computed(edges::apply1(x.to_local(), op)?, spec, varying, &[out]))
 }
 
 type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
@@ -107,7 +107,7 @@ impl DTensor {
         let var = Var::from_tensor(&self.to_local().detach())?;
         // Not the variable itself, so that several uses share one view of it, as they do outside of a segment.
         let local = var.reshape(var.shape())?;
-        let leaf = DTensor::assemble(local, self.shared_spec().clone(), self.varying());
-        Ok((leaf.computed_from(std::slice::from_ref(self)), var))
+        let from = std::slice::from_ref(self);
+        Ok((DTensor::computed(local, self.shared_spec().clone(), self.varying(), from), var))
     }
 }

@@ -354,8 +354,14 @@ impl ShardedVarBuilder {
         let dtype = &dtype.unwrap_or(self.shared.dtype);
         let name = self.full_name(&stored.name);
         let axis = self.shared.plan.axis_index(mesh)?;
+        if axis.is_none() && (placement != Replicate || varying) {
+            let asked = if varying { "a gradient that varies".to_string() } else { placement.to_string() };
+            return Err(Error::Plan(format!(
+                "{name} asks for {asked} on the axis of the plan, which has none; give it one"
+            )));
+        }
         let mut placements: Placements =
-            (0..mesh.ndim()).map(|a| if a == axis { placement } else { Replicate }).collect();
+            (0..mesh.ndim()).map(|a| if Some(a) == axis { placement } else { Replicate }).collect();
         let sharder = self.sharder.as_ref();
         for &AxisCut { axis, dim, .. } in cuts {
             if sharder.is_some_and(|sharder| sharder.axes().contains(&axis)) {
@@ -373,10 +379,14 @@ impl ShardedVarBuilder {
         // A unit also has parameters that are only cast.
         let unit = self.unit.as_ref().filter(|unit| fully.is_some() || unit.dtype_of(*dtype) != *dtype);
         let shape: Dims = dims.iter().map(|width| width.size()).collect();
-        let width = placement.shard_dim().and_then(|dim| dims.get(dim)).filter(|_| mesh.shape()[axis] > 1);
-        let sizes = width.map(|width| self.shard_sizes(*width)).transpose()?;
+        let sharded = axis.filter(|&axis| mesh.shape()[axis] > 1).zip(placement.shard_dim());
+        let width = sharded.and_then(|(axis, dim)| Some((axis, dims.get(dim)?)));
+        let sizes = width.map(|(axis, width)| Ok::<_, Error>((axis, self.shard_sizes(*width)?))).transpose()?;
         let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
-        let mut spec = spec.with_sizes(axis, sizes.map(|sizes| sizes.as_slice().into()))?;
+        let mut spec = match sizes {
+            Some((axis, sizes)) => spec.with_sizes(axis, Some(sizes.as_slice().into()))?,
+            None => spec,
+        };
         for cut in cuts.iter().filter(|cut| cut.sizes.is_some()) {
             spec = spec.with_sizes(cut.axis, cut.sizes.clone())?;
         }
@@ -385,7 +395,8 @@ impl ShardedVarBuilder {
             return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
         }
         let within = stored.within.map(|within| RowsOf { of: self.full_name(&within.of), ..within });
-        let mut vary: Axes = if varying { 1 << axis } else { 0 };
+        let vary_on = axis.filter(|_| varying);
+        let mut vary: Axes = vary_on.map_or(0, |axis| 1 << axis);
         if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
             vary |= axes_of(sharder.axes());
         }
@@ -404,8 +415,10 @@ impl ShardedVarBuilder {
             tensor = tensor.registered(&self.shared.registry, &name);
         }
         let whole = unit.map(|unit| unit.add(&name, &tensor, &var, axis, self.frozen)).transpose()?;
-        let whole = whole.map(|whole| if varying && !self.frozen { whole.varying_on(axis) } else { Ok(whole) });
-        let whole = whole.transpose()?;
+        let whole = match (whole, vary_on.filter(|_| !self.frozen)) {
+            (Some(whole), Some(axis)) => Some(whole.varying_on(axis)?),
+            (whole, _) => whole,
+        };
         requested.push(name.clone());
         if !is_known {
             let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);

@@ -186,8 +186,7 @@ impl DTensor {
     pub fn copy(&self) -> Result<Self> {
         self.check_memory("copy")?;
         let local = self.to_local().force_contiguous()?;
-        let copy = Self::assemble(local, self.shared_spec().clone(), self.varying());
-        let copy = copy.computed_from(std::slice::from_ref(self));
+        let copy = Self::computed(local, self.shared_spec().clone(), self.varying(), std::slice::from_ref(self));
         Ok(if copy.tracked() { copy } else { copy.into_made() })
     }
 
@@ -210,7 +209,6 @@ impl DTensor {
         }
         self.check_memory("to_device")?;
         let local: Tensor = self.to_local().to_device(device)?;
-        let moved = Self::assemble(local, self.shared_spec().clone(), self.varying());
-        Ok(moved.computed_from(std::slice::from_ref(self)))
+        Ok(Self::computed(local, self.shared_spec().clone(), self.varying(), std::slice::from_ref(self)))
     }
 }

@@ -131,8 +131,9 @@ impl DTensor {
         self.check_memory("contiguous")?;
         // Returns a new tensor on all ranks, even where no copy is needed: cached views must be alike on all ranks.
         let local = self.to_local().contiguous()?;
-        let made = DTensor::assemble(local, self.shared_spec().clone(), self.varying());
-        Ok(made.made_locally_of(self).aliasing(self).computed_from(std::slice::from_ref(self)))
+        let from = std::slice::from_ref(self);
+        let made = DTensor::computed(local, self.shared_spec().clone(), self.varying(), from);
+        Ok(made.made_locally_of(self).aliasing(self))
     }
 
     #[track_caller]

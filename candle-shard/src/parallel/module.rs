@@ -48,7 +48,7 @@ pub struct Layout {
 pub struct ModuleStyle {
     pub(super) path: String,
     pub(super) style: Option<Style>,
-    /// The axis of the mesh that the plan is for.
+    /// The axis of the mesh that the plan is for; any for a plan without one.
     pub(crate) axis: usize,
     /// The shares of the ranks of this axis, if they are unlike.
     pub(super) shares: Option<Shares>,

@@ -27,7 +27,8 @@ use std::fmt;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Plan {
-    axis: String,
+    /// `None` for the plan that cuts nothing.
+    axis: Option<String>,
     entries: Vec<Entry>,
     shares: Option<Shares>,
 }
@@ -41,7 +42,34 @@ struct Entry {
 impl Plan {
     /// Creates a plan for the mesh axis `axis` in which every module is replicated.
     pub fn new(axis: impl Into<String>) -> Self {
-        Self { axis: axis.into(), entries: Vec::new(), shares: None }
+        Self { axis: Some(axis.into()), entries: Vec::new(), shares: None }
+    }
+
+    /// Creates the plan of a model that no layer cuts, on a mesh of any axes: every module is replicated. Units may be
+    /// [fully sharded](crate::nn::ShardedVarBuilder::fully_shard) over every axis.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::fsdp::{FullyShard, FullyShardOptions};
+    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::parallel::Plan;
+    /// use candle_shard::{DTensor, Result, Shard};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("fsdp", 2)])?;
+    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::none(), DType::F32, &Device::Cpu)?;
+    ///     let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
+    ///     let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(4, 6, false, vb))?;
+    ///     let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
+    ///     layer.run(|layer| layer.forward(&x))?.sum_all()?.backward()?;
+    ///     assert_eq!(vb.finish()?.local_elem_count(), 12);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    pub fn none() -> Self {
+        Self { axis: None, entries: Vec::new(), shares: None }
     }
 
     /// Adds a style for the modules that `pattern` matches.
@@ -60,23 +88,34 @@ impl Plan {
 
     /// Returns the sizes of the shards of a dim on the axis.
     pub(crate) fn cut(&self, width: Width, mesh: &DeviceMesh) -> Result<Dims> {
-        Ok(cut(self.shares.as_ref(), width, mesh.shape()[self.axis_index(mesh)?]))
+        Ok(cut(self.shares.as_ref(), width, self.ranks(mesh)?))
     }
 
-    /// Returns the name of the axis.
-    pub fn axis(&self) -> &str {
-        &self.axis
+    /// Returns the name of the axis, if the plan has one.
+    pub fn axis(&self) -> Option<&str> {
+        self.axis.as_deref()
     }
 
-    pub(crate) fn axis_index(&self, mesh: &DeviceMesh) -> Result<usize> {
-        Ok(mesh.axis_index(&self.axis)?)
+    pub(crate) fn axis_index(&self, mesh: &DeviceMesh) -> Result<Option<usize>> {
+        Ok(self.axis().map(|axis| mesh.axis_index(axis)).transpose()?)
+    }
+
+    /// Returns the number of ranks of the axis.
+    fn ranks(&self, mesh: &DeviceMesh) -> Result<usize> {
+        Ok(self.axis_index(mesh)?.map_or(1, |axis| mesh.shape()[axis]))
     }
 
     /// Checks everything that does not depend on the model.
     pub(crate) fn check(&self, mesh: &DeviceMesh) -> Result<()> {
-        let ranks = mesh.shape()[self.axis_index(mesh)?];
+        let ranks = self.ranks(mesh)?;
+        if let Some(entry) = self.entries.first().filter(|_| self.axis.is_none()) {
+            let (pattern, style) = (entry.pattern.text(), &entry.style);
+            return Err(Error::Plan(format!(
+                "{pattern:?} has the style {style:?}, and the plan no axis; make it with Plan::new and the name of an axis"
+            )));
+        }
         if let Some(shares) = self.shares.as_ref().filter(|shares| shares.ranks() != ranks) {
-            let (axis, count) = (&self.axis, shares.ranks());
+            let (axis, count) = (self.axis().unwrap_or("none"), shares.ranks());
             return Err(Error::Plan(format!(
                 "the shares {shares} are for {count} ranks, and axis {axis:?} has {ranks}; give a share for each rank"
             )));
@@ -93,8 +132,8 @@ impl Plan {
                 style = Some(&entry.style);
             }
         }
-        // The builder has checked that the axis exists.
-        let (axis, shares) = (self.axis_index(mesh).unwrap_or(0), self.shares.clone());
+        // The builder has checked that the axis exists. Without one all is replicated, on whatever axis.
+        let (axis, shares) = (self.axis_index(mesh).ok().flatten().unwrap_or(0), self.shares.clone());
         ModuleStyle { path: path.join("."), style: style.cloned(), axis, shares }
     }
 
@@ -105,7 +144,7 @@ impl Plan {
         if names.is_empty() {
             return Ok(());
         }
-        let axis = &self.axis;
+        let axis = self.axis().unwrap_or("none");
         Err(Error::Plan(format!(
             "{names} on axis {axis:?} matched no module of the model; check the paths against its parameter names"
         )))
@@ -114,7 +153,10 @@ impl Plan {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "plan for axis {:?}", self.axis)?;
+        match &self.axis {
+            Some(axis) => write!(f, "plan for axis {axis:?}")?,
+            None => f.write_str("plan without an axis")?,
+        }
         if let Some(shares) = &self.shares {
             write!(f, " in shares {shares}")?;
         }

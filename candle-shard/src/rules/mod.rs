@@ -83,7 +83,7 @@ mod unasked;
 use crate::explain;
 use crate::layout::{Placement, Spec};
 use crate::redistribute::{Moves, Target, Targets, conversion};
-use crate::{DTensor, Result};
+use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::Dims;
 use candle_dist::empty;
@@ -180,10 +180,10 @@ fn run_known(
     let made = if op_spec.nothing {
         op_spec.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
     } else {
-        local(&laid_out, &op_spec.outs)?
+        local(&laid_out, &op_spec.outs).map_err(|error| freed(op, &laid_out).unwrap_or(error))?
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
-        let made = DTensor::assemble(local, spec.clone(), op_spec.varying).computed_from(&laid_out);
+        let made = DTensor::computed(local, spec.clone(), op_spec.varying, &laid_out);
         match (inputs, &op_spec.inputs[..]) {
             ([x], [moves]) if moves.is_empty() => made.made_locally_of(x),
             _ => made,
@@ -192,6 +192,11 @@ fn run_known(
     let made: SmallVec<[DTensor; 1]> = made.into_iter().zip(&op_spec.outs).map(wrap).collect();
     observer::results(op, Location::caller(), &made);
     Ok(made)
+}
+
+/// Returns the error of an op that failed because it read a tensor without memory.
+fn freed(op: &'static str, inputs: &[DTensor]) -> Option<Error> {
+    inputs.iter().find_map(|input| input.memory_error(op))
 }
 
 /// Lays out an input of `op`, each axis as `place` says. For inputs that an op needs before it can make an op spec.

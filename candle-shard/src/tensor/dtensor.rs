@@ -74,7 +74,7 @@ pub struct DTensor {
     /// Whether its memory is that of a variable, which an optimizer changes in place.
     pub(super) in_variable: bool,
     /// The variable that this is, or from which local ops made it; `None` for a variable that was given as it is.
-    pub(super) made_of: Option<Variable>,
+    pub(super) made_of: Option<Arc<Variable>>,
     /// What it was computed from.
     pub(super) lineage: Lineage,
     /// Says that the variable is a shard, to those who see only the variable.
@@ -107,19 +107,29 @@ pub(crate) struct Variable {
 /// A variable, or a view that local ops made of one.
 #[derive(Clone)]
 pub(crate) struct Origin {
-    pub(crate) variable: Variable,
+    pub(crate) variable: Arc<Variable>,
     /// The view, if this is not the variable itself.
     pub(crate) view: Option<Tensor>,
 }
 
 impl DTensor {
     pub(crate) fn assemble(local: Tensor, spec: Arc<Spec>, varying: Axes) -> Self {
+        let lineage = Lineage::of_data(&spec);
+        Self::of_lineage(local, spec, varying, lineage)
+    }
+
+    /// Creates a tensor that was computed from `inputs`.
+    pub(crate) fn computed(local: Tensor, spec: Arc<Spec>, varying: Axes, inputs: &[Self]) -> Self {
+        let lineage = Lineage::of_all(inputs.iter().map(|input| &input.lineage), &spec);
+        Self::of_lineage(local, spec, varying, lineage)
+    }
+
+    fn of_lineage(local: Tensor, spec: Arc<Spec>, varying: Axes, lineage: Lineage) -> Self {
         debug_assert_eq!(local.dims(), spec.local_shape().as_slice(), "{spec}");
         // A parameter changes in place between steps, so a copy of it must not be cached (see `aliasing`).
         let in_variable = local.is_variable();
         let keeps_views = local.track_op() && !in_variable;
         let trail = keeps_views.then(Arc::<Trail>::default);
-        let lineage = Lineage::of_data(&spec);
         Self { local, spec, varying, trail, leaf: false, in_variable, made_of: None, lineage, shard: None }
     }
 

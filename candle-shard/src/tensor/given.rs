@@ -7,6 +7,7 @@ use candle_core::{DType, Shape, Tensor, Var};
 use candle_dist::{DeviceMesh, ReduceOp, ShardedVar};
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
+use std::sync::Arc;
 
 impl DTensor {
     /// Replaces the shard by another of the same shape, with the same layout and gradient state. The dtype is the new
@@ -107,7 +108,7 @@ impl DTensor {
     pub fn to_var(&self) -> Result<(Self, Var)> {
         let (mut made, var) = self.to_parameter()?;
         let (tensor, ordinal) = (var.as_tensor().clone(), Some(next_ordinal(&self.spec)));
-        made.made_of = Some(Variable { tensor, name: None, ordinal });
+        made.made_of = Some(Arc::new(Variable { tensor, name: None, ordinal }));
         Ok((made, var))
     }
 

@@ -73,12 +73,6 @@ impl DTensor {
         Self { lineage: Lineage::of_parameter(name), ..self }
     }
 
-    /// Marks this tensor as computed from `inputs`.
-    pub(crate) fn computed_from(mut self, inputs: &[Self]) -> Self {
-        self.lineage = Lineage::of_all(inputs.iter().map(|input| &input.lineage), &self.spec);
-        self
-    }
-
     /// Marks this tensor as the result of a move of `axes` of `source`.
     pub(crate) fn moved_from(mut self, source: &Self, axes: Axes) -> Self {
         self.lineage = source.lineage.moved(axes, &self.spec);
@@ -87,12 +81,23 @@ impl DTensor {
 
     /// Refuses a fully sharded parameter, or a view of it, whose memory is free.
     pub(crate) fn check_memory(&self, op: &'static str) -> Result<()> {
-        if self.local.is_variable() || FreeableTensor::has_memory(&self.local) {
+        // Reading the storage takes a lock, so it is done only where memory can be freed. A view that was given as a local
+        // tensor is found when candle has failed.
+        if !self.in_variable || self.local.is_variable() {
             return Ok(());
+        }
+        self.memory_error(op).map_or(Ok(()), Err)
+    }
+
+    /// Returns an error if the memory is free.
+    pub(crate) fn memory_error(&self, op: &'static str) -> Option<Error> {
+        if FreeableTensor::has_memory(&self.local) {
+            return None;
         }
         let name = self.lineage.first().unwrap_or("a parameter");
         let fix = "whole only while FullyShard::run runs; use it there, and return all that depends on it from there";
-        Error::op(op, format!("{name} is read outside of its unit, where it has no memory: it is {fix}"))
+        let reason = format!("{name} is read outside of its unit, where it has no memory: it is {fix}");
+        Some(Error::Op { op, reason })
     }
 
     /// Returns a group of the ranks of `axes` whose calls carry what this tensor was computed from.
@@ -133,15 +138,15 @@ impl DTensor {
     }
 
     /// Returns the variable that this is, or from which local ops made it.
-    pub(crate) fn variable(&self) -> Option<Variable> {
-        let itself = || Variable { tensor: self.local.clone(), name: None, ordinal: None };
+    pub(crate) fn variable(&self) -> Option<Arc<Variable>> {
+        let itself = || Arc::new(Variable { tensor: self.local.clone(), name: None, ordinal: None });
         self.made_of.clone().or_else(|| self.local.is_variable().then(itself))
     }
 
     /// Names this variable, so that ranks know which one it is.
     pub(crate) fn registered(mut self, registry: &Arc<VarRegistry>, name: &str) -> Self {
         let name = registry.add(name, &self.local, &self.spec, self.varying);
-        self.made_of = Some(Variable { tensor: self.local.clone(), name: Some(name), ordinal: None });
+        self.made_of = Some(Arc::new(Variable { tensor: self.local.clone(), name: Some(name), ordinal: None }));
         self
     }
 

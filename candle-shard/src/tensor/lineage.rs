@@ -1,5 +1,5 @@
 //! What a tensor was computed from: which parameters, and on which axes from each rank's own data.
-use crate::layout::{Axes, Replicate, Spec};
+use crate::layout::{Axes, Spec};
 use rustc_hash::FxHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(crate) struct Lineage {
 impl Lineage {
     /// Returns the lineage of a tensor that was given in this layout.
     pub(super) fn of_data(spec: &Spec) -> Self {
-        Self { by_data: cut(spec), ..Self::default() }
+        Self { sum: 0, first: None, by_data: spec.cut_axes() }
     }
 
     /// Returns the lineage of a parameter.
@@ -39,13 +39,13 @@ impl Lineage {
                 joined.first = first.clone();
             }
         }
-        joined.by_data &= cut(spec);
+        joined.by_data &= spec.cut_axes();
         joined
     }
 
     /// Returns the lineage of this tensor after a move of `axes` to the layout `spec`.
     pub(super) fn moved(&self, axes: Axes, spec: &Spec) -> Self {
-        let by_data = self.by_data & cut(spec);
+        let by_data = self.by_data & spec.cut_axes();
         // The tensors that were joined may have come from different layers.
         let kept = if self.by_data & axes == 0 { self.clone() } else { Self::default() };
         Self { by_data, ..kept }
@@ -69,12 +69,6 @@ impl Lineage {
             false => format!("{first} and more, with the hash {:016x}", self.sum).into(),
         })
     }
-}
-
-/// Returns the axes on which a layout is not replicated.
-fn cut(spec: &Spec) -> Axes {
-    let cut = spec.placements().iter().enumerate().filter(|(_, placement)| **placement != Replicate);
-    cut.map(|(axis, _)| 1 << axis).sum()
 }
 
 fn hash(name: &str) -> u64 {

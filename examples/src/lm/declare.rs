@@ -9,12 +9,12 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, stage_op};
+use candle_shard::DTensor;
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
-use candle_shard::{DTensor, Placements, Replicate, Shard, Spec};
 
 use super::between::Between;
 use super::cache::{self, Cache};
@@ -26,7 +26,6 @@ use super::norm::Norm;
 use super::projection::{Projection, Table};
 use super::rope::Angles;
 use super::step::{self, Span, last_rows};
-use super::{LAYER_AXIS, REPLICAS};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
@@ -128,7 +127,7 @@ impl Declaration {
     fn new(config: &Config, between: Between) -> Self {
         let mut g = PipeBuilder::new();
         let sizes = config.clone();
-        let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().to_local().clone());
+        let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
         Self { config: config.clone(), g, tied, between }
     }
@@ -145,7 +144,7 @@ impl Declaration {
                 let tokens = between.enter_tokens(&xs[0], vb.mesh())?;
                 let h = match &own {
                     Some(own) => own.run(|own| own.forward(&tokens))?,
-                    None => Embedding::tied(&shared(xs, &config, &vb)?, &vb)?.forward(&tokens)?,
+                    None => Embedding::tied(xs[xs.len() - 1].dtensor()?, &vb)?.forward(&tokens)?,
                 };
                 Ok(vec![between.leave(&embedded(h, &config)?)?])
             }))
@@ -207,7 +206,7 @@ impl Declaration {
                 };
                 let made = match &own {
                     Some(own) => own.run(end)?,
-                    None => end(&Projection::Dense(Linear::tied(&shared(xs, &config, &vb)?, &vb)?))?,
+                    None => end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?,
                 };
                 Ok(vec![between.leave(&made)?])
             }))
@@ -225,26 +224,6 @@ type Head<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
 /// The table of the input.
 fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedding> {
     Embedding::new(config.vocab_size, config.hidden_size, 1.0, vb)
-}
-
-/// The tied table, from this rank's shard of it, which is a node's last input.
-fn shared(xs: &[Value], config: &Config, vb: &ShardedVarBuilder) -> Result<DTensor> {
-    let (shard, mesh): (&Tensor, _) = (xs[xs.len() - 1].tensor()?, vb.mesh());
-    let cut: Placements =
-        mesh.names().iter().map(|name| if name == LAYER_AXIS { Shard(0) } else { Replicate }).collect();
-    let spec = Spec::new(mesh, &cut, (config.vocab_size, config.hidden_size), shard.dtype())?;
-    let table = match mesh.axis_index(LAYER_AXIS) {
-        Ok(axis) => {
-            let sizes = vb.shard_sizes(config.vocab_size)?;
-            DTensor::from_local_with_spec(shard.clone(), spec.with_sizes(axis, Some(sizes.as_slice().into()))?)?
-        }
-        Err(_) => DTensor::from_local_with_spec(shard.clone(), spec)?,
-    };
-    // Of its gradient each replica finds the share of its rows, as of all parameters outside of units.
-    match mesh.axis_index(REPLICAS) {
-        Ok(axis) => Ok(table.varying_on(axis)?),
-        Err(_) => Ok(table),
-    }
 }
 
 /// A node from hidden states, and perhaps the spans of texts, to hidden states.

@@ -148,7 +148,7 @@ impl<'a> Meeting<'a> {
                 Err((blamed, message)) => failures.push((rank, blamed, message)),
             }
         }
-        if failures.iter().any(|(_, _, message)| message.contains(Ranks::LATE)) {
+        if failures.iter().any(|(_, _, message)| message.contains(candle_prove::Ranks::LATE)) {
             self.job.is_broken.store(true, Ordering::Relaxed);
         }
         // The rank that failed knows the most.

@@ -9,7 +9,7 @@ mod meet;
 mod sent;
 mod start;
 
-use crate::harness::{Ranks, STACK_BYTES};
+use crate::harness::Ranks;
 use crate::skip;
 use candle_dist::backend::mpi::Settings;
 use candle_dist::init::{InitOptions, init_process_group_with};
@@ -87,7 +87,7 @@ where
         failure.lock().get_or_insert(WorldError { rank, message: message.to_string() });
     };
     let result = thread::scope(|scope| {
-        let thread = thread::Builder::new().name(format!("rank {rank}")).stack_size(STACK_BYTES);
+        let thread = thread::Builder::new().name(format!("rank {rank}")).stack_size(candle_prove::Ranks::STACK_BYTES);
         let ran = thread.spawn_scoped(scope, || ctx.run(f, blame)).map(|thread| thread.join());
         ran.ok()?.ok()?
     });

@@ -31,9 +31,6 @@ pub struct TransformerPipe {
     is_zigzag: bool,
 }
 
-/// The placement of token tables on the axis `tp` under the plan: cut by rows, as in output layers.
-const TABLE: Placement = Shard(0);
-
 /// The axis whose ranks have pieces of the blocks' parameters.
 const PIECES: &str = "fsdp";
 
@@ -68,8 +65,7 @@ impl TransformerPipe {
         let (tokens, targets) = (g.input("tokens", In::Arg), g.input("targets", In::Arg));
         let (rows, width, stdev) = (self.args.vocab_size, self.args.dim, self.args.init_stdev.unwrap_or(1.0));
         let tied = self.args.weight_tying.then(|| {
-            let build =
-                move |vb: &ShardedVarBuilder| Ok(Embedding::new(rows, width, stdev, vb)?.weight().to_local().clone());
+            let build = move |vb: &ShardedVarBuilder| Ok(Embedding::new(rows, width, stdev, vb)?.weight().clone());
             g.parameter("tok_embeddings.weight", Share::Replicate, build)
         });
         let with_table = |value: ValueId| [value].into_iter().chain(tied);
@@ -143,7 +139,7 @@ impl TransformerPipe {
             };
             let h = match &own {
                 Some(own) => own.forward(&tokens)?,
-                None => Embedding::tied(&this.table(&xs[1], &vb)?, &vb)?.forward(&tokens)?,
+                None => Embedding::tied(xs[1].dtensor()?, &vb)?.forward(&tokens)?,
             };
             Ok(vec![this.leave(&h)?])
         }))
@@ -204,7 +200,7 @@ impl TransformerPipe {
             let h = xs[0].on(vb.mesh())?;
             let logits = match &own {
                 Some(own) => own.forward(&h)?,
-                None => Linear::tied(&this.table(&xs[1], &vb)?, &vb)?.forward(&h)?,
+                None => Linear::tied(xs[1].dtensor()?, &vb)?.forward(&h)?,
             };
             let logits = match logits.dtype() {
                 DType::F16 | DType::BF16 => logits.to_dtype(DType::F32)?,
@@ -230,18 +226,6 @@ impl TransformerPipe {
     /// Returns the order of tokens along the axis `cp`, if it is not that of their positions.
     fn order(&self, len: usize, mesh: &DeviceMesh) -> candle_shard::Result<Option<TokenOrder>> {
         Ok(if self.is_zigzag { Some(TokenOrder::zigzag(len, mesh.size_of("cp")?)) } else { None })
-    }
-
-    /// Returns the tied weight, from this rank's shard of it.
-    fn table(&self, shard: &Value, vb: &ShardedVarBuilder) -> candle_pipe::Result<DTensor> {
-        let (mesh, shape) = (vb.mesh(), (self.args.vocab_size, self.args.dim));
-        let at: Vec<Placement> = mesh.names().iter().map(|name| if name == "tp" { TABLE } else { Replicate }).collect();
-        let table = DTensor::from_local(shard.tensor()?.clone(), mesh, &at, shape)?;
-        // Of its gradient each rank finds the share of its rows, as of all parameters outside of units.
-        match mesh.axis_index(PIECES) {
-            Ok(axis) => Ok(table.varying_on(axis)?),
-            Err(_) => Ok(table),
-        }
     }
 
     /// Returns hidden states as they lie between nodes.

@@ -12,7 +12,6 @@ use crate::graph::{
     Ctx, Graph, In, Input, Node, NodeKind, Output, Reduction, Scope, Share, SplitSpec, StageOp, ValueId, stage_op,
 };
 use crate::{Error, Result, Value};
-use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -153,15 +152,21 @@ impl<B: Scope> PipeBuilder<B> {
     /// Declares a parameter for any nodes in any stages. `name` is its full name; `build` gets the scope of its module.
     ///
     /// Use it for a weight that an embedding and an output layer share. See [`Share`] for its home.
-    pub fn parameter(
+    ///
+    /// It is a tensor, or the `DTensor` of a `ShardedVarBuilder`, which nodes get with its layout. A plain tensor that is a part
+    /// of such a parameter, or whose gradient is left partial, is refused when the stages are built: nodes could not know.
+    pub fn parameter<P: Into<Value>>(
         &mut self,
         name: &str,
         share: Share,
-        build: impl Fn(&B) -> Result<Tensor> + Send + Sync + 'static,
+        build: impl Fn(&B) -> Result<P> + Send + Sync + 'static,
     ) -> ValueId {
         let make = move |scope: &B, _: &Workshop| {
-            let parameter = build(scope)?;
-            Ok(Made::of(stage_op(move |_, _| Ok(vec![parameter.clone().into()]))))
+            let parameter: Value = build(scope)?.into();
+            if let Value::Tensor(plain) = &parameter {
+                scope.check_plain(plain)?;
+            }
+            Ok(Made::of(stage_op(move |_, _| Ok(vec![parameter.clone()]))))
         };
         let [value] = self.node(name, NodeKind::Parameter(share), Arc::new(make), []);
         value

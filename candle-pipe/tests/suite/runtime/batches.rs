@@ -142,8 +142,8 @@ fn replicas_set_weights_in_all_or_in_none_and_other_copies_have_equal_numbers_of
         Ok(errors.map(|error| error.to_string()))
     });
     for [weights, microbatches] in &said {
-        assert!(weights.contains("the use of StepOptions::weights of rank"), "{weights}");
-        assert!(microbatches.contains("the number of microbatches of rank"), "{microbatches}");
+        assert!(weights.contains("the use of StepOptions::weights of replica 1"), "{weights}");
+        assert!(microbatches.contains("the number of microbatches of replica 1"), "{microbatches}");
     }
 }
 

@@ -1,13 +1,13 @@
 //! Variables that change without a gradient: the running statistics of batch norms.
 use crate::runtime::model::{Vb, numbers};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, Var};
 use candle_dist::{DataParallelOptions, DeviceMesh, Op, comm};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, sharded_op,
+    Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StageOp, StepOptions, Value, sharded_op,
 };
 use candle_shard::nn::{Embedding, ModuleT, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
@@ -84,6 +84,90 @@ fn replicas_have_the_running_statistics_of_the_first_one() {
             let (.., first) = found.iter().find(|(at, replica, _)| at == stage && *replica == 0).unwrap();
             assert_eq!(stats, first, "stage {stage}, replica {replica}");
         }
+    }
+}
+
+/// A layer with a buffer of some elements that follows the batches from a step on.
+struct Late {
+    from: u64,
+    buffer: Var,
+}
+
+impl StageOp for Late {
+    fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
+        let x = inputs[0].tensor()?;
+        if ctx.training && ctx.step >= self.from {
+            let mean = x.detach().mean_all()?.broadcast_as(self.buffer.shape())?;
+            self.buffer.set(&((self.buffer.as_detached_tensor() * 0.5)? + mean)?)?;
+        }
+        Ok(vec![x.clone().into()])
+    }
+}
+
+/// A weight and a late buffer, in one stage or in a module that two stages share.
+fn declare_late(from: u64, elements: usize, shared: bool) -> Result<Pipe<Vb>> {
+    let late = move |vb: &Vb| {
+        let buffer = Var::from_tensor(&vb.get_with_hints(elements, "running", candle_nn::Init::Const(0.0))?)?;
+        Ok(Late { from, buffer })
+    };
+    let mut g = PipeBuilder::<Vb>::new();
+    let mut h = g.input("x", In::Arg);
+    let module = shared.then(|| g.shared_module("late", late));
+    for i in 0..if shared { 2 } else { 1 } {
+        h = match module {
+            Some(module) => g.call(module, &format!("call.{i}"), [h]),
+            None => g.module("late", late, [h]),
+        };
+        h = g.module(&format!("linear.{i}"), |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+        if shared && i == 0 {
+            g.split();
+        }
+    }
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.finish(SplitSpec::declared())
+}
+
+#[test]
+fn buffers_that_begin_to_change_later_are_those_of_the_first_replica() {
+    for (from, elements) in [(1, 3), (2, 3), (4, 3), (2, 20_000), (5, 20_000)] {
+        let found = on_ranks(2, &format!("{elements} from {from}"), move |ctx| -> Result<Vec<Vec<f64>>> {
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
+            let alone = ctx.group().subgroup(&[ctx.rank()])?;
+            let schedule = ScheduleKind::GPipe.schedule(1, 2, 1)?;
+            let runtime = Runtime::new(&declare_late(from, elements, false)?, &schedule, &alone, &vb, &device())?
+                .with_replicas(ctx.group(), &DataParallelOptions::default())?;
+            let mut steps = Vec::new();
+            for step in 0..9 {
+                runtime.forward_backward(&batch(ctx.rank() + step)?, &StepOptions::default().step(step as u64))?;
+                steps.push(running(&runtime)?.into_values().flatten().take(1).collect());
+            }
+            Ok(steps)
+        });
+        // Large ones are found in steps 4 and 8, which are the fourth and the eighth.
+        let known = if elements < 100 { from as usize } else { (from as usize + 1).next_power_of_two() - 1 };
+        let is_alike: Vec<bool> = (0..9).map(|step| found[0][step] == found[1][step]).collect();
+        let want: Vec<bool> = (0..9).map(|step| step < from as usize || step >= known).collect();
+        assert_eq!(is_alike, want, "{elements} from {from}");
+        assert!(found[0].iter().flatten().filter(|&&x| x != 0.0).count() >= 4, "{found:?}");
+    }
+}
+
+#[test]
+fn a_module_of_several_ranks_whose_buffers_begin_to_change_later_is_refused_then() {
+    let ends = on_ranks(2, "late", |ctx| -> Result<(usize, String)> {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+        let runtime = Runtime::new(&declare_late(4, 3, true)?, &schedule, ctx.group(), &vb, &device())?;
+        for step in 0..9 {
+            let made = runtime.forward_backward(&batch(step)?, &StepOptions::default().step(step as u64));
+            if let Err(error) = made {
+                return Ok((step, error.to_string()));
+            }
+        }
+        Ok((9, String::new()))
+    });
+    for (step, text) in ends {
+        assert!(step == 4 && text.contains("\"late\" is on several ranks, and its copies"), "{step}: {text}");
     }
 }
 

@@ -3,6 +3,7 @@
 mod batches;
 mod buffers;
 mod chain;
+mod declared;
 mod evaluation;
 mod failure;
 mod half;

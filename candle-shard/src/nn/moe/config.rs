@@ -251,7 +251,7 @@ impl Axes {
         vb: &ShardedVarBuilder,
     ) -> Result<Option<AxisCut>> {
         let Some(axis) = self.tensor else { return Ok(None) };
-        let is_planned = vb.plan().axis_index(vb.mesh())? == axis && vb.mesh().shape()[axis] > 1;
+        let is_planned = vb.plan().axis_index(vb.mesh())? == Some(axis) && vb.mesh().shape()[axis] > 1;
         let sizes = is_planned.then(|| vb.shard_sizes(hidden)).transpose()?.map(|sizes| sizes.as_slice().into());
         Ok(Some(AxisCut { axis, dim, sizes }))
     }

@@ -143,6 +143,14 @@ fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
                         assert!(error.contains("block.3.up.weight (of the unit"), "{error}");
                     }
                 }
+                // A view that was given as a local tensor has lost the name.
+                let given = DTensor::from_local_with_spec(kept[0].to_local().clone(), kept[0].spec().clone())?;
+                for failed in
+                    [given.neg(), given.flatten_all().and_then(|flat| flat.add(1.0)), given.matmul(&given.t()?)]
+                {
+                    let error = failed.unwrap_err().to_string();
+                    assert!(error.contains("a parameter is read outside of its unit"), "{error}");
+                }
                 assert!(kept[0].to_local().sum_all().is_err());
                 assert!(kept[0].full_tensor().and_then(|whole| Ok(whole.sum_all()?)).is_err());
             }

@@ -5,6 +5,7 @@ mod dtypes;
 mod errors;
 mod frozen;
 pub(crate) mod harness;
+mod no_sync;
 mod overlap;
 mod passes;
 mod results;

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use candle_prove::{Proof, prove};
 use examples::lm::config::Config;
 use examples::lm::declare::learner_graph;
 use examples::lm::model::Decoder;
 use examples::lm::random_model;
-use test_utils::prove::{Proof, prove};
 
 fn ids(rows: usize, length: usize, first: usize, vocabulary: usize) -> Tensor {
     let ids = (0..rows * length).map(|i| ((i * 7 + first) % vocabulary) as u32);

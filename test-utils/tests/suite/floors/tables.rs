@@ -190,7 +190,7 @@ const CANDLE_SHARD: &[Folder] = &[
     folder("autograd", &["counts hooks nesting off_graph order", "shared", "mod"]),
     folder("files", &["disk regular", "digests lock", "index", "weights", "checkpoint"]),
     folder("files/checkpoint", &["agreement saved", "export save", "stages"]),
-    folder("fsdp", &["nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
+    folder("fsdp", &["no_sync nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
     folder(
         "files/weights",
         &["dtypes entry runs", "gguf", "header write", "file", "read", "mod", "indexed names quantized"],

@@ -1,11 +1,11 @@
 //! Proofs of models, and that a proof finds faults.
 use candle_core::{DType, Device, Tensor};
 use candle_pipe::schedule::ScheduleKind;
+use candle_prove::{Input, Proof, prove};
 use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result};
 use test_utils::model_args::ModelArgs;
-use test_utils::prove::{Input, Proof, prove};
 use test_utils::toy::{Transformer, TransformerPipe};
 use test_utils::{Scratch, values};
 

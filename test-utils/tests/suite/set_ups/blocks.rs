@@ -1,6 +1,6 @@
 //! Random models as layers and as pipelines.
 use super::model::{Block, Cut, Head, Layer, Loss, Model};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::BatchNormConfig;
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
 use candle_pipe::graph::ValueId;
@@ -11,11 +11,12 @@ use candle_shard::nn::{
     ShardedVarBuilder, Width, recompute,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::sparse::RowVar;
 use candle_shard::{Attention, DTensor, EmbeddingOptions, Replicate, Result, Shard};
 use std::sync::Arc;
 
 /// What norms add to variances. Dropout leaves rows of nearly equal elements, whose roundings a norm would make large.
-const EPS: f64 = 0.1;
+pub(super) const EPS: f64 = 0.1;
 
 /// The computation of a block: from hidden states, and those of an earlier block, to hidden states and a loss.
 type Run = Arc<dyn Fn(&DTensor, Option<&DTensor>, Mode) -> Result<(DTensor, Option<DTensor>)> + Send + Sync>;
@@ -74,12 +75,15 @@ impl Model {
             });
         }
         let this = self.clone();
+        let gain = self.has(&Layer::Gain).then(|| self.gain(vb)).transpose()?;
         Ok(move |xs: &[DTensor], mode: Mode| {
             let mut h = embedding.forward(&xs[0])?;
             let (mut history, mut losses) = (Vec::new(), Vec::new());
             for (block, run) in this.blocks.iter().zip(&runs) {
                 let earlier = match block.layer {
                     Layer::Skip(of) | Layer::Cross(of) => Some(&history[of]),
+                    Layer::Rows => Some(&xs[0]),
+                    Layer::Gain => gain.as_ref(),
                     _ => None,
                 };
                 let (made, loss) = run(&h, earlier, mode)?;
@@ -97,6 +101,15 @@ impl Model {
             }
             Ok(total)
         })
+    }
+
+    pub(crate) fn has(&self, layer: &Layer) -> bool {
+        self.blocks.iter().any(|block| block.layer == *layer)
+    }
+
+    /// Builds the parameter of all blocks that multiply by it.
+    fn gain(&self, vb: &ShardedVarBuilder) -> Result<DTensor> {
+        vb.get(self.width, "gain", Init::Const(1.5), Replicate, false)
     }
 
     fn mean(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
@@ -218,7 +231,13 @@ impl Model {
                     terms.into_iter().flatten().try_fold(x.clone(), |sum, term| sum.add(&term))
                 })
             }
-            Layer::Again(_) => run(|x, _, _| Ok(x.clone())),
+            Layer::Rows => {
+                let table = vb.get((self.vocab, width), "table", Init::Const(0.5), Replicate, false)?;
+                let table = RowVar::new(Var::from_tensor(table.to_local())?)?;
+                run(move |x, ids, _| x.add(&looked_up(&table, ids.unwrap_or(x))?))
+            }
+            Layer::Gain => run(|x, gain, _| gain.map_or_else(|| Ok(x.clone()), |gain| x.mul(gain))),
+            Layer::Again(_) | Layer::Late(_) => run(|x, _, _| Ok(x.clone())),
         }
     }
 
@@ -234,13 +253,24 @@ impl Model {
             |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| Ok(table.forward(&rows(&xs[0], mesh)?)?.into());
         let mut h = g.call_with(table, "embed", embed, [tokens]);
         let (mut history, mut losses): (Vec<ValueId>, Vec<ValueId>) = (Vec::new(), Vec::new());
-        let mut shared = Vec::new();
+        let mut shared = Vec::with_capacity(self.blocks.len());
+        let this = self.clone();
+        let gain = self
+            .has(&Layer::Gain)
+            .then(|| g.parameter("gain", self.share, move |vb: &ShardedVarBuilder| Ok(this.gain(vb)?)));
         for (at, block) in self.blocks.iter().enumerate() {
             let name = format!("call.{at}");
             let earlier = match block.layer {
                 Layer::Skip(of) | Layer::Cross(of) => Some(history[of]),
+                Layer::Rows => Some(tokens),
+                Layer::Gain => gain,
                 _ => None,
             };
+            if let Layer::Late(from) = block.layer {
+                h = late(&mut g, at, h, from);
+                history.push(h);
+                continue;
+            }
             let module = match block.layer {
                 Layer::Again(of) => shared[of],
                 _ => {
@@ -249,9 +279,15 @@ impl Model {
                 }
             };
             shared.push(module);
-            let f = |run: &Run, xs: &[Value], ctx: &Ctx| {
-                let earlier = xs.get(1).map(|value| value.dtensor()).transpose()?;
-                let (made, loss) = run(xs[0].dtensor()?, earlier, ctx.mode())?;
+            let is_rows = block.layer == Layer::Rows;
+            let f = move |run: &Run, xs: &[Value], ctx: &Ctx| {
+                let x = xs[0].dtensor()?;
+                let earlier = match xs.get(1) {
+                    Some(ids) if is_rows => Some(rows(ids, x.mesh())?),
+                    Some(value) => Some(value.on(x.mesh())?),
+                    None => None,
+                };
+                let (made, loss) = run(x, earlier.as_ref(), ctx.mode())?;
                 let loss = loss.map_or(Value::None, Value::from);
                 Ok(Value::Tuple(vec![made.into(), loss]))
             };
@@ -328,6 +364,37 @@ fn rows(value: &Value, mesh: &candle_dist::DeviceMesh) -> candle_pipe::Result<DT
         .map(|name| if ["data", "fsdp"].contains(&name.as_str()) { Shard(0) } else { Replicate })
         .collect();
     Ok(DTensor::distribute(value.tensor()?, mesh, &places)?)
+}
+
+/// Returns the rows of a table that ids have, in the layout of the ids.
+fn looked_up(table: &RowVar, ids: &DTensor) -> Result<DTensor> {
+    let width = table.var().dims()[1];
+    let local = ids.to_local();
+    let found = table.lookup(local.flatten_all()?.to_vec1::<u32>()?)?;
+    let found = found.reshape([local.dims(), &[width]].concat())?;
+    DTensor::from_local(found, ids.mesh(), ids.placements(), [ids.dims(), &[width]].concat())
+}
+
+/// Adds a buffer in evaluation. The rank with the first row of the batch sets it in training, from a step on.
+fn late(g: &mut PipeBuilder<ShardedVarBuilder>, at: usize, h: ValueId, from: u64) -> ValueId {
+    let buffer = |vb: &ShardedVarBuilder| {
+        let buffer = vb.frozen().get(1, "buffer", Init::Const(0.0), Replicate, false)?;
+        let var = Var::from_tensor(buffer.to_local())?;
+        Ok((buffer, var))
+    };
+    let module = g.shared_module(&format!("blocks.{at}"), buffer);
+    let f = move |(buffer, var): &(DTensor, Var), xs: &[Value], ctx: &Ctx| {
+        let x = xs[0].dtensor()?;
+        if !ctx.training {
+            return Ok(x.add(buffer)?.into());
+        }
+        if ctx.rows.start == 0 && ctx.step >= from {
+            // The same again where a stage computes twice.
+            var.set(&var.as_detached_tensor().affine(0.0, 0.1 * (ctx.step + 1) as f64)?)?;
+        }
+        Ok(x.into())
+    };
+    g.call_with(module, &format!("call.{at}"), f, [h])
 }
 
 fn wide(x: &DTensor) -> DType {

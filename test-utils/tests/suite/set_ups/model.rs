@@ -1,5 +1,6 @@
 //! Random models: their parts as data, drawn from a seed and made smaller.
 use candle_core::DType;
+use candle_pipe::graph::Share;
 use std::fmt;
 use test_utils::Dice;
 
@@ -23,6 +24,14 @@ pub(crate) struct Model {
     pub(crate) reshard: bool,
     /// Whether units are sharded over the axis `data`, too.
     pub(crate) both_axes: bool,
+    /// Whether a pipeline is one of candle's layers.
+    pub(crate) plain: bool,
+    /// Whether the caller averages the gradients of replicas of a pipeline.
+    pub(crate) beside: bool,
+    /// Whether units sum gradients only in the last pass of a step.
+    pub(crate) unsynced: bool,
+    /// How stages share a declared parameter.
+    pub(crate) share: Share,
 }
 
 /// How a plan cuts a linear layer or a table.
@@ -94,6 +103,12 @@ pub(crate) enum Layer {
     Cross(usize),
     /// Layers that each rank calls in an order of its own.
     Unordered(usize),
+    /// A table of the tokens whose gradient is kept by rows.
+    Rows,
+    /// A parameter that is declared once, and given to each such block.
+    Gain,
+    /// A buffer that begins to change in this step.
+    Late(u64),
 }
 
 impl Model {
@@ -128,8 +143,12 @@ impl Model {
             prefetch: !dice.once_in(3),
             reshard: !dice.once_in(3),
             both_axes: false,
+            plain: false,
+            beside: false,
+            unsynced: false,
+            share: Share::Transmit,
         };
-        model.with_more(&mut Dice::new(seed + 2_000_000))
+        model.with_more(&mut Dice::new(seed + 2_000_000)).with_blocks(&mut Dice::new(seed + 3_000_000))
     }
 
     /// Draws what is drawn apart, so that seeds keep the rest.
@@ -142,6 +161,37 @@ impl Model {
             both_axes: dice.once_in(3),
             ..self
         }
+    }
+
+    /// Draws blocks behind the others, and kinds of pipelines.
+    fn with_blocks(mut self, dice: &mut Dice) -> Self {
+        let mut drawn = Vec::new();
+        if dice.once_in(8) {
+            drawn.push(Layer::Rows);
+        }
+        if dice.once_in(6) {
+            drawn.extend([Layer::Gain, Layer::Gain]);
+        }
+        let (late, plain, beside) = (dice.once_in(8), dice.once_in(6), dice.once_in(5));
+        self.beside = self.piped && beside && self.loss != Loss::Sum;
+        if self.piped && late && !self.beside {
+            drawn.push(Layer::Late(1 + dice.below(3) as u64));
+        }
+        if self.piped && plain {
+            // candle's table has no limit.
+            (self.plain, self.limited) = (true, false);
+        }
+        let block = |layer| Block { layer, unit: false, recompute: dice.once_in(2), frozen: false };
+        self.blocks.extend(drawn.into_iter().map(block).collect::<Vec<_>>());
+        self.share = if dice.once_in(2) { Share::Replicate } else { Share::Transmit };
+        self.unsynced = !self.piped && dice.once_in(3);
+        self
+    }
+
+    /// Returns the number of steps before a checkpoint.
+    pub(crate) fn steps(&self) -> u64 {
+        let late = self.blocks.iter().any(|block| matches!(block.layer, Layer::Late(_)));
+        if late { 4 } else { 2 }
     }
 
     /// Returns models with one thing less.
@@ -178,6 +228,10 @@ impl Model {
         with(&|small| small.embedding = Cut::Whole);
         with(&|small| small.limited = false);
         with(&|small| small.both_axes = false);
+        with(&|small| small.plain = false);
+        with(&|small| small.beside = false);
+        with(&|small| small.unsynced = false);
+        with(&|small| small.share = Share::Transmit);
         with(&|small| small.head = Head::Linear(Cut::Whole));
         with(&|small| small.loss = Loss::MeanSquare);
         with(&|small| (small.prefetch, small.reshard) = (false, true));
@@ -273,13 +327,16 @@ impl fmt::Display for Model {
             }
             writeln!(f)?;
         }
-        write!(f, "  head {head:?}, loss {loss:?}")?;
+        write!(f, "  head {head:?}, loss {loss:?}, share {:?}", self.share)?;
         for (is, name) in [
             (self.piped, "piped"),
             (self.prefetch, "prefetch"),
             (self.reshard, "reshard"),
             (self.limited, "limited"),
             (self.both_axes, "both axes"),
+            (self.plain, "plain"),
+            (self.beside, "beside"),
+            (self.unsynced, "unsynced"),
         ] {
             if is {
                 write!(f, ", {name}")?;

@@ -1,12 +1,12 @@
 //! Runs of set-ups, compared with one device.
 use super::failure::{Failure, Root, one_reason};
+use super::ranks::Ranks;
 use super::report::Verdict;
 use super::setup::Setup;
 use super::setups::has_schedule;
 use super::trainer::{Subject, forward, resume, train};
 use super::trajectory::Trajectory;
 use super::{PIPELINE, REPLICAS};
-use crate::{Ranks, Scratch};
 use candle_dist::RankContext;
 use parking_lot::Mutex;
 use std::path::PathBuf;
@@ -69,8 +69,11 @@ impl Compared {
             let gives = if number.is_nan() { "NaN".to_string() } else { number.to_string() };
             return Verdict::Wrong(format!("one device gives {gives} in the {name}, so nothing can be compared"));
         }
-        let folder = Scratch::new("prove");
-        let saved = folder.path("saved");
+        let folder = match tempfile::tempdir() {
+            Ok(folder) => folder,
+            Err(error) => return Verdict::Wrong(format!("no folder for a checkpoint: {error}")),
+        };
+        let saved = folder.path().join("saved");
         let first = self.outcome(setup, &saved, false);
         let verdict = judge(first, &alone[0], &exact[0], setup);
         match (setup.resumed(), &verdict) {

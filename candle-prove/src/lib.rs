@@ -11,14 +11,19 @@ mod budget;
 mod compare;
 mod failure;
 mod faults;
+mod feed;
 mod model;
+mod plain;
+mod ranks;
 mod report;
 mod setup;
 mod setups;
+mod table;
 mod trainer;
 mod trajectory;
 
-pub use model::{Function, Graph, Input, Layers, Model};
+pub use model::{Function, Graph, Input, Layers, Model, PlainGraph};
+pub use ranks::Ranks;
 pub use report::{Report, Verdict};
 pub use setup::Setup;
 
@@ -71,30 +76,31 @@ pub struct Proof {
 /// | others | what the model cuts itself, and the rows of inputs if [told](Proof::rows_over) |
 ///
 /// ```
-/// use candle_core::{DType, Device};
+/// use candle_core::{Device, Tensor};
+/// use candle_prove::prove;
 /// use candle_shard::DTensor;
 /// use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-/// use test_utils::prove::prove;
-/// use test_utils::values;
 ///
 /// let model = |vb: &ShardedVarBuilder| {
 ///     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
 ///     Ok(move |xs: &[DTensor], _: Mode| down.forward(&up.forward(&xs[0])?.gelu()?)?.sqr()?.mean_all())
 /// };
 /// let report = prove(model)
-///     .input("x", &values(&[5, 4], 1, DType::F64))
+///     .input("x", &Tensor::arange(0f64, 20., &Device::Cpu)?.sin()?.reshape((5, 4))?)
 ///     .plan(Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default()))
 ///     .ranks(2)
 ///     .run();
 /// println!("{report}");
 /// report.assert();
+/// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
     let program = model.program();
     let axes: &[&str] = match program {
         Program::Layers(_) => &[REPLICAS, UNITS, "tp"],
         Program::Graph(_) => &[PIPELINE, REPLICAS, "tp"],
+        Program::PlainGraph(_) => &[PIPELINE, REPLICAS],
         Program::Function(_) => &["rows", "tp"],
     };
     let rows = vec![UNITS.to_string(), "rows".to_string()];
@@ -107,6 +113,9 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
             units: Vec::new(),
             unit_options: FullyShardOptions::default(),
             seed: 42,
+            steps: 2,
+            is_beside: false,
+            is_unsynced: false,
         },
         axes: Vec::new(),
         ranks: 4,
@@ -135,8 +144,8 @@ impl Proof {
 
     /// Adds a plan; its axis becomes one of the mesh. Several plans are proved one by one.
     pub fn plan(mut self, plan: Plan) -> Self {
-        if !self.axes.iter().any(|axis| axis == plan.axis()) {
-            self.axes.push(plan.axis().to_string());
+        if let Some(axis) = plan.axis().filter(|axis| self.axes.iter().all(|known| known != axis)) {
+            self.axes.push(axis.to_string());
         }
         self.subject.plans.push(plan);
         self
@@ -195,6 +204,25 @@ impl Proof {
         self
     }
 
+    /// Sets the number of training steps before a checkpoint; two by default.
+    pub fn steps(mut self, steps: u64) -> Self {
+        self.subject.steps = steps;
+        self
+    }
+
+    /// Averages the gradients of replicas of a pipeline by a `DataParallel` behind each step, with
+    /// [`Runtime::beside`](candle_pipe::Runtime::beside), instead of within it. Its loss is a mean or counts.
+    pub fn beside(mut self) -> Self {
+        self.subject.is_beside = true;
+        self
+    }
+
+    /// Runs all but the last backward pass of a step with [`no_sync`](candle_shard::fsdp::no_sync).
+    pub fn no_sync(mut self) -> Self {
+        self.subject.is_unsynced = true;
+        self
+    }
+
     /// Sets how long one set-up may take; a minute by default.
     pub fn deadline(self, deadline: Duration) -> Self {
         Self { deadline, ..self }
@@ -245,7 +273,7 @@ impl Proof {
     /// Adds a plan that cuts nothing if there is none.
     fn add_plan(&mut self) {
         if self.subject.plans.is_empty() {
-            self.subject.plans.push(Plan::new(self.axes.last().cloned().unwrap_or_default()));
+            self.subject.plans.push(Plan::none());
         }
     }
 
@@ -271,7 +299,7 @@ impl Proof {
     fn plain(&self) -> Setup {
         let batch = self.subject.inputs.iter().find_map(Input::len);
         let batch = batch.unwrap_or_else(|| panic!("a proof needs an input with rows: add one with Proof::input"));
-        let is_graph = matches!(self.subject.program, Program::Graph(_));
+        let is_graph = matches!(self.subject.program, Program::Graph(_) | Program::PlainGraph(_));
         Setup {
             axes: self.axes.iter().map(|axis| (axis.clone(), 1)).collect(),
             dtype: self.dtypes.first().copied().unwrap_or(DType::F64),

@@ -1,11 +1,11 @@
 //! Faults at the calls of a training run: every rank must end with the same one.
 use super::compare::Compared;
+use super::ranks::Ranks;
 use super::report::Verdict;
 use super::setup::Setup;
 use super::trainer::train;
-use crate::{Ranks, Scratch, backend};
 use candle_dist::backend::{Backend, Call, Wrapping};
-use candle_dist::{Error, Result};
+use candle_dist::{Error, Result, World};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -80,19 +80,21 @@ fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> Fau
     let ranks = setup.ranks();
     let calls: Vec<Arc<AtomicUsize>> = (0..ranks).map(|_| Arc::default()).collect();
     let counters = calls.clone();
-    let world = match backend::open(ranks) {
-        Ok(world) => world.wrap_backend(move |inner| {
-            let rank = inner.rank();
-            let fails_at = fault.filter(|(at, _)| *at == rank).map(|(_, call)| call);
-            Arc::new(Faulty { inner, calls: counters[rank].clone(), fails_at })
-        }),
-        Err(why) => return FaultRun { errors: Vec::new(), calls: Vec::new(), hung: Some(why) },
-    };
+    let world = World::local(ranks).wrap_backend(move |inner| {
+        let rank = inner.rank();
+        let fails_at = fault.filter(|(at, _)| *at == rank).map(|(_, call)| call);
+        Arc::new(Faulty { inner, calls: counters[rank].clone(), fails_at })
+    });
     let errors = Arc::new(Mutex::new(vec![None; ranks]));
     let (subject, at, said) = (compared.subject(), setup.clone(), errors.clone());
-    let folder = Scratch::new("faults");
-    let path = folder.path("saved");
-    let made = Ranks::new(ranks, setup.to_string()).deadline(compared.deadline()).among_threads(
+    let folder = match tempfile::tempdir() {
+        Ok(folder) => folder,
+        Err(error) => {
+            return FaultRun { errors: Vec::new(), calls: Vec::new(), hung: Some(format!("no folder: {error}")) };
+        }
+    };
+    let path = folder.path().join("saved");
+    let made = Ranks::new(ranks, setup.to_string()).deadline(compared.deadline()).run_in(
         world,
         &Arc::new(move |ctx: &candle_dist::RankContext| {
             // All ranks wait for the end of the others, so that a fault in the last calls of one reaches them.

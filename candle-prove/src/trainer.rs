@@ -1,8 +1,10 @@
 //! A model that trains in a set-up, on one rank.
 use super::model::{Input, LossFn, Program};
+use super::plain::plain_builder;
 use super::setup::Setup;
+use super::table::{dense_rows, take_rows};
 use super::trajectory::Trajectory;
-use super::{PIPELINE, REPLICAS, TOKENS};
+use super::{PIPELINE, REPLICAS};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::comm::{Event, Log};
@@ -10,14 +12,14 @@ use candle_dist::{
     ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext, ReduceOp,
 };
 use candle_nn::ParamsAdamW;
-use candle_pipe::microbatch::{Microbatches, Splitter, TensorChunkSpec, microbatch_sizes};
-use candle_pipe::{EqualCount, Keep, Kwargs, Reduction, Result, Runtime, StepOptions};
-use candle_shard::fsdp::FullyShardOptions;
+use candle_pipe::graph::Scope;
+use candle_pipe::microbatch::microbatch_sizes;
+use candle_pipe::{EqualCount, Keep, PipeBuilder, Reduction, Result, Runtime, StepOptions};
+use candle_shard::fsdp::{FullyShardOptions, no_sync};
 use candle_shard::nn::{AdamW, Mode, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
-use candle_shard::{DTensor, Placement, Replicate, Shard, checkpoint, observe, strict};
+use candle_shard::{DTensor, checkpoint, observe, strict};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::Location;
 use std::path::Path;
@@ -34,10 +36,13 @@ pub(super) struct Subject {
     pub(super) units: Vec<String>,
     pub(super) unit_options: FullyShardOptions,
     pub(super) seed: u64,
+    /// The number of steps before a checkpoint.
+    pub(super) steps: u64,
+    /// Whether replicas of a pipeline are averaged behind its steps.
+    pub(super) is_beside: bool,
+    /// Whether the ranks of units sum gradients only in the last pass of a step.
+    pub(super) is_unsynced: bool,
 }
-
-/// The number of steps before a checkpoint.
-const STEPS: u64 = 2;
 
 /// The bound on the norm of the gradients.
 const MOST: f64 = 0.5;
@@ -60,12 +65,14 @@ struct Trainer<'a> {
     parameters: Parameters,
     /// The float inputs of a function, which get gradients.
     leaves: Vec<(String, DTensor, Var)>,
+    /// The average over the replicas, where the pipeline does not make it.
+    average: Option<DataParallel>,
     optimizer: AdamW,
 }
 
 /// The model, built on this rank.
 enum Built {
-    Layers { loss: LossFn, average: Option<DataParallel> },
+    Layers { loss: LossFn },
     Graph { runtime: Box<Runtime>, reduction: Option<Reduction> },
     Function { inputs: Vec<DTensor> },
 }
@@ -74,7 +81,7 @@ enum Built {
 pub(super) fn train(subject: &Subject, setup: &Setup, folder: &Path, ctx: &RankContext) -> Result<Trajectory> {
     let mut trainer = Trainer::new(subject, setup, ctx)?;
     let mut trajectory = Trajectory::default();
-    for step in 0..STEPS {
+    for step in 0..subject.steps {
         trainer.step(step, &mut trajectory)?;
     }
     trainer.end(&mut trajectory)?;
@@ -90,9 +97,9 @@ pub(super) fn resume(subject: &Subject, setup: &Setup, folder: Option<&Path>, ct
     let mut trajectory = Trajectory::default();
     match folder {
         Some(folder) => trainer.load(folder)?,
-        None => (0..STEPS).try_for_each(|step| trainer.step(step, &mut Trajectory::default()))?,
+        None => (0..subject.steps).try_for_each(|step| trainer.step(step, &mut Trajectory::default()))?,
     }
-    trainer.step(STEPS, &mut trajectory)?;
+    trainer.step(subject.steps, &mut trajectory)?;
     trainer.end(&mut trajectory)?;
     Ok(trajectory)
 }
@@ -110,7 +117,7 @@ pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Re
         }
     };
     observe(see, || match &trainer.model {
-        Built::Layers { loss, .. } => Ok(loss(&trainer.inputs(&trainer.rows)?, mode).map(drop)?),
+        Built::Layers { loss } => Ok(loss(&trainer.inputs(&trainer.rows)?, mode).map(drop)?),
         Built::Function { inputs } => trainer.function(inputs).map(drop),
         Built::Graph { .. } => Ok(()),
     })?;
@@ -146,7 +153,10 @@ impl<'a> Trainer<'a> {
         let whole = DeviceMesh::new(group, &axes)?;
         let outer = |name: &&str| [PIPELINE, REPLICAS].contains(name);
         let inner: Vec<&str> = axes.iter().map(|(name, _)| *name).filter(|name| !outer(name)).collect();
-        let mesh = whole.axes(&inner)?;
+        let mesh = match inner.is_empty() {
+            true => DeviceMesh::new(&group.subgroup(&[group.rank()])?, &[("rank", 1)])?,
+            false => whole.axes(&inner)?,
+        };
         let replicas = match setup.size_of(REPLICAS) {
             1 => None,
             _ => Some(whole.axis_group(REPLICAS)?.clone()),
@@ -156,34 +166,29 @@ impl<'a> Trainer<'a> {
         let first: usize = sizes[..at].iter().sum();
         let rows = first..first + sizes[at];
 
-        let plan = subject.plans[setup.plan].clone();
-        let device = group.device();
-        let vb = ShardedVarBuilder::fresh(subject.seed, &mesh, plan, setup.dtype, device)?;
-        let options = subject.unit_options.param_dtype(setup.compute);
-        let vb = subject.units.iter().try_fold(vb, |vb, axis| vb.fully_shard(axis, options))?;
         let mut leaves = Vec::new();
-        let model = match &subject.program {
-            Program::Layers(build) => Built::Layers { loss: build(&vb)?, average: None },
+        let at = (&whole, replicas.as_ref());
+        let (model, parameters) = match &subject.program {
+            Program::Layers(build) => {
+                let vb = Self::builder(subject, setup, &mesh)?;
+                (Built::Layers { loss: build(&vb)? }, vb.finish()?)
+            }
             Program::Graph(declare) => {
-                let (kind, microbatches, _) = setup.schedule.unwrap_or((super::FIRST, 1, Keep::Activations));
-                let schedule = kind.schedule(setup.size_of(PIPELINE), microbatches, kind.stages_per_rank())?;
-                let pipe = declare().finish(EqualCount(schedule.stages()))?;
-                let line = match axes.iter().any(|(name, _)| *name == PIPELINE) {
-                    true => whole.axis_group(PIPELINE)?.clone(),
-                    false => group.subgroup(&[group.rank()])?,
+                let vb = Self::builder(subject, setup, &mesh)?;
+                // A stage may lack modules that the plan names.
+                (Self::piped(subject, setup, at, declare(), &vb)?, vb.built())
+            }
+            Program::PlainGraph(declare) => {
+                let model =
+                    Self::piped(subject, setup, at, declare(), &plain_builder(subject.seed, &mesh, setup.dtype))?;
+                let named = match &model {
+                    Built::Graph { runtime, .. } => runtime.named_vars()?,
+                    _ => Vec::new(),
                 };
-                let runtime = Runtime::new(&pipe, &schedule, &line, &vb, device)?;
-                let runtime = match &replicas {
-                    Some(replicas) => runtime.with_replicas(replicas, &DataParallelOptions::default())?,
-                    None => runtime,
-                };
-                Built::Graph {
-                    runtime: Box::new(runtime),
-                    reduction: pipe.info().graph.loss.map(|loss| loss.reduction),
-                }
+                (model, Parameters::replicated(&mesh, &named)?)
             }
             Program::Function(_) => {
-                let inputs = Self::distribute(subject, setup, &mesh, device, &rows)?;
+                let inputs = subject.on_mesh(setup, &mesh, &rows)?;
                 let leaf = |(x, input): (DTensor, &Input)| -> Result<DTensor> {
                     if !x.dtype().is_float() {
                         return Ok(x);
@@ -192,13 +197,9 @@ impl<'a> Trainer<'a> {
                     leaves.push((input.name.clone(), x.clone(), var));
                     Ok(x)
                 };
-                Built::Function { inputs: inputs.into_iter().zip(&subject.inputs).map(leaf).collect::<Result<_>>()? }
+                let inputs = inputs.into_iter().zip(&subject.inputs).map(leaf).collect::<Result<_>>()?;
+                (Built::Function { inputs }, Parameters::default())
             }
-        };
-        let parameters = match &model {
-            // A stage may lack modules that the plan names.
-            Built::Graph { .. } => vb.built(),
-            _ => vb.finish()?,
         };
         let mut optimizer = AdamW::new(&parameters, OPTIONS)?;
         if matches!(setup.dtype, DType::F16 | DType::BF16) {
@@ -212,12 +213,50 @@ impl<'a> Trainer<'a> {
                 p.var.set(&from.var.to_dtype(p.var.dtype())?)?;
             }
         }
-        let mut trainer = Self { subject, setup, whole, mesh, replicas, rows, model, parameters, leaves, optimizer };
-        if let (Built::Layers { average, .. }, Some(replicas)) = (&mut trainer.model, &trainer.replicas) {
-            let named = trainer.parameters.named_vars();
-            *average = Some(DataParallel::new(replicas, &named, &DataParallelOptions::default())?);
-        }
-        Ok(trainer)
+        let averages =
+            matches!(model, Built::Layers { .. }) || matches!(model, Built::Graph { .. }) && subject.is_beside;
+        let average = match replicas.as_ref().filter(|_| averages) {
+            Some(replicas) => {
+                Some(DataParallel::new(replicas, &parameters.named_vars(), &DataParallelOptions::default())?)
+            }
+            None => None,
+        };
+        Ok(Self { subject, setup, whole, mesh, replicas, rows, model, parameters, leaves, average, optimizer })
+    }
+
+    fn builder(subject: &Subject, setup: &Setup, mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
+        let (plan, device) = (subject.plans[setup.plan].clone(), mesh.axis_group(0)?.device());
+        let vb = ShardedVarBuilder::fresh(subject.seed, mesh, plan, setup.dtype, device)?;
+        let options = subject.unit_options.param_dtype(setup.compute);
+        Ok(subject.units.iter().try_fold(vb, |vb, axis| vb.fully_shard(axis, options))?)
+    }
+
+    /// Builds this rank's stages of a pipeline.
+    fn piped<B: Scope>(
+        subject: &Subject,
+        setup: &Setup,
+        (whole, replicas): (&DeviceMesh, Option<&ProcessGroup>),
+        graph: PipeBuilder<B>,
+        scope: &B,
+    ) -> Result<Built> {
+        let (kind, microbatches, _) = setup.schedule.unwrap_or((super::FIRST, 1, Keep::Activations));
+        let schedule = kind.schedule(setup.size_of(PIPELINE), microbatches, kind.stages_per_rank())?;
+        let pipe = graph.finish(EqualCount(schedule.stages()))?;
+        let line = match whole.names().iter().any(|name| *name == PIPELINE) {
+            true => whole.axis_group(PIPELINE)?.clone(),
+            false => {
+                let all = whole.group()?;
+                all.subgroup(&[all.rank()])?
+            }
+        };
+        let runtime = Runtime::new(&pipe, &schedule, &line, scope, line.device())?;
+        let runtime = match replicas {
+            Some(replicas) if subject.is_beside => runtime.beside(replicas)?,
+            Some(replicas) => runtime.with_replicas(replicas, &DataParallelOptions::default())?,
+            None => runtime,
+        };
+        let reduction = pipe.info().graph.loss.map(|loss| loss.reduction);
+        Ok(Built::Graph { runtime: Box::new(runtime), reduction })
     }
 
     /// Makes a step of the optimizer, and evaluates after it.
@@ -228,7 +267,12 @@ impl<'a> Trainer<'a> {
         }
         // Every rank of the mesh has a gradient or none has.
         for p in self.parameters.iter() {
-            if let Some(grad) = p.grad(&grads)? {
+            // A table may keep its gradient by rows.
+            let grad = match dense_rows(&p.var)? {
+                Some(grad) => Some(DTensor::from_local_with_spec(grad, p.tensor.spec().clone())?),
+                None => p.grad(&grads)?,
+            };
+            if let Some(grad) = grad {
                 trajectory.whole(format!("gradient in step {step} of {}", p.name), &grad)?;
             }
         }
@@ -243,6 +287,7 @@ impl<'a> Trainer<'a> {
         }
         let norm = self.clip()?.clip(&self.parameters.named_vars(), &mut grads)?;
         trajectory.number(format!("norm of the gradients in step {step}"), norm);
+        self.parameters.iter().try_for_each(|p| take_rows(&p.var, &mut grads))?;
         self.optimizer.step(&grads)?;
         if let Some(loss) = self.evaluate()? {
             trajectory.number(format!("evaluation after step {step}"), loss);
@@ -255,6 +300,7 @@ impl<'a> Trainer<'a> {
         let (_, mut grads) = self.gradients(step)?;
         if !self.parameters.is_empty() {
             self.clip()?.clip(&self.parameters.named_vars(), &mut grads)?;
+            self.parameters.iter().try_for_each(|p| take_rows(&p.var, &mut grads))?;
             self.optimizer.step(&grads)?;
         }
         Ok(())
@@ -271,18 +317,28 @@ impl<'a> Trainer<'a> {
     /// Returns the loss of the whole batch, where this rank knows it, and the complete gradients.
     fn gradients(&self, step: u64) -> Result<(Option<f64>, GradStore)> {
         match &self.model {
-            Built::Layers { loss, average } => {
+            Built::Layers { loss } => {
                 let mut first = self.rows.start;
                 let (mut sum, mut losses) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
                 for len in microbatch_sizes(self.rows.len(), self.setup.passes) {
                     let inputs = self.inputs(&(first..first + len))?;
                     let made = self.strictly(|| loss(&inputs, Mode::TrainRows { step, first_row: first }))?;
                     losses += number(&made)? * len as f64;
-                    sum.add_weighted(&self.parameters.backward(&made)?, len as f64)?;
                     first += len;
+                    if !self.subject.is_unsynced {
+                        sum.add_weighted(&self.parameters.backward(&made)?, len as f64)?;
+                        continue;
+                    }
+                    // Passes count alike, so each loss has its share of the rows.
+                    let share = (len * self.setup.passes) as f64 / self.rows.len() as f64;
+                    let made = self.strictly(|| made.mul(share))?;
+                    sum.add(&if first < self.rows.end { no_sync(|| made.backward()) } else { made.backward() }?)?;
                 }
                 let mut grads = sum.mean()?;
-                if let Some(average) = average {
+                if self.subject.is_unsynced {
+                    self.parameters.reduce(&mut grads)?;
+                }
+                if let Some(average) = &self.average {
                     average.reduce_weighted(&mut grads, self.rows.len() as f64)?;
                 }
                 Ok((Some(self.all_rows(losses)? / self.setup.batch as f64), grads))
@@ -291,13 +347,23 @@ impl<'a> Trainer<'a> {
                 let made = self.function(inputs)?;
                 Ok((Some(number(&made)?), made.backward()?))
             }
-            Built::Graph { runtime, .. } => {
+            Built::Graph { runtime, reduction } => {
                 let keep = self.setup.schedule.map_or(Keep::Activations, |(_, _, keep)| keep);
                 let options = StepOptions::default().step(step).first_row(self.rows.start).keep(keep);
-                let batch = self.batch()?;
-                let mut made = self.strictly(|| runtime.forward_backward(&batch, &options))?.step;
+                let batch = self.subject.microbatches(self.setup, &self.rows, self.mesh.axis_group(0)?.device())?;
+                let mut made = self.strictly(|| runtime.forward_backward(&batch, &options))?;
+                let loss = runtime.loss(&made)?;
+                let made = &mut made.step;
                 self.parameters.reduce(&mut made.grads)?;
-                Ok((self.of_last_stage(&made)?, made.grads))
+                match (&self.average, reduction) {
+                    // The mean of means over unlike numbers of rows.
+                    (Some(average), Some(Reduction::Mean)) => {
+                        average.reduce_weighted(&mut made.grads, self.rows.len() as f64)?;
+                    }
+                    (Some(average), _) => average.reduce(&mut made.grads)?,
+                    (None, _) => {}
+                }
+                Ok((Some(loss), std::mem::take(&mut made.grads)))
             }
         }
     }
@@ -305,36 +371,22 @@ impl<'a> Trainer<'a> {
     /// Returns the loss of the whole batch in evaluation, where this rank knows it.
     fn evaluate(&self) -> Result<Option<f64>> {
         match &self.model {
-            Built::Layers { loss, average } => {
+            Built::Layers { loss } => {
                 let inputs = self.inputs(&self.rows)?;
                 let made = self.strictly(|| loss(&inputs, Mode::Eval))?;
-                average.iter().try_for_each(DataParallel::share_changed_rows)?;
+                self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 let sum = self.all_rows(number(&made)? * self.rows.len() as f64)?;
                 Ok(Some(sum / self.setup.batch as f64))
             }
             Built::Function { .. } => Ok(None),
             Built::Graph { runtime, .. } => {
-                let made = runtime.evaluate(&self.batch()?)?.step;
+                let batch = self.subject.microbatches(self.setup, &self.rows, self.mesh.axis_group(0)?.device())?;
+                let made = runtime.evaluate(&batch)?;
+                self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 runtime.share_changed_rows()?;
-                self.of_last_stage(&made)
+                Ok(Some(runtime.loss(&made)?))
             }
         }
-    }
-
-    /// Returns the loss of a pipeline over all replicas, on the ranks of its last stage.
-    fn of_last_stage(&self, step: &candle_pipe::StepResult) -> Result<Option<f64>> {
-        let Ok(loss) = step.loss() else { return Ok(None) };
-        let loss = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        let reduction = match &self.model {
-            Built::Graph { reduction, .. } => *reduction,
-            _ => None,
-        };
-        Ok(Some(match reduction {
-            Some(Reduction::Mean) => self.all_rows(loss * self.rows.len() as f64)? / self.setup.batch as f64,
-            Some(Reduction::Sum) => self.all_rows(loss)?,
-            // A loss that counts is that of all replicas already.
-            _ => loss,
-        }))
     }
 
     /// Returns the sum over the replicas.
@@ -365,47 +417,7 @@ impl<'a> Trainer<'a> {
 
     /// Returns these rows of the inputs on the mesh.
     fn inputs(&self, rows: &Range<usize>) -> Result<Vec<DTensor>> {
-        let device = self.mesh.axis_group(0)?.device().clone();
-        Self::distribute(self.subject, self.setup, &self.mesh, &device, rows)
-    }
-
-    fn distribute(
-        subject: &Subject,
-        setup: &Setup,
-        mesh: &DeviceMesh,
-        device: &Device,
-        rows: &Range<usize>,
-    ) -> Result<Vec<DTensor>> {
-        let place = |input: &Input, name: &String| -> Placement {
-            let dim = match name.as_str() {
-                TOKENS => input.tokens,
-                name if subject.rows.iter().any(|axis| axis == name) => input.rows,
-                _ => None,
-            };
-            dim.map_or(Replicate, Shard)
-        };
-        let on_mesh = |input: &Input| -> Result<DTensor> {
-            let places: Vec<Placement> = mesh.names().iter().map(|name| place(input, name)).collect();
-            Ok(DTensor::distribute(&piece(input, rows, setup, device)?, mesh, &places)?)
-        };
-        subject.inputs.iter().map(on_mesh).collect()
-    }
-
-    /// Returns this replica's rows as microbatches of a pipeline.
-    fn batch(&self) -> Result<Microbatches> {
-        let device = self.mesh.axis_group(0)?.device().clone();
-        let mut kwargs = Kwargs::new();
-        let mut specs = BTreeMap::new();
-        for input in &self.subject.inputs {
-            kwargs.insert(input.name.clone(), piece(input, &self.rows, self.setup, &device)?.into());
-            let spec = match input.rows {
-                Some(dim) => TensorChunkSpec(dim as i64).into(),
-                None => candle_pipe::microbatch::Replicate,
-            };
-            specs.insert(input.name.clone(), spec);
-        }
-        let microbatches = self.setup.schedule.map_or(1, |(_, microbatches, _)| microbatches);
-        Splitter::new(microbatches).split(&[], &kwargs, None, Some(&specs))
+        self.subject.on_mesh(self.setup, &self.mesh, rows)
     }
 
     /// Saves the first replica.
@@ -429,19 +441,6 @@ impl<'a> Trainer<'a> {
         self.parameters.load(folder)?;
         Ok(self.optimizer.load(folder)?)
     }
-}
-
-/// Returns rows of an input in the dtype of the set-up.
-fn piece(input: &Input, rows: &Range<usize>, setup: &Setup, device: &Device) -> Result<Tensor> {
-    let some = match input.rows {
-        Some(dim) => input.whole.narrow(dim, rows.start, rows.len())?,
-        None => input.whole.clone(),
-    };
-    if !some.dtype().is_float() {
-        return Ok(some.to_device(device)?);
-    }
-    let rounded = some.to_dtype(setup.rounded.unwrap_or(setup.dtype))?;
-    Ok(rounded.to_dtype(setup.dtype)?.to_device(device)?)
 }
 
 /// Returns a loss as a number. Every rank of its mesh calls it.

@@ -1,5 +1,6 @@
 //! What can be proved: layers, graphs of pipelines, functions.
 use candle_core::Tensor;
+use candle_nn::VarBuilder;
 use candle_pipe::PipeBuilder;
 use candle_shard::nn::{Mode, ShardedVarBuilder};
 use candle_shard::{DTensor, Result};
@@ -13,6 +14,9 @@ type Build = Box<dyn Fn(&ShardedVarBuilder) -> Result<LossFn> + Send + Sync>;
 /// Declares a pipeline.
 type Declare = Box<dyn Fn() -> PipeBuilder<ShardedVarBuilder> + Send + Sync>;
 
+/// Declares a pipeline of plain tensors.
+type DeclarePlain = Box<dyn Fn() -> PipeBuilder<VarBuilder<'static>> + Send + Sync>;
+
 /// Computes a loss from float inputs that get gradients.
 type Compute = Box<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>;
 
@@ -20,15 +24,17 @@ type Compute = Box<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>;
 pub(super) enum Program {
     Layers(Build),
     Graph(Declare),
+    PlainGraph(DeclarePlain),
     Function(Compute),
 }
 
-/// A model that [`prove`](super::prove()) takes. These closures are models; their kinds only tell them apart:
+/// A model that [`prove`](crate::prove()) takes. These closures are models; their kinds only tell them apart:
 ///
 /// | closure | model |
 /// |---|---|
 /// | `Fn(&ShardedVarBuilder) -> Result<impl Fn(&[DTensor], Mode) -> Result<DTensor>>` | builds layers, and returns the loss of a batch as a function of its inputs |
 /// | `Fn() -> PipeBuilder<ShardedVarBuilder>` | declares a pipeline with a loss; its inputs have the names of the proof's |
+/// | `Fn() -> PipeBuilder<VarBuilder>` | the same, of plain tensors: candle's layers |
 /// | `Fn(&[DTensor]) -> Result<DTensor>` | a loss without parameters; float inputs get gradients |
 pub trait Model<Kind> {
     #[doc(hidden)]
@@ -43,6 +49,10 @@ pub struct Layers;
 /// The kind of models that declare a pipeline.
 #[derive(Debug)]
 pub struct Graph;
+
+/// The kind of models that declare a pipeline of plain tensors.
+#[derive(Debug)]
+pub struct PlainGraph;
 
 /// The kind of models without parameters.
 #[derive(Debug)]
@@ -66,6 +76,16 @@ where
     #[allow(private_interfaces)]
     fn program(self) -> Program {
         Program::Graph(Box::new(self))
+    }
+}
+
+impl<D> Model<PlainGraph> for D
+where
+    D: Fn() -> PipeBuilder<VarBuilder<'static>> + Send + Sync + 'static,
+{
+    #[allow(private_interfaces)]
+    fn program(self) -> Program {
+        Program::PlainGraph(Box::new(self))
     }
 }
 

@@ -1,0 +1,102 @@
+//! Backward passes whose gradients stay on their ranks until a later pass sums them.
+use crate::fsdp::harness::*;
+use candle_core::DType;
+use candle_core::backprop::GradStore;
+use candle_dist::{GradAccumulator, Op, comm};
+use candle_shard::fsdp::{FullyShardOptions, no_sync};
+use candle_shard::nn::{Parameters, ShardedVarBuilder};
+use candle_shard::parallel::Plan;
+use candle_shard::{DTensor, Result};
+use test_utils::{has_ranks, world};
+
+fn compare(parameters: &Parameters, got: &GradStore, want: &GradStore, label: &str) -> Result<()> {
+    for p in parameters.iter() {
+        let [got, want] = [got, want].map(|grads| p.grad(grads));
+        match (got?, want?) {
+            (Some(got), Some(want)) => {
+                assert_close(&whole(&got)?, &whole(&want)?, 1e-12, &format!("{label} {}", p.name))
+            }
+            (got, want) => assert_eq!(got.is_some(), want.is_some(), "{label} {}", p.name),
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn only_the_last_pass_sums_the_gradients_of_all_over_the_ranks() {
+    if !has_ranks(4) {
+        return;
+    }
+    for (axes, recompute, prefetch) in [
+        ([("dp", 4), ("tp", 1)], None, true),
+        ([("dp", 2), ("tp", 2)], None, false),
+        ([("dp", 2), ("tp", 2)], Some(Recompute::Within), true),
+        ([("dp", 4), ("tp", 1)], Some(Recompute::Around), false),
+    ] {
+        world(4)
+            .run(|ctx| -> Result<()> {
+                let mesh = ctx.mesh(&axes)?;
+                let options = FullyShardOptions::default().prefetch(prefetch);
+                let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+                let model = Model::new(&vb.fully_shard("dp", options)?)?;
+                let parameters = vb.finish()?;
+                let case = Case { options, recompute, ..Case::default() };
+                let pass = |i: usize| model.loss(&rows(&batch(i)?, &mesh)?, case)?.backward();
+                let (mut each, mut last) = (GradAccumulator::new(&parameters.vars()), None);
+                for i in 0..3 {
+                    each.add(&pass(i)?)?;
+                }
+                let mut want = each.mean()?;
+                parameters.reduce(&mut want)?;
+                // Twice: nothing is left of the first time.
+                for time in 0..2 {
+                    let mut sum = GradAccumulator::new(&parameters.vars());
+                    for i in 0..3 {
+                        let (grads, counts) = comm::record(|| if i < 2 { no_sync(|| pass(i)) } else { pass(i) });
+                        sum.add(&grads?)?;
+                        assert_eq!(counts.get(Op::ReduceScatter).count, if i < 2 { 0 } else { LAYERS + 1 }, "pass {i}");
+                    }
+                    let mut grads = sum.mean()?;
+                    parameters.reduce(&mut grads)?;
+                    compare(&parameters, &grads, &want, &format!("{axes:?} {recompute:?} {time}"))?;
+                    last = Some(grads);
+                }
+                assert!(last.is_some());
+                Ok(())
+            })
+            .unwrap();
+    }
+}
+
+/// The last pass reaches other units than those before, also on one rank alone.
+#[test]
+fn units_of_earlier_passes_alone_are_summed_too() {
+    if !has_ranks(2) {
+        return;
+    }
+    for prefetch in [false, true] {
+        world(2)
+            .run(|ctx| -> Result<()> {
+                let mesh = ctx.mesh(&[("dp", 2)])?;
+                let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::none(), DType::F64, ctx.device())?;
+                let vb = vb.fully_shard("dp", FullyShardOptions::default().prefetch(prefetch))?;
+                let layers = linears(3, &vb)?;
+                let parameters = vb.finish()?;
+                let x = rows(&batch(0)?, &mesh)?;
+                let through = |some: &[usize]| -> Result<GradStore> {
+                    let end =
+                        some.iter().try_fold(x.clone(), |x: DTensor, &i| layers[i].run(|layer| layer.forward(&x)));
+                    end?.sqr()?.mean_all()?.backward()
+                };
+                let (mut each, mut sum) =
+                    (GradAccumulator::new(&parameters.vars()), GradAccumulator::new(&parameters.vars()));
+                let passes: [&[usize]; 3] = [&[0, 1], &[1], &[2]];
+                for (i, some) in passes.into_iter().enumerate() {
+                    each.add(&through(some)?)?;
+                    sum.add(&if i < 2 { no_sync(|| through(some))? } else { through(some)? })?;
+                }
+                compare(&parameters, &sum.mean()?, &each.mean()?, &format!("prefetch {prefetch}"))
+            })
+            .unwrap();
+    }
+}
