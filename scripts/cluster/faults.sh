@@ -1,0 +1,148 @@
+# Sourced by scripts/cluster.sh: hosts that are cut, frozen or killed, networks that MPI cannot use, and little memory.
+
+# How long a rank may live after its world has lost a host: 10 s without a heartbeat, and 2 s to tell.
+lost_after=12
+
+# train PLACES RANKS OPTION...: starts a training without end, and waits until all ranks train.
+train() {
+    local places=$1 ranks=$2
+    shift 2
+    start "${places%%:*}" "$openmpi" -H "$places" -x "MASTER_ADDR=${places%%:*}" \
+        "$toy" --backend mpi --runs tp --tp "$ranks" --heads 8 --steps 1000000 "$@"
+    trains toy-transformer "$ranks"
+}
+
+# ends HOST...: all ranks on these hosts end in time after what happened just now.
+ends() {
+    gone $((lost_after + 20)) toy-transformer "$@" || return
+    echo "note: the last rank on $* ended after $took s"
+    awk -v took="$took" -v most="$lost_after" 'BEGIN { exit !(took <= most) }' || { echo "MISSING: an end within $lost_after s"; return 1; }
+}
+
+# blames RANK: one rank printed the reason, and does not say of itself that it gave no answer.
+blames() {
+    sleep 1
+    cat "$out"
+    once "error: " && has "rank $1 was lost" && has "no heartbeat for ${silence:-10}s"
+}
+
+# The host of rank 0 is lost, and with it mpirun. The others end by themselves.
+rank0_of() {
+    local what=$1 ranks=$2 places=$3
+    make a b c || return
+    # On a host of its own, so that its output is seen when the first one is gone.
+    start a "$openmpi" -H "$places" --output-filename "$scratch/shared/ranks" -x MASTER_ADDR=a \
+        "$toy" --backend mpi --runs tp --tp "$ranks" --heads 8 --steps 1000000
+    trains toy-transformer "$ranks" || return
+    "$what" a
+    ends b c || { tail -n +1 "$scratch"/shared/ranks/*/*/*; return 1; }
+    # The ranks cannot reach each other any more in general, so several may speak. Rank 1 does, and knows what it did itself.
+    cat "$scratch"/shared/ranks/*/rank.1/stderr | tee "$out"
+    has "rank 0 was lost" && has "no heartbeat for 10s" || return
+    ! grep -E "rank 1: +no answer" "$out" || { echo "UNWANTED: rank 1 has no answer from itself"; return 1; }
+}
+case_cut_rank0_of_4() { rank0_of cut_off 4 a:1,b:2,c:1; }
+case_cut_rank0_of_8() { rank0_of cut_off 8 a:2,b:3,c:3; }
+case_freeze_rank0_of_4() { rank0_of freeze 4 a:1,b:2,c:1; }
+case_lose_rank0_of_4() { rank0_of lose 4 a:1,b:2,c:1; }
+
+# Another host is lost: those of rank 0 and of the others end.
+other_of() {
+    make a b c && train a:2,b:1,c:1 4 || return
+    "$1" c
+    ends a b && blames 3
+}
+case_cut_another() { other_of cut_off; }
+case_freeze_another() { other_of freeze; }
+case_lose_another() { other_of lose; }
+
+# A rank dies, its host lives: there is no silence to wait for.
+case_kill_a_rank() {
+    make a b c && train a:2,b:1,c:1 4 || return
+    processes c -x toy-transformer | xargs -r kill -KILL
+    lost_after=5
+    ends a b c && finish 20 && fails && has "error: " && has "rank 3 was lost"
+}
+
+# A cable that is back before the time is over does no harm.
+case_short_cut() {
+    make a b c || return
+    start a "$openmpi" -H a:1,b:1,c:1 -x MASTER_ADDR=a "$toy" --backend mpi --runs single,tp --tp 3 --steps 60
+    trains toy-transformer 1 || return
+    cut_off c
+    sleep 4
+    join_again c
+    finish "$patience" && agree
+}
+
+# Rank 0's setting is that of all, whoever else has one. mpirun passes its own variables to ranks of its host.
+case_debug_on_some() {
+    make a b c || return
+    run "$patience" a env CANDLE_DIST_DEBUG=1 "$openmpi" -H a:2,b:2 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 4
+    agree || return
+    run "$patience" a "$openmpi" -x MASTER_ADDR=a -H a:2,b:1 "$toy" --backend mpi --steps 5 --tp 3 : \
+        -x CANDLE_DIST_DEBUG=1 -H c:1 "$toy" --backend mpi --steps 5 --tp 3
+    [ "$status" -eq 2 ] && has "takes 3 ranks, but the launcher started 4" || { echo "the launch is not as wanted"; return 1; }
+    run "$patience" a "$openmpi" -x MASTER_ADDR=a -H a:2,b:1 "$toy" --backend mpi --steps 5 --tp 4 : \
+        -x CANDLE_DIST_DEBUG=1 -x MASTER_ADDR=a -H c:1 "$toy" --backend mpi --steps 5 --tp 4
+    agree
+}
+
+# A ring that only ssh, mpirun and rank 0's port may cross.
+case_ports_blocked() {
+    local host
+    make a b c || return
+    for host in a b c; do
+        on "$host" nft -f - <<<'table inet wall { chain in { type filter hook input priority 0; policy drop;
+            iifname "lo" accept; ct state established accept; meta l4proto { icmp, icmpv6 } accept;
+            tcp dport { 22, 29500, 40000-40010 } accept; } }' || unavailable "no nft, or no netfilter in this kernel"
+    done
+    run 150 a "$openmpi" --mca oob_tcp_dynamic_ipv4_ports 40000-40010 -H a:1,b:1 -x MASTER_ADDR=a -x MASTER_PORT=29500 \
+        "$toy" --backend mpi --steps 5 --tp 2
+    no_mpi || return
+    # With a range of ports that the wall lets through, as the page says.
+    for host in a b c; do on "$host" nft add rule inet wall in tcp dport 40100-40200 accept; done
+    run "$patience" a "$openmpi" --mca oob_tcp_dynamic_ipv4_ports 40000-40010 --mca btl_tcp_port_min_v4 40100 \
+        --mca btl_tcp_port_range_v4 100 -H a:1,b:1 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" --backend mpi --steps 5 --tp 2
+    agree
+}
+# no_mpi: the error of a start in which MPI does not connect: it names MPI, both hosts, and the setting.
+no_mpi() { fails && once "error: " && has "MPI" && has "btl_tcp_if_include"; }
+
+# Docker's bridge has the same address on all hosts, and MPI tries it.
+case_bridge_of_docker() {
+    local host
+    make a b c || return
+    for host in a b; do
+        on "$host" ip link add docker0 type bridge && on "$host" ip addr add 172.17.0.1/16 dev docker0 && on "$host" ip link set docker0 up || return
+    done
+    run 150 a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 2
+    [ "$status" -eq 0 ] || no_mpi || return
+    run "$patience" a "$openmpi" --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0 -H a:1,b:1 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 2
+    agree
+}
+
+# Containers have 64 MiB of shared memory, and some have less. Letters of a host then go another way.
+case_small_shm() {
+    shm=64k
+    make a b c && toy_on a:2,b:2 4 && agree
+}
+case_little_shm() {
+    shm=256k
+    make a b c && toy_on a:3,b:2 5 && agree
+}
+
+# Heartbeats do not wait for threads that compute.
+case_heartbeats_under_load() {
+    local load=() ended=0
+    make a b c || return
+    for _ in 1 2 3 4 5 6 7 8; do
+        (while :; do :; done) &
+        load+=($!)
+    done
+    for _ in 1 2 3; do
+        toy_on a:2,b:1,c:1 4 && agree || ended=1
+    done
+    kill "${load[@]}"
+    return "$ended"
+}

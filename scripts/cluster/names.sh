@@ -1,0 +1,69 @@
+# Sourced by scripts/cluster.sh: names, addresses and ports of rank 0.
+
+# As the installer of Debian writes it: a host's own name is a loopback address, and only the others know the true one.
+debian_names() {
+    local host=$1 loopback=127.0.1.1
+    [ "${families:-46}" != 6 ] || loopback=::1
+    names "$host" | sed "s/^[^ ]* $host\$/$loopback $host/" | awk '!seen[$0]++'
+}
+case_own_name_is_loopback() {
+    named=debian_names
+    make a b c && toy_on a:1,b:1,c:1 3 && agree
+}
+case_own_name_is_loopback_ipv6() {
+    named=debian_names families=6
+    make a b c && toy_on a:1,b:1,c:1 3 && agree
+}
+
+# Rank 0's host has two networks, and the others know it by the second address.
+two_networks() { names "$1" | if [ "$1" = a ]; then cat; else sed "s/^${net4}1 a/10.211.9.1 a/;/^${net6}1 a/d"; fi; }
+case_second_address() {
+    named=two_networks
+    make a b c || return
+    for host in a b c; do on "$host" ip addr add "10.211.9.$(<"$scratch/$host/number")/24" dev eth0; done
+    toy_on a:1,b:1,c:1 3 && agree
+}
+# And where rank 0 knows both, and the first is of no use to the others.
+both_networks() { names "$1" | sed "s/^${net4}1 a/10.211.9.1 a\n&/"; }
+case_several_addresses() {
+    named=both_networks
+    make a b c || return
+    on a ip addr add 10.211.9.1/24 dev eth0
+    toy_on a:1,b:1,c:1 3 && agree
+}
+
+# Two jobs at one port: one runs, the other ends with an error, and no rank is in the wrong one. Without the port both run.
+case_two_jobs() {
+    local first second
+    make a b c || return
+    start a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" --backend mpi --runs tp --steps 1000000
+    first=$job
+    trains toy-transformer 2 || return
+    run "$patience" a "$openmpi" -H a:1,c:2 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" --backend mpi --steps 5 --tp 3
+    fails && once "error: " && has "port 29500 of a is taken" || return
+    kill -0 "$first" || return
+    run "$patience" a "$openmpi" -H a:1,c:2 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 3
+    agree
+}
+
+# An error of the start is said once, and not by each rank.
+case_start_errors() {
+    make a b c || return
+    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=nobody "$toy" --backend mpi --steps 5 --tp 4 --timeout 5
+    fails && once "error: " && has "nobody" || return
+    run "$patience" a "$openmpi" -H a:2,b:2 "$toy" --backend mpi --steps 5 --tp 4
+    fails && once "error: " && has "MASTER_ADDR" || return
+    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=b "$toy" --backend mpi --steps 5 --tp 4 --timeout 5
+    fails && once "error: " && has "b" || return
+    run "$patience" a env RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "$toy" --backend mpi --steps 5
+    fails && once "error: " && lacks "pmi2"
+}
+
+# A name that comes a few seconds late, as in a cluster whose DNS has just heard of the host.
+case_late_name() {
+    make a b c || return
+    start a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=head "$toy" --backend mpi --steps 5 --tp 2
+    sleep 6
+    for host in a b c; do echo "${net4}1 head" >>"$scratch/$host/hosts"; done
+    finish "$patience" && agree
+}
