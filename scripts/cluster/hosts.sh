@@ -135,11 +135,13 @@ on() {
 # processes HOST [NAME]: the processes of a host with this name, or all but its first one, as this script numbers them.
 processes() { pgrep --ns "$(<"$scratch/$1/init")" --nslist pid "${@:2}" 2>/dev/null | grep -vx "$(<"$scratch/$1/init")"; }
 
-# cut HOST; join HOST: takes its cable out, and in. freeze HOST: stops its processes. lose HOST: ends it, as when power fails.
+# cut_off HOST; join_again HOST: takes its cable out, and in. freeze HOST: stops its processes. lose HOST: its power fails, so that
+# it says nothing more. stop HOST: its kernel ends all processes and closes their connections.
 cut_off() { ip link set "v$1" down; }
 join_again() { ip link set "v$1" up; }
 freeze() { processes "$1" . | xargs -r kill -STOP; }
-lose() { kill -KILL "$(<"$scratch/$1/parent")" "$(<"$scratch/$1/init")"; }
+lose() { cut_off "$1" && stop "$1"; }
+stop() { kill -KILL "$(<"$scratch/$1/init")"; }
 
 # run SECONDS HOST COMMAND...: runs a command for at most this long. Its output goes to $out and its status to $status.
 run() {
