@@ -7,7 +7,7 @@ lm_on() {
         --batch 4 --seq-len 32 --log-every 1 --backend mpi "$@"
 }
 # refused RANK HOST: an error before the first step, which names them.
-refused() { fails && lacks "step 1 of" && once "error: " && has "rank $1" && has "$2"; }
+refused() { fails && lacks "step 1 of" && one_error && has "rank $1" && has "$2"; }
 
 # Each host has a /tmp of its own. Found before the training, not after it.
 case_unlike_folders_save() {

@@ -102,8 +102,8 @@ attach() {
     done
     init=$(pgrep -P "$(<"$scratch/$host/parent")") || { cat "$scratch/$host/log"; return 1; }
     echo "$init" >"$scratch/$host/init"
-    ip link add "v$host" type veth peer name eth0 netns "$init" || return 1
-    ip link set "v$host" master br0 up
+    ip link add "port$number" type veth peer name eth0 netns "$init" || return 1
+    ip link set "port$number" master br0 up
     within() { nsenter --target "$init" --net "$@"; }
     within ip link set lo up
     within ip link set eth0 up
@@ -120,7 +120,7 @@ demolish() {
         kill -KILL "$(<"$parent")" 2>/dev/null
         rm -rf "${parent%/parent}"
     done
-    ip -o link show type veth | sed -n 's/^[0-9]*: \(v[^@:]*\).*/\1/p' | while read -r link; do ip link del "$link" 2>/dev/null; done
+    ip -o link show type veth | sed -n 's/^[0-9]*: \(port[0-9]*\).*/\1/p' | while read -r link; do ip link del "$link" 2>/dev/null; done
     rm -rf "$scratch/shared"
     while pgrep -f "scripts/cluster/[h]ost.sh" >/dev/null; do sleep 0.05; done
 }
@@ -137,11 +137,23 @@ processes() { pgrep --ns "$(<"$scratch/$1/init")" --nslist pid "${@:2}" 2>/dev/n
 
 # cut_off HOST; join_again HOST: takes its cable out, and in. freeze HOST: stops its processes. lose HOST: its power fails, so that
 # it says nothing more. stop HOST: its kernel ends all processes and closes their connections.
-cut_off() { ip link set "v$1" down; }
-join_again() { ip link set "v$1" up; }
+cut_off() { ip link set "port$(<"$scratch/$1/number")" down; }
+join_again() { ip link set "port$(<"$scratch/$1/number")" up; }
 freeze() { processes "$1" . | xargs -r kill -STOP; }
 lose() { cut_off "$1" && stop "$1"; }
 stop() { kill -KILL "$(<"$scratch/$1/init")"; }
+
+# filter HOST POLICY RULE...: accepts or drops what arrives at a host, as rules of nftables say.
+filter() {
+    local host=$1 policy=$2 rule
+    shift 2
+    command -v nft >/dev/null || unavailable "no nft; install nftables, or give --install"
+    {
+        echo "add table inet wall"
+        echo "add chain inet wall in { type filter hook input priority 0; policy $policy; }"
+        for rule; do echo "add rule inet wall in $rule"; done
+    } | on "$host" nft -f - || unavailable "this kernel does not filter as wanted"
+}
 
 # run SECONDS HOST COMMAND...: runs a command for at most this long. Its output goes to $out and its status to $status.
 run() {
@@ -210,10 +222,13 @@ gone() {
 
 # What a job did. Each prints what it misses.
 has() { grep -qF -- "$1" "$out" || { echo "MISSING: $1"; return 1; }; }
+# says TEXT: the output has it, and the page explains it.
+says() { has "$1" && { grep -qF -- "$1" docs/clusters.md || { echo "NOT IN docs/clusters.md: $1"; return 1; }; }; }
 lacks() { ! grep -qF -- "$1" "$out" || { echo "UNWANTED: $1"; return 1; }; }
 succeeds() { [ "$status" -eq 0 ] || { echo "MISSING: status 0"; return 1; }; }
 fails() { { [ "$status" -ne 0 ] && [ "$status" -ne 124 ]; } || { echo "MISSING: an end with an error"; return 1; }; }
-# once TEXT: a single line has it.
+# once TEXT: a single line has it. one_error: a single rank has told why.
 once() { [ "$(grep -cF -- "$1" "$out")" -eq 1 ] || { echo "WANTED ONCE: $1, found $(grep -cF -- "$1" "$out") times"; return 1; }; }
+one_error() { [ "$(grep -c "^error: " "$out")" -eq 1 ] || { echo "WANTED: one error, found $(grep -c "^error: " "$out")"; return 1; }; }
 agree() { succeeds && once "The runs agree."; }
 unavailable() { echo "$1"; exit 77; }

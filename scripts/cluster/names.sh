@@ -28,7 +28,8 @@ both_networks() { names "$1" | sed "s/^${net4}1 a/10.211.9.1 a\n&/"; }
 case_several_addresses() {
     named=both_networks
     make a b c || return
-    on a ip addr add 10.211.9.1/24 dev eth0
+    on a ip link add eth1 type veth peer name eth2 && on a ip link set eth2 up && on a ip link set eth1 up &&
+        on a ip addr add 10.211.9.1/24 dev eth1 || return
     run "$patience" a "$openmpi" --mca btl_tcp_if_include "${net4}0/24" -H a:1,b:1,c:1 -x MASTER_ADDR=a "$toy" --backend mpi --steps 10 --tp 3
     agree
 }
@@ -42,23 +43,30 @@ case_two_jobs() {
     trains toy-transformer 2 || return
     run "$patience" a "$openmpi" -H a:1,c:2 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" --backend mpi --steps 5 --tp 3
     # The ranks of other hosts cannot know what rank 0 has found, so they speak for themselves.
-    fails && has "port 29500 of a is taken" && lacks "The runs agree" || return
+    fails && says "port 29500 of a is taken by another program or job" && lacks "The runs agree" || return
     kill -0 "$first" || return
     run "$patience" a "$openmpi" -H a:1,c:2 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 3
     agree
 }
 
-# An error of the start is said once, and not by each rank.
+# What all ranks know alike is said once, and not by each rank.
 case_start_errors() {
+    local steps=(--backend mpi --steps 5)
     make a b c || return
-    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=nobody "$toy" --backend mpi --steps 5 --tp 4 --timeout 5
-    fails && once "error: " && has "nobody" || return
-    run "$patience" a "$openmpi" -H a:2,b:2 "$toy" --backend mpi --steps 5 --tp 4
-    fails && once "error: " && has "MASTER_ADDR" || return
-    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=b "$toy" --backend mpi --steps 5 --tp 4 --timeout 5
-    fails && once "error: " && has "b" || return
-    run "$patience" a env RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "$toy" --backend mpi --steps 5
-    fails && once "error: " && lacks "pmi2"
+    run "$patience" a "$openmpi" -H a:2,b:2 "$toy" "${steps[@]}" --tp 4
+    fails && one_error && says "Open MPI runs the ranks on several hosts and does not say where" || return
+    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=127.0.0.1 "$toy" "${steps[@]}" --tp 4
+    fails && one_error && says "rank 0 has the loopback address 127.0.0.1, but only 2 of 4 ranks are on this host" || return
+    run "$patience" a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a "$toy" "${steps[@]}" --tp 3 : -H c:1 -x MASTER_ADDR=a "$toy" "${steps[@]}" --tp 2
+    fails && one_error && says "was started with other arguments than rank 0" || return
+    run "$patience" a "$toy" "${steps[@]}"
+    fails && one_error && says "no launcher's variables are set" || return
+    run "$patience" a env RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "$toy" "${steps[@]}"
+    fails && one_error && says "no MPI launcher started this process" && lacks "pmi2" || return
+    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=b "$toy" "${steps[@]}" --tp 4 --timeout 5
+    fails && says "rank 0 cannot listen at b, which is not an address of its host" || return
+    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=nobody "$toy" "${steps[@]}" --tp 4 --timeout 5
+    fails && has "nobody"
 }
 
 # A name that comes a few seconds late, as in a cluster whose DNS has just heard of the host.

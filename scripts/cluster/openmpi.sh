@@ -13,16 +13,16 @@ toy_on() {
         "$toy" --backend mpi --steps 10 --tp "$ranks" "$@"
 }
 
-# threads RANKS: the losses of as many threads, which processes have, too.
+# losses FILE: the losses that the program wrote.
 losses() { sed -n 's/.*"loss_\(first\|last\)": //p' "$1"; }
-threads() { "$toy" --steps 10 --json - "$@" 2>/dev/null >"$scratch/threads"; }
 
 case_openmpi_2_2() {
     make a b c || return
     mkdir -p "$scratch/shared"
     toy_on a:2,b:2 4 --json "$scratch/shared/processes"
     agree || return
-    threads --tp 4
+    # Threads have the same losses, bit by bit.
+    "$toy" --steps 10 --tp 4 --json "$scratch/threads" >/dev/null
     [ "$(losses "$scratch/threads")" = "$(losses "$scratch/shared/processes")" ] || {
         echo "the losses of processes and threads differ:"
         losses "$scratch/threads"
@@ -61,6 +61,28 @@ case_openmpi_from_another_host() {
     agree
 }
 
+# As the launcher of an MPIJob: it has no rank, and a file names the workers in full.
+full_names() { names "$1" | sed 's/ train-worker-\([0-9]\)$/ train-worker-\1.train.default.svc train-worker-\1/'; }
+case_openmpi_as_mpijob() {
+    named=full_names
+    make launcher train-worker-0 train-worker-1 || return
+    mkdir -p "$scratch/shared"
+    printf 'train-worker-%d.train.default.svc slots=2\n' 0 1 >"$scratch/shared/hostfile"
+    run "$patience" launcher env OMPI_MCA_orte_keep_fqdn_hostnames=true OMPI_MCA_orte_default_hostfile="$scratch/shared/hostfile" sh -c \
+        "$openmpi -n 4 -x MASTER_ADDR=\$(head -n 1 $scratch/shared/hostfile | cut -d' ' -f1) $toy --backend mpi --steps 10 --tp 4"
+    agree
+}
+
+# What a container has by default, and less: 64 MiB of shared memory, 64 KiB of locked memory, few open files.
+case_openmpi_in_containers() {
+    shm=64m
+    make a b c || return
+    start a "$openmpi" -H a:6,b:2 -x MASTER_ADDR=a bash -c "ulimit -l 64; ulimit -n 256; exec $toy --backend mpi --runs single,tp --steps 20 --tp 8"
+    sleep 8
+    echo "note: /dev/shm of 6 ranks: $(on a df --output=used -h /dev/shm | tail -1 | tr -d ' ')"
+    finish "$patience" && agree
+}
+
 case_openmpi_ipv4_only() {
     families=4
     make a b c && toy_on a:2,b:1,c:1 4 && agree
@@ -89,13 +111,10 @@ case_save_and_resume() {
     succeeds && close "$mine" "$(loss 8)"
 }
 
-# Open MPI sends each letter again. The kernel of the machine has no netem everywhere, so the hosts' filters drop packets.
+# TCP sends again what is lost. Not each kernel has netem, so the hosts' filters drop packets.
 case_packet_loss() {
     local host
     make a b c || return
-    for host in a b c; do
-        on "$host" nft -f - <<<'table inet loss { chain in { type filter hook input priority 0; iifname "eth0" numgen random mod 100 < 2 drop; } }' ||
-            unavailable "no nft, or no netfilter in this kernel"
-    done
+    for host in a b c; do filter "$host" accept 'iifname "eth0" numgen random mod 100 < 2 drop'; done
     toy_on a:2,b:1,c:1 4 && agree
 }
