@@ -149,7 +149,7 @@ case_heartbeats_under_load() {
         (while :; do :; done) &
         load+=($!)
     done
-    run 280 a "$openmpi" -H a:2,b:1,c:1 -x MASTER_ADDR=a "$toy" --backend mpi --runs tp --steps 12 --tp 4
+    run 280 a "$openmpi" -H a:2,b:1,c:1 -x MASTER_ADDR=a "$toy" --backend mpi --runs tp --steps 30 --tp 4
     succeeds && lacks "error: " || passed=1
     kill "${load[@]}"
     return "$passed"

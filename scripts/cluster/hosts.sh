@@ -9,18 +9,27 @@ net4=10.211.8. net6=fd00:211::
 patience=${CLUSTER_PATIENCE:-120}
 token="a text that only this job knows $RANDOM$RANDOM$RANDOM"
 
-# packages: installs what the cases need. Daemons of these packages are not started on the machine.
+# packages: installs what the cases need. No daemon of these packages starts on the machine, and `mpicc` and `mpirun` stay those of
+# the MPI that they are.
 packages() {
-    local policy=/usr/sbin/policy-rc.d
-    if [ ! -e "$policy" ]; then
+    local policy=/usr/sbin/policy-rc.d name chosen
+    declare -A before
+    chosen() { update-alternatives --query "$1" 2>/dev/null | sed -n 's/^Value: //p'; }
+    for name in mpi mpirun; do before[$name]=$(chosen "$name"); done
+    if [ -e "$policy" ]; then
+        policy=''
+    else
         trap "rm -f $policy" EXIT
+        trap 'exit 130' INT TERM HUP
         printf '#!/bin/sh\nexit 101\n' >"$policy"
         chmod +x "$policy"
     fi
-    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends openssh-server openmpi-bin \
-        libopenmpi-dev mpich libmpich-dev slurm-wlm munge libpmix2 nftables || exit 1
-    # MPICH and Open MPI share the names mpicc and mpirun. What was chosen by hand stays; else Open MPI has the higher priority.
-    readlink -f "$(command -v mpirun)"
+    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends openssh-server openssh-client \
+        openmpi-bin libopenmpi-dev mpich libmpich-dev slurm-wlm munge libpmix2 nftables || exit 1
+    [ -z "$policy" ] || rm -f "$policy"
+    for name in mpi mpirun; do
+        [ -z "${before[$name]}" ] || [ "$(chosen "$name")" = "${before[$name]}" ] || update-alternatives --set "$name" "${before[$name]}"
+    done
 }
 
 # switch: makes the switch between the hosts, the scratch folder, and the keys of ssh.
