@@ -7,13 +7,13 @@ lm_on() {
         --batch 4 --seq-len 32 --log-every 1 --backend mpi "$@"
 }
 # refused RANK HOST: an error before the first step, which names them.
-refused() { fails && lacks "step 1 of" && one_error && has "rank $1" && has "$2"; }
+refused() { fails && lacks "step 1 of" && one_error && has "rank $1 on $2"; }
 
 # Each host has a /tmp of its own. Found before the training, not after it.
 case_unlike_folders_save() {
     make a b c || return
     lm_on a:1,b:1,c:1 --tp 3 --steps 3 --save /tmp/learned
-    refused 1 b || return
+    refused 1 b && says "--save /tmp/learned is not the folder that rank 0 writes to" || return
     # Also where the folder is there on each.
     for host in a b c; do on "$host" mkdir -p /tmp/learned; done
     lm_on a:1,b:1,c:1 --tp 3 --steps 3 --save /tmp/learned

@@ -31,6 +31,12 @@ case_mpich_2_2() {
 case_mpich_2_1_1() {
     make a b c && hydra a:2,b:1,c:1 -n 4 "$toy_mpich" --backend mpi --steps 10 --tp 4 && agree
 }
+# A program for one MPI under the launcher of the other is alone in its MPI.
+case_mpich_program_for_another() {
+    make a b c || return
+    hydra a:1,b:1 -n 2 "$toy" --backend mpi --steps 2
+    fails && one_error && says "MPI says rank 0 of 1, the launcher rank 0 of 2"
+}
 # The end of this MPI hangs in some runs. The program has its results by then, and ends with status 0 all the same.
 case_mpich_end() {
     make a b c || return

@@ -62,11 +62,18 @@ case_start_errors() {
     run "$patience" a "$toy" "${steps[@]}"
     fails && one_error && says "no launcher's variables are set" || return
     run "$patience" a env RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "$toy" "${steps[@]}"
-    fails && one_error && says "no MPI launcher started this process" && lacks "pmi2" || return
+    fails && one_error && says "no MPI launcher started this process" && has "Open MPI takes pmix" || return
     run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=b "$toy" "${steps[@]}" --tp 4 --timeout 5
     fails && says "rank 0 cannot listen at b, which is not an address of its host" || return
     run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=nobody "$toy" "${steps[@]}" --tp 4 --timeout 5
-    fails && has "nobody"
+    fails && has "nobody" || return
+    # A token that differs, and no rank 0 at all.
+    run "$patience" a "$openmpi" -H a:1 -x MASTER_ADDR=a -x "CANDLE_DIST_TOKEN=$token" "$toy" "${steps[@]}" --timeout 5 : \
+        -H b:1 -x MASTER_ADDR=a -x "CANDLE_DIST_TOKEN=another $token" "$toy" "${steps[@]}" --timeout 5
+    fails && says "has another secret than this process" || return
+    filter a accept 'tcp dport 29500 drop'
+    run "$patience" a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" "${steps[@]}" --timeout 5
+    fails && says "could not reach rank 0 at"
 }
 
 # A name that comes a few seconds late, as in a cluster whose DNS has just heard of the host.

@@ -64,12 +64,31 @@ case_slurm_uneven() {
 case_slurm_cyclic() {
     slurm && toy_by_srun -N 3 -n 5 -m cyclic "$toy" --backend mpi --steps 10 --tp 5 && agree
 }
-# Rank 0 is not on the first host of Slurm's list.
+# The user's order: rank 0 is not on the first host of Slurm's list, which is sorted. That is said at once, and MASTER_ADDR helps.
 case_slurm_arbitrary() {
+    local began=$SECONDS
     slurm || return
     printf '%s\n' c a b c >"$scratch/shared/places"
     toy_by_srun -n 4 -m arbitrary -w "$scratch/shared/places" "$toy" --backend mpi --steps 10 --tp 4
+    ((SECONDS - began < 30)) || { echo "MISSING: an answer within 30 s"; return 1; }
+    [ "$status" -eq 0 ] || says "SLURM_DISTRIBUTION=arbitrary" || return
+    export MASTER_ADDR=c
+    toy_by_srun -n 4 -m arbitrary -w "$scratch/shared/places" "$toy" --backend mpi --steps 10 --tp 4
     agree
+}
+# Debian's Open MPI has no other interface than PMIx.
+case_slurm_without_pmix() {
+    slurm || return
+    run "$patience" a srun -N 2 -n 2 "$toy" --backend mpi --steps 5
+    fails && one_error && says "no MPI launcher started this process" || return
+    run "$patience" a srun --mpi=pmi2 -N 2 -n 2 "$toy" --backend mpi --steps 5
+    fails && says "OMPI was not built with SLURM's PMI support"
+}
+case_slurm_without_token() {
+    slurm || return
+    unset CANDLE_DIST_TOKEN
+    toy_by_srun -N 2 -n 4 "$toy" --backend mpi --steps 5 --tp 4
+    fails && one_error && says "a job that spans hosts needs a token"
 }
 case_slurm_heterogeneous() {
     slurm && toy_by_srun -N 1 -n 1 "$toy" --backend mpi --steps 10 --tp 3 : -N 1 -n 2 "$toy" --backend mpi --steps 10 --tp 3 && agree
