@@ -35,7 +35,7 @@ case_mpich_2_1_1() {
 case_mpich_program_for_another() {
     make a b c || return
     hydra a:1,b:1 -n 2 "$toy" --backend mpi --steps 2
-    fails && one_error && says "MPI says rank 0 of 1, the launcher rank 0 of 2"
+    fails && one_error && says "MPI says rank 0 of 1, the launcher rank"
 }
 # The end of this MPI hangs in some runs. The program has its results by then, and ends with status 0 all the same.
 case_mpich_end() {

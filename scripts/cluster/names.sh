@@ -70,9 +70,14 @@ case_start_errors() {
     # A token that differs, and no rank 0 at all.
     run "$patience" a "$openmpi" -H a:1 -x MASTER_ADDR=a -x "CANDLE_DIST_TOKEN=$token" "$toy" "${steps[@]}" --timeout 5 : \
         -H b:1 -x MASTER_ADDR=a -x "CANDLE_DIST_TOKEN=another $token" "$toy" "${steps[@]}" --timeout 5
-    fails && says "has another secret than this process" || return
-    filter a accept 'tcp dport 29500 drop'
-    run "$patience" a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" "${steps[@]}" --timeout 5
+    fails && says "has another secret than this process"
+}
+
+# A firewall at rank 0's host. A rank on another host says so, since rank 0 knows nothing of it.
+case_rank0_unreachable() {
+    make a b c || return
+    filter a accept 'iifname "eth0" tcp dport 29500 drop'
+    run "$patience" a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a -x MASTER_PORT=29500 "$toy" --backend mpi --steps 5 --timeout 5
     fails && says "could not reach rank 0 at"
 }
 
