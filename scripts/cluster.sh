@@ -33,7 +33,7 @@ done
 # The cases are the functions `case_NAME`, in the order of the chapters. Those of `--quick` are in $quick_cases.
 cases() {
     sed -n 's/^case_\([a-z0-9_]*\)().*/\1/p' scripts/cluster/{openmpi,faults,folders,names,slurm,mpich}.sh | while read -r name; do
-        if [ -n "$quick" ] && ! [[ " $quick_cases " == *" $name "* ]]; then continue; fi
+        if [ -n "$quick" ] && ! grep -qw "$name" <<<"$quick_cases"; then continue; fi
         if ((${#words[@]} == 0)); then echo "$name"; continue; fi
         for word in "${words[@]}"; do if [[ "$name" == *"$word"* ]]; then echo "$name"; break; fi; done
     done
@@ -69,10 +69,8 @@ fi
 switch
 tried=0 failed=0 skipped=0
 for name in $(cases); do
-    began=$SECONDS out="$scratch/out" said="$scratch/said"
-    : >"$out" && : >"$said"
-    # In a process group of its own, so that its limit ends all of it.
-    setsid timeout --kill-after 5 "${limit:-300}" bash "$PWD/scripts/cluster/case.sh" "$name" >"$said" 2>&1
+    began=$SECONDS said="$scratch/said"
+    timeout --kill-after 5 300 bash scripts/cluster/case.sh "$name" >"$said" 2>&1
     status=$?
     demolish
     case $status in

@@ -32,7 +32,7 @@ blames() {
 rank0_of() {
     local what=$1 ranks=$2 places=$3
     make a b c || return
-    # On a host of its own, so that its output is seen when the first one is gone.
+    # Each host writes what its ranks say: mpirun is gone with the first one.
     start a "$openmpi" -H "$places" --output-filename "$scratch/shared/ranks" -x MASTER_ADDR=a \
         "$toy" --backend mpi --runs tp --tp "$ranks" --heads 8 --steps 1000000
     trains toy-transformer "$ranks" || return
@@ -121,19 +121,26 @@ case_ports_blocked() {
     agree
 }
 # no_mpi: the error of a start in which MPI does not connect: it names MPI and the setting.
-no_mpi() { fails && one_error && says "MPI did not connect the ranks within" && has "rank 0 on a at " && has "rank 1 on b at " && has "btl_tcp_if_include"; }
+no_mpi() {
+    fails && one_error && says "MPI did not connect the ranks within" && has "rank 0 on a at " && has "rank 1 on b at " &&
+        has "btl_tcp_if_include"
+}
 
 # Docker's bridge has the same address on all hosts, and MPI tries it.
 case_bridge_of_docker() {
-    local host
+    local host network
     make a b c || return
     for host in a b; do
-        on "$host" ip link add docker0 type bridge && on "$host" ip addr add 172.17.0.1/16 dev docker0 && on "$host" ip link set docker0 up || return
+        on "$host" ip link add docker0 type bridge && on "$host" ip addr add 172.17.0.1/16 dev docker0 &&
+            on "$host" ip link set docker0 up || return
     done
     run 150 a "$openmpi" -H a:1,b:1 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 2
     [ "$status" -eq 0 ] || no_mpi || return
-    run "$patience" a "$openmpi" --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0 -H a:1,b:1 -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 2
-    agree
+    for network in eth0 "${net4}0/24"; do
+        run "$patience" a "$openmpi" --mca btl_tcp_if_include "$network" --mca oob_tcp_if_include "$network" -H a:1,b:1 \
+            -x MASTER_ADDR=a "$toy" --backend mpi --steps 5 --tp 2
+        agree || return
+    done
 }
 
 # Containers have 64 MiB of shared memory, and some have less. Letters of a host then go another way.

@@ -3,7 +3,8 @@
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 openmpi=$(command -v mpirun.openmpi || command -v mpirun || true)
 toy=$programs/toy-transformer lm=$programs/lm
-quick_cases="openmpi_2_2 openmpi_host_file debug_on_some small_shm cut_rank0_of_4 start_errors unlike_folders_save own_name_is_loopback two_jobs"
+quick_cases="openmpi_2_2 openmpi_host_file debug_on_some small_shm cut_rank0_of_4 start_errors unlike_folders_save
+    own_name_is_loopback two_jobs"
 
 # toy_on PLACES RANKS OPTION...: trains the toy on these places, and compares it with one process.
 toy_on() {
@@ -77,7 +78,8 @@ case_openmpi_as_mpijob() {
 case_openmpi_in_containers() {
     shm=64m
     make a b c || return
-    start a "$openmpi" -H a:6,b:2 -x MASTER_ADDR=a bash -c "ulimit -l 64; ulimit -n 256; exec $toy --backend mpi --runs single,tp --steps 20 --tp 8"
+    start a "$openmpi" -H a:6,b:2 -x MASTER_ADDR=a bash -c \
+        "ulimit -l 64; ulimit -n 256; exec $toy --backend mpi --runs single,tp --steps 20 --tp 8"
     sleep 8
     echo "note: /dev/shm of 6 ranks: $(on a df --output=used -h /dev/shm | tail -1 | tr -d ' ')"
     finish "$patience" && agree
@@ -95,16 +97,20 @@ case_openmpi_ipv6_only() {
 
 # loss STEP: what the program printed for this step.
 loss() { sed -n "s/^step $1 of [0-9]*: loss \([0-9.]*\),.*/\1/p" "$out"; }
-close() { awk -v a="${1:-x}" -v b="${2:-y}" 'BEGIN { exit !(a > 0 && b > 0 && (a - b) ^ 2 < 1e-6) }' || { echo "$1 and $2 differ"; return 1; }; }
+close() {
+    awk -v a="${1:-x}" -v b="${2:-y}" 'BEGIN { exit !(a > 0 && b > 0 && (a - b) ^ 2 < 1e-6) }' || { echo "$1 and $2 differ"; return 1; }
+}
 
 # A checkpoint of 2 + 2 ranks goes on on 1 + 1 + 1 others, as on one process.
 case_save_and_resume() {
     local shared=$scratch/shared train=(train --train LICENSE-MIT --batch 12 --seq-len 32 --decay none --log-every 1) mine
     make a b c || return
     mkdir -p "$shared"
-    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=a "$lm" "${train[@]}" --backend mpi --dp 2 --tp 2 --steps 4 --save "$shared/learned"
+    run "$patience" a "$openmpi" -H a:2,b:2 -x MASTER_ADDR=a "$lm" "${train[@]}" --backend mpi --dp 2 --tp 2 --steps 4 \
+        --save "$shared/learned"
     succeeds || return
-    run "$patience" c "$openmpi" -H c:1,b:1,a:1 -x MASTER_ADDR=c "$lm" "${train[@]}" --backend mpi --dp 3 --tp 1 --steps 8 --resume "$shared/learned"
+    run "$patience" c "$openmpi" -H c:1,b:1,a:1 -x MASTER_ADDR=c "$lm" "${train[@]}" --backend mpi --dp 3 --tp 1 --steps 8 \
+        --resume "$shared/learned"
     succeeds || return
     mine=$(loss 8)
     run "$patience" a "$lm" "${train[@]}" --steps 8
