@@ -167,6 +167,16 @@ on 3 --backend mpi --steps 10
 verdict "toy-transformer on 3 ranks, where 2 are wanted" refused "--tp 2 takes 2 ranks, but the launcher started 3"
 on 2 --backend mpi --steps 0
 verdict "toy-transformer without steps" refused "--steps is 0"
+# some NAME: the program on two ranks, of which only the second one has a variable.
+some() {
+    out=$(launched 600 -n 1 "$program" --backend mpi --steps 3 --runs tp : \
+        -n 1 env "$1=1" "$program" --backend mpi --steps 3 --runs tp 2>&1 </dev/null)
+    status=$?
+}
+for name in CANDLE_DIST_DEBUG CANDLE_SHARD_STRICT; do
+    some "$name"
+    verdict "toy-transformer where only rank 1 has $name" said_once "One run only"
+done
 on 2 --help
 verdict "toy-transformer --help, once" said_once "Exit status: 0"
 on 2 --backend mpi --steps 10 --json /dev/full

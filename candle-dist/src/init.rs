@@ -14,7 +14,11 @@
 //! | `CANDLE_DIST_TOKEN` | a random text that only processes of this job know; see [`LaunchInfo`] for when it is needed |
 //! | `CANDLE_DIST_NO_TOKEN=1` | allow a job that has no secret to start without a token |
 //! | `CANDLE_DIST_UNLIKE_ARGUMENTS=1` | allow ranks to be started with unlike arguments, if set for rank 0 |
-//! | `CANDLE_DIST_DEBUG=1` | compare the calls of all ranks |
+//! | `CANDLE_DIST_DEBUG=1` | compare the calls of all ranks, and the operands of candle-shard; if set for rank 0 |
+//! | `CANDLE_SHARD_STRICT=1` | refuse communication that nobody asked for in candle-shard; if set for rank 0 |
 //! | `CANDLE_DIST_SHARE_GPUS=1` | allow more ranks than GPUs on a host |
-pub use crate::launch::{InitOptions, LaunchInfo, Scope, Secret};
+//!
+//! Launchers do not pass each variable on to each host. So what changes the messages of ranks comes from rank 0: it gives its
+//! settings to each process that joins. The other variables are of their process alone.
+pub use crate::launch::{InitOptions, LaunchInfo, Scope, Secret, host_name};
 pub use crate::world::{Backend, init_process_group, init_process_group_with};

@@ -90,6 +90,8 @@ pub mod row_changes;
 pub mod rows;
 mod store;
 mod sums;
+#[doc(hidden)]
+pub mod switch;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod threads;

@@ -3,26 +3,22 @@ use crate::layout::Spec;
 use crate::{Error, Result, scoped};
 use candle_core::{Device, Tensor};
 use candle_dist::bits::digest;
+use candle_dist::switch::Switch;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::cell::Cell;
-use std::sync::LazyLock;
 
 thread_local! {
-    static COMPARED: Cell<bool> = Cell::new(*EVERYWHERE);
+    static COMPARED: Cell<bool> = const { Cell::new(false) };
 }
-
-/// Set if the environment enables it for the whole program.
-static EVERYWHERE: LazyLock<bool> =
-    LazyLock::new(|| std::env::var("CANDLE_DIST_DEBUG").is_ok_and(|value| value.trim() == "1"));
 
 /// Runs `f`, in which tensors that must be equal on every rank are compared by a hash of their elements.
 ///
 /// These are the operands of [`DTensor::replicated`](crate::DTensor::replicated), of operators with plain tensors and
 /// numbers, and of [`DTensor::distribute`](crate::DTensor::distribute), and the plain inputs that a layer of a plan
 /// takes as replicated. Each comparison costs one barrier; if ranks differ, all of them return the same error.
-/// Every rank must call it. `CANDLE_DIST_DEBUG=1` in the environment enables it in all threads of a program.
+/// Every rank must call it. `CANDLE_DIST_DEBUG=1` enables it in all threads of a program; among processes, that of rank 0 counts.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -41,7 +37,7 @@ pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
 
 /// Refuses a tensor that is not equal on all ranks of the mesh, if the comparison is enabled.
 pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
-    if !COMPARED.get() {
+    if !COMPARED.get() && !Switch::Debug.is_on() {
         return Ok(());
     }
     let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);

@@ -1,7 +1,7 @@
 //! Implicit communication: refused, or logged.
 use crate::scoped;
+use candle_dist::switch::Switch;
 use std::cell::Cell;
-use std::sync::LazyLock;
 
 /// The treatment of implicit communication.
 #[derive(Clone, Copy, PartialEq)]
@@ -15,12 +15,8 @@ pub(crate) enum Mode {
 }
 
 thread_local! {
-    static MODE: Cell<Mode> = Cell::new(if *EVERYWHERE { Mode::Refused } else { Mode::Told });
+    static MODE: Cell<Mode> = const { Cell::new(Mode::Told) };
 }
-
-/// Set if the environment enables it for the whole program.
-static EVERYWHERE: LazyLock<bool> =
-    LazyLock::new(|| std::env::var_os("CANDLE_SHARD_STRICT").is_some_and(|value| !value.is_empty() && value != "0"));
 
 /// Runs `f`, in which an op fails if it needs communication to lay out its inputs.
 ///
@@ -30,7 +26,7 @@ static EVERYWHERE: LazyLock<bool> =
 /// softmax over a sharded dim. Outside of `strict`, the first such call of each kind is logged as a warning. On known
 /// calls the check reads one flag.
 ///
-/// `CANDLE_SHARD_STRICT=1` in the environment makes all threads of a program strict.
+/// `CANDLE_SHARD_STRICT=1` makes all threads of a program strict; among processes, that of rank 0 counts.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -60,5 +56,8 @@ pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
 
 /// Returns how this thread treats implicit communication now.
 pub(crate) fn mode() -> Mode {
-    MODE.get()
+    match MODE.get() {
+        Mode::Told if Switch::Strict.is_on() => Mode::Refused,
+        mode => mode,
+    }
 }

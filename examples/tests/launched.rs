@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::ensure;
+use candle_dist::init::host_name;
 use candle_dist::{RankContext, World, WorldError};
 use clap::Parser;
 use examples::cli::UsageError;
@@ -98,7 +99,13 @@ fn what_one_rank_lacks_all_refuse_with_the_first_ones_words() {
         };
         Ok::<_, UsageError>(ranks.agree(mine).map_err(|error| error.to_string()))
     });
-    assert_eq!(words, vec![Err("no file on rank 1".to_owned()); 3]);
+    let said = format!("rank 1 on {}: no file on rank 1", host_name());
+    assert_eq!(words, vec![Err(said); 3]);
+    let words = on(3, |_, ranks| {
+        let mine: anyhow::Result<()> = Err(anyhow::anyhow!("no such flag"));
+        Ok::<_, UsageError>(ranks.agree(mine).map_err(|error| error.to_string()))
+    });
+    assert_eq!(words, vec![Err("no such flag".to_owned()); 3], "what all know is of no rank");
     let ranks = on(3, |ctx, ranks| ranks.agree(Ok::<_, UsageError>(ctx.rank())));
     assert_eq!(ranks, [0, 1, 2]);
 }

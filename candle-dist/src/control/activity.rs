@@ -47,6 +47,8 @@ pub(super) enum Waiting {
     Call(Arc<Call>, Option<Meeting>),
     /// The value of a key.
     Value(String),
+    /// A stage of the start.
+    Stage(String),
 }
 
 /// A round of a group.
@@ -128,7 +130,7 @@ impl Activity {
         }
         self.active.iter().find_map(|active| match &active.what {
             Waiting::Call(_, Some(meeting)) => meeting.ranks.iter().copied().find(|rank| self.lacks(*rank, meeting)),
-            Waiting::Call(_, None) | Waiting::Value(_) => None,
+            Waiting::Call(_, None) | Waiting::Value(_) | Waiting::Stage(_) => None,
         })
     }
 
@@ -156,8 +158,8 @@ impl Activity {
 
 impl fmt::Display for Activity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A call may wait for a value inside, so report the call.
-        let is_call = |active: &&Active| matches!(active.what, Waiting::Call(..));
+        // A call and a stage may wait for a value inside, so report these.
+        let is_call = |active: &&Active| !matches!(active.what, Waiting::Value(_));
         match (self.active.iter().rfind(is_call).or(self.active.last()), &self.last) {
             (Some(Active { what, since, .. }), _) => write!(f, "{what} for {:.1?}", since.elapsed()),
             (None, Some(call)) => write!(f, "running, last completed {call}"),
@@ -171,6 +173,7 @@ impl fmt::Display for Waiting {
         match self {
             Self::Call(call, _) => write!(f, "in {call}"),
             Self::Value(key) => write!(f, "waiting for the value of {key:?}"),
+            Self::Stage(name) => f.write_str(name),
         }
     }
 }

@@ -1,39 +1,35 @@
 //! Connecting to rank 0.
 use super::server::meeting_points;
+use super::terms::Terms;
 use crate::launch::{LaunchInfo, Secret};
 use crate::link::hello::{Answer, Hello, Stranger};
 use crate::link::key::Key;
-use crate::link::{Before, within};
+use crate::link::{Attempts, Before, within};
 use crate::{Error, Result, printable};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpStream};
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// The time limit of one attempt, to connect and to be answered.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// The first and the last pause between attempts; pauses grow between them.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
-/// Connects to rank 0 until it accepts this process, for at most `limit`. Rank 0 itself knows its address and key.
-pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Duration) -> Result<TcpStream> {
+/// Connects to rank 0 until it accepts this process, for at most `limit`, and returns its terms. Rank 0 itself knows its
+/// address and key.
+pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Duration) -> Result<(TcpStream, Terms)> {
     let hello = hello(info)?;
-    let end = within(limit);
-    let mut pause = PAUSE.0;
+    let mut attempts = Attempts::within(limit);
     loop {
-        let last = match attempt(info, own.as_ref(), hello, end)? {
-            Ok(stream) => return Ok(stream),
+        let last = match attempt(info, own.as_ref(), hello, attempts.end)? {
+            Ok(joined) => return Ok(joined),
             Err(last) => last,
         };
-        if Instant::now() + pause >= end {
-            return Err(Error::Init(format!(
+        if !attempts.again() {
+            return Err(Error::Unreachable(format!(
                 "rank {} of {} could not reach rank 0 at {} within {limit:?} ({last}); check that rank 0 runs, and \
                  that MASTER_ADDR and MASTER_PORT are right",
                 info.rank, info.world_size, info.address
             )));
         }
-        thread::sleep(pause);
-        pause = (pause * 2).min(PAUSE.1);
     }
 }
 
@@ -56,7 +52,7 @@ fn attempt(
     own: Option<&(SocketAddr, Key)>,
     hello: Hello,
     end: Instant,
-) -> Result<io::Result<TcpStream>> {
+) -> Result<io::Result<(TcpStream, Terms)>> {
     let (addresses, key) = match own {
         Some((address, key)) => (vec![*address], key.clone()),
         None => {
@@ -75,14 +71,15 @@ fn attempt(
     // A name may have several addresses, and others may use some of them.
     let mut foreign = None;
     for address in addresses {
-        let left = end.saturating_duration_since(Instant::now()).clamp(PAUSE.0, ATTEMPT);
+        let left = end.saturating_duration_since(Instant::now()).clamp(Attempts::PAUSE.0, ATTEMPT);
         let greeted = TcpStream::connect_timeout(&address, left).map_err(Stranger::Unknown).and_then(|stream| {
             let answer = hello.greet(&key, &mut Before { stream: &stream, deadline: within(left) })?;
             Ok((stream, answer))
         });
         match greeted {
-            Ok((stream, Answer::Welcome)) => return Ok(Ok(stream)),
+            Ok((stream, Answer::Welcome(text))) => return Ok(Ok((stream, Terms::accept(&text)?))),
             Ok((_, Answer::Never(why))) => return Err(Error::Init(printable(&why).into())),
+            Ok((_, Answer::NotStarted(why))) => return Err(Error::NotStarted(printable(&why).into())),
             Ok((_, Answer::Later(why))) => return Ok(Err(io::Error::other(printable(&why)))),
             Err(Stranger::Unknown(error)) if error.kind() == ErrorKind::InvalidData => {
                 foreign = Some(format!(

@@ -4,6 +4,7 @@ use super::departed::Departed;
 use super::limits::{MAX_ROUNDS, MAX_STATE};
 use super::message::{Fault, Notice, Request, State};
 use super::rounds::Rounds;
+use super::terms::Terms;
 use crate::Cause;
 use crate::error::End;
 use crate::launch::{InitOptions, LaunchInfo, SecretFile};
@@ -37,7 +38,7 @@ struct Table {
     file: Option<SecretFile>,
     /// Whether all processes find the secret that one launcher starts for this address.
     is_of_launcher: bool,
-    debug: bool,
+    terms: Terms,
     /// The arguments of rank 0, unless others may have unlike ones.
     arguments: Option<Vec<String>>,
     seats: Vec<Seat>,
@@ -134,11 +135,11 @@ impl Table {
             return Answer::Never(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
         };
         if let Phase::Unlike(why) = &self.phase {
-            return Answer::Never(why.clone());
+            return Answer::NotStarted(why.clone());
         }
         let is_over = matches!(self.phase, Phase::Stopping(_) | Phase::Stopped | Phase::Over);
         match (&seat.link, &seat.end) {
-            (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome,
+            (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome(self.terms.text()),
             (_, Some(End::Returned)) if !is_over => Answer::Later(format!(
                 "rank {rank} was here and has left; a running world accepts no processes, so start the whole job again"
             )),
@@ -196,7 +197,7 @@ impl Hub {
             phase: Phase::Meeting,
             file,
             is_of_launcher: info.secret.is_of_launcher(),
-            debug: options.is_debug(),
+            terms: Terms::of_first(options),
             arguments: arguments::own(options),
             seats,
             values: Values::default(),
@@ -212,18 +213,18 @@ impl Hub {
     }
 
     /// Answers a process of this job: lets it join, or tells it why it may not.
-    pub(super) fn admit(self: &Arc<Self>, guest: &Guest, stream: TcpStream, silence: Duration) -> io::Result<()> {
+    pub(super) fn admit(self: &Arc<Self>, guest: &Guest, stream: TcpStream) -> io::Result<()> {
         let mut table = self.table.lock();
         let answer = table.answer(guest.hello);
         table.suspect(guest.hello, &answer);
         self.changed.notify_all();
-        if answer != Answer::Welcome {
+        if !matches!(answer, Answer::Welcome(_)) {
             return guest.answer(&self.key, &answer, &mut &stream);
         }
         let mut welcome = Vec::new();
         guest.answer(&self.key, &answer, &mut welcome)?;
         let (hub, rank) = (self.clone(), guest.hello.rank as usize);
-        match Link::start(stream.try_clone()?, silence, welcome, move |event| hub.on(rank, event)) {
+        match Link::start(stream.try_clone()?, table.terms.lost_after, welcome, move |event| hub.on(rank, event)) {
             Ok(link) => table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() },
             // A process that is let in does not come again, so it is told why the world does not start, like the others.
             Err(error) => {
@@ -233,7 +234,7 @@ impl Hub {
                 );
                 table.call_off(why.clone());
                 self.changed.notify_all();
-                return guest.answer(&self.key, &Answer::Never(why), &mut &stream);
+                return guest.answer(&self.key, &Answer::NotStarted(why), &mut &stream);
             }
         }
         self.changed.notify_all();
@@ -331,7 +332,7 @@ impl Table {
                 self.seats[rank].is_alike = true;
                 if self.seats.iter().all(|seat| seat.is_alike) {
                     self.phase = Phase::Running;
-                    self.tell(&Notice::Ready { debug: self.debug });
+                    self.tell(&Notice::Ready);
                 }
             }
             Request::Arguments(_) => {}

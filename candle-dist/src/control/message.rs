@@ -43,7 +43,7 @@ pub(super) enum Request {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Notice {
     /// All processes have joined.
-    Ready { debug: bool },
+    Ready,
     /// The world does not start, for this reason.
     NotStarted(String),
     /// The payload is the requested value.

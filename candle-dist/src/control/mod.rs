@@ -13,6 +13,7 @@ mod message;
 mod rounds;
 mod server;
 mod signature;
+mod terms;
 mod watch;
 
 pub use ids::{channel, group_id};
@@ -33,6 +34,7 @@ use message::Request;
 use parking_lot::Mutex;
 use server::Server;
 use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 use watch::{How, VERDICT, Watch};
@@ -49,6 +51,9 @@ pub struct Control {
     size: usize,
     timeout: Duration,
     start_timeout: Duration,
+    init_timeout: Duration,
+    /// The addresses of this process and of rank 0.
+    ends: [IpAddr; 2],
     debug: bool,
     watch: Arc<Watch>,
     /// `None` after the goodbye. Rank 0 also has the server.
@@ -101,17 +106,19 @@ impl Drop for Membership {
 impl Control {
     /// Connects to the other processes. Returns when all have joined, or with the same error on all that joined.
     ///
-    /// Rank 0 listens at the address, on that interface only. Processes join if they prove that they know the secret of
+    /// Rank 0 listens at the address. Processes join if they prove that they know the secret of
     /// the job; other connections are dropped. Nothing is encrypted.
     pub fn connect(info: &LaunchInfo, options: &InitOptions) -> Result<Arc<Self>> {
         let server = match info.rank {
             0 => Some(Server::start(info, options)?),
             _ => None,
         };
-        let stream = dial::dial(info, server.as_ref().map(Server::own), options.init_timeout)?;
+        let (stream, terms) = dial::dial(info, server.as_ref().map(Server::own), options.init_timeout)?;
+        let ends = [stream.local_addr(), stream.peer_addr()]
+            .map(|end| end.map_or(Ipv4Addr::UNSPECIFIED.into(), |end| end.ip()));
         let watch = Arc::new(Watch::new(info.rank, info.world_size));
         let listening = watch.clone();
-        let link = Link::start(stream, options.lost_after, Vec::new(), move |event| listening.on(event))
+        let link = Link::start(stream, terms.lost_after, Vec::new(), move |event| listening.on(event))
             .map_err(|error| Error::Init(format!("rank {} cannot start its threads: {error}", info.rank)))?;
         watch.speak_through(link.outbox.clone());
         watch.present(arguments::own(options).as_deref().map(arguments::digests));
@@ -121,7 +128,9 @@ impl Control {
             size: info.world_size,
             timeout: options.timeout,
             start_timeout: options.timeout.max(options.init_timeout),
-            debug: *met.as_ref().unwrap_or(&false),
+            init_timeout: options.init_timeout,
+            ends,
+            debug: terms.debug,
             watch,
             ties: Mutex::new(Some((link, server))),
         };
@@ -145,6 +154,21 @@ impl Control {
     /// Returns how long a rank may wait in one call.
     pub fn timeout(&self) -> Duration {
         self.timeout
+    }
+
+    /// Returns how long the processes may take to connect, and how long a backend may take to do so.
+    pub fn init_timeout(&self) -> Duration {
+        self.init_timeout
+    }
+
+    /// Returns the ends of the connection to rank 0: the addresses of this process and of rank 0 that reach each other.
+    pub fn ends(&self) -> [IpAddr; 2] {
+        self.ends
+    }
+
+    /// Records that this rank is in a stage of its backend's start, until the guard is dropped. Reports name it.
+    pub fn stage(&self, name: &str) -> Entered<'_> {
+        Entered { watch: &self.watch, doing: self.watch.begin(name) }
     }
 
     /// Returns how long a rank may wait for other ranks at each point of its backend's start.

@@ -4,13 +4,13 @@ use super::hub::Hub;
 use crate::launch::{Held, InitOptions, LaunchInfo};
 use crate::link::hello::Guest;
 use crate::link::key::Key;
-use crate::link::{Before, within};
+use crate::link::{Attempts, Before, within};
 use crate::{Error, Result};
 use itertools::Itertools;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -38,7 +38,7 @@ impl Server {
     /// Listens at the world's address, on its interfaces only.
     pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
-        let listeners = listen(info)?;
+        let listeners = listen(info, options.init_timeout)?;
         // After the port, which only one of two jobs at an address gets.
         let Held { bytes, file } = info.secret.of_host(info)?;
         let key = info.key(&bytes);
@@ -47,7 +47,7 @@ impl Server {
         let (watched, limit) = (hub.clone(), options.init_timeout);
         let supervisor = thread::Builder::new().name("candle-dist supervisor".into());
         supervisor.spawn(move || watched.supervise(limit)).map_err(failed)?;
-        let door = Arc::new(Door { hub: hub.clone(), silence: options.lost_after, strangers: Mutex::default() });
+        let door = Arc::new(Door { hub: hub.clone(), strangers: Mutex::default() });
         let mut server = Self { hub, is_over, doors: Vec::new() };
         for listener in listeners {
             let address = listener.local_addr().map_err(failed)?;
@@ -86,15 +86,16 @@ impl Drop for Server {
 
 /// Returns the address at which this process reaches a listener.
 fn within_reach(mut address: SocketAddr) -> SocketAddr {
+    let here: IpAddr = if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() };
     if address.ip().is_unspecified() {
-        address.set_ip(Ipv4Addr::LOCALHOST.into());
+        address.set_ip(here);
     }
     address
 }
 
 /// Binds the address that the launcher set. If it is a name, this host may have several of its addresses: others try any
 /// of them first, so all are bound, and all must be free.
-fn listen(info: &LaunchInfo) -> Result<Vec<TcpListener>> {
+fn listen(info: &LaunchInfo, limit: Duration) -> Result<Vec<TcpListener>> {
     let (host, port) = info.address.rsplit_once(':').unwrap_or((&info.address, ""));
     let failed = |error: std::io::Error| {
         Error::Init(match error.kind() {
@@ -112,14 +113,32 @@ fn listen(info: &LaunchInfo) -> Result<Vec<TcpListener>> {
             _ => format!("rank 0 cannot listen at {}: {error}; correct MASTER_ADDR and MASTER_PORT", info.address),
         })
     };
-    meeting_points(info).and_then(bind).map_err(failed)
+    bind(named(info, limit)?).map_err(failed)
+}
+
+/// Looks the address up until it has one, as others do: a host may run before its name is known.
+fn named(info: &LaunchInfo, limit: Duration) -> Result<Vec<SocketAddr>> {
+    let mut attempts = Attempts::within(limit);
+    loop {
+        let last = match info.address.to_socket_addrs() {
+            Ok(addresses) => return Ok(open(info, addresses.collect())),
+            Err(last) => last,
+        };
+        if !attempts.again() {
+            let host = info.address.rsplit_once(':').map_or("", |(host, _)| host);
+            return Err(Error::Init(format!(
+                "rank 0 finds no address of {host} within {limit:?} ({last}); correct MASTER_ADDR, or let the host of rank 0 \
+                 know the name (/etc/hosts, DNS)"
+            )));
+        }
+    }
 }
 
 /// Binds all addresses that are of this host.
 fn bind(addresses: Vec<SocketAddr>) -> io::Result<Vec<TcpListener>> {
     let (mut listeners, mut last) = (Vec::new(), None);
     for address in addresses.into_iter().map(canonical).unique() {
-        match TcpListener::bind(address) {
+        match listener(address) {
             Ok(listener) => listeners.push(listener),
             Err(error) if error.kind() == ErrorKind::AddrInUse => return Err(error),
             // Of another host, or of a family that this host lacks.
@@ -132,6 +151,26 @@ fn bind(addresses: Vec<SocketAddr>) -> io::Result<Vec<TcpListener>> {
     }
 }
 
+/// Binds an address of IPv6 for IPv6 only, whatever the system's default: the port of IPv4 is bound, or taken, apart from it.
+#[cfg(unix)]
+fn listener(address: SocketAddr) -> io::Result<TcpListener> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
+    const WAITING: i32 = 128;
+    let SocketAddr::V6(address) = address else { return TcpListener::bind(address) };
+    let socket = socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_ipv6_v6only(&socket, true)?;
+    // As the standard library does: a port whose connections have just ended is free.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    bind(&socket, &address)?;
+    listen(&socket, WAITING)?;
+    Ok(socket.into())
+}
+
+#[cfg(not(unix))]
+fn listener(address: SocketAddr) -> io::Result<TcpListener> {
+    TcpListener::bind(address)
+}
+
 /// Returns an address without the IPv6 form of IPv4, which would be bound twice. Others keep their scope.
 fn canonical(address: SocketAddr) -> SocketAddr {
     match address.ip().to_canonical() {
@@ -140,21 +179,29 @@ fn canonical(address: SocketAddr) -> SocketAddr {
     }
 }
 
+/// Returns where rank 0 listens, by the addresses that its host has for the job's. For a job of several hosts, a name of this
+/// host stands for all of its interfaces, by IPv4 and by IPv6: other hosts may know other addresses of it, and many hosts know
+/// their own name as a loopback address.
+fn open(info: &LaunchInfo, addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+    let (host, port) = info.address.rsplit_once(':').unwrap_or_default();
+    let is_name = host.trim_matches(['[', ']']).parse::<IpAddr>().is_err();
+    let is_here = |address: &SocketAddr| TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
+    if !(is_name && info.spans_hosts() && addresses.iter().any(is_here)) {
+        return addresses;
+    }
+    let all: [IpAddr; 2] = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
+    all.map(|ip| SocketAddr::new(ip, port.parse().unwrap_or(0))).to_vec()
+}
+
 /// Returns the possible addresses of rank 0, as this host resolves them.
 pub(super) fn meeting_points(info: &LaunchInfo) -> io::Result<Vec<SocketAddr>> {
     Ok(beyond_loopback(info, info.address.to_socket_addrs()?.collect()))
 }
 
-/// Removes loopback addresses: many hosts resolve their own name to one, which other hosts cannot reach.
+/// Removes loopback addresses if others remain: they lead to another host's rank 0 only on that host.
 fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
-    if !info.spans_hosts() {
-        return addresses;
-    }
     let is_local = |address: &SocketAddr| address.ip().to_canonical().is_loopback();
-    if info.rank == 0 && addresses.iter().all(is_local) {
-        // Only the other hosts know the reachable address, so listen on all interfaces.
-        addresses.iter_mut().for_each(|address| address.set_ip(Ipv4Addr::UNSPECIFIED.into()));
-    } else if !addresses.iter().all(is_local) {
+    if info.spans_hosts() && !addresses.iter().all(is_local) {
         addresses.retain(|address| !is_local(address));
     }
     addresses
@@ -163,7 +210,6 @@ fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<Soc
 /// The accepting side of the server.
 struct Door {
     hub: Arc<Hub>,
-    silence: Duration,
     /// Connections that have not proved that they are of this job, oldest first.
     strangers: Mutex<VecDeque<(u64, TcpStream)>>,
 }
@@ -208,7 +254,7 @@ impl Door {
         // If a refusal does not arrive, the other side tries again. If a welcome does not, it is lost.
         if let Ok(guest) = guest {
             let _ = stream.set_write_timeout(Some(GREETING));
-            let _ = self.hub.admit(&guest, stream, self.silence);
+            let _ = self.hub.admit(&guest, stream);
         }
     }
 }
@@ -239,9 +285,20 @@ mod tests {
             assert_eq!(beyond_loopback(&info(rank, 4), of(&all)), of(&all));
             assert_eq!(beyond_loopback(&info(rank, 2), of(&all)), of(&["10.0.0.1", "[fd00::1]"]));
         }
-        assert_eq!(beyond_loopback(&info(0, 2), of(&["127.0.1.1"])), of(&["0.0.0.0"]));
         // On the same host as rank 0, which also listens there.
         assert_eq!(beyond_loopback(&info(1, 2), of(&["127.0.1.1"])), of(&["127.0.1.1"]));
+        // What is no address of this host is told so, and a job of one host is not open to others.
+        let every = of(&["0.0.0.0", "[::]"]);
+        for (own, local_size, listens) in [
+            (&["127.0.1.1"][..], 2, &every),
+            (&["127.0.1.1", "203.0.113.1"], 2, &every),
+            (&["203.0.113.1"], 2, &of(&["203.0.113.1"])),
+            (&["127.0.1.1"], 4, &of(&["127.0.1.1"])),
+        ] {
+            assert_eq!(&open(&info(0, local_size), of(own)), listens, "{own:?}");
+        }
+        let given = LaunchInfo { address: "127.0.0.1:29500".into(), ..info(0, 2) };
+        assert_eq!(open(&given, of(&["127.0.0.1"])), of(&["127.0.0.1"]), "an address is what it says");
     }
 
     #[test]
@@ -255,18 +312,26 @@ mod tests {
     fn all_addresses_of_a_name_are_bound_or_none() {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), port)).collect::<Vec<_>>();
+        let has_6 = TcpListener::bind("[::1]:0").is_ok();
         // 203.0.113.0/24 is reserved for documentation.
         for (ips, bound) in [
             (&["127.0.0.1"][..], 1),
             (&["127.0.0.1", "127.0.0.2"], 2),
             (&["127.0.0.1", "::ffff:127.0.0.1"], 1),
             (&["203.0.113.1", "127.0.0.2"], 1),
+            (&["0.0.0.0", "::"], 1 + usize::from(has_6)),
+            (&["::", "0.0.0.0"], 1 + usize::from(has_6)),
         ] {
             assert_eq!(bind(at(ips)).unwrap().len(), bound, "{ips:?}");
         }
         for taken in ["127.0.0.1", "127.0.0.2"] {
             let _taken = TcpListener::bind(at(&[taken])[0]).unwrap();
             let error = bind(at(&["127.0.0.1", "127.0.0.2"])).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::AddrInUse, "{taken}");
+        }
+        for taken in ["127.0.0.1", "0.0.0.0", "::1", "::"].into_iter().take(if has_6 { 4 } else { 2 }) {
+            let _taken = listener(at(&[taken])[0]).unwrap();
+            let error = bind(at(&["0.0.0.0", "::"])).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::AddrInUse, "{taken}");
         }
         assert_eq!(bind(at(&["203.0.113.1"])).unwrap_err().kind(), ErrorKind::AddrNotAvailable);

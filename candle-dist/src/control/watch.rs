@@ -1,4 +1,6 @@
 //! A process's side of the connection: what it has received, and the threads that wait for it.
+mod values;
+
 use super::activity::{Activity, Meeting, Waiting};
 use super::limits::{MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, clipped};
 use super::message::{Fault, Notice, Request, State};
@@ -7,7 +9,7 @@ use crate::call::{Call, Form, Op};
 use crate::error::End;
 use crate::link::within;
 use crate::link::{Event, Outbox};
-use crate::values::{Change, Outcome};
+use crate::values::Outcome;
 use crate::{Cause, Error, GroupFailure, RankReport, Result, printable};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, HashSet};
@@ -20,13 +22,6 @@ pub(super) const VERDICT: Duration = Duration::from_secs(5);
 
 /// How many calls of a rank may wait for their comparison, which bounds the memory for them here and at rank 0.
 const MAX_LATER: usize = 4096;
-
-/// The bytes of values that a process sets before it waits until rank 0 has stored them.
-const MAX_UNSTORED: usize = 32 << 20;
-/// The bytes that a value needs in addition to its content.
-const LEAST_BYTES: usize = 256;
-/// A key without a value. Keys of programs begin with "own ".
-const FENCE: &str = "fence";
 
 /// The state of one process.
 #[derive(Debug)]
@@ -51,16 +46,11 @@ enum Answer {
     Changed(Outcome, Vec<u8>),
 }
 
-/// Returns the error for an answer that belongs to another request.
-fn unexpected() -> Error {
-    Error::Unsupported("rank 0 answered another request; run the same build on all hosts".to_string())
-}
-
 #[derive(Debug, Default)]
 struct Heard {
     activity: Activity,
-    /// Set when all processes have joined, to whether calls are compared.
-    ready: Option<bool>,
+    /// Whether all processes have joined.
+    ready: bool,
     not_started: Option<String>,
     /// The received answers, by request number.
     answers: HashMap<u64, Answer>,
@@ -134,7 +124,7 @@ impl Watch {
     pub(super) fn on(&self, event: Event<Notice>) {
         let mut heard = self.heard.lock();
         match event {
-            Event::Message(Notice::Ready { debug }, _) => heard.ready = Some(debug),
+            Event::Message(Notice::Ready, _) => heard.ready = true,
             Event::Message(Notice::NotStarted(text), _) => heard.not_started = Some(printable(&text).into()),
             Event::Message(Notice::Value { id }, value) => drop(heard.answers.insert(id, Answer::Value(value))),
             Event::Message(Notice::Absent { id }, _) => drop(heard.answers.insert(id, Answer::Absent)),
@@ -166,7 +156,7 @@ impl Watch {
                 heard.ended = true;
                 // Rank 0 keeps the connection until this process ends it, also after the goodbye.
                 if !heard.parted && heard.not_started.is_none() {
-                    let mut ranks = vec![State::Silent; self.size];
+                    let mut ranks = self.alone(&heard);
                     ranks[0] = State::Lost(how.clone());
                     let cause = Cause::Lost { rank: 0, how };
                     // If rank 0 is frozen, it finds this when it wakes, and ends like the others.
@@ -181,6 +171,13 @@ impl Watch {
         self.changed.notify_all();
     }
 
+    /// Returns the states of all ranks when nobody else tells any.
+    fn alone(&self, heard: &Heard) -> Vec<State> {
+        let mut ranks = vec![State::Silent; self.size];
+        ranks[self.rank] = State::Says(clipped(heard.activity.to_string(), MAX_STATE));
+        ranks
+    }
+
     /// Records that the world has stopped; the first failure received counts.
     fn settle(&self, cause: Cause, ranks: Vec<State>) {
         let report = |(rank, state): (usize, State)| RankReport { rank, doing: state.into() };
@@ -192,18 +189,17 @@ impl Watch {
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure.clone())))
     }
 
-    /// Waits until all processes have joined, for at most `limit`: rank 0 says before whether some are missing. Returns
-    /// whether calls are compared.
-    pub(super) fn meet(&self, limit: Duration) -> Result<bool> {
+    /// Waits until all processes have joined, for at most `limit`: rank 0 says before whether some are missing.
+    pub(super) fn meet(&self, limit: Duration) -> Result<()> {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
         loop {
             if let Some(why) = &heard.not_started {
-                return Err(Error::Init(why.clone()));
+                return Err(Error::NotStarted(why.clone()));
             }
             self.check()?;
-            if let Some(debug) = heard.ready {
-                return Ok(debug);
+            if heard.ready {
+                return Ok(());
             }
             if Instant::now() >= deadline {
                 return Err(Error::Init(format!(
@@ -269,98 +265,9 @@ impl Watch {
                 return Error::Group(failure.clone());
             }
             if self.changed.wait_until(&mut heard, deadline).timed_out() {
-                self.settle(cause.clone(), vec![State::Silent; self.size]);
+                self.settle(cause.clone(), self.alone(&heard));
             }
         }
-    }
-
-    /// Sets a value. It waits for rank 0 where it has not stored much of what this process has set.
-    pub(super) fn set(&self, key: &str, value: &[u8], timeout: Duration) -> Result<()> {
-        self.check()?;
-        // Held while it waits, so that other threads wait, too.
-        let mut unstored = self.unstored.lock();
-        let size = key.len() + value.len() + LEAST_BYTES;
-        if *unstored + size > MAX_UNSTORED {
-            // A change that changes nothing: its answer comes after all that was sent before is stored.
-            self.change(FENCE, &Change::Swap { expected: Some(0) }, &[], timeout)?;
-            *unstored = 0;
-        }
-        *unstored += size;
-        self.send(Request::Set { key: key.to_string() }, value);
-        Ok(())
-    }
-
-    pub(super) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let answer = self.ask(
-            key,
-            |id, key| Request::Get { id, key },
-            &[],
-            |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)),
-        )?;
-        match answer {
-            Answer::Value(value) => Ok(value),
-            Answer::Absent | Answer::Changed(..) => Err(unexpected()),
-        }
-    }
-
-    /// Returns the value, or `None` after `limit`.
-    pub(super) fn get_within(&self, key: &str, limit: Duration, timeout: Duration) -> Result<Option<Vec<u8>>> {
-        let deadline = within(limit);
-        let answer = self.ask(
-            key,
-            |id, key| Request::Get { id, key },
-            &[],
-            |id, mut heard| {
-                while Instant::now() < deadline && self.failure.get().is_none() {
-                    if let Some(answer) = heard.answers.remove(&id) {
-                        return Ok(answer);
-                    }
-                    self.changed.wait_until(&mut heard, deadline);
-                }
-                // Rank 0 answers one of the two requests, never both.
-                self.send(Request::Forget { id, key: key.to_string() }, &[]);
-                self.wait(heard, timeout, |heard| heard.answers.remove(&id))
-            },
-        )?;
-        match answer {
-            Answer::Value(value) => Ok(Some(value)),
-            Answer::Absent => Ok(None),
-            Answer::Changed(..) => Err(unexpected()),
-        }
-    }
-
-    pub(super) fn change(
-        &self,
-        key: &str,
-        change: &Change,
-        bytes: &[u8],
-        timeout: Duration,
-    ) -> Result<(Outcome, Vec<u8>)> {
-        let question = |id, key| Request::Change { id, key, change: change.clone() };
-        let answer =
-            self.ask(key, question, bytes, |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)))?;
-        match answer {
-            Answer::Changed(outcome, bytes) => Ok((outcome, bytes)),
-            Answer::Value(_) | Answer::Absent => Err(unexpected()),
-        }
-    }
-
-    /// Sends rank 0 a request about a key, and waits for the answer like `wait`.
-    fn ask<'a>(
-        &'a self,
-        key: &str,
-        question: impl FnOnce(u64, String) -> Request,
-        bytes: &[u8],
-        wait: impl FnOnce(u64, MutexGuard<'a, Heard>) -> Result<Answer>,
-    ) -> Result<Answer> {
-        let mut heard = self.heard.lock();
-        heard.questions += 1;
-        let id = heard.questions;
-        let doing = heard.activity.begin(Waiting::Value(clipped(key.to_string(), MAX_STATE)));
-        self.send(question(id, key.to_string()), bytes);
-        let answer = wait(id, heard);
-        self.leave(doing);
-        answer
     }
 
     /// Records that the rank is in a call. Returns the number for [`leave`](Self::leave).
@@ -416,6 +323,11 @@ impl Watch {
             return Ok(());
         }
         self.wait(heard, timeout, |heard| heard.later.is_empty().then_some(()))
+    }
+
+    /// Records that the rank is in a stage of its start. Returns the number for [`leave`](Self::leave).
+    pub(super) fn begin(&self, stage: &str) -> u64 {
+        self.heard.lock().activity.begin(Waiting::Stage(stage.to_string()))
     }
 
     /// Returns whether a rank has ended.

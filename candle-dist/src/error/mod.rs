@@ -44,6 +44,12 @@ pub enum Error {
     /// The processes of a world could not start it.
     #[error("init: {0}")]
     Init(String),
+    /// The processes of a world could not start it. Rank 0 has told all of them the reason.
+    #[error("init: {0}")]
+    NotStarted(String),
+    /// This process could not reach rank 0, and so the others of its host cannot either.
+    #[error("init: {0}")]
+    Unreachable(String),
     /// This build or backend does not support the request.
     #[error("unsupported: {0}")]
     Unsupported(String),

@@ -14,6 +14,8 @@ pub(super) struct Launcher {
     pub(super) node: Option<&'static str>,
     /// The list of hosts, in rank order.
     pub(super) hosts: Option<&'static str>,
+    /// A variable, and the start of its value if the list of hosts is not in rank order.
+    pub(super) unordered: Option<(&'static str, &'static str)>,
     /// Variables that identify the job; their values are joined.
     pub(super) job: &'static [&'static str],
     /// Variables that together name one launch, in all its processes and in no others of this host. Empty if there are none.
@@ -35,6 +37,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         local_size: &["LOCAL_WORLD_SIZE"],
         node: None,
         hosts: None,
+        unordered: None,
         job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
         // The run id is chosen by users, and "none" by default.
         launch: &[],
@@ -50,6 +53,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
         node: None,
         hosts: None,
+        unordered: None,
         job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
         launch: &["PMIX_NAMESPACE"],
         // mpirun of Open MPI before version 5 reads them from /dev/urandom, also where no transport needs them.
@@ -66,6 +70,7 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         local_size: &["MPI_LOCALNRANKS"],
         node: None,
         hosts: None,
+        unordered: None,
         job: &["PMI_JOBID"],
         launch: &[],
         key: None,
@@ -80,6 +85,8 @@ pub(super) const LAUNCHERS: [Launcher; 4] = [
         local_size: &["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"],
         node: Some("SLURM_NODEID"),
         hosts: Some("SLURM_STEP_NODELIST"),
+        // Each other distribution gives rank 0 to the first host.
+        unordered: Some(("SLURM_DISTRIBUTION", "arbitrary")),
         job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
         launch: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
         key: None,

@@ -1,4 +1,5 @@
 //! The identity of a process: its rank, the world's size, and the address of rank 0.
+mod host;
 mod launchers;
 mod options;
 mod secret;
@@ -6,6 +7,7 @@ mod secret;
 mod secret_file;
 mod slurm;
 
+pub use host::host_name;
 pub use options::InitOptions;
 pub(crate) use secret::Held;
 pub use secret::{Scope, Secret};
@@ -29,7 +31,7 @@ const MOST_RANKS: usize = 1 << 16;
 ///
 /// It comes from [`InitOptions::explicit`], or from the variables of torchrun, Open MPI, MPICH (Hydra) or Slurm.
 /// `MASTER_ADDR` and `MASTER_PORT` set where rank 0 listens, under every launcher. The default host is `127.0.0.1` if
-/// all ranks are on one host; under Slurm it is otherwise the first host. The default port is between 20000 and 32767,
+/// all ranks are on one host; under Slurm it is otherwise the first host, unless the user orders the hosts (`-m arbitrary`). The default port is between 20000 and 32767,
 /// chosen by a hash of the job id. (MPICH has no job id: two of its jobs on one host need different `MASTER_PORT`s.)
 ///
 /// Processes join only if they know the [`Secret`] of the job. It is the first of these that there is:
@@ -100,6 +102,12 @@ impl LaunchInfo {
         }
     }
 
+    /// Returns the rank that the launcher's variables tell, even where they lack something else.
+    pub fn rank_from_env() -> Option<usize> {
+        let vars = Vars { lookup: &|name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()) };
+        vars.number(vars.launcher().ok()?.rank).ok().flatten()
+    }
+
     /// Like [`from_env`](Self::from_env) with any source of variables. An empty variable counts as unset.
     ///
     /// # Errors
@@ -141,7 +149,9 @@ impl LaunchInfo {
     pub fn check_mpi(&self) -> Result<()> {
         match self.world_size > 1 && !self.has_mpi {
             true => Err(Error::Init(
-                "no MPI launcher started this process; use mpirun, or srun with --mpi=pmix or --mpi=pmi2".into(),
+                "no MPI launcher started this process; use mpirun, or srun with a type of --mpi that this MPI and this Slurm \
+                 have: `srun --mpi=list` shows those of Slurm; Open MPI takes pmix, MPICH takes pmi2"
+                    .into(),
             )),
             false => Ok(()),
         }
@@ -320,7 +330,16 @@ impl Vars<'_> {
     }
 
     fn first_host(&self, row: &Launcher) -> Result<String> {
-        const FIX: &str = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there";
+        const FIX: &str = "set MASTER_ADDR to the host of rank 0";
+        if let Some((name, value)) = row.unordered
+            && self.get(name).is_some_and(|text| text.starts_with(value))
+        {
+            return Err(Error::Init(format!(
+                "{} puts the ranks on hosts in an order of the user's ({name}={value}) and does not say which one rank 0 has; \
+                 {FIX}, which is the first one of that order",
+                row.name
+            )));
+        }
         match row.hosts.and_then(|name| Some((name, self.get(name)?))) {
             Some((name, list)) => slurm::first_host(&list)
                 .ok_or_else(|| Error::Init(format!("{name}={list:?} is not a list of hosts; {FIX}"))),

@@ -1,5 +1,6 @@
 //! Options for worlds of processes.
 use super::Secret;
+use crate::switch::Switch;
 use std::time::Duration;
 
 /// Options for how the processes of a world find and monitor each other.
@@ -93,7 +94,8 @@ impl InitOptions {
     /// Sets how long to wait until all processes have joined; one minute by default.
     ///
     /// Then the backends start. Each time that a rank waits for other ranks there, it waits for at most this time, or the
-    /// [`timeout`](Self::timeout) if that is longer. NCCL connects the GPUs of a group in the first call, which has the `timeout`.
+    /// [`timeout`](Self::timeout) if that is longer. When all are there, MPI has this time to
+    /// connect them. NCCL connects the GPUs of a group in the first call, which has the `timeout`.
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self
@@ -102,7 +104,8 @@ impl InitOptions {
     /// Sets after how long without a heartbeat a process counts as lost; ten seconds by default.
     ///
     /// Processes send at least five heartbeats in that time, even while they compute. A process that ends or crashes is
-    /// noticed at once; this time is for hosts that freeze and networks that fail. All ranks must use the same value.
+    /// noticed at once; this time is for hosts that freeze and networks that fail. Time in which a process itself gets no
+    /// processor does not count. The setting of rank 0 applies to all ranks.
     pub fn lost_after(mut self, silence: Duration) -> Self {
         self.lost_after = silence;
         self
@@ -144,6 +147,6 @@ impl InitOptions {
 
     /// Returns whether calls are compared.
     pub(crate) fn is_debug(&self) -> bool {
-        self.debug.unwrap_or_else(|| std::env::var("CANDLE_DIST_DEBUG").is_ok_and(|value| value.trim() == "1"))
+        self.debug.unwrap_or_else(|| Switch::Debug.is_on())
     }
 }

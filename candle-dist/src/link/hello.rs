@@ -14,7 +14,7 @@ use std::io::{self, ErrorKind, Read, Write};
 /// The first bytes in both directions, which no other protocol sends.
 const MAGIC: [u8; 8] = *b"\xc4ndlDist";
 /// The version of the whole protocol.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 /// The length of a nonce, in bytes.
 const NONCE: usize = 32;
 
@@ -47,10 +47,13 @@ impl From<io::Error> for Stranger {
 /// The answer to a process of this job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
-    Welcome,
+    /// The process is in, on these terms.
+    Welcome(String),
     /// Refused by this world, but the next world at the same address may accept.
     Later(String),
     Never(String),
+    /// The world does not start, for a reason that rank 0 tells all ranks.
+    NotStarted(String),
 }
 
 /// A process that has proved that it is of this job, and waits for the answer.
@@ -94,9 +97,10 @@ impl Hello {
         }
         let text = || String::from_utf8_lossy(&frame.text).into_owned();
         match frame.code {
-            WELCOME => Ok(Answer::Welcome),
+            WELCOME => Ok(Answer::Welcome(text())),
             LATER => Ok(Answer::Later(text())),
             NEVER => Ok(Answer::Never(text())),
+            NOT_STARTED => Ok(Answer::NotStarted(text())),
             _ => Err(Stranger::Unknown(ErrorKind::InvalidData.into())),
         }
     }
@@ -134,9 +138,10 @@ impl Guest {
     /// Sends the answer, with a proof that it comes from rank 0.
     pub(crate) fn answer(&self, key: &Key, answer: &Answer, to: &mut impl Write) -> io::Result<()> {
         let (code, text) = match answer {
-            Answer::Welcome => (WELCOME, ""),
+            Answer::Welcome(text) => (WELCOME, text.as_str()),
             Answer::Later(text) => (LATER, text.as_str()),
             Answer::Never(text) => (NEVER, text.as_str()),
+            Answer::NotStarted(text) => (NOT_STARTED, text.as_str()),
         };
         let mut frame = Frame { code, text: text.into() }.bytes()?;
         let [hello, challenge, proof] = &self.sent;
@@ -152,6 +157,8 @@ const NEVER: u8 = 2;
 const CHALLENGE: u8 = 3;
 /// The process does not know the secret.
 const SECRET: u8 = 4;
+/// The world does not start; the text is the reason.
+const NOT_STARTED: u8 = 5;
 
 /// What rank 0 sends. Versions before 3 read it too.
 struct Frame {
@@ -245,14 +252,19 @@ mod tests {
     #[test]
     fn processes_of_one_job_meet_and_others_do_not() {
         let key = Key::new(b"secret", "job");
-        for answer in [Answer::Welcome, Answer::Later("soon".into()), Answer::Never("no".into())] {
+        for answer in [
+            Answer::Welcome("terms".into()),
+            Answer::Later("soon".into()),
+            Answer::Never("no".into()),
+            Answer::NotStarted("off".into()),
+        ] {
             let (heard, guest) = meet([&key, &key], &answer);
             assert_eq!(heard.unwrap(), answer);
             assert_eq!(guest.unwrap().hello, Hello { rank: 1, size: 2 });
         }
         for other in [Key::new(b"secrets", "job"), Key::new(b"secret", "job.1"), Key::new(b"", "job")] {
             for keys in [[&key, &other], [&other, &key]] {
-                let (heard, guest) = meet(keys, &Answer::Welcome);
+                let (heard, guest) = meet(keys, &Answer::Welcome(String::new()));
                 assert!(matches!((heard, guest), (Err(Stranger::Secret), Err(Stranger::Secret))));
             }
         }

@@ -3,11 +3,13 @@ mod deadline;
 pub(crate) mod frame;
 pub(crate) mod hello;
 pub(crate) mod key;
+mod silence;
 
-pub(crate) use deadline::{Before, within};
+pub(crate) use deadline::{Attempts, Before, within};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use silence::Patient;
 use std::io::{self, ErrorKind, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -15,10 +17,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// The number of heartbeats per silence limit.
+/// The number of heartbeats per silence limit, and of waits for them.
 const SIGNS: u32 = 5;
-/// The maximum time between two heartbeats.
-const MAX_INTERVAL: Duration = Duration::from_secs(1);
+/// The maximum time between two heartbeats, and so between the times at which two processes find that a third one is silent.
+const MAX_INTERVAL: Duration = Duration::from_millis(500);
 /// The minimum silence limit.
 pub(crate) const MIN_SILENCE: Duration = Duration::from_millis(100);
 /// The description of a closed connection, the same for either side and any way of closing.
@@ -73,6 +75,9 @@ pub(crate) struct Link<M> {
 impl<M: Serialize + Send + 'static> Link<M> {
     /// Starts the reader and the writer, which first sends `opening`. The connection ends after `silence` without a heartbeat;
     /// then `on` or its caller closes the outbox. On an error, nothing is sent.
+    ///
+    /// Heartbeats come from the writer, which holds no lock and computes nothing. Time that this process did not get counts
+    /// for nobody's silence.
     pub(crate) fn start<I: DeserializeOwned>(
         stream: TcpStream,
         silence: Duration,
@@ -80,18 +85,20 @@ impl<M: Serialize + Send + 'static> Link<M> {
         mut on: impl FnMut(Event<I>) + Send + 'static,
     ) -> io::Result<Self> {
         let silence = silence.max(MIN_SILENCE);
+        let tick = (silence / SIGNS).min(MAX_INTERVAL);
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(silence))?;
-        stream.set_write_timeout(Some(silence))?;
-        let mut reading = stream.try_clone()?;
+        let closing = stream.try_clone()?;
+        let mut writing = Patient::new(stream.try_clone()?, silence, tick)?;
+        let mut reading = Patient::new(stream.try_clone()?, silence, tick)?;
         let (sender, inbox) = channel();
         let (begin, begins) = channel::<Vec<u8>>();
         let writer = thread::Builder::new().name("candle-dist writer".into()).spawn(move || {
             // The reader does not start.
             let Ok(opening) = begins.recv() else { return };
             // An error here closes the stream, which the reader notices.
-            let _ = (&stream).write_all(&opening);
-            let _ = write_all(&stream, &inbox, (silence / SIGNS).min(MAX_INTERVAL));
+            // The first heartbeat comes at once, so that those after it need nothing that is not there.
+            let _ = writing.write_all(&[&opening[..], &frame::PING].concat());
+            let _ = write_all(&mut writing, &inbox, tick);
             let _ = stream.shutdown(Shutdown::Both);
         })?;
         thread::Builder::new().name("candle-dist reader".into()).spawn(move || {
@@ -99,12 +106,12 @@ impl<M: Serialize + Send + 'static> Link<M> {
                 match frame::read(&mut reading) {
                     Ok(Some((message, payload))) => on(Event::Message(message, payload)),
                     Ok(None) => {
-                        let _ = reading.shutdown(Shutdown::Both);
+                        let _ = closing.shutdown(Shutdown::Both);
                         break CLOSED.to_string();
                     }
-                    Err(error) if is_timeout(&error) => break format!("no heartbeat for {silence:?}"),
+                    Err(error) if error.kind() == ErrorKind::TimedOut => break format!("no heartbeat for {silence:?}"),
                     Err(error) => {
-                        let _ = reading.shutdown(Shutdown::Both);
+                        let _ = closing.shutdown(Shutdown::Both);
                         break describe(&error);
                     }
                 }
@@ -122,22 +129,14 @@ impl<M: Serialize + Send + 'static> Link<M> {
     }
 }
 
-fn write_all<M: Serialize>(
-    mut stream: &TcpStream,
-    inbox: &Receiver<Outgoing<M>>,
-    interval: Duration,
-) -> io::Result<()> {
+fn write_all<M: Serialize>(stream: &mut Patient, inbox: &Receiver<Outgoing<M>>, interval: Duration) -> io::Result<()> {
     loop {
         match inbox.recv_timeout(interval) {
-            Ok(Some((message, payload))) => frame::write(&mut stream, &message, &payload)?,
+            Ok(Some((message, payload))) => frame::write(stream, &message, &payload)?,
             Err(RecvTimeoutError::Timeout) => stream.write_all(&frame::PING)?,
             Ok(None) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }
-}
-
-fn is_timeout(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }
 
 fn describe(error: &io::Error) -> String {

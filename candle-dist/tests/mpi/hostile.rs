@@ -73,7 +73,7 @@ fn attack(name: &str, ranks: usize, end: &End) -> Result<(), String> {
     // The PMIx library of some versions deadlocks when mpirun ends.
     for _ in 0..3 {
         let began = Instant::now();
-        (status, out, took) = launch(name, ranks);
+        (status, out, took) = launch(mpirun(), ranks, &["hostile", name]);
         if status.is_some() {
             break;
         }
@@ -87,15 +87,20 @@ fn attack(name: &str, ranks: usize, end: &End) -> Result<(), String> {
     if held { Ok(()) } else { Err(said()) }
 }
 
-/// Runs this program as ranks. Returns whether they succeeded, if they ended in time, their output, and the time.
-fn launch(name: &str, ranks: usize) -> (Option<bool>, String, Duration) {
-    let mut mpirun = Command::new("mpirun");
+/// Returns mpirun without arguments.
+pub(crate) fn mpirun() -> Command {
+    Command::new("mpirun")
+}
+
+/// Runs this program as ranks with `mpirun`, or what starts it. Returns whether they succeeded, if they ended in time, their
+/// output, and the time.
+pub(crate) fn launch(mut mpirun: Command, ranks: usize, arguments: &[&str]) -> (Option<bool>, String, Duration) {
     let version = Command::new("mpirun").arg("--version").output().map(|output| output.stdout).unwrap_or_default();
     if String::from_utf8_lossy(&version).contains("Open MPI") {
         mpirun.arg("--oversubscribe");
     }
     mpirun.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RUST_BACKTRACE", "0")]);
-    mpirun.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap()).args(["hostile", name]);
+    mpirun.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap()).args(arguments);
     let began = Instant::now();
     let mut child = mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (mut stdout, mut stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());

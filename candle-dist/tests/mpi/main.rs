@@ -3,8 +3,9 @@
 //! Without arguments all cases run: with `parts` in messages of few bytes, with `apart` without shared memory, with
 //! `pairs` with memory that only pairs of ranks share, with `given` on an MPI that the program itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
 //! every rank that gets the error prints it. `large`, `any`, `dropped` and `late` check one thing each, and `hostile NAME` is an
-//! attack. Without mpirun, the filter `hostile::` starts all attacks.
+//! attack, as is `broken NAME`. Without mpirun, the filter `hostile::` starts all attacks.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
+mod broken;
 mod hostile;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};
@@ -61,7 +62,10 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if std::env::var_os("OMPI_COMM_WORLD_SIZE").or_else(|| std::env::var_os("PMI_SIZE")).is_none() {
         match arguments.iter().any(|argument| argument.starts_with("hostile")) {
-            true => hostile::all(),
+            true => {
+                hostile::all();
+                broken::all();
+            }
             false => println!("SKIPPED: this is no process of mpirun; see scripts/mpi-test.sh"),
         }
         return ExitCode::SUCCESS;
@@ -90,6 +94,7 @@ fn main() -> ExitCode {
         ["dropped"] => run(Duration::from_secs(60), dropped),
         ["late"] => late(),
         ["hostile", name] => hostile::rank(name),
+        ["broken", name] => broken::rank(name),
         ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, || with_a_gpu(ctx))),
         ["differ", name] => {

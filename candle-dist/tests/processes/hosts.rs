@@ -20,6 +20,7 @@ pub(crate) const LOST_AFTER: Duration = Duration::from_secs(2);
 const MARKS: &str = "MARKS";
 /// Addresses that only the two hosts use.
 const ADDRESSES: [&str; 2] = ["10.211.7.1", "10.211.7.2"];
+const ADDRESSES_6: [&str; 2] = ["fd00:211:7::1", "fd00:211:7::2"];
 
 /// Trains without end.
 pub(crate) fn train(ctx: &RankContext) -> Result<()> {
@@ -152,6 +153,7 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
         let lost = if rank < 2 { ["rank 2 was lost", "rank 3 was lost"] } else { ["rank 0 was lost"; 2] };
         assert!(!outcome.is_success && lost.iter().any(|lost| said.contains(lost)), "rank {rank}: {outcomes:#?}");
         assert!(said.contains("no heartbeat for 2s"), "rank {rank}: {outcomes:#?}");
+        assert!(!said.contains(&format!("rank {rank}: no answer")), "rank {rank}: {outcomes:#?}");
         // On rank 0's host, the error has the reports of the ranks.
         assert!(rank >= 2 || said.matches("in all_reduce(f32[1000], sum) at").count() == 2, "{outcomes:#?}");
     }
@@ -163,6 +165,13 @@ fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others()
         Ok(hosts) => hosts,
         Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
     };
+    // The others know another address of it.
+    let second = "10.211.9.1";
+    ip(&["-n", &hosts.names[0], "addr", "add", &format!("{second}/24"), "dev", &hosts.links[0]]).unwrap();
+    ip(&["-n", &hosts.names[1], "route", "add", "10.211.9.0/24", "dev", &hosts.links[1]]).unwrap();
+    hosts.name([&[ADDRESSES[0]], &[second]]);
+    let outcomes = finish(hosts.start("fine/none", HEAD, &[("PATIENCE", "8".to_string())]));
+    assert!(outcomes.iter().all(|outcome| outcome.is_success), "{outcomes:#?}");
     // As on Debian: with and without the true address as the second one. The other host knows the true one.
     for own in [&["127.0.1.1", ADDRESSES[0]][..], &[ADDRESSES[0], "127.0.1.1"], &["127.0.1.1"]] {
         hosts.name([own, &[ADDRESSES[0]]]);
@@ -170,6 +179,40 @@ fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others()
         let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
         assert!(outcomes.iter().all(is_fine), "{own:?}: {outcomes:#?}");
     }
+}
+
+#[test]
+fn hosts_of_ipv6_alone_find_a_host_that_knows_its_own_name_as_a_loopback_address() {
+    let hosts = match Hosts::new() {
+        Ok(hosts) => hosts,
+        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
+    };
+    for (at, address) in ADDRESSES_6.into_iter().enumerate() {
+        let (name, link) = (&hosts.names[at], &hosts.links[at]);
+        ip(&["-n", name, "addr", "flush", "dev", link, "scope", "global"]).unwrap();
+        ip(&["-n", name, "addr", "add", &format!("{address}/64"), "dev", link, "nodad"]).unwrap();
+    }
+    for own in [&["127.0.1.1"][..], &["::1"], &["::1", ADDRESSES_6[0]], &[ADDRESSES_6[0]]] {
+        hosts.name([own, &[ADDRESSES_6[0]]]);
+        let outcomes = finish(hosts.start("fine/none", HEAD, &[("PATIENCE", "8".to_string())]));
+        let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
+        assert!(outcomes.iter().all(is_fine), "{own:?}: {outcomes:#?}");
+    }
+}
+
+#[test]
+fn a_name_that_rank_0_does_not_know_yet_is_waited_for() {
+    let hosts = match Hosts::new() {
+        Ok(hosts) => hosts,
+        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
+    };
+    hosts.name([&[], &[ADDRESSES[0]]]);
+    let ranks = hosts.start("fine/none", HEAD, &[("PATIENCE", "20".to_string())]);
+    sleep(Duration::from_secs(2));
+    hosts.name([&[ADDRESSES[0]], &[ADDRESSES[0]]]);
+    let outcomes = finish(ranks);
+    let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
+    assert!(outcomes.iter().all(is_fine), "{outcomes:#?}");
 }
 
 #[test]

@@ -4,12 +4,14 @@
 mod hostile;
 mod hosts;
 mod job;
+mod stalls;
 mod store;
 mod store_backend;
 
 use candle_core::{Device, Tensor};
 use candle_dist::control::Control;
 use candle_dist::init::{InitOptions, init_process_group_with};
+use candle_dist::switch::Switch;
 use candle_dist::{Error, RankContext, ReduceOp, Result};
 use job::{Outcome, finish, say, start, torchrun};
 use std::process::Command;
@@ -52,6 +54,9 @@ const WAKES: [&str; 2] = ["wakes after 1.4", "wakes after 4"];
 
 /// The scenario in which a rank dies between its goodbye and its end.
 const DIES_LATE: &str = "dies late";
+
+/// The scenario in which ranks say which of the variables hold that change what they send.
+const SWITCHES: &str = "switches";
 
 /// What ranks do after their goodbyes: one dies, and the others wait for the failure.
 fn die_late(control: &Control) -> Result<()> {
@@ -162,7 +167,7 @@ fn one_rank() {
     let patience = Duration::from_secs(patience);
     let options = InitOptions::new().timeout(Duration::from_secs(120)).init_timeout(patience);
     let options = match name {
-        _ if WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
+        _ if name == stalls::WORKS || WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
         WAITS_ALONE => options.timeout(Duration::from_secs(1)),
         hosts::TRAINS => options.lost_after(hosts::LOST_AFTER),
         _ => found.map_or(options.clone(), |scenario| (scenario.options)(options)),
@@ -183,6 +188,10 @@ fn one_rank() {
         assert_eq!(sum(ctx, 3)?, [total; 3], "a good round first");
         match found {
             None if name == hosts::TRAINS => hosts::train(ctx)?,
+            None if name == SWITCHES => {
+                return Ok(format!("{} {}", Switch::Debug.is_on(), Switch::Strict.is_on()));
+            }
+            None if name == stalls::WORKS => stalls::work(ctx)?,
             None if name == store::USES_STORE => store::exercise(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
@@ -213,6 +222,12 @@ fn one_rank() {
     }
 }
 
+/// Returns what all ranks must hear alike: everything, or the cause if rank 0, which gathers reports, is gone.
+fn common(heard: &str) -> &str {
+    let cause = heard.lines().next().unwrap_or_default();
+    if cause.starts_with("rank 0 was lost") { cause } else { heard }
+}
+
 /// Runs a scenario and returns how its ranks ended. A stopped process is killed when the others have ended.
 fn outcomes(name: &str, culprit: usize, size: usize) -> Vec<Outcome> {
     let mut ranks = start(&format!("{name}/{culprit}"), size, torchrun(size));
@@ -235,15 +250,16 @@ fn one_process_goes_wrong_and_all_others_hear_the_same() {
             let others: Vec<_> = (0..3).filter(|&rank| rank != culprit).map(|rank| &outcomes[rank]).collect();
             let heard = |other: &Outcome| Some(other.said.as_deref()?.split_once('|')?.1.to_string());
             let text = heard(others[0]).unwrap_or_else(|| panic!("{name} {culprit}: {outcomes:#?}"));
-            assert!(others.iter().all(|other| heard(other) == Some(text.clone())), "{name} {culprit}: {outcomes:#?}");
+            let is_same = |other: &&Outcome| heard(other).is_some_and(|heard| common(&heard) == common(&text));
+            assert!(others.iter().all(is_same), "{name} {culprit}: {outcomes:#?}");
             assert!(others.iter().all(|other| !other.is_success), "{name} {culprit}");
             let cause = scenario.cause.replace("{r}", &culprit.to_string());
             assert!(text.contains(&cause), "{name} {culprit}: {text}");
             assert!((0..3).all(|rank| text.contains(&format!("\n  rank {rank}: "))), "{name} {culprit}: {text}");
-            // If rank 0 dies, nobody gathers reports.
-            let is_reported = !(culprit == 0 && text.contains("rank 0 was lost"));
+            // If rank 0 dies, nobody gathers reports, and each rank knows what it did itself.
+            let least = if culprit == 0 && text.contains("rank 0 was lost") { 1 } else { 2 };
             let sites = text.matches("tests/processes/main.rs:").count();
-            assert!(!is_reported || sites >= 2, "{name} {culprit}: what the others were in is told: {text}");
+            assert!(sites >= least, "{name} {culprit}: what the others were in is told: {text}");
         }
     }
 }
@@ -265,6 +281,19 @@ fn processes_that_do_the_same_are_fine() {
     for size in [1, 2, 4] {
         let outcomes = outcomes("fine", 0, size);
         assert!(outcomes.iter().all(|o| o.is_success && o.said.as_deref() == Some("fine")), "{outcomes:?}");
+    }
+}
+
+#[test]
+fn the_variables_of_rank_0_hold_for_all_ranks() {
+    for (set, said) in [(0, "true true"), (1, "false false")] {
+        let vars = torchrun(3);
+        let ranks = start(&format!("{SWITCHES}/none"), 3, |rank| {
+            let own = ["CANDLE_DIST_DEBUG", "CANDLE_SHARD_STRICT"].into_iter().filter(|_| rank == set);
+            vars(rank).into_iter().chain(own.map(|name| (name, "1".to_string()))).collect()
+        });
+        let outcomes = finish(ranks);
+        assert!(outcomes.iter().all(|outcome| outcome.said.as_deref() == Some(said)), "{set}: {outcomes:#?}");
     }
 }
 

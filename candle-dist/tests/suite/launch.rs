@@ -73,6 +73,9 @@ fn the_address_is_the_masters_or_follows_from_the_job() {
         assert!((20_000..32_768).contains(&port(vars)));
         assert_eq!(address(&with(vars, &[("MASTER_ADDR", "10.1.2.3"), ("MASTER_PORT", "1234")])), "10.1.2.3:1234");
     }
+    assert!(address(&with(SLURM, &[("SLURM_DISTRIBUTION", "cyclic")])).starts_with("gpu07:"));
+    let any_order = with(SLURM, &[("SLURM_DISTRIBUTION", "arbitrary"), ("MASTER_ADDR", "gpu11")]);
+    assert!(address(&any_order).starts_with("gpu11:"));
     assert_eq!(port(OPEN_MPI), port(OPEN_MPI));
     assert_ne!(port(OPEN_MPI), port(&with(OPEN_MPI, &[("PMIX_NAMESPACE", "957612034")])));
     assert_eq!(address(&with(TORCHRUN, &[("MASTER_ADDR", "fe80::1")])), "[fe80::1]:29400");
@@ -98,7 +101,7 @@ fn launchers_inside_others_count() {
 
 #[test]
 fn what_does_not_fit_together_is_said() {
-    let cases: [Wrong<'_>; 15] = [
+    let cases: [Wrong<'_>; 16] = [
         ("nothing", vec![], &["no launcher's variables are set", "RANK", "SLURM_PROCID", "InitOptions::explicit"]),
         ("empty", vec![("RANK", ""), ("WORLD_SIZE", "2")], &["no launcher's variables are set"]),
         ("no number", with(TORCHRUN, &[("RANK", "three")]), &["RANK=\"three\"", "not a number"]),
@@ -129,10 +132,15 @@ fn what_does_not_fit_together_is_said() {
         (
             "several hosts",
             with(OPEN_MPI, &[("OMPI_COMM_WORLD_SIZE", "4")]),
-            &["Open MPI runs the ranks on several hosts", "set MASTER_ADDR", "MASTER_PORT"],
+            &["Open MPI runs the ranks on several hosts", "set MASTER_ADDR"],
         ),
         ("port", with(TORCHRUN, &[("MASTER_PORT", "99999")]), &["MASTER_PORT=\"99999\" is not a port"]),
         ("hosts", with(SLURM, &[("SLURM_STEP_NODELIST", "gpu[")]), &["SLURM_STEP_NODELIST=\"gpu[\"", "MASTER_ADDR"]),
+        (
+            "hosts in any order",
+            with(SLURM, &[("SLURM_DISTRIBUTION", "arbitrary")]),
+            &["SLURM_DISTRIBUTION=arbitrary", "does not say which one rank 0 has", "set MASTER_ADDR"],
+        ),
         ("tasks", with(SLURM, &[("SLURM_NODEID", "3")]), &["SLURM_STEP_TASKS_PER_NODE", "no task count for node 3"]),
     ];
     for (name, vars, expected) in cases {
@@ -264,7 +272,7 @@ fn a_local_rank_has_a_gpu_of_its_own_unless_sharing_is_allowed() {
 fn mpi_wants_a_launcher_of_its_own() {
     let check = |options: InitOptions, vars: &[(&str, &str)]| resolve(&options, vars).unwrap().check_mpi();
     let text = check(InitOptions::new(), TORCHRUN).unwrap_err().to_string();
-    assert!(text.contains("use mpirun, or srun with --mpi=pmix"), "{text}");
+    assert!(text.contains("use mpirun, or srun with") && text.contains("`srun --mpi=list` shows"), "{text}");
     assert!(check(InitOptions::new(), SLURM).is_err());
     let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")];
     for vars in [OPEN_MPI, HYDRA, &with(SLURM, &[("PMIX_RANK", "4")]), &with(SLURM, &[("PMI_FD", "7")]), &alone] {

@@ -1,6 +1,7 @@
 //! A file that says who writes to a place, and what the writer may leave behind.
 use crate::files::{disk, regular};
 use crate::{Error, Result};
+use candle_dist::init::host_name;
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -116,7 +117,7 @@ impl Lock {
         if !is_ours(&text) {
             return Err(foreign(path));
         }
-        let (host, now) = (host(), now().as_secs());
+        let (host, now) = (host_name(), now().as_secs());
         let is_dead = |holder: &Holder| is_locked && (holder.host == host || now.saturating_sub(holder.at) > ELSEWHERE);
         let (dead, unsure): (Vec<Holder>, Vec<Holder>) = holders(&text).partition(is_dead);
         let [left, unsure] =
@@ -172,7 +173,7 @@ impl Lock {
     /// If the file cannot be written.
     pub fn announce(&mut self, names: impl IntoIterator<Item = String>) -> Result<()> {
         let names: BTreeSet<String> = names.into_iter().collect();
-        let (nonce, host, pid, at) = (self.nonce.clone(), host(), process::id(), now().as_secs());
+        let (nonce, host, pid, at) = (self.nonce.clone(), host_name(), process::id(), now().as_secs());
         let line = serde_json::to_string(&Holder { host, pid, at, nonce, names: names.clone() });
         let line = line.map_err(|error| self.cannot(&error.into()))?;
         self.put((line + "\n").as_bytes())?;
@@ -284,13 +285,6 @@ fn held(path: &Path) -> Option<Error> {
 fn nonce() -> String {
     // The keys of the hash are random.
     format!("{:016x}", RandomState::new().hash_one((process::id(), now())))
-}
-
-/// The name of this host, as far as the system tells it without a library.
-pub(crate) fn host() -> String {
-    let name = fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| fs::read_to_string("/etc/hostname"));
-    let name = name.ok().or_else(|| std::env::var("HOSTNAME").ok()).unwrap_or_default();
-    name.trim().to_owned()
 }
 
 /// The time since 1970.

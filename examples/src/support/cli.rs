@@ -162,9 +162,11 @@ impl<W: Write> Write for Screen<W> {
     }
 }
 
-/// Prints a line on stderr, with a word that says what it is.
+/// Prints a text on stderr, with a word that says what it is. It is one write, which those of other processes do not tear.
 pub(crate) fn tell(what: &str, text: impl std::fmt::Display) {
-    eprintln!("{what}: {}", printable(&text.to_string()));
+    let text = format!("{what}: {}\n", printable(&text.to_string()));
+    // Nobody hears it if stderr is gone.
+    io::stderr().write_all(text.as_bytes()).ok();
 }
 
 /// Prints an error on stderr and returns the exit status.

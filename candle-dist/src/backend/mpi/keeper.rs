@@ -2,12 +2,14 @@
 use super::driver::Driver;
 use super::native::{self, Comm, Level, MpiError};
 use super::wire::Wire;
-use super::{Settings, agree};
+use super::{Settings, agree, place};
 use crate::control::Control;
-use crate::{Cause, Error, Result};
+use crate::launch::host_name;
+use crate::link::within;
+use crate::{Error, Result};
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long the thread sleeps between two checks while messages are in flight.
@@ -17,8 +19,8 @@ const LONG: Duration = Duration::from_millis(1);
 
 /// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
-/// A timeout of more than this cannot be added to a time.
-const FOREVER: Duration = Duration::from_secs(1 << 32);
+/// How long the end of MPI may take. It waits for ranks that end as well; that of MPICH hangs now and then.
+const END: Duration = Duration::from_secs(15);
 
 /// How long the end of a rank in a program with an MPI of its own waits while nothing moves.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -28,8 +30,17 @@ pub(super) struct Keeper {
     driver: Arc<Driver>,
     /// Whether this starts and ends MPI.
     ours: bool,
-    /// The thread and the sender that ends it; `None` at the end.
-    thread: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
+    /// The sender that ends the thread, and what the thread tells; `None` at the end.
+    thread: Option<(mpsc::Sender<()>, Mutex<mpsc::Receiver<Event>>)>,
+}
+
+/// What the thread tells.
+enum Event {
+    /// All ranks are about to start MPI.
+    Agreed,
+    Started(Result<Arc<Driver>>),
+    /// This rank needs MPI no more, and ends it.
+    Ending,
 }
 
 impl Keeper {
@@ -39,28 +50,35 @@ impl Keeper {
     pub(super) fn start(control: Arc<Control>, crowded: bool, settings: Settings) -> Result<Self> {
         let ours = settings.comm.is_none();
         let (ended, end) = mpsc::channel();
-        let (started, start) = mpsc::channel();
+        let (tell, events) = mpsc::channel();
         let watched = control.clone();
-        let thread = std::thread::Builder::new()
+        std::thread::Builder::new()
             .name("mpi".to_string())
             .spawn(move || {
-                let driver = match connect(&control, settings) {
+                let driver = match connect(&control, settings, || drop(tell.send(Event::Agreed))) {
                     Ok(wire) => Arc::new(Driver::new(control, wire, crowded)),
                     // MPI is not ended: that would wait for the other ranks, which may never end theirs.
-                    Err(error) => return drop(started.send(Err(error))),
+                    Err(error) => return drop(tell.send(Event::Started(Err(error)))),
                 };
-                if started.send(Ok(driver.clone())).is_ok() {
+                if tell.send(Event::Started(Ok(driver.clone()))).is_ok() {
                     tend(&driver, &end);
                     wind_up(&driver, false);
+                    let _ = tell.send(Event::Ending);
                     finish(&driver, ours);
                 }
             })
             .map_err(|error| Error::Unsupported(format!("a thread for MPI could not be started: {error}")))?;
-        let deadline = Instant::now() + watched.start_timeout().min(FOREVER);
+        let _stage = watched.stage(&format!("starting MPI on {}", host_name()));
+        // The others may come late. From then on it is MPI that takes the time.
+        let (mut limit, mut deadline) = (watched.start_timeout(), within(watched.start_timeout()));
         let driver = loop {
-            match start.recv_timeout(LOOK) {
-                Ok(started) => break started?,
-                Err(RecvTimeoutError::Disconnected) => {
+            match events.recv_timeout(LOOK) {
+                Ok(Event::Agreed) => {
+                    limit = watched.init_timeout();
+                    deadline = within(limit);
+                }
+                Ok(Event::Started(driver)) => break driver?,
+                Ok(Event::Ending) | Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::Unsupported("the thread for MPI is gone".into()));
                 }
                 // The thread may be stuck in an MPI call; the process ends without it.
@@ -69,13 +87,12 @@ impl Keeper {
                         return Err(Error::Group(failure));
                     }
                     if Instant::now() >= deadline {
-                        let (rank, after) = (watched.rank(), watched.start_timeout());
-                        return Err(watched.fail(Cause::TimedOut { rank, after }));
+                        return Err(watched.fail(place::not_connected(&watched, limit)));
                     }
                 }
             }
         };
-        Ok(Self { driver, ours, thread: Some((ended, thread)) })
+        Ok(Self { driver, ours, thread: Some((ended, Mutex::new(events))) })
     }
 
     pub(super) fn driver(&self) -> &Arc<Driver> {
@@ -90,22 +107,32 @@ impl Keeper {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        if let Some((end, thread)) = self.thread.take() {
-            drop(end);
-            // A panic has been printed already.
-            let _ = thread.join();
+        let Some((end, events)) = self.thread.take() else { return };
+        drop(end);
+        let events = events.into_inner();
+        // Then the thread is over, maybe by a panic, which has been printed already.
+        while let Ok(Event::Ending) = events.recv() {
+            if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(END) {
+                eprintln!(
+                    "note: MPI did not end within {END:?}, so rank {} ends without it; all its results are out",
+                    self.driver.control().rank()
+                );
+                return;
+            }
         }
     }
 }
 
-/// Creates the wire over all ranks, when all agree on ranks and settings.
-fn connect(control: &Control, settings: Settings) -> Result<Wire> {
+/// Creates the wire over all ranks, when all agree on ranks and settings. Calls `agreed` before any rank waits in MPI.
+fn connect(control: &Control, settings: Settings, agreed: impl FnOnce()) -> Result<Wire> {
     match settings.comm {
         Some(_) => check_given()?,
         None => check_unstarted()?,
     }
     // Ranks also wait for each other in the start of MPI, so all start it or none does.
+    place::tell(control)?;
     agree::agree(control, "settings", &settings.text())?;
+    agreed();
     let comm = match settings.comm {
         Some(comm) => comm,
         None => started()?,
@@ -113,7 +140,8 @@ fn connect(control: &Control, settings: Settings) -> Result<Wire> {
     let (rank, size) = comm.place().map_err(refused)?;
     if (rank, size) != (control.rank(), control.size()) {
         return Err(Error::Unsupported(format!(
-            "MPI says rank {rank} of {size}, the launcher rank {} of {}; start all ranks with one mpirun",
+            "MPI says rank {rank} of {size}, the launcher rank {} of {}; start all ranks with one mpirun, of the MPI that the program was \
+             built with",
             control.rank(),
             control.size()
         )));

@@ -17,6 +17,7 @@ mod native;
 mod open;
 mod operation;
 mod patience;
+mod place;
 mod plan;
 #[cfg(test)]
 mod plan_tests;

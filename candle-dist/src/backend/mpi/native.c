@@ -71,24 +71,40 @@ int candle_mpi_free(uintptr_t comm) {
     return MPI_Comm_free(&handle);
 }
 
+/* Splits the ranks of a host into parts of up to `most`. `needed` are the bytes of `ring` for each pair in all parts. */
+static int split(MPI_Comm host, int most, size_t ring, MPI_Comm *part, int *rank, int *size, unsigned long long *needed) {
+    int code = MPI_Comm_rank(host, rank);
+    if (code == MPI_SUCCESS) code = MPI_Comm_split(host, *rank / most, *rank, part);
+    if (code != MPI_SUCCESS) return code;
+    MPI_Comm_set_errhandler(*part, MPI_ERRORS_RETURN);
+    code = MPI_Comm_size(*part, size);
+    unsigned long long mine = *size < 2 ? 0 : (unsigned long long)ring * (unsigned long long)*size;
+    if (code != MPI_SUCCESS) return code;
+    return MPI_Allreduce(&mine, needed, 1, MPI_UNSIGNED_LONG_LONG, MPI_SUM, host);
+}
+
 /*
  * Memory that up to `most` ranks of a host share, `ring` bytes in each segment for each of them. The first `counts` of
- * these bytes are zeroed. `window` stays
- * null if there are no two such ranks, or if one of them gets no memory.
+ * these bytes are zeroed. `window` stays null if there are no two such ranks, or if there is no room.
+ *
+ * `room` is what this rank sees free in the file system of shared memory. The ranks of a host compare it with what all of
+ * them need before any of them allocates: MPI_Win_allocate_shared leaves the others waiting when it fails on one rank.
+ * `needed` becomes these bytes, and `room` the least that a rank sees. `rank` is that in the part, or that in the host
+ * without a window.
  */
-int candle_mpi_share(uintptr_t comm, int most, size_t ring, size_t counts, uintptr_t *window, uintptr_t *group, int *rank, int *size) {
+int candle_mpi_share(uintptr_t comm, int most, size_t ring, size_t counts, uintptr_t *window, uintptr_t *group, int *rank, int *size, unsigned long long *room, unsigned long long *needed) {
     MPI_Comm host, part;
     int code = MPI_Comm_split_type(COMM(comm), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
     if (code != MPI_SUCCESS) return code;
-    code = MPI_Comm_rank(host, rank);
-    if (code == MPI_SUCCESS) code = MPI_Comm_split(host, *rank / most, *rank, &part);
+    unsigned long long seen = *room;
+    code = split(host, most, ring, &part, rank, size, needed);
+    if (code == MPI_SUCCESS) code = MPI_Allreduce(&seen, room, 1, MPI_UNSIGNED_LONG_LONG, MPI_MIN, host);
     MPI_Comm_free(&host);
     if (code != MPI_SUCCESS) return code;
-    MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN);
-    code = MPI_Comm_rank(part, rank);
-    if (code == MPI_SUCCESS) code = MPI_Comm_size(part, size);
     *group = (uintptr_t)part;
-    if (code != MPI_SUCCESS || *size < 2) return code;
+    if (*size < 2 || *needed > *room) return code;
+    code = MPI_Comm_rank(part, rank);
+    if (code != MPI_SUCCESS) return code;
     MPI_Win made;
     void *mine = NULL;
     MPI_Aint bytes = (MPI_Aint)ring * *size;

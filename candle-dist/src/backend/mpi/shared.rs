@@ -36,9 +36,9 @@ struct Neighbor {
 impl Neighbors {
     /// Shares memory among up to `most` ranks of each host. All ranks of `comm` call this, and wait for each other.
     ///
-    /// Returns `None` if this rank shares memory with no other one, or if MPI has none.
+    /// Returns `None` if this rank shares memory with no other one, or if there is no memory for all.
     pub(super) fn open(comm: &Private, size: usize, most: usize) -> MpiResult<Option<Self>> {
-        let Some(window) = comm.share(most, RING, COUNTS)? else { return Ok(None) };
+        let Some(window) = comm.share(most, RING, COUNTS, room())? else { return Ok(None) };
         let mut of = vec![None; size];
         let mine = window.segment(window.rank)?;
         let mut all = Vec::with_capacity(window.size);
@@ -139,6 +139,23 @@ impl Neighbors {
     pub(super) fn close(self) -> MpiResult<()> {
         self.window.free()
     }
+}
+
+/// The folder in which MPI keeps shared memory. Containers often have little room there.
+#[cfg(unix)]
+const FOLDER: &str = "/dev/shm";
+
+/// Returns the bytes that windows may take: what is free, but for a part that MPI takes for itself.
+#[cfg(unix)]
+fn room() -> u64 {
+    let free = rustix::fs::statvfs(FOLDER).map(|found| found.f_bavail.saturating_mul(found.f_frsize));
+    // Without such a folder MPI has another way.
+    free.map_or(u64::MAX, |free| free - free / 4)
+}
+
+#[cfg(not(unix))]
+const fn room() -> u64 {
+    u64::MAX
 }
 
 /// A ring in a segment of the window.

@@ -106,6 +106,9 @@ fn beat(stream: &mut TcpStream) {
     }
 }
 
+/// The terms of a world, as rank 0 welcomes a process on them.
+const TERMS: &[u8] = br#"{"debug":false,"lost_after":{"secs":10,"nanos":0},"switches":[false,false]}"#;
+
 /// Joins a world at a host that does `host` with each process, and returns the error and the seconds that it took.
 fn joins(host: Host) -> (String, f64) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -132,14 +135,19 @@ fn joins(host: Host) -> (String, f64) {
 #[test]
 fn a_host_that_stalls_or_lies_is_an_error_in_time() {
     let mut attacks = Attacks::new("hosts");
-    let cases: [(&str, Host, &[&str]); 9] = [
+    let cases: [(&str, Host, &[&str]); 10] = [
         (
             "welcomes and never starts",
             |it| {
-                answer_with(it, TOKEN, 0, b"");
+                answer_with(it, TOKEN, 0, TERMS);
                 beat(it);
             },
             &["rank 0 has let rank 1 of 2 in"],
+        ),
+        (
+            "welcomes on terms that cannot be read",
+            |it| answer_with(it, TOKEN, 0, b"{\"debug\":\"maybe\"}"),
+            &["the welcome of rank 0 cannot be read", "the same build"],
         ),
         ("is silent", |it| drop(it.read_to_end(&mut Vec::new())), &["within 1s", "timed out"]),
         (

@@ -92,7 +92,7 @@ fn shared(
     prepared: Option<&Prepared>,
 ) -> Result<(String, Duration)> {
     let nonce = prepared.map(|prepared| prepared.lock.nonce().to_owned()).unwrap_or_default();
-    let mut all: Vec<(String, String)> = told(op, group, &(nonce, lock::host()))?;
+    let mut all: Vec<(String, String)> = told(op, group, &(nonce, candle_dist::init::host_name()))?;
     let patience = lock::patience(all.iter().map(|(_, host)| host.as_str()));
     let (nonce, _) = all.swap_remove(0);
     agreed(group, op, Lock::see(&path.join(LOCK), &nonce, patience))?;

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -129,7 +129,12 @@ impl<'a> Trainer<'a> {
         // Before anything is read, since another training may save to the folder.
         let saves =
             job.save.as_ref().filter(|_| ctx.rank() == 0).map(|(folder, _)| Saves::hold(folder, job.start)).transpose();
-        let saves = agreed(ctx.group(), saves)?;
+        let mut saves = agreed(ctx.group(), saves)?;
+        if let Some((folder, _)) = &job.save {
+            // Hosts that have a folder of their own under this name would find out after the training.
+            let (probe, is_made) = Self::begin(saves.as_mut(), ctx.group(), folder, job.start)?;
+            agreed(ctx.group(), if is_made { Ok(fs::remove_dir(&probe)?) } else { Ok(()) })?;
+        }
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
         let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
@@ -170,6 +175,20 @@ impl<'a> Trainer<'a> {
         }
         let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
         Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, saves, weights_at_once })
+    }
+
+    /// Makes an empty folder for the checkpoint of a step, and returns it on every rank, together with whether this one has
+    /// made it.
+    ///
+    /// # Errors
+    /// On every rank alike, if it cannot be made, or a rank does not see it.
+    fn begin(saves: Option<&mut Saves>, world: &ProcessGroup, folder: &Path, step: usize) -> Result<(PathBuf, bool)> {
+        let begun = agreed(world, saves.map(|saves| saves.begin(step)).transpose())?;
+        // A name that only this training has, so whoever sees it sees the folder of rank 0.
+        let name = begun.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+        let partial = folder.join(&world.all_gather_text(&name)?[0]);
+        agreed(world, ensure_seen(&partial, folder))?;
+        Ok((partial, begun.is_some()))
     }
 
     /// What this rank holds.
@@ -232,14 +251,8 @@ impl<'a> Trainer<'a> {
     /// On every rank alike, if it cannot be written, or ranks do not see one folder. What was saved before stays.
     pub fn save(&mut self, steps: usize) -> Result<()> {
         let (folder, _) = self.job.save.as_ref().context("the training has no --save")?;
-        let begun = self.saves.as_mut().map(|saves| saves.begin(steps)).transpose();
-        let begun = agreed(&self.world, begun)?;
-        // A name that only this training has, so whoever sees it sees the folder of rank 0.
-        let name = begun.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
-        let partial = folder.join(&self.world.all_gather_text(&name)?[0]);
+        let (partial, is_made) = Self::begin(self.saves.as_mut(), &self.world, folder, steps)?;
         let what = || format!("{}", partial.display());
-        let seen = ensure_seen(&partial, folder);
-        agreed(&self.world, seen)?;
         let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
         // As other programs have them, each expert by itself.
         let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
@@ -247,7 +260,7 @@ impl<'a> Trainer<'a> {
         stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
-        agreed(&self.world, if begun.is_some() { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
+        agreed(&self.world, if is_made { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
         stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
         let finish = |saves: &Saves| -> Result<()> {
             for (name, bytes) in &self.job.beside {

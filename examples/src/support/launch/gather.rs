@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
+use candle_dist::init::host_name;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -30,12 +31,11 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: T) ->
 /// Every rank calls it.
 ///
 /// # Errors
-/// That error, with its rank, and those of the group.
+/// That error, with its rank and host, and those of the group.
 pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Result<T> {
-    let text = mine.as_ref().err().map(|error| format!("{error:#}")).unwrap_or_default();
-    let texts = group.all_gather_text(&text)?;
-    match texts.iter().position(|text| !text.is_empty()) {
-        Some(rank) => anyhow::bail!("rank {rank}: {}", texts[rank]),
+    let text = mine.as_ref().err().map(|error| format!("rank {} on {}: {error:#}", group.rank(), host_name()));
+    match group.all_gather_text(&text.unwrap_or_default())?.into_iter().find(|text| !text.is_empty()) {
+        Some(text) => anyhow::bail!(text),
         None => mine,
     }
 }

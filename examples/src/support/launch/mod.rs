@@ -42,6 +42,9 @@ pub struct Patience {
     /// then 600; no limit for work of rank 0 alone while it lives]
     #[arg(long, value_name = "SECONDS", help_heading = "Ranks")]
     timeout: Option<u64>,
+    /// Seconds of silence after which a process counts as lost, for ranks that are processes [default: 10]
+    #[arg(long, value_name = "SECONDS", help_heading = "Ranks")]
+    lost_after: Option<u64>,
 }
 
 /// The largest value: a year.
@@ -50,7 +53,7 @@ const MOST_SECONDS: u64 = 365 * 24 * 60 * 60;
 impl Patience {
     /// The same number of seconds in every phase.
     pub fn seconds(seconds: u64) -> Self {
-        Self { timeout: Some(seconds) }
+        Self { timeout: Some(seconds), ..Self::default() }
     }
 
     /// Returns the limit until all processes have connected.
@@ -63,10 +66,21 @@ impl Patience {
         Duration::from_secs(self.timeout.unwrap_or(600))
     }
 
-    fn check(self) -> Checked {
-        let Some(seconds) = self.timeout else { return Ok(()) };
-        require!(seconds > 0, "--timeout is 0: give at least 1.");
-        require!(seconds <= MOST_SECONDS, "--timeout {seconds} is too long: give at most {MOST_SECONDS}.");
+    /// Returns the time of silence after which a process counts as lost.
+    pub(super) fn lost_after(self) -> Duration {
+        Duration::from_secs(self.lost_after.unwrap_or(10))
+    }
+
+    fn check(self, backend: BackendName) -> Checked {
+        for (flag, seconds) in [("--timeout", self.timeout), ("--lost-after", self.lost_after)] {
+            let Some(seconds) = seconds else { continue };
+            require!(seconds > 0, "{flag} is 0: give at least 1.");
+            require!(seconds <= MOST_SECONDS, "{flag} {seconds} is too long: give at most {MOST_SECONDS}.");
+        }
+        require!(
+            self.lost_after.is_none() || backend != BackendName::Local,
+            "--lost-after is for ranks that are processes: give --backend mpi or nccl, or leave it out."
+        );
         Ok(())
     }
 }
@@ -116,7 +130,7 @@ pub fn start<A: Launched, V>(
         Err(error) => return processes::refuse(&error, std::env::args().any(|arg| arg.starts_with("--backend"))),
     };
     let patience = args.patience();
-    if let Err(error) = patience.check() {
+    if let Err(error) = patience.check(args.backend()) {
         return processes::refuse(&error, args.backend() != BackendName::Local);
     }
     let run = |ranks: &Ranks<'_>| {
@@ -130,9 +144,9 @@ pub fn start<A: Launched, V>(
             candle_dist::threads::settle(args.threads());
             cli::status(run(&Ranks::Threads(patience)))
         }
-        name => match processes::check(name, A::CPU_ONLY) {
+        name => match processes::started(name, A::CPU_ONLY) {
             Ok(launched) => processes::join(&launched, args.threads(), patience, run),
-            Err(error) => processes::refuse(&error, true),
+            Err(status) => status,
         },
     }
 }

@@ -10,12 +10,15 @@ use candle_dist::init::{Backend, InitOptions, LaunchInfo};
 use candle_dist::{Error, init_process_group};
 
 use super::ranks::{Ranks, Refusal};
-use super::voice::{Grace, Voice};
+use super::voice::{Grace, Voice, later};
 use super::{BackendName, Patience};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
 
 /// How long other ranks wait for rank 0 to report an error before they connect: a launcher may end all when one ends.
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// Of so many ranks, each speaks at a time of its own; a host has about as many.
+const HOST: usize = 16;
 
 /// The stack of a rank. candle walks a graph by recursion, and a page takes memory only when it is touched.
 const STACK_BYTES: usize = 256 << 20;
@@ -26,11 +29,35 @@ pub(super) struct Started {
     info: LaunchInfo,
 }
 
-/// Checks that ranks can be processes over a backend, and returns which one this is.
+/// Returns which process this is of those that a launcher started for a backend; otherwise the status, after one of them has
+/// printed why it cannot be.
+pub(super) fn started(name: BackendName, cpu_only: Option<&str>) -> Result<Started, ExitCode> {
+    let backend = check(name, cpu_only).map_err(|error| refuse(&error, true))?;
+    let sentence = |error| {
+        let name = if backend == Backend::Nccl { "nccl" } else { "mpi" };
+        match error {
+            Error::Init(sentence) => UsageError(format!("--backend {name}: {sentence}.")),
+            error => UsageError(format!("--backend {name}: {error}.")),
+        }
+    };
+    let info = LaunchInfo::from_env(&InitOptions::new()).map_err(|error| {
+        // A launcher may give its variables to the processes of some hosts only.
+        if let Some(rank @ 1..) = LaunchInfo::rank_from_env() {
+            thread::sleep(later(rank % HOST, HOST));
+        }
+        cli::fail(sentence(error), USAGE)
+    })?;
+    if backend == Backend::Mpi {
+        info.check_mpi().map_err(|error| refuse(&sentence(error), true))?;
+    }
+    Ok(Started { backend, info })
+}
+
+/// Checks that ranks can be processes over a backend.
 ///
 /// # Errors
-/// If the backend is not available or cannot run the `cpu_only` part, or no launcher started this process.
-pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Started> {
+/// If the backend is not available or cannot run the `cpu_only` part.
+fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Backend> {
     let (backend, name, is_built) = match name {
         BackendName::Nccl => (Backend::Nccl, "nccl", cfg!(feature = "nccl")),
         _ => (Backend::Mpi, "mpi", cfg!(feature = "mpi")),
@@ -41,18 +68,12 @@ pub(super) fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Starte
         )));
     }
     require!(is_built, "--backend {name} is not in this build: build with --features {name}, or use local.");
-    let info = LaunchInfo::from_env(&InitOptions::new());
-    let info = info.and_then(|info| if backend == Backend::Mpi { info.check_mpi().map(|()| info) } else { Ok(info) });
-    let info = info.map_err(|error| match error {
-        Error::Init(sentence) => UsageError(format!("--backend {name}: {sentence}.")),
-        error => UsageError(format!("--backend {name}: {error}.")),
-    })?;
-    Ok(Started { backend, info })
+    Ok(backend)
 }
 
 /// Returns whether this is rank 0 of the processes that a launcher started, or a single process.
 pub(crate) fn is_first() -> bool {
-    LaunchInfo::from_env(&InitOptions::new()).map_or(true, |info| info.rank == 0)
+    LaunchInfo::rank_from_env().is_none_or(|rank| rank == 0)
 }
 
 /// Returns this process's number among those of its host; 0 without a launcher.
@@ -82,10 +103,10 @@ pub(super) fn join(
     run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool> + Sync,
 ) -> ExitCode {
     let options = InitOptions::new().init_timeout(patience.to_meet()).timeout(patience.in_call());
-    let options = options.threads_per_rank(threads);
+    let options = options.threads_per_rank(threads).lost_after(patience.lost_after());
     // Before this process starts any thread.
     candle_dist::threads::settle(threads);
-    let voice = Arc::new(Voice::default());
+    let voice = Arc::new(Voice::new(patience.lost_after()));
     let _grace = match Grace::start(&voice) {
         Ok(grace) => grace,
         Err(error) => return cli::fail(format_args!("signals cannot be watched: {error}"), FAILED),
@@ -96,7 +117,10 @@ pub(super) fn join(
             voice.tell(info.rank, &failure, &failure);
             return ExitCode::from(USAGE);
         }
-        Err(error) => return cli::fail(error, USAGE),
+        Err(error) => {
+            voice.tell_start(info, &error);
+            return ExitCode::from(USAGE);
+        }
     };
     let group = ctx.group().clone();
     let as_rank = || {

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 
 use candle_core::Device;
+use candle_dist::init::host_name;
 use candle_dist::{GroupFailure, RankContext, World};
 use serde::{Deserialize, Serialize};
 
@@ -20,10 +21,11 @@ pub enum Ranks<'a> {
 }
 
 /// An error that all processes return.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Refusal {
     pub(super) status: u8,
     sentence: String,
+    host: String,
 }
 
 impl Display for Refusal {
@@ -103,20 +105,28 @@ impl Ranks<'_> {
     /// Returns this process's result if all processes succeeded; else all get the error of the first that failed.
     ///
     /// # Errors
-    /// That error, and those of the group.
+    /// That error, with its rank and host where others have not the same, and those of the group.
     pub fn agree<T, E: Into<anyhow::Error>>(&self, mine: Result<T, E>) -> anyhow::Result<T> {
         let mine = mine.map_err(Into::into);
         let Self::Process(ctx, _) = self else { return mine };
         let refusal = mine.as_ref().err().map(|error| Refusal {
             status: if error.is::<UsageError>() { USAGE } else { FAILED },
             sentence: format!("{error:#}"),
+            host: host_name(),
         });
-        for text in ctx.group().all_gather_text(&serde_json::to_string(&refusal)?)? {
-            if let Some(refusal) = serde_json::from_str::<Option<Refusal>>(&text)? {
-                return Err(refusal.into());
-            }
-        }
-        mine
+        let texts = ctx.group().all_gather_text(&serde_json::to_string(&refusal)?)?;
+        let refusals = texts.iter().map(|text| serde_json::from_str::<Option<Refusal>>(text));
+        let refusals = refusals.collect::<Result<Vec<_>, _>>()?;
+        let Some((rank, Some(first))) = refusals.iter().enumerate().find(|(_, refusal)| refusal.is_some()) else {
+            return mine;
+        };
+        let is_of_all =
+            refusals.iter().all(|other| other.as_ref().is_some_and(|other| other.sentence == first.sentence));
+        let sentence = match is_of_all {
+            true => first.sentence.clone(),
+            false => format!("rank {rank} on {}: {}", first.host, first.sentence),
+        };
+        Err(Refusal { sentence, ..first.clone() }.into())
     }
 
     /// Returns rank 0's text on all processes.

@@ -7,35 +7,52 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candle_dist::{Cause, GroupFailure, ProcessGroup};
+use candle_dist::init::LaunchInfo;
+use candle_dist::{Cause, Error, GroupFailure, ProcessGroup};
 use parking_lot::Mutex;
 
 use crate::cli;
 
 /// How often the watching thread checks.
 const TICK: Duration = Duration::from_millis(10);
-/// A watch that has not checked for this long was frozen; others count a process as lost after twice that.
-const FROZEN: Duration = Duration::from_secs(5);
 /// How long a process continues after SIGTERM, if it has not printed: Open MPI sends SIGKILL after a second.
 const LINGER: Duration = Duration::from_millis(800);
-/// How much later than another one a process may notice that rank 0 is gone: signs of life come every second.
-const LAG: Duration = Duration::from_secs(3);
+/// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken. Two processes find
+/// that a third one is lost within half a second of each other.
+const TURN: Duration = Duration::from_secs(1);
+/// The time in which such processes speak, one after the other.
+const SPREAD: Duration = Duration::from_millis(400);
 
 /// The single error report of this process.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Voice {
+    /// A watch that has not checked for this long was frozen; others count a process as lost after twice that.
+    frozen: Duration,
     has_spoken: AtomicBool,
     is_over: AtomicBool,
     /// The time of the watch's last check; `None` before and after the watch.
     looked: Mutex<Option<Instant>>,
+    /// When this process was last found to have been frozen.
+    thawed: Mutex<Option<Instant>>,
 }
 
 impl Voice {
-    /// Prints why the program ends, unless a report was printed before or this process was frozen. In the latter case
-    /// others have reported it as lost, and the launcher has woken it up to end it.
+    /// Creates that of a process that counts as lost after so much silence.
+    pub(super) fn new(lost_after: Duration) -> Self {
+        Self {
+            frozen: lost_after / 2,
+            has_spoken: AtomicBool::default(),
+            is_over: AtomicBool::default(),
+            looked: Mutex::default(),
+            thawed: Mutex::default(),
+        }
+    }
+
+    /// Prints why the program ends, unless a report was printed before or this process was frozen just now. In the latter case
+    /// others have reported it as lost, and the launcher has woken it up to end it. A whole job that was frozen goes on.
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
-        if !self.has_spoken.swap(true, Ordering::AcqRel) {
+        if !self.is_thawing() && !self.has_spoken.swap(true, Ordering::AcqRel) {
             cli::tell("error", why);
         }
     }
@@ -44,20 +61,36 @@ impl Voice {
     ///
     /// Launchers end all processes when one ends with an error. So the other ranks return after the reporting rank has
     /// printed: rank 0 keeps them until all have ended. If rank 0 is gone, each rank prints after a delay of its own,
-    /// so the end of an earlier rank ends the later ones first.
+    /// so the end of the first one ends the later ones before. All are over soon, also where no launcher ends them.
     pub(super) fn tell(&self, rank: usize, failure: &GroupFailure, why: impl Display) {
-        if let Some(pause) = turn(rank, &failure.cause) {
+        if let Some(pause) = turn(rank, failure.ranks.len(), &failure.cause) {
             thread::sleep(pause);
             self.say(why);
         }
     }
 
-    /// Suppresses later reports if this process was frozen.
+    /// Prints why the world has not started, if that is this rank's task, before it returns.
+    pub(super) fn tell_start(&self, info: &LaunchInfo, error: &Error) {
+        match turn_at_start([info.rank, info.local_rank, info.local_size], error) {
+            Some(pause) => {
+                thread::sleep(pause);
+                self.say(error);
+            }
+            // This end may end those that speak.
+            None => thread::sleep(TURN + SPREAD),
+        }
+    }
+
+    /// Suppresses reports for a while if this process was frozen.
     fn notice_frost(&self) {
         let looked = *self.looked.lock();
-        if looked.is_some_and(|looked| looked.elapsed() > FROZEN) {
-            self.has_spoken.store(true, Ordering::Release);
+        if looked.is_some_and(|looked| looked.elapsed() > self.frozen) {
+            *self.thawed.lock() = Some(Instant::now());
         }
+    }
+
+    fn is_thawing(&self) -> bool {
+        self.thawed.lock().is_some_and(|thawed| thawed.elapsed() < self.frozen)
     }
 
     /// Checks for a failure of the world until [`over_at_end`](Self::over_at_end), since this rank may be computing.
@@ -133,13 +166,32 @@ impl Drop for Grace {
 
 /// Returns the delay after which a rank prints a failure that all know: none for the failed rank, or else for the first
 /// remaining one.
-fn turn(rank: usize, cause: &Cause) -> Option<Duration> {
+fn turn(rank: usize, size: usize, cause: &Cause) -> Option<Duration> {
     let speaks = match *cause {
         Cause::Failed { rank: failed, .. } | Cause::Panicked { rank: failed, .. } => rank == failed,
-        Cause::Lost { rank: 0, .. } => return Some(LAG * u32::try_from(rank.checked_sub(1)?).ok()?),
+        // Nobody knows which others are gone with it.
+        Cause::Lost { rank: 0, .. } if rank > 1 => return Some(later(rank, size)),
+        Cause::Lost { rank: 0, .. } => rank == 1,
         _ => rank == 0,
     };
     speaks.then_some(Duration::ZERO)
+}
+
+/// Returns the delay after which a process prints why it does not start, by its rank, its rank on its host, and their number:
+/// rank 0 what all have heard of it, the first one of a host what its others find too, and each what it alone may know.
+fn turn_at_start([rank, local_rank, local_size]: [usize; 3], error: &Error) -> Option<Duration> {
+    let speaks = match error {
+        Error::NotStarted(_) => rank == 0,
+        Error::Unreachable(_) => local_rank == 0,
+        _ if rank > 0 => return Some(later(local_rank, local_size)),
+        _ => true,
+    };
+    speaks.then_some(Duration::ZERO)
+}
+
+/// Returns the delay of the `nth` process that may not have to speak.
+pub(super) fn later(nth: usize, size: usize) -> Duration {
+    TURN + SPREAD.mul_f64(nth.min(size) as f64 / size.max(1) as f64)
 }
 
 #[cfg(test)]
@@ -148,12 +200,26 @@ mod tests {
 
     #[test]
     fn a_process_that_was_frozen_says_nothing() {
-        for (since, is_silent) in [(FROZEN * 2, true), (FROZEN / 2, false)] {
-            let voice = Voice::default();
+        let frozen = Duration::from_secs(5);
+        for (since, is_silent) in [(frozen * 2, true), (frozen / 2, false)] {
+            let voice = Voice::new(frozen * 2);
             *voice.looked.lock() = Instant::now().checked_sub(since);
             voice.notice_frost();
-            assert_eq!(voice.has_spoken.load(Ordering::Acquire), is_silent);
+            assert_eq!(voice.is_thawing(), is_silent);
         }
+    }
+
+    #[test]
+    fn a_job_that_goes_on_after_a_frost_says_why_it_ends() {
+        let voice = Voice::new(Duration::from_secs(10));
+        *voice.looked.lock() = Instant::now().checked_sub(Duration::from_secs(60));
+        voice.notice_frost();
+        voice.say("the end of a process that others have lost");
+        assert!(!voice.has_spoken.load(Ordering::Acquire));
+        *voice.looked.lock() = Some(Instant::now());
+        *voice.thawed.lock() = Instant::now().checked_sub(Duration::from_secs(30));
+        voice.say("an error of a job that goes on");
+        assert!(voice.has_spoken.load(Ordering::Acquire));
     }
 
     #[test]
@@ -162,9 +228,33 @@ mod tests {
         let failed = Cause::Failed { rank: 2, message: String::new() };
         let cases = [(lost(0), 1), (lost(1), 0), (lost(3), 0), (failed, 2), (Cause::Deadlock, 0)];
         for (cause, speaker) in cases {
-            let at_once = (0..4).filter(|&rank| turn(rank, &cause) == Some(Duration::ZERO)).collect::<Vec<_>>();
+            let at_once = (0..4).filter(|&rank| turn(rank, 4, &cause) == Some(Duration::ZERO)).collect::<Vec<_>>();
             assert_eq!(at_once, [speaker], "{cause}");
         }
-        assert_eq!([0, 2, 3].map(|rank| turn(rank, &lost(0))), [None, Some(LAG), Some(LAG * 2)]);
+        assert_eq!(turn(0, 4, &lost(0)), None);
+    }
+
+    /// A rank counts as lost after ten seconds, and all others are to end within twelve.
+    #[test]
+    fn all_have_spoken_soon_when_rank_0_is_lost() {
+        let lost = Cause::Lost { rank: 0, how: String::new() };
+        for size in [3, 4, 8, 100, 10_000] {
+            let turns: Vec<_> = (2..size).map(|rank| turn(rank, size, &lost).unwrap()).collect();
+            assert!(turns.iter().all(|turn| (TURN..=TURN + SPREAD).contains(turn)), "{size}");
+            assert!(turns.is_sorted() && turns.windows(2).all(|pair| pair[0] < pair[1]), "{size}");
+        }
+        assert!(LINGER < TURN && TURN + SPREAD < Duration::from_secs(2));
+    }
+
+    #[test]
+    fn an_error_of_the_start_is_printed_by_those_who_alone_may_know_it() {
+        // Two hosts with two ranks each.
+        let who = |error: fn(String) -> Error| {
+            let places = [[0, 0, 2], [1, 1, 2], [2, 0, 2], [3, 1, 2]];
+            places.map(|place| turn_at_start(place, &error(String::new())).map(|turn| turn.is_zero()))
+        };
+        assert_eq!(who(Error::NotStarted), [Some(true), None, None, None]);
+        assert_eq!(who(Error::Unreachable), [Some(true), None, Some(true), None]);
+        assert_eq!(who(Error::Init), [Some(true), Some(false), Some(false), Some(false)]);
     }
 }

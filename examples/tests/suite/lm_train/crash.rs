@@ -24,7 +24,7 @@ fn a_save_that_fails_is_an_error_on_all_ranks_and_harms_nothing() {
             }
             Ok(format!("{:#}", trainer.save(6).unwrap_err()))
         });
-        assert!(said.iter().all(|one| one == &said[0] && one.contains("rank 0: ")), "{said:?}");
+        assert!(said.iter().all(|one| one == &said[0] && one.contains("rank 0 on ")), "{said:?}");
         assert!(said[0].contains("step-00000006"), "{said:?}");
         assert_eq!(fs::read_to_string(place.path("saved/step-00000006")).unwrap(), "in the way");
         assert_eq!(fs::read_dir(place.path("saved")).unwrap().count(), 2, "nothing half written is left");

@@ -29,7 +29,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges empty guide hash link readme rows sums threads values",
+            "bits call edges empty guide hash link readme rows sums switch threads values",
             "comm error",
             "freeable launch tree",
             "control",
@@ -63,7 +63,7 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/mpi",
         floors: &[
-            "agree header native patience ring room shapes sums",
+            "agree header native patience place ring room shapes sums",
             "mail plan shared transfer",
             "ways work",
             "wire",
@@ -106,7 +106,7 @@ const CANDLE_DIST: &[Folder] = &[
         floors: &[
             "departed ids limits",
             "activity arguments signature",
-            "message rounds",
+            "message rounds terms",
             "hub watch",
             "server",
             "dial",
@@ -131,11 +131,11 @@ const CANDLE_DIST: &[Folder] = &[
     },
     Folder {
         path: "launch",
-        floors: &["launchers slurm", "secret_file", "secret", "options", "mod"],
+        floors: &["host launchers slurm", "secret_file", "secret", "options", "mod"],
         // A launch has its secret, and a secret is that of a launch.
         up: &[("secret", "mod"), ("secret_file", "mod"), ("secret_file", "secret")],
     },
-    folder("link", &["deadline frame key", "hello", "mod"]),
+    folder("link", &["deadline frame key silence", "hello", "mod"]),
     folder("mesh", &["layout root", "mod", "build derive"]),
     folder("train", &["host sharded", "clip grads verify", "accumulate sync", "data_parallel"]),
     folder("tree", &["mod rename", "pack"]),

@@ -1,0 +1,118 @@
+//! Values that rank 0 keeps for all.
+use super::{Answer, Heard, Watch};
+use crate::control::activity::Waiting;
+use crate::control::limits::{MAX_STATE, clipped};
+use crate::control::message::Request;
+use crate::link::within;
+use crate::values::{Change, Outcome};
+use crate::{Error, Result};
+use parking_lot::MutexGuard;
+use std::time::{Duration, Instant};
+
+/// The bytes of values that a process sets before it waits until rank 0 has stored them.
+const MAX_UNSTORED: usize = 32 << 20;
+/// The bytes that a value needs in addition to its content.
+const LEAST_BYTES: usize = 256;
+/// A key without a value. Keys of programs begin with "own ".
+const FENCE: &str = "fence";
+
+/// Returns the error for an answer that belongs to another request.
+fn unexpected() -> Error {
+    Error::Unsupported("rank 0 answered another request; run the same build on all hosts".to_string())
+}
+
+impl Watch {
+    /// Sets a value. It waits for rank 0 where it has not stored much of what this process has set.
+    pub(in crate::control) fn set(&self, key: &str, value: &[u8], timeout: Duration) -> Result<()> {
+        self.check()?;
+        // Held while it waits, so that other threads wait, too.
+        let mut unstored = self.unstored.lock();
+        let size = key.len() + value.len() + LEAST_BYTES;
+        if *unstored + size > MAX_UNSTORED {
+            // A change that changes nothing: its answer comes after all that was sent before is stored.
+            self.change(FENCE, &Change::Swap { expected: Some(0) }, &[], timeout)?;
+            *unstored = 0;
+        }
+        *unstored += size;
+        self.send(Request::Set { key: key.to_string() }, value);
+        Ok(())
+    }
+
+    pub(in crate::control) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let answer = self.ask(
+            key,
+            |id, key| Request::Get { id, key },
+            &[],
+            |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)),
+        )?;
+        match answer {
+            Answer::Value(value) => Ok(value),
+            Answer::Absent | Answer::Changed(..) => Err(unexpected()),
+        }
+    }
+
+    /// Returns the value, or `None` after `limit`.
+    pub(in crate::control) fn get_within(
+        &self,
+        key: &str,
+        limit: Duration,
+        timeout: Duration,
+    ) -> Result<Option<Vec<u8>>> {
+        let deadline = within(limit);
+        let answer = self.ask(
+            key,
+            |id, key| Request::Get { id, key },
+            &[],
+            |id, mut heard| {
+                while Instant::now() < deadline && self.failure.get().is_none() {
+                    if let Some(answer) = heard.answers.remove(&id) {
+                        return Ok(answer);
+                    }
+                    self.changed.wait_until(&mut heard, deadline);
+                }
+                // Rank 0 answers one of the two requests, never both.
+                self.send(Request::Forget { id, key: key.to_string() }, &[]);
+                self.wait(heard, timeout, |heard| heard.answers.remove(&id))
+            },
+        )?;
+        match answer {
+            Answer::Value(value) => Ok(Some(value)),
+            Answer::Absent => Ok(None),
+            Answer::Changed(..) => Err(unexpected()),
+        }
+    }
+
+    pub(in crate::control) fn change(
+        &self,
+        key: &str,
+        change: &Change,
+        bytes: &[u8],
+        timeout: Duration,
+    ) -> Result<(Outcome, Vec<u8>)> {
+        let question = |id, key| Request::Change { id, key, change: change.clone() };
+        let answer =
+            self.ask(key, question, bytes, |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)))?;
+        match answer {
+            Answer::Changed(outcome, bytes) => Ok((outcome, bytes)),
+            Answer::Value(_) | Answer::Absent => Err(unexpected()),
+        }
+    }
+
+    /// Sends rank 0 a request about a key, and waits for the answer like `wait`.
+    fn ask<'a>(
+        &'a self,
+        key: &str,
+        question: impl FnOnce(u64, String) -> Request,
+        bytes: &[u8],
+        wait: impl FnOnce(u64, MutexGuard<'a, Heard>) -> Result<Answer>,
+    ) -> Result<Answer> {
+        let mut heard = self.heard.lock();
+        heard.questions += 1;
+        let id = heard.questions;
+        let doing = heard.activity.begin(Waiting::Value(clipped(key.to_string(), MAX_STATE)));
+        self.send(question(id, key.to_string()), bytes);
+        let answer = wait(id, heard);
+        self.leave(doing);
+        answer
+    }
+}
