@@ -21,7 +21,7 @@ ends() {
     awk -v took="$took" -v most="$lost_after" 'BEGIN { exit !(took <= most) }' || { echo "MISSING: an end within $lost_after s"; return 1; }
 }
 
-# blames RANK: one rank printed the reason, and does not say of itself that it gave no answer.
+# blames RANK: one rank printed the reason.
 blames() {
     sleep 1
     cat "$out"
