@@ -4,6 +4,7 @@
  * An error ends the job: MPI_COMM_WORLD has MPI's default handler.
  */
 #include <mpi.h>
+#include <stddef.h>
 
 /* Returns whether this MPI may be called from several threads. */
 int test_utils_mpi_start(int *rank, int *size) {
