@@ -19,9 +19,9 @@ const TICK: Duration = Duration::from_millis(10);
 const LINGER: Duration = Duration::from_millis(800);
 /// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken. Two processes find
 /// that a third one is lost within a quarter of a second of each other.
-const TURN: Duration = Duration::from_millis(900);
+const TURN: Duration = Duration::from_millis(1200);
 /// The time in which such processes speak, one after the other.
-const SPREAD: Duration = Duration::from_millis(300);
+const SPREAD: Duration = Duration::from_millis(200);
 /// The same for errors of a start, where a launcher has more to end and nothing else waits.
 const TURN_AT_START: Duration = Duration::from_secs(3);
 
