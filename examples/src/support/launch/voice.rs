@@ -19,9 +19,9 @@ const TICK: Duration = Duration::from_millis(10);
 const LINGER: Duration = Duration::from_millis(800);
 /// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken. Two processes find
 /// that a third one is lost within a quarter of a second of each other.
-const TURN: Duration = Duration::from_millis(900);
+const TURN: Duration = Duration::from_millis(1200);
 /// The time in which such processes speak, one after the other.
-const SPREAD: Duration = Duration::from_millis(300);
+const SPREAD: Duration = Duration::from_millis(200);
 /// The same for errors of a start, where a launcher has more to end and nothing else waits.
 const TURN_AT_START: Duration = Duration::from_secs(3);
 
@@ -31,6 +31,8 @@ pub(super) struct Voice {
     /// A watch that has not checked for this long was frozen; others count a process as lost after twice that.
     frozen: Duration,
     has_spoken: AtomicBool,
+    /// Whether the launcher ends this process, because another one has ended.
+    is_ended: AtomicBool,
     is_over: AtomicBool,
     /// The time of the watch's last check; `None` before and after the watch.
     looked: Mutex<Option<Instant>>,
@@ -44,6 +46,7 @@ impl Voice {
         Self {
             frozen: lost_after / 2,
             has_spoken: AtomicBool::default(),
+            is_ended: AtomicBool::default(),
             is_over: AtomicBool::default(),
             looked: Mutex::default(),
             thawed: Mutex::default(),
@@ -66,26 +69,27 @@ impl Voice {
     /// so the end of the first one ends the later ones before. All are over soon, also where no launcher ends them.
     pub(super) fn tell(&self, rank: usize, failure: &GroupFailure, why: impl Display) {
         if let Some(pause) = turn(rank, failure.ranks.len(), &failure.cause) {
-            thread::sleep(pause);
-            self.say(why);
+            self.say_after(pause, why);
         }
     }
 
     /// Prints why this rank ends, though the world has not failed. All ranks may end for this reason, so rank 0 speaks first.
     pub(super) fn tell_own(&self, rank: usize, size: usize, why: impl Display) {
-        if rank > 0 {
-            thread::sleep(later(rank, size));
+        self.say_after(if rank > 0 { later(rank, size) } else { Duration::ZERO }, why);
+    }
+
+    /// Prints why the program ends after a pause, unless the launcher ends this process meanwhile: who ended first has spoken.
+    fn say_after(&self, pause: Duration, why: impl Display) {
+        thread::sleep(pause);
+        if pause.is_zero() || !self.is_ended.load(Ordering::Acquire) {
+            self.say(why);
         }
-        self.say(why);
     }
 
     /// Prints why the world has not started, if that is this rank's task, before it returns.
     pub(super) fn tell_start(&self, info: &LaunchInfo, error: &Error) {
         match turn_at_start([info.rank, info.local_rank, info.local_size], error) {
-            Some(pause) => {
-                thread::sleep(pause);
-                self.say(error);
-            }
+            Some(pause) => self.say_after(pause, error),
             // This end may end those that speak.
             None => thread::sleep(TURN_AT_START),
         }
@@ -149,6 +153,7 @@ impl Grace {
         let (signals, voice) = (pending.handle(), voice.clone());
         thread::Builder::new().name("signals".into()).spawn(move || {
             if pending.forever().next().is_some() {
+                voice.is_ended.store(true, Ordering::Release);
                 let end = Instant::now() + LINGER;
                 while Instant::now() < end && !voice.has_spoken.load(Ordering::Acquire) {
                     thread::sleep(TICK);
@@ -259,6 +264,16 @@ mod tests {
             assert!(turns.is_sorted() && turns.windows(2).all(|pair| pair[0] < pair[1]), "{size}");
         }
         assert!(LINGER < TURN && TURN + SPREAD < Duration::from_secs(2));
+    }
+
+    #[test]
+    fn who_waits_for_its_turn_is_silent_when_the_launcher_ends_it() {
+        for (pause, speaks) in [(Duration::ZERO, true), (Duration::from_millis(1), false)] {
+            let voice = Voice::new(Duration::from_secs(10));
+            voice.is_ended.store(true, Ordering::Release);
+            voice.say_after(pause, "the end of a process that the launcher ends");
+            assert_eq!(voice.has_spoken.load(Ordering::Acquire), speaks, "{pause:?}");
+        }
     }
 
     #[test]
