@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Runs jobs on several hosts: network, mount, name and process namespaces of this machine, with a switch between them. Each host has
 # its own name, /etc/hosts, /tmp, /dev/shm and sshd. It needs root; without it, it says that it skips. All that it makes is in
-# namespaces: nothing of the machine's network, /etc or ssh changes, and nothing is left, also after ^C and SIGKILL.
+# namespaces: nothing of the machine's network, /etc or ssh changes, and nothing is left, also after ^C and SIGKILL. Only --install changes
+# the machine.
 #
 # Usage: scripts/cluster.sh [OPTION...] [CASE...]
 #   CASE        only cases whose name contains one of these words
 #   --quick     only cases that need a few seconds each
-#   --install   first installs Debian's packages of all launchers: openssh-server, MPICH, Slurm, munge, nftables
+#   --install   first installs Debian's packages of all launchers: openssh-server, MPICH, Slurm, munge, nftables. No daemon starts
 #   --no-build  takes the programs as they are
 #   --list      prints the names of the cases
 #

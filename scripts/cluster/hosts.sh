@@ -9,24 +9,13 @@ net4=10.211.8. net6=fd00:211::
 patience=${CLUSTER_PATIENCE:-120}
 token="a text that only this job knows $RANDOM$RANDOM$RANDOM"
 
-# packages: installs what the cases need. No daemon of these packages starts on the machine, and `mpicc` and `mpirun` stay those of
-# the MPI that they are.
+# packages: installs what the cases need. `mpicc` and `mpirun` stay those of the MPI that they are.
 packages() {
-    local policy=/usr/sbin/policy-rc.d name chosen
+    local name chosen
     declare -A before
     chosen() { update-alternatives --query "$1" 2>/dev/null | sed -n 's/^Value: //p'; }
     for name in mpi mpirun; do before[$name]=$(chosen "$name"); done
-    if [ -e "$policy" ]; then
-        policy=''
-    else
-        trap "rm -f $policy" EXIT
-        trap 'exit 130' INT TERM HUP
-        printf '#!/bin/sh\nexit 101\n' >"$policy"
-        chmod +x "$policy"
-    fi
-    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends openssh-server openssh-client \
-        openmpi-bin libopenmpi-dev mpich libmpich-dev slurm-wlm munge libpmix2 nftables || exit 1
-    [ -z "$policy" ] || rm -f "$policy"
+    scripts/install.sh openssh-server openssh-client openmpi-bin libopenmpi-dev mpich libmpich-dev slurm-wlm munge libpmix2 nftables || exit 1
     for name in mpi mpirun; do
         [ -z "${before[$name]}" ] || [ "$(chosen "$name")" = "${before[$name]}" ] || update-alternatives --set "$name" "${before[$name]}"
     done
@@ -105,10 +94,11 @@ names() {
 attach() {
     local host=$1 number init
     number=$(<"$scratch/$host/number")
-    for _ in $(seq 100); do
+    for _ in $(seq 400); do
         [ -e "$scratch/$host/ready" ] && break
         sleep 0.05
     done
+    [ -e "$scratch/$host/ready" ] || { cat "$scratch/$host/log"; return 1; }
     init=$(pgrep -P "$(<"$scratch/$host/parent")") || { cat "$scratch/$host/log"; return 1; }
     echo "$init" >"$scratch/$host/init"
     ip link add "port$number" type veth peer name eth0 netns "$init" || return 1
@@ -131,7 +121,11 @@ demolish() {
     done
     ip -o link show type veth | sed -n 's/^[0-9]*: \(port[0-9]*\).*/\1/p' | while read -r link; do ip link del "$link" 2>/dev/null; done
     rm -rf "$scratch/shared"
-    while pgrep -f "scripts/cluster/[h]ost.sh" >/dev/null; do sleep 0.05; done
+    for _ in $(seq 200); do
+        pkill -KILL -f "scripts/cluster/[h]ost.sh" || return 0
+        sleep 0.05
+    done
+    echo "hosts are left that cannot be ended" >&2
 }
 
 # on HOST COMMAND...: runs a command on a host.

@@ -6,7 +6,7 @@ toy_mpich=$mpich_programs/toy-transformer
 # build_for_mpich: builds the program that the cases need for MPICH, in a folder of its own. It is a second build of the workspace, since
 # the two MPIs have unlike binary interfaces. MPICC names the compiler, so the machine's mpicc stays what it is.
 build_for_mpich() {
-    cases | grep -q mpich || return 0
+    [[ "$(cases)" == *mpich* ]] || return 0
     command -v mpicc.mpich >/dev/null && [ -n "$mpich" ] || return 0
     CARGO_INCREMENTAL=0 MPICC=mpicc.mpich CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/mpich" \
         cargo build --features mpi --bin toy-transformer --quiet

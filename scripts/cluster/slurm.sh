@@ -58,7 +58,6 @@ case_slurm_2_2() {
 }
 case_slurm_uneven() {
     slurm && toy_by_srun -N 3 -n 4 "$toy" --backend mpi --steps 10 --tp 4 && agree || return
-    printf '%s\n' b b b c >"$scratch/shared/places"
     toy_by_srun -w b,c --ntasks 4 -N 2 -m plane=3 "$toy" --backend mpi --steps 10 --tp 4 && agree
 }
 case_slurm_cyclic() {
