@@ -65,7 +65,9 @@ fn a_job_that_was_stopped_as_a_whole_goes_on() {
 fn more_busy_programs_than_cores_do_not_make_a_rank_look_lost() {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // They end by themselves if the test does not end them.
-    let busy = || Command::new("timeout").args(["60", "sh", "-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap();
+    let busy = || {
+        Command::new("timeout").args(["60", "sh", "-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap()
+    };
     let mut load: Vec<Child> = (0..4 * cores).map(|_| busy()).collect();
     let outcomes = disturbed(|_| {});
     for program in &mut load {

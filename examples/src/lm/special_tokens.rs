@@ -1,6 +1,6 @@
 //! Tokens that files beside `tokenizer.json` declare.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -70,10 +70,9 @@ impl SpecialTokens {
                 let Some(token) = fields.get(name) else { continue };
                 let wrong = || format!("{}: {name} is {token}", at(folder, file));
                 let content = if token.is_null() { None } else { Some(text(token).with_context(wrong)?) };
-                let known = made.named.entry(name).or_default();
-                if known.is_none() {
-                    *known = content;
-                }
+                // The first file that has the name decides, also with null.
+                made.named.insert(name, content);
+                break;
             }
         }
         // transformers has no use for the old file where the new one has all.
@@ -111,7 +110,7 @@ impl SpecialTokens {
     /// Adds the tokens to a tokenizer that does not have them, or has them otherwise.
     ///
     /// # Errors
-    /// If a token has another number there.
+    /// If a new token would have another number than the file says.
     pub(super) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
         let has = tokenizer.get_added_tokens_decoder();
         // What tokenizer.json says wins over the oldest file.
@@ -131,16 +130,24 @@ impl SpecialTokens {
             .collect();
         adding.extend(others);
         adding.retain(|token| !token.content.is_empty() && !has.values().any(|known| known == token));
+        let known: BTreeSet<String> = self
+            .added
+            .values()
+            .map(|token| token.content.clone())
+            .filter(|content| tokenizer.token_to_id(content).is_some())
+            .collect();
         for part in adding.chunk_by(|a, b| a.special == b.special) {
             let part = part.to_vec();
             let added = if part[0].special { tokenizer.add_special_tokens(part) } else { tokenizer.add_tokens(part) };
             added.map_err(|error| anyhow!("{}: {error}", self.source))?;
         }
-        for (id, token) in self.added.iter().filter(|(id, token)| !wins(id) && !token.content.is_empty()) {
+        // What tokenizer.json has keeps its number, as in transformers.
+        let is_new = |token: &AddedToken| !token.content.is_empty() && !known.contains(&token.content);
+        for (id, token) in self.added.iter().filter(|(id, token)| !wins(id) && is_new(token)) {
             let got = tokenizer.token_to_id(&token.content);
             ensure!(
                 got == Some(*id),
-                "{:?} is the token {id} in {}, and {} in tokenizer.json",
+                "{:?} is the token {id} in {}, and would be {} behind those of tokenizer.json",
                 token.content,
                 self.source,
                 got.map_or("none".into(), |got| got.to_string())

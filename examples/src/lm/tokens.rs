@@ -57,11 +57,12 @@ pub fn encode_rendered(tokenizer: &Tokenizer, script: &Script) -> Result<Vec<u32
     Controls { script, added: tokenizer.get_added_tokens_decoder().into_iter().collect(), tokenizer }.encode()
 }
 
-/// Returns where the name of a token is in the text that it became, if it has one that is no control token, for example `<think>`.
-pub fn named(tokenizer: &Tokenizer, token: u32, text: &str) -> Option<Range<usize>> {
-    let content = tokenizer.get_added_tokens_decoder().remove(&token).filter(|added| !added.special)?.content;
-    let start = text.find(&content).filter(|_| !content.is_empty() && !is_marker(content.trim()))?;
-    Some(start..start + content.len())
+/// Returns the tokens with names that are no control tokens, for example `<think>`.
+pub fn named(tokenizer: &Tokenizer) -> HashMap<u32, String> {
+    let added = tokenizer.get_added_tokens_decoder().into_iter();
+    let named =
+        added.filter(|(_, token)| !token.special && !token.content.is_empty() && !is_marker(token.content.trim()));
+    named.map(|(id, token)| (id, token.content)).collect()
 }
 
 /// The control tokens of a conversation.

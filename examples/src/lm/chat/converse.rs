@@ -87,6 +87,7 @@ pub fn converse(
     let room = args.room(files.config.longest());
     let mut session = Session::open(ctx, stages, files, task, room)?;
     show(Event::Loaded);
+    let names = tokens::named(tokenizer);
     let mut messages: Vec<Message> = args.system.iter().map(|text| Message::new("system", text)).collect();
     loop {
         show(Event::Listening);
@@ -122,7 +123,10 @@ pub fn converse(
         let mut is_over = false;
         let written = session.write(&task, |token| {
             let piece = stream.next(token)?;
-            named.extend(tokens::named(tokenizer, token, &piece).map(|name| told + name.start..told + name.end));
+            named.extend(names.get(&token).and_then(|name| {
+                let start = told + piece.find(name)?;
+                Some(start..start + name.len())
+            }));
             told += piece.len();
             let (more, ends) = stops.next(&piece);
             show(Event::Text(&more));

@@ -52,8 +52,15 @@ pub(super) const ROUTER: [(&str, Rule); 4] = [
     ("router_aux_loss_coef", Harmless),
 ];
 
-pub(super) const MIXTRAL_FIELDS: [(&str, Rule); 6] =
-    [("router_jitter_noise", Only(Zero)), ("sliding_window", Used), ROUTER[0], ROUTER[1], ROUTER[2], ROUTER[3]];
+pub(super) const MIXTRAL_FIELDS: [(&str, Rule); 7] = [
+    ("norm_topk_prob", Only(True)),
+    ("router_jitter_noise", Only(Zero)),
+    ("sliding_window", Used),
+    ROUTER[0],
+    ROUTER[1],
+    ROUTER[2],
+    ROUTER[3],
+];
 
 pub(super) const QWEN_FIELDS: [(&str, Rule); 14] = [
     ("attention_bias", Used),

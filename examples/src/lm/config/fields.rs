@@ -33,7 +33,7 @@ pub(super) enum Plain {
 
 /// The fields that all families have.
 static COMMON: &[(&str, Rule)] = {
-    use Plain::{False, Null, One, Text};
+    use Plain::{False, Null, One, Text, True};
     use Rule::{Harmless, Only, Used};
     &[
         ("architectures", Used),
@@ -57,15 +57,21 @@ static COMMON: &[(&str, Rule)] = {
         ("attention_bias", Only(False)),
         ("cross_attention_hidden_size", Only(Null)),
         ("hidden_act", Only(Text("silu"))),
+        ("is_causal", Only(True)),
         ("is_decoder", Harmless),
         ("is_encoder_decoder", Only(False)),
+        // Without a window in any layer.
+        ("max_window_layers", Harmless),
         ("mlp_bias", Only(False)),
         ("partial_rotary_factor", Only(One)),
+        ("qk_layernorm", Only(False)),
         ("quantization_config", Only(Null)),
         ("rope_interleaved", Only(False)),
         ("sliding_window", Only(Null)),
         ("tie_encoder_decoder", Only(False)),
         ("use_bidirectional_attention", Only(False)),
+        ("use_qk_norm", Only(False)),
+        ("use_sliding_window", Only(False)),
         // Those of generate() of older transformers, which the command line decides.
         ("bad_words_ids", Harmless),
         ("begin_suppress_tokens", Harmless),
@@ -102,6 +108,7 @@ static COMMON: &[(&str, Rule)] = {
         ("_commit_hash", Harmless),
         ("_flash_attn_2_enabled", Harmless),
         ("_name_or_path", Harmless),
+        ("attn_implementation", Harmless),
         ("auto_map", Harmless),
         ("chunk_size_feed_forward", Harmless),
         // Another attention over very long texts in one server. transformers does not read it.

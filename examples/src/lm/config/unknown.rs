@@ -20,15 +20,34 @@ const DROPOUTS: [&str; 5] = ["dropout", "dropout_prob", "dropout_rate", "_pdrop"
 /// Words in the names of factors, of which 1 changes nothing.
 const FACTORS: [&str; 5] = ["scale", "scaling", "factor", "multiplier", "divisor"];
 /// Words in the names of fields whose texts choose what is computed.
-const CHOICES: [&str; 8] = ["act", "attention", "attn", "mlp", "norm", "position", "rope", "router"];
+const CHOICES: [&str; 16] = [
+    "act",
+    "attention",
+    "attn",
+    "embed",
+    "ffn",
+    "func",
+    "gat",
+    "layer",
+    "mask",
+    "method",
+    "mlp",
+    "norm",
+    "position",
+    "rope",
+    "router",
+    "scor",
+];
+/// Words in the names of switches that may be on without the field.
+const ON: [&str; 8] = ["causal", "embed", "mask", "norm", "position", "rope", "rotary", "scal"];
 
 impl Unknown {
     /// Decides about a field by its name and value.
     pub(in crate::lm) fn judge(&mut self, name: &str, value: &Value) {
-        let is_training = DROPOUTS.iter().any(|end| name.ends_with(end));
-        if is_training && value.as_f64().is_some_and(|rate| rate != 0.0) {
+        let rate = value.as_f64().filter(|_| DROPOUTS.iter().any(|end| name.ends_with(end)));
+        if rate.is_some_and(|rate| rate != 0.0) {
             self.notes.push(format!("{name} {value} is for training, and nothing here drops out"));
-        } else if !is_training && !name.starts_with(MARKER) {
+        } else if rate.is_none() && !name.starts_with(MARKER) {
             match is_off(name, value) {
                 true => self.notes.push(format!("{name} {} is not known, and changes nothing", shortened(value))),
                 false => self.refuse(name, format!("{name} ({}) is not known", shortened(value))),
@@ -66,8 +85,8 @@ impl Unknown {
 /// Whether a value switches something off, or is a name.
 fn is_off(name: &str, value: &Value) -> bool {
     match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::Bool(true) => false,
+        Value::Null => true,
+        Value::Bool(on) => !on && !ON.iter().any(|word| name.contains(word)),
         Value::Number(number) if number.as_f64() == Some(1.0) => FACTORS.iter().any(|word| name.contains(word)),
         Value::Number(number) => number.as_f64() == Some(0.0),
         Value::String(text) => text.is_empty() || !CHOICES.iter().any(|word| name.contains(word)),

@@ -1,5 +1,7 @@
 //! Going on from a checkpoint.
 
+use std::fs;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -48,7 +50,7 @@ pub struct Resumed {
 }
 
 /// A folder with the name of a checkpoint that is not whole.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Skipped {
     /// The folder.
     pub folder: PathBuf,
@@ -57,12 +59,14 @@ pub struct Skipped {
 }
 
 impl Resumed {
-    /// Opens a checkpoint, or the last one in a folder of them that is whole, whose config says nothing unknown but in the fields `ignored`. To find it, its tensors are read once, and compared with
-    /// their digests. Those of a checkpoint that is given by itself are compared when they are loaded.
+    /// Opens a checkpoint, or the last one in a folder of them that is whole, without what the fields `ignored` of its config say. To find
+    /// it, its tensors are read once, and compared with their digests. Those of a checkpoint that is given by itself are compared when
+    /// they are loaded.
     ///
     /// # Errors
-    /// If there is none, a file is missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype
-    /// that it should have: the file and the tensor are named.
+    /// If there is none, a file cannot be read, or its config is refused. If the checkpoint that is given by itself is not whole: a file is
+    /// missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype that it should have. The file and the
+    /// tensor are named.
     pub fn open(path: &Path, ignored: &[String]) -> Result<Self> {
         if path.join(STATE).exists() {
             return Self::of(path.to_owned(), ignored);
@@ -71,7 +75,10 @@ impl Resumed {
         for folder in folder::checkpoints(path)? {
             match Self::of(folder.clone(), ignored).and_then(Self::verified) {
                 Ok(resumed) => return Ok(Self { skipped, ..resumed }),
-                Err(error) => skipped.push(Skipped { folder, reason: format!("{error:#}") }),
+                Err(error) => {
+                    check_readable(&folder, ignored)?;
+                    skipped.push(Skipped { folder, reason: format!("{error:#}") });
+                }
             }
         }
         let advice = "give the folder of an earlier --save";
@@ -90,7 +97,9 @@ impl Resumed {
     /// # Errors
     /// Those of [`open`](Self::open), and if a process has another checkpoint under the name; the same on all processes.
     pub fn open_together(path: &Path, ignored: &[String], ranks: &Ranks<'_>) -> Result<Self> {
-        let first = ranks.agree(ranks.is_first().then(|| Self::open(path, ignored)).transpose())?;
+        // Reading all of a large checkpoint takes its time.
+        let first = ranks.on_first(|| Ok(Self::open(path, ignored)))?;
+        let first = ranks.agree(first.transpose())?;
         let inside = first.as_ref().and_then(|first| first.folder.strip_prefix(path).ok()?.to_str());
         let inside = ranks.of_first(inside.unwrap_or_default())?;
         let opened = match first {
@@ -98,7 +107,9 @@ impl Resumed {
             None if inside.is_empty() => Self::of(path.to_owned(), ignored),
             None => Self::of(path.join(inside), ignored),
         };
-        let opened = ranks.agree(opened)?;
+        let mut opened = ranks.agree(opened)?;
+        // Only rank 0 has looked at the others.
+        opened.skipped = serde_json::from_str(&ranks.of_first(&serde_json::to_string(&opened.skipped)?)?)?;
         let state = serde_json::to_string(&opened.state)?;
         let is_same = ranks.of_first(&state)? == state;
         let same = || -> Result<()> {
@@ -133,6 +144,32 @@ impl Resumed {
     pub fn optimizer(&self) -> PathBuf {
         stage_files::source(&self.folder.join(OPTIMIZER), OPTIMIZER)
     }
+}
+
+/// Checks that the files of a checkpoint that is not whole can be read, and that its config is not refused: these are no damage, and the
+/// checkpoint may be good.
+fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
+    if !folder.join(STATE).exists() {
+        return Ok(());
+    }
+    for at in [folder.to_owned(), folder.join(OPTIMIZER)] {
+        let entries = match fs::read_dir(&at) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            entries => entries.with_context(|| format!("{}", at.display()))?,
+        };
+        for entry in entries {
+            let path = entry.with_context(|| format!("{}", at.display()))?.path();
+            if path.is_file() {
+                let read = || io::copy(&mut regular::open(&path)?, &mut io::sink());
+                read().with_context(|| format!("{}", path.display()))?;
+            }
+        }
+    }
+    let config = fs::read(folder.join("config.json")).unwrap_or_default();
+    if serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&config).is_ok() {
+        Config::read(folder, ignored)?;
+    }
+    Ok(())
 }
 
 fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {

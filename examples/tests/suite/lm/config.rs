@@ -50,6 +50,11 @@ fn models_of_other_kinds_and_fields_that_nobody_reads_are_refused_by_name() {
         (json!({"hidden_activation": "gelu"}), "hidden_activation (\"gelu\")"),
         (json!({"residual_multiplier": 0.5}), "residual_multiplier (0.5)"),
         (json!({"num_nextn_predict_layers": 1}), "num_nextn_predict_layers (1)"),
+        (json!({"is_causal": false}), "is_causal is false"),
+        (json!({"use_rope": false}), "use_rope (false)"),
+        (json!({"normalize_queries": false}), "normalize_queries (false)"),
+        (json!({"scoring_func": "sigmoid"}), "scoring_func (\"sigmoid\")"),
+        (json!({"path_dropout": true}), "path_dropout (true)"),
     ];
     for (changes, want) in cases {
         for base in [new, old] {
@@ -78,7 +83,8 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
     let silent = json!({
         "unsloth_fixed": true, "unsloth_version": "2025.1", "activation": "swiglu", "torchscript": false, "num_beams": 4,
         "do_sample": true, "tokenizer_class": "LlamaTokenizer", "task_specific_params": {"a": 1}, "_commit_hash": "0a",
-        "dual_chunk_attention_config": {"chunk_size": 262_144},
+        "dual_chunk_attention_config": {"chunk_size": 262_144}, "is_causal": true, "use_sliding_window": false,
+        "max_window_layers": 28,
     });
     assert_eq!(Config::parse(&with(base, &silent)).unwrap(), plain);
     let noted = [

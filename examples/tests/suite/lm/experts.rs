@@ -282,7 +282,7 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
         (&mixtral, "num_experts_per_tok", json!(0), "num_experts_per_tok is 0"),
         (&mixtral, "num_local_experts", json!(1u64 << 40), "num_local_experts is 1099511627776"),
         (&mixtral, "shared_expert_intermediate_size", json!(8), "shared_expert_intermediate_size (8)"),
-        (&mixtral, "norm_topk_prob", json!(false), "norm_topk_prob (false)"),
+        (&mixtral, "norm_topk_prob", json!(false), "norm_topk_prob is false"),
         (&mixtral, "hidden_act", json!("gelu"), "hidden_act is \"gelu\""),
         (&qwen, "num_experts", json!(8), "num_local_experts is 7 and num_experts is 8"),
         (&qwen, "mlp_only_layers", json!([2]), "mlp_only_layers is [2]"),
