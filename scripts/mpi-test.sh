@@ -223,8 +223,15 @@ fate() {
     out=$(<"$log")
     rm -f "$log"
 }
-# blamed RANK: mpirun failed in time, and a single process printed the reason once.
-blamed() { ended && [ "$(echo "$out" | grep -c "^error: .*rank $1 was lost")" -eq 1 ] && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ]; }
+# blamed RANK: mpirun failed in time, and a single process printed the reason once. Without rank 0, nobody tells the others
+# who speaks: one that mpirun has not ended after a second prints the reason as well.
+blamed() {
+    local errors blames most=1
+    errors=$(echo "$out" | grep -c "^error: ")
+    blames=$(echo "$out" | grep -c "^error: .*rank $1 was lost")
+    [ "$1" -ne 0 ] || most=3
+    ended && [ "$blames" -eq "$errors" ] && [ "$blames" -ge 1 ] && [ "$blames" -le "$most" ]
+}
 # lost SIGNAL RANK: the verdict on a rank that gets a signal.
 lost() {
     fate "$1" "$2"

@@ -20,7 +20,7 @@ use std::time::Duration;
 /// The number of heartbeats per silence limit, and of waits for them.
 const SIGNS: u32 = 5;
 /// The maximum time between two heartbeats, and so between the times at which two processes find that a third one is silent.
-const MAX_INTERVAL: Duration = Duration::from_millis(500);
+const MAX_INTERVAL: Duration = Duration::from_millis(250);
 /// The minimum silence limit.
 pub(crate) const MIN_SILENCE: Duration = Duration::from_millis(100);
 /// The description of a closed connection, the same for either side and any way of closing.

@@ -10,7 +10,7 @@ use candle_dist::init::{Backend, InitOptions, LaunchInfo};
 use candle_dist::{Error, init_process_group};
 
 use super::ranks::{Ranks, Refusal};
-use super::voice::{Grace, Voice, later};
+use super::voice::{Grace, Voice, later_at_start};
 use super::{BackendName, Patience};
 use crate::cli::{self, Checked, FAILED, USAGE, UsageError, require};
 
@@ -43,7 +43,7 @@ pub(super) fn started(name: BackendName, cpu_only: Option<&str>) -> Result<Start
     let info = LaunchInfo::from_env(&InitOptions::new()).map_err(|error| {
         // A launcher may give its variables to the processes of some hosts only.
         if let Some(rank @ 1..) = LaunchInfo::rank_from_env() {
-            thread::sleep(later(rank % HOST, HOST));
+            thread::sleep(later_at_start(rank % HOST, HOST));
         }
         cli::fail(sentence(error), USAGE)
     })?;
@@ -162,7 +162,10 @@ fn end(ranks: &Ranks<'_>, voice: &Voice, run: impl Fn(&Ranks<'_>) -> anyhow::Res
                 match ranks.failure() {
                     Some((rank, failure)) => voice.tell(rank, &failure, format_args!("{error:#}")),
                     None if cli::is_unread(&error) => {}
-                    None => voice.say(format_args!("{error:#}")),
+                    None => {
+                        let failure = || ranks.failure().map(|(_, failure)| failure);
+                        voice.tell_own(ranks.place(), failure, format_args!("{error:#}"));
+                    }
                 }
                 Err(error)
             }

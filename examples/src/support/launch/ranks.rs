@@ -155,6 +155,14 @@ impl Ranks<'_> {
         Ok(())
     }
 
+    /// Returns the rank of this process, and their number.
+    pub(super) fn place(&self) -> (usize, usize) {
+        match self {
+            Self::Threads(_) => (0, 1),
+            Self::Process(ctx, _) => (ctx.rank(), ctx.world_size()),
+        }
+    }
+
     /// Returns this rank, and the failure of the processes, if there is one.
     pub(super) fn failure(&self) -> Option<(usize, Arc<GroupFailure>)> {
         match self {

@@ -18,10 +18,12 @@ const TICK: Duration = Duration::from_millis(10);
 /// How long a process continues after SIGTERM, if it has not printed: Open MPI sends SIGKILL after a second.
 const LINGER: Duration = Duration::from_millis(800);
 /// When a process speaks that may not have to: the launcher has ended it by then if another one has spoken. Two processes find
-/// that a third one is lost within half a second of each other.
-const TURN: Duration = Duration::from_secs(1);
+/// that a third one is lost within a quarter of a second of each other.
+const TURN: Duration = Duration::from_millis(1200);
 /// The time in which such processes speak, one after the other.
-const SPREAD: Duration = Duration::from_millis(400);
+const SPREAD: Duration = Duration::from_millis(200);
+/// The same for errors of a start, where a launcher has more to end and nothing else waits.
+const TURN_AT_START: Duration = Duration::from_secs(3);
 
 /// The single error report of this process.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub(super) struct Voice {
     /// A watch that has not checked for this long was frozen; others count a process as lost after twice that.
     frozen: Duration,
     has_spoken: AtomicBool,
+    /// Whether the launcher ends this process, because another one has ended.
+    is_ended: AtomicBool,
     is_over: AtomicBool,
     /// The time of the watch's last check; `None` before and after the watch.
     looked: Mutex<Option<Instant>>,
@@ -42,17 +46,24 @@ impl Voice {
         Self {
             frozen: lost_after / 2,
             has_spoken: AtomicBool::default(),
+            is_ended: AtomicBool::default(),
             is_over: AtomicBool::default(),
             looked: Mutex::default(),
             thawed: Mutex::default(),
         }
     }
 
-    /// Prints why the program ends, unless a report was printed before or this process was frozen just now. In the latter case
-    /// others have reported it as lost, and the launcher has woken it up to end it. A whole job that was frozen goes on.
+    /// Prints why the program ends, unless a report was printed before. If this process was frozen just now, others may have
+    /// reported it as lost, and the launcher has woken it up to end it: then it waits for that.
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
-        if !self.is_thawing() && !self.has_spoken.swap(true, Ordering::AcqRel) {
+        if self.is_thawing() {
+            thread::sleep(TURN + SPREAD);
+            if self.is_ended.load(Ordering::Acquire) {
+                return;
+            }
+        }
+        if !self.has_spoken.swap(true, Ordering::AcqRel) {
             cli::tell("error", why);
         }
     }
@@ -64,7 +75,31 @@ impl Voice {
     /// so the end of the first one ends the later ones before. All are over soon, also where no launcher ends them.
     pub(super) fn tell(&self, rank: usize, failure: &GroupFailure, why: impl Display) {
         if let Some(pause) = turn(rank, failure.ranks.len(), &failure.cause) {
-            thread::sleep(pause);
+            self.say_after(pause, why);
+        }
+    }
+
+    /// Prints why this rank ends, though the world has not failed. All ranks may end for this reason, so rank 0 speaks first, and
+    /// others only if no `failure` of the world follows.
+    pub(super) fn tell_own(
+        &self,
+        (rank, size): (usize, usize),
+        failure: impl Fn() -> Option<Arc<GroupFailure>>,
+        why: impl Display,
+    ) {
+        if rank > 0 {
+            thread::sleep(later(rank, size));
+        }
+        match failure() {
+            Some(failure) => self.tell(rank, &failure, why),
+            None => self.say(why),
+        }
+    }
+
+    /// Prints why the program ends after a pause, unless the launcher ends this process meanwhile: who ended first has spoken.
+    fn say_after(&self, pause: Duration, why: impl Display) {
+        thread::sleep(pause);
+        if pause.is_zero() || !self.is_ended.load(Ordering::Acquire) {
             self.say(why);
         }
     }
@@ -72,16 +107,13 @@ impl Voice {
     /// Prints why the world has not started, if that is this rank's task, before it returns.
     pub(super) fn tell_start(&self, info: &LaunchInfo, error: &Error) {
         match turn_at_start([info.rank, info.local_rank, info.local_size], error) {
-            Some(pause) => {
-                thread::sleep(pause);
-                self.say(error);
-            }
+            Some(pause) => self.say_after(pause, error),
             // This end may end those that speak.
-            None => thread::sleep(TURN + SPREAD),
+            None => thread::sleep(TURN_AT_START),
         }
     }
 
-    /// Suppresses reports for a while if this process was frozen.
+    /// Makes reports wait for a while if this process was frozen.
     fn notice_frost(&self) {
         let looked = *self.looked.lock();
         if looked.is_some_and(|looked| looked.elapsed() > self.frozen) {
@@ -139,6 +171,7 @@ impl Grace {
         let (signals, voice) = (pending.handle(), voice.clone());
         thread::Builder::new().name("signals".into()).spawn(move || {
             if pending.forever().next().is_some() {
+                voice.is_ended.store(true, Ordering::Release);
                 let end = Instant::now() + LINGER;
                 while Instant::now() < end && !voice.has_spoken.load(Ordering::Acquire) {
                     thread::sleep(TICK);
@@ -182,15 +215,20 @@ fn turn(rank: usize, size: usize, cause: &Cause) -> Option<Duration> {
 fn turn_at_start([rank, local_rank, local_size]: [usize; 3], error: &Error) -> Option<Duration> {
     let speaks = match error {
         Error::NotStarted(_) => rank == 0,
-        Error::Unreachable(_) => local_rank == 0,
-        _ if rank > 0 => return Some(later(local_rank, local_size)),
+        Error::Unreachable(_) if local_rank == 0 => true,
+        _ if rank > 0 => return Some(later_at_start(local_rank, local_size)),
         _ => true,
     };
     speaks.then_some(Duration::ZERO)
 }
 
+/// Returns the delay of the `nth` process that may not have to speak at the start.
+pub(super) fn later_at_start(nth: usize, size: usize) -> Duration {
+    TURN_AT_START + later(nth, size)
+}
+
 /// Returns the delay of the `nth` process that may not have to speak.
-pub(super) fn later(nth: usize, size: usize) -> Duration {
+fn later(nth: usize, size: usize) -> Duration {
     TURN + SPREAD.mul_f64(nth.min(size) as f64 / size.max(1) as f64)
 }
 
@@ -199,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_was_frozen_says_nothing() {
+    fn a_process_that_was_frozen_waits_for_its_end() {
         let frozen = Duration::from_secs(5);
         for (since, is_silent) in [(frozen * 2, true), (frozen / 2, false)] {
             let voice = Voice::new(frozen * 2);
@@ -213,9 +251,10 @@ mod tests {
     fn a_job_that_goes_on_after_a_frost_says_why_it_ends() {
         let voice = Voice::new(Duration::from_secs(10));
         *voice.looked.lock() = Instant::now().checked_sub(Duration::from_secs(60));
-        voice.notice_frost();
+        voice.is_ended.store(true, Ordering::Release);
         voice.say("the end of a process that others have lost");
         assert!(!voice.has_spoken.load(Ordering::Acquire));
+        voice.is_ended.store(false, Ordering::Release);
         *voice.looked.lock() = Some(Instant::now());
         *voice.thawed.lock() = Instant::now().checked_sub(Duration::from_secs(30));
         voice.say("an error of a job that goes on");
@@ -247,6 +286,16 @@ mod tests {
     }
 
     #[test]
+    fn who_waits_for_its_turn_is_silent_when_the_launcher_ends_it() {
+        for (pause, speaks) in [(Duration::ZERO, true), (Duration::from_millis(1), false)] {
+            let voice = Voice::new(Duration::from_secs(10));
+            voice.is_ended.store(true, Ordering::Release);
+            voice.say_after(pause, "the end of a process that the launcher ends");
+            assert_eq!(voice.has_spoken.load(Ordering::Acquire), speaks, "{pause:?}");
+        }
+    }
+
+    #[test]
     fn an_error_of_the_start_is_printed_by_those_who_alone_may_know_it() {
         // Two hosts with two ranks each.
         let who = |error: fn(String) -> Error| {
@@ -254,7 +303,7 @@ mod tests {
             places.map(|place| turn_at_start(place, &error(String::new())).map(|turn| turn.is_zero()))
         };
         assert_eq!(who(Error::NotStarted), [Some(true), None, None, None]);
-        assert_eq!(who(Error::Unreachable), [Some(true), None, Some(true), None]);
+        assert_eq!(who(Error::Unreachable), [Some(true), Some(false), Some(true), Some(false)]);
         assert_eq!(who(Error::Init), [Some(true), Some(false), Some(false), Some(false)]);
     }
 }
