@@ -31,13 +31,14 @@ impl Switch {
     }
 
     /// Returns whether it is on: by rank 0's environment in a world of processes, and otherwise by that of this process, where
-    /// an empty value and `0` are off. It costs one atomic load.
+    /// an empty value, `0`, `off`, `false` and `no` are off. It costs one atomic load.
     pub fn is_on(self) -> bool {
         let set = &SET[self as usize];
         match set.load(Ordering::Relaxed) {
             state if state == STATES[0] => {
                 let given = std::env::var_os(self.variable());
-                let is_on = given.is_some_and(|value| !matches!(value.to_string_lossy().trim(), "" | "0"));
+                let is_off = |value: &str| matches!(value.to_lowercase().as_str(), "" | "0" | "off" | "false" | "no");
+                let is_on = given.is_some_and(|value| !is_off(value.to_string_lossy().trim()));
                 // Unless rank 0 has set it meanwhile.
                 let _ = set.compare_exchange(STATES[0], Self::state(is_on), Ordering::Relaxed, Ordering::Relaxed);
                 set.load(Ordering::Relaxed) == STATES[2]

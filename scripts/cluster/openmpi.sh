@@ -3,7 +3,7 @@
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 openmpi=$(command -v mpirun.openmpi || command -v mpirun || true)
 toy=$programs/toy-transformer lm=$programs/lm
-quick_cases="openmpi_2_2 openmpi_host_file debug_on_some small_shm cut_rank0_of_4 start_errors unlike_folders_save
+quick_cases="openmpi_2_2 openmpi_host_file debug_on_some small_shm cut_rank0_of_4 start_errors unlike_folders_resume
     own_name_is_loopback two_jobs"
 
 # toy_on PLACES RANKS OPTION...: trains the toy on these places, and compares it with one process.

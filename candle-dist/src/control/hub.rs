@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long the ranks have to report what they are doing when the world stops.
 const ANSWER: Duration = Duration::from_millis(300);
@@ -262,10 +262,9 @@ impl Hub {
         self.changed.notify_all();
     }
 
-    /// Waits for the events of the whole world: the end of the start, and a failure.
-    pub(super) fn supervise(&self, limit: Duration) {
+    /// Waits for the events of the whole world: the end of the start, which has `limit` until `deadline`, and a failure.
+    pub(super) fn supervise(&self, limit: Duration, deadline: Instant) {
         let mut table = self.table.lock();
-        let deadline = within(limit);
         while matches!(table.phase, Phase::Meeting) {
             if self.changed.wait_until(&mut table, deadline).timed_out() && matches!(table.phase, Phase::Meeting) {
                 table.phase = Phase::Over;

@@ -1,7 +1,7 @@
 //! The server of rank 0: accepts processes of the job and drops all other connections.
 use super::dial::call_twin;
 use super::hub::Hub;
-use crate::launch::{Held, InitOptions, LaunchInfo};
+use crate::launch::{Held, InitOptions, LaunchInfo, Secret};
 use crate::link::hello::Guest;
 use crate::link::key::Key;
 use crate::link::{Attempts, Before, within};
@@ -38,6 +38,7 @@ impl Server {
     /// Listens at the world's address, on its interfaces only.
     pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
+        let deadline = within(options.init_timeout);
         let listeners = listen(info, options.init_timeout)?;
         // After the port, which only one of two jobs at an address gets.
         let Held { bytes, file } = info.secret.of_host(info)?;
@@ -46,7 +47,7 @@ impl Server {
         let is_over = Arc::new(AtomicBool::new(false));
         let (watched, limit) = (hub.clone(), options.init_timeout);
         let supervisor = thread::Builder::new().name("candle-dist supervisor".into());
-        supervisor.spawn(move || watched.supervise(limit)).map_err(failed)?;
+        supervisor.spawn(move || watched.supervise(limit, deadline)).map_err(failed)?;
         let door = Arc::new(Door { hub: hub.clone(), strangers: Mutex::default() });
         let mut server = Self { hub, is_over, doors: Vec::new() };
         for listener in listeners {
@@ -121,7 +122,7 @@ fn named(info: &LaunchInfo, limit: Duration) -> Result<Vec<SocketAddr>> {
     let mut attempts = Attempts::within(limit);
     loop {
         let last = match info.address.to_socket_addrs() {
-            Ok(addresses) => return Ok(open(info, addresses.collect())),
+            Ok(addresses) => return open(info, addresses.collect()),
             Err(last) => last,
         };
         if !attempts.again() {
@@ -182,15 +183,30 @@ fn canonical(address: SocketAddr) -> SocketAddr {
 /// Returns where rank 0 listens, by the addresses that its host has for the job's. For a job of several hosts, a name of this
 /// host stands for all of its interfaces, by IPv4 and by IPv6: other hosts may know other addresses of it, and many hosts know
 /// their own name as a loopback address.
-fn open(info: &LaunchInfo, addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+///
+/// Without a secret it listens only at the addresses that its host has for the name.
+///
+/// # Errors
+/// If these are loopback addresses, which other hosts do not reach.
+fn open(info: &LaunchInfo, addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>> {
     let (host, port) = info.address.rsplit_once(':').unwrap_or_default();
     let is_name = host.trim_matches(['[', ']']).parse::<IpAddr>().is_err();
     let is_here = |address: &SocketAddr| TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
     if !(is_name && info.spans_hosts() && addresses.iter().any(is_here)) {
-        return addresses;
+        return Ok(addresses);
+    }
+    if info.secret == Secret::Absent {
+        let addresses = beyond_loopback(info, addresses);
+        return match addresses.iter().all(|address| address.ip().to_canonical().is_loopback()) {
+            false => Ok(addresses),
+            true => Err(Error::Init(format!(
+                "rank 0's host knows {host} as a loopback address only, and without a secret rank 0 does not listen on all \
+                 interfaces; set MASTER_ADDR to an address of that host that the others reach, or CANDLE_DIST_TOKEN"
+            ))),
+        };
     }
     let all: [IpAddr; 2] = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
-    all.map(|ip| SocketAddr::new(ip, port.parse().unwrap_or(0))).to_vec()
+    Ok(all.map(|ip| SocketAddr::new(ip, port.parse().unwrap_or(0))).to_vec())
 }
 
 /// Returns the possible addresses of rank 0, as this host resolves them.
@@ -263,7 +279,6 @@ impl Door {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::launch::Secret;
 
     #[test]
     fn loopback_addresses_are_for_worlds_of_one_host() {
@@ -274,7 +289,7 @@ mod tests {
             local_size,
             address: "head:29500".into(),
             job: String::new(),
-            secret: Secret::Absent,
+            secret: Secret::Token("a token that others cannot guess".into()),
             share_gpus: false,
             has_mpi: false,
         };
@@ -295,10 +310,14 @@ mod tests {
             (&["203.0.113.1"], 2, &of(&["203.0.113.1"])),
             (&["127.0.1.1"], 4, &of(&["127.0.1.1"])),
         ] {
-            assert_eq!(&open(&info(0, local_size), of(own)), listens, "{own:?}");
+            assert_eq!(&open(&info(0, local_size), of(own)).unwrap(), listens, "{own:?}");
         }
         let given = LaunchInfo { address: "127.0.0.1:29500".into(), ..info(0, 2) };
-        assert_eq!(open(&given, of(&["127.0.0.1"])), of(&["127.0.0.1"]), "an address is what it says");
+        assert_eq!(open(&given, of(&["127.0.0.1"])).unwrap(), of(&["127.0.0.1"]), "an address is what it says");
+        let open_to_all = LaunchInfo { secret: Secret::Absent, ..info(0, 2) };
+        assert_eq!(open(&open_to_all, of(&["127.0.1.1", "10.0.0.1"])).unwrap(), of(&["10.0.0.1"]));
+        let text = open(&open_to_all, of(&["127.0.1.1"])).unwrap_err().to_string();
+        assert!(text.contains("as a loopback address only") && text.contains("CANDLE_DIST_TOKEN"), "{text}");
     }
 
     #[test]

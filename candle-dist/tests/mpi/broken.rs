@@ -61,7 +61,13 @@ pub(crate) fn all() {
             attacks.attack("MPI that connects nobody", || {
                 let (status, out, took) = run("begin", &["broken", "begin"]);
                 let host = host();
-                let parts = ["heard by 0: ", "MPI did not connect the ranks within 3s", "btl_tcp_if_include", &host];
+                let parts = [
+                    "rank 0 failed: ",
+                    "heard by 0: ",
+                    "MPI did not connect the ranks within 3s",
+                    "btl_tcp_if_include",
+                    &host,
+                ];
                 let is_right = status == Some(false) && parts.iter().all(|part| out.contains(part));
                 let is_reported = out.matches(&format!("starting MPI on {host}")).count() >= 2;
                 if is_right && is_reported { Ok(()) } else { Err(format!("{status:?} after {took:?}: {out}")) }

@@ -19,6 +19,9 @@ const LONG: Duration = Duration::from_millis(1);
 
 /// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
+/// How much longer other ranks wait for MPI than rank 0.
+const LAG: Duration = Duration::from_secs(2);
+
 /// How long the end of MPI may take. It waits for ranks that end as well; that of MPICH hangs now and then.
 const END: Duration = Duration::from_secs(15);
 
@@ -38,6 +41,8 @@ pub(super) struct Keeper {
 enum Event {
     /// All ranks are about to start MPI.
     Agreed,
+    /// MPI has connected all ranks, which now share memory.
+    Connected,
     Started(Result<Arc<Driver>>),
     /// This rank needs MPI no more, and ends it.
     Ending,
@@ -55,7 +60,7 @@ impl Keeper {
         std::thread::Builder::new()
             .name("mpi".to_string())
             .spawn(move || {
-                let driver = match connect(&control, settings, || drop(tell.send(Event::Agreed))) {
+                let driver = match connect(&control, settings, |event| drop(tell.send(event))) {
                     Ok(wire) => Arc::new(Driver::new(control, wire, crowded)),
                     // MPI is not ended: that would wait for the other ranks, which may never end theirs.
                     Err(error) => return drop(tell.send(Event::Started(Err(error)))),
@@ -71,11 +76,14 @@ impl Keeper {
         let _stage = watched.stage(&format!("starting MPI on {}", host_name()));
         // The others may come late. From then on it is MPI that takes the time.
         let (mut limit, mut deadline) = (watched.start_timeout(), within(watched.start_timeout()));
+        let mut is_connected = false;
         let driver = loop {
             match events.recv_timeout(LOOK) {
-                Ok(Event::Agreed) => {
+                Ok(event @ (Event::Agreed | Event::Connected)) => {
+                    is_connected = matches!(event, Event::Connected);
                     limit = watched.init_timeout();
-                    deadline = within(limit);
+                    // Rank 0 speaks for all, if it can.
+                    deadline = within(limit.saturating_add(if watched.rank() == 0 { Duration::ZERO } else { LAG }));
                 }
                 Ok(Event::Started(driver)) => break driver?,
                 Ok(Event::Ending) | Err(RecvTimeoutError::Disconnected) => {
@@ -87,7 +95,7 @@ impl Keeper {
                         return Err(Error::Group(failure));
                     }
                     if Instant::now() >= deadline {
-                        return Err(watched.fail(place::not_connected(&watched, limit)));
+                        return Err(watched.fail(place::not_started(&watched, limit, is_connected)));
                     }
                 }
             }
@@ -114,7 +122,7 @@ impl Drop for Keeper {
         while let Ok(Event::Ending) = events.recv() {
             if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(END) {
                 eprintln!(
-                    "note: MPI did not end within {END:?}, so rank {} ends without it; all its results are out",
+                    "note: MPI did not end within {END:?}, so rank {} ends without it",
                     self.driver.control().rank()
                 );
                 return;
@@ -123,8 +131,9 @@ impl Drop for Keeper {
     }
 }
 
-/// Creates the wire over all ranks, when all agree on ranks and settings. Calls `agreed` before any rank waits in MPI.
-fn connect(control: &Control, settings: Settings, agreed: impl FnOnce()) -> Result<Wire> {
+/// Creates the wire over all ranks, when all agree on ranks and settings. Tells before any rank waits in MPI, and when MPI has
+/// connected them.
+fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Result<Wire> {
     match settings.comm {
         Some(_) => check_given()?,
         None => check_unstarted()?,
@@ -132,7 +141,7 @@ fn connect(control: &Control, settings: Settings, agreed: impl FnOnce()) -> Resu
     // Ranks also wait for each other in the start of MPI, so all start it or none does.
     place::tell(control)?;
     agree::agree(control, "settings", &settings.text())?;
-    agreed();
+    tell(Event::Agreed);
     let comm = match settings.comm {
         Some(comm) => comm,
         None => started()?,
@@ -149,6 +158,7 @@ fn connect(control: &Control, settings: Settings, agreed: impl FnOnce()) -> Resu
     // From here on the ranks wait for each other in MPI, so all must be free of errors.
     agree::agree(control, "places", "")?;
     let private = comm.duplicate().map_err(refused)?;
+    tell(Event::Connected);
     // The ranks wait for each other when shared memory is freed. In a program with an MPI of its own, other messages
     // might have to arrive before.
     let most_sharing = if settings.comm.is_some() { 1 } else { settings.most_sharing };

@@ -29,15 +29,21 @@ pub(super) fn tell(control: &Control) -> Result<()> {
     control.set(&key(control.rank()), &serde_json::to_vec(&place).unwrap_or_default())
 }
 
-/// Returns the cause when MPI has not connected the ranks within `limit`: MPI does not say which of them do not reach each
-/// other.
-pub(super) fn not_connected(control: &Control, limit: Duration) -> Cause {
-    let place = |rank| {
-        let told = control.get_within(&key(rank), Duration::ZERO).ok().flatten()?;
-        Some((rank, serde_json::from_slice::<Place>(&told).ok()?))
+/// Returns the cause when MPI has not connected the ranks within `limit`, or has connected them and goes no further. MPI does not
+/// say which of them do not reach each other.
+pub(super) fn not_started(control: &Control, limit: Duration, is_connected: bool) -> Cause {
+    // After an error the world has stopped, and has its cause.
+    let told = (0..control.size()).map_while(|rank| control.get_within(&key(rank), Duration::ZERO).ok());
+    let place = |(rank, told): (usize, Option<Vec<u8>>)| Some((rank, serde_json::from_slice(&told?).ok()?));
+    let places = told.enumerate().filter_map(place).collect_vec();
+    let message = match is_connected {
+        false => text(&places, limit),
+        true => format!(
+            "MPI connected the ranks, and did not let those of each host share memory within {limit:?}; see that /dev/shm has \
+             room, give mpi::Settings::most_sharing 1, or raise InitOptions::init_timeout (--timeout)"
+        ),
     };
-    let places = (0..control.size()).filter_map(place).collect_vec();
-    Cause::Failed { rank: control.rank(), message: text(&places, limit) }
+    Cause::Failed { rank: control.rank(), message }
 }
 
 fn text(places: &[(usize, Place)], limit: Duration) -> String {

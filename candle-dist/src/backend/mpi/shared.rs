@@ -148,9 +148,15 @@ const FOLDER: &str = "/dev/shm";
 /// Returns the bytes that windows may take: what is free, but for a part that MPI takes for itself.
 #[cfg(unix)]
 fn room() -> u64 {
-    let free = rustix::fs::statvfs(FOLDER).map(|found| found.f_bavail.saturating_mul(found.f_frsize));
-    // Without such a folder MPI has another way.
-    free.map_or(u64::MAX, |free| free - free / 4)
+    match rustix::fs::statvfs(FOLDER) {
+        // Without such a folder MPI has another way. One of size 0 has no limit.
+        Err(_) => u64::MAX,
+        Ok(found) if found.f_blocks == 0 => u64::MAX,
+        Ok(found) => {
+            let free = found.f_bavail.saturating_mul(found.f_frsize);
+            free - free / 4
+        }
+    }
 }
 
 #[cfg(not(unix))]

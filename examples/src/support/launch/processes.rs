@@ -163,8 +163,8 @@ fn end(ranks: &Ranks<'_>, voice: &Voice, run: impl Fn(&Ranks<'_>) -> anyhow::Res
                     Some((rank, failure)) => voice.tell(rank, &failure, format_args!("{error:#}")),
                     None if cli::is_unread(&error) => {}
                     None => {
-                        let (rank, size) = ranks.place();
-                        voice.tell_own(rank, size, format_args!("{error:#}"));
+                        let failure = || ranks.failure().map(|(_, failure)| failure);
+                        voice.tell_own(ranks.place(), failure, format_args!("{error:#}"));
                     }
                 }
                 Err(error)

@@ -53,11 +53,17 @@ impl Voice {
         }
     }
 
-    /// Prints why the program ends, unless a report was printed before or this process was frozen just now. In the latter case
-    /// others have reported it as lost, and the launcher has woken it up to end it. A whole job that was frozen goes on.
+    /// Prints why the program ends, unless a report was printed before. If this process was frozen just now, others may have
+    /// reported it as lost, and the launcher has woken it up to end it: then it waits for that.
     pub(super) fn say(&self, why: impl Display) {
         self.notice_frost();
-        if !self.is_thawing() && !self.has_spoken.swap(true, Ordering::AcqRel) {
+        if self.is_thawing() {
+            thread::sleep(TURN + SPREAD);
+            if self.is_ended.load(Ordering::Acquire) {
+                return;
+            }
+        }
+        if !self.has_spoken.swap(true, Ordering::AcqRel) {
             cli::tell("error", why);
         }
     }
@@ -73,9 +79,21 @@ impl Voice {
         }
     }
 
-    /// Prints why this rank ends, though the world has not failed. All ranks may end for this reason, so rank 0 speaks first.
-    pub(super) fn tell_own(&self, rank: usize, size: usize, why: impl Display) {
-        self.say_after(if rank > 0 { later(rank, size) } else { Duration::ZERO }, why);
+    /// Prints why this rank ends, though the world has not failed. All ranks may end for this reason, so rank 0 speaks first, and
+    /// others only if no `failure` of the world follows.
+    pub(super) fn tell_own(
+        &self,
+        (rank, size): (usize, usize),
+        failure: impl Fn() -> Option<Arc<GroupFailure>>,
+        why: impl Display,
+    ) {
+        if rank > 0 {
+            thread::sleep(later(rank, size));
+        }
+        match failure() {
+            Some(failure) => self.tell(rank, &failure, why),
+            None => self.say(why),
+        }
     }
 
     /// Prints why the program ends after a pause, unless the launcher ends this process meanwhile: who ended first has spoken.
@@ -95,7 +113,7 @@ impl Voice {
         }
     }
 
-    /// Suppresses reports for a while if this process was frozen.
+    /// Makes reports wait for a while if this process was frozen.
     fn notice_frost(&self) {
         let looked = *self.looked.lock();
         if looked.is_some_and(|looked| looked.elapsed() > self.frozen) {
@@ -197,7 +215,7 @@ fn turn(rank: usize, size: usize, cause: &Cause) -> Option<Duration> {
 fn turn_at_start([rank, local_rank, local_size]: [usize; 3], error: &Error) -> Option<Duration> {
     let speaks = match error {
         Error::NotStarted(_) => rank == 0,
-        Error::Unreachable(_) => local_rank == 0,
+        Error::Unreachable(_) if local_rank == 0 => true,
         _ if rank > 0 => return Some(later_at_start(local_rank, local_size)),
         _ => true,
     };
@@ -219,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_was_frozen_says_nothing() {
+    fn a_process_that_was_frozen_waits_for_its_end() {
         let frozen = Duration::from_secs(5);
         for (since, is_silent) in [(frozen * 2, true), (frozen / 2, false)] {
             let voice = Voice::new(frozen * 2);
@@ -233,9 +251,10 @@ mod tests {
     fn a_job_that_goes_on_after_a_frost_says_why_it_ends() {
         let voice = Voice::new(Duration::from_secs(10));
         *voice.looked.lock() = Instant::now().checked_sub(Duration::from_secs(60));
-        voice.notice_frost();
+        voice.is_ended.store(true, Ordering::Release);
         voice.say("the end of a process that others have lost");
         assert!(!voice.has_spoken.load(Ordering::Acquire));
+        voice.is_ended.store(false, Ordering::Release);
         *voice.looked.lock() = Some(Instant::now());
         *voice.thawed.lock() = Instant::now().checked_sub(Duration::from_secs(30));
         voice.say("an error of a job that goes on");
@@ -284,7 +303,7 @@ mod tests {
             places.map(|place| turn_at_start(place, &error(String::new())).map(|turn| turn.is_zero()))
         };
         assert_eq!(who(Error::NotStarted), [Some(true), None, None, None]);
-        assert_eq!(who(Error::Unreachable), [Some(true), None, Some(true), None]);
+        assert_eq!(who(Error::Unreachable), [Some(true), Some(false), Some(true), Some(false)]);
         assert_eq!(who(Error::Init), [Some(true), Some(false), Some(false), Some(false)]);
     }
 }
