@@ -14,7 +14,7 @@ fn compare(parameters: &Parameters, got: &GradStore, want: &GradStore, label: &s
         let [got, want] = [got, want].map(|grads| p.grad(grads));
         match (got?, want?) {
             (Some(got), Some(want)) => {
-                assert_close(&whole(&got)?, &whole(&want)?, 1e-12, &format!("{label} {}", p.name))
+                assert_close(&whole(&got)?, &whole(&want)?, 1e-12, &format!("{label} {}", p.name));
             }
             (got, want) => assert_eq!(got.is_some(), want.is_some(), "{label} {}", p.name),
         }
@@ -77,7 +77,7 @@ fn units_of_earlier_passes_alone_are_summed_too() {
     for prefetch in [false, true] {
         world(2)
             .run(|ctx| -> Result<()> {
-                let mesh = ctx.mesh(&[("dp", 2)])?;
+                let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
                 let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::none(), DType::F64, ctx.device())?;
                 let vb = vb.fully_shard("dp", FullyShardOptions::default().prefetch(prefetch))?;
                 let layers = linears(3, &vb)?;
@@ -91,8 +91,10 @@ fn units_of_earlier_passes_alone_are_summed_too() {
                 let (mut each, mut sum) =
                     (GradAccumulator::new(&parameters.vars()), GradAccumulator::new(&parameters.vars()));
                 let passes: [&[usize]; 3] = [&[0, 1], &[1], &[2]];
-                for (i, some) in passes.into_iter().enumerate() {
+                for some in passes {
                     each.add(&through(some)?)?;
+                }
+                for (i, some) in passes.into_iter().enumerate() {
                     sum.add(&if i < 2 { no_sync(|| through(some))? } else { through(some)? })?;
                 }
                 compare(&parameters, &sum.mean()?, &each.mean()?, &format!("prefetch {prefetch}"))
