@@ -9,6 +9,8 @@ pub(crate) struct Hooks {
     pub(crate) nested_ended: fn(&Tensor) -> Result<()>,
     /// Called when the outermost pass has visited all its nodes, before its gradients are collected.
     pub(crate) ended: fn() -> Result<()>,
+    /// Called after a failed pass: drops what earlier passes have left for it.
+    pub(crate) failed: fn(),
     /// Called at the start of a pass and after a failed pass: drops the state of the failed one.
     pub(crate) abandoned: fn(),
 }
@@ -38,6 +40,10 @@ pub(super) fn nested_ended(loss: &Tensor) -> Result<()> {
 
 pub(super) fn ended() -> Result<()> {
     all().into_iter().try_for_each(|hooks| (hooks.ended)())
+}
+
+pub(super) fn failed() {
+    all().into_iter().for_each(|hooks| (hooks.failed)());
 }
 
 pub(super) fn abandoned() {

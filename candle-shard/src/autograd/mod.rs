@@ -42,6 +42,7 @@
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
 //! | `fsdp/no_sync.rs` | `IS_ON` | whether gradients of units stay on their ranks | when `no_sync` returns |
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
+//! | `fsdp/pass.rs` | `KEPT` | the units with gradients of earlier passes in `no_sync` | when a pass outside of `no_sync` ends, or a pass fails |
 //! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
@@ -84,6 +85,7 @@ pub fn backward(loss: &Tensor) -> Result<GradStore> {
     });
     counts::pass_ended();
     if made.is_err() {
+        hooks::failed();
         abandon();
     }
     let mut grads = made.map_err(explained)?;

@@ -57,6 +57,7 @@ mod unit;
 
 pub use no_sync::no_sync;
 pub use options::FullyShardOptions;
+pub use pass::discard_grads;
 pub(crate) use sharder::Sharder;
 pub(crate) use unit::Unit;
 
