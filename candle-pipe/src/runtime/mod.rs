@@ -185,7 +185,7 @@ impl Runtime {
     /// # Errors
     /// On this rank, before any communication: if there is no loss, or the schedule has no backward passes. On all
     /// ranks at once, before any computation, so that all can continue: if a rank's batch is not cut into the
-    /// schedule's microbatches, lacks an input, or differs from that of the others. Errors of nodes, which name rank,
+    /// schedule's microbatches, lacks an input, or differs from that of the others, or if a rank is within `fsdp::no_sync`. Errors of nodes, which name rank,
     /// stage, microbatch and action, and of communication; after these the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
