@@ -6,9 +6,10 @@ use super::unit::{Held, State, Unit};
 use crate::Result;
 use crate::autograd::order::Span;
 use crate::autograd::{hooks, nesting};
+use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use candle_dist::functional::Cut;
-use candle_dist::{ReduceOp, add_grad, sum_dtype};
+use candle_dist::{GradMark, ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::thread::LocalKey;
@@ -18,6 +19,8 @@ thread_local! {
     static OPEN: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
     /// The units that have gradients of earlier passes, in the order in which those have left them.
     static KEPT: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
+    /// The mark of the passes that have left them there.
+    static JOINED: RefCell<Option<GradMark>> = const { RefCell::new(None) };
 }
 
 /// What units do in each backward pass of a thread on which one was reached.
@@ -197,10 +200,11 @@ pub(super) fn has_kept() -> bool {
 /// backward pass that fails drops them by itself.
 pub fn discard_grads() {
     KEPT.take().iter().for_each(|unit| lock(&unit.kept).clear());
+    JOINED.take();
 }
 
 /// Ends a successful backward pass: waits for running sums and drops whole parameters.
-fn finish() -> Result<()> {
+fn finish(grads: &mut GradStore) -> Result<()> {
     let open = OPEN.with_borrow(Vec::clone);
     for unit in &open {
         let state = lock(&unit.state);
@@ -223,8 +227,13 @@ fn finish() -> Result<()> {
         reducing.map_or(Ok(()), Reducing::finish)?;
         unit.reset()?;
     }
-    if !no_sync::is_on() {
-        KEPT.take();
+    if has_kept() && !(no_sync::is_on() && open.is_empty()) {
+        let mark = JOINED.take().map_or_else(GradMark::of_passes, Ok)?;
+        mark.set(grads);
+        match no_sync::is_on() {
+            true => _ = JOINED.replace(Some(mark)),
+            false => _ = KEPT.take(),
+        }
     }
     OPEN.take();
     Ok(())

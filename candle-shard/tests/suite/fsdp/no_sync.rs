@@ -1,8 +1,8 @@
 //! Backward passes whose gradients stay on their ranks until a later pass sums them.
 use crate::fsdp::errors::Broken;
 use crate::fsdp::harness::*;
-use candle_core::{DType, Var};
 use candle_core::backprop::GradStore;
+use candle_core::{DType, Var};
 use candle_dist::{GradAccumulator, Op, comm};
 use candle_shard::fsdp::{FullyShardOptions, discard_grads, no_sync};
 use candle_shard::nn::{Parameters, ShardedVarBuilder};
@@ -171,4 +171,33 @@ fn kept_gradients_of_a_skipped_batch_or_of_a_failed_pass_are_dropped() {
         });
         assert_eq!(found.unwrap(), [[false, true]; 2], "fails {fails}");
     }
+}
+
+/// The last pass returns the gradients of units of all passes as one, which no weight could tell apart.
+#[test]
+fn unlike_weights_of_passes_that_keep_gradients_are_refused() {
+    if !has_ranks(2) {
+        return;
+    }
+    let done = world(2).run(|ctx| {
+        apart(ctx, |passes| {
+            let mut sum = GradAccumulator::new(&[]);
+            // A pass that keeps nothing, and one that sums its own.
+            sum.add_weighted(&no_sync(passes[2])?, 5.0)?;
+            sum.add_weighted(&passes[0]()?, 4.0)?;
+            sum.add_weighted(&no_sync(passes[0])?, 2.0)?;
+            for refused in [no_sync(passes[0])?, passes[2]()?] {
+                let text = sum.add_weighted(&refused, 3.0).unwrap_err().to_string();
+                assert!(text.contains("weight 3 for a pass") && text.contains("one of weight 2"), "{text}");
+            }
+            // Other passes are free of it.
+            let mut sum = GradAccumulator::new(&[]);
+            sum.add_weighted(&no_sync(passes[0])?, 7.0)?;
+            sum.add_weighted(&passes[1]()?, 7.0)?;
+            sum.add_weighted(&passes[1]()?, 1.0)?;
+            no_sync(passes[0])?;
+            passes[1]()
+        })
+    });
+    assert_eq!(done.unwrap(), [[true; 2]; 2]);
 }
