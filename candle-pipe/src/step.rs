@@ -82,6 +82,19 @@ impl StepOptions {
         Self { weights: weights.into(), ..self }
     }
 
+    /// Refuses a training step among backward passes that leave gradients of units on their ranks. A step scales the gradients of its
+    /// microbatches by the rows or the count of all; those would come in with another factor, or without one.
+    pub(crate) fn check_synced() -> Result<()> {
+        #[cfg(feature = "shard")]
+        if candle_shard::fsdp::keeps_grads() {
+            let reason = "a training step of a pipeline within fsdp::no_sync, or before a backward pass has summed the gradients that \
+                          no_sync has kept; give the step more microbatches, or add the gradients of several steps by a \
+                          GradAccumulator; fsdp::discard_grads drops those that are kept";
+            return Err(Error::Pipe(reason.into()));
+        }
+        Ok(())
+    }
+
     /// Returns the weight of each microbatch's loss.
     pub(crate) fn loss_weights(&self, batch: &Microbatches, loss: Option<Loss>) -> Result<Vec<f64>> {
         match (&self.weights, loss.map(|loss| loss.reduction)) {

@@ -37,6 +37,13 @@ impl SimpleBackend for Fresh {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         let mut made = self.made.lock();
         if let Some(known) = made.get(name) {
+            if (known.shape(), known.dtype()) != (&shape, dtype) {
+                let (before, now) = (known.shape(), &shape);
+                candle_core::bail!(
+                    "parameter {name} is {:?} {before:?}, and is requested again as {dtype:?} {now:?}",
+                    known.dtype()
+                );
+            }
             return Ok(known.clone());
         }
         let draw = || -> candle_shard::Result<Tensor> {
@@ -52,7 +59,32 @@ impl SimpleBackend for Fresh {
         candle_core::bail!("parameter {name} is requested without its shape")
     }
 
-    fn contains_tensor(&self, _: &str) -> bool {
-        true
+    /// Returns whether the tensor is there already, as a new `VarMap` does.
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.made.lock().contains_key(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_dist::World;
+
+    #[test]
+    fn a_variable_is_there_once_it_is_made_and_has_one_shape_and_dtype() {
+        let done = World::local(1).run(|ctx| -> candle_shard::Result<()> {
+            let vb = plain_builder(3, &ctx.mesh(&[("tp", 1)])?, DType::F64);
+            assert!(!vb.contains_tensor("weight"));
+            let made = vb.get((2, 3), "weight")?;
+            assert!(vb.contains_tensor("weight"));
+            assert_eq!(vb.get((2, 3), "weight")?.id(), made.id());
+            let other = [vb.get((3, 2), "weight"), vb.to_dtype(DType::F32).get((2, 3), "weight")];
+            for refused in other {
+                let text = refused.expect_err("another shape or dtype").to_string();
+                assert!(text.contains("parameter weight is F64 [2, 3]"), "{text}");
+            }
+            Ok(())
+        });
+        done.expect("the world ends well");
     }
 }

@@ -3,7 +3,7 @@ use super::grads::GradMark;
 use crate::{Error, Result, add_grad, rows, sum_dtype};
 use candle_core::backprop::GradStore;
 use candle_core::{TensorId, Var};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 /// Sums gradients of several backward passes on this rank, without communication, like PyTorch's `no_sync`.
 ///
@@ -36,6 +36,8 @@ pub struct GradAccumulator {
     weight: f64,
     /// The mark of the first pass, for gradients that tables keep by rows.
     since: Option<u64>,
+    /// The weights of passes of which one returns the gradients of all, by their mark.
+    joined: HashMap<TensorId, f64>,
 }
 
 impl GradAccumulator {
@@ -45,7 +47,7 @@ impl GradAccumulator {
     /// A variable that is given twice counts once.
     pub fn new<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Self {
         let vars = vars.into_iter().map(|var| var.id()).collect();
-        Self { vars, sums: GradStore::default(), weight: 0.0, since: None }
+        Self { vars, sums: GradStore::default(), weight: 0.0, since: None, joined: HashMap::new() }
     }
 
     /// Adds the gradients of a mean loss with weight 1, if all passes have the same number of samples.
@@ -57,11 +59,22 @@ impl GradAccumulator {
     /// of a pass before the next pass runs.
     ///
     /// # Errors
-    /// If the weight is not a finite number greater than 0.
+    /// If the weight is not a finite number greater than 0, or passes of which one returns the gradients of all, such as those in
+    /// `no_sync` of fully sharded units, have unlike weights.
     pub fn add_weighted(&mut self, grads: &GradStore, weight: f64) -> Result<()> {
         if !(weight.is_finite() && weight > 0.0) {
             let reason = format!("weight {weight}: must be a finite number greater than 0");
             return Err(Error::Invalid { op: "add_weighted", reason });
+        }
+        for &id in grads.get_ids().filter(|id| grads.get_id(**id).is_some_and(GradMark::is_of_passes)) {
+            let other = *self.joined.entry(id).or_insert(weight);
+            if other != weight {
+                let reason = format!(
+                    "weight {weight} for a pass that returns gradients together with one of weight {other}, as in no_sync; use \
+                     add, and scale the loss of each pass by its share of the rows"
+                );
+                return Err(Error::Invalid { op: "add_weighted", reason });
+            }
         }
         for &id in grads.get_ids() {
             let Some(grad) = grads.get_id(id) else { continue };
@@ -98,7 +111,7 @@ impl GradAccumulator {
 
     /// Returns the sum of the gradients divided by the sum of the weights.
     pub fn mean(self) -> Result<GradStore> {
-        let Self { vars, sums: mut grads, weight, since } = self;
+        let Self { vars, sums: mut grads, weight, since, .. } = self;
         if weight == 1.0 {
             return Ok(grads);
         }

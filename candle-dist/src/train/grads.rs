@@ -83,6 +83,12 @@ impl GradMark {
         Tensor::zeros(0, DType::U8, &Device::Cpu).map(Self)
     }
 
+    /// Creates a mark of passes of which one returns the gradients of all as one: a
+    /// [`GradAccumulator`](crate::GradAccumulator) refuses unlike weights of them.
+    pub fn of_passes() -> Result<Self> {
+        Tensor::zeros((0, 0), DType::U8, &Device::Cpu).map(Self)
+    }
+
     /// Sets the mark.
     pub fn set(&self, grads: &mut GradStore) {
         grads.insert(&self.0, self.0.clone());
@@ -91,6 +97,11 @@ impl GradMark {
     /// Returns whether the mark is set.
     pub fn is_set(&self, grads: &GradStore) -> bool {
         grads.get(&self.0).is_some()
+    }
+
+    /// Returns whether an entry of a `GradStore` is a mark of [passes](Self::of_passes).
+    pub(super) fn is_of_passes(entry: &Tensor) -> bool {
+        Self::is_mark(entry) && entry.rank() == 2
     }
 
     /// Returns whether an entry of a `GradStore` is a mark.

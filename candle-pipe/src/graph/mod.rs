@@ -23,6 +23,7 @@ pub use layout::Layout;
 pub use masked::Masked;
 pub use op::{Ctx, StageOp, stage_op};
 pub use policy::{Balanced, EqualCount, EqualParams, SizeThreshold};
+pub(crate) use scope::variables;
 pub use scope::{Named, Scope, shapes_only};
 #[cfg(feature = "shard")]
 pub use sharded::sharded_op;

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::DeviceMesh;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use itertools::Itertools;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Parameters: their full names, and the tensors as the model uses them.
@@ -148,4 +149,9 @@ impl SimpleBackend for ShapesOnly {
     fn contains_tensor(&self, _: &str) -> bool {
         true
     }
+}
+
+/// Returns the variables that a tensor is made of, each once; itself, if it is one.
+pub(crate) fn variables(tensor: &Tensor) -> impl Iterator<Item = &Tensor> {
+    tensor.sorted_nodes().into_iter().filter(|node| node.is_variable()).unique_by(|variable| variable.id())
 }

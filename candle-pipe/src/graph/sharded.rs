@@ -1,10 +1,11 @@
 //! Tensor-parallel layers as nodes.
-use super::{Ctx, Named, Scope, StageOp};
+use super::{Ctx, Named, Scope, StageOp, variables};
 use crate::{Error, Result, Value};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, TensorId};
 use candle_dist::DeviceMesh;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::{Parameter, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate};
+use std::collections::HashSet;
 
 /// Makes a computation from a function of one sharded tensor, as tensor-parallel layers are.
 ///
@@ -76,11 +77,17 @@ impl Scope for ShardedVarBuilder {
     }
 
     fn check_plain(&self, tensor: &Tensor) -> Result<()> {
+        // A cast, a transpose or a whole unit is made of the variable.
+        let made_of: HashSet<TensorId> = variables(tensor).map(Tensor::id).chain([tensor.id()]).collect();
         let requested = self.requested();
-        let Some(p) = requested.iter().find(|p| p.var.id() == tensor.id()) else { return Ok(()) };
+        let part = |p: &Parameter| {
+            let mesh = p.tensor.mesh();
+            let in_parts = |axis: &usize| p.tensor.placements()[*axis] != Replicate || p.tensor.is_varying(*axis);
+            (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).find(in_parts)
+        };
+        let of_it = requested.iter().filter(|p| made_of.contains(&p.var.id()));
+        let Some((p, axis)) = of_it.into_iter().find_map(|p| Some((p, part(p)?))) else { return Ok(()) };
         let mesh = p.tensor.mesh();
-        let in_parts = |axis: &usize| p.tensor.placements()[*axis] != Replicate || p.tensor.is_varying(*axis);
-        let Some(axis) = (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).find(in_parts) else { return Ok(()) };
         let (spec, name) = (p.tensor.spec(), &mesh.names()[axis]);
         let why = match p.tensor.is_varying(axis) {
             true => format!("each rank of {name:?} finds a part of its gradient"),

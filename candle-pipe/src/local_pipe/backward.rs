@@ -26,11 +26,13 @@ impl LocalPipe {
     /// Runs one training step without the optimizer: all forward passes, then all backward passes, in GPipe's order.
     ///
     /// # Errors
-    /// [`Error::Pipe`] if the model has no loss, or it is not a scalar of floats; those of [`forward`](Self::forward).
+    /// [`Error::Pipe`] if the model has no loss, or it is not a scalar of floats, or units keep gradients
+    /// of `fsdp::no_sync`; those of [`forward`](Self::forward).
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<StepResult> {
         let (Some(loss), Some(stage)) = (self.info.graph.loss, self.info.loss_stage()) else {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         };
+        StepOptions::check_synced()?;
         let (mut step, mut passes) = (StepResult::begin(), Vec::new());
         for (inputs, ctx, weight) in self.microbatches(batch, options)? {
             let pass = self.record(inputs?, &ctx, options, weight, &mut step)?;

@@ -28,6 +28,9 @@ pub(super) struct Batch<'a> {
 
 impl<'a> Batch<'a> {
     pub(super) fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
+        if backward {
+            StepOptions::check_synced()?;
+        }
         let microbatches = runtime.training.schedule().microbatches();
         // A batch of fewer rows than that cannot be cut into as many; the others are left out.
         let is_short = cut.len() < microbatches && cut.rows().iter().all(|&rows| rows == 1);

@@ -23,7 +23,7 @@ pub(super) struct Buffers(RefCell<State>);
 
 #[derive(Default)]
 struct State {
-    /// The number of the training step, from 1.
+    /// The number of the training step, from 0.
     step: usize,
     /// Digests of the variables without gradient, as they were seen last.
     digests: HashMap<TensorId, u64>,
@@ -35,12 +35,13 @@ impl Buffers {
     /// at the end of a training step.
     pub(super) fn settle(&self, runtime: &Runtime, grads: &GradStore) -> Result<()> {
         let state = &mut *self.0.borrow_mut();
-        state.step += 1;
         state.one_copy(runtime, grads)?;
-        match runtime.copies.as_ref().filter(|copies| copies.size() > 1 && !runtime.replicas.is_empty()) {
-            Some(replicas) => state.sync(runtime, replicas, grads),
-            None => Ok(()),
+        if let Some(replicas) = runtime.copies.as_ref().filter(|all| all.size() > 1 && !runtime.replicas.is_empty()) {
+            state.sync(runtime, replicas, grads)?;
         }
+        // A step that failed on some ranks counts on none.
+        state.step += 1;
+        Ok(())
     }
 }
 
@@ -48,11 +49,13 @@ impl State {
     /// Returns whether this step looks at a variable. To look at one on a GPU is to wait for the GPU.
     fn looks_at(&self, var: &Tensor) -> bool {
         let is_small = var.device().is_cpu() && var.elem_count() * var.dtype().size_in_bytes() <= SMALL;
-        is_small || self.step.is_power_of_two()
+        is_small || (self.step + 1).is_power_of_two()
     }
 
     /// Returns an error if ranks have changed their copies of a shared variable without a gradient.
     fn one_copy(&self, runtime: &Runtime, grads: &GradStore) -> Result<()> {
+        // Shared by the same ranks, so compared in one call.
+        let mut groups: Vec<(&ProcessGroup, Vec<String>, Vec<&str>)> = Vec::new();
         for shared in &runtime.shared {
             let Some(ranks) = &shared.ranks else { continue };
             let still = shared.parameters.iter().filter(|copy| is_still(copy, grads) && self.looks_at(copy));
@@ -60,12 +63,23 @@ impl State {
             if digests.is_empty() {
                 continue;
             }
-            if !ranks.all_gather_text(&digests.join(" "))?.iter().all_equal() {
+            match groups.iter_mut().find(|(group, ..)| group.ranks() == ranks.ranks()) {
+                Some((_, lines, names)) => {
+                    lines.push(digests.join(" "));
+                    names.push(&shared.name);
+                }
+                None => groups.push((ranks, vec![digests.join(" ")], vec![&shared.name])),
+            }
+        }
+        for (ranks, lines, names) in groups {
+            let texts = ranks.all_gather_text(&lines.join("\n"))?;
+            let is_unlike = |line: &usize| !texts.iter().map(|text| text.lines().nth(*line)).all_equal();
+            if let Some(line) = (0..lines.len()).find(is_unlike) {
                 return Err(Error::Pipe(format!(
                     "{:?} is on several ranks, and its copies have become unlike: it has a variable that changes without a \
                      gradient, such as the running statistics of a batch norm; call it in stages of one rank, or give each \
                      stage a module of its own",
-                    shared.name
+                    names[line]
                 )));
             }
         }
@@ -76,14 +90,14 @@ impl State {
     fn sync(&mut self, runtime: &Runtime, replicas: &ProcessGroup, grads: &GradStore) -> Result<()> {
         let mut still = named_vars(runtime.stages())?;
         still.retain(|(_, var)| is_still(var, grads));
-        if self.step > 1 {
+        if self.step > 0 {
             self.find(replicas, &still)?;
             still.retain(|(_, var)| self.buffers.contains(&var.id()));
         }
         if !still.is_empty() {
             sync_params(replicas, &still, &SyncOptions::default())?;
         }
-        if self.step == 1 {
+        if self.step == 0 {
             let after = still.iter().map(|(_, var)| Ok((var.id(), digest(var)?)));
             self.digests = after.collect::<Result<_>>()?;
         }
@@ -97,15 +111,13 @@ impl State {
         if seen.is_empty() {
             return Ok(());
         }
-        let mut changed = Vec::with_capacity(seen.len());
-        for var in &seen {
-            let now = digest(var)?;
-            let before = self.digests.insert(var.id(), now);
-            changed.push(u32::from(before.is_some_and(|before| before != now)));
-        }
+        let now = seen.iter().map(|var| Ok((var.id(), digest(var)?))).collect::<Result<Vec<_>>>()?;
+        let has_changed = |(id, now): &(TensorId, u64)| self.digests.get(id).is_some_and(|before| before != now);
+        let changed: Vec<u32> = now.iter().map(|now| u32::from(has_changed(now))).collect();
         let changed = replicas.all_reduce(&Tensor::new(changed, &Device::Cpu)?, ReduceOp::Max)?.to_vec1::<u32>()?;
         let found = seen.iter().zip(changed).filter(|(_, changed)| *changed > 0).map(|(var, _)| var.id());
         self.buffers.extend(found);
+        self.digests.extend(now);
         self.digests.retain(|id, _| !self.buffers.contains(id));
         Ok(())
     }

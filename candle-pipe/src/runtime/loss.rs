@@ -39,32 +39,53 @@ impl Runtime {
     /// ```
     ///
     /// # Errors
-    /// If the model has no loss, and those of the communication.
+    /// If the model has no loss; on all ranks alike, if a rank cannot read its loss, or no rank has one, as in a result that is not of
+    /// a step; and those of the communication.
     pub fn loss(&self, made: &RankStep) -> Result<f64> {
         let Some(reduction) = self.info.graph.loss.map(|loss| loss.reduction) else {
             return Err(Error::Pipe("the model has no loss; declare it with loss or loss_fn".into()));
         };
-        let mine = match made.step.loss() {
-            Ok(loss) => [loss.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.to_scalar::<f64>()?, 1.0],
-            Err(_) => [0.0, 0.0],
+        let mine = made.step.loss().ok().map(number).transpose();
+        let (here, failed) = match &mine {
+            Ok(Some(loss)) => ([*loss, 1.0], 0.0),
+            Ok(None) => ([0.0; 2], 0.0),
+            Err(_) => ([0.0; 2], 1.0),
         };
-        let [sum, ranks] = sums(&self.group, mine)?;
-        let loss = sum / ranks;
-        let Some(copies) = &self.copies else { return Ok(loss) };
-        Ok(match reduction {
-            Reduction::Counted => loss,
-            Reduction::Sum if !made.has_weights => sums(copies, [loss, 1.0])?[0],
-            Reduction::Mean | Reduction::Sum => {
-                let share = if made.has_weights { 1.0 } else { made.rows as f64 };
-                let [sum, all] = sums(copies, [loss * share, share])?;
-                sum / all
+        let [sum, ranks, failed] = sums(&self.group, [here[0], here[1], failed])?;
+        // What a copy lacks is told to the other copies, which wait for it.
+        let lacking = f64::from(u8::from(failed > 0.0 || ranks == 0.0));
+        let loss = if lacking > 0.0 { 0.0 } else { sum / ranks };
+        let (loss, lacking) = match &self.copies {
+            None => (loss, lacking),
+            Some(copies) => {
+                let is_sum = matches!(reduction, Reduction::Sum) && !made.has_weights;
+                let is_mean_of_rows = matches!(reduction, Reduction::Mean) && !made.has_weights;
+                let share = if is_mean_of_rows { made.rows as f64 } else { 1.0 };
+                let [sum, all, lacking] = sums(copies, [loss * share, share, lacking])?;
+                let loss = match reduction {
+                    Reduction::Counted => loss,
+                    _ if is_sum => sum,
+                    _ => sum / all,
+                };
+                (loss, lacking)
             }
-        })
+        };
+        mine?;
+        if lacking > 0.0 {
+            let reason = "a rank cannot read the loss of the step, or no rank has one; give the result of forward_backward or evaluate";
+            return Err(Error::Pipe(reason.into()));
+        }
+        Ok(loss)
     }
 }
 
+/// Returns a loss as a number.
+fn number(loss: &Tensor) -> Result<f64> {
+    Ok(loss.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.to_scalar::<f64>()?)
+}
+
 /// Returns the sums of these numbers over the ranks of a group.
-fn sums(group: &ProcessGroup, mine: [f64; 2]) -> Result<[f64; 2]> {
+fn sums(group: &ProcessGroup, mine: [f64; 3]) -> Result<[f64; 3]> {
     let all = group.all_reduce(&Tensor::new(&mine, &Device::Cpu)?, ReduceOp::Sum)?.to_vec1::<f64>()?;
-    Ok([all[0], all[1]])
+    Ok([all[0], all[1], all[2]])
 }

@@ -165,6 +165,47 @@ impl Runtime {
     ///
     /// Add the groups over which parameters are sharded within a stage first, as
     /// [`Parameters::clip_grad_norm`](candle_shard::nn::Parameters::clip_grad_norm) does. Without them, clipping is refused.
+    ///
+    /// Two stages of candle's layers, with an optimizer that has state, and one checkpoint of both:
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_dist::World;
+    /// # use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
+    /// # use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+    /// # use candle_pipe::schedule::ScheduleKind;
+    /// # use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, nn};
+    /// use candle_shard::checkpoint::save_stages;
+    /// use candle_shard::nn::{AdamW, Parameters};
+    ///
+    /// # let folder = std::env::temp_dir().join(format!("two-stages-{}", std::process::id()));
+    /// # let norms = World::local(2).run(|ctx| -> Result<f64> {
+    /// # let mut g = PipeBuilder::<VarBuilder<'static>>::new();
+    /// # let x = g.input("x", In::Arg);
+    /// # let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
+    /// # let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
+    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    /// # let (pipe, schedule) = (g.finish(EqualCount(2))?, ScheduleKind::OneFOneB.schedule(2, 2, 1)?);
+    /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// # let x = Tensor::ones((4, 1), DType::F32, &Device::Cpu)?;
+    /// # let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 2, None, None)?;
+    /// let mesh = ctx.mesh(&[("pp", 2), ("alone", 1)])?;
+    /// let stages = mesh.axis_group("pp")?;
+    /// let runtime = Runtime::new(&pipe, &schedule, stages, &vb, &Device::Cpu)?;
+    /// let parameters = Parameters::replicated(&mesh.axis("alone")?, &runtime.named_vars()?)?;
+    /// let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
+    ///
+    /// let mut made = runtime.forward_backward(&batch, &StepOptions::default())?.step;
+    /// let clip = runtime.clip_grad_norm(parameters.clip_grad_norm(1.0)?);
+    /// let norm = clip.clip(&parameters.named_vars(), &mut made.grads)?; // of both stages
+    /// optimizer.step(&made.grads)?;
+    /// save_stages(&folder, stages, &parameters.named_tensors())?;
+    /// # Ok(norm)
+    /// # })?;
+    /// # std::fs::remove_dir_all(&folder).ok();
+    /// # assert_eq!(norms[0], norms[1]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
         let first_elsewhere = self.info.replicated().filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
         let copies = first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
@@ -188,7 +229,7 @@ impl Runtime {
     /// # Errors
     /// On this rank, before any communication: if there is no loss, or the schedule has no backward passes. On all
     /// ranks at once, before any computation, so that all can continue: if a rank's batch is not cut into the
-    /// schedule's microbatches, lacks an input, or differs from that of the others. Errors of nodes, which name rank,
+    /// schedule's microbatches, lacks an input, or differs from that of the others, or if a rank is within `fsdp::no_sync`. Errors of nodes, which name rank,
     /// stage, microbatch and action, and of communication; after these the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {

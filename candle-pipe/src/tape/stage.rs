@@ -3,7 +3,7 @@ use super::activation::detached;
 use super::record::{First, Recorded};
 use super::state::{StageState, watched};
 use super::{Activation, Fingerprints, Tape};
-use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId};
+use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId, variables};
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::TensorTree;
@@ -121,11 +121,10 @@ fn whole(value: &Value) -> Result<Value> {
 
 /// Returns the variables of parameters. A parameter that is not one itself, such as the cast of one, has those that it is
 /// made of: by its own name, or numbered if there are several.
-fn variables<'a>(parameters: impl IntoIterator<Item = (&'a String, &'a Tensor)>) -> BTreeMap<String, Tensor> {
+fn variables_of<'a>(parameters: impl IntoIterator<Item = (&'a String, &'a Tensor)>) -> BTreeMap<String, Tensor> {
     let mut found = BTreeMap::new();
     for (name, parameter) in parameters {
-        let nodes = parameter.sorted_nodes().into_iter().filter(|node| node.is_variable());
-        match nodes.unique_by(|variable| variable.id()).collect_vec().as_slice() {
+        match variables(parameter).collect_vec().as_slice() {
             [variable] => _ = found.insert(name.clone(), (*variable).clone()),
             several => {
                 let numbered = several.iter().enumerate();
@@ -160,7 +159,7 @@ impl StageModule {
         def.outputs.iter().for_each(|output| _ = last_use.remove(&output.value));
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
-        let (state, variables) = (RefCell::default(), variables(&parameters));
+        let (state, variables) = (RefCell::default(), variables_of(&parameters));
         Self(Rc::new(Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype }))
     }
 
@@ -192,7 +191,7 @@ impl StageModule {
     /// full names may differ, or the parameter of that name.
     pub(crate) fn copy_of(&self, name: &str) -> BTreeMap<String, Tensor> {
         match self.0.copies.get(name) {
-            Some(declared) => variables(declared.iter().map(|(name, tensor)| (name, tensor))),
+            Some(declared) => variables_of(declared.iter().map(|(name, tensor)| (name, tensor))),
             None => self
                 .variables()
                 .get_key_value(name)

@@ -1,14 +1,18 @@
 //! Hooks by which rooms above take part in backward passes; those rooms register them.
 use crate::Result;
 use candle_core::Tensor;
+use candle_core::backprop::GradStore;
 use std::cell::RefCell;
 
 /// The part of a room in the backward passes of one thread.
 pub(crate) struct Hooks {
     /// Called when a nested pass, of this loss, has visited all its nodes.
     pub(crate) nested_ended: fn(&Tensor) -> Result<()>,
-    /// Called when the outermost pass has visited all its nodes, before its gradients are collected.
-    pub(crate) ended: fn() -> Result<()>,
+    /// Called when the outermost pass has visited all its nodes, before gradients that are off the graph are
+    /// added to its own.
+    pub(crate) ended: fn(&mut GradStore) -> Result<()>,
+    /// Called after a failed pass: drops what earlier passes have left for it.
+    pub(crate) failed: fn(),
     /// Called at the start of a pass and after a failed pass: drops the state of the failed one.
     pub(crate) abandoned: fn(),
 }
@@ -36,8 +40,12 @@ pub(super) fn nested_ended(loss: &Tensor) -> Result<()> {
     all().into_iter().try_for_each(|hooks| (hooks.nested_ended)(loss))
 }
 
-pub(super) fn ended() -> Result<()> {
-    all().into_iter().try_for_each(|hooks| (hooks.ended)())
+pub(super) fn ended(grads: &mut GradStore) -> Result<()> {
+    all().into_iter().try_for_each(|hooks| (hooks.ended)(grads))
+}
+
+pub(super) fn failed() {
+    all().into_iter().for_each(|hooks| (hooks.failed)());
 }
 
 pub(super) fn abandoned() {

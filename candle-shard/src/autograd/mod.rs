@@ -42,6 +42,8 @@
 //! | `autograd/hooks.rs` | `HOOKS` | the hooks that rooms above have registered | never |
 //! | `fsdp/no_sync.rs` | `IS_ON` | whether gradients of units stay on their ranks | when `no_sync` returns |
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
+//! | `fsdp/pass.rs` | `KEPT` | the units with gradients of earlier passes in `no_sync` | when a pass outside of `no_sync` ends, or a pass fails |
+//! | `fsdp/pass.rs` | `JOINED` | the mark of the passes that have left these gradients | as `KEPT` |
 //! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
@@ -81,12 +83,13 @@ use candle_dist::{add_grad, edges};
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
     abandon();
     let made = shared::collecting(|| {
-        let grads = order::pass(loss, || edges::backward(loss))?;
-        hooks::ended()?;
+        let mut grads = order::pass(loss, || edges::backward(loss))?;
+        hooks::ended(&mut grads)?;
         Ok(grads)
     });
     counts::pass_ended();
     if made.is_err() {
+        hooks::failed();
         abandon();
     }
     let mut grads = made.map_err(explained)?;

@@ -1,4 +1,5 @@
 //! Backward passes that leave the gradients of units on their ranks.
+use super::pass::has_kept;
 use std::cell::Cell;
 
 thread_local! {
@@ -10,8 +11,9 @@ thread_local! {
 ///
 /// Passes over parts of a batch then cost one reduce_scatter of each unit together, and the memory of its whole gradients between
 /// them. The last pass must be outside. It returns the gradients of units of all passes as one, so passes count alike: use
-/// [`GradAccumulator::add`](candle_dist::GradAccumulator::add), and scale the loss of a pass with another number of rows. After a
-/// failed pass the kept gradients are dropped.
+/// [`GradAccumulator::add`](candle_dist::GradAccumulator::add), and scale the loss of a pass with another number of rows. An
+/// accumulator refuses unlike weights of these passes. The last pass may reach other units, or none. A failed pass drops the kept gradients, and so does
+/// [`discard_grads`](super::discard_grads). Dropping the accumulator does not.
 ///
 /// Parameters outside of units get gradients in each pass. Sum those over the ranks once, by
 /// [`Parameters::reduce`](crate::nn::Parameters::reduce) at the end.
@@ -53,6 +55,13 @@ pub fn no_sync<R>(f: impl FnOnce() -> R) -> R {
     }
     let _outer = Outer(IS_ON.replace(true));
     f()
+}
+
+/// Returns whether the gradients of units stay on this rank: in [`no_sync`], and after it until a backward pass has summed them.
+///
+/// What runs backward passes of its own and scales their gradients, as a pipeline does, refuses to start then.
+pub fn keeps_grads() -> bool {
+    is_on() || has_kept()
 }
 
 /// Returns whether gradients stay on their ranks now.

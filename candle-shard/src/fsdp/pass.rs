@@ -6,20 +6,30 @@ use super::unit::{Held, State, Unit};
 use crate::Result;
 use crate::autograd::order::Span;
 use crate::autograd::{hooks, nesting};
+use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
 use candle_dist::functional::Cut;
-use candle_dist::{ReduceOp, add_grad, sum_dtype};
+use candle_dist::{GradMark, ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::thread::LocalKey;
 
 thread_local! {
     /// The units that the backward pass of this thread has reached.
     static OPEN: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
+    /// The units that have gradients of earlier passes, in the order in which those have left them.
+    static KEPT: RefCell<Vec<Arc<Unit>>> = const { RefCell::new(Vec::new()) };
+    /// The mark of the passes that have left them there.
+    static JOINED: RefCell<Option<GradMark>> = const { RefCell::new(None) };
 }
 
 /// What units do in each backward pass of a thread on which one was reached.
-static HOOKS: hooks::Hooks =
-    hooks::Hooks { nested_ended: |loss| Unit::leave(loss.id()), ended: finish, abandoned: abandon };
+static HOOKS: hooks::Hooks = hooks::Hooks {
+    nested_ended: |loss| Unit::leave(loss.id()),
+    ended: finish,
+    failed: discard_grads,
+    abandoned: abandon,
+};
 
 impl InPass for Unit {
     fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
@@ -87,7 +97,7 @@ impl Unit {
     ///
     /// If this rank lacks the gradient of a parameter, others may have it, so all parameters are summed. Then the call
     /// also carries one number for each: how many ranks have its gradient.
-    fn reduce(&self) -> Result<()> {
+    fn reduce(self: &Arc<Self>) -> Result<()> {
         self.release()?;
         let mut state = lock(&self.state);
         let mut grads = std::mem::take(&mut state.grads);
@@ -106,6 +116,7 @@ impl Unit {
         }
         if no_sync::is_on() {
             *lock(&self.kept) = grads;
+            add_once(&KEPT, self);
             return Ok(());
         }
         let has_all = has_all(&held, &grads);
@@ -150,11 +161,7 @@ impl Unit {
     /// Records that the backward pass of this thread has reached this unit.
     fn note(self: &Arc<Self>) {
         hooks::register(&HOOKS);
-        OPEN.with_borrow_mut(|open| {
-            if !open.iter().any(|unit| Arc::ptr_eq(unit, self)) {
-                open.push(self.clone());
-            }
-        });
+        add_once(&OPEN, self);
     }
 
     /// Clears the state that a backward pass leaves behind.
@@ -172,8 +179,32 @@ fn has_all(held: &[Held], grads: &[Option<Tensor>]) -> bool {
     held.len() == grads.len() && held.iter().zip(grads).all(is_there)
 }
 
+/// Adds a unit to a list that lacks it.
+fn add_once(list: &'static LocalKey<RefCell<Vec<Arc<Unit>>>>, unit: &Arc<Unit>) {
+    list.with_borrow_mut(|units| {
+        if !units.iter().any(|known| Arc::ptr_eq(known, unit)) {
+            units.push(unit.clone());
+        }
+    });
+}
+
+/// Returns whether units have gradients of earlier passes.
+pub(super) fn has_kept() -> bool {
+    KEPT.with_borrow(|kept| !kept.is_empty())
+}
+
+/// Drops the gradients that earlier backward passes in [`no_sync`](super::no_sync()) have left on this rank: those of a batch that
+/// the caller skips, such as one whose loss is NaN.
+///
+/// The next backward pass then returns the gradients of units of its own batch alone. All ranks must call it at the same place. A
+/// backward pass that fails drops them by itself.
+pub fn discard_grads() {
+    KEPT.take().iter().for_each(|unit| lock(&unit.kept).clear());
+    JOINED.take();
+}
+
 /// Ends a successful backward pass: waits for running sums and drops whole parameters.
-fn finish() -> Result<()> {
+fn finish(grads: &mut GradStore) -> Result<()> {
     let open = OPEN.with_borrow(Vec::clone);
     for unit in &open {
         let state = lock(&unit.state);
@@ -184,18 +215,25 @@ fn finish() -> Result<()> {
             unit.reduce()?; // some parameters were unused, or parts were recomputed
         }
     }
-    if !no_sync::is_on() {
-        // Units that only earlier passes have reached.
-        for unit in open.iter().flat_map(|unit| unit.shared.units()) {
-            if !lock(&unit.kept).is_empty() {
-                unit.reduce()?;
-            }
+    let kept = if no_sync::is_on() { Vec::new() } else { KEPT.with_borrow(Vec::clone) };
+    // Units that only earlier passes have reached.
+    for unit in &kept {
+        if !lock(&unit.kept).is_empty() {
+            unit.reduce()?;
         }
     }
-    for unit in &open {
+    for unit in open.iter().chain(&kept) {
         let reducing = unit.shared.progress().reducing.take();
         reducing.map_or(Ok(()), Reducing::finish)?;
         unit.reset()?;
+    }
+    if has_kept() && !(no_sync::is_on() && open.is_empty()) {
+        let mark = JOINED.take().map_or_else(GradMark::of_passes, Ok)?;
+        mark.set(grads);
+        match no_sync::is_on() {
+            true => _ = JOINED.replace(Some(mark)),
+            false => _ = KEPT.take(),
+        }
     }
     OPEN.take();
     Ok(())
@@ -203,8 +241,12 @@ fn finish() -> Result<()> {
 
 /// Clears the state of a failed backward pass.
 fn abandon() {
-    for unit in OPEN.take() {
-        unit.shared.units().iter().for_each(|unit| lock(&unit.kept).clear());
+    let open = OPEN.take();
+    if !open.is_empty() {
+        // A pass that has unwound told nobody that it failed.
+        discard_grads();
+    }
+    for unit in open {
         // This fails only if candle refuses to release memory; the pass has already failed for another reason.
         let _ = unit.reset();
     }

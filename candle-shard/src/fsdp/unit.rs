@@ -19,6 +19,7 @@
 //! | any | the pass fails | apart, gradients dropped |
 //!
 //! In [`no_sync`](super::no_sync()) gradients are kept where they would be reduced. The next reduction adds them to its own.
+//! [`discard_grads`](super::discard_grads) and failed passes drop them.
 //!
 //! What holds in each state:
 //!

@@ -6,6 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{ClipGradNorm, DeviceMesh, GradMark, ReduceOp, empty, sum_dtype};
 use itertools::Itertools;
+use std::collections::HashMap;
 use std::path::Path;
 
 /// One parameter: its name, its distributed tensor, and the variable that is this rank's shard of it.
@@ -55,8 +56,16 @@ impl Parameters {
     /// Creates parameters of variables that every rank of `mesh` holds whole: those of a model of candle's layers, or of the stages
     /// of a pipeline over a `VarBuilder`. Optimizers, checkpoints and clipping take them like others.
     ///
-    /// Gradients are used as they are; average those of replicas before. Variables that are this rank's own, as in a stage, are on
-    /// a mesh of this rank alone.
+    /// They are in the order of their names. Gradients are used as they are; average those of replicas before.
+    ///
+    /// The variables of a stage are this rank's own, so they are on a mesh of one rank: one axis of size 1 of the mesh of all,
+    /// `mesh.axis("tp")?`. A `ctx.mesh(&[("rank", 1)])?` in a world of several ranks is an error. Two methods then see this stage
+    /// alone:
+    ///
+    /// | for | instead of | use |
+    /// |---|---|---|
+    /// | the norm of all stages | [`clip`](Self::clip) | `runtime.clip_grad_norm(parameters.clip_grad_norm(1.0)?)` of candle-pipe, whose documentation has an example |
+    /// | a checkpoint of all stages | [`checkpoint::save`] | [`checkpoint::save_stages`] |
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -69,8 +78,7 @@ impl Parameters {
     ///     let varmap = VarMap::new();
     ///     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     ///     let layer = candle_nn::linear(4, 2, vb)?;
-    ///     let named: Vec<_> = varmap.data().lock().unwrap().clone().into_iter().collect();
-    ///     let parameters = Parameters::replicated(&ctx.mesh(&[("rank", 1)])?, &named)?;
+    ///     let parameters = Parameters::replicated(&ctx.mesh(&[("dp", 1)])?, &candle_dist::named_vars(&varmap))?;
     ///     let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
     ///     let x = candle_core::Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     ///     optimizer.step(&layer.forward(&x)?.sqr()?.mean_all()?.backward()?)?;
@@ -81,7 +89,7 @@ impl Parameters {
     /// ```
     ///
     /// # Errors
-    /// If two variables have one name, or a variable cannot be a tensor of the mesh.
+    /// If two variables have one name, a variable has two, or one cannot be a tensor of the mesh.
     pub fn replicated<N: AsRef<str>>(mesh: &DeviceMesh, named: &[(N, Var)]) -> Result<Self> {
         let parameter = |(name, var): &(N, Var)| {
             let name = name.as_ref().to_string();
@@ -89,11 +97,20 @@ impl Parameters {
             let tensor = DTensor::leaf(var.as_tensor().clone(), spec.shared()).named(&name);
             Ok(Parameter { name, tensor, var: var.clone(), within: None, is_summed: GradMark::new()? })
         };
-        let parameters = named.iter().map(parameter).collect::<Result<Vec<_>>>()?;
-        match parameters.iter().map(|p| &p.name).duplicates().next() {
-            Some(twice) => Error::op("Parameters::replicated", format!("two variables are named {twice:?}")),
-            None => Ok(Self(parameters)),
+        let mut parameters = named.iter().map(parameter).collect::<Result<Vec<_>>>()?;
+        // The order of a map of variables differs between processes, and a norm is rounded as it is summed.
+        parameters.sort_by(|a, b| a.name.cmp(&b.name));
+        if let Some(twice) = parameters.iter().map(|p| &p.name).duplicates().next() {
+            return Error::op("Parameters::replicated", format!("two variables are named {twice:?}"));
         }
+        let mut names = HashMap::new();
+        for p in &parameters {
+            if let Some(other) = names.insert(p.var.id(), &p.name) {
+                let reason = format!("{other:?} and {:?} are one variable; give it one name", p.name);
+                return Error::op("Parameters::replicated", reason);
+            }
+        }
+        Ok(Self(parameters))
     }
 
     /// Returns the parameters.

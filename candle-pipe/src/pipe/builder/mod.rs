@@ -153,8 +153,8 @@ impl<B: Scope> PipeBuilder<B> {
     ///
     /// Use it for a weight that an embedding and an output layer share. See [`Share`] for its home.
     ///
-    /// It is a tensor, or the `DTensor` of a `ShardedVarBuilder`, which nodes get with its layout. A plain tensor that is a part
-    /// of such a parameter, or whose gradient is left partial, is refused when the stages are built: nodes could not know.
+    /// It is a tensor, or the `DTensor` of a `ShardedVarBuilder`, which nodes get with its layout. A plain tensor that is made of
+    /// such a parameter whose ranks have parts of it or of its gradient is refused when the stages are built: nodes could not know.
     pub fn parameter<P: Into<Value>>(
         &mut self,
         name: &str,

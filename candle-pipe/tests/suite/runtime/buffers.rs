@@ -245,3 +245,40 @@ fn a_table_of_several_ranks_whose_norms_lookups_limit_is_refused_by_all() {
     });
     texts.iter().for_each(|text| assert!(text.contains("rows of \"table\" in place"), "{text}"));
 }
+
+/// Small frozen parameters of the same ranks cost two calls a step, however many modules they are in.
+#[test]
+fn modules_of_the_same_ranks_are_compared_at_once() {
+    let calls = |modules: usize| {
+        on_ranks(2, &format!("{modules} modules"), move |ctx| -> Result<usize> {
+            let mut g = PipeBuilder::<Vb>::new();
+            let mut h = g.input("x", In::Arg);
+            let frozen = |vb: &Vb| {
+                let scale = vb.get_with_hints(3, "scale", candle_nn::Init::Const(2.0))?.detach();
+                Ok(candle_pipe::stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.broadcast_mul(&scale)?.into()])))
+            };
+            let shared: Vec<_> = (0..modules).map(|i| g.shared_module(&format!("frozen.{i}"), frozen)).collect();
+            for stage in 0..2 {
+                for (i, &module) in shared.iter().enumerate() {
+                    h = g.call(module, &format!("call.{stage}.{i}"), [h]);
+                }
+                h = g.module(&format!("linear.{stage}"), |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
+                if stage == 0 {
+                    g.split();
+                }
+            }
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
+            let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+            let pipe = g.finish(SplitSpec::declared())?;
+            let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &device())?;
+            runtime.forward_backward(&batch(0)?, &StepOptions::default())?;
+            let (step, counts) = comm::record(|| runtime.forward_backward(&batch(1)?, &StepOptions::default()));
+            step?;
+            Ok(counts.get(Op::AllGather).count)
+        })
+    };
+    let (none, one, three) = (calls(0), calls(1), calls(3));
+    assert!(one > none, "{one:?} and {none:?}");
+    assert_eq!(three, one);
+}

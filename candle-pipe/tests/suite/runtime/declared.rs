@@ -6,20 +6,35 @@ use candle_dist::{DataParallelOptions, RankContext};
 use candle_pipe::graph::Share;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, Value};
+use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, RankStep, Reduction, Result, Runtime, StepOptions, Value};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{Init, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Placement, Replicate, Shard};
 use test_utils::{device, on_ranks};
 
-/// Two stages that multiply by one parameter. `is_plain` takes this rank's part of it.
-fn declare(share: Share, at: Placement, is_plain: bool) -> PipeBuilder<ShardedVarBuilder> {
+/// How nodes get the parameter.
+#[derive(Debug, Clone, Copy)]
+enum As {
+    DTensor,
+    /// This rank's part, plain.
+    Part,
+    Cast,
+    View,
+}
+
+/// Two stages that multiply by one parameter.
+fn declare(share: Share, at: Placement, given: As) -> PipeBuilder<ShardedVarBuilder> {
     let mut g = PipeBuilder::<ShardedVarBuilder>::new();
     let x = g.input("x", In::Arg);
     let gain = move |vb: &ShardedVarBuilder| -> Result<Value> {
         let gain = vb.get(4, "gain", Init::Const(1.5), at, false)?;
-        Ok(if is_plain { gain.to_local().into() } else { gain.into() })
+        Ok(match given {
+            As::DTensor => gain.into(),
+            As::Part => gain.to_local().into(),
+            As::Cast => gain.to_local().to_dtype(DType::F32)?.to_dtype(DType::F64)?.into(),
+            As::View => gain.to_local().unsqueeze(0)?.squeeze(0)?.into(),
+        })
     };
     let gain = g.parameter("gain", share, gain);
     let scale = |vb: &ShardedVarBuilder| {
@@ -50,14 +65,14 @@ fn step(
     ctx: &RankContext,
     (share, at): (Share, Placement),
     sizes: [usize; 4],
-    is_plain: bool,
+    given: As,
 ) -> Result<(Option<Vec<f64>>, f64)> {
     let axes: Vec<(&str, usize)> = ["pp", "dp", "fsdp", "tp"].into_iter().zip(sizes).collect();
     let mesh = ctx.mesh(&axes)?;
     let vb = ShardedVarBuilder::fresh(5, &mesh.axes(&["fsdp", "tp"])?, Plan::new("tp"), DType::F64, &device())?;
     let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
     let schedule = ScheduleKind::OneFOneB.schedule(sizes[0], 2, 1)?;
-    let pipe = declare(share, at, is_plain).finish(EqualCount(sizes[0]))?;
+    let pipe = declare(share, at, given).finish(EqualCount(sizes[0]))?;
     let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
     let (replica, parameters) = (mesh.local_rank("dp")?, vb.built());
     // Unlike numbers of rows.
@@ -84,11 +99,11 @@ fn nodes_get_declared_parameters_of_any_layout() {
         (Share::Transmit, Shard(0)),
         (Share::Replicate, Shard(0)),
     ] {
-        let (want, loss) = on_ranks(1, "alone", move |ctx| step(ctx, (share, at), [1; 4], false)).swap_remove(0);
+        let (want, loss) = on_ranks(1, "alone", move |ctx| step(ctx, (share, at), [1; 4], As::DTensor)).swap_remove(0);
         let want = want.expect("a gradient");
         for sizes in [[1, 1, 2, 1], [2, 1, 2, 1], [2, 1, 1, 2], [1, 2, 1, 2], [2, 2, 2, 1]] {
             let label = format!("{share:?} {at} {sizes:?}");
-            let made = on_ranks(sizes.iter().product(), &label, move |ctx| step(ctx, (share, at), sizes, false));
+            let made = on_ranks(sizes.iter().product(), &label, move |ctx| step(ctx, (share, at), sizes, As::DTensor));
             assert!(made.iter().any(|(grad, _)| grad.is_some()), "{label}");
             for (grad, everywhere) in made {
                 assert!((everywhere - loss).abs() < 1e-12, "{label}: {everywhere} is not {loss}");
@@ -104,12 +119,37 @@ fn parts_of_declared_parameters_are_refused_by_all() {
         (Replicate, [2, 1, 2, 1], "each rank of \"fsdp\" finds a part of its gradient"),
         (Shard(0), [2, 1, 1, 2], "each rank of \"tp\" has a part of it"),
     ] {
-        let texts = on_ranks(sizes.iter().product(), "parts", move |ctx| {
-            Ok::<_, String>(step(ctx, (Share::Replicate, at), sizes, true).unwrap_err().to_string())
-        });
-        for text in texts {
-            assert!(text.contains("parameter \"gain\"") && text.contains(want), "{text}");
+        for given in [As::Part, As::Cast, As::View] {
+            let texts = on_ranks(sizes.iter().product(), "parts", move |ctx| {
+                Ok::<_, String>(step(ctx, (Share::Replicate, at), sizes, given).unwrap_err().to_string())
+            });
+            for text in texts {
+                assert!(text.contains("parameter \"gain\"") && text.contains(want), "{given:?}: {text}");
+            }
         }
     }
-    on_ranks(2, "whole", |ctx| step(ctx, (Share::Transmit, Replicate), [2, 1, 1, 1], true));
+    on_ranks(2, "whole", |ctx| step(ctx, (Share::Transmit, Replicate), [2, 1, 1, 1], As::Cast));
+}
+
+/// A copy whose ranks have no loss does not leave the others without an answer, or with NaN.
+#[test]
+fn a_loss_that_no_rank_has_is_refused_by_the_ranks_of_all_copies() {
+    for lacking in [0, 1] {
+        let texts = on_ranks(4, "no loss", move |ctx| -> Result<String> {
+            let mesh = ctx.mesh(&[("pp", 2), ("dp", 2), ("tp", 1)])?;
+            let vb = ShardedVarBuilder::fresh(5, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
+            let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+            let pipe = declare(Share::Transmit, Replicate, As::DTensor).finish(EqualCount(2))?;
+            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?
+                .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+            let replica = mesh.local_rank("dp")?;
+            let made = runtime.forward_backward(&batch(replica * 3, 3)?, &StepOptions::default())?;
+            let none = RankStep::default();
+            let refused = runtime.loss(if replica == lacking { &none } else { &made }).unwrap_err().to_string();
+            // All can go on.
+            assert!(runtime.loss(&made)?.is_finite());
+            Ok(refused)
+        });
+        texts.iter().for_each(|text| assert!(text.contains("or no rank has one"), "{text}"));
+    }
 }

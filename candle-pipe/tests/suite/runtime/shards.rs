@@ -10,7 +10,7 @@ use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
     In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, sharded_op,
 };
-use candle_shard::fsdp::{FullyShard, FullyShardOptions};
+use candle_shard::fsdp::{FullyShard, FullyShardOptions, no_sync};
 use candle_shard::nn::{Linear, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use test_utils::{device, on_ranks};
@@ -249,6 +249,31 @@ fn a_norm_over_all_axes_is_that_of_one_device_with_and_without_frozen_parameters
     for (pp, trained) in [(1, false), (2, false), (1, true), (2, true)] {
         for got in norm(pp, pp * 4, trained) {
             assert!((got - want).abs() < 1e-12, "{pp} stages: {got} is not {want}");
+        }
+    }
+}
+
+/// A step scales gradients itself, which it cannot where units keep them.
+#[test]
+fn a_step_within_no_sync_is_refused_by_all() {
+    for everywhere in [true, false] {
+        let texts = on_ranks(4, "no_sync", move |ctx| -> Result<[String; 2]> {
+            let mesh = ctx.mesh(&[("pp", 2), ("fsdp", 2), ("tp", 1)])?;
+            let stage = mesh.axes(&["fsdp", "tp"])?;
+            let (vb, local_vb) = (builder(&stage, Some("fsdp"))?, builder(&stage, Some("fsdp"))?);
+            let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
+            let runtime = Runtime::new(&declare(2)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
+            let batch = batch()?;
+            let run = || runtime.forward_backward(&batch, &StepOptions::default()).map(drop);
+            let refused = if everywhere || mesh.local_rank("pp")? == 1 { no_sync(run) } else { run() };
+            // All can go on.
+            run()?;
+            let local = LocalPipe::new(&declare(1)?, &local_vb, &device())?;
+            let alone = no_sync(|| local.forward_backward(&batch, &StepOptions::default()).map(drop));
+            Ok([refused.unwrap_err().to_string(), alone.unwrap_err().to_string()])
+        });
+        for text in texts.iter().flatten() {
+            assert!(text.contains("a training step of a pipeline within fsdp::no_sync"), "{text}");
         }
     }
 }

@@ -9,7 +9,7 @@ use candle_shard::{DTensor, Replicate, Result, Shard};
 use test_utils::world;
 
 /// An identity without a way back.
-struct Broken;
+pub(crate) struct Broken;
 
 impl CustomOp1 for Broken {
     fn name(&self) -> &'static str {

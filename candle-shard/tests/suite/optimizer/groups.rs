@@ -255,3 +255,20 @@ fn state_is_loaded_for_the_parameters_that_a_checkpoint_has() {
         Ok(())
     });
 }
+
+/// A map of variables has another order in each process, and sums of norms follow it.
+#[test]
+fn parameters_of_variables_are_in_the_order_of_their_names_and_each_has_one() {
+    on_ranks(1, "variables", |ctx| -> Result<()> {
+        let mesh = mesh(ctx, &[1])?;
+        let var = || candle_core::Var::ones(2, DType::F32, &device());
+        let (b, a, c) = (("b", var()?), ("a", var()?), ("c", var()?));
+        let made = Parameters::replicated(&mesh, &[b.clone(), c.clone(), a])?;
+        assert_eq!(names(&made), ["a", "b", "c"]);
+        let text = Parameters::replicated(&mesh, &[b.clone(), ("tied", b.1.clone())]).unwrap_err().to_string();
+        assert!(text.contains(r#""b" and "tied" are one variable"#), "{text}");
+        let text = Parameters::replicated(&mesh, &[b, ("b", c.1)]).unwrap_err().to_string();
+        assert!(text.contains(r#"two variables are named "b""#), "{text}");
+        Ok(())
+    });
+}
