@@ -12,8 +12,8 @@ thread_local! {
 /// Passes over parts of a batch then cost one reduce_scatter of each unit together, and the memory of its whole gradients between
 /// them. The last pass must be outside. It returns the gradients of units of all passes as one, so passes count alike: use
 /// [`GradAccumulator::add`](candle_dist::GradAccumulator::add), and scale the loss of a pass with another number of rows. An
-/// accumulator refuses unlike weights of these passes. The last pass may reach other units, or none. A failed pass drops the kept gradients, and so does
-/// [`discard_grads`](super::discard_grads). Dropping the accumulator does not.
+/// accumulator refuses unlike weights of these passes. The last pass may reach other units, or none. A failed pass drops the kept
+/// gradients, and so does [`discard_grads`](super::discard_grads). Dropping the accumulator does not.
 ///
 /// Parameters outside of units get gradients in each pass. Sum those over the ranks once, by
 /// [`Parameters::reduce`](crate::nn::Parameters::reduce) at the end.

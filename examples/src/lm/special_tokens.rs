@@ -65,27 +65,25 @@ impl SpecialTokens {
         let order =
             if described.is_some() { [(CONFIG, &config), (MAP, &map)] } else { [(MAP, &map), (CONFIG, &config)] };
         let mut made = Self { source: if described.is_some() { CONFIG } else { ADDED }, ..Self::default() };
-        for name in NAMES {
-            for (file, fields) in order {
-                let Some(token) = fields.get(name) else { continue };
-                let wrong = || format!("{}: {name} is {token}", at(folder, file));
-                let content = if token.is_null() { None } else { Some(text(token).with_context(wrong)?) };
-                // The first file that has the name decides, also with null.
-                made.named.insert(name, content);
-                break;
-            }
-        }
         // transformers has no use for the old file where the new one has all.
         let counts = |file: &str| described.is_none() || file == CONFIG;
+        for name in NAMES {
+            // The first file that has the name decides, also with null.
+            let Some((file, token)) = order.iter().find_map(|(file, fields)| Some((*file, fields.get(name)?))) else {
+                continue;
+            };
+            let wrong = || format!("{}: {name} is {token}", at(folder, file));
+            let content = if token.is_null() { None } else { Some(text(token).with_context(wrong)?) };
+            made.special.extend(content.clone().filter(|_| counts(file)));
+            made.named.insert(name, content);
+        }
         for (file, fields) in order.into_iter().filter(|(file, _)| counts(file)) {
             let lists = OTHERS.into_iter().filter_map(|name| fields.get(name)).flat_map(|list| match list {
                 Value::Array(items) => items.iter().collect(),
                 Value::Object(items) => items.values().collect(),
                 _ => Vec::new(),
             });
-            for token in
-                lists.chain(NAMES.into_iter().filter_map(|name| fields.get(name))).filter(|token| !token.is_null())
-            {
+            for token in lists.filter(|token| !token.is_null()) {
                 made.special.push(text(token).with_context(|| format!("{}: {token} is no token", at(folder, file)))?);
             }
         }

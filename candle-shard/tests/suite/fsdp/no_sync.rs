@@ -109,7 +109,7 @@ fn apart(
     ctx: &candle_dist::RankContext,
     run: impl Fn(&[&dyn Fn() -> Result<GradStore>; 3]) -> Result<GradStore>,
 ) -> Result<[bool; 2]> {
-    let mesh = ctx.mesh(&[("dp", 2)])?;
+    let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
     let x = rows(&batch(0)?, &mesh)?;
     let fresh = |seed| ShardedVarBuilder::fresh(seed, &mesh, Plan::none(), DType::F64, ctx.device());
     let build = |seed| -> Result<_> {
