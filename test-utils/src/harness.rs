@@ -95,6 +95,7 @@ impl Ranks {
     }
 
     /// Runs `f` on these ranks, each on a thread of its own, and returns their results in this order.
+    #[cfg(feature = "mpi")]
     pub(crate) fn on<T, E, F>(&self, ranks: Vec<RankContext>, f: &Arc<F>) -> Result<Vec<T>, WorldError>
     where
         T: Send + 'static,

@@ -58,9 +58,9 @@ mod sharder;
 mod shared;
 mod unit;
 
-pub use no_sync::{keeps_grads, no_sync};
+pub use no_sync::no_sync;
 pub use options::FullyShardOptions;
-pub use pass::discard_grads;
+pub use pass::{discard_grads, keeps_grads};
 pub(crate) use sharder::Sharder;
 pub(crate) use unit::Unit;
 

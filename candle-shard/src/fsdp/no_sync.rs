@@ -1,5 +1,4 @@
 //! Backward passes that leave the gradients of units on their ranks.
-use super::pass::has_kept;
 use std::cell::Cell;
 
 thread_local! {
@@ -55,13 +54,6 @@ pub fn no_sync<R>(f: impl FnOnce() -> R) -> R {
     }
     let _outer = Outer(IS_ON.replace(true));
     f()
-}
-
-/// Returns whether the gradients of units stay on this rank: in [`no_sync`], and after it until a backward pass has summed them.
-///
-/// What runs backward passes of its own and scales their gradients, as a pipeline does, refuses to start then.
-pub fn keeps_grads() -> bool {
-    is_on() || has_kept()
 }
 
 /// Returns whether gradients stay on their ranks now.

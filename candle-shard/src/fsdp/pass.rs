@@ -188,8 +188,16 @@ fn add_once(list: &'static LocalKey<RefCell<Vec<Arc<Unit>>>>, unit: &Arc<Unit>) 
     });
 }
 
+/// Returns whether the gradients of units stay on this rank: in [`no_sync`](super::no_sync()), and after it until a backward pass has
+/// summed them.
+///
+/// What runs backward passes of its own and scales their gradients, as a pipeline does, refuses to start then.
+pub fn keeps_grads() -> bool {
+    no_sync::is_on() || has_kept()
+}
+
 /// Returns whether units have gradients of earlier passes.
-pub(super) fn has_kept() -> bool {
+fn has_kept() -> bool {
     KEPT.with_borrow(|kept| !kept.is_empty())
 }
 

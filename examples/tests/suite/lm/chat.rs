@@ -281,12 +281,15 @@ fn tokens_that_the_model_names_in_a_reply_are_tokens_of_the_next_prompt() {
     // In a message of a user they are letters.
     let (files, mut message) = (Files::open(folder.path()).unwrap(), Message::new("assistant", "a<t7>b"));
     let encoded = |message: &Message| {
-        let script =
-            files.chat_template().unwrap().render(&[message.clone()], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
+        let script = files
+            .chat_template()
+            .unwrap()
+            .render(std::slice::from_ref(message), date(2026, 3, 7).at(9, 5, 0, 0))
+            .unwrap();
         encode_rendered(&files.tokenizer().unwrap(), &script)
     };
     assert!(!encoded(&message).is_ok_and(|ids| ids.contains(&7)));
-    message.named = vec![1..5];
+    message.named.push(1..5);
     assert!(encoded(&message).unwrap().contains(&7));
 }
 
