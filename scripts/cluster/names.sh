@@ -50,11 +50,11 @@ case_two_jobs() {
 }
 
 # refuses TEXT ARGUMENT...: mpirun with these arguments ends with this error, and one rank prints it: others wait a second for the
-# launcher to end them. It may be slower under load, so there is a second try, which is noted.
+# launcher to end them. It may be slower under load, so there are three tries, which are noted.
 refuses() {
     local text=$1 try
     shift
-    for try in 1 2; do
+    for try in 1 2 3; do
         run "$patience" a "$openmpi" "$@"
         fails && says "$text" || return
         ! one_error || return 0
