@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// A variable that changes what a rank sends. A process that joins a world takes the settings of rank 0, whatever its own
 /// environment says: launchers do not pass all variables on.
 ///
-/// A variable that such a switch does not have changes only what its own process does.
+/// Each other variable changes only what its own process does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Switch {
     /// `CANDLE_DIST_DEBUG`: ranks compare their calls and their operands.
@@ -13,11 +13,13 @@ pub enum Switch {
     Strict,
 }
 
-/// Not read yet, off, or on.
-const STATES: [u8; 3] = [0, 1, 2];
+/// The states of a switch: not read yet, off, or on.
+const UNREAD: u8 = 0;
+const OFF: u8 = 1;
+const ON: u8 = 2;
 
 /// The states of the switches of this process.
-static SET: [AtomicU8; Switch::ALL.len()] = [AtomicU8::new(STATES[0]), AtomicU8::new(STATES[0])];
+static SET: [AtomicU8; Switch::ALL.len()] = [AtomicU8::new(UNREAD), AtomicU8::new(UNREAD)];
 
 impl Switch {
     /// All of them, in the order in which rank 0 sends their states.
@@ -34,17 +36,14 @@ impl Switch {
     /// an empty value, `0`, `off`, `false` and `no` are off. It costs one atomic load.
     pub fn is_on(self) -> bool {
         let set = &SET[self as usize];
-        match set.load(Ordering::Relaxed) {
-            state if state == STATES[0] => {
-                let given = std::env::var_os(self.variable());
-                let is_off = |value: &str| matches!(value.to_lowercase().as_str(), "" | "0" | "off" | "false" | "no");
-                let is_on = given.is_some_and(|value| !is_off(value.to_string_lossy().trim()));
-                // Unless rank 0 has set it meanwhile.
-                let _ = set.compare_exchange(STATES[0], Self::state(is_on), Ordering::Relaxed, Ordering::Relaxed);
-                set.load(Ordering::Relaxed) == STATES[2]
-            }
-            state => state == STATES[2],
+        if set.load(Ordering::Relaxed) == UNREAD {
+            let given = std::env::var_os(self.variable());
+            let is_off = |value: &str| matches!(value.to_lowercase().as_str(), "" | "0" | "off" | "false" | "no");
+            let is_on = given.is_some_and(|value| !is_off(value.to_string_lossy().trim()));
+            // Unless rank 0 has set it meanwhile.
+            let _ = set.compare_exchange(UNREAD, Self::state(is_on), Ordering::Relaxed, Ordering::Relaxed);
         }
+        set.load(Ordering::Relaxed) == ON
     }
 
     /// Sets it as rank 0 has it.
@@ -53,6 +52,6 @@ impl Switch {
     }
 
     const fn state(is_on: bool) -> u8 {
-        STATES[1 + is_on as usize]
+        if is_on { ON } else { OFF }
     }
 }

@@ -176,16 +176,14 @@ impl<'a> Trainer<'a> {
             Program::Graph(declare) => {
                 let vb = Self::builder(subject, setup, &mesh)?;
                 // A stage may lack modules that the plan names.
-                (Self::piped(subject, setup, at, declare(), &vb)?, vb.built())
+                let (runtime, reduction) = Self::piped(subject, setup, at, declare(), &vb)?;
+                (Built::Graph { runtime, reduction }, vb.built())
             }
             Program::PlainGraph(declare) => {
-                let model =
-                    Self::piped(subject, setup, at, declare(), &plain_builder(subject.seed, &mesh, setup.dtype))?;
-                let named = match &model {
-                    Built::Graph { runtime, .. } => runtime.named_vars()?,
-                    _ => Vec::new(),
-                };
-                (model, Parameters::replicated(&mesh, &named)?)
+                let vb = plain_builder(subject.seed, &mesh, setup.dtype);
+                let (runtime, reduction) = Self::piped(subject, setup, at, declare(), &vb)?;
+                let parameters = Parameters::replicated(&mesh, &runtime.named_vars()?)?;
+                (Built::Graph { runtime, reduction }, parameters)
             }
             Program::Function(_) => {
                 let inputs = subject.on_mesh(setup, &mesh, &rows)?;
@@ -231,14 +229,14 @@ impl<'a> Trainer<'a> {
         Ok(subject.units.iter().try_fold(vb, |vb, axis| vb.fully_shard(axis, options))?)
     }
 
-    /// Builds this rank's stages of a pipeline.
+    /// Builds this rank's stages of a pipeline; returns how its loss is reduced, too.
     fn piped<B: Scope>(
         subject: &Subject,
         setup: &Setup,
         (whole, replicas): (&DeviceMesh, Option<&ProcessGroup>),
         graph: PipeBuilder<B>,
         scope: &B,
-    ) -> Result<Built> {
+    ) -> Result<(Box<Runtime>, Option<Reduction>)> {
         let (kind, microbatches, _) = setup.schedule.unwrap_or((super::FIRST, 1, Keep::Activations));
         let schedule = kind.schedule(setup.size_of(PIPELINE), microbatches, kind.stages_per_rank())?;
         let pipe = graph.finish(EqualCount(schedule.stages()))?;
@@ -256,7 +254,7 @@ impl<'a> Trainer<'a> {
             None => runtime,
         };
         let reduction = pipe.info().graph.loss.map(|loss| loss.reduction);
-        Ok(Built::Graph { runtime: Box::new(runtime), reduction })
+        Ok((Box::new(runtime), reduction))
     }
 
     /// Makes a step of the optimizer, and evaluates after it.

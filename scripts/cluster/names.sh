@@ -50,7 +50,7 @@ case_two_jobs() {
 }
 
 # refuses TEXT ARGUMENT...: mpirun with these arguments ends with this error, and one rank prints it: others wait a second for the
-# launcher to end them. It may be slower under load, so there are three tries, which are noted.
+# launcher to end them. The launcher may be slower under load, so there are three tries. Each failed one is a note.
 refuses() {
     local text=$1 try
     shift

@@ -35,7 +35,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Listens at the world's address, on its interfaces only.
+    /// Listens where the processes of the world look for rank 0; see [`open`].
     pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
         let deadline = within(options.init_timeout);

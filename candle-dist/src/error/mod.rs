@@ -50,7 +50,7 @@ pub enum Error {
     /// The processes of a world could not start it. Rank 0 has told all of them the reason.
     #[error("init: {0}")]
     NotStarted(String),
-    /// This process could not reach rank 0, and so the others of its host cannot either.
+    /// This process could not reach rank 0, or rank 0 did not let it in. The others of its host may have the same error.
     #[error("init: {0}")]
     Unreachable(String),
     /// This build or backend does not support the request.

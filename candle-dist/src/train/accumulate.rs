@@ -36,7 +36,7 @@ pub struct GradAccumulator {
     weight: f64,
     /// The mark of the first pass, for gradients that tables keep by rows.
     since: Option<u64>,
-    /// The weights of passes of which one returns the gradients of all, by their mark.
+    /// The weights of passes whose gradients one of them returns together, by the mark of these passes.
     joined: HashMap<TensorId, f64>,
 }
 
@@ -59,8 +59,8 @@ impl GradAccumulator {
     /// of a pass before the next pass runs.
     ///
     /// # Errors
-    /// If the weight is not a finite number greater than 0, or passes of which one returns the gradients of all, such as those in
-    /// `no_sync` of fully sharded units, have unlike weights.
+    /// If the weight is not a finite number greater than 0, or passes whose gradients one of them returns together, such as
+    /// those in `no_sync` of fully sharded units, have unlike weights.
     pub fn add_weighted(&mut self, grads: &GradStore, weight: f64) -> Result<()> {
         if !(weight.is_finite() && weight > 0.0) {
             let reason = format!("weight {weight}: must be a finite number greater than 0");

@@ -83,8 +83,8 @@ impl GradMark {
         Tensor::zeros(0, DType::U8, &Device::Cpu).map(Self)
     }
 
-    /// Creates a mark of passes of which one returns the gradients of all as one: a
-    /// [`GradAccumulator`](crate::GradAccumulator) refuses unlike weights of them.
+    /// Creates a mark of passes whose gradients one of them returns together. A [`GradAccumulator`](crate::GradAccumulator) refuses
+    /// unlike weights of them.
     pub fn of_passes() -> Result<Self> {
         Tensor::zeros((0, 0), DType::U8, &Device::Cpu).map(Self)
     }

@@ -1,5 +1,5 @@
 //! Trains on two hosts (network namespaces of this machine) and cuts the link between them.
-use crate::job::{Outcome, Rank, finish, start_by};
+use crate::job::{Outcome, Rank, assert_fine, finish, start_by};
 use crate::sum;
 use candle_dist::{RankContext, Result};
 use std::fs;
@@ -41,6 +41,11 @@ struct Hosts {
 }
 
 impl Hosts {
+    /// Returns `None` if this user may not create namespaces, and says so.
+    fn or_skip() -> Option<Self> {
+        Self::new().map_err(|reason| println!("SKIPPED: two hosts need network namespaces, and {reason}")).ok()
+    }
+
     /// Returns the reason if this user may not create namespaces.
     fn new() -> std::result::Result<Self, String> {
         let id = std::process::id();
@@ -131,10 +136,7 @@ fn marks() -> PathBuf {
 
 #[test]
 fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
-    let hosts = match Hosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
-    };
+    let Some(hosts) = Hosts::or_skip() else { return };
     let marks = marks();
     let ranks = hosts.start(&format!("{TRAINS}/none"), ADDRESSES[0], &[(MARKS, marks.display().to_string())]);
     let began = Instant::now();
@@ -161,10 +163,7 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
 
 #[test]
 fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others() {
-    let hosts = match Hosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
-    };
+    let Some(hosts) = Hosts::or_skip() else { return };
     // The others know another address of it.
     let second = "10.211.9.1";
     ip(&["-n", &hosts.names[0], "addr", "add", &format!("{second}/24"), "dev", &hosts.links[0]]).unwrap();
@@ -176,17 +175,14 @@ fn a_host_that_knows_its_own_name_as_a_loopback_address_is_found_by_the_others()
     for own in [&["127.0.1.1", ADDRESSES[0]][..], &[ADDRESSES[0], "127.0.1.1"], &["127.0.1.1"]] {
         hosts.name([own, &[ADDRESSES[0]]]);
         let outcomes = finish(hosts.start("fine/none", HEAD, &[]));
-        let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
-        assert!(outcomes.iter().all(is_fine), "{own:?}: {outcomes:#?}");
+        println!("rank 0 knows its name as {own:?}");
+        assert_fine(&outcomes);
     }
 }
 
 #[test]
 fn hosts_of_ipv6_alone_find_a_host_that_knows_its_own_name_as_a_loopback_address() {
-    let hosts = match Hosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
-    };
+    let Some(hosts) = Hosts::or_skip() else { return };
     for (at, address) in ADDRESSES_6.into_iter().enumerate() {
         let (name, link) = (&hosts.names[at], &hosts.links[at]);
         ip(&["-n", name, "addr", "flush", "dev", link, "scope", "global"]).unwrap();
@@ -195,32 +191,25 @@ fn hosts_of_ipv6_alone_find_a_host_that_knows_its_own_name_as_a_loopback_address
     for own in [&["127.0.1.1"][..], &["::1"], &["::1", ADDRESSES_6[0]], &[ADDRESSES_6[0]]] {
         hosts.name([own, &[ADDRESSES_6[0]]]);
         let outcomes = finish(hosts.start("fine/none", HEAD, &[("PATIENCE", "8".to_string())]));
-        let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
-        assert!(outcomes.iter().all(is_fine), "{own:?}: {outcomes:#?}");
+        println!("rank 0 knows its name as {own:?}");
+        assert_fine(&outcomes);
     }
 }
 
 #[test]
 fn a_name_that_rank_0_does_not_know_yet_is_waited_for() {
-    let hosts = match Hosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
-    };
+    let Some(hosts) = Hosts::or_skip() else { return };
     hosts.name([&[], &[ADDRESSES[0]]]);
     let ranks = hosts.start("fine/none", HEAD, &[("PATIENCE", "20".to_string())]);
     sleep(Duration::from_secs(2));
     hosts.name([&[ADDRESSES[0]], &[ADDRESSES[0]]]);
     let outcomes = finish(ranks);
-    let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
-    assert!(outcomes.iter().all(is_fine), "{outcomes:#?}");
+    assert_fine(&outcomes);
 }
 
 #[test]
 fn a_name_whose_first_address_is_taken_is_an_error_and_nobody_joins_the_other_job() {
-    let hosts = match Hosts::new() {
-        Ok(hosts) => hosts,
-        Err(reason) => return println!("SKIPPED: two hosts need network namespaces, and {reason}"),
-    };
+    let Some(hosts) = Hosts::or_skip() else { return };
     let second = "10.211.7.3";
     ip(&["-n", &hosts.names[0], "addr", "add", &format!("{second}/24"), "dev", &hosts.links[0]]).unwrap();
     let patience = |seconds: u32| ("PATIENCE", seconds.to_string());

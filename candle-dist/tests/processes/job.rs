@@ -10,10 +10,18 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// The name of the test that runs as a rank.
 pub(crate) const RANK_TEST: &str = "one_rank";
 
-/// A process and its output lines.
+/// A process and its output lines. It does not outlive the test.
 pub(crate) struct Rank {
     pub(crate) child: Child,
-    lines: JoinHandle<Vec<String>>,
+    lines: Option<JoinHandle<Vec<String>>>,
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // Without effect on a process that has ended.
+        _ = self.child.kill();
+        _ = self.child.wait();
+    }
 }
 
 /// How a rank ended.
@@ -60,7 +68,7 @@ pub(crate) fn start_by(
             .unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
         let said = |line: String| Some(line.split_once("SAYS ")?.1.to_string());
-        let lines = thread::spawn(move || out.lines().map_while(Result::ok).filter_map(said).collect());
+        let lines = Some(thread::spawn(move || out.lines().map_while(Result::ok).filter_map(said).collect()));
         Rank { child, lines }
     };
     (0..size).map(rank).collect()
@@ -71,6 +79,12 @@ pub(crate) fn say(text: &str) {
     println!("SAYS {}", serde_json::to_string(text).unwrap());
 }
 
+/// Checks that all ranks have ended well.
+pub(crate) fn assert_fine(outcomes: &[Outcome]) {
+    let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
+    assert!(outcomes.iter().all(is_fine), "{outcomes:#?}");
+}
+
 /// Waits for all ranks. Kills them after the limit.
 pub(crate) fn finish(ranks: Vec<Rank>) -> Vec<Outcome> {
     let deadline = Instant::now() + LIMIT;
@@ -79,15 +93,11 @@ pub(crate) fn finish(ranks: Vec<Rank>) -> Vec<Outcome> {
             match rank.child.try_wait().unwrap() {
                 Some(status) => break Some(status),
                 None if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
-                None => {
-                    rank.child.kill().unwrap();
-                    rank.child.wait().unwrap();
-                    break None;
-                }
+                None => break None,
             }
         };
         let status = status.expect("no rank hangs");
-        let lines = rank.lines.join().unwrap();
+        let lines = rank.lines.take().unwrap().join().unwrap();
         let said = lines.last().map(|line| serde_json::from_str(line).unwrap());
         Outcome { said, is_success: status.success() }
     };

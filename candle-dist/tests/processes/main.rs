@@ -13,7 +13,7 @@ use candle_dist::control::Control;
 use candle_dist::init::{InitOptions, init_process_group_with};
 use candle_dist::switch::Switch;
 use candle_dist::{Error, RankContext, ReduceOp, Result};
-use job::{Outcome, finish, say, start, torchrun};
+use job::{Outcome, assert_fine, finish, say, start, torchrun};
 use std::process::Command;
 use std::sync::Mutex;
 use std::thread::sleep;
@@ -280,7 +280,7 @@ fn a_process_that_dies_after_its_goodbye_is_missed() {
 fn processes_that_do_the_same_are_fine() {
     for size in [1, 2, 4] {
         let outcomes = outcomes("fine", 0, size);
-        assert!(outcomes.iter().all(|o| o.is_success && o.said.as_deref() == Some("fine")), "{outcomes:?}");
+        assert_fine(&outcomes);
     }
 }
 

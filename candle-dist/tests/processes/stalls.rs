@@ -1,10 +1,11 @@
-//! Hosts that give processes no time: a job that is stopped as a whole, and more busy programs than cores.
-use crate::job::{Outcome, finish, start, torchrun};
+//! Hosts that give processes no time: a job that is stopped as a whole, and more busy threads than cores.
+use crate::job::{Outcome, assert_fine, finish, start, torchrun};
 use crate::sum;
 use candle_dist::{RankContext, Result};
 use std::fs;
-use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 use test_utils::Scratch;
 
@@ -46,11 +47,6 @@ fn signal(name: &str, ids: &[u32]) {
     assert!(Command::new("kill").arg(name).args(ids.iter().map(u32::to_string)).status().unwrap().success());
 }
 
-fn assert_fine(outcomes: &[Outcome]) {
-    let is_fine = |outcome: &Outcome| outcome.is_success && outcome.said.as_deref() == Some("fine");
-    assert!(outcomes.iter().all(is_fine), "{outcomes:#?}");
-}
-
 /// As `scontrol suspend` does, or a virtual machine that is paused.
 #[test]
 fn a_job_that_was_stopped_as_a_whole_goes_on() {
@@ -61,18 +57,25 @@ fn a_job_that_was_stopped_as_a_whole_goes_on() {
     }));
 }
 
-#[test]
-fn more_busy_programs_than_cores_do_not_make_a_rank_look_lost() {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    // They end by themselves if the test does not end them.
-    let busy = || {
-        Command::new("timeout").args(["60", "sh", "-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap()
-    };
-    let mut load: Vec<Child> = (0..4 * cores).map(|_| busy()).collect();
-    let outcomes = disturbed(|_| {});
-    for program in &mut load {
-        program.kill().unwrap();
-        program.wait().unwrap();
+/// Ends the busy threads, also where a test fails.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
-    assert_fine(&outcomes);
+}
+
+#[test]
+fn more_busy_threads_than_cores_do_not_make_a_rank_look_lost() {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let is_over = AtomicBool::new(false);
+    // Threads of this process, so that none outlives it.
+    thread::scope(|scope| {
+        for _ in 0..4 * cores {
+            scope.spawn(|| while !is_over.load(Ordering::Relaxed) {});
+        }
+        let _ends = Ends(&is_over);
+        assert_fine(&disturbed(|_| {}));
+    });
 }

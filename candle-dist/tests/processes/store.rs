@@ -1,5 +1,5 @@
 //! The store, with the same results for processes and threads.
-use crate::job::{finish, start, torchrun};
+use crate::job::{assert_fine, finish, start, torchrun};
 use candle_dist::{Error, RankContext, Result, World};
 use std::time::{Duration, Instant};
 
@@ -69,7 +69,7 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
 #[test]
 fn the_store_does_the_same_among_processes_and_threads() {
     let outcomes = finish(start(&format!("{USES_STORE}/none"), 3, torchrun(3)));
-    assert!(outcomes.iter().all(|o| o.is_success && o.said.as_deref() == Some("fine")), "{outcomes:?}");
+    assert_fine(&outcomes);
     World::local(3).run(exercise).unwrap();
 }
 

@@ -53,25 +53,26 @@ impl Runtime {
         };
         let [sum, ranks, failed] = sums(&self.group, [here[0], here[1], failed])?;
         // What a copy lacks is told to the other copies, which wait for it.
-        let lacking = f64::from(u8::from(failed > 0.0 || ranks == 0.0));
-        let loss = if lacking > 0.0 { 0.0 } else { sum / ranks };
-        let (loss, lacking) = match &self.copies {
-            None => (loss, lacking),
+        let lacks = failed > 0.0 || ranks == 0.0;
+        let loss = if lacks { 0.0 } else { sum / ranks };
+        let (loss, lacks) = match &self.copies {
+            None => (loss, lacks),
             Some(copies) => {
-                let is_sum = matches!(reduction, Reduction::Sum) && !made.has_weights;
-                let is_mean_of_rows = matches!(reduction, Reduction::Mean) && !made.has_weights;
-                let share = if is_mean_of_rows { made.rows as f64 } else { 1.0 };
-                let [sum, all, lacking] = sums(copies, [loss * share, share, lacking])?;
+                let share = match reduction {
+                    Reduction::Mean if !made.has_weights => made.rows as f64,
+                    _ => 1.0,
+                };
+                let [sum, all, lacking] = sums(copies, [loss * share, share, f64::from(u8::from(lacks))])?;
                 let loss = match reduction {
                     Reduction::Counted => loss,
-                    _ if is_sum => sum,
+                    Reduction::Sum if !made.has_weights => sum,
                     _ => sum / all,
                 };
-                (loss, lacking)
+                (loss, lacking > 0.0)
             }
         };
         mine?;
-        if lacking > 0.0 {
+        if lacks {
             let reason = "a rank cannot read the loss of the step, or no rank has one; give the result of forward_backward or evaluate";
             return Err(Error::Pipe(reason.into()));
         }

@@ -1,4 +1,5 @@
 //! Backward passes that leave the gradients of units on their ranks.
+use crate::scoped;
 use std::cell::Cell;
 
 thread_local! {
@@ -45,15 +46,7 @@ thread_local! {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn no_sync<R>(f: impl FnOnce() -> R) -> R {
-    /// Restores the outer state, even if `f` panics.
-    struct Outer(bool);
-    impl Drop for Outer {
-        fn drop(&mut self) {
-            IS_ON.set(self.0);
-        }
-    }
-    let _outer = Outer(IS_ON.replace(true));
-    f()
+    scoped::with(&IS_ON, true, f)
 }
 
 /// Returns whether gradients stay on their ranks now.

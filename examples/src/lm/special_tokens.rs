@@ -29,27 +29,20 @@ pub(super) const NAMES: [&str; 7] =
 /// The lists of special tokens without a name.
 const OTHERS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
-const CONFIG: &str = "tokenizer_config.json";
+pub(super) const CONFIG: &str = "tokenizer_config.json";
 const MAP: &str = "special_tokens_map.json";
 const ADDED: &str = "added_tokens.json";
 
 /// A token as `tokenizer_config.json` describes it.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(default)]
-struct Described {
+struct TokenFields {
     content: String,
     lstrip: bool,
     normalized: Option<bool>,
     rstrip: bool,
     single_word: bool,
     special: bool,
-}
-
-impl Default for Described {
-    fn default() -> Self {
-        let content = String::new();
-        Self { content, lstrip: false, normalized: None, rstrip: false, single_word: false, special: false }
-    }
 }
 
 impl SpecialTokens {
@@ -59,11 +52,17 @@ impl SpecialTokens {
     /// # Errors
     /// If a file cannot be read, or declares what is no token; the file is named.
     pub(super) fn read(folder: &Path) -> Result<Self> {
-        let [config, map, ids] = [CONFIG, MAP, ADDED].map(|name| fields(folder, name));
-        let (config, map, ids) = (config?, map?, ids?);
+        Self::of(folder, &fields(folder, CONFIG)?)
+    }
+
+    /// Reads what [`read`](Self::read) reads, but for `tokenizer_config.json`, whose fields are these.
+    ///
+    /// # Errors
+    /// Those of [`read`](Self::read).
+    pub(super) fn of(folder: &Path, config: &Map<String, Value>) -> Result<Self> {
+        let (map, ids) = (fields(folder, MAP)?, fields(folder, ADDED)?);
         let described = config.get("added_tokens_decoder").filter(|list| !list.is_null());
-        let order =
-            if described.is_some() { [(CONFIG, &config), (MAP, &map)] } else { [(MAP, &map), (CONFIG, &config)] };
+        let order = if described.is_some() { [(CONFIG, config), (MAP, &map)] } else { [(MAP, &map), (CONFIG, config)] };
         let mut made = Self { source: if described.is_some() { CONFIG } else { ADDED }, ..Self::default() };
         // transformers has no use for the old file where the new one has all.
         let counts = |file: &str| described.is_none() || file == CONFIG;
@@ -88,7 +87,7 @@ impl SpecialTokens {
             }
         }
         if let Some(described) = described {
-            let list: BTreeMap<u32, Described> = Deserialize::deserialize(described)
+            let list: BTreeMap<u32, TokenFields> = Deserialize::deserialize(described)
                 .with_context(|| format!("{}: added_tokens_decoder", at(folder, CONFIG)))?;
             made.added = list.into_iter().map(|(id, token)| (id, token.added())).collect();
         } else {
@@ -155,7 +154,7 @@ impl SpecialTokens {
     }
 }
 
-impl Described {
+impl TokenFields {
     fn added(self) -> AddedToken {
         AddedToken::from(self.content, self.special)
             .lstrip(self.lstrip)
@@ -175,7 +174,10 @@ fn at(folder: &Path, file: &str) -> String {
 }
 
 /// The fields of a file; none if it is not there.
-fn fields(folder: &Path, file: &str) -> Result<Map<String, Value>> {
+///
+/// # Errors
+/// If it cannot be read; it is named.
+pub(super) fn fields(folder: &Path, file: &str) -> Result<Map<String, Value>> {
     let read = || -> Result<Map<String, Value>> {
         match regular::read_text(folder.join(file), regular::TOKENIZER) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(Map::new()),

@@ -145,7 +145,7 @@ impl Neighbors {
 #[cfg(unix)]
 const FOLDER: &str = "/dev/shm";
 
-/// Returns the bytes that windows may take: what is free, but for a part that MPI takes for itself.
+/// Returns the bytes that windows may take: three quarters of what is free. MPI takes some of it for itself.
 #[cfg(unix)]
 fn room() -> u64 {
     match rustix::fs::statvfs(FOLDER) {

@@ -7,10 +7,10 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Value as Stored;
 use candle_shard::regular;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::ChatTemplate;
-use crate::lm::special_tokens::SpecialTokens;
+use crate::lm::special_tokens::{self, CONFIG, SpecialTokens};
 
 /// The special tokens of GGUF files: the key of the number.
 const IDS: [(&str, &str); 4] = [
@@ -25,22 +25,16 @@ const IDS: [(&str, &str); 4] = [
 /// # Errors
 /// If there is none, or it is not a template; the file is named.
 pub(in crate::lm) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
-    let read = |name: &str| {
-        let path = folder.join(name);
-        match regular::read_text(&path, regular::CONFIG) {
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            text => text.map(Some).with_context(|| format!("{}", path.display())),
-        }
-    };
-    let (config, jinja) = (folder.join("tokenizer_config.json"), folder.join("chat_template.jinja"));
-    let fields: Map<String, Value> = match read("tokenizer_config.json")? {
-        Some(text) => serde_json::from_str(&text).with_context(|| format!("{}", config.display()))?,
-        None => Map::new(),
-    };
-    let named = SpecialTokens::read(folder)?.named;
+    let (config, jinja) = (folder.join(CONFIG), folder.join("chat_template.jinja"));
+    let fields = special_tokens::fields(folder, CONFIG)?;
+    let named = SpecialTokens::of(folder, &fields)?.named;
     let tokens = named.into_iter().map(|(name, token)| (name.to_owned(), token)).collect();
-    if let Some(source) = read("chat_template.jinja")? {
-        return ChatTemplate::new(&source, &jinja.display().to_string(), tokens);
+    match regular::read_text(&jinja, regular::CONFIG) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        source => {
+            let origin = jinja.display().to_string();
+            return ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens);
+        }
     }
     let source = match fields.get("chat_template") {
         None | Some(Value::Null) => bail!(

@@ -150,7 +150,7 @@ impl Fields {
     ///
     /// # Errors
     /// If it does; all such fields and their values are named.
-    pub(super) fn new(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+    pub(super) fn new(fields: Map<String, Value>, mut unknown: Unknown<'_>, ignored: &[String]) -> Result<Self> {
         let known = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
         let Some(model_type) = fields.get("model_type") else {
             bail!("there is no model_type, which says what is computed; supported: {}", known());
@@ -163,19 +163,20 @@ impl Fields {
                 architectures.as_array().is_some_and(|list| list.iter().all(|name| name == family.architecture));
             ensure!(is_known, "architectures {architectures} is not supported; supported: [{:?}]", family.architecture);
         }
-        let mut unknown = Unknown::default();
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
             match family.fields.iter().chain(COMMON).find(|(known, _)| known == name) {
                 Some((_, Rule::Used | Rule::Harmless)) => {}
                 Some((_, Rule::Only(only))) if only.is(value) => {}
                 Some((_, Rule::Only(only))) => {
-                    unknown.refuse(name, format!("{name} is {value}, and only {} is supported", only.text()));
+                    let name = unknown.name_of(name);
+                    unknown.refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
                 }
                 // Where a family has a switch, another one may always do what it switches.
                 None if FAMILIES.iter().any(|other| other.has(name)) => {
-                    unknown.refuse(name, format!("{name} ({}) is a field of other families", shortened(value)));
+                    let name = unknown.name_of(name);
+                    unknown.refuse(&name, format!("{name} ({}) is a field of other families", shortened(value)));
                 }
-                None => unknown.judge(name, value),
+                None => unknown.judge(&unknown.name_of(name), value),
             }
         }
         let notes = unknown.settle(ignored, &format!("model_type {model_type}"))?;

@@ -22,6 +22,7 @@ use fields::Fields;
 pub use generation::Generation;
 use parts::Parts;
 pub use scaling::RopeScaling;
+use unknown::Unknown;
 
 /// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.
 const MOST: usize = 1 << 30;
@@ -134,7 +135,15 @@ impl Config {
     /// # Errors
     /// Those of [`parse`](Self::parse).
     pub fn from_fields(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
-        let mut fields = Fields::new(fields, ignored)?;
+        Self::beside(Unknown::of(&str::to_owned), fields, ignored)
+    }
+
+    /// Reads fields as [`from_fields`](Self::from_fields) does, of a file that has others beside them.
+    ///
+    /// # Errors
+    /// Those of [`parse`](Self::parse).
+    pub(super) fn beside(unknown: Unknown<'_>, fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+        let mut fields = Fields::new(fields, unknown, ignored)?;
         let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
         fields.notes.extend(note);
         let ids = |name: &str| fields.get(name).map_or(Ok(None), |value| TokenIds::read(name, value));

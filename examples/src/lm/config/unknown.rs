@@ -6,9 +6,10 @@ use serde_json::Value;
 use super::fields::shortened;
 
 /// What is found of the fields of a file that are not known.
-#[derive(Default)]
-pub(in crate::lm) struct Unknown {
-    /// A field, and why it is refused.
+pub(in crate::lm) struct Unknown<'a> {
+    /// What the file calls a field of a `config.json`.
+    name_of: &'a dyn Fn(&str) -> String,
+    /// A field by its name in the file, and why it is refused.
     refused: Vec<(String, String)>,
     notes: Vec<String>,
 }
@@ -41,8 +42,18 @@ const CHOICES: [&str; 16] = [
 /// Words in the names of switches that may be on without the field.
 const ON: [&str; 8] = ["causal", "embed", "mask", "norm", "position", "rope", "rotary", "scal"];
 
-impl Unknown {
-    /// Decides about a field by its name and value.
+impl<'a> Unknown<'a> {
+    /// Creates what is found of a file that calls the fields of a `config.json` as `name_of` says.
+    pub(in crate::lm) fn of(name_of: &'a dyn Fn(&str) -> String) -> Self {
+        Self { name_of, refused: Vec::new(), notes: Vec::new() }
+    }
+
+    /// Returns what the file calls a field of a `config.json`.
+    pub(super) fn name_of(&self, field: &str) -> String {
+        (self.name_of)(field)
+    }
+
+    /// Decides about a field by its name in the file and its value.
     pub(in crate::lm) fn judge(&mut self, name: &str, value: &Value) {
         let rate = value.as_f64().filter(|_| DROPOUTS.iter().any(|end| name.ends_with(end)));
         if rate.is_some_and(|rate| rate != 0.0) {
@@ -56,7 +67,7 @@ impl Unknown {
     }
 
     /// Refuses a field for a reason.
-    pub(in crate::lm) fn refuse(&mut self, name: &str, reason: String) {
+    pub(super) fn refuse(&mut self, name: &str, reason: String) {
         self.refused.push((name.to_owned(), reason));
     }
 
@@ -64,7 +75,7 @@ impl Unknown {
     ///
     /// # Errors
     /// Names each field that is refused, and each ignored one that is not; `whose` they are.
-    pub(in crate::lm) fn settle(mut self, ignored: &[String], whose: &str) -> Result<Vec<String>> {
+    pub(super) fn settle(mut self, ignored: &[String], whose: &str) -> Result<Vec<String>> {
         let is_refused = |name: &&String| self.refused.iter().any(|(refused, _)| refused == *name);
         let idle: Vec<&str> = ignored.iter().filter(|name| !is_refused(name)).map(String::as_str).collect();
         ensure!(idle.is_empty(), "--ignore-field {}: nothing refuses it, leave it out", idle.join(", "));

@@ -8,7 +8,7 @@ pub(super) mod tokenizer;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::quantized::gguf_file::Value as Stored;
 use candle_shard::Weights;
 use candle_shard::kernels::RopePairs;
@@ -119,11 +119,11 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     let &(_, model_type, pairs) =
         found.with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
-    let mut unknown = Unknown::default();
-    let (known, ignored): (Vec<String>, Vec<String>) = ignored.iter().cloned().partition(|key| {
-        FIELDS.iter().any(|(field, name)| name.is_some() && *key == format!("{kind}.{field}"))
-            && metadata.contains_key(key)
-    });
+    let key_of = |field: &str| {
+        let key = FIELDS.iter().find(|(_, name)| *name == Some(field));
+        key.map_or(field.to_owned(), |(key, _)| format!("{kind}.{key}"))
+    };
+    let mut unknown = Unknown::of(&key_of);
     for (key, value) in metadata {
         let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else { continue };
         if rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
@@ -133,11 +133,10 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
             unknown.judge(key, &plain(value).unwrap_or_else(|| json!(shown(value))));
             continue;
         };
-        if let Some(name) = name.filter(|_| !known.contains(key)) {
+        if let Some(name) = name {
             fields.insert((*name).to_owned(), plain(value).with_context(|| format!("{key} is {}", shown(value)))?);
         }
     }
-    let notes = unknown.settle(&ignored, &format!("{kind:?}"))?;
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
     let number = |key: &str| own(key).and_then(whole);
     let rows = weights.shape("token_embd.weight")?.first().copied().unwrap_or(0);
@@ -162,9 +161,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }
-    let mut config =
-        Config::from_fields(fields, &[]).map_err(|error| anyhow!("{}", by_keys(kind, format!("{error:#}"))))?;
-    config.notes.splice(0..0, notes.into_iter().chain(known.iter().map(|key| format!("{key} is ignored"))));
+    let mut config = Config::beside(unknown, fields, ignored)?;
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
     config.parts.pairs = pairs;
@@ -177,22 +174,6 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         );
     }
     Ok(config)
-}
-
-/// A text about fields, whose flags name the keys of the file.
-fn by_keys(kind: &str, text: String) -> String {
-    let named = FIELDS.iter().filter_map(|(key, name)| Some((key, (*name)?)));
-    named.fold(text, |text, (key, name)| {
-        text.split(' ')
-            .scan(false, |follows, word| {
-                let end = word.trim_end_matches(';');
-                let is_name = *follows && end == name;
-                *follows = word == "--ignore-field";
-                Some(if is_name { format!("{kind}.{key}{}", &word[end.len()..]) } else { word.to_owned() })
-            })
-            .collect::<Vec<_>>()
-            .join(" ")
-    })
 }
 
 /// What files of Gemma leave to the program: scores are divided by the root of a head's width, but in the 27B models.

@@ -50,12 +50,12 @@ pub fn checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// A damaged checkpoint in the way of the next save, and the path that it gets.
 #[derive(Clone, Debug)]
-pub struct Damaged {
+pub struct Damage {
     pub(super) from: PathBuf,
     pub(super) to: PathBuf,
 }
 
-impl Damaged {
+impl Damage {
     /// The checkpoint in the folder `at`, if that is one of `folder` and a training has made it.
     pub(super) fn within(folder: &Path, at: &Path) -> Option<Self> {
         let is_within = fs::canonicalize(at.parent()?).ok()? == fs::canonicalize(folder).ok()?;
@@ -71,7 +71,7 @@ impl Damaged {
 ///
 /// # Errors
 /// A sentence if the folder cannot be made, or holds checkpoints that would have to go.
-pub fn check(folder: &Path, start: usize, damaged: &[Damaged]) -> Checked {
+pub fn check(folder: &Path, start: usize, damaged: &[Damage]) -> Checked {
     let shown = folder.display();
     let steps = fs::create_dir_all(folder).and_then(|()| steps(folder));
     let steps = steps.map_err(|error| {
@@ -110,12 +110,12 @@ impl Saves {
     ///
     /// # Errors
     /// If another training has it; the error says which. Those of [`check`] and of the file system.
-    pub fn hold(folder: &Path, start: usize, damaged: &[Damaged]) -> Result<Self> {
+    pub fn hold(folder: &Path, start: usize, damaged: &[Damage]) -> Result<Self> {
         let lock = Lock::take(&folder.join(LOCK)).context("--save")?;
         let saves = Self { folder: folder.to_owned(), lock: Some(lock) };
         // Another training may have ended meanwhile.
         check(folder, start, damaged)?;
-        for Damaged { from, to } in damaged {
+        for Damage { from, to } in damaged {
             fs::rename(from, to).with_context(|| format!("{}", from.display()))?;
         }
         saves.left().try_for_each(fs::remove_dir_all).with_context(|| format!("{}", folder.display()))?;

@@ -9,9 +9,9 @@ use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::corpus::Corpus;
-use super::folder::{self, Damaged};
+use super::folder::{self, Damage};
 use super::recipe::Recipe;
-use super::resume::{Resumed, Skipped, State};
+use super::resume::{Flaw, Resumed, State};
 use crate::cli::{Checked, UsageError, require};
 use crate::lm::args::Args;
 use crate::lm::config::Config;
@@ -52,7 +52,7 @@ pub struct Job {
     /// The file with the optimizer's state after these.
     pub optimizer: Option<PathBuf>,
     /// Checkpoints in the way of `save` that are not whole. The training renames them.
-    pub damaged: Vec<Damaged>,
+    pub damaged: Vec<Damage>,
     /// What the user should know of the checkpoint that it goes on from, and of the files.
     pub notes: Vec<String>,
 }
@@ -117,8 +117,8 @@ impl Job {
             check_text(&text, &resumed.state)?;
         }
         let (mut damaged, mut notes) = (Vec::new(), Vec::new());
-        for Skipped { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
-            let moved = flags.save.as_ref().and_then(|save| Damaged::within(save, folder));
+        for Flaw { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
+            let moved = flags.save.as_ref().and_then(|save| Damage::within(save, folder));
             let kept =
                 moved.as_ref().map(|moved| format!("; it is kept as {}", moved.to.display())).unwrap_or_default();
             damaged.extend(moved);

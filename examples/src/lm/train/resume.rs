@@ -46,12 +46,12 @@ pub struct Resumed {
     /// How far it is.
     pub state: State,
     /// Later checkpoints beside it that are not whole.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<Flaw>,
 }
 
 /// A folder with the name of a checkpoint that is not whole.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Skipped {
+pub struct Flaw {
     /// The folder.
     pub folder: PathBuf,
     /// What is wrong with it.
@@ -77,7 +77,7 @@ impl Resumed {
                 Ok(resumed) => return Ok(Self { skipped, ..resumed }),
                 Err(error) => {
                     check_readable(&folder, ignored)?;
-                    skipped.push(Skipped { folder, reason: format!("{error:#}") });
+                    skipped.push(Flaw { folder, reason: format!("{error:#}") });
                 }
             }
         }
@@ -85,7 +85,7 @@ impl Resumed {
         let shown = path.display();
         match skipped.into_iter().next() {
             None => bail!("{shown}: holds no checkpoint; {advice}"),
-            Some(Skipped { folder, reason }) => {
+            Some(Flaw { folder, reason }) => {
                 bail!("{shown}: holds no checkpoint that is whole; {}: {reason}", folder.display())
             }
         }

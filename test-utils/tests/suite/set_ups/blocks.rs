@@ -3,7 +3,7 @@ use super::model::{Block, Cut, Head, Layer, Loss, Model};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::BatchNormConfig;
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
-use candle_pipe::graph::ValueId;
+use candle_pipe::graph::{Scope, ValueId};
 use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Value};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{
@@ -320,22 +320,33 @@ impl Model {
             }
             candle_pipe::Result::Ok(total.full_tensor()?)
         };
-        let inputs = [logits, targets].into_iter().chain(losses);
-        match self.loss {
-            Loss::Counted => g.loss_counted(
+        self.loss.declare(&mut g, mean, [logits, targets].into_iter().chain(losses));
+        g
+    }
+}
+
+impl Loss {
+    /// Declares the loss of a graph, from the mean over the targets, which are its second input.
+    pub(super) fn declare<B: Scope>(
+        self,
+        g: &mut PipeBuilder<B>,
+        mean: impl Fn(&[Value]) -> candle_pipe::Result<Tensor> + Send + Sync + 'static,
+        inputs: impl IntoIterator<Item = ValueId>,
+    ) {
+        match self {
+            Self::Counted => g.loss_counted(
                 move |xs, _| {
                     let count = xs[1].tensor()?.elem_count();
                     Ok(((mean(xs)? * count as f64)?, (count as i64).into()))
                 },
                 inputs,
             ),
-            Loss::Sum => {
+            Self::Sum => {
                 let sum = move |xs: &[Value]| Ok((mean(xs)? * xs[1].tensor()?.dim(0)? as f64)?);
                 g.loss_fn(move |xs, _| sum(xs), inputs, Reduction::Sum)
             }
             _ => g.loss_fn(move |xs, _| mean(xs), inputs, Reduction::Mean),
         };
-        g
     }
 }
 

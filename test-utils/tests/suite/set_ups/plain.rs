@@ -5,7 +5,7 @@ use candle_core::{DType, Module, ModuleT, Tensor, Var};
 use candle_nn::{BatchNormConfig, Init, VarBuilder};
 use candle_pipe::graph::ValueId;
 use candle_pipe::nn::Dropout;
-use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Result, Value};
+use candle_pipe::{Ctx, In, PipeBuilder, Result, Value};
 use candle_shard::sparse::RowVar;
 use std::sync::Arc;
 
@@ -68,21 +68,7 @@ impl Model {
                 false => Ok(candle_nn::loss::cross_entropy(&logits.flatten_to(1)?, &xs[1].tensor()?.flatten_all()?)?),
             }
         };
-        let inputs = [logits, targets];
-        match self.loss {
-            Loss::Counted => g.loss_counted(
-                move |xs, _| {
-                    let count = xs[1].tensor()?.elem_count();
-                    Ok(((mean(xs)? * count as f64)?, (count as i64).into()))
-                },
-                inputs,
-            ),
-            Loss::Sum => {
-                let sum = move |xs: &[Value]| Ok((mean(xs)? * xs[1].tensor()?.dim(0)? as f64)?);
-                g.loss_fn(move |xs, _| sum(xs), inputs, Reduction::Sum)
-            }
-            _ => g.loss_fn(move |xs, _| mean(xs), inputs, Reduction::Mean),
-        };
+        self.loss.declare(&mut g, mean, [logits, targets]);
         g
     }
 
