@@ -52,6 +52,7 @@ messages[2].content.split('</think>')[-1].lstrip('\n'), messages[2].content.spli
 [1, 2, 3] | join(', '), ['a', 1, none] | join('-'), messages | map(attribute='role') | join(' '), messages | join('/', attribute='role')
 messages | selectattr('role', 'equalto', 'user') | list | length, messages | rejectattr('role', 'equalto', 'user') | map(attribute='role') | list
 messages | selectattr('content') | list | length, [0, 1, 2, none] | select | list, [1, 2, 3, 4] | select('even') | list, [1, 2, 3] | reject('odd') | list
+none | selectattr('a', 'equalto', 1) | list, none | reject | list, none | map('upper') | list, 0 | select | list, '' | map | list, missing | selectattr | list
 ['a', 'B', 'c'] | map('upper') | list, ['b', 'A', 'c'] | sort, ['b', 'A', 'c'] | sort(case_sensitive=true), [3, 1, 2] | sort(reverse=true), messages | sort(attribute='role') | map(attribute='role') | list
 [1, 2, 3] | first, [1, 2, 3] | last, [] | first is defined, 'abc' | first, 'abc' | last
 [1, 2, 3] | sum, [1, 2] | max, [3, 1] | min, ['b', 'a'] | min, [1, 1, 2] | unique | list, ['a', 'A'] | unique | list

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tokens that transformers finds with tokenizers of GGUF files into examples/tests/suite/lm/tokenizers.json.
 
-Usage: PYTHON benchmarks/tokenizer_facts.py, with a Python that has transformers 5 and gguf
+Usage: PYTHON benchmarks/tokenizer_facts.py, with a Python that has transformers 5, torch and gguf
 
 The vocabularies are small: pairs learned from a few sentences, in the way of SentencePiece (scores and bytes) for three
 architectures, and in bytes with merges for the kinds of `tokenizer.ggml.pre` that the families have.
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import gguf
 import numpy
-from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
 PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "tokenizers.json"
 CORPUS = (
@@ -80,6 +81,25 @@ def bytes_of(pre):
     )
 
 
+def llama(made, adds):
+    """What transformers makes of a SentencePiece model of Llama. Its reader of GGUF files has no space in front of a space, unlike
+    that, SentencePiece and llama.cpp."""
+    vocab = {token: id for id, (token, *_) in enumerate(made["tokens"])}
+    scores = {token: score for token, score, _ in made["tokens"]}
+    merges = generate_merges(vocab, scores)
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    for token, _, kind in made["tokens"]:
+        if kind in ("unknown", "control", "user"):
+            backend.add_tokens([AddedToken(token, normalized=False, special=kind != "user")])
+    if adds is not False:
+        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def fact(architecture, made, adds=None):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
@@ -103,7 +123,8 @@ def fact(architecture, made, adds=None):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+        is_llama = architecture == "llama" and made["model"] == "llama"
+        tokenizer = llama(made, adds) if is_llama else AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
         # Qwen's own tokenizers compose characters; transformers leaves that out for GGUF files.
         composed = lambda text: unicodedata.normalize("NFC", text) if made.get("pre") == "qwen2" else text
         encodings = [[text, tokenizer(composed(text)).input_ids] for text in TEXTS]

@@ -91,8 +91,16 @@ impl Files {
             check(&weights, folder, name, want, None)?;
         }
         check_others(&weights, folder, &config, &tensors)?;
-        let ends = config.ends().iter().chain(&generation.ends).copied().collect();
-        let unmet = config.notes.iter().cloned().chain(generation.unmet).collect();
+        let mut unmet: Vec<String> = config.notes.iter().cloned().chain(generation.unmet).collect();
+        // As in transformers, where the two files differ.
+        let ends = if generation.ends.is_empty() { config.ends().to_vec() } else { generation.ends };
+        if config.ends().iter().any(|end| !ends.contains(end)) {
+            let own = config.ends();
+            unmet.push(format!(
+                "config.json ends texts at the tokens {own:?} and generation_config.json, which counts, at {ends:?}"
+            ));
+        }
+        let ends = ends.into_iter().collect();
         Ok(Self { config, ends, unmet, weights: Arc::new(weights), path: folder.into() })
     }
 

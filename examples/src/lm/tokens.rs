@@ -2,13 +2,15 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use candle_dist::panic_message;
 use candle_shard::regular;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
-use tokenizers::{AddedToken, NormalizedString, Normalizer as _, Tokenizer};
+use tokenizers::{AddedToken, Encoding, NormalizedString, Normalizer as _, Tokenizer};
 
 use super::chat::Script;
 use super::gguf;
@@ -42,8 +44,15 @@ pub fn read(model: &Path) -> Result<Tokenizer> {
 /// # Errors
 /// Those of the tokenizer.
 pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let encoding = tokenizer.encode(text, true).map_err(|error| anyhow!("the text: {error}"))?;
-    Ok(encoding.get_ids().to_vec())
+    Ok(encoding(tokenizer, text, true)?.get_ids().to_vec())
+}
+
+/// Returns what the tokenizer makes of a text, with the tokens around it where it is `whole`.
+fn encoding(tokenizer: &Tokenizer, text: &str, whole: bool) -> Result<Encoding> {
+    // The crate panics where a pattern of the file takes too many steps on a text.
+    let made = catch_unwind(AssertUnwindSafe(|| tokenizer.encode(text, whole)));
+    let made = made.map_err(|panic| anyhow!("the tokenizer cannot cut the text: {}", panic_message(&*panic)))?;
+    made.map_err(|error| anyhow!("the text: {error}"))
 }
 
 /// Returns the tokens of a conversation, with the control tokens that its template wrote.
@@ -134,7 +143,7 @@ impl Controls<'_> {
 
     fn tokens(&self, tokenizer: &Tokenizer, part: Range<usize>) -> Result<Vec<Placed>> {
         let text = &self.script[part.clone()];
-        let encoding = tokenizer.encode(text, false).map_err(|error| anyhow!("the text: {error}"))?;
+        let encoding = encoding(tokenizer, text, false)?;
         let spans = encoding.get_offsets().iter().map(|&(start, end)| {
             let inside = text.get(start..end).unwrap_or_default();
             let start = part.start + start + inside.len() - inside.trim_start().len();

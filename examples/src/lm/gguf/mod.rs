@@ -1,6 +1,7 @@
 //! Models in GGUF files: the config and the names of tensors that the Hub's files would have.
 
 mod experts;
+mod pre_tokenizer;
 pub(super) mod rope;
 mod sentencepiece;
 pub(super) mod tokenizer;
@@ -162,6 +163,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         gemma(kind, &mut fields, &number)?;
     }
     let mut config = Config::beside(unknown, fields, ignored)?;
+    config.notes.extend(tokenizer::guess(metadata));
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
     config.parts.pairs = pairs;

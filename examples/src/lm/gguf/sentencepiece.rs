@@ -19,10 +19,8 @@ const SPACE: &str = "▁";
 /// What is done about spaces before pairs are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spaces {
-    /// Texts begin with one more, unless they begin with one.
-    First,
-    /// All texts begin with one more.
-    Always,
+    /// Texts begin with one more, also behind tokens that stand apart.
+    Prefixed,
     /// As they are.
     Kept,
     /// As they are, and words are merged by themselves.
@@ -35,8 +33,7 @@ impl Spaces {
         match (architecture, prefixes) {
             ("gemma2" | "gemma3", _) => Self::Gemma,
             (_, Some(false)) => Self::Kept,
-            ("phi3", _) => Self::Always,
-            _ => Self::First,
+            _ => Self::Prefixed,
         }
     }
 }
@@ -74,9 +71,8 @@ pub(super) fn build(
     let mut tokenizer = Tokenizer::new(bpe.build().map_err(|error| anyhow!("tokenizer.ggml.merges: {error}"))?);
     let respelled = || Replace::new(" ", SPACE).map_err(failed);
     match spaces {
-        Spaces::First => drop(tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::First, false)))),
         Spaces::Kept => drop(tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Never, false)))),
-        Spaces::Always => {
+        Spaces::Prefixed => {
             let steps = vec![Prepend::new(SPACE.into()).into(), respelled()?.into()];
             tokenizer.with_normalizer(Some(Normalizers::new(steps))).map_err(failed)?;
         }
@@ -87,7 +83,7 @@ pub(super) fn build(
     }
     let mut steps: Vec<DecoderWrapper> =
         vec![Replace::new(SPACE, " ").map_err(failed)?.into(), ByteFallback::new().into(), Fuse::new().into()];
-    if matches!(spaces, Spaces::First | Spaces::Always) {
+    if spaces == Spaces::Prefixed {
         steps.push(Strip::new(' ', 1, 0).into());
     }
     tokenizer.with_decoder(Some(Decoders::new(steps)));

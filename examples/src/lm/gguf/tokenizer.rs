@@ -8,59 +8,21 @@ use candle_shard::Weights;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
+use super::pre_tokenizer::{GUESS, PreTokenizer};
 use super::sentencepiece::{self, Spaces};
 use super::{Metadata, whole};
-
-/// How a text is cut before pairs are merged.
-#[derive(Clone, Copy)]
-enum Cut {
-    /// As GPT-2 does.
-    Gpt2,
-    /// The same, with digits one by one.
-    Digits,
-    /// As Llama 3 does.
-    Llama3,
-    /// The same with single digits, in composed form.
-    Qwen,
-    /// As Mistral's newer models do: by upper and lower case, with single digits.
-    Tekken,
-}
-
-/// The names that `tokenizer.ggml.pre` has for them.
-const CUTS: [(&str, Cut); 16] = [
-    ("gpt-2", Cut::Gpt2),
-    ("gpt2", Cut::Gpt2),
-    ("olmo", Cut::Gpt2),
-    ("smollm", Cut::Digits),
-    ("starcoder", Cut::Digits),
-    ("refact", Cut::Digits),
-    ("command-r", Cut::Digits),
-    ("llama-bpe", Cut::Llama3),
-    ("llama3", Cut::Llama3),
-    ("llama-v3", Cut::Llama3),
-    ("smaug-bpe", Cut::Llama3),
-    ("dbrx", Cut::Llama3),
-    ("qwen2", Cut::Qwen),
-    ("deepseek-r1-qwen", Cut::Qwen),
-    ("megrez", Cut::Qwen),
-    ("tekken", Cut::Tekken),
-];
-
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-
-const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Kinds of tokens that are never text, and that users have added.
 const CONTROL: u64 = 3;
 const ADDED: u64 = 4;
+
+/// The tokens of Phi-3 that leave the white space behind them. The others of their kinds take it.
+const PHI3_KEEPS_SPACE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
 
 /// The tokenizer of the file at `path`.
 ///
@@ -70,6 +32,14 @@ pub(in crate::lm) fn read(path: &Path) -> Result<Tokenizer> {
     let weights = Weights::open(path)?;
     let metadata = weights.metadata().with_context(|| format!("{} is no GGUF file", path.display()))?;
     of_metadata(metadata).with_context(|| format!("{}", path.display()))
+}
+
+/// Returns what is a guess about the tokenizer, where the file does not say how texts are cut.
+pub(super) fn guess(metadata: &Metadata) -> Option<String> {
+    let text = |name: &str| metadata.get(&format!("tokenizer.ggml.{name}")).and_then(|value| value.to_string().ok());
+    let is_guess = text("model")? == "gpt2" && text("pre").is_none_or(|pre| pre == GUESS);
+    let note = "the file does not say how texts are cut (tokenizer.ggml.pre), so tokens may be others than the model has learned";
+    is_guess.then(|| note.to_owned())
 }
 
 fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
@@ -106,11 +76,17 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
         let token = tokens.get(id as usize).with_context(|| format!("tokenizer.ggml.{name} {id} is no token"))?;
         Ok(Some((id, token.clone())))
     };
+    let general = |name: &str| {
+        let text = metadata.get(&format!("general.{name}")).and_then(|value| value.to_string().ok());
+        text.map_or(String::new(), |text| text.to_lowercase())
+    };
+    let (architecture, name) = (general("architecture"), general("name"));
+    let unknown = || -> Result<Option<String>> { Ok(id("unknown_token_id")?.map(|(_, token)| token)) };
     let (mut tokenizer, begins) = match text("model") {
-        Some("gpt2") => byte_level(text("pre").unwrap_or("gpt-2"), &tokens, merges()?)?,
+        Some("gpt2") => byte_level(text("pre").unwrap_or(GUESS), &tokens, merges()?)?,
+        Some("gemma4") => (sentencepiece::build(tokens.clone(), &[], Some(merges()?), unknown()?, Spaces::Kept)?, true),
         Some("llama") => {
-            let architecture = metadata.get("general.architecture").and_then(|kind| kind.to_string().ok());
-            let spaces = Spaces::of(architecture.map_or("", String::as_str), switch("add_space_prefix"));
+            let spaces = Spaces::of(&architecture, switch("add_space_prefix"));
             let scores = list("scores").map_or(Vec::new(), |scores| scores.iter().filter_map(number).collect());
             ensure!(
                 scores.len() == tokens.len() || get("merges").is_some(),
@@ -119,10 +95,9 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
                 tokens.len()
             );
             let merges = get("merges").map(|_| merges()).transpose()?;
-            let unknown = id("unknown_token_id")?.map(|(_, token)| token);
-            (sentencepiece::build(tokens.clone(), &scores, merges, unknown, spaces)?, true)
+            (sentencepiece::build(tokens.clone(), &scores, merges, unknown()?, spaces)?, true)
         }
-        other => bail!("tokenizer.ggml.model is {other:?}, and only \"gpt2\" and \"llama\" are supported"),
+        other => bail!("tokenizer.ggml.model is {other:?}, and only \"gpt2\", \"llama\" and \"gemma4\" are supported"),
     };
     let failed = |error: tokenizers::Error| anyhow!("{error}");
     let named = ["bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id"];
@@ -131,18 +106,33 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     let is_special = |place: usize| kinds.get(place) == Some(&CONTROL) || named.contains(&(place as u64));
     let is_added = |place: usize| kinds.get(place) == Some(&ADDED) && !is_special(place);
     let known = tokenizer.get_vocab(false);
+    // Files do not say which tokens take the white space behind them.
+    let is_phi3 =
+        text("model") == Some("llama") && (architecture == "phi3" || name.contains("phi-3") || name.contains("phi3"));
+    let takes_space = |token: &str| is_phi3 && !PHI3_KEEPS_SPACE.contains(&token);
     let added = |is: &dyn Fn(usize) -> bool, special: bool| {
-        let places = (0..tokens.len()).filter(|&place| is(place) && known.contains_key(&tokens[place]));
-        places.map(|place| AddedToken::from(tokens[place].clone(), special).normalized(false)).collect::<Vec<_>>()
+        let tokens = (0..tokens.len()).filter(|&place| is(place)).map(|place| &tokens[place]);
+        let token =
+            |token: &String| AddedToken::from(token.clone(), special).normalized(false).rstrip(takes_space(token));
+        tokens.filter(|token| known.contains_key(*token)).map(token).collect::<Vec<_>>()
     };
     tokenizer.add_special_tokens(added(&is_special, true)).map_err(failed)?;
     tokenizer.add_tokens(added(&is_added, false)).map_err(failed)?;
-    if switch("add_bos_token").unwrap_or(begins) {
-        let (id, token) = id("bos_token_id")?.context("there is no tokenizer.ggml.bos_token_id")?;
+    let ends = switch("add_eos_token").unwrap_or(false);
+    let around = |is: bool, name: &str| -> Result<Option<(u64, String)>> {
+        is.then(|| id(name)?.with_context(|| format!("there is no tokenizer.ggml.{name}"))).transpose()
+    };
+    let first = around(switch("add_bos_token").unwrap_or(begins), "bos_token_id")?;
+    let last = around(ends, "eos_token_id")?;
+    if first.is_some() || last.is_some() {
+        let name = |token: &Option<(u64, String)>| token.as_ref().map(|(_, token)| token.clone());
+        let pieces = [name(&first), Some("$A".to_owned()), name(&last)].into_iter().flatten().collect::<Vec<_>>();
         let template = TemplateProcessing::builder()
-            .try_single(format!("{token} $A"))
+            .try_single(pieces)
             .map_err(|error| anyhow!("{error}"))?
-            .special_tokens(vec![(token.as_str(), id as u32)])
+            .special_tokens(
+                [first, last].into_iter().flatten().map(|(id, token)| (token, id as u32)).collect::<Vec<_>>(),
+            )
             .build()
             .map_err(|error| anyhow!("{error}"))?;
         tokenizer.with_post_processor(Some(template));
@@ -156,31 +146,23 @@ fn number(value: &Value) -> Option<f64> {
 
 /// A tokenizer of pairs of bytes, and whether texts begin with a token unless the file says otherwise.
 fn byte_level(pre: &str, tokens: &[String], merges: Vec<(String, String)>) -> Result<(Tokenizer, bool)> {
-    let known = || CUTS.map(|(name, _)| name).join(", ");
-    let cut = CUTS.iter().find(|(name, _)| *name == pre).map(|&(_, cut)| cut);
-    let cut = cut.with_context(|| format!("tokenizer.ggml.pre {pre:?} is not supported; supported: {}", known()))?;
+    let kind = PreTokenizer::find(pre).with_context(|| {
+        format!("tokenizer.ggml.pre {pre:?} is not supported; supported: {}", PreTokenizer::names())
+    })?;
     let vocab: Vocab = tokens.iter().cloned().zip(0..).collect();
     ensure!(vocab.len() == tokens.len(), "tokenizer.ggml.tokens has a token twice");
-    let ignores = matches!(cut, Cut::Llama3 | Cut::Tekken);
-    let bpe = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(ignores).build();
+    let bpe = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(kind.ignores_merges).build();
     let mut tokenizer = Tokenizer::new(bpe.map_err(|error| anyhow!("tokenizer.ggml.merges: {error}"))?);
-
-    let split = |pattern: &str| -> Result<PreTokenizerWrapper> {
-        let split = Split::new(SplitPattern::Regex(pattern.into()), SplitDelimiterBehavior::Isolated, false);
-        Ok(split.map_err(|error| anyhow!("{error}"))?.into())
+    let split = |cut: &&str| {
+        let split = Split::new(SplitPattern::Regex((*cut).into()), SplitDelimiterBehavior::Isolated, false);
+        split.map(PreTokenizerWrapper::from)
     };
-    let bytes = |cuts: bool| -> PreTokenizerWrapper { ByteLevel::new(false, true, cuts).into() };
-    let steps = match cut {
-        Cut::Gpt2 => vec![bytes(true)],
-        Cut::Digits => vec![Digits::new(true).into(), bytes(true)],
-        Cut::Llama3 => vec![split(LLAMA3)?, bytes(false)],
-        Cut::Qwen => vec![split(QWEN)?, bytes(false)],
-        Cut::Tekken => vec![split(TEKKEN)?, bytes(false)],
-    };
-    if let Cut::Qwen = cut {
+    let steps = kind.cuts.iter().map(split).collect::<tokenizers::Result<Vec<_>>>();
+    let mut steps = steps.map_err(|error| anyhow!("{error}"))?;
+    steps.push(ByteLevel::new(false, true, false).into());
+    if kind.composes {
         tokenizer.with_normalizer(Some(NFC)).map_err(|error| anyhow!("{error}"))?;
     }
     tokenizer.with_pre_tokenizer(Some(Sequence::new(steps))).with_decoder(Some(ByteLevel::new(false, true, true)));
-    // Llama 3 begins texts with a token unless the file says otherwise.
-    Ok((tokenizer, matches!(cut, Cut::Llama3 | Cut::Tekken) && pre != "dbrx"))
+    Ok((tokenizer, kind.begins))
 }

@@ -20,6 +20,7 @@ mod shares;
 mod smollm2;
 mod text;
 pub(crate) mod tokenizers;
+mod vocabularies;
 
 use std::fs;
 use std::path::Path;

@@ -148,6 +148,65 @@ fn a_tokenizer_with_special_tokens_above_the_vocabulary_is_no_error_until_a_prom
     assert!(with(false).unwrap_err().to_string().contains("do not fit together"));
 }
 
+/// Writes a `tokenizer.json` of words that a pattern cuts.
+fn write_words(folder: &Path, pattern: &str, words: &[&str]) {
+    let vocab: BTreeMap<&str, usize> = words.iter().copied().zip(0..).collect();
+    let json = json!({"version": "1.0", "added_tokens": [],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}});
+    fs::write(folder.join("tokenizer.json"), json.to_string()).unwrap();
+}
+
+/// As the tokenizers of transformers do, whose patterns are those of Oniguruma.
+#[test]
+fn patterns_mean_what_they_mean_to_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    for (pattern, text, pieces) in [
+        (r"\p{N}{1,3}+", "12345678", &["12345678"][..]),
+        (r"^b", "a\nb", &["a\n", "b"]),
+        (r"a$", "a\nb", &["a", "\nb"]),
+        (r"(?i:'s|'t)", "it'S", &["it", "'S"]),
+    ] {
+        write_words(folder.path(), pattern, &[&["[UNK]"], pieces].concat());
+        let ids = tokens::encode(&tokens::read(folder.path()).unwrap(), text).unwrap();
+        assert_eq!(ids, (1..=pieces.len() as u32).collect::<Vec<_>>(), "{pattern}");
+    }
+}
+
+#[test]
+fn a_pattern_that_takes_too_many_steps_on_a_text_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    write_words(folder.path(), r"(?:a|a|aa)+[b-d]{2}", &["[UNK]"]);
+    let tokenizer = tokens::read(folder.path()).unwrap();
+    let said = tokens::encode(&tokenizer, &format!("{}!bb", "a".repeat(200))).unwrap_err().to_string();
+    assert!(said.contains("the tokenizer cannot cut the text"), "{said}");
+    assert_eq!(tokens::encode(&tokenizer, "b").unwrap(), [0]);
+}
+
+#[test]
+fn phi_3_takes_the_white_space_behind_its_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let fact = facts().into_iter().find(|fact| fact.architecture == "phi3").unwrap();
+    write(&path, &fact, &[]);
+    let tokenizer = tokens::read(&path).unwrap();
+    let ids = |text: &str| tokens::encode(&tokenizer, text).unwrap();
+    assert_eq!(ids("<tool>\n  the</tool> \n"), ids("<tool>the</tool>"));
+    // The beginning of a text does not.
+    assert_ne!(ids("<s> the"), ids("<s>the"));
+}
+
+#[test]
+fn a_file_may_say_that_texts_end_with_a_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let fact = &facts()[0];
+    write(&path, fact, &[("tokenizer.ggml.add_eos_token", Value::Bool(true))]);
+    let ids = tokens::encode(&tokens::read(&path).unwrap(), "the cat").unwrap();
+    let around = [ids[0], ids[ids.len() - 1]];
+    assert_eq!(around, [fact.ids["bos_token_id"], fact.ids["eos_token_id"]]);
+}
+
 /// What transformers makes of a folder.
 #[derive(Deserialize)]
 struct Folder {

@@ -431,7 +431,8 @@ fn to_json(value: &Value, args: Args, work: &Work) -> Made<Value> {
 /// `map(attribute="name")` or `map("filter", …)`.
 fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> Made<Value> {
     let work = renderer.work;
-    let items = value.items(work)?;
+    // Of nothing, whatever it is, there are no items.
+    let items = if value.is_true() { value.items(work)? } else { return work.list(Vec::new()) };
     let mut made = Vec::new();
     if args.positional.is_empty() {
         let [attribute, default] = args.bind("map", ["attribute", "default"])?;
@@ -456,6 +457,9 @@ fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> Made<Va
 /// `select`, `reject`, `selectattr` and `rejectattr`.
 fn selected(renderer: &mut Renderer<'_>, filter: &str, value: &Value, mut args: Args) -> Made<Value> {
     let work = renderer.work;
+    if !value.is_true() {
+        return work.list(Vec::new());
+    }
     let attribute = if !filter.ends_with("attr") {
         None
     } else if args.positional.is_empty() {
