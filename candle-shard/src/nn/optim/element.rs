@@ -1,6 +1,6 @@
 //! Optimizers that are elementwise, so that a shard needs nothing from its peers.
 use super::Optimizer;
-use super::group::{Groups, ParamGroup, PartialState, check_learning_rates, read};
+use super::group::{Groups, ParamGroup, PartialState, SavedState, check_learning_rates};
 use super::params::Params;
 use super::slot::Slot;
 use crate::autograd::counts;
@@ -46,6 +46,16 @@ impl<P: ElementParams> ElementOptimizer<P> {
         Ok(Self { groups: Groups::new(groups)? })
     }
 
+    /// Adds a group, such as one of parameters that were frozen before (see
+    /// [`ShardedVarBuilder::again`](crate::nn::ShardedVarBuilder::again)): PyTorch's `add_param_group`. The others keep their state.
+    ///
+    /// # Errors
+    /// Those of [`from_groups`](Self::from_groups), and if all its parameters are frozen. Nothing changes then.
+    pub fn add_group(&mut self, group: ParamGroup<P>) -> Result<()> {
+        group.check_trained()?;
+        self.groups.add(group)
+    }
+
     /// See [`Optimizer::step`].
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         counts::parameters_change();
@@ -67,8 +77,8 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let values = read(path.as_ref(), &self.state()?)?;
-        self.set(&mut values.into_iter())
+        let saved = self.groups.read(path.as_ref())?;
+        self.set(saved)
     }
 
     /// See [`Optimizer::load_partial`].
@@ -87,9 +97,9 @@ impl<P: ElementParams> ElementOptimizer<P> {
         self.groups.set_partial(partial)
     }
 
-    /// Loads the values that [`state`](Self::state) names.
-    pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
-        self.groups.set(values)
+    /// See [`Groups::set`].
+    pub(super) fn set(&mut self, saved: SavedState<P>) -> Result<()> {
+        self.groups.set(saved)
     }
 
     pub(super) fn groups(&self) -> &Groups<P> {
