@@ -14,8 +14,9 @@ impl ShardedVarBuilder {
     /// A pipeline builds its stages from such a builder, so several pipelines may be built from one.
     ///
     /// A training freezes or unfreezes parameters between two steps by another model of them, which all ranks build. After one that
-    /// trains what was [frozen](Self::frozen) before, take the [`Parameters`](crate::nn::Parameters) again, and
-    /// [add](crate::nn::ElementOptimizer::add_group) those to the optimizer, which keeps the state of the others:
+    /// trains what was [frozen](Self::frozen) before, take the [`Parameters`](crate::nn::Parameters) again, make clippers and
+    /// accumulators of them, and [add](crate::nn::ElementOptimizer::add_group) those to the optimizer, which keeps the state of the
+    /// others:
     ///
     /// ```
     /// # use candle_core::{DType, Device};
