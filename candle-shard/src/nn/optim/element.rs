@@ -48,11 +48,13 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// Adds a group, such as one of parameters that were frozen before (see
     /// [`ShardedVarBuilder::again`](crate::nn::ShardedVarBuilder::again)): PyTorch's `add_param_group`. The others keep their state.
+    /// Every rank calls it.
     ///
     /// # Errors
-    /// Those of [`from_groups`](Self::from_groups), and if all its parameters are frozen. Nothing changes then.
+    /// Those of [`from_groups`](Self::from_groups), and if all its parameters are frozen, or ranks of the mesh add others. The error is
+    /// the same on every rank, and nothing has changed.
     pub fn add_group(&mut self, group: ParamGroup<P>) -> Result<()> {
-        group.check_trained()?;
+        group.check_added(self.groups.check(&group))?;
         self.groups.add(group)
     }
 
@@ -85,6 +87,11 @@ impl<P: ElementParams> ElementOptimizer<P> {
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
         let partial = self.read_partial(path.as_ref())?;
         self.set_partial(partial)
+    }
+
+    /// Adds a group that has been checked.
+    pub(super) fn add_checked(&mut self, group: ParamGroup<P>) -> Result<()> {
+        self.groups.add(group)
     }
 
     /// See [`Groups::read_partial`].

@@ -1,6 +1,7 @@
 //! Groups of parameters with the same options.
 use super::params::{Params, check};
 use super::slot::{Slot, place};
+use crate::agreement::agreed;
 use crate::nn::{Parameter, Parameters};
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::{Device, TensorId};
@@ -38,15 +39,32 @@ impl<P: Params> ParamGroup<P> {
         self.parameters.iter().filter(|of| of.var.dtype().is_float() && !of.is_frozen())
     }
 
-    /// Refuses a group to be added that has parameters, and trains none of them.
-    pub(super) fn check_trained(&self) -> Result<()> {
-        match self.parameters.iter().next() {
-            Some(first) if self.trained().next().is_none() => {
+    /// Checks a group that is to be added to an optimizer, for which the result of other checks is `checked`: every rank of the mesh
+    /// adds the same. Every rank calls it.
+    ///
+    /// # Errors
+    /// On all ranks alike, if a check has failed on one, the group has parameters and trains none of them, or ranks train others.
+    pub(super) fn check_added(&self, checked: Result<()>) -> Result<()> {
+        let Some(first) = self.parameters.iter().next() else { return checked };
+        let names = self.trained().map(|of| of.name.as_str()).join(", ");
+        let checked = checked.and_then(|()| match names.is_empty() {
+            true => {
                 let reason =
                     "build a model that trains it, and take its parameters of the builder again (finish, built)";
                 Error::op(P::TYPE, format!("{} and all others of the group are not trained; {reason}", first.name))
             }
-            _ => Ok(()),
+            false => Ok(()),
+        });
+        let group = first.tensor.mesh().group()?;
+        agreed(group, P::TYPE, checked)?;
+        let texts = group.all_gather_text(&names)?;
+        match group.ranks().iter().zip(&texts).find(|(_, text)| **text != texts[0]) {
+            None => Ok(()),
+            Some((rank, other)) => {
+                let (at, first) = (group.ranks()[0], &texts[0]);
+                let reason = format!("rank {at} adds a group of {first}, and rank {rank} one of {other}");
+                Error::op(P::TYPE, format!("{reason}; freeze and train the same parameters on all ranks"))
+            }
         }
     }
 }
@@ -138,19 +156,23 @@ impl<P: Params> Groups<P> {
     /// # Errors
     /// Those of [`new`](Self::new).
     pub(super) fn add(&mut self, group: ParamGroup<P>) -> Result<()> {
-        let ParamGroup { params, master_weights, .. } = &group;
-        params.check()?;
+        self.check(&group)?;
+        let slot = |of| Slot::new(of, &group.params, group.master_weights);
+        let slots = group.trained().map(slot).collect::<Result<_>>()?;
+        self.0.push(Group { params: group.params, slots });
+        Ok(())
+    }
+
+    /// Refuses a group that cannot be one of these.
+    pub(super) fn check(&self, group: &ParamGroup<P>) -> Result<()> {
+        group.params.check()?;
         let mut seen: HashSet<TensorId> = self.slots().map(|slot| slot.of.var.id()).collect();
-        let mut slots = Vec::new();
         for of in group.trained() {
             if !seen.insert(of.var.id()) {
                 return Error::op(P::TYPE, format!("{} is in several groups; leave it in one", of.name));
             }
-            slots.push(Slot::new(of, params, *master_weights)?);
         }
-        place(P::TYPE, self.slots().chain(&slots).map(|slot| &slot.of))?;
-        self.0.push(Group { params: group.params, slots });
-        Ok(())
+        place(P::TYPE, self.slots().map(|slot| &slot.of).chain(group.trained())).map(drop)
     }
 
     pub(super) fn slots(&self) -> impl Iterator<Item = &Slot> + Clone {

@@ -7,7 +7,7 @@ use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{
     AdamW, LayerNorm, Linear, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon, ShardedVarBuilder,
 };
-use candle_shard::{DTensor, Result, checkpoint};
+use candle_shard::{DTensor, Error, Result, checkpoint};
 use std::path::Path;
 use std::sync::Arc;
 use test_utils::{Scratch, on_ranks};
@@ -190,6 +190,34 @@ fn parameters_that_were_taken_before_they_were_unfrozen_are_refused() {
         assert_eq!((optimizer.learning_rates().len(), optimizer.state()?.len()), (1, trained), "nothing changes");
         Ok(())
     });
+}
+
+/// Copies of a parameter that one rank trains alone would become unlike.
+#[test]
+fn ranks_that_unfreeze_unlike_parameters_are_refused_alike() {
+    for sizes in [[2, 1], [1, 2], [2, 2]] {
+        on_ranks(sizes.iter().product(), "unlike", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", sizes[0]), ("tp", sizes[1])])?;
+            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+            let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
+            build(&vb, 0)?;
+            let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW::default())?;
+            let mine = usize::from(ctx.rank() == 1);
+            build(&vb.again(), mine)?;
+            let of = |names: &[&str]| Ok::<_, Error>(vb.finish()?.partition(|p| names.contains(&p.name.as_str())).0);
+            let two = ["embed.weight", "embed.bias"];
+            let said = optimizer.add_group(group(&of(&two)?, 1)).unwrap_err().to_string();
+            assert!(said.contains("rank 0: AdamW: embed.weight and all others of the group are not trained"), "{said}");
+            // A part of them on one rank.
+            build(&vb.again(), 1)?;
+            let added = of(if mine == 1 { &two[1..] } else { &two })?;
+            let said = optimizer.add_group(group(&added, 1)).unwrap_err().to_string();
+            let want = "rank 0 adds a group of embed.weight, embed.bias, and rank 1 one of embed.bias";
+            assert!(said.contains(want), "{said}");
+            assert_eq!(optimizer.learning_rates().len(), 1);
+            optimizer.add_group(group(&of(&two)?, 1))
+        });
+    }
 }
 
 #[test]

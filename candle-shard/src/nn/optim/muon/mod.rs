@@ -89,41 +89,41 @@ impl Muon {
     /// parameters lie on several meshes.
     pub fn from_groups(groups: impl IntoIterator<Item = ParamGroup<ParamsMuon>>) -> Result<Self> {
         let mut made = Self { groups: Groups::new([])?, owners: Vec::new(), others: None };
-        groups.into_iter().try_for_each(|group| made.add(group))?;
+        for group in groups {
+            made.check(&group)?;
+            made.groups.add(group)?;
+        }
         made.balance()?;
         Ok(made)
     }
 
     /// Adds a group of matrices before those of the AdamW, such as one of parameters that were frozen before: PyTorch's
-    /// `add_param_group`. The others keep their state.
+    /// `add_param_group`. The others keep their state. Every rank calls it.
     ///
     /// # Errors
-    /// Those of [`from_groups`](Self::from_groups), and if all its parameters are frozen. Nothing changes then.
+    /// Those of [`from_groups`](Self::from_groups) and of [`AdamW::add_group`]. The error is the same on every rank, and nothing has
+    /// changed.
     pub fn add_group(&mut self, group: ParamGroup<ParamsMuon>) -> Result<()> {
-        group.check_trained()?;
-        self.add(group)?;
+        group.check_added(self.check(&group))?;
+        self.groups.add(group)?;
         self.balance()
     }
 
-    /// Adds a group to the AdamW, or the first of one.
+    /// Adds a group to the AdamW, or the first of one. Every rank calls it.
     ///
     /// # Errors
-    /// Those of [`AdamW::add_group`] and [`with_adam_w`](Self::with_adam_w). Nothing changes then.
+    /// Those of [`AdamW::add_group`] and [`with_adam_w`](Self::with_adam_w). The error is the same on every rank, and nothing has
+    /// changed.
     pub fn add_adam_w_group(&mut self, group: ParamGroup<ParamsAdamW>) -> Result<()> {
-        Self::check_apart(group.trained(), self.groups.slots())?;
-        match &mut self.others {
-            Some(others) => others.add_group(group),
-            None => {
-                let mut others = AdamW::from_groups([])?;
-                others.add_group(group)?;
-                self.others = Some(others);
-                Ok(())
-            }
-        }
+        let is_apart = Self::check_apart(group.trained(), self.groups.slots());
+        let none = AdamW::from_groups([])?;
+        let groups = self.others.as_ref().unwrap_or(&none).groups();
+        group.check_added(is_apart.and_then(|()| groups.check(&group)))?;
+        self.others.get_or_insert(none).add_checked(group)
     }
 
-    /// Adds a group. The matrices are not balanced then.
-    fn add(&mut self, group: ParamGroup<ParamsMuon>) -> Result<()> {
+    /// Refuses a group that cannot be one of Muon's.
+    fn check(&self, group: &ParamGroup<ParamsMuon>) -> Result<()> {
         let others = group.trained().filter(|of| of.tensor.rank() != 2);
         let others = others.map(|of| format!("{} {:?}", of.name, of.tensor.dims())).join(", ");
         if !others.is_empty() {
@@ -135,7 +135,7 @@ impl Muon {
         if let Some(adam_w) = &self.others {
             Self::check_apart(group.trained(), adam_w.groups().slots())?;
         }
-        self.groups.add(group)
+        self.groups.check(group)
     }
 
     /// Assigns the matrices to the ranks that orthogonalize them.
