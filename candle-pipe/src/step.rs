@@ -7,14 +7,20 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::rows;
 
-/// The options of a training step: start from the default, and set what differs.
+/// The options of a training step or an evaluation: start from the default, and set what differs.
 ///
 /// ```
 /// use candle_pipe::{Keep, StepOptions};
 ///
 /// let options = StepOptions::default().step(3).keep(Keep::Inputs);
-/// assert!(options.training && options.step == 3);
+/// assert_eq!((options.step, options.keep), (3, vec![Keep::Inputs]));
+/// // The first of two stages has the most microbatches under way.
+/// let options = StepOptions::default().keep([Keep::Inputs, Keep::Activations]);
+/// assert_eq!(options.keep.len(), 2);
 /// ```
+///
+/// An evaluation refuses those that it cannot heed: [`keep`](field@Self::keep), [`split_backward`](field@Self::split_backward), and
+/// `training(true)`.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StepOptions {
@@ -23,10 +29,11 @@ pub struct StepOptions {
     /// The index of the batch's first row in the larger batch that the replicas of the model share. Random numbers are
     /// those of the larger batch.
     pub first_row: usize,
-    /// Whether dropout is active.
-    pub training: bool,
-    /// The data that stages keep for the backward pass.
-    pub keep: Keep,
+    /// Whether dropout is active; by default it is in a training step, and not in an evaluation.
+    pub training: Option<bool>,
+    /// The data that stages keep for the backward pass: one value for all stages, or one for each. If empty, all activations.
+    /// Every rank gives the same.
+    pub keep: Vec<Keep>,
     /// Whether weight gradients are computed after all input gradients. For [`LocalPipe`] only: on ranks the schedule
     /// decides this.
     ///
@@ -41,8 +48,14 @@ pub struct StepOptions {
 
 impl Default for StepOptions {
     fn default() -> Self {
-        let (keep, split_backward) = (Keep::Activations, false);
-        Self { step: 0, first_row: 0, training: true, keep, split_backward, outputs: true, weights: None }
+        let (keep, split_backward) = (Vec::new(), false);
+        Self { step: 0, first_row: 0, training: None, keep, split_backward, outputs: true, weights: None }
+    }
+}
+
+impl From<Keep> for Vec<Keep> {
+    fn from(keep: Keep) -> Self {
+        vec![keep]
     }
 }
 
@@ -59,12 +72,12 @@ impl StepOptions {
 
     /// Sets whether dropout is active.
     pub fn training(self, training: bool) -> Self {
-        Self { training, ..self }
+        Self { training: Some(training), ..self }
     }
 
-    /// Sets the data that stages keep for the backward pass.
-    pub fn keep(self, keep: Keep) -> Self {
-        Self { keep, ..self }
+    /// Sets the data that stages keep for the backward pass: a [`Keep`] for all stages, or a list or array with one for each.
+    pub fn keep(self, keep: impl Into<Vec<Keep>>) -> Self {
+        Self { keep: keep.into(), ..self }
     }
 
     /// Sets whether weight gradients are computed after all input gradients.
@@ -93,6 +106,32 @@ impl StepOptions {
             return Err(Error::Pipe(reason.into()));
         }
         Ok(())
+    }
+
+    /// Refuses options that an evaluation cannot heed.
+    pub(crate) fn check_evaluation(&self) -> Result<()> {
+        let option = match self {
+            Self { training: Some(true), .. } => "training(true)",
+            Self { split_backward: true, .. } => "split_backward",
+            Self { keep, .. } if !keep.is_empty() => "keep",
+            _ => return Ok(()),
+        };
+        let reason =
+            "in an evaluation, which has neither dropout nor backward passes; leave it out, or call forward_backward";
+        Err(Error::Pipe(format!("{option} {reason}")))
+    }
+
+    /// Returns the data that each stage keeps.
+    pub(crate) fn keep_by_stage(&self, stages: usize) -> Result<Vec<Keep>> {
+        match self.keep.as_slice() {
+            [] => Ok(vec![Keep::default(); stages]),
+            [keep] => Ok(vec![*keep; stages]),
+            keep if keep.len() == stages => Ok(keep.to_vec()),
+            keep => {
+                let reason = format!("keep has {} values for {stages} stages", keep.len());
+                Err(Error::Pipe(format!("{reason}; give one for all stages, or one for each")))
+            }
+        }
     }
 
     /// Returns the weight of each microbatch's loss.

@@ -34,7 +34,7 @@ fn steps_leave_nothing_behind() {
             let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 4, None, None)?;
             stays_flat("steps", 1000, || {
                 optimizer.step(&runtime.forward_backward(&batch, &StepOptions::default())?.step.grads)?;
-                runtime.evaluate(&batch).map(drop)
+                runtime.evaluate(&batch, &StepOptions::default()).map(drop)
             })
         });
     }
@@ -75,7 +75,7 @@ fn peak_of_evaluation(microbatches: usize) -> usize {
         MEMORY.reset_peak_usage();
         let before = MEMORY.current_usage();
         ctx.group().barrier()?;
-        let loss = runtime.evaluate(&batch)?.step.loss().cloned();
+        let loss = runtime.evaluate(&batch, &StepOptions::default())?.step.loss().cloned();
         if let Ok(loss) = loss {
             assert_eq!(loss.to_scalar::<f32>()?, 1.0);
         }

@@ -25,10 +25,10 @@ mod trajectory;
 pub use model::{Function, Graph, Input, Layers, Model, PlainGraph};
 pub use ranks::Ranks;
 pub use report::{Report, Verdict};
+use setup::KEEP;
 pub use setup::Setup;
 
 use candle_core::{DType, Tensor};
-use candle_pipe::Keep;
 use candle_pipe::schedule::ScheduleKind;
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::parallel::Plan;
@@ -308,7 +308,7 @@ impl Proof {
             passes: 1,
             plan: 0,
             strict: false,
-            schedule: is_graph.then_some((FIRST, 1, Keep::Activations)),
+            schedule: is_graph.then_some((FIRST, 1, KEEP)),
             resume: None,
             rounded: None,
         }

@@ -26,16 +26,23 @@ pub struct Setup {
     pub plan: usize,
     /// Whether implicit communication is refused.
     pub strict: bool,
-    /// The schedule, its microbatches, and what stages keep, of a pipeline.
-    pub schedule: Option<(ScheduleKind, usize, Keep)>,
+    /// The schedule, its microbatches, and what stages keep, of a pipeline. More stages than values take them in turns.
+    pub schedule: Option<(ScheduleKind, usize, &'static [Keep])>,
     /// The sizes of the mesh axes on which the training is resumed from a checkpoint.
     pub resume: Option<Vec<usize>>,
     /// The dtype in which weights are drawn and inputs are rounded, if it is another one than `dtype`.
     pub(super) rounded: Option<DType>,
 }
 
-/// The texts of what stages keep.
-const KEEPS: [(&str, Keep); 2] = [("activations", Keep::Activations), ("inputs", Keep::Inputs)];
+/// The texts of what stages keep. The first is the default.
+pub(super) const KEEPS: [(&str, &[Keep]); 3] = [
+    ("activations", &[Keep::Activations]),
+    ("inputs", &[Keep::Inputs]),
+    ("inputs,activations", &[Keep::Inputs, Keep::Activations]),
+];
+
+/// What stages keep if nothing else is said.
+pub(super) const KEEP: &[Keep] = KEEPS[0].1;
 
 /// The dtypes of parameters.
 pub(super) const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
@@ -54,7 +61,7 @@ impl Setup {
     /// Returns the same run on one device, in one pass.
     pub(super) fn alone(&self) -> Self {
         let axes = self.axes.iter().map(|(name, _)| (name.clone(), 1)).collect();
-        let schedule = self.schedule.map(|_| (ScheduleKind::GPipe, 1, Keep::Activations));
+        let schedule = self.schedule.map(|_| (ScheduleKind::GPipe, 1, KEEP));
         Self { axes, passes: 1, plan: 0, strict: false, schedule, resume: None, ..self.clone() }
     }
 
@@ -102,7 +109,8 @@ impl Setup {
         with(&|small| small.plan = 0);
         with(&|small| small.strict = false);
         if let Some((kind, microbatches, keep)) = self.schedule {
-            with(&|small| small.schedule = Some((kind, microbatches, Keep::Activations)));
+            with(&|small| small.schedule = Some((kind, microbatches, KEEP)));
+            with(&|small| small.schedule = Some((kind, microbatches, &keep[..1])));
             with(&|small| small.schedule = Some((ScheduleKind::GPipe, microbatches, keep)));
             with(&|small| small.schedule = Some((kind, 1.max(microbatches / 2), keep)));
         }
@@ -132,14 +140,15 @@ impl Setup {
                 Some(("plan", value)) => setup.plan = number(value)?,
                 Some(("compute", value)) => setup.compute = Some(dtype(value)?),
                 Some(("microbatches", value)) => {
-                    let (kind, _, keep) = setup.schedule.unwrap_or((ScheduleKind::GPipe, 1, Keep::Activations));
+                    let (kind, _, keep) = setup.schedule.unwrap_or((ScheduleKind::GPipe, 1, KEEP));
                     setup.schedule = Some((kind, number(value)?, keep));
                 }
                 Some(("keep", value)) => {
                     let found = KEEPS.iter().find(|(name, _)| *name == value);
-                    let (_, keep) = found.ok_or_else(|| format!("{word:?}: keep=activations or keep=inputs"))?;
-                    let (kind, microbatches, _) = setup.schedule.unwrap_or((ScheduleKind::GPipe, 1, *keep));
-                    setup.schedule = Some((kind, microbatches, *keep));
+                    let known = || KEEPS.map(|(name, _)| format!("keep={name}")).join(" or ");
+                    let (_, keep) = found.ok_or_else(|| format!("{word:?}: expected {}", known()))?;
+                    let (kind, microbatches, _) = setup.schedule.unwrap_or((ScheduleKind::GPipe, 1, keep));
+                    setup.schedule = Some((kind, microbatches, keep));
                 }
                 Some((axis, value)) => *size_in(&mut setup.axes, axis)? = number(value)?,
                 None if word == "strict" => setup.strict = true,
@@ -155,7 +164,7 @@ impl Setup {
                 None => match (dtype(word), ScheduleKind::from_str(word)) {
                     (Ok(dtype), _) => setup.dtype = dtype,
                     (_, Ok(kind)) => {
-                        let (_, microbatches, keep) = setup.schedule.unwrap_or((kind, 1, Keep::Activations));
+                        let (_, microbatches, keep) = setup.schedule.unwrap_or((kind, 1, KEEP));
                         setup.schedule = Some((kind, microbatches, keep));
                     }
                     _ => return Err(format!("{word:?} is neither a dtype, a schedule nor a setting")),
@@ -226,14 +235,14 @@ mod tests {
             passes: 2,
             plan: 1,
             strict: true,
-            schedule: Some((ScheduleKind::ZbH1, 3, Keep::Inputs)),
+            schedule: Some((ScheduleKind::ZbH1, 3, KEEPS[2].1)),
             resume: Some(vec![1, 2, 1]),
             rounded: None,
         };
         let text = full.to_string();
         assert_eq!(
             text.trim_end(),
-            "pp=2 tp=3 f32 compute=bf16 batch=7 passes=2 plan=1 strict zb-h1 microbatches=3 keep=inputs -> dp=2"
+            "pp=2 tp=3 f32 compute=bf16 batch=7 passes=2 plan=1 strict zb-h1 microbatches=3 keep=inputs,activations -> dp=2"
         );
         let plain = Setup {
             axes: full.alone().axes,

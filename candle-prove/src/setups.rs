@@ -1,9 +1,8 @@
 //! The set-ups of a proof.
 use super::model::Program;
-use super::setup::Setup;
+use super::setup::{KEEPS, Setup};
 use super::{PIPELINE, Proof};
 use candle_core::DType;
-use candle_pipe::Keep;
 use itertools::Itertools;
 
 /// Returns the set-ups to prove: every mesh as it is, and every mesh with two more choices of the rest, or with all.
@@ -61,7 +60,7 @@ fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
         None => vec![None],
         Some(_) => (proof.schedules.iter())
             .cartesian_product([1, 3, 4])
-            .cartesian_product([Keep::Activations, Keep::Inputs])
+            .cartesian_product(KEEPS.map(|(_, keep)| keep))
             .map(|((&kind, microbatches), keep)| Some((kind, microbatches, keep)))
             .collect(),
     };

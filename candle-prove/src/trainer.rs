@@ -1,7 +1,7 @@
 //! A model that trains in a set-up, on one rank.
 use super::model::{Input, LossFn, Program};
 use super::plain::plain_builder;
-use super::setup::Setup;
+use super::setup::{KEEP, Setup};
 use super::table::{dense_rows, take_rows};
 use super::trajectory::Trajectory;
 use super::{PIPELINE, REPLICAS};
@@ -237,7 +237,7 @@ impl<'a> Trainer<'a> {
         graph: PipeBuilder<B>,
         scope: &B,
     ) -> Result<(Box<Runtime>, Option<Reduction>)> {
-        let (kind, microbatches, _) = setup.schedule.unwrap_or((super::FIRST, 1, Keep::Activations));
+        let (kind, microbatches, _) = setup.schedule.unwrap_or((super::FIRST, 1, KEEP));
         let schedule = kind.schedule(setup.size_of(PIPELINE), microbatches, kind.stages_per_rank())?;
         let pipe = graph.finish(EqualCount(schedule.stages()))?;
         let line = match whole.names().iter().any(|name| *name == PIPELINE) {
@@ -346,7 +346,8 @@ impl<'a> Trainer<'a> {
                 Ok((Some(number(&made)?), made.backward()?))
             }
             Built::Graph { runtime, reduction } => {
-                let keep = self.setup.schedule.map_or(Keep::Activations, |(_, _, keep)| keep);
+                let keep = self.setup.schedule.map_or(KEEP, |(_, _, keep)| keep).iter().copied().cycle();
+                let keep: Vec<Keep> = keep.take(runtime.info().stages.len()).collect();
                 let options = StepOptions::default().step(step).first_row(self.rows.start).keep(keep);
                 let batch = self.subject.microbatches(self.setup, &self.rows, self.mesh.axis_group(0)?.device())?;
                 let mut made = self.strictly(|| runtime.forward_backward(&batch, &options))?;
@@ -379,7 +380,7 @@ impl<'a> Trainer<'a> {
             Built::Function { .. } => Ok(None),
             Built::Graph { runtime, .. } => {
                 let batch = self.subject.microbatches(self.setup, &self.rows, self.mesh.axis_group(0)?.device())?;
-                let made = runtime.evaluate(&batch)?;
+                let made = runtime.evaluate(&batch, &StepOptions::default().first_row(self.rows.start))?;
                 self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 runtime.share_changed_rows()?;
                 Ok(Some(runtime.loss(&made)?))

@@ -34,8 +34,9 @@ impl LocalPipe {
         };
         StepOptions::check_synced()?;
         let (mut step, mut passes) = (StepResult::begin(), Vec::new());
-        for (inputs, ctx, weight) in self.microbatches(batch, options)? {
-            let pass = self.record(inputs?, &ctx, options, weight, &mut step)?;
+        let keep = options.keep_by_stage(self.stages.len())?;
+        for (inputs, ctx, weight) in self.microbatches(batch, options, true)? {
+            let pass = self.record(inputs?, &ctx, (&keep, options.outputs), weight, &mut step)?;
             passes.push((pass, weight));
         }
         let stages = self.stages.iter().map(|_| GradStore::default()).collect();

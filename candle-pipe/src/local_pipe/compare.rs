@@ -68,7 +68,8 @@ impl<B: Scope> Pipe<B> {
         let batch = split_args_kwargs_into_chunks(args, kwargs, 1, None, None)?;
         let options = StepOptions::default().training(false);
         let has_loss = self.info().graph.loss.is_some();
-        let step = if has_loss { local.forward_backward(&batch, &options)? } else { local.evaluate(&batch)? };
+        let step =
+            if has_loss { local.forward_backward(&batch, &options)? } else { local.evaluate(&batch, &options)? };
 
         let mut found = Differences { tolerance, texts: Vec::new() };
         let made = step.outputs[0].map()?;

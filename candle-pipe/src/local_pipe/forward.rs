@@ -3,7 +3,7 @@ use super::LocalPipe;
 use crate::graph::{Ctx, Inputs, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
 use crate::step::{StepOptions, StepResult};
-use crate::tape::{Activation, StageModule, Tape};
+use crate::tape::{Activation, Keep, StageModule, Tape};
 use crate::{Kwargs, Result, Value, ValuePath};
 use std::collections::BTreeMap;
 
@@ -30,16 +30,17 @@ impl LocalPipe {
         Ok(self.outputs(|value| values.get(&value).cloned()))
     }
 
-    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Options are those of a training step.
     ///
     /// # Errors
-    /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats.
-    pub fn evaluate(&self, batch: &Microbatches) -> Result<StepResult> {
-        let options = StepOptions::default().training(false);
+    /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats, or an option has no meaning in an evaluation
+    /// (see [`StepOptions`]).
+    pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<StepResult> {
+        options.check_evaluation()?;
         let mut step = StepResult::default();
-        for (inputs, ctx, weight) in self.microbatches(batch, &options)? {
+        for (inputs, ctx, weight) in self.microbatches(batch, options, false)? {
             let values = self.through(inputs?, |stage, inputs| stage.evaluate(inputs, &ctx))?;
-            self.add_to(&mut step, weight, true, |value| values.get(&value).cloned())?;
+            self.add_to(&mut step, weight, options.outputs, |value| values.get(&value).cloned())?;
         }
         self.divided(step)
     }
@@ -57,15 +58,14 @@ impl LocalPipe {
         &self,
         inputs: Inputs,
         ctx: &Ctx,
-        options: &StepOptions,
+        (keep, outputs): (&[Keep], bool),
         weight: f64,
         step: &mut StepResult,
     ) -> Result<Pass> {
-        let StepOptions { keep, outputs, .. } = *options;
-        let mut tapes = Vec::new();
+        let mut tapes = Vec::with_capacity(keep.len());
         let leaves = inputs.iter().map(|(&value, input)| Ok((value, Activation::of(input)?)));
         let values = self.through(leaves.collect::<Result<_>>()?, |stage, inputs| {
-            let (outputs, tape) = stage.forward(inputs, ctx, keep)?;
+            let (outputs, tape) = stage.forward(inputs, ctx, keep[stage.def().index])?;
             tapes.push(tape);
             Ok(outputs)
         })?;
@@ -78,13 +78,14 @@ impl LocalPipe {
         &self,
         batch: &Microbatches,
         options: &StepOptions,
+        backward: bool,
     ) -> Result<impl Iterator<Item = (Result<Inputs>, Ctx, f64)>> {
         let weights = options.loss_weights(batch, self.info.graph.loss)?;
         let rows = batch.row_ranges(options.first_row);
         let masked = Masked::of(batch, options.first_row, &self.info.graph, &self.signature)?;
         let each = batch.iter().zip(rows).zip(weights).zip(masked).enumerate();
         Ok(each.map(move |(microbatch, ((((args, kwargs), rows), weight), masked))| {
-            let StepOptions { step, training, .. } = *options;
+            let (step, training) = (options.step, options.training.unwrap_or(backward));
             let ctx = Ctx { microbatch, step, training, masked, ..self.stages[0].ctx(rows) };
             (self.signature.bind(args, kwargs), ctx, weight)
         }))

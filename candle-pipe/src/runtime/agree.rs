@@ -13,13 +13,19 @@ use candle_dist::{ProcessGroup, TensorTree};
 use std::collections::HashMap;
 
 /// The meanings of the numbers before those of the inputs.
-const WHAT: [&str; 4] = ["mode (train or evaluate)", "number of the step", "first row", "rows of the microbatches"];
+const WHAT: [&str; 5] = [
+    "mode (train or evaluate)",
+    "number of the step",
+    "data that stages keep",
+    "first row",
+    "rows of the microbatches",
+];
 /// What copies must have in common: those that share calls, and those whose gradients are averaged here.
 const OF_COPIES: [&str; 2] = ["number of microbatches", "use of StepOptions::weights"];
 /// Behind the numbers of the inputs: the time at which the rank reached the step.
 const TIME: usize = 1;
 /// The leading numbers that copies of the model have in common. Behind them they tell their numbers of rows.
-const COMMON: usize = 2;
+const COMMON: usize = 3;
 /// The flag bits in the number of an input, not part of its digest: it was passed, and it is cut into masked
 /// microbatches.
 const GIVEN: i64 = 1;
@@ -131,10 +137,11 @@ fn alike(all: &[Vec<i64>], what: &[&str], place: impl Fn(usize) -> String) -> Re
 
 /// Returns the numbers that identify a batch on this rank.
 fn numbers(runtime: &Runtime, batch: &Batch<'_>) -> Result<Vec<i64>> {
-    let mode = i64::from(batch.backward) + 2 * i64::from(batch.options.training);
+    let mode = i64::from(batch.backward) + 2 * i64::from(batch.training);
+    let keep = digest_bytes(format!("{:?}", batch.keep).as_bytes()) as i64;
     let rows = format!("{:?}{}", batch.rows, batch.masked.iter().any(Option::is_some));
     let first = batch.rows.first().map_or(0, |rows| rows.start);
-    let mut numbers = vec![mode, batch.options.step as i64, first as i64, digest_bytes(rows.as_bytes()) as i64];
+    let mut numbers = vec![mode, batch.options.step as i64, keep, first as i64, digest_bytes(rows.as_bytes()) as i64];
     let mut known = HashMap::new();
     for (_, input) in runtime.signature.inputs() {
         let values = batch.inputs.iter().filter_map(|inputs| inputs.get(&input));

@@ -3,6 +3,7 @@ use super::Runtime;
 use super::clock::Nanos;
 use crate::graph::{Inputs, Loss, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
+use crate::tape::Keep;
 use crate::{Error, Result, StepOptions, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
@@ -20,6 +21,10 @@ pub(super) struct Batch<'a> {
     /// The factor of the gradients for which their mean over the copies is that of the batch of all copies.
     pub(super) share: f64,
     pub(super) options: &'a StepOptions,
+    /// Whether dropout is active.
+    pub(super) training: bool,
+    /// The data that each stage keeps for the backward pass.
+    pub(super) keep: Vec<Keep>,
     /// Whether there are backward passes.
     pub(super) backward: bool,
     /// The time at which the last rank reached the step.
@@ -28,9 +33,12 @@ pub(super) struct Batch<'a> {
 
 impl<'a> Batch<'a> {
     pub(super) fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
-        if backward {
-            StepOptions::check_synced()?;
+        match backward {
+            true => StepOptions::check_synced()?,
+            false => options.check_evaluation()?,
         }
+        let (training, keep) =
+            (options.training.unwrap_or(backward), options.keep_by_stage(runtime.info.stages.len())?);
         let microbatches = runtime.training.schedule().microbatches();
         // A batch of fewer rows than that cannot be cut into as many; the others are left out.
         let is_short = cut.len() < microbatches && cut.rows().iter().all(|&rows| rows == 1);
@@ -57,7 +65,8 @@ impl<'a> Batch<'a> {
         let (rows, weights) = (cut.row_ranges(options.first_row), options.loss_weights(cut, runtime.info.graph.loss)?);
         let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
         let all_rows = cut.rows().iter().sum();
-        Ok(Self { inputs, rows, masked, weights, all_rows, share: 1.0, options, backward, began: 0 })
+        let (share, began) = (1.0, 0);
+        Ok(Self { inputs, rows, masked, weights, all_rows, share, options, training, keep, backward, began })
     }
 
     /// Sets the share of this copy of the model from the numbers of rows of all `copies`.

@@ -10,7 +10,7 @@ use super::traffic::{Arrived, Traffic};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Pass, Program, Span};
 use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
-use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
+use crate::{Error, Kwargs, Result, Value, grads};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
 use std::collections::{BTreeMap, HashMap};
@@ -191,11 +191,11 @@ impl<'a, 'f> Execution<'a, 'f> {
         };
         let inputs: Vec<Activation> = def.inputs.iter().map(take).collect::<Result<_>>()?;
         let rows = self.batch.rows[microbatch].clone();
-        let StepOptions { step, training, keep, .. } = *self.batch.options;
+        let (step, training) = (self.batch.options.step, self.batch.training);
         let masked = self.batch.masked[microbatch].clone();
         let ctx = Ctx { microbatch, step, training, masked, ..module.ctx(rows) };
         let outputs = if self.batch.backward {
-            let (outputs, tape) = module.forward(inputs, &ctx, keep)?;
+            let (outputs, tape) = module.forward(inputs, &ctx, self.batch.keep[stage])?;
             self.held.entry((stage, microbatch)).or_default().tape = Some(tape);
             self.open += 1;
             self.made.peak = self.made.peak.max(self.open);

@@ -243,16 +243,18 @@ impl Runtime {
         self.run(&self.training, batch, options, true, outputs)
     }
 
-    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Options are those of a training step.
     ///
     /// Every rank must call it, also those of the other copies of the model ([`with_replicas`](Self::with_replicas),
     /// [`beside`](Self::beside)), because all copies start a step together. If a copy has no rows left, it passes some
     /// rows again.
     ///
     /// # Errors
-    /// Those of [`forward_backward`](Self::forward_backward).
-    pub fn evaluate(&self, batch: &Microbatches) -> Result<RankStep> {
-        self.evaluate_to(batch, Outputs::Kept)
+    /// Those of [`forward_backward`](Self::forward_backward); on all ranks alike, if an option has no meaning in an evaluation (see
+    /// [`StepOptions`]).
+    pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
+        let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
+        self.run(&self.evaluation, batch, options, false, outputs)
     }
 
     /// Like [`evaluate`](Self::evaluate), but passes the outputs and the number of each finished microbatch to `each`,
@@ -260,13 +262,15 @@ impl Runtime {
     /// microbatches.
     ///
     /// # Errors
-    /// Those of [`evaluate`](Self::evaluate), and those of `each`, after which the group has failed.
+    /// Those of [`evaluate`](Self::evaluate); on all ranks alike, if the options are without outputs; and those of `each`, after
+    /// which the group has failed.
     pub fn evaluate_each(
         &self,
         batch: &Microbatches,
+        options: &StepOptions,
         mut each: impl FnMut(usize, Kwargs) -> Result<()>,
     ) -> Result<RankStep> {
-        self.evaluate_to(batch, Outputs::Given(&mut each))
+        self.run(&self.evaluation, batch, options, false, Outputs::Given(&mut each))
     }
 
     /// Gives the rows of tables that lookups have changed in place since the last training step, as those with `max_norm` do, to
@@ -278,11 +282,6 @@ impl Runtime {
         Ok(self.replicas.values().try_for_each(DataParallel::share_changed_rows)?)
     }
 
-    fn evaluate_to(&self, batch: &Microbatches, outputs: Outputs<'_>) -> Result<RankStep> {
-        let options = StepOptions::default().training(false);
-        self.run(&self.evaluation, batch, &options, false, outputs)
-    }
-
     fn run(
         &self,
         program: &Program,
@@ -292,7 +291,14 @@ impl Runtime {
         outputs: Outputs<'_>,
     ) -> Result<RankStep> {
         let are_kept = matches!(outputs, Outputs::Kept);
-        let batch = agree::settle(self, Batch::new(self, cut, options, backward))?;
+        let has_outputs = match outputs {
+            Outputs::Given(_) if !options.outputs => {
+                let reason = "outputs(false) in evaluate_each, which passes outputs on; leave it out, or call evaluate";
+                Err(Error::Pipe(reason.into()))
+            }
+            _ => Ok(()),
+        };
+        let batch = agree::settle(self, has_outputs.and_then(|()| Batch::new(self, cut, options, backward)))?;
         let mut step = if backward { StepResult::begin() } else { StepResult::default() };
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
         let execution = Execution::new(self, program, &batch, outputs, &notes);
@@ -303,7 +309,7 @@ impl Runtime {
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;
         }
-        if backward && options.training {
+        if backward && batch.training {
             let settled = self.buffers.settle(self, &step.grads);
             settled.inspect_err(|error| self.group.fail(&error.to_string()))?;
         }

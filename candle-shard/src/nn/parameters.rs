@@ -82,7 +82,7 @@ impl Parameters {
     ///     let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
     ///     let x = candle_core::Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
     ///     optimizer.step(&layer.forward(&x)?.sqr()?.mean_all()?.backward()?)?;
-    ///     assert_eq!(optimizer.state()?.len(), 6); // two moments and the number of steps of each variable
+    ///     assert_eq!(optimizer.state()?.len(), 8); // two moments, the number of steps and the options of each variable
     ///     Ok(())
     /// })?;
     /// # Ok::<(), candle_dist::WorldError>(())
@@ -114,7 +114,7 @@ impl Parameters {
     }
 
     /// Returns the parameters.
-    pub fn iter(&self) -> impl Iterator<Item = &Parameter> {
+    pub fn iter(&self) -> impl Iterator<Item = &Parameter> + Clone {
         self.0.iter()
     }
 
@@ -192,6 +192,7 @@ impl Parameters {
     /// # Errors
     /// If a gradient has to be [reduced](Self::reduce) first; and those of [`ClipGradNorm::clip`].
     pub fn clip(&self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+        self.check_frozen("Parameters::clip", grads)?;
         let is_partial = |p: &&Parameter| Self::varies(p) && grads.get(&p.var).is_some() && !p.is_summed.is_set(grads);
         if let Some(p) = self.iter().filter(is_partial).min_by_key(|p| &p.name) {
             let reason =
@@ -199,6 +200,14 @@ impl Parameters {
             return Error::op("Parameters::clip", format!("the gradient of {} {reason}", p.name));
         }
         Ok(self.clip_grad_norm(max_norm)?.clip(&self.named_vars(), grads)?)
+    }
+
+    /// Refuses gradients of frozen parameters: how they are summed is not known here.
+    fn check_frozen(&self, op: &'static str, grads: &GradStore) -> Result<()> {
+        let is_unfrozen = |p: &&Parameter| p.is_frozen() && grads.get(&p.var).is_some();
+        let Some(p) = self.iter().filter(is_unfrozen).min_by_key(|p| &p.name) else { return Ok(()) };
+        let reason = "has a gradient, and was frozen when these parameters were taken; take them of the builder again (finish, built)";
+        Error::op(op, format!("{} {reason}", p.name))
     }
 
     /// Returns whether the gradient of a parameter is a part of a sum over ranks until it is [reduced](Self::reduce).
@@ -231,9 +240,11 @@ impl Parameters {
     ///
     /// # Errors
     /// If `grads` has sums already: those of an earlier call or of [`backward`](Self::backward), also if they were
-    /// clipped, averaged or accumulated since. A second sum would be a multiple of the gradient.
+    /// clipped, averaged or accumulated since. A second sum would be a multiple of the gradient. If a parameter has a gradient that
+    /// was frozen when these parameters were taken from their builder.
     pub fn reduce(&self, grads: &mut GradStore) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
+        self.check_frozen("Parameters::reduce", grads)?;
         let mesh = first.tensor.mesh().clone();
         let is_whole = |p: &&Parameter| Self::varies(p) && p.is_summed.is_set(grads);
         if let Some(p) = self.iter().filter(is_whole).min_by_key(|p| &p.name) {

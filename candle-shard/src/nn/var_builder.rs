@@ -174,7 +174,7 @@ impl ShardedVarBuilder {
     }
 
     /// Returns a builder whose parameters get no gradients: for inference, which then keeps no activations, and for the
-    /// parts of a model that are not trained.
+    /// parts of a model that are not trained. To train them later, build the model [again](Self::again).
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -403,6 +403,8 @@ impl ShardedVarBuilder {
         let known = self.known(&name, &spec, vary)?;
         let is_known = known.is_some();
         let (mut tensor, var) = match known {
+            // No model has trained it so far.
+            Some(known) if known.is_frozen() && !self.frozen => (known.tensor.parameter_of(&known.var), known.var),
             Some(known) => (known.tensor, known.var),
             None => self.made(&name, within.as_ref(), spec, init, zero_row)?,
         };
@@ -420,10 +422,14 @@ impl ShardedVarBuilder {
             (whole, _) => whole,
         };
         requested.push(name.clone());
-        if !is_known {
-            let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_summed = GradMark::new()?;
-            built.push(Parameter { name, tensor: tensor.clone(), var, within, is_summed });
+        let mut built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
+        match built.iter_mut().find(|p| is_known && p.name == name) {
+            Some(known) if known.is_frozen() => known.tensor = tensor.clone(),
+            Some(_) => {}
+            None => {
+                let is_summed = GradMark::new()?;
+                built.push(Parameter { name, tensor: tensor.clone(), var, within, is_summed });
+            }
         }
         Ok(whole.unwrap_or(tensor))
     }

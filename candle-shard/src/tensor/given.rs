@@ -119,10 +119,15 @@ impl DTensor {
             return Err(Error::Layout(format!("a parameter cannot be {p}; redistribute it first")));
         }
         let var = Var::from_tensor(&self.local.detach())?;
-        let (varying, placements) = (self.varying, self.placements());
+        Ok((Self { varying: self.varying, ..self.parameter_of(&var) }, var))
+    }
+
+    /// Returns the parameter in this layout whose part on this rank is `var`.
+    pub(crate) fn parameter_of(&self, var: &Var) -> Self {
+        let placements = self.placements();
         let axes = (0..placements.len()).filter(|&axis| placements[axis].shard_dim().is_some());
-        let shard = Some(ShardedVar::new(&var, self.mesh(), axes));
-        Ok((Self { varying, shard, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }, var))
+        let shard = Some(ShardedVar::new(var, self.mesh(), axes));
+        Self { shard, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }
     }
 }
 

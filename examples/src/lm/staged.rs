@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Kwargs, Layout, Result, Runtime};
+use candle_pipe::{Kwargs, Layout, Result, Runtime, StepOptions};
 use candle_shard::nn::ShardedVarBuilder;
 
 use super::config::Config;
@@ -85,7 +85,7 @@ impl StagedDecoder {
     fn output(&self, name: &str, inputs: [Tensor; 2], shape: &[usize]) -> Result<Tensor> {
         let device = inputs[0].device().clone();
         let batch = split_args_kwargs_into_chunks(&inputs.map(Into::into), &Kwargs::new(), 1, None, None)?;
-        let outputs = self.runtime.evaluate(&batch)?.step.outputs;
+        let outputs = self.runtime.evaluate(&batch, &StepOptions::default())?.step.outputs;
         let last = self.stages.size() - 1;
         let mine = outputs.iter().find_map(|output| output.get(name).ok()).filter(|_| self.stages.rank() == last);
         let made = match mine {

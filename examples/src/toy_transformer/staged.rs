@@ -8,7 +8,7 @@ use candle_dist::comm::{self, CommCounts};
 use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::Optimizer;
 use candle_pipe::schedule::{Schedule, Span};
-use candle_pipe::{Result, Runtime, Value};
+use candle_pipe::{Result, Runtime, StepOptions, Value};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::ShardedVarBuilder;
 use serde::{Deserialize, Serialize};
@@ -154,7 +154,7 @@ impl StagedRun<'_> {
         progress.finish();
 
         let held_out = self.corpus.held_out(device)?.cut(self.pipeline.microbatches)?;
-        let outputs = runtime.evaluate(&held_out)?.step.outputs;
+        let outputs = runtime.evaluate(&held_out, &StepOptions::default())?.step.outputs;
         let parts: Vec<Value> = outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
         let logits = match parts.is_empty() || !is_first_pipeline {
             true => None,

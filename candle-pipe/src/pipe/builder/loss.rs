@@ -40,7 +40,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// ```
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
-    /// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, SplitSpec};
+    /// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, SplitSpec, StepOptions};
     ///
     /// let mut g = PipeBuilder::<()>::new();
     /// let (x, is_valid) = (g.input("x", In::Arg), g.input("is_valid", In::Arg));
@@ -56,7 +56,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// let x = Tensor::new(&[1f32, 2., 3., 4.], &Device::Cpu)?;
     /// let is_valid = Tensor::new(&[1f32, 1., 1., 0.], &Device::Cpu)?;
     /// let batch = split_args_kwargs_into_chunks(&[x.into(), is_valid.into()], &Kwargs::new(), 2, None, None)?;
-    /// assert_eq!(local.evaluate(&batch)?.loss()?.to_scalar::<f32>()?, 14.0 / 3.0);
+    /// assert_eq!(local.evaluate(&batch, &StepOptions::default())?.loss()?.to_scalar::<f32>()?, 14.0 / 3.0);
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
     pub fn loss_counted(

@@ -100,7 +100,7 @@ impl Built {
                     assert!(!got.track_op(), "the gradient of {name} holds a graph");
                 }
             }
-            let evaluated = self.local.evaluate(&batch).unwrap();
+            let evaluated = self.local.evaluate(&batch, &StepOptions::default()).unwrap();
             assert_close("evaluated loss", evaluated.loss().unwrap(), &loss);
         }
     }

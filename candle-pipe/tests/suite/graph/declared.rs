@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, VarMap};
 use candle_pipe::microbatch::{ChunkSpec, CustomReducer, LossReducer, TensorChunkSpec};
 use candle_pipe::nn::{Sequential, seq};
-use candle_pipe::{EqualCount, EqualParams, In, Kwargs, LocalPipe, LossSpec, Reduction, SplitSpec, Value};
+use candle_pipe::{EqualCount, EqualParams, In, Kwargs, LocalPipe, LossSpec, Reduction, SplitSpec, StepOptions, Value};
 use std::collections::BTreeMap;
 
 /// Outputs `y`, and `result` with a sum of squares in it.
@@ -163,7 +163,7 @@ fn losses_that_cannot_be_are_refused_when_the_model_is_declared() {
     squares(&mut g);
     g.loss_spec((false, (true, false)), Reduction::Sum);
     let built = build(&g.finish(EqualCount(1)).unwrap());
-    let error = built.local.evaluate(&rows(2).split(1)).unwrap_err().to_string();
+    let error = built.local.evaluate(&rows(2).split(1), &StepOptions::default()).unwrap_err().to_string();
     assert!(
         error.contains("node \"loss\"") && error.contains("does not have the structure of the loss spec (true, false)"),
         "{error}"

@@ -190,7 +190,7 @@ fn losses() {
         let batch =
             split_args_kwargs_into_chunks(&[numbers("x", &[2, 4]).into()], &Kwargs::new(), 1, None, None).unwrap();
         assert_eq!(local.forward_backward(&batch, &StepOptions::default()).unwrap_err().to_string(), want);
-        assert_eq!(local.evaluate(&batch).unwrap_err().to_string(), want);
+        assert_eq!(local.evaluate(&batch, &StepOptions::default()).unwrap_err().to_string(), want);
     }
     let mut g = Builder::new();
     two(&mut g);
@@ -198,7 +198,10 @@ fn losses() {
     let batch = split_args_kwargs_into_chunks(&[numbers("x", &[2]).into()], &Kwargs::new(), 1, None, None).unwrap();
     let error = local.forward_backward(&batch, &StepOptions::default()).unwrap_err().to_string();
     assert_eq!(error, "pipe: the model has no loss to differentiate; declare it with loss or loss_fn");
-    assert_eq!(local.evaluate(&batch).unwrap().loss().unwrap_err().to_string(), "pipe: the model has no loss");
+    assert_eq!(
+        local.evaluate(&batch, &StepOptions::default()).unwrap().loss().unwrap_err().to_string(),
+        "pipe: the model has no loss"
+    );
 }
 
 #[test]

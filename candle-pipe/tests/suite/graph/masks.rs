@@ -154,7 +154,7 @@ fn masks_of_nodes_do_not_depend_on_cuts_passes_and_what_is_kept() {
                     for keep in [Keep::Activations, Keep::Inputs] {
                         all.push(step(local, vb, Splitter::new(chunks), keep)?);
                         // What else runs in between changes nothing.
-                        local.evaluate(&batch(Splitter::new(2))?)?;
+                        local.evaluate(&batch(Splitter::new(2))?, &StepOptions::default())?;
                         local.forward(&[numbers("x", &[4, TOKENS, 3]).into()], &Kwargs::new())?;
                         all.push(step(local, vb, Splitter::new(chunks).masked(), keep)?);
                     }
@@ -200,7 +200,7 @@ fn masks_of_nodes_do_not_depend_on_schedules_and_ranks() {
                         let mut step = runtime.forward_backward(&batch, &options)?.step;
                         // The gradients of the shared block are summed over its stages.
                         compare(&found(&batch, &vb, &mut step)?, &want, &label);
-                        runtime.evaluate(&batch)?;
+                        runtime.evaluate(&batch, &StepOptions::default())?;
                     }
                     Ok(())
                 });

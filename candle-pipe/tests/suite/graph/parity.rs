@@ -108,7 +108,7 @@ fn dropout_is_that_of_the_uncut_model() -> candle_pipe::Result<()> {
         assert_eq!(built.bits(&step), built.bits(&again));
         let other = built.local.forward_backward(&batch, &options.clone().step(8))?;
         assert_ne!(built.bits(&step), built.bits(&other));
-        let evaluated = built.local.evaluate(&batch)?;
+        let evaluated = built.local.evaluate(&batch, &StepOptions::default())?;
         assert!(!batch.merge(&evaluated.outputs, None)?.get("y")?.same(&(&want).into())?);
     }
     Ok(())

@@ -39,7 +39,7 @@ fn train(declare: impl Fn(&mut PipeBuilder<Vb>), keep: Keep, chunks: usize, is_s
             }
         }
         // What evaluation does to the state is nothing.
-        local.evaluate(&batch)?;
+        local.evaluate(&batch, &StepOptions::default())?;
     }
     Ok(all)
 }

@@ -198,7 +198,7 @@ fn no_graph_outlives_its_step() {
             assert!(step.grads.get_ids().count() >= 6);
         }
     }
-    let evaluated = built.local.evaluate(&batch).unwrap();
+    let evaluated = built.local.evaluate(&batch, &StepOptions::default()).unwrap();
     assert_eq!((Arc::strong_count(&token), evaluated.losses.len()), (1, 3));
 }
 

@@ -28,8 +28,10 @@ fn a_batch_that_one_rank_refuses_is_known_to_all_at_once_and_all_go_on() {
             let said = step(if ctx.rank() == odd { 3 } else { 4 }).unwrap_err().to_string();
             // The same ranks run the next one.
             step(4)?;
-            runtime.evaluate(&chain::batch(8, if ctx.rank() == odd { 2 } else { 4 })?).unwrap_err();
-            runtime.evaluate(&chain::batch(8, 4)?)?;
+            runtime
+                .evaluate(&chain::batch(8, if ctx.rank() == odd { 2 } else { 4 })?, &StepOptions::default())
+                .unwrap_err();
+            runtime.evaluate(&chain::batch(8, 4)?, &StepOptions::default())?;
             Ok(said)
         });
         for (rank, said) in said.unwrap().iter().enumerate() {
@@ -80,7 +82,7 @@ fn a_batch_of_fewer_rows_than_microbatches_is_that_of_one_device() {
                         );
                     }
                     let (mut given, makes) = (0, made.outputs[0].get("y").is_ok());
-                    runtime.evaluate_each(&batch, |_, outputs| {
+                    runtime.evaluate_each(&batch, &StepOptions::default(), |_, outputs| {
                         given += usize::from(outputs.contains_key("y"));
                         Ok(())
                     })?;
@@ -177,10 +179,10 @@ fn ranks_of_which_one_evaluates_while_others_train_are_told_and_go_on() {
             let runtime = chain::runtime(&schedule, ctx, &plain())?;
             let batch = chain::batch(8, 4)?;
             let train = || runtime.forward_backward(&batch, &StepOptions::default());
-            let made = if ctx.rank() == odd { runtime.evaluate(&batch) } else { train() };
+            let made = if ctx.rank() == odd { runtime.evaluate(&batch, &StepOptions::default()) } else { train() };
             let said = made.unwrap_err().to_string();
             train()?;
-            runtime.evaluate(&batch)?;
+            runtime.evaluate(&batch, &StepOptions::default())?;
             Ok(said)
         });
         for said in said.unwrap() {

@@ -42,7 +42,7 @@ pub(crate) fn runtime(schedule: &Schedule, ctx: &RankContext, tail: &Tail) -> Re
     Runtime::new(&pipe(schedule.stages(), tail)?, schedule, ctx.group(), &parameters()?, &device())
 }
 
-fn parameters() -> Result<VarBuilder<'static>> {
+pub(crate) fn parameters() -> Result<VarBuilder<'static>> {
     let weight = Tensor::new(&[[0.5f64, -0.25], [0.75, 1.0]], &device())?;
     let bias = Tensor::new(&[0.1f64, -0.1], &device())?;
     let layer = |i: usize| [(format!("layers.{i}.weight"), weight.clone()), (format!("layers.{i}.bias"), bias.clone())];

@@ -36,7 +36,7 @@ fn a_fast_stage_does_not_pile_up_microbatches_before_a_slow_one() {
     on_ranks(2, "slow", move |ctx| -> Result<()> {
         let schedule = ScheduleKind::GPipe.schedule(2, microbatches, 1)?;
         let runtime = chain::runtime(&schedule, ctx, &tail)?;
-        runtime.evaluate(&chain::batch(microbatches, microbatches)?).map(drop)
+        runtime.evaluate(&chain::batch(microbatches, microbatches)?, &StepOptions::default()).map(drop)
     });
     assert_eq!((made.load(Ordering::SeqCst), used.load(Ordering::SeqCst)), (microbatches, microbatches));
     // Four on their way, one that is made and one that is used.
@@ -54,8 +54,8 @@ fn every_schedule_evaluates_many_microbatches() {
                     let runtime = chain::runtime(&schedule, ctx, &tail)?;
                     let batch = chain::batch(schedule.microbatches() * 2, schedule.microbatches())?;
                     // Twice: nothing is left of the first one.
-                    let first = runtime.evaluate(&batch)?.step;
-                    let second = runtime.evaluate(&batch)?.step;
+                    let first = runtime.evaluate(&batch, &StepOptions::default())?.step;
+                    let second = runtime.evaluate(&batch, &StepOptions::default())?.step;
                     let loss = |step: &candle_pipe::StepResult| step.loss().map_or(Ok(vec![]), numbers);
                     assert_eq!(loss(&first)?, loss(&second)?);
                     loss(&first)
@@ -67,7 +67,7 @@ fn every_schedule_evaluates_many_microbatches() {
         let schedule = kind.schedule(3, 48, stages).unwrap();
         let outcome = Ranks::new(3, kind.name()).deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
             let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
-            chain::runtime(&schedule, ctx, &tail)?.evaluate(&chain::batch(96, 48)?).map(drop)
+            chain::runtime(&schedule, ctx, &tail)?.evaluate(&chain::batch(96, 48)?, &StepOptions::default()).map(drop)
         });
         outcome.unwrap();
     }
@@ -100,9 +100,9 @@ fn outputs_are_given_as_they_come_or_dropped() {
             let runtime = Runtime::new(&with_outputs()?, &schedule, ctx.group(), &builder, &device())?;
             let x = Tensor::arange(0f64, 20., &device())?;
             let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 10, None, None)?;
-            let kept = runtime.evaluate(&batch)?.step;
+            let kept = runtime.evaluate(&batch, &StepOptions::default())?.step;
             let mut given = Vec::new();
-            let made = runtime.evaluate_each(&batch, |microbatch, outputs| {
+            let made = runtime.evaluate_each(&batch, &StepOptions::default(), |microbatch, outputs| {
                 given.push((microbatch, outputs));
                 Ok(())
             })?;
@@ -121,7 +121,9 @@ fn outputs_are_given_as_they_come_or_dropped() {
             let step = runtime.forward_backward(&batch, &options)?.step;
             assert!(step.outputs.is_empty() && step.grads.get_ids().count() <= 1);
             // What the function says ends the evaluation on all ranks.
-            let said = runtime.evaluate_each(&batch, |_, _| Err(candle_pipe::Error::Pipe("the disk is full".into())));
+            let said = runtime.evaluate_each(&batch, &StepOptions::default(), |_, _| {
+                Err(candle_pipe::Error::Pipe("the disk is full".into()))
+            });
             assert!(said.unwrap_err().to_string().contains("the disk is full"));
             Ok(())
         });
@@ -163,7 +165,7 @@ fn a_transmitted_parameter_is_sent_once_a_step() {
             } else {
                 close(&numbers(step.loss()?)?, &[2.0 * 12.0 * 4.0], 1e-12, "loss");
             }
-            let (made, sent) = comm::record(|| runtime.evaluate(&batch));
+            let (made, sent) = comm::record(|| runtime.evaluate(&batch, &StepOptions::default()));
             made?;
             assert!(sent.get(Op::Send).bytes < 2 * whole);
         }
@@ -193,7 +195,7 @@ fn a_bound_on_unread_messages_does_not_stop_a_pipeline() {
             let schedule = kind.schedule(2, 8, stages)?;
             let runtime = chain::runtime(&schedule, ctx, &tail)?;
             let batch = chain::batch(32, 8)?;
-            runtime.evaluate(&batch)?;
+            runtime.evaluate(&batch, &StepOptions::default())?;
             runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
         });
         made.unwrap();

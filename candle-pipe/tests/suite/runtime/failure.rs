@@ -194,7 +194,7 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
         refused(split_args_kwargs_into_chunks(&[], &kwargs, 4, None, None)?, "no input \"y\"");
         let tracked = Var::zeros((8, 2), DType::F64, &device())?.as_tensor().clone();
         let tracked = split_args_kwargs_into_chunks(&[tracked.into()], &Kwargs::new(), 4, None, None)?;
-        assert!(runtime.evaluate(&tracked).is_ok());
+        assert!(runtime.evaluate(&tracked, &StepOptions::default()).is_ok());
         refused(tracked, "input \"x\" is tracked, but ranks compute no gradients of inputs; detach it");
         // Nobody has failed, so all can go on.
         runtime.forward_backward(&batch(8, 4)?, &StepOptions::default()).map(drop)

@@ -66,7 +66,7 @@ fn what_wants_no_gradient_arrives_where_it_was_made() {
         let x = Tensor::ones((6, 2), DType::F64, &device())?;
         let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)?;
         runtime.forward_backward(&batch, &StepOptions::default())?;
-        runtime.evaluate(&batch)?;
+        runtime.evaluate(&batch, &StepOptions::default())?;
         Ok(ctx.device().is_cpu())
     });
     if !on_host[0] {

@@ -119,7 +119,7 @@ fn alone(how: How) -> Result<Expected> {
     let step = local.forward_backward(&whole, &StepOptions::default())?;
     let grads = local.parameters().into_iter();
     let grads = grads.map(|(name, p)| Ok((name.to_owned(), numbers(step.grads.get(p).unwrap())?)));
-    let evaluated = numbers(local.evaluate(&whole)?.loss()?)?[0];
+    let evaluated = numbers(local.evaluate(&whole, &StepOptions::default())?.loss()?)?[0];
     Ok(Expected { loss: numbers(step.loss()?)?[0], evaluated, grads: grads.collect::<Result<_>>()? })
 }
 
@@ -142,7 +142,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_in_one_process() -> Result<()>
                     close(&numbers(step.grads.get(parameter).unwrap())?, &grads[name], 1e-12, name);
                 }
             }
-            close(&numbers(local.evaluate(&cut)?.loss()?)?, &[evaluated], 1e-12, "evaluated");
+            close(&numbers(local.evaluate(&cut, &StepOptions::default())?.loss()?)?, &[evaluated], 1e-12, "evaluated");
         }
     }
     Ok(())
@@ -176,7 +176,7 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_on_ranks_and_replicas() {
             for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
                 close(&numbers(made.grads.get(parameter).unwrap())?, &want.grads[name], 1e-12, name);
             }
-            if let Ok(loss) = runtime.evaluate(&cut)?.step.loss() {
+            if let Ok(loss) = runtime.evaluate(&cut, &StepOptions::default())?.step.loss() {
                 close(&numbers(loss)?, &[want.evaluated], 1e-12, "evaluated");
             }
             Ok(())
@@ -249,7 +249,12 @@ fn masked_microbatches_have_the_losses_and_gradients_of_those_that_are_not() -> 
             }
         }
         let masked = batch(how, 0..ROWS, Splitter::new(4).masked())?;
-        close(&numbers(local.evaluate(&masked)?.loss()?)?, &[want.evaluated], 1e-12, &format!("{how:?}: evaluated"));
+        close(
+            &numbers(local.evaluate(&masked, &StepOptions::default())?.loss()?)?,
+            &[want.evaluated],
+            1e-12,
+            &format!("{how:?}: evaluated"),
+        );
     }
     Ok(())
 }
@@ -327,7 +332,7 @@ fn a_masked_loss_of_what_has_no_rows_is_refused() -> Result<()> {
     let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &device())?;
     let x: Value = Tensor::ones((5, 3), DType::F64, &device())?.into();
     let masked = Splitter::new(2).masked().split(&[x], &Kwargs::new(), None, None)?;
-    let said = local.evaluate(&masked).unwrap_err().to_string();
+    let said = local.evaluate(&masked, &StepOptions::default()).unwrap_err().to_string();
     assert!(said.contains("node \"loss\"") && said.contains("takes f64[3], whose dim 0 has no whole number"), "{said}");
     Ok(())
 }
@@ -365,7 +370,7 @@ fn a_count_with_a_gradient_is_refused_by_name() {
             runtime.forward_backward(&x()?, &options)?;
             LocalPipe::new(&declare(true)?, &vb(), &device())?.forward_backward(&x()?, &options)?;
             let local = LocalPipe::new(&declare(false)?, &vb(), &device())?;
-            local.evaluate(&x()?)?;
+            local.evaluate(&x()?, &StepOptions::default())?;
             let said = local.forward_backward(&x()?, &options).unwrap_err().to_string();
             assert!(
                 said.contains("node \"loss\"") && said.contains("the count of the loss, f64[], has a gradient"),
@@ -377,7 +382,7 @@ fn a_count_with_a_gradient_is_refused_by_name() {
     let texts = on_ranks(2, "count with a gradient", move |ctx| -> Result<String> {
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
         let runtime = Runtime::new(&declare(false)?, &schedule, ctx.group(), &vb(), &device())?;
-        runtime.evaluate(&x()?)?;
+        runtime.evaluate(&x()?, &StepOptions::default())?;
         Ok(runtime.forward_backward(&x()?, &StepOptions::default()).unwrap_err().to_string())
     });
     texts.iter().for_each(|text| assert!(text.contains("has a gradient"), "{text}"));

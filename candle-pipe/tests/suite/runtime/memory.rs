@@ -3,7 +3,7 @@ use crate::runtime::chain::{Tail, batch, runtime};
 use crate::runtime::parity::schedules;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
-use candle_pipe::schedule::{Costs, Edges};
+use candle_pipe::schedule::{Costs, Edges, ScheduleKind};
 use candle_pipe::{Keep, Result, StepOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
@@ -91,5 +91,26 @@ fn ranks_hold_what_the_simulator_says_and_nothing_afterwards() {
                 assert!(if is_split { graphs <= most } else { graphs == most }, "{label}: {graphs} graphs, {most}");
             }
         }
+    }
+}
+
+/// The first stages of 1F1B have the most microbatches under way, and give up the most by keeping inputs alone.
+#[test]
+fn stages_keep_what_each_is_told_to() {
+    for (keep, expected) in [
+        (vec![Keep::Activations], [4, 3, 2, 1]),
+        (vec![Keep::Inputs, Keep::Inputs, Keep::Activations, Keep::Activations], [1, 1, 2, 1]),
+        (vec![Keep::Activations, Keep::InputsUnchecked, Keep::Activations, Keep::Inputs], [4, 1, 2, 1]),
+    ] {
+        let label = format!("{keep:?}");
+        let graphs = on_ranks(4, &label, move |ctx| -> Result<isize> {
+            let count = Arc::new(Count::default());
+            let counter = count.clone();
+            let tail: Tail = Arc::new(move |_, _, y, _| Ok(y.contiguous()?.apply_op1(Counted::new(&counter))?));
+            let runtime = runtime(&ScheduleKind::OneFOneB.schedule(4, 8, 1)?, ctx, &tail)?;
+            runtime.forward_backward(&batch(16, 8)?, &StepOptions::default().keep(keep.clone()))?;
+            Ok(count.most.load(Ordering::SeqCst))
+        });
+        assert_eq!(graphs, expected, "{label}");
     }
 }

@@ -118,7 +118,7 @@ fn check(dtype: DType, tolerance: f64, first: f64) {
                 let options = StepOptions::default().step(step).keep(keep);
                 let want = whole.forward_backward(&batch, &options)?;
                 for runtime in &runtimes {
-                    let evaluated = runtime.evaluate(&batch)?.step;
+                    let evaluated = runtime.evaluate(&batch, &StepOptions::default())?.step;
                     let made = runtime.forward_backward(&batch, &options)?.step;
                     for (i, want) in want.outputs.iter().enumerate() {
                         for (name, got) in made.outputs[i].map()? {

@@ -260,7 +260,7 @@ fn a_loss_that_is_no_scalar_fails_on_all_ranks_in_evaluation_too() {
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
-        let error = runtime.evaluate(&rows()?).map(drop).unwrap_err().to_string();
+        let error = runtime.evaluate(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
         assert!(error.contains("expected a scalar of floats"), "{error}");
         Ok(())
     });
@@ -272,7 +272,7 @@ fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
         let pipe = tied::<()>(|()| weight())?;
         let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?.forward_only();
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
-        runtime.evaluate(&rows()?)?;
+        runtime.evaluate(&rows()?, &StepOptions::default())?;
         let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
         assert!(error.contains("no backward passes"), "{error}");
         Ok(())
@@ -292,7 +292,7 @@ fn a_model_without_loss_takes_a_schedule_of_forwards_with_gaps() {
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = Schedule::from_csv("0F0,0F1,\n,1F0,1F1\n")?;
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
-        assert_eq!(runtime.evaluate(&rows()?)?.step.outputs.len(), 2);
+        assert_eq!(runtime.evaluate(&rows()?, &StepOptions::default())?.step.outputs.len(), 2);
         Ok(())
     });
 }

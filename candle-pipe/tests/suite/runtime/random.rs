@@ -50,7 +50,7 @@ proptest! {
         ranks in 1..=4usize,
         (kind, v) in (0..KINDS.len(), 0..3usize),
         microbatches in prop::sample::select(vec![1, 2, 3, 4, 6, 8]),
-        keeps_inputs: bool,
+        keeps_inputs: u8,
     ) {
         let (kind, counts) = KINDS[kind];
         let schedule = kind.schedule(ranks, microbatches, counts[v % counts.len()]);
@@ -85,7 +85,10 @@ proptest! {
             let pipe = cut(&model, stages)?;
             let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, DType::F64)?, &device())?;
             let batch = batch(rows, microbatches)?;
-            let keep = if keeps_inputs { Keep::Inputs } else { Keep::Activations };
+            // One bit for each stage.
+            let keeps_inputs = |stage: usize| keeps_inputs >> (stage % 8) & 1 == 1;
+            let keep = |stage| if keeps_inputs(stage) { Keep::Inputs } else { Keep::Activations };
+            let keep: Vec<Keep> = (0..stages).map(keep).collect();
             let made = runtime.forward_backward(&batch, &StepOptions::default().keep(keep))?.step;
             let mut found = Numbers::new();
             if let Ok(loss) = made.loss() {

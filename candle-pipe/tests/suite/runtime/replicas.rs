@@ -121,9 +121,10 @@ fn evaluation_is_that_of_one_process_and_leaves_no_gradients() {
             let pipe = pipe(schedule.stages(), true)?;
             let (args, kwargs) = arguments(11, dtype)?;
             let batch = split_args_kwargs_into_chunks(&args, &kwargs, 4, None, None)?;
-            let local = LocalPipe::new(&pipe, &builder(&values, dtype)?, &device())?.evaluate(&batch)?;
+            let local = LocalPipe::new(&pipe, &builder(&values, dtype)?, &device())?
+                .evaluate(&batch, &StepOptions::default())?;
             let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, dtype)?, &device())?;
-            let made = runtime.evaluate(&batch)?;
+            let made = runtime.evaluate(&batch, &StepOptions::default())?;
             assert_eq!(made.peak_activations, 0);
             assert!(
                 runtime.stages().flat_map(|stage| stage.parameters().values()).all(|p| made

@@ -123,7 +123,7 @@ fn sharded_values_pass_between_stages_of_one_process() {
                     assert_eq!(found.len(), want.len());
                     compare(&found, &want, &label);
                 }
-                let loss = numbers(local.evaluate(&batch)?.loss()?)?;
+                let loss = numbers(local.evaluate(&batch, &StepOptions::default())?.loss()?)?;
                 close(&loss, &want["loss"], 1e-12, &label);
                 Ok(())
             });
@@ -276,7 +276,7 @@ fn sharded_values_where_they_cannot_be_are_refused() {
         g.output("y", y);
         let schedule = ScheduleKind::GPipe.schedule(2, 1, 1)?.forward_only();
         let runtime = Runtime::new(&g.finish(EqualCount(2))?, &schedule, ctx.group(), &(), &device())?;
-        texts.push(runtime.evaluate(&batch(1)?).map(drop).unwrap_err().to_string());
+        texts.push(runtime.evaluate(&batch(1)?, &StepOptions::default()).map(drop).unwrap_err().to_string());
         Ok(texts)
     });
     for texts in &texts {

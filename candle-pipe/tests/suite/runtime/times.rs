@@ -70,8 +70,8 @@ fn heads_in_the_store_change_no_number_and_send_tensors_alone() {
                     // A head and a tensor each, and at first an outline on each way.
                     let (all, tensors) = (sent.get(Op::Send).count, less.get(Op::Send).count);
                     assert!(all >= 2 * tensors && (tensors > 0 || all == 0), "{all} messages and {tensors} tensors");
-                    let evaluated = stored.evaluate(&batch)?.step;
-                    if let Ok(loss) = plain.evaluate(&batch)?.step.loss() {
+                    let evaluated = stored.evaluate(&batch, &StepOptions::default())?.step;
+                    if let Ok(loss) = plain.evaluate(&batch, &StepOptions::default())?.step.loss() {
                         assert_eq!(numbers(evaluated.loss()?)?, numbers(loss)?);
                     }
                 }

@@ -1,6 +1,6 @@
 //! Adagrad.
 use super::element::{ElementOptimizer, ElementParams};
-use super::params::{Params, check};
+use super::params::{Params, check, unknown};
 use super::slot::Slot;
 use crate::Result;
 use crate::kernels::{AdagradRule, Update};
@@ -8,7 +8,7 @@ use candle_core::{Tensor, bail};
 
 /// Adagrad (Duchi et al. 2011), by PyTorch's rule.
 ///
-/// State: `adagrad.sum.NAME`, which is f32 for 16-bit parameters, and `adagrad.step.NAME`.
+/// State: `adagrad.sum.NAME`, which is f32 for 16-bit parameters, `adagrad.step.NAME` and `adagrad.options.NAME`.
 pub type Adagrad = ElementOptimizer<ParamsAdagrad>;
 
 /// The options of [`Adagrad`] and of [`sparse::Adagrad`](crate::sparse::Adagrad), with PyTorch's names and defaults.
@@ -42,6 +42,7 @@ impl ParamsAdagrad {
 impl Params for ParamsAdagrad {
     const TYPE: &'static str = "Adagrad";
     const PREFIX: &'static str = "adagrad";
+    const OPTIONS: &'static [&'static str] = &["lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"];
 
     fn check(&self) -> Result<()> {
         let Self { lr, lr_decay, weight_decay, initial_accumulator_value: start, eps } = *self;
@@ -56,6 +57,16 @@ impl Params for ParamsAdagrad {
 
     fn lr_mut(&mut self) -> &mut f64 {
         &mut self.lr
+    }
+
+    fn options(&self) -> Vec<f64> {
+        let Self { lr, lr_decay, weight_decay, initial_accumulator_value, eps } = *self;
+        vec![lr, lr_decay, weight_decay, initial_accumulator_value, eps]
+    }
+
+    fn with_options(&self, options: &[f64]) -> Result<Self> {
+        let [lr, lr_decay, weight_decay, initial_accumulator_value, eps] = *options else { return unknown(options) };
+        Ok(Self { lr, lr_decay, weight_decay, initial_accumulator_value, eps })
     }
 
     fn states(&self) -> &'static [&'static str] {

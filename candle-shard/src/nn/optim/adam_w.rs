@@ -1,6 +1,6 @@
 //! AdamW.
 use super::element::{ElementOptimizer, ElementParams};
-use super::params::{Params, check};
+use super::params::{Params, check, unknown};
 use super::slot::Slot;
 use crate::{Result, kernels};
 use candle_core::{DType, Tensor, bail};
@@ -8,8 +8,8 @@ use candle_nn::ParamsAdamW;
 
 /// AdamW (Loshchilov and Hutter, 2019) over this rank's shards, with the options of `candle_nn::AdamW`.
 ///
-/// State: `adam_w.first_moment.NAME`, `adam_w.second_moment.NAME` and `adam_w.step.NAME`. The moments have the dtype of
-/// the parameter, or of its master weight.
+/// State: `adam_w.first_moment.NAME`, `adam_w.second_moment.NAME`, `adam_w.step.NAME` and `adam_w.options.NAME`. The moments
+/// have the dtype of the parameter, or of its master weight.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -41,6 +41,7 @@ pub type AdamW = ElementOptimizer<ParamsAdamW>;
 impl Params for ParamsAdamW {
     const TYPE: &'static str = "AdamW";
     const PREFIX: &'static str = "adam_w";
+    const OPTIONS: &'static [&'static str] = &["lr", "beta1", "beta2", "eps", "weight_decay"];
 
     fn check(&self) -> Result<()> {
         let Self { lr, beta1, beta2, eps, weight_decay } = *self;
@@ -57,6 +58,16 @@ impl Params for ParamsAdamW {
 
     fn lr_mut(&mut self) -> &mut f64 {
         &mut self.lr
+    }
+
+    fn options(&self) -> Vec<f64> {
+        let Self { lr, beta1, beta2, eps, weight_decay } = *self;
+        vec![lr, beta1, beta2, eps, weight_decay]
+    }
+
+    fn with_options(&self, options: &[f64]) -> Result<Self> {
+        let [lr, beta1, beta2, eps, weight_decay] = *options else { return unknown(options) };
+        Ok(Self { lr, beta1, beta2, eps, weight_decay })
     }
 
     fn states(&self) -> &'static [&'static str] {

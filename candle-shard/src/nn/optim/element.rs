@@ -1,6 +1,6 @@
 //! Optimizers that are elementwise, so that a shard needs nothing from its peers.
 use super::Optimizer;
-use super::group::{Groups, ParamGroup, PartialState, check_learning_rates, read};
+use super::group::{Groups, ParamGroup, PartialState, SavedState, check_learning_rates};
 use super::params::Params;
 use super::slot::Slot;
 use crate::autograd::counts;
@@ -46,6 +46,18 @@ impl<P: ElementParams> ElementOptimizer<P> {
         Ok(Self { groups: Groups::new(groups)? })
     }
 
+    /// Adds a group, such as one of parameters that were frozen before (see
+    /// [`ShardedVarBuilder::again`](crate::nn::ShardedVarBuilder::again)): PyTorch's `add_param_group`. The others keep their state.
+    /// Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of [`from_groups`](Self::from_groups), and if all its parameters are frozen, or ranks of the mesh add others. The error is
+    /// the same on every rank, and nothing has changed.
+    pub fn add_group(&mut self, group: ParamGroup<P>) -> Result<()> {
+        group.check_added(self.groups.check(&group))?;
+        self.groups.add(group)
+    }
+
     /// See [`Optimizer::step`].
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         counts::parameters_change();
@@ -67,14 +79,19 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let values = read(path.as_ref(), &self.state()?)?;
-        self.set(&mut values.into_iter())
+        let saved = self.groups.read(path.as_ref())?;
+        self.set(saved)
     }
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
         let partial = self.read_partial(path.as_ref())?;
         self.set_partial(partial)
+    }
+
+    /// Adds a group that has been checked.
+    pub(super) fn add_checked(&mut self, group: ParamGroup<P>) -> Result<()> {
+        self.groups.add(group)
     }
 
     /// See [`Groups::read_partial`].
@@ -87,9 +104,9 @@ impl<P: ElementParams> ElementOptimizer<P> {
         self.groups.set_partial(partial)
     }
 
-    /// Loads the values that [`state`](Self::state) names.
-    pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
-        self.groups.set(values)
+    /// See [`Groups::set`].
+    pub(super) fn set(&mut self, saved: SavedState<P>) -> Result<()> {
+        self.groups.set(saved)
     }
 
     pub(super) fn groups(&self) -> &Groups<P> {

@@ -1,6 +1,7 @@
 //! Groups of parameters with the same options.
 use super::params::{Params, check};
 use super::slot::{Slot, place};
+use crate::agreement::agreed;
 use crate::nn::{Parameter, Parameters};
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::{Device, TensorId};
@@ -29,6 +30,42 @@ impl<P> ParamGroup<P> {
     /// The copies are part of the [`state`](super::Optimizer::state).
     pub fn with_master_weights(self) -> Self {
         Self { master_weights: true, ..self }
+    }
+}
+
+impl<P: Params> ParamGroup<P> {
+    /// Returns the parameters that are trained.
+    pub(super) fn trained(&self) -> impl Iterator<Item = &Parameter> + Clone {
+        self.parameters.iter().filter(|of| of.var.dtype().is_float() && !of.is_frozen())
+    }
+
+    /// Checks a group that is to be added to an optimizer, for which the result of other checks is `checked`: every rank of the mesh
+    /// adds the same. Every rank calls it.
+    ///
+    /// # Errors
+    /// On all ranks alike, if a check has failed on one, the group has parameters and trains none of them, or ranks train others.
+    pub(super) fn check_added(&self, checked: Result<()>) -> Result<()> {
+        let Some(first) = self.parameters.iter().next() else { return checked };
+        let names = self.trained().map(|of| of.name.as_str()).join(", ");
+        let checked = checked.and_then(|()| match names.is_empty() {
+            true => {
+                let reason =
+                    "build a model that trains it, and take its parameters of the builder again (finish, built)";
+                Error::op(P::TYPE, format!("{} and all others of the group are not trained; {reason}", first.name))
+            }
+            false => Ok(()),
+        });
+        let group = first.tensor.mesh().group()?;
+        agreed(group, P::TYPE, checked)?;
+        let texts = group.all_gather_text(&names)?;
+        match group.ranks().iter().zip(&texts).find(|(_, text)| **text != texts[0]) {
+            None => Ok(()),
+            Some((rank, other)) => {
+                let (at, first) = (group.ranks()[0], &texts[0]);
+                let reason = format!("rank {at} adds a group of {first}, and rank {rank} one of {other}");
+                Error::op(P::TYPE, format!("{reason}; freeze and train the same parameters on all ranks"))
+            }
+        }
     }
 }
 
@@ -80,6 +117,15 @@ pub(super) struct Group<P> {
     pub(super) slots: Vec<Slot>,
 }
 
+/// The options and the state of all parameters.
+#[derive(Debug)]
+pub(super) struct SavedState<P> {
+    /// One for each group.
+    params: Vec<P>,
+    /// In the order of the slots.
+    values: Vec<DTensor>,
+}
+
 /// The state of some of the parameters.
 #[derive(Debug, Default)]
 pub(super) struct PartialState {
@@ -100,41 +146,61 @@ impl<P: Params> Groups<P> {
     /// # Errors
     /// If an option is out of range, a parameter is in several groups, or parameters lie on several meshes.
     pub(super) fn new(groups: impl IntoIterator<Item = ParamGroup<P>>) -> Result<Self> {
-        let mut seen: HashSet<TensorId> = HashSet::new();
-        let group = |ParamGroup { parameters, params, master_weights }: ParamGroup<P>| {
-            params.check()?;
-            let mut slots = Vec::new();
-            for of in parameters.iter().filter(|of| of.var.dtype().is_float() && !of.is_frozen()) {
-                if !seen.insert(of.var.id()) {
-                    return Error::op(P::TYPE, format!("{} is in several groups; leave it in one", of.name));
-                }
-                slots.push(Slot::new(of, &params, master_weights)?);
-            }
-            Ok(Group { params, slots })
-        };
-        let groups = Self(groups.into_iter().map(group).collect::<Result<_>>()?);
-        groups.place()?;
-        Ok(groups)
+        let mut made = Self(Vec::new());
+        groups.into_iter().try_for_each(|group| made.add(group))?;
+        Ok(made)
     }
 
-    pub(super) fn slots(&self) -> impl Iterator<Item = &Slot> {
+    /// Adds a group. Nothing changes if it is refused.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub(super) fn add(&mut self, group: ParamGroup<P>) -> Result<()> {
+        self.check(&group)?;
+        let slot = |of| Slot::new(of, &group.params, group.master_weights);
+        let slots = group.trained().map(slot).collect::<Result<_>>()?;
+        self.0.push(Group { params: group.params, slots });
+        Ok(())
+    }
+
+    /// Refuses a group that cannot be one of these.
+    pub(super) fn check(&self, group: &ParamGroup<P>) -> Result<()> {
+        group.params.check()?;
+        let mut seen: HashSet<TensorId> = self.slots().map(|slot| slot.of.var.id()).collect();
+        for of in group.trained() {
+            if !seen.insert(of.var.id()) {
+                return Error::op(P::TYPE, format!("{} is in several groups; leave it in one", of.name));
+            }
+        }
+        place(P::TYPE, self.slots().map(|slot| &slot.of).chain(group.trained())).map(drop)
+    }
+
+    pub(super) fn slots(&self) -> impl Iterator<Item = &Slot> + Clone {
         self.0.iter().flat_map(|group| &group.slots)
     }
 
     /// Returns the mesh and device of the parameters; `None` without parameters.
     pub(super) fn place(&self) -> Result<Option<(&DeviceMesh, &Device)>> {
-        place(P::TYPE, self.slots())
+        place(P::TYPE, self.slots().map(|slot| &slot.of))
     }
 
-    /// Returns the state by name.
+    /// Returns the state and the options by name.
     ///
     /// # Errors
     /// If two parameters have the same name, so that one entry of a checkpoint would be loaded for both.
     pub(super) fn state(&self) -> Result<Vec<(String, DTensor)>> {
-        Ok(self.states()?.concat())
+        let mut states = self.states()?.into_iter();
+        let mut all = Vec::new();
+        for Group { params, slots } in &self.0 {
+            for (slot, state) in slots.iter().zip(states.by_ref()) {
+                all.extend(state);
+                all.push(slot.options(params)?);
+            }
+        }
+        Ok(all)
     }
 
-    /// Returns the [`state`](Self::state) of each slot.
+    /// Returns the [`state`](Self::state) of each slot without its options.
     fn states(&self) -> Result<Vec<Vec<(String, DTensor)>>> {
         if let Some(name) = self.slots().map(|slot| &slot.of.name).duplicates().next() {
             let fix = "build them under paths of their own, or give each an optimizer";
@@ -144,6 +210,26 @@ impl<P: Params> Groups<P> {
             );
         }
         self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.state(&group.params))).collect()
+    }
+
+    /// Reads the options and the state.
+    ///
+    /// # Errors
+    /// If a part of the state is missing, the options do not fit, or a checkpoint cannot be read.
+    pub(super) fn read(&self, path: &Path) -> Result<SavedState<P>> {
+        let states = self.states()?.concat();
+        let params = self.saved_params(path)?;
+        Ok(SavedState { params, values: read(path, &states)? })
+    }
+
+    /// Loads what [`read`](Self::read) has read.
+    pub(super) fn set(&mut self, SavedState { params, values }: SavedState<P>) -> Result<()> {
+        let mut values = values.into_iter();
+        for (group, params) in self.0.iter_mut().zip(params) {
+            group.params = params;
+            group.slots.iter_mut().try_for_each(|slot| slot.set(&group.params, &mut values))?;
+        }
+        Ok(())
     }
 
     /// Reads the state of the parameters that a checkpoint has.
@@ -182,14 +268,6 @@ impl<P: Params> Groups<P> {
             }
         }
         Ok(lacking)
-    }
-
-    /// Loads the values that [`state`](Self::state) names.
-    pub(super) fn set(&mut self, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
-        let Self(groups) = self;
-        groups
-            .iter_mut()
-            .try_for_each(|Group { params, slots }| slots.iter_mut().try_for_each(|slot| slot.set(params, values)))
     }
 
     pub(super) fn learning_rates(&self) -> Vec<f64> {

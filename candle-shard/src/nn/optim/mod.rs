@@ -38,6 +38,7 @@ mod adam_w;
 mod element;
 mod group;
 mod muon;
+mod options;
 mod params;
 mod sgd;
 mod slot;
@@ -100,22 +101,27 @@ pub trait Optimizer: fmt::Debug {
     /// If a gradient does not fit its parameter.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 
-    /// Returns the state of each parameter, which has the parameter's layout, and its number of steps, for
-    /// [`checkpoint::save`](crate::checkpoint::save). The names end with that of the parameter.
+    /// Returns the state of each parameter, which has the parameter's layout, its number of steps, and the options of its
+    /// group as f64 numbers in the order of their fields, for [`checkpoint::save`](crate::checkpoint::save). The names end with
+    /// that of the parameter.
     ///
     /// # Errors
     /// If two parameters have the same name.
     fn state(&self) -> Result<Vec<(String, DTensor)>>;
 
-    /// Loads the state from a checkpoint that was saved on any mesh. Every rank calls it.
+    /// Loads the state and the options from a checkpoint that was saved on any mesh. Every rank calls it.
+    ///
+    /// Learning rates and other options are then those that were saved, as after PyTorch's `load_state_dict`; set others after
+    /// it. They belong to parameters, so groups may be cut in another way if each one's parameters were saved with the same
+    /// options. A group without parameters here keeps its options, and all do if a checkpoint has none.
     ///
     /// # Errors
-    /// If a part of the state is missing or cannot be read. The error is the same on every rank, and nothing has
-    /// changed.
+    /// If a part of the state is missing or cannot be read, or parameters of one group were saved with unlike options. The
+    /// error is the same on every rank, and nothing has changed.
     fn load(&mut self, path: &Path) -> Result<()>;
 
     /// Loads the state of the parameters that a checkpoint has, and returns the names of the others, whose state stays as it
-    /// is. Every rank calls it.
+    /// is. Every rank calls it. The options stay as they are, also those of parameters that a checkpoint has.
     ///
     /// Use it to go on with a model after more of its parameters are trained.
     ///

@@ -10,6 +10,8 @@ pub trait Params: Clone + fmt::Debug {
     const TYPE: &'static str;
     /// The prefix of its state's names.
     const PREFIX: &'static str;
+    /// The names of the options that a checkpoint has.
+    const OPTIONS: &'static [&'static str];
 
     /// Refuses invalid options.
     fn check(&self) -> Result<()>;
@@ -19,6 +21,15 @@ pub trait Params: Clone + fmt::Debug {
 
     /// Returns the learning rate, to be changed.
     fn lr_mut(&mut self) -> &mut f64;
+
+    /// Returns the values of [`OPTIONS`](Self::OPTIONS) as numbers.
+    fn options(&self) -> Vec<f64>;
+
+    /// Returns the same options with these numbers.
+    ///
+    /// # Errors
+    /// If there are more or fewer of them, or one stands for nothing. Their ranges are those of [`check`](Self::check).
+    fn with_options(&self, options: &[f64]) -> Result<Self>;
 
     /// Returns the names of the state tensors of each parameter.
     fn states(&self) -> &'static [&'static str];
@@ -43,4 +54,13 @@ pub(crate) fn check(op: &'static str, name: &str, value: f64, end: f64) -> Resul
         return Ok(());
     }
     Error::op(op, format!("{name} is {value}: expected a number from 0 to below {end}"))
+}
+
+/// Refuses the saved numbers `options` of an optimizer.
+pub(crate) fn unknown<P: Params>(options: &[f64]) -> Result<P> {
+    let names = P::OPTIONS;
+    Error::op(
+        P::TYPE,
+        format!("the saved options are {options:?}: expected values of {names:?}; was it saved by another version?"),
+    )
 }

@@ -1,6 +1,6 @@
 //! Stochastic gradient descent.
 use super::element::{ElementOptimizer, ElementParams};
-use super::params::{Params, check};
+use super::params::{Params, check, unknown};
 use super::slot::Slot;
 use crate::kernels::{MomentumRule, SgdRule, Update};
 use crate::{Error, Result};
@@ -8,7 +8,7 @@ use candle_core::Tensor;
 
 /// Stochastic gradient descent with momentum (Sutskever et al. 2013), by PyTorch's rule.
 ///
-/// State: `sgd.momentum_buffer.NAME` and `sgd.step.NAME` with momentum, nothing without. Buffers of 16-bit parameters
+/// State: `sgd.options.NAME`, and with momentum `sgd.momentum_buffer.NAME` and `sgd.step.NAME`. Buffers of 16-bit parameters
 /// are f32.
 pub type Sgd = ElementOptimizer<ParamsSgd>;
 
@@ -38,6 +38,7 @@ impl Default for ParamsSgd {
 impl Params for ParamsSgd {
     const TYPE: &'static str = "Sgd";
     const PREFIX: &'static str = "sgd";
+    const OPTIONS: &'static [&'static str] = &["lr", "momentum", "dampening", "weight_decay", "nesterov"];
 
     fn check(&self) -> Result<()> {
         let Self { lr, momentum, dampening, weight_decay, nesterov } = *self;
@@ -60,6 +61,16 @@ impl Params for ParamsSgd {
 
     fn lr_mut(&mut self) -> &mut f64 {
         &mut self.lr
+    }
+
+    fn options(&self) -> Vec<f64> {
+        let Self { lr, momentum, dampening, weight_decay, nesterov } = *self;
+        vec![lr, momentum, dampening, weight_decay, f64::from(nesterov)]
+    }
+
+    fn with_options(&self, options: &[f64]) -> Result<Self> {
+        let [lr, momentum, dampening, weight_decay, nesterov] = *options else { return unknown(options) };
+        Ok(Self { lr, momentum, dampening, weight_decay, nesterov: nesterov != 0.0 })
     }
 
     fn states(&self) -> &'static [&'static str] {

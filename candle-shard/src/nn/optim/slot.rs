@@ -6,6 +6,9 @@ use crate::{DTensor, Error, Result, checkpoint, kernels};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{DeviceMesh, empty};
 
+/// The name of the options in the state of a parameter.
+pub(super) const OPTIONS: &str = "options";
+
 /// A parameter with its optimizer state.
 #[derive(Debug)]
 pub struct Slot {
@@ -27,21 +30,37 @@ impl Slot {
         Ok(Self { of: of.clone(), master, states, steps: 0 })
     }
 
+    /// Returns the name of a part of the state.
+    pub(super) fn name<P: Params>(&self, which: &str) -> String {
+        format!("{}.{which}.{}", P::PREFIX, self.of.name)
+    }
+
+    /// Returns the options of the parameter by name.
+    pub(super) fn options<P: Params>(&self, params: &P) -> Result<(String, DTensor)> {
+        let options = params.options();
+        let options = Tensor::from_vec(options, P::OPTIONS.len(), self.of.var.device())?;
+        Ok((self.name::<P>(OPTIONS), self.everywhere(options)?))
+    }
+
+    /// Returns a value that is the same on every rank.
+    fn everywhere(&self, value: Tensor) -> Result<DTensor> {
+        let mesh = self.of.tensor.mesh();
+        let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], value.shape(), value.dtype())?;
+        DTensor::from_local_with_spec(value, spec)
+    }
+
     /// Returns the state by name: the state tensors, the master weight if there is one, and the number of steps.
     pub(super) fn state<P: Params>(&self, params: &P) -> Result<Vec<(String, DTensor)>> {
         let named = params.states().iter().copied().zip(&self.states);
         let named = named.chain(self.master.as_ref().map(|master| ("master_weight", master)));
-        let name = |which: &str| format!("{}.{which}.{}", P::PREFIX, self.of.name);
         let tensor = |(which, var): (&str, &Var)| {
             let spec = self.of.tensor.spec().clone().with_dtype(var.dtype());
-            Ok((name(which), DTensor::from_local_with_spec(var.as_detached_tensor(), spec)?))
+            Ok((self.name::<P>(which), DTensor::from_local_with_spec(var.as_detached_tensor(), spec)?))
         };
         let mut state = named.map(tensor).collect::<Result<Vec<_>>>()?;
         if params.counts_steps() {
             let steps = Tensor::new(self.steps, self.of.var.device())?;
-            let (mesh, dtype) = (self.of.tensor.mesh(), steps.dtype());
-            let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], (), dtype)?;
-            state.push((name("step"), DTensor::from_local_with_spec(steps, spec)?));
+            state.push((self.name::<P>("step"), self.everywhere(steps)?));
         }
         Ok(state)
     }
@@ -60,17 +79,17 @@ impl Slot {
     }
 }
 
-/// Returns the mesh and device of an optimizer's slots; `None` without slots.
+/// Returns the mesh and device of an optimizer's parameters; `None` without any.
 pub(super) fn place<'a>(
     op: &'static str,
-    mut slots: impl Iterator<Item = &'a Slot>,
+    mut parameters: impl Iterator<Item = &'a Parameter>,
 ) -> Result<Option<(&'a DeviceMesh, &'a Device)>> {
-    let Some(first) = slots.next() else { return Ok(None) };
-    let mesh = first.of.tensor.mesh();
-    match slots.find(|slot| slot.of.tensor.mesh() != mesh) {
-        None => Ok(Some((mesh, first.of.var.device()))),
+    let Some(first) = parameters.next() else { return Ok(None) };
+    let mesh = first.tensor.mesh();
+    match parameters.find(|of| of.tensor.mesh() != mesh) {
+        None => Ok(Some((mesh, first.var.device()))),
         Some(other) => {
-            let (one, on, other_on) = (&first.of.name, &other.of.name, other.of.tensor.mesh());
+            let (one, on, other_on) = (&first.name, &other.name, other.tensor.mesh());
             Error::op(op, format!("{one} lies on {mesh}, {on} on {other_on}; make an optimizer for each mesh"))
         }
     }

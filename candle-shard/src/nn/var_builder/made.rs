@@ -13,6 +13,39 @@ impl ShardedVarBuilder {
     ///
     /// A pipeline builds its stages from such a builder, so several pipelines may be built from one.
     ///
+    /// A training freezes or unfreezes parameters between two steps by another model of them, which all ranks build. After one that
+    /// trains what was [frozen](Self::frozen) before, take the [`Parameters`](crate::nn::Parameters) again, make clippers and
+    /// accumulators of them, and [add](crate::nn::ElementOptimizer::add_group) those to the optimizer, which keeps the state of the
+    /// others:
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_dist::World;
+    /// # use candle_nn::ParamsAdamW;
+    /// # use candle_shard::nn::{AdamW, Linear, ParamGroup, ShardedVarBuilder};
+    /// # use candle_shard::{DTensor, Result, Shard};
+    /// # World::local(2).run(|ctx| -> Result<()> {
+    /// # let mesh = ctx.mesh(&[("dp", 2)])?;
+    /// # let vb = ShardedVarBuilder::fresh(42, &mesh, candle_shard::parallel::Plan::new("dp"), DType::F32, &Device::Cpu)?;
+    /// let build = |base: &ShardedVarBuilder, head: &ShardedVarBuilder| -> Result<_> {
+    ///     Ok((Linear::new(4, 4, true, &base.pp("base"))?, Linear::new(4, 1, true, &head.pp("head"))?))
+    /// };
+    /// let (base, head) = build(&vb.frozen(), &vb)?;
+    /// let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW::default())?; // of the head
+    /// // ... some steps, and then:
+    /// let again = vb.again();
+    /// let (base, head) = build(&again, &again)?;
+    /// let parameters = vb.finish()?;
+    /// let (unfrozen, _) = parameters.partition(|parameter| parameter.name.starts_with("base"));
+    /// optimizer.add_group(ParamGroup::new(&unfrozen, ParamsAdamW { lr: 1e-4, ..Default::default() }))?;
+    /// # let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
+    /// let grads = parameters.backward(&head.forward(&base.forward(&x)?)?.mean_all()?)?;
+    /// # assert!(parameters.iter().all(|p| grads.get(&p.var).is_some()));
+    /// optimizer.step(&grads)?;
+    /// # Ok(()) })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
     /// ```
     /// use candle_core::{DType, Device};
     /// use candle_dist::World;
@@ -37,7 +70,7 @@ impl ShardedVarBuilder {
 
     /// Returns the parameter of this name that another model of these parameters has built.
     ///
-    /// It must have the layout `spec`. If it is trained, its gradient must be left partial on the axes `vary`.
+    /// It must have the layout `spec`. If both models train it, its gradient must be left partial on the axes `vary`.
     pub(super) fn known(&self, name: &str, spec: &Spec, vary: Axes) -> Result<Option<Parameter>> {
         let built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(known) = built.iter().find(|p| p.name == name) else { return Ok(None) };
@@ -46,14 +79,8 @@ impl ShardedVarBuilder {
             let reason = format!("parameter {name} is {spec} in one model of this builder and {has} in another");
             return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
         }
-        if known.is_frozen() && !self.frozen {
-            let reason = format!("parameter {name} is frozen in one model of this builder and trained in another");
-            return Err(Error::Plan(format!(
-                "{reason}; build the one that trains it first, or from a builder of its own"
-            )));
-        }
         let varied = known.tensor.varying();
-        if !self.frozen && varied != vary {
+        if !self.frozen && !known.is_frozen() && varied != vary {
             let names = |axes: Axes| {
                 let names = self.mesh().names().iter().enumerate();
                 names.filter(|(axis, _)| axes & (1 << axis) != 0).map(|(_, name)| name).collect::<Vec<_>>()

@@ -1,9 +1,8 @@
 //! Adagrad by rows.
 use super::RowVar;
-use super::slots::{Slots, next};
+use super::slots::{Options, Slots, next};
 use crate::kernels::AdagradRule;
 use crate::nn::ParamsAdagrad;
-use crate::nn::optim::{Params, check};
 use crate::{Error, Result};
 use candle_core::{Device, Var};
 
@@ -14,7 +13,7 @@ use candle_core::{Device, Var};
 pub struct Adagrad {
     slots: Slots,
     steps: Var,
-    params: ParamsAdagrad,
+    options: Options<ParamsAdagrad>,
 }
 
 impl Adagrad {
@@ -24,21 +23,24 @@ impl Adagrad {
     /// If a parameter is negative or not finite, or if there is weight decay, which PyTorch also refuses for sparse
     /// gradients.
     pub fn new(vars: Vec<RowVar>, params: ParamsAdagrad) -> Result<Self> {
-        params.check()?;
-        if params.weight_decay != 0.0 {
+        let start = params.initial_accumulator_value;
+        let options = Options::new(params, |params| {
             let decay = params.weight_decay;
-            return Error::op(
-                "Adagrad",
-                format!("weight_decay is {decay}, which changes rows without a gradient: expected 0"),
-            );
-        }
-        let slots = Slots::new(vars, 1, params.initial_accumulator_value)?;
-        Ok(Self { slots, steps: Var::new(0u32, &Device::Cpu)?, params })
+            if decay == 0.0 {
+                return Ok(());
+            }
+            let reason = format!("weight_decay is {decay}, which changes rows without a gradient: expected 0");
+            Error::op("Adagrad", reason)
+        })?;
+        Ok(Self { slots: Slots::new(vars, 1, start)?, steps: Var::new(0u32, &Device::Cpu)?, options })
     }
 
     /// Returns the learning rate of the first step.
-    pub fn learning_rate(&self) -> f64 {
-        self.params.lr
+    ///
+    /// # Errors
+    /// If the [`state`](Self::state) was set to invalid options.
+    pub fn learning_rate(&self) -> Result<f64> {
+        Ok(self.options.get()?.lr)
     }
 
     /// Sets the learning rate of later steps, which `lr_decay` lowers as before.
@@ -46,15 +48,14 @@ impl Adagrad {
     /// # Errors
     /// Those of [`new`](Self::new).
     pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
-        check("Adagrad", "lr", lr, f64::INFINITY)?;
-        self.params.lr = lr;
-        Ok(())
+        self.options.set_lr(lr)
     }
 
     /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
-        let lr = self.params.lr_at(next(&self.steps)?);
-        self.slots.step(&AdagradRule { lr, weight_decay: 0.0, eps: self.params.eps })
+        let params = self.options.get()?;
+        let lr = params.lr_at(next(&self.steps)?);
+        self.slots.step(&AdagradRule { lr, weight_decay: 0.0, eps: params.eps })
     }
 
     /// Returns the variables of the state, by name. Read them to save the state, `set` them to load it.
@@ -62,9 +63,10 @@ impl Adagrad {
     /// Those of a table are on its device, and the number of steps is on the host. `var.set(&saved.to_device(var.device())?)`
     /// loads each of them.
     ///
-    /// The names are `adagrad.sum.i` for variable `i`, and `adagrad.steps`.
+    /// The names are `adagrad.sum.i` for variable `i`, `adagrad.steps`, and `adagrad.options` for the fields of [`ParamsAdagrad`]
+    /// in their order.
     pub fn state(&self) -> Vec<(String, Var)> {
         let steps = ("adagrad.steps".to_string(), self.steps.clone());
-        self.slots.named(&["adagrad.sum"]).chain([steps]).collect()
+        self.slots.named(&["adagrad.sum"]).chain([steps, self.options.named()]).collect()
     }
 }

@@ -1,16 +1,16 @@
 //! Gradient descent by rows.
 use super::RowVar;
-use super::slots::Slots;
+use super::slots::{Options, Slots};
 use crate::kernels::SgdRule;
 use crate::nn::ParamsSgd;
-use crate::nn::optim::{Params, check};
 use crate::{Error, Result};
+use candle_core::Var;
 
 /// Stochastic gradient descent: `w - lr · grad`; its results equal those with a dense gradient.
 #[derive(Debug)]
 pub struct Sgd {
     slots: Slots,
-    params: ParamsSgd,
+    options: Options<ParamsSgd>,
 }
 
 impl Sgd {
@@ -19,21 +19,20 @@ impl Sgd {
     /// # Errors
     /// If the learning rate is negative or not finite, or if there is weight decay or momentum, which change every row.
     pub fn new(vars: Vec<RowVar>, params: ParamsSgd) -> Result<Self> {
-        params.check()?;
-        for (name, value) in [("weight_decay", params.weight_decay), ("momentum", params.momentum)] {
-            if value != 0.0 {
-                return Error::op(
-                    "Sgd",
-                    format!("{name} is {value}, which changes rows without a gradient: expected 0"),
-                );
-            }
-        }
-        Ok(Self { slots: Slots::new(vars, 0, 0.0)?, params })
+        let options = Options::new(params, |params| {
+            let wrong = [("weight_decay", params.weight_decay), ("momentum", params.momentum)];
+            let Some((name, value)) = wrong.into_iter().find(|(_, value)| *value != 0.0) else { return Ok(()) };
+            Error::op("Sgd", format!("{name} is {value}, which changes rows without a gradient: expected 0"))
+        })?;
+        Ok(Self { slots: Slots::new(vars, 0, 0.0)?, options })
     }
 
     /// Returns the learning rate.
-    pub fn learning_rate(&self) -> f64 {
-        self.params.lr
+    ///
+    /// # Errors
+    /// If the [`state`](Self::state) was set to invalid options.
+    pub fn learning_rate(&self) -> Result<f64> {
+        Ok(self.options.get()?.lr)
     }
 
     /// Sets the learning rate of later steps.
@@ -41,13 +40,17 @@ impl Sgd {
     /// # Errors
     /// Those of [`new`](Self::new).
     pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
-        check("Sgd", "lr", lr, f64::INFINITY)?;
-        self.params.lr = lr;
-        Ok(())
+        self.options.set_lr(lr)
     }
 
     /// Takes the gradients of all variables and updates the rows that have one.
     pub fn step(&mut self) -> Result<()> {
-        self.slots.step(&SgdRule { lr: self.params.lr, weight_decay: 0.0 })
+        self.slots.step(&SgdRule { lr: self.options.get()?.lr, weight_decay: 0.0 })
+    }
+
+    /// Returns the variables of the state, by name: `sgd.options` for the fields of [`ParamsSgd`] in their order, on the host.
+    /// Read it to save the state, `set` it to load it.
+    pub fn state(&self) -> Vec<(String, Var)> {
+        vec![self.options.named()]
     }
 }

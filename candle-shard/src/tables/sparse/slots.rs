@@ -2,6 +2,7 @@
 use super::RowVar;
 use crate::Result;
 use crate::kernels::Update;
+use crate::nn::optim::{Params, check};
 use candle_core::scalar::Scalar;
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -36,6 +37,43 @@ impl Slots {
             names.iter().zip(states).map(named).collect::<Vec<_>>()
         };
         self.0.iter().enumerate().flat_map(of)
+    }
+}
+
+/// The options of an optimizer, as a variable of its state.
+#[derive(Debug)]
+pub(super) struct Options<P> {
+    numbers: Var,
+    params: P,
+    check: fn(&P) -> Result<()>,
+}
+
+impl<P: Params> Options<P> {
+    /// Creates options for which `check` is satisfied, now and when others are loaded.
+    pub(super) fn new(params: P, check: fn(&P) -> Result<()>) -> Result<Self> {
+        params.check()?;
+        check(&params)?;
+        let numbers = Var::from_tensor(&Tensor::from_vec(params.options(), P::OPTIONS.len(), &Device::Cpu)?)?;
+        Ok(Self { numbers, params, check })
+    }
+
+    /// Returns the options of now.
+    pub(super) fn get(&self) -> Result<P> {
+        let params = self.params.with_options(&self.numbers.to_vec1::<f64>()?)?;
+        params.check()?;
+        (self.check)(&params)?;
+        Ok(params)
+    }
+
+    pub(super) fn set_lr(&self, lr: f64) -> Result<()> {
+        check(P::TYPE, "lr", lr, f64::INFINITY)?;
+        let mut params = self.get()?;
+        *params.lr_mut() = lr;
+        Ok(self.numbers.set(&Tensor::from_vec(params.options(), P::OPTIONS.len(), &Device::Cpu)?)?)
+    }
+
+    pub(super) fn named(&self) -> (String, Var) {
+        (format!("{}.options", P::PREFIX), self.numbers.clone())
     }
 }
 

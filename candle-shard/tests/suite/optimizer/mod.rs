@@ -4,3 +4,5 @@ mod adam_w;
 mod facts;
 mod groups;
 mod meshes;
+mod options;
+mod unfreeze;

@@ -65,7 +65,7 @@ fn sgd_and_adagrad_take_the_steps_of_dense_ones() -> Result<()> {
             }
             let state = ada.state();
             let names: Vec<&str> = state.iter().map(|(name, _)| &name[..]).collect();
-            assert_eq!(names, ["adagrad.sum.0", "adagrad.sum.1", "adagrad.steps"]);
+            assert_eq!(names, ["adagrad.sum.0", "adagrad.sum.1", "adagrad.steps", "adagrad.options"]);
             if adagrad {
                 assert_close(&state[0].1, &sums[0], 1e-12, "sums");
                 assert_eq!(state[2].1.to_scalar::<u32>()?, 5);
@@ -174,7 +174,8 @@ fn a_saved_state_goes_on_with_the_same_bits() -> Result<()> {
             table.lookup(random.rows(9, USED))?.sqr()?.sum_all()?.backward()?;
             if interrupted && step == 3 {
                 let saved = optimizer.state();
-                optimizer = AdamW::new(vec![table.clone()], params.clone())?;
+                // With options that the saved ones replace.
+                optimizer = AdamW::new(vec![table.clone()], ParamsAdamW { lr: 0.7, beta1: 0.1, ..params.clone() })?;
                 for ((name, var), (saved_name, saved)) in optimizer.state().iter().zip(&saved) {
                     assert_eq!(name, saved_name);
                     var.set(saved)?;
@@ -248,7 +249,13 @@ fn parameters_that_mean_nothing_are_refused() -> Result<()> {
     }
     let mut sgd = Sgd::new(vec![], ParamsSgd::default())?;
     sgd.set_learning_rate(0.5)?;
-    assert_eq!(sgd.learning_rate(), 0.5);
+    assert_eq!(sgd.learning_rate()?, 0.5);
+    // What is loaded is judged like what is given.
+    let numbers = &sgd.state()[0].1;
+    numbers.set(&Tensor::new(&[0.5f64, 0.9, 0.0, 0.0, 0.0], &Cpu)?)?;
+    for message in [sgd.step().unwrap_err(), sgd.learning_rate().unwrap_err()] {
+        assert!(message.to_string().contains("momentum is 0.9"), "{message}");
+    }
     Ok(())
 }
 

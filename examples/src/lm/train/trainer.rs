@@ -171,7 +171,9 @@ impl<'a> Trainer<'a> {
             DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
         };
         if let Some(state) = &job.optimizer {
-            optimizer.load(state)?;
+            // The options are those of the recipe, which flags may have changed since.
+            let lacking = optimizer.load_partial(state)?;
+            ensure!(lacking.is_empty(), "{}: there is no state of {}", state.display(), lacking.join(", "));
         }
         let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
         Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, saves, weights_at_once })

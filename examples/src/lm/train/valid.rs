@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
-use candle_pipe::Runtime;
+use candle_pipe::{Runtime, StepOptions};
 
 use super::corpus::Corpus;
 use super::job::Job;
@@ -64,7 +64,7 @@ pub(super) fn loss(
     for slots in passes(sequences, replicas, microbatches, rows) {
         let mine: Vec<usize> = slots.iter().flat_map(|slot| &slot.rows[replica]).copied().collect();
         let batch = text.pick(&mine, seq_len, world.device())?.cut(microbatches)?;
-        let losses = runtime.evaluate(&batch)?.step.losses;
+        let losses = runtime.evaluate(&batch, &StepOptions::default().outputs(false))?.step.losses;
         for (slot, loss) in slots.iter().zip(losses) {
             sum += slot.counts as f64 * f64::from(loss.to_device(&Device::Cpu)?.to_scalar::<f32>()?);
         }

@@ -58,7 +58,7 @@ fn set_up(model: &Model, dice: &mut Dice) -> String {
         let (kind, microbatches) = (dice.pick(&kinds), 1 + dice.below(if model.is_divisible() { 4 } else { 1 }));
         text += &format!(" {} microbatches={microbatches}", kind.name());
         if dice.once_in(3) {
-            text += " keep=inputs";
+            text += dice.pick(&[" keep=inputs", " keep=inputs,activations"]);
         }
         if dice.once_in(3) {
             let meshes: &[&str] = match model.is_divisible() {

@@ -6,17 +6,18 @@ mod params;
 
 pub use params::{AdjustLr, ParamsMuon};
 
-use super::group::{Groups, ParamGroup, check_learning_rates, read};
+use super::group::{Groups, ParamGroup, check_learning_rates};
 use super::params::Params;
 use super::slot::{Slot, place};
 use super::{AdamW, Optimizer};
 use crate::autograd::counts;
 use crate::kernels::on_master;
-use crate::nn::Parameters;
+use crate::nn::{Parameter, Parameters};
 use crate::{DTensor, Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{DeviceMesh, sum_dtype};
+use candle_nn::ParamsAdamW;
 use exchange::{Matrix, gather, is_held_elsewhere, spread};
 use itertools::Itertools;
 use std::path::Path;
@@ -31,7 +32,7 @@ use std::path::Path;
 ///
 /// Muon is for the matrices of hidden layers. All other parameters need an explicit [`AdamW`]; so should embeddings and
 /// output layers.
-/// State: `muon.momentum_buffer.NAME`, which is f32 for 16-bit parameters, and the state of the AdamW.
+/// State: `muon.momentum_buffer.NAME`, which is f32 for 16-bit parameters, `muon.options.NAME`, and the state of the AdamW.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -87,25 +88,78 @@ impl Muon {
     /// If a trained parameter is not a matrix, an option is out of range, a parameter is in several groups, or
     /// parameters lie on several meshes.
     pub fn from_groups(groups: impl IntoIterator<Item = ParamGroup<ParamsMuon>>) -> Result<Self> {
-        let groups = Groups::new(groups)?;
-        let is_other = |slot: &&Slot| slot.of.tensor.rank() != 2;
-        let others =
-            groups.slots().filter(is_other).map(|slot| format!("{} {:?}", slot.of.name, slot.of.tensor.dims()));
-        let others = others.collect_vec();
+        let mut made = Self { groups: Groups::new([])?, owners: Vec::new(), others: None };
+        for group in groups {
+            made.check(&group)?;
+            made.groups.add(group)?;
+        }
+        made.balance()?;
+        Ok(made)
+    }
+
+    /// Adds a group of matrices before those of the AdamW, such as one of parameters that were frozen before: PyTorch's
+    /// `add_param_group`. The others keep their state. Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of [`from_groups`](Self::from_groups) and of [`AdamW::add_group`]. The error is the same on every rank, and nothing has
+    /// changed.
+    pub fn add_group(&mut self, group: ParamGroup<ParamsMuon>) -> Result<()> {
+        group.check_added(self.check(&group))?;
+        self.groups.add(group)?;
+        self.balance()
+    }
+
+    /// Adds a group to the AdamW, or the first of one. Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of [`AdamW::add_group`] and [`with_adam_w`](Self::with_adam_w). The error is the same on every rank, and nothing has
+    /// changed.
+    pub fn add_adam_w_group(&mut self, group: ParamGroup<ParamsAdamW>) -> Result<()> {
+        let is_apart = Self::check_apart(group.trained(), self.groups.slots());
+        let none = AdamW::from_groups([])?;
+        let groups = self.others.as_ref().unwrap_or(&none).groups();
+        group.check_added(is_apart.and_then(|()| groups.check(&group)))?;
+        self.others.get_or_insert(none).add_checked(group)
+    }
+
+    /// Refuses a group that cannot be one of Muon's.
+    fn check(&self, group: &ParamGroup<ParamsMuon>) -> Result<()> {
+        let others = group.trained().filter(|of| of.tensor.rank() != 2);
+        let others = others.map(|of| format!("{} {:?}", of.name, of.tensor.dims())).join(", ");
         if !others.is_empty() {
-            let others = others.join(", ");
             return Error::op(
                 ParamsMuon::TYPE,
                 format!("{others}: these are not matrices; partition the parameters and give them to with_adam_w"),
             );
         }
-        let ranks = groups.place()?.map_or(1, |(mesh, _)| mesh.size());
-        let costs = groups.0.iter().flat_map(|group| {
+        if let Some(adam_w) = &self.others {
+            Self::check_apart(group.trained(), adam_w.groups().slots())?;
+        }
+        self.groups.check(group)
+    }
+
+    /// Assigns the matrices to the ranks that orthogonalize them.
+    fn balance(&mut self) -> Result<()> {
+        let ranks = self.groups.place()?.map_or(1, |(mesh, _)| mesh.size());
+        let costs = self.groups.0.iter().flat_map(|group| {
             group.slots.iter().map(|slot| owners::cost(slot.of.tensor.dims(), group.params.ns_steps))
         });
         let mut chosen = owners::balanced(&costs.collect_vec(), ranks).into_iter();
-        let owners = groups.0.iter().map(|group| chosen.by_ref().take(group.slots.len()).collect()).collect();
-        Ok(Self { groups, owners, others: None })
+        self.owners = self.groups.0.iter().map(|group| chosen.by_ref().take(group.slots.len()).collect()).collect();
+        Ok(())
+    }
+
+    /// Refuses parameters that are among the `slots` of the other optimizer, or on another mesh.
+    fn check_apart<'a>(
+        parameters: impl Iterator<Item = &'a Parameter> + Clone,
+        slots: impl Iterator<Item = &'a Slot> + Clone,
+    ) -> Result<()> {
+        place(ParamsMuon::TYPE, slots.clone().map(|slot| &slot.of).chain(parameters.clone()))?;
+        let mut both = parameters.filter(|of| slots.clone().any(|slot| slot.of.var.id() == of.var.id()));
+        both.next().map_or(Ok(()), |of| {
+            let reason = format!("{} is in a group of Muon and of its AdamW; leave it in one", of.name);
+            Error::op(ParamsMuon::TYPE, reason)
+        })
     }
 
     /// Adds an AdamW for the parameters that are not matrices. Its groups come after Muon's.
@@ -116,12 +170,7 @@ impl Muon {
         if self.others.is_some() {
             return Error::op(ParamsMuon::TYPE, "it has an AdamW already; give it one AdamW of several groups");
         }
-        place(ParamsMuon::TYPE, self.groups.slots().chain(others.groups().slots()))?;
-        let is_mine = |slot: &&Slot| self.groups.slots().any(|mine| mine.of.var.id() == slot.of.var.id());
-        if let Some(slot) = others.groups().slots().find(is_mine) {
-            let reason = format!("{} is in a group of Muon and of its AdamW; leave it in one", slot.of.name);
-            return Error::op(ParamsMuon::TYPE, reason);
-        }
+        Self::check_apart(others.groups().slots().map(|slot| &slot.of), self.groups.slots())?;
         self.others = Some(others);
         Ok(self)
     }
@@ -149,9 +198,10 @@ impl Muon {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let mut values = read(path.as_ref(), &self.state()?)?.into_iter();
-        self.groups.set(&mut values)?;
-        self.others.as_mut().map_or(Ok(()), |others| others.set(&mut values))
+        let mine = self.groups.read(path.as_ref())?;
+        let of_others = self.others.as_ref().map(|others| others.groups().read(path.as_ref())).transpose()?;
+        self.groups.set(mine)?;
+        self.others.as_mut().zip(of_others).map_or(Ok(()), |(others, saved)| others.set(saved))
     }
 
     /// See [`Optimizer::load_partial`].

@@ -1,5 +1,5 @@
 //! The options of Muon.
-use super::super::params::{Params, check};
+use super::super::params::{Params, check, unknown};
 use crate::{Error, Result};
 use candle_core::DType;
 
@@ -13,6 +13,11 @@ pub enum AdjustLr {
     MatchRmsAdamW,
     /// `lr · √(rows / columns)`.
     SpectralUnclamped,
+}
+
+impl AdjustLr {
+    /// In the order of their numbers in checkpoints.
+    const ALL: [Self; 3] = [Self::Original, Self::MatchRmsAdamW, Self::SpectralUnclamped];
 }
 
 /// The options of [`Muon`](super::Muon), with PyTorch's names and defaults.
@@ -36,7 +41,7 @@ pub struct ParamsMuon {
     pub adjust_lr: AdjustLr,
     /// The dtype of the iterations and of the exchange: `BF16` as in PyTorch, `F32` or `F64`.
     ///
-    /// CPUs compute bf16 in f32 and round each result, so `F32` is faster there, and more accurate.
+    /// CPUs compute bf16 in f32 and round each result, so `F32` is faster there, and more accurate. It is no part of the state.
     pub dtype: DType,
 }
 
@@ -72,6 +77,8 @@ impl ParamsMuon {
 impl Params for ParamsMuon {
     const TYPE: &'static str = "Muon";
     const PREFIX: &'static str = "muon";
+    const OPTIONS: &'static [&'static str] =
+        &["lr", "weight_decay", "momentum", "nesterov", "a", "b", "c", "eps", "ns_steps", "adjust_lr"];
 
     fn check(&self) -> Result<()> {
         let Self { lr, weight_decay, momentum, eps, ns_coefficients, ns_steps, dtype, .. } = *self;
@@ -94,6 +101,24 @@ impl Params for ParamsMuon {
 
     fn lr_mut(&mut self) -> &mut f64 {
         &mut self.lr
+    }
+
+    fn options(&self) -> Vec<f64> {
+        let Self { lr, weight_decay, momentum, nesterov, ns_coefficients: [a, b, c], eps, ns_steps, adjust_lr, .. } =
+            *self;
+        let adjust_lr = AdjustLr::ALL.into_iter().position(|of| of == adjust_lr).unwrap_or_default();
+        let nesterov = f64::from(nesterov);
+        vec![lr, weight_decay, momentum, nesterov, a, b, c, eps, ns_steps as f64, adjust_lr as f64]
+    }
+
+    fn with_options(&self, options: &[f64]) -> Result<Self> {
+        let [lr, weight_decay, momentum, nesterov, a, b, c, eps, ns_steps, adjust_lr] = *options else {
+            return unknown(options);
+        };
+        let Some(&adjust_lr) = AdjustLr::ALL.get(adjust_lr as usize) else { return unknown(options) };
+        let (nesterov, ns_coefficients, ns_steps) = (nesterov != 0.0, [a, b, c], ns_steps as usize);
+        let dtype = self.dtype;
+        Ok(Self { lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr, dtype })
     }
 
     fn states(&self) -> &'static [&'static str] {
