@@ -63,12 +63,14 @@ pub(crate) enum Outcome {
     Refused(String),
 }
 
+/// A new value and its waiters.
+type Woken<W> = (Arc<[u8]>, Vec<W>);
+
 /// All effects of a change.
 pub(crate) struct Changed<W> {
     pub(crate) outcome: Outcome,
     pub(crate) bytes: Arc<[u8]>,
-    /// A new value and its waiters.
-    pub(crate) woken: Option<(Arc<[u8]>, Vec<W>)>,
+    pub(crate) woken: Option<Woken<W>>,
 }
 
 impl<W> Changed<W> {
@@ -85,7 +87,7 @@ impl<W> Default for Values<W> {
 
 impl<W> Values<W> {
     /// Sets a value of `rank`, and replaces an existing one. Returns it with its waiters. The error is that there is no room.
-    fn store(&mut self, key: String, bytes: &[u8], rank: usize) -> Result<Option<(Arc<[u8]>, Vec<W>)>, String> {
+    fn store(&mut self, key: String, bytes: &[u8], rank: usize) -> Result<Option<Woken<W>>, String> {
         let before = self.held.get(&key).map_or(0, |held| size(&key, &held.bytes));
         let more = size(&key, bytes);
         let after = self.bytes - before + more;

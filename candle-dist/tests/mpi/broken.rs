@@ -123,7 +123,7 @@ pub(crate) fn all() {
                     let notes = out.matches("so messages go another way").count();
                     let is_right = status == Some(true) && notes == usize::from(wants_note);
                     if is_right { Ok(()) } else { Err(format!("{status:?} after {took:?}: {out}")) }
-                })
+                });
             }
         }
     }
