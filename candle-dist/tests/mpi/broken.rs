@@ -158,8 +158,9 @@ pub(crate) fn rank(name: &str) -> bool {
             if let Err(error) = begun {
                 say(rank, &error);
             }
-            // mpirun ends all processes when one ends with an error, but each of them must print something first.
-            std::thread::sleep(Duration::from_secs(2));
+            // mpirun ends all processes when one ends with an error, but each of them must print something first, and one whose
+            // MPI is not stuck waits for the goodbyes of the others before.
+            std::thread::sleep(Duration::from_secs(5));
             false
         }
         "end" => {

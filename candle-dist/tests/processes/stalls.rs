@@ -73,7 +73,11 @@ fn more_busy_threads_than_cores_do_not_make_a_rank_look_lost() {
     // Threads of this process, so that none outlives it.
     thread::scope(|scope| {
         for _ in 0..4 * cores {
-            scope.spawn(|| while !is_over.load(Ordering::Relaxed) {});
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
         }
         let _ends = Ends(&is_over);
         assert_fine(&disturbed(|_| {}));

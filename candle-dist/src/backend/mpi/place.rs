@@ -20,7 +20,7 @@ const NETWORKS: &str = "MPI opens connections of its own, by every network of a 
 
 /// What to do when MPI does not let ranks share memory.
 const MEMORY: &str =
-    "see that /dev/shm has room, give mpi::Settings::most_sharing 1, or raise InitOptions::init_timeout (--timeout)";
+    "See that /dev/shm has room, give mpi::Settings::most_sharing 1, or raise InitOptions::init_timeout (--timeout)";
 
 /// The place of a rank, as it tells the others before MPI starts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -98,7 +98,7 @@ fn behind(rank: usize, places: &[(usize, Place)], stages: &[u8], limit: Duration
         let message = match is_connected {
             false => format!("MPI did not connect the ranks within {limit:?}: {}. {NETWORKS}", shown(places, places)),
             true => format!(
-                "MPI connected the ranks, and did not let those of each host share memory within {limit:?}; {MEMORY}"
+                "MPI connected the ranks, and did not let those of each host share memory within {limit:?}. {MEMORY}"
             ),
         };
         return Cause::Failed { rank, message };
