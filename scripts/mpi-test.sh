@@ -259,7 +259,52 @@ input=$(mktemp)
 echo "From a pipe" >"$input"
 on 2 --backend mpi --pp 2 --tp 1 --max-tokens 8 --json -
 rm -f "$input"
+input=
 verdict "lm --pp 2 on 2 ranks" same "$text"
+
+# Trainings that go on: all ranks take the last checkpoint that is whole, or none goes on.
+place=$(mktemp -d)
+trap 'rm -rf "$said" "$place"' EXIT
+for i in $(seq 60); do echo "$i sheep jump over $((i * i % 17)) fences."; done >"$place/text"
+on 2 train --backend mpi --tp 2 --train "$place/text" --batch 2 --seq-len 8 --steps 4 --save "$place/whole" --save-every 2
+verdict "lm train --save on 2 ranks" passed
+# last_loss: the loss of the last step in $out.
+last_loss() { echo "$out" | grep -oE "^step 5 of 5: loss [0-9.]+"; }
+out=$("$program" train --tp 2 --train "$place/text" --resume "$place/whole/step-00000002" --steps 5 2>&1 </dev/null)
+want=$(last_loss)
+# went_on: said once, the training went on from step 2, with the losses of threads.
+went_on() { said_once "goes on from step 2." && [ -n "$want" ] && [ "$(last_loss)" = "$want" ]; }
+# Ways to damage the step 4 of a folder.
+flipped() { printf XX | dd of="$1/model.safetensors" bs=1 seek="$(($(stat -c %s "$1/model.safetensors") - 5))" conv=notrunc status=none; }
+cut_short() { truncate -s 1000 "$1/optimizer/optimizer.safetensors"; }
+emptied() { rm -rf "${1:?}"/*; }
+for damage in flipped cut_short emptied; do
+    cp -r "$place/whole" "$place/$damage"
+    "$damage" "$place/$damage/step-00000004"
+    on 2 train --backend mpi --tp 2 --train "$place/text" --resume "$place/$damage" --steps 5
+    verdict "lm train --resume where the last step is $damage, on 2 ranks" went_on
+done
+# The two ranks are in folders of their own, and rank 1 has another step 2 or none.
+mkdir "$place/a" "$place/b"
+cp -r "$place/flipped" "$place/a/saved"
+cp "$place/text" "$place/a"
+cp "$place/text" "$place/b"
+# apart ARGUMENT...: trains on two ranks, each in a folder of its own.
+apart() {
+    local arguments=("$program" train --backend mpi --tp 2 --train text "$@")
+    out=$(launched 120 -n 1 -wdir "$place/a" "${arguments[@]}" : -n 1 -wdir "$place/b" "${arguments[@]}" 2>&1 </dev/null)
+    status=$?
+}
+# told TEXT: mpirun failed in time, and a single rank printed one error, which has the text.
+told() { ended && [ "$(echo "$out" | grep -c "^error: ")" -eq 1 ] && echo "$out" | grep -qF -- "$1"; }
+apart --resume saved --steps 5
+verdict "lm train --resume where rank 1 lacks the folder" told "rank 1 on $(uname -n): --resume saved is no folder"
+cp -r "$place/whole" "$place/b/saved"
+cp "$place/whole/step-00000004/training.json" "$place/b/saved/step-00000002"
+apart --resume saved --steps 5
+verdict "lm train --resume where rank 1 has another step" told "is a checkpoint of step 4 here, and another one where rank 0 runs"
+apart --save new --steps 1
+verdict "lm train --save where rank 1 has another folder" told "--save new is not the folder that rank 0 writes to"
 
 [ "$failed" -eq 0 ] && echo "all passed" || echo "$failed failed"
 exit $((failed > 0))

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 /// How often a waiting thread checks whether its world has failed.
 const TICK: Duration = Duration::from_millis(20);
 
-/// A key-value store shared by the ranks of a world. Values have at most 16 MiB, keys less than 4 KiB.
+/// A key-value store shared by the ranks of a world. Values have at most 16 MiB, keys less than 4 KiB, and all together at
+/// most 1 GiB.
 ///
 /// Every change is atomic. In a world of processes, rank 0 holds the values, and a call costs a round trip to it.
 /// Values last as long as the world; [`delete`](Self::delete) those that are no longer needed. Each rank may use the
@@ -32,7 +33,8 @@ const TICK: Duration = Duration::from_millis(20);
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 ///
-/// Every call fails if the world has failed, or if a key or value is too long.
+/// Every call fails if the world has failed, or if a key or value is too long. A value that finds no room is refused: nothing
+/// changes, and the error says how much each rank has set.
 #[derive(Debug, Clone)]
 pub struct Store(Place);
 
@@ -77,9 +79,9 @@ impl Shared {
         }
     }
 
-    fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+    fn change(&self, rank: usize, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
         self.world.check()?;
-        let Changed { outcome, bytes, woken } = self.values.lock().change(key.to_string(), change, bytes);
+        let Changed { outcome, bytes, woken } = self.values.lock().change(key.to_string(), change, bytes, rank);
         if woken.is_some() {
             self.changed.notify_all();
         }
@@ -98,15 +100,9 @@ impl Store {
 
     /// Sets a value, and replaces an existing one.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let key = self.named(key, value.len())?;
-        match &self.0 {
-            Place::Processes(control) => control.set(&key, value),
-            Place::Threads { shared, .. } => {
-                shared.world.check()?;
-                drop(shared.values.lock().set(key, value.into()));
-                shared.changed.notify_all();
-                Ok(())
-            }
+        match self.change(key, &Change::Set, value)? {
+            (Outcome::Stored, _) => Ok(()),
+            other => Err(self.unexpected(other.0)),
         }
     }
 
@@ -170,7 +166,7 @@ impl Store {
         let key = self.named(key, bytes.len())?;
         match &self.0 {
             Place::Processes(control) => control.change(&key, change, bytes),
-            Place::Threads { shared, .. } => shared.change(&key, change, bytes),
+            Place::Threads { rank, shared } => shared.change(*rank, &key, change, bytes),
         }
     }
 

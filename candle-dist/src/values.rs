@@ -1,19 +1,45 @@
 //! Named values, their changes, and the waiters for values that are not set.
+use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
+/// The most bytes of values with their keys. More are refused and not waited for: a rank that waits for room may be the one
+/// that would make it.
+const MOST_BYTES: usize = 1 << 30;
+/// The bytes that a value takes in addition to its content.
+const LEAST_BYTES: usize = 256;
+/// The most ranks that a refusal names.
+const MOST_NAMED: usize = 8;
+
 /// The values that ranks have set.
 #[derive(Debug)]
 pub(crate) struct Values<W> {
-    held: HashMap<String, Arc<[u8]>>,
+    held: HashMap<String, Value>,
     waiting: HashMap<String, Vec<W>>,
+    /// The bytes of all values, and the most of them.
+    bytes: usize,
+    most: usize,
+}
+
+/// A value, and the rank that has set it.
+#[derive(Debug)]
+struct Value {
+    bytes: Arc<[u8]>,
+    rank: usize,
+}
+
+/// Returns the bytes that count for a value.
+const fn size(key: &str, value: &[u8]) -> usize {
+    key.len() + value.len() + LEAST_BYTES
 }
 
 /// An atomic change of a value.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Change {
+    /// Sets the value to the payload.
+    Set,
     Delete,
     /// Adds to a counter, which starts at 0.
     Add(i64),
@@ -26,6 +52,7 @@ pub(crate) enum Change {
 /// The outcome of a change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Outcome {
+    Stored,
     /// Whether there was a value.
     Deleted(bool),
     /// The counter after the addition.
@@ -36,31 +63,65 @@ pub(crate) enum Outcome {
     Refused(String),
 }
 
+/// A new value and its waiters.
+type Woken<W> = (Arc<[u8]>, Vec<W>);
+
 /// All effects of a change.
 pub(crate) struct Changed<W> {
     pub(crate) outcome: Outcome,
     pub(crate) bytes: Arc<[u8]>,
-    /// A new value and its waiters.
-    pub(crate) woken: Option<(Arc<[u8]>, Vec<W>)>,
+    pub(crate) woken: Option<Woken<W>>,
+}
+
+impl<W> Changed<W> {
+    fn only(outcome: Outcome) -> Self {
+        Self { outcome, bytes: Arc::default(), woken: None }
+    }
 }
 
 impl<W> Default for Values<W> {
     fn default() -> Self {
-        Self { held: HashMap::new(), waiting: HashMap::new() }
+        Self { held: HashMap::new(), waiting: HashMap::new(), bytes: 0, most: MOST_BYTES }
     }
 }
 
 impl<W> Values<W> {
-    /// Sets a value, replaces an existing one, and returns its waiters.
-    pub(crate) fn set(&mut self, key: String, value: Arc<[u8]>) -> Vec<W> {
-        let waiting = self.waiting.remove(&key).unwrap_or_default();
-        self.held.insert(key, value);
-        waiting
+    /// Sets a value of `rank`, and replaces an existing one. Returns it with its waiters. The error is that there is no room.
+    fn store(&mut self, key: String, bytes: &[u8], rank: usize) -> Result<Option<Woken<W>>, String> {
+        let before = self.held.get(&key).map_or(0, |held| size(&key, &held.bytes));
+        let more = size(&key, bytes);
+        let after = self.bytes - before + more;
+        if after > self.most && more > before {
+            return Err(self.full(more));
+        }
+        let (bytes, waiting) = (Arc::<[u8]>::from(bytes), self.waiting.remove(&key).unwrap_or_default());
+        self.held.insert(key, Value { bytes: bytes.clone(), rank });
+        self.bytes = after;
+        Ok(Some((bytes, waiting)))
+    }
+
+    /// Returns the reason why a value of so many bytes is refused.
+    fn full(&self, more: usize) -> String {
+        let of_ranks = self.held.iter().map(|(key, held)| (held.rank, size(key, &held.bytes)));
+        let of_ranks = of_ranks.into_grouping_map().fold((0, 0), |(count, bytes), _, more| (count + 1, bytes + more));
+        let most_first = of_ranks.into_iter().sorted_by_key(|(rank, (_, bytes))| (usize::MAX - bytes, *rank));
+        let shown = most_first.take(MOST_NAMED).map(|(rank, (count, bytes))| {
+            let noun = if count == 1 { "value" } else { "values" };
+            format!("{} KiB in {count} {noun} of rank {rank}", bytes >> 10)
+        });
+        format!(
+            "a value of {} KiB has no room: the store keeps at most {} KiB, and has {} KiB: {}; delete what is no \
+             longer needed (Store::delete)",
+            more >> 10,
+            self.most >> 10,
+            self.bytes >> 10,
+            shown.format(", ")
+        )
     }
 
     /// Returns the value, if it is set.
     pub(crate) fn peek(&self, key: &str) -> Option<Arc<[u8]>> {
-        self.held.get(key).cloned()
+        self.held.get(key).map(|held| held.bytes.clone())
     }
 
     /// Returns the value, or registers `who` as a waiter and returns `None`.
@@ -72,40 +133,39 @@ impl<W> Values<W> {
         value
     }
 
-    /// Applies a change.
-    pub(crate) fn change(&mut self, key: String, change: &Change, bytes: &[u8]) -> Changed<W> {
-        let only = |outcome| Changed { outcome, bytes: Arc::default(), woken: None };
-        match *change {
-            Change::Delete => only(Outcome::Deleted(self.held.remove(&key).is_some())),
-            Change::Add(n) => match self.sum(&key, n) {
-                Ok(sum) => {
-                    let value: Arc<[u8]> = sum.to_le_bytes().into();
-                    let waiting = self.set(key, value.clone());
-                    Changed { woken: Some((value, waiting)), ..only(Outcome::Sum(sum)) }
-                }
-                Err(why) => only(Outcome::Refused(why)),
-            },
-            Change::Swap { expected } => {
-                let Some((old, new)) = bytes.split_at_checked(expected.unwrap_or(0)) else {
-                    return only(Outcome::Refused("the message has fewer bytes than the expected value".to_string()));
-                };
-                let held = self.peek(&key);
-                let woken = (held.as_deref() == expected.map(|_| old)).then(|| {
-                    let value: Arc<[u8]> = new.into();
-                    (value.clone(), self.set(key, value))
-                });
-                let outcome = Outcome::Before(held.is_some());
-                Changed { outcome, bytes: held.unwrap_or_default(), woken }
+    /// Applies a change of `rank`. One that is refused changes nothing.
+    pub(crate) fn change(&mut self, key: String, change: &Change, bytes: &[u8], rank: usize) -> Changed<W> {
+        self.changed(key, change, bytes, rank).unwrap_or_else(|why| Changed::only(Outcome::Refused(why)))
+    }
+
+    fn changed(&mut self, key: String, change: &Change, bytes: &[u8], rank: usize) -> Result<Changed<W>, String> {
+        Ok(match *change {
+            Change::Set => Changed { woken: self.store(key, bytes, rank)?, ..Changed::only(Outcome::Stored) },
+            Change::Delete => {
+                let was = self.held.remove(&key);
+                self.bytes -= was.as_ref().map_or(0, |was| size(&key, &was.bytes));
+                Changed::only(Outcome::Deleted(was.is_some()))
             }
-        }
+            Change::Add(n) => {
+                let sum = self.sum(&key, n)?;
+                Changed { woken: self.store(key, &sum.to_le_bytes(), rank)?, ..Changed::only(Outcome::Sum(sum)) }
+            }
+            Change::Swap { expected } => {
+                let parts = bytes.split_at_checked(expected.unwrap_or(0));
+                let (old, new) = parts.ok_or("the message has fewer bytes than the expected value")?;
+                let held = self.peek(&key);
+                let is_expected = held.as_deref() == expected.map(|_| old);
+                let woken = if is_expected { self.store(key, new, rank)? } else { None };
+                Changed { outcome: Outcome::Before(held.is_some()), bytes: held.unwrap_or_default(), woken }
+            }
+        })
     }
 
     fn sum(&self, key: &str, n: i64) -> Result<i64, String> {
-        let held = match self.held.get(key).map(|held| <[u8; 8]>::try_from(&held[..])) {
+        let held = match self.peek(key).map(|held| (held.len(), <[u8; 8]>::try_from(&held[..]))) {
             None => 0,
-            Some(Ok(bytes)) => i64::from_le_bytes(bytes),
-            Some(Err(_)) => {
-                let len = self.held.get(key).map_or(0, |held| held.len());
+            Some((_, Ok(bytes))) => i64::from_le_bytes(bytes),
+            Some((len, Err(_))) => {
                 return Err(format!(
                     "the value of {key:?} is {len} bytes, not a counter; use separate keys for counters"
                 ));
@@ -139,11 +199,11 @@ mod tests {
         for n in 0..1000u32 {
             let key = || format!("of {n}");
             assert!(values.get(key(), n).is_none() && values.forget(&key(), &n) && !values.forget(&key(), &n));
-            assert_eq!(values.change(key(), &Change::Add(2), &[]).outcome, Outcome::Sum(2));
-            assert_eq!(values.change(key(), &Change::Delete, &[]).outcome, Outcome::Deleted(true));
-            assert_eq!(values.change(key(), &Change::Delete, &[]).outcome, Outcome::Deleted(false));
+            assert_eq!(values.change(key(), &Change::Add(2), &[], 0).outcome, Outcome::Sum(2));
+            assert_eq!(values.change(key(), &Change::Delete, &[], 0).outcome, Outcome::Deleted(true));
+            assert_eq!(values.change(key(), &Change::Delete, &[], 0).outcome, Outcome::Deleted(false));
         }
-        assert!(values.held.is_empty() && values.waiting.is_empty());
+        assert!(values.held.is_empty() && values.waiting.is_empty() && values.bytes == 0);
     }
 
     #[test]
@@ -153,7 +213,7 @@ mod tests {
         assert!(values.get(key(), 7).is_none());
         let mut swap = |expected: Option<&[u8]>, new: &[u8]| {
             let bytes = [expected.unwrap_or_default(), new].concat();
-            let changed = values.change(key(), &Change::Swap { expected: expected.map(<[u8]>::len) }, &bytes);
+            let changed = values.change(key(), &Change::Swap { expected: expected.map(<[u8]>::len) }, &bytes, 0);
             (changed.outcome, changed.bytes.to_vec(), changed.woken.map(|(value, woken)| (value.to_vec(), woken)))
         };
         assert_eq!(swap(Some(b""), b"a"), (Outcome::Before(false), vec![], None), "no value is not an empty one");
@@ -162,18 +222,43 @@ mod tests {
         assert_eq!(swap(Some(b""), b"cd"), (Outcome::Before(true), vec![], Some((b"cd".to_vec(), vec![]))));
         assert_eq!(swap(Some(b"c"), b"e"), (Outcome::Before(true), b"cd".to_vec(), None));
         assert!(
-            matches!(values.change(key(), &Change::Add(1), &[]).outcome, Outcome::Refused(why) if why.contains("2 bytes"))
+            matches!(values.change(key(), &Change::Add(1), &[], 0).outcome, Outcome::Refused(why) if why.contains("2 bytes"))
         );
-        let lie = values.change(key(), &Change::Swap { expected: Some(9) }, b"short");
+        let lie = values.change(key(), &Change::Swap { expected: Some(9) }, b"short", 0);
         assert!(matches!(lie.outcome, Outcome::Refused(_)));
     }
 
     #[test]
     fn counters_do_not_overflow() {
         let mut values = Values::<u32>::default();
-        let mut add = |n| values.change("key".to_string(), &Change::Add(n), &[]).outcome;
+        let mut add = |n| values.change("key".to_string(), &Change::Add(n), &[], 0).outcome;
         assert_eq!(add(i64::MAX), Outcome::Sum(i64::MAX));
         assert!(matches!(add(1), Outcome::Refused(_)));
         assert_eq!(add(-1), Outcome::Sum(i64::MAX - 1));
+    }
+    #[test]
+    fn values_have_a_limit_and_a_refusal_names_who_holds_them() {
+        let mut values = Values::<u32> { most: 5000, ..Values::default() };
+        let mut change = |key: &str, change: &Change, bytes: &[u8], rank| {
+            values.change(key.to_string(), change, bytes, rank).outcome
+        };
+        // Each takes its 700 bytes, 1 of its key and 256 more.
+        for (key, rank) in [("a", 2), ("b", 2), ("c", 1), ("d", 1), ("e", 1)] {
+            assert_eq!(change(key, &Change::Set, &[7; 700], rank), Outcome::Stored);
+        }
+        let Outcome::Refused(why) = change("f", &Change::Set, &[7; 700], 0) else { panic!("it is full") };
+        for part in ["at most 4 KiB, and has 4 KiB: 2 KiB in 3 values of rank 1, 1 KiB in 2 values of rank 2", "delete"]
+        {
+            assert!(why.contains(part), "{why}");
+        }
+        let swap = Change::Swap { expected: None };
+        assert!(matches!(change("f", &swap, &[7; 700], 0), Outcome::Refused(_)), "by any way");
+        assert!(matches!(change("a", &Change::Set, &[7; 1000], 0), Outcome::Refused(_)), "nor may one grow");
+        assert_eq!(change("a", &swap, &[], 0), Outcome::Before(true), "nothing changes");
+        // What takes no more is stored, and room comes back.
+        assert_eq!(change("a", &Change::Set, &[8; 700], 0), Outcome::Stored);
+        assert!(matches!(change("n", &Change::Add(1), &[], 0), Outcome::Refused(_)), "counters count, too");
+        assert_eq!(change("b", &Change::Delete, &[], 0), Outcome::Deleted(true));
+        assert_eq!(change("f", &Change::Set, &[7; 700], 0), Outcome::Stored);
     }
 }

@@ -18,7 +18,7 @@ thread_local! {
 /// These are the operands of [`DTensor::replicated`](crate::DTensor::replicated), of operators with plain tensors and
 /// numbers, and of [`DTensor::distribute`](crate::DTensor::distribute), and the plain inputs that a layer of a plan
 /// takes as replicated. Each comparison costs one barrier; if ranks differ, all of them return the same error.
-/// Every rank must call it. `CANDLE_DIST_DEBUG=1` enables it in all threads of a program; among processes, that of rank 0 counts.
+/// Every rank must call it. `CANDLE_DIST_DEBUG=1` enables it in all worlds of a program; in a world of processes, that of rank 0 counts.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -37,7 +37,7 @@ pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
 
 /// Refuses a tensor that is not equal on all ranks of the mesh, if the comparison is enabled.
 pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
-    if !COMPARED.get() && !Switch::Debug.is_on() {
+    if !COMPARED.get() && !mesh.is_on(Switch::Debug) {
         return Ok(());
     }
     let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);

@@ -1,5 +1,6 @@
 //! Implicit communication: refused, or logged.
 use crate::scoped;
+use candle_dist::DeviceMesh;
 use candle_dist::switch::Switch;
 use std::cell::Cell;
 
@@ -26,7 +27,7 @@ thread_local! {
 /// softmax over a sharded dim. Outside of `strict`, the first such call of each kind is logged as a warning. On known
 /// calls the check reads one flag.
 ///
-/// `CANDLE_SHARD_STRICT=1` makes all threads of a program strict; among processes, that of rank 0 counts.
+/// `CANDLE_SHARD_STRICT=1` makes all worlds of a program strict; in a world of processes, that of rank 0 counts.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -54,10 +55,10 @@ pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&MODE, Mode::Inherent, f)
 }
 
-/// Returns how this thread treats implicit communication now.
-pub(crate) fn mode() -> Mode {
+/// Returns how this thread treats implicit communication on a mesh now.
+pub(crate) fn mode(mesh: &DeviceMesh) -> Mode {
     match MODE.get() {
-        Mode::Told if Switch::Strict.is_on() => Mode::Refused,
+        Mode::Told if mesh.is_on(Switch::Strict) => Mode::Refused,
         mode => mode,
     }
 }

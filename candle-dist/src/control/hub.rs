@@ -335,12 +335,6 @@ impl Table {
                 }
             }
             Request::Arguments(_) => {}
-            Request::Set { key } => {
-                let value: Arc<[u8]> = payload.into();
-                for (waiting, id) in self.values.set(key, value.clone()) {
-                    self.give(waiting, id, value.clone());
-                }
-            }
             Request::Get { id, key } => {
                 if let Some(value) = self.values.get(key, (rank, id)) {
                     self.give(rank, id, value);
@@ -352,7 +346,7 @@ impl Table {
                 }
             }
             Request::Change { id, key, change } => {
-                let Changed { outcome, bytes, woken } = self.values.change(key, &change, &payload);
+                let Changed { outcome, bytes, woken } = self.values.change(key, &change, &payload, rank);
                 if let Some(link) = &self.seats[rank].link {
                     link.outbox.send_with(Notice::Changed { id, outcome }, bytes);
                 }

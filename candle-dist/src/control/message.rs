@@ -13,8 +13,6 @@ use std::time::Duration;
 pub(super) enum Request {
     /// Digests of the arguments of this process, unless they may be unlike those of others. The world starts when all have come.
     Arguments(Option<Vec<String>>),
-    /// Sets the value of a key to the payload.
-    Set { key: String },
     /// Asks for a value, and waits until it is set.
     Get { id: u64, key: String },
     /// Withdraws a [`Get`](Self::Get), unless it was answered already.

@@ -7,6 +7,7 @@
 
 mod activity;
 mod arguments;
+mod decide;
 mod departed;
 mod dial;
 mod hub;
@@ -19,6 +20,8 @@ mod signature;
 mod terms;
 mod watch;
 
+#[cfg(feature = "mpi")]
+pub(crate) use decide::LAG;
 pub use ids::{channel, group_id};
 
 use crate::call::Call;
@@ -26,18 +29,20 @@ use crate::call::Call;
 use crate::call::{Form, Op};
 use crate::error::End;
 use crate::launch::{InitOptions, LaunchInfo};
-use crate::link::Link;
-use crate::link::frame::{MAX_KEY, MAX_VALUE};
+use crate::link::frame::{self, MAX_KEY, MAX_VALUE};
+use crate::link::{Before, Link, within};
+use crate::switch::Switches;
 use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, Result};
 use activity::Meeting;
 #[cfg(feature = "nccl")]
 use candle_core::DeviceLocation;
-use message::Request;
+use message::{Fault, Request};
 use parking_lot::Mutex;
 use server::Server;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 use watch::{How, VERDICT, Watch};
@@ -58,6 +63,7 @@ pub struct Control {
     /// The addresses of this process and of rank 0.
     ends: [IpAddr; 2],
     debug: bool,
+    switches: Switches,
     watch: Arc<Watch>,
     /// `None` after the goodbye. Rank 0 also has the server.
     ties: Mutex<Option<(Link<Request>, Option<Server>)>>,
@@ -121,8 +127,9 @@ impl Control {
             .map(|end| end.map_or(Ipv4Addr::UNSPECIFIED.into(), |end| end.ip()));
         let watch = Arc::new(Watch::new(info.rank, info.world_size));
         let listening = watch.clone();
-        let link = Link::start(stream, terms.lost_after, Vec::new(), move |event| listening.on(event))
-            .map_err(|error| Error::Init(format!("rank {} cannot start its threads: {error}", info.rank)))?;
+        let bare = stream.try_clone();
+        let link = Link::start(stream, terms.lost_after, Vec::new(), move |event| listening.on(event));
+        let link = link.map_err(|error| without_threads(info.rank, bare, &error))?;
         watch.speak_through(link.outbox.clone());
         watch.present(arguments::own(options).as_deref().map(arguments::digests));
         let met = watch.meet(options.init_timeout.saturating_add(VERDICT));
@@ -134,6 +141,7 @@ impl Control {
             init_timeout: options.init_timeout,
             ends,
             debug: terms.debug,
+            switches: terms.switches,
             watch,
             ties: Mutex::new(Some((link, server))),
         };
@@ -162,6 +170,11 @@ impl Control {
     /// Returns how long the processes may take to connect, and how long a backend may take to do so.
     pub fn init_timeout(&self) -> Duration {
         self.init_timeout
+    }
+
+    /// Returns the switches of rank 0, which hold for all ranks.
+    pub(crate) fn switches(&self) -> Switches {
+        self.switches
     }
 
     /// Returns the ends of the connection to rank 0: the addresses of this process and of rank 0 that reach each other.
@@ -292,22 +305,23 @@ impl Control {
         Ok(Entered { watch: &self.watch, doing })
     }
 
-    /// Sets the value of `key` for all ranks. Values have at most 16 MiB, keys at most 4 KiB.
+    /// Sets the value of `key` for all ranks, and waits until rank 0 has stored it. Values have at most 16 MiB, keys at most 4 KiB.
+    ///
+    /// # Errors
+    /// If all values together would have more than 1 GiB. The world goes on.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_sizes(self.rank, key, value.len())?;
-        self.watch.set(key, value, self.timeout)
+        // Backends set values while they start, where the timeout of a call does not count yet.
+        match self.watch.change(key, &Change::Set, value, self.start_timeout)? {
+            (Outcome::Refused(reason), _) => Err(Error::InvalidArgument { rank: self.rank, op: "store", reason }),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the value of `key`. Waits until a rank sets it; after the timeout, the world fails.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         check_sizes(self.rank, key, 0)?;
         self.watch.get(key, self.timeout)
-    }
-
-    /// Like [`get`](Self::get) while backends start: it waits for at most [`start_timeout`](Self::start_timeout).
-    pub fn get_at_start(&self, key: &str) -> Result<Vec<u8>> {
-        check_sizes(self.rank, key, 0)?;
-        self.watch.get(key, self.start_timeout)
     }
 
     /// Returns the value of `key`, or `None` if no rank sets it within `limit`.
@@ -353,6 +367,21 @@ impl Drop for Control {
     fn drop(&mut self) {
         self.leave(End::of_thread());
     }
+}
+
+/// Tells rank 0, and so all ranks, that a rank which was let in cannot start its threads.
+fn without_threads(rank: usize, stream: io::Result<TcpStream>, error: &io::Error) -> Error {
+    let why = format!(
+        "rank {rank} cannot start its threads: {error}; raise the limit on threads (ulimit -u, pids.max of the cgroup) or on memory"
+    );
+    if let Ok(stream) = stream {
+        let mut stream = Before { stream: &stream, deadline: within(FAREWELL) };
+        let told = frame::write(&mut stream, &Request::Fail(Fault::Failed { rank, message: why.clone() }), &[]);
+        // Closing with unread bytes would reset the connection, before rank 0 has read this.
+        let _ = told.and_then(|()| stream.stream.shutdown(Shutdown::Write));
+        let _ = io::copy(&mut stream, &mut io::sink());
+    }
+    Error::Init(why)
 }
 
 /// Refuses keys and values that are too long to send.

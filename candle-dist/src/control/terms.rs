@@ -1,6 +1,6 @@
 //! What holds for all ranks of a world because rank 0 says so.
 use crate::launch::InitOptions;
-use crate::switch::Switch;
+use crate::switch::Switches;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -12,15 +12,13 @@ pub(super) struct Terms {
     pub(super) debug: bool,
     /// The time of silence after which a process counts as lost.
     pub(super) lost_after: Duration,
-    /// The switches, in the order of [`Switch::ALL`].
-    switches: Vec<bool>,
+    pub(super) switches: Switches,
 }
 
 impl Terms {
     /// Returns the terms of a world whose rank 0 has these options.
     pub(super) fn of_first(options: &InitOptions) -> Self {
-        let switches = Switch::ALL.map(Switch::is_on).to_vec();
-        Self { debug: options.is_debug(), lost_after: options.lost_after, switches }
+        Self { debug: options.is_debug(), lost_after: options.lost_after, switches: Switches::of_process() }
     }
 
     /// Returns the text of a welcome.
@@ -29,15 +27,13 @@ impl Terms {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// Reads a welcome, and sets the switches of this process.
+    /// Reads a welcome.
     ///
     /// # Errors
     /// If it is of another build.
     pub(super) fn accept(welcome: &str) -> Result<Self> {
-        let terms: Self = serde_json::from_str(welcome).map_err(|error| {
+        serde_json::from_str(welcome).map_err(|error| {
             Error::Init(format!("the welcome of rank 0 cannot be read ({error}); run the same build on all hosts"))
-        })?;
-        Switch::ALL.into_iter().zip(&terms.switches).for_each(|(switch, is_on)| switch.set(*is_on));
-        Ok(terms)
+        })
     }
 }

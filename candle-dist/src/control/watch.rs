@@ -34,8 +34,6 @@ pub(super) struct Watch {
     told: AtomicBool,
     heard: Mutex<Heard>,
     changed: Condvar,
-    /// The bytes of values that rank 0 may not have stored.
-    unstored: Mutex<usize>,
 }
 
 /// An answer of rank 0 to a request about a value.
@@ -96,7 +94,6 @@ impl Watch {
             told: AtomicBool::new(false),
             heard: Mutex::default(),
             changed: Condvar::new(),
-            unstored: Mutex::default(),
         }
     }
 

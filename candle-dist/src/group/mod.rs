@@ -15,6 +15,7 @@ mod point_to_point;
 mod posted;
 mod routed;
 mod start;
+mod subgroup;
 mod under_way;
 
 pub use object::MAX_OBJECT_BYTES;
@@ -23,11 +24,11 @@ pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;
 use crate::backend::{Backend, Call, Dims, Fresh, Op, ReduceOp, Tensors, bytes};
+use crate::switch::Switches;
 use crate::{Cause, Error, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
 use posted::Posts;
 use smallvec::smallvec;
-use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use under_way::{Entered, Site, UnderWay};
@@ -65,6 +66,8 @@ pub struct ProcessGroup {
     timeout: Option<Duration>,
     /// What all calls of this handle are about.
     description: Option<Arc<str>>,
+    /// The variables that hold for all ranks of the world.
+    pub(crate) switches: Switches,
 }
 
 impl ProcessGroup {
@@ -85,7 +88,8 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, posts: Arc::default(), under_way: Arc::default(), timeout: None, description: None }
+        let (posts, under_way, switches) = (Arc::default(), Arc::default(), Switches::of_process());
+        Self { backend, posts, under_way, timeout: None, description: None, switches }
     }
 
     pub(crate) fn shared_backend(&self) -> Arc<dyn Backend> {
@@ -342,33 +346,6 @@ impl ProcessGroup {
             return Ok(());
         }
         self.make(call, None).map(drop)
-    }
-
-    /// Creates the group of `members`, ranks of this group in the order of the new group. Only members call it.
-    #[track_caller]
-    pub fn subgroup(&self, members: &[usize]) -> Result<Self> {
-        for (i, &member) in members.iter().enumerate() {
-            self.check_rank_named("subgroup", member)?;
-            if members[..i].contains(&member) {
-                return Err(self.invalid_named("subgroup", format!("rank {member} occurs twice in {members:?}")));
-            }
-        }
-        let site = Location::caller();
-        let _entered = self.under_way.enter_creation(members, site).map_err(|other| self.overlap(other, site))?;
-        Ok(Self { timeout: self.timeout, ..Self::new(self.backend.subgroup(members)?) })
-    }
-
-    /// Splits the group by `color`. Within a color, ranks are ordered by `key`, then by their rank here.
-    ///
-    /// Every rank calls it; ranks that give `None` get no group.
-    #[track_caller]
-    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
-        let mine = Tensor::new(&[[color.map_or(-1, i64::from), key]], &Device::Cpu)?;
-        let all = self.all_gather(&mine, 0)?.to_vec2::<i64>()?;
-        let Some(color) = color else { return Ok(None) };
-        let mut members: Vec<usize> = (0..all.len()).filter(|&r| all[r][0] == i64::from(color)).collect();
-        members.sort_by_key(|&r| (all[r][1], r));
-        self.subgroup(&members).map(Some)
     }
 
     /// Runs a collective with a result on every rank; at size 1 the input is the result.

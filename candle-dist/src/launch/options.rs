@@ -1,6 +1,6 @@
 //! Options for worlds of processes.
 use super::Secret;
-use crate::switch::Switch;
+use crate::switch::{Switch, Switches};
 use std::time::Duration;
 
 /// Options for how the processes of a world find and monitor each other.
@@ -96,6 +96,8 @@ impl InitOptions {
     /// Then the backends start. Each time that a rank waits for other ranks there, it waits for at most this time, or the
     /// [`timeout`](Self::timeout) if that is longer. When all are there, MPI has this time to
     /// connect them. NCCL connects the GPUs of a group in the first call, which has the `timeout`.
+    ///
+    /// MPI has this time to end, too. A rank whose MPI takes longer ends without it, with a note: all results are out by then.
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self
@@ -147,6 +149,6 @@ impl InitOptions {
 
     /// Returns whether calls are compared.
     pub(crate) fn is_debug(&self) -> bool {
-        self.debug.unwrap_or_else(|| Switch::Debug.is_on())
+        self.debug.unwrap_or_else(|| Switches::of_process().has(Switch::Debug))
     }
 }

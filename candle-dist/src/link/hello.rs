@@ -14,7 +14,7 @@ use std::io::{self, ErrorKind, Read, Write};
 /// The first bytes in both directions, which no other protocol sends.
 const MAGIC: [u8; 8] = *b"\xc4ndlDist";
 /// The version of the whole protocol.
-const VERSION: u16 = 4;
+const VERSION: u16 = 5;
 /// The length of a nonce, in bytes.
 const NONCE: usize = 32;
 

@@ -4,6 +4,7 @@ mod derive;
 mod layout;
 mod root;
 
+use crate::switch::Switch;
 use crate::{Error, ProcessGroup, Result};
 use candle_core::Tensor;
 pub use layout::Axis;
@@ -64,6 +65,11 @@ impl DeviceMesh {
     /// Returns whether both are the same mesh in memory. An equal mesh may belong to another world.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Returns whether a switch is on in the world of this mesh; see [`ProcessGroup::is_on`].
+    pub fn is_on(&self, switch: Switch) -> bool {
+        self.0.root.base().is_on(switch)
     }
 
     /// Returns the number of ranks.

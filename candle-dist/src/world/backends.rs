@@ -80,21 +80,17 @@ enum Choice {
 
 /// Returns the first backend that every rank can use, the same on all ranks. Rank 0 logs the choice.
 pub(super) fn choose(candidates: &[&Candidate], info: &LaunchInfo, control: &Control) -> Result<Start> {
-    const KEY: &str = "candle-dist backend";
     let unreadable = |error: serde_json::Error| Error::Init(format!("the choice of a backend cannot be read: {error}"));
     let choice = match candidates {
         [_] => Choice::Backend(0, String::new()),
         _ => {
             let lacks = candidates.iter().map(|candidate| (candidate.check)(info).err().map(|error| error.to_string()));
             let mine = serde_json::to_vec(&lacks.collect_vec()).map_err(unreadable)?;
-            control.set(&format!("{KEY} {}", info.rank), &mine)?;
-            if info.rank == 0 {
-                let of =
-                    |rank| serde_json::from_slice(&control.get_at_start(&format!("{KEY} {rank}"))?).map_err(unreadable);
-                let all = (0..info.world_size).map(of).collect::<Result<Vec<_>>>()?;
-                control.set(KEY, &serde_json::to_vec(&decide(candidates, &all)).map_err(unreadable)?)?;
-            }
-            serde_json::from_slice(&control.get_at_start(KEY)?).map_err(unreadable)?
+            let made = control.decide("the choice of a backend", &mine, |all| {
+                let all = all.iter().map(|lacks| serde_json::from_slice(lacks).map_err(unreadable));
+                serde_json::to_vec(&decide(candidates, &all.collect::<Result<Vec<_>>>()?)).map_err(unreadable)
+            })?;
+            serde_json::from_slice(&made).map_err(unreadable)?
         }
     };
     match choice {

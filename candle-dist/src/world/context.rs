@@ -77,14 +77,15 @@ impl RankContext {
 
     /// Creates the context of a rank that is a process, once all processes have met.
     pub(super) fn of_process(control: Arc<Control>, group: ProcessGroup) -> Self {
-        let store = Store::of_process(control.clone());
+        let (store, group) = (Store::of_process(control.clone()), group.with_switches(control.switches()));
         let backend = group.shared_backend();
         Self { guard: Guard::Process(ProcessGuard { control, backend, end: None }), group, store }
     }
 
     /// Replaces the backend of the group by `f` of it.
     pub(super) fn map_backend(mut self, f: impl FnOnce(Arc<dyn Backend>) -> Arc<dyn Backend>) -> Self {
-        self.group = ProcessGroup::new(f(self.group.shared_backend()));
+        let switches = self.group.switches;
+        self.group = ProcessGroup::new(f(self.group.shared_backend())).with_switches(switches);
         self
     }
 

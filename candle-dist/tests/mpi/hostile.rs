@@ -41,7 +41,7 @@ const ATTACKS: [Attack; 17] = [
     Attack("many_dropped", 2, many_dropped, SOON),
     Attack("many_kept", 2, many_kept, SOON),
     Attack("many_late", 3, many_late, SOON),
-    Attack("many_sent", 2, many_sent, SOON),
+    Attack("flooded", 2, |ctx| flooded(ctx, 100_000), SOON),
     Attack("unread_receive", 2, unread_receive, AT_ONCE),
     Attack("unread_messages", 3, unread_messages, AT_ONCE),
     Attack("calls_of_one_rank", 3, calls_of_one_rank, AT_ONCE),
@@ -253,13 +253,13 @@ fn many_late(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-fn many_sent(ctx: &RankContext) -> Result<()> {
+pub(crate) fn flooded(ctx: &RankContext, count: usize) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let (small, large) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
-    for nth in 0..100_000 {
+    for nth in 0..count {
         g.send_owned(if nth % 5 == 0 { large.clone() } else { small.clone() }, other)?;
     }
-    for nth in 0..100_000 {
+    for nth in 0..count {
         let got = g.recv(if nth % 5 == 0 { 10_000 } else { 4 }, DType::F32, other)?;
         if nth % 1000 == 0 {
             check(&got, 1.0, "a message")?;

@@ -1,7 +1,7 @@
 //! Two jobs of one host at one address, secrets that others could guess or read, and ranks that are frozen or killed at a
 //! bad time.
 use crate::hosts::TRAINS;
-use crate::job::{Outcome, RANK_TEST, finish, start, torchrun};
+use crate::job::{Outcome, RANK_TEST, finish, start, start_by, torchrun};
 use crate::{DIES_ALONE, WAITS_ALONE, WAKES, common};
 use std::cell::Cell;
 use std::ffi::OsString;
@@ -252,6 +252,35 @@ fn a_frozen_process_that_wakes_hears_what_the_others_heard() {
             });
         }
     }
+    attacks.assert();
+}
+
+/// Limits on threads do not hold for root, so all ranks are of another user here. The limit of one counts the threads of all.
+#[test]
+fn a_process_that_may_start_no_thread_is_named_with_the_cause() {
+    let limited = |rank: usize, culprit: usize| {
+        let mut setpriv = Command::new("setpriv");
+        setpriv.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+        setpriv.args(["prlimit", "--nproc=1"].iter().filter(|_| rank == culprit));
+        setpriv.arg(std::env::current_exe().unwrap()).current_dir("/");
+        setpriv
+    };
+    match limited(1, 1).args(["--list", "none"]).output() {
+        Ok(tried) if tried.status.success() => {}
+        other => return println!("SKIPPED: this user cannot run this program as another one: {other:?}"),
+    }
+    let mut attacks = Attacks::new("threads of processes");
+    attacks.attack("rank 1 of 3 may start none", || {
+        let vars = torchrun(3);
+        let token = ("CANDLE_DIST_TOKEN", "a token that others cannot guess".to_string());
+        let vars = |rank| vars(rank).into_iter().chain([token.clone()]).collect();
+        let outcomes = finish(start_by(|rank| limited(rank, 1), "fine/none", 3, vars));
+        let cause = "rank 1 cannot start its threads: ";
+        let said = |outcome: &Outcome| outcome.said.clone().unwrap_or_default();
+        let is_told = said(&outcomes[1]).contains(cause) && said(&outcomes[1]).contains("ulimit -u");
+        let is_heard = [0, 2].iter().all(|&rank| said(&outcomes[rank]).contains(&format!("rank 1 failed: {cause}")));
+        if is_told && is_heard { Ok(()) } else { Err(format!("{outcomes:#?}")) }
+    });
     attacks.assert();
 }
 

@@ -12,7 +12,7 @@ use candle_core::{Device, Tensor};
 use candle_dist::control::Control;
 use candle_dist::init::{InitOptions, init_process_group_with};
 use candle_dist::switch::Switch;
-use candle_dist::{Error, RankContext, ReduceOp, Result};
+use candle_dist::{Error, RankContext, ReduceOp, Result, World};
 use job::{Outcome, assert_fine, finish, say, start, torchrun};
 use std::process::Command;
 use std::sync::Mutex;
@@ -77,6 +77,16 @@ fn die_late(control: &Control) -> Result<()> {
 fn sum(ctx: &RankContext, len: usize) -> Result<Vec<f32>> {
     let mine = Tensor::full(1f32 + ctx.rank() as f32, len, &Device::Cpu)?;
     Ok(ctx.group().all_reduce(&mine, ReduceOp::Sum)?.to_vec1()?)
+}
+
+/// Says which variables hold in the world of processes, and in a world of threads of this process beside it.
+fn switches(ctx: &RankContext) -> Result<String> {
+    let of = |on: &dyn Fn(Switch) -> bool| format!("{} {}", on(Switch::Debug), on(Switch::Strict));
+    let together = of(&|switch| ctx.group().is_on(switch));
+    let mesh = ctx.mesh(&[("dp", ctx.world_size())])?;
+    let alone = World::local(1).run(|own| Ok::<_, Error>(of(&|switch| own.group().is_on(switch))));
+    assert_eq!(of(&|switch| mesh.is_on(switch)), together, "also after another world of this process");
+    Ok(format!("{together}, alone {}", alone.expect("a world of one rank").concat()))
 }
 
 /// In the texts, `{r}` is the rank that fails.
@@ -188,11 +198,10 @@ fn one_rank() {
         assert_eq!(sum(ctx, 3)?, [total; 3], "a good round first");
         match found {
             None if name == hosts::TRAINS => hosts::train(ctx)?,
-            None if name == SWITCHES => {
-                return Ok(format!("{} {}", Switch::Debug.is_on(), Switch::Strict.is_on()));
-            }
+            None if name == SWITCHES => return switches(ctx),
             None if name == stalls::WORKS => stalls::work(ctx)?,
             None if name == store::USES_STORE => store::exercise(ctx)?,
+            None if name == store::FILLS_STORE => store::fill(ctx)?,
             Some(scenario) if ctx.rank().to_string() == culprit => (scenario.wrong)(ctx)?,
             Some(_) => drop(sum(ctx, 2)?),
             None if name == DIES_ALONE && ctx.rank().to_string() == culprit => {
@@ -293,7 +302,10 @@ fn the_variables_of_rank_0_hold_for_all_ranks() {
             vars(rank).into_iter().chain(own.map(|name| (name, "1".to_string()))).collect()
         });
         let outcomes = finish(ranks);
-        assert!(outcomes.iter().all(|outcome| outcome.said.as_deref() == Some(said)), "{set}: {outcomes:#?}");
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            let alone = if rank == set { "true true" } else { "false false" };
+            assert_eq!(outcome.said.as_deref(), Some(&*format!("{said}, alone {alone}")), "{set}: {outcomes:#?}");
+        }
     }
 }
 

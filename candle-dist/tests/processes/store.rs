@@ -6,6 +6,42 @@ use std::time::{Duration, Instant};
 /// The name of the scenario in which ranks use the store.
 pub(crate) const USES_STORE: &str = "uses the store";
 
+/// The name of the scenario in which ranks set more than the store keeps.
+pub(crate) const FILLS_STORE: &str = "fills the store";
+
+/// Ranks 1 and 2 set values under keys of their own until there is no room. Every rank runs this, in a world of three.
+pub(crate) fn fill(ctx: &RankContext) -> Result<()> {
+    let (store, rank) = (ctx.store(), ctx.rank());
+    let key = |nth: usize| format!("{nth} of {rank}");
+    let value = vec![rank as u8; 16 << 20];
+    if rank > 0 {
+        store.set(&key(0), &value)?;
+    }
+    ctx.group().barrier()?;
+    if rank > 0 {
+        let refused = (1..200).find_map(|nth| Some((nth, store.set(&key(nth), &value).err()?)));
+        let (count, error) = refused.expect("3.2 GB are not kept");
+        assert!(matches!(error, Error::InvalidArgument { op: "store", .. }), "{error}");
+        let text = error.to_string();
+        let parts = ["keeps at most 1048576 KiB", "of rank 1", "of rank 2", "Store::delete"];
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+        // What is there stays, and what is deleted makes room.
+        assert!(store.compare_and_set(&key(count), None, &value).is_err());
+        assert_eq!(store.get_within(&key(count), Duration::ZERO)?, None);
+        assert_eq!(store.get(&key(0))?, value);
+        ctx.group().barrier()?;
+        assert!(store.delete(&key(0))?);
+        ctx.group().barrier()?;
+        (1..count).try_for_each(|nth| store.delete(&key(nth)).map(|was| assert!(was)))?;
+        store.set(&key(0), &value)?;
+    } else {
+        ctx.group().barrier()?;
+        ctx.group().barrier()?;
+    }
+    // The backend of these tests keeps its sums in the store, which has room again.
+    ctx.group().barrier()
+}
+
 /// Every rank runs this, in a world of three.
 pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
     let (store, rank, size) = (ctx.store(), ctx.rank(), ctx.world_size());
@@ -71,6 +107,13 @@ fn the_store_does_the_same_among_processes_and_threads() {
     let outcomes = finish(start(&format!("{USES_STORE}/none"), 3, torchrun(3)));
     assert_fine(&outcomes);
     World::local(3).run(exercise).unwrap();
+}
+
+#[test]
+fn values_that_find_no_room_are_refused_among_processes_and_threads() {
+    let outcomes = finish(start(&format!("{FILLS_STORE}/none"), 3, torchrun(3)));
+    assert_fine(&outcomes);
+    World::local(3).run(fill).unwrap();
 }
 
 #[test]

@@ -13,7 +13,7 @@ pub(super) fn unasked(
     op_spec: &OpSpec,
     site: &'static Location<'static>,
 ) -> Result<()> {
-    let mode = mode();
+    let mode = mode(inputs[0].mesh());
     if mode == Mode::Inherent || mode == Mode::Told && op_spec.told.swap(true, Relaxed) {
         return Ok(());
     }

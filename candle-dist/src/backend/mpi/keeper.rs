@@ -1,9 +1,11 @@
 //! The background thread, which starts and ends MPI, and drives it in between.
+use super::agree::agree;
 use super::driver::Driver;
 use super::native::{self, Comm, Level, MpiError};
+use super::place::{self, Stage};
 use super::wire::Wire;
-use super::{Settings, agree, place};
-use crate::control::Control;
+use super::{Settings, host};
+use crate::control::{Control, LAG};
 use crate::launch::host_name;
 use crate::link::within;
 use crate::{Error, Result};
@@ -19,12 +21,6 @@ const LONG: Duration = Duration::from_millis(1);
 
 /// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
-/// How much longer other ranks wait for MPI than rank 0.
-const LAG: Duration = Duration::from_secs(2);
-
-/// How long the end of MPI may take. It waits for ranks that end as well; that of MPICH hangs now and then.
-const END: Duration = Duration::from_secs(15);
-
 /// How long the end of a rank in a program with an MPI of its own waits while nothing moves.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -39,10 +35,8 @@ pub(super) struct Keeper {
 
 /// What the thread tells.
 enum Event {
-    /// All ranks are about to start MPI.
+    /// This rank is about to start MPI, like all others.
     Agreed,
-    /// MPI has connected all ranks, which now share memory.
-    Connected,
     Started(Result<Arc<Driver>>),
     /// This rank needs MPI no more, and ends it.
     Ending,
@@ -74,13 +68,12 @@ impl Keeper {
             })
             .map_err(|error| Error::Unsupported(format!("a thread for MPI could not be started: {error}")))?;
         let _stage = watched.stage(&format!("starting MPI on {}", host_name()));
-        // The others may come late. From then on it is MPI that takes the time.
-        let (mut limit, mut deadline) = (watched.start_timeout(), within(watched.start_timeout()));
-        let mut is_connected = false;
+        // The others may come late, and then it is said before who is missing. From then on it is MPI that takes the time.
+        let mut limit = watched.start_timeout();
+        let mut deadline = within(limit.saturating_add(2 * LAG));
         let driver = loop {
             match events.recv_timeout(LOOK) {
-                Ok(event @ (Event::Agreed | Event::Connected)) => {
-                    is_connected = matches!(event, Event::Connected);
+                Ok(Event::Agreed) => {
                     limit = watched.init_timeout();
                     // Rank 0 speaks for all, if it can.
                     deadline = within(limit.saturating_add(if watched.rank() == 0 { Duration::ZERO } else { LAG }));
@@ -95,7 +88,7 @@ impl Keeper {
                         return Err(Error::Group(failure));
                     }
                     if Instant::now() >= deadline {
-                        return Err(watched.fail(place::not_started(&watched, limit, is_connected)));
+                        return Err(watched.fail(place::not_started(&watched, limit)));
                     }
                 }
             }
@@ -117,12 +110,13 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         let Some((end, events)) = self.thread.take() else { return };
         drop(end);
-        let events = events.into_inner();
-        // Then the thread is over, maybe by a panic, which has been printed already.
+        let (events, limit) = (events.into_inner(), self.driver.control().init_timeout());
+        // It waits for ranks that end as well, and that of MPICH hangs now and then. Then the thread is over, maybe by a panic, which has been printed already.
         while let Ok(Event::Ending) = events.recv() {
-            if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(END) {
+            if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(limit) {
                 eprintln!(
-                    "note: MPI did not end within {END:?}, so rank {} ends without it",
+                    "note: MPI_Finalize did not return within {limit:?} (InitOptions::init_timeout, --timeout), so rank {} ends \
+                     without it; its results are out",
                     self.driver.control().rank()
                 );
                 return;
@@ -131,8 +125,8 @@ impl Drop for Keeper {
     }
 }
 
-/// Creates the wire over all ranks, when all agree on ranks and settings. Tells before any rank waits in MPI, and when MPI has
-/// connected them.
+/// Creates the wire over all ranks, when all agree on ranks and settings. Tells before any rank waits in MPI, and tells the other ranks
+/// how far this one is.
 fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Result<Wire> {
     match settings.comm {
         Some(_) => check_given()?,
@@ -140,12 +134,21 @@ fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Resul
     }
     // Ranks also wait for each other in the start of MPI, so all start it or none does.
     place::tell(control)?;
-    agree::agree(control, "settings", &settings.text())?;
+    let shortages = agree(control, "the start of MPI", &settings.text(), || {
+        host::shortages(&place::all(control), settings.most_sharing)
+    })?;
+    Stage::Begun.tell(control)?;
     tell(Event::Agreed);
-    let comm = match settings.comm {
-        Some(comm) => comm,
-        None => started()?,
+    let (comm, most_sharing) = match settings.comm {
+        // The ranks wait for each other when shared memory is freed. In a program with an MPI of its own, other messages
+        // might have to arrive before.
+        Some(comm) => (comm, 1),
+        None => {
+            let has_room = host::has_room(&shortages, &host_name(), control.rank())?;
+            (started()?, if has_room { settings.most_sharing } else { 1 })
+        }
     };
+    Stage::Started.tell(control)?;
     let (rank, size) = comm.place().map_err(refused)?;
     if (rank, size) != (control.rank(), control.size()) {
         return Err(Error::Unsupported(format!(
@@ -156,15 +159,13 @@ fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Resul
         )));
     }
     // From here on the ranks wait for each other in MPI, so all must be free of errors.
-    agree::agree(control, "places", "")?;
+    agree(control, "the connection of MPI", "", || Ok(Vec::new()))?;
     let private = comm.duplicate().map_err(refused)?;
-    tell(Event::Connected);
-    // The ranks wait for each other when shared memory is freed. In a program with an MPI of its own, other messages
-    // might have to arrive before.
-    let most_sharing = if settings.comm.is_some() { 1 } else { settings.most_sharing };
+    Stage::Connected.tell(control)?;
     let wire = Wire::new(private, size, settings.most_bytes, most_sharing).map_err(refused)?;
+    Stage::Sharing.tell(control)?;
     // A rank that returns at once must not end the start of the others.
-    agree::agree(control, "connected", "")?;
+    agree(control, "the end of MPI's start", "", || Ok(Vec::new()))?;
     Ok(wire)
 }
 

@@ -13,6 +13,7 @@
 mod agree;
 mod driver;
 mod header;
+mod host;
 mod keeper;
 mod known;
 mod mail;

@@ -23,6 +23,25 @@ static int level_of(int provided) {
                                                : 0;
 }
 
+/*
+ * Keeps Open MPI from shared memory, where each rank would take a segment: "vader" in version 4, "sm" in version 5. What a user
+ * excludes stays excluded, and who lists what to use keeps that. Other MPIs have no such variable.
+ */
+void candle_mpi_avoid_shared_memory(void) {
+    int level, index, room;
+    MPI_T_cvar_handle variable;
+    if (MPI_T_init_thread(MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS) return;
+    /* The interface stays open: a variable that is written counts for as long as it does. */
+    if (MPI_T_cvar_get_index("btl", &index) != MPI_SUCCESS) return;
+    if (MPI_T_cvar_handle_alloc(index, NULL, &variable, &room) != MPI_SUCCESS) return;
+    char now[4096] = "", then[sizeof now + 16] = "^vader,sm";
+    if (room <= (int)sizeof now && MPI_T_cvar_read(variable, now) == MPI_SUCCESS && (!now[0] || now[0] == '^')) {
+        if (now[0]) strcat(strcat(then, ","), now + 1);
+        if (strlen(then) < (size_t)room) MPI_T_cvar_write(variable, then);
+    }
+    MPI_T_cvar_handle_free(&variable);
+}
+
 int candle_mpi_start(int *level) {
     int provided = MPI_THREAD_SINGLE;
     int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
@@ -71,40 +90,24 @@ int candle_mpi_free(uintptr_t comm) {
     return MPI_Comm_free(&handle);
 }
 
-/* Splits the ranks of a host into parts of up to `most`. `needed` are the bytes of `ring` for each pair in all parts. */
-static int split(MPI_Comm host, int most, size_t ring, MPI_Comm *part, int *rank, int *size, unsigned long long *needed) {
-    int code = MPI_Comm_rank(host, rank);
-    if (code == MPI_SUCCESS) code = MPI_Comm_split(host, *rank / most, *rank, part);
-    if (code != MPI_SUCCESS) return code;
-    MPI_Comm_set_errhandler(*part, MPI_ERRORS_RETURN);
-    code = MPI_Comm_size(*part, size);
-    unsigned long long mine = *size < 2 ? 0 : (unsigned long long)ring * (unsigned long long)*size;
-    if (code != MPI_SUCCESS) return code;
-    return MPI_Allreduce(&mine, needed, 1, MPI_UNSIGNED_LONG_LONG, MPI_SUM, host);
-}
-
 /*
  * Memory that up to `most` ranks of a host share, `ring` bytes in each segment for each of them. The first `counts` of
- * these bytes are zeroed. `window` stays null if there are no two such ranks, or if there is no room.
- *
- * `room` is what this rank sees free in the file system of shared memory. The ranks of a host compare it with what all of
- * them need before any of them allocates: MPI_Win_allocate_shared leaves the others waiting when it fails on one rank.
- * `needed` becomes these bytes, and `room` the least that a rank sees. `rank` is that in the part, or that in the host
- * without a window.
+ * these bytes are zeroed. `window` stays null if there are no two such ranks. There is room: MPI_Win_allocate_shared leaves the
+ * others waiting when it fails on one rank. `rank` and `size` are those of the part of the host that shares.
  */
-int candle_mpi_share(uintptr_t comm, int most, size_t ring, size_t counts, uintptr_t *window, uintptr_t *group, int *rank, int *size, unsigned long long *room, unsigned long long *needed) {
+int candle_mpi_share(uintptr_t comm, int most, size_t ring, size_t counts, uintptr_t *window, uintptr_t *group, int *rank, int *size) {
     MPI_Comm host, part;
     int code = MPI_Comm_split_type(COMM(comm), MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
     if (code != MPI_SUCCESS) return code;
-    unsigned long long seen = *room;
-    code = split(host, most, ring, &part, rank, size, needed);
-    if (code == MPI_SUCCESS) code = MPI_Allreduce(&seen, room, 1, MPI_UNSIGNED_LONG_LONG, MPI_MIN, host);
+    code = MPI_Comm_rank(host, rank);
+    if (code == MPI_SUCCESS) code = MPI_Comm_split(host, *rank / most, *rank, &part);
     MPI_Comm_free(&host);
     if (code != MPI_SUCCESS) return code;
+    MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN);
     *group = (uintptr_t)part;
-    if (*size < 2 || *needed > *room) return code;
-    code = MPI_Comm_rank(part, rank);
-    if (code != MPI_SUCCESS) return code;
+    code = MPI_Comm_size(part, size);
+    if (code == MPI_SUCCESS) code = MPI_Comm_rank(part, rank);
+    if (code != MPI_SUCCESS || *size < 2) return code;
     MPI_Win made;
     void *mine = NULL;
     MPI_Aint bytes = (MPI_Aint)ring * *size;

@@ -2,7 +2,7 @@
 //!
 //! Safe functions here may be called by one thread at a time; the backend's lock ensures this. Sends and receives are
 //! `unsafe`: MPI uses their memory until [`Request::test`] says that it is done (see `transfer.rs` and `wire.rs`).
-use std::ffi::{CStr, c_char, c_int, c_ulonglong, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::ptr::{NonNull, from_mut};
 
@@ -25,9 +25,8 @@ unsafe extern "C" {
         group: *mut usize,
         rank: *mut c_int,
         size: *mut c_int,
-        room: *mut c_ulonglong,
-        needed: *mut c_ulonglong,
     ) -> c_int;
+    fn candle_mpi_avoid_shared_memory();
     fn candle_mpi_segment(window: usize, rank: c_int, data: *mut *mut c_void) -> c_int;
     fn candle_mpi_rank_of(comm: usize, group: usize, rank: c_int, found: *mut c_int) -> c_int;
     fn candle_mpi_unshare(window: usize, group: usize) -> c_int;
@@ -116,6 +115,12 @@ pub(super) fn state() -> MpiResult<(bool, bool)> {
     // SAFETY: MPI allows both questions at any time and from any thread.
     check(unsafe { candle_mpi_state(&mut started, &mut ended) })?;
     Ok((started != 0, ended != 0))
+}
+
+/// Keeps an MPI that has not started from shared memory, as far as it can be told so.
+pub(super) fn avoid_shared_memory() {
+    // SAFETY: MPI allows calls of its tool interface before its start.
+    unsafe { candle_mpi_avoid_shared_memory() }
 }
 
 /// Starts MPI for calls from one thread at a time, and returns the provided thread level.
@@ -233,35 +238,15 @@ impl Private {
     /// Allocates memory that up to `most` ranks of a host share: each has a segment with `ring` bytes for each of them.
     /// The first `counts` bytes of each ring are zeroed. All ranks call this, and wait for each other.
     ///
-    /// `room` are the bytes that this rank may take for it. Returns `None` if no other rank shares memory with this one, or
-    /// if there is no room.
-    pub(super) fn share(&self, most: usize, ring: usize, counts: usize, mut room: u64) -> MpiResult<Option<Window>> {
-        let (mut window, mut group, mut rank, mut size, mut needed) = (0, 0, 0, 0, 0);
+    /// There is room for it. Returns `None` if no other rank shares memory with this one.
+    pub(super) fn share(&self, most: usize, ring: usize, counts: usize) -> MpiResult<Option<Window>> {
+        let (mut window, mut group, mut rank, mut size) = (0, 0, 0, 0);
         let most = c_int::try_from(most.max(1)).unwrap_or(c_int::MAX);
         // SAFETY: the communicator is valid; the caller is the only thread that uses MPI.
         check(unsafe {
-            candle_mpi_share(
-                self.comm,
-                most,
-                ring,
-                counts,
-                &mut window,
-                &mut group,
-                &mut rank,
-                &mut size,
-                &mut room,
-                &mut needed,
-            )
+            candle_mpi_share(self.comm, most, ring, counts, &mut window, &mut group, &mut rank, &mut size)
         })?;
         let window = Window { handle: window, group, rank: rank as usize, size: size as usize };
-        if needed > room && window.rank == 0 {
-            eprintln!(
-                "note: shared memory on this host (/dev/shm) has {} KiB left and small messages want {} KiB, so they go through \
-                 MPI; give it more (docker run --shm-size) to make them faster",
-                room >> 10,
-                needed >> 10
-            );
-        }
         Ok((window.handle != 0).then_some(window))
     }
 

@@ -15,6 +15,13 @@ const COUNTS: usize = 256;
 /// The bytes of a ring.
 const RING: usize = COUNTS + CAPACITY;
 
+/// Returns the bytes that so many ranks of a host take, of which up to `most` share memory.
+pub(super) fn bytes(ranks: usize, most: usize) -> u64 {
+    let most = most.max(1);
+    let of = |part: usize| if part < 2 { 0 } else { (part * part * RING) as u64 };
+    (ranks / most) as u64 * of(most) + of(ranks % most)
+}
+
 /// The ranks with which this one shares memory.
 pub(super) struct Neighbors {
     window: Window,
@@ -38,7 +45,7 @@ impl Neighbors {
     ///
     /// Returns `None` if this rank shares memory with no other one, or if there is no memory for all.
     pub(super) fn open(comm: &Private, size: usize, most: usize) -> MpiResult<Option<Self>> {
-        let Some(window) = comm.share(most, RING, COUNTS, room())? else { return Ok(None) };
+        let Some(window) = comm.share(most, RING, COUNTS)? else { return Ok(None) };
         let mut of = vec![None; size];
         let mine = window.segment(window.rank)?;
         let mut all = Vec::with_capacity(window.size);
@@ -145,23 +152,16 @@ impl Neighbors {
 #[cfg(unix)]
 const FOLDER: &str = "/dev/shm";
 
-/// Returns the bytes that windows may take: three quarters of what is free. MPI takes some of it for itself.
+/// Returns the bytes that are free for shared memory here. `None` without a limit, and without the folder: then MPI has another way.
 #[cfg(unix)]
-fn room() -> u64 {
-    match rustix::fs::statvfs(FOLDER) {
-        // Without such a folder MPI has another way. One of size 0 has no limit.
-        Err(_) => u64::MAX,
-        Ok(found) if found.f_blocks == 0 => u64::MAX,
-        Ok(found) => {
-            let free = found.f_bavail.saturating_mul(found.f_frsize);
-            free - free / 4
-        }
-    }
+pub(super) fn free() -> Option<u64> {
+    let found = rustix::fs::statvfs(FOLDER).ok().filter(|found| found.f_blocks > 0)?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 #[cfg(not(unix))]
-const fn room() -> u64 {
-    u64::MAX
+pub(super) const fn free() -> Option<u64> {
+    None
 }
 
 /// A ring in a segment of the window.

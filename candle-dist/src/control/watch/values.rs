@@ -9,35 +9,12 @@ use crate::{Error, Result};
 use parking_lot::MutexGuard;
 use std::time::{Duration, Instant};
 
-/// The bytes of values that a process sets before it waits until rank 0 has stored them.
-const MAX_UNSTORED: usize = 32 << 20;
-/// The bytes that a value needs in addition to its content.
-const LEAST_BYTES: usize = 256;
-/// A key without a value. Keys of programs begin with "own ".
-const FENCE: &str = "fence";
-
 /// Returns the error for an answer that belongs to another request.
 fn unexpected() -> Error {
     Error::Unsupported("rank 0 answered another request; run the same build on all hosts".to_string())
 }
 
 impl Watch {
-    /// Sets a value. It waits for rank 0 where it has not stored much of what this process has set.
-    pub(in crate::control) fn set(&self, key: &str, value: &[u8], timeout: Duration) -> Result<()> {
-        self.check()?;
-        // Held while it waits, so that other threads wait, too.
-        let mut unstored = self.unstored.lock();
-        let size = key.len() + value.len() + LEAST_BYTES;
-        if *unstored + size > MAX_UNSTORED {
-            // A change that changes nothing: its answer comes after all that was sent before is stored.
-            self.change(FENCE, &Change::Swap { expected: Some(0) }, &[], timeout)?;
-            *unstored = 0;
-        }
-        *unstored += size;
-        self.send(Request::Set { key: key.to_string() }, value);
-        Ok(())
-    }
-
     pub(in crate::control) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let answer = self.ask(
             key,

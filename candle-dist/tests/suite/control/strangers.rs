@@ -10,7 +10,7 @@ use std::thread;
 /// The first bytes in both directions.
 const MAGIC: &[u8; 8] = b"\xc4ndlDist";
 /// The version of the protocol.
-pub(super) const VERSION: u16 = 4;
+pub(super) const VERSION: u16 = 5;
 /// The length of what rank 0 sends before a text.
 const FRAME: usize = 11;
 

@@ -63,10 +63,10 @@ const CANDLE_DIST: &[Folder] = &[
     Folder {
         path: "backend/mpi",
         floors: &[
-            "agree header native patience place ring room shapes sums",
+            "agree header native patience ring room shapes sums",
             "mail plan shared transfer",
-            "ways work",
-            "wire",
+            "place ways work",
+            "host wire",
             "progress",
             "operation",
             "known open",
@@ -111,6 +111,7 @@ const CANDLE_DIST: &[Folder] = &[
             "server",
             "dial",
             "mod",
+            "decide",
         ],
         // A rank 0 whose port is taken calls who holds it.
         up: &[("server", "dial")],
@@ -121,7 +122,7 @@ const CANDLE_DIST: &[Folder] = &[
         floors: &[
             "under_way",
             "mod",
-            "check failure in_place monitored object posted routed gather_text",
+            "check failure in_place monitored object posted routed gather_text subgroup",
             "pending",
             "start",
             "coalesced into point_to_point",
