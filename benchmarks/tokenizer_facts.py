@@ -4,7 +4,7 @@
 Usage: PYTHON benchmarks/tokenizer_facts.py, with a Python that has transformers 5, torch and gguf
 
 The vocabularies are small: pairs learned from a few sentences, in the way of SentencePiece (scores and bytes) for three
-architectures, and in bytes with merges for the kinds of `tokenizer.ggml.pre` that the families have.
+architectures (for Llama the steps of transformers' own converter), and in bytes with merges for the kinds of `tokenizer.ggml.pre` that the families have.
 """
 import json
 import tempfile

@@ -11,10 +11,13 @@ if [ ! -d "$cache" ]; then
   partial="$cache.$$"
   trap 'rm -rf "$partial"' EXIT
   mkdir -p "$partial/package"
-  pip download --quiet --no-deps --no-binary llama-cpp-python --dest "$partial" "llama-cpp-python==$version" >/dev/null 2>&1 || exit 0
-  source="$partial/llama_cpp_python-$version.tar.gz"
-  [ "$(sha256sum "$source" | cut -d' ' -f1)" = "$sum" ] || { echo "$source is not what the package had" >&2; exit 1; }
-  tar xzf "$source" --directory "$partial/package" --strip-components=4 --wildcards '*/vendor/llama.cpp/models/ggml-vocab-*'
+  # pip compares the digest before it runs anything of the package.
+  echo "llama-cpp-python==$version --hash=sha256:$sum" >"$partial/wanted"
+  if ! pip download --quiet --no-deps --no-binary llama-cpp-python --require-hashes --dest "$partial" -r "$partial/wanted" >"$partial/said" 2>&1; then
+    echo "note: the vocabularies cannot be downloaded: $(grep -v '^$' "$partial/said" | tail -n 1)" >&2
+    exit 0
+  fi
+  tar xzf "$partial/llama_cpp_python-$version.tar.gz" --directory "$partial/package" --strip-components=4 --wildcards '*/vendor/llama.cpp/models/ggml-vocab-*'
   mv "$partial/package" "$cache"
 fi
 echo "$cache"

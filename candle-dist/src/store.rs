@@ -2,7 +2,7 @@
 use crate::backend::local::WorldState;
 use crate::control::{Control, check_sizes};
 use crate::link::within;
-use crate::values::{Change, Changed, Outcome, Values};
+use crate::values::{Change, Changed, OWN, Outcome, Values};
 use crate::{Cause, Error, Result};
 use parking_lot::{Condvar, Mutex};
 use std::fmt;
@@ -34,7 +34,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// ```
 ///
 /// Every call fails if the world has failed, or if a key or value is too long. A value that finds no room is refused: nothing
-/// changes, and the error says how much each rank has set.
+/// changes, and the error says how much the ranks have set that have set the most.
 #[derive(Debug, Clone)]
 pub struct Store(Place);
 
@@ -172,7 +172,7 @@ impl Store {
 
     /// Returns the key within the namespace of programs, if the key and a value of `len` bytes are not too long.
     fn named(&self, key: &str, len: usize) -> Result<String> {
-        let key = format!("own {key}");
+        let key = format!("{OWN}{key}");
         check_sizes(self.rank(), &key, len)?;
         Ok(key)
     }
@@ -186,7 +186,7 @@ impl Store {
 
     fn unexpected(&self, outcome: Outcome) -> Error {
         let reason = match outcome {
-            Outcome::Refused(why) => why.replacen("\"own ", "\"", 1),
+            Outcome::Refused(why) => why.replacen(&format!("\"{OWN}"), "\"", 1),
             other => format!("an unexpected answer: {other:?}"),
         };
         Error::InvalidArgument { rank: self.rank(), op: "store", reason }

@@ -35,7 +35,7 @@ impl Switch {
 }
 
 /// Which switches are on in a world.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Switches([bool; Switch::ALL.len()]);
 
 impl Switches {

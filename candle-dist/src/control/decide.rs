@@ -39,7 +39,7 @@ impl Control {
     /// Stops the world because of ranks that have not come to a stage.
     fn come_late(&self, stage: &str, limit: Duration) -> Error {
         // After an error the world has stopped, and has its cause.
-        let has_come = |rank| matches!(self.get_within(&told(stage, rank), Duration::ZERO), Ok(Some(_)));
+        let has_come = |rank| matches!(self.peek_at_start(&told(stage, rank)), Ok(Some(_)));
         let missing = (0..self.size()).filter(|rank| !has_come(*rank)).collect_vec();
         self.fail(match missing.first() {
             None => Cause::TimedOut { rank: self.rank(), after: limit },

@@ -330,6 +330,12 @@ impl Control {
         self.watch.get_within(key, limit, self.timeout)
     }
 
+    /// Returns the value of `key`, if a rank has set it. The timeout of a call does not count.
+    pub(crate) fn peek_at_start(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        check_sizes(self.rank, key, 0)?;
+        self.watch.get_within(key, Duration::ZERO, self.start_timeout)
+    }
+
     /// Changes a value at rank 0 atomically.
     pub(crate) fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
         self.watch.change(key, change, bytes, self.timeout)

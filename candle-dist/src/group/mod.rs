@@ -74,7 +74,8 @@ impl ProcessGroup {
     /// Creates this rank's handle on the group that a backend serves.
     ///
     /// [`World::wrap_backend`](crate::World::wrap_backend) and [`init_process_group_with`](crate::init::init_process_group_with)
-    /// make worlds of a backend; this is for a group without a world.
+    /// make worlds of a backend; this is for a group without a world. No [`Switch`](crate::switch::Switch) is on in it, because nobody
+    /// says which hold for all of its ranks.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -88,7 +89,7 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        let (posts, under_way, switches) = (Arc::default(), Arc::default(), Switches::of_process());
+        let (posts, under_way, switches) = (Arc::default(), Arc::default(), Switches::default());
         Self { backend, posts, under_way, timeout: None, description: None, switches }
     }
 

@@ -11,6 +11,7 @@ use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
 use crate::backend::nccl::{Calls, NcclBackend, Values, Watch, check_devices, open_pools};
 use crate::launch::{InitOptions, LaunchInfo};
+use crate::switch::Switches;
 use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
 use std::fmt::Display;
@@ -225,7 +226,7 @@ impl World {
         };
         let shared = store::Shared::new(&world);
         let context = |(rank, backend)| {
-            let group = ProcessGroup::new(wrapped(backend, &self.wraps));
+            let group = ProcessGroup::new(wrapped(backend, &self.wraps)).with_switches(Switches::of_process());
             let store = Store::of_thread(rank, shared.clone());
             RankContext::of_thread(RankGuard::new(world.clone(), rank), group, store)
         };

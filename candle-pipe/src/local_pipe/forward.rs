@@ -30,7 +30,8 @@ impl LocalPipe {
         Ok(self.outputs(|value| values.get(&value).cloned()))
     }
 
-    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Options are those of a training step.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the options,
+    /// the step, the first row, the outputs and the weights have a meaning here, and others are refused.
     ///
     /// # Errors
     /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats, or an option has no meaning in an evaluation

@@ -129,7 +129,7 @@ fn alike(all: &[Vec<i64>], what: &[&str], place: impl Fn(usize) -> String) -> Re
     for (at, what) in what.iter().enumerate() {
         if let Some(other) = all.iter().position(|numbers| numbers[at] != all[0][at]) {
             let reason = format!("the {what} of {} is not that of {}", place(other), place(0));
-            return Err(Error::Microbatches(format!("{reason}; give all ranks the same batch and step")));
+            return Err(Error::Microbatches(format!("{reason}; give all ranks the same batch and options")));
         }
     }
     Ok(())

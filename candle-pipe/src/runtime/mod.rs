@@ -243,7 +243,8 @@ impl Runtime {
         self.run(&self.training, batch, options, true, outputs)
     }
 
-    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Options are those of a training step.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the options,
+    /// the step, the first row, the outputs and the weights have a meaning here, and others are refused.
     ///
     /// Every rank must call it, also those of the other copies of the model ([`with_replicas`](Self::with_replicas),
     /// [`beside`](Self::beside)), because all copies start a step together. If a copy has no rows left, it passes some

@@ -1,21 +1,30 @@
 //! What a builder knows of the units of a model.
 use super::FullyShardOptions;
-use super::shared::Shared;
+use super::shared::{Shared, lock};
 use super::unit::Unit;
 use crate::DTensor;
 use crate::layout::{Placement, Shard};
 use candle_dist::{DeviceMesh, ProcessGroup};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 
 /// The axes over which parameters are fully sharded, with their units.
 pub(crate) struct Sharder {
     shared: Arc<Shared<Unit>>,
+    /// The units of all models of the same parameters.
+    all: Arc<Mutex<Vec<Weak<Unit>>>>,
 }
 
 impl Sharder {
     /// Shards over `axes`, from the outermost to the innermost, whose ranks are those of `group`.
     pub(crate) fn new(axes: Vec<usize>, group: &ProcessGroup, options: FullyShardOptions) -> Self {
-        Self { shared: Arc::new(Shared::new(axes, group, options)) }
+        Self { shared: Arc::new(Shared::new(axes, group, options)), all: Arc::default() }
+    }
+
+    /// Returns the same for another model of the same parameters. A unit is not the neighbor of those of other models, which
+    /// some ranks may still have and others not.
+    pub(crate) fn again(&self) -> Self {
+        let Shared { axes, group, options, .. } = &*self.shared;
+        Self { shared: Arc::new(Shared::new(axes.clone(), group, *options)), all: self.all.clone() }
     }
 
     /// Returns the axes, from the outermost to the innermost.
@@ -35,12 +44,16 @@ impl Sharder {
 
     /// Adds a unit that is built at this path.
     pub(crate) fn unit(&self, path: &str) -> Arc<Unit> {
-        self.shared.add(|number| Arc::new(Unit::new(self.shared.clone(), number, path)))
+        let unit = self.shared.add(|number| Arc::new(Unit::new(self.shared.clone(), number, path)));
+        let mut all = lock(&self.all);
+        all.retain(|unit| unit.strong_count() > 0);
+        all.push(Arc::downgrade(&unit));
+        unit
     }
 
     /// Returns the unit that gathers this weight.
     pub(crate) fn owner(&self, weight: &DTensor) -> Option<Arc<Unit>> {
-        self.shared.units().into_iter().find(|unit| unit.has(weight))
+        lock(&self.all).iter().filter_map(Weak::upgrade).find(|unit| unit.has(weight))
     }
 
     /// Returns how these axes cut a parameter with `rank` dims that `placements` cut on the other axes of `mesh`.

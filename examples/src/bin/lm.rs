@@ -197,7 +197,7 @@ impl Opened {
     /// Sets the prompt of the task: with a template, the conversation that `prompt` starts.
     fn with_prompt(mut self, args: &Args, prompt: &str, now: DateTime) -> anyhow::Result<Self> {
         self.task.prompt = match &self.template {
-            None => tokens::encode(&self.tokenizer, prompt)?,
+            None => tokens::encode_prompt(&self.tokenizer, prompt)?,
             Some(template) => {
                 let system = args.talk.system.iter().map(|text| Message::new("system", text));
                 let messages: Vec<Message> = system.chain([Message::new("user", prompt)]).collect();

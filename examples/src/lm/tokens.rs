@@ -47,6 +47,21 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(encoding(tokenizer, text, true)?.get_ids().to_vec())
 }
 
+/// Returns the tokens of a text that is continued: without those that end a text, which some tokenizers put behind each.
+///
+/// # Errors
+/// Those of the tokenizer.
+pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+    let (mut whole, inside) = (encode(tokenizer, text)?, encoding(tokenizer, text, false)?);
+    let inside = inside.get_ids();
+    if let Some(start) = (0..=whole.len().saturating_sub(inside.len())).find(|&at| whole[at..].starts_with(inside)) {
+        // Of a text without tokens, those in front of it stay.
+        let is_text = !inside.is_empty();
+        whole.truncate(if is_text { start + inside.len() } else { whole.len().min(1) });
+    }
+    Ok(whole)
+}
+
 /// Returns what the tokenizer makes of a text, with the tokens around it where it is `whole`.
 fn encoding(tokenizer: &Tokenizer, text: &str, whole: bool) -> Result<Encoding> {
     // The crate panics where a pattern of the file takes too many steps on a text.
@@ -81,14 +96,14 @@ struct Controls<'a> {
     added: HashMap<u32, AddedToken>,
 }
 
-/// A token, and the bytes that it stands for, without the spaces around them that some tokens take.
-type Placed = (u32, Range<usize>);
+/// A token, the bytes that it stands for, and these with the spaces around them that some tokens take.
+type Placed = (u32, Range<usize>, Range<usize>);
 
 impl Controls<'_> {
     fn encode(&self) -> Result<Vec<u32>> {
         let tokens = self.tokens(self.tokenizer, 0..self.script.len())?;
         if !tokens.iter().any(|token| self.is_false(token)) {
-            return Ok(tokens.into_iter().map(|(id, _)| id).collect());
+            return Ok(tokens.into_iter().map(|(id, ..)| id).collect());
         }
         let mut plain = self.tokenizer.clone();
         plain.set_encode_special_tokens(true);
@@ -99,14 +114,14 @@ impl Controls<'_> {
                 Some((last, inside)) if self.is_true(last) => (Some(last), inside),
                 _ => (None, part),
             };
-            let end = last.map_or(self.script.len(), |(_, span)| span.start);
+            let end = last.map_or(self.script.len(), |(.., taken)| taken.start);
             if inside.iter().any(|token| self.is_false(token)) {
                 self.encode_text(&plain, start..end, &mut ids)?;
             } else {
-                ids.extend(inside.iter().map(|(id, _)| id));
+                ids.extend(inside.iter().map(|(id, ..)| id));
             }
-            ids.extend(last.map(|(id, _)| id));
-            start = last.map_or(end, |(_, span)| span.end);
+            ids.extend(last.map(|(id, ..)| id));
+            start = last.map_or(end, |(.., taken)| taken.end);
         }
         Ok(ids)
     }
@@ -117,7 +132,7 @@ impl Controls<'_> {
         while let Some(part) = parts.pop() {
             let tokens = self.tokens(plain, part.clone())?;
             let mut cuts = Vec::new();
-            for (_, span) in tokens.iter().filter(|token| self.is_false(token)) {
+            for (_, span, _) in tokens.iter().filter(|token| self.is_false(token)) {
                 // Tokens that are not special, and those that the model itself knows by their letters: these are apart.
                 let text = &self.script[span.clone()];
                 let first = text.chars().next().map_or(0, char::len_utf8);
@@ -128,7 +143,7 @@ impl Controls<'_> {
                 cuts.push(span.start + first);
             }
             if cuts.is_empty() {
-                ids.extend(tokens.into_iter().map(|(id, _)| id));
+                ids.extend(tokens.into_iter().map(|(id, ..)| id));
                 continue;
             }
             let mut end = part.end;
@@ -146,10 +161,11 @@ impl Controls<'_> {
         let encoding = encoding(tokenizer, text, false)?;
         let spans = encoding.get_offsets().iter().map(|&(start, end)| {
             let inside = text.get(start..end).unwrap_or_default();
-            let start = part.start + start + inside.len() - inside.trim_start().len();
-            start..start + inside.trim().len()
+            let taken = part.start + start..part.start + end;
+            let start = taken.start + inside.len() - inside.trim_start().len();
+            (start..start + inside.trim().len(), taken)
         });
-        Ok(encoding.get_ids().iter().copied().zip(spans).collect())
+        Ok(encoding.get_ids().iter().zip(spans).map(|(&id, (span, taken))| (id, span, taken)).collect())
     }
 
     /// Whether a token is a control token that the template wrote.
@@ -162,7 +178,7 @@ impl Controls<'_> {
         self.is_control(token) && !self.script.is_own(&token.1)
     }
 
-    fn is_control(&self, (id, span): &Placed) -> bool {
+    fn is_control(&self, (id, span, _): &Placed) -> bool {
         let Some(token) = self.added.get(id) else { return false };
         let content = token.content.trim();
         // A text that the tokenizer does not know has a special token too, and other letters than that.

@@ -46,13 +46,17 @@ pub(super) fn has_room(found: &[u8], host: &str, rank: usize) -> Result<bool> {
     let Some(Shortage { first, ranks, free, needed, .. }) = found.iter().find(|shortage| shortage.host == host) else {
         return Ok(true);
     };
-    avoid_shared_memory();
+    let then = match avoid_shared_memory() {
+        true => "so messages go another way; give it more (docker run --shm-size) to make them faster",
+        false => {
+            "so small messages go another way, and MPI may end for want of it; give it more (docker run --shm-size)"
+        }
+    };
     if rank == *first {
+        let (free, needed) = (free >> 10, needed >> 10);
         eprintln!(
-            "note: shared memory on this host (/dev/shm) has {} KiB left, and MPI and small messages of {ranks} ranks want {} KiB, so \
-             messages go another way; give it more (docker run --shm-size) to make them faster",
-            free >> 10,
-            needed >> 10
+            "note: shared memory on this host (/dev/shm) has {free} KiB left, and MPI and small messages of {ranks} ranks want {needed} \
+             KiB, {then}"
         );
     }
     Ok(false)

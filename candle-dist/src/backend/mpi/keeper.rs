@@ -21,6 +21,9 @@ const LONG: Duration = Duration::from_millis(1);
 
 /// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long the end of MPI may take at most, or as long as its start.
+const END: Duration = Duration::from_secs(60);
+
 /// How long the end of a rank in a program with an MPI of its own waits while nothing moves.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -110,13 +113,13 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         let Some((end, events)) = self.thread.take() else { return };
         drop(end);
-        let (events, limit) = (events.into_inner(), self.driver.control().init_timeout());
-        // It waits for ranks that end as well, and that of MPICH hangs now and then. Then the thread is over, maybe by a panic, which has been printed already.
+        let (events, limit) = (events.into_inner(), self.driver.control().init_timeout().min(END));
+        // The end of MPI waits for ranks that end as well, and that of MPICH hangs now and then. When the thread is over, maybe by a
+        // panic, that has been printed already.
         while let Ok(Event::Ending) = events.recv() {
             if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(limit) {
                 eprintln!(
-                    "note: MPI_Finalize did not return within {limit:?} (InitOptions::init_timeout, --timeout), so rank {} ends \
-                     without it; its results are out",
+                    "note: MPI did not end within {limit:?}, so rank {} ends without it; its results are out",
                     self.driver.control().rank()
                 );
                 return;

@@ -25,21 +25,24 @@ static int level_of(int provided) {
 
 /*
  * Keeps Open MPI from shared memory, where each rank would take a segment: "vader" in version 4, "sm" in version 5. What a user
- * excludes stays excluded, and who lists what to use keeps that. Other MPIs have no such variable.
+ * excludes stays excluded, and who lists what to use, or excludes TCP, keeps that. Other MPIs have no such variable. Returns whether it
+ * was written.
  */
-void candle_mpi_avoid_shared_memory(void) {
-    int level, index, room;
+int candle_mpi_avoid_shared_memory(void) {
+    int level, index, room, is_written = 0;
     MPI_T_cvar_handle variable;
-    if (MPI_T_init_thread(MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS) return;
+    if (MPI_T_init_thread(MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS) return 0;
     /* The interface stays open: a variable that is written counts for as long as it does. */
-    if (MPI_T_cvar_get_index("btl", &index) != MPI_SUCCESS) return;
-    if (MPI_T_cvar_handle_alloc(index, NULL, &variable, &room) != MPI_SUCCESS) return;
+    if (MPI_T_cvar_get_index("btl", &index) != MPI_SUCCESS) return 0;
+    if (MPI_T_cvar_handle_alloc(index, NULL, &variable, &room) != MPI_SUCCESS) return 0;
     char now[4096] = "", then[sizeof now + 16] = "^vader,sm";
-    if (room <= (int)sizeof now && MPI_T_cvar_read(variable, now) == MPI_SUCCESS && (!now[0] || now[0] == '^')) {
+    int is_read = room <= (int)sizeof now && MPI_T_cvar_read(variable, now) == MPI_SUCCESS;
+    if (is_read && (!now[0] || (now[0] == '^' && !strstr(now, "tcp")))) {
         if (now[0]) strcat(strcat(then, ","), now + 1);
-        if (strlen(then) < (size_t)room) MPI_T_cvar_write(variable, then);
+        is_written = strlen(then) < (size_t)room && MPI_T_cvar_write(variable, then) == MPI_SUCCESS;
     }
     MPI_T_cvar_handle_free(&variable);
+    return is_written;
 }
 
 int candle_mpi_start(int *level) {

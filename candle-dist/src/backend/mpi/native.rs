@@ -26,7 +26,7 @@ unsafe extern "C" {
         rank: *mut c_int,
         size: *mut c_int,
     ) -> c_int;
-    fn candle_mpi_avoid_shared_memory();
+    fn candle_mpi_avoid_shared_memory() -> c_int;
     fn candle_mpi_segment(window: usize, rank: c_int, data: *mut *mut c_void) -> c_int;
     fn candle_mpi_rank_of(comm: usize, group: usize, rank: c_int, found: *mut c_int) -> c_int;
     fn candle_mpi_unshare(window: usize, group: usize) -> c_int;
@@ -117,10 +117,10 @@ pub(super) fn state() -> MpiResult<(bool, bool)> {
     Ok((started != 0, ended != 0))
 }
 
-/// Keeps an MPI that has not started from shared memory, as far as it can be told so.
-pub(super) fn avoid_shared_memory() {
+/// Keeps an MPI that has not started from shared memory. Returns whether it could be told so.
+pub(super) fn avoid_shared_memory() -> bool {
     // SAFETY: MPI allows calls of its tool interface before its start.
-    unsafe { candle_mpi_avoid_shared_memory() }
+    unsafe { candle_mpi_avoid_shared_memory() != 0 }
 }
 
 /// Starts MPI for calls from one thread at a time, and returns the provided thread level.

@@ -79,7 +79,7 @@ pub(super) fn all(control: &Control) -> Vec<(usize, Place)> {
 
 /// Returns what a rank has told. After an error the world has stopped, and has its cause.
 fn told(control: &Control, what: &str, rank: usize) -> Option<Vec<u8>> {
-    control.get_within(&key(what, rank), Duration::ZERO).ok().flatten()
+    control.peek_at_start(&key(what, rank)).ok().flatten()
 }
 
 /// Returns the cause when MPI has not started on all ranks within `limit`. It names the ranks that are behind the others. If none is,

@@ -53,6 +53,10 @@ fn an_evaluation_heeds_its_options() {
                         Some(_) => made.losses.iter().enumerate().map(one).sum::<Result<f64>>()?,
                     };
                     close(&numbers(loss)?, &[want], 1e-12, &format!("{options:?}"));
+                    if options.first_row > 0 {
+                        let from_0 = mean(&local, &batch, &options.clone().first_row(0))?;
+                        assert!((want - from_0).abs() > 1e-6, "the rows count");
+                    }
                     assert!((want - numbers(train(&options.clone().step(9).weights(None))?.loss()?)?[0]).abs() > 0.1);
                 }
             }

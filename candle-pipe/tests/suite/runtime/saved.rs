@@ -6,7 +6,7 @@ use candle_dist::RankContext;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{EqualCount, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, StepOptions, sharded_op};
-use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, Linear, ParamGroup, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, checkpoint};
 use std::collections::BTreeMap;
@@ -58,10 +58,16 @@ fn train(
     let schedule = ScheduleKind::OneFOneB.schedule(pp, 2, 1)?;
     let runtime = Runtime::new(&declare(pp)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
     let parameters = vb.built();
-    let mut optimizer = AdamW::new(&parameters, candle_nn::ParamsAdamW { lr: 0.05, ..Default::default() })?;
+    // Those that go on have the learning rates and options of the checkpoint, whatever they are made with.
+    let lr = if load.is_some() { 0.5 } else { 0.05 };
+    let (decay, no_decay) = parameters.split_decay();
+    let group =
+        |of, weight_decay| ParamGroup::new(of, candle_nn::ParamsAdamW { lr, weight_decay, ..Default::default() });
+    let mut optimizer = AdamW::from_groups([group(&decay, lr), group(&no_decay, 0.0)])?;
     if let Some(path) = load {
         parameters.load(path)?;
         optimizer.load(path)?;
+        assert_eq!(optimizer.learning_rates(), [0.05; 2]);
     }
     for step in steps {
         let mut made = runtime.forward_backward(&batch(step)?, &StepOptions::default())?.step;

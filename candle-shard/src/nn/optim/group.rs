@@ -39,31 +39,40 @@ impl<P: Params> ParamGroup<P> {
         self.parameters.iter().filter(|of| of.var.dtype().is_float() && !of.is_frozen())
     }
 
-    /// Checks a group that is to be added to an optimizer, for which the result of other checks is `checked`: every rank of the mesh
-    /// adds the same. Every rank calls it.
+    /// Checks a group that is to be added to an optimizer of parameters on `mesh`, for which the result of other checks is `checked`:
+    /// every rank of the mesh adds the same. Every rank calls it. Where parameters have to be `in_order`, their order counts.
     ///
     /// # Errors
-    /// On all ranks alike, if a check has failed on one, the group has parameters and trains none of them, or ranks train others.
-    pub(super) fn check_added(&self, checked: Result<()>) -> Result<()> {
-        let Some(first) = self.parameters.iter().next() else { return checked };
-        let names = self.trained().map(|of| of.name.as_str()).join(", ");
-        let checked = checked.and_then(|()| match names.is_empty() {
-            true => {
-                let reason =
-                    "build a model that trains it, and take its parameters of the builder again (finish, built)";
-                Error::op(P::TYPE, format!("{} and all others of the group are not trained; {reason}", first.name))
-            }
-            false => Ok(()),
+    /// On all ranks alike, if a check has failed on one, the group is empty or has a parameter that is not trained, or ranks train
+    /// others or with other options.
+    pub(super) fn check_added(&self, mesh: Option<&DeviceMesh>, in_order: bool, checked: Result<()>) -> Result<()> {
+        let Some(mesh) = mesh.or_else(|| self.parameters.iter().next().map(|of| of.tensor.mesh())) else {
+            // No rank knows another one.
+            return checked;
+        };
+        let fix = "build a model that trains it, and take its parameters of the builder again (finish, built)";
+        let frozen = self.parameters.iter().find(|of| of.var.dtype().is_float() && of.is_frozen());
+        let checked = checked.and_then(|()| match (frozen, self.trained().next()) {
+            (Some(frozen), _) => Error::op(P::TYPE, format!("{} of the group is frozen; {fix}", frozen.name)),
+            (None, None) => Error::op(P::TYPE, "a group of no parameters that are trained is added; leave it out"),
+            (None, Some(_)) => Ok(()),
         });
-        let group = first.tensor.mesh().group()?;
+        let mut names: Vec<&str> = self.trained().map(|of| of.name.as_str()).collect();
+        if !in_order {
+            names.sort_unstable();
+        }
+        let options = P::OPTIONS.iter().zip(self.params.options()).map(|(name, value)| format!("{name} {value}"));
+        let masters = if self.master_weights { " and master weights" } else { "" };
+        let text = format!("{} with {}{masters}", names.join(", "), options.format(", "));
+        let group = mesh.group()?;
         agreed(group, P::TYPE, checked)?;
-        let texts = group.all_gather_text(&names)?;
+        let texts = group.all_gather_text(&text)?;
         match group.ranks().iter().zip(&texts).find(|(_, text)| **text != texts[0]) {
             None => Ok(()),
             Some((rank, other)) => {
                 let (at, first) = (group.ranks()[0], &texts[0]);
                 let reason = format!("rank {at} adds a group of {first}, and rank {rank} one of {other}");
-                Error::op(P::TYPE, format!("{reason}; freeze and train the same parameters on all ranks"))
+                Error::op(P::TYPE, format!("{reason}; train the same parameters with the same options on all ranks"))
             }
         }
     }

@@ -117,7 +117,7 @@ pub trait Optimizer: fmt::Debug {
     ///
     /// # Errors
     /// If a part of the state is missing or cannot be read, or parameters of one group were saved with unlike options. The
-    /// error is the same on every rank, and nothing has changed.
+    /// error is the same on every rank of their mesh, and nothing has changed there. Stages of a pipeline have meshes of their own.
     fn load(&mut self, path: &Path) -> Result<()>;
 
     /// Loads the state of the parameters that a checkpoint has, and returns the names of the others, whose state stays as it

@@ -75,6 +75,6 @@ fn is_same(a: &[f64], b: &[f64]) -> bool {
 
 /// Lists the options that are not those of `other`.
 fn unlike<P: Params>(options: &[f64], other: &[f64]) -> String {
-    let named = P::OPTIONS.iter().zip(options.iter().zip(other)).filter(|(_, (value, other))| value != other);
+    let named = P::OPTIONS.iter().zip(options.iter().zip(other)).filter(|(_, (a, b))| a.to_bits() != b.to_bits());
     named.map(|(name, (value, _))| format!("{name} {value}")).join(" and ")
 }

@@ -65,7 +65,8 @@ impl ShardedVarBuilder {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn again(&self) -> Self {
-        Self { requested: Arc::default(), ..self.clone() }
+        let sharder = self.sharder.as_ref().map(|sharder| Arc::new(sharder.again()));
+        Self { requested: Arc::default(), sharder, ..self.clone() }
     }
 
     /// Returns the parameter of this name that another model of these parameters has built.

@@ -207,13 +207,23 @@ fn ranks_that_unfreeze_unlike_parameters_are_refused_alike() {
             let of = |names: &[&str]| Ok::<_, Error>(vb.finish()?.partition(|p| names.contains(&p.name.as_str())).0);
             let two = ["embed.weight", "embed.bias"];
             let said = optimizer.add_group(group(&of(&two)?, 1)).unwrap_err().to_string();
-            assert!(said.contains("rank 0: AdamW: embed.weight and all others of the group are not trained"), "{said}");
+            assert!(said.contains("rank 0: AdamW: embed.weight of the group is frozen"), "{said}");
             // A part of them on one rank.
             build(&vb.again(), 1)?;
             let added = of(if mine == 1 { &two[1..] } else { &two })?;
             let said = optimizer.add_group(group(&added, 1)).unwrap_err().to_string();
-            let want = "rank 0 adds a group of embed.weight, embed.bias, and rank 1 one of embed.bias";
-            assert!(said.contains(want), "{said}");
+            let parts =
+                ["rank 0 adds a group of embed.bias, embed.weight with lr", "and rank 1 one of embed.bias with lr"];
+            assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+            // None of them on one rank.
+            let added = of(if mine == 1 { &[] } else { &two })?;
+            let said = optimizer.add_group(group(&added, 1)).unwrap_err().to_string();
+            assert!(said.contains("rank 1: AdamW: a group of no parameters that are trained is added"), "{said}");
+            // Other options on one rank.
+            let lr = if mine == 1 { 0.1 } else { 0.2 };
+            let added = ParamGroup::new(&of(&two)?, ParamsAdamW { lr, ..Default::default() });
+            let said = optimizer.add_group(added).unwrap_err().to_string();
+            assert!(said.contains("with lr 0.2,") && said.contains("with lr 0.1,"), "{said}");
             assert_eq!(optimizer.learning_rates().len(), 1);
             optimizer.add_group(group(&of(&two)?, 1))
         });

@@ -103,7 +103,7 @@ fn open(args: &Args, (file, text): (&Path, &str), scratch: &Path) -> Result<Open
     files.ends.extend(tokens);
     let request = |prompt: &Prompt| -> Result<Request> {
         let most = prompt.max_tokens.unwrap_or(args.max_tokens);
-        Ok(Request { prompt: tokens::encode(&tokenizer, &prompt.text)?, most })
+        Ok(Request { prompt: tokens::encode_prompt(&tokenizer, &prompt.text)?, most })
     };
     let batch = Batch {
         requests: prompts.iter().map(request).collect::<Result<_>>()?,

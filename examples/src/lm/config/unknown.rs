@@ -39,6 +39,8 @@ const CHOICES: [&str; 16] = [
     "router",
     "scor",
 ];
+/// The kind of layers that see all tokens, in lists of the kinds of layers.
+const FULL: &str = "full_attention";
 /// Words in the names of switches that may be on without the field.
 const ON: [&str; 8] = ["causal", "embed", "mask", "norm", "position", "rope", "rotary", "scal"];
 
@@ -93,7 +95,7 @@ impl<'a> Unknown<'a> {
     }
 }
 
-/// Whether a value switches something off, or is a name.
+/// Whether a value switches something off, is a name, or says that all layers are of the common kind.
 fn is_off(name: &str, value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -101,7 +103,7 @@ fn is_off(name: &str, value: &Value) -> bool {
         Value::Number(number) if number.as_f64() == Some(1.0) => FACTORS.iter().any(|word| name.contains(word)),
         Value::Number(number) => number.as_f64() == Some(0.0),
         Value::String(text) => text.is_empty() || !CHOICES.iter().any(|word| name.contains(word)),
-        Value::Array(items) => items.is_empty(),
+        Value::Array(items) => items.iter().all(|item| item == FULL),
         Value::Object(fields) => fields.is_empty(),
     }
 }

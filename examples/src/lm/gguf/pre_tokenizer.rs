@@ -74,7 +74,7 @@ const MINICPM5: &str =
 /// Chinese and Japanese letters.
 const HAN_KANA: &str = r"[一-龥぀-ゟ゠-ヿ]+";
 
-/// The kinds that llama.cpp knows. Those of `afmoe`, whose digits no pattern cuts, and of `whitespace`, `sarvam-moe` and
+/// The kinds that llama.cpp knows, with the patterns of the models' own tokenizers: some of llama.cpp's lack marks (`\p{M}`). Those of `afmoe`, whose digits no pattern cuts, and of `whitespace`, `sarvam-moe` and
 /// `granite-embed-multi-311m`, whose tokens are not made of bytes, are left out.
 const KINDS: [PreTokenizer; 33] = [
     PreTokenizer::of(
@@ -158,3 +158,29 @@ const KINDS: [PreTokenizer; 33] = [
     PreTokenizer::of(&["minicpm5"], &[r"\p{N}{1,3}", MINICPM5]).ignores_merges(),
     PreTokenizer::of(&[GUESS], &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]),
 ];
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a panic is how a test fails
+mod tests {
+    use super::*;
+    use itertools::Itertools;
+    use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+    use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _, SplitDelimiterBehavior};
+
+    #[test]
+    fn each_kind_cuts_a_text_into_its_letters() {
+        let text =
+            "It's 1234567 cats,\n\n  don'T: naïve 你好世界 e\u{301} IMGIMGABZ <sentinel:7> ¡Hola! x = 5;\t\u{1F642} ";
+        for kind in &KINDS {
+            let mut pieces = PreTokenizedString::from(text);
+            for cut in kind.cuts {
+                let split = Split::new(SplitPattern::Regex((*cut).into()), SplitDelimiterBehavior::Isolated, false);
+                split.unwrap_or_else(|error| panic!("{kind:?}: {error}")).pre_tokenize(&mut pieces).unwrap();
+            }
+            let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
+            assert!(pieces.len() > 8, "{kind:?}: {pieces:?}");
+            assert_eq!(pieces.iter().map(|(piece, ..)| *piece).join(""), text, "{kind:?}");
+        }
+        assert_eq!(KINDS.iter().flat_map(|kind| kind.names).duplicates().next(), None);
+    }
+}

@@ -13,6 +13,9 @@ use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
 use tokenizers::pre_tokenizers::split::Split;
 use tokenizers::{DecoderWrapper, SplitDelimiterBehavior, Tokenizer};
 
+/// The most bytes of a token.
+const MOST_BYTES: usize = 4096;
+
 /// The letter that stands for a space.
 const SPACE: &str = "▁";
 
@@ -41,7 +44,7 @@ impl Spaces {
 /// Builds a tokenizer from tokens and their scores; merges that the file has are used as they are.
 ///
 /// # Errors
-/// If a merge has parts that are no tokens, or a token is there twice.
+/// If a merge has parts that are no tokens, or a token is there twice or too long.
 pub(super) fn build(
     mut tokens: Vec<String>,
     scores: &[f64],
@@ -57,6 +60,12 @@ pub(super) fn build(
     }
     let vocab: Vocab = tokens.iter().cloned().zip(0..).collect();
     anyhow::ensure!(vocab.len() == tokens.len(), "tokenizer.ggml.tokens has a token twice");
+    // All cuts of each token are looked at.
+    let longest = tokens.iter().map(String::len).max().unwrap_or(0);
+    anyhow::ensure!(
+        longest <= MOST_BYTES,
+        "tokenizer.ggml.tokens has a token of {longest} bytes; at most {MOST_BYTES} are known"
+    );
     let merges = merges.unwrap_or_else(|| match spaces {
         // Scores do not follow the order of merges there, and the list does.
         Spaces::Gemma => implied(&tokens, &vocab, |place| -(place as f64)),

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::quantized::gguf_file::Value;
 use candle_shard::Weights;
+use serde_json::{Value as Json, json};
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -118,23 +119,24 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     };
     tokenizer.add_special_tokens(added(&is_special, true)).map_err(failed)?;
     tokenizer.add_tokens(added(&is_added, false)).map_err(failed)?;
-    let ends = switch("add_eos_token").unwrap_or(false);
     let around = |is: bool, name: &str| -> Result<Option<(u64, String)>> {
         is.then(|| id(name)?.with_context(|| format!("there is no tokenizer.ggml.{name}"))).transpose()
     };
-    let first = around(switch("add_bos_token").unwrap_or(begins), "bos_token_id")?;
-    let last = around(ends, "eos_token_id")?;
+    // Files of Gemma 4 say otherwise, and mean it not.
+    let begins = text("model") == Some("gemma4") || switch("add_bos_token").unwrap_or(begins);
+    let first = around(begins, "bos_token_id")?;
+    let last = around(switch("add_eos_token").unwrap_or(false), "eos_token_id")?;
     if first.is_some() || last.is_some() {
-        let name = |token: &Option<(u64, String)>| token.as_ref().map(|(_, token)| token.clone());
-        let pieces = [name(&first), Some("$A".to_owned()), name(&last)].into_iter().flatten().collect::<Vec<_>>();
-        let template = TemplateProcessing::builder()
-            .try_single(pieces)
-            .map_err(|error| anyhow!("{error}"))?
-            .special_tokens(
-                [first, last].into_iter().flatten().map(|(id, token)| (token, id as u32)).collect::<Vec<_>>(),
-            )
-            .build()
-            .map_err(|error| anyhow!("{error}"))?;
+        // As in a `tokenizer.json`: a text would give some tokens another meaning.
+        let piece = |(_, token): &(u64, String)| json!({"SpecialToken": {"id": token, "type_id": 0}});
+        let part = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
+        let single: Vec<Json> = first.iter().map(piece).chain([part("A")]).chain(last.iter().map(piece)).collect();
+        let special = first.iter().chain(&last);
+        let special: serde_json::Map<String, Json> =
+            special.map(|(id, token)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]}))).collect();
+        let template: TemplateProcessing = serde_json::from_value(json!({
+            "type": "TemplateProcessing", "single": single, "pair": [part("A"), part("B")], "special_tokens": special,
+        }))?;
         tokenizer.with_post_processor(Some(template));
     }
     Ok(tokenizer)

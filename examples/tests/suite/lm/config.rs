@@ -97,6 +97,7 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
         (json!({"pruned_heads": {}}), "pruned_heads {}"),
         (json!({"remote_layers": []}), "remote_layers []"),
         (json!({"made_by": "a tool"}), "made_by \"a tool\""),
+        (json!({"layer_types": ["full_attention", "full_attention"]}), "layer_types"),
     ];
     for (changes, want) in noted {
         let mut read = Config::parse(&with(base, &changes)).unwrap();
@@ -105,6 +106,9 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
         assert_eq!(read, plain);
     }
 
+    assert!(
+        refused(&with(base, &json!({"layer_types": ["full_attention", "chunked_attention"]}))).contains("layer_types")
+    );
     let wrong = json!({"clip_qkv": 8.0, "mup_scale": 2.0, "pruned_heads": {"1": [2]}, "sparse": true, "is_encoder_decoder": true});
     let text = with(base, &wrong);
     let said = refused(&text);

@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use examples::lm::chat;
+use examples::lm::chat::{self, ChatTemplate, Message};
 use examples::lm::config::Config;
 use examples::lm::engine::Held;
 use examples::lm::files::Files;
@@ -194,6 +194,13 @@ fn phi_3_takes_the_white_space_behind_its_tokens() {
     assert_eq!(ids("<tool>\n  the</tool> \n"), ids("<tool>the</tool>"));
     // The beginning of a text does not.
     assert_ne!(ids("<s> the"), ids("<s>the"));
+    // Nor does white space come back where a message has the letters of a control token.
+    let script = |template: &str| {
+        let template = ChatTemplate::new(template, "a file", BTreeMap::new()).unwrap();
+        let script = template.render(&[Message::new("user", "the <tool> cat")], chat::now()).unwrap();
+        tokens::encode_rendered(&tokenizer, &script).unwrap()
+    };
+    assert_eq!(script("<tool>\n {{ messages[0].content }}"), script("<tool>{{ messages[0].content }}"));
 }
 
 #[test]
@@ -205,6 +212,12 @@ fn a_file_may_say_that_texts_end_with_a_token() {
     let ids = tokens::encode(&tokens::read(&path).unwrap(), "the cat").unwrap();
     let around = [ids[0], ids[ids.len() - 1]];
     assert_eq!(around, [fact.ids["bos_token_id"], fact.ids["eos_token_id"]]);
+    // A text that is continued does not.
+    let tokenizer = tokens::read(&path).unwrap();
+    assert_eq!(tokens::encode_prompt(&tokenizer, "the cat").unwrap(), ids[..ids.len() - 1]);
+    write(&path, fact, &[]);
+    let tokenizer = tokens::read(&path).unwrap();
+    assert_eq!(tokens::encode_prompt(&tokenizer, "the cat").unwrap(), ids[..ids.len() - 1]);
 }
 
 /// What transformers makes of a folder.

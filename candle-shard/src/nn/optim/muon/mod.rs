@@ -104,7 +104,7 @@ impl Muon {
     /// Those of [`from_groups`](Self::from_groups) and of [`AdamW::add_group`]. The error is the same on every rank, and nothing has
     /// changed.
     pub fn add_group(&mut self, group: ParamGroup<ParamsMuon>) -> Result<()> {
-        group.check_added(self.check(&group))?;
+        group.check_added(self.mesh()?, true, self.check(&group))?;
         self.groups.add(group)?;
         self.balance()
     }
@@ -118,8 +118,14 @@ impl Muon {
         let is_apart = Self::check_apart(group.trained(), self.groups.slots());
         let none = AdamW::from_groups([])?;
         let groups = self.others.as_ref().unwrap_or(&none).groups();
-        group.check_added(is_apart.and_then(|()| groups.check(&group)))?;
+        group.check_added(self.mesh()?, false, is_apart.and_then(|()| groups.check(&group)))?;
         self.others.get_or_insert(none).add_checked(group)
+    }
+
+    /// Returns the mesh of the parameters of both optimizers.
+    fn mesh(&self) -> Result<Option<&DeviceMesh>> {
+        let of_others = self.others.as_ref().map_or(Ok(None), |others| others.groups().place())?;
+        Ok(self.groups.place()?.or(of_others).map(|(mesh, _)| mesh))
     }
 
     /// Refuses a group that cannot be one of Muon's.
@@ -201,6 +207,7 @@ impl Muon {
         let mine = self.groups.read(path.as_ref())?;
         let of_others = self.others.as_ref().map(|others| others.groups().read(path.as_ref())).transpose()?;
         self.groups.set(mine)?;
+        self.balance()?;
         self.others.as_mut().zip(of_others).map_or(Ok(()), |(others, saved)| others.set(saved))
     }
 

@@ -118,7 +118,10 @@ impl Params for ParamsMuon {
         let Some(&adjust_lr) = AdjustLr::ALL.get(adjust_lr as usize) else { return unknown(options) };
         let (nesterov, ns_coefficients, ns_steps) = (nesterov != 0.0, [a, b, c], ns_steps as usize);
         let dtype = self.dtype;
-        Ok(Self { lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr, dtype })
+        let made = Self { lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr, dtype };
+        // A number that stands for nothing is not that of what it was taken for.
+        let is_same = made.options().iter().zip(options).all(|(made, option)| made == option);
+        if is_same { Ok(made) } else { unknown(options) }
     }
 
     fn states(&self) -> &'static [&'static str] {
