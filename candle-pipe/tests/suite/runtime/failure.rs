@@ -169,7 +169,7 @@ fn ranks_that_differ_hear_of_it() {
         let rows =
             said(3, "rows", move |ctx| step(&runtime(&plan, ctx, &plain())?, if ctx.rank() == odd { 9 } else { 8 }, 0));
         rows.iter().for_each(|said| assert!(said.contains("the rows of the microbatches of rank "), "{said}"));
-        rows.iter().for_each(|said| assert!(said.contains("; give all ranks the same batch and step"), "{said}"));
+        rows.iter().for_each(|said| assert!(said.contains("; give all ranks the same batch and options"), "{said}"));
 
         let plan = steady.clone();
         let steps = said(3, "steps", move |ctx| step(&runtime(&plan, ctx, &plain())?, 8, u64::from(ctx.rank() == odd)));
