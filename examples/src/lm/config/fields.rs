@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::families::{FAMILIES, Family};
-use super::unknown::Unknown;
+use super::unknown::{Unknown, is_full_attention};
 
 /// What is done about a field.
 #[derive(Clone, Copy)]
@@ -172,7 +172,7 @@ impl Fields {
                     unknown.refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
                 }
                 // Where a family has a switch, another one may always do what it switches.
-                None if FAMILIES.iter().any(|other| other.has(name)) => {
+                None if FAMILIES.iter().any(|other| other.has(name)) && !is_full_attention(value) => {
                     let name = unknown.name_of(name);
                     unknown.refuse(&name, format!("{name} ({}) is a field of other families", shortened(value)));
                 }

@@ -95,6 +95,11 @@ impl<'a> Unknown<'a> {
     }
 }
 
+/// Whether a value says of all layers that they see all tokens, as without it.
+pub(super) fn is_full_attention(value: &Value) -> bool {
+    value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(|item| item == FULL))
+}
+
 /// Whether a value switches something off, is a name, or says that all layers are of the common kind.
 fn is_off(name: &str, value: &Value) -> bool {
     match value {
@@ -103,7 +108,7 @@ fn is_off(name: &str, value: &Value) -> bool {
         Value::Number(number) if number.as_f64() == Some(1.0) => FACTORS.iter().any(|word| name.contains(word)),
         Value::Number(number) => number.as_f64() == Some(0.0),
         Value::String(text) => text.is_empty() || !CHOICES.iter().any(|word| name.contains(word)),
-        Value::Array(items) => items.iter().all(|item| item == FULL),
+        Value::Array(items) => items.is_empty() || is_full_attention(value),
         Value::Object(fields) => fields.is_empty(),
     }
 }
