@@ -67,7 +67,9 @@ fn train(
     if let Some(path) = load {
         parameters.load(path)?;
         optimizer.load(path)?;
-        assert_eq!(optimizer.learning_rates(), [0.05; 2]);
+        // A group without parameters on this stage has nothing to load.
+        let rates = optimizer.learning_rates();
+        assert!(rates.iter().zip([&decay, &no_decay]).all(|(&lr, of)| of.is_empty() || lr == 0.05), "{rates:?}");
     }
     for step in steps {
         let mut made = runtime.forward_backward(&batch(step)?, &StepOptions::default())?.step;

@@ -51,8 +51,8 @@ impl<P: ElementParams> ElementOptimizer<P> {
     /// Every rank calls it.
     ///
     /// # Errors
-    /// Those of [`from_groups`](Self::from_groups), and if the group has no parameter or a frozen one, or ranks of the mesh add others
-    /// or other options. The error is the same on every rank of the mesh, and nothing has changed. Replicas and stages with meshes of
+    /// Those of [`from_groups`](Self::from_groups), and if the group has a frozen parameter, or ranks of the mesh add others or other
+    /// options. The error is the same on every rank of the mesh, and nothing has changed. Replicas and stages with meshes of
     /// their own are not compared: they have to add the same.
     pub fn add_group(&mut self, group: ParamGroup<P>) -> Result<()> {
         group.check_added(self.groups.place()?.map(|(mesh, _)| mesh), false, self.groups.check(&group))?;

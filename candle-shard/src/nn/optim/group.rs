@@ -43,8 +43,8 @@ impl<P: Params> ParamGroup<P> {
     /// every rank of the mesh adds the same. Every rank calls it. Where parameters have to be `in_order`, their order counts.
     ///
     /// # Errors
-    /// On all ranks alike, if a check has failed on one, the group is empty or has a parameter that is not trained, or ranks train
-    /// others or with other options.
+    /// On all ranks alike, if a check has failed on one, the group has a parameter that is frozen, or ranks train others or with
+    /// other options.
     pub(super) fn check_added(&self, mesh: Option<&DeviceMesh>, in_order: bool, checked: Result<()>) -> Result<()> {
         let Some(mesh) = mesh.or_else(|| self.parameters.iter().next().map(|of| of.tensor.mesh())) else {
             // No rank knows another one.
@@ -52,10 +52,10 @@ impl<P: Params> ParamGroup<P> {
         };
         let fix = "build a model that trains it, and take its parameters of the builder again (finish, built)";
         let frozen = self.parameters.iter().find(|of| of.var.dtype().is_float() && of.is_frozen());
-        let checked = checked.and_then(|()| match (frozen, self.trained().next()) {
-            (Some(frozen), _) => Error::op(P::TYPE, format!("{} of the group is frozen; {fix}", frozen.name)),
-            (None, None) => Error::op(P::TYPE, "a group of no parameters that are trained is added; leave it out"),
-            (None, Some(_)) => Ok(()),
+        // A stage of a pipeline may have none to add.
+        let checked = checked.and_then(|()| match frozen {
+            Some(frozen) => Error::op(P::TYPE, format!("{} of the group is frozen; {fix}", frozen.name)),
+            None => Ok(()),
         });
         let mut names: Vec<&str> = self.trained().map(|of| of.name.as_str()).collect();
         if !in_order {
@@ -63,7 +63,8 @@ impl<P: Params> ParamGroup<P> {
         }
         let options = P::OPTIONS.iter().zip(self.params.options()).map(|(name, value)| format!("{name} {value}"));
         let masters = if self.master_weights { " and master weights" } else { "" };
-        let text = format!("{} with {}{masters}", names.join(", "), options.format(", "));
+        let names = if names.is_empty() { "no parameters".to_owned() } else { names.join(", ") };
+        let text = format!("{names} with {}{masters}", options.format(", "));
         let group = mesh.group()?;
         agreed(group, P::TYPE, checked)?;
         let texts = group.all_gather_text(&text)?;
