@@ -194,7 +194,7 @@ pid_of() {
     local pid
     for pid in $(pgrep -f -- "$program --backend mpi"); do
         if tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qE "^(OMPI_COMM_WORLD_RANK|PMI_RANK)=$1$" &&
-            tr '\0' '\n' <"/proc/$pid/environ" | grep -q "^CANDLE_DIST_TOKEN=$2$"; then
+            tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -q "^CANDLE_DIST_TOKEN=$2$"; then
             echo "$pid"
             return
         fi
@@ -234,7 +234,10 @@ blamed() {
 }
 # lost SIGNAL RANK: the verdict on a rank that gets a signal.
 lost() {
-    fate "$1" "$2"
+    for _ in 1 2 3; do
+        fate "$1" "$2"
+        [ "$status" -eq 125 ] || break
+    done
     verdict "toy-transformer whose rank $2 gets SIG$1" blamed "$2"
 }
 for rank in 0 1 2 3; do
