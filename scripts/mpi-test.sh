@@ -16,12 +16,17 @@ failed=0
 
 # on RANKS ARGUMENT...: runs the program for at most ten minutes. Its input is the file $input, its output is in $out, and
 # its status in $status.
-on() {
+on() { retried once "$@"; }
+once() {
     local ranks=$1
     shift
+    out=$(launched 600 -n "$ranks" "$program" "$@" 2>&1 <"${input:-/dev/null}")
+    status=$?
+}
+# retried COMMAND...: runs a command that sets $status, and again where mpirun hung after all ranks had ended; three times at most.
+retried() {
     for _ in 1 2 3; do
-        out=$(launched 600 -n "$ranks" "$program" "$@" 2>&1 <"${input:-/dev/null}")
-        status=$?
+        "$@"
         [ "$status" -eq 125 ] || break
         echo "again   mpirun hung after all ranks had ended"
     done
@@ -234,10 +239,7 @@ blamed() {
 }
 # lost SIGNAL RANK: the verdict on a rank that gets a signal.
 lost() {
-    for _ in 1 2 3; do
-        fate "$1" "$2"
-        [ "$status" -eq 125 ] || break
-    done
+    retried fate "$1" "$2"
     verdict "toy-transformer whose rank $2 gets SIG$1" blamed "$2"
 }
 for rank in 0 1 2 3; do
@@ -269,13 +271,12 @@ verdict "lm --pp 2 on 2 ranks" same "$text"
 place=$(mktemp -d)
 trap 'rm -rf "$said" "$place"' EXIT
 for i in $(seq 60); do echo "$i sheep jump over $((i * i % 17)) fences."; done >"$place/text"
-for _ in 1 2 3; do
+# saves: a training that makes the folder anew.
+saves() {
     rm -rf "$place/whole"
-    out=$(launched 600 -n 2 "$program" train --backend mpi --tp 2 --train "$place/text" --batch 2 --seq-len 8 --steps 4 \
-        --save "$place/whole" --save-every 2 2>&1 </dev/null)
-    status=$?
-    [ "$status" -eq 125 ] || break
-done
+    once 2 train --backend mpi --tp 2 --train "$place/text" --batch 2 --seq-len 8 --steps 4 --save "$place/whole" --save-every 2
+}
+retried saves
 verdict "lm train --save on 2 ranks" passed
 # last_loss: the loss of the last step in $out.
 last_loss() { echo "$out" | grep -oE "^step 5 of 5: loss [0-9.]+"; }

@@ -1,8 +1,7 @@
 //! Named values, their changes, and the waiters for values that are not set.
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::{HashMap, hash_map};
 use std::sync::Arc;
 
 /// The most bytes of values with their keys. More are refused and not waited for: a rank that waits for room may be the one
@@ -16,7 +15,7 @@ const MOST_NAMED: usize = 8;
 /// The values that ranks have set.
 #[derive(Debug)]
 pub(crate) struct Values<W> {
-    held: HashMap<String, Value>,
+    held: HashMap<String, Entry>,
     waiting: HashMap<String, Vec<W>>,
     /// The bytes of all values, and the most of them.
     bytes: usize,
@@ -25,7 +24,7 @@ pub(crate) struct Values<W> {
 
 /// A value, and the rank that has set it.
 #[derive(Debug)]
-struct Value {
+struct Entry {
     bytes: Arc<[u8]>,
     rank: usize,
 }
@@ -68,13 +67,13 @@ pub(crate) enum Outcome {
 }
 
 /// A new value and its waiters.
-type Woken<W> = (Arc<[u8]>, Vec<W>);
+type News<W> = (Arc<[u8]>, Vec<W>);
 
 /// All effects of a change.
 pub(crate) struct Changed<W> {
     pub(crate) outcome: Outcome,
     pub(crate) bytes: Arc<[u8]>,
-    pub(crate) woken: Option<Woken<W>>,
+    pub(crate) woken: Option<News<W>>,
 }
 
 impl<W> Changed<W> {
@@ -91,7 +90,7 @@ impl<W> Default for Values<W> {
 
 impl<W> Values<W> {
     /// Sets a value of `rank`, and replaces an existing one. Returns it with its waiters. The error is that there is no room.
-    fn store(&mut self, key: String, bytes: &[u8], rank: usize) -> Result<Option<Woken<W>>, String> {
+    fn store(&mut self, key: String, bytes: &[u8], rank: usize) -> Result<News<W>, String> {
         let before = self.held.get(&key).map_or(0, |held| size(&key, &held.bytes));
         let more = size(&key, bytes);
         let after = self.bytes - before + more;
@@ -99,12 +98,12 @@ impl<W> Values<W> {
             return Err(self.full(more));
         }
         let (bytes, waiting) = (Arc::<[u8]>::from(bytes), self.waiting.remove(&key).unwrap_or_default());
-        self.held.insert(key, Value { bytes: bytes.clone(), rank });
+        self.held.insert(key, Entry { bytes: bytes.clone(), rank });
         self.bytes = after;
-        Ok(Some((bytes, waiting)))
+        Ok((bytes, waiting))
     }
 
-    /// Returns the reason why a value of so many bytes is refused.
+    /// Returns why a value of `more` bytes is refused.
     fn full(&self, more: usize) -> String {
         let of_programs = self.held.iter().filter(|(key, _)| key.starts_with(OWN));
         let of_ranks = of_programs.map(|(key, held)| (held.rank, size(key, &held.bytes)));
@@ -145,7 +144,7 @@ impl<W> Values<W> {
 
     fn changed(&mut self, key: String, change: &Change, bytes: &[u8], rank: usize) -> Result<Changed<W>, String> {
         Ok(match *change {
-            Change::Set => Changed { woken: self.store(key, bytes, rank)?, ..Changed::only(Outcome::Stored) },
+            Change::Set => Changed { woken: Some(self.store(key, bytes, rank)?), ..Changed::only(Outcome::Stored) },
             Change::Delete => {
                 let was = self.held.remove(&key);
                 self.bytes -= was.as_ref().map_or(0, |was| size(&key, &was.bytes));
@@ -153,14 +152,15 @@ impl<W> Values<W> {
             }
             Change::Add(n) => {
                 let sum = self.sum(&key, n)?;
-                Changed { woken: self.store(key, &sum.to_le_bytes(), rank)?, ..Changed::only(Outcome::Sum(sum)) }
+                let woken = Some(self.store(key, &sum.to_le_bytes(), rank)?);
+                Changed { woken, ..Changed::only(Outcome::Sum(sum)) }
             }
             Change::Swap { expected } => {
                 let parts = bytes.split_at_checked(expected.unwrap_or(0));
                 let (old, new) = parts.ok_or("the message has fewer bytes than the expected value")?;
                 let held = self.peek(&key);
                 let is_expected = held.as_deref() == expected.map(|_| old);
-                let woken = if is_expected { self.store(key, new, rank)? } else { None };
+                let woken = if is_expected { Some(self.store(key, new, rank)?) } else { None };
                 Changed { outcome: Outcome::Before(held.is_some()), bytes: held.unwrap_or_default(), woken }
             }
         })
@@ -183,7 +183,7 @@ impl<W> Values<W> {
 impl<W: PartialEq> Values<W> {
     /// Removes the waiter `who`. Returns whether it was waiting.
     pub(crate) fn forget(&mut self, key: &str, who: &W) -> bool {
-        let Entry::Occupied(mut waiting) = self.waiting.entry(key.to_string()) else { return false };
+        let hash_map::Entry::Occupied(mut waiting) = self.waiting.entry(key.to_string()) else { return false };
         let before = waiting.get().len();
         waiting.get_mut().retain(|other| other != who);
         let has_waited = waiting.get().len() < before;
@@ -241,6 +241,7 @@ mod tests {
         assert!(matches!(add(1), Outcome::Refused(_)));
         assert_eq!(add(-1), Outcome::Sum(i64::MAX - 1));
     }
+
     #[test]
     fn values_have_a_limit_and_a_refusal_names_who_holds_them() {
         let mut values = Values::<u32> { most: 5000, ..Values::default() };

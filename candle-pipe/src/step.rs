@@ -121,6 +121,11 @@ impl StepOptions {
         Err(Error::Pipe(format!("{option} {reason}")))
     }
 
+    /// Returns whether dropout is active, in a call that has `backward` passes or none.
+    pub(crate) fn is_training(&self, backward: bool) -> bool {
+        self.training.unwrap_or(backward)
+    }
+
     /// Returns the data that each stage keeps.
     pub(crate) fn keep_by_stage(&self, stages: usize) -> Result<Vec<Keep>> {
         match self.keep.as_slice() {

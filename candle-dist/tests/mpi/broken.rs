@@ -131,7 +131,7 @@ pub(crate) fn all() {
     attacks.assert();
 }
 
-/// Returns what so many ranks have heard, if it is the same.
+/// Returns the error of `ranks` ranks, if all have printed the same one.
 fn heard_alike(out: &str, ranks: usize) -> Option<&str> {
     let heard: Vec<&str> =
         out.lines().filter_map(|line| Some(line.split_once("heard by ")?.1.split_once(": ")?.1)).collect();

@@ -79,7 +79,7 @@ fn sum(ctx: &RankContext, len: usize) -> Result<Vec<f32>> {
     Ok(ctx.group().all_reduce(&mine, ReduceOp::Sum)?.to_vec1()?)
 }
 
-/// Says which variables hold in the world of processes, and in a world of threads of this process beside it.
+/// Prints which switches are on in the world of processes, and in a world of threads beside it.
 fn switches(ctx: &RankContext) -> Result<String> {
     let of = |on: &dyn Fn(Switch) -> bool| format!("{} {}", on(Switch::Debug), on(Switch::Strict));
     let together = of(&|switch| ctx.group().is_on(switch));

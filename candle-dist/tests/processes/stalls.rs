@@ -57,10 +57,10 @@ fn a_job_that_was_stopped_as_a_whole_goes_on() {
     }));
 }
 
-/// Ends the busy threads, also where a test fails.
-struct Ends<'a>(&'a AtomicBool);
+/// Stops the busy threads when it is dropped, also where a test fails.
+struct Guard<'a>(&'a AtomicBool);
 
-impl Drop for Ends<'_> {
+impl Drop for Guard<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -79,7 +79,7 @@ fn more_busy_threads_than_cores_do_not_make_a_rank_look_lost() {
                 }
             });
         }
-        let _ends = Ends(&is_over);
+        let _guard = Guard(&is_over);
         assert_fine(&disturbed(|_| {}));
     });
 }

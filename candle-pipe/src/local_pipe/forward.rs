@@ -86,7 +86,7 @@ impl LocalPipe {
         let masked = Masked::of(batch, options.first_row, &self.info.graph, &self.signature)?;
         let each = batch.iter().zip(rows).zip(weights).zip(masked).enumerate();
         Ok(each.map(move |(microbatch, ((((args, kwargs), rows), weight), masked))| {
-            let (step, training) = (options.step, options.training.unwrap_or(backward));
+            let (step, training) = (options.step, options.is_training(backward));
             let ctx = Ctx { microbatch, step, training, masked, ..self.stages[0].ctx(rows) };
             (self.signature.bind(args, kwargs), ctx, weight)
         }))

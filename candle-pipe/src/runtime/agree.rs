@@ -13,7 +13,7 @@ use candle_dist::{ProcessGroup, TensorTree};
 use std::collections::HashMap;
 
 /// The meanings of the numbers before those of the inputs.
-const WHAT: [&str; 5] = [
+const NUMBERS: [&str; 5] = [
     "mode (train or evaluate)",
     "number of the step",
     "data that stages keep",
@@ -41,7 +41,7 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
     let names: Vec<&str> = runtime.signature.inputs().map(|(name, _)| name).collect();
     let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));
     let numbers = numbers.map(|numbers| [numbers, vec![runtime.clock.now()]].concat());
-    let all = between(&runtime.group, WHAT.len() + names.len() + TIME, numbers);
+    let all = between(&runtime.group, NUMBERS.len() + names.len() + TIME, numbers);
     let settled =
         all.and_then(|all| one_batch(&runtime.group, &all, &names).map(|()| (all[runtime.group.rank()].clone(), all)));
     let (cut, began): (Vec<ValueId>, Option<Nanos>) = match &settled {
@@ -59,7 +59,7 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
             let common = settled.map(|numbers| [&numbers[..COMMON], &mine].concat());
             between(copies, COMMON + mine.len(), common).and_then(|all| {
                 let replica = |at: usize| format!("replica {at}");
-                alike(&all, &WHAT[..COMMON], replica)?;
+                alike(&all, &NUMBERS[..COMMON], replica)?;
                 let own: Vec<Vec<i64>> = all.iter().map(|numbers| numbers[COMMON..].to_vec()).collect();
                 // Copies whose gradients the caller averages may share calls in each microbatch.
                 let first = if runtime.replicas.is_empty() { 0 } else { 1 };
@@ -83,7 +83,7 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
 
 /// Returns the inputs that are cut on some rank: the rank that computes the loss may lack them.
 fn cut_inputs(runtime: &Runtime, all: &[Vec<i64>]) -> Vec<ValueId> {
-    let is_cut = |place: usize| all.iter().any(|numbers| numbers[WHAT.len() + place] & CUT != 0);
+    let is_cut = |place: usize| all.iter().any(|numbers| numbers[NUMBERS.len() + place] & CUT != 0);
     runtime.signature.inputs().enumerate().filter(|&(place, _)| is_cut(place)).map(|(_, (_, input))| input).collect()
 }
 
@@ -108,11 +108,11 @@ fn between(group: &ProcessGroup, width: usize, mine: Result<Vec<i64>>) -> Result
 
 /// Refuses ranks with different steps or different inputs.
 fn one_batch(group: &ProcessGroup, all: &[Vec<i64>], names: &[&str]) -> Result<()> {
-    alike(all, &WHAT, |at| format!("rank {}", group.ranks()[at]))?;
+    alike(all, &NUMBERS, |at| format!("rank {}", group.ranks()[at]))?;
     for (place, name) in names.iter().enumerate() {
         // 0 marks an input that the rank did not pass.
         let mut given =
-            all.iter().map(|numbers| numbers[WHAT.len() + place]).zip(group.ranks()).filter(|&(n, _)| n != 0);
+            all.iter().map(|numbers| numbers[NUMBERS.len() + place]).zip(group.ranks()).filter(|&(n, _)| n != 0);
         let Some((number, rank)) = given.next() else { continue };
         if let Some((_, other)) = given.find(|&(other, _)| other != number) {
             return Err(Error::Microbatches(format!(

@@ -37,8 +37,7 @@ impl<'a> Batch<'a> {
             true => StepOptions::check_synced()?,
             false => options.check_evaluation()?,
         }
-        let (training, keep) =
-            (options.training.unwrap_or(backward), options.keep_by_stage(runtime.info.stages.len())?);
+        let (training, keep) = (options.is_training(backward), options.keep_by_stage(runtime.info.stages.len())?);
         let microbatches = runtime.training.schedule().microbatches();
         // A batch of fewer rows than that cannot be cut into as many; the others are left out.
         let is_short = cut.len() < microbatches && cut.rows().iter().all(|&rows| rows == 1);

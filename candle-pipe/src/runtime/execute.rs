@@ -10,7 +10,7 @@ use super::traffic::{Arrived, Traffic};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Pass, Program, Span};
 use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
-use crate::{Error, Kwargs, Result, Value, grads};
+use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
 use candle_core::backprop::GradStore;
 use candle_dist::panic_message;
 use std::collections::{BTreeMap, HashMap};
@@ -56,6 +56,13 @@ pub(super) enum Outputs<'a> {
     Dropped,
     /// A function, as soon as a microbatch is finished.
     Given(&'a mut dyn FnMut(usize, Kwargs) -> Result<()>),
+}
+
+impl Outputs<'_> {
+    /// Returns the destination that options ask for.
+    pub(super) fn of(options: &StepOptions) -> Self {
+        if options.outputs { Self::Kept } else { Self::Dropped }
+    }
 }
 
 /// An execution of a program.

@@ -239,8 +239,7 @@ impl Runtime {
             let reason = "it has no backward passes to train with; evaluate, or use one that has";
             return Err(Error::Schedule(reason.into()));
         }
-        let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
-        self.run(&self.training, batch, options, true, outputs)
+        self.run(&self.training, batch, options, true, Outputs::of(options))
     }
 
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the options,
@@ -254,8 +253,7 @@ impl Runtime {
     /// Those of [`forward_backward`](Self::forward_backward); on all ranks alike, if an option has no meaning in an evaluation (see
     /// [`StepOptions`]).
     pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
-        let outputs = if options.outputs { Outputs::Kept } else { Outputs::Dropped };
-        self.run(&self.evaluation, batch, options, false, outputs)
+        self.run(&self.evaluation, batch, options, false, Outputs::of(options))
     }
 
     /// Like [`evaluate`](Self::evaluate), but passes the outputs and the number of each finished microbatch to `each`,

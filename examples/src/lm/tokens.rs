@@ -52,14 +52,12 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 /// # Errors
 /// Those of the tokenizer.
 pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let (mut whole, inside) = (encode(tokenizer, text)?, encoding(tokenizer, text, false)?);
-    let inside = inside.get_ids();
-    if let Some(start) = (0..=whole.len().saturating_sub(inside.len())).find(|&at| whole[at..].starts_with(inside)) {
-        // Of a text without tokens, those in front of it stay.
-        let is_text = !inside.is_empty();
-        whole.truncate(if is_text { start + inside.len() } else { whole.len().min(1) });
-    }
-    Ok(whole)
+    let encoding = encoding(tokenizer, text, true)?;
+    let around = encoding.get_special_tokens_mask();
+    let behind = around.iter().rev().take_while(|&&is_around| is_around == 1).count();
+    // Those around a text without tokens are in front of it.
+    let len = if behind == around.len() { behind.min(1) } else { around.len() - behind };
+    Ok(encoding.get_ids()[..len].to_vec())
 }
 
 /// Returns what the tokenizer makes of a text, with the tokens around it where it is `whole`.
@@ -96,14 +94,20 @@ struct Controls<'a> {
     added: HashMap<u32, AddedToken>,
 }
 
-/// A token, the bytes that it stands for, and these with the spaces around them that some tokens take.
-type Placed = (u32, Range<usize>, Range<usize>);
+/// A token of a conversation.
+struct TokenSpan {
+    id: u32,
+    /// The bytes that it stands for.
+    text: Range<usize>,
+    /// These with the spaces around them that some tokens take.
+    taken: Range<usize>,
+}
 
 impl Controls<'_> {
     fn encode(&self) -> Result<Vec<u32>> {
         let tokens = self.tokens(self.tokenizer, 0..self.script.len())?;
         if !tokens.iter().any(|token| self.is_false(token)) {
-            return Ok(tokens.into_iter().map(|(id, ..)| id).collect());
+            return Ok(tokens.into_iter().map(|token| token.id).collect());
         }
         let mut plain = self.tokenizer.clone();
         plain.set_encode_special_tokens(true);
@@ -114,14 +118,14 @@ impl Controls<'_> {
                 Some((last, inside)) if self.is_true(last) => (Some(last), inside),
                 _ => (None, part),
             };
-            let end = last.map_or(self.script.len(), |(.., taken)| taken.start);
+            let end = last.map_or(self.script.len(), |last| last.taken.start);
             if inside.iter().any(|token| self.is_false(token)) {
                 self.encode_text(&plain, start..end, &mut ids)?;
             } else {
-                ids.extend(inside.iter().map(|(id, ..)| id));
+                ids.extend(inside.iter().map(|token| token.id));
             }
-            ids.extend(last.map(|(id, ..)| id));
-            start = last.map_or(end, |(.., taken)| taken.end);
+            ids.extend(last.map(|last| last.id));
+            start = last.map_or(end, |last| last.taken.end);
         }
         Ok(ids)
     }
@@ -132,7 +136,7 @@ impl Controls<'_> {
         while let Some(part) = parts.pop() {
             let tokens = self.tokens(plain, part.clone())?;
             let mut cuts = Vec::new();
-            for (_, span, _) in tokens.iter().filter(|token| self.is_false(token)) {
+            for TokenSpan { text: span, .. } in tokens.iter().filter(|token| self.is_false(token)) {
                 // Tokens that are not special, and those that the model itself knows by their letters: these are apart.
                 let text = &self.script[span.clone()];
                 let first = text.chars().next().map_or(0, char::len_utf8);
@@ -143,7 +147,7 @@ impl Controls<'_> {
                 cuts.push(span.start + first);
             }
             if cuts.is_empty() {
-                ids.extend(tokens.into_iter().map(|(id, ..)| id));
+                ids.extend(tokens.into_iter().map(|token| token.id));
                 continue;
             }
             let mut end = part.end;
@@ -156,29 +160,29 @@ impl Controls<'_> {
         Ok(())
     }
 
-    fn tokens(&self, tokenizer: &Tokenizer, part: Range<usize>) -> Result<Vec<Placed>> {
+    fn tokens(&self, tokenizer: &Tokenizer, part: Range<usize>) -> Result<Vec<TokenSpan>> {
         let text = &self.script[part.clone()];
         let encoding = encoding(tokenizer, text, false)?;
-        let spans = encoding.get_offsets().iter().map(|&(start, end)| {
+        let span = |(&id, &(start, end)): (&u32, &(usize, usize))| {
             let inside = text.get(start..end).unwrap_or_default();
             let taken = part.start + start..part.start + end;
             let start = taken.start + inside.len() - inside.trim_start().len();
-            (start..start + inside.trim().len(), taken)
-        });
-        Ok(encoding.get_ids().iter().zip(spans).map(|(&id, (span, taken))| (id, span, taken)).collect())
+            TokenSpan { id, text: start..start + inside.trim().len(), taken }
+        };
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(span).collect())
     }
 
     /// Whether a token is a control token that the template wrote.
-    fn is_true(&self, token: &Placed) -> bool {
-        self.is_control(token) && self.script.is_own(&token.1)
+    fn is_true(&self, token: &TokenSpan) -> bool {
+        self.is_control(token) && self.script.is_own(&token.text)
     }
 
     /// Whether a token is a control token that the template did not write.
-    fn is_false(&self, token: &Placed) -> bool {
-        self.is_control(token) && !self.script.is_own(&token.1)
+    fn is_false(&self, token: &TokenSpan) -> bool {
+        self.is_control(token) && !self.script.is_own(&token.text)
     }
 
-    fn is_control(&self, (id, span, _): &Placed) -> bool {
+    fn is_control(&self, TokenSpan { id, text: span, .. }: &TokenSpan) -> bool {
         let Some(token) = self.added.get(id) else { return false };
         let content = token.content.trim();
         // A text that the tokenizer does not know has a special token too, and other letters than that.

@@ -39,27 +39,30 @@ fn found(places: &[(usize, Place)], most_sharing: usize) -> Vec<Shortage> {
     hosts.into_iter().filter_map(shortage).sorted_by_key(|shortage| shortage.first).collect()
 }
 
-/// Returns whether this host has room, by what rank 0 has found. If it has not, MPI is kept from shared memory, before it starts.
-/// The first rank of the host says so.
-pub(super) fn has_room(found: &[u8], host: &str, rank: usize) -> Result<bool> {
-    let found: Vec<Shortage> = serde_json::from_slice(found).map_err(unreadable)?;
-    let Some(Shortage { first, ranks, free, needed, .. }) = found.iter().find(|shortage| shortage.host == host) else {
-        return Ok(true);
-    };
-    let then = match avoid_shared_memory() {
-        true => "so messages go another way; give it more (docker run --shm-size) to make them faster",
-        false => {
-            "so small messages go another way, and MPI may end for want of it; give it more (docker run --shm-size)"
-        }
-    };
-    if rank == *first {
-        let (free, needed) = (free >> 10, needed >> 10);
-        eprintln!(
-            "note: shared memory on this host (/dev/shm) has {free} KiB left, and MPI and small messages of {ranks} ranks want {needed} \
-             KiB, {then}"
-        );
+impl Shortage {
+    /// Returns that of a host, by what rank 0 has found.
+    pub(super) fn on(host: &str, found: &[u8]) -> Result<Option<Self>> {
+        let found: Vec<Self> = serde_json::from_slice(found).map_err(unreadable)?;
+        Ok(found.into_iter().find(|shortage| shortage.host == host))
     }
-    Ok(false)
+
+    /// Keeps MPI from shared memory, before it starts. The first rank of the host says so.
+    pub(super) fn avoid(&self, rank: usize) {
+        let Self { first, ranks, free, needed, .. } = self;
+        let then = match avoid_shared_memory() {
+            true => "so messages go another way; give it more (docker run --shm-size) to make them faster",
+            false => {
+                "so small messages go another way, and MPI may end for want of it; give it more (docker run --shm-size)"
+            }
+        };
+        if rank == *first {
+            let (free, needed) = (free >> 10, needed >> 10);
+            eprintln!(
+                "note: shared memory on this host (/dev/shm) has {free} KiB left, and MPI and small messages of {ranks} ranks want \
+                 {needed} KiB, {then}"
+            );
+        }
+    }
 }
 
 fn unreadable(error: serde_json::Error) -> Error {

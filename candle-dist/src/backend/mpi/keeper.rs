@@ -1,10 +1,11 @@
 //! The background thread, which starts and ends MPI, and drives it in between.
+use super::Settings;
 use super::agree::agree;
 use super::driver::Driver;
+use super::host::{Shortage, shortages};
 use super::native::{self, Comm, Level, MpiError};
-use super::place::{self, Stage};
+use super::place::{self, Milestone};
 use super::wire::Wire;
-use super::{Settings, host};
 use crate::control::{Control, LAG};
 use crate::launch::host_name;
 use crate::link::within;
@@ -21,7 +22,7 @@ const LONG: Duration = Duration::from_millis(1);
 
 /// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long the end of MPI may take at most, or as long as its start.
+/// The most time that MPI has to end. It has no more than it had to start.
 const END: Duration = Duration::from_secs(60);
 
 /// How long the end of a rank in a program with an MPI of its own waits while nothing moves.
@@ -137,21 +138,22 @@ fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Resul
     }
     // Ranks also wait for each other in the start of MPI, so all start it or none does.
     place::tell(control)?;
-    let shortages = agree(control, "the start of MPI", &settings.text(), || {
-        host::shortages(&place::all(control), settings.most_sharing)
+    let found = agree(control, "the start of MPI", &settings.text(), || {
+        shortages(&place::all(control), settings.most_sharing)
     })?;
-    Stage::Begun.tell(control)?;
+    Milestone::Begun.tell(control)?;
     tell(Event::Agreed);
     let (comm, most_sharing) = match settings.comm {
         // The ranks wait for each other when shared memory is freed. In a program with an MPI of its own, other messages
         // might have to arrive before.
         Some(comm) => (comm, 1),
         None => {
-            let has_room = host::has_room(&shortages, &host_name(), control.rank())?;
-            (started()?, if has_room { settings.most_sharing } else { 1 })
+            let shortage = Shortage::on(&host_name(), &found)?;
+            shortage.iter().for_each(|shortage| shortage.avoid(control.rank()));
+            (started()?, if shortage.is_none() { settings.most_sharing } else { 1 })
         }
     };
-    Stage::Started.tell(control)?;
+    Milestone::Started.tell(control)?;
     let (rank, size) = comm.place().map_err(refused)?;
     if (rank, size) != (control.rank(), control.size()) {
         return Err(Error::Unsupported(format!(
@@ -164,9 +166,9 @@ fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Resul
     // From here on the ranks wait for each other in MPI, so all must be free of errors.
     agree(control, "the connection of MPI", "", || Ok(Vec::new()))?;
     let private = comm.duplicate().map_err(refused)?;
-    Stage::Connected.tell(control)?;
+    Milestone::Connected.tell(control)?;
     let wire = Wire::new(private, size, settings.most_bytes, most_sharing).map_err(refused)?;
-    Stage::Sharing.tell(control)?;
+    Milestone::Sharing.tell(control)?;
     // A rank that returns at once must not end the start of the others.
     agree(control, "the end of MPI's start", "", || Ok(Vec::new()))?;
     Ok(wire)

@@ -42,7 +42,7 @@ impl Place {
 
 /// How far a rank is in the start of MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stage {
+pub(super) enum Milestone {
     /// All ranks are about to start MPI.
     Begun = 1,
     /// MPI has started here.
@@ -53,7 +53,7 @@ pub(super) enum Stage {
     Sharing,
 }
 
-impl Stage {
+impl Milestone {
     /// Tells the other ranks that this one is so far.
     pub(super) fn tell(self, control: &Control) -> Result<()> {
         control.set(&key("stage", control.rank()), &[self as u8])
@@ -93,7 +93,7 @@ pub(super) fn not_started(control: &Control, limit: Duration) -> Cause {
 fn behind(rank: usize, places: &[(usize, Place)], stages: &[u8], limit: Duration) -> Cause {
     let furthest = stages.iter().copied().max().unwrap_or_default();
     let (missing, others): (Vec<_>, Vec<_>) = (0..stages.len()).partition(|rank| stages[*rank] < furthest);
-    let is_connected = furthest >= Stage::Connected as u8;
+    let is_connected = furthest >= Milestone::Connected as u8;
     let Some(first) = missing.first() else {
         let message = match is_connected {
             false => format!("MPI did not connect the ranks within {limit:?}: {}. {NETWORKS}", shown(places, places)),
@@ -104,15 +104,15 @@ fn behind(rank: usize, places: &[(usize, Place)], stages: &[u8], limit: Duration
         return Cause::Failed { rank, message };
     };
     let call = match furthest {
-        furthest if furthest <= Stage::Begun as u8 => "the agreement on the start of MPI",
-        furthest if furthest == Stage::Started as u8 => "the start of MPI (MPI_Init_thread)",
-        furthest if furthest == Stage::Connected as u8 => "MPI's first exchange (MPI_Comm_dup)",
+        furthest if furthest <= Milestone::Begun as u8 => "the agreement on the start of MPI",
+        furthest if furthest == Milestone::Started as u8 => "the start of MPI (MPI_Init_thread)",
+        furthest if furthest == Milestone::Connected as u8 => "MPI's first exchange (MPI_Comm_dup)",
         _ => "MPI's allocation of shared memory (MPI_Win_allocate_shared)",
     };
     let late = places.iter().filter(|(rank, _)| missing.contains(rank)).cloned().collect_vec();
     let (noun, advice) = (
         if others.len() == 1 { "rank has" } else { "ranks have" },
-        if furthest > Stage::Connected as u8 { MEMORY } else { NETWORKS },
+        if furthest > Milestone::Connected as u8 { MEMORY } else { NETWORKS },
     );
     let message = format!(
         "{} did not come back from {call} within {limit:?}, as {} other {noun}. See what holds {} up there. {advice}",
@@ -160,22 +160,22 @@ mod tests {
             place(1, "head", local, local),
             place(2, "node", [10, 0, 0, 2], [10, 0, 0, 1]),
         ];
-        let said = |places: &[(usize, Place)], stages: &[Stage]| {
+        let said = |places: &[(usize, Place)], stages: &[Milestone]| {
             let stages = stages.iter().map(|stage| *stage as u8).collect_vec();
             let cause = behind(0, places, &stages, Duration::from_secs(60));
             (cause.culprit(), cause.to_string())
         };
-        let (_, text) = said(&places, &[Stage::Begun; 3]);
+        let (_, text) = said(&places, &[Milestone::Begun; 3]);
         assert!(
             text.contains("within 60s: ranks 0, 1 on head at 10.0.0.1; rank 2 on node at 10.0.0.2. MPI "),
             "{text}"
         );
-        let (_, text) = said(&places[..2], &[Stage::Started; 2]);
+        let (_, text) = said(&places[..2], &[Milestone::Started; 2]);
         assert!(text.contains("within 60s: ranks 0, 1 on head. MPI "), "{text}");
         // Those that are behind, whoever says it.
         for (stages, culprit, parts) in [
             (
-                [Stage::Started, Stage::Begun, Stage::Begun],
+                [Milestone::Started, Milestone::Begun, Milestone::Begun],
                 1,
                 [
                     "rank 1 on head at 10.0.0.1; rank 2 on node at 10.0.0.2 did not come",
@@ -184,12 +184,12 @@ mod tests {
                 ],
             ),
             (
-                [Stage::Connected, Stage::Connected, Stage::Started],
+                [Milestone::Connected, Milestone::Connected, Milestone::Started],
                 2,
                 ["rank 2 on node at 10.0.0.2 did not come back", "MPI_Comm_dup", "within 60s, as 2 other ranks have"],
             ),
             (
-                [Stage::Sharing, Stage::Connected, Stage::Sharing],
+                [Milestone::Sharing, Milestone::Connected, Milestone::Sharing],
                 1,
                 ["rank 1 on head", "MPI_Win_allocate_shared", "/dev/shm"],
             ),
@@ -198,7 +198,7 @@ mod tests {
             assert!(found == Some(culprit) && parts.iter().all(|part| text.contains(part)), "{text}");
         }
         let many = (0..20).map(|rank| place(rank, &format!("n{rank}"), [10, 0, 0, rank as u8], [10, 0, 0, 0]));
-        let (_, text) = said(&many.collect_vec(), &[Stage::Begun; 20]);
+        let (_, text) = said(&many.collect_vec(), &[Milestone::Begun; 20]);
         assert!(text.contains("; rank 7 on n7 at 10.0.0.7; and 12 more hosts. MPI "), "{text}");
     }
 }

@@ -15,7 +15,7 @@ const COUNTS: usize = 256;
 /// The bytes of a ring.
 const RING: usize = COUNTS + CAPACITY;
 
-/// Returns the bytes that so many ranks of a host take, of which up to `most` share memory.
+/// Returns the bytes of shared memory that the `ranks` of a host take, if up to `most` of them share it.
 pub(super) fn bytes(ranks: usize, most: usize) -> u64 {
     let most = most.max(1);
     let of = |part: usize| if part < 2 { 0 } else { (part * part * RING) as u64 };

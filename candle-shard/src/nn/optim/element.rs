@@ -1,6 +1,6 @@
 //! Optimizers that are elementwise, so that a shard needs nothing from its peers.
 use super::Optimizer;
-use super::group::{Groups, ParamGroup, PartialState, SavedState, check_learning_rates};
+use super::group::{Groups, ParamGroup, check_learning_rates};
 use super::params::Params;
 use super::slot::Slot;
 use crate::autograd::counts;
@@ -21,7 +21,7 @@ pub trait ElementParams: Params {
 /// Nothing is communicated in a step.
 #[derive(Debug)]
 pub struct ElementOptimizer<P> {
-    groups: Groups<P>,
+    pub(super) groups: Groups<P>,
 }
 
 impl<P: ElementParams> ElementOptimizer<P> {
@@ -56,7 +56,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
     /// their own are not compared: they have to add the same.
     pub fn add_group(&mut self, group: ParamGroup<P>) -> Result<()> {
         group.check_added(self.groups.place()?.map(|(mesh, _)| mesh), false, self.groups.check(&group))?;
-        self.groups.add(group)
+        self.groups.push(group)
     }
 
     /// See [`Optimizer::step`].
@@ -81,37 +81,13 @@ impl<P: ElementParams> ElementOptimizer<P> {
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let saved = self.groups.read(path.as_ref())?;
-        self.set(saved)
+        self.groups.set(saved)
     }
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
-        let partial = self.read_partial(path.as_ref())?;
-        self.set_partial(partial)
-    }
-
-    /// Adds a group that has been checked.
-    pub(super) fn add_checked(&mut self, group: ParamGroup<P>) -> Result<()> {
-        self.groups.add(group)
-    }
-
-    /// See [`Groups::read_partial`].
-    pub(super) fn read_partial(&self, path: &Path) -> Result<PartialState> {
-        self.groups.read_partial(path)
-    }
-
-    /// See [`Groups::set_partial`].
-    pub(super) fn set_partial(&mut self, partial: PartialState) -> Result<Vec<String>> {
+        let partial = self.groups.read_partial(path.as_ref())?;
         self.groups.set_partial(partial)
-    }
-
-    /// See [`Groups::set`].
-    pub(super) fn set(&mut self, saved: SavedState<P>) -> Result<()> {
-        self.groups.set(saved)
-    }
-
-    pub(super) fn groups(&self) -> &Groups<P> {
-        &self.groups
     }
 
     /// See [`Optimizer::learning_rates`].

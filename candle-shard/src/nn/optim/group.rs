@@ -127,9 +127,9 @@ pub(super) struct Group<P> {
     pub(super) slots: Vec<Slot>,
 }
 
-/// The options and the state of all parameters.
+/// The options and the state of all parameters in a checkpoint.
 #[derive(Debug)]
-pub(super) struct SavedState<P> {
+pub(super) struct State<P> {
     /// One for each group.
     params: Vec<P>,
     /// In the order of the slots.
@@ -157,16 +157,15 @@ impl<P: Params> Groups<P> {
     /// If an option is out of range, a parameter is in several groups, or parameters lie on several meshes.
     pub(super) fn new(groups: impl IntoIterator<Item = ParamGroup<P>>) -> Result<Self> {
         let mut made = Self(Vec::new());
-        groups.into_iter().try_for_each(|group| made.add(group))?;
+        for group in groups {
+            made.check(&group)?;
+            made.push(group)?;
+        }
         Ok(made)
     }
 
-    /// Adds a group. Nothing changes if it is refused.
-    ///
-    /// # Errors
-    /// Those of [`new`](Self::new).
-    pub(super) fn add(&mut self, group: ParamGroup<P>) -> Result<()> {
-        self.check(&group)?;
+    /// Appends a group that [`check`](Self::check) has passed.
+    pub(super) fn push(&mut self, group: ParamGroup<P>) -> Result<()> {
         let slot = |of| Slot::new(of, &group.params, group.master_weights);
         let slots = group.trained().map(slot).collect::<Result<_>>()?;
         self.0.push(Group { params: group.params, slots });
@@ -226,14 +225,14 @@ impl<P: Params> Groups<P> {
     ///
     /// # Errors
     /// If a part of the state is missing, the options do not fit, or a checkpoint cannot be read.
-    pub(super) fn read(&self, path: &Path) -> Result<SavedState<P>> {
+    pub(super) fn read(&self, path: &Path) -> Result<State<P>> {
         let states = self.states()?.concat();
         let params = self.saved_params(path)?;
-        Ok(SavedState { params, values: read(path, &states)? })
+        Ok(State { params, values: read(path, &states)? })
     }
 
     /// Loads what [`read`](Self::read) has read.
-    pub(super) fn set(&mut self, SavedState { params, values }: SavedState<P>) -> Result<()> {
+    pub(super) fn set(&mut self, State { params, values }: State<P>) -> Result<()> {
         let mut values = values.into_iter();
         for (group, params) in self.0.iter_mut().zip(params) {
             group.params = params;

@@ -135,14 +135,14 @@ impl Config {
     /// # Errors
     /// Those of [`parse`](Self::parse).
     pub fn from_fields(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
-        Self::beside(Unknown::of(&str::to_owned), fields, ignored)
+        Self::with_unknown(Unknown::of(&str::to_owned), fields, ignored)
     }
 
-    /// Reads fields as [`from_fields`](Self::from_fields) does, of a file that has others beside them.
+    /// Like [`from_fields`](Self::from_fields), for a file whose other fields `unknown` has judged.
     ///
     /// # Errors
     /// Those of [`parse`](Self::parse).
-    pub(super) fn beside(unknown: Unknown<'_>, fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+    pub(super) fn with_unknown(unknown: Unknown<'_>, fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
         let mut fields = Fields::new(fields, unknown, ignored)?;
         let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
         fields.notes.extend(note);

@@ -162,7 +162,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }
-    let mut config = Config::beside(unknown, fields, ignored)?;
+    let mut config = Config::with_unknown(unknown, fields, ignored)?;
     config.notes.extend(tokenizer::guess(metadata));
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;

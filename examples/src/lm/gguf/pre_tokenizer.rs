@@ -74,9 +74,11 @@ const MINICPM5: &str =
 /// Chinese and Japanese letters.
 const HAN_KANA: &str = r"[一-龥぀-ゟ゠-ヿ]+";
 
-/// The kinds that llama.cpp knows, with the patterns of the models' own tokenizers: some of llama.cpp's lack marks (`\p{M}`). Those of `afmoe`, whose digits no pattern cuts, and of `whitespace`, `sarvam-moe` and
-/// `granite-embed-multi-311m`, whose tokens are not made of bytes, are left out.
-const KINDS: [PreTokenizer; 33] = [
+/// The kinds that llama.cpp knows. The patterns are those of the models' own tokenizers: some of llama.cpp's lack marks (`\p{M}`).
+///
+/// These are left out: `afmoe`, whose digits no pattern cuts, and `whitespace`, `sarvam-moe` and `granite-embed-multi-311m`, whose
+/// tokens are not made of bytes.
+const KINDS: [PreTokenizer; 31] = [
     PreTokenizer::of(
         &[
             "gpt-2",
@@ -103,18 +105,16 @@ const KINDS: [PreTokenizer; 33] = [
         &[GPT2],
     ),
     PreTokenizer::of(
-        &["smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"],
+        &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"],
         &[r"\p{N}", GPT2],
     ),
-    PreTokenizer::of(&["command-r"], &[r"\p{N}", GPT2]),
     PreTokenizer::of(
         &["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"],
         &[LLAMA3],
     )
     .ignores_merges()
     .begins(),
-    PreTokenizer::of(&["smaug-bpe", "dbrx"], &[LLAMA3]),
-    PreTokenizer::of(&["chatglm-bpe"], &[LLAMA3]),
+    PreTokenizer::of(&["smaug-bpe", "dbrx", "chatglm-bpe"], &[LLAMA3]),
     PreTokenizer::of(&["glm4", "glm5"], &[LLAMA3]).ignores_merges(),
     PreTokenizer::of(&["qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"], &[QWEN]).composes(),
     PreTokenizer::of(&["stablelm2", "hunyuan", "solar-open", "grok-2"], &[QWEN]),

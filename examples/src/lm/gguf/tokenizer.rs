@@ -122,24 +122,27 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     let around = |is: bool, name: &str| -> Result<Option<(u64, String)>> {
         is.then(|| id(name)?.with_context(|| format!("there is no tokenizer.ggml.{name}"))).transpose()
     };
-    // Files of Gemma 4 say otherwise, and mean it not.
+    // Some files of Gemma 4 say otherwise, and are wrong.
     let begins = text("model") == Some("gemma4") || switch("add_bos_token").unwrap_or(begins);
     let first = around(begins, "bos_token_id")?;
     let last = around(switch("add_eos_token").unwrap_or(false), "eos_token_id")?;
     if first.is_some() || last.is_some() {
-        // As in a `tokenizer.json`: a text would give some tokens another meaning.
-        let piece = |(_, token): &(u64, String)| json!({"SpecialToken": {"id": token, "type_id": 0}});
-        let part = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
-        let single: Vec<Json> = first.iter().map(piece).chain([part("A")]).chain(last.iter().map(piece)).collect();
-        let special = first.iter().chain(&last);
-        let special: serde_json::Map<String, Json> =
-            special.map(|(id, token)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]}))).collect();
-        let template: TemplateProcessing = serde_json::from_value(json!({
-            "type": "TemplateProcessing", "single": single, "pair": [part("A"), part("B")], "special_tokens": special,
-        }))?;
-        tokenizer.with_post_processor(Some(template));
+        tokenizer.with_post_processor(Some(template(first.as_ref(), last.as_ref())?));
     }
     Ok(tokenizer)
+}
+
+/// What puts tokens in front of texts and behind them.
+fn template(first: Option<&(u64, String)>, last: Option<&(u64, String)>) -> Result<TemplateProcessing> {
+    // As in a `tokenizer.json`: a text would give some tokens another meaning.
+    let piece = |(_, token): &(u64, String)| json!({"SpecialToken": {"id": token, "type_id": 0}});
+    let part = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
+    let single: Vec<Json> = first.map(piece).into_iter().chain([part("A")]).chain(last.map(piece)).collect();
+    let token = |(id, token): &(u64, String)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]}));
+    let special: serde_json::Map<String, Json> = first.into_iter().chain(last).map(token).collect();
+    Ok(serde_json::from_value(json!({
+        "type": "TemplateProcessing", "single": single, "pair": [part("A"), part("B")], "special_tokens": special,
+    }))?)
 }
 
 fn number(value: &Value) -> Option<f64> {

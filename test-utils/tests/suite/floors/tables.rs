@@ -122,7 +122,7 @@ const CANDLE_DIST: &[Folder] = &[
         floors: &[
             "under_way",
             "mod",
-            "check failure in_place monitored object posted routed gather_text subgroup",
+            "calls check failure in_place monitored object posted routed gather_text subgroup",
             "pending",
             "start",
             "coalesced into point_to_point",

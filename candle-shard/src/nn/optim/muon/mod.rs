@@ -91,7 +91,7 @@ impl Muon {
         let mut made = Self { groups: Groups::new([])?, owners: Vec::new(), others: None };
         for group in groups {
             made.check(&group)?;
-            made.groups.add(group)?;
+            made.groups.push(group)?;
         }
         made.balance()?;
         Ok(made)
@@ -105,7 +105,7 @@ impl Muon {
     /// changed.
     pub fn add_group(&mut self, group: ParamGroup<ParamsMuon>) -> Result<()> {
         group.check_added(self.mesh()?, true, self.check(&group))?;
-        self.groups.add(group)?;
+        self.groups.push(group)?;
         self.balance()
     }
 
@@ -117,14 +117,14 @@ impl Muon {
     pub fn add_adam_w_group(&mut self, group: ParamGroup<ParamsAdamW>) -> Result<()> {
         let is_apart = Self::check_apart(group.trained(), self.groups.slots());
         let none = AdamW::from_groups([])?;
-        let groups = self.others.as_ref().unwrap_or(&none).groups();
+        let groups = &self.others.as_ref().unwrap_or(&none).groups;
         group.check_added(self.mesh()?, false, is_apart.and_then(|()| groups.check(&group)))?;
-        self.others.get_or_insert(none).add_checked(group)
+        self.others.get_or_insert(none).groups.push(group)
     }
 
     /// Returns the mesh of the parameters of both optimizers.
     fn mesh(&self) -> Result<Option<&DeviceMesh>> {
-        let of_others = self.others.as_ref().map_or(Ok(None), |others| others.groups().place())?;
+        let of_others = self.others.as_ref().map_or(Ok(None), |others| others.groups.place())?;
         Ok(self.groups.place()?.or(of_others).map(|(mesh, _)| mesh))
     }
 
@@ -139,7 +139,7 @@ impl Muon {
             );
         }
         if let Some(adam_w) = &self.others {
-            Self::check_apart(group.trained(), adam_w.groups().slots())?;
+            Self::check_apart(group.trained(), adam_w.groups.slots())?;
         }
         self.groups.check(group)
     }
@@ -176,7 +176,7 @@ impl Muon {
         if self.others.is_some() {
             return Error::op(ParamsMuon::TYPE, "it has an AdamW already; give it one AdamW of several groups");
         }
-        Self::check_apart(others.groups().slots().map(|slot| &slot.of), self.groups.slots())?;
+        Self::check_apart(others.groups.slots().map(|slot| &slot.of), self.groups.slots())?;
         self.others = Some(others);
         Ok(self)
     }
@@ -205,19 +205,19 @@ impl Muon {
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let mine = self.groups.read(path.as_ref())?;
-        let of_others = self.others.as_ref().map(|others| others.groups().read(path.as_ref())).transpose()?;
+        let of_others = self.others.as_ref().map(|others| others.groups.read(path.as_ref())).transpose()?;
         self.groups.set(mine)?;
         self.balance()?;
-        self.others.as_mut().zip(of_others).map_or(Ok(()), |(others, saved)| others.set(saved))
+        self.others.as_mut().zip(of_others).map_or(Ok(()), |(others, saved)| others.groups.set(saved))
     }
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
         let mine = self.groups.read_partial(path.as_ref())?;
-        let of_others = self.others.as_ref().map(|others| others.read_partial(path.as_ref())).transpose()?;
+        let of_others = self.others.as_ref().map(|others| others.groups.read_partial(path.as_ref())).transpose()?;
         let mut lacking = self.groups.set_partial(mine)?;
         if let Some((others, partial)) = self.others.as_mut().zip(of_others) {
-            lacking.extend(others.set_partial(partial)?);
+            lacking.extend(others.groups.set_partial(partial)?);
         }
         Ok(lacking)
     }

@@ -432,7 +432,10 @@ fn to_json(value: &Value, args: Args, work: &Work) -> Made<Value> {
 fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> Made<Value> {
     let work = renderer.work;
     // Of nothing, whatever it is, there are no items.
-    let items = if value.is_true() { value.items(work)? } else { return work.list(Vec::new()) };
+    if !value.is_true() {
+        return work.list(Vec::new());
+    }
+    let items = value.items(work)?;
     let mut made = Vec::new();
     if args.positional.is_empty() {
         let [attribute, default] = args.bind("map", ["attribute", "default"])?;
