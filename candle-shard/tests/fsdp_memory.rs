@@ -5,13 +5,13 @@ mod memory;
 
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{DeviceMesh, ProcessGroup, RankContext, World};
+use candle_dist::{DeviceMesh, GradAccumulator, ProcessGroup, RankContext, World};
 use candle_dist_kernels::parts::{Goal, Goals, composed_cross_entropy};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, Dropout, Linear, Mode, QuantizedLinear, ShardedVarBuilder, Width, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
-use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard, Weights};
+use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Error, Replicate, Result, Shard, Weights};
 use memory::{MEMORY, alone, peak_of};
 
 const LAYERS: usize = 8;
@@ -293,5 +293,40 @@ fn holds_its_share(dtype: GgmlDType) {
             assert!(peak <= most, "{dtype:?}, rank {rank} of {ranks}: a peak of {peak} for {share}");
             drop((up, down));
         }
+    }
+}
+
+/// candle's backward pass returns gradients of constants too, here as large as the batch.
+#[test]
+fn accumulated_gradients_take_the_same_for_any_number_of_passes() {
+    let _alone = alone();
+    const ROWS: usize = 512;
+    for ranks in [1, 2] {
+        let taken = |passes: usize| {
+            let make = |ctx: &RankContext| {
+                let vb = builder(ctx, DType::F32)?;
+                let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(WIDTH, WIDTH, true, vb))?;
+                Ok((layer, vb.finish()?))
+            };
+            peak_of(ranks, make, |(layer, parameters)| {
+                let mut sum = GradAccumulator::new(&parameters.vars());
+                for _ in 0..passes {
+                    // A batch of its own in each pass.
+                    let x = Tensor::ones((ROWS * ranks, WIDTH), DType::F32, &Device::Cpu)?;
+                    let mesh = parameters.iter().next().map(|p| p.tensor.mesh().clone());
+                    let mesh = mesh.ok_or_else(|| Error::Layout("no parameter".into()))?;
+                    let x = DTensor::distribute(&x, &mesh, &[Shard(0), Replicate])?;
+                    let loss = layer.run(|layer| layer.forward(&x))?.sqr()?.mean_all()?;
+                    sum.add(&parameters.backward(&loss)?)?;
+                }
+                let grads = sum.mean()?;
+                assert!(parameters.vars().iter().all(|var| grads.get(var).is_some()));
+                Ok(())
+            })
+        };
+        let (few, many) = (taken(3), taken(60));
+        println!("{ranks} ranks: {few} bytes with 3 passes, {many} with 60; a batch has {} on each", ROWS * WIDTH * 4);
+        // Ranks do not reach their peaks together in few passes. If each pass kept a batch, it would be 57 batches.
+        assert!(many < few + 4 * ROWS * WIDTH * 4, "{ranks} ranks: {few} bytes with 3 passes, {many} with 60");
     }
 }

@@ -1,7 +1,14 @@
-//! The backend on which tests run: `CANDLE_TEST_BACKEND` is `local` (the default), `nccl`, `nccl-sim`, which is NCCL on
-//! the simulated driver of `scripts/nccl-sim.sh`, or `mpi`, where the ranks are the processes that mpirun started (see
-//! `scripts/mpi-suites.sh`). `CANDLE_TEST_WORLD` sets the number of ranks. With `CANDLE_TEST_DEVICE=cuda`, the ranks of the
-//! local backend share the first GPU.
+//! The backend on which tests run.
+//!
+//! | `CANDLE_TEST_BACKEND` | ranks |
+//! |---|---|
+//! | `local` | threads on the host; with `CANDLE_TEST_DEVICE=cuda`, threads that share the first GPU |
+//! | `nccl` | threads with a GPU each |
+//! | `nccl-sim` | the same, on the simulated driver of `scripts/nccl-sim.sh` |
+//! | `mpi` | the processes that mpirun started (see `scripts/mpi-suites.sh`) |
+//! | not set | those of `nccl` if there are several GPUs, those that share a GPU if there is one, and else those on the host. GPUs are looked for in builds with the cargo feature `nccl`, and if `CANDLE_TEST_DEVICE` is not set |
+//!
+//! `CANDLE_TEST_WORLD` sets the number of ranks.
 use crate::skip;
 use candle_dist::World;
 use std::env;
@@ -14,6 +21,7 @@ use std::env;
 /// If the backend is unknown.
 pub fn backend_name() -> &'static str {
     match env::var("CANDLE_TEST_BACKEND").as_deref() {
+        Err(_) if unasked() > 1 => "nccl",
         Err(_) | Ok("local") => "local",
         Ok("nccl" | "nccl-sim") => "nccl",
         Ok("mpi") if cfg!(feature = "mpi") => "mpi",
@@ -89,6 +97,12 @@ pub fn has_ranks(size: usize) -> bool {
     size <= found
 }
 
+/// Returns the number of GPUs that tests use although nothing says on which backend and device they run.
+fn unasked() -> usize {
+    let is_told = ["CANDLE_TEST_BACKEND", "CANDLE_TEST_DEVICE"].iter().any(|name| env::var_os(name).is_some());
+    if is_told || cfg!(not(feature = "nccl")) { 0 } else { gpus() }
+}
+
 #[cfg(feature = "nccl")]
 fn gpus() -> usize {
     let found = (0..).take_while(|&ordinal| candle_core::Device::new_cuda_with_stream(ordinal).is_ok());
@@ -114,7 +128,7 @@ fn gpus() -> usize {
 /// If `CANDLE_TEST_DEVICE` is unknown.
 fn shares_gpu() -> bool {
     match env::var("CANDLE_TEST_DEVICE").as_deref() {
-        Err(_) => false,
+        Err(_) => unasked() == 1,
         Ok("cpu") if !over_nccl() => false,
         Ok("cuda") if !over_mpi() => !over_nccl(),
         Ok(other) => panic!("CANDLE_TEST_DEVICE={other} for the backend {}; use cpu or cuda", backend_name()),

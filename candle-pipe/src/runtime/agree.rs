@@ -9,7 +9,7 @@ use crate::graph::ValueId;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, TensorId};
 use candle_dist::bits::{digest, digest_bytes};
-use candle_dist::{ProcessGroup, TensorTree};
+use candle_dist::{DeviceMesh, ProcessGroup, TensorTree};
 use std::collections::HashMap;
 
 /// The meanings of the numbers before those of the inputs.
@@ -20,7 +20,7 @@ const NUMBERS: [&str; 5] = [
     "first row",
     "rows of the microbatches",
 ];
-/// What copies must have in common: those that share calls, and those whose gradients are averaged here.
+/// What copies must have in common: those that share calls, as the ranks of a stage do, and those whose gradients are averaged here.
 const OF_COPIES: [&str; 2] = ["number of microbatches", "use of StepOptions::weights"];
 /// Behind the numbers of the inputs: the time at which the rank reached the step.
 const TIME: usize = 1;
@@ -49,6 +49,10 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
         Err(_) => (Vec::new(), None),
     };
     let settled = settled.map(|(mine, _)| mine);
+    let settled = match runtime.mesh.as_ref().filter(|mesh| mesh.size() > 1) {
+        Some(mesh) => of_stage(mesh, settled, batch.as_ref().map_or(0, |batch| batch.len())),
+        None => settled,
+    };
     let settled = match &runtime.copies {
         // Other copies of the model have other rows, and run in step with this one.
         Some(copies) => {
@@ -79,6 +83,15 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
         *masked = masked.take().map(|masked| masked.with_cut(&cut, &runtime.info.graph));
     }
     Ok(batch)
+}
+
+/// Returns this rank's numbers if all ranks of its stages have the same step, with as many `microbatches`.
+fn of_stage(mesh: &DeviceMesh, numbers: Result<Vec<i64>>, microbatches: usize) -> Result<Vec<i64>> {
+    let ranks = mesh.group()?;
+    let mine = numbers.clone().map(|numbers| [&numbers[..COMMON], &[microbatches as i64]].concat());
+    let all = between(ranks, COMMON + 1, mine)?;
+    alike(&all, &[&NUMBERS[..COMMON], &OF_COPIES[..1]].concat(), |at| format!("rank {}", ranks.ranks()[at]))?;
+    numbers
 }
 
 /// Returns the inputs that are cut on some rank: the rank that computes the loss may lack them.

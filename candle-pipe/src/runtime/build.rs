@@ -70,7 +70,12 @@ impl Runtime {
             let groups = info.replicated().map(|share| share.stages.clone());
             schedule.lower(&Lowering::new(edges.clone()).shared(groups).reduced())
         };
-        group.agree(&description(&info, &lower(&info)?))?;
+        let pipeline = description(&info, &lower(&info)?);
+        group.agree(&pipeline)?;
+        let mesh = scope.mesh();
+        if let Some(mesh) = mesh.as_ref().filter(|mesh| mesh.size() > 1) {
+            mesh.group()?.agree(&of_rank(group, &pipeline))?;
+        }
 
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
         let (stages, found) = names::check(group, &info, pipe.build_stages(mine, scope, device))?;
@@ -96,7 +101,7 @@ impl Runtime {
         Ok(Self {
             outputs,
             constants,
-            mesh: scope.mesh(),
+            mesh,
             window: credit::window(&info, &evaluation),
             signature: pipe.signature().clone(),
             clock: Clock::settle(group)?,
@@ -181,7 +186,7 @@ impl Runtime {
             return Err(Error::Pipe(format!("{reason}; give the group of ranks with its stages in other copies")));
         }
         let pipeline = description(&self.info, &self.training);
-        replicas.agree(&format!("rank {} of {pipeline}", self.group.rank()))?;
+        replicas.agree(&of_rank(&self.group, &pipeline))?;
         Ok(Self { copies: Some(replicas.clone()), ..self })
     }
 
@@ -211,6 +216,11 @@ fn agreed<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
         Some(rank) => Err(Error::Pipe(format!("rank {} cannot be a replica: {}", group.ranks()[rank], texts[rank]))),
         None => Ok(value),
     }
+}
+
+/// Returns the text that must be equal on all ranks of a stage, and of its copies.
+fn of_rank(group: &ProcessGroup, pipeline: &str) -> String {
+    format!("rank {} of {pipeline}", group.rank())
 }
 
 /// Returns a text that must be equal on all ranks.

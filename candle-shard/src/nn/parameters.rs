@@ -213,7 +213,11 @@ impl Parameters {
     /// Returns whether the gradient of a parameter is a part of a sum over ranks until it is [reduced](Self::reduce).
     fn varies(p: &Parameter) -> bool {
         let sizes = p.tensor.mesh().shape();
-        (0..sizes.len()).any(|axis| sizes[axis] > 1 && p.tensor.is_varying(axis))
+        (0..sizes.len()).any(|axis| sizes[axis] > 1 && Self::varies_on(p, axis))
+    }
+
+    fn varies_on(p: &Parameter, axis: usize) -> bool {
+        !p.is_frozen() && p.tensor.is_varying(axis)
     }
 
     /// Returns the number of elements that this rank holds.
@@ -253,7 +257,7 @@ impl Parameters {
             return Error::op("Parameters::reduce", format!("the gradient of {} {reason}", p.name));
         }
         for axis in (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1) {
-            let mut varying: Vec<&Parameter> = self.iter().filter(|p| p.tensor.is_varying(axis)).collect();
+            let mut varying: Vec<&Parameter> = self.iter().filter(|p| Self::varies_on(p, axis)).collect();
             // By name: ranks may have built them in unlike orders.
             varying.sort_by_key(|p| &p.name);
             if varying.is_empty() {

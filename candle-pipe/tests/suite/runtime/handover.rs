@@ -3,8 +3,10 @@ use crate::runtime::model::{Vb, builder};
 use candle_core::{DType, Tensor};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{In, Kwargs, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions, Value};
-use std::collections::BTreeMap;
+use candle_pipe::{
+    In, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions, Value,
+};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use test_utils::{device, on_ranks, skip, skip_among_processes};
 
@@ -82,5 +84,69 @@ fn what_wants_no_gradient_arrives_where_it_was_made() {
             assert_ne!(at("weight made"), at("weight taken"), "an optimizer writes to parameters");
             assert_ne!(at("weight made"), at("row taken"), "nor are parts of parameters handed over");
         }
+    }
+}
+
+/// A `HashMap` has an order of its own in each process; the values of a message are found by their keys.
+#[test]
+fn maps_and_integers_pass_between_stages_with_their_gradients() {
+    let names = ["a", "b", "c", "d", "e"];
+    let declare = move || -> Result<candle_pipe::Pipe<Vb>> {
+        let mut g = PipeBuilder::<Vb>::new();
+        let x = g.input("x", In::Arg);
+        let weight = g.parameter("weight", Share::Replicate, |vb| Ok(vb.get((2, 2), "weight")?));
+        let make = move |xs: &[Value], _: &candle_pipe::Ctx| {
+            let y = xs[0].tensor()?.matmul(xs[1].tensor()?)?;
+            let part = |(i, name): (usize, &&str)| Ok((name.to_string(), (&y * (i + 1) as f64)?));
+            let parts = names.iter().enumerate().map(part).collect::<Result<HashMap<String, Tensor>>>()?;
+            let ids = Tensor::arange(0u32, y.dim(0)? as u32, y.device())?;
+            Ok((Value::from(parts), ids, 3usize, 4u32).into())
+        };
+        let made = g.func("make", make, [x, weight]);
+        g.split();
+        let take = move |xs: &[Value], _: &candle_pipe::Ctx| {
+            let (parts, ids) = (xs[0].at(0)?, xs[0].at(1)?.tensor()?.to_dtype(DType::F64)?);
+            let factor = (xs[0].at(2)?.int()? * 10 + xs[0].at(3)?.int()?) as f64;
+            let mut sum = (parts.get("a")?.tensor()? * factor)?.broadcast_mul(&ids.unsqueeze(1)?)?;
+            for (i, name) in names.iter().enumerate().skip(1) {
+                sum = (sum + (parts.get(name)?.tensor()?.sqr()? * i as f64)?)?;
+            }
+            Ok(sum.into())
+        };
+        let sum = g.func("take", take, [made]);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.mean_all()?), [sum], Reduction::Mean);
+        g.finish(SplitSpec::declared())
+    };
+    let step = move || -> Result<_> {
+        let x = Tensor::arange(0f64, 12., &device())?.sin()?.reshape((6, 2))?;
+        Ok(split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 3, None, None)?)
+    };
+    let vb = || {
+        let values = [("weight".to_string(), Tensor::new(&[[0.5f64, -1.0], [2.0, 0.25]], &device())?)];
+        builder(&values.into(), DType::F64)
+    };
+    let numbers = |loss: &Tensor, grad: &Tensor| -> Result<Vec<f64>> {
+        Ok([vec![loss.to_scalar::<f64>()?], grad.flatten_all()?.to_vec1()?].concat())
+    };
+    let local = LocalPipe::new(&declare().unwrap(), &vb().unwrap(), &device()).unwrap();
+    let made = local.forward_backward(&step().unwrap(), &StepOptions::default()).unwrap();
+    let var = local.named_vars().unwrap().remove(0).1;
+    let want = numbers(made.loss().unwrap(), made.grads.get(&var).unwrap()).unwrap();
+    let found = on_ranks(2, "maps", move |ctx| -> Result<Option<Vec<f64>>> {
+        let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
+        let runtime = Runtime::new(&declare()?, &schedule, ctx.group(), &vb()?, &device())?;
+        let made = runtime.forward_backward(&step()?, &StepOptions::default())?.step;
+        let (loss, mine) = (made.loss().ok().cloned(), runtime.named_vars()?);
+        let grad = mine.first().and_then(|(_, var)| made.grads.get(var)).cloned();
+        let loss = ctx
+            .group()
+            .all_gather(&loss.unwrap_or(Tensor::zeros((), DType::F64, &device())?).unsqueeze(0)?, 0)?
+            .sum_all()?;
+        grad.map(|grad| numbers(&loss, &grad)).transpose()
+    });
+    let found: Vec<_> = found.into_iter().flatten().collect();
+    assert!(!found.is_empty());
+    for got in found {
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-12 * b.abs().max(1.0)), "{got:?} {want:?}");
     }
 }

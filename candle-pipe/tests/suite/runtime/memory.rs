@@ -1,13 +1,13 @@
 //! What ranks hold while a step runs, and after it.
-use crate::runtime::chain::{Tail, batch, runtime};
+use crate::runtime::chain::{Tail, batch, parameters, pipe, runtime};
 use crate::runtime::parity::schedules;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use candle_pipe::schedule::{Costs, Edges, ScheduleKind};
-use candle_pipe::{Keep, Result, StepOptions};
+use candle_pipe::{Keep, LocalPipe, Result, StepOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
-use test_utils::on_ranks;
+use test_utils::{device, on_ranks};
 
 /// Counts how many of its clones there are, and the most that there were.
 #[derive(Debug, Default)]
@@ -112,5 +112,27 @@ fn stages_keep_what_each_is_told_to() {
             Ok(count.most.load(Ordering::SeqCst))
         });
         assert_eq!(graphs, expected, "{label}");
+    }
+}
+
+/// candle's backward pass also returns gradients of constants, such as the microbatches.
+#[test]
+fn gradients_of_a_step_are_those_of_variables_for_any_number_of_microbatches() {
+    let plain: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
+    for stages in [1, 2] {
+        let counts = [1, 2, 16].map(|microbatches| {
+            let tail = plain.clone();
+            on_ranks(stages, "gradients", move |ctx| -> Result<[usize; 2]> {
+                let schedule = ScheduleKind::GPipe.schedule(stages, microbatches, 1)?;
+                let (runtime, batch) = (runtime(&schedule, ctx, &tail)?, batch(16, microbatches)?);
+                let step = runtime.forward_backward(&batch, &StepOptions::default())?.step;
+                let own: Vec<_> = runtime.named_vars()?.iter().map(|(_, var)| var.id()).collect();
+                assert!(own.iter().all(|id| step.grads.get_id(*id).is_some()));
+                let local = LocalPipe::new(&pipe(stages, &tail)?, &parameters()?, &device())?;
+                let whole = local.forward_backward(&batch, &StepOptions::default())?;
+                Ok([step.grads.get_ids().count(), whole.grads.get_ids().count()])
+            })
+        });
+        assert!(counts.iter().all(|count| *count == counts[0]), "{stages} stages: {counts:?}");
     }
 }

@@ -287,3 +287,52 @@ fn sharded_values_where_they_cannot_be_are_refused() {
         assert!(texts[1].contains("came to a stage whose scope has no mesh"), "{texts:?}");
     }
 }
+
+#[test]
+fn ranks_of_a_stage_have_the_same_step() {
+    for (pp, tp) in [(1, 2), (2, 2), (1, 3), (2, 1)] {
+        let label = format!("pp {pp}, tp {tp}");
+        on_ranks(pp * tp, &label, move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("pp", pp), ("tp", tp)])?;
+            let (vb, schedule) = (builder(&mesh.axis("tp")?)?, ScheduleKind::OneFOneB.schedule(pp, 2, 1)?);
+            let pipe = declare().finish(EqualCount(pp))?;
+            let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
+            let is_odd = mesh.local_rank("tp")? == 1;
+            let (batch, plain) = (batch(2)?, StepOptions::default());
+            let refused = |options: StepOptions, why: &str| -> Result<()> {
+                let mine = if is_odd { &options } else { &plain };
+                match runtime.forward_backward(&batch, mine) {
+                    Ok(_) if tp == 1 => Ok(()),
+                    Ok(_) => panic!("{why}: nobody says so"),
+                    Err(said) => {
+                        assert!(said.to_string().contains(why), "{said}");
+                        Ok(())
+                    }
+                }
+            };
+            refused(plain.clone().step(3), "the number of the step of rank ")?;
+            refused(plain.clone().keep(Keep::Inputs), "the data that stages keep of rank ")?;
+            if tp > 1 {
+                // All of them or none train.
+                let made =
+                    if is_odd { runtime.evaluate(&batch, &plain) } else { runtime.forward_backward(&batch, &plain) };
+                let said = made.map(drop).unwrap_err().to_string();
+                assert!(said.contains("the mode (train or evaluate) of rank "), "{said}");
+            }
+            runtime.forward_backward(&batch, &plain).map(drop)
+        });
+    }
+}
+
+#[test]
+fn ranks_of_a_stage_have_the_same_pipeline() {
+    let said = on_ranks(2, "schedules", |ctx| -> Result<String> {
+        let mesh = ctx.mesh(&[("pp", 1), ("tp", 2)])?;
+        let kind = if ctx.rank() == 1 { ScheduleKind::GPipe } else { ScheduleKind::OneFOneB };
+        let (vb, schedule) = (builder(&mesh.axis("tp")?)?, kind.schedule(1, 2, 1)?);
+        let pipe = declare().finish(EqualCount(1))?;
+        let made = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device());
+        Ok(made.map(drop).unwrap_err().to_string())
+    });
+    said.iter().for_each(|said| assert!(said.contains("description differs"), "{said}"));
+}

@@ -34,7 +34,7 @@ use crate::layout::{Placement, RowsOf, Spec};
 use crate::{DTensor, Result, Weights};
 use candle_core::{Device, Var};
 use candle_dist::DeviceMesh;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// A tensor to read, with the larger tensor that contains it if there is none of its name.
@@ -74,17 +74,14 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
     wanted: &[(N, P)],
     device: &Device,
 ) -> Result<BTreeMap<String, DTensor>> {
-    let read = || -> Result<_> {
-        let weights = Weights::open(path.as_ref())?;
+    read_with(path.as_ref(), mesh, |weights| {
         let read = |(name, placements): &(N, P)| {
             let (name, placements) = (name.as_ref(), placements.as_ref());
             let spec = Spec::new(mesh, placements, weights.shape(name)?, weights.dtype(name)?)?;
             Ok((name.to_string(), weights.read(name, &spec, device)?))
         };
-        let read = wanted.iter().map(read).collect::<Result<_>>()?;
-        Ok((read, weights.identity()))
-    };
-    agreed_on(mesh.group()?, "checkpoint::load", read)
+        wanted.iter().map(read).collect()
+    })
 }
 
 /// Reads the tensors of these names in these layouts; if any rank fails, every rank returns the first error.
@@ -95,21 +92,19 @@ pub(crate) fn read<'a>(
     device: &Device,
 ) -> Result<Vec<DTensor>> {
     let wanted: Vec<Wanted<'a>> = wanted.collect();
-    let read = || {
-        let weights = Weights::open(path)?;
-        let read = wanted.iter().map(|&(name, within, spec)| weights.read_part(name, within, spec, device));
-        Ok((read.collect::<Result<_>>()?, weights.identity()))
-    };
-    agreed_on(mesh.group()?, "checkpoint::load", read)
+    read_with(path, mesh, |weights| {
+        wanted.iter().map(|&(name, within, spec)| weights.read_part(name, within, spec, device)).collect()
+    })
 }
 
-/// Returns the names of the tensors of a checkpoint. Every rank calls it.
-pub(crate) fn names(path: &Path, mesh: &DeviceMesh) -> Result<BTreeSet<String>> {
-    let names = || {
+/// Returns what `read` reads of one checkpoint, the same one on all ranks; if any rank fails, every rank returns the first error.
+///
+/// Every rank calls it. `read` does not communicate, and runs again if another program replaces the checkpoint meanwhile.
+pub(crate) fn read_with<T>(path: &Path, mesh: &DeviceMesh, read: impl Fn(&Weights) -> Result<T>) -> Result<T> {
+    agreed_on(mesh.group()?, "checkpoint::load", || {
         let weights = Weights::open(path)?;
-        Ok((weights.names().map(str::to_string).collect(), weights.identity()))
-    };
-    agreed_on(mesh.group()?, "checkpoint::load", names)
+        Ok((read(&weights)?, weights.identity()))
+    })
 }
 
 /// Sets a variable to the value of this rank's shard.

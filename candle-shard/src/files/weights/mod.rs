@@ -122,6 +122,11 @@ impl Weights {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// Returns whether there is a tensor of this name.
+    pub fn contains_tensor(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
     /// Returns the global shape of a tensor.
     ///
     /// # Errors

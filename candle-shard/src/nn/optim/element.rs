@@ -5,7 +5,7 @@ use super::params::Params;
 use super::slot::Slot;
 use crate::autograd::counts;
 use crate::nn::Parameters;
-use crate::{DTensor, Result};
+use crate::{DTensor, Result, checkpoint};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use std::path::Path;
@@ -80,13 +80,15 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let saved = self.groups.read(path.as_ref())?;
+        let Some((mesh, _)) = self.groups.place()? else { return Ok(()) };
+        let saved = checkpoint::read_with(path.as_ref(), mesh, |saved| self.groups.read(saved))?;
         self.groups.set(saved)
     }
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
-        let partial = self.groups.read_partial(path.as_ref())?;
+        let Some((mesh, _)) = self.groups.place()? else { return Ok(Vec::new()) };
+        let partial = checkpoint::read_with(path.as_ref(), mesh, |saved| self.groups.read_partial(saved))?;
         self.groups.set_partial(partial)
     }
 

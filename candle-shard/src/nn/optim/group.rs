@@ -3,12 +3,11 @@ use super::params::{Params, check};
 use super::slot::{Slot, place};
 use crate::agreement::agreed;
 use crate::nn::{Parameter, Parameters};
-use crate::{DTensor, Error, Result, checkpoint};
+use crate::{DTensor, Error, Result, Weights};
 use candle_core::{Device, TensorId};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
 use std::collections::HashSet;
-use std::path::Path;
 
 /// Parameters with their optimizer options: PyTorch's `param_groups`.
 #[derive(Debug, Clone)]
@@ -225,10 +224,8 @@ impl<P: Params> Groups<P> {
     ///
     /// # Errors
     /// If a part of the state is missing, the options do not fit, or a checkpoint cannot be read.
-    pub(super) fn read(&self, path: &Path) -> Result<State<P>> {
-        let states = self.states()?.concat();
-        let params = self.saved_params(path)?;
-        Ok(State { params, values: read(path, &states)? })
+    pub(super) fn read(&self, saved: &Weights) -> Result<State<P>> {
+        Ok(State { values: read(saved, &self.states()?.concat())?, params: self.saved_params(saved)? })
     }
 
     /// Loads what [`read`](Self::read) has read.
@@ -245,16 +242,14 @@ impl<P: Params> Groups<P> {
     ///
     /// # Errors
     /// If a checkpoint has a part of the state of a parameter, or it cannot be read.
-    pub(super) fn read_partial(&self, path: &Path) -> Result<PartialState> {
+    pub(super) fn read_partial(&self, saved: &Weights) -> Result<PartialState> {
         let mut partial = PartialState::default();
-        let Some((mesh, _)) = self.place()? else { return Ok(partial) };
-        let known = checkpoint::names(path, mesh)?;
         let mut wanted = Vec::new();
         for (slot, state) in self.slots().zip(self.states()?) {
-            let (found, missing): (Vec<_>, Vec<_>) = state.iter().partition(|(name, _)| known.contains(name));
+            let (found, missing): (Vec<_>, Vec<_>) = state.iter().partition(|(name, _)| saved.contains_tensor(name));
             match (found.first(), missing.first()) {
                 (Some((found, _)), Some((missing, _))) => {
-                    let reason = format!("{} has {found} and no {missing}", path.display());
+                    let reason = format!("the checkpoint has {found} and no {missing}");
                     return Error::op(P::TYPE, format!("{reason}; was it saved with other options?"));
                 }
                 (None, Some(_)) => partial.lacking.push(slot.of.name.clone()),
@@ -264,7 +259,7 @@ impl<P: Params> Groups<P> {
                 }
             }
         }
-        partial.values = read(path, &wanted)?;
+        partial.values = read(saved, &wanted)?;
         Ok(partial)
     }
 
@@ -298,8 +293,6 @@ pub(super) fn check_learning_rates(op: &'static str, lrs: &[f64], groups: usize)
 }
 
 /// Reads the values of this state from a checkpoint.
-pub(super) fn read(path: &Path, state: &[(String, DTensor)]) -> Result<Vec<DTensor>> {
-    let Some((_, first)) = state.first() else { return Ok(Vec::new()) };
-    let wanted = state.iter().map(|(name, tensor)| (name.as_str(), None, tensor.spec()));
-    checkpoint::read(path, first.mesh(), wanted, first.device())
+pub(super) fn read(saved: &Weights, state: &[(String, DTensor)]) -> Result<Vec<DTensor>> {
+    state.iter().map(|(name, tensor)| saved.read(name, tensor.spec(), tensor.device())).collect()
 }

@@ -2,9 +2,8 @@
 use super::group::{Group, Groups, read};
 use super::params::Params;
 use super::slot::{OPTIONS, Slot};
-use crate::{DTensor, Error, Result, checkpoint};
+use crate::{DTensor, Error, Result, Weights};
 use itertools::Itertools;
-use std::path::Path;
 
 impl<P: Params> Groups<P> {
     /// Returns the options that each group was saved with, or those that it has if a checkpoint has none.
@@ -13,23 +12,21 @@ impl<P: Params> Groups<P> {
     ///
     /// # Errors
     /// If parameters of one group were saved with unlike options, or with options that need other state.
-    pub(super) fn saved_params(&self, path: &Path) -> Result<Vec<P>> {
+    pub(super) fn saved_params(&self, saved: &Weights) -> Result<Vec<P>> {
         let now = || self.0.iter().map(|group| group.params.clone()).collect();
-        let Some((mesh, _)) = self.place()? else { return Ok(now()) };
-        let known = checkpoint::names(path, mesh)?;
         let (with, without): (Vec<&Slot>, Vec<&Slot>) =
-            self.slots().partition(|slot| known.contains(&slot.name::<P>(OPTIONS)));
+            self.slots().partition(|slot| saved.contains_tensor(&slot.name::<P>(OPTIONS)));
         match (with.first(), without.first()) {
             (None, _) => return Ok(now()),
             (Some(with), Some(without)) => {
                 let (with, without) = (&with.of.name, &without.of.name);
-                return Self::refuse(format!("{} has the options of {with} and not of {without}", path.display()));
+                return Self::refuse(format!("the checkpoint has the options of {with} and not of {without}"));
             }
             _ => {}
         }
         let wanted: Vec<(String, DTensor)> =
             self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.options(&group.params))).try_collect()?;
-        let mut values = read(path, &wanted)?.into_iter();
+        let mut values = read(saved, &wanted)?.into_iter();
         let of_group = |(at, group): (usize, &Group<P>)| {
             let mut saved: Option<(&Slot, Vec<f64>)> = None;
             for (slot, value) in group.slots.iter().zip(values.by_ref()) {

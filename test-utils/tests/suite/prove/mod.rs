@@ -2,6 +2,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_pipe::schedule::ScheduleKind;
 use candle_prove::{Input, Proof, prove};
+use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result};
@@ -36,6 +37,26 @@ fn an_mlp_is_proved() {
         .run();
     report.assert();
     assert!(report.right > 20 && report.to_string().ends_with("wrong 0 refused 0"), "{report}");
+}
+
+/// The mesh has no other axis.
+#[test]
+fn units_are_proved_without_a_plan() {
+    let model = |vb: &ShardedVarBuilder| {
+        let unit = |name: &str| FullyShard::new(&vb.pp(name), mlp);
+        let (first, second) = (unit("first")?, unit("second")?);
+        Ok(move |xs: &[DTensor], _: Mode| {
+            second.run(|mlp| mlp(&first.run(|mlp| mlp(&xs[0]))?))?.sub(&xs[1])?.sqr()?.mean_all()
+        })
+    };
+    let report = prove(model)
+        .axes(&["fsdp"])
+        .ranks(5)
+        .input("x", &values(&[7, 4], 1, DType::F64))
+        .input("y", &values(&[7, 4], 2, DType::F64))
+        .run();
+    report.assert();
+    assert!(report.right > 8 && report.refused.is_empty(), "{report}");
 }
 
 #[test]

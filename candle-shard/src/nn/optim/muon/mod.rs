@@ -13,7 +13,7 @@ use super::{AdamW, Optimizer};
 use crate::autograd::counts;
 use crate::kernels::on_master;
 use crate::nn::{Parameter, Parameters};
-use crate::{DTensor, Error, Result};
+use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{DeviceMesh, sum_dtype};
@@ -204,8 +204,11 @@ impl Muon {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let mine = self.groups.read(path.as_ref())?;
-        let of_others = self.others.as_ref().map(|others| others.groups.read(path.as_ref())).transpose()?;
+        let Some(mesh) = self.mesh()? else { return Ok(()) };
+        let (mine, of_others) = checkpoint::read_with(path.as_ref(), mesh, |saved| {
+            let of_others = self.others.as_ref().map(|others| others.groups.read(saved));
+            Ok((self.groups.read(saved)?, of_others.transpose()?))
+        })?;
         self.groups.set(mine)?;
         self.balance()?;
         self.others.as_mut().zip(of_others).map_or(Ok(()), |(others, saved)| others.groups.set(saved))
@@ -213,8 +216,11 @@ impl Muon {
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
-        let mine = self.groups.read_partial(path.as_ref())?;
-        let of_others = self.others.as_ref().map(|others| others.groups.read_partial(path.as_ref())).transpose()?;
+        let Some(mesh) = self.mesh()? else { return Ok(Vec::new()) };
+        let (mine, of_others) = checkpoint::read_with(path.as_ref(), mesh, |saved| {
+            let of_others = self.others.as_ref().map(|others| others.groups.read_partial(saved));
+            Ok((self.groups.read_partial(saved)?, of_others.transpose()?))
+        })?;
         let mut lacking = self.groups.set_partial(mine)?;
         if let Some((others, partial)) = self.others.as_mut().zip(of_others) {
             lacking.extend(others.groups.set_partial(partial)?);
