@@ -80,6 +80,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        self.groups.check_names()?;
         let Some((mesh, _)) = self.groups.place()? else { return Ok(()) };
         let saved = checkpoint::read_with(path.as_ref(), mesh, |saved| self.groups.read(saved))?;
         self.groups.set(saved)
@@ -87,6 +88,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
+        self.groups.check_names()?;
         let Some((mesh, _)) = self.groups.place()? else { return Ok(Vec::new()) };
         let partial = checkpoint::read_with(path.as_ref(), mesh, |saved| self.groups.read_partial(saved))?;
         self.groups.set_partial(partial)

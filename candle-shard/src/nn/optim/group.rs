@@ -208,15 +208,16 @@ impl<P: Params> Groups<P> {
         Ok(all)
     }
 
+    /// Refuses two parameters with the same name.
+    pub(super) fn check_names(&self) -> Result<()> {
+        let Some(name) = self.slots().map(|slot| &slot.of.name).duplicates().next() else { return Ok(()) };
+        let fix = "build them under paths of their own, or give each an optimizer";
+        Error::op(P::TYPE, format!("two parameters are named {name}, so their states have the same names; {fix}"))
+    }
+
     /// Returns the [`state`](Self::state) of each slot without its options.
     fn states(&self) -> Result<Vec<Vec<(String, DTensor)>>> {
-        if let Some(name) = self.slots().map(|slot| &slot.of.name).duplicates().next() {
-            let fix = "build them under paths of their own, or give each an optimizer";
-            return Error::op(
-                P::TYPE,
-                format!("two parameters are named {name}, so their states have the same names; {fix}"),
-            );
-        }
+        self.check_names()?;
         self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.state(&group.params))).collect()
     }
 

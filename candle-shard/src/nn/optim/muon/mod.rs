@@ -122,6 +122,12 @@ impl Muon {
         self.others.get_or_insert(none).groups.push(group)
     }
 
+    /// Refuses two parameters with the same name.
+    fn check_names(&self) -> Result<()> {
+        self.groups.check_names()?;
+        self.others.as_ref().map_or(Ok(()), |others| others.groups.check_names())
+    }
+
     /// Returns the mesh of the parameters of both optimizers.
     fn mesh(&self) -> Result<Option<&DeviceMesh>> {
         let of_others = self.others.as_ref().map_or(Ok(None), |others| others.groups.place())?;
@@ -204,6 +210,7 @@ impl Muon {
 
     /// See [`Optimizer::load`].
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        self.check_names()?;
         let Some(mesh) = self.mesh()? else { return Ok(()) };
         let (mine, of_others) = checkpoint::read_with(path.as_ref(), mesh, |saved| {
             let of_others = self.others.as_ref().map(|others| others.groups.read(saved));
@@ -216,6 +223,7 @@ impl Muon {
 
     /// See [`Optimizer::load_partial`].
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>> {
+        self.check_names()?;
         let Some(mesh) = self.mesh()? else { return Ok(Vec::new()) };
         let (mine, of_others) = checkpoint::read_with(path.as_ref(), mesh, |saved| {
             let of_others = self.others.as_ref().map(|others| others.groups.read_partial(saved));
