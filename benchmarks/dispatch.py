@@ -39,7 +39,9 @@ def main():
     header = ["op", "axes", *(f"{name} {what.removesuffix('_ns')}" for name, what in columns)]
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
     for (op, axes), values in series.items():
-        cells = [op, str(axes), *(f"{statistics.median(values[column]):,.0f}" for column in columns)]
+        # PyTorch's `distribute_tensor` always communicates, so it has no such row.
+        numbers = (f"{statistics.median(values[column]):,.0f}" if column in values else "–" for column in columns)
+        cells = [op, str(axes), *numbers]
         lines.append(f"| {' | '.join(cells)} |")
     date = datetime.date.today().isoformat()
     text = f"{date}, medians over {args.repeats} alternating repeats, nanoseconds:\n\n" + "\n".join(lines)

@@ -43,7 +43,7 @@ mod rows;
 pub use crate::call::Cut;
 
 use crate::backend::{Fresh, Ready};
-use crate::call::{Call, Dims, Op, ReduceOp, total};
+use crate::call::{Call, Dims, Op, ReduceOp, line_of, total};
 use crate::{Error, ProcessGroup, Result, edges};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use rows::Window;
@@ -308,7 +308,7 @@ impl Exchange {
         if group.size() == 1 && !matches!(self.forward, Movement::Windows(..)) {
             return Ok(x.clone());
         }
-        let made = self.forward.run(&x.detach(), group, Location::caller())?;
+        let made = self.forward.run(&x.detach(), group, line_of(Location::caller()))?;
         self.record(x, made, group)
     }
 

@@ -98,6 +98,7 @@ pub mod threads;
 mod train;
 mod tree;
 mod values;
+mod warning;
 mod world;
 
 pub use candle_core;
@@ -115,7 +116,13 @@ pub use train::{
     SyncOptions, add_grad, named_vars, round_grads, sync_module_states, sync_params, verify_parameter_shapes,
 };
 pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};
+pub use warning::warn;
 pub use world::{RankContext, World, WorldError, init_process_group, panic_message};
+
+/// What most programs import: `use candle_dist::prelude::*`.
+pub mod prelude {
+    pub use crate::{DeviceMesh, ProcessGroup, RankContext, ReduceOp, World};
+}
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -50,13 +50,10 @@ pub fn settle(per_rank: usize) -> usize {
             if is_only_thread() {
                 // SAFETY: this is the only thread of the process, and it starts none before `set` returns.
                 unsafe { set(per_rank) }
-            } else if in_force() != per_rank.max(1) || std::env::var_os(VARIABLES[1]).is_none() {
+            } else if let Some(consequence) = consequence(per_rank.max(1)) {
                 eprintln!(
-                    "candle-dist: this process has several threads already, so candle computes with {} threads for each rank, \
-                     where {} are wanted{}; set {} in the environment, or call candle_dist::threads::settle first in main",
-                    in_force(),
-                    per_rank.max(1),
-                    std::env::var_os(VARIABLES[1]).map_or(", and counts the cores again in each matrix product", |_| ""),
+                    "candle-dist: this process has several threads already, so candle {consequence}; set {} in the environment, or \
+                     call candle_dist::threads::settle first in main",
                     VARIABLES.join(" and ")
                 );
             }
@@ -76,6 +73,16 @@ pub unsafe fn settle_among_threads(per_rank: usize) -> usize {
         unsafe { set(per_rank) };
         in_force()
     })
+}
+
+/// Returns what follows if the variables stay unset.
+fn consequence(wanted: usize) -> Option<String> {
+    let threads = in_force();
+    if threads != wanted {
+        return Some(format!("computes with {threads} threads for each rank, where {wanted} are wanted"));
+    }
+    let is_unset = std::env::var_os(VARIABLES[1]).is_none();
+    is_unset.then(|| "counts the cores of the machine in each matrix product, which takes time".to_string())
 }
 
 /// Returns the variables that are not set.

@@ -66,6 +66,17 @@ pub use step::{StepOptions, StepResult};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};
 pub use value::{Kwargs, Value, ValuePath};
 
+/// What most programs import: `use candle_pipe::prelude::*`.
+pub mod prelude {
+    pub use crate::microbatch::split_args_kwargs_into_chunks;
+    pub use crate::schedule::ScheduleKind;
+    pub use crate::{
+        Balanced, EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, Share, SplitSpec,
+        StepOptions, Value, stage_op,
+    };
+    pub use candle_dist::prelude::*;
+}
+
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 mod readme {}

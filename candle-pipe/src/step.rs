@@ -170,6 +170,8 @@ pub struct StepResult {
     /// [`round_grads`](candle_dist::round_grads).
     pub grads: GradStore,
     total: Option<Tensor>,
+    /// The rank that has the loss, on ranks of a pipeline.
+    pub(crate) loss_rank: Option<usize>,
     /// The mark of the step's beginning, for gradients that tables keep by rows.
     since: u64,
 }
@@ -186,9 +188,16 @@ impl StepResult {
     /// Returns the loss of the batch; of all replicas' batches, if it [counts](Reduction::Counted).
     ///
     /// # Errors
-    /// [`Error::Pipe`] if the model has no loss.
+    /// [`Error::Pipe`] if the model has no loss, or another rank has it.
     pub fn loss(&self) -> Result<&Tensor> {
-        self.total.as_ref().ok_or_else(|| Error::Pipe("the model has no loss".into()))
+        self.total.as_ref().ok_or_else(|| {
+            Error::Pipe(match self.loss_rank {
+                Some(rank) => format!(
+                    "the loss of this step is on rank {rank}, which has the last stage; Runtime::loss tells it to all ranks"
+                ),
+                None => "the model has no loss; declare it with loss or loss_fn".into(),
+            })
+        })
     }
 
     pub(crate) fn add_loss(&mut self, loss: &Value, reduction: Reduction, weight: f64) -> Result<()> {

@@ -1,7 +1,7 @@
 //! The communication of a training step as a text that later versions are compared with.
 use super::setup::Setup;
 use super::trainer::{Subject, communication};
-use candle_dist::comm::{Event, Part};
+use candle_dist::comm::Event;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::Itertools;
 use std::collections::{BTreeMap, BTreeSet};
@@ -77,7 +77,7 @@ fn events(subject: &Subject, setup: &Setup) -> Result<Vec<SiteCall>, String> {
         call: format!("{} over {}", event.op, axes_of(&mesh, event.ranks.as_slice())),
         bytes: event.bytes,
     };
-    Ok(events.into_iter().filter(|event| event.part != Part::Wait).map(made).collect())
+    Ok(events.into_iter().filter(|event| event.is_counted()).map(made).collect())
 }
 
 /// Returns the names of the axes whose group has these ranks.

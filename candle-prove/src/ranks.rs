@@ -100,7 +100,7 @@ impl Ranks {
             let (shared, f, rank) = (shared.clone(), f.clone(), ctx.rank());
             let work = move || {
                 let blame = |rank: usize, message: &str| {
-                    let error = WorldError { rank, message: message.to_string() };
+                    let error = WorldError::new(rank, message);
                     shared.0.lock().first_failure.get_or_insert(error);
                 };
                 let result = ctx.run(|ctx| f(ctx), blame);
@@ -135,6 +135,6 @@ impl Ranks {
 
     /// Returns an error of a rank, with the label.
     fn fail(&self, rank: usize, message: String) -> WorldError {
-        WorldError { rank, message: format!("[{}] {message}", self.label) }
+        WorldError::new(rank, format!("[{}] {message}", self.label))
     }
 }

@@ -8,17 +8,24 @@ use candle_dist::{DeviceMesh, ProcessGroup};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::cell::Cell;
+use std::panic::Location;
 
 thread_local! {
     static COMPARED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f`, in which tensors that must be equal on every rank are compared by a hash of their elements.
+/// Runs `f`, in which tensors that must be equal on every rank are compared at each use.
 ///
 /// These are the operands of [`DTensor::replicated`](crate::DTensor::replicated), of operators with plain tensors and
-/// numbers, and of [`DTensor::distribute`](crate::DTensor::distribute), and the plain inputs that a layer of a plan
-/// takes as replicated. Each comparison costs one barrier; if ranks differ, all of them return the same error.
-/// Every rank must call it. `CANDLE_DIST_DEBUG=1` enables it in all worlds of a program; in a world of processes, that of rank 0 counts.
+/// numbers, and of [`DTensor::distribute`](crate::DTensor::distribute), the plain inputs that a layer of a plan takes as
+/// replicated, and the tensors of a [moved model](crate::nn::ShardedVarBuilder::parallelize). A comparison hashes the elements
+/// and costs one collective of 8 bytes per rank, which [counts](candle_dist::comm::record) exclude. If ranks differ, all of them
+/// return the same error. Every rank must call it.
+///
+/// Without it the ranks compare the tensors of `distribute` on the first use of each line of source with each shape and
+/// dtype, and in debug builds at each use; operands and plain inputs without gradient on the first use of each line or layer; and no
+/// tensors of a moved model. `CANDLE_DIST_DEBUG=1` compares all of them in all worlds of a program; in a world of processes, that of
+/// rank 0 counts.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -26,22 +33,83 @@ thread_local! {
 /// use candle_shard::{DTensor, Result, compare_operands};
 ///
 /// let failed = World::local(2).run(|ctx| -> Result<()> {
-///     let mine = Tensor::new(&[1f32 + ctx.rank() as f32], &Device::Cpu)?;
-///     compare_operands(|| DTensor::replicated(&mine, &ctx.mesh(&[("tp", 2)])?)).map(drop)
+///     let mesh = ctx.mesh(&[("tp", 2)])?;
+///     (0..2).try_for_each(|step| {
+///         let mine = Tensor::new(&[(step * ctx.rank()) as f32], &Device::Cpu)?; // alike in the first step only
+///         compare_operands(|| DTensor::replicated(&mine, &mesh)).map(drop)
+///     })
 /// });
-/// assert!(failed.unwrap_err().to_string().contains("description differs"));
+/// assert!(failed.unwrap_err().to_string().contains("rank 0 has f32[1]"));
 /// ```
 pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&COMPARED, true, f)
 }
 
-/// Refuses a tensor that is not equal on all ranks of the mesh, if the comparison is enabled.
-pub(crate) fn alike(op: &'static str, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
-    if !COMPARED.get() && !mesh.is_on(Switch::Debug) {
+/// The use of a tensor that must be equal on all ranks.
+#[derive(Clone, Copy)]
+pub(crate) struct Use<'a> {
+    /// The op.
+    pub(crate) op: &'static str,
+    /// The name of the tensor or the path of the layer; empty if it has none.
+    pub(crate) of: &'a str,
+    pub(crate) often: Often,
+}
+
+/// When the tensors of a use are compared, if not at each use.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Often {
+    /// On the first use of each line with each shape and dtype; in debug builds, at each use.
+    PerShape,
+    /// On the first use of each line, if the tensor has no gradient: values that ranks compute may differ in their last bits.
+    PerLine,
+    /// Never.
+    OnDemand,
+}
+
+impl Often {
+    fn is_due(self, at: &Use<'_>, tensor: &Tensor, group: &ProcessGroup, site: &Location<'_>) -> bool {
+        match self {
+            Self::PerShape => {
+                cfg!(debug_assertions) || group.is_first((at.op, at.of, site, tensor.dims(), tensor.dtype()))
+            }
+            Self::PerLine => !tensor.track_op() && group.is_first((at.op, at.of, site)),
+            Self::OnDemand => false,
+        }
+    }
+}
+
+/// Refuses a tensor that is not equal on all ranks of the mesh, if the comparison is due.
+#[track_caller]
+pub(crate) fn alike(at: Use<'_>, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
+    if mesh.size() == 1 {
         return Ok(());
     }
-    let (dtype, dims, hash) = (tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);
-    Ok(mesh.group()?.agree(&format!("{op} of {dtype}{dims:?} with the hash {hash:016x}"))?)
+    let (group, site) = (mesh.group()?, Location::caller());
+    let is_demanded = COMPARED.get() || mesh.is_on(Switch::Debug);
+    if !is_demanded && !at.often.is_due(&at, tensor, group, site) {
+        return Ok(());
+    }
+    let text = format!("{}{:?} with the hash {:016x}", tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);
+    let Use { op, of, .. } = at;
+    let compared = group.with_description(format!("the comparison of what {op} gets on each rank")).compare(&text)?;
+    let Some(texts) = compared else { return Ok(()) };
+    let other = texts.iter().position(|text| *text != texts[0]).unwrap_or_default();
+    let ranks = group.ranks();
+    let of = if of.is_empty() { String::new() } else { format!("{of}: ") };
+    Error::op(
+        op,
+        format!(
+            "{of}rank {} has {}, and rank {} has {}, at {}:{}; all ranks must give the same tensor, of which each keeps its part. If \
+             each rank draws its own data, give all ranks the same tensor, take one rank's with DTensor::distribute_from, or join \
+             each rank's own rows with DTensor::from_local",
+            ranks[0],
+            texts[0],
+            ranks[other],
+            texts[other],
+            site.file(),
+            site.line()
+        ),
+    )
 }
 
 /// Returns whether an op cut indices that were passed whole, so that only some ranks would see an invalid one.

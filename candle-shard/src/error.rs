@@ -1,5 +1,6 @@
 //! Errors, derived from global metadata so that every rank fails alike.
 use candle_dist::without_trace;
+use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -43,6 +44,27 @@ pub enum Error {
 impl Error {
     pub(crate) fn op<T>(op: &'static str, reason: impl Into<String>) -> Result<T> {
         Err(Self::Op { op, reason: reason.into() })
+    }
+
+    /// Names the line of the program in an error of an op.
+    pub(crate) fn called_at(self, site: &Location<'_>) -> Self {
+        let at = format!("{}:{}", site.file(), site.line());
+        match self {
+            Self::Op { op, reason } if !reason.contains(&at) => {
+                Self::Op { op, reason: format!("{reason}, called at {at}") }
+            }
+            error => error,
+        }
+    }
+
+    /// Names a layer and the line of the program in an error of one of the layer's ops.
+    pub(crate) fn in_layer(self, path: &str, site: &Location<'_>) -> Self {
+        match self.called_at(site) {
+            Self::Op { op, reason } if !path.is_empty() => {
+                Self::Op { op, reason: format!("{reason}, in layer {path}") }
+            }
+            error => error,
+        }
     }
 
     pub(crate) fn file(path: impl AsRef<Path>, reason: impl Into<String>) -> Self {

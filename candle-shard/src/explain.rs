@@ -50,7 +50,13 @@ pub struct Conversion {
 impl ExplainedOp {
     /// Returns the calls that this rank made in the op.
     pub fn calls(&self) -> impl Iterator<Item = &Event> {
-        self.input_calls.iter().chain(&self.own_calls).filter(|call| call.part != Part::Wait)
+        self.input_calls.iter().chain(&self.own_calls).filter(|call| call.is_counted())
+    }
+
+    /// Returns whether the op communicates, or sums a gradient in the backward pass.
+    pub fn moves(&self) -> bool {
+        let moving = |input: &Conversion| !input.moves.is_empty() || !input.gradient_sums.is_empty();
+        self.calls().next().is_some() || self.inputs.iter().any(moving)
     }
 
     /// Returns the bytes that this rank passed to collectives in the op.
@@ -93,7 +99,8 @@ impl Frame {
     }
 
     fn rest(&mut self) {
-        self.own_calls.extend(self.log.take().map(Log::finish).unwrap_or_default());
+        let calls = self.log.take().map(Log::finish).unwrap_or_default();
+        self.own_calls.extend(calls.into_iter().filter(|call| call.part != Part::Check));
     }
 
     fn go_on(&mut self) {
@@ -231,8 +238,11 @@ impl Drop for Open {
 }
 
 impl fmt::Display for Explanation {
+    /// Prints the ops that move something, now or in the backward pass; `{:#}` prints all of them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.ops.iter().try_for_each(|op| writeln!(f, "{op}"))?;
+        let is_whole = f.alternate();
+        let mut listed = self.ops.iter().filter(|op| is_whole || op.moves());
+        listed.try_for_each(|op| writeln!(f, "{op}"))?;
         write!(f, "{} bytes passed to collectives by this rank", self.bytes())
     }
 }

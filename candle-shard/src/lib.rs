@@ -62,8 +62,16 @@ pub use strict::strict;
 pub use tables::sharded_tensor::ShardedTensor;
 pub use tables::sharding_spec::{ChunkShardingSpec, EnumerableShardingSpec};
 pub use tables::{sharded_tensor, sharding_spec, sparse};
-pub use tensor::DTensor;
+pub use tensor::{DTensor, TensorExt};
 pub use visualize::{visualize_sharding, visualize_sharding_svg};
+
+/// What most programs import: `use candle_shard::prelude::*`.
+pub mod prelude {
+    pub use crate::nn::{Module, Optimizer, ShardedVarBuilder};
+    pub use crate::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
+    pub use crate::{DTensor, Partial, Placement, Replicate, Shard, TensorExt};
+    pub use candle_dist::prelude::*;
+}
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

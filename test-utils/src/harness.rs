@@ -112,7 +112,7 @@ impl Ranks {
 
     /// Returns an error of a rank, with the label.
     pub(crate) fn fail(&self, rank: usize, message: String) -> WorldError {
-        WorldError { rank, message: format!("[{}] {message}", self.label) }
+        WorldError::new(rank, format!("[{}] {message}", self.label))
     }
 
     /// Returns the number of ranks.

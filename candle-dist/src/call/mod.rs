@@ -3,12 +3,15 @@ mod cut;
 mod dtypes;
 mod op;
 mod reduce_op;
+mod site;
 
 pub use cut::Cut;
 pub(crate) use cut::total;
 pub(crate) use dtypes::{CARRIED, carried};
 pub use op::Op;
 pub use reduce_op::{Factor, ReduceOp};
+pub use site::called_from;
+pub(crate) use site::line_of;
 
 use candle_core::{DType, DeviceLocation, Tensor};
 use itertools::Itertools;
@@ -91,7 +94,7 @@ impl Call {
             form: Form::default(),
             note: None,
             timeout: None,
-            site: Location::caller(),
+            site: line_of(Location::caller()),
         }
     }
 

@@ -1,5 +1,5 @@
 //! Counts communication within a closure.
-use super::event::{Event, Part};
+use super::event::Event;
 use super::scope::{Collect, Scope};
 use crate::call::Op;
 use std::collections::BTreeMap;
@@ -71,8 +71,8 @@ impl fmt::Display for CommCounts {
 
 impl Collect for CommCounts {
     fn add(&mut self, event: &Event) {
-        if event.part == Part::Wait {
-            return; // counted when it was started
+        if !event.is_counted() {
+            return;
         }
         let entry = self.0.entry(event.op).or_default();
         entry.count += 1;

@@ -15,6 +15,8 @@ pub enum Part {
     Start,
     /// The wait for a started call. Counts and bytes exclude it.
     Wait,
+    /// A [comparison](crate::ProcessGroup::compare) of what must be equal on all ranks. Counts and bytes exclude it.
+    Check,
 }
 
 /// One communication call of one rank.
@@ -40,12 +42,18 @@ pub struct Event {
 }
 
 impl Event {
-    /// Returns the op with its part, e.g. `all_reduce`, `all_reduce start` or `all_reduce wait`.
+    /// Returns whether counts include it: a wait was counted when it was started, and a check is not the program's call.
+    pub fn is_counted(&self) -> bool {
+        !matches!(self.part, Part::Wait | Part::Check)
+    }
+
+    /// Returns the op with its part, e.g. `all_reduce`, `all_reduce start`, `all_reduce wait` or `all_gather check`.
     pub fn name(&self) -> String {
         match self.part {
             Part::Whole => self.op.to_string(),
             Part::Start => format!("{} start", self.op),
             Part::Wait => format!("{} wait", self.op),
+            Part::Check => format!("{} check", self.op),
         }
     }
 }

@@ -37,8 +37,12 @@ pub(crate) struct Watched(Event);
 /// Starts to observe a call of the group of `ranks` whose input on this rank has `bytes` bytes.
 ///
 /// If no collector is open on this thread, this only reads a thread-local.
-pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize]) -> Option<Watched> {
-    let part = if call.form == Form::Started { Part::Start } else { Part::Whole };
+pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize], is_check: bool) -> Option<Watched> {
+    let part = match call.form {
+        _ if is_check => Part::Check,
+        Form::Started => Part::Start,
+        _ => Part::Whole,
+    };
     watch_part(call, part, bytes, ranks)
 }
 

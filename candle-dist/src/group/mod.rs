@@ -5,6 +5,7 @@
 mod calls;
 pub(crate) mod check;
 mod coalesced;
+mod compared;
 mod failure;
 mod gather_text;
 mod in_place;
@@ -28,7 +29,9 @@ use crate::backend::{Backend, Call, Fresh, Op, ReduceOp, Tensors, bytes};
 use crate::switch::Switches;
 use crate::{Cause, Error, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
+use parking_lot::Mutex;
 use posted::Posts;
+use rustc_hash::FxHashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use under_way::{Entered, Site, UnderWay};
@@ -66,6 +69,10 @@ pub struct ProcessGroup {
     timeout: Option<Duration>,
     /// What all calls of this handle are about.
     description: Option<Arc<str>>,
+    /// The hashes of what the ranks have compared on all handles on the group.
+    compared: Arc<Mutex<FxHashSet<u64>>>,
+    /// Whether the calls of this handle are checks.
+    is_check: bool,
     /// The variables that hold for all ranks of the world.
     pub(crate) switches: Switches,
 }
@@ -89,8 +96,16 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        let (posts, under_way, switches) = (Arc::default(), Arc::default(), Switches::default());
-        Self { backend, posts, under_way, timeout: None, description: None, switches }
+        Self {
+            backend,
+            posts: Arc::default(),
+            under_way: Arc::default(),
+            timeout: None,
+            description: None,
+            compared: Arc::default(),
+            is_check: false,
+            switches: Switches::default(),
+        }
     }
 
     pub(crate) fn shared_backend(&self) -> Arc<dyn Backend> {
@@ -405,7 +420,7 @@ impl ProcessGroup {
     fn pass<R>(&self, call: Call, bytes: usize, run: impl FnOnce(&dyn Backend, Call) -> Result<R>) -> Result<R> {
         let note = call.note.or_else(|| self.description.clone());
         let call = Call { note, timeout: self.timeout.or(call.timeout), ..call };
-        let _watched = comm::watch(&call, bytes, self.ranks());
+        let _watched = comm::watch(&call, bytes, self.ranks(), self.is_check);
         run(&*self.backend, call)
     }
 

@@ -131,7 +131,7 @@ impl RankContext {
         }
         let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
             Ok(Ok(value)) => (Some(value), End::Returned),
-            Ok(Err(error)) => (None, End::Failed(cut_trace(&error.to_string()).to_string())),
+            Ok(Err(error)) => (None, End::Failed(cut_trace(&format!("{error:#}")).to_string())),
             Err(panic) => (None, End::Panicked(panic_message(&*panic))),
         };
         match &end {

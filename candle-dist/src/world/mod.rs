@@ -244,7 +244,7 @@ impl World {
     /// Runs `f` once per rank of this process, on its own thread, and returns the results in rank order.
     ///
     /// If a rank fails or panics, every rank that communicates gets an error. The error returned here names the rank
-    /// that caused the failure.
+    /// that caused the failure, or all ranks if each of them returned the same error. An error of anyhow is shown with its causes.
     pub fn run<T, E, F>(self, f: F) -> Result<Vec<T>, WorldError>
     where
         T: Send,
@@ -253,10 +253,11 @@ impl World {
     {
         let first = self.first_rank();
         let mut ranks = self.into_ranks().map_err(|error| WorldError::at_start(first, &error))?;
-        let failed = std::sync::Mutex::new(None::<WorldError>);
+        let size = ranks.len();
+        let failed = std::sync::Mutex::new(Vec::new());
         let blame = |rank: usize, message: &str| {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            failed.get_or_insert_with(|| WorldError { rank, message: message.to_string() });
+            failed.push((rank, message.to_string()));
         };
         let run = |come: mpsc::Receiver<RankContext>| come.recv().ok()?.run(&f, blame);
         let results = std::thread::scope(|scope| {
@@ -286,10 +287,11 @@ impl World {
                 .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
                 .collect::<Option<Vec<T>>>()
         });
-        match (results, failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)) {
+        let failed = failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match (results, WorldError::of(failed, size)) {
             (Some(results), None) => Ok(results),
             (_, Some(error)) => Err(error),
-            (None, None) => Err(WorldError { rank: first, message: "a rank ended without a result".into() }),
+            (None, None) => Err(WorldError::new(first, "a rank ended without a result")),
         }
     }
 }
@@ -344,22 +346,47 @@ fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn 
 
 /// The first failure of a [`World::run`].
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("rank {rank}: {}", crate::printable(message))]
+#[error("{}: {}", shown(*rank, *common_to), crate::printable(message))]
+#[non_exhaustive]
 pub struct WorldError {
     /// The rank that failed, panicked, returned too early or made a different call; otherwise the first that reported.
     pub rank: usize,
     /// The message that it reported.
     pub message: String,
+    /// The number of ranks, if there are several and each of them has failed with this message.
+    pub common_to: Option<usize>,
+}
+
+/// Returns the subject of the message of an error: a rank, or all of them.
+fn shown(rank: usize, common_to: Option<usize>) -> String {
+    match common_to {
+        Some(2) => "both ranks".to_string(),
+        Some(ranks) => format!("all {ranks} ranks"),
+        None => format!("rank {rank}"),
+    }
 }
 
 impl WorldError {
+    /// Creates the error of one rank.
+    pub fn new(rank: usize, message: impl Into<String>) -> Self {
+        Self { rank, message: message.into(), common_to: None }
+    }
+
+    /// Returns the first of the failures of the `size` ranks of this process.
+    fn of(failed: Vec<(usize, String)>, size: usize) -> Option<Self> {
+        let ranks: std::collections::BTreeSet<usize> = failed.iter().map(|(rank, _)| *rank).collect();
+        let is_common = size > 1 && ranks.len() == size && failed.iter().all(|(_, message)| *message == failed[0].1);
+        let (rank, message) = failed.into_iter().next()?;
+        Some(Self { rank, message, common_to: is_common.then_some(size) })
+    }
+
     /// Returns the error of a start that failed on `rank`, maybe because another rank stopped the world meanwhile.
     fn at_start(rank: usize, error: &crate::Error) -> Self {
         let culprit = match error {
             crate::Error::Group(failure) => failure.cause.culprit(),
             _ => None,
         };
-        Self { rank: culprit.unwrap_or(rank), message: error.to_string() }
+        Self::new(culprit.unwrap_or(rank), error.to_string())
     }
 }
 
@@ -367,6 +394,27 @@ impl WorldError {
 mod tests {
     use super::*;
     use crate::{Cause, Error, GroupFailure};
+
+    #[test]
+    fn an_error_of_all_ranks_says_so_and_one_of_anyhow_keeps_its_causes() {
+        let wide = |_: &RankContext| Err::<(), _>(Error::Mesh("too wide".into()));
+        let error = World::local(3).run(wide).unwrap_err();
+        assert_eq!((error.common_to, error.to_string().as_str()), (Some(3), "all 3 ranks: device mesh: too wide"));
+        let mine = |ctx: &RankContext| Err::<(), _>(ctx.rank().to_string());
+        assert_eq!(World::local(2).run(mine).unwrap_err().common_to, None);
+        // All ranks get the failure that one has caused.
+        let error =
+            World::local(2).run(|ctx| if ctx.rank() == 0 { ctx.group().barrier() } else { Ok(()) }).unwrap_err();
+        assert_eq!((error.common_to, error.rank), (None, 1));
+        struct Chain;
+        impl std::fmt::Display for Chain {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(if f.alternate() { "no batch: no such file" } else { "no batch" })
+            }
+        }
+        let error = World::local(1).run(|_| Err::<(), _>(Chain)).unwrap_err();
+        assert_eq!(error.to_string(), "rank 0: no batch: no such file");
+    }
 
     /// A rank may be late enough to hear of the failure of another one while it starts.
     #[test]

@@ -1,7 +1,7 @@
 //! Sources of parameters.
 use crate::Result;
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::DeviceMesh;
+use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use itertools::Itertools;
@@ -37,6 +37,14 @@ pub trait Scope: Clone + 'static {
     /// # Errors
     /// If the parameter is sharded, or its gradient is left partial.
     fn check_plain(&self, _: &Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// Checks what the ranks of `group` have built of one model together, each its stages. Every rank of it calls this.
+    ///
+    /// # Errors
+    /// On all ranks alike, if the model is not as it was planned.
+    fn check_stages(&self, _: &ProcessGroup) -> Result<()> {
         Ok(())
     }
 

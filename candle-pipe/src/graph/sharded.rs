@@ -2,7 +2,7 @@
 use super::{Ctx, Named, Scope, StageOp, variables};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Tensor, TensorId};
-use candle_dist::DeviceMesh;
+use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_shard::nn::{Parameter, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate};
 use std::collections::HashSet;
@@ -97,6 +97,10 @@ impl Scope for ShardedVarBuilder {
             "parameter {:?}, {spec}, is passed to nodes as a plain tensor, and {why}; pass the DTensor itself",
             p.name
         )))
+    }
+
+    fn check_stages(&self, group: &ProcessGroup) -> Result<()> {
+        Ok(self.finish_stages(group)?)
     }
 
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {

@@ -136,9 +136,9 @@ impl Splitter {
         }
         if chunks < self.chunks {
             let asked = self.chunks;
-            log::warn!(
+            candle_dist::warn(format_args!(
                 "a batch of {chunks} rows is cut into {chunks} microbatches, not into the {asked} that were asked for"
-            );
+            ));
         }
         let rows = self.rows.or(cuts.cuts().next().map(|cut| cut.rows)).unwrap_or(chunks);
         let mut batch = Microbatches::new(microbatch_sizes(rows, chunks), self.masked);

@@ -145,10 +145,10 @@ impl<B: Scope> Pipe<B> {
         for (name, _) in own.filter(|(_, tensor)| tensor.track_op()) {
             let other = *owners.entry(name.clone()).or_insert(stage);
             if other != stage {
-                log::warn!(
+                candle_dist::warn(format_args!(
                     "stages {other} and {stage} share the parameter {name:?} undeclared: each has a part of its gradient, which a \
                      LocalPipe or a Runtime adds up; declare it with PipeBuilder::parameter or shared_module"
-                );
+                ));
             }
         }
     }

@@ -52,8 +52,8 @@ impl Runtime {
     ///
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
-    /// there is no loss; on all ranks alike, if their pipes or schedules differ, or if a constructor of a node fails on
-    /// one of them.
+    /// there is no loss; on all ranks alike, if their pipes or schedules differ, if a constructor of a node fails on
+    /// one of them, or if a pattern of the plan of a `ShardedVarBuilder` matched no module of any stage.
     pub fn new<B: Scope>(
         pipe: &Pipe<B>,
         schedule: &Schedule,
@@ -79,6 +79,7 @@ impl Runtime {
 
         let mine = (0..info.num_stages()).filter(|&stage| schedule.stage_ranks()[stage] == group.rank());
         let (stages, found) = names::check(group, &info, pipe.build_stages(mine, scope, device))?;
+        scope.check_stages(group)?;
         info.shares.extend(found);
         let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::new(edges.clone()))?);
         let shared = info.replicated().map(|share| {

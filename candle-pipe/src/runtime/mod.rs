@@ -304,6 +304,8 @@ impl Runtime {
         let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;
         let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
         step.grads = grads;
+        let last = self.rank_of(self.info.num_stages() - 1);
+        step.loss_rank = self.info.graph.loss.map(|_| self.group.ranks()[last]);
         let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;

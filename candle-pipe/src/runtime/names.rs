@@ -66,10 +66,10 @@ pub(super) fn check(
     let found = found.collect_vec();
     if group.rank() == 0 {
         for ShareGroup { name, stages, .. } in &found {
-            log::warn!(
+            candle_dist::warn(format_args!(
                 "stages {} share the parameter {name:?} undeclared; it is replicated, and its gradients are summed",
                 stages.iter().join(", ")
-            );
+            ));
         }
     }
     Ok((stages.into_iter().map(|stage| (stage.def().index, stage)).collect(), found))

@@ -45,6 +45,7 @@
 //! | `fsdp/pass.rs` | `KEPT` | the units with gradients of earlier passes in `no_sync` | when a pass outside of `no_sync` ends, or a pass fails |
 //! | `fsdp/pass.rs` | `JOINED` | the mark of the passes that have left these gradients | as `KEPT` |
 //! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
+//! | `lookup/label.rs` | `FOUND` | the last results of lookups in sharded tables | the oldest, when it is full |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |
 //! | `strict.rs` | `MODE` | how implicit communication is treated | restored by a scope |
 //! | `explain.rs` | `STATE` | the report that is being made | restored by a scope |

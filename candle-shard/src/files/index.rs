@@ -145,6 +145,11 @@ impl Checkpoint {
         }
     }
 
+    /// Returns the names of the tensors.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     /// Returns the names of the files.
     pub(super) fn file_names(&self) -> impl Iterator<Item = &str> {
         self.tensors.values().flat_map(|tensor| &tensor.pieces).map(|piece| &*piece.file)

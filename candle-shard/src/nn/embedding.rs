@@ -69,9 +69,12 @@ impl Embedding {
     }
 
     /// Returns the rows `[.., width]` at `ids` (u32, `[..]`).
+    #[track_caller]
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
-        let [y] = self.style.outputs([&self.weight.embedding_with(ids, &self.options)?])?;
-        Ok(y)
+        self.style.layer(|| {
+            let [y] = self.style.outputs([&self.weight.embedding_with(ids, &self.options)?])?;
+            Ok(y)
+        })
     }
 
     /// Returns the table.
@@ -108,15 +111,18 @@ impl EmbeddingBag {
     }
 
     /// Returns one row per bag, `[bags, width]`: see [`DTensor::embedding_bag`].
+    #[track_caller]
     pub fn forward(
         &self,
         ids: &DTensor,
         offsets: Option<&DTensor>,
         per_sample_weights: Option<&DTensor>,
     ) -> Result<DTensor> {
-        let bags = self.weight.embedding_bag(ids, offsets, per_sample_weights, &self.options)?;
-        let [y] = self.style.outputs([&bags])?;
-        Ok(y)
+        self.style.layer(|| {
+            let bags = self.weight.embedding_bag(ids, offsets, per_sample_weights, &self.options)?;
+            let [y] = self.style.outputs([&bags])?;
+            Ok(y)
+        })
     }
 
     /// Returns the table.

@@ -48,15 +48,18 @@ impl Linear {
     }
 
     /// Returns the layer's output `[.., out]` for `[.., in]`.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [x] = self.style.inputs([x])?;
-        let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
-        let [y] = self.style.outputs([&x.linear(&self.weight, early)?])?;
-        match &self.bias {
-            // Added once, after the partial sums are reduced.
-            Some(bias) if early.is_none() => y.add(bias),
-            _ => Ok(y),
-        }
+        self.style.layer(|| {
+            let [x] = self.style.inputs([x])?;
+            let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
+            let [y] = self.style.outputs([&x.linear(&self.weight, early)?])?;
+            match &self.bias {
+                // Added once, after the partial sums are reduced.
+                Some(bias) if early.is_none() => y.add(bias),
+                _ => Ok(y),
+            }
+        })
     }
 
     fn is_rowwise(&self) -> bool {

@@ -3,6 +3,7 @@
 #![doc = include_str!("README.md")]
 
 mod batch_norm;
+mod constructors;
 mod conv;
 mod dropout;
 mod embedding;
@@ -33,6 +34,7 @@ pub use crate::autograd::backward;
 pub use crate::layout::Width;
 pub use crate::random::Draws;
 pub use batch_norm::{BatchNorm, batch_norm};
+pub use constructors::{embedding, layer_norm, linear, linear_no_bias, rms_norm};
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,

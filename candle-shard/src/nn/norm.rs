@@ -23,14 +23,17 @@ impl LayerNorm {
     }
 
     /// Returns the normalized rows, in the shape of `x`.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [x] = self.style.inputs([x])?;
-        let y = match &self.bias {
-            Some(bias) => x.layer_norm(&self.weight, bias, self.eps)?,
-            None => x.layer_norm(&self.weight, &self.weight.zeros_like()?, self.eps)?,
-        };
-        let [y] = self.style.outputs([&y])?;
-        Ok(y)
+        self.style.layer(|| {
+            let [x] = self.style.inputs([x])?;
+            let y = match &self.bias {
+                Some(bias) => x.layer_norm(&self.weight, bias, self.eps)?,
+                None => x.layer_norm(&self.weight, &self.weight.zeros_like()?, self.eps)?,
+            };
+            let [y] = self.style.outputs([&y])?;
+            Ok(y)
+        })
     }
 
     /// Returns the weight `[width]`.
@@ -70,10 +73,13 @@ impl RmsNorm {
     }
 
     /// Returns the normalized rows, in the shape of `x`.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [x] = self.style.inputs([x])?;
-        let [y] = self.style.outputs([&x.rms_norm(&self.weight, self.eps)?])?;
-        Ok(y)
+        self.style.layer(|| {
+            let [x] = self.style.inputs([x])?;
+            let [y] = self.style.outputs([&x.rms_norm(&self.weight, self.eps)?])?;
+            Ok(y)
+        })
     }
 }
 

@@ -1,6 +1,8 @@
 //! The builder of parameters: fresh or loaded, sharded as the plan says.
+mod complete;
 mod made;
 
+use self::complete::Completion;
 use super::moved::Moved;
 use super::place::{AxisCut, Place};
 use super::source::{Init, Source};
@@ -32,6 +34,7 @@ struct Shared {
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
     matched: Mutex<BTreeSet<usize>>,
+    completion: Completion,
 }
 
 /// Creates the parameters of layers, on each rank only its shard: candle's `VarBuilder` for a mesh and a plan.
@@ -161,6 +164,7 @@ impl ShardedVarBuilder {
             registry: VarRegistry::new(),
             quantized_bytes,
             matched,
+            completion: Completion::default(),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -351,6 +355,7 @@ impl ShardedVarBuilder {
         varying: bool,
     ) -> Result<DTensor> {
         let mesh = self.mesh();
+        let building = self.shared.completion.begin();
         let dtype = &dtype.unwrap_or(self.shared.dtype);
         let name = self.full_name(&stored.name);
         let axis = self.shared.plan.axis_index(mesh)?;
@@ -392,7 +397,9 @@ impl ShardedVarBuilder {
         }
         let mut requested = self.requested.lock().unwrap_or_else(PoisonError::into_inner);
         if requested.contains(&name) {
-            return Err(Error::Plan(format!("parameter {name} is built twice; share the layer instead")));
+            return Err(Error::Plan(format!(
+                "parameter {name} is built twice; give each layer a path of its own with vb.pp(..), or share the layer"
+            )));
         }
         let within = stored.within.map(|within| RowsOf { of: self.full_name(&within.of), ..within });
         let vary_on = axis.filter(|_| varying);
@@ -431,6 +438,7 @@ impl ShardedVarBuilder {
                 built.push(Parameter { name, tensor: tensor.clone(), var, within, is_summed });
             }
         }
+        building.end();
         Ok(whole.unwrap_or(tensor))
     }
 
@@ -461,19 +469,6 @@ impl ShardedVarBuilder {
     /// Counts bytes of quantized weights.
     pub(super) fn count_quantized(&self, bytes: usize) {
         self.shared.quantized_bytes.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Returns the parameters that were built.
-    ///
-    /// # Errors
-    /// If a pattern of the plan matched no module, so that the model would not run as planned, or a
-    /// [moved](Self::parallelize) model has tensors that no layer used.
-    pub fn finish(&self) -> Result<Parameters> {
-        self.shared.plan.check_all_matched(&self.shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
-        if let Source::Moved(moved) = &self.shared.source {
-            moved.finish()?;
-        }
-        Ok(self.built())
     }
 
     /// Returns the parameters that layers have requested of this builder since [`again`](Self::again), in their order.

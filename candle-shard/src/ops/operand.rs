@@ -1,5 +1,5 @@
 //! The other operand of an op on a distributed tensor.
-use crate::agreement::alike;
+use crate::agreement::{Often, Use, alike};
 use crate::layout::{Replicate, Spec};
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
@@ -94,12 +94,21 @@ numbers!(f64 f32 u8 u32 i32);
 impl DTensor {
     /// Makes a replicated tensor of a plain tensor that is equal on every rank. Gradients flow through it.
     ///
-    /// Every rank's gradient is the whole one. Nothing is communicated. Nothing checks that the ranks agree, except
-    /// under [`compare_operands`](crate::compare_operands).
+    /// Every rank's gradient is the whole one. No element is sent. All ranks of the mesh call it: they compare hashes of tensors
+    /// without gradient on the first use of each line of source, and others under [`compare_operands`](crate::compare_operands).
+    ///
+    /// # Errors
+    /// If the ranks' tensors differ where they are compared.
     #[track_caller]
     pub fn replicated(tensor: &Tensor, mesh: &DeviceMesh) -> Result<Self> {
+        Self::everywhere(tensor, mesh, Often::PerLine)
+    }
+
+    /// Makes a replicated tensor, which is compared as `often` says.
+    #[track_caller]
+    pub(super) fn everywhere(tensor: &Tensor, mesh: &DeviceMesh, often: Often) -> Result<Self> {
         let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], tensor.shape(), tensor.dtype())?;
-        alike("replicated", tensor, mesh)?;
+        alike(Use { op: "replicated", of: "", often }, tensor, mesh)?;
         Ok(Self::leaf(tensor.clone(), spec.shared()))
     }
 
@@ -109,7 +118,10 @@ impl DTensor {
         match side {
             Side::Spread(x) => Ok(x.clone()),
             Side::Plain(x) => Self::replicated(x, self.mesh()),
-            Side::Number(x) => Self::replicated(&Tensor::new(x, self.device())?.to_dtype(dtype)?, self.mesh()),
+            Side::Number(x) => {
+                let number = Tensor::new(x, self.device())?.to_dtype(dtype)?;
+                Self::everywhere(&number, self.mesh(), Often::OnDemand)
+            }
         }
     }
 }

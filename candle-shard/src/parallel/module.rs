@@ -4,7 +4,8 @@ use super::style::{ColwiseParallel, Style};
 use crate::layout::{Axes, Placement, Replicate, Shard, Width};
 use crate::redistribute::{Target, Targets};
 use crate::{DTensor, Error, Result};
-use candle_dist::backend::Dims;
+use candle_dist::backend::{Dims, called_from};
+use std::panic::Location;
 
 /// The kinds of layers that a style can be applied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,6 +202,13 @@ impl ModuleStyle {
     }
 
     /// Makes an error of the plan at this module.
+    /// Runs the forward pass `f` of this layer, whose calls and errors name the layer and the line of its caller.
+    #[track_caller]
+    pub(crate) fn layer<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
+        let site = Location::caller();
+        called_from(site, f).map_err(|error| error.in_layer(&self.path, site))
+    }
+
     pub(crate) fn error(&self, reason: impl std::fmt::Display) -> Error {
         Error::Plan(format!("module {:?} {reason}", self.path))
     }

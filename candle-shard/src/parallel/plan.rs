@@ -137,10 +137,15 @@ impl Plan {
         ModuleStyle { path: path.join("."), style: style.cloned(), axis, shares }
     }
 
+    /// Returns the patterns without a matching module.
+    pub(crate) fn unmatched(&self, matched: &BTreeSet<usize>) -> impl Iterator<Item = &str> {
+        let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !matched.contains(i));
+        unmatched.map(|(_, entry)| entry.pattern.text())
+    }
+
     /// Returns an error that names patterns without a matching module.
     pub(crate) fn check_all_matched(&self, matched: &BTreeSet<usize>) -> Result<()> {
-        let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !matched.contains(i));
-        let names = unmatched.map(|(_, e)| format!("{:?}", e.pattern.text())).join(", ");
+        let names = self.unmatched(matched).map(|pattern| format!("{pattern:?}")).join(", ");
         if names.is_empty() {
             return Ok(());
         }

@@ -15,11 +15,13 @@ use crate::autograd::shared;
 use crate::layout::{Axes, Placement, axes_of};
 use crate::{Result, explain};
 use candle_dist::ProcessGroup;
+use candle_dist::backend::called_from;
 use candle_dist::functional::Exchange;
 pub(crate) use conversion::conversion;
 use moves::How;
 pub(crate) use moves::{Move, Moves, moves};
 use smallvec::SmallVec;
+use std::panic::Location;
 use table::Transform;
 pub(crate) use table::cost;
 pub(crate) use target::{Target, Targets};
@@ -31,9 +33,11 @@ impl DTensor {
     ///
     /// # Errors
     /// If the placements do not fit the tensor, or the table of transforms cannot produce a partial placement.
+    #[track_caller]
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.spec().derive(placements, self.dims())?;
-        self.to_targets(&placements.iter().map(|&p| Target::from(p)).collect::<Targets>(), 0)
+        let targets = placements.iter().map(|&p| Target::from(p)).collect::<Targets>();
+        called_from(Location::caller(), || self.to_targets(&targets, 0))
     }
 
     /// Redistributes each axis to the placement that `place` returns; unchanged axes keep their sizes.

@@ -5,24 +5,30 @@ use crate::{DTensor, Error, Result, explain};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, WithDType};
 use candle_dist::ReduceOp;
+use candle_dist::backend::called_from;
 use candle_dist::functional::Exchange;
 use smallvec::SmallVec;
+use std::panic::Location;
 
 impl DTensor {
     /// Returns the whole tensor on every rank. A gradient that enters through it must be the same on every rank.
     ///
     /// For a parameter it is a copy: an optimizer's step does not change it.
+    #[track_caller]
     pub fn full_tensor(&self) -> Result<Tensor> {
-        let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
-        let local = if whole.is_in_variable() { whole.to_local().copy()? } else { whole.to_local().clone() };
-        let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
-        varying.into_iter().try_fold(local, |local, axis| {
-            let group = whole.described(self.mesh().axis_group(axis)?.clone(), 1 << axis);
-            Ok(Exchange::to_invariant().apply(&local, &group)?)
+        called_from(Location::caller(), || {
+            let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
+            let local = if whole.is_in_variable() { whole.to_local().copy()? } else { whole.to_local().clone() };
+            let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
+            varying.into_iter().try_fold(local, |local, axis| {
+                let group = whole.described(self.mesh().axis_group(axis)?.clone(), 1 << axis);
+                Ok(Exchange::to_invariant().apply(&local, &group)?)
+            })
         })
     }
 
     /// Returns the [whole tensor](Self::full_tensor) on the host, without a gradient: elements that the host may read.
+    #[track_caller]
     pub(crate) fn whole_on_host(&self) -> Result<Tensor> {
         Ok(self.mesh().to_host(&self.detach().full_tensor()?)?)
     }
@@ -31,6 +37,7 @@ impl DTensor {
     ///
     /// # Errors
     /// If the tensor does not have exactly one element, or not the dtype `S`.
+    #[track_caller]
     pub fn to_scalar<S: WithDType>(&self) -> Result<S> {
         if self.elem_count() != 1 || self.dtype() != S::DTYPE {
             let want = S::DTYPE.as_str();

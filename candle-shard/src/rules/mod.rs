@@ -85,7 +85,7 @@ use crate::layout::{Placement, Spec};
 use crate::redistribute::{Moves, Target, Targets, conversion};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
-use candle_dist::backend::Dims;
+use candle_dist::backend::{Dims, called_from};
 use candle_dist::empty;
 pub use observer::observe;
 pub(crate) use op_spec::{OpSpec, check_meshes};
@@ -162,9 +162,10 @@ fn run_known(
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     inputs.iter().try_for_each(|input| input.check_memory(op))?;
-    let op_spec = cache::op_spec((op, owner), attributes, inputs, op_spec)?;
+    let site = Location::caller();
+    let op_spec = cache::op_spec((op, owner), attributes, inputs, op_spec).map_err(|error| error.called_at(site))?;
     if op_spec.communicates {
-        unasked::unasked(op, inputs, &op_spec, Location::caller())?;
+        unasked::unasked(op, inputs, &op_spec, site)?;
     }
     let mut explained = explain::open(op);
     if let Some(explained) = &mut explained {
@@ -172,15 +173,16 @@ fn run_known(
         let convert = |(&x, moves): (&&DTensor, &Moves)| conversion(x, moves, sums(x));
         explained.note(inputs.iter().zip(&op_spec.inputs).map(convert), &op_spec.outs);
     }
-    let laid_out: SmallVec<[DTensor; 3]> =
-        inputs.iter().zip(&op_spec.inputs).map(|(&input, moves)| input.moved(moves)).collect::<Result<_>>()?;
+    let laid_out: SmallVec<[DTensor; 3]> = called_from(site, || {
+        inputs.iter().zip(&op_spec.inputs).map(|(&input, moves)| input.moved(moves)).collect::<Result<_>>()
+    })?;
     if let Some(explained) = &mut explained {
         explained.laid_out();
     }
     let made = if op_spec.nothing {
         op_spec.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
     } else {
-        local(&laid_out, &op_spec.outs).map_err(|error| freed(op, &laid_out).unwrap_or(error))?
+        called_from(site, || local(&laid_out, &op_spec.outs)).map_err(|error| freed(op, &laid_out).unwrap_or(error))?
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
         let made = DTensor::computed(local, spec.clone(), op_spec.varying, &laid_out);
@@ -190,7 +192,7 @@ fn run_known(
         }
     };
     let made: SmallVec<[DTensor; 1]> = made.into_iter().zip(&op_spec.outs).map(wrap).collect();
-    observer::results(op, Location::caller(), &made);
+    observer::results(op, site, &made);
     Ok(made)
 }
 

@@ -32,7 +32,10 @@ pub(super) fn unasked(
         return Error::op(op, format!("{what}; called at {file}:{line}: {fix}"));
     }
     if inputs[0].mesh().coordinate().iter().all(|&at| at == 0) {
-        log::warn!("{op} at {file}:{line} communicates to lay out its inputs: {what}");
+        candle_dist::warn(format_args!(
+            "{op} at {file}:{line} communicates to lay out its inputs: {what}; redistribute before, choose a style that keeps the \
+             layout, or refuse such calls with candle_shard::strict"
+        ));
     }
     Ok(())
 }

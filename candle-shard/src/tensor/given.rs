@@ -1,7 +1,8 @@
 //! Tensors that are given, not made by an op: from local tensors, or cut out of whole ones.
 use super::dtensor::{DTensor, Variable};
-use crate::agreement::alike;
-use crate::layout::{Partial, Placement, Spec};
+use crate::agreement::{Often, Use, alike};
+use crate::layout::{Partial, Placement, Replicate, Spec};
+use crate::lookup::check_label;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor, Var};
 use candle_dist::{DeviceMesh, ReduceOp, ShardedVar};
@@ -33,9 +34,11 @@ impl DTensor {
     ///
     /// # Errors
     /// If the local shape or dtype does not match `spec` on this rank, `spec` mixes reductions whose order matters, or
-    /// it has a reduction other than the sum for a tensor with a gradient.
+    /// it has a reduction other than the sum for a tensor with a gradient; if the tensor is rows of a
+    /// [`ShardedTensor`](crate::ShardedTensor) that several ranks looked up, and `spec` replicates it over them.
     pub fn from_local_with_spec(local: Tensor, spec: Spec) -> Result<Self> {
         check_reductions(&spec, local.track_op())?;
+        check_label(&local, &spec)?;
         if local.dims() != spec.local_shape().as_slice() || local.dtype() != spec.dtype() {
             let (got, dtype, want) = (local.dims(), local.dtype().as_str(), spec.local_shape());
             let at = spec.mesh().coordinate();
@@ -50,11 +53,13 @@ impl DTensor {
 
     /// Uses this rank's tensor as a shard, of the default size, of a tensor of the global `shape`.
     ///
-    /// Nothing is communicated. For shards of other sizes use [`from_local_ragged`](Self::from_local_ragged).
+    /// No element is sent. For shards of other sizes use [`from_local_ragged`](Self::from_local_ragged). If all axes replicate the
+    /// tensor, and it has no gradient, the ranks compare hashes of it on the first use of each line of source.
     ///
     /// # Errors
     /// If the local shape or dtype is not that of this rank's shard. Only a rank that passed a wrong tensor sees that;
     /// if its error ends its part of the world, all other ranks get a group failure that quotes it.
+    #[track_caller]
     pub fn from_local(
         local: Tensor,
         mesh: &DeviceMesh,
@@ -62,20 +67,57 @@ impl DTensor {
         shape: impl Into<Shape>,
     ) -> Result<Self> {
         let spec = Spec::new(mesh, placements, shape, local.dtype())?;
+        if placements.iter().all(|&at| at == Replicate) {
+            alike(Use { op: "from_local", of: "", often: Often::PerLine }, &local, mesh)?;
+        }
         Self::from_local_with_spec(local, spec)
     }
 
-    /// Distributes a tensor that is equal on every rank over the mesh. Nothing is communicated.
+    /// Distributes a tensor that is equal on every rank over the mesh: each rank keeps its part. No element is sent.
     ///
-    /// The result is a leaf without gradient. `Partial` placements are refused, since only ops produce them. Under
-    /// [`compare_operands`](crate::compare_operands) the ranks' tensors are compared.
+    /// The result is a leaf without gradient. `Partial` placements are refused, since only ops produce them.
+    ///
+    /// All ranks of the mesh call it. They compare hashes of their tensors on the first use of each line of source with each shape
+    /// and dtype, and in debug builds at each use: a check of 8 bytes per rank. See [`compare_operands`](crate::compare_operands).
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::World;
+    /// use candle_shard::{DTensor, Result, Shard};
+    ///
+    /// World::local(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("dp", 2)])?;
+    ///     let mine = Tensor::rand(0f32, 1., (4, 3), &Device::Cpu)?; // a batch that each rank draws itself
+    ///     let error = DTensor::distribute(&mine, &mesh, &[Shard(0)]).unwrap_err().to_string();
+    ///     assert!(error.contains("all ranks must give the same tensor"), "{error}");
+    ///     let of_rank_0 = DTensor::distribute_from(&mine, 0, &mesh, &[Shard(0)])?; // 2 of its rows on each rank
+    ///     assert_eq!(of_rank_0.dims(), [4, 3]);
+    ///     let joined = DTensor::from_local(mine, &mesh, &[Shard(0)], (8, 3))?; // 4 own rows on each rank
+    ///     assert_eq!(joined.dims(), [8, 3]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
     ///
     /// # Errors
-    /// If the placements do not fit the tensor, or it has a gradient, which would be lost.
+    /// If the placements do not fit the tensor, it has a gradient, which would be lost, or the ranks' tensors differ where they are
+    /// compared.
+    #[track_caller]
     pub fn distribute(tensor: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        Self::distribute_named("", tensor, mesh, placements)
+    }
+
+    /// Like [`distribute`](Self::distribute), of a tensor with a name.
+    #[track_caller]
+    pub(super) fn distribute_named(
+        name: &str,
+        tensor: &Tensor,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
         untracked("distribute", tensor)?;
         let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
-        alike("distribute", tensor, mesh)?;
+        alike(Use { op: "distribute", of: name, often: Often::PerShape }, tensor, mesh)?;
         Self::cut_out(tensor, spec)
     }
 
@@ -89,7 +131,8 @@ impl DTensor {
         Ok(Self::leaf(local.force_contiguous()?, spec.shared()))
     }
 
-    /// Distributes the tensor of rank `source` of the mesh. The tensors of other ranks only define shape and dtype.
+    /// Distributes the tensor of rank `source` of the mesh, which is broadcast. The tensors of other ranks only define shape and dtype.
+    #[track_caller]
     pub fn distribute_from(
         tensor: &Tensor,
         source: usize,

@@ -76,8 +76,8 @@ impl DTensor {
     /// Distributes named tensors that are equal on every rank over the mesh, each with the placements that `placements`
     /// returns for it.
     ///
-    /// Works for a map of tensors or for the variables of a candle `VarMap`, whose values are used; nothing is
-    /// communicated.
+    /// Works for a map of tensors or for the variables of a candle `VarMap`, whose values are used. No element is sent; the
+    /// ranks compare hashes as in [`distribute`](Self::distribute).
     ///
     /// # Errors
     /// Those of [`distribute`](Self::distribute), for the first name in alphabetical order.
@@ -97,21 +97,21 @@ impl DTensor {
     /// })?;
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
+    #[track_caller]
     pub fn distribute_all<'a>(
         tensors: impl IntoIterator<Item = (impl Into<String>, &'a Tensor)>,
         mesh: &DeviceMesh,
         mut placements: impl FnMut(&str, &Tensor) -> Vec<Placement>,
     ) -> Result<BTreeMap<String, Self>> {
         let by_name: BTreeMap<String, &Tensor> = tensors.into_iter().map(|(name, t)| (name.into(), t)).collect();
-        let spread = |(name, tensor): (String, &Tensor)| {
-            let spread =
-                Self::distribute(&tensor.detach(), mesh, &placements(&name, tensor)).map_err(|error| match error {
-                    Error::Layout(reason) => Error::Layout(format!("{name}: {reason}")),
-                    other => other,
-                });
-            Ok((name, spread?))
-        };
-        by_name.into_iter().map(spread).collect()
+        let mut made = BTreeMap::new();
+        for (name, tensor) in by_name {
+            match Self::distribute_named(&name, &tensor.detach(), mesh, &placements(&name, tensor)) {
+                Err(Error::Layout(reason)) => return Err(Error::Layout(format!("{name}: {reason}"))),
+                spread => made.insert(name, spread?),
+            };
+        }
+        Ok(made)
     }
 }
 

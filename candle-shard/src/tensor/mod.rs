@@ -5,9 +5,11 @@ mod given;
 mod gradient;
 mod lineage;
 mod local;
+mod named_axes;
 mod registry;
 mod tree;
 
 pub use dtensor::DTensor;
 pub(crate) use dtensor::{Origin, Variable};
+pub use named_axes::TensorExt;
 pub(crate) use registry::{VarEntry, VarName, VarRegistry};

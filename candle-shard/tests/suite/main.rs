@@ -20,6 +20,7 @@ mod hostile;
 mod kernels;
 mod kv_cache;
 mod layers;
+mod mistakes;
 mod moe;
 mod ops;
 mod optimizer;

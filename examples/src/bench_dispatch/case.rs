@@ -20,7 +20,14 @@ const S0: Placement = Shard(0);
 const S1: Placement = Shard(1);
 
 /// All measured ops.
-pub const CASES: [Case; 12] = [
+pub const CASES: [Case; 13] = [
+    // The comparison of a tensor that was compared before: one look-up.
+    Case {
+        op: "distribute_s0",
+        inputs: &[Replicate],
+        distributed: |x| DTensor::distribute(&x[0].to_local().detach(), x[0].mesh(), &last(&x[0], S0)),
+        plain: |x, _| Ok(x[0].narrow(0, 0, x[0].dims()[0] / 2)?.force_contiguous()?),
+    },
     Case { op: "add", inputs: &[S0, S0], distributed: |x| &x[0] + &x[1], plain: |x, _| Ok((&x[0] + &x[1])?) },
     Case { op: "mul_scalar", inputs: &[S0], distributed: |x| &x[0] * 2.0, plain: |x, _| Ok((&x[0] * 2.0)?) },
     Case { op: "relu", inputs: &[S0], distributed: |x| x[0].relu(), plain: |x, _| Ok(x[0].relu()?) },

@@ -154,7 +154,7 @@ impl<'a> Meeting<'a> {
         // The rank that failed knows the most.
         let first = failures.iter().position(|(rank, blamed, _)| rank == blamed).unwrap_or(0);
         match failures.into_iter().nth(first) {
-            Some((_, rank, message)) => Err(WorldError { rank, message }),
+            Some((_, rank, message)) => Err(WorldError::new(rank, message)),
             None => Ok(results),
         }
     }

@@ -84,13 +84,13 @@ where
 {
     let (rank, failure) = (ctx.rank(), Mutex::new(None));
     let blame = |rank: usize, message: &str| {
-        failure.lock().get_or_insert(WorldError { rank, message: message.to_string() });
+        failure.lock().get_or_insert(WorldError::new(rank, message));
     };
     let result = thread::scope(|scope| {
         let thread = thread::Builder::new().name(format!("rank {rank}")).stack_size(candle_prove::Ranks::STACK_BYTES);
         let ran = thread.spawn_scoped(scope, || ctx.run(f, blame)).map(|thread| thread.join());
         ran.ok()?.ok()?
     });
-    let nothing = || WorldError { rank, message: "no result".to_string() };
+    let nothing = || WorldError::new(rank, "no result");
     result.ok_or_else(|| failure.into_inner().unwrap_or_else(nothing))
 }

@@ -10,6 +10,7 @@ mod half;
 mod handover;
 mod losses;
 mod memory;
+mod mistakes;
 mod model;
 mod odd;
 mod options;

@@ -45,7 +45,8 @@ type Stamps = BTreeMap<String, Stamp>;
 ///
 /// # Errors
 /// On every rank alike: if ranks pass different names, or a name twice or one that is reserved; if a tensor is partial or of another
-/// mesh; if the folder contains something other than a checkpoint, or a checkpoint of a newer version; if another program saves
+/// mesh; if the folder contains something other than a checkpoint, or a checkpoint of a newer version, or one with tensors that this one
+/// lacks while it lacks tensors of this one, as that of another stage; if another program saves
 /// there; if the ranks do not see one folder, or a file cannot be written. The previous content then stays, unless
 /// the new checkpoint was already complete.
 pub fn save<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &[(N, DTensor)]) -> Result<()> {
@@ -180,7 +181,7 @@ impl Prepared {
     /// Checks what is in the folder, and announces what is to change.
     fn locked(path: &Path, tensors: &[Saved<'_>], is_new: bool, mut lock: Lock) -> Result<Self> {
         let was_left = !lock.left().is_empty();
-        let announced = Self::replaced(path, &lock).and_then(|replaced| {
+        let announced = Self::replaced(path, tensors, &lock).and_then(|replaced| {
             let written = tensors.iter().flat_map(|saved| &saved.pieces);
             let mine = written.map(|written| file_of(written.rank, written.part, lock.nonce()));
             let mine: BTreeSet<String> = mine.chain([partial(lock.nonce())]).collect();
@@ -198,9 +199,20 @@ impl Prepared {
         }
     }
 
-    /// Returns the files of the checkpoint that is there.
-    fn replaced(path: &Path, lock: &Lock) -> Result<Vec<String>> {
+    /// Returns the files of the checkpoint that is there, which must be one of the same model, or of a part or an extension of it.
+    fn replaced(path: &Path, tensors: &[Saved<'_>], lock: &Lock) -> Result<Vec<String>> {
         if let Some(index) = Checkpoint::to_replace(path)? {
+            let (given, held): (BTreeSet<&str>, BTreeSet<&str>) =
+                (tensors.iter().map(|saved| saved.name).collect(), index.names().collect());
+            if let (Some(new), Some(lost)) = (given.difference(&held).next(), held.difference(&given).next()) {
+                return Err(Error::file(
+                    path,
+                    format!(
+                        "has a checkpoint of other tensors, such as {lost:?}, which one with {new:?} would replace; save the stages \
+                         of a pipeline together with checkpoint::save_stages, or save to another folder"
+                    ),
+                ));
+            }
             return Ok(index.file_names().filter(|name| is_name(name)).map(str::to_owned).collect());
         }
         let names = names_in(path)?;

@@ -6,12 +6,13 @@
 //! the ids, not with the size of the table.
 mod fetch;
 mod renorm;
+mod spread;
 mod table;
 
 use crate::kernels::{self, Bags, NOWHERE};
 use crate::lookup::{
     Bounds, EmbeddingBagOptions, EmbeddingOptions, Ids, Inputs, Lookup, Tell, Wanted, Wrong, check_weights,
-    gather_inputs,
+    gather_inputs, remember,
 };
 use crate::{Result, ShardedTensor};
 use candle_core::Tensor;
@@ -91,10 +92,12 @@ impl ShardedTensor {
         let places: Vec<u32> = call.ids.places.iter().map(|&place| order[place as usize]).collect();
         let still = call.padding().map(|padding| order[padding]);
         let found = kernels::embedding(&rows, places, still)?;
-        match ids.rank() {
-            1 => Ok(found), // one graph node fewer
-            _ => Ok(found.reshape([ids.dims(), &[self.dims()[1]]].concat())?),
-        }
+        let found = match ids.rank() {
+            1 => found, // one graph node fewer
+            _ => found.reshape([ids.dims(), &[self.dims()[1]]].concat())?,
+        };
+        remember(&found, self.group());
+        Ok(found)
     }
 
     /// Reduces each of this rank's bags of rows of this table `[rows, width]` to one row; returns `[bags, width]`.
@@ -146,7 +149,9 @@ impl ShardedTensor {
         let place = |&place: &u32| if Some(place as usize) == padding { NOWHERE } else { order[place as usize] };
         let bags = Bags::new(call.ids.places.iter().map(place).collect::<Vec<u32>>(), call.more.0)?;
         let weights = per_sample_weights.map(Tensor::flatten_all).transpose()?;
-        Ok(kernels::embedding_bag(&rows, &bags, options.mode, weights.as_ref())?)
+        let found = kernels::embedding_bag(&rows, &bags, options.mode, weights.as_ref())?;
+        remember(&found, self.group());
+        Ok(found)
     }
 
     /// Describes the arguments that must be equal on all ranks.

@@ -76,33 +76,32 @@ fn a_result_cannot_be_made_to_vary() {
 }
 
 #[test]
-fn operands_that_differ_are_found_where_that_is_asked_for() {
+fn operands_that_differ_are_found() {
     type Beside = fn(&DTensor, &Tensor) -> Result<DTensor>;
-    let uses: [Beside; 4] = [
-        |x, plain| x.mul(plain),
-        |x, plain| (x + plain)? - plain,
-        |x, plain| DTensor::distribute(plain, x.mesh(), &[Shard(0)]),
-        |x, plain| DTensor::replicated(plain, x.mesh()),
+    // Debug builds compare what is distributed at each use, and operands on the first use of a line.
+    let uses: [(Beside, bool); 4] = [
+        (|x, plain| x.mul(plain), false),
+        (|x, plain| (x + plain)? - plain, false),
+        (|x, plain| DTensor::distribute(plain, x.mesh(), &[Shard(0)]), cfg!(debug_assertions)),
+        (|x, plain| DTensor::replicated(plain, x.mesh()), false),
     ];
-    for differ in [false, true] {
-        for beside in uses {
+    for (beside, is_always_compared) in uses {
+        for (first, asked) in [(true, false), (false, false), (false, true)] {
             let ran = world(2).run(|ctx| -> Result<()> {
                 let mesh = mesh(ctx, &[2])?;
                 let x = DTensor::ones(4, DType::F64, &Device::Cpu, &mesh, &[Shard(0)])?;
-                let mine = Tensor::full(if differ { ctx.rank() as f64 } else { 1.0 }, 4, &Device::Cpu)?;
-                beside(&x, &mine)?; // nobody asked
-                compare_operands(|| beside(&x, &mine)).map(drop)
+                let (same, mine) = (Tensor::ones(4, DType::F64, &Device::Cpu)?, ctx.rank() as f64);
+                let mine = Tensor::full(mine, 4, &Device::Cpu)?;
+                let uses = if first { vec![mine] } else { vec![same, mine] };
+                uses.iter().try_for_each(|plain| match asked {
+                    true => compare_operands(|| beside(&x, plain)).map(drop),
+                    false => beside(&x, plain).map(drop),
+                })
             });
-            match ran {
-                Ok(_) => assert!(!differ),
-                Err(error) => {
-                    let text = error.to_string();
-                    assert!(
-                        differ && text.contains("description differs") && text.contains("f64[4] with the hash"),
-                        "{text}"
-                    );
-                }
-            }
+            let is_found = first || asked || is_always_compared;
+            assert_eq!(ran.is_err(), is_found, "{first} {asked}");
+            let text = ran.err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(!is_found || text.contains("both ranks: ") && text.contains("f64[4] with the hash"), "{text}");
         }
     }
 }

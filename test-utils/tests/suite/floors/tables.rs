@@ -29,7 +29,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "",
         &[
-            "bits call edges empty guide hash link readme rows sums switch threads values",
+            "bits call edges empty guide hash link readme rows sums switch threads values warning",
             "comm error",
             "freeable launch tree",
             "control",
@@ -99,7 +99,7 @@ const CANDLE_DIST: &[Folder] = &[
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
-    folder("call", &["dtypes op reduce_op", "mod", "cut"]),
+    folder("call", &["dtypes op reduce_op site", "mod", "cut"]),
     folder("comm", &["event", "scope trace", "counts log"]),
     Folder {
         path: "control",
@@ -122,7 +122,7 @@ const CANDLE_DIST: &[Folder] = &[
         floors: &[
             "under_way",
             "mod",
-            "calls check failure in_place monitored object posted routed gather_text subgroup",
+            "calls check compared failure in_place monitored object posted routed gather_text subgroup",
             "pending",
             "start",
             "coalesced into point_to_point",
@@ -197,7 +197,7 @@ const CANDLE_SHARD: &[Folder] = &[
         &["dtypes entry runs", "gguf", "header write", "file", "read", "mod", "indexed names quantized"],
     ),
     folder("layout", &["axes block placement", "spec", "description stored_name width"]),
-    folder("lookup", &["inputs options", "bags limit"]),
+    folder("lookup", &["inputs label options", "bags limit"]),
     folder(
         "nn",
         &[
@@ -205,7 +205,7 @@ const CANDLE_SHARD: &[Folder] = &[
             "optim source",
             "var_builder",
             "dropout embedding fully_shard init linear norm recompute",
-            "fused_qkv module rnn",
+            "constructors fused_qkv module rnn",
             "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
     ),
@@ -230,7 +230,7 @@ const CANDLE_SHARD: &[Folder] = &[
     folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
     folder("rules", &["observer row", "op_spec", "cache unasked", "mod", "own"]),
     folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
-    folder("tables/embedding", &["table", "fetch", "renorm", "mod"]),
+    folder("tables/embedding", &["table", "fetch", "renorm", "mod", "spread"]),
     folder(
         "tables/sharded_tensor",
         &[
@@ -242,7 +242,7 @@ const CANDLE_SHARD: &[Folder] = &[
     ),
     folder("tables/sharding_spec", &["remote_device", "shard_metadata", "chunk enumerable", "mod", "infer"]),
     folder("tables/sparse", &["row_grad", "row_var", "slots", "adagrad adam_w sgd"]),
-    folder("tensor", &["lineage registry", "dtensor", "given gradient local tree", "factory"]),
+    folder("tensor", &["lineage registry", "dtensor", "given gradient local tree", "factory named_axes"]),
     folder("visualize", &["mod", "svg text"]),
 ];
 

@@ -1,0 +1,200 @@
+//! What is checked when a model is complete: that ranks have built the same, and that the plan fits the model.
+use super::{ShardedVarBuilder, Shared};
+use crate::nn::Parameters;
+use crate::nn::source::Source;
+use crate::{Error, Result};
+use candle_dist::ProcessGroup;
+use candle_dist::bits::digest_bytes;
+use itertools::{EitherOrBoth, Itertools};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+/// What a builder knows of the end of its model.
+#[derive(Default)]
+pub(super) struct Completion {
+    /// The digest of what the ranks have compared.
+    compared: Mutex<Option<u64>>,
+    /// Whether the plan was checked, or a parameter could not be built, so that the caller knows of it.
+    is_settled: AtomicBool,
+}
+
+/// A parameter that is being built. If it is dropped without `end`, its error is the caller's.
+pub(super) struct Building<'a>(&'a Completion);
+
+impl Completion {
+    pub(super) fn begin(&self) -> Building<'_> {
+        self.is_settled.store(true, Relaxed);
+        Building(self)
+    }
+}
+
+impl Building<'_> {
+    pub(super) fn end(self) {
+        self.0.is_settled.store(false, Relaxed);
+    }
+}
+
+/// What one rank has of a model whose stages several ranks build.
+#[derive(Serialize, Deserialize)]
+struct StageOfModel {
+    seed: u64,
+    plan: String,
+    /// The patterns of the plan that matched no module on this rank.
+    unmatched: BTreeSet<String>,
+}
+
+impl ShardedVarBuilder {
+    /// Returns the parameters that were built.
+    ///
+    /// All ranks of the mesh call it. They compare the seed, the plan, and the names, layouts and dtypes of the parameters: one
+    /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank, and none if nothing was built since the last call. If
+    /// nobody calls it, patterns of the plan without a module are a warning when the builder is dropped. The stages of a pipeline
+    /// are checked by its runtime.
+    ///
+    /// # Errors
+    /// On all ranks alike: if they have built unlike models; if a pattern of the plan matched no module, so that the model would
+    /// not run as planned; or if a [moved](Self::parallelize) model has tensors that no layer used.
+    #[track_caller]
+    pub fn finish(&self) -> Result<Parameters> {
+        let shared = &*self.shared;
+        shared.completion.is_settled.store(true, Relaxed);
+        let left = match &shared.source {
+            Source::Moved(moved) => moved.finish(),
+            _ => Ok(()),
+        };
+        let description = self.description(&left);
+        let digest = Some(digest_bytes(description.as_bytes()));
+        let known = *shared.completion.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        if known != digest && self.mesh().size() > 1 {
+            let group = self.mesh().group()?;
+            let compared = group.with_description("the comparison of models in ShardedVarBuilder::finish");
+            if let Some(texts) = compared.compare(&description)? {
+                return Err(unlike(group, &texts));
+            }
+            *shared.completion.compared.lock().unwrap_or_else(PoisonError::into_inner) = digest;
+        }
+        shared.plan.check_all_matched(&shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
+        left?;
+        Ok(self.built())
+    }
+
+    /// Checks the plan of a model whose stages the ranks of `group` have built, each with a builder of its own: each pattern must
+    /// match a module on one of them. Every rank of the group calls it; a runtime of a pipeline does.
+    ///
+    /// # Errors
+    /// On all ranks alike: if a pattern matched no module of any stage, or if the builders have unlike seeds.
+    #[track_caller]
+    pub fn finish_stages(&self, group: &ProcessGroup) -> Result<()> {
+        const OP: &str = "finish_stages";
+        let shared = &*self.shared;
+        shared.completion.is_settled.store(true, Relaxed);
+        let unmatched = shared.unmatched();
+        let mine = StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched };
+        let failed =
+            |error: serde_json::Error| Error::Op { op: OP, reason: format!("a message between ranks ({error})") };
+        let text = serde_json::to_string(&mine).map_err(failed)?;
+        let compared = group.with_description("the comparison of the plans of stages").compare(&text)?;
+        let texts = compared.unwrap_or_else(|| vec![text]);
+        let stages: Vec<StageOfModel> =
+            texts.iter().map(|text| serde_json::from_str(text).map_err(failed)).collect::<Result<_>>()?;
+        if let Some(rank) = stages.iter().position(|stage| stage.seed != stages[0].seed) {
+            let (ranks, seeds) = (group.ranks(), [stages[0].seed, stages[rank].seed]);
+            return Error::op(
+                OP,
+                format!(
+                    "rank {} builds its stages with seed {}, and rank {} with seed {}; give all builders of a model one seed",
+                    ranks[0], seeds[0], ranks[rank], seeds[1]
+                ),
+            );
+        }
+        for (plan, stages) in
+            stages.iter().into_group_map_by(|stage| &stage.plan).into_iter().sorted_by_key(|(plan, _)| *plan)
+        {
+            let everywhere = |pattern: &&String| stages.iter().all(|stage| stage.unmatched.contains(*pattern));
+            let names = stages[0].unmatched.iter().filter(everywhere).map(|pattern| format!("{pattern:?}")).join(", ");
+            if !names.is_empty() {
+                return Err(Error::Plan(format!(
+                    "{names} matched no module of any stage; check the paths against the names of the nodes ({})",
+                    plan.lines().next().unwrap_or_default()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Describes all that must be equal on the ranks of the mesh, a line for each property.
+    fn description(&self, left: &Result<()>) -> String {
+        let shared = &*self.shared;
+        let source = match &shared.source {
+            Source::Fresh => "fresh parameters",
+            Source::Loaded(_) => "parameters of a VarBuilder",
+            Source::Stored(_) => "parameters of files",
+            Source::Moved(_) => "parameters of a model",
+        };
+        let mut lines =
+            vec![format!("seed {}", shared.seed), format!("dtype {}", shared.dtype.as_str()), source.to_string()];
+        lines.extend(shared.plan.to_string().lines().map(|line| format!("the line {:?} in its plan", line.trim())));
+        let built = self.built();
+        let parameters = built.iter().map(|parameter| {
+            let frozen = if parameter.is_frozen() { ", frozen" } else { "" };
+            format!("the parameter {:?} {}{frozen}", parameter.name, parameter.tensor.spec())
+        });
+        lines.extend(parameters.sorted());
+        lines.extend(shared.unmatched().iter().map(|pattern| format!("the pattern {pattern:?} without a module")));
+        lines.extend(left.as_ref().err().map(|error| error.to_string()));
+        lines.join("\n")
+    }
+}
+
+impl Shared {
+    /// Returns the patterns of the plan that matched no module.
+    fn unmatched(&self) -> BTreeSet<String> {
+        let matched = self.matched.lock().unwrap_or_else(PoisonError::into_inner);
+        self.plan.unmatched(&matched).map(str::to_string).collect()
+    }
+}
+
+impl Drop for Shared {
+    /// Warns of a plan that was never checked and does not fit.
+    fn drop(&mut self) {
+        let is_first = self.mesh.coordinate().iter().all(|&at| at == 0);
+        if self.completion.is_settled.load(Relaxed) || !is_first || std::thread::panicking() {
+            return;
+        }
+        let unmatched = self.unmatched();
+        let is_unused = self.built.get_mut().unwrap_or_else(PoisonError::into_inner).is_empty();
+        if !unmatched.is_empty() && !is_unused {
+            candle_dist::warn(format_args!(
+                "{} in the {} matched no module of the model, and nobody called ShardedVarBuilder::finish, which refuses that",
+                unmatched.iter().map(|pattern| format!("{pattern:?}")).join(", "),
+                self.plan.to_string().lines().next().unwrap_or_default()
+            ));
+        }
+    }
+}
+
+/// Returns the error of ranks with unlike descriptions: the first line in which one differs from the first rank's.
+fn unlike(group: &ProcessGroup, texts: &[String]) -> Error {
+    let at = texts.iter().position(|text| *text != texts[0]).unwrap_or_default();
+    let pair = texts[0]
+        .lines()
+        .zip_longest(texts[at].lines())
+        .find(|pair| !matches!(pair, EitherOrBoth::Both(a, b) if a == b));
+    let (first, other) = match pair {
+        Some(EitherOrBoth::Both(first, other)) => (first, other),
+        Some(EitherOrBoth::Left(first)) => (first, "nothing like it"),
+        Some(EitherOrBoth::Right(other)) => ("nothing like it", other),
+        None => ("it", "it"),
+    };
+    let ranks = group.ranks();
+    Error::Op {
+        op: "finish",
+        reason: format!(
+            "rank {} has {first}, and rank {} has {other}; give the builders of all ranks one seed, dtype and plan, and build the \
+             same layers under the same paths",
+            ranks[0], ranks[at]
+        ),
+    }
+}

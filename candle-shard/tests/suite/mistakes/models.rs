@@ -1,0 +1,149 @@
+//! Mistakes in models and their trainings: plans, seeds, names, layers and optimizers.
+use super::{Mistake, builder, everywhere, line, of_the_world, on_all_ranks, same};
+use candle_core::{DType, Device::Cpu, Tensor};
+use candle_nn::ParamsAdamW;
+use candle_shard::nn::{AdamW, LayerNorm, Linear, Optimizer, ShardedVarBuilder};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::{Result, Shard};
+
+fn colwise() -> Plan {
+    Plan::new("tp").with("up", ColwiseParallel::default())
+}
+
+const UNLIKE: [Mistake; 6] = [
+    ("a seed of each rank", &["finish: rank 0 has seed 0, and rank 1 has seed 1", "one seed, dtype and plan"], |ctx| {
+        let vb = ShardedVarBuilder::fresh(ctx.rank() as u64, &line(ctx, "tp")?, colwise(), DType::F32, &Cpu)?;
+        Linear::new(3, 4, true, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+    ("a dtype of each rank", &["rank 0 has dtype f32, and rank 1 has dtype bf16"], |ctx| {
+        let dtype = [DType::F32, DType::BF16][ctx.rank()];
+        let vb = ShardedVarBuilder::fresh(1, &line(ctx, "tp")?, colwise(), dtype, &Cpu)?;
+        Linear::new(3, 4, true, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+    ("a plan of each rank", &["rank 0 has the line \"up: ", "and rank 1 has the line \"up: "], |ctx| {
+        let (rowwise, mesh) = (RowwiseParallel::default(), line(ctx, "tp")?);
+        let vb = builder(&mesh, if ctx.rank() == 0 { colwise() } else { Plan::new("tp").with("up", rowwise) })?;
+        Linear::new(3, 4, true, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+    (
+        "a name of each rank",
+        &["rank 0 has the parameter \"layer0.weight\"", "rank 1 has the parameter \"layer1.weight\""],
+        |ctx| {
+            let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+            Linear::new(3, 4, false, &vb.pp(format!("layer{}", ctx.rank())))?;
+            vb.finish().map(drop)
+        },
+    ),
+    ("a shape of each rank", &["f32[4, 3]", "f32[5, 3]"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        Linear::new(3, 4 + ctx.rank(), false, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+    ("a layer of one rank", &["rank 0 has nothing like it, and rank 1 has the parameter \"up.bias\""], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        Linear::new(3, 4, ctx.rank() == 1, &vb.pp("up"))?;
+        vb.finish().map(drop)
+    }),
+];
+
+#[test]
+fn models_that_should_be_alike() {
+    on_all_ranks(2, &UNLIKE);
+}
+
+const PLANS: [Mistake; 8] = [
+    ("a typo in a plan", &["\"layer.*.up\" on axis \"tp\" matched no module"], |ctx| {
+        let plan = Plan::new("tp").with("layer.*.up", ColwiseParallel::default());
+        let vb = builder(&line(ctx, "tp")?, plan)?;
+        Linear::new(3, 4, true, &vb.pp("layers.0.up"))?;
+        vb.finish().map(drop)
+    }),
+    ("the name of another axis in a plan", &["\"tp\"", "dp"], |ctx| builder(&line(ctx, "dp")?, colwise()).map(drop)),
+    ("an axis that the mesh lacks", &["model"], |ctx| Ok(line(ctx, "tp")?.axis("model").map(drop)?)),
+    ("a mesh of another size", &["3"], |ctx| Ok(ctx.mesh(&[("tp", 3)]).map(drop)?)),
+    ("two layers without names", &["parameter weight is built twice", "vb.pp(..)"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        Linear::new(3, 4, true, &vb)?;
+        Linear::new(4, 3, true, &vb).map(drop)
+    }),
+    ("a style for linear layers on a norm", &["does not apply to a Norm"], |ctx| {
+        let plan = Plan::new("tp").with("norm", ColwiseParallel::default());
+        LayerNorm::new(4, 1e-5, &builder(&line(ctx, "tp")?, plan)?.pp("norm")).map(drop)
+    }),
+    ("inputs of another width", &["linear"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        let up = Linear::new(5, 4, true, &vb.pp("up"))?;
+        up.forward(&everywhere(vb.mesh(), &same(&[4, 3])?)?).map(drop)
+    }),
+    ("an input that is cut where the layer has it whole", &["would move by all_gather over tp"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        let up = Linear::new(4, 4, true, &vb.pp("up"))?;
+        let x = candle_shard::DTensor::distribute(&same(&[4, 4])?, vb.mesh(), &[Shard(1)])?;
+        candle_shard::strict(|| up.forward(&x)?.layer_norm(up.weight(), up.weight(), 1e-5)).map(drop)
+    }),
+];
+
+#[test]
+fn plans_names_and_layers() {
+    on_all_ranks(2, &PLANS);
+}
+
+const TRAININGS: [Mistake; 3] = [
+    ("a backward pass of a vector", &["backward"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, colwise())?;
+        let up = Linear::new(3, 4, true, &vb.pp("up"))?;
+        let y = up.forward(&everywhere(vb.mesh(), &same(&[4, 3])?)?)?;
+        vb.finish()?.backward(&y).map(drop)
+    }),
+    ("a backward pass of integers", &["u32"], |ctx| {
+        everywhere(&line(ctx, "tp")?, &Tensor::new(1u32, &Cpu)?)?.backward().map(drop)
+    }),
+    ("the same parameter twice in an optimizer", &["up.weight"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, colwise())?;
+        Linear::new(3, 4, false, &vb.pp("up"))?;
+        let (parameters, params) = (vb.finish()?, ParamsAdamW::default());
+        let mut optimizer = AdamW::new(&parameters, params.clone())?;
+        optimizer.add_group(candle_shard::nn::ParamGroup::new(&parameters, params))
+    }),
+];
+
+#[test]
+fn trainings() {
+    on_all_ranks(2, &TRAININGS);
+}
+
+const ALONE: [Mistake; 3] = [
+    ("one rank completes its model", &["finish"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, colwise())?;
+        Linear::new(3, 4, true, &vb.pp("up"))?;
+        if ctx.rank() == 0 { vb.finish().map(drop) } else { Ok(()) }
+    }),
+    ("one rank runs a layer", &["all_reduce"], |ctx| {
+        let plan = Plan::new("tp").with("down", RowwiseParallel::default());
+        let vb = builder(&line(ctx, "tp")?, plan)?;
+        let down = Linear::new(4, 4, true, &vb.pp("down"))?;
+        let x = everywhere(vb.mesh(), &same(&[2, 4])?)?;
+        vb.finish()?;
+        if ctx.rank() == 0 { down.forward(&x).map(drop) } else { Ok(()) }
+    }),
+    ("one rank clips its gradients", &["all_reduce"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, colwise())?;
+        let up = Linear::new(3, 4, true, &vb.pp("up"))?;
+        let parameters = vb.finish()?;
+        let loss = up.forward(&everywhere(vb.mesh(), &same(&[2, 3])?)?)?.sqr()?.mean_all()?;
+        let mut grads = parameters.backward(&loss)?;
+        let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
+        if ctx.rank() == 1 {
+            parameters.clip(&mut grads, 1.0)?;
+        }
+        optimizer.step(&grads)
+    }),
+];
+
+#[test]
+fn steps_of_one_rank() {
+    of_the_world(&ALONE);
+}
