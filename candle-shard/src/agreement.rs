@@ -99,9 +99,9 @@ pub(crate) fn alike(at: Use<'_>, tensor: &Tensor, mesh: &DeviceMesh) -> Result<(
     Error::op(
         op,
         format!(
-            "{of}rank {} has {}, and rank {} has {}, at {}:{}; all ranks must give the same tensor, of which each keeps its part. If \
-             each rank draws its own data, give all ranks the same tensor, take one rank's with DTensor::distribute_from, or join \
-             each rank's own rows with DTensor::from_local",
+            "{of}rank {} has {}, and rank {} has {}, at {}:{}; all ranks must give the same tensor, of which each keeps its part, and \
+             several tensors in the same order, which a HashMap does not keep. If each rank draws its own data, give all ranks the same \
+             tensor, take one rank's with DTensor::distribute_from, or join each rank's own rows with DTensor::from_local",
             ranks[0],
             texts[0],
             ranks[other],
