@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 /// Each other variable changes only what its own process does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Switch {
-    /// `CANDLE_DIST_DEBUG`: ranks compare their calls and their operands.
+    /// `CANDLE_DIST_DEBUG`: ranks compare their calls and their operands. `InitOptions::debug` has precedence over the variable.
     Debug,
     /// `CANDLE_SHARD_STRICT`: communication that nobody asked for is refused.
     Strict,
@@ -43,6 +43,12 @@ impl Switches {
     pub(crate) fn of_process() -> Self {
         static OWN: OnceLock<Switches> = OnceLock::new();
         *OWN.get_or_init(|| Self(Switch::ALL.map(Switch::is_set)))
+    }
+
+    /// Returns the switches with one of them set.
+    pub(crate) const fn with(mut self, switch: Switch, on: bool) -> Self {
+        self.0[switch as usize] = on;
+        self
     }
 
     /// Returns whether a switch is on.

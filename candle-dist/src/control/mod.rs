@@ -31,7 +31,7 @@ use crate::error::End;
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::link::frame::{self, MAX_KEY, MAX_VALUE};
 use crate::link::{Before, Link, within};
-use crate::switch::Switches;
+use crate::switch::{Switch, Switches};
 use crate::values::{Change, Outcome};
 use crate::{Cause, Error, GroupFailure, Result};
 use activity::Meeting;
@@ -62,7 +62,6 @@ pub struct Control {
     init_timeout: Duration,
     /// The addresses of this process and of rank 0.
     ends: [IpAddr; 2],
-    debug: bool,
     switches: Switches,
     watch: Arc<Watch>,
     /// `None` after the goodbye. Rank 0 also has the server.
@@ -140,7 +139,6 @@ impl Control {
             start_timeout: options.timeout.max(options.init_timeout),
             init_timeout: options.init_timeout,
             ends,
-            debug: terms.debug,
             switches: terms.switches,
             watch,
             ties: Mutex::new(Some((link, server))),
@@ -238,7 +236,7 @@ impl Control {
         round: u64,
         call: &Arc<Call>,
     ) -> Result<Entered<'_>> {
-        let how = if self.debug { How::Compared } else { How::Noted };
+        let how = if self.switches.has(Switch::Debug) { How::Compared } else { How::Noted };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
         Ok(Entered { watch: &self.watch, doing })
     }
@@ -257,7 +255,7 @@ impl Control {
         let is_message = matches!(call.op, Op::Send | Op::Recv);
         let on_host = call.op == Op::Barrier || call.device == DeviceLocation::Cpu;
         // A started call is entered once, so nothing waits for it but the end of the rank.
-        let waits = call.form != Form::Started && (self.debug || on_host && !is_message);
+        let waits = call.form != Form::Started && (self.switches.has(Switch::Debug) || on_host && !is_message);
         let how = if waits { How::Compared } else { How::ComparedLater };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
         Ok(Entered { watch: &self.watch, doing })

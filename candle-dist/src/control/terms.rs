@@ -1,6 +1,6 @@
 //! What holds for all ranks of a world because rank 0 says so.
 use crate::launch::InitOptions;
-use crate::switch::Switches;
+use crate::switch::{Switch, Switches};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -8,8 +8,6 @@ use std::time::Duration;
 /// The settings of rank 0 that change what ranks send. A process gets them with its welcome.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Terms {
-    /// Whether calls are compared.
-    pub(super) debug: bool,
     /// The time of silence after which a process counts as lost.
     pub(super) lost_after: Duration,
     pub(super) switches: Switches,
@@ -18,7 +16,9 @@ pub(super) struct Terms {
 impl Terms {
     /// Returns the terms of a world whose rank 0 has these options.
     pub(super) fn of_first(options: &InitOptions) -> Self {
-        Self { debug: options.is_debug(), lost_after: options.lost_after, switches: Switches::of_process() }
+        let own = Switches::of_process();
+        let switches = options.debug.map_or(own, |debug| own.with(Switch::Debug, debug));
+        Self { lost_after: options.lost_after, switches }
     }
 
     /// Returns the text of a welcome.

@@ -1,6 +1,5 @@
 //! Options for worlds of processes.
 use super::Secret;
-use crate::switch::{Switch, Switches};
 use std::time::Duration;
 
 /// Options for how the processes of a world find and monitor each other.
@@ -113,9 +112,10 @@ impl InitOptions {
         self
     }
 
-    /// Compares the calls of all ranks before data moves; by default only if `CANDLE_DIST_DEBUG=1`.
+    /// Turns [`Switch::Debug`](crate::switch::Switch::Debug) on or off; by default it is on if `CANDLE_DIST_DEBUG=1`.
     ///
-    /// Each call then costs a round trip to rank 0. The setting of rank 0 applies to all ranks.
+    /// The calls of all ranks, and the operands of layers above, are compared before data moves. Each call then costs a round trip to
+    /// rank 0. The setting of rank 0 applies to all ranks.
     pub fn debug(mut self, debug: bool) -> Self {
         self.debug = Some(debug);
         self
@@ -145,10 +145,5 @@ impl InitOptions {
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = Some(threads);
         self
-    }
-
-    /// Returns whether calls are compared.
-    pub(crate) fn is_debug(&self) -> bool {
-        self.debug.unwrap_or_else(|| Switches::of_process().has(Switch::Debug))
     }
 }

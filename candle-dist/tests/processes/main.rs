@@ -180,6 +180,7 @@ fn one_rank() {
         _ if name == stalls::WORKS || WAKES.contains(&name) => options.lost_after(Duration::from_secs(1)),
         WAITS_ALONE => options.timeout(Duration::from_secs(1)),
         hosts::TRAINS => options.lost_after(hosts::LOST_AFTER),
+        SWITCHES => culprit.parse().map_or(options.clone(), |debug| options.debug(debug)),
         _ => found.map_or(options.clone(), |scenario| (scenario.options)(options)),
     };
     let started = init_process_group_with(options, |_, control| match name {
@@ -306,6 +307,20 @@ fn the_variables_of_rank_0_hold_for_all_ranks() {
             let alone = if rank == set { "true true" } else { "false false" };
             assert_eq!(outcome.said.as_deref(), Some(&*format!("{said}, alone {alone}")), "{set}: {outcomes:#?}");
         }
+    }
+}
+
+#[test]
+fn the_option_of_rank_0_has_precedence_over_its_variable() {
+    for (option, variable, said) in
+        [("true", "0", "true false, alone false"), ("false", "1", "false false, alone true")]
+    {
+        let vars = torchrun(2);
+        let debug = ("CANDLE_DIST_DEBUG", variable.to_string());
+        let outcomes =
+            finish(start(&format!("{SWITCHES}/{option}"), 2, |rank| [vars(rank), vec![debug.clone()]].concat()));
+        let want = format!("{said} false");
+        assert!(outcomes.iter().all(|outcome| outcome.said.as_ref() == Some(&want)), "{option}: {outcomes:#?}");
     }
 }
 
