@@ -10,13 +10,22 @@ use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The most ancestors to look at.
 const ANCESTORS: usize = 64;
 
+/// The length of the name of a file.
+const DIGITS: usize = 32;
+
+/// After this time a file that nobody has locked is of a rank 0 that was killed.
+const LEFT: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// The file of rank 0, which goes when this is dropped.
 pub(crate) struct SecretFile {
     path: PathBuf,
+    /// Locked for as long as rank 0 lives.
+    _file: File,
     pub(super) secret: [u8; BYTES],
 }
 
@@ -30,6 +39,7 @@ impl SecretFile {
     /// Writes a new secret to the file of this job, which rank 0 alone does: it holds the port.
     pub(super) fn create(info: &LaunchInfo, scope: Scope) -> Result<Self> {
         let path = path(info, scope)?;
+        remove_left(&folder()?);
         let secret = random()?;
         let failed = |error: io::Error| {
             let fix = "set XDG_RUNTIME_DIR to a folder of this user that all ranks see, or CANDLE_DIST_TOKEN";
@@ -38,12 +48,14 @@ impl SecretFile {
         // Complete before others see it. Nobody else has this name, and a link there is not followed.
         let draft = path.with_extension(format!("{}-{:x}", std::process::id(), u64::from_le_bytes(random()?)));
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft).map_err(failed)?;
+        // A file system without locks keeps all files.
+        let _ = file.try_lock();
         let written = file.write_all(&secret).and_then(|()| fs::rename(&draft, &path));
         if written.is_err() {
             let _ = fs::remove_file(&draft);
         }
         written.map_err(failed)?;
-        Ok(Self { path, secret })
+        Ok(Self { path, _file: file, secret })
     }
 
     /// Returns the secret that rank 0 has written. The error is `NotFound` until then.
@@ -73,16 +85,35 @@ impl Drop for SecretFile {
 }
 
 fn contents(path: &Path) -> io::Result<[u8; BYTES]> {
+    let mut secret = [0; BYTES];
+    opened(path)?.read_exact(&mut secret)?;
+    Ok(secret)
+}
+
+/// Opens a file that only this user can read.
+fn opened(path: &Path) -> io::Result<File> {
     // A FIFO would block, and a link may lead to a file of someone else.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
-    let mut file = File::options().read(true).custom_flags(flags.cast_signed()).open(path)?;
+    let file = File::options().read(true).custom_flags(flags.cast_signed()).open(path)?;
     let found = file.metadata()?;
     if !found.is_file() || !is_ours(&found) {
         return Err(io::Error::other("it is no file, or others may write or read it"));
     }
-    let mut secret = [0; BYTES];
-    file.read_exact(&mut secret)?;
-    Ok(secret)
+    Ok(file)
+}
+
+/// Removes the secrets of jobs whose rank 0 was killed.
+fn remove_left(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let stem = path.file_stem().unwrap_or_default().as_encoded_bytes();
+        let is_name = stem.len() == DIGITS && stem.iter().all(u8::is_ascii_hexdigit);
+        let Some(file) = is_name.then(|| opened(&path).ok()).flatten() else { continue };
+        let age = file.metadata().and_then(|found| found.modified()).map(|at| at.elapsed().unwrap_or_default());
+        if age.is_ok_and(|age| age > LEFT) && file.try_lock().is_ok() {
+            let _ = fs::remove_file(&path);
+        }
+    }
 }
 
 /// Returns whether this user alone owns and may use something.
@@ -103,7 +134,7 @@ fn path(info: &LaunchInfo, scope: Scope) -> Result<PathBuf> {
         hash.update(part.len().to_le_bytes());
         hash.update(part);
     }
-    let digits = hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect::<String>();
+    let digits = hash.finalize().iter().take(DIGITS / 2).map(|byte| format!("{byte:02x}")).collect::<String>();
     Ok(folder()?.join(digits))
 }
 
