@@ -25,8 +25,8 @@ pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Dur
         };
         if !attempts.again() {
             return Err(Error::Unreachable(format!(
-                "rank {} of {} could not reach rank 0 at {} within {limit:?} ({last}); check that rank 0 runs, and \
-                 that MASTER_ADDR and MASTER_PORT are right",
+                "rank {} of {} could not reach rank 0 at {} within {limit:?} ({last}); check that rank 0 runs and has not \
+                 ended with an error of its own, and that MASTER_ADDR and MASTER_PORT are right",
                 info.rank, info.world_size, info.address
             )));
         }

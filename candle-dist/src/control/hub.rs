@@ -34,6 +34,8 @@ pub(super) struct Hub {
 #[derive(Debug)]
 struct Table {
     phase: Phase,
+    /// Why the world has not started, if something went wrong before. Processes that come later hear it.
+    not_started: Option<String>,
     /// The file of the secret, while ranks may come.
     file: Option<SecretFile>,
     /// Whether all processes find the secret that one launcher starts for this address.
@@ -55,9 +57,9 @@ enum Phase {
     /// Something went wrong, and the ranks are asked what they are doing.
     Stopping(Fault),
     Stopped,
-    /// The ranks cannot start, for this reason.
-    Unlike(String),
-    /// Some ranks did not join, or rank 0 ends.
+    /// The ranks cannot start.
+    NotStarted,
+    /// Rank 0 ends.
     Over,
 }
 
@@ -66,6 +68,8 @@ enum Phase {
 struct Seat {
     link: Option<Link<Notice>>,
     is_open: bool,
+    /// Whether the rank was refused because the world has not started.
+    is_refused: bool,
     /// Whether the rank's arguments are known and like those of rank 0.
     is_alike: bool,
     end: Option<End>,
@@ -106,6 +110,9 @@ impl Table {
     /// Stops the world unless it is stopping already: the first cause counts.
     fn stop(&mut self, cause: Cause) {
         if let Phase::Meeting | Phase::Running = self.phase {
+            if let Phase::Meeting = self.phase {
+                self.not_started = Some(cause.to_string());
+            }
             self.phase = Phase::Stopping(cause.into());
             self.tell(&Notice::Ask);
         }
@@ -115,10 +122,12 @@ impl Table {
         self.seats.iter().any(|seat| seat.is_open)
     }
 
-    /// After a failure, releases the processes once all of them have been told and have ended.
+    /// After a failure, releases the processes once all of them have been told and have ended. If the world has not started, rank 0
+    /// waits for those that still come, for as long as a process waits for its release.
     fn release(&self) {
-        let came = |seat: &&Seat| seat.link.is_some();
-        if matches!(self.phase, Phase::Stopped) && self.seats.iter().filter(came).all(Seat::has_ended) {
+        let has_failed = matches!(self.phase, Phase::Stopped | Phase::NotStarted);
+        let is_done = |seat: &Seat| if seat.link.is_some() { seat.has_ended() } else { seat.is_refused };
+        if has_failed && self.seats.iter().all(is_done) {
             self.tell(&Notice::Bye);
         }
     }
@@ -134,7 +143,7 @@ impl Table {
         let Some(seat) = self.seats.get(rank) else {
             return Answer::Never(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
         };
-        if let Phase::Unlike(why) = &self.phase {
+        if let Some(why) = &self.not_started {
             return Answer::NotStarted(why.clone());
         }
         let is_over = matches!(self.phase, Phase::Stopping(_) | Phase::Stopped | Phase::Over);
@@ -174,7 +183,14 @@ impl Table {
     /// Tells all processes, also those that come later, why the world does not start.
     fn call_off(&mut self, why: String) {
         self.tell(&Notice::NotStarted(why.clone()));
-        self.phase = Phase::Unlike(why);
+        self.not_started = Some(why);
+        self.phase = Phase::NotStarted;
+    }
+
+    /// Notes that a rank has heard why the world does not start.
+    fn refused(&mut self, rank: usize) {
+        self.seats[rank].is_refused = true;
+        self.release();
     }
 
     /// Returns the error for all ranks if some ranks did not join.
@@ -195,6 +211,7 @@ impl Hub {
         let seats = (0..info.world_size).map(|_| Seat::default()).collect();
         let table = Table {
             phase: Phase::Meeting,
+            not_started: None,
             file,
             is_of_launcher: info.secret.is_of_launcher(),
             terms: Terms::of_first(options),
@@ -218,12 +235,16 @@ impl Hub {
         let answer = table.answer(guest.hello);
         table.suspect(guest.hello, &answer);
         self.changed.notify_all();
+        let (hub, rank) = (self.clone(), guest.hello.rank as usize);
         if !matches!(answer, Answer::Welcome(_)) {
-            return guest.answer(&self.key, &answer, &mut &stream);
+            guest.answer(&self.key, &answer, &mut &stream)?;
+            if matches!(answer, Answer::NotStarted(_)) {
+                table.refused(rank);
+            }
+            return Ok(());
         }
         let mut welcome = Vec::new();
         guest.answer(&self.key, &answer, &mut welcome)?;
-        let (hub, rank) = (self.clone(), guest.hello.rank as usize);
         match Link::start(stream.try_clone()?, table.terms.lost_after, welcome, move |event| hub.on(rank, event)) {
             Ok(link) => table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() },
             // A process that is let in does not come again, so it is told why the world does not start, like the others.
@@ -234,7 +255,9 @@ impl Hub {
                 );
                 table.call_off(why.clone());
                 self.changed.notify_all();
-                return guest.answer(&self.key, &Answer::NotStarted(why), &mut &stream);
+                guest.answer(&self.key, &Answer::NotStarted(why), &mut &stream)?;
+                table.refused(rank);
+                return Ok(());
             }
         }
         self.changed.notify_all();
@@ -267,8 +290,8 @@ impl Hub {
         let mut table = self.table.lock();
         while matches!(table.phase, Phase::Meeting) {
             if self.changed.wait_until(&mut table, deadline).timed_out() && matches!(table.phase, Phase::Meeting) {
-                table.phase = Phase::Over;
-                table.tell(&Notice::NotStarted(table.missing(limit)));
+                let why = table.missing(limit);
+                table.call_off(why);
             }
         }
         while matches!(table.phase, Phase::Running) {

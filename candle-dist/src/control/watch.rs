@@ -404,7 +404,7 @@ impl Watch {
     pub(super) fn part(&self, limit: Duration) {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
-        let is_free = |heard: &Heard| heard.bye || heard.ended || heard.not_started.is_some();
+        let is_free = |heard: &Heard| heard.bye || heard.ended;
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // From now on, the end of the connection is not a failure.
         heard.parted = true;

@@ -76,6 +76,31 @@ fn ranks_that_do_not_come_are_named_to_all_that_did() {
     assert!(text.starts_with("init: ranks 2, 3 of 4 did not come within 600ms; "), "{text}");
 }
 
+/// Rank 0 has not told it yet, and stays for a moment.
+#[test]
+fn a_process_that_comes_after_a_start_that_failed_hears_why() {
+    let start = |ranks: [(usize, u64, &str); 3], patience: Duration| {
+        let address = &free_address();
+        thread::scope(|scope| {
+            let come = |(rank, late, argument): (usize, u64, &str)| {
+                let limit = if rank == 2 { Duration::from_secs(30) } else { patience };
+                let options = options(address, rank, 3).arguments(&[argument]).init_timeout(limit);
+                scope.spawn(move || {
+                    thread::sleep(Duration::from_millis(late));
+                    connect(&options).unwrap_err().to_string()
+                })
+            };
+            ranks.map(come).map(|thread| thread.join().unwrap())
+        })
+    };
+    let unlike = start([(0, 0, "--seed=1"), (1, 0, "--seed=2"), (2, 500, "--seed=1")], Duration::from_secs(30));
+    let text = common(&unlike);
+    assert!(text.contains("--seed=1"), "{text}");
+    let missing = start([(0, 0, "a"), (1, 0, "a"), (2, 1100, "a")], Duration::from_millis(600));
+    let text = common(&missing);
+    assert!(text.starts_with("init: rank 2 of 3 did not come within 600ms; "), "{text}");
+}
+
 #[test]
 fn an_address_where_nobody_listens_is_named() {
     let address = free_address();
