@@ -7,7 +7,11 @@ use candle_core::{Storage, Tensor};
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 #[cfg(feature = "mpi")]
-use std::{mem, ptr::NonNull};
+use std::{
+    mem,
+    ptr::NonNull,
+    time::{Duration, Instant},
+};
 
 /// One read lock per storage of some tensors, taken in the same order on all threads.
 ///
@@ -48,6 +52,8 @@ impl<'a> Guards<'a> {
 pub(super) struct Hold {
     tensor: Tensor,
     lock: NonNull<RwLock<Storage>>,
+    /// When a write was first seen to wait, if one does.
+    awaited: Option<Instant>,
 }
 
 // SAFETY: guards may be sent to other threads (parking_lot's feature `send_guard`), and so may this one's lock be ended there.
@@ -65,11 +71,25 @@ impl Hold {
     pub(super) unsafe fn new(tensor: &Tensor, guard: &StorageRef<'_>) -> Self {
         let lock = StorageRef::rwlock(guard);
         mem::forget(lock.read_recursive());
-        Self { tensor: tensor.clone(), lock: NonNull::from(lock) }
+        Self { tensor: tensor.clone(), lock: NonNull::from(lock), awaited: None }
     }
 
     pub(super) fn tensor(&self) -> &Tensor {
         &self.tensor
+    }
+
+    /// Returns how long a write has waited for this, from the first call of this that saw it.
+    pub(super) fn awaited(&mut self) -> Duration {
+        // SAFETY: the tensor keeps the lock.
+        let lock = unsafe { self.lock.as_ref() };
+        // A lock that is held for reading cannot be read by others only if a writer waits.
+        match lock.try_read() {
+            Some(_) => self.awaited = None,
+            None => {
+                self.awaited.get_or_insert_with(Instant::now);
+            }
+        }
+        self.awaited.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Never frees the memory, and lets others write to it.

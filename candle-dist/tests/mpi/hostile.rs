@@ -2,10 +2,12 @@
 //! waits for, and leave messages unread.
 //!
 //! Outside of mpirun, [`all`] starts the attacks, each with its own mpirun.
-use super::{resident, run};
+use super::{resident, run_with};
 use candle_core::{DType, Device, Tensor, Var};
+use candle_dist::backend::mpi::Settings;
+use candle_dist::init::InitOptions;
 use candle_dist::testing::GROUPS;
-use candle_dist::{Error, Message, Pending, RankContext, ReduceOp, Result};
+use candle_dist::{Error, Message, Pending, RankContext, ReduceOp, Result, World};
 use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -23,6 +25,8 @@ enum End {
 struct Attack(&'static str, usize, fn(&RankContext) -> Result<()>, End);
 
 const SOON: End = End::Quiet(Duration::from_secs(60));
+/// The rank's own timeout, of half a minute for each call, says more.
+const LATE: End = End::Quiet(Duration::from_secs(120));
 /// Less than what an end once waited for messages that nobody receives.
 const AT_ONCE: End = End::Quiet(Duration::from_secs(7));
 /// Longer than a letter.
@@ -30,18 +34,24 @@ const LARGE: usize = 4 << 20;
 /// The calls that a program starts before it waits for any.
 const MANY: usize = 200_000;
 
-const ATTACKS: [Attack; 17] = [
+const ATTACKS: [Attack; 23] = [
     Attack("written_started", 2, |ctx| case(ctx, "started", "memory may change while a call is pending"), SOON),
     Attack("written_started", 3, |ctx| case(ctx, "started", "memory may change while a call is pending"), SOON),
     Attack("written_sent", 2, |ctx| case(ctx, "messages", "memory may change as soon as it is sent"), SOON),
     Attack("torn", 2, torn, SOON),
     Attack("owned", 2, owned, SOON),
     Attack("freed", 2, freed, SOON),
+    Attack("written_unmade", 2, written_unmade, End::Fails("for the started all_reduce(f32[4194304]")),
+    Attack("written_unread", 2, written_unread, End::Fails("for a message that its receiver has not asked")),
     Attack("behind_the_backend", 2, behind_the_backend, SOON),
     Attack("many_dropped", 2, many_dropped, SOON),
     Attack("many_kept", 2, many_kept, SOON),
     Attack("many_late", 3, many_late, SOON),
-    Attack("flooded", 2, |ctx| flooded(ctx, 100_000), SOON),
+    Attack("flooded", 2, |ctx| flooded(ctx, 100_000), LATE),
+    Attack("flooded_ring", 3, flooded_ring, LATE),
+    Attack("flooded_tags", 2, flooded_tags, LATE),
+    Attack("flooded_calls", 3, flooded_calls, LATE),
+    Attack("flooded_large", 2, flooded_large, LATE),
     Attack("unread_receive", 2, unread_receive, AT_ONCE),
     Attack("unread_messages", 3, unread_messages, AT_ONCE),
     Attack("calls_of_one_rank", 3, calls_of_one_rank, AT_ONCE),
@@ -51,9 +61,10 @@ const ATTACKS: [Attack; 17] = [
 ];
 
 /// Runs an attack as a rank. Returns whether it succeeded.
-pub(crate) fn rank(name: &str) -> bool {
+pub(crate) fn rank(name: &str, settings: Settings) -> bool {
     let Attack(_, _, attack, _) = ATTACKS.iter().find(|attack| attack.0 == name).expect("an attack of this name");
-    run(Duration::from_secs(30), attack)
+    let timeout = if name.starts_with("written_un") { 2 } else { 30 };
+    run_with(InitOptions::new().timeout(Duration::from_secs(timeout)), |_| {}, settings, attack)
 }
 
 /// Runs all attacks. They are skipped without an mpirun.
@@ -62,22 +73,31 @@ pub(crate) fn all() {
         return println!("SKIPPED: no mpirun on the path");
     }
     let mut attacks = Attacks::new("MPI");
-    for Attack(name, ranks, _, end) in &ATTACKS {
-        attacks.attack(format!("{name} on {ranks}"), || attack(name, *ranks, end));
+    for Attack(name, ranks, run, end) in &ATTACKS {
+        attacks.attack(format!("{name} on {ranks}"), || attack(mpirun, &["hostile", name], *ranks, end));
+        if name.starts_with("flooded") && *name != "flooded_store" {
+            attacks.attack(format!("{name} on {ranks} over TCP"), || {
+                attack(over_tcp, &["hostile", name, "apart"], *ranks, end)
+            });
+            attacks.attack(format!("{name} on {ranks} threads"), || {
+                let world = World::local(*ranks).timeout(Duration::from_secs(30));
+                world.run(run).map(drop).map_err(|error| error.to_string())
+            });
+        }
     }
     attacks.assert();
 }
 
-fn attack(name: &str, ranks: usize, end: &End) -> Result<(), String> {
+fn attack(mpirun: fn() -> Command, arguments: &[&str], ranks: usize, end: &End) -> Result<(), String> {
     let (mut status, mut out, mut took) = (None, String::new(), Duration::ZERO);
     // The PMIx library of some versions deadlocks when mpirun ends.
     for _ in 0..3 {
         let began = Instant::now();
-        (status, out, took) = launch(mpirun(), ranks, &["hostile", name]);
+        (status, out, took) = launch(mpirun(), ranks, arguments);
         if status.is_some() {
             break;
         }
-        eprintln!("{name}: mpirun did not end within {:?}", began.elapsed());
+        eprintln!("{arguments:?}: mpirun did not end within {:?}", began.elapsed());
     }
     let said = || format!("mpirun ended with {status:?} after {took:.1?}: {out}");
     let held = match end {
@@ -90,6 +110,13 @@ fn attack(name: &str, ranks: usize, end: &End) -> Result<(), String> {
 /// Returns mpirun without arguments.
 pub(crate) fn mpirun() -> Command {
     Command::new("mpirun")
+}
+
+/// Returns an mpirun whose messages go over TCP, as between hosts.
+fn over_tcp() -> Command {
+    let mut mpirun = mpirun();
+    mpirun.env("OMPI_MCA_btl", "tcp,self");
+    mpirun
 }
 
 /// Runs this program as ranks with `mpirun`, or what starts it. Returns whether they succeeded, if they ended in time, their
@@ -195,6 +222,31 @@ fn owned(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
+/// Rank 0 starts something that rank 1 never does, and breaks the promise not to write to the tensor.
+fn written(ctx: &RankContext, start_and_write: fn(&RankContext, &Var) -> Result<()>) -> Result<()> {
+    if ctx.rank() == 0 {
+        start_and_write(ctx, &ones(LARGE)?)?;
+    }
+    while ctx.group().failure().is_none() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    ctx.group().barrier()
+}
+
+fn written_unmade(ctx: &RankContext) -> Result<()> {
+    written(ctx, |ctx, var| {
+        let _sum = ctx.group().all_reduce_owned_start(var.as_detached_tensor(), ReduceOp::Sum)?;
+        write(var)
+    })
+}
+
+fn written_unread(ctx: &RankContext) -> Result<()> {
+    written(ctx, |ctx, var| {
+        let _sent = ctx.group().send_owned_start(var.as_detached_tensor(), 1, 0)?;
+        write(var)
+    })
+}
+
 /// Memory that is freed while it is sent.
 fn freed(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
@@ -254,18 +306,62 @@ fn many_late(ctx: &RankContext) -> Result<()> {
 }
 
 pub(crate) fn flooded(ctx: &RankContext, count: usize) -> Result<()> {
-    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    flood(ctx, count, 1 - ctx.rank(), 1 - ctx.rank())
+}
+
+fn flooded_ring(ctx: &RankContext) -> Result<()> {
+    let (me, n) = (ctx.rank(), ctx.world_size());
+    flood(ctx, 20_000, (me + 1) % n, (me + n - 1) % n)
+}
+
+/// Sends all messages before it receives any.
+fn flood(ctx: &RankContext, count: usize, to: usize, from: usize) -> Result<()> {
+    let g = ctx.group();
     let (small, large) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
     for nth in 0..count {
-        g.send_owned(if nth % 5 == 0 { large.clone() } else { small.clone() }, other)?;
+        g.send_owned(if nth % 5 == 0 { large.clone() } else { small.clone() }, to)?;
     }
     for nth in 0..count {
-        let got = g.recv(if nth % 5 == 0 { 10_000 } else { 4 }, DType::F32, other)?;
+        let got = g.recv(if nth % 5 == 0 { 10_000 } else { 4 }, DType::F32, from)?;
         if nth % 1000 == 0 {
             check(&got, 1.0, "a message")?;
         }
     }
     Ok(())
+}
+
+/// The tag that was sent last is received first.
+fn flooded_tags(ctx: &RankContext) -> Result<()> {
+    const TAGS: u32 = 1000;
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    let len = |nth: u32| if nth % 5 == 0 { 10_000 } else { 4 };
+    for (tag, nth) in (0..TAGS).flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
+        let x = Tensor::full(tag as f32, len(nth), &Device::Cpu)?;
+        drop(g.send_owned_start(x, other, tag)?);
+    }
+    for (tag, nth) in (0..TAGS).rev().flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
+        check(&g.recv_start(len(nth), DType::F32, other, tag)?.wait()?, tag as f32, "a message")?;
+    }
+    Ok(())
+}
+
+/// Calls in which each rank sends to each.
+fn flooded_calls(ctx: &RankContext) -> Result<()> {
+    let n = ctx.world_size();
+    let start = |nth: usize| {
+        let x = Tensor::full(nth as f32, (if nth % 5 == 0 { 2500 * n } else { n }, 2), &Device::Cpu)?;
+        ctx.group().all_to_all_start(&x, 0, 1)
+    };
+    let calls = (0..5000).map(start).collect::<Result<Vec<_>>>()?;
+    let all = Pending::wait_all(calls)?;
+    all.iter().enumerate().try_for_each(|(nth, got)| check(got, nth as f32, "a call"))
+}
+
+fn flooded_large(ctx: &RankContext) -> Result<()> {
+    let (g, other) = (ctx.group(), 1 - ctx.rank());
+    let x = Tensor::ones(1 << 20, DType::F32, &Device::Cpu)?;
+    (0..100).try_for_each(|_| g.send_owned(x.clone(), other))?;
+    (0..100).try_for_each(|_| check(&g.recv(1 << 20, DType::F32, other)?, 1.0, "a message"))
 }
 
 fn unread_receive(ctx: &RankContext) -> Result<()> {

@@ -3,7 +3,7 @@
 //! Without arguments all cases run: with `parts` in messages of few bytes, with `apart` without shared memory, with
 //! `pairs` with memory that only pairs of ranks share, with `given` on an MPI that the program itself started. With `differ NAME`, `end NAME`, `device`, or `begin NAME` (for starts), the last rank fails, and
 //! every rank that gets the error prints it. `large`, `any`, `dropped` and `late` check one thing each, and `hostile NAME` is an
-//! attack, as is `broken NAME`. Without mpirun, the filter `hostile::` starts all attacks.
+//! attack (with `apart` without shared memory), as is `broken NAME`. Without mpirun, the filter `hostile::` starts all attacks.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 mod broken;
 mod hostile;
@@ -93,7 +93,8 @@ fn main() -> ExitCode {
         ["any"] => run_on(Settings::default().sums(Sums::Any), in_any_order),
         ["dropped"] => run(Duration::from_secs(60), dropped),
         ["late"] => late(),
-        ["hostile", name] => hostile::rank(name),
+        ["hostile", name] => hostile::rank(name, Settings::default()),
+        ["hostile", name, "apart"] => hostile::rank(name, Settings::default().most_sharing(1)),
         ["broken", name] => broken::rank(name),
         ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, || with_a_gpu(ctx))),

@@ -239,6 +239,11 @@ impl Driver {
         self.with(|state| Ok(state.turn(None)?.0 || state.is_busy()))
     }
 
+    /// Stops the world if a write of this program waits too long for MPI.
+    pub(super) fn check_writes(&self) -> Result<()> {
+        self.with(|state| state.check_writes(self.control.timeout()))
+    }
+
     /// Drives MPI at the end, when this rank makes no more calls. Returns whether anything moved.
     pub(super) fn wind_up(&self) -> Result<bool> {
         self.check()?;

@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 const SHORT: Duration = Duration::from_micros(50);
 /// How long it sleeps at most when no message is.
 const LONG: Duration = Duration::from_millis(1);
+/// How often it looks for writes that wait.
+const WRITES: Duration = Duration::from_millis(100);
 
 /// How often a start checks for a failure of the world.
 const LOOK: Duration = Duration::from_millis(5);
@@ -223,13 +225,18 @@ fn refused(error: MpiError) -> Error {
 
 /// Drives the backend until the end.
 fn tend(driver: &Driver, end: &mpsc::Receiver<()>) {
-    let mut nap = SHORT;
+    let (mut nap, mut checked) = (SHORT, Instant::now());
     while end.recv_timeout(nap) != Err(RecvTimeoutError::Disconnected) {
         nap = match driver.check().and_then(|()| driver.tend()) {
             Ok(true) => SHORT,
             Ok(false) => LONG.min(nap * 2),
             Err(_) => LONG,
         };
+        if checked.elapsed() >= WRITES {
+            // All ranks hear of an error.
+            let _ = driver.check_writes();
+            checked = Instant::now();
+        }
     }
 }
 
@@ -249,6 +256,8 @@ fn wind_up(driver: &Driver, waits: bool) {
             (true, _) if !waits && moved.elapsed() >= FAREWELL => return,
             (true, None) => {}
             (false, _) if !waits => return,
+            // There may be more letters.
+            _ if has_moved => {}
             // Nothing of this rank is under way. When this holds for all, nobody needs this rank any more.
             (false, None) => match driver.start_farewell() {
                 Ok(barrier) => farewell = Some(barrier),

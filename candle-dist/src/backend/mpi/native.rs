@@ -227,6 +227,11 @@ impl Private {
         Ok(request)
     }
 
+    /// Duplicates the communicator. All ranks call this, and wait for each other.
+    pub(super) fn duplicate(&self) -> MpiResult<Self> {
+        Comm(self.comm).duplicate()
+    }
+
     /// Starts a barrier of all ranks.
     pub(super) fn barrier(&self) -> MpiResult<Request> {
         let mut request = Request { handle: 0, open: true };

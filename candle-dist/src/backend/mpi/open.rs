@@ -9,6 +9,7 @@ use crate::Cause;
 use crate::control::Control;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
+use std::time::Duration;
 
 pub(super) struct State {
     /// This rank of the world.
@@ -158,6 +159,8 @@ impl Collectives {
 
 /// The entries of a list beyond those in use that are not worth a search.
 const ENOUGH: usize = 1024;
+/// The most letters that are handled in a turn, which holds the lock of the state: others may send without end.
+const LETTERS: usize = 256;
 /// The most unread tensors that are received at a time at the end.
 const DRAINED: usize = 8;
 
@@ -218,7 +221,8 @@ impl State {
         let Some(wire) = wire else { return Ok((false, None)) };
         let failed = |error: MpiError| Cause::Failed { rank: *me, message: error.to_string() };
         let mut moved = wire.poll().map_err(failed)?;
-        while let Some(letter) = wire.next().map_err(failed)? {
+        for _ in 0..LETTERS {
+            let Some(letter) = wire.next().map_err(failed)? else { break };
             moved = true;
             let Arrived { from, header, .. } = letter;
             let kept = |wire: &Wire| Letter { from, header, data: wire.data(&letter).to_vec() };
@@ -283,6 +287,24 @@ impl State {
             }
         }
         Ok(moved || unread.len() < before)
+    }
+
+    /// Returns the world's failure if a write of this program has waited for longer than `limit` for a tensor that is read here. The
+    /// thread that writes is in no call, so nothing else would end its wait.
+    pub(super) fn check_writes(&mut self, limit: Duration) -> Result<(), Cause> {
+        let mut open = self.collectives.open.values_mut().map(|open| &mut open.operation);
+        let call = open.find_map(|call| (call.awaited() > limit).then(|| call.call().to_string()));
+        let is_sent = |wire: &mut Wire| wire.awaited() > limit;
+        let reader = match call {
+            Some(call) => format!("the started {call}, which other ranks have not made"),
+            None if self.wire.as_mut().is_some_and(is_sent) => "a message that its receiver has not asked for".into(),
+            None => return Ok(()),
+        };
+        let message = format!(
+            "a write to a tensor has waited longer than the timeout of {limit:?} for {reader}; wait for the call before, or start it \
+             with a copy of the tensor"
+        );
+        Err(Cause::Failed { rank: self.me, message })
     }
 
     /// Returns whether others may wait for something that this process must still do.

@@ -14,6 +14,7 @@ use crate::control::Membership;
 use candle_core::{StorageRef, Tensor};
 use smallvec::SmallVec;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A group as one of its members sees it.
 #[derive(Debug)]
@@ -166,6 +167,11 @@ impl Operation {
     /// Returns whether MPI moves some of its data in place, which must be driven.
     pub(super) fn moves(&self) -> bool {
         self.parts.iter().any(Part::moves)
+    }
+
+    /// Returns how long a write has waited for an input.
+    pub(super) fn awaited(&mut self) -> Duration {
+        self.parts.iter_mut().map(Part::awaited).max().unwrap_or_default()
     }
 
     /// Takes the results of a complete collective, and returns its buffers for reuse.

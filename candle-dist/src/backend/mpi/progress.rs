@@ -13,6 +13,7 @@ use crate::{Error, Result};
 use candle_core::Shape;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
+use std::time::Duration;
 
 /// An error in a part.
 type Fault = Box<dyn std::error::Error>;
@@ -143,6 +144,11 @@ impl Part {
     /// Returns whether MPI moves some data in place.
     pub(super) fn moves(&self) -> bool {
         !self.held.incoming.is_empty() || !self.held.outgoing.is_empty()
+    }
+
+    /// Returns how long a write has waited for the input.
+    pub(super) fn awaited(&mut self) -> Duration {
+        self.held.awaited()
     }
 
     /// Takes the result of a complete part, if this member gets one, and returns its buffers for reuse.

@@ -5,6 +5,7 @@ use crate::backend::guards::Hold;
 use std::collections::VecDeque;
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// The most parts of one transfer that are in flight at once: each costs an MPI request.
 const WINDOW: usize = 8;
@@ -131,6 +132,11 @@ pub(super) struct Held {
 impl Held {
     pub(super) const fn new(input: Option<Hold>, result: Option<Room>, scratch: Option<Room>) -> Self {
         Self { input, result, scratch, outgoing: Vec::new(), incoming: Vec::new() }
+    }
+
+    /// Returns how long a write has waited for the tensor that is read.
+    pub(super) fn awaited(&mut self) -> Duration {
+        self.input.as_mut().map_or(Duration::ZERO, Hold::awaited)
     }
 
     /// Drives MPI; returns whether it is done with the memory.

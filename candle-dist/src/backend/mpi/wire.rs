@@ -4,6 +4,9 @@
 //! second message. Letters between ranks of a host go through shared memory (`shared.rs`). Large data is sent separately, from the sender's memory to the receiver's, once the receiver knows
 //! its destination. MPI then moves it, as one copy if ranks share a host. Every process always has receives open for
 //! letters of other hosts, so that a sender never waits for one.
+//!
+//! Letters and large data have a communicator each. MPI looks for a letter among all messages of a communicator that nobody has
+//! asked for, and large data that a program receives later would be among them.
 use super::header::{Body, HEADER_BYTES, Header, LETTER};
 use super::native::{Came, MpiError, MpiResult, Private, Request};
 use super::room::{Room, Spares};
@@ -15,6 +18,7 @@ use crate::backend::guards::Hold;
 use candle_core::{DType, StorageRef, Tensor};
 use std::collections::VecDeque;
 use std::mem;
+use std::time::Duration;
 
 /// The tag of letters; data that follows one has its own.
 const LETTERS: i32 = 0;
@@ -37,7 +41,9 @@ const SPARE_LETTERS: usize = 32;
 
 /// This process's end of all connections.
 pub(super) struct Wire {
+    /// For large data, and for the end.
     comm: Private,
+    letter_comm: Private,
     /// The ranks whose letters come through shared memory.
     neighbors: Option<Neighbors>,
     /// The number of receives for letters of other ranks; 0 if there are none.
@@ -118,9 +124,11 @@ impl Wire {
     /// exchange letters through shared memory. All ranks call this, and wait for each other.
     pub(super) fn new(comm: Private, size: usize, most_bytes: usize, most_sharing: usize) -> MpiResult<Self> {
         let neighbors = if most_sharing > 1 { Neighbors::open(&comm, size, most_sharing)? } else { None };
+        let letter_comm = comm.duplicate()?;
         let listening = if neighbors.as_ref().is_some_and(|neighbors| neighbors.len() == size) { 0 } else { OPEN };
         let mut wire = Self {
             comm,
+            letter_comm,
             neighbors,
             listening,
             inbox: VecDeque::new(),
@@ -160,7 +168,7 @@ impl Wire {
     /// Opens a receive for a letter in this memory.
     fn listen(&mut self, mut room: Vec<u8>) -> MpiResult<()> {
         // SAFETY: the memory is kept with its request until that is done; `abandon` leaves both to MPI.
-        let request = unsafe { self.comm.receive(room.as_mut_ptr(), room.len(), None, LETTERS)? };
+        let request = unsafe { self.letter_comm.receive(room.as_mut_ptr(), room.len(), None, LETTERS)? };
         self.inbox.push_back((room, request));
         Ok(())
     }
@@ -279,7 +287,7 @@ impl Wire {
 
     fn post_bytes(&mut self, to: usize, letter: Vec<u8>) -> MpiResult<()> {
         // SAFETY: the letter is kept with its request until that is done; `abandon` leaves both to MPI.
-        let request = unsafe { self.comm.send(letter.as_ptr(), letter.len(), to, LETTERS)? };
+        let request = unsafe { self.letter_comm.send(letter.as_ptr(), letter.len(), to, LETTERS)? };
         // Kept first: after an error of the test, MPI may still read it.
         self.letters.push((letter, request));
         let sent = self.letters.last_mut().map_or(Ok(None), |(_, request)| request.test())?;
@@ -395,6 +403,11 @@ impl Wire {
         Ok(flushed || self.letters.len() + self.parcels.len() < before)
     }
 
+    /// Returns how long a write has waited for a sent tensor.
+    pub(super) fn awaited(&mut self) -> Duration {
+        self.parcels.iter_mut().map(Held::awaited).max().unwrap_or_default()
+    }
+
     /// Returns temporary memory.
     pub(super) fn scratch(&mut self, dtype: DType, len: usize) -> Result<Room> {
         self.rooms.take(dtype, len)
@@ -424,6 +437,7 @@ impl Wire {
         if let Some(neighbors) = self.neighbors.take() {
             neighbors.close()?;
         }
+        self.letter_comm.free()?;
         self.comm.free()
     }
 
