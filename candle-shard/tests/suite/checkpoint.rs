@@ -329,10 +329,9 @@ fn what_ranks_of_several_meshes_hold_is_one_checkpoint() {
                 ctx.group().barrier()?;
             }
             if world > 1 {
-                let x = DTensor::replicated(
-                    &Tensor::zeros(2 + ctx.rank(), DType::F32, &Device::Cpu)?,
-                    &ctx.mesh(&[("all", world)])?,
-                )?;
+                let size = 2 + ctx.rank();
+                let spec = Spec::new(&ctx.mesh(&[("all", world)])?, &[Replicate], size, DType::F32)?;
+                let x = DTensor::from_local_with_spec(Tensor::zeros(size, DType::F32, &Device::Cpu)?, spec)?;
                 let said = checkpoint::save_stages(&path, ctx.group(), &[("x", x)]).unwrap_err().to_string();
                 assert!(said.contains("\"x\" is F32 [2] on one rank and F32 [3] on another"), "{said}");
             }

@@ -66,7 +66,12 @@ const DIFFERING: [Differing; 7] = [
     ),
     ("dims", 2, |c| gathered(c, &[2], &[4, 4], &[Shard(c.rank())]), &["rank 1", "rank 0", "made different calls"]),
     ("placements", 3, |c| gathered(c, &[3], &[4, 4], &[[Shard(0), Replicate][c.rank() / 2]]), &["rank 2"]),
-    ("shapes", 3, |c| gathered(c, &[3], &[6 + c.rank() / 2 * 3, 4], &[Shard(0)]), &["made different calls"]),
+    (
+        "shapes",
+        3,
+        |c| gathered(c, &[3], &[6 + c.rank() / 2 * 3, 4], &[Shard(0)]),
+        &["rank 0 has f64[6, 4]", "rank 2 has f64[9, 4]"],
+    ),
     (
         "dtypes",
         2,
@@ -74,7 +79,7 @@ const DIFFERING: [Differing; 7] = [
             let whole = values(&[4], 1, [DType::F64, DType::F32][c.rank()]);
             distribute(&whole, &mesh(c, &[2])?, &[Shard(0)])?.full_tensor()
         },
-        &["made different calls"],
+        &["rank 0 has f64[4]", "rank 1 has f32[4]"],
     ),
     (
         "ops",

@@ -5,7 +5,7 @@ use crate::nn::source::Source;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
 use candle_dist::bits::digest_bytes;
-use itertools::{EitherOrBoth, Itertools};
+use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -175,20 +175,14 @@ impl Drop for Shared {
     }
 }
 
-/// Returns the error of ranks with unlike descriptions: the first line in which one differs from the first rank's.
+/// Returns the error of ranks with unlike descriptions: the first line of one that the other lacks, and the other's.
 fn unlike(group: &ProcessGroup, texts: &[String]) -> Error {
     let at = texts.iter().position(|text| *text != texts[0]).unwrap_or_default();
-    let pair = texts[0]
-        .lines()
-        .zip_longest(texts[at].lines())
-        .find(|pair| !matches!(pair, EitherOrBoth::Both(a, b) if a == b));
-    let (first, other) = match pair {
-        Some(EitherOrBoth::Both(first, other)) => (first, other),
-        Some(EitherOrBoth::Left(first)) => (first, "nothing like it"),
-        Some(EitherOrBoth::Right(other)) => ("nothing like it", other),
-        None => ("it", "it"),
+    let of = |mine: &'_ str, other: &'_ str| {
+        let own = mine.lines().find(|line| other.lines().all(|line_there| line_there != *line));
+        own.unwrap_or("nothing like it").to_string()
     };
-    let ranks = group.ranks();
+    let (first, other, ranks) = (of(&texts[0], &texts[at]), of(&texts[at], &texts[0]), group.ranks());
     Error::Op {
         op: "finish",
         reason: format!(

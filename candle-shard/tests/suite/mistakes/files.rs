@@ -21,7 +21,7 @@ fn save(folder: &std::path::Path, ctx: &RankContext, parameters: &Parameters) ->
 #[test]
 fn a_save_on_rank_0_only() {
     let scratch = Scratch::new("mistake-rank-0");
-    let folder = scratch.join("model");
+    let folder = scratch.path("model");
     let ran = World::local(2).run(|ctx| -> Result<()> {
         let parameters = model(ctx, "up", 4)?;
         if ctx.rank() == 0 { save(&folder, ctx, &parameters) } else { Ok(()) }
@@ -34,7 +34,7 @@ fn a_save_on_rank_0_only() {
 #[test]
 fn another_model() {
     let scratch = Scratch::new("mistake-model");
-    let folder = scratch.join("model");
+    let folder = scratch.path("model");
     World::local(2).run(|ctx| save(&folder, ctx, &model(ctx, "up", 4)?)).unwrap();
     all_say(2, "a checkpoint of another model", &["down.weight"], |ctx| model(ctx, "down", 4)?.load(&folder));
     all_say(2, "a checkpoint of another size", &["up.weight", "[4, 3]", "[5, 3]"], |ctx| {
@@ -45,7 +45,7 @@ fn another_model() {
         let vb = ShardedVarBuilder::from_weights(weights, 0, &line(ctx, "tp")?, Plan::none(), DType::F32, &Cpu)?;
         Linear::new(3, 4, false, &vb.pp("down")).map(drop)
     });
-    all_say(2, "a folder that is not there", &["nowhere"], |ctx| model(ctx, "up", 4)?.load(scratch.join("nowhere")));
+    all_say(2, "a folder that is not there", &["nowhere"], |ctx| model(ctx, "up", 4)?.load(scratch.path("nowhere")));
 }
 
 #[test]
@@ -54,17 +54,17 @@ fn unlike_names_and_folders() {
     all_say(2, "a name of each rank", &["layer0"], |ctx| {
         let mesh = line(ctx, "tp")?;
         let x = DTensor::distribute(&same(&[4, 3])?, &mesh, &[Shard(0)])?;
-        checkpoint::save(scratch.join("names"), &mesh, &[(format!("layer{}", ctx.rank()), x)])
+        checkpoint::save(scratch.path("names"), &mesh, &[(format!("layer{}", ctx.rank()), x)])
     });
     all_say(2, "a folder of each rank", &["folder"], |ctx| {
         let mesh = line(ctx, "tp")?;
         let x = DTensor::distribute(&same(&[4, 3])?, &mesh, &[Shard(0)])?;
-        checkpoint::save(scratch.join(format!("{}", ctx.rank())), &mesh, &[("x", x)])
+        checkpoint::save(scratch.path(format!("{}", ctx.rank())), &mesh, &[("x", x)])
     });
     all_say(2, "a sum that nobody reduced", &["redistribute it first"], |ctx| {
         let mesh = line(ctx, "tp")?;
         let x = DTensor::distribute(&same(&[4, 3])?, &mesh, &[Shard(0)])?.sum(0)?;
-        checkpoint::save(scratch.join("sum"), &mesh, &[("x", x)])
+        checkpoint::save(scratch.path("sum"), &mesh, &[("x", x)])
     });
 }
 
@@ -72,10 +72,10 @@ fn unlike_names_and_folders() {
 #[test]
 fn stages_one_after_the_other_in_one_folder() {
     let scratch = Scratch::new("mistake-stages");
-    let folder = scratch.join("model");
+    let folder = scratch.path("model");
     let stage = |ctx: &RankContext, nth: usize| -> Result<()> {
-        let mesh = ctx.mesh(&[("pp", 2)])?;
-        let here = mesh.axes(&[])?;
+        let mesh = ctx.mesh(&[("pp", 2), ("tp", 1)])?;
+        let here = mesh.axis("tp")?; // this rank alone
         let vb = ShardedVarBuilder::fresh(1, &here, Plan::none(), DType::F32, &Cpu)?;
         Linear::new(3, 4, false, &vb.pp(format!("layers.{nth}")))?;
         let saved = match ctx.rank() == nth {

@@ -64,6 +64,7 @@ fn builder(mesh: &DeviceMesh, plan: Plan) -> Result<ShardedVarBuilder> {
     ShardedVarBuilder::fresh(42, mesh, plan, DType::F32, &Cpu)
 }
 
+#[track_caller]
 fn everywhere(mesh: &DeviceMesh, x: &Tensor) -> Result<DTensor> {
     DTensor::distribute(x, mesh, &vec![candle_shard::Replicate; mesh.ndim()])
 }

@@ -47,8 +47,7 @@ const MISTAKES: [Mistake; 7] = [
         table(ctx)?.lookup(&ids, &EmbeddingOptions::default()).map(drop)
     }),
     ("options of each rank", &["call the same on all ranks"], |ctx| {
-        let padding_idx = Some(ctx.rank() as i64 % 2);
-        let options = EmbeddingOptions { padding_idx, ..Default::default() };
+        let options = EmbeddingOptions::default().padding_idx(ctx.rank() as i64 % 2);
         table(ctx)?.embedding(&Tensor::new(&[1u32], &Cpu)?, &options).map(drop)
     }),
 ];
