@@ -200,7 +200,7 @@ fn losses() {
     assert_eq!(error, "pipe: the model has no loss to differentiate; declare it with loss or loss_fn");
     assert_eq!(
         local.evaluate(&batch, &StepOptions::default()).unwrap().loss().unwrap_err().to_string(),
-        "pipe: the model has no loss"
+        "pipe: the model has no loss; declare it with loss or loss_fn"
     );
 }
 

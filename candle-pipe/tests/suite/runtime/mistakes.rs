@@ -58,7 +58,7 @@ const MISTAKES: [Mistake; 12] = [
     ("a batch of unlike size on each rank", &["rows", "give all ranks the same batch and options"], |ctx| {
         step(&chain(ctx)?, 8 + ctx.rank(), MICROBATCHES).map(drop)
     }),
-    ("a batch without an input", &["no input \"x\""], |ctx| {
+    ("an input by another name", &["the model has no input \"tokens\""], |ctx| {
         let x = Kwargs::from([("tokens".into(), Tensor::zeros((8, 2), DType::F64, &Device::Cpu)?.into())]);
         let batch = split_args_kwargs_into_chunks(&[], &x, MICROBATCHES, None, None)?;
         chain(ctx)?.forward_backward(&batch, &StepOptions::default()).map(drop)

@@ -126,9 +126,9 @@ fn names_that_are_written_are_unlike_and_not_reserved() {
         }
     }
     // Names that look odd and are none of the format's.
-    for name in ["a\nb", "a\"b", "{}", "ä", "../x", " ", "metadata"] {
+    for (nth, name) in ["a\nb", "a\"b", "{}", "ä", "../x", " ", "metadata"].into_iter().enumerate() {
         a.attack(format!("{name:?} is written"), || {
-            let at = folder.path("odd");
+            let at = folder.path(format!("odd-{nth}"));
             alike(|ctx| {
                 let mesh = ctx.mesh(&[("tp", 2)])?;
                 checkpoint::save(&at, &mesh, &[(name, of(&mesh, 3)?)])?;
