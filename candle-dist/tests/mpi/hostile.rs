@@ -334,7 +334,7 @@ fn flood(ctx: &RankContext, count: usize, to: usize, from: usize) -> Result<()> 
 fn flooded_tags(ctx: &RankContext) -> Result<()> {
     const TAGS: u32 = 1000;
     let (g, other) = (ctx.group(), 1 - ctx.rank());
-    let len = |nth: u32| if nth % 5 == 0 { 10_000 } else { 4 };
+    let len = |nth: u32| if nth.is_multiple_of(5) { 10_000 } else { 4 };
     for (tag, nth) in (0..TAGS).flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
         let x = Tensor::full(tag as f32, len(nth), &Device::Cpu)?;
         drop(g.send_owned_start(x, other, tag)?);
@@ -349,7 +349,7 @@ fn flooded_tags(ctx: &RankContext) -> Result<()> {
 fn flooded_calls(ctx: &RankContext) -> Result<()> {
     let n = ctx.world_size();
     let start = |nth: usize| {
-        let x = Tensor::full(nth as f32, (if nth % 5 == 0 { 2500 * n } else { n }, 2), &Device::Cpu)?;
+        let x = Tensor::full(nth as f32, (if nth.is_multiple_of(5) { 2500 * n } else { n }, 2), &Device::Cpu)?;
         ctx.group().all_to_all_start(&x, 0, 1)
     };
     let calls = (0..5000).map(start).collect::<Result<Vec<_>>>()?;
