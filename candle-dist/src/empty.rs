@@ -1,7 +1,11 @@
 //! Tensors without elements on a GPU. candle launches most of its kernels for them without blocks, which CUDA refuses.
 //!
 //! Such tensors are computed on the host: nothing is copied, and the graph goes on.
-use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape,
+    Tensor, WithDType, bail,
+};
 
 /// Returns whether candle cannot compute on this tensor where it is: it has no elements and is not on the host.
 pub fn is_empty_off_host(x: &Tensor) -> bool {
@@ -98,6 +102,9 @@ pub fn index_select(x: &Tensor, indexes: &[u32], dim: usize) -> Result<Tensor> {
 /// Returns zeros in the graph of all `inputs`, on the device of the first: a result that has no elements, or to which they
 /// contribute none. Their gradients are zeros. No element is copied between devices.
 ///
+/// Up to three inputs are those of one node, as they are of an operation with elements. So a backward pass visits the nodes of a rank
+/// without elements in the order in which it visits those of the other ranks.
+///
 /// ```
 /// use candle_core::{DType, Device, Var};
 /// use candle_dist::empty;
@@ -113,15 +120,141 @@ pub fn index_select(x: &Tensor, indexes: &[u32], dim: usize) -> Result<Tensor> {
 pub fn zeros_of(inputs: &[&Tensor], shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     let Some(first) = inputs.first() else { bail!("zeros_of: no inputs") };
     let (shape, device) = (shape.into(), first.device());
-    let nothing_of = |x: &&Tensor| {
-        let x = if x.rank() == 0 { x.flatten_all()? } else { (*x).clone() };
-        to_host(&x.narrow(0, 0, 0)?)?.flatten_all()?.to_dtype(dtype)
+    let here = |x: &Tensor| -> Result<Tensor> {
+        match x.device().same_device(device) {
+            true => Ok(x.clone()),
+            false => to_host(&x.flatten_all()?.narrow(0, 0, 0)?)?.to_device(device),
+        }
     };
-    let tracked = inputs.iter().filter(|x| x.track_op() && dtype.is_float());
-    let tracked = tracked.map(nothing_of).collect::<Result<Vec<_>>>()?;
-    match (&tracked[..], shape.elem_count()) {
-        ([], _) => Tensor::zeros(shape, dtype, device),
-        (parts, 0) => Tensor::cat(parts, 0)?.reshape(shape)?.to_device(device),
-        (parts, _) => Tensor::cat(parts, 0)?.sum_all()?.to_device(device)?.broadcast_as(shape)?.contiguous(),
+    let mut made: Option<Tensor> = None;
+    let mut rest = inputs.iter().filter(|x| x.track_op() && dtype.is_float()).peekable();
+    while rest.peek().is_some() {
+        let room = if made.is_some() { 2 } else { 3 };
+        let more = rest.by_ref().take(room).map(|x| here(x));
+        let inputs = made.take().map(Ok).into_iter().chain(more).collect::<Result<Vec<_>>>()?;
+        let of = inputs.iter().map(|x| (x.shape().clone(), x.dtype())).collect();
+        let node = Nothing { shape: shape.clone(), dtype, of };
+        made = Some(match &inputs[..] {
+            [a, b, c] => a.apply_op3(b, c, node)?,
+            [a, b] => a.apply_op2(b, node)?,
+            inputs => inputs[0].apply_op1(node)?,
+        });
+    }
+    made.map_or_else(|| Tensor::zeros(shape, dtype, device), Ok)
+}
+
+/// Zeros, to which the inputs contribute nothing.
+struct Nothing {
+    shape: Shape,
+    dtype: DType,
+    /// The shapes and dtypes of the inputs.
+    of: Vec<(Shape, DType)>,
+}
+
+impl Nothing {
+    fn zeros<D: BackendDevice<Storage = S>, S: BackendStorage<Device = D>>(&self, input: &S) -> Result<(S, Shape)> {
+        Ok((input.device().zeros_impl(&self.shape, self.dtype)?, self.shape.clone()))
+    }
+
+    fn grad(&self, input: usize, grad: &Tensor) -> Result<Option<Tensor>> {
+        let (shape, dtype) = &self.of[input];
+        Tensor::zeros(shape, *dtype, grad.device()).map(Some)
+    }
+}
+
+impl CustomOp1 for Nothing {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+
+    fn cpu_fwd(&self, a: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn cuda_fwd(&self, a: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn metal_fwd(&self, a: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        self.grad(0, grad)
+    }
+}
+
+impl CustomOp2 for Nothing {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+
+    fn cpu_fwd(&self, a: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn cuda_fwd(&self, a: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn metal_fwd(&self, a: &MetalStorage, _: &Layout, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((self.grad(0, grad)?, self.grad(1, grad)?))
+    }
+}
+
+impl CustomOp3 for Nothing {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn metal_fwd(
+        &self,
+        a: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        self.zeros(a)
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok((self.grad(0, grad)?, self.grad(1, grad)?, self.grad(2, grad)?))
     }
 }

@@ -117,11 +117,21 @@ pub fn shape_of_handle(variable: TensorId) -> Option<Vec<usize>> {
     lock().get(&variable).filter(|known| known.is_handle).map(|known| known.shape.clone())
 }
 
-/// Returns the shape of a table that the pass of these gradients has reached and that is not among `variables`.
-pub fn left_out(grads: &GradStore, variables: &HashSet<TensorId>) -> Option<Vec<usize>> {
-    let tables = lock();
-    let mut handles = grads.get_ids().filter_map(|id| tables.get(id)).filter(|known| known.is_handle);
-    handles.find(|known| !variables.contains(&known.other)).map(|known| known.shape.clone())
+/// Returns the shape of a table that has rows of a gradient, that the pass of these gradients has reached, and that is not among
+/// `variables`.
+pub fn left_out(grads: &GradStore, variables: &HashSet<TensorId>) -> Result<Option<Vec<usize>>> {
+    let reached: Vec<(Arc<dyn RowGradient>, Vec<usize>)> = {
+        let tables = lock();
+        let handles = grads.get_ids().filter_map(|id| tables.get(id)).filter(|known| known.is_handle);
+        let others = handles.filter(|known| !variables.contains(&known.other));
+        others.filter_map(|known| Some((known.gradient.upgrade()?, known.shape.clone()))).collect()
+    };
+    for (gradient, shape) in reached {
+        if gradient.rows()?.is_some() {
+            return Ok(Some(shape));
+        }
+    }
+    Ok(None)
 }
 
 /// Multiplies what passes of these gradients have added since a mark to the gradients of tables.

@@ -18,7 +18,7 @@ const MOST_GROUPS: usize = 12;
 /// first name.
 ///
 /// A table whose gradient is kept by rows, a `RowVar` of candle-shard, is listed by its variable, `table.var()`. Its rows count and
-/// are scaled where they are kept.
+/// are scaled where they are kept. A table that is not to be bounded makes the step of its own optimizer before.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -267,11 +267,13 @@ impl ClipGradNorm {
             Some(format!("{name:?} is a shard, and the norm lacks the other shards on ranks {row:?}; {fix}"))
         });
         let listed = params.iter().map(|(_, var)| var.id()).collect();
-        let table = || {
-            let shape = rows::left_out(grads, &listed)?;
-            Some(format!(
-                "a table {shape:?} with a gradient by rows is not among the parameters; add its `RowVar::var`"
-            ))
+        let table = || match rows::left_out(grads, &listed) {
+            Ok(shape) => Some(format!(
+                "a table {:?} with a gradient by rows is not among the parameters; add its `RowVar::var`, or take its gradient \
+                 before, as the step of its optimizer does",
+                shape?
+            )),
+            Err(error) => Some(error.to_string()),
         };
         lacks.or_else(table)
     }

@@ -6,6 +6,8 @@ use std::cell::RefCell;
 
 /// The part of a room in the backward passes of one thread.
 pub(crate) struct Hooks {
+    /// Called at this node, before its nested pass runs anything.
+    pub(crate) nested_begins: fn(&Tensor) -> Result<()>,
     /// Called when a nested pass, of this loss, has visited all its nodes.
     pub(crate) nested_ended: fn(&Tensor) -> Result<()>,
     /// Called when the outermost pass has visited all its nodes, before gradients that are off the graph are
@@ -34,6 +36,10 @@ pub(crate) fn register(hooks: &'static Hooks) {
 /// Returns the hooks; a copy, because hooks run code that may register others.
 fn all() -> Vec<&'static Hooks> {
     HOOKS.with_borrow(Vec::clone)
+}
+
+pub(crate) fn nested_begins(node: &Tensor) -> Result<()> {
+    all().into_iter().try_for_each(|hooks| (hooks.nested_begins)(node))
 }
 
 pub(super) fn nested_ended(loss: &Tensor) -> Result<()> {

@@ -25,6 +25,8 @@ thread_local! {
 
 /// What units do in each backward pass of a thread on which one was reached.
 static HOOKS: hooks::Hooks = hooks::Hooks {
+    // Ranks may have unlike nodes in a run, such as copies, so some may have left it earlier.
+    nested_begins: |node| Unit::leave(node.id()),
     nested_ended: |loss| Unit::leave(loss.id()),
     ended: finish,
     failed: discard_grads,

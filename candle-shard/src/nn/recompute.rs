@@ -1,5 +1,5 @@
 //! Recomputation of activations in the backward pass.
-use crate::autograd::{backward_of_part, counts, nesting, off_graph};
+use crate::autograd::{backward_of_part, counts, hooks, nesting, off_graph};
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::layout::Axes;
 use crate::nn::Draws;
@@ -63,6 +63,7 @@ impl CustomOp1 for Recompute {
     }
 
     fn bwd(&self, _: &Tensor, made: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        hooks::nested_begins(made)?;
         nesting::nested(|| self.backward(made, grad)).map(Some)
     }
 }
