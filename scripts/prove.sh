@@ -3,7 +3,7 @@
 #
 #   scripts/prove.sh [--set-ups N] [--first SEED]
 #
-# A model is run in three set-ups. The last line is `prove N wrong N refused N`.
+# A model is run in three set-ups, and with more axes in two others. The last line is `prove N wrong N refused N`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 set_ups=300 first=0

@@ -18,7 +18,7 @@ pub(super) enum Root {
     Candle,
     /// Another rank failed, and told this one.
     Told,
-    /// Another rank ended, or ranks wait for each other.
+    /// Another rank ended, ranks wait for each other, or their calls differ.
     Lost,
 }
 
@@ -55,8 +55,6 @@ fn of_dist(error: &candle_dist::Error) -> Root {
     match error {
         candle_dist::Error::Candle(error) => of_candle(error),
         candle_dist::Error::Group(failure) => match failure.cause {
-            // Calls that differ are refused on all ranks.
-            Cause::Mismatch { .. } => Root::Refusal,
             Cause::Failed { .. } => Root::Told,
             _ => Root::Lost,
         },

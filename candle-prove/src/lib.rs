@@ -31,6 +31,7 @@ pub use setup::Setup;
 use candle_core::{DType, Tensor};
 use candle_pipe::schedule::ScheduleKind;
 use candle_shard::fsdp::FullyShardOptions;
+use candle_shard::nn::{Optimizer, Parameters};
 use candle_shard::parallel::Plan;
 use compare::Compared;
 use model::Program;
@@ -113,6 +114,7 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
             units: Vec::new(),
             unit_options: FullyShardOptions::default(),
             seed: 42,
+            optimizer: None,
             steps: 2,
             is_beside: false,
             is_unsynced: false,
@@ -201,6 +203,39 @@ impl Proof {
     /// Sets the seed of fresh parameters and dropout.
     pub fn seed(mut self, seed: u64) -> Self {
         self.subject.seed = seed;
+        self
+    }
+
+    /// Sets the optimizer; an AdamW by default, with master weights for parameters of 16 bits.
+    ///
+    /// Each rank calls `make` with the parameters that it holds: those of its stages, in a pipeline.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_prove::prove;
+    /// use candle_shard::DTensor;
+    /// use candle_shard::nn::{Linear, Mode, ParamsSgd, Sgd, ShardedVarBuilder};
+    ///
+    /// let model = |vb: &ShardedVarBuilder| {
+    ///     let layer = Linear::new(4, 2, true, &vb.pp("layer"))?;
+    ///     Ok(move |xs: &[DTensor], _: Mode| layer.forward(&xs[0])?.sqr()?.mean_all())
+    /// };
+    /// let report = prove(model)
+    ///     .input("x", &Tensor::ones((4, 4), candle_core::DType::F64, &Device::Cpu)?)
+    ///     .optimizer(|of| {
+    ///         let options = ParamsSgd { lr: 0.1, momentum: 0.9, ..ParamsSgd::default() };
+    ///         Ok(Box::new(Sgd::new(of, options)?))
+    ///     })
+    ///     .only("dp=2 f64")
+    ///     .run();
+    /// report.assert();
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn optimizer(
+        mut self,
+        make: impl Fn(&Parameters) -> candle_shard::Result<Box<dyn Optimizer>> + Send + Sync + 'static,
+    ) -> Self {
+        self.subject.optimizer = Some(Box::new(make));
         self
     }
 

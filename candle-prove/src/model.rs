@@ -2,7 +2,7 @@
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 use candle_pipe::PipeBuilder;
-use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::nn::{Mode, Optimizer, Parameters, ShardedVarBuilder};
 use candle_shard::{DTensor, Result};
 
 /// The mean loss of a batch, from its inputs in the order of their declaration.
@@ -19,6 +19,9 @@ type DeclarePlain = Box<dyn Fn() -> PipeBuilder<VarBuilder<'static>> + Send + Sy
 
 /// Computes a loss from float inputs that get gradients.
 type Compute = Box<dyn Fn(&[DTensor]) -> Result<DTensor> + Send + Sync>;
+
+/// Makes the optimizer of the parameters that a rank holds.
+pub(super) type MakeOptimizer = Box<dyn Fn(&Parameters) -> Result<Box<dyn Optimizer>> + Send + Sync>;
 
 /// A model in the form in which the prover runs it.
 pub(super) enum Program {

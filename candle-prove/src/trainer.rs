@@ -1,5 +1,5 @@
 //! A model that trains in a set-up, on one rank.
-use super::model::{Input, LossFn, Program};
+use super::model::{Input, LossFn, MakeOptimizer, Program};
 use super::plain::plain_builder;
 use super::setup::{KEEP, Setup};
 use super::table::{dense_rows, take_rows};
@@ -16,7 +16,7 @@ use candle_pipe::graph::Scope;
 use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{EqualCount, Keep, PipeBuilder, Reduction, Result, Runtime, StepOptions};
 use candle_shard::fsdp::{FullyShardOptions, no_sync};
-use candle_shard::nn::{AdamW, Mode, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, Mode, Optimizer, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, checkpoint, observe, strict};
 use std::cell::RefCell;
@@ -36,6 +36,7 @@ pub(super) struct Subject {
     pub(super) units: Vec<String>,
     pub(super) unit_options: FullyShardOptions,
     pub(super) seed: u64,
+    pub(super) optimizer: Option<MakeOptimizer>,
     /// The number of steps before a checkpoint.
     pub(super) steps: u64,
     /// Whether replicas of a pipeline are averaged behind its steps.
@@ -67,7 +68,7 @@ struct Trainer<'a> {
     leaves: Vec<(String, DTensor, Var)>,
     /// The average over the replicas, where the pipeline does not make it.
     average: Option<DataParallel>,
-    optimizer: AdamW,
+    optimizer: Box<dyn Optimizer>,
 }
 
 /// The model, built on this rank.
@@ -199,10 +200,13 @@ impl<'a> Trainer<'a> {
                 (Built::Function { inputs }, Parameters::default())
             }
         };
-        let mut optimizer = AdamW::new(&parameters, OPTIONS)?;
-        if matches!(setup.dtype, DType::F16 | DType::BF16) {
-            optimizer = AdamW::with_master_weights(&parameters, OPTIONS)?;
-        }
+        let optimizer: Box<dyn Optimizer> = match &subject.optimizer {
+            Some(make) => make(&parameters)?,
+            None if matches!(setup.dtype, DType::F16 | DType::BF16) => {
+                Box::new(AdamW::with_master_weights(&parameters, OPTIONS)?)
+            }
+            None => Box::new(AdamW::new(&parameters, OPTIONS)?),
+        };
         if let Some(rounded) = setup.rounded {
             // Fresh weights of another dtype are other draws.
             let drawn = Setup { dtype: rounded, rounded: None, ..setup.clone() };

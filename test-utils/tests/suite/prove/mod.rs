@@ -3,9 +3,10 @@ use candle_core::{DType, Device, Tensor};
 use candle_pipe::schedule::ScheduleKind;
 use candle_prove::{Input, Proof, prove};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
+use candle_shard::nn::{LayerNorm, Linear, Mode, ShardedVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result};
+use std::sync::Arc;
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::{Transformer, TransformerPipe};
 use test_utils::{Scratch, values};
@@ -93,6 +94,51 @@ fn a_function_is_proved_and_its_first_wrong_op_named() {
     let (smallest, why) = report.smallest.as_ref().unwrap();
     assert_eq!(smallest.ranks(), 2);
     assert!(why.contains("result of op 1, affine at") && why.contains("prove/mod.rs"), "{why}");
+}
+
+/// A rank without rows has the graph of the others: its passes leave units where theirs do.
+#[test]
+fn a_recomputed_unit_in_a_unit_is_proved_on_ranks_without_rows() {
+    let model = |vb: &ShardedVarBuilder| {
+        let outer = FullyShard::new(&vb.pp("outer"), |vb| {
+            let inner = FullyShard::new(&vb.pp("inner"), |vb| Linear::new(4, 4, true, vb))?;
+            Ok((LayerNorm::new(4, 0.1, &vb.pp("norm"))?, Arc::new(inner)))
+        })?;
+        let outer = Arc::new(outer);
+        Ok(move |xs: &[DTensor], _: Mode| {
+            let outer = outer.clone();
+            let run = move |x: &DTensor| {
+                outer.run(|(norm, inner)| {
+                    let inner = inner.clone();
+                    recompute(&norm.forward(x)?, move |x| inner.run(|layer| layer.forward(x)))
+                })
+            };
+            // As a segment, and once more on its result.
+            run(&recompute(&xs[0], run.clone())?)?.sqr()?.mean_all()
+        })
+    };
+    let x = values(&[3, 2, 4], 1, DType::F64);
+    let report =
+        prove(model).axes(&["fsdp"]).input("x", &x).only("fsdp=2 f64 batch=1").only("fsdp=4 f64 batch=3").run();
+    report.assert();
+    assert_eq!(report.right, 2, "{report}");
+}
+
+#[test]
+fn ranks_with_unlike_calls_are_found() {
+    let model = |vb: &ShardedVarBuilder| {
+        let layers = [0, 1].map(|i| FullyShard::new(&vb.pp(i), |vb| Linear::new(4, 4, true, vb)));
+        let [a, b] = layers;
+        let (a, b, rank) = (a?, b?, vb.mesh().group()?.rank());
+        Ok(move |xs: &[DTensor], _: Mode| {
+            let [first, second] = if rank == 0 { [&a, &b] } else { [&b, &a] };
+            let first = first.run(|layer| layer.forward(&xs[0]))?;
+            first.add(&second.run(|layer| layer.forward(&xs[0]))?)?.sqr()?.mean_all()
+        })
+    };
+    let report = prove(model).axes(&["fsdp"]).input("x", &values(&[4, 4], 1, DType::F64)).only("fsdp=2 f64").run();
+    let (_, why) = report.smallest.as_ref().unwrap();
+    assert!(why.contains("made different calls"), "{why}");
 }
 
 /// A model whose ranks end in unlike ways after a fault would hang or differ.

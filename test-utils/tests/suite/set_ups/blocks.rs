@@ -1,18 +1,19 @@
 //! Random models as layers and as pipelines.
-use super::model::{Block, Cut, Head, Layer, Loss, Model};
+use super::model::{Block, Cut, Head, Layer, Loss, Model, Rule};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::BatchNormConfig;
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
+use candle_nn::{BatchNormConfig, ParamsAdamW};
 use candle_pipe::graph::{Scope, ValueId};
 use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Value};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{
-    self, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear, MoE, MoEConfig, Mode, ModuleT, RNN, RmsNorm,
-    ShardedVarBuilder, Width, recompute,
+    self, Adagrad, AdamW, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear, MoE, MoEConfig, Mode, ModuleT, Muon,
+    Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd, RNN, RmsNorm, Sgd, ShardedVarBuilder,
+    Width, recompute,
 };
-use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
 use candle_shard::sparse::RowVar;
-use candle_shard::{Attention, DTensor, EmbeddingOptions, Replicate, Result, Shard};
+use candle_shard::{Attention, DTensor, EmbeddingOptions, Placement, Replicate, Result, Shard};
 use std::sync::Arc;
 
 /// What norms add to variances. Dropout leaves rows of nearly equal elements, whose roundings a norm would make large.
@@ -24,25 +25,58 @@ type Run = Arc<dyn Fn(&DTensor, Option<&DTensor>, Mode) -> Result<(DTensor, Opti
 impl Model {
     /// Returns the plan on the axis `tp`.
     pub(crate) fn plan(&self) -> Plan {
-        let mut plan = with(Plan::new("tp"), "embedding".into(), self.embedding);
+        let is_sequence = self.more.is_some_and(|more| more.sequence);
+        let output = is_sequence.then_some(Shard(1));
+        let mut plan = with(Plan::new("tp"), "embedding".into(), self.embedding, output);
         if let Head::Linear(cut) = self.head {
-            plan = with(plan, "head".into(), cut);
+            plan = with(plan, "head".into(), cut, None);
         }
         for (at, block) in self.blocks.iter().enumerate() {
             match block.layer {
                 Layer::Mlp { up, down, .. } => {
-                    plan = with(plan, format!("blocks.{at}.up"), up);
-                    plan = with(plan, format!("blocks.{at}.down"), down);
+                    plan = with(plan, format!("blocks.{at}.up"), up, None);
+                    plan = with(plan, format!("blocks.{at}.down"), down, output);
                 }
                 Layer::Attention { cut: true } => {
-                    plan = with(plan, format!("blocks.{at}.w?"), Cut::Columns);
-                    plan = with(plan, format!("blocks.{at}.out"), Cut::Rows);
+                    plan = with(plan, format!("blocks.{at}.w?"), Cut::Columns, None);
+                    plan = with(plan, format!("blocks.{at}.out"), Cut::Rows, output);
                 }
-                Layer::Lstm { cut: true } => plan = with(plan, format!("blocks.{at}"), Cut::Columns),
+                Layer::Lstm { cut: true } => plan = with(plan, format!("blocks.{at}"), Cut::Columns, None),
+                Layer::Norm | Layer::RmsNorm if is_sequence => {
+                    plan = plan.with(format!("blocks.{at}"), SequenceParallel::default());
+                }
                 _ => {}
             }
         }
         plan
+    }
+
+    /// Returns the optimizer of these parameters, if it is not that of proofs.
+    pub(crate) fn optimizer(&self, of: &Parameters) -> Result<Box<dyn Optimizer>> {
+        let rule = self.more.map_or(Rule::AdamW, |more| more.optimizer);
+        let adam_w = |of: &Parameters, lr| {
+            let params = ParamsAdamW { lr, beta2: 0.95, eps: 1e-2, ..ParamsAdamW::default() };
+            ParamGroup::new(of, params).with_master_weights()
+        };
+        let (matrices, others) = of.partition(|p| p.tensor.rank() == 2 && p.name != "embedding.weight");
+        Ok(match rule {
+            Rule::AdamW => Box::new(AdamW::from_groups([adam_w(of, 0.05)])?),
+            Rule::Groups => Box::new(AdamW::from_groups([adam_w(&matrices, 0.05), adam_w(&others, 0.02)])?),
+            Rule::Momentum => {
+                let params = ParamsSgd { lr: 0.05, momentum: 0.9, nesterov: true, ..ParamsSgd::default() };
+                Box::new(Sgd::from_groups([ParamGroup::new(of, params).with_master_weights()])?)
+            }
+            Rule::Adagrad => {
+                let params = ParamsAdagrad { lr: 0.05, lr_decay: 0.1, eps: 1e-2, ..ParamsAdagrad::default() };
+                Box::new(Adagrad::from_groups([ParamGroup::new(of, params).with_master_weights()])?)
+            }
+            Rule::Muon => {
+                // A large `eps`, so that small gradients of roundings stay small.
+                let params = ParamsMuon { lr: 0.05, eps: 0.5, dtype: DType::F64, ..ParamsMuon::default() };
+                let muon = Muon::from_groups([ParamGroup::new(&matrices, params).with_master_weights()])?;
+                Box::new(muon.with_adam_w(AdamW::from_groups([adam_w(&others, 0.05)])?)?)
+            }
+        })
     }
 
     /// Returns ids and targets.
@@ -101,6 +135,18 @@ impl Model {
             }
             Ok(total)
         })
+    }
+
+    fn attention(&self) -> Attention {
+        let options = Attention::default();
+        self.more.map_or(options.clone(), |more| options.causal(more.causal).way(more.way))
+    }
+
+    fn experts(&self, loss: bool) -> MoEConfig {
+        let config = MoEConfig::new(self.width, 6, 3, 2).balance_weight(if loss { 0.1 } else { 0.0 });
+        let Some(more) = self.more else { return config };
+        let config = if more.spread { config.expert_axis("ep") } else { config };
+        if more.cut_experts { config.tensor_axis("tp") } else { config }
     }
 
     pub(crate) fn has(&self, layer: &Layer) -> bool {
@@ -180,12 +226,14 @@ impl Model {
                 let heads = Width::new(2, width / 2);
                 let [q, k, v] = ["wq", "wk", "wv"].map(|name| Linear::new(width, heads, false, &vb.pp(name)));
                 let (q, k, v, out) = (q?, k?, v?, Linear::new(heads, width, false, &vb.pp("out"))?);
-                run(move |x, _, _| x.add(&out.forward(&attend([&q, &k, &v], x, x)?)?))
+                let options = self.attention();
+                run(move |x, _, _| x.add(&out.forward(&attend(&options, [&q, &k, &v], x, x)?)?))
             }
             Layer::Cross(_) => {
                 let [q, k, v] = ["wq", "wk", "wv"].map(|name| Linear::new(width, width, false, &vb.pp(name)));
                 let (q, k, v) = (q?, k?, v?);
-                run(move |x, memory, _| x.add(&attend([&q, &k, &v], x, memory.unwrap_or(x))?))
+                let options = self.attention();
+                run(move |x, memory, _| x.add(&attend(&options, [&q, &k, &v], x, memory.unwrap_or(x))?))
             }
             Layer::Lstm { .. } => {
                 let lstm = nn::lstm(width, width, LSTMConfig::default(), vb)?;
@@ -204,8 +252,7 @@ impl Model {
                 run(move |x, _, _| nn::Module::forward(&conv, &x.transpose(1, 2)?)?.transpose(1, 2))
             }
             Layer::Experts { loss } => {
-                let config = MoEConfig::new(width, 6, 3, 2).balance_weight(if *loss { 0.1 } else { 0.0 });
-                let experts = MoE::new(config, vb)?;
+                let experts = MoE::new(self.experts(*loss), vb)?;
                 Ok(Arc::new(move |x, _, mode| {
                     let made = experts.forward(x, mode)?;
                     Ok((x.add(&made.output)?, made.loss))
@@ -220,7 +267,13 @@ impl Model {
                 // In a unit, each is a unit of its own.
                 let layer = |i| FullyShard::new(&vb.pp(i), |vb| Linear::new(width, width, false, vb));
                 let layers = (0..*layers).map(layer);
-                let (layers, first) = (layers.collect::<Result<Vec<_>>>()?, vb.mesh().group()?.rank());
+                let (layers, mesh) = (layers.collect::<Result<Vec<_>>>()?, vb.mesh());
+                let is_cut = |axis: &str| mesh.axis_index(axis).is_ok_and(|at| mesh.shape()[at] > 1);
+                // The ranks that share a unit run units in one order.
+                let first = match is_cut("fsdp") || is_cut("data") {
+                    true => mesh.local_rank("tp")?,
+                    false => mesh.group()?.rank(),
+                };
                 run(move |x, _, _| {
                     // Sums of the same terms; each rank begins with another one.
                     let n = layers.len();
@@ -229,6 +282,26 @@ impl Model {
                         terms[i] = Some(layers[i].run(|layer| layer.forward(x))?);
                     }
                     terms.into_iter().flatten().try_fold(x.clone(), |sum, term| sum.add(&term))
+                })
+            }
+            Layer::Nested => {
+                let (norm, dtype) = (LayerNorm::new(width, EPS, &vb.pp("norm"))?, vb.compute_dtype());
+                let inner = FullyShard::new(&vb.pp("inner"), |vb| {
+                    let (up, down) =
+                        (Linear::new(width, 6, true, &vb.pp("up"))?, Linear::new(6, width, true, &vb.pp("down"))?);
+                    Ok((up, down, vb.compute_dtype()))
+                })?;
+                let inner = Arc::new(inner);
+                run(move |x, _, _| {
+                    let inner = inner.clone();
+                    let made = recompute(&norm.forward(&x.to_dtype(dtype)?)?, move |h| {
+                        let made = inner.run(|(up, down, dtype)| {
+                            let h = h.to_dtype(*dtype)?;
+                            h.add(&down.forward(&up.forward(&h)?.gelu_erf()?)?)
+                        })?;
+                        made.to_dtype(h.dtype())
+                    })?;
+                    made.to_dtype(x.dtype())
                 })
             }
             Layer::Rows => {
@@ -350,29 +423,39 @@ impl Loss {
     }
 }
 
-fn with(plan: Plan, name: String, cut: Cut) -> Plan {
-    match cut {
-        Cut::Columns => plan.with(name, ColwiseParallel::default()),
-        Cut::Rows => plan.with(name, RowwiseParallel::default()),
-        Cut::Whole => plan,
+/// Cuts a layer, with this placement of its output if there is one.
+fn with(plan: Plan, name: String, cut: Cut, output: Option<Placement>) -> Plan {
+    match (cut, output) {
+        (Cut::Columns, output) => plan.with(name, ColwiseParallel::default().output(output)),
+        (Cut::Rows, Some(output)) => plan.with(name, RowwiseParallel::default().output(output)),
+        (Cut::Rows, None) => plan.with(name, RowwiseParallel::default()),
+        (Cut::Whole, _) => plan,
     }
 }
 
-fn attend([q, k, v]: [&Linear; 3], x: &DTensor, memory: &DTensor) -> Result<DTensor> {
+fn attend(options: &Attention, [q, k, v]: [&Linear; 3], x: &DTensor, memory: &DTensor) -> Result<DTensor> {
     let heads = |layer: &Linear, of: &DTensor| {
         let (rows, len, width) = of.dims3()?;
         layer.forward(of)?.reshape((rows, len, 2, width / 2))
     };
-    let mixed = Attention::default().of(&heads(q, x)?, &heads(k, memory)?, &heads(v, memory)?)?;
+    // A way is one of tokens that one axis shards.
+    let cuts = x.placements().iter().filter(|placement| **placement == Shard(1)).count();
+    let is_cut = cuts == 1 && x.dims()[1] > 1 && x.placements() == memory.placements();
+    let options = options.clone().way(options.way.filter(|_| is_cut));
+    let mixed = options.of(&heads(q, x)?, &heads(k, memory)?, &heads(v, memory)?)?;
     mixed.reshape(x.dims())
 }
 
-/// Returns an input of a pipeline with its rows on the axes that shard them.
+/// Returns an input of a pipeline with its rows and tokens on the axes that shard them.
 fn rows(value: &Value, mesh: &candle_dist::DeviceMesh) -> candle_pipe::Result<DTensor> {
     let places: Vec<_> = mesh
         .names()
         .iter()
-        .map(|name| if ["data", "fsdp"].contains(&name.as_str()) { Shard(0) } else { Replicate })
+        .map(|name| match name.as_str() {
+            "data" | "fsdp" | "ep" => Shard(0),
+            "cp" => Shard(1),
+            _ => Replicate,
+        })
         .collect();
     Ok(DTensor::distribute(value.tensor()?, mesh, &places)?)
 }

@@ -8,7 +8,7 @@ mod plain;
 
 use candle_core::DType;
 use candle_pipe::schedule::ScheduleKind;
-use candle_prove::{Proof, Report, prove};
+use candle_prove::{Input, Proof, Report, prove};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::ShardedVarBuilder;
 use model::{Layer, Model};
@@ -27,17 +27,22 @@ fn from_environment(name: &str, default: u64) -> u64 {
 fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
     let mut sizes = [("pp", 1), ("dp", 1), ("data", 1), ("fsdp", 1), ("tp", 1)];
     let first = usize::from(!model.piped);
+    let is_off_meshes = model.has(&Layer::Rows) || model.plain;
+    let [mut cp, mut ep] = [1, 1];
+    if model.more.is_some() && !is_off_meshes {
+        (cp, ep) = more.pick(&[(2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 1)]);
+    }
+    let most = if cp * ep > 1 { 6 } else { 5 };
     for _ in 0..6 {
         let at = first + dice.below(sizes.len() - first);
         let more = 1 + dice.below(2);
-        let ranks: usize = sizes.iter().map(|(_, size)| size).product();
+        let ranks: usize = cp * ep * sizes.iter().map(|(_, size)| size).product::<usize>();
         let is_allowed = model.is_divisible() || sizes[at].0 != "dp";
         let has_rows = sizes[at].0 != "dp" || sizes[at].1 + more <= model.rows;
-        if is_allowed && has_rows && ranks / sizes[at].1 * (sizes[at].1 + more) <= 5 {
+        if is_allowed && has_rows && ranks / sizes[at].1 * (sizes[at].1 + more) <= most {
             sizes[at].1 += more;
         }
     }
-    let is_off_meshes = model.has(&Layer::Rows) || model.plain;
     if is_off_meshes {
         // A table by rows is on no mesh, nor are candle's layers.
         (sizes[2].1, sizes[3].1) = (1, 1);
@@ -46,6 +51,9 @@ fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
     let mut text = String::new();
     for (axis, size) in sizes[..axes].iter().skip(first) {
         text += &format!("{axis}={size} ");
+    }
+    if model.more.is_some() && !model.plain {
+        text += &format!("cp={cp} ep={ep} ");
     }
     let dtypes: &[&str] = match model.takes(DType::BF16) {
         true => &["f64", "f64", "f32", "bf16", "f32 compute=bf16"],
@@ -70,6 +78,7 @@ fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
             text += " -> ";
             let next = dice.pick(meshes);
             text += &if model.plain { next.replace("tp=2", "") } else { next.to_string() };
+            text += if cp * ep > 1 { more.pick(&["", " cp=2", " ep=2"]) } else { "" };
         }
         return text;
     }
@@ -84,6 +93,7 @@ fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
         };
         let next = dice.pick(meshes);
         text += if is_off_meshes { "tp=2" } else { next };
+        text += if cp * ep > 1 { more.pick(&["", " cp=2", " ep=2"]) } else { "" };
     }
     text
 }
@@ -97,7 +107,9 @@ fn proof(model: &Model) -> Proof {
     };
     let axes: &[&str] = match (model.plain, model.piped) {
         (true, _) => &["pp", "dp"],
+        (false, true) if model.more.is_some() => &["pp", "dp", "data", "fsdp", "cp", "ep", "tp"],
         (false, true) => &["pp", "dp", "data", "fsdp", "tp"],
+        (false, false) if model.more.is_some() => &["dp", "data", "fsdp", "cp", "ep", "tp"],
         (false, false) => &["dp", "data", "fsdp", "tp"],
     };
     let options = FullyShardOptions::default().prefetch(model.prefetch).reshard_after_forward(model.reshard);
@@ -106,11 +118,14 @@ fn proof(model: &Model) -> Proof {
     let proof = if model.unsynced { proof.no_sync() } else { proof };
     let proof = if model.both_axes { proof.units_over(&["data"]) } else { proof };
     let proof = if model.plain { proof } else { proof.plan(plan) };
+    let this = model.clone();
+    let proof = if model.more.is_some() { proof.optimizer(move |of| this.optimizer(of)) } else { proof };
+    let input = |name, first| Input::new(name, &model.tokens(first)).tokens(1);
     proof
         .steps(model.steps())
-        .input("tokens", &model.tokens(0))
-        .input("targets", &model.tokens(3))
-        .rows_over(&["data"])
+        .input_of(input("tokens", 0))
+        .input_of(input("targets", 3))
+        .rows_over(&["data", "ep"])
         .unit_options(options)
         .seed(model.seed)
         .deadline(Duration::from_secs(30))
@@ -136,19 +151,18 @@ fn smaller(mut model: Model, mut report: Report) -> (Model, Report) {
     }
 }
 
-/// Runs the model of a seed in three set-ups.
-fn run(seed: u64) -> (Model, Report) {
+/// Runs the model of a seed in three set-ups, and with more axes in two others.
+fn run(seed: u64) -> [(Model, Report); 2] {
     let model = Model::new(seed);
-    let (mut dice, mut more) = (Dice::new(seed + 1_000_000), Dice::new(seed + 4_000_000));
-    let mut each = proof(&model);
-    for _ in 0..3 {
-        each = each.only(&set_up(&model, &mut dice, &mut more));
-    }
-    let report = each.run();
-    if std::env::var_os("CANDLE_PROVE_TELL").is_some() {
-        println!("{model}\n{report}\n");
-    }
-    (model, report)
+    [(model.clone(), 1_000_000, 3), (model.with_axes(), 6_000_000, 2)].map(|(model, stream, set_ups)| {
+        let (mut dice, mut more) = (Dice::new(seed + stream), Dice::new(seed + stream + 3_000_000));
+        let each = (0..set_ups).fold(proof(&model), |each, _| each.only(&set_up(&model, &mut dice, &mut more)));
+        let report = each.run();
+        if std::env::var_os("CANDLE_PROVE_TELL").is_some() {
+            println!("{model}\n{report}\n");
+        }
+        (model, report)
+    })
 }
 
 /// The faults that these seeds have found: gradients of values that recomputed segments in stages capture (39, 51, 98),
@@ -159,8 +173,9 @@ fn run(seed: u64) -> (Model, Report) {
 #[test]
 fn seeds_that_have_found_faults_equal_one_device() {
     for seed in [28, 37, 38, 39, 51, 58, 61, 69, 70, 94, 98, 137, 192, 232, 344, 608] {
-        let (model, report) = run(seed);
-        assert!(report.wrong.is_empty(), "{model}\n{report}");
+        for (model, report) in run(seed) {
+            assert!(report.wrong.is_empty(), "{model}\n{report}");
+        }
     }
 }
 
@@ -173,14 +188,15 @@ fn random_set_ups_equal_one_device() {
         if done >= wanted || wrong.len() >= 20 {
             break;
         }
-        let (model, report) = run(seed);
-        done += (report.right + report.refused.len() + report.wrong.len()) as u64;
-        refused += report.refused.len();
-        if !report.wrong.is_empty() {
-            for (setup, why) in &report.wrong {
-                println!("seed {seed}: {setup}: {}", why.lines().take(3).collect::<Vec<_>>().join(" | "));
+        for (model, report) in run(seed) {
+            done += (report.right + report.refused.len() + report.wrong.len()) as u64;
+            refused += report.refused.len();
+            if !report.wrong.is_empty() {
+                for (setup, why) in &report.wrong {
+                    println!("seed {seed}: {setup}: {}", why.lines().take(3).collect::<Vec<_>>().join(" | "));
+                }
+                wrong.push((model, report));
             }
-            wrong.push((model, report));
         }
     }
     let count: usize = wrong.iter().map(|(_, report)| report.wrong.len()).sum();

@@ -1,6 +1,7 @@
 //! Random models: their parts as data, drawn from a seed and made smaller.
 use candle_core::DType;
 use candle_pipe::graph::Share;
+use candle_shard::ContextWay;
 use std::fmt;
 use test_utils::Dice;
 
@@ -32,6 +33,34 @@ pub(crate) struct Model {
     pub(crate) unsynced: bool,
     /// How stages share a declared parameter.
     pub(crate) share: Share,
+    /// What the axes `cp` and `ep`, sharded sequences and other optimizers add, if anything.
+    pub(crate) more: Option<More>,
+}
+
+/// What a model has in set-ups of more axes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct More {
+    /// Whether the plan shards the sequence between cut layers.
+    pub(crate) sequence: bool,
+    pub(crate) causal: bool,
+    /// How keys meet queries whose tokens are sharded.
+    pub(crate) way: Option<ContextWay>,
+    /// Whether experts are distributed over the axis `ep`.
+    pub(crate) spread: bool,
+    /// Whether the axis `tp` cuts each expert.
+    pub(crate) cut_experts: bool,
+    pub(crate) optimizer: Rule,
+}
+
+/// The rule of an optimizer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Rule {
+    AdamW,
+    /// Two groups, with options of their own.
+    Groups,
+    Momentum,
+    Adagrad,
+    Muon,
 }
 
 /// How a plan cuts a linear layer or a table.
@@ -109,6 +138,8 @@ pub(crate) enum Layer {
     Gain,
     /// A buffer that begins to change in this step.
     Late(u64),
+    /// A norm before a recomputed unit.
+    Nested,
 }
 
 impl Model {
@@ -118,7 +149,6 @@ impl Model {
         let mut blocks: Vec<Block> = Vec::new();
         for at in 0..2 + dice.below(4) {
             let layer = layer(&mut dice, at, &blocks);
-            // Units that ranks run in orders of their own are refused.
             let units = if matches!(layer, Layer::Unordered(_)) { 8 } else { 2 };
             blocks.push(Block {
                 layer,
@@ -147,6 +177,7 @@ impl Model {
             beside: false,
             unsynced: false,
             share: Share::Transmit,
+            more: None,
         };
         model.with_more(&mut Dice::new(seed + 2_000_000)).with_blocks(&mut Dice::new(seed + 3_000_000))
     }
@@ -185,6 +216,31 @@ impl Model {
         self.blocks.extend(drawn.into_iter().map(block).collect::<Vec<_>>());
         self.share = if dice.once_in(2) { Share::Replicate } else { Share::Transmit };
         self.unsynced = !self.piped && dice.once_in(3);
+        self
+    }
+
+    /// Returns the same model for more axes, and with another optimizer.
+    pub(crate) fn with_axes(mut self) -> Self {
+        let mut dice = Dice::new(self.seed + 5_000_000);
+        self.more = Some(More {
+            sequence: dice.once_in(3),
+            causal: dice.once_in(2),
+            way: dice.pick(&[None, Some(ContextWay::Gather), Some(ContextWay::Ring), Some(ContextWay::Heads)]),
+            spread: !dice.once_in(3),
+            cut_experts: dice.once_in(3),
+            optimizer: dice.pick(&[Rule::AdamW, Rule::Groups, Rule::Momentum, Rule::Adagrad, Rule::Muon]),
+        });
+        if dice.once_in(3) {
+            let at = self.blocks.len();
+            let (unit, recompute) = (!dice.once_in(3), dice.once_in(2));
+            self.blocks.push(Block { layer: Layer::Nested, unit, recompute, frozen: false });
+            if dice.once_in(2) {
+                let recompute = dice.once_in(2);
+                self.blocks.push(Block { layer: Layer::Again(at), unit: false, recompute, frozen: false });
+            }
+        }
+        // Tokens of few ranks, and ranks without tokens.
+        self.len += dice.below(4);
         self
     }
 
@@ -236,6 +292,13 @@ impl Model {
         with(&|small| small.loss = Loss::MeanSquare);
         with(&|small| (small.prefetch, small.reshard) = (false, true));
         with(&|small| small.len = 1);
+        let more = |change: fn(&mut More)| move |small: &mut Self| small.more.iter_mut().for_each(change);
+        with(&more(|more| more.sequence = false));
+        with(&more(|more| more.causal = false));
+        with(&more(|more| more.way = None));
+        with(&more(|more| more.spread = false));
+        with(&more(|more| more.cut_experts = false));
+        with(&more(|more| more.optimizer = Rule::AdamW));
         with(&|small| small.piped = matches!(small.loss, Loss::Counted | Loss::Sum));
         all.retain(|small| small != self);
         all
@@ -342,6 +405,6 @@ impl fmt::Display for Model {
                 write!(f, ", {name}")?;
             }
         }
-        Ok(())
+        self.more.iter().try_for_each(|more| write!(f, ", {more:?}"))
     }
 }
