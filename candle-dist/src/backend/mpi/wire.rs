@@ -123,8 +123,8 @@ impl Wire {
     /// Creates the wire over `comm`, which nothing else uses, for `size` ranks. Up to `most_sharing` ranks of a host
     /// exchange letters through shared memory. All ranks call this, and wait for each other.
     pub(super) fn new(comm: Private, size: usize, most_bytes: usize, most_sharing: usize) -> MpiResult<Self> {
-        let neighbors = if most_sharing > 1 { Neighbors::open(&comm, size, most_sharing)? } else { None };
         let letter_comm = comm.duplicate()?;
+        let neighbors = if most_sharing > 1 { Neighbors::open(&comm, size, most_sharing)? } else { None };
         let listening = if neighbors.as_ref().is_some_and(|neighbors| neighbors.len() == size) { 0 } else { OPEN };
         let mut wire = Self {
             comm,
