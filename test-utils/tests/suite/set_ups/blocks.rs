@@ -14,6 +14,7 @@ use candle_shard::nn::{
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
 use candle_shard::sparse::RowVar;
 use candle_shard::{Attention, DTensor, EmbeddingOptions, Placement, Replicate, Result, Shard};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// What norms add to variances. Dropout leaves rows of nearly equal elements, whose roundings a norm would make large.
@@ -326,7 +327,7 @@ impl Model {
             |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| Ok(table.forward(&rows(&xs[0], mesh)?)?.into());
         let mut h = g.call_with(table, "embed", embed, [tokens]);
         let (mut history, mut losses): (Vec<ValueId>, Vec<ValueId>) = (Vec::new(), Vec::new());
-        let mut shared = Vec::with_capacity(self.blocks.len());
+        let mut shared = HashMap::new();
         let this = self.clone();
         let gain = self
             .has(&Layer::Gain)
@@ -345,13 +346,13 @@ impl Model {
                 continue;
             }
             let module = match block.layer {
-                Layer::Again(of) => shared[of],
+                Layer::Again(of) => shared[&of],
                 _ => {
                     let (this, block) = (self.clone(), block.clone());
                     g.shared_module(&format!("blocks.{at}"), move |vb: &ShardedVarBuilder| Ok(this.block(&block, vb)?))
                 }
             };
-            shared.push(module);
+            shared.insert(at, module);
             let is_rows = block.layer == Layer::Rows;
             let f = move |run: &Run, xs: &[Value], ctx: &Ctx| {
                 let x = xs[0].dtensor()?;
