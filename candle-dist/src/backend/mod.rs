@@ -25,7 +25,7 @@ mod started;
 pub(crate) mod storage;
 mod wrapping;
 
-pub use crate::call::{Call, Dims, Factor, Form, Op, RAGGED, ReduceOp, called_from};
+pub use crate::call::{Call, Dims, Factor, Form, Op, RAGGED, ReduceOp, called_from, line_of};
 pub use crate::freeable::no_memory;
 pub use collective::compute;
 pub(crate) use fresh::bytes;

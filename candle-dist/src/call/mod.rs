@@ -10,8 +10,7 @@ pub(crate) use cut::total;
 pub(crate) use dtypes::{CARRIED, carried};
 pub use op::Op;
 pub use reduce_op::{Factor, ReduceOp};
-pub use site::called_from;
-pub(crate) use site::line_of;
+pub use site::{called_from, line_of};
 
 use candle_core::{DType, DeviceLocation, Tensor};
 use itertools::Itertools;

@@ -38,7 +38,7 @@ pub fn called_from<R>(site: &'static Location<'static>, f: impl FnOnce() -> R) -
     f()
 }
 
-/// Returns the location of a call that is made at `here`.
-pub(crate) fn line_of(here: &'static Location<'static>) -> &'static Location<'static> {
+/// Returns the location of a call that is made at `here`: that of [`called_from`], within one.
+pub fn line_of(here: &'static Location<'static>) -> &'static Location<'static> {
     SITE.get().unwrap_or(here)
 }

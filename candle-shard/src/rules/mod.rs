@@ -85,7 +85,7 @@ use crate::layout::{Placement, Spec};
 use crate::redistribute::{Moves, Target, Targets, conversion};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
-use candle_dist::backend::{Dims, called_from};
+use candle_dist::backend::{Dims, called_from, line_of};
 use candle_dist::empty;
 pub use observer::observe;
 pub(crate) use op_spec::{OpSpec, check_meshes};
@@ -162,7 +162,7 @@ fn run_known(
     local: impl FnOnce(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     inputs.iter().try_for_each(|input| input.check_memory(op))?;
-    let site = Location::caller();
+    let site = line_of(Location::caller());
     let op_spec = cache::op_spec((op, owner), attributes, inputs, op_spec).map_err(|error| error.called_at(site))?;
     if op_spec.communicates {
         unasked::unasked(op, inputs, &op_spec, site)?;

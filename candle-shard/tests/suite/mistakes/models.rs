@@ -78,7 +78,7 @@ const PLANS: [Mistake; 8] = [
         let up = Linear::new(5, 4, true, &vb.pp("up"))?;
         up.forward(&everywhere(vb.mesh(), &same(&[4, 3])?)?).map(drop)
     }),
-    ("rows that are cut before a norm", &["layer_norm: ", "would move by all_gather over tp", "models.rs:"], |ctx| {
+    ("rows that are cut before a norm", &["layer_norm: ", "would move by all_to_all over tp", "models.rs:"], |ctx| {
         let vb = builder(&line(ctx, "tp")?, Plan::none())?;
         let norm = LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
         let x = candle_shard::DTensor::distribute(&same(&[4, 4])?, vb.mesh(), &[Shard(1)])?;
@@ -184,6 +184,6 @@ fn what_is_no_error_is_a_warning_without_a_logger_too() {
         assert!(!said.contains("matched no module"), "{known}: {said}");
     }
     let said = child("move");
-    let parts = ["warning: layer_norm at ", "models.rs:", "would move by all_gather over tp", "candle_shard::strict"];
+    let parts = ["warning: layer_norm at ", "models.rs:", "would move by all_to_all over tp", "candle_shard::strict"];
     parts.iter().for_each(|part| assert!(said.contains(part), "{part}: {said}"));
 }
