@@ -134,7 +134,7 @@ impl<B: Scope> Pipe<B> {
                 nodes.push(StageNode::new(&self.info.graph, node, op));
             }
             self.warn_of_shares(index, parameters.iter().filter(|(name, _)| !is_copy(&copies, name)));
-            Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, device.clone(), scope.dtype()))
+            Ok(StageModule::new(def.clone(), nodes, parameters, copies, loss, &scope, device.clone()))
         };
         indices.iter().map(stage).collect()
     }

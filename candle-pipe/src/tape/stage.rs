@@ -3,10 +3,10 @@ use super::activation::detached;
 use super::record::{First, Recorded};
 use super::state::{StageState, watched};
 use super::{Activation, Fingerprints, Tape};
-use crate::graph::{Ctx, Graph, Named, Node, StageDef, StageOp, ValueId, variables};
+use crate::graph::{Ctx, Graph, Named, Node, Scope, StageDef, StageOp, ValueId, variables};
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::TensorTree;
+use candle_dist::{DeviceMesh, ProcessGroup, TensorTree};
 use candle_dist_kernels::random::Draws;
 use itertools::Itertools;
 use std::cell::RefCell;
@@ -59,6 +59,7 @@ struct Inner {
     state: RefCell<StageState>,
     device: Device,
     dtype: DType,
+    mesh: Option<DeviceMesh>,
 }
 
 /// A built node.
@@ -149,8 +150,8 @@ impl StageModule {
         parameters: BTreeMap<String, Tensor>,
         copies: BTreeMap<String, Named>,
         loss: Option<ValueId>,
+        scope: &impl Scope,
         device: Device,
-        dtype: DType,
     ) -> Self {
         let mut last_use: HashMap<ValueId, usize> = HashMap::new();
         for (i, node) in nodes.iter().enumerate() {
@@ -160,7 +161,15 @@ impl StageModule {
         let mut unused_after = vec![Vec::new(); nodes.len()];
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
         let (state, variables) = (RefCell::default(), variables_of(&parameters));
-        Self(Rc::new(Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype }))
+        let (dtype, mesh) = (scope.dtype(), scope.mesh());
+        let inner = Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype, mesh };
+        Self(Rc::new(inner))
+    }
+
+    /// Returns the ranks that have parts of the stage's tensors, if there are several.
+    pub(super) fn ranks(&self) -> Result<Option<&ProcessGroup>> {
+        let mesh = self.0.mesh.as_ref().filter(|mesh| mesh.size() > 1);
+        Ok(mesh.map(DeviceMesh::group).transpose()?)
     }
 
     /// Returns the variables that the parameters are, or are made of, by the parameters' full names.

@@ -7,8 +7,9 @@ use candle_pipe::{
     Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions, Value, nn, sharded_op,
     stage_op,
 };
-use candle_shard::nn::{ModuleT as _, ShardedVarBuilder, batch_norm};
-use candle_shard::parallel::Plan;
+use candle_shard::nn::{Embedding, ModuleT as _, ShardedVarBuilder, batch_norm};
+use candle_shard::parallel::{Plan, RowwiseParallel};
+use candle_shard::{EmbeddingOptions, Shard};
 use std::collections::BTreeMap;
 use test_utils::on_ranks;
 
@@ -180,6 +181,53 @@ fn a_sharded_batch_norm_moves_once() {
             };
             assert_eq!(train(Keep::Inputs)?, train(Keep::Activations)?);
             assert_eq!(train(Keep::InputsUnchecked)?, train(Keep::Activations)?);
+            Ok(())
+        });
+    }
+}
+
+/// A lookup shortens rows that one rank has. It keeps what the others keep, because a second run would share calls with them.
+#[test]
+fn rows_that_one_rank_of_a_stage_changes_are_right_under_all_that_it_keeps() {
+    for world in [1, 2, 3] {
+        on_ranks(world, "rows", move |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("tp", world)])?;
+            let train = |keep: Keep| -> Result<Vec<Vec<f64>>> {
+                let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+                let ids = g.input("ids", In::Arg);
+                let table = |vb: &ShardedVarBuilder| {
+                    let options = EmbeddingOptions::default().max_norm(0.5);
+                    let (table, mesh) = (Embedding::with_options(6, 4, 1.0, options, vb)?, vb.mesh().clone());
+                    Ok(stage_op(move |xs, _| {
+                        let found = table.forward(&xs[0].on(&mesh)?)?;
+                        // A call of its own for each run.
+                        Ok(vec![found.redistribute(&[Shard(1)])?.sqr()?.into()])
+                    }))
+                };
+                let h = g.module("table", table, [ids]);
+                g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.mean_all()?), [h], Reduction::Mean);
+                let plan = Plan::new("tp").with("*table*", RowwiseParallel::default());
+                let vb = ShardedVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
+                let local = LocalPipe::new(&g.finish(EqualCount(1))?, &vb, &Device::Cpu)?;
+                let mut all = Vec::new();
+                for step in 0..4 {
+                    // Rows of the first rank, then of the last.
+                    let ids = Tensor::new(&[[0u32, 1, 0, 1], [5, 4, 5, 0]][step as usize / 2], &Device::Cpu)?;
+                    let batch = split_args_kwargs_into_chunks(&[ids.into()], &Kwargs::new(), 2, None, None)?;
+                    let made = local.forward_backward(&batch, &StepOptions::default().step(step).keep(keep))?;
+                    for p in vb.built().iter() {
+                        all.push(p.tensor.full_tensor()?.flatten_all()?.to_vec1()?);
+                        let grad = p.grad(&made.grads)?.map(|grad| grad.full_tensor()).transpose()?;
+                        all.extend(grad.map(|grad| grad.flatten_all()?.to_vec1()).transpose()?);
+                    }
+                }
+                assert_eq!(all.len(), 8);
+                Ok(all)
+            };
+            let want = train(Keep::Activations)?;
+            assert_ne!(want[0], want[6], "lookups have shortened rows");
+            assert_eq!(train(Keep::Inputs)?, want);
+            assert_eq!(train(Keep::InputsUnchecked)?, want);
             Ok(())
         });
     }
