@@ -120,7 +120,8 @@ impl RankContext {
         DeviceMesh::new(&self.group, axes)
     }
 
-    /// Runs `f` as this rank and tells the world how it ended. Calls `blame` on a failure before the other ranks wake.
+    /// Runs `f` as this rank and tells the world how it ended. Calls `blame` on a failure before the other ranks wake, with the
+    /// rank that caused it.
     ///
     /// A rank that is a process waits until all ranks have ended: `None` is also the result if the
     /// world stops meanwhile.

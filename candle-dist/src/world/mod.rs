@@ -14,6 +14,7 @@ use crate::launch::{InitOptions, LaunchInfo};
 use crate::switch::Switches;
 use crate::{ProcessGroup, Result, Store, backend, store, threads};
 use candle_core::Device;
+use itertools::Itertools;
 use std::fmt::Display;
 use std::panic::resume_unwind;
 use std::sync::{Arc, mpsc};
@@ -255,9 +256,9 @@ impl World {
         let mut ranks = self.into_ranks().map_err(|error| WorldError::at_start(first, &error))?;
         let size = ranks.len();
         let failed = std::sync::Mutex::new(Vec::new());
-        let blame = |rank: usize, message: &str| {
+        let blame = |culprit: usize, message: &str| {
             let mut failed = failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            failed.push((rank, message.to_string()));
+            failed.push(WorldError::new(culprit, message));
         };
         let run = |come: mpsc::Receiver<RankContext>| come.recv().ok()?.run(&f, blame);
         let results = std::thread::scope(|scope| {
@@ -372,12 +373,11 @@ impl WorldError {
         Self { rank, message: message.into(), common_to: None }
     }
 
-    /// Returns the first of the failures of the `size` ranks of this process.
-    fn of(failed: Vec<(usize, String)>, size: usize) -> Option<Self> {
-        let ranks: std::collections::BTreeSet<usize> = failed.iter().map(|(rank, _)| *rank).collect();
-        let is_common = size > 1 && ranks.len() == size && failed.iter().all(|(_, message)| *message == failed[0].1);
-        let (rank, message) = failed.into_iter().next()?;
-        Some(Self { rank, message, common_to: is_common.then_some(size) })
+    /// Returns the first of the failures of the `size` ranks of this process, of which each has at most one.
+    fn of(failed: Vec<Self>, size: usize) -> Option<Self> {
+        let is_common = size > 1 && failed.len() == size && failed.iter().map(|error| &error.message).all_equal();
+        let first = failed.into_iter().next()?;
+        Some(Self { common_to: is_common.then_some(size), ..first })
     }
 
     /// Returns the error of a start that failed on `rank`, maybe because another rank stopped the world meanwhile.

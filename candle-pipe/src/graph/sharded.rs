@@ -100,7 +100,15 @@ impl Scope for ShardedVarBuilder {
     }
 
     fn check_stages(&self, group: &ProcessGroup) -> Result<()> {
-        Ok(self.finish_stages(group)?)
+        let unmatched = self.finish_stages(group)?;
+        if group.rank() == 0 && !unmatched.is_empty() {
+            candle_dist::warn(format_args!(
+                "{} in the plan matched no module of any stage; check the paths against the names of the nodes, unless a node makes \
+                 the layer in its forward pass",
+                unmatched.join(", ")
+            ));
+        }
+        Ok(())
     }
 
     fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {

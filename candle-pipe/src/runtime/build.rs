@@ -53,7 +53,8 @@ impl Runtime {
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
     /// there is no loss; on all ranks alike, if their pipes or schedules differ, if a constructor of a node fails on
-    /// one of them, or if a pattern of the plan of a `ShardedVarBuilder` matched no module of any stage.
+    /// one of them, or if their `ShardedVarBuilder`s have unlike seeds. Patterns of a plan that matched no module of any stage are a
+    /// warning.
     pub fn new<B: Scope>(
         pipe: &Pipe<B>,
         schedule: &Schedule,

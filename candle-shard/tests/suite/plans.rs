@@ -204,7 +204,10 @@ fn a_parameter_that_is_built_twice() {
         let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
         Linear::new(2, 2, false, &vb.pp("up"))?;
         let text = Linear::new(2, 2, false, &vb.pp("up")).unwrap_err().to_string();
-        assert_eq!(text, "plan: parameter up.weight is built twice; share the layer instead");
+        assert_eq!(
+            text,
+            "plan: parameter up.weight is built twice; give each layer a path of its own with vb.pp(..), or share the layer"
+        );
         Ok(())
     });
 }

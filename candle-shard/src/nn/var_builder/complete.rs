@@ -4,18 +4,15 @@ use crate::nn::Parameters;
 use crate::nn::source::Source;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
-use candle_dist::bits::digest_bytes;
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 
 /// What a builder knows of the end of its model.
 #[derive(Default)]
 pub(super) struct Completion {
-    /// The digest of what the ranks have compared.
-    compared: Mutex<Option<u64>>,
     /// Whether the plan was checked, or a parameter could not be built, so that the caller knows of it.
     is_settled: AtomicBool,
 }
@@ -49,8 +46,7 @@ impl ShardedVarBuilder {
     /// Returns the parameters that were built.
     ///
     /// All ranks of the mesh call it. They compare the seed, the plan, and the names, layouts and dtypes of the parameters: one
-    /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank, and none if nothing was built since the last call. If
-    /// nobody calls it, patterns of the plan without a module are a warning when the builder is dropped. The stages of a pipeline
+    /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank. If nobody calls it, patterns of the plan without a module are a warning when the builder is dropped. The stages of a pipeline
     /// are checked by its runtime.
     ///
     /// # Errors
@@ -64,34 +60,31 @@ impl ShardedVarBuilder {
             Source::Moved(moved) => moved.finish(),
             _ => Ok(()),
         };
-        let description = self.description(&left);
-        let digest = Some(digest_bytes(description.as_bytes()));
-        let known = *shared.completion.compared.lock().unwrap_or_else(PoisonError::into_inner);
-        if known != digest && self.mesh().size() > 1 {
+        if self.mesh().size() > 1 {
             let group = self.mesh().group()?;
             let compared = group.with_description("the comparison of models in ShardedVarBuilder::finish");
-            if let Some(texts) = compared.compare(&description)? {
+            if let Some(texts) = compared.compare(&self.description(&left))? {
                 return Err(unlike(group, &texts));
             }
-            *shared.completion.compared.lock().unwrap_or_else(PoisonError::into_inner) = digest;
         }
         shared.plan.check_all_matched(&shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
         left?;
         Ok(self.built())
     }
 
-    /// Checks the plan of a model whose stages the ranks of `group` have built, each with a builder of its own: each pattern must
-    /// match a module on one of them. Every rank of the group calls it; a runtime of a pipeline does.
+    /// Checks a model whose stages the ranks of `group` have built, each with a builder of its own. Returns the patterns of the plan that
+    /// matched no module of any stage, in quotes: typos, or layers that are made in a forward pass, such as a tied head.
+    ///
+    /// Every rank of the group calls it; a runtime of a pipeline does, and warns of such patterns.
     ///
     /// # Errors
-    /// On all ranks alike: if a pattern matched no module of any stage, or if the builders have unlike seeds.
+    /// On all ranks alike, if the builders have unlike seeds.
     #[track_caller]
-    pub fn finish_stages(&self, group: &ProcessGroup) -> Result<()> {
+    pub fn finish_stages(&self, group: &ProcessGroup) -> Result<Vec<String>> {
         const OP: &str = "finish_stages";
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
-        let unmatched = shared.unmatched();
-        let mine = StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched };
+        let mine = StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched: shared.unmatched() };
         let failed =
             |error: serde_json::Error| Error::Op { op: OP, reason: format!("a message between ranks ({error})") };
         let text = serde_json::to_string(&mine).map_err(failed)?;
@@ -109,19 +102,11 @@ impl ShardedVarBuilder {
                 ),
             );
         }
-        for (plan, stages) in
-            stages.iter().into_group_map_by(|stage| &stage.plan).into_iter().sorted_by_key(|(plan, _)| *plan)
-        {
-            let everywhere = |pattern: &&String| stages.iter().all(|stage| stage.unmatched.contains(*pattern));
-            let names = stages[0].unmatched.iter().filter(everywhere).map(|pattern| format!("{pattern:?}")).join(", ");
-            if !names.is_empty() {
-                return Err(Error::Plan(format!(
-                    "{names} matched no module of any stage; check the paths against the names of the nodes ({})",
-                    plan.lines().next().unwrap_or_default()
-                )));
-            }
-        }
-        Ok(())
+        // Stages may have plans of their own.
+        let of_plan = || stages.iter().filter(|stage| stage.plan == mine.plan);
+        let unmatched =
+            mine.unmatched.iter().filter(|pattern| of_plan().all(|stage| stage.unmatched.contains(*pattern)));
+        Ok(unmatched.map(|pattern| format!("{pattern:?}")).collect())
     }
 
     /// Describes all that must be equal on the ranks of the mesh, a line for each property.

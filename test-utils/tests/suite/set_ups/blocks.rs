@@ -439,12 +439,11 @@ fn attend(options: &Attention, [q, k, v]: [&Linear; 3], x: &DTensor, memory: &DT
         let (rows, len, width) = of.dims3()?;
         layer.forward(of)?.reshape((rows, len, 2, width / 2))
     };
+    let [q, k, v] = [heads(q, x)?, heads(k, memory)?, heads(v, memory)?];
     // A way is one of tokens that one axis shards.
-    let cuts = x.placements().iter().filter(|placement| **placement == Shard(1)).count();
-    let is_cut = cuts == 1 && x.dims()[1] > 1 && x.placements() == memory.placements();
-    let options = options.clone().way(options.way.filter(|_| is_cut));
-    let mixed = options.of(&heads(q, x)?, &heads(k, memory)?, &heads(v, memory)?)?;
-    mixed.reshape(x.dims())
+    let cuts = q.placements().iter().filter(|placement| **placement == Shard(1)).count();
+    let is_cut = cuts == 1 && x.dims()[1] > 1 && [&k, &v].iter().all(|other| other.placements() == q.placements());
+    options.clone().way(options.way.filter(|_| is_cut)).of(&q, &k, &v)?.reshape(x.dims())
 }
 
 /// Returns an input of a pipeline with its rows and tokens on the axes that shard them.
