@@ -53,11 +53,12 @@ fn units_are_proved_without_a_plan() {
     let report = prove(model)
         .axes(&["fsdp"])
         .ranks(5)
+        .dtypes(&[DType::F64])
         .input("x", &values(&[7, 4], 1, DType::F64))
         .input("y", &values(&[7, 4], 2, DType::F64))
         .run();
     report.assert();
-    assert!(report.right > 8 && report.refused.is_empty(), "{report}");
+    assert!(report.right > 4 && report.refused.is_empty(), "{report}");
 }
 
 #[test]
