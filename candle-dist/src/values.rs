@@ -1,7 +1,8 @@
 //! Named values, their changes, and the waiters for values that are not set.
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
-use std::collections::{HashMap, hash_map};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 /// The most bytes of values with their keys. More are refused and not waited for: a rank that waits for room may be the one
@@ -15,7 +16,7 @@ const MOST_NAMED: usize = 8;
 /// The values that ranks have set.
 #[derive(Debug)]
 pub(crate) struct Values<W> {
-    held: HashMap<String, Entry>,
+    held: HashMap<String, Setting>,
     waiting: HashMap<String, Vec<W>>,
     /// The bytes of all values, and the most of them.
     bytes: usize,
@@ -24,7 +25,7 @@ pub(crate) struct Values<W> {
 
 /// A value, and the rank that has set it.
 #[derive(Debug)]
-struct Entry {
+struct Setting {
     bytes: Arc<[u8]>,
     rank: usize,
 }
@@ -98,7 +99,7 @@ impl<W> Values<W> {
             return Err(self.full(more));
         }
         let (bytes, waiting) = (Arc::<[u8]>::from(bytes), self.waiting.remove(&key).unwrap_or_default());
-        self.held.insert(key, Entry { bytes: bytes.clone(), rank });
+        self.held.insert(key, Setting { bytes: bytes.clone(), rank });
         self.bytes = after;
         Ok((bytes, waiting))
     }
@@ -183,7 +184,7 @@ impl<W> Values<W> {
 impl<W: PartialEq> Values<W> {
     /// Removes the waiter `who`. Returns whether it was waiting.
     pub(crate) fn forget(&mut self, key: &str, who: &W) -> bool {
-        let hash_map::Entry::Occupied(mut waiting) = self.waiting.entry(key.to_string()) else { return false };
+        let Entry::Occupied(mut waiting) = self.waiting.entry(key.to_string()) else { return false };
         let before = waiting.get().len();
         waiting.get_mut().retain(|other| other != who);
         let has_waited = waiting.get().len() < before;

@@ -45,19 +45,9 @@ pub fn compare_operands<R>(f: impl FnOnce() -> R) -> R {
     scoped::with(&COMPARED, true, f)
 }
 
-/// The use of a tensor that must be equal on all ranks.
-#[derive(Clone, Copy)]
-pub(crate) struct Use<'a> {
-    /// The op.
-    pub(crate) op: &'static str,
-    /// The name of the tensor or the path of the layer; empty if it has none.
-    pub(crate) of: &'a str,
-    pub(crate) often: Often,
-}
-
-/// When the tensors of a use are compared, if not at each use.
+/// When tensors that must be equal on all ranks are compared, if not at each use.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Often {
+pub(crate) enum Frequency {
     /// On the first use of each line with each shape and dtype; in debug builds, at each use.
     PerShape,
     /// On the first use of each line, if the tensor has no gradient: values that ranks compute may differ in their last bits.
@@ -66,31 +56,30 @@ pub(crate) enum Often {
     OnDemand,
 }
 
-impl Often {
-    fn is_due(self, at: &Use<'_>, tensor: &Tensor, group: &ProcessGroup, site: &Location<'_>) -> bool {
-        match self {
-            Self::PerShape => {
-                cfg!(debug_assertions) || group.is_first((at.op, at.of, site, tensor.dims(), tensor.dtype()))
-            }
-            Self::PerLine => !tensor.track_op() && group.is_first((at.op, at.of, site)),
-            Self::OnDemand => false,
-        }
-    }
-}
-
 /// Refuses a tensor that is not equal on all ranks of the mesh, if the comparison is due.
+///
+/// `of` is the name of the tensor or the path of the layer; empty if it has none.
 #[track_caller]
-pub(crate) fn alike(at: Use<'_>, tensor: &Tensor, mesh: &DeviceMesh) -> Result<()> {
+pub(crate) fn alike(
+    op: &'static str,
+    of: &str,
+    frequency: Frequency,
+    tensor: &Tensor,
+    mesh: &DeviceMesh,
+) -> Result<()> {
     if mesh.size() == 1 {
         return Ok(());
     }
     let (group, site) = (mesh.group()?, Location::caller());
-    let is_demanded = COMPARED.get() || mesh.is_on(Switch::Debug);
-    if !is_demanded && !at.often.is_due(&at, tensor, group, site) {
+    let is_due = || match frequency {
+        Frequency::PerShape => cfg!(debug_assertions) || group.is_first((op, of, site, tensor.dims(), tensor.dtype())),
+        Frequency::PerLine => !tensor.track_op() && group.is_first((op, of, site)),
+        Frequency::OnDemand => false,
+    };
+    if !COMPARED.get() && !mesh.is_on(Switch::Debug) && !is_due() {
         return Ok(());
     }
     let text = format!("{}{:?} with the hash {:016x}", tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);
-    let Use { op, of, .. } = at;
     let compared = group.with_description(format!("the comparison of what {op} gets on each rank")).compare(&text)?;
     let Some(texts) = compared else { return Ok(()) };
     let other = texts.iter().position(|text| *text != texts[0]).unwrap_or_default();

@@ -11,7 +11,7 @@ use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{AdamW, Dropout, Linear, Mode, QuantizedLinear, ShardedVarBuilder, Width, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
-use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Error, Replicate, Result, Shard, Weights};
+use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard, Weights};
 use memory::{MEMORY, alone, peak_of};
 
 const LAYERS: usize = 8;
@@ -306,16 +306,14 @@ fn accumulated_gradients_take_the_same_for_any_number_of_passes() {
             let make = |ctx: &RankContext| {
                 let vb = builder(ctx, DType::F32)?;
                 let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(WIDTH, WIDTH, true, vb))?;
-                Ok((layer, vb.finish()?))
+                let parameters = vb.finish()?;
+                Ok((layer, parameters, vb))
             };
-            peak_of(ranks, make, |(layer, parameters)| {
+            peak_of(ranks, make, |(layer, parameters, vb)| {
                 let mut sum = GradAccumulator::new(&parameters.vars());
                 for _ in 0..passes {
                     // A batch of its own in each pass.
-                    let x = Tensor::ones((ROWS * ranks, WIDTH), DType::F32, &Device::Cpu)?;
-                    let mesh = parameters.iter().next().map(|p| p.tensor.mesh().clone());
-                    let mesh = mesh.ok_or_else(|| Error::Layout("no parameter".into()))?;
-                    let x = DTensor::distribute(&x, &mesh, &[Shard(0), Replicate])?;
+                    let x = batch(vb, ROWS * ranks, WIDTH)?;
                     let loss = layer.run(|layer| layer.forward(&x))?.sqr()?.mean_all()?;
                     sum.add(&parameters.backward(&loss)?)?;
                 }

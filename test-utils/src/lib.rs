@@ -7,6 +7,7 @@ mod harness;
 mod job;
 mod leaf;
 mod memory;
+pub mod mistakes;
 pub mod model_args;
 #[cfg(feature = "mpi")]
 mod processes;

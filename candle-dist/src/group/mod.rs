@@ -165,6 +165,11 @@ impl ProcessGroup {
         Self { description: Some(description.into()), ..self.clone() }
     }
 
+    /// Returns this group with calls that are [checks](crate::comm::Part::Check), which counts exclude.
+    pub fn with_checks(&self) -> Self {
+        Self { is_check: true, ..self.clone() }
+    }
+
     /// Waits until `ready`, for a backend that cannot limit its waits; the world stops when the timeout expires.
     fn poll(&self, timeout: Duration, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
         let (began, mut pause) = (Instant::now(), Duration::from_micros(10));

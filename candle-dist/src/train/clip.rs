@@ -268,10 +268,10 @@ impl ClipGradNorm {
         });
         let listed = params.iter().map(|(_, var)| var.id()).collect();
         let table = || match rows::left_out(grads, &listed) {
-            Ok(shape) => Some(format!(
-                "a table {:?} with a gradient by rows is not among the parameters; add its `RowVar::var`, or take its gradient \
-                 before, as the step of its optimizer does",
-                shape?
+            Ok(None) => None,
+            Ok(Some(shape)) => Some(format!(
+                "a table {shape:?} with a gradient by rows is not among the parameters; add its `RowVar::var`, or take its \
+                 gradient before, as the step of its optimizer does"
             )),
             Err(error) => Some(error.to_string()),
         };

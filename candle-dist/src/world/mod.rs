@@ -373,7 +373,7 @@ impl WorldError {
         Self { rank, message: message.into(), common_to: None }
     }
 
-    /// Returns the first of the failures of the `size` ranks of this process, of which each has at most one.
+    /// Returns the first failure of the `size` ranks of this process. Each rank has one at most.
     fn of(failed: Vec<Self>, size: usize) -> Option<Self> {
         let is_common = size > 1 && failed.len() == size && failed.iter().map(|error| &error.message).all_equal();
         let first = failed.into_iter().next()?;

@@ -10,7 +10,6 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor, TensorId};
 use candle_dist::bits::{digest, digest_bytes};
 use candle_dist::{DeviceMesh, ProcessGroup, TensorTree};
-use itertools::Itertools;
 use std::collections::HashMap;
 
 /// The meanings of the numbers before those of the inputs.
@@ -27,8 +26,6 @@ const OF_COPIES: [&str; 2] = ["number of microbatches", "use of StepOptions::wei
 const TIME: usize = 1;
 /// The leading numbers that copies of the model have in common. Behind them they tell their numbers of rows.
 const COMMON: usize = 3;
-/// What comes before the error of a rank that cannot run a step.
-const REFUSAL: &str = "refused: ";
 /// The flag bits in the number of an input, not part of its digest: it was passed, and it is cut into masked
 /// microbatches.
 const GIVEN: i64 = 1;
@@ -90,23 +87,11 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
 
 /// Returns this rank's numbers if all ranks of its stages have the same step, with as many `microbatches`.
 fn of_stage(mesh: &DeviceMesh, numbers: Result<Vec<i64>>, microbatches: usize) -> Result<Vec<i64>> {
-    if matches!(numbers, Err(Error::Dist(candle_dist::Error::Group(_)))) {
-        return numbers;
-    }
     let ranks = mesh.group()?;
-    let text = match &numbers {
-        Ok(numbers) => [&numbers[..COMMON], &[microbatches as i64]].concat().iter().join(" "),
-        Err(error) => format!("{REFUSAL}{error}"),
-    };
-    let Some(texts) = ranks.compare(&text)? else { return numbers };
-    let numbers = numbers?;
-    if let Some((rank, said)) = texts.iter().enumerate().find_map(|(at, text)| Some((at, text.strip_prefix(REFUSAL)?)))
-    {
-        return Err(Error::Pipe(format!("rank {} cannot run the step: {said}", ranks.ranks()[rank])));
-    }
-    let all = texts.iter().map(|text| text.split(' ').filter_map(|number| number.parse().ok()).collect()).collect_vec();
+    let mine = numbers.clone().map(|numbers| [&numbers[..COMMON], &[microbatches as i64]].concat());
+    let all = between(&ranks.with_checks(), COMMON + 1, mine)?;
     alike(&all, &[&NUMBERS[..COMMON], &OF_COPIES[..1]].concat(), |at| format!("rank {}", ranks.ranks()[at]))?;
-    Ok(numbers)
+    numbers
 }
 
 /// Returns the inputs that are cut on some rank: the rank that computes the loss may lack them.

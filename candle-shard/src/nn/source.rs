@@ -1,5 +1,5 @@
 //! Where the elements of parameters come from.
-use crate::agreement::{Often, Use, alike};
+use crate::agreement::{Frequency, alike};
 use crate::kernels::convert;
 use crate::layout::{RowsOf, Spec};
 use crate::nn::moved::Moved;
@@ -54,7 +54,7 @@ impl Source {
             (Self::Moved(moved), _) => {
                 let is_part = within.is_some_and(|within| within.of == of);
                 let taken = moved.take(of, &whole, is_part)?;
-                alike(Use { op: "parallelize", of, often: Often::OnDemand }, &taken, spec.mesh())?;
+                alike("parallelize", of, Frequency::OnDemand, &taken, spec.mesh())?;
                 convert(&block_of(taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
             }
             (Self::Fresh, Init::Const(value)) => empty::full(value, spec.local_shape().as_slice(), dtype, device)?,

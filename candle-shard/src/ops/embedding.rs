@@ -1,6 +1,6 @@
 //! Lookups of table rows, singly or in bags, and max-norm in place.
 use super::lookup::{check_indexes, checked, outside, read_indexes};
-use crate::agreement::Often;
+use crate::agreement::Frequency;
 use crate::kernels::{self, BagMode, Bags, NOWHERE};
 use crate::layout::{Placement, Replicate, Shard};
 use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Renorm, check_weights, limit_rows};
@@ -161,7 +161,7 @@ impl DTensor {
         })?;
         let padding = padding.and_then(|padding| wanted.binary_search(&padding).ok()).map(|place| place as u32);
         let wanted = Tensor::from_slice(&wanted, wanted.len(), self.device())?;
-        let wanted = Self::everywhere(&wanted, self.mesh(), Often::OnDemand)?;
+        let wanted = Self::everywhere(&wanted, self.mesh(), Frequency::OnDemand)?;
         let rows = self.embedding(&wanted)?.placed(resolved)?;
         Ok((rows, places, padding))
     }

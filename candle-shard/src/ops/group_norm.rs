@@ -1,5 +1,5 @@
 //! Group norm.
-use crate::agreement::Often;
+use crate::agreement::Frequency;
 use crate::{DTensor, Error, Result};
 use candle_dist::empty;
 
@@ -28,7 +28,7 @@ impl DTensor {
         let width = channels / groups * spatial.iter().product::<usize>();
         let constant = |value: f64| {
             let whole = empty::full(value, width, self.dtype(), self.device())?;
-            Self::everywhere(&whole, self.mesh(), Often::OnDemand)
+            Self::everywhere(&whole, self.mesh(), Frequency::OnDemand)
         };
         let rows = self.reshape((batch, groups, width))?;
         let normal = rows.layer_norm(&constant(1.0)?, &constant(0.0)?, eps)?.reshape(self.dims())?;

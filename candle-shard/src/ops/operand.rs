@@ -1,5 +1,5 @@
 //! The other operand of an op on a distributed tensor.
-use crate::agreement::{Often, Use, alike};
+use crate::agreement::{Frequency, alike};
 use crate::layout::{Replicate, Spec};
 use crate::{DTensor, Result};
 use candle_core::{DType, Tensor};
@@ -101,14 +101,14 @@ impl DTensor {
     /// If the ranks' tensors differ where they are compared.
     #[track_caller]
     pub fn replicated(tensor: &Tensor, mesh: &DeviceMesh) -> Result<Self> {
-        Self::everywhere(tensor, mesh, Often::PerLine)
+        Self::everywhere(tensor, mesh, Frequency::PerLine)
     }
 
-    /// Makes a replicated tensor, which is compared as `often` says.
+    /// Makes a replicated tensor, which is compared with this frequency.
     #[track_caller]
-    pub(super) fn everywhere(tensor: &Tensor, mesh: &DeviceMesh, often: Often) -> Result<Self> {
+    pub(super) fn everywhere(tensor: &Tensor, mesh: &DeviceMesh, frequency: Frequency) -> Result<Self> {
         let spec = Spec::new(mesh, &vec![Replicate; mesh.ndim()], tensor.shape(), tensor.dtype())?;
-        alike(Use { op: "replicated", of: "", often }, tensor, mesh)?;
+        alike("replicated", "", frequency, tensor, mesh)?;
         Ok(Self::leaf(tensor.clone(), spec.shared()))
     }
 
@@ -120,7 +120,7 @@ impl DTensor {
             Side::Plain(x) => Self::replicated(x, self.mesh()),
             Side::Number(x) => {
                 let number = Tensor::new(x, self.device())?.to_dtype(dtype)?;
-                Self::everywhere(&number, self.mesh(), Often::OnDemand)
+                Self::everywhere(&number, self.mesh(), Frequency::OnDemand)
             }
         }
     }

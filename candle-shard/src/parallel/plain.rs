@@ -1,7 +1,7 @@
 //! Layers of a plan on plain tensors, for code without meshes.
 use super::module::ModuleStyle;
 use super::style::Style;
-use crate::agreement::{Often, Use, alike};
+use crate::agreement::{Frequency, alike};
 use crate::layout::{Placement, Replicate, Shard, Sizes, Spec, chunk_sizes};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
@@ -101,7 +101,7 @@ impl ModuleStyle {
             (Shard(_), _) if mesh.size() > 1 => DTensor::from_local_ragged(x.clone(), mesh, &placements)?,
             _ => {
                 if at == Replicate {
-                    alike(Use { op: "a plain tensor", of: &self.path, often: Often::PerLine }, x, mesh)?;
+                    alike("a plain tensor", &self.path, Frequency::PerLine, x, mesh)?;
                 }
                 DTensor::from_local_with_spec(x.clone(), Spec::new(mesh, &placements, x.shape(), x.dtype())?)?
             }

@@ -1,6 +1,6 @@
 //! Tensors that are given, not made by an op: from local tensors, or cut out of whole ones.
 use super::dtensor::{DTensor, Variable};
-use crate::agreement::{Often, Use, alike};
+use crate::agreement::{Frequency, alike};
 use crate::layout::{Partial, Placement, Replicate, Spec};
 use crate::lookup::check_label;
 use crate::{Error, Result};
@@ -68,7 +68,7 @@ impl DTensor {
     ) -> Result<Self> {
         let spec = Spec::new(mesh, placements, shape, local.dtype())?;
         if placements.iter().all(|&at| at == Replicate) {
-            alike(Use { op: "from_local", of: "", often: Often::PerLine }, &local, mesh)?;
+            alike("from_local", "", Frequency::PerLine, &local, mesh)?;
         }
         Self::from_local_with_spec(local, spec)
     }
@@ -117,7 +117,7 @@ impl DTensor {
     ) -> Result<Self> {
         untracked("distribute", tensor)?;
         let spec = placed(mesh, placements, tensor.shape(), tensor.dtype())?;
-        alike(Use { op: "distribute", of: name, often: Often::PerShape }, tensor, mesh)?;
+        alike("distribute", name, Frequency::PerShape, tensor, mesh)?;
         Self::cut_out(tensor, spec)
     }
 

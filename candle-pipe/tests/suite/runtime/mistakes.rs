@@ -10,13 +10,13 @@ use candle_pipe::{
 use candle_shard::nn::{Linear, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use test_utils::mistakes::{of_the_world, on_all_ranks};
 
 const RANKS: usize = 2;
 const MICROBATCHES: usize = 4;
 
-/// The name of a mistake, the parts of the text that names it, and the program with it.
-type Mistake = (&'static str, &'static [&'static str], fn(&RankContext) -> Result<()>);
+type Mistake = test_utils::mistakes::Mistake<candle_pipe::Error>;
 
 fn plain() -> Tail {
     Arc::new(|_, _, y, _| Ok(y.clone()))
@@ -32,6 +32,17 @@ fn chain(ctx: &RankContext) -> Result<Runtime> {
 
 fn step(runtime: &Runtime, rows: usize, microbatches: usize) -> Result<candle_pipe::RankStep> {
     runtime.forward_backward(&batch(rows, microbatches)?, &StepOptions::default())
+}
+
+/// Two layers of these names, without a loss.
+fn layers(names: [&str; 2]) -> PipeBuilder<candle_nn::VarBuilder<'static>> {
+    let mut g = PipeBuilder::new();
+    let mut h = g.input("x", In::Arg);
+    for name in names {
+        h = g.module(name, |vb: &candle_nn::VarBuilder<'static>| Ok(nn::linear(2, 2, vb.clone())?), [h]);
+    }
+    g.output("y", h);
+    g
 }
 
 /// Two sharded blocks in two stages, with this plan and this seed.
@@ -78,51 +89,24 @@ const MISTAKES: [Mistake; 10] = [
         sharded(ctx, Plan::none(), ctx.rank() as u64).map(drop)
     }),
     ("no loss", &["it has backward passes, but the pipe has no loss; declare one"], |ctx| {
-        let mut g = PipeBuilder::<candle_nn::VarBuilder<'static>>::new();
-        let x = g.input("x", In::Arg);
-        let a = g.module("layers.0", |vb| Ok(nn::linear(2, 2, vb.clone())?), [x]);
-        let b = g.module("layers.1", |vb| Ok(nn::linear(2, 2, vb.clone())?), [a]);
-        g.output("y", b);
+        let g = layers(["layers.0", "layers.1"]);
         let vb = crate::runtime::chain::parameters()?;
         let runtime = Runtime::new(&g.finish(EqualCount(2))?, &schedule()?, ctx.group(), &vb, &Device::Cpu)?;
         step(&runtime, 8, MICROBATCHES).map(drop)
     }),
     ("a name of a node that is used twice", &["layers.0"], |_| {
-        let mut g = PipeBuilder::<candle_nn::VarBuilder<'static>>::new();
-        let x = g.input("x", In::Arg);
-        let a = g.module("layers.0", |vb| Ok(nn::linear(2, 2, vb.clone())?), [x]);
-        let b = g.module("layers.0", |vb| Ok(nn::linear(2, 2, vb.clone())?), [a]);
-        g.output("y", b);
-        g.finish(EqualCount(2)).map(drop)
+        layers(["layers.0", "layers.0"]).finish(EqualCount(2)).map(drop)
     }),
     ("a cut at a node that is not there", &["nothing to split at is named \"layer.1\""], |_| {
-        let mut g = PipeBuilder::<candle_nn::VarBuilder<'static>>::new();
-        let x = g.input("x", In::Arg);
-        let a = g.module("layers.0", |vb| Ok(nn::linear(2, 2, vb.clone())?), [x]);
-        let b = g.module("layers.1", |vb| Ok(nn::linear(2, 2, vb.clone())?), [a]);
-        g.output("y", b);
-        g.finish(SplitSpec::at([("layer.1", candle_pipe::SplitPoint::Beginning)])).map(drop)
+        layers(["layers.0", "layers.1"])
+            .finish(SplitSpec::at([("layer.1", candle_pipe::SplitPoint::Beginning)]))
+            .map(drop)
     }),
 ];
 
 #[test]
 fn mistakes_that_all_ranks_hear_of() {
-    let mut wrong = Vec::new();
-    for (name, parts, program) in MISTAKES {
-        let texts = Mutex::new(vec![None; RANKS]);
-        let ran = World::local(RANKS).run(|ctx| -> Result<()> {
-            let ended = program(ctx);
-            texts.lock().unwrap()[ctx.rank()] = ended.as_ref().err().map(ToString::to_string);
-            ended
-        });
-        assert!(ran.is_err(), "{name} is silent");
-        for (rank, text) in texts.into_inner().unwrap().into_iter().enumerate() {
-            let text = text.unwrap_or_else(|| panic!("{name} is silent on rank {rank}"));
-            let lacking = parts.iter().filter(|part| !text.contains(**part));
-            wrong.extend(lacking.map(|part| format!("{name}, rank {rank}, {part:?}: {text}")));
-        }
-    }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    on_all_ranks(RANKS, &MISTAKES);
 }
 
 const OF_ONE_RANK: [Mistake; 4] = [
@@ -150,11 +134,7 @@ const OF_ONE_RANK: [Mistake; 4] = [
 
 #[test]
 fn mistakes_of_one_rank() {
-    for (name, parts, program) in OF_ONE_RANK {
-        let error = World::local(RANKS).run(program).err().unwrap_or_else(|| panic!("{name} is silent"));
-        let text = error.to_string();
-        parts.iter().for_each(|part| assert!(text.contains(part), "{name}, {part:?}: {text}"));
-    }
+    of_the_world(&OF_ONE_RANK);
 }
 
 /// A plan that matches modules of some stages only is complete, and so is a model that is a part of a larger one.

@@ -182,7 +182,7 @@ impl Weights {
         spec: &Spec,
         device: &Device,
     ) -> Result<DTensor> {
-        let local = match within.filter(|_| !self.tensors.contains_key(name)) {
+        let local = match within.filter(|_| !self.contains_tensor(name)) {
             Some(within) => self.read_as(&within.of, &within.whole(spec), &within.block(spec), spec.dtype(), device)?,
             None => self.read_as(name, spec.dims(), &spec.local_block(), spec.dtype(), device)?,
         };

@@ -128,7 +128,7 @@ pub(super) struct Group<P> {
 
 /// The options and the state of all parameters in a checkpoint.
 #[derive(Debug)]
-pub(super) struct State<P> {
+pub(super) struct OptimizerState<P> {
     /// One for each group.
     params: Vec<P>,
     /// In the order of the slots.
@@ -225,12 +225,12 @@ impl<P: Params> Groups<P> {
     ///
     /// # Errors
     /// If a part of the state is missing, the options do not fit, or a checkpoint cannot be read.
-    pub(super) fn read(&self, saved: &Weights) -> Result<State<P>> {
-        Ok(State { values: read(saved, &self.states()?.concat())?, params: self.saved_params(saved)? })
+    pub(super) fn read(&self, saved: &Weights) -> Result<OptimizerState<P>> {
+        Ok(OptimizerState { values: read(saved, &self.states()?.concat())?, params: self.saved_params(saved)? })
     }
 
     /// Loads what [`read`](Self::read) has read.
-    pub(super) fn set(&mut self, State { params, values }: State<P>) -> Result<()> {
+    pub(super) fn set(&mut self, OptimizerState { params, values }: OptimizerState<P>) -> Result<()> {
         let mut values = values.into_iter();
         for (group, params) in self.0.iter_mut().zip(params) {
             group.params = params;

@@ -46,8 +46,8 @@ impl ShardedVarBuilder {
     /// Returns the parameters that were built.
     ///
     /// All ranks of the mesh call it. They compare the seed, the plan, and the names, layouts and dtypes of the parameters: one
-    /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank. If nobody calls it, patterns of the plan without a module are a warning when the builder is dropped. The stages of a pipeline
-    /// are checked by its runtime.
+    /// [check](candle_dist::ProcessGroup::compare) of 8 bytes per rank. If nobody calls it, patterns of the plan without a module are a
+    /// warning when the builder is dropped. The stages of a pipeline are checked by its runtime.
     ///
     /// # Errors
     /// On all ranks alike: if they have built unlike models; if a pattern of the plan matched no module, so that the model would

@@ -1,5 +1,5 @@
 //! Random models as layers and as pipelines.
-use super::model::{Block, Cut, Head, Layer, Loss, Model, Rule};
+use super::model::{Block, Cut, Head, Layer, Loss, Model, OptimizerKind};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
 use candle_nn::{BatchNormConfig, ParamsAdamW};
@@ -54,24 +54,24 @@ impl Model {
 
     /// Returns the optimizer of these parameters, if it is not that of proofs.
     pub(crate) fn optimizer(&self, of: &Parameters) -> Result<Box<dyn Optimizer>> {
-        let rule = self.more.map_or(Rule::AdamW, |more| more.optimizer);
+        let rule = self.more.map_or(OptimizerKind::AdamW, |more| more.optimizer);
         let adam_w = |of: &Parameters, lr| {
             let params = ParamsAdamW { lr, beta2: 0.95, eps: 1e-2, ..ParamsAdamW::default() };
             ParamGroup::new(of, params).with_master_weights()
         };
         let (matrices, others) = of.partition(|p| p.tensor.rank() == 2 && p.name != "embedding.weight");
         Ok(match rule {
-            Rule::AdamW => Box::new(AdamW::from_groups([adam_w(of, 0.05)])?),
-            Rule::Groups => Box::new(AdamW::from_groups([adam_w(&matrices, 0.05), adam_w(&others, 0.02)])?),
-            Rule::Momentum => {
+            OptimizerKind::AdamW => Box::new(AdamW::from_groups([adam_w(of, 0.05)])?),
+            OptimizerKind::Groups => Box::new(AdamW::from_groups([adam_w(&matrices, 0.05), adam_w(&others, 0.02)])?),
+            OptimizerKind::Momentum => {
                 let params = ParamsSgd { lr: 0.05, momentum: 0.9, nesterov: true, ..ParamsSgd::default() };
                 Box::new(Sgd::from_groups([ParamGroup::new(of, params).with_master_weights()])?)
             }
-            Rule::Adagrad => {
+            OptimizerKind::Adagrad => {
                 let params = ParamsAdagrad { lr: 0.05, lr_decay: 0.1, eps: 1e-2, ..ParamsAdagrad::default() };
                 Box::new(Adagrad::from_groups([ParamGroup::new(of, params).with_master_weights()])?)
             }
-            Rule::Muon => {
+            OptimizerKind::Muon => {
                 // A large `eps`, so that small gradients of roundings stay small.
                 let params = ParamsMuon { lr: 0.05, eps: 0.5, dtype: DType::F64, ..ParamsMuon::default() };
                 let muon = Muon::from_groups([ParamGroup::new(&matrices, params).with_master_weights()])?;

@@ -49,12 +49,12 @@ pub(crate) struct More {
     pub(crate) spread: bool,
     /// Whether the axis `tp` cuts each expert.
     pub(crate) cut_experts: bool,
-    pub(crate) optimizer: Rule,
+    pub(crate) optimizer: OptimizerKind,
 }
 
-/// The rule of an optimizer.
+/// An optimizer, and how it is used.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Rule {
+pub(crate) enum OptimizerKind {
     AdamW,
     /// Two groups, with options of their own.
     Groups,
@@ -228,7 +228,13 @@ impl Model {
             way: dice.pick(&[None, Some(ContextWay::Gather), Some(ContextWay::Ring), Some(ContextWay::Heads)]),
             spread: !dice.once_in(3),
             cut_experts: dice.once_in(3),
-            optimizer: dice.pick(&[Rule::AdamW, Rule::Groups, Rule::Momentum, Rule::Adagrad, Rule::Muon]),
+            optimizer: dice.pick(&[
+                OptimizerKind::AdamW,
+                OptimizerKind::Groups,
+                OptimizerKind::Momentum,
+                OptimizerKind::Adagrad,
+                OptimizerKind::Muon,
+            ]),
         });
         if dice.once_in(3) {
             let at = self.blocks.len();
@@ -298,7 +304,7 @@ impl Model {
         with(&more(|more| more.way = None));
         with(&more(|more| more.spread = false));
         with(&more(|more| more.cut_experts = false));
-        with(&more(|more| more.optimizer = Rule::AdamW));
+        with(&more(|more| more.optimizer = OptimizerKind::AdamW));
         with(&|small| small.piped = matches!(small.loss, Loss::Counted | Loss::Sum));
         all.retain(|small| small != self);
         all
