@@ -1,15 +1,14 @@
 //! Hooks by which rooms above take part in backward passes; those rooms register them.
 use crate::Result;
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use std::cell::RefCell;
 
 /// The part of a room in the backward passes of one thread.
 pub(crate) struct Hooks {
-    /// Called at this node, before its nested pass runs anything.
-    pub(crate) nested_begins: fn(&Tensor) -> Result<()>,
-    /// Called when a nested pass, of this loss, has visited all its nodes.
-    pub(crate) nested_ended: fn(&Tensor) -> Result<()>,
+    /// Called in the pass that is at this place, before a nested pass runs anything.
+    pub(crate) nested_begins: fn(Option<usize>) -> Result<()>,
+    /// Called when a nested pass has visited all its nodes.
+    pub(crate) nested_ended: fn() -> Result<()>,
     /// Called when the outermost pass has visited all its nodes, before gradients that are off the graph are
     /// added to its own.
     pub(crate) ended: fn(&mut GradStore) -> Result<()>,
@@ -38,12 +37,12 @@ fn all() -> Vec<&'static Hooks> {
     HOOKS.with_borrow(Vec::clone)
 }
 
-pub(crate) fn nested_begins(node: &Tensor) -> Result<()> {
-    all().into_iter().try_for_each(|hooks| (hooks.nested_begins)(node))
+pub(crate) fn nested_begins(at: Option<usize>) -> Result<()> {
+    all().into_iter().try_for_each(|hooks| (hooks.nested_begins)(at))
 }
 
-pub(super) fn nested_ended(loss: &Tensor) -> Result<()> {
-    all().into_iter().try_for_each(|hooks| (hooks.nested_ended)(loss))
+pub(super) fn nested_ended() -> Result<()> {
+    all().into_iter().try_for_each(|hooks| (hooks.nested_ended)())
 }
 
 pub(super) fn ended(grads: &mut GradStore) -> Result<()> {

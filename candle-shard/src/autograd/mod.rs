@@ -115,7 +115,7 @@ fn explained(error: Error) -> Error {
 /// Runs candle's backward pass of a part of a graph, inside a node that an outer pass visits.
 pub(crate) fn backward_of_part(loss: &Tensor) -> candle_core::Result<GradStore> {
     let grads = order::pass(loss, || edges::backward(loss))?;
-    hooks::nested_ended(loss)?;
+    hooks::nested_ended()?;
     Ok(grads)
 }
 

@@ -57,6 +57,11 @@ impl Span {
         Ok((made, Self { from, to: now()? }))
     }
 
+    /// Returns the place where this span ends in the innermost pass.
+    pub(crate) fn place(self) -> Option<usize> {
+        self.last().map(|last| last.place)
+    }
+
     /// Returns where this span ends in the innermost pass; `None` for a pass whose order is unknown.
     pub(crate) fn last(self) -> Option<Last> {
         PASSES.with_borrow(|passes| {
@@ -68,16 +73,21 @@ impl Span {
 }
 
 impl Last {
-    /// Returns whether the node `at`, which the innermost pass visits now, comes after this one.
+    /// Returns whether the innermost pass, which is at the place `at`, has visited this node.
     ///
-    /// A finished pass is behind; a pass around the innermost one has not moved past the node that it is in.
-    pub(crate) fn is_behind(self, at: TensorId) -> bool {
+    /// A finished pass has; a pass around the innermost one has not moved past the node that it is in.
+    pub(crate) fn is_before(self, at: Option<usize>) -> bool {
         PASSES.with_borrow(|passes| match passes.iter().position(|pass| pass.number == self.pass) {
             None => true,
             Some(i) if i + 1 < passes.len() => false,
-            Some(i) => passes[i].places.get(&at).is_some_and(|&place| place > self.place),
+            Some(_) => at.is_some_and(|place| place > self.place),
         })
     }
+}
+
+/// Returns the place of a node in the innermost pass.
+pub(crate) fn place(node: TensorId) -> Option<usize> {
+    PASSES.with_borrow(|passes| passes.last().and_then(|pass| pass.places.get(&node).copied()))
 }
 
 /// Runs candle's backward pass of `loss` with its order recorded.

@@ -11,8 +11,8 @@ pub(super) trait InPass: Send + Sync {
     /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
     fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()>;
 
-    /// Takes the gradient of a whole parameter, complete at this point; the pass is at the parameter's node `at`.
-    fn take_grad(self: Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()>;
+    /// Takes the gradient of a whole parameter, complete at this point.
+    fn take_grad(self: Arc<Self>, which: usize, grad: &Tensor) -> Result<()>;
 }
 
 /// From this rank's piece of a parameter to the whole parameter, which has memory only while its unit is whole.
@@ -42,13 +42,13 @@ impl CustomOp1 for Whole {
 
     /// Passes the whole gradient to the unit; the gradient of the piece is computed with those of the unit's other
     /// parameters.
-    fn bwd(&self, _: &Tensor, whole: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let Some(unit) = self.unit.upgrade() else {
             candle_core::bail!(
                 "a backward pass through a fully sharded unit that was dropped; keep the model until then"
             )
         };
-        unit.take_grad(self.which, whole.id(), grad)?;
+        unit.take_grad(self.which, grad)?;
         Ok(None)
     }
 }

@@ -4,7 +4,7 @@ use super::nodes::InPass;
 use super::shared::{Reducing, lock};
 use super::unit::{Held, State, Unit};
 use crate::Result;
-use crate::autograd::order::Span;
+use crate::autograd::order::{self, Span};
 use crate::autograd::{hooks, nesting};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
@@ -25,9 +25,8 @@ thread_local! {
 
 /// What units do in each backward pass of a thread on which one was reached.
 static HOOKS: hooks::Hooks = hooks::Hooks {
-    // Ranks may have unlike nodes in a run, such as copies, so some may have left it earlier.
-    nested_begins: |node| Unit::leave(node.id()),
-    nested_ended: |loss| Unit::leave(loss.id()),
+    nested_begins: Unit::leave,
+    nested_ended: || Unit::leave(None),
     ended: finish,
     failed: discard_grads,
     abandoned: abandon,
@@ -35,7 +34,7 @@ static HOOKS: hooks::Hooks = hooks::Hooks {
 
 impl InPass for Unit {
     fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
-        Self::leave(at)?;
+        Self::leave(order::place(at))?;
         self.open()?;
         let mut state = lock(&self.state);
         // A run has an end for each of its results.
@@ -49,14 +48,13 @@ impl InPass for Unit {
         if is_first { self.prefetch(self.number.checked_sub(1)) } else { Ok(()) }
     }
 
-    fn take_grad(self: Arc<Self>, which: usize, at: TensorId, grad: &Tensor) -> Result<()> {
+    fn take_grad(self: Arc<Self>, which: usize, grad: &Tensor) -> Result<()> {
         self.note();
         {
             let (held, mut state) = (lock(&self.held), lock(&self.state));
             state.grads.resize(held.len(), None);
             state.grads[which] = Some(add_grad(state.grads[which].as_ref(), grad)?);
         }
-        Self::leave(at)?;
         let is_last = {
             let state = lock(&self.state);
             let is_unneeded = !state.is_whole || !state.stays && state.depth == nesting::depth();
@@ -67,15 +65,19 @@ impl InPass for Unit {
 }
 
 impl Unit {
-    /// Drops the parameters of units when the backward pass, which is at the node `at`, has left their last run.
+    /// Drops the parameters of units when the backward pass, which is at this place, has left their last run.
     ///
     /// It is not enough that the pass has reached the previous unit: a run that uses tensors from several places can
     /// have nodes that candle visits later.
-    fn leave(at: TensorId) -> Result<()> {
+    ///
+    /// The pass must be at a node that uses activations, as the ends of runs and recomputed segments do. At the node of a
+    /// parameter, ranks could disagree: where the last node of the run is before or after it depends on the number of
+    /// nodes that an op is, and that on the rank's rows.
+    fn leave(at: Option<usize>) -> Result<()> {
         for unit in OPEN.with_borrow(Vec::clone) {
             let mut state = lock(&unit.state);
             let was_inside = !state.inside.is_empty();
-            state.inside.retain(|last| last.is_none_or(|last| !last.is_behind(at)));
+            state.inside.retain(|last| last.is_none_or(|last| !last.is_before(at)));
             if !was_inside || !state.inside.is_empty() {
                 continue;
             }

@@ -1,4 +1,5 @@
 //! Recomputation of activations in the backward pass.
+use crate::autograd::order::Span;
 use crate::autograd::{backward_of_part, counts, hooks, nesting, off_graph};
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::layout::Axes;
@@ -8,7 +9,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var
 use candle_dist::backend::{Fresh, Ready};
 use candle_dist::bits::same_elements;
 use candle_dist::edges;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Computes `f(x)` without keeping its activations. The backward pass computes `f` a second time
 /// (activation checkpointing, Chen et al. 2016; PyTorch's `torch.utils.checkpoint`).
@@ -33,8 +34,11 @@ pub fn recompute(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + S
     // Without the graph, so that no activations are kept.
     let out = out.detach();
     counts::segment_made();
-    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink() };
-    Ok(DTensor::computed(edges::apply1(x.to_local(), op)?, spec, varying, &[out]))
+    let span = Arc::<OnceLock<Span>>::default();
+    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink(), span: span.clone() };
+    let (made, nodes) = Span::of(|| edges::apply1(x.to_local(), op))?;
+    span.get_or_init(|| nodes);
+    Ok(DTensor::computed(made?, spec, varying, &[out]))
 }
 
 type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
@@ -47,6 +51,8 @@ struct Recompute {
     made: Ready,
     /// The receiver of weight gradients, also for the recomputation.
     sink: Option<Arc<dyn WeightSink>>,
+    /// The nodes of the segment in the graph around it.
+    span: Arc<OnceLock<Span>>,
 }
 
 impl CustomOp1 for Recompute {
@@ -63,7 +69,7 @@ impl CustomOp1 for Recompute {
     }
 
     fn bwd(&self, _: &Tensor, made: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        hooks::nested_begins(made)?;
+        hooks::nested_begins(self.span.get().and_then(|span| span.place()))?;
         nesting::nested(|| self.backward(made, grad)).map(Some)
     }
 }

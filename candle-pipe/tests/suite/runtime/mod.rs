@@ -5,6 +5,7 @@ mod buffers;
 mod chain;
 mod declared;
 mod evaluation;
+mod experts;
 mod failure;
 mod half;
 mod handover;
