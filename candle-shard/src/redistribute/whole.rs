@@ -55,13 +55,17 @@ impl DTensor {
     /// The number of ranks never scales a gradient. Every rank calls it.
     ///
     /// # Errors
-    /// If the tensor has more than one element.
+    /// If the tensor has more than one element, or depends on no variable.
     pub fn backward(&self) -> Result<GradStore> {
         if self.elem_count() != 1 || self.placements().iter().any(|p| p.shard_dim().is_some()) {
             return Error::op(
                 "backward",
                 format!("{} is not a scalar; reduce it with sum_all or mean_all", self.spec()),
             );
+        }
+        if !self.tracked() {
+            let reason = "the loss depends on no variable: all that it comes from is frozen, detached, or no parameter of a builder";
+            return Error::op("backward", reason);
         }
         let linear = |p: &Placement| matches!(p, Replicate | Partial(ReduceOp::Sum));
         if !self.placements().iter().all(linear) {

@@ -77,15 +77,15 @@ fn a_result_cannot_be_made_to_vary() {
 
 #[test]
 fn operands_that_differ_are_found() {
-    type Beside = fn(&DTensor, &Tensor) -> Result<DTensor>;
+    type Operation = fn(&DTensor, &Tensor) -> Result<DTensor>;
     // Debug builds compare what is distributed at each use, and operands on the first use of a line.
-    let uses: [(Beside, bool); 4] = [
+    let uses: [(Operation, bool); 4] = [
         (|x, plain| x.mul(plain), false),
         (|x, plain| (x + plain)? - plain, false),
         (|x, plain| DTensor::distribute(plain, x.mesh(), &[Shard(0)]), cfg!(debug_assertions)),
         (|x, plain| DTensor::replicated(plain, x.mesh()), false),
     ];
-    for (beside, is_always_compared) in uses {
+    for (operation, is_always_compared) in uses {
         for (first, asked) in [(true, false), (false, false), (false, true)] {
             let ran = world(2).run(|ctx| -> Result<()> {
                 let mesh = mesh(ctx, &[2])?;
@@ -94,8 +94,8 @@ fn operands_that_differ_are_found() {
                 let mine = Tensor::full(mine, 4, &Device::Cpu)?;
                 let uses = if first { vec![mine] } else { vec![same, mine] };
                 uses.iter().try_for_each(|plain| match asked {
-                    true => compare_operands(|| beside(&x, plain)).map(drop),
-                    false => beside(&x, plain).map(drop),
+                    true => compare_operands(|| operation(&x, plain)).map(drop),
+                    false => operation(&x, plain).map(drop),
                 })
             });
             let is_found = first || asked || is_always_compared;
