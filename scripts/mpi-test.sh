@@ -316,5 +316,37 @@ verdict "lm train --resume where rank 1 has another step" told "is a checkpoint 
 apart --save new --steps 1
 verdict "lm train --save where rank 1 has another folder" told "--save new is not the folder that rank 0 writes to"
 
+# full: the training goes on where a part of the room for its next checkpoint is left, and again when there is room.
+full() {
+    out=$(unshare --mount bash -c '
+        . scripts/mpi-launch.sh
+        program=$1 place=$2 part=$3 room=$(du -sb "$2/whole/step-00000002" | cut -f1)
+        mkdir -p "$place/disk" && mount -t tmpfs -o "size=$((4 * room))" none "$place/disk" || exit 3
+        mkdir "$place/disk/saved" && cp -r "$place/whole/step-00000002" "$place/disk/saved"
+        head -c $((4 * room)) /dev/zero >"$place/disk/filler" 2>/dev/null
+        truncate -s $(($(stat -c %s "$place/disk/filler") - room * part / 4)) "$place/disk/filler"
+        for _ in 1 2; do
+            launched 120 -n 2 "$program" train --backend mpi --tp 2 --train "$place/text" --batch 2 --seq-len 8 --steps 4 \
+                --resume "$place/disk/saved" --save "$place/disk/saved" --save-every 2
+            echo "status $?:" $(ls "$place/disk/saved")
+            rm -f "$place/disk/filler"
+        done' full "$program" "$place" "$1" 2>&1 </dev/null)
+    status=$?
+}
+# kept: the first training left the checkpoint alone and said why, and the second one went on.
+kept() {
+    [ "$(echo "$out" | grep -c "^error: .*No space left on device")" -eq 1 ] &&
+        echo "$out" | grep -qE "^status [1-9][0-9]*: step-00000002$" &&
+        echo "$out" | grep -qE "^status 0: step-00000002 step-00000004$"
+}
+if unshare --mount mount -t tmpfs none "$place" 2>/dev/null; then
+    for part in 0 2; do
+        full "$part"
+        verdict "lm train --save on a disk with room for $part/4 of a checkpoint, on 2 ranks" kept
+    done
+else
+    echo "SKIPPED: no disk of its own can be mounted here"
+fi
+
 [ "$failed" -eq 0 ] && echo "all passed" || echo "$failed failed"
 exit $((failed > 0))
