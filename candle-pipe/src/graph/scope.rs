@@ -32,6 +32,12 @@ pub trait Scope: Clone + 'static {
         None
     }
 
+    /// Returns the parameters that were built on the mesh of [`mesh`](Self::mesh), if the model has them.
+    #[cfg(feature = "shard")]
+    fn parameters(&self) -> Option<candle_shard::nn::Parameters> {
+        None
+    }
+
     /// Refuses a plain tensor that nodes would take for a whole parameter, and that is one of a mesh of ranks in parts.
     ///
     /// # Errors

@@ -3,7 +3,7 @@ use super::{Ctx, Named, Scope, StageOp, variables};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Tensor, TensorId};
 use candle_dist::{DeviceMesh, ProcessGroup};
-use candle_shard::nn::{Parameter, ShardedVarBuilder};
+use candle_shard::nn::{Parameter, Parameters, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate};
 use std::collections::HashSet;
 
@@ -74,6 +74,10 @@ impl Scope for ShardedVarBuilder {
 
     fn mesh(&self) -> Option<DeviceMesh> {
         Some(ShardedVarBuilder::mesh(self).clone())
+    }
+
+    fn parameters(&self) -> Option<Parameters> {
+        Some(self.built())
     }
 
     fn check_plain(&self, tensor: &Tensor) -> Result<()> {

@@ -1,6 +1,6 @@
 //! A batch cut into microbatches.
-use super::ChunkSpec;
 use super::merge::Merge;
+use super::{ChunkSpec, Splitter};
 use crate::cuts::Dims;
 use crate::{Error, Kwargs, Result, Value};
 use std::collections::BTreeMap;
@@ -21,6 +21,27 @@ pub struct Microbatches {
 }
 
 impl Microbatches {
+    /// Cuts inputs that are passed by position into at most `chunks` microbatches, each tensor along dim 0.
+    ///
+    /// [`split_args_kwargs_into_chunks`](super::split_args_kwargs_into_chunks) also takes inputs by name and other dims.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_pipe::microbatch::Microbatches;
+    ///
+    /// let (x, y) = (Tensor::zeros((19, 2), DType::F32, &Device::Cpu)?, Tensor::zeros(19, DType::U32, &Device::Cpu)?);
+    /// let batch = Microbatches::cut(8, [&x, &y])?;
+    /// assert_eq!(batch.rows(), [3, 3, 3, 2, 2, 2, 2, 2]);
+    /// # Ok::<(), candle_pipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`split_args_kwargs_into_chunks`](super::split_args_kwargs_into_chunks).
+    pub fn cut<V: Into<Value>>(chunks: usize, inputs: impl IntoIterator<Item = V>) -> Result<Self> {
+        let inputs: Vec<Value> = inputs.into_iter().map(Into::into).collect();
+        Splitter::new(chunks).split(&inputs, &Kwargs::new(), None, None)
+    }
+
     pub(super) fn new(rows: Vec<usize>, masked: bool) -> Self {
         let (args, kwargs, args_dims, kwargs_dims) = Default::default();
         Self { args, kwargs, rows, masked, args_dims, kwargs_dims }

@@ -104,6 +104,8 @@ impl Runtime {
             outputs,
             constants,
             mesh,
+            #[cfg(feature = "shard")]
+            built: scope.parameters(),
             window: credit::window(&info, &evaluation),
             signature: pipe.signature().clone(),
             clock: Clock::settle(group)?,

@@ -17,9 +17,8 @@ impl Runtime {
     /// # use candle_core::{DType, Device, Tensor};
     /// # use candle_dist::World;
     /// # use candle_nn::{VarBuilder, VarMap};
-    /// # use candle_pipe::microbatch::split_args_kwargs_into_chunks;
     /// # use candle_pipe::schedule::ScheduleKind;
-    /// # use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, nn};
+    /// # use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
     /// # let losses = World::local(2).run(|ctx| -> Result<f64> {
     /// # let mut g = PipeBuilder::<VarBuilder<'static>>::new();
     /// # let x = g.input("x", In::Arg);
@@ -29,8 +28,7 @@ impl Runtime {
     /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     /// # let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
     /// # let x = Tensor::ones((4, 1), DType::F32, &Device::Cpu)?;
-    /// # let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 2, None, None)?;
-    /// let made = runtime.forward_backward(&batch, &StepOptions::default())?;
+    /// let made = runtime.step(0, [&x])?;
     /// let loss = runtime.loss(&made)?;
     /// # Ok(loss)
     /// # })?;

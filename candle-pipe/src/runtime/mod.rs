@@ -20,6 +20,8 @@ mod loss;
 mod names;
 mod notes;
 mod outline;
+#[cfg(feature = "shard")]
+mod parameters;
 mod post;
 mod reduce;
 mod stopwatch;
@@ -48,11 +50,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
 /// use candle_nn::{VarBuilder, VarMap};
-/// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 /// use candle_pipe::schedule::ScheduleKind;
-/// use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, nn};
+/// use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
 ///
-/// let losses = World::local(2).run(|ctx| -> Result<Option<f32>> {
+/// let losses = World::local(2).run(|ctx| -> Result<f64> {
 ///     let mut g = PipeBuilder::<VarBuilder<'static>>::new();
 ///     let (x, target) = (g.input("x", In::Arg), g.input("target", In::Arg));
 ///     let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
@@ -64,11 +65,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 ///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 ///     let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
 ///     let x = Tensor::ones((7, 1), DType::F32, &Device::Cpu)?;
-///     let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 3, None, None)?;
-///     let made = runtime.forward_backward(&batch, &StepOptions::default())?.step;
-///     Ok(made.loss().ok().map(|loss| loss.to_scalar::<f32>()).transpose()?)
+///     let made = runtime.step(0, [&x, &x])?; // microbatches of 3, 2 and 2 rows
+///     assert_eq!(made.step.loss().is_ok(), ctx.rank() == 1); // which has the last stage
+///     runtime.loss(&made) // tells it to all ranks
 /// })?;
-/// assert!(losses[0].is_none() && losses[1].is_some()); // rank 1 has the last stage
+/// assert_eq!(losses[0], losses[1]);
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub struct Runtime {
@@ -92,6 +93,9 @@ pub struct Runtime {
     constants: HashSet<ValueId>,
     /// The mesh that sharded tensors between stages lie on.
     mesh: Option<DeviceMesh>,
+    /// The parameters that are built on it, of these stages and of others.
+    #[cfg(feature = "shard")]
+    built: Option<candle_shard::nn::Parameters>,
     /// The most unacknowledged messages from one rank to another in an evaluation.
     window: usize,
     /// The device of the stages.
@@ -172,11 +176,10 @@ impl Runtime {
     /// # use candle_core::{DType, Device, Tensor};
     /// # use candle_dist::World;
     /// # use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
-    /// # use candle_pipe::microbatch::split_args_kwargs_into_chunks;
     /// # use candle_pipe::schedule::ScheduleKind;
-    /// # use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, nn};
+    /// # use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
     /// use candle_shard::checkpoint::save_stages;
-    /// use candle_shard::nn::{AdamW, Parameters};
+    /// use candle_shard::nn::AdamW;
     ///
     /// # let folder = std::env::temp_dir().join(format!("two-stages-{}", std::process::id()));
     /// # let norms = World::local(2).run(|ctx| -> Result<f64> {
@@ -188,18 +191,15 @@ impl Runtime {
     /// # let (pipe, schedule) = (g.finish(EqualCount(2))?, ScheduleKind::OneFOneB.schedule(2, 2, 1)?);
     /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     /// # let x = Tensor::ones((4, 1), DType::F32, &Device::Cpu)?;
-    /// # let batch = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 2, None, None)?;
-    /// let mesh = ctx.mesh(&[("pp", 2), ("alone", 1)])?;
-    /// let stages = mesh.axis_group("pp")?;
-    /// let runtime = Runtime::new(&pipe, &schedule, stages, &vb, &Device::Cpu)?;
-    /// let parameters = Parameters::replicated(&mesh.axis("alone")?, &runtime.named_vars()?)?;
+    /// let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
+    /// let parameters = runtime.parameters()?;
     /// let mut optimizer = AdamW::new(&parameters, ParamsAdamW::default())?;
     ///
-    /// let mut made = runtime.forward_backward(&batch, &StepOptions::default())?.step;
+    /// let mut made = runtime.step(0, [&x])?.step;
     /// let clip = runtime.clip_grad_norm(parameters.clip_grad_norm(1.0)?);
     /// let norm = clip.clip(&parameters.named_vars(), &mut made.grads)?; // of both stages
     /// optimizer.step(&made.grads)?;
-    /// save_stages(&folder, stages, &parameters.named_tensors())?;
+    /// save_stages(&folder, ctx.group(), &parameters.named_tensors())?;
     /// # Ok(norm)
     /// # })?;
     /// # std::fs::remove_dir_all(&folder).ok();
@@ -218,6 +218,20 @@ impl Runtime {
         &self.training
     }
 
+    /// Runs training step number `step` without the optimizer: cuts inputs that are passed by position into the microbatches of the
+    /// schedule, each tensor along dim 0, and calls [`forward_backward`](Self::forward_backward). Every rank calls it with the whole
+    /// batch.
+    ///
+    /// The number of the step seeds dropout, so a training that is resumed goes on with the next one. Inputs by name, other dims and
+    /// other [options](StepOptions), such as the first row of a replica with dropout, need `forward_backward` itself.
+    ///
+    /// # Errors
+    /// Those of [`Microbatches::cut`] and of [`forward_backward`](Self::forward_backward).
+    pub fn step<V: Into<Value>>(&self, step: u64, inputs: impl IntoIterator<Item = V>) -> Result<RankStep> {
+        let batch = Microbatches::cut(self.training.schedule().microbatches(), inputs);
+        self.train(batch.as_ref().map_err(Error::clone), &StepOptions::default().step(step))
+    }
+
     /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
     ///
     /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the computations of
@@ -232,6 +246,11 @@ impl Runtime {
     /// schedule's microbatches, lacks an input, or differs from that of the others, or if a rank is within `fsdp::no_sync`. Errors of nodes, which name rank,
     /// stage, microbatch and action, and of communication; after these the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
+        self.train(Ok(batch), options)
+    }
+
+    /// Runs a training step. A batch that this rank could not cut is an error on all ranks, as others are.
+    fn train(&self, batch: Result<&Microbatches>, options: &StepOptions) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
@@ -253,7 +272,7 @@ impl Runtime {
     /// Those of [`forward_backward`](Self::forward_backward); on all ranks alike, if an option has no meaning in an evaluation (see
     /// [`StepOptions`]).
     pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
-        self.run(&self.evaluation, batch, options, false, Outputs::of(options))
+        self.run(&self.evaluation, Ok(batch), options, false, Outputs::of(options))
     }
 
     /// Like [`evaluate`](Self::evaluate), but passes the outputs and the number of each finished microbatch to `each`,
@@ -269,7 +288,7 @@ impl Runtime {
         options: &StepOptions,
         mut each: impl FnMut(usize, Kwargs) -> Result<()>,
     ) -> Result<RankStep> {
-        self.run(&self.evaluation, batch, options, false, Outputs::Given(&mut each))
+        self.run(&self.evaluation, Ok(batch), options, false, Outputs::Given(&mut each))
     }
 
     /// Gives the rows of tables that lookups have changed in place since the last training step, as those with `max_norm` do, to
@@ -284,7 +303,7 @@ impl Runtime {
     fn run(
         &self,
         program: &Program,
-        cut: &Microbatches,
+        cut: Result<&Microbatches>,
         options: &StepOptions,
         backward: bool,
         outputs: Outputs<'_>,
@@ -297,7 +316,8 @@ impl Runtime {
             }
             _ => Ok(()),
         };
-        let batch = agree::settle(self, has_outputs.and_then(|()| Batch::new(self, cut, options, backward)))?;
+        let batch = has_outputs.and(cut).and_then(|cut| Batch::new(self, cut, options, backward));
+        let batch = agree::settle(self, batch)?;
         let mut step = if backward { StepResult::begin() } else { StepResult::default() };
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
         let execution = Execution::new(self, program, &batch, outputs, &notes);

@@ -23,7 +23,7 @@
 //! use candle_core::{DType, Device, Tensor};
 //! use candle_dist::World;
 //! use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-//! use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+//! use candle_shard::nn::{AdamW, Linear, Module, ShardedVarBuilder};
 //! use candle_shard::parallel::Plan;
 //! use candle_shard::{DTensor, Replicate, Result, Shard};
 //!
@@ -39,9 +39,9 @@
 //!     let batch = Tensor::ones((6, 8), DType::F32, &Device::Cpu)?;
 //!     let mut x = DTensor::distribute(&batch, &mesh, &[Shard(0), Replicate])?; // 3 rows each
 //!     for layer in &layers {
-//!         x = layer.run(|layer| layer.forward(&x)?.gelu())?;
+//!         x = layer.forward(&x)?.gelu()?; // a unit of a `Module` is one; others have `run`
 //!     }
-//!     optimizer.step(&parameters.backward(&x.mean_all()?)?)?;
+//!     optimizer.backward_step(&x.mean_all()?)?;
 //!     Ok(())
 //! })?;
 //! # Ok::<(), candle_dist::WorldError>(())
@@ -96,6 +96,17 @@ impl<M> FullyShard<M> {
         match &self.unit {
             Some(unit) => unit.run(|| f(&self.module)),
             None => f(&self.module),
+        }
+    }
+
+    /// Like [`run`](Self::run), for a part whose forward pass changes it, such as its cache of keys and values.
+    ///
+    /// # Errors
+    /// Those of `f` and of the communication.
+    pub fn run_mut<T: TensorTree>(&mut self, f: impl FnOnce(&mut M) -> Result<T>) -> Result<T> {
+        match &self.unit {
+            Some(unit) => unit.run(|| f(&mut self.module)),
+            None => f(&mut self.module),
         }
     }
 }

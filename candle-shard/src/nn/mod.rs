@@ -50,7 +50,8 @@ pub use module::{Module, ModuleT};
 pub use moe::{ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
 pub use optim::{
-    Adagrad, AdamW, AdjustLr, ElementOptimizer, Muon, Optimizer, ParamGroup, ParamsAdagrad, ParamsMuon, ParamsSgd, Sgd,
+    Adagrad, AdamW, AdjustLr, ElementOptimizer, LrSchedule, Muon, Optimizer, ParamGroup, ParamsAdagrad, ParamsMuon,
+    ParamsSgd, Sgd,
 };
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};

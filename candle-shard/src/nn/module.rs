@@ -1,4 +1,5 @@
 //! The traits of layers.
+use crate::fsdp::FullyShard;
 use crate::nn::{Embedding, LayerNorm, Linear, RmsNorm};
 use crate::{DTensor, Result};
 use candle_nn::Activation;
@@ -74,6 +75,13 @@ impl DTensor {
 impl Module for Activation {
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
         x.activation(*self)
+    }
+}
+
+/// A unit of a module is a module: its forward pass is [`run`](FullyShard::run).
+impl<M: Module> Module for FullyShard<M> {
+    fn forward(&self, x: &DTensor) -> Result<DTensor> {
+        self.run(|module| module.forward(x))
     }
 }
 

@@ -58,9 +58,8 @@ impl Parameters {
     ///
     /// They are in the order of their names. Gradients are used as they are; average those of replicas before.
     ///
-    /// The variables of a stage are this rank's own, so they are on a mesh of one rank: one axis of size 1 of the mesh of all,
-    /// `mesh.axis("tp")?`. A `ctx.mesh(&[("rank", 1)])?` in a world of several ranks is an error. Two methods then see this stage
-    /// alone:
+    /// `Runtime::parameters` of candle-pipe makes those of the stages of this rank, on a mesh of this rank alone. Two methods then see
+    /// these stages alone:
     ///
     /// | for | instead of | use |
     /// |---|---|---|

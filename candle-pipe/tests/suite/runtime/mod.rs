@@ -22,6 +22,7 @@ mod replicas;
 mod saved;
 mod sharded;
 mod shards;
+mod step;
 mod sums;
 mod tables;
 mod times;

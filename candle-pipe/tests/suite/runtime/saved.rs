@@ -57,7 +57,7 @@ fn train(
     let vb = ShardedVarBuilder::fresh(5, &mesh.axis("tp")?, plan, DType::F64, &device())?;
     let schedule = ScheduleKind::OneFOneB.schedule(pp, 2, 1)?;
     let runtime = Runtime::new(&declare(pp)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
-    let parameters = vb.built();
+    let parameters = runtime.parameters()?;
     // Those that go on have the learning rates and options of the checkpoint, whatever they are made with.
     let lr = if load.is_some() { 0.5 } else { 0.05 };
     let (decay, no_decay) = parameters.split_decay();

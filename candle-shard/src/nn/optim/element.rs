@@ -83,6 +83,16 @@ impl<P: ElementParams> ElementOptimizer<P> {
         Ok(())
     }
 
+    /// See [`Optimizer::backward_step`].
+    pub fn backward_step(&mut self, loss: &DTensor) -> Result<()> {
+        Optimizer::backward_step(self, loss)
+    }
+
+    /// See [`Optimizer::parameters`].
+    pub fn parameters(&self) -> Parameters {
+        Parameters::new(self.groups.slots().map(|slot| slot.of.clone()).collect())
+    }
+
     /// See [`Optimizer::state`].
     pub fn state(&self) -> Result<Vec<(String, DTensor)>> {
         self.groups.state()

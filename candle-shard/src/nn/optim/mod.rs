@@ -10,6 +10,10 @@ macro_rules! optimizer_by_methods {
                 self.step(grads)
             }
 
+            fn parameters(&self) -> crate::nn::Parameters {
+                self.parameters()
+            }
+
             fn state(&self) -> crate::Result<Vec<(String, crate::DTensor)>> {
                 self.state()
             }
@@ -40,6 +44,7 @@ mod group;
 mod muon;
 mod options;
 mod params;
+mod schedule;
 mod sgd;
 mod slot;
 
@@ -49,8 +54,10 @@ pub use element::ElementOptimizer;
 pub use group::ParamGroup;
 pub use muon::{AdjustLr, Muon, ParamsMuon};
 pub(crate) use params::{Params, check};
+pub use schedule::LrSchedule;
 pub use sgd::{ParamsSgd, Sgd};
 
+use crate::nn::Parameters;
 use crate::{DTensor, Result};
 use candle_core::backprop::GradStore;
 use std::fmt;
@@ -101,6 +108,43 @@ pub trait Optimizer: fmt::Debug {
     /// If a gradient does not fit its parameter.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
 
+    /// Runs the backward pass of `loss`, and updates every parameter by its complete gradient:
+    /// [`backward`](Parameters::backward) of the [`parameters`](Self::parameters), and [`step`](Self::step). Every rank of the mesh
+    /// calls it.
+    ///
+    /// To clip gradients, or to add those of several losses, make the two calls yourself.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{AdamW, linear};
+    /// use candle_shard::prelude::*;
+    ///
+    /// World::local(2).run(|ctx| -> candle_shard::Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
+    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let layer = linear(4, 6, vb.pp("up"))?;
+    ///     let mut optimizer = AdamW::new(&vb.finish()?, candle_nn::ParamsAdamW::default())?;
+    ///     let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;
+    ///     let loss = || layer.forward(&x)?.sqr()?.mean_all();
+    ///     let before = loss()?;
+    ///     optimizer.backward_step(&before)?;
+    ///     assert!(loss()?.to_scalar::<f32>()? < before.to_scalar::<f32>()?);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of the two calls.
+    fn backward_step(&mut self, loss: &DTensor) -> Result<()> {
+        self.step(&self.parameters().backward(loss)?)
+    }
+
+    /// Returns the parameters that it trains, group by group.
+    fn parameters(&self) -> Parameters;
+
     /// Returns the state of each parameter, which has the parameter's layout, its number of steps, and the options of its
     /// group as f64 numbers in the order of their fields, for [`checkpoint::save`](crate::checkpoint::save). The names end with
     /// that of the parameter.
@@ -139,7 +183,7 @@ pub trait Optimizer: fmt::Debug {
     /// If there is not one per group, or one is negative or not finite. Nothing changes then.
     fn set_learning_rates(&mut self, lrs: &[f64]) -> Result<()>;
 
-    /// Sets the same learning rate for all groups for the following steps.
+    /// Sets the same learning rate for all groups for the following steps; an [`LrSchedule`] has one for each.
     ///
     /// # Errors
     /// If it is negative or not finite.

@@ -2,11 +2,11 @@
 use crate::fsdp::harness::*;
 use candle_core::{DType, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Linear, MoE, MoEConfig, Mode, Module, ShardedVarBuilder, recompute};
 use candle_shard::{DTensor, Result};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use test_utils::{has_ranks, world};
+use test_utils::{has_ranks, on_ranks, world};
 
 /// The output and the auxiliary loss of a layer.
 type Both = (DTensor, Option<DTensor>);
@@ -152,5 +152,35 @@ fn a_tensor_that_leaves_a_unit_by_another_way_is_one_error() {
     // Off the host, candle does not name the dtype by which free memory is known.
     for text in texts.iter().filter(|_| test_utils::device().is_cpu()) {
         assert!(text.contains("has left the unit other than as a result of FullyShard::run"), "{text}");
+    }
+}
+
+#[test]
+fn a_unit_of_a_module_is_one_and_a_pass_may_change_its_part() {
+    for ranks in [1, 2, 3, 5] {
+        on_ranks(ranks, "parts", |ctx| -> Result<()> {
+            let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
+            let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
+            let mut counted =
+                FullyShard::new(&vb.pp("counted"), |vb| Ok((Linear::new(5, 3, true, vb)?, Vec::<usize>::new())))?;
+            let plain = FullyShard::new(&vb.again().pp("counted"), |vb| Linear::new(5, 3, true, vb))?;
+            let parameters = vb.finish()?;
+            let x = rows(&batch(0)?, &mesh)?;
+            let grads = |y: DTensor| -> Result<Vec<Vec<f64>>> {
+                let grads = parameters.backward(&y.sqr()?.mean_all()?)?;
+                parameters.iter().map(|p| whole(&p.grad(&grads)?.unwrap())).collect()
+            };
+            let want = grads(plain.run(|layer| layer.forward(&x))?)?;
+            assert_eq!(grads(Module::forward(&plain, &x)?)?, want);
+            for calls in 0..3 {
+                let y = counted.run_mut(|(layer, seen)| {
+                    assert_eq!(seen.len(), calls);
+                    seen.push(calls);
+                    layer.forward(&x)
+                })?;
+                assert_eq!(grads(y)?, want);
+            }
+            Ok(())
+        });
     }
 }

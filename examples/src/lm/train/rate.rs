@@ -1,7 +1,6 @@
 //! The learning rate of each step.
 
-use std::f64::consts::PI;
-
+use candle_shard::nn::LrSchedule;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -47,17 +46,13 @@ pub struct Rate {
 impl Rate {
     /// The learning rate of a step, the first being 0.
     pub fn at(&self, step: usize) -> f64 {
-        let Self { peak, warmup, decay, .. } = *self;
-        if step < warmup {
-            return peak * (step + 1) as f64 / warmup as f64;
-        }
-        let gone = ((step - warmup) as f64 / self.end().saturating_sub(warmup).max(1) as f64).min(1.0);
-        let left = match decay {
-            Decay::Cosine => (1.0 + (PI * gone).cos()) / 2.0,
-            Decay::Linear => 1.0 - gone,
-            Decay::None => 1.0,
+        let end = self.end() as u64;
+        let schedule = match self.decay {
+            Decay::Cosine => LrSchedule::cosine(self.peak, end),
+            Decay::Linear => LrSchedule::linear(self.peak, end),
+            Decay::None => LrSchedule::constant(self.peak),
         };
-        peak * (LEAST + (1.0 - LEAST) * left)
+        schedule.warmup(self.warmup as u64).least(LEAST).at(step as u64)
     }
 
     /// The steps after which it has fallen.

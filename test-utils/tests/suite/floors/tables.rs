@@ -214,7 +214,7 @@ const CANDLE_SHARD: &[Folder] = &[
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
     folder("nn/kv_cache", &["layout", "mod", "texts"]),
-    folder("nn/optim", &["mod params", "slot", "group", "element options", "adagrad adam_w sgd", "muon"]),
+    folder("nn/optim", &["mod params schedule", "slot", "group", "element options", "adagrad adam_w sgd", "muon"]),
     folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
     folder(
         "ops",

@@ -202,6 +202,17 @@ impl Muon {
         self.others.as_mut().map_or(Ok(()), |others| others.step(grads))
     }
 
+    /// See [`Optimizer::backward_step`].
+    pub fn backward_step(&mut self, loss: &DTensor) -> Result<()> {
+        Optimizer::backward_step(self, loss)
+    }
+
+    /// See [`Optimizer::parameters`].
+    pub fn parameters(&self) -> Parameters {
+        let others = self.others.iter().flat_map(|others| others.groups.slots());
+        Parameters::new(self.groups.slots().chain(others).map(|slot| slot.of.clone()).collect())
+    }
+
     /// See [`Optimizer::state`].
     pub fn state(&self) -> Result<Vec<(String, DTensor)>> {
         let others = self.others.as_ref().map(AdamW::state).transpose()?;

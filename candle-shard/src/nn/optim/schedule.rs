@@ -1,0 +1,78 @@
+//! Learning rates by step.
+use std::f64::consts::PI;
+
+/// The learning rate of each step: it rises in a straight line to a peak, and then decays. It has no state, so a training that is
+/// resumed goes on with its next step.
+///
+/// Steps count from 0. Without a decay it is PyTorch's `LinearLR` of the warm-up, and without a warm-up `CosineAnnealingLR` or
+/// `LinearLR`.
+///
+/// ```
+/// use candle_shard::nn::LrSchedule;
+///
+/// let schedule = LrSchedule::linear(1.0, 12).warmup(2).least(0.1);
+/// assert_eq!([0, 1, 2, 7, 12, 20].map(|step| schedule.at(step)), [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]);
+/// // In a loop: optimizer.set_learning_rate(schedule.at(step))?;
+/// ```
+///
+/// [`set_learning_rate`](super::Optimizer::set_learning_rate) refuses rates that are negative or not finite.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LrSchedule {
+    peak: f64,
+    decay: Decay,
+    /// The step at which the decay ends.
+    steps: u64,
+    warmup: u64,
+    least: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Decay {
+    None,
+    Linear,
+    Cosine,
+}
+
+impl LrSchedule {
+    /// Creates a schedule that stays at its peak.
+    pub const fn constant(peak: f64) -> Self {
+        Self { peak, decay: Decay::None, steps: 0, warmup: 0, least: 0.0 }
+    }
+
+    /// Creates a schedule that decays in a straight line, to 0 at step `steps`.
+    pub const fn linear(peak: f64, steps: u64) -> Self {
+        Self { decay: Decay::Linear, steps, ..Self::constant(peak) }
+    }
+
+    /// Creates a schedule that decays by half a wave of a cosine, to 0 at step `steps`.
+    pub const fn cosine(peak: f64, steps: u64) -> Self {
+        Self { decay: Decay::Cosine, steps, ..Self::constant(peak) }
+    }
+
+    /// Begins with `steps` steps of a rise in a straight line, the last of which has the peak. They are among those of the decay.
+    #[must_use]
+    pub const fn warmup(self, steps: u64) -> Self {
+        Self { warmup: steps, ..self }
+    }
+
+    /// Decays to this share of the peak instead of 0.
+    #[must_use]
+    pub const fn least(self, share: f64) -> Self {
+        Self { least: share, ..self }
+    }
+
+    /// Returns the learning rate of a step. Behind its end it stays.
+    pub fn at(&self, step: u64) -> f64 {
+        let Self { peak, decay, steps, warmup, least } = *self;
+        if step < warmup {
+            return peak * (step + 1) as f64 / warmup as f64;
+        }
+        let gone = ((step - warmup) as f64 / steps.saturating_sub(warmup).max(1) as f64).min(1.0);
+        let left = match decay {
+            Decay::None => 1.0,
+            Decay::Linear => 1.0 - gone,
+            Decay::Cosine => (1.0 + (PI * gone).cos()) / 2.0,
+        };
+        peak * (least + (1.0 - least) * left)
+    }
+}
