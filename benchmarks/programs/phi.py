@@ -26,7 +26,7 @@ for layer in model.model.layers:
 fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters())
 text = (torch.arange(102) ** 2 % 50).reshape(6, 17).chunk(2)[mesh["dp"].get_local_rank()]
-for _ in range(6):
+for _ in range(21):
     logits = model(text[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
     optimizer.zero_grad()

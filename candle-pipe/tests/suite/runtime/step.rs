@@ -92,8 +92,8 @@ fn the_parameters_of_plain_stages_are_their_variables_and_load_on_other_stages()
             assert_eq!(names(&parameters), want.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>());
             let mut optimizer = AdamW::new(&parameters, candle_nn::ParamsAdamW { lr: 0.1, ..Default::default() })?;
             let x = Tensor::ones((4, 2), DType::F64, &device())?;
-            // The last of three stages has the loss alone.
-            assert_eq!(want.is_empty(), stages == 3 && ctx.rank() == 2);
+            // The last of many stages has the loss alone.
+            assert_eq!(want.is_empty(), stages > 2 && ctx.rank() == stages - 1);
             let values = || want.iter().map(|(_, var)| numbers(var.as_tensor())).collect::<Result<Vec<_>>>();
             let fresh = values()?;
             match saves {
