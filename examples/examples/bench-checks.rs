@@ -10,9 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::bits::digest;
 use candle_dist::{RankContext, World};
 use candle_nn::{VarBuilder, VarMap};
-use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Keep, Kwargs, PipeBuilder, Reduction, Runtime, StepOptions, nn};
+use candle_pipe::{EqualCount, In, Keep, PipeBuilder, Reduction, Runtime, StepOptions, nn};
 use clap::Parser;
 use examples::table::{number, table};
 use examples::timing::median;
@@ -62,7 +62,7 @@ fn runtime(ctx: &RankContext, args: Args) -> candle_pipe::Result<(Runtime, Micro
     let schedule = ScheduleKind::OneFOneB.schedule(2, MICROBATCHES, 1)?;
     let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
     let x = Tensor::ones((args.rows, args.width), DType::F32, &Device::Cpu)?;
-    let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), MICROBATCHES, None, None)?;
+    let batch = Microbatches::cut(MICROBATCHES, [x])?;
     Ok((runtime, batch))
 }
 

@@ -6,11 +6,9 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{RankContext, World};
 use candle_nn::VarBuilder;
-use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
-use candle_pipe::{
-    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, StepOptions, StepResult, nn,
-};
+use candle_pipe::{In, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, StepOptions, StepResult, nn};
 
 /// One line per rank. Rank 1 defers weight gradients (`W`), so that rank 0 gets input gradients (`I`) sooner.
 const TEXT: &str = "\
@@ -57,7 +55,7 @@ fn by_name<'a>(
 
 fn on_ranks(ctx: &RankContext, schedule: &Schedule, x: &Tensor) -> Result<HashMap<String, Tensor>> {
     let runtime = Runtime::new(&model()?, schedule, ctx.group(), &variables()?, &Device::Cpu)?;
-    let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), schedule.microbatches(), None, None)?;
+    let batch = Microbatches::cut(schedule.microbatches(), [x])?;
     let step = runtime.forward_backward(&batch, &StepOptions::default())?.step;
     by_name(&step, runtime.stages().flat_map(|stage| stage.parameters()))
 }
@@ -74,7 +72,7 @@ fn main() -> Result<()> {
 
     let x = Tensor::arange(0f64, 14., &Device::Cpu)?.affine(0.1, -0.5)?.reshape((7, 2))?;
     let local = LocalPipe::new(&model()?, &variables()?, &Device::Cpu)?;
-    let whole = split_args_kwargs_into_chunks(&[(&x).into()], &Kwargs::new(), 1, None, None)?;
+    let whole = Microbatches::cut(1, [&x])?;
     let step = local.forward_backward(&whole, &StepOptions::default())?;
     let want = by_name(&step, local.stages().iter().flat_map(|stage| stage.parameters()))?;
     for (name, got) in World::local(2).run(|ctx| on_ranks(ctx, &own, &x))?.iter().flatten() {

@@ -6,11 +6,9 @@ use anyhow::{Context, Result, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DataParallelOptions, DeviceMesh, RankContext, World, comm};
-use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{
-    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitPoint, SplitSpec, StepOptions, stage_op,
-};
+use candle_pipe::{In, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitPoint, SplitSpec, StepOptions, stage_op};
 use candle_shard::nn::{Linear, Parameter, Parameters, ShardedVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
@@ -49,7 +47,7 @@ fn builder(tp: &DeviceMesh) -> Result<ShardedVarBuilder> {
 /// Cuts rows of the batch into microbatches.
 fn batch(first: usize, rows: usize, microbatches: usize) -> Result<Microbatches> {
     let x = Tensor::arange(0f64, 64., &Device::Cpu)?.sin()?.reshape((ROWS, 8))?.narrow(0, first, rows)?;
-    Ok(split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)?)
+    Ok(Microbatches::cut(microbatches, [x])?)
 }
 
 /// Returns the whole gradients by name.

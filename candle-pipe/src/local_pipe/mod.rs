@@ -22,8 +22,8 @@ use std::collections::BTreeMap;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
-/// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
-/// use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, PipeBuilder, Reduction, StepOptions, nn};
+/// use candle_pipe::microbatch::Microbatches;
+/// use candle_pipe::{EqualCount, In, LocalPipe, PipeBuilder, Reduction, StepOptions, nn};
 ///
 /// let mut g = PipeBuilder::<VarBuilder<'static>>::new();
 /// let (x, target) = (g.input("x", In::Arg), g.input("target", In::Arg));
@@ -38,7 +38,7 @@ use std::collections::BTreeMap;
 /// let mut optimizer = SGD::new(parameters.all_vars(), 1e-4)?;
 ///
 /// let x = Tensor::new(&[[1f32], [2.], [3.], [4.], [5.]], &Device::Cpu)?;
-/// let batch = split_args_kwargs_into_chunks(&[(&x).into(), (&x).into()], &Kwargs::new(), 2, None, None)?;
+/// let batch = Microbatches::cut(2, [&x, &x])?;
 /// let mut losses = Vec::new();
 /// for step in 0..2 {
 ///     let result = local.forward_backward(&batch, &StepOptions::default().step(step))?;

@@ -92,11 +92,10 @@ impl Microbatches {
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use candle_pipe::Kwargs;
-    /// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+    /// use candle_pipe::microbatch::Microbatches;
     ///
     /// let x = Tensor::arange(0f32, 5., &Device::Cpu)?;
-    /// let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)?;
+    /// let batch = Microbatches::cut(2, [x])?;
     /// assert_eq!(batch.weights(), [0.6, 0.4]);
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```

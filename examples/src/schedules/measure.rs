@@ -7,12 +7,10 @@ use std::time::{Duration, Instant};
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Shape, Tensor};
 use candle_dist::{RankContext, World};
 use candle_nn::{VarBuilder, VarMap};
-use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+use candle_pipe::microbatch::Microbatches;
 use candle_pipe::nn::DeferredGradients;
 use candle_pipe::schedule::{Costs, Schedule, Span, Timeline};
-use candle_pipe::{
-    Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
-};
+use candle_pipe::{Ctx, In, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op};
 
 /// Steps that are not measured: the first use of memory is slower.
 const WARM_UP: usize = 2;
@@ -38,7 +36,7 @@ fn run(ctx: &RankContext, schedule: &Schedule, costs: &Costs, unit: f64) -> Resu
     let runtime = Runtime::new(&pipe(schedule, costs, unit)?, schedule, ctx.group(), &vb, &Device::Cpu)?;
     let microbatches = schedule.microbatches();
     let x = Tensor::zeros(microbatches, DType::F32, &Device::Cpu)?;
-    let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), microbatches, None, None)?;
+    let batch = Microbatches::cut(microbatches, [x])?;
     // All ranks end a step together, so they also begin the next one together.
     for _ in 0..WARM_UP {
         runtime.forward_backward(&batch, &StepOptions::default())?;

@@ -39,8 +39,8 @@ impl<B: Scope> PipeBuilder<B> {
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
-    /// use candle_pipe::microbatch::split_args_kwargs_into_chunks;
-    /// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, SplitSpec, StepOptions};
+    /// use candle_pipe::microbatch::Microbatches;
+    /// use candle_pipe::{In, LocalPipe, PipeBuilder, SplitSpec, StepOptions};
     ///
     /// let mut g = PipeBuilder::<()>::new();
     /// let (x, is_valid) = (g.input("x", In::Arg), g.input("is_valid", In::Arg));
@@ -55,7 +55,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &Device::Cpu)?;
     /// let x = Tensor::new(&[1f32, 2., 3., 4.], &Device::Cpu)?;
     /// let is_valid = Tensor::new(&[1f32, 1., 1., 0.], &Device::Cpu)?;
-    /// let batch = split_args_kwargs_into_chunks(&[x.into(), is_valid.into()], &Kwargs::new(), 2, None, None)?;
+    /// let batch = Microbatches::cut(2, [x, is_valid])?;
     /// assert_eq!(local.evaluate(&batch, &StepOptions::default())?.loss()?.to_scalar::<f32>()?, 14.0 / 3.0);
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
