@@ -68,7 +68,7 @@ pub use value::{Kwargs, Value, ValuePath};
 
 /// What most programs import: `use candle_pipe::prelude::*`.
 pub mod prelude {
-    pub use crate::microbatch::split_args_kwargs_into_chunks;
+    pub use crate::microbatch::{Microbatches, split_args_kwargs_into_chunks};
     pub use crate::schedule::ScheduleKind;
     pub use crate::{
         Balanced, EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, Share, SplitSpec,

@@ -52,7 +52,7 @@ impl Trajectory {
     ///
     /// A number may be as far from that of one device as a few times the farthest of its tensor there is from f64, and some
     /// roundings of the largest number of its tensor, or of a small part of the largest of its kind. It is never farther
-    /// than half of that largest number.
+    /// than half of that largest number, or, in 16 bits, than twice as far as one device is from f64.
     pub(super) fn difference(&self, all_alone: &Self, all_exact: &Self, dtype: DType) -> Option<Difference> {
         let rounding = match dtype {
             DType::F64 => 1e-10,
@@ -80,10 +80,12 @@ impl Trajectory {
             // Roundings of 16 bits add up in single elements, so these tensors are compared as a whole.
             if rounding > 1e-2 && alone.iter().chain(numbers).all(|x| x.is_finite()) {
                 let own = spread(alone).max(share * all_alone.largest_like(name));
-                let most = (4.0 * spread(&minus(alone, exact)) + rounding * own).min(own / 2.0);
-                let far = spread(&minus(numbers, alone));
+                let (far, of_one) = (spread(&minus(numbers, alone)), spread(&minus(alone, exact)));
+                let most = (4.0 * of_one + rounding * own).min((own / 2.0).max(2.0 * of_one));
                 if far > most {
                     let reason = format!("differs by {far:.1e} in the root mean square, more than {most:.1e}");
+                    let reason =
+                        format!("{reason}; that of one device is {:.1e}, {of_one:.1e} from f64", spread(alone));
                     return Some(Difference { name: name.clone(), reason });
                 }
                 continue;

@@ -51,7 +51,6 @@ pub(crate) struct Last {
 impl Span {
     /// Runs `f`; returns its result and the span of the nodes that it created.
     pub(crate) fn of<T>(f: impl FnOnce() -> T) -> candle_core::Result<(T, Self)> {
-        ASKED.set(true);
         let from = now()?;
         let made = f();
         Ok((made, Self { from, to: now()? }))
@@ -83,6 +82,11 @@ impl Last {
             Some(_) => at.is_some_and(|place| place > self.place),
         })
     }
+}
+
+/// Records that this thread has run units: passes from now on know their order.
+pub(crate) fn ask() {
+    ASKED.set(true);
 }
 
 /// Returns the place of a node in the innermost pass.

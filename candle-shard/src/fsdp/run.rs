@@ -3,7 +3,7 @@ use super::nodes::End;
 use super::shared::lock;
 use super::unit::Unit;
 use crate::Result;
-use crate::autograd::order::Span;
+use crate::autograd::order::{self, Span};
 use crate::autograd::{counts, nesting};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::{Fresh, Ready};
@@ -63,6 +63,7 @@ impl Unit {
 
     /// Runs `f`; the backward pass of each of its results makes the unit whole before entering it.
     fn marked<T: TensorTree>(self: &Arc<Self>, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        order::ask();
         let segments = counts::segments();
         let (made, span) = Span::of(f)?;
         let made = made?;

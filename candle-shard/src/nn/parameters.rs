@@ -231,20 +231,22 @@ impl Parameters {
 
     /// Returns the complete gradients of `loss`: runs the backward pass and [`reduce`](Self::reduce).
     ///
+    /// If none of these parameters has a gradient, as those of another model, that is a warning.
+    ///
     /// # Errors
-    /// Those of [`DTensor::backward`], and if none of these parameters has a gradient: the loss is that of another model.
+    /// Those of [`DTensor::backward`] and of [`reduce`](Self::reduce).
     pub fn backward(&self, loss: &DTensor) -> Result<GradStore> {
         let mut grads = loss.backward()?;
         self.reduce(&mut grads)?;
         let mut mine = self.iter().filter(|p| !p.is_frozen() && p.var.elem_count() > 0).peekable();
         if let Some(first) = mine.peek().map(|p| p.name.clone())
+            && !crate::fsdp::keeps_grads()
             && mine.all(|p| grads.get(&p.var).is_none())
         {
-            let reason = "the loss depends on none of these parameters, such as";
-            return Error::op(
-                "Parameters::backward",
-                format!("{reason} {first:?}; take those of the model that computed it"),
-            );
+            candle_dist::warn(format_args!(
+                "Parameters::backward: the loss depends on none of these parameters, such as {first:?}; take those of the model \
+                 that computed it"
+            ));
         }
         Ok(grads)
     }

@@ -61,6 +61,11 @@ impl DTensor {
     pub fn mul(&self, rhs: impl Operand) -> Result<Self> {
         match rhs.side()? {
             Side::Number(rhs) => self.affine(rhs, 0.0),
+            // candle makes a view of a smaller operand. As the second one, such as a parameter, a backward pass visits it before all
+            // that the larger one comes from, and so on all ranks, with rows or without.
+            Side::Spread(larger) if larger.elem_count() > self.elem_count() => {
+                larger.binary("mul", Side::Spread(self), &MUL, &Tensor::broadcast_mul)
+            }
             rhs => self.binary("mul", rhs, &MUL, &Tensor::broadcast_mul),
         }
     }

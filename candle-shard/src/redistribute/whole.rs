@@ -55,7 +55,7 @@ impl DTensor {
     /// The number of ranks never scales a gradient. Every rank calls it.
     ///
     /// # Errors
-    /// If the tensor has more than one element, or depends on no variable.
+    /// If the tensor has more than one element. If it depends on no variable, that is a warning, and there are no gradients.
     pub fn backward(&self) -> Result<GradStore> {
         if self.elem_count() != 1 || self.placements().iter().any(|p| p.shard_dim().is_some()) {
             return Error::op(
@@ -64,8 +64,10 @@ impl DTensor {
             );
         }
         if !self.tracked() {
-            let reason = "the loss depends on no variable: all that it comes from is frozen, detached, or no parameter of a builder";
-            return Error::op("backward", reason);
+            candle_dist::warn(format_args!(
+                "backward: the loss depends on no variable, so there is no gradient: all that it comes from is frozen, \
+                 detached, or no parameter of a builder"
+            ));
         }
         let linear = |p: &Placement| matches!(p, Replicate | Partial(ReduceOp::Sum));
         if !self.placements().iter().all(linear) {

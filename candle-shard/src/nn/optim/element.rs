@@ -62,16 +62,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
     /// See [`Optimizer::step`].
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         counts::parameters_change();
-        let is_unused = |slot: &Slot| slot.of.var.elem_count() > 0 && grads.get(&slot.of.var).is_none();
-        if let Some(first) = self.groups.slots().next()
-            && self.groups.slots().all(is_unused)
-        {
-            candle_dist::warn(format_args!(
-                "a step of {} changes nothing: none of its parameters, such as {:?}, has a gradient in this GradStore",
-                P::TYPE,
-                first.of.name
-            ));
-        }
+        self.groups.warn_unused(grads);
         for group in &mut self.groups.0 {
             for slot in &mut group.slots {
                 if let Some(grad) = grads.get(&slot.of.var) {

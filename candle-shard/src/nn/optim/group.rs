@@ -4,6 +4,7 @@ use super::slot::{Slot, place};
 use crate::agreement::agreed;
 use crate::nn::{Parameter, Parameters};
 use crate::{DTensor, Error, Result, Weights};
+use candle_core::backprop::GradStore;
 use candle_core::{Device, TensorId};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
@@ -181,6 +182,20 @@ impl<P: Params> Groups<P> {
             }
         }
         place(P::TYPE, self.slots().map(|slot| &slot.of).chain(group.trained())).map(drop)
+    }
+
+    /// Warns of a step without a gradient of any of these parameters.
+    pub(super) fn warn_unused(&self, grads: &GradStore) {
+        let is_unused = |slot: &Slot| slot.of.var.elem_count() > 0 && grads.get(&slot.of.var).is_none();
+        if let Some(first) = self.slots().next()
+            && self.slots().all(is_unused)
+        {
+            candle_dist::warn(format_args!(
+                "a step of {} changes nothing: none of its parameters, such as {:?}, has a gradient in this GradStore",
+                P::TYPE,
+                first.of.name
+            ));
+        }
     }
 
     pub(super) fn slots(&self) -> impl Iterator<Item = &Slot> + Clone {

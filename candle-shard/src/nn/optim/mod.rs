@@ -104,6 +104,8 @@ pub trait Optimizer: fmt::Debug {
     /// Updates every parameter that has a gradient. The gradients must be complete, as those of
     /// [`Parameters::backward`](crate::nn::Parameters::backward) are.
     ///
+    /// A step without a gradient of any parameter changes nothing, and is a warning.
+    ///
     /// # Errors
     /// If a gradient does not fit its parameter.
     fn step(&mut self, grads: &GradStore) -> Result<()>;
@@ -112,7 +114,8 @@ pub trait Optimizer: fmt::Debug {
     /// [`backward`](Parameters::backward) of the [`parameters`](Self::parameters), and [`step`](Self::step). Every rank of the mesh
     /// calls it.
     ///
-    /// To clip gradients, or to add those of several losses, make the two calls yourself.
+    /// To clip gradients, to average those of replicas, to add those of several losses, or to step several optimizers, make the two
+    /// calls yourself.
     ///
     /// ```
     /// use candle_core::{DType, Device};

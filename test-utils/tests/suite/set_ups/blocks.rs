@@ -310,7 +310,15 @@ impl Model {
                 let table = RowVar::new(Var::from_tensor(table.to_local())?)?;
                 run(move |x, ids, _| x.add(&looked_up(&table, ids.unwrap_or(x))?))
             }
-            Layer::Gain => run(|x, gain, _| gain.map_or_else(|| Ok(x.clone()), |gain| x.mul(gain))),
+            Layer::Gain => {
+                // In both orders.
+                let is_second = self.seed.is_multiple_of(2);
+                run(move |x, gain, _| match gain {
+                    Some(gain) if is_second => x.mul(gain),
+                    Some(gain) => gain.mul(x),
+                    None => Ok(x.clone()),
+                })
+            }
             Layer::Again(_) | Layer::Late(_) => run(|x, _, _| Ok(x.clone())),
         }
     }

@@ -193,6 +193,7 @@ impl Muon {
     /// On every rank, if the ranks do not have gradients of the same parameters.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         counts::parameters_change();
+        self.groups.warn_unused(grads);
         if let Some((mesh, device)) = self.groups.place()? {
             for (group, owners) in self.groups.0.iter().zip(&self.owners) {
                 let nothing = Tensor::zeros(0, group.params.dtype, device)?;
