@@ -9,7 +9,7 @@ use candle_shard::nn::{AdamW, Linear, Width, embedding, layer_norm, linear, seq}
 use candle_shard::prelude::*;
 use candle_shard::{Attention, Result};
 
-/// A layer of four heads of width 8, with positions in one half of each, and an MLP beside them.
+/// A layer with four attention heads of width 8 and a parallel MLP. Rotary positions apply to one half of each head.
 fn layer(vb: ShardedVarBuilder, angles: &Tensor) -> Result<impl Module + Send + Sync + use<>> {
     let (norm, heads) = (layer_norm(32, 1e-5, vb.pp("input_layernorm"))?, Width::new(4, 8));
     let to_heads = |name: &str| Linear::new(32, heads, true, &vb.pp("self_attn").pp(name));

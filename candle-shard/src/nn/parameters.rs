@@ -1,5 +1,6 @@
 //! The parameters that a model holds on this rank.
 use crate::autograd::{counts, shared};
+use crate::fsdp;
 use crate::layout::{Replicate, RowsOf, Spec};
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
@@ -238,10 +239,8 @@ impl Parameters {
     pub fn backward(&self, loss: &DTensor) -> Result<GradStore> {
         let mut grads = loss.backward()?;
         self.reduce(&mut grads)?;
-        let mut mine = self.iter().filter(|p| !p.is_frozen() && p.var.elem_count() > 0).peekable();
-        if let Some(first) = mine.peek().map(|p| p.name.clone())
-            && !crate::fsdp::keeps_grads()
-            && mine.all(|p| grads.get(&p.var).is_none())
+        if !fsdp::keeps_grads()
+            && let Some(first) = unused(self.iter(), &grads)
         {
             candle_dist::warn(format_args!(
                 "Parameters::backward: the loss depends on none of these parameters, such as {first:?}; take those of the model \
@@ -300,4 +299,11 @@ impl Parameters {
         }
         Ok(())
     }
+}
+
+/// Returns the name of the first trained parameter with elements on this rank, if none of them has a gradient.
+pub(crate) fn unused<'a>(parameters: impl Iterator<Item = &'a Parameter>, grads: &GradStore) -> Option<&'a str> {
+    let mut trained = parameters.filter(|p| !p.is_frozen() && p.var.elem_count() > 0).peekable();
+    let first = *trained.peek()?;
+    trained.all(|p| grads.get(&p.var).is_none()).then_some(first.name.as_str())
 }

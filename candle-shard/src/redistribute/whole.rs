@@ -63,16 +63,16 @@ impl DTensor {
                 format!("{} is not a scalar; reduce it with sum_all or mean_all", self.spec()),
             );
         }
+        let linear = |p: &Placement| matches!(p, Replicate | Partial(ReduceOp::Sum));
+        if !self.placements().iter().all(linear) {
+            let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
+            return whole.backward();
+        }
         if !self.tracked() {
             candle_dist::warn(format_args!(
                 "backward: the loss depends on no variable, so there is no gradient: all that it comes from is frozen, \
                  detached, or no parameter of a builder"
             ));
-        }
-        let linear = |p: &Placement| matches!(p, Replicate | Partial(ReduceOp::Sum));
-        if !self.placements().iter().all(linear) {
-            let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
-            return whole.backward();
         }
         let _explained = explain::open("backward");
         // A varying loss is the same number on every rank; each rank's loss stands for a part of it.

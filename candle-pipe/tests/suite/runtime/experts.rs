@@ -1,10 +1,10 @@
 //! The bias of a mixture of experts, which moves without a gradient, in stages and their replicas.
 use candle_core::{DType, Tensor};
 use candle_dist::{DataParallelOptions, DeviceMesh, RankContext};
-use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    Ctx, In, Keep, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, sharded_op,
+    Ctx, In, Keep, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, sharded_op,
 };
 use candle_shard::nn::{Linear, MoE, MoEConfig, Mode, ShardedVarBuilder};
 use candle_shard::parallel::Plan;
@@ -54,7 +54,7 @@ fn declare(layer: &Layer, shared: bool) -> Result<Pipe<ShardedVarBuilder>> {
 fn batch(step: u64, at: usize, replicas: usize, microbatches: usize) -> Result<Microbatches> {
     let x = Tensor::arange(0f64, (ROWS * 4) as f64, &device())?.affine(0.7, step as f64)?.sin()?.reshape((ROWS, 4))?;
     let mine = x.narrow(0, at * ROWS / replicas, ROWS / replicas)?.contiguous()?;
-    split_args_kwargs_into_chunks(&[mine.into()], &Kwargs::new(), microbatches, None, None)
+    Microbatches::cut(microbatches, [mine])
 }
 
 /// Returns the bias after each step, on the ranks that have it; replicas call `update_bias` with their group, or without one.

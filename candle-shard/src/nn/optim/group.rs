@@ -2,6 +2,7 @@
 use super::params::{Params, check};
 use super::slot::{Slot, place};
 use crate::agreement::agreed;
+use crate::nn::parameters::unused;
 use crate::nn::{Parameter, Parameters};
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::backprop::GradStore;
@@ -186,14 +187,10 @@ impl<P: Params> Groups<P> {
 
     /// Warns of a step without a gradient of any of these parameters.
     pub(super) fn warn_unused(&self, grads: &GradStore) {
-        let is_unused = |slot: &Slot| slot.of.var.elem_count() > 0 && grads.get(&slot.of.var).is_none();
-        if let Some(first) = self.slots().next()
-            && self.slots().all(is_unused)
-        {
+        if let Some(first) = unused(self.slots().map(|slot| &slot.of), grads) {
             candle_dist::warn(format_args!(
-                "a step of {} changes nothing: none of its parameters, such as {:?}, has a gradient in this GradStore",
-                P::TYPE,
-                first.of.name
+                "a step of {} changes nothing: none of its parameters, such as {first:?}, has a gradient in this GradStore",
+                P::TYPE
             ));
         }
     }

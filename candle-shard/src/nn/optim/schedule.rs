@@ -19,7 +19,7 @@ use std::f64::consts::PI;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     peak: f64,
-    decay: Decay,
+    curve: Curve,
     /// The step at which the decay ends.
     steps: u64,
     warmup: u64,
@@ -27,7 +27,7 @@ pub struct LrSchedule {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Decay {
+enum Curve {
     None,
     Linear,
     Cosine,
@@ -36,20 +36,20 @@ enum Decay {
 impl LrSchedule {
     /// Creates a schedule that stays at its peak.
     pub const fn constant(peak: f64) -> Self {
-        Self { peak, decay: Decay::None, steps: 0, warmup: 0, least: 0.0 }
+        Self { peak, curve: Curve::None, steps: 0, warmup: 0, least: 0.0 }
     }
 
     /// Creates a schedule that decays in a straight line, to 0 at step `steps`.
     pub const fn linear(peak: f64, steps: u64) -> Self {
-        Self { decay: Decay::Linear, steps, ..Self::constant(peak) }
+        Self { curve: Curve::Linear, steps, ..Self::constant(peak) }
     }
 
     /// Creates a schedule that decays by half a wave of a cosine, to 0 at step `steps`.
     pub const fn cosine(peak: f64, steps: u64) -> Self {
-        Self { decay: Decay::Cosine, steps, ..Self::constant(peak) }
+        Self { curve: Curve::Cosine, steps, ..Self::constant(peak) }
     }
 
-    /// Begins with `steps` steps of a rise in a straight line, the last of which has the peak. They are among those of the decay.
+    /// Begins with a linear rise over `steps` steps, the last of which has the peak. The rise is a part of the steps of the schedule.
     #[must_use]
     pub const fn warmup(self, steps: u64) -> Self {
         Self { warmup: steps, ..self }
@@ -63,15 +63,15 @@ impl LrSchedule {
 
     /// Returns the learning rate of a step. Behind its end it stays.
     pub fn at(&self, step: u64) -> f64 {
-        let Self { peak, decay, steps, warmup, least } = *self;
+        let Self { peak, curve, steps, warmup, least } = *self;
         if step < warmup {
             return peak * (step + 1) as f64 / warmup as f64;
         }
         let gone = ((step - warmup) as f64 / steps.saturating_sub(warmup).max(1) as f64).min(1.0);
-        let left = match decay {
-            Decay::None => 1.0,
-            Decay::Linear => 1.0 - gone,
-            Decay::Cosine => (1.0 + (PI * gone).cos()) / 2.0,
+        let left = match curve {
+            Curve::None => 1.0,
+            Curve::Linear => 1.0 - gone,
+            Curve::Cosine => (1.0 + (PI * gone).cos()) / 2.0,
         };
         peak * (least + (1.0 - least) * left)
     }
