@@ -25,14 +25,15 @@
 //! | cut it into stages: at names, evenly, by size, by cost, by a text | [`SplitSpec`], [`SplitPolicy`], [`EqualCount`], [`EqualParams`], [`SizeThreshold`], [`Balanced`], [`Layout`] |
 //! | inspect stages and their exchanges, as plain data | [`Pipe`], [`PipeInfo`], [`graph`] |
 //! | pass tensors, plain values and containers of them | [`Value`], [`Kwargs`] |
-//! | cut a batch and join outputs | [`microbatch`] |
+//! | cut a batch and join outputs; draw the tokens of a step and each replica's part of them | [`microbatch`], [`Batch`] |
 //! | run all stages in one process, and measure them | [`LocalPipe`], [`NodeProfile`] |
 //! | run the stages of this rank under a schedule, with data and tensor parallelism | [`Runtime`] |
-//! | make, read, validate, simulate, compare and draw schedules | [`schedule`] |
+//! | make, read, validate, simulate, compare and draw schedules; choose the microbatches | [`schedule`], [`Pipeline`] |
 //! | share a parameter or a module between stages | [`PipeBuilder::parameter`], [`Share`], [`PipeBuilder::shared_module`] |
 //! | recompute activations, defer weight gradients | [`StepOptions`], [`Keep`], [`nn`] |
 //! | run one stage by hand: forward, input gradients, weight gradients | [`StageModule`], [`Tape`] |
 mod action;
+mod batch;
 mod cuts;
 mod error;
 mod grads;
@@ -44,12 +45,14 @@ pub mod microbatch;
 mod nearest;
 pub mod nn;
 mod pipe;
+mod pipeline;
 mod runtime;
 pub mod schedule;
 mod step;
 mod tape;
 mod value;
 
+pub use batch::Batch;
 #[doc(inline)]
 pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
@@ -61,6 +64,7 @@ pub use graph::{
 };
 pub use local_pipe::{LocalPipe, NodeProfile};
 pub use pipe::{Layer, LossSpec, Pipe, PipeBuilder, PipeModule, SharedModule};
+pub use pipeline::Pipeline;
 pub use runtime::{RankStep, Runtime};
 pub use step::{StepOptions, StepResult};
 pub use tape::{Activation, Backward, Gradient, Keep, StageModule, Tape, WeightTape};

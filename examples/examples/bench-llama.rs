@@ -11,18 +11,18 @@ use std::{env, fs, thread};
 use anyhow::{Context, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::World;
+use candle_lm::config::Config;
+use candle_lm::dtype::DTypeName;
+use candle_lm::engine::ModelOptions;
+use candle_lm::files::Files;
+use candle_lm::generate::{Task, generate};
+use candle_lm::random_model;
+use candle_lm::sample::Sampling;
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama as theirs;
 use clap::{Parser, ValueEnum};
 use examples::allocator;
 use examples::cli::{self, Checked, UsageError};
-use examples::lm::config::Config;
-use examples::lm::dtype::DTypeName;
-use examples::lm::engine::Held;
-use examples::lm::files::Files;
-use examples::lm::generate::{Task, generate};
-use examples::lm::random_model;
-use examples::lm::sample::Sampling;
 use examples::table::{number, table};
 use examples::timing::median;
 use serde::{Deserialize, Serialize};
@@ -194,7 +194,8 @@ fn measure(side: Side, folder: &Path, args: &Args) -> anyhow::Result<Times> {
         Side::CandleOne | Side::CandleTwo => return theirs(folder, &prompt, args),
     };
     let sampling = Sampling::default();
-    let task = Task { prompt, most: args.tokens, cache_tokens: None, sampling, held: Held::of(args.dtype.into()) };
+    let task =
+        Task { prompt, most: args.tokens, cache_tokens: None, sampling, held: ModelOptions::of(args.dtype.into()) };
     let files = Files::open(folder)?;
     let written = World::local(ranks)
         .threads_per_rank(1)

@@ -10,12 +10,12 @@ use std::time::Instant;
 use anyhow::ensure;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{Device, Tensor};
+use candle_lm::files::Files;
+use candle_lm::tokens::encode;
 use candle_transformers::models::quantized_llama::ModelWeights;
 use clap::Parser;
 use examples::allocator;
 use examples::cli::{self, Checked, UsageError};
-use examples::lm::files::Files;
-use examples::lm::tokens::encode;
 use serde_json::json;
 
 /// Measures candle-transformers' quantized Llama

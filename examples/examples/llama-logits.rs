@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_dist::{RankContext, World, threads};
+use candle_lm::cache::Cache;
+use candle_lm::files::Files;
+use candle_lm::model::Decoder;
+use candle_lm::{random_model, tokens};
 use candle_shard::Weights;
 use candle_shard::nn::ShardedVarBuilder;
 use clap::Parser;
-use examples::lm::cache::Cache;
-use examples::lm::files::Files;
-use examples::lm::model::Decoder;
-use examples::lm::{random_model, tokens};
 use serde_json::json;
 
 /// Writes the tokens of a text and the logits after each of them as JSON

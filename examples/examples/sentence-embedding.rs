@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use candle_dist::{RankContext, World};
+use candle_lm::sentence_embedding::{self, Config, Encoder};
+use candle_lm::tokens;
 use candle_shard::nn::ShardedVarBuilder;
-use examples::lm::tokens;
-use examples::sentence_embedding::{self, Config, Encoder};
 
 const SENTENCES: [&str; 3] =
     ["The capital of France is Paris.", "Paris is the French capital city.", "A pipeline has several stages."];

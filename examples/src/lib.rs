@@ -10,14 +10,12 @@ pub mod bench_loading;
 pub mod bench_moe;
 #[cfg(feature = "nccl")]
 pub mod gpu_check;
-pub mod lm;
 pub mod schedules;
-pub mod sentence_embedding;
 pub mod sharded_embedding;
 pub mod support;
 pub mod toy_transformer;
 
-pub use support::{allocator, arguments, batch, cli, comm, launch, memory, pipeline, progress, table, timing};
+pub use support::{allocator, arguments, cli, comm, launch, memory, pipeline, progress, table, timing};
 
 /// The code of the README, which is compiled and run as a test.
 #[cfg(doctest)]

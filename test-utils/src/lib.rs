@@ -11,6 +11,7 @@ pub mod mistakes;
 pub mod model_args;
 #[cfg(feature = "mpi")]
 mod processes;
+pub mod programs;
 pub mod reference;
 pub mod reference_mlp;
 pub mod reference_moe;

@@ -10,7 +10,9 @@ use crate::tape::StageModule;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 use candle_dist::row_changes::RowChanges;
-use candle_dist::{DataParallel, DataParallelOptions, InitialSync, ProcessGroup, Store, SyncOptions, sync_params};
+use candle_dist::{
+    DataParallel, DataParallelOptions, InitialSync, ProcessGroup, RankContext, Store, SyncOptions, sync_params,
+};
 use itertools::Itertools;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -205,6 +207,15 @@ impl Runtime {
     /// If the store or the group fails.
     pub fn heads_in_store(self, store: &Store) -> Result<Self> {
         Ok(Self { board: Some(Board::new(&self.group, store)?), ..self })
+    }
+
+    /// Returns the same stages, set up for the device of the rank: with [`heads_in_store`](Self::heads_in_store) on a
+    /// GPU. Every rank must call it.
+    ///
+    /// # Errors
+    /// Those of [`heads_in_store`](Self::heads_in_store).
+    pub fn for_device_of(self, ctx: &RankContext) -> Result<Self> {
+        if ctx.device().is_cpu() { Ok(self) } else { self.heads_in_store(ctx.store()) }
     }
 }
 

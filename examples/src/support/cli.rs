@@ -34,6 +34,7 @@ impl std::error::Error for UsageError {}
 pub type Checked<T = ()> = Result<T, UsageError>;
 
 /// Fails with the formatted sentence unless the condition holds.
+#[macro_export]
 macro_rules! require {
     ($condition:expr, $($sentence:tt)+) => {
         if $condition {
@@ -42,7 +43,7 @@ macro_rules! require {
         }
     };
 }
-pub(crate) use require;
+pub use crate::require;
 
 /// Returns clap's error for an invalid command line as one sentence, without the usage text.
 fn one_sentence(error: &clap::Error) -> String {
@@ -163,7 +164,7 @@ impl<W: Write> Write for Screen<W> {
 }
 
 /// Prints a text on stderr, with a word that says what it is. It is one write, which those of other processes do not tear.
-pub(crate) fn tell(what: &str, text: impl std::fmt::Display) {
+pub fn tell(what: &str, text: impl std::fmt::Display) {
     let text = format!("{what}: {}\n", printable(&text.to_string()));
     // Nobody hears it if stderr is gone.
     io::stderr().write_all(text.as_bytes()).ok();

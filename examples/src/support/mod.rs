@@ -2,7 +2,6 @@
 
 pub mod allocator;
 pub mod arguments;
-pub mod batch;
 pub mod cli;
 pub mod comm;
 pub mod launch;

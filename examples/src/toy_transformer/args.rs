@@ -9,7 +9,7 @@ use test_utils::model_args::ModelArgs;
 use test_utils::toy::TransformerPipe;
 
 use crate::launch::{BackendName, Launched, Patience};
-use crate::pipeline::Pipeline;
+use candle_pipe::Pipeline;
 
 /// The program reads and predicts bytes.
 pub const VOCAB_SIZE: usize = 256;

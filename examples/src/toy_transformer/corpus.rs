@@ -9,7 +9,7 @@ use candle_shard::regular;
 
 use super::args::Args;
 use super::stories;
-use crate::batch::Batch;
+use candle_pipe::Batch;
 
 /// A text cut into a training part and a held-out tail.
 ///

@@ -8,7 +8,7 @@ use candle_dist::comm::{self, CommCounts};
 use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::Optimizer;
 use candle_pipe::schedule::{Schedule, Span};
-use candle_pipe::{Result, Runtime, StepOptions, Value};
+use candle_pipe::{Pipeline, Result, Runtime, StepOptions, Value};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::ShardedVarBuilder;
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,7 @@ use super::sharded::whole_grads;
 use super::training::{Training, optimizer};
 use crate::comm::CommStat;
 use crate::launch::{Bits, Ranks, gather};
-use crate::pipeline::{Pipeline, for_device};
+use crate::pipeline;
 use crate::progress::Progress;
 
 /// The last steps whose times are kept.
@@ -90,7 +90,7 @@ impl StagedRun<'_> {
             params_per_rank: ranks.iter().map(|rank| rank.params).collect(),
             comm_per_step: ranks[0].comm.clone(),
             pictures: Vec::new(),
-            pipeline: Some(self.pipeline.stat(&measured)?),
+            pipeline: Some(pipeline::stat(&self.pipeline, &measured)?),
         })
     }
 
@@ -107,7 +107,7 @@ impl StagedRun<'_> {
         let pipe = args.pipe(is_sequence_parallel).cut(self.pipeline.stages())?;
         let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, device)?;
         let runtime =
-            for_device(runtime, ctx)?.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+            runtime.for_device_of(ctx)?.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let parameters = vb.built();
         let clip = match args.clip_norm {
             Some(norm) => Some(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)),

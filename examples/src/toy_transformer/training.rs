@@ -8,9 +8,9 @@ use candle_shard::kernels::AdamW;
 
 use super::args::Args;
 use super::corpus::Corpus;
-use crate::batch::Batch;
 use crate::memory::page_faults;
 use crate::progress::Progress;
+use candle_pipe::Batch;
 
 /// The losses and the speed of a training.
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@ use super::args::{Args, RunName, VOCAB_SIZE};
 use super::corpus::Corpus;
 use crate::arguments::{ANY, check_counts, check_positive};
 use crate::cli::{Checked, Output, UsageError, require};
-use crate::pipeline::Pipeline;
+use candle_pipe::Pipeline;
 
 /// Checks the flags and reads the text.
 ///

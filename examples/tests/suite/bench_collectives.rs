@@ -2,13 +2,13 @@
 
 use std::process::{Command, Output};
 
-use crate::common::{refuses, text};
 use candle_core::{Device, Tensor};
 use candle_dist::World;
 use examples::bench_collectives::args::{ByteSize, OpName};
 use examples::bench_collectives::case::Case;
 use examples::bench_collectives::floor;
 use serde_json::Value;
+use test_utils::programs::{refuses, text};
 
 const OPS: [OpName; 12] = [
     OpName::AllReduce,

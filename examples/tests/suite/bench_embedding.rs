@@ -2,13 +2,13 @@
 
 use std::process::{Command, Output};
 
-use crate::common::{refuses, text};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::World;
 use clap::Parser;
 use examples::bench_embedding::args::Args;
 use examples::bench_embedding::case::{Case, Sharding, Start};
 use serde_json::Value;
+use test_utils::programs::{refuses, text};
 
 fn bench(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_bench-embedding")).args(flags).output().expect("the program starts")

@@ -2,8 +2,8 @@
 
 use std::process::{Command, Output};
 
-use crate::common::{refuses, text};
 use serde_json::Value;
+use test_utils::programs::{refuses, text};
 
 fn bench(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_bench-moe")).args(flags).output().expect("the program starts")

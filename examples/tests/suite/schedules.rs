@@ -3,9 +3,9 @@
 use std::fs;
 use std::process::{Command, Output};
 
-use crate::common::{refuses, text};
 use candle_pipe::schedule::{Costs, Edges, ScheduleKind};
 use serde_json::{Value, json};
+use test_utils::programs::{refuses, text};
 
 fn program(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_schedules")).args(flags).output().expect("the program starts")

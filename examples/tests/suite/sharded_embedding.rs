@@ -2,8 +2,8 @@
 
 use std::process::{Command, Output};
 
-use crate::common::{refuses, text};
 use serde_json::{Value, json};
+use test_utils::programs::{refuses, text};
 
 const TINY: [&str; 6] = ["--steps", "4", "--batch", "101", "--dim", "5"];
 

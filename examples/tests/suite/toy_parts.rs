@@ -131,7 +131,7 @@ fn a_prediction_is_the_schedule_at_the_measured_costs() -> anyhow::Result<()> {
     let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 2.0, 0.0);
     let timeline = schedule.simulate(&Edges::chain(p), &costs)?;
     let ranks: Vec<_> = timeline.ranks.into_iter().map(|spans| (vec![spans.clone(), spans], 2)).collect();
-    let stat = pipeline.stat(&ranks)?;
+    let stat = examples::pipeline::stat(&pipeline, &ranks)?;
     let bubble = (p - 1) as f64 / (m + p - 1) as f64;
     assert!(
         (stat.bubble_predicted - bubble).abs() < 1e-12 && (stat.bubble_measured - bubble).abs() < 1e-12,

@@ -4,9 +4,9 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-use crate::common::{refuses, text};
 use itertools::Itertools;
 use serde_json::Value;
+use test_utils::programs::{refuses, text};
 
 const TINY: [&str; 14] =
     ["--steps", "3", "--dim", "16", "--heads", "2", "--layers", "1", "--seq", "8", "--batch", "2", "--runs", "single"];

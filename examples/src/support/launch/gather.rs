@@ -2,7 +2,6 @@
 
 use candle_core::{Device, Tensor};
 use candle_dist::ProcessGroup;
-use candle_dist::init::host_name;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -24,20 +23,6 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: T) ->
         all.push(serde_json::from_str(text)?);
     }
     Ok(Some(all))
-}
-
-/// Returns this rank's result if every rank succeeded; otherwise the first failed rank's error, on all of them.
-///
-/// Every rank calls it.
-///
-/// # Errors
-/// That error, with its rank and host, and those of the group.
-pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Result<T> {
-    let text = mine.as_ref().err().map(|error| format!("rank {} on {}: {error:#}", group.rank(), host_name()));
-    match group.all_gather_text(&text.unwrap_or_default())?.into_iter().find(|text| !text.is_empty()) {
-        Some(text) => anyhow::bail!(text),
-        None => mine,
-    }
 }
 
 /// A tensor of 32-bit floats in a form that JSON keeps exactly.

@@ -16,7 +16,7 @@ use clap::{ArgMatches, Args, Parser, ValueEnum};
 use serde::Serialize;
 
 pub use alone::{on_first, on_some};
-pub use gather::{Bits, agreed, gather};
+pub use gather::{Bits, gather};
 pub(crate) use processes::is_first;
 pub use processes::{local_rank, local_size};
 pub use ranks::Ranks;

@@ -252,10 +252,10 @@ const CANDLE_PIPE: &[Folder] = &[folder(
         "action cuts guide nearest readme",
         "error",
         "grads schedule value",
-        "graph",
+        "graph pipeline",
         "microbatch nn tape",
         "pipe step",
-        "local_pipe runtime",
+        "batch local_pipe runtime",
         "prelude",
     ],
 )];

@@ -1,0 +1,195 @@
+//! Texts that are written together.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use candle_dist::RankContext;
+use serde::{Deserialize, Serialize};
+
+use crate::config::Config;
+use crate::engine::{Engine, ModelOptions, Purpose};
+use crate::files::Files;
+use crate::generate::Stop;
+use crate::sample::{Sampler, Sampling};
+use crate::step::Step;
+use crate::tokens;
+use crate::writing::Writing;
+
+/// A prompt, and how far to write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The tokens to go on from.
+    pub prompt: Vec<u32>,
+    /// The most tokens to write.
+    pub most: usize,
+}
+
+/// Prompts that are continued together.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// The prompts. Each has a random stream of its own, by its place.
+    pub requests: Vec<Request>,
+    /// How many texts are written at once.
+    pub slots: usize,
+    /// The most tokens of a text for which the cache has room, if that is bounded.
+    pub cache_tokens: Option<usize>,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// How the model is held and cut.
+    pub held: ModelOptions,
+}
+
+/// The most tokens of new prompts in one pass, if they are not those of one prompt: a bound of the memory.
+const MOST_NEW: usize = 2048;
+
+impl Batch {
+    /// The slots that are used.
+    pub fn slots(&self) -> usize {
+        self.slots.min(self.requests.len())
+    }
+
+    /// The room of a text in the cache.
+    pub fn room(&self, config: &Config) -> usize {
+        let longest =
+            self.requests.iter().map(|request| request.prompt.len().saturating_add(request.most)).max().unwrap_or(0);
+        longest.min(config.longest()).min(self.cache_tokens.unwrap_or(usize::MAX))
+    }
+
+    /// Checks that a model of this config can continue all prompts; `name` names one by its place.
+    ///
+    /// # Errors
+    /// If a prompt is empty, longer than the model's longest sequence or the room in the cache, or has tokens that the
+    /// model does not know.
+    pub fn check(&self, config: &Config, name: impl Fn(usize) -> String) -> Result<()> {
+        let room = self.cache_tokens.unwrap_or(usize::MAX);
+        for (place, Request { prompt, .. }) in self.requests.iter().enumerate() {
+            let (tokens, longest) = (prompt.len(), config.longest());
+            let name = || name(place);
+            ensure!(tokens > 0, "{}: the prompt has no tokens; give some text to go on from", name());
+            ensure!(
+                tokens < longest,
+                "{}: the prompt has {tokens} tokens, and the model takes {longest}; shorten it",
+                name()
+            );
+            ensure!(
+                tokens < room,
+                "{}: the prompt has {tokens} tokens, and --cache-tokens is {room}; give more",
+                name()
+            );
+            tokens::check(prompt, config.vocab_size).with_context(name)?;
+        }
+        Ok(())
+    }
+}
+
+/// What happens to a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The model is read.
+    Read,
+    /// The text of a place has one token more.
+    Token(usize, u32),
+    /// The text of a place has ended.
+    Ended(usize, Stop),
+}
+
+/// What a rank did.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct BatchOutput {
+    /// The tokens of each text, and why there are no more.
+    pub texts: Vec<(Vec<u32>, Stop)>,
+    /// The passes of the model.
+    pub passes: usize,
+    /// The seconds in which this rank's part of the model was read.
+    pub load: f64,
+    /// The seconds of all passes.
+    pub seconds: f64,
+    /// The bytes of all weights that this rank holds.
+    pub bytes: usize,
+}
+
+/// A text in a slot.
+struct Running {
+    place: usize,
+    writing: Writing,
+    /// The tokens that the model has not seen.
+    input: Vec<u32>,
+    is_first: bool,
+}
+
+/// Continues all prompts of a batch, on all ranks in `stages` stages. Every rank calls it.
+///
+/// A pass of the model computes the new tokens of all slots: prompts of texts that begin, and one token of each other
+/// text. When a text ends, the next prompt takes its slot. `show` gets what happens, and returns false for a token if the
+/// text ends there.
+///
+/// # Errors
+/// Those of [`Engine::new`], of the model and of `show`.
+pub fn run(
+    ctx: &RankContext,
+    stages: usize,
+    files: &Files,
+    batch: &Batch,
+    mut show: impl FnMut(Event) -> Result<bool>,
+) -> Result<BatchOutput> {
+    let (room, mut waiting) = (batch.room(&files.config), batch.requests.iter().enumerate());
+    let purpose = Purpose::Write { slots: batch.slots(), room };
+    let mut engine = Engine::new(ctx, stages, files, &batch.held, purpose)?;
+    show(Event::Read)?;
+
+    let began = Instant::now();
+    let mut slots: Vec<Option<Running>> = (0..batch.slots()).map(|_| None).collect();
+    let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
+    let mut passes = 0;
+    loop {
+        let mut new = 0;
+        for slot in slots.iter_mut().filter(|slot| slot.is_none()) {
+            let next = waiting.clone().next().map_or(0, |(_, request)| request.prompt.len());
+            let Some((place, request)) = (new == 0 || new + next <= MOST_NEW).then(|| waiting.next()).flatten() else {
+                break;
+            };
+            new += next;
+            let (prompt, sampler) = (request.prompt.clone(), Sampler::of_place(batch.sampling, place));
+            let writing = Writing::new(&prompt, request.most, room, sampler);
+            *slot = Some(Running { place, writing, input: prompt, is_first: true });
+        }
+        let mut step = Step::default();
+        for (at, running) in slots.iter().enumerate() {
+            if let Some(running) = running {
+                step.push(at, &running.input, running.is_first);
+            }
+        }
+        if step.is_empty() {
+            break;
+        }
+        let logits = engine.step(&step)?;
+        passes += 1;
+        for (row, span) in step.spans().iter().enumerate() {
+            let Some(mut running) = slots[span.slot].take() else { continue };
+            let place = running.place;
+            let stop = running
+                .writing
+                .next(&logits.get(row)?, &files.ends, |token| show(Event::Token(place, token)))
+                .with_context(|| format!("prompt {}", place + 1))?;
+            match stop {
+                Some(stop) => {
+                    show(Event::Ended(place, stop))?;
+                    texts[place] = (running.writing.tokens, stop);
+                }
+                None => {
+                    let request = &batch.requests[place].prompt;
+                    let written = &running.writing.tokens;
+                    let read = request.len() + written.len() - 1;
+                    // Where positions turn otherwise in a longer text, its keys are computed again.
+                    running.is_first = files.config.turns_anew(read, read + 1);
+                    running.input = match running.is_first {
+                        true => request.iter().chain(written).copied().collect(),
+                        false => written.last().copied().into_iter().collect(),
+                    };
+                    slots[span.slot] = Some(running);
+                }
+            }
+        }
+    }
+    Ok(BatchOutput { texts, passes, load: engine.load, seconds: began.elapsed().as_secs_f64(), bytes: engine.bytes })
+}

@@ -1,0 +1,495 @@
+//! The filters of templates: `value | name`.
+
+use std::cmp::Ordering;
+use std::rc::Rc;
+
+use super::args::Args;
+use super::eval::Renderer;
+use super::json::Style;
+use super::methods;
+use super::ops;
+use super::text::Text;
+use super::value::{Value, insert};
+use super::work::{SLOT, StepOutput, Work, fail};
+
+/// The filters that there are.
+pub(super) const NAMES: [&str; 47] = [
+    "abs",
+    "attr",
+    "batch",
+    "capitalize",
+    "center",
+    "count",
+    "d",
+    "default",
+    "dictsort",
+    "e",
+    "escape",
+    "first",
+    "float",
+    "format",
+    "groupby",
+    "indent",
+    "int",
+    "items",
+    "join",
+    "last",
+    "length",
+    "list",
+    "lower",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "replace",
+    "reverse",
+    "round",
+    "safe",
+    "select",
+    "selectattr",
+    "slice",
+    "sort",
+    "string",
+    "sum",
+    "title",
+    "tojson",
+    "trim",
+    "truncate",
+    "unique",
+    "upper",
+    "wordcount",
+    "forceescape",
+    "pprint",
+];
+
+/// Applies a filter.
+pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args: Args) -> StepOutput<Value> {
+    let work = renderer.work;
+    // Filters of texts take other values by what they are written as.
+    let text = || value.shown(work);
+    match name {
+        "length" | "count" => {
+            let [] = args.bind(name, [])?;
+            Ok(Value::Int(value.len(work)? as i64))
+        }
+        "default" | "d" => {
+            let [default, boolean] = args.bind(name, ["default_value", "boolean"])?;
+            let is_missing = match boolean.is_some_and(|boolean| boolean.is_true()) {
+                true => !value.is_true(),
+                false => matches!(value, Value::Undefined(_)),
+            };
+            if is_missing { default.map_or_else(|| work.own(""), Ok) } else { Ok(value) }
+        }
+        "trim" => methods::stripped(&*text()?, "strip", args, work),
+        "upper" | "lower" => methods::call(&Value::Text(text()?), name, args, work),
+        "capitalize" => {
+            let [] = args.bind(name, [])?;
+            let text = text()?;
+            work.letters(&text)?;
+            work.text(methods::capitalized(&text))
+        }
+        "title" => {
+            let [] = args.bind(name, [])?;
+            let between = |c: char| c.is_whitespace() || "-([{<".contains(c);
+            let text = text()?;
+            work.letters(&text)?;
+            work.text(methods::title(&text, between))
+        }
+        "center" => {
+            let [width] = args.bind(name, ["width"])?;
+            let width = width.map_or(Ok(80), |width| width.int())?;
+            methods::padded(&*text()?, "center", width, &Text::own(" "), work)
+        }
+        "string" | "safe" => {
+            let [] = args.bind(name, [])?;
+            Ok(Value::Text(text()?))
+        }
+        "pprint" => {
+            let mut made = Text::default();
+            value.write(&mut made, work)?;
+            work.text(made)
+        }
+        "escape" | "e" | "forceescape" => escaped(&*text()?, work),
+        "replace" => methods::call(&Value::Text(text()?), name, args, work),
+        "format" => {
+            let values = work.tuple(args.positional)?;
+            super::format::percent(&*text()?, &values, work)
+        }
+        "indent" => indented(&*text()?, args, work),
+        "truncate" => truncated(&*text()?, args, work),
+        "wordcount" => {
+            let text = text()?;
+            work.letters(&text)?;
+            Ok(Value::Int(
+                text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).count() as i64,
+            ))
+        }
+        "join" => {
+            let [by, attribute] = args.bind(name, ["d", "attribute"])?;
+            let mut items = value.items(work)?;
+            if let Some(attribute) = attribute {
+                items = items.iter().map(|item| path(item, &attribute, work)).collect::<StepOutput<_>>()?;
+            }
+            let by = by.map_or_else(|| work.own(""), Ok)?.shown(work)?;
+            methods::joined(&items, &by, false, work)
+        }
+        "tojson" => to_json(&value, args, work),
+        "list" => work.list(value.items(work)?),
+        "first" => Ok(value.items(work)?.into_iter().next().unwrap_or_else(|| Value::undefined("first"))),
+        "last" => Ok(value.items(work)?.pop().unwrap_or_else(|| Value::undefined("last"))),
+        "reverse" => match &value {
+            Value::Text(text) => {
+                let mut made = Text::default();
+                work.letters(text)?;
+                let places: Vec<_> = text.char_indices().collect();
+                places.into_iter().rev().for_each(|(at, c)| made.push_part(text, at..at + c.len_utf8()));
+                work.text(made)
+            }
+            other => {
+                let mut items = other.items(work)?;
+                items.reverse();
+                work.list(items)
+            }
+        },
+        "items" => match &value {
+            Value::Undefined(_) => work.list(Vec::new()),
+            Value::Map(map) => methods::pairs(&map.entries, work),
+            other => fail(format!("a {} has no items by keys", other.kind())),
+        },
+        "dictsort" => {
+            let [cased, by, reverse] = args.bind(name, ["case_sensitive", "by", "reverse"])?;
+            let Value::Map(map) = &value else { return fail("dictsort takes a dict") };
+            let pairs = methods::pairs(&map.entries, work)?.items(work)?;
+            let place = if by.is_some_and(|by| by.as_text().is_some_and(|by| &***by == "value")) { 1 } else { 0 };
+            sorted(pairs, &[Value::Int(place)], is(&cased), is(&reverse), work)
+        }
+        "sort" => {
+            let [reverse, cased, attribute] = args.bind(name, ["reverse", "case_sensitive", "attribute"])?;
+            let keys: Vec<Value> = attribute.into_iter().collect();
+            sorted(value.items(work)?, &keys, is(&cased), is(&reverse), work)
+        }
+        "min" | "max" => {
+            let [cased, attribute] = args.bind(name, ["case_sensitive", "attribute"])?;
+            let keys: Vec<Value> = attribute.into_iter().collect();
+            let all = sorted(value.items(work)?, &keys, is(&cased), name == "max", work)?.items(work)?;
+            Ok(all.into_iter().next().unwrap_or_else(|| Value::undefined(name)))
+        }
+        "unique" => {
+            let [cased, attribute] = args.bind(name, ["case_sensitive", "attribute"])?;
+            let (mut keys, mut kept): (Vec<Value>, _) = (Vec::new(), Vec::new());
+            for item in value.items(work)? {
+                let key = key_of(&item, attribute.as_ref(), is(&cased), work)?;
+                if !super::value::any(&keys, |known| known.equals(&key, work), work)? {
+                    keys.push(key);
+                    kept.push(item);
+                }
+            }
+            work.list(kept)
+        }
+        "groupby" => {
+            let [attribute, default, cased] = args.bind(name, ["attribute", "default", "case_sensitive"])?;
+            let Some(attribute) = attribute else { return fail("groupby takes an attribute") };
+            let of = |item: &Value| match (path(item, &attribute, work)?, &default) {
+                (Value::Undefined(_), Some(default)) => Ok(default.clone()),
+                (found, _) => Ok(found),
+            };
+            let all =
+                sorted(value.items(work)?, std::slice::from_ref(&attribute), is(&cased), false, work)?.items(work)?;
+            let mut groups: Vec<(Value, Vec<Value>)> = Vec::new();
+            for item in all {
+                let key = of(&item)?;
+                match groups.last_mut() {
+                    Some((known, items)) if known.equals(&key, work)? => items.push(item),
+                    _ => groups.push((key, vec![item])),
+                }
+            }
+            let groups = groups.into_iter().map(|(key, items)| work.tuple(vec![key, work.list(items)?]));
+            let groups = groups.collect::<StepOutput<Vec<_>>>()?;
+            work.list(groups)
+        }
+        "sum" => {
+            let [attribute, start] = args.bind(name, ["attribute", "start"])?;
+            let mut sum = start.unwrap_or(Value::Int(0));
+            for item in value.items(work)? {
+                let item = attribute.as_ref().map_or_else(|| Ok(item.clone()), |name| path(&item, name, work))?;
+                sum = ops::binary(minijinja::machinery::ast::BinOpKind::Add, &sum, &item, work)?;
+            }
+            Ok(sum)
+        }
+        "batch" | "slice" => cut(name, value.items(work)?, args, work),
+        "abs" => match &value {
+            Value::Float(number) => Ok(Value::Float(number.abs())),
+            other => {
+                other.int()?.checked_abs().map_or_else(|| fail("too large a number"), |number| Ok(Value::Int(number)))
+            }
+        },
+        "int" => {
+            let [default, base] = args.bind(name, ["default", "base"])?;
+            let base = base.map_or(Ok(10), |base| base.int())?;
+            let found = match &value {
+                Value::Float(number) if number.abs() < 9e18 => Some(*number as i64),
+                Value::Text(text) if (2..=36).contains(&base) => {
+                    work.charge(text.len() as u64)?;
+                    let text = text.trim();
+                    let real =
+                        || text.parse::<f64>().ok().filter(|number| number.abs() < 9e18).map(|number| number as i64);
+                    i64::from_str_radix(text, base as u32).ok().or_else(real)
+                }
+                other => other.as_int(),
+            };
+            found.map_or_else(|| Ok(default.unwrap_or(Value::Int(0))), |number| Ok(Value::Int(number)))
+        }
+        "float" => {
+            let [default] = args.bind(name, ["default"])?;
+            let found = match &value {
+                Value::Text(text) => text.trim().parse().ok(),
+                other => other.as_float(),
+            };
+            Ok(found.map_or_else(|| default.unwrap_or(Value::Float(0.0)), Value::Float))
+        }
+        "round" => {
+            let [precision, method] = args.bind(name, ["precision", "method"])?;
+            let precision = precision.map_or(Ok(0), |precision| precision.int())?;
+            let method = method.map_or_else(|| work.own("common"), Ok)?;
+            let Some(number) = value.as_float() else { return fail(format!("a {} is no number", value.kind())) };
+            let scale = 10f64.powi(precision.clamp(-300, 300) as i32);
+            Ok(Value::Float(match &***method.string()? {
+                "ceil" => (number * scale).ceil() / scale,
+                "floor" => (number * scale).floor() / scale,
+                _ if precision > 0 => {
+                    let places = precision.min(300) as usize;
+                    format!("{number:.places$}").parse().unwrap_or(number)
+                }
+                _ => (number * scale).round_ties_even() / scale,
+            }))
+        }
+        "attr" => {
+            let key = args.one(name)?;
+            ops::item(&value, &key, work)
+        }
+        "map" => mapped(renderer, &value, args),
+        "select" | "reject" | "selectattr" | "rejectattr" => selected(renderer, name, &value, args),
+        _ => fail(format!("there is no filter {name}")),
+    }
+}
+
+fn is(value: &Option<Value>) -> bool {
+    value.as_ref().is_some_and(Value::is_true)
+}
+
+/// The value of `a.b.0` below an item.
+fn path(item: &Value, path: &Value, work: &Work) -> StepOutput<Value> {
+    let Value::Text(names) = path else { return ops::item(item, path, work) };
+    work.charge(names.len() as u64)?;
+    let mut found = item.clone();
+    for name in names.split('.') {
+        let key = name.parse().map_or_else(|_| work.own(name), |place| Ok(Value::Int(place)))?;
+        found = ops::item(&found, &key, work)?;
+    }
+    Ok(found)
+}
+
+/// What an item is ordered by.
+fn key_of(item: &Value, attribute: Option<&Value>, is_cased: bool, work: &Work) -> StepOutput<Value> {
+    let key = attribute.map_or_else(|| Ok(item.clone()), |attribute| path(item, attribute, work))?;
+    match &key {
+        Value::Text(text) if !is_cased => {
+            work.letters(text)?;
+            work.text(text.map(char::to_lowercase))
+        }
+        _ => Ok(key),
+    }
+}
+
+/// Sorts items; equal ones stay as they are. An order that contradicts itself is no harm.
+fn sorted(items: Vec<Value>, by: &[Value], is_cased: bool, reverses: bool, work: &Work) -> StepOutput<Value> {
+    let keyed = items.into_iter().map(|item| Ok((key_of(&item, by.first(), is_cased, work)?, item)));
+    let mut runs: Vec<Vec<(Value, Value)>> = keyed.map(|one| one.map(|one| vec![one])).collect::<StepOutput<_>>()?;
+    while runs.len() > 1 {
+        let mut merged = Vec::new();
+        let mut pairs = runs.into_iter();
+        while let Some(first) = pairs.next() {
+            let mut right = pairs.next().unwrap_or_default().into_iter().peekable();
+            let mut made = Vec::new();
+            for left in first {
+                while let Some(other) = right.peek() {
+                    work.charge(16u64)?;
+                    let order = other.0.compare(&left.0, work)?;
+                    if order != (if reverses { Ordering::Greater } else { Ordering::Less }) {
+                        break;
+                    }
+                    made.extend(right.next());
+                }
+                made.push(left);
+            }
+            made.extend(right);
+            merged.push(made);
+        }
+        runs = merged;
+    }
+    work.list(runs.into_iter().flatten().map(|(_, item)| item).collect())
+}
+
+/// Parts of `count` items, or `count` parts.
+fn cut(name: &str, items: Vec<Value>, args: Args, work: &Work) -> StepOutput<Value> {
+    let [count, fill] = args.bind(name, ["count", "fill_with"])?;
+    let count = count.map_or(Ok(0), |count| count.int())?;
+    let Some(count) = usize::try_from(count).ok().filter(|count| *count > 0) else {
+        return fail(format!("{name} takes a number above 0"));
+    };
+    work.charge((count as u64).saturating_mul(SLOT))?;
+    let (parts, longer) = if name == "batch" { (items.len().div_ceil(count), 0) } else { (count, items.len() % count) };
+    let (mut made, mut rest) = (Vec::new(), items.into_iter());
+    for part in 0..parts {
+        let size = if name == "batch" { count } else { rest.len() / (parts - part) };
+        let size = if part < longer { size.max(rest.len().div_ceil(parts - part)) } else { size };
+        let mut some: Vec<Value> = rest.by_ref().take(size).collect();
+        if let Some(fill) = &fill {
+            let full = if name == "batch" { count } else { size + usize::from(longer > 0 && part >= longer) };
+            some.resize(full.max(some.len()), fill.clone());
+        }
+        made.push(work.list(some)?);
+    }
+    work.list(made)
+}
+
+fn escaped(text: &Text, work: &Work) -> StepOutput<Value> {
+    work.letters(text)?;
+    work.text(text.map(|c| -> Vec<char> {
+        match c {
+            '&' => "&amp;".chars().collect(),
+            '<' => "&lt;".chars().collect(),
+            '>' => "&gt;".chars().collect(),
+            '"' => "&#34;".chars().collect(),
+            '\'' => "&#39;".chars().collect(),
+            c => vec![c],
+        }
+    }))
+}
+
+fn indented(text: &Text, args: Args, work: &Work) -> StepOutput<Value> {
+    let [width, first, blank] = args.bind("indent", ["width", "first", "blank"])?;
+    let by = match width {
+        Some(Value::Text(by)) => by,
+        width => {
+            let width = width.map_or(Ok(4), |width| width.int())?;
+            let width = usize::try_from(width).unwrap_or(0);
+            work.charge(width as u64)?;
+            Rc::new(Text::own(" ".repeat(width)))
+        }
+    };
+    let mut made = Text::default();
+    for (i, line) in text.split_inclusive('\n').enumerate() {
+        work.charge(by.cost() + line.len() as u64)?;
+        if (i > 0 || is(&first)) && (is(&blank) || !line.trim_end_matches(['\n', '\r']).is_empty()) {
+            made.push(&by);
+        }
+        made.push(&text.part_of(line));
+    }
+    work.text(made)
+}
+
+fn truncated(text: &Text, args: Args, work: &Work) -> StepOutput<Value> {
+    let [length, kills, end, leeway] = args.bind("truncate", ["length", "killwords", "end", "leeway"])?;
+    let length = length.map_or(Ok(255), |length| length.int())?;
+    let leeway = leeway.map_or(Ok(5), |leeway| leeway.int())?;
+    let end = end.map_or_else(|| work.own("..."), Ok)?.shown(work)?;
+    work.letters(text)?;
+    if text.chars().count() as i64 <= length.saturating_add(leeway) {
+        return work.text(text.clone());
+    }
+    let room = usize::try_from(length.saturating_sub(end.chars().count() as i64)).unwrap_or(0);
+    let cut = text.char_indices().nth(room).map_or(text.len(), |(at, _)| at);
+    let cut = if is(&kills) { cut } else { text[..cut].rfind(' ').unwrap_or(cut) };
+    let mut made = text.part(0..cut);
+    made.push(&end);
+    work.text(made)
+}
+
+fn to_json(value: &Value, args: Args, work: &Work) -> StepOutput<Value> {
+    // In the order of transformers.
+    let [ascii, indent, separators, sorts] =
+        args.bind("tojson", ["ensure_ascii", "indent", "separators", "sort_keys"])?;
+    let indent = match indent {
+        None | Some(Value::None) => None,
+        Some(indent) => Some(usize::try_from(indent.int()?).unwrap_or(0)),
+    };
+    let [comma, colon] = match separators {
+        None | Some(Value::None) => [Text::own(if indent.is_some() { "," } else { ", " }), Text::own(": ")],
+        Some(Value::List(both)) if both.items.len() == 2 => {
+            [(**both.items[0].string()?).clone(), (**both.items[1].string()?).clone()]
+        }
+        Some(_) => return fail("separators of tojson are two strings"),
+    };
+    let style = Style { indent, comma, colon, sorts: is(&sorts), ascii: is(&ascii) };
+    let mut made = Text::default();
+    style.write(value, 0, &mut made, work)?;
+    work.text(made)
+}
+
+/// `map(attribute="name")` or `map("filter", …)`.
+fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> StepOutput<Value> {
+    let work = renderer.work;
+    // Of nothing, whatever it is, there are no items.
+    if !value.is_true() {
+        return work.list(Vec::new());
+    }
+    let items = value.items(work)?;
+    let mut made = Vec::new();
+    if args.positional.is_empty() {
+        let [attribute, default] = args.bind("map", ["attribute", "default"])?;
+        let Some(attribute) = attribute else { return fail("map takes a filter or an attribute") };
+        for item in items {
+            work.step()?;
+            made.push(match (path(&item, &attribute, work)?, &default) {
+                (Value::Undefined(_), Some(default)) => default.clone(),
+                (found, _) => found,
+            });
+        }
+    } else {
+        let name = args.positional.remove(0);
+        let name = name.string()?.clone();
+        for item in items {
+            made.push(renderer.filter(&name, item, args.clone())?);
+        }
+    }
+    work.list(made)
+}
+
+/// `select`, `reject`, `selectattr` and `rejectattr`.
+fn selected(renderer: &mut Renderer<'_>, filter: &str, value: &Value, mut args: Args) -> StepOutput<Value> {
+    let work = renderer.work;
+    if !value.is_true() {
+        return work.list(Vec::new());
+    }
+    let attribute = if !filter.ends_with("attr") {
+        None
+    } else if args.positional.is_empty() {
+        return fail(format!("{filter} takes an attribute"));
+    } else {
+        Some(args.positional.remove(0))
+    };
+    let test = if args.positional.is_empty() { None } else { Some(args.positional.remove(0)) };
+    let mut kept = Vec::new();
+    for item in value.items(work)? {
+        let key = attribute.as_ref().map_or_else(|| Ok(item.clone()), |attribute| path(&item, attribute, work))?;
+        let holds = match &test {
+            None => key.is_true(),
+            Some(name) => renderer.test(name.string()?, &key, args.clone())?,
+        };
+        if holds != filter.starts_with("reject") {
+            kept.push(item);
+        }
+    }
+    work.list(kept)
+}
+
+/// Makes a dict of entries.
+pub(super) fn dict(entries: impl IntoIterator<Item = (Value, Value)>, work: &Work) -> StepOutput<Value> {
+    let mut made = Vec::new();
+    for (key, value) in entries {
+        insert(&mut made, key, value, work)?;
+    }
+    work.map(made)
+}

@@ -1,0 +1,189 @@
+//! Jinja for chat templates, as transformers sets it up. Templates come from strangers.
+//!
+//! The crate minijinja parses. What it runs can neither be stopped everywhere (it compares lists that are inside of each other
+//! many times to their end), nor does it know where a text comes from. So templates run here: each step, byte and slot is
+//! [charged](work), values know how large and deep they are before anything walks over them, and a [text](text::Text) knows which
+//! of its bytes are a user's. A rendering has a thread with a stack of its own, and ends.
+
+mod args;
+mod checks;
+mod eval;
+mod expr;
+mod filters;
+mod format;
+mod functions;
+mod json;
+mod methods;
+mod ops;
+mod text;
+mod value;
+mod work;
+
+use std::collections::BTreeMap;
+use std::thread;
+
+use jiff::civil::DateTime;
+use minijinja::machinery::{self, Token};
+use minijinja::syntax::SyntaxConfig;
+
+use self::eval::Renderer;
+use self::value::Value;
+use self::work::{Fail, Work};
+use super::Message;
+use crate::error::{Checked, InputError};
+
+pub(super) use text::Text;
+
+/// The name of the template in errors.
+const NAME: &str = "chat";
+
+/// The most bytes of a template. The largest ones of the Hub have some 50,000.
+pub(super) const LONGEST: usize = 1 << 20;
+/// The most words and signs of a `{{ }}` or `{% %}`, which bound how deep the parser goes.
+const WORDIEST: usize = 2000;
+/// The most `elif`, which are inside of each other for the parser.
+const BRANCHES: usize = 500;
+/// The stack of a rendering.
+const STACK: usize = 64 << 20;
+/// The longest reason that a template gives.
+const REASON: usize = 1000;
+
+/// The roles that conversations have. They are words of templates, while other ones are texts from outside.
+const ROLES: [&str; 8] = ["system", "user", "assistant", "tool", "developer", "function", "ipython", "model"];
+
+/// Checks that a template can be parsed.
+pub(super) fn check(source: &str) -> Checked {
+    on_thread(|| parsed(&without_generation(source), |_| Ok(())))
+}
+
+/// Renders a template for a conversation.
+pub(super) fn render(
+    source: &str,
+    tokens: &BTreeMap<String, Option<String>>,
+    messages: &[Message],
+    add_generation_prompt: bool,
+    now: DateTime,
+) -> Checked<Text> {
+    on_thread(|| {
+        parsed(&without_generation(source), |template| {
+            // Each message is a few values too.
+            let bytes = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
+            let work = Work::new(bytes);
+            let run = || {
+                let tokens = tokens.iter().map(|(name, token)| {
+                    // What the model does not have is undefined, and written as nothing.
+                    let absent = || Ok(Value::undefined("a token that the model does not have"));
+                    Ok((name.as_str(), token.as_deref().map_or_else(absent, |token| work.own(token))?))
+                });
+                let mut globals = tokens.collect::<Result<BTreeMap<_, _>, Fail>>()?;
+                let messages = messages.iter().map(|message| value(message, &work)).collect::<Result<_, Fail>>()?;
+                globals.extend([
+                    ("messages", work.list(messages)?),
+                    ("tools", Value::None),
+                    ("documents", Value::None),
+                    ("add_generation_prompt", Value::Bool(add_generation_prompt)),
+                ]);
+                Renderer::new(globals, now, &work).run(template)
+            };
+            run().map_err(|Fail { why, line }| {
+                let place = line.map(|line| format!(" (in {NAME}:{line})")).unwrap_or_default();
+                InputError(format!("{}{place}", cleaned(&why)))
+            })
+        })
+    })
+}
+
+/// A message as templates see it.
+fn value(message: &Message, work: &Work) -> Result<Value, Fail> {
+    let role = message.role.as_str();
+    let role = if ROLES.contains(&role) { Text::own(role) } else { Text::foreign(role) };
+    let entries = [("role", role), ("content", Text::foreign_but(&message.content, &message.named))];
+    let entries = entries.map(|(name, text)| Ok((work.own(name)?, work.text(text)?)));
+    work.map(entries.into_iter().collect::<Result<_, Fail>>()?)
+}
+
+/// Runs `f` on a thread with a stack of its own, which its bounds fit.
+fn on_thread<T: Send>(f: impl FnOnce() -> Checked<T> + Send) -> Checked<T> {
+    thread::scope(|scope| {
+        let started = thread::Builder::new().name("template".into()).stack_size(STACK).spawn_scoped(scope, f);
+        let thread = started.map_err(|error| InputError(format!("no thread can be started for it ({error})")))?;
+        thread
+            .join()
+            .unwrap_or_else(|_| Err(InputError("its renderer panicked, which is an error of this program".into())))
+    })
+}
+
+/// Parses a template, after its bounds are known to be sound, and runs `f` with it.
+fn parsed<T>(source: &str, f: impl FnOnce(&machinery::ast::Stmt<'_>) -> Checked<T>) -> Checked<T> {
+    if source.len() > LONGEST {
+        return Err(InputError(format!("it has {} bytes, and at most {LONGEST} are read", source.len())));
+    }
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    let syntax = syntax.map_err(|error| InputError(detailed(&error)))?;
+    let (mut words, mut branches) = (0, 0);
+    for token in machinery::tokenize(source, false, syntax.clone()) {
+        // The parser says what is wrong, and where.
+        let Ok((token, span)) = token else { break };
+        match token {
+            Token::VariableStart | Token::BlockStart | Token::TemplateData(_) => words = 0,
+            Token::Ident("elif") => branches += 1,
+            _ => {}
+        }
+        words += 1;
+        let line = span.start_line;
+        if words > WORDIEST {
+            return Err(InputError(format!("it has an expression of more than {WORDIEST} words (in {NAME}:{line})")));
+        }
+        if branches > BRANCHES {
+            return Err(InputError(format!("it has more than {BRANCHES} elif (in {NAME}:{line})")));
+        }
+    }
+    let template = machinery::parse(source, NAME, syntax).map_err(|error| InputError(detailed(&error)))?;
+    f(&template)
+}
+
+/// An error with its line and causes, on one line.
+fn detailed(error: &minijinja::Error) -> String {
+    let mut said = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        said.push_str(&format!(": {error}"));
+        cause = error.source();
+    }
+    cleaned(&said)
+}
+
+/// What a template says, without what would control a terminal, and not longer than a sentence.
+fn cleaned(said: &str) -> String {
+    said.chars().take(REASON).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// The text of a template without the tags around what the model writes, which mark tokens for training.
+fn without_generation(source: &str) -> String {
+    let mut made = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        made.push_str(before);
+        let Some(end) = tag[2..].find("%}").map(|end| end + 2) else {
+            rest = tag;
+            break;
+        };
+        let (inside, after) = (&tag[2..end], &tag[end..]);
+        let mark = |c: char| matches!(c, '-' | '+');
+        let word = inside.trim_matches(mark).trim();
+        let instead = match word {
+            "generation" => Some("if true"),
+            "endgeneration" => Some("endif"),
+            _ => None,
+        };
+        match instead {
+            Some(instead) => made.push_str(&format!("{{%{}", inside.replacen(word, &format!(" {instead} "), 1))),
+            None => made.push_str(&tag[..end]),
+        }
+        made.push_str("%}");
+        rest = &after[2..];
+    }
+    made.push_str(rest);
+    made
+}

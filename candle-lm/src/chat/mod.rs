@@ -1,0 +1,105 @@
+//! Conversations with models that were trained on a chat template.
+
+mod jinja;
+mod script;
+mod source;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::Result;
+use jiff::civil::DateTime;
+use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+pub use script::Script;
+pub(super) use source::{of_folder, of_metadata};
+
+use crate::error::InputError;
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// The text.
+    pub content: String,
+    /// The bytes of it that the model wrote as tokens with a name, for example `<think>`. They are tokens again in the next prompt, while
+    /// the same letters of anybody else stay letters.
+    #[serde(skip)]
+    pub named: Vec<Range<usize>>,
+}
+
+impl Message {
+    /// Creates a message.
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), named: Vec::new() }
+    }
+}
+
+/// A chat template: turns a conversation into the text that the model was trained on.
+///
+/// Templates are rendered as transformers renders them: Jinja with `trim_blocks`, `lstrip_blocks`, loop controls, Python's
+/// string methods, `raise_exception` and `strftime_now`. They come from strangers: what one may cost is bounded, and what is too
+/// much is an error.
+///
+/// ```
+/// use candle_lm::chat::{ChatTemplate, Message};
+///
+/// let source = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>";
+/// let template = ChatTemplate::new(source, "an example", Default::default())?;
+/// let now = jiff::civil::date(2026, 1, 31).at(12, 0, 0, 0);
+/// assert_eq!(template.render(&[Message::new("user", " Hi ")], now)?, "<user>Hi<assistant>");
+/// let endless = ChatTemplate::new("{% for i in range(999999999) %}{% endfor %}", "an example", Default::default())?;
+/// assert!(endless.render(&[], now).unwrap_err().to_string().contains("fuel"));
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct ChatTemplate {
+    source: Arc<str>,
+    /// The file or key that it comes from.
+    origin: String,
+    /// Special tokens by the names that templates use, for example `bos_token`; none where the files say so.
+    tokens: BTreeMap<String, Option<String>>,
+}
+
+impl ChatTemplate {
+    /// Checks a template; `origin` names its file in errors, and `tokens` has special tokens by name, for example
+    /// `bos_token`, or none where the model has none of a name.
+    ///
+    /// # Errors
+    /// If it is not a template; the line is named.
+    pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, Option<String>>) -> Result<Self> {
+        let wrong = |error| InputError(format!("the chat template of {origin}: {error}"));
+        jinja::check(source).map_err(wrong)?;
+        Ok(Self { source: source.into(), origin: origin.into(), tokens })
+    }
+
+    /// Returns the text of a conversation, up to where the model writes its reply. `now` is the local time, which some
+    /// templates print.
+    ///
+    /// # Errors
+    /// If the template fails, refuses the conversation, or does more work than a template may.
+    pub fn render(&self, messages: &[Message], now: DateTime) -> Result<Script> {
+        let wrong = |error| InputError(format!("the chat template of {} fails: {error}", self.origin));
+        let text = jinja::render(&self.source, &self.tokens, messages, true, now).map_err(wrong)?;
+        Ok(Script { text, template: self.source.clone() })
+    }
+
+    /// Returns the special token that ends replies: the one that the template writes after a message of the model.
+    pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
+        const REPLY: &str = "a reply";
+        let messages = [Message::new("user", "a question"), Message::new("assistant", REPLY)];
+        let rendered = jinja::render(&self.source, &self.tokens, &messages, false, DateTime::default()).ok()?;
+        let (_, after) = rendered.rsplit_once(REPLY)?;
+        let added = tokenizer.get_added_tokens_decoder().into_iter();
+        let begins = added.filter(|(_, token)| token.special && after.trim_start().starts_with(&token.content));
+        begins.max_by_key(|(_, token)| token.content.len()).map(|(id, _)| id)
+    }
+}
+
+/// Returns the time at which templates are rendered.
+pub fn now() -> DateTime {
+    jiff::Zoned::now().datetime()
+}

@@ -1,0 +1,75 @@
+//! Where the chat template of a model is.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::quantized::gguf_file::Value as Stored;
+use candle_shard::regular;
+use serde_json::Value;
+
+use super::ChatTemplate;
+use crate::special_tokens::{self, CONFIG, SpecialTokens};
+
+/// The special tokens of GGUF files: the key of the number.
+const IDS: [(&str, &str); 4] = [
+    ("bos_token", "tokenizer.ggml.bos_token_id"),
+    ("eos_token", "tokenizer.ggml.eos_token_id"),
+    ("unk_token", "tokenizer.ggml.unknown_token_id"),
+    ("pad_token", "tokenizer.ggml.padding_token_id"),
+];
+
+/// Returns the template of the model in a folder: `chat_template.jinja`, else that of `tokenizer_config.json`.
+///
+/// # Errors
+/// If there is none, or it is not a template; the file is named.
+pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
+    let (config, jinja) = (folder.join(CONFIG), folder.join("chat_template.jinja"));
+    let fields = special_tokens::fields(folder, CONFIG)?;
+    let named = SpecialTokens::of(folder, &fields)?.named;
+    let tokens = named.into_iter().map(|(name, token)| (name.to_owned(), token)).collect();
+    match regular::read_text(&jinja, regular::CONFIG) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        source => {
+            let origin = jinja.display().to_string();
+            return ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens);
+        }
+    }
+    let source = match fields.get("chat_template") {
+        None | Some(Value::Null) => bail!(
+            "{} has no chat template ({} does not exist, and tokenizer_config.json has no chat_template): leave out --chat",
+            folder.display(),
+            jinja.display()
+        ),
+        Some(Value::String(source)) => source.clone(),
+        // Several templates by name.
+        Some(Value::Array(named)) => {
+            let default = named.iter().find(|one| one.get("name").is_some_and(|name| name == "default"));
+            let source = default.and_then(|one| one.get("template")?.as_str()).map(str::to_owned);
+            source.with_context(|| format!("{}: chat_template has no template \"default\"", config.display()))?
+        }
+        Some(_) => bail!("{}: chat_template is no text", config.display()),
+    };
+    ChatTemplate::new(&source, &config.display().to_string(), tokens)
+}
+
+/// Returns the template in the metadata of the GGUF file at `path`.
+///
+/// # Errors
+/// If there is none, or it is not a template.
+pub(crate) fn of_metadata(metadata: &BTreeMap<String, Stored>, path: &Path) -> Result<ChatTemplate> {
+    let Some(source) = metadata.get("tokenizer.chat_template") else {
+        bail!("{} has no tokenizer.chat_template: leave out --chat", path.display());
+    };
+    let source = source.to_string().with_context(|| format!("{}: tokenizer.chat_template", path.display()))?;
+    let texts = metadata.get("tokenizer.ggml.tokens").and_then(|tokens| tokens.to_vec().ok());
+    let mut tokens = BTreeMap::new();
+    for (name, key) in IDS {
+        let Some(id) = metadata.get(key).and_then(crate::gguf::whole) else { continue };
+        let text = texts.and_then(|texts| texts.get(id as usize)?.to_string().ok());
+        ensure!(text.is_some(), "{}: {key} {id} is no token", path.display());
+        tokens.extend(text.map(|text| (name.to_owned(), Some(text.clone()))));
+    }
+    ChatTemplate::new(source, &path.display().to_string(), tokens)
+}

@@ -1,0 +1,178 @@
+//! A model that is read and cut over the ranks.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use candle_core::{DType, Device, Tensor};
+use candle_dist::{ProcessGroup, RankContext};
+use candle_pipe::Layout;
+use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::parallel::Shares;
+
+use super::cache::Cache;
+use super::files::Files;
+use super::model::Decoder;
+use super::staged::{StagedDecoder, Use};
+use super::step::Step;
+use super::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
+
+/// How a model is held and cut.
+#[derive(Clone, Debug)]
+pub struct ModelOptions {
+    /// What parameters are held and computed in.
+    pub dtype: DType,
+    /// Which layers make a stage, if they are not to cost about equally much.
+    pub layout: Option<Layout>,
+    /// Whether quantized weights are held as floats.
+    pub dequantize: bool,
+    /// What keys and values are kept in, if not in the dtype of the computation.
+    pub cache: Option<DType>,
+    /// The shares of the ranks over which a layer is sharded, if they are unlike.
+    pub shares: Option<Shares>,
+    /// The ranks over which experts are distributed.
+    pub ep: usize,
+    /// The ranks over which the tokens of a text are distributed.
+    pub cp: usize,
+}
+
+impl ModelOptions {
+    /// Holds a model in a dtype, and quantized weights as they are stored.
+    pub fn of(dtype: DType) -> Self {
+        Self { dtype, layout: None, dequantize: false, cache: None, shares: None, ep: 1, cp: 1 }
+    }
+
+    /// Returns the mesh axes of a stage, and their ranks, which are `ranks` together.
+    ///
+    /// # Errors
+    /// If the ranks of tokens and of experts do not divide them.
+    pub fn axes(&self, ranks: usize) -> Result<Vec<(&'static str, usize)>> {
+        let Self { cp, ep, .. } = *self;
+        let others = cp.saturating_mul(ep);
+        ensure!(
+            others > 0 && ranks.is_multiple_of(others),
+            "{cp} ranks of tokens × {ep} ranks of experts do not divide {ranks} ranks"
+        );
+        let axes = [(TOKEN_AXIS, cp), (EXPERT_AXIS, ep)].into_iter().filter(|(_, ranks)| *ranks > 1);
+        Ok(axes.chain([(LAYER_AXIS, ranks / others)]).collect())
+    }
+}
+
+/// What a model is read for.
+#[derive(Clone, Copy, Debug)]
+pub enum Purpose {
+    /// Writing some texts at once.
+    Write {
+        /// The texts.
+        slots: usize,
+        /// The most tokens of a text.
+        room: usize,
+    },
+    /// Scoring windows of so many tokens.
+    Score {
+        /// The tokens.
+        window: usize,
+    },
+}
+
+/// A rank's part of a model.
+pub struct Engine {
+    model: Model,
+    device: Device,
+    /// All ranks, if some compute the same logits, each by itself.
+    replicas: Option<ProcessGroup>,
+    /// The seconds in which this rank's part was read.
+    pub load: f64,
+    /// The parameters that this rank holds as floats.
+    pub parameters: usize,
+    /// The bytes of all weights that this rank holds.
+    pub bytes: usize,
+}
+
+enum Model {
+    /// All layers on each rank, and the slots of texts.
+    Whole(Box<Decoder>, Vec<Cache>),
+    /// Some of them.
+    Staged(Box<StagedDecoder>),
+}
+
+impl Engine {
+    /// Reads this rank's part of a model of `stages` stages. Every rank calls it.
+    ///
+    /// # Errors
+    /// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the files.
+    pub fn new(ctx: &RankContext, stages: usize, files: &Files, held: &ModelOptions, purpose: Purpose) -> Result<Self> {
+        let Files { config, weights, .. } = files;
+        let mut config = config.clone();
+        // The last stage reads the output layer by itself where files allow that.
+        config.tie_word_embeddings &= stages == 1 || !files.has_head();
+        let config = &config;
+        let ranks = ctx.world_size();
+        ensure!(stages > 0 && ranks.is_multiple_of(stages), "{stages} stages do not divide {ranks} ranks");
+        ensure!(
+            stages == 1 || held.cp == 1,
+            "tokens on {} ranks and layers in {stages} stages: a stage keeps all tokens; use one stage, or one rank of tokens",
+            held.cp
+        );
+        let sizes = held.axes(ranks / stages)?;
+        let layer: Vec<&str> = sizes.iter().map(|(axis, _)| *axis).collect();
+        let began = Instant::now();
+        let mesh = ctx.mesh(&[&[("pp", stages)], &sizes[..]].concat())?;
+        let (plan, longest, used, slots) = match purpose {
+            Purpose::Write { slots, room } => {
+                (Decoder::plan(config, LAYER_AXIS), room, Use::Write { slots, cache: held.cache }, slots)
+            }
+            // No rank needs the logits of the whole vocabulary.
+            Purpose::Score { window } => (Decoder::training_plan(config, LAYER_AXIS), window, Use::Score, 0),
+        };
+        let (plan, device) = (plan.with_shares(held.shares.clone()), ctx.device());
+        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axes(&layer)?, plan, held.dtype, device)?;
+        let vb = if held.dequantize { vb.dequantized() } else { vb }.frozen();
+        let slot = |_| {
+            let cache = Cache::of(config, longest);
+            let cache = if held.cp > 1 { cache.over(vb.mesh(), TOKEN_AXIS)? } else { cache };
+            Ok(cache.with_dtype(held.cache))
+        };
+        let model = match stages {
+            1 => {
+                let slots = (0..slots).map(slot).collect::<candle_shard::Result<_>>()?;
+                Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), slots)
+            }
+            _ => {
+                let layout = held.layout.as_ref();
+                Model::Staged(Box::new(StagedDecoder::new(config, (longest, used), layout, &mesh, &vb, ctx)?))
+            }
+        };
+        let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
+        let bytes = parameters * held.dtype.size_in_bytes() + vb.quantized_bytes();
+        let replicas = (held.cp * held.ep > 1).then(|| ctx.group().clone());
+        Ok(Self { model, device: device.clone(), replicas, load: began.elapsed().as_secs_f64(), parameters, bytes })
+    }
+
+    /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, with the same bits on all ranks.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn step(&mut self, step: &Step) -> Result<Tensor> {
+        let logits = match &mut self.model {
+            Model::Whole(model, slots) => model.step(step, slots)?,
+            Model::Staged(model) => model.step(step)?,
+        };
+        // Unlike processors round unlike, and ranks that choose other tokens have other texts from then on.
+        Ok(match &self.replicas {
+            Some(all) => all.broadcast(&logits, 0)?,
+            None => logits,
+        })
+    }
+
+    /// The sum of the losses of `targets`, which follow the last of `tokens`.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn loss(&self, tokens: &[u32], targets: &[u32]) -> Result<f64> {
+        let row = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &self.device);
+        Ok(match &self.model {
+            Model::Whole(model, _) => model.loss(&row(tokens)?, &row(targets)?)?,
+            Model::Staged(model) => model.loss(&row(tokens)?, &row(targets)?)?,
+        })
+    }
+}

@@ -1,0 +1,233 @@
+//! The files of a model.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{DType, Device};
+use candle_shard::Weights;
+use tokenizers::Tokenizer;
+use wildmatch::WildMatch;
+
+use super::chat::{self, ChatTemplate};
+use super::config::{Config, GenerationConfig};
+use super::{expert_files, gguf, tokens};
+
+/// A model's files, found to be whole.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// The sizes.
+    pub config: Config,
+    /// The tokens that end a text, from both files that say so.
+    pub ends: BTreeSet<u32>,
+    /// What the files say that changes nothing, or ask for that is not done, a sentence each.
+    pub unmet: Vec<String>,
+    pub(super) weights: Arc<Weights>,
+    path: PathBuf,
+}
+
+/// The output layer, which a model with a tied table does not have by itself.
+const HEAD: &str = "lm_head.weight";
+const TABLE: &str = "model.embed_tokens.weight";
+
+/// Tensors of older files that follow from the config.
+const HARMLESS: [&str; 2] = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"];
+
+impl Files {
+    /// Opens the files in `folder`, or a GGUF file. No weights are read yet.
+    ///
+    /// # Errors
+    /// If the config cannot be run, or the weights are not those of the config, all of them and no others: the file and
+    /// the tensor are named.
+    pub fn open(folder: &Path) -> Result<Self> {
+        Self::open_without(folder, &[])
+    }
+
+    /// Opens files as [`open`](Self::open) does, without what the fields `ignored` of the config say.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open); if one of the fields is not in the way.
+    pub fn open_without(folder: &Path, ignored: &[String]) -> Result<Self> {
+        Self::of(folder, ignored, true)
+    }
+
+    /// Checks files whose weights have headers and no values yet, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub(super) fn check_headers(folder: &Path, ignored: &[String]) -> Result<()> {
+        Self::of(folder, ignored, false).map(drop)
+    }
+
+    fn of(folder: &Path, ignored: &[String], has_values: bool) -> Result<Self> {
+        let (mut config, mut weights, generation) = match folder.is_dir() {
+            true => (Config::read(folder, ignored)?, Weights::open(folder)?, GenerationConfig::read(folder)?),
+            false => {
+                let (config, weights) = gguf::open(folder, ignored, has_values)?;
+                (config, weights, GenerationConfig::default())
+            }
+        };
+        for (name, parts) in config.fused() {
+            weights = weights.split(&name, &parts)?;
+        }
+        weights = expert_files::stacked(weights, &config).with_context(|| format!("{}", folder.display()))?;
+        // Where the output layer has a tensor of its own with other values, it is not tied, whatever the config says.
+        if folder.is_dir() && config.tie_word_embeddings && weights.names().any(|name| name == HEAD) {
+            check(&weights, folder, HEAD, &[config.vocab_size, config.hidden_size], None)?;
+            check(&weights, folder, TABLE, &[config.vocab_size, config.hidden_size], None)?;
+            if has_values {
+                config.tie_word_embeddings = are_equal(&weights, [HEAD, TABLE], config.hidden_size)?;
+            }
+        }
+        let tensors = config.tensors();
+        for (name, want) in &tensors {
+            check(&weights, folder, name, want, None)?;
+        }
+        check_others(&weights, folder, &config, &tensors)?;
+        let mut unmet: Vec<String> = config.notes.iter().cloned().chain(generation.unmet).collect();
+        // As in transformers, where the two files differ.
+        let ends = if generation.ends.is_empty() { config.ends().to_vec() } else { generation.ends };
+        if config.ends().iter().any(|end| !ends.contains(end)) {
+            let own = config.ends();
+            unmet.push(format!(
+                "config.json ends texts at the tokens {own:?} and generation_config.json, which counts, at {ends:?}"
+            ));
+        }
+        let ends = ends.into_iter().collect();
+        Ok(Self { config, ends, unmet, weights: Arc::new(weights), path: folder.into() })
+    }
+
+    /// The dtype that the parameters are stored in: one that holds all of them, if they are stored in several.
+    ///
+    /// # Errors
+    /// If there is one that models are not computed in; it is named.
+    pub fn dtype(&self) -> Result<DType> {
+        let mut stored: Option<DType> = None;
+        for (name, _) in self.config.tensors() {
+            let dtype = self.weights.dtype(&name)?;
+            stored = Some(match (dtype, stored) {
+                (DType::F32 | DType::BF16 | DType::F16, None) => dtype,
+                (DType::F32 | DType::BF16 | DType::F16, Some(other)) if other == dtype => dtype,
+                (DType::F64 | DType::F32 | DType::BF16 | DType::F16, _) => DType::F32,
+                _ => bail!("{name:?} is stored as {}: say what to compute in with --dtype", dtype.as_str()),
+            });
+        }
+        stored.context("the model has no parameters")
+    }
+
+    /// The tokenizer of the model.
+    ///
+    /// # Errors
+    /// If there is none that can be read, or it has tokens that the model does not have.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        let tokenizer = tokens::read(&self.path)?;
+        // Some files have special tokens for other models of the family, which texts do not have.
+        let added = tokenizer.get_added_tokens_decoder();
+        let ids = tokenizer.get_vocab(true).into_values().filter(|id| added.get(id).is_none_or(|token| !token.special));
+        tokens::check(&[ids.max().unwrap_or(0)], self.config.vocab_size)?;
+        Ok(tokenizer)
+    }
+
+    /// Returns the chat template of the model.
+    ///
+    /// # Errors
+    /// If there is none, or it is not a template; the file is named.
+    pub fn chat_template(&self) -> Result<ChatTemplate> {
+        if self.path.is_dir() {
+            return chat::of_folder(&self.path);
+        }
+        let weights = Weights::open(&self.path)?;
+        let metadata = weights.metadata().with_context(|| format!("{} is no GGUF file", self.path.display()))?;
+        chat::of_metadata(metadata, &self.path)
+    }
+
+    /// The weights, by the names of the Hub.
+    pub fn weights(&self) -> Arc<Weights> {
+        self.weights.clone()
+    }
+
+    /// The type that a tensor is stored in, and its bytes.
+    ///
+    /// # Errors
+    /// If there is no such tensor.
+    pub fn stored(&self, name: &str) -> Result<(String, u64)> {
+        let count = self.weights.shape(name)?.iter().product::<usize>();
+        Ok(match self.weights.quantized_dtype(name)? {
+            Some(blocks) => (format!("{blocks:?}"), (count / blocks.block_size() * blocks.type_size()) as u64),
+            None => {
+                let dtype = self.weights.dtype(name)?;
+                (dtype.as_str().into(), (count * dtype.size_in_bytes()) as u64)
+            }
+        })
+    }
+
+    /// Whether the output layer can be read apart from the table.
+    pub(super) fn has_head(&self) -> bool {
+        self.weights.names().any(|name| name == HEAD)
+    }
+
+    /// The bytes of all parameters in the files.
+    pub fn bytes(&self) -> u64 {
+        let tensors = self.config.tensors().into_iter();
+        tensors.map(|(name, _)| self.stored(&name).map_or(0, |(_, bytes)| bytes)).sum()
+    }
+
+    /// The bytes that were read of them so far, by all ranks of this process.
+    pub fn bytes_read(&self) -> u64 {
+        self.weights.bytes_read()
+    }
+}
+
+/// Checks by the headers that a tensor is there, in the shape that the config says, and of floats, or of `dtype`.
+pub(super) fn check(weights: &Weights, at: &Path, name: &str, want: &[usize], dtype: Option<DType>) -> Result<()> {
+    let (has, of) = (weights.shape(name)?, weights.dtype(name)?);
+    ensure!(
+        has == want && dtype.map_or(of.is_float(), |dtype| of == dtype),
+        "{}: {name:?} is {}{has:?}, and config.json says {} of {want:?}",
+        at.display(),
+        of.as_str(),
+        dtype.map_or("floats", |dtype| dtype.as_str())
+    );
+    Ok(())
+}
+
+/// Checks that the files have no tensors but these: one that nobody reads would be a part of the model that is left out.
+fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(String, Vec<usize>)]) -> Result<()> {
+    let known: BTreeSet<&str> = tensors.iter().map(|(name, _)| name.as_str()).collect();
+    let is_harmless = |name: &str| {
+        HARMLESS.iter().any(|pattern| WildMatch::new(pattern).matches(name))
+            || (config.tie_word_embeddings && name == HEAD)
+            || gguf::rope::is_read(config, name)
+    };
+    let mut others = weights.names().filter(|name| !known.contains(name) && !is_harmless(name));
+    let Some(first) = others.next() else { return Ok(()) };
+    let more = match others.count() {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    bail!(
+        "{}: the tensor {first:?}{more} has no place in the model that config.json describes, which would compute something else without it",
+        at.display()
+    )
+}
+
+/// Elements that are compared at a time.
+const CHUNK: usize = 1 << 20;
+
+/// Whether two tensors of a shape have the same values.
+fn are_equal(weights: &Weights, names: [&str; 2], columns: usize) -> Result<bool> {
+    let rows = weights.shape(names[0])?[0];
+    let step = (CHUNK / columns.max(1)).max(1);
+    for start in (0..rows).step_by(step) {
+        let block = [start..rows.min(start + step), 0..columns];
+        let [a, b] = names.map(|name| -> Result<Vec<f32>> {
+            let part = weights.read_block(name, &block, &Device::Cpu)?;
+            Ok(part.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+        });
+        if a? != b? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}

@@ -1,0 +1,52 @@
+#![doc = include_str!("../README.md")]
+
+mod agree;
+pub mod batch;
+mod between;
+pub mod cache;
+pub mod chat;
+pub mod config;
+pub mod cut;
+pub mod declare;
+pub mod dtype;
+pub mod engine;
+mod error;
+mod expert_files;
+mod feed_forward;
+pub mod files;
+pub mod generate;
+mod gguf;
+pub mod hub;
+mod layer;
+pub mod memory;
+pub mod model;
+mod norm;
+mod projection;
+pub mod random_model;
+mod rope;
+pub mod sample;
+pub mod score;
+pub mod sentence_embedding;
+pub mod session;
+mod special_tokens;
+pub mod staged;
+pub mod step;
+pub mod stops;
+pub mod tokens;
+pub mod train;
+mod writing;
+
+pub use agree::agreed;
+pub use error::{Error, InputError, Result};
+
+/// The mesh axis over which layers are cut, experts too.
+pub const LAYER_AXIS: &str = "tp";
+
+/// The mesh axis over which the tokens of a text are distributed.
+pub const TOKEN_AXIS: &str = "cp";
+
+/// The mesh axis over which experts are distributed.
+pub const EXPERT_AXIS: &str = "ep";
+
+/// The mesh axis of the replicas of a model that learns, over which parameters may be fully sharded.
+const REPLICAS: &str = "dp";

@@ -1,0 +1,111 @@
+//! The memory of weights and of the cache, which is known before a model is read.
+
+use anyhow::Result;
+use candle_core::DType;
+use candle_core::quantized::GgmlDType;
+use candle_shard::chunk_sizes;
+use candle_shard::kernels::QuantizedMatrix;
+use candle_shard::nn::Heads;
+
+use super::config::Config;
+use super::config::tensors::EXPERTS;
+use super::engine::ModelOptions;
+use super::files::Files;
+
+/// Returns the bytes of keys and values of `texts` texts with room for `room` tokens each, on all `tp` ranks together that
+/// share a layer.
+///
+/// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
+/// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
+/// copy.
+///
+/// ```
+/// use candle_core::DType;
+/// use candle_lm::{memory, random_model};
+///
+/// // 4 layers with 4 key heads, and 8 query heads, of 32 numbers each.
+/// let config = random_model::config();
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 1]), 4 * 4 * 32 * 2 * 4 * 100);
+/// assert_eq!(memory::cache_bytes(&config, DType::BF16, [3, 100], [8, 1]), 4 * 8 * 32 * 2 * 2 * 100 * 3);
+/// assert_eq!(memory::cache_bytes(&config, DType::F32, [1, 100], [2, 3]), 4 * 4 * 32 * 2 * 4 * 34);
+/// ```
+pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
+    let Heads { query, key_value, dim } = config.heads();
+    let heads = if key_value < tp { query } else { key_value };
+    let part = room.div_ceil(cp.max(1));
+    let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
+    let tokens: usize = (0..config.num_hidden_layers).map(kept).fold(0, usize::saturating_add);
+    [tokens, heads, dim, 2, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
+}
+
+/// The projections whose outputs are cut.
+const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+
+/// Returns the bytes of all weights on all `[tp, pp]` ranks and those of experts together, from the headers of the files.
+///
+/// Matrices are cut over the `tp` ranks, and vectors and routers are whole on each, apart from the biases of outputs that
+/// are cut. If ranks share key heads, each has all of them. Experts are distributed over the ranks of experts, and all else
+/// is on each of these. Each rank of the tokens has all weights.
+///
+/// # Errors
+/// If the files lack a tensor.
+pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) -> Result<usize> {
+    let config = &files.config;
+    let Heads { query, key_value, .. } = config.heads();
+    let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
+    let shares_keys =
+        key_value < tp && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
+    let mut all = 0usize;
+    for (name, shape) in config.tensors() {
+        let blocks = held_blocks(files, held, tp, &name)?;
+        let count = shape.iter().copied().fold(1, usize::saturating_mul);
+        let bytes = match blocks {
+            Some(blocks) if shape.len() >= 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
+            _ => count.saturating_mul(held.dtype.size_in_bytes()),
+        };
+        let module = name.rsplit('.').nth(1).unwrap_or_default();
+        let copies = match shape.len() {
+            3 => 1,
+            _ if module == "router" => tp,
+            _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
+            0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
+            // The first stage looks tokens up in the table, and the last one computes logits with it.
+            _ if pp > 1 && config.tie_word_embeddings && module == "embed_tokens" => 2,
+            _ => 1,
+        };
+        let replicas = held.cp.saturating_mul(if shape.len() == 3 { 1 } else { held.ep });
+        all = all.saturating_add(bytes.saturating_mul(copies).saturating_mul(replicas));
+    }
+    Ok(all)
+}
+
+/// Returns the blocks in which ranks hold a weight, if they hold it as it is stored. Layers hold floats if only some of the
+/// weights that they compute with together are in blocks, or if a cut would fall inside of a block.
+fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Result<Option<GgmlDType>> {
+    let weights = files.weights();
+    let block = |name: &str| -> Result<Option<GgmlDType>> {
+        let blocks = weights.quantized_dtype(name)?.filter(|&blocks| QuantizedMatrix::takes(blocks));
+        Ok(blocks.filter(|_| !held.dequantize))
+    };
+    let all = |names: [String; 3]| -> Result<bool> {
+        names.iter().map(|name| Ok(block(name)?.is_some())).try_fold(true, |all, one: Result<bool>| Ok(all && one?))
+    };
+    let Some(own) = block(name)? else { return Ok(None) };
+    let attention = |name: &str| -> Option<[String; 3]> {
+        let (layer, _) = name.split_once(".self_attn.")?;
+        Some(["q_proj", "k_proj", "v_proj"].map(|part| format!("{layer}.self_attn.{part}.weight")))
+    };
+    let experts = EXPERTS.iter().find_map(|part| name.strip_suffix(part));
+    let is_kept = match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name), experts) {
+        (_, _, Some(layer)) => all(EXPERTS.map(|part| format!("{layer}{part}")))?,
+        ("router", ..) => false,
+        ("q_proj" | "k_proj" | "v_proj", Some(names), _) => all(names)?,
+        ("o_proj", Some(names), _) => {
+            let heads = files.config.heads();
+            let granule = if all(names)? { own.block_size() } else { 1 };
+            (heads.together(tp, granule) * heads.dim).is_multiple_of(own.block_size())
+        }
+        _ => true,
+    };
+    Ok(is_kept.then_some(own))
+}

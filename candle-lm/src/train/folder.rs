@@ -1,0 +1,191 @@
+//! The folder of checkpoints, in which a crash at any time leaves those that are complete.
+//!
+//! Each is a folder of its own, `step-00000100`. While it is written its name has a number that no other training has, and `.partial` at
+//! its end; it gets its name when all of it is on the disk, and is not touched again. One training at a time saves to the folder:
+//! `training.lock` says which.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use candle_shard::checkpoint::Lock;
+
+use super::resume::STATE;
+use crate::error::{Checked, InputError, require};
+
+const PARTIAL: &str = ".partial";
+const LOCK: &str = "training.lock";
+
+/// The folder of a step's checkpoint.
+pub fn of_step(folder: &Path, step: usize) -> PathBuf {
+    folder.join(name_of(step))
+}
+
+fn name_of(step: usize) -> String {
+    format!("step-{step:08}")
+}
+
+/// The steps that have a folder of this program's names, in order.
+fn steps(folder: &Path) -> io::Result<Vec<usize>> {
+    let mut steps = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
+        // Others may have names that are similar.
+        steps.extend(step.filter(|&step| name.to_str() == Some(&name_of(step)) && folder.join(&name).is_dir()));
+    }
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// The folders of checkpoints in the folder, the last step first; what has no state is none.
+///
+/// # Errors
+/// If the folder cannot be read; it is named.
+pub fn checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
+    let steps = steps(folder).with_context(|| format!("{}", folder.display()))?;
+    Ok(steps.into_iter().rev().map(|step| of_step(folder, step)).collect())
+}
+
+/// A damaged checkpoint in the way of the next save, and the path that it gets.
+#[derive(Clone, Debug)]
+pub struct Damage {
+    /// The folder of the checkpoint.
+    pub from: PathBuf,
+    /// The path that it gets.
+    pub to: PathBuf,
+}
+
+impl Damage {
+    /// The checkpoint in the folder `at`, if that is one of `folder` and a training has made it.
+    pub fn within(folder: &Path, at: &Path) -> Option<Self> {
+        let is_within = fs::canonicalize(at.parent()?).ok()? == fs::canonicalize(folder).ok()?;
+        let from = folder.join(at.file_name()?);
+        let path = |n: usize| from.with_extension(if n == 1 { "damaged".into() } else { format!("damaged-{n}") });
+        let to = (1..).map(path).find(|path| fs::symlink_metadata(path).is_err())?;
+        (is_within && from.join(STATE).is_file()).then_some(Self { from, to })
+    }
+}
+
+/// Checks that checkpoints of steps after `start` can be saved to the folder, which is made if it is not there. Those that are damaged are
+/// in nobody's way.
+///
+/// # Errors
+/// A sentence if the folder cannot be made, or holds checkpoints that would have to go.
+pub fn check(folder: &Path, start: usize, damaged: &[Damage]) -> Checked {
+    let shown = folder.display();
+    let steps = fs::create_dir_all(folder).and_then(|()| steps(folder));
+    let steps = steps.map_err(|error| {
+        InputError(format!("--save {shown} cannot be written ({error}): give a folder that can be made."))
+    })?;
+    // An empty folder is in nobody's way.
+    let is_empty =
+        |step: &usize| fs::read_dir(of_step(folder, *step)).is_ok_and(|mut entries| entries.next().is_none());
+    let is_whole = |step: usize| of_step(folder, step).join(STATE).is_file();
+    let is_damaged = |step: &usize| damaged.iter().any(|one| one.from == of_step(folder, *step));
+    let is_in_the_way = |step: &usize| *step > start && !is_empty(step) && !is_damaged(step);
+    if let Some(last) = steps.into_iter().rev().find(is_in_the_way) {
+        require!(
+            !is_whole(last),
+            "--save {shown} holds the checkpoint of step {last} already: --resume from it, move it away, or give another folder."
+        );
+        require!(
+            false,
+            "--save {shown} holds {}, which is no checkpoint: move it away, or give another folder.",
+            name_of(last)
+        );
+    }
+    Ok(())
+}
+
+/// The folder that a training saves to, which no other training does meanwhile.
+#[derive(Debug)]
+pub struct Saves {
+    folder: PathBuf,
+    /// Until the training is over.
+    lock: Option<Lock>,
+}
+
+impl Saves {
+    /// Takes the folder for steps after `start`, removes what killed trainings have left, and renames what is damaged.
+    ///
+    /// # Errors
+    /// If another training has it; the error says which. Those of [`check`] and of the file system.
+    pub fn hold(folder: &Path, start: usize, damaged: &[Damage]) -> Result<Self> {
+        let lock = Lock::take(&folder.join(LOCK)).context("--save")?;
+        let saves = Self { folder: folder.to_owned(), lock: Some(lock) };
+        // Another training may have ended meanwhile.
+        check(folder, start, damaged)?;
+        for Damage { from, to } in damaged {
+            fs::rename(from, to).with_context(|| format!("{}", from.display()))?;
+        }
+        saves.left().try_for_each(fs::remove_dir_all).with_context(|| format!("{}", folder.display()))?;
+        Ok(saves)
+    }
+
+    /// The folders that are not complete, of this training and of killed ones. The lock has their names; what is similar is another's.
+    fn left(&self) -> impl Iterator<Item = PathBuf> + '_ {
+        let names = self.lock.iter().flat_map(Lock::names);
+        let partial = names.filter(|name| name.starts_with("step-") && name.ends_with(PARTIAL) && !name.contains('/'));
+        let path = partial.map(|name| self.folder.join(name));
+        path.filter(|path| fs::symlink_metadata(path).is_ok_and(|about| about.is_dir()))
+    }
+
+    /// Makes an empty folder for the checkpoint of a step.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn begin(&mut self, step: usize) -> Result<PathBuf> {
+        let lock = self.lock.as_mut().context("the training is over")?;
+        let name = format!("{}.{}{PARTIAL}", name_of(step), lock.nonce());
+        lock.announce([name.clone()])?;
+        let partial = self.folder.join(name);
+        fs::create_dir(&partial).with_context(|| format!("{}", partial.display()))?;
+        Ok(partial)
+    }
+
+    /// Gives the checkpoint its name, when all of it is on the disk.
+    ///
+    /// # Errors
+    /// Those of the file system; if something has the name.
+    pub fn commit(&self, step: usize, partial: &Path) -> io::Result<()> {
+        for entry in fs::read_dir(partial)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                settle(&entry.path())?;
+            }
+        }
+        settle(partial)?;
+        fs::rename(partial, of_step(&self.folder, step))?;
+        settle(&self.folder)
+    }
+}
+
+impl Drop for Saves {
+    /// Frees the folder, with nothing left of saves that failed.
+    fn drop(&mut self) {
+        let is_clean = self.left().all(|left| fs::remove_dir_all(left).is_ok());
+        if let Some(lock) = self.lock.take().filter(|_| is_clean) {
+            lock.release();
+        }
+    }
+}
+
+/// Waits until the names in a folder are on the disk, where the system has a way to.
+fn settle(folder: &Path) -> io::Result<()> {
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
+        Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied) => Ok(()),
+        done => done,
+    }
+}
+
+/// Writes a small new file and waits until it is on the disk.
+///
+/// # Errors
+/// Those of the file system.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create_new(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}

@@ -1,0 +1,186 @@
+//! What a training is to do, with everything checked that can be before memory is taken.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use candle_pipe::{Layout, Pipeline};
+use candle_shard::regular;
+use serde_json::{Map, Value};
+
+use super::corpus::Corpus;
+use super::folder::Damage;
+use super::recipe::Recipe;
+use super::resume::State;
+use crate::config::Config;
+use crate::cut::{Cut, DecoderPipe};
+use crate::declare;
+use crate::dtype::DTypeName;
+use crate::error::{Checked, require};
+use crate::files::Files;
+
+/// A training that can begin.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The model's files.
+    pub files: Files,
+    /// Files beside the weights that a checkpoint has too: who moves the model away meanwhile loses nothing.
+    pub beside: Vec<(&'static str, Vec<u8>)>,
+    /// Which layers make a stage, if they are not to cost about equally much.
+    pub layout: Option<Layout>,
+    /// How to train.
+    pub recipe: Recipe,
+    /// What on.
+    pub text: Corpus,
+    /// The validation text, and the steps between its losses; without a number they come with the checkpoints.
+    pub valid: Option<(Corpus, Option<usize>)>,
+    /// The mesh and the schedule.
+    pub pipeline: Pipeline,
+    /// Whether parameters are cut over the replicas.
+    pub fsdp: bool,
+    /// Parts of the batch that are run one after the other.
+    pub accumulate: usize,
+    /// Whether layers compute again instead of keeping.
+    pub recompute: bool,
+    /// Where checkpoints go, and after how many steps, if there are to be any.
+    pub save: Option<(PathBuf, usize)>,
+    /// The steps that were made before.
+    pub start: usize,
+    /// The file with the optimizer's state after these.
+    pub optimizer: Option<PathBuf>,
+    /// Checkpoints in the way of `save` that are not whole. The training renames them.
+    pub damaged: Vec<Damage>,
+    /// What the user should know of the checkpoint that it goes on from, and of the files.
+    pub notes: Vec<String>,
+}
+
+impl Job {
+    /// The model in stages.
+    ///
+    /// # Errors
+    /// If the model cannot be cut into these stages.
+    pub fn declare(&self) -> candle_pipe::Result<DecoderPipe> {
+        let cut = Cut::new(self.pipeline.stages(), self.layout.as_ref());
+        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, &cut)
+    }
+
+    /// The steps to make.
+    pub fn steps(&self) -> std::ops::Range<usize> {
+        self.start..self.recipe.rate.steps
+    }
+
+    /// Whether a checkpoint is due when so many steps are made.
+    pub fn saves_after(&self, steps: usize) -> bool {
+        let is_due = |every: usize| steps.is_multiple_of(every) || steps == self.recipe.rate.steps;
+        self.save.as_ref().is_some_and(|(_, every)| is_due(*every))
+    }
+
+    /// The validation text, if its loss is due after `steps` steps.
+    pub fn validates_after(&self, steps: usize) -> Option<&Corpus> {
+        let (text, every) = self.valid.as_ref()?;
+        let is_due = every.map_or_else(|| self.saves_after(steps), |every| steps.is_multiple_of(every));
+        (is_due || steps == self.recipe.rate.steps).then_some(text)
+    }
+
+    /// How far the training is when so many steps are made.
+    pub fn state(&self, step: usize) -> State {
+        State { step, text: self.text.stamp(), recipe: self.recipe.clone() }
+    }
+}
+
+/// Files that a model's folder must have, and those that others read where it has them.
+const NEEDED: [&str; 2] = [CONFIG, "tokenizer.json"];
+const KNOWN: [&str; 7] = [
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+];
+const CONFIG: &str = "config.json";
+
+/// Returns the files of the model in `folder` that a checkpoint has too, with what the training changes in them.
+///
+/// # Errors
+/// If a file that a model must have is not there, or one cannot be read; it is named.
+pub fn beside(folder: &Path, config: &Config, dtype: DTypeName) -> Result<Vec<(&'static str, Vec<u8>)>> {
+    let needed = NEEDED.into_iter().map(|name| (name, true));
+    let known = KNOWN.into_iter().map(|name| (name, false));
+    let mut files = Vec::new();
+    for (name, is_needed) in needed.chain(known) {
+        let path = folder.join(name);
+        match regular::read(&path, regular::TOKENIZER) {
+            Err(error) if error.kind() == ErrorKind::NotFound && !is_needed => {}
+            read => files.push((name, read.with_context(|| format!("{}", path.display()))?)),
+        }
+    }
+    for (_, bytes) in files.iter_mut().filter(|(name, _)| *name == CONFIG) {
+        *bytes = changed(bytes, config, dtype)?;
+    }
+    Ok(files)
+}
+
+/// The config with the dtype of the saved parameters, and whether the output layer is tied: other programs go by that.
+fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
+    let mut fields: Map<String, Value> = serde_json::from_slice(config)?;
+    let name = match dtype {
+        DTypeName::F32 => "float32",
+        DTypeName::Bf16 => "bfloat16",
+        DTypeName::F16 => "float16",
+    };
+    let said: Vec<&str> = ["dtype", "torch_dtype"].into_iter().filter(|field| fields.contains_key(*field)).collect();
+    let said = if said.is_empty() { vec!["torch_dtype"] } else { said };
+    let tied = model.tie_word_embeddings;
+    let wants = said.into_iter().map(|field| (field, Value::from(name)));
+    let wants: Vec<(&str, Value)> = wants.chain([("tie_word_embeddings", Value::from(tied))]).collect();
+    if wants.iter().all(|(field, value)| fields.get(*field) == Some(value)) {
+        return Ok(config.to_vec());
+    }
+    fields.extend(wants.into_iter().map(|(field, value)| (field.to_owned(), value)));
+    Ok(serde_json::to_vec_pretty(&fields)?)
+}
+
+/// Checks that a recipe can train the model in `folder`, after `start` steps that were made before.
+///
+/// # Errors
+/// If the model is of a family that is not trained. An [`InputError`](crate::InputError) if no steps are left to make, or
+/// sequences are longer than the model takes.
+pub fn check(folder: &Path, files: &Files, recipe: &Recipe, start: usize) -> Result<()> {
+    ensure!(
+        files.config.parts.can_learn(),
+        "{}: only models of the families llama and mistral and mixtures of experts, without biases and windows, can be trained",
+        folder.display()
+    );
+    check_steps(recipe, start)?;
+    check_length(recipe, files)?;
+    Ok(())
+}
+
+fn check_steps(recipe: &Recipe, start: usize) -> Checked {
+    let steps = recipe.rate.steps;
+    require!(start < steps, "--steps {steps} are made: there is nothing left to learn, give more than {start}.");
+    Ok(())
+}
+
+fn check_length(recipe: &Recipe, files: &Files) -> Checked {
+    let (length, longest) = (recipe.seq_len, files.config.longest());
+    require!(
+        length <= longest,
+        "--seq-len {length} is more than the {longest} tokens that the model takes: give less."
+    );
+    Ok(())
+}
+
+/// Checks that a training goes on with the text of its checkpoint.
+///
+/// # Errors
+/// If it is another text.
+pub fn check_text(text: &Corpus, state: &State) -> Checked {
+    require!(
+        text.stamp() == state.text,
+        "--train is another text than the one that --resume goes on with: give that one."
+    );
+    Ok(())
+}

@@ -1,0 +1,11 @@
+//! Training a decoder on a text: on a mesh of pipelines, replicas and tensor-parallel ranks, and on another one after a stop.
+
+pub mod corpus;
+pub mod folder;
+pub mod job;
+pub mod rate;
+pub mod recipe;
+pub mod resume;
+mod stage_files;
+pub mod trainer;
+mod valid;

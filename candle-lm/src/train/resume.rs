@@ -1,0 +1,159 @@
+//! Going on from a checkpoint.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use candle_core::DType;
+use candle_shard::Weights;
+use candle_shard::regular;
+use serde::{Deserialize, Serialize};
+
+use super::corpus::Stamp;
+use super::recipe::Recipe;
+use super::{folder, stage_files};
+use crate::config::Config;
+use crate::dtype::DTypeName;
+use crate::files::{Files, check};
+use crate::tokens;
+
+/// The file with what a checkpoint keeps beside tensors.
+pub(super) const STATE: &str = "training.json";
+
+/// The name of the folder with the optimizer's state, and of the files in it.
+pub(super) const OPTIMIZER: &str = "optimizer";
+
+/// How far a training is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// The steps that were made, which is also where the batches go on.
+    pub step: usize,
+    /// The text that they were made on.
+    pub text: Stamp,
+    /// How.
+    pub recipe: Recipe,
+}
+
+/// A checkpoint, found to be whole.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// Its folder, which is that of a model too.
+    pub folder: PathBuf,
+    /// The model.
+    pub files: Files,
+    /// How far it is.
+    pub state: State,
+    /// Later checkpoints beside it that are not whole.
+    pub skipped: Vec<Flaw>,
+}
+
+/// A folder with the name of a checkpoint that is not whole.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Flaw {
+    /// The folder.
+    pub folder: PathBuf,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint, or the last one in a folder of them that is whole, without what the fields `ignored` of its config say. To find
+    /// it, its tensors are read once, and compared with their digests. Those of a checkpoint that is given by itself are compared when
+    /// they are loaded.
+    ///
+    /// # Errors
+    /// If there is none, a file cannot be read, or its config is refused. If the checkpoint that is given by itself is not whole: a file is
+    /// missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype that it should have. The file and the
+    /// tensor are named.
+    pub fn open(path: &Path, ignored: &[String]) -> Result<Self> {
+        if path.join(STATE).exists() {
+            return Self::of(path.to_owned(), ignored);
+        }
+        let mut skipped = Vec::new();
+        for folder in folder::checkpoints(path)? {
+            match Self::of(folder.clone(), ignored).and_then(Self::verified) {
+                Ok(resumed) => return Ok(Self { skipped, ..resumed }),
+                Err(error) => {
+                    check_readable(&folder, ignored)?;
+                    skipped.push(Flaw { folder, reason: format!("{error:#}") });
+                }
+            }
+        }
+        let advice = "give the folder of an earlier --save";
+        let shown = path.display();
+        match skipped.into_iter().next() {
+            None => bail!("{shown}: holds no checkpoint; {advice}"),
+            Some(Flaw { folder, reason }) => {
+                bail!("{shown}: holds no checkpoint that is whole; {}: {reason}", folder.display())
+            }
+        }
+    }
+
+    /// Opens the checkpoint in this folder, without what the fields `ignored` of its config say. Its tensors are compared with their
+    /// digests when they are loaded.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open) for a checkpoint that is given by itself.
+    pub fn of(folder: PathBuf, ignored: &[String]) -> Result<Self> {
+        let at = folder.join(STATE);
+        let text = regular::read_text(&at, regular::CONFIG).with_context(|| format!("{}", at.display()))?;
+        let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
+        let files = Files::open_without(&folder, ignored)?;
+        tokens::read(&folder)?;
+        let resumed = Self { folder, files, state, skipped: Vec::new() };
+        check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
+        Ok(resumed)
+    }
+
+    /// Reads the tensors, and compares them with their digests.
+    fn verified(self) -> Result<Self> {
+        self.files.weights.verify()?;
+        Weights::open(self.optimizer())?.verify()?;
+        Ok(self)
+    }
+
+    /// The file with the optimizer's state.
+    pub fn optimizer(&self) -> PathBuf {
+        stage_files::source(&self.folder.join(OPTIMIZER), OPTIMIZER)
+    }
+}
+
+/// Checks that the files of a checkpoint that is not whole can be read, and that its config is not refused: these are no damage, and the
+/// checkpoint may be good.
+fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
+    if !folder.join(STATE).exists() {
+        return Ok(());
+    }
+    for at in [folder.to_owned(), folder.join(OPTIMIZER)] {
+        let entries = match fs::read_dir(&at) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            entries => entries.with_context(|| format!("{}", at.display()))?,
+        };
+        for entry in entries {
+            let path = entry.with_context(|| format!("{}", at.display()))?.path();
+            if path.is_file() {
+                let read = || io::copy(&mut regular::open(&path)?, &mut io::sink());
+                read().with_context(|| format!("{}", path.display()))?;
+            }
+        }
+    }
+    let config = fs::read(folder.join("config.json")).unwrap_or_default();
+    if serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&config).is_ok() {
+        Config::read(folder, ignored)?;
+    }
+    Ok(())
+}
+
+fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
+    let weights = Weights::open(at)?;
+    let kept = ["first_moment", "second_moment", "master_weight"];
+    let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };
+    for (name, want) in config.tensors() {
+        for which in kept {
+            check(&weights, at, &format!("adam_w.{which}.{name}"), &want, Some(DType::F32))?;
+        }
+        check(&weights, at, &format!("adam_w.step.{name}"), &[], Some(DType::U32))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,300 @@
+//! The training loop of one rank.
+
+use std::cell::Cell;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
+use candle_dist::{
+    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, InitialSync, ProcessGroup, RankContext, ReduceOp,
+};
+use candle_nn::ParamsAdamW;
+use candle_pipe::microbatch::microbatch_sizes;
+use candle_pipe::{Pipeline, Runtime};
+use candle_shard::fsdp::FullyShardOptions;
+use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
+use candle_shard::{DTensor, Weights};
+use serde::{Deserialize, Serialize};
+
+use super::folder::Saves;
+use super::job::Job;
+use super::resume::{OPTIMIZER, STATE};
+use super::{folder, stage_files, valid};
+use crate::agree::agreed;
+use crate::dtype::DTypeName;
+use crate::model::Decoder;
+use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
+
+/// One step, as all ranks know it.
+#[derive(Clone, Copy, Debug)]
+pub struct StepOutput {
+    /// Its number, the first being 0.
+    pub step: usize,
+    /// The mean loss of all tokens of the batch, before the step.
+    pub loss: f64,
+    /// The norm of the gradients, before they were bounded.
+    pub grad_norm: f64,
+    /// The learning rate.
+    pub rate: f64,
+    /// The seconds it took.
+    pub seconds: f64,
+    /// The mean loss of the text of `--valid` after the step, where it is due.
+    pub valid: Option<f64>,
+}
+
+/// What a rank did.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct TrainOutput {
+    /// The loss of each step, the same on all ranks.
+    pub losses: Vec<f64>,
+    /// The norm of the gradients of each step, before they were bounded.
+    pub grad_norms: Vec<f64>,
+    /// The loss of the text of `--valid`, each with the steps that were made before.
+    pub valid: Vec<(usize, f64)>,
+    /// The seconds in which this rank's part of the model was read.
+    pub load: f64,
+    /// The seconds of all steps, without saving.
+    pub seconds: f64,
+    /// The parameters that this rank holds.
+    pub parameters: usize,
+    /// The gradients of weights that could not be put off where the schedule does so.
+    pub weights_at_once: usize,
+}
+
+/// Makes all steps of the job, and saves when it is due; shows to `show` that the model is read, and then each step.
+///
+/// Every rank calls it.
+///
+/// # Errors
+/// On every rank: if the loss or the gradients are no numbers any more, or a checkpoint cannot be written; those of the
+/// model and of `show`.
+pub fn train(
+    ctx: &RankContext,
+    job: &Job,
+    mut show: impl FnMut(Option<StepOutput>) -> Result<()>,
+) -> Result<TrainOutput> {
+    let began = Instant::now();
+    let mut trainer = Trainer::new(ctx, job)?;
+    let load = began.elapsed().as_secs_f64();
+    show(None)?;
+    let (mut losses, mut grad_norms, mut valid, mut seconds) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
+    for step in job.steps() {
+        let mut made = trainer.step(step)?;
+        losses.push(made.loss);
+        grad_norms.push(made.grad_norm);
+        seconds += made.seconds;
+        if let Some(text) = job.validates_after(step + 1) {
+            let loss = valid::loss(job, text, &trainer.world, &trainer.mesh, &trainer.runtime)?;
+            valid.push((step + 1, loss));
+            made.valid = Some(loss);
+        }
+        show(Some(made))?;
+        if job.saves_after(step + 1) {
+            trainer.save(step + 1)?;
+        }
+    }
+    let parameters = trainer.parameters.local_elem_count();
+    let weights_at_once = trainer.weights_at_once.get();
+    Ok(TrainOutput { losses, grad_norms, valid, load, seconds, parameters, weights_at_once })
+}
+
+/// One rank's part of a model that learns.
+pub struct Trainer<'a> {
+    job: &'a Job,
+    world: ProcessGroup,
+    mesh: DeviceMesh,
+    /// The axes of it that parameters lie on.
+    model: DeviceMesh,
+    runtime: Runtime,
+    parameters: Parameters,
+    clip: ClipGradNorm,
+    optimizer: AdamW,
+    /// Where rank 0 saves to.
+    saves: Option<Saves>,
+    weights_at_once: Cell<usize>,
+}
+
+impl<'a> Trainer<'a> {
+    /// Builds this rank's part on the mesh of the job, and takes up what a checkpoint has.
+    ///
+    /// # Errors
+    /// Those of the model and its files.
+    pub fn new(ctx: &RankContext, job: &'a Job) -> Result<Self> {
+        let (recipe, pipeline) = (&job.recipe, job.pipeline);
+        // Before anything is read, since another training may save to the folder.
+        let place = job.save.as_ref().filter(|_| ctx.rank() == 0);
+        let saves = place.map(|(folder, _)| Saves::hold(folder, job.start, &job.damaged)).transpose();
+        let mut saves = agreed(ctx.group(), saves)?;
+        if let Some((folder, _)) = &job.save {
+            // Hosts that have a folder of their own under this name would find out after the training.
+            let (probe, is_made) = Self::begin(saves.as_mut(), ctx.group(), folder, job.start)?;
+            agreed(ctx.group(), if is_made { Ok(fs::remove_dir(&probe)?) } else { Ok(()) })?;
+        }
+        let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
+        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
+        let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
+        let (weights, device) = (job.files.weights.clone(), ctx.device());
+        let (seed, dtype) = (recipe.seed, recipe.dtype.into());
+        let axes = [("dp", job.fsdp), (TOKEN_AXIS, cp > 1), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];
+        let axes: Vec<&str> = axes.into_iter().filter(|(_, has)| *has).map(|(axis, _)| axis).collect();
+        let model = mesh.axes(&axes)?;
+        let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
+        if job.fsdp {
+            let options = FullyShardOptions::default().reduce_dtype(DType::F32);
+            vb = vb.fully_shard("dp", options)?;
+        }
+        let pipe = job.declare()?;
+        let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
+        let mut runtime = runtime.for_device_of(ctx)?;
+        // Where parameters are cut over the replicas, gradients are those of the whole batch.
+        if !job.fsdp {
+            // Replicas have read the same files.
+            let options = DataParallelOptions::default().start(InitialSync::Verify);
+            runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+        }
+        let parameters = vb.built();
+        let clip = |norm| -> Result<_> {
+            Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?.error_if_nonfinite(true)))
+        };
+        // Without a bound the norm still tells whether the gradients are numbers.
+        let clip = clip(if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::MAX })?;
+        // As Llama 2 was trained.
+        let weight_decay = recipe.weight_decay;
+        let params = ParamsAdamW { lr: recipe.rate.peak, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
+        let mut optimizer = match recipe.dtype {
+            DTypeName::F32 => AdamW::new(&parameters, params)?,
+            DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
+        };
+        if let Some(state) = &job.optimizer {
+            // The options are those of the recipe, which flags may have changed since.
+            let lacking = optimizer.load_partial(state)?;
+            ensure!(lacking.is_empty(), "{}: there is no state of {}", state.display(), lacking.join(", "));
+        }
+        let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
+        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, saves, weights_at_once })
+    }
+
+    /// Makes an empty folder for the checkpoint of a step, and returns it on every rank, together with whether this one has
+    /// made it.
+    ///
+    /// # Errors
+    /// On every rank alike, if it cannot be made, or a rank does not see it.
+    fn begin(saves: Option<&mut Saves>, world: &ProcessGroup, folder: &Path, step: usize) -> Result<(PathBuf, bool)> {
+        let begun = agreed(world, saves.map(|saves| saves.begin(step)).transpose())?;
+        // A name that only this training has, so whoever sees it sees the folder of rank 0.
+        let name = begun.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+        let partial = folder.join(&world.all_gather_text(&name)?[0]);
+        agreed(world, ensure_seen(&partial, folder))?;
+        Ok((partial, begun.is_some()))
+    }
+
+    /// What this rank holds.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The mean loss of the whole batch of a step, and the gradients of what this rank holds, which are complete.
+    ///
+    /// # Errors
+    /// Those of the runtime.
+    pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
+        let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
+        let (replica, replicas) = (part_of(&self.mesh)?, pipeline.parts());
+        let batch = self.job.text.batch(recipe, step, self.world.device())?;
+        let (mut accumulator, mut loss, mut first) = (GradAccumulator::new(&self.parameters.vars()), 0.0, 0);
+        for rows in microbatch_sizes(recipe.batch, *accumulate) {
+            let share = rows as f64 / recipe.batch as f64;
+            let part = batch.rows(first..first + rows)?;
+            let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
+            options.first_row += first;
+            first += rows;
+            let made = self.runtime.forward_backward(&cut, &options)?;
+            self.weights_at_once.set(self.weights_at_once.get() + made.weights_at_once);
+            let made = made.step;
+            if let Ok(part) = made.loss() {
+                loss += share * f64::from(part.to_scalar::<f32>()?);
+            }
+            accumulator.add_weighted(&made.grads, share)?;
+        }
+        let mut grads = accumulator.mean()?;
+        self.parameters.reduce(&mut grads)?;
+        // All ranks of the last stages have a loss: their replica's share of the mean, or the mean if they compute together.
+        let losses = self.world.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
+        Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.cp * pipeline.tp) as f64, grads))
+    }
+
+    /// Makes a step.
+    ///
+    /// # Errors
+    /// If the loss or a gradient is no number, before anything is changed; those of the runtime.
+    pub fn step(&mut self, step: usize) -> Result<StepOutput> {
+        let began = Instant::now();
+        let (loss, mut grads) = self.gradients(step)?;
+        let advice = "lower --lr, or raise --warmup";
+        if !loss.is_finite() {
+            bail!("training diverged: the loss of step {step} is {loss}; {advice}");
+        }
+        let clipped = self.clip.clip(&self.parameters.named_vars(), &mut grads);
+        let grad_norm = clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
+        let rate = self.job.recipe.rate.at(step);
+        self.optimizer.set_learning_rate(rate)?;
+        self.optimizer.step(&grads)?;
+        Ok(StepOutput { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
+    }
+
+    /// Saves the model and the optimizer's state after so many steps to a folder of its own in that of `--save`.
+    ///
+    /// # Errors
+    /// On every rank alike, if it cannot be written, or ranks do not see one folder. What was saved before stays.
+    pub fn save(&mut self, steps: usize) -> Result<()> {
+        let (folder, _) = self.job.save.as_ref().context("the training has no --save")?;
+        let (partial, is_made) = Self::begin(self.saves.as_mut(), &self.world, folder, steps)?;
+        let what = || format!("{}", partial.display());
+        let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
+        // As other programs have them, each expert by itself.
+        let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
+        let tensors: Vec<_> = self.parameters.named_tensors().into_iter().map(stored).collect();
+        stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
+        // Apart from the model's files: other programs read all tensor files of a model's folder.
+        let apart = partial.join(OPTIMIZER);
+        agreed(&self.world, if is_made { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
+        stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
+        let finish = |saves: &Saves| -> Result<()> {
+            for (name, bytes) in &self.job.beside {
+                folder::write(&partial.join(name), bytes)?;
+            }
+            folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
+            // All files of all stages are there, as long as their headers say. Who wrote one has read it again.
+            for (at, name) in [(&partial, "model"), (&apart, OPTIMIZER)] {
+                Weights::open(stage_files::source(at, name))?;
+            }
+            Ok(saves.commit(steps, &partial)?)
+        };
+        agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
+    }
+}
+
+/// Waits until this rank sees what rank 0 has made, for as long as file systems of other hosts keep what they know of a folder.
+fn ensure_seen(partial: &Path, folder: &Path) -> Result<()> {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !partial.is_dir() {
+        // Opening the folder makes network file systems ask their server again.
+        drop(fs::read_dir(folder));
+        let shown = folder.display();
+        ensure!(
+            Instant::now() < end,
+            "--save {shown} is not the folder that rank 0 writes to: give one on a file system that all ranks share"
+        );
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
+/// Which part of a batch this rank of the mesh has.
+pub(super) fn part_of(mesh: &DeviceMesh) -> Result<usize> {
+    Ok(mesh.local_rank("dp")? * mesh.size_of(EXPERT_AXIS)? + mesh.local_rank(EXPERT_AXIS)?)
+}

@@ -1,0 +1,5 @@
+//! Conversations.
+
+pub mod args;
+pub mod converse;
+pub mod transcript;

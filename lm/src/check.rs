@@ -1,0 +1,155 @@
+//! What the command line refuses before a model is opened.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+use candle_shard::regular;
+
+use super::args::Args;
+use super::command::Command;
+use super::train::args::TrainArgs;
+use examples::arguments::check_counts;
+use examples::cli::{Checked, Output, require};
+use examples::launch::Ranks;
+
+const MAX_RANKS: usize = 256;
+pub(super) const MAX_TOKENS: usize = 1 << 24;
+
+impl Args {
+    /// Checks everything that does not depend on the model.
+    ///
+    /// # Errors
+    /// A sentence with the flag, its value and a remedy.
+    pub fn validate(&self) -> Checked {
+        let Self { tp, pp, threads, max_tokens, temperature, top_p, .. } = *self;
+        check_counts([
+            ("--tp", tp, MAX_RANKS),
+            ("--pp", pp, MAX_RANKS),
+            ("--cp", self.cp, MAX_RANKS),
+            ("--ep", self.ep, MAX_RANKS),
+            ("--threads", threads, 1024),
+            ("--max-tokens", max_tokens, MAX_TOKENS),
+        ])?;
+        if self.training.train.is_none() {
+            require!(
+                self.model_ranks() <= MAX_RANKS,
+                "--pp {pp} × --cp {} × --ep {} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.",
+                self.cp,
+                self.ep
+            );
+        }
+        require!(
+            temperature.is_finite() && temperature >= 0.0,
+            "--temperature {temperature} is no finite number of at least 0: try 0.8."
+        );
+        require!(top_p > 0.0 && top_p <= 1.0, "--top-p {top_p} is no share: give more than 0 and at most 1.");
+        let Self { min_p, repetition_penalty, .. } = *self;
+        require!((0.0..=1.0).contains(&min_p), "--min-p {min_p} is no share: give at least 0 and at most 1.");
+        require!(
+            (0.01..=100.0).contains(&repetition_penalty),
+            "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
+        );
+        let generates = self.command != Some(Command::Info) && self.training.train.is_none();
+        self.talk.validate(generates, self.prompt.is_some())?;
+        require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
+        require!(
+            self.cp == 1 || pp == 1 || self.training.train.is_some(),
+            "--cp {} gives each rank some of the tokens, and a stage of --pp {pp} keeps all: use one of them.",
+            self.cp
+        );
+        require!(
+            self.layout.is_none() || pp > 1 || self.training.train.is_some(),
+            "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
+        );
+        if let Some(model) = self.model.as_ref().filter(|_| self.hub_name().is_none()) {
+            let is_gguf = model.is_file() && model.extension().is_some_and(|extension| extension == "gguf");
+            require!(
+                model.is_dir() || is_gguf,
+                "--model {} is no folder, no .gguf file and no name on the Hub: give a folder with config.json in it, a file, or owner/name.",
+                model.display()
+            );
+            require!(
+                model.is_dir() || self.training.train.is_none(),
+                "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it.",
+                model.display()
+            );
+        }
+        match (self.command, &self.training.train) {
+            (Some(Command::Train), None) => {
+                require!(false, "train has no text: give --train FILE.");
+            }
+            (Some(Command::Generate | Command::Score | Command::Info), Some(_)) => {
+                require!(false, "only train trains: leave out --train, or say train.");
+            }
+            _ => {}
+        }
+        if let Some(shares) = &self.shares {
+            let count = shares.ranks();
+            require!(
+                count == tp,
+                "--shares {shares} are for {count} ranks, and there are --tp {tp}: give a share for each."
+            );
+        }
+        self.score.validate()?;
+        self.batches.validate(self.training.batch)?;
+        require!(
+            self.training.batch.is_none() || self.training.train.is_some() || self.batches.prompts.is_some(),
+            "--batch is for many prompts or for training: give --prompts FILE or --train FILE, or leave it out."
+        );
+        self.check_files()?;
+        self.training.validate(self.dtype, [pp, self.cp, self.ep, tp])?;
+        Output::new(self.json.as_deref()).check()
+    }
+
+    /// Checks the files that rank 0 alone reads, before a model is downloaded or opened. Every rank calls it.
+    ///
+    /// # Errors
+    /// A sentence with the flag, its value and a remedy, on all ranks.
+    pub fn check_inputs(&self, ranks: &Ranks<'_>) -> Result<()> {
+        let inputs = [
+            ("--prompts", &self.batches.prompts, "a file with a prompt in each line"),
+            ("--text", &self.score.text, "a text"),
+        ];
+        let check = || -> Checked {
+            for (flag, path, wanted) in inputs {
+                let Some(path) = path else { continue };
+                let is_text = path.is_file() || regular::is_pipe(path);
+                require!(is_text, "{flag} {} is no file: give {wanted}.", path.display());
+            }
+            Ok(())
+        };
+        ranks.agree(if ranks.is_first() { check() } else { Ok(()) })
+    }
+
+    /// Refuses outputs to input files, and two outputs to one file.
+    fn check_files(&self) -> Checked {
+        let TrainArgs { train, valid, log, .. } = &self.training;
+        let (text, prompts) = (&self.score.text, &self.batches.prompts);
+        let others = [
+            ("--train", train),
+            ("--valid", valid),
+            ("--text", text),
+            ("--prompts", prompts),
+            ("--model", &self.model),
+            ("--json", &self.json),
+        ];
+        for (flag, written, others) in [("--json", &self.json, &others[..5]), ("--log", log, &others[..])] {
+            for (other, path) in others {
+                let (Some(written), Some(path)) = (written, path) else { continue };
+                require!(
+                    !is_one_file(written, path),
+                    "{flag} {} is also {other}, which would be lost: give another file.",
+                    written.display()
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether two paths lead to one file.
+fn is_one_file(a: &Path, b: &Path) -> bool {
+    let found = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    found(a) == found(b)
+}

@@ -1,0 +1,19 @@
+#![doc = include_str!("../README.md")]
+
+pub mod args;
+pub mod batch;
+pub mod chat;
+mod check;
+pub mod command;
+mod download;
+mod flags;
+mod help;
+pub mod info;
+pub mod input;
+pub mod located;
+pub mod memory;
+pub mod opened;
+pub mod report;
+pub mod score;
+pub mod train;
+mod values;

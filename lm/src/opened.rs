@@ -1,0 +1,70 @@
+//! The model that the command line names.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::args::Args;
+use candle_lm::config::Config;
+use candle_lm::dtype::DTypeName;
+use candle_lm::engine::ModelOptions;
+use candle_lm::files::Files;
+use candle_lm::random_model;
+use examples::cli::{self, Checked, require};
+use examples::launch::Ranks;
+
+/// Opens the model. Without one on the command line, it writes a random model to `scratch`.
+///
+/// # Errors
+/// Those of [`Files::open`] and [`check_experts`].
+pub fn files(args: &Args, scratch: &Path) -> Result<Files> {
+    let folder = args.model.as_deref().unwrap_or(scratch);
+    if args.model.is_none() {
+        let dtype = args.dtype.unwrap_or(DTypeName::F32);
+        random_model::write(folder, &random(args), args.seed(), dtype.into())?;
+    }
+    let files = Files::open_without(folder, &args.ignore_field)?;
+    check_experts(args, &files)?;
+    Ok(files)
+}
+
+/// The random model of the command line: a mixture if experts are distributed.
+pub fn random(args: &Args) -> Config {
+    if args.ep > 1 { random_model::mixture() } else { random_model::config() }
+}
+
+/// Refuses to distribute the experts of a model that has none.
+///
+/// # Errors
+/// If it has none and `--ep` asks for it.
+pub fn check_experts(args: &Args, files: &Files) -> Checked {
+    let (ep, Config { family, parts, .. }) = (args.ep, &files.config);
+    require!(
+        ep == 1 || parts.experts.is_some(),
+        "--ep {ep} distributes experts, and a model of the family {family} has none: leave it out, or cut its layers with --tp."
+    );
+    Ok(())
+}
+
+/// Returns how the model is held and cut.
+///
+/// # Errors
+/// If its files have a dtype that models are not computed in.
+pub fn held(args: &Args, files: &Files) -> Result<ModelOptions> {
+    Ok(ModelOptions {
+        dtype: args.dtype.map_or_else(|| files.dtype(), |dtype| Ok(dtype.into()))?,
+        layout: args.layout.clone(),
+        dequantize: args.dequantize,
+        cache: args.cache_dtype.map(Into::into),
+        shares: args.shares.clone(),
+        ep: args.ep,
+        cp: args.cp,
+    })
+}
+
+/// Prints what the files ask for and is not done.
+pub fn note(files: &Files, ranks: &Ranks<'_>) {
+    if ranks.is_first() {
+        files.unmet.iter().for_each(|unmet| cli::tell("note", format_args!("{unmet}.")));
+    }
+}

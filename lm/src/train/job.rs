@@ -1,0 +1,104 @@
+//! The training that the command line names.
+
+use std::path::Path;
+
+use anyhow::Result;
+use candle_lm::files::Files;
+use candle_lm::train::corpus::Corpus;
+use candle_lm::train::folder::{self, Damage};
+use candle_lm::train::job::{self, Job};
+use candle_lm::train::recipe::Recipe;
+use candle_lm::train::resume::{Checkpoint, Flaw};
+use candle_lm::{random_model, tokens};
+use examples::cli::UsageError;
+
+use crate::args::Args;
+use crate::opened;
+
+/// Opens the model or the checkpoint, of which a random one is made in `scratch` if none is given, and reads `text`.
+///
+/// # Errors
+/// A sentence for what the flags should say instead; those of the files, which are named.
+pub fn open(args: &Args, text: &Path, scratch: &Path) -> Result<Job> {
+    after(
+        args.training.resume.as_deref().map(|path| Checkpoint::open(path, &args.ignore_field)).transpose()?,
+        args,
+        text,
+        scratch,
+    )
+}
+
+/// Opens as [`open`] does, after the checkpoint that was opened for `--resume`.
+///
+/// # Errors
+/// Those of [`open`].
+pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Path) -> Result<Job> {
+    let flags = &args.training;
+    let saved = resumed.as_ref().map(|resumed| &resumed.state.recipe);
+    let (start, optimizer) = match &resumed {
+        Some(resumed) => (resumed.state.step, Some(resumed.optimizer())),
+        None => (0, None),
+    };
+    let (folder, files) = match &resumed {
+        Some(Checkpoint { folder, files, .. }) => (folder.clone(), files.clone()),
+        None => {
+            let folder = args.model.as_deref().unwrap_or(scratch);
+            if args.model.is_none() {
+                let base = flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
+                random_model::write(folder, &opened::random(args), base.seed, base.dtype.into())?;
+            }
+            (folder.to_owned(), Files::open_without(folder, &args.ignore_field)?)
+        }
+    };
+    let base = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
+    let mut recipe = flags.recipe(args.dtype, args.seed, saved, base)?;
+    if let (Some(saved), None) = (saved, flags.decay) {
+        recipe.rate = recipe.rate.after(&saved.rate, start);
+    }
+    job::check(&folder, &files, &recipe, start)?;
+    opened::check_experts(args, &files)?;
+    flags.check_batch(&recipe, args.ep)?;
+    let pipeline = flags.pipeline([args.pp, args.cp, args.ep, args.tp], recipe.batch)?;
+    let beside = job::beside(&folder, &files.config, recipe.dtype)?;
+    let tokenizer = tokens::read(&folder)?;
+    let read = |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
+    let text = read("--train", text)?;
+    let valid = flags.valid.as_deref().map(|path| read("--valid", path)).transpose()?;
+    if let Some(resumed) = &resumed {
+        job::check_text(&text, &resumed.state)?;
+    }
+    let (mut damaged, mut notes) = (Vec::new(), Vec::new());
+    for Flaw { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
+        let moved = flags.save.as_ref().and_then(|save| Damage::within(save, folder));
+        let kept = moved.as_ref().map(|moved| format!("; it is kept as {}", moved.to.display())).unwrap_or_default();
+        damaged.extend(moved);
+        let shown = folder.display();
+        notes.push(format!("{shown} is no whole checkpoint: {reason}; goes on from step {start}{kept}"));
+    }
+    notes.extend(files.unmet.iter().cloned());
+    if let Some(save) = &flags.save {
+        folder::check(save, start, &damaged)?;
+    }
+    let save = flags.save.clone().map(|save| (save, flags.save_every.unwrap_or(recipe.rate.steps)));
+    let job = Job {
+        files,
+        beside,
+        layout: args.layout.clone(),
+        recipe,
+        text,
+        valid: valid.map(|text| (text, flags.valid_every)),
+        pipeline,
+        fsdp: flags.fsdp,
+        accumulate: flags.accumulate,
+        recompute: flags.recompute,
+        save,
+        start,
+        optimizer,
+        damaged,
+        notes,
+    };
+    job.declare().map_err(|error| {
+        UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))
+    })?;
+    Ok(job)
+}

@@ -1,0 +1,8 @@
+//! Training.
+
+pub mod args;
+pub mod job;
+pub mod report;
+pub mod resume;
+pub mod run;
+mod screen;

@@ -1,0 +1,84 @@
+//! What the program tells when a model has learned.
+
+use itertools::Itertools;
+use serde::Serialize;
+
+use candle_lm::dtype::DTypeName;
+use candle_lm::train::job::Job;
+use candle_lm::train::trainer::TrainOutput;
+use examples::table::grouped;
+
+/// The numbers of a training.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// The number of the first step, which those before a stop come before.
+    pub first_step: usize,
+    /// The loss of each step.
+    pub losses: Vec<f64>,
+    /// The norm of the gradients of each step, before they were bounded.
+    pub grad_norms: Vec<f64>,
+    /// The loss of the text of `--valid`, each with the number of steps that were made before.
+    pub valid_losses: Vec<(usize, f64)>,
+    /// What parameters are held and computed in.
+    pub dtype: DTypeName,
+    /// Parts that each replica sends through its stages one after the other.
+    pub microbatches: usize,
+    /// The seconds in which the slowest rank read its part of the model.
+    pub load_seconds: f64,
+    /// The tokens of all steps.
+    pub tokens: usize,
+    /// Tokens a second, without saving.
+    pub tokens_per_second: f64,
+    /// The parameters that each rank holds.
+    pub parameters: Vec<usize>,
+    /// The gradients of weights that each rank could not put off where the schedule does so.
+    pub weights_at_once: Vec<usize>,
+    /// The most bytes that each rank's process had in memory, where the system tells; threads have a process in common.
+    pub peak_memory: Vec<Option<usize>>,
+}
+
+impl Report {
+    /// The numbers of what the ranks did, each with the most bytes that its process had in memory.
+    pub fn new(job: &Job, ranks: &[(TrainOutput, Option<usize>)]) -> Self {
+        let TrainOutput { losses, grad_norms, valid, seconds, .. } = &ranks[0].0;
+        let tokens = losses.len() * job.recipe.batch * job.recipe.seq_len;
+        Self {
+            first_step: job.start,
+            losses: losses.clone(),
+            grad_norms: grad_norms.clone(),
+            valid_losses: valid.clone(),
+            dtype: job.recipe.dtype,
+            microbatches: job.pipeline.microbatches,
+            load_seconds: ranks.iter().map(|(rank, _)| rank.load).fold(0.0, f64::max),
+            tokens,
+            tokens_per_second: if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
+            parameters: ranks.iter().map(|(rank, _)| rank.parameters).collect(),
+            weights_at_once: ranks.iter().map(|(rank, _)| rank.weights_at_once).collect(),
+            peak_memory: ranks.iter().map(|(_, peak_memory)| *peak_memory).collect(),
+        }
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let parameters = self.parameters.iter().map(|&count| grouped(count)).dedup().join(", ");
+        let [first, last] = [self.losses.first(), self.losses.last()].map(|loss| loss.copied().unwrap_or(f64::NAN));
+        write!(
+            f,
+            "{} ranks, {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second",
+            self.parameters.len(),
+            self.losses.len(),
+            grouped(self.tokens),
+            self.tokens_per_second
+        )?;
+        match self.weights_at_once.iter().sum::<usize>() {
+            0 => Ok(()),
+            count => write!(
+                f,
+                "\n{} gradients of weights were not put off as the schedule says, so that steps take longer than it promises: \
+                 fully sharded weights and those that other stages send cannot wait",
+                grouped(count)
+            ),
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The program that trains.
+
+use std::io::Write;
+use std::path::Path;
+
+use candle_dist::RankContext;
+
+use super::job;
+use super::report::Report;
+use super::resume::open_together;
+use super::screen::Screen;
+use crate::args::Args;
+use crate::input::agree;
+use candle_lm::train::folder;
+use candle_lm::train::job::Job;
+use candle_lm::train::trainer::train;
+use examples::cli::{self, Output};
+use examples::launch::{Ranks, gather};
+use examples::memory;
+use examples::progress::Loading;
+use examples::table::grouped;
+
+/// Trains on `text` and tells how it went.
+///
+/// # Errors
+/// Those of [`open_together`], of [`job::after`] and of [`train`].
+pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
+    let scratch = tempfile::tempdir()?;
+    let resume = args.training.resume.as_deref();
+    let resumed = resume.map(|path| open_together(path, &args.ignore_field, ranks)).transpose()?;
+    let job = agree(ranks, job::after(resumed, args, text, scratch.path()))?;
+    let output = Output::new(args.json.as_deref());
+    if ranks.is_first() {
+        job.notes.iter().for_each(|note| cli::tell("note", format_args!("{note}.")));
+        // A closed screen does not stop the training.
+        writeln!(output.screen(), "{}", heading(&job)?).ok();
+    }
+    let learn = |ctx: &RankContext, loading: &Loading| {
+        let mut screen = Screen::new(ctx.rank(), &job, output, &args.training)?;
+        let trained = train(ctx, &job, |made| match made {
+            Some(made) => screen.step(made),
+            None => {
+                screen.begin()?;
+                if ctx.rank() == 0 {
+                    loading.finish();
+                }
+                Ok(())
+            }
+        })?;
+        screen.finish();
+        gather(ctx.group(), (trained, memory::peak()))
+    };
+    let files = &job.files;
+    let trained = Loading::watch(
+        ranks.is_first(),
+        files.bytes(),
+        || files.bytes_read(),
+        |loading| ranks.run(job.pipeline.world(), args.threads, |ctx| learn(ctx, loading)),
+    )?;
+    let Some(trained) = trained.flatten() else { return Ok(true) };
+    let report = Report::new(&job, &trained);
+    writeln!(output.screen(), "{report}")?;
+    if let Some((save, _)) = &job.save {
+        writeln!(output.screen(), "Saved to {}.", folder::of_step(save, job.recipe.rate.steps).display())?;
+    }
+    output.write_json(&report)?;
+    Ok(true)
+}
+
+/// What is about to be done.
+fn heading(job: &Job) -> candle_pipe::Result<String> {
+    let (recipe, pipeline) = (&job.recipe, job.pipeline);
+    let mut lines = vec![format!(
+        "{} tokens of text, {} sequences of {} tokens in each step, in {}",
+        grouped(job.text.len()),
+        recipe.batch,
+        recipe.seq_len,
+        recipe.dtype
+    )];
+    if let Some((text, _)) = &job.valid {
+        lines.push(format!("{} tokens of text whose loss is told", grouped(text.len())));
+    }
+    if let Some(end) = recipe.rate.ended {
+        let rate = recipe.rate.at(end);
+        lines.push(format!(
+            "the learning rate stays at {rate:.2e}, to which it fell in {end} steps; --decay lets it fall anew"
+        ));
+    }
+    if pipeline.pp > 1 {
+        let (stages, parts, idle) = (pipeline.stages(), pipeline.microbatches, 100.0 * pipeline.bubble()?);
+        lines.push(format!("{stages} stages, {parts} microbatches: about {idle:.0} % of the ranks' time is idle"));
+    }
+    Ok(lines.join("\n"))
+}

@@ -1,0 +1,304 @@
+//! Which folders are models that can be run, and what is said of the others.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use candle_lm::config::{Config, RopeScaling};
+use candle_lm::files::Files;
+use candle_lm::random_model;
+use serde_json::{Value, json};
+
+use crate::lm::config as small;
+use crate::lm::facts::facts;
+
+/// The config with these fields instead; null takes one away.
+fn with(base: &Value, changes: &Value) -> String {
+    let mut fields = base.as_object().unwrap().clone();
+    for (name, value) in changes.as_object().unwrap() {
+        match value {
+            Value::Null => drop(fields.remove(name)),
+            value => drop(fields.insert(name.clone(), value.clone())),
+        }
+    }
+    Value::Object(fields).to_string()
+}
+
+fn refused(text: &str) -> String {
+    format!("{:#}", Config::parse(text).expect_err(text))
+}
+
+#[test]
+fn models_of_other_kinds_and_fields_that_nobody_reads_are_refused_by_name() {
+    let facts = facts();
+    let [new, old] = &facts.models[0].configs;
+    let cases = [
+        (json!({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}), "model_type \"mamba\""),
+        (json!({"model_type": "qwen2_moe"}), "model_type \"qwen2_moe\""),
+        (json!({"model_type": "qwen3"}), "architectures [\"LlamaForCausalLM\"]"),
+        (json!({"model_type": null}), "no model_type"),
+        (json!({"architectures": ["LlamaForSequenceClassification"]}), "LlamaForSequenceClassification"),
+        (json!({"clip_qkv": 8.0}), "clip_qkv (8.0)"),
+        (json!({"layer_types": ["sliding_attention"]}), "layer_types"),
+        (json!({"quantization_config": {"bits": 4}}), "quantization_config"),
+        (json!({"attention_bias": 1}), "attention_bias is 1"),
+        (json!({"mlp_bias": "yes"}), "mlp_bias is \"yes\""),
+        (json!({"hidden_act": "gelu"}), "hidden_act is \"gelu\""),
+        (json!({"sliding_window": 4096}), "sliding_window is 4096"),
+        (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
+        (json!({"hidden_activation": "gelu"}), "hidden_activation (\"gelu\")"),
+        (json!({"residual_multiplier": 0.5}), "residual_multiplier (0.5)"),
+        (json!({"num_nextn_predict_layers": 1}), "num_nextn_predict_layers (1)"),
+        (json!({"is_causal": false}), "is_causal is false"),
+        (json!({"use_rope": false}), "use_rope (false)"),
+        (json!({"normalize_queries": false}), "normalize_queries (false)"),
+        (json!({"scoring_func": "sigmoid"}), "scoring_func (\"sigmoid\")"),
+        (json!({"path_dropout": true}), "path_dropout (true)"),
+    ];
+    for (changes, want) in cases {
+        for base in [new, old] {
+            let said = refused(&with(base, &changes));
+            assert!(said.contains(want), "{said}, want {want:?}");
+        }
+    }
+    for base in [new, old] {
+        let unsaid = json!({"unsloth_version": "2025.1", "rope_interleaved": false, "problem_type": null});
+        let mut fields: serde_json::Map<String, Value> = base.as_object().unwrap().clone();
+        fields.extend(unsaid.as_object().unwrap().clone());
+        assert_eq!(
+            Config::parse(&Value::Object(fields).to_string()).unwrap(),
+            Config::parse(&base.to_string()).unwrap()
+        );
+    }
+}
+
+/// What files of the Hub have that changes nothing.
+#[test]
+fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
+    let facts = facts();
+    let [_, base] = &facts.models[0].configs;
+    let plain = Config::parse(&base.to_string()).unwrap();
+    assert_eq!(plain.notes, [""; 0]);
+    let silent = json!({
+        "unsloth_fixed": true, "unsloth_version": "2025.1", "activation": "swiglu", "torchscript": false, "num_beams": 4,
+        "do_sample": true, "tokenizer_class": "LlamaTokenizer", "task_specific_params": {"a": 1}, "_commit_hash": "0a",
+        "dual_chunk_attention_config": {"chunk_size": 262_144}, "is_causal": true, "use_sliding_window": false,
+        "max_window_layers": 28,
+    });
+    assert_eq!(Config::parse(&with(base, &silent)).unwrap(), plain);
+    let noted = [
+        (json!({"attention_dropout": 0.1}), "attention_dropout 0.1"),
+        (json!({"embd_pdrop": 0.5}), "embd_pdrop 0.5"),
+        (json!({"lm_head_bias": false}), "lm_head_bias false"),
+        (json!({"shared_expert_intermediate_size": 0}), "shared_expert_intermediate_size 0"),
+        (json!({"interpolate_factor": 1}), "interpolate_factor 1"),
+        (json!({"mup_scale": 1.0}), "mup_scale 1.0"),
+        (json!({"pruned_heads": {}}), "pruned_heads {}"),
+        (json!({"remote_layers": []}), "remote_layers []"),
+        (json!({"made_by": "a tool"}), "made_by \"a tool\""),
+        (json!({"layer_types": ["full_attention", "full_attention"]}), "layer_types"),
+    ];
+    for (changes, want) in noted {
+        let mut read = Config::parse(&with(base, &changes)).unwrap();
+        assert!(read.notes.len() == 1 && read.notes[0].contains(want), "{:?}, want {want:?}", read.notes);
+        read.notes.clear();
+        assert_eq!(read, plain);
+    }
+
+    assert!(
+        refused(&with(base, &json!({"layer_types": ["full_attention", "chunked_attention"]}))).contains("layer_types")
+    );
+    let wrong = json!({"clip_qkv": 8.0, "mup_scale": 2.0, "pruned_heads": {"1": [2]}, "sparse": true, "is_encoder_decoder": true});
+    let text = with(base, &wrong);
+    let said = refused(&text);
+    let names = ["clip_qkv", "is_encoder_decoder", "mup_scale", "pruned_heads", "sparse"];
+    assert!(names.iter().all(|name| said.contains(name) && said.contains(&format!("--ignore-field {name}"))), "{said}");
+    let ignoring = |names: &[&str]| {
+        let names: Vec<String> = names.iter().map(|&name| name.into()).collect();
+        Config::from_fields(serde_json::from_str(&text).unwrap(), &names).map_err(|error| format!("{error:#}"))
+    };
+    let mut brave = ignoring(&names).unwrap();
+    assert!(
+        brave.notes.len() == names.len() && brave.notes.iter().all(|note| note.contains("is ignored")),
+        "{brave:?}"
+    );
+    brave.notes.clear();
+    assert_eq!(brave, plain);
+    let said = ignoring(&names[1..]).unwrap_err();
+    assert!(said.contains("clip_qkv") && !said.contains("mup_scale"), "{said}");
+    let said = ignoring(&["clip_qkv", "hidden_size", "nothing"]).unwrap_err();
+    assert!(said.contains("--ignore-field hidden_size, nothing"), "{said}");
+}
+
+/// The base that transformers has for a family counts where a file has none, as that of Llama 2 does not.
+#[test]
+fn without_a_rope_base_it_is_that_of_the_family() {
+    let facts = facts();
+    let [new, old] = &facts.models[0].configs;
+    let bare = |base: &Value| with(base, &json!({"rope_theta": null, "rope_parameters": null}));
+    for base in [new, old] {
+        let read = Config::parse(&bare(base)).unwrap();
+        assert_eq!(read.rope_theta, 10_000.0);
+        assert!(read.notes.len() == 1 && read.notes[0].contains("rope_theta"), "{:?}", read.notes);
+    }
+}
+
+#[test]
+fn a_config_with_two_rope_bases_is_refused() {
+    let facts = facts();
+    let [new, old] = &facts.models[0].configs;
+    let llama3 = &facts.models[1].configs[0]["rope_parameters"];
+    let rope = |parameters: Value| json!({ "rope_parameters": parameters });
+    let cases = [
+        (new, json!({"rope_theta": 10_000.0}), "rope_parameters.rope_theta is 500000 and rope_theta is 10000"),
+        (old, json!({"rope_theta": 0.0}), "rope_theta is 0"),
+        (old, json!({"rope_theta": "many"}), "rope_theta is \"many\""),
+        (new, rope(json!({"rope_type": "axial", "rope_theta": 1e4, "factor": 4.0})), "rope_type \"axial\""),
+        (new, rope(json!({"full_attention": {"rope_type": "default", "rope_theta": 1e4}})), "full_attention"),
+        (new, rope(json!({"rope_type": "linear", "rope_theta": 1e4})), "no factor"),
+        (new, rope(json!({"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0})), "factor is -1"),
+        (
+            new,
+            rope(json!({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32})),
+            "beta_fast (32)",
+        ),
+        (
+            new,
+            rope(json!({"rope_type": "default", "type": "linear", "rope_theta": 1e4})),
+            "rope_type is \"default\" and type",
+        ),
+        (
+            new,
+            rope(json!({"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 1e4})),
+            "partial_rotary",
+        ),
+        (new, rope(json!(7)), "rope_parameters is 7"),
+        (old, json!({"rope_scaling": llama3, "rope_parameters": {"rope_theta": 500_000.0}}), "unlike things"),
+        (old, json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}), "there is no low_freq_factor"),
+    ];
+    for (base, changes, want) in cases {
+        let said = refused(&with(base, &changes));
+        assert!(said.contains(want), "{said}, want {want:?}");
+    }
+    // Both forms may be there if they say the same.
+    let both = with(old, &json!({"rope_scaling": llama3, "rope_parameters": llama3}));
+    assert!(matches!(Config::parse(&both).unwrap().rope_scaling, Some(RopeScaling::Llama3 { .. })));
+}
+
+#[test]
+fn counts_that_no_model_has_are_refused_before_any_work() {
+    let base = serde_json::to_value(small(4, 2)).unwrap();
+    for (field, value) in [
+        ("num_hidden_layers", json!(1 << 30)),
+        ("num_hidden_layers", json!(0)),
+        ("num_attention_heads", json!(u64::MAX)),
+        ("hidden_size", json!(-1)),
+        ("vocab_size", json!(1.5)),
+        ("vocab_size", json!("many")),
+        ("head_dim", json!(7)),
+        ("head_dim", json!([8])),
+        ("max_position_embeddings", json!(1u64 << 40)),
+        ("rms_norm_eps", json!(0)),
+        ("tie_word_embeddings", json!(1)),
+        ("eos_token_id", json!("</s>")),
+    ] {
+        let said = refused(&with(&base, &json!({ field: value })));
+        let field = if field == "head_dim" && value == 7 { "heads are 7 wide" } else { field };
+        assert!(said.contains(field), "{said}");
+    }
+    let said = refused(&with(&base, &json!({"rms_norm_eps": null})));
+    assert!(said.contains("no rms_norm_eps"), "{said}");
+}
+
+/// Changes the tensors of a random model, and opens it.
+fn opened(config: &Config, change: impl FnOnce(&mut HashMap<String, Tensor>, &Path)) -> Result<Files, String> {
+    let folder = tempfile::tempdir().unwrap();
+    random_model::write(folder.path(), config, 7, DType::F32).unwrap();
+    let file = folder.path().join("model.safetensors");
+    let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
+    change(&mut tensors, folder.path());
+    safetensors::save(&tensors, file).unwrap();
+    Files::open(folder.path()).map_err(|error| format!("{error:#}"))
+}
+
+#[test]
+fn tensors_without_a_place_in_the_model_are_refused_by_name() {
+    let zeros = |width: usize| Tensor::zeros(width, DType::F32, &Device::Cpu).unwrap();
+    for (name, width) in [("self_attn.q_proj.bias", 32), ("self_attn.q_norm.weight", 8)] {
+        let said = opened(&small(4, 2), |tensors, _| {
+            for layer in 0..2 {
+                tensors.insert(format!("model.layers.{layer}.{name}"), zeros(width));
+            }
+        });
+        let said = said.unwrap_err();
+        assert!(said.contains(&format!("model.layers.0.{name}\" and 1 more")) && said.contains("no place"), "{said}");
+    }
+    // What older versions of transformers saved besides follows from the config.
+    let frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq".to_owned();
+    opened(&small(4, 2), |tensors, _| drop(tensors.insert(frequencies, zeros(4)))).unwrap();
+}
+
+#[test]
+fn an_output_layer_beside_a_tied_table_is_tied_only_if_it_is_equal() {
+    let tied = Config { tie_word_embeddings: true, ..small(4, 2) };
+    let with_head = |off: f64| {
+        opened(&tied, |tensors, _| {
+            let table = &tensors["model.embed_tokens.weight"];
+            let head = (table.copy().unwrap() + off).unwrap();
+            tensors.insert("lm_head.weight".into(), head);
+        })
+    };
+    assert_eq!(with_head(0.0).unwrap().config, tied);
+    assert_eq!(with_head(0.5).unwrap().config, Config { tie_word_embeddings: false, ..tied.clone() });
+}
+
+#[test]
+fn the_dtype_of_the_files_is_known_without_reading_them() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let folder = tempfile::tempdir().unwrap();
+        random_model::write(folder.path(), &small(4, 2), 7, dtype).unwrap();
+        let files = Files::open(folder.path()).unwrap();
+        assert_eq!((files.dtype().unwrap(), files.bytes_read()), (dtype, 0));
+        assert_eq!(files.bytes() as usize, small(4, 2).parameters() * dtype.size_in_bytes());
+    }
+    let norm = "model.norm.weight";
+    let mixed = |dtype: DType| {
+        opened(&small(4, 2), |tensors, _| {
+            let norm_of = tensors[norm].to_dtype(dtype).unwrap();
+            tensors.insert(norm.into(), norm_of);
+        })
+    };
+    assert_eq!(mixed(DType::BF16).unwrap().dtype().unwrap(), DType::F32);
+}
+
+#[test]
+fn a_folder_of_another_kind_is_refused_by_the_program_in_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    random_model::write(folder.path(), &small(4, 2), 7, DType::F32).unwrap();
+    let path = folder.path().join("config.json");
+    let config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    fs::write(&path, with(&config, &json!({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))).unwrap();
+    let output = crate::lm::llama(&["--model", folder.path().to_str().unwrap(), "--prompt", "x"]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("config.json: model_type \"mamba\" is not supported"), "{said}");
+}
+
+#[test]
+fn fields_of_another_family_that_have_no_effect_are_refused_by_name() {
+    let models = crate::lm::families::families().models;
+    let cases = [
+        ("gemma2", "rope_local_base_freq", json!(10_000.0)),
+        ("gemma2", "sliding_window_pattern", json!(2)),
+        ("gemma2", "_sliding_window_pattern", json!(2)),
+        ("gemma3", "sliding_window_size", json!(4)),
+        ("qwen2", "attention_bias", json!(false)),
+        ("llama with biases", "original_max_position_embeddings", json!(8)),
+    ];
+    for (case, field, value) in cases {
+        let base = &models.iter().find(|model| model.case == case).unwrap().config;
+        let said = refused(&with(base, &json!({ (field): value })));
+        assert!(said.contains(field), "{case}: {said}");
+    }
+}

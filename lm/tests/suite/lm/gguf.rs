@@ -1,0 +1,410 @@
+//! GGUF files of all families against the Hub's files of the same models.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::quantized::gguf_file::{self, Value as Stored};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use candle_lm::config::{Config, RopeScaling};
+use candle_lm::files::Files;
+use serde_json::{Value, json};
+use test_utils::on_ranks;
+
+use crate::lm::families::{Families, Family, families, greedy, logits, stored};
+use crate::lm::ropes::{Ropes, after, ropes};
+
+/// Names in GGUF files, and on the Hub.
+const MODULES: [(&str, &str); 20] = [
+    ("token_embd", "model.embed_tokens"),
+    ("output_norm", "model.norm"),
+    ("output", "lm_head"),
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_qkv", "self_attn.qkv_proj"),
+    ("attn_output", "self_attn.o_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_up", "mlp.gate_up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", "mlp.router"),
+    ("ffn_gate_exps", "mlp.experts.gate_proj"),
+    ("ffn_up_exps", "mlp.experts.up_proj"),
+    ("ffn_down_exps", "mlp.experts.down_proj"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+];
+
+fn named(name: &str, has_four: bool, kind: &str) -> String {
+    let (module, parameter) = name.rsplit_once('.').unwrap();
+    let layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    let inner = layer.map_or(module, |(_, inner)| inner);
+    let gguf = match inner {
+        "pre_feedforward_layernorm" => "ffn_norm",
+        "post_attention_layernorm" if has_four || kind == "olmo2" => "post_attention_norm",
+        "post_attention_layernorm" => "ffn_norm",
+        _ => MODULES.iter().find(|(_, hub)| *hub == inner).unwrap_or_else(|| panic!("{name}")).0,
+    };
+    layer.map_or(format!("{gguf}.{parameter}"), |(layer, _)| format!("blk.{layer}.{gguf}.{parameter}"))
+}
+
+/// Rows of heads in the order of llama.cpp's converter: pairs that are turned together become neighbors.
+fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
+    let mut dims = tensor.dims().to_vec();
+    let rows = dims.remove(0);
+    let shape = [&[heads, 2, rows / heads / 2][..], &dims].concat();
+    tensor.reshape(shape).unwrap().transpose(1, 2).unwrap().reshape(tensor.shape()).unwrap()
+}
+
+/// The tensors of a model, with experts stacked as a converter does.
+fn converted(config: &Config) -> HashMap<String, Tensor> {
+    let mut tensors = stored(config);
+    for (name, _) in config.tensors() {
+        if let Some(parts) = config.unstacked(&name) {
+            let parts: Vec<Tensor> = parts.iter().map(|part| tensors.remove(part).unwrap()).collect();
+            tensors.insert(format!("{name}.weight"), Tensor::stack(&parts, 0).unwrap());
+        } else if let Some(router) = tensors.remove(&config.stored_name(&name)) {
+            tensors.insert(name, router);
+        }
+    }
+    tensors
+}
+
+/// Writes the model of a config as a converter does; matrices whose rows are whole blocks become `dtype`.
+pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
+    let config = Config::parse(&fields.to_string()).unwrap();
+    let model_type = fields["model_type"].as_str().unwrap();
+    let kind = match model_type {
+        "mistral" | "mixtral" => "llama",
+        "gemma3_text" => "gemma3",
+        "qwen3_moe" => "qwen3moe",
+        other => other,
+    };
+    let (is_gemma, is_permuted) = (kind.starts_with("gemma"), ["llama", "smollm3", "granite"].contains(&kind));
+    let heads = config.heads();
+    let mut tensors: HashMap<String, QTensor> = HashMap::new();
+    for (name, tensor) in converted(&config) {
+        let tensor = match &name {
+            name if is_gemma && name.contains("norm") => (tensor + 1.0).unwrap(),
+            name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
+            name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
+            _ => tensor,
+        };
+        let in_blocks = tensor.rank() > 1 && tensor.dims()[tensor.rank() - 1].is_multiple_of(dtype.block_size());
+        let dtype = if in_blocks { dtype } else { GgmlDType::F32 };
+        tensors.insert(named(&name, is_gemma, kind), QTensor::quantize(&tensor.contiguous().unwrap(), dtype).unwrap());
+    }
+    let size = |field: &str| Stored::U32(fields[field].as_u64().unwrap() as u32);
+    let mut metadata = vec![
+        ("block_count", size("num_hidden_layers")),
+        ("embedding_length", size("hidden_size")),
+        ("feed_forward_length", size("intermediate_size")),
+        ("context_length", size("max_position_embeddings")),
+        ("attention.head_count", size("num_attention_heads")),
+        ("attention.head_count_kv", size("num_key_value_heads")),
+        ("attention.key_length", Stored::U32(heads.dim as u32)),
+        ("attention.value_length", Stored::U32(heads.dim as u32)),
+        ("attention.layer_norm_rms_epsilon", Stored::F32(config.rms_norm_eps as f32)),
+        ("rope.dimension_count", Stored::U32((heads.dim as f64 * config.parts.rotary_share) as u32)),
+        ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
+    ];
+    rope(&config, &mut metadata, &mut tensors);
+    if let Some(experts) = &config.parts.experts {
+        metadata.push(("expert_count", Stored::U32(experts.count as u32)));
+        metadata.push(("expert_used_count", Stored::U32(experts.chosen as u32)));
+        if kind == "qwen3moe" {
+            metadata.push(("expert_feed_forward_length", Stored::U32(experts.hidden as u32)));
+            // Without the key all readers divide by the sum.
+            metadata.extend((!experts.normalize).then_some(("expert_weights_norm", Stored::Bool(false))));
+        }
+    }
+    if is_gemma {
+        metadata.push(("attention.sliding_window", size("sliding_window")));
+        let list =
+            fields["layer_types"].as_array().unwrap().iter().map(|kind| Stored::Bool(kind == "sliding_attention"));
+        metadata.push(("attention.sliding_window_pattern", Stored::Array(list.collect())));
+        for (key, field) in [
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        ] {
+            metadata.extend(fields[field].as_f64().map(|cap| (key, Stored::F32(cap as f32))));
+        }
+    }
+    if kind == "gemma3" {
+        metadata.push(("rope.scaling.type", Stored::String("linear".into())));
+        metadata.push(("rope.scaling.factor", Stored::F32(8.0)));
+        metadata.push(("rope.freq_base_swa", Stored::F32(10_000.0)));
+    }
+    if kind == "granite" {
+        let names = [
+            ("attention.scale", "attention_multiplier"),
+            ("embedding_scale", "embedding_multiplier"),
+            ("residual_scale", "residual_multiplier"),
+            ("logit_scale", "logits_scaling"),
+        ];
+        metadata.extend(names.map(|(key, field)| (key, Stored::F32(fields[field].as_f64().unwrap() as f32))));
+    }
+    let mut all = vec![("general.architecture".to_owned(), Stored::String(kind.into()))];
+    all.extend(metadata.into_iter().map(|(key, value)| (format!("{kind}.{key}"), value)));
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let all: Vec<(&str, &Stored)> = all.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    gguf_file::write(&mut fs::File::create(path).unwrap(), &all, &tensors).unwrap();
+}
+
+/// What a converter writes of scaled rotary positions, except that of Gemma 3.
+fn rope(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashMap<String, QTensor>) {
+    let mut add = |name: &str, values: Vec<f64>| {
+        let values: Vec<f32> = values.into_iter().map(|value| value as f32).collect();
+        let tensor = Tensor::new(values, &Device::Cpu).unwrap();
+        tensors.insert(name.into(), QTensor::quantize(&tensor, GgmlDType::F32).unwrap());
+    };
+    let number = |value: f64| Stored::F32(value as f32);
+    match config.rope_scaling.clone() {
+        Some(RopeScaling::Yarn { factor, original_max_position_embeddings: learned, .. }) => metadata.extend([
+            ("rope.scaling.type", Stored::String("yarn".into())),
+            ("rope.scaling.factor", number(factor)),
+            ("rope.scaling.original_context_length", Stored::U32(learned as u32)),
+        ]),
+        Some(RopeScaling::Longrope {
+            short_factor,
+            long_factor,
+            attention_factor,
+            original_max_position_embeddings: learned,
+        }) => {
+            add("rope_factors_short.weight", short_factor);
+            add("rope_factors_long.weight", long_factor);
+            metadata.push(("rope.scaling.attn_factor", number(attention_factor)));
+            metadata.push(("rope.scaling.original_context_length", Stored::U32(learned as u32)));
+        }
+        Some(RopeScaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            original_max_position_embeddings: learned,
+        }) => {
+            let dim = config.heads().dim;
+            let stretched = |i: usize| {
+                let wavelength = std::f64::consts::TAU * config.rope_theta.powf(2.0 * i as f64 / dim as f64);
+                let kept = ((learned as f64 / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+                1.0 / ((1.0 - kept) / factor + kept)
+            };
+            add("rope_freqs.weight", (0..dim / 2).map(stretched).collect());
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn scaled_rotary_positions_of_gguf_files_are_those_of_the_folder() {
+    let Ropes { prompt, models } = ropes();
+    let config = |case: &str| models.iter().find(|rope| rope.case == case).unwrap().config.clone();
+    let mut llama3 = config("yarn");
+    llama3["rope_parameters"] = config("llama3")["rope_parameters"].clone();
+    let cases = [
+        ("yarn", config("yarn")),
+        ("llama3", llama3),
+        ("longrope", config("longrope of phi3")),
+        ("longrope of a share", config("longrope of a share")),
+        ("a share", config("a share")),
+    ];
+    for (case, config) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.gguf");
+        write(&file, &config, GgmlDType::F32);
+        crate::lm::families::write(folder.path(), &config);
+        for length in [5, prompt.len()] {
+            let (path, file, prompt) = (folder.path().to_owned(), file.clone(), prompt[..length].to_vec());
+            on_ranks(2, case, move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (after(ctx, &file, &prompt)?, after(ctx, &path, &prompt)?);
+                for (got, want) in got.iter().zip(&want) {
+                    assert!((got - want).abs() < 1e-4, "{case}, {length} tokens: {got} instead of {want}");
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+/// The families whose files can say what their configs say here.
+fn convertible() -> (Vec<u32>, Vec<Family>) {
+    let Families { prompt, models } = families();
+    // A window in every layer, a mean of heads that no file has, and a pattern that files leave to the program.
+    let unlike = [
+        "mistral",
+        "qwen2 with windows",
+        "llama with biases",
+        "smollm3",
+        "mixtral with windows",
+        "qwen3 moe with raw weights",
+    ];
+    let fits = |config: &mut Value| {
+        config["intermediate_size"] = json!(64);
+        if let Some(hidden) = config.get_mut("moe_intermediate_size") {
+            *hidden = json!(64);
+        }
+        if let Some(scalar) = config.get_mut("query_pre_attn_scalar") {
+            *scalar = json!(16);
+        }
+    };
+    let models = models.into_iter().filter(|model| !unlike.contains(&model.case.as_str()));
+    (
+        prompt,
+        models
+            .map(|mut model| {
+                fits(&mut model.config);
+                model
+            })
+            .collect(),
+    )
+}
+
+#[test]
+fn a_gguf_file_computes_what_the_folder_computes() {
+    let (prompt, models) = convertible();
+    for Family { case, config, .. } in models {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.gguf");
+        write(&file, &config, GgmlDType::F32);
+        crate::lm::families::write(folder.path(), &config);
+        for ranks in 1..=3 {
+            let (path, file, prompt, case) = (folder.path().to_owned(), file.clone(), prompt.clone(), case.clone());
+            on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (logits(ctx, &file, &prompt, false)?, logits(ctx, &path, &prompt, false)?);
+                for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                    assert!((got - want).abs() < 1e-4, "{case} on {}: {got} instead of {want}", ctx.world_size());
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
+    let (prompt, models) = convertible();
+    for Family { case, config, .. } in models {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.gguf");
+        write(&file, &config, GgmlDType::Q8_0);
+        let alone = {
+            let (file, prompt) = (file.clone(), prompt.clone());
+            on_ranks(1, &case, move |ctx| logits(ctx, &file, &prompt, false)).remove(0)
+        };
+        for ranks in 1..=3 {
+            let (file, prompt, case, alone) = (file.clone(), prompt.clone(), case.clone(), alone.clone());
+            on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
+                let of_floats = logits(ctx, &file, &prompt, true)?;
+                let of_blocks = logits(ctx, &file, &prompt, false)?;
+                let most = of_floats.iter().flatten().fold(0f32, |most, x| most.max(x.abs()));
+                let near = |got: &[Vec<f32>], want: &[Vec<f32>], share: f32| {
+                    let furthest = got.iter().flatten().zip(want.iter().flatten()).map(|(a, b)| (a - b).abs());
+                    let furthest = furthest.fold(0f32, f32::max);
+                    assert!(furthest <= share * most, "{case} on {}: {furthest} of {most}", ctx.world_size());
+                };
+                near(&of_blocks, &of_floats, 0.08);
+                near(&of_blocks, &alone, 0.04);
+                Ok(())
+            });
+        }
+        let want = greedy(&file, &prompt, 4, [1, 1]);
+        assert_eq!(greedy(&file, &prompt, 4, [2, 2]), want, "{case}");
+    }
+}
+
+/// Writes a file as older converters did: a tensor for each expert.
+fn write_apart(from: &Path, to: &Path) {
+    let mut reader = fs::File::open(from).unwrap();
+    let content = gguf_file::Content::read(&mut reader).unwrap();
+    let mut tensors: Vec<(String, QTensor)> = Vec::new();
+    for name in content.tensor_infos.keys() {
+        let tensor = content.tensor(&mut reader, name, &Device::Cpu).unwrap();
+        let Some((module, _)) = name.split_once("_exps.") else {
+            tensors.push((name.clone(), tensor));
+            continue;
+        };
+        let stack = tensor.dequantize(&Device::Cpu).unwrap();
+        tensors.extend((0..stack.dims()[0]).map(|expert| {
+            let one =
+                QTensor::quantize(&stack.get(expert).unwrap().force_contiguous().unwrap(), tensor.dtype()).unwrap();
+            (format!("{module}.{expert}.weight"), one)
+        }));
+    }
+    let metadata: Vec<(&str, &Stored)> = content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut fs::File::create(to).unwrap(), &metadata, &tensors).unwrap();
+}
+
+#[test]
+fn experts_that_lie_apart_are_those_that_are_stacked() {
+    let (prompt, models) = convertible();
+    let config = models.into_iter().find(|model| model.case == "mixtral").unwrap().config;
+    let folder = tempfile::tempdir().unwrap();
+    let [stacked, apart] = ["stacked.gguf", "apart.gguf"].map(|name| folder.path().join(name));
+    for dtype in [GgmlDType::F32, GgmlDType::Q8_0] {
+        write(&stacked, &config, dtype);
+        write_apart(&stacked, &apart);
+        assert!(Files::open(&apart).unwrap().weights().names().any(|name| name.ends_with("mlp.experts.up_proj")));
+        for ranks in 1..=2 {
+            let (stacked, apart, prompt) = (stacked.clone(), apart.clone(), prompt.clone());
+            on_ranks(ranks, "apart", move |ctx| -> anyhow::Result<()> {
+                let (got, want) = (logits(ctx, &apart, &prompt, false)?, logits(ctx, &stacked, &prompt, false)?);
+                for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                    assert!((got - want).abs() < 1e-4, "{dtype:?} on {ranks}: {got} instead of {want}");
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn keys_and_tensors_without_a_place_are_refused_by_name() {
+    let (_, models) = convertible();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    write(&file, &models[0].config, GgmlDType::F32);
+    Files::open(&file).unwrap();
+    let change = |key: Option<(&str, Stored)>, tensor: Option<&str>| {
+        let mut reader = fs::File::open(&file).unwrap();
+        let content = gguf_file::Content::read(&mut reader).unwrap();
+        let mut metadata: Vec<(&str, &Stored)> =
+            content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+        if let Some((key, value)) = &key {
+            metadata.retain(|(known, _)| known != key);
+            metadata.push((key, value));
+        }
+        let read = |name: &String| content.tensor(&mut fs::File::open(&file).unwrap(), name, &Device::Cpu).unwrap();
+        let mut tensors: Vec<(String, QTensor)> =
+            content.tensor_infos.keys().map(|name| (name.clone(), read(name))).collect();
+        tensors.extend(tensor.map(|name| (name.to_owned(), read(&"output_norm.weight".to_owned()))));
+        let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let changed = folder.path().join("changed.gguf");
+        gguf_file::write(&mut fs::File::create(&changed).unwrap(), &metadata, &tensors).unwrap();
+        format!("{:#}", Files::open(&changed).unwrap_err())
+    };
+    let text = |text: &str| Stored::String(text.into());
+    let cases = [
+        (Some(("general.architecture", text("mamba"))), None, "\"mamba\" is not supported"),
+        (Some(("llama.expert_count", Stored::U32(8))), None, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        (Some(("llama.expert_gating_func", Stored::U32(2))), None, "llama.expert_gating_func is 2"),
+        (Some(("llama.expert_shared_count", Stored::U32(1))), None, "llama.expert_shared_count is 1"),
+        (Some(("llama.rope.scaling.type", text("axial"))), None, "\"axial\""),
+        (Some(("llama.rope.scaling.factor", Stored::F32(2.0))), None, "llama.rope.scaling.factor"),
+        (Some(("llama.rope.scaling.yarn_ext_factor", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_ext_factor"),
+        (Some(("llama.rope.scaling.yarn_beta_fast", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_beta_fast"),
+        (Some(("llama.block_count", Stored::U32(3))), None, "model.layers.2"),
+        (Some(("llama.block_count", Stored::U32(1 << 30))), None, "num_hidden_layers is 1073741824"),
+        (Some(("llama.attention.head_count", Stored::F32(2.5))), None, "num_attention_heads is 2.5"),
+        (Some(("llama.vocab_size", Stored::U32(9))), None, "llama.vocab_size"),
+        (None, Some("rope_freqs.weight"), "rope_freqs.weight"),
+        (None, Some("blk.0.ffn_gate_inp.weight"), "model.layers.0.mlp.router.weight"),
+    ];
+    for (key, tensor, want) in cases {
+        let said = change(key, tensor);
+        assert!(said.contains(want), "{said}, want {want:?}");
+    }
+}

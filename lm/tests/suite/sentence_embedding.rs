@@ -1,0 +1,131 @@
+//! Sentence embeddings of a BERT encoder over ranks against transformers'; facts of `benchmarks/minilm_facts.py`.
+#![allow(clippy::unwrap_used)] // a panic is how a test fails
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use candle_lm::sentence_embedding::{self, Config, Encoder};
+use candle_lm::tokens;
+use candle_shard::nn::ShardedVarBuilder;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use test_utils::{on_ranks, skip};
+
+use crate::lm::facts::weight;
+
+#[derive(Deserialize)]
+struct Facts {
+    small: Small,
+    real: Real,
+}
+
+/// A small encoder whose weights follow from their names.
+#[derive(Deserialize)]
+struct Small {
+    config: Value,
+    names: BTreeMap<String, Vec<usize>>,
+    ids: Vec<Vec<u32>>,
+    embeddings: Vec<Vec<f32>>,
+}
+
+/// all-MiniLM-L6-v2.
+#[derive(Deserialize)]
+struct Real {
+    sentences: Vec<String>,
+    ids: Vec<Vec<u32>>,
+    embeddings: Vec<Vec<f32>>,
+}
+
+fn facts() -> Facts {
+    serde_json::from_str(include_str!("sentence_embedding.json")).unwrap()
+}
+
+/// Writes the small encoder, with these tensors too.
+fn write(folder: &Path, small: &Small, more: &[&str]) {
+    fs::write(folder.join("config.json"), small.config.to_string()).unwrap();
+    let mut tensors: HashMap<String, Tensor> =
+        small.names.iter().map(|(name, shape)| (name.clone(), weight(name, shape))).collect();
+    tensors.extend(more.iter().map(|name| ((*name).to_owned(), Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap())));
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+}
+
+/// Compares embeddings on a number of ranks.
+fn check(folder: &Path, ids: &[Vec<u32>], want: &[Vec<f32>], ranks: usize) {
+    let (folder, ids, want) = (folder.to_owned(), ids.to_vec(), want.to_vec());
+    on_ranks(ranks, "embeddings", move |ctx| -> anyhow::Result<()> {
+        let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
+        let (config, plan) = (Config::read(&folder)?, Encoder::plan("tp"));
+        let vb = ShardedVarBuilder::from_weights(
+            sentence_embedding::weights(&folder)?,
+            0,
+            &mesh,
+            plan,
+            DType::F32,
+            &Device::Cpu,
+        )?;
+        let model = Encoder::new(&config, &vb.frozen())?;
+        let built = vb.finish()?;
+        assert_eq!(built.local_elem_count() < built.elem_count(), ctx.world_size() > 1, "the plan shards the encoder");
+        // Padding changes nothing: a batch, and each text by itself.
+        let mut got = model.embed(&ids)?.to_vec2::<f32>()?;
+        for ids in &ids {
+            got.extend(model.embed(std::slice::from_ref(ids))?.to_vec2::<f32>()?);
+        }
+        for (got, want) in got.iter().zip(want.iter().chain(&want)) {
+            assert_eq!(got.len(), want.len());
+            for (got, want) in got.iter().zip(want) {
+                assert!((got - want).abs() < 1e-5, "{got} instead of {want} on {} ranks", ctx.world_size());
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn embeddings_of_a_small_encoder_are_those_of_transformers_on_every_mesh() {
+    let small = facts().small;
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), &small, &["pooler.dense.bias", "embeddings.position_ids"]);
+    for ranks in [1, 2, 3, 5] {
+        check(folder.path(), &small.ids, &small.embeddings, ranks);
+    }
+}
+
+#[test]
+fn what_the_encoder_does_not_compute_is_refused_by_name() {
+    let mut small = facts().small;
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), &small, &["classifier.bias"]);
+    let said = sentence_embedding::weights(folder.path()).unwrap_err().to_string();
+    assert!(said.contains("classifier.bias"), "{said}");
+    let plain = small.config.clone();
+    for (field, value) in [
+        ("hidden_act", json!("gelu_new")),
+        ("model_type", json!("roberta")),
+        ("position_embedding_type", json!("relative_key")),
+        ("num_attention_heads", json!(7)),
+    ] {
+        small.config = plain.clone();
+        small.config[field] = value;
+        write(folder.path(), &small, &[]);
+        let said = format!("{:#}", Config::read(folder.path()).unwrap_err());
+        assert!(said.contains(field), "{said}");
+    }
+}
+
+#[test]
+fn embeddings_of_minilm_are_those_of_sentence_transformers_on_every_mesh() {
+    let Some(folder) = std::env::var_os("CANDLE_MINILM").filter(|path| !path.is_empty()).map(PathBuf::from) else {
+        skip("CANDLE_MINILM is not set; see scripts/minilm.sh");
+        return;
+    };
+    let real = facts().real;
+    let tokenizer = tokens::read(&folder).unwrap();
+    let ids = |text: &String| tokenizer.encode(text.as_str(), true).unwrap().get_ids().to_vec();
+    assert_eq!(real.sentences.iter().map(ids).collect::<Vec<_>>(), real.ids);
+    for ranks in [1, 2, 3, 5] {
+        check(&folder, &real.ids, &real.embeddings, ranks);
+    }
+}
