@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the texts that transformers renders with chat templates into examples/tests/suite/lm/chat.json.
+"""Writes the texts that transformers renders with chat templates into lm/tests/suite/lm/chat.json.
 
 Usage: PYTHON benchmarks/chat_facts.py [FILE.gguf], with a Python that has transformers 5 and jinja2
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import transformers.utils.chat_template_utils as chat
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "chat.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "chat.json"
 
 LLAMA3 = r"""{{- bos_token }}
 {%- if custom_tools is defined %}

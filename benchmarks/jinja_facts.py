@@ -1,4 +1,4 @@
-"""Writes what jinja2, set up as in transformers, makes of templates into examples/tests/suite/lm/jinja.json.
+"""Writes what jinja2, set up as in transformers, makes of templates into lm/tests/suite/lm/jinja.json.
 
 Usage: PYTHON benchmarks/jinja_facts.py, with a Python that has jinja2
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "jinja.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "jinja.json"
 
 MESSAGES = [
     {"role": "system", "content": " Be brief. "},

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the results of transformers for small Llamas into examples/tests/suite/lm/facts.json.
+"""Writes the results of transformers for small Llamas into lm/tests/suite/lm/facts.json.
 
 Usage: PYTHON benchmarks/llama_facts.py, with a Python that has torch and transformers 5
 
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "examples" / "tests" / "suite" / "lm"
+FOLDER = ROOT / "lm" / "tests" / "suite" / "lm"
 MASK = (1 << 64) - 1
 
 WORDS = "▁the ▁cat ▁sat ▁on ▁a ▁mat ▁and ▁then ▁it ▁was ▁red ▁dog ▁ran ing ed er s . , ! ? ly un re".split()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the results of transformers for a small model of each family into examples/tests/suite/lm/families.json.
+"""Writes the results of transformers for a small model of each family into lm/tests/suite/lm/families.json.
 
 Usage: PYTHON benchmarks/lm_facts.py, with a Python that has torch and transformers 5
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import llama_facts
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "families.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "families.json"
 PROMPT = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7]
 TOKENS = 8
 SIZES = dict(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the sentence embeddings that transformers computes into examples/tests/suite/sentence_embedding.json.
+"""Writes the sentence embeddings that transformers computes into lm/tests/suite/sentence_embedding.json.
 
 Usage: PYTHON benchmarks/minilm_facts.py FOLDER, with a Python that has torch and transformers 5; FOLDER is what
 scripts/minilm.sh prints
@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 import llama_facts
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "sentence_embedding.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "sentence_embedding.json"
 SENTENCES = [
     "The capital of France is Paris.",
     "Paris is the French capital city",

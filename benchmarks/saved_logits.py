@@ -2,13 +2,13 @@
 """Compares a checkpoint that `lm train --save` wrote, loaded by transformers, with `lm`'s own logits of it.
 
 Usage: PYTHON benchmarks/saved_logits.py [FOLDER OF THE PROGRAMS], by default target/release, with a Python that has torch
-and transformers 5; build with `cargo build --release -p examples --bins --examples` before.
+and transformers 5; build with `cargo build --release -p examples -p lm --bins --examples` before.
 
 Each model is trained on README.md for some steps, saved, and loaded by transformers from its folder alone. Then the
 logits after each token of a text are compared. The exit status is 1 if one differs by more than 1e-3.
 
 - random: the small random model of `lm`, on 2 ranks x 2 replicas.
-- each model of examples/tests/suite/llama/facts.json in both forms of its config (transformers 5 and 4), on 2 ranks.
+- each model of lm/tests/suite/lm/facts.json in both forms of its config (transformers 5 and 4), on 2 ranks.
 """
 import json
 import subprocess

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the losses that transformers computes into examples/tests/suite/lm/scores.json and, with FILE, smollm2_score.json.
+"""Writes the losses that transformers computes into lm/tests/suite/lm/scores.json and, with FILE, smollm2_score.json.
 
 Usage: PYTHON benchmarks/score_facts.py [FILE.gguf], with a Python that has torch and transformers 5, and with FILE also gguf
 and accelerate
@@ -19,7 +19,7 @@ import transformers
 
 import lm_facts
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm"
+FOLDER = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm"
 TOKENS = [(i * i * 7 + i * 3 + i // 5) % 36 for i in range(60)]
 WINDOWS = [[24, 8], [60, 60], [16, 16]]
 TEXT = """Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or \

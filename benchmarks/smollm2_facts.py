@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what transformers computes with SmolLM2-135M-Instruct into examples/tests/suite/lm/smollm2.json.
+"""Writes what transformers computes with SmolLM2-135M-Instruct into lm/tests/suite/lm/smollm2.json.
 
 Usage: PYTHON benchmarks/smollm2_facts.py FILE.gguf, with a Python that has torch, transformers 5, gguf and accelerate
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "smollm2.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "smollm2.json"
 PROMPT = "The capital of France is"
 TOKENS = 20
 TEXTS = [

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what transformers makes of tokens that files beside tokenizer.json declare into examples/tests/suite/lm/special_tokens.json.
+"""Writes what transformers makes of tokens that files beside tokenizer.json declare into lm/tests/suite/lm/special_tokens.json.
 
 Usage: PYTHON benchmarks/special_token_facts.py, with a Python that has transformers 5
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "special_tokens.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "special_tokens.json"
 TEXTS = [
     "<|im_start|>user\nHi<|im_end|>\n", "a <pad> b", "a  <tool>  b", "<think>x</think>", "x<s>y</s>", " <|im_start|> ",
     "aTAGb TAG b", "no tokens here", "",

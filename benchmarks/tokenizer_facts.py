@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tokens that transformers finds with tokenizers of GGUF files into examples/tests/suite/lm/tokenizers.json.
+"""Writes the tokens that transformers finds with tokenizers of GGUF files into lm/tests/suite/lm/tokenizers.json.
 
 Usage: PYTHON benchmarks/tokenizer_facts.py, with a Python that has transformers 5, torch and gguf
 
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "tests" / "suite" / "lm" / "tokenizers.json"
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm" / "tokenizers.json"
 CORPUS = (
     "the cat sat on the mat and then the other cat sat there too . "
     "there are 12 cats and 345 mats in 2024 , aren't there ? the the there "

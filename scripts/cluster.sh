@@ -54,7 +54,7 @@ if [ -z "$inside" ]; then
     [ -x /usr/sbin/sshd ] || skip "no sshd; install openssh-server, or give --install"
     if [ -n "$build" ]; then
         # As in mpi-test.sh: building the tests of a program builds all programs, with the features that the tests have.
-        cargo test --features mpi --test launched --no-run --quiet || exit 1
+        cargo test --features mpi --test launched --test suite --no-run --quiet || exit 1
         build_for_mpich || exit 1
     fi
     # The namespaces end with the process that made them, and it ends with this one.

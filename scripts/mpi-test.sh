@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 . scripts/mpi-launch.sh
 export RUST_BACKTRACE=0
 # Building the tests of a program builds all programs. The features are those of the tests in .ci/run.
-built=$(cargo test --features mpi --test mpi --test launched --no-run --message-format json |
+built=$(cargo test --features mpi --test mpi --test launched --test suite --no-run --message-format json |
     grep -o '"executable":"[^"]*"' | cut -d'"' -f4) || exit 1
 # built NAME: the path of the executable with this name.
 built() { echo "$built" | grep -E "/$1(-[0-9a-f]{16})?$"; }

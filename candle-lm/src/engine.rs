@@ -1,13 +1,14 @@
 //! A model that is read and cut over the ranks.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{ProcessGroup, RankContext};
+use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::Layout;
 use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::parallel::Shares;
+use candle_shard::parallel::{Plan, Shares};
 
 use super::cache::Cache;
 use super::files::Files;
@@ -55,6 +56,32 @@ impl ModelOptions {
         let axes = [(TOKEN_AXIS, cp), (EXPERT_AXIS, ep)].into_iter().filter(|(_, ranks)| *ranks > 1);
         Ok(axes.chain([(LAYER_AXIS, ranks / others)]).collect())
     }
+
+    /// Returns the builder of a model that only computes, on the axes of a mesh that it lies on.
+    pub(crate) fn builder(
+        &self,
+        files: &Files,
+        plan: Plan,
+        mesh: &DeviceMesh,
+        device: &Device,
+    ) -> Result<ShardedVarBuilder> {
+        let plan = plan.with_shares(self.shares.clone());
+        let vb = ShardedVarBuilder::from_weights(files.weights(), 0, mesh, plan, self.dtype, device)?;
+        Ok(if self.dequantize { vb.dequantized() } else { vb }.frozen())
+    }
+
+    /// Returns a cache of `room` tokens.
+    pub(crate) fn slot(&self, decoder: &Decoder, room: usize) -> Result<Cache> {
+        let cache = Cache::of(decoder.config(), room);
+        let cache = if self.cp > 1 { cache.over(decoder.mesh(), TOKEN_AXIS)? } else { cache };
+        Ok(cache.with_dtype(self.cache))
+    }
+
+    /// Returns the parameters that this rank holds as floats, and the bytes of all weights.
+    pub(crate) fn sizes(&self, vb: &ShardedVarBuilder) -> [usize; 2] {
+        let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
+        [parameters, parameters * self.dtype.size_in_bytes() + vb.quantized_bytes()]
+    }
 }
 
 /// What a model is read for.
@@ -90,7 +117,7 @@ pub struct Engine {
 
 enum Model {
     /// All layers on each rank, and the slots of texts.
-    Whole(Box<Decoder>, Vec<Cache>),
+    Whole(Arc<Decoder>, Vec<Cache>),
     /// Some of them.
     Staged(Box<StagedDecoder>),
 }
@@ -101,8 +128,7 @@ impl Engine {
     /// # Errors
     /// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the files.
     pub fn new(ctx: &RankContext, stages: usize, files: &Files, held: &ModelOptions, purpose: Purpose) -> Result<Self> {
-        let Files { config, weights, .. } = files;
-        let mut config = config.clone();
+        let mut config = files.config.clone();
         // The last stage reads the output layer by itself where files allow that.
         config.tie_word_embeddings &= stages == 1 || !files.has_head();
         let config = &config;
@@ -124,28 +150,28 @@ impl Engine {
             // No rank needs the logits of the whole vocabulary.
             Purpose::Score { window } => (Decoder::training_plan(config, LAYER_AXIS), window, Use::Score, 0),
         };
-        let (plan, device) = (plan.with_shares(held.shares.clone()), ctx.device());
-        let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh.axes(&layer)?, plan, held.dtype, device)?;
-        let vb = if held.dequantize { vb.dequantized() } else { vb }.frozen();
-        let slot = |_| {
-            let cache = Cache::of(config, longest);
-            let cache = if held.cp > 1 { cache.over(vb.mesh(), TOKEN_AXIS)? } else { cache };
-            Ok(cache.with_dtype(held.cache))
-        };
+        let device = ctx.device();
+        let vb = held.builder(files, plan, &mesh.axes(&layer)?, device)?;
         let model = match stages {
             1 => {
-                let slots = (0..slots).map(slot).collect::<candle_shard::Result<_>>()?;
-                Model::Whole(Box::new(Decoder::new(config, longest, &vb)?), slots)
+                let decoder = Decoder::new(config, longest, &vb)?;
+                let slots = (0..slots).map(|_| held.slot(&decoder, longest)).collect::<Result<_>>()?;
+                Model::Whole(Arc::new(decoder), slots)
             }
             _ => {
                 let layout = held.layout.as_ref();
                 Model::Staged(Box::new(StagedDecoder::new(config, (longest, used), layout, &mesh, &vb, ctx)?))
             }
         };
-        let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
-        let bytes = parameters * held.dtype.size_in_bytes() + vb.quantized_bytes();
+        let [parameters, bytes] = held.sizes(&vb);
         let replicas = (held.cp * held.ep > 1).then(|| ctx.group().clone());
         Ok(Self { model, device: device.clone(), replicas, load: began.elapsed().as_secs_f64(), parameters, bytes })
+    }
+
+    /// A decoder that was read before, and the slots of texts; `replicas` are all ranks, if some compute the same logits.
+    pub(crate) fn of(decoder: Arc<Decoder>, slots: Vec<Cache>, replicas: Option<ProcessGroup>) -> Self {
+        let device = decoder.device().clone();
+        Self { model: Model::Whole(decoder, slots), device, replicas, load: 0.0, parameters: 0, bytes: 0 }
     }
 
     /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, with the same bits on all ranks.

@@ -18,6 +18,7 @@ pub mod generate;
 mod gguf;
 pub mod hub;
 mod layer;
+mod lm;
 pub mod memory;
 pub mod model;
 mod norm;
@@ -37,7 +38,12 @@ pub mod train;
 mod writing;
 
 pub use agree::agreed;
+pub use chat::Message;
 pub use error::{Error, InputError, Result};
+pub use generate::Stop;
+pub use lm::{Generation, Lm, LmOptions, Pieces, Score};
+pub use model::Decoder;
+pub use sample::Sampling;
 
 /// The mesh axis over which layers are cut, experts too.
 pub const LAYER_AXIS: &str = "tp";

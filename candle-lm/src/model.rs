@@ -96,11 +96,21 @@ impl Decoder {
         self.logits(&h.narrow(1, last, 1)?)?.squeeze(1).map_err(Error::from)
     }
 
-    /// The logits `[batch, tokens, vocabulary]` of what follows each of the tokens.
+    /// The logits `[batch, tokens, vocabulary]` of what follows each of `tokens` `[batch, tokens]`, which are whole
+    /// sequences. They lie as the plan says, and gradients go through them to the parameters.
+    ///
+    /// # Errors
+    /// If a sequence is longer than the longest one that the model was built for.
+    pub fn forward(&self, tokens: &DTensor) -> Result<DTensor> {
+        let h = self.norm.forward(&self.hidden(tokens, None)?)?;
+        finished(self.lm_head.forward(&h)?, &self.config)
+    }
+
+    /// The logits `[batch, tokens, vocabulary]` of what follows each of the tokens, which follow those in the cache.
     ///
     /// # Errors
     /// If the cache has no room for the tokens.
-    pub fn forward(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
+    pub fn forward_cached(&self, tokens: &Tensor, cache: &mut Cache) -> Result<Tensor> {
         self.logits(&self.after(tokens, cache)?)
     }
 
@@ -109,7 +119,8 @@ impl Decoder {
     /// # Errors
     /// If a slot has no room for the tokens, or a text has none.
     pub fn step(&self, step: &Step, slots: &mut [Cache]) -> Result<Tensor> {
-        let h = self.hidden(&step.tokens(self.device())?, Some((slots, step.spans())))?;
+        let tokens = self.everywhere(&step.tokens(self.device())?)?;
+        let h = self.hidden(&tokens, Some((slots, step.spans())))?;
         Ok(self.logits(&last_rows(&h, step.spans())?)?.squeeze(0)?)
     }
 
@@ -118,7 +129,8 @@ impl Decoder {
     /// # Errors
     /// If there are more targets than tokens.
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
-        let h = self.norm.forward(&self.hidden(tokens, None)?)?;
+        let tokens = DTensor::distribute(tokens, &self.mesh, &self.placements(Shard(1)))?;
+        let h = self.norm.forward(&self.hidden(&tokens, None)?)?;
         // Each rank of the tokens has some of each chunk.
         let h = h.redistribute(&self.placements(Replicate))?;
         let loss = losses(&h, &self.everywhere(targets)?, |h| {
@@ -128,7 +140,18 @@ impl Decoder {
         Ok(f64::from(loss.full_tensor()?.to_scalar::<f32>()?))
     }
 
-    fn device(&self) -> &Device {
+    /// The sizes.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The mesh that the model lies on.
+    pub(crate) fn mesh(&self) -> &DeviceMesh {
+        &self.mesh
+    }
+
+    /// The device of this rank's part.
+    pub(crate) fn device(&self) -> &Device {
         self.norm.device()
     }
 
@@ -136,19 +159,15 @@ impl Decoder {
     fn after(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
         let count = tokens.dims().get(1).copied().unwrap_or(0);
         let span = Span { slot: 0, tokens: count, is_first: false };
-        self.hidden(tokens, Some((std::slice::from_mut(cache), &[span])))
+        self.hidden(&self.everywhere(tokens)?, Some((std::slice::from_mut(cache), &[span])))
     }
 
     /// The hidden states of tokens, which are those of texts in slots of the cache, if there is one.
-    fn hidden(&self, tokens: &Tensor, mut texts: Option<(&mut [Cache], &[Span])>) -> Result<DTensor> {
+    fn hidden(&self, tokens: &DTensor, mut texts: Option<(&mut [Cache], &[Span])>) -> Result<DTensor> {
         if let Some((slots, spans)) = &mut texts {
             cache::begin(slots, spans)?;
         }
-        let tokens = match texts {
-            Some(_) => self.everywhere(tokens)?,
-            None => DTensor::distribute(tokens, &self.mesh, &self.placements(Shard(1)))?,
-        };
-        let mut h = self.embed_tokens.forward(&tokens)?;
+        let mut h = self.embed_tokens.forward(tokens)?;
         h = embedded(h, &self.config)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let turns = texts.as_mut().map(|(slots, spans)| cache::turns(slots, i, spans));

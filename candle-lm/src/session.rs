@@ -1,5 +1,6 @@
 //! A model that writes, and remembers what it has read.
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -15,25 +16,56 @@ use super::step::Step;
 use super::writing::Writing;
 
 /// A loaded model, with the keys and values of the tokens that it has read.
-pub struct Session<'a> {
+pub struct Session {
     engine: Engine,
-    files: &'a Files,
     config: Config,
+    /// The tokens that end a text.
+    ends: BTreeSet<u32>,
     /// The most tokens of a sequence.
     room: usize,
     /// The tokens whose keys and values are cached.
     read: Vec<u32>,
 }
 
-impl<'a> Session<'a> {
+/// A text that is being written in a session.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    writing: Writing,
+    /// The prompt, and what was written.
+    sequence: Vec<u32>,
+    began: Instant,
+    /// The seconds to the first token.
+    first: Option<f64>,
+    /// Why there are no more tokens, if there are none.
+    stop: Option<Stop>,
+}
+
+impl Draft {
+    /// The tokens that were written.
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.writing.tokens
+    }
+
+    /// Why there are no more tokens, if there are none.
+    pub(crate) fn stop(&self) -> Option<Stop> {
+        self.stop
+    }
+}
+
+impl Session {
     /// Loads this rank's part of the model, in `stages` stages, for sequences of up to `room` tokens. Every rank calls it.
     ///
     /// # Errors
     /// Those of [`Engine::new`].
-    pub fn open(ctx: &RankContext, stages: usize, files: &'a Files, task: &Task, room: usize) -> Result<Self> {
+    pub fn open(ctx: &RankContext, stages: usize, files: &Files, task: &Task, room: usize) -> Result<Self> {
         let room = room.min(files.config.longest()).min(task.cache_tokens.unwrap_or(usize::MAX));
         let engine = Engine::new(ctx, stages, files, &task.held, Purpose::Write { slots: 1, room })?;
-        Ok(Self { engine, files, config: files.config.clone(), room, read: Vec::new() })
+        Ok(Self::of(engine, files.config.clone(), files.ends.clone(), room))
+    }
+
+    /// A model that was loaded before, for sequences of up to `room` tokens, which some tokens end.
+    pub(crate) fn of(engine: Engine, config: Config, ends: BTreeSet<u32>, room: usize) -> Self {
+        Self { engine, config, ends, room, read: Vec::new() }
     }
 
     /// Returns the number of tokens of `prompt` that [`write`](Self::write) does not compute again.
@@ -58,33 +90,45 @@ impl<'a> Session<'a> {
     /// # Errors
     /// If the logits are no numbers; those of the model and of `show`.
     pub fn write(&mut self, task: &Task, mut show: impl FnMut(u32) -> Result<bool>) -> Result<Completion> {
+        let mut draft = self.begin(task);
+        while draft.stop.is_none() {
+            self.advance(&mut draft, &mut show)?;
+        }
+        let first = draft.first.unwrap_or(0.0);
+        Ok(Completion {
+            tokens: draft.writing.tokens,
+            stop: draft.stop.unwrap_or(Stop::Length),
+            load: self.engine.load,
+            first,
+            rest: draft.began.elapsed().as_secs_f64() - first,
+            parameters: self.engine.parameters,
+            bytes: self.engine.bytes,
+            logits_top: draft.writing.logits_top,
+        })
+    }
+
+    /// Begins to continue the prompt of `task`.
+    pub(crate) fn begin(&mut self, task: &Task) -> Draft {
         if !self.continues_prompt(&task.prompt) {
             self.read.clear();
         }
-        let mut writing = Writing::new(&task.prompt, task.most, self.room, Sampler::new(task.sampling));
-        let began = Instant::now();
-        let mut first = None;
-        let mut sequence = task.prompt.clone();
-        let mut stop = writing.stop();
-        while stop.is_none() {
-            let logits = self.next(&sequence)?;
-            stop = writing.next(&logits, &self.files.ends, |token| {
-                sequence.push(token);
-                show(token)
-            })?;
-            first.get_or_insert_with(|| began.elapsed().as_secs_f64());
-        }
-        let first = first.unwrap_or(0.0);
-        Ok(Completion {
-            tokens: writing.tokens,
-            stop: stop.unwrap_or(Stop::Length),
-            load: self.engine.load,
-            first,
-            rest: began.elapsed().as_secs_f64() - first,
-            parameters: self.engine.parameters,
-            bytes: self.engine.bytes,
-            logits_top: writing.logits_top,
-        })
+        let writing = Writing::new(&task.prompt, task.most, self.room, Sampler::new(task.sampling));
+        let (sequence, stop) = (task.prompt.clone(), writing.stop());
+        Draft { writing, sequence, began: Instant::now(), first: None, stop }
+    }
+
+    /// Takes the next token, and calls `show` with it unless it ends the text. Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of [`write`](Self::write).
+    pub(crate) fn advance(&mut self, draft: &mut Draft, show: impl FnOnce(u32) -> Result<bool>) -> Result<()> {
+        let logits = self.next(&draft.sequence)?;
+        draft.stop = draft.writing.next(&logits, &self.ends, |token| {
+            draft.sequence.push(token);
+            show(token)
+        })?;
+        draft.first.get_or_insert_with(|| draft.began.elapsed().as_secs_f64());
+        Ok(())
     }
 
     /// Returns the logits `[vocabulary]` of the token after a sequence.

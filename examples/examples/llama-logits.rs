@@ -42,7 +42,7 @@ fn logits(ctx: &RankContext, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>
     vb.finish()?;
     let mut cache = Cache::new(config.num_hidden_layers, ids.len());
     let ids = Tensor::from_slice(ids, (1, ids.len()), ctx.device())?;
-    Ok(model.forward(&ids, &mut cache)?.squeeze(0)?.to_vec2()?)
+    Ok(model.forward_cached(&ids, &mut cache)?.squeeze(0)?.to_vec2()?)
 }
 
 fn on_ranks(ranks: usize, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>> {

@@ -1,6 +1,6 @@
 //! Downloads for the processes of several hosts.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::args::Args;
 use crate::download::Progress;
@@ -24,7 +24,8 @@ pub fn located(args: &Args, ranks: &Ranks<'_>, hub: impl Fn() -> Result<Hub> + S
         let fetched = ranks.on_some(fetches, || {
             let progress = shows.then(Progress::default);
             let show = |event: Download<'_>| progress.iter().for_each(|progress| progress.show(event));
-            Ok(hub().and_then(|hub| hub.ignoring(&args.ignore_field).fetch(&name, commit, show)))
+            let fetch = |hub: Hub| hub.ignoring(&args.ignore_field).fetch(&name, commit, show);
+            Ok(hub().and_then(|hub| fetch(hub).with_context(|| format!("--model {name}"))))
         })?;
         agree(ranks, fetched.transpose())
     };

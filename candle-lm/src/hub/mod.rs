@@ -24,7 +24,7 @@ use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use hf_hub::Cache;
 
 use server::Server;
@@ -169,7 +169,7 @@ impl Hub {
     /// If there is no such model, file or revision, the server cannot be reached, does not answer or refuses the token,
     /// or, offline, the cache lacks a file.
     pub fn fetch(&self, name: &HubName, commit: Option<&str>, show: impl Fn(Download<'_>)) -> Result<Snapshot> {
-        Snapshots::new(self, name, &show).fetch(commit).with_context(|| format!("--model {name}"))
+        Snapshots::new(self, name, &show).fetch(commit)
     }
 }
 

@@ -14,7 +14,7 @@ use windows::Window;
 
 /// What a rank measured.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Score {
+pub struct ScoreOutput {
     /// The sum of the negative logarithms of the probabilities of the scored tokens.
     pub nll: f64,
     /// The seconds in which this rank's part of the model was read.
@@ -37,14 +37,14 @@ pub fn score(
     options: &ModelOptions,
     (tokens, windows): (&[u32], &[Window]),
     is_read: impl FnOnce(),
-) -> Result<Score> {
+) -> Result<ScoreOutput> {
     let longest = windows.iter().map(|window| window.tokens.len()).max().unwrap_or(0);
     let engine = Engine::new(ctx, stages, files, options, Purpose::Score { window: longest })?;
     is_read();
     let began = Instant::now();
     let nll = nll(&engine, tokens, windows)?;
     let seconds = began.elapsed().as_secs_f64();
-    Ok(Score { nll, load: engine.load, seconds, bytes: engine.bytes })
+    Ok(ScoreOutput { nll, load: engine.load, seconds, bytes: engine.bytes })
 }
 
 /// Returns the sum of the negative logarithms of the probabilities of the scored tokens.

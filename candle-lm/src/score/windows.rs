@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+/// The most tokens of a window, if nobody says otherwise.
+pub const WINDOW: usize = 2048;
+
 /// A part of a text that the model sees at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {

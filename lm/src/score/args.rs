@@ -3,6 +3,7 @@
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
+use candle_lm::score::windows::WINDOW;
 use candle_shard::regular;
 use clap::Args;
 
@@ -25,9 +26,6 @@ pub struct ScoreArgs {
     #[arg(long, value_name = "N")]
     pub stride: Option<usize>,
 }
-
-/// The default of `--window`, if the model takes more.
-const WINDOW: usize = 2048;
 
 impl ScoreArgs {
     /// Checks everything that does not depend on the model.

@@ -54,7 +54,7 @@ pub(crate) fn facts() -> Facts {
 }
 
 /// A template that only appends, and one that changes earlier replies.
-const APPENDS: &str = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+pub(crate) const APPENDS: &str = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
 const CHANGES: &str = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ 'x' if m.role == 'assistant' else m.content }}<|end|>{% endfor %}<|assistant|>";
 
 const SPECIAL: [&str; 5] = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"];

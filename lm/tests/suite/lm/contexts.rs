@@ -54,9 +54,9 @@ fn each_family_computes_the_logits_of_transformers_with_a_cache_on_several_ranks
             on_ranks(mesh[0] * mesh[1], &case.clone(), move |ctx| -> anyhow::Result<()> {
                 let (model, mut cache) = model(ctx, &path, mesh, prompt.len())?;
                 let (first, rest) = prompt.split_at(prompt.len() - 2);
-                let mut rows = model.forward(&tokens(first)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
+                let mut rows = model.forward_cached(&tokens(first)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
                 for token in rest {
-                    rows.extend(model.forward(&tokens(&[*token])?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
+                    rows.extend(model.forward_cached(&tokens(&[*token])?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
                 }
                 for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
                     assert_close(got, want, &format!("{case} on {mesh:?}"));

@@ -54,7 +54,7 @@ fn logits(ctx: &RankContext, path: &Path, prompt: &[u32], mesh: [usize; 2]) -> a
     let (first, rest) = prompt.split_at(prompt.len() - 2);
     for part in [first, &rest[..1], &rest[1..]] {
         let tokens = Tensor::from_slice(part, (1, part.len()), &Device::Cpu)?;
-        rows.extend(model.forward(&tokens, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
+        rows.extend(model.forward_cached(&tokens, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
     }
     Ok(rows)
 }
@@ -205,9 +205,10 @@ fn only_routed_rows_travel_between_ranks_of_experts() {
         let (model, _) = model(ctx, &files, [4, 1], 9)?;
         let mut cache = Cache::of(&files.config, 9);
         let tokens = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu);
-        let (made, prompt) = comm::record(|| model.forward(&tokens(&[7, 3, 90, 14, 5, 6, 77, 200])?, &mut cache));
+        let (made, prompt) =
+            comm::record(|| model.forward_cached(&tokens(&[7, 3, 90, 14, 5, 6, 77, 200])?, &mut cache));
         made?;
-        let (made, one) = comm::record(|| model.forward(&tokens(&[9])?, &mut cache));
+        let (made, one) = comm::record(|| model.forward_cached(&tokens(&[9])?, &mut cache));
         made?;
         Ok([prompt, one])
     });

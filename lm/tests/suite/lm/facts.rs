@@ -83,7 +83,8 @@ fn logits_are_those_of_transformers_by_configs_of_versions_4_and_5() {
             on_ranks(2, &fact.case, move |ctx| -> candle_shard::Result<()> {
                 let model = crate::lm::model(ctx, &path, &config, prompt.len())?;
                 let mut cache = Cache::new(config.num_hidden_layers, prompt.len());
-                let logits = model.forward(&crate::lm::tokens(&prompt)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
+                let logits =
+                    model.forward_cached(&crate::lm::tokens(&prompt)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
                 for (got, want) in [&logits[0], &logits[prompt.len() - 1]].into_iter().zip(&want) {
                     crate::lm::assert_close(got, want, &case);
                 }

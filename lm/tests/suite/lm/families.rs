@@ -75,9 +75,9 @@ pub(crate) fn logits(
     let mut rows = Vec::new();
     let tokens = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu);
     let (first, rest) = prompt.split_at(prompt.len() - 2);
-    rows.extend(model.forward(&tokens(first)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
+    rows.extend(model.forward_cached(&tokens(first)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
     for token in rest {
-        rows.extend(model.forward(&tokens(&[*token])?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
+        rows.extend(model.forward_cached(&tokens(&[*token])?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
     }
     Ok(rows)
 }

@@ -10,6 +10,7 @@ mod damaged;
 mod experts;
 pub(crate) mod facts;
 pub(crate) mod families;
+mod front;
 pub(crate) mod gguf;
 pub(crate) mod hub;
 mod info;
@@ -128,7 +129,7 @@ fn logits_are_those_of_candle_transformers_on_every_mesh() {
             on_ranks(world, case, move |ctx| -> candle_shard::Result<()> {
                 let model = model(ctx, &path, &config, TOKENS.len())?;
                 let cache = || Cache::new(config.num_hidden_layers, TOKENS.len());
-                let whole = model.forward(&tokens(&TOKENS)?, &mut cache())?.squeeze(0)?.to_vec2::<f32>()?;
+                let whole = model.forward_cached(&tokens(&TOKENS)?, &mut cache())?.squeeze(0)?.to_vec2::<f32>()?;
                 for (i, (got, want)) in whole.iter().zip(want.iter()).enumerate() {
                     assert_close(got, want, &format!("{case} on {world}: prefill, token {i}"));
                 }
