@@ -5,11 +5,11 @@ use candle_dist::DeviceMesh;
 use candle_pipe::{Result, Value};
 use candle_shard::{DTensor, Placements, Replicate, Shard, Spec, TokenOrder};
 
-use super::{EXPERT_AXIS, REPLICAS, TOKEN_AXIS};
+use crate::{EXPERT_AXIS, REPLICAS, TOKEN_AXIS};
 
 /// Where the rows `[rows, tokens, ..]` and the tokens of a batch are. On all other axes tensors are whole.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Between {
+pub(crate) struct Between {
     /// The mesh axes whose ranks have rows of their own, each as many.
     rows: &'static [&'static str],
     /// The tokens of each sequence, if an axis of tokens distributes them, in zigzag order.
@@ -18,16 +18,16 @@ pub(super) struct Between {
 
 impl Between {
     /// All ranks have everything.
-    pub(super) const WHOLE: Self = Self { rows: &[], length: None };
+    pub(crate) const WHOLE: Self = Self { rows: &[], length: None };
 
     /// In a model that learns sequences of so many tokens, replicas and ranks of experts have rows of their own, and ranks
     /// of tokens a part of each row.
-    pub(super) const fn learner(length: usize) -> Self {
+    pub(crate) const fn learner(length: usize) -> Self {
         Self { rows: &[REPLICAS, EXPERT_AXIS], length: Some(length) }
     }
 
     /// The order of the tokens on a mesh, if it distributes them.
-    pub(super) fn order(self, mesh: &DeviceMesh) -> Result<Option<TokenOrder>> {
+    pub(crate) fn order(self, mesh: &DeviceMesh) -> Result<Option<TokenOrder>> {
         let Some((length, axis)) = self.length.zip(mesh.axis_index(TOKEN_AXIS).ok()) else { return Ok(None) };
         Ok(Some(TokenOrder::zigzag(length, mesh.shape()[axis])))
     }
@@ -43,12 +43,12 @@ impl Between {
     }
 
     /// A tensor that [`leave`](Self::leave) took from the mesh of a stage, on the mesh of the next one.
-    pub(super) fn enter(self, value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
+    pub(crate) fn enter(self, value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
         self.lay(value.tensor()?.clone(), mesh)
     }
 
     /// Whole sequences `[rows, tokens]`, of which a rank takes its part.
-    pub(super) fn enter_tokens(self, value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
+    pub(crate) fn enter_tokens(self, value: &Value, mesh: &DeviceMesh) -> Result<DTensor> {
         let whole = value.tensor()?;
         let Some(order) = self.order(mesh)? else { return self.lay(whole.clone(), mesh) };
         let rank = mesh.local_rank(TOKEN_AXIS)?;
@@ -74,7 +74,7 @@ impl Between {
     }
 
     /// What [`enter`](Self::enter) takes, of a tensor of the mesh.
-    pub(super) fn leave(self, tensor: &DTensor) -> Result<Value> {
+    pub(crate) fn leave(self, tensor: &DTensor) -> Result<Value> {
         let placements = self.placements(tensor.mesh(), tensor.rank());
         // Tokens in an order lie in sizes of their own, which a tensor keeps that lies so.
         let laid =

@@ -5,8 +5,8 @@ use candle_dist::DeviceMesh;
 use candle_shard::nn::{KvCache, RotatingKvCache, SequenceCache, TextCache, TextTokens};
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
-use super::config::Config;
-use super::step::Span;
+use crate::config::Config;
+use crate::step::Span;
 
 /// The dim of the tokens in keys and values `[batch, heads, tokens, dim]`.
 const TOKENS: usize = 2;
@@ -33,24 +33,24 @@ enum Kept {
 }
 
 /// The keys and values that new tokens see in a cache of which each rank has some tokens.
-pub(super) struct Seen {
+pub(crate) struct Seen {
     /// `[batch, tokens, heads, dim]`.
-    pub(super) keys: DTensor,
+    pub(crate) keys: DTensor,
     /// `[batch, tokens, heads, dim]`.
-    pub(super) values: DTensor,
+    pub(crate) values: DTensor,
     /// The order of their tokens.
-    pub(super) order: TokenOrder,
+    pub(crate) order: TokenOrder,
 }
 
 /// A cache of which each rank has some tokens.
-pub(super) struct Parts<'a> {
+pub(crate) struct Parts<'a> {
     cache: &'a mut SequenceCache,
     dtype: Option<DType>,
 }
 
 impl Parts<'_> {
     /// Appends keys and values `[batch, tokens, heads, dim]`, and returns all.
-    pub(super) fn extend(self, [k, v]: [&DTensor; 2]) -> Result<Seen> {
+    pub(crate) fn extend(self, [k, v]: [&DTensor; 2]) -> Result<Seen> {
         let (given, kept) = (k.dtype(), self.dtype.unwrap_or(k.dtype()));
         self.cache.append(&k.to_dtype(kept)?, &v.to_dtype(kept)?)?;
         let (keys, values) = self.cache.keys_and_values()?;
@@ -84,38 +84,38 @@ impl Kept {
 }
 
 /// The part of a cache that is one layer's.
-pub(super) struct Past<'a> {
+pub(crate) struct Past<'a> {
     kept: &'a mut Kept,
     len: usize,
 }
 
 impl Past<'_> {
     /// The tokens that were there before.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 }
 
 /// The new tokens of a text in one layer, and what the cache has of those before them.
-pub(super) struct Turn<'a> {
-    pub(super) tokens: usize,
-    pub(super) past: Past<'a>,
+pub(crate) struct Turn<'a> {
+    pub(crate) tokens: usize,
+    pub(crate) past: Past<'a>,
 }
 
 /// The new tokens of a text, and a cache of which each rank has some tokens.
-pub(super) struct CutTurn<'a> {
-    pub(super) tokens: usize,
-    pub(super) past: Parts<'a>,
+pub(crate) struct CutTurn<'a> {
+    pub(crate) tokens: usize,
+    pub(crate) past: Parts<'a>,
 }
 
 /// The texts of a step in one layer, whose caches are all of one kind.
-pub(super) enum Texts<'a> {
+pub(crate) enum Texts<'a> {
     Whole(Vec<TextTokens<'a>>),
     Cut(Vec<CutTurn<'a>>),
 }
 
 /// Sorts the texts of a layer by the kind of its caches.
-pub(super) fn texts(turns: Vec<Turn<'_>>) -> Texts<'_> {
+pub(crate) fn texts(turns: Vec<Turn<'_>>) -> Texts<'_> {
     let (mut whole, mut cut) = (Vec::with_capacity(turns.len()), Vec::new());
     for Turn { tokens, past } in turns {
         match past.kept {
@@ -140,7 +140,7 @@ impl Cache {
     }
 
     /// Creates a cache for one layer.
-    pub(super) fn of_layer(window: Option<usize>, room: usize) -> Self {
+    pub(crate) fn of_layer(window: Option<usize>, room: usize) -> Self {
         Self { layers: vec![Kept::new(room, window)], room, len: 0, dtype: None }
     }
 
@@ -196,7 +196,7 @@ impl Cache {
 ///
 /// # Errors
 /// If a slot has not.
-pub(super) fn begin(slots: &mut [Cache], spans: &[Span]) -> Result<()> {
+pub(crate) fn begin(slots: &mut [Cache], spans: &[Span]) -> Result<()> {
     for Span { slot, tokens, is_first } in spans {
         let cache = &mut slots[*slot];
         if *is_first {
@@ -211,7 +211,7 @@ pub(super) fn begin(slots: &mut [Cache], spans: &[Span]) -> Result<()> {
 }
 
 /// Returns what a layer needs of the slots.
-pub(super) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[Span]) -> Vec<Turn<'a>> {
+pub(crate) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[Span]) -> Vec<Turn<'a>> {
     let mut spans = spans.iter().peekable();
     let turn = |(i, cache): (usize, &'a mut Cache)| {
         let span = spans.next_if(|span| span.slot == i)?;
@@ -221,6 +221,6 @@ pub(super) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[Span]) ->
 }
 
 /// Takes note that all layers have the new tokens.
-pub(super) fn advance(slots: &mut [Cache], spans: &[Span]) {
+pub(crate) fn advance(slots: &mut [Cache], spans: &[Span]) {
     spans.iter().for_each(|span| slots[span.slot].len += span.tokens);
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_pipe::{Balanced, Error, Layout, Pipe, PipeBuilder, Result};
 use candle_shard::nn::ShardedVarBuilder;
 
-use super::config::Config;
+use crate::config::Config;
 
 /// A model in stages.
 pub type DecoderPipe = Pipe<ShardedVarBuilder>;
@@ -27,7 +27,7 @@ impl<'a> Cut<'a> {
     ///
     /// # Errors
     /// If there are more stages than the model can be cut into, or other ones than the layout has.
-    pub(super) fn finish(&self, declared: PipeBuilder<ShardedVarBuilder>, config: &Config) -> Result<DecoderPipe> {
+    pub(crate) fn finish(&self, declared: PipeBuilder<ShardedVarBuilder>, config: &Config) -> Result<DecoderPipe> {
         let Some(layout) = self.layout else { return declared.finish(Balanced::new(self.stages, costs(config))) };
         let pipe = declared.finish(layout.clone())?;
         match pipe.num_stages() == self.stages {

@@ -16,16 +16,16 @@ use candle_shard::DTensor;
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
 
-use super::between::Between;
-use super::cache::{self, Cache};
-use super::config::Config;
-use super::cut::{Cut, DecoderPipe};
-use super::layer::Layer;
-use super::model::{embedded, finished, losses};
-use super::norm::Norm;
-use super::projection::{Projection, Table};
-use super::rope::Angles;
-use super::step::{self, Span, last_rows};
+use crate::between::Between;
+use crate::cache::{self, Cache};
+use crate::config::Config;
+use crate::cut::{Cut, DecoderPipe};
+use crate::layer::Layer;
+use crate::model::{embedded, finished, losses};
+use crate::norm::Norm;
+use crate::projection::{Projection, Table};
+use crate::rope::Angles;
+use crate::step::{self, Span, last_rows};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";

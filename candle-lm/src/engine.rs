@@ -10,12 +10,12 @@ use candle_pipe::Layout;
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::{Plan, Shares};
 
-use super::cache::Cache;
-use super::files::Files;
-use super::model::Decoder;
-use super::staged::{StagedDecoder, Use};
-use super::step::Step;
-use super::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
+use crate::cache::Cache;
+use crate::files::Files;
+use crate::model::Decoder;
+use crate::staged::{StagedDecoder, Use};
+use crate::step::Step;
+use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 
 /// How a model is held and cut.
 #[derive(Clone, Debug)]

@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use candle_shard::Weights;
 
-use super::config::Config;
-use super::config::tensors::{EXPERTS, ROUTER};
+use crate::config::Config;
+use crate::config::tensors::{EXPERTS, ROUTER};
 
 /// The router, and the stacked gates with the ups below them, of files that hold experts as transformers 5 does in memory.
 const ROUTER_IN_MEMORY: &str = "mlp.gate";
@@ -14,7 +14,7 @@ const GATE_UP: &str = "mlp.experts.gate_up_proj";
 ///
 /// # Errors
 /// If an expert is missing or unlike the others; the tensor is named.
-pub(super) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
+pub(crate) fn stacked(weights: Weights, config: &Config) -> Result<Weights> {
     let Some(experts) = &config.parts.experts else { return Ok(weights) };
     let names = experts.names;
     let mut weights = weights.rename(|name| {

@@ -4,21 +4,21 @@ use candle_nn::Activation;
 use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
 use candle_shard::{DTensor, Placements, Replicate, Result, Shard};
 
-use super::config::Config;
-use super::config::experts::Experts;
-use super::projection::{Projection, granule, in_blocks};
-use super::{EXPERT_AXIS, LAYER_AXIS};
+use crate::config::Config;
+use crate::config::experts::Experts;
+use crate::projection::{Projection, granule, in_blocks};
+use crate::{EXPERT_AXIS, LAYER_AXIS};
 
 /// A gated feed-forward network.
 #[derive(Debug)]
-pub(super) enum FeedForward {
+pub(crate) enum FeedForward {
     Dense(Box<Dense>),
     Experts(Box<MoE>),
 }
 
 /// One network for all tokens.
 #[derive(Debug)]
-pub(super) struct Dense {
+pub(crate) struct Dense {
     gate: Projection,
     up: Projection,
     down: Projection,
@@ -30,7 +30,7 @@ const TOKENS: usize = 1;
 
 impl FeedForward {
     /// The network of this layer at the builder's path.
-    pub(super) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let (hidden, parts) = (config.hidden_size, &config.parts);
         if let Some(experts) = parts.experts(layer) {
             return Ok(Self::Experts(Box::new(MoE::new(options(hidden, experts, vb), vb)?)));
@@ -45,7 +45,7 @@ impl FeedForward {
     }
 
     /// What the network adds to the states `[batch, tokens, hidden]`.
-    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+    pub(crate) fn forward(&self, x: &DTensor) -> Result<DTensor> {
         match self {
             Self::Dense(dense) => {
                 let Dense { gate, up, down, activation } = &**dense;

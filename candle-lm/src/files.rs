@@ -10,9 +10,9 @@ use candle_shard::Weights;
 use tokenizers::Tokenizer;
 use wildmatch::WildMatch;
 
-use super::chat::{self, ChatTemplate};
-use super::config::{Config, GenerationConfig};
-use super::{expert_files, gguf, tokens};
+use crate::chat::{self, ChatTemplate};
+use crate::config::{Config, GenerationConfig};
+use crate::{expert_files, gguf, tokens};
 
 /// A model's files, found to be whole.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ pub struct Files {
     pub ends: BTreeSet<u32>,
     /// What the files say that changes nothing, or ask for that is not done, a sentence each.
     pub unmet: Vec<String>,
-    pub(super) weights: Arc<Weights>,
+    pub(crate) weights: Arc<Weights>,
     path: PathBuf,
 }
 
@@ -56,7 +56,7 @@ impl Files {
     ///
     /// # Errors
     /// Those of [`open`](Self::open).
-    pub(super) fn check_headers(folder: &Path, ignored: &[String]) -> Result<()> {
+    pub(crate) fn check_headers(folder: &Path, ignored: &[String]) -> Result<()> {
         Self::of(folder, ignored, false).map(drop)
     }
 
@@ -163,7 +163,7 @@ impl Files {
     }
 
     /// Whether the output layer can be read apart from the table.
-    pub(super) fn has_head(&self) -> bool {
+    pub(crate) fn has_head(&self) -> bool {
         self.weights.names().any(|name| name == HEAD)
     }
 
@@ -180,7 +180,7 @@ impl Files {
 }
 
 /// Checks by the headers that a tensor is there, in the shape that the config says, and of floats, or of `dtype`.
-pub(super) fn check(weights: &Weights, at: &Path, name: &str, want: &[usize], dtype: Option<DType>) -> Result<()> {
+pub(crate) fn check(weights: &Weights, at: &Path, name: &str, want: &[usize], dtype: Option<DType>) -> Result<()> {
     let (has, of) = (weights.shape(name)?, weights.dtype(name)?);
     ensure!(
         has == want && dtype.map_or(of.is_float(), |dtype| of == dtype),

@@ -4,12 +4,12 @@ use anyhow::{Result, ensure};
 use candle_dist::RankContext;
 use serde::{Deserialize, Serialize};
 
-use super::config::Config;
-use super::engine::ModelOptions;
-use super::files::Files;
-use super::sample::Sampling;
-use super::session::Session;
-use super::tokens;
+use crate::config::Config;
+use crate::engine::ModelOptions;
+use crate::files::Files;
+use crate::sample::Sampling;
+use crate::session::Session;
+use crate::tokens;
 
 /// What to write, and how.
 #[derive(Clone, Debug)]

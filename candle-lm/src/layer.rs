@@ -3,18 +3,18 @@
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::{Attention, DTensor, Placements, Result, Shard};
 
-use super::TOKEN_AXIS;
-use super::cache::{self, CutTurn, Seen, Texts, Turn};
-use super::config::Config;
-use super::config::parts::{Parts, QkNorm};
-use super::feed_forward::FeedForward;
-use super::norm::Norm;
-use super::projection::{Projection, Qkv};
-use super::rope::{Angles, Place};
+use crate::TOKEN_AXIS;
+use crate::cache::{self, CutTurn, Seen, Texts, Turn};
+use crate::config::Config;
+use crate::config::parts::{Parts, QkNorm};
+use crate::feed_forward::FeedForward;
+use crate::norm::Norm;
+use crate::projection::{Projection, Qkv};
+use crate::rope::{Angles, Place};
 
 /// Attention with grouped heads, and a gated feed-forward network.
 #[derive(Debug)]
-pub(super) struct Layer {
+pub(crate) struct Layer {
     /// Before and after attention, before and after the feed-forward layer.
     norms: [Option<Norm>; 4],
     qkv: Qkv,
@@ -30,7 +30,7 @@ pub(super) struct Layer {
 
 impl Layer {
     /// The layer of this number at the builder's path.
-    pub(super) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
         let attention = vb.pp("self_attn");
         let [a, b, c, d] = parts.norms.names();
@@ -59,7 +59,7 @@ impl Layer {
 
     /// The states `[batch, tokens, hidden]` after this layer. With `turns`, the tokens of the one row belong to several
     /// texts, one behind another, and follow those that each has in the cache.
-    pub(super) fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
+    pub(crate) fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
         let [before_attention, after_attention, before_mlp, after_mlp] = &self.norms;
         let through = |norm: &Option<Norm>, x: &DTensor| norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(x));
         let add = |x: &DTensor, branch: DTensor| match self.parts.branch_scale {

@@ -7,10 +7,10 @@ use candle_shard::chunk_sizes;
 use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
-use super::config::Config;
-use super::config::tensors::EXPERTS;
-use super::engine::ModelOptions;
-use super::files::Files;
+use crate::config::Config;
+use crate::config::tensors::EXPERTS;
+use crate::engine::ModelOptions;
+use crate::files::Files;
 
 /// Returns the bytes of keys and values of `texts` texts with room for `room` tokens each, on all `tp` ranks together that
 /// share a layer.

@@ -6,14 +6,14 @@ use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard};
 
-use super::TOKEN_AXIS;
-use super::cache::{self, Cache};
-use super::config::Config;
-use super::layer::Layer;
-use super::norm::Norm;
-use super::projection::{Projection, Table};
-use super::rope::Angles;
-use super::step::{Span, Step, last_rows};
+use crate::TOKEN_AXIS;
+use crate::cache::{self, Cache};
+use crate::config::Config;
+use crate::layer::Layer;
+use crate::norm::Norm;
+use crate::projection::{Projection, Table};
+use crate::rope::Angles;
+use crate::step::{Span, Step, last_rows};
 
 /// A decoder of any family.
 #[derive(Debug)]
@@ -199,7 +199,7 @@ const CHUNK: usize = 128;
 
 /// The sum of the losses of `targets` `[1, last]` that follow the last rows of `h` `[1, tokens, hidden]`, a scalar; `head`
 /// makes logits of rows, in f32.
-pub(super) fn losses(h: &DTensor, targets: &DTensor, head: impl Fn(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
+pub(crate) fn losses(h: &DTensor, targets: &DTensor, head: impl Fn(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
     let (tokens, last) = (h.dims()[1], targets.dims()[1]);
     let Some(first) = tokens.checked_sub(last) else {
         return Err(Error::Layout(format!("{last} targets of {tokens} tokens: expected no more targets than tokens")));
@@ -216,7 +216,7 @@ pub(super) fn losses(h: &DTensor, targets: &DTensor, head: impl Fn(&DTensor) -> 
 }
 
 /// The first hidden states, from rows of the table.
-pub(super) fn embedded(h: DTensor, config: &Config) -> Result<DTensor> {
+pub(crate) fn embedded(h: DTensor, config: &Config) -> Result<DTensor> {
     match config.parts.embedding_scale {
         1.0 => Ok(h),
         scale => h.affine(scale, 0.0),
@@ -224,7 +224,7 @@ pub(super) fn embedded(h: DTensor, config: &Config) -> Result<DTensor> {
 }
 
 /// The logits, from those that the output layer computes.
-pub(super) fn finished(logits: DTensor, config: &Config) -> Result<DTensor> {
+pub(crate) fn finished(logits: DTensor, config: &Config) -> Result<DTensor> {
     let logits = match config.parts.logits_divisor {
         1.0 => logits,
         divisor => logits.affine(1.0 / divisor, 0.0)?,

@@ -4,11 +4,11 @@ use candle_core::Device;
 use candle_shard::nn::{Init, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate, Result};
 
-use super::config::Config;
+use crate::config::Config;
 
 /// A norm of rows by their root mean square.
 #[derive(Debug)]
-pub(super) struct Norm {
+pub(crate) struct Norm {
     weight: DTensor,
     adds_one: bool,
     eps: f64,
@@ -16,18 +16,18 @@ pub(super) struct Norm {
 
 impl Norm {
     /// The norm at the builder's path for rows of `width`.
-    pub(super) fn new(width: usize, config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
         let weight = vb.get(width, "weight", Init::Const(1.0), Replicate, false)?;
         Ok(Self { weight, adds_one: config.parts.norms_add_one, eps: config.rms_norm_eps })
     }
 
     /// The device of the weight.
-    pub(super) fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         self.weight.device()
     }
 
     /// The normalized rows.
-    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+    pub(crate) fn forward(&self, x: &DTensor) -> Result<DTensor> {
         match self.adds_one {
             true => x.rms_norm(&self.weight.affine(1.0, 1.0)?, self.eps),
             false => x.rms_norm(&self.weight, self.eps),
@@ -36,7 +36,7 @@ impl Norm {
 
     /// Heads `[batch, heads, tokens, dim]`, normalized by the mean over all of them. Each rank has some heads, and the
     /// ranks exchange one number a token. Heads that are there several times, one after the other, count so.
-    pub(super) fn over_heads(&self, x: &DTensor) -> Result<DTensor> {
+    pub(crate) fn over_heads(&self, x: &DTensor) -> Result<DTensor> {
         let &[_, heads, _, dim] = x.dims() else { return x.rms_norm(&self.weight, self.eps) };
         let stored = self.weight.dims()[0] / dim;
         let weight = self.weight.reshape((stored, 1, dim))?.broadcast_as((stored, heads / stored, dim))?;

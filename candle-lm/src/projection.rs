@@ -8,14 +8,14 @@ use candle_shard::{DTensor, Result, Shard};
 
 /// A linear layer.
 #[derive(Debug)]
-pub(super) enum Projection {
+pub(crate) enum Projection {
     Dense(Linear),
     Quantized(QuantizedLinear),
 }
 
 impl Projection {
     /// The layer at the builder's path. A weight whose blocks `input` would cut is held as floats.
-    pub(super) fn new(
+    pub(crate) fn new(
         input: impl Into<Width>,
         output: impl Into<Width>,
         bias: bool,
@@ -30,7 +30,7 @@ impl Projection {
         })
     }
 
-    pub(super) fn forward(&self, x: &DTensor) -> Result<DTensor> {
+    pub(crate) fn forward(&self, x: &DTensor) -> Result<DTensor> {
         match self {
             Self::Dense(layer) => layer.forward(x),
             Self::Quantized(layer) => layer.forward(x),
@@ -38,7 +38,7 @@ impl Projection {
     }
 
     /// The outputs of two layers that are cut alike for one input.
-    pub(super) fn forward_both(&self, other: &Self, x: &DTensor) -> Result<[DTensor; 2]> {
+    pub(crate) fn forward_both(&self, other: &Self, x: &DTensor) -> Result<[DTensor; 2]> {
         match (self, other) {
             (Self::Quantized(first), Self::Quantized(second)) => QuantizedLinear::forward_all([first, second], x),
             _ => Ok([self.forward(x)?, other.forward(x)?]),
@@ -47,18 +47,18 @@ impl Projection {
 }
 
 /// The columns between which the weight of a layer may be cut.
-pub(super) fn granule(vb: &ShardedVarBuilder) -> usize {
+pub(crate) fn granule(vb: &ShardedVarBuilder) -> usize {
     vb.quantized_block("weight").unwrap_or(1)
 }
 
 /// The width of a dim whose shards begin and end between blocks of `granule`, if that is possible.
-pub(super) fn in_blocks(size: usize, granule: usize) -> Width {
+pub(crate) fn in_blocks(size: usize, granule: usize) -> Width {
     if size.is_multiple_of(granule) { Width::new(size / granule, granule) } else { size.into() }
 }
 
 /// Query, key and value projections.
 #[derive(Debug)]
-pub(super) enum Qkv {
+pub(crate) enum Qkv {
     Dense(Box<FusedQkv>),
     Quantized(Box<QuantizedQkv>),
 }
@@ -67,7 +67,7 @@ const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
 
 impl Qkv {
     /// The layer at the builder's path, whose heads are cut where the output projection can be.
-    pub(super) fn new(hidden: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(hidden: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
         let is_quantized = NAMES.iter().all(|name| vb.pp(name).quantized_block("weight").is_some());
         Ok(match is_quantized {
             true => {
@@ -78,7 +78,7 @@ impl Qkv {
         })
     }
 
-    pub(super) fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
+    pub(crate) fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
         match self {
             Self::Dense(layer) => layer.forward(x),
             Self::Quantized(layer) => layer.forward(x),
@@ -86,7 +86,7 @@ impl Qkv {
     }
 
     /// The width of all query heads.
-    pub(super) fn width(&self) -> Width {
+    pub(crate) fn width(&self) -> Width {
         match self {
             Self::Dense(layer) => layer.width(),
             Self::Quantized(layer) => layer.width(),
@@ -96,21 +96,21 @@ impl Qkv {
 
 /// The table of tokens.
 #[derive(Debug)]
-pub(super) enum Table {
+pub(crate) enum Table {
     Dense(Embedding),
     Quantized(QuantizedEmbedding),
 }
 
 impl Table {
     /// The table at the builder's path.
-    pub(super) fn new(rows: usize, width: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(rows: usize, width: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         Ok(match vb.quantized_block("weight") {
             Some(_) => Self::Quantized(QuantizedEmbedding::new(rows, width, vb)?),
             None => Self::Dense(Embedding::new(rows, width, 1.0, vb)?),
         })
     }
 
-    pub(super) fn forward(&self, tokens: &DTensor) -> Result<DTensor> {
+    pub(crate) fn forward(&self, tokens: &DTensor) -> Result<DTensor> {
         match self {
             Self::Dense(table) => table.forward(tokens),
             Self::Quantized(table) => table.forward(tokens),
@@ -118,7 +118,7 @@ impl Table {
     }
 
     /// The output layer that shares the table.
-    pub(super) fn tied(&self, vb: &ShardedVarBuilder) -> Result<Projection> {
+    pub(crate) fn tied(&self, vb: &ShardedVarBuilder) -> Result<Projection> {
         Ok(match self {
             Self::Dense(table) => Projection::Dense(Linear::tied(table.weight(), vb)?),
             Self::Quantized(table) => Projection::Quantized(QuantizedLinear::tied(table, vb)?),

@@ -9,10 +9,10 @@ use candle_core::{DType, Device, Tensor};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use serde_json::json;
 
-use super::config::Config;
-use super::config::experts::{Experts, MIXTRAL};
-use super::config::parts::Parts;
-use super::tokens;
+use crate::config::Config;
+use crate::config::experts::{Experts, MIXTRAL};
+use crate::config::parts::Parts;
+use crate::tokens;
 
 /// A config of the small model.
 pub fn config() -> Config {

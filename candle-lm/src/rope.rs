@@ -10,14 +10,14 @@ use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::{DTensor, Error, Placements, Replicate, Result, TokenOrder};
 use parking_lot::Mutex;
 
-use super::config::{Config, RopeScaling};
+use crate::config::{Config, RopeScaling};
 
 /// Where tokens of a text are in it: the first position, and how many they are.
-pub(super) type Place = [usize; 2];
+pub(crate) type Place = [usize; 2];
 
 /// The cosines and sines of positions, which every rank has.
 #[derive(Clone, Debug)]
-pub(super) struct Angles {
+pub(crate) struct Angles {
     all: Turns,
     /// Those of layers with a window, if they are others.
     local: Option<Turns>,
@@ -29,7 +29,7 @@ pub(super) struct Angles {
 
 impl Angles {
     /// Those of so many positions.
-    pub(super) fn new(config: &Config, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &Config, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
         let width = config.rotary_width();
         let turns = |theta, scaling: Option<&RopeScaling>| {
             let frequencies = Frequencies { theta, scaling: scaling.cloned(), width };
@@ -41,7 +41,7 @@ impl Angles {
     }
 
     /// Turns the tokens of sequences that have all positions, and lie in an order.
-    pub(super) fn in_order(mut self, order: TokenOrder) -> Result<Self> {
+    pub(crate) fn in_order(mut self, order: TokenOrder) -> Result<Self> {
         for turns in [Some(&mut self.all), self.local.as_mut()].into_iter().flatten() {
             turns.order = Some(order.clone());
             turns.tables = Arc::new(Mutex::new(turns.made(turns.frequencies.key(turns.positions))?));
@@ -51,12 +51,12 @@ impl Angles {
     }
 
     /// The order of the tokens, if it is not that of their positions.
-    pub(super) fn order(&self) -> Option<&TokenOrder> {
+    pub(crate) fn order(&self) -> Option<&TokenOrder> {
         self.all.order.as_ref()
     }
 
     /// How many positions these are.
-    pub(super) fn positions(&self) -> usize {
+    pub(crate) fn positions(&self) -> usize {
         self.positions
     }
 
@@ -65,7 +65,7 @@ impl Angles {
     ///
     /// # Errors
     /// If a text becomes so long that the positions before its tokens would be turned otherwise.
-    pub(super) fn turn(&self, x: &DTensor, texts: &[Place], is_local: bool) -> Result<DTensor> {
+    pub(crate) fn turn(&self, x: &DTensor, texts: &[Place], is_local: bool) -> Result<DTensor> {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
         let [cos, sin] = turns.of_texts(texts)?;
         let dim = x.dims()[3];

@@ -7,13 +7,13 @@ use anyhow::Result;
 use candle_core::Tensor;
 use candle_dist::RankContext;
 
-use super::config::Config;
-use super::engine::{Engine, Purpose};
-use super::files::Files;
-use super::generate::{Completion, Stop, Task};
-use super::sample::Sampler;
-use super::step::Step;
-use super::writing::Writing;
+use crate::config::Config;
+use crate::engine::{Engine, Purpose};
+use crate::files::Files;
+use crate::generate::{Completion, Stop, Task};
+use crate::sample::Sampler;
+use crate::step::Step;
+use crate::writing::Writing;
 
 /// A loaded model, with the keys and values of the tokens that it has read.
 pub struct Session {

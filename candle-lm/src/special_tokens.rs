@@ -12,9 +12,9 @@ use tokenizers::{AddedToken, Tokenizer};
 
 /// Tokens with names, such as `bos_token`, and tokens that are found in a text before it is cut.
 #[derive(Clone, Debug, Default)]
-pub(super) struct SpecialTokens {
+pub(crate) struct SpecialTokens {
     /// Those with names. A file may say that a model has none of a name.
-    pub(super) named: BTreeMap<&'static str, Option<String>>,
+    pub(crate) named: BTreeMap<&'static str, Option<String>>,
     /// All that are special, with and without a name.
     special: Vec<String>,
     added: BTreeMap<u32, AddedToken>,
@@ -23,13 +23,13 @@ pub(super) struct SpecialTokens {
 }
 
 /// The names.
-pub(super) const NAMES: [&str; 7] =
+pub(crate) const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
 
 /// The lists of special tokens without a name.
 const OTHERS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
-pub(super) const CONFIG: &str = "tokenizer_config.json";
+pub(crate) const CONFIG: &str = "tokenizer_config.json";
 const MAP: &str = "special_tokens_map.json";
 const ADDED: &str = "added_tokens.json";
 
@@ -51,7 +51,7 @@ impl SpecialTokens {
     ///
     /// # Errors
     /// If a file cannot be read, or declares what is no token; the file is named.
-    pub(super) fn read(folder: &Path) -> Result<Self> {
+    pub(crate) fn read(folder: &Path) -> Result<Self> {
         Self::of(folder, &fields(folder, CONFIG)?)
     }
 
@@ -59,7 +59,7 @@ impl SpecialTokens {
     ///
     /// # Errors
     /// Those of [`read`](Self::read).
-    pub(super) fn of(folder: &Path, config: &Map<String, Value>) -> Result<Self> {
+    pub(crate) fn of(folder: &Path, config: &Map<String, Value>) -> Result<Self> {
         let (map, ids) = (fields(folder, MAP)?, fields(folder, ADDED)?);
         let described = config.get("added_tokens_decoder").filter(|list| !list.is_null());
         let order = if described.is_some() { [(CONFIG, config), (MAP, &map)] } else { [(MAP, &map), (CONFIG, config)] };
@@ -108,7 +108,7 @@ impl SpecialTokens {
     ///
     /// # Errors
     /// If a new token would have another number than the file says.
-    pub(super) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
+    pub(crate) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
         let has = tokenizer.get_added_tokens_decoder();
         // What tokenizer.json says wins over the oldest file.
         let wins = |id: &u32| self.source == ADDED && has.contains_key(id);
@@ -177,7 +177,7 @@ fn at(folder: &Path, file: &str) -> String {
 ///
 /// # Errors
 /// If it cannot be read; it is named.
-pub(super) fn fields(folder: &Path, file: &str) -> Result<Map<String, Value>> {
+pub(crate) fn fields(folder: &Path, file: &str) -> Result<Map<String, Value>> {
     let read = || -> Result<Map<String, Value>> {
         match regular::read_text(folder.join(file), regular::TOKENIZER) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(Map::new()),

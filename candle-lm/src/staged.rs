@@ -7,10 +7,10 @@ use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{Kwargs, Layout, Result, Runtime, StepOptions};
 use candle_shard::nn::ShardedVarBuilder;
 
-use super::config::Config;
-use super::cut::{Cut, DecoderPipe};
-use super::declare;
-use super::step::Step;
+use crate::config::Config;
+use crate::cut::{Cut, DecoderPipe};
+use crate::declare;
+use crate::step::Step;
 
 /// This rank's stage of a decoder, which holds the keys and values of its layers.
 pub struct StagedDecoder {

@@ -47,12 +47,12 @@ impl Step {
     }
 
     /// The tokens `[1, tokens]`.
-    pub(super) fn tokens(&self, device: &Device) -> candle_core::Result<Tensor> {
+    pub(crate) fn tokens(&self, device: &Device) -> candle_core::Result<Tensor> {
         Tensor::from_slice(&self.tokens, (1, self.tokens.len()), device)
     }
 
     /// The spans in a tensor of one row, as stages get them.
-    pub(super) fn packed(&self, device: &Device) -> candle_core::Result<Tensor> {
+    pub(crate) fn packed(&self, device: &Device) -> candle_core::Result<Tensor> {
         let fields = |span: &Span| [span.slot as u32, span.tokens as u32, u32::from(span.is_first)];
         let packed: Vec<u32> = self.spans.iter().flat_map(fields).collect();
         Tensor::from_vec(packed, (1, self.spans.len() * FIELDS), device)
@@ -60,14 +60,14 @@ impl Step {
 }
 
 /// Returns the spans that [`Step::packed`] packed.
-pub(super) fn unpack(packed: &Tensor) -> candle_core::Result<Vec<Span>> {
+pub(crate) fn unpack(packed: &Tensor) -> candle_core::Result<Vec<Span>> {
     let packed = packed.flatten_all()?.to_vec1::<u32>()?;
     let span = |fields: &[u32]| Span { slot: fields[0] as usize, tokens: fields[1] as usize, is_first: fields[2] != 0 };
     Ok(packed.chunks_exact(FIELDS).map(span).collect())
 }
 
 /// Returns the rows of `x` `[1, tokens, ..]` for the last token of each text.
-pub(super) fn last_rows(x: &DTensor, spans: &[Span]) -> Result<DTensor> {
+pub(crate) fn last_rows(x: &DTensor, spans: &[Span]) -> Result<DTensor> {
     if spans.len() == x.dims()[1] {
         return Ok(x.clone()); // a token of each text
     }

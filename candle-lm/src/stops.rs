@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use tokenizers::Tokenizer;
 
-use super::tokens::TextStream;
+use crate::tokens::TextStream;
 
 /// Splits the values of `--stop` into texts and special tokens, which never become text.
 ///

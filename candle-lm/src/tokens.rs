@@ -12,9 +12,9 @@ use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::{AddedToken, Encoding, NormalizedString, Normalizer as _, Tokenizer};
 
-use super::chat::Script;
-use super::gguf;
-use super::special_tokens::SpecialTokens;
+use crate::chat::Script;
+use crate::gguf;
+use crate::special_tokens::SpecialTokens;
 
 /// The tokenizer of the model in a folder, or in a GGUF file. In a folder it has the tokens that files beside `tokenizer.json` declare.
 ///

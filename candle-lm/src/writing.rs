@@ -5,31 +5,31 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
-use super::generate::Stop;
-use super::sample::Sampler;
+use crate::generate::Stop;
+use crate::sample::Sampler;
 
 /// A text that is being written, token by token.
 #[derive(Debug)]
-pub(super) struct Writing {
+pub(crate) struct Writing {
     sampler: Sampler,
     prompt: usize,
     most: usize,
     room: usize,
     /// The tokens that were written.
-    pub(super) tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
     /// The tokens with the largest logits at the end of the prompt, and these.
-    pub(super) logits_top: Vec<(u32, f32)>,
+    pub(crate) logits_top: Vec<(u32, f32)>,
 }
 
 impl Writing {
     /// A text that begins with a prompt. It gets up to `most` tokens more, and a sequence has room for `room`.
-    pub(super) fn new(prompt: &[u32], most: usize, room: usize, mut sampler: Sampler) -> Self {
+    pub(crate) fn new(prompt: &[u32], most: usize, room: usize, mut sampler: Sampler) -> Self {
         sampler.see(prompt);
         Self { sampler, prompt: prompt.len(), most, room, tokens: Vec::new(), logits_top: Vec::new() }
     }
 
     /// Why there is no next token, if there is none.
-    pub(super) fn stop(&self) -> Option<Stop> {
+    pub(crate) fn stop(&self) -> Option<Stop> {
         if self.tokens.len() >= self.most {
             Some(Stop::Length)
         } else if self.prompt + self.tokens.len() > self.room {
@@ -44,7 +44,7 @@ impl Writing {
     ///
     /// # Errors
     /// If the logits are no numbers; those of `show`.
-    pub(super) fn next(
+    pub(crate) fn next(
         &mut self,
         logits: &Tensor,
         ends: &BTreeSet<u32>,

@@ -4,24 +4,24 @@ use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
+use candle_lm::dtype::DTypeName;
+use candle_lm::hub::HubName;
+use candle_lm::sample::Sampling;
 use candle_pipe::Layout;
 use candle_shard::parallel::Shares;
 use candle_shard::regular;
 use clap::{ArgMatches, Parser};
-
-use super::batch::args::BatchArgs;
-use super::chat::args::ChatArgs;
-use super::command::Command;
-use super::flags;
-use super::help::{ABOUT, EXAMPLES};
-use super::score::args::ScoreArgs;
-use super::train::args::TrainArgs;
-use super::values;
-use candle_lm::dtype::DTypeName;
-use candle_lm::hub::HubName;
-use candle_lm::sample::Sampling;
 use examples::cli::{Checked, UsageError, require};
 use examples::launch::{BackendName, Launched, Patience, local_size};
+
+use crate::batch::args::BatchArgs;
+use crate::chat::args::ChatArgs;
+use crate::command::Command;
+use crate::flags;
+use crate::help::{ABOUT, EXAMPLES};
+use crate::score::args::ScoreArgs;
+use crate::train::args::TrainArgs;
+use crate::values;
 
 const PROMPT: &str = "Once upon a time";
 

@@ -5,16 +5,16 @@ use std::path::Path;
 
 use anyhow::Result;
 use candle_shard::regular;
-
-use super::args::Args;
-use super::command::Command;
-use super::train::args::TrainArgs;
 use examples::arguments::check_counts;
 use examples::cli::{Checked, Output, require};
 use examples::launch::Ranks;
 
+use crate::args::Args;
+use crate::command::Command;
+use crate::train::args::TrainArgs;
+
 const MAX_RANKS: usize = 256;
-pub(super) const MAX_TOKENS: usize = 1 << 24;
+pub(crate) const MAX_TOKENS: usize = 1 << 24;
 
 impl Args {
     /// Checks everything that does not depend on the model.

@@ -17,7 +17,7 @@ pub enum Command {
 
 impl Command {
     /// Returns its name on the command line.
-    pub(super) fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 }

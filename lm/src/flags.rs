@@ -2,13 +2,13 @@
 
 use std::ffi::OsString;
 
+use Command::{Generate, Info, Score, Train};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
-
-use super::args::Args;
-use super::command::Command;
-use Command::{Generate, Info, Score, Train};
 use examples::cli::{Checked, UsageError};
+
+use crate::args::Args;
+use crate::command::Command;
 
 /// The commands of the flags under each heading of the help.
 const HEADINGS: [(&str, &[Command]); 6] = [
@@ -43,7 +43,7 @@ fn applies(flag: &Arg, command: Command) -> bool {
 }
 
 /// Hides the flags that are not for the command of these arguments from the help.
-pub(super) fn hide(definition: clap::Command, arguments: &[OsString]) -> clap::Command {
+pub(crate) fn hide(definition: clap::Command, arguments: &[OsString]) -> clap::Command {
     let named = |argument: &OsString| Command::from_str(argument.to_str()?, false).ok();
     match arguments.get(1).and_then(named) {
         Some(command) => definition.mut_args(|flag| {
@@ -55,7 +55,7 @@ pub(super) fn hide(definition: clap::Command, arguments: &[OsString]) -> clap::C
 }
 
 /// Refuses flags that are not for the command.
-pub(super) fn check(matches: &ArgMatches) -> Checked {
+pub(crate) fn check(matches: &ArgMatches) -> Checked {
     let is_given = |id: &str| matches.value_source(id) == Some(ValueSource::CommandLine);
     let named = matches.get_one::<Command>("command").copied();
     let command = named.unwrap_or(if is_given("train") { Train } else { Generate });

@@ -1,6 +1,6 @@
 //! The texts of the help.
 
-pub(super) const ABOUT: &str = "\
+pub(crate) const ABOUT: &str = "\
 Writes on from a prompt with a language model that is cut over ranks, or trains it on a text
 
 Takes a folder as the Hub has it (config.json, tokenizer.json and model.safetensors, in one file or several with an
@@ -11,7 +11,7 @@ Without a model a small random one is made, which shows that everything works an
 The text is the same on any number of ranks for a seed, as far as rounding goes; so are the losses of a training, which
 may stop and go on on other ranks.";
 
-pub(super) const EXAMPLES: &str = "\
+pub(crate) const EXAMPLES: &str = "\
 Examples:
   cargo run --release --bin lm -- generate --tp 2 --prompt \"Once\"
       Nonsense of a small random model, from two ranks.

@@ -5,16 +5,15 @@ use std::fmt;
 
 use anyhow::Result;
 use candle_dist::{DeviceMesh, ProcessGroup};
-use candle_shard::nn::{ShardedVarBuilder, Width};
-use serde::Serialize;
-
 use candle_lm::LAYER_AXIS;
 use candle_lm::config::Config;
 use candle_lm::config::experts::Experts;
 use candle_lm::engine::ModelOptions;
 use candle_lm::files::Files;
 use candle_lm::model::Decoder;
+use candle_shard::nn::{ShardedVarBuilder, Width};
 use examples::table::grouped;
+use serde::Serialize;
 
 /// What is told of a model.
 #[derive(Clone, Debug, PartialEq, Serialize)]

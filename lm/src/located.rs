@@ -1,12 +1,12 @@
 //! Downloads for the processes of several hosts.
 
 use anyhow::{Context, Result};
+use candle_lm::hub::{Download, Hub, HubName, Snapshot};
+use examples::launch::{Ranks, local_rank};
 
 use crate::args::Args;
 use crate::download::Progress;
 use crate::input::agree;
-use candle_lm::hub::{Download, Hub, HubName, Snapshot};
-use examples::launch::{Ranks, local_rank};
 
 /// Downloads a model that is given by its name on the Hub, once per host, and sets its path. All hosts get the commit that
 /// rank 0 has found. Every rank calls it.

@@ -3,8 +3,6 @@
 use std::path::Path;
 
 use anyhow::Result;
-
-use super::args::Args;
 use candle_lm::config::Config;
 use candle_lm::dtype::DTypeName;
 use candle_lm::engine::ModelOptions;
@@ -12,6 +10,8 @@ use candle_lm::files::Files;
 use candle_lm::random_model;
 use examples::cli::{self, Checked, require};
 use examples::launch::Ranks;
+
+use crate::args::Args;
 
 /// Opens the model. Without one on the command line, it writes a random model to `scratch`.
 ///

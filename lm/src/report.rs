@@ -1,10 +1,9 @@
 //! What the Llama program tells when the text is written.
 
-use itertools::Itertools;
-use serde::Serialize;
-
 use candle_lm::generate::{Completion, Stop, Task};
 use examples::table::grouped;
+use itertools::Itertools;
+use serde::Serialize;
 
 /// The numbers of a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
+use candle_pipe::Batch;
 use candle_shard::random::Stream;
 use candle_shard::regular;
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,6 @@ use tokenizers::Tokenizer;
 use super::recipe::Recipe;
 use crate::error::{InputError, require};
 use crate::tokens;
-use candle_pipe::Batch;
 
 /// A text as tokens.
 ///

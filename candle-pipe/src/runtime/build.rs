@@ -1,4 +1,14 @@
 //! How a runtime is built: the stages of this rank, the parameters that stages share, and the copies of the model.
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor, Var};
+use candle_dist::row_changes::RowChanges;
+use candle_dist::{
+    DataParallel, DataParallelOptions, InitialSync, ProcessGroup, RankContext, Store, SyncOptions, sync_params,
+};
+use itertools::Itertools;
+
 use super::buffers::Buffers;
 use super::clock::Clock;
 use super::notes::Board;
@@ -8,14 +18,6 @@ use crate::pipe::Pipe;
 use crate::schedule::{Edges, Lowering, Program, Schedule};
 use crate::tape::StageModule;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
-use candle_dist::row_changes::RowChanges;
-use candle_dist::{
-    DataParallel, DataParallelOptions, InitialSync, ProcessGroup, RankContext, Store, SyncOptions, sync_params,
-};
-use itertools::Itertools;
-use std::collections::{BTreeMap, HashSet};
-use std::sync::Arc;
 
 /// A replicated parameter, on the ranks that have copies of it.
 pub(super) struct Shared {

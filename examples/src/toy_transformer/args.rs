@@ -3,13 +3,13 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use candle_pipe::Pipeline;
 use candle_pipe::schedule::ScheduleKind;
 use clap::{Parser, ValueEnum};
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::TransformerPipe;
 
 use crate::launch::{BackendName, Launched, Patience};
-use candle_pipe::Pipeline;
 
 /// The program reads and predicts bytes.
 pub const VOCAB_SIZE: usize = 256;

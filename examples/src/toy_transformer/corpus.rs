@@ -4,12 +4,12 @@ use std::io;
 use std::path::Path;
 
 use candle_core::{Device, Result};
+use candle_pipe::Batch;
 use candle_shard::random::Stream;
 use candle_shard::regular;
 
 use super::args::Args;
 use super::stories;
-use candle_pipe::Batch;
 
 /// A text cut into a training part and a held-out tail.
 ///

@@ -4,13 +4,13 @@ use std::time::Instant;
 
 use candle_core::{Device, Result, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
+use candle_pipe::Batch;
 use candle_shard::kernels::AdamW;
 
 use super::args::Args;
 use super::corpus::Corpus;
 use crate::memory::page_faults;
 use crate::progress::Progress;
-use candle_pipe::Batch;
 
 /// The losses and the speed of a training.
 #[derive(Clone, Debug)]

@@ -1,10 +1,11 @@
 //! Checks of everything that could stop the program later, made before it does any work.
 
+use candle_pipe::Pipeline;
+
 use super::args::{Args, RunName, VOCAB_SIZE};
 use super::corpus::Corpus;
 use crate::arguments::{ANY, check_counts, check_positive};
 use crate::cli::{Checked, Output, UsageError, require};
-use candle_pipe::Pipeline;
 
 /// Checks the flags and reads the text.
 ///

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::Args;
-
 use examples::cli::{Checked, require};
 
 /// The options of batches; the comments on the fields are the program's help.

@@ -6,7 +6,14 @@ use std::path::Path;
 
 use anyhow::Result;
 use candle_dist::RankContext;
+use candle_lm::batch::{Batch, Event, Request, run as write_all};
+use candle_lm::files::Files;
+use candle_lm::stops::{self, Stops};
+use candle_lm::tokens::{self, TextStream};
 use candle_shard::regular;
+use examples::cli::{Checked, Output, UsageError};
+use examples::launch::{Ranks, gather};
+use examples::progress::Loading;
 use tokenizers::Tokenizer;
 
 use super::args::SLOTS;
@@ -15,13 +22,6 @@ use super::report::{JsonLine, Line, Summary};
 use crate::args::Args;
 use crate::input::agree;
 use crate::{memory, opened};
-use candle_lm::batch::{Batch, Event, Request, run as write_all};
-use candle_lm::files::Files;
-use candle_lm::stops::{self, Stops};
-use candle_lm::tokens::{self, TextStream};
-use examples::cli::{Checked, Output, UsageError};
-use examples::launch::{Ranks, gather};
-use examples::progress::Loading;
 
 /// Continues the prompts of `file`, and writes the texts in the order of the file.
 ///

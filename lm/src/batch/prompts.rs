@@ -1,9 +1,9 @@
 //! A file of prompts.
 
+use examples::cli::{Checked, UsageError, require};
 use serde::Deserialize;
 
 use crate::check::MAX_TOKENS;
-use examples::cli::{Checked, UsageError, require};
 
 /// A prompt of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,11 +2,10 @@
 
 use std::fmt;
 
-use serde::Serialize;
-
 use candle_lm::batch::{Batch, BatchOutput};
 use candle_lm::generate::Stop;
 use examples::table::grouped;
+use serde::Serialize;
 
 /// A line of the JSON output.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -1,7 +1,6 @@
 //! The command line of conversations.
 
 use clap::Args;
-
 use examples::cli::{Checked, require};
 
 /// The flags of conversations.

@@ -4,10 +4,6 @@ use std::io::{self, BufRead, Read};
 
 use anyhow::{Result, ensure};
 use candle_dist::RankContext;
-use serde::Serialize;
-use tokenizers::Tokenizer;
-
-use super::args::ChatArgs;
 use candle_lm::agreed;
 use candle_lm::chat::{ChatTemplate, Message, now};
 use candle_lm::files::Files;
@@ -17,6 +13,10 @@ use candle_lm::stops::Stops;
 use candle_lm::tokens::{self, TextStream};
 use examples::cli::{Checked, UsageError};
 use examples::launch::on_first;
+use serde::Serialize;
+use tokenizers::Tokenizer;
+
+use super::args::ChatArgs;
 
 /// A message and the reply to it.
 #[derive(Clone, Debug, Serialize)]

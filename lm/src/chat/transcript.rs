@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Error, Result};
+use examples::cli::{self, Output};
 use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::converse::Turn;
-use examples::cli::{self, Output};
 
 /// The turns of a conversation, for `--json`.
 #[derive(Debug)]

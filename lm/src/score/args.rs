@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use candle_lm::score::windows::WINDOW;
 use candle_shard::regular;
 use clap::Args;
-
 use examples::cli::{Checked, UsageError, require};
 
 /// The scoring options; the comments on the fields are the program's help.

@@ -3,18 +3,18 @@
 use std::io::Write;
 
 use anyhow::{Result, ensure};
-
-use super::report::Report;
-use crate::args::Args;
-use crate::input::agree;
-use crate::memory;
-use crate::opened;
 use candle_lm::score::score;
 use candle_lm::score::windows::windows;
 use candle_lm::tokens;
 use examples::cli::Output;
 use examples::launch::{Ranks, gather};
 use examples::progress::Loading;
+
+use super::report::Report;
+use crate::args::Args;
+use crate::input::agree;
+use crate::memory;
+use crate::opened;
 
 /// Scores the text that the command line names.
 ///

@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use serde::Serialize;
-
 use examples::table::grouped;
+use serde::Serialize;
 
 /// The numbers of a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -2,17 +2,17 @@
 
 use std::path::PathBuf;
 
-use candle_pipe::schedule::ScheduleKind;
-use clap::Args;
-
-use crate::input::refusal;
-use crate::values;
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::rate::{Decay, Rate};
 use candle_lm::train::recipe::Recipe;
 use candle_pipe::Pipeline;
+use candle_pipe::schedule::ScheduleKind;
+use clap::Args;
 use examples::arguments::{ANY, check_counts};
 use examples::cli::{Checked, UsageError, check_file, require};
+
+use crate::input::refusal;
+use crate::values;
 
 /// The training options; the comments on the fields are the program's help.
 #[derive(Clone, Debug, Args)]

@@ -1,12 +1,11 @@
 //! What the program tells when a model has learned.
 
-use itertools::Itertools;
-use serde::Serialize;
-
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::job::Job;
 use candle_lm::train::trainer::TrainOutput;
 use examples::table::grouped;
+use itertools::Itertools;
+use serde::Serialize;
 
 /// The numbers of a training.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -4,13 +4,6 @@ use std::io::Write;
 use std::path::Path;
 
 use candle_dist::RankContext;
-
-use super::job;
-use super::report::Report;
-use super::resume::open_together;
-use super::screen::Screen;
-use crate::args::Args;
-use crate::input::agree;
 use candle_lm::train::folder;
 use candle_lm::train::job::Job;
 use candle_lm::train::trainer::train;
@@ -19,6 +12,13 @@ use examples::launch::{Ranks, gather};
 use examples::memory;
 use examples::progress::Loading;
 use examples::table::grouped;
+
+use super::job;
+use super::report::Report;
+use super::resume::open_together;
+use super::screen::Screen;
+use crate::args::Args;
+use crate::input::agree;
 
 /// Trains on `text` and tells how it went.
 ///

@@ -5,13 +5,13 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use serde::{Deserialize, Serialize};
-
-use super::args::TrainArgs;
 use candle_lm::train::job::Job;
 use candle_lm::train::trainer::StepOutput;
 use examples::cli::Output;
 use examples::progress::Progress;
+use serde::{Deserialize, Serialize};
+
+use super::args::TrainArgs;
 
 /// Lines that stay, a progress bar below them where stderr is a terminal, and the log.
 pub(super) struct Screen {

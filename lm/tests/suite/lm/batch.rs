@@ -14,10 +14,10 @@ use candle_lm::random_model;
 use candle_lm::sample::Sampling;
 use serde_json::Value;
 use test_utils::on_ranks;
+use test_utils::programs::refuses;
 
 use crate::lm::families::{families, write};
 use crate::lm::{config, llama};
-use test_utils::programs::refuses;
 
 /// What a batch writes on so many ranks and stages.
 fn written(files: &Arc<Files>, batch: &Batch, [ranks, stages]: [usize; 2]) -> BatchOutput {

@@ -22,10 +22,10 @@ use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::parallel::Shares;
 use serde_json::json;
 use test_utils::on_ranks;
+use test_utils::programs::refuses;
 
 use super::{assert_close, config, llama, tokens};
 use crate::lm::families::{Families, Family, families, write};
-use test_utils::programs::refuses;
 
 /// The model on `[cp, tp]` ranks, and an empty cache whose tokens are distributed.
 fn model(ctx: &RankContext, path: &Path, [cp, tp]: [usize; 2], room: usize) -> anyhow::Result<(Decoder, Cache)> {

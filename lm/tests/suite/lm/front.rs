@@ -6,6 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+use candle_lm::config::Config;
+use candle_lm::config::experts::Experts;
 use candle_lm::{Decoder, Error, Generation, Lm, Message, Sampling, Stop, random_model};
 use candle_shard::nn::ShardedVarBuilder;
 use candle_shard::{DTensor, Replicate, Weights};
@@ -36,11 +38,11 @@ fn an_opened_model_writes_replies_and_scores_as_the_program_does() {
     let scored = program("score", folder.path(), &["--text", book.to_str().unwrap()]);
     let want = Arc::new((continued, replied, scored));
     let path = Arc::new(folder.path().to_owned());
-    for ranks in [1, 2, 3] {
+    for [cp, tp] in [[1, 1], [1, 2], [1, 3], [2, 1], [3, 2]] {
         let (want, path) = (want.clone(), path.clone());
-        on_ranks(ranks, "an opened model", move |ctx| -> candle_lm::Result<()> {
+        on_ranks(cp * tp, "an opened model", move |ctx| -> candle_lm::Result<()> {
             let (continued, replied, scored) = &*want;
-            let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
+            let (mesh, ranks) = (ctx.mesh(&[("cp", cp), ("tp", tp)])?, cp * tp);
             let lm = Lm::open(&*path, &mesh)?;
             let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: 3, ..Sampling::default() };
             let options = Generation { max_tokens: 20, sampling, ..Generation::default() };
@@ -65,6 +67,33 @@ fn an_opened_model_writes_replies_and_scores_as_the_program_does() {
             assert!(off.abs() < 1e-5, "{ranks} ranks: off by {off}");
             Ok(())
         });
+    }
+}
+
+#[test]
+fn a_mixture_writes_alike_however_its_experts_are_distributed() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = config(4, 2);
+    let mut mixture = Config { vocab_size: 256, parts: random_model::mixture().parts, family: "mixtral", ..small };
+    mixture.parts.experts = mixture.parts.experts.map(|experts| Experts { hidden: 44, ..experts });
+    mixture.parts.windows = vec![None; mixture.num_hidden_layers];
+    random_model::write(folder.path(), &mixture, 7, DType::F32).unwrap();
+    let path = Arc::new(folder.path().to_owned());
+    let mut want = None;
+    for [ep, tp] in [[1, 1], [2, 1], [2, 2], [3, 1]] {
+        let path = path.clone();
+        let ranks = on_ranks(ep * tp, "a mixture", move |ctx| -> candle_lm::Result<_> {
+            let lm = Lm::open(&*path, &ctx.mesh(&[("ep", ep), ("tp", tp)])?)?;
+            let options = Generation { max_tokens: 12, ..Generation::default() };
+            let mut pieces = lm.generate("Once", &options)?;
+            pieces.by_ref().collect::<candle_lm::Result<String>>()?;
+            Ok((pieces.tokens().to_vec(), lm.score("Once upon a time")?.nll))
+        });
+        for (tokens, nll) in ranks {
+            let (of_one, nll_of_one) = want.get_or_insert_with(|| (tokens.clone(), nll));
+            assert_eq!(tokens, *of_one, "ep {ep}, tp {tp}");
+            assert!((nll - *nll_of_one).abs() < 1e-3, "ep {ep}, tp {tp}: {nll}, not {nll_of_one}");
+        }
     }
 }
 

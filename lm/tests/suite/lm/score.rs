@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 use candle_core::DType;
 use candle_lm::engine::ModelOptions;
@@ -10,13 +11,12 @@ use candle_lm::score::score;
 use candle_lm::score::windows::windows;
 use serde::Deserialize;
 use serde_json::Value;
-use std::sync::Arc;
 use test_utils::on_ranks;
+use test_utils::programs::refuses;
 
 use crate::lm::families::{families, write};
 use crate::lm::llama;
 use crate::lm::smollm2::{path, program};
-use test_utils::programs::refuses;
 
 #[derive(Deserialize)]
 struct Scores {

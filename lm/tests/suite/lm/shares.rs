@@ -15,10 +15,10 @@ use candle_shard::parallel::Shares;
 use lm::info::Info;
 use serde_json::Value;
 use test_utils::on_ranks;
+use test_utils::programs::refuses;
 
 use crate::lm::families::{families, write};
 use crate::lm::{TOKENS, config, gguf, llama};
-use test_utils::programs::refuses;
 
 /// What all ranks write with these shares, greedily.
 fn written(path: &Path, shares: Option<&str>, [ranks, stages]: [usize; 2]) -> Vec<Completion> {

@@ -7,9 +7,9 @@ use std::process::{Command, Output};
 use candle_core::DType;
 use candle_lm::random_model;
 use serde_json::Value;
+use test_utils::programs::{refuses, text};
 
 use crate::lm_train::support::{Place, config};
-use test_utils::programs::{refuses, text};
 
 fn llama(flags: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_lm")).args(flags).output().expect("the program starts")
