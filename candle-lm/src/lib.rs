@@ -30,7 +30,7 @@ pub mod score;
 pub mod sentence_embedding;
 pub mod session;
 mod special_tokens;
-pub mod staged;
+mod staged;
 pub mod step;
 pub mod stops;
 pub mod tokens;

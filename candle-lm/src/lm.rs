@@ -50,6 +50,7 @@ pub struct LmOptions {
     dequantize: bool,
     ignored: Vec<String>,
     longest: Option<usize>,
+    hub: Option<Hub>,
 }
 
 /// The longest sequence of a model that takes longer ones, if the options do not say.
@@ -86,6 +87,12 @@ impl LmOptions {
         Self { longest: Some(tokens), ..self }
     }
 
+    /// Looks names up in this cache and on its server. The default is those that the environment names, see [`Hub::from_env`].
+    #[must_use]
+    pub fn hub(self, hub: Hub) -> Self {
+        Self { hub: Some(hub), ..self }
+    }
+
     /// Opens a model: a folder in the layout of the Hub, a GGUF file, or a name on the Hub as [`HubName`] parses it. Each rank
     /// reads its own part of the weights.
     ///
@@ -101,10 +108,9 @@ impl LmOptions {
                 InputError(format!("the mesh has no axis {LAYER_AXIS:?}: give it one, perhaps of one rank")).into()
             );
         }
-        let axes: Vec<&str> = [TOKEN_AXIS, EXPERT_AXIS, LAYER_AXIS]
-            .into_iter()
-            .filter(|axis| *axis == LAYER_AXIS || mesh.size_of(*axis).is_ok_and(|ranks| ranks > 1))
-            .collect();
+        let is_cut = |axis: &&str| mesh.size_of(*axis).is_ok_and(|ranks| ranks > 1);
+        let is_used = |axis: &&str| *axis == LAYER_AXIS || [TOKEN_AXIS, EXPERT_AXIS].contains(axis) && is_cut(axis);
+        let axes: Vec<&str> = mesh.names().iter().map(String::as_str).filter(is_used).collect();
         let path = self.path(model.as_ref(), mesh)?;
         let mesh = mesh.axes(&axes)?;
         let size = |axis: &str| mesh.size_of(axis).unwrap_or(1);
@@ -147,7 +153,7 @@ impl LmOptions {
             ))
             .into());
         };
-        let hub = Hub::from_env()?.ignoring(&self.ignored);
+        let hub = self.hub.clone().map_or_else(Hub::from_env, Ok)?.ignoring(&self.ignored);
         let fetch = |commit: Option<&str>| hub.fetch(&name, commit, |_| {}).with_context(|| name.to_string());
         let mine = fetch(None)?;
         // The revision may move between two downloads.

@@ -13,7 +13,7 @@ use crate::declare;
 use crate::step::Step;
 
 /// This rank's stage of a decoder, which holds the keys and values of its layers.
-pub struct StagedDecoder {
+pub(crate) struct StagedDecoder {
     runtime: Runtime,
     stages: ProcessGroup,
     device: Device,
@@ -22,7 +22,7 @@ pub struct StagedDecoder {
 
 /// What a staged decoder is for.
 #[derive(Clone, Copy, Debug)]
-pub enum Use {
+pub(crate) enum Use {
     /// Writing so many texts at once.
     Write {
         /// The texts.
@@ -40,7 +40,7 @@ impl StagedDecoder {
     ///
     /// # Errors
     /// If there are more stages than the model can be cut into, or other ones than the layout has; those of the builder.
-    pub fn new(
+    pub(crate) fn new(
         config: &Config,
         (longest, used): (usize, Use),
         layout: Option<&Layout>,
@@ -64,7 +64,7 @@ impl StagedDecoder {
     ///
     /// # Errors
     /// Those of the runtime.
-    pub fn step(&self, step: &Step) -> Result<Tensor> {
+    pub(crate) fn step(&self, step: &Step) -> Result<Tensor> {
         let device = &self.device;
         let shape = [step.spans().len(), self.vocab_size];
         self.output("logits", [step.tokens(device)?, step.packed(device)?], &shape)
@@ -75,7 +75,7 @@ impl StagedDecoder {
     ///
     /// # Errors
     /// Those of the runtime.
-    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
+    pub(crate) fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<f64> {
         let loss = self.output("sum", [tokens.clone(), targets.clone()], &[1])?;
         Ok(f64::from(loss.to_vec1::<f32>()?[0]))
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_dist::World;
 use candle_lm::hub::Hub;
+use candle_lm::{Generation, Lm};
 use clap::Parser;
 use examples::launch::{Patience, Ranks};
 use lm::args::Args;
@@ -267,6 +268,30 @@ fn hosts_download_the_commit_of_rank_0_for_longer_than_a_call_may_take() {
         let read = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
         assert_eq!(read(&path), read(old.path()));
     }
+}
+
+#[test]
+fn a_model_that_is_opened_by_its_name_is_of_one_commit_on_all_hosts() {
+    let (server, [old, _]) = commits();
+    server.moves();
+    let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let made = World::local(2).run(|ctx| -> candle_lm::Result<_> {
+        let hub = Hub::new(homes[ctx.rank()].path().into(), &server.address, None, Duration::from_secs(10));
+        let mesh = ctx.mesh(&[("tp", 2)])?;
+        let text = |lm: Lm| lm.generate("Hi", &Generation::default())?.collect::<candle_lm::Result<String>>();
+        let by_name = text(Lm::options().hub(hub.clone()).open("someone/small", &mesh)?)?;
+        let missing = Lm::options().hub(hub).open("someone/missing", &mesh).unwrap_err().to_string();
+        Ok((by_name, text(Lm::open(old.path(), &mesh)?)?, missing))
+    });
+    let made = made.unwrap();
+    assert_eq!(made[0], made[1]);
+    let (by_name, _, missing) = &made[0];
+    assert!(!by_name.is_empty() && missing.contains("someone/missing@main: there is no config.json"), "{missing}");
+    // Which commit rank 0 has seen first depends on who was faster.
+    let reference = |home: &Path| fs::read_to_string(home.join("models--someone--small/refs/main")).unwrap();
+    let snapshots = |home: &Path, commit: &str| home.join("models--someone--small/snapshots").join(commit).exists();
+    let commit = reference(homes[0].path());
+    assert!(homes.iter().all(|home| snapshots(home.path(), &commit)), "{commit}");
 }
 
 #[test]
