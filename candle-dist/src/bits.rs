@@ -72,7 +72,7 @@ pub fn digest_bytes(bytes: &[u8]) -> u64 {
 }
 
 /// Calls `f` with the bytes of the tensor's elements in order.
-fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
+pub(crate) fn with_bytes<R>(tensor: &Tensor, f: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let tensor = match tensor.elem_count() {
         0 => return Ok(f(&[])),
         _ => tensor.detach().to_device(&Device::Cpu)?.contiguous()?,

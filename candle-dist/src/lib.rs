@@ -37,6 +37,7 @@
 //! | synchronize parameters, and check that they are equal | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
 //! | process all tensors of a structure: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
 //! | compare and hash tensors bit by bit | [`bits`] |
+//! | copy the next batch to a GPU beside the computation | [`CopyStream`] |
 //! | free the memory of a tensor and restore it | [`FreeableTensor`] |
 //! | count, log and draw communication | [`comm`] |
 //! | set how many threads candle's CPU kernels use | [`threads`] |
@@ -70,6 +71,7 @@ pub mod bits;
 mod call;
 pub mod comm;
 pub mod control;
+mod copies;
 #[doc(hidden)]
 pub mod edges;
 pub mod empty;
@@ -105,6 +107,7 @@ pub use candle_core;
 pub use candle_dist_derive::TensorTree;
 
 pub use call::{Op, ReduceOp};
+pub use copies::{CopyStream, PendingCopy};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, printable, without_trace};
 pub use freeable::FreeableTensor;
 pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};

@@ -340,6 +340,7 @@ impl Proof {
             dtype: self.dtypes.first().copied().unwrap_or(DType::F64),
             compute: None,
             batch,
+            second: None,
             passes: 1,
             plan: 0,
             strict: false,

@@ -1,9 +1,12 @@
 //! The circumstances of a training run: mesh, dtypes, batch, schedule.
+use super::REPLICAS;
 use super::setups::has_schedule;
 use candle_core::DType;
 use candle_pipe::Keep;
+use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::schedule::ScheduleKind;
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 /// The circumstances in which a model trains: the sizes of the mesh axes, dtypes, rows of the batch, and what cuts it.
@@ -20,6 +23,8 @@ pub struct Setup {
     pub compute: Option<DType>,
     /// The number of rows of the batch; the first ones of the inputs.
     pub batch: usize,
+    /// The number of rows of every second batch, if it is another one.
+    pub second: Option<usize>,
     /// The number of backward passes into which each rank cuts its rows.
     pub passes: usize,
     /// The index of the plan.
@@ -56,6 +61,18 @@ impl Setup {
     /// Returns the size of an axis; 1 if there is none.
     pub fn size_of(&self, axis: &str) -> usize {
         self.axes.iter().find(|(name, _)| name == axis).map_or(1, |(_, size)| *size)
+    }
+
+    /// Returns the number of rows of the batch of a step.
+    pub(super) fn batch(&self, step: u64) -> usize {
+        self.second.filter(|_| step % 2 == 1).unwrap_or(self.batch)
+    }
+
+    /// Returns the rows of a replica in the batch of a step.
+    pub(super) fn rows(&self, step: u64, replica: usize) -> Range<usize> {
+        let sizes = microbatch_sizes(self.batch(step), self.size_of(REPLICAS));
+        let first = sizes[..replica].iter().sum();
+        first..first + sizes[replica]
     }
 
     /// Returns the same run on one device, in one pass.
@@ -105,6 +122,7 @@ impl Setup {
         with(&|small| small.resume = None);
         with(&|small| small.compute = None);
         with(&|small| small.dtype = DType::F64);
+        with(&|small| small.second = None);
         with(&|small| small.passes = 1);
         with(&|small| small.plan = 0);
         with(&|small| small.strict = false);
@@ -125,7 +143,8 @@ impl Setup {
     /// Returns whether each replica and each pass has rows.
     pub(super) fn has_rows(&self) -> bool {
         let resumed = self.resumed().is_none_or(|next| next.has_rows());
-        resumed && self.batch / self.size_of(super::REPLICAS) >= self.passes.max(1)
+        let least = self.second.map_or(self.batch, |second| second.min(self.batch));
+        resumed && least / self.size_of(REPLICAS) >= self.passes.max(1)
     }
 
     /// Reads a text that a set-up printed, for the axes of `like`, whose other values are the defaults.
@@ -135,7 +154,11 @@ impl Setup {
         while let Some(word) = words.next() {
             let number = |value: &str| value.parse::<usize>().map_err(|_| format!("{word:?}: no number"));
             match word.split_once('=') {
-                Some(("batch", value)) => setup.batch = number(value)?,
+                Some(("batch", value)) => {
+                    let (first, second) =
+                        value.split_once(',').map_or((value, None), |(first, second)| (first, Some(second)));
+                    (setup.batch, setup.second) = (number(first)?, second.map(number).transpose()?);
+                }
                 Some(("passes", value)) => setup.passes = number(value)?,
                 Some(("plan", value)) => setup.plan = number(value)?,
                 Some(("compute", value)) => setup.compute = Some(dtype(value)?),
@@ -198,6 +221,7 @@ impl fmt::Display for Setup {
             write!(f, " compute={}", compute.as_str())?;
         }
         write!(f, " batch={}", self.batch)?;
+        self.second.map_or(Ok(()), |second| write!(f, ",{second}"))?;
         for (name, value, usual) in [("passes", self.passes, 1), ("plan", self.plan, 0)] {
             if value != usual {
                 write!(f, " {name}={value}")?;
@@ -232,6 +256,7 @@ mod tests {
             dtype: DType::F32,
             compute: Some(DType::BF16),
             batch: 7,
+            second: Some(5),
             passes: 2,
             plan: 1,
             strict: true,
@@ -242,13 +267,14 @@ mod tests {
         let text = full.to_string();
         assert_eq!(
             text.trim_end(),
-            "pp=2 tp=3 f32 compute=bf16 batch=7 passes=2 plan=1 strict zb-h1 microbatches=3 keep=inputs,activations -> dp=2"
+            "pp=2 tp=3 f32 compute=bf16 batch=7,5 passes=2 plan=1 strict zb-h1 microbatches=3 keep=inputs,activations -> dp=2"
         );
         let plain = Setup {
             axes: full.alone().axes,
             dtype: DType::F64,
             compute: None,
             batch: 1,
+            second: None,
             passes: 1,
             plan: 0,
             strict: false,

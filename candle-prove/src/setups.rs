@@ -50,8 +50,12 @@ fn meshes(axes: usize, ranks: usize) -> Vec<Vec<usize>> {
 
 /// Returns all combinations of what is no mesh.
 fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
-    let batches = [plain.batch, plain.batch - plain.batch / 3, 2, 1];
-    let batches = batches.into_iter().filter(|&rows| rows > 0 && rows <= plain.batch).unique();
+    let (whole, less) = (plain.batch, plain.batch - plain.batch / 3);
+    let batches = [whole, less, 2, 1].into_iter().filter(|&rows| rows > 0 && rows <= whole).unique();
+    // A function has one step.
+    let has_steps = !matches!(proof.subject.program, Program::Function(_));
+    let in_turn = (has_steps && less < whole).then_some((whole, Some(less)));
+    let batches = batches.map(|rows| (rows, None)).chain(in_turn);
     let passes: &[usize] = match proof.subject.program {
         Program::Layers(_) => &proof.passes,
         _ => &[1],
@@ -73,10 +77,11 @@ fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
         .cartesian_product(0..proof.subject.plans.len())
         .cartesian_product([false, true])
         .cartesian_product(schedules);
-    let choice = |(((((batch, (dtype, compute)), &passes), plan), strict), schedule)| Setup {
+    let choice = |((((((batch, second), (dtype, compute)), &passes), plan), strict), schedule)| Setup {
         dtype,
         compute,
         batch,
+        second,
         passes,
         plan,
         strict,

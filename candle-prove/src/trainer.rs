@@ -60,8 +60,6 @@ struct Trainer<'a> {
     /// The mesh of the model, without the axes of stages and replicas.
     mesh: DeviceMesh,
     replicas: Option<ProcessGroup>,
-    /// This replica's rows of the batch.
-    rows: Range<usize>,
     model: Built,
     parameters: Parameters,
     /// The float inputs of a function, which get gradients.
@@ -109,7 +107,8 @@ pub(super) fn resume(subject: &Subject, setup: &Setup, folder: Option<&Path>, ct
 pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Result<Trajectory> {
     let trainer = Trainer::new(subject, setup, ctx)?;
     let found = Rc::new(RefCell::new((Trajectory::default(), Ok(()))));
-    let (list, mode) = (found.clone(), Mode::TrainRows { step: 0, first_row: trainer.rows.start });
+    let rows = trainer.rows(0);
+    let (list, mode) = (found.clone(), Mode::TrainRows { step: 0, first_row: rows.start });
     let see = move |op: &'static str, site: &'static Location<'static>, result: &DTensor| {
         let (trajectory, outcome) = &mut *list.borrow_mut();
         if outcome.is_ok() {
@@ -118,7 +117,7 @@ pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Re
         }
     };
     observe(see, || match &trainer.model {
-        Built::Layers { loss } => Ok(loss(&trainer.inputs(&trainer.rows)?, mode).map(drop)?),
+        Built::Layers { loss } => Ok(loss(&trainer.inputs(&rows)?, mode).map(drop)?),
         Built::Function { inputs } => trainer.function(inputs).map(drop),
         Built::Graph { .. } => Ok(()),
     })?;
@@ -162,11 +161,6 @@ impl<'a> Trainer<'a> {
             1 => None,
             _ => Some(whole.axis_group(REPLICAS)?.clone()),
         };
-        let sizes = microbatch_sizes(setup.batch, setup.size_of(REPLICAS));
-        let at = replicas.as_ref().map_or(0, ProcessGroup::rank);
-        let first: usize = sizes[..at].iter().sum();
-        let rows = first..first + sizes[at];
-
         let mut leaves = Vec::new();
         let at = (&whole, replicas.as_ref());
         let (model, parameters) = match &subject.program {
@@ -187,6 +181,7 @@ impl<'a> Trainer<'a> {
                 (Built::Graph { runtime, reduction }, parameters)
             }
             Program::Function(_) => {
+                let rows = setup.rows(0, replicas.as_ref().map_or(0, ProcessGroup::rank));
                 let inputs = subject.on_mesh(setup, &mesh, &rows)?;
                 let leaf = |(x, input): (DTensor, &Input)| -> Result<DTensor> {
                     if !x.dtype().is_float() {
@@ -223,7 +218,7 @@ impl<'a> Trainer<'a> {
             }
             None => None,
         };
-        Ok(Self { subject, setup, whole, mesh, replicas, rows, model, parameters, leaves, average, optimizer })
+        Ok(Self { subject, setup, whole, mesh, replicas, model, parameters, leaves, average, optimizer })
     }
 
     fn builder(subject: &Subject, setup: &Setup, mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
@@ -291,7 +286,7 @@ impl<'a> Trainer<'a> {
         trajectory.number(format!("norm of the gradients in step {step}"), norm);
         self.parameters.iter().try_for_each(|p| take_rows(&p.var, &mut grads))?;
         self.optimizer.step(&grads)?;
-        if let Some(loss) = self.evaluate()? {
+        if let Some(loss) = self.evaluate(step)? {
             trajectory.number(format!("evaluation after step {step}"), loss);
         }
         Ok(())
@@ -318,11 +313,12 @@ impl<'a> Trainer<'a> {
 
     /// Returns the loss of the whole batch, where this rank knows it, and the complete gradients.
     fn gradients(&self, step: u64) -> Result<(Option<f64>, GradStore)> {
+        let rows = self.rows(step);
         match &self.model {
             Built::Layers { loss } => {
-                let mut first = self.rows.start;
+                let mut first = rows.start;
                 let (mut sum, mut losses) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
-                for len in microbatch_sizes(self.rows.len(), self.setup.passes) {
+                for len in microbatch_sizes(rows.len(), self.setup.passes) {
                     let inputs = self.inputs(&(first..first + len))?;
                     let made = self.strictly(|| loss(&inputs, Mode::TrainRows { step, first_row: first }))?;
                     losses += number(&made)? * len as f64;
@@ -332,18 +328,18 @@ impl<'a> Trainer<'a> {
                         continue;
                     }
                     // Passes count alike, so each loss has its share of the rows.
-                    let share = (len * self.setup.passes) as f64 / self.rows.len() as f64;
+                    let share = (len * self.setup.passes) as f64 / rows.len() as f64;
                     let made = self.strictly(|| made.mul(share))?;
-                    sum.add(&if first < self.rows.end { no_sync(|| made.backward()) } else { made.backward() }?)?;
+                    sum.add(&if first < rows.end { no_sync(|| made.backward()) } else { made.backward() }?)?;
                 }
                 let mut grads = sum.mean()?;
                 if self.subject.is_unsynced {
                     self.parameters.reduce(&mut grads)?;
                 }
                 if let Some(average) = &self.average {
-                    average.reduce_weighted(&mut grads, self.rows.len() as f64)?;
+                    average.reduce_weighted(&mut grads, rows.len() as f64)?;
                 }
-                Ok((Some(self.all_rows(losses)? / self.setup.batch as f64), grads))
+                Ok((Some(self.all_rows(losses)? / self.setup.batch(step) as f64), grads))
             }
             Built::Function { inputs } => {
                 let made = self.function(inputs)?;
@@ -352,8 +348,8 @@ impl<'a> Trainer<'a> {
             Built::Graph { runtime, reduction } => {
                 let keep = self.setup.schedule.map_or(KEEP, |(_, _, keep)| keep).iter().copied().cycle();
                 let keep: Vec<Keep> = keep.take(runtime.info().stages.len()).collect();
-                let options = StepOptions::default().step(step).first_row(self.rows.start).keep(keep);
-                let batch = self.subject.microbatches(self.setup, &self.rows, self.mesh.axis_group(0)?.device())?;
+                let options = StepOptions::default().step(step).first_row(rows.start).keep(keep);
+                let batch = self.subject.microbatches(self.setup, &rows, self.mesh.axis_group(0)?.device())?;
                 let mut made = self.strictly(|| runtime.forward_backward(&batch, &options))?;
                 let loss = runtime.loss(&made)?;
                 let made = &mut made.step;
@@ -361,7 +357,7 @@ impl<'a> Trainer<'a> {
                 match (&self.average, reduction) {
                     // The mean of means over unlike numbers of rows.
                     (Some(average), Some(Reduction::Mean)) => {
-                        average.reduce_weighted(&mut made.grads, self.rows.len() as f64)?;
+                        average.reduce_weighted(&mut made.grads, rows.len() as f64)?;
                     }
                     (Some(average), _) => average.reduce(&mut made.grads)?,
                     (None, _) => {}
@@ -371,25 +367,31 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Returns the loss of the whole batch in evaluation, where this rank knows it.
-    fn evaluate(&self) -> Result<Option<f64>> {
+    /// Returns the loss of the whole batch of a step in evaluation, where this rank knows it.
+    fn evaluate(&self, step: u64) -> Result<Option<f64>> {
+        let rows = self.rows(step);
         match &self.model {
             Built::Layers { loss } => {
-                let inputs = self.inputs(&self.rows)?;
+                let inputs = self.inputs(&rows)?;
                 let made = self.strictly(|| loss(&inputs, Mode::Eval))?;
                 self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
-                let sum = self.all_rows(number(&made)? * self.rows.len() as f64)?;
-                Ok(Some(sum / self.setup.batch as f64))
+                let sum = self.all_rows(number(&made)? * rows.len() as f64)?;
+                Ok(Some(sum / self.setup.batch(step) as f64))
             }
             Built::Function { .. } => Ok(None),
             Built::Graph { runtime, .. } => {
-                let batch = self.subject.microbatches(self.setup, &self.rows, self.mesh.axis_group(0)?.device())?;
-                let made = runtime.evaluate(&batch, &StepOptions::default().first_row(self.rows.start))?;
+                let batch = self.subject.microbatches(self.setup, &rows, self.mesh.axis_group(0)?.device())?;
+                let made = runtime.evaluate(&batch, &StepOptions::default().first_row(rows.start))?;
                 self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 runtime.share_changed_rows()?;
                 Ok(Some(runtime.loss(&made)?))
             }
         }
+    }
+
+    /// Returns this replica's rows of the batch of a step.
+    fn rows(&self, step: u64) -> Range<usize> {
+        self.setup.rows(step, self.replicas.as_ref().map_or(0, ProcessGroup::rank))
     }
 
     /// Returns the sum over the replicas.

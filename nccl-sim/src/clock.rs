@@ -23,6 +23,11 @@ impl Clock {
         self.0[agent] = time;
     }
 
+    /// Returns whether everything that is ordered before this point is ordered before `other`.
+    pub(crate) fn is_within(&self, other: &Self) -> bool {
+        self.0.iter().enumerate().all(|(agent, &time)| time <= other.get(agent))
+    }
+
     /// Adds everything that is ordered before `other`.
     pub(crate) fn join(&mut self, other: &Self) {
         if self.0.len() < other.0.len() {

@@ -3,6 +3,8 @@
 #![doc = include_str!("README.md")]
 
 mod collective;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 mod device;
 mod element;
 mod fresh;

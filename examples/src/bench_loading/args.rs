@@ -19,10 +19,11 @@ Measures how long a rank takes to load its shard of a weight from a safetensors 
 One thread loads the second shard. The file has just been written, so it is read from memory and not from the disk. A
 row is the median over the rounds:
 
-  ours    Weights::read of candle-shard
-  candle  ShardedSafeTensors of candle-nn, on a memory map
+  ours      Weights::read of candle-shard
+  compared  the same from a checkpoint, whose blocks are compared with their digests
+  candle    ShardedSafeTensors of candle-nn, on a memory map
 
-Both must return the same numbers.";
+All must return the same numbers. GB/s is the speed at which the blocks of the checkpoint are read and compared.";
 
 const EXAMPLES: &str = "\
 Examples:

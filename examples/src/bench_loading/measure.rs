@@ -1,14 +1,13 @@
 //! The timing of one row.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_dist::{DeviceMesh, ProcessGroup, World};
 use candle_nn::var_builder::{Shard, ShardedSafeTensors, ShardedVarBuilder};
-use candle_shard::{Placement, Spec, Weights};
+use candle_shard::{DTensor, Placement, Spec, Weights, checkpoint};
 
 use super::args::{Args, ELEMENT_BYTES, Size};
 use super::report::{Report, Row};
@@ -23,36 +22,56 @@ const RANK: usize = 1;
 /// # Errors
 /// If a file cannot be written or read, or the two results differ.
 pub fn measure(args: &Args, begin: impl Fn(Size, usize)) -> Result<Report> {
-    let file = Scratch(std::env::temp_dir().join(format!("bench-loading-{}.safetensors", std::process::id())));
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("weight.safetensors");
     let mesh = DeviceMesh::new(&ProcessGroup::simulated(RANK, args.world)?, &[("tp", args.world)])?;
     let mut rows = Vec::new();
     for &size in &args.shapes {
         let numbers: Vec<f32> = (0..size.rows * size.columns).map(|i| i as f32).collect();
-        Tensor::from_vec(numbers, (size.rows, size.columns), &Device::Cpu)?.save_safetensors(NAME, &file.0)?;
+        let weight = Tensor::from_vec(numbers, (size.rows, size.columns), &Device::Cpu)?;
+        weight.save_safetensors(NAME, &file)?;
+        let saved = folder.path().join("checkpoint");
+        save(&weight, &saved)?;
+        drop(weight);
         for dim in [0, 1] {
             begin(size, dim);
-            rows.push(row(&file.0, size, dim, &mesh, args)?);
+            rows.push(row([&file, &saved], size, dim, &mesh, args)?);
         }
     }
     Ok(Report { world: args.world, rows })
 }
 
-fn row(file: &Path, size: Size, dim: usize, mesh: &DeviceMesh, args: &Args) -> Result<Row> {
+/// Saves the weight as a checkpoint, whose blocks have digests.
+fn save(weight: &Tensor, folder: &Path) -> Result<()> {
+    World::local(1).run(|ctx| {
+        let mesh = DeviceMesh::new(ctx.group(), &[("tp", 1)])?;
+        let weight = DTensor::distribute(weight, &mesh, &[Placement::Replicate])?;
+        checkpoint::save(folder, &mesh, &[(NAME.to_owned(), weight)])
+    })?;
+    Ok(())
+}
+
+fn row([file, saved]: [&Path; 2], size: Size, dim: usize, mesh: &DeviceMesh, args: &Args) -> Result<Row> {
     let shape = (size.rows, size.columns);
     let spec = Spec::new(mesh, &[Placement::Shard(dim)], shape, DType::F32)?;
-    let weights = Weights::open(file)?;
+    let (weights, saved) = (Weights::open(file)?, Weights::open(saved)?);
     let ours = || Ok(weights.read(NAME, &spec, &Device::Cpu)?.to_local().clone());
+    let compared = || Ok(saved.read(NAME, &spec, &Device::Cpu)?.to_local().clone());
     let theirs = candle(file)?;
     let shard = Shard { dim, rank: RANK, world_size: args.world };
     let candle = || Ok(theirs.get_with_hints(shape, NAME, shard)?);
     ensure!(same(&ours()?, &candle()?)?, "the shards of {size} on dim {dim} differ from candle's");
     let bytes_read = weights.bytes_read();
-    let (mut of_ours, mut of_candle) = (Vec::new(), Vec::new());
+    ensure!(same(&compared()?, &candle()?)?, "the shards of {size} on dim {dim} differ from those of a checkpoint");
+    let bytes_compared = saved.bytes_read();
+    let (mut of_ours, mut of_compared, mut of_candle) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
         of_ours.push(time_ms(ours)?);
+        of_compared.push(time_ms(compared)?);
         of_candle.push(time_ms(candle)?);
     }
-    let (ours_ms, candle_ms) = (median(&mut of_ours), median(&mut of_candle));
+    let (ours_ms, compared_ms) = (median(&mut of_ours), median(&mut of_compared));
+    let candle_ms = median(&mut of_candle);
     Ok(Row {
         rows: size.rows,
         columns: size.columns,
@@ -60,6 +79,9 @@ fn row(file: &Path, size: Size, dim: usize, mesh: &DeviceMesh, args: &Args) -> R
         shard_bytes: size.rows * size.columns * ELEMENT_BYTES / args.world,
         bytes_read,
         ours_ms,
+        bytes_compared,
+        compared_ms,
+        compared_gb_per_s: bytes_compared as f64 / 1e6 / compared_ms,
         candle_ms,
         ratio: candle_ms / ours_ms,
     })
@@ -83,14 +105,4 @@ fn time_ms(load: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let elapsed = start.elapsed();
     drop(loaded);
     Ok(elapsed.as_secs_f64() * 1e3)
-}
-
-/// A file that is removed with this value.
-struct Scratch(PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // If it cannot be removed, the system keeps it.
-        fs::remove_file(&self.0).ok();
-    }
 }

@@ -29,6 +29,12 @@ pub struct Row {
     pub bytes_read: u64,
     /// Median milliseconds of our loading.
     pub ours_ms: f64,
+    /// Bytes that are read and compared with digests, if the weight is in a checkpoint.
+    pub bytes_compared: u64,
+    /// Median milliseconds of that.
+    pub compared_ms: f64,
+    /// These bytes, in 10⁹, by this time in seconds.
+    pub compared_gb_per_s: f64,
     /// Median milliseconds of candle's.
     pub candle_ms: f64,
     /// candle's time divided by ours.
@@ -38,7 +44,18 @@ pub struct Row {
 impl Report {
     /// Returns the table for people.
     pub fn table(&self) -> String {
-        let mut table = table(&["weight"], &["dim", "shard bytes", "bytes read", "ours ms", "candle ms", "ratio"]);
+        let numbers = [
+            "dim",
+            "shard bytes",
+            "bytes read",
+            "ours ms",
+            "bytes compared",
+            "compared ms",
+            "GB/s",
+            "candle ms",
+            "ratio",
+        ];
+        let mut table = table(&["weight"], &numbers);
         for row in &self.rows {
             table.add_row([
                 Cell::new(format!("{} x {}", row.rows, row.columns)),
@@ -46,6 +63,9 @@ impl Report {
                 number(grouped(row.shard_bytes)),
                 number(grouped(row.bytes_read as usize)),
                 number(format_args!("{:.2}", row.ours_ms)),
+                number(grouped(row.bytes_compared as usize)),
+                number(format_args!("{:.2}", row.compared_ms)),
+                number(format_args!("{:.1}", row.compared_gb_per_s)),
                 number(format_args!("{:.2}", row.candle_ms)),
                 number(format_args!("{:.1}", row.ratio)),
             ]);

@@ -36,6 +36,7 @@ fn the_json_object_has_a_row_per_shape_and_dim() {
     for row in rows {
         assert!(row["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0), "{row}");
         assert!(row["bytes_read"].as_u64() >= row["shard_bytes"].as_u64(), "{row}");
+        assert!(row["bytes_compared"].as_u64() >= row["shard_bytes"].as_u64(), "{row}");
     }
     assert_eq!(rows[1]["bytes_read"], rows[1]["shard_bytes"], "wide rows are read without their gaps");
 }

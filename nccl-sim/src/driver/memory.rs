@@ -1,8 +1,9 @@
 //! Memory and copies.
 use super::device::device_of;
-use super::{code, enqueue, enter, enter_on, status, synchronize};
+use super::{code, enqueue, enter, enter_on, host, status, synchronize};
 use crate::abi::{array, fill, put};
 use crate::engine::{Exec, Work};
+use crate::report::Site;
 use std::ffi::{c_int, c_void};
 
 /// The bytes of a simulated GPU.
@@ -45,9 +46,21 @@ pub(crate) extern "C" fn cuMemsetD8Async(address: u64, value: u8, len: usize, st
     status(enqueue(format!("cuMemsetD8Async of {len} bytes"), stream, work).map(|_| ()))
 }
 
-// "API synchronization behavior": pageable memory is staged before the call returns.
+// "API synchronization behavior": pageable memory is staged before the call returns; page-locked memory is read when the copy runs.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len: usize, stream: u64) -> c_int {
+    if host::is_locked(from, len) {
+        let from = from.expose_provenance();
+        let copy = move |exec: &mut Exec<'_>| {
+            if let Some(data) = host::read(std::ptr::with_exposed_provenance(from), len) {
+                exec.write(to, &data);
+            }
+        };
+        let call = format!("cuMemcpyHtoDAsync of {len} page-locked bytes");
+        let site = Site::here(call.as_str());
+        let enqueued = enqueue(call, stream, |_| Work::Run(Box::new(copy)));
+        return status(enqueued.map(|mark| host::note(from, site, mark)));
+    }
     let staged = array(from.cast::<u8>(), len);
     let work = |_| Work::Run(Box::new(move |exec| exec.write(to, &staged)));
     status(enqueue(format!("cuMemcpyHtoDAsync of {len} bytes"), stream, work).map(|_| ()))

@@ -1,12 +1,13 @@
 //! The CUDA driver. Rules: CUDA Driver API, by the module named.
 mod device;
 mod event;
+mod host;
 mod memory;
 mod pool;
 mod stream;
 
 #[cfg(test)]
-pub(crate) use {device::*, event::*, memory::*, pool::*, stream::*};
+pub(crate) use {device::*, event::*, host::*, memory::*, pool::*, stream::*};
 
 use crate::abi::{current_device, thread};
 use crate::clock::Mark;

@@ -213,6 +213,11 @@ impl Sim {
         self.streams.values().filter(|stream| stream.device == device).map(|stream| stream.tail.clone()).collect()
     }
 
+    /// Returns whether the host has seen that `mark` is passed.
+    pub(crate) fn has_seen(&self, mark: &Mark) -> bool {
+        mark.passed().is_some_and(|clock| clock.is_within(&self.host))
+    }
+
     /// The host has seen that `mark` is passed.
     pub(crate) fn saw(&mut self, mark: &Mark) {
         if let Some(clock) = mark.passed() {

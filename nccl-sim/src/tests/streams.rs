@@ -278,3 +278,32 @@ fn a_thread_may_free_its_streams_while_it_ends() {
     };
     assert_eq!(faults(program), []);
 }
+
+/// Copies page-locked memory to the GPU. Returns its address, and the stream of the copy.
+fn copied_from_locked(values: &[f32; 4]) -> (*mut c_void, u64, u64) {
+    let (a, mut host) = (stream(), std::ptr::null_mut());
+    assert_eq!(cuMemHostAlloc(&mut host, 16, 0), 0);
+    crate::abi::fill(host.cast(), values);
+    let x = alloc(4, a);
+    assert_eq!(cuMemcpyHtoDAsync_v2(x, host, 16, a), 0);
+    (host, x, a)
+}
+
+#[test]
+fn page_locked_memory_is_read_when_the_copy_runs() {
+    let program = || {
+        let (host, x, a) = copied_from_locked(&[1.0, 2.0, 3.0, 4.0]);
+        assert_eq!(download(x, 4, a), [1.0, 2.0, 3.0, 4.0]);
+        assert_eq!((cuMemFreeHost(host), cuMemFreeHost(host)), (0, 1));
+    };
+    assert_eq!(faults(program), []);
+}
+
+#[test]
+fn page_locked_memory_that_is_freed_under_a_copy_is_a_race() {
+    let program = || {
+        let (host, _, _) = copied_from_locked(&[1.0; 4]);
+        assert_eq!(cuMemFreeHost(host), 0);
+    };
+    assert_eq!(faults(program), [Kind::Race]);
+}

@@ -5,9 +5,10 @@ use super::errors::check_version;
 use super::handle::library_version;
 use super::lane::Outbox;
 use super::marks;
-use super::rank::{Rank, cuda};
+use super::rank::Rank;
 use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
+use crate::backend::cuda::driver;
 use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
@@ -115,7 +116,7 @@ impl NcclBackend {
         streams.push(main.clone());
         let done = issue(&comm, &streams, &call, &prepared)?;
         for other in streams.iter().filter(|stream| stream.cu_stream() != main.cu_stream()) {
-            other.wait(&done).map_err(cuda)?; // before the packed data is freed there
+            other.wait(&done).map_err(driver)?; // before the packed data is freed there
         }
         Ok(Flight { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
     }
@@ -193,7 +194,7 @@ impl Flight {
     /// Makes `main` wait for the call.
     fn rejoin(&mut self) -> Result<()> {
         let done = self.done.take();
-        done.map_or(Ok(()), |done| self.main.wait(&done).map_err(cuda))
+        done.map_or(Ok(()), |done| self.main.wait(&done).map_err(driver))
     }
 }
 
@@ -232,7 +233,7 @@ impl Drop for NcclBackend {
 impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
         self.flight.rank.watch.check()?;
-        self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(cuda))
+        self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(driver))
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {

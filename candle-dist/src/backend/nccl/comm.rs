@@ -1,7 +1,8 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
 use super::errors::explain;
 use super::handle::{Handle, UniqueId, abort, async_state, is_fine, name_of, unblocking};
-use super::rank::{Patience, Rank, cuda};
+use super::rank::{Patience, Rank};
+use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;
@@ -70,7 +71,7 @@ impl Line {
     /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
     fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Comm> {
         rank.bind()?;
-        let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
+        let stream = rank.device.cuda_stream().context().new_stream().map_err(driver)?;
         let (mut raw, mut config) = (std::ptr::null_mut(), unblocking());
         // SAFETY: NCCL writes the handle to valid memory and reads the configuration, both alive during the call.
         let code = unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
@@ -96,7 +97,7 @@ impl Line {
         // Held until the end is marked, so that no other call enqueues in between.
         let mut handle = self.handle.lock();
         let Some(Handle(raw)) = *handle else { return Err(self.stopped()) };
-        after.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(cuda)?;
+        after.iter().try_for_each(|earlier| self.stream.join(earlier)).map_err(driver)?;
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         // SAFETY: groups belong to the calling thread, and this one ends three lines below.
         let begun = unsafe { sys::ncclGroupStart() };
@@ -104,11 +105,11 @@ impl Line {
         // SAFETY: as above. A group that began must end, even if one of its calls was refused.
         let ended = unsafe { sys::ncclGroupEnd() };
         let settled = self.settle(&mut handle, op, if is_fine(code) { ended } else { code }, number);
-        let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
+        let done = Arc::new(self.stream.record_event(None).map_err(driver)?);
         drop(handle);
         if let Err(error) = settled {
             // A part of the group may still run, and its memory is freed on these streams.
-            after.iter().try_for_each(|stream| stream.wait(&done)).map_err(cuda)?;
+            after.iter().try_for_each(|stream| stream.wait(&done)).map_err(driver)?;
             return Err(error);
         }
         self.oldest(); // removes finished calls
@@ -284,7 +285,7 @@ impl Comm {
     /// never.
     pub(super) fn arrives(&self, event: &CudaEvent, number: u64) -> Result<bool> {
         let (began, mut patience) = (Instant::now(), Patience::default());
-        while !event.try_is_complete().map_err(cuda)? {
+        while !event.try_is_complete().map_err(driver)? {
             self.0.rank.watch.check()?;
             if self.0.is_over(began, number) {
                 return Ok(false);

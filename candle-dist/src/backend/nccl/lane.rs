@@ -4,8 +4,9 @@
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
 use super::comm::{Comm, Limit, Sending};
 use super::lanes::{LaneEnd, Outgoing};
-use super::rank::{Rank, cuda};
+use super::rank::Rank;
 use super::transfer::{Done, issue_send};
+use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::collections::VecDeque;
@@ -71,7 +72,7 @@ impl Outbox {
             return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
         };
         // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
-        let ready = device.cuda_stream().record_event(None).map_err(cuda)?;
+        let ready = device.cuda_stream().record_event(None).map_err(driver)?;
         self.sent += 1;
         if self.end.push(Outgoing { tensor, ready }) {
             return Ok(());
@@ -91,18 +92,18 @@ impl Drop for Outbox {
 
 /// Delivers messages until the queue is closed.
 fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()> {
-    let stream = rank.device.cuda_stream().context().new_stream().map_err(cuda)?;
+    let stream = rank.device.cuda_stream().context().new_stream().map_err(driver)?;
     let mut under_way: VecDeque<UnderWay> = VecDeque::new();
     let mut numbers = 0..;
     loop {
         match incoming.recv_timeout(TIDY) {
             Ok(Outgoing { tensor, ready }) => {
-                stream.wait(&ready).map_err(cuda)?;
+                stream.wait(&ready).map_err(driver)?;
                 let sent = issue_send(comm, std::slice::from_ref(&stream), &tensor, 1);
                 // After a failure, `stream` waits for the part that still runs.
                 let arrived = match &sent {
                     Ok(done) => done.clone(),
-                    Err(_) => Arc::new(stream.record_event(None).map_err(cuda)?),
+                    Err(_) => Arc::new(stream.record_event(None).map_err(driver)?),
                 };
                 let number = numbers.next().unwrap_or(u64::MAX);
                 under_way.push_back(UnderWay { tensor, number, arrived });

@@ -94,6 +94,6 @@ pub(crate) fn check(info: &LaunchInfo) -> Result<()> {
 /// Returns the number of this process's GPU.
 #[cfg(feature = "nccl")]
 fn ordinal(info: &LaunchInfo) -> Result<usize> {
-    let gpus = cudarc::driver::CudaContext::device_count().map_err(rank::cuda)?;
+    let gpus = cudarc::driver::CudaContext::device_count().map_err(crate::backend::cuda::driver)?;
     info.device_ordinal(usize::try_from(gpus).unwrap_or(0))
 }

@@ -2,7 +2,6 @@
 //!
 //! candle allocates from the default pool of a GPU, which only that GPU may access. NCCL moves data between GPUs of one
 //! process directly from buffer to buffer if they are linked, so every pool must be open to all linked GPUs.
-use super::rank::cuda;
 use crate::{Error, Result};
 use candle_core::Device;
 use cudarc::driver::sys;
@@ -41,10 +40,10 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
             continue;
         }
         // SAFETY: the device exists, since a context of it is alive.
-        let pool = unsafe { cudarc::driver::result::device::get_default_mem_pool(owner) }.map_err(cuda)?;
+        let pool = unsafe { cudarc::driver::result::device::get_default_mem_pool(owner) }.map_err(driver)?;
         // SAFETY: the pool of a device always exists, and the array has as many elements as its length says, in the
         // layout of `CUmemAccessDesc`.
-        unsafe { sys::cuMemPoolSetAccess(pool, access.as_ptr().cast(), access.len()) }.result().map_err(cuda)?;
+        unsafe { sys::cuMemPoolSetAccess(pool, access.as_ptr().cast(), access.len()) }.result().map_err(driver)?;
     }
     Ok(())
 }
@@ -52,13 +51,13 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
 fn has_pool(gpu: c_int) -> Result<bool> {
     let attribute = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
     // SAFETY: the device exists, since a context of it is alive.
-    Ok(unsafe { cudarc::driver::result::device::get_attribute(gpu, attribute) }.map_err(cuda)? > 0)
+    Ok(unsafe { cudarc::driver::result::device::get_attribute(gpu, attribute) }.map_err(driver)? > 0)
 }
 
 /// Returns whether the GPU `from` can access memory of the GPU `to`.
 fn is_linked(from: c_int, to: c_int) -> Result<bool> {
     let mut can = 0;
     // SAFETY: the driver writes an integer to valid memory.
-    unsafe { sys::cuDeviceCanAccessPeer(&mut can, from, to) }.result().map_err(cuda)?;
+    unsafe { sys::cuDeviceCanAccessPeer(&mut can, from, to) }.result().map_err(driver)?;
     Ok(can != 0)
 }

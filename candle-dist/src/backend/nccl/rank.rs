@@ -3,9 +3,10 @@ use super::comm::{Comm, Limit, Line};
 use super::handle::UniqueId;
 use super::lanes::Lanes;
 use super::watch::Watch;
-use crate::{Error, Result};
+use crate::Result;
+use crate::backend::cuda::driver;
 use candle_core::{CudaDevice, Device};
-use cudarc::driver::{CudaEvent, DriverError};
+use cudarc::driver::CudaEvent;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -28,11 +29,6 @@ pub(super) struct Rank {
 /// Returns the key under which ranks share the id of a communicator.
 fn key(name: u64) -> String {
     format!("nccl/{name:016x}")
-}
-
-/// Converts an error of the CUDA driver.
-pub(super) fn cuda(error: DriverError) -> Error {
-    candle_core::Error::wrap(error).into()
 }
 
 /// Pauses between polls: yields at first, and sleeps after many polls.
@@ -80,7 +76,7 @@ impl Rank {
 
     /// Makes the calling thread use this rank's GPU.
     pub(super) fn bind(&self) -> Result<()> {
-        self.device.cuda_stream().context().bind_to_thread().map_err(cuda)
+        self.device.cuda_stream().context().bind_to_thread().map_err(driver)
     }
 
     /// Returns the id of the next group of `ranks`. The n-th group of the same members has the same id on all members.
@@ -121,7 +117,7 @@ impl Rank {
     /// Waits on the host until the GPU has reached `event`.
     pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
         let (began, mut patience) = (Instant::now(), Patience::default());
-        while !event.try_is_complete().map_err(cuda)? {
+        while !event.try_is_complete().map_err(driver)? {
             self.watch.check()?;
             if began.elapsed() >= self.watch.timeout() {
                 return Err(self.watch.time_out());

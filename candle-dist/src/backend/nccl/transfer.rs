@@ -2,14 +2,12 @@
 use super::comm::Comm;
 use super::marks;
 use super::plan::{Plan, Span, Transfer};
-use super::rank::cuda;
+use crate::backend::cuda::{address, driver, memory, written};
 use crate::backend::storage::Held;
 use crate::backend::{Call, Fresh, ReduceOp};
 use crate::{Error, Result};
-use candle_core::backend::BackendDevice;
-use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Shape, Storage, Tensor};
-use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaEvent, CudaStream};
 use cudarc::nccl::sys;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -119,7 +117,7 @@ pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, t
     let done = comm.issue(call.op.name(), std::slice::from_ref(main), |comm, stream| {
         enqueue(&plan.transfer, (place, place), tensor.dtype(), call.reduce, comm, stream)
     })?;
-    main.wait(&done).map_err(cuda)
+    main.wait(&done).map_err(driver)
 }
 
 /// Enqueues a send of `tensor`, whose data is there after the work on `after`, to the member `peer`.
@@ -138,7 +136,7 @@ pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer:
     let stream = device.cuda_stream();
     let after = std::slice::from_ref(&stream);
     let done = comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
-    stream.wait(&done).map_err(cuda)?;
+    stream.wait(&done).map_err(driver)?;
     written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
 }
@@ -247,52 +245,8 @@ fn operation(reduce: Option<ReduceOp>) -> Option<sys::ncclRedOp_t> {
     })
 }
 
-/// Allocates memory for `len` elements that NCCL will write.
-fn memory(device: &CudaDevice, len: usize, dtype: DType) -> Result<CudaStorage> {
-    // SAFETY: a transfer fills this memory before anything reads it, because both are enqueued in that order.
-    Ok(unsafe { device.alloc_uninit(&Shape::from(len), dtype)? })
-}
-
 /// Returns the address of a contiguous CUDA tensor's first element; 0 for a tensor elsewhere, which was refused before.
 fn address_of(tensor: &Tensor) -> u64 {
     let (storage, layout) = tensor.storage_and_layout();
     CudaStorage::of(&storage).map_or(0, |storage| address(storage, layout.start_offset()))
-}
-
-/// Returns the address of the `start`-th element.
-fn address(storage: &CudaStorage, start: usize) -> u64 {
-    fn first<T>(slice: &CudaSlice<T>) -> u64 {
-        // Nothing is read or written through this guard; the caller makes streams wait for each other.
-        slice.device_ptr(slice.stream()).0
-    }
-    let base = match &storage.slice {
-        CudaStorageSlice::U8(slice) => first(slice),
-        CudaStorageSlice::U32(slice) => first(slice),
-        CudaStorageSlice::I64(slice) => first(slice),
-        CudaStorageSlice::BF16(slice) => first(slice),
-        CudaStorageSlice::F16(slice) => first(slice),
-        CudaStorageSlice::F32(slice) => first(slice),
-        CudaStorageSlice::F64(slice) => first(slice),
-        _ => 0,
-    };
-    base + (start * candle_core::backend::BackendStorage::dtype(storage).size_in_bytes()) as u64
-}
-
-/// Records on the stream of `storage` that NCCL has written it there, so that other streams wait for it.
-fn written(storage: &mut CudaStorage) {
-    fn record<T>(slice: &mut CudaSlice<T>) {
-        let stream = slice.stream().clone();
-        // Dropping the guard records the event.
-        drop(slice.device_ptr_mut(&stream).1);
-    }
-    match &mut storage.slice {
-        CudaStorageSlice::U8(slice) => record(slice),
-        CudaStorageSlice::U32(slice) => record(slice),
-        CudaStorageSlice::I64(slice) => record(slice),
-        CudaStorageSlice::BF16(slice) => record(slice),
-        CudaStorageSlice::F16(slice) => record(slice),
-        CudaStorageSlice::F32(slice) => record(slice),
-        CudaStorageSlice::F64(slice) => record(slice),
-        _ => {}
-    }
 }

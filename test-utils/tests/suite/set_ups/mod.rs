@@ -24,7 +24,7 @@ fn from_environment(name: &str, default: u64) -> u64 {
 /// Returns a random set-up of a model as a text that proofs read.
 ///
 /// What was added later is drawn of `more`, so that seeds keep the rest.
-fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
+fn set_up(model: &Model, [dice, more, batches]: &mut [Dice; 3]) -> String {
     let mut sizes = [("pp", 1), ("dp", 1), ("data", 1), ("fsdp", 1), ("tp", 1)];
     let first = usize::from(!model.piped);
     let is_off_meshes = model.has(&Layer::Rows) || model.plain;
@@ -63,7 +63,14 @@ fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
     text += if model.plain { dtype.split(' ').next().unwrap_or(dtype) } else { dtype };
     let batch = (model.rows - dice.below(2)).max(sizes[1].1);
     text += &format!(" batch={batch}");
+    // No less than each replica and each pass needs.
+    let (is_short, less) = (batches.once_in(4), 1 + batches.below(3));
+    let second = |passes: usize| match (batch.saturating_sub(less)).max(sizes[1].1 * passes) {
+        second if is_short && second < batch => format!(",{second}"),
+        _ => String::new(),
+    };
     if model.piped {
+        text += &second(1);
         let kinds: Vec<ScheduleKind> = ScheduleKind::all().collect();
         let (kind, microbatches) = (dice.pick(&kinds), 1 + dice.below(if model.is_divisible() { 4 } else { 1 }));
         text += &format!(" {} microbatches={microbatches}", kind.name());
@@ -84,6 +91,7 @@ fn set_up(model: &Model, dice: &mut Dice, more: &mut Dice) -> String {
     }
     let most = if model.is_divisible() { (batch / sizes[1].1).clamp(1, 3) } else { 1 };
     let passes = 1 + dice.below(most);
+    text += &second(passes);
     text += &format!(" passes={passes}");
     if dice.once_in(3) {
         text += " -> ";
@@ -155,8 +163,8 @@ fn smaller(mut model: Model, mut report: Report) -> (Model, Report) {
 fn run(seed: u64) -> [(Model, Report); 2] {
     let model = Model::new(seed);
     [(model.clone(), 1_000_000, 3), (model.with_axes(), 6_000_000, 2)].map(|(model, stream, set_ups)| {
-        let (mut dice, mut more) = (Dice::new(seed + stream), Dice::new(seed + stream + 3_000_000));
-        let each = (0..set_ups).fold(proof(&model), |each, _| each.only(&set_up(&model, &mut dice, &mut more)));
+        let mut dice = [0, 3_000_000, 9_000_000].map(|more| Dice::new(seed + stream + more));
+        let each = (0..set_ups).fold(proof(&model), |each, _| each.only(&set_up(&model, &mut dice)));
         let report = each.run();
         if std::env::var_os("CANDLE_PROVE_TELL").is_some() {
             println!("{model}\n{report}\n");
