@@ -124,17 +124,20 @@ impl<C: Settings> Filters<C> {
         Ok(Self { weight, bias, style, config })
     }
 
+    #[track_caller]
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [x] = self.style.inputs_of(C::KIND, [x])?;
-        let y = self.config.convolve(&x, &self.weight)?;
-        let ins = if C::KIND == LayerKind::Conv { 1 } else { 0 };
-        if self.weight.placements().get(self.style.axis) == Some(&Shard(ins)) {
-            // The bias is added once, after the partial sums are reduced.
-            let [y] = self.style.outputs([&y])?;
-            return y.with_bias(C::NAME, self.bias.as_ref());
-        }
-        let [y] = self.style.outputs([&y.with_bias(C::NAME, self.bias.as_ref())?])?;
-        Ok(y)
+        self.style.layer(|| {
+            let [x] = self.style.inputs_of(C::KIND, [x])?;
+            let y = self.config.convolve(&x, &self.weight)?;
+            let ins = if C::KIND == LayerKind::Conv { 1 } else { 0 };
+            if self.weight.placements().get(self.style.axis) == Some(&Shard(ins)) {
+                // The bias is added once, after the partial sums are reduced.
+                let [y] = self.style.outputs([&y])?;
+                return y.with_bias(C::NAME, self.bias.as_ref());
+            }
+            let [y] = self.style.outputs([&y.with_bias(C::NAME, self.bias.as_ref())?])?;
+            Ok(y)
+        })
     }
 }
 
@@ -168,6 +171,7 @@ macro_rules! layers {
         }
 
         impl Module for $layer {
+            #[track_caller]
             fn forward(&self, x: &DTensor) -> Result<DTensor> {
                 self.0.forward(x)
             }

@@ -179,22 +179,25 @@ impl FusedQkv {
     /// Returns query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
     ///
     /// Key and value have the key heads, or, if ranks share key heads, a copy for each query head.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
-        if x.rank() != 3 {
-            return Err(self.style.error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
-        }
-        let [x] = self.style.inputs([x])?;
-        let [q, k, v] = &self.projections;
-        let project = |p: &Projection| x.linear(&p.weight, p.bias.as_ref());
-        let shared = |p: &Projection| match self.shared_by {
-            Some(ranks) => self.project_shared(&x, p, ranks),
-            None => project(p),
-        };
-        let heads = |y: DTensor| {
-            let [y] = self.style.outputs([&y])?;
-            y.split_units(2, self.heads.dim)?.transpose(1, 2)
-        };
-        Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
+        self.style.layer(|| {
+            if x.rank() != 3 {
+                return Err(self.style.error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
+            }
+            let [x] = self.style.inputs([x])?;
+            let [q, k, v] = &self.projections;
+            let project = |p: &Projection| x.linear(&p.weight, p.bias.as_ref());
+            let shared = |p: &Projection| match self.shared_by {
+                Some(ranks) => self.project_shared(&x, p, ranks),
+                None => project(p),
+            };
+            let heads = |y: DTensor| {
+                let [y] = self.style.outputs([&y])?;
+                y.split_units(2, self.heads.dim)?.transpose(1, 2)
+            };
+            Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
+        })
     }
 
     /// Returns the width of all query heads, sharded like them: the input width of the output projection.

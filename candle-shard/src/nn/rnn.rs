@@ -16,9 +16,11 @@ pub trait RNN {
     fn zero_state(&self, like: &DTensor) -> Result<Self::State>;
 
     /// Returns the state after a step with the input `[batch, features]`.
+    #[track_caller]
     fn step(&self, input: &DTensor, state: &Self::State) -> Result<Self::State>;
 
     /// Returns the states after each step with the input `[batch, steps, features]`, starting from zeros.
+    #[track_caller]
     fn seq(&self, input: &DTensor) -> Result<Vec<Self::State>> {
         self.seq_init(input, &self.zero_state(input)?)
     }
@@ -26,6 +28,7 @@ pub trait RNN {
     /// Returns the states after each step with the input `[batch, steps, features]`, starting from `state`.
     ///
     /// The batch may be sharded; a sharded step dim is gathered once.
+    #[track_caller]
     fn seq_init(&self, input: &DTensor, state: &Self::State) -> Result<Vec<Self::State>> {
         let (_, steps, _) = input.dims3()?;
         let input = input.placed(|_, placement| if placement == Shard(1) { Replicate } else { placement })?;
@@ -103,6 +106,7 @@ impl<const N: usize> Gates<N> {
     }
 
     /// Returns what `f` makes of the contributions of the input and of the hidden state, by gate.
+    #[track_caller]
     fn of<const M: usize>(
         &self,
         op: &'static str,
@@ -110,26 +114,28 @@ impl<const N: usize> Gates<N> {
         h: &DTensor,
         f: impl Fn(DTensor, DTensor) -> Result<[DTensor; M]>,
     ) -> Result<[[DTensor; N]; M]> {
-        if input.rank() != 2 || input.dims()[1] != self.features || h.dims() != [input.dims()[0], self.hidden] {
-            let reason = format!("an input {} with a state {}", input.spec(), h.spec());
-            let (features, hidden) = (self.features, self.hidden);
-            return Error::op(op, format!("{reason}: expected [batch, {features}] and [batch, {hidden}]"));
-        }
-        // Units of the state are gathered once for all gates.
-        let [h] = if self.at == Replicate { [h.clone()] } else { self.style.inputs([h])? };
-        let mut made: [Vec<DTensor>; M] = std::array::from_fn(|_| Vec::with_capacity(N));
-        for gate in &self.projections {
-            let of_input = input.linear(&gate.w_ih, gate.b_ih.as_ref())?;
-            let of_state = h.linear(&gate.w_hh, gate.b_hh.as_ref())?;
-            for (list, x) in made.iter_mut().zip(f(of_input, of_state)?) {
-                list.push(x);
+        self.style.layer(|| {
+            if input.rank() != 2 || input.dims()[1] != self.features || h.dims() != [input.dims()[0], self.hidden] {
+                let reason = format!("an input {} with a state {}", input.spec(), h.spec());
+                let (features, hidden) = (self.features, self.hidden);
+                return Error::op(op, format!("{reason}: expected [batch, {features}] and [batch, {hidden}]"));
             }
-        }
-        let by_gate = made.into_iter().map(|list| match &list[..] {
-            [all] => parts(all),
-            _ => array(list),
-        });
-        array(by_gate.collect::<Result<_>>()?)
+            // Units of the state are gathered once for all gates.
+            let [h] = if self.at == Replicate { [h.clone()] } else { self.style.inputs([h])? };
+            let mut made: [Vec<DTensor>; M] = std::array::from_fn(|_| Vec::with_capacity(N));
+            for gate in &self.projections {
+                let of_input = input.linear(&gate.w_ih, gate.b_ih.as_ref())?;
+                let of_state = h.linear(&gate.w_hh, gate.b_hh.as_ref())?;
+                for (list, x) in made.iter_mut().zip(f(of_input, of_state)?) {
+                    list.push(x);
+                }
+            }
+            let by_gate = made.into_iter().map(|list| match &list[..] {
+                [all] => parts(all),
+                _ => array(list),
+            });
+            array(by_gate.collect::<Result<_>>()?)
+        })
     }
 
     fn zeros(&self, like: &DTensor) -> Result<DTensor> {
@@ -210,6 +216,7 @@ impl RNN for LSTM {
         Ok(LSTMState { h: zeros.clone(), c: zeros })
     }
 
+    #[track_caller]
     fn step(&self, input: &DTensor, state: &LSTMState) -> Result<LSTMState> {
         let [input] = self.gates.style.inputs([input])?;
         let [[entry, forget, cell, exit]] =
@@ -268,6 +275,7 @@ impl RNN for GRU {
         Ok(GRUState { h: self.gates.zeros(like)? })
     }
 
+    #[track_caller]
     fn step(&self, input: &DTensor, state: &GRUState) -> Result<GRUState> {
         let [input] = self.gates.style.inputs([input])?;
         let [[reset, update, new], [by_reset, by_update, by_new]] =

@@ -269,6 +269,11 @@ impl ShardedVarBuilder {
         self.shared.plan.style_of(&self.path, &self.shared.mesh, &mut matched)
     }
 
+    /// Returns no style, for a layer at the builder's path that plans cannot cut.
+    pub(crate) fn unstyled(&self) -> ModuleStyle {
+        ModuleStyle::none(self.path.join("."))
+    }
+
     /// Returns the sizes of the shards of a dim on the plan's axis.
     ///
     /// # Errors

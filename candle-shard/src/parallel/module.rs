@@ -56,6 +56,11 @@ pub struct ModuleStyle {
 }
 
 impl ModuleStyle {
+    /// No style, for a module at this path.
+    pub(crate) fn none(path: String) -> Self {
+        Self { path, ..Self::default() }
+    }
+
     /// Returns the sizes of the shards of a dim on `ranks` ranks of the plan's axis.
     pub(crate) fn cut(&self, width: Width, ranks: usize) -> Dims {
         cut(self.shares.as_ref(), width, ranks)
@@ -201,7 +206,6 @@ impl ModuleStyle {
         x.to_targets(&targets, Axes::from(vary) << self.axis)
     }
 
-    /// Makes an error of the plan at this module.
     /// Runs the forward pass `f` of this layer, whose calls and errors name the layer and the line of its caller.
     #[track_caller]
     pub(crate) fn layer<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
@@ -209,6 +213,7 @@ impl ModuleStyle {
         called_from(site, f).map_err(|error| error.in_layer(&self.path, site))
     }
 
+    /// Makes an error of the plan at this module.
     pub(crate) fn error(&self, reason: impl std::fmt::Display) -> Error {
         Error::Plan(format!("module {:?} {reason}", self.path))
     }

@@ -101,6 +101,129 @@ fn ranks_read_their_floats_from_blocks_that_others_read_too() {
     }
 }
 
+/// Writes a GGUF file with these metadata, each a u16, and tensors: their shapes, the numbers of their types, and their bytes.
+fn save_raw(path: &Path, metadata: &[(&str, u16)], tensors: &[(&str, [usize; 2], u32, &[u8])]) {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    let mut file = [&b"GGUF"[..], &3u32.to_le_bytes()].concat();
+    file.extend([tensors.len() as u64, metadata.len() as u64].map(u64::to_le_bytes).concat());
+    for (name, value) in metadata {
+        file.extend([&text(name)[..], &2u32.to_le_bytes(), &value.to_le_bytes()].concat());
+    }
+    let mut offset = 0u64;
+    for (name, [rows, columns], number, bytes) in tensors {
+        let dims = [*columns as u64, *rows as u64].map(u64::to_le_bytes).concat();
+        let place = [&number.to_le_bytes()[..], &offset.to_le_bytes()].concat();
+        file.extend([&text(name)[..], &2u32.to_le_bytes(), &dims, &place].concat());
+        offset += bytes.len().next_multiple_of(32) as u64;
+    }
+    for (_, _, _, bytes) in tensors {
+        file.resize(file.len().next_multiple_of(32), 0);
+        file.extend(*bytes);
+    }
+    file.resize(file.len().next_multiple_of(32), 0);
+    fs::write(path, file).unwrap();
+}
+
+/// The types whose blocks candle has no products of: names, numbers, elements and bytes of a block, the place of the high byte of an f16
+/// scale in it, and the digest of what blocks of noise stand for in ggml's Python package: `benchmarks/gguf_facts.py`.
+const CODES: [(&str, u32, usize, usize, Option<usize>, u64); 12] = [
+    ("IQ2_XXS", 16, 256, 66, Some(1), 0x4b30_2782_d1e7_47c5),
+    ("IQ2_XS", 17, 256, 74, Some(1), 0xb688_3d33_6b8f_83be),
+    ("IQ3_XXS", 18, 256, 98, Some(1), 0xe76e_8d8c_ca06_49ee),
+    ("IQ1_S", 19, 256, 50, Some(1), 0xc8fb_652f_0341_8a36),
+    ("IQ4_NL", 20, 32, 18, Some(1), 0xed5d_691a_2211_3217),
+    ("IQ3_S", 21, 256, 110, Some(1), 0xe3fb_fb2d_b4ff_0a7b),
+    ("IQ2_S", 22, 256, 82, Some(1), 0xc99a_b06b_0e5c_d944),
+    ("IQ4_XS", 23, 256, 136, Some(1), 0xa95d_3556_afd8_2be1),
+    ("IQ1_M", 29, 256, 56, Some(55), 0xd728_9594_ad49_5ee1),
+    ("TQ1_0", 34, 256, 54, Some(53), 0x7ad4_8c29_abad_949e),
+    ("TQ2_0", 35, 256, 66, Some(65), 0xf3a9_b261_e909_b8ee),
+    ("MXFP4", 39, 32, 17, None, 0x3e22_f0ac_728c_0710),
+];
+
+/// Returns blocks of noise with finite scales.
+fn noise(size: usize, scale: Option<usize>) -> Vec<u8> {
+    let mut state = 7u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u8
+    };
+    let mut bytes: Vec<u8> = (0..1024 * size).map(|_| next()).collect();
+    for block in bytes.chunks_exact_mut(size) {
+        match scale {
+            Some(at) => block[at] = block[at] & 0x83 | 0x2c,
+            None => block[0] = block[0] % 128 + 64,
+        }
+    }
+    bytes
+}
+
+#[test]
+fn blocks_of_codes_stand_for_the_floats_of_ggml() {
+    let folder = Scratch::new("gguf-codes");
+    let path = folder.path("w.gguf");
+    for (name, number, elements, size, scale, digest) in CODES {
+        let columns = 4 * elements;
+        save_raw(&path, &[], &[("w", [256, columns], number, &noise(size, scale))]);
+        let weights = Weights::open(&path).unwrap();
+        assert_eq!((weights.dtype("w").unwrap(), weights.quantized_dtype("w").unwrap()), (DType::F32, None));
+        let whole = weights.read_block("w", &[0..256, 0..columns], &Device::Cpu).unwrap();
+        assert_eq!(weights.bytes_read(), 1024 * size as u64);
+        let bytes: Vec<u8> =
+            whole.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect();
+        assert_eq!(candle_dist::bits::digest_bytes(&bytes), digest, "{name}");
+        for (rows, part) in [(3..5, 0..columns), (0..256, 7..elements + 1), (255..256, columns - 1..columns)] {
+            let read = weights.read_block("w", &[rows.clone(), part.clone()], &Device::Cpu).unwrap();
+            let want = whole.narrow(0, rows.start, rows.len()).unwrap().narrow(1, part.start, part.len()).unwrap();
+            assert_eq!(read.to_vec2::<f32>().unwrap(), want.to_vec2::<f32>().unwrap(), "{name}");
+        }
+        let error = weights.read_quantized("w", [0..1, 0..columns], &Device::Cpu).unwrap_err().to_string();
+        assert!(error.contains(&format!("{name}, blocks that candle has no products of")), "{error}");
+    }
+}
+
+#[test]
+fn the_files_of_a_model_are_opened_together() {
+    let folder = Scratch::new("gguf-split");
+    let path = |nth: usize| folder.path(&format!("w-{nth:05}-of-00003.gguf"));
+    let ones = [1f32; 6].map(f32::to_le_bytes).concat();
+    let save = |nth: usize, tensors: &[(&str, [usize; 2], u32, &[u8])]| {
+        let of_all = [("split.no", nth as u16 - 1), ("split.count", 3), ("split.tensors.count", 3)];
+        save_raw(&path(nth), &of_all, tensors);
+    };
+    let open_all = || {
+        save(1, &[]);
+        save(2, &[("a", [2, 3], 0, &ones), ("b", [3, 2], 0, &ones)]);
+        save(3, &[("c", [1, 6], 0, &ones)]);
+    };
+    open_all();
+    for nth in 1..=3 {
+        let weights = Weights::open(path(nth)).unwrap();
+        assert_eq!(weights.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(weights.read_block("c", &[0..1, 2..4], &Device::Cpu).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 2]]);
+        assert_eq!(weights.metadata().unwrap()["split.no"].to_u16().unwrap(), 0);
+    }
+    let refused = |error: Error, want: &[&str]| {
+        let text = error.to_string();
+        assert!(want.iter().all(|part| text.contains(part)), "{text}: {want:?}");
+    };
+    let renamed = folder.path("w.gguf");
+    fs::copy(path(2), &renamed).unwrap();
+    refused(
+        Weights::open(&renamed).err().unwrap(),
+        &["file 2 of the 3 files", "opened as file 1 of 1", "PREFIX-00001-of-00003"],
+    );
+    refused(Weights::open_files(&[path(2), path(1), path(3)]).err().unwrap(), &["file 2 of the 3", "as file 1 of 3"]);
+    fs::copy(path(3), path(2)).unwrap();
+    refused(Weights::open(path(1)).err().unwrap(), &["\"c\" is in", "00002-of-00003.gguf too"]);
+    save(2, &[("a", [2, 3], 0, &ones)]);
+    refused(Weights::open(path(1)).err().unwrap(), &["has 3 tensors, and its 3 files have 2"]);
+    fs::remove_file(path(2)).unwrap();
+    refused(Weights::open(path(3)).err().unwrap(), &["w-00002-of-00003.gguf", "cannot be read"]);
+    open_all();
+    assert!(Weights::open(path(2)).is_ok());
+}
+
 #[test]
 fn metadata_is_read_and_tensors_are_renamed() {
     let folder = Scratch::new("gguf-metadata");
@@ -175,7 +298,7 @@ fn damaged_headers_are_one_error_that_names_the_damage() {
         ("a dim", with(tensor + 4, &u64::MAX.to_le_bytes()), "has a dim of"),
         ("a product", with(tensor + 12, &(1u64 << 47).to_le_bytes()), "bytes at"),
         ("a row", with(tensor + 4, &65u64.to_le_bytes()), "blocks of Q4_1 have 32"),
-        ("a known type", with(tensor + 20, &20u32.to_le_bytes()), "20 (IQ4_NL)"),
+        ("a known type", with(tensor + 20, &40u32.to_le_bytes()), "40 (NVFP4)"),
         ("an unknown type", with(tensor + 20, &77u32.to_le_bytes()), "77 (unknown)"),
         ("an offset", with(tensor + 24, &(1u64 << 40).to_le_bytes()), "which has only"),
         ("an offset", with(tensor + 24, &7u64.to_le_bytes()), "no multiple of the alignment"),

@@ -41,7 +41,7 @@ impl Header {
             serde_json::from_slice(header).map_err(|error| format!("has a damaged header ({error})"))?;
         let mut tensors = Vec::with_capacity(fields.tensors.len());
         for (name, Described { dtype, shape, data_offsets }) in fields.tensors {
-            if types::blocks_named(&dtype).is_some() {
+            if types::quantized(&dtype).is_some() {
                 return Err(format!("{name:?} is {dtype}, blocks that only GGUF files have"));
             }
             let known: Result<Dtype, Unknown> = Dtype::deserialize(dtype.as_str().into_deserializer());

@@ -1,7 +1,7 @@
 //! Weights in several files, located by an index file.
 use super::entry::{Entry, elements};
 use super::file::WeightFile;
-use super::{Piece, Stored, Weights};
+use super::{Piece, Stored, Weights, gguf};
 use crate::files::index::{self, INDEX, Index, Indexed};
 use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
@@ -14,7 +14,8 @@ const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetens
 
 impl Weights {
     /// Opens a safetensors or GGUF file, an index of several files (`model.safetensors.index.json`), or a folder with
-    /// either or with a [`checkpoint`](crate::checkpoint).
+    /// either or with a [`checkpoint`](crate::checkpoint). Any of the GGUF files of a model
+    /// (`PREFIX-00001-of-00003.gguf`) opens all of them.
     ///
     /// # Errors
     /// [`Error::File`] if a file is missing, truncated or damaged, or if an index and the files disagree.
@@ -25,7 +26,10 @@ impl Weights {
         }
         match path.extension().is_some_and(|extension| extension == "json") {
             true => open_index(path),
-            false => Self::open_files(&[path]),
+            false => match gguf::split::paths(path) {
+                Some(paths) => Self::open_files(&paths),
+                None => Self::open_files(&[path]),
+            },
         }
     }
 }

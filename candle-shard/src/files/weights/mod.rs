@@ -83,10 +83,11 @@ struct Piece {
 }
 
 impl Weights {
-    /// Opens several safetensors files without tensor names in common.
+    /// Opens several files without tensor names in common: safetensors files, or the GGUF files of one model.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open), and if two files contain a tensor of the same name.
+    /// Those of [`open`](Self::open), if two files contain a tensor of the same name, and if the GGUF files of a model are
+    /// not whole or in another order.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         let Some(first) = paths.first() else {
             return Err(Error::file("", "no files were named; name at least one"));
@@ -103,6 +104,14 @@ impl Weights {
                 }
             }
             weights.files.push(file);
+        }
+        let parts: Vec<_> =
+            weights.files.iter().filter_map(|file| Some((file.metadata.as_ref()?, file.entries.len()))).collect();
+        if parts.len() == weights.files.len() {
+            let check = |(at, file): (usize, &WeightFile)| {
+                gguf::split::check(&parts, at).map_err(|why| Error::file(&file.path, why))
+            };
+            weights.files.iter().enumerate().try_for_each(check)?;
         }
         Ok(weights)
     }
@@ -157,7 +166,7 @@ impl Weights {
     /// If there is no tensor of this name, or candle does not support its dtype.
     pub fn dtype(&self, name: &str) -> Result<DType> {
         let stored = self.stored(name)?;
-        let dtype = dtypes::named(&stored.dtype).or(stored.blocks().map(|_| DType::F32));
+        let dtype = dtypes::named(&stored.dtype).or(stored.quantized().map(|_| DType::F32));
         dtype.ok_or_else(|| {
             let (known, dtype) = (dtypes::known(), &stored.dtype);
             self.error(name, format!("has the dtype {dtype}, which cannot be loaded; convert it to one of {known}"))
@@ -224,8 +233,8 @@ impl Weights {
             let shape = &stored.shape;
             return Err(self.error(name, format!("has shape {shape:?}, and the block {block:?} is outside of it")));
         }
-        if let Some(blocks) = stored.blocks() {
-            return self.read_dequantized(name, stored, blocks, block, device);
+        if let Some(storage) = stored.quantized() {
+            return self.read_dequantized(name, stored, storage, block, device);
         }
         if elements(&stored.shape).is_none() {
             return Err(self.error(name, format!("has shape {:?}, more than memory can address", stored.shape)));

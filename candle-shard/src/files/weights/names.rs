@@ -1,4 +1,5 @@
 //! Other names for stored tensors and for their rows.
+use super::gguf::types::Storage;
 use super::{Piece, Stored, Weights};
 use crate::Result;
 use itertools::Itertools;
@@ -66,11 +67,10 @@ impl Weights {
             let reason = format!("has {what} and is to be split into {wanted:?}; check the model's sizes");
             return Err(self.error(name, reason));
         };
-        if stored.blocks().is_some() && dim + 1 == stored.shape.len() {
+        if stored.quantized().is_some() && dim + 1 == stored.shape.len() {
             return Err(self.error(name, "has blocks along that dim, which are not split; read it as floats"));
         }
-        let (elements, bytes) =
-            stored.blocks().map_or((1, dtype.size_in_bytes()), |blocks| (blocks.block_size(), blocks.type_size()));
+        let (elements, bytes) = stored.quantized().map_or((1, dtype.size_in_bytes()), Storage::block);
         // The bytes of one index of the dim.
         let is_empty = stored.shape.contains(&0);
         let inner = if is_empty { 0 } else { stored.shape[dim + 1..].iter().product::<usize>() };

@@ -1,5 +1,5 @@
 //! Blocks of quantized tensors: read as they are stored, or as the floats that they stand for.
-use super::gguf::types;
+use super::gguf::types::{self, Storage};
 use super::{Stored, Weights, read, runs};
 use crate::Result;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl Weights {
-    /// Returns the type of the blocks in which a tensor is stored; `None` if its elements are stored one by one.
+    /// Returns the type of the blocks in which a tensor is stored; `None` if its elements are stored one by one, or in
+    /// blocks that candle has no products of, such as IQ4_XS: these are read as floats.
     ///
     /// # Errors
     /// If there is no tensor of this name.
@@ -49,7 +50,11 @@ impl Weights {
     ) -> Result<QTensor> {
         let stored = self.stored(name)?;
         let Some(dtype) = stored.blocks() else {
-            let reason = format!("is stored as {}, which is not quantized; read it as a tensor", stored.dtype);
+            let why = match stored.quantized() {
+                Some(_) => "blocks that candle has no products of",
+                None => "not quantized",
+            };
+            let reason = format!("is stored as {}, {why}; read it as a tensor", stored.dtype);
             return Err(self.error(name, reason));
         };
         let region: Vec<Range<usize>> =
@@ -66,7 +71,7 @@ impl Weights {
             let reason = format!("has blocks of {size} columns, and columns {columns:?} cut one");
             return Err(self.error(name, format!("{reason}; cut between blocks, or read floats")));
         }
-        let held = self.read_blocks(stored, dtype, &region)?;
+        let held = self.read_blocks(stored, Storage::Blocks(dtype), &region)?;
         let storage = QStorage::from_data(Cow::Borrowed(held.bytes()), device, dtype)?;
         Ok(QTensor::new(storage, (rows.len(), columns.len()))?)
     }
@@ -76,42 +81,55 @@ impl Weights {
         &self,
         name: &str,
         stored: &Stored,
-        dtype: GgmlDType,
+        storage: Storage,
         block: &[Range<usize>],
         device: &Device,
     ) -> Result<Tensor> {
         let shape: Vec<usize> = block.iter().map(Range::len).collect();
         let Some(last) = block.len().checked_sub(1) else {
-            return Err(self.error(name, format!("is a number of blocks of {dtype:?}; expected a dim at least")));
+            return Err(self.error(name, format!("is a number of blocks of {}; expected a dim at least", stored.dtype)));
         };
-        let size = dtype.block_size();
+        let (size, _) = storage.block();
         if shape.contains(&0) {
             return Ok(Tensor::zeros(shape, candle_core::DType::F32, device)?);
         }
         let mut around = block.to_vec();
         around[last] = block[last].start / size * size..block[last].end.next_multiple_of(size);
-        let read = self.read_blocks(stored, dtype, &around)?;
+        let read = self.read_blocks(stored, storage, &around)?;
         let dims: Vec<usize> = around.iter().map(Range::len).collect();
-        let storage = QStorage::from_data(Cow::Borrowed(read.bytes()), &Device::Cpu, dtype)?;
-        let values = QTensor::new(storage, dims)?.dequantize(&Device::Cpu)?;
+        let values = match storage {
+            Storage::Blocks(dtype) => {
+                let storage = QStorage::from_data(Cow::Borrowed(read.bytes()), &Device::Cpu, dtype)?;
+                QTensor::new(storage, dims)?.dequantize(&Device::Cpu)?
+            }
+            Storage::Codes(code) => {
+                let mut values = vec![0.0; dims.iter().product()];
+                code.decode(read.bytes(), &mut values);
+                Tensor::from_vec(values, dims, &Device::Cpu)?
+            }
+            Storage::Plain(dtype) => {
+                return Err(self.error(name, format!("is stored as {}, which is not quantized", dtype.as_str())));
+            }
+        };
         let values = values.narrow(last, block[last].start - around[last].start, shape[last])?;
         Ok(values.contiguous()?.to_device(device)?)
     }
 
     /// Reads the bytes of the blocks of a region whose last dim begins and ends between blocks.
-    fn read_blocks(&self, stored: &Stored, dtype: GgmlDType, region: &[Range<usize>]) -> Result<Aligned> {
+    fn read_blocks(&self, stored: &Stored, storage: Storage, region: &[Range<usize>]) -> Result<Aligned> {
+        let (elements, size) = storage.block();
         let in_blocks = |block: &[Range<usize>]| {
             let mut block = block.to_vec();
             if let Some(last) = block.last_mut() {
-                *last = last.start / dtype.block_size()..last.end / dtype.block_size();
+                *last = last.start / elements..last.end / elements;
             }
             block
         };
         let region = in_blocks(region);
         let count = region.iter().map(Range::len).product::<usize>();
-        let mut read = Aligned::new(count * dtype.type_size());
+        let mut read = Aligned::new(count * size);
         for piece in &stored.pieces {
-            let runs = runs::Runs::new(&in_blocks(&piece.block), &region, dtype.type_size());
+            let runs = runs::Runs::new(&in_blocks(&piece.block), &region, size);
             let bytes = read::read(&self.files[piece.file], piece.at, runs, read.bytes_mut())?;
             self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
         }
@@ -120,9 +138,17 @@ impl Weights {
 }
 
 impl Stored {
-    /// Returns the type of the blocks in which the tensor is stored, if it is.
-    pub(super) fn blocks(&self) -> Option<GgmlDType> {
-        types::blocks_named(&self.dtype)
+    /// Returns the type of the blocks in which the tensor is stored, if it is in blocks that candle computes with.
+    fn blocks(&self) -> Option<GgmlDType> {
+        match self.quantized()? {
+            Storage::Blocks(blocks) => Some(blocks),
+            _ => None,
+        }
+    }
+
+    /// Returns how the tensor is stored, if it is in blocks.
+    pub(super) fn quantized(&self) -> Option<Storage> {
+        types::quantized(&self.dtype)
     }
 }
 

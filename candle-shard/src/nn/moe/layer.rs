@@ -11,6 +11,7 @@ use crate::kernels;
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::Draws;
 use crate::nn::{Mode, ShardedVarBuilder};
+use crate::parallel::ModuleStyle;
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
 use crate::strict::inherent;
@@ -80,6 +81,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct MoE {
     config: MoEConfig,
     axes: Axes,
+    /// The path of the layer; plans have no style for it.
+    style: ModuleStyle,
     router: Router,
     experts: Experts,
     shared: Option<Shared>,
@@ -114,7 +117,7 @@ impl MoE {
             .then(|| Shared::new([config.width, config.shared_hidden], &axes, &vb.pp("shared_experts")))
             .transpose()?;
         let counts = Arc::new(Mutex::new(vec![0; config.experts]));
-        Ok(Self { config, axes, router, experts, shared, counts })
+        Ok(Self { config, axes, style: vb.unstyled(), router, experts, shared, counts })
     }
 
     /// Returns the options.
@@ -129,39 +132,42 @@ impl MoE {
     /// # Errors
     /// The same one on all ranks: if the input is no float tensor `[.., width]` on the mesh of the layer, or the router's
     /// scores of a token are not numbers. The latter error names the token.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor, mode: Mode) -> Result<MoEOutput> {
-        self.check(x)?;
-        let (config, top_k, last) = (&self.config, self.config.top_k, x.rank() - 1);
-        let place = |axis: usize, at: Placement| match at {
-            Shard(dim) if dim < last && self.axes.tensor != Some(axis) => at,
-            _ => Replicate,
-        };
-        let laid = inherent(|| x.placed(place))?;
-        let routed = self.router.route(config, &laid)?;
-        let ranks = TokenRanks::of(laid.spec(), &self.router.weight)?;
-        let mut kept = routed.chosen.clone();
-        if let Some(factor) = config.capacity_factor {
-            capacity::drop_choices(&mut kept, (config.experts, top_k), factor, &ranks)?;
-        }
-        let choices = (&routed.chosen[..], &kept[..], top_k);
-        let Table { counts, load } = load::exchange(choices, routed.invalid, &ranks, (&self.axes, laid.spec()))?;
-        if mode != Mode::Eval && config.bias && !Draws::are_repeated() {
-            self.counts().iter_mut().zip(&load.experts).for_each(|(sum, count)| *sum += count);
-        }
-        let mut output = self.run(&laid, &routed, (&kept, counts))?;
-        if let Some(shared) = &self.shared {
-            output = output.add(&shared.forward(&laid)?)?;
-        }
-        let target = |mut target: Target| {
-            if target.placement.is_partial() {
-                target.placement = Replicate;
+        self.style.layer(|| {
+            self.check(x)?;
+            let (config, top_k, last) = (&self.config, self.config.top_k, x.rank() - 1);
+            let place = |axis: usize, at: Placement| match at {
+                Shard(dim) if dim < last && self.axes.tensor != Some(axis) => at,
+                _ => Replicate,
+            };
+            let laid = inherent(|| x.placed(place))?;
+            let routed = self.router.route(config, &laid)?;
+            let ranks = TokenRanks::of(laid.spec(), &self.router.weight)?;
+            let mut kept = routed.chosen.clone();
+            if let Some(factor) = config.capacity_factor {
+                capacity::drop_choices(&mut kept, (config.experts, top_k), factor, &ranks)?;
             }
-            target
-        };
-        let targets: Targets = x.targets().into_iter().map(target).collect();
-        let output = inherent(|| output.to_targets(&targets, 0))?;
-        let loss = losses::of(config, &routed, &load)?;
-        Ok(MoEOutput { output, loss, load })
+            let choices = (&routed.chosen[..], &kept[..], top_k);
+            let Table { counts, load } = load::exchange(choices, routed.invalid, &ranks, (&self.axes, laid.spec()))?;
+            if mode != Mode::Eval && config.bias && !Draws::are_repeated() {
+                self.counts().iter_mut().zip(&load.experts).for_each(|(sum, count)| *sum += count);
+            }
+            let mut output = self.run(&laid, &routed, (&kept, counts))?;
+            if let Some(shared) = &self.shared {
+                output = output.add(&shared.forward(&laid)?)?;
+            }
+            let target = |mut target: Target| {
+                if target.placement.is_partial() {
+                    target.placement = Replicate;
+                }
+                target
+            };
+            let targets: Targets = x.targets().into_iter().map(target).collect();
+            let output = inherent(|| output.to_targets(&targets, 0))?;
+            let loss = losses::of(config, &routed, &load)?;
+            Ok(MoEOutput { output, loss, load })
+        })
     }
 
     fn check(&self, x: &DTensor) -> Result<()> {

@@ -42,39 +42,44 @@ impl QuantizedEmbedding {
     ///
     /// # Errors
     /// If an id is not a row of the table.
+    #[track_caller]
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         const OP: &str = "quantized_embedding";
-        let ([rows, width], axis, at) = (self.weight.dims.map(|width| width.size()), self.weight.axis, self.weight.at);
-        self.weight.check_mesh(OP, ids)?;
-        if ids.dtype() != DType::U32 {
-            return Error::op(OP, format!("ids {}: want u32", ids.spec()));
-        }
-        let op_spec = || {
-            let mut lay = ids.targets();
-            for (a, target) in lay.iter_mut().enumerate() {
-                if target.placement.shard_dim().is_none() || (a == axis && at != Replicate) {
-                    *target = Replicate.into();
+        self.style.layer(|| {
+            let ([rows, width], axis, at) =
+                (self.weight.dims.map(|width| width.size()), self.weight.axis, self.weight.at);
+            self.weight.check_mesh(OP, ids)?;
+            if ids.dtype() != DType::U32 {
+                return Error::op(OP, format!("ids {}: want u32", ids.spec()));
+            }
+            let op_spec = || {
+                let mut lay = ids.targets();
+                for (a, target) in lay.iter_mut().enumerate() {
+                    if target.placement.shard_dim().is_none() || (a == axis && at != Replicate) {
+                        *target = Replicate.into();
+                    }
                 }
-            }
-            let mut made = lay.clone();
-            if at != Replicate {
-                made[axis] = Placement::PARTIAL_SUM.into();
-            }
-            let shape: Dims = ids.dims().iter().copied().chain([width]).collect();
-            OpSpec::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
-        };
-        let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype as usize];
-        let row = |id: i64| {
-            let row = u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
-            row.ok_or_else(|| format!("id {id} is not a row of a table of {rows} rows"))
-        };
-        let mut made = rules::run_with(OP, &attributes, &[ids], &op_spec, &|x, outs| {
-            let ids = read_indexes(OP, [ids, &x[0]], row)?;
-            let found = Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
-            Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
-        })?;
-        let [y] = self.style.outputs([&made.remove(0)])?;
-        Ok(y)
+                let mut made = lay.clone();
+                if at != Replicate {
+                    made[axis] = Placement::PARTIAL_SUM.into();
+                }
+                let shape: Dims = ids.dims().iter().copied().chain([width]).collect();
+                OpSpec::laid(&[ids], [lay], &made, &[(shape, self.dtype)])
+            };
+            let attributes = [axis, usize::from(at != Replicate), rows, width, self.dtype as usize];
+            let row = |id: i64| {
+                let row = u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
+                row.ok_or_else(|| format!("id {id} is not a row of a table of {rows} rows"))
+            };
+            let mut made = rules::run_with(OP, &attributes, &[ids], &op_spec, &|x, outs| {
+                let ids = read_indexes(OP, [ids, &x[0]], row)?;
+                let found =
+                    Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
+                Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
+            })?;
+            let [y] = self.style.outputs([&made.remove(0)])?;
+            Ok(y)
+        })
     }
 
     /// The bytes of the table on this rank.

@@ -64,6 +64,7 @@ impl QuantizedLinear {
     ///
     /// # Errors
     /// If `x` has another last dim, or is no float tensor of two dims or more.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor) -> Result<DTensor> {
         let [y] = Self::forward_all([self], x)?;
         Ok(y)
@@ -73,14 +74,17 @@ impl QuantizedLinear {
     ///
     /// # Errors
     /// Those of [`forward`](Self::forward), and one if the layers are cut in unlike ways.
+    #[track_caller]
     pub fn forward_all<const N: usize>(layers: [&Self; N], x: &DTensor) -> Result<[DTensor; N]> {
         let Some(first) = layers.first() else { return Err(Error::Plan("no layers for an input".into())) };
-        let [x] = first.style.inputs([x])?;
-        let mut made = QuantizedWeight::products(layers.map(|layer| &layer.weight), &x)?;
-        for (y, layer) in made.iter_mut().zip(layers) {
-            *y = layer.finished(y)?;
-        }
-        Ok(made)
+        first.style.layer(|| {
+            let [x] = first.style.inputs([x])?;
+            let mut made = QuantizedWeight::products(layers.map(|layer| &layer.weight), &x)?;
+            for (y, layer) in made.iter_mut().zip(layers) {
+                *y = layer.finished(y)?;
+            }
+            Ok(made)
+        })
     }
 
     /// Adds the bias to a product, and lays it out as the style says.

@@ -112,26 +112,30 @@ impl QuantizedQkv {
     ///
     /// # Errors
     /// If `x` has another shape.
+    #[track_caller]
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
-        if x.rank() != 3 {
-            return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
-        }
-        self.projections[0].weight.check_mesh("quantized_qkv", x)?;
-        let [x] = self.style.inputs([x])?;
-        let heads = |y: DTensor| {
-            let [y] = self.style.outputs([&y])?;
-            y.split_units(2, self.heads.dim)?.transpose(1, 2)
-        };
-        let [q, k, v] = &self.projections;
-        let shared = |p: &Projection| p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose();
-        let [q, k, v] = match (shared(k)?, shared(v)?) {
-            (Some(k), Some(v)) => [q.with_bias(q.weight.product(&x)?)?, k, v],
-            _ => {
-                let [of_q, of_k, of_v] = QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
-                [q.with_bias(of_q)?, k.with_bias(of_k)?, v.with_bias(of_v)?]
+        self.style.layer(|| {
+            if x.rank() != 3 {
+                return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
             }
-        };
-        Ok([heads(q)?, heads(k)?, heads(v)?])
+            self.projections[0].weight.check_mesh("quantized_qkv", x)?;
+            let [x] = self.style.inputs([x])?;
+            let heads = |y: DTensor| {
+                let [y] = self.style.outputs([&y])?;
+                y.split_units(2, self.heads.dim)?.transpose(1, 2)
+            };
+            let [q, k, v] = &self.projections;
+            let shared =
+                |p: &Projection| p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose();
+            let [q, k, v] = match (shared(k)?, shared(v)?) {
+                (Some(k), Some(v)) => [q.with_bias(q.weight.product(&x)?)?, k, v],
+                _ => {
+                    let [of_q, of_k, of_v] = QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
+                    [q.with_bias(of_q)?, k.with_bias(of_k)?, v.with_bias(of_v)?]
+                }
+            };
+            Ok([heads(q)?, heads(k)?, heads(v)?])
+        })
     }
 
     /// The width of all query heads, sharded like them: the input width of the output projection.

@@ -3,7 +3,9 @@ use super::{Mistake, builder, everywhere, line, of_the_world, on_all_ranks, same
 use candle_core::{DType, Device::Cpu};
 use candle_nn::ParamsAdamW;
 use candle_shard::Shard;
-use candle_shard::nn::{AdamW, LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::nn::{
+    self, AdamW, FusedQkv, Heads, LayerNorm, Linear, MoE, MoEConfig, Mode, Module, RNN, ShardedVarBuilder,
+};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 
 fn colwise() -> Plan {
@@ -54,7 +56,7 @@ fn models_that_should_be_alike() {
     on_all_ranks(2, &UNLIKE);
 }
 
-const PLANS: [Mistake; 8] = [
+const PLANS: [Mistake; 12] = [
     ("a typo in a plan", &["\"layer.*.up\" on axis \"tp\" matched no module"], |ctx| {
         let plan = Plan::new("tp").with("layer.*.up", ColwiseParallel::default());
         let vb = builder(&line(ctx, "tp")?, plan)?;
@@ -77,6 +79,28 @@ const PLANS: [Mistake; 8] = [
         let vb = builder(&line(ctx, "tp")?, Plan::none())?;
         let up = Linear::new(5, 4, true, &vb.pp("up"))?;
         up.forward(&everywhere(vb.mesh(), &same(&[4, 3])?)?).map(drop)
+    }),
+    ("images with other channels", &["conv2d: ", "models.rs:", "in layer stem"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        let stem = nn::conv2d(3, 4, 3, Default::default(), &vb.pp("stem"))?;
+        stem.forward(&everywhere(vb.mesh(), &same(&[2, 5, 6, 6])?)?).map(drop)
+    }),
+    ("a state of another width", &["lstm: an input f32[2, 3]", "models.rs:", "in layer encoder"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        let encoder = nn::lstm(4, 5, Default::default(), &vb.pp("encoder"))?;
+        let x = everywhere(vb.mesh(), &same(&[2, 3])?)?;
+        encoder.step(&x, &encoder.zero_state(&x)?).map(drop)
+    }),
+    ("heads of another width", &["linear: input f32[1, 4, 5]", "models.rs:", "in layer attention"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        let heads = Heads { query: 4, key_value: 2, dim: 2 };
+        let qkv = FusedQkv::new(8, heads, false, &vb.pp("attention"))?;
+        qkv.forward(&everywhere(vb.mesh(), &same(&[1, 4, 5])?)?).map(drop)
+    }),
+    ("tokens of another width", &["moe: ", "models.rs:", "in layer experts"], |ctx| {
+        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+        let experts = MoE::new(MoEConfig::new(4, 8, 3, 2), &vb.pp("experts"))?;
+        experts.forward(&everywhere(vb.mesh(), &same(&[5, 3])?)?, Mode::Eval).map(drop)
     }),
     ("rows that are cut before a norm", &["layer_norm: ", "would move by all_to_all over tp", "models.rs:"], |ctx| {
         let vb = builder(&line(ctx, "tp")?, Plan::none())?;

@@ -2,6 +2,8 @@
 //!
 //! Counts, lengths, types and offsets are checked against the length of the file before memory is taken for them.
 mod bytes;
+mod codes;
+pub(super) mod split;
 pub(super) mod types;
 
 use super::entry::{Entry, elements};
@@ -84,9 +86,6 @@ fn header(bytes: &mut Bytes) -> Result<(Metadata, u64, Vec<Described>), String> 
         if metadata.insert(name.clone(), value).is_some() {
             return Err(format!("has the metadata {name:?} twice"));
         }
-    }
-    if let Some(count) = metadata.get("split.count").and_then(whole).filter(|&count| count > 1) {
-        return Err(format!("is one of {count} files of a model; join them with llama-gguf-split --merge"));
     }
     let alignment = match metadata.get("general.alignment") {
         None => ALIGNMENT,
