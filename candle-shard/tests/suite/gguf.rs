@@ -124,9 +124,12 @@ fn save_raw(path: &Path, metadata: &[(&str, u16)], tensors: &[(&str, [usize; 2],
     fs::write(path, file).unwrap();
 }
 
-/// The types whose blocks candle has no products of: names, numbers, elements and bytes of a block, the place of the high byte of an f16
-/// scale in it, and the digest of what blocks of noise stand for in ggml's Python package: `benchmarks/gguf_facts.py`.
-const CODES: [(&str, u32, usize, usize, Option<usize>, u64); 12] = [
+/// Its name, number, elements and bytes of a block, the place of the high byte of an f16 scale in it, and the digest of what blocks of
+/// noise stand for in ggml's Python package: `benchmarks/gguf_facts.py`.
+type Code = (&'static str, u32, usize, usize, Option<usize>, u64);
+
+/// The types whose blocks candle has no products of.
+const CODES: [Code; 12] = [
     ("IQ2_XXS", 16, 256, 66, Some(1), 0x4b30_2782_d1e7_47c5),
     ("IQ2_XS", 17, 256, 74, Some(1), 0xb688_3d33_6b8f_83be),
     ("IQ3_XXS", 18, 256, 98, Some(1), 0xe76e_8d8c_ca06_49ee),
@@ -185,7 +188,7 @@ fn blocks_of_codes_stand_for_the_floats_of_ggml() {
 #[test]
 fn the_files_of_a_model_are_opened_together() {
     let folder = Scratch::new("gguf-split");
-    let path = |nth: usize| folder.path(&format!("w-{nth:05}-of-00003.gguf"));
+    let path = |nth: usize| folder.path(format!("w-{nth:05}-of-00003.gguf"));
     let ones = [1f32; 6].map(f32::to_le_bytes).concat();
     let save = |nth: usize, tensors: &[(&str, [usize; 2], u32, &[u8])]| {
         let of_all = [("split.no", nth as u16 - 1), ("split.count", 3), ("split.tensors.count", 3)];

@@ -36,6 +36,7 @@ mod redistribute;
 mod redistribute_counts;
 mod rows_device;
 mod rules;
+mod schemes;
 mod sharded_tensor;
 mod sparse;
 mod spec;

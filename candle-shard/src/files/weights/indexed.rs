@@ -7,7 +7,7 @@ use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The file names that a folder of weights may contain, in the order of the search.
 const KNOWN: [&str; 3] = [INDEX, "model.safetensors.index.json", "model.safetensors"];
@@ -26,11 +26,22 @@ impl Weights {
         }
         match path.extension().is_some_and(|extension| extension == "json") {
             true => open_index(path),
-            false => match gguf::split::paths(path) {
-                Some(paths) => Self::open_files(&paths),
-                None => Self::open_files(&[path]),
-            },
+            false => Self::open_files(&Self::gguf_files(path)),
         }
+    }
+
+    /// Returns the paths of all GGUF files of a model, in their order, if one of them has a name such as
+    /// `PREFIX-00002-of-00003.gguf`; otherwise this path alone.
+    ///
+    /// ```
+    /// use candle_shard::Weights;
+    ///
+    /// assert_eq!(Weights::gguf_files("m/x-00002-of-00002.gguf")[0].to_str(), Some("m/x-00001-of-00002.gguf"));
+    /// assert_eq!(Weights::gguf_files("m/x.gguf").len(), 1);
+    /// ```
+    pub fn gguf_files(path: impl AsRef<Path>) -> Vec<PathBuf> {
+        let path = path.as_ref();
+        gguf::split::paths(path).unwrap_or_else(|| vec![path.into()])
     }
 }
 
@@ -134,7 +145,7 @@ impl<'a> Files<'a> {
     /// tensor.
     fn pieces_of(&mut self, name: &str, indexed: Indexed) -> Result<Stored> {
         let Indexed { shape, dtype, pieces } = indexed;
-        let mut stored = Stored { shape, dtype, pieces: Vec::new() };
+        let mut stored = Stored { shape, dtype, pieces: Vec::new(), schemes: Vec::new() };
         for piece in pieces {
             let file = self.open(&piece.file)?;
             let entry = self.entry(name, file)?;

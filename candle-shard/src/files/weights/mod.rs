@@ -9,6 +9,7 @@ mod names;
 mod quantized;
 mod read;
 mod runs;
+mod schemes;
 mod write;
 
 pub(crate) use dtypes::{name_of, named as dtype_named};
@@ -21,6 +22,7 @@ use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
 use entry::{Entry, elements};
+use schemes::SchemePiece;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -71,6 +73,8 @@ struct Stored {
     /// The dtype as named in the file.
     dtype: String,
     pieces: Vec<Piece>,
+    /// What is computed from other tensors, as f32.
+    schemes: Vec<SchemePiece>,
 }
 
 /// A block of a tensor that lies in one file, row-major.
@@ -245,6 +249,9 @@ impl Weights {
                 let read = read::read(&self.files[piece.file], piece.at, runs, bytes);
                 self.bytes_read.fetch_add(read.map_err(|error| named(name, error))?, Ordering::Relaxed);
             }
+            for piece in &stored.schemes {
+                piece.write(self, block, bytes).map_err(|error| named(name, error))?;
+            }
             Ok(())
         })
     }
@@ -295,7 +302,7 @@ impl Stored {
     fn whole(file: usize, entry: &Entry) -> Self {
         let block = entry.shape.iter().map(|&n| 0..n).collect();
         let pieces = vec![Piece { file, block, at: entry.at }];
-        Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces }
+        Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces, schemes: Vec::new() }
     }
 }
 

@@ -58,7 +58,7 @@ impl Weights {
         let dtype = self.dtype(name)?;
         let stored = self.stored(name)?.clone();
         let sum = parts.iter().try_fold(0usize, |sum, (_, size)| sum.checked_add(*size));
-        let (Some(&has), [piece]) = (stored.shape.get(dim), &stored.pieces[..]) else {
+        let (Some(&has), 1) = (stored.shape.get(dim), stored.pieces.len() + stored.schemes.len()) else {
             return Err(self.error(name, format!("cannot be split: it has no dim {dim}, or lies in several pieces")));
         };
         if sum != Some(has) {
@@ -67,6 +67,7 @@ impl Weights {
             let reason = format!("has {what} and is to be split into {wanted:?}; check the model's sizes");
             return Err(self.error(name, reason));
         };
+        let Some(piece) = stored.pieces.first() else { return self.split_scheme(name, &stored, dim, parts) };
         if stored.quantized().is_some() && dim + 1 == stored.shape.len() {
             return Err(self.error(name, "has blocks along that dim, which are not split; read it as floats"));
         }
@@ -90,9 +91,29 @@ impl Weights {
                 block: index.iter().map(|&at| at..at + 1).chain(shape[cut..].iter().map(|&n| 0..n)).collect(),
                 at: piece.at + (i * has as u64 + before) * step,
             });
-            let made = Stored { pieces: pieces.collect(), shape, dtype: stored.dtype.clone() };
+            let made = Stored { pieces: pieces.collect(), schemes: Vec::new(), shape, dtype: stored.dtype.clone() };
             self.insert(part.as_ref().into(), made, name)?;
             before += *size as u64;
+        }
+        Ok(self)
+    }
+
+    /// Replaces a tensor of one scheme by tensors of ranges of the dim `dim`, which has been checked.
+    fn split_scheme(
+        mut self,
+        name: &str,
+        stored: &Stored,
+        dim: usize,
+        parts: &[(impl AsRef<str>, usize)],
+    ) -> Result<Self> {
+        self.tensors.remove(name);
+        let mut before = 0;
+        for (part, size) in parts {
+            let mut made = stored.clone();
+            made.shape[dim] = *size;
+            made.schemes.iter_mut().for_each(|piece| *piece = piece.part(dim, before..before + size));
+            self.insert(part.as_ref().into(), made, name)?;
+            before += size;
         }
         Ok(self)
     }
@@ -143,8 +164,11 @@ impl Weights {
             part.pieces.iter().map(placed).collect::<Vec<_>>()
         };
         let pieces = parts.iter().enumerate().flat_map(piece).collect();
+        let schemes =
+            parts.iter().enumerate().flat_map(|(i, (_, part))| part.schemes.iter().map(move |piece| piece.at(i)));
+        let schemes = schemes.collect();
         parts.iter().for_each(|(name, _)| drop(self.tensors.remove(*name)));
-        self.insert(to, Stored { shape, dtype, pieces }, first_name)?;
+        self.insert(to, Stored { shape, dtype, pieces, schemes }, first_name)?;
         Ok(self)
     }
 

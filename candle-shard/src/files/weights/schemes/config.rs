@@ -1,0 +1,330 @@
+//! Finds the schemes of a model by its `quantization_config`.
+use super::super::{Stored, Weights};
+use super::{Nested, Scheme, SchemePiece};
+use crate::{Error, Result};
+use candle_core::Device;
+use serde_json::Value;
+
+/// Scales of activations, outputs and caches, which say nothing of weights.
+const OF_OTHERS: [&str; 9] = [
+    ".input_scale",
+    ".input_scale_inv",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".activation_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".weight_format",
+];
+const METHODS: &str = "fp8, compressed-tensors, gptq, awq and bitsandbytes";
+
+impl Weights {
+    /// Replaces the tensors of quantized layers by the weights that they stand for, which are read as floats. Each rank reads the codes
+    /// and scales of its own block.
+    ///
+    /// `config` is the value of `quantization_config` in `config.json`. Scales of activations and caches are left out.
+    ///
+    /// | `quant_method` | formats |
+    /// |---|---|
+    /// | `fp8` | F8_E4M3 with a scale for each tensor or block |
+    /// | `compressed-tensors` | `float-quantized`, `naive-quantized`, `int-quantized`, and `pack-quantized` with 4 or 8 bits |
+    /// | `gptq` | 2, 4 or 8 bits, also with `desc_act`, of either `checkpoint_format` |
+    /// | `awq` | 4 bits, version `gemm` |
+    /// | `bitsandbytes` | `nf4` and `fp4`, also with nested scales; 8 bits |
+    ///
+    /// ```no_run
+    /// use candle_shard::Weights;
+    ///
+    /// let config: serde_json::Value = serde_json::from_str(&std::fs::read_to_string("model/config.json")?)?;
+    /// let weights = Weights::open("model")?.dequantize(&config["quantization_config"])?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::File`] if the method or a format is another one, or the tensors of a weight do not fit each other.
+    pub fn dequantize(mut self, config: &Value) -> Result<Self> {
+        let method = config["quant_method"].as_str().unwrap_or_default();
+        match method {
+            "fp8" => self.scaled(config["weight_block_size"].clone())?,
+            "compressed-tensors" => self.compressed(config)?,
+            "gptq" => self.gptq(config)?,
+            "awq" => self.awq(config)?,
+            "bitsandbytes" => self.bitsandbytes()?,
+            _ => return Err(self.unread(format!("has quant_method {method:?}; {METHODS} can be read"))),
+        }
+        self.tensors.retain(|name, _| !OF_OTHERS.iter().any(|suffix| name.ends_with(suffix)));
+        Ok(self)
+    }
+
+    fn unread(&self, reason: String) -> Error {
+        Error::file(&self.source, format!("quantization_config {reason}"))
+    }
+
+    /// Returns the modules that have a tensor of this name.
+    fn modules(&self, suffix: &str) -> Vec<String> {
+        self.tensors.keys().filter_map(|name| name.strip_suffix(suffix)).map(str::to_owned).collect()
+    }
+
+    fn take(&mut self, module: &str, name: &str) -> Option<Stored> {
+        self.tensors.remove(&format!("{module}{name}"))
+    }
+
+    fn need(&mut self, module: &str, name: &str) -> Result<Stored> {
+        let found = self.take(module, name);
+        found.ok_or_else(|| {
+            Error::file(&self.source, format!("lacks {:?}, which {module:?} needs", format!("{module}{name}")))
+        })
+    }
+
+    /// Adds the weight of a module.
+    fn give(&mut self, module: &str, shape: [usize; 2], scheme: Scheme) -> Result<()> {
+        let pieces = vec![SchemePiece::whole(scheme, shape)];
+        let stored = Stored { shape: shape.to_vec(), dtype: "F32".into(), pieces: Vec::new(), schemes: pieces };
+        match self.tensors.insert(format!("{module}.weight"), stored) {
+            None => Ok(()),
+            Some(_) => Err(Error::file(&self.source, format!("has {module:?} both quantized and as a weight"))),
+        }
+    }
+
+    fn wrong(&self, module: &str, of: &Stored, why: &str) -> Error {
+        Error::file(&self.source, format!("{module:?} has {}{:?}, {why}", of.dtype, of.shape))
+    }
+
+    /// Finds matrices of 8 bits with scales beside them; `block` is the shape of a scale's block, if there is one for all.
+    fn scaled(&mut self, block: Value) -> Result<()> {
+        let block: Option<[usize; 2]> = serde_json::from_value(block).unwrap_or_default();
+        for suffix in [".weight_scale_inv", ".weight_scale"] {
+            for module in self.modules(suffix) {
+                if self.tensors.contains_key(&format!("{module}.weight_packed")) {
+                    continue;
+                }
+                let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, suffix)?);
+                let is_float = match &*codes.dtype {
+                    "F8_E4M3" => true,
+                    "I8" => false,
+                    _ => return Err(self.wrong(&module, &codes, "and scales beside it; expected F8_E4M3 or I8")),
+                };
+                let &[rows, columns] = &codes.shape[..] else {
+                    return Err(self.wrong(&module, &codes, "which is quantized; expected a matrix"));
+                };
+                if self.take(&module, ".weight_zero_point").is_some() {
+                    return Err(self.wrong(&module, &codes, "with zero points, which cannot be read"));
+                }
+                let fits = |[height, width]: [usize; 2], scales: &[usize]| {
+                    scales == [rows.div_ceil(height.max(1)), columns.div_ceil(width.max(1))]
+                };
+                let block = match (block, &scales.shape[..]) {
+                    (_, [] | [1] | [1, 1]) => [rows, columns],
+                    (_, &[n] | &[n, 1]) if n == rows => [1, columns],
+                    (Some(block), shape) if fits(block, shape) => block,
+                    (None, &[n, groups]) if n == rows && groups > 0 && columns.is_multiple_of(groups) => {
+                        [1, columns / groups]
+                    }
+                    _ => return Err(self.wrong(&module, &scales, &format!("as scales of {:?}", codes.shape))),
+                };
+                let block = block.map(|size| size.max(1));
+                self.give(&module, [rows, columns], Scheme::Scaled { codes, is_float, scales, block, factor: 1.0 })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn compressed(&mut self, config: &Value) -> Result<()> {
+        let groups: Vec<&Value> =
+            config["config_groups"].as_object().map(|groups| groups.values().collect()).unwrap_or_default();
+        let formats = groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
+        const KNOWN: [&str; 5] = ["float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "dense"];
+        if let Some(format) = formats.into_iter().find(|format| !KNOWN.contains(format)) {
+            return Err(self.unread(format!("has the format {format:?}; {} can be read", KNOWN[..4].join(", "))));
+        }
+        if config["sparsity_config"]["format"].as_str().is_some_and(|format| format != "dense") {
+            return Err(self.unread("has sparse weights, which cannot be read".into()));
+        }
+        let of_weights = |field: &str| -> Vec<&Value> {
+            let mut values: Vec<&Value> =
+                groups.iter().map(|group| &group["weights"][field]).filter(|value| !value.is_null()).collect();
+            values.dedup();
+            values
+        };
+        let block = match of_weights("block_structure")[..] {
+            [] => Value::Null,
+            [block] => block.clone(),
+            _ => return Err(self.unread("has groups with blocks of unlike shapes, which cannot be read".into())),
+        };
+        let bits = match of_weights("num_bits")[..] {
+            [bits] => bits.as_u64().unwrap_or(0) as usize,
+            _ => return Err(self.unread("has groups with unlike num_bits, or none, which cannot be read".into())),
+        };
+        self.scaled(block)?;
+        for module in self.modules(".weight_packed") {
+            let (codes, scales) = (self.need(&module, ".weight_packed")?, self.need(&module, ".weight_scale")?);
+            let shape = self.need(&module, ".weight_shape")?;
+            let shape = shape.shape_of(self)?;
+            if ![4, 8].contains(&bits) {
+                return Err(self.unread(format!("has num_bits {bits} of packed weights; 4 and 8 can be read")));
+            }
+            let &[rows, columns] = &shape[..] else {
+                return Err(self.wrong(&module, &codes, "whose weight_shape is not that of a matrix"));
+            };
+            if codes.shape != [rows, columns.div_ceil(32 / bits)] {
+                return Err(self.wrong(&module, &codes, &format!("as codes of {bits} bits of {shape:?}")));
+            }
+            let size = match &scales.shape[..] {
+                &[n, groups] if n == rows && groups > 0 && columns.is_multiple_of(groups) => columns / groups,
+                _ => return Err(self.wrong(&module, &scales, &format!("as scales of {shape:?}"))),
+            };
+            if self.take(&module, ".weight_g_idx").is_some() {
+                return Err(self.wrong(
+                    &module,
+                    &codes,
+                    "with groups in an order of their own (weight_g_idx), which cannot be read",
+                ));
+            }
+            let zeros = self.take(&module, ".weight_zero_point");
+            let scheme = Scheme::Packed { codes, scales, zeros, bits, size: size.max(1) };
+            self.give(&module, [rows, columns], scheme)?;
+        }
+        Ok(())
+    }
+
+    fn gptq(&mut self, config: &Value) -> Result<()> {
+        let bits = config["bits"].as_u64().unwrap_or(0) as usize;
+        let more = match config["checkpoint_format"].as_str() {
+            None | Some("gptq") => 1,
+            Some("gptq_v2") => 0,
+            Some(other) => {
+                return Err(self.unread(format!("has checkpoint_format {other:?}; gptq and gptq_v2 can be read")));
+            }
+        };
+        if ![2, 4, 8].contains(&bits) {
+            return Err(self.unread(format!("has {bits} bits; 2, 4 and 8 can be read")));
+        }
+        for module in self.modules(".qweight") {
+            let codes = self.need(&module, ".qweight")?;
+            let (zeros, scales) = (self.need(&module, ".qzeros")?, self.need(&module, ".scales")?);
+            let order = self.take(&module, ".g_idx").filter(|_| config["desc_act"].as_bool() != Some(false));
+            let &[packed, rows] = &codes.shape[..] else {
+                return Err(self.wrong(&module, &codes, "as codes; expected a matrix"));
+            };
+            let columns = packed * (32 / bits);
+            let size = config["group_size"].as_u64().map_or(columns, |size| size as usize).max(1);
+            let groups = columns.div_ceil(size);
+            if scales.shape != [groups, rows] || zeros.shape != [groups, rows.div_ceil(32 / bits)] {
+                let why = format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
+                return Err(self.wrong(&module, &scales, &why));
+            }
+            self.give(
+                &module,
+                [rows, columns],
+                Scheme::Gptq { codes, zeros, scales, groups: order, bits, size, more },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn awq(&mut self, config: &Value) -> Result<()> {
+        let version = config["version"].as_str().unwrap_or("gemm").to_lowercase();
+        let bits = config["bits"].as_u64().or(config["w_bit"].as_u64()).unwrap_or(4);
+        if version != "gemm" || bits != 4 {
+            return Err(
+                self.unread(format!("has version {version:?} and {bits} bits; version \"gemm\" of 4 bits can be read"))
+            );
+        }
+        for module in self.modules(".qweight") {
+            let codes = self.need(&module, ".qweight")?;
+            let (zeros, scales) = (self.need(&module, ".qzeros")?, self.need(&module, ".scales")?);
+            let &[columns, packed] = &codes.shape[..] else {
+                return Err(self.wrong(&module, &codes, "as codes; expected a matrix"));
+            };
+            let rows = packed * 8;
+            let size = config["group_size"].as_u64().map_or(columns, |size| size as usize).max(1);
+            let groups = columns.div_ceil(size);
+            if scales.shape != [groups, rows] || zeros.shape != [groups, packed] {
+                let why = format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
+                return Err(self.wrong(&module, &scales, &why));
+            }
+            self.give(&module, [rows, columns], Scheme::Awq { codes, zeros, scales, size })?;
+        }
+        Ok(())
+    }
+
+    fn bitsandbytes(&mut self) -> Result<()> {
+        for module in self.modules(".SCB") {
+            let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, ".SCB")?);
+            let (&[rows, columns], "I8") = (&codes.shape[..], &*codes.dtype) else {
+                return Err(self.wrong(&module, &codes, "beside SCB; expected a matrix of I8"));
+            };
+            if scales.shape != [rows] {
+                return Err(self.wrong(&module, &scales, &format!("as scales of {:?}", codes.shape)));
+            }
+            let block = [1, columns.max(1)];
+            self.give(
+                &module,
+                [rows, columns],
+                Scheme::Scaled { codes, is_float: false, scales, block, factor: 1.0 / 127.0 },
+            )?;
+        }
+        for kind in ["nf4", "fp4"] {
+            let state = format!(".weight.quant_state.bitsandbytes__{kind}");
+            for module in self.modules(&state) {
+                self.four(&module, &state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a weight of bitsandbytes in 4 bits.
+    fn four(&mut self, module: &str, state: &str) -> Result<()> {
+        let name = format!("{module}{state}");
+        let all = |stored: &Stored| stored.shape.iter().map(|&size| 0..size).collect::<Vec<_>>();
+        let block = all(self.stored(&name)?);
+        let text = self.read_block(&name, &block, &Device::Cpu)?.flatten_all()?.to_vec1::<u8>()?;
+        self.tensors.remove(&name);
+        let state: Value = serde_json::from_slice(&text)
+            .map_err(|error| Error::file(&self.source, format!("{name:?} is no JSON text ({error})")))?;
+        let shape: Option<[usize; 2]> = serde_json::from_value(state["shape"].clone()).ok();
+        let number = |field: &str| state[field].as_u64().map(|number| number as usize).filter(|&number| number > 0);
+        let (Some([rows, columns]), Some(block)) = (shape, number("blocksize")) else {
+            return Err(Error::file(&self.source, format!("{name:?} lacks the shape of a matrix or a blocksize")));
+        };
+        let codes = self.need(module, ".weight")?;
+        let table = self.need(module, ".weight.quant_map")?;
+        let table: [f32; 16] =
+            table.floats(self, &all(&table))?.try_into().map_err(|_| self.wrong(module, &table, "as table"))?;
+        let scales = self.need(module, ".weight.absmax")?;
+        let nested = match self.take(module, ".weight.nested_absmax") {
+            None => None,
+            Some(of_scales) => {
+                let table = self.need(module, ".weight.nested_quant_map")?;
+                let table = table.floats(self, &all(&table))?;
+                let (Some(block), 256) = (number("nested_blocksize"), table.len()) else {
+                    return Err(Error::file(
+                        &self.source,
+                        format!("{name:?} lacks a nested_blocksize, or its table 256 numbers"),
+                    ));
+                };
+                let offset = state["nested_offset"].as_f64().unwrap_or(0.0) as f32;
+                Some(Nested { table, scales: of_scales, block, offset })
+            }
+        };
+        let blocks = rows.saturating_mul(columns).div_ceil(block);
+        let has = codes.shape.iter().product::<usize>();
+        if codes.dtype != "U8" || has != rows.saturating_mul(columns).div_ceil(2) || scales.shape != [blocks] {
+            return Err(self.wrong(
+                module,
+                &codes,
+                &format!("as codes of [{rows}, {columns}] with scales {:?}", scales.shape),
+            ));
+        }
+        self.give(module, [rows, columns], Scheme::Four { codes, table, scales, block, nested, columns })
+    }
+}
+
+impl Stored {
+    /// Returns the numbers of a tensor of a shape.
+    fn shape_of(&self, weights: &Weights) -> Result<Vec<usize>> {
+        let count = self.shape.first().copied().unwrap_or(0);
+        self.numbers(weights, 0..count)
+    }
+}

@@ -1,0 +1,94 @@
+//! Weights in the codes of quantized safetensors files: matrices that are computed from several tensors when they are read.
+//!
+#![doc = include_str!("README.md")]
+
+mod config;
+mod decode;
+
+use super::{Stored, Weights};
+use crate::Result;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The tensors of a matrix `[rows, columns]`, and how its elements follow from them. The comments give the shapes.
+pub(super) enum Scheme {
+    /// Numbers of 8 bits `[rows, columns]`, each times the scale of its block, times a factor.
+    Scaled { codes: Stored, is_float: bool, scales: Stored, block: [usize; 2], factor: f32 },
+    /// GPTQ: `codes` `[columns / per, rows]` of 32 bits, `zeros` `[groups, rows / per]`, `scales` `[groups, rows]`, `groups` `[columns]`.
+    Gptq { codes: Stored, zeros: Stored, scales: Stored, groups: Option<Stored>, bits: usize, size: usize, more: i32 },
+    /// AWQ: `codes` `[columns, rows / 8]` of 32 bits, `zeros` `[groups, rows / 8]`, `scales` `[groups, rows]`.
+    Awq { codes: Stored, zeros: Stored, scales: Stored, size: usize },
+    /// compressed-tensors: `codes` `[rows, columns / per]` of 32 bits, `scales` `[rows, groups]`, `zeros` `[rows / per, groups]`.
+    Packed { codes: Stored, scales: Stored, zeros: Option<Stored>, bits: usize, size: usize },
+    /// bitsandbytes: two codes in a byte, row after row; a scale for each `block` of them.
+    Four { codes: Stored, table: [f32; 16], scales: Stored, block: usize, nested: Option<Nested>, columns: usize },
+}
+
+/// How scales are stored as codes of 8 bits: entries of a table, times the scale of their block, plus an offset.
+pub(super) struct Nested {
+    table: Vec<f32>,
+    scales: Stored,
+    block: usize,
+    offset: f32,
+}
+
+/// A block of a tensor, whose last two dims are rows and columns of a matrix.
+#[derive(Clone)]
+pub(super) struct SchemePiece {
+    pub(super) block: Vec<Range<usize>>,
+    pub(super) scheme: Arc<Scheme>,
+    /// The row and the column of the matrix at which the block begins.
+    pub(super) start: [usize; 2],
+}
+
+impl SchemePiece {
+    /// Returns the whole matrix.
+    fn whole(scheme: Scheme, shape: [usize; 2]) -> Self {
+        Self { block: shape.iter().map(|&size| 0..size).collect(), scheme: Arc::new(scheme), start: [0, 0] }
+    }
+
+    /// Returns the part of this one with the indices `range` of the dim `dim`, which become the first ones.
+    pub(super) fn part(&self, dim: usize, range: Range<usize>) -> Self {
+        let mut part = self.clone();
+        if let Some(at) = (dim + 2).checked_sub(part.block.len()) {
+            part.start[at] += range.start;
+        }
+        part.block[dim] = 0..range.len();
+        part
+    }
+
+    /// Returns the same matrix with an index of a dim in front.
+    pub(super) fn at(&self, index: usize) -> Self {
+        let block = std::iter::once(index..index + 1).chain(self.block.iter().cloned()).collect();
+        Self { block, ..self.clone() }
+    }
+
+    /// Writes the elements of this piece that are in the block `wanted` of the tensor, whose bytes are `bytes`: f32, row by row.
+    pub(super) fn write(&self, weights: &Weights, wanted: &[Range<usize>], bytes: &mut [u8]) -> Result<()> {
+        let overlap =
+            |(mine, wanted): (&Range<usize>, &Range<usize>)| mine.start.max(wanted.start)..mine.end.min(wanted.end);
+        let both: Vec<Range<usize>> = self.block.iter().zip(wanted).map(overlap).collect();
+        if both.iter().any(Range::is_empty) {
+            return Ok(());
+        }
+        let outer = both.len() - 2;
+        let within = |dim: usize| {
+            let from = both[outer + dim].start - self.block[outer + dim].start + self.start[dim];
+            from..from + both[outer + dim].len()
+        };
+        let values = self.scheme.decode(weights, [within(0), within(1)])?;
+        // A matrix has one index of each dim in front.
+        let front = both[..outer]
+            .iter()
+            .zip(wanted)
+            .fold(0, |at, (both, wanted)| at * wanted.len() + both.start - wanted.start);
+        let (rows, columns) = (&both[outer], &both[outer + 1]);
+        let (height, width) = (wanted[outer].len(), wanted[outer + 1].len());
+        for (nth, values) in values.chunks_exact(columns.len()).enumerate() {
+            let row = front * height + rows.start - wanted[outer].start + nth;
+            let at = 4 * (row * width + columns.start - wanted[outer + 1].start);
+            bytes[at..at + 4 * values.len()].copy_from_slice(bytemuck::cast_slice(values));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,157 @@
+//! Quantized safetensors files: each rank reads the floats that its part of the codes stands for.
+use crate::common::*;
+use candle_core::{DType, Device, Tensor};
+use candle_shard::{Result, Shard, Spec, Weights};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+use std::ops::Range;
+use std::path::Path;
+use test_utils::{Scratch, on_ranks};
+
+/// Tensors of several packages, and what they stand for: `benchmarks/scheme_facts.py`.
+const FACTS: &[u8] = include_bytes!("schemes.safetensors");
+const SHAPE: [usize; 2] = [32, 128];
+
+fn compressed(format: &str, weights: Value) -> Value {
+    json!({"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": {"weights": weights}}})
+}
+
+/// Returns the cases: their names, and the value of `quantization_config`.
+fn cases() -> Vec<(&'static str, Value)> {
+    let gptq =
+        |bits: usize, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order});
+    let of_8 = |kind: &str| json!({"num_bits": 8, "type": kind, "strategy": "channel"});
+    let of_4 = |symmetric: bool| json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric});
+    let block = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 32]});
+    let bnb = || json!({"quant_method": "bitsandbytes"});
+    vec![
+        ("fp8_block", json!({"quant_method": "fp8", "weight_block_size": [16, 40]})),
+        ("fp8_tensor", json!({"quant_method": "fp8"})),
+        ("float_channel", compressed("float-quantized", of_8("float"))),
+        ("float_block", compressed("float-quantized", block)),
+        ("int_channel", compressed("int-quantized", of_8("int"))),
+        ("pack_group", compressed("pack-quantized", of_4(true))),
+        ("pack_zeros", compressed("pack-quantized", of_4(false))),
+        ("pack_eight", compressed("pack-quantized", of_8("int"))),
+        ("gptq", gptq(4, false)),
+        ("gptq_order", gptq(4, true)),
+        ("gptq_eight", gptq(8, false)),
+        ("awq", json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})),
+        ("nf4", bnb()),
+        ("nf4_nested", bnb()),
+        ("fp4", bnb()),
+        ("int8", bnb()),
+    ]
+}
+
+/// Writes the tensors of a case as those of the module `layer`, and of another one; returns what they stand for.
+fn write(case: &str, path: &Path) -> Tensor {
+    let facts = SafeTensors::deserialize(FACTS).unwrap();
+    let own = |name: &str| name.strip_prefix(case).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
+    let tensors: Vec<_> = facts.tensors().into_iter().filter_map(|(name, view)| Some((own(&name)?, view))).collect();
+    let is_code = |name: &&(String, _)| name.0 != "want";
+    let named = |module: &'static str| {
+        tensors.iter().filter(is_code).map(move |(name, view)| (format!("{module}.{name}"), view.clone()))
+    };
+    safetensors::serialize_to_file(named("layer").chain(named("other")), None, path).unwrap();
+    let want = &tensors.iter().find(|(name, _)| name == "want").unwrap().1;
+    let values: Vec<f32> = want.data().chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
+    Tensor::from_vec(values, &SHAPE, &Device::Cpu).unwrap()
+}
+
+fn block_of(whole: &Tensor, [rows, columns]: [Range<usize>; 2]) -> Vec<Vec<f32>> {
+    let part = whole.narrow(0, rows.start, rows.len()).unwrap().narrow(1, columns.start, columns.len()).unwrap();
+    part.to_vec2().unwrap()
+}
+
+#[test]
+fn codes_stand_for_what_their_packages_say() {
+    let folder = Scratch::new("schemes");
+    let path = folder.path("w.safetensors");
+    for (case, config) in cases() {
+        let want = write(case, &path);
+        let weights = Weights::open(&path).unwrap().dequantize(&config).unwrap();
+        assert_eq!(weights.names().collect::<Vec<_>>(), ["layer.weight", "other.weight"], "{case}");
+        assert_eq!(weights.shape("layer.weight").unwrap(), SHAPE);
+        assert_eq!(weights.dtype("layer.weight").unwrap(), DType::F32);
+        for block in [[0..32, 0..128], [3..20, 33..95], [31..32, 0..1], [5..5, 0..128], [7..9, 40..41]] {
+            let before = weights.bytes_read();
+            let read = weights.read_block("layer.weight", &block, &Device::Cpu).unwrap();
+            let count = read.elem_count();
+            assert_eq!(read.dims(), [block[0].len(), block[1].len()]);
+            if count > 0 {
+                let (found, want) = (read.to_vec2::<f32>().unwrap(), block_of(&want, block.clone()));
+                assert!(found == want, "{case} {block:?}");
+            }
+            assert!(weights.bytes_read() - before < 10 * 1024, "{case} {block:?}: whole tensors were read");
+        }
+    }
+}
+
+#[test]
+fn ranks_read_their_parts_of_codes() {
+    let folder = Scratch::new("schemes-ranks");
+    for (case, config) in cases() {
+        let path = folder.path(format!("{case}.safetensors"));
+        let want = write(case, &path);
+        for ranks in [2, 3, 5] {
+            let (path, config, want) = (path.clone(), config.clone(), want.clone());
+            on_ranks(ranks, "schemes", move |ctx| -> Result<()> {
+                let mesh = mesh(ctx, &[ranks])?;
+                let weights = Weights::open(&path)?.dequantize(&config)?;
+                for dim in 0..2 {
+                    let spec = Spec::new(&mesh, &[Shard(dim)], &SHAPE, DType::F32)?;
+                    let read = weights.read("layer.weight", &spec, &Device::Cpu)?;
+                    assert_eq!(read.to_local().to_vec2::<f32>()?, block(&want, &spec)?.to_vec2::<f32>()?);
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn weights_of_codes_are_split_stacked_and_renamed() {
+    let folder = Scratch::new("schemes-names");
+    let path = folder.path("w.safetensors");
+    for (case, config) in cases() {
+        let want = write(case, &path);
+        let open = || Weights::open(&path).unwrap().dequantize(&config).unwrap();
+        let weights = open().rename(|name| format!("model.{name}")).unwrap();
+        let weights = weights.split("model.layer.weight", &[("q", 9), ("k", 3), ("v", 20)]).unwrap();
+        let read = weights.read_block("v", &[2..20, 5..128], &Device::Cpu).unwrap();
+        assert!(read.to_vec2::<f32>().unwrap() == block_of(&want, [14..32, 5..128]), "{case}");
+        let weights = weights.split_dim("v", 1, &[("left", 40), ("right", 88)]).unwrap();
+        let read = weights.read_block("right", &[1..3, 2..50], &Device::Cpu).unwrap();
+        assert!(read.to_vec2::<f32>().unwrap() == block_of(&want, [13..15, 42..90]), "{case}");
+        let weights = open().stack(&["layer.weight", "other.weight"], "experts").unwrap();
+        assert_eq!(weights.shape("experts").unwrap(), [2, 32, 128]);
+        let read = weights.read_block("experts", &[0..2, 30..32, 1..4], &Device::Cpu).unwrap();
+        let part = block_of(&want, [30..32, 1..4]);
+        assert_eq!(read.to_vec3::<f32>().unwrap(), [part.clone(), part], "{case}");
+    }
+}
+
+#[test]
+fn what_cannot_be_read_is_one_error() {
+    let folder = Scratch::new("schemes-errors");
+    let path = folder.path("w.safetensors");
+    let refused = |case: &str, config: Value, want: &[&str]| {
+        write(case, &path);
+        let error = Weights::open(&path).unwrap().dequantize(&config).err().map(|error| error.to_string());
+        let text = error.unwrap_or_else(|| panic!("{case} {config} is read"));
+        assert!(want.iter().all(|part| text.contains(part)), "{text}: {want:?}");
+    };
+    refused("gptq", json!({}), &["quant_method \"\"", "gptq, awq"]);
+    refused("gptq", json!({"quant_method": "hqq"}), &["quant_method \"hqq\""]);
+    refused("gptq", json!({"quant_method": "gptq", "bits": 3}), &["3 bits"]);
+    refused("gptq", json!({"quant_method": "gptq", "bits": 8, "group_size": 32}), &["\"layer\"", "groups of 32"]);
+    refused("gptq", json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), &["\"marlin\""]);
+    refused("awq", json!({"quant_method": "awq", "version": "gemv"}), &["\"gemv\""]);
+    refused("awq", json!({"quant_method": "awq", "group_size": 64}), &["groups of 64"]);
+    refused("fp8_block", json!({"quant_method": "fp8"}), &["\"layer\"", "F32[2, 4]", "scales of [32, 128]"]);
+    refused("pack_group", compressed("nvfp4-pack-quantized", json!({"num_bits": 4})), &["nvfp4-pack-quantized"]);
+    refused("pack_group", compressed("pack-quantized", json!({"num_bits": 8})), &["codes of 8 bits of [32, 128]"]);
+    refused("pack_group", compressed("pack-quantized", json!({})), &["num_bits"]);
+    refused("nf4", json!({"quant_method": "gguf"}), &["quant_method \"gguf\""]);
+}
