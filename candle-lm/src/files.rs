@@ -68,6 +68,14 @@ impl Files {
                 (config, weights, GenerationConfig::default())
             }
         };
+        if let Some(quantization) = &config.quantization {
+            if !has_values {
+                // The shapes of some weights are values of tensors.
+                let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
+                return Ok(Self { config, ends, unmet, weights: Arc::new(weights), path });
+            }
+            weights = weights.dequantize(quantization)?;
+        }
         for (name, parts) in config.fused() {
             weights = weights.split(&name, &parts)?;
         }

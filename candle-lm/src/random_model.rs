@@ -32,6 +32,7 @@ pub fn config() -> Config {
         bos_token_id: None,
         eos_token_id: None,
         parts: Parts::default(),
+        quantization: None,
         family: "llama",
         notes: Vec::new(),
     }

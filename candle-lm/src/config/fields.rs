@@ -65,7 +65,7 @@ static COMMON: &[(&str, Rule)] = {
         ("mlp_bias", Only(False)),
         ("partial_rotary_factor", Only(One)),
         ("qk_layernorm", Only(False)),
-        ("quantization_config", Only(Null)),
+        ("quantization_config", Used),
         ("rope_interleaved", Only(False)),
         ("sliding_window", Only(Null)),
         ("tie_encoder_decoder", Only(False)),

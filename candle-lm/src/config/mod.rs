@@ -13,6 +13,7 @@ pub(super) mod unknown;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use candle_shard::Weights;
 use candle_shard::nn::Heads;
 use candle_shard::regular;
 use serde::Serialize;
@@ -67,6 +68,9 @@ pub struct Config {
     /// What the family computes.
     #[serde(skip)]
     pub parts: Parts,
+    /// How the weights of a folder are quantized: `quantization_config`, if there is one.
+    #[serde(skip)]
+    pub quantization: Option<Value>,
     /// The family.
     #[serde(skip)]
     pub family: &'static str,
@@ -106,6 +110,19 @@ impl TokenIds {
             Self::Many(ids) => ids,
         }
     }
+}
+
+/// Checks that the weights are quantized in a way that can be read, if they are.
+fn quantization(field: Option<&Value>) -> Result<Option<Value>> {
+    let Some(field) = field.filter(|field| !field.is_null()) else { return Ok(None) };
+    let method = field["quant_method"].as_str().unwrap_or_default();
+    let known = Weights::QUANT_METHODS;
+    ensure!(
+        known.contains(&method),
+        "quantization_config has quant_method {method:?}; expected one of {}",
+        known.join(", ")
+    );
+    Ok(Some(field.clone()))
 }
 
 impl Config {
@@ -165,6 +182,7 @@ impl Config {
             bos_token_id: ids("bos_token_id")?.and_then(|ids| ids.ids().first().copied()),
             eos_token_id: ids("eos_token_id")?,
             parts: Parts { rotary_share: rope::share(&fields)?, ..(fields.family.parts)(&fields, num_hidden_layers)? },
+            quantization: quantization(fields.get("quantization_config"))?,
             family: fields.family.model_type,
             notes: fields.notes,
         };

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_shard::regular;
+use candle_shard::{Weights, regular};
 use hf_hub::{Repo, RepoType};
 use serde_json::Value;
 
@@ -62,10 +62,16 @@ impl<'a> Snapshots<'a> {
         };
         let path = match &self.name.file {
             Some(file) => {
-                if let Some(server) = self.server.filter(|_| !self.pointer(&commit, file).exists()) {
+                let files = parts(file);
+                // The header of a model in several files is that of all of them.
+                if let Some(server) = self.server.filter(|_| files.len() == 1 && !self.pointer(&commit, file).exists())
+                {
                     outline::check_file(server, &self.name.repo, &commit, file, self.ignored)?;
                 }
-                self.get(&commit, file)?
+                for part in &files {
+                    self.get(&commit, part)?;
+                }
+                self.pointer(&commit, file)
             }
             None => self.folder(&commit)?,
         };
@@ -139,7 +145,7 @@ impl<'a> Snapshots<'a> {
     fn has_needed(&self, commit: &str) -> Result<bool> {
         let has = |file: &str| self.pointer(commit, file).exists();
         Ok(match &self.name.file {
-            Some(file) => has(file),
+            Some(file) => parts(file).iter().all(|part| has(part)),
             None => {
                 let index = self.pointer(commit, INDEX);
                 let weights = match (has(SINGLE), index.exists()) {
@@ -293,6 +299,12 @@ impl<'a> Snapshots<'a> {
         };
         named(part, &digest)
     }
+}
+
+/// The GGUF files of a model of which this one is a part, or this one.
+fn parts(file: &str) -> Vec<String> {
+    let paths = Weights::gguf_files(file).into_iter();
+    paths.filter_map(|path| path.into_os_string().into_string().ok()).collect()
 }
 
 /// Gives the bytes their name.

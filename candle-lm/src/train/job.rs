@@ -135,7 +135,9 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
     let tied = model.tie_word_embeddings;
     let wants = said.into_iter().map(|field| (field, Value::from(name)));
     let wants: Vec<(&str, Value)> = wants.chain([("tie_word_embeddings", Value::from(tied))]).collect();
-    if wants.iter().all(|(field, value)| fields.get(*field) == Some(value)) {
+    // What is saved is not quantized.
+    let was_quantized = fields.remove("quantization_config").is_some();
+    if !was_quantized && wants.iter().all(|(field, value)| fields.get(*field) == Some(value)) {
         return Ok(config.to_vec());
     }
     fields.extend(wants.into_iter().map(|(field, value)| (field.to_owned(), value)));

@@ -15,6 +15,7 @@ pub(crate) mod gguf;
 pub(crate) mod hub;
 mod info;
 mod proofs;
+mod quantized;
 mod ropes;
 mod score;
 mod shares;

@@ -17,9 +17,11 @@ const OF_OTHERS: [&str; 9] = [
     ".v_scale",
     ".weight_format",
 ];
-const METHODS: &str = "fp8, compressed-tensors, gptq, awq and bitsandbytes";
 
 impl Weights {
+    /// The values of `quant_method` that [`dequantize`](Self::dequantize) reads.
+    pub const QUANT_METHODS: [&str; 5] = ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes"];
+
     /// Replaces the tensors of quantized layers by the weights that they stand for, which are read as floats. Each rank reads the codes
     /// and scales of its own block.
     ///
@@ -51,7 +53,10 @@ impl Weights {
             "gptq" => self.gptq(config)?,
             "awq" => self.awq(config)?,
             "bitsandbytes" => self.bitsandbytes()?,
-            _ => return Err(self.unread(format!("has quant_method {method:?}; {METHODS} can be read"))),
+            _ => {
+                let known = Self::QUANT_METHODS.join(", ");
+                return Err(self.unread(format!("has quant_method {method:?}; {known} can be read")));
+            }
         }
         self.tensors.retain(|name, _| !OF_OTHERS.iter().any(|suffix| name.ends_with(suffix)));
         Ok(self)

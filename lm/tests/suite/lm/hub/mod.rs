@@ -8,8 +8,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use candle_core::DType;
-use candle_core::quantized::GgmlDType;
+use candle_core::quantized::{GgmlDType, gguf_file};
+use candle_core::{DType, Device};
 use candle_lm::config::Config;
 use candle_lm::hub::HubName;
 use candle_lm::random_model;
@@ -129,6 +129,55 @@ fn a_gguf_file_by_name_is_the_only_file_that_is_downloaded() {
     };
     assert_eq!(info("someone/quantized/sub/x.gguf"), info(path.to_str().unwrap()));
     assert_eq!(server.sent(), ["sub/x.gguf"]);
+}
+
+/// Splits a GGUF file into two: the metadata with some tensors, and the others.
+fn split(path: &Path, parts: [&Path; 2]) {
+    let mut file = fs::File::open(path).unwrap();
+    let content = gguf_file::Content::read(&mut file).unwrap();
+    let mut names: Vec<&String> = content.tensor_infos.keys().collect();
+    names.sort();
+    for (nth, part) in parts.into_iter().enumerate() {
+        let mut metadata: Vec<(&str, gguf_file::Value)> = vec![
+            ("split.no", gguf_file::Value::U16(nth as u16)),
+            ("split.count", gguf_file::Value::U16(2)),
+            ("split.tensors.count", gguf_file::Value::I32(names.len() as i32)),
+        ];
+        if nth == 0 {
+            metadata.extend(content.metadata.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        }
+        let metadata: Vec<_> = metadata.iter().map(|(name, value)| (*name, value)).collect();
+        let mine = names.iter().enumerate().filter(|(at, _)| at % 2 == nth).map(|(_, name)| name.as_str());
+        let tensors: Vec<_> = mine.map(|name| (name, content.tensor(&mut file, name, &Device::Cpu).unwrap())).collect();
+        let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+        gguf_file::write(&mut fs::File::create(part).unwrap(), &metadata, &tensors).unwrap();
+    }
+}
+
+#[test]
+fn a_gguf_model_in_several_files_is_the_model_of_one() {
+    let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("x.gguf");
+    let model = crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
+    crate::lm::gguf::write(&path, &model.config, GgmlDType::F32);
+    let names = [1, 2].map(|nth| format!("x-{nth:05}-of-00002.gguf"));
+    let parts = [folder.path().join(&names[0]), folder.path().join(&names[1])];
+    split(&path, [&parts[0], &parts[1]]);
+    let remote = |name: &String| (format!("someone/quantized/{name}"), fs::read(folder.path().join(name)).unwrap());
+    let server = Server::start(names.iter().map(remote).collect());
+    let info = |model: &str| {
+        let run = program(&server.address, home.path(), &[]).args(["info", "--model", model]).output().unwrap();
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+        run.stdout
+    };
+    let want = info(path.to_str().unwrap());
+    assert!(parts.iter().all(|part| info(part.to_str().unwrap()) == want));
+    let name = format!("someone/quantized/{}", names[1]);
+    assert_eq!(info(&name), want);
+    assert_eq!(server.sent(), names);
+    // Both are in the cache.
+    assert_eq!(info(&name), want);
+    assert!(server.sent().is_empty());
 }
 
 #[test]

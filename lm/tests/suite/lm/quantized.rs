@@ -1,0 +1,105 @@
+//! Folders and GGUF files of quantized weights: the program writes what it writes with the floats that these stand for.
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use candle_lm::config::Config;
+use candle_lm::random_model;
+use candle_shard::Weights;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+
+use crate::lm::{config, llama};
+
+/// The tensors of a folder, with their bytes.
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn save(folder: &Path, tensors: &Tensors) {
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+}
+
+fn floats(shape: &[usize], values: &[f32]) -> (Dtype, Vec<usize>, Vec<u8>) {
+    (Dtype::F32, shape.to_vec(), values.iter().flat_map(|value| value.to_le_bytes()).collect())
+}
+
+/// Writes a random model to both folders: with codes of 8 bits for each projection, and with the floats that these stand for.
+fn write(codes: &Path, whole: &Path) {
+    random_model::write(whole, &Config { vocab_size: 256, ..config(4, 2) }, 3, DType::F32).unwrap();
+    let weights = Weights::open(whole).unwrap();
+    let (mut quantized, mut plain) = (Tensors::new(), Tensors::new());
+    for name in weights.names() {
+        let shape = weights.shape(name).unwrap().to_vec();
+        let block: Vec<_> = shape.iter().map(|&size| 0..size).collect();
+        let values: Tensor = weights.read_block(name, &block, &Device::Cpu).unwrap();
+        let values = values.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let Some(module) = name.strip_suffix(".weight").filter(|module| module.ends_with("_proj")) else {
+            quantized.insert(name.into(), floats(&shape, &values));
+            plain.insert(name.into(), floats(&shape, &values));
+            continue;
+        };
+        let (mut scales, mut bytes, mut stand_for) = (Vec::new(), Vec::new(), Vec::new());
+        for row in values.chunks_exact(shape[1]) {
+            let scale = row.iter().fold(0f32, |most, value| most.max(value.abs())) / 127.0;
+            scales.push(scale);
+            for value in row {
+                let code = (value / scale).round() as i8;
+                bytes.push(code.cast_unsigned());
+                stand_for.push(f32::from(code) * scale);
+            }
+        }
+        quantized.insert(name.into(), (Dtype::I8, shape.clone(), bytes));
+        quantized.insert(format!("{module}.weight_scale"), floats(&[shape[0], 1], &scales));
+        quantized.insert(format!("{module}.input_scale"), floats(&[1], &[0.5]));
+        plain.insert(name.into(), floats(&shape, &stand_for));
+    }
+    save(whole, &plain);
+    save(codes, &quantized);
+    for file in ["config.json", "tokenizer.json"] {
+        fs::copy(whole.join(file), codes.join(file)).unwrap();
+    }
+}
+
+fn set_quantization(folder: &Path, value: Value) {
+    let path = folder.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["quantization_config"] = value;
+    fs::write(path, config.to_string()).unwrap();
+}
+
+fn written(folder: &Path, flags: &[&str]) -> Value {
+    let common = ["generate", "--model", folder.to_str().unwrap(), "--prompt", "Once", "--max-tokens", "12"];
+    let output = llama(&[&common[..], &["--temperature", "0", "--json", "-"], flags].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice::<Value>(&output.stdout).unwrap()["tokens"].clone()
+}
+
+#[test]
+fn a_folder_of_codes_writes_what_its_floats_write() {
+    let (codes, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(codes.path(), whole.path());
+    let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true});
+    let groups = json!({"group_0": {"weights": weights}});
+    set_quantization(
+        codes.path(),
+        json!({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}),
+    );
+    let want = written(whole.path(), &[]);
+    for flags in [&["--tp", "1"], &["--tp", "2"], &["--tp", "3"], &["--pp", "2"]] {
+        assert_eq!(written(codes.path(), flags), want, "{flags:?}");
+    }
+    for (value, wants) in [
+        (json!({"quant_method": "hqq"}), &["quantization_config", "\"hqq\"", "gptq"][..]),
+        (json!({"quant_method": "gptq", "bits": 4, "group_size": 32}), &["q_proj.weight", "I8"]),
+    ] {
+        set_quantization(codes.path(), value);
+        let output = llama(&["generate", "--model", codes.path().to_str().unwrap(), "--prompt", "Once"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(wants.iter().all(|part| said.contains(part)), "{said}");
+    }
+}
