@@ -38,7 +38,8 @@ def weight(seed):
 
 def fp8(facts):
     w, block = weight(1), [16, 40]
-    scales = torch.rand(-(-ROWS // block[0]), -(-COLUMNS // block[1])) * 0.01 + 0.001
+    generator = torch.Generator().manual_seed(2)
+    scales = torch.rand(-(-ROWS // block[0]), -(-COLUMNS // block[1]), generator=generator) * 0.01 + 0.001
     whole = scales.repeat_interleave(block[0], 0)[:ROWS].repeat_interleave(block[1], 1)[:, :COLUMNS]
     codes = (w / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
     facts["fp8_block"] = {"weight": codes, "weight_scale_inv": scales, "want": codes.float() * whole}
@@ -79,7 +80,9 @@ def gptq(facts):
         sys.modules.setdefault(missing, types.ModuleType(missing))
     if not hasattr(sys.modules["transformers"], "pytorch_utils"):
         sys.modules["transformers"].pytorch_utils = types.SimpleNamespace(Conv1D=type(None))
-    QuantLinear = source("auto_gptq", "nn_modules/qlinear/qlinear_cuda_old.py").QuantLinear
+    # The first has groups of consecutive columns only; the second has an order, and does not wrap zeros as kernels do.
+    sorted_layer = source("auto_gptq", "nn_modules/qlinear/qlinear_cuda_old.py").QuantLinear
+    ordered_layer = source("auto_gptq", "nn_modules/qlinear/qlinear_cuda.py").QuantLinear
     for seed, (name, bits, is_sorted) in enumerate([("gptq", 4, True), ("gptq_order", 4, False), ("gptq_eight", 8, True)]):
         w, groups = weight(20 + seed), COLUMNS // GROUP
         order = torch.arange(COLUMNS) // GROUP
@@ -89,8 +92,9 @@ def gptq(facts):
         least, most = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
         scale = ((most - least) / (2**bits - 1)).half().float()
         zero = (-least / scale).round().clamp(0, 2**bits - 1)
-        zero[0] = 0  # whose stored value wraps
-        layer = QuantLinear(bits, GROUP, COLUMNS, ROWS, False)
+        if is_sorted:
+            zero[0] = 0  # whose stored value wraps
+        layer = (sorted_layer if is_sorted else ordered_layer)(bits, GROUP, COLUMNS, ROWS, False)
         linear = torch.nn.Linear(COLUMNS, ROWS, bias=False)
         codes = (w / scale[:, order] + zero[:, order]).round().clamp(0, 2**bits - 1)
         linear.weight.data = scale[:, order] * (codes - zero[:, order])
@@ -98,6 +102,7 @@ def gptq(facts):
         layer.scales = layer.scales.float()
         want = layer(torch.eye(COLUMNS)).T.contiguous()
         made = {key: getattr(layer, key) for key in ["qweight", "qzeros", "g_idx"]}
+        assert is_sorted == bool((made["g_idx"].diff() >= 0).all())
         facts[name] = {**made, "scales": layer.scales.half(), "want": want.detach().float()}
 
 

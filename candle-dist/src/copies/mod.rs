@@ -69,7 +69,7 @@ impl CopyStream {
         #[cfg(feature = "cuda")]
         if let Some(side) = &self.side {
             let mut tensors: Vec<Tensor> = Vec::new();
-            let tree = tree.map_tensors(|t| {
+            let tree = tree.map_tensors(|t| -> Result<Tensor> {
                 if !side::takes(t) {
                     return Ok(t.to_device(&self.device)?);
                 }

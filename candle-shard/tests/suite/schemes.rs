@@ -35,6 +35,7 @@ fn cases() -> Vec<(&'static str, Value)> {
         ("pack_eight", compressed("pack-quantized", of_8("int"))),
         ("gptq", gptq(4, false)),
         ("gptq_order", gptq(4, true)),
+        ("gptq_order", gptq(4, false)),
         ("gptq_eight", gptq(8, false)),
         ("awq", json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})),
         ("nf4", bnb()),
@@ -83,7 +84,7 @@ fn codes_stand_for_what_their_packages_say() {
                 let (found, want) = (read.to_vec2::<f32>().unwrap(), block_of(&want, block.clone()));
                 assert!(found == want, "{case} {block:?}");
             }
-            assert!(weights.bytes_read() - before < 10 * 1024, "{case} {block:?}: whole tensors were read");
+            assert!(weights.bytes_read() - before < 6 * 1024, "{case} {block:?}: whole tensors were read");
         }
     }
 }

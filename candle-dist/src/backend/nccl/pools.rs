@@ -2,6 +2,7 @@
 //!
 //! candle allocates from the default pool of a GPU, which only that GPU may access. NCCL moves data between GPUs of one
 //! process directly from buffer to buffer if they are linked, so every pool must be open to all linked GPUs.
+use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use candle_core::Device;
 use cudarc::driver::sys;

@@ -63,9 +63,10 @@ fn set_up(model: &Model, [dice, more, batches]: &mut [Dice; 3]) -> String {
     text += if model.plain { dtype.split(' ').next().unwrap_or(dtype) } else { dtype };
     let batch = (model.rows - dice.below(2)).max(sizes[1].1);
     text += &format!(" batch={batch}");
-    // No less than each replica and each pass needs.
+    // No less than each replica, each pass and a batch norm need.
     let (is_short, less) = (batches.once_in(4), 1 + batches.below(3));
-    let second = |passes: usize| match (batch.saturating_sub(less)).max(sizes[1].1 * passes) {
+    let least = if model.has(&Layer::BatchNorm) { 2 } else { 1 };
+    let second = |passes: usize| match batch.saturating_sub(less).max(least).max(sizes[1].1 * passes) {
         second if is_short && second < batch => format!(",{second}"),
         _ => String::new(),
     };

@@ -6,7 +6,7 @@ use candle_core::Device;
 use serde_json::Value;
 
 /// Scales of activations, outputs and caches, which say nothing of weights.
-const OF_OTHERS: [&str; 9] = [
+const OF_OTHERS: [&str; 8] = [
     ".input_scale",
     ".input_scale_inv",
     ".input_global_scale",
@@ -15,7 +15,6 @@ const OF_OTHERS: [&str; 9] = [
     ".output_scale",
     ".k_scale",
     ".v_scale",
-    ".weight_format",
 ];
 
 impl Weights {
@@ -113,6 +112,13 @@ impl Weights {
                 let &[rows, columns] = &codes.shape[..] else {
                     return Err(self.wrong(&module, &codes, "which is quantized; expected a matrix"));
                 };
+                if self.take(&module, ".weight_g_idx").is_some() {
+                    return Err(self.wrong(
+                        &module,
+                        &codes,
+                        "with groups in an order of their own (weight_g_idx), which cannot be read",
+                    ));
+                }
                 if self.take(&module, ".weight_zero_point").is_some() {
                     return Err(self.wrong(&module, &codes, "with zero points, which cannot be read"));
                 }
@@ -172,7 +178,7 @@ impl Weights {
             let &[rows, columns] = &shape[..] else {
                 return Err(self.wrong(&module, &codes, "whose weight_shape is not that of a matrix"));
             };
-            if codes.shape != [rows, columns.div_ceil(32 / bits)] {
+            if !is_word(&codes) || codes.shape != [rows, columns.div_ceil(32 / bits)] {
                 return Err(self.wrong(&module, &codes, &format!("as codes of {bits} bits of {shape:?}")));
             }
             let size = match &scales.shape[..] {
@@ -187,6 +193,11 @@ impl Weights {
                 ));
             }
             let zeros = self.take(&module, ".weight_zero_point");
+            if let Some(zeros) = &zeros
+                && (!is_word(zeros) || zeros.shape != [rows.div_ceil(32 / bits), scales.shape[1]])
+            {
+                return Err(self.wrong(&module, zeros, "as zero points, which are not packed by rows"));
+            }
             let scheme = Scheme::Packed { codes, scales, zeros, bits, size: size.max(1) };
             self.give(&module, [rows, columns], scheme)?;
         }
@@ -208,14 +219,16 @@ impl Weights {
         for module in self.modules(".qweight") {
             let codes = self.need(&module, ".qweight")?;
             let (zeros, scales) = (self.need(&module, ".qzeros")?, self.need(&module, ".scales")?);
-            let order = self.take(&module, ".g_idx").filter(|_| config["desc_act"].as_bool() != Some(false));
+            let order = self.take(&module, ".g_idx");
             let &[packed, rows] = &codes.shape[..] else {
                 return Err(self.wrong(&module, &codes, "as codes; expected a matrix"));
             };
-            let columns = packed * (32 / bits);
+            let columns = packed.saturating_mul(32 / bits);
             let size = config["group_size"].as_u64().map_or(columns, |size| size as usize).max(1);
             let groups = columns.div_ceil(size);
-            if scales.shape != [groups, rows] || zeros.shape != [groups, rows.div_ceil(32 / bits)] {
+            let is_order = |order: &Stored| order.shape == [columns] && ["I32", "I64"].contains(&&*order.dtype);
+            let fits = [&codes, &zeros].into_iter().all(is_word) && order.as_ref().is_none_or(is_order);
+            if !fits || scales.shape != [groups, rows] || zeros.shape != [groups, rows.div_ceil(32 / bits)] {
                 let why = format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
                 return Err(self.wrong(&module, &scales, &why));
             }
@@ -242,10 +255,11 @@ impl Weights {
             let &[columns, packed] = &codes.shape[..] else {
                 return Err(self.wrong(&module, &codes, "as codes; expected a matrix"));
             };
-            let rows = packed * 8;
+            let rows = packed.saturating_mul(8);
             let size = config["group_size"].as_u64().map_or(columns, |size| size as usize).max(1);
             let groups = columns.div_ceil(size);
-            if scales.shape != [groups, rows] || zeros.shape != [groups, packed] {
+            let fits = [&codes, &zeros].into_iter().all(is_word);
+            if !fits || scales.shape != [groups, rows] || zeros.shape != [groups, packed] {
                 let why = format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
                 return Err(self.wrong(&module, &scales, &why));
             }
@@ -256,6 +270,16 @@ impl Weights {
 
     fn bitsandbytes(&mut self) -> Result<()> {
         for module in self.modules(".SCB") {
+            // Other formats have the columns in an order of GPUs.
+            if let Some(format) = self.take(&module, ".weight_format")
+                && format.line_of(self)?.iter().any(|&format| format != 0)
+            {
+                return Err(self.wrong(
+                    &module,
+                    &format,
+                    "as weight_format; only rows one behind the other can be read",
+                ));
+            }
             let (codes, scales) = (self.need(&module, ".weight")?, self.need(&module, ".SCB")?);
             let (&[rows, columns], "I8") = (&codes.shape[..], &*codes.dtype) else {
                 return Err(self.wrong(&module, &codes, "beside SCB; expected a matrix of I8"));
@@ -314,8 +338,19 @@ impl Weights {
             }
         };
         let blocks = rows.saturating_mul(columns).div_ceil(block);
+        // One behind the other, also where their dims are [n, 1].
+        let is_line = |stored: &Stored| stored.shape.iter().skip(1).all(|&size| size == 1);
+        let of_scales = match &nested {
+            None => scales.dtype != "U8",
+            Some(nested) => scales.dtype == "U8" && nested.scales.shape == [blocks.div_ceil(nested.block)],
+        };
         let has = codes.shape.iter().product::<usize>();
-        if codes.dtype != "U8" || has != rows.saturating_mul(columns).div_ceil(2) || scales.shape != [blocks] {
+        if !of_scales
+            || !is_line(&codes)
+            || codes.dtype != "U8"
+            || has != rows.saturating_mul(columns).div_ceil(2)
+            || scales.shape != [blocks]
+        {
             return Err(self.wrong(
                 module,
                 &codes,
@@ -329,7 +364,23 @@ impl Weights {
 impl Stored {
     /// Returns the numbers of a tensor of a shape.
     fn shape_of(&self, weights: &Weights) -> Result<Vec<usize>> {
-        let count = self.shape.first().copied().unwrap_or(0);
-        self.numbers(weights, 0..count)
+        if self.shape != [2] || !["I32", "I64"].contains(&&*self.dtype) {
+            let reason = format!("has a weight_shape {}{:?}; expected two numbers", self.dtype, self.shape);
+            return Err(Error::file(&weights.source, reason));
+        }
+        self.numbers(weights, 0..2)
     }
+
+    /// Returns the bytes of a small tensor.
+    fn line_of(&self, weights: &Weights) -> Result<Vec<u8>> {
+        match (&*self.dtype, self.shape.iter().product::<usize>()) {
+            ("U8" | "I8", ..=1) => self.small(weights),
+            _ => Err(Error::file(&weights.source, format!("has a weight_format {}{:?}", self.dtype, self.shape))),
+        }
+    }
+}
+
+/// Returns whether a tensor has words of 32 bits.
+fn is_word(stored: &Stored) -> bool {
+    ["I32", "U32"].contains(&&*stored.dtype)
 }

@@ -212,7 +212,7 @@ fn groups(range: &Range<usize>, size: usize) -> Range<usize> {
 /// Returns the range from the least of some numbers to the largest.
 fn around(numbers: &[usize]) -> Range<usize> {
     let least = numbers.iter().copied().min().unwrap_or(0);
-    least..numbers.iter().copied().max().map_or(least, |most| most + 1)
+    least..numbers.iter().copied().max().map_or(least, |most| most.saturating_add(1))
 }
 
 /// Returns the `nth` number of so many bits in a word.
@@ -243,6 +243,12 @@ impl Stored {
     /// Returns the bytes of a range of a tensor of bytes in the order of memory: `[n]` or `[n, 1]`.
     fn line(&self, weights: &Weights, range: Range<usize>) -> Result<Vec<u8>> {
         self.bytes(weights, &self.within(range), 1)
+    }
+
+    /// Returns all bytes of a tensor of bytes.
+    pub(super) fn small(&self, weights: &Weights) -> Result<Vec<u8>> {
+        let all: Vec<Range<usize>> = self.shape.iter().map(|&size| 0..size).collect();
+        self.bytes(weights, &all, 1)
     }
 
     /// Returns a range of the first dim, and all other dims.
