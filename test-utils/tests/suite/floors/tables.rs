@@ -34,7 +34,7 @@ const CANDLE_DIST: &[Folder] = &[
             "freeable launch tree",
             "control",
             "backend",
-            "group store",
+            "copies group store",
             "functional mesh row_changes",
             "train",
             "world",
@@ -45,7 +45,7 @@ const CANDLE_DIST: &[Folder] = &[
     folder(
         "backend",
         &[
-            "element recent runs sink storage",
+            "cuda element recent runs sink storage",
             "fresh guards overwrite",
             "ready reduce regions started",
             "device outputs",
@@ -192,10 +192,21 @@ const CANDLE_SHARD: &[Folder] = &[
     folder("files", &["disk regular", "digests lock", "index", "weights", "checkpoint"]),
     folder("files/checkpoint", &["agreement saved", "export save", "stages"]),
     folder("fsdp", &["no_sync nodes options", "shared", "unit", "pass", "run sharder", "mod"]),
-    folder(
-        "files/weights",
-        &["dtypes entry runs", "gguf", "header write", "file", "read", "mod", "indexed names quantized"],
-    ),
+    Folder {
+        path: "files/weights",
+        floors: &[
+            "dtypes entry runs",
+            "gguf",
+            "header write",
+            "file",
+            "read",
+            "schemes",
+            "mod",
+            "indexed names quantized",
+        ],
+        // A weight of a scheme is read like any other, from tensors that are.
+        up: &[("schemes", "mod")],
+    },
     folder("layout", &["axes block placement", "spec", "description stored_name width"]),
     folder("lookup", &["inputs label options", "bags limit"]),
     folder(
