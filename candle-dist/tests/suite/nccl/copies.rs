@@ -27,7 +27,7 @@ fn check(found: &Batch, wanted: &Batch) -> Result<()> {
 #[test]
 fn batches_arrive_while_the_gpu_computes_with_others() {
     for n in sizes(1) {
-        on_ranks(n, "copies", |ctx| {
+        on_ranks(n, "copies", |ctx| -> Result<()> {
             let copies = CopyStream::new(ctx.device())?;
             let mut weight = computed(ctx.rank(), 5, ctx.device())?;
             let batches = (0..7).map(|nth| batch(nth, 1 + nth * 2 % 5)).collect::<Result<Vec<_>>>()?;
@@ -53,7 +53,7 @@ fn batches_arrive_while_the_gpu_computes_with_others() {
 #[test]
 fn a_batch_arrives_while_the_computation_waits_for_another_rank() {
     for n in sizes(2) {
-        on_ranks(n, "copies beside a call", |ctx| {
+        on_ranks(n, "copies beside a call", |ctx| -> Result<()> {
             let mine = computed(ctx.rank(), 4, ctx.device())?;
             let wanted = batch(1, 4)?;
             let copies = CopyStream::new(ctx.device())?;
