@@ -57,6 +57,8 @@ fn a_batch_arrives_while_the_computation_waits_for_another_rank() {
             let mine = computed(ctx.rank(), 4, ctx.device())?;
             let wanted = batch(1, 4)?;
             let copies = CopyStream::new(ctx.device())?;
+            // The first call of a group makes its communicator: there the host waits for the others.
+            ctx.group().all_reduce(&mine, ReduceOp::Sum)?;
             if ctx.rank() == 0 {
                 for rank in 1..ctx.world_size() {
                     ctx.store().get(&format!("arrived {rank}"))?;
