@@ -3,16 +3,23 @@
 use candle_dist::ProcessGroup;
 use candle_dist::init::host_name;
 
-/// Returns this rank's result if every rank succeeded; otherwise the first failed rank's error, on all of them.
+/// Returns this rank's result if every rank succeeded; otherwise an error on all of them: their own if all failed alike, and that of the
+/// first failed rank, with its rank and host, if not.
 ///
 /// Every rank calls it.
 ///
 /// # Errors
-/// That error, with its rank and host, and those of the group.
+/// That error, and those of the group.
 pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Result<T> {
-    let text = mine.as_ref().err().map(|error| format!("rank {} on {}: {error:#}", group.rank(), host_name()));
-    match group.all_gather_text(&text.unwrap_or_default())?.into_iter().find(|text| !text.is_empty()) {
-        Some(text) => anyhow::bail!(text),
-        None => mine,
+    // The name of a host has no line breaks.
+    let text = mine.as_ref().err().map(|error| format!("{}\n{error:#}", host_name()));
+    let texts = group.all_gather_text(&text.unwrap_or_default())?;
+    let parts: Vec<Option<(&str, &str)>> = texts.iter().map(|text| text.split_once('\n')).collect();
+    let Some((rank, (host, error))) = parts.iter().enumerate().find_map(|(rank, part)| Some((rank, (*part)?))) else {
+        return mine;
+    };
+    if parts.iter().all(|part| part.is_some_and(|(_, other)| other == error)) {
+        return mine;
     }
+    anyhow::bail!("rank {rank} on {host}: {error}")
 }

@@ -69,8 +69,9 @@ impl Files {
             }
         };
         if let Some(quantization) = &config.quantization {
-            if !has_values {
-                // The shapes of some weights are values of tensors.
+            // The shapes of some weights are values of tensors.
+            let headers_suffice = ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
+            if !has_values && !headers_suffice {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
                 return Ok(Self { config, ends, unmet, weights: Arc::new(weights), path });
             }
@@ -106,7 +107,8 @@ impl Files {
         Ok(Self { config, ends, unmet, weights: Arc::new(weights), path: folder.into() })
     }
 
-    /// The dtype that the parameters are stored in: one that holds all of them, if they are stored in several.
+    /// The dtype that the parameters are stored in: one that holds all of them, if they are stored in several. In folders with quantized
+    /// layers it is that of the others.
     ///
     /// # Errors
     /// If there is one that models are not computed in; it is named.
@@ -114,6 +116,9 @@ impl Files {
         let mut stored: Option<DType> = None;
         for (name, _) in self.config.tensors() {
             let dtype = self.weights.dtype(&name)?;
+            if self.config.quantization.is_some() && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase() {
+                continue;
+            }
             stored = Some(match (dtype, stored) {
                 (DType::F32 | DType::BF16 | DType::F16, None) => dtype,
                 (DType::F32 | DType::BF16 | DType::F16, Some(other)) if other == dtype => dtype,
@@ -155,19 +160,13 @@ impl Files {
         self.weights.clone()
     }
 
-    /// The type that a tensor is stored in, and its bytes.
+    /// The type that a tensor is stored in, and its bytes; see [`Weights::stored_as`].
     ///
     /// # Errors
     /// If there is no such tensor.
     pub fn stored(&self, name: &str) -> Result<(String, u64)> {
-        let count = self.weights.shape(name)?.iter().product::<usize>();
-        Ok(match self.weights.quantized_dtype(name)? {
-            Some(blocks) => (format!("{blocks:?}"), (count / blocks.block_size() * blocks.type_size()) as u64),
-            None => {
-                let dtype = self.weights.dtype(name)?;
-                (dtype.as_str().into(), (count * dtype.size_in_bytes()) as u64)
-            }
-        })
+        let (dtype, bytes) = self.weights.stored_as(name)?;
+        Ok((dtype.into(), bytes))
     }
 
     /// Whether the output layer can be read apart from the table.
@@ -208,16 +207,26 @@ fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(Strin
             || (config.tie_word_embeddings && name == HEAD)
             || gguf::rope::is_read(config, name)
     };
-    let mut others = weights.names().filter(|name| !known.contains(name) && !is_harmless(name));
-    let Some(first) = others.next() else { return Ok(()) };
-    let more = match others.count() {
-        0 => String::new(),
-        n => format!(" and {n} more"),
-    };
+    let mut others = Vec::new();
+    for name in weights.names().filter(|name| !known.contains(name) && !is_harmless(name)) {
+        if !(config.quantization.is_some() && is_zero_bias(weights, name)?) {
+            others.push(name);
+        }
+    }
+    let Some((first, others)) = others.split_first() else { return Ok(()) };
+    let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
     bail!(
         "{}: the tensor {first:?}{more} has no place in the model that config.json describes, which would compute something else without it",
         at.display()
     )
+}
+
+/// Whether a tensor is the bias of a layer and adds nothing: AutoGPTQ writes one for each layer that it quantizes.
+fn is_zero_bias(weights: &Weights, name: &str) -> Result<bool> {
+    let Some(layer) = name.strip_suffix(".bias").map(|module| format!("{module}.weight")) else { return Ok(false) };
+    let (&[size], true) = (weights.shape(name)?, weights.contains_tensor(&layer)) else { return Ok(false) };
+    let values = weights.read_block(name, &[0..size], &Device::Cpu)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    Ok(values.iter().all(|&value| value == 0.0))
 }
 
 /// Elements that are compared at a time.

@@ -10,6 +10,7 @@ use candle_core::DType;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use tokenizers::Tokenizer;
 
+use crate::agree::agreed;
 use crate::chat::{self, Message};
 use crate::config::Config;
 use crate::engine::{Engine, ModelOptions};
@@ -69,7 +70,8 @@ impl LmOptions {
         Self { cache_dtype: Some(dtype), ..self }
     }
 
-    /// Holds quantized weights as floats. The default is to hold them as they are stored.
+    /// Holds the quantized weights of GGUF files as floats. The default is to hold them as they are stored. Those of folders are always
+    /// held as floats.
     #[must_use]
     pub fn dequantize(self, dequantize: bool) -> Self {
         Self { dequantize, ..self }
@@ -114,7 +116,7 @@ impl LmOptions {
         let path = self.path(model.as_ref(), mesh)?;
         let mesh = mesh.axes(&axes)?;
         let size = |axis: &str| mesh.size_of(axis).unwrap_or(1);
-        let files = Files::open_without(&path, &self.ignored)?;
+        let files = agreed(mesh.group()?, Files::open_without(&path, &self.ignored))?;
         let (ep, Config { family, parts, .. }) = (size(EXPERT_AXIS), &files.config);
         if ep > 1 && parts.experts.is_none() {
             return Err(InputError(format!(
@@ -142,23 +144,33 @@ impl LmOptions {
 
     /// The path of a model, which may be a name on the Hub.
     fn path(&self, model: &Path, mesh: &DeviceMesh) -> Result<PathBuf> {
-        if model.exists() {
-            return Ok(model.to_owned());
+        let (group, shown) = (mesh.group()?, model.display());
+        let is_there = group.all_gather_text(if model.exists() { "yes" } else { "no" })?;
+        match is_there.iter().position(|text| text == "no") {
+            None => return Ok(model.to_owned()),
+            Some(lacks) if is_there.iter().any(|text| text == "yes") => {
+                return Err(InputError(format!("{shown} is not there for rank {lacks}, and is for others")).into());
+            }
+            Some(_) => {}
         }
         let Some(name) = model.to_str().and_then(HubName::parse) else {
             return Err(InputError(format!(
-                "{} is no folder, no .gguf file and no name on the Hub: give a folder with config.json in it, a file, or \
-                 owner/name",
-                model.display()
+                "{shown} is no folder, no .gguf file and no name on the Hub: give a folder with config.json in it, a file, or owner/name"
             ))
             .into());
         };
-        let hub = self.hub.clone().map_or_else(Hub::from_env, Ok)?.ignoring(&self.ignored);
-        let fetch = |commit: Option<&str>| hub.fetch(&name, commit, |_| {}).with_context(|| name.to_string());
-        let mine = fetch(None)?;
+        let fetch = |commit: Option<&str>| {
+            let hub = self.hub.clone().map_or_else(Hub::from_env, Ok)?.ignoring(&self.ignored);
+            hub.fetch(&name, commit, |_| {}).with_context(|| name.to_string())
+        };
+        let mine = agreed(group, fetch(None))?;
         // The revision may move between two downloads.
-        let first = mesh.group()?.all_gather_text(&mine.commit)?.swap_remove(0);
-        Ok(if mine.commit == first { mine.path } else { fetch(Some(&first))?.path })
+        let commits = group.all_gather_text(&mine.commit)?;
+        if commits.iter().all(|commit| *commit == mine.commit) {
+            return Ok(mine.path);
+        }
+        let again = if mine.commit == commits[0] { Ok(mine) } else { fetch(Some(&commits[0])) };
+        Ok(agreed(group, again)?.path)
     }
 }
 

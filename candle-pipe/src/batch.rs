@@ -33,7 +33,7 @@ impl Batch {
     /// ```
     ///
     /// # Errors
-    /// Those of candle.
+    /// If the text is not longer than a sequence; those of candle.
     pub fn draw<T: Copy + Into<u32>>(
         text: &[T],
         stream: Stream,
@@ -42,6 +42,12 @@ impl Batch {
         device: &Device,
     ) -> Result<Self> {
         let starts = text.len().saturating_sub(length);
+        if starts == 0 {
+            let has = text.len();
+            candle_core::bail!(
+                "a text of {has} tokens has no sequence of {length} and the token behind it; use a longer text"
+            );
+        }
         let uniform = Distribution::Uniform { lo: 0.0, up: 1.0 };
         let drawn = sample_full(stream, uniform, &[rows], DType::F64, &Device::Cpu)?.to_vec1::<f64>()?;
         let starts: Vec<usize> = drawn.iter().map(|u| (u * starts as f64) as usize).collect();
@@ -74,7 +80,7 @@ impl Batch {
     /// Returns one replica's part of the batch, and the weight of its losses in the mean over all replicas.
     ///
     /// # Errors
-    /// If there are fewer sequences than microbatches of all replicas.
+    /// If there are fewer sequences than microbatches of all replicas, or no such replica.
     pub fn part(
         &self,
         replica: usize,
@@ -82,6 +88,9 @@ impl Batch {
         microbatches: usize,
         step: u64,
     ) -> crate::Result<(Microbatches, StepOptions)> {
+        if replica >= replicas {
+            candle_core::bail!("there is no replica {replica} of {replicas}; count from 0");
+        }
         let rows = self.tokens.dim(0)?;
         let sizes = microbatch_sizes(rows, replicas);
         let (first_row, mine) = (sizes[..replica].iter().sum(), sizes[replica]);

@@ -91,6 +91,6 @@ impl Pipeline {
 
     /// Returns the ranks of the first pipeline of so many ranks: index 0 on all axes but `pp`, which is the outermost.
     pub fn first_pipeline(&self, world: usize) -> impl Iterator<Item = usize> {
-        (0..world).step_by(world / self.pp)
+        (0..world).step_by((world / self.pp.max(1)).max(1))
     }
 }

@@ -9,7 +9,9 @@ use crate::Result;
 use crate::backend::Fresh;
 use crate::backend::cuda::{address, driver, memory, written};
 use crate::bits::with_bytes;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, PinnedHostSlice, result};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, PinnedHostSlice, result,
+};
 use candle_core::{CudaDevice, DType, Shape, Storage, Tensor};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -94,7 +96,12 @@ impl Side {
             with_bytes(t, |bytes| host[part.start..part.start + bytes.len()].copy_from_slice(bytes))?;
         }
         let Buffers { host, gpu, copied } = &mut buffers;
-        let started = self.stream.memcpy_htod(host, gpu);
+        let host = &host.as_slice().map_err(driver)?[..len];
+        let started = {
+            let (to, _written) = gpu.device_ptr_mut(&self.stream);
+            // SAFETY: both ends have `len` bytes. They are neither written, read nor freed before `copied`, recorded below.
+            unsafe { result::memcpy_htod_async(to, host, self.stream.cu_stream()) }
+        };
         // Also behind a copy that was refused: a part of it may run.
         *copied = Some(self.stream.record_event(None).map_err(driver)?);
         started.map_err(driver)?;

@@ -115,13 +115,7 @@ impl TokenIds {
 /// Checks that the weights are quantized in a way that can be read, if they are.
 fn quantization(field: Option<&Value>) -> Result<Option<Value>> {
     let Some(field) = field.filter(|field| !field.is_null()) else { return Ok(None) };
-    let method = field["quant_method"].as_str().unwrap_or_default();
-    let known = Weights::QUANT_METHODS;
-    ensure!(
-        known.contains(&method),
-        "quantization_config has quant_method {method:?}; expected one of {}",
-        known.join(", ")
-    );
+    Weights::check_quantization(field)?;
     Ok(Some(field.clone()))
 }
 

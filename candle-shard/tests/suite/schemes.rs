@@ -2,7 +2,8 @@
 use crate::common::*;
 use candle_core::{DType, Device, Tensor};
 use candle_shard::{Result, Shard, Spec, Weights};
-use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use std::ops::Range;
 use std::path::Path;
@@ -22,7 +23,7 @@ fn cases() -> Vec<(&'static str, Value)> {
         |bits: usize, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order});
     let of_8 = |kind: &str| json!({"num_bits": 8, "type": kind, "strategy": "channel"});
     let of_4 = |symmetric: bool| json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric});
-    let block = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 32]});
+    let block = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "8x32"});
     let bnb = || json!({"quant_method": "bitsandbytes"});
     vec![
         ("fp8_block", json!({"quant_method": "fp8", "weight_block_size": [16, 40]})),
@@ -133,6 +134,80 @@ fn weights_of_codes_are_split_stacked_and_renamed() {
     }
 }
 
+/// Returns words of so many bits each, the first lowest, packed in words of 32.
+fn packed(values: &[u32], bits: usize) -> Vec<u8> {
+    let word = |values: &[u32]| values.iter().rev().fold(0, |word: u32, &value| (word << (bits - 1)) << 1 | value);
+    values.chunks(32 / bits).flat_map(|values| word(values).to_le_bytes()).collect()
+}
+
+/// GPTQ by its definition, in cases that no package writes here: 2 bits, zeros as they are, one group, no order.
+#[test]
+fn gptq_is_read_by_its_definition() {
+    let folder = Scratch::new("gptq");
+    let path = folder.path("w.safetensors");
+    let (rows, columns) = (32, 64);
+    for (bits, format, size) in [(2, "gptq", 16), (2, "gptq_v2", -1), (4, "gptq_v2", 32), (8, "gptq", -1)] {
+        let mask = u32::MAX >> (32 - bits);
+        let number =
+            |at: usize, salt: u32| ((at as u32 + 1).wrapping_mul(2_654_435_761).wrapping_add(salt) >> 7) & mask;
+        let width = if size < 0 { columns } else { size as usize };
+        let groups = columns / width;
+        let code = |row: usize, column: usize| number(row * columns + column, 1);
+        let zero = |group: usize, row: usize| number(group * rows + row, 99);
+        let scale = |group: usize, row: usize| 0.25 + (group * rows + row) as f32 / 128.0;
+        // Codes go down the columns, zeros along the rows.
+        let mut codes = vec![0; columns * rows / (32 / bits) * 4];
+        for row in 0..rows {
+            let words = packed(&(0..columns).map(|column| code(row, column)).collect::<Vec<_>>(), bits);
+            for (at, word) in words.chunks(4).enumerate() {
+                codes[4 * (at * rows + row)..][..4].copy_from_slice(word);
+            }
+        }
+        let all: Vec<(usize, usize)> = (0..groups).flat_map(|group| (0..rows).map(move |row| (group, row))).collect();
+        let zeros = packed(&all.iter().map(|&(group, row)| zero(group, row)).collect::<Vec<_>>(), bits);
+        let scales: Vec<u8> = all.iter().flat_map(|&(group, row)| scale(group, row).to_le_bytes()).collect();
+        let per = 32 / bits;
+        let view = |dtype, shape: [usize; 2], bytes| TensorView::new(dtype, shape.to_vec(), bytes).unwrap();
+        let tensors = [
+            ("layer.qweight", view(Dtype::I32, [columns / per, rows], &codes)),
+            ("layer.qzeros", view(Dtype::I32, [groups, rows / per], &zeros)),
+            ("layer.scales", view(Dtype::F32, [groups, rows], &scales)),
+        ];
+        safetensors::serialize_to_file(tensors, None, &path).unwrap();
+        let config = json!({"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": format});
+        let weights = Weights::open(&path).unwrap().dequantize(&config).unwrap();
+        let read = weights.read_block("layer.weight", &[0..rows, 0..columns], &Device::Cpu).unwrap();
+        let more = if format == "gptq" { 1 } else { 0 };
+        let value = |row: usize, column: usize| {
+            let group = column / width;
+            scale(group, row) * (code(row, column) as f32 - ((zero(group, row) + more) & mask) as f32)
+        };
+        let want: Vec<Vec<f32>> =
+            (0..rows).map(|row| (0..columns).map(|column| value(row, column)).collect()).collect();
+        assert!(read.to_vec2::<f32>().unwrap() == want, "{bits} bits, {format}, groups of {size}");
+    }
+}
+
+#[test]
+fn codes_take_the_bytes_of_their_files() {
+    let folder = Scratch::new("schemes-bytes");
+    let path = folder.path("w.safetensors");
+    for (case, config) in cases() {
+        write(case, &path);
+        let weights = Weights::open(&path).unwrap();
+        let plain: u64 = weights.names().map(|name| weights.stored_as(name).unwrap().1).sum();
+        let weights = weights.dequantize(&config).unwrap();
+        let (dtype, bytes) = weights.stored_as("layer.weight").unwrap();
+        assert!(["F8_E4M3", "I8", "I32", "U8"].contains(&dtype), "{case}: {dtype}");
+        // Tables and shapes are not weights.
+        let others = plain - 2 * bytes;
+        assert!(others < 3000, "{case}: {plain} bytes, and {bytes} of each layer");
+        let weights = weights.split("layer.weight", &[("a", 8), ("b", 24)]).unwrap();
+        let [a, b] = ["a", "b"].map(|name| weights.stored_as(name).unwrap().1);
+        assert_eq!([a, b], [bytes / 4, bytes * 3 / 4], "{case}");
+    }
+}
+
 #[test]
 fn what_cannot_be_read_is_one_error() {
     let folder = Scratch::new("schemes-errors");
@@ -141,11 +216,14 @@ fn what_cannot_be_read_is_one_error() {
         write(case, &path);
         let error = Weights::open(&path).unwrap().dequantize(&config).err().map(|error| error.to_string());
         let text = error.unwrap_or_else(|| panic!("{case} {config} is read"));
+        // What the config says by itself is refused without tensors.
+        let by_config = Weights::check_quantization(&config).err().map(|error| error.to_string());
+        assert_eq!(by_config.is_some(), text.contains("quantization_config"), "{text}");
         assert!(want.iter().all(|part| text.contains(part)), "{text}: {want:?}");
     };
     refused("gptq", json!({}), &["quant_method \"\"", "gptq, awq"]);
     refused("gptq", json!({"quant_method": "hqq"}), &["quant_method \"hqq\""]);
-    refused("gptq", json!({"quant_method": "gptq", "bits": 3}), &["3 bits"]);
+    refused("gptq", json!({"quant_method": "gptq", "bits": 3}), &["bits 3"]);
     refused("gptq", json!({"quant_method": "gptq", "bits": 8, "group_size": 32}), &["\"layer\"", "groups of 32"]);
     refused("gptq", json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), &["\"marlin\""]);
     refused("awq", json!({"quant_method": "awq", "version": "gemv"}), &["\"gemv\""]);
@@ -155,4 +233,8 @@ fn what_cannot_be_read_is_one_error() {
     refused("pack_group", compressed("pack-quantized", json!({"num_bits": 8})), &["codes of 8 bits of [32, 128]"]);
     refused("pack_group", compressed("pack-quantized", json!({})), &["num_bits"]);
     refused("nf4", json!({"quant_method": "gguf"}), &["quant_method \"gguf\""]);
+    refused("awq", json!({"quant_method": "awq", "group_size": 0}), &["group_size 0"]);
+    refused("fp8_block", json!({"quant_method": "fp8", "weight_block_size": [16]}), &["blocks of [16]"]);
+    let of_4 = json!({"num_bits": 4, "group_size": 64, "strategy": "group"});
+    refused("pack_group", compressed("pack-quantized", of_4), &["\"layer\"", "groups of 32", "says 64"]);
 }

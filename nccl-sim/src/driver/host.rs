@@ -2,6 +2,7 @@
 use super::{code, enter, status};
 use crate::abi::{array, put};
 use crate::clock::Mark;
+use crate::engine::lock;
 use crate::report::{Kind, Site, fault};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -46,7 +47,9 @@ pub(crate) extern "C" fn cuMemFreeHost(from: *mut c_void) -> c_int {
 
 /// Notes a copy from page-locked memory.
 pub(super) fn note(from: usize, site: Arc<Site>, mark: Mark) {
+    let sim = lock();
     if let Some((_, block)) = BLOCKS.lock().range_mut(..=from).next_back() {
+        block.copies.retain(|(_, mark)| !sim.has_seen(mark));
         block.copies.push((site, mark));
     }
 }

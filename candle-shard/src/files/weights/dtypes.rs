@@ -1,6 +1,10 @@
 //! The dtypes of safetensors files.
 use candle_core::DType;
 use itertools::Itertools;
+use safetensors::Dtype;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use serde::de::value::Error as Unknown;
 
 /// The names in files of the dtypes that can be loaded and saved.
 const DTYPES: [(&str, DType); 9] = [
@@ -23,6 +27,12 @@ pub(crate) fn named(name: &str) -> Option<DType> {
 /// Returns the name of a dtype; `None` if it cannot be saved.
 pub(crate) fn name_of(dtype: DType) -> Option<&'static str> {
     DTYPES.iter().find(|(_, known)| *known == dtype).map(|&(name, _)| name)
+}
+
+/// Returns the bits of an element of the dtype with this name, which a file has had.
+pub(super) fn bits(name: &str) -> usize {
+    let known: Result<Dtype, Unknown> = Dtype::deserialize(name.into_deserializer());
+    known.map_or(0, |dtype| dtype.bitsize())
 }
 
 /// Returns all names, for messages.

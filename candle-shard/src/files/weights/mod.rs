@@ -22,6 +22,7 @@ use crate::{DTensor, Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
 use entry::{Entry, elements};
+use gguf::types::Storage;
 use schemes::SchemePiece;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -109,13 +110,9 @@ impl Weights {
             }
             weights.files.push(file);
         }
-        let parts: Vec<_> =
-            weights.files.iter().filter_map(|file| Some((file.metadata.as_ref()?, file.entries.len()))).collect();
-        if parts.len() == weights.files.len() {
-            let check = |(at, file): (usize, &WeightFile)| {
-                gguf::split::check(&parts, at).map_err(|why| Error::file(&file.path, why))
-            };
-            weights.files.iter().enumerate().try_for_each(check)?;
+        let parts: Vec<_> = weights.files.iter().map(|file| (file.metadata.as_ref(), file.entries.len())).collect();
+        for (at, file) in weights.files.iter().enumerate() {
+            gguf::split::check(&parts, at).map_err(|why| Error::file(&file.path, why))?;
         }
         Ok(weights)
     }
@@ -175,6 +172,18 @@ impl Weights {
             let (known, dtype) = (dtypes::known(), &stored.dtype);
             self.error(name, format!("has the dtype {dtype}, which cannot be loaded; convert it to one of {known}"))
         })
+    }
+
+    /// Returns the type in which a tensor is stored, as its file names it, such as `BF16`, `Q4_K` or `F8_E4M3`, and the bytes that it takes
+    /// there. The type of a [quantized layer](Self::dequantize) is that of its codes, and the bytes are those of scales, too.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name.
+    pub fn stored_as(&self, name: &str) -> Result<(&str, u64)> {
+        let stored = self.stored(name)?;
+        let dtype = stored.schemes.first().map_or(&stored.dtype, |piece| &piece.scheme.codes().dtype);
+        let coded = stored.schemes.iter().map(SchemePiece::byte_count);
+        Ok((dtype, stored.byte_count() + coded.sum::<u64>()))
     }
 
     /// Reads this rank's block of a tensor in the layout `spec`, cast to its dtype.
@@ -304,6 +313,21 @@ impl Stored {
         let pieces = vec![Piece { file, block, at: entry.at }];
         Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces, schemes: Vec::new() }
     }
+
+    /// Returns the bytes of the pieces in their files.
+    fn byte_count(&self) -> u64 {
+        let (elements, bits) = match self.quantized().map(Storage::block) {
+            Some((elements, bytes)) => (elements, 8 * bytes),
+            None => (1, dtypes::bits(&self.dtype)),
+        };
+        let count = |piece: &Piece| elements_of(&piece.block) / elements as u64;
+        self.pieces.iter().map(count).sum::<u64>().saturating_mul(bits as u64).div_ceil(8)
+    }
+}
+
+/// Returns the number of elements of a block that lies in a file.
+fn elements_of(block: &[Range<usize>]) -> u64 {
+    block.iter().fold(1, |count: u64, range| count.saturating_mul(range.len() as u64))
 }
 
 impl fmt::Debug for Weights {

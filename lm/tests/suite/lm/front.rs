@@ -157,6 +157,13 @@ fn what_cannot_work_is_an_error_of_the_input() {
             assert!(said.0.contains(want), "{said}");
         }
         assert!(matches!(Lm::open(path.join("config.json"), &mesh), Err(Error::Failed(_))));
+        // Paths of ranks on several hosts may be unlike.
+        let own = [&*path, std::path::Path::new("/no/such folder")][ctx.rank()];
+        let error = Lm::open(own, &mesh).unwrap_err().to_string();
+        assert!(error.ends_with("is not there for rank 1, and is for others"), "{error}");
+        let own = [path.join("config.json"), path.to_path_buf()][ctx.rank()].clone();
+        let error = Lm::open(own, &mesh).unwrap_err().to_string();
+        assert!(error.contains("rank 0 on ") && error.contains("config.json"), "{error}");
         Ok(())
     });
 }

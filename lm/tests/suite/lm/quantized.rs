@@ -5,10 +5,11 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candle_lm::config::Config;
+use candle_lm::files::Files;
 use candle_lm::random_model;
 use candle_shard::Weights;
-use safetensors::Dtype;
 use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
 use crate::lm::{config, llama};
@@ -55,6 +56,8 @@ fn write(codes: &Path, whole: &Path) {
         quantized.insert(name.into(), (Dtype::I8, shape.clone(), bytes));
         quantized.insert(format!("{module}.weight_scale"), floats(&[shape[0], 1], &scales));
         quantized.insert(format!("{module}.input_scale"), floats(&[1], &[0.5]));
+        // AutoGPTQ writes biases of zeros.
+        quantized.insert(format!("{module}.bias"), floats(&shape[..1], &vec![0.0; shape[0]]));
         plain.insert(name.into(), floats(&shape, &stand_for));
     }
     save(whole, &plain);
@@ -92,6 +95,10 @@ fn a_folder_of_codes_writes_what_its_floats_write() {
     for flags in [&["--tp", "1"], &["--tp", "2"], &["--tp", "3"], &["--pp", "2"]] {
         assert_eq!(written(codes.path(), flags), want, "{flags:?}");
     }
+    let files = Files::open(codes.path()).unwrap();
+    assert_eq!(files.stored("model.layers.0.mlp.up_proj.weight").unwrap().0, "I8");
+    let size = fs::metadata(codes.path().join("model.safetensors")).unwrap().len();
+    assert!(files.bytes() < size, "{} of {size} bytes", files.bytes());
     for (value, wants) in [
         (json!({"quant_method": "hqq"}), &["quantization_config", "\"hqq\"", "gptq"][..]),
         (json!({"quant_method": "gptq", "bits": 4, "group_size": 32}), &["q_proj.weight", "I8"]),
@@ -102,4 +109,33 @@ fn a_folder_of_codes_writes_what_its_floats_write() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(wants.iter().all(|part| said.contains(part)), "{said}");
     }
+}
+
+#[test]
+fn a_bias_that_adds_something_and_has_no_place_is_refused() {
+    let (codes, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(codes.path(), whole.path());
+    let groups = json!({"group_0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}});
+    set_quantization(
+        codes.path(),
+        json!({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}),
+    );
+    assert_eq!(Files::open(codes.path()).unwrap().dtype().unwrap(), DType::F32);
+    let bytes = fs::read(codes.path().join("model.safetensors")).unwrap();
+    let views = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter();
+    let mut tensors: Tensors =
+        views.map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()))).collect();
+    // What is no code is stored in 16 bits, and so the model is computed in them.
+    for (name, (dtype, _, bytes)) in &mut tensors {
+        if *dtype == Dtype::F32 && !name.contains("scale") {
+            let upper: Vec<u8> = bytes.chunks_exact(4).flat_map(|bytes| [bytes[2], bytes[3]]).collect();
+            (*dtype, *bytes) = (Dtype::BF16, upper);
+        }
+    }
+    save(codes.path(), &tensors);
+    assert_eq!(Files::open(codes.path()).unwrap().dtype().unwrap(), DType::BF16);
+    tensors.get_mut("model.layers.1.mlp.up_proj.bias").unwrap().2[1] = 63;
+    save(codes.path(), &tensors);
+    let error = format!("{:#}", Files::open(codes.path()).unwrap_err());
+    assert!(error.contains("model.layers.1.mlp.up_proj.bias") && !error.contains("more"), "{error}");
 }

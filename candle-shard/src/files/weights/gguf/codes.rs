@@ -45,8 +45,8 @@ const IQ1: Grid = Grid { start: 2560, bits: 2, values: &[-1.0, 0.0, 1.0] };
 
 const NONLINEAR: [f32; 16] =
     [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
-/// Floats with a sign, two bits of exponent and one of mantissa.
-const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+/// Twice the floats with a sign, two bits of exponent and one of mantissa.
+const E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 const POWERS_OF_3: [u8; 5] = [1, 3, 9, 27, 81];
 
 impl Grid {
@@ -142,17 +142,17 @@ impl Code {
             Self::Tq1 => tq1(block, out),
             Self::Tq2 => tq2(block, out),
             // An exponent, 16 bytes of nibbles.
-            Self::Mxfp4 => write_nibbles(&block[1..], &E2M1, power_of_2(block[0]), out),
+            Self::Mxfp4 => write_nibbles(&block[1..], &E2M1, half_power_of_2(block[0]), out),
         }
     }
 }
 
-/// Returns 2 to the power of an exponent that is stored with 127 added.
-fn power_of_2(stored: u8) -> f32 {
+/// Returns half of 2 to the power of an exponent that is stored with 127 added. The half of the largest one is finite.
+fn half_power_of_2(stored: u8) -> f32 {
     match stored {
-        // A number too small for a normal float.
-        0 => f32::from_bits(1 << 22),
-        stored => f32::from_bits(u32::from(stored) << 23),
+        // Numbers too small for a normal float.
+        0 | 1 => f32::from_bits(1 << (21 + stored)),
+        stored => f32::from_bits((u32::from(stored) - 1) << 23),
     }
 }
 

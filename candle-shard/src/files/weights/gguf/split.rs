@@ -2,9 +2,6 @@
 use super::{Metadata, whole};
 use std::path::{Path, PathBuf};
 
-/// The most files of a model that are looked for.
-const MOST: usize = 99_999;
-
 /// Returns the files of the model of which this one is a part by its name, in their order.
 pub(in crate::files::weights) fn paths(path: &Path) -> Option<Vec<PathBuf>> {
     let name = path.file_name()?.to_str()?.strip_suffix(".gguf")?;
@@ -15,14 +12,15 @@ pub(in crate::files::weights) fn paths(path: &Path) -> Option<Vec<PathBuf>> {
         is_number.then(|| digits.parse::<usize>().ok()).flatten()
     };
     let (number, count) = (parse(number)?, parse(count)?);
-    let is_part = (1..=count).contains(&number) && count <= MOST;
+    let is_part = (1..=count).contains(&number);
     let file = |number: usize| path.with_file_name(format!("{prefix}-{number:05}-of-{count:05}.gguf"));
     is_part.then(|| (1..=count).map(file).collect())
 }
 
-/// Checks that the files that were opened are those of one model, in their order. Each has its metadata and its number of tensors.
-pub(in crate::files::weights) fn check(files: &[(&Metadata, usize)], at: usize) -> Result<(), String> {
-    let (metadata, _) = files[at];
+/// Checks that the files that were opened are those of one model, in their order, if that at `at` is one of several. Each has its metadata,
+/// if it is a GGUF file, and its number of tensors.
+pub(in crate::files::weights) fn check(files: &[(Option<&Metadata>, usize)], at: usize) -> Result<(), String> {
+    let (Some(metadata), _) = files[at] else { return Ok(()) };
     let number = |name: &str| metadata.get(name).and_then(whole);
     let Some(count) = number("split.count").filter(|&count| count > 1) else { return Ok(()) };
     let nth = number("split.no").map_or(0, |number| number.saturating_add(1));

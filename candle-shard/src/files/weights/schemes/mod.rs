@@ -2,8 +2,9 @@
 //!
 #![doc = include_str!("README.md")]
 
-mod config;
 mod decode;
+mod layers;
+mod method;
 
 use super::{Stored, Weights};
 use crate::Result;
@@ -24,6 +25,32 @@ pub(super) enum Scheme {
     Four { codes: Stored, table: [f32; 16], scales: Stored, block: usize, nested: Option<Nested>, columns: usize },
 }
 
+impl Scheme {
+    pub(super) fn codes(&self) -> &Stored {
+        match self {
+            Self::Scaled { codes, .. }
+            | Self::Gptq { codes, .. }
+            | Self::Awq { codes, .. }
+            | Self::Packed { codes, .. }
+            | Self::Four { codes, .. } => codes,
+        }
+    }
+
+    /// Returns the bytes of all tensors that it consists of.
+    fn byte_count(&self) -> u64 {
+        let others: Vec<&Stored> = match self {
+            Self::Scaled { scales, .. } => vec![scales],
+            Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
+            Self::Awq { zeros, scales, .. } => vec![zeros, scales],
+            Self::Packed { scales, zeros, .. } => [scales].into_iter().chain(zeros).collect(),
+            Self::Four { scales, nested, .. } => {
+                [scales].into_iter().chain(nested.as_ref().map(|nested| &nested.scales)).collect()
+            }
+        };
+        self.codes().byte_count() + others.into_iter().map(Stored::byte_count).sum::<u64>()
+    }
+}
+
 /// How scales are stored as codes of 8 bits: entries of a table, times the scale of their block, plus an offset.
 pub(super) struct Nested {
     table: Vec<f32>,
@@ -37,14 +64,23 @@ pub(super) struct Nested {
 pub(super) struct SchemePiece {
     pub(super) block: Vec<Range<usize>>,
     pub(super) scheme: Arc<Scheme>,
+    /// The rows and columns of the matrix.
+    shape: [usize; 2],
     /// The row and the column of the matrix at which the block begins.
-    pub(super) start: [usize; 2],
+    start: [usize; 2],
 }
 
 impl SchemePiece {
     /// Returns the whole matrix.
     fn whole(scheme: Scheme, shape: [usize; 2]) -> Self {
-        Self { block: shape.iter().map(|&size| 0..size).collect(), scheme: Arc::new(scheme), start: [0, 0] }
+        Self { block: shape.iter().map(|&size| 0..size).collect(), scheme: Arc::new(scheme), shape, start: [0, 0] }
+    }
+
+    /// Returns the bytes of this part in its files, as a share of those of the matrix.
+    pub(super) fn byte_count(&self) -> u64 {
+        let whole = self.shape.iter().map(|&size| size as u128).product::<u128>().max(1);
+        let part = u128::from(super::elements_of(&self.block));
+        (u128::from(self.scheme.byte_count()) * part / whole) as u64
     }
 
     /// Returns the part of this one with the indices `range` of the dim `dim`, which become the first ones.

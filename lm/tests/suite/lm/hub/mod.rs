@@ -181,6 +181,37 @@ fn a_gguf_model_in_several_files_is_the_model_of_one() {
 }
 
 #[test]
+fn a_quantized_folder_that_cannot_be_read_is_refused_before_its_weights_are_downloaded() {
+    let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut files = files(folder.path(), 7);
+    let mut config: Value = serde_json::from_slice(&files["someone/small/config.json"]).unwrap();
+    let mut tensors = candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let scale = candle_core::Tensor::ones(1, DType::F32, &Device::Cpu).unwrap();
+    tensors.insert("model.layers.1.mlp.up_proj.weight_scale".into(), scale);
+    let path = folder.path().join("scaled.safetensors");
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    for (name, quantization) in
+        [("three", json!({"quant_method": "gptq", "bits": 3})), ("scaled", json!({"quant_method": "fp8"}))]
+    {
+        config["quantization_config"] = quantization;
+        files.insert(format!("someone/{name}/config.json"), config.to_string().into_bytes());
+        files.insert(format!("someone/{name}/tokenizer.json"), files["someone/small/tokenizer.json"].clone());
+        files.insert(format!("someone/{name}/model.safetensors"), fs::read(&path).unwrap());
+    }
+    let server = Server::start(files);
+    for (name, sent, wants) in [
+        ("someone/three", &["config.json"][..], &["quantization_config has bits 3"][..]),
+        ("someone/scaled", &["config.json", "tokenizer.json"], &["up_proj", "F32", "expected F8_E4M3 or I8"]),
+    ] {
+        let output = lm(&server.address, home.path(), name, &[]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(wants.iter().all(|part| said.contains(part)), "{said}");
+        assert_eq!(server.sent(), sent, "{name}");
+    }
+}
+
+#[test]
 fn a_name_that_cannot_be_had_is_one_error_before_anything_else() {
     let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let server = Server::start(files(folder.path(), 7));

@@ -1,5 +1,6 @@
-//! Finds the schemes of a model by its `quantization_config`.
+//! Finds the layers of a model whose weights are codes.
 use super::super::{Stored, Weights};
+use super::method::Method;
 use super::{Nested, Scheme, SchemePiece};
 use crate::{Error, Result};
 use candle_core::Device;
@@ -17,10 +18,10 @@ const OF_OTHERS: [&str; 8] = [
     ".v_scale",
 ];
 
-impl Weights {
-    /// The values of `quant_method` that [`dequantize`](Self::dequantize) reads.
-    pub const QUANT_METHODS: [&str; 5] = ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes"];
+/// The most bytes of a `quant_state`, which is a short text.
+const MOST_STATE: usize = 1 << 20;
 
+impl Weights {
     /// Replaces the tensors of quantized layers by the weights that they stand for, which are read as floats. Each rank reads the codes
     /// and scales of its own block.
     ///
@@ -45,24 +46,16 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] if the method or a format is another one, or the tensors of a weight do not fit each other.
     pub fn dequantize(mut self, config: &Value) -> Result<Self> {
-        let method = config["quant_method"].as_str().unwrap_or_default();
-        match method {
-            "fp8" => self.scaled(config["weight_block_size"].clone())?,
-            "compressed-tensors" => self.compressed(config)?,
-            "gptq" => self.gptq(config)?,
-            "awq" => self.awq(config)?,
-            "bitsandbytes" => self.bitsandbytes()?,
-            _ => {
-                let known = Self::QUANT_METHODS.join(", ");
-                return Err(self.unread(format!("has quant_method {method:?}; {known} can be read")));
-            }
+        let unread = |reason| Error::file(&self.source, format!("quantization_config {reason}"));
+        match Method::parse(config).map_err(unread)? {
+            Method::Fp8 { block } => self.scaled(block)?,
+            Method::Compressed { bits, group, block } => self.compressed(bits, group, block)?,
+            Method::Gptq { bits, group, more } => self.gptq(bits, group, more)?,
+            Method::Awq { group } => self.awq(group)?,
+            Method::BitsAndBytes => self.bitsandbytes()?,
         }
         self.tensors.retain(|name, _| !OF_OTHERS.iter().any(|suffix| name.ends_with(suffix)));
         Ok(self)
-    }
-
-    fn unread(&self, reason: String) -> Error {
-        Error::file(&self.source, format!("quantization_config {reason}"))
     }
 
     /// Returns the modules that have a tensor of this name.
@@ -96,8 +89,7 @@ impl Weights {
     }
 
     /// Finds matrices of 8 bits with scales beside them; `block` is the shape of a scale's block, if there is one for all.
-    fn scaled(&mut self, block: Value) -> Result<()> {
-        let block: Option<[usize; 2]> = serde_json::from_value(block).unwrap_or_default();
+    fn scaled(&mut self, block: Option<[usize; 2]>) -> Result<()> {
         for suffix in [".weight_scale_inv", ".weight_scale"] {
             for module in self.modules(suffix) {
                 if self.tensors.contains_key(&format!("{module}.weight_packed")) {
@@ -141,40 +133,12 @@ impl Weights {
         Ok(())
     }
 
-    fn compressed(&mut self, config: &Value) -> Result<()> {
-        let groups: Vec<&Value> =
-            config["config_groups"].as_object().map(|groups| groups.values().collect()).unwrap_or_default();
-        let formats = groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
-        const KNOWN: [&str; 5] = ["float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "dense"];
-        if let Some(format) = formats.into_iter().find(|format| !KNOWN.contains(format)) {
-            return Err(self.unread(format!("has the format {format:?}; {} can be read", KNOWN[..4].join(", "))));
-        }
-        if config["sparsity_config"]["format"].as_str().is_some_and(|format| format != "dense") {
-            return Err(self.unread("has sparse weights, which cannot be read".into()));
-        }
-        let of_weights = |field: &str| -> Vec<&Value> {
-            let mut values: Vec<&Value> =
-                groups.iter().map(|group| &group["weights"][field]).filter(|value| !value.is_null()).collect();
-            values.dedup();
-            values
-        };
-        let block = match of_weights("block_structure")[..] {
-            [] => Value::Null,
-            [block] => block.clone(),
-            _ => return Err(self.unread("has groups with blocks of unlike shapes, which cannot be read".into())),
-        };
-        let bits = match of_weights("num_bits")[..] {
-            [bits] => bits.as_u64().unwrap_or(0) as usize,
-            _ => return Err(self.unread("has groups with unlike num_bits, or none, which cannot be read".into())),
-        };
+    fn compressed(&mut self, bits: usize, group: Option<usize>, block: Option<[usize; 2]>) -> Result<()> {
         self.scaled(block)?;
         for module in self.modules(".weight_packed") {
             let (codes, scales) = (self.need(&module, ".weight_packed")?, self.need(&module, ".weight_scale")?);
             let shape = self.need(&module, ".weight_shape")?;
             let shape = shape.shape_of(self)?;
-            if ![4, 8].contains(&bits) {
-                return Err(self.unread(format!("has num_bits {bits} of packed weights; 4 and 8 can be read")));
-            }
             let &[rows, columns] = &shape[..] else {
                 return Err(self.wrong(&module, &codes, "whose weight_shape is not that of a matrix"));
             };
@@ -185,6 +149,10 @@ impl Weights {
                 &[n, groups] if n == rows && groups > 0 && columns.is_multiple_of(groups) => columns / groups,
                 _ => return Err(self.wrong(&module, &scales, &format!("as scales of {shape:?}"))),
             };
+            if let Some(said) = group.filter(|&said| said != size && scales.shape[1] > 1) {
+                let why = format!("which are groups of {size}, and the config says {said}");
+                return Err(self.wrong(&module, &scales, &why));
+            }
             if self.take(&module, ".weight_g_idx").is_some() {
                 return Err(self.wrong(
                     &module,
@@ -204,18 +172,7 @@ impl Weights {
         Ok(())
     }
 
-    fn gptq(&mut self, config: &Value) -> Result<()> {
-        let bits = config["bits"].as_u64().unwrap_or(0) as usize;
-        let more = match config["checkpoint_format"].as_str() {
-            None | Some("gptq") => 1,
-            Some("gptq_v2") => 0,
-            Some(other) => {
-                return Err(self.unread(format!("has checkpoint_format {other:?}; gptq and gptq_v2 can be read")));
-            }
-        };
-        if ![2, 4, 8].contains(&bits) {
-            return Err(self.unread(format!("has {bits} bits; 2, 4 and 8 can be read")));
-        }
+    fn gptq(&mut self, bits: usize, group: Option<usize>, more: i32) -> Result<()> {
         for module in self.modules(".qweight") {
             let codes = self.need(&module, ".qweight")?;
             let (zeros, scales) = (self.need(&module, ".qzeros")?, self.need(&module, ".scales")?);
@@ -224,7 +181,7 @@ impl Weights {
                 return Err(self.wrong(&module, &codes, "as codes; expected a matrix"));
             };
             let columns = packed.saturating_mul(32 / bits);
-            let size = config["group_size"].as_u64().map_or(columns, |size| size as usize).max(1);
+            let size = group.unwrap_or(columns).max(1);
             let groups = columns.div_ceil(size);
             let is_order = |order: &Stored| order.shape == [columns] && ["I32", "I64"].contains(&&*order.dtype);
             let fits = [&codes, &zeros].into_iter().all(is_word) && order.as_ref().is_none_or(is_order);
@@ -241,14 +198,7 @@ impl Weights {
         Ok(())
     }
 
-    fn awq(&mut self, config: &Value) -> Result<()> {
-        let version = config["version"].as_str().unwrap_or("gemm").to_lowercase();
-        let bits = config["bits"].as_u64().or(config["w_bit"].as_u64()).unwrap_or(4);
-        if version != "gemm" || bits != 4 {
-            return Err(
-                self.unread(format!("has version {version:?} and {bits} bits; version \"gemm\" of 4 bits can be read"))
-            );
-        }
+    fn awq(&mut self, group: Option<usize>) -> Result<()> {
         for module in self.modules(".qweight") {
             let codes = self.need(&module, ".qweight")?;
             let (zeros, scales) = (self.need(&module, ".qzeros")?, self.need(&module, ".scales")?);
@@ -256,7 +206,7 @@ impl Weights {
                 return Err(self.wrong(&module, &codes, "as codes; expected a matrix"));
             };
             let rows = packed.saturating_mul(8);
-            let size = config["group_size"].as_u64().map_or(columns, |size| size as usize).max(1);
+            let size = group.unwrap_or(columns).max(1);
             let groups = columns.div_ceil(size);
             let fits = [&codes, &zeros].into_iter().all(is_word);
             if !fits || scales.shape != [groups, rows] || zeros.shape != [groups, packed] {
@@ -303,11 +253,22 @@ impl Weights {
         Ok(())
     }
 
+    /// Takes a table of so many floats.
+    fn table<const N: usize>(&mut self, module: &str, name: &str) -> Result<[f32; N]> {
+        let table = self.need(module, name)?;
+        let fits = table.shape == [N];
+        let values = if fits { table.floats(self, &[0..N])? } else { Vec::new() };
+        values.try_into().map_err(|_| self.wrong(module, &table, &format!("as a table; expected {N} numbers")))
+    }
+
     /// Adds a weight of bitsandbytes in 4 bits.
     fn four(&mut self, module: &str, state: &str) -> Result<()> {
         let name = format!("{module}{state}");
         let all = |stored: &Stored| stored.shape.iter().map(|&size| 0..size).collect::<Vec<_>>();
         let block = all(self.stored(&name)?);
+        if block.iter().fold(1usize, |count, range| count.saturating_mul(range.len())) > MOST_STATE {
+            return Err(Error::file(&self.source, format!("{name:?} has more than {MOST_STATE} bytes")));
+        }
         let text = self.read_block(&name, &block, &Device::Cpu)?.flatten_all()?.to_vec1::<u8>()?;
         self.tensors.remove(&name);
         let state: Value = serde_json::from_slice(&text)
@@ -318,20 +279,14 @@ impl Weights {
             return Err(Error::file(&self.source, format!("{name:?} lacks the shape of a matrix or a blocksize")));
         };
         let codes = self.need(module, ".weight")?;
-        let table = self.need(module, ".weight.quant_map")?;
-        let table: [f32; 16] =
-            table.floats(self, &all(&table))?.try_into().map_err(|_| self.wrong(module, &table, "as table"))?;
+        let table = self.table::<16>(module, ".weight.quant_map")?;
         let scales = self.need(module, ".weight.absmax")?;
         let nested = match self.take(module, ".weight.nested_absmax") {
             None => None,
             Some(of_scales) => {
-                let table = self.need(module, ".weight.nested_quant_map")?;
-                let table = table.floats(self, &all(&table))?;
-                let (Some(block), 256) = (number("nested_blocksize"), table.len()) else {
-                    return Err(Error::file(
-                        &self.source,
-                        format!("{name:?} lacks a nested_blocksize, or its table 256 numbers"),
-                    ));
+                let table = self.table::<256>(module, ".weight.nested_quant_map")?.to_vec();
+                let Some(block) = number("nested_blocksize") else {
+                    return Err(Error::file(&self.source, format!("{name:?} lacks a nested_blocksize")));
                 };
                 let offset = state["nested_offset"].as_f64().unwrap_or(0.0) as f32;
                 Some(Nested { table, scales: of_scales, block, offset })
