@@ -89,7 +89,8 @@ impl Batch {
         step: u64,
     ) -> crate::Result<(Microbatches, StepOptions)> {
         if replica >= replicas {
-            candle_core::bail!("there is no replica {replica} of {replicas}; count from 0");
+            let reason = format!("there is no replica {replica} of {replicas}; count from 0");
+            return Err(crate::Error::Microbatches(reason));
         }
         let rows = self.tokens.dim(0)?;
         let sizes = microbatch_sizes(rows, replicas);
