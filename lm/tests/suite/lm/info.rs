@@ -24,7 +24,7 @@ fn what_each_rank_would_hold_is_what_it_holds() {
     assert_eq!(alone.bytes_per_rank, [config.parameters() * 4]);
     assert_eq!(
         alone.bytes_by_type.into_iter().collect::<Vec<_>>(),
-        [("f16".to_owned(), config.parameters() as u64 * 2)]
+        [("F16".to_owned(), config.parameters() as u64 * 2)]
     );
     for ranks in 2..=3 {
         let flags = ["--tp", &ranks.to_string(), "--max-tokens", "1", "--json", "-"].map(str::to_owned);
