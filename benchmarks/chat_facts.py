@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the texts that transformers renders with chat templates into lm/tests/suite/lm/chat.json.
+"""Writes the texts that transformers renders with chat templates into lm/tests/suite/lm/chat.json, and those with tools and
+variables into chat_variables.json.
 
 Usage: PYTHON benchmarks/chat_facts.py [FILE.gguf], with a Python that has transformers 5 and jinja2
 
@@ -312,6 +313,62 @@ class Clock(datetime.datetime):
         return NOW
 
 
+# Shortened from those of Qwen 3 and Llama 3.1: tools, and switches of a template.
+QWEN3 = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\n\n' }}
+    {%- endif %}
+    {{- "# Tools\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools><|im_end|>\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
+LLAMA31 = r"""{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}
+{% endfor %}{% endif %}{{ reasoning_effort | default("medium") }} {{ budget }} {{ messages[0].content }}"""
+# The keys are in no order of the alphabet.
+CLOCK = dict(
+    type="function",
+    function=dict(
+        name="get_time",
+        description="The time \u2014 <b>now</b>, in \"zone\"",
+        parameters=dict(
+            type="object", properties=dict(zone=dict(type="string", enum=["UTC", "Z\u00fcrich"]), digits=dict(type="integer")),
+            required=["zone"],
+        ),
+        strict=False, most=3, rate=0.5, more=None,
+    ),
+)
+VARIABLES = [
+    ("qwen3", QWEN3, dict(enable_thinking=False)),
+    ("qwen3", QWEN3, dict(enable_thinking=True, tools=[CLOCK])),
+    ("qwen3", QWEN3, dict(tools=[CLOCK, dict(CLOCK, type="other")])),
+    ("llama 3.1", LLAMA31, dict(tools=[CLOCK], reasoning_effort="high", budget=7)),
+    ("llama 3.1", LLAMA31, dict(budget=[1, 2.5, None, {"b": True, "a": "x"}])),
+]
+
+
+def rendered_with(name, template, variables):
+    messages = [dict(role="system", content="Be brief."), dict(role="user", content="What time is it?")]
+    text, _ = chat.render_jinja_template(
+        conversations=[messages], chat_template=template, add_generation_prompt=True, **variables
+    )
+    # In the order of the keys.
+    given = {name: json.dumps(value, ensure_ascii=False) for name, value in variables.items()}
+    return dict(name=name, template=template, messages=messages, variables=given, text=text[0])
+
+
 def rendered(template, tokens, messages):
     try:
         text, _ = chat.render_jinja_template(
@@ -324,6 +381,8 @@ def rendered(template, tokens, messages):
 
 def main():
     chat.datetime = Clock
+    varied = [rendered_with(*case) for case in VARIABLES]
+    PATH.with_name("chat_variables.json").write_text(json.dumps(varied, ensure_ascii=False, indent=1) + "\n")
     facts = []
     for name, (template, tokens) in FAMILIES.items():
         cases = [rendered(template, tokens, messages) for messages in CONVERSATIONS]

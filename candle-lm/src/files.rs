@@ -1,17 +1,19 @@
 //! The files of a model.
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device};
-use candle_shard::Weights;
+use candle_shard::{Weights, regular};
+use serde_json::Value;
 use tokenizers::Tokenizer;
 use wildmatch::WildMatch;
 
 use crate::chat::{self, ChatTemplate};
-use crate::config::{Config, GenerationConfig};
+use crate::config::{Config, GenerationConfig, wrapper};
 use crate::{expert_files, gguf, tokens};
 
 /// A model's files, found to be whole.
@@ -61,6 +63,11 @@ impl Files {
     }
 
     fn of(folder: &Path, ignored: &[String], has_values: bool) -> Result<Self> {
+        if folder.is_dir()
+            && let Some(found) = found_instead(folder)
+        {
+            bail!("{} {found}", folder.display());
+        }
         let (mut config, mut weights, generation) = match folder.is_dir() {
             true => (Config::read(folder, ignored)?, Weights::open(folder)?, GenerationConfig::read(folder)?),
             false => {
@@ -68,6 +75,10 @@ impl Files {
                 (config, weights, GenerationConfig::default())
             }
         };
+        if config.has_images {
+            weights = weights.retain(|name| wrapper::name_in_text(name).is_some());
+            weights = weights.rename(|name| wrapper::name_in_text(name).unwrap_or_default())?;
+        }
         if let Some(quantization) = &config.quantization {
             // The shapes of some weights are values of tensors.
             let headers_suffice = ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
@@ -184,6 +195,40 @@ impl Files {
     pub fn bytes_read(&self) -> u64 {
         self.weights.bytes_read()
     }
+}
+
+/// Returns what a folder has in the place of a model in the layout of the Hub, and what to do about it, if it is something known.
+fn found_instead(folder: &Path) -> Option<String> {
+    let names = fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let names: BTreeSet<String> = names.collect();
+    let first = |begin: &str, end: &str| names.iter().find(|name| name.starts_with(begin) && name.ends_with(end));
+    let has_weights = first("", ".safetensors").is_some() || first("", ".safetensors.index.json").is_some();
+    if names.contains("config.json") && has_weights {
+        return None;
+    }
+    if names.contains("adapter_config.json") {
+        let config = regular::read_text(folder.join("adapter_config.json"), regular::CONFIG).ok();
+        let config = config.and_then(|text| serde_json::from_str::<Value>(&text).ok()).unwrap_or_default();
+        let base = config["base_model_name_or_path"].as_str().unwrap_or("its base model");
+        return Some(format!(
+            "has an adapter, which changes another model and is none: merge it into {base} (PEFT's merge_and_unload), and open the result"
+        ));
+    }
+    if let Some(file) = first("", ".gguf") {
+        return Some(format!("has GGUF files: give one, for example {}", folder.join(file).display()));
+    }
+    if let Some(file) = first("consolidated", "").filter(|_| names.contains("params.json")) {
+        return Some(format!(
+            "has params.json and {file}, the layout of who trained the model: get its files in the layout of transformers, with config.json"
+        ));
+    }
+    let pickle = first("pytorch_model", ".bin").or(first("pytorch_model", ".bin.index.json"));
+    pickle.filter(|_| names.contains("config.json")).map(|file| {
+        format!(
+            "has its weights in {file}, which may run code when it is read: load the model with transformers and save it by save_pretrained, \
+             which writes safetensors"
+        )
+    })
 }
 
 /// Checks by the headers that a tensor is there, in the shape that the config says, and of floats, or of `dtype`.

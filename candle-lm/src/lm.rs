@@ -1,6 +1,6 @@
 //! The front page: a model that is opened once and writes, converses and scores.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -183,12 +183,14 @@ pub struct Generation {
     pub sampling: Sampling,
     /// Texts and special tokens that end what is written, and are no part of it.
     pub stop: Vec<String>,
+    /// Variables of the chat template by name, as JSON: `tools`, or those of a model, for example `enable_thinking`.
+    pub chat_variables: BTreeMap<String, String>,
 }
 
 impl Default for Generation {
     /// Up to 100 tokens, each the most likely one.
     fn default() -> Self {
-        Self { max_tokens: 100, sampling: Sampling::default(), stop: Vec::new() }
+        Self { max_tokens: 100, sampling: Sampling::default(), stop: Vec::new(), chat_variables: BTreeMap::new() }
     }
 }
 
@@ -261,7 +263,10 @@ impl Lm {
     /// [`Error::Input`](crate::Error::Input) if the template refuses the conversation, or it is longer than the model takes;
     /// [`Error::Failed`](crate::Error::Failed) if the model has no template.
     pub fn chat(&self, messages: &[Message], options: &Generation) -> Result<Pieces<'_>> {
-        let template = self.files.chat_template()?;
+        let mut template = self.files.chat_template()?;
+        for (name, json) in &options.chat_variables {
+            template = template.with_variable(name, json)?;
+        }
         // The clocks of hosts differ.
         let now = self.mesh.group()?.all_gather_text(&chat::now().to_string())?.swap_remove(0);
         let now = now.parse().context("the time of rank 0")?;

@@ -33,6 +33,7 @@ pub fn config() -> Config {
         eos_token_id: None,
         parts: Parts::default(),
         quantization: None,
+        has_images: false,
         family: "llama",
         notes: Vec::new(),
     }

@@ -177,7 +177,7 @@ struct Opened {
 fn open(args: &Args, scratch: &Path) -> anyhow::Result<Opened> {
     let mut files = opened::files(args, scratch)?;
     let tokenizer = files.tokenizer()?;
-    let template = args.talk.chat.then(|| files.chat_template()).transpose()?;
+    let template = args.talk.template(&files)?;
     let (stops, tokens) = stops::split(&args.stop, &tokenizer)?;
     files.ends.extend(tokens);
     files.ends.extend(template.as_ref().and_then(|template| template.end_of_turn(&tokenizer)));

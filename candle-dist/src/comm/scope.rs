@@ -4,6 +4,8 @@ use crate::call::{Call, Dims, Form};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
+use tracing::debug_span;
+use tracing::span::EnteredSpan;
 
 /// A collector of events.
 pub(super) trait Collect {
@@ -32,11 +34,14 @@ impl<T> Drop for Scope<T> {
 }
 
 /// A call in progress that is observed. Dropping it ends the call.
-pub(crate) struct Watched(Event);
+pub(crate) struct Watched {
+    event: Event,
+    _span: EnteredSpan,
+}
 
 /// Starts to observe a call of the group of `ranks` whose input on this rank has `bytes` bytes.
 ///
-/// If no collector is open on this thread, this only reads a thread-local.
+/// If no collector is open on this thread, and nobody subscribes to spans, this only reads a thread-local and a global.
 pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize], is_check: bool) -> Option<Watched> {
     let part = match call.form {
         _ if is_check => Part::Check,
@@ -52,25 +57,19 @@ pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
 }
 
 fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<Watched> {
-    if OPEN.with_borrow(Vec::is_empty) {
+    let span = debug_span!("communication", op = %call.op, ?part, ?ranks, call.peer, bytes, site = %call.site);
+    if span.is_disabled() && OPEN.with_borrow(Vec::is_empty) {
         return None;
     }
     let (ranks, start) = (Dims::from_slice(ranks), Instant::now());
-    Some(Watched(Event {
-        op: call.op,
-        part,
-        ranks,
-        peer: call.peer,
-        bytes,
-        start,
-        duration: Duration::ZERO,
-        site: call.site,
-    }))
+    let event =
+        Event { op: call.op, part, ranks, peer: call.peer, bytes, start, duration: Duration::ZERO, site: call.site };
+    Some(Watched { event, _span: span.entered() })
 }
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        self.0.duration = self.0.start.elapsed();
-        OPEN.with_borrow(|open| open.iter().for_each(|collection| collection.borrow_mut().add(&self.0)));
+        self.event.duration = self.event.start.elapsed();
+        OPEN.with_borrow(|open| open.iter().for_each(|collection| collection.borrow_mut().add(&self.event)));
     }
 }

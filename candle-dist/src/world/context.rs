@@ -130,7 +130,8 @@ impl RankContext {
         if let Guard::Thread(guard) = &self.guard {
             guard.settle_thread();
         }
-        let (result, end) = match catch_unwind(AssertUnwindSafe(|| f(&self))) {
+        let span = tracing::debug_span!("rank", rank);
+        let (result, end) = match catch_unwind(AssertUnwindSafe(|| span.in_scope(|| f(&self)))) {
             Ok(Ok(value)) => (Some(value), End::Returned),
             Ok(Err(error)) => (None, End::Failed(cut_trace(&format!("{error:#}")).to_string())),
             Err(panic) => (None, End::Panicked(panic_message(&*panic))),

@@ -5,8 +5,14 @@ use candle_dist::comm::{self, CommCounts, Count, Event, Log, Part, trace};
 use candle_dist::functional::{Cut, Exchange};
 use candle_dist::{Op, RankContext, ReduceOp, Result};
 use serde_json::Value;
+use std::fmt::Debug;
 use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex};
 use test_utils::{Ranks, on_ranks};
+use tracing::dispatcher::with_default;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Dispatch, Metadata, Subscriber};
 
 fn x() -> Tensor {
     Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap()
@@ -272,4 +278,76 @@ fn a_trace_goes_to_a_file_and_may_be_empty() {
     trace::write_chrome(&mut json, &[]).unwrap();
     assert_eq!(serde_json::from_slice::<Value>(&json).unwrap()["traceEvents"], serde_json::json!([]));
     assert!(trace::save_chrome(path.join("no such folder"), &[]).is_err());
+}
+
+/// The spans of a thread: those that are open, and the name and fields of each that was opened, with the names around it.
+#[derive(Default)]
+struct Spans {
+    told: Mutex<Vec<(Vec<&'static str>, String)>>,
+    open: Mutex<Vec<&'static str>>,
+    names: Mutex<Vec<&'static str>>,
+}
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.0.push_str(&format!("{}={value:?} ", field.name()));
+    }
+}
+
+struct Fields(String);
+
+impl Subscriber for Spans {
+    fn enabled(&self, about: &Metadata<'_>) -> bool {
+        about.is_span()
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        let mut fields = Fields(format!("{} ", span.metadata().name()));
+        span.record(&mut fields);
+        self.told.lock().unwrap().push((self.open.lock().unwrap().clone(), fields.0));
+        let mut names = self.names.lock().unwrap();
+        names.push(span.metadata().name());
+        Id::from_u64(names.len() as u64)
+    }
+
+    fn enter(&self, id: &Id) {
+        self.open.lock().unwrap().push(self.names.lock().unwrap()[id.into_u64() as usize - 1]);
+    }
+
+    fn exit(&self, _: &Id) {
+        self.open.lock().unwrap().pop().unwrap();
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {}
+}
+
+#[test]
+fn calls_are_spans_for_those_who_subscribe() {
+    on_ranks(2, "spans", |ctx| -> Result<()> {
+        let spans = Arc::new(Spans::default());
+        let subscriber = Dispatch::from(spans.clone());
+        with_default(&subscriber, || -> Result<()> {
+            ctx.group().all_reduce(&x(), ReduceOp::Sum)?;
+            let pending = ctx.group().all_reduce_start(&x(), ReduceOp::Sum)?;
+            let outer = tracing::info_span!("mine").entered();
+            pending.wait()?;
+            drop(outer);
+            Ok(())
+        })?;
+        ctx.group().barrier()?;
+        assert!(spans.open.lock().unwrap().is_empty());
+        let told = spans.told.lock().unwrap();
+        let has = |at: usize, around: &[&str], parts: &[&str]| {
+            let (outer, text) = &told[at];
+            assert!(outer == around && parts.iter().all(|part| text.contains(part)), "{told:?}");
+        };
+        has(0, &[], &["communication", "op=all_reduce", "part=Whole", "ranks=[0, 1]", "bytes=24", "watching.rs"]);
+        has(1, &[], &["part=Start"]);
+        has(2, &[], &["mine"]);
+        has(3, &["mine"], &["op=all_reduce", "part=Wait"]);
+        assert_eq!(told.len(), 4);
+        Ok(())
+    });
 }

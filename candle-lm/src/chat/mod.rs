@@ -62,7 +62,14 @@ pub struct ChatTemplate {
     origin: String,
     /// Special tokens by the names that templates use, for example `bos_token`; none where the files say so.
     tokens: BTreeMap<String, Option<String>>,
+    /// The template of conversations with tools, if it is another one.
+    for_tools: Option<Arc<str>>,
+    /// What a user gives, as JSON.
+    variables: BTreeMap<String, String>,
 }
+
+/// What each rendering sets.
+const SET: [&str; 2] = ["messages", "add_generation_prompt"];
 
 impl ChatTemplate {
     /// Checks a template; `origin` names its file in errors, and `tokens` has special tokens by name, for example
@@ -73,7 +80,42 @@ impl ChatTemplate {
     pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, Option<String>>) -> Result<Self> {
         let wrong = |error| InputError(format!("the chat template of {origin}: {error}"));
         jinja::check(source).map_err(wrong)?;
-        Ok(Self { source: source.into(), origin: origin.into(), tokens })
+        Ok(Self { source: source.into(), origin: origin.into(), tokens, for_tools: None, variables: BTreeMap::new() })
+    }
+
+    /// Sets a variable of the template, for example `enable_thinking` to `false`, or `tools` to a list of functions. The value is JSON.
+    ///
+    /// ```
+    /// use candle_lm::chat::{ChatTemplate, Message};
+    ///
+    /// let source = "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{{ messages[0].content }}";
+    /// let template = ChatTemplate::new(source, "an example", Default::default())?;
+    /// let template = template.with_variable("tools", r#"[{"name": "clock"}]"#)?;
+    /// assert_eq!(template.render(&[Message::new("user", "Hi")], candle_lm::chat::now())?, "[clock]Hi");
+    /// assert!(template.with_variable("color", "1").unwrap_err().to_string().contains("no variable color"));
+    /// # Ok::<(), anyhow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the template does not read a variable of this name, or it is one that conversations set, or the value is no JSON.
+    pub fn with_variable(mut self, name: &str, json: &str) -> Result<Self> {
+        let wrong = |error| InputError(format!("the chat template of {}: {error}", self.origin));
+        if SET.contains(&name) {
+            return Err(wrong(InputError(format!("{name} is the conversation's"))).into());
+        }
+        let for_tools = self.for_tools.clone().filter(|_| name == "tools");
+        let source = for_tools.unwrap_or_else(|| self.source.clone());
+        jinja::check_variable(&source, name, json).map_err(wrong)?;
+        self.source = source;
+        self.variables.insert(name.into(), json.into());
+        Ok(self)
+    }
+
+    /// Has another template where there are tools.
+    fn with_tool_use(self, source: Option<String>) -> Result<Self> {
+        let wrong = |error| InputError(format!("the chat template \"tool_use\" of {}: {error}", self.origin));
+        source.as_deref().map_or(Ok(()), jinja::check).map_err(wrong)?;
+        Ok(Self { for_tools: source.map(Into::into), ..self })
     }
 
     /// Returns the text of a conversation, up to where the model writes its reply. `now` is the local time, which some
@@ -83,7 +125,7 @@ impl ChatTemplate {
     /// If the template fails, refuses the conversation, or does more work than a template may.
     pub fn render(&self, messages: &[Message], now: DateTime) -> Result<Script> {
         let wrong = |error| InputError(format!("the chat template of {} fails: {error}", self.origin));
-        let text = jinja::render(&self.source, &self.tokens, messages, true, now).map_err(wrong)?;
+        let text = jinja::render(&self.source, &self.tokens, &self.variables, messages, true, now).map_err(wrong)?;
         Ok(Script { text, template: self.source.clone() })
     }
 
@@ -91,7 +133,8 @@ impl ChatTemplate {
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         const REPLY: &str = "a reply";
         let messages = [Message::new("user", "a question"), Message::new("assistant", REPLY)];
-        let rendered = jinja::render(&self.source, &self.tokens, &messages, false, DateTime::default()).ok()?;
+        let rendered =
+            jinja::render(&self.source, &self.tokens, &self.variables, &messages, false, DateTime::default()).ok()?;
         let (_, after) = rendered.rsplit_once(REPLY)?;
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let begins = added.filter(|(_, token)| token.special && after.trim_start().starts_with(&token.content));

@@ -12,6 +12,8 @@ use serde_json::Value;
 use super::ChatTemplate;
 use crate::special_tokens::{self, CONFIG, SpecialTokens};
 
+const JSON: &str = "chat_template.json";
+
 /// The special tokens of GGUF files: the key of the number.
 const IDS: [(&str, &str); 4] = [
     ("bos_token", "tokenizer.ggml.bos_token_id"),
@@ -20,7 +22,8 @@ const IDS: [(&str, &str); 4] = [
     ("pad_token", "tokenizer.ggml.padding_token_id"),
 ];
 
-/// Returns the template of the model in a folder: `chat_template.jinja`, else that of `tokenizer_config.json`.
+/// Returns the template of the model in a folder: `chat_template.jinja`, else that of `tokenizer_config.json`, else that of
+/// `chat_template.json`, which some models for images have alone.
 ///
 /// # Errors
 /// If there is none, or it is not a template; the file is named.
@@ -36,6 +39,11 @@ pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
             return ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens);
         }
     }
+    let (origin, fields) = match fields.get("chat_template") {
+        None | Some(Value::Null) => (folder.join(JSON), special_tokens::fields(folder, JSON)?),
+        Some(_) => (config, fields),
+    };
+    let mut for_tools = None;
     let source = match fields.get("chat_template") {
         None | Some(Value::Null) => bail!(
             "{} has no chat template ({} does not exist, and tokenizer_config.json has no chat_template): leave out --chat",
@@ -45,13 +53,16 @@ pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
         Some(Value::String(source)) => source.clone(),
         // Several templates by name.
         Some(Value::Array(named)) => {
-            let default = named.iter().find(|one| one.get("name").is_some_and(|name| name == "default"));
-            let source = default.and_then(|one| one.get("template")?.as_str()).map(str::to_owned);
-            source.with_context(|| format!("{}: chat_template has no template \"default\"", config.display()))?
+            let of = |name: &str| {
+                let one = named.iter().find(|one| one.get("name").is_some_and(|own| own == name))?;
+                Some(one.get("template")?.as_str()?.to_owned())
+            };
+            for_tools = of("tool_use");
+            of("default").with_context(|| format!("{}: chat_template has no template \"default\"", origin.display()))?
         }
-        Some(_) => bail!("{}: chat_template is no text", config.display()),
+        Some(_) => bail!("{}: chat_template is no text", origin.display()),
     };
-    ChatTemplate::new(&source, &config.display().to_string(), tokens)
+    ChatTemplate::new(&source, &origin.display().to_string(), tokens)?.with_tool_use(for_tools)
 }
 
 /// Returns the template in the metadata of the GGUF file at `path`.

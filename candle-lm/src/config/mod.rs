@@ -9,6 +9,7 @@ mod rope;
 mod scaling;
 pub(super) mod tensors;
 pub(super) mod unknown;
+pub(super) mod wrapper;
 
 use std::path::Path;
 
@@ -71,6 +72,9 @@ pub struct Config {
     /// How the weights of a folder are quantized: `quantization_config`, if there is one.
     #[serde(skip)]
     pub quantization: Option<Value>,
+    /// Whether the files have parts for images too, which are left out.
+    #[serde(skip)]
+    pub has_images: bool,
     /// The family.
     #[serde(skip)]
     pub family: &'static str,
@@ -154,9 +158,11 @@ impl Config {
     /// # Errors
     /// Those of [`parse`](Self::parse).
     pub(super) fn with_unknown(unknown: Unknown<'_>, fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+        let (fields, has_images) = wrapper::unwrapped(fields)?;
         let mut fields = Fields::new(fields, unknown, ignored)?;
         let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
         fields.notes.extend(note);
+        fields.notes.extend(has_images.then(|| "the parts for images are left out".to_owned()));
         let ids = |name: &str| fields.get(name).map_or(Ok(None), |value| TokenIds::read(name, value));
         let absent = fields.family.absent;
         let num_hidden_layers = fields.size("num_hidden_layers", MOST_LAYERS)?;
@@ -177,6 +183,7 @@ impl Config {
             eos_token_id: ids("eos_token_id")?,
             parts: Parts { rotary_share: rope::share(&fields)?, ..(fields.family.parts)(&fields, num_hidden_layers)? },
             quantization: quantization(fields.get("quantization_config"))?,
+            has_images,
             family: fields.family.model_type,
             notes: fields.notes,
         };

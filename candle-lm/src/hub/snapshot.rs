@@ -19,12 +19,13 @@ use crate::config::Config;
 /// The files of a folder that a model needs.
 pub(super) const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Those that it may have.
-pub(super) const OPTIONAL: [&str; 5] = [
+pub(super) const OPTIONAL: [&str; 6] = [
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 ];
 
 const SINGLE: &str = "model.safetensors";

@@ -90,13 +90,14 @@ impl Job {
 
 /// Files that a model's folder must have, and those that others read where it has them.
 const NEEDED: [&str; 2] = [CONFIG, "tokenizer.json"];
-const KNOWN: [&str; 7] = [
+const KNOWN: [&str; 8] = [
     "generation_config.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
 ];
 const CONFIG: &str = "config.json";
@@ -151,8 +152,8 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
 /// sequences are longer than the model takes.
 pub fn check(folder: &Path, files: &Files, recipe: &Recipe, start: usize) -> Result<()> {
     ensure!(
-        files.config.parts.can_learn(),
-        "{}: only models of the families llama and mistral and mixtures of experts, without biases and windows, can be trained",
+        files.config.parts.can_learn() && !files.config.has_images,
+        "{}: only models of the families llama and mistral and mixtures of experts, without biases, windows and parts for images, can be trained",
         folder.display()
     );
     check_steps(recipe, start)?;

@@ -121,7 +121,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         let made = |action: &Action| action.microbatch().is_none_or(|microbatch| microbatch < self.batch.len());
         let actions: Vec<Action> = apart(&self.program.ranks()[rank]).into_iter().filter(made).collect();
         for action in &actions {
-            let done = catch_unwind(AssertUnwindSafe(|| self.act(action)));
+            let span = tracing::debug_span!("stage", %action);
+            let done = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| self.act(action))));
             let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
             if let Err(error) = done {
                 let error = error.in_action(self.runtime.group.ranks()[rank], action);

@@ -13,7 +13,7 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 use std::fs::{File, FileType, OpenOptions};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind, Read, Seek};
 use std::path::Path;
 
 /// The most bytes of a config, and of other files of settings.
@@ -27,10 +27,14 @@ pub const TEXT: u64 = 4 << 30;
 /// The most bytes of a text that is read from a stream, whose length is not known before.
 pub const STREAM: u64 = 256 << 20;
 
+/// What stands in the place of a large file until Git LFS has fetched it begins with this, and is short.
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+const LONGEST_POINTER: u64 = 1024;
+
 /// Opens a file for reading, if it is a regular one. Never waits for another program.
 ///
 /// # Errors
-/// Those of the file system; if the name leads to a folder, pipe, socket or device, which is named.
+/// Those of the file system; if the name leads to a folder, pipe, socket or device, which is named; if Git LFS has not fetched the file.
 pub fn open(path: impl AsRef<Path>) -> io::Result<File> {
     let path = path.as_ref();
     // Opening a device may have effects by itself.
@@ -43,8 +47,18 @@ pub fn open(path: impl AsRef<Path>) -> io::Result<File> {
         use std::os::unix::fs::OpenOptionsExt;
         options.custom_flags((rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOCTTY).bits() as i32);
     }
-    let file = options.open(path)?;
-    check(file.metadata()?.file_type())?;
+    let mut file = options.open(path)?;
+    let about = file.metadata()?;
+    check(about.file_type())?;
+    if (POINTER.len() as u64..LONGEST_POINTER).contains(&about.len()) {
+        let mut first = [0; POINTER.len()];
+        let is_pointer = file.read_exact(&mut first).is_ok() && first == POINTER;
+        file.rewind()?;
+        if is_pointer {
+            let reason = "it is a pointer of Git LFS in the place of the file; fetch the file with `git lfs pull`";
+            return Err(io::Error::new(ErrorKind::InvalidData, reason));
+        }
+    }
     Ok(file)
 }
 

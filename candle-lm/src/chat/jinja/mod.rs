@@ -15,6 +15,7 @@ mod functions;
 mod json;
 mod methods;
 mod ops;
+mod parse_json;
 mod text;
 mod value;
 mod work;
@@ -56,10 +57,26 @@ pub(super) fn check(source: &str) -> Checked {
     on_thread(|| parsed(&without_generation(source), |_| Ok(())))
 }
 
-/// Renders a template for a conversation.
+/// Checks that a variable is JSON, and that a template reads it by its name.
+pub(super) fn check_variable(source: &str, name: &str, json: &str) -> Checked {
+    on_thread(|| {
+        let value = parse_json::parse(json, &Work::new(json.len() as u64));
+        value.map_err(|Fail { why, .. }| InputError(format!("{name} is no JSON that templates can have: {why}")))?;
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        let syntax = syntax.map_err(|error| InputError(detailed(&error)))?;
+        let mut words = machinery::tokenize(source, false, syntax).filter_map(|token| Some(token.ok()?.0));
+        match words.any(|word| matches!(word, Token::Ident(word) if word == name)) {
+            true => Ok(()),
+            false => Err(InputError(format!("it has no variable {name}"))),
+        }
+    })
+}
+
+/// Renders a template for a conversation. Variables are JSON texts.
 pub(super) fn render(
     source: &str,
     tokens: &BTreeMap<String, Option<String>>,
+    variables: &BTreeMap<String, String>,
     messages: &[Message],
     add_generation_prompt: bool,
     now: DateTime,
@@ -67,8 +84,9 @@ pub(super) fn render(
     on_thread(|| {
         parsed(&without_generation(source), |template| {
             // Each message is a few values too.
-            let bytes = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
-            let work = Work::new(bytes);
+            let bytes: u64 = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
+            let given: u64 = variables.values().map(|json| json.len() as u64).sum();
+            let work = Work::new(bytes.saturating_add(given));
             let run = || {
                 let tokens = tokens.iter().map(|(name, token)| {
                     // What the model does not have is undefined, and written as nothing.
@@ -83,6 +101,9 @@ pub(super) fn render(
                     ("documents", Value::None),
                     ("add_generation_prompt", Value::Bool(add_generation_prompt)),
                 ]);
+                for (name, json) in variables {
+                    globals.insert(name, parse_json::parse(json, &work)?);
+                }
                 Renderer::new(globals, now, &work).run(template)
             };
             run().map_err(|Fail { why, line }| {

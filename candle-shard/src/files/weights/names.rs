@@ -16,6 +16,13 @@ impl Weights {
         Ok(self)
     }
 
+    /// Leaves out the tensors whose names `keep` refuses.
+    #[must_use]
+    pub fn retain(mut self, mut keep: impl FnMut(&str) -> bool) -> Self {
+        self.tensors.retain(|name, _| keep(name));
+        self
+    }
+
     /// Gives a tensor a second name.
     ///
     /// # Errors

@@ -215,7 +215,7 @@ fn replies_of_a_conversation_equal_runs_with_its_whole_text_on_every_mesh() {
     for (template, appends) in [(APPENDS, true), (CHANGES, false)] {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), template);
-        let args = ChatArgs { chat: true, system: Some("Be brief".into()), context: None };
+        let args = ChatArgs { chat: true, system: Some("Be brief".into()), ..ChatArgs::default() };
         let turns = talk(folder.path(), 1, 1, args.clone()).unwrap();
         assert_eq!(turns.len(), MESSAGES.len());
         let first_special = (random_vocabulary() - SPECIAL.len()) as u32;
@@ -267,7 +267,7 @@ fn tokens_that_the_model_names_in_a_reply_are_tokens_of_the_next_prompt() {
         json!({"id": id, "content": tag(id), "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": false})
     }));
     fs::write(&path, tokenizer.to_string()).unwrap();
-    let turns = talk(folder.path(), 1, 1, ChatArgs { chat: true, system: None, context: None }).unwrap();
+    let turns = talk(folder.path(), 1, 1, ChatArgs { chat: true, ..ChatArgs::default() }).unwrap();
     let first_special = (random_vocabulary() - SPECIAL.len()) as u32;
     let mut tags = 0;
     for (turn, next) in turns.iter().zip(&turns[1..]) {
@@ -490,4 +490,80 @@ fn templates_mean_what_they_mean_to_jinja2() {
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), facts.len(), wrong.join("\n"));
+}
+
+/// What transformers makes of a conversation with variables.
+#[derive(Deserialize)]
+struct Varied {
+    name: String,
+    template: String,
+    messages: Vec<Message>,
+    /// As JSON.
+    variables: BTreeMap<String, String>,
+    text: String,
+}
+
+#[test]
+fn variables_of_templates_are_those_of_transformers() {
+    let cases: Vec<Varied> = serde_json::from_str(include_str!("chat_variables.json")).unwrap();
+    let now = date(2026, 3, 7).at(9, 5, 0, 0);
+    for Varied { name, template, messages, variables, text } in cases {
+        let mut template = ChatTemplate::new(&template, &name, BTreeMap::new()).unwrap();
+        for (name, json) in &variables {
+            template = template.with_variable(name, json).unwrap();
+        }
+        assert_eq!(template.render(&messages, now).unwrap(), text, "{name} {variables:?}");
+    }
+    let template = ChatTemplate::new("{{ messages[0].content }}{{ x }}", "a file", BTreeMap::new()).unwrap();
+    assert_eq!(template.render(&[Message::new("user", "Hi")], now).unwrap(), "Hi", "what nobody sets is nothing");
+    let mut template = Some(template);
+    let mut refused = |name: &str, json: &str| {
+        let kept = template.take().unwrap();
+        template = Some(ChatTemplate::new("{{ messages[0].content }}{{ x }}", "a file", BTreeMap::new()).unwrap());
+        format!("{:#}", kept.with_variable(name, json).unwrap_err())
+    };
+    assert!(refused("y", "1").contains("a file: it has no variable y"));
+    assert!(refused("messages", "[]").contains("messages is the conversation's"));
+    assert!(refused("x", "{").contains("x is no JSON"));
+    assert!(refused("x", &"[".repeat(100_000)).contains("x is no JSON"));
+    assert!(refused("x", "18446744073709551615").contains("too large"));
+}
+
+#[test]
+fn the_command_line_sets_variables_and_tools_of_the_template() {
+    let template = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}{{ mood }}|{{ messages[0].content }}";
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), template);
+    let tools = folder.path().join("tools.json");
+    fs::write(&tools, r#"[{"name": "clock"}, {"name": "map"}]"#).unwrap();
+    let files = Files::open(folder.path()).unwrap();
+    let with = |chat_arg: &[&str], tools: Option<&Path>| {
+        let chat_arg = chat_arg.iter().map(|&given| given.to_owned()).collect();
+        ChatArgs { chat: true, chat_arg, tools: tools.map(Path::to_owned), ..ChatArgs::default() }.template(&files)
+    };
+    let rendered = |template: anyhow::Result<Option<ChatTemplate>>| {
+        let template = template.unwrap().unwrap();
+        template.render(&[Message::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap().to_string()
+    };
+    assert_eq!(rendered(with(&[], None)), "|Hi");
+    assert_eq!(rendered(with(&["mood=good=x"], Some(&tools))), "clock;map;good=x|Hi");
+    assert_eq!(rendered(with(&["mood=[1, true]"], None)), "[1, True]|Hi");
+    assert!(ChatArgs::default().template(&files).unwrap().is_none());
+    let refused = |template: anyhow::Result<Option<ChatTemplate>>| format!("{:#}", template.unwrap_err());
+    assert!(refused(with(&["moods=1"], None)).contains("has no variable moods"));
+    fs::write(&tools, "{}").unwrap();
+    assert!(refused(with(&[], Some(&tools))).contains("no list of functions"));
+    assert!(refused(with(&[], Some(&folder.path().join("no")))).contains("--tools"));
+    // Some models have another template for tools.
+    let named =
+        json!([{"name": "default", "template": template}, {"name": "tool_use", "template": "T{{ tools | length }}"}]);
+    let path = folder.path().join("tokenizer_config.json");
+    let mut fields: Value =
+        fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(json!({}));
+    fields["chat_template"] = named;
+    fs::write(&path, fields.to_string()).unwrap();
+    fs::remove_file(folder.path().join("chat_template.jinja")).ok();
+    fs::write(&tools, "[1, 2, 3]").unwrap();
+    assert_eq!(rendered(with(&[], Some(&tools))), "T3");
+    assert_eq!(rendered(with(&[], None)), "|Hi");
 }

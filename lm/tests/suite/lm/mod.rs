@@ -10,6 +10,7 @@ mod damaged;
 mod experts;
 pub(crate) mod facts;
 pub(crate) mod families;
+mod folders;
 mod front;
 pub(crate) mod gguf;
 pub(crate) mod hub;
@@ -23,6 +24,7 @@ mod smollm2;
 mod text;
 pub(crate) mod tokenizers;
 mod vocabularies;
+mod wrappers;
 
 use std::fs;
 use std::path::Path;

@@ -1,0 +1,131 @@
+//! Models for images and texts, of which the language model is run: its config is inside of theirs, or among their fields.
+
+use anyhow::{Result, ensure};
+use serde_json::{Map, Value, json};
+
+use super::fields::shortened;
+
+/// A kind of such models.
+struct Wrapper {
+    model_type: &'static str,
+    architecture: &'static str,
+    /// The family of the language model; `text_config` says it where there are several.
+    family: Option<&'static str>,
+}
+
+const WRAPPERS: [Wrapper; 5] = [
+    Wrapper { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", family: Some("gemma3_text") },
+    Wrapper { model_type: "mistral3", architecture: "Mistral3ForConditionalGeneration", family: None },
+    Wrapper { model_type: "qwen2_vl", architecture: "Qwen2VLForConditionalGeneration", family: Some("qwen2") },
+    Wrapper { model_type: "qwen2_5_vl", architecture: "Qwen2_5_VLForConditionalGeneration", family: Some("qwen2") },
+    Wrapper { model_type: "qwen3_vl", architecture: "Qwen3VLForConditionalGeneration", family: Some("qwen3") },
+];
+
+/// Fields that say how images become tokens.
+const OF_IMAGES: [&str; 19] = [
+    "boi_token_id",
+    "boi_token_index",
+    "eoi_token_id",
+    "eoi_token_index",
+    "image_token_id",
+    "image_token_index",
+    "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "vision_start_token_id",
+    "vision_token_id",
+    // How positions of images are shared out. A text has the same position in all shares.
+    "mrope_interleaved",
+    "mrope_section",
+];
+
+/// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
+const PARTS_OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
+
+/// The fields of the language model of a config, and whether there is more than that.
+///
+/// # Errors
+/// If the config is of a known kind and says two things; the field is named.
+pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, Value>, bool)> {
+    let wrapper = fields.get("model_type").and_then(|kind| WRAPPERS.iter().find(|wrapper| kind == wrapper.model_type));
+    let Some(Wrapper { model_type, architecture, family }) = wrapper else { return Ok((fields, false)) };
+    let is_own = |said: &Value| said.is_null() || *said == json!([architecture]);
+    let said = fields.remove("architectures").unwrap_or_default();
+    ensure!(is_own(&said), "architectures {said} is not supported for {model_type}; supported: [{architecture:?}]");
+    let mut text = match fields.remove("text_config") {
+        Some(Value::Object(mut text)) => {
+            if text.get("architectures").is_some_and(is_own) {
+                text.remove("architectures");
+            }
+            let kind = text.get("model_type").and_then(Value::as_str).map(str::to_owned);
+            match (family, kind) {
+                (Some(family), Some(kind)) => ensure!(
+                    [*family, model_type].contains(&&*kind) || kind == format!("{model_type}_text"),
+                    "text_config has model_type {kind:?}; expected {family:?} in {model_type}"
+                ),
+                (None, None) => drop(text.insert("model_type".into(), json!("mistral"))),
+                _ => {}
+            }
+            fields.remove("model_type");
+            text
+        }
+        None | Some(Value::Null) => Map::new(),
+        Some(other) => anyhow::bail!("text_config is {}; expected an object", shortened(&other)),
+    };
+    // What the whole says of the text is said outside: special tokens, codes of weights. Whether the output layer is tied is the whole's.
+    for (name, value) in fields {
+        if name == "tie_word_embeddings" && !value.is_null() {
+            text.insert(name, value);
+        } else {
+            text.entry(name).or_insert(value);
+        }
+    }
+    text.extend(family.map(|family| ("model_type".to_owned(), json!(family))));
+    if *model_type == "gemma3" {
+        // Files leave out what transformers has by default.
+        let absent = json!({
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 262_208,
+        });
+        for (name, value) in absent.as_object().into_iter().flatten() {
+            text.entry(name).or_insert_with(|| value.clone());
+        }
+    }
+    text.retain(|name, _| !OF_IMAGES.contains(&name.as_str()));
+    for name in ["rope_parameters", "rope_scaling"] {
+        let Some(rope) = text.get_mut(name).and_then(Value::as_object_mut) else { continue };
+        rope.retain(|name, _| !OF_IMAGES.contains(&name.as_str()));
+        for kind in ["rope_type", "type"] {
+            if rope.get(kind).is_some_and(|kind| kind == "mrope") {
+                rope.insert(kind.into(), json!("default"));
+            }
+        }
+    }
+    Ok((text, true))
+}
+
+/// The name that a tensor of such a model has in its language model alone; `None` for those of images.
+pub(crate) fn name_in_text(name: &str) -> Option<String> {
+    let inner = name.strip_prefix("model.").unwrap_or(name);
+    if PARTS_OF_IMAGES.iter().any(|part| inner.starts_with(part)) {
+        return None;
+    }
+    // `model.language_model.layers`, or `language_model.model.layers` and `language_model.lm_head` in older files.
+    Some(match (name.strip_prefix("model.language_model."), name.strip_prefix("language_model.")) {
+        (Some(rest), _) => format!("model.{rest}"),
+        (None, Some(rest)) => rest.to_owned(),
+        (None, None) => name.to_owned(),
+    })
+}

@@ -1,0 +1,110 @@
+//! The language models of small models for images and texts against what transformers computes, taken down by
+//! `benchmarks/wrapper_facts.py`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+
+use candle_core::Tensor;
+use candle_lm::config::Config;
+use candle_lm::files::Files;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use test_utils::on_ranks;
+
+use crate::lm::facts::weight;
+use crate::lm::families::{greedy, logits};
+
+#[derive(Deserialize)]
+struct Wrappers {
+    prompt: Vec<u32>,
+    models: Vec<Wrapper>,
+}
+
+#[derive(Deserialize)]
+struct Wrapper {
+    case: String,
+    config: Value,
+    /// The shapes of the tensors in the files.
+    tensors: BTreeMap<String, Vec<usize>>,
+    /// After the first token and after the last one of the prompt.
+    logits: [Vec<f32>; 2],
+    /// Greedy decoding.
+    tokens: Vec<u32>,
+}
+
+fn wrappers() -> Wrappers {
+    serde_json::from_str(include_str!("wrappers.json")).unwrap()
+}
+
+/// Another name that files of the same model may have for a tensor.
+fn renamed(name: &str) -> String {
+    let parts = ["visual.", "vision_tower.", "multi_modal_projector."];
+    match name.strip_prefix("language_model.model.") {
+        Some(rest) => format!("model.language_model.{rest}"),
+        None if parts.iter().any(|part| name.starts_with(part)) => format!("model.{name}"),
+        None => match name.strip_prefix("model.language_model.") {
+            Some(rest) => format!("language_model.model.{rest}"),
+            None => name.replace("language_model.lm_head", "lm_head"),
+        },
+    }
+}
+
+#[test]
+fn the_language_model_of_a_model_for_images_computes_the_logits_of_transformers() {
+    let Wrappers { prompt, models } = wrappers();
+    for Wrapper { case, config, tensors, logits: want, tokens } in models {
+        for has_other_names in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+            let named = |name: &str| if has_other_names { renamed(name) } else { name.to_owned() };
+            let stored: HashMap<String, Tensor> =
+                tensors.iter().map(|(name, shape)| (named(name), weight(name, shape))).collect();
+            candle_core::safetensors::save(&stored, folder.path().join("model.safetensors")).unwrap();
+            let files = Files::open(folder.path()).unwrap();
+            assert!(files.unmet.iter().any(|note| note.contains("images")), "{case}: {:?}", files.unmet);
+            for ranks in 1..=3 {
+                let (path, prompt, want, case) = (folder.path().to_owned(), prompt.clone(), want.clone(), case.clone());
+                on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
+                    let rows = logits(ctx, &path, &prompt, false)?;
+                    for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
+                        for (got, want) in got.iter().zip(want) {
+                            assert!((got - want).abs() < 1e-4, "{case} on {}: {got}, not {want}", ctx.world_size());
+                        }
+                    }
+                    Ok(())
+                });
+            }
+            for mesh in [[1, 1], [2, 1], [1, 2]] {
+                assert_eq!(greedy(folder.path(), &prompt, tokens.len(), mesh), tokens, "{case} {mesh:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn fields_that_gemma_3_leaves_out_are_those_of_transformers() {
+    let text = json!({
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    });
+    let whole = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255_999, "eoi_token_index": 256_000,
+        "eos_token_id": [1, 106], "image_token_index": 262_144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    });
+    let config = Config::parse(&whole.to_string()).unwrap();
+    let heads = config.heads();
+    assert_eq!([config.vocab_size, heads.query, heads.key_value, heads.dim], [262_208, 8, 4, 256]);
+    assert_eq!((config.family, config.ends(), config.tie_word_embeddings), ("gemma3_text", &[1, 106][..], true));
+    assert!(config.has_images);
+    let with = |name: &str, value: Value| {
+        let mut whole = whole.clone();
+        whole[name] = value;
+        format!("{:#}", Config::parse(&whole.to_string()).unwrap_err())
+    };
+    assert!(with("architectures", json!(["Gemma4"])).contains("Gemma4"));
+    assert!(with("text_config", json!({"model_type": "llama"})).contains("text_config has model_type \"llama\""));
+    assert!(with("text_config", json!(3)).contains("text_config is 3"));
+    assert!(with("bidirectional_layers", json!(2)).contains("bidirectional_layers"));
+}
