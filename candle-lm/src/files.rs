@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_shard::{Weights, regular};
 use serde_json::Value;
@@ -166,6 +167,11 @@ impl Files {
         chat::of_metadata(metadata, &self.path)
     }
 
+    /// Returns the folder or the GGUF file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The weights, by the names of the Hub.
     pub fn weights(&self) -> Arc<Weights> {
         self.weights.clone()
@@ -178,6 +184,18 @@ impl Files {
     pub fn stored(&self, name: &str) -> Result<(String, u64)> {
         let (dtype, bytes) = self.weights.stored_as(name)?;
         Ok((dtype.into(), bytes))
+    }
+
+    /// Writes the model into a GGUF file as llama.cpp reads it, which must not exist. Matrices are stored in blocks of `dtype`, or as floats
+    /// of it; those whose rows have no whole blocks are stored as Q8_0 or f16, and norms and biases as f32.
+    ///
+    /// `show` hears of each tensor: how many are done, and of how many. The file is opened again and compared before it gets its name.
+    /// Families with tokenizers of bytes can be written, but for those with sliding windows.
+    ///
+    /// # Errors
+    /// If llama.cpp has no such model or tokenizer: what is in the way is named. If the file exists or cannot be written.
+    pub fn export_gguf(&self, path: &Path, dtype: GgmlDType, show: impl FnMut(usize, usize)) -> Result<()> {
+        gguf::export::export(self, path, dtype, show)
     }
 
     /// Whether the output layer can be read apart from the table.

@@ -17,6 +17,7 @@ use examples::launch::{BackendName, Launched, Patience, local_size};
 use crate::batch::args::BatchArgs;
 use crate::chat::args::ChatArgs;
 use crate::command::Command;
+use crate::export::ExportArgs;
 use crate::flags;
 use crate::help::{ABOUT, EXAMPLES};
 use crate::score::args::ScoreArgs;
@@ -141,6 +142,10 @@ pub struct Args {
     #[command(flatten)]
     pub score: ScoreArgs,
 
+    /// The export options.
+    #[command(flatten)]
+    pub export: ExportArgs,
+
     /// The training options.
     #[command(flatten)]
     pub training: TrainArgs,
@@ -177,6 +182,7 @@ impl Launched for Args {
         let tokens = if cp > 1 { format!(" × --cp {cp}") } else { String::new() };
         match &self.training {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
+            _ if self.command == Some(Command::Export) => vec![("export".into(), 1)],
             TrainArgs { train: Some(_), dp, .. } => {
                 vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
             }

@@ -50,7 +50,7 @@ impl Args {
             (0.01..=100.0).contains(&repetition_penalty),
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
-        let generates = self.command != Some(Command::Info) && self.training.train.is_none();
+        let generates = !matches!(self.command, Some(Command::Info | Command::Export)) && self.training.train.is_none();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
         require!(
@@ -79,7 +79,7 @@ impl Args {
             (Some(Command::Train), None) => {
                 require!(false, "train has no text: give --train FILE.");
             }
-            (Some(Command::Generate | Command::Score | Command::Info), Some(_)) => {
+            (Some(Command::Generate | Command::Score | Command::Info | Command::Export), Some(_)) => {
                 require!(false, "only train trains: leave out --train, or say train.");
             }
             _ => {}
@@ -90,6 +90,9 @@ impl Args {
                 count == tp,
                 "--shares {shares} are for {count} ranks, and there are --tp {tp}: give a share for each."
             );
+        }
+        if self.command == Some(Command::Export) {
+            self.export.validate(self.model.is_some())?;
         }
         self.score.validate()?;
         self.batches.validate(self.training.batch)?;

@@ -13,6 +13,8 @@ pub enum Command {
     Score,
     /// Tells what a model is, and what each of --tp ranks would hold
     Info,
+    /// Writes a model into a GGUF file, as llama.cpp reads it
+    Export,
 }
 
 impl Command {

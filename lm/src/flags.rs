@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use Command::{Generate, Info, Score, Train};
+use Command::{Export, Generate, Info, Score, Train};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
 use examples::cli::{Checked, UsageError};
@@ -11,17 +11,20 @@ use crate::args::Args;
 use crate::command::Command;
 
 /// The commands of the flags under each heading of the help.
-const HEADINGS: [(&str, &[Command]); 6] = [
+const HEADINGS: [(&str, &[Command]); 7] = [
     ("Model", &[Generate, Train, Score, Info]),
+    ("Export", &[Export]),
     ("Ranks", &[Generate, Train, Score]),
     ("Text", &[Generate]),
     ("Scoring", &[Score]),
     ("Training", &[Train]),
-    ("Output", &[Generate, Train, Score, Info]),
+    ("Output", &[Generate, Train, Score, Info, Export]),
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 7] = [
+const FLAGS: [(&str, &[Command]); 9] = [
+    ("model", &[Generate, Train, Score, Info, Export]),
+    ("ignore_field", &[Generate, Train, Score, Info, Export]),
     ("tp", &[Generate, Train, Score, Info]),
     ("cp", &[Generate, Train, Score]),
     ("ep", &[Generate, Train, Score, Info]),

@@ -31,6 +31,8 @@ Examples:
       The prompt from a pipe.
   cargo build --release --features mpi && mpirun -n 2 target/release/lm generate --tp 2 --backend mpi
       On 2 processes, of which the first shows the text.
+  cargo run --release --bin lm -- export --model ./Llama-3.2-1B --gguf q8_0 --out Llama-3.2-1B.gguf
+      A GGUF file for this program and llama.cpp.
   cargo run --release --bin lm -- train --train book.txt --dp 2 --tp 1 --save ./learned
       Train the small random model on a text of your own, on two replicas.
   cargo run --release --bin lm -- train --train book.txt --resume ./learned --save ./learned --steps 200 --pp 2 --tp 1

@@ -6,6 +6,7 @@ pub mod chat;
 mod check;
 pub mod command;
 mod download;
+pub mod export;
 mod flags;
 mod help;
 pub mod info;

@@ -1,5 +1,6 @@
 //! Values of flags that are types of the library.
 
+use candle_core::quantized::GgmlDType;
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::rate::Decay;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -18,6 +19,27 @@ const DECAYS: [Named<Decay>; 3] = [
     ("linear", "In a straight line, to a tenth", Decay::Linear),
     ("none", "Not at all", Decay::None),
 ];
+
+const GGUF: [Named<GgmlDType>; 13] = [
+    ("f32", "32-bit floats", GgmlDType::F32),
+    ("f16", "16-bit floats", GgmlDType::F16),
+    ("bf16", "Brain floats", GgmlDType::BF16),
+    ("q8_0", "8 bits", GgmlDType::Q8_0),
+    ("q6_k", "6 bits", GgmlDType::Q6K),
+    ("q5_k", "5 bits", GgmlDType::Q5K),
+    ("q5_1", "5 bits with minima", GgmlDType::Q5_1),
+    ("q5_0", "5 bits in blocks of 32", GgmlDType::Q5_0),
+    ("q4_k", "4 bits", GgmlDType::Q4K),
+    ("q4_1", "4 bits with minima", GgmlDType::Q4_1),
+    ("q4_0", "4 bits in blocks of 32", GgmlDType::Q4_0),
+    ("q3_k", "3 bits", GgmlDType::Q3K),
+    ("q2_k", "2 bits", GgmlDType::Q2K),
+];
+
+/// Parses how the matrices of a GGUF file are stored.
+pub(crate) fn gguf() -> impl TypedValueParser<Value = GgmlDType> {
+    one_of(&GGUF)
+}
 
 /// Parses the name of a dtype.
 pub(crate) fn dtype() -> impl TypedValueParser<Value = DTypeName> {

@@ -111,6 +111,11 @@ impl ChatTemplate {
         Ok(self)
     }
 
+    /// Returns the template.
+    pub(crate) fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Has another template where there are tools.
     fn with_tool_use(self, source: Option<String>) -> Result<Self> {
         let wrong = |error| InputError(format!("the chat template \"tool_use\" of {}: {error}", self.origin));

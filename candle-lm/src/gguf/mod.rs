@@ -1,6 +1,7 @@
 //! Models in GGUF files: the config and the names of tensors that the Hub's files would have.
 
 mod experts;
+pub(super) mod export;
 mod pre_tokenizer;
 pub(super) mod rope;
 mod sentencepiece;

@@ -37,6 +37,12 @@ impl PreTokenizer {
         KINDS.iter().find(|kind| kind.names.contains(&name))
     }
 
+    /// Returns the name of the kind that cuts texts so.
+    pub(super) fn named(cuts: &[String], ignores_merges: bool, composes: bool) -> Option<&'static str> {
+        let is = |kind: &&Self| kind.cuts == cuts && kind.ignores_merges == ignores_merges && kind.composes == composes;
+        KINDS.iter().find(is).and_then(|kind| kind.names.first()).copied()
+    }
+
     /// Returns all names.
     pub(super) fn names() -> String {
         KINDS.iter().flat_map(|kind| kind.names).copied().collect::<Vec<_>>().join(", ")
@@ -46,7 +52,7 @@ impl PreTokenizer {
 /// The name of the kind of files that do not say theirs.
 pub(super) const GUESS: &str = "default";
 
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";

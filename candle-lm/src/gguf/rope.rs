@@ -9,7 +9,7 @@ use super::{Metadata, plain, whole};
 use crate::config::{Config, RopeScaling};
 
 /// The tensor with a divisor for each frequency: the scaling of Llama 3.
-const FREQUENCIES: &str = "rope_freqs.weight";
+pub(super) const FREQUENCIES: &str = "rope_freqs.weight";
 
 /// The tensors of Phi-3, and the fields that they stand for.
 const LISTS: [(&str, &str); 2] =

@@ -1,0 +1,162 @@
+//! The metadata of a model.
+
+use std::f64::consts::TAU;
+
+use anyhow::{Result, bail};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value as Stored;
+
+use crate::config::experts::Experts;
+use crate::config::{Config, RopeScaling};
+use crate::files::Files;
+
+/// A key and its value.
+pub(super) type Field = (String, Stored);
+
+/// The number that llama.cpp has for files whose matrices are stored so.
+fn file_type(dtype: GgmlDType) -> u32 {
+    use GgmlDType::{BF16, F16, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Q8_1, Q8K};
+    match dtype {
+        F32 | Q8_1 | Q8K => 0,
+        F16 => 1,
+        Q4_0 => 2,
+        Q4_1 => 3,
+        Q8_0 => 7,
+        Q5_0 => 8,
+        Q5_1 => 9,
+        Q2K => 10,
+        Q3K => 11,
+        Q4K => 14,
+        Q5K => 16,
+        Q6K => 18,
+        BF16 => 32,
+    }
+}
+
+/// The metadata of a model of the kind `kind`, without that of its tokenizer.
+///
+/// # Errors
+/// If the positions are scaled in a way that files do not say.
+pub(super) fn of(files: &Files, kind: &str, dtype: GgmlDType) -> Result<Vec<Field>> {
+    let (config, heads, parts) = (&files.config, files.config.heads(), &files.config.parts);
+    let text = |text: &str| Stored::String(text.into());
+    let number = |n: usize| Stored::U32(u32::try_from(n).unwrap_or(u32::MAX));
+    let float = |x: f64| Stored::F32(x as f32);
+    let name = files.path().file_name().map_or("model".into(), |name| name.to_string_lossy().into_owned());
+    let mut fields = vec![
+        ("general.architecture".to_owned(), text(kind)),
+        ("general.type".to_owned(), text("model")),
+        ("general.name".to_owned(), text(&name)),
+        ("general.file_type".to_owned(), Stored::U32(file_type(dtype))),
+        ("general.quantization_version".to_owned(), Stored::U32(2)),
+    ];
+    let mut own = vec![
+        ("block_count", number(config.num_hidden_layers)),
+        ("context_length", number(config.max_position_embeddings)),
+        ("embedding_length", number(config.hidden_size)),
+        ("feed_forward_length", number(config.intermediate_size)),
+        ("vocab_size", number(config.vocab_size)),
+        ("attention.head_count", number(heads.query)),
+        ("attention.head_count_kv", number(heads.key_value)),
+        ("attention.key_length", number(heads.dim)),
+        ("attention.value_length", number(heads.dim)),
+        ("attention.layer_norm_rms_epsilon", float(config.rms_norm_eps)),
+        ("rope.dimension_count", number(config.rotary_width())),
+        ("rope.freq_base", float(config.rope_theta)),
+    ];
+    if kind == "granite" {
+        let scale = parts.scores_scale.unwrap_or((heads.dim as f64).powf(-0.5));
+        own.extend([
+            ("attention.scale", float(scale)),
+            ("embedding_scale", float(parts.embedding_scale)),
+            ("residual_scale", float(parts.branch_scale)),
+            ("logit_scale", float(parts.logits_divisor)),
+        ]);
+    }
+    if let Some(Experts { count, chosen, hidden, normalize, .. }) = &parts.experts {
+        own.extend([("expert_count", number(*count)), ("expert_used_count", number(*chosen))]);
+        if kind != "llama" {
+            own.extend([
+                ("expert_feed_forward_length", number(*hidden)),
+                ("expert_weights_norm", Stored::Bool(*normalize)),
+            ]);
+        }
+    }
+    match &config.rope_scaling {
+        None | Some(RopeScaling::Llama3 { .. } | RopeScaling::Factors(_)) => {}
+        Some(RopeScaling::Linear { factor }) => {
+            own.extend([("rope.scaling.type", text("linear")), ("rope.scaling.factor", float(*factor))]);
+        }
+        Some(RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_position_embeddings: learned, .. }) => {
+            own.extend([
+                ("rope.scaling.type", text("yarn")),
+                ("rope.scaling.factor", float(*factor)),
+                ("rope.scaling.original_context_length", number(*learned)),
+                ("rope.scaling.yarn_beta_fast", float(*beta_fast)),
+                ("rope.scaling.yarn_beta_slow", float(*beta_slow)),
+            ]);
+        }
+        Some(RopeScaling::Dynamic { .. }) => {
+            bail!("files of {kind} do not say that positions are scaled by the length of a text")
+        }
+        Some(RopeScaling::Longrope { .. }) => {
+            bail!("files of {kind} do not say that positions are scaled by two lists")
+        }
+    }
+    fields.extend(own.into_iter().map(|(key, value)| (format!("{kind}.{key}"), value)));
+    Ok(fields)
+}
+
+/// The divisor of each frequency, which is a tensor of files.
+pub(super) fn frequencies(config: &Config) -> Option<Vec<f32>> {
+    match &config.rope_scaling {
+        Some(RopeScaling::Factors(factors)) => Some(factors.iter().map(|&factor| factor as f32).collect()),
+        Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }) => {
+            let (width, learned) = (config.rotary_width(), *original_max_position_embeddings as f64);
+            let (longest, shortest) = (learned / low_freq_factor, learned / high_freq_factor);
+            let of = |pair: usize| {
+                let wavelength = TAU * config.rope_theta.powf(2.0 * pair as f64 / width as f64);
+                let smooth = (learned / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                match () {
+                    () if wavelength < shortest => 1.0,
+                    () if wavelength > longest => *factor,
+                    () => 1.0 / ((1.0 - smooth) / factor + smooth),
+                }
+            };
+            Some((0..width / 2).map(|pair| of(pair) as f32).collect())
+        }
+        _ => None,
+    }
+}
+
+/// Whether a file scales positions as the model that it was made of.
+pub(super) fn scales_alike(was: &Config, is: &Config) -> bool {
+    if let Some(factors) = frequencies(was) {
+        return frequencies(is) == Some(factors);
+    }
+    let rounded = |x: &f64| *x as f32;
+    match (&was.rope_scaling, &is.rope_scaling) {
+        (None, None) => true,
+        (Some(RopeScaling::Linear { factor: a }), Some(RopeScaling::Linear { factor: b })) => rounded(a) == rounded(b),
+        (Some(a @ RopeScaling::Yarn { .. }), Some(b @ RopeScaling::Yarn { .. })) => {
+            // Numbers of files have 32 bits.
+            let of = |scaling: &RopeScaling| match scaling {
+                RopeScaling::Yarn {
+                    factor,
+                    attention_factor,
+                    beta_fast,
+                    beta_slow,
+                    truncate,
+                    original_max_position_embeddings,
+                } => Some((
+                    [factor, attention_factor, beta_fast, beta_slow].map(rounded),
+                    *truncate,
+                    *original_max_position_embeddings,
+                )),
+                _ => None,
+            };
+            of(a) == of(b)
+        }
+        _ => false,
+    }
+}

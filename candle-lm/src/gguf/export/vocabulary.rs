@@ -1,0 +1,155 @@
+//! The metadata of a tokenizer of bytes.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::quantized::gguf_file::Value as Stored;
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use super::super::pre_tokenizer::PreTokenizer;
+use super::fields::Field;
+use crate::files::Files;
+
+/// Kinds of tokens.
+const NORMAL: i32 = 1;
+const CONTROL: i32 = 3;
+const ADDED: i32 = 4;
+const UNUSED: i32 = 5;
+
+/// The keys of up to three tokens that end texts.
+const ENDS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
+
+/// Returns the metadata of the tokenizer and the chat template of a model.
+///
+/// # Errors
+/// If it is no tokenizer of bytes, or files have no name for how it cuts texts.
+pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
+    let parts = serde_json::to_value(tokenizer)?;
+    let pre = pre_tokenizer(&parts)?;
+    let added = tokenizer.get_added_tokens_decoder();
+    let known: BTreeMap<u32, String> = tokenizer.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
+    let (mut tokens, mut kinds) = (Vec::new(), Vec::new());
+    for id in 0..u32::try_from(files.config.vocab_size)? {
+        let kind = match added.get(&id) {
+            Some(token) if token.special => CONTROL,
+            Some(_) => ADDED,
+            None if known.contains_key(&id) => NORMAL,
+            None => UNUSED,
+        };
+        tokens.push(Stored::String(known.get(&id).cloned().unwrap_or_else(|| format!("[PAD{id}]"))));
+        kinds.push(Stored::I32(kind));
+    }
+    let merges = parts["model"]["merges"].as_array().context("the tokenizer has no merges")?;
+    let pair = |merge: &Value| match merge {
+        Value::String(pair) => Some(pair.clone()),
+        Value::Array(pair) => Some(format!("{} {}", pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
+        _ => None,
+    };
+    let merges = merges.iter().map(|merge| Some(Stored::String(pair(merge)?)));
+    let merges = merges.collect::<Option<Vec<_>>>().context("the tokenizer has a merge of another form")?;
+    let mut fields = vec![
+        ("model".to_owned(), Stored::String("gpt2".into())),
+        ("pre".to_owned(), Stored::String(pre.into())),
+        ("tokens".to_owned(), Stored::Array(tokens)),
+        ("token_type".to_owned(), Stored::Array(kinds)),
+        ("merges".to_owned(), Stored::Array(merges)),
+    ];
+    let [first, last] = around(tokenizer)?;
+    ensure!(files.ends.len() <= ENDS.len(), "texts end at {} tokens, and files name {}", files.ends.len(), ENDS.len());
+    let begin = first.or(files.config.bos_token_id);
+    fields.extend(begin.map(|id| ("bos_token_id".to_owned(), Stored::U32(id))));
+    // The one that the config names first ends a text, and others end a turn.
+    let main = files.config.ends().first().copied().filter(|end| files.ends.contains(end));
+    let mut ends: Vec<u32> = files.ends.iter().copied().collect();
+    ends.sort_by_key(|&end| (Some(end) != last, Some(end) != main, end));
+    fields.extend(ENDS.iter().zip(ends).map(|(name, id)| ((*name).to_owned(), Stored::U32(id))));
+    fields.push(("add_bos_token".to_owned(), Stored::Bool(first.is_some())));
+    if last.is_some() {
+        fields.push(("add_eos_token".to_owned(), Stored::Bool(true)));
+    }
+    let mut fields: Vec<Field> =
+        fields.into_iter().map(|(name, value)| (format!("tokenizer.ggml.{name}"), value)).collect();
+    if let Ok(template) = files.chat_template() {
+        fields.push(("tokenizer.chat_template".to_owned(), Stored::String(template.source().into())));
+    }
+    Ok(fields)
+}
+
+/// The tokens that the tokenizer puts in front of a text and behind it.
+fn around(tokenizer: &Tokenizer) -> Result<[Option<u32>; 2]> {
+    let encoded = |adds: bool| -> Result<Vec<u32>> {
+        let encoding = tokenizer.encode("a", adds).map_err(|error| anyhow::anyhow!("{error}"))?;
+        Ok(encoding.get_ids().to_vec())
+    };
+    let (plain, all) = (encoded(false)?, encoded(true)?);
+    let at = all.windows(plain.len().max(1)).position(|part| part == plain).context("the tokenizer changes texts")?;
+    match (&all[..at], &all[at + plain.len()..]) {
+        (first @ ([] | [_]), last @ ([] | [_])) => Ok([first.first().copied(), last.first().copied()]),
+        _ => bail!("the tokenizer puts several tokens around a text, which files do not say"),
+    }
+}
+
+/// What files call the way in which a tokenizer cuts texts.
+fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
+    ensure!(
+        parts["model"]["type"] == "BPE" && parts["model"]["byte_fallback"] != true,
+        "the tokenizer is of the kind {}, and only byte-level BPE is written",
+        parts["model"]["type"]
+    );
+    let steps = match &parts["pre_tokenizer"]["pretokenizers"] {
+        Value::Array(steps) => steps.clone(),
+        _ => vec![parts["pre_tokenizer"].clone()],
+    };
+    let mut cuts: Vec<String> = Vec::new();
+    let mut is_byte_level = false;
+    for step in &steps {
+        match step["type"].as_str().unwrap_or_default() {
+            "Split" => cuts.extend(step["pattern"]["Regex"].as_str().map(str::to_owned)),
+            "Digits" if step["individual_digits"] == true => cuts.push(r"\p{N}".to_owned()),
+            "ByteLevel" => {
+                ensure!(
+                    step["add_prefix_space"] != true,
+                    "the tokenizer puts a space in front of texts, which is not written"
+                );
+                is_byte_level = true;
+                if step["use_regex"] != false {
+                    cuts.push(super::super::pre_tokenizer::GPT2.to_owned());
+                }
+            }
+            other => bail!("the tokenizer cuts texts by a step {other:?}, which files do not say"),
+        }
+    }
+    ensure!(is_byte_level, "the tokenizer is not of bytes, and only byte-level BPE is written");
+    let composes = parts["normalizer"]["type"] == "NFC";
+    ensure!(
+        composes || parts["normalizer"].is_null(),
+        "the tokenizer changes texts by {}, which files do not say",
+        parts["normalizer"]["type"]
+    );
+    let ignores_merges = parts["model"]["ignore_merges"] == true;
+    PreTokenizer::named(&cuts, ignores_merges, composes)
+        .with_context(|| format!("files of llama.cpp have no name for how the tokenizer cuts texts: {cuts:?}"))
+}
+
+/// Texts whose tokens tell tokenizers apart.
+const TEXTS: [&str; 6] = [
+    "Hello, world! It's 12345 o'clock.",
+    "  two  spaces\n\n\tand tabs \r\n",
+    "naïve café e\u{301} Übergröße ПРИВЕТ 你好，世界 한국어 日本語",
+    "def f(x):\n    return x**2 + 1_000 # \u{1F642}\u{1F468}\u{200D}\u{1F469}",
+    "DON'T don'T we'LL 3.14e-10 <|im_start|>user [INST] </s>",
+    "",
+];
+
+/// Checks that two tokenizers cut texts alike.
+pub(super) fn check(was: &Tokenizer, is: &Tokenizer) -> Result<()> {
+    for text in TEXTS {
+        let [was, is] =
+            [was, is].map(|tokenizer| tokenizer.encode(text, true).map(|encoding| encoding.get_ids().to_vec()));
+        let (was, is) =
+            (was.map_err(|error| anyhow::anyhow!("{error}"))?, is.map_err(|error| anyhow::anyhow!("{error}"))?);
+        ensure!(was == is, "the tokens of {text:?} would be {is:?}, and are {was:?}");
+    }
+    Ok(())
+}
