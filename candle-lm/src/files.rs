@@ -288,7 +288,9 @@ fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(Strin
 fn is_zero_bias(weights: &Weights, name: &str) -> Result<bool> {
     let Some(layer) = name.strip_suffix(".bias").map(|module| format!("{module}.weight")) else { return Ok(false) };
     let (&[size], true) = (weights.shape(name)?, weights.contains_tensor(&layer)) else { return Ok(false) };
-    let values = weights.read_block(name, &[0..size], &Device::Cpu)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    let all = 0..size;
+    let values = weights.read_block(name, std::slice::from_ref(&all), &Device::Cpu)?;
+    let values = values.to_dtype(DType::F32)?.to_vec1::<f32>()?;
     Ok(values.iter().all(|&value| value == 0.0))
 }
 

@@ -66,7 +66,7 @@ pub fn run(args: &Line, ranks: &Ranks<'_>) -> Result<bool> {
     let output = Output::new(args.json.as_deref());
     if let Some(made) = made {
         let (file, bytes, from) = (made.file.display(), made.bytes, made.from_bytes);
-        writeln!(output.screen(), "{file} has {bytes} bytes, and the model that it was made of {from}")?;
+        writeln!(output.screen(), "{file} has {bytes} bytes; the model has {from}")?;
         output.write_json(&made)?;
     }
     Ok(true)

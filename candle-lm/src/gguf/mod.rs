@@ -160,6 +160,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         .filter_map(|name| whole(metadata.get(&format!("tokenizer.ggml.{name}"))?))
         .collect();
     fields.insert("eos_token_id".into(), json!(ends));
+    fields.extend(metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)));
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }

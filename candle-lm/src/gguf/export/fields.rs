@@ -43,10 +43,11 @@ pub(super) fn of(files: &Files, kind: &str, dtype: GgmlDType) -> Result<Vec<Fiel
     let number = |n: usize| Stored::U32(u32::try_from(n).unwrap_or(u32::MAX));
     let float = |x: f64| Stored::F32(x as f32);
     let name = files.path().file_name().map_or("model".into(), |name| name.to_string_lossy().into_owned());
+    let name = name.strip_suffix(".gguf").unwrap_or(&name);
     let mut fields = vec![
         ("general.architecture".to_owned(), text(kind)),
         ("general.type".to_owned(), text("model")),
-        ("general.name".to_owned(), text(&name)),
+        ("general.name".to_owned(), text(name)),
         ("general.file_type".to_owned(), Stored::U32(file_type(dtype))),
         ("general.quantization_version".to_owned(), Stored::U32(2)),
     ];

@@ -9,6 +9,9 @@ use candle_lm::random_model;
 
 use crate::lm::config;
 
+/// Names of files with their texts, and what is said of them.
+type Case<'a> = (&'a [(&'a str, &'a str)], &'a [&'a str]);
+
 fn said(folder: &Path) -> String {
     format!("{:#}", Files::open(folder).unwrap_err())
 }
@@ -19,7 +22,7 @@ fn what_a_folder_has_instead_of_a_model_is_said() {
     random_model::write(model.path(), &config(4, 2), 3, DType::F32).unwrap();
     let config = fs::read_to_string(model.path().join("config.json")).unwrap();
     let adapter = r#"{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}"#;
-    let cases: [(&[(&str, &str)], &[&str]); 6] = [
+    let cases: [Case<'_>; 6] = [
         (
             &[("adapter_config.json", adapter), ("adapter_model.safetensors", "")],
             &["an adapter", "Qwen/Qwen3-0.6B", "merge_and_unload"],

@@ -252,7 +252,7 @@ impl Stored {
     }
 
     /// Returns a range of the first dim, and all other dims.
-    fn within(&self, range: Range<usize>) -> Vec<Range<usize>> {
+    pub(super) fn within(&self, range: Range<usize>) -> Vec<Range<usize>> {
         std::iter::once(range).chain(self.shape.iter().skip(1).map(|&size| 0..size)).collect()
     }
 

@@ -256,8 +256,7 @@ impl Weights {
     /// Takes a table of so many floats.
     fn table<const N: usize>(&mut self, module: &str, name: &str) -> Result<[f32; N]> {
         let table = self.need(module, name)?;
-        let fits = table.shape == [N];
-        let values = if fits { table.floats(self, &[0..N])? } else { Vec::new() };
+        let values = if table.shape == [N] { table.floats(self, &table.within(0..N))? } else { Vec::new() };
         values.try_into().map_err(|_| self.wrong(module, &table, &format!("as a table; expected {N} numbers")))
     }
 
