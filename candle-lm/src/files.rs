@@ -1,12 +1,13 @@
 //! The files of a model.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value as Stored;
 use candle_core::{DType, Device};
 use candle_shard::{Weights, regular};
 use serde_json::Value;
@@ -15,6 +16,7 @@ use wildmatch::WildMatch;
 
 use crate::chat::{self, ChatTemplate};
 use crate::config::{Config, GenerationConfig, wrapper};
+use crate::special_tokens::SpecialTokens;
 use crate::{expert_files, gguf, tokens};
 
 /// A model's files, found to be whole.
@@ -87,7 +89,8 @@ impl Files {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
                 return Ok(Self { config, ends, unmet, weights: Arc::new(weights), path });
             }
-            weights = weights.dequantize(quantization)?;
+            let known: BTreeSet<String> = config.stored().into_iter().map(|(name, _)| name).collect();
+            weights = without_zero_biases(weights.dequantize(quantization)?, &known)?;
         }
         for (name, parts) in config.fused() {
             weights = weights.split(&name, &parts)?;
@@ -159,17 +162,27 @@ impl Files {
     /// # Errors
     /// If there is none, or it is not a template; the file is named.
     pub fn chat_template(&self) -> Result<ChatTemplate> {
-        if self.path.is_dir() {
-            return chat::of_folder(&self.path);
-        }
-        let weights = Weights::open(&self.path)?;
-        let metadata = weights.metadata().with_context(|| format!("{} is no GGUF file", self.path.display()))?;
-        chat::of_metadata(metadata, &self.path)
+        self.find_chat_template()?.with_context(|| chat::absent(&self.path))
     }
 
-    /// Returns the folder or the GGUF file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
+    /// Returns the chat template of the model, if it has one.
+    pub(crate) fn find_chat_template(&self) -> Result<Option<ChatTemplate>> {
+        if self.path.is_dir() { chat::in_folder(&self.path) } else { chat::in_metadata(&self.metadata()?, &self.path) }
+    }
+
+    /// Returns the special tokens by the names that templates have for them, for example `bos_token`.
+    pub(crate) fn special_tokens(&self) -> Result<BTreeMap<String, Option<String>>> {
+        if !self.path.is_dir() {
+            return chat::tokens(&self.metadata()?, &self.path);
+        }
+        let named = SpecialTokens::read(&self.path)?.named.into_iter();
+        Ok(named.map(|(name, token)| (name.to_owned(), token)).collect())
+    }
+
+    /// Returns the metadata of a GGUF file.
+    fn metadata(&self) -> Result<BTreeMap<String, Stored>> {
+        let weights = Weights::open(&self.path)?;
+        weights.metadata().cloned().with_context(|| format!("{} is no GGUF file", self.path.display()))
     }
 
     /// The weights, by the names of the Hub.
@@ -220,7 +233,12 @@ fn found_instead(folder: &Path) -> Option<String> {
     let names = fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let names: BTreeSet<String> = names.collect();
     let first = |begin: &str, end: &str| names.iter().find(|name| name.starts_with(begin) && name.ends_with(end));
-    let has_weights = first("", ".safetensors").is_some() || first("", ".safetensors.index.json").is_some();
+    // Those of adapters and of the parts for images are no models.
+    let is_model = |name: &&String| !name.starts_with("adapter_model") && !name.contains("mmproj");
+    let has_weights = names
+        .iter()
+        .filter(is_model)
+        .any(|name| name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"));
     if names.contains("config.json") && has_weights {
         return None;
     }
@@ -232,7 +250,7 @@ fn found_instead(folder: &Path) -> Option<String> {
             "has an adapter, which changes another model and is none: merge it into {base} (PEFT's merge_and_unload), and open the result"
         ));
     }
-    if let Some(file) = first("", ".gguf") {
+    if let Some(file) = names.iter().filter(is_model).find(|name| name.ends_with(".gguf")) {
         return Some(format!("has GGUF files: give one, for example {}", folder.join(file).display()));
     }
     if let Some(file) = first("consolidated", "").filter(|_| names.contains("params.json")) {
@@ -270,12 +288,7 @@ fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(Strin
             || (config.tie_word_embeddings && name == HEAD)
             || gguf::rope::is_read(config, name)
     };
-    let mut others = Vec::new();
-    for name in weights.names().filter(|name| !known.contains(name) && !is_harmless(name)) {
-        if !(config.quantization.is_some() && is_zero_bias(weights, name)?) {
-            others.push(name);
-        }
-    }
+    let others = weights.names().filter(|name| !known.contains(name) && !is_harmless(name)).collect::<Vec<_>>();
     let Some((first, others)) = others.split_first() else { return Ok(()) };
     let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
     bail!(
@@ -284,14 +297,19 @@ fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(Strin
     )
 }
 
-/// Whether a tensor is the bias of a layer and adds nothing: AutoGPTQ writes one for each layer that it quantizes.
-fn is_zero_bias(weights: &Weights, name: &str) -> Result<bool> {
-    let Some(layer) = name.strip_suffix(".bias").map(|module| format!("{module}.weight")) else { return Ok(false) };
-    let (&[size], true) = (weights.shape(name)?, weights.contains_tensor(&layer)) else { return Ok(false) };
-    let all = 0..size;
-    let values = weights.read_block(name, std::slice::from_ref(&all), &Device::Cpu)?;
-    let values = values.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-    Ok(values.iter().all(|&value| value == 0.0))
+/// Leaves out biases of quantized layers that have no place and add nothing: AutoGPTQ writes one for each layer.
+fn without_zero_biases(weights: Weights, known: &BTreeSet<String>) -> Result<Weights> {
+    let mut zeros = BTreeSet::new();
+    for name in weights.names().filter(|name| !known.contains(*name)) {
+        let Some(layer) = name.strip_suffix(".bias").map(|module| format!("{module}.weight")) else { continue };
+        let (&[size], true) = (weights.shape(name)?, weights.contains_tensor(&layer)) else { continue };
+        let all = 0..size;
+        let values = weights.read_block(name, std::slice::from_ref(&all), &Device::Cpu)?;
+        if values.to_dtype(DType::F32)?.to_vec1::<f32>()?.iter().all(|&value| value == 0.0) {
+            zeros.insert(name.to_owned());
+        }
+    }
+    Ok(weights.retain(|name| !zeros.contains(name)))
 }
 
 /// Elements that are compared at a time.

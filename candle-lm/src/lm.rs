@@ -116,7 +116,8 @@ impl LmOptions {
         let path = self.path(model.as_ref(), mesh)?;
         let mesh = mesh.axes(&axes)?;
         let size = |axis: &str| mesh.size_of(axis).unwrap_or(1);
-        let files = agreed(mesh.group()?, Files::open_without(&path, &self.ignored))?;
+        let opened = Files::open_without(&path, &self.ignored).and_then(|files| Ok((files.tokenizer()?, files)));
+        let (tokenizer, files) = agreed(mesh.group()?, opened)?;
         let (ep, Config { family, parts, .. }) = (size(EXPERT_AXIS), &files.config);
         if ep > 1 && parts.experts.is_none() {
             return Err(InputError(format!(
@@ -139,7 +140,7 @@ impl LmOptions {
         let vb = held.builder(&files, plan, &mesh, &device)?;
         let decoder = Arc::new(Decoder::new(&files.config, longest, &vb)?);
         let [_, bytes] = held.sizes(&vb);
-        Ok(Lm { tokenizer: files.tokenizer()?, files, decoder, held, longest, mesh, bytes })
+        Ok(Lm { tokenizer, files, decoder, held, longest, mesh, bytes })
     }
 
     /// The path of a model, which may be a name on the Hub.
@@ -263,12 +264,20 @@ impl Lm {
     /// [`Error::Input`](crate::Error::Input) if the template refuses the conversation, or it is longer than the model takes;
     /// [`Error::Failed`](crate::Error::Failed) if the model has no template.
     pub fn chat(&self, messages: &[Message], options: &Generation) -> Result<Pieces<'_>> {
-        let mut template = self.files.chat_template()?;
-        for (name, json) in &options.chat_variables {
-            template = template.with_variable(name, json)?;
-        }
+        let group = self.mesh.group()?;
+        let template = || {
+            let mut template = self.files.chat_template()?;
+            let given = options.chat_variables.iter();
+            // Some models have another template for tools.
+            let (first, rest): (Vec<_>, Vec<_>) = given.partition(|(name, _)| *name == "tools");
+            for (name, json) in first.into_iter().chain(rest) {
+                template = template.with_variable(name, json)?;
+            }
+            Ok(template)
+        };
+        let template = agreed(group, template())?;
         // The clocks of hosts differ.
-        let now = self.mesh.group()?.all_gather_text(&chat::now().to_string())?.swap_remove(0);
+        let now = group.all_gather_text(&chat::now().to_string())?.swap_remove(0);
         let now = now.parse().context("the time of rank 0")?;
         let prompt = tokens::encode_rendered(&self.tokenizer, &template.render(messages, now)?)?;
         self.pieces(prompt, options, template.end_of_turn(&self.tokenizer))

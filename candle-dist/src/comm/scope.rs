@@ -57,7 +57,7 @@ pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
 }
 
 fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<Watched> {
-    let span = debug_span!("communication", op = %call.op, ?part, ?ranks, call.peer, bytes, site = %call.site);
+    let span = debug_span!("communication", op = %call.op, ?part, ?ranks, peer = call.peer, bytes, site = %call.site);
     if span.is_disabled() && OPEN.with_borrow(Vec::is_empty) {
         return None;
     }

@@ -103,7 +103,13 @@ impl Side {
             unsafe { result::memcpy_htod_async(to, host, self.stream.cu_stream()) }
         };
         // Also behind a copy that was refused: a part of it may run.
-        *copied = Some(self.stream.record_event(None).map_err(driver)?);
+        *copied = match self.stream.record_event(None) {
+            Ok(event) => Some(event),
+            Err(error) => {
+                let _ = self.stream.synchronize();
+                return Err(driver(error));
+            }
+        };
         started.map_err(driver)?;
         Ok(Flight { side: self.clone(), buffers: Some(buffers), parts })
     }

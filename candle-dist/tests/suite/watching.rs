@@ -330,6 +330,7 @@ fn calls_are_spans_for_those_who_subscribe() {
         let subscriber = Dispatch::from(spans.clone());
         with_default(&subscriber, || -> Result<()> {
             ctx.group().all_reduce(&x(), ReduceOp::Sum)?;
+            ctx.group().broadcast(&x(), 1)?;
             let pending = ctx.group().all_reduce_start(&x(), ReduceOp::Sum)?;
             let outer = tracing::info_span!("mine").entered();
             pending.wait()?;
@@ -344,10 +345,11 @@ fn calls_are_spans_for_those_who_subscribe() {
             assert!(outer == around && parts.iter().all(|part| text.contains(part)), "{told:?}");
         };
         has(0, &[], &["communication", "op=all_reduce", "part=Whole", "ranks=[0, 1]", "bytes=24", "watching.rs"]);
-        has(1, &[], &["part=Start"]);
-        has(2, &[], &["mine"]);
-        has(3, &["mine"], &["op=all_reduce", "part=Wait"]);
-        assert_eq!(told.len(), 4);
+        has(1, &[], &["op=broadcast", " peer=1 "]);
+        has(2, &[], &["part=Start"]);
+        has(3, &[], &["mine"]);
+        has(4, &["mine"], &["op=all_reduce", "part=Wait"]);
+        assert_eq!(told.len(), 5);
         Ok(())
     });
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
 pub use script::Script;
-pub(super) use source::{of_folder, of_metadata};
+pub(super) use source::{FOR_TOOLS, TEMPLATE, absent, in_folder, in_metadata, tokens};
 
 use crate::error::InputError;
 
@@ -97,7 +97,8 @@ impl ChatTemplate {
     /// ```
     ///
     /// # Errors
-    /// If the template does not read a variable of this name, or it is one that conversations set, or the value is no JSON.
+    /// If the template does not read a variable of this name, or it is one that conversations set, or the value is no JSON. Some models have
+    /// another template for tools, so set these first.
     pub fn with_variable(mut self, name: &str, json: &str) -> Result<Self> {
         let wrong = |error| InputError(format!("the chat template of {}: {error}", self.origin));
         if SET.contains(&name) {
@@ -105,15 +106,18 @@ impl ChatTemplate {
         }
         let for_tools = self.for_tools.clone().filter(|_| name == "tools");
         let source = for_tools.unwrap_or_else(|| self.source.clone());
-        jinja::check_variable(&source, name, json).map_err(wrong)?;
-        self.source = source;
         self.variables.insert(name.into(), json.into());
+        // Those that were set before may be variables of the other template only.
+        for (name, json) in &self.variables {
+            jinja::check_variable(&source, name, json).map_err(wrong)?;
+        }
+        self.source = source;
         Ok(self)
     }
 
-    /// Returns the template.
-    pub(crate) fn source(&self) -> &str {
-        &self.source
+    /// Returns the template, and that of conversations with tools if it is another one.
+    pub(crate) fn sources(&self) -> (&str, Option<&str>) {
+        (&self.source, self.for_tools.as_deref())
     }
 
     /// Has another template where there are tools.

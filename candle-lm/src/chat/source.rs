@@ -12,7 +12,11 @@ use serde_json::Value;
 use super::ChatTemplate;
 use crate::special_tokens::{self, CONFIG, SpecialTokens};
 
+const JINJA: &str = "chat_template.jinja";
 const JSON: &str = "chat_template.json";
+/// The keys of the template in GGUF files, and of another one for conversations with tools.
+pub(crate) const TEMPLATE: &str = "tokenizer.chat_template";
+pub(crate) const FOR_TOOLS: &str = "tokenizer.chat_template.tool_use";
 
 /// The special tokens of GGUF files: the key of the number.
 const IDS: [(&str, &str); 4] = [
@@ -23,12 +27,12 @@ const IDS: [(&str, &str); 4] = [
 ];
 
 /// Returns the template of the model in a folder: `chat_template.jinja`, else that of `tokenizer_config.json`, else that of
-/// `chat_template.json`, which some models for images have alone.
+/// `chat_template.json`, which some models for images have alone; `None` without any.
 ///
 /// # Errors
-/// If there is none, or it is not a template; the file is named.
-pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
-    let (config, jinja) = (folder.join(CONFIG), folder.join("chat_template.jinja"));
+/// If it is not a template; the file is named.
+pub(crate) fn in_folder(folder: &Path) -> Result<Option<ChatTemplate>> {
+    let (config, jinja) = (folder.join(CONFIG), folder.join(JINJA));
     let fields = special_tokens::fields(folder, CONFIG)?;
     let named = SpecialTokens::of(folder, &fields)?.named;
     let tokens = named.into_iter().map(|(name, token)| (name.to_owned(), token)).collect();
@@ -36,7 +40,7 @@ pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         source => {
             let origin = jinja.display().to_string();
-            return ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens);
+            return ChatTemplate::new(&source.with_context(|| origin.clone())?, &origin, tokens).map(Some);
         }
     }
     let (origin, fields) = match fields.get("chat_template") {
@@ -45,11 +49,7 @@ pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
     };
     let mut for_tools = None;
     let source = match fields.get("chat_template") {
-        None | Some(Value::Null) => bail!(
-            "{} has no chat template ({} does not exist, and tokenizer_config.json has no chat_template): leave out --chat",
-            folder.display(),
-            jinja.display()
-        ),
+        None | Some(Value::Null) => return Ok(None),
         Some(Value::String(source)) => source.clone(),
         // Several templates by name.
         Some(Value::Array(named)) => {
@@ -62,18 +62,28 @@ pub(crate) fn of_folder(folder: &Path) -> Result<ChatTemplate> {
         }
         Some(_) => bail!("{}: chat_template is no text", origin.display()),
     };
-    ChatTemplate::new(&source, &origin.display().to_string(), tokens)?.with_tool_use(for_tools)
+    ChatTemplate::new(&source, &origin.display().to_string(), tokens)?.with_tool_use(for_tools).map(Some)
 }
 
-/// Returns the template in the metadata of the GGUF file at `path`.
+/// Returns the template in the metadata of the GGUF file at `path`; `None` without one.
 ///
 /// # Errors
-/// If there is none, or it is not a template.
-pub(crate) fn of_metadata(metadata: &BTreeMap<String, Stored>, path: &Path) -> Result<ChatTemplate> {
-    let Some(source) = metadata.get("tokenizer.chat_template") else {
-        bail!("{} has no tokenizer.chat_template: leave out --chat", path.display());
+/// If it is not a template.
+pub(crate) fn in_metadata(metadata: &BTreeMap<String, Stored>, path: &Path) -> Result<Option<ChatTemplate>> {
+    let text = |key: &str| {
+        let source = metadata.get(key).map(|source| source.to_string().cloned());
+        source.transpose().with_context(|| format!("{}: {key}", path.display()))
     };
-    let source = source.to_string().with_context(|| format!("{}: tokenizer.chat_template", path.display()))?;
+    let Some(source) = text(TEMPLATE)? else { return Ok(None) };
+    let tokens = tokens(metadata, path)?;
+    ChatTemplate::new(&source, &path.display().to_string(), tokens)?.with_tool_use(text(FOR_TOOLS)?).map(Some)
+}
+
+/// Returns the special tokens in the metadata of the GGUF file at `path`, by their names.
+///
+/// # Errors
+/// If one is no token.
+pub(crate) fn tokens(metadata: &BTreeMap<String, Stored>, path: &Path) -> Result<BTreeMap<String, Option<String>>> {
     let texts = metadata.get("tokenizer.ggml.tokens").and_then(|tokens| tokens.to_vec().ok());
     let mut tokens = BTreeMap::new();
     for (name, key) in IDS {
@@ -82,5 +92,17 @@ pub(crate) fn of_metadata(metadata: &BTreeMap<String, Stored>, path: &Path) -> R
         ensure!(text.is_some(), "{}: {key} {id} is no token", path.display());
         tokens.extend(text.map(|text| (name.to_owned(), Some(text.clone()))));
     }
-    ChatTemplate::new(source, &path.display().to_string(), tokens)
+    Ok(tokens)
+}
+
+/// Returns why a model has no template.
+pub(crate) fn absent(path: &Path) -> String {
+    if path.is_dir() {
+        return format!(
+            "{} has no chat template ({} does not exist, and tokenizer_config.json has no chat_template): leave out --chat",
+            path.display(),
+            path.join(JINJA).display()
+        );
+    }
+    format!("{} has no {TEMPLATE}: leave out --chat", path.display())
 }

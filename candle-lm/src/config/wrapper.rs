@@ -45,6 +45,17 @@ const OF_IMAGES: [&str; 19] = [
     "mrope_section",
 ];
 
+/// Fields that are inside or outside, whichever says something.
+const OF_BOTH: [&str; 7] = [
+    "bos_token_id",
+    "eos_token_id",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+];
+
 /// The parts of models that turn images into tokens, by the beginnings of their tensors' names.
 const PARTS_OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
 
@@ -78,18 +89,27 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
         None | Some(Value::Null) => Map::new(),
         Some(other) => anyhow::bail!("text_config is {}; expected an object", shortened(&other)),
     };
-    // What the whole says of the text is said outside: special tokens, codes of weights. Whether the output layer is tied is the whole's.
+    // Null is a value of other fields: no window.
+    text.retain(|name, value| !(value.is_null() && OF_BOTH.contains(&name.as_str())));
+    // The output layer is tied if either says so; where it has a tensor of its own with other values, that counts.
+    let is_tied = [&text, &fields].map(|fields| fields.get("tie_word_embeddings").cloned());
+    if is_tied.iter().flatten().any(|said| *said == json!(true)) {
+        text.insert("tie_word_embeddings".into(), json!(true));
+    }
     for (name, value) in fields {
-        if name == "tie_word_embeddings" && !value.is_null() {
+        // What the whole says of the text is said outside: special tokens, and codes of weights.
+        if ["bos_token_id", "eos_token_id"].contains(&name.as_str()) && !value.is_null() {
             text.insert(name, value);
         } else {
             text.entry(name).or_insert(value);
         }
     }
     text.extend(family.map(|family| ("model_type".to_owned(), json!(family))));
-    if *model_type == "gemma3" {
-        // Files leave out what transformers has by default.
-        let absent = json!({
+    // Files leave out what transformers has by default.
+    let has_base =
+        ["rope_theta", "rope_parameters"].iter().any(|name| text.get(*name).is_some_and(|said| !said.is_null()));
+    let absent = match *model_type {
+        "gemma3" => json!({
             "hidden_size": 2304,
             "intermediate_size": 9216,
             "max_position_embeddings": 131_072,
@@ -98,10 +118,14 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
             "num_key_value_heads": 4,
             "rms_norm_eps": 1e-6,
             "vocab_size": 262_208,
-        });
-        for (name, value) in absent.as_object().into_iter().flatten() {
-            text.entry(name).or_insert_with(|| value.clone());
-        }
+        }),
+        "qwen2_vl" | "qwen2_5_vl" if !has_base => json!({"max_window_layers": 80, "rope_theta": 1_000_000.0}),
+        "qwen2_vl" | "qwen2_5_vl" => json!({"max_window_layers": 80}),
+        "qwen3_vl" if !has_base => json!({"rope_theta": 500_000.0}),
+        _ => json!({}),
+    };
+    for (name, value) in absent.as_object().into_iter().flatten() {
+        text.entry(name).or_insert_with(|| value.clone());
     }
     text.retain(|name, _| !OF_IMAGES.contains(&name.as_str()));
     for name in ["rope_parameters", "rope_scaling"] {

@@ -152,6 +152,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     if has("blk.0.attn_output.bias") {
         fields.insert("attention_bias".into(), json!(true));
     }
+    if has("blk.0.ffn_up.bias") {
+        fields.insert("mlp_bias".into(), json!(true));
+    }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
     experts::fields(kind, metadata, weights, &mut fields)?;

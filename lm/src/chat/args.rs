@@ -51,6 +51,13 @@ impl ChatArgs {
         require!(self.chat || self.tools.is_none(), "--tools is for conversations: give --chat too.");
         for given in &self.chat_arg {
             let is_pair = given.split_once('=').is_some_and(|(name, _)| !name.is_empty());
+            let python = [("True", "true"), ("False", "false"), ("None", "null")];
+            let spelled = python.iter().find(|(python, _)| given.ends_with(&format!("={python}")));
+            require!(
+                spelled.is_none(),
+                "--chat-arg {given} would be a text: give {}.",
+                spelled.map_or("", |(_, json)| json)
+            );
             require!(is_pair, "--chat-arg {given} is no NAME=VALUE: give for example enable_thinking=false.");
         }
         require!(
@@ -70,13 +77,7 @@ impl ChatArgs {
             return Ok(None);
         }
         let mut template = files.chat_template()?;
-        for (name, value) in self.chat_arg.iter().filter_map(|given| given.split_once('=')) {
-            let json = match serde_json::from_str::<Value>(value) {
-                Ok(_) => value.to_owned(),
-                Err(_) => Value::from(value).to_string(),
-            };
-            template = template.with_variable(name, &json).with_context(|| format!("--chat-arg {name}"))?;
-        }
+        // Some models have another template for tools.
         if let Some(path) = &self.tools {
             let read = || -> Result<String> {
                 let json = regular::read_text(path, regular::CONFIG)?;
@@ -86,6 +87,13 @@ impl ChatArgs {
             };
             let json = read().with_context(|| format!("--tools {}", path.display()))?;
             template = template.with_variable("tools", &json).context("--tools")?;
+        }
+        for (name, value) in self.chat_arg.iter().filter_map(|given| given.split_once('=')) {
+            let json = match serde_json::from_str::<Value>(value) {
+                Ok(_) => value.to_owned(),
+                Err(_) => Value::from(value).to_string(),
+            };
+            template = template.with_variable(name, &json).with_context(|| format!("--chat-arg {name}"))?;
         }
         Ok(Some(template))
     }

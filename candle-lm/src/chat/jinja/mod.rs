@@ -64,8 +64,17 @@ pub(super) fn check_variable(source: &str, name: &str, json: &str) -> Checked {
         value.map_err(|Fail { why, .. }| InputError(format!("{name} is no JSON that templates can have: {why}")))?;
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         let syntax = syntax.map_err(|error| InputError(detailed(&error)))?;
-        let mut words = machinery::tokenize(source, false, syntax).filter_map(|token| Some(token.ok()?.0));
-        match words.any(|word| matches!(word, Token::Ident(word) if word == name)) {
+        let words: Vec<Token<'_>> =
+            machinery::tokenize(source, false, syntax).filter_map(|token| Some(token.ok()?.0)).collect();
+        // What is behind a dot, a bar or `is` is no variable, and a loop sets its own.
+        let is_read = |(at, word): (usize, &Token<'_>)| {
+            let before = at.checked_sub(1).and_then(|before| words.get(before));
+            let is_other = matches!(before, Some(Token::Dot | Token::Pipe | Token::Ident("is" | "for")));
+            matches!(word, Token::Ident(word) if *word == name) && !is_other
+        };
+        let is_set =
+            words.windows(2).any(|pair| matches!(pair, [Token::Ident("for"), Token::Ident(word)] if *word == name));
+        match name != "loop" && !is_set && words.iter().enumerate().any(is_read) {
             true => Ok(()),
             false => Err(InputError(format!("it has no variable {name}"))),
         }

@@ -8,7 +8,6 @@ use candle_core::quantized::gguf_file::Value as Stored;
 
 use crate::config::experts::Experts;
 use crate::config::{Config, RopeScaling};
-use crate::files::Files;
 
 /// A key and its value.
 pub(super) type Field = (String, Stored);
@@ -33,17 +32,15 @@ fn file_type(dtype: GgmlDType) -> u32 {
     }
 }
 
-/// The metadata of a model of the kind `kind`, without that of its tokenizer.
+/// The metadata of a model of this name and of the kind `kind`, without that of its tokenizer.
 ///
 /// # Errors
 /// If the positions are scaled in a way that files do not say.
-pub(super) fn of(files: &Files, kind: &str, dtype: GgmlDType) -> Result<Vec<Field>> {
-    let (config, heads, parts) = (&files.config, files.config.heads(), &files.config.parts);
+pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> Result<Vec<Field>> {
+    let (heads, parts) = (config.heads(), &config.parts);
     let text = |text: &str| Stored::String(text.into());
     let number = |n: usize| Stored::U32(u32::try_from(n).unwrap_or(u32::MAX));
     let float = |x: f64| Stored::F32(x as f32);
-    let name = files.path().file_name().map_or("model".into(), |name| name.to_string_lossy().into_owned());
-    let name = name.strip_suffix(".gguf").unwrap_or(&name);
     let mut fields = vec![
         ("general.architecture".to_owned(), text(kind)),
         ("general.type".to_owned(), text("model")),

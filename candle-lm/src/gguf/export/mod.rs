@@ -32,10 +32,15 @@ const AS_LLAMA: [&str; 2] = ["mistral", "mixtral"];
 /// Those of [`Files::export_gguf`].
 pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: impl FnMut(usize, usize)) -> Result<()> {
     ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
+    ensure!(
+        !matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K),
+        "weights are not stored as {dtype:?}, which is for products"
+    );
     let config = &files.config;
     let (kind, pairs) = architecture(config)?;
     let tokenizer = files.tokenizer()?;
-    let mut metadata = fields::of(files, kind, dtype)?;
+    let name = path.file_stem().map_or("model".into(), |name| name.to_string_lossy());
+    let mut metadata = fields::of(&files.config, &name, kind, dtype)?;
     metadata.extend(vocabulary::of(files, &tokenizer)?);
     let names = config.tensors();
     let (mut tensors, count) = (Vec::new(), names.len());
@@ -52,7 +57,14 @@ pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: imp
         tensors.push((rope::FREQUENCIES.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = tempfile::Builder::new().suffix(".gguf").tempfile_in(folder)?;
+    let mut new = tempfile::Builder::new();
+    #[cfg(unix)]
+    {
+        // As a file that is created by its name.
+        use std::os::unix::fs::PermissionsExt;
+        new.permissions(std::fs::Permissions::from_mode(0o666));
+    }
+    let mut new = new.suffix(".gguf").tempfile_in(folder)?;
     write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
     check(files, &tokenizer, new.path()).with_context(|| format!("{} would be another model", path.display()))?;
     new.persist_noclobber(path).map_err(|error| error.error).with_context(|| format!("{}", path.display()))?;
@@ -71,9 +83,22 @@ fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
             known.join(", ")
         )
     };
-    ensure!(parts.windows.iter().all(Option::is_none), "llama.cpp has no sliding windows for {kind}");
-    ensure!(!config.has_images, "the model has parts for images, which are not written");
-    ensure!(kind != "llama" || !parts.mlp_bias || parts.experts.is_none(), "experts with biases are not written");
+    // What llama.cpp computes whatever a file says, and the tensors that it has no place for.
+    let of_llama = ["llama", "granite"].contains(&kind);
+    let mut lacks = Vec::new();
+    let mut need = |has: bool, what: &'static str| lacks.extend((!has).then_some(what));
+    need(parts.windows.iter().all(Option::is_none), "sliding windows");
+    need(!config.has_images, "the parts for images");
+    need(of_llama || !parts.mlp_bias, "biases of feed-forward layers");
+    need(of_llama || !parts.output_bias, "a bias of the output of attention");
+    need(of_llama || fields::frequencies(config).is_none(), "a scaling of each frequency");
+    need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
+    if let Some(experts) = &parts.experts {
+        need(experts.normalize, "weights of experts that are not normalized");
+        need(!config.has_dense_layers(), "layers without experts beside others with them");
+        need(!parts.mlp_bias, "experts with biases");
+    }
+    ensure!(lacks.is_empty(), "llama.cpp has not for {kind}: {}", lacks.join(", "));
     Ok((kind, pairs))
 }
 
@@ -158,5 +183,12 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
     ensure!(rest(was) == rest(is), "the factors are not those of the config");
     ensure!(fields::scales_alike(was, is), "the rotary positions are not scaled as the config says");
     ensure!(files.ends.is_subset(&again.ends), "texts do not end as the config says");
+    let tokens = |files: &Files| -> Result<_> { Ok(files.special_tokens()?.get("bos_token").cloned().flatten()) };
+    ensure!(tokens(files)? == tokens(&again)?, "texts do not begin as the tokenizer says");
+    let templates = |files: &Files| -> Result<_> {
+        let template = files.find_chat_template()?;
+        Ok(template.map(|template| (template.sources().0.to_owned(), template.sources().1.map(str::to_owned))))
+    };
+    ensure!(templates(files)? == templates(&again)?, "the chat template is not that of the model");
     vocabulary::check(tokenizer, &tokenizer::read(path)?)
 }

@@ -9,6 +9,7 @@ use tokenizers::Tokenizer;
 
 use super::super::pre_tokenizer::PreTokenizer;
 use super::fields::Field;
+use crate::chat::{FOR_TOOLS, TEMPLATE};
 use crate::files::Files;
 
 /// Kinds of tokens.
@@ -17,8 +18,9 @@ const CONTROL: i32 = 3;
 const ADDED: i32 = 4;
 const UNUSED: i32 = 5;
 
-/// The keys of up to three tokens that end texts.
+/// The keys of up to three tokens that end texts: the whole, a turn, and a message that waits for a tool.
 const ENDS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
+const WAITS: &str = "<|eom_id|>";
 
 /// Returns the metadata of the tokenizer and the chat template of a model.
 ///
@@ -32,6 +34,12 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
     let (mut tokens, mut kinds) = (Vec::new(), Vec::new());
     for id in 0..u32::try_from(files.config.vocab_size)? {
         let kind = match added.get(&id) {
+            Some(token) if token.lstrip || token.rstrip || token.single_word => {
+                bail!(
+                    "the token {:?} takes white space beside it, or stands alone, which files do not say",
+                    token.content
+                )
+            }
             Some(token) if token.special => CONTROL,
             Some(_) => ADDED,
             None if known.contains_key(&id) => NORMAL,
@@ -55,25 +63,50 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
         ("token_type".to_owned(), Stored::Array(kinds)),
         ("merges".to_owned(), Stored::Array(merges)),
     ];
+    ensure!(!merges_of(&fields).is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
     let [first, last] = around(tokenizer)?;
-    ensure!(files.ends.len() <= ENDS.len(), "texts end at {} tokens, and files name {}", files.ends.len(), ENDS.len());
-    let begin = first.or(files.config.bos_token_id);
+    let named = files.special_tokens()?;
+    let id_of = |name: &str| named.get(name).and_then(Option::as_ref).and_then(|text| tokenizer.token_to_id(text));
+    // llama.cpp takes another token where one is not named.
+    let begin = first.or_else(|| id_of("bos_token")).or(files.config.bos_token_id);
+    let end = last.or_else(|| id_of("eos_token")).or_else(|| files.ends.first().copied());
+    let end = end.context("no token ends texts, and llama.cpp would take another one for it")?;
+    let mut others: Vec<u32> = files.ends.iter().copied().filter(|&other| other != end).collect();
+    others.sort_by_key(|other| known.get(other).is_some_and(|text| text == WAITS));
+    ensure!(others.len() < ENDS.len(), "texts end at {} tokens, and files name {}", others.len() + 1, ENDS.len());
     fields.extend(begin.map(|id| ("bos_token_id".to_owned(), Stored::U32(id))));
-    // The one that the config names first ends a text, and others end a turn.
-    let main = files.config.ends().first().copied().filter(|end| files.ends.contains(end));
-    let mut ends: Vec<u32> = files.ends.iter().copied().collect();
-    ends.sort_by_key(|&end| (Some(end) != last, Some(end) != main, end));
-    fields.extend(ENDS.iter().zip(ends).map(|(name, id)| ((*name).to_owned(), Stored::U32(id))));
+    fields.extend(
+        ENDS.iter().zip(std::iter::once(end).chain(others)).map(|(name, id)| ((*name).to_owned(), Stored::U32(id))),
+    );
+    for (name, key) in [("unk_token", "unknown_token_id"), ("pad_token", "padding_token_id")] {
+        fields.extend(id_of(name).map(|id| (key.to_owned(), Stored::U32(id))));
+    }
     fields.push(("add_bos_token".to_owned(), Stored::Bool(first.is_some())));
     if last.is_some() {
         fields.push(("add_eos_token".to_owned(), Stored::Bool(true)));
     }
     let mut fields: Vec<Field> =
         fields.into_iter().map(|(name, value)| (format!("tokenizer.ggml.{name}"), value)).collect();
-    if let Ok(template) = files.chat_template() {
-        fields.push(("tokenizer.chat_template".to_owned(), Stored::String(template.source().into())));
+    if let Some(template) = files.find_chat_template()? {
+        let (source, for_tools) = template.sources();
+        ensure!(
+            begin.is_some() || !source.contains("bos_token"),
+            "the chat template writes a bos_token, and the model has none: llama.cpp would write another token"
+        );
+        fields.push((TEMPLATE.to_owned(), Stored::String(source.into())));
+        if let Some(source) = for_tools {
+            fields.push((FOR_TOOLS.to_owned(), Stored::String(source.into())));
+            fields
+                .push(("tokenizer.chat_templates".to_owned(), Stored::Array(vec![Stored::String("tool_use".into())])));
+        }
     }
     Ok(fields)
+}
+
+/// Returns the merges among the fields.
+fn merges_of(fields: &[Field]) -> &[Stored] {
+    let merges = fields.iter().find(|(name, _)| name == "merges").and_then(|(_, merges)| merges.to_vec().ok());
+    merges.map_or(&[], Vec::as_slice)
 }
 
 /// The tokens that the tokenizer puts in front of a text and behind it.
@@ -105,7 +138,17 @@ fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
     let mut is_byte_level = false;
     for step in &steps {
         match step["type"].as_str().unwrap_or_default() {
-            "Split" => cuts.extend(step["pattern"]["Regex"].as_str().map(str::to_owned)),
+            "Split" => {
+                let regex = step["pattern"]["Regex"].as_str();
+                let is_plain = step["behavior"] == "Isolated" && step["invert"] != true;
+                let is_inverse = step["behavior"] == "Removed" && step["invert"] == true;
+                let regex = regex.filter(|_| is_plain || is_inverse);
+                cuts.push(
+                    regex
+                        .with_context(|| format!("the tokenizer cuts texts by {step}, which files do not say"))?
+                        .to_owned(),
+                );
+            }
             "Digits" if step["individual_digits"] == true => cuts.push(r"\p{N}".to_owned()),
             "ByteLevel" => {
                 ensure!(
@@ -144,7 +187,9 @@ const TEXTS: [&str; 6] = [
 
 /// Checks that two tokenizers cut texts alike.
 pub(super) fn check(was: &Tokenizer, is: &Tokenizer) -> Result<()> {
-    for text in TEXTS {
+    let added = was.get_added_tokens_decoder().into_values().map(|token| format!("a {} b{0}c", token.content));
+    for text in TEXTS.map(str::to_owned).into_iter().chain(added) {
+        let text = text.as_str();
         let [was, is] =
             [was, is].map(|tokenizer| tokenizer.encode(text, true).map(|encoding| encoding.get_ids().to_vec()));
         let (was, is) =

@@ -523,6 +523,7 @@ fn variables_of_templates_are_those_of_transformers() {
         format!("{:#}", kept.with_variable(name, json).unwrap_err())
     };
     assert!(refused("y", "1").contains("a file: it has no variable y"));
+    assert!(refused("content", "1").contains("no variable content"), "what is behind a dot is none");
     assert!(refused("messages", "[]").contains("messages is the conversation's"));
     assert!(refused("x", "{").contains("x is no JSON"));
     assert!(refused("x", &"[".repeat(100_000)).contains("x is no JSON"));
@@ -550,6 +551,8 @@ fn the_command_line_sets_variables_and_tools_of_the_template() {
     assert_eq!(rendered(with(&["mood=[1, true]"], None)), "[1, True]|Hi");
     assert!(ChatArgs::default().template(&files).unwrap().is_none());
     let refused = |template: anyhow::Result<Option<ChatTemplate>>| format!("{:#}", template.unwrap_err());
+    let said = crate::lm::llama(&["generate", "--chat", "--prompt", "x", "--chat-arg", "mood=False"]);
+    assert!(String::from_utf8_lossy(&said.stderr).contains("would be a text: give false"), "{said:?}");
     assert!(refused(with(&["moods=1"], None)).contains("has no variable moods"));
     fs::write(&tools, "{}").unwrap();
     assert!(refused(with(&[], Some(&tools))).contains("no list of functions"));

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::quantized::GgmlDType;
+use candle_core::quantized::{GgmlDType, gguf_file};
 use candle_lm::files::Files;
 use candle_lm::tokens;
 use serde_json::{Value, json};
@@ -13,17 +13,23 @@ use test_utils::on_ranks;
 use crate::lm::families::{Families, families, greedy, logits, write};
 use crate::lm::{config, llama};
 
-/// Writes a tokenizer of so many tokens into a folder: bytes, and one that ends texts.
+const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}";
+
+/// Writes a tokenizer of so many tokens into a folder: bytes, two merges, and one that ends texts.
 fn tokenizer(folder: &Path, count: usize, cut: Value) {
     let mut tokenizer: Value = serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
-    let letters = ('A'..='~').chain('!'..='@').chain(['Ġ', 'Ċ', '¡', '¢']).map(String::from).take(count - 1);
-    let vocab: serde_json::Map<String, Value> = letters.zip(0..).map(|(letter, id)| (letter, json!(id))).collect();
+    let letters = ('A'..='~').chain('!'..='@').chain(['Ġ', 'Ċ', '¡', '¢']).map(String::from).take(count - 3);
+    let all = letters.chain(["AB", "ABa"].map(String::from));
+    let vocab: serde_json::Map<String, Value> = all.zip(0..).map(|(token, id)| (token, json!(id))).collect();
     tokenizer["model"]["vocab"] = Value::Object(vocab);
+    tokenizer["model"]["merges"] = json!([["A", "B"], ["AB", "a"]]);
     tokenizer["pre_tokenizer"] = cut;
     tokenizer["added_tokens"] = json!([{
         "id": count - 1, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true,
     }]);
     fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let special = json!({"eos_token": "</s>", "bos_token": "</s>", "chat_template": TEMPLATE});
+    fs::write(folder.join("tokenizer_config.json"), special.to_string()).unwrap();
 }
 
 fn byte_level() -> Value {
@@ -43,10 +49,14 @@ fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
 #[test]
 fn exported_files_compute_what_their_folders_compute() {
     let Families { prompt, models } = families();
-    // Of SmolLM3, files say nothing about layers without rotary positions. The others have windows or biases that llama.cpp lacks.
-    let supported = ["mistral with wide heads", "qwen2", "qwen3", "olmo2", "granite", "mixtral", "qwen3 moe"];
+    // The others have windows, layers without experts, or none with rotary positions.
+    let supported =
+        ["llama with biases", "mistral with wide heads", "qwen2", "qwen3", "olmo2", "granite", "mixtral", "qwen3 moe"];
     let mut done = Vec::new();
-    for model in models {
+    for mut model in models {
+        if model.case == "qwen3 moe" {
+            model.config["mlp_only_layers"] = json!([]);
+        }
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &model.config);
         tokenizer(folder.path(), 37, byte_level());
@@ -57,7 +67,7 @@ fn exported_files_compute_what_their_folders_compute() {
             let said = format!("{error:#}");
             assert!(!supported.contains(&model.case.as_str()), "{}: {said}", model.case);
             assert!(
-                said.contains("not written") || said.contains("llama.cpp has no") || said.contains("would be"),
+                said.contains("are not written") || said.contains("llama.cpp has not") || said.contains("would be"),
                 "{said}"
             );
             assert!(!out("f32").exists());
@@ -69,7 +79,8 @@ fn exported_files_compute_what_their_folders_compute() {
             let off = difference(&rows(&out("f32"), &prompt, ranks), &want);
             assert!(off < 2e-5, "{} on {ranks}: {off}", model.case);
         }
-        assert_eq!(greedy(&out("f32"), &prompt, model.tokens.len(), [1, 1]), model.tokens, "{}", model.case);
+        let written = |path: &Path| greedy(path, &prompt, model.tokens.len(), [1, 1]);
+        assert_eq!(written(&out("f32")), written(folder.path()), "{}", model.case);
         files.export_gguf(&out("q8_0"), GgmlDType::Q8_0, |_, _| {}).unwrap();
         let off = difference(&rows(&out("q8_0"), &prompt, 1), &want);
         // A router may choose another expert.
@@ -82,6 +93,95 @@ fn exported_files_compute_what_their_folders_compute() {
         done.push(model.case);
     }
     assert_eq!(done.len(), supported.len(), "{done:?}");
+}
+
+#[test]
+fn files_say_what_llama_cpp_reads() {
+    let mut model = families().models.into_iter().find(|model| model.case == "llama with biases").unwrap();
+    let prompt = families().prompt;
+    model.config["rope_parameters"] = json!({
+        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    });
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), &model.config);
+    tokenizer(folder.path(), 37, byte_level());
+    let files = Files::open(folder.path()).unwrap();
+    let path = folder.path().join("small.gguf");
+    files.export_gguf(&path, GgmlDType::F16, |_, _| {}).unwrap();
+    // The factors of each frequency are in a tensor, and their formula is in the config of the folder.
+    let exact = folder.path().join("exact.gguf");
+    files.export_gguf(&exact, GgmlDType::F32, |_, _| {}).unwrap();
+    let off = difference(&rows(&exact, &prompt, 2), &rows(folder.path(), &prompt, 1));
+    assert!(off < 2e-5, "{off}");
+    let content = gguf_file::Content::read(&mut fs::File::open(&path).unwrap()).unwrap();
+    let text = |key: &str| content.metadata[key].to_string().unwrap().clone();
+    let number = |key: &str| content.metadata[key].to_u32().unwrap();
+    assert_eq!([text("general.architecture"), text("general.name")], ["llama", "small"]);
+    assert_eq!([text("tokenizer.ggml.model"), text("tokenizer.ggml.pre")], ["gpt2", "gpt-2"]);
+    assert_eq!(text("tokenizer.chat_template"), TEMPLATE);
+    for (key, want) in [
+        ("general.file_type", 1),
+        ("llama.block_count", 2),
+        ("llama.embedding_length", 32),
+        ("llama.attention.head_count_kv", 2),
+        ("tokenizer.ggml.bos_token_id", 36),
+        ("tokenizer.ggml.eos_token_id", 36),
+    ] {
+        assert_eq!(number(key), want, "{key}");
+    }
+    assert_eq!(content.metadata["llama.rope.freq_base"].to_f32().unwrap(), 10_000.0);
+    assert_eq!(content.metadata["tokenizer.ggml.token_type"].to_vec().unwrap()[36].to_i32().unwrap(), 3);
+    let merges = content.metadata["tokenizer.ggml.merges"].to_vec().unwrap();
+    assert_eq!(merges.iter().map(|merge| merge.to_string().unwrap().as_str()).collect::<Vec<_>>(), ["A B", "AB a"]);
+    let stored = |name: &str| (content.tensor_infos[name].ggml_dtype, content.tensor_infos[name].shape.dims().to_vec());
+    assert_eq!(stored("blk.1.ffn_down.weight"), (GgmlDType::F16, vec![32, 44]));
+    assert_eq!(stored("blk.0.attn_q.bias"), (GgmlDType::F32, vec![32]));
+    assert_eq!(stored("rope_freqs.weight"), (GgmlDType::F32, vec![4]));
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let plain = folder.path().join("plain");
+        fs::write(&plain, "").unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path), mode(&plain));
+    }
+
+    // What llama.cpp would read otherwise is refused.
+    let refused = |change: &dyn Fn(&Path), want: &str| {
+        tokenizer(folder.path(), 37, byte_level());
+        change(folder.path());
+        let files = Files::open(folder.path()).unwrap();
+        let said =
+            format!("{:#}", files.export_gguf(&folder.path().join("no.gguf"), GgmlDType::F16, |_, _| {}).unwrap_err());
+        assert!(said.contains(want) && !folder.path().join("no.gguf").exists(), "{said}: {want}");
+    };
+    let changed = |folder: &Path, change: &dyn Fn(&mut Value)| {
+        let path = folder.join("tokenizer.json");
+        let mut fields: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut fields);
+        fs::write(path, fields.to_string()).unwrap();
+    };
+    refused(&|folder| changed(folder, &|fields| fields["model"]["merges"] = json!([])), "merges nothing");
+    refused(&|folder| changed(folder, &|fields| fields["added_tokens"][0]["rstrip"] = json!(true)), "white space");
+    refused(
+        &|folder| {
+            changed(folder, &|fields| {
+                let split =
+                    json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": false});
+                fields["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [split, byte_level()]});
+            });
+        },
+        "which files do not say",
+    );
+    refused(&|folder| fs::write(folder.join("chat_template.jinja"), "{% for").unwrap(), "chat_template.jinja");
+    let special = |bos: Value| json!({"eos_token": "</s>", "bos_token": bos, "chat_template": TEMPLATE}).to_string();
+    let without = special(Value::Null);
+    fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
+    let mut config = model.config.clone();
+    config["bos_token_id"] = Value::Null;
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    refused(&|folder| fs::write(folder.join("tokenizer_config.json"), &without).unwrap(), "bos_token");
 }
 
 #[test]

@@ -81,6 +81,67 @@ fn the_language_model_of_a_model_for_images_computes_the_logits_of_transformers(
     }
 }
 
+/// The config of a model whose fields are not inside of another, as older files have it.
+fn flat(mut config: Value) -> Value {
+    let text = config.as_object_mut().unwrap().remove("text_config").unwrap();
+    for (name, value) in text.as_object().unwrap() {
+        match name.as_str() {
+            "model_type" | "layer_types" => {}
+            "rope_parameters" => {
+                config["rope_theta"] = value["rope_theta"].clone();
+                config["rope_scaling"] = json!({"type": "mrope", "mrope_section": value["mrope_section"]});
+            }
+            _ => config[name] = value.clone(),
+        }
+    }
+    config
+}
+
+#[test]
+fn older_files_have_the_fields_of_the_text_outside() {
+    let Wrappers { prompt, models } = wrappers();
+    let model = models.into_iter().find(|model| model.case == "qwen2.5 vl").unwrap();
+    for kind in ["qwen2_5_vl", "qwen2_vl"] {
+        let mut config = flat(model.config.clone());
+        config["model_type"] = json!(kind);
+        config["architectures"] = json!([if kind == "qwen2_vl" {
+            "Qwen2VLForConditionalGeneration"
+        } else {
+            "Qwen2_5_VLForConditionalGeneration"
+        }]);
+        config["vision_token_id"] = json!(34);
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        let stored: HashMap<String, Tensor> =
+            model.tensors.iter().map(|(name, shape)| (name.clone(), weight(name, shape))).collect();
+        candle_core::safetensors::save(&stored, folder.path().join("model.safetensors")).unwrap();
+        assert_eq!(greedy(folder.path(), &prompt, model.tokens.len(), [2, 1]), model.tokens, "{kind}");
+    }
+}
+
+#[test]
+fn what_both_parts_of_a_config_say_is_merged_as_in_transformers() {
+    let text = || {
+        json!({
+            "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "vocab_size": 99, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "eos_token_id": null, "tie_word_embeddings": true,
+        })
+    };
+    let whole = |text: Value| {
+        let fields = json!({
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "tie_word_embeddings": false,
+            "eos_token_id": [5, 6], "text_config": text,
+        });
+        Config::parse(&fields.to_string()).unwrap()
+    };
+    let config = whole(text());
+    assert_eq!((config.ends(), config.tie_word_embeddings, config.rope_theta), (&[5, 6][..], true, 1_000_000.0));
+    let mut other = text();
+    (other["rope_theta"], other["eos_token_id"]) = (json!(500.0), json!(7));
+    let config = whole(other);
+    assert_eq!((config.ends(), config.rope_theta), (&[5, 6][..], 500.0));
+}
+
 #[test]
 fn fields_that_gemma_3_leaves_out_are_those_of_transformers() {
     let text = json!({

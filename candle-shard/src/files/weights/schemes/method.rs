@@ -92,7 +92,8 @@ fn compressed(config: &Value) -> Result<Method, String> {
     let Some(bits @ (4 | 8)) = bits.as_u64() else {
         return Err(format!("has weights of num_bits {bits}; 4 and 8 can be read"));
     };
-    let (group, block) = (group(said("group_size")?)?, block(said("block_structure")?)?);
+    // Groups of unlike sizes follow from the shapes of scales.
+    let (group, block) = (group(said("group_size").unwrap_or(&Value::Null))?, block(said("block_structure")?)?);
     Ok(Method::Compressed { bits: bits as usize, group, block })
 }
 
