@@ -83,7 +83,7 @@ fn a_process_that_comes_after_a_start_that_failed_hears_why() {
         let address = &free_address();
         thread::scope(|scope| {
             let come = |(rank, late, argument): (usize, u64, &str)| {
-                let limit = if rank == 2 { Duration::from_secs(30) } else { patience };
+                let limit = if rank == 2 { Duration::from_secs(5) } else { patience };
                 let options = options(address, rank, 3).arguments(&[argument]).init_timeout(limit);
                 scope.spawn(move || {
                     thread::sleep(Duration::from_millis(late));
@@ -93,11 +93,14 @@ fn a_process_that_comes_after_a_start_that_failed_hears_why() {
             ranks.map(come).map(|thread| thread.join().unwrap())
         })
     };
-    let unlike = start([(0, 0, "--seed=1"), (1, 0, "--seed=2"), (2, 500, "--seed=1")], Duration::from_secs(30));
-    let text = common(&unlike);
+    // On a busy machine the last one may come when rank 0 has gone.
+    let told = |ranks: [(usize, u64, &str); 3], patience: Duration| {
+        let heard = (0..5).map(|_| start(ranks, patience)).find(|heard| !heard[2].contains("could not reach rank 0"));
+        common(&heard.expect("rank 0 has told it in one of five starts"))
+    };
+    let text = told([(0, 0, "--seed=1"), (1, 0, "--seed=2"), (2, 300, "--seed=1")], Duration::from_secs(30));
     assert!(text.contains("--seed=1"), "{text}");
-    let missing = start([(0, 0, "a"), (1, 0, "a"), (2, 1100, "a")], Duration::from_millis(600));
-    let text = common(&missing);
+    let text = told([(0, 0, "a"), (1, 0, "a"), (2, 900, "a")], Duration::from_millis(600));
     assert!(text.starts_with("init: rank 2 of 3 did not come within 600ms; "), "{text}");
 }
 
