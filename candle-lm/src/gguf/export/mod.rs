@@ -95,10 +95,10 @@ fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
     need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
     if let Some(experts) = &parts.experts {
         need(experts.normalize, "weights of experts that are not normalized");
-        need(!config.has_dense_layers(), "layers without experts beside others with them");
+        need(!config.has_dense_layers(), "dense layers beside layers with experts");
         need(!parts.mlp_bias, "experts with biases");
     }
-    ensure!(lacks.is_empty(), "llama.cpp has not for {kind}: {}", lacks.join(", "));
+    ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));
     Ok((kind, pairs))
 }
 
@@ -161,19 +161,18 @@ fn write(file: &mut File, metadata: &[(String, Stored)], tensors: &[(String, QTe
 fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
     let again = Files::open(path)?;
     let (was, is) = (&files.config, &again.config);
+    // Numbers of files have 32 bits.
     let shapes =
-        |config: &Config| (config.tensors(), config.heads(), config.max_position_embeddings, config.rope_theta);
+        |config: &Config| (config.tensors(), config.heads(), config.max_position_embeddings, config.rope_theta as f32);
     ensure!(shapes(was) == shapes(is), "the sizes are not those of the config");
-    // The order of rows is another one, and the scaling of Llama 3 is a tensor.
-    let parts = |config: &Config| Parts { pairs: RopePairs::Halves, fused: false, ..config.parts.clone() };
-    let plain = |config: &Config| {
-        let Parts { windows, rotary, experts, .. } = parts(config);
-        let layers = 0..config.num_hidden_layers;
-        let rotary: Vec<bool> = layers.map(|layer| rotary.get(layer).copied().unwrap_or(true)).collect();
-        let experts = experts.map(|experts| (experts.count, experts.chosen, experts.hidden, experts.normalize));
+    let layers = |config: &Config| {
+        let Parts { windows, experts, .. } = &config.parts;
+        let rotary: Vec<bool> = (0..config.num_hidden_layers).map(|layer| config.parts.is_rotary(layer)).collect();
+        let experts =
+            experts.as_ref().map(|experts| (experts.count, experts.chosen, experts.hidden, experts.normalize));
         (windows.iter().all(Option::is_none), rotary, experts)
     };
-    ensure!(plain(was) == plain(is), "the layers are not those of the config");
+    ensure!(layers(was) == layers(is), "the layers are not those of the config");
     let rest = |config: &Config| {
         let Parts { scores_scale, embedding_scale, branch_scale, logits_divisor, rotary_share, .. } = config.parts;
         let rounded = |x: f64| x as f32;

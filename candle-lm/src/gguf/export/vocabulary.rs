@@ -7,10 +7,10 @@ use candle_core::quantized::gguf_file::Value as Stored;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::super::pre_tokenizer::PreTokenizer;
 use super::fields::Field;
 use crate::chat::{FOR_TOOLS, TEMPLATE};
 use crate::files::Files;
+use crate::gguf::pre_tokenizer::{GPT2, PreTokenizer};
 
 /// Kinds of tokens.
 const NORMAL: i32 = 1;
@@ -56,6 +56,7 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
     };
     let merges = merges.iter().map(|merge| Some(Stored::String(pair(merge)?)));
     let merges = merges.collect::<Option<Vec<_>>>().context("the tokenizer has a merge of another form")?;
+    ensure!(!merges.is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
     let mut fields = vec![
         ("model".to_owned(), Stored::String("gpt2".into())),
         ("pre".to_owned(), Stored::String(pre.into())),
@@ -63,7 +64,6 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
         ("token_type".to_owned(), Stored::Array(kinds)),
         ("merges".to_owned(), Stored::Array(merges)),
     ];
-    ensure!(!merges_of(&fields).is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
     let [first, last] = around(tokenizer)?;
     let named = files.special_tokens()?;
     let id_of = |name: &str| named.get(name).and_then(Option::as_ref).and_then(|text| tokenizer.token_to_id(text));
@@ -101,12 +101,6 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
         }
     }
     Ok(fields)
-}
-
-/// Returns the merges among the fields.
-fn merges_of(fields: &[Field]) -> &[Stored] {
-    let merges = fields.iter().find(|(name, _)| name == "merges").and_then(|(_, merges)| merges.to_vec().ok());
-    merges.map_or(&[], Vec::as_slice)
 }
 
 /// The tokens that the tokenizer puts in front of a text and behind it.
@@ -157,7 +151,7 @@ fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
                 );
                 is_byte_level = true;
                 if step["use_regex"] != false {
-                    cuts.push(super::super::pre_tokenizer::GPT2.to_owned());
+                    cuts.push(GPT2.to_owned());
                 }
             }
             other => bail!("the tokenizer cuts texts by a step {other:?}, which files do not say"),

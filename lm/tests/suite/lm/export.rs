@@ -147,6 +147,14 @@ fn files_say_what_llama_cpp_reads() {
         assert_eq!(mode(&path), mode(&plain));
     }
 
+    // Files have numbers of 32 bits, and this base is none.
+    let mut config = model.config.clone();
+    config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 283_461_213.0});
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let files = Files::open(folder.path()).unwrap();
+    files.export_gguf(&folder.path().join("base.gguf"), GgmlDType::F16, |_, _| {}).unwrap();
+    fs::write(folder.path().join("config.json"), model.config.to_string()).unwrap();
+
     // What llama.cpp would read otherwise is refused.
     let refused = |change: &dyn Fn(&Path), want: &str| {
         tokenizer(folder.path(), 37, byte_level());
