@@ -314,7 +314,7 @@ class Clock(datetime.datetime):
 
 
 # Shortened from those of Qwen 3 and Llama 3.1: tools, and switches of a template.
-QWEN3 = r"""{%- if tools %}
+QWEN3_TOOLS = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}
         {{- messages[0].content + '\n\n' }}
@@ -351,9 +351,9 @@ CLOCK = dict(
     ),
 )
 VARIABLES = [
-    ("qwen3", QWEN3, dict(enable_thinking=False)),
-    ("qwen3", QWEN3, dict(enable_thinking=True, tools=[CLOCK])),
-    ("qwen3", QWEN3, dict(tools=[CLOCK, dict(CLOCK, type="other")])),
+    ("qwen3", QWEN3_TOOLS, dict(enable_thinking=False)),
+    ("qwen3", QWEN3_TOOLS, dict(enable_thinking=True, tools=[CLOCK])),
+    ("qwen3", QWEN3_TOOLS, dict(tools=[CLOCK, dict(CLOCK, type="other")])),
     ("llama 3.1", LLAMA31, dict(tools=[CLOCK], reasoning_effort="high", budget=7)),
     ("llama 3.1", LLAMA31, dict(budget=[1, 2.5, None, {"b": True, "a": "x"}])),
 ]

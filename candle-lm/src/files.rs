@@ -203,7 +203,7 @@ impl Files {
     /// of it; those whose rows have no whole blocks are stored as Q8_0 or f16, and norms and biases as f32.
     ///
     /// `show` hears of each tensor: how many are done, and of how many. The file is opened again and compared before it gets its name.
-    /// Families with tokenizers of bytes can be written, but for those with sliding windows.
+    /// Families with byte-level tokenizers can be written, except models with sliding windows.
     ///
     /// # Errors
     /// If llama.cpp has no such model or tokenizer: what is in the way is named. If the file exists or cannot be written.

@@ -288,13 +288,13 @@ struct Spans {
     names: Mutex<Vec<&'static str>>,
 }
 
-impl Visit for Fields {
+impl Visit for SpanFields {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         self.0.push_str(&format!("{}={value:?} ", field.name()));
     }
 }
 
-struct Fields(String);
+struct SpanFields(String);
 
 impl Subscriber for Spans {
     fn enabled(&self, about: &Metadata<'_>) -> bool {
@@ -302,7 +302,7 @@ impl Subscriber for Spans {
     }
 
     fn new_span(&self, span: &Attributes<'_>) -> Id {
-        let mut fields = Fields(format!("{} ", span.metadata().name()));
+        let mut fields = SpanFields(format!("{} ", span.metadata().name()));
         span.record(&mut fields);
         self.told.lock().unwrap().push((self.open.lock().unwrap().clone(), fields.0));
         let mut names = self.names.lock().unwrap();

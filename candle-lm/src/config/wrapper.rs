@@ -1,4 +1,4 @@
-//! Models for images and texts, of which the language model is run: its config is inside of theirs, or among their fields.
+//! Models for images and text. Only their language model runs. Its config is in `text_config`, or among their own fields.
 
 use anyhow::{Result, ensure};
 use serde_json::{Map, Value, json};

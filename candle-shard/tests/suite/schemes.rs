@@ -134,7 +134,7 @@ fn weights_of_codes_are_split_stacked_and_renamed() {
     }
 }
 
-/// Returns words of so many bits each, the first lowest, packed in words of 32.
+/// Packs numbers of `bits` bits into 32-bit words. The first number has the lowest bits.
 fn packed(values: &[u32], bits: usize) -> Vec<u8> {
     let word = |values: &[u32]| values.iter().rev().fold(0, |word: u32, &value| (word << (bits - 1)) << 1 | value);
     values.chunks(32 / bits).flat_map(|values| word(values).to_le_bytes()).collect()

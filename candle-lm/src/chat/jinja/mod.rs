@@ -62,10 +62,8 @@ pub(super) fn check_variable(source: &str, name: &str, json: &str) -> Checked {
     on_thread(|| {
         let value = parse_json::parse(json, &Work::new(json.len() as u64));
         value.map_err(|Fail { why, .. }| InputError(format!("{name} is no JSON that templates can have: {why}")))?;
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        let syntax = syntax.map_err(|error| InputError(detailed(&error)))?;
         let words: Vec<Token<'_>> =
-            machinery::tokenize(source, false, syntax).filter_map(|token| Some(token.ok()?.0)).collect();
+            machinery::tokenize(source, false, syntax()?).filter_map(|token| Some(token.ok()?.0)).collect();
         // What is behind a dot, a bar or `is` is no variable, and a loop sets its own.
         let is_read = |(at, word): (usize, &Token<'_>)| {
             let before = at.checked_sub(1).and_then(|before| words.get(before));
@@ -143,13 +141,18 @@ fn on_thread<T: Send>(f: impl FnOnce() -> Checked<T> + Send) -> Checked<T> {
     })
 }
 
+/// The syntax of templates, as transformers sets it up.
+fn syntax() -> Checked<SyntaxConfig> {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.map_err(|error| InputError(detailed(&error)))
+}
+
 /// Parses a template, after its bounds are known to be sound, and runs `f` with it.
 fn parsed<T>(source: &str, f: impl FnOnce(&machinery::ast::Stmt<'_>) -> Checked<T>) -> Checked<T> {
     if source.len() > LONGEST {
         return Err(InputError(format!("it has {} bytes, and at most {LONGEST} are read", source.len())));
     }
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    let syntax = syntax.map_err(|error| InputError(detailed(&error)))?;
+    let syntax = syntax()?;
     let (mut words, mut branches) = (0, 0);
     for token in machinery::tokenize(source, false, syntax.clone()) {
         // The parser says what is wrong, and where.

@@ -1,4 +1,4 @@
-//! Values of JSON texts: variables that a user gives. Their texts are the user's, as those of messages are.
+//! JsonValues of JSON texts: variables that a user gives. Their texts are the user's, as those of messages are.
 
 use std::fmt;
 
@@ -11,21 +11,21 @@ use super::work::{Fail, StepOutput, Work, fail};
 /// Parses a JSON text, with the keys of objects in their order.
 pub(super) fn parse(json: &str, work: &Work) -> StepOutput<Value> {
     let mut source = serde_json::Deserializer::from_str(json);
-    let parsed = Values(work).deserialize(&mut source).and_then(|value| source.end().map(|()| value));
+    let parsed = JsonValues(work).deserialize(&mut source).and_then(|value| source.end().map(|()| value));
     parsed.or_else(|error| fail(error.to_string()))
 }
 
 /// Makes values of what a text has.
 #[derive(Clone, Copy)]
-struct Values<'w>(&'w Work);
+struct JsonValues<'w>(&'w Work);
 
-impl Values<'_> {
+impl JsonValues<'_> {
     fn made<E: Error>(value: StepOutput<Value>) -> Result<Value, E> {
         value.map_err(|Fail { why, .. }| E::custom(why))
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Values<'_> {
+impl<'de> DeserializeSeed<'de> for JsonValues<'_> {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, source: D) -> Result<Value, D::Error> {
@@ -33,7 +33,7 @@ impl<'de> DeserializeSeed<'de> for Values<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Values<'_> {
+impl<'de> Visitor<'de> for JsonValues<'_> {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -82,6 +82,22 @@ pub(crate) fn logits(
     Ok(rows)
 }
 
+/// Asserts that the model of a folder has these logits after the first and after the last token of a prompt, on 1 to 3 ranks.
+pub(crate) fn assert_logits(path: &Path, prompt: &[u32], want: &[Vec<f32>; 2], case: &str) {
+    for ranks in 1..=3 {
+        let (path, prompt, want, what) = (path.to_owned(), prompt.to_vec(), want.clone(), case.to_owned());
+        on_ranks(ranks, case, move |ctx| -> anyhow::Result<()> {
+            let rows = logits(ctx, &path, &prompt, false)?;
+            for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
+                for (got, want) in got.iter().zip(want) {
+                    assert!((got - want).abs() < 1e-4, "{what} on {}: {got} instead of {want}", ctx.world_size());
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
 /// The tokens of greedy decoding.
 pub(crate) fn greedy(path: &Path, prompt: &[u32], most: usize, [ranks, stages]: [usize; 2]) -> Vec<u32> {
     let mut files = Files::open(path).unwrap();
@@ -103,18 +119,7 @@ fn each_family_computes_the_logits_of_transformers_on_every_mesh() {
         let mut has: Vec<&String> = tensors.keys().collect();
         has.sort();
         assert_eq!(has, names.iter().collect::<Vec<_>>(), "{case}");
-        for ranks in 1..=3 {
-            let (path, prompt, want, case) = (folder.path().to_owned(), prompt.clone(), want.clone(), case.clone());
-            on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
-                let rows = logits(ctx, &path, &prompt, false)?;
-                for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
-                    for (got, want) in got.iter().zip(want) {
-                        assert!((got - want).abs() < 1e-4, "{case} on {}: {got} instead of {want}", ctx.world_size());
-                    }
-                }
-                Ok(())
-            });
-        }
+        assert_logits(folder.path(), &prompt, &want, &case);
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod batch;
 pub(crate) mod chat;
+mod chat_variables;
 #[path = "config.rs"]
 mod configs;
 mod contexts;

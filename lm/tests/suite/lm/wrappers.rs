@@ -9,10 +9,9 @@ use candle_lm::config::Config;
 use candle_lm::files::Files;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use test_utils::on_ranks;
 
 use crate::lm::facts::weight;
-use crate::lm::families::{greedy, logits};
+use crate::lm::families::{assert_logits, greedy};
 
 #[derive(Deserialize)]
 struct Wrappers {
@@ -62,18 +61,7 @@ fn the_language_model_of_a_model_for_images_computes_the_logits_of_transformers(
             candle_core::safetensors::save(&stored, folder.path().join("model.safetensors")).unwrap();
             let files = Files::open(folder.path()).unwrap();
             assert!(files.unmet.iter().any(|note| note.contains("images")), "{case}: {:?}", files.unmet);
-            for ranks in 1..=3 {
-                let (path, prompt, want, case) = (folder.path().to_owned(), prompt.clone(), want.clone(), case.clone());
-                on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
-                    let rows = logits(ctx, &path, &prompt, false)?;
-                    for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
-                        for (got, want) in got.iter().zip(want) {
-                            assert!((got - want).abs() < 1e-4, "{case} on {}: {got}, not {want}", ctx.world_size());
-                        }
-                    }
-                    Ok(())
-                });
-            }
+            assert_logits(folder.path(), &prompt, &want, &case);
             for mesh in [[1, 1], [2, 1], [2, 2]] {
                 assert_eq!(greedy(folder.path(), &prompt, tokens.len(), mesh), tokens, "{case} {mesh:?}");
             }

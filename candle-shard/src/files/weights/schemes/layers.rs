@@ -253,7 +253,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Takes a table of so many floats.
+    /// Takes a table of `N` floats.
     fn table<const N: usize>(&mut self, module: &str, name: &str) -> Result<[f32; N]> {
         let table = self.need(module, name)?;
         let values = if table.shape == [N] { table.floats(self, &table.within(0..N))? } else { Vec::new() };
