@@ -51,11 +51,11 @@
 //!
 //! ```
 //! use candle_core::{Device, Var};
-//! use candle_dist::{Cause, Error, World, functional::Exchange};
+//! use candle_dist::{Cause, Error, World, functional::Step};
 //!
 //! let causes = World::local(2).run(|ctx| -> candle_dist::Result<Option<Cause>> {
 //!     let weight = Var::new(&[1f32], &Device::Cpu)?;
-//!     let loss = Exchange::to_varying().apply(&weight, ctx.group())?.sum_all()?;
+//!     let loss = Step::ToVarying.apply(&weight, ctx.group())?.sum_all()?;
 //!     if ctx.rank() == 1 {
 //!         return Ok(None); // and leaves rank 0 alone with its backward pass
 //!     }
@@ -106,11 +106,11 @@ mod world;
 pub use candle_core;
 pub use candle_dist_derive::TensorTree;
 
-pub use call::{Op, ReduceOp};
+pub use call::{Collective, Cut, Op, ReduceOp};
 pub use copies::{CopyStream, PendingCopy};
 pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, printable, without_trace};
 pub use freeable::FreeableTensor;
-pub use group::{MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
+pub use group::{CollectiveCall, MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
 pub use sums::sum_dtype;

@@ -2,7 +2,7 @@
 //!
 //! Replicas of a model look up unlike rows. Without more, each would change its own copy of a table. So who keeps copies alike
 //! watches their tables, and what changes rows in place says which.
-use crate::{ProcessGroup, Result, empty};
+use crate::{Collective, Cut, ProcessGroup, Result, empty};
 use candle_core::{Device, Tensor, TensorId, Var};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
@@ -90,8 +90,8 @@ pub(crate) fn exchange(
     let own: HashSet<u32> = mine.iter().copied().collect();
     let values = empty::index_select(table, &mine, 0)?;
     let mine = Tensor::from_vec(mine, counts[group.rank()], &Device::Cpu)?;
-    let rows = group.all_gather_uneven(&mine, 0, counts)?.to_vec1::<u32>()?;
-    let values = group.all_gather_uneven(&values, 0, counts)?;
+    let rows = group.call(Collective::all_gather(Cut::new(0, counts))).run(&mine)?.to_vec1::<u32>()?;
+    let values = group.call(Collective::all_gather(Cut::new(0, counts))).run(&values)?;
     // A device may write rows that come twice in any order.
     let mut seen = HashSet::new();
     let (places, rows): (Vec<u32>, Vec<u32>) = (0..).zip(rows).filter(|(_, row)| seen.insert(*row)).unzip();

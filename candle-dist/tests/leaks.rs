@@ -2,7 +2,7 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{Error, ReduceOp, World};
+use candle_dist::{Collective, Error, ReduceOp, World};
 use test_utils::{on_ranks, stays_flat};
 
 // A single test, because memory is measured for the whole process.
@@ -29,7 +29,11 @@ fn resident_memory_stays_flat() {
         let outcome = World::local(2).run(|ctx| match ctx.rank() {
             0 => {
                 let group = ctx.group().subgroup(&[0, 1])?;
-                group.send_owned(Tensor::ones(100_000, DType::F32, &Device::Cpu)?, 1)?;
+                group
+                    .call(Collective::Send { to: 1, tag: 0 })
+                    .owned()
+                    .run_all(&[Tensor::ones(100_000, DType::F32, &Device::Cpu)?])
+                    .map(drop)?;
                 ctx.group().barrier()
             }
             _ => Err(Error::Unsupported("on purpose".to_string())),

@@ -33,7 +33,7 @@ impl Wrapping for Faulty {
 
     fn before(&self, call: &Call) -> Result<()> {
         match Some(self.calls.fetch_add(1, Ordering::Relaxed)) == self.fails_at {
-            true => Err(Error::Unsupported(format!("{FAULT} at {}", call.op))),
+            true => Err(Error::Unsupported(format!("{FAULT} at {}", call.op()))),
             false => Ok(()),
         }
     }

@@ -19,7 +19,7 @@ pub struct ExplainedOp {
     /// The op.
     pub op: &'static str,
     /// Its inputs.
-    pub inputs: Vec<Conversion>,
+    pub inputs: Vec<ExplainedInput>,
     /// The outputs with their layouts.
     pub outputs: Vec<String>,
     /// The calls that this rank made to lay out the inputs.
@@ -30,7 +30,7 @@ pub struct ExplainedOp {
 
 /// How one input is brought to the layout that the op's rule requires.
 #[derive(Debug, Clone)]
-pub struct Conversion {
+pub struct ExplainedInput {
     /// The input with its layout.
     pub input: String,
     /// Its placements before.
@@ -55,7 +55,7 @@ impl ExplainedOp {
 
     /// Returns whether the op communicates, or sums a gradient in the backward pass.
     pub fn moves(&self) -> bool {
-        let moving = |input: &Conversion| !input.moves.is_empty() || !input.gradient_sums.is_empty();
+        let moving = |input: &ExplainedInput| !input.moves.is_empty() || !input.gradient_sums.is_empty();
         self.calls().next().is_some() || self.inputs.iter().any(moving)
     }
 
@@ -193,7 +193,7 @@ pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
 /// An op that is recorded until it is dropped.
 pub(crate) struct Open {
     op: &'static str,
-    inputs: Vec<Conversion>,
+    inputs: Vec<ExplainedInput>,
     outputs: Vec<String>,
 }
 
@@ -207,7 +207,7 @@ impl Open {
     /// Records how the inputs are laid out, and the calls that move them.
     pub(crate) fn note<'s>(
         &mut self,
-        inputs: impl IntoIterator<Item = Conversion>,
+        inputs: impl IntoIterator<Item = ExplainedInput>,
         outputs: impl IntoIterator<Item = &'s Arc<Spec>>,
     ) {
         self.inputs.extend(inputs);

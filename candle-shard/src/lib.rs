@@ -45,7 +45,7 @@ pub use agreement::compare_operands;
 #[doc(inline)]
 pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
-pub use explain::{Conversion, ExplainedOp, Explanation, explain};
+pub use explain::{ExplainedInput, ExplainedOp, Explanation, explain};
 pub use files::checkpoint;
 pub use files::regular;
 pub use files::weights::Weights;

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
-use candle_dist::{Cause, Error, RankContext, ReduceOp, World};
+use candle_dist::{Cause, Collective, Error, RankContext, ReduceOp, World};
 
 const RANKS: usize = 4;
 
@@ -14,7 +14,7 @@ fn of_rank(rank: usize) -> candle_core::Result<Tensor> {
 /// Returns a sum, all tensors in one, a piece of the sum, and a maximum that was exchanged while this rank computed.
 fn communicate(ctx: &RankContext) -> Result<[Vec<f32>; 4]> {
     let (group, mine) = (ctx.group(), of_rank(ctx.rank())?);
-    let started = group.all_reduce_start(&mine, ReduceOp::Max)?;
+    let started = group.call(Collective::AllReduce(ReduceOp::Max)).start(&mine)?;
     let square = mine.sqr()?; // needs no other rank
     let sum = group.all_reduce(&square, ReduceOp::Sum)?;
     let all = group.all_gather(&mine, 0)?;

@@ -3,8 +3,8 @@
 //! Each rank sends its tensors to every other member and computes its own results with [`compute`]. Messages, groups
 //! and failures are those of another backend. That is simple, and slow for large worlds: n² messages per call.
 use candle_core::{DType, Device, Tensor};
-use candle_dist::backend::{Backend, Call, Dims, Envelope, Op, Results, StartedCall, Tensors, compute};
-use candle_dist::{Cause, Error, GroupFailure, Result};
+use candle_dist::backend::{Backend, Call, Envelope, Form, Results, StartedCall, Tensors, compute, fill, filled};
+use candle_dist::{Cause, Collective, Error, GroupFailure, Result};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -47,15 +47,14 @@ impl ByMessages {
     }
 
     fn give(&self, tensor: Tensor, to: usize, tag: u32) -> Result<()> {
-        let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
+        let call = Call::on(Collective::Send { to, tag }, &tensor);
         // A collective never waits at its start, however much is unread. Messages in flight need no handle.
-        self.inner.start_send(call, tensor).map(drop)
+        self.inner.start(call, [tensor].into_iter().collect(), Tensors::new()).map(drop)
     }
 
     fn take(&self, call: &Call, (shape, dtype): (&[usize], DType), from: usize, tag: u32) -> Result<Tensor> {
-        let shape = Dims::from_slice(shape);
-        let timeout = call.timeout;
-        self.inner.recv(Call { dtype: Some(dtype), shape, peer: Some(from), tag, timeout, ..Call::new(Op::Recv) })
+        let receive = Call::of(Collective::Recv { from: Some(from), tag }, dtype, shape);
+        Ok(self.inner.recv(Call { timeout: call.timeout, ..receive }, None)?.1)
     }
 
     /// Sends this rank's part of a collective to all others: the call, the shapes of the tensors, and the tensors.
@@ -116,10 +115,9 @@ impl ByMessages {
 
 /// Returns a number for the properties on which all members must agree.
 fn digest(call: &Call) -> i64 {
-    let Call { op, dtype, shape, rest, reduce, peer, dims, sizes, form, note, .. } = call;
+    let Call { collective, dtype, shape, rest, form, note, .. } = call;
     let mut hasher = DefaultHasher::new();
-    format!("{op:?} {dtype:?} {shape:?} {rest:?} {reduce:?} {peer:?} {dims:?} {sizes:?} {form:?} {note:?}")
-        .hash(&mut hasher);
+    format!("{collective:?} {dtype:?} {shape:?} {rest:?} {form:?} {note:?}").hash(&mut hasher);
     hasher.finish() as i64
 }
 
@@ -133,7 +131,8 @@ struct Started {
 
 impl StartedCall for Started {
     fn is_ready(&self) -> Result<bool> {
-        let here = |from| self.group.inner.probe(&Call { peer: Some(from), tag: self.tag, ..Call::new(Op::Recv) });
+        let receive = |from| Call::new(Collective::Recv { from: Some(from), tag: self.tag });
+        let here = |from| self.group.inner.probe(&receive(from));
         for from in self.group.others() {
             if here(from)?.is_none() {
                 return Ok(false);
@@ -170,44 +169,30 @@ impl Backend for ByMessages {
         self.inner.device()
     }
 
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        let tag = self.post(&call, &tensors)?;
-        self.collect(&call, tensors, tag)
-    }
-
-    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
-        let made = self.run(call, [tensor.clone()].into_iter().collect())?;
-        for made in made.into_iter().filter(|_| tensor.elem_count() > 0) {
-            tensor.flatten_all()?.slice_set(&made.into_tensor().flatten_all()?, 0, 0)?;
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
+        if call.collective.is_message() || call.form == Form::Monitored {
+            return self.inner.run(call, tensors, outputs);
         }
-        Ok(())
+        let tag = self.post(&call, &tensors)?;
+        fill(&outputs, self.collect(&call, tensors, tag)?)
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
+    fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
+        if call.collective.is_message() {
+            return self.inner.start(call, tensors, outputs);
+        }
         let tag = self.post(&call, &tensors)?;
         // A copy, because a program may write to the tensor before the call is finished.
         let mine = tensors.iter().map(Tensor::force_contiguous).collect::<candle_core::Result<_>>()?;
-        Ok(Box::new(Started { group: self.clone(), call, mine, tag }))
+        Ok(filled(Box::new(Started { group: self.clone(), call, mine, tag }), outputs))
+    }
+
+    fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
+        self.inner.recv(call, output)
     }
 
     fn copies_sent(&self, bytes: usize) -> bool {
         self.inner.copies_sent(bytes)
-    }
-
-    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
-        self.inner.send(call, tensor)
-    }
-
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
-        self.inner.start_send(call, tensor)
-    }
-
-    fn recv(&self, call: Call) -> Result<Tensor> {
-        self.inner.recv(call)
-    }
-
-    fn recv_any(&self, call: Call) -> Result<(usize, Tensor)> {
-        self.inner.recv_any(call)
     }
 
     fn probe(&self, call: &Call) -> Result<Option<Envelope>> {
@@ -224,10 +209,6 @@ impl Backend for ByMessages {
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
         Ok(Arc::new(Self::new(self.inner.subgroup(members)?)))
-    }
-
-    fn fail(&self, message: &str) {
-        self.inner.fail(message);
     }
 
     fn stop(&self, cause: Cause) {

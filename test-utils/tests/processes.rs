@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_dist::init::{Backend, InitOptions};
 use candle_dist::testing::{FAILURES, GROUPS, lack};
-use candle_dist::{Error, ProcessGroup, RankContext, ReduceOp, World, round_grads};
+use candle_dist::{Collective, Error, ProcessGroup, RankContext, ReduceOp, World, round_grads};
 use candle_nn::{Optimizer, SGD};
 use candle_shard::nn::{Mode, ShardedVarBuilder};
 use candle_shard::{DTensor, Replicate};
@@ -133,7 +133,7 @@ fn say(text: &str) {
 }
 
 fn conform(ctx: &RankContext) -> Result<(), Error> {
-    assert_eq!(ctx.group().backend_name(), "nccl");
+    assert_eq!(ctx.group().backend().name(), "nccl");
     for (_, cases) in GROUPS {
         for case in cases.iter().filter(|case| case.least <= ctx.world_size() && lack("nccl", case.name).is_none()) {
             (case.run)(ctx).map_err(|error| Error::Unsupported(format!("[{}] {error}", case.name)))?;
@@ -197,7 +197,7 @@ fn differ_at_last(ctx: &RankContext) -> Result<(), Error> {
     // The first rank has returned before the others make their calls.
     std::thread::sleep(Duration::from_millis(300 * ctx.rank() as u64));
     match ctx.rank() {
-        1 => ctx.group().all_reduce_start(&x, ReduceOp::Sum)?.wait().map(drop),
+        1 => ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?.wait().map(drop),
         _ => ctx.group().all_reduce(&x, ReduceOp::Sum).map(drop),
     }
 }

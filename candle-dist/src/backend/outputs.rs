@@ -25,20 +25,27 @@ pub(crate) fn unsupported(backend: &str, what: &str) -> Error {
     Error::Unsupported(format!("the {backend} backend cannot {what}"))
 }
 
-/// Moves results to the given memory, from any device.
-pub(super) fn fill(outputs: &[Tensor], results: Results) -> Result<()> {
+/// Moves results to the given memory, from any device; without given memory they are returned.
+pub fn fill(outputs: &[Tensor], results: Results) -> Result<Results> {
+    if outputs.is_empty() {
+        return Ok(results);
+    }
     let mut pairs = outputs.iter().zip(results);
-    pairs.try_for_each(|(output, made)| overwrite(output, &[&made.into_tensor().to_device(output.device())?]))
+    pairs.try_for_each(|(output, made)| overwrite(output, &[&made.into_tensor().to_device(output.device())?]))?;
+    Ok(Results::new())
 }
 
-/// Moves a message to the given memory.
+/// Moves a message to the given memory, or returns it, with its sender.
 ///
 /// Ranks that are threads may have sent a tensor in that same memory.
-pub(super) fn receive(output: &Tensor, message: &Tensor) -> Result<()> {
-    match share_memory(output, message) {
-        true => overwrite(output, &[&Fresh::copy_of(message)?.into_tensor()]),
-        false => overwrite(output, &[message]),
+pub(super) fn deliver(from: usize, message: Tensor, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
+    let Some(output) = output else { return Ok((from, message)) };
+    let message = message.to_device(output.device())?;
+    match share_memory(output, &message) {
+        true => overwrite(output, &[&Fresh::copy_of(&message)?.into_tensor()])?,
+        false => overwrite(output, &[&message])?,
     }
+    Ok((from, output.clone()))
 }
 
 /// A started call whose results are written to given memory when it finishes.
@@ -47,8 +54,12 @@ struct Filling {
     outputs: Tensors,
 }
 
-pub(super) fn filling(started: Box<dyn StartedCall>, outputs: Tensors) -> Box<dyn StartedCall> {
-    Box::new(Filling { started, outputs })
+/// Returns a started call that writes its results to the given memory, if there is some, when it finishes.
+pub fn filled(started: Box<dyn StartedCall>, outputs: Tensors) -> Box<dyn StartedCall> {
+    match outputs.is_empty() {
+        true => started,
+        false => Box::new(Filling { started, outputs }),
+    }
 }
 
 impl StartedCall for Filling {
@@ -57,8 +68,7 @@ impl StartedCall for Filling {
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {
-        fill(&self.outputs, self.started.finish()?)?;
-        Ok(Results::new())
+        fill(&self.outputs, self.started.finish()?)
     }
 
     fn set_timeout(&mut self, timeout: Duration) -> bool {
@@ -66,20 +76,21 @@ impl StartedCall for Filling {
     }
 }
 
-/// A started call that is already complete.
-struct Done;
+/// A started call that is complete.
+struct Completed(Results);
 
-pub(super) fn done() -> Box<dyn StartedCall> {
-    Box::new(Done)
+/// Returns a started call that is complete, with these results.
+pub fn completed(results: Results) -> Box<dyn StartedCall> {
+    Box::new(Completed(results))
 }
 
-impl StartedCall for Done {
+impl StartedCall for Completed {
     fn is_ready(&self) -> Result<bool> {
         Ok(true)
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {
-        Ok(Results::new())
+        Ok(self.0)
     }
 
     fn set_timeout(&mut self, _: Duration) -> bool {

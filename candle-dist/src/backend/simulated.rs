@@ -1,9 +1,9 @@
 //! One rank of a simulated world. Results have the right shapes, and nothing is communicated.
-use super::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors};
-use crate::{Error, GroupFailure, Result};
+use super::outputs::{completed, deliver, fill, unsupported};
+use super::{Backend, Call, Form, Fresh, Op, Results, StartedCall, Tensors};
+use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// One rank of a simulated group.
 #[derive(Debug)]
@@ -20,20 +20,19 @@ impl Simulated {
     /// Returns the `i`-th result of a call as if all ranks had this rank's tensor: copies of it joined, or the tensor
     /// itself if the shape is the same, and zeros otherwise.
     fn result(&self, call: &Call, i: usize, mine: Option<&Tensor>) -> Result<Fresh> {
-        let shape = call.result_shape(self.rank, i, mine.map_or(&call.shape, |tensor| tensor.dims()));
-        match mine {
-            Some(tensor) if tensor.dims() == shape.as_slice() => Fresh::copy_of(tensor),
-            Some(tensor) if matches!(call.op, Op::AllGather | Op::Gather) => {
-                let dim = call.dims[i];
-                let pieces = call.sizes[i].iter().map(|&len| match len == tensor.dims()[dim] {
+        let shape = call.collective.output(i, mine.map_or(&call.shape, |tensor| tensor.dims()), self.rank);
+        match (mine, call.collective.cuts().get(i)) {
+            (Some(tensor), _) if tensor.dims() == shape.as_slice() => Fresh::copy_of(tensor),
+            (Some(tensor), Some(cut)) if matches!(call.op(), Op::AllGather | Op::Gather) => {
+                let pieces = cut.sizes.iter().map(|&len| match len == tensor.dims()[cut.dim] {
                     true => Ok(tensor.clone()),
                     false => {
                         let mut dims = tensor.dims().to_vec();
-                        dims[dim] = len;
+                        dims[cut.dim] = len;
                         Tensor::zeros(dims, tensor.dtype(), tensor.device())
                     }
                 });
-                Fresh::copy_of(&Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, dim)?)
+                Fresh::copy_of(&Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, cut.dim)?)
             }
             _ => {
                 let dtype = mine.map(Tensor::dtype).or(call.dtype).unwrap_or(DType::F32);
@@ -57,31 +56,22 @@ impl Backend for Simulated {
         &self.ranks
     }
 
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        if call.gives_nothing(self.rank) {
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
+        if !call.collective.has_result(self.rank) || call.form == Form::InPlace {
             return Ok(Results::new());
         }
-        (0..1 + call.rest.len()).map(|i| self.result(&call, i, tensors.get(i))).collect()
+        fill(&outputs, (0..call.count()).map(|i| self.result(&call, i, tensors.get(i))).collect::<Result<_>>()?)
     }
 
-    fn run_in_place(&self, _: Call, _: &Tensor) -> Result<()> {
-        Ok(())
+    fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
+        Ok(completed(self.run(call, tensors, outputs)?))
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
-        Ok(Box::new(Done(self.run(call, tensors)?)))
-    }
-
-    fn send(&self, _: Call, _: Tensor) -> Result<()> {
-        Ok(())
-    }
-
-    fn recv(&self, call: Call) -> Result<Tensor> {
-        Ok(self.result(&Call { op: Op::Broadcast, ..call }, 0, None)?.into_tensor())
-    }
-
-    fn monitored_barrier(&self, _: Call, _: Duration) -> Result<()> {
-        Ok(())
+    fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
+        let Some(from) = call.collective.peer() else {
+            return Err(unsupported(self.name(), "receive from any rank"));
+        };
+        deliver(from, self.result(&call, 0, None)?.into_tensor(), output)
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
@@ -93,21 +83,9 @@ impl Backend for Simulated {
         Ok(Arc::new(Self::new(rank, members.iter().map(|&member| self.ranks[member]).collect())))
     }
 
-    fn fail(&self, _: &str) {}
+    fn stop(&self, _: Cause) {}
 
     fn failure(&self) -> Option<Arc<GroupFailure>> {
         None
-    }
-}
-
-struct Done(Results);
-
-impl StartedCall for Done {
-    fn is_ready(&self) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn finish(self: Box<Self>) -> Result<Results> {
-        Ok(self.0)
     }
 }

@@ -4,7 +4,6 @@ use crate::{Cause, GroupFailure, Result};
 use candle_core::{Device, Tensor};
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A backend that wraps another one, to count, delay or break communication. It calls [`before`](Self::before) and then
 /// passes each call to the inner backend.
@@ -34,7 +33,7 @@ use std::time::Duration;
 ///     fn before(&self, call: &Call) -> Result<()> {
 ///         std::thread::sleep(Duration::from_millis(1));
 ///         match self.calls.fetch_add(1, Ordering::Relaxed) {
-///             2 => Err(Error::Unsupported(format!("the third call, {}, on purpose", call.op))),
+///             2 => Err(Error::Unsupported(format!("the third call, {}, on purpose", call.op()))),
 ///             _ => Ok(()),
 ///         }
 ///     }
@@ -80,62 +79,27 @@ impl<W: Wrapping> Backend for W {
         self.inner().device()
     }
 
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
         self.before(&call)?;
-        self.inner().run(call, tensors)
+        self.inner().run(call, tensors, outputs)
     }
 
-    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
+    fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
         self.before(&call)?;
-        self.inner().run_in_place(call, tensor)
+        self.inner().start(call, tensors, outputs)
     }
 
-    fn run_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<()> {
+    fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
         self.before(&call)?;
-        self.inner().run_into(call, tensors, outputs)
-    }
-
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
-        self.before(&call)?;
-        self.inner().start(call, tensors)
-    }
-
-    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
-        self.before(&call)?;
-        self.inner().start_into(call, tensors, outputs)
-    }
-
-    fn copies_sent(&self, bytes: usize) -> bool {
-        self.inner().copies_sent(bytes)
-    }
-
-    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
-        self.before(&call)?;
-        self.inner().send(call, tensor)
-    }
-
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
-        self.before(&call)?;
-        self.inner().start_send(call, tensor)
-    }
-
-    fn recv(&self, call: Call) -> Result<Tensor> {
-        self.before(&call)?;
-        self.inner().recv(call)
-    }
-
-    fn recv_into(&self, call: Call, output: &Tensor) -> Result<()> {
-        self.before(&call)?;
-        self.inner().recv_into(call, output)
-    }
-
-    fn recv_any(&self, call: Call) -> Result<(usize, Tensor)> {
-        self.before(&call)?;
-        self.inner().recv_any(call)
+        self.inner().recv(call, output)
     }
 
     fn probe(&self, call: &Call) -> Result<Option<Envelope>> {
         self.inner().probe(call)
+    }
+
+    fn copies_sent(&self, bytes: usize) -> bool {
+        self.inner().copies_sent(bytes)
     }
 
     fn has_returned(&self, peer: usize) -> bool {
@@ -146,21 +110,12 @@ impl<W: Wrapping> Backend for W {
         self.inner().has_call_timeouts()
     }
 
-    fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
-        self.before(&call)?;
-        self.inner().monitored_barrier(call, timeout)
-    }
-
     fn finish(&self) -> Result<()> {
         self.inner().finish()
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
         Ok(self.around(self.inner().subgroup(members)?))
-    }
-
-    fn fail(&self, message: &str) {
-        self.inner().fail(message);
     }
 
     fn stop(&self, cause: Cause) {

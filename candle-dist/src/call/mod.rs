@@ -1,10 +1,12 @@
 //! Descriptions of communication calls. Ranks compare them, and errors and logs print them.
+mod collective;
 mod cut;
 mod dtypes;
 mod op;
 mod reduce_op;
 mod site;
 
+pub use collective::{Collective, Cuts};
 pub use cut::Cut;
 pub(crate) use cut::total;
 pub(crate) use dtypes::{CARRIED, carried};
@@ -17,22 +19,24 @@ use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::fmt;
-use std::mem::discriminant;
+use std::mem::{Discriminant, discriminant};
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The form of a collective. All ranks must use the same form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+/// The form of a call. All ranks must use the same form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Form {
-    /// The result is new memory, and the call blocks.
+    /// The call blocks; its result is new memory, or memory that is not its input's.
     #[default]
     New,
     /// The result overwrites the input.
     InPlace,
-    /// The result is new memory, and the caller waits for it later.
+    /// The caller waits for the result later.
     Started,
+    /// The call names the ranks that do not come in time.
+    Monitored,
 }
 
 /// A short list of sizes.
@@ -41,30 +45,20 @@ pub type Dims = SmallVec<[usize; 6]>;
 /// Marks a dim of [`Call::shape`] whose size may differ between ranks.
 pub const RAGGED: usize = usize::MAX;
 
-/// One communication call of one rank. Ranks compare it, and errors and logs print it.
+/// One communication call of one rank: a [`Collective`] on tensors, in a form. Ranks compare it, and errors and logs
+/// print it.
 #[derive(Debug, Clone)]
 pub struct Call {
-    /// The operation.
-    pub op: Op,
+    /// What is moved or reduced.
+    pub collective: Collective,
     /// The dtype of the data, if there is any.
     pub dtype: Option<DType>,
     /// The device of the data.
     pub device: DeviceLocation,
     /// The shape, which must be equal on all ranks; dims of size [`RAGGED`] may differ.
     pub shape: Dims,
-    /// The dtypes and shapes of the second and later tensors of a coalesced call.
+    /// The dtypes and shapes of the second and later tensors of a call.
     pub rest: Vec<(DType, Dims)>,
-    /// The reduction, for ops that reduce.
-    pub reduce: Option<ReduceOp>,
-    /// The root, or the other rank of a point-to-point call, as a rank of the group.
-    pub peer: Option<usize>,
-    /// The dims that are cut or joined: one per tensor. An all_to_all has two, the split dim and the joined dim; a
-    /// [routed](Self::is_routed) all_to_all has only dim 0.
-    pub dims: SmallVec<[usize; 2]>,
-    /// For each dim in `dims`, the sizes of the pieces per rank. A routed all_to_all has a list of counts per sender.
-    pub sizes: SmallVec<[Dims; 2]>,
-    /// The tag that separates messages between the same two ranks.
-    pub tag: u32,
     /// The form of the call.
     pub form: Form,
     /// A text that must be equal on all ranks as well.
@@ -78,18 +72,13 @@ pub struct Call {
 impl Call {
     /// Creates a call without data.
     #[track_caller]
-    pub fn new(op: Op) -> Self {
+    pub fn new(collective: Collective) -> Self {
         Self {
-            op,
+            collective,
             dtype: None,
             device: DeviceLocation::Cpu,
             shape: Dims::new(),
             rest: Vec::new(),
-            reduce: None,
-            peer: None,
-            tag: 0,
-            dims: SmallVec::new(),
-            sizes: SmallVec::new(),
             form: Form::default(),
             note: None,
             timeout: None,
@@ -97,100 +86,118 @@ impl Call {
         }
     }
 
-    /// Creates a call on `tensor`. Its shape must be equal on all ranks, except in the `ragged` dims.
+    /// Creates a call on `tensor`. Its shape must be equal on all ranks, except for a dim whose pieces are joined.
     #[track_caller]
-    pub fn on(op: Op, tensor: &Tensor, ragged: &[usize]) -> Self {
-        let mut shape = Dims::from_slice(tensor.dims());
-        for &dim in ragged {
-            shape[dim] = RAGGED;
-        }
+    pub fn on(collective: Collective, tensor: &Tensor) -> Self {
+        let shape = ragged(&collective, 0, tensor);
         let device = tensor.device().location();
-        Self { dtype: Some(tensor.dtype()), device, shape, ..Self::new(op) }
+        Self { dtype: Some(tensor.dtype()), device, shape, ..Self::new(collective) }
     }
 
-    /// Adds the second and later tensors of a coalesced call.
-    pub(crate) fn with_rest(mut self, rest: &[Tensor]) -> Self {
-        self.rest = rest.iter().map(|tensor| (tensor.dtype(), Dims::from_slice(tensor.dims()))).collect();
-        self
+    /// Creates a call on several tensors.
+    #[track_caller]
+    pub fn on_all(collective: Collective, tensors: &[Tensor]) -> Self {
+        let Some((first, rest)) = tensors.split_first() else { return Self::new(collective) };
+        let rest = rest.iter().enumerate().map(|(i, tensor)| (tensor.dtype(), ragged(&collective, i + 1, tensor)));
+        Self { rest: rest.collect(), ..Self::on(collective, first) }
     }
 
-    /// Returns whether this is an all_to_all of rows, where rank `s` sends `sizes[s][r]` rows to rank `r`.
-    pub fn is_routed(&self) -> bool {
-        self.op == Op::AllToAll && self.dims.len() == 1
+    /// Creates a call on data of this dtype and shape that other ranks have.
+    #[track_caller]
+    pub fn of(collective: Collective, dtype: DType, shape: &[usize]) -> Self {
+        Self { dtype: Some(dtype), shape: Dims::from_slice(shape), ..Self::new(collective) }
     }
 
-    /// Returns whether `rank` of the group gets no result.
-    pub fn gives_nothing(&self, rank: usize) -> bool {
-        match self.op {
-            Op::Reduce | Op::Gather => self.peer != Some(rank),
-            op => op == Op::Barrier,
-        }
+    /// Returns the operation.
+    pub const fn op(&self) -> Op {
+        self.collective.op()
     }
 
-    /// Returns the shape of the `i`-th result of `rank`. `mine` is its input's shape, or the root's for a scatter.
-    pub fn result_shape(&self, rank: usize, i: usize, mine: &[usize]) -> Dims {
-        let mut shape = Dims::from_slice(mine);
-        match self.op {
-            Op::AllGather | Op::Gather => shape[self.dims[i]] = self.sizes[i].iter().sum(),
-            Op::ReduceScatter | Op::Scatter => shape[self.dims[i]] = self.sizes[i][rank],
-            Op::AllToAll if self.is_routed() => shape[0] = self.sizes.iter().map(|counts| counts[rank]).sum(),
-            Op::AllToAll => {
-                shape[self.dims[0]] = self.sizes[0][rank];
-                shape[self.dims[1]] = self.sizes[1].iter().sum();
-            }
-            _ => {}
-        }
-        shape
+    /// Returns the number of tensors that a rank gives or gets.
+    pub fn count(&self) -> usize {
+        1 + self.rest.len()
     }
 
     /// Returns whether two calls without a [difference](Self::difference) are also printed alike, and wait as long.
     pub(crate) fn prints_as(&self, other: &Self) -> bool {
         // All fields are named here, so that a new one is not forgotten. `difference` compares those without a name.
-        let Self {
-            op: _,
-            dtype: _,
-            device,
-            shape: _,
-            rest: _,
-            reduce: _,
-            peer: _,
-            dims: _,
-            sizes: _,
-            tag,
-            form: _,
-            ..
-        } = self;
-        let Self { note: _, timeout, site, .. } = self;
-        std::ptr::eq(*site, other.site) && (tag, timeout, device) == (&other.tag, &other.timeout, &other.device)
+        let Self { collective: _, dtype: _, device, shape: _, rest: _, form: _, note: _, timeout, site } = self;
+        let mine = (timeout, device, self.collective.tag());
+        std::ptr::eq(*site, other.site) && mine == (&other.timeout, &other.device, other.collective.tag())
     }
 
-    /// Returns the name of the first property in which two calls of the same round differ, or `None`.
+    /// Returns the name of the first property in which two calls that meet differ, or `None`.
+    ///
+    /// The two sides of a message name each other, and a sender knows its device, a receiver only that of the result.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
-        DIFFERENCES.iter().find(|(_, differs)| differs(self, other)).map(|(what, _)| *what)
+        let sides = self.op() != other.op() && self.collective.is_message() && other.collective.is_message();
+        let mut compared = PROPERTIES.iter().filter(|property| !sides || property.of_both_sides);
+        compared.find(|property| (property.of)(self) != (property.of)(other)).map(|property| property.name)
     }
 }
 
-/// The name of a property of calls, and a function that returns whether two calls differ in it.
-type Difference = (&'static str, fn(&Call, &Call) -> bool);
+/// Returns the shape of the `nth` tensor of a call, with its dim that may differ between ranks marked.
+fn ragged(collective: &Collective, nth: usize, tensor: &Tensor) -> Dims {
+    let mut shape = Dims::from_slice(tensor.dims());
+    if let Some(len) = collective.ragged_dim(nth).and_then(|dim| shape.get_mut(dim)) {
+        *len = RAGGED;
+    }
+    shape
+}
 
-/// The properties that must be equal, in the order in which a mismatch is reported.
-pub(crate) const DIFFERENCES: [Difference; 10] = [
-    ("op", |a, b| a.op != b.op),
-    ("dtype", |a, b| a.dtype != b.dtype),
+/// A property of calls that must be equal on all ranks.
+pub(crate) struct Property {
+    pub(crate) name: &'static str,
+    pub(crate) of: fn(&Call) -> Value<'_>,
+    /// Whether a send and its receive have it in common.
+    pub(crate) of_both_sides: bool,
+}
+
+/// The value of a [`Property`].
+#[derive(PartialEq, Hash)]
+pub(crate) enum Value<'a> {
+    Op(Op),
+    DType(Option<DType>),
+    Device(Discriminant<DeviceLocation>),
+    Shape(&'a Dims, &'a [(DType, Dims)]),
+    Reduction(Option<ReduceOp>),
+    Rank(Option<usize>),
+    Dims(SmallVec<[usize; 2]>),
+    Sizes(SmallVec<[&'a Dims; 2]>, Option<&'a [Dims]>),
+    Form(Form),
+    Note(Option<&'a str>),
+}
+
+impl Property {
+    const fn new(name: &'static str, of: fn(&Call) -> Value<'_>) -> Self {
+        Self { name, of, of_both_sides: true }
+    }
+
+    const fn of_a_side(name: &'static str, of: fn(&Call) -> Value<'_>) -> Self {
+        Self { name, of, of_both_sides: false }
+    }
+}
+
+/// The properties, in the order in which a mismatch is reported.
+pub(crate) const PROPERTIES: [Property; 10] = [
+    Property::of_a_side("op", |call| Value::Op(call.op())),
+    Property::new("dtype", |call| Value::DType(call.dtype)),
     // Each rank has its own GPU, so only the kind of device counts.
-    ("device", |a, b| discriminant(&a.device) != discriminant(&b.device)),
-    ("shape", |a, b| a.shape != b.shape || a.rest != b.rest),
-    ("reduction", |a, b| a.reduce != b.reduce),
-    ("root", |a, b| a.peer != b.peer),
-    ("dim", |a, b| a.dims != b.dims),
-    ("sizes", |a, b| a.sizes != b.sizes),
-    ("form (into new memory, in place, or started)", |a, b| a.form != b.form),
-    ("description", |a, b| a.note != b.note),
+    Property::of_a_side("device", |call| Value::Device(discriminant(&call.device))),
+    Property::new("shape", |call| Value::Shape(&call.shape, &call.rest)),
+    Property::new("reduction", |call| Value::Reduction(call.collective.reduction())),
+    Property::of_a_side("root", |call| Value::Rank(call.collective.peer())),
+    Property::new("dim", |call| Value::Dims(call.collective.cuts().iter().map(|cut| cut.dim).collect())),
+    Property::new("sizes", |call| {
+        Value::Sizes(call.collective.cuts().iter().map(|cut| &cut.sizes).collect(), call.collective.counts())
+    }),
+    Property::of_a_side("form (into new memory, in place, started, or monitored)", |call| Value::Form(call.form)),
+    Property::new("description", |call| Value::Note(call.note.as_deref())),
 ];
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.op.name())?;
+        f.write_str(self.op().name())?;
         let mut parts: Vec<String> = Vec::new();
         if let Some(dtype) = self.dtype {
             let dims = self.shape.iter().map(|&d| if d == RAGGED { "?".to_string() } else { d.to_string() });
@@ -202,20 +209,17 @@ impl fmt::Display for Call {
         if !self.rest.is_empty() {
             parts.push(format!("{} more", self.rest.len()));
         }
-        parts.extend(self.reduce.map(|r| r.to_string()));
-        parts.extend(self.peer.map(|p| match self.op {
-            Op::Send => format!("to {p}"),
-            Op::Recv => format!("from {p}"),
-            _ => format!("root {p}"),
+        let collective = &self.collective;
+        parts.extend(collective.reduction().map(|op| op.to_string()));
+        parts.extend(collective.peer().map(|peer| match self.op() {
+            Op::Send => format!("to {peer}"),
+            Op::Recv => format!("from {peer}"),
+            _ => format!("root {peer}"),
         }));
-        if self.is_routed() {
-            parts.push(format!("counts {:?}", self.sizes.as_slice()));
-        }
-        let cuts = self.dims.iter().zip(&self.sizes).filter(|_| !self.is_routed());
-        parts.extend(cuts.map(|(d, s)| format!("dim {d} sizes {:?}", s.as_slice())));
-        parts.extend(self.dims.iter().skip(self.sizes.len()).map(|d| format!("dim {d}")));
-        if self.tag != 0 {
-            parts.push(format!("tag {}", self.tag));
+        parts.extend(collective.counts().map(|counts| format!("counts {counts:?}")));
+        parts.extend(collective.cuts().iter().map(|cut| format!("dim {} sizes {:?}", cut.dim, cut.sizes.as_slice())));
+        if collective.tag() != 0 {
+            parts.push(format!("tag {}", collective.tag()));
         }
         parts.extend(self.note.iter().map(|n| n.to_string()));
         if !parts.is_empty() {

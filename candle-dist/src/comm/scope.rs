@@ -57,13 +57,21 @@ pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
 }
 
 fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<Watched> {
-    let span = debug_span!("communication", op = %call.op, ?part, ?ranks, peer = call.peer, bytes, site = %call.site);
+    let span = debug_span!("communication", op = %call.op(), ?part, ?ranks, peer = call.collective.peer(), bytes, site = %call.site);
     if span.is_disabled() && OPEN.with_borrow(Vec::is_empty) {
         return None;
     }
     let (ranks, start) = (Dims::from_slice(ranks), Instant::now());
-    let event =
-        Event { op: call.op, part, ranks, peer: call.peer, bytes, start, duration: Duration::ZERO, site: call.site };
+    let event = Event {
+        op: call.op(),
+        part,
+        ranks,
+        peer: call.collective.peer(),
+        bytes,
+        start,
+        duration: Duration::ZERO,
+        site: call.site,
+    };
     Some(Watched { event, _span: span.entered() })
 }
 

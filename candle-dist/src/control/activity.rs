@@ -181,12 +181,12 @@ impl fmt::Display for Waiting {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Op;
+    use crate::Collective;
 
     fn wait(activity: &mut Activity, group: u64, round: u64) -> u64 {
         activity.count(group, round);
         let meeting = Meeting { group, round, ranks: SmallVec::from_slice(&[0, 1, 2]) };
-        activity.begin(Waiting::Call(Arc::new(Call::new(Op::Barrier)), Some(meeting)))
+        activity.begin(Waiting::Call(Arc::new(Call::new(Collective::Barrier)), Some(meeting)))
     }
 
     #[test]

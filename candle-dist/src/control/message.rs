@@ -1,7 +1,7 @@
 //! The messages between processes and rank 0.
 use super::limits::{MAX_MESSAGE, clipped};
 use super::signature::{MEMBERS, Signature};
-use crate::call::DIFFERENCES;
+use crate::call::PROPERTIES;
 use crate::error::End;
 use crate::values::{Change, Outcome};
 use crate::{Cause, Doing};
@@ -98,7 +98,8 @@ impl From<Fault> for Cause {
     fn from(fault: Fault) -> Self {
         match fault {
             Fault::Mismatch { rank, reference, what } => {
-                let known = DIFFERENCES.iter().map(|(known, _)| *known).chain([MEMBERS]).find(|known| *known == what);
+                let known =
+                    PROPERTIES.iter().map(|property| property.name).chain([MEMBERS]).find(|known| *known == what);
                 Self::Mismatch { rank, reference, what: known.unwrap_or("call") }
             }
             Fault::Returned { rank } => Self::Returned { rank },

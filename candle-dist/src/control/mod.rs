@@ -252,8 +252,8 @@ impl Control {
         round: u64,
         call: &Arc<Call>,
     ) -> Result<Entered<'_>> {
-        let is_message = matches!(call.op, Op::Send | Op::Recv);
-        let on_host = call.op == Op::Barrier || call.device == DeviceLocation::Cpu;
+        let is_message = call.collective.is_message();
+        let on_host = call.op() == Op::Barrier || call.device == DeviceLocation::Cpu;
         // A started call is entered once, so nothing waits for it but the end of the rank.
         let waits = call.form != Form::Started && (self.switches.has(Switch::Debug) || on_host && !is_message);
         let how = if waits { How::Compared } else { How::ComparedLater };
@@ -290,15 +290,8 @@ impl Control {
     ///
     /// # Errors
     /// Stops the world with [`Cause::Missing`], which names every member that did not arrive.
-    pub fn enter_monitored(
-        &self,
-        group: u64,
-        ranks: &[usize],
-        round: u64,
-        call: &Call,
-        limit: Duration,
-    ) -> Result<Entered<'_>> {
-        let call = Arc::new(call.clone());
+    pub fn enter_monitored(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<Entered<'_>> {
+        let (call, limit) = (Arc::new(call.clone()), call.timeout.unwrap_or(self.timeout));
         let doing = self.watch.enter(Meeting::new(group, ranks, round), &call, How::Monitored, limit)?;
         Ok(Entered { watch: &self.watch, doing })
     }

@@ -92,10 +92,15 @@ impl Calls {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Collective;
     use crate::call::{Call, Op};
 
     fn message(op: Op, round: u64, tag: u32) -> Signature {
-        Signature::new(5, &[0, 1], round, &Call { tag, ..Call::new(op) })
+        let side = match op {
+            Op::Send => Collective::Send { to: 1, tag },
+            _ => Collective::Recv { from: Some(0), tag },
+        };
+        Signature::new(5, &[0, 1], round, &Call::new(side))
     }
 
     #[test]
@@ -114,7 +119,7 @@ mod tests {
     #[test]
     fn those_who_have_not_come_are_missing() {
         let mut rounds = Rounds::default();
-        let barrier = || Signature::new(7, &[4, 2, 9, 3], 6, &Call::new(Op::Barrier));
+        let barrier = || Signature::new(7, &[4, 2, 9, 3], 6, &Call::new(Collective::Barrier));
         assert_eq!(rounds.missing(7, 6), None);
         assert!(rounds.enter(2, barrier()).is_none());
         assert!(rounds.enter(3, barrier()).is_none());

@@ -1,10 +1,9 @@
 //! A call in a form that can be sent to rank 0 and compared there.
 use super::limits::{MAX_STATE, clipped};
-use crate::call::{Call, Dims, Form, Op, ReduceOp};
+use crate::call::{Call, Collective, Dims, Form, Op};
 use crate::hash;
 use candle_core::{DType, DeviceLocation};
 use serde::{Deserialize, Serialize};
-use smallvec::SmallVec;
 use std::str::FromStr;
 
 /// The name of the difference between member lists.
@@ -19,25 +18,19 @@ pub(super) struct Signature {
     pub(super) ranks: Vec<usize>,
     /// The call with its call site, for error messages.
     pub(super) text: String,
-    what: What,
+    call: CallRecord,
 }
 
 /// All properties that [`Call::difference`] compares.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct What {
-    op: Op,
+struct CallRecord {
+    collective: Collective,
     dtype: Option<String>,
-    device: Kind,
+    device: DeviceKind,
     shape: Dims,
     rest: Vec<(String, Dims)>,
-    reduce: Option<ReduceOp>,
-    peer: Option<usize>,
-    dims: SmallVec<[usize; 2]>,
-    sizes: SmallVec<[Dims; 2]>,
     form: Form,
     note: Option<String>,
-    /// The tag of a message, which is not compared.
-    tag: u32,
 }
 
 /// The maximum length of a note that is sent in full. A longer note is sent as its beginning and a hash.
@@ -53,7 +46,7 @@ fn short(note: &str) -> String {
 
 /// A kind of device. Each process has its own device numbers, so they are not compared.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-enum Kind {
+enum DeviceKind {
     Cpu,
     Cuda,
     Metal,
@@ -62,35 +55,30 @@ enum Kind {
 impl Signature {
     pub(super) fn new(group: u64, ranks: &[usize], round: u64, call: &Call) -> Self {
         let named = |(dtype, dims): &(DType, Dims)| (dtype.as_str().to_string(), dims.clone());
-        let what = What {
-            op: call.op,
+        let record = CallRecord {
+            collective: call.collective.clone(),
             dtype: call.dtype.map(|dtype| dtype.as_str().to_string()),
             device: match call.device {
-                DeviceLocation::Cpu => Kind::Cpu,
-                DeviceLocation::Cuda { .. } => Kind::Cuda,
-                DeviceLocation::Metal { .. } => Kind::Metal,
+                DeviceLocation::Cpu => DeviceKind::Cpu,
+                DeviceLocation::Cuda { .. } => DeviceKind::Cuda,
+                DeviceLocation::Metal { .. } => DeviceKind::Metal,
             },
             shape: call.shape.clone(),
             rest: call.rest.iter().map(named).collect(),
-            reduce: call.reduce,
-            peer: call.peer,
-            dims: call.dims.clone(),
-            sizes: call.sizes.clone(),
             form: call.form,
             note: call.note.as_deref().map(short),
-            tag: call.tag,
         };
-        Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string(), MAX_STATE), what }
+        Self { group, round, ranks: ranks.to_vec(), text: clipped(call.to_string(), MAX_STATE), call: record }
     }
 
     /// Returns the tag of a message.
     pub(super) fn tag(&self) -> Option<u32> {
-        matches!(self.what.op, Op::Send | Op::Recv).then_some(self.what.tag)
+        self.call.collective.is_message().then_some(self.call.collective.tag())
     }
 
     /// Returns whether this is the sending side of a message.
     pub(super) fn is_send(&self) -> bool {
-        self.what.op == Op::Send
+        self.call.collective.op() == Op::Send
     }
 
     /// Returns the name of the first difference between two members' calls of the same round.
@@ -98,37 +86,26 @@ impl Signature {
         if self.ranks != other.ranks {
             return Some(MEMBERS);
         }
-        let (mut mine, theirs) = (self.what.call(), other.what.call());
-        if (mine.op, theirs.op) == (Op::Send, Op::Recv) {
-            // The two sides of a message name each other as peer.
-            (mine.op, mine.peer, mine.form) = (theirs.op, theirs.peer, theirs.form);
-            // A sender knows its device, a receiver only that of the result.
-            mine.device = theirs.device;
-        }
-        mine.difference(&theirs)
+        self.call.call().difference(&other.call.call())
     }
 }
 
-impl What {
+impl CallRecord {
     fn call(&self) -> Call {
         // Equal builds have equal dtypes, and the greeting compares versions.
         let dtype = |name: &String| DType::from_str(name).ok();
         Call {
             dtype: self.dtype.as_ref().and_then(dtype),
             device: match self.device {
-                Kind::Cpu => DeviceLocation::Cpu,
-                Kind::Cuda => DeviceLocation::Cuda { gpu_id: 0 },
-                Kind::Metal => DeviceLocation::Metal { gpu_id: 0 },
+                DeviceKind::Cpu => DeviceLocation::Cpu,
+                DeviceKind::Cuda => DeviceLocation::Cuda { gpu_id: 0 },
+                DeviceKind::Metal => DeviceLocation::Metal { gpu_id: 0 },
             },
             shape: self.shape.clone(),
             rest: self.rest.iter().filter_map(|(name, dims)| Some((dtype(name)?, dims.clone()))).collect(),
-            reduce: self.reduce,
-            peer: self.peer,
-            dims: self.dims.clone(),
-            sizes: self.sizes.clone(),
             form: self.form,
             note: self.note.as_deref().map(Into::into),
-            ..Call::new(self.op)
+            ..Call::new(self.collective.clone())
         }
     }
 }
@@ -136,6 +113,7 @@ impl What {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::call::{Cut, ReduceOp};
     use candle_core::{Device, Tensor};
     use smallvec::smallvec;
 
@@ -146,29 +124,28 @@ mod tests {
 
     fn call() -> Call {
         let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
-        Call {
-            reduce: Some(ReduceOp::Sum),
-            dims: smallvec![0],
-            sizes: smallvec![smallvec![1, 2]],
-            note: Some("n".into()),
-            ..Call::on(Op::AllReduce, &x, &[1]).with_rest(std::slice::from_ref(&x))
-        }
+        let cuts = smallvec![Cut::new(0, &[1, 1]), Cut::new(0, &[1, 1])];
+        let call = Call::on_all(Collective::ReduceScatter(cuts, ReduceOp::Sum), &[x.clone(), x]);
+        Call { note: Some("n".into()), ..call }
     }
 
     #[test]
     fn all_that_calls_may_differ_in_is_sent() {
         type Change = fn(&mut Call);
-        let changes: [(&str, Change); 11] = [
-            ("op", |c| c.op = Op::Broadcast),
+        fn cuts(call: &mut Call) -> &mut Cut {
+            let Collective::ReduceScatter(cuts, _) = &mut call.collective else { panic!("another collective") };
+            &mut cuts[1]
+        }
+        let changes: [(&str, Change); 10] = [
+            ("op", |c| c.collective = Collective::AllReduce(ReduceOp::Sum)),
             ("dtype", |c| c.dtype = Some(DType::BF16)),
             ("device", |c| c.device = DeviceLocation::Cuda { gpu_id: 0 }),
             ("shape", |c| c.shape = smallvec![2, 4]),
             ("shape", |c| c.rest = vec![(DType::I64, smallvec![2, 3])]),
-            ("reduction", |c| c.reduce = Some(ReduceOp::Max)),
-            ("root", |c| c.peer = Some(1)),
-            ("dim", |c| c.dims = smallvec![1]),
-            ("sizes", |c| c.sizes = smallvec![smallvec![2, 1]]),
-            ("form (into new memory, in place, or started)", |c| c.form = Form::Started),
+            ("reduction", |c| c.collective = Collective::reduce_scatter(Cut::new(0, &[1, 1]), ReduceOp::Max)),
+            ("dim", |c| cuts(c).dim = 1),
+            ("sizes", |c| cuts(c).sizes = smallvec![2, 0]),
+            ("form (into new memory, in place, started, or monitored)", |c| c.form = Form::Started),
             ("description", |c| c.note = Some("m".into())),
         ];
         assert_eq!(sent(&call()).difference(&sent(&call())), None);
@@ -178,6 +155,8 @@ mod tests {
             assert_eq!(sent(&call()).difference(&sent(&other)), Some(what));
             assert_eq!(call().difference(&other), Some(what), "as in the world of threads");
         }
+        let broadcast = |root| Call::new(Collective::Broadcast { root });
+        assert_eq!(sent(&broadcast(0)).difference(&sent(&broadcast(1))), Some("root"));
     }
 
     #[test]
@@ -189,16 +168,16 @@ mod tests {
     #[test]
     fn a_message_is_compared_with_what_is_expected() {
         let x = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
-        let send = sent(&Call { peer: Some(1), ..Call::on(Op::Send, &x, &[]) });
-        let recv = Call { peer: Some(0), ..Call::on(Op::Recv, &x, &[]) };
+        let send = sent(&Call::on(Collective::Send { to: 1, tag: 0 }, &x));
+        let recv = Call::on(Collective::Recv { from: Some(0), tag: 0 }, &x);
         assert_eq!(send.difference(&sent(&recv)), None);
         assert_eq!(send.difference(&sent(&Call { shape: smallvec![4], ..recv })), Some("shape"));
     }
 
     #[test]
     fn a_description_of_any_length_is_compared_and_short_on_the_wire() {
-        let of =
-            |note: String| Signature::new(7, &[0, 1], 3, &Call { note: Some(note.into()), ..Call::new(Op::Barrier) });
+        let call = |note: String| Call { note: Some(note.into()), ..Call::new(Collective::Barrier) };
+        let of = |note: String| Signature::new(7, &[0, 1], 3, &call(note));
         let long = |end: &str| of("x".repeat(20 << 20) + end);
         assert!(serde_json::to_string(&long("a")).unwrap().len() < 2 * MAX_NOTE);
         assert_eq!(long("a").difference(&long("a")), None);

@@ -276,11 +276,11 @@ impl Watch {
         let mut heard = self.heard.lock();
         let key = (meeting.group, meeting.round);
         let is_new = heard.activity.count(key.0, key.1);
-        let waits = call.op != Op::Send && !(is_new && call.form == Form::Started);
+        let waits = call.op() != Op::Send && !(is_new && call.form == Form::Started);
         if how != How::Noted && is_new {
-            if how == How::ComparedLater && call.op != Op::Send {
+            if how == How::ComparedLater && call.op() != Op::Send {
                 heard.later.insert(key);
-            } else if call.op != Op::Send {
+            } else if call.op() != Op::Send {
                 heard.compared.insert(key, false);
             }
             self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);

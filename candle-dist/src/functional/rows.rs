@@ -1,7 +1,6 @@
 //! Rows of a dim that change hands: pieces become other pieces, or windows that overlap.
-use super::Cut;
 use crate::backend::Fresh;
-use crate::call::{Call, Dims};
+use crate::call::{Call, Collective, Cut, Dims};
 use crate::{ProcessGroup, Result, sum_dtype};
 use candle_core::Tensor;
 use std::ops::Range;
@@ -12,7 +11,7 @@ pub(super) type Window = Range<isize>;
 
 /// The rows of each rank under a cut.
 pub(super) fn pieces(cut: &Cut) -> Vec<Range<usize>> {
-    (0..cut.sizes.len()).map(|rank| cut.start(rank)..cut.start(rank) + cut.sizes[rank]).collect()
+    (0..cut.sizes.len()).map(|rank| cut.piece(rank)).collect()
 }
 
 fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
@@ -73,7 +72,7 @@ impl Move<'_> {
             [] => rows_first(&x.narrow(dim, 0, 0)?)?,
             parts => Tensor::cat(parts, 0)?,
         };
-        let call = Call { site: self.site, ..ProcessGroup::routed(&sent, &counts) };
+        let call = Call { site: self.site, ..Call::on(Collective::AllToAllSingle(counts.clone()), &sent) };
         let got = self.group.exchange(call, &sent)?.map_or(sent, Fresh::into_tensor);
         let mut start = 0;
         let sources = (0..size).filter(|&source| counts[source][me] > 0);
@@ -115,7 +114,7 @@ fn gathered(
     windows: &[Window],
     (group, site, always): (&ProcessGroup, &'static Location<'static>, bool),
 ) -> Result<Tensor> {
-    let (has, len): (_, usize) = (pieces(cut), cut.sizes.iter().sum());
+    let (has, len): (_, usize) = (pieces(cut), cut.len());
     let wants: Vec<Range<usize>> = windows.iter().map(|window| inside(window, len)).collect();
     let (me, dim) = (group.rank(), cut.dim);
     let got = Move { dim, has: &has, wants: &wants, group, site, always }.run(x)?;
@@ -155,7 +154,7 @@ pub(super) fn sums_of_windows(
     group: &ProcessGroup,
     site: &'static Location<'static>,
 ) -> Result<Tensor> {
-    let (wants, len): (_, usize) = (pieces(cut), cut.sizes.iter().sum());
+    let (wants, len): (_, usize) = (pieces(cut), cut.len());
     let has: Vec<Range<usize>> = windows.iter().map(|window| inside(window, len)).collect();
     let (me, dim) = (group.rank(), cut.dim);
     // Without the zeros before and behind.

@@ -1,6 +1,7 @@
 //! Exchange of texts.
 use super::ProcessGroup;
 use crate::Result;
+use crate::call::{Collective, Cut};
 use candle_core::{Device, Tensor};
 
 impl ProcessGroup {
@@ -27,7 +28,7 @@ impl ProcessGroup {
             return Ok(vec![String::new(); lengths.len()]);
         }
         let bytes = Tensor::from_slice(text.as_bytes(), text.len(), &Device::Cpu)?;
-        let mut rest = self.all_gather_uneven(&bytes, 0, &lengths)?.to_vec1::<u8>()?;
+        let mut rest = self.call(Collective::all_gather(Cut::new(0, &lengths))).run(&bytes)?.to_vec1::<u8>()?;
         let mut texts = Vec::with_capacity(lengths.len());
         for length in lengths {
             let tail = rest.split_off(length);

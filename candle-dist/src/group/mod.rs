@@ -2,30 +2,26 @@
 //!
 #![doc = include_str!("README.md")]
 
-mod calls;
+mod call;
 pub(crate) mod check;
-mod coalesced;
 mod compared;
 mod failure;
 mod gather_text;
-mod in_place;
-mod into;
-mod monitored;
 mod object;
 mod pending;
 mod point_to_point;
 mod posted;
-mod routed;
-mod start;
 mod subgroup;
 mod under_way;
 
+pub use call::CollectiveCall;
 pub use object::MAX_OBJECT_BYTES;
 pub use pending::{Pending, PendingTensors};
 pub use point_to_point::Message;
 
 use crate::backend::simulated::Simulated;
-use crate::backend::{Backend, Call, Fresh, Op, ReduceOp, Tensors, bytes};
+use crate::backend::{Backend, Call, Fresh, Op, ReduceOp, Results, Tensors, bytes};
+use crate::call::{Collective, Cut};
 use crate::switch::Switches;
 use crate::{Cause, Error, Result, comm};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -138,7 +134,7 @@ impl ProcessGroup {
     /// If the backend has only one timeout for the whole world.
     pub fn with_timeout(&self, timeout: Duration) -> Result<Self> {
         if !self.backend.has_call_timeouts() {
-            let backend = self.backend_name();
+            let backend = self.backend.name();
             let reason = format!("the {backend} backend has one timeout for the whole world; set it there");
             return Err(Error::Unsupported(reason));
         }
@@ -243,89 +239,82 @@ impl ProcessGroup {
         &*self.backend
     }
 
-    /// Returns the name of the backend, e.g. `"local"`.
-    pub fn backend_name(&self) -> &'static str {
-        self.backend.name()
-    }
-
     /// Reduces all ranks' tensors elementwise, on every rank. Shapes must be equal.
     #[track_caller]
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
-        self.collect(Call { reduce: Some(op), ..Call::on(Op::AllReduce, tensor, &[]) }, tensor)
+        self.collect(Call::on(Collective::AllReduce(op), tensor), tensor)
     }
 
     /// Joins all ranks' tensors along `dim` in rank order, on every rank. Shapes must be equal.
+    ///
+    /// [`Collective::all_gather`] joins pieces of other sizes.
     #[track_caller]
     pub fn all_gather(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        self.collect(self.even_joined(tensor, dim)?, tensor)
-    }
-
-    /// Like [`all_gather`](Self::all_gather), with `sizes[r]` entries of `dim` from rank `r`, which may be zero.
-    #[track_caller]
-    pub fn all_gather_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
-        self.collect(self.joined(Op::AllGather, tensor, dim, sizes)?, tensor)
+        let len = self.dim_size(Op::AllGather, tensor, dim)?;
+        self.collect(Call::on(Collective::all_gather(Cut { dim, sizes: self.repeat(len) }), tensor), tensor)
     }
 
     /// Reduces all ranks' tensors and returns this rank's piece, cut along `dim` into equal pieces in rank order.
+    ///
+    /// [`Collective::reduce_scatter`] returns pieces of other sizes.
     #[track_caller]
     pub fn reduce_scatter(&self, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<Tensor> {
         let sizes = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
-        self.reduce_scatter_uneven(tensor, dim, &sizes, op)
-    }
-
-    /// Like [`reduce_scatter`](Self::reduce_scatter), with `sizes[r]` entries of `dim` for rank `r`. They must cover
-    /// the dim.
-    #[track_caller]
-    pub fn reduce_scatter_uneven(&self, tensor: &Tensor, dim: usize, sizes: &[usize], op: ReduceOp) -> Result<Tensor> {
-        self.collect(self.scattered(tensor, dim, sizes, op)?, tensor)
+        self.collect(Call::on(Collective::reduce_scatter(Cut { dim, sizes }, op), tensor), tensor)
     }
 
     /// Sends equal pieces of `split_dim` to the ranks and joins the received ones along `concat_dim`.
     ///
-    /// A tensor sharded on `concat_dim` becomes one sharded on `split_dim`.
+    /// A tensor sharded on `concat_dim` becomes one sharded on `split_dim`. [`Collective::AllToAll`] has other sizes.
     #[track_caller]
     pub fn all_to_all(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Tensor> {
-        self.collect(self.even_exchange(tensor, split_dim, concat_dim)?, tensor)
+        let split = Cut { dim: split_dim, sizes: self.even_sizes(Op::AllToAll, tensor, split_dim)? };
+        let len = self.dim_size(Op::AllToAll, tensor, concat_dim)?;
+        let concat = Cut { dim: concat_dim, sizes: self.repeat(len) };
+        self.collect(self.fitting(Collective::AllToAll { split, concat }, tensor)?, tensor)
     }
 
-    /// Like [`all_to_all`](Self::all_to_all), with explicit sizes for each of the two different dims.
+    /// Sends rows of dim 0 to the ranks and joins the received ones in rank order: `counts[s][r]` rows go from `s` to
+    /// `r`.
     ///
-    /// Rank `r` gets `split.1[r]` entries of `split.0`, and contributes `concat.1[r]` entries of `concat.0`.
+    /// Every rank gives the whole table of counts, in which some may be zero; the other dims are equal on all ranks.
+    /// The rows for rank 0 come first in `tensor`.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_dist::{Result, World};
+    ///
+    /// let received = World::local(2).run(|ctx| -> Result<Vec<u32>> {
+    ///     let mine = [[1u32, 2, 3], [4, 5, 6]][ctx.rank()];
+    ///     let counts = [[3, 0], [1, 2]]; // rank 0 keeps all, rank 1 sends its first row to rank 0
+    ///     Ok(ctx.group().all_to_all_single(&Tensor::new(&mine, &Device::Cpu)?, &counts)?.to_vec1()?)
+    /// })?;
+    /// assert_eq!(received, [vec![1, 2, 3, 4], vec![5, 6]]);
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
     #[track_caller]
-    pub fn all_to_all_uneven(
-        &self,
-        tensor: &Tensor,
-        split: (usize, &[usize]),
-        concat: (usize, &[usize]),
-    ) -> Result<Tensor> {
-        self.collect(self.exchanged(tensor, split, concat)?, tensor)
+    pub fn all_to_all_single<C: AsRef<[usize]>>(&self, tensor: &Tensor, counts: &[C]) -> Result<Tensor> {
+        self.collect(self.fitting(Collective::all_to_all_single(counts), tensor)?, tensor)
     }
 
     /// Copies the root's tensor to every rank. All ranks give a tensor of the same shape and dtype.
     #[track_caller]
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Tensor> {
-        self.collect(self.handed_on(tensor, root)?, tensor)
+        self.collect(self.fitting(Collective::Broadcast { root }, tensor)?, tensor)
     }
 
     /// Reduces all ranks' tensors on the root; returns `None` elsewhere.
     #[track_caller]
     pub fn reduce(&self, tensor: &Tensor, root: usize, op: ReduceOp) -> Result<Option<Tensor>> {
-        let call = self.reduced(tensor, root, op)?;
-        if self.is_alone(&call)? {
-            return Ok(Some(tensor.clone()));
-        }
-        Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
+        Ok(self.call(Collective::Reduce { op, root }).run_all(std::slice::from_ref(tensor))?.pop())
     }
 
     /// Joins all ranks' tensors along `dim` on the root; returns `None` elsewhere. `sizes[r]` is rank `r`'s part of
     /// `dim`.
     #[track_caller]
     pub fn gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Option<Tensor>> {
-        let call = self.gathered(tensor, dim, sizes, root)?;
-        if self.is_alone(&call)? {
-            return Ok(Some(tensor.clone()));
-        }
-        Ok(self.make(call, Some(tensor))?.map(Fresh::into_tensor))
+        let cut = Cut::new(dim, sizes);
+        Ok(self.call(Collective::Gather { cut, root }).run_all(std::slice::from_ref(tensor))?.pop())
     }
 
     /// Returns this rank's piece of the root's tensor, cut along `dim` into `sizes`.
@@ -340,18 +329,16 @@ impl ProcessGroup {
         sizes: &[usize],
         root: usize,
     ) -> Result<Tensor> {
-        let (call, mine) = self.handed_out(tensor, (shape.into(), dtype), dim, sizes, root)?;
-        if let (true, Some(tensor)) = (self.is_alone(&call)?, mine) {
-            return Ok(tensor.clone());
-        }
-        let made = self.make(call, mine)?;
-        made.map(Fresh::into_tensor).ok_or_else(|| self.invalid(Op::Scatter, "the backend returned no result".into()))
+        let tensor = tensor.filter(|_| self.rank() == root);
+        let call = self.call(Collective::Scatter { cut: Cut::new(dim, sizes), root }).of(shape, dtype);
+        let made = call.run_all(tensor.map_or(&[], std::slice::from_ref))?.pop();
+        made.ok_or_else(|| self.invalid(Op::Scatter, "the backend returned no result".into()))
     }
 
     /// Waits until every rank has called it.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        self.meet(Call::new(Op::Barrier))
+        self.meet(Call::new(Collective::Barrier))
     }
 
     /// Runs a barrier that fails on every rank unless all pass the same description.
@@ -359,14 +346,14 @@ impl ProcessGroup {
     /// For values that must be equal on all ranks before they continue: a mesh, a plan, a configuration.
     #[track_caller]
     pub fn agree(&self, description: &str) -> Result<()> {
-        self.meet(Call { note: Some(description.into()), ..Call::new(Op::Barrier) })
+        self.meet(Call { note: Some(description.into()), ..Call::new(Collective::Barrier) })
     }
 
     fn meet(&self, call: Call) -> Result<()> {
         if self.is_alone(&call)? {
             return Ok(());
         }
-        self.make(call, None).map(drop)
+        self.make(call, &[], Tensors::new()).map(drop)
     }
 
     /// Runs a collective with a result on every rank; at size 1 the input is the result.
@@ -382,24 +369,33 @@ impl ProcessGroup {
         if self.is_alone(&call)? {
             return Ok(None);
         }
-        self.make(call, Some(tensor))
+        Ok(self.make(call, std::slice::from_ref(tensor), Tensors::new())?.pop())
     }
 
     /// Returns whether the group has one rank, which needs no backend. The call is checked as in a larger group.
     fn is_alone(&self, call: &Call) -> Result<bool> {
         // The values of a single rank are multiplied too.
-        if self.size() > 1 || matches!(call.reduce, Some(ReduceOp::PreMulSum(_))) {
+        if self.size() > 1 || matches!(call.collective.reduction(), Some(ReduceOp::PreMulSum(_))) {
             return Ok(false);
         }
         self.check_dtypes(call)?;
         self.failure().map_or(Ok(true), |failure| Err(Error::Group(failure)))
     }
 
-    /// Runs a collective with at most one tensor; returns `None` if this rank gets no result.
-    fn make(&self, call: Call, tensor: Option<&Tensor>) -> Result<Option<Fresh>> {
-        let tensors: Tensors = tensor.map(|t| t.detach().contiguous()).transpose()?.into_iter().collect();
-        let size = tensors.iter().map(bytes).sum();
-        Ok(self.engage(call, size, |backend, call| backend.run(call, tensors))?.pop())
+    /// Describes a collective on a tensor, which it must fit.
+    #[track_caller]
+    fn fitting(&self, collective: Collective, tensor: &Tensor) -> Result<Call> {
+        self.check_ranks(&collective)?;
+        let checked = collective.check(0, tensor.dims(), self.rank(), self.size());
+        checked.map_err(|reason| self.invalid(collective.op(), reason))?;
+        Ok(Call::on(collective, tensor))
+    }
+
+    /// Runs a collective on valid tensors.
+    fn make(&self, call: Call, tensors: &[Tensor], outputs: Tensors) -> Result<Results> {
+        let dense = tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
+        let size = dense.iter().map(bytes).sum();
+        self.engage(call, size, |backend, call| backend.run(call, dense, outputs))
     }
 
     /// Passes a call to the backend, unless another thread is in a call that it must not overlap.
@@ -424,7 +420,7 @@ impl ProcessGroup {
     /// Passes a call to the backend: the only place where communication is recorded and timed.
     fn pass<R>(&self, call: Call, bytes: usize, run: impl FnOnce(&dyn Backend, Call) -> Result<R>) -> Result<R> {
         let note = call.note.or_else(|| self.description.clone());
-        let call = Call { note, timeout: self.timeout.or(call.timeout), ..call };
+        let call = Call { note, timeout: call.timeout.or(self.timeout), ..call };
         let _watched = comm::watch(&call, bytes, self.ranks(), self.is_check);
         run(&*self.backend, call)
     }

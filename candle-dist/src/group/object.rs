@@ -1,6 +1,7 @@
 //! Collectives of values of any type that serde supports.
 use super::ProcessGroup;
-use crate::backend::{Call, Dims, Op};
+use crate::backend::{Call, Dims};
+use crate::call::{Collective, Cut};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use postcard::ser_flavors::Flavor;
@@ -70,7 +71,7 @@ impl ProcessGroup {
         let mine = packed(object);
         let sizes = self.announce_all(OP, &mine)?;
         let bytes = Tensor::new(mine.unwrap_or_default(), &Device::Cpu)?;
-        let all = self.all_gather_uneven(&bytes, 0, &sizes)?.to_vec1::<u8>()?;
+        let all = self.call(Collective::all_gather(Cut::new(0, &sizes))).run(&bytes)?.to_vec1::<u8>()?;
         self.unpacked_all(OP, &sizes, &all)
     }
 
@@ -128,7 +129,7 @@ impl ProcessGroup {
     #[track_caller]
     fn same_type<T>(&self, op: &'static str) -> Result<()> {
         let note = format!("{op} of {}", std::any::type_name::<T>());
-        self.meet(Call { note: Some(note.into()), ..Call::new(Op::Barrier) })
+        self.meet(Call { note: Some(note.into()), ..Call::new(Collective::Barrier) })
     }
 
     /// Sends the size of the root's next data to all ranks, and whether the data is an error text.

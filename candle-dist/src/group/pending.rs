@@ -1,7 +1,7 @@
 //! Started calls.
 use super::ProcessGroup;
 use super::posted::Post;
-use crate::backend::{Call, Fresh, Op, StartedCall};
+use crate::backend::{Call, Fresh, Op, StartedCall, Tensors};
 use crate::{Error, Result, comm};
 use candle_core::Tensor;
 use std::fmt;
@@ -17,12 +17,12 @@ use std::time::Duration;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_dist::{Pending, ReduceOp, World};
+/// use candle_dist::{Collective, Cut, Pending, ReduceOp, World};
 ///
 /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
 ///     let x = Tensor::new(&[1f32], &Device::Cpu)?;
-///     let first = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?;
-///     let second = ctx.group().all_gather_start(&x, 0)?;
+///     let first = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
+///     let second = ctx.group().call(Collective::all_gather(Cut::new(0, &[1, 1]))).start(&x)?;
 ///     let done = Pending::wait_all([second, first])?;
 ///     assert_eq!(done[0].to_vec1::<f32>()?, [1.0, 1.0]);
 ///     assert_eq!(done[1].to_vec1::<f32>()?, [2.0]);
@@ -44,15 +44,17 @@ pub type PendingTensors = Pending<Vec<Tensor>>;
 
 pub(super) enum State {
     Done(Vec<Tensor>),
-    Open(Box<Open>),
+    Open(Box<OpenCall>),
     /// A receive, which the group runs in its turn.
     Posted(Arc<Post>, ProcessGroup),
 }
 
 /// A started call, for its wait.
-pub(super) struct Open {
+pub(super) struct OpenCall {
     pub(super) started: Box<dyn StartedCall>,
     pub(super) call: Call,
+    /// The memory for the results; empty for new memory.
+    pub(super) outputs: Tensors,
     pub(super) group: ProcessGroup,
     /// The thread that started it.
     pub(super) thread: ThreadId,
@@ -76,6 +78,11 @@ pub(super) fn single(mut tensors: Vec<Tensor>) -> Result<Tensor> {
 impl<T> Pending<T> {
     pub(super) fn new(state: State, unpack: fn(Vec<Tensor>) -> Result<T>) -> Self {
         Self { state, unpack }
+    }
+
+    /// Returns the same call with another form of its result.
+    pub(super) fn with<U>(self, unpack: fn(Vec<Tensor>) -> Result<U>) -> Pending<U> {
+        Pending { state: self.state, unpack }
     }
 
     /// Returns whether [`wait`](Self::wait) would return without waiting for another rank, with the result or an error.
@@ -113,13 +120,13 @@ impl<T> Pending<T> {
         let tensors = match self.state {
             State::Done(tensors) => tensors,
             State::Open(open) => {
-                let Open { mut started, call, group, thread } = *open;
-                let is_mine = call.op != Op::Send && thread == std::thread::current().id();
+                let OpenCall { mut started, call, outputs, group, thread } = *open;
+                let is_mine = call.op() != Op::Send && thread == std::thread::current().id();
                 let entered = is_mine.then(|| group.under_way.enter_wait(call.site)).transpose();
                 let _entered = entered.map_err(|other| group.overlap(other, call.site))?;
                 // A send is complete when it has started.
-                let _watched = (call.op != Op::Send).then(|| comm::watch_wait(&call, group.ranks()));
-                if call.op == Op::Send {
+                let _watched = (call.op() != Op::Send).then(|| comm::watch_wait(&call, group.ranks()));
+                if call.op() == Op::Send {
                     let limit = timeout.or(group.timeout).unwrap_or(PATIENCE);
                     group.take_posted(limit, || started.is_ready())?;
                 }
@@ -128,7 +135,11 @@ impl<T> Pending<T> {
                 {
                     group.poll(timeout, || started.is_ready())?;
                 }
-                started.finish()?.into_iter().map(Fresh::into_tensor).collect()
+                let made = started.finish()?;
+                match outputs.is_empty() {
+                    true => made.into_iter().map(Fresh::into_tensor).collect(),
+                    false => outputs.to_vec(),
+                }
             }
             State::Posted(post, group) => {
                 let is_mine = post.thread == std::thread::current().id();

@@ -1,9 +1,10 @@
 //! Point-to-point messages.
 use super::ProcessGroup;
-use super::pending::{Open, Pending, State, single};
-use super::start::Memory;
+use super::call::Memory;
+use super::pending::{OpenCall, Pending, PendingTensors, State};
 use crate::Result;
-use crate::backend::{Call, Dims, Envelope, Op, bytes};
+use crate::backend::{Backend, Call, Envelope, Op, Tensors, bytes};
+use crate::call::Collective;
 use candle_core::{DType, Shape, Tensor};
 
 /// One message of [`ProcessGroup::batch_send_recv`].
@@ -35,66 +36,22 @@ impl ProcessGroup {
     /// Sends a copy of `tensor` to rank `to`. It does not wait, except for the bound on unread messages (see
     /// [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
     ///
-    /// The memory of the tensor may change at once.
-    #[track_caller]
-    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        self.send_owned(self.for_sending(tensor)?, to)
-    }
-
-    /// Returns the tensor to send: a copy, unless the backend makes one.
-    fn for_sending(&self, tensor: &Tensor) -> Result<Tensor> {
-        let memory = if self.backend.copies_sent(bytes(tensor)) { Memory::Owned } else { Memory::Copied };
-        Ok(memory.own(&tensor.detach())?.contiguous()?)
-    }
-
-    /// Sends `tensor` itself to rank `to`, in constant time if ranks share memory.
-    ///
-    /// It is for tensors that nobody writes to afterwards. A write may change what arrives, and over MPI it waits until the
-    /// message has arrived. [`send`](Self::send) sends a copy.
-    #[track_caller]
-    pub fn send_owned(&self, tensor: Tensor, to: usize) -> Result<()> {
-        self.send_message(tensor, to, 0)
-    }
-
-    /// Receives the next tensor from rank `from`, which must have this shape and dtype.
-    #[track_caller]
-    pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
-        self.recv_message(&shape.into(), dtype, from, 0)
-    }
-
-    /// Starts to send a copy of `tensor` to rank `to`, and never waits. The wait returns once the bound on unread
-    /// messages holds (see [`World::mailbox_bytes`](crate::World::mailbox_bytes)); meanwhile it receives messages for
-    /// started receives.
-    #[track_caller]
-    pub fn send_start(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
-        let state = self.start_message(tensor, to, tag)?;
-        Ok(Pending::new(state, |_| Ok(())))
-    }
-
-    /// Like [`send_start`](Self::send_start), but sends `tensor` itself like [`send_owned`](Self::send_owned).
-    ///
-    /// It never waits, however much is unread: for programs that receive only when they need a message, and must not
-    /// wait for a receiver before.
-    #[track_caller]
-    pub fn send_owned_start(&self, tensor: Tensor, to: usize, tag: u32) -> Result<Pending<()>> {
-        let state = self.start_owned(tensor.detach().contiguous()?, to, tag)?;
-        Ok(Pending::new(state, |_| Ok(())))
-    }
-
-    /// Starts a [`recv`](Self::recv). Among receives from one rank with one tag, the n-th started one gets the n-th
-    /// message, in any order of waits.
+    /// The memory of the tensor may change at once. [`Collective::Send`] has tags and the other forms: a send that never
+    /// waits ([`start`](crate::CollectiveCall::start_all)), and one of the tensor [itself](crate::CollectiveCall::owned).
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
-    /// use candle_dist::World;
+    /// use candle_dist::{Collective, World};
     ///
     /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
-    ///     let other = 1 - ctx.rank();
-    ///     let first = ctx.group().recv_start(1, DType::F32, other, 0)?;
-    ///     let second = ctx.group().recv_start(1, DType::F32, other, 0)?;
+    ///     let (group, other) = (ctx.group(), 1 - ctx.rank());
+    ///     let receive = || group.call(Collective::Recv { from: Some(other), tag: 7 }).of(1, DType::F32).start(None);
+    ///     let (first, second) = (receive()?, receive()?);
     ///     for x in [1f32, 2.0] {
-    ///         ctx.group().send_start(&Tensor::new(&[x], &Device::Cpu)?, other, 0)?.wait()?;
+    ///         let x = Tensor::new(&[x], &Device::Cpu)?;
+    ///         group.call(Collective::Send { to: other, tag: 7 }).start_all(&[x])?.wait()?;
     ///     }
+    ///     // The n-th started receive gets the n-th message, in any order of waits.
     ///     assert_eq!(second.wait()?.to_vec1::<f32>()?, [2.0]);
     ///     assert_eq!(first.wait()?.to_vec1::<f32>()?, [1.0]);
     ///     Ok(())
@@ -102,33 +59,14 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn recv_start(&self, shape: impl Into<Shape>, dtype: DType, from: usize, tag: u32) -> Result<Pending> {
-        let call = self.receiving(&shape.into(), dtype, from, tag)?;
-        drop(self.begin_call(&call)?);
-        Ok(Pending::new(State::Posted(self.post(call, None)?, self.clone()), single))
+    pub fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        self.call(Collective::Send { to, tag: 0 }).run_all(std::slice::from_ref(tensor)).map(drop)
     }
 
-    /// Receives the next tensor from rank `from` with `tag` into `output`: a contiguous tensor of its shape and dtype
-    /// that is not part of a graph.
+    /// Receives the next tensor from rank `from`, which must have this shape and dtype.
     #[track_caller]
-    pub fn recv_into(&self, output: &Tensor, from: usize, tag: u32) -> Result<()> {
-        let call = self.receiving(output.shape(), output.dtype(), from, tag)?;
-        self.check_memory(Op::Recv, output, output.dims(), output.dtype())?;
-        let output = output.detach();
-        if self.posts.is_empty() {
-            return self.engage(call, 0, |backend, call| backend.recv_into(call, &output));
-        }
-        let _entered = self.begin_call(&call)?;
-        self.settle(&self.post(call, Some(output))?, None).map(drop)
-    }
-
-    /// Starts a [`recv_into`](Self::recv_into); `output` has the elements after the wait.
-    #[track_caller]
-    pub fn recv_into_start(&self, output: &Tensor, from: usize, tag: u32) -> Result<Pending<()>> {
-        let call = self.receiving(output.shape(), output.dtype(), from, tag)?;
-        self.check_memory(Op::Recv, output, output.dims(), output.dtype())?;
-        drop(self.begin_call(&call)?);
-        Ok(Pending::new(State::Posted(self.post(call, Some(output.detach()))?, self.clone()), |_| Ok(())))
+    pub fn recv(&self, shape: impl Into<Shape>, dtype: DType, from: usize) -> Result<Tensor> {
+        self.call(Collective::Recv { from: Some(from), tag: 0 }).of(shape, dtype).run(None)
     }
 
     /// Receives the next tensor with `tag` from any rank, and returns the sender too. It must have this shape and
@@ -167,9 +105,8 @@ impl ProcessGroup {
             let reason = format!("receives with tag {tag} that were started come first; wait for them");
             return Err(self.invalid(Op::Recv, reason));
         }
-        let shape = Dims::from_slice(shape.into().dims());
-        let call = Call { dtype: Some(dtype), shape, tag, ..Call::new(Op::Recv) };
-        self.engage(call, 0, |backend, call| backend.recv_any(call))
+        let call = Call::of(Collective::Recv { from: None, tag }, dtype, shape.into().dims());
+        self.engage(call, 0, |backend, call| backend.recv(call, None))
     }
 
     /// Describes the oldest unreceived message with `tag` that has arrived from rank `from` or from any rank; `None` if
@@ -179,8 +116,9 @@ impl ProcessGroup {
     /// Also if the backend cannot probe.
     #[track_caller]
     pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>> {
-        from.map_or(Ok(()), |from| self.check_peer(Op::Recv, from))?;
-        let call = Call { peer: from, tag, ..Call::new(Op::Recv) };
+        let receive = Collective::Recv { from, tag };
+        self.check_ranks(&receive)?;
+        let call = Call::new(receive);
         loop {
             let found = self.backend().probe(&call)?;
             match &found {
@@ -211,72 +149,70 @@ impl ProcessGroup {
     #[track_caller]
     pub fn batch_send_recv(&self, messages: &[Message]) -> Result<Vec<Tensor>> {
         for message in messages {
-            match message {
-                Message::Send { to, .. } => self.check_peer(Op::Send, *to)?,
-                Message::Recv { from, .. } => self.check_peer(Op::Recv, *from)?,
-            }
+            self.check_ranks(&message.collective())?;
         }
         let mut sent = Vec::new();
         for message in messages {
-            if let Message::Send { tensor, to, tag } = message {
-                sent.push(self.send_start(tensor, *to, *tag)?);
+            if let Message::Send { tensor, .. } = message {
+                sent.push(self.call(message.collective()).start_all(std::slice::from_ref(tensor))?);
             }
         }
         let mut received = Vec::new();
         for message in messages {
-            if let Message::Recv { shape, dtype, from, tag } = message {
-                received.push(self.recv_message(shape, *dtype, *from, *tag)?);
+            if let Message::Recv { shape, dtype, .. } = message {
+                received.extend(self.call(message.collective()).of(shape.clone(), *dtype).run_all(&[])?);
             }
         }
         Pending::wait_all(sent)?;
         Ok(received)
     }
 
-    #[track_caller]
-    fn send_message(&self, tensor: Tensor, to: usize, tag: u32) -> Result<()> {
-        self.check_peer(Op::Send, to)?;
-        let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
-        let tensor = tensor.detach().contiguous()?;
-        self.engage(call, bytes(&tensor), |backend, call| backend.send(call, tensor))
+    /// Sends a message, which waits only for the bound on unread messages.
+    pub(super) fn send_now(&self, call: Call, tensor: &Tensor, memory: Memory) -> Result<()> {
+        let tensor = self.for_sending(tensor, memory)?;
+        self.engage(call, bytes(&tensor), |backend, call| backend.run(call, one(tensor), Tensors::new())).map(drop)
     }
 
-    /// Sends a copy without waiting for room.
-    #[track_caller]
-    fn start_message(&self, tensor: &Tensor, to: usize, tag: u32) -> Result<State> {
-        self.check_peer(Op::Send, to)?;
-        self.start_owned(self.for_sending(tensor)?, to, tag)
+    /// Sends a message without waiting for the bound on unread messages.
+    pub(super) fn start_send(&self, call: Call, tensor: &Tensor, memory: Memory) -> Result<State> {
+        let (tensor, given) = (self.for_sending(tensor, memory)?, call.clone());
+        let start = |backend: &dyn Backend, call| backend.start(call, one(tensor.clone()), Tensors::new());
+        let started = self.engage(call, bytes(&tensor), start)?;
+        let (outputs, thread) = (Tensors::new(), std::thread::current().id());
+        Ok(State::Open(Box::new(OpenCall { started, call: given, outputs, group: self.clone(), thread })))
     }
 
-    /// Sends a contiguous tensor itself without waiting for room.
-    #[track_caller]
-    fn start_owned(&self, tensor: Tensor, to: usize, tag: u32) -> Result<State> {
-        self.check_peer(Op::Send, to)?;
-        let call = Call { peer: Some(to), tag, ..Call::on(Op::Send, &tensor, &[]) };
-        let (size, given) = (bytes(&tensor), call.clone());
-        let started = self.engage(call, size, |backend, call| backend.start_send(call, tensor))?;
-        Ok(State::Open(Box::new(Open {
-            started,
-            call: given,
-            group: self.clone(),
-            thread: std::thread::current().id(),
-        })))
+    /// Returns the tensor to send: a copy, unless the backend makes one or the sender gives it away.
+    fn for_sending(&self, tensor: &Tensor, memory: Memory) -> Result<Tensor> {
+        let memory = if self.backend.copies_sent(bytes(tensor)) { Memory::Owned } else { memory };
+        Ok(memory.own(&tensor.detach())?.contiguous()?)
     }
 
-    #[track_caller]
-    fn recv_message(&self, shape: &Shape, dtype: DType, from: usize, tag: u32) -> Result<Tensor> {
-        let call = self.receiving(shape, dtype, from, tag)?;
+    /// Receives a message now, behind those of the receives that were started.
+    pub(super) fn receive(&self, call: Call, output: Option<Tensor>) -> Result<Tensor> {
         if self.posts.is_empty() {
-            return self.engage(call, 0, |backend, call| backend.recv(call));
+            return self.engage(call, 0, |backend, call| Ok(backend.recv(call, output.as_ref())?.1));
         }
         let _entered = self.begin_call(&call)?;
-        self.settle(&self.post(call, None)?, None)
+        self.settle(&self.post(call, output)?, None)
     }
 
-    /// Makes the call of a receive.
-    #[track_caller]
-    fn receiving(&self, shape: &Shape, dtype: DType, from: usize, tag: u32) -> Result<Call> {
-        self.check_peer(Op::Recv, from)?;
-        let shape = Dims::from_slice(shape.dims());
-        Ok(Call { dtype: Some(dtype), shape, peer: Some(from), tag, ..Call::new(Op::Recv) })
+    /// Starts a receive.
+    pub(super) fn start_receive(&self, call: Call, output: Option<Tensor>) -> Result<PendingTensors> {
+        drop(self.begin_call(&call)?);
+        Ok(Pending::new(State::Posted(self.post(call, output)?, self.clone()), Ok))
+    }
+}
+
+fn one(tensor: Tensor) -> Tensors {
+    [tensor].into_iter().collect()
+}
+
+impl Message {
+    fn collective(&self) -> Collective {
+        match self {
+            Self::Send { to, tag, .. } => Collective::Send { to: *to, tag: *tag },
+            Self::Recv { from, tag, .. } => Collective::Recv { from: Some(*from), tag: *tag },
+        }
     }
 }

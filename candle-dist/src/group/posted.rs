@@ -69,7 +69,7 @@ impl Posts {
 
 impl Post {
     fn address(&self) -> Address {
-        (self.call.peer.unwrap_or(0), self.call.tag)
+        (self.call.collective.peer().unwrap_or(0), self.call.collective.tag())
     }
 }
 
@@ -101,7 +101,7 @@ impl ProcessGroup {
             }
             let first = queues.get(&post.address()).and_then(|queue| queue.front().cloned());
             let Some(first) = first else { return Err(Error::Unsupported("a receive without its turn".to_string())) };
-            let tensor = group.receive(&first)?;
+            let tensor = group.receive_first(&first)?;
             let _ = first.received.set(tensor);
             self.posts.pop(&mut queues, post.address());
         }
@@ -155,16 +155,13 @@ impl ProcessGroup {
         if self.backend().probe(&first.call)?.is_none() {
             return Ok(false);
         }
-        let _ = first.received.set(self.receive(&first)?);
+        let _ = first.received.set(self.receive_first(&first)?);
         self.posts.pop(queues, address);
         Ok(true)
     }
 
     /// Receives a message under the lock of the queues. So threads may do it for each other, and none of them is in the call.
-    fn receive(&self, post: &Post) -> Result<Tensor> {
-        self.pass(post.call.clone(), 0, |backend, call| match &post.output {
-            Some(output) => backend.recv_into(call, output).map(|()| output.clone()),
-            None => backend.recv(call),
-        })
+    fn receive_first(&self, post: &Post) -> Result<Tensor> {
+        self.pass(post.call.clone(), 0, |backend, call| Ok(backend.recv(call, post.output.as_ref())?.1))
     }
 }

@@ -40,7 +40,7 @@ struct Message {
 
 impl Message {
     fn of(call: &Call) -> Self {
-        Self { op: call.op, peer: call.peer, tag: call.tag, site: call.site }
+        Self { op: call.op(), peer: call.collective.peer(), tag: call.collective.tag(), site: call.site }
     }
 
     /// Returns the site of one of `others` whose order with this one matters.
@@ -78,7 +78,7 @@ enum What {
 impl UnderWay {
     /// Enters a call, or returns the site of another thread's call that it must not overlap.
     pub(super) fn enter(&self, call: &Call) -> Result<Entered<'_>, Site> {
-        if !matches!(call.op, Op::Send | Op::Recv) {
+        if !call.collective.is_message() {
             return self.enter_collective(call.site);
         }
         let message = Message::of(call);
@@ -160,17 +160,21 @@ impl Drop for Entered<'_> {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
+    use crate::Collective;
 
     fn message(op: Op, peer: impl Into<Option<usize>>, tag: u32) -> Call {
-        Call { peer: peer.into(), tag, ..Call::new(op) }
+        Call::new(match (op, peer.into()) {
+            (Op::Send, Some(to)) => Collective::Send { to, tag },
+            (_, from) => Collective::Recv { from, tag },
+        })
     }
 
     #[test]
     fn calls_whose_order_matters_do_not_overlap() {
         let calls = UnderWay::default();
-        let first = Call::new(Op::Barrier);
+        let first = Call::new(Collective::Barrier);
         let entered = calls.enter(&first).unwrap();
-        assert_eq!(calls.enter(&Call::new(Op::AllReduce)).err(), Some(first.site));
+        assert_eq!(calls.enter(&Call::new(Collective::Broadcast { root: 0 })).err(), Some(first.site));
         let send = message(Op::Send, 1, 7);
         let sent = calls.enter(&send).unwrap();
         let fine = [message(Op::Send, 1, 8), message(Op::Send, 2, 7), message(Op::Recv, 1, 7)];
@@ -187,7 +191,7 @@ mod tests {
     #[test]
     fn a_wait_for_a_call_of_ones_own_does_not_overlap_calls() {
         let calls = UnderWay::default();
-        let [first, second] = [Call::new(Op::Barrier), Call::new(Op::AllReduce)];
+        let [first, second] = [Call::new(Collective::Barrier), Call::new(Collective::Broadcast { root: 0 })];
         let waits = [calls.enter_wait(first.site).unwrap(), calls.enter_wait(second.site).unwrap()];
         assert_eq!(calls.enter(&second).err(), Some(first.site));
         drop(waits);
@@ -216,7 +220,7 @@ mod tests {
     #[test]
     fn groups_of_the_same_members_are_made_one_after_the_other() {
         let calls = UnderWay::default();
-        let [first, second] = [Call::new(Op::Barrier), Call::new(Op::AllReduce)];
+        let [first, second] = [Call::new(Collective::Barrier), Call::new(Collective::Broadcast { root: 0 })];
         let _calls = [calls.enter(&first).unwrap(), calls.enter(&message(Op::Send, 1, 0)).unwrap()];
         let made = calls.enter_creation(&[0, 1], second.site).unwrap();
         assert_eq!(calls.enter_creation(&[0, 1], first.site).err(), Some(second.site));

@@ -1,6 +1,6 @@
 //! Wrong arguments are refused before anything is sent, and the group stays usable.
 use super::Case;
-use crate::{Error, ProcessGroup, RankContext, ReduceOp, Result};
+use crate::{Collective, Cut, Error, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 
 pub(super) const CASES: &[Case] =
@@ -17,8 +17,12 @@ const WRONG: [Wrong; 13] = [
     (&["broadcast", "is outside"], |g| g.broadcast(&x(DType::F32)?, g.size()).map(drop)),
     (&["all_gather", "dim 2", "[7, 11]"], |g| g.all_gather(&x(DType::F32)?, 2).map(drop)),
     (&["reduce_scatter", "does not divide by"], |g| g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)),
-    (&["dim 0"], |g| g.reduce_scatter_uneven(&x(DType::F32)?, 0, &vec![1; g.size()], ReduceOp::Sum).map(drop)),
-    (&["[7]", "ranks"], |g| g.all_gather_uneven(&x(DType::F32)?, 0, &[7]).map(drop)),
+    (&["dim 0"], |g| {
+        g.call(Collective::reduce_scatter(Cut::new(0, &vec![1; g.size()]), ReduceOp::Sum))
+            .run(&x(DType::F32)?)
+            .map(drop)
+    }),
+    (&["[7]", "ranks"], |g| g.call(Collective::all_gather(Cut::new(0, &[7]))).run(&x(DType::F32)?).map(drop)),
     (&["expected", "counts for each of"], |g| g.all_to_all_single(&x(DType::F32)?, &[[7]]).map(drop)),
     (&["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()).map(drop)),
     (&["all_to_all", "does not divide"], |g| g.all_to_all(&x(DType::F32)?, 0, 1).map(drop)),

@@ -1,8 +1,8 @@
 //! Several tensors in one call.
 use super::Case;
 use super::values::{assert_same, input};
-use crate::functional::Cut;
-use crate::{Op, RankContext, ReduceOp, Result, comm};
+use crate::backend::Cuts;
+use crate::{Collective, Cut, Op, RankContext, ReduceOp, Result, comm};
 use candle_core::{DType, Tensor};
 
 pub(super) const CASES: &[Case] = &[
@@ -22,17 +22,27 @@ fn equal(ctx: &RankContext) -> Result<()> {
         input(r + 2, &[2 * n], DType::U32)?,
         input(r + 3, &[n * 1000, 31], DType::F32)?,
     ];
+    let even = |t: &[Tensor]| t.iter().map(|t| Cut::even(0, t.dims()[0], n)).collect();
+    let parts = |t: &[Tensor]| t.iter().map(|t| Cut::even(0, t.dims()[0] / n, n)).collect();
     let pairs: Vec<(Op, Many<'_>, One<'_>)> = vec![
         (
             Op::AllReduce,
-            Box::new(|t| g.all_reduce_coalesced(t, ReduceOp::Max)),
+            Box::new(|t| g.call(Collective::AllReduce(ReduceOp::Max)).run_all(t)),
             Box::new(|t| g.all_reduce(t, ReduceOp::Max)),
         ),
-        (Op::Broadcast, Box::new(|t| g.broadcast_coalesced(t, n - 1)), Box::new(|t| g.broadcast(t, n - 1))),
-        (Op::AllGather, Box::new(|t| g.all_gather_coalesced(t, 0)), Box::new(|t| g.all_gather(t, 0))),
+        (
+            Op::Broadcast,
+            Box::new(|t| g.call(Collective::Broadcast { root: n - 1 }).run_all(t)),
+            Box::new(|t| g.broadcast(t, n - 1)),
+        ),
+        (
+            Op::AllGather,
+            Box::new(|t| g.call(Collective::AllGather(even(t))).run_all(t)),
+            Box::new(|t| g.all_gather(t, 0)),
+        ),
         (
             Op::ReduceScatter,
-            Box::new(|t| g.reduce_scatter_coalesced(t, 0, ReduceOp::Sum)),
+            Box::new(|t| g.call(Collective::ReduceScatter(parts(t), ReduceOp::Sum)).run_all(t)),
             Box::new(|t| g.reduce_scatter(t, 0, ReduceOp::Sum)),
         ),
     ];
@@ -58,12 +68,16 @@ fn uneven(ctx: &RankContext) -> Result<()> {
         (input(r + 1, &[5, falling[r]], DType::BF16)?, Cut::new(1, &falling)),
         (input(r, &[2, 0], DType::F64)?, Cut::new(0, &vec![2; n])),
     ];
-    let (pending, counts) = comm::record(|| g.all_gather_coalesced_start(&pieces));
+    let (pieces, cuts): (Vec<Tensor>, Cuts) = pieces.into_iter().unzip();
+    let gather = |pieces: &[Tensor]| {
+        g.call(Collective::AllGather(cuts.iter().take(pieces.len()).cloned().collect())).start_all(pieces)
+    };
+    let (pending, counts) = comm::record(|| gather(&pieces));
     let first = pending?;
     assert_eq!(counts.get(Op::AllGather).count, usize::from(n > 1));
-    let second = g.all_gather_coalesced_start(&pieces[..1])?;
-    let joined = |(piece, cut): &(Tensor, Cut)| g.all_gather_uneven(piece, cut.dim, &cut.sizes);
-    let whole: Vec<Tensor> = pieces.iter().map(joined).collect::<Result<_>>()?;
+    let second = gather(&pieces[..1])?;
+    let joined = |(piece, cut): (&Tensor, &Cut)| g.call(Collective::all_gather(cut.clone())).run(piece);
+    let whole: Vec<Tensor> = pieces.iter().zip(&cuts).map(joined).collect::<Result<_>>()?;
     assert_same(&second.wait()?[0], &whole[0], "the second of two")?;
     let got = first.wait()?;
     assert_eq!(got.len(), whole.len());
@@ -71,16 +85,17 @@ fn uneven(ctx: &RankContext) -> Result<()> {
         assert_same(&got.contiguous()?, &want.contiguous()?, "all_gather")?;
     }
 
-    let wholes: Vec<_> = whole.into_iter().zip(pieces).map(|(whole, (_, cut))| (whole, cut)).collect();
-    let got = g.reduce_scatter_coalesced_start(&wholes, ReduceOp::Sum)?.wait()?;
-    for (got, (whole, cut)) in got.iter().zip(&wholes) {
-        let want = g.reduce_scatter_uneven(whole, cut.dim, &cut.sizes, ReduceOp::Sum)?;
+    let got = g.call(Collective::ReduceScatter(cuts.clone(), ReduceOp::Sum)).start_all(&whole)?.wait()?;
+    for ((got, whole), cut) in got.iter().zip(&whole).zip(&cuts) {
+        let want = g.call(Collective::reduce_scatter(cut.clone(), ReduceOp::Sum)).run(whole)?;
         assert_same(&got.contiguous()?, &want.contiguous()?, "reduce_scatter")?;
     }
-    assert!(g.all_gather_coalesced_start(&[])?.wait()?.is_empty());
+    assert!(gather(&[])?.wait()?.is_empty());
 
-    let wrong = [(input(r, &[3], DType::F32)?, Cut::new(0, &vec![2; n]))];
-    assert!(g.all_gather_coalesced_start(&wrong).unwrap_err().to_string().contains("do not fit"));
-    assert!(g.reduce_scatter_coalesced_start(&wrong, ReduceOp::Sum).is_err());
+    let (wrong, cut) = ([input(r, &[3], DType::F32)?], Cut::even(0, 2, n));
+    let error = g.call(Collective::all_gather(cut.clone())).start_all(&wrong).unwrap_err().to_string();
+    assert!(error.contains("do not fit"), "{error}");
+    assert!(g.call(Collective::reduce_scatter(cut, ReduceOp::Sum)).start_all(&wrong).is_err());
+    assert!(g.call(Collective::AllGather(cuts.clone())).run_all(&pieces[..1]).is_err());
     Ok(())
 }

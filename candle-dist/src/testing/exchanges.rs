@@ -2,7 +2,7 @@
 use super::Case;
 use super::lacks::dtypes;
 use super::values::{assert_same, cuts, input, start};
-use crate::{RankContext, Result};
+use crate::{Collective, Cut, RankContext, Result};
 use candle_core::{DType, Tensor};
 use itertools::iproduct;
 
@@ -22,7 +22,8 @@ fn moves(ctx: &RankContext) -> Result<()> {
             let whole = input(1, &shape, DType::F32)?;
             let mine = whole.narrow(from, start(&a, r), a[r])?;
             let want = whole.narrow(to, start(&b, r), b[r])?.contiguous()?;
-            let got = g.all_to_all_uneven(&mine, (to, &b), (from, &a))?;
+            let got =
+                g.call(Collective::AllToAll { split: Cut::new(to, &b), concat: Cut::new(from, &a) }).run(&mine)?;
             assert_same(&got.contiguous()?, &want, &format!("{from}->{to} {a:?} {b:?}"))?;
         }
     }

@@ -1,5 +1,5 @@
 //! Ranks that make different calls: the same error on every rank.
-use crate::{RankContext, ReduceOp, Result};
+use crate::{Collective, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::time::Duration;
 
@@ -47,7 +47,9 @@ pub const FAILURES: &[Failure] = &[
         name: "form",
         text: "(form (into new memory, in place, or started) differs)",
         silent: false,
-        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce_start(&x(4)?, ReduceOp::Sum)?.wait().map(drop)),
+        run: |ctx| {
+            differ(ctx, |ctx| ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x(4)?)?.wait().map(drop))
+        },
     },
     Failure {
         name: "root_of_broadcast",
@@ -154,9 +156,9 @@ pub const FAILURES: &[Failure] = &[
             ctx.group().barrier()?;
             if ctx.rank() + 1 == ctx.world_size() {
                 std::thread::sleep(Duration::from_millis(500));
-                return ctx.group().barrier_start()?.wait();
+                return ctx.group().call(Collective::Barrier).start_all(&[])?.wait().map(drop);
             }
-            ctx.group().barrier_start()?.wait_timeout(Duration::from_millis(40))
+            ctx.group().call(Collective::Barrier).start_all(&[])?.wait_timeout(Duration::from_millis(40)).map(drop)
         },
     },
     Failure {

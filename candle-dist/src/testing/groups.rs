@@ -1,8 +1,8 @@
 //! Groups of some ranks in any order.
 use super::Case;
 use super::values::{assert_same, input};
-use crate::backend::{Call, Op};
-use crate::{Error, ProcessGroup, RankContext, ReduceOp, Result};
+use crate::backend::{Call, Form, Tensors};
+use crate::{Collective, Error, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::time::Duration;
 
@@ -56,7 +56,7 @@ fn overlapping(ctx: &RankContext) -> Result<()> {
     let pairs: Vec<_> = starts.into_iter().map(|s| Ok((s, g.subgroup(&[s, (s + 1) % n])?))).collect::<Result<_>>()?;
     for len in [3, 40_000] {
         let mine = input(r, &[len], DType::F32)?;
-        let open = pairs.iter().map(|(s, pair)| Ok((s, pair.all_reduce_start(&mine, ReduceOp::Sum)?)));
+        let open = pairs.iter().map(|(s, pair)| Ok((s, pair.call(Collective::AllReduce(ReduceOp::Sum)).start(&mine)?)));
         for (s, pending) in open.collect::<Result<Vec<_>>>()? {
             let want = (input(*s, &[len], DType::F32)? + input((s + 1) % n, &[len], DType::F32)?)?;
             assert_same(&pending.wait()?, &want, &format!("{s} and the next"))?;
@@ -72,7 +72,7 @@ fn twins(ctx: &RankContext) -> Result<()> {
     let (next, before) = ((r + 1) % n, (r + n - 1) % n);
     two.send(&input(r + 1, &[4], DType::F32)?, next)?;
     one.send(&input(r, &[4], DType::F32)?, next)?;
-    let later = two.all_reduce_start(&input(r, &[5], DType::U32)?, ReduceOp::Max)?;
+    let later = two.call(Collective::AllReduce(ReduceOp::Max)).start(&input(r, &[5], DType::U32)?)?;
     let sum = one.all_reduce(&input(r, &[2], DType::F32)?, ReduceOp::Sum)?;
     assert_eq!(sum.dims(), [2]);
     assert_same(&one.recv(4, DType::F32, before)?, &input(before, &[4], DType::F32)?, "one")?;
@@ -97,7 +97,7 @@ fn meshes(ctx: &RankContext) -> Result<()> {
 
 /// Returns whether the backend has monitored barriers. If not, all ranks must get the same error.
 fn monitors(g: &ProcessGroup) -> Result<bool> {
-    let came = match g.monitored_barrier(Duration::from_secs(60)) {
+    let came = match g.call(Collective::Barrier).monitored(Duration::from_secs(60)).run_all(&[]).map(drop) {
         Err(Error::Unsupported(_)) => false,
         other => other.map(|()| true)?,
     };
@@ -111,9 +111,14 @@ fn monitored(ctx: &RankContext) -> Result<()> {
     }
     let (g, x) = (ctx.group(), input(ctx.rank(), &[4], DType::F32)?);
     for round in 0..3 {
-        g.monitored_barrier(Duration::from_secs(60))?;
-        let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
-        g.split(Some((ctx.rank() % 2) as u32), round)?.expect("a color").monitored_barrier(Duration::from_secs(60))?;
+        g.call(Collective::Barrier).monitored(Duration::from_secs(60)).run_all(&[]).map(drop)?;
+        let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
+        g.split(Some((ctx.rank() % 2) as u32), round)?
+            .expect("a color")
+            .call(Collective::Barrier)
+            .monitored(Duration::from_secs(60))
+            .run_all(&[])
+            .map(drop)?;
         pending.wait()?;
     }
     Ok(())
@@ -126,7 +131,9 @@ fn monitored_by_threads(ctx: &RankContext) -> Result<()> {
     }
     g.barrier()?;
     // A group refuses threads that call at the same time; its backend has no such guard, and must keep its rounds in order.
-    let barrier = || g.backend().monitored_barrier(Call::new(Op::Barrier), Duration::from_secs(20));
+    let call =
+        || Call { form: Form::Monitored, timeout: Some(Duration::from_secs(20)), ..Call::new(Collective::Barrier) };
+    let barrier = || g.backend().run(call(), Tensors::new(), Tensors::new()).map(drop);
     std::thread::scope(|scope| {
         let come = || (0..100).try_for_each(|_| barrier());
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(come)).collect();

@@ -2,7 +2,7 @@
 use super::Case;
 use super::lacks::dtypes;
 use super::values::{assert_same, fractions, input, reduced};
-use crate::{Op, RankContext, ReduceOp, Result, comm};
+use crate::{Collective, Op, RankContext, ReduceOp, Result, comm};
 use candle_core::{DType, Tensor, Var};
 
 pub(super) const CASES: &[Case] = &[
@@ -22,7 +22,7 @@ fn replaced(ctx: &RankContext) -> Result<()> {
             let x = input(r, shape, dtype)?;
             for op in [ReduceOp::Sum, ReduceOp::Max] {
                 let var = Var::from_tensor(&x)?;
-                let (done, counts) = comm::record(|| g.all_reduce_in_place(&var, op));
+                let (done, counts) = comm::record(|| g.call(Collective::AllReduce(op)).in_place(&var));
                 done?;
                 assert_eq!(counts.get(Op::AllReduce).count, usize::from(n > 1));
                 let (what, want) = (format!("{op} {dtype:?} {shape:?}"), reduced(n, shape, dtype, op)?);
@@ -32,7 +32,7 @@ fn replaced(ctx: &RankContext) -> Result<()> {
             }
             for root in [0, n - 1] {
                 let var = Var::from_tensor(&x)?;
-                g.broadcast_in_place(&var, root)?;
+                g.call(Collective::Broadcast { root: root }).in_place(&var)?;
                 assert_same(&var, &input(root, shape, dtype)?, "broadcast")?;
             }
         }
@@ -44,7 +44,7 @@ fn bits(ctx: &RankContext) -> Result<()> {
     let x = fractions(ctx.rank(), 100_003)?;
     let small = |x: &Tensor| ctx.group().all_reduce(x, ReduceOp::Avg);
     let large = Var::from_tensor(&x)?;
-    ctx.group().all_reduce_in_place(&large, ReduceOp::Avg)?;
+    ctx.group().call(Collective::AllReduce(ReduceOp::Avg)).in_place(&large)?;
     assert_same(&small(&x)?, &large, "into new memory")?;
     assert_same(&small(&x.narrow(0, 500, 1000)?)?, &large.narrow(0, 500, 1000)?.force_contiguous()?, "of a part")
 }

@@ -2,8 +2,7 @@
 use super::Case;
 use super::lacks::dtypes;
 use super::values::{LENGTHS, assert_same, cuts, input, reduced, start};
-use crate::backend::{Op, Tensors};
-use crate::{Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, backend::Call};
+use crate::{Collective, Cut, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
 pub(super) const CASES: &[Case] = &[
@@ -32,12 +31,15 @@ fn same_as_new(ctx: &RankContext) -> Result<()> {
                 let whole = input(9, &shape, dtype)?;
                 let out = room(&whole)?;
                 let mine = whole.narrow(dim, start(&sizes, r), sizes[r])?;
-                g.all_gather_uneven_into(&out, &mine, dim, &sizes)?;
+                g.call(Collective::all_gather(Cut::new(dim, &sizes))).into(&out).run(&mine).map(drop)?;
                 assert_same(&out, &whole, &format!("all_gather {dim} {sizes:?} {dtype:?}"))?;
 
                 let want = reduced(n, &shape, dtype, ReduceOp::Sum)?.narrow(dim, start(&sizes, r), sizes[r])?;
                 let out = room(&want)?;
-                g.reduce_scatter_uneven_into(&out, &input(r, &shape, dtype)?, dim, &sizes, ReduceOp::Sum)?;
+                g.call(Collective::reduce_scatter(Cut::new(dim, &sizes), ReduceOp::Sum))
+                    .into(&out)
+                    .run(&input(r, &shape, dtype)?)
+                    .map(drop)?;
                 assert_same(&out, &want.contiguous()?, &format!("reduce_scatter {dim} {sizes:?} {dtype:?}"))?;
             }
         }
@@ -45,14 +47,20 @@ fn same_as_new(ctx: &RankContext) -> Result<()> {
         for (split, concat) in [(0, 1), (1, 0)] {
             let want = g.all_to_all(&x, split, concat)?;
             let out = room(&want)?;
-            g.all_to_all_into(&out, &x, split, concat)?;
+            g.call(Collective::AllToAll {
+                split: Cut::even(split, x.dims()[split] / g.size(), g.size()),
+                concat: Cut::even(concat, x.dims()[concat], g.size()),
+            })
+            .into(&out)
+            .run(&x)
+            .map(drop)?;
             assert_same(&out, &want.contiguous()?, &format!("all_to_all {split} {concat} {dtype:?}"))?;
         }
         let counts: Vec<Vec<usize>> = (0..n).map(|s| (0..n).map(|to| (s + to * to) % 3).collect()).collect();
         let x = input(r, &[counts[r].iter().sum(), 2], dtype)?;
         let want = g.all_to_all_single(&x, &counts)?;
         let out = room(&want)?;
-        g.all_to_all_single_into(&out, &x, &counts)?;
+        g.call(Collective::all_to_all_single(&counts)).into(&out).run(&x).map(drop)?;
         assert_same(&out, &want, &format!("all_to_all_single {dtype:?}"))?;
     }
     Ok(())
@@ -64,10 +72,16 @@ fn lengths(ctx: &RankContext) -> Result<()> {
         let whole = Var::zeros(n * len, DType::F32, &Device::Cpu)?;
         let piece = Tensor::zeros(len, DType::F32, &Device::Cpu)?;
         for round in 0..3 {
-            g.all_gather_into(&whole, &input(r + round, &[len], DType::F32)?, 0)?;
+            g.call(Collective::all_gather(Cut::even(0, input(r + round, &[len], DType::F32)?.dims()[0], g.size())))
+                .into(&whole)
+                .run(&input(r + round, &[len], DType::F32)?)
+                .map(drop)?;
             let all = (0..n).map(|rank| input(rank + round, &[len], DType::F32)).collect::<Result<Vec<_>>>()?;
             assert_same(&whole, &Tensor::cat(&all, 0)?, "all_gather")?;
-            g.reduce_scatter_into(&piece, &whole, 0, ReduceOp::Avg)?;
+            g.call(Collective::reduce_scatter(Cut::even(0, whole.dims()[0] / g.size(), g.size()), ReduceOp::Avg))
+                .into(&piece)
+                .run(whole.as_tensor())
+                .map(drop)?;
             assert_same(&piece, &all[r], "the average of equal tensors")?;
         }
     }
@@ -80,9 +94,16 @@ fn started(ctx: &RankContext) -> Result<()> {
     let wants = [g.all_gather(&x, 0)?, g.reduce_scatter(&x, 0, ReduceOp::Max)?, g.all_to_all(&x, 0, 1)?];
     let outs = wants.iter().map(room).collect::<Result<Vec<_>>>()?;
     let mut open = vec![
-        g.all_gather_into_start(&outs[0], &x, 0)?,
-        g.reduce_scatter_into_start(&outs[1], &x, 0, ReduceOp::Max)?,
-        g.all_to_all_into_start(&outs[2], &x, 0, 1)?,
+        g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size()))).into(&outs[0]).start(&x)?,
+        g.call(Collective::reduce_scatter(Cut::even(0, x.dims()[0] / g.size(), g.size()), ReduceOp::Max))
+            .into(&outs[1])
+            .start(&x)?,
+        g.call(Collective::AllToAll {
+            split: Cut::even(0, x.dims()[0] / g.size(), g.size()),
+            concat: Cut::even(1, x.dims()[1], g.size()),
+        })
+        .into(&outs[2])
+        .start(&x)?,
     ];
     open.rotate_left(r % 3);
     Pending::wait_all(open)?;
@@ -98,10 +119,12 @@ fn messages(ctx: &RankContext) -> Result<()> {
             let want = input(before, &[len], dtype)?;
             let (first, second) = (room(&want)?, room(&want)?);
             for tag in [0, 3] {
-                g.send_start(&input(r, &[len], dtype)?, next, tag)?.wait()?;
+                g.call(Collective::Send { to: next, tag: tag })
+                    .start_all(std::slice::from_ref(&input(r, &[len], dtype)?))?
+                    .wait()?;
             }
-            let pending = g.recv_into_start(&second, before, 3)?;
-            g.recv_into(&first, before, 0)?;
+            let pending = g.call(Collective::Recv { from: Some(before), tag: 3 }).into(&second).start(None)?;
+            g.call(Collective::Recv { from: Some(before), tag: 0 }).into(&first).run(None).map(drop)?;
             pending.wait()?;
             assert_same(&first, &want, "a message")?;
             assert_same(&second, &want, "a message that was waited for")?;
@@ -109,10 +132,10 @@ fn messages(ctx: &RankContext) -> Result<()> {
     }
     // A tensor that is passed on may come back to its own memory.
     let mine = input(r, &[100], DType::F32)?;
-    g.send_owned(mine.clone(), next)?;
+    g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[mine.clone()]).map(drop)?;
     let back = g.recv(100, DType::F32, before)?;
-    g.send_owned(back.clone(), before)?;
-    g.recv_into(&mine, next, 0)?;
+    g.call(Collective::Send { to: before, tag: 0 }).owned().run_all(&[back.clone()]).map(drop)?;
+    g.call(Collective::Recv { from: Some(next), tag: 0 }).into(&mine).run(None).map(drop)?;
     assert_same(&mine, &input(r, &[100], DType::F32)?, "there and back")
 }
 
@@ -124,12 +147,21 @@ fn mixed(ctx: &RankContext) -> Result<()> {
     let out = room(&want)?;
     for giver in 0..n {
         match r == giver {
-            true => g.all_gather_into(&out, &x, 0)?,
+            true => g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size()))).into(&out).run(&x).map(drop)?,
             false => assert_same(&g.all_gather(&x, 0)?, &want, "in new memory")?,
         }
         match r == giver {
-            true => g.all_gather_into_start(&out, &x, 0)?.wait()?,
-            false => assert_same(&g.all_gather_start(&x, 0)?.wait()?, &want, "started")?,
+            true => g
+                .call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
+                .into(&out)
+                .start(&x)?
+                .wait()
+                .map(drop)?,
+            false => assert_same(
+                &g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size()))).start(&x)?.wait()?,
+                &want,
+                "started",
+            )?,
         }
     }
     assert_same(&out, &want, "in given memory")
@@ -138,23 +170,52 @@ fn mixed(ctx: &RankContext) -> Result<()> {
 type Wrong = (&'static str, fn(&ProcessGroup, &Tensor, usize) -> Result<()>);
 
 const WRONG: [Wrong; 7] = [
-    ("[2, 3]", |g, x, n| g.all_gather_into(&Tensor::zeros((2 * n, 4), DType::F32, x.device())?, x, 0)),
-    ("got f64", |g, x, n| g.all_gather_into(&Tensor::zeros((2 * n, 3), DType::F64, x.device())?, x, 0)),
-    ("not contiguous", |g, x, n| g.all_gather_into(&Tensor::zeros((3, 2 * n), DType::F32, x.device())?.t()?, x, 0)),
+    ("[2, 3]", |g, x, n| {
+        g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
+            .into(&Tensor::zeros((2 * n, 4), DType::F32, x.device())?)
+            .run(x)
+            .map(drop)
+    }),
+    ("got f64", |g, x, n| {
+        g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
+            .into(&Tensor::zeros((2 * n, 3), DType::F64, x.device())?)
+            .run(x)
+            .map(drop)
+    }),
+    ("not contiguous", |g, x, n| {
+        g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
+            .into(&Tensor::zeros((3, 2 * n), DType::F32, x.device())?.t()?)
+            .run(x)
+            .map(drop)
+    }),
     ("memory of the input", |g, x, n| {
         let whole = Tensor::zeros((2 * n, 3), DType::F32, x.device())?;
-        g.all_gather_into(&whole, &whole.narrow(0, 0, 2)?, 0)
+        g.call(Collective::all_gather(Cut::even(0, whole.narrow(0, 0, 2)?.dims()[0], g.size())))
+            .into(&whole)
+            .run(&whole.narrow(0, 0, 2)?)
+            .map(drop)
     }),
     ("part of a graph", |g, x, n| {
         let whole = Var::zeros((2 * n, 3), DType::F32, x.device())?;
-        g.all_gather_into(&(whole.as_tensor() * 2.0)?, x, 0)
+        g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
+            .into(&(whole.as_tensor() * 2.0)?)
+            .run(x)
+            .map(drop)
     }),
-    ("dim 3", |g, x, _| g.all_to_all_into(x, x, 3, 0)),
+    ("dim 3", |g, x, _| {
+        g.call(Collective::AllToAll { split: Cut::even(3, 1, g.size()), concat: Cut::even(0, x.dims()[0], g.size()) })
+            .into(x)
+            .run(x)
+            .map(drop)
+    }),
     ("part of a graph", |g, x, _| match g.size() {
         1 => Err(Error::Invalid { op: "recv", reason: "part of a graph, with nobody to send it".to_string() }),
         n => {
             let var = Var::zeros(3, DType::F32, x.device())?;
-            g.recv_into(&(var.as_tensor() * 2.0)?, (g.rank() + 1) % n, 0)
+            g.call(Collective::Recv { from: Some((g.rank() + 1) % n), tag: 0 })
+                .into(&(var.as_tensor() * 2.0)?)
+                .run(None)
+                .map(drop)
         }
     }),
 ];
@@ -171,17 +232,12 @@ fn refused(ctx: &RankContext) -> Result<()> {
     Ok(())
 }
 
-/// Calls the backend, which accepts several outputs.
 fn coalesced(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
-    let tensors: Tensors = [input(r, &[3], DType::F32)?, input(r, &[2, 2], DType::F32)?].into_iter().collect();
-    let wants = g.all_gather_coalesced(&tensors, 0)?;
+    let tensors = [input(r, &[3], DType::F32)?, input(r, &[2, 2], DType::F32)?];
+    let gather = Collective::AllGather([3, 2].into_iter().map(|len| Cut::even(0, len, n)).collect());
+    let wants = g.call(gather.clone()).run_all(&tensors)?;
     let outs = wants.iter().map(room).collect::<Result<Vec<_>>>()?;
-    let call = Call {
-        dims: [0, 0].into_iter().collect(),
-        sizes: [vec![3; n], vec![2; n]].into_iter().map(|sizes| sizes.into_iter().collect()).collect(),
-        ..Call::on(Op::AllGather, &tensors[0], &[0]).with_rest(&tensors[1..])
-    };
-    g.backend().run_into(call, tensors, &outs)?;
+    g.call(gather).into(&outs[0]).into(&outs[1]).run_all(&tensors)?;
     outs.iter().zip(&wants).try_for_each(|(out, want)| assert_same(out, want, "one of two"))
 }

@@ -50,7 +50,7 @@ const DTYPES: [DType; 10] = [
 ];
 
 pub(super) fn over_nccl(g: &ProcessGroup) -> bool {
-    g.backend_name() == "nccl"
+    g.backend().name() == "nccl"
 }
 
 /// Returns the dtypes that the backend of a group supports.

@@ -4,7 +4,7 @@ use super::lacks::dtypes;
 use super::values::{LENGTHS, assert_same, input};
 use super::written;
 use crate::backend::Envelope;
-use crate::{Error, Message, Pending, ProcessGroup, RankContext, Result};
+use crate::{Collective, Error, Message, Pending, ProcessGroup, RankContext, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,7 @@ fn neighbors(ctx: &RankContext) -> (usize, usize) {
 fn ring(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     g.send(&input(r, &[2, 3], DType::BF16)?.t()?, next)?;
-    g.send_owned(input(r + 10, &[1], DType::F64)?, next)?;
+    g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r + 10, &[1], DType::F64)?]).map(drop)?;
     let first = g.recv((3, 2), DType::BF16, before)?;
     assert_same(&first, &input(before, &[2, 3], DType::BF16)?.t()?.contiguous()?, "first")?;
     assert_same(&g.recv(1, DType::F64, before)?, &input(before + 10, &[1], DType::F64)?, "second")?;
@@ -42,7 +42,11 @@ fn ring(ctx: &RankContext) -> Result<()> {
 fn unread(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for i in 0..48 {
-        drop(g.send_owned_start(input(r + i, &[1 << 18], DType::F32)?, next, 0)?);
+        drop(g.call(Collective::Send { to: next, tag: 0 }).owned().start_all(&[input(
+            r + i,
+            &[1 << 18],
+            DType::F32,
+        )?])?);
     }
     for i in 0..48 {
         let got = g.recv(1 << 18, DType::F32, before)?;
@@ -57,7 +61,7 @@ fn lengths(ctx: &RankContext) -> Result<()> {
         // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
         for (i, len) in lengths.clone().enumerate() {
-            g.send_owned(input(r + i, &[len], dtype)?, next)?;
+            g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r + i, &[len], dtype)?]).map(drop)?;
         }
         for (i, len) in lengths.enumerate() {
             let got = g.recv(len, dtype, before)?;
@@ -89,7 +93,7 @@ fn tags(ctx: &RankContext) -> Result<()> {
 fn passing(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for len in LENGTHS {
-        g.send_owned(input(r, &[len], DType::F32)?, next)?;
+        g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r, &[len], DType::F32)?]).map(drop)?;
         g.barrier()?;
         let halves = g.split(Some((r % 2) as u32), 0)?.expect("a color");
         halves.barrier()?;
@@ -102,8 +106,16 @@ fn started(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for len in LENGTHS {
         for tag in [0, 7] {
-            let receives = (0..3).map(|_| g.recv_start(len, DType::F32, before, tag)).collect::<Result<Vec<_>>>()?;
-            let sends = (0..4).map(|i| g.send_start(&input(r + i, &[len], DType::F32)?, next, tag));
+            let receives = (0..3)
+                .map(|_| g.call(Collective::Recv { from: Some(before), tag: tag }).of(len, DType::F32).start(None))
+                .collect::<Result<Vec<_>>>()?;
+            let sends = (0..4).map(|i| {
+                g.call(Collective::Send { to: next, tag: tag }).start_all(std::slice::from_ref(&input(
+                    r + i,
+                    &[len],
+                    DType::F32,
+                )?))
+            });
             Pending::wait_all(sends.collect::<Result<Vec<_>>>()?)?;
             // A blocking receive comes after those that were started.
             let last =
@@ -124,9 +136,11 @@ fn where_there_is(g: &ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<()
             assert!(text.contains("cannot probe"), "{text}");
             let (error, next) = (g.recv_any(1, DType::F32, 0).unwrap_err(), (g.rank() + 1) % g.size());
             assert!(matches!(error, Error::Unsupported(_)), "{error}");
-            let receive = g.recv_start(1, DType::F32, next, 9)?;
+            let receive = g.call(Collective::Recv { from: Some(next), tag: 9 }).of(1, DType::F32).start(None)?;
             assert!(matches!(receive.is_ready(), Err(Error::Unsupported(_))));
-            g.send_start(&Tensor::new(&[1f32], &Device::Cpu)?, (g.rank() + g.size() - 1) % g.size(), 9)?.wait()?;
+            g.call(Collective::Send { to: (g.rank() + g.size() - 1) % g.size(), tag: 9 })
+                .start_all(std::slice::from_ref(&Tensor::new(&[1f32], &Device::Cpu)?))?
+                .wait()?;
             receive.wait().map(drop)
         }
         Err(other) => Err(other),
@@ -147,15 +161,22 @@ fn soon(what: impl Fn() -> Result<bool>) -> Result<()> {
 fn ready(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     where_there_is(g, || {
-        let (first, second) = (g.recv_start(2, DType::F32, before, 1)?, g.recv_start(2, DType::F32, before, 1)?);
+        let (first, second) = (
+            g.call(Collective::Recv { from: Some(before), tag: 1 }).of(2, DType::F32).start(None)?,
+            g.call(Collective::Recv { from: Some(before), tag: 1 }).of(2, DType::F32).start(None)?,
+        );
         g.barrier()?;
         assert!(!first.is_ready()? && !second.is_ready()?);
         g.barrier()?;
-        g.send_start(&input(r, &[2], DType::F32)?, next, 1)?.wait()?;
+        g.call(Collective::Send { to: next, tag: 1 })
+            .start_all(std::slice::from_ref(&input(r, &[2], DType::F32)?))?
+            .wait()?;
         soon(|| first.is_ready())?;
         assert!(!second.is_ready()?);
         g.barrier()?;
-        g.send_start(&input(r + 1, &[2], DType::F32)?, next, 1)?.wait()?;
+        g.call(Collective::Send { to: next, tag: 1 })
+            .start_all(std::slice::from_ref(&input(r + 1, &[2], DType::F32)?))?
+            .wait()?;
         assert_same(&second.wait_timeout(Duration::from_secs(60))?, &input(before + 1, &[2], DType::F32)?, "second")?;
         assert_same(&first.wait()?, &input(before, &[2], DType::F32)?, "first")
     })
@@ -165,12 +186,16 @@ fn awaited(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     where_there_is(g, || {
         for from in [None, Some(before)] {
-            let first = g.recv_start(2, DType::F32, before, 3)?;
-            g.send_start(&input(r, &[2], DType::F32)?, next, 3)?.wait()?;
+            let first = g.call(Collective::Recv { from: Some(before), tag: 3 }).of(2, DType::F32).start(None)?;
+            g.call(Collective::Send { to: next, tag: 3 })
+                .start_all(std::slice::from_ref(&input(r, &[2], DType::F32)?))?
+                .wait()?;
             g.barrier()?;
             assert_eq!(g.probe(from, 3)?, None, "the message is that of the receive that was started");
             g.barrier()?;
-            g.send_start(&input(r + 1, &[2], DType::F32)?, next, 3)?.wait()?;
+            g.call(Collective::Send { to: next, tag: 3 })
+                .start_all(std::slice::from_ref(&input(r + 1, &[2], DType::F32)?))?
+                .wait()?;
             g.barrier()?;
             assert_eq!(g.probe(from, 3)?.map(|envelope| envelope.from), Some(before), "nobody awaits the second");
             assert_same(&g.recv_any(2, DType::F32, 3)?.1, &input(before + 1, &[2], DType::F32)?, "the second")?;
@@ -183,7 +208,7 @@ fn awaited(ctx: &RankContext) -> Result<()> {
 
 fn dropped(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
-    drop(g.recv_start(2, DType::F32, before, 0)?);
+    drop(g.call(Collective::Recv { from: Some(before), tag: 0 }).of(2, DType::F32).start(None)?);
     for i in 0..2 {
         g.send(&input(r + i, &[2], DType::F32)?, next)?;
     }
@@ -197,7 +222,9 @@ fn any(ctx: &RankContext) -> Result<()> {
         for to in 0..n {
             if r != to {
                 for part in 0..2 {
-                    g.send_start(&input(r + part, &[r + 1], DType::I64)?, to, 5)?.wait()?;
+                    g.call(Collective::Send { to: to, tag: 5 })
+                        .start_all(std::slice::from_ref(&input(r + part, &[r + 1], DType::I64)?))?
+                        .wait()?;
                 }
             }
         }
@@ -214,10 +241,12 @@ fn any(ctx: &RankContext) -> Result<()> {
             parts[from] += 1;
         }
         g.barrier()?; // the messages below are not among those that others still await above
-        let pending = g.recv_start(1, DType::I64, (r + 1) % n, 5)?;
+        let pending = g.call(Collective::Recv { from: Some((r + 1) % n), tag: 5 }).of(1, DType::I64).start(None)?;
         let text = g.recv_any(1, DType::I64, 5).unwrap_err().to_string();
         assert!(text.contains("that were started come first"), "{text}");
-        g.send_start(&input(0, &[1], DType::I64)?, (r + n - 1) % n, 5)?.wait()?;
+        g.call(Collective::Send { to: (r + n - 1) % n, tag: 5 })
+            .start_all(std::slice::from_ref(&input(0, &[1], DType::I64)?))?
+            .wait()?;
         pending.wait()?;
         assert_eq!(g.probe(None, 5)?, None);
         g.barrier()

@@ -2,7 +2,7 @@
 use super::Case;
 use super::lacks::dtypes;
 use super::values::{LENGTHS, assert_same, cuts, input, start};
-use crate::{RankContext, Result};
+use crate::{Collective, Cut, RankContext, Result};
 use candle_core::DType;
 
 pub(super) const CASES: &[Case] = &[
@@ -21,7 +21,11 @@ fn uneven(ctx: &RankContext) -> Result<()> {
                 let whole = input(9, &shape, dtype)?;
                 let piece = whole.narrow(dim, start(&sizes, r), sizes[r])?;
                 let what = format!("dim {dim} sizes {sizes:?} {dtype:?}");
-                assert_same(&g.all_gather_uneven(&piece, dim, &sizes)?.contiguous()?, &whole, &what)?;
+                assert_same(
+                    &g.call(Collective::all_gather(Cut::new(dim, &sizes))).run(&piece)?.contiguous()?,
+                    &whole,
+                    &what,
+                )?;
                 for root in [0, n - 1] {
                     let gathered = g.gather(&piece, dim, &sizes, root)?;
                     assert_eq!(gathered.is_some(), r == root);

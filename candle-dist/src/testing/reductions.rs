@@ -2,7 +2,7 @@
 use super::Case;
 use super::lacks::{dtypes, reduces};
 use super::values::{LENGTHS, assert_same, cuts, fractions, input, reduced, start, values};
-use crate::{RankContext, ReduceOp, Result};
+use crate::{Collective, Cut, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
 pub(super) const CASES: &[Case] = &[
@@ -163,8 +163,8 @@ fn nan(ctx: &RankContext) -> Result<()> {
                 Ok(())
             };
             check(&g.all_reduce(&x, op)?, 0, "all_reduce")?;
-            check(&g.all_reduce_start(&x, op)?.wait()?, 0, "started")?;
-            for got in g.all_reduce_coalesced(&[x.clone(), x.clone()], op)? {
+            check(&g.call(Collective::AllReduce(op)).start(&x)?.wait()?, 0, "started")?;
+            for got in g.call(Collective::AllReduce(op)).run_all(&[x.clone(), x.clone()])? {
                 check(&got, 0, "coalesced")?;
             }
             if let Some(got) = g.reduce(&x, n - 1, op)? {
@@ -174,10 +174,10 @@ fn nan(ctx: &RankContext) -> Result<()> {
             check(&even, 2 * g.rank(), "reduce_scatter")?;
             let mut sizes = vec![2; n];
             sizes[0] = 3;
-            let uneven = g.reduce_scatter_uneven(&x, 0, &sizes, op)?;
+            let uneven = g.call(Collective::reduce_scatter(Cut::new(0, &sizes), op)).run(&x)?;
             check(&uneven, sizes[..g.rank()].iter().sum(), "uneven")?;
             let place = Var::from_tensor(&x)?;
-            g.all_reduce_in_place(&place, op)?;
+            g.call(Collective::AllReduce(op)).in_place(&place)?;
             check(place.as_tensor(), 0, "in place")?;
         }
     }
@@ -193,7 +193,9 @@ fn scattered(ctx: &RankContext) -> Result<()> {
                 shape[dim] = sizes.iter().sum();
                 let sum = reduced(n, &shape, dtype, ReduceOp::Sum)?;
                 let want = sum.narrow(dim, start(&sizes, r), sizes[r])?.contiguous()?;
-                let got = g.reduce_scatter_uneven(&input(r, &shape, dtype)?, dim, &sizes, ReduceOp::Sum)?;
+                let got = g
+                    .call(Collective::reduce_scatter(Cut::new(dim, &sizes), ReduceOp::Sum))
+                    .run(&input(r, &shape, dtype)?)?;
                 assert_same(&got, &want, &format!("dim {dim} sizes {sizes:?} {dtype:?}"))?;
             }
         }

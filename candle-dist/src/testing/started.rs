@@ -3,7 +3,7 @@ use super::Case;
 use super::lacks::over_nccl;
 use super::values::{LENGTHS, assert_same, input};
 use super::written;
-use crate::{Pending, RankContext, ReduceOp, Result};
+use crate::{Collective, Cut, Pending, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use std::time::{Duration, Instant};
 
@@ -23,11 +23,22 @@ fn any_order(ctx: &RankContext) -> Result<()> {
         let x = input(r, &[n * rows, 2 * n], DType::F32)?;
         for reverse in [false, true] {
             let mut open = vec![
-                (g.all_reduce_start(&x, ReduceOp::Sum)?, g.all_reduce(&x, ReduceOp::Sum)?),
-                (g.all_gather_start(&x, 1)?, g.all_gather(&x, 1)?),
-                (g.reduce_scatter_start(&x, 0, ReduceOp::Avg)?, g.reduce_scatter(&x, 0, ReduceOp::Avg)?),
-                (g.all_to_all_start(&x, 0, 1)?, g.all_to_all(&x, 0, 1)?),
-                (g.broadcast_start(&x, n - 1)?, g.broadcast(&x, n - 1)?),
+                (g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?, g.all_reduce(&x, ReduceOp::Sum)?),
+                (g.call(Collective::all_gather(Cut::even(1, x.dims()[1], g.size()))).start(&x)?, g.all_gather(&x, 1)?),
+                (
+                    g.call(Collective::reduce_scatter(Cut::even(0, x.dims()[0] / g.size(), g.size()), ReduceOp::Avg))
+                        .start(&x)?,
+                    g.reduce_scatter(&x, 0, ReduceOp::Avg)?,
+                ),
+                (
+                    g.call(Collective::AllToAll {
+                        split: Cut::even(0, x.dims()[0] / g.size(), g.size()),
+                        concat: Cut::even(1, x.dims()[1], g.size()),
+                    })
+                    .start(&x)?,
+                    g.all_to_all(&x, 0, 1)?,
+                ),
+                (g.call(Collective::Broadcast { root: n - 1 }).start(&x)?, g.broadcast(&x, n - 1)?),
             ];
             // Each rank waits in its own order.
             open.rotate_left(r % 4);
@@ -53,14 +64,14 @@ fn ready(ctx: &RankContext) -> Result<()> {
         for other in 0..last {
             g.recv(4, DType::F32, other)?;
         }
-        let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+        let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
         // A GPU needs a moment, and so do processes that pass on what they have received.
         let until = Instant::now() + Duration::from_secs(60);
-        while g.backend_name() != "local" && !pending.is_ready()? && Instant::now() < until {}
+        while g.backend().name() != "local" && !pending.is_ready()? && Instant::now() < until {}
         assert!(pending.is_ready()?);
         return assert_same(&pending.wait()?, &sum, "the last to start");
     }
-    let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+    let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
     assert!(!pending.is_ready()?);
     g.send(&x, last)?; // only when all have sent this does the last rank start
     assert_same(&pending.wait()?, &sum, "one that waits")
@@ -70,7 +81,7 @@ fn dropped(ctx: &RankContext) -> Result<()> {
     let g = ctx.group();
     for len in LENGTHS {
         let x = input(0, &[len], DType::F32)?;
-        let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+        let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
         if ctx.rank() == 1 {
             drop(pending);
         } else {
@@ -84,7 +95,8 @@ fn dropped(ctx: &RankContext) -> Result<()> {
 fn overtaking(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
     let x = input(ctx.rank(), &[50_001], DType::F32)?;
-    let pending: Vec<_> = (0..4).map(|_| g.all_reduce_start(&x, ReduceOp::Max)).collect::<Result<_>>()?;
+    let pending: Vec<_> =
+        (0..4).map(|_| g.call(Collective::AllReduce(ReduceOp::Max)).start(&x)).collect::<Result<_>>()?;
     let small = g.all_gather(&Tensor::new(&[ctx.rank() as u32], &Device::Cpu)?, 0)?;
     assert_eq!(small.to_vec1::<u32>()?, (0..n as u32).collect::<Vec<_>>());
     let want = g.all_reduce(&x, ReduceOp::Max)?;
@@ -100,18 +112,25 @@ fn every(ctx: &RankContext) -> Result<()> {
         let counts = vec![vec![1; n]; n];
         let rows = input(r, &[n, 3], dtype)?;
         let one = [
-            (g.all_gather_uneven_start(&mine, 0, &sizes)?, g.all_gather_uneven(&mine, 0, &sizes)?),
             (
-                g.reduce_scatter_uneven_start(&whole, 0, &sizes, ReduceOp::Max)?,
-                g.reduce_scatter_uneven(&whole, 0, &sizes, ReduceOp::Max)?,
+                g.call(Collective::all_gather(Cut::new(0, &sizes))).start(&mine)?,
+                g.call(Collective::all_gather(Cut::new(0, &sizes))).run(&mine)?,
             ),
             (
-                g.all_to_all_uneven_start(&input(r, &[r, all], dtype)?, (1, &sizes), (0, &sizes))?,
-                g.all_to_all_uneven(&input(r, &[r, all], dtype)?, (1, &sizes), (0, &sizes))?,
+                g.call(Collective::reduce_scatter(Cut::new(0, &sizes), ReduceOp::Max)).start(&whole)?,
+                g.call(Collective::reduce_scatter(Cut::new(0, &sizes), ReduceOp::Max)).run(&whole)?,
             ),
-            (g.all_to_all_single_start(&rows, &counts)?, g.all_to_all_single(&rows, &counts)?),
             (
-                g.scatter_start((r == n - 1).then_some(&whole), ((all, 2), dtype), 0, &sizes, n - 1)?,
+                g.call(Collective::AllToAll { split: Cut::new(1, &sizes), concat: Cut::new(0, &sizes) })
+                    .start(&input(r, &[r, all], dtype)?)?,
+                g.call(Collective::AllToAll { split: Cut::new(1, &sizes), concat: Cut::new(0, &sizes) })
+                    .run(&input(r, &[r, all], dtype)?)?,
+            ),
+            (g.call(Collective::all_to_all_single(&counts)).start(&rows)?, g.all_to_all_single(&rows, &counts)?),
+            (
+                g.call(Collective::Scatter { cut: Cut::new(0, &sizes), root: n - 1 })
+                    .of((all, 2), dtype)
+                    .start((r == n - 1).then_some(&whole))?,
                 g.scatter((r == n - 1).then_some(&whole), ((all, 2), dtype), 0, &sizes, n - 1)?,
             ),
         ];
@@ -119,34 +138,47 @@ fn every(ctx: &RankContext) -> Result<()> {
             assert_same(&pending.wait()?.contiguous()?, &want.contiguous()?, "one tensor")?;
         }
         let at_root = [
-            (g.reduce_start(&rows, 0, ReduceOp::Sum)?, g.reduce(&rows, 0, ReduceOp::Sum)?),
-            (g.gather_start(&mine, 0, &sizes, n - 1)?, g.gather(&mine, 0, &sizes, n - 1)?),
+            (
+                g.call(Collective::Reduce { op: ReduceOp::Sum, root: 0 }).start_all(std::slice::from_ref(&rows))?,
+                g.reduce(&rows, 0, ReduceOp::Sum)?,
+            ),
+            (
+                g.call(Collective::Gather { cut: Cut::new(0, &sizes), root: n - 1 })
+                    .start_all(std::slice::from_ref(&mine))?,
+                g.gather(&mine, 0, &sizes, n - 1)?,
+            ),
         ];
         for (pending, want) in at_root.into_iter().rev() {
-            match (pending.wait()?, want) {
+            match (pending.wait()?.pop(), want) {
                 (Some(got), Some(want)) => assert_same(&got, &want, "at the root")?,
                 (got, want) => assert!(got.is_none() && want.is_none()),
             }
         }
         let sums = [rows.clone(), input(r, &[4], dtype)?];
         let lists = [
-            (g.broadcast_coalesced_start(&sums, n - 1)?, g.broadcast_coalesced(&sums, n - 1)?),
-            (g.all_reduce_coalesced_start(&sums, ReduceOp::Max)?, g.all_reduce_coalesced(&sums, ReduceOp::Max)?),
+            (
+                g.call(Collective::Broadcast { root: n - 1 }).start_all(&sums)?,
+                g.call(Collective::Broadcast { root: n - 1 }).run_all(&sums)?,
+            ),
+            (
+                g.call(Collective::AllReduce(ReduceOp::Max)).start_all(&sums)?,
+                g.call(Collective::AllReduce(ReduceOp::Max)).run_all(&sums)?,
+            ),
         ];
         for (pending, want) in lists {
             let mut pairs = pending.wait()?.into_iter().zip(want);
             pairs.try_for_each(|(got, want)| assert_same(&got, &want, "one of two"))?;
         }
-        assert!(g.all_reduce_coalesced_start(&[], ReduceOp::Sum)?.wait()?.is_empty());
+        assert!(g.call(Collective::AllReduce(ReduceOp::Sum)).start_all(&[])?.wait()?.is_empty());
     }
-    let pending = g.barrier_start()?;
+    let pending = g.call(Collective::Barrier).start_all(&[])?;
     g.barrier()?;
-    pending.wait()
+    pending.wait().map(drop)
 }
 
 fn waits(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
-    let start = |i: usize| g.all_reduce_start(&input(i, &[30], DType::F32)?, ReduceOp::Sum);
+    let start = |i: usize| g.call(Collective::AllReduce(ReduceOp::Sum)).start(&input(i, &[30], DType::F32)?);
     let sums = Pending::wait_all((0..5).map(start).collect::<Result<Vec<_>>>()?)?;
     for (i, sum) in sums.iter().enumerate() {
         assert_same(sum, &(input(i, &[30], DType::F32)? * n as f64)?, "in the order of the list")?;
@@ -157,5 +189,5 @@ fn waits(ctx: &RankContext) -> Result<()> {
         &(input(0, &[30], DType::F32)? * n as f64)?,
         "in time",
     )?;
-    g.barrier_start()?.wait_timeout(Duration::from_secs(60))
+    g.call(Collective::Barrier).start_all(&[])?.wait_timeout(Duration::from_secs(60)).map(drop)
 }

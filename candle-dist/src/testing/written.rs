@@ -1,7 +1,6 @@
 //! Memory that the program writes to while a call or a message still needs it.
 use super::values::assert_same;
-use crate::functional::Cut;
-use crate::{Message, Pending, RankContext, ReduceOp, Result};
+use crate::{Collective, Cut, Message, Pending, RankContext, ReduceOp, Result};
 use candle_core::scalar::Scalar;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
@@ -57,59 +56,59 @@ fn check(made: &Tensor, value: usize, what: &str) -> Result<()> {
 pub(super) fn started(ctx: &RankContext) -> Result<()> {
     let (g, n) = (ctx.group(), ctx.world_size());
     for per_rank in LENGTHS {
-        let (sizes, whole) = (vec![per_rank; n], per_rank * n);
+        let (whole, root) = (per_rank * n, n - 1);
+        let (cut, pieces) = (Cut::even(0, per_rank, n), Cut::even(0, whole, n));
+        let (split, concat) = (Cut::even(1, per_rank, n), Cut::even(0, 1, n));
         // Each rank sends all to the next one.
         let counts: Vec<Vec<usize>> =
             (0..n).map(|s| (0..n).map(|r| if r == (s + 1) % n { whole } else { 0 }).collect()).collect();
+        let sum = ReduceOp::Sum;
+        // The elements of each result, as ones are reduced or moved, and the collective.
+        let collectives = [
+            (n, Collective::AllReduce(sum)),
+            (n, Collective::Reduce { op: sum, root: 0 }),
+            (n, Collective::reduce_scatter(cut.clone(), sum)),
+            (n, Collective::ReduceScatter([cut.clone(), cut.clone()].into_iter().collect(), sum)),
+            (1, Collective::all_gather(pieces.clone())),
+            (1, Collective::AllGather([pieces.clone(), pieces.clone()].into_iter().collect())),
+            (1, Collective::Gather { cut: pieces, root }),
+            (1, Collective::AllToAll { split, concat }),
+            (1, Collective::all_to_all_single(&counts)),
+            (1, Collective::Broadcast { root }),
+            (1, Collective::Scatter { cut, root }),
+        ];
         for memory in writable(whole)? {
-            let x = &memory.tensor;
-            let wide = x.reshape((1, whole))?;
-            let cut = [(x.clone(), Cut::new(0, &sizes))];
-            let all = [(x.clone(), Cut::new(0, &vec![whole; n]))];
-            let [joined, piece, exchanged] =
-                [whole * n, per_rank, whole].map(|len| Tensor::zeros(len, DType::F32, &Device::Cpu));
-            let (joined, piece, exchanged) = (joined?, piece?, exchanged?.reshape((n, per_rank))?);
-            let one = [
-                ("all_reduce", n, g.all_reduce_start(x, ReduceOp::Sum)?),
-                ("all_gather", 1, g.all_gather_start(x, 0)?),
-                ("all_gather_uneven", 1, g.all_gather_uneven_start(x, 0, &vec![whole; n])?),
-                ("reduce_scatter", n, g.reduce_scatter_start(x, 0, ReduceOp::Sum)?),
-                ("reduce_scatter_uneven", n, g.reduce_scatter_uneven_start(x, 0, &sizes, ReduceOp::Sum)?),
-                ("all_to_all", 1, g.all_to_all_start(&wide, 1, 0)?),
-                ("all_to_all_uneven", 1, g.all_to_all_uneven_start(&wide, (1, &sizes), (0, &vec![1; n]))?),
-                ("all_to_all_single", 1, g.all_to_all_single_start(x, &counts)?),
-                ("broadcast", 1, g.broadcast_start(x, n - 1)?),
-                ("scatter", 1, g.scatter_start(Some(x), (whole, DType::F32), 0, &sizes, n - 1)?),
-            ];
-            let of_root = [
-                ("reduce", n, g.reduce_start(x, 0, ReduceOp::Sum)?),
-                ("gather", 1, g.gather_start(x, 0, &vec![whole; n], n - 1)?),
-            ];
-            let several = [
-                ("all_reduce_coalesced", n, g.all_reduce_coalesced_start(&[x.clone(), x.clone()], ReduceOp::Sum)?),
-                ("broadcast_coalesced", 1, g.broadcast_coalesced_start(std::slice::from_ref(x), n - 1)?),
-                ("all_gather_coalesced", 1, g.all_gather_coalesced_start(&all)?),
-                ("reduce_scatter_coalesced", n, g.reduce_scatter_coalesced_start(&cut, ReduceOp::Sum)?),
-            ];
-            let into = [
-                ("all_gather_into", 1, &joined, g.all_gather_into_start(&joined, x, 0)?),
-                ("reduce_scatter_into", n, &piece, g.reduce_scatter_into_start(&piece, x, 0, ReduceOp::Sum)?),
-                ("all_to_all_into", 1, &exchanged, g.all_to_all_into_start(&exchanged, &wide, 1, 0)?),
-            ];
+            let mut open = Vec::new();
+            for (value, collective) in &collectives {
+                let x = match collective {
+                    Collective::AllToAll { .. } => memory.tensor.reshape((1, whole))?,
+                    _ => memory.tensor.clone(),
+                };
+                let tensors = vec![x.clone(); collective.cuts().len().max(1)];
+                let tensors = match collective {
+                    Collective::AllToAll { .. } => &tensors[..1],
+                    Collective::Scatter { .. } if g.rank() != root => &[],
+                    _ => &tensors[..],
+                };
+                let call = || match collective {
+                    Collective::Scatter { .. } => g.call(collective.clone()).of(whole, DType::F32),
+                    _ => g.call(collective.clone()),
+                };
+                open.push((value, collective, call().start_all(tensors)?));
+                if collective.all_have_results() && !tensors.is_empty() {
+                    let room =
+                        |nth| Tensor::zeros(&collective.output(nth, x.dims(), g.rank())[..], DType::F32, &Device::Cpu);
+                    let rooms = (0..tensors.len()).map(room).collect::<candle_core::Result<Vec<_>>>()?;
+                    let into = rooms.iter().fold(call(), |call, room| call.into(room));
+                    open.push((value, collective, into.start_all(tensors)?));
+                } else if collective.all_have_results() {
+                    open.push((value, collective, call().start_all(tensors)?));
+                }
+            }
             memory.write()?;
-            let named = |call: &str| format!("{call} of {} with {whole} elements", memory.what);
-            for (call, value, pending) in one {
-                check(&pending.wait()?, value, &named(call))?;
-            }
-            for (call, value, pending) in of_root {
-                pending.wait()?.map_or(Ok(()), |made| check(&made, value, &named(call)))?;
-            }
-            for (call, value, pending) in several {
-                pending.wait()?.iter().try_for_each(|made| check(made, value, &named(call)))?;
-            }
-            for (call, value, output, pending) in into {
-                pending.wait()?;
-                check(output, value, &named(call))?;
+            for (&value, collective, pending) in open {
+                let what = format!("{collective:?} of {} with {whole} elements", memory.what);
+                pending.wait()?.iter().try_for_each(|made| check(made, value, &what))?;
             }
         }
     }
@@ -124,7 +123,7 @@ pub(super) fn sent(ctx: &RankContext) -> Result<()> {
         for memory in writable(len)? {
             let tensor = memory.tensor.clone();
             g.send(&tensor, next)?;
-            let started = g.send_start(&tensor, next, 1)?;
+            let started = g.call(Collective::Send { to: next, tag: 1 }).start_all(std::slice::from_ref(&tensor))?;
             let batch = [tensor.clone(), tensor.clone()].map(|tensor| Message::Send { tensor, to: next, tag: 2 });
             g.batch_send_recv(&batch)?;
             memory.write()?;

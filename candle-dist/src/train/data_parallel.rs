@@ -3,7 +3,7 @@ use super::host::read_results;
 use super::sharded::{conflict, rows_of};
 use super::sync::buckets;
 use crate::row_changes::{RowChanges, exchange, share};
-use crate::{Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty, rows};
+use crate::{Collective, Cut, Error, Pending, ProcessGroup, ReduceOp, Result, SyncOptions, empty, rows};
 use crate::{sum_dtype, sync_params, verify_parameter_shapes};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, TensorId, Var};
@@ -254,7 +254,10 @@ impl DataParallel {
         let mut started = Vec::new();
         for bucket in &self.buckets {
             if let Some(flat) = self.flatten(bucket, grads, 1.0)? {
-                started.push((bucket.clone(), self.group.all_reduce_owned_start(flat, ReduceOp::Avg)?));
+                started.push((
+                    bucket.clone(),
+                    self.group.call(Collective::AllReduce(ReduceOp::Avg)).owned().start(&flat)?,
+                ));
             }
         }
         let average = 1.0 / self.group.size() as f64;
@@ -299,8 +302,8 @@ impl DataParallel {
             return Ok(());
         }
         let mine = Tensor::from_vec(mine, counts[self.group.rank()], &Device::Cpu)?;
-        let all = self.group.all_gather_uneven(&mine, 0, &counts)?.to_vec1()?;
-        Ok(gradient.replace(all, self.group.all_gather_uneven(&values, 0, &counts)?)?)
+        let all = self.group.call(Collective::all_gather(Cut::new(0, &counts))).run(&mine)?.to_vec1()?;
+        Ok(gradient.replace(all, self.group.call(Collective::all_gather(Cut::new(0, &counts))).run(&values)?)?)
     }
 
     #[track_caller]

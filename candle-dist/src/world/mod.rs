@@ -148,7 +148,7 @@ impl World {
     ///
     /// A send that would exceed the limit waits until the receiver has read enough, at most until the timeout of the
     /// call. If the receiver waits too, this is a deadlock and fails as such. One message of any size may always be
-    /// unread. [`send_start`](ProcessGroup::send_start) and [`batch_send_recv`](ProcessGroup::batch_send_recv) send
+    /// unread. [Started](crate::CollectiveCall::start_all) sends and [`batch_send_recv`](ProcessGroup::batch_send_recv) send
     /// without waiting.
     ///
     /// # Errors

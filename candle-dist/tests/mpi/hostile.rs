@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::backend::mpi::Settings;
 use candle_dist::init::InitOptions;
 use candle_dist::testing::GROUPS;
-use candle_dist::{Error, Message, Pending, RankContext, ReduceOp, Result, World};
+use candle_dist::{Collective, Cut, Error, Message, Pending, RankContext, ReduceOp, Result, World};
 use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -183,8 +183,8 @@ fn torn(ctx: &RankContext) -> Result<()> {
     for _ in 0..5 {
         let var = ones(LARGE)?;
         let view = var.as_detached_tensor().reshape((2, LARGE / 2))?.flatten_all()?;
-        let sum = g.all_reduce_start(&view, ReduceOp::Sum)?;
-        let sent = g.send_start(&view, other, 0)?;
+        let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&view)?;
+        let sent = g.call(Collective::Send { to: other, tag: 0 }).start_all(std::slice::from_ref(&view))?;
         g.send(&view, other)?;
         g.batch_send_recv(&[Message::Send { tensor: view.clone(), to: other, tag: 0 }])?;
         write(&var)?;
@@ -203,8 +203,8 @@ fn owned(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     for _ in 0..5 {
         let (first, second) = (ones(LARGE)?, ones(LARGE)?);
-        let sum = g.all_reduce_owned_start(first.as_detached_tensor(), ReduceOp::Sum)?;
-        let sent = g.send_owned_start(second.as_detached_tensor(), other, 0)?;
+        let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&first.as_detached_tensor())?;
+        let sent = g.call(Collective::Send { to: other, tag: 0 }).owned().start_all(&[second.as_detached_tensor()])?;
         std::thread::scope(|scope| {
             let writes = [&first, &second].map(|var| scope.spawn(move || write(var)));
             check(&g.recv(LARGE, DType::F32, other)?, 1.0, "a message")?;
@@ -214,7 +214,7 @@ fn owned(ctx: &RankContext) -> Result<()> {
         sent.wait()?;
         // Complete, though nobody has waited.
         let third = ones(LARGE)?;
-        let sum = g.all_reduce_owned_start(third.as_detached_tensor(), ReduceOp::Sum)?;
+        let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&third.as_detached_tensor())?;
         g.barrier()?;
         write(&third)?;
         check(&sum.wait()?, 2.0, "a sum that is complete")?;
@@ -235,14 +235,15 @@ fn written(ctx: &RankContext, start_and_write: fn(&RankContext, &Var) -> Result<
 
 fn written_unmade(ctx: &RankContext) -> Result<()> {
     written(ctx, |ctx, var| {
-        let _sum = ctx.group().all_reduce_owned_start(var.as_detached_tensor(), ReduceOp::Sum)?;
+        let _sum = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&var.as_detached_tensor())?;
         write(var)
     })
 }
 
 fn written_unread(ctx: &RankContext) -> Result<()> {
     written(ctx, |ctx, var| {
-        let _sent = ctx.group().send_owned_start(var.as_detached_tensor(), 1, 0)?;
+        let _sent =
+            ctx.group().call(Collective::Send { to: 1, tag: 0 }).owned().start_all(&[var.as_detached_tensor()])?;
         write(var)
     })
 }
@@ -252,7 +253,7 @@ fn freed(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let memory = candle_dist::FreeableTensor::new(Tensor::ones(LARGE, DType::F32, &Device::Cpu)?)?;
     g.send(&memory.tensor()?, other)?;
-    let sum = g.all_reduce_start(&memory.tensor()?, ReduceOp::Sum)?;
+    let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&memory.tensor()?)?;
     memory.free()?;
     let others: Vec<Tensor> =
         (0..4).map(|_| Tensor::full(9f32, LARGE, &Device::Cpu)).collect::<candle_core::Result<_>>()?;
@@ -263,11 +264,11 @@ fn freed(ctx: &RankContext) -> Result<()> {
 
 /// Calls of the backend, which copies nothing: a write in another thread waits.
 fn behind_the_backend(ctx: &RankContext) -> Result<()> {
-    use candle_dist::backend::{Call, Op};
+    use candle_dist::backend::{Call, Tensors};
     let backend = ctx.group().backend();
     let var = ones(LARGE)?;
-    let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &var, &[]) };
-    let started = backend.start(call, [var.as_detached_tensor()].into_iter().collect())?;
+    let call = Call::on(Collective::AllReduce(ReduceOp::Sum), &var);
+    let started = backend.start(call, [var.as_detached_tensor()].into_iter().collect(), Tensors::new())?;
     std::thread::scope(|scope| {
         let write = scope.spawn(|| write(&var));
         let mut made = started.finish()?.into_iter().map(|made| made.into_tensor());
@@ -279,14 +280,16 @@ fn behind_the_backend(ctx: &RankContext) -> Result<()> {
 fn many_dropped(ctx: &RankContext) -> Result<()> {
     let x = Tensor::ones(4, DType::F32, &Device::Cpu)?;
     for _ in 0..MANY {
-        drop(ctx.group().all_reduce_start(&x, ReduceOp::Sum)?);
+        drop(ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?);
     }
     ctx.group().barrier()
 }
 
 fn many_kept(ctx: &RankContext) -> Result<()> {
     let x = Tensor::ones(4, DType::F32, &Device::Cpu)?;
-    let calls = (0..MANY).map(|_| ctx.group().all_reduce_start(&x, ReduceOp::Sum)).collect::<Result<Vec<_>>>()?;
+    let calls = (0..MANY)
+        .map(|_| ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x))
+        .collect::<Result<Vec<_>>>()?;
     for (nth, sum) in Pending::wait_all(calls)?.iter().enumerate().step_by(1000) {
         check(sum, 2.0, &format!("call {nth}"))?;
     }
@@ -300,7 +303,7 @@ fn many_late(ctx: &RankContext) -> Result<()> {
         std::thread::sleep(Duration::from_secs(2));
     }
     for _ in 0..10_000 {
-        drop(ctx.group().all_reduce_start(&x, ReduceOp::Sum)?);
+        drop(ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?);
     }
     Ok(())
 }
@@ -319,7 +322,10 @@ fn flood(ctx: &RankContext, count: usize, to: usize, from: usize) -> Result<()> 
     let g = ctx.group();
     let (small, large) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
     for nth in 0..count {
-        g.send_owned(if nth % 5 == 0 { large.clone() } else { small.clone() }, to)?;
+        g.call(Collective::Send { to: to, tag: 0 })
+            .owned()
+            .run_all(&[if nth % 5 == 0 { large.clone() } else { small.clone() }])
+            .map(drop)?;
     }
     for nth in 0..count {
         let got = g.recv(if nth % 5 == 0 { 10_000 } else { 4 }, DType::F32, from)?;
@@ -337,10 +343,14 @@ fn flooded_tags(ctx: &RankContext) -> Result<()> {
     let len = |nth: u32| if nth.is_multiple_of(5) { 10_000 } else { 4 };
     for (tag, nth) in (0..TAGS).flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
         let x = Tensor::full(tag as f32, len(nth), &Device::Cpu)?;
-        drop(g.send_owned_start(x, other, tag)?);
+        drop(g.call(Collective::Send { to: other, tag: tag }).owned().start_all(&[x])?);
     }
     for (tag, nth) in (0..TAGS).rev().flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
-        check(&g.recv_start(len(nth), DType::F32, other, tag)?.wait()?, tag as f32, "a message")?;
+        check(
+            &g.call(Collective::Recv { from: Some(other), tag: tag }).of(len(nth), DType::F32).start(None)?.wait()?,
+            tag as f32,
+            "a message",
+        )?;
     }
     Ok(())
 }
@@ -350,7 +360,12 @@ fn flooded_calls(ctx: &RankContext) -> Result<()> {
     let n = ctx.world_size();
     let start = |nth: usize| {
         let x = Tensor::full(nth as f32, (if nth.is_multiple_of(5) { 2500 * n } else { n }, 2), &Device::Cpu)?;
-        ctx.group().all_to_all_start(&x, 0, 1)
+        ctx.group()
+            .call(Collective::AllToAll {
+                split: Cut::even(0, x.dims()[0] / ctx.group().size(), ctx.group().size()),
+                concat: Cut::even(1, x.dims()[1], ctx.group().size()),
+            })
+            .start(&x)
     };
     let calls = (0..5000).map(start).collect::<Result<Vec<_>>>()?;
     let all = Pending::wait_all(calls)?;
@@ -360,14 +375,15 @@ fn flooded_calls(ctx: &RankContext) -> Result<()> {
 fn flooded_large(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let x = Tensor::ones(1 << 20, DType::F32, &Device::Cpu)?;
-    (0..100).try_for_each(|_| g.send_owned(x.clone(), other))?;
+    (0..100)
+        .try_for_each(|_| g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(&[x.clone()]).map(drop))?;
     (0..100).try_for_each(|_| check(&g.recv(1 << 20, DType::F32, other)?, 1.0, "a message"))
 }
 
 fn unread_receive(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
-    drop(g.recv_start(LARGE, DType::F32, other, 0)?);
-    drop(g.recv_start(LARGE, DType::F32, other, 0)?);
+    drop(g.call(Collective::Recv { from: Some(other), tag: 0 }).of(LARGE, DType::F32).start(None)?);
+    drop(g.call(Collective::Recv { from: Some(other), tag: 0 }).of(LARGE, DType::F32).start(None)?);
     g.send(ones(LARGE)?.as_tensor(), other)
 }
 
@@ -389,9 +405,9 @@ fn unread_messages(ctx: &RankContext) -> Result<()> {
 fn calls_of_one_rank(ctx: &RankContext) -> Result<()> {
     if ctx.rank() == 1 {
         for _ in 0..10 {
-            drop(ctx.group().all_reduce_start(ones(LARGE)?.as_tensor(), ReduceOp::Sum)?);
-            drop(ctx.group().broadcast_start(ones(LARGE)?.as_tensor(), 1)?);
-            drop(ctx.group().barrier_start()?);
+            drop(ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(ones(LARGE)?.as_tensor())?);
+            drop(ctx.group().call(Collective::Broadcast { root: 1 }).start(ones(LARGE)?.as_tensor())?);
+            drop(ctx.group().call(Collective::Barrier).start_all(&[])?);
         }
     }
     Ok(())
@@ -402,8 +418,8 @@ fn failed_while_held(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let (first, second) = (ones(LARGE)?, ones(LARGE)?);
     g.barrier()?;
-    g.send_owned(first.as_detached_tensor(), other)?;
-    let sum = g.all_reduce_owned_start(second.as_detached_tensor(), ReduceOp::Sum)?;
+    g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(&[first.as_detached_tensor()]).map(drop)?;
+    let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&second.as_detached_tensor())?;
     if ctx.rank() == 0 {
         return Err(Error::Unsupported("no such file".into()));
     }

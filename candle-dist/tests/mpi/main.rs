@@ -10,10 +10,10 @@ mod hostile;
 
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candle_dist::backend::mpi::{Comm, Settings, Sums};
-use candle_dist::backend::{Call, Op};
+use candle_dist::backend::{Call, Cut, Tensors};
 use candle_dist::init::{Backend, InitOptions, LaunchInfo, init_process_group_with};
 use candle_dist::testing::{FAILURES, GROUPS};
-use candle_dist::{Error, RankContext, ReduceOp, Result, World};
+use candle_dist::{Collective, Error, RankContext, ReduceOp, Result, World};
 use std::ffi::{c_int, c_void};
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -243,7 +243,7 @@ fn resident() -> usize {
 /// Dropping a finished call frees its memory, without another message.
 fn dropped(ctx: &RankContext) -> Result<()> {
     let x = Tensor::full(1f32, 16 << 20, &Device::Cpu)?; // 64 MiB
-    let pending = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?;
+    let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
     while !pending.is_ready()? {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -258,19 +258,13 @@ fn dropped(ctx: &RankContext) -> Result<()> {
 fn with_a_gpu(ctx: &RankContext) -> Result<()> {
     let (n, root) = (ctx.world_size(), ctx.world_size() - 1);
     let x = Tensor::zeros(n, DType::F32, &Device::Cpu)?;
-    let ones = vec![1; n];
-    let call = Call {
-        peer: Some(root),
-        dims: [0].into_iter().collect(),
-        sizes: [ones.into_iter().collect()].into_iter().collect(),
-        ..Call::on(Op::Scatter, &x, &[])
-    };
+    let call = Call::on(Collective::Scatter { cut: Cut::even(0, 1, n), root }, &x);
     let backend = ctx.group().backend();
-    match ctx.rank() == root {
-        true => backend.run(Call { device: DeviceLocation::Cuda { gpu_id: 0 }, ..call }, [x].into_iter().collect()),
-        false => backend.run(call, [].into_iter().collect()),
-    }
-    .map(drop)
+    let (call, tensors) = match ctx.rank() == root {
+        true => (Call { device: DeviceLocation::Cuda { gpu_id: 0 }, ..call }, [x].into_iter().collect()),
+        false => (call, Tensors::new()),
+    };
+    backend.run(call, tensors, Tensors::new()).map(drop)
 }
 
 /// Prints a rank's error in a single write, because other ranks write to the same terminal.
@@ -291,7 +285,7 @@ fn heard(ctx: &RankContext, call: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 fn conform(ctx: &RankContext) -> Result<()> {
-    assert_eq!(ctx.group().backend_name(), "mpi");
+    assert_eq!(ctx.group().backend().name(), "mpi");
     for (name, list) in GROUPS {
         let began = Instant::now();
         let list = list.iter().filter(|case| case.least <= ctx.world_size());

@@ -1,6 +1,6 @@
 //! A backend for these tests only, which sends tensors through rank 0's store.
 use candle_core::{Device, Tensor};
-use candle_dist::backend::{Backend, Call, Fresh, Results, StartedCall, Tensors};
+use candle_dist::backend::{Backend, Call, Form, Fresh, Results, StartedCall, Tensors, fill};
 use candle_dist::control::{Control, group_id};
 use candle_dist::{Cause, Error, GroupFailure, Result};
 use std::sync::Arc;
@@ -41,7 +41,10 @@ impl Backend for StoreBackend {
     }
 
     /// Supports sums of f32 and barriers.
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
+        if call.collective.is_message() || call.form != Form::New {
+            return Err(self.unsupported("messages, calls in place and monitored ones"));
+        }
         let round = self.round.fetch_add(1, Ordering::Relaxed);
         let _entered = self.control.enter(self.group, &self.ranks, round, &call)?;
         let mine: Vec<f32> = match tensors.first() {
@@ -60,22 +63,14 @@ impl Backend for StoreBackend {
         }
         let results =
             tensors.iter().map(|tensor| Fresh::copy_of(&Tensor::from_vec(sum.clone(), tensor.shape(), &Device::Cpu)?));
-        results.collect()
+        fill(&outputs, results.collect::<Result<_>>()?)
     }
 
-    fn run_in_place(&self, _: Call, _: &Tensor) -> Result<()> {
-        Err(self.unsupported("calls in place"))
-    }
-
-    fn start(&self, _: Call, _: Tensors) -> Result<Box<dyn StartedCall>> {
+    fn start(&self, _: Call, _: Tensors, _: Tensors) -> Result<Box<dyn StartedCall>> {
         Err(self.unsupported("started calls"))
     }
 
-    fn send(&self, _: Call, _: Tensor) -> Result<()> {
-        Err(self.unsupported("messages"))
-    }
-
-    fn recv(&self, _: Call) -> Result<Tensor> {
+    fn recv(&self, _: Call, _: Option<&Tensor>) -> Result<(usize, Tensor)> {
         Err(self.unsupported("messages"))
     }
 
@@ -87,8 +82,8 @@ impl Backend for StoreBackend {
         Err(self.unsupported("subgroups"))
     }
 
-    fn fail(&self, message: &str) {
-        self.control.fail(Cause::Failed { rank: self.rank(), message: message.to_string() });
+    fn stop(&self, cause: Cause) {
+        self.control.fail(cause);
     }
 
     fn failure(&self) -> Option<Arc<GroupFailure>> {

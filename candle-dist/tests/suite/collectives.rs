@@ -1,7 +1,7 @@
 //! Collectives of the thread backend: definitions, errors and counts. `conformance` has the other tests.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{Error, Op, ProcessGroup, ReduceOp, Result, comm};
+use candle_dist::{Collective, Cut, Error, Op, ProcessGroup, ReduceOp, Result, comm};
 use test_utils::on_ranks;
 
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
@@ -67,7 +67,11 @@ fn gathers_and_scatters_of_uneven_pieces_on_every_dim() {
                         let whole = input(9, &shape, dtype)?;
                         let piece = whole.narrow(dim, start(&sizes, r), sizes[r])?;
                         let what = format!("dim {dim} sizes {sizes:?} {dtype:?}");
-                        assert_same(&g.all_gather_uneven(&piece, dim, &sizes)?.contiguous()?, &whole, &what);
+                        assert_same(
+                            &g.call(Collective::all_gather(Cut::new(dim, &sizes))).run(&piece)?.contiguous()?,
+                            &whole,
+                            &what,
+                        );
                         for root in [0, n - 1] {
                             let gathered = g.gather(&piece, dim, &sizes, root)?;
                             assert_eq!(gathered.is_some(), r == root);
@@ -81,7 +85,8 @@ fn gathers_and_scatters_of_uneven_pieces_on_every_dim() {
                         let mine = input(r, &shape, dtype)?;
                         let sum = reduced(n, &shape, dtype, ReduceOp::Sum);
                         let want = sum.narrow(dim, start(&sizes, r), sizes[r])?.contiguous()?;
-                        let got = g.reduce_scatter_uneven(&mine, dim, &sizes, ReduceOp::Sum)?;
+                        let got =
+                            g.call(Collective::reduce_scatter(Cut::new(dim, &sizes), ReduceOp::Sum)).run(&mine)?;
                         assert_same(&got, &want, &what);
                     }
                 }
@@ -124,7 +129,10 @@ fn broadcast_send_recv_and_barrier() {
             if n > 1 {
                 let (next, before) = ((r + 1) % n, (r + n - 1) % n);
                 g.send(&input(r, &[2, 3], DType::BF16)?.t()?, next)?;
-                g.send_owned(input(r + 10, &[1], DType::F64)?, next)?;
+                g.call(Collective::Send { to: next, tag: 0 })
+                    .owned()
+                    .run_all(&[input(r + 10, &[1], DType::F64)?])
+                    .map(drop)?;
                 let first = g.recv((3, 2), DType::BF16, before)?;
                 assert_same(&first, &input(before, &[2, 3], DType::BF16)?.t()?.contiguous()?, "first");
                 assert_same(&g.recv(1, DType::F64, before)?, &input(before + 10, &[1], DType::F64)?, "second");
@@ -221,9 +229,13 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     refused("root", &["broadcast", "rank 2 is outside", "0 to 1"], |g| g.broadcast(&x(), 2));
     refused("dim", &["all_gather", "dim 2", "[3, 4]"], |g| g.all_gather(&x(), 2));
     refused("indivisible", &["reduce_scatter", "does not divide by 2"], |g| g.reduce_scatter(&x(), 0, ReduceOp::Sum));
-    refused("sizes", &["[1, 1]", "dim 0"], |g| g.reduce_scatter_uneven(&x(), 0, &[1, 1], ReduceOp::Sum));
-    refused("count", &["[3]", "2 ranks"], |g| g.all_gather_uneven(&x(), 0, &[3]));
-    refused("same dim", &["two different dims"], |g| g.all_to_all_uneven(&x(), (0, &[2, 1]), (0, &[3, 3])));
+    refused("sizes", &["[1, 1]", "dim 0"], |g| {
+        g.call(Collective::reduce_scatter(Cut::new(0, &[1, 1]), ReduceOp::Sum)).run(&x())
+    });
+    refused("count", &["[3]", "2 ranks"], |g| g.call(Collective::all_gather(Cut::new(0, &[3]))).run(&x()));
+    refused("same dim", &["two different dims"], |g| {
+        g.call(Collective::AllToAll { split: Cut::new(0, &[2, 1]), concat: Cut::new(0, &[3, 3]) }).run(&x())
+    });
     refused("routes", &["do not cut dim 0", "[1, 1]"], |g| g.all_to_all_single(&x(), &[[1, 1], [1, 1]]));
     refused("no table", &["expected 2 counts for each of 2 ranks"], |g| g.all_to_all_single(&x(), &[[3]]));
     refused("self", &["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()));
@@ -232,7 +244,9 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
         g.reduce(&x().to_dtype(DType::U32)?, 0, ReduceOp::Avg).map(|_| x())
     });
     refused("dtype", &["recv", "f4", "cast to one of"], |g| g.recv(1, DType::F4, 1 - g.rank()));
-    refused("overflow", &["do not cut dim 0"], |g| g.reduce_scatter_uneven(&x(), 0, &[usize::MAX, 4], ReduceOp::Sum));
+    refused("overflow", &["do not cut dim 0"], |g| {
+        g.call(Collective::reduce_scatter(Cut::new(0, &[usize::MAX, 4]), ReduceOp::Sum)).run(&x())
+    });
     refused("twice", &["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(|_| x()));
 }
 

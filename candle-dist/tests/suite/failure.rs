@@ -1,9 +1,9 @@
 //! If one rank fails, every rank gets the same error soon, and the group stays closed.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::functional::Exchange;
+use candle_dist::functional::Step;
 use candle_dist::init::InitOptions;
-use candle_dist::{Cause, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, World};
+use candle_dist::{Cause, Collective, Cut, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, World};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -189,7 +189,7 @@ fn a_failure_inside_a_backward_pass_is_the_typed_one() {
     let (send, errors) = mpsc::channel();
     let outcome = Ranks::new(2, "backward").run(move |ctx| -> Result<()> {
         let v = Var::from_tensor(&x(&[2]))?;
-        let loss = Exchange::to_varying().apply(&v, ctx.group())?.sum_all()?;
+        let loss = Step::ToVarying.apply(&v, ctx.group())?.sum_all()?;
         if ctx.rank() == 1 {
             return Ok(()); // the other one's backward pass waits for this one's
         }
@@ -210,7 +210,7 @@ fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
             if ctx.rank() == 1 {
                 return ctx.group().recv(1, DType::F32, 0).map(drop); // which never comes
             }
-            let pending = ctx.group().all_reduce_start(&x(&[1]), ReduceOp::Sum)?;
+            let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x(&[1]))?;
             let error = if waits { pending.wait().map(drop) } else { ctx.group().recv(1, DType::F32, 1).map(drop) };
             send.send(error.unwrap_err()).unwrap();
             Ok(())
@@ -269,8 +269,8 @@ fn started_sends_pass_full_mailboxes_and_one_message_of_any_size_fits() {
         let (g, other) = (ctx.group(), 1 - ctx.rank());
         let large = Tensor::zeros(100_000, DType::F32, &Device::Cpu)?;
         g.send(&large, other)?;
-        let first = g.send_start(x, other, 0)?;
-        let second = g.send_start(x, other, 0)?;
+        let first = g.call(Collective::Send { to: other, tag: 0 }).start_all(std::slice::from_ref(x))?;
+        let second = g.call(Collective::Send { to: other, tag: 0 }).start_all(std::slice::from_ref(x))?;
         g.barrier()?;
         assert!(!second.is_ready()?);
         g.barrier()?;
@@ -289,14 +289,18 @@ fn sends_may_be_waited_for_before_the_receives_that_were_started() {
     small_mailboxes(|ctx, x| {
         let (g, other) = (ctx.group(), 1 - ctx.rank());
         for late in [2, 0, 1] {
-            let sends = (0..3).map(|tag| g.send_start(x, other, tag)).collect::<Result<Vec<_>>>()?;
+            let sends = (0..3)
+                .map(|tag| g.call(Collective::Send { to: other, tag: tag }).start_all(std::slice::from_ref(x)))
+                .collect::<Result<Vec<_>>>()?;
             let output = Tensor::ones(1000, DType::F32, &Device::Cpu)?;
-            let into = g.recv_into_start(&output, other, 0)?;
+            let into = g.call(Collective::Recv { from: Some(other), tag: 0 }).into(&output).start(None)?;
             if late == ctx.rank() {
                 // Longer than the search for a deadlock takes.
                 std::thread::sleep(Duration::from_millis(700));
             }
-            let receives = (1..3).map(|tag| g.recv_start(1000, DType::F32, other, tag)).collect::<Result<Vec<_>>>()?;
+            let receives = (1..3)
+                .map(|tag| g.call(Collective::Recv { from: Some(other), tag: tag }).of(1000, DType::F32).start(None))
+                .collect::<Result<Vec<_>>>()?;
             Pending::wait_all(sends)?;
             let received = Pending::wait_all(receives)?;
             into.wait()?;
@@ -352,8 +356,19 @@ fn outputs_in_memory_of_another_rank_are_one_error() {
                     _ => (own.narrow(0, 0, 2)?, shared.clone()),
                 };
                 let made = match started {
-                    false => ctx.group().all_gather_into(&output, &input, 0),
-                    true => ctx.group().all_gather_into_start(&output, &input, 0)?.wait(),
+                    false => ctx
+                        .group()
+                        .call(Collective::all_gather(Cut::even(0, input.dims()[0], ctx.group().size())))
+                        .into(&output)
+                        .run(&input)
+                        .map(drop),
+                    true => ctx
+                        .group()
+                        .call(Collective::all_gather(Cut::even(0, input.dims()[0], ctx.group().size())))
+                        .into(&output)
+                        .start(&input)?
+                        .wait()
+                        .map(drop),
                 };
                 Ok(made.map_or_else(|error| error.to_string(), |()| "fine".to_string()))
             });
@@ -395,7 +410,13 @@ fn a_group_and_a_call_have_timeouts_of_their_own() {
 
 #[test]
 fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
-    World::local(4).run(|ctx| (0..5).try_for_each(|_| ctx.group().monitored_barrier(Duration::from_secs(20)))).unwrap();
+    World::local(4)
+        .run(|ctx| {
+            (0..5).try_for_each(|_| {
+                ctx.group().call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)
+            })
+        })
+        .unwrap();
     for missing in [vec![0], vec![3], vec![1, 2], vec![1, 2, 3]] {
         let texts = Mutex::new(Vec::new());
         let outcome = World::local(4).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
@@ -403,7 +424,13 @@ fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
             if missing.contains(&ctx.rank()) {
                 std::thread::sleep(Duration::from_millis(700));
             }
-            let error = ctx.group().monitored_barrier(Duration::from_millis(100)).unwrap_err();
+            let error = ctx
+                .group()
+                .call(Collective::Barrier)
+                .monitored(Duration::from_millis(100))
+                .run_all(&[])
+                .map(drop)
+                .unwrap_err();
             texts.lock().unwrap().push(error.to_string());
             Err(error)
         });
@@ -433,7 +460,7 @@ fn monitored_barriers_of_two_groups_on_two_threads_do_not_meet_each_other() {
                             std::thread::sleep(Duration::from_millis(300));
                             late.fetch_add(1 << (8 * nth), Ordering::SeqCst);
                         }
-                        group.monitored_barrier(Duration::from_secs(20))?;
+                        group.call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)?;
                         assert!(late.load(Ordering::SeqCst) >> (8 * nth) & 0xff > 0, "before the other rank came");
                         Ok(())
                     }
@@ -454,11 +481,11 @@ fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls()
                 std::thread::sleep(Duration::from_millis(500));
             }
             let hasty = ctx.group().with_timeout(Duration::from_millis(50))?;
-            ctx.group().monitored_barrier(Duration::from_secs(20))?;
+            ctx.group().call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)?;
             if ctx.rank() == 0 {
                 std::thread::sleep(Duration::from_millis(500));
             }
-            hasty.monitored_barrier(Duration::from_secs(20))
+            hasty.call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)
         })
         .unwrap();
 }
@@ -486,11 +513,11 @@ fn ask_of_a_deserter<T: std::fmt::Debug>(start: fn(&ProcessGroup) -> Result<Pend
 
 #[test]
 fn what_waits_for_a_rank_that_has_returned_is_ready_to_fail() {
-    ask_of_a_deserter(|group| group.recv_start(3, DType::F32, 1, 0));
-    ask_of_a_deserter(|group| group.all_reduce_start(&x(&[3]), ReduceOp::Sum));
+    ask_of_a_deserter(|group| group.call(Collective::Recv { from: Some(1), tag: 0 }).of(3, DType::F32).start(None));
+    ask_of_a_deserter(|group| group.call(Collective::AllReduce(ReduceOp::Sum)).start(&x(&[3])));
     ask_of_a_deserter(|group| {
-        drop(group.send_start(&x(&[3]), 1, 0)?);
-        group.send_start(&x(&[3]), 1, 0)
+        drop(group.call(Collective::Send { to: 1, tag: 0 }).start_all(std::slice::from_ref(&x(&[3])))?);
+        group.call(Collective::Send { to: 1, tag: 0 }).start_all(std::slice::from_ref(&x(&[3])))
     });
 }
 

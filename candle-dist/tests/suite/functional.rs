@@ -1,8 +1,8 @@
-//! Every pair of exchanges: the backward step is the adjoint of the forward step, and both make the expected calls.
+//! Every step: its transpose is its adjoint, and both make the expected calls.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::functional::{Cut, Exchange};
-use candle_dist::{Error, Op, ProcessGroup, ReduceOp, Result, comm};
+use candle_dist::functional::Step;
+use candle_dist::{Cut, Error, Op, ProcessGroup, ReduceOp, Result, comm};
 use itertools::iproduct;
 use test_utils::on_ranks;
 
@@ -25,7 +25,7 @@ use State::{Invariant, Own, Same};
 /// One row of the table of pairs: the states of the input, of the output and of the output's gradient.
 struct Pair {
     name: &'static str,
-    exchange: Exchange,
+    step: Step,
     shape: [usize; 3],
     input: State,
     output: State,
@@ -48,9 +48,9 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
     // A different count for each pair of ranks, some of them zero.
     let routes: Vec<Vec<usize>> = sizes.iter().map(|a| other_sizes.iter().map(|b| (a * 2 + b) % 4).collect()).collect();
     let routed = [routes[rank].iter().sum(), OTHER, OTHER];
-    let row = |name, exchange, shape, (input, output, gradient), (forward, backward)| Pair {
+    let row = |name, step, shape, (input, output, gradient), (forward, backward)| Pair {
         name,
-        exchange,
+        step,
         shape,
         input,
         output,
@@ -60,47 +60,47 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
     };
     let (reduce, gather, scatter) = (Some(Op::AllReduce), Some(Op::AllGather), Some(Op::ReduceScatter));
     vec![
-        row("all_reduce", Exchange::all_reduce(), whole, (Own, Invariant, Invariant), (reduce, None)),
-        row("to_varying", Exchange::to_varying(), whole, (Invariant, Own, Own), (None, reduce)),
-        row("to_invariant", Exchange::to_invariant(), whole, (Same, Invariant, Invariant), (None, None)),
-        row("all_gather", Exchange::all_gather(cut()), piece, (Own, Own, Own), (gather, scatter)),
+        row("all_reduce", Step::AllReduce(ReduceOp::Sum), whole, (Own, Invariant, Invariant), (reduce, None)),
+        row("to_varying", Step::ToVarying, whole, (Invariant, Own, Own), (None, reduce)),
+        row("to_invariant", Step::ToInvariant, whole, (Same, Invariant, Invariant), (None, None)),
+        row("all_gather", Step::AllGather { cut: cut(), varying: true }, piece, (Own, Own, Own), (gather, scatter)),
         row(
             "all_gather_invariant",
-            Exchange::all_gather_invariant(cut()),
+            Step::AllGather { cut: cut(), varying: false },
             piece,
             (Own, Invariant, Invariant),
             (gather, None),
         ),
-        row("slice", Exchange::slice(cut()), whole, (Invariant, Own, Own), (None, gather)),
-        row("slice_varying", Exchange::slice_varying(cut()), whole, (Own, Own, Own), (None, None)),
-        row("zero_pad", Exchange::zero_pad(cut()), piece, (Own, Own, Own), (None, None)),
-        row("reduce_scatter", Exchange::reduce_scatter(cut()), whole, (Own, Own, Own), (scatter, gather)),
-        row("to_partial", Exchange::to_partial(), whole, (Invariant, Own, Same), (None, None)),
-        row("to_partial_varying", Exchange::to_partial_varying(), whole, (Own, Own, Own), (None, None)),
+        row("slice", Step::Slice { cut: cut(), varying: false }, whole, (Invariant, Own, Own), (None, gather)),
+        row("slice_varying", Step::Slice { cut: cut(), varying: true }, whole, (Own, Own, Own), (None, None)),
+        row("pad", Step::Pad(cut()), piece, (Own, Own, Own), (None, None)),
+        row("reduce_scatter", Step::ReduceScatter(cut()), whole, (Own, Own, Own), (scatter, gather)),
+        row("to_partial", Step::ToPartial { varying: false }, whole, (Invariant, Own, Same), (None, None)),
+        row("to_partial_varying", Step::ToPartial { varying: true }, whole, (Own, Own, Own), (None, None)),
         row(
             "all_to_all",
-            Exchange::all_to_all(Cut::new(other, other_sizes), cut()),
+            Step::AllToAll { split: Cut::new(other, other_sizes), concat: cut() },
             crossed,
             (Own, Own, Own),
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),
         row(
             "recut",
-            Exchange::recut(cut(), Cut::new(dim, &sizes.iter().rev().copied().collect::<Vec<_>>())),
+            Step::Recut { from: cut(), to: Cut::new(dim, &sizes.iter().rev().copied().collect::<Vec<_>>()) },
             piece,
             (Own, Own, Own),
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),
         row(
             "windows",
-            Exchange::windows(cut(), windows(sizes)),
+            Step::Windows { cut: cut(), windows: windows(sizes) },
             piece,
             (Own, Own, Own),
             (Some(Op::AllToAll), Some(Op::AllToAll)),
         ),
         row(
             "all_to_all_single",
-            Exchange::all_to_all_single(&routes),
+            Step::all_to_all_single(&routes),
             routed,
             (Own, Own, Own),
             (Some(Op::AllToAll), Some(Op::AllToAll)),
@@ -153,7 +153,7 @@ fn for_every_pair(check: fn(&ProcessGroup, &Pair) -> Result<()>) {
 fn the_backward_step_is_the_adjoint_of_the_forward_step() {
     for_every_pair(|group, pair| {
         let x = Var::from_tensor(&numbers(&pair.shape, 1, pair.input, group.rank())?)?;
-        let y = pair.exchange.clone().apply(&x, group)?;
+        let y = pair.step.clone().apply(&x, group)?;
         let g = numbers(y.dims(), 2, pair.gradient, group.rank())?;
         let loss = (&y * &g)?.sum_all()?;
         let grads = loss.backward()?;
@@ -170,7 +170,7 @@ fn the_backward_step_is_the_adjoint_of_the_forward_step() {
 fn invariant_values_and_gradients_are_alike_on_all_ranks() {
     for_every_pair(|group, pair| {
         let x = Var::from_tensor(&numbers(&pair.shape, 1, pair.input, group.rank())?)?;
-        let y = pair.exchange.clone().apply(&x, group)?;
+        let y = pair.step.clone().apply(&x, group)?;
         let alike = |t: &Tensor| -> Result<bool> {
             let max = group.all_reduce(&t.detach(), ReduceOp::Max)?;
             Ok(max.to_vec3::<f64>()? == t.to_vec3::<f64>()?)
@@ -192,7 +192,7 @@ fn invariant_values_and_gradients_are_alike_on_all_ranks() {
 fn each_step_communicates_what_the_table_says() {
     for_every_pair(|group, pair| {
         let x = Var::from_tensor(&numbers(&pair.shape, 1, pair.input, group.rank())?)?;
-        let (y, forward) = comm::record(|| pair.exchange.clone().apply(&x, group));
+        let (y, forward) = comm::record(|| pair.step.clone().apply(&x, group));
         let loss = y?.sum_all()?;
         let (grads, backward) = comm::record(|| loss.backward());
         grads?;
@@ -209,9 +209,9 @@ fn each_step_communicates_what_the_table_says() {
 fn what_is_not_tracked_stays_so() {
     for_every_pair(|group, pair| {
         let x = numbers(&pair.shape, 1, pair.input, group.rank())?;
-        let y = pair.exchange.clone().apply(&x, group)?;
+        let y = pair.step.clone().apply(&x, group)?;
         assert!(!y.track_op(), "{}", pair.name);
-        let tracked = pair.exchange.clone().apply(Var::from_tensor(&x)?.as_tensor(), group)?;
+        let tracked = pair.step.clone().apply(Var::from_tensor(&x)?.as_tensor(), group)?;
         assert!(tracked.track_op(), "{}", pair.name);
         assert_eq!(y.to_vec3::<f64>()?, tracked.to_vec3::<f64>()?, "{}", pair.name);
         Ok(())
@@ -223,7 +223,7 @@ fn a_known_result_is_not_communicated_again() {
     on_ranks(3, "known", |ctx| -> Result<()> {
         let (group, sizes) = (ctx.group(), [2, 0, 1]);
         let x = Var::from_tensor(&numbers(&[sizes[ctx.rank()], 4], 1, Own, ctx.rank())?)?;
-        let pair = || Exchange::all_gather(Cut::new(0, &sizes));
+        let pair = || Step::AllGather { cut: Cut::new(0, &sizes), varying: true };
         let y = pair().apply(&x, group)?;
         let (known, counts) = comm::record(|| pair().with_known_result(&x, &y, group));
         let known = known?;
@@ -242,7 +242,7 @@ fn a_known_result_is_not_communicated_again() {
 fn a_result_does_not_alias_the_variable_it_came_from() {
     on_ranks(2, "alias", |ctx| -> Result<()> {
         let x = Var::from_tensor(&Tensor::ones((2, 2), DType::F64, &Device::Cpu)?)?;
-        let y = Exchange::to_varying().apply(&x, ctx.group())?;
+        let y = Step::ToVarying.apply(&x, ctx.group())?;
         x.set(&Tensor::zeros((2, 2), DType::F64, &Device::Cpu)?)?;
         assert_eq!(y.to_vec2::<f64>()?, [[1.0; 2]; 2]);
         Ok(())
@@ -254,31 +254,31 @@ fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
     let texts = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
         let x = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
         let wrong = [
-            Exchange::all_gather(Cut::new(0, &[3, 3])),
-            Exchange::all_gather(Cut::new(2, &[4, 4])),
-            Exchange::all_gather(Cut::new(0, &[4])),
-            Exchange::reduce_scatter(Cut::new(0, &[1, 2])),
-            Exchange::all_to_all(Cut::new(1, &[1, 2]), Cut::new(1, &[3, 3])),
-            Exchange::all_to_all(Cut::new(1, &[2, 2]), Cut::new(0, &[4, 4])),
-            Exchange::slice(Cut::new(0, &[3, 3])),
-            Exchange::slice(Cut::new(0, &[4])),
-            Exchange::slice(Cut::new(2, &[1, 1])),
-            Exchange::zero_pad(Cut::new(0, &[3, 3])),
-            Exchange::zero_pad(Cut::new(2, &[4, 4])),
-            Exchange::recut(Cut::new(0, &[4, 4]), Cut::new(0, &[3, 4])),
-            Exchange::recut(Cut::new(0, &[4, 4]), Cut::new(1, &[4, 4])),
-            Exchange::recut(Cut::new(0, &[3, 3]), Cut::new(0, &[2, 4])),
-            Exchange::windows(Cut::new(0, &[3, 3]), vec![0..3, 3..6]),
-            Exchange::windows(Cut::new(0, &[4, 4]), vec![0..8; 1]),
-            Exchange::windows(Cut::new(2, &[4, 4]), vec![0..8, 0..8]),
+            Step::AllGather { cut: Cut::new(0, &[3, 3]), varying: true },
+            Step::AllGather { cut: Cut::new(2, &[4, 4]), varying: true },
+            Step::AllGather { cut: Cut::new(0, &[4]), varying: true },
+            Step::ReduceScatter(Cut::new(0, &[1, 2])),
+            Step::AllToAll { split: Cut::new(1, &[1, 2]), concat: Cut::new(1, &[3, 3]) },
+            Step::AllToAll { split: Cut::new(1, &[2, 2]), concat: Cut::new(0, &[4, 4]) },
+            Step::Slice { cut: Cut::new(0, &[3, 3]), varying: false },
+            Step::Slice { cut: Cut::new(0, &[4]), varying: false },
+            Step::Slice { cut: Cut::new(2, &[1, 1]), varying: false },
+            Step::Pad(Cut::new(0, &[3, 3])),
+            Step::Pad(Cut::new(2, &[4, 4])),
+            Step::Recut { from: Cut::new(0, &[4, 4]), to: Cut::new(0, &[3, 4]) },
+            Step::Recut { from: Cut::new(0, &[4, 4]), to: Cut::new(1, &[4, 4]) },
+            Step::Recut { from: Cut::new(0, &[3, 3]), to: Cut::new(0, &[2, 4]) },
+            Step::Windows { cut: Cut::new(0, &[3, 3]), windows: vec![0..3, 3..6] },
+            Step::Windows { cut: Cut::new(0, &[4, 4]), windows: vec![0..8; 1] },
+            Step::Windows { cut: Cut::new(2, &[4, 4]), windows: vec![0..8, 0..8] },
         ];
         let mut texts = Vec::new();
-        for exchange in wrong {
-            let (result, counts) = comm::record(|| exchange.clone().apply(&x, ctx.group()));
+        for step in wrong {
+            let (result, counts) = comm::record(|| step.clone().apply(&x, ctx.group()));
             assert_eq!(counts.total(), 0);
             match result {
                 Err(Error::InvalidArgument { reason, .. }) => texts.push(reason),
-                other => panic!("{exchange:?}: {other:?}"),
+                other => panic!("{step:?}: {other:?}"),
             }
         }
         ctx.group().barrier()?;
@@ -295,12 +295,12 @@ fn shares_of_a_value_of_16_bits_add_up_to_it() {
         let x = Var::from_tensor(&Tensor::new(values, &Device::Cpu)?.to_dtype(DType::BF16)?)?;
         let want = x.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         let wide = |t: &Tensor| Ok::<_, Error>(t.to_dtype(DType::F32)?.to_vec1::<f32>()?);
-        for exchange in [Exchange::to_partial(), Exchange::to_partial_varying()] {
-            let sum = ctx.group().all_reduce(&exchange.apply(&x, ctx.group())?, ReduceOp::Sum)?;
+        for step in [Step::ToPartial { varying: false }, Step::ToPartial { varying: true }] {
+            let sum = ctx.group().all_reduce(&step.apply(&x, ctx.group())?, ReduceOp::Sum)?;
             assert_eq!(wide(&sum)?, want);
         }
         // The shares of the gradient too.
-        let loss = (Exchange::to_invariant().apply(&x, ctx.group())? * x.detach())?.sum_all()?;
+        let loss = (Step::ToInvariant.apply(&x, ctx.group())? * x.detach())?.sum_all()?;
         let shares = loss.backward()?.get(&x).unwrap().clone();
         assert_eq!(wide(&ctx.group().all_reduce(&shares, ReduceOp::Sum)?)?, want);
         Ok(())
@@ -314,7 +314,7 @@ fn a_recut_sends_only_what_changes_hands() {
         let whole = Tensor::arange(0f64, 72., &Device::Cpu)?.reshape((3, 24))?;
         let piece =
             |sizes: [usize; 4]| whole.narrow(1, sizes[..ctx.rank()].iter().sum::<usize>().min(23), sizes[ctx.rank()]);
-        let recut = Exchange::recut(Cut::new(1, &from), Cut::new(1, &to));
+        let recut = Step::Recut { from: Cut::new(1, &from), to: Cut::new(1, &to) };
         let (moved, counts) = comm::record(|| recut.apply(&piece(from)?, ctx.group()));
         assert_eq!(moved?.to_vec2::<f64>()?, piece(to)?.to_vec2::<f64>()?);
         assert_eq!(counts.total_bytes(), [2, 4, 6, 0][ctx.rank()] * 3 * 8, "{counts}");
@@ -335,8 +335,8 @@ fn windows_send_only_rows_that_a_rank_lacks_and_pad_with_zeros() {
         // Wider than the pieces of the neighbors, narrower than the piece, outside of the whole, nothing.
         let all = [vec![-3..5, 1..1, 3..4, -9..-7], vec![0..6, 0..6, 0..6, 0..6], vec![7..9, 5..8, -1..1, 2..2]];
         for windows in all {
-            let exchange = Exchange::windows(Cut::new(1, &sizes), windows.clone());
-            let (got, counts) = comm::record(|| exchange.apply(&mine, ctx.group()));
+            let step = Step::Windows { cut: Cut::new(1, &sizes), windows: windows.clone() };
+            let (got, counts) = comm::record(|| step.apply(&mine, ctx.group()));
             let window = &windows[me];
             let want = padded.narrow(1, (window.start + 9) as usize, window.len())?;
             assert_eq!(got?.to_vec2::<f64>()?, want.to_vec2::<f64>()?, "{windows:?}");
@@ -349,7 +349,7 @@ fn windows_send_only_rows_that_a_rank_lacks_and_pad_with_zeros() {
             assert_eq!(counts.total_bytes(), rows * 3 * 8, "{windows:?}: {counts}");
         }
         // Each rank has the rows of its window.
-        let own = Exchange::windows(Cut::new(1, &sizes), vec![-2..1, 3..3, 2..5, 5..7]);
+        let own = Step::Windows { cut: Cut::new(1, &sizes), windows: vec![-2..1, 3..3, 2..5, 5..7] };
         let (got, counts) = comm::record(|| own.apply(&mine, ctx.group()));
         assert_eq!((got?.dim(1)?, counts.total()), ([3, 0, 3, 2][me], 0));
         Ok(())
@@ -362,7 +362,7 @@ fn windows_send_only_rows_that_a_rank_lacks_and_pad_with_zeros() {
 fn gradients_of_16_bit_windows_are_rounded_once() {
     on_ranks(4, "16-bit windows", |ctx| -> Result<()> {
         let x = Var::ones(1, DType::BF16, &Device::Cpu)?;
-        let windows = Exchange::windows(Cut::new(0, &[1; 4]), vec![0..4; 4]);
+        let windows = Step::Windows { cut: Cut::new(0, &[1; 4]), windows: vec![0..4; 4] };
         let seen = windows.apply(x.as_tensor(), ctx.group())?;
         let factor = if ctx.rank() == 0 { 256.0 } else { 1.0 };
         let grads = seen.affine(factor, 0.0)?.sum_all()?.backward()?;
@@ -376,7 +376,7 @@ fn gradients_of_16_bit_windows_are_rounded_once() {
 fn a_known_result_of_another_shape_is_refused() {
     on_ranks(2, "known result", |ctx| -> Result<()> {
         let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
-        let gather = || Exchange::all_gather(Cut::new(0, &[2, 2]));
+        let gather = || Step::AllGather { cut: Cut::new(0, &[2, 2]), varying: true };
         let whole = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
         assert_eq!(gather().with_known_result(&x, &whole, ctx.group())?.dims(), [4, 3]);
         for wrong in [whole.narrow(0, 0, 3)?, whole.to_dtype(DType::F64)?] {

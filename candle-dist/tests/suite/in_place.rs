@@ -1,7 +1,7 @@
 //! In-place collectives of threads: large tensors are processed in pieces. `conformance` checks the results.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{ReduceOp, Result};
+use candle_dist::{Collective, ReduceOp, Result};
 use test_utils::{Ranks, on_ranks};
 
 fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
@@ -35,7 +35,7 @@ fn a_mismatch_leaves_the_variable_as_it_was() {
     let error = Ranks::new(2, "mismatch").run(|ctx| -> Result<()> {
         let len = 100_000 + ctx.rank();
         let var = Var::from_tensor(&input(ctx.rank(), &[len], DType::F32)?)?;
-        let outcome = ctx.group().all_reduce_in_place(&var, ReduceOp::Sum);
+        let outcome = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).in_place(&var);
         assert_same(&var, &input(ctx.rank(), &[len], DType::F32)?, "the variable")?;
         outcome
     });
@@ -46,7 +46,7 @@ fn a_mismatch_leaves_the_variable_as_it_was() {
 fn ranks_that_share_a_variable_broadcast_it_at_no_cost() {
     let shared = Var::new(&[1f32, 2.0], &Device::Cpu).unwrap();
     let values = on_ranks(3, "shared", move |ctx| -> Result<Vec<f32>> {
-        ctx.group().broadcast_in_place(&shared, 1)?;
+        ctx.group().call(Collective::Broadcast { root: 1 }).in_place(&shared)?;
         Ok(shared.to_vec1()?)
     });
     assert_eq!(values, [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]);
@@ -58,8 +58,8 @@ fn forms_that_differ_are_a_mismatch_at_any_size() {
         let outcome = Ranks::new(3, "forms").run(move |ctx| -> Result<()> {
             let (g, x) = (ctx.group(), Tensor::ones(len, DType::F32, &Device::Cpu)?);
             match ctx.rank() {
-                0 => g.all_reduce_in_place(&Var::from_tensor(&x)?, ReduceOp::Sum),
-                1 => g.all_reduce_start(&x, ReduceOp::Sum)?.wait().map(drop),
+                0 => g.call(Collective::AllReduce(ReduceOp::Sum)).in_place(&Var::from_tensor(&x)?),
+                1 => g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?.wait().map(drop),
                 _ => g.all_reduce(&x, ReduceOp::Sum).map(drop),
             }
         });

@@ -1,7 +1,7 @@
 //! Started calls that finish in another order, coalesced calls that differ, and messages with tags.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use candle_dist::{Cause, Error, Message, ReduceOp, Result};
+use candle_dist::{Cause, Collective, Cut, Error, Message, ReduceOp, Result};
 use std::time::Duration;
 use test_utils::{Ranks, on_ranks};
 
@@ -20,7 +20,7 @@ fn coalesced_lists_that_differ_are_a_mismatch() {
     let outcome = Ranks::new(2, "lists").run(|ctx| -> Result<()> {
         let shapes: &[usize] = if ctx.rank() == 0 { &[2, 3] } else { &[2, 4] };
         let tensors: Vec<Tensor> = shapes.iter().map(|&n| input(0, &[n], DType::F32)).collect::<Result<_, _>>()?;
-        ctx.group().all_reduce_coalesced(&tensors, ReduceOp::Sum).map(drop)
+        ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).run_all(&tensors).map(drop)
     });
     assert!(outcome.unwrap_err().to_string().contains("shape differs"));
 }
@@ -33,11 +33,28 @@ fn pending_calls_may_be_waited_for_in_any_order() {
             let x = input(r, &[n, 2], DType::F32)?;
             for reverse in [false, true] {
                 let mut open = vec![
-                    (g.all_reduce_start(&x, ReduceOp::Sum)?, g.all_reduce(&x, ReduceOp::Sum)?),
-                    (g.all_gather_start(&x, 1)?, g.all_gather(&x, 1)?),
-                    (g.reduce_scatter_start(&x, 0, ReduceOp::Avg)?, g.reduce_scatter(&x, 0, ReduceOp::Avg)?),
-                    (g.all_to_all_start(&x, 0, 1)?, g.all_to_all(&x, 0, 1)?),
-                    (g.broadcast_start(&x, 0)?, g.broadcast(&x, 0)?),
+                    (g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?, g.all_reduce(&x, ReduceOp::Sum)?),
+                    (
+                        g.call(Collective::all_gather(Cut::even(1, x.dims()[1], g.size()))).start(&x)?,
+                        g.all_gather(&x, 1)?,
+                    ),
+                    (
+                        g.call(Collective::reduce_scatter(
+                            Cut::even(0, x.dims()[0] / g.size(), g.size()),
+                            ReduceOp::Avg,
+                        ))
+                        .start(&x)?,
+                        g.reduce_scatter(&x, 0, ReduceOp::Avg)?,
+                    ),
+                    (
+                        g.call(Collective::AllToAll {
+                            split: Cut::even(0, x.dims()[0] / g.size(), g.size()),
+                            concat: Cut::even(1, x.dims()[1], g.size()),
+                        })
+                        .start(&x)?,
+                        g.all_to_all(&x, 0, 1)?,
+                    ),
+                    (g.call(Collective::Broadcast { root: 0 }).start(&x)?, g.broadcast(&x, 0)?),
                 ];
                 // Each rank waits in its own order.
                 open.rotate_left(r % 4);
@@ -58,13 +75,13 @@ fn a_pending_call_is_ready_when_all_have_started_it() {
     on_ranks(2, "ready", |ctx| -> Result<()> {
         let (g, x) = (ctx.group(), input(0, &[4], DType::F32)?);
         if ctx.rank() == 0 {
-            let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+            let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
             assert!(!pending.is_ready()?);
             g.send(&x, 1)?; // only now does rank 1 start
             assert_same(&pending.wait()?, &(x * 2.0)?);
         } else {
             g.recv(4, DType::F32, 0)?;
-            let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+            let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
             assert!(pending.is_ready()?);
             pending.wait()?;
         }
@@ -76,7 +93,7 @@ fn a_pending_call_is_ready_when_all_have_started_it() {
 fn a_variable_may_change_while_a_call_is_pending() {
     on_ranks(3, "variable", |ctx| -> Result<()> {
         let var = Var::ones(1000, DType::F32, &Device::Cpu)?;
-        let pending = ctx.group().all_reduce_start(&var, ReduceOp::Sum)?;
+        let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(var.as_tensor())?;
         var.set(&var.zeros_like()?)?;
         assert_same(&pending.wait()?, &(Tensor::ones(1000, DType::F32, &Device::Cpu)? * 3.0)?);
         Ok(())
@@ -87,7 +104,7 @@ fn a_variable_may_change_while_a_call_is_pending() {
 fn a_dropped_pending_call_lets_the_others_go_on() {
     on_ranks(3, "dropped", |ctx| -> Result<()> {
         let (g, x) = (ctx.group(), input(0, &[4], DType::F32)?);
-        let pending = g.all_reduce_start(&x, ReduceOp::Sum)?;
+        let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
         if ctx.rank() == 1 {
             drop(pending);
         } else {
@@ -102,7 +119,7 @@ fn waiting_for_a_rank_that_never_starts_is_an_error() {
     let outcome = Ranks::new(2, "never").deadline(Duration::from_secs(5)).run(|ctx| -> Result<()> {
         let x = input(0, &[4], DType::F32)?;
         if ctx.rank() == 0 {
-            let error = ctx.group().all_reduce_start(&x, ReduceOp::Sum)?.wait().unwrap_err();
+            let error = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?.wait().unwrap_err();
             assert!(matches!(&error, Error::Group(f) if f.cause == Cause::Returned { rank: 1 }), "{error}");
         }
         Ok(())

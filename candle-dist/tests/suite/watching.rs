@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::comm::{self, CommCounts, Count, Event, Log, Part, trace};
-use candle_dist::functional::{Cut, Exchange};
-use candle_dist::{Op, RankContext, ReduceOp, Result};
+use candle_dist::functional::Step;
+use candle_dist::{Collective, Cut, Op, RankContext, ReduceOp, Result};
 use serde_json::Value;
 use std::fmt::Debug;
 use std::panic::AssertUnwindSafe;
@@ -91,7 +91,7 @@ fn a_call_that_is_started_shows_its_start_and_its_wait() {
     let waits = on_ranks(2, "start and wait", |ctx| -> Result<_> {
         let (made, counts) = comm::record(|| {
             Log::of(|| {
-                let pending = ctx.group().all_reduce_start(&x(), ReduceOp::Sum)?;
+                let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x())?;
                 if ctx.rank() == 0 {
                     ctx.group().send(&x(), 1)?; // the other rank starts after it
                 }
@@ -136,7 +136,7 @@ fn a_backward_pass_is_logged_where_its_forward_was_called() {
         let v = Var::from_tensor(&x())?;
         let log = Log::start();
         let line = line!() + 1;
-        let whole = Exchange::all_gather(Cut::new(0, &[2, 2])).apply(&v, ctx.group())?;
+        let whole = Step::AllGather { cut: Cut::new(0, &[2, 2]), varying: true }.apply(&v, ctx.group())?;
         let loss = whole.sqr()?.sum_all()?;
         assert_eq!(log.events().len(), 1);
         loss.backward()?;
@@ -331,7 +331,7 @@ fn calls_are_spans_for_those_who_subscribe() {
         with_default(&subscriber, || -> Result<()> {
             ctx.group().all_reduce(&x(), ReduceOp::Sum)?;
             ctx.group().broadcast(&x(), 1)?;
-            let pending = ctx.group().all_reduce_start(&x(), ReduceOp::Sum)?;
+            let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x())?;
             let outer = tracing::info_span!("mine").entered();
             pending.wait()?;
             drop(outer);

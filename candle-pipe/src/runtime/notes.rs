@@ -5,7 +5,7 @@
 //! for processes.
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use candle_dist::{ProcessGroup, Store};
+use candle_dist::{Collective, ProcessGroup, Store};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -68,10 +68,18 @@ impl Notes {
         match self {
             Self::Messages => {
                 let count = numbers.len();
-                drop(group.send_owned_start(Tensor::from_vec(numbers, count, &Device::Cpu)?, to, tag)?);
+                drop(group.call(Collective::Send { to: to, tag: tag }).owned().start_all(&[Tensor::from_vec(
+                    numbers,
+                    count,
+                    &Device::Cpu,
+                )?])?);
                 if !text.is_empty() {
                     let count = text.len();
-                    drop(group.send_owned_start(Tensor::from_vec(text, count, &Device::Cpu)?, to, tag)?);
+                    drop(group.call(Collective::Send { to: to, tag: tag }).owned().start_all(&[Tensor::from_vec(
+                        text,
+                        count,
+                        &Device::Cpu,
+                    )?])?);
                 }
             }
             Self::Stored(stored) => {

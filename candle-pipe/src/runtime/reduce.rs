@@ -3,7 +3,7 @@ use super::Runtime;
 use crate::{Error, Result, Value, grads};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
-use candle_dist::{PendingGrads, ReduceOp, empty, rows, sum_dtype};
+use candle_dist::{Collective, PendingGrads, ReduceOp, empty, rows, sum_dtype};
 use std::collections::{HashMap, HashSet};
 
 /// The reductions of one step.
@@ -35,7 +35,7 @@ impl<'a> Reductions<'a> {
         let has_changed = shared.changes.iter().any(|changes| !changes.is_empty());
         let present = present.chain([f32::from(u8::from(has_changed))]);
         mine.push(Tensor::from_iter(present, shared.parameters[0].device())?);
-        let mut sums = ranks.all_reduce_coalesced(&mine, ReduceOp::Sum)?;
+        let mut sums = ranks.call(Collective::AllReduce(ReduceOp::Sum)).run_all(&mine)?;
         let present = sums.pop().map(|present| Ok::<_, Error>(ranks.to_host(&present)?.to_vec1::<f32>()?));
         let mut present = present.transpose()?.unwrap_or_default();
         if present.pop().is_some_and(|has_changed| has_changed > 0.0) {

@@ -8,7 +8,7 @@ use super::outline::Outline;
 use crate::schedule::{Action, Flow, Message};
 use crate::{Error, Result, Value};
 use candle_core::{Shape, Tensor};
-use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_dist::{Collective, DeviceMesh, ProcessGroup};
 use std::collections::HashMap;
 
 /// The numbers in a head: the identity of the message, and the length of the chain of computations before it. The text
@@ -64,7 +64,7 @@ impl<'a> Wire<'a> {
     /// one afterwards.
     #[track_caller]
     fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
-        drop(self.group.send_owned_start(tensor, to, TAG)?);
+        drop(self.group.call(Collective::Send { to: to, tag: TAG }).owned().start_all(&[tensor])?);
         Ok(())
     }
 

@@ -17,7 +17,7 @@ use crate::tensor::{Origin, VarEntry, VarName, VarRegistry, Variable};
 use crate::{Error, Result, scoped};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_dist::backend::{Fresh, Ready};
-use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp, add_grad};
+use candle_dist::{Collective, DeviceMesh, ProcessGroup, ReduceOp, add_grad};
 use itertools::Itertools;
 use rustc_hash::FxHasher;
 use std::cell::{Cell, RefCell};
@@ -241,7 +241,7 @@ fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Variable, Tensor)
     }
     sums.push(Tensor::cat(&tail, 0)?);
     for group in over.groups()? {
-        sums = group.with_description(description.clone()).all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+        sums = group.with_description(description.clone()).call(Collective::AllReduce(ReduceOp::Sum)).run_all(&sums)?;
     }
     let header = sums.pop().map(|header| Ok::<_, Error>(over.mesh.to_host(&header)?.to_vec1::<f64>()?));
     let header = header.transpose()?.unwrap_or_default();
@@ -276,7 +276,7 @@ fn sum_alone(over: &MeshAxes, variable: &Variable, grad: &Tensor) -> Result<Tens
     };
     let description: Arc<str> = format!("the gradient of {}", listed(name)).into();
     for group in over.groups()? {
-        sums = group.with_description(description.clone()).all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+        sums = group.with_description(description.clone()).call(Collective::AllReduce(ReduceOp::Sum)).run_all(&sums)?;
     }
     if let Some(total) = sums.get(1) {
         let total = over.mesh.to_host(total)?.to_vec1::<f64>()?;

@@ -8,8 +8,8 @@ use crate::autograd::order::{self, Span};
 use crate::autograd::{hooks, nesting};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
-use candle_dist::functional::Cut;
-use candle_dist::{GradMark, ReduceOp, add_grad, sum_dtype};
+use candle_dist::backend::Cuts;
+use candle_dist::{Collective, Cut, GradMark, ReduceOp, add_grad, sum_dtype};
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::thread::LocalKey;
@@ -124,7 +124,7 @@ impl Unit {
             return Ok(());
         }
         let has_all = has_all(&held, &grads);
-        let (mut pieces, mut wholes, mut present) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut pieces, mut wholes, mut cuts, mut present) = (Vec::new(), Vec::new(), Cuts::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
             let Some(cut) = held.cut.clone() else {
                 // Its gradient stays partial until `Parameters::reduce`, as those outside of units do.
@@ -137,17 +137,19 @@ impl Unit {
             let zeros = || Tensor::zeros(whole.shape(), sum_dtype(whole.dtype()), whole.device());
             let grad = grad.map_or_else(zeros, Ok)?;
             let dtype = self.shared.options.reduce_dtype.unwrap_or_else(|| grad.dtype());
-            wholes.push((grad.to_dtype(dtype)?, cut));
+            wholes.push(grad.to_dtype(dtype)?);
+            cuts.push(cut);
             pieces.push(held.piece.clone());
         }
         drop(held);
-        let Some((first, _)) = wholes.first() else { return Ok(()) };
+        let Some(first) = wholes.first() else { return Ok(()) };
         if !has_all {
             let present = Tensor::new(&present[..], first.device())?.unsqueeze(0)?.repeat((group.size(), 1))?;
-            wholes.push((present, Cut::new(0, &vec![1; group.size()])));
+            wholes.push(present);
+            cuts.push(Cut::even(0, 1, group.size()));
         }
         // Nobody writes to gradients that have left the pass.
-        let sums = group.reduce_scatter_coalesced_owned_start(wholes, ReduceOp::Sum)?;
+        let sums = group.call(Collective::ReduceScatter(cuts, ReduceOp::Sum)).owned().start_all(&wholes)?;
         let before = self.shared.progress().reducing.replace(Reducing { pieces, sums, has_all, group });
         before.map_or(Ok(()), Reducing::finish)
     }

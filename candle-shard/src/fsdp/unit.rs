@@ -40,9 +40,8 @@ use crate::layout::{Replicate, axes_of, chunk_sizes};
 use crate::tensor::Variable;
 use crate::{DTensor, Result};
 use candle_core::{DType, Shape, Tensor, Var};
-use candle_dist::backend::Dims;
-use candle_dist::functional::Cut;
-use candle_dist::{FreeableTensor, PendingTensors, ProcessGroup, empty};
+use candle_dist::backend::{Cuts, Dims};
+use candle_dist::{Collective, Cut, FreeableTensor, PendingTensors, ProcessGroup, empty};
 use std::sync::{Arc, Mutex, Weak};
 
 /// A unit, used only by the thread of one rank.
@@ -201,10 +200,10 @@ impl Unit {
         let held = lock(&self.held);
         // Copied, as a variable may change before all ranks have read it, and to see later whether it has.
         let pieces = held.iter().filter_map(|held| Some((held.cast(), held.cut.clone()?)));
-        let pieces = pieces.map(|(sent, cut)| Ok((sent?, cut))).collect::<candle_core::Result<Vec<_>>>()?;
+        let (sent, cuts): (Vec<_>, Cuts) = pieces.unzip();
+        let sent = sent.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
         drop(held);
-        let sent = pieces.iter().map(|(sent, _)| sent.clone()).collect();
-        let pending = self.group().all_gather_coalesced_owned_start(pieces)?;
+        let pending = self.group().call(Collective::AllGather(cuts)).owned().start_all(&sent)?;
         Ok(Coming { pending, sent, changes: counts::changes() })
     }
 

@@ -1,7 +1,7 @@
 //! Step 1: all ranks learn which rows each rank looks up, or all return the same error.
 use crate::{Error, Result, kernels};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::ProcessGroup;
+use candle_dist::{Collective, Cut, ProcessGroup};
 use itertools::Itertools;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -82,7 +82,7 @@ pub(crate) fn gather_inputs<T: Tell>(
     let mine = mine.or_else(|reason| Error::op(op, reason))?;
     let counts: Vec<usize> = headers().map(|(count, ..)| count as usize).collect();
     let ids = Tensor::from_slice(mine.wanted(), counts[group.rank()], &Device::Cpu)?;
-    let mut rest = group.all_gather_uneven(&ids, 0, &counts)?.to_vec1::<u32>()?;
+    let mut rest = group.call(Collective::all_gather(Cut::new(0, &counts))).run(&ids)?.to_vec1::<u32>()?;
     let mut wanted: Vec<Wanted> = counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
     wanted.reverse();
     Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }))

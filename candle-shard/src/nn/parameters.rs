@@ -5,7 +5,7 @@ use crate::layout::{Replicate, RowsOf, Spec};
 use crate::{DTensor, Error, Result, checkpoint};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use candle_dist::{ClipGradNorm, DeviceMesh, GradMark, ReduceOp, empty, sum_dtype};
+use candle_dist::{ClipGradNorm, Collective, DeviceMesh, GradMark, ReduceOp, empty, sum_dtype};
 use itertools::Itertools;
 use std::collections::HashMap;
 use std::path::Path;
@@ -289,7 +289,7 @@ impl Parameters {
             partial.push(Tensor::from_iter(present, first.var.device())?);
             let names = varying.iter().map(|p| p.name.as_str());
             let group = mesh.axis_group(axis)?.with_description(format!("gradients of {}", shared::listed(names)));
-            let mut sums = group.all_reduce_coalesced(&partial, ReduceOp::Sum)?;
+            let mut sums = group.call(Collective::AllReduce(ReduceOp::Sum)).run_all(&partial)?;
             let present = sums.pop().map(|present| Ok::<_, Error>(group.to_host(&present)?.to_vec1::<f32>()?));
             let present = present.transpose()?.unwrap_or_default();
             for ((p, sum), _) in varying.iter().zip(sums).zip(present).filter(|(_, present)| *present > 0.0) {

@@ -7,7 +7,7 @@ use crate::rules::{self, Row, Rows, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::{DType, Tensor};
-use candle_dist::functional::Exchange;
+use candle_dist::functional::Step;
 use candle_dist::{ReduceOp, empty};
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -257,7 +257,7 @@ fn join(values: &Tensor, op: ReduceOp, logits: &DTensor, axes: &[usize]) -> Resu
     axes.iter().try_fold(values.clone(), |values, &axis| {
         let group = &logits.described(logits.mesh().axis_group(axis)?.clone(), 1 << axis);
         Ok(match op {
-            ReduceOp::Sum => Exchange::to_varying().apply(&Exchange::all_reduce().apply(&values, group)?, group)?,
+            ReduceOp::Sum => Step::ToVarying.apply(&Step::AllReduce(op).apply(&values, group)?, group)?,
             _ => group.all_reduce(&values, op)?,
         })
     })

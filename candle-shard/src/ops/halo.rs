@@ -5,8 +5,8 @@ use crate::rules::{self, OpSpec};
 use crate::{DTensor, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor};
-use candle_dist::functional::{Cut, Exchange};
-use candle_dist::{ProcessGroup, ReduceOp};
+use candle_dist::functional::Step;
+use candle_dist::{Cut, ProcessGroup, ReduceOp};
 use smallvec::smallvec;
 use std::ops::Range;
 
@@ -49,7 +49,7 @@ impl Halo {
             // Without elements, a rank needs none.
             if size == 0 { 0..0 } else { window(end - size as isize..end) }
         });
-        Ok(Exchange::windows(self.cut.clone(), windows.collect()).apply(local, &self.group)?)
+        Ok(Step::Windows { cut: self.cut.clone(), windows: windows.collect() }.apply(local, &self.group)?)
     }
 }
 

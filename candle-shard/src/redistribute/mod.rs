@@ -1,10 +1,10 @@
 //! Moves a tensor from one layout to another, gradient included.
 //!
-//! `table.rs` defines the transforms and their costs; `moves.rs` orders them. They derive the moves of an op's spec or of
+//! `table.rs` defines the steps and their costs; `moves.rs` orders them. They derive the moves of an op's spec or of
 //! [`DTensor::redistribute`] only from the layouts; this file runs them.
 //!
 //! Gathers for varying uses and sums of partials are kept with a tracked tensor, so that several uses share them.
-mod conversion;
+mod explained;
 mod moves;
 mod table;
 mod target;
@@ -16,23 +16,21 @@ use crate::layout::{Axes, Placement, axes_of};
 use crate::{Result, explain};
 use candle_dist::ProcessGroup;
 use candle_dist::backend::called_from;
-use candle_dist::functional::Exchange;
-pub(crate) use conversion::conversion;
-use moves::How;
+use candle_dist::functional::Step;
+pub(crate) use explained::explained_input;
 pub(crate) use moves::{Move, Moves, moves};
 use smallvec::SmallVec;
 use std::panic::Location;
-use table::Transform;
 pub(crate) use table::cost;
 pub(crate) use target::{Target, Targets};
 
 impl DTensor {
     /// Redistributes the tensor to another layout, with one placement per axis.
     ///
-    /// Communicates only what the table of transforms requires; if the tensor already has the layout, the call is free.
+    /// Communicates only what the table of steps requires; if the tensor already has the layout, the call is free.
     ///
     /// # Errors
-    /// If the placements do not fit the tensor, or the table of transforms cannot produce a partial placement.
+    /// If the placements do not fit the tensor, or the table of steps cannot produce a partial placement.
     #[track_caller]
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         self.spec().derive(placements, self.dims())?;
@@ -59,7 +57,7 @@ impl DTensor {
         }
         let mut explained = explain::open("redistribute");
         if let Some(explained) = &mut explained {
-            explained.note([conversion(self, &moves, 0)], moves.last().map(|last| &last.spec));
+            explained.note([explained_input(self, &moves, 0)], moves.last().map(|last| &last.spec));
         }
         let moved = self.moved(&moves);
         if let Some(explained) = &mut explained {
@@ -75,21 +73,20 @@ impl DTensor {
 
     fn take_move(&self, next: &Move) -> Result<Self> {
         let axes = axes_of(&next.axes);
-        let transform = match next.how {
-            How::Rename => {
+        match next.step {
+            Step::Identity => {
                 let renamed = Self::assemble(self.to_local().clone(), next.spec.clone(), next.varying);
                 return Ok(renamed.made_locally_of(self).aliasing(self).moved_from(self, axes));
             }
-            How::View => return self.varying_view(next.axes[0]),
-            How::Row(transform) => transform,
-        };
+            Step::ToVarying => return self.varying_view(next.axes[0]),
+            _ => {}
+        }
         let make = || {
-            let way = (self.spec(), &*next.spec);
-            let local =
-                transform.run(self.to_local(), way, &next.axes, &self.described(self.group_of(&next.axes)?, axes))?;
+            let group = self.described(self.group_of(&next.axes)?, axes);
+            let local = next.step.apply(self.to_local(), &group)?;
             let made = Self::assemble(local, next.spec.clone(), next.varying).moved_from(self, axes);
-            Ok(match (transform, &next.axes[..]) {
-                (Transform::Gather { varying: false }, &[axis]) => made.gathered_from(self, axis),
+            Ok(match (&next.step, &next.axes[..]) {
+                (Step::AllGather { varying: false, .. }, &[axis]) => made.gathered_from(self, axis),
                 _ => made,
             })
         };
@@ -123,10 +120,10 @@ impl DTensor {
             let gathered = self.trail().and_then(|trail| trail.gathered.as_ref());
             if let Some((source, _)) = gathered.filter(|(source, a)| *a == axis && source.varying() == self.varying()) {
                 let dim = source.placements()[axis].shard_dim().unwrap_or(0);
-                let pair = Exchange::all_gather(source.spec().cut(axis, dim));
-                return Ok(pair.with_known_result(source.to_local(), self.to_local(), group)?);
+                let gather = Step::AllGather { cut: source.spec().cut(axis, dim), varying: true };
+                return Ok(gather.with_known_result(source.to_local(), self.to_local(), group)?);
             }
-            Ok(Exchange::to_varying().apply(self.to_local(), group)?)
+            Ok(Step::ToVarying.apply(self.to_local(), group)?)
         })?;
         Ok(self.viewed(local, varying))
     }

@@ -2,11 +2,12 @@
 //!
 //! Shards are gathered from the inner axis outwards and cut from the outer axis inwards, so that at every move an axis
 //! cuts the part that the outer axes leave. Several axes with the same change share one move.
-use super::table::{MovedAxes, Transform};
+use super::table::{self, MovedAxes};
 use super::target::Target;
 use crate::layout::{Axes, Partial, Placement, Replicate, Shard, Spec, axes_of};
 use crate::{DTensor, Error, Result};
 use candle_dist::ReduceOp;
+use candle_dist::functional::Step;
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 
@@ -14,7 +15,8 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Move {
     pub(super) axes: MovedAxes,
-    pub(super) how: How,
+    /// What changes: nothing on axes with one rank, where every placement is the same tensor.
+    pub(crate) step: Step,
     /// The layout after the move.
     pub(crate) spec: Arc<Spec>,
     pub(super) varying: Axes,
@@ -26,35 +28,10 @@ pub(crate) struct Move {
     pub(crate) received: usize,
 }
 
-/// The action of a move.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum How {
-    /// A new placement on an axis with one rank, where every placement is the same tensor.
-    Rename,
-    /// The same data, with gradients that are summed.
-    View,
-    /// A row of the table of transforms.
-    Row(Transform),
-}
-
 /// The moves to a layout.
 pub(crate) type Moves = SmallVec<[Move; 2]>;
 
 impl Move {
-    /// Returns whether ranks send data to each other.
-    pub(crate) fn communicates(&self) -> bool {
-        matches!(self.how, How::Row(transform) if transform.communicates())
-    }
-
-    /// Returns the name of the move or of its collective.
-    pub(crate) fn name(&self) -> &'static str {
-        match self.how {
-            How::Rename => "rename",
-            How::View => "view",
-            How::Row(transform) => transform.name(),
-        }
-    }
-
     /// Returns the names of the axes, joined by commas.
     pub(crate) fn axis_names(&self) -> String {
         let names = self.spec.mesh().names();
@@ -128,15 +105,16 @@ impl Way<'_> {
     }
 
     /// Adds a move of `axes` to a layout.
-    fn push(&mut self, (axes, how): (MovedAxes, How), spec: Spec, varying: Axes, kept: bool) {
-        let (bytes, received) = match how {
-            How::Row(transform) => {
-                (transform.bytes(&self.at, &spec, &axes), transform.received(&self.at, &axes, spec.sizes(axes[0])))
+    fn push(&mut self, (axes, step): (MovedAxes, Step), spec: Spec, varying: Axes, kept: bool) {
+        let (bytes, received) = match step {
+            Step::Identity | Step::ToVarying => (0, 0),
+            _ => {
+                let received = table::received(&self.at, &axes, spec.placements()[axes[0]], spec.sizes(axes[0]));
+                (table::bytes(&step, &self.at, &spec), received.unwrap_or(0))
             }
-            _ => (0, 0),
         };
         let spec = spec.shared();
-        self.moves.push(Move { axes, how, spec: spec.clone(), varying, kept, bytes, received });
+        self.moves.push(Move { axes, step, spec: spec.clone(), varying, kept, bytes, received });
         (self.at, self.varying) = (spec, varying);
     }
 
@@ -157,7 +135,7 @@ impl Way<'_> {
         spec.place(axis, to, target.sizes);
         let varying = self.varying & !bit;
         if self.at.mesh().shape()[axis] == 1 {
-            self.push((smallvec![axis], How::Rename), spec, varying, false);
+            self.push((smallvec![axis], Step::Identity), spec, varying, false);
             return Ok(());
         }
         if (from, to) == (Replicate, Partial(sum)) && self.at.dtype().is_int() {
@@ -166,17 +144,15 @@ impl Way<'_> {
         }
         let is_gathered = from.shard_dim().is_some() && to == Replicate;
         let varies = if is_gathered { self.vary & bit != 0 } else { self.varying & bit != 0 };
-        let transform = Transform::between(from, to, varies);
-        let transform =
-            transform.filter(|transform| !self.tracked || !matches!(transform, Transform::Reduce(op) if *op != sum));
-        let Some(transform) = transform else {
+        let step = table::step(&self.at, &spec, &[axis], varies);
+        let Some(step) = step.filter(|step| !self.tracked || step.transpose().is_some()) else {
             let fix = "partial placements are results of ops, and only sums of them carry a gradient on";
             let reason = format!("no way from {from} to {to} on axis {axis} of {}: {fix}", self.at);
             return Error::op("redistribute", reason);
         };
         let gathered = if is_gathered && varies { bit } else { 0 };
         let kept = gathered != 0 || from == Partial(sum) && !sized;
-        self.push((smallvec![axis], How::Row(transform)), spec, varying | gathered, kept);
+        self.push((smallvec![axis], step), spec, varying | gathered, kept);
         if from.is_partial() {
             self.view(axis);
         }
@@ -188,16 +164,18 @@ impl Way<'_> {
         let bit: Axes = 1 << axis;
         if self.at.placements()[axis] == Replicate && self.vary & bit != 0 && self.tracked && self.varying & bit == 0 {
             let spec = Spec::clone(&self.at);
-            self.push((smallvec![axis], How::View), spec, self.varying | bit, false);
+            self.push((smallvec![axis], Step::ToVarying), spec, self.varying | bit, false);
         }
     }
 
-    /// Moves several axes to their targets in one move.
-    fn transform_jointly(&mut self, axes: MovedAxes, to: Placement, transform: Transform, varying: Axes) {
+    /// Moves several axes to their targets in one move; `varies` says whether a gathered whole is varying.
+    fn transform_jointly(&mut self, axes: MovedAxes, to: Placement, varies: bool, varying: Axes) {
         let mut spec = Spec::clone(&self.at);
         axes.iter().for_each(|&axis| spec.place(axis, to, self.targets[axis].sizes.clone()));
         let kept = axes.iter().all(|&axis| self.targets[axis].sizes.is_none());
-        self.push((axes, How::Row(transform)), spec, varying, kept);
+        if let Some(step) = table::step(&self.at, &spec, &axes, varies) {
+            self.push((axes, step), spec, varying, kept);
+        }
     }
 
     /// Gathers in one move the inner axes that shard a dim and become replicated.
@@ -215,7 +193,7 @@ impl Way<'_> {
                 continue;
             }
             let varying = self.varying | self.vary & bits;
-            self.transform_jointly(axes, Replicate, Transform::Gather { varying: self.tracked }, varying);
+            self.transform_jointly(axes, Replicate, self.tracked, varying);
         }
     }
 
@@ -237,10 +215,10 @@ impl Way<'_> {
             match to {
                 _ if axes.len() < 2 => {}
                 Shard(_) if sum && (0..self.targets.len()).all(free) => {
-                    self.transform_jointly(axes, to, Transform::ReduceScatter, self.varying);
+                    self.transform_jointly(axes, to, false, self.varying);
                 }
                 Replicate if sum || !self.tracked => {
-                    self.transform_jointly(axes, to, Transform::Reduce(op), self.varying);
+                    self.transform_jointly(axes, to, false, self.varying);
                 }
                 _ => {}
             }

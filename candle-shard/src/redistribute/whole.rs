@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, WithDType};
 use candle_dist::ReduceOp;
 use candle_dist::backend::called_from;
-use candle_dist::functional::Exchange;
+use candle_dist::functional::Step;
 use smallvec::SmallVec;
 use std::panic::Location;
 
@@ -22,7 +22,7 @@ impl DTensor {
             let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
             varying.into_iter().try_fold(local, |local, axis| {
                 let group = whole.described(self.mesh().axis_group(axis)?.clone(), 1 << axis);
-                Ok(Exchange::to_invariant().apply(&local, &group)?)
+                Ok(Step::ToInvariant.apply(&local, &group)?)
             })
         })
     }

@@ -82,7 +82,7 @@ mod unasked;
 
 use crate::explain;
 use crate::layout::{Placement, Spec};
-use crate::redistribute::{Moves, Target, Targets, conversion};
+use crate::redistribute::{Moves, Target, Targets, explained_input};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::{Dims, called_from, line_of};
@@ -170,7 +170,7 @@ fn run_known(
     let mut explained = explain::open(op);
     if let Some(explained) = &mut explained {
         let sums = |x: &DTensor| if x.tracked() { op_spec.vary & !x.varying() } else { 0 };
-        let convert = |(&x, moves): (&&DTensor, &Moves)| conversion(x, moves, sums(x));
+        let convert = |(&x, moves): (&&DTensor, &Moves)| explained_input(x, moves, sums(x));
         explained.note(inputs.iter().zip(&op_spec.inputs).map(convert), &op_spec.outs);
     }
     let laid_out: SmallVec<[DTensor; 3]> = called_from(site, || {

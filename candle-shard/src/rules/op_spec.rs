@@ -2,7 +2,7 @@
 use super::row::{Row, Signature};
 use crate::DTensor;
 use crate::layout::{Axes, Placements, Replicate, Sizes, Spec};
-use crate::redistribute::{Move, Moves, Target, Targets, cost, moves};
+use crate::redistribute::{Moves, Target, Targets, cost, moves};
 use crate::{Error, Result};
 use candle_core::DType;
 use candle_dist::backend::Dims;
@@ -79,7 +79,7 @@ impl OpSpec {
         }
         let lays: SmallVec<[Moves; 3]> =
             targets.iter().zip(inputs).map(|(targets, input)| moves(input, targets, vary)).collect::<Result<_>>()?;
-        let communicates = lays.iter().flatten().any(Move::communicates);
+        let communicates = lays.iter().flatten().any(|next| next.step.communicates());
         let placements: Placements = out.iter().map(|to| to.placement).collect();
         let spec = |(out, shape, dtype): &(&[Target], Dims, DType)| {
             let mut spec = Spec::new(inputs[0].mesh(), &placements, shape.as_slice(), *dtype)?;

@@ -18,9 +18,10 @@ pub(super) fn unasked(
         return Ok(());
     }
     let moving = inputs.iter().zip(&op_spec.inputs).map(|(input, moves)| {
-        let steps = moves.iter().filter(|step| step.communicates());
-        let steps = steps.map(|step| {
-            format!("by {} over {}, {} bytes received by a rank at most", step.name(), step.axis_names(), step.received)
+        let sent = moves.iter().filter(|next| next.step.communicates());
+        let steps = sent.map(|next| {
+            let (name, axes, received) = (next.step.name(), next.axis_names(), next.received);
+            format!("by {name} over {axes}, {received} bytes received by a rank at most")
         });
         (input.spec(), steps.collect_vec())
     });

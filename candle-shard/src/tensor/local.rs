@@ -2,7 +2,7 @@
 use crate::layout::{Partial, Placement, Replicate, Shard, Sizes, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::functional::Exchange;
+use candle_dist::functional::Step;
 use candle_dist::{DeviceMesh, ReduceOp};
 use std::collections::BTreeMap;
 
@@ -53,9 +53,9 @@ impl DTensor {
             Ok(match at {
                 Shard(_) if gradient == at => None,
                 Replicate if share && self.is_varying(axis) => None,
-                Replicate if gradient == Replicate && self.is_varying(axis) => Some(Exchange::to_invariant()),
+                Replicate if gradient == Replicate && self.is_varying(axis) => Some(Step::ToInvariant),
                 Replicate | Partial(ReduceOp::Sum) if gradient == Replicate => None,
-                Replicate | Partial(ReduceOp::Sum) if share => Some(Exchange::to_varying()),
+                Replicate | Partial(ReduceOp::Sum) if share => Some(Step::ToVarying),
                 _ => {
                     let reason = format!("no gradient {gradient} on axis {axis} for {}", self.spec());
                     return Error::op(

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{ProcessGroup, ReduceOp};
+use candle_dist::{Collective, Cut, ProcessGroup, ReduceOp};
 
 use super::args::{ELEMENT_BYTES, OpName};
 
@@ -52,25 +52,55 @@ impl<'a> Case<'a> {
         let recv = |from| group.recv(input.shape(), DType::F32, from);
         match op {
             OpName::AllReduce => group.all_reduce(input, ReduceOp::Sum),
-            OpName::AllReduceInPlace => {
-                group.all_reduce_in_place(&self.place, ReduceOp::Max).map(|()| self.place.as_detached_tensor())
-            }
+            OpName::AllReduceInPlace => group
+                .call(Collective::AllReduce(ReduceOp::Max))
+                .in_place(&self.place)
+                .map(|()| self.place.as_detached_tensor()),
             OpName::AllGather => group.all_gather(input, 0),
-            OpName::ReduceScatter => group.reduce_scatter_uneven(input, 1, pieces, ReduceOp::Sum),
-            OpName::AllToAll => group.all_to_all_uneven(input, (1, pieces), (0, &vec![1; pieces.len()])),
-            OpName::Broadcast => group.broadcast(input, 0),
-            OpName::AllGatherInto => group.all_gather_into(output, input, 0).map(|()| given()),
-            OpName::ReduceScatterInto => {
-                group.reduce_scatter_uneven_into(output, input, 1, pieces, ReduceOp::Sum).map(|()| given())
+            OpName::ReduceScatter => {
+                group.call(Collective::reduce_scatter(Cut::new(1, pieces), ReduceOp::Sum)).run(input)
             }
+            OpName::AllToAll => group
+                .call(Collective::AllToAll { split: Cut::new(1, pieces), concat: Cut::new(0, &vec![1; pieces.len()]) })
+                .run(input),
+            OpName::Broadcast => group.broadcast(input, 0),
+            OpName::AllGatherInto => group
+                .call(Collective::all_gather(Cut::even(0, input.dims()[0], group.size())))
+                .into(output)
+                .run(input)
+                .map(drop)
+                .map(|()| given()),
+            OpName::ReduceScatterInto => group
+                .call(Collective::reduce_scatter(Cut::new(1, pieces), ReduceOp::Sum))
+                .into(output)
+                .run(input)
+                .map(drop)
+                .map(|()| given()),
             OpName::AllToAllInto => {
                 let column = input.reshape((input.elem_count(), 1))?;
-                group.all_to_all_single_into(output, &column, &vec![&pieces[..]; pieces.len()]).map(|()| given())
+                group
+                    .call(Collective::all_to_all_single(&vec![&pieces[..]; pieces.len()]))
+                    .into(output)
+                    .run(&column)
+                    .map(drop)
+                    .map(|()| given())
             }
             OpName::SendRecv => return self.ping_pong(|to| group.send(input, to), recv),
-            OpName::SendOwned => return self.ping_pong(|to| group.send_owned(input.clone(), to), recv),
+            OpName::SendOwned => {
+                return self.ping_pong(
+                    |to| group.call(Collective::Send { to: to, tag: 0 }).owned().run_all(&[input.clone()]).map(drop),
+                    recv,
+                );
+            }
             OpName::RecvInto => {
-                let recv_into = |from| group.recv_into(output, from, 0).map(|()| given());
+                let recv_into = |from| {
+                    group
+                        .call(Collective::Recv { from: Some(from), tag: 0 })
+                        .into(output)
+                        .run(None)
+                        .map(drop)
+                        .map(|()| given())
+                };
                 return self.ping_pong(|to| group.send(input, to), recv_into);
             }
         }

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_dist::backend::{Call, Op};
-use candle_dist::{Message, ProcessGroup, ReduceOp, World};
+use candle_dist::{Collective, Cut, Message, ProcessGroup, ReduceOp, World};
 
 use super::Ranks;
 
@@ -68,7 +68,7 @@ impl Calls<'_> {
             self.note(format!("all_reduce {op} {dtype:?}"), &g.all_reduce(&x, op)?)?;
             self.note(format!("reduce_scatter {op} {dtype:?}"), &g.reduce_scatter(&x, 1, op)?)?;
             let uneven: Vec<usize> = (0..n).map(|r| if r == 0 { 2 * n } else { 0 }).collect();
-            self.note("reduce_scatter_uneven", &g.reduce_scatter_uneven(&x, 0, &uneven, op)?)?;
+            self.note("reduce_scatter_uneven", &g.call(Collective::reduce_scatter(Cut::new(0, &uneven), op)).run(&x)?)?;
             if let Some(made) = g.reduce(&x, n - 1, op)? {
                 self.note(format!("reduce {op} {dtype:?}"), &made)?;
             }
@@ -79,7 +79,10 @@ impl Calls<'_> {
             let mut dims = [2, 3];
             dims[dim] = g.rank();
             let piece = self.input(&dims, dtype)?;
-            self.note(format!("all_gather_uneven {dim} {dtype:?}"), &g.all_gather_uneven(&piece, dim, &sizes)?)?;
+            self.note(
+                format!("all_gather_uneven {dim} {dtype:?}"),
+                &g.call(Collective::all_gather(Cut::new(dim, &sizes))).run(&piece)?,
+            )?;
             if let Some(made) = g.gather(&piece, dim, &sizes, 0)? {
                 self.note(format!("gather {dim} {dtype:?}"), &made)?;
             }
@@ -95,9 +98,9 @@ impl Calls<'_> {
             self.note(format!("broadcast {root} {dtype:?}"), &g.broadcast(&x.t()?, root)?)?;
         }
         let var = Var::from_tensor(&x)?;
-        g.all_reduce_in_place(&var, ReduceOp::Sum)?;
+        g.call(Collective::AllReduce(ReduceOp::Sum)).in_place(&var)?;
         self.note(format!("all_reduce_in_place {dtype:?}"), &var)?;
-        g.broadcast_in_place(&var, n - 1)?;
+        g.call(Collective::Broadcast { root: n - 1 }).in_place(&var)?;
         self.note(format!("broadcast_in_place {dtype:?}"), &var)
     }
 
@@ -108,13 +111,16 @@ impl Calls<'_> {
         self.note("all_reduce of nothing", &g.all_reduce(&empty, ReduceOp::Sum)?)?;
         self.note("all_gather of nothing", &g.all_gather(&empty, 1)?)?;
         let whole = self.input(&[n], DType::I64)?;
-        for made in g.all_reduce_coalesced(&[x.clone(), whole], ReduceOp::Sum)? {
+        for made in g.call(Collective::AllReduce(ReduceOp::Sum)).run_all(&[x.clone(), whole])? {
             self.note("all_reduce_coalesced", &made)?;
         }
-        let (first, second) = (g.all_reduce_start(&x, ReduceOp::Max)?, g.all_gather_start(&x, 1)?);
+        let (first, second) = (
+            g.call(Collective::AllReduce(ReduceOp::Max)).start(&x)?,
+            g.call(Collective::all_gather(Cut::even(1, x.dims()[1], g.size()))).start(&x)?,
+        );
         self.note("second", &second.wait()?)?;
         self.note("first", &first.wait()?)?;
-        drop(g.broadcast_start(&x, 0)?);
+        drop(g.call(Collective::Broadcast { root: 0 }).start(&x)?);
         if n > 1 {
             // Around the ring. Tags are received in another order than they were sent.
             let (to, from) = ((g.rank() + 1) % n, (g.rank() + n - 1) % n);

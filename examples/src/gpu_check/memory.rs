@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{ProcessGroup, ReduceOp};
+use candle_dist::{Collective, ProcessGroup, ReduceOp};
 
 use super::Ranks;
 
@@ -28,7 +28,7 @@ pub(super) fn check(ranks: &Ranks) -> Result<String> {
 
 fn step(group: &ProcessGroup, device: &Device) -> candle_dist::Result<()> {
     let x = Tensor::ones(ELEMENTS, DType::F32, device)?;
-    let started = group.all_reduce_start(&x, ReduceOp::Sum)?;
+    let started = group.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
     group.all_gather(&x, 0)?;
     started.wait().map(drop)
 }

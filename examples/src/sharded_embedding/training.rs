@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use candle_dist::comm::{self, CommCounts};
-use candle_dist::{ProcessGroup, RankContext, ReduceOp};
+use candle_dist::{Collective, Cut, ProcessGroup, RankContext, ReduceOp};
 use candle_nn::{Optimizer, SGD};
 use candle_shard::Result;
 
@@ -85,7 +85,7 @@ fn train_step(model: &Model, batch: &Batch, samples: usize, group: &ProcessGroup
         sums.push(grads.remove(var).map_or_else(|| var.zeros_like(), |grad| Ok(grad.detach()))?);
     }
     sums.push(losses.detach().to_dtype(DType::F64)?.sum_all()?);
-    let sums = group.all_reduce_coalesced(&sums, ReduceOp::Sum)?;
+    let sums = group.call(Collective::AllReduce(ReduceOp::Sum)).run_all(&sums)?;
     for (var, sum) in model.dense.iter().zip(&sums) {
         grads.insert(var, sum.clone());
     }
@@ -110,8 +110,9 @@ fn outcome(
     let parts: Vec<Range<usize>> = (0..group.size()).map(|rank| part(group, rank, HELD_OUT_SAMPLES)).collect();
     let sizes: Vec<usize> = parts.iter().map(Range::len).collect();
     let batch = log.batch(HELD_OUT, HELD_OUT_SAMPLES, parts[group.rank()].clone())?.to_device(group.device())?;
-    let logits = group.all_gather_uneven(&model.forward(&batch, Mode::Eval)?.detach(), 0, &sizes)?;
-    let clicks = group.all_gather_uneven(&batch.clicks, 0, &sizes)?;
+    let logits =
+        group.call(Collective::all_gather(Cut::new(0, &sizes))).run(&model.forward(&batch, Mode::Eval)?.detach())?;
+    let clicks = group.call(Collective::all_gather(Cut::new(0, &sizes))).run(&batch.clicks)?;
     Ok(RunOutcome {
         name,
         world: group.size(),

@@ -20,8 +20,9 @@ fn each_process_has_the_results_of_all_ranks() {
 
 #[test]
 fn a_rank_is_a_process_where_that_is_asked_for() {
-    let found =
-        on_ranks(2, "who", |ctx| Ok::<_, Error>((std::process::id() as usize, ctx.group().backend_name().to_string())));
+    let found = on_ranks(2, "who", |ctx| {
+        Ok::<_, Error>((std::process::id() as usize, ctx.group().backend().name().to_string()))
+    });
     let is_apart = over_mpi() && found[0].1 == "mpi";
     assert_eq!(found[0].0 != found[1].0, is_apart, "{found:?}");
 }

@@ -122,7 +122,7 @@ impl GroupState {
         self.wait(from, timeout, || self.has_room(from, to, allowed), || On::Room { from, to, allowed })
     }
 
-    /// Leaves `tensor` for `call.peer`; waits only if too much is unread.
+    /// Leaves `tensor` for the receiver that the call names; waits only if too much is unread.
     pub(super) fn send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<()> {
         let (call, to) = self.begin_send(me, call, &tensor)?;
         let allowed = self.world().mailbox().saturating_sub(bytes(&tensor));
@@ -133,7 +133,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// Leaves `tensor` for `call.peer`, and never waits.
+    /// Leaves `tensor` for the receiver, and never waits.
     pub(super) fn start_send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
         let (call, to) = self.begin_send(me, call, &tensor)?;
         // One message of any size may be unread.
@@ -145,30 +145,29 @@ impl GroupState {
     fn begin_send(&self, me: usize, call: Call, tensor: &Tensor) -> Result<(Arc<Call>, usize)> {
         self.world().check()?;
         check_device(&call, std::iter::once(tensor))?;
-        let to = call.peer.unwrap_or(me);
+        let to = call.collective.peer().unwrap_or(me);
         let call = Arc::new(call);
         self.world().begin(self.ranks()[me], &call);
         Ok((call, to))
     }
 
     fn deliver(&self, me: usize, to: usize, call: Arc<Call>, tensor: Tensor) {
-        self.mail.lock().put((me, to, call.tag), call, tensor);
+        self.mail.lock().put((me, to, call.collective.tag()), call, tensor);
         self.notify();
         self.world().complete(self.ranks()[me]);
     }
 
-    /// Takes the oldest tensor that `call.peer` left for this member.
-    pub(super) fn recv(self: &Arc<Self>, me: usize, call: Call) -> Result<Tensor> {
-        let from = call.peer.unwrap_or(me);
-        let address = (from, me, call.tag);
-        let on = || On::Message { from, to: me, tag: address.2 };
-        Ok(self.receive(me, Some(from), call, || self.has_mail(&address), on)?.1)
-    }
-
-    /// Takes the oldest tensor that any member left for this one, and returns the sender.
-    pub(super) fn recv_any(self: &Arc<Self>, me: usize, call: Call) -> Result<(usize, Tensor)> {
-        let tag = call.tag;
-        self.receive(me, None, call, || self.has_any_mail(me, tag), || On::AnyMessage { to: me, tag })
+    /// Takes the oldest tensor that the sender which the call names, or any member, left for this one. Returns the sender
+    /// too.
+    pub(super) fn recv(self: &Arc<Self>, me: usize, call: Call) -> Result<(usize, Tensor)> {
+        let tag = call.collective.tag();
+        match call.collective.peer() {
+            Some(from) => {
+                let on = || On::Message { from, to: me, tag };
+                self.receive(me, Some(from), call, || self.has_mail(&(from, me, tag)), on)
+            }
+            None => self.receive(me, None, call, || self.has_any_mail(me, tag), || On::AnyMessage { to: me, tag }),
+        }
     }
 
     fn receive(
@@ -185,7 +184,7 @@ impl GroupState {
         self.wait(me, call.timeout, ready, on)?;
         let taken = {
             let mut mail = self.mail.lock();
-            let address = mail.find(from, me, call.tag);
+            let address = mail.find(from, me, call.collective.tag());
             address.and_then(|address| Some((address.0, mail.take(address)?)))
         };
         let Some((from, letter)) = taken else {
@@ -210,9 +209,9 @@ impl GroupState {
     pub(super) fn probe(&self, me: usize, call: &Call) -> Result<Option<Envelope>> {
         self.world().check()?;
         let mail = self.mail.lock();
-        let Some(address) = mail.find(call.peer, me, call.tag) else { return Ok(None) };
+        let Some(address) = mail.find(call.collective.peer(), me, call.collective.tag()) else { return Ok(None) };
         let Some(letter) = mail.queues.get(&address).and_then(|queue| queue.front()) else { return Ok(None) };
         let (dtype, shape) = (letter.call.dtype.unwrap_or(DType::U8), letter.tensor.shape().clone());
-        Ok(Some(Envelope { from: address.0, tag: call.tag, dtype, shape }))
+        Ok(Some(Envelope { from: address.0, tag: call.collective.tag(), dtype, shape }))
     }
 }

@@ -17,10 +17,13 @@ mod wait;
 pub(crate) use members::{RankGuard, WorldState};
 
 use super::collective::{self, Gives};
+use super::outputs::{deliver, fill};
 use super::recent::Recent;
 use super::runs::Piece;
 use super::storage::{Operand, share_memory};
-use super::{Backend, Call, Envelope, Fresh, Op, Results, StartedCall, Tensors, bytes, device, overwrite};
+use super::{
+    Backend, Call, Collective, Envelope, Form, Fresh, Results, StartedCall, Tensors, bytes, device, overwrite,
+};
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{Device, Tensor};
 use members::On;
@@ -54,7 +57,7 @@ impl std::fmt::Debug for LocalBackend {
 impl Turn {
     /// Returns the call, in the memory of an equal one that came before: peers have that in their caches.
     fn shared(&mut self, call: Call) -> Arc<Call> {
-        if call.is_routed() {
+        if call.collective.counts().is_some() {
             return Arc::new(call); // its sizes depend on data
         }
         let known = self.calls.find(|known| known.difference(&call).is_none() && known.prints_as(&call));
@@ -86,10 +89,39 @@ impl LocalBackend {
         Ok(round)
     }
 
-    fn begin(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
-        let round = Some(self.enter_into(call, tensors, &outputs, false)?);
-        self.group.pause(self.rank);
-        Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
+    /// Runs a call whose result overwrites its input.
+    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<Results> {
+        match call.collective {
+            // Tile by tile: data that one round reads is still in a cache when the next one writes.
+            Collective::AllReduce(_) if bytes(tensor) >= PIECEWISE => {
+                let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
+                for start in (0..flat.elem_count()).step_by(tile) {
+                    let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
+                    self.reduce_piecewise(call.clone(), &tile, |pieces| write_parts(&tile, pieces))?;
+                }
+            }
+            Collective::Broadcast { root } if root == self.rank => {
+                let round = self.enter(call, smallvec![tensor.clone()])?;
+                self.group.finish(self.rank, &round, None, |_, _| Ok(()))?;
+            }
+            // Only the root's tensor is read, so the others' may be written at the same time.
+            Collective::Broadcast { .. } => {
+                let round = self.enter(call, Tensors::new())?;
+                self.group.finish(self.rank, &round, None, |_, all| match &all.nth(0)[..] {
+                    // Ranks that are threads may share a variable.
+                    [root] if share_memory(root, tensor) => Ok(()),
+                    parts => write_parts(tensor, parts),
+                })?;
+            }
+            _ => {
+                let round = self.enter(call, smallvec![tensor.clone()])?;
+                let made = self
+                    .group
+                    .finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))?;
+                fill(std::slice::from_ref(tensor), made)?;
+            }
+        }
+        Ok(Results::new())
     }
 }
 
@@ -159,7 +191,8 @@ impl LocalBackend {
         let chunk = flat.elem_count().div_ceil(n);
         let start = (chunk * self.rank).min(flat.elem_count());
         let piece = Piece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
-        let op = call.reduce.ok_or_else(|| Error::Unsupported(format!("{} without a reduction", call.op)))?;
+        let none = || Error::Unsupported(format!("{} without a reduction", call.op()));
+        let op = call.collective.reduction().ok_or_else(none)?;
         let round = self.enter(call.clone(), smallvec![flat])?;
         let mine = self.group.finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
         let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
@@ -190,80 +223,47 @@ impl Backend for LocalBackend {
         &self.device
     }
 
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        // Two ranks read the same amount in one round as in two.
-        if let (Op::AllReduce, [tensor], 3..) = (call.op, &tensors[..], self.group.ranks().len())
-            && bytes(tensor) >= PIECEWISE
-        {
-            let storage = self.reduce_piecewise(call, tensor, |pieces| device::concat(pieces, None, 0))?;
-            return Ok(smallvec![Fresh { storage, shape: tensor.shape().clone() }]);
-        }
-        let round = self.enter(call, tensors)?;
-        self.group.finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))
-    }
-
-    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
-        match call.op {
-            // Tile by tile: data that one round reads is still in a cache when the next one writes.
-            Op::AllReduce if bytes(tensor) >= PIECEWISE => {
-                let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
-                for start in (0..flat.elem_count()).step_by(tile) {
-                    let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
-                    self.reduce_piecewise(call.clone(), &tile, |pieces| write_parts(&tile, pieces))?;
-                }
-                Ok(())
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
+        match (&call.collective, &tensors[..], &outputs[..]) {
+            (Collective::Send { .. }, [tensor], _) => {
+                self.group.send(self.rank, call, tensor.clone()).map(|()| Results::new())
             }
-            Op::Broadcast if call.peer == Some(self.rank) => {
-                let round = self.enter(call, smallvec![tensor.clone()])?;
-                self.group.finish(self.rank, &round, None, |_, _| Ok(()))
+            (Collective::Barrier, ..) if call.form == Form::Monitored => {
+                let timeout = call.timeout;
+                let round = self.enter(call, tensors)?;
+                self.group.monitor(self.rank, &round, timeout).map(|()| Results::new())
             }
-            // Only the root's tensor is read, so the others' may be written at the same time.
-            Op::Broadcast => {
-                let round = self.enter(call, Tensors::new())?;
-                self.group.finish(self.rank, &round, None, |_, all| match &all.nth(0)[..] {
-                    // Ranks that are threads may share a variable.
-                    [root] if share_memory(root, tensor) => Ok(()),
-                    parts => write_parts(tensor, parts),
-                })
+            (_, [tensor], _) if call.form == Form::InPlace => self.run_in_place(call, tensor),
+            // Two ranks read the same amount in one round as in two.
+            (Collective::AllReduce(_), [tensor], _) if self.ranks().len() > 2 && bytes(tensor) >= PIECEWISE => {
+                let storage = self.reduce_piecewise(call, tensor, |pieces| device::concat(pieces, None, 0))?;
+                fill(&outputs, smallvec![Fresh { storage, shape: tensor.shape().clone() }])
+            }
+            (_, _, []) => {
+                let round = self.enter(call, tensors)?;
+                self.group.finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))
             }
             _ => {
-                let made = self.run(call, smallvec![tensor.clone()])?;
-                made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]))
+                let round = self.enter_into(call, tensors, &outputs, true)?;
+                self.group
+                    .finish(self.rank, &round, None, |call, all| collective::write(call, self.rank, all, &outputs))
+                    .map(|()| Results::new())
             }
         }
     }
 
-    fn run_into(&self, call: Call, tensors: Tensors, outputs: &[Tensor]) -> Result<()> {
-        if call.op == Op::AllReduce {
-            // This may take two rounds, as on ranks that give no memory.
-            let made = self.run(call, tensors)?;
-            return outputs
-                .iter()
-                .zip(made)
-                .try_for_each(|(to, made)| overwrite::overwrite(to, &[&made.into_tensor()]));
+    fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
+        if let (Collective::Send { .. }, [tensor]) = (&call.collective, &tensors[..]) {
+            return self.group.start_send(self.rank, call, tensor.clone());
         }
-        let round = self.enter_into(call, tensors, outputs, true)?;
-        self.group.finish(self.rank, &round, None, |call, all| collective::write(call, self.rank, all, outputs))
+        let round = Some(self.enter_into(call, tensors, &outputs, false)?);
+        self.group.pause(self.rank);
+        Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
     }
 
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
-        self.begin(call, tensors, Tensors::new())
-    }
-
-    fn start_into(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
-        self.begin(call, tensors, outputs)
-    }
-
-    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
-        self.group.send(self.rank, call, tensor)
-    }
-
-    fn start_send(&self, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
-        self.group.start_send(self.rank, call, tensor)
-    }
-
-    fn recv_any(&self, call: Call) -> Result<(usize, Tensor)> {
-        self.group.recv_any(self.rank, call)
+    fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
+        let (from, message) = self.group.recv(self.rank, call)?;
+        deliver(from, message, output)
     }
 
     fn probe(&self, call: &Call) -> Result<Option<Envelope>> {
@@ -278,15 +278,6 @@ impl Backend for LocalBackend {
         true
     }
 
-    fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
-        let round = self.enter(call, Tensors::new())?;
-        self.group.monitor(self.rank, &round, timeout)
-    }
-
-    fn recv(&self, call: Call) -> Result<Tensor> {
-        self.group.recv(self.rank, call)
-    }
-
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
         let ranks: Vec<usize> = members.iter().map(|&m| self.group.ranks()[m]).collect();
         let me = self.group.ranks()[self.rank];
@@ -297,11 +288,6 @@ impl Backend for LocalBackend {
         })?;
         self.group.world().check()?;
         Ok(Arc::new(Self::join(self.group.world(), me, &ranks, rank, self.device.clone())))
-    }
-
-    fn fail(&self, message: &str) {
-        let rank = self.group.ranks()[self.rank];
-        self.group.world().fail(Cause::Failed { rank, message: message.to_string() });
     }
 
     fn stop(&self, cause: Cause) {

@@ -143,8 +143,8 @@ impl GroupState {
 
     /// Waits until all members have entered a round that `me` has started. After `timeout` the world stops and names
     /// the missing members.
-    pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Round, timeout: Duration) -> Result<()> {
-        self.wait(me, Some(timeout), || round.is_complete(), || On::Monitored(round.clone()))?;
+    pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Round, timeout: Option<Duration>) -> Result<()> {
+        self.wait(me, timeout, || round.is_complete(), || On::Monitored(round.clone()))?;
         let agreed = self.agreed(me, round).map(drop);
         self.leave(me, round);
         self.world.complete(self.ranks[me]);
@@ -300,9 +300,9 @@ pub(super) fn check_device<'a>(call: &Call, tensors: impl Iterator<Item = &'a Te
     let device = call.device;
     match device {
         DeviceLocation::Cpu if tensors.clone().all(|tensor| tensor.device().is_cpu()) => Ok(()),
-        DeviceLocation::Cpu | DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => check_shared(call.op, tensors),
+        DeviceLocation::Cpu | DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => check_shared(call.op(), tensors),
         _ => {
-            let op = call.op;
+            let op = call.op();
             let fix = "move them to Device::Cpu first";
             Err(Error::Unsupported(format!("{op} of tensors on {device:?} among threads; {fix}")))
         }

@@ -157,11 +157,11 @@ impl Walk {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::backend::Op;
+    use crate::Collective;
     use std::sync::Weak;
 
     fn offer() -> Offer {
-        let call = Arc::new(Call::new(Op::Barrier));
+        let call = Arc::new(Call::new(Collective::Barrier));
         let tensors = Loan::new(Tensors::new());
         Offer { call, tensors, addresses: SmallVec::new(), gives: false, lingers: true, writes: SmallVec::new() }
     }

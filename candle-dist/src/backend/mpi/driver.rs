@@ -161,14 +161,14 @@ impl Driver {
         self.state.lock().groups.remove(&circle.id);
     }
 
-    /// Sends `tensor` to `call.peer`, without waiting.
+    /// Sends `tensor` to the receiver that the call names, without waiting.
     pub(super) fn send(&self, circle: &Circle, call: &Call, tensor: &Tensor) -> Result<()> {
         self.check()?;
-        let to = call.peer.unwrap_or(circle.me);
+        let to = call.collective.peer().unwrap_or(circle.me);
         let _entered = self.enter_message(circle, circle.me, to, call)?;
         let header = Header {
             group: circle.id,
-            slot: Slot::Tag(call.tag),
+            slot: Slot::Tag(call.collective.tag()),
             signature: Signature::of_message(call),
             body: Body::Here,
             dtype: tensor.dtype(),
@@ -182,14 +182,13 @@ impl Driver {
         })
     }
 
-    /// Waits for the next tensor of `call.peer`.
-    pub(super) fn receive(&self, circle: &Circle, call: &Call) -> Result<Tensor> {
+    /// Waits for the next tensor of the sender `from`.
+    pub(super) fn receive(&self, circle: &Circle, call: &Call, from: usize) -> Result<Tensor> {
         self.check()?;
-        let from = call.peer.unwrap_or(circle.me);
         let _entered = self.enter_message(circle, from, circle.me, call)?;
         let (sender, mine) = (circle.ranks[from], Signature::of_message(call));
         let shape = Shape::from(call.shape.as_slice());
-        let address = (circle.id, sender, call.tag);
+        let address = (circle.id, sender, call.collective.tag());
         let mut held = self.until(Some(Wanted::Message(address)), |state, arrived| {
             let State { wire, mail, .. } = state;
             let wire = wire.as_mut().ok_or(Cause::Returned { rank: state.me })?;
@@ -224,7 +223,7 @@ impl Driver {
     /// Records that this rank is in the next message from one member to another.
     fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<Entered<'_>> {
         let ends = [circle.ranks[from], circle.ranks[to]];
-        let (channel, nth) = self.control.message(circle.id, ends[0], ends[1], call.tag);
+        let (channel, nth) = self.control.message(circle.id, ends[0], ends[1], call.collective.tag());
         self.control.enter(channel, &ends, nth, call)
     }
 

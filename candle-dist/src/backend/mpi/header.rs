@@ -1,11 +1,11 @@
 //! The header of every message: its destination, and the sender's call.
-use crate::call::{CARRIED, Call, Op};
+use crate::call::{CARRIED, Call, PROPERTIES, Property};
 use candle_core::DType;
 use rustc_hash::FxHasher;
 use std::hash::{Hash, Hasher};
 
 /// The words of an encoded header: group, round and place, size and location of the data, and a signature.
-const WORDS: usize = 5 + ITEMS.len() / 2;
+const WORDS: usize = 5 + PROPERTIES.len() / 2;
 /// The bytes of an encoded header.
 pub(super) const HEADER_BYTES: usize = WORDS * size_of::<u64>();
 /// The most bytes of data that are sent with their header, as one message.
@@ -34,55 +34,32 @@ pub(super) enum Body {
     Shown,
 }
 
-/// Adds one item of a call to a signature.
-type Item = fn(&Call, &mut FxHasher);
-
-/// The items in which matching calls agree, in the order in which differences are reported.
-const ITEMS: [(&str, Item); 10] = [
-    ("op", |call, hasher| call.op.hash(hasher)),
-    ("dtype", |call, hasher| call.dtype.map(|dtype| dtype.as_str()).hash(hasher)),
-    ("shape", |call, hasher| call.shape.hash(hasher)),
-    ("shape", |call, hasher| call.rest.iter().for_each(|(dtype, shape)| (dtype.as_str(), shape).hash(hasher))),
-    ("reduction", |call, hasher| call.reduce.hash(hasher)),
-    ("root", |call, hasher| call.peer.hash(hasher)),
-    ("dim", |call, hasher| call.dims.hash(hasher)),
-    ("sizes", |call, hasher| call.sizes.hash(hasher)),
-    ("form (into new memory, in place, or started)", |call, hasher| (call.form as u8).hash(hasher)),
-    ("description", |call, hasher| call.note.hash(hasher)),
-];
-
-/// A call as other ranks compare it with theirs: a hash per item.
+/// A call as other ranks compare it with theirs: a hash for each [property](PROPERTIES).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Signature([u32; ITEMS.len()]);
+pub(super) struct Signature([u32; PROPERTIES.len()]);
 
-/// The indices of two items.
-const OP: usize = 0;
-const ROOT: usize = 5;
-
-fn hashed(item: impl FnOnce(&mut FxHasher)) -> u32 {
+fn hashed(value: &impl Hash) -> u32 {
     let mut hasher = FxHasher::default();
-    item(&mut hasher);
+    value.hash(&mut hasher);
     let hash = hasher.finish();
     (hash ^ (hash >> 32)) as u32
 }
 
 impl Signature {
     pub(super) fn of(call: &Call) -> Self {
-        Self(ITEMS.map(|(_, item)| hashed(|hasher| item(call, hasher))))
+        Self(PROPERTIES.map(|property| hashed(&(property.of)(call))))
     }
 
-    /// The signature of a message: a send and its receive are two halves of one call, and each names the other side.
+    /// The signature of a message: a send and its receive are two sides of one call.
     pub(super) fn of_message(call: &Call) -> Self {
-        let mut signature = Self::of(call);
-        signature.0[OP] = hashed(|hasher| Op::Send.hash(hasher));
-        signature.0[ROOT] = hashed(|hasher| None::<usize>.hash(hasher));
-        signature
+        let common = |property: Property| if property.of_both_sides { hashed(&(property.of)(call)) } else { 0 };
+        Self(PROPERTIES.map(common))
     }
 
-    /// Returns the name of the first item that differs, if any.
+    /// Returns the name of the first property that differs, if any.
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         let differs = |&nth: &usize| self.0[nth] != other.0[nth];
-        (0..ITEMS.len()).find(differs).map(|nth| ITEMS[nth].0)
+        (0..PROPERTIES.len()).find(differs).map(|nth| PROPERTIES[nth].name)
     }
 }
 
@@ -138,7 +115,7 @@ impl Header {
             2 => Body::Shown,
             _ => return None,
         };
-        let mut signature = Signature([0; ITEMS.len()]);
+        let mut signature = Signature([0; PROPERTIES.len()]);
         signature.0.copy_from_slice(bytemuck::cast_slice(&words[5..]));
         let dtype = *CARRIED.get((kind >> 8) as usize)?;
         Some(Self { group, slot, signature, body, dtype, len: usize::try_from(len).ok()? })
@@ -149,12 +126,12 @@ impl Header {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::ReduceOp;
+    use crate::{Collective, ReduceOp};
     use candle_core::{Device, Tensor};
 
     fn call(shape: &[usize]) -> Call {
         let tensor = Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-        Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &tensor, &[]) }
+        Call::on(Collective::AllReduce(ReduceOp::Sum), &tensor)
     }
 
     #[test]
@@ -178,10 +155,11 @@ mod tests {
         let same = Signature::of(&call(&[2, 3]));
         assert_eq!(same.difference(&Signature::of(&call(&[2, 3]))), None);
         assert_eq!(same.difference(&Signature::of(&call(&[3, 2]))), Some("shape"));
-        assert_eq!(same.difference(&Signature::of(&Call { op: Op::Reduce, ..call(&[2, 3]) })), Some("op"));
-        let max = Call { reduce: Some(ReduceOp::Max), ..call(&[2, 3]) };
-        assert_eq!(same.difference(&Signature::of(&max)), Some("reduction"));
-        let half = |op, peer| Signature::of_message(&Call { op, peer: Some(peer), ..call(&[2]) });
-        assert_eq!(half(Op::Send, 1).difference(&half(Op::Recv, 0)), None);
+        let of = |collective| Signature::of(&Call { collective, ..call(&[2, 3]) });
+        assert_eq!(same.difference(&of(Collective::Broadcast { root: 0 })), Some("op"));
+        assert_eq!(same.difference(&of(Collective::AllReduce(ReduceOp::Max))), Some("reduction"));
+        let side = |collective| Signature::of_message(&Call { collective, ..call(&[2]) });
+        let (send, recv) = (Collective::Send { to: 1, tag: 2 }, Collective::Recv { from: Some(0), tag: 2 });
+        assert_eq!(side(send).difference(&side(recv)), None);
     }
 }

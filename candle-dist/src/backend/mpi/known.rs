@@ -4,7 +4,7 @@ use super::operation::Given;
 use super::plan::{Member, MessagePlan, plan};
 use super::sums::Sums;
 use crate::backend::recent::Recent;
-use crate::backend::{Call, Dims, Op};
+use crate::backend::{Call, Dims};
 use crate::{Error, Result};
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -33,7 +33,7 @@ pub(super) struct Share {
 impl Known {
     pub(super) fn new(call: Arc<Call>, me: Member, given: &[Given], sums: Sums) -> Result<Self> {
         let given: SmallVec<[(DType, Dims); 1]> = given.iter().map(shape_of).collect();
-        let shares = (0..1 + call.rest.len()).map(|nth| Share::new(&call, me, nth, given.get(nth), sums));
+        let shares = (0..call.count()).map(|nth| Share::new(&call, me, nth, given.get(nth), sums));
         let shares = shares.collect::<Result<SmallVec<[Share; 1]>>>()?;
         let shows_itself = !shares.iter().any(|share| share.plan.sends_to(me.after(1)));
         Ok(Self { signature: Signature::of(&call), call, given, shares, shows_itself })
@@ -56,18 +56,13 @@ fn shape_of(given: &Given) -> (DType, Dims) {
 
 impl Share {
     fn new(call: &Call, me: Member, nth: usize, input: Option<&(DType, Dims)>, sums: Sums) -> Result<Self> {
-        let gives = match call.op {
-            Op::Barrier => false,
-            Op::Scatter => call.peer == Some(me.rank),
-            _ => true,
-        };
-        if gives && input.is_none() {
-            return Err(Error::Unsupported(format!("{} without a tensor", call.op)));
+        if call.collective.has_input(me.rank) && input.is_none() {
+            return Err(Error::Unsupported(format!("{} without a tensor", call.op())));
         }
         let given = input.map_or(&call.shape, |(_, shape)| shape);
         let dtype = input.map(|(dtype, _)| *dtype).or(call.dtype).unwrap_or(DType::U8);
         let plan = plan(call, nth, me, given, dtype.size_in_bytes(), sums)?;
-        let shape = if plan.result.is_some() { call.result_shape(me.rank, nth, given) } else { given.clone() };
+        let shape = if plan.result.is_some() { call.collective.output(nth, given, me.rank) } else { given.clone() };
         Ok(Self { plan, dtype, shape })
     }
 }
@@ -84,8 +79,8 @@ impl Calls {
 
     /// Caches a new call, unless it is not likely to be repeated.
     pub(super) fn keep(&mut self, known: &Arc<Known>) {
-        // The sizes of a routed call depend on data.
-        if !known.call.is_routed() {
+        // Counts of rows depend on data.
+        if known.call.collective.counts().is_none() {
             self.0.keep(known.clone());
         }
     }
@@ -95,8 +90,8 @@ impl Calls {
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
     use super::*;
-    use crate::ReduceOp;
     use crate::backend::Form;
+    use crate::{Collective, Cut};
     use candle_core::{Device, Tensor};
     use smallvec::smallvec;
 
@@ -110,8 +105,7 @@ mod tests {
     fn call() -> Call {
         let given = tensor(&[4, 1], DType::F32);
         let x = given[0].hold.tensor();
-        let sizes = smallvec![smallvec![2, 2], smallvec![1, 1]];
-        Call { dims: smallvec![0, 1], sizes, ..Call::on(Op::AllToAll, x, &[1]) }
+        Call::on(Collective::AllToAll { split: Cut::new(0, &[2, 2]), concat: Cut::new(1, &[1, 1]) }, x)
     }
 
     fn known(call: &Call, given: &[Given]) -> Arc<Known> {
@@ -127,15 +121,17 @@ mod tests {
         calls.keep(&known(&call(), &given));
         assert!(calls.find(&call(), &given).is_some());
         type Change = fn(&mut Call);
-        let changes: [(&str, Change); 9] = [
-            ("op", |c| c.op = Op::AllGather),
+        fn split(call: &mut Call) -> &mut Cut {
+            let Collective::AllToAll { split, .. } = &mut call.collective else { panic!("another collective") };
+            split
+        }
+        let changes: [(&str, Change); 7] = [
+            ("op", |c| c.collective = Collective::all_gather(Cut::new(0, &[4, 4]))),
             ("dtype", |c| c.dtype = Some(DType::U32)),
             ("shape", |c| c.shape[0] = 5),
             ("rest", |c| c.rest.push((DType::F32, smallvec![1]))),
-            ("reduce", |c| c.reduce = Some(ReduceOp::Sum)),
-            ("peer", |c| c.peer = Some(1)),
-            ("dims", |c| c.dims = smallvec![1, 0]),
-            ("sizes", |c| c.sizes[0] = smallvec![1, 3]),
+            ("dim", |c| split(c).dim = 1),
+            ("sizes", |c| split(c).sizes = smallvec![1, 3]),
             ("form", |c| c.form = Form::InPlace),
         ];
         for (what, change) in changes {
@@ -152,8 +148,7 @@ mod tests {
     #[test]
     fn calls_whose_sizes_are_data_are_not_kept() {
         let (x, mut calls) = (tensor(&[3, 1], DType::F32), Calls::default());
-        let sizes = smallvec![smallvec![1, 2], smallvec![2, 2]];
-        let routed = Call { dims: smallvec![0], sizes, ..Call::on(Op::AllToAll, x[0].hold.tensor(), &[0]) };
+        let routed = Call::on(Collective::all_to_all_single(&[[1, 2], [2, 2]]), x[0].hold.tensor());
         calls.keep(&known(&routed, &x));
         assert!(calls.find(&routed, &x).is_none());
     }

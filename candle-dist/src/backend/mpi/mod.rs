@@ -40,8 +40,9 @@ pub use native::Comm;
 pub use sums::Sums;
 
 use super::guards::Guards;
+use super::outputs::{completed, deliver, fill, filled, unsupported};
 use super::storage::Operand;
-use super::{Backend, Call, Results, StartedCall, Tensors, overwrite};
+use super::{Backend, Call, Form, Op, Results, StartedCall, Tensors};
 use crate::control::Control;
 use crate::launch::LaunchInfo;
 use crate::{Cause, Error, GroupFailure, Result};
@@ -52,9 +53,9 @@ use known::{Calls, Known};
 use open::Ticket;
 use operation::{Circle, Given};
 use parking_lot::Mutex;
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 use std::sync::Arc;
-use std::time::Duration;
+
 use wire::{MOST_BYTES, TOGETHER};
 
 /// Starts MPI, for the group of all its ranks; ends it when the last group is gone.
@@ -191,7 +192,7 @@ impl MpiBackend {
 
     /// Stops the world because of tensors that are not on the host: other ranks may not know of them.
     fn not_on_host(&self, call: &Call, device: DeviceLocation) -> Error {
-        let message = format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op);
+        let message = format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op());
         self.control().fail(Cause::Failed { rank: self.circle.my_rank(), message })
     }
 
@@ -225,6 +226,23 @@ impl MpiBackend {
         let made = then(Started { driver, circle, number, call, ticket: Some(ticket) });
         drop(entered);
         made
+    }
+
+    /// Sends a message, without waiting.
+    fn send(&self, call: &Call, tensors: &[Tensor]) -> Result<()> {
+        tensors.iter().try_for_each(|tensor| match tensor.device().location() {
+            DeviceLocation::Cpu => self.driver().send(&self.circle, call, tensor),
+            device => Err(self.not_on_host(call, device)),
+        })
+    }
+
+    /// Runs a barrier that names the ranks that do not come.
+    fn monitor(&self, call: &Call) -> Result<()> {
+        // Held until the end, so that threads enter rounds in the order of their numbers.
+        let mut turn = self.turn.lock();
+        let number = turn.next();
+        let (control, circle) = (self.control(), &self.circle);
+        control.enter_monitored(circle.id, &circle.ranks, number, call).map(drop)
     }
 }
 
@@ -299,42 +317,32 @@ impl Backend for MpiBackend {
         &self.circle.ranks
     }
 
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
-        self.enter(call, held(&tensors)?, Started::results)
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
+        match call.form {
+            _ if call.op() == Op::Send => self.send(&call, &tensors).map(|()| Results::new()),
+            Form::Monitored => self.monitor(&call).map(|()| Results::new()),
+            _ => fill(&outputs, self.enter(call, held(&tensors)?, Started::results)?),
+        }
     }
 
-    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
-        let made = self.run(call, smallvec![tensor.clone()])?;
-        made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]))
-    }
-
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
+    fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
+        if call.op() == Op::Send {
+            return self.send(&call, &tensors).map(|()| completed(Results::new()));
+        }
         self.driver().wait_for_room()?;
-        self.enter(call, held(&tensors)?, |started| Ok(Box::new(started) as Box<dyn StartedCall>))
+        let started = self.enter(call, held(&tensors)?, |started| Ok(Box::new(started) as Box<dyn StartedCall>))?;
+        Ok(filled(started, outputs))
+    }
+
+    fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
+        let Some(from) = call.collective.peer() else {
+            return Err(unsupported(self.name(), "receive from any rank"));
+        };
+        deliver(from, self.driver().receive(&self.circle, &call, from)?, output)
     }
 
     fn copies_sent(&self, bytes: usize) -> bool {
         bytes <= TOGETHER
-    }
-
-    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
-        let device = tensor.device().location();
-        if device != DeviceLocation::Cpu {
-            return Err(self.not_on_host(&call, device));
-        }
-        self.driver().send(&self.circle, &call, &tensor)
-    }
-
-    fn recv(&self, call: Call) -> Result<Tensor> {
-        self.driver().receive(&self.circle, &call)
-    }
-
-    fn monitored_barrier(&self, call: Call, timeout: Duration) -> Result<()> {
-        // Held until the end, so that threads enter rounds in the order of their numbers.
-        let mut turn = self.turn.lock();
-        let number = turn.next();
-        let (control, circle) = (self.control(), &self.circle);
-        control.enter_monitored(circle.id, &circle.ranks, number, &call, timeout).map(drop)
     }
 
     fn finish(&self) -> Result<()> {
@@ -357,10 +365,6 @@ impl Backend for MpiBackend {
         })?;
         self.driver().check()?;
         Ok(Arc::new(Self::join(&self.shared, ranks, me)))
-    }
-
-    fn fail(&self, message: &str) {
-        self.control().fail(Cause::Failed { rank: self.circle.my_rank(), message: message.to_string() });
     }
 
     fn failure(&self) -> Option<Arc<GroupFailure>> {

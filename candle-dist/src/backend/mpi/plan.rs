@@ -14,9 +14,9 @@
 //! | gather, scatter | binomial tree | to or from the root directly |
 //! | barrier | dissemination | |
 use super::header::LETTER;
-use super::shapes::{Cut, Rows, cut, inner, join};
+use super::shapes::{Pieces, Rows, inner, pieces};
 use super::sums::Sums;
-use crate::backend::{Call, Form, Op, ReduceOp};
+use crate::backend::{Call, Collective, Form, ReduceOp};
 use crate::{Error, Result};
 use smallvec::{SmallVec, smallvec};
 
@@ -131,40 +131,42 @@ pub(super) fn plan(
 ) -> Result<MessagePlan> {
     let mut plan = Planner::new(me, bytes);
     let elements: usize = shape.iter().product();
-    plan.plan.result = (!call.gives_nothing(me.rank)).then(|| call.result_shape(me.rank, nth, shape).iter().product());
-    let root = call.peer.unwrap_or(0);
-    match call.op {
-        Op::Barrier => plan.barrier(),
-        Op::AllReduce => plan.all_reduce(elements, call.reduce, sums),
-        Op::AllGather => plan.all_gather(&join(shape, call.dims[nth], &call.sizes[nth])),
-        Op::ReduceScatter => plan.reduce_scatter(&cut(shape, call.dims[nth], &call.sizes[nth])),
-        Op::AllToAll if call.is_routed() => {
+    let collective = &call.collective;
+    let result = || collective.output(nth, shape, me.rank).iter().product();
+    plan.plan.result = collective.has_result(me.rank).then(result);
+    match collective {
+        Collective::Barrier => plan.barrier(),
+        Collective::AllReduce(op) => plan.all_reduce(elements, *op, sums),
+        Collective::AllGather(cuts) => plan.all_gather(&pieces(shape, &cuts[nth])),
+        Collective::ReduceScatter(cuts, _) => plan.reduce_scatter(&pieces(shape, &cuts[nth])),
+        Collective::AllToAllSingle(counts) => {
             let row = inner(shape, 0);
             let (rank, size) = (me.rank, me.size);
-            let from = Cut::flat((0..size).map(|to| call.sizes[rank][to] * row));
-            let to = Cut::flat((0..size).map(|from| call.sizes[from][rank] * row));
-            plan.all_to_all(&from, &to, |from, to| call.sizes[from][to] * row);
+            let from = Pieces::flat((0..size).map(|to| counts[rank][to] * row));
+            let to = Pieces::flat((0..size).map(|from| counts[from][rank] * row));
+            plan.all_to_all(&from, &to, |from, to| counts[from][to] * row);
         }
-        Op::AllToAll => {
-            let (split, joined) = (&call.sizes[0], &call.sizes[1]);
-            let from = cut(shape, call.dims[0], split);
+        Collective::AllToAll { split, concat } => {
+            let from = pieces(shape, split);
             let mut piece: SmallVec<[usize; 6]> = SmallVec::from_slice(shape);
-            piece[call.dims[0]] = split[me.rank];
-            let to = join(&piece, call.dims[1], joined);
-            let others = |(dim, _): &(usize, &usize)| !call.dims.contains(dim);
+            piece[split.dim] = split.sizes[me.rank];
+            let to = pieces(&piece, concat);
+            let others = |(dim, _): &(usize, &usize)| ![split.dim, concat.dim].contains(dim);
             let rest: usize = shape.iter().enumerate().filter(others).map(|(_, len)| len).product();
-            plan.all_to_all(&from, &to, |from, to| split[to] * joined[from] * rest);
+            plan.all_to_all(&from, &to, |from, to| split.sizes[to] * concat.sizes[from] * rest);
         }
-        Op::Broadcast => {
-            if (call.form, root) == (Form::InPlace, me.rank) {
+        Collective::Broadcast { root } => {
+            if (call.form, *root) == (Form::InPlace, me.rank) {
                 plan.plan.result = None; // the result exists already
             }
-            plan.broadcast(elements, root);
+            plan.broadcast(elements, *root);
         }
-        Op::Reduce => plan.reduce(elements, root),
-        Op::Gather => plan.gather(&join(shape, call.dims[nth], &call.sizes[nth]), root),
-        Op::Scatter => plan.scatter(&cut(shape, call.dims[nth], &call.sizes[nth]), root),
-        op @ (Op::Send | Op::Recv) => return Err(Error::Unsupported(format!("{op} as a collective"))),
+        Collective::Reduce { root, .. } => plan.reduce(elements, *root),
+        Collective::Gather { cut, root } => plan.gather(&pieces(shape, cut), *root),
+        Collective::Scatter { cut, root } => plan.scatter(&pieces(shape, cut), *root),
+        Collective::Send { .. } | Collective::Recv { .. } => {
+            return Err(Error::Unsupported(format!("{} as a collective", call.op())));
+        }
     }
     Ok(plan.plan)
 }
@@ -247,10 +249,10 @@ impl Planner {
         }
     }
 
-    fn all_reduce(&mut self, len: usize, op: Option<ReduceOp>, sums: Sums) {
+    fn all_reduce(&mut self, len: usize, op: ReduceOp, sums: Sums) {
         let Member { rank, size } = self.me;
         // An average is computed once, over all values.
-        let doubles = op.is_some_and(|op| !op.is_fractional());
+        let doubles = !op.is_fractional();
         if sums == Sums::Any && size > 2 && doubles && self.is_letter(len) {
             return self.doubling(len);
         }
@@ -309,14 +311,14 @@ impl Planner {
         }
     }
 
-    fn all_gather(&mut self, blocks: &Cut) {
+    fn all_gather(&mut self, blocks: &Pieces) {
         let own = Self::input(blocks.lens()[self.me.rank]);
         let (places, works) = self.joined(blocks, own);
         self.spread(own, &places);
         self.finally(works);
     }
 
-    fn reduce_scatter(&mut self, pieces: &Cut) {
+    fn reduce_scatter(&mut self, pieces: &Pieces) {
         let rank = self.me.rank;
         let from = self.pieces(pieces);
         let mut theirs = self.scratch(vec![from[rank].len; self.me.size - 1]);
@@ -325,7 +327,7 @@ impl Planner {
         self.reduced(&theirs, Place { buffer: Buffer::Result, start: 0, len: from[rank].len });
     }
 
-    fn all_to_all(&mut self, pieces: &Cut, blocks: &Cut, len: impl Fn(usize, usize) -> usize) {
+    fn all_to_all(&mut self, pieces: &Pieces, blocks: &Pieces, len: impl Fn(usize, usize) -> usize) {
         let from = self.pieces(pieces);
         let (to, works) = self.joined(blocks, from[self.me.rank]);
         self.exchange(&from, &to, len);
@@ -387,7 +389,7 @@ impl Planner {
         }
     }
 
-    fn gather(&mut self, blocks: &Cut, root: usize) {
+    fn gather(&mut self, blocks: &Pieces, root: usize) {
         let lens = blocks.lens();
         let own = Self::input(lens[self.me.rank]);
         let longest = lens.iter().copied().max().unwrap_or(0);
@@ -409,7 +411,7 @@ impl Planner {
         self.finally(works);
     }
 
-    fn scatter(&mut self, pieces: &Cut, root: usize) {
+    fn scatter(&mut self, pieces: &Pieces, root: usize) {
         let lens = pieces.lens();
         let longest = lens.iter().copied().max().unwrap_or(0);
         let to = Place { buffer: Buffer::Result, start: 0, len: lens[self.me.rank] };
@@ -430,7 +432,7 @@ impl Planner {
     }
 
     /// Returns the pieces of the input, packed if they are not contiguous. A step has begun.
-    fn pieces(&mut self, pieces: &Cut) -> Vec<Place> {
+    fn pieces(&mut self, pieces: &Pieces) -> Vec<Place> {
         if pieces.is_flat() {
             self.step();
             return in_row(Buffer::Input, 0, pieces.lens().iter().copied());
@@ -445,7 +447,7 @@ impl Planner {
 
     /// Returns the places where the blocks of the result arrive, and the work that moves them to their rows. `own` is
     /// this member's block.
-    fn joined(&mut self, blocks: &Cut, own: Place) -> (Vec<Place>, Vec<Work>) {
+    fn joined(&mut self, blocks: &Pieces, own: Place) -> (Vec<Place>, Vec<Work>) {
         let rank = self.me.rank;
         if blocks.is_flat() {
             return (in_row(Buffer::Result, 0, blocks.lens().iter().copied()), Vec::new());

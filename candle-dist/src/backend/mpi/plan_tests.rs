@@ -5,10 +5,8 @@ use super::header::LETTER;
 use super::plan::{Buffer, Member, MessagePlan, Move, Place, Work, plan};
 use super::shapes::Rows;
 use super::sums::Sums;
-use crate::ReduceOp;
-use crate::backend::{Call, Dims, Form, Op};
+use crate::backend::{Call, Collective, Cut, Dims, Form, Op, ReduceOp};
 use candle_core::{DType, Device, Tensor};
-use smallvec::smallvec;
 use std::collections::{HashMap, VecDeque};
 
 /// The bytes of an element, chosen large so that a few elements make a large message.
@@ -191,9 +189,11 @@ fn reduced(tensors: &[Tensor], combine: Combine) -> Vec<i64> {
     (0..all[0].len()).map(|at| all.iter().map(|one| one[at]).reduce(combine).unwrap()).collect()
 }
 
-fn call(op: Op, root: Option<usize>) -> Call {
-    Call { dtype: Some(DType::I64), peer: root, reduce: Some(ReduceOp::Sum), ..Call::new(op) }
+fn call(collective: Collective) -> Call {
+    Call { dtype: Some(DType::I64), ..Call::new(collective) }
 }
+
+const ALL_REDUCE: Collective = Collective::AllReduce(ReduceOp::Sum);
 
 /// Uneven sizes, some of them zero.
 fn sizes(n: usize, scale: usize) -> Dims {
@@ -216,10 +216,11 @@ fn reductions_are_made_in_rank_order() {
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
             let want = reduced(&all, in_order);
             let what = format!("{len} on {n}");
-            let played = made(&call(Op::AllReduce, None), &inputs, Sums::RankOrder, in_order);
+            let played = made(&call(ALL_REDUCE), &inputs, Sums::RankOrder, in_order);
             assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "all_reduce of {what}");
             for root in [0, n / 2, n - 1] {
-                let played = made(&call(Op::Reduce, Some(root)), &inputs, Sums::RankOrder, in_order);
+                let played =
+                    made(&call(Collective::Reduce { op: ReduceOp::Sum, root }), &inputs, Sums::RankOrder, in_order);
                 for (member, got) in played.results.into_iter().enumerate() {
                     assert_eq!(got, (member == root).then(|| want.clone()), "reduce of {what} to {root} on {member}");
                 }
@@ -235,12 +236,12 @@ fn sums_in_any_order_are_alike_on_all_members_and_cost_log_n_messages_of_the_siz
             let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &[len])).collect();
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
             let want = reduced(&all, i64::wrapping_add);
-            let played = made(&call(Op::AllReduce, None), &inputs, Sums::Any, i64::wrapping_add);
+            let played = made(&call(ALL_REDUCE), &inputs, Sums::Any, i64::wrapping_add);
             assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "{len} on {n}");
             if n > 2 && len * BYTES <= LETTER {
                 assert!(played.messages <= log2(n) && played.sent <= log2(n) * len, "{len} on {n}");
                 // A reduction that shows its order shows the same order on all members.
-                let played = made(&call(Op::AllReduce, None), &inputs, Sums::Any, in_order);
+                let played = made(&call(ALL_REDUCE), &inputs, Sums::Any, in_order);
                 assert!(played.results.iter().all(|got| got == &played.results[0]), "{len} on {n}");
             }
         }
@@ -254,9 +255,9 @@ fn broadcasts_bring_the_roots_tensor() {
             let inputs: Vec<_> = (0..n).map(|member| Some(tensor(member, &[len]))).collect();
             for root in [0, n / 2, n - 1] {
                 let want = values(&tensor(root, &[len]));
-                let played = made(&call(Op::Broadcast, Some(root)), &inputs, Sums::RankOrder, in_order);
+                let played = made(&call(Collective::Broadcast { root }), &inputs, Sums::RankOrder, in_order);
                 assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "{len} on {n} from {root}");
-                let in_place = Call { form: Form::InPlace, ..call(Op::Broadcast, Some(root)) };
+                let in_place = Call { form: Form::InPlace, ..call(Collective::Broadcast { root }) };
                 let played = made(&in_place, &inputs, Sums::RankOrder, in_order);
                 for (member, got) in played.results.into_iter().enumerate() {
                     assert_eq!(got, (member != root).then(|| want.clone()), "{len} on {n} from {root} in place");
@@ -280,21 +281,22 @@ fn gathers_join_and_scatters_cut_along_any_dim() {
             let filled: Vec<&Tensor> = all.iter().filter(|tensor| tensor.elem_count() > 0).collect();
             let want = if filled.is_empty() { Vec::new() } else { values(&Tensor::cat(&filled, dim).unwrap()) };
             let what = format!("dim {dim} scale {scale} on {n}");
-            let joined = |op, root| Call { dims: smallvec![dim], sizes: smallvec![sizes.clone()], ..call(op, root) };
+            let cut = Cut { dim, sizes: sizes.clone() };
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
-            let played = made(&joined(Op::AllGather, None), &inputs, Sums::RankOrder, in_order);
+            let played = made(&call(Collective::all_gather(cut.clone())), &inputs, Sums::RankOrder, in_order);
             assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "all_gather {what}");
             let mut whole = [2, 3, 2];
             whole[dim] = sizes.iter().sum();
             for root in [0, n / 2, n - 1] {
-                let played = made(&joined(Op::Gather, Some(root)), &inputs, Sums::RankOrder, in_order);
+                let played =
+                    made(&call(Collective::Gather { cut: cut.clone(), root }), &inputs, Sums::RankOrder, in_order);
                 for (member, got) in played.results.into_iter().enumerate() {
                     assert_eq!(got, (member == root).then(|| want.clone()), "gather {what} to {root} on {member}");
                 }
                 let given = tensor(root, &whole);
                 let only: Vec<_> = (0..n).map(|member| (member == root).then(|| given.clone())).collect();
-                let cut = Call { shape: Dims::from_slice(&whole), ..joined(Op::Scatter, Some(root)) };
-                let played = made(&cut, &only, Sums::RankOrder, in_order);
+                let scatter = Call::of(Collective::Scatter { cut: cut.clone(), root }, DType::I64, &whole);
+                let played = made(&scatter, &only, Sums::RankOrder, in_order);
                 for (member, got) in played.results.into_iter().enumerate() {
                     let start = sizes[..member].iter().sum();
                     let piece = given.narrow(dim, start, sizes[member]).unwrap();
@@ -303,7 +305,8 @@ fn gathers_join_and_scatters_cut_along_any_dim() {
             }
             let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &whole)).collect();
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
-            let played = made(&joined(Op::ReduceScatter, None), &inputs, Sums::RankOrder, in_order);
+            let played =
+                made(&call(Collective::reduce_scatter(cut.clone(), ReduceOp::Sum)), &inputs, Sums::RankOrder, in_order);
             for (member, got) in played.results.into_iter().enumerate() {
                 let piece = |t: &Tensor| t.narrow(dim, sizes[..member].iter().sum(), sizes[member]).unwrap();
                 let pieces: Vec<Tensor> = all.iter().map(piece).collect();
@@ -325,12 +328,9 @@ fn exchanges_bring_each_piece_to_its_member() {
             };
             let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &shape(member))).collect();
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
-            let exchange = Call {
-                dims: dims.into_iter().collect(),
-                sizes: smallvec![split.clone(), concat.clone()],
-                ..call(Op::AllToAll, None)
-            };
-            let played = made(&exchange, &inputs, Sums::RankOrder, in_order);
+            let cut = |dim, sizes: &Dims| Cut { dim, sizes: sizes.clone() };
+            let exchange = Collective::AllToAll { split: cut(dims[0], &split), concat: cut(dims[1], &concat) };
+            let played = made(&call(exchange), &inputs, Sums::RankOrder, in_order);
             for (member, got) in played.results.into_iter().enumerate() {
                 let piece = |t: &Tensor| t.narrow(dims[0], split[..member].iter().sum(), split[member]).unwrap();
                 let pieces: Vec<Tensor> = all.iter().map(piece).filter(|piece| piece.elem_count() > 0).collect();
@@ -343,8 +343,7 @@ fn exchanges_bring_each_piece_to_its_member() {
                 (0..n).map(|from| (0..n).map(|to| (from * 3 + to * 5) % 4 * scale).collect()).collect();
             let all: Vec<Tensor> = (0..n).map(|from| tensor(from, &[counts[from].iter().sum(), 3])).collect();
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
-            let routed =
-                Call { dims: smallvec![0], sizes: counts.iter().cloned().collect(), ..call(Op::AllToAll, None) };
+            let routed = call(Collective::AllToAllSingle(counts.clone()));
             let played = made(&routed, &inputs, Sums::RankOrder, in_order);
             for (member, got) in played.results.into_iter().enumerate() {
                 let rows = |from: usize| {
@@ -361,28 +360,23 @@ fn exchanges_bring_each_piece_to_its_member() {
 #[test]
 fn small_collectives_cost_log_n_messages() {
     for n in WORLDS {
-        let (even, len) = (Dims::from_elem(1, n), 1);
-        let gathered = |op, root| Call { dims: smallvec![0], sizes: smallvec![even.clone()], ..call(op, root) };
-        let exchange = Call {
-            dims: smallvec![0, 1],
-            sizes: smallvec![even.clone(), Dims::from_elem(len, n)],
-            ..call(Op::AllToAll, None)
-        };
-        let scatter = Call { shape: smallvec![n, len], ..gathered(Op::Scatter, Some(1)) };
+        let (even, len) = (Cut::even(0, 1, n), 1);
+        let exchange = Collective::AllToAll { split: even.clone(), concat: Cut::even(1, len, n) };
+        let scatter = Call::of(Collective::Scatter { cut: even.clone(), root: 1 }, DType::I64, &[n, len]);
         // The op, and the shape of the input of each member.
         let cases: [(Call, Option<Vec<usize>>); 9] = [
-            (call(Op::Barrier, None), None),
-            (call(Op::AllReduce, None), Some(vec![len])),
-            (call(Op::Reduce, Some(1)), Some(vec![len])),
-            (call(Op::Broadcast, Some(1)), Some(vec![len])),
-            (gathered(Op::AllGather, None), Some(vec![1, len])),
-            (gathered(Op::Gather, Some(1)), Some(vec![1, len])),
+            (call(Collective::Barrier), None),
+            (call(ALL_REDUCE), Some(vec![len])),
+            (call(Collective::Reduce { op: ReduceOp::Sum, root: 1 }), Some(vec![len])),
+            (call(Collective::Broadcast { root: 1 }), Some(vec![len])),
+            (call(Collective::all_gather(even.clone())), Some(vec![1, len])),
+            (call(Collective::Gather { cut: even.clone(), root: 1 }), Some(vec![1, len])),
             (scatter, None),
-            (gathered(Op::ReduceScatter, None), Some(vec![n, len])),
-            (exchange, Some(vec![n, len])),
+            (call(Collective::reduce_scatter(even, ReduceOp::Sum)), Some(vec![n, len])),
+            (call(exchange), Some(vec![n, len])),
         ];
         for (call, shape) in cases {
-            let give = |member: usize| match (&shape, call.op) {
+            let give = |member: usize| match (&shape, call.op()) {
                 (Some(shape), _) => Some(tensor(member, shape)),
                 (None, Op::Scatter) if member == 1 => Some(tensor(member, &[n, len])),
                 _ => None,
@@ -390,8 +384,8 @@ fn small_collectives_cost_log_n_messages() {
             let inputs: Vec<_> = (0..n).map(give).collect();
             let played = made(&call, &inputs, Sums::RankOrder, in_order);
             // A member whose plan sends nothing to the next member shows its call there.
-            assert!(played.messages <= log2(n), "{} messages of {} on {n}", played.messages, call.op);
-            assert!(played.letters <= log2(n) + 1, "{} letters of {} on {n}", played.letters, call.op);
+            assert!(played.messages <= log2(n), "{} messages of {} on {n}", played.messages, call.op());
+            assert!(played.letters <= log2(n) + 1, "{} letters of {} on {n}", played.letters, call.op());
         }
     }
 }
@@ -401,35 +395,29 @@ fn large_collectives_move_no_more_than_they_must() {
     for n in WORLDS {
         // A multiple of all numbers of pieces.
         let len = n * (n - 1) * LETTER / BYTES;
-        let even = Dims::from_elem(len, n);
-        let joined = |op, root| Call { dims: smallvec![0], sizes: smallvec![even.clone()], ..call(op, root) };
-        let cut = Call { sizes: smallvec![Dims::from_elem(len / n, n)], ..joined(Op::ReduceScatter, None) };
-        // The op, and the most elements that a member may send.
-        let exchange = Call {
-            dims: smallvec![0, 1],
-            sizes: smallvec![Dims::from_elem(len / n, n), Dims::from_elem(1, n)],
-            ..call(Op::AllToAll, None)
-        };
-        let scatter = Call { shape: smallvec![len], sizes: cut.sizes.clone(), ..joined(Op::Scatter, Some(1)) };
+        let (even, pieces) = (Cut::even(0, len, n), Cut::even(0, len / n, n));
+        let exchange = call(Collective::AllToAll { split: pieces.clone(), concat: Cut::even(1, 1, n) });
+        let scatter = Call::of(Collective::Scatter { cut: pieces.clone(), root: 1 }, DType::I64, &[len]);
+        // The call, and the most elements that a member may send.
         let cases = [
-            (call(Op::AllReduce, None), 2 * (n - 1) * len / n),
+            (call(ALL_REDUCE), 2 * (n - 1) * len / n),
             (exchange, (n - 1) * len / n),
             (scatter, (n - 1) * len / n),
-            (call(Op::Broadcast, Some(1)), len),
-            (call(Op::Reduce, Some(1)), len),
-            (joined(Op::AllGather, None), (n - 1) * len),
-            (joined(Op::Gather, Some(1)), len),
-            (cut, (n - 1) * len / n),
+            (call(Collective::Broadcast { root: 1 }), len),
+            (call(Collective::Reduce { op: ReduceOp::Sum, root: 1 }), len),
+            (call(Collective::all_gather(even.clone())), (n - 1) * len),
+            (call(Collective::Gather { cut: even, root: 1 }), len),
+            (call(Collective::reduce_scatter(pieces, ReduceOp::Sum)), (n - 1) * len / n),
         ];
         for (call, most) in cases {
-            let give = |member: usize| match call.op {
+            let give = |member: usize| match call.op() {
                 Op::AllToAll => Some(tensor(member, &[len, 1])),
                 Op::Scatter if member != 1 => None,
                 _ => Some(tensor(member, &[len])),
             };
             let inputs: Vec<_> = (0..n).map(give).collect();
             let played = made(&call, &inputs, Sums::RankOrder, in_order);
-            assert!(played.sent <= most, "{} elements instead of {most} for {} on {n}", played.sent, call.op);
+            assert!(played.sent <= most, "{} elements instead of {most} for {} on {n}", played.sent, call.op());
         }
     }
 }

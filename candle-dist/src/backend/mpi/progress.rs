@@ -161,7 +161,7 @@ impl Part {
     }
 
     fn work(&mut self, own: Own<'_>, works: &[Work]) -> Result<()> {
-        let reduce = own.known.call.reduce;
+        let reduce = own.known.call.collective.reduction();
         // SAFETY: the plan names only places within the memory. It reads written places, and writes places that are not
         // read.
         works.iter().try_for_each(|work| unsafe { work::run(&self.memory, work, reduce) })

@@ -1,5 +1,6 @@
 //! Memory layout of the pieces of a tensor along one dim.
 use super::plan::{Buffer, Place};
+use crate::call::Cut;
 
 /// Runs of elements at equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +25,7 @@ impl Rows {
 
 /// A tensor's pieces along one dim, one per member.
 #[derive(Debug)]
-pub(super) struct Cut {
+pub(super) struct Pieces {
     /// The number of runs of each piece: the product of the dims before the cut one.
     rows: usize,
     /// The start of each piece in a row.
@@ -40,17 +41,13 @@ pub(super) fn inner(shape: &[usize], dim: usize) -> usize {
     shape[dim + 1..].iter().product()
 }
 
-/// Returns the pieces of a tensor of `shape` that is cut along `dim` into `sizes`.
-pub(super) fn cut(shape: &[usize], dim: usize, sizes: &[usize]) -> Cut {
-    Cut::new(shape[..dim].iter().product(), sizes.iter().map(|size| size * inner(shape, dim)))
+/// Returns the pieces of a tensor of `shape`; or of the tensor that is joined from pieces, of which this is one.
+pub(super) fn pieces(shape: &[usize], cut: &Cut) -> Pieces {
+    let row = inner(shape, cut.dim);
+    Pieces::new(shape[..cut.dim].iter().product(), cut.sizes.iter().map(|size| size * row))
 }
 
-/// Returns the pieces of the tensor joined from tensors of `shape` with `sizes` along `dim`.
-pub(super) fn join(shape: &[usize], dim: usize, sizes: &[usize]) -> Cut {
-    cut(shape, dim, sizes)
-}
-
-impl Cut {
+impl Pieces {
     /// Creates pieces with `rows` runs each, of these lengths.
     fn new(rows: usize, runs: impl Iterator<Item = usize>) -> Self {
         let (mut starts, mut lens, mut row) = (Vec::new(), Vec::new(), 0);

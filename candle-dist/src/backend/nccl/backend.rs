@@ -9,7 +9,8 @@ use super::rank::Rank;
 use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
 use super::watch::{Inside, Watch};
 use crate::backend::cuda::driver;
-use crate::backend::{Backend, Call, Fresh, Op, Results, StartedCall, Tensors, overwrite};
+use crate::backend::outputs::{completed, deliver, fill, filled, unsupported};
+use crate::backend::{Backend, Call, Collective, Cut, Dims, Form, Fresh, Op, Results, StartedCall, Tensors};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use candle_core::{Device, DeviceLocation, Tensor};
@@ -97,12 +98,12 @@ impl NcclBackend {
     /// Enqueues the call after the work on the streams of its tensors.
     fn launch(&self, call: Arc<Call>, tensors: Tensors) -> Result<Flight> {
         // The ranks of a scatter have no tensor that says on which device they want theirs.
-        let default = call.device == DeviceLocation::Cpu && call.op != Op::Scatter;
+        let default = call.device == DeviceLocation::Cpu && call.op() != Op::Scatter;
         let on_host =
-            |i| tensors.get(i).map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op != Op::Scatter);
-        let count = 1 + call.rest.len();
+            |i| tensors.get(i).map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op() != Op::Scatter);
+        let count = call.count();
         let to_host: Vec<bool> = (0..count).map(on_host).collect();
-        let tensors = self.on_gpu(call.op, tensors)?;
+        let tensors = self.on_gpu(call.op(), tensors)?;
         let device = match tensors.first().map(Tensor::device) {
             Some(Device::Cuda(device)) => device.clone(),
             _ => self.rank.device.clone(),
@@ -124,13 +125,10 @@ impl NcclBackend {
     /// Enqueues a barrier: each member gathers a word of every member, which depends on the description of its call.
     fn launch_barrier(&self, call: &Call) -> Result<Flight> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
-        let gather = Call {
-            dims: smallvec![0],
-            sizes: smallvec![smallvec![1; self.ranks.len()]],
-            ..Call::on(Op::AllGather, &Tensor::new(&[words], &Device::Cpu)?, &[0])
-        };
-        let mine = smallvec![Tensor::new(&[words], &Device::Cpu)?];
-        self.launch(Arc::new(gather), mine)
+        let mine = Tensor::new(&[words], &Device::Cpu)?;
+        let gather =
+            Call::on(Collective::all_gather(Cut { dim: 0, sizes: Dims::from_elem(1, self.ranks.len()) }), &mine);
+        self.launch(Arc::new(gather), smallvec![mine])
     }
 
     /// Waits on the host until all ranks have arrived, and fails unless all made the same call.
@@ -146,6 +144,52 @@ impl NcclBackend {
                 Err(self.rank.watch.fail(Cause::Mismatch { rank, reference, what: "description" }))
             }
         }
+    }
+
+    /// Runs a call whose result overwrites its input on the GPU.
+    fn run_in_place(&self, call: Call, tensors: Tensors) -> Result<()> {
+        let call = Arc::new(call);
+        let _inside = self.enter(&call)?;
+        let placed = self.on_gpu(call.op(), tensors)?;
+        let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
+        let comm = self.comm()?;
+        issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
+    }
+
+    /// Sends a message, without waiting.
+    fn send(&self, call: Call, (to, tag): (usize, u32), tensors: Tensors) -> Result<()> {
+        self.rank.watch.check()?;
+        self.rank.lanes.check()?;
+        transfer::check(&call)?;
+        let (ends, call) = ([self.ranks[self.me], self.ranks[to]], Arc::new(call));
+        let mut outboxes = self.outboxes.lock();
+        let outbox = match outboxes.entry((to, tag)) {
+            Entry::Occupied(outbox) => outbox.into_mut(),
+            Entry::Vacant(vacant) => vacant.insert(Outbox::open(&self.rank, channel(self.id, self.me, to, tag), ends)?),
+        };
+        let _inside = self.rank.watch.enter(outbox.id, &ends, outbox.sent, &call)?;
+        let tensors = self.on_gpu(Op::Send, tensors)?;
+        tensors.into_iter().try_for_each(|tensor| outbox.push(&self.rank, tensor))
+    }
+
+    /// Receives a message to the GPU.
+    fn receive(&self, call: Arc<Call>, (from, tag): (usize, u32)) -> Result<Tensor> {
+        self.rank.watch.check()?;
+        transfer::check(&call)?;
+        let (id, ends) = (channel(self.id, from, self.me, tag), [self.ranks[from], self.ranks[self.me]]);
+        // One lock for all channels: a rank that receives on two threads at once uses two groups.
+        let mut inboxes = self.inboxes.lock();
+        let received = inboxes.get(&(from, tag)).map_or(0, |inbox| inbox.received);
+        let _inside = self.rank.watch.enter(id, &ends, received, &call)?;
+        let inbox = match inboxes.entry((from, tag)) {
+            Entry::Occupied(inbox) => inbox.into_mut(),
+            Entry::Vacant(vacant) => {
+                let comm = self.rank.connect(id, &ends, 1)?;
+                vacant.insert(Inbox { comm, received: 0 })
+            }
+        };
+        inbox.received += 1;
+        Ok(issue_receive(&inbox.comm, &self.rank.device, &call, 0)?.into_tensor())
     }
 }
 
@@ -267,73 +311,46 @@ impl Backend for NcclBackend {
         &self.device
     }
 
-    fn run(&self, call: Call, tensors: Tensors) -> Result<Results> {
+    fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
+        match (&call.collective, call.form) {
+            (&Collective::Send { to, tag }, _) => return self.send(call, (to, tag), tensors).map(|()| Results::new()),
+            (_, Form::Monitored) => {
+                return Err(unsupported(self.name(), "name the ranks that are missing at a barrier"));
+            }
+            // Numbers with marks of NaN need a result beside their place.
+            (_, Form::InPlace) if call.device != DeviceLocation::Cpu && !marks::needed(&call, tensors[0].dtype()) => {
+                return self.run_in_place(call, tensors).map(|()| Results::new());
+            }
+            _ => {}
+        }
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
-        if call.op == Op::Barrier {
+        if call.op() == Op::Barrier {
             return self.meet(&call).map(|()| Results::new());
         }
-        self.launch(call, tensors)?.land()
+        fill(&outputs, self.launch(call, tensors)?.land()?)
     }
 
-    fn run_in_place(&self, call: Call, tensor: &Tensor) -> Result<()> {
-        // Numbers with marks of NaN need a result beside their place.
-        if call.device == DeviceLocation::Cpu || marks::needed(&call, tensor.dtype()) {
-            let made = self.run(call, smallvec![tensor.clone()])?;
-            return made.into_iter().try_for_each(|made| overwrite::overwrite(tensor, &[&made.into_tensor()]));
+    fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
+        if let Collective::Send { to, tag } = call.collective {
+            return self.send(call, (to, tag), tensors).map(|()| completed(Results::new()));
         }
         let call = Arc::new(call);
         let _inside = self.enter(&call)?;
-        let placed = self.on_gpu(call.op, smallvec![tensor.clone()])?;
-        let Device::Cuda(device) = placed[0].device() else { return Ok(()) };
-        let comm = self.comm()?;
-        issue_in_place(&comm, &device.cuda_stream(), &call, &placed[0])
-    }
-
-    fn start(&self, call: Call, tensors: Tensors) -> Result<Box<dyn StartedCall>> {
-        let call = Arc::new(call);
-        let _inside = self.enter(&call)?;
-        let is_barrier = call.op == Op::Barrier;
+        let is_barrier = call.op() == Op::Barrier;
         let flight = if is_barrier { self.launch_barrier(&call)? } else { self.launch(call, tensors)? };
-        Ok(Box::new(Started { flight, is_barrier }))
+        Ok(filled(Box::new(Started { flight, is_barrier }), outputs))
     }
 
-    fn send(&self, call: Call, tensor: Tensor) -> Result<()> {
-        self.rank.watch.check()?;
-        self.rank.lanes.check()?;
-        transfer::check(&call)?;
-        let (to, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
-        let mut outboxes = self.outboxes.lock();
-        let outbox = match outboxes.entry((to, call.tag)) {
-            Entry::Occupied(outbox) => outbox.into_mut(),
-            Entry::Vacant(vacant) => {
-                let id = channel(self.id, self.me, to, call.tag);
-                vacant.insert(Outbox::open(&self.rank, id, [self.ranks[self.me], self.ranks[to]])?)
-            }
+    fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
+        let (Some(from), tag) = (call.collective.peer(), call.collective.tag()) else {
+            return Err(unsupported(self.name(), "receive from any rank"));
         };
-        let _inside = self.rank.watch.enter(outbox.id, &[self.ranks[self.me], self.ranks[to]], outbox.sent, &call)?;
-        let tensors = self.on_gpu(Op::Send, smallvec![tensor])?;
-        tensors.into_iter().try_for_each(|tensor| outbox.push(&self.rank, tensor))
-    }
-
-    fn recv(&self, call: Call) -> Result<Tensor> {
-        self.rank.watch.check()?;
-        transfer::check(&call)?;
-        let (from, call) = (call.peer.unwrap_or(self.me), Arc::new(call));
-        let (id, ends) = (channel(self.id, from, self.me, call.tag), [self.ranks[from], self.ranks[self.me]]);
-        // One lock for all channels: a rank that receives on two threads at once uses two groups.
-        let mut inboxes = self.inboxes.lock();
-        let received = inboxes.get(&(from, call.tag)).map_or(0, |inbox| inbox.received);
-        let _inside = self.rank.watch.enter(id, &ends, received, &call)?;
-        let inbox = match inboxes.entry((from, call.tag)) {
-            Entry::Occupied(inbox) => inbox.into_mut(),
-            Entry::Vacant(vacant) => {
-                let comm = self.rank.connect(id, &ends, 1)?;
-                vacant.insert(Inbox { comm, received: 0 })
-            }
-        };
-        inbox.received += 1;
-        Ok(issue_receive(&inbox.comm, &self.rank.device, &call, 0)?.into_tensor())
+        let message = self.receive(Arc::new(call), (from, tag))?;
+        let to_host = output.is_some_and(|output| output.device().is_cpu());
+        let delivered = deliver(from, message, output)?;
+        // A failure of the world may have ended the transfer that the copy waited for.
+        self.failure().filter(|_| to_host).map_or(Ok(delivered), |failure| Err(Error::Group(failure)))
     }
 
     fn finish(&self) -> Result<()> {
@@ -354,8 +371,8 @@ impl Backend for NcclBackend {
         Ok(Arc::new(Self::join(self.rank.clone(), ranks, me, self.device.clone())))
     }
 
-    fn fail(&self, message: &str) {
-        self.rank.watch.fail_with(message.to_string());
+    fn stop(&self, cause: Cause) {
+        self.rank.watch.fail(cause);
     }
 
     fn failure(&self) -> Option<Arc<GroupFailure>> {

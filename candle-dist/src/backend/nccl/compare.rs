@@ -33,7 +33,7 @@ impl Calls {
         let new = || Round { reference: rank, call: call.clone(), missing: members.into() };
         let round = rounds.entry(at).or_insert_with(new);
         round.missing.retain(|member| *member != rank);
-        let (reference, what) = (round.reference, difference(call, &round.call));
+        let (reference, what) = (round.reference, call.difference(&round.call));
         if round.missing.is_empty() {
             rounds.remove(&at);
         }
@@ -48,7 +48,7 @@ impl Calls {
     /// Returns a member that has returned without a call that others have made and wait in. A send waits for nobody.
     pub(super) fn deserter(&self, has_returned: impl Fn(usize) -> bool) -> Option<usize> {
         let rounds = self.0.lock();
-        let awaited = rounds.values().filter(|round| round.call.op != Op::Send);
+        let awaited = rounds.values().filter(|round| round.call.op() != Op::Send);
         awaited.flat_map(|round| round.missing.iter().copied()).find(|&member| has_returned(member))
     }
 }
@@ -81,26 +81,13 @@ impl Awaited {
     }
 }
 
-/// Returns the first property in which two calls differ. The sides of a message name each other.
-fn difference(call: &Call, reference: &Call) -> Option<&'static str> {
-    let is_message = |call: &Call| matches!(call.op, Op::Send | Op::Recv);
-    if call.op == reference.op || !is_message(call) || !is_message(reference) {
-        return call.difference(reference);
-    }
-    let mut call = call.clone();
-    (call.op, call.peer, call.form) = (reference.op, reference.peer, reference.form);
-    // A sender knows its device, a receiver only that of the result.
-    call.device = reference.device;
-    call.difference(reference)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::ReduceOp;
+    use crate::backend::{Collective, ReduceOp};
 
     fn all_reduce(op: ReduceOp) -> Arc<Call> {
-        Arc::new(Call { reduce: Some(op), ..Call::new(Op::AllReduce) })
+        Arc::new(Call::new(Collective::AllReduce(op)))
     }
 
     #[test]
@@ -118,7 +105,7 @@ mod tests {
     fn who_returns_is_missed_in_rounds_that_others_wait_in() {
         let (calls, sum) = (Calls::default(), all_reduce(ReduceOp::Sum));
         assert_eq!(calls.compare((7, 0), &[4, 2], 2, &sum), Ok(()));
-        assert_eq!(calls.compare((8, 0), &[2, 3], 2, &Arc::new(Call::new(Op::Send))), Ok(()));
+        assert_eq!(calls.compare((8, 0), &[2, 3], 2, &Arc::new(Call::new(Collective::Send { to: 0, tag: 0 }))), Ok(()));
         assert_eq!(calls.deserter(|rank| rank == 2 || rank == 3), None, "2 has come, and nobody waits for 3");
         assert_eq!(calls.deserter(|rank| rank == 4), Some(4));
         assert!(
@@ -145,11 +132,12 @@ mod tests {
     #[test]
     fn the_sides_of_a_message_are_equal_except_for_their_peers() {
         let calls = Calls::default();
-        let side = |op, peer| Arc::new(Call { peer: Some(peer), ..Call::new(op) });
-        assert_eq!(calls.compare((1, 0), &[0, 1], 0, &side(Op::Send, 1)), Ok(()));
-        assert_eq!(calls.compare((1, 0), &[0, 1], 1, &side(Op::Recv, 0)), Ok(()));
-        assert_eq!(calls.compare((1, 1), &[0, 1], 0, &side(Op::Send, 1)), Ok(()));
-        let long = Arc::new(Call { shape: smallvec::smallvec![3], peer: Some(0), ..Call::new(Op::Recv) });
+        let send = || Arc::new(Call::new(Collective::Send { to: 1, tag: 0 }));
+        let recv = Call::new(Collective::Recv { from: Some(0), tag: 0 });
+        assert_eq!(calls.compare((1, 0), &[0, 1], 0, &send()), Ok(()));
+        assert_eq!(calls.compare((1, 0), &[0, 1], 1, &Arc::new(recv.clone())), Ok(()));
+        assert_eq!(calls.compare((1, 1), &[0, 1], 0, &send()), Ok(()));
+        let long = Arc::new(Call { shape: smallvec::smallvec![3], ..recv });
         assert!(matches!(calls.compare((1, 1), &[0, 1], 1, &long), Err(Cause::Mismatch { what: "shape", .. })));
     }
 }

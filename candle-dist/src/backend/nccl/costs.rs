@@ -1,6 +1,6 @@
 //! What the comparison of calls costs a rank, to be measured.
 use super::compare::Calls;
-use crate::backend::{Call, Op, ReduceOp};
+use crate::backend::{Call, Collective, ReduceOp};
 use crate::control::Control;
 use crate::{Cause, Result};
 use candle_core::DeviceLocation;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// The call that all ranks make: an all_reduce of a tensor on a GPU.
 fn call() -> Arc<Call> {
     let device = DeviceLocation::Cuda { gpu_id: 0 };
-    Arc::new(Call { reduce: Some(ReduceOp::Sum), device, ..Call::new(Op::AllReduce) })
+    Arc::new(Call { device, ..Call::new(Collective::AllReduce(ReduceOp::Sum)) })
 }
 
 /// Returns how long each of `calls` comparisons takes a rank that is one of `ranks` threads, on average.

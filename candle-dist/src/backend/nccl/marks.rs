@@ -13,8 +13,7 @@ use half::{bf16, f16};
 
 /// Returns whether a call needs marks for its tensors of this dtype. It depends on what all ranks share.
 pub(super) fn needed(call: &Call, dtype: DType) -> bool {
-    let reduces = matches!(call.op, Op::AllReduce | Op::Reduce | Op::ReduceScatter);
-    reduces && matches!(call.reduce, Some(ReduceOp::Max | ReduceOp::Min)) && nan(dtype).is_ok()
+    matches!(call.collective.reduction(), Some(ReduceOp::Max | ReduceOp::Min)) && nan(dtype).is_ok()
 }
 
 /// Returns 1 for each NaN of the numbers that `layout` describes, and 0 for all others.

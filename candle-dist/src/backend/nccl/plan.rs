@@ -3,7 +3,7 @@
 //! NCCL moves contiguous spans of flat buffers. A piece of a dim other than the first is not contiguous, so it is
 //! packed before it is sent, and unpacked after it is received. A plan depends on the call only, not on the device.
 use crate::backend::storage::Held;
-use crate::backend::{Call, Dims, Op};
+use crate::backend::{Call, Collective, Cut, Dims};
 use crate::{Error, Result};
 use candle_core::Shape;
 use candle_core::backend::BackendDevice;
@@ -78,15 +78,21 @@ impl Moves {
 }
 
 /// A contiguous tensor cut along a dim, as part of the tensor and in packed form, piece after piece.
-struct Cut {
+struct Strides {
     outer: usize,
     inner: usize,
     sizes: Dims,
 }
 
-impl Cut {
-    fn new(dims: &[usize], dim: usize, sizes: &Dims) -> Self {
-        Self { outer: dims[..dim].iter().product(), inner: dims[dim + 1..].iter().product(), sizes: sizes.clone() }
+impl Strides {
+    fn new(dims: &[usize], cut: &Cut) -> Self {
+        let (outer, inner) = (&dims[..cut.dim], &dims[cut.dim + 1..]);
+        Self { outer: outer.iter().product(), inner: inner.iter().product(), sizes: cut.sizes.clone() }
+    }
+
+    /// Returns the number of pieces.
+    fn count(&self) -> usize {
+        self.sizes.len()
     }
 
     /// Returns the packed pieces that are not empty. All ranks know which pieces are empty.
@@ -130,61 +136,70 @@ impl Plan {
     /// Plans the part of rank `me` for its `i`-th tensor. `mine` is its shape, or that of the root for a scatter.
     pub(super) fn new(call: &Call, i: usize, me: usize, mine: &[usize]) -> Result<Self> {
         let len: usize = mine.iter().product();
-        let root = call.peer.unwrap_or(0);
-        let gets = !call.gives_nothing(me);
-        let shape = gets.then(|| call.result_shape(me, i, mine));
+        let collective = &call.collective;
+        let gets = collective.has_result(me);
+        let shape = gets.then(|| collective.output(i, mine, me));
         let received = shape.as_ref().map_or(0, |shape| shape.iter().product());
         let plain = |transfer| Self { pack: None, transfer, received, unpack: None, shape: shape.clone() };
-        Ok(match call.op {
-            Op::AllReduce => plain(Transfer::AllReduce { len }),
-            Op::Broadcast => plain(Transfer::Broadcast { root, len }),
-            Op::Reduce => plain(Transfer::Reduce { root, len }),
-            Op::AllGather | Op::Gather => {
-                let mut whole = Dims::from_slice(mine);
-                whole[call.dims[i]] = call.sizes[i].iter().sum();
-                let cut = Cut::new(&whole, call.dims[i], &call.sizes[i]);
-                let receivers = if call.op == Op::Gather { root..root + 1 } else { 0..call.sizes[i].len() };
-                let transfer = if call.op == Op::AllGather && cut.is_even() {
-                    Transfer::AllGather { len }
-                } else {
-                    let sends = receivers.filter(|_| len > 0).map(|peer| Span { peer, start: 0, len }).collect();
-                    Transfer::SendReceive { sends, receives: if gets { cut.spans() } else { Vec::new() } }
+        let whole_of = |cut: &Cut| {
+            let mut whole = Dims::from_slice(mine);
+            whole[cut.dim] = cut.len();
+            Strides::new(&whole, cut)
+        };
+        Ok(match collective {
+            Collective::AllReduce(_) => plain(Transfer::AllReduce { len }),
+            Collective::Broadcast { root } => plain(Transfer::Broadcast { root: *root, len }),
+            Collective::Reduce { root, .. } => plain(Transfer::Reduce { root: *root, len }),
+            Collective::AllGather(cuts) => {
+                let whole = whole_of(&cuts[i]);
+                let transfer = match whole.is_even() {
+                    true => Transfer::AllGather { len },
+                    false => Transfer::SendReceive { sends: copies(0..whole.count(), len), receives: whole.spans() },
                 };
-                Self { unpack: cut.unpacking().filter(|_| gets), ..plain(transfer) }
+                Self { unpack: whole.unpacking(), ..plain(transfer) }
             }
-            Op::ReduceScatter => {
-                let cut = Cut::new(mine, call.dims[i], &call.sizes[i]);
-                let transfer = match cut.is_even() {
+            Collective::Gather { cut, root } => {
+                let whole = whole_of(cut);
+                let receives = if gets { whole.spans() } else { Vec::new() };
+                let transfer = Transfer::SendReceive { sends: copies(*root..root + 1, len), receives };
+                Self { unpack: whole.unpacking().filter(|_| gets), ..plain(transfer) }
+            }
+            Collective::ReduceScatter(cuts, _) => {
+                let pieces = Strides::new(mine, &cuts[i]);
+                let transfer = match pieces.is_even() {
                     true => Transfer::ReduceScatter { len: received },
-                    false => Transfer::Reduces(cut.spans()),
+                    false => Transfer::Reduces(pieces.spans()),
                 };
-                Self { pack: cut.packing(), ..plain(transfer) }
+                Self { pack: pieces.packing(), ..plain(transfer) }
             }
-            Op::Scatter => {
-                let cut = Cut::new(mine, call.dims[i], &call.sizes[i]);
-                let receives =
-                    if received > 0 { vec![Span { peer: root, start: 0, len: received }] } else { Vec::new() };
-                let sends = if me == root { cut.spans() } else { Vec::new() };
-                let pack = cut.packing().filter(|_| me == root);
-                Self { pack, ..plain(Transfer::SendReceive { sends, receives }) }
+            Collective::Scatter { cut, root } => {
+                let (pieces, gives) = (Strides::new(mine, cut), me == *root);
+                let sends = if gives { pieces.spans() } else { Vec::new() };
+                let transfer = Transfer::SendReceive { sends, receives: copies(*root..root + 1, received) };
+                Self { pack: pieces.packing().filter(|_| gives), ..plain(transfer) }
             }
-            Op::AllToAll if call.is_routed() => {
-                let came: Dims = call.sizes.iter().map(|counts| counts[me]).collect();
-                let sends = Cut::new(mine, 0, &call.sizes[me]).spans();
-                plain(Transfer::SendReceive { sends, receives: Cut::new(mine, 0, &came).spans() })
+            Collective::AllToAllSingle(counts) => {
+                let came = Cut { dim: 0, sizes: counts.iter().map(|counts| counts[me]).collect() };
+                let sent = Cut { dim: 0, sizes: counts[me].clone() };
+                let spans = |cut: &Cut| Strides::new(mine, cut).spans();
+                plain(Transfer::SendReceive { sends: spans(&sent), receives: spans(&came) })
             }
-            Op::AllToAll => {
-                let made = call.result_shape(me, i, mine);
-                let split = Cut::new(mine, call.dims[0], &call.sizes[0]);
-                let joined = Cut::new(&made, call.dims[1], &call.sizes[1]);
+            Collective::AllToAll { split, concat } => {
+                let made = collective.output(i, mine, me);
+                let (split, joined) = (Strides::new(mine, split), Strides::new(&made, concat));
                 let transfer = Transfer::SendReceive { sends: split.spans(), receives: joined.spans() };
                 Self { pack: split.packing(), unpack: joined.unpacking(), ..plain(transfer) }
             }
-            op @ (Op::Send | Op::Recv | Op::Barrier) => {
-                return Err(Error::Unsupported(format!("{op} as a collective")));
+            Collective::Send { .. } | Collective::Recv { .. } | Collective::Barrier => {
+                return Err(Error::Unsupported(format!("{} as a collective", call.op())));
             }
         })
     }
+}
+
+/// Returns the same elements for or from each of these ranks.
+fn copies(peers: std::ops::Range<usize>, len: usize) -> Vec<Span> {
+    peers.filter(|_| len > 0).map(|peer| Span { peer, start: 0, len }).collect()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use super::*;
 use crate::backend::{Fresh, ReduceOp, Tensors};
-use crate::{ProcessGroup, World};
+use crate::{Collective, Cut, ProcessGroup, World};
 use candle_core::{CpuStorage, DType, Device, Tensor};
 use proptest::prelude::*;
 use smallvec::smallvec;
@@ -81,11 +81,11 @@ fn check(n: usize, call: impl Fn(usize) -> (Call, Tensors) + Sync) {
     let (calls, inputs): (Vec<_>, Vec<_>) = (0..n).map(&call).unzip();
     let run = |group: &ProcessGroup| -> crate::Result<Vec<Tensor>> {
         let (call, tensors) = call(group.rank());
-        let made = group.engage(call, 0, |backend, call| backend.run(call, tensors))?;
+        let made = group.engage(call, 0, |backend, call| backend.run(call, tensors, Tensors::new()))?;
         Ok(made.into_iter().map(Fresh::into_tensor).collect())
     };
     let expected = World::local(n).run(|ctx| run(ctx.group())).unwrap();
-    for i in 0..1 + calls[0].rest.len() {
+    for i in 0..calls[0].count() {
         for (me, made) in planned(&calls, &inputs, i).into_iter().enumerate() {
             let made = made.map(|made| (made.dims().to_vec(), made.flatten_all().unwrap().to_vec1::<f32>().unwrap()));
             let want = expected[me].get(i);
@@ -99,10 +99,6 @@ fn tensor(rank: usize, dims: &[usize]) -> Tensor {
     let count = dims.iter().product::<usize>() as u32;
     let data = (0..count).map(|i| (100 * rank as u32 + i) as f32).collect();
     Tensor::from_vec::<_, f32>(data, dims, &Device::Cpu).unwrap()
-}
-
-fn joined(call: Call, dim: usize, sizes: &Dims) -> Call {
-    Call { dims: smallvec![dim], sizes: smallvec![sizes.clone()], ..call }
 }
 
 fn with(dims: &[usize], dim: usize, len: usize) -> Dims {
@@ -124,41 +120,38 @@ proptest! {
         let sizes: Dims = sizes.iter().map(|&size| if even { sizes[0] } else { size }).collect();
         let (root, other) = (root % n, (dim + other) % 3);
         let whole = with(&dims, dim, sizes.iter().sum());
-        let sum = |call: Call| Call { reduce: Some(ReduceOp::Sum), ..call };
-        let rooted = |call: Call| Call { peer: Some(root), ..call };
-
-        for op in [Op::AllReduce, Op::Broadcast, Op::Reduce] {
+        let cut = Cut { dim, sizes: sizes.clone() };
+        let op = ReduceOp::Sum;
+        for collective in [Collective::AllReduce(op), Collective::Broadcast { root }, Collective::Reduce { op, root }] {
             check(n, |rank| {
                 let x = tensor(rank, &whole);
-                (rooted(sum(Call::on(op, &x, &[]))), smallvec![x])
+                (Call::on(collective.clone(), &x), smallvec![x])
             });
         }
-        for op in [Op::AllGather, Op::Gather] {
+        for collective in [Collective::all_gather(cut.clone()), Collective::Gather { cut: cut.clone(), root }] {
             check(n, |rank| {
                 let x = tensor(rank, &with(&dims, dim, sizes[rank]));
-                (rooted(joined(Call::on(op, &x, &[dim]), dim, &sizes)), smallvec![x])
+                (Call::on(collective.clone(), &x), smallvec![x])
             });
         }
         check(n, |rank| {
             let x = tensor(rank, &whole);
-            (sum(joined(Call::on(Op::ReduceScatter, &x, &[]), dim, &sizes)), smallvec![x])
+            (Call::on(Collective::reduce_scatter(cut.clone(), op), &x), smallvec![x])
         });
         check(n, |rank| {
-            let call = Call { dtype: Some(DType::F32), shape: whole.clone(), ..Call::new(Op::Scatter) };
+            let call = Call::of(Collective::Scatter { cut: cut.clone(), root }, DType::F32, &whole);
             let mine = (rank == root).then(|| tensor(rank, &whole));
-            (rooted(joined(call, dim, &sizes)), mine.into_iter().collect())
+            (call, mine.into_iter().collect())
         });
-        let concat: Dims = (0..n).map(|rank| (sizes[rank] + rank) % 3).collect();
+        let concat = Cut { dim: other, sizes: (0..n).map(|rank| (sizes[rank] + rank) % 3).collect() };
         check(n, |rank| {
-            let x = tensor(rank, &with(&whole, other, concat[rank]));
-            let call = Call::on(Op::AllToAll, &x, &[other]);
-            (Call { dims: smallvec![dim, other], sizes: smallvec![sizes.clone(), concat.clone()], ..call }, smallvec![x])
+            let x = tensor(rank, &with(&whole, other, concat.sizes[rank]));
+            (Call::on(Collective::AllToAll { split: cut.clone(), concat: concat.clone() }, &x), smallvec![x])
         });
         let counts: Vec<Dims> = (0..n).map(|s| (0..n).map(|r| (sizes[r] * s + r) % 4).collect()).collect();
         check(n, |rank| {
             let x = tensor(rank, &[counts[rank].iter().sum(), 2]);
-            let call = Call::on(Op::AllToAll, &x, &[0]);
-            (Call { dims: smallvec![0], sizes: counts.iter().cloned().collect(), ..call }, smallvec![x])
+            (Call::on(Collective::AllToAllSingle(counts.clone()), &x), smallvec![x])
         });
     }
 }
@@ -167,19 +160,18 @@ proptest! {
 fn every_tensor_of_a_coalesced_call_has_its_own_cut() {
     check(3, |rank| {
         let tensors: Tensors = smallvec![tensor(rank, &[2, 3]), tensor(rank + 5, &[6, 2])];
-        let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::ReduceScatter, &tensors[0], &[]) };
-        let sizes = smallvec![smallvec![1, 1, 1], smallvec![2, 2, 2]];
-        (Call { dims: smallvec![1, 0], sizes, ..call }.with_rest(&tensors[1..]), tensors)
+        let cuts = smallvec![Cut::even(1, 1, 3), Cut::even(0, 2, 3)];
+        (Call::on_all(Collective::ReduceScatter(cuts, ReduceOp::Sum), &tensors), tensors)
     });
 }
 
 #[test]
 fn even_pieces_need_one_call_and_whole_rows_no_packing() {
     let x = tensor(0, &[4, 3]);
-    let gather = joined(Call::on(Op::AllGather, &x, &[0]), 0, &smallvec![4, 4]);
+    let gather = Call::on(Collective::all_gather(Cut::even(0, 4, 2)), &x);
     let plan = Plan::new(&gather, 0, 1, x.dims()).unwrap();
     assert_eq!((plan.transfer, plan.pack, plan.unpack), (Transfer::AllGather { len: 12 }, None, None));
-    let scatter = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::ReduceScatter, &x, &[]) };
-    let plan = Plan::new(&joined(scatter, 0, &smallvec![2, 2]), 0, 1, x.dims()).unwrap();
+    let scatter = Call::on(Collective::reduce_scatter(Cut::even(0, 2, 2), ReduceOp::Sum), &x);
+    let plan = Plan::new(&scatter, 0, 1, x.dims()).unwrap();
     assert_eq!((plan.transfer, plan.pack, plan.unpack), (Transfer::ReduceScatter { len: 6 }, None, None));
 }

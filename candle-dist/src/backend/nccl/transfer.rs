@@ -49,7 +49,7 @@ impl Sent {
 impl Prepared {
     /// Prepares rank `me`'s part of the `i`-th tensors of `call`. Packing is enqueued on the stream of `device`.
     pub(super) fn new(device: &CudaDevice, call: &Call, i: usize, me: usize, tensor: Option<&Tensor>) -> Result<Self> {
-        let none = || Error::Unsupported(format!("{} without a dtype", call.op));
+        let none = || Error::Unsupported(format!("{} without a dtype", call.op()));
         let dtype = tensor.map(Tensor::dtype).or(call.dtype).ok_or_else(none)?;
         let plan = Plan::new(call, i, me, tensor.map_or(&call.shape, |tensor| tensor.dims()))?;
         let sent = match (tensor, &plan.pack) {
@@ -104,8 +104,8 @@ impl Prepared {
 
 /// Enqueues all of `prepared` as one group after the work on the streams `after`.
 pub(super) fn issue(comm: &Comm, after: &[Arc<CudaStream>], call: &Call, prepared: &[Prepared]) -> Result<Done> {
-    comm.issue(call.op.name(), after, |comm, stream| {
-        let codes = prepared.iter().map(|prepared| prepared.enqueue(call.reduce, comm, stream));
+    comm.issue(call.op().name(), after, |comm, stream| {
+        let codes = prepared.iter().map(|prepared| prepared.enqueue(call.collective.reduction(), comm, stream));
         first_error(codes)
     })
 }
@@ -114,8 +114,8 @@ pub(super) fn issue(comm: &Comm, after: &[Arc<CudaStream>], call: &Call, prepare
 pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, tensor: &Tensor) -> Result<()> {
     let plan = Plan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
-    let done = comm.issue(call.op.name(), std::slice::from_ref(main), |comm, stream| {
-        enqueue(&plan.transfer, (place, place), tensor.dtype(), call.reduce, comm, stream)
+    let done = comm.issue(call.op().name(), std::slice::from_ref(main), |comm, stream| {
+        enqueue(&plan.transfer, (place, place), tensor.dtype(), call.collective.reduction(), comm, stream)
     })?;
     main.wait(&done).map_err(driver)
 }
@@ -208,12 +208,12 @@ fn enqueue(
 pub(super) fn check(call: &Call) -> Result<()> {
     let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
     if let Some(dtype) = dtypes.into_iter().find(|&&dtype| kind(dtype).is_none()) {
-        let (op, name) = (call.op, dtype.as_str());
+        let (op, name) = (call.op(), dtype.as_str());
         return Err(Error::Unsupported(format!("{op} of {name} tensors over NCCL; cast them to another dtype")));
     }
-    match (operation(call.reduce), call.reduce) {
+    match (operation(call.collective.reduction()), call.collective.reduction()) {
         (None, Some(reduce)) => {
-            let op = call.op;
+            let op = call.op();
             Err(Error::Unsupported(format!("{op} ({reduce}) over NCCL; use sum, avg, min, max or product")))
         }
         _ => Ok(()),

@@ -99,7 +99,7 @@ impl Watch {
             }
             Self::Process(control, awaited) => {
                 let inside = Inside::Process(control.enter_compared(group, ranks, round, call)?);
-                if call.op != Op::Send {
+                if call.op() != Op::Send {
                     awaited.note(group, ranks, round);
                 }
                 Ok(inside)

@@ -1,6 +1,6 @@
 //! One communication call: the properties that ranks must agree on, its execution, and its expected result.
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{ProcessGroup, ReduceOp, Result};
+use candle_dist::{Collective, Cut, ProcessGroup, ReduceOp, Result};
 use test_utils::over_nccl;
 
 /// The kinds of steps.
@@ -248,27 +248,36 @@ impl Step {
         if way == Way::InPlace {
             let var = Var::from_tensor(&x)?;
             match self.what {
-                What::Broadcast => g.broadcast_in_place(&var, root)?,
-                _ => g.all_reduce_in_place(&var, self.reduce)?,
+                What::Broadcast => g.call(Collective::Broadcast { root }).in_place(&var)?,
+                _ => g.call(Collective::AllReduce(self.reduce)).in_place(&var)?,
             }
             return Ok(var.as_detached_tensor());
         }
         if way == Way::Started {
             let pending = match self.what {
-                What::Broadcast => g.broadcast_start(&x, root)?,
-                What::AllGather => g.all_gather_start(&x, cut)?,
-                What::ReduceScatter => g.reduce_scatter_start(&x, cut, self.reduce)?,
-                _ => g.all_reduce_start(&x, self.reduce)?,
+                What::Broadcast => g.call(Collective::Broadcast { root }).start(&x)?,
+                What::AllGather => g.call(Collective::all_gather(Cut::even(cut, x.dims()[cut], g.size()))).start(&x)?,
+                What::ReduceScatter => g
+                    .call(Collective::reduce_scatter(Cut::even(cut, x.dims()[cut] / g.size(), g.size()), self.reduce))
+                    .start(&x)?,
+                _ => g.call(Collective::AllReduce(self.reduce)).start(&x)?,
             };
             pending.is_ready()?;
             return pending.wait();
         }
         let both = [x.clone(), x];
         let mut made = match self.what {
-            What::Broadcast => g.broadcast_coalesced(&both, root)?,
-            What::AllGather => g.all_gather_coalesced(&both, cut)?,
-            What::ReduceScatter => g.reduce_scatter_coalesced(&both, cut, self.reduce)?,
-            _ => g.all_reduce_coalesced(&both, self.reduce)?,
+            What::Broadcast => g.call(Collective::Broadcast { root }).run_all(&both)?,
+            What::AllGather => {
+                let pieces = Cut::even(cut, both[0].dims()[cut], g.size());
+                g.call(Collective::AllGather([pieces.clone(), pieces].into_iter().collect())).run_all(&both)?
+            }
+            What::ReduceScatter => {
+                let pieces = Cut::even(cut, both[0].dims()[cut] / g.size(), g.size());
+                let cuts = [pieces.clone(), pieces].into_iter().collect();
+                g.call(Collective::ReduceScatter(cuts, self.reduce)).run_all(&both)?
+            }
+            _ => g.call(Collective::AllReduce(self.reduce)).run_all(&both)?,
         };
         Ok(made.swap_remove(1))
     }
@@ -288,11 +297,16 @@ impl Step {
         match self.what {
             What::AllReduce => g.all_reduce(&x()?, self.reduce).map(Some),
             What::AllGather if self.is_even() => g.all_gather(&x()?, cut).map(Some),
-            What::AllGather => g.all_gather_uneven(&x()?, cut, &sizes).map(Some),
+            What::AllGather => g.call(Collective::all_gather(Cut::new(cut, &sizes))).run(&x()?).map(Some),
             What::ReduceScatter if self.is_even() => g.reduce_scatter(&x()?, cut, self.reduce).map(Some),
-            What::ReduceScatter => g.reduce_scatter_uneven(&x()?, cut, &sizes, self.reduce).map(Some),
+            What::ReduceScatter => {
+                g.call(Collective::reduce_scatter(Cut::new(cut, &sizes), self.reduce)).run(&x()?).map(Some)
+            }
             What::AllToAll if self.is_even() => g.all_to_all(&x()?, cut, join).map(Some),
-            What::AllToAll => g.all_to_all_uneven(&x()?, (cut, &sizes), (join, &sizes)).map(Some),
+            What::AllToAll => g
+                .call(Collective::AllToAll { split: Cut::new(cut, &sizes), concat: Cut::new(join, &sizes) })
+                .run(&x()?)
+                .map(Some),
             What::Broadcast => g.broadcast(&x()?, root).map(Some),
             What::Reduce => g.reduce(&x()?, root, self.reduce),
             What::Gather => g.gather(&x()?, cut, &sizes, root),

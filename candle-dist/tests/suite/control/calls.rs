@@ -3,7 +3,7 @@ use super::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::backend::{Call, Form};
 use candle_dist::control::{channel, group_id};
-use candle_dist::{Cause, Error, Op, ReduceOp};
+use candle_dist::{Cause, Collective, Error, Op, ReduceOp};
 use std::sync::Barrier;
 
 fn debug(options: InitOptions) -> InitOptions {
@@ -13,13 +13,17 @@ fn debug(options: InitOptions) -> InitOptions {
 #[track_caller]
 fn all_reduce(len: usize) -> Call {
     let x = Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap();
-    Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &x, &[]) }
+    Call::on(Collective::AllReduce(ReduceOp::Sum), &x)
 }
 
 #[track_caller]
-fn message(op: Op, peer: usize, len: usize) -> Call {
+fn message(op: Op, peer: usize, (len, tag): (usize, u32)) -> Call {
     let x = Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap();
-    Call { peer: Some(peer), ..Call::on(op, &x, &[]) }
+    let side = match op {
+        Op::Send => Collective::Send { to: peer, tag },
+        _ => Collective::Recv { from: Some(peer), tag },
+    };
+    Call::on(side, &x)
 }
 
 #[test]
@@ -29,18 +33,18 @@ fn a_rank_that_ends_stops_only_those_who_wait_for_a_round_it_never_entered() {
         let texts = world(3, |control| {
             let group = group_id(&[0, 1, 2], 0);
             for round in 0..3 {
-                drop(control.enter(group, &[0, 1, 2], round, &Call::new(Op::Barrier)).unwrap());
+                drop(control.enter(group, &[0, 1, 2], round, &Call::new(Collective::Barrier)).unwrap());
             }
             if control.rank() == culprit {
                 return None;
             }
             // Round 2 again: it was started before and is now waited for. The culprit has entered it.
-            let entered = control.enter(group, &[0, 1, 2], 2, &Call::new(Op::Barrier));
+            let entered = control.enter(group, &[0, 1, 2], 2, &Call::new(Collective::Barrier));
             std::thread::sleep(Duration::from_millis(100));
             assert!(control.failure().is_none());
             drop(entered);
             waiting.wait();
-            let entered = control.enter(group, &[0, 1, 2], 3, &Call::new(Op::Barrier));
+            let entered = control.enter(group, &[0, 1, 2], 3, &Call::new(Collective::Barrier));
             let text = heard(&control);
             if let Err(error) = entered {
                 assert_eq!(error.to_string(), text);
@@ -61,16 +65,16 @@ fn a_message_that_was_sent_is_not_missed() {
     world(2, |control| {
         let id = channel(group_id(&[0, 1], 0), 1, 0, 7);
         if control.rank() == 1 {
-            drop(control.enter(id, &[1, 0], 0, &message(Op::Send, 0, 3)).unwrap());
+            drop(control.enter(id, &[1, 0], 0, &message(Op::Send, 0, (3, 0))).unwrap());
             return;
         }
-        let entered = control.enter(id, &[1, 0], 0, &message(Op::Recv, 1, 3)).unwrap();
+        let entered = control.enter(id, &[1, 0], 0, &message(Op::Recv, 1, (3, 0))).unwrap();
         std::thread::sleep(Duration::from_millis(200));
         assert!(control.failure().is_none());
         drop(entered);
         // A second message never comes. Sending to a rank that has ended waits for nothing.
-        drop(control.enter(channel(5, 0, 1, 0), &[0, 1], 0, &message(Op::Send, 1, 3)).unwrap());
-        let entered = control.enter(id, &[1, 0], 1, &message(Op::Recv, 1, 3));
+        drop(control.enter(channel(5, 0, 1, 0), &[0, 1], 0, &message(Op::Send, 1, (3, 0))).unwrap());
+        let entered = control.enter(id, &[1, 0], 1, &message(Op::Recv, 1, (3, 0)));
         assert!(heard(&control).starts_with("rank 1 returned while other ranks wait for it"));
         drop(entered);
     });
@@ -112,10 +116,14 @@ fn calls_on_two_groups_may_be_started_in_any_order() {
 #[test]
 fn a_mismatch_names_both_calls_on_every_rank() {
     let cases = [
-        ("op", all_reduce(4), Call::new(Op::Barrier)),
+        ("op", all_reduce(4), Call::new(Collective::Barrier)),
         ("shape", all_reduce(4), all_reduce(5)),
-        ("reduction", all_reduce(4), Call { reduce: Some(ReduceOp::Max), ..all_reduce(4) }),
-        ("description", Call::new(Op::Barrier), Call { note: Some("other".into()), ..Call::new(Op::Barrier) }),
+        ("reduction", all_reduce(4), Call { collective: Collective::AllReduce(ReduceOp::Max), ..all_reduce(4) }),
+        (
+            "description",
+            Call::new(Collective::Barrier),
+            Call { note: Some("other".into()), ..Call::new(Collective::Barrier) },
+        ),
     ];
     let site = |call: &Call| format!("{call}");
     for (what, right, wrong) in cases {
@@ -141,9 +149,9 @@ fn a_mismatch_names_both_calls_on_every_rank() {
 fn the_two_sides_of_a_message_are_compared() {
     let texts = world_with(2, debug, |control| {
         let id = channel(1, 0, 1, 0);
-        let good = [message(Op::Send, 1, 3), message(Op::Recv, 0, 3)];
+        let good = [message(Op::Send, 1, (3, 0)), message(Op::Recv, 0, (3, 0))];
         drop(control.enter(id, &[0, 1], 0, &good[control.rank()]).unwrap());
-        let bad = [message(Op::Send, 1, 3), message(Op::Recv, 0, 4)];
+        let bad = [message(Op::Send, 1, (3, 0)), message(Op::Recv, 0, (4, 0))];
         let _ = control.enter(id, &[0, 1], 1, &bad[control.rank()]);
         heard(&control)
     });
@@ -156,7 +164,7 @@ fn the_two_sides_of_a_message_are_compared() {
 fn groups_of_other_members_are_a_mismatch() {
     let texts = world_with(2, debug, |control| {
         let ranks = if control.rank() == 0 { [0, 1] } else { [1, 0] };
-        control.enter(3, &ranks, 0, &Call::new(Op::Barrier)).map(drop).unwrap_err().to_string()
+        control.enter(3, &ranks, 0, &Call::new(Collective::Barrier)).map(drop).unwrap_err().to_string()
     });
     assert!(common(&texts).contains("list of members differs"));
 }
@@ -169,7 +177,7 @@ fn tags_that_share_a_count_may_be_received_in_any_order() {
             let (op, order) =
                 if control.rank() == 0 { (Op::Send, [0, 1, 2, 3, 4]) } else { (Op::Recv, [2, 4, 1, 0, 3]) };
             for tag in order.map(|nth| tags[nth]) {
-                let call = Call { tag, ..message(op, 1 - control.rank(), tag as usize) };
+                let call = message(op, 1 - control.rank(), (tag as usize, tag));
                 let (channel, nth) = control.message(group.id(), 0, 1, tag);
                 drop(control.enter(channel, &[0, 1], nth, &call).unwrap());
             }
@@ -182,21 +190,21 @@ fn a_rank_that_dropped_a_group_and_ended_has_taken_part_in_it() {
     let waiting = Barrier::new(2);
     let texts = world(3, |control| {
         let group = control.join(&[0, 1, 2]);
-        drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Op::Barrier)).unwrap());
+        drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Collective::Barrier)).unwrap());
         let (channel, nth) = control.message(group.id(), 2, 0, 7);
         if control.rank() == 2 {
-            drop(control.enter(channel, &[2, 0], nth, &message(Op::Send, 0, 3)).unwrap());
+            drop(control.enter(channel, &[2, 0], nth, &message(Op::Send, 0, (3, 0))).unwrap());
             return None; // drops the group, then the world
         }
         std::thread::sleep(Duration::from_millis(200));
         // Its started calls and its messages can still be waited for.
-        drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Op::Barrier)).unwrap());
+        drop(control.enter(group.id(), &[0, 1, 2], 0, &Call::new(Collective::Barrier)).unwrap());
         if control.rank() == 0 {
-            drop(control.enter(channel, &[2, 0], nth, &message(Op::Recv, 2, 3)).unwrap());
+            drop(control.enter(channel, &[2, 0], nth, &message(Op::Recv, 2, (3, 0))).unwrap());
         }
         waiting.wait();
         assert!(control.failure().is_none());
-        let entered = control.enter(group.id(), &[0, 1, 2], 1, &Call::new(Op::Barrier));
+        let entered = control.enter(group.id(), &[0, 1, 2], 1, &Call::new(Collective::Barrier));
         let text = heard(&control);
         drop(entered);
         Some(text)
@@ -209,14 +217,14 @@ fn a_rank_that_dropped_a_group_and_ended_has_taken_part_in_it() {
 fn the_goodbye_after_very_many_groups_and_tags_arrives() {
     const MANY: u64 = 700_000;
     let ended = world(2, |control| {
-        let call = Call::new(Op::Barrier);
+        let call = Call::new(Collective::Barrier);
         if control.rank() == 0 {
             let world = control.join(&[0, 1]);
             for nth in 0..MANY {
                 // Groups that nobody drops, each with one round, and the same number of tags.
                 drop(control.enter(nth, &[0, 1], 0, &call).unwrap());
                 let (channel, nth) = control.message(world.id(), 0, 1, nth as u32);
-                drop(control.enter(channel, &[0, 1], nth, &message(Op::Send, 1, 1)).unwrap());
+                drop(control.enter(channel, &[0, 1], nth, &message(Op::Send, 1, (1, 0))).unwrap());
             }
             return None;
         }
@@ -237,14 +245,15 @@ fn a_monitored_barrier_passes_or_names_everybody_who_is_missing() {
     let limit = Duration::from_millis(300);
     let texts = world(5, |control| {
         let group = control.join(&[0, 1, 2, 3, 4]);
-        let call = Call::new(Op::Barrier);
+        let within = |limit| Call { timeout: Some(limit), ..Call::new(Collective::Barrier) };
         for round in 0..20 {
-            drop(control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], round, &call, limit * 60).unwrap());
+            let call = within(limit * 60);
+            drop(control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], round, &call).unwrap());
         }
         if [1, 3].contains(&control.rank()) {
             return heard(&control);
         }
-        control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], 20, &call, limit).map(drop).unwrap_err().to_string()
+        control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], 20, &within(limit)).map(drop).unwrap_err().to_string()
     });
     let text = common(&texts);
     assert!(text.starts_with("ranks 1, 3 did not come to the barrier within 300ms\n"), "{text}");
@@ -271,7 +280,7 @@ fn many_threads_of_a_rank_may_be_in_calls() {
     let texts = world(2, |control| {
         if control.rank() == 0 {
             let waiting = control.enter(1, &[0, 1], 0, &all_reduce(3)).unwrap();
-            drop(control.enter(2, &[0], 0, &Call::new(Op::Barrier)).unwrap());
+            drop(control.enter(2, &[0], 0, &Call::new(Collective::Barrier)).unwrap());
             meet.wait();
             let text = heard(&control);
             drop(waiting);

@@ -1,7 +1,7 @@
 //! A world stops for one reason, and all ranks get the same error text.
 use super::*;
 use candle_dist::backend::Call;
-use candle_dist::{Cause, Doing, Error, Op};
+use candle_dist::{Cause, Collective, Doing, Error};
 use std::sync::Barrier;
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ fn the_first_cause_is_everybodys_whoever_else_fails_too() {
             for again in [control.get("key").map(drop), control.set("key", &[])] {
                 assert_eq!(again.unwrap_err().to_string(), error.to_string(), "it stays stopped");
             }
-            let entered = control.enter(0, &[0], 0, &Call::new(Op::Barrier));
+            let entered = control.enter(0, &[0], 0, &Call::new(Collective::Barrier));
             assert_eq!(entered.unwrap_err().to_string(), error.to_string());
             error.to_string()
         });
@@ -71,7 +71,7 @@ fn a_wait_that_is_too_long_is_a_report_of_all_ranks() {
                 control.get("what nobody sets").unwrap_err().to_string()
             }
             2 => {
-                let entered = control.enter(4, &[0, 2], 0, &Call::new(Op::Barrier)).unwrap();
+                let entered = control.enter(4, &[0, 2], 0, &Call::new(Collective::Barrier)).unwrap();
                 ready.wait();
                 let text = heard(&control);
                 drop(entered);
@@ -96,7 +96,7 @@ fn calls_that_are_compared_time_out_too() {
             2 => heard(&control),
             _ => {
                 ready.wait();
-                let error = control.enter(4, &[0, 1, 2], 0, &Call::new(Op::Barrier)).map(drop).unwrap_err();
+                let error = control.enter(4, &[0, 1, 2], 0, &Call::new(Collective::Barrier)).map(drop).unwrap_err();
                 assert!(matches!(&error, Error::Group(f) if matches!(f.cause, Cause::TimedOut { .. })));
                 error.to_string()
             }
@@ -147,7 +147,7 @@ fn reports_are_values_too() {
         if control.rank() == 1 {
             return;
         }
-        let entered = control.enter(0, &[0, 1], 0, &Call::new(Op::Barrier));
+        let entered = control.enter(0, &[0, 1], 0, &Call::new(Collective::Barrier));
         heard(&control);
         drop(entered);
         let failure = control.failure().unwrap();

@@ -1,7 +1,7 @@
 //! Memory that a program writes to, or frees, while calls and messages need it.
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::testing::GROUPS;
-use candle_dist::{FreeableTensor, ReduceOp, Result, World};
+use candle_dist::{Collective, Cut, FreeableTensor, ReduceOp, Result, World};
 use std::sync::atomic::{AtomicBool, Ordering};
 use test_utils::Attacks;
 
@@ -40,7 +40,10 @@ fn memory_may_change_at_once() {
                 let mut torn = Vec::new();
                 for _ in 0..100 {
                     let view = var.narrow(0, 1, len - 1)?;
-                    let pending = ctx.group().all_gather_start(&view, 0)?;
+                    let pending = ctx
+                        .group()
+                        .call(Collective::all_gather(Cut::even(0, view.dims()[0], ctx.group().size())))
+                        .start(&view)?;
                     ctx.group().send(&view, other)?;
                     let parts = pending.wait()?.chunk(2, 0)?;
                     for part in [&parts[0], &parts[1], &ctx.group().recv(len - 1, DType::F32, other)?] {
@@ -56,7 +59,7 @@ fn memory_may_change_at_once() {
     attacks.attack("memory that is freed", || {
         let sums = World::local(2).run(|ctx| -> Result<f32> {
             let tensor = FreeableTensor::new(Tensor::ones(50_000, DType::F32, &Device::Cpu)?)?;
-            let pending = ctx.group().all_reduce_start(&tensor.tensor()?, ReduceOp::Sum)?;
+            let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&tensor.tensor()?)?;
             ctx.group().send(&tensor.tensor()?, 1 - ctx.rank())?;
             tensor.free()?;
             let received = ctx.group().recv(50_000, DType::F32, 1 - ctx.rank())?;

@@ -1,7 +1,7 @@
 //! Threads of a rank that call at the same time, and threads that cannot start.
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::init::{InitOptions, LaunchInfo};
-use candle_dist::{Cause, Error, Message, ProcessGroup, RankContext, ReduceOp, Result, World};
+use candle_dist::{Cause, Collective, Error, Message, ProcessGroup, RankContext, ReduceOp, Result, World};
 use std::process::Command;
 use std::sync::{Barrier, Mutex, mpsc};
 use std::time::Duration;
@@ -48,7 +48,7 @@ fn threads_that_call_at_the_same_time_are_noticed() {
         ("all_reduce_start", |g, nth| {
             (0..2000).try_for_each(|_| {
                 let x = Tensor::full(nth as f32, 20_000, &Device::Cpu)?;
-                g.all_reduce_start(&x, ReduceOp::Sum)?.wait().map(drop)
+                g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?.wait().map(drop)
             })
         }),
         ("different calls", |g, nth| match nth {
@@ -132,7 +132,9 @@ fn threads_that_take_turns_are_fine() {
                     })
                 });
                 for nth in 0..500 {
-                    start.send((nth, ctx.group().all_reduce_start(&value(nth)?, ReduceOp::Sum)?)).expect("it waits");
+                    start
+                        .send((nth, ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&value(nth)?)?))
+                        .expect("it waits");
                 }
                 drop(start);
                 waits.join().expect("no panic")
@@ -148,10 +150,12 @@ fn threads_that_take_turns_are_fine() {
                         (0..500).try_for_each(|nth| {
                             let (g, other) = (ctx.group(), 1 - ctx.rank());
                             let receive = Message::Recv { shape: Shape::from(3), dtype: DType::F32, from: other, tag };
-                            let sent = g.send_start(&value(nth)?, other, tag)?;
+                            let sent = g
+                                .call(Collective::Send { to: other, tag: tag })
+                                .start_all(std::slice::from_ref(&value(nth)?))?;
                             let got = g.batch_send_recv(&[receive])?.remove(0);
                             assert_eq!(got.to_vec1::<f32>()?, [nth as f32; 3]);
-                            sent.wait()
+                            sent.wait().map(drop)
                         })
                     })
                 });
@@ -190,7 +194,8 @@ fn a_receive_beside_a_wait_for_a_started_one_is_noticed() {
         std::thread::scope(|scope| {
             let (started, has_started) = mpsc::channel();
             let waits = scope.spawn(move || -> Result<()> {
-                let pending = group.recv_start(3, DType::F32, other, 0)?;
+                let pending =
+                    group.call(Collective::Recv { from: Some(other), tag: 0 }).of(3, DType::F32).start(None)?;
                 // Nobody listens if the other rank has stopped the world.
                 let _ = started.send(());
                 pending.wait().map(drop)

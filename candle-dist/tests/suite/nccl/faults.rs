@@ -2,7 +2,7 @@
 //! each program runs in a process of its own.
 use crate::nccl::computed;
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{RankContext, ReduceOp, Result, World};
+use candle_dist::{Collective, RankContext, ReduceOp, Result, World};
 use std::io::Read;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -36,7 +36,7 @@ fn all(ctx: &RankContext) -> Result<()> {
     let (g, n, sum) = (ctx.group(), ctx.world_size(), 5.0);
     let x = computed(ctx.rank(), 6, ctx.device())?;
     check(ctx, &g.all_reduce(&x, ReduceOp::Sum)?, sum)?;
-    let started = g.all_reduce_start(&x, ReduceOp::Sum)?;
+    let started = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
     g.send(&x, (ctx.rank() + 1) % n)?;
     let from = (ctx.rank() + n - 1) % n;
     check(ctx, &g.recv(6, DType::F32, from)?, 2.0 + from as f32)?;

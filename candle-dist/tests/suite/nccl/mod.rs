@@ -10,7 +10,7 @@ mod seeds;
 mod waits;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{RankContext, ReduceOp, Result, World};
+use candle_dist::{Collective, RankContext, ReduceOp, Result, World};
 use std::time::{Duration, Instant};
 use test_utils::{Ranks, on_ranks, over_nccl, skip, skipped, worlds};
 
@@ -66,7 +66,7 @@ fn tensors_of_a_per_thread_stream_are_read_after_they_are_computed() {
                 let sum = ctx.group().all_reduce(&x, ReduceOp::Sum)?;
                 assert_eq!(sum.to_vec1::<f32>()?, vec![sum_of(n); len]);
                 let var = Var::from_tensor(&x)?;
-                ctx.group().all_reduce_in_place(&var, ReduceOp::Sum)?;
+                ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).in_place(&var)?;
                 assert_eq!((var.as_tensor() + 0.0)?.to_vec1::<f32>()?, vec![sum_of(n); len]);
             }
             Ok::<_, candle_dist::Error>(())
@@ -168,7 +168,10 @@ fn the_memory_of_a_message_lives_until_it_is_read_even_if_the_world_fails() {
             g.send(&x, next)?;
             g.recv(4000, DType::F32, before)?;
             // Nobody receives this one.
-            g.send_owned(computed(ctx.rank(), 5000, ctx.device())?, next)?;
+            g.call(Collective::Send { to: next, tag: 0 })
+                .owned()
+                .run_all(&[computed(ctx.rank(), 5000, ctx.device())?])
+                .map(drop)?;
             std::thread::sleep(Duration::from_millis(50));
             match ctx.rank() {
                 0 => Err(candle_dist::Error::Unsupported("this rank stops".into())),
@@ -186,7 +189,7 @@ fn host_and_gpu_tensors_of_one_call_return_to_where_they_were() {
             let gpu = computed(ctx.rank(), 7, ctx.device())?;
             let host = computed(ctx.rank(), 5, &Device::Cpu)?;
             for pair in [[gpu.clone(), host.clone()], [host, gpu]] {
-                let sums = ctx.group().all_reduce_coalesced(&pair, ReduceOp::Sum)?;
+                let sums = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).run_all(&pair)?;
                 for (sum, x) in sums.iter().zip(&pair) {
                     assert_eq!(sum.device().is_cpu(), x.device().is_cpu());
                     assert_eq!(sum.to_vec1::<f32>()?, vec![sum_of(n); x.elem_count()]);
@@ -219,7 +222,7 @@ fn a_message_goes_to_given_memory_on_the_host_and_on_another_device() {
             for device in [Device::Cpu, ctx.device().clone(), Device::new_cuda_with_stream(ctx.rank())?] {
                 g.send(&computed(ctx.rank(), 3000, ctx.device())?, next)?;
                 let room = Tensor::zeros(3000, DType::F32, &device)?;
-                g.recv_into(&room, before, 0)?;
+                g.call(Collective::Recv { from: Some(before), tag: 0 }).into(&room).run(None).map(drop)?;
                 assert_eq!(room.to_vec1::<f32>()?, vec![2.0 + before as f32; 3000]);
             }
             Ok::<_, candle_dist::Error>(())
@@ -283,7 +286,7 @@ fn a_world_with_more_ranks_than_gpus_runs_on_the_host_and_counts_as_skipped() {
         return skip("needs NCCL");
     }
     let before = skipped();
-    let names = on_ranks(33, "more ranks than GPUs", |ctx| Ok::<_, candle_dist::Error>(ctx.group().backend_name()));
+    let names = on_ranks(33, "more ranks than GPUs", |ctx| Ok::<_, candle_dist::Error>(ctx.group().backend().name()));
     assert_eq!((names, skipped()), (vec!["local"; 33], before + 1));
 }
 
@@ -297,7 +300,7 @@ fn started_calls_of_two_groups_may_come_in_any_order() {
             // The first call of a group waits for all of its ranks.
             groups.iter().try_for_each(|group| group.all_reduce(&x, ReduceOp::Sum).map(drop))?;
             let order = if ctx.rank() == 0 { [0, 1] } else { [1, 0] };
-            let started = order.map(|at| groups[at].all_reduce_start(&x, ReduceOp::Sum));
+            let started = order.map(|at| groups[at].call(Collective::AllReduce(ReduceOp::Sum)).start(&x));
             for pending in started {
                 assert_eq!(pending?.wait()?.to_vec1::<f32>()?, vec![sum_of(n); 50]);
             }

@@ -2,7 +2,7 @@
 //! seed of each world.
 use crate::nccl::{computed, neighbor, sum_of};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{RankContext, ReduceOp, Result};
+use candle_dist::{Collective, RankContext, ReduceOp, Result};
 use test_utils::{on_ranks, over_nccl, skip, worlds};
 
 /// Returns how many seeds the worlds of this process take in turn.
@@ -15,15 +15,18 @@ fn program(ctx: &RankContext) -> Result<()> {
     let (g, n, r) = (ctx.group(), ctx.world_size(), ctx.rank());
     let neighbor = neighbor(ctx)?;
     let x = computed(r, 300, ctx.device())?;
-    let started = g.all_reduce_start(&x, ReduceOp::Sum)?;
+    let started = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
     let twin = g.subgroup(&(0..n).collect::<Vec<_>>())?;
     // The input is dropped while the call runs, and its memory used again.
     let gathered = twin.all_gather(&computed(r, 10, ctx.device())?, 0)?;
     let other = computed(7, 10, ctx.device())?;
     let sums = started.wait()?;
     let var = Var::from_tensor(&x)?;
-    g.all_reduce_in_place(&var, ReduceOp::Max)?;
-    g.send_owned(computed(r, 40, ctx.device())?, (r + 1) % n)?;
+    g.call(Collective::AllReduce(ReduceOp::Max)).in_place(&var)?;
+    g.call(Collective::Send { to: (r + 1) % n, tag: 0 })
+        .owned()
+        .run_all(&[computed(r, 40, ctx.device())?])
+        .map(drop)?;
     let from = (r + n - 1) % n;
     let message = g.recv(40, DType::F32, from)?;
     // Kept until the copy has ended: candle frees the source of a copy between GPUs without waiting for it.

@@ -3,6 +3,7 @@ use super::NO_EXPERT;
 use super::load::{Places, TokenRanks};
 use crate::Result;
 use candle_core::{Device, Tensor};
+use candle_dist::{Collective, Cut};
 
 /// Replaces this rank's choices of experts that are full by [`NO_EXPERT`].
 ///
@@ -18,7 +19,7 @@ pub(super) fn drop_choices(
     let counts: Vec<usize> = ranks.places.iter().map(|places| places.len() * top_k).collect();
     let mine = Tensor::from_slice(chosen, chosen.len(), &Device::Cpu)?;
     let all = match &ranks.group {
-        Some(group) => group.all_gather_uneven(&mine, 0, &counts)?,
+        Some(group) => group.call(Collective::all_gather(Cut::new(0, &counts))).run(&mine)?,
         None => mine,
     };
     let all = all.to_vec1::<u32>()?;

@@ -5,7 +5,7 @@ use super::load::targets;
 use crate::Result;
 use crate::kernels::{self, BagMode, Bags};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::functional::Exchange;
+use candle_dist::functional::Step;
 use candle_dist::{ProcessGroup, empty};
 
 /// The way of this rank's tokens to their experts. A token goes once to a rank, whatever it chose there.
@@ -75,7 +75,7 @@ impl Dispatch {
         let Some((group, counts)) = &self.exchange else {
             return Ok(Arrived { rows, weights, experts: self.slips.clone() });
         };
-        let rows = Exchange::all_to_all_single(counts).apply(&rows, group)?;
+        let rows = Step::all_to_all_single(counts).apply(&rows, group)?;
         // Weights and numbers of experts travel together.
         let (k, n) = (self.top_k, rows.dim(0)?);
         let own = empty::to_host(&weights.detach())?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
@@ -93,7 +93,7 @@ impl Dispatch {
             halves().flat_map(|(_, slip)| slip).map(|&i| if i < 0.0 { NO_EXPERT } else { i as u32 }).collect();
         let got: Vec<f64> = halves().flat_map(|(weights, _)| weights).copied().collect();
         let got = there(got, (n, k))?;
-        let weights = Exchange::all_to_all_single(counts).with_known_result(&weights, &got, group)?;
+        let weights = Step::all_to_all_single(counts).with_known_result(&weights, &got, group)?;
         Ok(Arrived { rows, weights, experts })
     }
 
@@ -104,7 +104,7 @@ impl Dispatch {
             Some((group, counts)) => {
                 let back: Vec<Vec<usize>> =
                     (0..counts.len()).map(|r| counts.iter().map(|row| row[r]).collect()).collect();
-                Exchange::all_to_all_single(&back).apply(made, group)?
+                Step::all_to_all_single(&back).apply(made, group)?
             }
         };
         Ok(kernels::embedding_bag(&made, &self.home, BagMode::Sum, None)?)

@@ -3,8 +3,8 @@ use super::order::even_sizes;
 use super::sequence::{Call, part};
 use crate::{Result, kernels};
 use candle_core::Tensor;
-use candle_dist::empty;
-use candle_dist::functional::{Cut, Exchange};
+use candle_dist::functional::Step;
+use candle_dist::{Cut, empty};
 use std::ops::Range;
 
 /// The query heads and the key heads of one rank.
@@ -59,7 +59,7 @@ pub(super) fn run(call: &Call, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         .collect();
     let ordered = select(&whole, &columns)?;
     let split = Cut::new(2, &of_ranks.iter().map(features).collect::<Vec<_>>());
-    let mine = Exchange::all_to_all(split, Cut::new(1, &all_rows)).apply(&ordered, group)?;
+    let mine = Step::AllToAll { split, concat: Cut::new(1, &all_rows) }.apply(&ordered, group)?;
 
     let (of_q, of_k) = &of_ranks[me];
     let piece = |start: usize, heads: usize, size: usize| -> Result<Tensor> {
@@ -73,7 +73,7 @@ pub(super) fn run(call: &Call, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
 
     let mixed = mixed.reshape((batch, len, of_q.len() * width))?;
     let concat = Cut::new(2, &of_ranks.iter().map(|(of_q, _)| of_q.len() * width).collect::<Vec<_>>());
-    let back = Exchange::all_to_all(Cut::new(1, &all_rows), concat).apply(&mixed, group)?;
+    let back = Step::AllToAll { split: Cut::new(1, &all_rows), concat }.apply(&mixed, group)?;
     Ok(back.reshape((batch, rows, heads, width))?)
 }
 

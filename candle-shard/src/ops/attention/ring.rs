@@ -4,7 +4,7 @@ use super::sequence::{Call, part};
 use crate::Result;
 use crate::kernels::{self, Attended, Norms, Partial};
 use candle_core::{DType, Tensor};
-use candle_dist::Pending;
+use candle_dist::{Collective, Pending};
 use std::ops::Range;
 
 /// Keys and values on their way.
@@ -75,10 +75,15 @@ impl Ring {
             let owner = (me + ranks - step) % ranks;
             let coming = (owner + ranks - 1) % ranks;
             if let Some(held) = held.as_ref().filter(|_| step < self.hops[owner]) {
-                sent.push(group.send_owned_start(held.clone(), next, KEYS)?);
+                sent.push(group.call(Collective::Send { to: next, tag: KEYS }).owned().start_all(&[held.clone()])?);
             }
             let arriving = match step < self.hops[coming] {
-                true => Some(group.recv_start(shape(coming), dtype, before, KEYS)?),
+                true => Some(
+                    group
+                        .call(Collective::Recv { from: Some(before), tag: KEYS })
+                        .of(shape(coming), dtype)
+                        .start(None)?,
+                ),
                 false => None,
             };
             if let Some(held) = &held {
@@ -132,7 +137,11 @@ impl Ring {
         let (mut of_query, mut own, mut sent) = (vec![T::zero(); q.elem_count()], None, Vec::new());
         self.rotate([k, v], &mut |step, owner, packed| {
             let sums = match has_keys && step > 1 {
-                true => group.recv_start(shape(owner), T::DTYPE, before, SUMS)?.wait()?,
+                true => group
+                    .call(Collective::Recv { from: Some(before), tag: SUMS })
+                    .of(shape(owner), T::DTYPE)
+                    .start(None)?
+                    .wait()?,
                 false => Tensor::zeros(shape(owner), T::DTYPE, k.device())?,
             };
             let packed = packed.to_dtype(T::DTYPE)?;
@@ -142,7 +151,7 @@ impl Ring {
                 own = Some(sums);
             } else if has_keys {
                 let (to, tag) = if step == self.hops[owner] { (owner, HOME) } else { (next, SUMS) };
-                sent.push(group.send_owned_start(sums, to, tag)?);
+                sent.push(group.call(Collective::Send { to: to, tag: tag }).owned().start_all(&[sums])?);
             }
             Ok(())
         })?;
@@ -153,7 +162,11 @@ impl Ring {
         let own = match self.hops[me] {
             0 => own,
             hops => {
-                let from_others = group.recv_start(shape(me), T::DTYPE, (me + hops) % ranks, HOME)?.wait()?;
+                let from_others = group
+                    .call(Collective::Recv { from: Some((me + hops) % ranks), tag: HOME })
+                    .of(shape(me), T::DTYPE)
+                    .start(None)?
+                    .wait()?;
                 (own + from_others)?
             }
         };

@@ -8,9 +8,9 @@ use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Placement, Result};
 use candle_core::{DType, Tensor};
-use candle_dist::ProcessGroup;
 use candle_dist::backend::Dims;
-use candle_dist::functional::{Cut, Exchange};
+use candle_dist::functional::Step;
+use candle_dist::{Cut, ProcessGroup};
 use smallvec::smallvec;
 use std::ops::Range;
 
@@ -124,12 +124,12 @@ fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale))
         // Each rank has the gradient of the query through its own keys.
         let query = match x[0].is_varying(axis) {
             true => x[0].to_local().clone(),
-            false => Exchange::to_varying().apply(x[0].to_local(), &call.group)?,
+            false => Step::ToVarying.apply(x[0].to_local(), &call.group)?,
         };
         let out = call.joined([&query, x[1].to_local(), x[2].to_local()])?;
         // The gradient of a varying result is a share on each rank, and all keys need the whole.
         let varies = inputs.iter().any(|x| x.varying() & (1 << axis) != 0);
-        let out = if varies { Exchange::to_varying().apply(&out, &call.group)? } else { out };
+        let out = if varies { Step::ToVarying.apply(&out, &call.group)? } else { out };
         Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
     })?;
     Ok(made.remove(0))
@@ -261,7 +261,7 @@ impl Call {
 
     fn gathered(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let cut = Cut::new(1, &self.keys.iter().map(Range::len).collect::<Dims>());
-        let all = Exchange::all_gather(cut).apply(&Tensor::cat(&[k, v], 3)?, &self.group)?;
+        let all = Step::AllGather { cut, varying: true }.apply(&Tensor::cat(&[k, v], 3)?, &self.group)?;
         let (k, v) = (part(&all, 3, 0, k.dim(3)?)?, part(&all, 3, k.dim(3)?, v.dim(3)?)?);
         let keys = 0..self.keys.last().map_or(0, |last| last.end);
         let blocks = self.mask.blocks(self.mine(), &keys, &self.batch);

@@ -3,7 +3,8 @@ use super::table::Table;
 use crate::Result;
 use crate::lookup::{Inputs, Wanted};
 use candle_core::{Tensor, Var};
-use candle_dist::functional::{Cut, Exchange};
+use candle_dist::Cut;
+use candle_dist::functional::Step;
 
 /// Returns the indices within `range` of those `wanted` rows that lie in it.
 pub(crate) fn mask_and_shift(
@@ -44,7 +45,7 @@ fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<
     let rows = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
     let still = still.filter(|&row| mine.contains(&(row as usize))).map(|row| row - mine.start as u32);
     let found = look_up(table, rows, still, *tracked)?;
-    let rows = Exchange::all_to_all_single(&counts).apply(&found, &table.group)?;
+    let rows = Step::all_to_all_single(&counts).apply(&found, &table.group)?;
     // The rows from one rank are consecutive in the wanted rows.
     let mut starts = vec![0; ranks];
     for rank in 1..ranks {
@@ -58,7 +59,7 @@ fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<
 fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
     let counts: Vec<usize> = wanted.iter().map(Vec::len).collect();
     let found = look_up(table, wanted.concat(), still, *tracked)?;
-    let exchange = Exchange::all_to_all(Cut::new(0, &counts), Cut::new(1, &table.sizes()));
+    let exchange = Step::AllToAll { split: Cut::new(0, &counts), concat: Cut::new(1, &table.sizes()) };
     let joined = exchange.apply(&found, &table.group)?;
     let order = (0..counts[table.group.rank()] as u32).collect();
     Ok(Fetched { rows: rearrange_columns(joined, table)?, order })

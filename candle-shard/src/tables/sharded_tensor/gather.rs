@@ -4,6 +4,7 @@ use crate::layout::{volume, whole};
 use crate::tables::sharding_spec::ShardMetadata;
 use crate::{Error, Result};
 use candle_core::Tensor;
+use candle_dist::{Collective, Cut};
 
 impl ShardedTensor {
     /// Returns the whole tensor on rank `dst` of the group, and `None` elsewhere.
@@ -26,7 +27,9 @@ impl ShardedTensor {
     ///
     /// Runs one collective.
     pub fn gather_all(&self) -> Result<Tensor> {
-        self.unpacked(&self.group().all_gather_uneven(&self.packed()?, 0, &self.packed_sizes())?)
+        self.unpacked(
+            &self.group().call(Collective::all_gather(Cut::new(0, &self.packed_sizes()))).run(&self.packed()?)?,
+        )
     }
 
     /// Concatenates the elements of this rank's shards.

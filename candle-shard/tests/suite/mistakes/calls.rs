@@ -1,7 +1,7 @@
 //! Mistakes with calls: on some ranks only, in another order, or of other operations.
 use super::{Mistake, everywhere, line, of_the_world, same};
 use candle_core::Tensor;
-use candle_dist::{ReduceOp, functional::Exchange};
+use candle_dist::{ReduceOp, functional::Step};
 use candle_shard::{DTensor, Replicate, Result, Shard};
 
 fn rows(ctx: &candle_dist::RankContext) -> Result<DTensor> {
@@ -48,7 +48,7 @@ const CALLS: [Mistake; 8] = [
         if ctx.rank() == 1 {
             return Err(candle_core::Error::Msg("no such batch".into()).into());
         }
-        Ok(Exchange::to_invariant().apply(&Tensor::new(1f32, &candle_core::Device::Cpu)?, ctx.group()).map(drop)?)
+        Ok(Step::ToInvariant.apply(&Tensor::new(1f32, &candle_core::Device::Cpu)?, ctx.group()).map(drop)?)
     }),
 ];
 
