@@ -12,10 +12,10 @@ use itertools::Itertools;
 use super::buffers::Buffers;
 use super::clock::Clock;
 use super::notes::Board;
-use super::{Runtime, credit, names, post};
+use super::{Runtime, credit, names, traffic};
 use crate::graph::{Node, NodeKind, PipeInfo, Scope};
 use crate::pipe::Pipe;
-use crate::schedule::{Edges, Lowering, Program, Schedule};
+use crate::schedule::{Lowering, Program, Schedule};
 use crate::tape::StageModule;
 use crate::{Error, Result};
 
@@ -68,13 +68,7 @@ impl Runtime {
     ) -> Result<Self> {
         let mut info = pipe.info().clone();
         check(&info, schedule, group)?;
-        let edges = info.edges.iter().flat_map(|edge| edge.to.iter().map(|&to| (edge.from, to)));
-        // Neighbors without a value between them are still in order.
-        let edges = Edges::new(info.num_stages(), edges)?;
-        let lower = |info: &PipeInfo| {
-            let groups = info.replicated().map(|share| share.stages.clone());
-            schedule.lower(&Lowering::new(edges.clone()).shared(groups).reduced())
-        };
+        let lower = |info: &PipeInfo| schedule.lower(&Lowering::of(info)?.reduced());
         let pipeline = description(&info, &lower(&info)?);
         group.agree(&pipeline)?;
         let mesh = scope.mesh();
@@ -86,7 +80,7 @@ impl Runtime {
         let (stages, found) = names::check(group, &info, pipe.build_stages(mine, scope, device))?;
         scope.check_stages(group)?;
         info.shares.extend(found);
-        let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::new(edges.clone()))?);
+        let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::of(&info)?)?);
         let shared = info.replicated().map(|share| {
             let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
@@ -100,7 +94,7 @@ impl Runtime {
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
         let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
-        let parameters = memory.map(post::address).collect();
+        let parameters = memory.map(traffic::address).collect();
         let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
         let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
         let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
@@ -110,7 +104,7 @@ impl Runtime {
             mesh,
             #[cfg(feature = "shard")]
             built: scope.parameters(),
-            window: credit::window(&info, &evaluation),
+            window: credit::window(&evaluation),
             signature: pipe.signature().clone(),
             clock: Clock::settle(group)?,
             device: device.clone(),

@@ -3,12 +3,11 @@ use super::Runtime;
 use super::apart::apart;
 use super::batch::Batch;
 use super::notes::Notes;
-use super::post::{Post, aliases};
 use super::reduce::Reductions;
 use super::stopwatch::{Moment, Stopwatch};
-use super::traffic::{Arrived, Traffic};
+use super::traffic::{Traffic, aliases};
 use crate::graph::{Ctx, StageDef, ValueId};
-use crate::schedule::{Action, Compute, Flow, Pass, Program, Span};
+use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
 use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
 use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
 use candle_core::backprop::GradStore;
@@ -184,7 +183,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    fn forward(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
+    fn forward(&mut self, compute: Compute) -> Result<()> {
+        let Compute { stage, microbatch, .. } = compute;
         let module = self.runtime.stage(stage)?;
         let def = module.def();
         let mut values = std::mem::take(&mut self.held.entry((stage, microbatch)).or_default().values);
@@ -220,12 +220,13 @@ impl<'a, 'f> Execution<'a, 'f> {
                 self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
             }
         }
-        self.pass_on(def, microbatch, outputs)
+        self.keep_results(def, microbatch, &outputs)?;
+        let values = def.outputs.iter().map(|output| output.value);
+        self.pass_on(compute, values.zip(outputs).collect())
     }
 
-    /// Passes the outputs of a stage to their users.
-    fn pass_on(&mut self, def: &StageDef, microbatch: usize, outputs: Vec<Activation>) -> Result<()> {
-        let me = self.runtime.group.rank();
+    /// Keeps the outputs of a stage that are results of the model, or gives them to the caller.
+    fn keep_results(&mut self, def: &StageDef, microbatch: usize, outputs: &[Activation]) -> Result<()> {
         let mut has_results = false;
         for (output, activation) in def.outputs.iter().zip(outputs) {
             let names = self.runtime.outputs.get(&output.value);
@@ -241,17 +242,6 @@ impl<'a, 'f> Execution<'a, 'f> {
                     self.made.losses[microbatch] = Some(result);
                 }
             }
-            for (rank, stages) in self.runtime.by_rank(&output.consumers) {
-                if rank == me {
-                    for stage in stages {
-                        let held = self.held.entry((stage, microbatch)).or_default();
-                        held.values.insert(output.value, activation.clone());
-                    }
-                } else {
-                    let packed = Post::pack(&activation);
-                    self.traffic.put_value(def.index, stages[0], microbatch, output.value, packed);
-                }
-            }
         }
         self.missing[microbatch] -= usize::from(has_results);
         if let Outputs::Given(give) = &mut self.outputs
@@ -263,7 +253,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    fn backward(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
+    fn backward(&mut self, compute: Compute) -> Result<()> {
+        let Compute { stage, pass, microbatch } = compute;
         let module = self.runtime.stage(stage)?;
         let def = module.def();
         let held = self.held.entry((stage, microbatch)).or_default();
@@ -292,16 +283,8 @@ impl<'a, 'f> Execution<'a, 'f> {
             Some(weights) => self.held.entry((stage, microbatch)).or_default().weights = Some(weights),
             None => _ = self.held.remove(&(stage, microbatch)),
         }
-        for (input, gradient) in def.inputs.iter().zip(backward.inputs) {
-            let Some(from) = input.from else { continue };
-            if self.runtime.rank_of(from) == self.runtime.group.rank() {
-                let held = self.held.entry((from, microbatch)).or_default();
-                held.gradients.entry(input.value).or_default().insert(stage, gradient);
-            } else {
-                self.traffic.put_gradient(stage, from, microbatch, input.value, Post::pack_gradient(gradient));
-            }
-        }
-        Ok(())
+        let values = def.inputs.iter().map(|input| input.value);
+        self.pass_on(compute, values.zip(backward.inputs.into_iter().map(packed)).collect())
     }
 
     fn weight(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
@@ -313,49 +296,58 @@ impl<'a, 'f> Execution<'a, 'f> {
     }
 
     /// Waits for the inputs of a computation from other ranks.
-    fn fetch(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
-        let (def, me) = (self.runtime.stage(stage)?.def(), self.runtime.group.rank());
-        let at = (stage, microbatch);
-        match pass {
-            Pass::Forward => {
-                let froms =
-                    def.inputs.iter().filter_map(|input| Some((input.value, self.runtime.rank_of(input.from?))));
-                for (value, rank) in froms.filter(|&(_, rank)| rank != me) {
-                    while !self.held.get(&at).is_some_and(|held| held.values.contains_key(&value)) {
-                        self.next_from(rank)?;
-                    }
-                }
+    fn fetch(&mut self, compute: Compute) -> Result<()> {
+        for message in self.program.routes().awaited(compute) {
+            while let Some((next, path, values)) = self.traffic.next_before(message)? {
+                self.made.path = self.made.path.max(path);
+                self.deliver(next, values)?;
             }
-            Pass::Backward | Pass::Input => {
-                let pairs = def.outputs.iter().flat_map(|output| output.consumers.iter().map(|&to| (output.value, to)));
-                for (value, to) in pairs.filter(|&(_, to)| self.runtime.rank_of(to) != me) {
-                    let has = |held: &Held| held.gradients.get(&value).is_some_and(|found| found.contains_key(&to));
-                    while !self.held.get(&at).is_some_and(has) {
-                        self.next_from(self.runtime.rank_of(to))?;
-                    }
-                }
-            }
-            Pass::Weight => {}
         }
         Ok(())
     }
 
-    /// Receives the next message from a rank.
-    fn next_from(&mut self, rank: usize) -> Result<()> {
-        let Arrived { message, path, values } = self.traffic.next_from(rank)?;
-        self.made.path = self.made.path.max(path);
-        for (value, stages, packed) in values {
-            for stage in stages {
+    /// Passes what a computation has made to other stages: at once to those of this rank, with its messages to others.
+    fn pass_on(&mut self, compute: Compute, made: HashMap<ValueId, Activation>) -> Result<()> {
+        for message in self.program.routes().passed(compute) {
+            let contents = self.program.contents(message).iter();
+            let values = contents.filter_map(|(value, _)| made.get(value).cloned()).collect();
+            if self.runtime.rank_of(message.to) == self.runtime.group.rank() {
+                self.deliver(message, values)?;
+            } else {
+                self.traffic.put(message, values);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the stages of this rank what came for them.
+    fn deliver(&mut self, message: Message, values: Vec<Activation>) -> Result<()> {
+        for ((value, stages), came) in self.program.contents(message).iter().zip(values) {
+            for &stage in stages {
                 let held = self.held.entry((stage, message.microbatch)).or_default();
                 match message.flow {
-                    Flow::Activation => _ = held.values.insert(value, Post::unpack(&packed)?),
+                    Flow::Activation => _ = held.values.insert(*value, came.clone()),
                     Flow::Gradient => {
-                        let gradient = Post::unpack_gradient(&packed)?;
-                        held.gradients.entry(value).or_default().insert(message.from, gradient);
+                        held.gradients.entry(*value).or_default().insert(message.from, unpacked(&came.value)?);
                     }
                 }
             }
         }
         Ok(())
     }
+}
+
+/// Packs the gradient of a value as a list.
+fn packed(Gradient(parts): Gradient) -> Activation {
+    let parts = parts.into_iter().map(|part| part.map_or(Value::None, Value::Tensor));
+    Activation { value: Value::List(parts.collect()), tracked: Vec::new() }
+}
+
+fn unpacked(packed: &Value) -> Result<Gradient> {
+    let part = |part: &Value| match part {
+        Value::Tensor(tensor) => Ok(Some(tensor.clone())),
+        Value::None => Ok(None),
+        other => Err(Error::Pipe(format!("{other} for a gradient"))),
+    };
+    Ok(Gradient(packed.items()?.iter().map(part).collect::<Result<_>>()?))
 }

@@ -2,9 +2,9 @@
 //!
 //! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are sent
 //! without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced where the
-//! program says so (`reduce.rs`). What a message carries is said once (`traffic.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have
-//! one common order, determines everything. A failed rank notifies the others, and the step ends for all of them or for
-//! none.
+//! program says so (`reduce.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have one
+//! common order, and which says what each message carries, determines everything. A failed rank notifies the others, and the
+//! step ends for all of them or for none.
 //!
 #![doc = include_str!("README.md")]
 
@@ -22,7 +22,6 @@ mod notes;
 mod outline;
 #[cfg(feature = "shard")]
 mod parameters;
-mod post;
 mod reduce;
 mod stopwatch;
 mod traffic;
@@ -40,7 +39,6 @@ use candle_core::{Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
 use clock::Clock;
 use execute::{Execution, Made, Outputs};
-use itertools::Itertools;
 use notes::{Board, Notes};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -368,10 +366,5 @@ impl Runtime {
 
     fn rank_of(&self, stage: usize) -> usize {
         self.training.schedule().stage_ranks()[stage]
-    }
-
-    /// Groups stages by their ranks.
-    fn by_rank(&self, stages: &[usize]) -> BTreeMap<usize, Vec<usize>> {
-        stages.iter().map(|&stage| (self.rank_of(stage), stage)).into_group_map().into_iter().collect()
     }
 }

@@ -10,10 +10,21 @@ use std::collections::BTreeMap;
 /// A value without the elements of its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Outline {
-    Tensor(Vec<usize>, String),
-    /// A shard, the layout of the whole, and the axes where its gradient is a partial sum.
+    Tensor {
+        dims: Vec<usize>,
+        dtype: String,
+        /// Whether it has a gradient.
+        tracked: bool,
+    },
+    /// A shard, and the layout of the whole.
     #[cfg(feature = "shard")]
-    DTensor(Vec<usize>, SpecDescription, Vec<usize>),
+    DTensor {
+        dims: Vec<usize>,
+        layout: SpecDescription,
+        tracked: bool,
+        /// The axes where its gradient is a partial sum.
+        varying: Vec<usize>,
+    },
     Int(i64),
     /// The bits, because JSON would not preserve every float.
     Float(u64),
@@ -26,25 +37,25 @@ pub(super) enum Outline {
 }
 
 impl Outline {
-    /// Returns the outline of a value; appends its tensors to `tensors`.
-    pub(super) fn of(value: &Value, tensors: &mut Vec<Tensor>) -> Self {
-        let mut all = |values: &[Value]| values.iter().map(|value| Self::of(value, tensors)).collect();
+    /// Returns the outline of a value; `take` gets its tensors in order, and returns whether each is tracked.
+    pub(super) fn of(value: &Value, take: &mut dyn FnMut(&Tensor) -> bool) -> Self {
+        let mut all = |values: &[Value]| values.iter().map(|value| Self::of(value, take)).collect();
         match value {
             Value::List(values) => Self::List(all(values)),
             Value::Tuple(values) => Self::Tuple(all(values)),
             Value::Map(values) => {
-                Self::Map(values.iter().map(|(key, value)| (key.clone(), Self::of(value, tensors))).collect())
+                Self::Map(values.iter().map(|(key, value)| (key.clone(), Self::of(value, take))).collect())
             }
             Value::Tensor(tensor) => {
-                tensors.push(tensor.clone());
-                Self::Tensor(tensor.dims().to_vec(), tensor.dtype().as_str().into())
+                let (dims, dtype) = (tensor.dims().to_vec(), tensor.dtype().as_str().into());
+                Self::Tensor { dims, dtype, tracked: take(tensor) }
             }
             #[cfg(feature = "shard")]
             Value::DTensor(tensor) => {
-                tensors.push(tensor.to_local().clone());
                 let varies = |&axis: &usize| tensor.placements()[axis] == Replicate && tensor.is_varying(axis);
                 let varying = (0..tensor.placements().len()).filter(varies).collect();
-                Self::DTensor(tensor.to_local().dims().to_vec(), tensor.spec().into(), varying)
+                let (local, layout) = (tensor.to_local(), tensor.spec().into());
+                Self::DTensor { dims: local.dims().to_vec(), layout, tracked: take(local), varying }
             }
             Value::Int(number) => Self::Int(*number),
             Value::Float(number) => Self::Float(number.to_bits()),
@@ -54,12 +65,13 @@ impl Outline {
         }
     }
 
-    /// Restores the value; `next` returns its tensors in order, and shards become sharded tensors on `mesh`.
+    /// Restores the value; `next` returns its tensors in order, given whether each is tracked, and shards become sharded tensors on
+    /// `mesh`.
     #[cfg_attr(not(feature = "shard"), expect(clippy::only_used_in_recursion))]
     pub(super) fn value(
         &self,
         mesh: Option<&DeviceMesh>,
-        next: &mut dyn FnMut(&[usize], DType) -> Result<Tensor>,
+        next: &mut dyn FnMut(&[usize], DType, bool) -> Result<Tensor>,
     ) -> Result<Value> {
         let mut all =
             |outlines: &[Self]| outlines.iter().map(|outline| outline.value(mesh, next)).collect::<Result<_>>();
@@ -70,18 +82,18 @@ impl Outline {
                 let value = |(key, outline): (&String, &Self)| Ok((key.clone(), outline.value(mesh, next)?));
                 Value::Map(outlines.iter().map(value).collect::<Result<_>>()?)
             }
-            Self::Tensor(dims, dtype) => {
+            Self::Tensor { dims, dtype, tracked } => {
                 let dtype = dtype.parse().map_err(|_| Error::Pipe(format!("a message with {dtype} tensors")))?;
-                Value::Tensor(next(dims, dtype)?)
+                Value::Tensor(next(dims, dtype, *tracked)?)
             }
             #[cfg(feature = "shard")]
-            Self::DTensor(dims, layout, varying) => {
+            Self::DTensor { dims, layout, tracked, varying } => {
                 let no_mesh = || {
                     let reason = "came to a stage whose scope has no mesh; gather it, or build all stages from a ShardedVarBuilder";
                     Error::Pipe(format!("a sharded tensor {reason}"))
                 };
                 let spec = layout.on(mesh.ok_or_else(no_mesh)?)?;
-                let tensor = DTensor::from_local_with_spec(next(dims, spec.dtype())?, spec)?;
+                let tensor = DTensor::from_local_with_spec(next(dims, spec.dtype(), *tracked)?, spec)?;
                 let tensor = varying.iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
                 Value::DTensor(tensor)
             }

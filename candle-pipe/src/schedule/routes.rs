@@ -2,14 +2,14 @@
 //!
 //! **Grouping.** A forward pass sends one message to each other rank whose stages use its values. The address is the first of
 //! these stages ([`Routes::values_to`]), and the message serves all of them. A backward pass sends one message to each stage on
-//! another rank that made its inputs. Everything that knows of messages asks here: lowering, the checks of programs, the
-//! simulator, and the ranks when they run (`runtime/traffic.rs`, which knows what a message carries).
+//! another rank that made its inputs. Everything that knows of messages asks here: lowering, which also writes what each message
+//! carries, the checks of programs, the simulator, and the ranks when they run.
 use super::{Compute, Edges, Flow, Message, Pass};
 use itertools::Itertools;
 
 /// The edges of a model and the ranks of its stages.
 #[derive(Clone, Copy)]
-pub(super) struct Routes<'a> {
+pub(crate) struct Routes<'a> {
     pub(super) edges: &'a Edges,
     pub(super) stage_ranks: &'a [usize],
 }
@@ -23,23 +23,35 @@ pub(super) enum Need {
 }
 
 impl Routes<'_> {
-    /// Returns the messages after a computation, in the order of their sends.
-    pub(super) fn after(self, compute: Compute) -> Vec<Message> {
+    /// Returns what goes from a computation to other stages, as messages, also to stages of its own rank.
+    pub(crate) fn passed(self, compute: Compute) -> Vec<Message> {
         let Compute { stage, microbatch, .. } = compute;
-        let here = self.stage_ranks[stage];
-        let message = |flow, to| Message { flow, from: stage, to, microbatch };
         match compute.makes() {
             Some(Flow::Activation) => {
-                let elsewhere = self.edges.consumers(stage).iter().filter(|&&to| self.stage_ranks[to] != here);
-                let messages = elsewhere.map(|&to| self.values_to(stage, to, microbatch)).unique();
-                messages.sorted_by_key(|message| self.stage_ranks[message.to]).collect()
+                let messages = self.edges.consumers(stage).iter().map(|&to| self.values_to(stage, to, microbatch));
+                messages.unique().sorted_by_key(|message| self.stage_ranks[message.to]).collect()
             }
-            Some(Flow::Gradient) => {
-                let elsewhere = self.edges.producers(stage).iter().filter(|&&to| self.stage_ranks[to] != here);
-                elsewhere.map(|&to| message(Flow::Gradient, to)).collect()
+            Some(flow @ Flow::Gradient) => {
+                let producers = self.edges.producers(stage).iter();
+                producers.map(|&to| Message { flow, from: stage, to, microbatch }).collect()
             }
             None => vec![],
         }
+    }
+
+    /// Returns the messages after a computation, in the order of their sends.
+    pub(super) fn after(self, compute: Compute) -> Vec<Message> {
+        let mut messages = self.passed(compute);
+        messages.retain(|message| !self.together(message.from, message.to));
+        messages
+    }
+
+    /// Returns the messages before a computation.
+    pub(crate) fn awaited(self, compute: Compute) -> impl Iterator<Item = Message> {
+        self.before(compute).into_iter().filter_map(|need| match need {
+            Need::Message(message) => Some(message),
+            Need::Local { .. } => None,
+        })
     }
 
     /// Returns the inputs that a computation needs from other stages.
@@ -63,8 +75,8 @@ impl Routes<'_> {
         from.iter().map(need).collect()
     }
 
-    /// Returns the message that brings values of stage `from` to stage `to` on another rank. It is addressed to the first
-    /// stage of that rank that uses values of `from`.
+    /// Returns the message that brings values of stage `from` to stage `to`. It is addressed to the first stage of that rank that
+    /// uses values of `from`.
     pub(super) fn values_to(self, from: usize, to: usize, microbatch: usize) -> Message {
         let first = self.edges.consumers(from).iter().copied().find(|&user| self.together(user, to));
         Message { flow: Flow::Activation, from, to: first.unwrap_or(to), microbatch }

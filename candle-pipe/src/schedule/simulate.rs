@@ -1,6 +1,6 @@
 //! Simulation of schedules.
 use super::routes::{Need, Routes};
-use super::walk::walk;
+use super::walk::in_order;
 use super::{Action, Compute, Costs, Edges, Flow, Message, Schedule, Span, Timeline};
 use crate::Result;
 use std::collections::HashMap;
@@ -27,8 +27,8 @@ impl Schedule {
             timeline: Timeline::empty(self.ranks().len()),
         };
         // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
-        let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
-        debug_assert!(walked.is_ok(), "a schedule holds along all edges");
+        let stuck = in_order(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
+        debug_assert!(stuck.is_none(), "a schedule holds along all edges");
         Ok(clock.timeline)
     }
 }
