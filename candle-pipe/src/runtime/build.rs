@@ -93,33 +93,58 @@ impl Runtime {
             Shared { name: share.name.clone(), ranks, parameters, changes }.start()
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
-        let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
-        let parameters = memory.map(traffic::address).collect();
-        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
-        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
-        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
         Ok(Self {
-            outputs,
-            constants,
             mesh,
             #[cfg(feature = "shard")]
             built: scope.parameters(),
+            clock: Clock::settle(group)?,
+            shared,
+            ..Self::of(pipe, info, stages, [training, evaluation], group, device)
+        })
+    }
+
+    /// Builds all stages of `pipe` for a process alone, which compares and shares nothing with others. `program` names its rank.
+    pub(crate) fn alone<B: Scope>(pipe: &Pipe<B>, program: Program, scope: &B, device: &Device) -> Result<Self> {
+        let stages = pipe.build_stages(0..pipe.num_stages(), scope, device)?.into_iter().enumerate().collect();
+        let group = ProcessGroup::simulated(0, 1)?;
+        Ok(Self::of(pipe, pipe.info().clone(), stages, [program.clone(), program], &group, device))
+    }
+
+    /// Creates a runtime of built stages that share nothing with other ranks.
+    fn of<B: Scope>(
+        pipe: &Pipe<B>,
+        info: PipeInfo,
+        stages: BTreeMap<usize, StageModule>,
+        [training, evaluation]: [Program; 2],
+        group: &ProcessGroup,
+        device: &Device,
+    ) -> Self {
+        let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
+        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
+        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone());
+        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone()));
+        Self {
+            parameters: memory.map(traffic::address).collect(),
+            constants: constants.collect(),
+            outputs: outputs.into_group_map(),
             window: credit::window(&evaluation),
             signature: pipe.signature().clone(),
-            clock: Clock::settle(group)?,
-            device: device.clone(),
-            board: None,
             group: group.clone(),
-            copies: None,
-            replicas: BTreeMap::new(),
+            device: device.clone(),
+            clock: Clock::default(),
             buffers: Buffers::default(),
+            replicas: BTreeMap::new(),
+            shared: Vec::new(),
+            copies: None,
+            board: None,
+            mesh: None,
+            #[cfg(feature = "shard")]
+            built: None,
             info,
             stages,
             training,
             evaluation,
-            shared,
-            parameters,
-        })
+        }
     }
 
     /// Averages the gradients of the stages over `replicas`: the ranks with the same stages in other copies of the

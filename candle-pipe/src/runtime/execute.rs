@@ -8,10 +8,11 @@ use super::stopwatch::{Moment, Stopwatch};
 use super::traffic::{Traffic, aliases};
 use crate::graph::{Ctx, StageDef, ValueId};
 use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
-use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
+use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts, vjp};
 use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_dist::panic_message;
+use candle_dist::{TensorTree, panic_message};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -75,6 +76,10 @@ pub(super) struct Execution<'a, 'f> {
     /// For each microbatch the number of stages on this rank whose outputs are missing.
     missing: Vec<usize>,
     held: HashMap<At, Held>,
+    /// The gradients of tracked inputs of the model, by microbatch, value and stage.
+    of_inputs: BTreeMap<usize, BTreeMap<ValueId, BTreeMap<usize, Gradient>>>,
+    /// The sums of the gradients of each stage, in a process alone.
+    of_stages: BTreeMap<usize, GradStore>,
     made: Made,
     /// The number of outstanding backward passes.
     open: usize,
@@ -102,6 +107,8 @@ impl<'a, 'f> Execution<'a, 'f> {
             outputs,
             missing: vec![makers; batch.len()],
             held: HashMap::new(),
+            of_inputs: BTreeMap::new(),
+            of_stages: BTreeMap::new(),
             made: Made {
                 losses: vec![None; batch.len()],
                 outputs: vec![Kwargs::new(); batch.len()],
@@ -142,12 +149,35 @@ impl<'a, 'f> Execution<'a, 'f> {
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
         self.reductions.check(&self.made.grads)?;
+        self.add_up()?;
         let seconds = |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
         for (compute, [start, end]) in &self.moments {
             let (start, end) = (seconds(start)?, seconds(end)?);
             self.made.spans.push(Span { action: Action::Compute(*compute), start, end });
         }
         self.traffic.end()
+    }
+
+    /// Adds up what a process alone has apart: the gradients of the variables that the inputs of the model were computed from, and
+    /// those of the stages.
+    fn add_up(&mut self) -> Result<()> {
+        for (microbatch, inputs) in std::mem::take(&mut self.of_inputs) {
+            let mut seeds: Vec<(Tensor, Tensor)> = Vec::new();
+            for (value, found) in inputs {
+                let parts = Gradient::sum(found.values())?.0;
+                let tensors = self.batch.input(microbatch, value)?.flatten_tensors();
+                seeds.extend(tensors.into_iter().zip(parts).filter_map(|(tensor, part)| Some((tensor, part?))));
+            }
+            grads::add(&mut self.made.grads, &vjp(&seeds)?)?;
+        }
+        let mut of_stages = std::mem::take(&mut self.of_stages).into_values();
+        of_stages.try_for_each(|grads| grads::add(&mut self.made.grads, &grads))
+    }
+
+    /// Returns where the gradients of a stage are summed. A process alone, which others are compared with, adds up the stages that
+    /// share a parameter in their order, as ranks do, whatever the order of the passes.
+    fn sums(&mut self, stage: usize) -> &mut GradStore {
+        if self.runtime.is_alone() { self.of_stages.entry(stage).or_default() } else { &mut self.made.grads }
     }
 
     fn act(&mut self, action: &Action) -> Result<()> {
@@ -189,7 +219,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         let def = module.def();
         let mut values = std::mem::take(&mut self.held.entry((stage, microbatch)).or_default().values);
         let take = |input: &crate::graph::StageInput| match input.from {
-            None => self.batch.input(microbatch, input.value).and_then(Activation::constant),
+            None => self.batch.input(microbatch, input.value).and_then(|input| Activation::of(&input)),
             Some(from) => values.remove(&input.value).ok_or_else(|| {
                 Error::Schedule(format!(
                     "{} of stage {from} has not arrived",
@@ -278,13 +308,17 @@ impl<'a, 'f> Execution<'a, 'f> {
         };
         self.open -= usize::from(weights.is_none());
         self.made.at_once += weights.as_ref().map_or(0, WeightTape::at_once);
-        grads::add(&mut self.made.grads, &backward.parameters)?;
+        grads::add(self.sums(stage), &backward.parameters)?;
         match weights {
             Some(weights) => self.held.entry((stage, microbatch)).or_default().weights = Some(weights),
             None => _ = self.held.remove(&(stage, microbatch)),
         }
-        let values = def.inputs.iter().map(|input| input.value);
-        self.pass_on(compute, values.zip(backward.inputs.into_iter().map(packed)).collect())
+        let inputs = def.inputs.iter().zip(backward.inputs);
+        let (of_model, of_stages): (Vec<_>, Vec<_>) = inputs.partition(|(input, _)| input.from.is_none());
+        for (input, gradient) in of_model.into_iter().filter(|(_, gradient)| !gradient.is_none()) {
+            self.of_inputs.entry(microbatch).or_default().entry(input.value).or_default().insert(stage, gradient);
+        }
+        self.pass_on(compute, of_stages.into_iter().map(|(input, of)| (input.value, packed(of))).collect())
     }
 
     fn weight(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
@@ -292,7 +326,7 @@ impl<'a, 'f> Execution<'a, 'f> {
         let weights = weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
         self.open -= 1;
         self.held.remove(&(stage, microbatch));
-        grads::add(&mut self.made.grads, &weights.backward()?)
+        grads::add(self.sums(stage), &weights.backward()?)
     }
 
     /// Waits for the inputs of a computation from other ranks.

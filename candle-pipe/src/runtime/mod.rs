@@ -72,7 +72,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// ```
 pub struct Runtime {
     info: PipeInfo,
-    signature: Signature,
+    pub(crate) signature: Signature,
     stages: BTreeMap<usize, StageModule>,
     training: Program,
     evaluation: Program,
@@ -227,7 +227,7 @@ impl Runtime {
     /// Those of [`Microbatches::cut`] and of [`forward_backward`](Self::forward_backward).
     pub fn step<V: Into<Value>>(&self, step: u64, inputs: impl IntoIterator<Item = V>) -> Result<RankStep> {
         let batch = Microbatches::cut(self.training.schedule().microbatches(), inputs);
-        self.train(batch.as_ref().map_err(Error::clone), &StepOptions::default().step(step))
+        self.train(&self.training, batch.as_ref().map_err(Error::clone), &StepOptions::default().step(step))
     }
 
     /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
@@ -235,8 +235,8 @@ impl Runtime {
     /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the computations of
     /// the other microbatches are left out. Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
     /// [rows](crate::microbatch::Splitter::rows). Inputs that several ranks pass are compared by a digest, which on
-    /// other devices than the CPU covers only their ends. Parameters get gradients; inputs get none, and must not be
-    /// tracked.
+    /// other devices than the CPU covers only their ends. Parameters get gradients. Variables from which inputs were computed get some
+    /// in a process alone; elsewhere inputs must not be tracked.
     ///
     /// # Errors
     /// On this rank, before any communication: if there is no loss, or the schedule has no backward passes. On all
@@ -244,19 +244,24 @@ impl Runtime {
     /// schedule's microbatches, lacks an input, or differs from that of the others, or if a rank is within `fsdp::no_sync`. Errors of nodes, which name rank,
     /// stage, microbatch and action, and of communication; after these the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
-        self.train(Ok(batch), options)
+        self.train(&self.training, Ok(batch), options)
     }
 
-    /// Runs a training step. A batch that this rank could not cut is an error on all ranks, as others are.
-    fn train(&self, batch: Result<&Microbatches>, options: &StepOptions) -> Result<RankStep> {
+    /// Runs a training step by a program. A batch that this rank could not cut is an error on all ranks, as others are.
+    pub(crate) fn train(
+        &self,
+        program: &Program,
+        batch: Result<&Microbatches>,
+        options: &StepOptions,
+    ) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
-        if !self.training.schedule().has_backward() {
+        if !program.schedule().has_backward() {
             let reason = "it has no backward passes to train with; evaluate, or use one that has";
             return Err(Error::Schedule(reason.into()));
         }
-        self.run(&self.training, batch, options, true, Outputs::of(options))
+        self.run(program, batch, options, true, Outputs::of(options))
     }
 
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the options,
@@ -270,7 +275,17 @@ impl Runtime {
     /// Those of [`forward_backward`](Self::forward_backward); on all ranks alike, if an option has no meaning in an evaluation (see
     /// [`StepOptions`]).
     pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
-        self.run(&self.evaluation, Ok(batch), options, false, Outputs::of(options))
+        self.evaluate_by(&self.evaluation, batch, options)
+    }
+
+    /// Runs an evaluation by a program.
+    pub(crate) fn evaluate_by(
+        &self,
+        program: &Program,
+        batch: &Microbatches,
+        options: &StepOptions,
+    ) -> Result<RankStep> {
+        self.run(program, Ok(batch), options, false, Outputs::of(options))
     }
 
     /// Like [`evaluate`](Self::evaluate), but passes the outputs and the number of each finished microbatch to `each`,
@@ -314,7 +329,7 @@ impl Runtime {
             }
             _ => Ok(()),
         };
-        let batch = has_outputs.and(cut).and_then(|cut| Batch::new(self, cut, options, backward));
+        let batch = has_outputs.and(cut).and_then(|cut| Batch::new(self, program, cut, options, backward));
         let batch = agree::settle(self, batch)?;
         let mut step = if backward { StepResult::begin() } else { StepResult::default() };
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
@@ -362,6 +377,11 @@ impl Runtime {
     fn stage(&self, stage: usize) -> Result<&StageModule> {
         let elsewhere = || Error::Schedule(format!("stage {stage} is not on rank {}", self.group.rank()));
         self.stages.get(&stage).ok_or_else(elsewhere)
+    }
+
+    /// Returns whether no other rank takes part in a step, on other stages, in other copies or on a mesh of the stages.
+    fn is_alone(&self) -> bool {
+        self.group.size() == 1 && self.copies.is_none() && self.mesh.as_ref().is_none_or(|mesh| mesh.size() == 1)
     }
 
     fn rank_of(&self, stage: usize) -> usize {

@@ -10,21 +10,10 @@ use std::collections::BTreeMap;
 /// A value without the elements of its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Outline {
-    Tensor {
-        dims: Vec<usize>,
-        dtype: String,
-        /// Whether it has a gradient.
-        tracked: bool,
-    },
-    /// A shard, and the layout of the whole.
+    Tensor(TensorOutline),
+    /// A shard, the layout of the whole, and the axes where its gradient is a partial sum.
     #[cfg(feature = "shard")]
-    DTensor {
-        dims: Vec<usize>,
-        layout: SpecDescription,
-        tracked: bool,
-        /// The axes where its gradient is a partial sum.
-        varying: Vec<usize>,
-    },
+    DTensor(TensorOutline, SpecDescription, Vec<usize>),
     Int(i64),
     /// The bits, because JSON would not preserve every float.
     Float(u64),
@@ -34,6 +23,25 @@ pub(super) enum Outline {
     List(Vec<Outline>),
     Tuple(Vec<Outline>),
     Map(BTreeMap<String, Outline>),
+}
+
+/// A tensor without its elements.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct TensorOutline {
+    pub(super) dims: Vec<usize>,
+    dtype: String,
+    /// Whether it has a gradient.
+    pub(super) tracked: bool,
+}
+
+impl TensorOutline {
+    fn of(tensor: &Tensor, tracked: bool) -> Self {
+        Self { dims: tensor.dims().to_vec(), dtype: tensor.dtype().as_str().into(), tracked }
+    }
+
+    pub(super) fn dtype(&self) -> Result<DType> {
+        self.dtype.parse().map_err(|_| Error::Pipe(format!("a message with {} tensors", self.dtype)))
+    }
 }
 
 impl Outline {
@@ -46,16 +54,13 @@ impl Outline {
             Value::Map(values) => {
                 Self::Map(values.iter().map(|(key, value)| (key.clone(), Self::of(value, take))).collect())
             }
-            Value::Tensor(tensor) => {
-                let (dims, dtype) = (tensor.dims().to_vec(), tensor.dtype().as_str().into());
-                Self::Tensor { dims, dtype, tracked: take(tensor) }
-            }
+            Value::Tensor(tensor) => Self::Tensor(TensorOutline::of(tensor, take(tensor))),
             #[cfg(feature = "shard")]
             Value::DTensor(tensor) => {
                 let varies = |&axis: &usize| tensor.placements()[axis] == Replicate && tensor.is_varying(axis);
                 let varying = (0..tensor.placements().len()).filter(varies).collect();
-                let (local, layout) = (tensor.to_local(), tensor.spec().into());
-                Self::DTensor { dims: local.dims().to_vec(), layout, tracked: take(local), varying }
+                let local = tensor.to_local();
+                Self::DTensor(TensorOutline::of(local, take(local)), tensor.spec().into(), varying)
             }
             Value::Int(number) => Self::Int(*number),
             Value::Float(number) => Self::Float(number.to_bits()),
@@ -65,13 +70,12 @@ impl Outline {
         }
     }
 
-    /// Restores the value; `next` returns its tensors in order, given whether each is tracked, and shards become sharded tensors on
-    /// `mesh`.
+    /// Restores the value; `next` returns its tensors in order, and shards become sharded tensors on `mesh`.
     #[cfg_attr(not(feature = "shard"), expect(clippy::only_used_in_recursion))]
     pub(super) fn value(
         &self,
         mesh: Option<&DeviceMesh>,
-        next: &mut dyn FnMut(&[usize], DType, bool) -> Result<Tensor>,
+        next: &mut dyn FnMut(&TensorOutline) -> Result<Tensor>,
     ) -> Result<Value> {
         let mut all =
             |outlines: &[Self]| outlines.iter().map(|outline| outline.value(mesh, next)).collect::<Result<_>>();
@@ -82,18 +86,15 @@ impl Outline {
                 let value = |(key, outline): (&String, &Self)| Ok((key.clone(), outline.value(mesh, next)?));
                 Value::Map(outlines.iter().map(value).collect::<Result<_>>()?)
             }
-            Self::Tensor { dims, dtype, tracked } => {
-                let dtype = dtype.parse().map_err(|_| Error::Pipe(format!("a message with {dtype} tensors")))?;
-                Value::Tensor(next(dims, dtype, *tracked)?)
-            }
+            Self::Tensor(tensor) => Value::Tensor(next(tensor)?),
             #[cfg(feature = "shard")]
-            Self::DTensor { dims, layout, tracked, varying } => {
+            Self::DTensor(tensor, layout, varying) => {
                 let no_mesh = || {
                     let reason = "came to a stage whose scope has no mesh; gather it, or build all stages from a ShardedVarBuilder";
                     Error::Pipe(format!("a sharded tensor {reason}"))
                 };
                 let spec = layout.on(mesh.ok_or_else(no_mesh)?)?;
-                let tensor = DTensor::from_local_with_spec(next(dims, spec.dtype(), *tracked)?, spec)?;
+                let tensor = DTensor::from_local_with_spec(next(tensor)?, spec)?;
                 let tensor = varying.iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
                 Value::DTensor(tensor)
             }

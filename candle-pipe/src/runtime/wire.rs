@@ -90,9 +90,9 @@ impl<'a> Wire<'a> {
         let outlines = self.received.get(&message.way()).ok_or_else(unknown)?;
         let value = |outline: &Outline| {
             let mut tracked = Vec::new();
-            let value = outline.value(self.mesh, &mut |dims, dtype, is_tracked| {
-                tracked.push(is_tracked);
-                Ok(self.group.recv(Shape::from(dims), dtype, from)?)
+            let value = outline.value(self.mesh, &mut |tensor| {
+                tracked.push(tensor.tracked);
+                Ok(self.group.recv(Shape::from(tensor.dims.as_slice()), tensor.dtype()?, from)?)
             })?;
             Ok(Activation { value, tracked })
         };

@@ -266,7 +266,8 @@ const CANDLE_PIPE: &[Folder] = &[folder(
         "graph",
         "microbatch nn schedule tape",
         "pipe pipeline step",
-        "batch local_pipe runtime",
+        "batch runtime",
+        "local_pipe",
         "prelude",
     ],
 )];
