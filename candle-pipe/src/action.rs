@@ -50,7 +50,8 @@ pub struct Message {
     pub microbatch: usize,
 }
 
-/// The way of a message from stage to stage: the flow, the sender and the receiver. Messages of one way are usually alike.
+/// The way of a message from stage to stage: the flow, the sender and the receiver. Messages of one way are
+/// usually alike.
 pub(crate) type Way = (Flow, usize, usize);
 
 impl Message {

@@ -92,8 +92,8 @@ impl LocalPipe {
         self.runtime.named_vars()
     }
 
-    /// Runs one training step without the optimizer: all forward passes, then all backward passes, in GPipe's order. Variables from
-    /// which the inputs were computed have gradients too.
+    /// Runs one training step without the optimizer: all forward passes, then all backward passes, in GPipe's
+    /// order. Variables from which the inputs were computed have gradients too.
     ///
     /// # Errors
     /// [`Error::Pipe`] if the model has no loss, or it is not a scalar of floats, or units keep gradients
@@ -105,12 +105,13 @@ impl LocalPipe {
         Ok(made.map_err(Error::out_of_action)?.step)
     }
 
-    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the options,
-    /// the step, the first row, the outputs and the weights have a meaning here, and others are refused.
+    /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the
+    /// options, the step, the first row, the outputs and the weights have a meaning here, and others are
+    /// refused.
     ///
     /// # Errors
-    /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats, or an option has no meaning in an evaluation
-    /// (see [`StepOptions`]).
+    /// Those of [`forward`](Self::forward), and one if the loss is not a scalar of floats, or an option has
+    /// no meaning in an evaluation (see [`StepOptions`]).
     pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<StepResult> {
         let made = self.runtime.evaluate_by(&program(self.info(), batch.len(), &[])?, batch, options);
         Ok(made.map_err(Error::out_of_action)?.step)
@@ -126,7 +127,8 @@ impl LocalPipe {
         Ok(named.filter_map(|output| Some((output.name.clone(), values.get(&output.value)?.clone()))).collect())
     }
 
-    /// Runs arguments that are one batch through all stages, in evaluation mode; `run` runs each stage. Returns all values.
+    /// Runs arguments that are one batch through all stages, in evaluation mode; `run` runs each stage.
+    /// Returns all values.
     fn through(
         &self,
         args: &[Value],
@@ -144,8 +146,8 @@ impl LocalPipe {
     }
 }
 
-/// Returns the program of one rank: the microbatches one after the other through all stages, and so through each of the backward
-/// `passes`, from the last stage to the first.
+/// Returns the program of one rank: the microbatches one after the other through all stages, and so through
+/// each of the backward `passes`, from the last stage to the first.
 fn program(info: &PipeInfo, microbatches: usize, passes: &[Pass]) -> Result<Program> {
     let stages = info.num_stages();
     let compute = |pass, (microbatch, stage)| Some(Action::Compute(Compute { stage, pass, microbatch }));

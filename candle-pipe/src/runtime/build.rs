@@ -103,7 +103,8 @@ impl Runtime {
         })
     }
 
-    /// Builds all stages of `pipe` for a process alone, which compares and shares nothing with others. `program` names its rank.
+    /// Builds all stages of `pipe` for a process alone, which compares and shares nothing with others.
+    /// `program` names its rank.
     pub(crate) fn alone<B: Scope>(pipe: &Pipe<B>, program: Program, scope: &B, device: &Device) -> Result<Self> {
         let stages = pipe.build_stages(0..pipe.num_stages(), scope, device)?.into_iter().enumerate().collect();
         let group = ProcessGroup::simulated(0, 1)?;

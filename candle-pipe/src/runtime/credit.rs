@@ -5,7 +5,7 @@
 //! waits while too many are unacknowledged.
 use super::notes::Notes;
 use crate::Result;
-use crate::schedule::{Action, Message, Program, Walk};
+use crate::schedule::{Action, DryRun, Message, Program};
 use candle_dist::ProcessGroup;
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
@@ -33,14 +33,14 @@ const fn every(window: usize) -> usize {
 
 /// The messages from one rank to another in a dry run.
 #[derive(Default)]
-struct Line {
+struct Backlog {
     /// Those that the receiver still expects, in order.
     awaited: VecDeque<Message>,
     sent: usize,
     taken: usize,
 }
 
-impl Line {
+impl Backlog {
     fn send(&mut self, window: usize) -> bool {
         let acknowledged = self.taken / every(window) * every(window);
         let has_room = self.sent - acknowledged < window;
@@ -58,20 +58,21 @@ impl Line {
     }
 }
 
-/// Returns whether a program, run without its computations, ends with at most a window of messages between two ranks.
+/// Returns whether a program, run without its computations, ends with at most a window of messages between
+/// two ranks.
 fn ends(program: &Program, window: usize) -> bool {
-    let mut lines: HashMap<[usize; 2], Line> = HashMap::new();
+    let mut backlogs: HashMap<[usize; 2], Backlog> = HashMap::new();
     let ends_of = |message: Message| [message.from, message.to].map(|stage| program.schedule().stage_ranks()[stage]);
-    let Ok(stuck) = Walk::run(program.ranks(), |_, _, action| {
+    let Ok(stuck) = DryRun::run(program.ranks(), |_, _, action| {
         Ok::<_, Infallible>(match *action {
             Action::Recv(message) => {
-                lines.entry(ends_of(message)).or_default().awaited.push_back(message);
+                backlogs.entry(ends_of(message)).or_default().awaited.push_back(message);
                 true
             }
-            Action::Send(message) => lines.entry(ends_of(message)).or_default().send(window),
+            Action::Send(message) => backlogs.entry(ends_of(message)).or_default().send(window),
             _ => {
                 let mut messages = action.computes().iter().flat_map(|&compute| program.routes().awaited(compute));
-                messages.all(|message| lines.entry(ends_of(message)).or_default().take(message))
+                messages.all(|message| backlogs.entry(ends_of(message)).or_default().take(message))
             }
         })
     });

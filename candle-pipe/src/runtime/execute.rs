@@ -158,8 +158,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         self.traffic.end()
     }
 
-    /// Adds up what a process alone has apart: the gradients of the variables that the inputs of the model were computed from, and
-    /// those of the stages.
+    /// Adds up what a process alone has apart: the gradients of the variables that the inputs of the model
+    /// were computed from, and those of the stages.
     fn add_up(&mut self) -> Result<()> {
         for (microbatch, inputs) in std::mem::take(&mut self.of_inputs) {
             let mut seeds: Vec<(Tensor, Tensor)> = Vec::new();
@@ -174,8 +174,9 @@ impl<'a, 'f> Execution<'a, 'f> {
         of_stages.try_for_each(|grads| grads::add(&mut self.made.grads, &grads))
     }
 
-    /// Returns where the gradients of a stage are summed. A process alone, which others are compared with, adds up the stages that
-    /// share a parameter in their order, as ranks do, whatever the order of the passes.
+    /// Returns where the gradients of a stage are summed. A process alone, which others are compared with,
+    /// adds up the stages that share a parameter in their order, as ranks do, whatever the order of the
+    /// passes.
     fn sums(&mut self, stage: usize) -> &mut GradStore {
         if self.runtime.is_alone() { self.of_stages.entry(stage).or_default() } else { &mut self.made.grads }
     }
@@ -340,7 +341,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    /// Passes what a computation has made to other stages: at once to those of this rank, with its messages to others.
+    /// Passes what a computation has made to other stages: at once to those of this rank, with its messages
+    /// to others.
     fn pass_on(&mut self, compute: Compute, made: HashMap<ValueId, Activation>) -> Result<()> {
         for message in self.program.routes().passed(compute) {
             let contents = self.program.contents(message).iter();

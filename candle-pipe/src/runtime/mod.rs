@@ -1,10 +1,10 @@
 //! Execution of stages on the ranks of a group, by a schedule.
 //!
-//! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are sent
-//! without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced where the
-//! program says so (`reduce.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have one
-//! common order, and which says what each message carries, determines everything. A failed rank notifies the others, and the
-//! step ends for all of them or for none.
+//! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are
+//! sent without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced
+//! where the program says so (`reduce.rs`). The ranks negotiate nothing during a step: the program, whose
+//! sends and receives have one common order, and which says what each message carries, determines everything.
+//! A failed rank notifies the others, and the step ends for all of them or for none.
 //!
 #![doc = include_str!("README.md")]
 
@@ -232,11 +232,12 @@ impl Runtime {
 
     /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
     ///
-    /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the computations of
-    /// the other microbatches are left out. Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
-    /// [rows](crate::microbatch::Splitter::rows). Inputs that several ranks pass are compared by a digest, which on
-    /// other devices than the CPU covers only their ends. Parameters get gradients. Variables from which inputs were computed get some
-    /// in a process alone; elsewhere inputs must not be tracked.
+    /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the
+    /// computations of the other microbatches are left out. Every rank passes at least the inputs that its
+    /// stages use; a rank without inputs passes the number of [rows](crate::microbatch::Splitter::rows).
+    /// Inputs that several ranks pass are compared by a digest, which on other devices than the CPU covers
+    /// only their ends. Parameters get gradients. Variables from which inputs were computed get some in a
+    /// process alone; elsewhere inputs must not be tracked.
     ///
     /// # Errors
     /// On this rank, before any communication: if there is no loss, or the schedule has no backward passes. On all
@@ -247,7 +248,8 @@ impl Runtime {
         self.train(&self.training, Ok(batch), options)
     }
 
-    /// Runs a training step by a program. A batch that this rank could not cut is an error on all ranks, as others are.
+    /// Runs a training step by a program. A batch that this rank could not cut is an error on all ranks, as
+    /// others are.
     pub(crate) fn train(
         &self,
         program: &Program,
@@ -379,7 +381,8 @@ impl Runtime {
         self.stages.get(&stage).ok_or_else(elsewhere)
     }
 
-    /// Returns whether no other rank takes part in a step, on other stages, in other copies or on a mesh of the stages.
+    /// Returns whether no other rank takes part in a step, on other stages, in other copies or on a mesh of
+    /// the stages.
     fn is_alone(&self) -> bool {
         self.group.size() == 1 && self.copies.is_none() && self.mesh.as_ref().is_none_or(|mesh| mesh.size() == 1)
     }

@@ -61,8 +61,8 @@ impl<'a> Traffic<'a> {
         self.awaited.entry(self.runtime.rank_of(message.from)).or_default().push_back(message);
     }
 
-    /// Receives the next message from the rank that sends this one, if this one has not come yet. Returns it with its path and
-    /// what it carries.
+    /// Receives the next message from the rank that sends this one, if this one has not come yet. Returns it
+    /// with its path and what it carries.
     pub(super) fn next_before(&mut self, message: Message) -> Result<Option<(Message, usize, Vec<Activation>)>> {
         let rank = self.runtime.rank_of(message.from);
         let Some(awaited) = self.awaited.get_mut(&rank).filter(|awaited| awaited.contains(&message)) else {
@@ -105,8 +105,8 @@ pub(super) fn address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
 
-/// Copies those tensors of a value that lie in the memory of a parameter: an optimizer writes there while another rank
-/// may still read the tensor.
+/// Copies those tensors of a value that lie in the memory of a parameter: an optimizer writes there while
+/// another rank may still read the tensor.
 pub(super) fn aliases(value: &Value, parameters: &HashSet<usize>) -> Result<Value> {
     value.map_tensors(|tensor| -> Result<Tensor> {
         match parameters.contains(&address(tensor)) {

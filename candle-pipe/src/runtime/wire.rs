@@ -1,8 +1,9 @@
 //! Sends values from stage to stage: tensors without copies, everything else in a header.
 //!
-//! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the previous
-//! one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
-//! usually an action costs one small message in addition to its tensors. Heads and outlines are notes (`notes.rs`).
+//! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the
+//! previous one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing
+//! is probed, and usually an action costs one small message in addition to its tensors. Heads and outlines
+//! are notes (`notes.rs`).
 use super::notes::Notes;
 use super::outline::Outline;
 use crate::action::Way;

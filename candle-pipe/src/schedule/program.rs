@@ -1,7 +1,7 @@
 //! The actions of each rank, communication included.
 use super::routes::{Need, Routes};
 use super::validate::error;
-use super::walk::{Done, Walk};
+use super::walk::{Done, DryRun};
 use super::{Action, Compute, Edges, Flow, Message, Pass, Schedule};
 use crate::action::Way;
 use crate::graph::ValueId;
@@ -10,8 +10,8 @@ use itertools::Itertools;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What goes from one stage to others of a rank in each microbatch: values, or the values whose gradients, each with the stages
-/// that it is for.
+/// What goes from one stage to others of a rank in each microbatch: values, or the values whose gradients,
+/// each with the stages that it is for.
 pub(crate) type Contents = Vec<(ValueId, Vec<usize>)>;
 
 /// A schedule with all of its communication.
@@ -145,17 +145,18 @@ fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> 
     }
 }
 
-/// Runs all ranks in lockstep, where a send waits for its receive, and a reduction of a shared group for all of its ranks.
+/// Runs all ranks in lockstep, where a send waits for its receive, and a reduction of a shared group for all
+/// of its ranks.
 fn run(schedule: &Schedule, edges: &Edges, ranks: &[Vec<Action>]) -> Result<()> {
     let routes = Routes { edges, stage_ranks: schedule.stage_ranks() };
     let done = Done::nothing(edges, schedule.microbatches());
     let (arrived, taken, summed) = Default::default();
-    let mut state = State { routes, ranks, done, arrived, taken, summed };
-    let stuck = Walk::run(ranks, |walk, rank, action| state.visit(walk, rank, action))?;
+    let mut state = Lockstep { routes, ranks, done, arrived, taken, summed };
+    let stuck = DryRun::run(ranks, |walk, rank, action| state.visit(walk, rank, action))?;
     stuck.map_or(Ok(()), |stuck| Err(error(stuck.rank, stuck.position, stuck.action, &state.reason(stuck.action))))
 }
 
-struct State<'a> {
+struct Lockstep<'a> {
     routes: Routes<'a>,
     ranks: &'a [Vec<Action>],
     done: Done<'a>,
@@ -166,9 +167,9 @@ struct State<'a> {
     summed: BTreeSet<usize>,
 }
 
-impl State<'_> {
+impl Lockstep<'_> {
     /// Runs the next action of a rank, if it can run now.
-    fn visit(&mut self, walk: &Walk<'_, Action>, rank: usize, action: &Action) -> Result<bool> {
+    fn visit(&mut self, walk: &DryRun<'_, Action>, rank: usize, action: &Action) -> Result<bool> {
         Ok(match *action {
             Action::Compute(_) | Action::Overlap(_) => {
                 let is_ready = action.computes().iter().all(|&compute| self.lacks(compute).is_none());

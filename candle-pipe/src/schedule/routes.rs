@@ -1,9 +1,10 @@
 //! The messages along the edges between stages, given the ranks of the stages.
 //!
-//! **Grouping.** A forward pass sends one message to each other rank whose stages use its values. The address is the first of
-//! these stages ([`Routes::values_to`]), and the message serves all of them. A backward pass sends one message to each stage on
-//! another rank that made its inputs. Everything that knows of messages asks here: lowering, which also writes what each message
-//! carries, the checks of programs, the simulator, and the ranks when they run.
+//! **Grouping.** A forward pass sends one message to each other rank whose stages use its values. The address
+//! is the first of these stages ([`Routes::values_to`]), and the message serves all of them. A backward pass
+//! sends one message to each stage on another rank that made its inputs. Everything that knows of messages
+//! asks here: lowering, which also writes what each message carries, the checks of programs, the simulator,
+//! and the ranks when they run.
 use super::{Compute, Edges, Flow, Message, Pass};
 use itertools::Itertools;
 
@@ -75,8 +76,8 @@ impl Routes<'_> {
         from.iter().map(need).collect()
     }
 
-    /// Returns the message that brings values of stage `from` to stage `to`. It is addressed to the first stage of that rank that
-    /// uses values of `from`.
+    /// Returns the message that brings values of stage `from` to stage `to`. It is addressed to the first
+    /// stage of that rank that uses values of `from`.
     pub(super) fn values_to(self, from: usize, to: usize, microbatch: usize) -> Message {
         let first = self.edges.consumers(from).iter().copied().find(|&user| self.together(user, to));
         Message { flow: Flow::Activation, from, to: first.unwrap_or(to), microbatch }

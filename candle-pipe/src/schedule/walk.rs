@@ -1,12 +1,12 @@
 //! Dry runs of lists of actions: each rank in its order, and the ranks in turn.
 //!
-//! A visitor says what each action needs. So one interpreter finds the common order of the actions of all ranks, deadlocks of
-//! schedules and programs, and the messages that an evaluation may have under way.
+//! A visitor says what each action needs. So one interpreter finds the common order of the actions of all
+//! ranks, deadlocks of schedules and programs, and the messages that an evaluation may have under way.
 use super::{Action, Compute, Edges, Flow};
 use std::convert::Infallible;
 
 /// How far each rank is in its list.
-pub(crate) struct Walk<'a, A> {
+pub(crate) struct DryRun<'a, A> {
     lists: &'a [Vec<A>],
     next: Vec<usize>,
 }
@@ -18,11 +18,11 @@ pub(crate) struct Deadlock<'a, A> {
     pub(crate) action: &'a A,
 }
 
-impl<'a, A> Walk<'a, A> {
+impl<'a, A> DryRun<'a, A> {
     /// Walks until no rank can go on; `None` if all are at their ends.
     ///
-    /// `visit` gets a rank and its next action, and returns whether the rank goes on to the one behind it. If not, it gets the
-    /// action again.
+    /// `visit` gets a rank and its next action, and returns whether the rank goes on to the one behind it. If
+    /// not, it gets the action again.
     pub(crate) fn run<E>(
         lists: &'a [Vec<A>],
         mut visit: impl FnMut(&Self, usize, &'a A) -> Result<bool, E>,
@@ -87,8 +87,8 @@ impl<'a> Done<'a> {
     }
 }
 
-/// Visits all computations in an order in which each comes after its inputs. Returns a deadlock, with a stage that the action
-/// there waits for.
+/// Visits all computations in an order in which each comes after its inputs. Returns a deadlock, with a stage
+/// that the action there waits for.
 pub(super) fn in_order<'a>(
     ranks: &'a [Vec<Option<Action>>],
     edges: &Edges,
@@ -97,7 +97,7 @@ pub(super) fn in_order<'a>(
 ) -> Option<(Deadlock<'a, Option<Action>>, usize)> {
     let mut done = Done::nothing(edges, microbatches);
     let computes = |action: &'a Option<Action>| action.as_ref().map_or(&[][..], Action::computes);
-    let Ok(stuck) = Walk::run(ranks, |_, rank, action| {
+    let Ok(stuck) = DryRun::run(ranks, |_, rank, action| {
         let is_ready = computes(action).iter().all(|&compute| done.missing(compute).is_none());
         if is_ready {
             computes(action).iter().for_each(|&compute| done.add(compute));
