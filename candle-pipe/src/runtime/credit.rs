@@ -71,7 +71,7 @@ fn ends(program: &Program, window: usize) -> bool {
             }
             Action::Send(message) => backlogs.entry(ends_of(message)).or_default().send(window),
             _ => {
-                let mut messages = action.computes().iter().flat_map(|&compute| program.routes().awaited(compute));
+                let mut messages = action.computes().iter().flat_map(|&compute| program.routes().before(compute));
                 messages.all(|message| backlogs.entry(ends_of(message)).or_default().take(message))
             }
         })

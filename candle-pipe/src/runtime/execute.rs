@@ -332,7 +332,7 @@ impl<'a, 'f> Execution<'a, 'f> {
 
     /// Waits for the inputs of a computation from other ranks.
     fn fetch(&mut self, compute: Compute) -> Result<()> {
-        for message in self.program.routes().awaited(compute) {
+        for message in self.program.routes().before(compute) {
             while let Some((next, path, values)) = self.traffic.next_before(message)? {
                 self.made.path = self.made.path.max(path);
                 self.deliver(next, values)?;
@@ -344,10 +344,11 @@ impl<'a, 'f> Execution<'a, 'f> {
     /// Passes what a computation has made to other stages: at once to those of this rank, with its messages
     /// to others.
     fn pass_on(&mut self, compute: Compute, made: HashMap<ValueId, Activation>) -> Result<()> {
-        for message in self.program.routes().passed(compute) {
+        let routes = self.program.routes();
+        for message in routes.passed(compute) {
             let contents = self.program.contents(message).iter();
             let values = contents.filter_map(|(value, _)| made.get(value).cloned()).collect();
-            if self.runtime.rank_of(message.to) == self.runtime.group.rank() {
+            if routes.is_local(message) {
                 self.deliver(message, values)?;
             } else {
                 self.traffic.put(message, values);

@@ -1,5 +1,5 @@
 //! The actions of each rank, communication included.
-use super::routes::{Need, Routes};
+use super::routes::Routes;
 use super::validate::error;
 use super::walk::{Done, DryRun};
 use super::{Action, Compute, Edges, Flow, Message, Pass, Schedule};
@@ -218,11 +218,12 @@ impl Lockstep<'_> {
 
     /// Returns a missing input of a computation, if there is one.
     fn lacks(&self, compute: Compute) -> Option<String> {
-        self.routes.before(compute).into_iter().find_map(|need| match need {
-            Need::Local { flow, stage } => {
-                (!self.done.has(flow, stage, compute.microbatch)).then(|| format!("stage {stage}"))
+        self.routes.needed(compute).into_iter().find_map(|message| {
+            let Message { flow, from, microbatch, .. } = message;
+            match self.routes.is_local(message) {
+                true => (!self.done.has(flow, from, microbatch)).then(|| format!("stage {from}")),
+                false => (!self.arrived.contains(&message)).then(|| Action::Recv(message).to_string()),
             }
-            Need::Message(message) => (!self.arrived.contains(&message)).then(|| Action::Recv(message).to_string()),
         })
     }
 

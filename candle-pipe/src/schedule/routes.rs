@@ -5,7 +5,7 @@
 //! sends one message to each stage on another rank that made its inputs. Everything that knows of messages
 //! asks here: lowering, which also writes what each message carries, the checks of programs, the simulator,
 //! and the ranks when they run.
-use super::{Compute, Edges, Flow, Message, Pass};
+use super::{Compute, Edges, Flow, Message};
 use itertools::Itertools;
 
 /// The edges of a model and the ranks of its stages.
@@ -13,14 +13,6 @@ use itertools::Itertools;
 pub(crate) struct Routes<'a> {
     pub(super) edges: &'a Edges,
     pub(super) stage_ranks: &'a [usize],
-}
-
-/// An input that a computation needs from another stage.
-pub(super) enum Need {
-    /// The output of a stage on the same rank.
-    Local { flow: Flow, stage: usize },
-    /// A message from another rank.
-    Message(Message),
 }
 
 impl Routes<'_> {
@@ -40,40 +32,34 @@ impl Routes<'_> {
         }
     }
 
+    /// Returns what a computation needs from other stages, as messages, also from stages of its own rank.
+    pub(super) fn needed(self, compute: Compute) -> Vec<Message> {
+        let Compute { stage, microbatch, .. } = compute;
+        match compute.makes() {
+            Some(Flow::Activation) => {
+                self.edges.producers(stage).iter().map(|&from| self.values_to(from, stage, microbatch)).collect()
+            }
+            Some(flow @ Flow::Gradient) => {
+                let consumers = self.edges.consumers(stage).iter();
+                consumers.map(|&from| Message { flow, from, to: stage, microbatch }).collect()
+            }
+            None => vec![],
+        }
+    }
+
     /// Returns the messages after a computation, in the order of their sends.
-    pub(super) fn after(self, compute: Compute) -> Vec<Message> {
-        let mut messages = self.passed(compute);
-        messages.retain(|message| !self.together(message.from, message.to));
-        messages
+    pub(super) fn after(self, compute: Compute) -> impl Iterator<Item = Message> {
+        self.passed(compute).into_iter().filter(move |&message| !self.is_local(message))
     }
 
     /// Returns the messages before a computation.
-    pub(crate) fn awaited(self, compute: Compute) -> impl Iterator<Item = Message> {
-        self.before(compute).into_iter().filter_map(|need| match need {
-            Need::Message(message) => Some(message),
-            Need::Local { .. } => None,
-        })
+    pub(crate) fn before(self, compute: Compute) -> impl Iterator<Item = Message> {
+        self.needed(compute).into_iter().filter(move |&message| !self.is_local(message))
     }
 
-    /// Returns the inputs that a computation needs from other stages.
-    pub(super) fn before(self, compute: Compute) -> Vec<Need> {
-        let Compute { stage, microbatch, .. } = compute;
-        let from = match compute.pass {
-            Pass::Forward => self.edges.producers(stage),
-            Pass::Backward | Pass::Input => self.edges.consumers(stage),
-            Pass::Weight => &[],
-        };
-        let need = |&from: &usize| {
-            let flow = if compute.pass == Pass::Forward { Flow::Activation } else { Flow::Gradient };
-            if self.together(from, stage) {
-                return Need::Local { flow, stage: from };
-            }
-            Need::Message(match flow {
-                Flow::Activation => self.values_to(from, stage, microbatch),
-                Flow::Gradient => Message { flow, from, to: stage, microbatch },
-            })
-        };
-        from.iter().map(need).collect()
+    /// Returns whether both stages are on one rank, so that nothing is sent.
+    pub(crate) fn is_local(self, message: Message) -> bool {
+        self.together(message.from, message.to)
     }
 
     /// Returns the message that brings values of stage `from` to stage `to`. It is addressed to the first
