@@ -27,7 +27,7 @@ pub struct Compute {
 }
 
 /// The content of a message between stages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Flow {
     /// Values, sent to a later stage: `F`.
     Activation,
@@ -50,7 +50,16 @@ pub struct Message {
     pub microbatch: usize,
 }
 
+/// The way of a message from stage to stage: the flow, the sender and the receiver. Messages of one way are
+/// usually alike.
+pub(crate) type Way = (Flow, usize, usize);
+
 impl Message {
+    /// Returns the way of this message, which that of every microbatch has too.
+    pub(crate) fn way(self) -> Way {
+        (self.flow, self.from, self.to)
+    }
+
     /// Returns whether `compute` produces the content of this message.
     pub(crate) fn is_made_by(&self, compute: Compute) -> bool {
         (self.from, self.microbatch, Some(self.flow)) == (compute.stage, compute.microbatch, compute.makes())

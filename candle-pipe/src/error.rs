@@ -72,6 +72,14 @@ impl Error {
         }
     }
 
+    /// Returns the error without the rank and the action, for a process that runs all of them.
+    pub(crate) fn out_of_action(self) -> Self {
+        match self {
+            Self::Action { error, .. } => *error,
+            error => error,
+        }
+    }
+
     /// Adds the name of the node to an error; failures of the whole group are unchanged.
     pub(crate) fn at_node(self, node: &str) -> Self {
         match self {

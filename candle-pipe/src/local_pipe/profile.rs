@@ -1,6 +1,5 @@
 //! Measured costs of nodes.
 use super::LocalPipe;
-use crate::graph::Ctx;
 use crate::{Error, Kwargs, Result, Value};
 use candle_dist::TensorTree;
 use serde::{Deserialize, Serialize};
@@ -50,12 +49,10 @@ impl LocalPipe {
         if runs == 0 {
             return Err(Error::Pipe("a profile of 0 runs; ask for 1 or more".into()));
         }
-        let inputs = self.signature.bind(args, kwargs)?;
-        let ctx = Ctx { training: false, ..self.stages[0].ctx(0..super::forward::batch_size(&inputs)) };
         let (mut order, mut profiles) = (Vec::new(), BTreeMap::<String, NodeProfile>::new());
         for _ in 0..runs {
-            self.through(inputs.clone(), |stage, inputs| {
-                stage.observe(inputs, &ctx, |node, seconds, outputs| {
+            self.through(args, kwargs, |stage, inputs, ctx| {
+                stage.observe(inputs, ctx, |node, seconds, outputs| {
                     let profile = profiles.entry(node.to_owned()).or_insert_with(|| {
                         order.push(node.to_owned());
                         NodeProfile {

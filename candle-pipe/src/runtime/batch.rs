@@ -3,6 +3,7 @@ use super::Runtime;
 use super::clock::Nanos;
 use crate::graph::{Inputs, Loss, Reduction, ValueId};
 use crate::microbatch::{Masked, Microbatches};
+use crate::schedule::Program;
 use crate::tape::Keep;
 use crate::{Error, Result, StepOptions, Value};
 use candle_core::Tensor;
@@ -32,13 +33,19 @@ pub(super) struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    pub(super) fn new(runtime: &Runtime, cut: &Microbatches, options: &'a StepOptions, backward: bool) -> Result<Self> {
+    pub(super) fn new(
+        runtime: &Runtime,
+        program: &Program,
+        cut: &Microbatches,
+        options: &'a StepOptions,
+        backward: bool,
+    ) -> Result<Self> {
         match backward {
             true => StepOptions::check_synced()?,
             false => options.check_evaluation()?,
         }
         let (training, keep) = (options.is_training(backward), options.keep_by_stage(runtime.info.stages.len())?);
-        let microbatches = runtime.training.schedule().microbatches();
+        let microbatches = program.schedule().microbatches();
         // A batch of fewer rows than that cannot be cut into as many; the others are left out.
         let is_short = cut.len() < microbatches && cut.rows().iter().all(|&rows| rows == 1);
         if cut.len() != microbatches && !is_short {
@@ -55,7 +62,8 @@ impl<'a> Batch<'a> {
         let bind = |(args, kwargs)| runtime.signature.bind_for(args, kwargs, |input| used.contains(&input));
         let inputs: Vec<Inputs> = cut.iter().map(bind).collect::<Result<_>>()?;
         let mut values = inputs.iter().flatten();
-        let tracked = values.find(|(_, input)| backward && input.tensors().into_iter().any(Tensor::track_op));
+        let refuses = backward && !runtime.is_alone();
+        let tracked = values.find(|(_, input)| refuses && input.tensors().into_iter().any(Tensor::track_op));
         if let Some((&value, _)) = tracked {
             let name = runtime.info.graph.value_name(value);
             let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");

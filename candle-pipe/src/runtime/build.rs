@@ -12,10 +12,10 @@ use itertools::Itertools;
 use super::buffers::Buffers;
 use super::clock::Clock;
 use super::notes::Board;
-use super::{Runtime, credit, names, post};
+use super::{Runtime, credit, names, traffic};
 use crate::graph::{Node, NodeKind, PipeInfo, Scope};
 use crate::pipe::Pipe;
-use crate::schedule::{Edges, Lowering, Program, Schedule};
+use crate::schedule::{Lowering, Program, Schedule};
 use crate::tape::StageModule;
 use crate::{Error, Result};
 
@@ -68,13 +68,7 @@ impl Runtime {
     ) -> Result<Self> {
         let mut info = pipe.info().clone();
         check(&info, schedule, group)?;
-        let edges = info.edges.iter().flat_map(|edge| edge.to.iter().map(|&to| (edge.from, to)));
-        // Neighbors without a value between them are still in order.
-        let edges = Edges::new(info.num_stages(), edges)?;
-        let lower = |info: &PipeInfo| {
-            let groups = info.replicated().map(|share| share.stages.clone());
-            schedule.lower(&Lowering::new(edges.clone()).shared(groups).reduced())
-        };
+        let lower = |info: &PipeInfo| schedule.lower(&Lowering::of(info)?.reduced());
         let pipeline = description(&info, &lower(&info)?);
         group.agree(&pipeline)?;
         let mesh = scope.mesh();
@@ -86,7 +80,7 @@ impl Runtime {
         let (stages, found) = names::check(group, &info, pipe.build_stages(mine, scope, device))?;
         scope.check_stages(group)?;
         info.shares.extend(found);
-        let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::new(edges.clone()))?);
+        let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::of(&info)?)?);
         let shared = info.replicated().map(|share| {
             let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
@@ -99,33 +93,59 @@ impl Runtime {
             Shared { name: share.name.clone(), ranks, parameters, changes }.start()
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
-        let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
-        let parameters = memory.map(post::address).collect();
-        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone())).into_group_map();
-        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
-        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone()).collect();
         Ok(Self {
-            outputs,
-            constants,
             mesh,
             #[cfg(feature = "shard")]
             built: scope.parameters(),
-            window: credit::window(&info, &evaluation),
-            signature: pipe.signature().clone(),
             clock: Clock::settle(group)?,
-            device: device.clone(),
-            board: None,
+            shared,
+            ..Self::of(pipe, info, stages, [training, evaluation], group, device)
+        })
+    }
+
+    /// Builds all stages of `pipe` for a process alone, which compares and shares nothing with others.
+    /// `program` names its rank.
+    pub(crate) fn alone<B: Scope>(pipe: &Pipe<B>, program: Program, scope: &B, device: &Device) -> Result<Self> {
+        let stages = pipe.build_stages(0..pipe.num_stages(), scope, device)?.into_iter().enumerate().collect();
+        let group = ProcessGroup::simulated(0, 1)?;
+        Ok(Self::of(pipe, pipe.info().clone(), stages, [program.clone(), program], &group, device))
+    }
+
+    /// Creates a runtime of built stages that share nothing with other ranks.
+    fn of<B: Scope>(
+        pipe: &Pipe<B>,
+        info: PipeInfo,
+        stages: BTreeMap<usize, StageModule>,
+        [training, evaluation]: [Program; 2],
+        group: &ProcessGroup,
+        device: &Device,
+    ) -> Self {
+        let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
+        let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
+        let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone());
+        let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone()));
+        Self {
+            parameters: memory.map(traffic::address).collect(),
+            constants: constants.collect(),
+            outputs: outputs.into_group_map(),
+            window: credit::window(&evaluation),
+            signature: pipe.signature().clone(),
             group: group.clone(),
-            copies: None,
-            replicas: BTreeMap::new(),
+            device: device.clone(),
+            clock: Clock::default(),
             buffers: Buffers::default(),
+            replicas: BTreeMap::new(),
+            shared: Vec::new(),
+            copies: None,
+            board: None,
+            mesh: None,
+            #[cfg(feature = "shard")]
+            built: None,
             info,
             stages,
             training,
             evaluation,
-            shared,
-            parameters,
-        })
+        }
     }
 
     /// Averages the gradients of the stages over `replicas`: the ranks with the same stages in other copies of the

@@ -5,10 +5,10 @@
 //! waits while too many are unacknowledged.
 use super::notes::Notes;
 use crate::Result;
-use crate::graph::PipeInfo;
-use crate::schedule::{Action, Compute, Message, Program};
+use crate::schedule::{Action, DryRun, Message, Program};
 use candle_dist::ProcessGroup;
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
+use std::convert::Infallible;
 
 /// The minimum window of unacknowledged messages between two ranks.
 const FEWEST: usize = 4;
@@ -17,10 +17,10 @@ const TAG: u32 = 1;
 
 /// Returns the window of unacknowledged messages between two ranks: the least power of two with which the program runs
 /// to its end.
-pub(super) fn window(info: &PipeInfo, program: &Program) -> usize {
+pub(super) fn window(program: &Program) -> usize {
     let most: usize = program.ranks().iter().map(Vec::len).sum();
     let mut window = FEWEST;
-    while window < most && !Walk::new(info, program, window).ends() {
+    while window < most && !ends(program, window) {
         window *= 2;
     }
     window
@@ -31,82 +31,52 @@ const fn every(window: usize) -> usize {
     window / 2
 }
 
-/// A dry run of a program without computations, with at most a window of messages between two ranks.
-struct Walk<'a> {
-    info: &'a PipeInfo,
-    program: &'a Program,
-    window: usize,
-    next: Vec<usize>,
-    /// The messages that each rank still expects from another, in order.
-    awaited: HashMap<(usize, usize), VecDeque<Message>>,
-    /// The counts of messages sent and received between two ranks.
-    sent: HashMap<(usize, usize), usize>,
-    taken: HashMap<(usize, usize), usize>,
-    /// The messages that have arrived.
-    there: HashSet<Message>,
+/// The messages from one rank to another in a dry run.
+#[derive(Default)]
+struct Backlog {
+    /// Those that the receiver still expects, in order.
+    awaited: VecDeque<Message>,
+    sent: usize,
+    taken: usize,
 }
 
-impl<'a> Walk<'a> {
-    fn new(info: &'a PipeInfo, program: &'a Program, window: usize) -> Self {
-        let (awaited, sent, taken, there) = Default::default();
-        Self { info, program, window, next: vec![0; program.ranks().len()], awaited, sent, taken, there }
+impl Backlog {
+    fn send(&mut self, window: usize) -> bool {
+        let acknowledged = self.taken / every(window) * every(window);
+        let has_room = self.sent - acknowledged < window;
+        self.sent += usize::from(has_room);
+        has_room
     }
 
-    fn ends(mut self) -> bool {
-        loop {
-            let mut moved = false;
-            for rank in 0..self.next.len() {
-                while self.step(rank) {
-                    moved = true;
-                }
-            }
-            if !moved {
-                return self.next.iter().zip(self.program.ranks()).all(|(&next, list)| next == list.len());
-            }
+    /// Takes messages up to this one, as far as they were sent; returns whether it has been taken.
+    fn take(&mut self, message: Message) -> bool {
+        while self.awaited.contains(&message) && self.taken < self.sent {
+            self.awaited.pop_front();
+            self.taken += 1;
         }
+        !self.awaited.contains(&message)
     }
+}
 
-    /// Runs the next action of a rank, if it can run.
-    fn step(&mut self, rank: usize) -> bool {
-        let Some(action) = self.program.ranks()[rank].get(self.next[rank]) else { return false };
-        let rank_of = |stage: usize| self.program.schedule().stage_ranks()[stage];
-        let can = match *action {
+/// Returns whether a program, run without its computations, ends with at most a window of messages between
+/// two ranks.
+fn ends(program: &Program, window: usize) -> bool {
+    let mut backlogs: HashMap<[usize; 2], Backlog> = HashMap::new();
+    let ends_of = |message: Message| [message.from, message.to].map(|stage| program.schedule().stage_ranks()[stage]);
+    let Ok(stuck) = DryRun::run(program.ranks(), |_, _, action| {
+        Ok::<_, Infallible>(match *action {
             Action::Recv(message) => {
-                self.awaited.entry((rank_of(message.from), rank)).or_default().push_back(message);
+                backlogs.entry(ends_of(message)).or_default().awaited.push_back(message);
                 true
             }
-            Action::Send(message) => {
-                let way = (rank, rank_of(message.to));
-                let acknowledged = self.taken.get(&way).copied().unwrap_or(0) / every(self.window) * every(self.window);
-                let sent = self.sent.entry(way).or_default();
-                let has_room = *sent - acknowledged < self.window;
-                *sent += usize::from(has_room);
-                has_room
+            Action::Send(message) => backlogs.entry(ends_of(message)).or_default().send(window),
+            _ => {
+                let mut messages = action.computes().iter().flat_map(|&compute| program.routes().before(compute));
+                messages.all(|message| backlogs.entry(ends_of(message)).or_default().take(message))
             }
-            _ => action.computes().iter().all(|&compute| self.take(rank, compute)),
-        };
-        self.next[rank] += usize::from(can);
-        can
-    }
-
-    /// Receives the inputs of a computation from other ranks, as far as they were sent.
-    fn take(&mut self, rank: usize, Compute { stage, microbatch, .. }: Compute) -> bool {
-        let Some(def) = self.info.stages.get(stage) else { return true };
-        for from in def.inputs.iter().filter_map(|input| input.from) {
-            let sender = self.program.schedule().stage_ranks()[from];
-            while sender != rank && !self.there.contains(&self.program.values_to(from, stage, microbatch)) {
-                let way = (sender, rank);
-                let taken = self.taken.entry(way).or_default();
-                if self.sent.get(&way).is_none_or(|sent| sent <= taken) {
-                    return false;
-                }
-                let Some(message) = self.awaited.get_mut(&way).and_then(VecDeque::pop_front) else { return false };
-                *taken += 1;
-                self.there.insert(message);
-            }
-        }
-        true
-    }
+        })
+    });
+    stuck.is_none()
 }
 
 /// The message counts of one rank, to and from the others.

@@ -3,16 +3,16 @@ use super::Runtime;
 use super::apart::apart;
 use super::batch::Batch;
 use super::notes::Notes;
-use super::post::{Post, aliases};
 use super::reduce::Reductions;
 use super::stopwatch::{Moment, Stopwatch};
-use super::traffic::{Arrived, Traffic};
+use super::traffic::{Traffic, aliases};
 use crate::graph::{Ctx, StageDef, ValueId};
-use crate::schedule::{Action, Compute, Flow, Pass, Program, Span};
-use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts};
+use crate::schedule::{Action, Compute, Flow, Message, Pass, Program, Span};
+use crate::tape::{Activation, Gradient, StageModule, Tape, WeightTape, parts, vjp};
 use crate::{Error, Kwargs, Result, StepOptions, Value, grads};
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_dist::panic_message;
+use candle_dist::{TensorTree, panic_message};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -76,6 +76,10 @@ pub(super) struct Execution<'a, 'f> {
     /// For each microbatch the number of stages on this rank whose outputs are missing.
     missing: Vec<usize>,
     held: HashMap<At, Held>,
+    /// The gradients of tracked inputs of the model, by microbatch, value and stage.
+    of_inputs: BTreeMap<usize, BTreeMap<ValueId, BTreeMap<usize, Gradient>>>,
+    /// The sums of the gradients of each stage, in a process alone.
+    of_stages: BTreeMap<usize, GradStore>,
     made: Made,
     /// The number of outstanding backward passes.
     open: usize,
@@ -103,6 +107,8 @@ impl<'a, 'f> Execution<'a, 'f> {
             outputs,
             missing: vec![makers; batch.len()],
             held: HashMap::new(),
+            of_inputs: BTreeMap::new(),
+            of_stages: BTreeMap::new(),
             made: Made {
                 losses: vec![None; batch.len()],
                 outputs: vec![Kwargs::new(); batch.len()],
@@ -143,12 +149,36 @@ impl<'a, 'f> Execution<'a, 'f> {
             return Err(Error::Schedule(format!("the program of rank {rank} ends with work left over")));
         }
         self.reductions.check(&self.made.grads)?;
+        self.add_up()?;
         let seconds = |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
         for (compute, [start, end]) in &self.moments {
             let (start, end) = (seconds(start)?, seconds(end)?);
             self.made.spans.push(Span { action: Action::Compute(*compute), start, end });
         }
         self.traffic.end()
+    }
+
+    /// Adds up what a process alone has apart: the gradients of the variables that the inputs of the model
+    /// were computed from, and those of the stages.
+    fn add_up(&mut self) -> Result<()> {
+        for (microbatch, inputs) in std::mem::take(&mut self.of_inputs) {
+            let mut seeds: Vec<(Tensor, Tensor)> = Vec::new();
+            for (value, found) in inputs {
+                let parts = Gradient::sum(found.values())?.0;
+                let tensors = self.batch.input(microbatch, value)?.flatten_tensors();
+                seeds.extend(tensors.into_iter().zip(parts).filter_map(|(tensor, part)| Some((tensor, part?))));
+            }
+            grads::add(&mut self.made.grads, &vjp(&seeds)?)?;
+        }
+        let mut of_stages = std::mem::take(&mut self.of_stages).into_values();
+        of_stages.try_for_each(|grads| grads::add(&mut self.made.grads, &grads))
+    }
+
+    /// Returns where the gradients of a stage are summed. A process alone, which others are compared with,
+    /// adds up the stages that share a parameter in their order, as ranks do, whatever the order of the
+    /// passes.
+    fn sums(&mut self, stage: usize) -> &mut GradStore {
+        if self.runtime.is_alone() { self.of_stages.entry(stage).or_default() } else { &mut self.made.grads }
     }
 
     fn act(&mut self, action: &Action) -> Result<()> {
@@ -184,12 +214,13 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    fn forward(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
+    fn forward(&mut self, compute: Compute) -> Result<()> {
+        let Compute { stage, microbatch, .. } = compute;
         let module = self.runtime.stage(stage)?;
         let def = module.def();
         let mut values = std::mem::take(&mut self.held.entry((stage, microbatch)).or_default().values);
         let take = |input: &crate::graph::StageInput| match input.from {
-            None => self.batch.input(microbatch, input.value).and_then(Activation::constant),
+            None => self.batch.input(microbatch, input.value).and_then(|input| Activation::of(&input)),
             Some(from) => values.remove(&input.value).ok_or_else(|| {
                 Error::Schedule(format!(
                     "{} of stage {from} has not arrived",
@@ -220,12 +251,13 @@ impl<'a, 'f> Execution<'a, 'f> {
                 self.held.entry((stage, microbatch)).or_default().loss = Some(outputs[place].value.clone());
             }
         }
-        self.pass_on(def, microbatch, outputs)
+        self.keep_results(def, microbatch, &outputs)?;
+        let values = def.outputs.iter().map(|output| output.value);
+        self.pass_on(compute, values.zip(outputs).collect())
     }
 
-    /// Passes the outputs of a stage to their users.
-    fn pass_on(&mut self, def: &StageDef, microbatch: usize, outputs: Vec<Activation>) -> Result<()> {
-        let me = self.runtime.group.rank();
+    /// Keeps the outputs of a stage that are results of the model, or gives them to the caller.
+    fn keep_results(&mut self, def: &StageDef, microbatch: usize, outputs: &[Activation]) -> Result<()> {
         let mut has_results = false;
         for (output, activation) in def.outputs.iter().zip(outputs) {
             let names = self.runtime.outputs.get(&output.value);
@@ -241,17 +273,6 @@ impl<'a, 'f> Execution<'a, 'f> {
                     self.made.losses[microbatch] = Some(result);
                 }
             }
-            for (rank, stages) in self.runtime.by_rank(&output.consumers) {
-                if rank == me {
-                    for stage in stages {
-                        let held = self.held.entry((stage, microbatch)).or_default();
-                        held.values.insert(output.value, activation.clone());
-                    }
-                } else {
-                    let packed = Post::pack(&activation);
-                    self.traffic.put_value(def.index, stages[0], microbatch, output.value, packed);
-                }
-            }
         }
         self.missing[microbatch] -= usize::from(has_results);
         if let Outputs::Given(give) = &mut self.outputs
@@ -263,7 +284,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         Ok(())
     }
 
-    fn backward(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
+    fn backward(&mut self, compute: Compute) -> Result<()> {
+        let Compute { stage, pass, microbatch } = compute;
         let module = self.runtime.stage(stage)?;
         let def = module.def();
         let held = self.held.entry((stage, microbatch)).or_default();
@@ -287,21 +309,17 @@ impl<'a, 'f> Execution<'a, 'f> {
         };
         self.open -= usize::from(weights.is_none());
         self.made.at_once += weights.as_ref().map_or(0, WeightTape::at_once);
-        grads::add(&mut self.made.grads, &backward.parameters)?;
+        grads::add(self.sums(stage), &backward.parameters)?;
         match weights {
             Some(weights) => self.held.entry((stage, microbatch)).or_default().weights = Some(weights),
             None => _ = self.held.remove(&(stage, microbatch)),
         }
-        for (input, gradient) in def.inputs.iter().zip(backward.inputs) {
-            let Some(from) = input.from else { continue };
-            if self.runtime.rank_of(from) == self.runtime.group.rank() {
-                let held = self.held.entry((from, microbatch)).or_default();
-                held.gradients.entry(input.value).or_default().insert(stage, gradient);
-            } else {
-                self.traffic.put_gradient(stage, from, microbatch, input.value, Post::pack_gradient(gradient));
-            }
+        let inputs = def.inputs.iter().zip(backward.inputs);
+        let (of_model, of_stages): (Vec<_>, Vec<_>) = inputs.partition(|(input, _)| input.from.is_none());
+        for (input, gradient) in of_model.into_iter().filter(|(_, gradient)| !gradient.is_none()) {
+            self.of_inputs.entry(microbatch).or_default().entry(input.value).or_default().insert(stage, gradient);
         }
-        Ok(())
+        self.pass_on(compute, of_stages.into_iter().map(|(input, of)| (input.value, packed(of))).collect())
     }
 
     fn weight(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
@@ -309,53 +327,64 @@ impl<'a, 'f> Execution<'a, 'f> {
         let weights = weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
         self.open -= 1;
         self.held.remove(&(stage, microbatch));
-        grads::add(&mut self.made.grads, &weights.backward()?)
+        grads::add(self.sums(stage), &weights.backward()?)
     }
 
     /// Waits for the inputs of a computation from other ranks.
-    fn fetch(&mut self, Compute { stage, pass, microbatch }: Compute) -> Result<()> {
-        let (def, me) = (self.runtime.stage(stage)?.def(), self.runtime.group.rank());
-        let at = (stage, microbatch);
-        match pass {
-            Pass::Forward => {
-                let froms =
-                    def.inputs.iter().filter_map(|input| Some((input.value, self.runtime.rank_of(input.from?))));
-                for (value, rank) in froms.filter(|&(_, rank)| rank != me) {
-                    while !self.held.get(&at).is_some_and(|held| held.values.contains_key(&value)) {
-                        self.next_from(rank)?;
-                    }
-                }
+    fn fetch(&mut self, compute: Compute) -> Result<()> {
+        for message in self.program.routes().before(compute) {
+            while let Some((next, path, values)) = self.traffic.next_before(message)? {
+                self.made.path = self.made.path.max(path);
+                self.deliver(next, values)?;
             }
-            Pass::Backward | Pass::Input => {
-                let pairs = def.outputs.iter().flat_map(|output| output.consumers.iter().map(|&to| (output.value, to)));
-                for (value, to) in pairs.filter(|&(_, to)| self.runtime.rank_of(to) != me) {
-                    let has = |held: &Held| held.gradients.get(&value).is_some_and(|found| found.contains_key(&to));
-                    while !self.held.get(&at).is_some_and(has) {
-                        self.next_from(self.runtime.rank_of(to))?;
-                    }
-                }
-            }
-            Pass::Weight => {}
         }
         Ok(())
     }
 
-    /// Receives the next message from a rank.
-    fn next_from(&mut self, rank: usize) -> Result<()> {
-        let Arrived { message, path, values } = self.traffic.next_from(rank)?;
-        self.made.path = self.made.path.max(path);
-        for (value, stages, packed) in values {
-            for stage in stages {
+    /// Passes what a computation has made to other stages: at once to those of this rank, with its messages
+    /// to others.
+    fn pass_on(&mut self, compute: Compute, made: HashMap<ValueId, Activation>) -> Result<()> {
+        let routes = self.program.routes();
+        for message in routes.passed(compute) {
+            let contents = self.program.contents(message).iter();
+            let values = contents.filter_map(|(value, _)| made.get(value).cloned()).collect();
+            if routes.is_local(message) {
+                self.deliver(message, values)?;
+            } else {
+                self.traffic.put(message, values);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the stages of this rank what came for them.
+    fn deliver(&mut self, message: Message, values: Vec<Activation>) -> Result<()> {
+        for ((value, stages), came) in self.program.contents(message).iter().zip(values) {
+            for &stage in stages {
                 let held = self.held.entry((stage, message.microbatch)).or_default();
                 match message.flow {
-                    Flow::Activation => _ = held.values.insert(value, Post::unpack(&packed)?),
+                    Flow::Activation => _ = held.values.insert(*value, came.clone()),
                     Flow::Gradient => {
-                        let gradient = Post::unpack_gradient(&packed)?;
-                        held.gradients.entry(value).or_default().insert(message.from, gradient);
+                        held.gradients.entry(*value).or_default().insert(message.from, unpacked(&came.value)?);
                     }
                 }
             }
         }
         Ok(())
     }
+}
+
+/// Packs the gradient of a value as a list.
+fn packed(Gradient(parts): Gradient) -> Activation {
+    let parts = parts.into_iter().map(|part| part.map_or(Value::None, Value::Tensor));
+    Activation { value: Value::List(parts.collect()), tracked: Vec::new() }
+}
+
+fn unpacked(packed: &Value) -> Result<Gradient> {
+    let part = |part: &Value| match part {
+        Value::Tensor(tensor) => Ok(Some(tensor.clone())),
+        Value::None => Ok(None),
+        other => Err(Error::Pipe(format!("{other} for a gradient"))),
+    };
+    Ok(Gradient(packed.items()?.iter().map(part).collect::<Result<_>>()?))
 }

@@ -1,10 +1,10 @@
 //! Execution of stages on the ranks of a group, by a schedule.
 //!
-//! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are sent
-//! without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced where the
-//! program says so (`reduce.rs`). What a message carries is said once (`traffic.rs`). The ranks negotiate nothing during a step: the program, whose sends and receives have
-//! one common order, determines everything. A failed rank notifies the others, and the step ends for all of them or for
-//! none.
+//! Every rank lowers the same schedule to the same program and runs its own list (`execute.rs`). Tensors are
+//! sent without copies (`wire.rs`). Gradients of shared parameters and of replicas of the model are reduced
+//! where the program says so (`reduce.rs`). The ranks negotiate nothing during a step: the program, whose
+//! sends and receives have one common order, and which says what each message carries, determines everything.
+//! A failed rank notifies the others, and the step ends for all of them or for none.
 //!
 #![doc = include_str!("README.md")]
 
@@ -22,7 +22,6 @@ mod notes;
 mod outline;
 #[cfg(feature = "shard")]
 mod parameters;
-mod post;
 mod reduce;
 mod stopwatch;
 mod traffic;
@@ -40,7 +39,6 @@ use candle_core::{Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
 use clock::Clock;
 use execute::{Execution, Made, Outputs};
-use itertools::Itertools;
 use notes::{Board, Notes};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -74,7 +72,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// ```
 pub struct Runtime {
     info: PipeInfo,
-    signature: Signature,
+    pub(crate) signature: Signature,
     stages: BTreeMap<usize, StageModule>,
     training: Program,
     evaluation: Program,
@@ -229,16 +227,17 @@ impl Runtime {
     /// Those of [`Microbatches::cut`] and of [`forward_backward`](Self::forward_backward).
     pub fn step<V: Into<Value>>(&self, step: u64, inputs: impl IntoIterator<Item = V>) -> Result<RankStep> {
         let batch = Microbatches::cut(self.training.schedule().microbatches(), inputs);
-        self.train(batch.as_ref().map_err(Error::clone), &StepOptions::default().step(step))
+        self.train(&self.training, batch.as_ref().map_err(Error::clone), &StepOptions::default().step(step))
     }
 
     /// Runs one training step without the optimizer, on a batch that is equal on all ranks.
     ///
-    /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the computations of
-    /// the other microbatches are left out. Every rank passes at least the inputs that its stages use; a rank without inputs passes the number of
-    /// [rows](crate::microbatch::Splitter::rows). Inputs that several ranks pass are compared by a digest, which on
-    /// other devices than the CPU covers only their ends. Parameters get gradients; inputs get none, and must not be
-    /// tracked.
+    /// A batch has as many microbatches as the schedule, or, if it has fewer rows, one for each row: then the
+    /// computations of the other microbatches are left out. Every rank passes at least the inputs that its
+    /// stages use; a rank without inputs passes the number of [rows](crate::microbatch::Splitter::rows).
+    /// Inputs that several ranks pass are compared by a digest, which on other devices than the CPU covers
+    /// only their ends. Parameters get gradients. Variables from which inputs were computed get some in a
+    /// process alone; elsewhere inputs must not be tracked.
     ///
     /// # Errors
     /// On this rank, before any communication: if there is no loss, or the schedule has no backward passes. On all
@@ -246,19 +245,25 @@ impl Runtime {
     /// schedule's microbatches, lacks an input, or differs from that of the others, or if a rank is within `fsdp::no_sync`. Errors of nodes, which name rank,
     /// stage, microbatch and action, and of communication; after these the group has failed.
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
-        self.train(Ok(batch), options)
+        self.train(&self.training, Ok(batch), options)
     }
 
-    /// Runs a training step. A batch that this rank could not cut is an error on all ranks, as others are.
-    fn train(&self, batch: Result<&Microbatches>, options: &StepOptions) -> Result<RankStep> {
+    /// Runs a training step by a program. A batch that this rank could not cut is an error on all ranks, as
+    /// others are.
+    pub(crate) fn train(
+        &self,
+        program: &Program,
+        batch: Result<&Microbatches>,
+        options: &StepOptions,
+    ) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
             return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
         }
-        if !self.training.schedule().has_backward() {
+        if !program.schedule().has_backward() {
             let reason = "it has no backward passes to train with; evaluate, or use one that has";
             return Err(Error::Schedule(reason.into()));
         }
-        self.run(&self.training, batch, options, true, Outputs::of(options))
+        self.run(program, batch, options, true, Outputs::of(options))
     }
 
     /// Returns the outputs and losses of all microbatches in evaluation mode, without gradients. Of the options,
@@ -272,7 +277,17 @@ impl Runtime {
     /// Those of [`forward_backward`](Self::forward_backward); on all ranks alike, if an option has no meaning in an evaluation (see
     /// [`StepOptions`]).
     pub fn evaluate(&self, batch: &Microbatches, options: &StepOptions) -> Result<RankStep> {
-        self.run(&self.evaluation, Ok(batch), options, false, Outputs::of(options))
+        self.evaluate_by(&self.evaluation, batch, options)
+    }
+
+    /// Runs an evaluation by a program.
+    pub(crate) fn evaluate_by(
+        &self,
+        program: &Program,
+        batch: &Microbatches,
+        options: &StepOptions,
+    ) -> Result<RankStep> {
+        self.run(program, Ok(batch), options, false, Outputs::of(options))
     }
 
     /// Like [`evaluate`](Self::evaluate), but passes the outputs and the number of each finished microbatch to `each`,
@@ -316,7 +331,7 @@ impl Runtime {
             }
             _ => Ok(()),
         };
-        let batch = has_outputs.and(cut).and_then(|cut| Batch::new(self, cut, options, backward));
+        let batch = has_outputs.and(cut).and_then(|cut| Batch::new(self, program, cut, options, backward));
         let batch = agree::settle(self, batch)?;
         let mut step = if backward { StepResult::begin() } else { StepResult::default() };
         let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
@@ -366,12 +381,13 @@ impl Runtime {
         self.stages.get(&stage).ok_or_else(elsewhere)
     }
 
-    fn rank_of(&self, stage: usize) -> usize {
-        self.training.schedule().stage_ranks()[stage]
+    /// Returns whether no other rank takes part in a step, on other stages, in other copies or on a mesh of
+    /// the stages.
+    fn is_alone(&self) -> bool {
+        self.group.size() == 1 && self.copies.is_none() && self.mesh.as_ref().is_none_or(|mesh| mesh.size() == 1)
     }
 
-    /// Groups stages by their ranks.
-    fn by_rank(&self, stages: &[usize]) -> BTreeMap<usize, Vec<usize>> {
-        stages.iter().map(|&stage| (self.rank_of(stage), stage)).into_group_map().into_iter().collect()
+    fn rank_of(&self, stage: usize) -> usize {
+        self.training.schedule().stage_ranks()[stage]
     }
 }

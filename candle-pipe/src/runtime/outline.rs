@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 /// A value without the elements of its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Outline {
-    Tensor(Vec<usize>, String),
+    Tensor(TensorOutline),
     /// A shard, the layout of the whole, and the axes where its gradient is a partial sum.
     #[cfg(feature = "shard")]
-    DTensor(Vec<usize>, SpecDescription, Vec<usize>),
+    DTensor(TensorOutline, SpecDescription, Vec<usize>),
     Int(i64),
     /// The bits, because JSON would not preserve every float.
     Float(u64),
@@ -25,26 +25,42 @@ pub(super) enum Outline {
     Map(BTreeMap<String, Outline>),
 }
 
+/// A tensor without its elements.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct TensorOutline {
+    pub(super) dims: Vec<usize>,
+    dtype: String,
+    /// Whether it has a gradient.
+    pub(super) tracked: bool,
+}
+
+impl TensorOutline {
+    fn of(tensor: &Tensor, tracked: bool) -> Self {
+        Self { dims: tensor.dims().to_vec(), dtype: tensor.dtype().as_str().into(), tracked }
+    }
+
+    pub(super) fn dtype(&self) -> Result<DType> {
+        self.dtype.parse().map_err(|_| Error::Pipe(format!("a message with {} tensors", self.dtype)))
+    }
+}
+
 impl Outline {
-    /// Returns the outline of a value; appends its tensors to `tensors`.
-    pub(super) fn of(value: &Value, tensors: &mut Vec<Tensor>) -> Self {
-        let mut all = |values: &[Value]| values.iter().map(|value| Self::of(value, tensors)).collect();
+    /// Returns the outline of a value; `take` gets its tensors in order, and returns whether each is tracked.
+    pub(super) fn of(value: &Value, take: &mut dyn FnMut(&Tensor) -> bool) -> Self {
+        let mut all = |values: &[Value]| values.iter().map(|value| Self::of(value, take)).collect();
         match value {
             Value::List(values) => Self::List(all(values)),
             Value::Tuple(values) => Self::Tuple(all(values)),
             Value::Map(values) => {
-                Self::Map(values.iter().map(|(key, value)| (key.clone(), Self::of(value, tensors))).collect())
+                Self::Map(values.iter().map(|(key, value)| (key.clone(), Self::of(value, take))).collect())
             }
-            Value::Tensor(tensor) => {
-                tensors.push(tensor.clone());
-                Self::Tensor(tensor.dims().to_vec(), tensor.dtype().as_str().into())
-            }
+            Value::Tensor(tensor) => Self::Tensor(TensorOutline::of(tensor, take(tensor))),
             #[cfg(feature = "shard")]
             Value::DTensor(tensor) => {
-                tensors.push(tensor.to_local().clone());
                 let varies = |&axis: &usize| tensor.placements()[axis] == Replicate && tensor.is_varying(axis);
                 let varying = (0..tensor.placements().len()).filter(varies).collect();
-                Self::DTensor(tensor.to_local().dims().to_vec(), tensor.spec().into(), varying)
+                let local = tensor.to_local();
+                Self::DTensor(TensorOutline::of(local, take(local)), tensor.spec().into(), varying)
             }
             Value::Int(number) => Self::Int(*number),
             Value::Float(number) => Self::Float(number.to_bits()),
@@ -59,7 +75,7 @@ impl Outline {
     pub(super) fn value(
         &self,
         mesh: Option<&DeviceMesh>,
-        next: &mut dyn FnMut(&[usize], DType) -> Result<Tensor>,
+        next: &mut dyn FnMut(&TensorOutline) -> Result<Tensor>,
     ) -> Result<Value> {
         let mut all =
             |outlines: &[Self]| outlines.iter().map(|outline| outline.value(mesh, next)).collect::<Result<_>>();
@@ -70,18 +86,15 @@ impl Outline {
                 let value = |(key, outline): (&String, &Self)| Ok((key.clone(), outline.value(mesh, next)?));
                 Value::Map(outlines.iter().map(value).collect::<Result<_>>()?)
             }
-            Self::Tensor(dims, dtype) => {
-                let dtype = dtype.parse().map_err(|_| Error::Pipe(format!("a message with {dtype} tensors")))?;
-                Value::Tensor(next(dims, dtype)?)
-            }
+            Self::Tensor(tensor) => Value::Tensor(next(tensor)?),
             #[cfg(feature = "shard")]
-            Self::DTensor(dims, layout, varying) => {
+            Self::DTensor(tensor, layout, varying) => {
                 let no_mesh = || {
                     let reason = "came to a stage whose scope has no mesh; gather it, or build all stages from a ShardedVarBuilder";
                     Error::Pipe(format!("a sharded tensor {reason}"))
                 };
                 let spec = layout.on(mesh.ok_or_else(no_mesh)?)?;
-                let tensor = DTensor::from_local_with_spec(next(dims, spec.dtype())?, spec)?;
+                let tensor = DTensor::from_local_with_spec(next(tensor)?, spec)?;
                 let tensor = varying.iter().try_fold(tensor, |tensor, &axis| tensor.varying_on(axis))?;
                 Value::DTensor(tensor)
             }

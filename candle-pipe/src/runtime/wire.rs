@@ -1,12 +1,15 @@
 //! Sends values from stage to stage: tensors without copies, everything else in a header.
 //!
-//! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the previous
-//! one on the same route, and the tensors. So shapes may change from microbatch to microbatch, nothing is probed, and
-//! usually an action costs one small message in addition to its tensors. Heads and outlines are notes (`notes.rs`).
+//! A message is a fixed head (flow, stages and microbatch), an outline of the values if it differs from the
+//! previous one on the same way, and the tensors. So shapes may change from microbatch to microbatch, nothing
+//! is probed, and usually an action costs one small message in addition to its tensors. Heads and outlines
+//! are notes (`notes.rs`).
 use super::notes::Notes;
 use super::outline::Outline;
+use crate::action::Way;
 use crate::schedule::{Action, Flow, Message};
-use crate::{Error, Result, Value};
+use crate::tape::Activation;
+use crate::{Error, Result};
 use candle_core::{Shape, Tensor};
 use candle_dist::{Collective, DeviceMesh, ProcessGroup};
 use std::collections::HashMap;
@@ -22,10 +25,7 @@ fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
     [i64::from(flow == Flow::Gradient), from as i64, to as i64, microbatch as i64]
 }
 
-/// A route between two stages, whose messages are usually alike.
-type Way = (Flow, usize, usize);
-
-/// One rank's end of all routes, for one step.
+/// One rank's end of all ways between stages, for one step.
 #[derive(Debug)]
 pub(super) struct Wire<'a> {
     group: &'a ProcessGroup,
@@ -46,16 +46,22 @@ impl<'a> Wire<'a> {
     /// The tensors' memory must not be written afterwards. `path` is the length of the longest chain of computations up
     /// to these values.
     #[track_caller]
-    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Value]) -> Result<()> {
+    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Activation]) -> Result<()> {
         let mut tensors = Vec::new();
-        let outlines: Vec<Outline> = values.iter().map(|value| Outline::of(value, &mut tensors)).collect();
-        let way = (message.flow, message.from, message.to);
-        let known = self.sent.get(&way) == Some(&outlines);
+        let outline = |sent: &Activation| {
+            let mut tracked = sent.tracked.iter();
+            Outline::of(&sent.value, &mut |tensor| {
+                tensors.push(tensor.clone());
+                tracked.next().copied().unwrap_or(false)
+            })
+        };
+        let outlines: Vec<Outline> = values.iter().map(outline).collect();
+        let known = self.sent.get(&message.way()) == Some(&outlines);
         let text = if known { Vec::new() } else { serde_json::to_vec(&outlines).map_err(unreadable)? };
         let head = [&numbers(message)[..], &[path as i64]].concat();
         self.notes.send(self.group, to, TAG, &head, text)?;
         if !known {
-            self.sent.insert(way, outlines);
+            self.sent.insert(message.way(), outlines);
         }
         tensors.into_iter().try_for_each(|tensor| self.start(tensor.detach(), to))
     }
@@ -70,7 +76,7 @@ impl<'a> Wire<'a> {
 
     /// Receives the next message from a rank, which must be `message`; returns its path and its values.
     #[track_caller]
-    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Value>)> {
+    pub(super) fn receive(&mut self, from: usize, message: Message) -> Result<(usize, Vec<Activation>)> {
         let (head, text) = self.notes.receive(self.group, from, TAG, HEAD)?;
         if head[..4] != numbers(message) {
             let (got, want) = (&head[..4], Action::Recv(message));
@@ -78,15 +84,20 @@ impl<'a> Wire<'a> {
                 format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
             return Err(Error::Schedule(format!("{reason} was expected; run the same schedule on all ranks")));
         }
-        let way = (message.flow, message.from, message.to);
         if !text.is_empty() {
-            self.received.insert(way, serde_json::from_slice(&text).map_err(unreadable)?);
+            self.received.insert(message.way(), serde_json::from_slice(&text).map_err(unreadable)?);
         }
         let unknown = || Error::Pipe(format!("rank {from} refers to a message that did not arrive"));
-        let outlines = self.received.get(&way).ok_or_else(unknown)?;
-        let mut next = |dims: &[usize], dtype| Ok(self.group.recv(Shape::from(dims), dtype, from)?);
-        let values = outlines.iter().map(|outline| outline.value(self.mesh, &mut next)).collect::<Result<_>>()?;
-        Ok((head[4] as usize, values))
+        let outlines = self.received.get(&message.way()).ok_or_else(unknown)?;
+        let value = |outline: &Outline| {
+            let mut tracked = Vec::new();
+            let value = outline.value(self.mesh, &mut |tensor| {
+                tracked.push(tensor.tracked);
+                Ok(self.group.recv(Shape::from(tensor.dims.as_slice()), tensor.dtype()?, from)?)
+            })?;
+            Ok(Activation { value, tracked })
+        };
+        Ok((head[4] as usize, outlines.iter().map(value).collect::<Result<_>>()?))
     }
 }
 
@@ -99,17 +110,20 @@ fn unreadable(error: serde_json::Error) -> Error {
 mod tests {
     use super::{Notes, Wire};
     use crate::schedule::{Flow, Message};
+    use crate::tape::Activation;
     use crate::{Result, Value};
     use candle_core::{DType, Device, Tensor};
     use candle_dist::{World, comm};
     use std::collections::BTreeMap;
 
-    fn message(rows: usize) -> Vec<Value> {
+    fn message(rows: usize) -> Vec<Activation> {
         let x = Tensor::arange(0f64, rows as f64, &Device::Cpu).unwrap();
         let map = BTreeMap::from([("a".to_string(), Value::Float(f64::NAN)), ("b".into(), Value::Text("é".into()))]);
         let nested =
             Value::List(vec![Value::Map(map), Value::Tuple(vec![Value::Int(-7), Value::Bool(true), Value::None])]);
-        vec![Value::Tensor(x.clone()), nested, Value::Tensor(x.to_dtype(DType::BF16).unwrap())]
+        let pair = Value::List(vec![x.to_dtype(DType::BF16).unwrap().into(), Value::None, (&x).into()]);
+        let values = [(Value::Tensor(x), vec![true]), (nested, vec![]), (pair, vec![false, true])];
+        values.map(|(value, tracked)| Activation { value, tracked }).into()
     }
 
     #[test]
@@ -122,13 +136,14 @@ mod tests {
                     if ctx.rank() == 0 {
                         let (sent, counts) = comm::record(|| wire.send(1, label, microbatch, &message(rows)));
                         sent?;
-                        assert_eq!(counts.total(), if microbatch == 1 { 3 } else { 4 });
+                        assert_eq!(counts.total(), if microbatch == 1 { 4 } else { 5 });
                     } else {
                         let (path, got) = wire.receive(0, label)?;
                         assert_eq!(path, microbatch);
                         assert_eq!(got.len(), 3);
                         for (got, want) in got.iter().zip(message(rows)) {
-                            assert!(got.same(&want)?, "{got}, sent {want}");
+                            assert!(got.value.same(&want.value)?, "{got:?}, sent {want:?}");
+                            assert_eq!(got.tracked, want.tracked);
                         }
                     }
                 }

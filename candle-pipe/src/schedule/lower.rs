@@ -1,9 +1,13 @@
 //! Lowering of computations to programs.
+use super::program::Contents;
 use super::routes::Routes;
-use super::walk::walk;
-use super::{Action, Edges, Program, Schedule};
+use super::walk::in_order;
+use super::{Action, Edges, Flow, Program, Schedule};
+use crate::action::Way;
+use crate::graph::{Edge, PipeInfo};
 use crate::{Error, Result};
 use itertools::Itertools;
+use std::collections::BTreeMap;
 
 /// The communication between the stages of a model.
 ///
@@ -20,6 +24,8 @@ use itertools::Itertools;
 #[derive(Debug, Clone)]
 pub struct Lowering {
     edges: Edges,
+    /// The values that go along them, if they are known.
+    values: Vec<Edge>,
     groups: Vec<Vec<usize>>,
     reduced: bool,
 }
@@ -27,7 +33,19 @@ pub struct Lowering {
 impl Lowering {
     /// Creates a lowering that sends only values and their gradients along these edges.
     pub fn new(edges: Edges) -> Self {
-        Self { edges, groups: vec![], reduced: false }
+        Self { edges, values: vec![], groups: vec![], reduced: false }
+    }
+
+    /// Creates the lowering for a model: with its values, and the sums for its replicated parameters.
+    ///
+    /// # Errors
+    /// If a value goes to a stage that is not a later one.
+    pub fn of(info: &PipeInfo) -> Result<Self> {
+        let pairs = info.edges.iter().flat_map(|edge| edge.to.iter().map(|&to| (edge.from, to)));
+        // Neighbors without a value between them are still in order.
+        let edges = Edges::new(info.num_stages(), pairs)?;
+        let groups = info.replicated().map(|share| share.stages.clone());
+        Ok(Self { values: info.edges.clone(), ..Self::new(edges).shared(groups) })
     }
 
     /// Adds the sums of the gradients of shared parameters; each group lists the stages that share them.
@@ -63,7 +81,7 @@ impl Schedule {
         let mut lists = vec![vec![]; self.ranks().len()];
         let mut reductions = Reductions::new(self, lowering);
         // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
-        let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| {
+        let stuck = in_order(self.ranks(), edges, self.microbatches(), |rank, action| {
             lists[rank].push(*action);
             for &compute in action.computes() {
                 for message in routes.after(compute) {
@@ -75,10 +93,29 @@ impl Schedule {
                 reductions.finish(compute.stage, &mut lists);
             }
         });
-        debug_assert!(walked.is_ok(), "a schedule holds along all edges");
+        debug_assert!(stuck.is_none(), "a schedule holds along all edges");
         reductions.wait(&mut lists);
-        Program::new(lists, edges.clone())
+        Ok(Program::new(lists, edges.clone())?.carrying(contents(routes, &lowering.values)))
     }
+}
+
+/// Returns what goes from each stage to others in each microbatch, also to those of its own rank.
+///
+/// Values come in the order in which they are made, and their gradients too.
+fn contents(routes: Routes<'_>, values: &[Edge]) -> BTreeMap<Way, Contents> {
+    let mut all: BTreeMap<Way, Contents> = BTreeMap::new();
+    for Edge { value, from, to } in values {
+        for &user in to {
+            let message = routes.values_to(*from, user, 0);
+            let there = all.entry((Flow::Activation, *from, message.to)).or_default();
+            match there.last_mut().filter(|(last, _)| last == value) {
+                Some((_, users)) => users.push(user),
+                None => there.push((*value, vec![user])),
+            }
+            all.entry((Flow::Gradient, user, *from)).or_default().push((*value, vec![*from]));
+        }
+    }
+    all
 }
 
 /// The reductions of gradients that are not yet in the lists.

@@ -52,3 +52,4 @@ pub use lower::Lowering;
 pub use program::Program;
 pub use stage_order::StageOrder;
 pub use timeline::{Span, Timeline};
+pub(crate) use walk::DryRun;

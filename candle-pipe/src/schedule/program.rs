@@ -1,12 +1,18 @@
 //! The actions of each rank, communication included.
-use super::routes::{Need, Routes};
+use super::routes::Routes;
 use super::validate::error;
-use super::walk::Done;
-use super::{Action, Compute, Edges, Flow, Message, Schedule};
+use super::walk::{Done, DryRun};
+use super::{Action, Compute, Edges, Flow, Message, Pass, Schedule};
+use crate::action::Way;
+use crate::graph::ValueId;
 use crate::{Error, Result};
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What goes from one stage to others of a rank in each microbatch: values, or the values whose gradients,
+/// each with the stages that it is for.
+pub(crate) type Contents = Vec<(ValueId, Vec<usize>)>;
 
 /// A schedule with all of its communication.
 ///
@@ -17,6 +23,7 @@ pub struct Program {
     schedule: Schedule,
     edges: Edges,
     ranks: Vec<Vec<Action>>,
+    contents: BTreeMap<Way, Contents>,
 }
 
 /// The serialized form of a program.
@@ -24,6 +31,8 @@ pub struct Program {
 struct Parts {
     edges: Edges,
     ranks: Vec<Vec<Action>>,
+    #[serde(default)]
+    contents: Vec<(Way, Contents)>,
 }
 
 impl Program {
@@ -43,7 +52,12 @@ impl Program {
             in_place(&schedule, rank, actions)?;
         }
         run(&schedule, &edges, &ranks)?;
-        Ok(Self { schedule, edges, ranks })
+        Ok(Self { schedule, edges, ranks, contents: BTreeMap::new() })
+    }
+
+    /// Sets what messages carry.
+    pub(super) fn carrying(self, contents: impl IntoIterator<Item = (Way, Contents)>) -> Self {
+        Self { contents: contents.into_iter().collect(), ..self }
     }
 
     /// Returns the list of each rank.
@@ -61,16 +75,20 @@ impl Program {
         &self.edges
     }
 
-    /// Returns the message that brings values of stage `from` to stage `to` on another rank.
-    pub(crate) fn values_to(&self, from: usize, to: usize, microbatch: usize) -> Message {
-        let routes = Routes { edges: &self.edges, stage_ranks: self.schedule.stage_ranks() };
-        routes.values_to(from, to, microbatch)
+    /// Returns the messages between the stages.
+    pub(crate) fn routes(&self) -> Routes<'_> {
+        Routes { edges: &self.edges, stage_ranks: self.schedule.stage_ranks() }
+    }
+
+    /// Returns what a message carries; nothing if the program was not lowered for a model.
+    pub(crate) fn contents(&self, message: Message) -> &[(ValueId, Vec<usize>)] {
+        self.contents.get(&message.way()).map_or(&[], Vec::as_slice)
     }
 }
 
 impl From<Program> for Parts {
     fn from(program: Program) -> Self {
-        Self { edges: program.edges, ranks: program.ranks }
+        Self { edges: program.edges, ranks: program.ranks, contents: program.contents.into_iter().collect() }
     }
 }
 
@@ -78,7 +96,7 @@ impl TryFrom<Parts> for Program {
     type Error = Error;
 
     fn try_from(parts: Parts) -> Result<Self> {
-        Self::new(parts.ranks, parts.edges)
+        Ok(Self::new(parts.ranks, parts.edges)?.carrying(parts.contents))
     }
 }
 
@@ -127,98 +145,70 @@ fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> 
     }
 }
 
-/// Runs all ranks in lockstep, where a send and its receive happen at once, and so does the reduction of a shared
-/// group.
+/// Runs all ranks in lockstep, where a send waits for its receive, and a reduction of a shared group for all
+/// of its ranks.
 fn run(schedule: &Schedule, edges: &Edges, ranks: &[Vec<Action>]) -> Result<()> {
     let routes = Routes { edges, stage_ranks: schedule.stage_ranks() };
-    let mut state = State {
-        routes,
-        ranks,
-        next: vec![0; ranks.len()],
-        done: Done::nothing(edges, schedule.microbatches()),
-        arrived: BTreeSet::new(),
-    };
-    loop {
-        let mut moved = false;
-        for rank in 0..ranks.len() {
-            moved |= state.step(rank)?;
-        }
-        if !moved {
-            break;
-        }
-    }
-    let stuck = (0..ranks.len()).find_map(|rank| Some((rank, state.head(rank)?)));
-    stuck.map_or(Ok(()), |(rank, action)| Err(error(rank, state.next[rank], action, &state.reason(action))))
+    let done = Done::nothing(edges, schedule.microbatches());
+    let (arrived, taken, summed) = Default::default();
+    let mut state = Lockstep { routes, ranks, done, arrived, taken, summed };
+    let stuck = DryRun::run(ranks, |walk, rank, action| state.visit(walk, rank, action))?;
+    stuck.map_or(Ok(()), |stuck| Err(error(stuck.rank, stuck.position, stuck.action, &state.reason(stuck.action))))
 }
 
-struct State<'a> {
+struct Lockstep<'a> {
     routes: Routes<'a>,
     ranks: &'a [Vec<Action>],
-    /// The number of finished actions of each rank.
-    next: Vec<usize>,
     done: Done<'a>,
+    /// The messages whose sends have met their receives, and those whose receives have ended.
     arrived: BTreeSet<Message>,
+    taken: BTreeSet<Message>,
+    /// The groups that have met.
+    summed: BTreeSet<usize>,
 }
 
-impl<'a> State<'a> {
-    fn head(&self, rank: usize) -> Option<&'a Action> {
-        self.ranks[rank].get(self.next[rank])
-    }
-
+impl Lockstep<'_> {
     /// Runs the next action of a rank, if it can run now.
-    fn step(&mut self, rank: usize) -> Result<bool> {
-        let Some(action) = self.head(rank) else { return Ok(false) };
-        let moved = match *action {
+    fn visit(&mut self, walk: &DryRun<'_, Action>, rank: usize, action: &Action) -> Result<bool> {
+        Ok(match *action {
             Action::Compute(_) | Action::Overlap(_) => {
-                let ready = action.computes().iter().all(|&compute| self.lacks(compute).is_none());
-                if ready {
+                let is_ready = action.computes().iter().all(|&compute| self.lacks(compute).is_none());
+                if is_ready {
                     action.computes().iter().for_each(|&compute| self.done.add(compute));
-                    self.next[rank] += 1;
                 }
-                ready
+                is_ready
             }
             Action::Send(message) => {
-                self.sendable(message).map_err(|said| error(rank, self.next[rank], action, &said))?;
-                let to = self.routes.stage_ranks[message.to];
-                let met = self.head(to) == Some(&Action::Recv(message));
-                if met {
-                    self.arrived.insert(message);
-                    self.next[rank] += 1;
-                    self.next[to] += 1;
-                }
-                met
+                self.sendable(message).map_err(|said| error(rank, walk.position(rank), action, &said))?;
+                let has_met = walk.head(self.routes.stage_ranks[message.to]) == Some(&Action::Recv(message));
+                has_met && self.arrived.insert(message)
             }
-            // Runs together with its send.
-            Action::Recv(_) => false,
-            Action::SharedReduce(_) => {
-                let members = (0..self.ranks.len()).filter(|&rank| self.ranks[rank].contains(action)).collect_vec();
-                let met = members.iter().all(|&rank| self.head(rank) == Some(action));
-                if met {
-                    members.into_iter().for_each(|rank| self.next[rank] += 1);
+            Action::Recv(message) => self.arrived.contains(&message) && self.taken.insert(message),
+            Action::SharedReduce(group) => {
+                let mut members = (0..self.ranks.len()).filter(|&rank| self.ranks[rank].contains(action));
+                let has_met = self.summed.contains(&group) || members.all(|rank| walk.head(rank) == Some(action));
+                if has_met {
+                    self.summed.insert(group);
                 }
-                met
+                has_met
             }
             Action::WaitSend(_)
             | Action::Unshard(_)
             | Action::Reshard(_)
             | Action::ReduceGrad(_)
-            | Action::WaitReduceGrad(_) => {
-                self.next[rank] += 1;
-                true
-            }
-        };
-        Ok(moved)
+            | Action::WaitReduceGrad(_) => true,
+        })
     }
 
     /// Returns the reason if a message may not be sent now.
     fn sendable(&self, message: Message) -> Result<(), String> {
         let Message { flow, from, to, microbatch } = message;
-        if microbatch >= self.done.microbatches() || !self.done.has(flow, from, microbatch) {
+        if !self.done.has(flow, from, microbatch) {
             return Err("misplaced, it is not computed yet".to_owned());
         }
         let pass = match flow {
-            Flow::Activation => super::Pass::Forward,
-            Flow::Gradient => super::Pass::Backward,
+            Flow::Activation => Pass::Forward,
+            Flow::Gradient => Pass::Backward,
         };
         if !self.routes.after(Compute { stage: from, pass, microbatch }).contains(&message) {
             return Err(format!("stage {to} does not need it from this message"));
@@ -228,11 +218,12 @@ impl<'a> State<'a> {
 
     /// Returns a missing input of a computation, if there is one.
     fn lacks(&self, compute: Compute) -> Option<String> {
-        self.routes.before(compute).into_iter().find_map(|need| match need {
-            Need::Local { flow, stage } => {
-                (!self.done.has(flow, stage, compute.microbatch)).then(|| format!("stage {stage}"))
+        self.routes.needed(compute).into_iter().find_map(|message| {
+            let Message { flow, from, microbatch, .. } = message;
+            match self.routes.is_local(message) {
+                true => (!self.done.has(flow, from, microbatch)).then(|| format!("stage {from}")),
+                false => (!self.arrived.contains(&message)).then(|| Action::Recv(message).to_string()),
             }
-            Need::Message(message) => (!self.arrived.contains(&message)).then(|| Action::Recv(message).to_string()),
         })
     }
 

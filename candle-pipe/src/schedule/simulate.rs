@@ -1,7 +1,7 @@
 //! Simulation of schedules.
-use super::routes::{Need, Routes};
-use super::walk::walk;
-use super::{Action, Compute, Costs, Edges, Flow, Message, Schedule, Span, Timeline};
+use super::routes::Routes;
+use super::walk::in_order;
+use super::{Action, Compute, Costs, Edges, Message, Schedule, Span, Timeline};
 use crate::Result;
 use std::collections::HashMap;
 
@@ -22,13 +22,12 @@ impl Schedule {
             costs,
             free: vec![0.0; self.ranks().len()],
             way_free: HashMap::new(),
-            made: HashMap::new(),
             arrived: HashMap::new(),
             timeline: Timeline::empty(self.ranks().len()),
         };
         // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
-        let walked = walk(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
-        debug_assert!(walked.is_ok(), "a schedule holds along all edges");
+        let stuck = in_order(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
+        debug_assert!(stuck.is_none(), "a schedule holds along all edges");
         Ok(clock.timeline)
     }
 }
@@ -41,7 +40,6 @@ struct Clock<'a> {
     free: Vec<f64>,
     /// When each link between two ranks becomes free.
     way_free: HashMap<(usize, usize), f64>,
-    made: HashMap<(Flow, usize, usize), f64>,
     arrived: HashMap<Message, f64>,
     timeline: Timeline,
 }
@@ -53,30 +51,28 @@ impl Clock<'_> {
             let end = start + self.costs.of(compute);
             self.free[rank] = end;
             self.timeline.ranks[rank].push(Span { action: Action::Compute(compute), start, end });
-            if let Some(flow) = compute.makes() {
-                self.made.insert((flow, compute.stage, compute.microbatch), end);
+            for message in self.routes.passed(compute) {
+                let arrived = if self.routes.is_local(message) { end } else { self.send(message, end) };
+                self.arrived.insert(message, arrived);
             }
-            self.routes.after(compute).into_iter().for_each(|message| self.send(message, end));
         }
     }
 
     /// Returns when all inputs of a computation from other stages are available.
     fn ready(&self, compute: Compute) -> f64 {
-        let times = self.routes.before(compute).into_iter().map(|need| match need {
-            Need::Local { flow, stage } => self.made.get(&(flow, stage, compute.microbatch)),
-            Need::Message(message) => self.arrived.get(&message),
-        });
-        times.flatten().copied().fold(0.0, f64::max)
+        let needed = self.routes.needed(compute).into_iter();
+        needed.filter_map(|message| self.arrived.get(&message).copied()).fold(0.0, f64::max)
     }
 
-    fn send(&mut self, message: Message, computed: f64) {
+    /// Sends a message; returns when it arrives.
+    fn send(&mut self, message: Message, computed: f64) -> f64 {
         let rank = |stage: usize| self.routes.stage_ranks[stage];
         let (from, to) = (rank(message.from), rank(message.to));
         let free = self.way_free.entry((from, to)).or_default();
         let start = computed.max(*free);
         *free = start + self.costs.occupies(message);
         let end = *free + self.costs.latency;
-        self.arrived.insert(message, end);
         self.timeline.transfers[from].push(Span { action: Action::Send(message), start, end });
+        end
     }
 }

@@ -1,5 +1,5 @@
 //! The checks of schedules.
-use super::walk::walk;
+use super::walk::in_order;
 use super::{Action, Compute, Edges, Pass};
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -20,11 +20,11 @@ pub(super) fn check(ranks: &[Vec<Option<Action>>]) -> Result<(Vec<usize>, usize)
         (0..microbatches).try_for_each(|microbatch| complete(&places, stage, microbatch, backward))?;
     }
     let edges = Edges::chain(stage_ranks.len());
-    walk(ranks, &edges, microbatches, |_, _| ()).map_err(|stuck| {
-        let action = ranks[stuck.rank][stuck.position].map(|action| action.to_string()).unwrap_or_default();
-        let waits = format!("waits for stage {} forever: the orders of the ranks contradict each other", stuck.stage);
-        error(stuck.rank, stuck.position, &action, &waits)
-    })?;
+    if let Some((stuck, stage)) = in_order(ranks, &edges, microbatches, |_, _| ()) {
+        let action = stuck.action.map(|action| action.to_string()).unwrap_or_default();
+        let waits = format!("waits for stage {stage} forever: the orders of the ranks contradict each other");
+        return Err(error(stuck.rank, stuck.position, &action, &waits));
+    }
     Ok((stage_ranks, microbatches))
 }
 

@@ -1,6 +1,6 @@
 //! A greedy schedule for any costs.
 use super::{LARGEST, MOST_STAGES};
-use crate::schedule::routes::{Need, Routes};
+use crate::schedule::routes::Routes;
 use crate::schedule::{Action, Compute, Costs, Edges, Flow, Pass, Schedule};
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -169,13 +169,10 @@ impl Greedy<'_> {
 
     /// Returns when all inputs of a computation from other stages are available, if that is known yet.
     fn ready(&self, compute: Compute) -> Option<f64> {
-        let end = |flow, stage| self.ends.get(&(flow, stage, compute.microbatch)).copied();
-        let mut times = self.routes.before(compute).into_iter().map(|need| match need {
-            Need::Local { flow, stage } => end(flow, stage),
-            Need::Message(message) => {
-                let end = end(message.flow, message.from)?;
-                Some(end + self.costs.occupies(message) + self.costs.latency)
-            }
+        let mut times = self.routes.needed(compute).into_iter().map(|message| {
+            let end = *self.ends.get(&(message.flow, message.from, message.microbatch))?;
+            let travels = !self.routes.is_local(message);
+            Some(if travels { end + self.costs.occupies(message) + self.costs.latency } else { end })
         });
         times.fold_options(0.0, f64::max)
     }

@@ -1,7 +1,7 @@
 //! Evaluations of many microbatches: what is on its way, what is kept, what is sent once.
 use crate::runtime::chain::{self, Tail};
 use crate::runtime::model::{Vb, builder, numbers};
-use crate::runtime::parity::{close, schedules};
+use crate::runtime::parity::{MICROBATCHES, close, schedules};
 use candle_core::{DType, Tensor};
 use candle_dist::{Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
@@ -47,7 +47,7 @@ fn a_fast_stage_does_not_pile_up_microbatches_before_a_slow_one() {
 #[test]
 fn every_schedule_evaluates_many_microbatches() {
     for ranks in 1..=4 {
-        for (label, schedule) in schedules(ranks) {
+        for (label, schedule) in schedules(ranks, &MICROBATCHES) {
             let outcome =
                 Ranks::new(ranks, &label).deadline(Duration::from_secs(20)).run(move |ctx| -> Result<Vec<f64>> {
                     let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));

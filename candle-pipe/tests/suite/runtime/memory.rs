@@ -1,6 +1,6 @@
 //! What ranks hold while a step runs, and after it.
 use crate::runtime::chain::{Tail, batch, parameters, pipe, runtime};
-use crate::runtime::parity::schedules;
+use crate::runtime::parity::{MICROBATCHES, schedules};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor};
 use candle_pipe::schedule::{Costs, Edges, ScheduleKind};
@@ -54,7 +54,7 @@ impl CustomOp1 for Counted {
 #[test]
 fn ranks_hold_what_the_simulator_says_and_nothing_afterwards() {
     for ranks in 1..=4 {
-        for (label, schedule) in schedules(ranks) {
+        for (label, schedule) in schedules(ranks, &MICROBATCHES) {
             let stages = schedule.stages();
             let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0);
             let simulated = schedule.simulate(&Edges::chain(stages), &costs).unwrap().peak_activations();

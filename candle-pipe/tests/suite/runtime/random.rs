@@ -1,10 +1,11 @@
 //! Random graphs, cut anywhere, by random schedules on random worlds, against the uncut model.
 use crate::random_model::{Model, Places, WIDTH, model};
 use crate::runtime::model::{Vb, builder, numbers};
-use crate::runtime::parity::{KINDS, close};
+use crate::runtime::parity::{close, schedules};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
+use candle_pipe::schedule::Schedule;
 use candle_pipe::{EqualCount, Keep, Kwargs, LocalPipe, Pipe, Result, Runtime, StepOptions, Value};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -38,6 +39,13 @@ fn settle(map: &VarMap) -> Result<()> {
     Ok(())
 }
 
+/// Any schedule of up to 4 ranks, with its name.
+fn any_schedule() -> impl Strategy<Value = (String, Schedule)> {
+    let all: Vec<_> = (1..=4).flat_map(|ranks| schedules(ranks, &[1, 2, 3, 4, 6, 8])).collect();
+    assert_eq!(all.len(), 395);
+    prop::sample::select(all)
+}
+
 /// Loss, output and gradients by name.
 type Numbers = BTreeMap<String, Vec<f64>>;
 
@@ -47,16 +55,10 @@ proptest! {
     #[test]
     fn random_graphs_by_random_schedules(
         model in model(),
-        ranks in 1..=4usize,
-        (kind, v) in (0..KINDS.len(), 0..3usize),
-        microbatches in prop::sample::select(vec![1, 2, 3, 4, 6, 8]),
+        (label, schedule) in any_schedule(),
         keeps_inputs: u8,
     ) {
-        let (kind, counts) = KINDS[kind];
-        let schedule = kind.schedule(ranks, microbatches, counts[v % counts.len()]);
-        prop_assume!(schedule.is_ok());
-        let schedule = schedule.unwrap();
-        let stages = schedule.stages();
+        let (ranks, stages, microbatches) = (schedule.ranks().len(), schedule.stages(), schedule.microbatches());
         let pipe = cut(&model, stages);
         // Too few nodes for the stages, or one left without any.
         prop_assume!(pipe.as_ref().is_ok_and(|pipe| pipe.num_stages() == stages));
@@ -80,7 +82,7 @@ proptest! {
             .map(|(name, var)| (name.clone(), var.as_detached_tensor().copy().unwrap()))
             .collect();
 
-        let label = format!("{kind} on {ranks}, {microbatches} microbatches, {rows} rows, {model:?}");
+        let label = format!("{label}, {rows} rows, {model:?}");
         let found = on_ranks(ranks, &label, move |ctx| -> Result<Numbers> {
             let pipe = cut(&model, stages)?;
             let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &builder(&values, DType::F64)?, &device())?;

@@ -1,7 +1,7 @@
 //! Gradients of 16-bit parameters are summed in f32, and computations follow each other as the schedule says.
 use crate::runtime::chain::{Tail, batch, runtime};
 use crate::runtime::model::{Vb, builder, numbers};
-use crate::runtime::parity::schedules;
+use crate::runtime::parity::{self, schedules};
 use candle_core::{DType, Tensor, Var};
 use candle_dist::{DataParallelOptions, round_grads};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
@@ -95,7 +95,7 @@ fn gradients_of_bf16_parameters_lose_nothing_over_microbatches() {
 fn the_critical_path_is_the_simulated_one() {
     let mut compared = 0;
     for ranks in 1..=4 {
-        for (label, schedule) in schedules(ranks) {
+        for (label, schedule) in schedules(ranks, &parity::MICROBATCHES) {
             let passes = schedule.ranks().iter().flatten().flatten().flat_map(|action| action.computes().to_vec());
             let passes: Vec<Pass> = passes.map(|compute| compute.pass).collect();
             let (whole, split) = (passes.contains(&Pass::Backward), passes.contains(&Pass::Weight));

@@ -1,7 +1,7 @@
 //! One clock for all ranks, and heads of messages that are no messages.
 use crate::runtime::chain::{self, Tail};
 use crate::runtime::model::numbers;
-use crate::runtime::parity::{close, schedules};
+use crate::runtime::parity::{MICROBATCHES, close, schedules};
 use candle_dist::{Op, comm};
 use candle_pipe::schedule::{Compute, Pass, ScheduleKind, Span};
 use candle_pipe::{Result, StepOptions};
@@ -48,7 +48,7 @@ fn spans_of_all_ranks_are_by_one_clock() {
 #[test]
 fn heads_in_the_store_change_no_number_and_send_tensors_alone() {
     for ranks in 1..=3 {
-        for (label, schedule) in schedules(ranks).into_iter().step_by(3) {
+        for (label, schedule) in schedules(ranks, &MICROBATCHES).into_iter().step_by(3) {
             on_ranks(ranks, &label, move |ctx| -> Result<()> {
                 let batch = chain::batch(schedule.microbatches() * 2 + 1, schedule.microbatches())?;
                 let plain = chain::runtime(&schedule, ctx, &identity())?;

@@ -1,6 +1,7 @@
 //! Actions, schedules and programs as text.
 use super::schedule;
 use candle_pipe::schedule::{Action, Edges, Lowering, Program, Schedule, ScheduleKind, parse_csv};
+use candle_pipe::{EqualCount, In, PipeBuilder, Reduction};
 
 /// As editors of spreadsheets write them.
 #[test]
@@ -112,6 +113,24 @@ fn every_kind_comes_back_from_text_and_json() {
         assert_eq!(serde_json::from_str::<Program>(&json).unwrap(), program, "{kind}");
         assert_eq!(*program.schedule(), schedule, "{kind}");
     }
+}
+
+#[test]
+fn a_program_of_a_model_keeps_what_messages_carry_in_json() {
+    let mut g = PipeBuilder::<()>::new();
+    let x = g.input("x", In::Arg);
+    let first = g.func("first", |xs, _| Ok(xs[0].clone()), [x]);
+    let second = g.func("second", |xs, _| Ok(xs[0].clone()), [first]);
+    let third = g.func("third", |xs, _| Ok(xs[0].clone()), [first, second]);
+    g.loss(third, Reduction::Sum);
+    let pipe = g.finish(EqualCount(3)).unwrap();
+    let program = schedule("1f1b", 3, 2, 1).lower(&Lowering::of(pipe.info()).unwrap()).unwrap();
+    let json = serde_json::to_string(&program).unwrap();
+    assert_eq!(serde_json::from_str::<Program>(&json).unwrap(), program);
+    // Those of a chain carry no value that has a name.
+    let chain = schedule("1f1b", 3, 2, 1).lower(&Lowering::new(program.edges().clone())).unwrap();
+    assert_eq!(chain.ranks(), program.ranks());
+    assert_ne!(chain, program);
 }
 
 #[test]

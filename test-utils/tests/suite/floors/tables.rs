@@ -262,11 +262,12 @@ const CANDLE_PIPE: &[Folder] = &[folder(
     &[
         "action cuts guide nearest readme",
         "error",
-        "grads schedule value",
-        "graph pipeline",
-        "microbatch nn tape",
-        "pipe step",
-        "batch local_pipe runtime",
+        "grads value",
+        "graph",
+        "microbatch nn schedule tape",
+        "pipe pipeline step",
+        "batch runtime",
+        "local_pipe",
         "prelude",
     ],
 )];
