@@ -59,28 +59,7 @@ impl Table {
         if rows > u32::MAX as usize {
             return Err(format!("a table of {rows} rows is not supported; use no more than {}", u32::MAX));
         }
-        let shards = &tensor.metadata().shards;
-        let is_cut = |dim: usize| shards.iter().any(|shard| shard.sizes[dim] != tensor.dims()[dim]);
-        let dim = match [is_cut(0), is_cut(1)] {
-            [true, true] => {
-                return Err(format!("a table {:?} cut in both dims; reshard it by rows or columns", tensor.dims()));
-            }
-            [_, columns] => usize::from(columns),
-        };
-        let mut parts = vec![0..0; tensor.group().size()];
-        for shard in shards {
-            let part = shard.offsets[dim]..shard.offsets[dim] + shard.sizes[dim];
-            let rank = shard.placement.as_ref().and_then(|placement| placement.rank());
-            let Some(held) = rank.and_then(|rank| parts.get_mut(rank)) else {
-                return Err(format!("a shard {shard:?} of no rank of the group; reshard the table"));
-            };
-            if held.start < held.end && part.start < part.end {
-                return Err("a table with several shards on a rank; reshard it to one shard each".into());
-            }
-            if held.start >= held.end {
-                *held = part;
-            }
-        }
+        let (dim, parts) = tensor.parts()?;
         let empty = || {
             let dims = if dim == 0 { (0, width) } else { (rows, 0) };
             Tensor::zeros(dims, tensor.dtype(), tensor.device()).map_err(|error| error.to_string())
