@@ -43,13 +43,9 @@ pub(crate) struct Inputs {
     pub(crate) tracked: bool,
 }
 
-/// The part of a rank's arguments that the other ranks need.
-pub(crate) trait Tell {
-    fn wanted(&self) -> &Wanted;
-
-    /// Returns whether the local part of the table has a gradient; `None` if there is no local part.
-    fn tracked(&self) -> Option<bool>;
-}
+/// A call with valid arguments on this rank: its ids, whether the local part of the table has a gradient (`None` if there is no local
+/// part), and what only this rank needs.
+pub(crate) type Prepared<T> = (Ids, Option<bool>, T);
 
 /// Exchanges which rows each rank looks up.
 ///
@@ -57,17 +53,17 @@ pub(crate) trait Tell {
 ///
 /// # Errors
 /// On all ranks alike, if the arguments of some ranks are wrong or the calls differ; nothing has changed then.
-pub(crate) fn gather_inputs<T: Tell>(
+pub(crate) fn gather_inputs<T>(
     op: &'static str,
     group: &ProcessGroup,
     call: &str,
-    mine: Result<T, Wrong>,
-) -> Result<(T, Inputs)> {
+    mine: Result<Prepared<T>, Wrong>,
+) -> Result<(Ids, Inputs, T)> {
     let mut hash = DefaultHasher::new();
     (op, call).hash(&mut hash);
     let said = mine.as_ref().ok();
-    let count = said.map_or(-1, |mine| mine.wanted().len() as i64);
-    let tracked = said.and_then(Tell::tracked).map_or(-1, i64::from);
+    let count = said.map_or(-1, |(ids, ..)| ids.wanted.len() as i64);
+    let tracked = said.and_then(|(_, tracked, _)| *tracked).map_or(-1, i64::from);
     let header = Tensor::new(&[count, hash.finish() as i64, tracked], &Device::Cpu)?;
     let headers = group.all_gather(&header, 0)?.to_vec1::<i64>()?;
     let headers = || headers.iter().copied().tuples::<(_, _, _)>();
@@ -79,13 +75,13 @@ pub(crate) fn gather_inputs<T: Tell>(
         let words = group.all_gather_text(&words)?;
         return Err(Error::Op { op, reason: reason(group.ranks(), &words, wrong) });
     }
-    let mine = mine.or_else(|reason| Error::op(op, reason))?;
+    let (mine, _, more) = mine.or_else(|reason| Error::op(op, reason))?;
     let counts: Vec<usize> = headers().map(|(count, ..)| count as usize).collect();
-    let ids = Tensor::from_slice(mine.wanted(), counts[group.rank()], &Device::Cpu)?;
+    let ids = Tensor::from_slice(&mine.wanted, counts[group.rank()], &Device::Cpu)?;
     let mut rest = group.all_gather_uneven(&ids, 0, &counts)?.to_vec1::<u32>()?;
     let mut wanted: Vec<Wanted> = counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
     wanted.reverse();
-    Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }))
+    Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }, more))
 }
 
 /// Builds the error message from the messages of all ranks.

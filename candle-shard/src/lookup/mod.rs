@@ -6,8 +6,8 @@ mod limit;
 mod options;
 
 pub(crate) use bags::{Bounds, check_weights};
-pub(crate) use inputs::{Ids, Inputs, Tell, Wanted, Wrong, gather_inputs};
+pub(crate) use inputs::{Ids, Inputs, Wanted, Wrong, gather_inputs};
 pub(crate) use label::{check_label, remember, spans};
 pub(crate) use limit::limit_rows;
+pub(crate) use options::Renorm;
 pub use options::{EmbeddingBagOptions, EmbeddingOptions};
-pub(crate) use options::{Lookup, Renorm};
