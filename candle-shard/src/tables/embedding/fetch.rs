@@ -1,6 +1,7 @@
 //! Steps 2 to 4: masks and shifts the ids, looks up local rows, distributes the results and reorders their columns.
+use super::inputs::{Inputs, Wanted};
 use super::table::Table;
-use crate::lookup::{Inputs, Renorm, Wanted, limit_rows};
+use crate::lookup::{Renorm, limit_rows};
 use crate::{Result, kernels};
 use candle_core::{Tensor, Var};
 use candle_dist::functional::{Cut, Exchange};
@@ -28,7 +29,7 @@ pub(super) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Resul
 
 /// Looks up local rows. They are part of the backward pass of the other ranks even where the local shard is empty.
 fn look_up(table: &Table, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> Result<Tensor> {
-    let found = table.local.lookup(rows, still)?;
+    let found = table.lookup(rows, still)?;
     Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
@@ -77,9 +78,8 @@ fn rearrange_columns(joined: Tensor, table: &Table) -> Result<Tensor> {
 /// Only those rows are read, and only rows that are too long are written. For a table cut by columns, one small
 /// collective sums the parts of the norms.
 pub(super) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> Result<()> {
-    let local = table.local.tensor();
     let mine = table.own_rows(table.group.rank());
     let rows: Vec<u32> = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
     let rows = kernels::unique_rows(&rows);
-    limit_rows(local, &rows, limit, table.by_columns().then_some(&table.group))
+    limit_rows(&table.local, &rows, limit, table.by_columns().then_some(&table.group))
 }

@@ -1,20 +1,20 @@
 //! Lookup of rows in a sharded table; each rank has its own ids.
 //!
-//! Two collectives tell each rank which rows the other ranks look up (`lookup/inputs.rs`). Rows above the norm limit are
-//! scaled in place. One collective sends each rank its rows (`fetch.rs`), each row once, however often it
-//! is looked up. The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with
+//! Two collectives tell each rank which rows the other ranks look up (`inputs.rs`). Rows above the norm limit are
+//! scaled in place. One collective sends each rank its rows (`fetch.rs`), each row once, however often it is looked up.
+//! The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with
 //! the ids, not with the size of the table.
 mod fetch;
+mod inputs;
 mod spread;
 mod table;
 
 use crate::kernels::{self, Bags, NOWHERE};
-use crate::lookup::{
-    Bounds, EmbeddingBagOptions, EmbeddingOptions, Ids, Wrong, check_weights, gather_inputs, remember,
-};
+use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Wrong, check_weights, remember};
 use crate::{Result, ShardedTensor};
 use candle_core::Tensor;
 use fetch::{Fetched, fetch, limit_norms};
+use inputs::{Ids, gather_inputs};
 use table::Table;
 
 /// The rows that this rank looks up, each once.

@@ -59,7 +59,7 @@ impl ShardedTensor {
         if mesh.ndim() != 1 || mesh.size() != ranks.len() || !(0..ranks.len()).all(holds_one) {
             return None;
         }
-        let (dim, parts) = self.layout.parts().ok().filter(|_| !self.dims().is_empty())?;
+        let (dim, parts) = self.layout.parts().ok()?;
         let part = |rank: &usize| Some(&parts[ranks.iter().position(|member| member == rank)?]);
         let parts: Vec<&Range<usize>> = mesh.ranks().iter().map(part).collect::<Option<_>>()?;
         let is_in_order = parts.iter().filter(|part| !part.is_empty()).is_sorted_by_key(|part| part.start);

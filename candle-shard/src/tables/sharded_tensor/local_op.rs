@@ -32,14 +32,16 @@ use std::fmt;
 /// ```
 pub struct LocalOp<A: ?Sized> {
     name: &'static str,
-    early_stop: Box<Function<A, bool>>,
-    extra_check: Box<Function<A, Result<()>>>,
-    /// Returns the new local tensor, with the spec and the global shape of the result.
-    make: Box<Function<A, Result<(Tensor, ShardingSpec, Vec<usize>)>>>,
+    early_stop: Box<LocalFn<A, bool>>,
+    extra_check: Box<LocalFn<A, Result<()>>>,
+    make: Box<LocalFn<A, Result<Made>>>,
 }
 
+/// A new local tensor, with the spec and the global shape of the result.
+type Made = (Tensor, ShardingSpec, Vec<usize>);
+
 /// A function of a tensor and the op's arguments.
-type Function<A, R> = dyn Fn(&ShardedTensor, &A) -> R + Send + Sync;
+type LocalFn<A, R> = dyn Fn(&ShardedTensor, &A) -> R + Send + Sync;
 
 impl<A: ?Sized> LocalOp<A> {
     /// Creates an op on the local tensor that keeps its shape; errors print `name`.

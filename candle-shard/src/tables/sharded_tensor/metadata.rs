@@ -95,23 +95,23 @@ impl Layout {
     /// Returns the dim that is cut, and each rank's part of it, which may be empty; the first dim if none is cut.
     ///
     /// # Errors
-    /// The reason, if a rank holds several shards with elements, or several dims are cut.
+    /// The reason, if a rank holds several shards with elements, several dims are cut, or there is none.
     pub(super) fn parts(&self) -> Result<(usize, Vec<Range<usize>>), String> {
         let ShardedTensorMetadata { shards, dims, .. } = &self.metadata;
         let is_cut = |dim: &usize| shards.iter().any(|shard| shard.sizes[*dim] != dims[*dim]);
         let dim = match (0..dims.len()).filter(is_cut).collect_vec()[..] {
+            [] if dims.is_empty() => return Err("a scalar, which has no dim to cut".into()),
             [] => 0,
             [dim] => dim,
             _ => return Err(format!("a tensor {dims:?} cut in several dims; reshard it to cut one")),
         };
         let mut parts = vec![0..0; self.group.size()];
-        for (rank, part) in (0..parts.len()).zip(&mut parts) {
-            let mut held = self.shards_of(rank).filter(|shard| !shard.is_empty());
-            match (held.next(), held.next()) {
-                (Some(_), Some(_)) => return Err("several shards on a rank; reshard it to one shard each".into()),
-                (Some(shard), None) if !dims.is_empty() => *part = shard.block()[dim].clone(),
-                _ => {}
+        for shard in shards.iter().filter(|shard| !shard.is_empty()) {
+            let Some(part) = shard.rank().and_then(|rank| parts.get_mut(rank)) else { continue };
+            if part.start < part.end {
+                return Err("several shards on a rank; reshard it to one shard each".into());
             }
+            *part = shard.offsets[dim]..shard.offsets[dim] + shard.sizes[dim];
         }
         Ok((dim, parts))
     }

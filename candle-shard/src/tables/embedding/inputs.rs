@@ -1,4 +1,5 @@
 //! Step 1: all ranks learn which rows each rank looks up, or all return the same error.
+use crate::lookup::Wrong;
 use crate::{Error, Result, kernels};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
@@ -6,21 +7,18 @@ use itertools::Itertools;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Ids without duplicates, in ascending order.
-pub(crate) type Wanted = Vec<u32>;
-
-/// A description of the error in a rank's arguments.
-pub(crate) type Wrong = String;
+pub(super) type Wanted = Vec<u32>;
 
 /// This rank's ids, without duplicates, and the index of each id in that list.
-pub(crate) struct Ids {
-    pub(crate) wanted: Wanted,
+pub(super) struct Ids {
+    pub(super) wanted: Wanted,
     /// For each id its index in `wanted`.
-    pub(crate) places: Vec<u32>,
+    pub(super) places: Vec<u32>,
 }
 
 impl Ids {
     /// Reads the elements of `ids` in row-major order, which must be rows of a table with `rows` rows.
-    pub(crate) fn read(ids: &Tensor, rows: usize) -> Result<Self, Wrong> {
+    pub(super) fn read(ids: &Tensor, rows: usize) -> Result<Self, Wrong> {
         if !matches!(ids.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return Err(format!("ids are {}; give u8, u32 or i64", ids.dtype().as_str()));
         }
@@ -36,16 +34,16 @@ impl Ids {
 }
 
 /// The rows that the ranks look up.
-pub(crate) struct Inputs {
+pub(super) struct Inputs {
     /// The ids of every rank, in rank order.
-    pub(crate) wanted: Vec<Wanted>,
+    pub(super) wanted: Vec<Wanted>,
     /// Whether the rows have a gradient, also on ranks without a part of the table.
-    pub(crate) tracked: bool,
+    pub(super) tracked: bool,
 }
 
 /// A call with valid arguments on this rank: its ids, whether the local part of the table has a gradient (`None` if there is no local
 /// part), and what only this rank needs.
-pub(crate) type Prepared<T> = (Ids, Option<bool>, T);
+pub(super) type Prepared<T> = (Ids, Option<bool>, T);
 
 /// Exchanges which rows each rank looks up.
 ///
@@ -53,7 +51,7 @@ pub(crate) type Prepared<T> = (Ids, Option<bool>, T);
 ///
 /// # Errors
 /// On all ranks alike, if the arguments of some ranks are wrong or the calls differ; nothing has changed then.
-pub(crate) fn gather_inputs<T>(
+pub(super) fn gather_inputs<T>(
     op: &'static str,
     group: &ProcessGroup,
     call: &str,
