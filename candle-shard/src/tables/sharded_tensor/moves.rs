@@ -3,6 +3,7 @@ use super::ShardedTensor;
 use super::metadata::Layout;
 use crate::layout::{Block, intersection, volume, whole};
 use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
+use crate::tensor::block_of;
 use crate::{Error, Result, agreement};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Message, ProcessGroup};
@@ -58,8 +59,11 @@ impl ShardedTensor {
     pub fn distribute(tensor: &Tensor, spec: impl Into<ShardingSpec>, group: &ProcessGroup) -> Result<Self> {
         let layout = Layout::new(spec.into(), tensor.dims(), tensor.dtype(), group)?;
         layout.check_device("ShardedTensor::distribute", tensor.device())?;
-        let all = whole(tensor.dims());
-        Self::build(layout, tensor.device(), |shard| Ok(view(tensor, &all, &shard.block())?.force_contiguous()?))
+        Self::build(
+            layout,
+            tensor.device(),
+            |shard| Ok(block_of(&tensor.detach(), &shard.block())?.force_contiguous()?),
+        )
     }
 
     /// Redistributes the tensor to another spec; the result has no gradient and its own memory.
@@ -139,13 +143,14 @@ impl ShardedTensor {
     /// Assembles the tensor from the concatenated elements of all ranks.
     fn unpacked(&self, packed: &Tensor) -> Result<Tensor> {
         let shards = (0..self.group().size()).flat_map(|rank| self.layout.shards_of(rank));
-        let (mut blocks, mut start) = (Vec::new(), 0);
+        let (all, mut blocks, mut start) = (whole(self.dims()), Vec::new(), 0);
         for shard in shards.filter(|shard| !shard.is_empty()) {
-            let len = shard.sizes.iter().product();
-            blocks.push((packed.narrow(0, start, len)?.reshape(&shard.sizes[..])?, shard.block()));
+            let (block, len) = (shard.block(), shard.sizes.iter().product());
+            let part = packed.narrow(0, start, len)?.reshape(&shard.sizes[..])?;
+            blocks.push((if block == all { part.force_contiguous()? } else { part }, block));
             start += len;
         }
-        joined(&whole(self.dims()), self.dtype(), packed.device(), &blocks)
+        joined(&all, self.dtype(), packed.device(), &blocks)
     }
 }
 
@@ -161,6 +166,7 @@ fn moved(to: Arc<Layout>, device: &Device, held: &[(usize, Block, Option<&Tensor
         for (from, block, tensor) in held {
             let Some(common) = intersection(block, &want) else { continue };
             match tensor.map(|tensor| view(tensor, block, &common)).transpose()? {
+                Some(tensor) if rank == me && common == want => mine.push((common, Some(tensor.force_contiguous()?))),
                 Some(tensor) if rank == me => mine.push((common, Some(tensor))),
                 Some(tensor) => messages.push(Message::Send { tensor, to: rank, tag }),
                 None if rank == me => {
@@ -185,17 +191,17 @@ fn moved(to: Arc<Layout>, device: &Device, held: &[(usize, Block, Option<&Tensor
 }
 
 /// Returns a view of the part `block` of a tensor that is the block `of`.
-fn view(tensor: &Tensor, of: &[Range<usize>], block: &[Range<usize>]) -> candle_core::Result<Tensor> {
-    let mut dims = of.iter().zip(block).enumerate();
-    dims.try_fold(tensor.detach(), |part, (dim, (of, range))| part.narrow(dim, range.start - of.start, range.len()))
+fn view(tensor: &Tensor, of: &Block, block: &Block) -> candle_core::Result<Tensor> {
+    let within = of.iter().zip(block).map(|(of, range)| range.start - of.start..range.end - of.start);
+    block_of(&tensor.detach(), &within.collect::<Block>())
 }
 
-/// Joins blocks that together cover `want`, in new memory.
+/// Joins blocks that together cover `want` in new memory, or returns the only one.
 fn joined(want: &Block, dtype: DType, device: &Device, blocks: &[(Tensor, Block)]) -> Result<Tensor> {
     if let [(only, block)] = blocks
         && block == want
     {
-        return Ok(only.detach().force_contiguous()?);
+        return Ok(only.clone());
     }
     let shape: Vec<usize> = want.iter().map(Range::len).collect();
     let whole = Tensor::zeros(shape, dtype, device)?;
