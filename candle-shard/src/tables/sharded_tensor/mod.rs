@@ -76,10 +76,11 @@ impl ShardedTensor {
         Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() }
     }
 
-    /// Applies `f` to each local shard and keeps the layout.
-    fn map(&self, f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let made = self.tensors().map(f).collect::<Result<Vec<_>>>()?;
-        Ok(Self::holding(self.layout.clone(), self.device(), made))
+    /// Applies `f` to each local shard and keeps the layout. Variables stay declared as shards while the result lives.
+    fn map(&self, f: impl FnMut(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+        let made = self.tensors().map(f).collect::<candle_core::Result<Vec<_>>>()?;
+        let declared = self.declared.clone();
+        Ok(Self { declared, ..Self::holding(self.layout.clone(), self.device(), made) })
     }
 
     /// Returns the elements of this rank's shards, in the order of the spec.

@@ -66,13 +66,12 @@ impl ShardedTensor {
 
     /// Copies the values to new memory, without gradient; `clone` shares memory.
     pub fn copy(&self) -> Result<Self> {
-        self.map(|tensor| Ok(tensor.detach().force_contiguous()?))
+        self.map(|tensor| tensor.detach().force_contiguous())
     }
 
     /// Converts the values to another dtype, connected to the graph.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        let converted = self.tensors().map(|tensor| tensor.to_dtype(dtype)).collect::<candle_core::Result<Vec<_>>>()?;
-        Ok(Self::holding(self.layout.with_dtype(dtype), self.device(), converted))
+        Ok(Self { layout: self.layout.with_dtype(dtype), ..self.map(|tensor| tensor.to_dtype(dtype))? })
     }
 
     /// Moves the tensor to another device on each rank, connected to the graph; every rank names a device of the same
