@@ -1,5 +1,5 @@
 //! Bounds of bags, and checks of their weights.
-use super::inputs::Wrong;
+use super::Wrong;
 use crate::kernels::BagMode;
 use candle_core::{DType, Tensor};
 

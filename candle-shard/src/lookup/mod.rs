@@ -1,13 +1,14 @@
 //! What lookups in tables of any kind share: options, ids, bags, and the limit for the norm of rows.
 mod bags;
-mod inputs;
 mod label;
 mod limit;
 mod options;
 
 pub(crate) use bags::{Bounds, check_weights};
-pub(crate) use inputs::{Ids, Inputs, Tell, Wanted, Wrong, gather_inputs};
 pub(crate) use label::{check_label, remember, spans};
 pub(crate) use limit::limit_rows;
+pub(crate) use options::Renorm;
 pub use options::{EmbeddingBagOptions, EmbeddingOptions};
-pub(crate) use options::{Lookup, Renorm};
+
+/// A description of the error in a rank's arguments.
+pub(crate) type Wrong = String;

@@ -4,10 +4,10 @@ use crate::kernels::convert;
 use crate::layout::{RowsOf, Spec};
 use crate::nn::moved::Moved;
 use crate::random::{Distribution, Stream, sample};
+use crate::tensor::block_of;
 use crate::{Result, Weights};
 use candle_core::{Device, Tensor};
 use candle_dist::empty;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// How a fresh parameter is initialized.
@@ -48,14 +48,14 @@ impl Source {
         let dtype = spec.dtype();
         Ok(match (self, init) {
             (Self::Loaded(vb), _) => {
-                convert(&block_of(vb.get(whole.as_slice(), of)?, &block)?, dtype)?.force_contiguous()?
+                convert(&block_of(&vb.get(whole.as_slice(), of)?, &block)?, dtype)?.force_contiguous()?
             }
             (Self::Stored(weights), _) => weights.read_part(name, *within, spec, device)?.to_local().clone(),
             (Self::Moved(moved), _) => {
                 let is_part = within.is_some_and(|within| within.of == of);
                 let taken = moved.take(of, &whole, is_part)?;
                 alike("parallelize", of, Frequency::OnDemand, &taken, spec.mesh())?;
-                convert(&block_of(taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
+                convert(&block_of(&taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
             }
             (Self::Fresh, Init::Const(value)) => empty::full(value, spec.local_shape().as_slice(), dtype, device)?,
             (Self::Fresh, Init::Random(dist)) => sample(Stream::new(seed, of), dist, &whole, &block, dtype, device)?,
@@ -76,10 +76,4 @@ impl Source {
             Self::Moved(moved) => moved.has(name),
         }
     }
-}
-
-/// Returns the ranges `block` of a tensor.
-fn block_of(whole: Tensor, block: &[Range<usize>]) -> candle_core::Result<Tensor> {
-    let narrow = |part: Tensor, (dim, range): (usize, &Range<usize>)| part.narrow(dim, range.start, range.len());
-    block.iter().enumerate().try_fold(whole, narrow)
 }

@@ -8,6 +8,7 @@ use candle_core::{DType, Shape, Tensor, Var};
 use candle_dist::{DeviceMesh, ReduceOp, ShardedVar};
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 impl DTensor {
@@ -123,10 +124,7 @@ impl DTensor {
 
     /// Cuts this rank's shard out of a whole tensor.
     pub(crate) fn cut_out(tensor: &Tensor, spec: Spec) -> Result<Self> {
-        let mut local = tensor.detach();
-        for (dim, range) in spec.local_block().iter().enumerate() {
-            local = local.narrow(dim, range.start, range.len())?;
-        }
+        let local = block_of(&tensor.detach(), &spec.local_block())?;
         // A shard must not keep the whole tensor alive, nor alias a variable.
         Ok(Self::leaf(local.force_contiguous()?, spec.shared()))
     }
@@ -172,6 +170,12 @@ impl DTensor {
         let shard = Some(ShardedVar::new(var, self.mesh(), axes));
         Self { shard, ..Self::leaf(var.as_tensor().clone(), self.spec.clone()) }
     }
+}
+
+/// Returns a view of a block of a tensor.
+pub(crate) fn block_of(tensor: &Tensor, block: &[Range<usize>]) -> candle_core::Result<Tensor> {
+    let mut ranges = block.iter().enumerate();
+    ranges.try_fold(tensor.clone(), |part, (dim, range)| part.narrow(dim, range.start, range.len()))
 }
 
 /// Returns the number of the next variable in this layout on this thread, from 1.

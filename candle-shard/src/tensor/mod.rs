@@ -11,5 +11,6 @@ mod tree;
 
 pub use dtensor::DTensor;
 pub(crate) use dtensor::{Origin, Variable};
+pub(crate) use given::block_of;
 pub use named_axes::TensorExt;
 pub(crate) use registry::{VarEntry, VarName, VarRegistry};

@@ -1,16 +1,14 @@
 //! Steps 2 to 4: masks and shifts the ids, looks up local rows, distributes the results and reorders their columns.
+use super::inputs::{Inputs, Wanted};
 use super::table::Table;
-use crate::Result;
-use crate::lookup::{Inputs, Wanted};
+use crate::lookup::{Renorm, limit_rows};
+use crate::{Result, kernels};
 use candle_core::{Tensor, Var};
 use candle_dist::Cut;
 use candle_dist::functional::Step;
 
 /// Returns the indices within `range` of those `wanted` rows that lie in it.
-pub(crate) fn mask_and_shift(
-    wanted: &[u32],
-    range: &std::ops::Range<usize>,
-) -> impl ExactSizeIterator<Item = u32> + Clone {
+fn mask_and_shift(wanted: &[u32], range: &std::ops::Range<usize>) -> impl ExactSizeIterator<Item = u32> + Clone {
     // Ids are sorted, so those in a range are consecutive.
     let place = |bound: usize| wanted.partition_point(|&id| (id as usize) < bound);
     let start = range.start as u32;
@@ -18,21 +16,21 @@ pub(crate) fn mask_and_shift(
 }
 
 /// The rows that a rank looks up.
-pub(crate) struct Fetched {
+pub(super) struct Fetched {
     /// `[n, width]`, differentiable: gradients go back to the ranks that hold the rows.
-    pub(crate) rows: Tensor,
+    pub(super) rows: Tensor,
     /// The index in `rows` of each row that this rank looks up.
-    pub(crate) order: Vec<u32>,
+    pub(super) order: Vec<u32>,
 }
 
 /// Sends each rank the rows that it looks up, in one collective. The gradient of the row `still` is not used.
-pub(crate) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Result<Fetched> {
+pub(super) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Result<Fetched> {
     if table.by_columns() { fetch_columns(table, inputs, still) } else { fetch_rows(table, inputs, still) }
 }
 
 /// Looks up local rows. They are part of the backward pass of the other ranks even where the local shard is empty.
 fn look_up(table: &Table, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> Result<Tensor> {
-    let found = table.local.lookup(rows, still)?;
+    let found = table.lookup(rows, still)?;
     Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
@@ -74,4 +72,15 @@ fn rearrange_columns(joined: Tensor, table: &Table) -> Result<Tensor> {
     let columns = |&rank: &usize| joined.narrow(1, sizes[..rank].iter().sum(), sizes[rank]);
     let pieces = order.iter().filter(|&&rank| sizes[rank] > 0).map(columns);
     Ok(Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, 1)?)
+}
+
+/// Scales the rows that any rank looks up down to `max_norm`, in the table itself.
+///
+/// Only those rows are read, and only rows that are too long are written. For a table cut by columns, one small
+/// collective sums the parts of the norms.
+pub(super) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> Result<()> {
+    let mine = table.own_rows(table.group.rank());
+    let rows: Vec<u32> = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
+    let rows = kernels::unique_rows(&rows);
+    limit_rows(&table.local, &rows, limit, table.by_columns().then_some(&table.group))
 }

@@ -1,55 +1,29 @@
 //! Lookup of rows in a sharded table; each rank has its own ids.
 //!
-//! Two collectives tell each rank which rows the other ranks look up (`lookup/inputs.rs`). Rows above the norm limit are
-//! scaled in place (`renorm.rs`). One collective sends each rank its rows (`fetch.rs`), each row once, however often it
-//! is looked up. The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with
+//! Two collectives tell each rank which rows the other ranks look up (`inputs.rs`). Rows above the norm limit are
+//! scaled in place. One collective sends each rank its rows (`fetch.rs`), each row once, however often it is looked up.
+//! The rest is the plain op on one device, so the numbers equal those of one device. The cost grows with
 //! the ids, not with the size of the table.
 mod fetch;
-mod renorm;
+mod inputs;
 mod spread;
 mod table;
 
 use crate::kernels::{self, Bags, NOWHERE};
-use crate::lookup::{
-    Bounds, EmbeddingBagOptions, EmbeddingOptions, Ids, Inputs, Lookup, Tell, Wanted, Wrong, check_weights,
-    gather_inputs, remember,
-};
+use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Wrong, check_weights, remember};
 use crate::{Result, ShardedTensor};
 use candle_core::Tensor;
-use fetch::{Fetched, fetch};
+use fetch::{Fetched, fetch, limit_norms};
+use inputs::{Ids, gather_inputs};
 use table::Table;
 
-/// A call with valid arguments on this rank.
-struct Prepared<T> {
-    table: Table,
-    lookup: Lookup,
-    ids: Ids,
-    more: T,
-}
-
-impl<T> Prepared<T> {
-    /// Scales the wanted rows that are too long, then sends every rank its rows.
-    fn fetch(&self, inputs: &Inputs) -> Result<Fetched> {
-        if let Some(limit) = &self.lookup.renorm {
-            renorm::limit_norms(&self.table, &inputs.wanted, limit)?;
-        }
-        fetch(&self.table, inputs, self.lookup.padding)
-    }
-
-    /// Returns the index of the padding row among the rows that this rank looks up.
-    fn padding(&self) -> Option<usize> {
-        self.ids.wanted.binary_search(&self.lookup.padding?).ok()
-    }
-}
-
-impl<T> Tell for Prepared<T> {
-    fn wanted(&self) -> &Wanted {
-        &self.ids.wanted
-    }
-
-    fn tracked(&self) -> Option<bool> {
-        self.table.tracked()
-    }
+/// The rows that this rank looks up, each once.
+struct Found {
+    rows: Tensor,
+    /// For each id the index of its row.
+    places: Vec<u32>,
+    /// The index of the padding row, if it is looked up.
+    padding: Option<u32>,
 }
 
 impl ShardedTensor {
@@ -84,20 +58,14 @@ impl ShardedTensor {
     /// if the options do not fit it or differ among ranks, if `max_norm` would change the result of an op, or if an id
     /// of any rank is outside the table.
     pub fn embedding(&self, ids: &Tensor, options: &EmbeddingOptions) -> Result<Tensor> {
-        const OP: &str = "embedding";
-        let prepare = || self.prepare(ids, options, || Ok(()));
-        let call = self.call(&format!("{options:?}"));
-        let (call, inputs) = gather_inputs(OP, self.group(), &call, prepare())?;
-        let Fetched { rows, order } = call.fetch(&inputs)?;
-        let places: Vec<u32> = call.ids.places.iter().map(|&place| order[place as usize]).collect();
-        let still = call.padding().map(|padding| order[padding]);
-        let found = kernels::embedding(&rows, places, still)?;
-        let found = match ids.rank() {
-            1 => found, // one graph node fewer
-            _ => found.reshape([ids.dims(), &[self.dims()[1]]].concat())?,
+        let (found, ()) = self.find("embedding", ids, options, &format!("{options:?}"), || Ok(()))?;
+        let rows = kernels::embedding(&found.rows, found.places, found.padding)?;
+        let rows = match ids.rank() {
+            1 => rows, // one graph node fewer
+            _ => rows.reshape([ids.dims(), &[self.dims()[1]]].concat())?,
         };
-        remember(&found, self.group());
-        Ok(found)
+        remember(&rows, self.group());
+        Ok(rows)
     }
 
     /// Reduces each of this rank's bags of rows of this table `[rows, width]` to one row; returns `[bags, width]`.
@@ -134,43 +102,52 @@ impl ShardedTensor {
         per_sample_weights: Option<&Tensor>,
         options: &EmbeddingBagOptions,
     ) -> Result<Tensor> {
-        const OP: &str = "embedding_bag";
-        let more = || {
+        let bounds = || {
             let weights = per_sample_weights.map(|weights| (weights.dims(), weights.dtype()));
             check_weights((ids.dims(), self.dtype()), weights, options.mode)?;
             Bounds::of(ids, offsets, options.include_last_offset)
         };
         let weighted = if per_sample_weights.is_some() { ", weighted" } else { "" };
-        let call = self.call(&format!("{options:?}{weighted}"));
-        let prepared = self.prepare(ids, &options.lookup, more);
-        let (call, inputs) = gather_inputs(OP, self.group(), &call, prepared)?;
-        let Fetched { rows, order } = call.fetch(&inputs)?;
-        let padding = call.padding();
-        let place = |&place: &u32| if Some(place as usize) == padding { NOWHERE } else { order[place as usize] };
-        let bags = Bags::new(call.ids.places.iter().map(place).collect::<Vec<u32>>(), call.more.0)?;
+        let call = format!("{options:?}{weighted}");
+        let (Found { rows, places, padding }, bounds) =
+            self.find("embedding_bag", ids, &options.lookup, &call, bounds)?;
+        let counted = places.into_iter().map(|place| if Some(place) == padding { NOWHERE } else { place });
+        let bags = Bags::new(counted.collect::<Vec<u32>>(), bounds.0)?;
         let weights = per_sample_weights.map(Tensor::flatten_all).transpose()?;
-        let found = kernels::embedding_bag(&rows, &bags, options.mode, weights.as_ref())?;
-        remember(&found, self.group());
-        Ok(found)
+        let reduced = kernels::embedding_bag(&rows, &bags, options.mode, weights.as_ref())?;
+        remember(&reduced, self.group());
+        Ok(reduced)
     }
 
-    /// Describes the arguments that must be equal on all ranks.
-    fn call(&self, options: &str) -> String {
-        format!("with {options} of {}{:?} in {}", self.dtype().as_str(), self.dims(), self.sharding_spec())
-    }
-
-    fn prepare<T>(
+    /// Tells the other ranks which rows this rank looks up, scales those that are too long, and fetches them.
+    ///
+    /// `call` describes the options, which must be equal on all ranks. `more` checks other arguments of this rank.
+    fn find<T>(
         &self,
+        op: &'static str,
         ids: &Tensor,
         options: &EmbeddingOptions,
+        call: &str,
         more: impl FnOnce() -> Result<T, Wrong>,
-    ) -> Result<Prepared<T>, Wrong> {
-        let table = Table::of(self)?;
-        let (lookup, ids) = (options.checked(table.rows)?, Ids::read(ids, table.rows)?);
-        if lookup.renorm.is_some() && table.is_result() {
-            return Err("max_norm changes a table in place, and this one is a result of ops; give a parameter".into());
+    ) -> Result<(Found, T)> {
+        let prepare = || {
+            let table = Table::of(self)?;
+            let (lookup, ids) = (options.checked(table.rows)?, Ids::read(ids, table.rows)?);
+            if lookup.renorm.is_some() && table.is_result() {
+                let reason = "max_norm changes a table in place, and this one is a result of ops; give a parameter";
+                return Err(reason.into());
+            }
+            Ok((ids, table.tracked(), (table, lookup, more()?)))
+        };
+        let call = format!("with {call} of {}{:?} in {}", self.dtype().as_str(), self.dims(), self.sharding_spec());
+        let (ids, inputs, (table, lookup, more)) = gather_inputs(op, self.group(), &call, prepare())?;
+        if let Some(limit) = &lookup.renorm {
+            limit_norms(&table, &inputs.wanted, limit)?;
         }
-        let more = more()?;
-        Ok(Prepared { table, lookup, ids, more })
+        let Fetched { rows, order } = fetch(&table, &inputs, lookup.padding)?;
+        let padding = lookup.padding.and_then(|padding| ids.wanted.binary_search(&padding).ok());
+        let padding = padding.map(|place| order[place]);
+        let places = ids.places.iter().map(|&place| order[place as usize]).collect();
+        Ok((Found { rows, places, padding }, more))
     }
 }

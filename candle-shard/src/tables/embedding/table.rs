@@ -9,46 +9,24 @@ use itertools::Itertools;
 use std::ops::Range;
 
 /// A rank's view of a table.
-pub(crate) struct Table {
-    pub(crate) local: Local,
+pub(super) struct Table {
+    /// This rank's part.
+    pub(super) local: Tensor,
+    /// The part as a variable whose gradient consists of the rows that were looked up, if it is one.
+    by_rows: Option<RowVar>,
     /// Whether this rank has a shard, possibly empty.
     holds: bool,
-    pub(crate) group: ProcessGroup,
-    pub(crate) rows: usize,
+    pub(super) group: ProcessGroup,
+    pub(super) rows: usize,
     /// The dim that is cut.
     dim: usize,
     /// Each rank's part of that dim; may be empty.
-    pub(crate) parts: Vec<Range<usize>>,
-}
-
-/// The local part of a table.
-pub(crate) enum Local {
-    /// A tensor; the gradient of a variable is dense.
-    Dense(Tensor),
-    /// A variable whose gradient consists of the rows that were looked up.
-    ByRows(RowVar),
-}
-
-impl Local {
-    pub(crate) fn tensor(&self) -> &Tensor {
-        match self {
-            Self::Dense(tensor) => tensor,
-            Self::ByRows(rows) => rows.var(),
-        }
-    }
-
-    /// Looks up local rows, differentiable; the gradient of the row `still` is not used.
-    pub(crate) fn lookup(&self, rows: Vec<u32>, still: Option<u32>) -> Result<Tensor> {
-        match self {
-            Self::Dense(tensor) => Ok(empty::index_select(tensor, &rows, 0)?),
-            Self::ByRows(table) => table.lookup_but(rows, still),
-        }
-    }
+    pub(super) parts: Vec<Range<usize>>,
 }
 
 impl Table {
     /// Converts a sharded tensor to a table; returns the reason if it is not one.
-    pub(crate) fn of(tensor: &ShardedTensor) -> Result<Self, Wrong> {
+    pub(super) fn of(tensor: &ShardedTensor) -> Result<Self, Wrong> {
         let &[rows, width] = tensor.dims() else {
             return Err(format!("a table has 2 dims, [rows, width]; got {:?}", tensor.dims()));
         };
@@ -59,70 +37,55 @@ impl Table {
         if rows > u32::MAX as usize {
             return Err(format!("a table of {rows} rows is not supported; use no more than {}", u32::MAX));
         }
-        let shards = &tensor.metadata().shards;
-        let is_cut = |dim: usize| shards.iter().any(|shard| shard.sizes[dim] != tensor.dims()[dim]);
-        let dim = match [is_cut(0), is_cut(1)] {
-            [true, true] => {
-                return Err(format!("a table {:?} cut in both dims; reshard it by rows or columns", tensor.dims()));
-            }
-            [_, columns] => usize::from(columns),
-        };
-        let mut parts = vec![0..0; tensor.group().size()];
-        for shard in shards {
-            let part = shard.offsets[dim]..shard.offsets[dim] + shard.sizes[dim];
-            let rank = shard.placement.as_ref().and_then(|placement| placement.rank());
-            let Some(held) = rank.and_then(|rank| parts.get_mut(rank)) else {
-                return Err(format!("a shard {shard:?} of no rank of the group; reshard the table"));
-            };
-            if held.start < held.end && part.start < part.end {
-                return Err("a table with several shards on a rank; reshard it to one shard each".into());
-            }
-            if held.start >= held.end {
-                *held = part;
-            }
-        }
-        let empty = || {
-            let dims = if dim == 0 { (0, width) } else { (rows, 0) };
-            Tensor::zeros(dims, tensor.dtype(), tensor.device()).map_err(|error| error.to_string())
-        };
+        let (dim, parts) = tensor.parts()?;
         // A rank may have empty shards in addition to its shard with elements.
-        let held = tensor.local_shards().iter().position(|shard| !shard.metadata.is_empty()).unwrap_or(0);
-        let local = match (tensor.row_vars().get(held), tensor.local_shards().get(held)) {
-            (Some(rows), _) => Local::ByRows(rows.clone()),
-            (None, Some(shard)) => Local::Dense(shard.tensor.clone()),
-            (None, None) => Local::Dense(empty()?),
+        let shards = tensor.local_shards();
+        let held = shards.iter().position(|shard| !shard.metadata.is_empty()).unwrap_or(0);
+        let local = match shards.get(held) {
+            Some(shard) => shard.tensor.clone(),
+            None => {
+                let dims = if dim == 0 { (0, width) } else { (rows, 0) };
+                Tensor::zeros(dims, tensor.dtype(), tensor.device()).map_err(|error| error.to_string())?
+            }
         };
-        let holds = !tensor.local_shards().is_empty();
-        Ok(Self { local, holds, group: tensor.group().clone(), rows, dim, parts })
+        let (by_rows, holds) = (tensor.row_vars().get(held).cloned(), !shards.is_empty());
+        Ok(Self { local, by_rows, holds, group: tensor.group().clone(), rows, dim, parts })
+    }
+
+    /// Looks up local rows, differentiable; the gradient of the row `still` is not used.
+    pub(super) fn lookup(&self, rows: Vec<u32>, still: Option<u32>) -> Result<Tensor> {
+        match &self.by_rows {
+            Some(table) => table.lookup_but(rows, still),
+            None => Ok(empty::index_select(&self.local, &rows, 0)?),
+        }
     }
 
     /// Returns whether the local part has a gradient; `None` if there is no local part.
-    pub(crate) fn tracked(&self) -> Option<bool> {
-        self.holds.then(|| self.local.tensor().track_op())
+    pub(super) fn tracked(&self) -> Option<bool> {
+        self.holds.then(|| self.local.track_op())
     }
 
     /// Returns whether the local part is the result of ops, whose gradients may need its values.
-    pub(crate) fn is_result(&self) -> bool {
-        let local = self.local.tensor();
-        local.track_op() && !local.is_variable()
+    pub(super) fn is_result(&self) -> bool {
+        self.local.track_op() && !self.local.is_variable()
     }
 
-    pub(crate) fn by_columns(&self) -> bool {
+    pub(super) fn by_columns(&self) -> bool {
         self.dim == 1
     }
 
     /// Returns the rows of which `rank` holds a part.
-    pub(crate) fn own_rows(&self, rank: usize) -> Range<usize> {
+    pub(super) fn own_rows(&self, rank: usize) -> Range<usize> {
         if self.by_columns() { 0..self.rows } else { self.parts[rank].clone() }
     }
 
     /// Returns the sizes of the parts in rank order.
-    pub(crate) fn sizes(&self) -> Vec<usize> {
+    pub(super) fn sizes(&self) -> Vec<usize> {
         self.parts.iter().map(Range::len).collect()
     }
 
     /// Returns the ranks in the order of their parts in the table.
-    pub(crate) fn order(&self) -> Vec<usize> {
+    pub(super) fn order(&self) -> Vec<usize> {
         (0..self.parts.len()).sorted_by_key(|&rank| self.parts[rank].start).collect()
     }
 }

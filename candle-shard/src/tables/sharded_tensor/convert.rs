@@ -6,6 +6,7 @@ use crate::tables::sharding_spec::{
 };
 use crate::{DTensor, Error, Placement, Result, Shard, Sizes, Spec};
 use candle_dist::DeviceMesh;
+use std::ops::Range;
 
 impl ShardedTensor {
     /// Converts to a `DTensor` on a mesh with one axis, each rank of which holds one piece of a dim, in order.
@@ -33,8 +34,7 @@ impl ShardedTensor {
     /// On every rank alike, if the mesh has several axes or other ranks, or if its ranks do not hold one piece of a dim
     /// each, in order.
     pub fn to_dtensor(&self, mesh: &DeviceMesh) -> Result<DTensor> {
-        let pieces = self.holders(mesh).and_then(|held| (0..self.dims().len()).find_map(|dim| self.cut_of(dim, &held)));
-        let Some((dim, sizes)) = pieces else {
+        let Some((dim, sizes)) = self.sizes_on(mesh) else {
             let chunks = ChunkShardingSpec::on_ranks(0, 0..self.group().size())?;
             return Error::op(
                 "ShardedTensor::to_dtensor",
@@ -51,32 +51,19 @@ impl ShardedTensor {
         DTensor::from_local_with_spec(self.local_tensor()?.clone(), spec)
     }
 
-    /// Returns the shard of each rank of a mesh with one axis, if each rank has exactly one.
-    fn holders(&self, mesh: &DeviceMesh) -> Option<Vec<&ShardMetadata>> {
+    /// Returns the dim that is cut, and the size of each part on a mesh with one axis, each rank of which holds one, in
+    /// order.
+    fn sizes_on(&self, mesh: &DeviceMesh) -> Option<(usize, Sizes)> {
         let ranks = self.group().ranks();
-        if mesh.ndim() != 1 || mesh.size() != ranks.len() {
+        let holds_one = |rank: usize| self.layout.shards_of(rank).count() == 1;
+        if mesh.ndim() != 1 || mesh.size() != ranks.len() || !(0..ranks.len()).all(holds_one) {
             return None;
         }
-        let held = |rank: &usize| {
-            let mut shards = self.layout.shards_of(ranks.iter().position(|member| member == rank)?);
-            shards.next().filter(|_| shards.next().is_none())
-        };
-        mesh.ranks().iter().map(held).collect()
-    }
-
-    /// Returns the sizes of the shards along `dim`, if they are consecutive pieces of it and whole in all other dims.
-    fn cut_of(&self, dim: usize, held: &[&ShardMetadata]) -> Option<(usize, Sizes)> {
-        let (mut sizes, mut end) = (Vec::with_capacity(held.len()), 0);
-        for shard in held {
-            let whole = |d: usize| d == dim || (shard.offsets[d] == 0 && shard.sizes[d] == self.dims()[d]);
-            let size = shard.sizes[dim];
-            if !(0..self.dims().len()).all(whole) || (size > 0 && shard.offsets[dim] != end) {
-                return None;
-            }
-            sizes.push(size);
-            end += size;
-        }
-        Some((dim, sizes.into()))
+        let (dim, parts) = self.layout.parts().ok()?;
+        let part = |rank: &usize| Some(&parts[ranks.iter().position(|member| member == rank)?]);
+        let parts: Vec<&Range<usize>> = mesh.ranks().iter().map(part).collect::<Option<_>>()?;
+        let is_in_order = parts.iter().filter(|part| !part.is_empty()).is_sorted_by_key(|part| part.start);
+        is_in_order.then(|| (dim, parts.into_iter().map(Range::len).collect()))
     }
 
     /// Converts a `DTensor` in which every rank holds a different piece, on the group of its mesh.

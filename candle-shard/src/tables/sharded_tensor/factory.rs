@@ -138,7 +138,7 @@ impl ShardedTensor {
         dtype: impl Into<Option<DType>>,
         group: impl Into<Option<&'a ProcessGroup>>,
     ) -> Result<Self> {
-        let layout = self.layout_like(dtype.into(), group.into())?;
+        let layout = self.layout_like(dtype, group)?;
         let dtype = layout.metadata.dtype;
         made(layout, self.device(), |shard| empty::full(value, &shard.sizes[..], dtype, self.device()))
     }
@@ -152,7 +152,7 @@ impl ShardedTensor {
         group: impl Into<Option<&'a ProcessGroup>>,
         stream: Stream,
     ) -> Result<Self> {
-        let layout = self.layout_like(dtype.into(), group.into())?;
+        let layout = self.layout_like(dtype, group)?;
         sampled(layout, Distribution::Uniform { lo, up }, self.device(), stream)
     }
 
@@ -165,12 +165,16 @@ impl ShardedTensor {
         group: impl Into<Option<&'a ProcessGroup>>,
         stream: Stream,
     ) -> Result<Self> {
-        let layout = self.layout_like(dtype.into(), group.into())?;
+        let layout = self.layout_like(dtype, group)?;
         sampled(layout, Distribution::Normal { mean, stdev }, self.device(), stream)
     }
 
-    fn layout_like(&self, dtype: Option<DType>, group: Option<&ProcessGroup>) -> Result<Arc<Layout>> {
-        let (dtype, group) = (dtype.unwrap_or(self.dtype()), group.unwrap_or(self.group()));
+    fn layout_like<'a>(
+        &self,
+        dtype: impl Into<Option<DType>>,
+        group: impl Into<Option<&'a ProcessGroup>>,
+    ) -> Result<Arc<Layout>> {
+        let (dtype, group) = (dtype.into().unwrap_or(self.dtype()), group.into().unwrap_or(self.group()));
         Layout::new(self.sharding_spec().clone(), self.dims(), dtype, group)
     }
 }

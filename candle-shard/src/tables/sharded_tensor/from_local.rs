@@ -1,9 +1,9 @@
 //! Conversion of local tensors to sharded ones.
-use super::metadata::{Layout, ShardedTensorMetadata};
-use super::{LocalShard, ShardedTensor};
+use super::ShardedTensor;
+use super::metadata::{Layout, LocalShard, ShardedTensorMetadata};
 use crate::agreement;
 use crate::tables::sharding_spec::{
-    EnumerableShardingSpec, RemoteDevice, ShardMetadata, ShardingSpec, infer_sharding_spec_from_shards_metadata,
+    EnumerableShardingSpec, ShardMetadata, ShardingSpec, infer_sharding_spec_from_shards_metadata,
 };
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -18,17 +18,10 @@ const OP: &str = "ShardedTensor::from_local_shards";
 #[derive(Serialize, Deserialize)]
 struct Told {
     dims: Vec<usize>,
-    shards: Vec<ToldShard>,
+    /// Its shards, each with its dtype.
+    shards: Vec<(ShardMetadata, String)>,
     /// An error that this rank found in one of its shards.
     complaint: Option<String>,
-}
-
-#[derive(Serialize, Deserialize)]
-struct ToldShard {
-    offsets: Vec<usize>,
-    sizes: Vec<usize>,
-    placement: Option<RemoteDevice>,
-    dtype: String,
 }
 
 impl ShardedTensor {
@@ -60,16 +53,10 @@ impl ShardedTensor {
     pub fn from_local_shards(shards: Vec<LocalShard>, shape: impl Into<Shape>, group: &ProcessGroup) -> Result<Self> {
         let shape = shape.into();
         let complaint = shards.iter().find_map(|shard| fault(shard, group.rank()));
-        let told = shards.iter().map(|LocalShard { tensor, metadata }| ToldShard {
-            offsets: metadata.offsets.clone(),
-            sizes: metadata.sizes.clone(),
-            placement: metadata.placement.clone(),
-            dtype: tensor.dtype().as_str().into(),
-        });
-        let told = Told { dims: shape.dims().to_vec(), shards: told.collect(), complaint };
+        let described = shards.iter().map(|shard| (shard.metadata.clone(), shard.tensor.dtype().as_str().into()));
+        let told = Told { dims: shape.dims().to_vec(), shards: described.collect(), complaint };
         let layout = agreed_layout(&told, group)?;
-        let device = shards.first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
-        Self::holding(layout, shards, &device)
+        Self::of_shards(layout, shards)
     }
 
     /// Uses a local tensor as this rank's only shard of a tensor of the global shape; nothing is communicated.
@@ -127,15 +114,14 @@ impl ShardedTensor {
             let (has, at) = (shard.tensor.dtype().as_str(), &shard.metadata);
             return Error::op(OP, format!("{has} in shard {at} of {layout}; convert it with to_dtype"));
         }
-        let device = shards.first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
-        Self::holding(layout, shards, &device)
+        Self::of_shards(layout, shards)
     }
 
     /// Creates a tensor from these local shards, which match the layout in its order.
-    fn holding(layout: Arc<Layout>, shards: Vec<LocalShard>, device: &Device) -> Result<Self> {
-        let contiguous = |shard: LocalShard| Ok(LocalShard { tensor: shard.tensor.contiguous()?, ..shard });
-        let shards = shards.into_iter().map(contiguous).collect::<Result<_>>()?;
-        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() })
+    fn of_shards(layout: Arc<Layout>, shards: Vec<LocalShard>) -> Result<Self> {
+        let device = shards.first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
+        let tensors = shards.iter().map(|shard| shard.tensor.contiguous()).collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(Self::holding(layout, &device, tensors))
     }
 }
 
@@ -170,17 +156,14 @@ fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
         let reason = format!("rank {rank} of the group names the shape {other:?}, and rank 0 {dims:?}; name the same");
         return Error::op(OP, reason);
     }
-    let told = || all.iter().enumerate().flat_map(|(rank, told)| told.shards.iter().map(move |shard| (rank, shard)));
-    let dtype = told().next().map_or("f32", |(_, shard)| shard.dtype.as_str());
-    if let Some((rank, shard)) = told().find(|(_, shard)| shard.dtype != dtype) {
-        let reason = format!("rank {rank} of the group gives {}, and the first shard is {dtype}", shard.dtype);
+    let shards = || all.iter().enumerate().flat_map(|(rank, told)| told.shards.iter().map(move |shard| (rank, shard)));
+    let dtype = shards().next().map_or("f32", |(_, (_, dtype))| dtype);
+    if let Some((rank, (_, other))) = shards().find(|(_, (_, other))| other != dtype) {
+        let reason = format!("rank {rank} of the group gives {other}, and the first shard is {dtype}");
         return Error::op(OP, format!("{reason}; convert one with to_dtype"));
     }
     let parsed: DType = dtype.parse().map_err(|_| Error::Op { op: OP, reason: format!("{dtype} is not known") })?;
-    let metadata = |(_, shard): (usize, &ToldShard)| {
-        ShardMetadata::new(shard.offsets.clone(), shard.sizes.clone(), shard.placement.clone())
-    };
-    let shards: Vec<_> = told().map(metadata).collect::<Result<_>>()?;
+    let shards: Vec<_> = shards().map(|(_, (metadata, _))| metadata.clone()).collect();
     Layout::new(listed(&shards, dims, group)?, dims, parsed, group)
 }
 

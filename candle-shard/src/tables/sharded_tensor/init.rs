@@ -4,11 +4,9 @@
 //! spec. Clones of the tensor share its memory and change with it.
 use super::ShardedTensor;
 use super::factory::sampled;
-use super::transform::overwrite;
 use crate::Result;
 use crate::random::{Distribution, Stream};
 use candle_core::Shape;
-use candle_dist::empty;
 use candle_nn::init::{FanInOut, NonLinearity};
 
 /// Fills the tensor with random numbers of `stream`, uniform over `[lo, up)`.
@@ -65,14 +63,9 @@ pub fn kaiming_uniform(
 
 /// Fills the tensor with one value, rounded to the dtype.
 pub fn constant(tensor: &ShardedTensor, value: f64) -> Result<()> {
-    for shard in tensor.local_shards() {
-        let sizes = &shard.metadata.sizes[..];
-        overwrite(&shard.tensor, &empty::full(value, sizes, tensor.dtype(), tensor.device())?)?;
-    }
-    Ok(())
+    tensor.overwrite(&tensor.full_like(value, None, None)?)
 }
 
 fn fill(tensor: &ShardedTensor, dist: Distribution, stream: Stream) -> Result<()> {
-    let drawn = sampled(tensor.layout.clone(), dist, tensor.device(), stream)?;
-    tensor.shards.iter().zip(&drawn.shards).try_for_each(|(to, from)| overwrite(&to.tensor, &from.tensor))
+    tensor.overwrite(&sampled(tensor.layout.clone(), dist, tensor.device(), stream)?)
 }

@@ -32,33 +32,42 @@ use std::fmt;
 /// ```
 pub struct LocalOp<A: ?Sized> {
     name: &'static str,
-    op: Box<Of<Tensor, A, Result<Tensor>>>,
-    early_stop: Option<Box<Of<ShardedTensor, A, bool>>>,
-    extra_check: Option<Box<Of<ShardedTensor, A, Result<()>>>>,
-    customized: Option<Box<Of<ShardedTensor, A, Result<Made>>>>,
+    early_stop: Box<LocalFn<A, bool>>,
+    extra_check: Box<LocalFn<A, Result<()>>>,
+    make: Box<LocalFn<A, Result<Made>>>,
 }
-
-/// A part of an op: a function of a tensor and the op's arguments.
-type Of<X, A, R> = dyn Fn(&X, &A) -> R + Send + Sync;
 
 /// A new local tensor, with the spec and the global shape of the result.
 type Made = (Tensor, ShardingSpec, Vec<usize>);
 
+/// A function of a tensor and the op's arguments.
+type LocalFn<A, R> = dyn Fn(&ShardedTensor, &A) -> R + Send + Sync;
+
 impl<A: ?Sized> LocalOp<A> {
     /// Creates an op on the local tensor that keeps its shape; errors print `name`.
     pub fn new(name: &'static str, op: impl Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync + 'static) -> Self {
-        Self { name, op: Box::new(op), early_stop: None, extra_check: None, customized: None }
+        let make = move |x: &ShardedTensor, args: &A| {
+            let local = x.local_tensor()?;
+            let made = op(local, args)?;
+            if made.dims() != local.dims() {
+                let (from, to) = (local.dims(), made.dims());
+                let reason = format!("returns shape {to:?} for a local tensor of shape {from:?}");
+                return Error::op(name, format!("{reason}; describe its layout with customized"));
+            }
+            Ok((made, x.sharding_spec().clone(), x.dims().to_vec()))
+        };
+        Self { name, early_stop: Box::new(|_, _| false), extra_check: Box::new(|_, _| Ok(())), make: Box::new(make) }
     }
 
     /// Returns the tensor unchanged where `stop` returns true.
     pub fn early_stop(mut self, stop: impl Fn(&ShardedTensor, &A) -> bool + Send + Sync + 'static) -> Self {
-        self.early_stop = Some(Box::new(stop));
+        self.early_stop = Box::new(stop);
         self
     }
 
     /// Adds a check that runs first. It must depend only on values that every rank knows, so that all ranks fail alike.
     pub fn extra_check(mut self, check: impl Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync + 'static) -> Self {
-        self.extra_check = Some(Box::new(check));
+        self.extra_check = Box::new(check);
         self
     }
 
@@ -85,7 +94,7 @@ impl<A: ?Sized> LocalOp<A> {
         mut self,
         make: impl Fn(&ShardedTensor, &A) -> Result<(Tensor, ShardingSpec, Vec<usize>)> + Send + Sync + 'static,
     ) -> Self {
-        self.customized = Some(Box::new(make));
+        self.make = Box::new(make);
         self
     }
 
@@ -95,34 +104,19 @@ impl<A: ?Sized> LocalOp<A> {
     /// On every rank alike, if a rank holds no shard or several; any error of the op's functions; and if the result
     /// does not have the expected shape.
     pub fn apply(&self, x: &ShardedTensor, args: &A) -> Result<ShardedTensor> {
-        if let Some(check) = &self.extra_check {
-            check(x, args)?;
-        }
-        if self.early_stop.as_ref().is_some_and(|stop| stop(x, args)) {
+        (self.extra_check)(x, args)?;
+        if (self.early_stop)(x, args) {
             return Ok(x.clone());
         }
         for rank in 0..x.group().size() {
             let n = x.layout.shards_of(rank).count();
             if n != 1 {
-                let reason =
-                    format!("rank {rank} of the group holds {n} shards of {}; reshard to one per rank", x.layout);
-                return Error::op(self.name, reason);
+                let reason = format!("rank {rank} of the group holds {n} shards of {}", x.layout);
+                return Error::op(self.name, format!("{reason}; reshard to one per rank"));
             }
         }
-        if let Some(make) = &self.customized {
-            let (local, spec, dims) = make(x, args)?;
-            return ShardedTensor::from_local_tensor(local, spec, dims, x.group());
-        }
-        let local = x.local_tensor()?;
-        let made = (self.op)(local, args)?;
-        if made.dims() != local.dims() {
-            let (from, to) = (local.dims(), made.dims());
-            let reason = format!(
-                "returns shape {to:?} for a local tensor of shape {from:?}; describe its layout with customized"
-            );
-            return Error::op(self.name, reason);
-        }
-        ShardedTensor::build(x.layout.with_dtype(made.dtype()), x.device(), |_| Ok(made.contiguous()?))
+        let (local, spec, dims) = (self.make)(x, args)?;
+        ShardedTensor::from_local_tensor(local, spec, dims, x.group())
     }
 }
 

@@ -3,21 +3,16 @@ mod compare;
 mod convert;
 mod factory;
 mod from_local;
-mod gather;
 pub mod init;
 mod local_op;
-mod local_shard;
 mod metadata;
-mod pieces;
-mod reshard;
-mod shard;
+mod moves;
 mod sharding_plan;
 mod state_dict;
 mod transform;
 
 pub use local_op::LocalOp;
-pub use local_shard::LocalShard;
-pub use metadata::ShardedTensorMetadata;
+pub use metadata::{LocalShard, ShardedTensorMetadata};
 pub use sharding_plan::{ShardedModule, ShardingPlan, shard_module};
 pub use state_dict::{load_state, save_state};
 
@@ -30,6 +25,7 @@ use candle_dist::{ProcessGroup, ShardedVar};
 use itertools::Itertools;
 use metadata::Layout;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A tensor sharded over the ranks of a group according to a [`ShardingSpec`]; cheap to clone.
@@ -65,18 +61,31 @@ pub struct ShardedTensor {
 
 impl ShardedTensor {
     /// Builds the shards of this rank with `make`, in the order of the spec.
-    fn build(
-        layout: Arc<Layout>,
-        device: &Device,
-        mut make: impl FnMut(&ShardMetadata) -> Result<Tensor>,
-    ) -> Result<Self> {
-        let shard = |metadata: &crate::sharding_spec::ShardMetadata| {
-            let tensor = make(metadata)?;
+    fn build(layout: Arc<Layout>, device: &Device, make: impl FnMut(&ShardMetadata) -> Result<Tensor>) -> Result<Self> {
+        let tensors = layout.mine().map(make).collect::<Result<Vec<_>>>()?;
+        Ok(Self::holding(layout, device, tensors))
+    }
+
+    /// Creates a tensor whose shards on this rank are `tensors`, in the order of the spec.
+    fn holding(layout: Arc<Layout>, device: &Device, tensors: impl IntoIterator<Item = Tensor>) -> Self {
+        let shard = |(tensor, metadata): (Tensor, &ShardMetadata)| {
             debug_assert_eq!(tensor.dims(), metadata.sizes, "{layout}");
-            Ok(LocalShard { tensor, metadata: metadata.clone() })
+            LocalShard { tensor, metadata: metadata.clone() }
         };
-        let shards = layout.mine().map(shard).collect::<Result<_>>()?;
-        Ok(Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() })
+        let shards = tensors.into_iter().zip(layout.mine()).map(shard).collect();
+        Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() }
+    }
+
+    /// Applies `f` to each local shard and keeps the layout. Variables stay declared as shards while the result lives.
+    fn map(&self, f: impl FnMut(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+        let made = self.tensors().map(f).collect::<candle_core::Result<Vec<_>>>()?;
+        let declared = self.declared.clone();
+        Ok(Self { declared, ..Self::holding(self.layout.clone(), self.device(), made) })
+    }
+
+    /// Returns the elements of this rank's shards, in the order of the spec.
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.shards.iter().map(|shard| &shard.tensor)
     }
 
     /// Returns the group of ranks that hold the tensor.
@@ -122,7 +131,7 @@ impl ShardedTensor {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn grad<'g>(&self, grads: &'g GradStore) -> Vec<Option<&'g Tensor>> {
-        self.shards.iter().map(|shard| grads.get(&shard.tensor)).collect()
+        self.tensors().map(|tensor| grads.get(tensor)).collect()
     }
 
     /// Returns the elements of this rank's only shard, connected to the graph.
@@ -138,6 +147,11 @@ impl ShardedTensor {
                 Error::op("ShardedTensor::local_tensor", reason)
             }
         }
+    }
+
+    /// Returns the dim that is cut, and each rank's part of it; or the reason why there is no such dim.
+    pub(in crate::tables) fn parts(&self) -> Result<(usize, Vec<Range<usize>>), String> {
+        self.layout.parts()
     }
 
     /// Returns the global shape.

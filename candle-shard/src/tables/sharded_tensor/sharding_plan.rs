@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use candle_dist::{ProcessGroup, verify_parameter_shapes};
 use itertools::Itertools;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -64,21 +64,19 @@ impl ShardingPlan {
 
     /// Returns the entry for each parameter that the plan names.
     fn matched<'a>(&'a self, parameters: &'a BTreeMap<String, Tensor>) -> Result<BTreeMap<&'a str, &'a How>> {
-        let (mut matched, mut used) = (BTreeMap::new(), BTreeSet::new());
-        for name in parameters.keys() {
-            let path: Vec<&str> = name.split('.').collect();
-            for (i, (_, how)) in self.entries.iter().enumerate().filter(|(_, (pattern, _))| pattern.matches(&path)) {
-                matched.insert(name.as_str(), how);
-                used.insert(i);
+        let (mut matched, mut unmatched) = (BTreeMap::new(), Vec::new());
+        for (pattern, how) in &self.entries {
+            let names = parameters.keys().filter(|name| pattern.matches(&name.split('.').collect_vec())).collect_vec();
+            if names.is_empty() {
+                unmatched.push(format!("{:?}", pattern.text()));
             }
+            matched.extend(names.into_iter().map(|name| (name.as_str(), how)));
         }
-        let unmatched = self.entries.iter().enumerate().filter(|(i, _)| !used.contains(i));
-        let names = unmatched.map(|(_, (pattern, _))| format!("{:?}", pattern.text())).join(", ");
-        if !names.is_empty() {
-            let known = parameters.keys().take(3).join(", ");
-            return Err(Error::Plan(format!("{names} matched no parameter; the names are like {known}")));
+        if unmatched.is_empty() {
+            return Ok(matched);
         }
-        Ok(matched)
+        let (names, known) = (unmatched.join(", "), parameters.keys().take(3).join(", "));
+        Err(Error::Plan(format!("{names} matched no parameter; the names are like {known}")))
     }
 }
 
@@ -115,25 +113,24 @@ pub fn shard_module(
     group: &ProcessGroup,
 ) -> Result<ShardedModule> {
     let matched = plan.matched(parameters)?;
-    let named = || matched.iter().map(|(name, how)| (*name, *how, &parameters[*name]));
-    for (name, how, tensor) in named() {
+    for (name, how) in &matched {
         if let How::Spec(spec) = how {
-            let fits = spec.check(group.size()).and_then(|()| spec.build_metadata(tensor.dims()));
+            let fits = spec.check(group.size()).and_then(|()| spec.build_metadata(parameters[*name].dims()));
             fits.map_err(|error| Error::Plan(format!("{name}: {error}")))?;
         }
     }
     verify_parameter_shapes(group, &parameters.iter().collect_vec())?;
     let mut sharded = BTreeMap::new();
-    for (name, how, tensor) in named() {
+    for (&name, how) in &matched {
+        let tensor = &parameters[name];
         let made = match how {
             How::Spec(spec) => ShardedTensor::shard(tensor, spec, src_rank, group)?,
             How::Sharder(sharder) => sharder(name, tensor, src_rank, group)?,
         };
         if made.dims() != tensor.dims() {
             let (made, dims) = (made.dims(), tensor.dims());
-            return Err(Error::Plan(format!(
-                "{name}: its sharder returns shape {made:?} for {dims:?}; keep the shape"
-            )));
+            let reason = format!("{name}: its sharder returns shape {made:?} for {dims:?}; keep the shape");
+            return Err(Error::Plan(reason));
         }
         sharded.insert(name.to_string(), made);
     }

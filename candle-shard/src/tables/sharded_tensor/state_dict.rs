@@ -46,27 +46,26 @@ pub fn save_state(
     tensors: &BTreeMap<String, ShardedTensor>,
 ) -> Result<()> {
     const OP: &str = "sharded_tensor::save_state";
-    let ranks = |tensor: &ShardedTensor| format!("{} on ranks {:?}", tensor.layout, tensor.group().ranks());
-    let described: Vec<_> = tensors.iter().map(|(name, tensor)| (name, ranks(tensor))).collect();
-    check_named(OP, group, &described)?;
+    let described = tensors.iter().map(|(name, tensor)| {
+        let (layout, ranks) = (&tensor.layout, tensor.group().ranks());
+        (name, format!("{layout} on ranks {ranks:?}"))
+    });
+    check_named(OP, group, &described.collect::<Vec<_>>())?;
     if let Some((name, tensor)) = tensors.iter().find(|(_, tensor)| tensor.group().ranks() != group.ranks()) {
         let (at, ranks) = (tensor.group().ranks(), group.ranks());
         let reason = format!("{name:?} lies on ranks {at:?}, and those of {ranks:?} are saved; save it by itself");
         return Error::op(OP, reason);
     }
-    let held: Vec<&ShardedTensor> = tensors.values().collect();
-    let saved: Vec<Saved<'_>> = tensors.iter().map(|(name, tensor)| saved(name, tensor)).collect();
-    write(OP, path.as_ref(), group, &saved, |nth, part| &held[nth].shards[part].tensor)
-}
-
-/// Lists which rank writes which shard: each rank writes its own; empty shards are not written.
-fn saved<'a>(name: &'a str, tensor: &'a ShardedTensor) -> Saved<'a> {
-    let held = (0..tensor.group().size()).flat_map(|rank| {
-        let shards = tensor.layout.shards_of(rank).enumerate();
-        shards.filter(|(_, shard)| !shard.is_empty()).map(move |(part, shard)| (rank, part, shard))
+    // Each rank writes its own shards. Empty ones are not written.
+    let saved = tensors.iter().map(|(name, tensor)| {
+        let held = (0..group.size()).flat_map(|rank| {
+            let shards = tensor.layout.shards_of(rank).enumerate().filter(|(_, shard)| !shard.is_empty());
+            shards.map(move |(part, shard)| Written { rank, part, block: shard.block() })
+        });
+        Saved { name, shape: tensor.dims(), dtype: tensor.dtype(), pieces: held.collect() }
     });
-    let pieces = held.map(|(rank, part, shard)| Written { rank, part, block: shard.block() }).collect();
-    Saved { name, shape: tensor.dims(), dtype: tensor.dtype(), pieces }
+    let held: Vec<&ShardedTensor> = tensors.values().collect();
+    write(OP, path.as_ref(), group, &saved.collect::<Vec<_>>(), |nth, part| &held[nth].shards[part].tensor)
 }
 
 /// Loads tensors of a checkpoint, or of other [`Weights`], cut according to the specs, in their stored dtypes.

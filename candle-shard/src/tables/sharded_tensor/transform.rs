@@ -1,6 +1,6 @@
 //! Conversions to variables, copies, other dtypes and other devices.
 use super::metadata::{Layout, ShardedTensorMetadata};
-use super::{LocalShard, ShardedTensor, pieces};
+use super::{ShardedTensor, moves};
 use crate::kernels::is_computed;
 use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
 use crate::tables::sparse::{RowVar, check_size};
@@ -12,14 +12,11 @@ use std::sync::Arc;
 impl ShardedTensor {
     /// Returns the tensor as a trainable leaf: each local shard becomes a [`Var`], in the order of the shards.
     pub fn to_var(&self) -> Result<(Self, Vec<Var>)> {
-        let mut vars: Vec<Var> = Vec::with_capacity(self.shards.len());
-        let leaf = self.map(|tensor| {
-            let var = Var::from_tensor(&tensor.detach())?;
-            vars.push(var.clone());
-            Ok(var.into_inner())
-        })?;
+        let vars = self.tensors().map(|tensor| Var::from_tensor(&tensor.detach()));
+        let vars = vars.collect::<candle_core::Result<Vec<_>>>()?;
         let declared = vars.iter().map(|var| ShardedVar::over(var, self.group())).collect();
-        Ok((Self { declared, ..leaf }, vars))
+        let tensors = vars.iter().map(|var| var.as_tensor().clone());
+        Ok((Self { declared, ..Self::holding(self.layout.clone(), self.device(), tensors) }, vars))
     }
 
     /// Returns a table `[rows, width]` as a trainable leaf whose gradient is collected by rows.
@@ -43,38 +40,38 @@ impl ShardedTensor {
             check_size(OP, sizes.iter().product(), device == DeviceName::Cpu)?;
         }
         let (leaf, vars) = self.to_var()?;
-        let declared = leaf.declared.iter().cloned();
-        let rows = vars.into_iter().zip(declared).map(|(var, declared)| Ok(RowVar::new(var)?.declared(declared)));
+        let rows = vars.into_iter().zip(&leaf.declared);
+        let rows = rows.map(|(var, declared)| Ok(RowVar::new(var)?.declared(declared.clone())));
         let rows: Vec<RowVar> = rows.collect::<Result<_>>()?;
         Ok((Self { rows: rows.clone(), ..leaf }, rows))
     }
 
     /// Returns the variables of [`to_row_vars`](Self::to_row_vars), if this tensor still consists of them.
     pub fn row_vars(&self) -> &[RowVar] {
-        let is_leaf = self.rows.len() == self.shards.len()
-            && self.rows.iter().zip(&self.shards).all(|(rows, shard)| rows.var().id() == shard.tensor.id());
+        let is_leaf = self.rows.iter().map(|rows| rows.var().id()).eq(self.tensors().map(Tensor::id));
         if is_leaf { &self.rows } else { &[] }
     }
 
     /// Returns whether gradients reach a shard of this rank: it is a variable or was computed from one.
     pub fn requires_grad(&self) -> bool {
-        self.shards.iter().any(|shard| shard.tensor.track_op())
+        self.tensors().any(Tensor::track_op)
     }
 
     /// Returns the tensor without gradient, in the same memory.
     pub fn detach(&self) -> Self {
-        let detached = |shard: &LocalShard| LocalShard { tensor: shard.tensor.detach(), ..shard.clone() };
-        Self { shards: self.shards.iter().map(detached).collect(), ..self.clone() }
+        let detached = self.tensors().map(Tensor::detach);
+        let declared = self.declared.clone();
+        Self { declared, ..Self::holding(self.layout.clone(), self.device(), detached) }
     }
 
     /// Copies the values to new memory, without gradient; `clone` shares memory.
     pub fn copy(&self) -> Result<Self> {
-        self.map(|tensor| Ok(tensor.detach().force_contiguous()?))
+        self.map(|tensor| tensor.detach().force_contiguous())
     }
 
     /// Converts the values to another dtype, connected to the graph.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        Ok(Self { layout: self.layout.with_dtype(dtype), ..self.map(|tensor| Ok(tensor.to_dtype(dtype)?))? })
+        Ok(Self { layout: self.layout.with_dtype(dtype), ..self.map(|tensor| tensor.to_dtype(dtype))? })
     }
 
     /// Moves the tensor to another device on each rank, connected to the graph; every rank names a device of the same
@@ -84,16 +81,8 @@ impl ShardedTensor {
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         let spec = self.sharding_spec().on(DeviceName::kind_of(device))?;
         let layout = Layout::new(spec, self.dims(), self.dtype(), self.group())?;
-        let moved = layout.mine().zip(&self.shards).map(|(metadata, shard)| {
-            Ok(LocalShard { tensor: shard.tensor.to_device(device)?, metadata: metadata.clone() })
-        });
-        Ok(Self {
-            shards: moved.collect::<Result<_>>()?,
-            layout,
-            device: device.clone(),
-            rows: Vec::new(),
-            declared: Vec::new(),
-        })
+        let moved = self.tensors().map(|tensor| tensor.to_device(device)).collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(Self::holding(layout, device, moved))
     }
 
     /// Writes the values of `other`, which has the same layout, over the values of this tensor, even if it is a
@@ -110,7 +99,7 @@ impl ShardedTensor {
                 format!("{} from {}; reshard and convert the other one first", self.layout, other.layout),
             );
         }
-        self.shards.iter().zip(&other.shards).try_for_each(|(to, from)| overwrite(&to.tensor, &from.tensor))
+        self.overwrite(other)
     }
 
     /// Returns whether both have the same shape, dtype and shards on the same ranks; the result is equal on every rank.
@@ -120,16 +109,11 @@ impl ShardedTensor {
             || (self.group().ranks() == other.group().ranks() && self.metadata() == other.metadata())
     }
 
-    /// Applies `f` to each local shard and keeps the layout.
-    pub(super) fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let mapped = |shard: &LocalShard| Ok(LocalShard { tensor: f(&shard.tensor)?, ..shard.clone() });
-        let shards = self.shards.iter().map(mapped).collect::<Result<_>>()?;
-        Ok(Self { shards, ..self.clone() })
+    /// Writes the values of `other`, which has the same layout, over the memory of this tensor.
+    pub(super) fn overwrite(&self, other: &Self) -> Result<()> {
+        // Copies, as both may use the same memory.
+        self.tensors().zip(other.tensors()).try_for_each(|(to, from)| {
+            Ok(moves::write(&to.detach(), &from.detach().force_contiguous()?, &vec![0; to.rank()])?)
+        })
     }
-}
-
-/// Writes `from` over the memory of `to`, which has the same shape and dtype and may be a variable.
-pub(super) fn overwrite(to: &Tensor, from: &Tensor) -> Result<()> {
-    // A copy, as both may use the same memory.
-    Ok(pieces::write(&to.detach(), &from.detach().force_contiguous()?, &vec![0; to.rank()])?)
 }

@@ -2,10 +2,11 @@
 use super::remote_device::RemoteDevice;
 use crate::layout::Block;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// A block of a tensor: the global indices of its first element, its size in each dim, and its placement.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ShardMetadata {
     /// The global index of the first element, one per dim.

@@ -27,17 +27,12 @@
 //! # Ok(())
 //! # }
 //! ```
-mod adagrad;
-mod adam_w;
+mod optimizer;
 mod row_grad;
 mod row_var;
-mod sgd;
-mod slots;
 
 pub use crate::nn::{ParamsAdagrad, ParamsSgd};
-pub use adagrad::Adagrad;
-pub use adam_w::AdamW;
+pub use optimizer::{Adagrad, AdamW, RowOptimizer, Sgd};
 pub use row_grad::RowGrad;
 pub use row_var::RowVar;
 pub(crate) use row_var::check_size;
-pub use sgd::Sgd;

@@ -1,6 +1,7 @@
 //! Copies, variables, other dtypes: what shares memory and what does not.
 use crate::sharded_tensor::harness::*;
 use candle_core::{DType, Device, Var};
+use candle_dist::{SyncOptions, sync_params};
 use candle_shard::{Result, ShardedTensor};
 use itertools::Itertools;
 use test_utils::on_ranks;
@@ -47,6 +48,26 @@ fn a_variable_is_not_the_tensor_it_was_made_of() {
         assert_is(&leaf, &whole.zeros_like()?, "after");
         let grads = leaf.to_dtype(DType::F32)?.local_tensor()?.sum_all()?.backward()?;
         assert_eq!(grads.get(&vars[0]).unwrap().dtype(), DType::F64);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_variable_counts_as_a_shard_while_something_made_of_it_lives() {
+    on_ranks(2, "declared", |ctx| -> Result<()> {
+        let made: [fn(&ShardedTensor) -> Result<ShardedTensor>; 3] =
+            [|leaf| Ok(leaf.clone()), |leaf| Ok(leaf.detach()), |leaf| leaf.to_dtype(DType::F32)];
+        for make in made {
+            let zeros = ShardedTensor::zeros(chunks(0, &[0, 1]), (4, 2), DType::F64, &Device::Cpu, ctx.group())?;
+            let (leaf, vars) = zeros.to_var()?;
+            let kept = make(&leaf)?;
+            drop(leaf);
+            let sync = || sync_params(ctx.group(), &[("table", vars[0].clone())], &SyncOptions::default());
+            let error = sync().unwrap_err().to_string();
+            assert!(error.contains("is a shard"), "{error}");
+            drop(kept);
+            sync()?;
+        }
         Ok(())
     });
 }

@@ -208,7 +208,7 @@ const CANDLE_SHARD: &[Folder] = &[
         up: &[("schemes", "mod")],
     },
     folder("layout", &["axes block placement", "spec", "description stored_name width"]),
-    folder("lookup", &["inputs label options", "bags limit"]),
+    folder("lookup", &["label options", "mod", "bags limit"]),
     folder(
         "nn",
         &[
@@ -241,18 +241,19 @@ const CANDLE_SHARD: &[Folder] = &[
     folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
     folder("rules", &["observer row", "op_spec", "cache unasked", "mod", "own"]),
     folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
-    folder("tables/embedding", &["table", "fetch", "renorm", "mod", "spread"]),
+    folder("tables/embedding", &["inputs table", "fetch", "mod", "spread"]),
     folder(
         "tables/sharded_tensor",
         &[
-            "local_shard metadata pieces",
+            "metadata",
             "mod",
-            "compare convert factory from_local gather local_op reshard shard sharding_plan state_dict transform",
+            "compare convert factory from_local local_op moves sharding_plan state_dict",
+            "transform",
             "init",
         ],
     ),
-    folder("tables/sharding_spec", &["remote_device", "shard_metadata", "chunk enumerable", "mod", "infer"]),
-    folder("tables/sparse", &["row_grad", "row_var", "slots", "adagrad adam_w sgd"]),
+    folder("tables/sharding_spec", &["remote_device", "shard_metadata", "chunk enumerable", "mod"]),
+    folder("tables/sparse", &["row_grad", "row_var", "optimizer"]),
     folder("tensor", &["lineage registry", "dtensor", "given gradient local tree", "factory named_axes"]),
     folder("visualize", &["mod", "svg text"]),
 ];

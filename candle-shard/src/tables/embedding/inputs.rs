@@ -1,4 +1,5 @@
 //! Step 1: all ranks learn which rows each rank looks up, or all return the same error.
+use crate::lookup::Wrong;
 use crate::{Error, Result, kernels};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Collective, Cut, ProcessGroup};
@@ -6,21 +7,18 @@ use itertools::Itertools;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Ids without duplicates, in ascending order.
-pub(crate) type Wanted = Vec<u32>;
-
-/// A description of the error in a rank's arguments.
-pub(crate) type Wrong = String;
+pub(super) type Wanted = Vec<u32>;
 
 /// This rank's ids, without duplicates, and the index of each id in that list.
-pub(crate) struct Ids {
-    pub(crate) wanted: Wanted,
+pub(super) struct Ids {
+    pub(super) wanted: Wanted,
     /// For each id its index in `wanted`.
-    pub(crate) places: Vec<u32>,
+    pub(super) places: Vec<u32>,
 }
 
 impl Ids {
     /// Reads the elements of `ids` in row-major order, which must be rows of a table with `rows` rows.
-    pub(crate) fn read(ids: &Tensor, rows: usize) -> Result<Self, Wrong> {
+    pub(super) fn read(ids: &Tensor, rows: usize) -> Result<Self, Wrong> {
         if !matches!(ids.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return Err(format!("ids are {}; give u8, u32 or i64", ids.dtype().as_str()));
         }
@@ -36,20 +34,16 @@ impl Ids {
 }
 
 /// The rows that the ranks look up.
-pub(crate) struct Inputs {
+pub(super) struct Inputs {
     /// The ids of every rank, in rank order.
-    pub(crate) wanted: Vec<Wanted>,
+    pub(super) wanted: Vec<Wanted>,
     /// Whether the rows have a gradient, also on ranks without a part of the table.
-    pub(crate) tracked: bool,
+    pub(super) tracked: bool,
 }
 
-/// The part of a rank's arguments that the other ranks need.
-pub(crate) trait Tell {
-    fn wanted(&self) -> &Wanted;
-
-    /// Returns whether the local part of the table has a gradient; `None` if there is no local part.
-    fn tracked(&self) -> Option<bool>;
-}
+/// A call with valid arguments on this rank: its ids, whether the local part of the table has a gradient (`None` if there is no local
+/// part), and what only this rank needs.
+pub(super) type Prepared<T> = (Ids, Option<bool>, T);
 
 /// Exchanges which rows each rank looks up.
 ///
@@ -57,17 +51,17 @@ pub(crate) trait Tell {
 ///
 /// # Errors
 /// On all ranks alike, if the arguments of some ranks are wrong or the calls differ; nothing has changed then.
-pub(crate) fn gather_inputs<T: Tell>(
+pub(super) fn gather_inputs<T>(
     op: &'static str,
     group: &ProcessGroup,
     call: &str,
-    mine: Result<T, Wrong>,
-) -> Result<(T, Inputs)> {
+    mine: Result<Prepared<T>, Wrong>,
+) -> Result<(Ids, Inputs, T)> {
     let mut hash = DefaultHasher::new();
     (op, call).hash(&mut hash);
     let said = mine.as_ref().ok();
-    let count = said.map_or(-1, |mine| mine.wanted().len() as i64);
-    let tracked = said.and_then(Tell::tracked).map_or(-1, i64::from);
+    let count = said.map_or(-1, |(ids, ..)| ids.wanted.len() as i64);
+    let tracked = said.and_then(|(_, tracked, _)| *tracked).map_or(-1, i64::from);
     let header = Tensor::new(&[count, hash.finish() as i64, tracked], &Device::Cpu)?;
     let headers = group.all_gather(&header, 0)?.to_vec1::<i64>()?;
     let headers = || headers.iter().copied().tuples::<(_, _, _)>();
@@ -79,13 +73,13 @@ pub(crate) fn gather_inputs<T: Tell>(
         let words = group.all_gather_text(&words)?;
         return Err(Error::Op { op, reason: reason(group.ranks(), &words, wrong) });
     }
-    let mine = mine.or_else(|reason| Error::op(op, reason))?;
+    let (mine, _, more) = mine.or_else(|reason| Error::op(op, reason))?;
     let counts: Vec<usize> = headers().map(|(count, ..)| count as usize).collect();
-    let ids = Tensor::from_slice(mine.wanted(), counts[group.rank()], &Device::Cpu)?;
+    let ids = Tensor::from_slice(&mine.wanted, counts[group.rank()], &Device::Cpu)?;
     let mut rest = group.call(Collective::all_gather(Cut::new(0, &counts))).run(&ids)?.to_vec1::<u32>()?;
     let mut wanted: Vec<Wanted> = counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
     wanted.reverse();
-    Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }))
+    Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }, more))
 }
 
 /// Builds the error message from the messages of all ranks.
