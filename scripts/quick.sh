@@ -28,7 +28,7 @@ declare -A suite_of=([candle-dist-kernels]=candle-shard [candle-lm]=lm [candle-p
 declare -A rooms=(
   [candle-dist/backend]="conformance" [candle-dist/call]="conformance" [candle-dist/group]="collectives" [candle-dist/link]="control"
   [candle-dist/mesh]="device_mesh" [candle-dist/train]="sync" [candle-dist/world]="failure" [candle-dist-kernels]="kernels"
-  [candle-lm]="lm::generate" [candle-pipe/local_pipe]="graph::parity" [candle-pipe/pipe]="graph" [candle-pipe/tape]="graph::tapes"
+  [candle-lm]="lm::batch lm::front" [candle-pipe/local_pipe]="graph::parity" [candle-pipe/pipe]="graph" [candle-pipe/tape]="graph::tapes"
   [candle-prove]="prove" [candle-shard/autograd]="gradient_rule" [candle-shard/files]="weights checkpoint"
   [candle-shard/layout]="spec" [candle-shard/nn]="layers" [candle-shard/parallel]="parallelize" [candle-shard/tensor]="gradient_rule"
 )
@@ -59,8 +59,8 @@ for file in "${files[@]}"; do
   case "$path" in
     src/*.rs)
       path="${path#src/}"
-      if [ -f "$file" ] && grep -qE '^#\[(cfg\(test\)|test\])' "$file"; then units[$crate]+=" ${path%/*}"; fi
-      found="$(subjects "$crate" "$path")"
+      found="$(subjects "$crate" "$path")" path="${path%.rs}" path="${path%/mod}"
+      if grep -qsE '^#\[(cfg\(test\)|test\])' "$file"; then units[$crate]+=" ${path//\//::}"; fi
       if [ -n "$found" ]; then
         suites[${suite_of[$crate]:-$crate}]+=" $found"
       else
@@ -99,16 +99,22 @@ step() {
 }
 began="$EPOCHREALTIME"
 words() { tr ' ' '\n' <<<"$*" | sed '/^$/d' | sort -u | tr '\n' ' '; }
-tests() { cargo test --quiet -p "$1" "${@:2}"; }
+said="$(mktemp)"
+trap 'rm -f "$said"' EXIT
+# Runs tests of a crate. A filter without tests is an error.
+tests() {
+  cargo test --quiet -p "$1" "${@:2}" 2>&1 | tee "$said" || return
+  [[ "$*" == *--no-run* ]] || grep -qE '^running [1-9]' "$said" || { echo "no test has such a name: ${*:2}" >&2; return 1; }
+}
 
 step "format" cargo fmt --all --check
 for crate in "${crates[@]}"; do
   step "lints of $crate" cargo clippy --quiet -p "$crate" --all-targets -- -D warnings
 done
 for crate in "${!units[@]}"; do
-  names="$(words "${units[$crate]//\//::}")"
+  names="$(words "${units[$crate]}")"
   # shellcheck disable=SC2086 # several words
-  step "unit tests of $crate: $names" tests "$crate" --lib -- --test-threads 1 ${names//.rs/}
+  step "unit tests of $crate: $names" tests "$crate" --lib -- --test-threads 1 $names
 done
 for crate in "${!suites[@]}"; do
   names="$(words "${suites[$crate]}")"
