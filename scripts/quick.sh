@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks an edit in about a minute: formatting, the lints and tests of the crates that it touches, and 300 random programs.
+# Checks an edit: formatting, the lints and tests of the crates that it touches, and 300 random programs.
 #
 #   scripts/quick.sh [--since COMMIT] [--programs N] [FILE..]
 #
