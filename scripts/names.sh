@@ -38,7 +38,7 @@ NOUNS = set("""
     Sampling Scaling Setting Sharing Sibling Spring String Thing Timing Tracing Tying Wing
     """.split())
 # Words of the field that are no nouns.
-FIELD = {"Pending": "a started call, as in docs/glossary.md", "Masked": "an adjective that PyTorch uses as a noun"}
+FIELD = {"Pending": "a started call, as in docs/glossary.md"}
 
 DECLARED = re.compile(r"^(?:pub(?:\([^)]*\))?\s+)?(?:unsafe\s+)?(?:struct|enum|trait|union|type)\s+([A-Za-z_]\w*)")
 TESTS = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\]\s*(?:#\[[^\n]*\]\s*(?://[^\n]*\s*)?)*(?:pub(?:\([^)]*\))?\s+)?mod\s+(\w+);")
