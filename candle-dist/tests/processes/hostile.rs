@@ -14,7 +14,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
-use test_utils::{Attacks, Scratch};
+use test_utils::{Attacks, Scratch, skip};
 
 /// How long a rank waits for the others; see `one_rank`.
 const PATIENCE: &str = "6";
@@ -267,7 +267,7 @@ fn a_process_that_may_start_no_thread_is_named_with_the_cause() {
     };
     match limited(1, 1).args(["--list", "none"]).output() {
         Ok(tried) if tried.status.success() => {}
-        other => return println!("SKIPPED: this user cannot run this program as another one: {other:?}"),
+        other => return skip(&format!("this user cannot run this program as another one: {other:?}")),
     }
     let mut attacks = Attacks::new("threads of processes");
     attacks.attack("rank 1 of 3 may start none", || {

@@ -43,7 +43,7 @@ struct Hosts {
 impl Hosts {
     /// Returns `None` if this user may not create namespaces, and says so.
     fn or_skip() -> Option<Self> {
-        Self::new().map_err(|reason| println!("SKIPPED: two hosts need network namespaces, and {reason}")).ok()
+        Self::new().map_err(|reason| test_utils::skip(&format!("two hosts need network namespaces, and {reason}"))).ok()
     }
 
     /// Returns the reason if this user may not create namespaces.

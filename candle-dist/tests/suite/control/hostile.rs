@@ -279,7 +279,7 @@ fn ranks_with_unlike_arguments_do_not_start() {
 fn a_name_with_two_addresses_is_one_place() {
     let addresses: Vec<SocketAddr> = "localhost:0".to_socket_addrs().unwrap().collect();
     if addresses.len() < 2 || addresses.iter().any(|address| TcpListener::bind(address).is_err()) {
-        return println!("SKIPPED: localhost has one address here: {addresses:?}");
+        return test_utils::skip(&format!("localhost has one address here: {addresses:?}"));
     }
     let mut attacks = Attacks::new("names");
     for address in &addresses {

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use candle_lm::tokens;
+use test_utils::skip;
 
 /// The variable with the folder of the vocabularies.
 const FOLDER: &str = "CANDLE_LLAMA_VOCABULARIES";
@@ -18,8 +19,7 @@ const BETWEEN: &str = "\n__ggml_vocab_test__\n";
 #[test]
 fn tokens_are_those_of_llama_cpp() {
     let Some(folder) = std::env::var_os(FOLDER).filter(|folder| !folder.is_empty()).map(PathBuf::from) else {
-        println!("SKIPPED: {FOLDER} names no folder of vocabularies");
-        return;
+        return skip(&format!("{FOLDER} names no folder of vocabularies"));
     };
     let (mut wrong, mut count) = (BTreeMap::new(), 0);
     let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
