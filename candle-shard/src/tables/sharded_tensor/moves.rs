@@ -120,7 +120,9 @@ impl ShardedTensor {
     ///
     /// Runs one collective.
     pub fn gather_all(&self) -> Result<Tensor> {
-        self.unpacked(&self.group().call(Collective::all_gather(Cut::new(0, &self.packed_sizes()))).run(&self.packed()?)?)
+        self.unpacked(
+            &self.group().call(Collective::all_gather(Cut::new(0, &self.packed_sizes()))).run(&self.packed()?)?,
+        )
     }
 
     /// Concatenates the elements of this rank's shards.
