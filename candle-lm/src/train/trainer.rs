@@ -1,6 +1,7 @@
 //! The training loop of one rank.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -17,7 +18,7 @@ use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
-use candle_shard::{DTensor, Weights};
+use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Serialize};
 
 use super::folder::Saves;
@@ -25,6 +26,7 @@ use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::agree::agreed;
+use crate::config::Config;
 use crate::dtype::DTypeName;
 use crate::model::Decoder;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
@@ -255,9 +257,10 @@ impl<'a> Trainer<'a> {
         let (partial, is_made) = Self::begin(self.saves.as_mut(), &self.world, folder, steps)?;
         let what = || format!("{}", partial.display());
         let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
-        // As other programs have them, each expert by itself.
+        // As other programs have them: some tensors in one, each expert by itself.
         let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
-        let tensors: Vec<_> = self.parameters.named_tensors().into_iter().map(stored).collect();
+        let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
+        let tensors: Vec<_> = tensors.map(stored).collect();
         stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
@@ -276,6 +279,21 @@ impl<'a> Trainer<'a> {
         };
         agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
     }
+}
+
+/// Joins the tensors that files have in one. Ranks then have some columns of it.
+fn fused(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(String, DTensor)>> {
+    let mut tensors: BTreeMap<String, DTensor> = tensors.into_iter().collect();
+    for (name, parts) in config.fused() {
+        // Those of other stages are not here.
+        let parts: Vec<DTensor> = parts.iter().filter_map(|(part, _)| tensors.remove(part)).collect();
+        let Some(first) = parts.first() else { continue };
+        let columns = Placements::from_elem(Shard(1), first.mesh().ndim());
+        let laid = parts.iter().map(|part| part.detach().redistribute(&columns));
+        let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
+        tensors.insert(name, DTensor::cat(&parts, 0)?);
+    }
+    Ok(tensors.into_iter().collect())
 }
 
 /// Waits until this rank sees what rank 0 has made, for as long as file systems of other hosts keep what they know of a folder.

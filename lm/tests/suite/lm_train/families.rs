@@ -1,0 +1,139 @@
+//! One training step of each family against transformers, taken down by `benchmarks/train_facts.py`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+
+use candle_core::{Device, Tensor};
+use candle_lm::files::Files;
+use candle_lm::train::trainer::{Trainer, train};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use test_utils::on_ranks;
+
+use crate::lm::facts::weight;
+use crate::lm::families::{families, write};
+use crate::lm_train::support::Place;
+
+#[derive(Deserialize)]
+struct Facts {
+    text: Vec<u32>,
+    /// The tokens of each sequence of the first step, and the one behind it.
+    batch: Vec<Vec<u32>>,
+    models: Vec<Fact>,
+}
+
+#[derive(Deserialize)]
+struct Fact {
+    /// The model's name in the facts of all families.
+    case: String,
+    /// Fields of the config that are others.
+    fields: Map<String, Value>,
+    /// The parts of the batch whose losses are averaged.
+    parts: usize,
+    loss: f64,
+    /// The norm of each gradient, and its product with a tensor that is made of the parameter's name.
+    gradients: BTreeMap<String, [f64; 2]>,
+}
+
+fn facts() -> Facts {
+    serde_json::from_str(include_str!("families.json")).unwrap()
+}
+
+/// A tokenizer of numbers, and a folder of the model that learns of a text of them.
+fn place(facts: &Facts, fact: &Fact) -> Place {
+    let known = families().models.into_iter().find(|known| known.case == fact.case).unwrap();
+    let mut config = known.config;
+    config.as_object_mut().unwrap().extend(fact.fields.clone());
+    let place = Place::empty();
+    let model = place.path("model");
+    fs::create_dir(&model).unwrap();
+    write(&model, &config);
+    let vocabulary: Map<String, Value> = (0..37).map(|token: u32| (token.to_string(), json!(token))).collect();
+    let tokenizer = json!({
+        "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"},
+    });
+    fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let text: Vec<String> = facts.text.iter().map(u32::to_string).collect();
+    fs::write(place.path("text"), text.join(" ")).unwrap();
+    place
+}
+
+const RECIPE: &str = "--seed 0 --batch 4 --seq-len 9";
+
+fn assert_near(got: f64, want: f64, what: &str) {
+    let off = (got - want).abs();
+    assert!(off < 2e-5 * want.abs().max(1.0), "{what}: {got} instead of {want}");
+}
+
+/// Compares the loss and the gradients of the first step on a mesh.
+fn agrees(place: &Place, fact: &Fact, batch: &[Vec<u32>], mesh: &str) {
+    let what = format!("{} in {} parts on {mesh}", fact.case, fact.parts);
+    let job = place.open(&format!("{RECIPE} {mesh}")).unwrap();
+    let drawn = job.text.batch(&job.recipe, 0, &Device::Cpu).unwrap();
+    let drawn = Tensor::cat(&[&drawn.tokens, &drawn.targets.narrow(1, 8, 1).unwrap()], 1).unwrap();
+    assert_eq!(drawn.to_vec2::<u32>().unwrap(), batch);
+    let ranks = on_ranks(job.pipeline.world(), &what, move |ctx| -> anyhow::Result<_> {
+        let trainer = Trainer::new(ctx, &job)?;
+        let (loss, grads) = trainer.gradients(0)?;
+        let mut made = Vec::new();
+        for parameter in trainer.parameters().iter() {
+            let (name, grad) = (&parameter.name, parameter.grad(&grads)?);
+            let grad = grad.unwrap_or_else(|| panic!("{name} takes part")).full_tensor()?;
+            let probe = weight(&format!("probe.{name}"), grad.dims());
+            let sum = |x: Tensor| Ok::<_, anyhow::Error>(f64::from(x.sum_all()?.to_scalar::<f32>()?));
+            made.push((name.clone(), [sum(grad.sqr()?)?.sqrt(), sum((&grad * probe)?)?]));
+        }
+        Ok((loss, made))
+    });
+    let mut names = BTreeSet::new();
+    for (loss, made) in ranks {
+        assert_near(loss, fact.loss, &what);
+        for (name, got) in made {
+            for (got, want) in got.into_iter().zip(fact.gradients[&name]) {
+                assert_near(got, want, &format!("{what}: the gradient of {name}"));
+            }
+            names.insert(name);
+        }
+    }
+    assert!(names.iter().eq(fact.gradients.keys()), "{what}: {names:?}");
+}
+
+#[test]
+fn each_family_has_the_loss_and_the_gradients_of_transformers_on_every_mesh() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
+        let place = place(&facts, fact);
+        let meshes = ["--tp 1", "--tp 2 --dp 2", "--tp 3", "--pp 2 --tp 1", "--pp 2 --tp 2 --recompute"];
+        let tokens = ["--tp 1 --cp 2", "--tp 2 --dp 2 --fsdp"];
+        for mesh in meshes.into_iter().chain(tokens) {
+            agrees(&place, fact, &facts.batch, mesh);
+        }
+    }
+}
+
+#[test]
+fn what_each_family_saves_is_a_model_of_transformers_which_goes_on() {
+    let (facts, known) = (facts(), families());
+    for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
+        let (place, case) = (place(&facts, fact), &fact.case);
+        let names = &known.models.iter().find(|known| known.case == *case).unwrap().names;
+        let all = place.losses(&format!("{RECIPE} --tp 1 --steps 3 --warmup 1"));
+        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 3 --dp 2 --fsdp"] {
+            let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
+            let job =
+                place.open(&format!("{RECIPE} --steps 3 --warmup 1 {mesh} --save-every 2 --save {}", saved.display()));
+            let job = job.unwrap();
+            on_ranks(job.pipeline.world(), case, move |ctx| train(ctx, &job, |_| Ok(())));
+            let step = saved.join("step-00000002");
+            let files = Files::open(&step).unwrap();
+            let mut has: Vec<String> = files.config.stored().into_iter().map(|(name, _)| name).collect();
+            has.sort();
+            assert_eq!((&has, &files.config.parts), (names, &Files::open(&place.path("model")).unwrap().config.parts));
+            fs::remove_dir_all(saved.join("step-00000003")).unwrap();
+            let last = place.losses(&format!("--resume {} --tp 1", saved.display()));
+            assert_near(last[0], all[2], &format!("{case}, saved on {mesh}"));
+        }
+    }
+}
