@@ -43,7 +43,7 @@ pub fn config() -> Config {
 pub fn mixture() -> Config {
     let mixture = config();
     let (count, chosen, hidden) = (8, 2, mixture.intermediate_size);
-    let experts = Experts { count, chosen, hidden, normalize: true, layers: Vec::new(), names: &MIXTRAL };
+    let experts = Experts { count, chosen, hidden, normalize: true, layers: Vec::new(), balance: 0.0, names: &MIXTRAL };
     let windows = vec![None; mixture.num_hidden_layers];
     Config { parts: Parts { experts: Some(experts), windows, ..Parts::default() }, family: "mixtral", ..mixture }
 }

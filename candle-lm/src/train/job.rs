@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use candle_dist::ProcessGroup;
 use candle_pipe::{Layout, Pipeline};
 use candle_shard::regular;
 use serde_json::{Map, Value};
@@ -55,13 +56,13 @@ pub struct Job {
 }
 
 impl Job {
-    /// The model in stages.
+    /// The model in stages; see [`learner`](declare::learner) for the group `replicas`.
     ///
     /// # Errors
     /// If the model cannot be cut into these stages.
-    pub fn declare(&self) -> candle_pipe::Result<DecoderPipe> {
+    pub fn declare(&self, replicas: Option<&ProcessGroup>) -> candle_pipe::Result<DecoderPipe> {
         let cut = Cut::new(self.pipeline.stages(), self.layout.as_ref());
-        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, &cut)
+        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
     /// The steps to make.

@@ -149,14 +149,16 @@ impl<'a> Trainer<'a> {
             let options = FullyShardOptions::default().reduce_dtype(DType::F32);
             vb = vb.fully_shard("dp", options)?;
         }
-        let pipe = job.declare()?;
+        // Where parameters are cut over the replicas, these compute together.
+        let replicas = (!job.fsdp).then(|| mesh.axis_group("dp")).transpose()?;
+        let pipe = job.declare(replicas)?;
         let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
         let mut runtime = runtime.for_device_of(ctx)?;
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
-        if !job.fsdp {
+        if let Some(replicas) = replicas {
             // Replicas have read the same files.
             let options = DataParallelOptions::default().start(InitialSync::Verify);
-            runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+            runtime = runtime.with_replicas(replicas, &options)?;
         }
         let parameters = vb.built();
         let clip = |norm| -> Result<_> {

@@ -97,7 +97,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         damaged,
         notes,
     };
-    job.declare().map_err(|error| {
+    job.declare(None).map_err(|error| {
         UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))
     })?;
     Ok(job)

@@ -114,6 +114,31 @@ fn each_family_has_the_loss_and_the_gradients_of_transformers_on_every_mesh() {
 }
 
 #[test]
+fn mixtures_learn_the_balance_of_transformers_on_every_mesh() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| !fact.fields.is_empty()) {
+        let place = place(&facts, fact);
+        // The balance is that of a microbatch, whose rows the ranks of all replicas have.
+        let meshes: &[&str] = match fact.parts {
+            1 => &[
+                "--tp 1 --recompute",
+                "--tp 2 --dp 2",
+                "--tp 3",
+                "--pp 2 --tp 2 --microbatches 1",
+                "--tp 1 --cp 2",
+                "--tp 2 --ep 2",
+                "--tp 1 --ep 2 --cp 2 --recompute",
+                "--tp 1 --dp 2 --fsdp",
+                "--tp 1 --dp 2 --fsdp --recompute",
+                "--tp 1 --ep 2 --dp 2 --fsdp",
+            ],
+            _ => &["--tp 1 --microbatches 2", "--tp 2 --accumulate 2", "--pp 2 --tp 1 --microbatches 2 --recompute"],
+        };
+        meshes.iter().for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
+    }
+}
+
+#[test]
 fn what_each_family_saves_is_a_model_of_transformers_which_goes_on() {
     let (facts, known) = (facts(), families());
     for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
