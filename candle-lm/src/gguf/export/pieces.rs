@@ -55,22 +55,30 @@ pub(super) fn read(
     Ok(Pieces { scores: scores(known, added, merges)?, prefixes: prefixes(parts)? })
 }
 
-/// The scores that follow from the order of merges.
+/// The scores that follow from the order of merges. Tokens whose merges lie between each other's have one score: SentencePiece has such
+/// tokens, for example runs of spaces, and transformers puts their merges in the order of lengths.
 fn scores(known: &BTreeSet<&str>, added: &BTreeSet<&str>, merges: &[[&str; 2]]) -> Result<BTreeMap<String, f32>> {
-    let mut scores: BTreeMap<String, f32> = BTreeMap::new();
-    let mut last = String::new();
-    for [a, b] in merges {
-        let token = format!("{a}{b}");
-        if token == last {
-            continue;
+    let tokens: Vec<String> = merges.iter().map(|[a, b]| format!("{a}{b}")).collect();
+    let last: BTreeMap<&str, usize> = tokens.iter().enumerate().map(|(at, token)| (token.as_str(), at)).collect();
+    let mut scores = BTreeMap::new();
+    let (mut start, mut score) = (0, 0.0);
+    while start < merges.len() {
+        let mut end = start;
+        let mut at = start;
+        while at <= end {
+            end = end.max(last[tokens[at].as_str()]);
+            at += 1;
         }
-        let score = -(scores.len() as f32);
-        let is_first = scores.insert(token.clone(), score).is_none();
+        let lengths = |[a, b]: &[&str; 2]| [a.chars().count(), b.chars().count()];
+        let is_one = tokens[start..=end].iter().all(|token| *token == tokens[start]);
+        let is_sorted = merges[start..=end].is_sorted_by(|a, b| lengths(a) >= lengths(b));
         ensure!(
-            is_first,
-            "the merges that make {token:?} are not one behind another, and files have one score for them"
+            is_one || is_sorted,
+            "the merges that make {:?} are not one behind another, and files have one score for them",
+            tokens[start]
         );
-        last = token;
+        scores.extend(tokens[start..=end].iter().map(|token| (token.clone(), score)));
+        (start, score) = (end + 1, score - 1.0);
     }
     // llama.cpp merges all pairs that make a token.
     let listed: BTreeSet<[&str; 2]> = merges.iter().copied().collect();
@@ -121,6 +129,8 @@ fn prefixes(parts: &Value) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::scores;
 
     #[test]
@@ -135,5 +145,12 @@ mod tests {
         assert!(error.contains(r#""ab" and "c" make the token "abc""#), "{error}");
         let error = made(&[all[2], all[0], all[1], all[3]]).unwrap_err().to_string();
         assert!(error.contains("one behind another"), "{error}");
+        // In the order of lengths they have one score.
+        let found = made(&[all[3], all[2], all[0], all[1]]).unwrap();
+        assert_eq!((found["ab"], found["bc"], found["abc"]), (-1.0, -2.0, 0.0));
+        let known = ["_", "__", "___", "____"].into();
+        let spaces = [["___", "_"], ["__", "__"], ["__", "_"], ["_", "___"], ["_", "__"], ["_", "_"]];
+        let found = scores(&known, &BTreeSet::new(), &spaces).unwrap();
+        assert!(found.len() == 3 && found.values().all(|score| *score == 0.0), "{found:?}");
     }
 }

@@ -79,6 +79,11 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
             ("scores".to_owned(), Stored::Array(tokens.iter().map(score).collect())),
             ("add_space_prefix".to_owned(), Stored::Bool(pieces.prefixes)),
         ]);
+        if kind.starts_with("gemma") {
+            // Scores of other files of Gemma do not tell the order, so readers go by the list of tokens, or by merges.
+            let merges: Vec<String> = merges.iter().map(|[a, b]| format!("{a} {b}")).collect();
+            fields.push(("merges".to_owned(), strings(&merges)));
+        }
     } else {
         let pre = pre_tokenizer(&parts)?;
         ensure!(!merges.is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
