@@ -105,10 +105,8 @@ impl Experts {
         let count = local.or(all).unwrap_or(absent[0]);
         let chosen = fields.optional_size("num_experts_per_tok", MOST)?.unwrap_or(absent[1]);
         ensure!(chosen <= count, "num_experts_per_tok is {chosen}, and there are {count} experts");
-        let balance = match fields.switch("output_router_logits")? {
-            true => fields.factor("router_aux_loss_coef")?.unwrap_or(0.001),
-            false => 0.0,
-        };
+        let factor = fields.factor("router_aux_loss_coef")?.unwrap_or(0.001);
+        let balance = if fields.switch("output_router_logits")? { factor } else { 0.0 };
         Ok(Self { count, chosen, hidden, normalize: true, layers: Vec::new(), balance, names })
     }
 

@@ -136,6 +136,7 @@ impl<'a> Trainer<'a> {
             let (probe, is_made) = Self::begin(saves.as_mut(), ctx.group(), folder, job.start)?;
             agreed(ctx.group(), if is_made { Ok(fs::remove_dir(&probe)?) } else { Ok(()) })?;
         }
+        ensure_alike(ctx.group(), job)?;
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
         let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
@@ -281,6 +282,30 @@ impl<'a> Trainer<'a> {
         };
         agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
     }
+}
+
+/// Refuses hosts that have other files under the names of the job.
+///
+/// # Errors
+/// On every rank alike, with the file and the first rank that has another one.
+fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
+    let mut files = vec![
+        ("--train", serde_json::to_string(&job.text.stamp())?),
+        ("the config of --model", format!("{:?}", job.files.config)),
+    ];
+    files.extend(
+        job.valid
+            .as_ref()
+            .map(|(text, _)| Ok::<_, anyhow::Error>(("--valid", serde_json::to_string(&text.stamp())?)))
+            .transpose()?,
+    );
+    for (file, own) in files {
+        let all = world.all_gather_text(&own)?;
+        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
+            bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
+        }
+    }
+    Ok(())
 }
 
 /// Joins the tensors that files have in one. Ranks then have some columns of it.

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_lm::files::Files;
+use candle_lm::random_model;
 use candle_lm::train::trainer::{Trainer, train};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -12,7 +13,7 @@ use test_utils::on_ranks;
 
 use crate::lm::facts::weight;
 use crate::lm::families::{families, write};
-use crate::lm_train::support::Place;
+use crate::lm_train::support::{Place, assert_close};
 
 #[derive(Deserialize)]
 struct Facts {
@@ -161,4 +162,72 @@ fn what_each_family_saves_is_a_model_of_transformers_which_goes_on() {
             assert_near(last[0], all[2], &format!("{case}, saved on {mesh}"));
         }
     }
+}
+
+#[test]
+fn each_family_learns_from_its_config_alone() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
+        let (place, case) = (place(&facts, fact), &fact.case);
+        fs::remove_file(place.path("model").join("model.safetensors")).unwrap();
+        let losses = place.losses(&format!("{RECIPE} --fresh --tp 1 --warmup 1 --steps 4"));
+        // Nothing is known yet: each of 37 tokens is about as likely as the others.
+        assert!((losses[0] - 37f64.ln()).abs() < 0.1 && losses[3] < losses[0] - 0.02, "{case}: {losses:?}");
+        for mesh in ["--tp 2 --dp 2", "--tp 3 --pp 2"] {
+            let got = place.losses(&format!("{RECIPE} --fresh {mesh} --warmup 1 --steps 4"));
+            assert_close(&got, &losses, 1e-4, &format!("{case} on {mesh}"));
+        }
+    }
+    let fact = facts.models.iter().find(|fact| fact.case == "gemma3").unwrap();
+    let (place, scratch) = (place(&facts, fact), tempfile::tempdir().unwrap());
+    random_model::write_like(scratch.path(), &place.path("model"), &[], 3, DType::F32).unwrap();
+    let tensors = candle_core::safetensors::load(scratch.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let square = |name: &str| tensors[name].sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+    assert_eq!(square("model.layers.0.self_attn.q_norm.weight"), 0.0);
+    let deviation = square("model.layers.0.mlp.up_proj.weight").sqrt();
+    assert!((deviation - 0.02).abs() < 0.002, "{deviation}");
+}
+
+#[test]
+fn what_cannot_be_trained_is_refused() {
+    let facts = facts();
+    let place = place(&facts, &facts.models[1]);
+    let model = place.path("model");
+    let refused = |flags: &str, want: &str| {
+        let said = format!("{:#}", place.open(&format!("{RECIPE} {flags}")).unwrap_err());
+        assert!(said.contains(want), "{said}: {want}");
+    };
+    refused("--resume @model --fresh", "--resume");
+    fs::write(place.path("x.gguf"), b"GGUF").unwrap();
+    refused("--model @x.gguf --fresh", "config.json");
+    // A wrapper, whose language model is found by the names of tensors.
+    let path = model.join("config.json");
+    let inner: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let wrapper =
+        json!({"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner});
+    fs::write(&path, wrapper.to_string()).unwrap();
+    refused("--fresh", "parts for images");
+}
+
+#[test]
+fn hosts_with_other_files_are_refused_on_all_ranks() {
+    let facts = facts();
+    let place = place(&facts, &facts.models[5]);
+    let flags = format!("{RECIPE} --dp 2 --valid @text");
+    let own = place.open(&flags).unwrap();
+    let refused = |want: &str| {
+        let (own, other) = (own.clone(), place.open(&flags).unwrap());
+        let said = on_ranks(2, want, move |ctx| -> anyhow::Result<String> {
+            let job = if ctx.rank() == 0 { &own } else { &other };
+            Ok(format!("{:#}", Trainer::new(ctx, job).map(drop).unwrap_err()))
+        });
+        assert!(said.iter().all(|said| said.starts_with(want) && said.contains("for rank 1")), "{said:?}: {want}");
+    };
+    fs::write(place.path("text"), "1 2 3 ".repeat(20)).unwrap();
+    refused("--train is another file");
+    fs::write(place.path("text"), facts.text.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")).unwrap();
+    let config = place.path("model").join("config.json");
+    let changed = fs::read_to_string(&config).unwrap().replace("10000.0", "20000.0");
+    fs::write(&config, changed).unwrap();
+    refused("the config of --model is another file");
 }
