@@ -94,7 +94,7 @@ const DEVIATION: f64 = 0.02;
 pub fn write_like(folder: &Path, like: &Path, ignored: &[String], seed: u64, dtype: DType) -> Result<()> {
     let config = Config::read(like, ignored)?;
     let mut fields: Map<String, Value> =
-        serde_json::from_str(&regular::read_text(&like.join("config.json"), regular::CONFIG)?)?;
+        serde_json::from_str(&regular::read_text(like.join("config.json"), regular::CONFIG)?)?;
     // What is written is not quantized.
     fields.remove("quantization_config");
     let named = fields.get("initializer_range").and_then(Value::as_f64);
@@ -102,7 +102,7 @@ pub fn write_like(folder: &Path, like: &Path, ignored: &[String], seed: u64, dty
     fs::create_dir_all(folder)?;
     fs::write(folder.join("config.json"), serde_json::to_string_pretty(&fields)?)?;
     for name in BESIDE {
-        match regular::read(&like.join(name), regular::TOKENIZER) {
+        match regular::read(like.join(name), regular::TOKENIZER) {
             Ok(bytes) => fs::write(folder.join(name), bytes)?,
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error).with_context(|| format!("{}", like.join(name).display())),

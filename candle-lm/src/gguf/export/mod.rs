@@ -46,7 +46,7 @@ pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: imp
     let names = named(config);
     let (mut tensors, count) = (Vec::new(), names.len());
     for (at, (name, parts)) in names.into_iter().enumerate() {
-        let read = |(part, shape): &(String, Vec<usize>)| -> Result<Tensor> {
+        let read = |(part, shape): &Part| -> Result<Tensor> {
             let whole: Vec<_> = shape.iter().map(|&size| 0..size).collect();
             Ok(files.weights.read_block(part, &whole, &Device::Cpu)?.to_dtype(DType::F32)?)
         };
@@ -128,12 +128,15 @@ fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
     (0..config.num_hidden_layers).map(|layer| width.filter(|_| is_narrow(layer))).collect()
 }
 
-/// The tensors of a file by the names of the Hub, each with the tensors in memory that it has, one behind another, and their shapes.
-fn named(config: &Config) -> Vec<(String, Vec<(String, Vec<usize>)>)> {
+/// A tensor in memory: its name and its shape.
+type Part = (String, Vec<usize>);
+
+/// The tensors of a file by the names of the Hub, each with those in memory that it has, one behind another.
+fn named(config: &Config) -> Vec<(String, Vec<Part>)> {
     let mut names = Vec::new();
     let mut tensors = config.tensors();
     for (name, parts) in config.fused() {
-        let is_part = |tensor: &(String, Vec<usize>)| parts.iter().any(|(part, _)| *part == tensor.0);
+        let is_part = |tensor: &Part| parts.iter().any(|(part, _)| *part == tensor.0);
         names.push((name, tensors.extract_if(.., |tensor| is_part(tensor)).collect()));
     }
     names.extend(tensors.into_iter().map(|(name, shape)| (name.clone(), vec![(name, shape)])));

@@ -168,7 +168,8 @@ fn as_phi3(tokenizer: &mut Value) {
 #[test]
 fn vocabularies_of_sentencepiece_are_written() {
     let Families { prompt, models } = families();
-    let kinds: [(&str, &str, fn(&mut Value)); 4] = [
+    type Change = fn(&mut Value);
+    let kinds: [(&str, &str, Change); 4] = [
         ("mistral with wide heads", "llama", |_| ()),
         ("phi3", "phi3", as_phi3),
         ("gemma2", "gemma2", as_gemma),
