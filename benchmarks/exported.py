@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Compares what llama.cpp writes with exported GGUF files to what transformers writes with the folders that they were made of.
 
-Usage: PYTHON benchmarks/exported.py --lm PROGRAM --tokenizer FILE.gguf --llama-python PYTHON
+Usage: PYTHON benchmarks/exported.py --lm PROGRAM --tokenizer FILE.gguf --vocabularies FOLDER --llama-python PYTHON
 
-PYTHON has torch and transformers 5, and that of --llama-python xllamacpp. The tokenizer is that of a GGUF file that
-transformers reads, for example SmolLM2's. Small models of three families get random weights; the last line says how many
-wrote the same text.
+PYTHON has torch, transformers 5 and gguf, and that of --llama-python xllamacpp. The tokenizer is that of a GGUF file that
+transformers reads, for example SmolLM2's. The folder is that of `scripts/llama-vocabularies.sh`: its SentencePiece vocabularies
+are those of Llama 2 and Phi-3, and Gemma gets that of Llama 2 without a space in front. Small models get random weights. llama.cpp
+also cuts the texts that it ships with these vocabularies. The last line says how many models wrote the same text, and how many texts
+were cut alike.
 """
 import argparse
 import json
@@ -13,6 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import gguf
 import torch
 import transformers
 
@@ -26,23 +29,130 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10_000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+GEMMA = dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=16)
+FACTORS = [1.0, 1.1, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0]
+# The family, fields, and the vocabulary, if it is of SentencePiece.
 FAMILIES = {
-    "Llama": dict(rope_parameters=LLAMA3, attention_bias=True),
-    "Qwen3": dict(head_dim=16),
-    "Granite": dict(attention_multiplier=0.25, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0),
+    "Llama": ("Llama", dict(rope_parameters=LLAMA3, attention_bias=True), None),
+    "Qwen 3": ("Qwen3", dict(head_dim=16), None),
+    "Granite": (
+        "Granite",
+        dict(attention_multiplier=0.25, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0),
+        None,
+    ),
+    "Llama 2": ("Llama", {}, "llama-spm"),
+    "Mistral": ("Mistral", dict(sliding_window=None, head_dim=24), "llama-spm"),
+    "Mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2), "llama-spm"),
+    "Phi-3": ("Phi3", dict(sliding_window=None), "phi-3"),
+    "Phi-3 of two lists": (
+        "Phi3",
+        dict(
+            original_max_position_embeddings=512, max_position_embeddings=1024,
+            rope_parameters=dict(
+                rope_type="longrope", rope_theta=10_000.0, short_factor=FACTORS, long_factor=FACTORS[::-1]
+            ),
+        ),
+        "phi-3",
+    ),
+    "Gemma 2": ("Gemma2", dict(GEMMA, layer_types=["sliding_attention", "full_attention"]), "gemma"),
+    "Gemma 3": (
+        "Gemma3",
+        dict(
+            GEMMA, num_hidden_layers=7,
+            layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            ),
+        ),
+        "gemma",
+    ),
 }
 LLAMA_CPP = """
-import json, sys, xllamacpp
+import json, sys, urllib.request, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path = sys.argv[1]
 params.n_ctx, params.n_batch, params.n_parallel = 256, 256, 1
 task = {"prompt": sys.argv[2], "max_tokens": int(sys.argv[3]), "temperature": 0, "ignore_eos": True}
-print("\\nTEXT" + json.dumps(xllamacpp.Server(params).handle_completions(task)["choices"][0]["text"]))
+server = xllamacpp.Server(params)
+text = server.handle_completions(task)["choices"][0]["text"]
+
+def tokens(text):
+    body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+    request = urllib.request.Request(server.listening_address + "/tokenize", body, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["tokens"]
+
+cut = [tokens(text) for text in json.load(open(sys.argv[4]))]
+print("\\nTEXT" + json.dumps([text, cut]))
 """
 
 
+BETWEEN = "\n__ggml_vocab_test__\n"
+SPACE = "▁"
+
+
+def pieces(path, is_gemma, is_phi3):
+    """Returns the tokenizer.json that transformers makes of a SentencePiece vocabulary with scores."""
+    fields = gguf.GGUFReader(path).fields
+    tokens, scores, kinds = [fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores", "token_type")]
+    ids = {token: id for id, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores):
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(a, b) for a, b in cuts if a in ids and b in ids]
+        merges += [(score, a, b) for a, b in sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+    merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+
+    def added(id, token, kind):
+        rstrip = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+        flags = dict(single_word=False, lstrip=False, rstrip=rstrip, normalized=False, special=kind != 4)
+        return dict(id=id, content=token, **flags)
+
+    replaced = dict(type="Replace", pattern=dict(String=" "), content=SPACE)
+    prepended = dict(type="Prepend", prepend=SPACE)
+    begin = dict(SpecialToken=dict(id="<s>", type_id=0))
+    first, second = (dict(Sequence=dict(id=id, type_id=0)) for id in "AB")
+    return dict(
+        version="1.0", truncation=None, padding=None, pre_tokenizer=None,
+        added_tokens=[added(id, *of) for id, of in enumerate(zip(tokens, kinds)) if of[1] in (2, 3, 4)],
+        normalizer=replaced if is_gemma else dict(type="Sequence", normalizers=[prepended, replaced]),
+        post_processor=dict(
+            type="TemplateProcessing", single=[begin, first], pair=[begin, first, second],
+            special_tokens={"<s>": dict(id="<s>", ids=[1], tokens=["<s>"])},
+        ),
+        decoder=dict(
+            type="Sequence",
+            decoders=[
+                dict(type="Replace", pattern=dict(String=SPACE), content=" "), dict(type="ByteFallback"), dict(type="Fuse"),
+            ],
+        ),
+        model=dict(
+            type="BPE", dropout=None, unk_token="<unk>", continuing_subword_prefix=None, end_of_word_suffix=None,
+            fuse_unk=True, byte_fallback=True, ignore_merges=False, vocab=ids, merges=[[a, b] for _, a, b in merges],
+        ),
+    )
+
+
+def tokenizer_of(vocabulary, args):
+    """Returns the tokenizer, and texts to cut: those that llama.cpp ships, and some with tokens that stand apart."""
+    if vocabulary is None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer.parent, gguf_file=args.tokenizer.name)
+        return tokenizer, []
+    file = f"ggml-vocab-{'llama-spm' if vocabulary == 'gemma' else vocabulary}.gguf"
+    texts = (args.vocabularies / f"{file}.inp").read_text().removesuffix(BETWEEN).split(BETWEEN)
+    special = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        path.write_text(json.dumps(pieces(args.vocabularies / file, vocabulary == "gemma", vocabulary == "phi-3")))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
+    apart = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    return tokenizer, texts + [f"a {token} b{token}\n  c" for token in apart]
+
+
 def model_of(family, fields, tokenizer, folder):
-    config = getattr(transformers, f"{family}Config")(vocab_size=len(tokenizer), **SIZES, **fields)
+    kind = "Gemma3Text" if family == "Gemma3" else family
+    fields = {**SIZES, **fields}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), pad_token_id=0, **fields)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -58,25 +168,34 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm", required=True, help="the program lm")
     parser.add_argument("--tokenizer", required=True, type=Path, help="a GGUF file")
+    parser.add_argument("--vocabularies", required=True, type=Path, help="a folder of scripts/llama-vocabularies.sh")
     parser.add_argument("--llama-python", required=True, help="a Python with xllamacpp")
     args = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer.parent, gguf_file=args.tokenizer.name)
-    equal = 0
-    for family, fields in FAMILIES.items():
+    equal, alike, count = 0, 0, 0
+    for name, (family, fields, vocabulary) in FAMILIES.items():
+        tokenizer, texts = tokenizer_of(vocabulary, args)
         with tempfile.TemporaryDirectory() as folder:
             model = model_of(family, fields, tokenizer, folder)
             ids = tokenizer(PROMPT, return_tensors="pt").input_ids
             written = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
             want = tokenizer.decode(written[0, ids.shape[1] :])
-            file = f"{folder}/{family}.gguf"
+            file, asked = f"{folder}/{family}.gguf", f"{folder}/texts.json"
+            Path(asked).write_text(json.dumps(texts))
             subprocess.run([args.lm, "export", "--model", folder, "--gguf", "f32", "--out", file], check=True)
             said = subprocess.run(
-                [args.llama_python, "-c", LLAMA_CPP, file, PROMPT, str(TOKENS)], check=True, capture_output=True, text=True
+                [args.llama_python, "-c", LLAMA_CPP, file, PROMPT, str(TOKENS), asked], check=True, capture_output=True,
+                text=True,
             )
-            got = json.loads(said.stdout.rsplit("\nTEXT", 1)[1])
+            got, cut = json.loads(said.stdout.rsplit("\nTEXT", 1)[1])
             equal += got == want
-            print(f"{family}: transformers {want!r}, llama.cpp {got!r}")
-    print(f"models {len(FAMILIES)} equal {equal}")
+            print(f"{name}: transformers {want!r}, llama.cpp {got!r}")
+            for text, is_cut in zip(texts, cut):
+                wanted = tokenizer(text).input_ids
+                count += 1
+                alike += is_cut == wanted
+                if is_cut != wanted:
+                    print(f"  {text!r}: transformers {wanted}, llama.cpp {is_cut}")
+    print(f"models {len(FAMILIES)} equal {equal}; texts {count} cut alike {alike}")
 
 
 if __name__ == "__main__":

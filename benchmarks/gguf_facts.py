@@ -1,10 +1,12 @@
 """The tables of code words of GGUF types, and digests of what blocks of these types stand for.
 
 Usage: python3 benchmarks/gguf_facts.py [GRIDS]
-Needs the Python packages gguf (0.19), numpy and xxhash. Prints a digest for each type, which the tests of candle-shard have. Writes the
-tables to the file GRIDS if it is named: candle-shard/src/files/weights/gguf/grids.bin.
+Needs the Python packages gguf (0.19), numpy, xllamacpp and xxhash. Prints a digest for each type, which the tests of candle-shard have.
+Writes the tables to the file GRIDS if it is named: candle-shard/src/files/weights/gguf/grids.bin. The package gguf does not decode Q1_0
+and Q2_0: ggml itself does, which xllamacpp has.
 """
 
+import ctypes
 import sys
 
 import numpy as np
@@ -17,6 +19,7 @@ GRIDS = [("IQ2_XXS", 2), ("IQ2_XS", 2), ("IQ2_S", 2), ("IQ3_XXS", 3), ("IQ3_S", 
 TYPES = [
     ("IQ2_XXS", 1), ("IQ2_XS", 1), ("IQ3_XXS", 1), ("IQ1_S", 1), ("IQ4_NL", 1), ("IQ3_S", 1), ("IQ2_S", 1), ("IQ4_XS", 1),
     ("IQ1_M", 55), ("TQ1_0", 53), ("TQ2_0", 65), ("MXFP4", None),
+    ("NVFP4", None), ("Q1_0", 1), ("Q2_0", 1),
 ]  # fmt: skip
 BLOCKS = 1024
 
@@ -38,20 +41,38 @@ def noise(count):
     return np.frombuffer(bytes(out), dtype=np.uint8).copy()
 
 
+def ggml():
+    import xllamacpp.xllamacpp as library
+
+    return ctypes.CDLL(library.__file__)
+
+
+def decoded(name, number, blocks, elements):
+    """Returns what ggml decodes."""
+    values = np.empty(len(blocks) * elements, dtype="<f4")
+    decode = getattr(ggml(), f"dequantize_row_{name.lower()}")
+    decode(blocks.ctypes.data_as(ctypes.c_void_p), values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(values.size))
+    return values
+
+
 def main():
     if len(sys.argv) > 1:
         with open(sys.argv[1], "wb") as file:
             file.write(b"".join(words(*grid) for grid in GRIDS))
     for name, scale in TYPES:
-        kind = GGMLQuantizationType[name]
-        size = GGML_QUANT_SIZES[kind][1]
+        # The package has no Q2_0.
+        number = 42 if name == "Q2_0" else GGMLQuantizationType[name].value
+        elements, size = (64, 18) if name == "Q2_0" else GGML_QUANT_SIZES[number]
         blocks = noise(BLOCKS * size).reshape(BLOCKS, size)
         if scale is None:
             blocks[:, 0] = blocks[:, 0] % 128 + 64
         else:
             blocks[:, scale] = blocks[:, scale] & 0x83 | 0x2C
-        values = quants.dequantize(blocks, kind).astype("<f4")
-        print(f'("{name}", {kind.value}, 0x{xxhash.xxh3_64_intdigest(values.tobytes()):016x}),')
+        values = decoded(name, number, blocks, elements)
+        if hasattr(quants, name):
+            package = quants.dequantize(blocks, GGMLQuantizationType(number)).astype("<f4")
+            assert (package.reshape(-1) == values).all(), name
+        print(f'("{name}", {number}, {elements}, {size}, 0x{xxhash.xxh3_64_intdigest(values.tobytes()):016x}),')
 
 
 main()

@@ -10,12 +10,14 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use candle_core::DType;
+use candle_dist::ProcessGroup;
 use candle_pipe::graph::ValueId;
 use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, stage_op};
-use candle_shard::DTensor;
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
+use candle_shard::{DTensor, Placements, Replicate};
 
+use crate::balance;
 use crate::between::Between;
 use crate::cache::{self, Cache};
 use crate::config::Config;
@@ -85,29 +87,36 @@ pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderP
 ///
 /// With `recompute`, a layer keeps its input alone and computes the rest again in the backward pass.
 ///
+/// In training, mixtures whose config says so add the loss of their balance: that of a microbatch of all ranks, those of the group
+/// `replicas` too, which is that of the axis "dp" if the mesh does not have it.
+///
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
-pub fn learner(config: &Config, length: usize, recompute: bool, cut: &Cut<'_>) -> Result<DecoderPipe> {
-    cut.finish(learner_graph(config, length, recompute), config)
+pub fn learner(
+    config: &Config,
+    length: usize,
+    recompute: bool,
+    replicas: Option<&ProcessGroup>,
+    cut: &Cut<'_>,
+) -> Result<DecoderPipe> {
+    cut.finish(learner_graph(config, length, recompute, replicas), config)
 }
 
 /// The model that learns, before it is cut.
-pub fn learner_graph(config: &Config, length: usize, recompute: bool) -> PipeBuilder<ShardedVarBuilder> {
+pub fn learner_graph(
+    config: &Config,
+    length: usize,
+    recompute: bool,
+    replicas: Option<&ProcessGroup>,
+) -> PipeBuilder<ShardedVarBuilder> {
     let mut model = Declaration::new(config, Between::learner(length));
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
-    let h = model.layers(h, None, length, move |layer, angles, _| {
-        // A unit around what is recomputed gathers once in the backward pass.
-        move |h: &DTensor, _: &[Span]| {
-            layer.run(|layer| match recompute {
-                true => {
-                    let (layer, angles) = (layer.clone(), angles.clone());
-                    nn::recompute(h, move |h| layer.forward(h, &angles, None))
-                }
-                false => layer.forward(h, &angles, None),
-            })
-        }
-    });
+    let balanced = config.parts.experts.as_ref().filter(|experts| experts.balance > 0.0);
+    let h = match balanced {
+        Some(_) => model.balanced_layers(h, length, recompute, replicas),
+        None => model.layers(h, None, length, move |layer, angles, _| learned(layer, angles, recompute)),
+    };
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
     model.g.loss(loss, Reduction::Mean);
@@ -121,6 +130,18 @@ struct Declaration {
     /// The table, if the output layer has it too.
     tied: Option<ValueId>,
     between: Between,
+    balance: Option<Balance>,
+}
+
+/// What the end of a model adds to its loss in training.
+#[derive(Clone)]
+struct Balance {
+    /// The sums of the routers.
+    sums: ValueId,
+    /// The layers with experts.
+    layers: usize,
+    factor: f64,
+    replicas: Option<ProcessGroup>,
 }
 
 impl Declaration {
@@ -129,7 +150,7 @@ impl Declaration {
         let sizes = config.clone();
         let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
-        Self { config: config.clone(), g, tied, between }
+        Self { config: config.clone(), g, tied, between, balance: None }
     }
 
     /// From tokens to hidden states.
@@ -163,14 +184,50 @@ impl Declaration {
             let (config, run, between) = (self.config.clone(), run.clone(), self.between);
             let build = move |vb: &ShardedVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
-                let angles = Angles::new(&config, longest, vb)?;
-                let angles = match between.order(vb.mesh())? {
-                    Some(order) => angles.in_order(order)?,
-                    None => angles,
-                };
+                let angles = angles(&config, longest, between, vb)?;
                 Ok(hidden(vb, between, run(layer, angles, config.parts.window(i))))
             };
             h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(spans));
+        }
+        h
+    }
+
+    /// Adds all layers of a model that learns the balance of its experts.
+    fn balanced_layers(
+        &mut self,
+        mut h: ValueId,
+        length: usize,
+        recompute: bool,
+        replicas: Option<&ProcessGroup>,
+    ) -> ValueId {
+        for i in 0..self.config.num_hidden_layers {
+            let (config, between, name) = (self.config.clone(), self.between, format!("model.layers.{i}"));
+            let Some(experts) = self.config.parts.experts(i) else {
+                let build = move |vb: &ShardedVarBuilder| {
+                    let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
+                    Ok(hidden(vb, between, learned(layer, angles(&config, length, between, vb)?, recompute)))
+                };
+                h = self.g.module(&name, build, [h]);
+                continue;
+            };
+            let factor = experts.balance;
+            let build = move |vb: &ShardedVarBuilder| {
+                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::balanced(&config, i, vb)?)))?;
+                let (angles, mesh) = (angles(&config, length, between, vb)?, vb.mesh().clone());
+                Ok(stage_op(move |xs, _| {
+                    let h = between.enter(&xs[0], &mesh)?;
+                    let [h, mut sums] = layer.run(|layer| layer.with_sums(&h, &angles, recompute))?;
+                    if let Some(before) = xs.get(1) {
+                        sums = Between::WHOLE.enter(before, &mesh)?.add(&sums)?;
+                    }
+                    Ok(vec![between.leave(&h)?, Between::WHOLE.leave(&sums)?])
+                }))
+            };
+            let before = self.balance.as_ref().map(|balance| balance.sums);
+            let [states, sums] = self.g.module_many(&name, build, [h].into_iter().chain(before));
+            h = states;
+            let layers = self.balance.as_ref().map_or(0, |balance| balance.layers) + 1;
+            self.balance = Some(Balance { sums, layers, factor, replicas: replicas.cloned() });
         }
         h
     }
@@ -193,25 +250,35 @@ impl Declaration {
     /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`.
     fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
         let (config, is_tied, last, between) = (self.config.clone(), self.tied.is_some(), others.len(), self.between);
+        let balance = self.balance.clone();
+        let sums = balance.as_ref().map(|balance| balance.sums);
         let build = move |vb: &ShardedVarBuilder| {
             let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
             let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
-            let (config, vb) = (config.clone(), vb.clone());
-            Ok(stage_op(move |xs, _| {
+            let (config, vb, balance) = (config.clone(), vb.clone(), balance.clone());
+            Ok(stage_op(move |xs, ctx| {
                 let h = between.enter(&xs[0], vb.mesh())?;
                 let others: Vec<DTensor> =
                     xs[1..=last].iter().map(|x| between.enter_tokens(x, vb.mesh())).collect::<Result<_>>()?;
                 let end = |head: &Projection| {
                     end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
                 };
-                let made = match &own {
+                let mut made = match &own {
                     Some(own) => own.run(end)?,
                     None => end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?,
                 };
+                if let Some(Balance { layers, factor, replicas, .. }) = balance.as_ref().filter(|_| ctx.training) {
+                    let sums = Between::WHOLE.enter(&xs[last + 1], vb.mesh())?;
+                    let rows = layers * others[0].elem_count();
+                    let whole = Placements::from_elem(Replicate, sums.mesh().ndim());
+                    let added = balance::loss(&sums, rows, *factor, replicas.as_ref())?;
+                    made = made.redistribute(&whole)?.add(&added)?;
+                }
                 Ok(vec![between.leave(&made)?])
             }))
         };
-        self.g.module("lm_head", build, [h].into_iter().chain(others.iter().copied()).chain(self.tied))
+        let inputs = [h].into_iter().chain(others.iter().copied()).chain(sums).chain(self.tied);
+        self.g.module("lm_head", build, inputs)
     }
 }
 
@@ -220,6 +287,33 @@ type End = fn(&Head<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
 
 /// What computes the logits of hidden states.
 type Head<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
+
+/// The angles of a layer for so many tokens, which lie as between nodes.
+fn angles(config: &Config, longest: usize, between: Between, vb: &ShardedVarBuilder) -> Result<Angles> {
+    let angles = Angles::new(config, longest, vb)?;
+    Ok(match between.order(vb.mesh())? {
+        Some(order) => angles.in_order(order)?,
+        None => angles,
+    })
+}
+
+/// A layer that learns.
+fn learned(
+    layer: FullyShard<Arc<Layer>>,
+    angles: Angles,
+    recompute: bool,
+) -> impl Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> {
+    // A unit around what is recomputed gathers once in the backward pass.
+    move |h, _| {
+        layer.run(|layer| match recompute {
+            true => {
+                let (layer, angles) = (layer.clone(), angles.clone());
+                nn::recompute(h, move |h| layer.forward(h, &angles, None))
+            }
+            false => layer.forward(h, &angles, None),
+        })
+    }
+}
 
 /// The table of the input.
 fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedding> {

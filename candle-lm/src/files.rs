@@ -203,7 +203,7 @@ impl Files {
     /// of it; those whose rows have no whole blocks are stored as Q8_0 or f16, and norms and biases as f32.
     ///
     /// `show` hears of each tensor: how many are done, and of how many. The file is opened again and compared before it gets its name.
-    /// Families with byte-level tokenizers can be written, except models with sliding windows.
+    /// All families can be written, with tokenizers of bytes or of SentencePiece pairs; sliding windows only as llama.cpp has them.
     ///
     /// # Errors
     /// If llama.cpp has no such model or tokenizer: what is in the way is named. If the file exists or cannot be written.

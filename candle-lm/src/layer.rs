@@ -1,9 +1,12 @@
 //! A decoder layer.
 
-use candle_shard::nn::ShardedVarBuilder;
-use candle_shard::{Attention, DTensor, Placements, Result, Shard};
+use std::sync::Arc;
+
+use candle_shard::nn::{self, ShardedVarBuilder};
+use candle_shard::{Attention, DTensor, Error, Placements, Result, Shard};
 
 use crate::TOKEN_AXIS;
+use crate::balance::Router;
 use crate::cache::{self, CutTurn, Seen, Texts, Turn};
 use crate::config::Config;
 use crate::config::parts::{Parts, QkNorm};
@@ -22,6 +25,8 @@ pub(crate) struct Layer {
     head_norms: Option<[Norm; 2]>,
     o_proj: Projection,
     feed_forward: FeedForward,
+    /// The router of the experts, in a model that learns their balance.
+    router: Option<Router>,
     scale: f64,
     window: Option<usize>,
     is_rotary: bool,
@@ -50,6 +55,7 @@ impl Layer {
                 QkNorm::All => head_norms([heads.query * heads.dim, heads.key_value * heads.dim])?,
             },
             feed_forward: FeedForward::new(config, layer, &vb.pp("mlp"))?,
+            router: None,
             scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
             window: parts.window(layer),
             is_rotary: parts.is_rotary(layer),
@@ -57,19 +63,57 @@ impl Layer {
         })
     }
 
+    /// The layer of this number, which learns the balance of its experts.
+    pub(crate) fn balanced(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+        let made = Self::new(config, layer, vb)?;
+        let router = |experts| Router::new(config.hidden_size, experts, &vb.pp("mlp"));
+        Ok(Self { router: config.parts.experts(layer).map(router).transpose()?, ..made })
+    }
+
     /// The states `[batch, tokens, hidden]` after this layer. With `turns`, the tokens of the one row belong to several
     /// texts, one behind another, and follow those that each has in the cache.
     pub(crate) fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
-        let [before_attention, after_attention, before_mlp, after_mlp] = &self.norms;
-        let through = |norm: &Option<Norm>, x: &DTensor| norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(x));
-        let add = |x: &DTensor, branch: DTensor| match self.parts.branch_scale {
-            1.0 => x.add(&branch),
-            scale => x.add(&branch.affine(scale, 0.0)?),
+        self.fed(&self.mixed(x, angles, turns)?)
+    }
+
+    /// The states after this layer, and the sums of its router; with `recompute`, nothing between is kept for the backward pass.
+    pub(crate) fn with_sums(self: &Arc<Self>, x: &DTensor, angles: &Angles, recompute: bool) -> Result<[DTensor; 2]> {
+        let run = |part: fn(&Self, &DTensor, &Angles) -> Result<DTensor>, x: &DTensor| match recompute {
+            true => {
+                let (layer, angles) = (self.clone(), angles.clone());
+                nn::recompute(x, move |x| part(&layer, x, &angles))
+            }
+            false => part(self, x, angles),
         };
-        let mixed = self.attention(&through(before_attention, x)?, angles, turns)?;
-        let x = add(x, through(after_attention, &mixed)?)?;
-        let fed = self.feed_forward.forward(&through(before_mlp, &x)?)?;
-        add(&x, through(after_mlp, &fed)?)
+        let x = run(|layer, x, angles| layer.mixed(x, angles, None), x)?;
+        Ok([run(|layer, x, _| layer.fed(x), &x)?, run(|layer, x, _| layer.sums(x), &x)?])
+    }
+
+    /// The states after attention.
+    fn mixed(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
+        let [before, after, ..] = &self.norms;
+        self.add(x, &through(after, &self.attention(&through(before, x)?, angles, turns)?)?)
+    }
+
+    /// The states after the feed-forward network, of those after attention.
+    fn fed(&self, x: &DTensor) -> Result<DTensor> {
+        let [.., before, after] = &self.norms;
+        self.add(x, &through(after, &self.feed_forward.forward(&through(before, x)?)?)?)
+    }
+
+    /// The sums of the router, of the states after attention.
+    fn sums(&self, x: &DTensor) -> Result<DTensor> {
+        let router =
+            self.router.as_ref().ok_or_else(|| Error::Layout("a layer without experts has no balance".into()))?;
+        let [.., before, _] = &self.norms;
+        router.sums(&through(before, x)?)
+    }
+
+    fn add(&self, x: &DTensor, branch: &DTensor) -> Result<DTensor> {
+        match self.parts.branch_scale {
+            1.0 => x.add(branch),
+            scale => x.add(&branch.affine(scale, 0.0)?),
+        }
     }
 
     fn attention(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
@@ -129,4 +173,9 @@ impl Layer {
             parts => DTensor::cat(parts, 1),
         }
     }
+}
+
+/// What a norm makes of states, if there is one.
+fn through(norm: &Option<Norm>, x: &DTensor) -> Result<DTensor> {
+    norm.as_ref().map_or_else(|| Ok(x.clone()), |norm| norm.forward(x))
 }

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod agree;
+mod balance;
 pub mod batch;
 mod between;
 pub mod cache;

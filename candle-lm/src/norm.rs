@@ -17,8 +17,10 @@ pub(crate) struct Norm {
 impl Norm {
     /// The norm at the builder's path for rows of `width`.
     pub(crate) fn new(width: usize, config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
-        let weight = vb.get(width, "weight", Init::Const(1.0), Replicate, false)?;
-        Ok(Self { weight, adds_one: config.parts.norms_add_one, eps: config.rms_norm_eps })
+        let adds_one = config.parts.norms_add_one;
+        let init = Init::Const(if adds_one { 0.0 } else { 1.0 });
+        let weight = vb.get(width, "weight", init, Replicate, false)?;
+        Ok(Self { weight, adds_one, eps: config.rms_norm_eps })
     }
 
     /// The device of the weight.

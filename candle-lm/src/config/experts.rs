@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::fields::Plain::{False, True, Zero};
+use super::fields::Plain::{True, Zero};
 use super::fields::Rule::{self, Harmless, Only, Used};
 use super::fields::{Fields, shortened};
 
@@ -20,6 +20,8 @@ pub struct Experts {
     pub normalize: bool,
     /// Whether each layer has experts; all have without a list.
     pub layers: Vec<bool>,
+    /// The factor of the loss that grows where some experts are chosen more often than others, in training; 0 for none.
+    pub balance: f64,
     /// What files call them.
     pub names: &'static ExpertNames,
 }
@@ -43,13 +45,13 @@ pub static MIXTRAL: ExpertNames =
 pub static QWEN: ExpertNames =
     ExpertNames { router: "mlp.gate", experts: "mlp.experts", layers: ["gate_proj", "up_proj", "down_proj"] };
 
-/// The fields of routers that all mixtures have. What only balances a training is not done here.
+/// The fields of routers that all mixtures have.
 pub(super) const ROUTER: [(&str, Rule); 4] = [
     ("num_experts_per_tok", Used),
     ("num_local_experts", Used),
-    ("output_router_logits", Only(False)),
-    // Without output_router_logits no loss is added.
-    ("router_aux_loss_coef", Harmless),
+    // A training then has the loss of the balance, whose factor is the other field.
+    ("output_router_logits", Used),
+    ("router_aux_loss_coef", Used),
 ];
 
 pub(super) const MIXTRAL_FIELDS: [(&str, Rule); 7] = [
@@ -103,7 +105,9 @@ impl Experts {
         let count = local.or(all).unwrap_or(absent[0]);
         let chosen = fields.optional_size("num_experts_per_tok", MOST)?.unwrap_or(absent[1]);
         ensure!(chosen <= count, "num_experts_per_tok is {chosen}, and there are {count} experts");
-        Ok(Self { count, chosen, hidden, normalize: true, layers: Vec::new(), names })
+        let factor = fields.factor("router_aux_loss_coef")?.unwrap_or(0.001);
+        let balance = if fields.switch("output_router_logits")? { factor } else { 0.0 };
+        Ok(Self { count, chosen, hidden, normalize: true, layers: Vec::new(), balance, names })
     }
 
     /// Those of Mixtral, in all layers.

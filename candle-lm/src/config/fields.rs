@@ -221,6 +221,15 @@ impl Fields {
         self.get(name).map(|value| positive(name, value)).transpose()
     }
 
+    /// A number that is not negative, if it is there.
+    pub(super) fn factor(&self, name: &str) -> Result<Option<f64>> {
+        let read = |value: &Value| {
+            let number = value.as_f64().filter(|number| number.is_finite() && *number >= 0.0);
+            number.with_context(|| format!("{name} is {}; expected a number that is not negative", shortened(value)))
+        };
+        self.get(name).map(read).transpose()
+    }
+
     /// Whether layers with a window have rotary positions of their own.
     pub(super) fn has_local_rope(&self) -> bool {
         self.family.has("rope_local_base_freq")

@@ -135,13 +135,4 @@ impl Parts {
     pub fn experts(&self, layer: usize) -> Option<&Experts> {
         self.experts.as_ref().filter(|experts| experts.are_in(layer))
     }
-
-    /// Whether this is a model that can be trained and saved: a Llama without biases, perhaps with experts, or with norms of
-    /// each head.
-    pub fn can_learn(&self) -> bool {
-        let Self { qk_norm, experts, windows, .. } = self;
-        let is_wide = windows.iter().all(Option::is_none);
-        let like = Self { qk_norm: *qk_norm, experts: experts.clone(), windows: windows.clone(), ..Self::default() };
-        is_wide && (*qk_norm == QkNorm::None || (experts.is_some() && *qk_norm == QkNorm::Head)) && *self == like
-    }
 }

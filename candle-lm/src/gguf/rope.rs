@@ -12,7 +12,7 @@ use crate::config::{Config, RopeScaling};
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";
 
 /// The tensors of Phi-3, and the fields that they stand for.
-const LISTS: [(&str, &str); 2] =
+pub(super) const LISTS: [(&str, &str); 2] =
     [("rope_factors_short.weight", "short_factor"), ("rope_factors_long.weight", "long_factor")];
 
 /// Keys of YaRN, and the fields that they stand for.

@@ -17,7 +17,7 @@ use tokenizers::{DecoderWrapper, SplitDelimiterBehavior, Tokenizer};
 const MOST_BYTES: usize = 4096;
 
 /// The letter that stands for a space.
-const SPACE: &str = "▁";
+pub(super) const SPACE: &str = "▁";
 
 /// What is done about spaces before pairs are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -107,10 +107,7 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     let is_special = |place: usize| kinds.get(place) == Some(&CONTROL) || named.contains(&(place as u64));
     let is_added = |place: usize| kinds.get(place) == Some(&ADDED) && !is_special(place);
     let known = tokenizer.get_vocab(false);
-    // Files do not say which tokens take the white space behind them.
-    let is_phi3 =
-        text("model") == Some("llama") && (architecture == "phi3" || name.contains("phi-3") || name.contains("phi3"));
-    let takes_space = |token: &str| is_phi3 && !PHI3_KEEPS_SPACE.contains(&token);
+    let takes_space = |token: &str| text("model") == Some("llama") && takes_space(&architecture, &name, token);
     let added = |is: &dyn Fn(usize) -> bool, special: bool| {
         let tokens = (0..tokens.len()).filter(|&place| is(place)).map(|place| &tokens[place]);
         let token =
@@ -130,6 +127,13 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
         tokenizer.with_post_processor(Some(template(first.as_ref(), last.as_ref())?));
     }
     Ok(tokenizer)
+}
+
+/// Whether a token that stands apart takes the white space behind it, which files do not say: in a model of this architecture and
+/// name whose tokenizer is of SentencePiece.
+pub(super) fn takes_space(architecture: &str, name: &str, token: &str) -> bool {
+    let is_phi3 = architecture == "phi3" || ["phi-3", "phi3"].iter().any(|part| name.to_lowercase().contains(part));
+    is_phi3 && !PHI3_KEEPS_SPACE.contains(&token)
 }
 
 /// What puts tokens in front of texts and behind them.

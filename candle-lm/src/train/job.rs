@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use candle_dist::ProcessGroup;
 use candle_pipe::{Layout, Pipeline};
 use candle_shard::regular;
 use serde_json::{Map, Value};
@@ -55,13 +56,13 @@ pub struct Job {
 }
 
 impl Job {
-    /// The model in stages.
+    /// The model in stages; see [`learner`](declare::learner) for the group `replicas`.
     ///
     /// # Errors
     /// If the model cannot be cut into these stages.
-    pub fn declare(&self) -> candle_pipe::Result<DecoderPipe> {
+    pub fn declare(&self, replicas: Option<&ProcessGroup>) -> candle_pipe::Result<DecoderPipe> {
         let cut = Cut::new(self.pipeline.stages(), self.layout.as_ref());
-        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, &cut)
+        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
     /// The steps to make.
@@ -148,13 +149,17 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
 /// Checks that a recipe can train the model in `folder`, after `start` steps that were made before.
 ///
 /// # Errors
-/// If the model is of a family that is not trained. An [`InputError`](crate::InputError) if no steps are left to make, or
+/// If the files are no folder of a language model alone. An [`InputError`](crate::InputError) if no steps are left to make, or
 /// sequences are longer than the model takes.
 pub fn check(folder: &Path, files: &Files, recipe: &Recipe, start: usize) -> Result<()> {
+    let shown = folder.display();
     ensure!(
-        files.config.parts.can_learn() && !files.config.has_images,
-        "{}: only models of the families llama and mistral and mixtures of experts, without biases, windows and parts for images, can be trained",
-        folder.display()
+        folder.is_dir(),
+        "{shown} is a GGUF file, and what is trained is saved in the layout of the Hub: give the folder that it was made of"
+    );
+    ensure!(
+        !files.config.has_images,
+        "{shown} has parts for images, which the saved model would lack: save its language model by itself with transformers, and train that"
     );
     check_steps(recipe, start)?;
     check_length(recipe, files)?;

@@ -1,6 +1,7 @@
 //! The training loop of one rank.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -17,7 +18,7 @@ use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
-use candle_shard::{DTensor, Weights};
+use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Serialize};
 
 use super::folder::Saves;
@@ -25,6 +26,7 @@ use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::agree::agreed;
+use crate::config::Config;
 use crate::dtype::DTypeName;
 use crate::model::Decoder;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
@@ -134,6 +136,7 @@ impl<'a> Trainer<'a> {
             let (probe, is_made) = Self::begin(saves.as_mut(), ctx.group(), folder, job.start)?;
             agreed(ctx.group(), if is_made { Ok(fs::remove_dir(&probe)?) } else { Ok(()) })?;
         }
+        ensure_alike(ctx.group(), job)?;
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
         let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
         let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
@@ -147,14 +150,16 @@ impl<'a> Trainer<'a> {
             let options = FullyShardOptions::default().reduce_dtype(DType::F32);
             vb = vb.fully_shard("dp", options)?;
         }
-        let pipe = job.declare()?;
+        // Where parameters are cut over the replicas, these compute together.
+        let replicas = (!job.fsdp).then(|| mesh.axis_group("dp")).transpose()?;
+        let pipe = job.declare(replicas)?;
         let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
         let mut runtime = runtime.for_device_of(ctx)?;
         // Where parameters are cut over the replicas, gradients are those of the whole batch.
-        if !job.fsdp {
+        if let Some(replicas) = replicas {
             // Replicas have read the same files.
             let options = DataParallelOptions::default().start(InitialSync::Verify);
-            runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options)?;
+            runtime = runtime.with_replicas(replicas, &options)?;
         }
         let parameters = vb.built();
         let clip = |norm| -> Result<_> {
@@ -255,9 +260,10 @@ impl<'a> Trainer<'a> {
         let (partial, is_made) = Self::begin(self.saves.as_mut(), &self.world, folder, steps)?;
         let what = || format!("{}", partial.display());
         let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
-        // As other programs have them, each expert by itself.
+        // As other programs have them: some tensors in one, each expert by itself.
         let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
-        let tensors: Vec<_> = self.parameters.named_tensors().into_iter().map(stored).collect();
+        let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
+        let tensors: Vec<_> = tensors.map(stored).collect();
         stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
@@ -276,6 +282,45 @@ impl<'a> Trainer<'a> {
         };
         agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
     }
+}
+
+/// Refuses hosts that have other files under the names of the job.
+///
+/// # Errors
+/// On every rank alike, with the file and the first rank that has another one.
+fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
+    let mut files = vec![
+        ("--train", serde_json::to_string(&job.text.stamp())?),
+        ("the config of --model", format!("{:?}", job.files.config)),
+    ];
+    files.extend(
+        job.valid
+            .as_ref()
+            .map(|(text, _)| Ok::<_, anyhow::Error>(("--valid", serde_json::to_string(&text.stamp())?)))
+            .transpose()?,
+    );
+    for (file, own) in files {
+        let all = world.all_gather_text(&own)?;
+        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
+            bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
+        }
+    }
+    Ok(())
+}
+
+/// Joins the tensors that files have in one. Ranks then have some columns of it.
+fn fused(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(String, DTensor)>> {
+    let mut tensors: BTreeMap<String, DTensor> = tensors.into_iter().collect();
+    for (name, parts) in config.fused() {
+        // Those of other stages are not here.
+        let parts: Vec<DTensor> = parts.iter().filter_map(|(part, _)| tensors.remove(part)).collect();
+        let Some(first) = parts.first() else { continue };
+        let columns = Placements::from_elem(Shard(1), first.mesh().ndim());
+        let laid = parts.iter().map(|part| part.detach().redistribute(&columns));
+        let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
+        tensors.insert(name, DTensor::cat(&parts, 0)?);
+    }
+    Ok(tensors.into_iter().collect())
 }
 
 /// Waits until this rank sees what rank 0 has made, for as long as file systems of other hosts keep what they know of a folder.

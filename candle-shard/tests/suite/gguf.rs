@@ -125,11 +125,11 @@ fn save_raw(path: &Path, metadata: &[(&str, u16)], tensors: &[(&str, [usize; 2],
 }
 
 /// Its name, number, elements and bytes of a block, the place of the high byte of an f16 scale in it, and the digest of what blocks of
-/// noise stand for in ggml's Python package: `benchmarks/gguf_facts.py`.
+/// noise stand for in ggml: `benchmarks/gguf_facts.py`.
 type Code = (&'static str, u32, usize, usize, Option<usize>, u64);
 
 /// The types whose blocks candle has no products of.
-const CODES: [Code; 12] = [
+const CODES: [Code; 15] = [
     ("IQ2_XXS", 16, 256, 66, Some(1), 0x4b30_2782_d1e7_47c5),
     ("IQ2_XS", 17, 256, 74, Some(1), 0xb688_3d33_6b8f_83be),
     ("IQ3_XXS", 18, 256, 98, Some(1), 0xe76e_8d8c_ca06_49ee),
@@ -142,6 +142,9 @@ const CODES: [Code; 12] = [
     ("TQ1_0", 34, 256, 54, Some(53), 0x7ad4_8c29_abad_949e),
     ("TQ2_0", 35, 256, 66, Some(65), 0xf3a9_b261_e909_b8ee),
     ("MXFP4", 39, 32, 17, None, 0x3e22_f0ac_728c_0710),
+    ("NVFP4", 40, 64, 36, None, 0xbb14_a55f_5564_3d5e),
+    ("Q1_0", 41, 128, 18, Some(1), 0x206a_039e_59da_3565),
+    ("Q2_0", 42, 64, 18, Some(1), 0x2be8_fd69_59b6_3299),
 ];
 
 /// Returns blocks of noise with finite scales.
@@ -301,7 +304,7 @@ fn damaged_headers_are_one_error_that_names_the_damage() {
         ("a dim", with(tensor + 4, &u64::MAX.to_le_bytes()), "has a dim of"),
         ("a product", with(tensor + 12, &(1u64 << 47).to_le_bytes()), "bytes at"),
         ("a row", with(tensor + 4, &65u64.to_le_bytes()), "blocks of Q4_1 have 32"),
-        ("a known type", with(tensor + 20, &40u32.to_le_bytes()), "40 (NVFP4)"),
+        ("a known type", with(tensor + 20, &24u32.to_le_bytes()), "24 (I8)"),
         ("an unknown type", with(tensor + 20, &77u32.to_le_bytes()), "77 (unknown)"),
         ("an offset", with(tensor + 24, &(1u64 << 40).to_le_bytes()), "which has only"),
         ("an offset", with(tensor + 24, &7u64.to_le_bytes()), "no multiple of the alignment"),

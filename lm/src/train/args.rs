@@ -22,6 +22,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "cache_dtype", "dequantize", "prompts", "cache_tokens", "text", "window", "stride", "shares"])]
     pub train: Option<PathBuf>,
 
+    /// Start from random weights: of the folder --model only the config and the tokenizer are read
+    #[arg(long, requires_all = ["train", "model"], conflicts_with = "resume")]
+    pub fresh: bool,
+
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
     /// stays constant, unless --decay is given
     #[arg(long, value_name = "N", requires = "train")]

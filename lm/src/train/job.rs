@@ -42,10 +42,14 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
     let (folder, files) = match &resumed {
         Some(Checkpoint { folder, files, .. }) => (folder.clone(), files.clone()),
         None => {
-            let folder = args.model.as_deref().unwrap_or(scratch);
-            if args.model.is_none() {
-                let base = flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
-                random_model::write(folder, &opened::random(args), base.seed, base.dtype.into())?;
+            let given = args.model.as_deref().filter(|_| !flags.fresh);
+            let folder = given.unwrap_or(scratch);
+            if given.is_none() {
+                let Recipe { seed, dtype, .. } = flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
+                match &args.model {
+                    Some(like) => random_model::write_like(folder, like, &args.ignore_field, seed, dtype.into())?,
+                    None => random_model::write(folder, &opened::random(args), seed, dtype.into())?,
+                }
             }
             (folder.to_owned(), Files::open_without(folder, &args.ignore_field)?)
         }
@@ -97,7 +101,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         damaged,
         notes,
     };
-    job.declare().map_err(|error| {
+    job.declare(None).map_err(|error| {
         UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))
     })?;
     Ok(job)

@@ -8,6 +8,7 @@ use candle_core::quantized::gguf_file::Value as Stored;
 
 use crate::config::experts::Experts;
 use crate::config::{Config, RopeScaling};
+use crate::gguf::rope;
 
 /// A key and its value.
 pub(super) type Field = (String, Stored);
@@ -71,6 +72,11 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             ("logit_scale", float(parts.logits_divisor)),
         ]);
     }
+    if let (true, Some(window)) = (kind.starts_with("gemma"), super::windows(config).into_iter().flatten().next()) {
+        own.push(("attention.sliding_window", number(window)));
+    }
+    let caps = [("attn_logit_softcapping", parts.scores_cap), ("final_logit_softcapping", parts.logits_cap)];
+    own.extend(caps.into_iter().filter_map(|(key, cap)| Some((key, float(cap?)))));
     if let Some(Experts { count, chosen, hidden, normalize, .. }) = &parts.experts {
         own.extend([("expert_count", number(*count)), ("expert_used_count", number(*chosen))]);
         if kind != "llama" {
@@ -97,6 +103,14 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         Some(RopeScaling::Dynamic { .. }) => {
             bail!("files of {kind} do not say that positions are scaled by the length of a text")
         }
+        Some(RopeScaling::Longrope { original_max_position_embeddings: learned, attention_factor, .. })
+            if kind == "phi3" =>
+        {
+            own.extend([
+                ("rope.scaling.original_context_length", number(*learned)),
+                ("rope.scaling.attn_factor", float(*attention_factor)),
+            ]);
+        }
         Some(RopeScaling::Longrope { .. }) => {
             bail!("files of {kind} do not say that positions are scaled by two lists")
         }
@@ -105,7 +119,19 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
     Ok(fields)
 }
 
-/// The divisor of each frequency, which is a tensor of files.
+/// The tensors of files with divisors of frequencies.
+pub(super) fn factors(config: &Config) -> Vec<(&'static str, Vec<f32>)> {
+    let rounded = |factors: &[f64]| factors.iter().map(|&factor| factor as f32).collect();
+    match &config.rope_scaling {
+        Some(RopeScaling::Longrope { short_factor, long_factor, .. }) => {
+            let lists = [short_factor, long_factor].map(|factors| rounded(factors));
+            rope::LISTS.iter().map(|(name, _)| *name).zip(lists).collect()
+        }
+        _ => frequencies(config).into_iter().map(|factors| (rope::FREQUENCIES, factors)).collect(),
+    }
+}
+
+/// The divisor of each frequency, if there is one list of them.
 pub(super) fn frequencies(config: &Config) -> Option<Vec<f32>> {
     match &config.rope_scaling {
         Some(RopeScaling::Factors(factors)) => Some(factors.iter().map(|&factor| factor as f32).collect()),
@@ -136,6 +162,10 @@ pub(super) fn scales_alike(was: &Config, is: &Config) -> bool {
     match (&was.rope_scaling, &is.rope_scaling) {
         (None, None) => true,
         (Some(RopeScaling::Linear { factor: a }), Some(RopeScaling::Linear { factor: b })) => rounded(a) == rounded(b),
+        (
+            Some(RopeScaling::Longrope { original_max_position_embeddings: a, attention_factor: x, .. }),
+            Some(RopeScaling::Longrope { original_max_position_embeddings: b, attention_factor: y, .. }),
+        ) => (a, rounded(x), factors(was)) == (b, rounded(y), factors(is)),
         (Some(a @ RopeScaling::Yarn { .. }), Some(b @ RopeScaling::Yarn { .. })) => {
             // Numbers of files have 32 bits.
             let of = |scaling: &RopeScaling| match scaling {

@@ -3,13 +3,14 @@
 //! What is written is opened again before it gets its name, and compared with what it was made of.
 
 mod fields;
+mod pieces;
 mod vocabulary;
 
 use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
@@ -17,10 +18,10 @@ use candle_shard::kernels::RopePairs;
 use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
-use super::{ARCHITECTURES, MODULES, TENSORS, rope, tokenizer};
-use crate::config::Config;
+use super::{ARCHITECTURES, MODULES, TENSORS, tokenizer};
 use crate::config::parts::{Norms, Parts};
 use crate::config::tensors::ROUTER;
+use crate::config::{Config, RopeScaling};
 use crate::files::Files;
 
 /// Families whose weights are written as those of another one.
@@ -41,20 +42,26 @@ pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: imp
     let tokenizer = files.tokenizer()?;
     let name = path.file_stem().map_or("model".into(), |name| name.to_string_lossy());
     let mut metadata = fields::of(&files.config, &name, kind, dtype)?;
-    metadata.extend(vocabulary::of(files, &tokenizer)?);
-    let names = config.tensors();
+    metadata.extend(vocabulary::of(files, &tokenizer, [kind, &name])?);
+    let names = named(config);
     let (mut tensors, count) = (Vec::new(), names.len());
-    for (at, (name, shape)) in names.into_iter().enumerate() {
-        let whole: Vec<_> = shape.iter().map(|&size| 0..size).collect();
-        let read = files.weights.read_block(&name, &whole, &Device::Cpu)?.to_dtype(DType::F32)?;
+    for (at, (name, parts)) in names.into_iter().enumerate() {
+        let read = |(part, shape): &Part| -> Result<Tensor> {
+            let whole: Vec<_> = shape.iter().map(|&size| 0..size).collect();
+            Ok(files.weights.read_block(part, &whole, &Device::Cpu)?.to_dtype(DType::F32)?)
+        };
+        let read = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?;
+        let shape = read.dims().to_vec();
+        // llama.cpp adds nothing to the weights of norms.
+        let read = if config.parts.norms_add_one && name.ends_with("norm.weight") { (read + 1.0)? } else { read };
         let turned = if config.parts.pairs == pairs { read } else { permuted(&name, &read, config.heads())? };
         let written = QTensor::quantize(&turned, stored_as(&name, &shape, dtype))?;
         tensors.push((renamed(&name, kind, config)?, written));
         show(at + 1, count);
     }
-    if let Some(factors) = fields::frequencies(config) {
-        let factors = Tensor::from_vec(factors, config.rotary_width() / 2, &Device::Cpu)?;
-        tensors.push((rope::FREQUENCIES.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
+    for (name, factors) in fields::factors(config) {
+        let factors = Tensor::new(factors, &Device::Cpu)?;
+        tensors.push((name.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut new = tempfile::Builder::new();
@@ -75,24 +82,26 @@ pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: imp
 fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
     let (family, parts) = (config.family, &config.parts);
     let family = if AS_LLAMA.contains(&family) { "llama" } else { family };
-    let known = ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "qwen3_moe"];
-    let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family && known.contains(name));
-    let Some(&(kind, _, pairs)) = found else {
-        bail!(
-            "models of the family {family} are not written as GGUF; supported: {}, mistral, mixtral",
-            known.join(", ")
-        )
-    };
+    let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
+    let &(kind, _, pairs) = found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.
     let of_llama = ["llama", "granite"].contains(&kind);
     let mut lacks = Vec::new();
     let mut need = |has: bool, what: &'static str| lacks.extend((!has).then_some(what));
-    need(parts.windows.iter().all(Option::is_none), "sliding windows");
+    need(windows(config) == windows_of(kind, config), "these sliding windows");
     need(!config.has_images, "the parts for images");
     need(of_llama || !parts.mlp_bias, "biases of feed-forward layers");
     need(of_llama || !parts.output_bias, "a bias of the output of attention");
     need(of_llama || fields::frequencies(config).is_none(), "a scaling of each frequency");
     need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
+    need(kind != "gemma2" || config.tie_word_embeddings, "an output layer that is not the table");
+    need(kind != "gemma2" || config.rope_scaling.is_none(), "scaled positions");
+    need(
+        kind != "gemma3" || matches!(config.rope_scaling, None | Some(RopeScaling::Linear { .. })),
+        "positions that are not scaled by one factor",
+    );
+    need(kind == "gemma2" || (parts.scores_cap, parts.logits_cap) == (None, None), "caps of scores or logits");
+    need(parts.local_rope.as_ref().is_none_or(|local| *local == (10_000.0, None)), "these positions in windows");
     if let Some(experts) = &parts.experts {
         need(experts.normalize, "weights of experts that are not normalized");
         need(!config.has_dense_layers(), "dense layers beside layers with experts");
@@ -100,6 +109,38 @@ fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
     }
     ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));
     Ok((kind, pairs))
+}
+
+/// The windows that narrow what layers see.
+fn windows(config: &Config) -> Vec<Option<usize>> {
+    let narrow = |layer| config.parts.window(layer).filter(|&window| window < config.max_position_embeddings);
+    (0..config.num_hidden_layers).map(narrow).collect()
+}
+
+/// The windows that layers have in llama.cpp, of the width that a file says.
+fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
+    let width = windows(config).into_iter().flatten().next();
+    let is_narrow = |layer: usize| match kind {
+        "gemma2" => layer.is_multiple_of(2),
+        "gemma3" => layer % 6 < 5,
+        _ => false,
+    };
+    (0..config.num_hidden_layers).map(|layer| width.filter(|_| is_narrow(layer))).collect()
+}
+
+/// A tensor in memory: its name and its shape.
+type Part = (String, Vec<usize>);
+
+/// The tensors of a file by the names of the Hub, each with those in memory that it has, one behind another.
+fn named(config: &Config) -> Vec<(String, Vec<Part>)> {
+    let mut names = Vec::new();
+    let mut tensors = config.tensors();
+    for (name, parts) in config.fused() {
+        let is_part = |tensor: &Part| parts.iter().any(|(part, _)| *part == tensor.0);
+        names.push((name, tensors.extract_if(.., |tensor| is_part(tensor)).collect()));
+    }
+    names.extend(tensors.into_iter().map(|(name, shape)| (name.clone(), vec![(name, shape)])));
+    names
 }
 
 /// The name that a tensor has in GGUF files.
@@ -114,7 +155,8 @@ fn renamed(name: &str, kind: &str, config: &Config) -> Result<String> {
         _ => (rest, "weight"),
     };
     let module = match (module, config.parts.norms) {
-        ("post_attention_layernorm", Norms::Before) => Some("ffn_norm"),
+        ("post_attention_layernorm", Norms::Before) | ("pre_feedforward_layernorm", _) => Some("ffn_norm"),
+        ("mlp.gate_up_proj", _) => Some("ffn_up"),
         _ => MODULES.iter().find(|(_, hub)| *hub == module).map(|(gguf, _)| *gguf),
     };
     let module = module.with_context(|| format!("{name:?} has no name in GGUF files of {kind}"))?;
@@ -166,18 +208,25 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         |config: &Config| (config.tensors(), config.heads(), config.max_position_embeddings, config.rope_theta as f32);
     ensure!(shapes(was) == shapes(is), "the sizes are not those of the config");
     let layers = |config: &Config| {
-        let Parts { windows, experts, .. } = &config.parts;
+        let experts = &config.parts.experts;
         let rotary: Vec<bool> = (0..config.num_hidden_layers).map(|layer| config.parts.is_rotary(layer)).collect();
         let experts =
             experts.as_ref().map(|experts| (experts.count, experts.chosen, experts.hidden, experts.normalize));
-        (windows.iter().all(Option::is_none), rotary, experts)
+        (windows(config), rotary, experts)
     };
     ensure!(layers(was) == layers(is), "the layers are not those of the config");
     let rest = |config: &Config| {
-        let Parts { scores_scale, embedding_scale, branch_scale, logits_divisor, rotary_share, .. } = config.parts;
+        let Parts { embedding_scale, branch_scale, logits_divisor, rotary_share, .. } = config.parts;
+        let Parts { scores_scale, scores_cap, logits_cap, .. } = config.parts;
         let rounded = |x: f64| x as f32;
         let norms = (config.parts.norms, config.parts.qk_norm, rounded(config.rms_norm_eps));
-        (norms, scores_scale.map(rounded), [embedding_scale, branch_scale, logits_divisor, rotary_share].map(rounded))
+        let scores = [scores_scale, scores_cap, logits_cap].map(|x| x.map(rounded));
+        (
+            norms,
+            scores,
+            config.parts.local_rope.clone(),
+            [embedding_scale, branch_scale, logits_divisor, rotary_share].map(rounded),
+        )
     };
     ensure!(rest(was) == rest(is), "the factors are not those of the config");
     ensure!(fields::scales_alike(was, is), "the rotary positions are not scaled as the config says");

@@ -1,6 +1,6 @@
-//! The metadata of a tokenizer of bytes.
+//! The metadata of a tokenizer: of bytes, or of SentencePiece.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::gguf_file::Value as Stored;
@@ -8,62 +8,92 @@ use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use super::fields::Field;
+use super::pieces;
 use crate::chat::{FOR_TOOLS, TEMPLATE};
 use crate::files::Files;
 use crate::gguf::pre_tokenizer::{GPT2, PreTokenizer};
+use crate::gguf::tokenizer::takes_space;
 
 /// Kinds of tokens.
 const NORMAL: i32 = 1;
+const UNKNOWN: i32 = 2;
 const CONTROL: i32 = 3;
 const ADDED: i32 = 4;
 const UNUSED: i32 = 5;
+const BYTE: i32 = 6;
 
 /// The keys of up to three tokens that end texts: the whole, a turn, and a message that waits for a tool.
 const ENDS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
 const WAITS: &str = "<|eom_id|>";
 
-/// Returns the metadata of the tokenizer and the chat template of a model.
+/// The score of tokens that no pair makes, which llama.cpp does not look at.
+const NO_SCORE: f32 = -1e6;
+
+/// Returns the metadata of the tokenizer and the chat template of a model of this architecture and name.
 ///
 /// # Errors
-/// If it is no tokenizer of bytes, or files have no name for how it cuts texts.
-pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
+/// If it is a tokenizer of another kind, or files have no name for how it cuts texts.
+pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) -> Result<Vec<Field>> {
     let parts = serde_json::to_value(tokenizer)?;
-    let pre = pre_tokenizer(&parts)?;
+    let is_of_pieces = pieces::are_in(&parts);
     let added = tokenizer.get_added_tokens_decoder();
     let known: BTreeMap<u32, String> = tokenizer.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
+    let unknown = parts["model"]["unk_token"].as_str().filter(|_| is_of_pieces);
+    let bytes: BTreeSet<String> = (0..=u8::MAX).filter(|_| is_of_pieces).map(pieces::of_byte).collect();
     let (mut tokens, mut kinds) = (Vec::new(), Vec::new());
     for id in 0..u32::try_from(files.config.vocab_size)? {
-        let kind = match added.get(&id) {
-            Some(token) if token.lstrip || token.rstrip || token.single_word => {
-                bail!(
-                    "the token {:?} takes white space beside it, or stands alone, which files do not say",
-                    token.content
-                )
-            }
+        let text = known.get(&id).cloned().unwrap_or_else(|| format!("[PAD{id}]"));
+        if let Some(token) = added.get(&id) {
+            let takes = is_of_pieces && takes_space(kind, name, &text);
+            ensure!(
+                !token.lstrip && !token.single_word && token.rstrip == takes,
+                "the token {text:?} {}, which files of {kind} do not say",
+                match takes && !token.rstrip {
+                    true => "leaves the white space behind it",
+                    false => "takes white space beside it, or stands alone",
+                }
+            );
+        }
+        kinds.push(Stored::I32(match added.get(&id) {
+            _ if unknown == Some(text.as_str()) => UNKNOWN,
             Some(token) if token.special => CONTROL,
             Some(_) => ADDED,
+            None if bytes.contains(&text) => BYTE,
             None if known.contains_key(&id) => NORMAL,
             None => UNUSED,
-        };
-        tokens.push(Stored::String(known.get(&id).cloned().unwrap_or_else(|| format!("[PAD{id}]"))));
-        kinds.push(Stored::I32(kind));
+        }));
+        tokens.push(text);
     }
-    let merges = parts["model"]["merges"].as_array().context("the tokenizer has no merges")?;
-    let pair = |merge: &Value| match merge {
-        Value::String(pair) => Some(pair.clone()),
-        Value::Array(pair) => Some(format!("{} {}", pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
-        _ => None,
-    };
-    let merges = merges.iter().map(|merge| Some(Stored::String(pair(merge)?)));
-    let merges = merges.collect::<Option<Vec<_>>>().context("the tokenizer has a merge of another form")?;
-    ensure!(!merges.is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
-    let mut fields = vec![
-        ("model".to_owned(), Stored::String("gpt2".into())),
-        ("pre".to_owned(), Stored::String(pre.into())),
-        ("tokens".to_owned(), Stored::Array(tokens)),
-        ("token_type".to_owned(), Stored::Array(kinds)),
-        ("merges".to_owned(), Stored::Array(merges)),
-    ];
+    let merges = merges(&parts)?;
+    let strings = |texts: &[String]| Stored::Array(texts.iter().cloned().map(Stored::String).collect());
+    let mut fields = vec![("tokens".to_owned(), strings(&tokens)), ("token_type".to_owned(), Stored::Array(kinds))];
+    if is_of_pieces {
+        let apart: BTreeSet<&str> = added.values().map(|token| token.content.as_str()).collect();
+        let all: BTreeSet<&str> = known.values().map(String::as_str).collect();
+        let pairs: Vec<[&str; 2]> = merges.iter().map(|pair| pair.each_ref().map(String::as_str)).collect();
+        let pieces = pieces::read(&parts, &all, &apart, &pairs)?;
+        let score = |token: &String| Stored::F32(pieces.scores.get(token).copied().unwrap_or(NO_SCORE));
+        fields.extend([
+            ("model".to_owned(), Stored::String("llama".into())),
+            ("pre".to_owned(), Stored::String("default".into())),
+            ("scores".to_owned(), Stored::Array(tokens.iter().map(score).collect())),
+            ("add_space_prefix".to_owned(), Stored::Bool(pieces.prefixes)),
+        ]);
+        if kind.starts_with("gemma") {
+            // Scores of other files of Gemma do not tell the order, so readers go by the list of tokens, or by merges.
+            let merges: Vec<String> = merges.iter().map(|[a, b]| format!("{a} {b}")).collect();
+            fields.push(("merges".to_owned(), strings(&merges)));
+        }
+    } else {
+        let pre = pre_tokenizer(&parts)?;
+        ensure!(!merges.is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
+        let merges: Vec<String> = merges.into_iter().map(|[a, b]| format!("{a} {b}")).collect();
+        fields.extend([
+            ("model".to_owned(), Stored::String("gpt2".into())),
+            ("pre".to_owned(), Stored::String(pre.into())),
+            ("merges".to_owned(), strings(&merges)),
+        ]);
+    }
     let [first, last] = around(tokenizer)?;
     let named = files.special_tokens()?;
     let id_of = |name: &str| named.get(name).and_then(Option::as_ref).and_then(|text| tokenizer.token_to_id(text));
@@ -103,6 +133,17 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer) -> Result<Vec<Field>> {
     Ok(fields)
 }
 
+/// The pairs that are merged, the first ones first.
+fn merges(parts: &Value) -> Result<Vec<[String; 2]>> {
+    let merges = parts["model"]["merges"].as_array().context("the tokenizer has no merges")?;
+    let pair = |merge: &Value| match merge {
+        Value::String(pair) => pair.split_once(' ').map(|(a, b)| [a.to_owned(), b.to_owned()]),
+        Value::Array(pair) => Some([pair.first()?.as_str()?.to_owned(), pair.get(1)?.as_str()?.to_owned()]),
+        _ => None,
+    };
+    merges.iter().map(pair).collect::<Option<_>>().context("the tokenizer has a merge of another form")
+}
+
 /// The tokens that the tokenizer puts in front of a text and behind it.
 fn around(tokenizer: &Tokenizer) -> Result<[Option<u32>; 2]> {
     let encoded = |adds: bool| -> Result<Vec<u32>> {
@@ -120,8 +161,8 @@ fn around(tokenizer: &Tokenizer) -> Result<[Option<u32>; 2]> {
 /// What files call the way in which a tokenizer cuts texts.
 fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
     ensure!(
-        parts["model"]["type"] == "BPE" && parts["model"]["byte_fallback"] != true,
-        "the tokenizer is of the kind {}, and only byte-level BPE is written",
+        parts["model"]["type"] == "BPE",
+        "the tokenizer is of the kind {}, and only BPE of bytes and of SentencePiece is written",
         parts["model"]["type"]
     );
     let steps = match &parts["pre_tokenizer"]["pretokenizers"] {
@@ -157,7 +198,10 @@ fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
             other => bail!("the tokenizer cuts texts by a step {other:?}, which files do not say"),
         }
     }
-    ensure!(is_byte_level, "the tokenizer is not of bytes, and only byte-level BPE is written");
+    ensure!(
+        is_byte_level,
+        "the tokenizer is not of bytes, and not of SentencePiece with all bytes: no other BPE is written"
+    );
     let composes = parts["normalizer"]["type"] == "NFC";
     ensure!(
         composes || parts["normalizer"].is_null(),

@@ -279,7 +279,8 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
     let (mixtral, qwen) = (config("mixtral"), config("qwen3 moe"));
     for (base, name, value, want) in [
         (&mixtral, "router_jitter_noise", json!(0.1), "router_jitter_noise is 0.1"),
-        (&mixtral, "output_router_logits", json!(true), "output_router_logits is true"),
+        (&mixtral, "output_router_logits", json!("yes"), "output_router_logits is \"yes\""),
+        (&mixtral, "router_aux_loss_coef", json!(-0.1), "router_aux_loss_coef is -0.1"),
         (&mixtral, "num_experts_per_tok", json!(6), "num_experts_per_tok is 6, and there are 5 experts"),
         (&mixtral, "num_experts_per_tok", json!(0), "num_experts_per_tok is 0"),
         (&mixtral, "num_local_experts", json!(1u64 << 40), "num_local_experts is 1099511627776"),

@@ -49,13 +49,26 @@ fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
 #[test]
 fn exported_files_compute_what_their_folders_compute() {
     let Families { prompt, models } = families();
-    // The others have windows, layers without experts, or none with rotary positions.
-    let supported =
-        ["llama with biases", "mistral with wide heads", "qwen2", "qwen3", "olmo2", "granite", "mixtral", "qwen3 moe"];
+    // The others have windows that llama.cpp does not have.
+    let supported = [
+        "llama with biases",
+        "mistral with wide heads",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "olmo2",
+        "granite",
+        "mixtral",
+        "qwen3 moe",
+    ];
     let mut done = Vec::new();
     for mut model in models {
-        if model.case == "qwen3 moe" {
-            model.config["mlp_only_layers"] = json!([]);
+        for (case, field, value) in AS_LLAMA_CPP {
+            if model.case == case {
+                model.config[field] = serde_json::from_str(value).unwrap();
+            }
         }
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &model.config);
@@ -93,6 +106,141 @@ fn exported_files_compute_what_their_folders_compute() {
         done.push(model.case);
     }
     assert_eq!(done.len(), supported.len(), "{done:?}");
+}
+
+/// Fields of small models that llama.cpp computes otherwise, and what it computes.
+const AS_LLAMA_CPP: [(&str, &str, &str); 3] = [
+    ("qwen3 moe", "mlp_only_layers", "[]"),
+    ("gemma2", "query_pre_attn_scalar", "16"),
+    ("gemma3", "layer_types", r#"["sliding_attention", "sliding_attention"]"#),
+];
+
+/// Changes a tokenizer of SentencePiece that has all bytes, some letters, and two merges of which one needs the other.
+fn pieces(folder: &Path, change: &dyn Fn(&mut Value)) {
+    let special = |id: u32, content: &str, rstrip: bool| {
+        json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": rstrip, "normalized": false,
+            "special": true,
+        })
+    };
+    let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
+    let letters = ('a'..='z').map(String::from).chain(["▁", "▁a", "▁an", "an", "▁and"].map(String::from));
+    let all = ["<unk>", "<s>", "</s>", "<|end|>"].map(String::from).into_iter().chain(bytes).chain(letters);
+    let vocab: serde_json::Map<String, Value> = all.zip(0..).map(|(token, id)| (token, json!(id))).collect();
+    let replaced = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let around = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
+    let mut tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "pre_tokenizer": null, "decoder": null,
+        "added_tokens": [
+            special(0, "<unk>", false), special(1, "<s>", false), special(2, "</s>", false), special(3, "<|end|>", false),
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replaced]},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, around("A")],
+            "pair": [around("A"), around("B")], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true,
+            "ignore_merges": false, "vocab": vocab,
+            "merges": [["a", "n"], ["▁", "a"], ["▁", "an"], ["▁a", "n"], ["▁an", "d"]],
+        },
+    });
+    change(&mut tokenizer);
+    fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let special = json!({"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", "chat_template": TEMPLATE});
+    fs::write(folder.join("tokenizer_config.json"), special.to_string()).unwrap();
+}
+
+/// Spaces as they are, and cut as Gemma's tokenizers say.
+fn as_gemma(tokenizer: &mut Value) {
+    tokenizer["normalizer"] = tokenizer["normalizer"]["normalizers"][1].clone();
+    tokenizer["pre_tokenizer"] =
+        json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+}
+
+/// Tokens that take the white space behind them.
+fn as_phi3(tokenizer: &mut Value) {
+    for at in [2, 3] {
+        tokenizer["added_tokens"][at]["rstrip"] = json!(true);
+    }
+}
+
+#[test]
+fn vocabularies_of_sentencepiece_are_written() {
+    let Families { prompt, models } = families();
+    type Change = fn(&mut Value);
+    let kinds: [(&str, &str, Change); 4] = [
+        ("mistral with wide heads", "llama", |_| ()),
+        ("phi3", "phi3", as_phi3),
+        ("gemma2", "gemma2", as_gemma),
+        ("gemma3", "gemma3", as_gemma),
+    ];
+    let mut place = None;
+    for (case, architecture, change) in kinds {
+        let mut config = models.iter().find(|model| model.case == case).unwrap().config.clone();
+        for (_, field, value) in AS_LLAMA_CPP.into_iter().filter(|(of, ..)| *of == case) {
+            config[field] = serde_json::from_str(value).unwrap();
+        }
+        (config["vocab_size"], config["eos_token_id"]) = (json!(294), json!([2, 3]));
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), &config);
+        pieces(folder.path(), &change);
+        let files = Files::open(folder.path()).unwrap();
+        let out = folder.path().join("x.gguf");
+        files.export_gguf(&out, GgmlDType::F32, |_, _| {}).unwrap();
+        let off = difference(&rows(&out, &prompt, 2), &rows(folder.path(), &prompt, 1));
+        assert!(off < 2e-5, "{case}: {off}");
+        let content = gguf_file::Content::read(&mut fs::File::open(&out).unwrap()).unwrap();
+        let field = |key: &str| content.metadata[&format!("tokenizer.ggml.{key}")].clone();
+        assert_eq!(content.metadata["general.architecture"].to_string().unwrap(), architecture);
+        assert_eq!(field("model").to_string().unwrap(), "llama");
+        assert_eq!(field("add_space_prefix").to_bool().unwrap(), !architecture.starts_with("gemma"));
+        let kinds: Vec<i32> = field("token_type").to_vec().unwrap().iter().map(|kind| kind.to_i32().unwrap()).collect();
+        assert_eq!((&kinds[..5], kinds[260], kinds[293]), (&[2, 3, 3, 3, 6][..], 1, 5), "{case}");
+        let scores = field("scores");
+        let score = |id: usize| scores.to_vec().unwrap()[id].to_f32().unwrap();
+        // "an", "▁a", "▁an" and "▁and".
+        assert_eq!([289, 287, 288, 290].map(score), [0.0, -1.0, -2.0, -3.0], "{case}");
+        // The reader joins pairs by these scores; the texts are those of llama.cpp's own tests, and more.
+        let [was, is] = [folder.path(), &out].map(|path| tokens::read(path).unwrap());
+        for text in ["", " and", "and  and", "an and\n</s> and<|end|>\n\nhi <s>a", "naïve 你好\t\u{1F642}"] {
+            let ids = |tokenizer: &tokenizers::Tokenizer| tokenizer.encode(text, true).unwrap().get_ids().to_vec();
+            assert_eq!(ids(&is), ids(&was), "{case}: {text:?}");
+        }
+        // From one file to another.
+        let again = folder.path().join("again.gguf");
+        Files::open(&out).unwrap().export_gguf(&again, GgmlDType::F32, |_, _| {}).unwrap();
+        assert_eq!(difference(&rows(&again, &prompt, 1), &rows(&out, &prompt, 1)), 0.0, "{case}");
+        place.get_or_insert(folder);
+    }
+
+    // What llama.cpp would cut otherwise is refused.
+    let folder = place.unwrap();
+    let refused = |change: &dyn Fn(&mut Value), want: &str| {
+        pieces(folder.path(), change);
+        let files = Files::open(folder.path()).unwrap();
+        let out = folder.path().join("no.gguf");
+        let said = format!("{:#}", files.export_gguf(&out, GgmlDType::F16, |_, _| {}).unwrap_err());
+        assert!(said.contains(want) && !out.exists(), "{said}: {want}");
+    };
+    refused(&as_phi3, "\"</s>\" takes white space");
+    refused(&|tokenizer| tokenizer["model"]["merges"] = json!([["a", "n"]]), "which llama.cpp would do");
+    refused(&|tokenizer| tokenizer["model"]["merges"].as_array_mut().unwrap().swap(3, 4), "one behind another");
+    refused(
+        &|tokenizer| {
+            tokenizer["model"]["vocab"].as_object_mut().unwrap().remove("<0x0A>");
+        },
+        "no token <0x0A>",
+    );
+    for (scheme, want) in [("first", "behind special tokens too"), ("always", "otherwise than llama.cpp")] {
+        let change = |tokenizer: &mut Value| {
+            tokenizer["normalizer"] = Value::Null;
+            tokenizer["pre_tokenizer"] =
+                json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false});
+        };
+        refused(&change, want);
+    }
+    refused(&|tokenizer| tokenizer["normalizer"] = json!({"type": "NFKC"}), "\"NFKC\"");
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub(crate) struct Family {
     pub(crate) case: String,
     pub(crate) config: Value,
     /// The parameters of transformers' model.
-    names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// After the first token and after the last one of the prompt.
     pub(crate) logits: [Vec<f32>; 2],
     /// Greedy decoding.

@@ -17,7 +17,7 @@ fn ids(rows: usize, length: usize, first: usize, vocabulary: usize) -> Tensor {
 fn proof(config: &Config, [rows, length]: [usize; 2], axes: &[&str]) -> Proof {
     let (plan, vocabulary) = (Decoder::training_plan(config, "tp"), config.vocab_size);
     let config = config.clone();
-    prove(move || learner_graph(&config, length, false))
+    prove(move || learner_graph(&config, length, false, None))
         .axes(axes)
         .plan(plan)
         .input("tokens", &ids(rows, length, 0, vocabulary))

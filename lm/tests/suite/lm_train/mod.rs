@@ -3,6 +3,7 @@
 
 mod broken;
 mod crash;
+mod families;
 mod parity;
 mod plain;
 mod program;

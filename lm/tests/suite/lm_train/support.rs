@@ -87,6 +87,11 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// A folder without a model.
+    pub(crate) fn empty() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
     pub(crate) fn new(config: &Config) -> Self {
         let folder = tempfile::tempdir().unwrap();
         random_model::write(&folder.path().join("model"), config, 7, DType::F32).unwrap();

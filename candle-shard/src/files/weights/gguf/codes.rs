@@ -1,4 +1,4 @@
-//! Blocks that candle has no products of: indices into tables of code words, digits in base 3, and floats of 4 bits.
+//! Blocks that candle has no products of: indices into tables of code words, digits in base 3, digits of few bits, and floats of 4 bits.
 //!
 //! A block stands for some elements of a row. The comments say what its bytes are, in their order; `d` is an f16.
 use half::f16;
@@ -18,6 +18,9 @@ pub(in crate::files::weights) enum Code {
     Tq1,
     Tq2,
     Mxfp4,
+    Nvfp4,
+    Q1,
+    Q2,
 }
 
 /// Words of 16 bits, made of digits of 2 or 3 bits, the first one lowest. `benchmarks/gguf_facts.py` makes the file; the numbers are
@@ -116,6 +119,9 @@ impl Code {
             Self::Tq1 => (256, 54),
             Self::Tq2 => (256, 66),
             Self::Mxfp4 => (32, 17),
+            Self::Nvfp4 => (64, 36),
+            Self::Q1 => (128, 18),
+            Self::Q2 => (64, 18),
         }
     }
 
@@ -143,6 +149,9 @@ impl Code {
             Self::Tq2 => tq2(block, out),
             // An exponent, 16 bytes of nibbles.
             Self::Mxfp4 => write_nibbles(&block[1..], &E2M1, half_power_of_2(block[0]), out),
+            Self::Nvfp4 => nvfp4(block, out),
+            Self::Q1 => q1(block, out),
+            Self::Q2 => q2(block, out),
         }
     }
 }
@@ -268,6 +277,44 @@ fn tq2(block: &[u8], out: &mut [f32]) {
             for (out, byte) in out.iter_mut().zip(bytes) {
                 *out = d * (f32::from(byte >> (2 * nth) & 3) - 1.0);
             }
+        }
+    }
+}
+
+/// 4 scales, floats without a sign of four bits of exponent and three of mantissa; 4 × 8 bytes of nibbles.
+fn nvfp4(block: &[u8], out: &mut [f32]) {
+    let (scales, nibbles) = block.split_at(4);
+    for ((scale, bytes), out) in scales.iter().zip(nibbles.chunks_exact(8)).zip(out.chunks_exact_mut(16)) {
+        write_nibbles(bytes, &E2M1, half_e4m3(*scale), out);
+    }
+}
+
+/// Returns half of a float with four bits of exponent and three of mantissa, whatever its sign. That which is no number is 0.
+fn half_e4m3(bits: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
+    match (bits, exponent) {
+        (0x7f, _) => 0.0,
+        (_, 0) => mantissa * 2f32.powi(-10),
+        _ => (8.0 + mantissa) * 2f32.powi(exponent - 11),
+    }
+}
+
+/// d; 16 bytes of eight bits: a sign each, which is plus where it is set.
+fn q1(block: &[u8], out: &mut [f32]) {
+    let d = half_at(block, 0);
+    for (byte, out) in block[2..].iter().zip(out.chunks_exact_mut(8)) {
+        for (nth, out) in out.iter_mut().enumerate() {
+            *out = if byte >> nth & 1 == 1 { d } else { -d };
+        }
+    }
+}
+
+/// d; 16 bytes of four digits.
+fn q2(block: &[u8], out: &mut [f32]) {
+    let d = half_at(block, 0);
+    for (byte, out) in block[2..].iter().zip(out.chunks_exact_mut(4)) {
+        for (nth, out) in out.iter_mut().enumerate() {
+            *out = d * (f32::from(byte >> (2 * nth) & 3) - 1.0);
         }
     }
 }

@@ -16,7 +16,7 @@ pub(in crate::files::weights) enum Storage {
 }
 
 /// The types that can be read: their numbers in files, their names, and how their elements are stored.
-const TYPES: [(u32, &str, Storage); 31] = {
+const TYPES: [(u32, &str, Storage); 34] = {
     use Storage::{Blocks, Codes, Plain};
     [
         (0, "F32", Plain(DType::F32)),
@@ -50,11 +50,14 @@ const TYPES: [(u32, &str, Storage); 31] = {
         (34, "TQ1_0", Codes(Code::Tq1)),
         (35, "TQ2_0", Codes(Code::Tq2)),
         (39, "MXFP4", Codes(Code::Mxfp4)),
+        (40, "NVFP4", Codes(Code::Nvfp4)),
+        (41, "Q1_0", Codes(Code::Q1)),
+        (42, "Q2_0", Codes(Code::Q2)),
     ]
 };
 
 /// Names of types that exist and cannot be read, for messages.
-const OTHERS: [(u32, &str); 5] = [(4, "Q4_2"), (24, "I8"), (40, "NVFP4"), (41, "Q1_0"), (42, "Q2_0")];
+const OTHERS: [(u32, &str); 2] = [(4, "Q4_2"), (24, "I8")];
 
 /// Returns the name and the storage of the type with this number.
 pub(super) fn numbered(number: u32) -> Result<(&'static str, Storage), String> {

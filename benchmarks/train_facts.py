@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Writes what transformers computes in one training step of each family into lm/tests/suite/lm_train/families.json.
+
+Usage: PYTHON benchmarks/train_facts.py, with a Python that has torch and transformers 5
+
+The models are those of lm_facts.py. For each: the mean loss of a batch, and for the gradient of each parameter its norm and its
+product with the weights that `llama_facts.weight` makes of "probe." and the parameter's name. Parameters have the names
+and shapes that candle-lm has in memory: parts of fused tensors by themselves, and experts stacked. Cases with `fields`
+have these fields instead of those of lm_facts.py, so that the loss has a term for the balance of experts.
+
+BATCH is what `lm train --seed 0 --batch 4 --seq-len 9` draws from TEXT in the first step. The test compares it.
+"""
+import json
+from pathlib import Path
+
+import torch
+
+import llama_facts
+import lm_facts
+
+PATH = Path(__file__).resolve().parent.parent / "lm" / "tests" / "suite" / "lm_train" / "families.json"
+TEXT = [(5 * i**3 + 11 * i + 3) % 36 for i in range(60)]
+BATCH = [
+    [7, 35, 33, 31, 23, 3, 1, 11, 27, 7],
+    [11, 27, 7, 17, 15, 31, 23, 21, 19, 11],
+    [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
+    [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
+]
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
+CASES = {**lm_facts.CASES, **lm_facts.MIXTURES}
+MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights"]
+
+
+def parts(name, grad, config):
+    """Yields the name in memory and the gradient of each part of a parameter."""
+    if name.endswith("qkv_proj.weight"):
+        dim = config.hidden_size // config.num_attention_heads
+        rows = [heads * dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        for part, rows in zip("qkv", grad.split(rows)):
+            yield name.replace("qkv_proj", f"{part}_proj"), rows
+    elif name.endswith(("gate_up_proj.weight", "gate_up_proj")):
+        stem = name.removesuffix(".weight")
+        for part, rows in zip(("gate_proj", "up_proj"), grad.chunk(2, dim=-2)):
+            yield stem.replace("gate_up_proj", part) + name[len(stem) :], rows
+    else:
+        yield name.replace("mlp.gate.weight", "mlp.router.weight"), grad
+
+
+def step(case, family, fields, rows):
+    """Returns the config, the loss, and the gradients by their names in memory."""
+    config, _, model = lm_facts.model_of(case, family, fields)
+    model.train()
+    ids = torch.tensor(rows)
+    made = model(input_ids=ids[:, :-1], labels=ids[:, 1:], shift_labels=ids[:, 1:].contiguous(), use_cache=False)
+    made.loss.backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads.update(parts(name, parameter.grad, config))
+    return config, made.loss.item(), grads
+
+
+def rounded(x):
+    return float(f"{x:.7g}")
+
+
+def fact(case, parts, change):
+    """The mean of the losses of so many parts of the batch: the balance is that of a part."""
+    family, fields = CASES[case]
+    size = len(BATCH) // parts
+    steps = [step(case, family, {**fields, **change}, BATCH[at : at + size]) for at in range(0, len(BATCH), size)]
+    loss = sum(loss for _, loss, _ in steps) / parts
+    gradients = {}
+    for name in sorted(steps[0][2]):
+        grad = sum(grads[name] for *_, grads in steps) / parts
+        probe = llama_facts.weight(f"probe.{name}", tuple(grad.shape))
+        gradients[name] = [rounded(grad.norm().item()), rounded((grad * probe).sum().item())]
+    return dict(case=case, fields=change, parts=parts, loss=rounded(loss), gradients=gradients)
+
+
+def main():
+    facts = [fact(case, 1, {}) for case in CASES]
+    facts += [fact(case, parts, BALANCED) for case in MIXTURES for parts in (1, 2)]
+    lines = ",\n".join("  " + json.dumps(one) for one in facts)
+    PATH.write_text(f'{{"text": {TEXT}, "batch": {BATCH}, "models": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

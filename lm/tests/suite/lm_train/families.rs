@@ -1,0 +1,233 @@
+//! One training step of each family against transformers, taken down by `benchmarks/train_facts.py`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+
+use candle_core::{DType, Device, Tensor};
+use candle_lm::files::Files;
+use candle_lm::random_model;
+use candle_lm::train::trainer::{Trainer, train};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use test_utils::on_ranks;
+
+use crate::lm::facts::weight;
+use crate::lm::families::{families, write};
+use crate::lm_train::support::{Place, assert_close};
+
+#[derive(Deserialize)]
+struct Facts {
+    text: Vec<u32>,
+    /// The tokens of each sequence of the first step, and the one behind it.
+    batch: Vec<Vec<u32>>,
+    models: Vec<Fact>,
+}
+
+#[derive(Deserialize)]
+struct Fact {
+    /// The model's name in the facts of all families.
+    case: String,
+    /// Fields of the config that are others.
+    fields: Map<String, Value>,
+    /// The parts of the batch whose losses are averaged.
+    parts: usize,
+    loss: f64,
+    /// The norm of each gradient, and its product with a tensor that is made of the parameter's name.
+    gradients: BTreeMap<String, [f64; 2]>,
+}
+
+fn facts() -> Facts {
+    serde_json::from_str(include_str!("families.json")).unwrap()
+}
+
+/// A tokenizer of numbers, and a folder of the model that learns of a text of them.
+fn place(facts: &Facts, fact: &Fact) -> Place {
+    let known = families().models.into_iter().find(|known| known.case == fact.case).unwrap();
+    let mut config = known.config;
+    config.as_object_mut().unwrap().extend(fact.fields.clone());
+    let place = Place::empty();
+    let model = place.path("model");
+    fs::create_dir(&model).unwrap();
+    write(&model, &config);
+    let vocabulary: Map<String, Value> = (0..37).map(|token: u32| (token.to_string(), json!(token))).collect();
+    let tokenizer = json!({
+        "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"},
+    });
+    fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let text: Vec<String> = facts.text.iter().map(u32::to_string).collect();
+    fs::write(place.path("text"), text.join(" ")).unwrap();
+    place
+}
+
+const RECIPE: &str = "--seed 0 --batch 4 --seq-len 9";
+
+fn assert_near(got: f64, want: f64, what: &str) {
+    let off = (got - want).abs();
+    assert!(off < 2e-5 * want.abs().max(1.0), "{what}: {got} instead of {want}");
+}
+
+/// Compares the loss and the gradients of the first step on a mesh.
+fn agrees(place: &Place, fact: &Fact, batch: &[Vec<u32>], mesh: &str) {
+    let what = format!("{} in {} parts on {mesh}", fact.case, fact.parts);
+    let job = place.open(&format!("{RECIPE} {mesh}")).unwrap();
+    let drawn = job.text.batch(&job.recipe, 0, &Device::Cpu).unwrap();
+    let drawn = Tensor::cat(&[&drawn.tokens, &drawn.targets.narrow(1, 8, 1).unwrap()], 1).unwrap();
+    assert_eq!(drawn.to_vec2::<u32>().unwrap(), batch);
+    let ranks = on_ranks(job.pipeline.world(), &what, move |ctx| -> anyhow::Result<_> {
+        let trainer = Trainer::new(ctx, &job)?;
+        let (loss, grads) = trainer.gradients(0)?;
+        let mut made = Vec::new();
+        for parameter in trainer.parameters().iter() {
+            let (name, grad) = (&parameter.name, parameter.grad(&grads)?);
+            let grad = grad.unwrap_or_else(|| panic!("{name} takes part")).full_tensor()?;
+            let probe = weight(&format!("probe.{name}"), grad.dims());
+            let sum = |x: Tensor| Ok::<_, anyhow::Error>(f64::from(x.sum_all()?.to_scalar::<f32>()?));
+            made.push((name.clone(), [sum(grad.sqr()?)?.sqrt(), sum((&grad * probe)?)?]));
+        }
+        Ok((loss, made))
+    });
+    let mut names = BTreeSet::new();
+    for (loss, made) in ranks {
+        assert_near(loss, fact.loss, &what);
+        for (name, got) in made {
+            for (got, want) in got.into_iter().zip(fact.gradients[&name]) {
+                assert_near(got, want, &format!("{what}: the gradient of {name}"));
+            }
+            names.insert(name);
+        }
+    }
+    assert!(names.iter().eq(fact.gradients.keys()), "{what}: {names:?}");
+}
+
+#[test]
+fn each_family_has_the_loss_and_the_gradients_of_transformers_on_every_mesh() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
+        let place = place(&facts, fact);
+        let meshes = ["--tp 1", "--tp 2 --dp 2", "--tp 3", "--pp 2 --tp 1", "--pp 2 --tp 2 --recompute"];
+        let tokens = ["--tp 1 --cp 2", "--tp 2 --dp 2 --fsdp"];
+        for mesh in meshes.into_iter().chain(tokens) {
+            agrees(&place, fact, &facts.batch, mesh);
+        }
+    }
+}
+
+#[test]
+fn mixtures_learn_the_balance_of_transformers_on_every_mesh() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| !fact.fields.is_empty()) {
+        let place = place(&facts, fact);
+        // The balance is that of a microbatch, whose rows the ranks of all replicas have.
+        let meshes: &[&str] = match fact.parts {
+            1 => &[
+                "--tp 1 --recompute",
+                "--tp 2 --dp 2",
+                "--tp 3",
+                "--pp 2 --tp 2 --microbatches 1",
+                "--tp 1 --cp 2",
+                "--tp 2 --ep 2",
+                "--tp 1 --ep 2 --cp 2 --recompute",
+                "--tp 1 --dp 2 --fsdp",
+                "--tp 1 --dp 2 --fsdp --recompute",
+                "--tp 1 --ep 2 --dp 2 --fsdp",
+            ],
+            _ => &["--tp 1 --microbatches 2", "--tp 2 --accumulate 2", "--pp 2 --tp 1 --microbatches 2 --recompute"],
+        };
+        meshes.iter().for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
+    }
+}
+
+#[test]
+fn what_each_family_saves_is_a_model_of_transformers_which_goes_on() {
+    let (facts, known) = (facts(), families());
+    for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
+        let (place, case) = (place(&facts, fact), &fact.case);
+        let names = &known.models.iter().find(|known| known.case == *case).unwrap().names;
+        let all = place.losses(&format!("{RECIPE} --tp 1 --steps 3 --warmup 1"));
+        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 3 --dp 2 --fsdp"] {
+            let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
+            let job =
+                place.open(&format!("{RECIPE} --steps 3 --warmup 1 {mesh} --save-every 2 --save {}", saved.display()));
+            let job = job.unwrap();
+            on_ranks(job.pipeline.world(), case, move |ctx| train(ctx, &job, |_| Ok(())));
+            let step = saved.join("step-00000002");
+            let files = Files::open(&step).unwrap();
+            let mut has: Vec<String> = files.config.stored().into_iter().map(|(name, _)| name).collect();
+            has.sort();
+            assert_eq!((&has, &files.config.parts), (names, &Files::open(&place.path("model")).unwrap().config.parts));
+            fs::remove_dir_all(saved.join("step-00000003")).unwrap();
+            let last = place.losses(&format!("--resume {} --tp 1", saved.display()));
+            assert_near(last[0], all[2], &format!("{case}, saved on {mesh}"));
+        }
+    }
+}
+
+#[test]
+fn each_family_learns_from_its_config_alone() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| fact.fields.is_empty()) {
+        let (place, case) = (place(&facts, fact), &fact.case);
+        fs::remove_file(place.path("model").join("model.safetensors")).unwrap();
+        let losses = place.losses(&format!("{RECIPE} --fresh --tp 1 --warmup 1 --steps 4"));
+        // Nothing is known yet: each of 37 tokens is about as likely as the others.
+        assert!((losses[0] - 37f64.ln()).abs() < 0.1 && losses[3] < losses[0] - 0.02, "{case}: {losses:?}");
+        for mesh in ["--tp 2 --dp 2", "--tp 3 --pp 2"] {
+            let got = place.losses(&format!("{RECIPE} --fresh {mesh} --warmup 1 --steps 4"));
+            assert_close(&got, &losses, 1e-4, &format!("{case} on {mesh}"));
+        }
+    }
+    let fact = facts.models.iter().find(|fact| fact.case == "gemma3").unwrap();
+    let (place, scratch) = (place(&facts, fact), tempfile::tempdir().unwrap());
+    random_model::write_like(scratch.path(), &place.path("model"), &[], 3, DType::F32).unwrap();
+    let tensors = candle_core::safetensors::load(scratch.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let square = |name: &str| tensors[name].sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+    assert_eq!(square("model.layers.0.self_attn.q_norm.weight"), 0.0);
+    let deviation = square("model.layers.0.mlp.up_proj.weight").sqrt();
+    assert!((deviation - 0.02).abs() < 0.002, "{deviation}");
+}
+
+#[test]
+fn what_cannot_be_trained_is_refused() {
+    let facts = facts();
+    let place = place(&facts, &facts.models[1]);
+    let model = place.path("model");
+    let refused = |flags: &str, want: &str| {
+        let said = format!("{:#}", place.open(&format!("{RECIPE} {flags}")).unwrap_err());
+        assert!(said.contains(want), "{said}: {want}");
+    };
+    refused("--resume @model --fresh", "--resume");
+    fs::write(place.path("x.gguf"), b"GGUF").unwrap();
+    refused("--model @x.gguf --fresh", "config.json");
+    // A wrapper, whose language model is found by the names of tensors.
+    let path = model.join("config.json");
+    let inner: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let wrapper =
+        json!({"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner});
+    fs::write(&path, wrapper.to_string()).unwrap();
+    refused("--fresh", "parts for images");
+}
+
+#[test]
+fn hosts_with_other_files_are_refused_on_all_ranks() {
+    let facts = facts();
+    let place = place(&facts, &facts.models[5]);
+    let flags = format!("{RECIPE} --dp 2 --valid @text");
+    let own = place.open(&flags).unwrap();
+    let refused = |want: &str| {
+        let (own, other) = (own.clone(), place.open(&flags).unwrap());
+        let said = on_ranks(2, want, move |ctx| -> anyhow::Result<String> {
+            let job = if ctx.rank() == 0 { &own } else { &other };
+            Ok(format!("{:#}", Trainer::new(ctx, job).map(drop).unwrap_err()))
+        });
+        assert!(said.iter().all(|said| said.starts_with(want) && said.contains("for rank 1")), "{said:?}: {want}");
+    };
+    fs::write(place.path("text"), "1 2 3 ".repeat(20)).unwrap();
+    refused("--train is another file");
+    fs::write(place.path("text"), facts.text.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")).unwrap();
+    let config = place.path("model").join("config.json");
+    let changed = fs::read_to_string(&config).unwrap().replace("10000.0", "20000.0");
+    fs::write(&config, changed).unwrap();
+    refused("the config of --model is another file");
+}
