@@ -45,7 +45,7 @@ pub const FAILURES: &[Failure] = &[
     },
     Failure {
         name: "form",
-        text: "(form (into new memory, in place, or started) differs)",
+        text: "(form (into new memory, in place, started, or monitored) differs)",
         silent: false,
         run: |ctx| {
             differ(ctx, |ctx| ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x(4)?)?.wait().map(drop))

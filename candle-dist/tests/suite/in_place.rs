@@ -64,6 +64,6 @@ fn forms_that_differ_are_a_mismatch_at_any_size() {
             }
         });
         let text = outcome.unwrap_err().to_string();
-        assert!(text.contains("form (into new memory, in place, or started) differs"), "{text}");
+        assert!(text.contains("form (into new memory, in place, started, or monitored) differs"), "{text}");
     }
 }

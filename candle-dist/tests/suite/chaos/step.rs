@@ -55,7 +55,7 @@ enum Way {
 }
 
 /// The name of the way in errors.
-pub(crate) const FORM: &str = "form (into new memory, in place, or started)";
+pub(crate) const FORM: &str = "form (into new memory, in place, started, or monitored)";
 
 /// A size that makes tensors too large for a backend's eager messages.
 const LARGE: usize = 22_000;
