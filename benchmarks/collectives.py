@@ -129,7 +129,7 @@ def write_json(target, value):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["local", "mpi"], default="local", help="the backend of our ranks [local]")
+    parser.add_argument("--backend", choices=["threads", "mpi"], default="threads", help="the backend of our ranks [threads]")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks [2 4]")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each side [3]")
     parser.add_argument("--torch-python", default=os.environ.get("TORCH_PYTHON", sys.executable), help="a Python with torch")
@@ -144,7 +144,7 @@ def main():
                  f"at most {QUIET}, or use --dry-run or --json to measure without writing.")
     with tempfile.TemporaryDirectory() as folder:
         built = {OURS: build_ours(args.backend), "Open MPI": build_openmpi(folder)}
-        if args.backend == "local":
+        if args.backend == "threads":
             built = {OURS: built[OURS], "Gloo": build_gloo(args.torch_python), **built}
         sides = {name: command for name, command in built.items() if command}
         times, floors = measure(sides, args.worlds, args.repeats)
@@ -155,7 +155,7 @@ def main():
     text = section(times, floors, sides, args.repeats)
     print(text)
     if not (args.dry_run or args.json):
-        rewrite({"local": "collectives", "mpi": "collectives over MPI"}[args.backend], text)
+        rewrite({"threads": "collectives", "mpi": "collectives over MPI"}[args.backend], text)
 
 
 if __name__ == "__main__":

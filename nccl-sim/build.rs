@@ -16,8 +16,11 @@ fn main() {
     });
     let mut code = String::new();
     for name in linked.iter().flat_map(|names| names.lines()).filter(|name| !modeled.contains(*name)) {
-        writeln!(code, "#[unsafe(no_mangle)] extern \"C\" fn {name}() -> ! {{ crate::report::unmodeled({name:?}) }}")
-            .expect("a string grows");
+        writeln!(
+            code,
+            "#[unsafe(no_mangle)] extern \"C\" fn {name}() -> ! {{ crate::report::unmodeled({name:?}) }}"
+        )
+        .expect("a string grows");
     }
     let out = env::var("OUT_DIR").expect("cargo sets it");
     fs::write(Path::new(&out).join("unmodeled.rs"), code).expect("the folder is writable");

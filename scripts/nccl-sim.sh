@@ -7,7 +7,7 @@
 # and 4 in turn) with each seed from SEED on (default: one seed, 0). A seed chooses the order in which the streams run.
 # Each seed has a start of the program of its own, unless --starts says fewer: then the worlds of a start take its seeds
 # in turn, and all seeds must be taken. Ranks that are processes take one seed per start.
-# With --shared, ranks are threads that share one GPU over the local backend, and each start takes one seed.
+# With --shared, ranks are threads that share one GPU over the threads backend, and each start takes one seed.
 # A SUITE is a filter of candle-dist's tests (default: nccl::), CRATE/FILTER for those of another crate, or processes or
 # processes/FILTER for ranks that are processes.
 # The last line is "seeds N races N failed N": how many seeds were used, how many faults the simulator found, and how many
@@ -95,7 +95,7 @@ program() {
     grep -o "\"executable\":\"[^\"]*/$2-[^\"]*\"" | tail -n 1 | cut -d'"' -f4
 }
 export LD_LIBRARY_PATH="$CUDA_HOME/lib:${LD_LIBRARY_PATH:-}" CANDLE_TEST_BACKEND=nccl-sim
-[ -z "$shared" ] || export CANDLE_TEST_BACKEND=local CANDLE_TEST_DEVICE=cuda
+[ -z "$shared" ] || export CANDLE_TEST_BACKEND=threads CANDLE_TEST_DEVICE=cuda
 declare -A programs
 for crate in "${crates[@]}"; do
   if [ "$crate" = processes ]; then programs[$crate]="$(program test-utils processes)"; else programs[$crate]="$(program "$crate" suite)"; fi

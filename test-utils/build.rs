@@ -9,6 +9,11 @@ fn main() {
         println!("cargo:rerun-if-env-changed=MPICC");
         // candle-dist names the libraries to link.
         let compiler = std::env::var("MPICC").unwrap_or_else(|_| "mpicc".to_string());
-        cc::Build::new().compiler(compiler).file(SOURCE).warnings(true).extra_warnings(true).compile("test_utils_mpi");
+        cc::Build::new()
+            .compiler(compiler)
+            .file(SOURCE)
+            .warnings(true)
+            .extra_warnings(true)
+            .compile("test_utils_mpi");
     }
 }

@@ -2,7 +2,8 @@
 use proc_macro2::{TokenStream, TokenTree};
 use quote::{format_ident, quote};
 use syn::{
-    Attribute, Data, DeriveInput, Error, Field, Fields, Ident, Index, Member, Result, parse_macro_input, parse_quote,
+    Attribute, Data, DeriveInput, Error, Field, Fields, Ident, Index, Member, Result, parse_macro_input,
+    parse_quote,
 };
 
 /// Implements `TensorTree` for a struct or an enum. Its tensors are those of its fields, in the order of declaration.
@@ -60,9 +61,10 @@ fn expand(mut input: DeriveInput) -> Result<TokenStream> {
     // An enum without variants has no values, and a reference to it cannot be matched.
     let (visit, rebuild) = match shapes.is_empty() {
         true => (quote!(match *self {}), quote!(match *self {})),
-        false => {
-            (quote!(match self { #(#visits)* }), quote!(::core::result::Result::Ok(match self { #(#rebuilds,)* })))
-        }
+        false => (
+            quote!(match self { #(#visits)* }),
+            quote!(::core::result::Result::Ok(match self { #(#rebuilds,)* })),
+        ),
     };
     let (impl_generics, type_generics, where_clause) = input.generics.split_for_impl();
     Ok(quote! {
@@ -92,7 +94,12 @@ fn parts(fields: &Fields) -> Result<Vec<Part>> {
             Some(name) => Member::Named(name.clone()),
             None => Member::Unnamed(Index::from(place)),
         };
-        Ok(Part { member, at_hand: format_ident!("__field_{place}"), is_kept: is_kept(field)?, field: field.clone() })
+        Ok(Part {
+            member,
+            at_hand: format_ident!("__field_{place}"),
+            is_kept: is_kept(field)?,
+            field: field.clone(),
+        })
     };
     fields.iter().enumerate().map(part).collect()
 }
@@ -100,7 +107,9 @@ fn parts(fields: &Fields) -> Result<Vec<Part>> {
 /// Returns an error if the attribute is not on a field, where it would be ignored.
 fn refuse_keep(attributes: &[Attribute]) -> Result<()> {
     match attributes.iter().find(|attribute| attribute.path().is_ident("tensor_tree")) {
-        Some(attribute) => Err(Error::new_spanned(attribute, "keep belongs to a field; mark each field that is kept")),
+        Some(attribute) => {
+            Err(Error::new_spanned(attribute, "keep belongs to a field; mark each field that is kept"))
+        }
         None => Ok(()),
     }
 }

@@ -65,7 +65,11 @@ impl AdamW {
         Self::build(vars, params, master_of)
     }
 
-    fn build(vars: Vec<Var>, params: ParamsAdamW, master: impl Fn(&Var) -> Result<Option<Var>>) -> Result<Self> {
+    fn build(
+        vars: Vec<Var>,
+        params: ParamsAdamW,
+        master: impl Fn(&Var) -> Result<Option<Var>>,
+    ) -> Result<Self> {
         let moments = |var: Var| {
             let master = master(&var)?;
             let zeros = || Var::from_tensor(&master.as_ref().unwrap_or(&var).zeros_like()?);
@@ -115,5 +119,6 @@ pub fn step_adam_w(
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
     let unbiased = |beta: f64| 1.0 / (1.0 - beta.powi(steps as i32));
     let (betas, scales) = ([beta1, beta2], [unbiased(beta1), unbiased(beta2)]);
-    AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay }.update_all("AdamW", var, moments, grad)
+    AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay }
+        .update_all("AdamW", var, moments, grad)
 }

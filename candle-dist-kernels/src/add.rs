@@ -1,4 +1,6 @@
-use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op};
+use candle_core::{
+    CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, backend::BackendStorage, bail, op,
+};
 use candle_dist::edges;
 
 use super::linear::column_sums;
@@ -38,7 +40,9 @@ fn repeats(whole: &Shape, part: &Shape) -> bool {
 fn add_rows(a: &Tensor, b: &Tensor, [of_a, of_b]: [usize; 2]) -> Result<Tensor> {
     let made = {
         let ((a_s, a_l), (b_s, b_l)) = (a.storage_and_layout(), b.storage_and_layout());
-        let (Storage::Cpu(a_s), Storage::Cpu(b_s)) = (&*a_s, &*b_s) else { bail!("add: expected tensors on the CPU") };
+        let (Storage::Cpu(a_s), Storage::Cpu(b_s)) = (&*a_s, &*b_s) else {
+            bail!("add: expected tensors on the CPU")
+        };
         (sum(a_s, a_l, b_s, &b_l.broadcast_as(a.shape())?)?, a.shape().clone())
     };
     // The order of the operands decides the order of the backward pass, which must be the same on ranks whose shards are
@@ -93,11 +97,18 @@ mod tests {
             };
             let (got, want) = (run(&add), run(&|a, b| a.broadcast_add(b)));
             for (got, want) in got.iter().zip(&want) {
-                assert_eq!((got.dims(), got.dtype()), (want.dims(), want.dtype()), "{of_a:?} + {of_b:?} {dtype:?}");
+                assert_eq!(
+                    (got.dims(), got.dtype()),
+                    (want.dims(), want.dtype()),
+                    "{of_a:?} + {of_b:?} {dtype:?}"
+                );
                 let [got, want] = [got, want].map(|x| x.to_dtype(DType::F64).unwrap().flatten_all().unwrap());
                 let (got, want) = (got.to_vec1::<f64>().unwrap(), want.to_vec1::<f64>().unwrap());
                 for (got, want) in got.iter().zip(&want) {
-                    assert!((got - want).abs() <= 1e-5 * want.abs(), "{of_a:?} + {of_b:?} {dtype:?}: {got} for {want}");
+                    assert!(
+                        (got - want).abs() <= 1e-5 * want.abs(),
+                        "{of_a:?} + {of_b:?} {dtype:?}: {got} for {want}"
+                    );
                 }
             }
         }
@@ -109,7 +120,8 @@ mod tests {
         let y = add(&x, &x).unwrap();
         let turned = add(&y.t().unwrap(), &x.t().unwrap()).unwrap();
         let want = (x.t().unwrap() * 3.0).unwrap();
-        let off = (turned.detach() - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
+        let off =
+            (turned.detach() - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
         assert!(off < 1e-12, "{off}");
         let grads = turned.sum_all().unwrap().backward().unwrap();
         assert_eq!(grads.get(&x).unwrap().to_vec2::<f64>().unwrap(), [[3.0; 2]; 3]);

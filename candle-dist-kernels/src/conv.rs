@@ -44,7 +44,9 @@ impl Conv {
         let steps = len.checked_sub(1)?.checked_mul(self.stride)?;
         let reach = kernel.checked_sub(1)?.checked_mul(self.dilation)?.checked_add(output_padding)?;
         let grown = steps.checked_add(reach)?.checked_add(1)?;
-        grown.checked_sub(self.padding.checked_mul(2)?).filter(|&size| size > 0 && self.stride > 0 && self.dilation > 0)
+        grown
+            .checked_sub(self.padding.checked_mul(2)?)
+            .filter(|&size| size > 0 && self.stride > 0 && self.dilation > 0)
     }
 
     /// Pads an input, and removes the elements at its end that the stride does not reach.

@@ -18,7 +18,11 @@ pub fn converts(from: DType, to: DType, device: &Device) -> bool {
 /// If candle has no such conversion.
 pub fn convert(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if !converts(x.dtype(), dtype, x.device()) {
-        bail!("{:?} to {dtype:?} on {:?}: not supported by candle; convert on the host", x.dtype(), x.device());
+        bail!(
+            "{:?} to {dtype:?} on {:?}: not supported by candle; convert on the host",
+            x.dtype(),
+            x.device()
+        );
     }
     match (x.dtype(), dtype) {
         (DType::F8E4M3, DType::F64) => x.to_dtype(DType::F32)?.to_dtype(DType::F64),
@@ -57,7 +61,8 @@ mod tests {
     fn other_conversions_are_those_of_candle() {
         let x = Tensor::new(&[1.7f32, -2.0], &Device::Cpu).unwrap();
         for dtype in [DType::F64, DType::BF16, DType::I64, DType::F8E4M3] {
-            let [got, want] = [convert(&x, dtype), x.to_dtype(dtype)].map(|y| y.unwrap().to_dtype(DType::F32).unwrap());
+            let [got, want] =
+                [convert(&x, dtype), x.to_dtype(dtype)].map(|y| y.unwrap().to_dtype(DType::F32).unwrap());
             assert_eq!(got.to_vec1::<f32>().unwrap(), want.to_vec1::<f32>().unwrap(), "{dtype:?}");
         }
     }

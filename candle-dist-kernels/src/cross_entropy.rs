@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Error, Layout, Result, S
 use candle_dist::{ReduceOp, edges, empty};
 
 use super::{
-    Reading, compute_dtype, elements,
+    TensorReader, compute_dtype, elements,
     real::Real,
     rows::{by_blocks, max, new_by_blocks, sum, sum_zip},
 };
@@ -28,7 +28,11 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
         bail!("cross_entropy: expected logits of shape [n, c], got {:?}", logits.shape());
     };
     if targets.dims() != [rows] {
-        bail!("cross_entropy: logits {:?} need targets of shape [{rows}], got {:?}", logits.shape(), targets.shape());
+        bail!(
+            "cross_entropy: logits {:?} need targets of shape [{rows}], got {:?}",
+            logits.shape(),
+            targets.shape()
+        );
     }
     if !matches!(targets.dtype(), DType::U32 | DType::I64) {
         return Err(Error::UnsupportedDTypeForOp(targets.dtype(), "cross_entropy targets").bt());
@@ -39,9 +43,12 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     }
     let goal = |(row, target): (usize, i64)| match usize::try_from(target) {
         Ok(class) if class < classes => Ok(Goal { class: Some(class), peak: 1.0, spread: 0.0 }),
-        _ => bail!("cross_entropy: row {row} has target {target}, outside the {classes} classes 0..{classes}"),
+        _ => {
+            bail!("cross_entropy: row {row} has target {target}, outside the {classes} classes 0..{classes}")
+        }
     };
-    let rows = targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(goal).collect::<Result<_>>()?;
+    let rows =
+        targets.to_dtype(DType::I64)?.to_vec1()?.into_iter().enumerate().map(goal).collect::<Result<_>>()?;
     let goals = Goals { rows, spread: Vec::new(), spread_total: 0.0 };
     weighted_cross_entropy(logits, goals, &|t, _| Ok(t.clone()))?.to_dtype(logits.dtype())
 }
@@ -86,7 +93,7 @@ pub fn weighted_cross_entropy(
     };
     let top = join(&here, ReduceOp::Max)?;
     let norm = join(&(partial * (here - &top)?.exp()?)?, ReduceOp::Sum)?;
-    edges::apply1(&x, CrossEntropy { goals, top, norm })
+    edges::apply1(&x, CrossEntropyOp { goals, top, norm })
 }
 
 /// Returns the largest logit of each row, and the sum of the exponentials of all differences to it.
@@ -94,7 +101,7 @@ pub fn weighted_cross_entropy(
 /// The sum is 0 for a row without a finite logit, so that it does not affect pieces that have one.
 fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let (rows, classes) = x.dims2()?;
-    let x = Reading::new(x);
+    let x = TensorReader::new(x);
     let xs = x.elements::<T>()?;
     let none = T::from_f64(f64::NEG_INFINITY);
     let mut out = vec![(none, T::zero()); rows];
@@ -119,7 +126,11 @@ fn normalizer<T: Real>(x: &Tensor) -> Result<(Tensor, Tensor)> {
 
 /// Like [`weighted_cross_entropy`] of f32 or f64 with candle's own operations, as off the CPU. What comes from the host has the
 /// size of a row or of a column.
-pub fn composed(x: &Tensor, goals: &Goals, join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>) -> Result<Tensor> {
+pub fn composed(
+    x: &Tensor,
+    goals: &Goals,
+    join: &dyn Fn(&Tensor, ReduceOp) -> Result<Tensor>,
+) -> Result<Tensor> {
     let (rows, classes) = x.dims2()?;
     if rows * classes == 0 {
         // Other pieces have classes and wait for this one, in the backward pass too.
@@ -142,7 +153,8 @@ pub fn composed(x: &Tensor, goals: &Goals, join: &dyn Fn(&Tensor, ReduceOp) -> R
     let log_norm = norm.log()?;
     // Terms without weight are masked, not multiplied by zero: they may be infinite.
     let weighed = |terms: &Tensor, weights: &Tensor| weights.ne(0.0)?.where_cond(&(terms * weights)?, &none);
-    let classes_here = Tensor::from_iter(goals.rows.iter().map(|goal| goal.class.unwrap_or(0) as u32), device)?;
+    let classes_here =
+        Tensor::from_iter(goals.rows.iter().map(|goal| goal.class.unwrap_or(0) as u32), device)?;
     let peaks = of_rows(&|goal| if goal.class.is_some() { goal.peak } else { 0.0 })?;
     let picked = (&log_norm - shifted.gather(&classes_here.unsqueeze(1)?, 1)?)?;
     let mut loss = weighed(&picked, &peaks)?;
@@ -157,17 +169,17 @@ pub fn composed(x: &Tensor, goals: &Goals, join: &dyn Fn(&Tensor, ReduceOp) -> R
     loss.squeeze(1)
 }
 
-struct CrossEntropy {
+struct CrossEntropyOp {
     goals: Goals,
     /// The largest logit of each row, and the sum of the exponentials of the differences to it, over all classes.
     top: Tensor,
     norm: Tensor,
 }
 
-impl CrossEntropy {
+impl CrossEntropyOp {
     fn forward<T: Real>(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
         let (x, (rows, classes)) = (elements::<T>(s, l)?, l.shape().dims2()?);
-        let (top, norm) = (Reading::new(&self.top), Reading::new(&self.norm));
+        let (top, norm) = (TensorReader::new(&self.top), TensorReader::new(&self.norm));
         let (tops, norms) = (top.elements::<T>()?, norm.elements::<T>()?);
         let spread: Vec<T> = self.goals.spread.iter().map(|&w| T::from_f64(w)).collect();
         let (out, _) = new_by_blocks(
@@ -195,7 +207,7 @@ impl CrossEntropy {
 
     fn backward<T: Real>(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let (_, classes) = x.dims2()?;
-        let [x, grad, top, norm] = [x, grad, &self.top, &self.norm].map(Reading::new);
+        let [x, grad, top, norm] = [x, grad, &self.top, &self.norm].map(TensorReader::new);
         let (xs, gs) = (x.elements::<T>()?, grad.elements::<T>()?);
         let (tops, norms) = (top.elements::<T>()?, norm.elements::<T>()?);
         let Goals { rows, spread, spread_total } = &self.goals;
@@ -231,7 +243,7 @@ impl CrossEntropy {
     }
 }
 
-impl CustomOp1 for CrossEntropy {
+impl CustomOp1 for CrossEntropyOp {
     fn name(&self) -> &'static str {
         "cross_entropy"
     }
@@ -263,8 +275,12 @@ mod tests {
         let x = Var::from_tensor(&Tensor::randn(0f64, 3.0, (4, 3), &Cpu)?)?;
         let goals = || {
             let row = |class, peak, spread| Goal { class, peak, spread };
-            let rows =
-                vec![row(Some(2), 0.7, 1.0), row(None, 0.0, 0.0), row(Some(0), 1.3, 1.0), row(Some(1), 1.0, 0.0)];
+            let rows = vec![
+                row(Some(2), 0.7, 1.0),
+                row(None, 0.0, 0.0),
+                row(Some(0), 1.3, 1.0),
+                row(Some(1), 1.0, 0.0),
+            ];
             Goals { rows, spread: vec![0.1, 0.0, 0.3], spread_total: 0.4 }
         };
         let weights = Tensor::new(&[1.5f64, -2.0, 0.3, 1.0], &Cpu)?;

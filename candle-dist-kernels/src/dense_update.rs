@@ -3,11 +3,11 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 
 use super::element::Element;
 use super::master::{check_gradient, on_master};
-use super::numbers::{Given, Numbers, change_numbers};
+use super::numbers::{Numbers, NumbersRef, change_numbers};
 use super::real::{Real, is_computed};
 use super::rows::by_blocks;
-use super::rule::Rule;
-use super::{Reading, share_memory};
+use super::rule::UpdateRule;
+use super::{TensorReader, share_memory};
 
 /// See [`Update::update_all`](super::rules::Update::update_all).
 pub(super) fn update_all<const N: usize>(
@@ -15,13 +15,14 @@ pub(super) fn update_all<const N: usize>(
     (var, master): (&Var, Option<&Var>),
     states: [&Var; N],
     grad: &Tensor,
-    rule: &(impl Rule<N> + Sync),
+    rule: &(impl UpdateRule<N> + Sync),
 ) -> Result<()> {
     check_gradient(name, var, grad)?;
     if var.elem_count() == 0 {
         return Ok(());
     }
-    let changed: Vec<&Tensor> = std::iter::once(var).chain(master).chain(states).map(|var| var.as_tensor()).collect();
+    let changed: Vec<&Tensor> =
+        std::iter::once(var).chain(master).chain(states).map(|var| var.as_tensor()).collect();
     if !changed.iter().all(|x| x.device().is_cpu() && x.is_contiguous() && is_computed(x.dtype())) {
         return on_master(name, (var, master), grad, |var, grad| compose(var, states, grad, rule));
     }
@@ -38,34 +39,35 @@ fn step<R: Real + Element<Real = R>, const N: usize>(
     changed: &[&Tensor],
     has_master: bool,
     grad: &Tensor,
-    rule: &(impl Rule<N> + Sync),
+    rule: &(impl UpdateRule<N> + Sync),
 ) -> Result<()> {
-    let (reading, len) = (Reading::new(grad), grad.elem_count());
-    let grad = Given::<R>::of(&reading)?;
+    let (reading, len) = (TensorReader::new(grad), grad.elem_count());
+    let grad = NumbersRef::<R>::of(&reading)?;
     change_numbers(changed, Vec::new(), &mut |changed| {
         let mut changed = changed.into_iter();
         let (Some(x), master) = (changed.next(), has_master.then(|| changed.next()).flatten()) else {
             bail!("step: no variable");
         };
         let states: Vec<_> = changed.collect();
-        let states = states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
-        move_all(Block { x, master, states, grad: grad.part(0, len) }, len, rule);
+        let states =
+            states.try_into().or_else(|given: Vec<_>| bail!("step: {} states, not {N}", given.len()))?;
+        move_all(UpdateBlock { x, master, states, grad: grad.part(0, len) }, len, rule);
         Ok(())
     })
 }
 
 /// Elements that are updated together.
-struct Block<'a, R, const N: usize> {
+struct UpdateBlock<'a, R, const N: usize> {
     x: Numbers<'a, R>,
     master: Option<Numbers<'a, R>>,
     states: [Numbers<'a, R>; N],
-    grad: Given<'a, R>,
+    grad: NumbersRef<'a, R>,
 }
 
 fn move_all<R: Real + Element<Real = R>, const N: usize>(
-    mut all: Block<'_, R, N>,
+    mut all: UpdateBlock<'_, R, N>,
     len: usize,
-    rule: &(impl Rule<N> + Sync),
+    rule: &(impl UpdateRule<N> + Sync),
 ) {
     /// The elements of one thread.
     const BLOCK: usize = 8 * 1024;
@@ -73,7 +75,7 @@ fn move_all<R: Real + Element<Real = R>, const N: usize>(
     let mut blocks: Vec<_> = starts
         .map(|start| {
             let len = BLOCK.min(len - start);
-            let block = Block {
+            let block = UpdateBlock {
                 x: all.x.take(len),
                 master: all.master.as_mut().map(|master| master.take(len)),
                 states: all.states.each_mut().map(|state| state.take(len)),
@@ -93,19 +95,21 @@ fn move_all<R: Real + Element<Real = R>, const N: usize>(
 
 #[inline(always)]
 fn move_block<R: Real + Element<Real = R>, const N: usize>(
-    Block { x, master, states, grad }: &mut Block<'_, R, N>,
+    UpdateBlock { x, master, states, grad }: &mut UpdateBlock<'_, R, N>,
     len: usize,
-    rule: &impl Rule<N>,
+    rule: &impl UpdateRule<N>,
 ) {
     /// The elements that are computed at once, so that all operands stay in a core's L1 cache.
     const AT_ONCE: usize = 512;
     let moved = rule.of();
-    let (mut of_x, mut of_master, mut of_grad) = ([R::zero(); AT_ONCE], [R::zero(); AT_ONCE], [R::zero(); AT_ONCE]);
+    let (mut of_x, mut of_master, mut of_grad) =
+        ([R::zero(); AT_ONCE], [R::zero(); AT_ONCE], [R::zero(); AT_ONCE]);
     let mut of_states = [[R::zero(); AT_ONCE]; N];
     for start in (0..len).step_by(AT_ONCE) {
         let now = AT_ONCE.min(len - start);
         let grad = grad.read(start, &mut of_grad[..now]);
-        let mut lent = states.iter_mut().zip(&mut of_states).map(|(state, room)| state.lend(start, &mut room[..now]));
+        let mut lent =
+            states.iter_mut().zip(&mut of_states).map(|(state, room)| state.lend(start, &mut room[..now]));
         let now_states: [&mut [R]; N] = std::array::from_fn(|_| lent.next().unwrap_or_default());
         match master {
             Some(master) => {
@@ -141,7 +145,12 @@ fn move_numbers<R: Real, const N: usize>(
 }
 
 /// The update composed of candle's operations. `grad` is in the compute dtype.
-fn compose<const N: usize>(var: &Var, states: [&Var; N], grad: &Tensor, rule: &impl Rule<N>) -> Result<()> {
+fn compose<const N: usize>(
+    var: &Var,
+    states: [&Var; N],
+    grad: &Tensor,
+    rule: &impl UpdateRule<N>,
+) -> Result<()> {
     let wide = |var: &Var| var.as_detached_tensor().to_dtype(grad.dtype());
     let mut now = Vec::with_capacity(N);
     for state in states {
@@ -165,7 +174,7 @@ mod tests {
         if len.is_multiple_of(2) { list.reshape((2, len / 2))?.t() } else { Ok(list) }
     }
 
-    fn check<const N: usize>(rule: &(impl Rule<N> + Sync)) -> Result<()> {
+    fn check<const N: usize>(rule: &(impl UpdateRule<N> + Sync)) -> Result<()> {
         let lens = [0, 1, 511, 9000, 150_000];
         for (dtype, len) in itertools::iproduct!([DType::F32, DType::F64, DType::BF16, DType::F16], lens) {
             let wide = candle_dist::sum_dtype(dtype);
@@ -182,14 +191,17 @@ mod tests {
                     let grad = numbers(len, f64::from(step), if step == 2 { wide } else { dtype })?;
                     if step == 3 && len > 1 {
                         // Written from outside.
-                        [&x, &y].into_iter().try_for_each(|var| var.set(&(var.as_detached_tensor() * 1.5)?))?;
+                        [&x, &y]
+                            .into_iter()
+                            .try_for_each(|var| var.set(&(var.as_detached_tensor() * 1.5)?))?;
                     }
                     update_all("kernel", (&x, x_master.as_ref()), of(&xs).each_ref(), &grad, rule)?;
                     on_master("composed", (&y, y_master.as_ref()), &grad, |var, grad| {
                         compose(var, of(&ys).each_ref(), grad, rule)
                     })?;
                 }
-                let pairs = std::iter::once((&x, &y)).chain(x_master.iter().zip(&y_master)).chain(xs.iter().zip(&ys));
+                let pairs =
+                    std::iter::once((&x, &y)).chain(x_master.iter().zip(&y_master)).chain(xs.iter().zip(&ys));
                 for (a, b) in pairs {
                     let [a, b] = [a, b].map(|x| x.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>());
                     assert!(a? == b?, "{dtype:?} {len}, states {state_dtype:?}, master {has_master}");

@@ -24,15 +24,33 @@ impl CustomOp2 for Quotient {
         self.0.cpu()
     }
 
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
         self.0.cuda()
     }
 
-    fn metal_fwd(&self, _: &MetalStorage, _: &Layout, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
         self.0.metal()
     }
 
-    fn bwd(&self, a: &Tensor, b: &Tensor, made: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        made: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let of_a = (grad / b)?;
         let of_b = b.track_op().then(|| (&of_a * made.detach())?.neg()).transpose()?;
         Ok((a.track_op().then_some(of_a), of_b))

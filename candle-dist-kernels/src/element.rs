@@ -115,7 +115,8 @@ pub(super) fn change<E: Element>(tensor: &Tensor, f: impl FnOnce(&mut [E]) -> Re
         return f(&mut []); // candle mistakes it for a view that repeats elements
     }
     change_memory(tensor, |memory, layout| {
-        let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;
+        let (start, end) =
+            layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "change in place" })?;
         f(&mut memory[start..end])
     })
 }
@@ -133,8 +134,11 @@ pub(super) fn change_memory<E: Element>(
 }
 
 /// Runs `f` on the storage of a CPU tensor, even if it is a variable.
-pub(super) fn change_storage(tensor: &Tensor, f: &mut dyn FnMut(&mut CpuStorage, &Layout) -> Result<()>) -> Result<()> {
-    tensor.inplace_op1(&Change(RefCell::new(f)))
+pub(super) fn change_storage(
+    tensor: &Tensor,
+    f: &mut dyn FnMut(&mut CpuStorage, &Layout) -> Result<()>,
+) -> Result<()> {
+    tensor.inplace_op1(&InPlaceChange(RefCell::new(f)))
 }
 
 /// Like [`change`] for several tensors, each with its own memory.
@@ -154,11 +158,11 @@ pub(super) fn change_all<E: Element>(
 }
 
 /// Without the type of the closure: candle would compile all of its op again for each.
-struct Change<'a, 'f>(RefCell<&'a mut ChangeStorage<'f>>);
+struct InPlaceChange<'a, 'f>(RefCell<&'a mut ChangeStorage<'f>>);
 
 type ChangeStorage<'f> = dyn FnMut(&mut CpuStorage, &Layout) -> Result<()> + 'f;
 
-impl InplaceOp1 for Change<'_, '_> {
+impl InplaceOp1 for InPlaceChange<'_, '_> {
     fn name(&self) -> &'static str {
         "change"
     }
@@ -181,7 +185,10 @@ mod tests {
         })) {
             let x = f32::from_bits(bits);
             let (half, want) = (<f16 as Element>::store(x), f16::from_f32(x));
-            assert!(half.is_nan() && want.is_nan() || half.to_bits() == want.to_bits(), "{x:e}: {half:?} for {want:?}");
+            assert!(
+                half.is_nan() && want.is_nan() || half.to_bits() == want.to_bits(),
+                "{x:e}: {half:?} for {want:?}"
+            );
         }
     }
 

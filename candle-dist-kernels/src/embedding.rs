@@ -7,7 +7,7 @@ use super::element::{Element, with_element};
 use super::embedding_off_host::rows_or;
 use super::prefetch::Prefetch;
 use super::row_order::NOWHERE;
-use super::{Reading, compute_dtype, elements};
+use super::{TensorReader, compute_dtype, elements};
 
 /// Returns the rows of `table` at `ids`, `[n, width]`; the row `still` gets no gradient.
 ///
@@ -39,7 +39,7 @@ pub fn embedding(table: &Tensor, ids: impl Into<Arc<[u32]>>, still: Option<u32>)
             _ => rows_or(table, ids, 0.0, still),
         };
     }
-    edges::apply1(&table.contiguous()?, Embedding { ids, still })
+    edges::apply1(&table.contiguous()?, EmbeddingOp { ids, still })
 }
 
 /// Refuses ids outside a table with `rows` rows.
@@ -50,7 +50,7 @@ pub(super) fn check_ids(op: &'static str, rows: usize, ids: &[u32]) -> Result<()
     }
 }
 
-struct Embedding {
+struct EmbeddingOp {
     ids: Arc<[u32]>,
     still: Option<u32>,
 }
@@ -61,7 +61,7 @@ pub(super) fn row<T>(matrix: &[T], id: u32, width: usize) -> &[T] {
     &matrix[id as usize * width..][..width]
 }
 
-impl Embedding {
+impl EmbeddingOp {
     fn forward<E: Element>(&self, table: &[E], width: usize) -> CpuStorage {
         let mut out = Vec::with_capacity(self.ids.len() * width);
         let row_of = |at: usize| self.ids[at] as usize;
@@ -73,12 +73,14 @@ impl Embedding {
     }
 
     fn backward<E: Element>(&self, table: &Tensor, grad: &Tensor) -> Result<Tensor> {
-        let ((rows, width), grad) = (table.dims2()?, Reading::new(grad));
+        let ((rows, width), grad) = (table.dims2()?, TensorReader::new(grad));
         let grads = grad.elements::<E>()?;
         let mut sums = vec![E::zero().load(); rows * width];
         let moves = |id: u32| id != NOWHERE && Some(id) != self.still;
         for (i, &id) in self.ids.iter().enumerate().filter(|&(_, &id)| moves(id)) {
-            for (sum, &grad) in sums[id as usize * width..][..width].iter_mut().zip(row(grads, i as u32, width)) {
+            for (sum, &grad) in
+                sums[id as usize * width..][..width].iter_mut().zip(row(grads, i as u32, width))
+            {
                 *sum += grad.load();
             }
         }
@@ -86,15 +88,14 @@ impl Embedding {
     }
 }
 
-impl CustomOp1 for Embedding {
+impl CustomOp1 for EmbeddingOp {
     fn name(&self) -> &'static str {
         "embedding"
     }
 
     fn cpu_fwd(&self, table: &CpuStorage, table_l: &Layout) -> Result<(CpuStorage, Shape)> {
         let width = table_l.dims()[1];
-        let found =
-            with_element!("embedding", table.dtype(), E => Ok(self.forward::<E>(elements(table, table_l)?, width)));
+        let found = with_element!("embedding", table.dtype(), E => Ok(self.forward::<E>(elements(table, table_l)?, width)));
         Ok((found?, (self.ids.len(), width).into()))
     }
 
@@ -112,12 +113,15 @@ mod tests {
 
     #[test]
     fn lookups_off_the_host_are_the_same_in_every_dtype() {
-        for (dtype, still) in itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [None, Some(3)]) {
-            let table = Tensor::arange(0f64, 20., &Device::Cpu).unwrap().reshape((5, 4)).unwrap().to_dtype(dtype);
+        for (dtype, still) in
+            itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [None, Some(3)])
+        {
+            let table =
+                Tensor::arange(0f64, 20., &Device::Cpu).unwrap().reshape((5, 4)).unwrap().to_dtype(dtype);
             let table = Var::from_tensor(&table.unwrap()).unwrap();
             let ids = [3, 1, NOWHERE, 3, 1, 0];
-            let [fused, plain] =
-                [embedding(&table, ids, still), rows_or(&table, ids.into(), 0.0, still)].map(|found| {
+            let [fused, plain] = [embedding(&table, ids, still), rows_or(&table, ids.into(), 0.0, still)]
+                .map(|found| {
                     let found = found.unwrap();
                     let grads = (&found * &found).unwrap().sum_all().unwrap().backward().unwrap();
                     [found, grads.get(&table).unwrap().clone()]
@@ -129,7 +133,8 @@ mod tests {
 
     #[test]
     fn a_lookup_off_the_host_makes_nothing_of_the_size_of_the_table() {
-        let table = Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let table =
+            Var::from_tensor(&Tensor::ones((1 << 20, 16), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let ids = [3, NOWHERE, 1 << 19];
         // Every operand of its graph except the table is at most as large as the result.
         let found = rows_or(&table, ids.into(), 0.0, Some(3)).unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::embedding::{check_ids, embedding, row};
 use super::embedding_off_host::rows_or;
 use super::{
-    Reading, check_dtype, compute_dtype, elements,
+    TensorReader, check_dtype, compute_dtype, elements,
     real::Real,
     row_order::{NOWHERE, unique_rows},
     rows::by_blocks,
@@ -78,7 +78,12 @@ pub fn embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option
 }
 
 /// Like [`embedding_bag`], with the bags of 16-bit rows in f32, in which they are summed.
-pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>) -> Result<Tensor> {
+pub fn wide_embedding_bag(
+    table: &Tensor,
+    bags: &Bags,
+    mode: BagMode,
+    weights: Option<&Tensor>,
+) -> Result<Tensor> {
     const OP: &str = "embedding_bag";
     let (dtype, (rows, _)) = (compute_dtype(OP, table)?, table.dims2()?);
     check_ids(OP, rows, &bags.ids)?;
@@ -109,7 +114,8 @@ pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: O
             }
             (_, true) => {
                 let weights = weights.map(empty::to_host).transpose()?;
-                wide_embedding_bag(&empty::to_host(table)?, bags, mode, weights.as_ref())?.to_device(table.device())
+                wide_embedding_bag(&empty::to_host(table)?, bags, mode, weights.as_ref())?
+                    .to_device(table.device())
             }
             _ => composed(table, bags, mode, weights),
         };
@@ -118,7 +124,7 @@ pub fn wide_embedding_bag(table: &Tensor, bags: &Bags, mode: BagMode, weights: O
         Some(weights) => weights.contiguous()?,
         None => Tensor::zeros(0, dtype, &Device::Cpu)?,
     };
-    let op = EmbeddingBag { bags: bags.clone(), mode, weighted: weights.elem_count() > 0 };
+    let op = EmbeddingBagOp { bags: bags.clone(), mode, weighted: weights.elem_count() > 0 };
     edges::apply2(&table.contiguous()?, &weights, op)
 }
 
@@ -135,8 +141,9 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
         places.collect::<Arc<[u32]>>()
     };
     // The places after a bag's end are filled.
-    let filled =
-        |fill: f64| rows_or(table, by_bag(&|i| bags.ids[i]), fill, None)?.reshape((bags.len(), longest, width));
+    let filled = |fill: f64| {
+        rows_or(table, by_bag(&|i| bags.ids[i]), fill, None)?.reshape((bags.len(), longest, width))
+    };
     let counts: Vec<f32> = (0..bags.len()).map(|bag| bags.bag(bag).count() as f32).collect();
     let counts = Tensor::from_vec(counts, (bags.len(), 1), device)?.to_dtype(table.dtype())?;
     match (mode, weights) {
@@ -156,13 +163,13 @@ fn composed(table: &Tensor, bags: &Bags, mode: BagMode, weights: Option<&Tensor>
     }
 }
 
-struct EmbeddingBag {
+struct EmbeddingBagOp {
     bags: Bags,
     mode: BagMode,
     weighted: bool,
 }
 
-impl EmbeddingBag {
+impl EmbeddingBagOp {
     /// Returns the factor of the row at index `i` of a bag with `count` ids.
     #[inline(always)]
     fn factor<T: Real>(&self, weights: &[T], i: usize, count: usize) -> T {
@@ -220,7 +227,7 @@ impl EmbeddingBag {
     /// Returns the gradients of the table and the weights.
     fn backward<T: Real>(&self, table: &Tensor, weights: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
         let (rows, width) = table.dims2()?;
-        let [table, weights, grad] = [table, weights, grad].map(Reading::new);
+        let [table, weights, grad] = [table, weights, grad].map(TensorReader::new);
         let (xs, ws, gs) = (table.elements::<T>()?, weights.elements::<T>()?, grad.elements::<T>()?);
         let (mut dx, mut dw) = (vec![T::zero(); rows * width], vec![T::zero(); ws.len()]);
         for bag in 0..self.bags.len() {
@@ -239,7 +246,10 @@ impl EmbeddingBag {
                     *dx += grad * factor;
                 }
                 if self.weighted {
-                    dw[i] = row(xs, id, width).iter().zip(grad).fold(T::zero(), |sum, (&x, &grad)| sum + x * grad);
+                    dw[i] = row(xs, id, width)
+                        .iter()
+                        .zip(grad)
+                        .fold(T::zero(), |sum, (&x, &grad)| sum + x * grad);
                 }
             }
         }
@@ -247,7 +257,7 @@ impl EmbeddingBag {
     }
 }
 
-impl CustomOp2 for EmbeddingBag {
+impl CustomOp2 for EmbeddingBagOp {
     fn name(&self) -> &'static str {
         "embedding_bag"
     }
@@ -261,7 +271,9 @@ impl CustomOp2 for EmbeddingBag {
     ) -> Result<(CpuStorage, Shape)> {
         let width = table_l.dims()[1];
         let out = match table {
-            CpuStorage::F64(_) => self.forward::<f64>(elements(table, table_l)?, elements(weights, weights_l)?, width),
+            CpuStorage::F64(_) => {
+                self.forward::<f64>(elements(table, table_l)?, elements(weights, weights_l)?, width)
+            }
             _ => self.forward::<f32>(elements(table, table_l)?, elements(weights, weights_l)?, width),
         };
         Ok((out, (self.bags.len(), width).into()))
@@ -302,7 +314,8 @@ mod tests {
         let found = make(&table, bags, mode, weighted.then_some(&*weights))?;
         let up = Tensor::arange(0f64, found.elem_count() as f64, &Device::Cpu)?.reshape(found.shape())?;
         let grads = (&found * up)?.sum_all()?.backward()?;
-        let mut out = vec![found.flatten_all()?.to_vec1()?, grads.get(&table).unwrap().flatten_all()?.to_vec1()?];
+        let mut out =
+            vec![found.flatten_all()?.to_vec1()?, grads.get(&table).unwrap().flatten_all()?.to_vec1()?];
         if weighted {
             out.push(grads.get(&weights).unwrap().to_vec1()?);
         }
@@ -316,11 +329,16 @@ mod tests {
             [(&ids, &[0, 3, 3, 7, 9, 10]), (&ids, &[0, 10]), (&ids, &[0, 0, 10, 10]), (&[], &[0, 0, 0])];
         for (ids, bounds) in cases {
             let bags = Bags::new(ids, bounds).unwrap();
-            let cases = [(BagMode::Sum, false), (BagMode::Sum, true), (BagMode::Mean, false), (BagMode::Max, false)];
+            let cases =
+                [(BagMode::Sum, false), (BagMode::Sum, true), (BagMode::Mean, false), (BagMode::Max, false)];
             for (mode, weighted) in cases {
-                let [fused, plain] = [embedding_bag, composed].map(|make| all(make, &bags, mode, weighted).unwrap());
+                let [fused, plain] =
+                    [embedding_bag, composed].map(|make| all(make, &bags, mode, weighted).unwrap());
                 let same = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-12;
-                assert!(fused.iter().flatten().zip(plain.iter().flatten()).all(same), "{mode:?} {fused:?} {plain:?}");
+                assert!(
+                    fused.iter().flatten().zip(plain.iter().flatten()).all(same),
+                    "{mode:?} {fused:?} {plain:?}"
+                );
             }
         }
     }
@@ -330,12 +348,17 @@ mod tests {
         let table = Var::from_tensor(&Tensor::ones((1 << 20, 8), DType::F32, &Device::Cpu).unwrap()).unwrap();
         let bags = Bags::new([3, NOWHERE, 1 << 19, 7, 7], [0, 2, 2, 5]).unwrap();
         let weights = Var::from_tensor(&Tensor::ones(5, DType::F32, &Device::Cpu).unwrap()).unwrap();
-        let cases =
-            [(BagMode::Sum, Some(&*weights)), (BagMode::Sum, None), (BagMode::Mean, None), (BagMode::Max, None)];
+        let cases = [
+            (BagMode::Sum, Some(&*weights)),
+            (BagMode::Sum, None),
+            (BagMode::Mean, None),
+            (BagMode::Max, None),
+        ];
         for (mode, weights) in cases {
             // Every operand of its graph except the table is at most as large as the padded rows: 3 bags of 3.
             let found = composed(&table, &bags, mode, weights).unwrap();
-            let large: Vec<_> = found.sorted_nodes().iter().map(|x| x.elem_count()).filter(|&n| n > 9 * 8).collect();
+            let large: Vec<_> =
+                found.sorted_nodes().iter().map(|x| x.elem_count()).filter(|&n| n > 9 * 8).collect();
             assert_eq!(large, [8 << 20], "{mode:?}");
         }
     }

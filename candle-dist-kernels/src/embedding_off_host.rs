@@ -17,17 +17,17 @@ pub(super) fn rows_or(table: &Tensor, ids: Arc<[u32]>, fill: f64, still: Option<
     if !table.track_op() {
         return Ok(made.into_tensor());
     }
-    table.apply_op1(Lookup { ids, still, made: Ready::new(made) })
+    table.apply_op1(LookupNode { ids, still, made: Ready::new(made) })
 }
 
 /// The graph node of a lookup.
-struct Lookup {
+struct LookupNode {
     ids: Arc<[u32]>,
     still: Option<u32>,
     made: Ready,
 }
 
-impl CustomOp1 for Lookup {
+impl CustomOp1 for LookupNode {
     fn name(&self) -> &'static str {
         "embedding"
     }
@@ -49,7 +49,8 @@ impl CustomOp1 for Lookup {
         let moved = self.ids.iter().copied().zip(0..).filter(|&(id, _)| moves(id));
         let (rows, places): (Vec<u32>, Vec<u32>) = moved.unzip();
         let grad = grad.detach();
-        let grad = if places.len() == self.ids.len() { grad } else { empty::index_select(&grad, &places, 0)? };
+        let grad =
+            if places.len() == self.ids.len() { grad } else { empty::index_select(&grad, &places, 0)? };
         let (rows, sums) = rows_off_host::sum_rows(&rows, &grad)?;
         let dense = Tensor::zeros(table.shape(), table.dtype(), table.device())?;
         put_rows(&dense, &rows, &sums)?;

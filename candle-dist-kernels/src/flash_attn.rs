@@ -41,12 +41,20 @@ pub fn flash_attn(query: &Tensor, key: &Tensor, value: &Tensor, scale: f64, caus
 }
 
 /// Attention over blocks of keys that follow each other and are all rows. The shapes fit each other.
-pub fn flash_attn_of_blocks([query, key, value]: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor> {
+pub fn flash_attn_of_blocks(
+    [query, key, value]: [&Tensor; 3],
+    scale: Scale,
+    blocks: Vec<KeyBlock>,
+) -> Result<Tensor> {
     let dtype = compute_dtype("flash_attn", query)?;
     if query.dim(D::Minus1)? == 0 {
         // All scores are 0 whatever their factor, as those of one dim of zeros.
         let zeros = |x: &Tensor| empty::zeros_of(&[x], [&x.dims()[..3], &[1]].concat(), x.dtype());
-        return flash_attn_of_blocks([&zeros(query)?, &zeros(key)?, value], Scale { factor: 1.0, ..scale }, blocks);
+        return flash_attn_of_blocks(
+            [&zeros(query)?, &zeros(key)?, value],
+            Scale { factor: 1.0, ..scale },
+            blocks,
+        );
     }
     if !query.device().is_cpu() {
         return attend_off_host([query, key, value], scale, &blocks);
@@ -71,7 +79,8 @@ mod tests {
                 (sizes[3], sizes[4]) = (0, 0);
             }
             let [batch, queries, keys, heads, kv_heads, dim, width] = sizes;
-            let var = |dims: [usize; 4]| candle_core::Var::zeros(&dims, candle_core::DType::F32, &Cpu).unwrap();
+            let var =
+                |dims: [usize; 4]| candle_core::Var::zeros(&dims, candle_core::DType::F32, &Cpu).unwrap();
             let q = var([batch, queries, heads, dim]);
             let [k, v] = [dim, width].map(|width| var([batch, keys, kv_heads, width]));
             let blocks = || vec![KeyBlock { rows: 0..keys, visible: Visible::plain(queries, keys, true) }];
@@ -83,7 +92,11 @@ mod tests {
             let grads = got.sum_all().unwrap().backward().unwrap();
             for var in [&q, &k, &v] {
                 let grad = grads.get(var).unwrap();
-                assert_eq!((grad.dims(), elements(grad)), (var.dims(), vec![0.0; var.elem_count()]), "no {name}");
+                assert_eq!(
+                    (grad.dims(), elements(grad)),
+                    (var.dims(), vec![0.0; var.elem_count()]),
+                    "no {name}"
+                );
             }
         }
     }
@@ -100,7 +113,8 @@ mod tests {
                 let error = (all.narrow(2, head, 1)? - mean.narrow(2, head / 2, 1)?)?.abs()?.max_all()?;
                 assert!(error.to_scalar::<f64>()? < 1e-12, "{scale}, head {head}: {error}");
             }
-            let seen = flash_attn(&q, &k, &v, scale, true)?.narrow(1, 1, 1)?.narrow(2, 0, 1)?.flatten_all()?;
+            let seen =
+                flash_attn(&q, &k, &v, scale, true)?.narrow(1, 1, 1)?.narrow(2, 0, 1)?.flatten_all()?;
             let want = (v.narrow(1, 0, 2)?.mean(1)?.narrow(1, 0, 1)?).flatten_all()?;
             assert_eq!(seen.to_vec1::<f64>()?, want.to_vec1::<f64>()?);
             let grads = all.sum_all()?.backward()?;
@@ -115,7 +129,8 @@ mod tests {
     fn compare(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock], what: &str) {
         let vars = inputs.map(|x| candle_core::Var::from_tensor(x).unwrap());
         let each = vars.each_ref().map(|var| var.as_tensor());
-        let weights = Tensor::randn(0f64, 1.0, (2, inputs[0].dim(1).unwrap(), inputs[0].dim(2).unwrap(), 3), &Cpu);
+        let weights =
+            Tensor::randn(0f64, 1.0, (2, inputs[0].dim(1).unwrap(), inputs[0].dim(2).unwrap(), 3), &Cpu);
         let weights = weights.unwrap();
         let [got, want] = [
             attend_off_host(each, scale, blocks).unwrap(),
@@ -161,8 +176,10 @@ mod tests {
         // Blocks of keys with holes, and of two elements of the batch.
         let lists = [[0..2, 1..3, 0..0, 2..3, 0..3], [0..0, 0..1, 1..2, 0..3, 1..1]].map(Vec::from);
         let one = |list: &[std::ops::Range<usize>]| Visible::new(vec![list.to_vec()]);
-        let of_one =
-            vec![KeyBlock { rows: 0..3, visible: one(&lists[0]) }, KeyBlock { rows: 3..6, visible: one(&lists[1]) }];
+        let of_one = vec![
+            KeyBlock { rows: 0..3, visible: one(&lists[0]) },
+            KeyBlock { rows: 3..6, visible: one(&lists[1]) },
+        ];
         let of_two = vec![
             KeyBlock { rows: 0..3, visible: Visible::new(lists.to_vec()) },
             KeyBlock { rows: 3..6, visible: Visible::new([&lists[1..], &lists[..1]].concat()) },

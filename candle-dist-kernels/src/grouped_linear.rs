@@ -61,8 +61,9 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, counts: &[usize]) -> Result<
         return empty::zeros_of(&[x, weight], (x.dim(0)?, weight.dim(1)?), x.dtype());
     }
     let (rows, weights) = (x.contiguous()?, weight.contiguous()?);
-    let of_group =
-        |(group, of): (usize, Range<usize>)| rows.narrow(0, of.start, of.len())?.matmul(&weights.get(group)?.t()?);
+    let of_group = |(group, of): (usize, Range<usize>)| {
+        rows.narrow(0, of.start, of.len())?.matmul(&weights.get(group)?.t()?)
+    };
     Tensor::cat(&groups(counts).map(of_group).try_collect::<_, Vec<Tensor>, _>()?, 0)
 }
 
@@ -120,13 +121,19 @@ fn by_group<T: Real>(
 /// The gradient of the rows.
 fn gradient_of_rows<T: Real>(counts: &[usize], x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let mut out: Vec<T> = Vec::with_capacity(x.elem_count());
-    let layouts = |group: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), weight_of(weight.layout(), group)];
+    let layouts =
+        |group: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), weight_of(weight.layout(), group)];
     by_group(counts, [grad, weight], layouts, |_, made| out.extend_from_slice(made), [false, false])?;
     tensor(out, x)
 }
 
 /// The gradients of the weights; zeros for groups without rows.
-fn gradient_of_weights<T: Real>(counts: &[usize], x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<Tensor> {
+fn gradient_of_weights<T: Real>(
+    counts: &[usize],
+    x: &Tensor,
+    weight: &Tensor,
+    grad: &Tensor,
+) -> Result<Tensor> {
     let (_, m, k) = weight.dims3()?;
     let mut out = vec![T::zero(); weight.elem_count()];
     let layouts = |_: usize, rows: &Range<usize>| [rows_of(grad.layout(), rows), rows_of(x.layout(), rows)];
@@ -151,16 +158,31 @@ impl CustomOp2 for GroupedLinear {
         "grouped_linear"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        w: &CpuStorage,
+        w_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let shape = Shape::from((x_l.dims()[0], w_l.dims()[1]));
         let out = in_compute_type!(x, forward_all(&self.counts, [x, w], [x_l, w_l]))?;
         Ok((narrow(out, &shape, x.dtype())?, shape))
     }
 
-    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.detach().contiguous()?;
-        let dx = x.track_op().then(|| in_compute_type!(x, gradient_of_rows(&self.counts, x, w, &grad))).transpose()?;
+        let dx = x
+            .track_op()
+            .then(|| in_compute_type!(x, gradient_of_rows(&self.counts, x, w, &grad)))
+            .transpose()?;
         if !w.track_op() {
             return Ok((dx, None));
         }
@@ -215,7 +237,8 @@ mod tests {
                 let want = all(plain, counts, if dtype == DType::BF16 { DType::F32 } else { dtype });
                 for (got, want) in all(map, counts, dtype).iter().zip(&want) {
                     assert_eq!(got.dims(), want.dims());
-                    let off = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
+                    let off =
+                        (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap();
                     let size = want.abs().unwrap().max_all().unwrap().to_scalar::<f64>().unwrap().max(1.0);
                     assert!(off <= most * size, "{counts:?} {dtype:?}: {off:e}");
                 }
@@ -233,7 +256,10 @@ mod tests {
                 assert!(y.dims() == [0, 4] && y.track_op());
                 let grads = y.sum_all().unwrap().backward().unwrap();
                 let grad = grads.get(&weight).unwrap();
-                assert_eq!((grad.dims(), grad.sum_all().unwrap().to_scalar::<f32>().unwrap()), (weight.dims(), 0.0));
+                assert_eq!(
+                    (grad.dims(), grad.sum_all().unwrap().to_scalar::<f32>().unwrap()),
+                    (weight.dims(), 0.0)
+                );
                 assert_eq!(grads.get(&x).unwrap().dims(), [0, 5]);
             }
         }

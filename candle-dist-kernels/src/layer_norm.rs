@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Result, Shape
 use candle_dist::{edges, empty};
 
 use super::{
-    Reading, check_vector, compute_dtype, elements,
+    TensorReader, check_vector, compute_dtype, elements,
     real::Real,
     rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
@@ -32,7 +32,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
         return composed(x, weight, bias, eps);
     }
     let [x_, weight, bias] = [x, weight, bias].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply3(&x_?, &weight?, &bias?, LayerNorm { eps })?.to_dtype(x.dtype())
+    edges::apply3(&x_?, &weight?, &bias?, LayerNormOp { eps })?.to_dtype(x.dtype())
 }
 
 /// The same from candle's operations. candle-nn's `layer_norm_slow` rounds `eps` to f32, and rounds before the weight.
@@ -48,11 +48,11 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> 
     x.broadcast_div(&deviation)?.broadcast_mul(&weight)?.broadcast_add(&bias)?.to_dtype(dtype)
 }
 
-struct LayerNorm {
+struct LayerNormOp {
     eps: f64,
 }
 
-impl LayerNorm {
+impl LayerNormOp {
     /// Returns the mean of a row and the inverse of its standard deviation.
     #[inline(always)]
     fn moments<T: Real>(&self, row: &[T]) -> (T, T) {
@@ -83,7 +83,7 @@ impl LayerNorm {
 
     /// Returns the gradients of `x`, `weight` and `bias`.
     fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 3]> {
-        let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
+        let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
         let len = ws.len();
         let count = T::from_f64(len as f64);
@@ -119,11 +119,15 @@ impl LayerNorm {
             add_assign(&mut sums, &part);
         }
         let (dw, db) = sums.split_at(len);
-        Ok([x.like(dx)?, Tensor::from_slice(dw, len, &Device::Cpu)?, Tensor::from_slice(db, len, &Device::Cpu)?])
+        Ok([
+            x.like(dx)?,
+            Tensor::from_slice(dw, len, &Device::Cpu)?,
+            Tensor::from_slice(db, len, &Device::Cpu)?,
+        ])
     }
 }
 
-impl CustomOp3 for LayerNorm {
+impl CustomOp3 for LayerNormOp {
     fn name(&self) -> &'static str {
         "layer_norm"
     }
@@ -174,7 +178,8 @@ mod tests {
             let (x, vectors) = ((waves(&[3, 4, 5], dtype).as_tensor() * 1e-3)?, waves(&[2, 5], dtype));
             let (weight, bias) = (vectors.get(0)?, vectors.get(1)?);
             // f32 does not have this number.
-            let [got, want] = [composed, layer_norm].map(|norm| norm(&x, &weight, &bias, 1e-5)?.to_dtype(DType::F64));
+            let [got, want] =
+                [composed, layer_norm].map(|norm| norm(&x, &weight, &bias, 1e-5)?.to_dtype(DType::F64));
             let diff = (got? - want?)?.abs()?.max_all()?.to_scalar::<f64>()?;
             assert!(diff <= allowed, "{dtype:?}: {diff}");
         }

@@ -99,20 +99,20 @@ pub use weight_sink::{DeferredGradient, WeightSink, weight_sink, with_weight_sin
 pub mod parts {
     pub use crate::adam_w::step_adam_w;
     pub use crate::attention::{
-        Attended, Backward, KeyBlock, Norms, Partial, Scale, Visible, decode_attn, join_all, sizes, split_sums,
-        with_backward,
+        AttentionBackward, AttentionDtype, KeyBlock, Partial, Scale, SoftmaxNorms, Visible, decode_attn,
+        join_all, sizes, split_sums, with_backward,
     };
     pub use crate::bounds::{at_least, clamp};
     pub use crate::convert::{convert, converts};
     pub use crate::cross_entropy::{Goal, Goals, composed as composed_cross_entropy, weighted_cross_entropy};
-    pub use crate::device_rows::launch::{Launch as RowsLaunch, SOURCE as ROWS_SOURCE};
+    pub use crate::device_rows::launch::{RowsLaunch, SOURCE as ROWS_SOURCE};
     pub use crate::div::div;
     pub use crate::embedding_bag::wide_embedding_bag;
     pub use crate::flash_attn::flash_attn_of_blocks;
     pub use crate::function::Function;
     pub use crate::master::{master_of, on_master};
     pub use crate::pool::upsample_bilinear2d_scaled;
-    pub use crate::random::launch::{Launch as DrawLaunch, SOURCE as DRAW_SOURCE};
+    pub use crate::random::launch::{DrawLaunch, SOURCE as DRAW_SOURCE};
     pub use crate::real::is_computed;
     pub use crate::renorm::{combine, finish, power_sums, scale_rows};
     pub use crate::row_order::{NOWHERE, unique_rows, unique_rows_and_places};
@@ -122,7 +122,9 @@ pub mod parts {
     pub use crate::rules::{AdagradRule, AdamWRule, MomentumRule, SgdRule, Update};
 }
 
-use candle_core::{CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, DType, Device, Error, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail,
+};
 
 /// Returns the dtype in which `op` computes on `x`: its own, or f32 for 16-bit floats.
 fn compute_dtype(op: &'static str, x: &Tensor) -> Result<DType> {
@@ -136,7 +138,11 @@ fn compute_dtype(op: &'static str, x: &Tensor) -> Result<DType> {
 /// Checks that the parameter `p` of `op` has shape `[len]` and the dtype of `x`.
 fn check_vector(op: &'static str, x: &Tensor, name: &str, p: &Tensor, len: usize) -> Result<()> {
     if p.dims() != [len] {
-        bail!("{op}: {name} has shape {:?}, expected [{len}] for an input of shape {:?}", p.shape(), x.shape());
+        bail!(
+            "{op}: {name} has shape {:?}, expected [{len}] for an input of shape {:?}",
+            p.shape(),
+            x.shape()
+        );
     }
     check_dtype(op, x, p)
 }
@@ -170,12 +176,12 @@ fn elements<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Resul
 }
 
 /// A read guard on a contiguous CPU tensor, held while a backward pass runs over its elements.
-struct Reading<'a> {
+struct TensorReader<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,
 }
 
-impl<'a> Reading<'a> {
+impl<'a> TensorReader<'a> {
     fn new(tensor: &'a Tensor) -> Self {
         let (storage, layout) = tensor.storage_and_layout();
         Self { storage, layout }

@@ -2,8 +2,8 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, DType, Device, Layout, MetalStorage, Result, Shape, Storage,
-    Tensor,
+    CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, DType, Device, Layout, MetalStorage, Result, Shape,
+    Storage, Tensor,
     backend::{BackendDevice, BackendStorage},
     bail,
     op::BackpropOp,
@@ -11,7 +11,7 @@ use candle_core::{
 use candle_dist::{edges, empty};
 
 use super::{
-    DeferredGradient, Reading, WeightSink, check_vector, compute_dtype, cpu, elements,
+    DeferredGradient, TensorReader, WeightSink, check_vector, compute_dtype, cpu, elements,
     few_rows::{self, FEW, has_rows},
     product::{product, rounded_product},
     real::Real,
@@ -50,8 +50,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     let input = if as_rows(x.layout()).is_some() { x.clone() } else { x.contiguous()? };
     match bias {
-        Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, Linear(weight_sink())),
-        None => edges::apply2(&input, weight, Linear(weight_sink())),
+        Some(bias) => edges::apply3(&input, weight, &bias.contiguous()?, LinearOp(weight_sink())),
+        None => edges::apply2(&input, weight, LinearOp(weight_sink())),
     }
 }
 
@@ -68,7 +68,7 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     }
     let rows = x.reshape((rows_of(x), k))?;
     let y = match sink {
-        Some(sink) => rows.contiguous()?.apply_op2(&weight.contiguous()?, Product(sink))?,
+        Some(sink) => rows.contiguous()?.apply_op2(&weight.contiguous()?, ProductOp(sink))?,
         None => dense(&rows)?.matmul(&dense(weight)?.t()?)?,
     };
     let y = y.reshape(&shape[..])?;
@@ -86,7 +86,7 @@ fn dense(x: &Tensor) -> Result<Tensor> {
 
 /// The product of `x [rows, k]` and the transpose of `weight [n, k]` on any device, with the sink for the gradient of
 /// the weight.
-struct Product(Arc<dyn WeightSink>);
+struct ProductOp(Arc<dyn WeightSink>);
 
 fn transposed_product<S>(x: &S, x_l: &Layout, w: &S, w_l: &Layout) -> Result<(S, Shape)>
 where
@@ -102,16 +102,28 @@ where
     Ok((y, shape))
 }
 
-impl CustomOp2 for Product {
+impl CustomOp2 for ProductOp {
     fn name(&self) -> &'static str {
         "linear"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        w: &CpuStorage,
+        w_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         transposed_product(x, x_l, w, w_l)
     }
 
-    fn cuda_fwd(&self, x: &CudaStorage, x_l: &Layout, w: &CudaStorage, w_l: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_l: &Layout,
+        w: &CudaStorage,
+        w_l: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
         transposed_product(x, x_l, w, w_l)
     }
 
@@ -125,7 +137,13 @@ impl CustomOp2 for Product {
         transposed_product(x, x_l, w, w_l)
     }
 
-    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.detach().contiguous()?;
         let dx = x.track_op().then(|| match grad.elem_count() {
             0 => x.zeros_like(),
@@ -136,7 +154,7 @@ impl CustomOp2 for Product {
 }
 
 /// The linear map, with the sink for the gradient of the weight if there is one.
-struct Linear(Option<Arc<dyn WeightSink>>);
+struct LinearOp(Option<Arc<dyn WeightSink>>);
 
 /// Returns the number of rows of a tensor `[.., last]`.
 fn rows_of(x: &Tensor) -> usize {
@@ -201,7 +219,9 @@ pub(super) fn forward(
         (CpuStorage::F64(_), CpuStorage::F64(weight)) => {
             CpuStorage::F64(few_rows::product(m, elements(&x, &rows)?, weight, weight_l)?)
         }
-        (CpuStorage::F32(_), weight) => CpuStorage::F32(few_rows::widening(m, elements(&x, &rows)?, weight, weight_l)?),
+        (CpuStorage::F32(_), weight) => {
+            CpuStorage::F32(few_rows::widening(m, elements(&x, &rows)?, weight, weight_l)?)
+        }
         (x, _) => bail!("linear: unexpected dtypes {:?} and {:?}", x.dtype(), weight.dtype()),
     };
     Ok((out, shape))
@@ -221,9 +241,14 @@ fn add_bias<T: Real>(out: &mut [T], bias: &[T]) {
     );
 }
 
-impl Linear {
+impl LinearOp {
     /// Returns the gradients of `x` and `weight`, each only if it is required and not left to the sink.
-    fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         match self.0.as_ref().filter(|_| weight.track_op()) {
             None => backward(x, weight, grad, weight.track_op()),
             Some(sink) => {
@@ -239,7 +264,8 @@ impl Linear {
 fn deferred_product(weight: &Tensor, x: &Tensor, grad: &Tensor) -> Result<DeferredGradient> {
     let (n, k) = weight.dims2()?;
     let rows = rows_of(x);
-    let (x, grad, weight) = (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
+    let (x, grad, weight) =
+        (x.detach().reshape((rows, k))?, grad.detach().reshape((rows, n))?, weight.detach());
     Ok(Box::new(move || match x.elem_count() * grad.elem_count() {
         0 => weight.zeros_like(),
         _ if x.device().is_cpu() => gradient_of_weight(&weight, &x, &grad),
@@ -267,11 +293,21 @@ fn evenly_spaced(x: &Tensor) -> Result<Layout> {
 }
 
 /// Returns the gradients of `x` and, if it is required, of `weight`.
-fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Result<(Option<Tensor>, Option<Tensor>)> {
+fn backward(
+    x: &Tensor,
+    weight: &Tensor,
+    grad: &Tensor,
+    of_weight: bool,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let of_x = || {
         let [weight_s, grad_s] = [weight, grad].map(|t| t.storage_and_layout().0);
         let made = rounded_product(cpu(&grad_s)?, &evenly_spaced(grad)?, cpu(&weight_s)?, weight.layout())?;
-        Ok::<_, candle_core::Error>(Tensor::from_storage(Storage::Cpu(made), x.shape(), BackpropOp::none(), false))
+        Ok::<_, candle_core::Error>(Tensor::from_storage(
+            Storage::Cpu(made),
+            x.shape(),
+            BackpropOp::none(),
+            false,
+        ))
     };
     let dx = if x.track_op() { edges::keep(x, of_x()?)? } else { None };
     let dw = if of_weight { edges::keep(weight, gradient_of_weight(weight, x, grad)?)? } else { None };
@@ -280,7 +316,7 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor, of_weight: bool) -> Resu
 
 /// Returns the gradient of a row of this shape that was added to each row: the sum of the rows of `grad`.
 pub(super) fn column_sums<T: Real>(grad: &Tensor, row: &Shape) -> Result<Tensor> {
-    let (grad, n) = (Reading::new(grad), row.elem_count());
+    let (grad, n) = (TensorReader::new(grad), row.elem_count());
     let gs = grad.elements::<T>()?;
     let mut sums = vec![T::zero(); n];
     if n == 1 {
@@ -294,22 +330,34 @@ pub(super) fn column_sums<T: Real>(grad: &Tensor, row: &Shape) -> Result<Tensor>
     Tensor::from_vec(sums, row, &Device::Cpu)
 }
 
-impl CustomOp2 for Linear {
+impl CustomOp2 for LinearOp {
     fn name(&self) -> &'static str {
         "linear"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, w: &CpuStorage, w_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        w: &CpuStorage,
+        w_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         let (out, shape) = forward(x, x_l, w, w_l)?;
         Ok((narrow(out, &shape, x.dtype())?, shape))
     }
 
-    fn bwd(&self, x: &Tensor, w: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         self.backward(x, w, &grad.contiguous()?)
     }
 }
 
-impl CustomOp3 for Linear {
+impl CustomOp3 for LinearOp {
     fn name(&self) -> &'static str {
         "linear"
     }
@@ -389,10 +437,14 @@ mod tests {
                 for late in waiting {
                     let (late, want) = (late().unwrap(), want.get(&w).unwrap());
                     assert_eq!((late.dtype(), late.dims()), (dtype, want.dims()));
-                    let off = (late.to_dtype(DType::F32).unwrap() - want.to_dtype(DType::F32).unwrap()).unwrap();
+                    let off =
+                        (late.to_dtype(DType::F32).unwrap() - want.to_dtype(DType::F32).unwrap()).unwrap();
                     let off = off.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
                     let size = want.to_dtype(DType::F32).unwrap().abs().unwrap().max_all().unwrap();
-                    assert!(off <= 0.01 * size.to_scalar::<f32>().unwrap(), "{dtype:?} with {rows} rows: off by {off}");
+                    assert!(
+                        off <= 0.01 * size.to_scalar::<f32>().unwrap(),
+                        "{dtype:?} with {rows} rows: off by {off}"
+                    );
                 }
                 for var in [&x, &b] {
                     let (got, want) = (got.get(var).unwrap(), want.get(var).unwrap());

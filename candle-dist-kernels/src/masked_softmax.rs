@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp2, D, DType, Layout, Result, Shape, Tensor
 use candle_dist::{edges, empty};
 
 use super::{
-    Reading, check_dtype, compute_dtype, elements,
+    TensorReader, check_dtype, compute_dtype, elements,
     real::Real,
     rows::{max, new_by_blocks},
     softmax::{soften_backward, soften_from},
@@ -95,9 +95,14 @@ impl MaskedSoftmax {
     }
 
     /// Returns the gradients of the scores, and of the mask if it is tracked.
-    fn backward<T: Real>(&self, mask: &Tensor, y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn backward<T: Real>(
+        &self,
+        mask: &Tensor,
+        y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (keys, for_mask) = (y.dim(D::Minus1)?, mask.track_op());
-        let [y, grad, mask] = [y, grad, mask].map(Reading::new);
+        let [y, grad, mask] = [y, grad, mask].map(TensorReader::new);
         let (ys, gs) = (y.elements::<T>()?, grad.elements::<T>()?);
         let (mut out, _) = new_by_blocks(
             ys.len(),
@@ -131,7 +136,13 @@ impl CustomOp2 for MaskedSoftmax {
         "masked_softmax"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, mask: &CpuStorage, mask_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        mask: &CpuStorage,
+        mask_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         let keys = x_l.dim(D::Minus1)?;
         let out = match x {
             CpuStorage::F64(_) => self.forward::<f64>(elements(x, x_l)?, elements(mask, mask_l)?, keys),
@@ -140,7 +151,13 @@ impl CustomOp2 for MaskedSoftmax {
         Ok((out, x_l.shape().clone()))
     }
 
-    fn bwd(&self, _: &Tensor, mask: &Tensor, y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        _: &Tensor,
+        mask: &Tensor,
+        y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
         match y.dtype() {
             DType::F64 => self.backward::<f64>(mask, y, &grad),

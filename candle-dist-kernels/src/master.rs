@@ -6,7 +6,9 @@ use candle_dist::{empty, sum_dtype};
 pub fn master_of(var: &Var) -> Result<Option<Var>> {
     match var.dtype() {
         DType::F16 | DType::BF16 => {
-            Ok(Some(Var::from_tensor(&empty::compute(&var.as_detached_tensor(), |var| var.to_dtype(DType::F32))?)?))
+            Ok(Some(Var::from_tensor(&empty::compute(&var.as_detached_tensor(), |var| {
+                var.to_dtype(DType::F32)
+            })?)?))
         }
         _ => Ok(None),
     }

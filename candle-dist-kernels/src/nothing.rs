@@ -15,12 +15,19 @@ fn forms_off_the_host_keep_all_inputs_where_there_is_nothing() -> Result<()> {
         ("linear without rows", &[&[0, 3], &[2, 3], &[2]], |x| linear::composed(x[0], x[1], Some(x[2]))),
         ("linear without columns", &[&[4, 0], &[2, 0], &[2]], |x| linear::composed(x[0], x[1], Some(x[2]))),
         ("linear without results", &[&[4, 3], &[0, 3]], |x| linear::composed(x[0], x[1], None)),
-        ("grouped_linear without groups", &[&[0, 3], &[0, 2, 3]], |x| grouped_linear::composed(x[0], x[1], &[])),
-        ("grouped_linear without rows", &[&[0, 3], &[2, 2, 3]], |x| grouped_linear::composed(x[0], x[1], &[0, 0])),
-        ("grouped_linear without columns", &[&[5, 0], &[2, 2, 0]], |x| grouped_linear::composed(x[0], x[1], &[2, 3])),
+        ("grouped_linear without groups", &[&[0, 3], &[0, 2, 3]], |x| {
+            grouped_linear::composed(x[0], x[1], &[])
+        }),
+        ("grouped_linear without rows", &[&[0, 3], &[2, 2, 3]], |x| {
+            grouped_linear::composed(x[0], x[1], &[0, 0])
+        }),
+        ("grouped_linear without columns", &[&[5, 0], &[2, 2, 0]], |x| {
+            grouped_linear::composed(x[0], x[1], &[2, 3])
+        }),
     ];
     for (name, shapes, form) in forms {
-        let vars = shapes.iter().map(|&shape| Var::ones(shape, DType::F64, &Cpu)).collect::<Result<Vec<_>>>()?;
+        let vars =
+            shapes.iter().map(|&shape| Var::ones(shape, DType::F64, &Cpu)).collect::<Result<Vec<_>>>()?;
         let inputs: Vec<&Tensor> = vars.iter().map(|var| var.as_tensor()).collect();
         let grads = form(&inputs)?.sum_all()?.backward()?;
         for (at, var) in vars.iter().enumerate() {

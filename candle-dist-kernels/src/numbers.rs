@@ -4,10 +4,10 @@ use half::{bf16, f16};
 
 use super::element::{Element, change_storage};
 use super::real::Real;
-use super::{Reading, cpu};
+use super::{TensorReader, cpu};
 
 /// Elements that are read.
-pub(super) enum Given<'a, R> {
+pub(super) enum NumbersRef<'a, R> {
     Real(&'a [R]),
     F16(&'a [f16]),
     BF16(&'a [bf16]),
@@ -50,9 +50,9 @@ fn follow<R: Real, E: Element<Real = f32>>(all: &[E], values: &mut [R]) {
     }
 }
 
-impl<'a, R: Real + Element<Real = R>> Given<'a, R> {
+impl<'a, R: Real + Element<Real = R>> NumbersRef<'a, R> {
     /// Returns the elements of a contiguous CPU tensor.
-    pub(super) fn of(reading: &'a Reading<'_>) -> Result<Self> {
+    pub(super) fn of(reading: &'a TensorReader<'_>) -> Result<Self> {
         Ok(match cpu(&reading.storage)? {
             CpuStorage::F16(_) => Self::F16(reading.elements()?),
             CpuStorage::BF16(_) => Self::BF16(reading.elements()?),
@@ -152,7 +152,10 @@ pub(super) fn change_numbers<R: Real + Element<Real = R>>(
     })
 }
 
-fn numbers<'a, R: Real + Element<Real = R>>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<Numbers<'a, R>> {
+fn numbers<'a, R: Real + Element<Real = R>>(
+    storage: &'a mut CpuStorage,
+    layout: &Layout,
+) -> Result<Numbers<'a, R>> {
     let Some((start, end)) = layout.contiguous_offsets() else { bail!("step: expected contiguous tensors") };
     Ok(match storage {
         CpuStorage::F16(all) => Numbers::F16(&mut all[start..end]),

@@ -21,7 +21,10 @@ pub(super) fn map<P: Send, R: Send>(
     }
 }
 
-fn on_threads<P: Send, R: Send>(parts: impl Iterator<Item = P>, run: impl Fn(usize, P) -> R + Sync) -> Vec<R> {
+fn on_threads<P: Send, R: Send>(
+    parts: impl Iterator<Item = P>,
+    run: impl Fn(usize, P) -> R + Sync,
+) -> Vec<R> {
     // A part and its result are touched by one thread at a time, so no lock is ever waited for.
     let slots: Vec<_> = parts.map(|part| Mutex::new((Some(part), None))).collect();
     for_each(slots.len(), &|i| {

@@ -32,7 +32,10 @@ impl Pool {
         compute_dtype(op, x)?;
         match self.out_shape(x.dims()) {
             Some(shape) => Ok(shape),
-            None => bail!("{op}: input {:?} with {self:?}: expected [b, c, h, w] with room for a window", x.shape()),
+            None => bail!(
+                "{op}: input {:?} with {self:?}: expected [b, c, h, w] with room for a window",
+                x.shape()
+            ),
         }
     }
 }

@@ -26,7 +26,12 @@ impl Prefetch {
 
     /// Calls `each` with the index of each of `count` entries, in order, and asks for the rows of later entries before.
     #[inline(always)]
-    pub(super) fn along(tables: &[Self], count: usize, row_of: impl Fn(usize) -> usize, mut each: impl FnMut(usize)) {
+    pub(super) fn along(
+        tables: &[Self],
+        count: usize,
+        row_of: impl Fn(usize) -> usize,
+        mut each: impl FnMut(usize),
+    ) {
         let lines = |table: &Self| table.row_bytes.div_ceil(LINE).clamp(1, MOST);
         let ahead = (UNDER_WAY / tables.iter().map(lines).sum::<usize>().max(1)).max(1);
         let ask = |entry: usize| tables.iter().for_each(|table| table.ask(row_of(entry)));
@@ -77,7 +82,9 @@ mod tests {
                 let mut seen = Vec::new();
                 // Rows outside of the table are no error either.
                 let row_of = |entry: usize| entry * 1_000_003;
-                Prefetch::along(&vec![Prefetch::of(&table, width); tables], count, row_of, |entry| seen.push(entry));
+                Prefetch::along(&vec![Prefetch::of(&table, width); tables], count, row_of, |entry| {
+                    seen.push(entry)
+                });
                 assert_eq!(seen, (0..count).collect::<Vec<_>>());
             }
         }

@@ -38,7 +38,7 @@ use rand_core::RngCore;
 
 pub use self::distribution::Distribution;
 pub use self::draws::{Draws, RandomLayer};
-use self::grid::Grid;
+use self::grid::ElementGrid;
 pub use self::stream::Stream;
 use crate::parallel;
 
@@ -73,7 +73,7 @@ pub fn sample(
     device: &Device,
 ) -> Result<Tensor> {
     dist.check()?;
-    let global = Grid::new(global_shape)?;
+    let global = ElementGrid::new(global_shape)?;
     global.check_block(block)?;
     let local_shape: Vec<usize> = block.iter().map(Range::len).collect();
     #[cfg(feature = "cuda")]
@@ -81,7 +81,9 @@ pub fn sample(
         return sample_on(device, stream, dist, global_shape, block, dtype);
     }
     let values = match dtype {
-        DType::F64 => Tensor::from_vec(draw_block::<f64>(stream, dist, &global, block), local_shape, &Device::Cpu)?,
+        DType::F64 => {
+            Tensor::from_vec(draw_block::<f64>(stream, dist, &global, block), local_shape, &Device::Cpu)?
+        }
         DType::F32 | DType::F16 | DType::BF16 => {
             Tensor::from_vec(draw_block::<f32>(stream, dist, &global, block), local_shape, &Device::Cpu)?
                 .to_dtype(dtype)?
@@ -112,7 +114,7 @@ fn sample_on(
     if block.iter().any(Range::is_empty) {
         return Tensor::zeros(shape, dtype, &Device::Cuda(device.clone()));
     }
-    let launch = launch::Launch::new(stream, dist, global_shape, block, dtype)?;
+    let launch = launch::DrawLaunch::new(stream, dist, global_shape, block, dtype)?;
     let drawn = candle_core::Storage::Cuda(device::draw(&launch, dtype, device)?);
     Tensor::from_storage(drawn, shape, BackpropOp::none(), false).to_dtype(dtype)
 }
@@ -132,7 +134,12 @@ pub fn sample_full(
     sample(stream, dist, shape, &block, dtype, device)
 }
 
-fn draw_block<T: Real>(stream: Stream, dist: Distribution, global: &Grid<'_>, block: &[Range<usize>]) -> Vec<T> {
+fn draw_block<T: DrawPrecision>(
+    stream: Stream,
+    dist: Distribution,
+    global: &ElementGrid<'_>,
+    block: &[Range<usize>],
+) -> Vec<T> {
     let words = T::WORDS;
     match dist {
         Distribution::Uniform { lo, up } => {
@@ -158,7 +165,7 @@ const PARALLEL: usize = 64 * 1024;
 /// Several threads draw the parts of a large block: a number depends only on its position.
 fn draw_runs<T: WithDType>(
     stream: Stream,
-    global: &Grid<'_>,
+    global: &ElementGrid<'_>,
     block: &[Range<usize>],
     words: u64,
     draw: impl Fn(&mut ChaCha8Rng) -> T + Sync,
@@ -175,7 +182,8 @@ fn draw_runs<T: WithDType>(
     let parts: Vec<_> = parts(block, threads)
         .into_iter()
         .map(|part| {
-            let (mine, others) = std::mem::take(&mut rest).split_at_mut(part.iter().map(Range::len).product());
+            let (mine, others) =
+                std::mem::take(&mut rest).split_at_mut(part.iter().map(Range::len).product());
             rest = others;
             (part, mine)
         })
@@ -199,7 +207,7 @@ fn parts(block: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
 /// Calls `draw` with the generator at the position of each element of `block` in turn.
 fn fill<T>(
     stream: Stream,
-    global: &Grid<'_>,
+    global: &ElementGrid<'_>,
     block: &[Range<usize>],
     words: u64,
     draw: &impl Fn(&mut ChaCha8Rng) -> T,
@@ -224,7 +232,7 @@ fn fill<T>(
 }
 
 /// A precision for the computation of numbers.
-trait Real: WithDType {
+trait DrawPrecision: WithDType {
     /// The 32-bit words that one uniform number consumes.
     const WORDS: u64;
     /// Returns a uniform number on `[0, 1)` that is a multiple of the type's resolution.
@@ -234,7 +242,7 @@ trait Real: WithDType {
     fn normal(generator: &mut ChaCha8Rng) -> Self;
 }
 
-impl Real for f32 {
+impl DrawPrecision for f32 {
     const WORDS: u64 = 1;
 
     fn unit(generator: &mut ChaCha8Rng) -> Self {
@@ -249,7 +257,7 @@ impl Real for f32 {
     }
 }
 
-impl Real for f64 {
+impl DrawPrecision for f64 {
     const WORDS: u64 = 2;
 
     fn unit(generator: &mut ChaCha8Rng) -> Self {
@@ -270,7 +278,7 @@ mod tests {
     #[test]
     fn parts_of_a_block_give_its_numbers_in_order() {
         let (shape, stream) = ([3, 40, 7], Stream::new(1, "parts"));
-        let global = Grid::new(&shape).unwrap();
+        let global = ElementGrid::new(&shape).unwrap();
         for block in [[0..3, 0..40, 0..7], [1..2, 3..39, 0..7], [2..3, 5..6, 1..6], [0..3, 4..4, 0..7]] {
             let draw = |block: &[Range<usize>]| {
                 let mut values = vec![0f32; block.iter().map(Range::len).product()];

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use super::element::{Element, change_memory, with_element};
 use super::prefetch::Prefetch;
 use super::row_take::take_rows;
-use super::{Reading, check_rows, device_rows, rows};
+use super::{TensorReader, check_rows, device_rows, rows};
 
 /// Returns `Σ|w|^p` over each of the `rows` of a piece `[.., width]` of a table, in f64.
 ///
@@ -24,7 +24,7 @@ pub fn power_sums(table: &Tensor, rows: &[u32], p: f64) -> Result<Vec<f64>> {
         return power_sums(&taken, &(0..rows.len() as u32).collect::<Vec<_>>(), p);
     }
     let table = table.contiguous()?;
-    let reading = Reading::new(&table);
+    let reading = TensorReader::new(&table);
     with_element!("max_norm", table.dtype(), E => {
         let elements = reading.elements::<E>()?;
         Ok(rows::vectorised(
@@ -104,7 +104,8 @@ pub fn scale_rows(table: &Tensor, rows: &[u32], norms: &[f64], max_norm: f64) ->
         return Ok(()); // candle mistakes it for a view that repeats elements
     }
     let long = rows.iter().zip(norms).filter(|&(_, &norm)| norm > max_norm);
-    let (rows, factors): (Vec<u32>, Vec<f64>) = long.map(|(&row, norm)| (row, max_norm / (norm + 1e-7))).unzip();
+    let (rows, factors): (Vec<u32>, Vec<f64>) =
+        long.map(|(&row, norm)| (row, max_norm / (norm + 1e-7))).unzip();
     if !table.device().is_cpu() {
         return composed(table, rows, factors);
     }
@@ -147,8 +148,9 @@ fn composed(table: &Tensor, rows: Vec<u32>, factors: Vec<f64>) -> Result<()> {
     }
     let rows = Tensor::from_vec(rows, count, table.device())?;
     let factors = Tensor::from_vec(factors, (count, 1), &Device::Cpu)?.to_dtype(table.dtype())?;
-    let scaled =
-        device_rows::take(table, &rows, 0.0)?.into_tensor().broadcast_mul(&factors.to_device(table.device())?)?;
+    let scaled = device_rows::take(table, &rows, 0.0)?
+        .into_tensor()
+        .broadcast_mul(&factors.to_device(table.device())?)?;
     device_rows::put(table, &rows, &scaled)
 }
 
@@ -172,7 +174,8 @@ mod tests {
 
     #[test]
     fn pieces_of_columns_combine_to_the_norms_of_whole_rows() -> Result<()> {
-        let table = Tensor::from_iter((0..60).map(|i| (i * 37 % 23) as f64 / 7.0 - 1.0), &Cpu)?.reshape((5, 12))?;
+        let table =
+            Tensor::from_iter((0..60).map(|i| (i * 37 % 23) as f64 / 7.0 - 1.0), &Cpu)?.reshape((5, 12))?;
         let rows = [4, 0, 3];
         for p in [0.0, 0.5, 1.0, 2.0, 3.0, f64::INFINITY, f64::NEG_INFINITY, -1.0] {
             let whole = power_sums(&table, &rows, p)?;
@@ -217,10 +220,17 @@ mod tests {
         let (columns, before) = (var.t()?, var.to_vec2::<f32>()?);
         scale_rows(&columns, &[1], &power_sums(&columns, &[1], 1.0)?, 4.5)?;
         assert_eq!(before.iter().map(|row| row[1]).sum::<f32>(), 4.5);
-        assert_eq!(columns.to_vec2::<f32>()?, Tensor::new(before, &Cpu)?.t()?.to_vec2::<f32>()?, "none is too long");
+        assert_eq!(
+            columns.to_vec2::<f32>()?,
+            Tensor::new(before, &Cpu)?.t()?.to_vec2::<f32>()?,
+            "none is too long"
+        );
         scale_rows(&columns, &[1], &[9.0 - 1e-7], 4.5)?;
         assert_eq!(var.to_vec2::<f32>()?, [[1., 0.5], [2., 1.], [1.5, 0.75]]);
-        assert!(scale_rows(&var.get(0)?.unsqueeze(0)?.expand((3, 2))?, &[0], &[9.0], 1.0).is_err(), "one row thrice");
+        assert!(
+            scale_rows(&var.get(0)?.unsqueeze(0)?.expand((3, 2))?, &[0], &[9.0], 1.0).is_err(),
+            "one row thrice"
+        );
         Ok(())
     }
 }

@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp2, D, DType, Device, Layout, Result, Shape
 use candle_dist::{edges, empty};
 
 use super::{
-    Reading, check_vector, compute_dtype, elements,
+    TensorReader, check_vector, compute_dtype, elements,
     real::Real,
     rows::{add_assign, new_by_blocks, sum, sum_zip},
 };
@@ -28,7 +28,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         return composed(x, weight, eps);
     }
     let [x_, weight] = [x, weight].map(|t| t.to_dtype(dtype)?.contiguous());
-    edges::apply2(&x_?, &weight?, RmsNorm { eps })?.to_dtype(x.dtype())
+    edges::apply2(&x_?, &weight?, RmsNormOp { eps })?.to_dtype(x.dtype())
 }
 
 /// The same from candle's operations. candle-nn's `rms_norm_slow` rounds `eps` to f32, and rounds before the weight.
@@ -42,11 +42,11 @@ pub(super) fn composed(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> 
     x.broadcast_div(&mean)?.broadcast_mul(&weight)?.to_dtype(dtype)
 }
 
-struct RmsNorm {
+struct RmsNormOp {
     eps: f64,
 }
 
-impl RmsNorm {
+impl RmsNormOp {
     /// Returns the inverse of a row's root mean square.
     #[inline(always)]
     fn scale<T: Real>(&self, row: &[T]) -> T {
@@ -75,7 +75,7 @@ impl RmsNorm {
 
     /// Returns the gradients of `x` and `weight`.
     fn backward<T: Real>(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Tensor; 2]> {
-        let (x, weight, grad) = (Reading::new(x), Reading::new(weight), Reading::new(grad));
+        let (x, weight, grad) = (TensorReader::new(x), TensorReader::new(weight), TensorReader::new(grad));
         let (xs, ws, gs) = (x.elements::<T>()?, weight.elements::<T>()?, grad.elements::<T>()?);
         let len = ws.len();
         let (dx, parts) = new_by_blocks(
@@ -110,7 +110,7 @@ impl RmsNorm {
     }
 }
 
-impl CustomOp2 for RmsNorm {
+impl CustomOp2 for RmsNormOp {
     fn name(&self) -> &'static str {
         "rms_norm"
     }
@@ -129,7 +129,13 @@ impl CustomOp2 for RmsNorm {
         Ok((out, x_l.shape().clone()))
     }
 
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
         let [dx, dw] = match x.dtype() {
             DType::F64 => self.backward::<f64>(x, weight, &grad)?,

@@ -1,7 +1,7 @@
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 use candle_dist::edges;
 
-use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
+use super::{TensorReader, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
 /// The pairs of elements that a rotary embedding rotates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,9 @@ pub enum RopePairs {
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePairs) -> Result<Tensor> {
     let dtype = compute_dtype("rope", x)?;
     let (shape, [table, half]) = match (x.dims(), cos.dims()) {
-        (&[.., s, d], &[t, half]) if cos.dims() == sin.dims() && d == 2 * half && s <= t.saturating_sub(offset) => {
+        (&[.., s, d], &[t, half])
+            if cos.dims() == sin.dims() && d == 2 * half && s <= t.saturating_sub(offset) =>
+        {
             ([s, d], [t, half])
         }
         _ => bail!(
@@ -55,7 +57,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
         return composed(x, &cos?, &sin?, half, pairs);
     }
     let [cos, sin] = [cos, sin].map(|t| t?.to_dtype(dtype)?.contiguous());
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Rope { cos: cos?, sin: sin?, pairs })?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, RopeOp { cos: cos?, sin: sin?, pairs })?
+        .to_dtype(x.dtype())
 }
 
 fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePairs) -> Result<Tensor> {
@@ -67,21 +70,22 @@ fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePair
     let parts = x.reshape(split)?;
     let [a, b] = [0, 1].map(|i| parts.narrow(dim, i, 1)?.squeeze(dim));
     let (a, b) = (a?, b?);
-    let turned = [(a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?, (a.broadcast_mul(sin)? + b.broadcast_mul(cos)?)?];
+    let turned =
+        [(a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?, (a.broadcast_mul(sin)? + b.broadcast_mul(cos)?)?];
     Tensor::stack(&turned, dim)?.flatten_from(D::Minus2)
 }
 
-struct Rope {
+struct RopeOp {
     /// The tables of the rows of one sequence, `[s, d/2]`.
     cos: Tensor,
     sin: Tensor,
     pairs: RopePairs,
 }
 
-impl Rope {
+impl RopeOp {
     /// Rotates the rows of `x`, or rotates them back.
     fn turn<T: Real>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
-        let (cos, sin) = (Reading::new(&self.cos), Reading::new(&self.sin));
+        let (cos, sin) = (TensorReader::new(&self.cos), TensorReader::new(&self.sin));
         let (cos, sin) = (cos.elements::<T>()?, sin.elements::<T>()?);
         let (positions, half) = self.cos.dims2()?;
         let sign = if back { T::zero() - T::one() } else { T::one() };
@@ -119,12 +123,12 @@ impl Rope {
     }
 
     fn backward<T: Real>(&self, grad: &Tensor) -> Result<Tensor> {
-        let grad = Reading::new(grad);
+        let grad = TensorReader::new(grad);
         grad.like(self.turn(grad.elements::<T>()?, true)?)
     }
 }
 
-impl CustomOp1 for Rope {
+impl CustomOp1 for RopeOp {
     fn name(&self) -> &'static str {
         "rope"
     }
@@ -154,7 +158,8 @@ mod tests {
 
     #[test]
     fn the_composed_form_equals_the_fused_one() -> Result<()> {
-        let [x, cos, sin] = [&[2, 3, 6][..], &[3, 3], &[3, 3]].map(|shape| Tensor::randn(0f64, 1.0, shape, &Cpu));
+        let [x, cos, sin] =
+            [&[2, 3, 6][..], &[3, 3], &[3, 3]].map(|shape| Tensor::randn(0f64, 1.0, shape, &Cpu));
         let (x, cos, sin) = (x?, cos?, sin?);
         for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
             let diff = (composed(&x, &cos, &sin, 3, pairs)? - rope(&x, &cos, &sin, 0, pairs)?)?;

@@ -15,7 +15,8 @@ const DIGIT_BITS: u32 = 11;
 impl RowOrder {
     /// Sorts digit by digit, with one pass per digit of the largest row.
     pub(super) fn of(rows: &[u32]) -> Self {
-        let mut keys: Vec<u64> = rows.iter().zip(0..).map(|(&row, at): (_, u64)| u64::from(row) << 32 | at).collect();
+        let mut keys: Vec<u64> =
+            rows.iter().zip(0..).map(|(&row, at): (_, u64)| u64::from(row) << 32 | at).collect();
         let mut sorted = vec![0; keys.len()];
         let largest = u64::from(rows.iter().copied().max().unwrap_or(0));
         let mut shift = 32;

@@ -1,7 +1,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::element::{change, with_element};
-use super::{Reading, check_rows, device_rows, share_memory};
+use super::{TensorReader, check_rows, device_rows, share_memory};
 
 /// Writes `values`, `[rows.len(), width]`, to distinct `rows` of a contiguous table of the same dtype, in place.
 pub fn put_rows(table: &Tensor, rows: &[u32], values: &Tensor) -> Result<()> {
@@ -16,8 +16,9 @@ pub fn put_rows(table: &Tensor, rows: &[u32], values: &Tensor) -> Result<()> {
     if !table.device().is_cpu() {
         return device_rows::put(table, &Tensor::new(rows, table.device())?, values);
     }
-    let values = if share_memory(values, table) { values.force_contiguous()? } else { values.contiguous()? };
-    let reading = Reading::new(&values);
+    let values =
+        if share_memory(values, table) { values.force_contiguous()? } else { values.contiguous()? };
+    let reading = TensorReader::new(&values);
     with_element!("put_rows", table.dtype(), E => {
         let values = reading.elements::<E>()?;
         change::<E>(table, |table| {

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor, WithDType, bail};
 
 use super::element::{Element, with_element};
 use super::row_order::{RowOrder, position};
-use super::{Reading, rows, rows_off_host, share_memory};
+use super::{TensorReader, rows, rows_off_host, share_memory};
 
 /// Sums groups of the rows of a matrix, in the order of the matrix.
 ///
@@ -19,7 +19,12 @@ pub(super) struct GroupSum<'a, E: Element> {
 impl<'a, E: Element> GroupSum<'a, E> {
     /// Creates sums of rows with `width` elements.
     pub(super) fn new(entries: &'a [E], width: usize) -> Self {
-        Self { entries, width, sum: vec![E::Real::from_f64(0.0); width], rounded: vec![E::from_f64(0.0); width] }
+        Self {
+            entries,
+            width,
+            sum: vec![E::Real::from_f64(0.0); width],
+            rounded: vec![E::from_f64(0.0); width],
+        }
     }
 
     /// Returns the sum of the entries of `group`, which must not be empty.
@@ -53,7 +58,7 @@ pub fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
     }
     let order = RowOrder::of(rows);
     let values = values.contiguous()?;
-    let reading = Reading::new(&values);
+    let reading = TensorReader::new(&values);
     with_element!("sum_rows", values.dtype(), E => {
         let (mut unique, mut sums) = (Vec::with_capacity(len), Vec::with_capacity(len * width));
         let mut sum = GroupSum::<E>::new(reading.elements()?, width);

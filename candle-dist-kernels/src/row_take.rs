@@ -3,7 +3,7 @@ use candle_dist::backend::Fresh;
 
 use super::element::with_element;
 use super::prefetch::Prefetch;
-use super::{Reading, check_rows, device_rows};
+use super::{TensorReader, check_rows, device_rows};
 
 /// Copies the `rows` of a contiguous table `[.., width]`.
 pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<Fresh> {
@@ -11,7 +11,7 @@ pub fn take_rows(table: &Tensor, rows: &[u32]) -> Result<Fresh> {
     if !table.device().is_cpu() {
         return device_rows::take(table, &Tensor::new(rows, table.device())?, 0.0);
     }
-    let reading = Reading::new(table);
+    let reading = TensorReader::new(table);
     let taken = with_element!("lookup", table.dtype(), E => Ok(E::to_cpu_storage_owned(take(reading.elements::<E>()?, width, rows))));
     Ok(Fresh::host(taken?, (rows.len(), width)))
 }

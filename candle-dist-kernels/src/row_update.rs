@@ -7,8 +7,8 @@ use super::prefetch::Prefetch;
 use super::real::Real;
 use super::row_order::RowOrder;
 use super::row_sum::GroupSum;
-use super::rule::Rule;
-use super::{Reading, check_rows, rows, rows_off_host, share_memory};
+use super::rule::UpdateRule;
+use super::{TensorReader, check_rows, rows, rows_off_host, share_memory};
 
 /// See [`Update::update_rows`](super::rules::Update::update_rows).
 pub(super) fn update_rows<const N: usize>(
@@ -16,7 +16,7 @@ pub(super) fn update_rows<const N: usize>(
     states: &[Var],
     listed: &[u32],
     grad: &Tensor,
-    rule: &impl Rule<N>,
+    rule: &impl UpdateRule<N>,
 ) -> Result<()> {
     let width = check_rows("step", table, listed)?;
     if grad.dims() != [listed.len(), width] || grad.dtype() != table.dtype() {
@@ -31,7 +31,7 @@ pub(super) fn update_rows<const N: usize>(
     let lies_in_both = std::iter::once(table).chain(states).any(|var| share_memory(&grad, var));
     let grad = if lies_in_both { grad.copy()? } else { grad };
     let order = RowOrder::of(listed);
-    let reading = Reading::new(&grad);
+    let reading = TensorReader::new(&grad);
     let states: Vec<&Tensor> = states.iter().map(|state| state.as_tensor()).collect();
     with_element!("step", table.dtype(), E => {
         let grad = reading.elements::<E>()?;

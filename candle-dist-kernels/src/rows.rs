@@ -30,7 +30,7 @@ pub(super) fn by_blocks<T: Send, R: Send>(
     let arch = Arch::new();
     let rows = (BLOCK / cost.max(1)).max(1);
     let run = |i: usize, block: &mut [T]| {
-        let block = Block { work: &work, first: i * rows, rows: block };
+        let block = RowBlock { work: &work, first: i * rows, rows: block };
         arch.dispatch(block)
     };
     parallel::map(out.len() / width * cost >= PARALLEL, out.chunks_mut(rows * width), run)
@@ -67,7 +67,10 @@ fn zeroed<T: Real>(memory: &mut [MaybeUninit<T>]) -> &mut [T] {
 }
 
 /// Like [`new_by_blocks`] for two new vectors of `len` elements, which `work(first, a, b)` computes together.
-pub(super) fn new_pair_by_blocks<T: Real>(len: usize, work: impl Fn(usize, &mut [T], &mut [T]) + Sync) -> [Vec<T>; 2] {
+pub(super) fn new_pair_by_blocks<T: Real>(
+    len: usize,
+    work: impl Fn(usize, &mut [T], &mut [T]) + Sync,
+) -> [Vec<T>; 2] {
     let mut pair = [Vec::with_capacity(len), Vec::with_capacity(len)];
     let [a, b] = pair.each_mut().map(|made| made.spare_capacity_mut()[..len].chunks_mut(BLOCK));
     let mut blocks: Vec<_> = a.zip(b).collect();
@@ -90,13 +93,13 @@ pub(super) fn new_pair_by_blocks<T: Real>(len: usize, work: impl Fn(usize, &mut 
 }
 
 /// One call of the work of [`by_blocks`]; a closure in its place would not be inlined into the vectorized code.
-struct Block<'a, T, F> {
+struct RowBlock<'a, T, F> {
     work: &'a F,
     first: usize,
     rows: &'a mut [T],
 }
 
-impl<T, R, F: Fn(usize, &mut [T]) -> R> NullaryFnOnce for Block<'_, T, F> {
+impl<T, R, F: Fn(usize, &mut [T]) -> R> NullaryFnOnce for RowBlock<'_, T, F> {
     type Output = R;
 
     #[inline(always)]
@@ -107,12 +110,12 @@ impl<T, R, F: Fn(usize, &mut [T]) -> R> NullaryFnOnce for Block<'_, T, F> {
 
 /// Runs `work` with the processor's widest vectors; `work` and the functions that it calls must be inlined.
 pub(super) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
-    Arch::new().dispatch(Inlined(work))
+    Arch::new().dispatch(InlineCall(work))
 }
 
-struct Inlined<F>(F);
+struct InlineCall<F>(F);
 
-impl<R, F: FnOnce() -> R> NullaryFnOnce for Inlined<F> {
+impl<R, F: FnOnce() -> R> NullaryFnOnce for InlineCall<F> {
     type Output = R;
 
     #[inline(always)]
@@ -126,7 +129,12 @@ const LANES: usize = 16;
 
 /// Reduces a row with several partial results, which all begin at `start` and are joined at the end.
 #[inline(always)]
-pub(super) fn reduce<T: Copy, A: Copy>(row: &[T], start: A, step: impl Fn(A, T) -> A, join: impl Fn(A, A) -> A) -> A {
+pub(super) fn reduce<T: Copy, A: Copy>(
+    row: &[T],
+    start: A,
+    step: impl Fn(A, T) -> A,
+    join: impl Fn(A, A) -> A,
+) -> A {
     let mut lanes = [start; LANES];
     let (chunks, rest) = row.as_chunks::<LANES>();
     for chunk in chunks {

@@ -1,6 +1,6 @@
 //! Sums and steps of rows of tables that are not on the host: candle's operations on the rows in use. The lists of rows are on the host.
 use super::row_order::{RowOrder, position};
-use super::rule::Rule;
+use super::rule::UpdateRule;
 use super::{compute_dtype, device_rows};
 use candle_core::{Result, Tensor, Var, bail};
 use candle_dist::empty;
@@ -13,7 +13,8 @@ use candle_dist::empty;
 pub(super) fn sum_rows(rows: &[u32], values: &Tensor) -> Result<(Vec<u32>, Tensor)> {
     let order = RowOrder::of(rows);
     let places = |group: &[u64]| group.iter().map(|&entry| position(entry) as u32).collect();
-    let (unique, groups): (Vec<u32>, Vec<Vec<u32>>) = order.groups().map(|(row, group)| (row, places(group))).unzip();
+    let (unique, groups): (Vec<u32>, Vec<Vec<u32>>) =
+        order.groups().map(|(row, group)| (row, places(group))).unzip();
     if values.elem_count() == 0 {
         return Ok((unique, Tensor::zeros((groups.len(), values.dim(1)?), values.dtype(), values.device())?));
     }
@@ -80,7 +81,7 @@ pub(super) fn update_rows<const N: usize>(
     states: &[Var],
     listed: &[u32],
     grad: &Tensor,
-    rule: &impl Rule<N>,
+    rule: &impl UpdateRule<N>,
 ) -> Result<()> {
     if grad.elem_count() == 0 {
         return Ok(());
@@ -125,7 +126,9 @@ mod tests {
 
     #[test]
     fn sums_are_those_of_the_host() -> Result<()> {
-        for (dtype, width) in itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [0, 1, 5]) {
+        for (dtype, width) in
+            itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [0, 1, 5])
+        {
             for rows in [listed(), vec![], vec![4], vec![9; 7]] {
                 let values = numbers(rows.len(), width, dtype)?;
                 let ((got_rows, got), (want_rows, want)) =
@@ -137,11 +140,16 @@ mod tests {
         Ok(())
     }
 
-    fn check<const N: usize>(rule: &impl Rule<N>) -> Result<()> {
-        for (dtype, width) in itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [0, 1, 5]) {
+    fn check<const N: usize>(rule: &impl UpdateRule<N>) -> Result<()> {
+        for (dtype, width) in
+            itertools::iproduct!([DType::F64, DType::F32, DType::F16, DType::BF16], [0, 1, 5])
+        {
             let make = || -> Result<(Var, Vec<Var>)> {
                 let state = |_| Var::from_tensor(&numbers(12, width, candle_dist::sum_dtype(dtype))?.abs()?);
-                Ok((Var::from_tensor(&numbers(12, width, dtype)?)?, (0..N).map(state).collect::<Result<_>>()?))
+                Ok((
+                    Var::from_tensor(&numbers(12, width, dtype)?)?,
+                    (0..N).map(state).collect::<Result<_>>()?,
+                ))
             };
             let ((x, xs), (y, ys)) = (make()?, make()?);
             for rows in [listed(), vec![], vec![6]] {

@@ -3,7 +3,7 @@ use super::real::Real;
 use candle_core::{Result, Tensor};
 
 /// An update of numbers, each of which has `N` numbers of state.
-pub(super) trait Rule<const N: usize> {
+pub(super) trait UpdateRule<const N: usize> {
     /// Returns the function that maps a number, its state and its gradient to the new number and state.
     fn of<T: Real>(&self) -> impl Fn(T, [T; N], T) -> (T, [T; N]);
 

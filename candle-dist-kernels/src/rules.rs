@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, Var};
 use super::dense_update::update_all;
 use super::real::Real;
 use super::row_update::update_rows;
-use super::rule::Rule;
+use super::rule::UpdateRule;
 
 /// The kernels of a rule with `N` states: this crate compiles them once, and not every caller again.
 pub trait Update<const N: usize> {
@@ -64,7 +64,7 @@ pub struct SgdRule {
     pub weight_decay: f64,
 }
 
-impl Rule<0> for SgdRule {
+impl UpdateRule<0> for SgdRule {
     fn of<T: Real>(&self) -> impl Fn(T, [T; 0], T) -> (T, [T; 0]) {
         let lr = T::from_f64(self.lr);
         let decayed = decayed::<T>(self.weight_decay);
@@ -91,7 +91,7 @@ pub struct MomentumRule {
     pub nesterov: bool,
 }
 
-impl Rule<1> for MomentumRule {
+impl UpdateRule<1> for MomentumRule {
     fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
         let [lr, momentum, part] = [self.lr, self.momentum, self.part].map(T::from_f64);
         let (decayed, nesterov) = (decayed::<T>(self.weight_decay), self.nesterov);
@@ -122,7 +122,7 @@ pub struct AdagradRule {
     pub eps: f64,
 }
 
-impl Rule<1> for AdagradRule {
+impl UpdateRule<1> for AdagradRule {
     fn of<T: Real>(&self) -> impl Fn(T, [T; 1], T) -> (T, [T; 1]) {
         let [lr, eps] = [self.lr, self.eps].map(T::from_f64);
         let decayed = decayed::<T>(self.weight_decay);
@@ -156,7 +156,7 @@ pub struct AdamWRule {
     pub keep: f64,
 }
 
-impl Rule<2> for AdamWRule {
+impl UpdateRule<2> for AdamWRule {
     fn of<T: Real>(&self) -> impl Fn(T, [T; 2], T) -> (T, [T; 2]) {
         let [keep_first, keep_second] = self.betas.map(T::from_f64);
         let [part_first, part_second] = self.betas.map(|beta| T::from_f64(1.0 - beta));
@@ -171,7 +171,12 @@ impl Rule<2> for AdamWRule {
         }
     }
 
-    fn composed(&self, x: &Tensor, [first, second]: [&Tensor; 2], grad: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
+    fn composed(
+        &self,
+        x: &Tensor,
+        [first, second]: [&Tensor; 2],
+        grad: &Tensor,
+    ) -> Result<(Tensor, [Tensor; 2])> {
         let [keep_first, keep_second] = self.betas;
         let first = ((first * keep_first)? + (grad * (1.0 - keep_first))?)?;
         let second = ((second * keep_second)? + (grad.sqr()? * (1.0 - keep_second))?)?;

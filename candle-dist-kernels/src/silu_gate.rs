@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp2, DType, Error, Layout, Result, Shape, Te
 use candle_dist::{edges, empty};
 
 use super::function::{Function, logistic, near, weighted};
-use super::{Reading, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
+use super::{TensorReader, check_dtype, compute_dtype, elements, real::Real, rows::new_by_blocks};
 
 /// The gated SiLU `x · sigmoid(x) · gate`, the activation of SwiGLU.
 ///
@@ -70,7 +70,7 @@ fn forward<T: Real>(x: &[T], gate: &[T]) -> CpuStorage {
 /// Returns the gradients of `x` and `gate`, each only if it is tracked.
 fn backward<T: Real>(x: &Tensor, gate: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let (for_x, for_gate) = (x.track_op(), gate.track_op());
-    let [x, gate, grad] = [x, gate, grad].map(Reading::new);
+    let [x, gate, grad] = [x, gate, grad].map(TensorReader::new);
     let (xs, ws, gs) = (x.elements::<T>()?, gate.elements::<T>()?, grad.elements::<T>()?);
     let slope = || {
         x.like(zip(
@@ -102,7 +102,13 @@ impl CustomOp2 for SiluGate {
         "silu_gate"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, x_l: &Layout, gate: &CpuStorage, gate_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_l: &Layout,
+        gate: &CpuStorage,
+        gate_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         let out = match x {
             CpuStorage::F64(_) => forward::<f64>(elements(x, x_l)?, elements(gate, gate_l)?),
             _ => forward::<f32>(elements(x, x_l)?, elements(gate, gate_l)?),
@@ -110,7 +116,13 @@ impl CustomOp2 for SiluGate {
         Ok((out, x_l.shape().clone()))
     }
 
-    fn bwd(&self, x: &Tensor, gate: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        x: &Tensor,
+        gate: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
         match x.dtype() {
             DType::F64 => backward::<f64>(x, gate, &grad),

@@ -2,7 +2,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor
 use candle_dist::edges;
 
 use super::{
-    Reading, compute_dtype, elements,
+    TensorReader, compute_dtype, elements,
     real::Real,
     rows::{max, min, new_by_blocks, sum, sum_zip},
 };
@@ -26,7 +26,8 @@ pub fn softmax(x: &Tensor) -> Result<Tensor> {
         // candle refuses the maximum of nothing.
         return if x.elem_count() == 0 { Ok(x.clone()) } else { candle_nn::ops::softmax(x, D::Minus1) };
     }
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale: 1.0, queries: None })?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale: 1.0, queries: None })?
+        .to_dtype(x.dtype())
 }
 
 /// The softmax of `x · scale` over the keys that each query sees.
@@ -52,7 +53,8 @@ pub fn causal_softmax(x: &Tensor, scale: f64) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return composed_causal(x, scale);
     }
-    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale, queries: Some(queries) })?.to_dtype(x.dtype())
+    edges::apply1(&x.to_dtype(dtype)?.contiguous()?, Softmax { scale, queries: Some(queries) })?
+        .to_dtype(x.dtype())
 }
 
 fn composed_causal(x: &Tensor, scale: f64) -> Result<Tensor> {
@@ -145,7 +147,7 @@ impl Softmax {
 
     fn backward<T: Real>(&self, y: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let keys = y.dim(D::Minus1)?;
-        let (y, grad) = (Reading::new(y), Reading::new(grad));
+        let (y, grad) = (TensorReader::new(y), TensorReader::new(grad));
         let (ys, gs) = (y.elements::<T>()?, grad.elements::<T>()?);
         let scale = T::from_f64(self.scale);
         let (out, _) = new_by_blocks(

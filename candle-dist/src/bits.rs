@@ -124,7 +124,9 @@ mod tests {
             let back = turned.contiguous().unwrap().t().unwrap();
             let (top, other) = (x.narrow(0, 1, 1).unwrap(), x.narrow(0, 0, 1).unwrap());
             let own = top.force_contiguous().unwrap();
-            for (a, b, want) in [(&x, &back, true), (&x, &turned, false), (&top, &own, true), (&top, &other, false)] {
+            for (a, b, want) in
+                [(&x, &back, true), (&x, &turned, false), (&top, &own, true), (&top, &other, false)]
+            {
                 assert_eq!(same_bits(a, b).unwrap(), want, "{dtype:?}");
                 assert_eq!(same_elements(a, b).unwrap(), want, "{dtype:?}");
                 assert_eq!(digest(a).unwrap() == digest(b).unwrap(), want, "{dtype:?}");

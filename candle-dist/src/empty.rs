@@ -3,8 +3,8 @@
 //! Such tensors are computed on the host: nothing is copied, and the graph goes on.
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape,
-    Tensor, WithDType, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, MetalStorage, Result,
+    Shape, Tensor, WithDType, bail,
 };
 
 /// Returns whether candle cannot compute on this tensor where it is: it has no elements and is not on the host.
@@ -51,7 +51,12 @@ pub fn compute(x: &Tensor, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<
 ///
 /// # Errors
 /// If candle fails.
-pub fn full<T: WithDType>(value: T, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+pub fn full<T: WithDType>(
+    value: T,
+    shape: impl Into<Shape>,
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
     let shape = shape.into();
     match shape.elem_count() {
         0 => Tensor::zeros(shape, dtype, device),
@@ -133,7 +138,7 @@ pub fn zeros_of(inputs: &[&Tensor], shape: impl Into<Shape>, dtype: DType) -> Re
         let more = rest.by_ref().take(room).map(|x| here(x));
         let inputs = made.take().map(Ok).into_iter().chain(more).collect::<Result<Vec<_>>>()?;
         let of = inputs.iter().map(|x| (x.shape().clone(), x.dtype())).collect();
-        let node = Nothing { shape: shape.clone(), dtype, of };
+        let node = ZerosOp { shape: shape.clone(), dtype, of };
         made = Some(match &inputs[..] {
             [a, b, c] => a.apply_op3(b, c, node)?,
             [a, b] => a.apply_op2(b, node)?,
@@ -144,15 +149,18 @@ pub fn zeros_of(inputs: &[&Tensor], shape: impl Into<Shape>, dtype: DType) -> Re
 }
 
 /// Zeros, to which the inputs contribute nothing.
-struct Nothing {
+struct ZerosOp {
     shape: Shape,
     dtype: DType,
     /// The shapes and dtypes of the inputs.
     of: Vec<(Shape, DType)>,
 }
 
-impl Nothing {
-    fn zeros<D: BackendDevice<Storage = S>, S: BackendStorage<Device = D>>(&self, input: &S) -> Result<(S, Shape)> {
+impl ZerosOp {
+    fn zeros<D: BackendDevice<Storage = S>, S: BackendStorage<Device = D>>(
+        &self,
+        input: &S,
+    ) -> Result<(S, Shape)> {
         Ok((input.device().zeros_impl(&self.shape, self.dtype)?, self.shape.clone()))
     }
 
@@ -162,7 +170,7 @@ impl Nothing {
     }
 }
 
-impl CustomOp1 for Nothing {
+impl CustomOp1 for ZerosOp {
     fn name(&self) -> &'static str {
         "nothing"
     }
@@ -184,7 +192,7 @@ impl CustomOp1 for Nothing {
     }
 }
 
-impl CustomOp2 for Nothing {
+impl CustomOp2 for ZerosOp {
     fn name(&self) -> &'static str {
         "nothing"
     }
@@ -193,20 +201,38 @@ impl CustomOp2 for Nothing {
         self.zeros(a)
     }
 
-    fn cuda_fwd(&self, a: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
         self.zeros(a)
     }
 
-    fn metal_fwd(&self, a: &MetalStorage, _: &Layout, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+    fn metal_fwd(
+        &self,
+        a: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
         self.zeros(a)
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         Ok((self.grad(0, grad)?, self.grad(1, grad)?))
     }
 }
 
-impl CustomOp3 for Nothing {
+impl CustomOp3 for ZerosOp {
     fn name(&self) -> &'static str {
         "nothing"
     }

@@ -29,9 +29,9 @@ use std::sync::Arc;
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct FreeableTensor(Arc<Inner>);
+pub struct FreeableTensor(Arc<FreeableInner>);
 
-struct Inner {
+struct FreeableInner {
     tensor: Tensor,
     is_allocated: Mutex<bool>,
 }
@@ -44,7 +44,7 @@ impl FreeableTensor {
     /// contiguous view of the start of the memory is not detected.
     pub fn new(tensor: Tensor) -> Result<Self> {
         check_owner(&tensor)?;
-        Ok(Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) })))
+        Ok(Self(Arc::new(FreeableInner { tensor, is_allocated: Mutex::new(true) })))
     }
 
     /// Creates a handle without memory.
@@ -61,7 +61,7 @@ impl FreeableTensor {
     /// # Errors
     /// If candle fails.
     pub fn without_memory(tensor: Tensor) -> Result<Self> {
-        let handle = Self(Arc::new(Inner { tensor, is_allocated: Mutex::new(true) }));
+        let handle = Self(Arc::new(FreeableInner { tensor, is_allocated: Mutex::new(true) }));
         handle.free()?;
         Ok(handle)
     }
@@ -244,7 +244,10 @@ impl StorageSwap {
         Self { hand: Mutex::default() }
     }
 
-    fn with(&self, f: impl FnOnce(Option<Storage>) -> candle_core::Result<Storage>) -> candle_core::Result<()> {
+    fn with(
+        &self,
+        f: impl FnOnce(Option<Storage>) -> candle_core::Result<Storage>,
+    ) -> candle_core::Result<()> {
         let mut hand = self.hand.lock();
         *hand = Some(f(hand.take())?);
         Ok(())
@@ -260,7 +263,9 @@ impl InplaceOp1 for StorageSwap {
         self.with(|hand| {
             let new = match hand {
                 Some(Storage::Cpu(new)) => new,
-                Some(other) => candle_core::bail!("memory on {:?} for a tensor of the host", other.device().location()),
+                Some(other) => {
+                    candle_core::bail!("memory on {:?} for a tensor of the host", other.device().location())
+                }
                 None => freed_on_host(),
             };
             Ok(Storage::Cpu(std::mem::replace(storage, new)))
@@ -271,7 +276,9 @@ impl InplaceOp1 for StorageSwap {
         self.with(|hand| {
             let new = match hand {
                 Some(Storage::Cuda(new)) => new,
-                Some(other) => candle_core::bail!("memory on {:?} for a tensor of CUDA", other.device().location()),
+                Some(other) => {
+                    candle_core::bail!("memory on {:?} for a tensor of CUDA", other.device().location())
+                }
                 None => freed_on_cuda(storage)?,
             };
             Ok(Storage::Cuda(std::mem::replace(storage, new)))
@@ -356,7 +363,10 @@ mod tests {
             assert!(!FreeableTensor::has_memory(&whole) && !FreeableTensor::has_memory(&one));
             for (name, operation) in operations {
                 for (x, y) in [(&whole, &other), (&one, &zeros((1, 1), DType::F32))] {
-                    let error = operation(x, y).err().unwrap_or_else(|| panic!("{name} of {:?}", x.dims())).to_string();
+                    let error = operation(x, y)
+                        .err()
+                        .unwrap_or_else(|| panic!("{name} of {:?}", x.dims()))
+                        .to_string();
                     assert!(error.contains("F4"), "{name}: {error}");
                 }
             }
@@ -391,7 +401,9 @@ mod tests {
         handles[0].fill(given.clone()).unwrap();
         let free = FreeableTensor::freed((2, 3), DType::F32, &Device::Cpu).unwrap().graph_node().clone();
         for without in [given, free] {
-            for error in [handles[1].fill(without.clone()).unwrap_err(), FreeableTensor::new(without).unwrap_err()] {
+            for error in
+                [handles[1].fill(without.clone()).unwrap_err(), FreeableTensor::new(without).unwrap_err()]
+            {
                 assert!(error.to_string().contains("f32[2, 3] has no memory"), "{error}");
             }
             assert!(!handles[1].is_allocated());
@@ -400,8 +412,10 @@ mod tests {
         let one = FreeableTensor::freed(1, DType::U8, &Device::Cpu).unwrap();
         assert!(one.alloc().unwrap() && one.tensor().unwrap().to_vec1::<u8>().unwrap() == [0]);
         assert!(
-            FreeableTensor::new(FreeableTensor::freed(1, DType::U8, &Device::Cpu).unwrap().graph_node().clone())
-                .is_err()
+            FreeableTensor::new(
+                FreeableTensor::freed(1, DType::U8, &Device::Cpu).unwrap().graph_node().clone()
+            )
+            .is_err()
         );
         handles[0].fill(handles[0].tensor().unwrap()).unwrap();
         assert_eq!(handles[0].tensor().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap(), 0.0);

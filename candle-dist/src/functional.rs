@@ -24,7 +24,7 @@
 //! use candle_core::{Device, Tensor, Var};
 //! use candle_dist::{World, functional::Step};
 //!
-//! let grads = World::local(2).run(|ctx| -> candle_dist::Result<Vec<f32>> {
+//! let grads = World::threads(2).run(|ctx| -> candle_dist::Result<Vec<f32>> {
 //!     let w = Var::new(&[1f32], &Device::Cpu)?;
 //!     let view = Step::ToVarying.apply(&w, ctx.group())?;
 //!     let loss = (view * (ctx.rank() + 1) as f64)?; // a different use on every rank
@@ -118,12 +118,12 @@ pub enum Step {
 }
 
 /// The result of a step: new memory, or a view.
-enum Output {
+enum StepTensor {
     New(Fresh),
     View(Tensor),
 }
 
-impl Output {
+impl StepTensor {
     fn into_tensor(self) -> Tensor {
         match self {
             Self::New(fresh) => fresh.into_tensor(),
@@ -173,14 +173,20 @@ impl Step {
             Self::Slice { cut, varying: false } => Self::AllGather { cut: cut.clone(), varying: false },
             Self::Pad(cut) => Self::Slice { cut: cut.clone(), varying: true },
             Self::ReduceScatter(cut) => Self::AllGather { cut: cut.clone(), varying: true },
-            Self::AllToAll { split, concat } => Self::AllToAll { split: concat.clone(), concat: split.clone() },
+            Self::AllToAll { split, concat } => {
+                Self::AllToAll { split: concat.clone(), concat: split.clone() }
+            }
             Self::AllToAllSingle(counts) => {
                 let column = |r: usize| counts.iter().map(|row| row.get(r).copied().unwrap_or(0)).collect();
                 Self::AllToAllSingle((0..counts.len()).map(column).collect())
             }
             Self::Recut { from, to } => Self::Recut { from: to.clone(), to: from.clone() },
-            Self::Windows { cut, windows } => Self::SumsOfWindows { cut: cut.clone(), windows: windows.clone() },
-            Self::SumsOfWindows { cut, windows } => Self::Windows { cut: cut.clone(), windows: windows.clone() },
+            Self::Windows { cut, windows } => {
+                Self::SumsOfWindows { cut: cut.clone(), windows: windows.clone() }
+            }
+            Self::SumsOfWindows { cut, windows } => {
+                Self::Windows { cut: cut.clone(), windows: windows.clone() }
+            }
         })
     }
 
@@ -203,7 +209,9 @@ impl Step {
             Self::AllReduce(op) => Collective::AllReduce(*op),
             Self::AllGather { cut, .. } => Collective::all_gather(cut.clone()),
             Self::ReduceScatter(cut) => Collective::reduce_scatter(cut.clone(), ReduceOp::Sum),
-            Self::AllToAll { split, concat } => Collective::AllToAll { split: split.clone(), concat: concat.clone() },
+            Self::AllToAll { split, concat } => {
+                Collective::AllToAll { split: split.clone(), concat: concat.clone() }
+            }
             Self::AllToAllSingle(counts) => Collective::AllToAllSingle(counts.clone()),
             _ => return None,
         })
@@ -238,21 +246,23 @@ impl Step {
         let shape = self.output(x.dims(), group.rank());
         if result.dims() != &shape[..] || result.dtype() != x.dtype() {
             let (got, want, dtype) = (result.dims(), shape.as_slice(), x.dtype().as_str());
-            let reason =
-                format!("a known result of {} {got:?}, but the step returns {want:?} {dtype}", result.dtype().as_str());
+            let reason = format!(
+                "a known result of {} {got:?}, but the step returns {want:?} {dtype}",
+                result.dtype().as_str()
+            );
             return Err(self.invalid(reason, group));
         }
-        self.record(x, Output::View(result.detach()), group)
+        self.record(x, StepTensor::View(result.detach()), group)
     }
 
     /// Runs the step for the code at `site`, without gradient.
-    fn run(&self, x: &Tensor, group: &ProcessGroup, site: &'static Location<'static>) -> Result<Output> {
+    fn run(&self, x: &Tensor, group: &ProcessGroup, site: &'static Location<'static>) -> Result<StepTensor> {
         self.check(x, group)?;
         if let Some(collective) = self.collective() {
             let call = Call { site, ..Call::on(collective, x) };
-            return Ok(group.exchange(call, x)?.map_or_else(|| Output::View(x.clone()), Output::New));
+            return Ok(group.exchange(call, x)?.map_or_else(|| StepTensor::View(x.clone()), StepTensor::New));
         }
-        Ok(Output::View(match self {
+        Ok(StepTensor::View(match self {
             // Not a product with zero, which would keep NaN and infinity.
             Self::ToPartial { .. } if group.rank() > 0 => x.zeros_like()?,
             Self::Recut { from, to } => rows::recut(x, from, to, group, site)?,
@@ -295,7 +305,8 @@ impl Step {
             Self::Slice { cut, .. } => cut.check_whole(shape, size),
             Self::Pad(cut) => cut.check_piece(shape, rank, size),
             Self::Recut { from, to } => from.check_piece(shape, rank, size).and_then(|()| {
-                let fits = from.dim == to.dim && to.sizes.len() == size && total(&from.sizes) == total(&to.sizes);
+                let fits =
+                    from.dim == to.dim && to.sizes.len() == size && total(&from.sizes) == total(&to.sizes);
                 if fits { Ok(()) } else { Err(format!("pieces {from:?} cannot become {to:?}")) }
             }),
             Self::Windows { cut, windows } => cut
@@ -303,7 +314,8 @@ impl Step {
                 .and_then(|()| if windows.len() == size { Ok(()) } else { Err(not_for_each(windows, size)) }),
             Self::SumsOfWindows { cut, windows } => {
                 let len = windows.get(rank).map(Range::len);
-                let fits = windows.len() == size && cut.sizes.len() == size && shape.get(cut.dim).copied() == len;
+                let fits =
+                    windows.len() == size && cut.sizes.len() == size && shape.get(cut.dim).copied() == len;
                 if fits { Ok(()) } else { Err(not_for_each(windows, size)) }
             }
             step => step.collective().map_or(Ok(()), |collective| collective.check(0, shape, rank, size)),
@@ -320,7 +332,7 @@ impl Step {
     /// The communication is complete before candle takes its read lock on `x`, so no rank waits for another while it
     /// holds a lock. New memory becomes the storage of the result without a copy.
     #[track_caller]
-    fn record(&self, x: &Tensor, output: Output, group: &ProcessGroup) -> Result<Tensor> {
+    fn record(&self, x: &Tensor, output: StepTensor, group: &ProcessGroup) -> Result<Tensor> {
         if !x.track_op() {
             return Ok(output.into_tensor());
         }
@@ -329,8 +341,8 @@ impl Step {
             return Err(self.invalid(reason, group));
         };
         let fresh = match output {
-            Output::New(fresh) => fresh,
-            Output::View(view) => Fresh::copy_of(&view)?,
+            StepTensor::New(fresh) => fresh,
+            StepTensor::View(view) => Fresh::copy_of(&view)?,
         };
         let (name, group, site) = (self.name(), group.clone(), Location::caller());
         Ok(edges::apply1(x, StepNode { name, transpose, group, site, result: Ready::new(fresh) })?)

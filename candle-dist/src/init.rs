@@ -1,7 +1,7 @@
 //! Worlds whose ranks are processes, on one host or on many.
 //!
 //! A launcher (torchrun, mpirun, srun) starts the same program once per rank and sets its identity ([`LaunchInfo`]).
-//! The processes connect to rank 0, and then communicate over a [`Backend`]. From there on, the program is the same as
+//! The processes connect to rank 0, and then communicate over a [`BackendKind`]. From there on, the program is the same as
 //! with threads: the same groups, meshes and errors.
 //!
 //! If a rank fails, panics, ends too early, hangs or dies, every other rank gets the same
@@ -20,5 +20,9 @@
 //!
 //! Launchers do not pass each variable on to each host. So what changes the messages of ranks comes from rank 0: it gives its
 //! settings to each process that joins. The other variables are of their process alone.
-pub use crate::launch::{InitOptions, LaunchInfo, Scope, Secret, host_name};
-pub use crate::world::{Backend, init_process_group, init_process_group_with};
+#[allow(deprecated)]
+pub use crate::launch::Scope;
+pub use crate::launch::{InitOptions, LaunchInfo, Secret, SecretScope, host_name};
+#[allow(deprecated)]
+pub use crate::world::Backend;
+pub use crate::world::{BackendKind, init_process_group, init_process_group_with};

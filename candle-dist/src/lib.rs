@@ -2,14 +2,14 @@
 //! [candle](https://github.com/huggingface/candle).
 //!
 //! Use this crate to run one program on many ranks, and to move tensors between them. A *rank* is one participant of a
-//! *world*: a thread of this process ([`World::local`]), or a process on one of many hosts ([`World::from_env`]). If
+//! *world*: a thread of this process ([`World::threads`]), or a process on one of many hosts ([`World::from_env`]). If
 //! one rank fails, all ranks return the same error, and none hangs.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
 //! use candle_dist::{ReduceOp, World};
 //!
-//! let sums = World::local(3).run(|ctx| -> candle_dist::Result<f32> {
+//! let sums = World::threads(3).run(|ctx| -> candle_dist::Result<f32> {
 //!     let mine = Tensor::new(&[ctx.rank() as f32 + 1.0], &Device::Cpu)?;
 //!     let sum = ctx.group().all_reduce(&mine, ReduceOp::Sum)?;
 //!     Ok(sum.to_vec1::<f32>()?[0])
@@ -35,7 +35,7 @@
 //! | sum gradients of 16-bit parameters in f32 | [`add_grad`], [`sum_dtype`], [`round_grads`] |
 //! | clip the gradients of a sharded model by one norm | [`ClipGradNorm`] |
 //! | synchronize parameters, and check that they are equal | [`sync_params`], [`sync_module_states`], [`verify_parameter_shapes`], [`replace_by_prefix`] |
-//! | process all tensors of a structure: cast, move, flatten, pack named arguments | [`TensorTree`], [`Packed`] |
+//! | process all tensors of a structure: cast, move, flatten, pack named arguments | [`TensorTree`], [`PackedArgs`] |
 //! | compare and hash tensors bit by bit | [`bits`] |
 //! | copy the next batch to a GPU beside the computation | [`CopyStream`] |
 //! | free the memory of a tensor and restore it | [`FreeableTensor`] |
@@ -53,7 +53,7 @@
 //! use candle_core::{Device, Var};
 //! use candle_dist::{Cause, Error, World, functional::Step};
 //!
-//! let causes = World::local(2).run(|ctx| -> candle_dist::Result<Option<Cause>> {
+//! let causes = World::threads(2).run(|ctx| -> candle_dist::Result<Option<Cause>> {
 //!     let weight = Var::new(&[1f32], &Device::Cpu)?;
 //!     let loss = Step::ToVarying.apply(&weight, ctx.group())?.sum_all()?;
 //!     if ctx.rank() == 1 {
@@ -108,17 +108,24 @@ pub use candle_dist_derive::TensorTree;
 
 pub use call::{Collective, Cut, Op, ReduceOp};
 pub use copies::{CopyStream, PendingCopy};
-pub use error::{Cause, Doing, Error, GroupFailure, RankReport, Result, printable, without_trace};
+#[allow(deprecated)]
+pub use error::Doing;
+pub use error::{Cause, Error, GroupFailure, RankReport, RankStatus, Result, printable, without_trace};
 pub use freeable::FreeableTensor;
-pub use group::{CollectiveCall, MAX_OBJECT_BYTES, Message, Pending, PendingTensors, ProcessGroup};
+#[allow(deprecated)]
+pub use group::Message;
+pub use group::{CollectiveCall, MAX_OBJECT_BYTES, P2pOp, Pending, PendingTensors, ProcessGroup};
 pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
 pub use sums::sum_dtype;
 pub use train::{
-    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, PendingGrads, ShardedVar,
-    SyncOptions, add_grad, named_vars, round_grads, sync_module_states, sync_params, verify_parameter_shapes,
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, PendingGrads,
+    ShardedVar, SyncOptions, add_grad, named_vars, round_grads, sync_module_states, sync_params,
+    verify_parameter_shapes,
 };
-pub use tree::{Packable, Packed, PackedKeys, TensorTree, replace_by_prefix};
+#[allow(deprecated)]
+pub use tree::Packed;
+pub use tree::{Packable, PackedArgs, PackedKeys, TensorTree, replace_by_prefix};
 pub use warning::warn;
 pub use world::{RankContext, World, WorldError, init_process_group, panic_message};
 

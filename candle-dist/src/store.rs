@@ -1,8 +1,8 @@
 //! Values that the ranks of a world share by name.
-use crate::backend::local::WorldState;
+use crate::backend::threads::WorldState;
 use crate::control::{Control, check_sizes};
 use crate::link::within;
-use crate::values::{Change, Changed, OWN, Outcome, Values};
+use crate::values::{ChangeEffects, ChangeOutcome, OWN, ValueChange, Values};
 use crate::{Cause, Error, Result};
 use parking_lot::{Condvar, Mutex};
 use std::fmt;
@@ -23,7 +23,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// ```
 /// use candle_dist::{Result, World};
 ///
-/// let tickets = World::local(3).run(|ctx| -> Result<i64> {
+/// let tickets = World::threads(3).run(|ctx| -> Result<i64> {
 ///     let store = ctx.store();
 ///     store.set(&format!("name of {}", ctx.rank()), b"anna")?;
 ///     assert_eq!(store.get("name of 2")?, b"anna");
@@ -36,28 +36,28 @@ const TICK: Duration = Duration::from_millis(20);
 /// Every call fails if the world has failed, or if a key or value is too long. A value that finds no room is refused: nothing
 /// changes, and the error says how much the ranks have set that have set the most.
 #[derive(Debug, Clone)]
-pub struct Store(Place);
+pub struct Store(StoreKind);
 
 #[derive(Debug, Clone)]
-enum Place {
-    Threads { rank: usize, shared: Arc<Shared> },
+enum StoreKind {
+    Threads { rank: usize, shared: Arc<SharedValues> },
     Processes(Arc<Control>),
 }
 
 /// The values of a world of threads.
-pub(crate) struct Shared {
+pub(crate) struct SharedValues {
     world: Arc<WorldState>,
     values: Mutex<Values<()>>,
     changed: Condvar,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SharedValues {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Shared({:?})", self.values)
+        write!(f, "SharedValues({:?})", self.values)
     }
 }
 
-impl Shared {
+impl SharedValues {
     pub(crate) fn new(world: &Arc<WorldState>) -> Arc<Self> {
         Arc::new(Self { world: world.clone(), values: Mutex::default(), changed: Condvar::new() })
     }
@@ -79,9 +79,16 @@ impl Shared {
         }
     }
 
-    fn change(&self, rank: usize, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+    fn change(
+        &self,
+        rank: usize,
+        key: &str,
+        change: &ValueChange,
+        bytes: &[u8],
+    ) -> Result<(ChangeOutcome, Vec<u8>)> {
         self.world.check()?;
-        let Changed { outcome, bytes, woken } = self.values.lock().change(key.to_string(), change, bytes, rank);
+        let ChangeEffects { outcome, bytes, woken } =
+            self.values.lock().change(key.to_string(), change, bytes, rank);
         if woken.is_some() {
             self.changed.notify_all();
         }
@@ -90,18 +97,18 @@ impl Shared {
 }
 
 impl Store {
-    pub(crate) fn of_thread(rank: usize, shared: Arc<Shared>) -> Self {
-        Self(Place::Threads { rank, shared })
+    pub(crate) fn of_thread(rank: usize, shared: Arc<SharedValues>) -> Self {
+        Self(StoreKind::Threads { rank, shared })
     }
 
     pub(crate) fn of_process(control: Arc<Control>) -> Self {
-        Self(Place::Processes(control))
+        Self(StoreKind::Processes(control))
     }
 
     /// Sets a value, and replaces an existing one.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        match self.change(key, &Change::Set, value)? {
-            (Outcome::Stored, _) => Ok(()),
+        match self.change(key, &ValueChange::Set, value)? {
+            (ChangeOutcome::Stored, _) => Ok(()),
             other => Err(self.unexpected(other.0)),
         }
     }
@@ -113,10 +120,12 @@ impl Store {
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let key = self.named(key, 0)?;
         match &self.0 {
-            Place::Processes(control) => control.get(&key),
-            Place::Threads { rank, shared } => {
+            StoreKind::Processes(control) => control.get(&key),
+            StoreKind::Threads { rank, shared } => {
                 let after = shared.world.timeout();
-                shared.wait(&key, after)?.ok_or_else(|| shared.world.fail(Cause::TimedOut { rank: *rank, after }))
+                shared
+                    .wait(&key, after)?
+                    .ok_or_else(|| shared.world.fail(Cause::TimedOut { rank: *rank, after }))
             }
         }
     }
@@ -125,15 +134,15 @@ impl Store {
     pub fn get_within(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
         let key = self.named(key, 0)?;
         match &self.0 {
-            Place::Processes(control) => control.get_within(&key, limit),
-            Place::Threads { shared, .. } => shared.wait(&key, limit),
+            StoreKind::Processes(control) => control.get_within(&key, limit),
+            StoreKind::Threads { shared, .. } => shared.wait(&key, limit),
         }
     }
 
     /// Deletes a value. Returns whether there was one.
     pub fn delete(&self, key: &str) -> Result<bool> {
-        match self.change(key, &Change::Delete, &[])? {
-            (Outcome::Deleted(was), _) => Ok(was),
+        match self.change(key, &ValueChange::Delete, &[])? {
+            (ChangeOutcome::Deleted(was), _) => Ok(was),
             other => Err(self.unexpected(other.0)),
         }
     }
@@ -145,8 +154,8 @@ impl Store {
     /// # Errors
     /// If the value is not a counter, or the sum overflows `i64`; the value is then unchanged.
     pub fn add(&self, key: &str, n: i64) -> Result<i64> {
-        match self.change(key, &Change::Add(n), &[])? {
-            (Outcome::Sum(sum), _) => Ok(sum),
+        match self.change(key, &ValueChange::Add(n), &[])? {
+            (ChangeOutcome::Sum(sum), _) => Ok(sum),
             other => Err(self.unexpected(other.0)),
         }
     }
@@ -156,17 +165,17 @@ impl Store {
     /// The value was set if the previous value equals `expected`. `expected` and `new` have at most 16 MiB together.
     pub fn compare_and_set(&self, key: &str, expected: Option<&[u8]>, new: &[u8]) -> Result<Option<Vec<u8>>> {
         let bytes = [expected.unwrap_or_default(), new].concat();
-        match self.change(key, &Change::Swap { expected: expected.map(<[u8]>::len) }, &bytes)? {
-            (Outcome::Before(was), bytes) => Ok(was.then_some(bytes)),
+        match self.change(key, &ValueChange::Swap { expected: expected.map(<[u8]>::len) }, &bytes)? {
+            (ChangeOutcome::Before(was), bytes) => Ok(was.then_some(bytes)),
             other => Err(self.unexpected(other.0)),
         }
     }
 
-    fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+    fn change(&self, key: &str, change: &ValueChange, bytes: &[u8]) -> Result<(ChangeOutcome, Vec<u8>)> {
         let key = self.named(key, bytes.len())?;
         match &self.0 {
-            Place::Processes(control) => control.change(&key, change, bytes),
-            Place::Threads { rank, shared } => shared.change(*rank, &key, change, bytes),
+            StoreKind::Processes(control) => control.change(&key, change, bytes),
+            StoreKind::Threads { rank, shared } => shared.change(*rank, &key, change, bytes),
         }
     }
 
@@ -179,14 +188,14 @@ impl Store {
 
     fn rank(&self) -> usize {
         match &self.0 {
-            Place::Threads { rank, .. } => *rank,
-            Place::Processes(control) => control.rank(),
+            StoreKind::Threads { rank, .. } => *rank,
+            StoreKind::Processes(control) => control.rank(),
         }
     }
 
-    fn unexpected(&self, outcome: Outcome) -> Error {
+    fn unexpected(&self, outcome: ChangeOutcome) -> Error {
         let reason = match outcome {
-            Outcome::Refused(why) => why.replacen(&format!("\"{OWN}"), "\"", 1),
+            ChangeOutcome::Refused(why) => why.replacen(&format!("\"{OWN}"), "\"", 1),
             other => format!("an unexpected answer: {other:?}"),
         };
         Error::InvalidArgument { rank: self.rank(), op: "store", reason }

@@ -18,13 +18,17 @@ const MOST: usize = 1 << 12;
 
 /// Refuses numbers of compute threads with which candle's pools cannot start.
 pub(crate) fn check(per_rank: Option<usize>) -> Result<(), String> {
-    let given =
-        VARIABLES.map(|name| (name, std::env::var(name).ok().and_then(|text| text.trim().parse::<u128>().ok())));
+    let given = VARIABLES
+        .map(|name| (name, std::env::var(name).ok().and_then(|text| text.trim().parse::<u128>().ok())));
     let wanted = ("threads_per_rank", per_rank.map(|threads| threads as u128));
-    match given.into_iter().chain([wanted]).find(|(_, number)| number.is_some_and(|number| number > MOST as u128)) {
-        Some((name, Some(number))) => {
-            Err(format!("{name} is {number}; a rank computes with at most {MOST} threads, so set less or unset it"))
-        }
+    match given
+        .into_iter()
+        .chain([wanted])
+        .find(|(_, number)| number.is_some_and(|number| number > MOST as u128))
+    {
+        Some((name, Some(number))) => Err(format!(
+            "{name} is {number}; a rank computes with at most {MOST} threads, so set less or unset it"
+        )),
         _ => Ok(()),
     }
 }
@@ -147,7 +151,8 @@ mod tests {
         let [out, err] = child("safe");
         assert!(out.contains("[None, None]"), "{out}");
         assert!(
-            err.contains("where 7 are wanted") && err.contains("set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"),
+            err.contains("where 7 are wanted")
+                && err.contains("set CANDLE_NUM_THREADS and RAYON_NUM_THREADS"),
             "{err}"
         );
         let [out, err] = child("among threads");

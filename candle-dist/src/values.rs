@@ -41,7 +41,7 @@ fn size(key: &str, value: &[u8]) -> usize {
 
 /// An atomic change of a value.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) enum Change {
+pub(crate) enum ValueChange {
     /// Sets the value to the payload.
     Set,
     Delete,
@@ -55,7 +55,7 @@ pub(crate) enum Change {
 
 /// The outcome of a change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Outcome {
+pub(crate) enum ChangeOutcome {
     Stored,
     /// Whether there was a value.
     Deleted(bool),
@@ -71,14 +71,14 @@ pub(crate) enum Outcome {
 type News<W> = (Arc<[u8]>, Vec<W>);
 
 /// All effects of a change.
-pub(crate) struct Changed<W> {
-    pub(crate) outcome: Outcome,
+pub(crate) struct ChangeEffects<W> {
+    pub(crate) outcome: ChangeOutcome,
     pub(crate) bytes: Arc<[u8]>,
     pub(crate) woken: Option<News<W>>,
 }
 
-impl<W> Changed<W> {
-    fn only(outcome: Outcome) -> Self {
+impl<W> ChangeEffects<W> {
+    fn only(outcome: ChangeOutcome) -> Self {
         Self { outcome, bytes: Arc::default(), woken: None }
     }
 }
@@ -108,7 +108,8 @@ impl<W> Values<W> {
     fn full(&self, more: usize) -> String {
         let of_programs = self.held.iter().filter(|(key, _)| key.starts_with(OWN));
         let of_ranks = of_programs.map(|(key, held)| (held.rank, size(key, &held.bytes)));
-        let of_ranks = of_ranks.into_grouping_map().fold((0, 0), |(count, bytes), _, more| (count + 1, bytes + more));
+        let of_ranks =
+            of_ranks.into_grouping_map().fold((0, 0), |(count, bytes), _, more| (count + 1, bytes + more));
         let most_first = of_ranks.into_iter().sorted_by_key(|(rank, (_, bytes))| (usize::MAX - bytes, *rank));
         let shown = most_first.take(MOST_NAMED).map(|(rank, (count, bytes))| {
             let noun = if count == 1 { "value" } else { "values" };
@@ -139,30 +140,50 @@ impl<W> Values<W> {
     }
 
     /// Applies a change of `rank`. One that is refused changes nothing.
-    pub(crate) fn change(&mut self, key: String, change: &Change, bytes: &[u8], rank: usize) -> Changed<W> {
-        self.changed(key, change, bytes, rank).unwrap_or_else(|why| Changed::only(Outcome::Refused(why)))
+    pub(crate) fn change(
+        &mut self,
+        key: String,
+        change: &ValueChange,
+        bytes: &[u8],
+        rank: usize,
+    ) -> ChangeEffects<W> {
+        self.changed(key, change, bytes, rank)
+            .unwrap_or_else(|why| ChangeEffects::only(ChangeOutcome::Refused(why)))
     }
 
-    fn changed(&mut self, key: String, change: &Change, bytes: &[u8], rank: usize) -> Result<Changed<W>, String> {
+    fn changed(
+        &mut self,
+        key: String,
+        change: &ValueChange,
+        bytes: &[u8],
+        rank: usize,
+    ) -> Result<ChangeEffects<W>, String> {
         Ok(match *change {
-            Change::Set => Changed { woken: Some(self.store(key, bytes, rank)?), ..Changed::only(Outcome::Stored) },
-            Change::Delete => {
+            ValueChange::Set => ChangeEffects {
+                woken: Some(self.store(key, bytes, rank)?),
+                ..ChangeEffects::only(ChangeOutcome::Stored)
+            },
+            ValueChange::Delete => {
                 let was = self.held.remove(&key);
                 self.bytes -= was.as_ref().map_or(0, |was| size(&key, &was.bytes));
-                Changed::only(Outcome::Deleted(was.is_some()))
+                ChangeEffects::only(ChangeOutcome::Deleted(was.is_some()))
             }
-            Change::Add(n) => {
+            ValueChange::Add(n) => {
                 let sum = self.sum(&key, n)?;
                 let woken = Some(self.store(key, &sum.to_le_bytes(), rank)?);
-                Changed { woken, ..Changed::only(Outcome::Sum(sum)) }
+                ChangeEffects { woken, ..ChangeEffects::only(ChangeOutcome::Sum(sum)) }
             }
-            Change::Swap { expected } => {
+            ValueChange::Swap { expected } => {
                 let parts = bytes.split_at_checked(expected.unwrap_or(0));
                 let (old, new) = parts.ok_or("the message has fewer bytes than the expected value")?;
                 let held = self.peek(&key);
                 let is_expected = held.as_deref() == expected.map(|_| old);
                 let woken = if is_expected { Some(self.store(key, new, rank)?) } else { None };
-                Changed { outcome: Outcome::Before(held.is_some()), bytes: held.unwrap_or_default(), woken }
+                ChangeEffects {
+                    outcome: ChangeOutcome::Before(held.is_some()),
+                    bytes: held.unwrap_or_default(),
+                    woken,
+                }
             }
         })
     }
@@ -204,10 +225,18 @@ mod tests {
         let mut values = Values::<u32>::default();
         for n in 0..1000u32 {
             let key = || format!("of {n}");
-            assert!(values.get(key(), n).is_none() && values.forget(&key(), &n) && !values.forget(&key(), &n));
-            assert_eq!(values.change(key(), &Change::Add(2), &[], 0).outcome, Outcome::Sum(2));
-            assert_eq!(values.change(key(), &Change::Delete, &[], 0).outcome, Outcome::Deleted(true));
-            assert_eq!(values.change(key(), &Change::Delete, &[], 0).outcome, Outcome::Deleted(false));
+            assert!(
+                values.get(key(), n).is_none() && values.forget(&key(), &n) && !values.forget(&key(), &n)
+            );
+            assert_eq!(values.change(key(), &ValueChange::Add(2), &[], 0).outcome, ChangeOutcome::Sum(2));
+            assert_eq!(
+                values.change(key(), &ValueChange::Delete, &[], 0).outcome,
+                ChangeOutcome::Deleted(true)
+            );
+            assert_eq!(
+                values.change(key(), &ValueChange::Delete, &[], 0).outcome,
+                ChangeOutcome::Deleted(false)
+            );
         }
         assert!(values.held.is_empty() && values.waiting.is_empty() && values.bytes == 0);
     }
@@ -219,53 +248,75 @@ mod tests {
         assert!(values.get(key(), 7).is_none());
         let mut swap = |expected: Option<&[u8]>, new: &[u8]| {
             let bytes = [expected.unwrap_or_default(), new].concat();
-            let changed = values.change(key(), &Change::Swap { expected: expected.map(<[u8]>::len) }, &bytes, 0);
-            (changed.outcome, changed.bytes.to_vec(), changed.woken.map(|(value, woken)| (value.to_vec(), woken)))
+            let changed =
+                values.change(key(), &ValueChange::Swap { expected: expected.map(<[u8]>::len) }, &bytes, 0);
+            (
+                changed.outcome,
+                changed.bytes.to_vec(),
+                changed.woken.map(|(value, woken)| (value.to_vec(), woken)),
+            )
         };
-        assert_eq!(swap(Some(b""), b"a"), (Outcome::Before(false), vec![], None), "no value is not an empty one");
-        assert_eq!(swap(None, b""), (Outcome::Before(false), vec![], Some((vec![], vec![7]))));
-        assert_eq!(swap(None, b"b"), (Outcome::Before(true), vec![], None));
-        assert_eq!(swap(Some(b""), b"cd"), (Outcome::Before(true), vec![], Some((b"cd".to_vec(), vec![]))));
-        assert_eq!(swap(Some(b"c"), b"e"), (Outcome::Before(true), b"cd".to_vec(), None));
-        assert!(
-            matches!(values.change(key(), &Change::Add(1), &[], 0).outcome, Outcome::Refused(why) if why.contains("2 bytes"))
+        assert_eq!(
+            swap(Some(b""), b"a"),
+            (ChangeOutcome::Before(false), vec![], None),
+            "no value is not an empty one"
         );
-        let lie = values.change(key(), &Change::Swap { expected: Some(9) }, b"short", 0);
-        assert!(matches!(lie.outcome, Outcome::Refused(_)));
+        assert_eq!(swap(None, b""), (ChangeOutcome::Before(false), vec![], Some((vec![], vec![7]))));
+        assert_eq!(swap(None, b"b"), (ChangeOutcome::Before(true), vec![], None));
+        assert_eq!(
+            swap(Some(b""), b"cd"),
+            (ChangeOutcome::Before(true), vec![], Some((b"cd".to_vec(), vec![])))
+        );
+        assert_eq!(swap(Some(b"c"), b"e"), (ChangeOutcome::Before(true), b"cd".to_vec(), None));
+        assert!(
+            matches!(values.change(key(), &ValueChange::Add(1), &[], 0).outcome, ChangeOutcome::Refused(why) if why.contains("2 bytes"))
+        );
+        let lie = values.change(key(), &ValueChange::Swap { expected: Some(9) }, b"short", 0);
+        assert!(matches!(lie.outcome, ChangeOutcome::Refused(_)));
     }
 
     #[test]
     fn counters_do_not_overflow() {
         let mut values = Values::<u32>::default();
-        let mut add = |n| values.change("key".to_string(), &Change::Add(n), &[], 0).outcome;
-        assert_eq!(add(i64::MAX), Outcome::Sum(i64::MAX));
-        assert!(matches!(add(1), Outcome::Refused(_)));
-        assert_eq!(add(-1), Outcome::Sum(i64::MAX - 1));
+        let mut add = |n| values.change("key".to_string(), &ValueChange::Add(n), &[], 0).outcome;
+        assert_eq!(add(i64::MAX), ChangeOutcome::Sum(i64::MAX));
+        assert!(matches!(add(1), ChangeOutcome::Refused(_)));
+        assert_eq!(add(-1), ChangeOutcome::Sum(i64::MAX - 1));
     }
 
     #[test]
     fn values_have_a_limit_and_a_refusal_names_who_holds_them() {
         let mut values = Values::<u32> { most: 5000, ..Values::default() };
-        let mut change = |key: &str, change: &Change, bytes: &[u8], rank| {
+        let mut change = |key: &str, change: &ValueChange, bytes: &[u8], rank| {
             values.change(format!("{OWN}{key}"), change, bytes, rank).outcome
         };
         // Each takes its 700 bytes, 5 of its key and 256 more.
         for (key, rank) in [("a", 2), ("b", 2), ("c", 1), ("d", 1), ("e", 1)] {
-            assert_eq!(change(key, &Change::Set, &[7; 700], rank), Outcome::Stored);
+            assert_eq!(change(key, &ValueChange::Set, &[7; 700], rank), ChangeOutcome::Stored);
         }
-        let Outcome::Refused(why) = change("f", &Change::Set, &[7; 700], 0) else { panic!("it is full") };
-        for part in ["at most 4 KiB, and has 4 KiB: 2 KiB in 3 values of rank 1, 1 KiB in 2 values of rank 2", "delete"]
-        {
+        let ChangeOutcome::Refused(why) = change("f", &ValueChange::Set, &[7; 700], 0) else {
+            panic!("it is full")
+        };
+        for part in [
+            "at most 4 KiB, and has 4 KiB: 2 KiB in 3 values of rank 1, 1 KiB in 2 values of rank 2",
+            "delete",
+        ] {
             assert!(why.contains(part), "{why}");
         }
-        let swap = Change::Swap { expected: None };
-        assert!(matches!(change("f", &swap, &[7; 700], 0), Outcome::Refused(_)), "by any way");
-        assert!(matches!(change("a", &Change::Set, &[7; 1000], 0), Outcome::Refused(_)), "nor may one grow");
-        assert_eq!(change("a", &swap, &[], 0), Outcome::Before(true), "nothing changes");
+        let swap = ValueChange::Swap { expected: None };
+        assert!(matches!(change("f", &swap, &[7; 700], 0), ChangeOutcome::Refused(_)), "by any way");
+        assert!(
+            matches!(change("a", &ValueChange::Set, &[7; 1000], 0), ChangeOutcome::Refused(_)),
+            "nor may one grow"
+        );
+        assert_eq!(change("a", &swap, &[], 0), ChangeOutcome::Before(true), "nothing changes");
         // What takes no more is stored, and room comes back.
-        assert_eq!(change("a", &Change::Set, &[8; 700], 0), Outcome::Stored);
-        assert!(matches!(change("n", &Change::Add(1), &[], 0), Outcome::Refused(_)), "counters count, too");
-        assert_eq!(change("b", &Change::Delete, &[], 0), Outcome::Deleted(true));
-        assert_eq!(change("f", &Change::Set, &[7; 700], 0), Outcome::Stored);
+        assert_eq!(change("a", &ValueChange::Set, &[8; 700], 0), ChangeOutcome::Stored);
+        assert!(
+            matches!(change("n", &ValueChange::Add(1), &[], 0), ChangeOutcome::Refused(_)),
+            "counters count, too"
+        );
+        assert_eq!(change("b", &ValueChange::Delete, &[], 0), ChangeOutcome::Deleted(true));
+        assert_eq!(change("f", &ValueChange::Set, &[7; 700], 0), ChangeOutcome::Stored);
     }
 }

@@ -26,7 +26,7 @@ fn resident_memory_stays_flat() {
     });
     // A world that fails while a member of a group is missing and a message is unread.
     stays_flat("failed worlds", 40, || {
-        let outcome = World::local(2).run(|ctx| match ctx.rank() {
+        let outcome = World::threads(2).run(|ctx| match ctx.rank() {
             0 => {
                 let group = ctx.group().subgroup(&[0, 1])?;
                 group

@@ -15,7 +15,9 @@ pub fn agreed<T>(group: &ProcessGroup, mine: anyhow::Result<T>) -> anyhow::Resul
     let text = mine.as_ref().err().map(|error| format!("{}\n{error:#}", host_name()));
     let texts = group.all_gather_text(&text.unwrap_or_default())?;
     let parts: Vec<Option<(&str, &str)>> = texts.iter().map(|text| text.split_once('\n')).collect();
-    let Some((rank, (host, error))) = parts.iter().enumerate().find_map(|(rank, part)| Some((rank, (*part)?))) else {
+    let Some((rank, (host, error))) =
+        parts.iter().enumerate().find_map(|(rank, part)| Some((rank, (*part)?)))
+    else {
         return mine;
     };
     if parts.iter().all(|part| part.is_some_and(|(_, other)| other == error)) {

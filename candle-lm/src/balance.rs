@@ -6,23 +6,23 @@
 
 use candle_core::{DType, Tensor};
 use candle_dist::{ProcessGroup, ReduceOp, empty};
-use candle_shard::nn::{Init, ShardedVarBuilder};
+use candle_shard::nn::{Init, MeshVarBuilder};
 use candle_shard::{DTensor, Placements, Replicate, Result};
 
 use crate::config::experts::Experts;
 
 /// The router of a layer, which its experts have too.
 #[derive(Debug)]
-pub(crate) struct Router {
+pub(crate) struct DecoderRouter {
     /// `[experts, width]`.
     weight: DTensor,
     /// The experts of a token.
     chosen: usize,
 }
 
-impl Router {
+impl DecoderRouter {
     /// The router of the experts that were built at the builder's path.
-    pub(crate) fn new(width: usize, experts: &Experts, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> Result<Self> {
         let vb = vb.again().pp("router");
         let weight = vb.get((experts.count, width), "weight", Init::Const(0.0), Replicate, false)?;
         Ok(Self { weight, chosen: experts.chosen })
@@ -33,7 +33,8 @@ impl Router {
     pub(crate) fn sums(&self, x: &DTensor) -> Result<DTensor> {
         let scores = x.to_dtype(DType::F32)?.linear(&self.weight.to_dtype(DType::F32)?, None)?.softmax(2)?;
         let local = scores.to_local().detach();
-        let choices = choices(&empty::to_host(&local)?.flatten_all()?.to_vec1()?, self.weight.dims()[0], self.chosen);
+        let choices =
+            choices(&empty::to_host(&local)?.flatten_all()?.to_vec1()?, self.weight.dims()[0], self.chosen);
         let choices = Tensor::from_vec(choices, local.shape(), local.device())?;
         let choices = DTensor::from_local_with_spec(choices, scores.spec().clone())?;
         let sums = DTensor::stack(&[scores, choices], 0)?.sum(&[1usize, 2][..])?;
@@ -57,7 +58,12 @@ fn choices(scores: &[f32], experts: usize, chosen: usize) -> Vec<f32> {
 ///
 /// How often experts are chosen is counted over all `replicas`, if there are some outside of the mesh. So the mean of the replicas'
 /// losses is that of one device with all tokens.
-pub(crate) fn loss(sums: &DTensor, rows: usize, factor: f64, replicas: Option<&ProcessGroup>) -> Result<DTensor> {
+pub(crate) fn loss(
+    sums: &DTensor,
+    rows: usize,
+    factor: f64,
+    replicas: Option<&ProcessGroup>,
+) -> Result<DTensor> {
     let experts = sums.dims()[1];
     let choices = sums.to_local().detach().narrow(0, 1, 1)?;
     let counted = Tensor::full(rows as f32, (1, 1), choices.device())?;

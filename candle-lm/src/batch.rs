@@ -11,9 +11,9 @@ use crate::engine::{Engine, ModelOptions, Purpose};
 use crate::files::Files;
 use crate::generate::Stop;
 use crate::sample::{Sampler, Sampling};
-use crate::step::Step;
+use crate::step::DecodeStep;
 use crate::tokens;
-use crate::writing::Writing;
+use crate::writing::TextWriter;
 
 /// A prompt, and how far to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub struct Request {
 
 /// Prompts that are continued together.
 #[derive(Clone, Debug)]
-pub struct Batch {
+pub struct PromptBatch {
     /// The prompts. Each has a random stream of its own, by its place.
     pub requests: Vec<Request>,
     /// How many texts are written at once.
@@ -39,10 +39,14 @@ pub struct Batch {
     pub held: ModelOptions,
 }
 
+/// The former name of [`PromptBatch`].
+#[deprecated(since = "0.1.0", note = "renamed to PromptBatch")]
+pub type Batch = PromptBatch;
+
 /// The most tokens of new prompts in one pass, if they are not those of one prompt: a bound of the memory.
 const MOST_NEW: usize = 2048;
 
-impl Batch {
+impl PromptBatch {
     /// The slots that are used.
     pub fn slots(&self) -> usize {
         self.slots.min(self.requests.len())
@@ -50,8 +54,12 @@ impl Batch {
 
     /// The room of a text in the cache.
     pub fn room(&self, config: &Config) -> usize {
-        let longest =
-            self.requests.iter().map(|request| request.prompt.len().saturating_add(request.most)).max().unwrap_or(0);
+        let longest = self
+            .requests
+            .iter()
+            .map(|request| request.prompt.len().saturating_add(request.most))
+            .max()
+            .unwrap_or(0);
         longest.min(config.longest()).min(self.cache_tokens.unwrap_or(usize::MAX))
     }
 
@@ -84,7 +92,7 @@ impl Batch {
 
 /// What happens to a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum BatchEvent {
     /// The model is read.
     Read,
     /// The text of a place has one token more.
@@ -92,6 +100,10 @@ pub enum Event {
     /// The text of a place has ended.
     Ended(usize, Stop),
 }
+
+/// The former name of [`BatchEvent`].
+#[deprecated(since = "0.1.0", note = "renamed to BatchEvent")]
+pub type Event = BatchEvent;
 
 /// What a rank did.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -109,9 +121,9 @@ pub struct BatchOutput {
 }
 
 /// A text in a slot.
-struct Running {
+struct SlotText {
     place: usize,
-    writing: Writing,
+    writing: TextWriter,
     /// The tokens that the model has not seen.
     input: Vec<u32>,
     is_first: bool,
@@ -129,31 +141,33 @@ pub fn run(
     ctx: &RankContext,
     stages: usize,
     files: &Files,
-    batch: &Batch,
-    mut show: impl FnMut(Event) -> Result<bool>,
+    batch: &PromptBatch,
+    mut show: impl FnMut(BatchEvent) -> Result<bool>,
 ) -> Result<BatchOutput> {
     let (room, mut waiting) = (batch.room(&files.config), batch.requests.iter().enumerate());
     let purpose = Purpose::Write { slots: batch.slots(), room };
     let mut engine = Engine::new(ctx, stages, files, &batch.held, purpose)?;
-    show(Event::Read)?;
+    show(BatchEvent::Read)?;
 
     let began = Instant::now();
-    let mut slots: Vec<Option<Running>> = (0..batch.slots()).map(|_| None).collect();
+    let mut slots: Vec<Option<SlotText>> = (0..batch.slots()).map(|_| None).collect();
     let mut texts: Vec<(Vec<u32>, Stop)> = vec![(Vec::new(), Stop::Length); batch.requests.len()];
     let mut passes = 0;
     loop {
         let mut new = 0;
         for slot in slots.iter_mut().filter(|slot| slot.is_none()) {
             let next = waiting.clone().next().map_or(0, |(_, request)| request.prompt.len());
-            let Some((place, request)) = (new == 0 || new + next <= MOST_NEW).then(|| waiting.next()).flatten() else {
+            let Some((place, request)) =
+                (new == 0 || new + next <= MOST_NEW).then(|| waiting.next()).flatten()
+            else {
                 break;
             };
             new += next;
             let (prompt, sampler) = (request.prompt.clone(), Sampler::of_place(batch.sampling, place));
-            let writing = Writing::new(&prompt, request.most, room, sampler);
-            *slot = Some(Running { place, writing, input: prompt, is_first: true });
+            let writing = TextWriter::new(&prompt, request.most, room, sampler);
+            *slot = Some(SlotText { place, writing, input: prompt, is_first: true });
         }
-        let mut step = Step::default();
+        let mut step = DecodeStep::default();
         for (at, running) in slots.iter().enumerate() {
             if let Some(running) = running {
                 step.push(at, &running.input, running.is_first);
@@ -169,11 +183,11 @@ pub fn run(
             let place = running.place;
             let stop = running
                 .writing
-                .next(&logits.get(row)?, &files.ends, |token| show(Event::Token(place, token)))
+                .next(&logits.get(row)?, &files.ends, |token| show(BatchEvent::Token(place, token)))
                 .with_context(|| format!("prompt {}", place + 1))?;
             match stop {
                 Some(stop) => {
-                    show(Event::Ended(place, stop))?;
+                    show(BatchEvent::Ended(place, stop))?;
                     texts[place] = (running.writing.tokens, stop);
                 }
                 None => {
@@ -191,5 +205,11 @@ pub fn run(
             }
         }
     }
-    Ok(BatchOutput { texts, passes, load: engine.load, seconds: began.elapsed().as_secs_f64(), bytes: engine.bytes })
+    Ok(BatchOutput {
+        texts,
+        passes,
+        load: engine.load,
+        seconds: began.elapsed().as_secs_f64(),
+        bytes: engine.bytes,
+    })
 }

@@ -9,14 +9,14 @@ use crate::{EXPERT_AXIS, REPLICAS, TOKEN_AXIS};
 
 /// Where the rows `[rows, tokens, ..]` and the tokens of a batch are. On all other axes tensors are whole.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Between {
+pub(crate) struct BatchAxes {
     /// The mesh axes whose ranks have rows of their own, each as many.
     rows: &'static [&'static str],
     /// The tokens of each sequence, if an axis of tokens distributes them, in zigzag order.
     length: Option<usize>,
 }
 
-impl Between {
+impl BatchAxes {
     /// All ranks have everything.
     pub(crate) const WHOLE: Self = Self { rows: &[], length: None };
 
@@ -77,8 +77,11 @@ impl Between {
     pub(crate) fn leave(self, tensor: &DTensor) -> Result<Value> {
         let placements = self.placements(tensor.mesh(), tensor.rank());
         // Tokens in an order lie in sizes of their own, which a tensor keeps that lies so.
-        let laid =
-            if *tensor.placements() == placements[..] { tensor.clone() } else { tensor.redistribute(&placements)? };
+        let laid = if *tensor.placements() == placements[..] {
+            tensor.clone()
+        } else {
+            tensor.redistribute(&placements)?
+        };
         Ok(laid.to_local_with_grad(&placements)?.into())
     }
 }

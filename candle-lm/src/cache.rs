@@ -6,7 +6,7 @@ use candle_shard::nn::{KvCache, RotatingKvCache, SequenceCache, TextCache, TextT
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use crate::config::Config;
-use crate::step::Span;
+use crate::step::SlotTokens;
 
 /// The dim of the tokens in keys and values `[batch, heads, tokens, dim]`.
 const TOKENS: usize = 2;
@@ -14,7 +14,7 @@ const TOKENS: usize = 2;
 /// The keys and values of every layer for one text, with room for a number of tokens.
 #[derive(Debug)]
 pub struct Cache {
-    layers: Vec<Kept>,
+    layers: Vec<LayerCache>,
     room: usize,
     len: usize,
     /// What they are kept in, if not in the dtype that they come in.
@@ -23,7 +23,7 @@ pub struct Cache {
 
 /// The keys and values of one layer.
 #[derive(Debug)]
-enum Kept {
+enum LayerCache {
     /// Those of all tokens.
     All(KvCache),
     /// Those of the last tokens, which are all that a layer with a window sees.
@@ -33,7 +33,7 @@ enum Kept {
 }
 
 /// The keys and values that new tokens see in a cache of which each rank has some tokens.
-pub(crate) struct Seen {
+pub(crate) struct VisibleKv {
     /// `[batch, tokens, heads, dim]`.
     pub(crate) keys: DTensor,
     /// `[batch, tokens, heads, dim]`.
@@ -43,22 +43,26 @@ pub(crate) struct Seen {
 }
 
 /// A cache of which each rank has some tokens.
-pub(crate) struct Parts<'a> {
+pub(crate) struct SequenceParts<'a> {
     cache: &'a mut SequenceCache,
     dtype: Option<DType>,
 }
 
-impl Parts<'_> {
+impl SequenceParts<'_> {
     /// Appends keys and values `[batch, tokens, heads, dim]`, and returns all.
-    pub(crate) fn extend(self, [k, v]: [&DTensor; 2]) -> Result<Seen> {
+    pub(crate) fn extend(self, [k, v]: [&DTensor; 2]) -> Result<VisibleKv> {
         let (given, kept) = (k.dtype(), self.dtype.unwrap_or(k.dtype()));
         self.cache.append(&k.to_dtype(kept)?, &v.to_dtype(kept)?)?;
         let (keys, values) = self.cache.keys_and_values()?;
-        Ok(Seen { keys: keys.to_dtype(given)?, values: values.to_dtype(given)?, order: self.cache.order()? })
+        Ok(VisibleKv {
+            keys: keys.to_dtype(given)?,
+            values: values.to_dtype(given)?,
+            order: self.cache.order()?,
+        })
     }
 }
 
-impl Kept {
+impl LayerCache {
     fn new(room: usize, window: Option<usize>) -> Self {
         match window {
             Some(window) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
@@ -84,12 +88,12 @@ impl Kept {
 }
 
 /// The part of a cache that is one layer's.
-pub(crate) struct Past<'a> {
-    kept: &'a mut Kept,
+pub(crate) struct LayerPast<'a> {
+    kept: &'a mut LayerCache,
     len: usize,
 }
 
-impl Past<'_> {
+impl LayerPast<'_> {
     /// The tokens that were there before.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -97,15 +101,15 @@ impl Past<'_> {
 }
 
 /// The new tokens of a text in one layer, and what the cache has of those before them.
-pub(crate) struct Turn<'a> {
+pub(crate) struct LayerTokens<'a> {
     pub(crate) tokens: usize,
-    pub(crate) past: Past<'a>,
+    pub(crate) past: LayerPast<'a>,
 }
 
 /// The new tokens of a text, and a cache of which each rank has some tokens.
 pub(crate) struct CutTurn<'a> {
     pub(crate) tokens: usize,
-    pub(crate) past: Parts<'a>,
+    pub(crate) past: SequenceParts<'a>,
 }
 
 /// The texts of a step in one layer, whose caches are all of one kind.
@@ -115,13 +119,15 @@ pub(crate) enum Texts<'a> {
 }
 
 /// Sorts the texts of a layer by the kind of its caches.
-pub(crate) fn texts(turns: Vec<Turn<'_>>) -> Texts<'_> {
+pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Texts<'_> {
     let (mut whole, mut cut) = (Vec::with_capacity(turns.len()), Vec::new());
-    for Turn { tokens, past } in turns {
+    for LayerTokens { tokens, past } in turns {
         match past.kept {
-            Kept::All(cache) => whole.push(TextTokens { tokens, cache: TextCache::All(cache) }),
-            Kept::Window(cache) => whole.push(TextTokens { tokens, cache: TextCache::Window(cache) }),
-            Kept::Cut(cache, dtype) => cut.push(CutTurn { tokens, past: Parts { cache, dtype: *dtype } }),
+            LayerCache::All(cache) => whole.push(TextTokens { tokens, cache: TextCache::All(cache) }),
+            LayerCache::Window(cache) => whole.push(TextTokens { tokens, cache: TextCache::Window(cache) }),
+            LayerCache::Cut(cache, dtype) => {
+                cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } })
+            }
         }
     }
     if cut.is_empty() { Texts::Whole(whole) } else { Texts::Cut(cut) }
@@ -130,18 +136,18 @@ pub(crate) fn texts(turns: Vec<Turn<'_>>) -> Texts<'_> {
 impl Cache {
     /// Creates a cache of `room` tokens for each of `layers` layers without windows. It allocates when the first tokens come.
     pub fn new(layers: usize, room: usize) -> Self {
-        Self { layers: (0..layers).map(|_| Kept::new(room, None)).collect(), room, len: 0, dtype: None }
+        Self { layers: (0..layers).map(|_| LayerCache::new(room, None)).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window.
     pub fn of(config: &Config, room: usize) -> Self {
-        let kept = |layer| Kept::new(room, config.parts.window(layer));
+        let kept = |layer| LayerCache::new(room, config.parts.window(layer));
         Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache for one layer.
     pub(crate) fn of_layer(window: Option<usize>, room: usize) -> Self {
-        Self { layers: vec![Kept::new(room, window)], room, len: 0, dtype: None }
+        Self { layers: vec![LayerCache::new(room, window)], room, len: 0, dtype: None }
     }
 
     /// Gives each rank of a mesh axis a part of the tokens of all layers without windows. A layer with a window keeps
@@ -151,8 +157,8 @@ impl Cache {
     /// If the mesh has no such axis, or there is room for no token.
     pub fn over(mut self, mesh: &DeviceMesh, axis: &str) -> Result<Self> {
         for layer in &mut self.layers {
-            if matches!(layer, Kept::All(_)) {
-                *layer = Kept::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), self.dtype);
+            if matches!(layer, LayerCache::All(_)) {
+                *layer = LayerCache::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), self.dtype);
             }
         }
         Ok(self)
@@ -183,12 +189,12 @@ impl Cache {
     }
 
     fn forget(&mut self) {
-        self.layers.iter_mut().for_each(Kept::reset);
+        self.layers.iter_mut().for_each(LayerCache::reset);
         self.len = 0;
     }
 
-    fn past(&mut self, layer: usize) -> Past<'_> {
-        Past { kept: &mut self.layers[layer], len: self.len }
+    fn past(&mut self, layer: usize) -> LayerPast<'_> {
+        LayerPast { kept: &mut self.layers[layer], len: self.len }
     }
 }
 
@@ -196,31 +202,33 @@ impl Cache {
 ///
 /// # Errors
 /// If a slot has not.
-pub(crate) fn begin(slots: &mut [Cache], spans: &[Span]) -> Result<()> {
-    for Span { slot, tokens, is_first } in spans {
+pub(crate) fn begin(slots: &mut [Cache], spans: &[SlotTokens]) -> Result<()> {
+    for SlotTokens { slot, tokens, is_first } in spans {
         let cache = &mut slots[*slot];
         if *is_first {
             cache.forget();
         }
         if cache.len + tokens > cache.room {
             let Cache { len, room, .. } = cache;
-            return Err(Error::Layout(format!("{tokens} tokens after {len} in a cache for {room}; make it larger")));
+            return Err(Error::Layout(format!(
+                "{tokens} tokens after {len} in a cache for {room}; make it larger"
+            )));
         }
     }
     Ok(())
 }
 
 /// Returns what a layer needs of the slots.
-pub(crate) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[Span]) -> Vec<Turn<'a>> {
+pub(crate) fn turns<'a>(slots: &'a mut [Cache], layer: usize, spans: &[SlotTokens]) -> Vec<LayerTokens<'a>> {
     let mut spans = spans.iter().peekable();
     let turn = |(i, cache): (usize, &'a mut Cache)| {
         let span = spans.next_if(|span| span.slot == i)?;
-        Some(Turn { tokens: span.tokens, past: cache.past(layer) })
+        Some(LayerTokens { tokens: span.tokens, past: cache.past(layer) })
     };
     slots.iter_mut().enumerate().filter_map(turn).collect()
 }
 
 /// Takes note that all layers have the new tokens.
-pub(crate) fn advance(slots: &mut [Cache], spans: &[Span]) {
+pub(crate) fn advance(slots: &mut [Cache], spans: &[SlotTokens]) {
     spans.iter().for_each(|span| slots[span.slot].len += span.tokens);
 }

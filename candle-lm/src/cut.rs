@@ -2,24 +2,28 @@
 
 use std::collections::BTreeMap;
 
-use candle_pipe::{Balanced, Error, Layout, Pipe, PipeBuilder, Result};
-use candle_shard::nn::ShardedVarBuilder;
+use candle_pipe::{BalancedCost, Error, Pipe, PipeBuilder, Result, StageLayout};
+use candle_shard::nn::MeshVarBuilder;
 
 use crate::config::Config;
 
 /// A model in stages.
-pub type DecoderPipe = Pipe<ShardedVarBuilder>;
+pub type DecoderPipe = Pipe<MeshVarBuilder>;
 
 /// How a model is cut into stages.
 #[derive(Clone, Copy, Debug)]
-pub struct Cut<'a> {
+pub struct StageCut<'a> {
     stages: usize,
-    layout: Option<&'a Layout>,
+    layout: Option<&'a StageLayout>,
 }
 
-impl<'a> Cut<'a> {
+/// The former name of [`StageCut`].
+#[deprecated(since = "0.1.0", note = "renamed to StageCut")]
+pub type Cut<'a> = StageCut<'a>;
+
+impl<'a> StageCut<'a> {
     /// A number of stages with about equal costs, or the stages of a layout, which must have the same number.
-    pub fn new(stages: usize, layout: Option<&'a Layout>) -> Self {
+    pub fn new(stages: usize, layout: Option<&'a StageLayout>) -> Self {
         Self { stages, layout }
     }
 
@@ -27,8 +31,14 @@ impl<'a> Cut<'a> {
     ///
     /// # Errors
     /// If there are more stages than the model can be cut into, or other ones than the layout has.
-    pub(crate) fn finish(&self, declared: PipeBuilder<ShardedVarBuilder>, config: &Config) -> Result<DecoderPipe> {
-        let Some(layout) = self.layout else { return declared.finish(Balanced::new(self.stages, costs(config))) };
+    pub(crate) fn finish(
+        &self,
+        declared: PipeBuilder<MeshVarBuilder>,
+        config: &Config,
+    ) -> Result<DecoderPipe> {
+        let Some(layout) = self.layout else {
+            return declared.finish(BalancedCost::new(self.stages, costs(config)));
+        };
         let pipe = declared.finish(layout.clone())?;
         match pipe.num_stages() == self.stages {
             true => Ok(pipe),

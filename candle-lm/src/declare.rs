@@ -12,22 +12,22 @@ use std::sync::Arc;
 use candle_core::DType;
 use candle_dist::ProcessGroup;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Error, In, PipeBuilder, Reduction, Result, Share, StageOp, stage_op};
+use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, stage_op};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{self, Embedding, Linear, ShardedVarBuilder};
+use candle_shard::nn::{self, Embedding, Linear, MeshVarBuilder};
 use candle_shard::{DTensor, Placements, Replicate};
 
 use crate::balance;
-use crate::between::Between;
+use crate::between::BatchAxes;
 use crate::cache::{self, Cache};
 use crate::config::Config;
-use crate::cut::{Cut, DecoderPipe};
-use crate::layer::Layer;
+use crate::cut::{DecoderPipe, StageCut};
+use crate::layer::DecoderLayer;
 use crate::model::{embedded, finished, losses};
 use crate::norm::Norm;
-use crate::projection::{Projection, Table};
+use crate::projection::{Projection, TokenTable};
 use crate::rope::Angles;
-use crate::step::{self, Span, last_rows};
+use crate::step::{self, SlotTokens, last_rows};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
@@ -41,15 +41,15 @@ pub fn writer(
     config: &Config,
     [slots, longest]: [usize; 2],
     cache: Option<DType>,
-    cut: &Cut<'_>,
+    cut: &StageCut<'_>,
 ) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config, Between::WHOLE);
+    let mut model = Declaration::new(config, BatchAxes::WHOLE);
     let (tokens, spans) = (model.g.input("tokens", In::Arg), model.g.input("spans", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, Some(spans), longest, move |layer, angles, window| {
         let slot = |_| Cache::of_layer(window, angles.positions()).with_dtype(cache);
         let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
-        move |h: &DTensor, spans: &[Span]| {
+        move |h: &DTensor, spans: &[SlotTokens]| {
             let slots = &mut slots.borrow_mut()[..];
             cache::begin(slots, spans)?;
             let y = layer.run(|layer| layer.forward(h, &angles, Some(cache::turns(slots, 0, spans))))?;
@@ -69,12 +69,12 @@ pub fn writer(
 ///
 /// # Errors
 /// If there are more stages than the model can be cut into, or other ones than the layout has.
-pub fn scorer(config: &Config, longest: usize, cut: &Cut<'_>) -> Result<DecoderPipe> {
-    let mut model = Declaration::new(config, Between::WHOLE);
+pub fn scorer(config: &Config, longest: usize, cut: &StageCut<'_>) -> Result<DecoderPipe> {
+    let mut model = Declaration::new(config, BatchAxes::WHOLE);
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, None, longest, |layer, angles, _| {
-        move |h: &DTensor, _: &[Span]| layer.run(|layer| layer.forward(h, &angles, None))
+        move |h: &DTensor, _: &[SlotTokens]| layer.run(|layer| layer.forward(h, &angles, None))
     });
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| losses(h, &others[0], head)?.reshape((1,)));
@@ -97,7 +97,7 @@ pub fn learner(
     length: usize,
     recompute: bool,
     replicas: Option<&ProcessGroup>,
-    cut: &Cut<'_>,
+    cut: &StageCut<'_>,
 ) -> Result<DecoderPipe> {
     cut.finish(learner_graph(config, length, recompute, replicas), config)
 }
@@ -108,8 +108,8 @@ pub fn learner_graph(
     length: usize,
     recompute: bool,
     replicas: Option<&ProcessGroup>,
-) -> PipeBuilder<ShardedVarBuilder> {
-    let mut model = Declaration::new(config, Between::learner(length));
+) -> PipeBuilder<MeshVarBuilder> {
+    let mut model = Declaration::new(config, BatchAxes::learner(length));
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let balanced = config.parts.experts.as_ref().filter(|experts| experts.balance > 0.0);
@@ -119,17 +119,17 @@ pub fn learner_graph(
     };
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
-    model.g.loss(loss, Reduction::Mean);
+    model.g.loss(loss, LossReduction::Mean);
     model.g
 }
 
 /// A model that is being declared.
 struct Declaration {
     config: Config,
-    g: PipeBuilder<ShardedVarBuilder>,
+    g: PipeBuilder<MeshVarBuilder>,
     /// The table, if the output layer has it too.
     tied: Option<ValueId>,
-    between: Between,
+    between: BatchAxes,
     balance: Option<Balance>,
 }
 
@@ -145,10 +145,10 @@ struct Balance {
 }
 
 impl Declaration {
-    fn new(config: &Config, between: Between) -> Self {
+    fn new(config: &Config, between: BatchAxes) -> Self {
         let mut g = PipeBuilder::new();
         let sizes = config.clone();
-        let build = move |vb: &ShardedVarBuilder| Ok(table(&sizes, vb)?.weight().clone());
+        let build = move |vb: &MeshVarBuilder| Ok(table(&sizes, vb)?.weight().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
         Self { config: config.clone(), g, tied, between, balance: None }
     }
@@ -156,9 +156,9 @@ impl Declaration {
     /// From tokens to hidden states.
     fn embed(&mut self, tokens: ValueId) -> ValueId {
         let (config, is_tied, between) = (self.config.clone(), self.tied.is_some(), self.between);
-        let build = move |vb: &ShardedVarBuilder| {
+        let build = move |vb: &MeshVarBuilder| {
             let own = (!is_tied)
-                .then(|| FullyShard::new(vb, |vb| Table::new(config.vocab_size, config.hidden_size, vb)))
+                .then(|| FullyShard::new(vb, |vb| TokenTable::new(config.vocab_size, config.hidden_size, vb)))
                 .transpose()?;
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
@@ -177,13 +177,13 @@ impl Declaration {
     /// texts that they belong to.
     fn layers<F, R>(&mut self, mut h: ValueId, spans: Option<ValueId>, longest: usize, run: F) -> ValueId
     where
-        F: Fn(FullyShard<Arc<Layer>>, Angles, Option<usize>) -> R + Clone + Send + Sync + 'static,
-        R: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
+        F: Fn(FullyShard<Arc<DecoderLayer>>, Angles, Option<usize>) -> R + Clone + Send + Sync + 'static,
+        R: Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
             let (config, run, between) = (self.config.clone(), run.clone(), self.between);
-            let build = move |vb: &ShardedVarBuilder| {
-                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
+            let build = move |vb: &MeshVarBuilder| {
+                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::new(&config, i, vb)?)))?;
                 let angles = angles(&config, longest, between, vb)?;
                 Ok(hidden(vb, between, run(layer, angles, config.parts.window(i))))
             };
@@ -203,24 +203,24 @@ impl Declaration {
         for i in 0..self.config.num_hidden_layers {
             let (config, between, name) = (self.config.clone(), self.between, format!("model.layers.{i}"));
             let Some(experts) = self.config.parts.experts(i) else {
-                let build = move |vb: &ShardedVarBuilder| {
-                    let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::new(&config, i, vb)?)))?;
+                let build = move |vb: &MeshVarBuilder| {
+                    let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::new(&config, i, vb)?)))?;
                     Ok(hidden(vb, between, learned(layer, angles(&config, length, between, vb)?, recompute)))
                 };
                 h = self.g.module(&name, build, [h]);
                 continue;
             };
             let factor = experts.balance;
-            let build = move |vb: &ShardedVarBuilder| {
-                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(Layer::balanced(&config, i, vb)?)))?;
+            let build = move |vb: &MeshVarBuilder| {
+                let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::balanced(&config, i, vb)?)))?;
                 let (angles, mesh) = (angles(&config, length, between, vb)?, vb.mesh().clone());
                 Ok(stage_op(move |xs, _| {
                     let h = between.enter(&xs[0], &mesh)?;
                     let [h, mut sums] = layer.run(|layer| layer.with_sums(&h, &angles, recompute))?;
                     if let Some(before) = xs.get(1) {
-                        sums = Between::WHOLE.enter(before, &mesh)?.add(&sums)?;
+                        sums = BatchAxes::WHOLE.enter(before, &mesh)?.add(&sums)?;
                     }
-                    Ok(vec![between.leave(&h)?, Between::WHOLE.leave(&sums)?])
+                    Ok(vec![between.leave(&h)?, BatchAxes::WHOLE.leave(&sums)?])
                 }))
             };
             let before = self.balance.as_ref().map(|balance| balance.sums);
@@ -237,10 +237,10 @@ impl Declaration {
         &mut self,
         h: ValueId,
         spans: Option<ValueId>,
-        wanted: fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor>,
+        wanted: fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor>,
     ) -> ValueId {
         let (config, between) = (self.config.clone(), self.between);
-        let build = move |vb: &ShardedVarBuilder| {
+        let build = move |vb: &MeshVarBuilder| {
             let norm = Norm::new(config.hidden_size, &config, vb)?;
             Ok(hidden(vb, between, move |h, spans| norm.forward(&wanted(h, spans)?)))
         };
@@ -248,11 +248,12 @@ impl Declaration {
     }
 
     /// What `end` makes of hidden states, with a function that computes their logits in f32, and of `others`.
-    fn head(&mut self, h: ValueId, others: &[ValueId], end: End) -> ValueId {
-        let (config, is_tied, last, between) = (self.config.clone(), self.tied.is_some(), others.len(), self.between);
+    fn head(&mut self, h: ValueId, others: &[ValueId], end: OutputFn) -> ValueId {
+        let (config, is_tied, last, between) =
+            (self.config.clone(), self.tied.is_some(), others.len(), self.between);
         let balance = self.balance.clone();
         let sums = balance.as_ref().map(|balance| balance.sums);
-        let build = move |vb: &ShardedVarBuilder| {
+        let build = move |vb: &MeshVarBuilder| {
             let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
             let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
             let (config, vb, balance) = (config.clone(), vb.clone(), balance.clone());
@@ -267,8 +268,10 @@ impl Declaration {
                     Some(own) => own.run(end)?,
                     None => end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?,
                 };
-                if let Some(Balance { layers, factor, replicas, .. }) = balance.as_ref().filter(|_| ctx.training) {
-                    let sums = Between::WHOLE.enter(&xs[last + 1], vb.mesh())?;
+                if let Some(Balance { layers, factor, replicas, .. }) =
+                    balance.as_ref().filter(|_| ctx.training)
+                {
+                    let sums = BatchAxes::WHOLE.enter(&xs[last + 1], vb.mesh())?;
                     let rows = layers * others[0].elem_count();
                     let whole = Placements::from_elem(Replicate, sums.mesh().ndim());
                     let added = balance::loss(&sums, rows, *factor, replicas.as_ref())?;
@@ -283,13 +286,13 @@ impl Declaration {
 }
 
 /// What the last node makes of the output layer, hidden states and other inputs.
-type End = fn(&Head<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
+type OutputFn = fn(&LogitsFn<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<DTensor>;
 
 /// What computes the logits of hidden states.
-type Head<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
+type LogitsFn<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
 
 /// The angles of a layer for so many tokens, which lie as between nodes.
-fn angles(config: &Config, longest: usize, between: Between, vb: &ShardedVarBuilder) -> Result<Angles> {
+fn angles(config: &Config, longest: usize, between: BatchAxes, vb: &MeshVarBuilder) -> Result<Angles> {
     let angles = Angles::new(config, longest, vb)?;
     Ok(match between.order(vb.mesh())? {
         Some(order) => angles.in_order(order)?,
@@ -299,10 +302,10 @@ fn angles(config: &Config, longest: usize, between: Between, vb: &ShardedVarBuil
 
 /// A layer that learns.
 fn learned(
-    layer: FullyShard<Arc<Layer>>,
+    layer: FullyShard<Arc<DecoderLayer>>,
     angles: Angles,
     recompute: bool,
-) -> impl Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> {
+) -> impl Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> {
     // A unit around what is recomputed gathers once in the backward pass.
     move |h, _| {
         layer.run(|layer| match recompute {
@@ -316,14 +319,14 @@ fn learned(
 }
 
 /// The table of the input.
-fn table(config: &Config, vb: &ShardedVarBuilder) -> candle_shard::Result<Embedding> {
+fn table(config: &Config, vb: &MeshVarBuilder) -> candle_shard::Result<Embedding> {
     Embedding::new(config.vocab_size, config.hidden_size, 1.0, vb)
 }
 
 /// A node from hidden states, and perhaps the spans of texts, to hidden states.
-fn hidden<F>(vb: &ShardedVarBuilder, between: Between, f: F) -> impl StageOp + use<F>
+fn hidden<F>(vb: &MeshVarBuilder, between: BatchAxes, f: F) -> impl StageOp + use<F>
 where
-    F: Fn(&DTensor, &[Span]) -> candle_shard::Result<DTensor> + 'static,
+    F: Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> + 'static,
 {
     let mesh = vb.mesh().clone();
     stage_op(move |xs, _| {

@@ -23,7 +23,8 @@ impl TryFrom<DType> for DTypeName {
     /// The name of a dtype that models are computed in.
     fn try_from(dtype: DType) -> Result<Self, InputError> {
         let known = [Self::F32, Self::Bf16, Self::F16].into_iter().find(|name| DType::from(*name) == dtype);
-        known.ok_or_else(|| InputError(format!("models are not computed in {}: say --dtype.", dtype.as_str())))
+        known
+            .ok_or_else(|| InputError(format!("models are not computed in {}: say --dtype.", dtype.as_str())))
     }
 }
 
@@ -32,7 +33,9 @@ impl std::str::FromStr for DTypeName {
 
     fn from_str(name: &str) -> Result<Self, InputError> {
         let known = [Self::F32, Self::Bf16, Self::F16].into_iter().find(|dtype| dtype.to_string() == name);
-        known.ok_or_else(|| InputError(format!("there is no dtype {name:?} of models: give f32, bf16 or f16.")))
+        known.ok_or_else(|| {
+            InputError(format!("there is no dtype {name:?} of models: give f32, bf16 or f16."))
+        })
     }
 }
 

@@ -6,15 +6,15 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
-use candle_pipe::Layout;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_pipe::StageLayout;
+use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::{Plan, Shares};
 
 use crate::cache::Cache;
 use crate::files::Files;
 use crate::model::Decoder;
-use crate::staged::{StagedDecoder, Use};
-use crate::step::Step;
+use crate::staged::{DecoderPurpose, StagedDecoder};
+use crate::step::DecodeStep;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 
 /// How a model is held and cut.
@@ -23,7 +23,7 @@ pub struct ModelOptions {
     /// What parameters are held and computed in.
     pub dtype: DType,
     /// Which layers make a stage, if they are not to cost about equally much.
-    pub layout: Option<Layout>,
+    pub layout: Option<StageLayout>,
     /// Whether quantized weights are held as floats.
     pub dequantize: bool,
     /// What keys and values are kept in, if not in the dtype of the computation.
@@ -64,9 +64,9 @@ impl ModelOptions {
         plan: Plan,
         mesh: &DeviceMesh,
         device: &Device,
-    ) -> Result<ShardedVarBuilder> {
+    ) -> Result<MeshVarBuilder> {
         let plan = plan.with_shares(self.shares.clone());
-        let vb = ShardedVarBuilder::from_weights(files.weights(), 0, mesh, plan, self.dtype, device)?;
+        let vb = MeshVarBuilder::from_weights(files.weights(), 0, mesh, plan, self.dtype, device)?;
         Ok(if self.dequantize { vb.dequantized() } else { vb }.frozen())
     }
 
@@ -78,7 +78,7 @@ impl ModelOptions {
     }
 
     /// Returns the parameters that this rank holds as floats, and the bytes of all weights.
-    pub(crate) fn sizes(&self, vb: &ShardedVarBuilder) -> [usize; 2] {
+    pub(crate) fn sizes(&self, vb: &MeshVarBuilder) -> [usize; 2] {
         let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();
         [parameters, parameters * self.dtype.size_in_bytes() + vb.quantized_bytes()]
     }
@@ -103,7 +103,7 @@ pub enum Purpose {
 
 /// A rank's part of a model.
 pub struct Engine {
-    model: Model,
+    model: EngineModel,
     device: Device,
     /// All ranks, if some compute the same logits, each by itself.
     replicas: Option<ProcessGroup>,
@@ -115,7 +115,7 @@ pub struct Engine {
     pub bytes: usize,
 }
 
-enum Model {
+enum EngineModel {
     /// All layers on each rank, and the slots of texts.
     Whole(Arc<Decoder>, Vec<Cache>),
     /// Some of them.
@@ -127,7 +127,13 @@ impl Engine {
     ///
     /// # Errors
     /// If the stages do not divide the ranks, or there are more than the model can be cut into; those of the files.
-    pub fn new(ctx: &RankContext, stages: usize, files: &Files, held: &ModelOptions, purpose: Purpose) -> Result<Self> {
+    pub fn new(
+        ctx: &RankContext,
+        stages: usize,
+        files: &Files,
+        held: &ModelOptions,
+        purpose: Purpose,
+    ) -> Result<Self> {
         let mut config = files.config.clone();
         // The last stage reads the output layer by itself where files allow that.
         config.tie_word_embeddings &= stages == 1 || !files.has_head();
@@ -144,11 +150,16 @@ impl Engine {
         let began = Instant::now();
         let mesh = ctx.mesh(&[&[("pp", stages)], &sizes[..]].concat())?;
         let (plan, longest, used, slots) = match purpose {
-            Purpose::Write { slots, room } => {
-                (Decoder::plan(config, LAYER_AXIS), room, Use::Write { slots, cache: held.cache }, slots)
-            }
+            Purpose::Write { slots, room } => (
+                Decoder::plan(config, LAYER_AXIS),
+                room,
+                DecoderPurpose::Write { slots, cache: held.cache },
+                slots,
+            ),
             // No rank needs the logits of the whole vocabulary.
-            Purpose::Score { window } => (Decoder::training_plan(config, LAYER_AXIS), window, Use::Score, 0),
+            Purpose::Score { window } => {
+                (Decoder::training_plan(config, LAYER_AXIS), window, DecoderPurpose::Score, 0)
+            }
         };
         let device = ctx.device();
         let vb = held.builder(files, plan, &mesh.axes(&layer)?, device)?;
@@ -156,32 +167,53 @@ impl Engine {
             1 => {
                 let decoder = Decoder::new(config, longest, &vb)?;
                 let slots = (0..slots).map(|_| held.slot(&decoder, longest)).collect::<Result<_>>()?;
-                Model::Whole(Arc::new(decoder), slots)
+                EngineModel::Whole(Arc::new(decoder), slots)
             }
             _ => {
                 let layout = held.layout.as_ref();
-                Model::Staged(Box::new(StagedDecoder::new(config, (longest, used), layout, &mesh, &vb, ctx)?))
+                EngineModel::Staged(Box::new(StagedDecoder::new(
+                    config,
+                    (longest, used),
+                    layout,
+                    &mesh,
+                    &vb,
+                    ctx,
+                )?))
             }
         };
         let [parameters, bytes] = held.sizes(&vb);
         let replicas = (held.cp * held.ep > 1).then(|| ctx.group().clone());
-        Ok(Self { model, device: device.clone(), replicas, load: began.elapsed().as_secs_f64(), parameters, bytes })
+        Ok(Self {
+            model,
+            device: device.clone(),
+            replicas,
+            load: began.elapsed().as_secs_f64(),
+            parameters,
+            bytes,
+        })
     }
 
     /// A decoder that was read before, and the slots of texts; `replicas` are all ranks, if some compute the same logits.
     pub(crate) fn of(decoder: Arc<Decoder>, slots: Vec<Cache>, replicas: Option<ProcessGroup>) -> Self {
         let device = decoder.device().clone();
-        Self { model: Model::Whole(decoder, slots), device, replicas, load: 0.0, parameters: 0, bytes: 0 }
+        Self {
+            model: EngineModel::Whole(decoder, slots),
+            device,
+            replicas,
+            load: 0.0,
+            parameters: 0,
+            bytes: 0,
+        }
     }
 
     /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, with the same bits on all ranks.
     ///
     /// # Errors
     /// Those of the model.
-    pub fn step(&mut self, step: &Step) -> Result<Tensor> {
+    pub fn step(&mut self, step: &DecodeStep) -> Result<Tensor> {
         let logits = match &mut self.model {
-            Model::Whole(model, slots) => model.step(step, slots)?,
-            Model::Staged(model) => model.step(step)?,
+            EngineModel::Whole(model, slots) => model.step(step, slots)?,
+            EngineModel::Staged(model) => model.step(step)?,
         };
         // Unlike processors round unlike, and ranks that choose other tokens have other texts from then on.
         Ok(match &self.replicas {
@@ -197,8 +229,8 @@ impl Engine {
     pub fn loss(&self, tokens: &[u32], targets: &[u32]) -> Result<f64> {
         let row = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &self.device);
         Ok(match &self.model {
-            Model::Whole(model, _) => model.loss(&row(tokens)?, &row(targets)?)?,
-            Model::Staged(model) => model.loss(&row(tokens)?, &row(targets)?)?,
+            EngineModel::Whole(model, _) => model.loss(&row(tokens)?, &row(targets)?)?,
+            EngineModel::Staged(model) => model.loss(&row(tokens)?, &row(targets)?)?,
         })
     }
 }

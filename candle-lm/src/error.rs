@@ -31,7 +31,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl From<anyhow::Error> for Error {
     fn from(error: anyhow::Error) -> Self {
         // The causes are a part of the sentence.
-        if error.is::<InputError>() { Self::Input(InputError(format!("{error:#}"))) } else { Self::Failed(error) }
+        if error.is::<InputError>() {
+            Self::Input(InputError(format!("{error:#}")))
+        } else {
+            Self::Failed(error)
+        }
     }
 }
 
@@ -54,7 +58,7 @@ impl From<candle_shard::Error> for Error {
 }
 
 /// The outcome of a check of an input.
-pub(crate) type Checked<T = ()> = std::result::Result<T, InputError>;
+pub(crate) type InputResult<T = ()> = std::result::Result<T, InputError>;
 
 /// Fails with the formatted sentence unless the condition holds.
 macro_rules! require {

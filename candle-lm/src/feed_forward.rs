@@ -1,7 +1,7 @@
 //! The feed-forward network of a layer: one for all tokens, or experts of which each token uses some.
 
 use candle_nn::Activation;
-use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode};
 use candle_shard::{DTensor, Placements, Replicate, Result, Shard};
 
 use crate::config::Config;
@@ -30,7 +30,7 @@ const TOKENS: usize = 1;
 
 impl FeedForward {
     /// The network of this layer at the builder's path.
-    pub(crate) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, parts) = (config.hidden_size, &config.parts);
         if let Some(experts) = parts.experts(layer) {
             return Ok(Self::Experts(Box::new(MoE::new(options(hidden, experts, vb), vb)?)));
@@ -67,8 +67,9 @@ impl FeedForward {
 }
 
 /// The options of a layer of experts, which are distributed over one axis and cut over another, as far as the mesh has them.
-fn options(width: usize, experts: &Experts, vb: &ShardedVarBuilder) -> MoEConfig {
-    let options = MoEConfig::new(width, experts.hidden, experts.count, experts.chosen).normalize(experts.normalize);
+fn options(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> MoEConfig {
+    let options =
+        MoEConfig::new(width, experts.hidden, experts.count, experts.chosen).normalize(experts.normalize);
     let has = |axis| vb.mesh().axis_index(axis).is_ok();
     let options = if has(EXPERT_AXIS) { options.expert_axis(EXPERT_AXIS) } else { options };
     if has(LAYER_AXIS) { options.tensor_axis(LAYER_AXIS) } else { options }

@@ -84,7 +84,8 @@ impl Files {
         }
         if let Some(quantization) = &config.quantization {
             // The shapes of some weights are values of tensors.
-            let headers_suffice = ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
+            let headers_suffice =
+                ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
             if !has_values && !headers_suffice {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
                 return Ok(Self { config, ends, unmet, weights: Arc::new(weights), path });
@@ -131,7 +132,9 @@ impl Files {
         let mut stored: Option<DType> = None;
         for (name, _) in self.config.tensors() {
             let dtype = self.weights.dtype(&name)?;
-            if self.config.quantization.is_some() && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase() {
+            if self.config.quantization.is_some()
+                && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase()
+            {
                 continue;
             }
             stored = Some(match (dtype, stored) {
@@ -152,7 +155,10 @@ impl Files {
         let tokenizer = tokens::read(&self.path)?;
         // Some files have special tokens for other models of the family, which texts do not have.
         let added = tokenizer.get_added_tokens_decoder();
-        let ids = tokenizer.get_vocab(true).into_values().filter(|id| added.get(id).is_none_or(|token| !token.special));
+        let ids = tokenizer
+            .get_vocab(true)
+            .into_values()
+            .filter(|id| added.get(id).is_none_or(|token| !token.special));
         tokens::check(&[ids.max().unwrap_or(0)], self.config.vocab_size)?;
         Ok(tokenizer)
     }
@@ -167,7 +173,11 @@ impl Files {
 
     /// Returns the chat template of the model, if it has one.
     pub(crate) fn find_chat_template(&self) -> Result<Option<ChatTemplate>> {
-        if self.path.is_dir() { chat::in_folder(&self.path) } else { chat::in_metadata(&self.metadata()?, &self.path) }
+        if self.path.is_dir() {
+            chat::in_folder(&self.path)
+        } else {
+            chat::in_metadata(&self.metadata()?, &self.path)
+        }
     }
 
     /// Returns the special tokens by the names that templates have for them, for example `bos_token`.
@@ -232,7 +242,8 @@ impl Files {
 fn found_instead(folder: &Path) -> Option<String> {
     let names = fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let names: BTreeSet<String> = names.collect();
-    let first = |begin: &str, end: &str| names.iter().find(|name| name.starts_with(begin) && name.ends_with(end));
+    let first =
+        |begin: &str, end: &str| names.iter().find(|name| name.starts_with(begin) && name.ends_with(end));
     // Those of adapters and of the parts for images are no models.
     let is_model = |name: &&String| !name.starts_with("adapter_model") && !name.contains("mmproj");
     let has_weights = names
@@ -268,7 +279,13 @@ fn found_instead(folder: &Path) -> Option<String> {
 }
 
 /// Checks by the headers that a tensor is there, in the shape that the config says, and of floats, or of `dtype`.
-pub(crate) fn check(weights: &Weights, at: &Path, name: &str, want: &[usize], dtype: Option<DType>) -> Result<()> {
+pub(crate) fn check(
+    weights: &Weights,
+    at: &Path,
+    name: &str,
+    want: &[usize],
+    dtype: Option<DType>,
+) -> Result<()> {
     let (has, of) = (weights.shape(name)?, weights.dtype(name)?);
     ensure!(
         has == want && dtype.map_or(of.is_float(), |dtype| of == dtype),
@@ -281,14 +298,20 @@ pub(crate) fn check(weights: &Weights, at: &Path, name: &str, want: &[usize], dt
 }
 
 /// Checks that the files have no tensors but these: one that nobody reads would be a part of the model that is left out.
-fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(String, Vec<usize>)]) -> Result<()> {
+fn check_others(
+    weights: &Weights,
+    at: &Path,
+    config: &Config,
+    tensors: &[(String, Vec<usize>)],
+) -> Result<()> {
     let known: BTreeSet<&str> = tensors.iter().map(|(name, _)| name.as_str()).collect();
     let is_harmless = |name: &str| {
         HARMLESS.iter().any(|pattern| WildMatch::new(pattern).matches(name))
             || (config.tie_word_embeddings && name == HEAD)
             || gguf::rope::is_read(config, name)
     };
-    let others = weights.names().filter(|name| !known.contains(name) && !is_harmless(name)).collect::<Vec<_>>();
+    let others =
+        weights.names().filter(|name| !known.contains(name) && !is_harmless(name)).collect::<Vec<_>>();
     let Some((first, others)) = others.split_first() else { return Ok(()) };
     let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
     bail!(
@@ -301,7 +324,9 @@ fn check_others(weights: &Weights, at: &Path, config: &Config, tensors: &[(Strin
 fn without_zero_biases(weights: Weights, known: &BTreeSet<String>) -> Result<Weights> {
     let mut zeros = BTreeSet::new();
     for name in weights.names().filter(|name| !known.contains(*name)) {
-        let Some(layer) = name.strip_suffix(".bias").map(|module| format!("{module}.weight")) else { continue };
+        let Some(layer) = name.strip_suffix(".bias").map(|module| format!("{module}.weight")) else {
+            continue;
+        };
         let (&[size], true) = (weights.shape(name)?, weights.contains_tensor(&layer)) else { continue };
         let all = 0..size;
         let values = weights.read_block(name, std::slice::from_ref(&all), &Device::Cpu)?;

@@ -34,7 +34,10 @@ impl Task {
     pub fn check(&self, config: &Config) -> Result<()> {
         let (tokens, longest) = (self.prompt.len(), config.longest());
         ensure!(tokens > 0, "the prompt has no tokens; give some text to go on from");
-        ensure!(tokens < longest, "the prompt has {tokens} tokens, and the model takes {longest}; shorten it");
+        ensure!(
+            tokens < longest,
+            "the prompt has {tokens} tokens, and the model takes {longest}; shorten it"
+        );
         let room = self.cache_tokens.unwrap_or(usize::MAX);
         ensure!(tokens < room, "the prompt has {tokens} tokens, and --cache-tokens is {room}; give more");
         tokens::check(&self.prompt, config.vocab_size)

@@ -2,22 +2,22 @@
 
 use std::sync::Arc;
 
-use candle_shard::nn::{self, ShardedVarBuilder};
+use candle_shard::nn::{self, MeshVarBuilder};
 use candle_shard::{Attention, DTensor, Error, Placements, Result, Shard};
 
 use crate::TOKEN_AXIS;
-use crate::balance::Router;
-use crate::cache::{self, CutTurn, Seen, Texts, Turn};
+use crate::balance::DecoderRouter;
+use crate::cache::{self, CutTurn, LayerTokens, Texts, VisibleKv};
 use crate::config::Config;
 use crate::config::parts::{Parts, QkNorm};
 use crate::feed_forward::FeedForward;
 use crate::norm::Norm;
 use crate::projection::{Projection, Qkv};
-use crate::rope::{Angles, Place};
+use crate::rope::{Angles, TokenPositions};
 
 /// Attention with grouped heads, and a gated feed-forward network.
 #[derive(Debug)]
-pub(crate) struct Layer {
+pub(crate) struct DecoderLayer {
     /// Before and after attention, before and after the feed-forward layer.
     norms: [Option<Norm>; 4],
     qkv: Qkv,
@@ -26,16 +26,16 @@ pub(crate) struct Layer {
     o_proj: Projection,
     feed_forward: FeedForward,
     /// The router of the experts, in a model that learns their balance.
-    router: Option<Router>,
+    router: Option<DecoderRouter>,
     scale: f64,
     window: Option<usize>,
     is_rotary: bool,
     parts: Parts,
 }
 
-impl Layer {
+impl DecoderLayer {
     /// The layer of this number at the builder's path.
-    pub(crate) fn new(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
         let attention = vb.pp("self_attn");
         let [a, b, c, d] = parts.norms.names();
@@ -64,20 +64,30 @@ impl Layer {
     }
 
     /// The layer of this number, which learns the balance of its experts.
-    pub(crate) fn balanced(config: &Config, layer: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn balanced(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let made = Self::new(config, layer, vb)?;
-        let router = |experts| Router::new(config.hidden_size, experts, &vb.pp("mlp"));
+        let router = |experts| DecoderRouter::new(config.hidden_size, experts, &vb.pp("mlp"));
         Ok(Self { router: config.parts.experts(layer).map(router).transpose()?, ..made })
     }
 
     /// The states `[batch, tokens, hidden]` after this layer. With `turns`, the tokens of the one row belong to several
     /// texts, one behind another, and follow those that each has in the cache.
-    pub(crate) fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
+    pub(crate) fn forward(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+    ) -> Result<DTensor> {
         self.fed(&self.mixed(x, angles, turns)?)
     }
 
     /// The states after this layer, and the sums of its router; with `recompute`, nothing between is kept for the backward pass.
-    pub(crate) fn with_sums(self: &Arc<Self>, x: &DTensor, angles: &Angles, recompute: bool) -> Result<[DTensor; 2]> {
+    pub(crate) fn with_sums(
+        self: &Arc<Self>,
+        x: &DTensor,
+        angles: &Angles,
+        recompute: bool,
+    ) -> Result<[DTensor; 2]> {
         let run = |part: fn(&Self, &DTensor, &Angles) -> Result<DTensor>, x: &DTensor| match recompute {
             true => {
                 let (layer, angles) = (self.clone(), angles.clone());
@@ -90,7 +100,7 @@ impl Layer {
     }
 
     /// The states after attention.
-    fn mixed(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
+    fn mixed(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
         let [before, after, ..] = &self.norms;
         self.add(x, &through(after, &self.attention(&through(before, x)?, angles, turns)?)?)
     }
@@ -103,8 +113,10 @@ impl Layer {
 
     /// The sums of the router, of the states after attention.
     fn sums(&self, x: &DTensor) -> Result<DTensor> {
-        let router =
-            self.router.as_ref().ok_or_else(|| Error::Layout("a layer without experts has no balance".into()))?;
+        let router = self
+            .router
+            .as_ref()
+            .ok_or_else(|| Error::Layout("a layer without experts has no balance".into()))?;
         let [.., before, _] = &self.norms;
         router.sums(&through(before, x)?)
     }
@@ -116,7 +128,12 @@ impl Layer {
         }
     }
 
-    fn attention(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<Turn<'_>>>) -> Result<DTensor> {
+    fn attention(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+    ) -> Result<DTensor> {
         let [mut q, mut k, v] = self.qkv.forward(x)?;
         if let Some([of_queries, of_keys]) = &self.head_norms {
             (q, k) = match self.parts.qk_norm {
@@ -133,7 +150,8 @@ impl Layer {
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
         if self.is_rotary {
-            let places: Vec<Place> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
+            let places: Vec<TokenPositions> =
+                turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
             (q, k) = self.turned([&q, &k], angles, &places)?;
         }
         let mixed = match cache::texts(turns) {
@@ -147,7 +165,12 @@ impl Layer {
         Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window)
     }
 
-    fn turned(&self, [q, k]: [&DTensor; 2], angles: &Angles, places: &[Place]) -> Result<(DTensor, DTensor)> {
+    fn turned(
+        &self,
+        [q, k]: [&DTensor; 2],
+        angles: &Angles,
+        places: &[TokenPositions],
+    ) -> Result<(DTensor, DTensor)> {
         let is_local = self.window.is_some();
         Ok((angles.turn(q, places, is_local)?, angles.turn(k, places, is_local)?))
     }
@@ -159,7 +182,7 @@ impl Layer {
             let part = |x: &DTensor| x.narrow(2, start, tokens)?.transpose(1, 2);
             let [q, k, v] = [part(q)?, part(k)?, part(v)?];
             start += tokens;
-            let Seen { keys, values, order } = past.extend([&k, &v])?;
+            let VisibleKv { keys, values, order } = past.extend([&k, &v])?;
             // Each rank computes some of several queries; one query meets the keys of each rank where they are.
             let whole: Placements = q.placements().into();
             let mut parts = whole.clone();

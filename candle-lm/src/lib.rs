@@ -39,6 +39,8 @@ pub mod train;
 mod writing;
 
 pub use agree::agreed;
+pub use chat::ChatMessage;
+#[allow(deprecated)]
 pub use chat::Message;
 pub use error::{Error, InputError, Result};
 pub use generate::Stop;

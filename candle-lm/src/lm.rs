@@ -11,7 +11,7 @@ use candle_dist::{DeviceMesh, ProcessGroup};
 use tokenizers::Tokenizer;
 
 use crate::agree::agreed;
-use crate::chat::{self, Message};
+use crate::chat::{self, ChatMessage};
 use crate::config::Config;
 use crate::engine::{Engine, ModelOptions};
 use crate::error::{InputError, Result};
@@ -106,17 +106,20 @@ impl LmOptions {
     /// [`Error::Failed`](crate::Error::Failed) if its files cannot be read or run; they are named.
     pub fn open(&self, model: impl AsRef<Path>, mesh: &DeviceMesh) -> Result<Lm> {
         if mesh.axis_index(LAYER_AXIS).is_err() {
-            return Err(
-                InputError(format!("the mesh has no axis {LAYER_AXIS:?}: give it one, perhaps of one rank")).into()
-            );
+            return Err(InputError(format!(
+                "the mesh has no axis {LAYER_AXIS:?}: give it one, perhaps of one rank"
+            ))
+            .into());
         }
         let is_cut = |axis: &&str| mesh.size_of(*axis).is_ok_and(|ranks| ranks > 1);
-        let is_used = |axis: &&str| *axis == LAYER_AXIS || [TOKEN_AXIS, EXPERT_AXIS].contains(axis) && is_cut(axis);
+        let is_used =
+            |axis: &&str| *axis == LAYER_AXIS || [TOKEN_AXIS, EXPERT_AXIS].contains(axis) && is_cut(axis);
         let axes: Vec<&str> = mesh.names().iter().map(String::as_str).filter(is_used).collect();
         let path = self.path(model.as_ref(), mesh)?;
         let mesh = mesh.axes(&axes)?;
         let size = |axis: &str| mesh.size_of(axis).unwrap_or(1);
-        let opened = Files::open_without(&path, &self.ignored).and_then(|files| Ok((files.tokenizer()?, files)));
+        let opened =
+            Files::open_without(&path, &self.ignored).and_then(|files| Ok((files.tokenizer()?, files)));
         let (tokenizer, files) = agreed(mesh.group()?, opened)?;
         let (ep, Config { family, parts, .. }) = (size(EXPERT_AXIS), &files.config);
         if ep > 1 && parts.experts.is_none() {
@@ -150,7 +153,9 @@ impl LmOptions {
         match is_there.iter().position(|text| text == "no") {
             None => return Ok(model.to_owned()),
             Some(lacks) if is_there.iter().any(|text| text == "yes") => {
-                return Err(InputError(format!("{shown} is not there for rank {lacks}, and is for others")).into());
+                return Err(
+                    InputError(format!("{shown} is not there for rank {lacks}, and is for others")).into()
+                );
             }
             Some(_) => {}
         }
@@ -191,7 +196,12 @@ pub struct Generation {
 impl Default for Generation {
     /// Up to 100 tokens, each the most likely one.
     fn default() -> Self {
-        Self { max_tokens: 100, sampling: Sampling::default(), stop: Vec::new(), chat_variables: BTreeMap::new() }
+        Self {
+            max_tokens: 100,
+            sampling: Sampling::default(),
+            stop: Vec::new(),
+            chat_variables: BTreeMap::new(),
+        }
     }
 }
 
@@ -263,7 +273,7 @@ impl Lm {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) if the template refuses the conversation, or it is longer than the model takes;
     /// [`Error::Failed`](crate::Error::Failed) if the model has no template.
-    pub fn chat(&self, messages: &[Message], options: &Generation) -> Result<Pieces<'_>> {
+    pub fn chat(&self, messages: &[ChatMessage], options: &Generation) -> Result<Pieces<'_>> {
         let group = self.mesh.group()?;
         let template = || {
             let mut template = self.files.chat_template()?;
@@ -292,7 +302,8 @@ impl Lm {
         tokens::check(&ids, self.config().vocab_size)?;
         if ids.len() < 2 {
             let count = ids.len();
-            let sentence = format!("the text has {count} tokens, and the first is not scored; give a longer one");
+            let sentence =
+                format!("the text has {count} tokens, and the first is not scored; give a longer one");
             return Err(InputError(sentence).into());
         }
         let size = windows::WINDOW.min(self.longest).max(2);
@@ -318,7 +329,8 @@ impl Lm {
         task.check(config).map_err(refusal)?;
         let (count, longest) = (task.prompt.len(), self.longest);
         if count >= longest {
-            let sentence = format!("the prompt has {count} tokens, and the model is opened for {longest}; shorten it");
+            let sentence =
+                format!("the prompt has {count} tokens, and the model is opened for {longest}; shorten it");
             return Err(InputError(sentence).into());
         }
         let room = task.room(config).min(longest);
@@ -338,7 +350,10 @@ impl Lm {
 
 impl fmt::Debug for Lm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lm").field("family", &self.config().family).field("held", &self.held).finish_non_exhaustive()
+        f.debug_struct("Lm")
+            .field("family", &self.config().family)
+            .field("held", &self.held)
+            .finish_non_exhaustive()
     }
 }
 

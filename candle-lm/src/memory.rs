@@ -53,14 +53,16 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
     let config = &files.config;
     let Heads { query, key_value, .. } = config.heads();
     let [queries, keys] = [query, key_value].map(|heads| chunk_sizes(heads, tp));
-    let shares_keys =
-        key_value < tp && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
+    let shares_keys = key_value < tp
+        && queries.iter().zip(&keys).any(|(queries, keys)| *queries != keys * (query / key_value));
     let mut all = 0usize;
     for (name, shape) in config.tensors() {
         let blocks = held_blocks(files, held, tp, &name)?;
         let count = shape.iter().copied().fold(1, usize::saturating_mul);
         let bytes = match blocks {
-            Some(blocks) if shape.len() >= 2 => (count / blocks.block_size()).saturating_mul(blocks.type_size()),
+            Some(blocks) if shape.len() >= 2 => {
+                (count / blocks.block_size()).saturating_mul(blocks.type_size())
+            }
             _ => count.saturating_mul(held.dtype.size_in_bytes()),
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
@@ -88,7 +90,10 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
         Ok(blocks.filter(|_| !held.dequantize))
     };
     let all = |names: [String; 3]| -> Result<bool> {
-        names.iter().map(|name| Ok(block(name)?.is_some())).try_fold(true, |all, one: Result<bool>| Ok(all && one?))
+        names
+            .iter()
+            .map(|name| Ok(block(name)?.is_some()))
+            .try_fold(true, |all, one: Result<bool>| Ok(all && one?))
     };
     let Some(own) = block(name)? else { return Ok(None) };
     let attention = |name: &str| -> Option<[String; 3]> {

@@ -2,24 +2,26 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
-use candle_shard::{CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard};
+use candle_shard::{
+    CrossEntropy, DTensor, Error, Placement, Placements, Reduction, Replicate, Result, Shard,
+};
 
 use crate::TOKEN_AXIS;
 use crate::cache::{self, Cache};
 use crate::config::Config;
-use crate::layer::Layer;
+use crate::layer::DecoderLayer;
 use crate::norm::Norm;
-use crate::projection::{Projection, Table};
+use crate::projection::{Projection, TokenTable};
 use crate::rope::Angles;
-use crate::step::{Span, Step, last_rows};
+use crate::step::{DecodeStep, SlotTokens, last_rows};
 
 /// A decoder of any family.
 #[derive(Debug)]
 pub struct Decoder {
-    embed_tokens: Table,
-    layers: Vec<Layer>,
+    embed_tokens: TokenTable,
+    layers: Vec<DecoderLayer>,
     norm: Norm,
     lm_head: Projection,
     angles: Angles,
@@ -29,7 +31,7 @@ pub struct Decoder {
 
 /// How a module is cut.
 #[derive(Clone, Copy)]
-enum Cut {
+enum WeightCut {
     /// By outputs.
     Columns,
     /// By inputs, and the results are summed.
@@ -39,14 +41,14 @@ enum Cut {
 }
 
 /// The modules that are cut.
-const PLAN: [(&str, Cut); 7] = [
-    ("model.embed_tokens", Cut::Rows),
-    ("model.layers.*.self_attn", Cut::Columns),
-    ("model.layers.*.self_attn.o_proj", Cut::Rows),
-    ("model.layers.*.mlp.gate_proj", Cut::Columns),
-    ("model.layers.*.mlp.up_proj", Cut::Columns),
-    ("model.layers.*.mlp.down_proj", Cut::Rows),
-    ("lm_head", Cut::Joined),
+const PLAN: [(&str, WeightCut); 7] = [
+    ("model.embed_tokens", WeightCut::Rows),
+    ("model.layers.*.self_attn", WeightCut::Columns),
+    ("model.layers.*.self_attn.o_proj", WeightCut::Rows),
+    ("model.layers.*.mlp.gate_proj", WeightCut::Columns),
+    ("model.layers.*.mlp.up_proj", WeightCut::Columns),
+    ("model.layers.*.mlp.down_proj", WeightCut::Rows),
+    ("lm_head", WeightCut::Joined),
 ];
 
 impl Decoder {
@@ -55,10 +57,10 @@ impl Decoder {
     ///
     /// # Errors
     /// Those of the builder.
-    pub fn new(config: &Config, longest: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(config: &Config, longest: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let model = vb.pp("model");
-        let embed_tokens = Table::new(config.vocab_size, config.hidden_size, &model.pp("embed_tokens"))?;
-        let layer = |i: usize| Layer::new(config, i, &model.pp("layers").pp(i));
+        let embed_tokens = TokenTable::new(config.vocab_size, config.hidden_size, &model.pp("embed_tokens"))?;
+        let layer = |i: usize| DecoderLayer::new(config, i, &model.pp("layers").pp(i));
         let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
         let norm = Norm::new(config.hidden_size, config, &model.pp("norm"))?;
         let lm_head = match config.tie_word_embeddings {
@@ -73,11 +75,14 @@ impl Decoder {
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
         let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
-        PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(Plan::new(axis), |plan, (module, cut)| match cut {
-            Cut::Columns => plan.with(module, ColwiseParallel::default()),
-            Cut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
-            Cut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
-        })
+        PLAN.into_iter().filter(|(module, _)| is_there(module)).fold(
+            Plan::new(axis),
+            |plan, (module, cut)| match cut {
+                WeightCut::Columns => plan.with(module, ColwiseParallel::default()),
+                WeightCut::Rows => plan.with(module, RowwiseParallel::default().output(Replicate)),
+                WeightCut::Joined => plan.with(module, ColwiseParallel::default().output(Replicate)),
+            },
+        )
     }
 
     /// The same [plan](Self::plan) for training, in which no rank has the logits of the whole vocabulary.
@@ -118,7 +123,7 @@ impl Decoder {
     ///
     /// # Errors
     /// If a slot has no room for the tokens, or a text has none.
-    pub fn step(&self, step: &Step, slots: &mut [Cache]) -> Result<Tensor> {
+    pub fn step(&self, step: &DecodeStep, slots: &mut [Cache]) -> Result<Tensor> {
         let tokens = self.everywhere(&step.tokens(self.device())?)?;
         let h = self.hidden(&tokens, Some((slots, step.spans())))?;
         Ok(self.logits(&last_rows(&h, step.spans())?)?.squeeze(0)?)
@@ -158,12 +163,12 @@ impl Decoder {
     /// The hidden states of tokens behind those in a cache.
     fn after(&self, tokens: &Tensor, cache: &mut Cache) -> Result<DTensor> {
         let count = tokens.dims().get(1).copied().unwrap_or(0);
-        let span = Span { slot: 0, tokens: count, is_first: false };
+        let span = SlotTokens { slot: 0, tokens: count, is_first: false };
         self.hidden(&self.everywhere(tokens)?, Some((std::slice::from_mut(cache), &[span])))
     }
 
     /// The hidden states of tokens, which are those of texts in slots of the cache, if there is one.
-    fn hidden(&self, tokens: &DTensor, mut texts: Option<(&mut [Cache], &[Span])>) -> Result<DTensor> {
+    fn hidden(&self, tokens: &DTensor, mut texts: Option<(&mut [Cache], &[SlotTokens])>) -> Result<DTensor> {
         if let Some((slots, spans)) = &mut texts {
             cache::begin(slots, spans)?;
         }
@@ -199,10 +204,16 @@ const CHUNK: usize = 128;
 
 /// The sum of the losses of `targets` `[1, last]` that follow the last rows of `h` `[1, tokens, hidden]`, a scalar; `head`
 /// makes logits of rows, in f32.
-pub(crate) fn losses(h: &DTensor, targets: &DTensor, head: impl Fn(&DTensor) -> Result<DTensor>) -> Result<DTensor> {
+pub(crate) fn losses(
+    h: &DTensor,
+    targets: &DTensor,
+    head: impl Fn(&DTensor) -> Result<DTensor>,
+) -> Result<DTensor> {
     let (tokens, last) = (h.dims()[1], targets.dims()[1]);
     let Some(first) = tokens.checked_sub(last) else {
-        return Err(Error::Layout(format!("{last} targets of {tokens} tokens: expected no more targets than tokens")));
+        return Err(Error::Layout(format!(
+            "{last} targets of {tokens} tokens: expected no more targets than tokens"
+        )));
     };
     let loss = CrossEntropy { reduction: Reduction::Sum, ..CrossEntropy::default() };
     let mut sum: Option<DTensor> = None;

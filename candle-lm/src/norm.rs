@@ -1,7 +1,7 @@
 //! Norms of hidden states, and of queries and keys.
 
 use candle_core::Device;
-use candle_shard::nn::{Init, ShardedVarBuilder};
+use candle_shard::nn::{Init, MeshVarBuilder};
 use candle_shard::{DTensor, Replicate, Result};
 
 use crate::config::Config;
@@ -16,7 +16,7 @@ pub(crate) struct Norm {
 
 impl Norm {
     /// The norm at the builder's path for rows of `width`.
-    pub(crate) fn new(width: usize, config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, config: &Config, vb: &MeshVarBuilder) -> Result<Self> {
         let adds_one = config.parts.norms_add_one;
         let init = Init::Const(if adds_one { 0.0 } else { 1.0 });
         let weight = vb.get(width, "weight", init, Replicate, false)?;

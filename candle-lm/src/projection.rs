@@ -1,7 +1,8 @@
 //! Layers whose weights are floats, or stay quantized as files store them.
 
 use candle_shard::nn::{
-    Embedding, FusedQkv, Heads, Linear, QuantizedEmbedding, QuantizedLinear, QuantizedQkv, ShardedVarBuilder, Width,
+    Embedding, FusedQkv, Heads, Linear, MeshVarBuilder, QuantizedEmbedding, QuantizedLinear, QuantizedQkv,
+    Width,
 };
 use candle_shard::parallel::LayerKind;
 use candle_shard::{DTensor, Result, Shard};
@@ -19,7 +20,7 @@ impl Projection {
         input: impl Into<Width>,
         output: impl Into<Width>,
         bias: bool,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (input, output) = (input.into(), output.into());
         let is_cut = matches!(vb.style().layout(LayerKind::Linear)?.weight, Shard(1));
@@ -40,14 +41,16 @@ impl Projection {
     /// The outputs of two layers that are cut alike for one input.
     pub(crate) fn forward_both(&self, other: &Self, x: &DTensor) -> Result<[DTensor; 2]> {
         match (self, other) {
-            (Self::Quantized(first), Self::Quantized(second)) => QuantizedLinear::forward_all([first, second], x),
+            (Self::Quantized(first), Self::Quantized(second)) => {
+                QuantizedLinear::forward_all([first, second], x)
+            }
             _ => Ok([self.forward(x)?, other.forward(x)?]),
         }
     }
 }
 
 /// The columns between which the weight of a layer may be cut.
-pub(crate) fn granule(vb: &ShardedVarBuilder) -> usize {
+pub(crate) fn granule(vb: &MeshVarBuilder) -> usize {
     vb.quantized_block("weight").unwrap_or(1)
 }
 
@@ -67,7 +70,7 @@ const NAMES: [&str; 3] = ["q_proj", "k_proj", "v_proj"];
 
 impl Qkv {
     /// The layer at the builder's path, whose heads are cut where the output projection can be.
-    pub(crate) fn new(hidden: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(hidden: usize, heads: Heads, bias: bool, vb: &MeshVarBuilder) -> Result<Self> {
         let is_quantized = NAMES.iter().all(|name| vb.pp(name).quantized_block("weight").is_some());
         Ok(match is_quantized {
             true => {
@@ -96,14 +99,14 @@ impl Qkv {
 
 /// The table of tokens.
 #[derive(Debug)]
-pub(crate) enum Table {
+pub(crate) enum TokenTable {
     Dense(Embedding),
     Quantized(QuantizedEmbedding),
 }
 
-impl Table {
+impl TokenTable {
     /// The table at the builder's path.
-    pub(crate) fn new(rows: usize, width: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(rows: usize, width: usize, vb: &MeshVarBuilder) -> Result<Self> {
         Ok(match vb.quantized_block("weight") {
             Some(_) => Self::Quantized(QuantizedEmbedding::new(rows, width, vb)?),
             None => Self::Dense(Embedding::new(rows, width, 1.0, vb)?),
@@ -118,7 +121,7 @@ impl Table {
     }
 
     /// The output layer that shares the table.
-    pub(crate) fn tied(&self, vb: &ShardedVarBuilder) -> Result<Projection> {
+    pub(crate) fn tied(&self, vb: &MeshVarBuilder) -> Result<Projection> {
         Ok(match self {
             Self::Dense(table) => Projection::Dense(Linear::tied(table.weight(), vb)?),
             Self::Quantized(table) => Projection::Quantized(QuantizedLinear::tied(table, vb)?),

@@ -45,9 +45,14 @@ pub fn config() -> Config {
 pub fn mixture() -> Config {
     let mixture = config();
     let (count, chosen, hidden) = (8, 2, mixture.intermediate_size);
-    let experts = Experts { count, chosen, hidden, normalize: true, layers: Vec::new(), balance: 0.0, names: &MIXTRAL };
+    let experts =
+        Experts { count, chosen, hidden, normalize: true, layers: Vec::new(), balance: 0.0, names: &MIXTRAL };
     let windows = vec![None; mixture.num_hidden_layers];
-    Config { parts: Parts { experts: Some(experts), windows, ..Parts::default() }, family: "mixtral", ..mixture }
+    Config {
+        parts: Parts { experts: Some(experts), windows, ..Parts::default() },
+        family: "mixtral",
+        ..mixture
+    }
 }
 
 /// Writes a model of random parameters into `folder`: config, weights, and a tokenizer of bytes. It is a Llama, or a Mixtral
@@ -112,7 +117,13 @@ pub fn write_like(folder: &Path, like: &Path, ignored: &[String], seed: u64, dty
 }
 
 /// Writes random weights; `deviation` is that of matrices with so many columns.
-fn weights(folder: &Path, config: &Config, seed: u64, dtype: DType, deviation: impl Fn(usize) -> f64) -> Result<()> {
+fn weights(
+    folder: &Path,
+    config: &Config,
+    seed: u64,
+    dtype: DType,
+    deviation: impl Fn(usize) -> f64,
+) -> Result<()> {
     let mut tensors = HashMap::new();
     for (name, shape) in config.stored() {
         let tensor = match shape[..] {

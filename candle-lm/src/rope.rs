@@ -6,21 +6,21 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::kernels::RopePairs;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use candle_shard::{DTensor, Error, Placements, Replicate, Result, TokenOrder};
 use parking_lot::Mutex;
 
 use crate::config::{Config, RopeScaling};
 
 /// Where tokens of a text are in it: the first position, and how many they are.
-pub(crate) type Place = [usize; 2];
+pub(crate) type TokenPositions = [usize; 2];
 
 /// The cosines and sines of positions, which every rank has.
 #[derive(Clone, Debug)]
 pub(crate) struct Angles {
-    all: Turns,
+    all: RopeTables,
     /// Those of layers with a window, if they are others.
-    local: Option<Turns>,
+    local: Option<RopeTables>,
     pairs: RopePairs,
     /// The elements of a head that are turned: the first ones.
     width: usize,
@@ -29,11 +29,11 @@ pub(crate) struct Angles {
 
 impl Angles {
     /// Those of so many positions.
-    pub(crate) fn new(config: &Config, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &Config, positions: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let width = config.rotary_width();
         let turns = |theta, scaling: Option<&RopeScaling>| {
             let frequencies = Frequencies { theta, scaling: scaling.cloned(), width };
-            Turns::new(frequencies, positions, vb)
+            RopeTables::new(frequencies, positions, vb)
         };
         let local = config.parts.local_rope.as_ref().map(|(theta, scaling)| turns(*theta, scaling.as_ref()));
         let all = turns(config.rope_theta, config.rope_scaling.as_ref())?;
@@ -65,7 +65,7 @@ impl Angles {
     ///
     /// # Errors
     /// If a text becomes so long that the positions before its tokens would be turned otherwise.
-    pub(crate) fn turn(&self, x: &DTensor, texts: &[Place], is_local: bool) -> Result<DTensor> {
+    pub(crate) fn turn(&self, x: &DTensor, texts: &[TokenPositions], is_local: bool) -> Result<DTensor> {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
         let [cos, sin] = turns.of_texts(texts)?;
         let dim = x.dims()[3];
@@ -78,16 +78,16 @@ impl Angles {
 }
 
 /// The places of the tokens of a step, and the rows of the tables that they take.
-type Step = (Vec<Place>, Option<[DTensor; 2]>);
+type RopeStep = (Vec<TokenPositions>, Option<[DTensor; 2]>);
 
 /// The tables of one kind of layers.
 #[derive(Clone, Debug)]
-struct Turns {
+struct RopeTables {
     frequencies: Frequencies,
     /// The tables of the last length, and what of the length they depend on.
     tables: Arc<Mutex<(usize, [Tensor; 2])>>,
     /// The rows of the tokens of the last step, which all layers turn alike.
-    rows: Arc<Mutex<Step>>,
+    rows: Arc<Mutex<RopeStep>>,
     positions: usize,
     /// The order of the rows of the tables, if it is not that of the positions.
     order: Option<TokenOrder>,
@@ -96,8 +96,8 @@ struct Turns {
     device: Device,
 }
 
-impl Turns {
-    fn new(frequencies: Frequencies, positions: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+impl RopeTables {
+    fn new(frequencies: Frequencies, positions: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (mesh, dtype, device) = (vb.mesh(), vb.dtype(), vb.device());
         let key = frequencies.key(1);
         let tables = tables(&frequencies, key, (positions, None), dtype, device)?;
@@ -122,14 +122,14 @@ impl Turns {
     }
 
     /// The rows `[tokens, pairs]` of the tokens of texts, one text behind another.
-    fn of_texts(&self, texts: &[Place]) -> Result<[DTensor; 2]> {
+    fn of_texts(&self, texts: &[TokenPositions]) -> Result<[DTensor; 2]> {
         let mut held = self.rows.lock();
         if let (places, Some(rows)) = &*held
             && places == texts
         {
             return Ok(rows.clone());
         }
-        let of_text = |&[start, tokens]: &Place| {
+        let of_text = |&[start, tokens]: &TokenPositions| {
             let [cos, sin] = self.tables(start, start + tokens)?;
             Ok([cos.narrow(0, start, tokens)?, sin.narrow(0, start, tokens)?])
         };
@@ -214,10 +214,13 @@ impl Frequencies {
         let width = *width as f64;
         let of_base = |base: f64| (0..self.width / 2).map(move |i| base.powf(-(2.0 * i as f64) / width));
         let plain = || of_base(*theta);
-        let divided = |factors: &[f64]| plain().zip(factors).map(|(frequency, factor)| frequency / factor).collect();
+        let divided =
+            |factors: &[f64]| plain().zip(factors).map(|(frequency, factor)| frequency / factor).collect();
         match scaling {
             None => (plain().collect(), 1.0),
-            Some(RopeScaling::Linear { factor }) => (plain().map(|frequency| frequency / factor).collect(), 1.0),
+            Some(RopeScaling::Linear { factor }) => {
+                (plain().map(|frequency| frequency / factor).collect(), 1.0)
+            }
             Some(RopeScaling::Factors(factors)) => (divided(factors), 1.0),
             Some(RopeScaling::Longrope { short_factor, long_factor, attention_factor, .. }) => {
                 (divided(if key == 0 { short_factor } else { long_factor }), *attention_factor)
@@ -235,7 +238,8 @@ impl Frequencies {
                 // How often the pair turns in the learned context: rare turns are stretched, frequent ones are not.
                 let scaled = |frequency: f64| {
                     let turns = *learned as f64 * frequency / (2.0 * PI);
-                    let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    let kept =
+                        ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                     frequency * (kept + (1.0 - kept) / factor)
                 };
                 (plain().map(scaled).collect(), 1.0)
@@ -249,7 +253,8 @@ impl Frequencies {
                 original_max_position_embeddings: learned,
             }) => {
                 // The pair that turns so often in the learned context, as a fraction between pairs.
-                let pair = |turns: f64| width * (*learned as f64 / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
+                let pair =
+                    |turns: f64| width * (*learned as f64 / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
                 let (low, high) = (pair(*beta_fast), pair(*beta_slow));
                 let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
                 let (low, high) = (low.max(0.0), high.min(width - 1.0));

@@ -79,7 +79,10 @@ impl Sampler {
         }
         let best = logits.iter().position(|logit| *logit == most).filter(|_| most.is_finite());
         let Some(best) = best else {
-            bail!("none of the {} logits is finite; check the weights, or compute in a wider --dtype", logits.len());
+            bail!(
+                "none of the {} logits is finite; check the weights, or compute in a wider --dtype",
+                logits.len()
+            );
         };
         if self.sampling.temperature <= 0.0 {
             return Ok(best as u32);
@@ -183,7 +186,8 @@ mod tests {
         for temperature in [0.0, 1.0] {
             for (logits, want) in &cases {
                 let logits = Tensor::new(logits, &Device::Cpu).unwrap();
-                let mut sampler = Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1, ..Sampling::default() });
+                let mut sampler =
+                    Sampler::new(Sampling { temperature, top_p: 0.9, seed: 1, ..Sampling::default() });
                 let said = sampler.next(&logits).unwrap_err().to_string();
                 assert!(said.contains(want), "{said}");
             }
@@ -235,7 +239,8 @@ mod tests {
 
     #[test]
     fn tokens_come_as_often_as_they_are_likely() {
-        let share = |tokens: &[u32], of: u32| tokens.iter().filter(|&&token| token == of).count() as f64 / 2000.0;
+        let share =
+            |tokens: &[u32], of: u32| tokens.iter().filter(|&&token| token == of).count() as f64 / 2000.0;
         let all = drawn(1.0, 1.0);
         for (token, probability) in [(0, 0.090), (1, 0.665), (2, 0.245), (3, 0.0)] {
             assert!((share(&all, token) - probability).abs() < 0.04, "{token}");

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Tensor};
 use candle_dist::DeviceMesh;
 use candle_nn::Activation;
-use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::nn::{Embedding, FusedQkv, Heads, LayerNorm, Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{AttentionMask, DTensor, Placements, Replicate, Weights, regular};
 use serde::Deserialize;
@@ -14,7 +14,7 @@ use wildmatch::WildMatch;
 
 /// The sizes of a `config.json`.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Config {
+pub struct EncoderConfig {
     /// Width of the hidden states.
     pub hidden_size: usize,
     /// Width inside the feed-forward layers.
@@ -37,21 +37,34 @@ pub struct Config {
     position_embedding_type: Option<String>,
 }
 
+/// The former name of [`EncoderConfig`].
+#[deprecated(since = "0.1.0", note = "renamed to EncoderConfig")]
+pub type Config = EncoderConfig;
+
 /// Tensors that sentence embeddings do not use.
 const UNUSED: [&str; 2] = ["embeddings.position_ids", "pooler.*"];
 
-impl Config {
+impl EncoderConfig {
     /// Reads the config of the model in `folder`.
     ///
     /// # Errors
     /// If it is no BERT that this encoder computes; the field is named.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let read = || -> Result<Self> { Ok(serde_json::from_str(&regular::read_text(&path, regular::CONFIG)?)?) };
+        let read =
+            || -> Result<Self> { Ok(serde_json::from_str(&regular::read_text(&path, regular::CONFIG)?)?) };
         let config = read().with_context(|| format!("{}", path.display()))?;
         let Self { hidden_size, num_attention_heads: heads, .. } = config;
-        ensure!(config.model_type == "bert", "model_type is {:?}, and only \"bert\" is supported", config.model_type);
-        ensure!(config.hidden_act == "gelu", "hidden_act is {:?}, and only \"gelu\" is supported", config.hidden_act);
+        ensure!(
+            config.model_type == "bert",
+            "model_type is {:?}, and only \"bert\" is supported",
+            config.model_type
+        );
+        ensure!(
+            config.hidden_act == "gelu",
+            "hidden_act is {:?}, and only \"gelu\" is supported",
+            config.hidden_act
+        );
         let positions = config.position_embedding_type.as_deref().unwrap_or("absolute");
         ensure!(
             positions == "absolute",
@@ -93,13 +106,13 @@ pub struct Encoder {
     positions: Embedding,
     kinds: Embedding,
     norm: LayerNorm,
-    layers: Vec<Layer>,
+    layers: Vec<EncoderLayer>,
     mesh: DeviceMesh,
     longest: usize,
 }
 
 #[derive(Debug)]
-struct Layer {
+struct EncoderLayer {
     qkv: FusedQkv,
     mixed: Linear,
     mixed_norm: LayerNorm,
@@ -123,16 +136,16 @@ impl Encoder {
     ///
     /// # Errors
     /// Those of the builder.
-    pub fn new(config: &Config, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(config: &EncoderConfig, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, inner, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
         let tables = vb.pp("embeddings");
         let table = |rows: usize, name: &str| Embedding::new(rows, hidden, 1.0, &tables.pp(name));
-        let layer = |i: usize| -> Result<Layer> {
+        let layer = |i: usize| -> Result<EncoderLayer> {
             let vb = vb.pp("encoder.layer").pp(i);
             let (attention, output) = (vb.pp("attention"), vb.pp("output"));
             let names = ["query", "key", "value"];
             let qkv = FusedQkv::with_names(hidden, config.heads(), true, names, &attention.pp("self"))?;
-            Ok(Layer {
+            Ok(EncoderLayer {
                 mixed: Linear::new(qkv.width(), hidden, true, &attention.pp("output.dense"))?,
                 qkv,
                 mixed_norm: LayerNorm::new(hidden, eps, &attention.pp("output.LayerNorm"))?,
@@ -174,7 +187,11 @@ impl Encoder {
         let mask = replicated(Tensor::from_vec(hidden, (texts.len(), 1, 1, width), &device)?)?;
         let places = replicated(Tensor::arange(0, width as u32, &device)?.unsqueeze(0)?)?;
         let kinds = replicated(Tensor::zeros((1, width), DType::U32, &device)?)?;
-        let h = self.words.forward(&ids)?.add(&self.positions.forward(&places)?)?.add(&self.kinds.forward(&kinds)?)?;
+        let h = self
+            .words
+            .forward(&ids)?
+            .add(&self.positions.forward(&places)?)?
+            .add(&self.kinds.forward(&kinds)?)?;
         let mut h = self.norm.forward(&h)?;
         for layer in &self.layers {
             h = layer.forward(&h, &mask)?;
@@ -186,7 +203,7 @@ impl Encoder {
     }
 }
 
-impl Layer {
+impl EncoderLayer {
     fn forward(&self, x: &DTensor, mask: &DTensor) -> Result<DTensor> {
         let [q, k, v] = self.qkv.forward(x)?;
         let mixed = q.scaled_dot_product_attention(&k, &v, AttentionMask::Additive(mask), None)?;

@@ -12,8 +12,8 @@ use crate::engine::{Engine, Purpose};
 use crate::files::Files;
 use crate::generate::{Completion, Stop, Task};
 use crate::sample::Sampler;
-use crate::step::Step;
-use crate::writing::Writing;
+use crate::step::DecodeStep;
+use crate::writing::TextWriter;
 
 /// A loaded model, with the keys and values of the tokens that it has read.
 pub struct Session {
@@ -30,7 +30,7 @@ pub struct Session {
 /// A text that is being written in a session.
 #[derive(Debug)]
 pub(crate) struct Draft {
-    writing: Writing,
+    writing: TextWriter,
     /// The prompt, and what was written.
     sequence: Vec<u32>,
     began: Instant,
@@ -112,7 +112,7 @@ impl Session {
         if !self.continues_prompt(&task.prompt) {
             self.read.clear();
         }
-        let writing = Writing::new(&task.prompt, task.most, self.room, Sampler::new(task.sampling));
+        let writing = TextWriter::new(&task.prompt, task.most, self.room, Sampler::new(task.sampling));
         let (sequence, stop) = (task.prompt.clone(), writing.stop());
         Draft { writing, sequence, began: Instant::now(), first: None, stop }
     }
@@ -121,7 +121,11 @@ impl Session {
     ///
     /// # Errors
     /// Those of [`write`](Self::write).
-    pub(crate) fn advance(&mut self, draft: &mut Draft, show: impl FnOnce(u32) -> Result<bool>) -> Result<()> {
+    pub(crate) fn advance(
+        &mut self,
+        draft: &mut Draft,
+        show: impl FnOnce(u32) -> Result<bool>,
+    ) -> Result<()> {
         let logits = self.next(&draft.sequence)?;
         draft.stop = draft.writing.next(&logits, &self.ends, |token| {
             draft.sequence.push(token);
@@ -136,7 +140,7 @@ impl Session {
         if !self.continues(sequence) {
             self.read.clear();
         }
-        let mut step = Step::default();
+        let mut step = DecodeStep::default();
         step.push(0, &sequence[self.read.len()..], self.read.is_empty());
         let logits = self.engine.step(&step)?.squeeze(0)?;
         self.read.extend_from_slice(&sequence[self.read.len()..]);

@@ -62,13 +62,19 @@ impl SpecialTokens {
     pub(crate) fn of(folder: &Path, config: &Map<String, Value>) -> Result<Self> {
         let (map, ids) = (fields(folder, MAP)?, fields(folder, ADDED)?);
         let described = config.get("added_tokens_decoder").filter(|list| !list.is_null());
-        let order = if described.is_some() { [(CONFIG, config), (MAP, &map)] } else { [(MAP, &map), (CONFIG, config)] };
+        let order = if described.is_some() {
+            [(CONFIG, config), (MAP, &map)]
+        } else {
+            [(MAP, &map), (CONFIG, config)]
+        };
         let mut made = Self { source: if described.is_some() { CONFIG } else { ADDED }, ..Self::default() };
         // transformers has no use for the old file where the new one has all.
         let counts = |file: &str| described.is_none() || file == CONFIG;
         for name in NAMES {
             // The first file that has the name decides, also with null.
-            let Some((file, token)) = order.iter().find_map(|(file, fields)| Some((*file, fields.get(name)?))) else {
+            let Some((file, token)) =
+                order.iter().find_map(|(file, fields)| Some((*file, fields.get(name)?)))
+            else {
                 continue;
             };
             let wrong = || format!("{}: {name} is {token}", at(folder, file));
@@ -83,7 +89,8 @@ impl SpecialTokens {
                 _ => Vec::new(),
             });
             for token in lists.filter(|token| !token.is_null()) {
-                made.special.push(text(token).with_context(|| format!("{}: {token} is no token", at(folder, file)))?);
+                made.special
+                    .push(text(token).with_context(|| format!("{}: {token} is no token", at(folder, file)))?);
             }
         }
         if let Some(described) = described {
@@ -94,8 +101,10 @@ impl SpecialTokens {
             let list: BTreeMap<String, u32> =
                 Deserialize::deserialize(Value::Object(ids)).with_context(|| at(folder, ADDED))?;
             let special = |content: &String| made.is_special(content);
-            made.added =
-                list.into_iter().map(|(content, id)| (id, AddedToken::from(&content, special(&content)))).collect();
+            made.added = list
+                .into_iter()
+                .map(|(content, id)| (id, AddedToken::from(&content, special(&content))))
+                .collect();
         }
         Ok(made)
     }
@@ -118,7 +127,8 @@ impl SpecialTokens {
             adding.push(token.clone().special(special));
         }
         let is_known = |content: &str| {
-            adding.iter().any(|token| token.content == content) || has.values().any(|token| token.content == content)
+            adding.iter().any(|token| token.content == content)
+                || has.values().any(|token| token.content == content)
         };
         let others = self.special.iter();
         let others: Vec<AddedToken> = others
@@ -135,7 +145,8 @@ impl SpecialTokens {
             .collect();
         for part in adding.chunk_by(|a, b| a.special == b.special) {
             let part = part.to_vec();
-            let added = if part[0].special { tokenizer.add_special_tokens(part) } else { tokenizer.add_tokens(part) };
+            let added =
+                if part[0].special { tokenizer.add_special_tokens(part) } else { tokenizer.add_tokens(part) };
             added.map_err(|error| anyhow!("{}: {error}", self.source))?;
         }
         // What tokenizer.json has keeps its number, as in transformers.

@@ -4,13 +4,13 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, RankContext};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Kwargs, Layout, Result, Runtime, StepOptions};
-use candle_shard::nn::ShardedVarBuilder;
+use candle_pipe::{Kwargs, Result, Runtime, StageLayout, StepOptions};
+use candle_shard::nn::MeshVarBuilder;
 
 use crate::config::Config;
-use crate::cut::{Cut, DecoderPipe};
+use crate::cut::{DecoderPipe, StageCut};
 use crate::declare;
-use crate::step::Step;
+use crate::step::DecodeStep;
 
 /// This rank's stage of a decoder, which holds the keys and values of its layers.
 pub(crate) struct StagedDecoder {
@@ -22,7 +22,7 @@ pub(crate) struct StagedDecoder {
 
 /// What a staged decoder is for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Use {
+pub(crate) enum DecoderPurpose {
     /// Writing so many texts at once.
     Write {
         /// The texts.
@@ -42,21 +42,26 @@ impl StagedDecoder {
     /// If there are more stages than the model can be cut into, or other ones than the layout has; those of the builder.
     pub(crate) fn new(
         config: &Config,
-        (longest, used): (usize, Use),
-        layout: Option<&Layout>,
+        (longest, used): (usize, DecoderPurpose),
+        layout: Option<&StageLayout>,
         mesh: &DeviceMesh,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
         ctx: &RankContext,
     ) -> Result<Self> {
         let stages = mesh.axis_group("pp")?;
-        let cut = Cut::new(stages.size(), layout);
+        let cut = StageCut::new(stages.size(), layout);
         let pipe: DecoderPipe = match used {
-            Use::Write { slots, cache } => declare::writer(config, [slots, longest], cache, &cut)?,
-            Use::Score => declare::scorer(config, longest, &cut)?,
+            DecoderPurpose::Write { slots, cache } => declare::writer(config, [slots, longest], cache, &cut)?,
+            DecoderPurpose::Score => declare::scorer(config, longest, &cut)?,
         };
         let schedule = ScheduleKind::GPipe.schedule(stages.size(), 1, 1)?.forward_only();
         let runtime = Runtime::new(&pipe, &schedule, stages, vb, vb.device())?.for_device_of(ctx)?;
-        Ok(Self { runtime, stages: stages.clone(), device: vb.device().clone(), vocab_size: config.vocab_size })
+        Ok(Self {
+            runtime,
+            stages: stages.clone(),
+            device: vb.device().clone(),
+            vocab_size: config.vocab_size,
+        })
     }
 
     /// The logits `[texts, vocabulary]` of what follows the new tokens of each text, on all ranks, of a decoder that
@@ -64,7 +69,7 @@ impl StagedDecoder {
     ///
     /// # Errors
     /// Those of the runtime.
-    pub(crate) fn step(&self, step: &Step) -> Result<Tensor> {
+    pub(crate) fn step(&self, step: &DecodeStep) -> Result<Tensor> {
         let device = &self.device;
         let shape = [step.spans().len(), self.vocab_size];
         self.output("logits", [step.tokens(device)?, step.packed(device)?], &shape)
@@ -86,7 +91,8 @@ impl StagedDecoder {
         let batch = split_args_kwargs_into_chunks(&inputs.map(Into::into), &Kwargs::new(), 1, None, None)?;
         let outputs = self.runtime.evaluate(&batch, &StepOptions::default())?.step.outputs;
         let last = self.stages.size() - 1;
-        let mine = outputs.iter().find_map(|output| output.get(name).ok()).filter(|_| self.stages.rank() == last);
+        let mine =
+            outputs.iter().find_map(|output| output.get(name).ok()).filter(|_| self.stages.rank() == last);
         let made = match mine {
             Some(made) => made.tensor()?.clone(),
             None => Tensor::zeros(shape, DType::F32, &device)?,

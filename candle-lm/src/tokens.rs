@@ -35,7 +35,10 @@ pub fn read(model: &Path) -> Result<Tokenizer> {
     };
     let mut tokenizer = parsed().with_context(|| format!("{}", path.display()))?;
     SpecialTokens::read(model)?.add_to(&mut tokenizer).with_context(|| format!("{}", path.display()))?;
-    tokenizer.with_padding(None).with_truncation(None).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+    tokenizer
+        .with_padding(None)
+        .with_truncation(None)
+        .map_err(|error| anyhow!("{}: {error}", path.display()))?;
     Ok(tokenizer)
 }
 
@@ -64,7 +67,8 @@ pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 fn encoding(tokenizer: &Tokenizer, text: &str, whole: bool) -> Result<Encoding> {
     // The crate panics where a pattern of the file takes too many steps on a text.
     let made = catch_unwind(AssertUnwindSafe(|| tokenizer.encode(text, whole)));
-    let made = made.map_err(|panic| anyhow!("the tokenizer cannot cut the text: {}", panic_message(&*panic)))?;
+    let made =
+        made.map_err(|panic| anyhow!("the tokenizer cannot cut the text: {}", panic_message(&*panic)))?;
     made.map_err(|error| anyhow!("the text: {error}"))
 }
 
@@ -82,8 +86,8 @@ pub fn encode_rendered(tokenizer: &Tokenizer, script: &Script) -> Result<Vec<u32
 /// Returns the tokens with names that are no control tokens, for example `<think>`.
 pub fn named(tokenizer: &Tokenizer) -> HashMap<u32, String> {
     let added = tokenizer.get_added_tokens_decoder().into_iter();
-    let named =
-        added.filter(|(_, token)| !token.special && !token.content.is_empty() && !is_marker(token.content.trim()));
+    let named = added
+        .filter(|(_, token)| !token.special && !token.content.is_empty() && !is_marker(token.content.trim()));
     named.map(|(id, token)| (id, token.content)).collect()
 }
 
@@ -186,7 +190,8 @@ impl Controls<'_> {
         let Some(token) = self.added.get(id) else { return false };
         let content = token.content.trim();
         // A text that the tokenizer does not know has a special token too, and other letters than that.
-        let is_named = |text: &str| text == content || self.normalized(text).contains(self.normalized(content).trim());
+        let is_named =
+            |text: &str| text == content || self.normalized(text).contains(self.normalized(content).trim());
         let is_control = token.special || self.script.is_known(content) || is_marker(content);
         !content.is_empty() && is_control && is_named(&self.script[span.clone()])
     }
@@ -212,7 +217,9 @@ fn is_marker(token: &str) -> bool {
 pub fn check(tokens: &[u32], known: usize) -> Result<()> {
     match tokens.iter().find(|&&token| token as usize >= known) {
         Some(token) => {
-            bail!("the tokenizer has the token {token}, and the model {known} tokens; they do not fit together")
+            bail!(
+                "the tokenizer has the token {token}, and the model {known} tokens; they do not fit together"
+            )
         }
         None => Ok(()),
     }

@@ -10,7 +10,7 @@ use crate::sample::Sampler;
 
 /// A text that is being written, token by token.
 #[derive(Debug)]
-pub(crate) struct Writing {
+pub(crate) struct TextWriter {
     sampler: Sampler,
     prompt: usize,
     most: usize,
@@ -21,7 +21,7 @@ pub(crate) struct Writing {
     pub(crate) logits_top: Vec<(u32, f32)>,
 }
 
-impl Writing {
+impl TextWriter {
     /// A text that begins with a prompt. It gets up to `most` tokens more, and a sequence has room for `room`.
     pub(crate) fn new(prompt: &[u32], most: usize, room: usize, mut sampler: Sampler) -> Self {
         sampler.see(prompt);

@@ -52,11 +52,11 @@ pub struct Message {
 
 /// The way of a message from stage to stage: the flow, the sender and the receiver. Messages of one way are
 /// usually alike.
-pub(crate) type Way = (Flow, usize, usize);
+pub(crate) type StageRoute = (Flow, usize, usize);
 
 impl Message {
     /// Returns the way of this message, which that of every microbatch has too.
-    pub(crate) fn way(self) -> Way {
+    pub(crate) fn way(self) -> StageRoute {
         (self.flow, self.from, self.to)
     }
 

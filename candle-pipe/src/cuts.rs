@@ -21,4 +21,4 @@ pub(crate) fn chunk_range(rows: usize, chunks: usize, chunk: usize) -> Range<usi
 }
 
 /// The dim along which each tensor of an argument is cut, in the tree's order; `None` if it is not cut.
-pub(crate) type Dims = Vec<Option<usize>>;
+pub(crate) type CutDims = Vec<Option<usize>>;

@@ -66,9 +66,11 @@ impl Error {
         });
         match self {
             Self::Dist(error @ candle_dist::Error::Group(_)) => Self::Dist(error),
-            error => {
-                Self::Action { rank, action: format!("{action}{}", what.collect::<String>()), error: Box::new(error) }
-            }
+            error => Self::Action {
+                rank,
+                action: format!("{action}{}", what.collect::<String>()),
+                error: Box::new(error),
+            },
         }
     }
 

@@ -22,7 +22,7 @@
 //! |---|---|
 //! | declare a model as named nodes | [`PipeBuilder`], [`PipeModule`], [`StageOp`], [`stage_op`], [`sharded_op`], [`Scope`] |
 //! | say which output is the loss; compare with the plain model | [`LossSpec`], [`Pipe::check_against`] |
-//! | cut it into stages: at names, evenly, by size, by cost, by a text | [`SplitSpec`], [`SplitPolicy`], [`EqualCount`], [`EqualParams`], [`SizeThreshold`], [`Balanced`], [`Layout`] |
+//! | cut it into stages: at names, evenly, by size, by cost, by a text | [`SplitSpec`], [`SplitPolicy`], [`EqualCount`], [`EqualParams`], [`SizeThreshold`], [`BalancedCost`], [`StageLayout`] |
 //! | inspect stages and their exchanges, as plain data | [`Pipe`], [`PipeInfo`], [`graph`] |
 //! | pass tensors, plain values and containers of them | [`Value`], [`Kwargs`] |
 //! | cut a batch and join outputs; draw the tokens of a step and each replica's part of them | [`microbatch`], [`Batch`] |
@@ -56,11 +56,17 @@ pub use batch::Batch;
 #[doc(inline)]
 pub use candle_dist_kernels::random;
 pub use error::{Error, Result};
+#[allow(deprecated)]
+pub use graph::Balanced;
+#[allow(deprecated)]
+pub use graph::Layout;
+#[allow(deprecated)]
+pub use graph::Reduction;
 #[cfg(feature = "shard")]
 pub use graph::sharded_op;
 pub use graph::{
-    Balanced, Ctx, EqualCount, EqualParams, In, Layout, PipeInfo, Reduction, Scope, Share, SizeThreshold, SplitPoint,
-    SplitPolicy, SplitSpec, StageOp, shapes_only, stage_op,
+    BalancedCost, Ctx, EqualCount, EqualParams, In, LossReduction, PipeInfo, Scope, Share, SizeThreshold,
+    SplitPoint, SplitPolicy, SplitSpec, StageLayout, StageOp, shapes_only, stage_op,
 };
 pub use local_pipe::{LocalPipe, NodeProfile};
 pub use pipe::{Layer, LossSpec, Pipe, PipeBuilder, PipeModule, SharedModule};
@@ -75,8 +81,8 @@ pub mod prelude {
     pub use crate::microbatch::{Microbatches, split_args_kwargs_into_chunks};
     pub use crate::schedule::ScheduleKind;
     pub use crate::{
-        Balanced, EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, Share, SplitSpec,
-        StepOptions, Value, stage_op,
+        BalancedCost, EqualCount, In, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Runtime, Share,
+        SplitSpec, StepOptions, Value, stage_op,
     };
     pub use candle_dist::prelude::*;
 }

@@ -29,7 +29,8 @@ mod tests {
 
     #[test]
     fn letters_are_counted() {
-        let cases = [("", "abc", 3), ("abc", "abc", 0), ("ABC", "abc", 0), ("kitten", "sitting", 3), ("zb", "bz", 2)];
+        let cases =
+            [("", "abc", 3), ("abc", "abc", 0), ("ABC", "abc", 0), ("kitten", "sitting", 3), ("zb", "bz", 2)];
         for (a, b, want) in cases {
             assert_eq!((distance(a, b), distance(b, a)), (want, want), "{a} {b}");
         }

@@ -1,5 +1,5 @@
 //! Options and results of a training step.
-use crate::graph::{Loss, Reduction};
+use crate::graph::{Loss, LossReduction};
 use crate::microbatch::Microbatches;
 use crate::tape::{Keep, parts};
 use crate::{Error, Result, Value};
@@ -42,7 +42,7 @@ pub struct StepOptions {
     /// Whether the step keeps the outputs of all microbatches.
     pub outputs: bool,
     /// The weight of each microbatch's loss; by default its share of the rows for means, and 1 for sums. Not allowed
-    /// for a loss that [counts](Reduction::Counted).
+    /// for a loss that [counts](LossReduction::Counted).
     pub weights: Option<Vec<f64>>,
 }
 
@@ -116,8 +116,7 @@ impl StepOptions {
             Self { keep, .. } if !keep.is_empty() => "keep",
             _ => return Ok(()),
         };
-        let reason =
-            "in an evaluation, which has neither dropout nor backward passes; leave it out, or call forward_backward";
+        let reason = "in an evaluation, which has neither dropout nor backward passes; leave it out, or call forward_backward";
         Err(Error::Pipe(format!("{option} {reason}")))
     }
 
@@ -142,15 +141,16 @@ impl StepOptions {
     /// Returns the weight of each microbatch's loss.
     pub(crate) fn loss_weights(&self, batch: &Microbatches, loss: Option<Loss>) -> Result<Vec<f64>> {
         match (&self.weights, loss.map(|loss| loss.reduction)) {
-            (Some(_), Some(Reduction::Counted)) => {
-                Err(Error::Pipe("weights for a loss that counts by itself; leave them out, or make it a sum".into()))
-            }
+            (Some(_), Some(LossReduction::Counted)) => Err(Error::Pipe(
+                "weights for a loss that counts by itself; leave them out, or make it a sum".into(),
+            )),
             (Some(weights), _) if weights.len() == batch.len() => Ok(weights.clone()),
             (Some(weights), _) => {
-                let reason = format!("{} weights for {} microbatches; give one for each", weights.len(), batch.len());
+                let reason =
+                    format!("{} weights for {} microbatches; give one for each", weights.len(), batch.len());
                 Err(Error::Pipe(reason))
             }
-            (None, Some(Reduction::Sum | Reduction::Counted)) => Ok(vec![1.0; batch.len()]),
+            (None, Some(LossReduction::Sum | LossReduction::Counted)) => Ok(vec![1.0; batch.len()]),
             (None, _) => Ok(batch.weights()),
         }
     }
@@ -160,9 +160,9 @@ impl StepOptions {
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct StepResult {
-    /// The loss of each microbatch as computed by the model; the sums of a loss that [counts](Reduction::Counted).
+    /// The loss of each microbatch as computed by the model; the sums of a loss that [counts](LossReduction::Counted).
     pub losses: Vec<Tensor>,
-    /// The count of each microbatch's loss, if it has [counts](Reduction::Counted).
+    /// The count of each microbatch's loss, if it has [counts](LossReduction::Counted).
     pub counts: Vec<f64>,
     /// The outputs of each microbatch, a map by name; [`Microbatches::merge`] joins them.
     pub outputs: Vec<Value>,
@@ -177,7 +177,7 @@ pub struct StepResult {
 }
 
 /// The sum of the losses and the sum of the counts of many microbatches.
-pub(crate) type Counted = [f64; 2];
+pub(crate) type CountedLoss = [f64; 2];
 
 impl StepResult {
     /// Creates the result of a step that begins now.
@@ -185,7 +185,7 @@ impl StepResult {
         Self { since: rows::next_mark(), ..Self::default() }
     }
 
-    /// Returns the loss of the batch; of all replicas' batches, if it [counts](Reduction::Counted).
+    /// Returns the loss of the batch; of all replicas' batches, if it [counts](LossReduction::Counted).
     ///
     /// # Errors
     /// [`Error::Pipe`] if the model has no loss, or another rank has it.
@@ -200,7 +200,7 @@ impl StepResult {
         })
     }
 
-    pub(crate) fn add_loss(&mut self, loss: &Value, reduction: Reduction, weight: f64) -> Result<()> {
+    pub(crate) fn add_loss(&mut self, loss: &Value, reduction: LossReduction, weight: f64) -> Result<()> {
         let (loss, count) = parts(loss, reduction)?;
         if let Some(count) = count {
             self.counts.push(number(count)?);
@@ -216,7 +216,7 @@ impl StepResult {
     }
 
     /// Returns the sums of losses and counts; an invalid count makes the sum of counts NaN.
-    pub(crate) fn counted(&self) -> Result<Counted> {
+    pub(crate) fn counted(&self) -> Result<CountedLoss> {
         let valid = |&count: &f64| if count >= 0.0 { count } else { f64::NAN };
         let mut sum = 0.0;
         for loss in &self.losses {
@@ -226,10 +226,9 @@ impl StepResult {
     }
 
     /// Divides the loss and the gradients by the count of all losses, `all`; gradients are also multiplied by `times`.
-    pub(crate) fn divide(&mut self, [sum, count]: Counted, times: f64) -> Result<()> {
+    pub(crate) fn divide(&mut self, [sum, count]: CountedLoss, times: f64) -> Result<()> {
         if !(count.is_finite() && count > 0.0) {
-            let reason =
-                "expected finite numbers from 0, not all of them 0; leave out batches that have nothing to learn from";
+            let reason = "expected finite numbers from 0, not all of them 0; leave out batches that have nothing to learn from";
             return Err(Error::Pipe(format!("the losses of the batch count {count}: {reason}")));
         }
         if let Some(loss) = self.losses.first() {

@@ -102,7 +102,8 @@ impl Value {
     /// [`Error::Value`] if this is neither, or is shorter.
     pub fn at(&self, index: usize) -> Result<&Self> {
         let items = self.items()?;
-        let outside = || Error::Value(format!("no place {index} in {self}, which has {} values", items.len()));
+        let outside =
+            || Error::Value(format!("no place {index} in {self}, which has {} values", items.len()));
         items.get(index).ok_or_else(outside)
     }
 
@@ -197,7 +198,9 @@ impl Value {
         Ok(match (self, other) {
             (Self::Tensor(a), Self::Tensor(b)) => same_bits(a, b)?,
             #[cfg(feature = "shard")]
-            (Self::DTensor(a), Self::DTensor(b)) => a.spec() == b.spec() && same_bits(a.to_local(), b.to_local())?,
+            (Self::DTensor(a), Self::DTensor(b)) => {
+                a.spec() == b.spec() && same_bits(a.to_local(), b.to_local())?
+            }
             (Self::Int(a), Self::Int(b)) => a == b,
             (Self::Float(a), Self::Float(b)) => a.to_bits() == b.to_bits(),
             (Self::Bool(a), Self::Bool(b)) => a == b,

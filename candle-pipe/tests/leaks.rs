@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, StepOptions, nn};
+use candle_pipe::{EqualCount, In, Kwargs, LossReduction, PipeBuilder, Result, Runtime, StepOptions, nn};
 use peak_alloc::PeakAlloc;
 use std::thread;
 use std::time::Duration;
@@ -25,7 +25,7 @@ fn steps_leave_nothing_behind() {
                 h = g.module(&format!("layers.{layer}"), |vb| Ok(nn::linear(8, 8, vb.clone())?), [h]);
             }
             g.output("y", h);
-            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
             let (pipe, parameters) = (g.finish(EqualCount(4))?, VarMap::new());
             let vb = VarBuilder::from_varmap(&parameters, DType::F32, &Device::Cpu);
             let runtime = Runtime::new(&pipe, &kind.schedule(2, 4, v)?, ctx.group(), &vb, &Device::Cpu)?;
@@ -65,7 +65,7 @@ fn peak_of_evaluation(microbatches: usize) -> usize {
             Ok(xs[0].tensor()?.narrow(1, 0, 1)?.contiguous()?.into())
         };
         let y = g.func("slow", slow, [h]);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.mean_all()?), [y], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.mean_all()?), [y], LossReduction::Mean);
         let pipe = g.finish(candle_pipe::SplitSpec::declared())?;
         let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
         let schedule = ScheduleKind::GPipe.schedule(2, microbatches, 1)?;

@@ -17,14 +17,14 @@ const HEAD: &str = "\
 ";
 
 /// Calls of one op over the same axes: their number, and the bytes of this rank's inputs.
-type Sum = (usize, usize);
+type CallTotal = (usize, usize);
 
 /// The calls of set-ups: by set-up, file, line, and the op with its axes.
-type Calls = BTreeMap<(String, String, u32, String), Sum>;
+type CallTotals = BTreeMap<(String, String, u32, String), CallTotal>;
 
 /// Compares the communication of these set-ups with the file, or writes it if there is none.
 pub(super) fn check(subject: &Subject, setups: &[Setup], path: &Path) -> Result<(), String> {
-    let mut now = Calls::new();
+    let mut now = CallTotals::new();
     for setup in setups {
         let name = setup.to_string().trim().to_string();
         for event in events(subject, setup)? {
@@ -52,7 +52,7 @@ pub(super) fn check(subject: &Subject, setups: &[Setup], path: &Path) -> Result<
     match changes.is_empty() {
         true => Ok(()),
         false => Err(format!(
-            "{shown}: the communication of a step has changed; {WRITE}=write takes it as it is now\n{}",
+            "{shown}: the communication of a step has changed; {WRITE}=write takes it is now\n{}",
             changes.join("\n")
         )),
     }
@@ -93,7 +93,7 @@ fn axes_of(mesh: &DeviceMesh, ranks: &[usize]) -> String {
     }
 }
 
-fn text(calls: &Calls) -> String {
+fn text(calls: &CallTotals) -> String {
     let mut text = HEAD.to_string();
     let mut last = "";
     for ((setup, file, line, call), (count, bytes)) in calls {
@@ -106,8 +106,8 @@ fn text(calls: &Calls) -> String {
     text
 }
 
-fn read(text: &str) -> Result<Calls, String> {
-    let (mut calls, mut setup) = (Calls::new(), String::new());
+fn read(text: &str) -> Result<CallTotals, String> {
+    let (mut calls, mut setup) = (CallTotals::new(), String::new());
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         if let Some(name) = line.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
             setup = name.to_string();
@@ -127,9 +127,9 @@ fn read(text: &str) -> Result<Calls, String> {
 }
 
 /// Returns a line for each difference. Lines of a file may move without a difference.
-fn changes(old: &Calls, new: &Calls) -> Vec<String> {
-    let files = |calls: &Calls| {
-        let mut sums: BTreeMap<(String, String, String), Sum> = BTreeMap::new();
+fn changes(old: &CallTotals, new: &CallTotals) -> Vec<String> {
+    let files = |calls: &CallTotals| {
+        let mut sums: BTreeMap<(String, String, String), CallTotal> = BTreeMap::new();
         for ((setup, file, _, call), (count, bytes)) in calls {
             let sum = sums.entry((setup.clone(), file.clone(), call.clone())).or_default();
             (sum.0, sum.1) = (sum.0 + count, sum.1 + bytes);
@@ -137,10 +137,11 @@ fn changes(old: &Calls, new: &Calls) -> Vec<String> {
         sums
     };
     let (before, after) = (files(old), files(new));
-    let keys: BTreeSet<_> = before.keys().chain(after.keys()).filter(|key| before.get(key) != after.get(key)).collect();
+    let keys: BTreeSet<_> =
+        before.keys().chain(after.keys()).filter(|key| before.get(key) != after.get(key)).collect();
     let mut lines = Vec::new();
     for (setup, file, call) in keys {
-        let of = |calls: &Calls| -> BTreeMap<u32, Sum> {
+        let of = |calls: &CallTotals| -> BTreeMap<u32, CallTotal> {
             let here = calls.iter().filter(|((s, f, _, c), _)| (s, f, c) == (setup, file, call));
             here.map(|((_, _, line, _), sum)| (*line, *sum)).collect()
         };
@@ -170,8 +171,8 @@ fn readable(bytes: usize) -> String {
 mod tests {
     use super::*;
 
-    fn calls(rows: &[(&str, u32, &str, Sum)]) -> Calls {
-        let row = |&(file, line, call, sum): &(&str, u32, &str, Sum)| {
+    fn calls(rows: &[(&str, u32, &str, CallTotal)]) -> CallTotals {
+        let row = |&(file, line, call, sum): &(&str, u32, &str, CallTotal)| {
             (("tp=2".to_string(), file.to_string(), line, call.to_string()), sum)
         };
         rows.iter().map(row).collect()
@@ -179,9 +180,15 @@ mod tests {
 
     #[test]
     fn a_budget_reads_what_it_writes_and_names_what_changed() {
-        let old = calls(&[("a.rs", 3, "all_reduce over tp", (2, 64)), ("b.rs", 88, "all_reduce over dp+tp", (1, 8))]);
+        let old = calls(&[
+            ("a.rs", 3, "all_reduce over tp", (2, 64)),
+            ("b.rs", 88, "all_reduce over dp+tp", (1, 8)),
+        ]);
         assert_eq!(read(&text(&old)), Ok(old.clone()));
-        let moved = calls(&[("a.rs", 7, "all_reduce over tp", (2, 64)), ("b.rs", 88, "all_reduce over dp+tp", (1, 8))]);
+        let moved = calls(&[
+            ("a.rs", 7, "all_reduce over tp", (2, 64)),
+            ("b.rs", 88, "all_reduce over dp+tp", (1, 8)),
+        ]);
         assert!(changes(&old, &moved).is_empty());
         let more = calls(&[
             ("a.rs", 3, "all_reduce over tp", (2, 64)),

@@ -1,5 +1,5 @@
 //! Runs of set-ups, compared with one device.
-use super::failure::{Failure, Root, one_reason};
+use super::failure::{FailureSource, RankFailure, one_reason};
 use super::ranks::Ranks;
 use super::report::Verdict;
 use super::setup::Setup;
@@ -14,14 +14,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The runs on one device: the first steps, and the resumed one; or why there are none.
-type Alone = Result<[Trajectory; 2], Verdict>;
+type ReferenceRuns = Result<[Trajectory; 2], Verdict>;
 
 /// The runs of a model, with those on one device that were made so far.
-pub(super) struct Compared {
+pub(super) struct Comparison {
     subject: Arc<Subject>,
     deadline: Duration,
     /// The runs on one device by their set-up.
-    alone: Mutex<Vec<(String, Alone)>>,
+    alone: Mutex<Vec<(String, ReferenceRuns)>>,
 }
 
 /// What all ranks of a run found, or why it has no result.
@@ -35,7 +35,7 @@ enum Outcome {
     Broken(String),
 }
 
-impl Compared {
+impl Comparison {
     pub(super) fn new(subject: Arc<Subject>, deadline: Duration) -> Self {
         Self { subject, deadline, alone: Mutex::default() }
     }
@@ -67,7 +67,9 @@ impl Compared {
         let unbounded = (alone.iter().chain(&exact)).find_map(Trajectory::unbounded);
         if let Some((name, number)) = unbounded {
             let gives = if number.is_nan() { "NaN".to_string() } else { number.to_string() };
-            return Verdict::Wrong(format!("one device gives {gives} in the {name}, so nothing can be compared"));
+            return Verdict::Wrong(format!(
+                "one device gives {gives} in the {name}, so nothing can be compared"
+            ));
         }
         let folder = match tempfile::tempdir() {
             Ok(folder) => folder,
@@ -77,11 +79,12 @@ impl Compared {
         let first = self.outcome(setup, &saved, false);
         let verdict = judge(first, &alone[0], &exact[0], setup);
         match (setup.resumed(), &verdict) {
-            (Some(next), Verdict::Right) => match judge(self.outcome(&next, &saved, true), &alone[1], &exact[1], &next)
-            {
-                Verdict::Wrong(why) => Verdict::Wrong(format!("resumed from the checkpoint: {why}")),
-                other => other,
-            },
+            (Some(next), Verdict::Right) => {
+                match judge(self.outcome(&next, &saved, true), &alone[1], &exact[1], &next) {
+                    Verdict::Wrong(why) => Verdict::Wrong(format!("resumed from the checkpoint: {why}")),
+                    other => other,
+                }
+            }
             _ => verdict,
         }
     }
@@ -93,7 +96,7 @@ impl Compared {
         }
         let run = |setup: &Setup| {
             let (subject, at) = (self.subject.clone(), setup.clone());
-            match self.ranks(setup, move |ctx| forward(&subject, &at, ctx).map_err(Failure::from)) {
+            match self.ranks(setup, move |ctx| forward(&subject, &at, ctx).map_err(RankFailure::from)) {
                 Outcome::Trained(mut found) => Some(found.remove(0)),
                 Outcome::Refused(_) | Outcome::Failed(_) | Outcome::Broken(_) => None,
             }
@@ -109,8 +112,8 @@ impl Compared {
     fn outcome(&self, setup: &Setup, folder: &std::path::Path, resumes: bool) -> Outcome {
         let (subject, at, folder) = (self.subject.clone(), setup.clone(), folder.to_path_buf());
         self.ranks(setup, move |ctx| match resumes {
-            true => resume(&subject, &at, Some(&folder), ctx).map_err(Failure::from),
-            false => train(&subject, &at, &folder, ctx).map_err(Failure::from),
+            true => resume(&subject, &at, Some(&folder), ctx).map_err(RankFailure::from),
+            false => train(&subject, &at, &folder, ctx).map_err(RankFailure::from),
         })
     }
 
@@ -118,7 +121,7 @@ impl Compared {
     fn ranks(
         &self,
         setup: &Setup,
-        f: impl Fn(&RankContext) -> Result<Trajectory, Failure> + Send + Sync + 'static,
+        f: impl Fn(&RankContext) -> Result<Trajectory, RankFailure> + Send + Sync + 'static,
     ) -> Outcome {
         let ranks = Ranks::new(setup.ranks(), setup.to_string()).deadline(self.deadline);
         // A rank that returns its error as a value leaves the others to find the same one.
@@ -126,16 +129,19 @@ impl Compared {
             Ok(found) => found,
             Err(error) => return Outcome::Broken(error.to_string()),
         };
-        let errors: Vec<(usize, &Failure)> =
+        let errors: Vec<(usize, &RankFailure)> =
             found.iter().enumerate().filter_map(|(rank, made)| Some((rank, made.as_ref().err()?))).collect();
         if errors.is_empty() {
             return Outcome::Trained(found.into_iter().flatten().collect());
         }
-        if let Some((rank, failure)) = errors.iter().find(|(_, failure)| failure.root == Root::Candle) {
+        if let Some((rank, failure)) =
+            errors.iter().find(|(_, failure)| failure.root == FailureSource::Candle)
+        {
             return Outcome::Failed(format!("rank {rank}: an op of candle fails: {failure}"));
         }
-        let failures: Vec<&Failure> = errors.iter().map(|(_, failure)| *failure).collect();
-        let is_refused = errors.len() == found.len() && failures.iter().all(|failure| failure.root != Root::Lost);
+        let failures: Vec<&RankFailure> = errors.iter().map(|(_, failure)| *failure).collect();
+        let is_refused =
+            errors.len() == found.len() && failures.iter().all(|failure| failure.root != FailureSource::Lost);
         // Ranks may fail at unlike places for one reason.
         if let Some(reason) = one_reason(&failures).filter(|_| is_refused) {
             // What each rank was doing, if the error has it.
@@ -148,7 +154,7 @@ impl Compared {
     }
 
     /// Returns the run on one device.
-    fn alone(&self, setup: &Setup) -> Alone {
+    fn alone(&self, setup: &Setup) -> ReferenceRuns {
         let key = format!("{setup} {:?}", setup.rounded);
         if let Some((_, known)) = self.alone.lock().iter().find(|(other, _)| *other == key) {
             return known.clone();
@@ -156,8 +162,8 @@ impl Compared {
         let one = |resumes: bool| {
             let (subject, at) = (self.subject.clone(), setup.clone());
             let made = self.ranks(setup, move |ctx| match resumes {
-                true => resume(&subject, &at, None, ctx).map_err(Failure::from),
-                false => train(&subject, &at, &PathBuf::new(), ctx).map_err(Failure::from),
+                true => resume(&subject, &at, None, ctx).map_err(RankFailure::from),
+                false => train(&subject, &at, &PathBuf::new(), ctx).map_err(RankFailure::from),
             });
             match made {
                 Outcome::Trained(mut made) => Ok(made.remove(0)),

@@ -4,14 +4,14 @@ use std::fmt;
 
 /// An error of a rank.
 #[derive(Debug, Clone)]
-pub(super) struct Failure {
+pub(super) struct RankFailure {
     pub(super) text: String,
-    pub(super) root: Root,
+    pub(super) root: FailureSource,
 }
 
 /// Where an error comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Root {
+pub(super) enum FailureSource {
     /// The library refuses the request.
     Refusal,
     /// An op of candle failed.
@@ -22,55 +22,55 @@ pub(super) enum Root {
     Lost,
 }
 
-impl From<candle_pipe::Error> for Failure {
+impl From<candle_pipe::Error> for RankFailure {
     fn from(error: candle_pipe::Error) -> Self {
         Self { text: error.to_string(), root: root_of(&error) }
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for RankFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-impl Failure {
+impl RankFailure {
     /// Returns the first line without places.
     pub(super) fn reason(&self) -> &str {
         without_places(self.text.lines().next().unwrap_or_default())
     }
 }
 
-fn root_of(error: &candle_pipe::Error) -> Root {
+fn root_of(error: &candle_pipe::Error) -> FailureSource {
     use candle_pipe::Error;
     match error {
         Error::Node { error, .. } | Error::Action { error, .. } => root_of(error),
         Error::Dist(error) | Error::Shard(candle_shard::Error::Dist(error)) => of_dist(error),
         Error::Candle(error) | Error::Shard(candle_shard::Error::Candle(error)) => of_candle(error),
-        _ => Root::Refusal,
+        _ => FailureSource::Refusal,
     }
 }
 
-fn of_dist(error: &candle_dist::Error) -> Root {
+fn of_dist(error: &candle_dist::Error) -> FailureSource {
     match error {
         candle_dist::Error::Candle(error) => of_candle(error),
         candle_dist::Error::Group(failure) => match failure.cause {
-            Cause::Failed { .. } => Root::Told,
-            _ => Root::Lost,
+            Cause::Failed { .. } => FailureSource::Told,
+            _ => FailureSource::Lost,
         },
-        _ => Root::Refusal,
+        _ => FailureSource::Refusal,
     }
 }
 
-fn of_candle(error: &candle_core::Error) -> Root {
+fn of_candle(error: &candle_core::Error) -> FailureSource {
     use candle_core::Error;
     match error {
         Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } | Error::WithPath { inner, .. } => {
             of_candle(inner)
         }
         // Ops of candle wrap no errors; the libraries wrap theirs.
-        Error::Wrapped(_) => Root::Refusal,
-        _ => Root::Candle,
+        Error::Wrapped(_) => FailureSource::Refusal,
+        _ => FailureSource::Candle,
     }
 }
 
@@ -112,7 +112,7 @@ fn after_action(text: &str) -> Option<&str> {
 }
 
 /// Returns the reason that all errors have, if they have one.
-pub(super) fn one_reason<'a>(failures: &[&'a Failure]) -> Option<&'a str> {
+pub(super) fn one_reason<'a>(failures: &[&'a RankFailure]) -> Option<&'a str> {
     let reason = failures.first()?.reason();
     failures.iter().all(|failure| failure.reason() == reason).then_some(reason)
 }
@@ -122,8 +122,10 @@ mod tests {
     use super::*;
 
     fn told(lines: &[&str]) -> Option<String> {
-        let failures: Vec<Failure> =
-            lines.iter().map(|line| Failure { text: (*line).to_string(), root: Root::Refusal }).collect();
+        let failures: Vec<RankFailure> = lines
+            .iter()
+            .map(|line| RankFailure { text: (*line).to_string(), root: FailureSource::Refusal })
+            .collect();
         one_reason(&failures.iter().collect::<Vec<_>>()).map(str::to_string)
     }
 
@@ -146,7 +148,10 @@ mod tests {
             ],
             "odd",
         );
-        one(&["pipe: rank 1 cannot run the step: microbatches: odd", "microbatches: odd"], "microbatches: odd");
+        one(
+            &["pipe: rank 1 cannot run the step: microbatches: odd", "microbatches: odd"],
+            "microbatches: odd",
+        );
         assert_eq!(told(&["rank 0: too wide", "rank 1: too long"]), None);
         assert_eq!(told(&["up: too wide", "down: too wide"]), None);
         // Ends alone are no reason.
@@ -162,11 +167,14 @@ mod tests {
     fn errors_of_candle_are_no_refusals() {
         let candle = || candle_core::Error::Msg("no such dim".into());
         let shard = candle_shard::Error::from(candle());
-        assert_eq!(root_of(&candle_pipe::Error::from(candle())), Root::Candle);
+        assert_eq!(root_of(&candle_pipe::Error::from(candle())), FailureSource::Candle);
         let node = candle_pipe::Error::Node { node: "a".into(), error: Box::new(shard.into()) };
-        assert_eq!(root_of(&node), Root::Candle);
+        assert_eq!(root_of(&node), FailureSource::Candle);
         let refused = candle_shard::Error::Plan("no such layer".into());
-        assert_eq!(root_of(&refused.clone().into()), Root::Refusal);
-        assert_eq!(root_of(&candle_pipe::Error::from(candle_core::Error::from(refused))), Root::Refusal);
+        assert_eq!(root_of(&refused.clone().into()), FailureSource::Refusal);
+        assert_eq!(
+            root_of(&candle_pipe::Error::from(candle_core::Error::from(refused))),
+            FailureSource::Refusal
+        );
     }
 }

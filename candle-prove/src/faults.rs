@@ -1,10 +1,10 @@
 //! Faults at the calls of a training run: every rank must end with the same one.
-use super::compare::Compared;
+use super::compare::Comparison;
 use super::ranks::Ranks;
 use super::report::Verdict;
 use super::setup::Setup;
 use super::trainer::train;
-use candle_dist::backend::{Backend, Call, Wrapping};
+use candle_dist::backend::{Backend, BackendWrapper, Call};
 use candle_dist::{Error, Result, World};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ const FAULT: &str = "a fault of the proof";
 
 /// A backend that counts the calls of a rank and fails at one of them.
 #[derive(Debug)]
-struct Faulty {
+struct FaultyBackend {
     inner: Arc<dyn Backend>,
     /// The calls of this rank on all groups so far.
     calls: Arc<AtomicUsize>,
     fails_at: Option<usize>,
 }
 
-impl Wrapping for Faulty {
+impl BackendWrapper for FaultyBackend {
     fn inner(&self) -> &Arc<dyn Backend> {
         &self.inner
     }
@@ -49,7 +49,7 @@ struct FaultRun {
 
 /// Injects faults at up to `most` calls of each rank, evenly spaced. Returns the number of faults, and the first one that
 /// did not end in one error on all ranks.
-pub(super) fn inject(compared: &Compared, setup: &Setup, most: usize) -> (usize, Option<Verdict>) {
+pub(super) fn inject(compared: &Comparison, setup: &Setup, most: usize) -> (usize, Option<Verdict>) {
     let clean = run(compared, setup, None);
     if let Some(why) = clean.hung {
         return (0, Some(Verdict::Wrong(why)));
@@ -60,8 +60,9 @@ pub(super) fn inject(compared: &Compared, setup: &Setup, most: usize) -> (usize,
         for call in (0..clean.calls[rank]).step_by(step) {
             injected += 1;
             let FaultRun { errors, hung, .. } = run(compared, setup, Some((rank, call)));
-            let wrong =
-                |why: String| (injected, Some(Verdict::Wrong(format!("a fault at call {call} of rank {rank}: {why}"))));
+            let wrong = |why: String| {
+                (injected, Some(Verdict::Wrong(format!("a fault at call {call} of rank {rank}: {why}"))))
+            };
             if let Some(why) = hung {
                 return wrong(why);
             }
@@ -76,21 +77,25 @@ pub(super) fn inject(compared: &Compared, setup: &Setup, most: usize) -> (usize,
 }
 
 /// Trains in a set-up, with a fault at a call of a rank.
-fn run(compared: &Compared, setup: &Setup, fault: Option<(usize, usize)>) -> FaultRun {
+fn run(compared: &Comparison, setup: &Setup, fault: Option<(usize, usize)>) -> FaultRun {
     let ranks = setup.ranks();
     let calls: Vec<Arc<AtomicUsize>> = (0..ranks).map(|_| Arc::default()).collect();
     let counters = calls.clone();
-    let world = World::local(ranks).wrap_backend(move |inner| {
+    let world = World::threads(ranks).wrap_backend(move |inner| {
         let rank = inner.rank();
         let fails_at = fault.filter(|(at, _)| *at == rank).map(|(_, call)| call);
-        Arc::new(Faulty { inner, calls: counters[rank].clone(), fails_at })
+        Arc::new(FaultyBackend { inner, calls: counters[rank].clone(), fails_at })
     });
     let errors = Arc::new(Mutex::new(vec![None; ranks]));
     let (subject, at, said) = (compared.subject(), setup.clone(), errors.clone());
     let folder = match tempfile::tempdir() {
         Ok(folder) => folder,
         Err(error) => {
-            return FaultRun { errors: Vec::new(), calls: Vec::new(), hung: Some(format!("no folder: {error}")) };
+            return FaultRun {
+                errors: Vec::new(),
+                calls: Vec::new(),
+                hung: Some(format!("no folder: {error}")),
+            };
         }
     };
     let path = folder.path().join("saved");

@@ -1,6 +1,6 @@
 //! The inputs of a run on a rank.
 use super::TOKENS;
-use super::model::Input;
+use super::model::ModelInput;
 use super::setup::Setup;
 use super::trainer::Subject;
 use candle_core::{Device, Tensor};
@@ -13,9 +13,14 @@ use std::ops::Range;
 
 impl Subject {
     /// Returns these rows of the inputs on a mesh.
-    pub(super) fn on_mesh(&self, setup: &Setup, mesh: &DeviceMesh, rows: &Range<usize>) -> Result<Vec<DTensor>> {
+    pub(super) fn on_mesh(
+        &self,
+        setup: &Setup,
+        mesh: &DeviceMesh,
+        rows: &Range<usize>,
+    ) -> Result<Vec<DTensor>> {
         let device = mesh.axis_group(0)?.device();
-        let place = |input: &Input, name: &String| -> Placement {
+        let place = |input: &ModelInput, name: &String| -> Placement {
             let dim = match name.as_str() {
                 TOKENS => input.tokens,
                 name if self.rows.iter().any(|axis| axis == name) => input.rows,
@@ -23,7 +28,7 @@ impl Subject {
             };
             dim.map_or(Replicate, Shard)
         };
-        let on_mesh = |input: &Input| -> Result<DTensor> {
+        let on_mesh = |input: &ModelInput| -> Result<DTensor> {
             let places: Vec<Placement> = mesh.names().iter().map(|name| place(input, name)).collect();
             Ok(DTensor::distribute(&piece(input, rows, setup, device)?, mesh, &places)?)
         };
@@ -31,7 +36,12 @@ impl Subject {
     }
 
     /// Returns these rows of the inputs as microbatches of a pipeline.
-    pub(super) fn microbatches(&self, setup: &Setup, rows: &Range<usize>, device: &Device) -> Result<Microbatches> {
+    pub(super) fn microbatches(
+        &self,
+        setup: &Setup,
+        rows: &Range<usize>,
+        device: &Device,
+    ) -> Result<Microbatches> {
         let mut kwargs = Kwargs::new();
         let mut specs = BTreeMap::new();
         for input in &self.inputs {
@@ -48,7 +58,7 @@ impl Subject {
 }
 
 /// Returns rows of an input in the dtype of the set-up.
-fn piece(input: &Input, rows: &Range<usize>, setup: &Setup, device: &Device) -> Result<Tensor> {
+fn piece(input: &ModelInput, rows: &Range<usize>, setup: &Setup, device: &Device) -> Result<Tensor> {
     let some = match input.rows {
         Some(dim) => input.whole.narrow(dim, rows.start, rows.len())?,
         None => input.whole.clone(),

@@ -22,7 +22,17 @@ mod table;
 mod trainer;
 mod trajectory;
 
-pub use model::{Function, Graph, Input, Layers, Model, PlainGraph};
+#[allow(deprecated)]
+pub use model::Function;
+#[allow(deprecated)]
+pub use model::Graph;
+#[allow(deprecated)]
+pub use model::Input;
+#[allow(deprecated)]
+pub use model::Layers;
+#[allow(deprecated)]
+pub use model::PlainGraph;
+pub use model::{FunctionKind, GraphKind, LayersKind, Model, ModelInput, PlainGraphKind};
 pub use ranks::Ranks;
 pub use report::{Report, Verdict};
 use setup::KEEP;
@@ -33,8 +43,8 @@ use candle_pipe::schedule::ScheduleKind;
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{Optimizer, Parameters};
 use candle_shard::parallel::Plan;
-use compare::Compared;
-use model::Program;
+use compare::Comparison;
+use model::ModelProgram;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,7 +82,7 @@ pub struct Proof {
 /// | `pp` | a pipeline into stages of equal numbers of nodes |
 /// | `dp` | the batch between replicas, whose gradients are averaged |
 /// | `fsdp` | the batch, and the parameters of [`FullyShard`](candle_shard::fsdp::FullyShard) units |
-/// | `cp` | the [tokens](Input::tokens) of inputs |
+/// | `cp` | the [tokens](ModelInput::tokens) of inputs |
 /// | the plan's | layers as the [plan](Proof::plan) says |
 /// | others | what the model cuts itself, and the rows of inputs if [told](Proof::rows_over) |
 ///
@@ -80,10 +90,10 @@ pub struct Proof {
 /// use candle_core::{Device, Tensor};
 /// use candle_prove::prove;
 /// use candle_shard::DTensor;
-/// use candle_shard::nn::{Linear, Mode, ShardedVarBuilder};
+/// use candle_shard::nn::{Linear, Mode, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 ///
-/// let model = |vb: &ShardedVarBuilder| {
+/// let model = |vb: &MeshVarBuilder| {
 ///     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
 ///     Ok(move |xs: &[DTensor], _: Mode| down.forward(&up.forward(&xs[0])?.gelu()?)?.sqr()?.mean_all())
 /// };
@@ -99,10 +109,10 @@ pub struct Proof {
 pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
     let program = model.program();
     let axes: &[&str] = match program {
-        Program::Layers(_) => &[REPLICAS, UNITS, "tp"],
-        Program::Graph(_) => &[PIPELINE, REPLICAS, "tp"],
-        Program::PlainGraph(_) => &[PIPELINE, REPLICAS],
-        Program::Function(_) => &["rows", "tp"],
+        ModelProgram::Layers(_) => &[REPLICAS, UNITS, "tp"],
+        ModelProgram::Graph(_) => &[PIPELINE, REPLICAS, "tp"],
+        ModelProgram::PlainGraph(_) => &[PIPELINE, REPLICAS],
+        ModelProgram::Function(_) => &["rows", "tp"],
     };
     let rows = vec![UNITS.to_string(), "rows".to_string()];
     Proof {
@@ -135,11 +145,11 @@ pub fn prove<Kind>(model: impl Model<Kind>) -> Proof {
 impl Proof {
     /// Adds an input with a row of the batch at each index of dim 0. Float inputs are cast to the dtype of a set-up.
     pub fn input(self, name: &str, whole: &Tensor) -> Self {
-        self.input_of(Input::new(name, whole))
+        self.input_of(ModelInput::new(name, whole))
     }
 
     /// Adds an input.
-    pub fn input_of(mut self, input: Input) -> Self {
+    pub fn input_of(mut self, input: ModelInput) -> Self {
         self.subject.inputs.push(input);
         self
     }
@@ -214,9 +224,9 @@ impl Proof {
     /// use candle_core::{Device, Tensor};
     /// use candle_prove::prove;
     /// use candle_shard::DTensor;
-    /// use candle_shard::nn::{Linear, Mode, ParamsSgd, Sgd, ShardedVarBuilder};
+    /// use candle_shard::nn::{Linear, Mode, ParamsSgd, Sgd, MeshVarBuilder};
     ///
-    /// let model = |vb: &ShardedVarBuilder| {
+    /// let model = |vb: &MeshVarBuilder| {
     ///     let layer = Linear::new(4, 2, true, &vb.pp("layer"))?;
     ///     Ok(move |xs: &[DTensor], _: Mode| layer.forward(&xs[0])?.sqr()?.mean_all())
     /// };
@@ -300,7 +310,8 @@ impl Proof {
     pub fn budget(mut self, path: impl AsRef<Path>, setups: &[&str]) -> Result<(), String> {
         self.add_plan();
         let plain = self.plain();
-        let read = |text: &&str| Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::budget: {why}"));
+        let read =
+            |text: &&str| Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::budget: {why}"));
         let setups: Vec<Setup> = setups.iter().map(read).collect();
         budget::check(&self.subject, &setups, path.as_ref())
     }
@@ -322,19 +333,22 @@ impl Proof {
         let setups = match &self.only[..] {
             [] => setups::all(&plain, &self),
             only => {
-                let read = |text: &String| Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::only: {why}"));
+                let read = |text: &String| {
+                    Setup::read(text, &plain).unwrap_or_else(|why| panic!("Proof::only: {why}"))
+                };
                 only.iter().map(read).collect()
             }
         };
-        let compared = Compared::new(Arc::new(self.subject), self.deadline);
+        let compared = Comparison::new(Arc::new(self.subject), self.deadline);
         report::of(&compared, &setups, self.faults)
     }
 
     /// Returns the run on one device.
     fn plain(&self) -> Setup {
-        let batch = self.subject.inputs.iter().find_map(Input::len);
-        let batch = batch.unwrap_or_else(|| panic!("a proof needs an input with rows: add one with Proof::input"));
-        let is_graph = matches!(self.subject.program, Program::Graph(_) | Program::PlainGraph(_));
+        let batch = self.subject.inputs.iter().find_map(ModelInput::len);
+        let batch =
+            batch.unwrap_or_else(|| panic!("a proof needs an input with rows: add one with Proof::input"));
+        let is_graph = matches!(self.subject.program, ModelProgram::Graph(_) | ModelProgram::PlainGraph(_));
         Setup {
             axes: self.axes.iter().map(|axis| (axis.clone(), 1)).collect(),
             dtype: self.dtypes.first().copied().unwrap_or(DType::F64),

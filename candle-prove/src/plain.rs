@@ -4,14 +4,14 @@ use candle_dist::DeviceMesh;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use candle_shard::Replicate;
-use candle_shard::nn::{self, ShardedVarBuilder};
+use candle_shard::nn::{self, MeshVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::random::Distribution;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 
 /// Variables by name, each drawn from the seed and its name.
-struct Fresh {
+struct SeededVars {
     seed: u64,
     mesh: DeviceMesh,
     made: Mutex<HashMap<String, Tensor>>,
@@ -19,7 +19,7 @@ struct Fresh {
 
 /// Returns a builder of variables that are equal on all ranks. `mesh` has this rank.
 pub(super) fn plain_builder(seed: u64, mesh: &DeviceMesh, dtype: DType) -> VarBuilder<'static> {
-    let fresh = Fresh { seed, mesh: mesh.clone(), made: Mutex::default() };
+    let fresh = SeededVars { seed, mesh: mesh.clone(), made: Mutex::default() };
     VarBuilder::from_backend(Box::new(fresh), dtype, Device::Cpu)
 }
 
@@ -33,8 +33,15 @@ fn init_of(init: Init) -> nn::Init {
     }
 }
 
-impl SimpleBackend for Fresh {
-    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+impl SimpleBackend for SeededVars {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
         let mut made = self.made.lock();
         if let Some(known) = made.get(name) {
             if (known.shape(), known.dtype()) != (&shape, dtype) {
@@ -47,7 +54,7 @@ impl SimpleBackend for Fresh {
             return Ok(known.clone());
         }
         let draw = || -> candle_shard::Result<Tensor> {
-            let vb = ShardedVarBuilder::fresh(self.seed, &self.mesh, Plan::none(), dtype, device)?;
+            let vb = MeshVarBuilder::fresh(self.seed, &self.mesh, Plan::none(), dtype, device)?;
             Ok(vb.get(shape, name, init_of(init), Replicate, false)?.to_local().clone())
         };
         let drawn = draw().map_err(candle_core::Error::wrap)?;
@@ -72,7 +79,7 @@ mod tests {
 
     #[test]
     fn a_variable_is_there_once_it_is_made_and_has_one_shape_and_dtype() {
-        let done = World::local(1).run(|ctx| -> candle_shard::Result<()> {
+        let done = World::threads(1).run(|ctx| -> candle_shard::Result<()> {
             let vb = plain_builder(3, &ctx.mesh(&[("tp", 1)])?, DType::F64);
             assert!(!vb.contains_tensor("weight"));
             let made = vb.get((2, 3), "weight")?;

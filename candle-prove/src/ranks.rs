@@ -22,7 +22,7 @@ pub struct Ranks {
 }
 
 /// The reports of the ranks of one run so far.
-struct Board<T> {
+struct RunReports<T> {
     results: Vec<Option<T>>,
     ended: usize,
     first_failure: Option<WorldError>,
@@ -65,7 +65,7 @@ impl Ranks {
         F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
     {
         threads::settle(threads::default_per_rank(self.world));
-        self.run_in(World::local(self.world), &Arc::new(f))
+        self.run_in(World::threads(self.world), &Arc::new(f))
     }
 
     /// Like [`run`](Self::run), on the ranks of this world, which are threads of this process.
@@ -93,7 +93,8 @@ impl Ranks {
         F: Fn(&RankContext) -> Result<T, E> + Send + Sync + 'static,
     {
         let numbers: Vec<usize> = ranks.iter().map(RankContext::rank).collect();
-        let board = Board { results: numbers.iter().map(|_| None).collect(), ended: 0, first_failure: None };
+        let board =
+            RunReports { results: numbers.iter().map(|_| None).collect(), ended: 0, first_failure: None };
         let shared = Arc::new((Mutex::new(board), Condvar::new()));
         let mut threads = Vec::new();
         for (nth, ctx) in ranks.into_iter().enumerate() {
@@ -109,8 +110,10 @@ impl Ranks {
                 board.ended += 1;
                 shared.1.notify_all();
             };
-            let thread =
-                std::thread::Builder::new().name(format!("rank {rank}")).stack_size(Self::STACK_BYTES).spawn(work);
+            let thread = std::thread::Builder::new()
+                .name(format!("rank {rank}"))
+                .stack_size(Self::STACK_BYTES)
+                .spawn(work);
             threads.push(thread.map_err(|e| self.fail(rank, format!("no thread: {e}")))?);
         }
         let until = Instant::now() + self.deadline;
@@ -130,7 +133,9 @@ impl Ranks {
             return Err(self.fail(failure.rank, failure.message));
         }
         let results = board.results.iter_mut().zip(&numbers);
-        results.map(|(result, &rank)| result.take().ok_or_else(|| self.fail(rank, "no result".into()))).collect()
+        results
+            .map(|(result, &rank)| result.take().ok_or_else(|| self.fail(rank, "no result".into())))
+            .collect()
     }
 
     /// Returns an error of a rank, with the label.

@@ -1,5 +1,5 @@
 //! What a proof found.
-use super::compare::Compared;
+use super::compare::Comparison;
 use super::faults::inject;
 use super::setup::Setup;
 use std::fmt;
@@ -31,7 +31,7 @@ pub struct Report {
 }
 
 /// Judges set-ups and makes the first wrong one smaller.
-pub(super) fn of(compared: &Compared, setups: &[Setup], faults: usize) -> Report {
+pub(super) fn of(compared: &Comparison, setups: &[Setup], faults: usize) -> Report {
     let mut report = Report { right: 0, refused: Vec::new(), wrong: Vec::new(), faults: 0, smallest: None };
     for setup in setups {
         let mut verdict = compared.verdict(setup);
@@ -55,7 +55,7 @@ pub(super) fn of(compared: &Compared, setups: &[Setup], faults: usize) -> Report
 }
 
 /// Returns the smallest set-up that is still wrong.
-fn smaller(compared: &Compared, mut setup: Setup, mut why: String) -> (Setup, String) {
+fn smaller(compared: &Comparison, mut setup: Setup, mut why: String) -> (Setup, String) {
     // Each round takes something away.
     'rounds: loop {
         for small in setup.smaller() {

@@ -84,7 +84,10 @@ impl Setup {
 
     /// Returns whether parameters or units have a dtype of 16 bits.
     pub(super) fn has_16_bits(&self) -> bool {
-        [Some(self.dtype), self.compute].iter().flatten().any(|dtype| matches!(dtype, DType::F16 | DType::BF16))
+        [Some(self.dtype), self.compute]
+            .iter()
+            .flatten()
+            .any(|dtype| matches!(dtype, DType::F16 | DType::BF16))
     }
 
     /// Returns the same run on one device in f64, with the weights and inputs of this dtype.
@@ -99,7 +102,8 @@ impl Setup {
         let axes = self.axes.iter().zip(sizes).map(|((name, _), &size)| (name.clone(), size)).collect();
         let mut next = Self { axes, resume: None, ..self.clone() };
         if !has_schedule(&next) {
-            next.schedule = self.schedule.map(|(_, microbatches, keep)| (ScheduleKind::GPipe, microbatches, keep));
+            next.schedule =
+                self.schedule.map(|(_, microbatches, keep)| (ScheduleKind::GPipe, microbatches, keep));
         }
         Some(next)
     }
@@ -176,10 +180,12 @@ impl Setup {
                 Some((axis, value)) => *size_in(&mut setup.axes, axis)? = number(value)?,
                 None if word == "strict" => setup.strict = true,
                 None if word == "->" => {
-                    let mut axes: Vec<(String, usize)> = like.axes.iter().map(|(name, _)| (name.clone(), 1)).collect();
+                    let mut axes: Vec<(String, usize)> =
+                        like.axes.iter().map(|(name, _)| (name.clone(), 1)).collect();
                     for word in words.by_ref() {
                         let (axis, size) = word.split_once('=').unwrap_or((word, ""));
-                        let size = size.parse().map_err(|_| format!("{word:?}: expected an axis and its size"))?;
+                        let size =
+                            size.parse().map_err(|_| format!("{word:?}: expected an axis and its size"))?;
                         *size_in(&mut axes, axis)? = size;
                     }
                     setup.resume = Some(axes.into_iter().map(|(_, size)| size).collect());
@@ -199,13 +205,18 @@ impl Setup {
 }
 
 fn dtype(text: &str) -> Result<DType, String> {
-    DTYPES.into_iter().find(|dtype| dtype.as_str() == text).ok_or_else(|| format!("{text:?} is no dtype of parameters"))
+    DTYPES
+        .into_iter()
+        .find(|dtype| dtype.as_str() == text)
+        .ok_or_else(|| format!("{text:?} is no dtype of parameters"))
 }
 
 fn size_in<'a>(axes: &'a mut [(String, usize)], axis: &str) -> Result<&'a mut usize, String> {
     let names: Vec<String> = axes.iter().map(|(name, _)| name.clone()).collect();
     let found = axes.iter_mut().find(|(name, _)| name == axis);
-    found.map(|(_, size)| size).ok_or_else(|| format!("{axis:?} is neither an axis of {names:?} nor a setting"))
+    found
+        .map(|(_, size)| size)
+        .ok_or_else(|| format!("{axis:?} is neither an axis of {names:?} nor a setting"))
 }
 
 /// Prints the axes of more than one rank.
@@ -283,7 +294,9 @@ mod tests {
             rounded: None,
         };
         assert_eq!(Setup::read(&text, &plain), Ok(full));
-        for (wrong, why) in [("ep=2", "\"ep\""), ("f8", "\"f8\""), ("keep=all", "keep"), ("batch=x", "no number")] {
+        for (wrong, why) in
+            [("ep=2", "\"ep\""), ("f8", "\"f8\""), ("keep=all", "keep"), ("batch=x", "no number")]
+        {
             assert!(Setup::read(wrong, &plain).is_err_and(|error| error.contains(why)), "{wrong}");
         }
     }

@@ -1,5 +1,5 @@
 //! The set-ups of a proof.
-use super::model::Program;
+use super::model::ModelProgram;
 use super::setup::{KEEPS, Setup};
 use super::{PIPELINE, Proof};
 use candle_core::DType;
@@ -26,7 +26,7 @@ pub(super) fn all(plain: &Setup, proof: &Proof) -> Vec<Setup> {
             Setup { axes: sized(mesh), resume, ..setup.clone() }
         };
         // A function has no parameters to save.
-        let can_resume = !matches!(proof.subject.program, Program::Function(_));
+        let can_resume = !matches!(proof.subject.program, ModelProgram::Function(_));
         if proof.exhaustive {
             setups.extend(choices.iter().map(|choice| on(choice, can_resume)));
             continue;
@@ -53,11 +53,11 @@ fn choices(plain: &Setup, proof: &Proof) -> Vec<Setup> {
     let (whole, less) = (plain.batch, plain.batch - plain.batch / 3);
     let batches = [whole, less, 2, 1].into_iter().filter(|&rows| rows > 0 && rows <= whole).unique();
     // A function has one step.
-    let has_steps = !matches!(proof.subject.program, Program::Function(_));
+    let has_steps = !matches!(proof.subject.program, ModelProgram::Function(_));
     let in_turn = (has_steps && less < whole).then_some((whole, Some(less)));
     let batches = batches.map(|rows| (rows, None)).chain(in_turn);
     let passes: &[usize] = match proof.subject.program {
-        Program::Layers(_) => &proof.passes,
+        ModelProgram::Layers(_) => &proof.passes,
         _ => &[1],
     };
     let schedules: Vec<Option<_>> = match plain.schedule {

@@ -5,7 +5,8 @@ use candle_dist::rows;
 
 /// Returns the gradient that a table keeps by rows, `None` if this is no such table or it has none.
 pub(super) fn dense_rows(table: &Var) -> candle_core::Result<Option<Tensor>> {
-    let Some((rows, values)) = rows::of(table.id()).map(|gradient| gradient.rows()).transpose()?.flatten() else {
+    let Some((rows, values)) = rows::of(table.id()).map(|gradient| gradient.rows()).transpose()?.flatten()
+    else {
         return Ok(None);
     };
     let zeros = Tensor::zeros(table.shape(), values.dtype(), table.device())?;

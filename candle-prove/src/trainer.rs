@@ -1,5 +1,5 @@
 //! A model that trains in a set-up, on one rank.
-use super::model::{Input, LossFn, MakeOptimizer, Program};
+use super::model::{LossFn, MakeOptimizer, ModelInput, ModelProgram};
 use super::plain::plain_builder;
 use super::setup::{KEEP, Setup};
 use super::table::{dense_rows, take_rows};
@@ -9,14 +9,15 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::comm::{Event, Log};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext, ReduceOp,
+    ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, GradAccumulator, ProcessGroup, RankContext,
+    ReduceOp,
 };
 use candle_nn::ParamsAdamW;
 use candle_pipe::graph::Scope;
 use candle_pipe::microbatch::microbatch_sizes;
-use candle_pipe::{EqualCount, Keep, PipeBuilder, Reduction, Result, Runtime, StepOptions};
+use candle_pipe::{EqualCount, Keep, LossReduction, PipeBuilder, Result, Runtime, StepOptions};
 use candle_shard::fsdp::{FullyShardOptions, no_sync};
-use candle_shard::nn::{AdamW, Mode, Optimizer, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Mode, Optimizer, Parameters};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, checkpoint, observe, strict};
 use std::cell::RefCell;
@@ -27,8 +28,8 @@ use std::rc::Rc;
 
 /// What the runs of a proof have in common.
 pub(super) struct Subject {
-    pub(super) program: Program,
-    pub(super) inputs: Vec<Input>,
+    pub(super) program: ModelProgram,
+    pub(super) inputs: Vec<ModelInput>,
     pub(super) plans: Vec<Plan>,
     /// The axes that shard the rows of inputs.
     pub(super) rows: Vec<String>,
@@ -52,7 +53,7 @@ const MOST: f64 = 0.5;
 const OPTIONS: ParamsAdamW = ParamsAdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-2, weight_decay: 0.01 };
 
 /// A model on this rank, with its optimizer.
-struct Trainer<'a> {
+struct ModelTrainer<'a> {
     subject: &'a Subject,
     setup: &'a Setup,
     /// The mesh with all axes.
@@ -60,7 +61,7 @@ struct Trainer<'a> {
     /// The mesh of the model, without the axes of stages and replicas.
     mesh: DeviceMesh,
     replicas: Option<ProcessGroup>,
-    model: Built,
+    model: RankModel,
     parameters: Parameters,
     /// The float inputs of a function, which get gradients.
     leaves: Vec<(String, DTensor, Var)>,
@@ -70,15 +71,20 @@ struct Trainer<'a> {
 }
 
 /// The model, built on this rank.
-enum Built {
+enum RankModel {
     Layers { loss: LossFn },
-    Graph { runtime: Box<Runtime>, reduction: Option<Reduction> },
+    Graph { runtime: Box<Runtime>, reduction: Option<LossReduction> },
     Function { inputs: Vec<DTensor> },
 }
 
 /// Trains for some steps and saves the state in `folder`.
-pub(super) fn train(subject: &Subject, setup: &Setup, folder: &Path, ctx: &RankContext) -> Result<Trajectory> {
-    let mut trainer = Trainer::new(subject, setup, ctx)?;
+pub(super) fn train(
+    subject: &Subject,
+    setup: &Setup,
+    folder: &Path,
+    ctx: &RankContext,
+) -> Result<Trajectory> {
+    let mut trainer = ModelTrainer::new(subject, setup, ctx)?;
     let mut trajectory = Trajectory::default();
     for step in 0..subject.steps {
         trainer.step(step, &mut trajectory)?;
@@ -91,8 +97,13 @@ pub(super) fn train(subject: &Subject, setup: &Setup, folder: &Path, ctx: &RankC
 }
 
 /// Makes one more step after those of [`train`], from its checkpoint if there is one, and otherwise from the start.
-pub(super) fn resume(subject: &Subject, setup: &Setup, folder: Option<&Path>, ctx: &RankContext) -> Result<Trajectory> {
-    let mut trainer = Trainer::new(subject, setup, ctx)?;
+pub(super) fn resume(
+    subject: &Subject,
+    setup: &Setup,
+    folder: Option<&Path>,
+    ctx: &RankContext,
+) -> Result<Trajectory> {
+    let mut trainer = ModelTrainer::new(subject, setup, ctx)?;
     let mut trajectory = Trajectory::default();
     match folder {
         Some(folder) => trainer.load(folder)?,
@@ -105,7 +116,7 @@ pub(super) fn resume(subject: &Subject, setup: &Setup, folder: Option<&Path>, ct
 
 /// Runs only the forward pass of the first step, and returns the whole results of its ops with their names and lines.
 pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Result<Trajectory> {
-    let trainer = Trainer::new(subject, setup, ctx)?;
+    let trainer = ModelTrainer::new(subject, setup, ctx)?;
     let found = Rc::new(RefCell::new((Trajectory::default(), Ok(()))));
     let rows = trainer.rows(0);
     let (list, mode) = (found.clone(), Mode::TrainRows { step: 0, first_row: rows.start });
@@ -117,9 +128,9 @@ pub(super) fn forward(subject: &Subject, setup: &Setup, ctx: &RankContext) -> Re
         }
     };
     observe(see, || match &trainer.model {
-        Built::Layers { loss } => Ok(loss(&trainer.inputs(&rows)?, mode).map(drop)?),
-        Built::Function { inputs } => trainer.function(inputs).map(drop),
-        Built::Graph { .. } => Ok(()),
+        RankModel::Layers { loss } => Ok(loss(&trainer.inputs(&rows)?, mode).map(drop)?),
+        RankModel::Function { inputs } => trainer.function(inputs).map(drop),
+        RankModel::Graph { .. } => Ok(()),
     })?;
     let (trajectory, outcome) = found.replace((Trajectory::default(), Ok(())));
     outcome?;
@@ -134,16 +145,17 @@ pub(super) fn communication(
     group: &ProcessGroup,
 ) -> Result<(DeviceMesh, Vec<Event>)> {
     if setup.size_of(PIPELINE) > 1 {
-        let reason = "the messages between stages cannot be simulated; give a budget to the model in one stage";
+        let reason =
+            "the messages between stages cannot be simulated; give a budget to the model in one stage";
         return Err(candle_dist::Error::Unsupported(reason.into()).into());
     }
-    let mut trainer = Trainer::on(subject, setup, group)?;
+    let mut trainer = ModelTrainer::on(subject, setup, group)?;
     let (made, events) = Log::of(|| trainer.train(0));
     made?;
     Ok((trainer.whole, events))
 }
 
-impl<'a> Trainer<'a> {
+impl<'a> ModelTrainer<'a> {
     fn new(subject: &'a Subject, setup: &'a Setup, ctx: &RankContext) -> Result<Self> {
         Self::on(subject, setup, ctx.group())
     }
@@ -164,26 +176,26 @@ impl<'a> Trainer<'a> {
         let mut leaves = Vec::new();
         let at = (&whole, replicas.as_ref());
         let (model, parameters) = match &subject.program {
-            Program::Layers(build) => {
+            ModelProgram::Layers(build) => {
                 let vb = Self::builder(subject, setup, &mesh)?;
-                (Built::Layers { loss: build(&vb)? }, vb.finish()?)
+                (RankModel::Layers { loss: build(&vb)? }, vb.finish()?)
             }
-            Program::Graph(declare) => {
+            ModelProgram::Graph(declare) => {
                 let vb = Self::builder(subject, setup, &mesh)?;
                 // A stage may lack modules that the plan names.
                 let (runtime, reduction) = Self::piped(subject, setup, at, declare(), &vb)?;
-                (Built::Graph { runtime, reduction }, vb.built())
+                (RankModel::Graph { runtime, reduction }, vb.built())
             }
-            Program::PlainGraph(declare) => {
+            ModelProgram::PlainGraph(declare) => {
                 let vb = plain_builder(subject.seed, &mesh, setup.dtype);
                 let (runtime, reduction) = Self::piped(subject, setup, at, declare(), &vb)?;
                 let parameters = Parameters::replicated(&mesh, &runtime.named_vars()?)?;
-                (Built::Graph { runtime, reduction }, parameters)
+                (RankModel::Graph { runtime, reduction }, parameters)
             }
-            Program::Function(_) => {
+            ModelProgram::Function(_) => {
                 let rows = setup.rows(0, replicas.as_ref().map_or(0, ProcessGroup::rank));
                 let inputs = subject.on_mesh(setup, &mesh, &rows)?;
-                let leaf = |(x, input): (DTensor, &Input)| -> Result<DTensor> {
+                let leaf = |(x, input): (DTensor, &ModelInput)| -> Result<DTensor> {
                     if !x.dtype().is_float() {
                         return Ok(x);
                     }
@@ -192,7 +204,7 @@ impl<'a> Trainer<'a> {
                     Ok(x)
                 };
                 let inputs = inputs.into_iter().zip(&subject.inputs).map(leaf).collect::<Result<_>>()?;
-                (Built::Function { inputs }, Parameters::default())
+                (RankModel::Function { inputs }, Parameters::default())
             }
         };
         let optimizer: Box<dyn Optimizer> = match &subject.optimizer {
@@ -205,13 +217,13 @@ impl<'a> Trainer<'a> {
         if let Some(rounded) = setup.rounded {
             // Fresh weights of another dtype are other draws.
             let drawn = Setup { dtype: rounded, rounded: None, ..setup.clone() };
-            let drawn = Trainer::on(subject, &drawn, group)?;
+            let drawn = ModelTrainer::on(subject, &drawn, group)?;
             for (p, from) in parameters.iter().zip(drawn.parameters.iter()) {
                 p.var.set(&from.var.to_dtype(p.var.dtype())?)?;
             }
         }
-        let averages =
-            matches!(model, Built::Layers { .. }) || matches!(model, Built::Graph { .. }) && subject.is_beside;
+        let averages = matches!(model, RankModel::Layers { .. })
+            || matches!(model, RankModel::Graph { .. }) && subject.is_beside;
         let average = match replicas.as_ref().filter(|_| averages) {
             Some(replicas) => {
                 Some(DataParallel::new(replicas, &parameters.named_vars(), &DataParallelOptions::default())?)
@@ -221,9 +233,9 @@ impl<'a> Trainer<'a> {
         Ok(Self { subject, setup, whole, mesh, replicas, model, parameters, leaves, average, optimizer })
     }
 
-    fn builder(subject: &Subject, setup: &Setup, mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
+    fn builder(subject: &Subject, setup: &Setup, mesh: &DeviceMesh) -> Result<MeshVarBuilder> {
         let (plan, device) = (subject.plans[setup.plan].clone(), mesh.axis_group(0)?.device());
-        let vb = ShardedVarBuilder::fresh(subject.seed, mesh, plan, setup.dtype, device)?;
+        let vb = MeshVarBuilder::fresh(subject.seed, mesh, plan, setup.dtype, device)?;
         let options = subject.unit_options.param_dtype(setup.compute);
         Ok(subject.units.iter().try_fold(vb, |vb, axis| vb.fully_shard(axis, options))?)
     }
@@ -235,7 +247,7 @@ impl<'a> Trainer<'a> {
         (whole, replicas): (&DeviceMesh, Option<&ProcessGroup>),
         graph: PipeBuilder<B>,
         scope: &B,
-    ) -> Result<(Box<Runtime>, Option<Reduction>)> {
+    ) -> Result<(Box<Runtime>, Option<LossReduction>)> {
         let (kind, microbatches, _) = setup.schedule.unwrap_or((super::FIRST, 1, KEEP));
         let schedule = kind.schedule(setup.size_of(PIPELINE), microbatches, kind.stages_per_rank())?;
         let pipe = graph.finish(EqualCount(schedule.stages()))?;
@@ -275,11 +287,12 @@ impl<'a> Trainer<'a> {
         }
         for (name, x, var) in &self.leaves {
             if let Some(grad) = grads.get(var) {
-                let grad = DTensor::from_local_with_spec(grad.detach().to_dtype(x.dtype())?, x.spec().clone())?;
+                let grad =
+                    DTensor::from_local_with_spec(grad.detach().to_dtype(x.dtype())?, x.spec().clone())?;
                 trajectory.whole(format!("gradient of {name}"), &grad)?;
             }
         }
-        if self.parameters.is_empty() && !matches!(self.model, Built::Graph { .. }) {
+        if self.parameters.is_empty() && !matches!(self.model, RankModel::Graph { .. }) {
             return Ok(());
         }
         let norm = self.clip()?.clip(&self.parameters.named_vars(), &mut grads)?;
@@ -315,7 +328,7 @@ impl<'a> Trainer<'a> {
     fn gradients(&self, step: u64) -> Result<(Option<f64>, GradStore)> {
         let rows = self.rows(step);
         match &self.model {
-            Built::Layers { loss } => {
+            RankModel::Layers { loss } => {
                 let mut first = rows.start;
                 let (mut sum, mut losses) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
                 for len in microbatch_sizes(rows.len(), self.setup.passes) {
@@ -341,22 +354,23 @@ impl<'a> Trainer<'a> {
                 }
                 Ok((Some(self.all_rows(losses)? / self.setup.batch(step) as f64), grads))
             }
-            Built::Function { inputs } => {
+            RankModel::Function { inputs } => {
                 let made = self.function(inputs)?;
                 Ok((Some(number(&made)?), made.backward()?))
             }
-            Built::Graph { runtime, reduction } => {
+            RankModel::Graph { runtime, reduction } => {
                 let keep = self.setup.schedule.map_or(KEEP, |(_, _, keep)| keep).iter().copied().cycle();
                 let keep: Vec<Keep> = keep.take(runtime.info().stages.len()).collect();
                 let options = StepOptions::default().step(step).first_row(rows.start).keep(keep);
-                let batch = self.subject.microbatches(self.setup, &rows, self.mesh.axis_group(0)?.device())?;
+                let batch =
+                    self.subject.microbatches(self.setup, &rows, self.mesh.axis_group(0)?.device())?;
                 let mut made = self.strictly(|| runtime.forward_backward(&batch, &options))?;
                 let loss = runtime.loss(&made)?;
                 let made = &mut made.step;
                 self.parameters.reduce(&mut made.grads)?;
                 match (&self.average, reduction) {
                     // The mean of means over unlike numbers of rows.
-                    (Some(average), Some(Reduction::Mean)) => {
+                    (Some(average), Some(LossReduction::Mean)) => {
                         average.reduce_weighted(&mut made.grads, rows.len() as f64)?;
                     }
                     (Some(average), _) => average.reduce(&mut made.grads)?,
@@ -371,16 +385,17 @@ impl<'a> Trainer<'a> {
     fn evaluate(&self, step: u64) -> Result<Option<f64>> {
         let rows = self.rows(step);
         match &self.model {
-            Built::Layers { loss } => {
+            RankModel::Layers { loss } => {
                 let inputs = self.inputs(&rows)?;
                 let made = self.strictly(|| loss(&inputs, Mode::Eval))?;
                 self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 let sum = self.all_rows(number(&made)? * rows.len() as f64)?;
                 Ok(Some(sum / self.setup.batch(step) as f64))
             }
-            Built::Function { .. } => Ok(None),
-            Built::Graph { runtime, .. } => {
-                let batch = self.subject.microbatches(self.setup, &rows, self.mesh.axis_group(0)?.device())?;
+            RankModel::Function { .. } => Ok(None),
+            RankModel::Graph { runtime, .. } => {
+                let batch =
+                    self.subject.microbatches(self.setup, &rows, self.mesh.axis_group(0)?.device())?;
                 let made = runtime.evaluate(&batch, &StepOptions::default().first_row(rows.start))?;
                 self.average.iter().try_for_each(DataParallel::share_changed_rows)?;
                 runtime.share_changed_rows()?;
@@ -404,13 +419,13 @@ impl<'a> Trainer<'a> {
     fn clip(&self) -> Result<ClipGradNorm> {
         let clip = self.parameters.clip_grad_norm(MOST)?;
         Ok(match &self.model {
-            Built::Graph { runtime, .. } => runtime.clip_grad_norm(clip),
+            RankModel::Graph { runtime, .. } => runtime.clip_grad_norm(clip),
             _ => clip,
         })
     }
 
     fn function(&self, inputs: &[DTensor]) -> Result<DTensor> {
-        let Program::Function(f) = &self.subject.program else {
+        let ModelProgram::Function(f) = &self.subject.program else {
             return Err(candle_core::Error::msg("a function without its code").into());
         };
         Ok(self.strictly(|| f(inputs))?)
@@ -432,7 +447,7 @@ impl<'a> Trainer<'a> {
         }
         let tensors = [self.parameters.named_tensors(), self.optimizer.state()?].concat();
         match &self.model {
-            Built::Graph { .. } => {
+            RankModel::Graph { .. } => {
                 // The ranks of all stages of this replica.
                 let axes: Vec<&str> =
                     self.whole.names().iter().map(String::as_str).filter(|name| *name != REPLICAS).collect();

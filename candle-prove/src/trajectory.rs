@@ -62,7 +62,10 @@ impl Trajectory {
         };
         for (name, numbers) in &self.0 {
             let (Some(alone), Some(exact)) = (all_alone.get(name), all_exact.get(name)) else {
-                return Some(Difference { name: name.clone(), reason: "is there, and not on one device".into() });
+                return Some(Difference {
+                    name: name.clone(),
+                    reason: "is there, and not on one device".into(),
+                });
             };
             if numbers.len() != alone.len() {
                 let reason = format!("has {} elements instead of {}", numbers.len(), alone.len());
@@ -83,9 +86,12 @@ impl Trajectory {
                 let (far, of_one) = (spread(&minus(numbers, alone)), spread(&minus(alone, exact)));
                 let most = (4.0 * of_one + rounding * own).min((own / 2.0).max(2.0 * of_one));
                 if far > most {
-                    let reason = format!("differs by {far:.1e} in the root mean square, more than {most:.1e}");
                     let reason =
-                        format!("{reason}; that of one device is {:.1e}, {of_one:.1e} from f64", spread(alone));
+                        format!("differs by {far:.1e} in the root mean square, more than {most:.1e}");
+                    let reason = format!(
+                        "{reason}; that of one device is {:.1e}, {of_one:.1e} from f64",
+                        spread(alone)
+                    );
                     return Some(Difference { name: name.clone(), reason });
                 }
                 continue;

@@ -25,7 +25,10 @@ fn row(name: &str, composed: &dyn Fn() -> Result<Tensor>, fused: &dyn Fn() -> Re
     let [(a_forward, a_both), (b_forward, b_both)] = cells[..] else {
         return Ok(());
     };
-    println!("{name:<34}{a_forward:>9.3}{b_forward:>9.3}{a_both:>12.3}{b_both:>9.3}{:>9.1}x", a_both / b_both);
+    println!(
+        "{name:<34}{a_forward:>9.3}{b_forward:>9.3}{a_both:>12.3}{b_both:>9.3}{:>9.1}x",
+        a_both / b_both
+    );
     Ok(())
 }
 
@@ -47,7 +50,9 @@ fn main() -> Result<()> {
     })?;
 
     let scores = randn(&[8, 8, 128, 128])?;
-    row("softmax 8x8x128x128", &|| candle_nn::ops::softmax(&scores, D::Minus1), &|| kernels::softmax(&scores))?;
+    row("softmax 8x8x128x128", &|| candle_nn::ops::softmax(&scores, D::Minus1), &|| {
+        kernels::softmax(&scores)
+    })?;
     let above = (0..128).flat_map(|i| (0..128).map(move |j| if j > i { f32::NEG_INFINITY } else { 0.0 }));
     let mask = Tensor::from_iter(above, &Cpu)?.reshape((128, 128))?;
     row(

@@ -18,7 +18,7 @@ thread_local! {
 ///
 /// These are the operands of [`DTensor::replicated`](crate::DTensor::replicated), of operators with plain tensors and
 /// numbers, and of [`DTensor::distribute`](crate::DTensor::distribute), the plain inputs that a layer of a plan takes as
-/// replicated, and the tensors of a [moved model](crate::nn::ShardedVarBuilder::parallelize). A comparison hashes the elements
+/// replicated, and the tensors of a [moved model](crate::nn::MeshVarBuilder::parallelize). A comparison hashes the elements
 /// and costs one collective of 8 bytes per rank, which [counts](candle_dist::comm::record) exclude. If ranks differ, all of them
 /// return the same error. Every rank must call it.
 ///
@@ -32,7 +32,7 @@ thread_local! {
 /// use candle_dist::World;
 /// use candle_shard::{DTensor, Result, compare_operands};
 ///
-/// let failed = World::local(2).run(|ctx| -> Result<()> {
+/// let failed = World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     (0..2).try_for_each(|step| {
 ///         let mine = Tensor::new(&[(step * ctx.rank()) as f32], &Device::Cpu)?; // alike in the first step only
@@ -72,15 +72,19 @@ pub(crate) fn alike(
     }
     let (group, site) = (mesh.group()?, Location::caller());
     let is_due = || match frequency {
-        Frequency::PerShape => cfg!(debug_assertions) || group.is_first((op, of, site, tensor.dims(), tensor.dtype())),
+        Frequency::PerShape => {
+            cfg!(debug_assertions) || group.is_first((op, of, site, tensor.dims(), tensor.dtype()))
+        }
         Frequency::PerLine => !tensor.track_op() && group.is_first((op, of, site)),
         Frequency::OnDemand => false,
     };
     if !COMPARED.get() && !mesh.is_on(Switch::Debug) && !is_due() {
         return Ok(());
     }
-    let text = format!("{}{:?} with the hash {:016x}", tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);
-    let compared = group.with_description(format!("the comparison of what {op} gets on each rank")).compare(&text)?;
+    let text =
+        format!("{}{:?} with the hash {:016x}", tensor.dtype().as_str(), tensor.dims(), digest(tensor)?);
+    let compared =
+        group.with_description(format!("the comparison of what {op} gets on each rank")).compare(&text)?;
     let Some(texts) = compared else { return Ok(()) };
     let other = texts.iter().position(|text| *text != texts[0]).unwrap_or_default();
     let ranks = group.ranks();
@@ -162,7 +166,10 @@ pub(crate) fn agreed_on<T>(
             return made.map(|(read, _)| read);
         }
     }
-    Error::op(op, "ranks read unlike checkpoints; give one folder to all of them, and load when no program saves there")
+    Error::op(
+        op,
+        "ranks read unlike checkpoints; give one folder to all of them, and load when no program saves there",
+    )
 }
 
 /// Returns every rank's value on every rank, in rank order.
@@ -171,7 +178,8 @@ pub(crate) fn told<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     mine: &T,
 ) -> Result<Vec<T>> {
-    let failed = |error: serde_json::Error| Error::Op { op, reason: format!("a message between ranks ({error})") };
+    let failed =
+        |error: serde_json::Error| Error::Op { op, reason: format!("a message between ranks ({error})") };
     let texts = group.all_gather_text(&serde_json::to_string(mine).map_err(failed)?)?;
     texts.iter().map(|text| serde_json::from_str(text).map_err(failed)).collect()
 }

@@ -80,20 +80,20 @@ impl Explanation {
 
 /// An explanation under construction.
 #[derive(Default)]
-struct State {
+struct ExplainState {
     ops: Vec<ExplainedOp>,
     /// The open ops, outermost first, after the frame of calls outside of any op.
-    frames: Vec<Frame>,
+    frames: Vec<OpFrame>,
 }
 
 /// The calls of one open op; its log pauses while an inner op is open.
-struct Frame {
+struct OpFrame {
     log: Option<Log>,
     input_calls: Vec<Event>,
     own_calls: Vec<Event>,
 }
 
-impl Frame {
+impl OpFrame {
     fn new() -> Self {
         Self { log: Some(Log::start()), input_calls: Vec::new(), own_calls: Vec::new() }
     }
@@ -108,11 +108,11 @@ impl Frame {
     }
 }
 
-impl State {
+impl ExplainState {
     /// Begins an op.
     fn push(&mut self) {
         self.rest();
-        self.frames.push(Frame::new());
+        self.frames.push(OpFrame::new());
     }
 
     /// Ends the innermost op and returns its calls.
@@ -141,7 +141,7 @@ impl State {
 }
 
 thread_local! {
-    static STATE: RefCell<Option<State>> = const { RefCell::new(None) };
+    static STATE: RefCell<Option<ExplainState>> = const { RefCell::new(None) };
 }
 
 /// Runs `f` and reports how each op in it laid out its inputs and what was sent.
@@ -151,7 +151,7 @@ thread_local! {
 /// use candle_dist::{World, comm};
 /// use candle_shard::{DTensor, Result, Shard, explain};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let x = Tensor::ones((4, 6), DType::F32, &Device::Cpu)?;
 ///     let x = DTensor::distribute(&x, &mesh, &[Shard(1)])?;
@@ -166,7 +166,7 @@ thread_local! {
 /// ```
 pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
     /// Restores an enclosing `explain`, even if `f` panics.
-    struct Outer(Option<State>);
+    struct Outer(Option<ExplainState>);
     impl Drop for Outer {
         fn drop(&mut self) {
             if let Some(frame) = self.0.as_mut().and_then(|state| state.frames.last_mut()) {
@@ -176,8 +176,8 @@ pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
         }
     }
     let mut outer = Outer(STATE.take());
-    outer.0.iter_mut().for_each(State::rest);
-    let mut state = State::default();
+    outer.0.iter_mut().for_each(ExplainState::rest);
+    let mut state = ExplainState::default();
     state.push();
     STATE.replace(Some(state));
     let result = f();
@@ -191,19 +191,19 @@ pub fn explain<R>(f: impl FnOnce() -> R) -> (R, Explanation) {
 }
 
 /// An op that is recorded until it is dropped.
-pub(crate) struct Open {
+pub(crate) struct OpGuard {
     op: &'static str,
     inputs: Vec<ExplainedInput>,
     outputs: Vec<String>,
 }
 
 /// Begins an op, if an explanation is being recorded.
-pub(crate) fn open(op: &'static str) -> Option<Open> {
-    let asked = STATE.with_borrow_mut(|state| state.as_mut().map(State::push).is_some());
-    asked.then(|| Open { op, inputs: Vec::new(), outputs: Vec::new() })
+pub(crate) fn open(op: &'static str) -> Option<OpGuard> {
+    let asked = STATE.with_borrow_mut(|state| state.as_mut().map(ExplainState::push).is_some());
+    asked.then(|| OpGuard { op, inputs: Vec::new(), outputs: Vec::new() })
 }
 
-impl Open {
+impl OpGuard {
     /// Records how the inputs are laid out, and the calls that move them.
     pub(crate) fn note<'s>(
         &mut self,
@@ -226,7 +226,7 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpGuard {
     fn drop(&mut self) {
         let (inputs, outputs) = (std::mem::take(&mut self.inputs), std::mem::take(&mut self.outputs));
         STATE.with_borrow_mut(|state| {

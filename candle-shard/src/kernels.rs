@@ -1,16 +1,17 @@
 //! Fused operations on plain tensors, each with its own backward pass. They are the crate `candle-dist-kernels`.
 #[doc(inline)]
 pub use candle_dist_kernels::{
-    AdamW, BagMode, Bags, Conv, DeferredGradient, Pool, QuantizedMatrix, RopePairs, WeightSink, add, avg_pool2d,
-    causal_softmax, cross_entropy, embedding, embedding_bag, flash_attn, gelu_erf, grouped_linear, layer_norm, linear,
-    masked_softmax, max_pool2d, quantized_linear, reshape, rms_norm, rope, silu_gate, softmax, upsample_bilinear2d,
-    upsample_nearest2d, weight_sink, with_weight_sink,
+    AdamW, BagMode, Bags, Conv, DeferredGradient, Pool, QuantizedMatrix, RopePairs, WeightSink, add,
+    avg_pool2d, causal_softmax, cross_entropy, embedding, embedding_bag, flash_attn, gelu_erf,
+    grouped_linear, layer_norm, linear, masked_softmax, max_pool2d, quantized_linear, reshape, rms_norm,
+    rope, silu_gate, softmax, upsample_bilinear2d, upsample_nearest2d, weight_sink, with_weight_sink,
 };
 
 pub(crate) use candle_dist_kernels::parts::{
-    AdagradRule, AdamWRule, Attended, Backward, Function, Goal, Goals, KeyBlock, MomentumRule, NOWHERE, Norms, Partial,
-    Scale, SgdRule, Update, Visible, at_least, clamp, combine, convert, converts, decode_attn, div, finish,
-    flash_attn_of_blocks, is_computed, join_all, master_of, on_master, power_sums, put_rows, scale_rows, sizes,
-    split_sums, step_adam_w, sum_rows, take_rows, unique_rows, unique_rows_and_places, upsample_bilinear2d_scaled,
-    weighted_cross_entropy, wide_embedding_bag, with_backward,
+    AdagradRule, AdamWRule, AttentionBackward, AttentionDtype, Function, Goal, Goals, KeyBlock, MomentumRule,
+    NOWHERE, Partial, Scale, SgdRule, SoftmaxNorms, Update, Visible, at_least, clamp, combine, convert,
+    converts, decode_attn, div, finish, flash_attn_of_blocks, is_computed, join_all, master_of, on_master,
+    power_sums, put_rows, scale_rows, sizes, split_sums, step_adam_w, sum_rows, take_rows, unique_rows,
+    unique_rows_and_places, upsample_bilinear2d_scaled, weighted_cross_entropy, wide_embedding_bag,
+    with_backward,
 };

@@ -50,7 +50,9 @@ pub use files::checkpoint;
 pub use files::regular;
 pub use files::weights::Weights;
 pub use kernels::{BagMode, Conv};
-pub use layout::{Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes};
+pub use layout::{
+    Partial, Placement, Placements, Replicate, Shard, Sizes, Spec, SpecDescription, chunk_sizes,
+};
 pub use lookup::{EmbeddingBagOptions, EmbeddingOptions};
 pub use ops::attention::{Attention, AttentionMask, ContextWay, Documents, TokenOrder};
 pub use ops::cross_entropy::CrossEntropy;
@@ -67,7 +69,7 @@ pub use visualize::{visualize_sharding, visualize_sharding_svg};
 
 /// What most programs import: `use candle_shard::prelude::*`.
 pub mod prelude {
-    pub use crate::nn::{Module, Optimizer, ShardedVarBuilder};
+    pub use crate::nn::{MeshVarBuilder, Module, Optimizer};
     pub use crate::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
     pub use crate::{DTensor, Partial, Placement, Replicate, Shard, TensorExt};
     pub use candle_dist::prelude::*;

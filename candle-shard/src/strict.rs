@@ -6,7 +6,7 @@ use std::cell::Cell;
 
 /// The treatment of implicit communication.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Mode {
+pub(crate) enum StrictMode {
     /// It is logged.
     Told,
     /// It is an error.
@@ -16,7 +16,7 @@ pub(crate) enum Mode {
 }
 
 thread_local! {
-    static MODE: Cell<Mode> = const { Cell::new(Mode::Told) };
+    static MODE: Cell<StrictMode> = const { Cell::new(StrictMode::Told) };
 }
 
 /// Runs `f`, in which an op fails if it needs communication to lay out its inputs.
@@ -34,7 +34,7 @@ thread_local! {
 /// use candle_dist::World;
 /// use candle_shard::{DTensor, Result, Shard, strict};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let x = Tensor::ones((4, 8, 16), DType::F32, &Device::Cpu)?;
 ///     let x = DTensor::distribute(&x, &mesh, &[Shard(1)])?;
@@ -47,18 +47,18 @@ thread_local! {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn strict<R>(f: impl FnOnce() -> R) -> R {
-    scoped::with(&MODE, Mode::Refused, f)
+    scoped::with(&MODE, StrictMode::Refused, f)
 }
 
 /// Runs the part of an op that communicates by the op's nature.
 pub(crate) fn inherent<R>(f: impl FnOnce() -> R) -> R {
-    scoped::with(&MODE, Mode::Inherent, f)
+    scoped::with(&MODE, StrictMode::Inherent, f)
 }
 
 /// Returns how this thread treats implicit communication on a mesh now.
-pub(crate) fn mode(mesh: &DeviceMesh) -> Mode {
+pub(crate) fn mode(mesh: &DeviceMesh) -> StrictMode {
     match MODE.get() {
-        Mode::Told if mesh.is_on(Switch::Strict) => Mode::Refused,
+        StrictMode::Told if mesh.is_on(Switch::Strict) => StrictMode::Refused,
         mode => mode,
     }
 }

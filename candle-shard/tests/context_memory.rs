@@ -5,7 +5,7 @@ mod memory;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, World};
 use candle_nn::ParamsAdamW;
-use candle_shard::nn::{AdamW, Mode, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Mode};
 use candle_shard::parallel::Plan;
 use candle_shard::{Attention, ContextWay, DTensor, Error, Result, Shard, TokenOrder};
 use memory::{MEMORY, alone, peak_of};
@@ -38,7 +38,8 @@ fn attention(way: Option<ContextWay>, ranks: usize, passes: bool) -> usize {
     let make = |ctx: &RankContext| {
         let mesh = ctx.mesh(&[("cp", ranks)])?;
         let order = TokenOrder::zigzag(rows, ranks);
-        let of = |seed| order.distribute(&values(&[1, rows, heads, dim], seed, DType::F32), 1, &mesh, &[Shard(1)]);
+        let of =
+            |seed| order.distribute(&values(&[1, rows, heads, dim], seed, DType::F32), 1, &mesh, &[Shard(1)]);
         let [q, k, v] = [of(1)?.to_var()?.0, of(2)?.to_var()?.0, of(3)?.to_var()?.0];
         Ok(([q, k, v], Attention::default().causal(true).order(order).way(way)))
     };
@@ -62,11 +63,19 @@ fn activations_of_attention_on_n_ranks_are_a_part_and_blocks_of_keys() {
             let block = 2 * rows * heads * dim * F32 / ranks;
             let most = one / ranks + block + buffers + if passes { TILES } else { 0 };
             let got = attention(Some(ContextWay::Ring), ranks, passes);
-            println!("{ranks} ranks, backward {passes}: {got} bytes each, {most} by the formula, {one} on one rank");
-            assert!(got <= most, "{got} bytes on each of {ranks} ranks, backward {passes}: the formula says {most}");
+            println!(
+                "{ranks} ranks, backward {passes}: {got} bytes each, {most} by the formula, {one} on one rank"
+            );
+            assert!(
+                got <= most,
+                "{got} bytes on each of {ranks} ranks, backward {passes}: the formula says {most}"
+            );
             if ranks == 4 {
                 let gathered = attention(Some(ContextWay::Gather), ranks, passes);
-                assert!(gathered > most, "all keys at once take {gathered} bytes, and the formula says {most}");
+                assert!(
+                    gathered > most,
+                    "all keys at once take {gathered} bytes, and the formula says {most}"
+                );
             }
         }
     }
@@ -89,9 +98,9 @@ fn trained(seq: usize, ranks: usize) -> (f32, f32, usize) {
         ..ModelArgs::default()
     };
     let before = MEMORY.current_usage();
-    let made = World::local(ranks).run(|ctx| -> Result<(f32, f32, usize)> {
+    let made = World::threads(ranks).run(|ctx| -> Result<(f32, f32, usize)> {
         let mesh = ctx.mesh(&[("cp", ranks)])?;
-        let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("cp"), DType::F32, &Device::Cpu)?;
+        let vb = MeshVarBuilder::fresh(1, &mesh, Plan::new("cp"), DType::F32, &Device::Cpu)?;
         let model = Transformer::new(&args, &vb)?;
         let parameters = vb.finish()?;
         let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
@@ -148,7 +157,11 @@ fn a_long_sequence_trains_on_four_ranks_where_one_device_with_all_scores_would_n
             Ok(())
         },
     );
-    assert!(composed >= scores(short), "{composed} bytes on {short} tokens, {} by the formula", scores(short));
+    assert!(
+        composed >= scores(short),
+        "{composed} bytes on {short} tokens, {} by the formula",
+        scores(short)
+    );
     assert!(scores(SEQ) > 16 * LIMIT);
     let (first, then, peak) = trained(SEQ, 4);
     println!(

@@ -9,7 +9,7 @@ use candle_dist::{DeviceMesh, GradAccumulator, ProcessGroup, RankContext, World}
 use candle_dist_kernels::parts::{Goal, Goals, composed_cross_entropy};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, Dropout, Linear, Mode, QuantizedLinear, ShardedVarBuilder, Width, recompute};
+use candle_shard::nn::{AdamW, Dropout, Linear, MeshVarBuilder, Mode, QuantizedLinear, Width, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
 use candle_shard::{BagMode, DTensor, EmbeddingBagOptions, Replicate, Result, Shard, Weights};
 use memory::{MEMORY, alone, peak_of};
@@ -22,9 +22,9 @@ const UNIT: usize = WIDTH * WIDTH * 4;
 /// The most bytes that training takes for each of `ranks` ranks, beyond what was there before.
 fn peak(ranks: usize, options: FullyShardOptions) -> usize {
     let before = MEMORY.current_usage();
-    let peaks = World::local(ranks).run(|ctx| -> Result<usize> {
+    let peaks = World::threads(ranks).run(|ctx| -> Result<usize> {
         let mesh = ctx.mesh(&[("dp", ranks), ("tp", 1)])?;
-        let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+        let vb = MeshVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
         let vb = vb.fully_shard("dp", options)?;
         let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| Linear::new(WIDTH, WIDTH, false, vb));
         let layers = (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()?;
@@ -38,7 +38,8 @@ fn peak(ranks: usize, options: FullyShardOptions) -> usize {
         }
         ctx.group().barrier()?;
         for _ in 0..5 {
-            let y = layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)?.gelu()))?;
+            let y =
+                layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)?.gelu()))?;
             optimizer.step(&parameters.backward(&y.sqr()?.mean_all()?)?)?;
         }
         ctx.group().barrier()?;
@@ -48,13 +49,13 @@ fn peak(ranks: usize, options: FullyShardOptions) -> usize {
 }
 
 /// A builder on `ranks` ranks, fully sharding.
-fn builder(ctx: &RankContext, dtype: DType) -> Result<ShardedVarBuilder> {
+fn builder(ctx: &RankContext, dtype: DType) -> Result<MeshVarBuilder> {
     let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
-    ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), dtype, &Device::Cpu)?
+    MeshVarBuilder::fresh(1, &mesh, Plan::new("tp"), dtype, &Device::Cpu)?
         .fully_shard("dp", FullyShardOptions::default())
 }
 
-fn batch(vb: &ShardedVarBuilder, rows: usize, width: usize) -> Result<DTensor> {
+fn batch(vb: &MeshVarBuilder, rows: usize, width: usize) -> Result<DTensor> {
     let batch = Tensor::ones((rows, width), DType::F32, &Device::Cpu)?.to_dtype(vb.dtype())?;
     DTensor::distribute(&batch, vb.mesh(), &[Shard(0), Replicate])
 }
@@ -71,7 +72,10 @@ fn frozen_bases_are_dropped_when_the_pass_has_left_their_units() {
                     let base = Linear::new(WIDTH, WIDTH, false, &vb.frozen().pp("base"))?;
                     // Only some units have something to train.
                     let adapter = (i % 3 != 1).then(|| -> Result<_> {
-                        Ok([Linear::new(WIDTH, 4, false, &vb.pp("a"))?, Linear::new(4, WIDTH, false, &vb.pp("b"))?])
+                        Ok([
+                            Linear::new(WIDTH, 4, false, &vb.pp("a"))?,
+                            Linear::new(4, WIDTH, false, &vb.pp("b"))?,
+                        ])
                     });
                     Ok((base, adapter.transpose()?))
                 })
@@ -117,7 +121,9 @@ fn weights_in_16_bits_are_not_held_in_32() {
     // 32 bits. A weight in 32 bits would be 2 more.
     for (ranks, want) in [(1, 2.0), (2, 0.5 + 1.0)] {
         let layer = (run(ranks, 3 * LAYERS) - run(ranks, LAYERS)) as f64 / (2 * LAYERS * BF16) as f64;
-        println!("{ranks} ranks: {layer:.2} times a layer's 16-bit weights for each layer, {want} by the formula");
+        println!(
+            "{ranks} ranks: {layer:.2} times a layer's 16-bit weights for each layer, {want} by the formula"
+        );
         assert!((layer - want).abs() < 0.3, "{layer:.2} on {ranks} ranks, the formula says {want}");
     }
 }
@@ -143,7 +149,9 @@ fn recomputed_segments_do_not_keep_gradients_of_their_masks() {
             let mut x = parts[0].0.forward(x)?;
             for (linear, dropout) in &parts[1..] {
                 let (linear, dropout) = (linear.clone(), dropout.clone());
-                x = recompute(&x, move |x| dropout.forward(&linear.forward(x)?, Mode::Train { step: 0 })?.gelu())?;
+                x = recompute(&x, move |x| {
+                    dropout.forward(&linear.forward(x)?, Mode::Train { step: 0 })?.gelu()
+                })?;
             }
             parameters.backward(&x.sqr()?.mean_all()?).map(drop)
         })
@@ -157,7 +165,7 @@ fn recomputed_segments_do_not_keep_gradients_of_their_masks() {
 #[test]
 fn optimizers_keep_nothing_for_frozen_parameters() {
     let _alone = alone();
-    let kept = World::local(1).run(|ctx| -> Result<(usize, Vec<String>)> {
+    let kept = World::threads(1).run(|ctx| -> Result<(usize, Vec<String>)> {
         let vb = builder(ctx, DType::BF16)?;
         let base = Linear::new(WIDTH, WIDTH, false, &vb.frozen().pp("base"))?;
         let head = Linear::new(WIDTH, 1, false, &vb.pp("head"))?;
@@ -172,7 +180,8 @@ fn optimizers_keep_nothing_for_frozen_parameters() {
     });
     let (kept, names) = kept.unwrap().remove(0);
     assert!(kept < 3 * WIDTH * 4 + 4096, "{kept} bytes");
-    let of_head = ["first_moment", "second_moment", "master_weight"].map(|part| format!("adam_w.{part}.head.weight"));
+    let of_head =
+        ["first_moment", "second_moment", "master_weight"].map(|part| format!("adam_w.{part}.head.weight"));
     let others = ["step", "options"].map(|part| format!("adam_w.{part}.head.weight"));
     assert_eq!(names, [&of_head[..], &others].concat());
 }
@@ -182,7 +191,8 @@ fn a_loss_of_candles_own_operations_makes_no_matrix_on_the_host() {
     let _alone = alone();
     const ROWS: usize = 128;
     const CLASSES: usize = 16 * 1024;
-    let logits = Var::from_tensor(&Tensor::zeros((ROWS, CLASSES), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let logits =
+        Var::from_tensor(&Tensor::zeros((ROWS, CLASSES), DType::F32, &Device::Cpu).unwrap()).unwrap();
     let of_all = vec![0.1 / CLASSES as f64; CLASSES];
     for (spread, most) in [(Vec::new(), [2.5, 9.5]), (of_all, [5.5, 17.5])] {
         let rows = (0..ROWS).map(|row| Goal { class: Some(7 * row), peak: 0.9, spread: 1.0 }).collect();
@@ -197,7 +207,10 @@ fn a_loss_of_candles_own_operations_makes_no_matrix_on_the_host() {
         let [forward, both] = [forward, both].map(|bytes| bytes as f64 / (ROWS * CLASSES * 4) as f64);
         println!("{forward:.2} times the logits forward, {both:.2} with the gradient");
         // What candle keeps of its operations for the gradient, whatever the sizes. A matrix of f64 on the host would be 2 more.
-        assert!(forward < most[0] && both < most[1], "{forward:.2} and {both:.2} times the logits, expected {most:?}");
+        assert!(
+            forward < most[0] && both < most[1],
+            "{forward:.2} and {both:.2} times the logits, expected {most:?}"
+        );
     }
 }
 
@@ -211,13 +224,19 @@ fn a_rank_holds_its_pieces_and_few_whole_units() {
         // and their sum; the gradient of the unit before, which is being summed; two pieces on their way out.
         let formula = 4 * all / ranks + 5 * UNIT + 2 * UNIT / ranks;
         let got = peak(ranks, FullyShardOptions::default());
-        println!("{ranks} ranks: {got} bytes each, {formula} by the formula, {} if nothing were sharded", 4 * all);
+        println!(
+            "{ranks} ranks: {got} bytes each, {formula} by the formula, {} if nothing were sharded",
+            4 * all
+        );
         assert!(got <= formula + slack, "{ranks} ranks take {got} bytes each, the formula says {formula}");
         assert!(got > 4 * all / ranks + UNIT, "the formula says more than {}", 4 * all / ranks + UNIT);
 
         let kept = FullyShardOptions::default().reshard_after_forward(false);
         let got = peak(ranks, kept);
-        assert!(got > 3 * all / ranks + all, "kept parameters are whole at the end of the forward pass: {got}");
+        assert!(
+            got > 3 * all / ranks + all,
+            "kept parameters are whole at the end of the forward pass: {got}"
+        );
     }
 }
 
@@ -229,7 +248,8 @@ fn bags_of_a_16_bit_table_do_not_widen_the_table() {
     for mode in [BagMode::Sum, BagMode::Mean, BagMode::Max] {
         let make = |ctx: &RankContext| {
             let mesh = ctx.mesh(&[("tp", 1)])?;
-            let table = DTensor::ones((ROWS, COLUMNS), DType::BF16, &Device::Cpu, &mesh, &[Replicate])?.to_var()?.0;
+            let table =
+                DTensor::ones((ROWS, COLUMNS), DType::BF16, &Device::Cpu, &mesh, &[Replicate])?.to_var()?.0;
             let ids = DTensor::arange(0u32, 64, &Device::Cpu, &mesh, &[Replicate])?.reshape((8, 8))?;
             Ok((table, ids))
         };
@@ -273,8 +293,8 @@ fn holds_its_share(dtype: GgmlDType) {
             let whole = RowwiseParallel::default();
             let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", whole);
             let plan = plan.with_shares(shares.clone());
-            let vb =
-                ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh, plan, DType::F32, &Device::Cpu).unwrap();
+            let vb = MeshVarBuilder::from_weights(weights.clone(), 0, &mesh, plan, DType::F32, &Device::Cpu)
+                .unwrap();
             let before = MEMORY.current_usage();
             MEMORY.reset_peak_usage();
             let up = QuantizedLinear::new(HIDDEN, inner, false, &vb.pp("up")).unwrap();
@@ -323,8 +343,14 @@ fn accumulated_gradients_take_the_same_for_any_number_of_passes() {
             })
         };
         let (few, many) = (taken(3), taken(60));
-        println!("{ranks} ranks: {few} bytes with 3 passes, {many} with 60; a batch has {} on each", ROWS * WIDTH * 4);
+        println!(
+            "{ranks} ranks: {few} bytes with 3 passes, {many} with 60; a batch has {} on each",
+            ROWS * WIDTH * 4
+        );
         // Ranks do not reach their peaks together in few passes. If each pass kept a batch, it would be 57 batches.
-        assert!(many < few + 4 * ROWS * WIDTH * 4, "{ranks} ranks: {few} bytes with 3 passes, {many} with 60");
+        assert!(
+            many < few + 4 * ROWS * WIDTH * 4,
+            "{ranks} ranks: {few} bytes with 3 passes, {many} with 60"
+        );
     }
 }

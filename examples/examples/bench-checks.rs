@@ -12,7 +12,7 @@ use candle_dist::{RankContext, World};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Keep, PipeBuilder, Reduction, Runtime, StepOptions, nn};
+use candle_pipe::{EqualCount, In, Keep, LossReduction, PipeBuilder, Runtime, StepOptions, nn};
 use clap::Parser;
 use examples::table::{number, table};
 use examples::timing::median;
@@ -56,7 +56,7 @@ fn runtime(ctx: &RankContext, args: Args) -> candle_pipe::Result<(Runtime, Micro
         h = g.module(&name, move |vb| Ok(nn::linear(width, width, vb.clone())?), [h]);
         h = g.func(&format!("{name}.gelu"), |xs, _| Ok(xs[0].tensor()?.gelu_erf()?.into()), [h]);
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     let pipe = g.finish(EqualCount(2))?;
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     let schedule = ScheduleKind::OneFOneB.schedule(2, MICROBATCHES, 1)?;
@@ -109,10 +109,17 @@ fn measure(ctx: &RankContext, args: Args) -> candle_pipe::Result<Measured> {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let ranks = World::local(2).run(|ctx| measure(ctx, args))?;
+    let ranks = World::threads(2).run(|ctx| measure(ctx, args))?;
     let mut shown = table(
         &["rank"],
-        &["step, ms", "unchecked, ms", "ratio", "settling, µs", "all_gather of 8 numbers, µs", "settling, % of a step"],
+        &[
+            "step, ms",
+            "unchecked, ms",
+            "ratio",
+            "settling, µs",
+            "all_gather of 8 numbers, µs",
+            "settling, % of a step",
+        ],
     );
     for (rank, made) in ranks.iter().enumerate() {
         shown.add_row([

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Device};
 use candle_dist::World;
 use candle_nn::ParamsAdamW;
-use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Replicate, checkpoint};
@@ -25,11 +25,11 @@ enum Half {
 
 /// Returns the losses of the steps after the checkpoint at `path`, for this number of ranks and this plan.
 fn train(ranks: usize, plan: &Plan, path: &Path, half: Half) -> Result<Vec<f64>> {
-    let losses = World::local(ranks).run(|ctx| -> Result<Vec<f64>> {
+    let losses = World::threads(ranks).run(|ctx| -> Result<Vec<f64>> {
         let mesh = ctx.mesh(&[("tp", ranks)])?;
         // A run that loads starts with other numbers, so a parameter that is not loaded changes the losses.
         let seed = if half == Half::Load { 2 } else { 1 };
-        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan.clone(), DType::F64, &Device::Cpu)?;
+        let vb = MeshVarBuilder::fresh(seed, &mesh, plan.clone(), DType::F64, &Device::Cpu)?;
         let (up, down) = (Linear::new(6, 18, true, &vb.pp("up"))?, Linear::new(18, 6, true, &vb.pp("down"))?);
         let parameters = vb.finish()?;
         let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
@@ -65,7 +65,8 @@ fn train(ranks: usize, plan: &Plan, path: &Path, half: Half) -> Result<Vec<f64>>
 }
 
 fn run(path: &Path) -> Result<()> {
-    let colwise = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+    let colwise =
+        Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
     let rowwise = Plan::new("tp")
         .with("up", RowwiseParallel::default())
         .with("down", ColwiseParallel::default().output(Replicate));

@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     let pieces = stacked.sum(0)?.to_vec1::<f32>()?;
     let largest = stacked.max(0)?.to_vec1::<f32>()?;
 
-    let ranks = World::local(RANKS).run(communicate)?;
+    let ranks = World::threads(RANKS).run(communicate)?;
     for (rank, got) in ranks.iter().enumerate() {
         let want = [sum.clone(), all.clone(), vec![pieces[rank]], largest.clone()];
         ensure!(*got == want, "rank {rank} got {got:?}, one device {want:?}");
@@ -54,10 +54,13 @@ fn main() -> Result<()> {
     let [sum, all, _, largest] = &ranks[0];
     println!("all_reduce of squares     {sum:?} on every rank");
     println!("all_gather                {all:?} on every rank");
-    println!("reduce_scatter            {:?}, a piece a rank", ranks.iter().map(|got| got[2][0]).collect::<Vec<_>>());
+    println!(
+        "reduce_scatter            {:?}, a piece a rank",
+        ranks.iter().map(|got| got[2][0]).collect::<Vec<_>>()
+    );
     println!("all_reduce_start(.., Max) {largest:?} when waited for");
 
-    let causes = World::local(RANKS).run(disagree)?;
+    let causes = World::threads(RANKS).run(disagree)?;
     let first = causes[0].clone();
     ensure!(matches!(first, Some(Cause::Mismatch { .. })), "{first:?} is no mismatch");
     ensure!(causes.iter().all(|cause| *cause == first), "ranks were told different things: {causes:?}");

@@ -25,12 +25,17 @@ fn numbers(seed: u64, name: &str, dims: &[usize]) -> Result<Tensor> {
 
 impl Mlp {
     fn new(seed: u64) -> Result<Self> {
-        let var = |name: &str, dims: &[usize]| -> Result<Var> { Ok(Var::from_tensor(&numbers(seed, name, dims)?)?) };
+        let var = |name: &str, dims: &[usize]| -> Result<Var> {
+            Ok(Var::from_tensor(&numbers(seed, name, dims)?)?)
+        };
         let (up, up_bias) = (var("up.weight", &[32, 4])?, var("up.bias", &[32])?);
         let (down, down_bias) = (var("down.weight", &[1, 32])?, var("down.bias", &[1])?);
-        let layer = |weight: &Var, bias: &Var| Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+        let layer = |weight: &Var, bias: &Var| {
+            Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()))
+        };
         let layers = [layer(&up, &up_bias), layer(&down, &down_bias)];
-        let named = [("up.weight", up), ("up.bias", up_bias), ("down.weight", down), ("down.bias", down_bias)];
+        let named =
+            [("up.weight", up), ("up.bias", up_bias), ("down.weight", down), ("down.bias", down_bias)];
         Ok(Self { layers, vars: named.map(|(name, var)| (name.to_string(), var)).to_vec() })
     }
 
@@ -39,7 +44,12 @@ impl Mlp {
     }
 
     /// Returns the losses of all steps. `average` changes the gradients before they are used.
-    fn train(&self, x: &Tensor, y: &Tensor, average: impl Fn(&mut GradStore) -> Result<()>) -> Result<Vec<f64>> {
+    fn train(
+        &self,
+        x: &Tensor,
+        y: &Tensor,
+        average: impl Fn(&mut GradStore) -> Result<()>,
+    ) -> Result<Vec<f64>> {
         let vars = self.vars.iter().map(|(_, var)| var.clone()).collect();
         let mut optimizer = AdamW::new(vars, ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() })?;
         let mut step = || -> Result<f64> {
@@ -60,7 +70,7 @@ fn main() -> Result<()> {
     let alone = Mlp::new(42)?;
     let want = alone.train(&x, &y, |_| Ok(()))?;
 
-    let ranks = World::local(RANKS).run(|ctx| -> Result<_> {
+    let ranks = World::threads(RANKS).run(|ctx| -> Result<_> {
         // Each rank starts with other numbers; `DataParallel` broadcasts those of rank 0.
         let model = Mlp::new(42 + ctx.rank() as u64)?;
         let dp = DataParallel::new(ctx.group(), &model.vars, &DataParallelOptions::default())?;

@@ -13,7 +13,7 @@ use candle_lm::files::Files;
 use candle_lm::model::Decoder;
 use candle_lm::{random_model, tokens};
 use candle_shard::Weights;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use clap::Parser;
 use serde_json::json;
 
@@ -36,8 +36,14 @@ fn logits(ctx: &RankContext, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>
     let config = Files::open(folder)?.config;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let weights = Weights::open(folder)?;
-    let vb =
-        ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan(&config, "tp"), DType::F32, ctx.device())?;
+    let vb = MeshVarBuilder::from_weights(
+        weights,
+        0,
+        &mesh,
+        Decoder::plan(&config, "tp"),
+        DType::F32,
+        ctx.device(),
+    )?;
     let model = Decoder::new(&config, ids.len(), &vb.frozen())?;
     vb.finish()?;
     let mut cache = Cache::new(config.num_hidden_layers, ids.len());
@@ -46,7 +52,7 @@ fn logits(ctx: &RankContext, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>
 }
 
 fn on_ranks(ranks: usize, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>> {
-    let mut all = World::local(ranks).run(|ctx| logits(ctx, folder, ids))?;
+    let mut all = World::threads(ranks).run(|ctx| logits(ctx, folder, ids))?;
     Ok(all.swap_remove(0))
 }
 
@@ -65,7 +71,11 @@ fn main() -> Result<()> {
     }
     let one = on_ranks(1, folder, &ids)?;
     let off = made.iter().flatten().zip(one.iter().flatten()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    println!("{} tokens, {} logits each: {tp} ranks differ from one by at most {off:e}", ids.len(), made[0].len());
+    println!(
+        "{} tokens, {} logits each: {tp} ranks differ from one by at most {off:e}",
+        ids.len(),
+        made[0].len()
+    );
     ensure!(off < 1e-4, "the logits of {tp} ranks are off by {off}");
     Ok(())
 }

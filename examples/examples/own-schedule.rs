@@ -8,7 +8,9 @@ use candle_dist::{RankContext, World};
 use candle_nn::VarBuilder;
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
-use candle_pipe::{In, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, StepOptions, StepResult, nn};
+use candle_pipe::{
+    In, LocalPipe, LossReduction, Pipe, PipeBuilder, Runtime, SplitSpec, StepOptions, StepResult, nn,
+};
 
 /// One line per rank. Rank 1 defers weight gradients (`W`), so that rank 0 gets input gradients (`I`) sooner.
 const TEXT: &str = "\
@@ -32,7 +34,7 @@ fn model() -> candle_pipe::Result<Pipe<VarBuilder<'static>>> {
     let h = g.module("up", |vb: &VarBuilder<'static>| Ok(nn::linear_no_bias(2, 2, vb.clone())?), [x]);
     g.split();
     let y = g.module("down", |vb: &VarBuilder<'static>| Ok(nn::linear_no_bias(2, 2, vb.clone())?), [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [y], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [y], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
@@ -75,7 +77,7 @@ fn main() -> Result<()> {
     let whole = Microbatches::cut(1, [&x])?;
     let step = local.forward_backward(&whole, &StepOptions::default())?;
     let want = by_name(&step, local.stages().iter().flat_map(|stage| stage.parameters()))?;
-    for (name, got) in World::local(2).run(|ctx| on_ranks(ctx, &own, &x))?.iter().flatten() {
+    for (name, got) in World::threads(2).run(|ctx| on_ranks(ctx, &own, &x))?.iter().flatten() {
         let off = (got - &want[name])?.abs()?.max_all()?.to_scalar::<f64>()?;
         ensure!(off < 1e-12, "the gradient of {name} is off by {off:e}");
         println!("the gradient of {name} is that of one device");

@@ -10,7 +10,7 @@ use candle_shard::prelude::*;
 use candle_shard::{Attention, Result};
 
 /// A layer with four attention heads of width 8 and a parallel MLP. Rotary positions apply to one half of each head.
-fn layer(vb: ShardedVarBuilder, angles: &Tensor) -> Result<impl Module + Send + Sync + use<>> {
+fn layer(vb: MeshVarBuilder, angles: &Tensor) -> Result<impl Module + Send + Sync + use<>> {
     let (norm, heads) = (layer_norm(32, 1e-5, vb.pp("input_layernorm"))?, Width::new(4, 8));
     let to_heads = |name: &str| Linear::new(32, heads, true, &vb.pp("self_attn").pp(name));
     let (q, k, v) = (to_heads("q_proj")?, to_heads("k_proj")?, to_heads("v_proj")?);
@@ -25,7 +25,8 @@ fn layer(vb: ShardedVarBuilder, angles: &Tensor) -> Result<impl Module + Send + 
     Ok(move |x: &DTensor| {
         let y = norm.forward(x)?;
         let heads = |layer: &Linear| layer.forward(&y)?.reshape((y.dims()[0], y.dims()[1], 4, 8));
-        let mixed = Attention::default().causal(true).of(&rotary(heads(&q)?)?, &rotary(heads(&k)?)?, &heads(&v)?)?;
+        let mixed =
+            Attention::default().causal(true).of(&rotary(heads(&q)?)?, &rotary(heads(&k)?)?, &heads(&v)?)?;
         x.add(&mixed.reshape(y.dims())?.apply(&dense)?)?.add(&y.apply(&fc1)?.gelu()?.apply(&fc2)?)
     })
 }
@@ -33,15 +34,23 @@ fn layer(vb: ShardedVarBuilder, angles: &Tensor) -> Result<impl Module + Send + 
 /// Returns the loss after some steps on a mesh of `dp` × `tp` ranks.
 fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<f32> {
     let (up, down) = (ColwiseParallel::default(), RowwiseParallel::default());
-    let plan = Plan::new("tp").with("model.layers.*.self_attn.?_proj", up).with("model.layers.*.self_attn.dense", down);
+    let plan = Plan::new("tp")
+        .with("model.layers.*.self_attn.?_proj", up)
+        .with("model.layers.*.self_attn.dense", down);
     let plan = plan.with("model.layers.*.mlp.fc1", up).with("model.layers.*.mlp.fc2", down);
-    let vb = ShardedVarBuilder::fresh(42, &ctx.mesh(&[("dp", dp), ("tp", tp)])?, plan, DType::F32, ctx.device())?;
-    let angles = Tensor::from_vec((0..16).flat_map(|i| [i as f32, 0.01 * i as f32]).collect(), (16, 2), ctx.device())?;
+    let vb =
+        MeshVarBuilder::fresh(42, &ctx.mesh(&[("dp", dp), ("tp", tp)])?, plan, DType::F32, ctx.device())?;
+    let angles =
+        Tensor::from_vec((0..16).flat_map(|i| [i as f32, 0.01 * i as f32]).collect(), (16, 2), ctx.device())?;
     let mut model = seq().add(embedding(50, 32, vb.pp("model.embed_tokens"))?);
     for i in 0..2 {
         model = model.add(layer(vb.pp("model.layers").pp(i), &angles)?);
     }
-    let model = model.add(layer_norm(32, 1e-5, vb.pp("model.final_layernorm"))?).add(linear(32, 50, vb.pp("lm_head"))?);
+    let model = model.add(layer_norm(32, 1e-5, vb.pp("model.final_layernorm"))?).add(linear(
+        32,
+        50,
+        vb.pp("lm_head"),
+    )?);
     let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW::default())?;
     let text = Tensor::from_iter((0..102u32).map(|i| i * i % 50), ctx.device())?.reshape((6, 17))?;
     let cut = |first| text.narrow(1, first, 16)?.on(vb.mesh(), [("dp", Shard(0))]);
@@ -52,8 +61,8 @@ fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<f32> {
 }
 
 fn main() -> anyhow::Result<()> {
-    let one = World::local(1).run(|ctx| train(ctx, 1, 1))?[0];
-    let four = World::local(4).run(|ctx| train(ctx, 2, 2))?[0];
+    let one = World::threads(1).run(|ctx| train(ctx, 1, 1))?[0];
+    let four = World::threads(4).run(|ctx| train(ctx, 2, 2))?[0];
     println!("loss {four:.6} on 2 x 2 ranks, {one:.6} on one");
     ensure!((one - four).abs() < 1e-5 && four < 3.0, "the ranks do not learn what one rank does");
     Ok(())

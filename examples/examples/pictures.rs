@@ -21,7 +21,7 @@ fn main() -> anyhow::Result<()> {
     fs::create_dir_all(&folder)?;
 
     // 5 rows do not divide by 2, nor 7 columns by 3.
-    let sharding = World::local(6).run(|ctx| -> candle_shard::Result<String> {
+    let sharding = World::threads(6).run(|ctx| -> candle_shard::Result<String> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 3)])?;
         visualize_sharding_svg(&Spec::new(&mesh, &[Shard(0), Shard(1)], (5, 7), DType::F32)?)
     })?;

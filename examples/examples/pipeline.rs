@@ -17,7 +17,7 @@ fn model(stages: usize) -> candle_pipe::Result<Pipe<VarBuilder<'static>>> {
     for i in 0..6 {
         h = g.module(&i.to_string(), |vb| Ok(seq().add(linear(4, 4, vb.clone())?).add_fn(Tensor::tanh)), [h]);
     }
-    g.loss_fn(|xs, _| Ok(mse(xs[0].tensor()?, xs[1].tensor()?)?), [h, target], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(mse(xs[0].tensor()?, xs[1].tensor()?)?), [h, target], LossReduction::Mean);
     g.finish(EqualCount(stages))
 }
 
@@ -46,9 +46,9 @@ fn train(ctx: &RankContext, start: u64, folder: &Path) -> Result<Vec<f64>> {
 
 fn main() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let want = World::local(3).run(|ctx| train(ctx, 0, folder.path()))?.swap_remove(0);
+    let want = World::threads(3).run(|ctx| train(ctx, 0, folder.path()))?.swap_remove(0);
     for stages in [2, 1] {
-        let losses = World::local(stages).run(|ctx| train(ctx, 5, folder.path()))?.swap_remove(0);
+        let losses = World::threads(stages).run(|ctx| train(ctx, 5, folder.path()))?.swap_remove(0);
         println!("losses {losses:.6?} on {stages}, {:.6?} on three", &want[5..]);
         ensure!(losses.iter().zip(&want[5..]).all(|(a, b)| (a - b).abs() < 1e-6), "the losses do not go on");
     }

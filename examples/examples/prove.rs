@@ -4,10 +4,10 @@
 //! The port of Llama is compared with candle-transformers' first.
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{BatchNormConfig, Conv2dConfig, VarBuilder, VarMap};
-use candle_prove::{Input, prove};
+use candle_prove::{ModelInput, prove};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::kernels::RopePairs;
-use candle_shard::nn::{self, Embedding, Linear, Mode, Module, ModuleT, RmsNorm, ShardedVarBuilder, Width};
+use candle_shard::nn::{self, Embedding, Linear, MeshVarBuilder, Mode, Module, ModuleT, RmsNorm, Width};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{Attention, DTensor, Replicate, Result};
 use candle_transformers::models::llama;
@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .with("model.layers.*.mlp.up_proj", ColwiseParallel::default())
         .with("model.layers.*.mlp.down_proj", RowwiseParallel::default())
         .with("lm_head", ColwiseParallel::default());
-    let llama = prove(move |vb: &ShardedVarBuilder| {
+    let llama = prove(move |vb: &MeshVarBuilder| {
         let model = Llama::new(&config, vb)?;
         Ok(move |xs: &[DTensor], _: Mode| model.forward(&xs[0])?.cross_entropy(&xs[1]))
     });
@@ -36,14 +36,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     report.assert();
 
     let plan = Plan::new("tp").with("25", ColwiseParallel::default());
-    let mixer = prove(|vb: &ShardedVarBuilder| {
+    let mixer = prove(|vb: &MeshVarBuilder| {
         let model = ConvMixer::new(vb)?;
         Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode != Mode::Eval)?.cross_entropy(&xs[1]))
     });
     // Batch norm has the statistics of all rows of a mesh and of one pass. Replicas and passes have their own.
     let report = mixer
         .input("images", &values(&[6, 3, 6, 6], 1, DType::F64))
-        .input_of(Input::new("labels", &Tensor::new(&[0u32, 3, 1, 4, 2, 0], &Device::Cpu)?))
+        .input_of(ModelInput::new("labels", &Tensor::new(&[0u32, 3, 1, 4, 2, 0], &Device::Cpu)?))
         .axes(&["fsdp"])
         .passes(&[1])
         .plan(plan)
@@ -88,12 +88,20 @@ fn difference(config: &llama::Config) -> Result<f64, Box<dyn std::error::Error>>
         .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
         .collect();
     let config = config.clone();
-    let found = candle_dist::World::local(1).run(move |ctx| -> Result<f64> {
+    let found = candle_dist::World::threads(1).run(move |ctx| -> Result<f64> {
         let mesh = ctx.mesh(&[("tp", 1)])?;
-        let vb = ShardedVarBuilder::parallelize(weights.clone(), 0, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+        let vb = MeshVarBuilder::parallelize(
+            weights.clone(),
+            0,
+            &mesh,
+            Plan::new("tp"),
+            DType::F32,
+            &Device::Cpu,
+        )?;
         let model = Llama::new(&config, &vb)?;
         vb.finish()?;
-        let mine = model.forward(&DTensor::replicated(&ids, &mesh)?)?.full_tensor()?.narrow(1, 5, 1)?.squeeze(1)?;
+        let mine =
+            model.forward(&DTensor::replicated(&ids, &mesh)?)?.full_tensor()?.narrow(1, 5, 1)?.squeeze(1)?;
         Ok(f64::from((mine - &want)?.abs()?.max_all()?.to_scalar::<f32>()?))
     })?;
     Ok(found[0])
@@ -117,7 +125,7 @@ struct Block {
 }
 
 impl Llama {
-    fn new(config: &llama::Config, vb: &ShardedVarBuilder) -> Result<Self> {
+    fn new(config: &llama::Config, vb: &MeshVarBuilder) -> Result<Self> {
         let (width, head_dim) = (config.hidden_size, config.hidden_size / config.num_attention_heads);
         let block = |i: usize| {
             FullyShard::new(&vb.pp("model.layers").pp(i), |vb| {
@@ -177,7 +185,8 @@ impl Block {
         let dtype = self.mlp[0].weight().dtype();
         let (h, everywhere) = (x.to_dtype(dtype)?, vec![Replicate; x.mesh().ndim()]);
         let [cos, sin] = rope;
-        let [cos, sin] = [cos, sin].map(|angles| DTensor::distribute(&angles.to_dtype(dtype)?, x.mesh(), &everywhere));
+        let [cos, sin] =
+            [cos, sin].map(|angles| DTensor::distribute(&angles.to_dtype(dtype)?, x.mesh(), &everywhere));
         let (cos, sin, y, [q, k, v, out]) = (cos?, sin?, self.norms[0].forward(&h)?, &self.attention);
         let heads = |layer: &Linear| {
             let of = layer.forward(&y)?;
@@ -185,7 +194,8 @@ impl Block {
             of.reshape((rows, len, width / self.head_dim, self.head_dim))
         };
         let turned = |x: DTensor| x.transpose(1, 2)?.rope(&cos, &sin, 0, RopePairs::Halves)?.transpose(1, 2);
-        let mixed = Attention::default().causal(true).of(&turned(heads(q)?)?, &turned(heads(k)?)?, &heads(v)?)?;
+        let mixed =
+            Attention::default().causal(true).of(&turned(heads(q)?)?, &turned(heads(k)?)?, &heads(v)?)?;
         let h = h.add(&out.forward(&mixed.reshape(y.dims())?)?)?;
         let (y, [gate, up, down]) = (self.norms[1].forward(&h)?, &self.mlp);
         let h = h.add(&down.forward(&gate.forward(&y)?.silu()?.mul(&up.forward(&y)?)?)?)?;
@@ -202,14 +212,15 @@ struct ConvMixer {
 }
 
 impl ConvMixer {
-    fn new(vb: &ShardedVarBuilder) -> Result<Self> {
+    fn new(vb: &MeshVarBuilder) -> Result<Self> {
         let width = 8;
-        let norm = |vb: &ShardedVarBuilder| {
+        let norm = |vb: &MeshVarBuilder| {
             nn::batch_norm(width, BatchNormConfig { eps: 1e-2, ..BatchNormConfig::default() }, vb)
         };
         let block = |i: usize| {
             let vb = vb.pp(3 + i);
-            let (inner, deep) = (vb.pp("0.fn"), Conv2dConfig { groups: width, padding: 1, ..Default::default() });
+            let (inner, deep) =
+                (vb.pp("0.fn"), Conv2dConfig { groups: width, padding: 1, ..Default::default() });
             Ok((
                 nn::conv2d(width, width, 3, deep, &inner.pp(0))?,
                 norm(&inner.pp(2))?,

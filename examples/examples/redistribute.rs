@@ -52,7 +52,7 @@ fn on_ranks(ctx: &RankContext) -> Result<()> {
 }
 
 fn main() -> Result<()> {
-    World::local(4).run(on_ranks)?;
+    World::threads(4).run(on_ranks)?;
     println!("every layout is the same tensor");
     Ok(())
 }

@@ -8,19 +8,22 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use candle_dist::{RankContext, World};
-use candle_lm::sentence_embedding::{self, Config, Encoder};
+use candle_lm::sentence_embedding::{self, Encoder, EncoderConfig};
 use candle_lm::tokens;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 
-const SENTENCES: [&str; 3] =
-    ["The capital of France is Paris.", "Paris is the French capital city.", "A pipeline has several stages."];
+const SENTENCES: [&str; 3] = [
+    "The capital of France is Paris.",
+    "Paris is the French capital city.",
+    "A pipeline has several stages.",
+];
 
 /// The cosines between all sentences, and the parameters that this rank holds.
 fn on_rank(ctx: &RankContext, folder: &Path, texts: &[Vec<u32>]) -> Result<(Vec<Vec<f32>>, usize)> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let weights = sentence_embedding::weights(folder)?;
-    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Encoder::plan("tp"), DType::F32, &Device::Cpu)?;
-    let model = Encoder::new(&Config::read(folder)?, &vb.frozen())?;
+    let vb = MeshVarBuilder::from_weights(weights, 0, &mesh, Encoder::plan("tp"), DType::F32, &Device::Cpu)?;
+    let model = Encoder::new(&EncoderConfig::read(folder)?, &vb.frozen())?;
     let parameters = vb.finish()?.local_elem_count();
     let embeddings = model.embed(texts)?;
     Ok((embeddings.matmul(&embeddings.t()?)?.to_vec2()?, parameters))
@@ -33,8 +36,9 @@ fn main() -> Result<()> {
     let ranks: usize = args.next().map_or(Ok(2), |ranks| ranks.parse()).context(usage)?;
     let tokenizer = tokens::read(&folder)?;
     let encode = |text| tokenizer.encode(text, true).map_err(|error| anyhow::anyhow!("{error}"));
-    let texts = SENTENCES.map(|text| Ok(encode(text)?.get_ids().to_vec())).into_iter().collect::<Result<Vec<_>>>()?;
-    let made = World::local(ranks).run(|ctx| on_rank(ctx, &folder, &texts))?;
+    let texts =
+        SENTENCES.map(|text| Ok(encode(text)?.get_ids().to_vec())).into_iter().collect::<Result<Vec<_>>>()?;
+    let made = World::threads(ranks).run(|ctx| on_rank(ctx, &folder, &texts))?;
     for (rank, (_, parameters)) in made.iter().enumerate() {
         println!("rank {rank} holds {parameters} parameters");
     }

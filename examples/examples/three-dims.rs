@@ -8,8 +8,10 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{DataParallelOptions, DeviceMesh, RankContext, World, comm};
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{In, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitPoint, SplitSpec, StepOptions, stage_op};
-use candle_shard::nn::{Linear, Parameter, Parameters, ShardedVarBuilder};
+use candle_pipe::{
+    In, LocalPipe, LossReduction, Pipe, PipeBuilder, Runtime, SplitPoint, SplitSpec, StepOptions, stage_op,
+};
+use candle_shard::nn::{Linear, MeshVarBuilder, Parameter, Parameters};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
 
@@ -19,12 +21,13 @@ const ROWS: usize = 8;
 type Grads = BTreeMap<String, Tensor>;
 
 /// Declares four blocks, each of a layer cut by columns and one cut by rows.
-fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<ShardedVarBuilder>> {
+fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<MeshVarBuilder>> {
     let mut g = PipeBuilder::new();
     let mut h = g.input("x", In::Arg);
     for i in 0..4 {
-        let block = |vb: &ShardedVarBuilder| {
-            let (up, down) = (Linear::new(8, 16, true, &vb.pp("up"))?, Linear::new(16, 8, true, &vb.pp("down"))?);
+        let block = |vb: &MeshVarBuilder| {
+            let (up, down) =
+                (Linear::new(8, 16, true, &vb.pp("up"))?, Linear::new(16, 8, true, &vb.pp("down"))?);
             let mesh = vb.mesh().clone();
             Ok(stage_op(move |xs, _| {
                 let x = xs[0].tensor()?;
@@ -34,14 +37,16 @@ fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<ShardedVarBuilder>> {
         };
         h = g.module(&format!("blocks.{i}"), block, [h]);
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [h], LossReduction::Mean);
     g.finish(split)
 }
 
 /// Creates this rank's layers, which draw the same numbers on each mesh.
-fn builder(tp: &DeviceMesh) -> Result<ShardedVarBuilder> {
-    let plan = Plan::new("tp").with("*.*.up", ColwiseParallel::default()).with("*.*.down", RowwiseParallel::default());
-    Ok(ShardedVarBuilder::fresh(42, tp, plan, DType::F64, &Device::Cpu)?)
+fn builder(tp: &DeviceMesh) -> Result<MeshVarBuilder> {
+    let plan = Plan::new("tp")
+        .with("*.*.up", ColwiseParallel::default())
+        .with("*.*.down", RowwiseParallel::default());
+    Ok(MeshVarBuilder::fresh(42, tp, plan, DType::F64, &Device::Cpu)?)
 }
 
 /// Cuts rows of the batch into microbatches.
@@ -83,8 +88,8 @@ fn on_mesh(ctx: &RankContext) -> Result<(Option<f64>, Grads)> {
 }
 
 fn main() -> Result<()> {
-    let (want_loss, want) = World::local(1).run(on_one_device)?.swap_remove(0);
-    let ranks = World::local(8).run(on_mesh)?;
+    let (want_loss, want) = World::threads(1).run(on_one_device)?.swap_remove(0);
+    let ranks = World::threads(8).run(on_mesh)?;
     let losses: Vec<f64> = ranks.iter().filter_map(|(loss, _)| *loss).collect();
     let loss = losses.iter().sum::<f64>() / losses.len() as f64;
     ensure!((loss - want_loss).abs() < 1e-12, "loss {loss}, one device {want_loss}");

@@ -18,7 +18,10 @@ use examples::toy_transformer::parity::Parity;
 use examples::toy_transformer::runs::run_one;
 
 /// What each rank makes of it. The ranks are threads here, which have what processes have: a context each.
-fn on<T: Send, E: Display + Send>(size: usize, f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync) -> Vec<T> {
+fn on<T: Send, E: Display + Send>(
+    size: usize,
+    f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync,
+) -> Vec<T> {
     within(Duration::from_secs(600), size, f).expect("no rank fails")
 }
 
@@ -26,7 +29,8 @@ fn on<T: Send, E: Display + Send>(size: usize, f: impl Fn(&RankContext, &Ranks<'
 fn every_run_agrees_with_one_device_and_its_outcome_is_on_rank_0() {
     for (ranks, flags) in [(2, "--runs single,tp,tp_sp,pp"), (4, "--runs single,pp,pp_sp --pp 2 --tp 2")] {
         let tiny = "--steps 3 --dim 16 --heads 2 --layers 2 --seq 8 --batch 4 --microbatches 2";
-        let args = Args::parse_from(["toy-transformer"].into_iter().chain(tiny.split(' ')).chain(flags.split(' ')));
+        let args =
+            Args::parse_from(["toy-transformer"].into_iter().chain(tiny.split(' ')).chain(flags.split(' ')));
         let made = on(ranks, |_, ranks| -> anyhow::Result<usize> {
             let corpus = Corpus::new(Corpus::read(None)?, &args);
             let mut outcomes = Vec::new();
@@ -48,7 +52,7 @@ fn within<T: Send, E: Display + Send>(
     size: usize,
     f: impl Fn(&RankContext, &Ranks<'_>) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, WorldError> {
-    let world = World::local(size).threads_per_rank(1).timeout(timeout);
+    let world = World::threads(size).threads_per_rank(1).timeout(timeout);
     world.run(|ctx| f(ctx, &Ranks::Process(ctx, Patience::default())))
 }
 
@@ -67,7 +71,8 @@ fn what_rank_0_does_alone_may_take_longer_than_a_call() {
         ranks.agree(alone.map(drop))
     });
     assert!(failed.unwrap_err().message.ends_with("no text"));
-    let panicked = within(timeout, 2, |_, ranks| ranks.on_first(|| -> anyhow::Result<()> { panic!("out of cheese") }));
+    let panicked =
+        within(timeout, 2, |_, ranks| ranks.on_first(|| -> anyhow::Result<()> { panic!("out of cheese") }));
     assert!(panicked.unwrap_err().to_string().contains("out of cheese"));
 }
 

@@ -3,7 +3,9 @@
 //! Each rank sends its tensors to every other member and computes its own results with [`compute`]. Messages, groups
 //! and failures are those of another backend. That is simple, and slow for large worlds: n² messages per call.
 use candle_core::{DType, Device, Tensor};
-use candle_dist::backend::{Backend, Call, Envelope, Form, Results, StartedCall, Tensors, compute, fill, filled};
+use candle_dist::backend::{
+    Backend, Call, Envelope, Form, Results, StartedCall, Tensors, compute, fill, filled,
+};
 use candle_dist::{Cause, Collective, Error, GroupFailure, Result};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -21,7 +23,7 @@ const FIRST_TAG: u32 = 1 << 31;
 /// use extension::backend::ByMessages;
 /// use std::sync::Arc;
 ///
-/// let world = World::local(3).wrap_backend(|inner| Arc::new(ByMessages::new(inner)));
+/// let world = World::threads(3).wrap_backend(|inner| Arc::new(ByMessages::new(inner)));
 /// let sums = world.run(|ctx| -> Result<f32> {
 ///     let mine = Tensor::new(&[ctx.rank() as f32], &Device::Cpu)?;
 ///     Ok(ctx.group().all_reduce(&mine, ReduceOp::Sum)?.to_vec1()?[0])
@@ -60,8 +62,11 @@ impl ByMessages {
     /// Sends this rank's part of a collective to all others: the call, the shapes of the tensors, and the tensors.
     fn post(&self, call: &Call, tensors: &[Tensor]) -> Result<u32> {
         let tag = FIRST_TAG | self.next.fetch_add(1, Ordering::Relaxed);
-        let shapes: Vec<i64> =
-            tensors.iter().flat_map(|x| [x.rank()].into_iter().chain(x.dims().to_vec())).map(|n| n as i64).collect();
+        let shapes: Vec<i64> = tensors
+            .iter()
+            .flat_map(|x| [x.rank()].into_iter().chain(x.dims().to_vec()))
+            .map(|n| n as i64)
+            .collect();
         for to in self.others() {
             self.give(Tensor::new(&[digest(call), shapes.len() as i64], &Device::Cpu)?, to, tag)?;
             if !shapes.is_empty() {
@@ -109,7 +114,9 @@ impl ByMessages {
         let [first, last] =
             [self.inner.rank().min(other), self.inner.rank().max(other)].map(|at| self.inner.ranks()[at]);
         self.inner.stop(Cause::Mismatch { rank: last, reference: first, what: "call" });
-        self.inner.failure().map_or_else(|| Error::Unsupported("a world that does not stop".to_string()), Error::Group)
+        self.inner
+            .failure()
+            .map_or_else(|| Error::Unsupported("a world that does not stop".to_string()), Error::Group)
     }
 }
 
@@ -234,7 +241,7 @@ mod tests {
             let worlds: &[usize] = if *group == "reductions" { &[3] } else { &[1, 3] };
             for case in *cases {
                 for &n in worlds.iter().filter(|&&n| n >= case.least) {
-                    let world = World::local(n).wrap_backend(|inner| Arc::new(ByMessages::new(inner)));
+                    let world = World::threads(n).wrap_backend(|inner| Arc::new(ByMessages::new(inner)));
                     if let Err(error) = world.run(case.run) {
                         panic!("{} on {n}: {error}", case.name);
                     }

@@ -1,6 +1,6 @@
 //! A layer under a plan: linear features with a soft threshold.
 use crate::op::soft_threshold;
-use candle_shard::nn::{Init, ShardedVarBuilder};
+use candle_shard::nn::{Init, MeshVarBuilder};
 use candle_shard::parallel::{LayerKind, ModuleStyle};
 use candle_shard::random::Distribution;
 use candle_shard::{DTensor, Result};
@@ -19,7 +19,7 @@ impl SparseLinear {
     ///
     /// # Errors
     /// If the plan has a style here that is not for linear layers.
-    pub fn new(in_dim: usize, out_dim: usize, by: f64, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(in_dim: usize, out_dim: usize, by: f64, vb: &MeshVarBuilder) -> Result<Self> {
         let style = vb.style();
         // The style decides the placement of the parameters, and whether their gradients are summed later.
         let layout = style.layout(LayerKind::Linear)?;
@@ -57,8 +57,10 @@ mod tests {
     fn train(world: usize) -> (Vec<Tensor>, usize) {
         let ranks = on_ranks(world, "layer", move |ctx| -> Result<(Vec<Tensor>, usize)> {
             let mesh = ctx.mesh(&[("tp", world)])?;
-            let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
-            let vb = ShardedVarBuilder::fresh(7, &mesh, plan, DType::F64, &Device::Cpu)?;
+            let plan = Plan::new("tp")
+                .with("up", ColwiseParallel::default())
+                .with("down", RowwiseParallel::default());
+            let vb = MeshVarBuilder::fresh(7, &mesh, plan, DType::F64, &Device::Cpu)?;
             let up = SparseLinear::new(6, 10, 0.1, &vb.pp("up"))?;
             let down = Linear::new(10, 3, false, &vb.pp("down"))?;
             let parameters = vb.finish()?;
@@ -68,9 +70,12 @@ mod tests {
             let grads = parameters.backward(&loss)?;
             let mut whole = vec![loss.full_tensor()?.detach()];
             for tensor in [&up.weight, &up.bias, down.weight()] {
-                let grad =
-                    grads.get(tensor.to_local()).map_or_else(|| tensor.to_local().zeros_like(), |g| Ok(g.clone()))?;
-                whole.push(DTensor::from_local_with_spec(grad.detach(), tensor.spec().clone())?.full_tensor()?);
+                let grad = grads
+                    .get(tensor.to_local())
+                    .map_or_else(|| tensor.to_local().zeros_like(), |g| Ok(g.clone()))?;
+                whole.push(
+                    DTensor::from_local_with_spec(grad.detach(), tensor.spec().clone())?.full_tensor()?,
+                );
             }
             Ok((whole, counts.total()))
         });
@@ -87,6 +92,9 @@ mod tests {
             }
             assert_eq!(collectives, 1, "the shards of the features stay, on {world} ranks");
         }
-        assert!(one.len() == 4 && distance(&one[1], &one[1].zeros_like().unwrap_or_else(|e| panic!("{e}"))) > 1e-3);
+        assert!(
+            one.len() == 4
+                && distance(&one[1], &one[1].zeros_like().unwrap_or_else(|e| panic!("{e}"))) > 1e-3
+        );
     }
 }

@@ -1,6 +1,6 @@
 //! An op with its own gradient: the soft threshold of sparse coding.
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor, bail};
-use candle_shard::rules::{self, Row, Rows, Signature};
+use candle_shard::rules::{self, ShardingRule, ShardingRules, Signature};
 use candle_shard::{DTensor, Error, Result, Shard};
 
 /// `sign(x) · max(|x| - by, 0)` on plain tensors, as one node of candle's graph.
@@ -19,7 +19,9 @@ impl CustomOp1 for SoftThreshold {
         };
         let less = |x: f64| x.signum() * (x.abs() - self.by).max(0.0);
         let made = match storage {
-            CpuStorage::F32(xs) => CpuStorage::F32(xs[start..end].iter().map(|&x| less(x.into()) as f32).collect()),
+            CpuStorage::F32(xs) => {
+                CpuStorage::F32(xs[start..end].iter().map(|&x| less(x.into()) as f32).collect())
+            }
             CpuStorage::F64(xs) => CpuStorage::F64(xs[start..end].iter().map(|&x| less(x)).collect()),
             _ => bail!("soft_threshold: expected f32 or f64"),
         };
@@ -50,13 +52,19 @@ pub fn plain_soft_threshold(x: &Tensor, by: f64) -> candle_core::Result<Tensor> 
 pub fn soft_threshold(x: &DTensor, by: f64) -> Result<DTensor> {
     let signature = || {
         if !matches!(x.dtype(), DType::F32 | DType::F64) {
-            return Err(Error::Op { op: "soft_threshold", reason: format!("{}: expected f32 or f64", x.spec()) });
+            return Err(Error::Op {
+                op: "soft_threshold",
+                reason: format!("{}: expected f32 or f64", x.spec()),
+            });
         }
-        let rows: Rows = (0..x.rank()).map(|dim| Row::new(Shard(dim), &[Shard(dim)])).collect();
+        let rows: ShardingRules =
+            (0..x.rank()).map(|dim| ShardingRule::new(Shard(dim), &[Shard(dim)])).collect();
         Ok(Signature::new(rows, x.dims(), x.dtype()))
     };
     // Shape, dtype and layout do not depend on `by`, so it is not an attribute.
-    rules::apply("soft_threshold", &[], &[x], signature, |x, _| Ok(plain_soft_threshold(x[0].to_local(), by)?))
+    rules::apply("soft_threshold", &[], &[x], signature, |x, _| {
+        Ok(plain_soft_threshold(x[0].to_local(), by)?)
+    })
 }
 
 #[cfg(test)]
@@ -86,6 +94,9 @@ mod tests {
             Ok(soft_threshold(&ids, 1.0).err().map(|error| error.to_string()))
         });
         let expected = "soft_threshold: u32[3@tp]: expected f32 or f64, called at extension/src/op.rs:";
-        assert!(texts.iter().all(|text| text.as_ref().is_some_and(|text| text.starts_with(expected))), "{texts:?}");
+        assert!(
+            texts.iter().all(|text| text.as_ref().is_some_and(|text| text.starts_with(expected))),
+            "{texts:?}"
+        );
     }
 }

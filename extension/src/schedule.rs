@@ -26,7 +26,9 @@ mod tests {
     use candle_nn::VarBuilder;
     use candle_pipe::microbatch::split_args_kwargs_into_chunks;
     use candle_pipe::schedule::{Costs, Edges, ScheduleKind};
-    use candle_pipe::{In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Runtime, SplitSpec, StepOptions, nn};
+    use candle_pipe::{
+        In, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Runtime, SplitSpec, StepOptions, nn,
+    };
     use std::collections::HashMap;
     use test_utils::{distance, on_ranks, values};
 
@@ -50,13 +52,15 @@ mod tests {
         let h = g.module("up", |vb: &VarBuilder<'static>| Ok(nn::linear_no_bias(2, 2, vb.clone())?), [x]);
         g.split();
         let y = g.module("down", |vb: &VarBuilder<'static>| Ok(nn::linear_no_bias(2, 2, vb.clone())?), [h]);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [y], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.tanh()?.mean_all()?), [y], LossReduction::Mean);
         g.finish(SplitSpec::declared())
     }
 
     fn variables() -> candle_core::Result<VarBuilder<'static>> {
         let var = |seed| {
-            Ok::<_, candle_core::Error>(Var::from_tensor(&values(&[2, 2], seed, DType::F64))?.as_tensor().clone())
+            Ok::<_, candle_core::Error>(
+                Var::from_tensor(&values(&[2, 2], seed, DType::F64))?.as_tensor().clone(),
+            )
         };
         let vars = HashMap::from([("up.weight".to_string(), var(1)?), ("down.weight".to_string(), var(2)?)]);
         Ok(VarBuilder::from_tensors(vars, DType::F64, &Device::Cpu))

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use candle_lm::dtype::DTypeName;
 use candle_lm::hub::HubName;
 use candle_lm::sample::Sampling;
-use candle_pipe::Layout;
+use candle_pipe::StageLayout;
 use candle_shard::parallel::Shares;
 use candle_shard::regular;
 use clap::{ArgMatches, Parser};
@@ -76,14 +76,14 @@ pub struct Args {
     /// The layers of each stage, one letter each for the token table, each layer, the last norm and the output layer:
     /// `E|t*3|tnL` [default: stages of about equal cost]
     #[arg(long, value_name = "TEXT", help_heading = "Ranks")]
-    pub layout: Option<Layout>,
+    pub layout: Option<StageLayout>,
 
     /// Compute threads of each rank; keep ranks × threads within the number of cores
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Ranks")]
     pub threads: usize,
 
     /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
-    #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Ranks")]
+    #[arg(long, value_name = "NAME", default_value = "threads", help_heading = "Ranks")]
     pub backend: BackendName,
 
     /// How long ranks wait.
@@ -103,11 +103,23 @@ pub struct Args {
     pub max_tokens: usize,
 
     /// Temperature of the sampling; 0 picks the most likely token. generation_config.json is not used for it
-    #[arg(long, value_name = "X", default_value_t = 0.8, allow_negative_numbers = true, help_heading = "Text")]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 0.8,
+        allow_negative_numbers = true,
+        help_heading = "Text"
+    )]
     pub temperature: f64,
 
     /// The share of the probability from which tokens are sampled (top-p)
-    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true, help_heading = "Text")]
+    #[arg(
+        long,
+        value_name = "P",
+        default_value_t = 0.95,
+        allow_negative_numbers = true,
+        help_heading = "Text"
+    )]
     pub top_p: f64,
 
     /// Draw from this many of the most likely tokens; 0 for all
@@ -115,11 +127,23 @@ pub struct Args {
     pub top_k: usize,
 
     /// Do not draw tokens that are less likely than this share of the likeliest one
-    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true, help_heading = "Text")]
+    #[arg(
+        long,
+        value_name = "P",
+        default_value_t = 0.0,
+        allow_negative_numbers = true,
+        help_heading = "Text"
+    )]
     pub min_p: f64,
 
     /// Divide positive logits of tokens that were there before by this, and multiply negative ones
-    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Text")]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 1.0,
+        allow_negative_numbers = true,
+        help_heading = "Text"
+    )]
     pub repetition_penalty: f64,
 
     /// Stop before this text or special token; may be given several times
@@ -195,7 +219,7 @@ impl Args {
     /// The ranks of generating or scoring that share the memory of this machine; none if they compute on GPUs.
     pub fn ranks_here(&self) -> usize {
         match self.backend {
-            BackendName::Local => self.model_ranks(),
+            BackendName::Threads => self.model_ranks(),
             BackendName::Mpi => local_size(),
             BackendName::Nccl => 0,
         }
@@ -227,7 +251,8 @@ impl Args {
             None if io::stdin().is_terminal() => PROMPT.into(),
             None => {
                 let read = regular::read_stream(io::stdin().lock(), regular::STREAM);
-                let read = read.map_err(|error| UsageError(format!("the prompt on stdin cannot be read: {error}.")))?;
+                let read = read
+                    .map_err(|error| UsageError(format!("the prompt on stdin cannot be read: {error}.")))?;
                 if read.is_empty() { PROMPT.into() } else { read }
             }
         };

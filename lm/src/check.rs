@@ -50,9 +50,13 @@ impl Args {
             (0.01..=100.0).contains(&repetition_penalty),
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
-        let generates = !matches!(self.command, Some(Command::Info | Command::Export)) && self.training.train.is_none();
+        let generates =
+            !matches!(self.command, Some(Command::Info | Command::Export)) && self.training.train.is_none();
         self.talk.validate(generates, self.prompt.is_some())?;
-        require!(self.stop.iter().all(|text| !text.is_empty()), "--stop is empty: give a text, or leave it out.");
+        require!(
+            self.stop.iter().all(|text| !text.is_empty()),
+            "--stop is empty: give a text, or leave it out."
+        );
         require!(
             self.cp == 1 || pp == 1 || self.training.train.is_some(),
             "--cp {} gives each rank some of the tokens, and a stage of --pp {pp} keeps all: use one of them.",

@@ -34,7 +34,8 @@ impl Progress {
 }
 
 fn bar(file: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template("{msg} {bar:32} {bytes} of {total_bytes} [{elapsed}, {eta} left]");
+    let style =
+        ProgressStyle::with_template("{msg} {bar:32} {bytes} of {total_bytes} [{elapsed}, {eta} left]");
     let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
     ProgressBar::new(0).with_style(style).with_message(printable(file).into_owned())
 }

@@ -63,7 +63,8 @@ pub(crate) fn check(matches: &ArgMatches) -> Checked {
     let named = matches.get_one::<Command>("command").copied();
     let command = named.unwrap_or(if is_given("train") { Train } else { Generate });
     let definition = Args::command();
-    let wrong = definition.get_arguments().find(|flag| is_given(flag.get_id().as_str()) && !applies(flag, command));
+    let wrong =
+        definition.get_arguments().find(|flag| is_given(flag.get_id().as_str()) && !applies(flag, command));
     let Some(flag) = wrong else { return Ok(()) };
     let (flag, name) = (flag.get_long().unwrap_or_default(), command.name());
     Err(UsageError(format!("--{flag} has no effect with {name}: leave it out, or see lm {name} --help.")))

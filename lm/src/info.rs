@@ -11,7 +11,7 @@ use candle_lm::config::experts::Experts;
 use candle_lm::engine::ModelOptions;
 use candle_lm::files::Files;
 use candle_lm::model::Decoder;
-use candle_shard::nn::{ShardedVarBuilder, Width};
+use candle_shard::nn::{MeshVarBuilder, Width};
 use examples::table::grouped;
 use serde::Serialize;
 
@@ -61,7 +61,9 @@ impl ExpertInfo {
         let &Experts { count, chosen, .. } = experts;
         let per_rank = Width::from(count).cut(held.ep).to_vec();
         // The probability that a token chose none of so many experts.
-        let none = |size: usize| (0..chosen).map(move |i| (count - i).saturating_sub(size) as f64 / (count - i) as f64);
+        let none = |size: usize| {
+            (0..chosen).map(move |i| (count - i).saturating_sub(size) as f64 / (count - i) as f64)
+        };
         Self {
             count,
             chosen,
@@ -115,7 +117,7 @@ impl Info {
             let mesh = DeviceMesh::new(&group, &held.axes(ranks)?)?;
             let device = candle_core::Device::Cpu;
             let plan = Decoder::plan(config, LAYER_AXIS).with_shares(held.shares.clone());
-            let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, dtype, &device)?;
+            let vb = MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, dtype, &device)?;
             let vb = if held.dequantize { vb.dequantized() } else { vb };
             Decoder::new(config, 1, &vb.frozen())?;
             let parameters: usize = vb.built().iter().map(|parameter| parameter.var.elem_count()).sum();

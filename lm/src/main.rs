@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use candle_dist::RankContext;
-use candle_lm::chat::{self, ChatTemplate, Message};
+use candle_lm::chat::{self, ChatMessage, ChatTemplate};
 use candle_lm::files::Files;
 use candle_lm::generate::{Task, generate};
 use candle_lm::hub::Hub;
@@ -198,8 +198,8 @@ impl Opened {
         self.task.prompt = match &self.template {
             None => tokens::encode_prompt(&self.tokenizer, prompt)?,
             Some(template) => {
-                let system = args.talk.system.iter().map(|text| Message::new("system", text));
-                let messages: Vec<Message> = system.chain([Message::new("user", prompt)]).collect();
+                let system = args.talk.system.iter().map(|text| ChatMessage::new("system", text));
+                let messages: Vec<ChatMessage> = system.chain([ChatMessage::new("user", prompt)]).collect();
                 tokens::encode_rendered(&self.tokenizer, &template.render(&messages, now)?)?
             }
         };

@@ -29,8 +29,10 @@ pub fn check(args: &Args, files: &Files, held: &ModelOptions, cache: Option<[usi
     );
     let Some([texts, room]) = cache else { return Ok(()) };
     let dtype = held.cache.unwrap_or(held.dtype);
-    let cache =
-        here(cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.cp]).saturating_mul(args.ep * args.cp));
+    let cache = here(
+        cache_bytes(&files.config, dtype, [texts, room], [args.tp, args.cp])
+            .saturating_mul(args.ep * args.cp),
+    );
     ensure!(
         weights.saturating_add(cache) <= free,
         "the cache of {texts} texts with up to {} tokens each takes {} bytes beside the {} of the weights, and this machine \

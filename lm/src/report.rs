@@ -39,7 +39,8 @@ pub struct Report {
 impl Report {
     /// The numbers of what the ranks did.
     pub fn new(text: String, task: &Task, ranks: &[Completion]) -> Self {
-        let per_second = |count: usize, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+        let per_second =
+            |count: usize, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
         let first = &ranks[0];
         Self {
             text,

@@ -52,7 +52,8 @@ impl Product {
         exec.effort.operations += 2 * self.m * self.n * self.k * self.batch;
         let [(a, lda, a_step), (b, ldb, b_step), (c, ldc, c_step)] = self.places;
         let columns = |transposed: bool, rows: usize, columns: usize| if transposed { rows } else { columns };
-        let extent = |ld: usize, columns: usize, rows: usize| if columns == 0 { 0 } else { ld * (columns - 1) + rows };
+        let extent =
+            |ld: usize, columns: usize, rows: usize| if columns == 0 { 0 } else { ld * (columns - 1) + rows };
         let [ta, tb] = self.transposed;
         let a_len = extent(lda, columns(ta, self.m, self.k), columns(!ta, self.m, self.k));
         let b_len = extent(ldb, columns(tb, self.k, self.n), columns(!tb, self.k, self.n));

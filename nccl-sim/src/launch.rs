@@ -74,7 +74,11 @@ pub(crate) extern "C" fn cuLaunchKernel(
     let name = kernel.name();
     // "cuLaunchKernel": all dimensions are at least 1.
     if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) {
-        fault(Kind::Misuse, name, format!("a launch of {name} without blocks; this is an error, not a success"));
+        fault(
+            Kind::Misuse,
+            name,
+            format!("a launch of {name} without blocks; this is an error, not a success"),
+        );
         return code::INVALID_VALUE;
     }
     // "Compute Capabilities": the most threads of a block.
@@ -88,9 +92,13 @@ pub(crate) extern "C" fn cuLaunchKernel(
     }
     // The values are copied before the call returns.
     let places = array(parameters.cast_const(), kernel.parameters().len());
-    let values: Vec<u64> = kernel.parameters().iter().zip(places).map(|(&size, place)| value(size, place)).collect();
+    let values: Vec<u64> =
+        kernel.parameters().iter().zip(places).map(|(&size, place)| value(size, place)).collect();
     let name = kernel.name().to_string();
-    status(enqueue(name, stream, move |_| Work::Run(Box::new(move |exec| kernel.run(exec, &values)))).map(|_| ()))
+    status(
+        enqueue(name, stream, move |_| Work::Run(Box::new(move |exec| kernel.run(exec, &values))))
+            .map(|_| ()),
+    )
 }
 
 /// Returns the bits of a parameter.

@@ -139,7 +139,15 @@ impl Memory {
         let bytes = vec![NOISE; len + 2 * ALIGNMENT].into_boxed_slice();
         let start = bytes.as_ptr().align_offset(ALIGNMENT);
         let address = bytes.as_ptr() as u64 + start as u64;
-        let block = Block { device, bytes, start, len, state: State::Freed, freeing: None, segments: BTreeMap::new() };
+        let block = Block {
+            device,
+            bytes,
+            start,
+            len,
+            state: State::Freed,
+            freeing: None,
+            segments: BTreeMap::new(),
+        };
         self.blocks.insert(address, block);
         address
     }
@@ -178,7 +186,13 @@ impl Memory {
     }
 
     /// Returns the block with all these bytes, and the offset in it. Reports accesses that are not allowed.
-    fn find(&mut self, address: u64, len: usize, device: usize, who: &Accessor<'_>) -> Option<(&mut Block, usize)> {
+    fn find(
+        &mut self,
+        address: u64,
+        len: usize,
+        device: usize,
+        who: &Accessor<'_>,
+    ) -> Option<(&mut Block, usize)> {
         let site = who.site;
         let Some((&start, block)) = self.blocks.range_mut(..=address).next_back() else {
             fault(Kind::Memory, site.call(), format!("{site} uses {address:#x}, which is not device memory"));
@@ -186,7 +200,11 @@ impl Memory {
         };
         let at = (address - start) as usize;
         if at + len > block.len {
-            fault(Kind::Memory, site.call(), format!("{site} uses {len} bytes at {at} of a block of {}", block.len));
+            fault(
+                Kind::Memory,
+                site.call(),
+                format!("{site} uses {len} bytes at {at} of a block of {}", block.len),
+            );
             return None;
         }
         if block.state == State::Freed {
@@ -214,7 +232,13 @@ impl Memory {
     }
 
     /// Returns bytes whose reads are noted already.
-    pub(crate) fn peek(&mut self, address: u64, len: usize, device: usize, who: &Accessor<'_>) -> Option<&[u8]> {
+    pub(crate) fn peek(
+        &mut self,
+        address: u64,
+        len: usize,
+        device: usize,
+        who: &Accessor<'_>,
+    ) -> Option<&[u8]> {
         let (block, at) = self.find(address, len, device, who)?;
         let range = block.range(at, len);
         Some(&block.bytes[range])

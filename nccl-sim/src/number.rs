@@ -36,7 +36,8 @@ impl Type {
 
     /// Returns the type of one of NCCL's codes (nccl.h, `ncclDataType_t`).
     pub(crate) fn of_nccl(code: i32) -> Option<Self> {
-        let all = [Self::I8, Self::U8, Self::I32, Self::U32, Self::I64, Self::U64, Self::F16, Self::F32, Self::F64];
+        let all =
+            [Self::I8, Self::U8, Self::I32, Self::U32, Self::I64, Self::U64, Self::F16, Self::F32, Self::F64];
         match code {
             9 => Some(Self::Bf16),
             code => all.get(usize::try_from(code).ok()?).copied(),

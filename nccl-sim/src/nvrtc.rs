@@ -27,7 +27,11 @@ pub(crate) extern "C" fn nvrtcCreateProgram(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn nvrtcCompileProgram(_program: u64, _count: c_int, _options: *const *const c_char) -> c_int {
+pub(crate) extern "C" fn nvrtcCompileProgram(
+    _program: u64,
+    _count: c_int,
+    _options: *const *const c_char,
+) -> c_int {
     0
 }
 

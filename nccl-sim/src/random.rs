@@ -99,7 +99,13 @@ pub(crate) extern "C" fn curandGenerateUniformDouble(handle: u64, to: u64, count
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn curandGenerateNormal(handle: u64, to: u64, count: usize, mean: f32, deviation: f32) -> c_int {
+pub(crate) extern "C" fn curandGenerateNormal(
+    handle: u64,
+    to: u64,
+    count: usize,
+    mean: f32,
+    deviation: f32,
+) -> c_int {
     normal::<f32>(handle, "curandGenerateNormal", to, count, f64::from(mean), f64::from(deviation))
 }
 

@@ -42,8 +42,10 @@ impl Site {
     fn path(&self) -> String {
         let Some(trace) = &self.trace else { return String::new() };
         let text = trace.to_string();
-        let ours = |line: &&str| line.contains("candle") && !line.contains("nccl_sim") && !line.contains(" at ");
-        let names = text.lines().map(str::trim).filter(ours).map(|line| line.split(": ").last().unwrap_or(line));
+        let ours =
+            |line: &&str| line.contains("candle") && !line.contains("nccl_sim") && !line.contains(" at ");
+        let names =
+            text.lines().map(str::trim).filter(ours).map(|line| line.split(": ").last().unwrap_or(line));
         let names: Vec<_> = names.take(8).collect();
         if names.is_empty() { String::new() } else { format!(" via {}", names.join(" < ")) }
     }

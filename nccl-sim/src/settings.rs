@@ -75,7 +75,8 @@ pub(crate) fn get() -> &'static Settings {
         timeline: std::env::var_os("SIM_TIMELINE").map(PathBuf::from),
         scale: number("SIM_SCALE", 1) as f64,
         fault: std::env::var("SIM_FAULT").ok().map(|text| {
-            wrong(&text).unwrap_or_else(|| crate::report::die(&format!("SIM_FAULT={text} is no fault with a number")))
+            wrong(&text)
+                .unwrap_or_else(|| crate::report::die(&format!("SIM_FAULT={text} is no fault with a number")))
         }),
         gpus: number("SIM_GPUS", 8) as usize,
         report: std::env::var_os("SIM_REPORT").map(PathBuf::from),

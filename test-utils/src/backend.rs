@@ -2,7 +2,7 @@
 //!
 //! | `CANDLE_TEST_BACKEND` | ranks |
 //! |---|---|
-//! | `local` | threads on the host; with `CANDLE_TEST_DEVICE=cuda`, threads that share the first GPU |
+//! | `threads` | threads on the host; with `CANDLE_TEST_DEVICE=cuda`, threads that share the first GPU |
 //! | `nccl` | threads with a GPU each |
 //! | `nccl-sim` | the same, on the simulated driver of `scripts/nccl-sim.sh` |
 //! | `mpi` | the processes that mpirun started (see `scripts/mpi-suites.sh`) |
@@ -22,11 +22,11 @@ use std::env;
 pub fn backend_name() -> &'static str {
     match env::var("CANDLE_TEST_BACKEND").as_deref() {
         Err(_) if unasked() > 1 => "nccl",
-        Err(_) | Ok("local") => "local",
+        Err(_) | Ok("threads") => "threads",
         Ok("nccl" | "nccl-sim") => "nccl",
         Ok("mpi") if cfg!(feature = "mpi") => "mpi",
         Ok("mpi") => panic!("CANDLE_TEST_BACKEND=mpi needs the cargo feature mpi of test-utils"),
-        Ok(other) => panic!("CANDLE_TEST_BACKEND={other}; use local, mpi, nccl or nccl-sim"),
+        Ok(other) => panic!("CANDLE_TEST_BACKEND={other}; use threads, mpi, nccl or nccl-sim"),
     }
 }
 
@@ -99,7 +99,8 @@ pub fn has_ranks(size: usize) -> bool {
 
 /// Returns the number of GPUs that tests use although nothing says on which backend and device they run.
 fn unasked() -> usize {
-    let is_told = ["CANDLE_TEST_BACKEND", "CANDLE_TEST_DEVICE"].iter().any(|name| env::var_os(name).is_some());
+    let is_told =
+        ["CANDLE_TEST_BACKEND", "CANDLE_TEST_DEVICE"].iter().any(|name| env::var_os(name).is_some());
     if is_told || cfg!(not(feature = "nccl")) { 0 } else { gpus() }
 }
 
@@ -122,7 +123,7 @@ fn gpus() -> usize {
     panic!("CANDLE_TEST_BACKEND=nccl needs the cargo feature nccl of test-utils")
 }
 
-/// Returns whether the ranks of the local backend share a GPU.
+/// Returns whether the ranks of the threads backend share a GPU.
 ///
 /// # Panics
 /// If `CANDLE_TEST_DEVICE` is unknown.
@@ -139,16 +140,17 @@ fn shares_gpu() -> bool {
 #[cfg(feature = "nccl")]
 pub(crate) fn open(size: usize) -> Result<World, String> {
     if shares_gpu() {
-        let device = candle_core::Device::new_cuda_with_stream(0).map_err(|error| format!("no GPU: {error}"))?;
-        return Ok(World::local(size).devices(&[device]));
+        let device =
+            candle_core::Device::new_cuda_with_stream(0).map_err(|error| format!("no GPU: {error}"))?;
+        return Ok(World::threads(size).devices(&[device]));
     }
     if !over_nccl() {
-        return Ok(World::local(size));
+        return Ok(World::threads(size));
     }
     if gpus() < size {
         // A test cannot end as skipped from within, so its ranks run on the host, where it must pass too.
         skip(&format!("needs {size} GPUs, and there are {}; it runs on the host", gpus()));
-        return Ok(World::local(size));
+        return Ok(World::threads(size));
     }
     let devices = (0..size).map(candle_core::Device::new_cuda_with_stream);
     let devices = devices.collect::<candle_core::Result<Vec<_>>>();
@@ -161,11 +163,16 @@ pub(crate) fn open(size: usize) -> Result<World, String> {
 #[cfg(feature = "nccl")]
 fn check_driver(devices: &[candle_core::Device]) -> Result<(), String> {
     let wanted = env::var("CANDLE_TEST_BACKEND").unwrap_or_default();
-    let name = |device: &candle_core::Device| device.as_cuda_device().ok()?.cuda_stream().context().name().ok();
+    let name =
+        |device: &candle_core::Device| device.as_cuda_device().ok()?.cuda_stream().context().name().ok();
     let simulated = devices.iter().filter_map(name).any(|name| name == "simulated GPU");
     match (wanted.as_str(), simulated) {
-        ("nccl-sim", false) => Err("CANDLE_TEST_BACKEND=nccl-sim, but the GPUs are real; use nccl".to_string()),
-        ("nccl", true) => Err("CANDLE_TEST_BACKEND=nccl, but the GPUs are simulated; use nccl-sim".to_string()),
+        ("nccl-sim", false) => {
+            Err("CANDLE_TEST_BACKEND=nccl-sim, but the GPUs are real; use nccl".to_string())
+        }
+        ("nccl", true) => {
+            Err("CANDLE_TEST_BACKEND=nccl, but the GPUs are simulated; use nccl-sim".to_string())
+        }
         _ => Ok(()),
     }
 }
@@ -175,6 +182,6 @@ pub(crate) fn open(size: usize) -> Result<World, String> {
     match (over_nccl(), shares_gpu()) {
         (true, _) => Err(format!("{} GPUs", gpus())),
         (_, true) => Err("CANDLE_TEST_DEVICE=cuda needs the cargo feature nccl of test-utils".to_string()),
-        _ => Ok(World::local(size)),
+        _ => Ok(World::threads(size)),
     }
 }

@@ -7,7 +7,8 @@ use itertools::{Itertools, MultiProduct};
 use std::vec::IntoIter;
 
 /// The dtypes that the converter shards.
-const MOVED: [DType; 7] = [DType::F32, DType::F64, DType::F16, DType::BF16, DType::U8, DType::U32, DType::I64];
+const MOVED: [DType; 7] =
+    [DType::F32, DType::F64, DType::F16, DType::BF16, DType::U8, DType::U32, DType::I64];
 
 /// Converts the tensor arguments of an op to distributed ones, once for every combination of layouts.
 ///
@@ -72,7 +73,9 @@ impl DTensorConverter {
     /// Distributes a tensor, and counts it.
     fn convert(&mut self, arg: &Tensor, layout: &[Placement]) -> Result<DTensor> {
         let made = match arg.is_variable() {
-            true => DTensor::distribute(&arg.detach(), &self.mesh, layout).and_then(|made| Ok(made.to_var()?.0)),
+            true => {
+                DTensor::distribute(&arg.detach(), &self.mesh, layout).and_then(|made| Ok(made.to_var()?.0))
+            }
             false => DTensor::distribute(arg, &self.mesh, layout),
         };
         match made.is_ok() && MOVED.contains(&arg.dtype()) {

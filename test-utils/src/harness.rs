@@ -76,7 +76,7 @@ impl Ranks {
         #[cfg(feature = "mpi")]
         if backend::over_mpi() {
             let on_rank = |ctx| self.on(vec![ctx], &f).map(|mut results| results.remove(0));
-            return processes::run(&self, || self.among_threads(World::local(self.world), &f), on_rank);
+            return processes::run(&self, || self.among_threads(World::threads(self.world), &f), on_rank);
         }
         let world = backend::open(self.world).map_err(|message| self.fail(0, message))?;
         self.among_threads(world, &f)
@@ -192,7 +192,11 @@ impl TestWorld {
         #[cfg(feature = "mpi")]
         if backend::over_mpi() {
             let ranks = Ranks::new(self.size, std::thread::current().name().unwrap_or("a test"));
-            return processes::run(&ranks, || World::local(self.size).run(&f), |ctx| processes::on_rank(ctx, &f));
+            return processes::run(
+                &ranks,
+                || World::threads(self.size).run(&f),
+                |ctx| processes::on_rank(ctx, &f),
+            );
         }
         backend::open(self.size).unwrap_or_else(|why| panic!("{why}")).run(f)
     }

@@ -56,7 +56,8 @@ impl Job {
     /// # Panics
     /// If no process can be started.
     pub fn run(&self) -> Vec<Outcome> {
-        let is_taken = |outcome: &Outcome| [&outcome.out, &outcome.err].iter().any(|text| text.contains(TAKEN));
+        let is_taken =
+            |outcome: &Outcome| [&outcome.out, &outcome.err].iter().any(|text| text.contains(TAKEN));
         for _ in 0..2 {
             let outcomes = self.run_once();
             if !outcomes.iter().any(is_taken) {
@@ -70,7 +71,8 @@ impl Job {
         let until = Instant::now() + self.deadline;
         // Simulated GPUs of several processes meet in a folder.
         let folder = Scratch::new("job");
-        let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).map(|at| at.port());
+        let port =
+            TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).map(|at| at.port());
         let port = port.unwrap_or_else(|error| panic!("no port on this host: {error}")).to_string();
         let start = |rank: usize| {
             let program = std::env::current_exe().unwrap_or_else(|error| panic!("this program: {error}"));
@@ -119,7 +121,8 @@ impl Running {
             }
         };
         self.end();
-        let text = |reader: &mut Option<JoinHandle<String>>| reader.take().and_then(|reader| reader.join().ok());
+        let text =
+            |reader: &mut Option<JoinHandle<String>>| reader.take().and_then(|reader| reader.join().ok());
         let (out, err) = (text(&mut self.out).unwrap_or_default(), text(&mut self.err).unwrap_or_default());
         Outcome { out, err, code: status.and_then(|status| status.code()) }
     }

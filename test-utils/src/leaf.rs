@@ -67,7 +67,8 @@ pub fn on_axes<T: Clone>(choices: &[T], axes: usize) -> Vec<Vec<T>> {
 /// # Errors
 /// If the sizes do not fit the world.
 pub fn mesh(ctx: &RankContext, shape: &[usize]) -> candle_dist::Result<DeviceMesh> {
-    let axes: Vec<(&str, usize)> = ["a", "b", "c", "d", "e", "f"].into_iter().zip(shape.iter().copied()).collect();
+    let axes: Vec<(&str, usize)> =
+        ["a", "b", "c", "d", "e", "f"].into_iter().zip(shape.iter().copied()).collect();
     ctx.mesh(&axes)
 }
 
@@ -77,7 +78,8 @@ pub fn mesh(ctx: &RankContext, shape: &[usize]) -> candle_dist::Result<DeviceMes
 /// If `dtype` is not a float type that candle can sample.
 pub fn values(shape: &[usize], seed: u64, dtype: DType) -> Tensor {
     let even = Distribution::Uniform { lo: -1.5, up: 1.5 };
-    sample_full(Stream::new(seed, "values"), even, shape, dtype, &Device::Cpu).unwrap_or_else(|e| panic!("{e}"))
+    sample_full(Stream::new(seed, "values"), even, shape, dtype, &Device::Cpu)
+        .unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// Returns the device of this rank in a mesh.
@@ -152,7 +154,8 @@ impl Leaf {
     /// # Errors
     /// If the communication fails.
     pub fn gradient_error(&self, grads: &GradStore, whole: &Tensor) -> Result<f64> {
-        let mut local = grads.get(&self.var).map_or_else(|| self.var.zeros_like(), |grad| Ok(grad.clone()))?;
+        let mut local =
+            grads.get(&self.var).map_or_else(|| self.var.zeros_like(), |grad| Ok(grad.clone()))?;
         for axis in (0..self.lays.len()).filter(|&axis| self.lays[axis].varies()) {
             local = self.spec.mesh().axis_group(axis)?.all_reduce(&local, ReduceOp::Sum)?;
         }
@@ -184,7 +187,10 @@ pub fn strided(x: &DTensor) -> Result<DTensor> {
 /// If the layout has another shape.
 pub fn block(whole: &Tensor, spec: &Spec) -> candle_core::Result<Tensor> {
     let ranges = spec.local_block();
-    ranges.iter().enumerate().try_fold(whole.clone(), |part, (dim, range)| part.narrow(dim, range.start, range.len()))
+    ranges
+        .iter()
+        .enumerate()
+        .try_fold(whole.clone(), |part, (dim, range)| part.narrow(dim, range.start, range.len()))
 }
 
 /// Returns the error of this rank's shard compared with the whole tensor. Partial results are reduced first.
@@ -217,7 +223,8 @@ pub fn distance(got: &Tensor, want: &Tensor) -> f64 {
     if got.elem_count() == 0 {
         return 0.0;
     }
-    let list = |t: &Tensor| -> candle_core::Result<Vec<f64>> { t.to_dtype(DType::F64)?.flatten_all()?.to_vec1() };
+    let list =
+        |t: &Tensor| -> candle_core::Result<Vec<f64>> { t.to_dtype(DType::F64)?.flatten_all()?.to_vec1() };
     let list = |t: &Tensor| list(t).unwrap_or_else(|e| panic!("{e}"));
     let error = |(a, b): (f64, f64)| {
         let error = (a - b).abs() / b.abs().max(1.0);

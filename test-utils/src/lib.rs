@@ -31,8 +31,8 @@ pub use dice::Dice;
 pub use harness::{Ranks, TestWorld, device, on_ranks, world};
 pub use job::{Job, Outcome};
 pub use leaf::{
-    Lay, Leaf, block, device_of, distance, distribute, lays, mesh, on_axes, on_device, strided, tolerance, value_error,
-    values,
+    Lay, Leaf, block, device_of, distance, distribute, lays, mesh, on_axes, on_device, strided, tolerance,
+    value_error, values,
 };
 pub use memory::stays_flat;
 pub use scratch::Scratch;

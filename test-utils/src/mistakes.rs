@@ -17,9 +17,10 @@ pub fn all_say<E: Display + Send>(
     program: impl Fn(&RankContext) -> Result<(), E> + Sync,
 ) {
     let texts = Mutex::new(vec![None; ranks]);
-    let ran = World::local(ranks).run(|ctx| {
+    let ran = World::threads(ranks).run(|ctx| {
         let ended = program(ctx);
-        texts.lock().expect("no rank panics here")[ctx.rank()] = ended.as_ref().err().map(ToString::to_string);
+        texts.lock().expect("no rank panics here")[ctx.rank()] =
+            ended.as_ref().err().map(ToString::to_string);
         ended
     });
     assert!(ran.is_err(), "{name} is silent");
@@ -43,7 +44,7 @@ pub fn on_all_ranks<E: Display + Send>(ranks: usize, mistakes: &[Mistake<E>]) {
 /// If there is no error, or another one.
 pub fn of_the_world<E: Display + Send>(mistakes: &[Mistake<E>]) {
     for (name, parts, program) in mistakes {
-        let error = World::local(2).run(program).err().unwrap_or_else(|| panic!("{name} is silent"));
+        let error = World::threads(2).run(program).err().unwrap_or_else(|| panic!("{name} is silent"));
         let text = error.to_string();
         parts.iter().for_each(|part| assert!(text.contains(part), "{name}, {part:?}: {text}"));
     }

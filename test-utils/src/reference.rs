@@ -60,7 +60,12 @@ impl Transformer {
     ///
     /// # Errors
     /// If `n_heads` does not divide `dim`.
-    pub fn computing(arithmetic: Arithmetic, args: &ModelArgs, dtype: DType, device: &Device) -> Result<Self> {
+    pub fn computing(
+        arithmetic: Arithmetic,
+        args: &ModelArgs,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let &ModelArgs { dim, n_heads, .. } = args;
         if n_heads == 0 || !dim.is_multiple_of(n_heads) {
             bail!("a model of dim {dim} cannot have {n_heads} heads: the heads must divide it evenly");
@@ -260,7 +265,9 @@ impl FeedForward {
 
     fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Option<Tensor>)> {
         let (made, losses) = match &self.network {
-            Network::Dense { w1, w2, arithmetic } => (w2.forward(&arithmetic.gelu_erf(&w1.forward(x)?)?)?, None),
+            Network::Dense { w1, w2, arithmetic } => {
+                (w2.forward(&arithmetic.gelu_erf(&w1.forward(x)?)?)?, None)
+            }
             Network::Experts(layer) => {
                 let made = layer.forward(x)?;
                 (made.output, made.loss)

@@ -117,7 +117,10 @@ impl MlpStacked {
 }
 
 /// Sets variables to those that `fresh` makes in the same order.
-fn set(vars: &[(String, Var)], fresh: impl FnOnce(DType, &Device) -> Result<Vec<(String, Var)>>) -> Result<()> {
+fn set(
+    vars: &[(String, Var)],
+    fresh: impl FnOnce(DType, &Device) -> Result<Vec<(String, Var)>>,
+) -> Result<()> {
     let Some((_, first)) = vars.first() else { return Ok(()) };
     let fresh = fresh(first.dtype(), first.device())?;
     vars.iter().zip(fresh).try_for_each(|((_, var), (_, fresh))| var.set(&fresh.as_detached_tensor()))

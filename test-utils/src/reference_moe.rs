@@ -123,7 +123,8 @@ impl MoeLayer {
             let uses = choices.iter().flatten().map(|choice| f64::from(u8::from(*choice == Some(expert))));
             let uses = Tensor::from_iter(uses, x.device())?.reshape(weights.shape())?.to_dtype(x.dtype())?;
             let weight = (&weights * uses)?.sum_keepdim(1)?;
-            let [gate, up, down] = [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
+            let [gate, up, down] =
+                [&self.experts[0], &self.experts[1], &self.experts[2]].map(|w| w.get(expert));
             output = (output + gated(&flat, [&gate?, &up?, &down?])?.broadcast_mul(&weight)?)?;
         }
         if let Some([gate, up, down]) = &self.shared {
@@ -160,7 +161,8 @@ impl MoeLayer {
 
     /// Drops the choices of full experts.
     fn limit(&self, chosen: &[Vec<usize>]) -> Vec<Vec<Option<usize>>> {
-        let mut kept: Vec<Vec<Option<usize>>> = chosen.iter().map(|c| c.iter().copied().map(Some).collect()).collect();
+        let mut kept: Vec<Vec<Option<usize>>> =
+            chosen.iter().map(|c| c.iter().copied().map(Some).collect()).collect();
         let Some(factor) = self.config.capacity_factor else { return kept };
         let mean = (chosen.len() * self.config.top_k) as f64 / self.config.experts as f64;
         let mut room = vec![(factor * mean).ceil() as usize; self.config.experts];

@@ -82,7 +82,13 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    pub(crate) fn new(params: &mut Params, path: &str, in_dim: usize, out_dim: usize, bias: bool) -> Result<Self> {
+    pub(crate) fn new(
+        params: &mut Params,
+        path: &str,
+        in_dim: usize,
+        out_dim: usize,
+        bias: bool,
+    ) -> Result<Self> {
         let bound = 1.0 / (in_dim as f64).sqrt();
         let dist = Distribution::Uniform { lo: -bound, up: bound };
         let weight = params.draw(format!("{path}.weight"), &[out_dim, in_dim], dist)?;

@@ -54,7 +54,8 @@ impl Scratch {
     /// If the folder cannot be copied.
     pub fn copy(&self) -> Self {
         let copy = Self::new("copy");
-        copy_all(&self.folder, &copy.folder).unwrap_or_else(|error| panic!("{}: {error}", self.folder.display()));
+        copy_all(&self.folder, &copy.folder)
+            .unwrap_or_else(|error| panic!("{}: {error}", self.folder.display()));
         copy
     }
 

@@ -67,10 +67,14 @@ mod tests {
         let name = "skip::tests::no_gpus_are_always_there_and_a_million_never";
         let mut program = Command::new(env::current_exe().unwrap());
         let output = program.args(["--exact", name, "--test-threads", "1"]).env(LOOK, "1").output().unwrap();
-        let (out, err) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+        let (out, err) =
+            (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
         assert!(output.status.success() && out.contains("1 passed"), "{out}{err}");
         let told: Vec<&str> = err.lines().filter(|line| line.starts_with("SKIPPED ")).collect();
         assert_eq!(told.len(), 1, "{err}");
-        assert!(told[0].contains("needs 1000000 GPUs and found ") && told[0].ends_with("(1 skipped in this program)"));
+        assert!(
+            told[0].contains("needs 1000000 GPUs and found ")
+                && told[0].ends_with("(1 skipped in this program)")
+        );
     }
 }

@@ -3,11 +3,11 @@
 //! `scripts/nccl-sim.sh processes` runs them on simulated GPUs.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor};
-use candle_dist::init::{Backend, InitOptions};
+use candle_dist::init::{BackendKind, InitOptions};
 use candle_dist::testing::{FAILURES, GROUPS, lack};
 use candle_dist::{Collective, Error, ProcessGroup, RankContext, ReduceOp, World, round_grads};
 use candle_nn::{Optimizer, SGD};
-use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Mode};
 use candle_shard::{DTensor, Replicate};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,7 +71,11 @@ fn main() -> ExitCode {
             let began = Instant::now();
             let outcomes = Job::new(name, size).deadline(Duration::from_secs(limit)).run();
             let right = is_right(&outcomes, text, is_silent);
-            println!("{} {name} on {size} processes, {:.1?}", if right { "ok" } else { "FAILED" }, began.elapsed());
+            println!(
+                "{} {name} on {size} processes, {:.1?}",
+                if right { "ok" } else { "FAILED" },
+                began.elapsed()
+            );
             ran += 1;
             if !right {
                 failed += 1;
@@ -113,7 +117,7 @@ fn one_rank(name: &str) -> ExitCode {
     let work = work.or(failure).expect("a scenario of this name");
     let options = InitOptions::new().timeout(TIMEOUT);
     let was_fine = AtomicBool::new(false);
-    let outcome = World::processes(Backend::Nccl, options).run(|ctx| {
+    let outcome = World::processes(BackendKind::Nccl, options).run(|ctx| {
         let done = work(ctx);
         let text = done.as_ref().err().map_or("fine".to_string(), |error| error.to_string());
         say(&text);
@@ -135,7 +139,9 @@ fn say(text: &str) {
 fn conform(ctx: &RankContext) -> Result<(), Error> {
     assert_eq!(ctx.group().backend().name(), "nccl");
     for (_, cases) in GROUPS {
-        for case in cases.iter().filter(|case| case.least <= ctx.world_size() && lack("nccl", case.name).is_none()) {
+        for case in
+            cases.iter().filter(|case| case.least <= ctx.world_size() && lack("nccl", case.name).is_none())
+        {
             (case.run)(ctx).map_err(|error| Error::Unsupported(format!("[{}] {error}", case.name)))?;
             ctx.group().barrier()?;
         }
@@ -145,8 +151,9 @@ fn conform(ctx: &RankContext) -> Result<(), Error> {
 
 /// Trains the toy Transformer, sequence-parallel over all processes, and compares the losses with one rank on the host.
 fn train(ctx: &RankContext) -> Result<(), Error> {
-    let losses = |ctx: &RankContext, dtype| losses(ctx, dtype).map_err(|error| Error::Unsupported(error.to_string()));
-    let alone = World::local(1).run(|ctx| losses(ctx, DType::F32)).unwrap().remove(0);
+    let losses =
+        |ctx: &RankContext, dtype| losses(ctx, dtype).map_err(|error| Error::Unsupported(error.to_string()));
+    let alone = World::threads(1).run(|ctx| losses(ctx, DType::F32)).unwrap().remove(0);
     for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 5e-2)] {
         for (got, want) in losses(ctx, dtype)?.iter().zip(&alone) {
             assert!((got - want).abs() <= tolerance * want.abs(), "{dtype:?}: {got} for {want} in {alone:?}");
@@ -158,7 +165,7 @@ fn train(ctx: &RankContext) -> Result<(), Error> {
 fn losses(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
     let args = ModelArgs { vocab_size: 32, dim: 32, n_heads: 8, n_layers: 1, ..ModelArgs::default() };
     let (mesh, device) = (ctx.mesh(&[("tp", ctx.world_size())])?, ctx.device());
-    let vb = ShardedVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
+    let vb = MeshVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
     let model = Transformer::new(&args, &vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = SGD::new(parameters.vars(), 0.1)?;

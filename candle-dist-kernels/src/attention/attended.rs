@@ -1,17 +1,22 @@
 //! The dtypes that attention computes in.
 use super::visible::KeyBlock;
-use super::{Backward, Partial, Scale, backward, node};
+use super::{AttentionBackward, Partial, Scale, backward, node};
 use crate::{element::change, real::Real};
 use candle_core::{Result, Tensor};
 
 /// A dtype that attention computes in, with its kernels: this crate compiles them once, and not every caller again.
-pub trait Attended: Real {
+pub trait AttentionDtype: Real {
     /// Attention over blocks of keys, without a graph.
     fn partial_of_blocks(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Partial<Self>>;
 
     /// Returns a known result over these blocks of keys as a graph node. The norms may be those over more keys; then the
     /// gradients are those through these blocks only.
-    fn with_result(inputs: [&Tensor; 3], whole: Partial<Self>, scale: Scale, blocks: Vec<KeyBlock>) -> Result<Tensor>;
+    fn with_result(
+        inputs: [&Tensor; 3],
+        whole: Partial<Self>,
+        scale: Scale,
+        blocks: Vec<KeyBlock>,
+    ) -> Result<Tensor>;
 
     /// Returns the product of each row of the result over all keys with its gradient.
     fn inner(out: &Tensor, grad: &Tensor) -> Result<Vec<Self>>;
@@ -20,7 +25,7 @@ pub trait Attended: Real {
     /// the key and the value to `of_keys`, a tensor `[batch, len]` in memory that nothing else uses. For each element of
     /// the batch `of_keys` has that of the key, then that of the value.
     fn add_gradients(
-        work: &Backward<'_, Self>,
+        work: &AttentionBackward<'_, Self>,
         inputs: [&Tensor; 2],
         blocks: &[KeyBlock],
         of_query: &mut [Self],
@@ -30,7 +35,7 @@ pub trait Attended: Real {
 
 macro_rules! attended {
     ($($float:ty),*) => {$(
-        impl Attended for $float {
+        impl AttentionDtype for $float {
             fn partial_of_blocks(inputs: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Partial<Self>> {
                 node::partial_of_blocks(inputs, scale, blocks)
             }
@@ -49,7 +54,7 @@ macro_rules! attended {
             }
 
             fn add_gradients(
-                work: &Backward<'_, Self>,
+                work: &AttentionBackward<'_, Self>,
                 inputs: [&Tensor; 2],
                 blocks: &[KeyBlock],
                 of_query: &mut [Self],

@@ -1,10 +1,10 @@
 //! The gradient of attention over a block of keys, with scores that are computed again.
 use super::Scale;
-use super::forward::{Norms, tiles, within};
-use super::heads::{Sizes, into_head, queries_at_once};
+use super::forward::{SoftmaxNorms, tiles, within};
+use super::heads::{AttentionSizes, into_head, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
-    Reading,
+    TensorReader,
     product::product,
     real::Real,
     rows::{add_assign, by_blocks, sum_zip},
@@ -17,24 +17,28 @@ use candle_core::{Layout, Result, Tensor, bail};
 pub(super) fn inner<T: Real>(out: &Tensor, grad: &Tensor) -> Result<Vec<T>> {
     let width = out.dims().last().copied().unwrap_or(0);
     let (out, grad) = (out.contiguous()?, grad.contiguous()?);
-    let (out, grad) = (Reading::new(&out), Reading::new(&grad));
+    let (out, grad) = (TensorReader::new(&out), TensorReader::new(&grad));
     let (out, grad) = (out.elements::<T>()?, grad.elements::<T>()?);
     if width == 0 {
         return Ok(Vec::new());
     }
-    Ok(out.chunks_exact(width).zip(grad.chunks_exact(width)).map(|(a, b)| sum_zip(a, b, |a, b| a * b)).collect())
+    Ok(out
+        .chunks_exact(width)
+        .zip(grad.chunks_exact(width))
+        .map(|(a, b)| sum_zip(a, b, |a, b| a * b))
+        .collect())
 }
 
 /// What the gradients through any block of keys are made of.
 #[derive(Debug, Clone, Copy)]
-pub struct Backward<'a, T> {
+pub struct AttentionBackward<'a, T> {
     /// The query, and the gradient of the result.
     pub query: &'a Tensor,
     /// The gradient of the result.
     pub grad: &'a Tensor,
     /// The norms of each row over all keys.
-    pub norms: &'a Norms<T>,
-    /// What [`Attended::inner`](super::Attended::inner) returns.
+    pub norms: &'a SoftmaxNorms<T>,
+    /// What [`AttentionDtype::inner`](super::AttentionDtype::inner) returns.
     pub inner: &'a [T],
     /// The scale of the scores.
     pub scale: Scale,
@@ -44,18 +48,18 @@ pub struct Backward<'a, T> {
 ///
 /// `of_keys` has for each element of the batch the gradient of all keys, then that of all values.
 pub(super) fn over<T: Real>(
-    work: &Backward<'_, T>,
+    work: &AttentionBackward<'_, T>,
     [k, v]: [&Tensor; 2],
     (first, visible): (usize, &Visible),
     of_query: &mut [T],
     of_keys: &mut [T],
 ) -> Result<()> {
-    let Backward { norms, inner, scale, .. } = *work;
-    let [q, k, v, grad] = [work.query, k, v, work.grad].map(Reading::new);
-    let Some(sizes) = Sizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
+    let AttentionBackward { norms, inner, scale, .. } = *work;
+    let [q, k, v, grad] = [work.query, k, v, work.grad].map(TensorReader::new);
+    let Some(sizes) = AttentionSizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
         bail!("flash_attn: shapes do not fit")
     };
-    let Sizes { queries, heads, kv_heads, dim, width, .. } = sizes;
+    let AttentionSizes { queries, heads, kv_heads, dim, width, .. } = sizes;
     if sizes.is_empty() {
         return Ok(());
     }
@@ -107,7 +111,8 @@ pub(super) fn over<T: Real>(
                         keys,
                         #[inline(always)]
                         |first, scores| {
-                            let pairs = scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
+                            let pairs =
+                                scores.chunks_exact_mut(keys).zip(weights[first * keys..].chunks_exact(keys));
                             for (i, (scores, weights)) in pairs.enumerate() {
                                 let (from, to) = within(&ranges[rows.start + first + i], &tile);
                                 scores[..from].fill(T::zero());
@@ -125,7 +130,8 @@ pub(super) fn over<T: Real>(
                             }
                         },
                     );
-                    let (weights, scores) = (T::to_cpu_storage_owned(weights), T::to_cpu_storage_owned(scores));
+                    let (weights, scores) =
+                        (T::to_cpu_storage_owned(weights), T::to_cpu_storage_owned(scores));
                     let block = Layout::contiguous((rows.len(), keys));
                     let turned = block.transpose(0, 1)?;
                     let part = product(&scores, &block, k.storage, &keys_of)?;
@@ -133,7 +139,12 @@ pub(super) fn over<T: Real>(
                     into_head::<T>(dq, T::cpu_storage_as_slice(&part)?, place, add_assign);
                     let row = (first + tile.start) * kv_heads + g;
                     let part = product(&scores, &turned, q.storage, &these)?;
-                    into_head::<T>(dk, T::cpu_storage_as_slice(&part)?, (row * dim, kv_heads * dim, dim), add_assign);
+                    into_head::<T>(
+                        dk,
+                        T::cpu_storage_as_slice(&part)?,
+                        (row * dim, kv_heads * dim, dim),
+                        add_assign,
+                    );
                     let part = product(&weights, &turned, grad.storage, &grad.rows(rows.clone()))?;
                     into_head::<T>(
                         dv,

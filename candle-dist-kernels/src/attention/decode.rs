@@ -5,7 +5,7 @@ use crate::element::Element;
 use crate::few_rows::{STREAMS, dots};
 use crate::real::Real;
 use crate::rows::vectorised;
-use crate::{Reading, compute_dtype, cpu, parallel};
+use crate::{TensorReader, compute_dtype, cpu, parallel};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
 
@@ -23,7 +23,7 @@ const PARALLEL: usize = 1 << 18;
 /// If shapes or dtypes do not agree, or there is no text.
 pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Result<Tensor> {
     let dtype = compute_dtype("decode_attn", query)?;
-    let sizes = Sizes::of(query, texts)?;
+    let sizes = DecodeSizes::of(query, texts)?;
     // Without dims all scores are 0, whatever their factor.
     let scale = if sizes.dim == 0 { Scale { factor: 1.0, ..scale } } else { scale };
     if !query.device().is_cpu() {
@@ -38,8 +38,12 @@ pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Resul
         (DType::F64, DType::F64) => run::<f64, f64>(&q, texts, sizes, scale),
         _ => {
             let wide = |[k, v]: &[Tensor; 2]| Ok([k.to_dtype(dtype)?, v.to_dtype(dtype)?]);
-            return decode_attn(&q.transpose(1, 2)?, &texts.iter().map(wide).collect::<Result<Vec<_>>>()?, scale)?
-                .to_dtype(query.dtype());
+            return decode_attn(
+                &q.transpose(1, 2)?,
+                &texts.iter().map(wide).collect::<Result<Vec<_>>>()?,
+                scale,
+            )?
+            .to_dtype(query.dtype());
         }
     };
     made?.to_dtype(query.dtype())
@@ -47,7 +51,7 @@ pub fn decode_attn(query: &Tensor, texts: &[[Tensor; 2]], scale: Scale) -> Resul
 
 /// The sizes of a call.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct DecodeSizes {
     texts: usize,
     heads: usize,
     kv_heads: usize,
@@ -57,10 +61,12 @@ struct Sizes {
     tokens: usize,
 }
 
-impl Sizes {
+impl DecodeSizes {
     fn of(query: &Tensor, texts: &[[Tensor; 2]]) -> Result<Self> {
         let (one, heads, count, dim) = query.dims4()?;
-        let Some([first, of_first]) = texts.first() else { bail!("decode_attn: no texts; give at least one") };
+        let Some([first, of_first]) = texts.first() else {
+            bail!("decode_attn: no texts; give at least one")
+        };
         let (&[_, kv_heads, ..], &[.., width]) = (first.dims(), of_first.dims()) else {
             bail!("decode_attn: keys {first:?}: expected [1, kv_heads, k, dim]")
         };
@@ -87,14 +93,18 @@ impl Sizes {
 fn run<T: Real, E: Element<Real = T>>(
     query: &Tensor,
     texts: &[[Tensor; 2]],
-    sizes: Sizes,
+    sizes: DecodeSizes,
     scale: Scale,
 ) -> Result<Tensor> {
-    let Sizes { texts: count, heads, kv_heads, dim, width, tokens } = sizes;
-    let query = Reading::new(query);
+    let DecodeSizes { texts: count, heads, kv_heads, dim, width, tokens } = sizes;
+    let query = TensorReader::new(query);
     let query = query.elements::<T>()?;
-    let held: Vec<[Reading<'_>; 2]> = texts.iter().map(|kept| kept.each_ref().map(Reading::new)).collect();
-    let kept = held.iter().map(|[k, v]| Ok([Kept::<E>::of(k)?, Kept::of(v)?])).collect::<Result<Vec<_>>>()?;
+    let held: Vec<[TensorReader<'_>; 2]> =
+        texts.iter().map(|kept| kept.each_ref().map(TensorReader::new)).collect();
+    let kept = held
+        .iter()
+        .map(|[k, v]| Ok([CacheRows::<E>::of(k)?, CacheRows::of(v)?]))
+        .collect::<Result<Vec<_>>>()?;
     let group = heads / kv_heads;
     let mut out = vec![T::zero(); count * heads * width];
     let of_head = |at: usize, out: &mut [T]| {
@@ -107,13 +117,17 @@ fn run<T: Real, E: Element<Real = T>>(
             || attend(query, [keys, values], scale, &mut scores, out),
         );
     };
-    parallel::map(tokens * heads * (dim + width) >= PARALLEL, out.chunks_mut((group * width).max(1)), of_head);
+    parallel::map(
+        tokens * heads * (dim + width) >= PARALLEL,
+        out.chunks_mut((group * width).max(1)),
+        of_head,
+    );
     Tensor::from_vec(out, (1, count, heads, width), &Device::Cpu)
 }
 
 /// The keys or the values of a text in memory.
 #[derive(Clone, Copy)]
-struct Kept<'a, E> {
+struct CacheRows<'a, E> {
     elements: &'a [E],
     tokens: usize,
     width: usize,
@@ -121,9 +135,10 @@ struct Kept<'a, E> {
     strides: [usize; 2],
 }
 
-impl<'a, E: Element> Kept<'a, E> {
-    fn of(x: &'a Reading<'_>) -> Result<Self> {
-        let (&[_, _, tokens, width], &[_, of_head, of_token, _]) = (x.layout.dims(), x.layout.stride()) else {
+impl<'a, E: Element> CacheRows<'a, E> {
+    fn of(x: &'a TensorReader<'_>) -> Result<Self> {
+        let (&[_, _, tokens, width], &[_, of_head, of_token, _]) = (x.layout.dims(), x.layout.stride())
+        else {
             bail!("decode_attn: expected four dims")
         };
         let elements = &E::cpu_storage_as_slice(cpu(&x.storage)?)?[x.layout.start_offset()..];
@@ -145,7 +160,7 @@ impl<'a, E: Element> Kept<'a, E> {
 #[inline(always)]
 fn attend<T: Real, E: Element<Real = T>>(
     queries: &[T],
-    [keys, values]: [Kept<'_, E>; 2],
+    [keys, values]: [CacheRows<'_, E>; 2],
     scale: Scale,
     scores: &mut [T],
     out: &mut [T],
@@ -171,7 +186,7 @@ fn attend<T: Real, E: Element<Real = T>>(
 
 /// Adds the weighted rows of the values to `out`, in their order.
 #[inline(always)]
-fn mix<T: Real, E: Element<Real = T>>(weights: &[T], values: &Kept<'_, E>, out: &mut [T]) {
+fn mix<T: Real, E: Element<Real = T>>(weights: &[T], values: &CacheRows<'_, E>, out: &mut [T]) {
     let (several, rest) = weights.as_chunks::<STREAMS>();
     for (i, &[p, q, r, s]) in several.iter().enumerate() {
         let [a, b, c, d] = std::array::from_fn(|row| values.row(i * STREAMS + row));
@@ -247,8 +262,9 @@ mod tests {
             ] {
                 // Caches with room for more tokens than there are.
                 let text = |tokens: usize| {
-                    [dim, width]
-                        .map(|width| values(&[1, kv_heads, tokens + 3, width], kept).narrow(2, 1, tokens).unwrap())
+                    [dim, width].map(|width| {
+                        values(&[1, kv_heads, tokens + 3, width], kept).narrow(2, 1, tokens).unwrap()
+                    })
                 };
                 let texts = [1, 2, 7, 4, 130].map(text);
                 let query = values(&[1, texts.len(), heads, dim], dtype).transpose(1, 2).unwrap();
@@ -257,14 +273,20 @@ mod tests {
                     let made = decode_attn(&query, &texts, scale).unwrap();
                     assert_eq!((made.dims(), made.dtype()), (&[1, 5, heads, width][..], dtype));
                     let worst = error(&query, &texts, scale, &made);
-                    assert!(worst < bound, "{heads} {kv_heads} {dim} {width} {dtype:?} {kept:?} {cap:?}: {worst:e}");
+                    assert!(
+                        worst < bound,
+                        "{heads} {kv_heads} {dim} {width} {dtype:?} {kept:?} {cap:?}: {worst:e}"
+                    );
                     let other = composed(&query, &texts, scale).unwrap();
                     let worst = error(&query, &texts, scale, &other);
                     assert!(worst < bound * 4.0, "composed {dtype:?} {kept:?} {cap:?}: {worst:e}");
                     // Alone, in the same bits.
                     for (i, text) in texts.iter().enumerate() {
-                        let alone = decode_attn(&query.narrow(2, i, 1).unwrap(), std::slice::from_ref(text), scale);
-                        let bits = |x: &Tensor| x.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>();
+                        let alone =
+                            decode_attn(&query.narrow(2, i, 1).unwrap(), std::slice::from_ref(text), scale);
+                        let bits = |x: &Tensor| {
+                            x.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1::<f64>()
+                        };
                         let together = made.narrow(1, i, 1).unwrap();
                         assert_eq!(bits(&alone.unwrap()).unwrap(), bits(&together).unwrap());
                     }
@@ -286,7 +308,8 @@ mod tests {
         let text = |shape: [usize; 4]| [values(&shape, DType::F32), values(&shape, DType::F32)];
         let fits = text([1, 2, 3, 8]);
         assert!(decode_attn(&query, &[fits.clone(), fits.clone()], 1.0.into()).is_ok());
-        let turned = fits.clone().map(|x| x.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap());
+        let turned =
+            fits.clone().map(|x| x.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap());
         let other = fits.clone().map(|x| x.to_dtype(DType::F16).unwrap());
         let wrong = [text([1, 3, 3, 8]), text([1, 2, 3, 7]), text([2, 2, 3, 8]), turned, other];
         for (case, wrong) in wrong.into_iter().enumerate() {

@@ -1,9 +1,9 @@
 //! Attention over a block of keys, and results over several blocks joined.
 use super::Scale;
-use super::heads::{Sizes, into_head, queries_at_once};
+use super::heads::{AttentionSizes, into_head, queries_at_once};
 use super::visible::{Visible, union};
 use crate::{
-    Reading,
+    TensorReader,
     product::product,
     real::Real,
     rows::{by_blocks, max, min, sum},
@@ -16,7 +16,7 @@ use std::ops::Range;
 ///
 /// Their logarithm alone would lose the small differences of large scores.
 #[derive(Debug, Clone, Default)]
-pub struct Norms<T> {
+pub struct SoftmaxNorms<T> {
     pub(super) top: Vec<T>,
     pub(super) sum: Vec<T>,
 }
@@ -27,33 +27,33 @@ pub struct Partial<T> {
     /// The rows.
     pub out: Vec<T>,
     /// The norms of the rows.
-    pub norms: Norms<T>,
+    pub norms: SoftmaxNorms<T>,
     width: usize,
 }
 
 impl<T: Real> Partial<T> {
     /// The result over no keys.
-    pub(super) fn nothing(sizes: &Sizes) -> Self {
+    pub(super) fn nothing(sizes: &AttentionSizes) -> Self {
         let zeros = |len: usize| vec![T::zero(); len];
-        let norms = Norms { top: zeros(sizes.rows()), sum: zeros(sizes.rows()) };
+        let norms = SoftmaxNorms { top: zeros(sizes.rows()), sum: zeros(sizes.rows()) };
         Self { out: zeros(sizes.rows() * sizes.width), norms, width: sizes.width }
     }
 
     /// The result over keys `[batch, k, kv_heads, dim]` of the compute dtype.
     pub(super) fn over([q, k, v]: [&Tensor; 3], scale: Scale, visible: &Visible) -> Result<Self> {
-        let [q, k, v] = [q, k, v].map(Reading::new);
-        let Some(sizes) = Sizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
+        let [q, k, v] = [q, k, v].map(TensorReader::new);
+        let Some(sizes) = AttentionSizes::of(q.layout.dims(), k.layout.dims(), v.layout.dims()) else {
             bail!("flash_attn: shapes do not fit")
         };
         if sizes.is_empty() {
             return Ok(Self::nothing(&sizes));
         }
-        let Sizes { queries, heads, width, .. } = sizes;
+        let AttentionSizes { queries, heads, width, .. } = sizes;
         let rest = scale.rest();
         let at_once = queries_at_once::<T>(visible, &[&v])?;
         let parts = sizes.each(|b| {
             let ranges = visible.of(b);
-            let mut part = Self::nothing(&Sizes { batch: 1, ..sizes });
+            let mut part = Self::nothing(&AttentionSizes { batch: 1, ..sizes });
             for h in 0..heads {
                 let g = sizes.key_head(h);
                 let (q, k, v) = (q.head(b, h)?, k.head(b, g)?, v.head(b, g)?);
@@ -71,7 +71,9 @@ impl<T: Real> Partial<T> {
                             #[inline(always)]
                             |first, scores| {
                                 let mut found = Vec::with_capacity(scores.len() / keys);
-                                for (row, range) in scores.chunks_exact_mut(keys).zip(&ranges[rows.start + first..]) {
+                                for (row, range) in
+                                    scores.chunks_exact_mut(keys).zip(&ranges[rows.start + first..])
+                                {
                                     let (from, to) = within(range, &tile);
                                     row[..from].fill(T::zero());
                                     row[to..].fill(T::zero());
@@ -85,7 +87,11 @@ impl<T: Real> Partial<T> {
                         let (weights, dense) =
                             (T::to_cpu_storage_owned(scores), Layout::contiguous((rows.len(), keys)));
                         let mixed = product(&weights, &dense, v.storage, &v.rows(tile))?;
-                        let made = Self { out: T::cpu_storage_data(mixed)?, norms: Norms { top, sum }, width };
+                        let made = Self {
+                            out: T::cpu_storage_data(mixed)?,
+                            norms: SoftmaxNorms { top, sum },
+                            width,
+                        };
                         match &mut whole {
                             Some(whole) => whole.join(made, scale),
                             None => whole = Some(made),
@@ -102,23 +108,28 @@ impl<T: Real> Partial<T> {
             Ok(part)
         })?;
         debug_assert_eq!(parts.len() * queries * heads, sizes.rows());
-        let norm = |of: fn(&Self) -> &Vec<T>| parts.iter().map(|part| &of(part)[..]).collect::<Vec<_>>().concat();
-        let norms = Norms { top: norm(|part| &part.norms.top), sum: norm(|part| &part.norms.sum) };
+        let norm =
+            |of: fn(&Self) -> &Vec<T>| parts.iter().map(|part| &of(part)[..]).collect::<Vec<_>>().concat();
+        let norms = SoftmaxNorms { top: norm(|part| &part.norms.top), sum: norm(|part| &part.norms.sum) };
         Ok(Self { out: norm(|part| &part.out), norms, width })
     }
 
     /// Returns the result and the norms as one list for other ranks, row by row.
     pub fn pack(&self) -> Vec<T> {
         let rows = self.norms.top.iter().zip(&self.norms.sum).enumerate();
-        rows.flat_map(|(i, (&top, &sum))| self.out[i * self.width..][..self.width].iter().copied().chain([top, sum]))
-            .collect()
+        rows.flat_map(|(i, (&top, &sum))| {
+            self.out[i * self.width..][..self.width].iter().copied().chain([top, sum])
+        })
+        .collect()
     }
 
     /// Reads what [`pack`](Self::pack) returned.
     pub fn unpack(packed: &[T], width: usize) -> Self {
         let rows = || packed.chunks_exact(width + 2);
-        let norms =
-            Norms { top: rows().map(|row| row[width]).collect(), sum: rows().map(|row| row[width + 1]).collect() };
+        let norms = SoftmaxNorms {
+            top: rows().map(|row| row[width]).collect(),
+            sum: rows().map(|row| row[width + 1]).collect(),
+        };
         Self { out: rows().flat_map(|row| &row[..width]).copied().collect(), norms, width }
     }
 

@@ -1,6 +1,6 @@
 //! The rows of one head in memory, and the sizes of attention.
 use super::visible::Visible;
-use crate::{Reading, cpu, parallel, real::Real, rows::sum};
+use crate::{TensorReader, cpu, parallel, real::Real, rows::sum};
 use candle_core::{CpuStorage, Layout, Result, bail};
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ const PARALLEL: usize = 1 << 20;
 /// The sizes of a query `[batch, q, heads, dim]`, a key `[batch, k, kv_heads, dim]` and a value `[batch, k, kv_heads,
 /// width]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Sizes {
+pub struct AttentionSizes {
     pub(super) batch: usize,
     pub(super) queries: usize,
     pub(super) keys: usize,
@@ -23,9 +23,10 @@ pub struct Sizes {
     pub(super) width: usize,
 }
 
-impl Sizes {
+impl AttentionSizes {
     pub(crate) fn of(query: &[usize], key: &[usize], value: &[usize]) -> Option<Self> {
-        let (&[batch, queries, heads, dim], &[kb, keys, kv_heads, kd], &[vb, vk, vg, width]) = (query, key, value)
+        let (&[batch, queries, heads, dim], &[kb, keys, kv_heads, kd], &[vb, vk, vg, width]) =
+            (query, key, value)
         else {
             return None;
         };
@@ -60,7 +61,7 @@ impl Sizes {
     }
 }
 
-impl Sizes {
+impl AttentionSizes {
     /// Calls `run` for each element of the batch with its parts of two lists, on several threads if that is faster.
     pub(super) fn each_with<T: Send>(
         &self,
@@ -83,7 +84,7 @@ impl Sizes {
 ///
 /// It is one query, which needs no such pairs, if an input has NaN or infinity: times zero that is NaN, which would reach
 /// queries that do not see it.
-pub(super) fn queries_at_once<T: Real>(visible: &Visible, inputs: &[&Reading<'_>]) -> Result<usize> {
+pub(super) fn queries_at_once<T: Real>(visible: &Visible, inputs: &[&TensorReader<'_>]) -> Result<usize> {
     let is_ragged = |ranges: &[Range<usize>]| ranges.iter().any(|range| *range != ranges[0]);
     if !visible.lists().iter().any(|ranges| ranges.chunks(BLOCK).any(is_ragged)) {
         return Ok(BLOCK);
@@ -97,16 +98,18 @@ pub(super) fn queries_at_once<T: Real>(visible: &Visible, inputs: &[&Reading<'_>
 }
 
 /// The rows of one head of `[batch, rows, heads, width]`, with any strides.
-pub(super) struct Head<'a> {
+pub(super) struct HeadRows<'a> {
     pub(super) storage: &'a CpuStorage,
     start: usize,
     width: usize,
     strides: [usize; 2],
 }
 
-impl<'a> Head<'a> {
+impl<'a> HeadRows<'a> {
     pub(super) fn new(storage: &'a CpuStorage, layout: &Layout, batch: usize, head: usize) -> Result<Self> {
-        let &[of_batch, of_row, of_head, of_column] = layout.stride() else { bail!("flash_attn: expected four dims") };
+        let &[of_batch, of_row, of_head, of_column] = layout.stride() else {
+            bail!("flash_attn: expected four dims")
+        };
         let start = layout.start_offset() + batch * of_batch + head * of_head;
         Ok(Self { storage, start, width: layout.dims()[3], strides: [of_row, of_column] })
     }
@@ -117,7 +120,7 @@ impl<'a> Head<'a> {
     }
 }
 
-impl Reading<'_> {
+impl TensorReader<'_> {
     /// Returns whether no element of `[batch, rows, heads, width]` is NaN or infinite.
     fn is_finite<T: Real>(&self) -> Result<bool> {
         let elements = T::cpu_storage_as_slice(cpu(&self.storage)?)?;
@@ -146,8 +149,8 @@ impl Reading<'_> {
     }
 
     /// Returns one head of `[batch, rows, heads, width]`.
-    pub(super) fn head(&self, batch: usize, head: usize) -> Result<Head<'_>> {
-        Head::new(cpu(&self.storage)?, self.layout, batch, head)
+    pub(super) fn head(&self, batch: usize, head: usize) -> Result<HeadRows<'_>> {
+        HeadRows::new(cpu(&self.storage)?, self.layout, batch, head)
     }
 }
 

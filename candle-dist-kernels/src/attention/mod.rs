@@ -17,11 +17,11 @@ mod off_host;
 mod scale;
 mod visible;
 
-pub use attended::Attended;
-pub use backward::Backward;
+pub use attended::AttentionDtype;
+pub use backward::AttentionBackward;
 pub use decode::decode_attn;
-pub use forward::{Norms, Partial};
-pub(crate) use heads::Sizes as AttentionSizes;
+pub use forward::{Partial, SoftmaxNorms};
+pub(crate) use heads::AttentionSizes;
 pub(crate) use node::attend;
 pub use node::{join_all, sizes, split_sums, with_backward};
 pub(crate) use off_host::attend_off_host;

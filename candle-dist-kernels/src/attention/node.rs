@@ -1,6 +1,6 @@
 //! The graph node of attention on one device, and the parts of attention that other nodes are made of.
 use super::visible::KeyBlock;
-use super::{Backward, Norms, Partial, Scale, backward, heads::Sizes};
+use super::{AttentionBackward, Partial, Scale, SoftmaxNorms, backward, heads::AttentionSizes};
 use crate::real::Real;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, MetalStorage, Result, Shape, Tensor, bail,
@@ -23,7 +23,7 @@ fn run<T: Real>(inputs: [&Tensor; 3], scale: Scale, blocks: Vec<KeyBlock>) -> Re
     with_result(inputs, whole, scale, blocks)
 }
 
-/// See [`Attended`](super::Attended).
+/// See [`AttentionDtype`](super::AttentionDtype).
 pub(super) fn partial_of_blocks<T: Real>(
     inputs: [&Tensor; 3],
     scale: Scale,
@@ -37,7 +37,7 @@ pub(super) fn partial_of_blocks<T: Real>(
     join_all(sizes([&q, &k, &v])?, parts, scale)
 }
 
-/// See [`Attended`](super::Attended).
+/// See [`AttentionDtype`](super::AttentionDtype).
 pub(super) fn with_result<T: Real>(
     inputs: [&Tensor; 3],
     whole: Partial<T>,
@@ -56,7 +56,7 @@ pub fn with_backward<T: Real>(
     name: &'static str,
     inputs: [&Tensor; 3],
     whole: Partial<T>,
-    backward: impl Fn(&Norms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync + 'static,
+    backward: impl Fn(&SoftmaxNorms<T>, [&Tensor; 3], [&Tensor; 2]) -> Result<[Tensor; 3]> + Send + Sync + 'static,
 ) -> Result<Tensor> {
     let shape = [&inputs[0].dims()[..3], &inputs[2].dims()[3..]].concat();
     let (norms, made) = (whole.norms, Fresh::host(T::to_cpu_storage_owned(whole.out), shape));
@@ -89,8 +89,8 @@ fn rows_of(x: &Tensor, block: &KeyBlock) -> Result<Tensor> {
 ///
 /// # Errors
 /// If they do not fit.
-pub fn sizes([q, k, v]: [&Tensor; 3]) -> Result<Sizes> {
-    match Sizes::of(q.dims(), k.dims(), v.dims()) {
+pub fn sizes([q, k, v]: [&Tensor; 3]) -> Result<AttentionSizes> {
+    match AttentionSizes::of(q.dims(), k.dims(), v.dims()) {
         Some(sizes) => Ok(sizes),
         None => bail!("flash_attn: query {q:?}, key {k:?}, value {v:?} do not fit"),
     }
@@ -98,7 +98,7 @@ pub fn sizes([q, k, v]: [&Tensor; 3]) -> Result<Sizes> {
 
 /// Joins results over different keys, in this order.
 pub fn join_all<T: Real>(
-    sizes: Sizes,
+    sizes: AttentionSizes,
     parts: impl IntoIterator<Item = Result<Partial<T>>>,
     scale: Scale,
 ) -> Result<Partial<T>> {
@@ -117,7 +117,7 @@ pub fn join_all<T: Real>(
 fn blocks_backward<T: Real>(
     [q, k, v]: [&Tensor; 3],
     grad: &Tensor,
-    of_rows: (&Norms<T>, &[T]),
+    of_rows: (&SoftmaxNorms<T>, &[T]),
     scale: Scale,
     blocks: &[KeyBlock],
 ) -> Result<[Tensor; 3]> {
@@ -125,14 +125,20 @@ fn blocks_backward<T: Real>(
     let mut of_query = vec![T::zero(); q.elem_count()];
     let mut of_keys = vec![T::zero(); k.elem_count() + v.elem_count()];
     let (norms, inner) = of_rows;
-    Backward { query: q, grad, norms, inner, scale }.add([k, v], blocks, &mut of_query, &mut of_keys)?;
+    AttentionBackward { query: q, grad, norms, inner, scale }.add(
+        [k, v],
+        blocks,
+        &mut of_query,
+        &mut of_keys,
+    )?;
     let dq = Tensor::from_vec(of_query, q.shape(), &Device::Cpu)?;
     let len = of_keys.len().checked_div(batch).unwrap_or(0);
-    let [dk, dv] = split_sums(Tensor::from_vec(of_keys, (batch, len), &Device::Cpu)?, [k.shape(), v.shape()])?;
+    let [dk, dv] =
+        split_sums(Tensor::from_vec(of_keys, (batch, len), &Device::Cpu)?, [k.shape(), v.shape()])?;
     Ok([dq, dk, dv])
 }
 
-impl<T: Real> Backward<'_, T> {
+impl<T: Real> AttentionBackward<'_, T> {
     /// Adds the gradients through blocks of the rows of a key and a value: that of the query to `of_query`, and those of the
     /// key and the value to `of_keys`. For each element of the batch `of_keys` has that of the key, then that of the value.
     pub(super) fn add(
@@ -149,14 +155,16 @@ impl<T: Real> Backward<'_, T> {
     }
 }
 
-/// Returns the gradients of a key and a value of these shapes, from the sums `[batch, len]` of [`Attended::add_gradients`](super::Attended::add_gradients).
+/// Returns the gradients of a key and a value of these shapes, from the sums `[batch, len]` of [`AttentionDtype::add_gradients`](super::AttentionDtype::add_gradients).
 pub fn split_sums(sums: Tensor, [k, v]: [&Shape; 2]) -> Result<[Tensor; 2]> {
     let batch = k.dims().first().copied().unwrap_or(0);
     let of_element = |shape: &Shape| shape.elem_count().checked_div(batch).unwrap_or(0);
     let (of_k, of_v) = (of_element(k), of_element(v));
     // candle panics on views without elements that start behind their memory.
     let start = if of_v * batch == 0 { 0 } else { of_k };
-    let part = |start: usize, len: usize, shape: &Shape| sums.narrow(1, start, len)?.force_contiguous()?.reshape(shape);
+    let part = |start: usize, len: usize, shape: &Shape| {
+        sums.narrow(1, start, len)?.force_contiguous()?.reshape(shape)
+    };
     Ok([part(0, of_k, k)?, part(start, of_v, v)?])
 }
 

@@ -4,7 +4,7 @@
 //!
 //! A pair of a query and a key that it does not see has a weight of 0. In a product, 0 times NaN is NaN, so rows that are not
 //! finite are replaced by zeros before each product, and those that see one get NaN after it.
-use super::heads::Sizes;
+use super::heads::AttentionSizes;
 use super::node::{graph_node, sizes};
 use super::{KeyBlock, Scale};
 use crate::compute_dtype;
@@ -18,7 +18,7 @@ use std::ops::Range;
 /// Attention over blocks of keys that are all rows of the key and the value, on the device of the inputs.
 pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[KeyBlock]) -> Result<Tensor> {
     let sizes = sizes([q, k, v])?;
-    let Sizes { batch, queries, heads, width, .. } = sizes;
+    let AttentionSizes { batch, queries, heads, width, .. } = sizes;
     if sizes.is_empty() {
         return empty::zeros_of(&[q, k, v], (batch, queries, heads, width), q.dtype());
     }
@@ -26,9 +26,9 @@ pub(crate) fn attend_off_host([q, k, v]: [&Tensor; 3], scale: Scale, blocks: &[K
         [block] if block.visible.is_all(block.rows.len()) => None,
         _ => Some(Ranges::new(blocks, sizes, q.device())?),
     };
-    let pass = move || -> Result<Pass> {
+    let pass = move || -> Result<AttentionPass> {
         let seen = ranges.as_ref().map(Ranges::seen).transpose()?;
-        Ok(Pass { scale, seen, sizes })
+        Ok(AttentionPass { scale, seen, sizes })
     };
     let out = pass()?.forward([&q.detach(), &k.detach(), &v.detach()])?;
     if ![q, k, v].iter().any(|x| x.track_op()) {
@@ -51,11 +51,16 @@ struct Ranges {
 }
 
 impl Ranges {
-    fn new(blocks: &[KeyBlock], Sizes { queries, keys, .. }: Sizes, device: &Device) -> Result<Self> {
+    fn new(
+        blocks: &[KeyBlock],
+        AttentionSizes { queries, keys, .. }: AttentionSizes,
+        device: &Device,
+    ) -> Result<Self> {
         let lists = blocks.iter().map(|block| block.visible.lists().len()).max().unwrap_or(1);
         let bounds = |of: fn(&Range<usize>) -> usize| {
             let of_query = |(list, query)| {
-                let of_block = move |block: &KeyBlock| (block.rows.start + of(&block.visible.of(list)[query])) as u32;
+                let of_block =
+                    move |block: &KeyBlock| (block.rows.start + of(&block.visible.of(list)[query])) as u32;
                 blocks.iter().map(of_block)
             };
             let bounds: Vec<u32> = (0..lists).cartesian_product(0..queries).flat_map(of_query).collect();
@@ -70,26 +75,26 @@ impl Ranges {
         Ok(Self { bounds, block_of_key, keys: Tensor::arange(0, keys as u32, device)? })
     }
 
-    fn seen(&self) -> Result<Seen> {
+    fn seen(&self) -> Result<VisiblePairs> {
         let of_keys = |bounds: &Tensor| match &self.block_of_key {
             Some(block_of_key) => bounds.index_select(block_of_key, 2),
             None => Ok(bounds.clone()),
         };
         let [start, end] = self.bounds.each_ref().map(of_keys);
         let pairs = (self.keys.broadcast_ge(&start?)? * self.keys.broadcast_lt(&end?)?)?;
-        Ok(Seen { factors: pairs.to_dtype(DType::F32)?, pairs: pairs.unsqueeze(1)?.unsqueeze(1)? })
+        Ok(VisiblePairs { factors: pairs.to_dtype(DType::F32)?, pairs: pairs.unsqueeze(1)?.unsqueeze(1)? })
     }
 }
 
 /// The pairs of a query and a key that it sees.
-struct Seen {
+struct VisiblePairs {
     /// 1 or 0 of u8, `[1 or batch, 1, 1, q, k]`.
     pairs: Tensor,
     /// The same of f32, `[1 or batch, q, k]`.
     factors: Tensor,
 }
 
-impl Seen {
+impl VisiblePairs {
     /// `x` where a pair is seen, and 0 elsewhere.
     fn only(&self, x: &Tensor) -> Result<Tensor> {
         self.pairs.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
@@ -98,19 +103,19 @@ impl Seen {
 
 /// Which side of the pairs a product runs over.
 #[derive(Clone, Copy, PartialEq)]
-enum Over {
+enum PairSide {
     Keys,
     Queries,
 }
 
 /// One pass, forward or backward.
-struct Pass {
+struct AttentionPass {
     scale: Scale,
-    seen: Option<Seen>,
-    sizes: Sizes,
+    seen: Option<VisiblePairs>,
+    sizes: AttentionSizes,
 }
 
-impl Pass {
+impl AttentionPass {
     fn forward(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
         let [q, k, v] = wide(inputs)?;
         let weights = self.weights(&self.scores(&q, &k)?)?;
@@ -160,7 +165,7 @@ impl Pass {
 
     /// Mixes the rows `[batch, k, kv_heads, n]` of keys for each query.
     fn mix(&self, weights: &Tensor, keys: &Tensor) -> Result<Tensor> {
-        let (finite, poison) = self.finite(keys, Over::Keys)?;
+        let (finite, poison) = self.finite(keys, PairSide::Keys)?;
         let mixed = self.flat(weights)?.matmul(&heads_first(&finite)?)?.reshape(self.shape(keys.dim(3)?))?;
         match poison {
             Some(poison) => mixed.broadcast_add(&heads_first(&poison)?.unsqueeze(2)?),
@@ -170,7 +175,7 @@ impl Pass {
 
     /// Collects the rows `[batch, q, heads, n]` of the queries for each key: `[batch, k, kv_heads, n]`.
     fn collect(&self, weights: &Tensor, rows: &Tensor) -> Result<Tensor> {
-        let (finite, poison) = self.finite(rows, Over::Queries)?;
+        let (finite, poison) = self.finite(rows, PairSide::Queries)?;
         let collected = self.flat(weights)?.t()?.matmul(&self.flat(&self.by_heads(&finite)?)?)?;
         let collected = heads_first(&collected)?;
         match poison {
@@ -181,16 +186,16 @@ impl Pass {
 
     /// Returns rows `[batch, rows, heads, n]` without those that are not finite, and what is added for each of the other
     /// side: NaN if it sees such a row, else 0.
-    fn finite(&self, rows: &Tensor, over: Over) -> Result<(Tensor, Option<Tensor>)> {
+    fn finite(&self, rows: &Tensor, over: PairSide) -> Result<(Tensor, Option<Tensor>)> {
         let Some(seen) = &self.seen else { return Ok((rows.clone(), None)) };
-        let Sizes { batch, kv_heads, .. } = self.sizes;
+        let AttentionSizes { batch, kv_heads, .. } = self.sizes;
         // The sum of zeros is 0, unless there is an infinity or NaN.
         let sums = (rows * 0.0)?.sum_keepdim(D::Minus1)?;
         let bad = sums.ne(&sums.zeros_like()?)?;
         let finite = bad.broadcast_as(rows.shape())?.where_cond(&rows.zeros_like()?, rows)?;
         let (len, heads) = (rows.dim(1)?, rows.dim(2)?);
         let bad = bad.to_dtype(DType::F32)?.reshape((batch, len, kv_heads, heads / kv_heads))?.sum(3)?;
-        let factors = if over == Over::Keys { seen.factors.clone() } else { seen.factors.t()? };
+        let factors = if over == PairSide::Keys { seen.factors.clone() } else { seen.factors.t()? };
         let counts = match factors.dim(0)? {
             1 => {
                 let all = bad.transpose(0, 1)?.reshape((len, batch * kv_heads))?;
@@ -221,7 +226,7 @@ impl Pass {
     }
 
     fn shape(&self, last: usize) -> (usize, usize, usize, usize, usize) {
-        let Sizes { batch, queries, heads, kv_heads, .. } = self.sizes;
+        let AttentionSizes { batch, queries, heads, kv_heads, .. } = self.sizes;
         (batch, kv_heads, heads / kv_heads, queries, last)
     }
 }

@@ -1,5 +1,5 @@
 //! Launches of the kernels of `rows.cu`.
-use super::launch::{Launch, SOURCE};
+use super::launch::{RowsLaunch, SOURCE};
 use crate::element::{Element, with_element};
 use crate::nvrtc::Kernels;
 use candle_core::backend::BackendStorage;
@@ -16,13 +16,14 @@ fn name<T: Element>(op: &str) -> String {
 }
 
 fn config(rows: usize, width: usize) -> LaunchConfig {
-    let Launch { block: [x, y], blocks } = Launch::over(rows, width);
+    let RowsLaunch { block: [x, y], blocks } = RowsLaunch::over(rows, width);
     LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (x, y, 1), shared_mem_bytes: 0 }
 }
 
 /// Returns the elements of a contiguous operand.
 fn view<'a, T: CudaDType>(storage: &'a CudaStorage, layout: &Layout) -> Result<CudaView<'a, T>> {
-    let (start, end) = layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "rows of a table" })?;
+    let (start, end) =
+        layout.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "rows of a table" })?;
     Ok(storage.as_cuda_slice::<T>()?.slice(start..end))
 }
 
@@ -106,7 +107,8 @@ fn put_as<T: Element + CudaDType + DeviceRepr>(
     let device = &values.device;
     let kernel = device.get_or_load_custom_func(&name::<T>("put_rows"), KERNELS.name(), KERNELS.ptx()?)?;
     let (count, width) = (values_l.dims()[0], values_l.dims()[1]);
-    let (start, end) = table_l.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "rows of a table" })?;
+    let (start, end) =
+        table_l.contiguous_offsets().ok_or(Error::RequiresContiguous { op: "rows of a table" })?;
     let mut table = table.as_cuda_slice_mut::<T>()?.slice_mut(start..end);
     let (rows, values) = (view::<u32>(rows, rows_l)?, view::<T>(values, values_l)?);
     let sizes = [count as u64, width as u64];

@@ -5,14 +5,14 @@ pub const SOURCE: &str = include_str!("rows.cu");
 
 /// The threads of a launch over rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Launch {
+pub struct RowsLaunch {
     /// The threads of a block: for columns, and for rows.
     pub block: [u32; 2],
     /// The blocks. Each has several rows in turn if there are more.
     pub blocks: u32,
 }
 
-impl Launch {
+impl RowsLaunch {
     /// The threads of a block.
     pub const THREADS: usize = 128;
 

@@ -4,7 +4,7 @@ use super::{Function, off_host};
 use crate::convert::convert;
 use crate::real::Real;
 use crate::rows::{new_by_blocks, new_pair_by_blocks};
-use crate::{Reading, elements};
+use crate::{TensorReader, elements};
 use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
 use candle_dist::edges;
 
@@ -51,7 +51,7 @@ impl Function {
 
     /// Computes the slope together with the value, at the cost of one of them. The node keeps it in place of the input.
     fn with_slope<T: Real>(self, x: &Tensor) -> Result<Tensor> {
-        let reading = Reading::new(x);
+        let reading = TensorReader::new(x);
         let xs = reading.elements::<T>()?;
         let [out, slopes] = new_pair_by_blocks(
             xs.len(),
@@ -73,7 +73,7 @@ impl Function {
         drop(reading);
         let slopes = Tensor::from_vec(slopes, x.shape(), x.device())?;
         edges::record(self.name(), &[x], (T::to_cpu_storage_owned(out), x.shape().clone()), move |grad| {
-            let (slopes, grad) = (Reading::new(&slopes), Reading::new(grad));
+            let (slopes, grad) = (TensorReader::new(&slopes), TensorReader::new(grad));
             let (slopes, grads) = (slopes.elements::<T>()?, grad.elements::<T>()?);
             let (out, _) = new_by_blocks(
                 grads.len(),
@@ -109,7 +109,7 @@ impl Function {
     }
 
     fn grads<T: Real>(self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
-        let (x, grad) = (Reading::new(x), Reading::new(grad));
+        let (x, grad) = (TensorReader::new(x), TensorReader::new(grad));
         let (xs, gs) = (x.elements::<T>()?, grad.elements::<T>()?);
         let (out, _) = new_by_blocks(
             xs.len(),

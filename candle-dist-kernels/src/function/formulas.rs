@@ -10,7 +10,12 @@ const CUBIC: f64 = 0.044_715;
 
 /// Calls `take` with each place of `to` and the value and slope for the element of `xs` at that place.
 #[inline(always)]
-pub(super) fn each<T: Real, P>(function: Function, xs: &[T], to: impl Iterator<Item = P>, take: impl Fn(P, (T, T))) {
+pub(super) fn each<T: Real, P>(
+    function: Function,
+    xs: &[T],
+    to: impl Iterator<Item = P>,
+    take: impl Fn(P, (T, T)),
+) {
     /// A loop for each function, so that each is vectorized.
     macro_rules! loops {
         ($($pattern:pat, $x:ident => $made:expr;)*) => {

@@ -14,7 +14,7 @@ pub(super) fn apply(function: Function, x: &Tensor, dtype: DType) -> Result<Tens
     if !x.track_op() {
         return Ok(value);
     }
-    x.apply_op1(Node { function, value: Ready::new(Fresh::copy_of(&value)?), dtype })
+    x.apply_op1(FunctionNode { function, value: Ready::new(Fresh::copy_of(&value)?), dtype })
 }
 
 /// Returns `made`, and NaN where `x` is NaN: on a GPU the maximum of NaN and a number is the number.
@@ -23,14 +23,14 @@ fn with_nan_of(x: &Tensor, made: &Tensor) -> Result<Tensor> {
 }
 
 /// A node with a known result. Its backward pass computes the slope from the argument.
-struct Node {
+struct FunctionNode {
     function: Function,
     value: Ready,
     /// The dtype of the computation.
     dtype: DType,
 }
 
-impl CustomOp1 for Node {
+impl CustomOp1 for FunctionNode {
     fn name(&self) -> &'static str {
         self.function.name()
     }

@@ -19,13 +19,20 @@ impl<'a, T> Matrix<'a, T> {
         let (&[rows, columns], &[of_row, of_column]) = (layout.dims(), layout.stride()) else {
             bail!("product: {layout:?} is no matrix")
         };
-        Self::new(elements.get(layout.start_offset()..).unwrap_or_default(), [rows, columns], [of_row, of_column])
+        Self::new(
+            elements.get(layout.start_offset()..).unwrap_or_default(),
+            [rows, columns],
+            [of_row, of_column],
+        )
     }
 
     pub(super) fn new(elements: &'a [T], dims: [usize; 2], strides: [usize; 2]) -> Result<Self> {
         let last: usize = dims.iter().zip(&strides).map(|(dim, stride)| (dim - 1) * stride).sum();
         if last >= elements.len() {
-            bail!("product: a matrix {dims:?} with strides {strides:?} lies outside of {} elements", elements.len());
+            bail!(
+                "product: a matrix {dims:?} with strides {strides:?} lies outside of {} elements",
+                elements.len()
+            );
         }
         Ok(Self { elements, dims, strides })
     }
@@ -38,7 +45,11 @@ impl<'a, T> Matrix<'a, T> {
 }
 
 /// Returns the product of matrices that fit.
-pub(super) fn multiply<T: Real>(a: Matrix<'_, T>, b: Matrix<'_, T>, parallelism: Parallelism) -> Result<Vec<T>> {
+pub(super) fn multiply<T: Real>(
+    a: Matrix<'_, T>,
+    b: Matrix<'_, T>,
+    parallelism: Parallelism,
+) -> Result<Vec<T>> {
     let ([m, k], [inner, n]) = (a.dims, b.dims);
     if k != inner {
         bail!("product: [{m}, {k}] does not fit [{inner}, {n}]");

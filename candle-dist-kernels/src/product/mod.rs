@@ -45,11 +45,20 @@ pub(super) fn product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout
 }
 
 /// Like [`product`], with a result in the dtype of the operands.
-pub(super) fn rounded_product(a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<CpuStorage> {
+pub(super) fn rounded_product(
+    a: &CpuStorage,
+    a_l: &Layout,
+    b: &CpuStorage,
+    b_l: &Layout,
+) -> Result<CpuStorage> {
     let ((m, k), (_, n)) = (a_l.shape().dims2()?, b_l.shape().dims2()?);
     match (a, b) {
-        (CpuStorage::BF16(_), CpuStorage::BF16(_)) if k * m * n == 0 => Ok(CpuStorage::BF16(vec![bf16::ZERO; m * n])),
-        (CpuStorage::F16(_), CpuStorage::F16(_)) if k * m * n == 0 => Ok(CpuStorage::F16(vec![f16::ZERO; m * n])),
+        (CpuStorage::BF16(_), CpuStorage::BF16(_)) if k * m * n == 0 => {
+            Ok(CpuStorage::BF16(vec![bf16::ZERO; m * n]))
+        }
+        (CpuStorage::F16(_), CpuStorage::F16(_)) if k * m * n == 0 => {
+            Ok(CpuStorage::F16(vec![f16::ZERO; m * n]))
+        }
         (CpuStorage::BF16(a), CpuStorage::BF16(b)) => Ok(CpuStorage::BF16(of_bf16(a, a_l, b, b_l)?)),
         (CpuStorage::F16(a), CpuStorage::F16(b)) => Ok(CpuStorage::F16(of_f16(a, a_l, b, b_l)?)),
         _ => product(a, a_l, b, b_l),

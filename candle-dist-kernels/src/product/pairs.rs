@@ -66,7 +66,9 @@ impl Pairs {
         let multiply = |start: usize, out: &mut [O], width: usize| {
             let count = panel.min(n - start);
             // SAFETY: as above.
-            unsafe { multiply_panel([m, count, k], &rows, &pack::<COLUMNS>(lines, start, count), out, width) };
+            unsafe {
+                multiply_panel([m, count, k], &rows, &pack::<COLUMNS>(lines, start, count), out, width)
+            };
         };
         let starts = (0..n).step_by(panel);
         if threads == 1 || starts.len() == 1 {
@@ -115,7 +117,9 @@ fn pack_rows<const R: usize>(bits: &[u16], [rows, len]: [usize; 2], of_row: usiz
             for (i, words) in words.iter_mut().enumerate().take(rows.saturating_sub(first)) {
                 let numbers = &bits[(first + i) * of_row + start..][..count];
                 // SAFETY: the mask has one bit for each of the numbers, and others are not read.
-                *words = unsafe { _mm512_maskz_loadu_epi16(u32::MAX >> (2 * LANES - count), numbers.as_ptr().cast()) };
+                *words = unsafe {
+                    _mm512_maskz_loadu_epi16(u32::MAX >> (2 * LANES - count), numbers.as_ptr().cast())
+                };
             }
             for (out, words) in out.chunks_exact_mut(R).zip(turn(words)) {
                 let out = &mut out[first..first + width];
@@ -147,8 +151,14 @@ fn pack_columns<const R: usize>(bits: &[u16], [rows, len]: [usize; 2], of_column
     }
 }
 
-fn pack_any<const R: usize>(bits: &[u16], [rows, len]: [usize; 2], [of_row, of_column]: [usize; 2], out: &mut [u32]) {
-    let at = |row: usize, column: usize| if column < len { bits[row * of_row + column * of_column] } else { 0 };
+fn pack_any<const R: usize>(
+    bits: &[u16],
+    [rows, len]: [usize; 2],
+    [of_row, of_column]: [usize; 2],
+    out: &mut [u32],
+) {
+    let at =
+        |row: usize, column: usize| if column < len { bits[row * of_row + column * of_column] } else { 0 };
     for (pair, out) in out.chunks_exact_mut(R).enumerate() {
         for (row, out) in out[..rows].iter_mut().enumerate() {
             *out = u32::from(at(row, 2 * pair)) | u32::from(at(row, 2 * pair + 1)) << 16;
@@ -176,8 +186,10 @@ fn turn(rows: [__m512i; LANES]) -> [__m512i; LANES] {
     for c in 0..4 {
         const EVEN: i32 = 0x88;
         const ODD: i32 = 0xdd;
-        let [even, odd] =
-            [_mm512_shuffle_i32x4::<EVEN>(fours[c], fours[4 + c]), _mm512_shuffle_i32x4::<ODD>(fours[c], fours[4 + c])];
+        let [even, odd] = [
+            _mm512_shuffle_i32x4::<EVEN>(fours[c], fours[4 + c]),
+            _mm512_shuffle_i32x4::<ODD>(fours[c], fours[4 + c]),
+        ];
         let [even_below, odd_below] = [
             _mm512_shuffle_i32x4::<EVEN>(fours[8 + c], fours[12 + c]),
             _mm512_shuffle_i32x4::<ODD>(fours[8 + c], fours[12 + c]),
@@ -236,7 +248,10 @@ fn multiply_tile<const R: usize, O: Element<Real = f32>>(
         let (left, right) = columns.split_at(LANES);
         // SAFETY: both halves are a vector of words. A vector of words and one of pairs are the same bits.
         let [left, right]: [__m512bh; 2] = unsafe {
-            std::mem::transmute([_mm512_loadu_epi32(left.as_ptr().cast()), _mm512_loadu_epi32(right.as_ptr().cast())])
+            std::mem::transmute([
+                _mm512_loadu_epi32(left.as_ptr().cast()),
+                _mm512_loadu_epi32(right.as_ptr().cast()),
+            ])
         };
         for (sums, &row) in sums.iter_mut().zip(rows) {
             // SAFETY: as above.

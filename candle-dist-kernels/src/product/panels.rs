@@ -64,20 +64,20 @@ pub(super) fn side_by_side<O: Copy>(mut parts: Vec<Vec<O>>, rows: usize) -> Vec<
 }
 
 /// Some rows of a matrix in f32.
-struct Wide {
+struct F32Rows {
     elements: Vec<f32>,
     dims: [usize; 2],
     strides: [usize; 2],
 }
 
-impl Wide {
+impl F32Rows {
     fn matrix(&self) -> Result<Matrix<'_, f32>> {
         Matrix::new(&self.elements, self.dims, self.strides)
     }
 }
 
 /// Widens `count` rows, in the order in which they lie in memory.
-fn widen<E: Element<Real = f32>>(from: Matrix<'_, E>, start: usize, count: usize) -> Wide {
+fn widen<E: Element<Real = f32>>(from: Matrix<'_, E>, start: usize, count: usize) -> F32Rows {
     let (columns, [of_row, of_column]) = (from.dims[1], from.strides);
     let by_columns = of_row == 1 && of_column != 1;
     let (outer, inner) = if by_columns { (columns, count) } else { (count, columns) };
@@ -95,5 +95,5 @@ fn widen<E: Element<Real = f32>>(from: Matrix<'_, E>, start: usize, count: usize
             }
         },
     );
-    Wide { elements, dims: [count, columns], strides: if by_columns { [1, count] } else { [columns, 1] } }
+    F32Rows { elements, dims: [count, columns], strides: if by_columns { [1, count] } else { [columns, 1] } }
 }

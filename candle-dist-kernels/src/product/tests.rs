@@ -38,7 +38,8 @@ fn products_have_the_bits_of_candle() {
 #[test]
 fn a_matrix_outside_of_its_memory_is_an_error() {
     let ((a, a_l), (b, _)) = (matrix(3, 4, 0, false), matrix(4, 2, 0, false));
-    let sixteen = |s: &CpuStorage| s.to_dtype(&Layout::contiguous(s.as_slice::<f32>().unwrap().len()), DType::BF16);
+    let sixteen =
+        |s: &CpuStorage| s.to_dtype(&Layout::contiguous(s.as_slice::<f32>().unwrap().len()), DType::BF16);
     for (a, b) in [(sixteen(&a).unwrap(), sixteen(&b).unwrap()), (a, b)] {
         for outside in [Layout::contiguous((4, 3)), Layout::new(Shape::from((4, 2)), vec![2, 1], 1)] {
             assert!(product(&a, &a_l, &b, &outside).is_err());
@@ -133,7 +134,8 @@ fn panels_of_the_usual_size_join_to_the_whole() {
         let (a, b) = (numbers::<bf16>(&a), numbers::<bf16>(&b));
         let wide = |x: &[bf16]| CpuStorage::F32(x.iter().map(|x| x.to_f32()).collect());
         let want = product(&wide(&a), &a_l, &wide(&b), &b_l).unwrap();
-        let panels = panels::product(Matrix::of(&a, &a_l).unwrap(), Matrix::of(&b, &b_l).unwrap(), None).unwrap();
+        let panels =
+            panels::product(Matrix::of(&a, &a_l).unwrap(), Matrix::of(&b, &b_l).unwrap(), None).unwrap();
         let got = product(&CpuStorage::BF16(a), &a_l, &CpuStorage::BF16(b), &b_l).unwrap();
         for got in [got.as_slice::<f32>().unwrap(), &panels] {
             let pairs = got.iter().zip(want.as_slice::<f32>().unwrap());
@@ -146,7 +148,9 @@ fn panels_of_the_usual_size_join_to_the_whole() {
 fn empty_products_have_the_dtype_of_a_full_one() {
     for (m, k, n) in [(0, 2, 3), (2, 0, 3), (2, 3, 0)] {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            let ones = |len: usize| CpuStorage::F32(vec![1.0; len]).to_dtype(&Layout::contiguous(len), dtype).unwrap();
+            let ones = |len: usize| {
+                CpuStorage::F32(vec![1.0; len]).to_dtype(&Layout::contiguous(len), dtype).unwrap()
+            };
             let (a, b) = (ones(m * k), ones(k * n));
             let (a_l, b_l) = (Layout::contiguous((m, k)), Layout::contiguous((k, n)));
             let wide = if dtype == DType::F64 { dtype } else { DType::F32 };

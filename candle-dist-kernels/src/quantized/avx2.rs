@@ -10,7 +10,7 @@ pub(super) struct Avx2(());
 
 /// Sums of integers: those of 16 bits, two for each row, are settled before they can overflow.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Sums {
+pub(super) struct IntegerSums {
     wide: [__m256i; 2],
     narrow: [__m256i; 2],
 }
@@ -53,7 +53,7 @@ fn both<A: Copy, B: Copy, R>(a: [A; 2], b: [B; 2], f: impl Fn(A, B) -> R) -> [R;
 // the arrays, and no address need be aligned.
 impl Lanes for Avx2 {
     type Codes = [__m256i; 2];
-    type Sums = Sums;
+    type Sums = IntegerSums;
     type Floats = [__m256; 2];
     const HAS_MANY: bool = false;
 
@@ -117,7 +117,11 @@ impl Lanes for Avx2 {
                     1.. => _mm256_srl_epi16(chunk, count),
                     _ => _mm256_sll_epi16(chunk, count),
                 };
-                if mask == 0xff { moved } else { _mm256_and_si256(moved, _mm256_set1_epi8(mask.cast_signed())) }
+                if mask == 0xff {
+                    moved
+                } else {
+                    _mm256_and_si256(moved, _mm256_set1_epi8(mask.cast_signed()))
+                }
             },
         )
     }
@@ -134,14 +138,14 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn start(self, sum: i32) -> Sums {
+    fn start(self, sum: i32) -> IntegerSums {
         // SAFETY: see above.
-        unsafe { Sums { wide: [_mm256_set1_epi32(sum); 2], narrow: [_mm256_setzero_si256(); 2] } }
+        unsafe { IntegerSums { wide: [_mm256_set1_epi32(sum); 2], narrow: [_mm256_setzero_si256(); 2] } }
     }
 
     #[inline(always)]
-    fn dot(self, sums: Sums, codes: [__m256i; 2], word: i32, most: i32) -> Sums {
-        let Sums { wide, narrow } = sums;
+    fn dot(self, sums: IntegerSums, codes: [__m256i; 2], word: i32, most: i32) -> IntegerSums {
+        let IntegerSums { wide, narrow } = sums;
         // SAFETY: see above.
         unsafe {
             let x = _mm256_set1_epi32(word);
@@ -152,7 +156,7 @@ impl Lanes for Avx2 {
                     #[inline(always)]
                     |sum, codes| _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x)),
                 );
-                return Sums { wide, narrow };
+                return IntegerSums { wide, narrow };
             }
             // The products of a pair of whole bytes would saturate: seven bits and the eighth one are multiplied apart.
             let wide = both(
@@ -167,7 +171,7 @@ impl Lanes for Avx2 {
                     _mm256_add_epi32(sum, _mm256_add_epi32(seven, eighth))
                 },
             );
-            Sums { wide, narrow }
+            IntegerSums { wide, narrow }
         }
     }
 
@@ -177,7 +181,7 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn settle(self, sums: Sums) -> Sums {
+    fn settle(self, sums: IntegerSums) -> IntegerSums {
         // SAFETY: see above.
         unsafe {
             let ones = _mm256_set1_epi16(1);
@@ -187,12 +191,12 @@ impl Lanes for Avx2 {
                 #[inline(always)]
                 |wide, narrow| _mm256_add_epi32(wide, _mm256_madd_epi16(narrow, ones)),
             );
-            Sums { wide, narrow: [_mm256_setzero_si256(); 2] }
+            IntegerSums { wide, narrow: [_mm256_setzero_si256(); 2] }
         }
     }
 
     #[inline(always)]
-    fn floats(self, sums: Sums) -> [__m256; 2] {
+    fn floats(self, sums: IntegerSums) -> [__m256; 2] {
         self.floats_of(sums.wide)
     }
 

@@ -7,7 +7,7 @@ pub(super) const MOST: usize = 256;
 
 /// A block of a row: codes without a sign, and scales.
 #[derive(Debug)]
-pub(super) struct Block {
+pub(super) struct CodeBlock {
     pub(super) codes: [u8; MOST],
     /// The scale of the block, an f16.
     pub(super) scale: [u8; 2],
@@ -19,7 +19,7 @@ pub(super) struct Block {
     pub(super) minimums: [u8; 8],
 }
 
-impl Block {
+impl CodeBlock {
     pub(super) fn new() -> Self {
         Self { codes: [0; MOST], scale: [0; 2], minimum: [0; 2], scales: [0; 16], minimums: [0; 8] }
     }

@@ -33,7 +33,7 @@ pub(super) enum Scales {
 /// and the tiles. A tile has its scales and two planes with the low and the high bits of its codes. A plane of `b` bits
 /// has `b` chunks; the bits of the group of columns `g` are in chunk `g % b`, from bit `b · (g / b)` of each byte.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Layout {
+pub(super) struct CodeLayout {
     /// Columns of a block.
     pub(super) columns: usize,
     /// Bytes of a block in a file.
@@ -49,7 +49,7 @@ pub(super) struct Layout {
     pub(super) scales: Scales,
 }
 
-impl Layout {
+impl CodeLayout {
     /// Whether there are minimums.
     pub(super) const fn has_minimum(self) -> bool {
         self.adds || matches!(self.scales, Scales::Of32 | Scales::Pairs)
@@ -83,7 +83,7 @@ impl Layout {
 
 /// A type with its layout, known to the compiler.
 pub(super) trait Format {
-    const LAYOUT: Layout;
+    const LAYOUT: CodeLayout;
 }
 
 macro_rules! formats {
@@ -92,7 +92,7 @@ macro_rules! formats {
         $(pub(super) struct $name;
 
         impl Format for $name {
-            const LAYOUT: Layout = Layout {
+            const LAYOUT: CodeLayout = CodeLayout {
                 columns: $columns,
                 stored: $stored,
                 low: $low,
@@ -104,7 +104,7 @@ macro_rules! formats {
         })+
 
         /// Returns the layout of a type; `None` for those that are no weights.
-        pub(super) fn layout(dtype: GgmlDType) -> Option<Layout> {
+        pub(super) fn layout(dtype: GgmlDType) -> Option<CodeLayout> {
             match dtype {
                 $(GgmlDType::$name => Some($name::LAYOUT),)+
                 _ => None,
@@ -169,6 +169,10 @@ pub(super) mod tests {
             let six_bits = matches!(dtype, GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K);
             assert_eq!(more, if six_bits { 4 * ROWS } else { 0 }, "{dtype:?}");
         }
-        assert!([GgmlDType::F32, GgmlDType::Q8_1, GgmlDType::Q8K].into_iter().all(|dtype| layout(dtype).is_none()));
+        assert!(
+            [GgmlDType::F32, GgmlDType::Q8_1, GgmlDType::Q8K]
+                .into_iter()
+                .all(|dtype| layout(dtype).is_none())
+        );
     }
 }

@@ -7,7 +7,7 @@ use super::format::{COLUMNS, GROUPS};
 /// 32 elements of a row of the input as multiples of a scale.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C, align(16))]
-pub(super) struct Input {
+pub(super) struct InputBlock {
     /// The multiples, from -127 to 127, four of them in the bytes of each word, the first in the lowest.
     pub(super) words: [i32; GROUPS],
     /// NaN if an element is not finite.
@@ -25,8 +25,8 @@ const LEAST: f32 = 1e-36;
 const ROUND: f32 = 12_582_912.0;
 
 /// Rounds rows whose length is a multiple of 32.
-pub(super) fn round(x: &[f32]) -> Vec<Input> {
-    let mut out = vec![Input::default(); x.len() / COLUMNS];
+pub(super) fn round(x: &[f32]) -> Vec<InputBlock> {
+    let mut out = vec![InputBlock::default(); x.len() / COLUMNS];
     vectorised(
         #[inline(always)]
         || {
@@ -38,24 +38,25 @@ pub(super) fn round(x: &[f32]) -> Vec<Input> {
 }
 
 #[inline(always)]
-fn round_block(x: &[f32; COLUMNS]) -> Input {
+fn round_block(x: &[f32; COLUMNS]) -> InputBlock {
     // The bits of absolute values ascend as the values do, and those of NaN are the largest.
     let most = f32::from_bits(x.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff)));
     if !most.is_finite() {
-        return Input { scale: f32::NAN, total: f32::NAN, ..Default::default() };
+        return InputBlock { scale: f32::NAN, total: f32::NAN, ..Default::default() };
     }
     if most < LEAST {
-        return Input::default();
+        return InputBlock::default();
     }
     let (scale, inverse) = (most / 127.0, 127.0 / most);
-    let multiples: [i32; COLUMNS] =
-        std::array::from_fn(|i| (x[i] * inverse + ROUND).to_bits().cast_signed() - ROUND.to_bits().cast_signed());
+    let multiples: [i32; COLUMNS] = std::array::from_fn(|i| {
+        (x[i] * inverse + ROUND).to_bits().cast_signed() - ROUND.to_bits().cast_signed()
+    });
     let words = std::array::from_fn(|g| {
         i32::from_le_bytes(std::array::from_fn(|c| multiples[4 * g + c] as u8)) // the low byte of a small number
     });
     let sum = |part: &[i32]| part.iter().sum::<i32>();
     let sums = [sum(&multiples[..16]), sum(&multiples[16..])];
-    Input { words, scale, sums, total: scale * (sums[0] + sums[1]) as f32 }
+    InputBlock { words, scale, sums, total: scale * (sums[0] + sums[1]) as f32 }
 }
 
 #[cfg(test)]
@@ -63,13 +64,14 @@ fn round_block(x: &[f32; COLUMNS]) -> Input {
 mod tests {
     use super::*;
 
-    fn multiples(input: &Input) -> Vec<i8> {
+    fn multiples(input: &InputBlock) -> Vec<i8> {
         input.words.iter().flat_map(|word| word.to_le_bytes()).map(u8::cast_signed).collect()
     }
 
     #[test]
     fn elements_are_rounded_to_the_nearest_multiple() {
-        let x: Vec<f32> = (0..96).map(|i| ((i * i) as f32 * 0.37).sin() * [1.0, 1e-20, 1e20][i / 32]).collect();
+        let x: Vec<f32> =
+            (0..96).map(|i| ((i * i) as f32 * 0.37).sin() * [1.0, 1e-20, 1e20][i / 32]).collect();
         for (input, x) in round(&x).iter().zip(x.chunks_exact(32)) {
             let got = multiples(input);
             for (&multiple, &x) in got.iter().zip(x) {

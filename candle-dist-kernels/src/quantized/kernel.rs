@@ -1,7 +1,7 @@
 //! The product of sixteen rows of a weight with some rows of the input.
 
-use super::format::{CHUNK, COLUMNS, Format, GROUPS, Layout, ROWS, Scales};
-use super::inputs::Input;
+use super::format::{CHUNK, COLUMNS, CodeLayout, Format, GROUPS, ROWS, Scales};
+use super::inputs::InputBlock;
 use super::lanes::{Kernel, Lanes};
 use std::marker::PhantomData;
 
@@ -9,11 +9,11 @@ use std::marker::PhantomData;
 const AHEAD: usize = 2048;
 
 /// Rows of tiles by rows of inputs.
-pub(super) struct Product<'a, F> {
+pub(super) struct TileProduct<'a, F> {
     /// The tiles of whole rows of tiles.
     pub(super) tiles: &'a [u8],
     /// The blocks of the input rows, one row after the other.
-    pub(super) x: &'a [Input],
+    pub(super) x: &'a [InputBlock],
     /// The tiles of 32 columns in a row.
     pub(super) width: usize,
     /// For each row of tiles and each input row, sixteen results.
@@ -21,7 +21,7 @@ pub(super) struct Product<'a, F> {
     pub(super) format: PhantomData<F>,
 }
 
-impl<F: Format> Kernel for Product<'_, F> {
+impl<F: Format> Kernel for TileProduct<'_, F> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let Self { tiles, x, width, out, .. } = self;
@@ -44,9 +44,9 @@ impl<F: Format> Kernel for Product<'_, F> {
 fn several<'a, 'o, F: Format, L: Lanes, const M: usize>(
     lanes: L,
     tiles: &[u8],
-    (x, out): (&'a [Input], &'o mut [[f32; ROWS]]),
+    (x, out): (&'a [InputBlock], &'o mut [[f32; ROWS]]),
     width: usize,
-) -> (&'a [Input], &'o mut [[f32; ROWS]]) {
+) -> (&'a [InputBlock], &'o mut [[f32; ROWS]]) {
     let (groups, rest) = out.as_chunks_mut::<M>();
     let (blocks, tail) = x.split_at(groups.len() * M * width);
     for (out, x) in groups.iter_mut().zip(blocks.chunks_exact(M * width)) {
@@ -60,13 +60,13 @@ fn several<'a, 'o, F: Format, L: Lanes, const M: usize>(
 fn rows_of<F: Format, L: Lanes, const M: usize>(
     lanes: L,
     tiles: &[u8],
-    x: &[Input],
+    x: &[InputBlock],
     width: usize,
     out: &mut [[f32; ROWS]; M],
 ) {
     const { assert!(F::LAYOUT.columns.is_multiple_of(COLUMNS)) };
     let layout = F::LAYOUT;
-    let x: [&[Input]; M] = std::array::from_fn(|r| &x[r * width..][..width]);
+    let x: [&[InputBlock]; M] = std::array::from_fn(|r| &x[r * width..][..width]);
     let mut y = [lanes.zeros(); M];
     let per_block = layout.columns / COLUMNS;
     for (i, block) in tiles.chunks_exact(layout.block()).enumerate() {
@@ -74,7 +74,7 @@ fn rows_of<F: Format, L: Lanes, const M: usize>(
         let scale = lanes.halves(part(header, 0));
         let minimum = if layout.has_minimum() { lanes.halves(part(header, 2 * ROWS)) } else { lanes.zeros() };
         for (j, tile) in tiles.chunks_exact(layout.tile()).enumerate() {
-            let x: [&Input; M] = std::array::from_fn(|r| &x[r][i * per_block + j]);
+            let x: [&InputBlock; M] = std::array::from_fn(|r| &x[r][i * per_block + j]);
             for line in 0..layout.tile() / CHUNK {
                 lanes.prefetch(tile.as_ptr().wrapping_add(AHEAD + line * CHUNK));
             }
@@ -103,7 +103,8 @@ fn rows_of<F: Format, L: Lanes, const M: usize>(
                     for half in 0..2 {
                         let stored: &[u8; ROWS] = part(scales, half * ROWS);
                         let starts = std::array::from_fn(|r| -layout.zero * x[r].sums[half]);
-                        let sums = dots::<L, M, { GROUPS / 2 }>(lanes, layout, half * GROUPS / 2, planes, x, starts);
+                        let sums =
+                            dots::<L, M, { GROUPS / 2 }>(lanes, layout, half * GROUPS / 2, planes, x, starts);
                         let own = match layout.scales {
                             Scales::Of16 => lanes.signed(stored),
                             _ => lanes.unsigned(&stored.map(|pair| pair & 15)),
@@ -133,10 +134,10 @@ fn rows_of<F: Format, L: Lanes, const M: usize>(
 #[inline(always)]
 fn dots<L: Lanes, const M: usize, const N: usize>(
     lanes: L,
-    layout: Layout,
+    layout: CodeLayout,
     first: usize,
     planes: &[u8],
-    x: [&Input; M],
+    x: [&InputBlock; M],
     starts: [i32; M],
 ) -> [L::Floats; M] {
     let most = layout.most();
@@ -162,7 +163,7 @@ fn dots<L: Lanes, const M: usize, const N: usize>(
 
 /// Returns the codes of a group of four columns.
 #[inline(always)]
-fn codes<L: Lanes>(lanes: L, layout: Layout, planes: &[u8], group: usize) -> L::Codes {
+fn codes<L: Lanes>(lanes: L, layout: CodeLayout, planes: &[u8], group: usize) -> L::Codes {
     let low = bits(lanes, planes, group, [0, layout.low, 0]);
     match layout.high {
         0 => low,

@@ -11,10 +11,10 @@ use super::tiles::Tiles;
 /// On the CPU its blocks are packed for the processor's vectors: the same numbers in another order, and scales of six
 /// bits in a byte each.
 #[derive(Debug, Clone)]
-pub struct QuantizedMatrix(pub(super) Arc<Held>);
+pub struct QuantizedMatrix(pub(super) Arc<MatrixStorage>);
 
 #[derive(Debug)]
-pub(super) enum Held {
+pub(super) enum MatrixStorage {
     /// On the CPU.
     Tiles(Tiles),
     /// On other devices, as candle holds it.
@@ -29,11 +29,16 @@ impl QuantizedMatrix {
     pub fn new(weight: QTensor) -> Result<Self> {
         let (rows, columns) = weight.shape().dims2()?;
         if !Self::takes(weight.dtype()) {
-            bail!("{:?} is no type of quantized weights; convert the weight, for example to Q8_0", weight.dtype());
+            bail!(
+                "{:?} is no type of quantized weights; convert the weight, for example to Q8_0",
+                weight.dtype()
+            );
         }
         Ok(Self(Arc::new(match weight.device() {
-            Device::Cpu => Held::Tiles(Tiles::new(weight.dtype(), [rows, columns], &weight.data()?)?),
-            _ => Held::Blocks(Arc::new(weight)),
+            Device::Cpu => {
+                MatrixStorage::Tiles(Tiles::new(weight.dtype(), [rows, columns], &weight.data()?)?)
+            }
+            _ => MatrixStorage::Blocks(Arc::new(weight)),
         })))
     }
 
@@ -45,16 +50,16 @@ impl QuantizedMatrix {
     /// The rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         match &*self.0 {
-            Held::Tiles(tiles) => [tiles.rows, tiles.columns],
-            Held::Blocks(weight) => [weight.shape().dims()[0], weight.shape().dims()[1]],
+            MatrixStorage::Tiles(tiles) => [tiles.rows, tiles.columns],
+            MatrixStorage::Blocks(weight) => [weight.shape().dims()[0], weight.shape().dims()[1]],
         }
     }
 
     /// The type of the blocks.
     pub fn dtype(&self) -> GgmlDType {
         match &*self.0 {
-            Held::Tiles(tiles) => tiles.dtype,
-            Held::Blocks(weight) => weight.dtype(),
+            MatrixStorage::Tiles(tiles) => tiles.dtype,
+            MatrixStorage::Blocks(weight) => weight.dtype(),
         }
     }
 
@@ -62,19 +67,19 @@ impl QuantizedMatrix {
     /// bytes more for each block of `Q3K`, `Q4K` and `Q5K`.
     pub fn bytes(&self) -> usize {
         match &*self.0 {
-            Held::Tiles(tiles) => tiles.bytes(),
-            Held::Blocks(weight) => weight.storage_size_in_bytes(),
+            MatrixStorage::Tiles(tiles) => tiles.bytes(),
+            MatrixStorage::Blocks(weight) => weight.storage_size_in_bytes(),
         }
     }
 
     /// Returns the floats that the weight stands for, with candle's bits, on its device.
     pub fn dequantize(&self) -> Result<Tensor> {
         match &*self.0 {
-            Held::Tiles(tiles) => {
+            MatrixStorage::Tiles(tiles) => {
                 let rows: Vec<u32> = (0..tiles.rows as u32).collect();
                 Tensor::from_vec(self.rows(&rows)?, (tiles.rows, tiles.columns), &Device::Cpu)
             }
-            Held::Blocks(weight) => weight.dequantize(&weight.device()),
+            MatrixStorage::Blocks(weight) => weight.dequantize(&weight.device()),
         }
     }
 
@@ -88,14 +93,14 @@ impl QuantizedMatrix {
             bail!("row {row} is outside of a quantized weight [{count}, {columns}]");
         }
         match &*self.0 {
-            Held::Tiles(tiles) => {
+            MatrixStorage::Tiles(tiles) => {
                 let mut out = vec![0.0; rows.len() * columns];
                 for (&row, out) in rows.iter().zip(out.chunks_exact_mut(columns)) {
                     tiles.dequantize_row(row as usize, out);
                 }
                 Ok(out)
             }
-            Held::Blocks(weight) => {
+            MatrixStorage::Blocks(weight) => {
                 let rows = Tensor::new(rows, &weight.device())?;
                 weight.embedding(&rows)?.flatten_all()?.to_vec1()
             }

@@ -7,9 +7,9 @@ use std::array::from_fn;
 
 /// Arrays, which the compiler may vectorize.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Portable;
+pub(super) struct PortableLanes;
 
-impl Lanes for Portable {
+impl Lanes for PortableLanes {
     type Codes = [u8; CHUNK];
     type Sums = [i32; ROWS];
     type Floats = [f32; ROWS];

@@ -1,8 +1,10 @@
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, D, DType, Layout, MetalStorage, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, D, DType, Layout, MetalStorage, Result, Shape, Tensor, bail,
+};
 
 use super::inputs;
-use super::matrix::{Held, QuantizedMatrix};
+use super::matrix::{MatrixStorage, QuantizedMatrix};
 use super::tiles::Processor;
 use crate::elements;
 
@@ -34,7 +36,11 @@ use crate::elements;
 pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tensor> {
     let Some(first) = weights.first() else { bail!("quantized_linear: no weights; give at least one") };
     if x.rank() < 2 || !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-        bail!("quantized_linear: {}{:?}: expected two dims or more of f32, f16 or bf16", x.dtype().as_str(), x.dims());
+        bail!(
+            "quantized_linear: {}{:?}: expected two dims or more of f32, f16 or bf16",
+            x.dtype().as_str(),
+            x.dims()
+        );
     }
     let k = x.dim(D::Minus1)?;
     if let Some(other) = weights.iter().find(|weight| weight.dims()[1] != k) {
@@ -43,9 +49,10 @@ pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tens
     let op = |weights: &[&QuantizedMatrix]| Products(weights.iter().map(|&weight| weight.clone()).collect());
     let x = x.contiguous()?;
     match &*first.0 {
-        Held::Tiles(_) => x.apply_op1(op(weights)),
-        Held::Blocks(_) => {
-            let parts = weights.iter().map(|&weight| x.apply_op1(op(&[weight]))).collect::<Result<Vec<_>>>()?;
+        MatrixStorage::Tiles(_) => x.apply_op1(op(weights)),
+        MatrixStorage::Blocks(_) => {
+            let parts =
+                weights.iter().map(|&weight| x.apply_op1(op(&[weight]))).collect::<Result<Vec<_>>>()?;
             if let [part] = &parts[..] { Ok(part.clone()) } else { Tensor::cat(&parts, D::Minus1) }
         }
     }
@@ -58,7 +65,7 @@ impl Products {
     /// Returns the weight that candle multiplies with.
     fn of_candle(&self, device: &'static str) -> Result<&candle_core::quantized::QTensor> {
         match self.0.first().map(|weight| &*weight.0) {
-            Some(Held::Blocks(weight)) => Ok(weight),
+            Some(MatrixStorage::Blocks(weight)) => Ok(weight),
             _ => bail!("quantized_linear: the input is on {device} and the weight is not; use one device"),
         }
     }
@@ -75,13 +82,14 @@ impl CustomOp1 for Products {
             let (made, shape) = self.cpu_fwd(&wide, &Layout::contiguous(layout.shape()))?;
             return Ok((made.to_dtype(&Layout::contiguous(&shape), x.dtype())?, shape));
         }
-        let (k, n) = (layout.dims()[layout.dims().len() - 1], self.0.iter().map(|weight| weight.dims()[0]).sum());
+        let (k, n) =
+            (layout.dims()[layout.dims().len() - 1], self.0.iter().map(|weight| weight.dims()[0]).sum());
         let m = layout.shape().elem_count() / k;
         let inputs = inputs::round(elements(x, layout)?);
         let mut out = vec![0.0; m * n];
         let mut first = 0;
         for weight in &self.0 {
-            let Held::Tiles(tiles) = &*weight.0 else {
+            let MatrixStorage::Tiles(tiles) = &*weight.0 else {
                 bail!("quantized_linear: the input is on the CPU and a weight is not; use one device");
             };
             if m > 0 {

@@ -82,12 +82,17 @@ fn products_are_those_of_rounded_inputs_with_the_floats_of_the_blocks() {
                 })
                 .map(|(q, scale)| f64::from(q.cast_signed()) * f64::from(scale))
                 .collect();
-            let got: Vec<Vec<f32>> = Processor::all().map(|processor| product(processor, &weight, &x, m)).collect();
+            let got: Vec<Vec<f32>> =
+                Processor::all().map(|processor| product(processor, &weight, &x, m)).collect();
             for (i, got) in got[0].iter().enumerate() {
-                let (x, w) = (&rounded[i / rows * columns..][..columns], &dense[i % rows * columns..][..columns]);
+                let (x, w) =
+                    (&rounded[i / rows * columns..][..columns], &dense[i % rows * columns..][..columns]);
                 let terms = || x.iter().zip(w).map(|(x, &w)| x * f64::from(w));
                 let (want, size): (f64, f64) = (terms().sum(), terms().map(f64::abs).sum());
-                assert!((f64::from(*got) - want).abs() <= 2e-6 * size, "{dtype:?} {rows} {m}: {got} for {want}");
+                assert!(
+                    (f64::from(*got) - want).abs() <= 2e-6 * size,
+                    "{dtype:?} {rows} {m}: {got} for {want}"
+                );
             }
             // All instructions give the same bits.
             assert!(got.iter().all(|of_one| *of_one == got[0]), "{dtype:?}, {rows} rows, {m} inputs");
@@ -140,7 +145,8 @@ fn results_depend_on_their_own_rows_alone() {
         for processor in Processor::all() {
             let whole = product(processor, &weight, &x, 15);
             for (from, to) in [(0, 7), (7, 20), (20, 45)] {
-                let part = Tiles::new(dtype, [to - from, columns], &stored[from * row_bytes..to * row_bytes]).unwrap();
+                let part = Tiles::new(dtype, [to - from, columns], &stored[from * row_bytes..to * row_bytes])
+                    .unwrap();
                 for m in [1, 6, 15] {
                     let got = product(processor, &part, &x[..m * columns], m);
                     for (i, got) in got.chunks_exact(to - from).enumerate() {
@@ -164,7 +170,8 @@ fn several_weights_of_unlike_types_are_side_by_side() {
         let together = quantized_linear(&x, &all).unwrap();
         assert_eq!((together.dims(), together.dtype()), (&[2, 3, 24][..], dtype));
         let apart: Vec<Tensor> = all.iter().map(|&weight| quantized_linear(&x, &[weight]).unwrap()).collect();
-        let list = |x: &Tensor| x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let list =
+            |x: &Tensor| x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert_eq!(list(&together), list(&Tensor::cat(&apart, 2).unwrap()));
         let gradient = together.sum_all().unwrap().backward().unwrap().remove(&x).unwrap();
         let dense: Vec<Tensor> = all.iter().map(|weight| weight.dequantize().unwrap()).collect();
@@ -193,7 +200,8 @@ fn what_is_not_finite_or_empty_goes_through() {
 #[test]
 fn operands_that_do_not_fit_are_errors() {
     let weight = QuantizedMatrix::new(quantized(3, 64, GgmlDType::Q8_0)).unwrap();
-    let said = |x: Tensor, weights: &[&QuantizedMatrix]| quantized_linear(&x, weights).unwrap_err().to_string();
+    let said =
+        |x: Tensor, weights: &[&QuantizedMatrix]| quantized_linear(&x, weights).unwrap_err().to_string();
     let ones = |dims: &[usize], dtype| Tensor::ones(dims, dtype, &CPU).unwrap();
     assert!(said(ones(&[1, 32], DType::F32), &[&weight]).contains("does not fit a weight [3, 64]"));
     assert!(said(ones(&[64], DType::F32), &[&weight]).contains("two dims or more"));

@@ -11,12 +11,12 @@ use std::marker::PhantomData;
 use super::avx2::Avx2;
 #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
 use super::avx512::Avx512;
-use super::blocks::Block;
-use super::format::{self, CHUNK, COLUMNS, Format, Layout, ROWS, Scales, with_format};
-use super::inputs::Input;
-use super::kernel::Product;
+use super::blocks::CodeBlock;
+use super::format::{self, CHUNK, COLUMNS, CodeLayout, Format, ROWS, Scales, with_format};
+use super::inputs::InputBlock;
+use super::kernel::TileProduct;
 use super::lanes::Lanes;
-use super::portable::Portable;
+use super::portable::PortableLanes;
 use crate::parallel;
 
 /// Multiplications from which several threads share a product.
@@ -60,7 +60,7 @@ pub(super) struct Tiles {
     memory: Vec<u8>,
     /// Where tiles begin in memory: at the start of a cache line.
     start: usize,
-    layout: Layout,
+    layout: CodeLayout,
     pub(super) dtype: GgmlDType,
     pub(super) rows: usize,
     pub(super) columns: usize,
@@ -73,7 +73,10 @@ impl Tiles {
             bail!("quantized_linear: {dtype:?} is no type of weights; convert it to one, such as Q8_0");
         };
         let per_row = columns / layout.columns;
-        if columns == 0 || !columns.is_multiple_of(layout.columns) || stored.len() != rows * per_row * layout.stored {
+        if columns == 0
+            || !columns.is_multiple_of(layout.columns)
+            || stored.len() != rows * per_row * layout.stored
+        {
             let bytes = stored.len();
             bail!("quantized_linear: {bytes} bytes do not make a weight [{rows}, {columns}] of {dtype:?}");
         }
@@ -86,7 +89,7 @@ impl Tiles {
     }
 
     fn pack<F: Format>(&mut self, stored: &[u8]) {
-        let (mut block, per_row) = (Block::new(), self.columns / F::LAYOUT.columns);
+        let (mut block, per_row) = (CodeBlock::new(), self.columns / F::LAYOUT.columns);
         for (i, bytes) in stored.chunks_exact(F::LAYOUT.stored).enumerate() {
             block.read(self.dtype, bytes);
             self.put::<F>(i / per_row, i % per_row, &block);
@@ -108,7 +111,7 @@ impl Tiles {
     }
 
     /// Packs a block of a row.
-    fn put<F: Format>(&mut self, row: usize, index: usize, block: &Block) {
+    fn put<F: Format>(&mut self, row: usize, index: usize, block: &CodeBlock) {
         let (layout, r) = (F::LAYOUT, row % ROWS);
         let at = self.start + row / ROWS * self.row_bytes() + index * layout.block();
         let (header, tiles) = self.memory[at..][..layout.block()].split_at_mut(layout.header());
@@ -127,7 +130,7 @@ impl Tiles {
             }
             let (groups, _) = block.codes[t * COLUMNS..][..COLUMNS].as_chunks();
             for (group, &codes) in groups.iter().enumerate() {
-                for Place { chunk, shift, bits, of_code } in places(layout, group) {
+                for CodeBits { chunk, shift, bits, of_code } in places(layout, group) {
                     let to = &mut planes[chunk * CHUNK + 4 * r..][..4];
                     to.iter_mut()
                         .zip::<[u8; 4]>(codes)
@@ -149,7 +152,7 @@ impl Tiles {
             for (tile, out) in tiles.chunks_exact(layout.tile()).zip(out.chunks_exact_mut(COLUMNS)) {
                 let (scales, planes) = tile.split_at(layout.scales_bytes());
                 for (column, out) in out.iter_mut().enumerate() {
-                    let bits = |Place { chunk, shift, bits, of_code }: Place| {
+                    let bits = |CodeBits { chunk, shift, bits, of_code }: CodeBits| {
                         (planes[chunk * CHUNK + 4 * r + column % 4] >> shift & mask(bits)) << of_code
                     };
                     let code = places(layout, column / 4).map(bits).fold(0, |code, bits| code | bits);
@@ -159,8 +162,12 @@ impl Tiles {
                         Scales::Whole if layout.adds => code * scale + minimum,
                         Scales::Whole => code * scale,
                         Scales::Of16 => scale * f32::from(own().cast_signed()) * code,
-                        Scales::Of32 => scale * f32::from(scales[r]) * code - minimum * f32::from(scales[ROWS + r]),
-                        Scales::Pairs => scale * f32::from(own() & 15) * code - minimum * f32::from(own() >> 4),
+                        Scales::Of32 => {
+                            scale * f32::from(scales[r]) * code - minimum * f32::from(scales[ROWS + r])
+                        }
+                        Scales::Pairs => {
+                            scale * f32::from(own() & 15) * code - minimum * f32::from(own() >> 4)
+                        }
                     };
                 }
             }
@@ -169,14 +176,21 @@ impl Tiles {
 
     /// Writes the products of these rows with `m` rows of inputs to the columns from `first` of `out`, whose rows are
     /// `width` long.
-    pub(super) fn product(&self, processor: Processor, x: &[Input], m: usize, out: &mut [f32], first: usize) {
+    pub(super) fn product(
+        &self,
+        processor: Processor,
+        x: &[InputBlock],
+        m: usize,
+        out: &mut [f32],
+        first: usize,
+    ) {
         let width = out.len() / m;
         let made = match processor {
             #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
             Processor::Avx512(lanes) => self.product_with(lanes, x, m),
             #[cfg(target_arch = "x86_64")]
             Processor::Avx2(lanes) => self.product_with(lanes, x, m),
-            Processor::Portable => self.product_with(Portable, x, m),
+            Processor::Portable => self.product_with(PortableLanes, x, m),
         };
         for (tile, made) in made.chunks_exact(m).enumerate() {
             let here = (self.rows - tile * ROWS).min(ROWS);
@@ -187,12 +201,12 @@ impl Tiles {
     }
 
     /// Returns, for each row of tiles and each row of inputs, sixteen results.
-    fn product_with<L: Lanes>(&self, lanes: L, x: &[Input], m: usize) -> Vec<[f32; ROWS]> {
+    fn product_with<L: Lanes>(&self, lanes: L, x: &[InputBlock], m: usize) -> Vec<[f32; ROWS]> {
         let mut out = vec![[0.0; ROWS]; self.rows.div_ceil(ROWS) * m];
         let width = self.columns / COLUMNS;
         let row_bytes = self.row_bytes();
         let run = |(tiles, out): (&[u8], &mut [[f32; ROWS]])| {
-            with_format!(self.dtype, F => lanes.run(Product { tiles, x, width, out, format: PhantomData::<F> }));
+            with_format!(self.dtype, F => lanes.run(TileProduct { tiles, x, width, out, format: PhantomData::<F> }));
         };
         let work = self.columns * m * ROWS;
         if out.len() / m * work >= PARALLEL && get_num_threads() > 1 {
@@ -218,7 +232,7 @@ fn mask(bits: u32) -> u8 {
 
 /// The place of some bits of the codes of a group of columns.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct CodeBits {
     chunk: usize,
     /// The first bit in a byte of the chunk, and how many they are.
     shift: u32,
@@ -229,11 +243,11 @@ struct Place {
 
 /// Returns the places of the low and the high bits of a group.
 #[inline(always)]
-fn places(layout: Layout, group: usize) -> impl Iterator<Item = Place> {
+fn places(layout: CodeLayout, group: usize) -> impl Iterator<Item = CodeBits> {
     let (low, high) = (layout.low, layout.high);
     let plane = move |bits: u32, first: u32| {
         let chunk = first as usize + group % bits as usize;
-        Place { chunk, shift: bits * (group as u32 / bits), bits, of_code: first }
+        CodeBits { chunk, shift: bits * (group as u32 / bits), bits, of_code: first }
     };
     std::iter::once(plane(low, 0)).chain((high > 0).then(|| plane(high, low)))
 }

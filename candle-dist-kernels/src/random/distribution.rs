@@ -32,7 +32,9 @@ impl Distribution {
                 bail!("a uniform distribution needs finite bounds with lo <= up, got lo {lo} and up {up}")
             }
             Self::Normal { mean, stdev } if !(mean.is_finite() && stdev.is_finite() && stdev >= 0.0) => {
-                bail!("a normal distribution needs a finite mean and a stdev >= 0, got mean {mean} and stdev {stdev}")
+                bail!(
+                    "a normal distribution needs a finite mean and a stdev >= 0, got mean {mean} and stdev {stdev}"
+                )
             }
             Self::Bernoulli { p } if !(0.0..=1.0).contains(&p) => {
                 bail!("a Bernoulli distribution needs a probability in [0, 1], got {p}")

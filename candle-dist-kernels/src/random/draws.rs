@@ -8,29 +8,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 thread_local! {
     /// The active runs of parts of a model, the innermost last.
-    static RUNS: RefCell<Vec<Run>> = const { RefCell::new(Vec::new()) };
+    static RUNS: RefCell<Vec<DrawRun>> = const { RefCell::new(Vec::new()) };
 }
 
-enum Run {
+enum DrawRun {
     /// A run at a place.
-    Place(Place),
+    Place(DrawSite),
     /// A run whose draws are recorded.
     First(Vec<Stream>),
     /// A run that repeats these draws.
     Again { draws: Draws, next: usize },
 }
 
-struct Place {
+struct DrawSite {
     name: String,
     /// The digest of the names of this place and of those around it.
     id: u64,
     call: Option<usize>,
     rows: Range<usize>,
-    uses: Vec<Use>,
+    uses: Vec<LayerUse>,
 }
 
 /// The number of uses of one layer in one mode.
-struct Use {
+struct LayerUse {
     layer: u64,
     /// The step and the first row, if the caller names one.
     mode: (u64, Option<usize>),
@@ -63,9 +63,9 @@ impl Draws {
     /// # Errors
     /// Those of `f`.
     pub fn of<T, E>(f: impl FnOnce() -> Result<T, E>) -> Result<(T, Self), E> {
-        let (made, run) = within(Run::First(Vec::new()), f);
+        let (made, run) = within(DrawRun::First(Vec::new()), f);
         match run {
-            Some(Run::First(drawn)) => Ok((made?, Self(drawn.into()))),
+            Some(DrawRun::First(drawn)) => Ok((made?, Self(drawn.into()))),
             _ => Ok((made?, Self::default())),
         }
     }
@@ -75,7 +75,7 @@ impl Draws {
     /// # Errors
     /// Those of `f`. A random layer in `f` fails if the first run had fewer draws.
     pub fn again<T, E>(&self, f: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        within(Run::Again { draws: self.clone(), next: 0 }, f).0
+        within(DrawRun::Again { draws: self.clone(), next: 0 }, f).0
     }
 
     /// Runs `f`, the part of a model called `name`, on the rows `rows` of a batch. Places nest.
@@ -90,29 +90,29 @@ impl Draws {
         let id = bytes.into_iter().chain(name.bytes()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         });
-        within(Run::Place(Place { name: name.into(), id, call, rows, uses: Vec::new() }), f).0
+        within(DrawRun::Place(DrawSite { name: name.into(), id, call, rows, uses: Vec::new() }), f).0
     }
 
     /// Returns the rows of the present place; `None` outside of places.
     pub fn rows() -> Option<Range<usize>> {
-        RUNS.with_borrow(|runs| runs.iter().rev().find_map(Run::place).map(|place| place.rows.clone()))
+        RUNS.with_borrow(|runs| runs.iter().rev().find_map(DrawRun::place).map(|place| place.rows.clone()))
     }
 
     /// Returns whether a part of a model is being computed again.
     ///
     /// Layers that change their state in a forward pass, such as running statistics, must not do so again.
     pub fn are_repeated() -> bool {
-        RUNS.with_borrow(|runs| runs.iter().any(|run| matches!(run, Run::Again { .. })))
+        RUNS.with_borrow(|runs| runs.iter().any(|run| matches!(run, DrawRun::Again { .. })))
     }
 }
 
 /// Returns the id of the innermost place; 0 outside of places.
 fn here() -> u64 {
-    RUNS.with_borrow(|runs| runs.iter().rev().find_map(Run::place).map_or(0, |place| place.id))
+    RUNS.with_borrow(|runs| runs.iter().rev().find_map(DrawRun::place).map_or(0, |place| place.id))
 }
 
-impl Run {
-    fn place(&self) -> Option<&Place> {
+impl DrawRun {
+    fn place(&self) -> Option<&DrawSite> {
         match self {
             Self::Place(place) => Some(place),
             _ => None,
@@ -121,7 +121,7 @@ impl Run {
 }
 
 /// Runs `f` within a run and returns both. If `f` panics, the run ends too.
-fn within<T>(run: Run, f: impl FnOnce() -> T) -> (T, Option<Run>) {
+fn within<T>(run: DrawRun, f: impl FnOnce() -> T) -> (T, Option<DrawRun>) {
     struct Outer(usize);
     impl Drop for Outer {
         fn drop(&mut self) {
@@ -151,8 +151,8 @@ impl RandomLayer {
     /// Creates the layer called `name` at the present place.
     pub fn new(seed: u64, name: &str) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let is_within = |place: &Place| format!(".{name}.").contains(&format!(".{}.", place.name));
-        let home = RUNS.with_borrow(|runs| match runs.iter().rev().find_map(Run::place) {
+        let is_within = |place: &DrawSite| format!(".{name}.").contains(&format!(".{}.", place.name));
+        let home = RUNS.with_borrow(|runs| match runs.iter().rev().find_map(DrawRun::place) {
             None => Some(0),
             Some(place) => is_within(place).then_some(place.id),
         });
@@ -179,9 +179,9 @@ impl RandomLayer {
         of: impl FnOnce(Stream, Option<Range<usize>>) -> candle_core::Result<Stream>,
     ) -> candle_core::Result<Stream> {
         RUNS.with_borrow_mut(|runs| {
-            let again = runs.iter().rposition(|run| matches!(run, Run::Again { .. }));
+            let again = runs.iter().rposition(|run| matches!(run, DrawRun::Again { .. }));
             let stream = match again.map(|at| &mut runs[at]) {
-                Some(Run::Again { draws, next }) => {
+                Some(DrawRun::Again { draws, next }) => {
                     *next += 1;
                     let Some(&drawn) = draws.0.get(*next - 1) else {
                         bail!(
@@ -193,7 +193,7 @@ impl RandomLayer {
                 }
                 _ => {
                     let place = runs.iter_mut().rev().find_map(|run| match run {
-                        Run::Place(place) => Some(place),
+                        DrawRun::Place(place) => Some(place),
                         _ => None,
                     });
                     match place {
@@ -203,7 +203,7 @@ impl RandomLayer {
                 }
             };
             for run in &mut runs[again.map_or(0, |at| at + 1)..] {
-                if let Run::First(drawn) = run {
+                if let DrawRun::First(drawn) = run {
                     drawn.push(stream);
                 }
             }
@@ -217,7 +217,7 @@ impl RandomLayer {
     }
 }
 
-impl Place {
+impl DrawSite {
     /// Folds the place, the call and the number of earlier uses into the stream of a layer, and counts the use.
     fn fold(&mut self, layer: &RandomLayer, stream: Stream, mode: (u64, Option<usize>)) -> Stream {
         let known = self.uses.iter_mut().find(|known| known.layer == layer.id && known.mode == mode);
@@ -227,7 +227,7 @@ impl Place {
                 known.count
             }
             None => {
-                self.uses.push(Use { layer: layer.id, mode, count: 0 });
+                self.uses.push(LayerUse { layer: layer.id, mode, count: 0 });
                 0
             }
         };
@@ -241,7 +241,7 @@ impl Place {
     }
 }
 
-/// Folds a number into a stream; 0 leaves it as it is.
+/// Folds a number into a stream; 0 leaves it is.
 fn used(stream: Stream, number: u64) -> Stream {
     if number == 0 { stream } else { stream.fold(number) }
 }
@@ -291,7 +291,8 @@ mod tests {
     #[test]
     fn modes_count_apart() {
         let layer = Draws::at("node", None, 0..1, || RandomLayer::new(1, "a"));
-        let rows = |first| layer.draw((0, Some(first)), || 0, |stream, _| Ok(stream.skip(first as u64))).unwrap();
+        let rows =
+            |first| layer.draw((0, Some(first)), || 0, |stream, _| Ok(stream.skip(first as u64))).unwrap();
         let [a, b, c, d] = Draws::at("node", None, 0..1, || [rows(0), rows(3), rows(0), rows(3)]);
         assert_eq!([b, d], [a.skip(3), c.skip(3)]);
         assert_ne!(a, c);

@@ -5,12 +5,12 @@ use std::ops::Range;
 use candle_core::{Result, bail};
 
 /// The row-major numbering of a shape's elements.
-pub(super) struct Grid<'a> {
+pub(super) struct ElementGrid<'a> {
     shape: &'a [usize],
     strides: Vec<u64>,
 }
 
-impl<'a> Grid<'a> {
+impl<'a> ElementGrid<'a> {
     pub(super) fn new(shape: &'a [usize]) -> Result<Self> {
         let mut strides = vec![1; shape.len()];
         let mut elements = 1u64;

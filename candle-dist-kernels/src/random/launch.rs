@@ -4,7 +4,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, bail};
 
 use super::distribution::Distribution;
-use super::grid::Grid;
+use super::grid::ElementGrid;
 use super::stream::Stream;
 
 /// The text of the kernels.
@@ -12,7 +12,7 @@ pub const SOURCE: &str = include_str!("draw.cu");
 
 /// A launch of a kernel that draws a block of a random tensor, as f32 or f64.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Launch {
+pub struct DrawLaunch {
     /// The name of the kernel.
     pub name: &'static str,
     /// The elements of the block.
@@ -29,7 +29,7 @@ pub struct Launch {
     pub blocks: u32,
 }
 
-impl Launch {
+impl DrawLaunch {
     /// The threads of a block of threads.
     pub const THREADS: u32 = 128;
 
@@ -44,13 +44,15 @@ impl Launch {
         block: &[Range<usize>],
         dtype: DType,
     ) -> Result<Self> {
-        let global = Grid::new(global_shape)?;
+        let global = ElementGrid::new(global_shape)?;
         global.check_block(block)?;
         let wide = u64::from(dtype == DType::F64);
         // A thread draws as many elements as there are in one block of 16 words.
         let (names, words, parameters) = match dist {
             Distribution::Uniform { lo, up } => (["draw_uniform_f32", "draw_uniform_f64"], 1, [lo, up - lo]),
-            Distribution::Normal { mean, stdev } => (["draw_normal_f32", "draw_normal_f64"], 2, [mean, stdev]),
+            Distribution::Normal { mean, stdev } => {
+                (["draw_normal_f32", "draw_normal_f64"], 2, [mean, stdev])
+            }
             Distribution::Bernoulli { p } => (["draw_bernoulli_f32", "draw_bernoulli_f64"], 1, [p, 0.0]),
         };
         let count = block.iter().map(|range| range.len() as u64).product::<u64>();

@@ -70,7 +70,9 @@ impl Stream {
             (None, _) | (Some(0), Some(0)) => 1,
             (Some(rows), Some(&entries)) if rows > 0 && entries % rows == 0 => entries / rows,
             (Some(rows), _) => {
-                bail!("random numbers of shape {dims:?} for {rows} rows: the first dim is not a multiple of the rows")
+                bail!(
+                    "random numbers of shape {dims:?} for {rows} rows: the first dim is not a multiple of the rows"
+                )
             }
         };
         let row: usize = dims.iter().skip(1).product();

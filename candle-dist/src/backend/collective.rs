@@ -2,8 +2,8 @@
 use super::device::{concat_pieces, reduce};
 use super::fresh::{Fresh, Results, Tensors};
 use super::overwrite::overwrite;
-use super::runs::Piece;
-use super::storage::Operand;
+use super::runs::DimPiece;
+use super::storage::StorageOperand;
 use super::{reduce as host, regions};
 use crate::call::{Call, Collective, Cut, Dims, ReduceOp};
 use crate::{Error, Result};
@@ -11,17 +11,17 @@ use candle_core::{Shape, Tensor};
 use smallvec::SmallVec;
 
 /// One tensor of each member that has one, in group order.
-pub(super) type Operands<'a> = SmallVec<[Operand<'a>; 8]>;
+pub(super) type Operands<'a> = SmallVec<[StorageOperand<'a>; 8]>;
 
 /// The tensors of all members.
-pub(super) trait Gives {
+pub(super) trait MemberTensors {
     /// Returns the `i`-th tensor of every member that has one.
     fn nth(&self, i: usize) -> Operands<'_>;
 }
 
-impl Gives for [Tensors] {
+impl MemberTensors for [Tensors] {
     fn nth(&self, i: usize) -> Operands<'_> {
-        self.iter().filter_map(|tensors| tensors.get(i)).map(Operand::of).collect()
+        self.iter().filter_map(|tensors| tensors.get(i)).map(StorageOperand::of).collect()
     }
 }
 
@@ -64,7 +64,7 @@ pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
 }
 
 /// Returns the results of member `me` of the collective that `call` describes.
-pub(super) fn results(call: &Call, me: usize, given: &(impl Gives + ?Sized)) -> Result<Results> {
+pub(super) fn results(call: &Call, me: usize, given: &(impl MemberTensors + ?Sized)) -> Result<Results> {
     let tensors = if call.collective.has_result(me) { call.count() } else { 0 };
     let result = |i: usize| {
         let all = given.nth(i);
@@ -74,7 +74,12 @@ pub(super) fn results(call: &Call, me: usize, given: &(impl Gives + ?Sized)) -> 
 }
 
 /// Writes the results of member `me` to `outputs`.
-pub(super) fn write(call: &Call, me: usize, given: &(impl Gives + ?Sized), outputs: &[Tensor]) -> Result<()> {
+pub(super) fn write(
+    call: &Call,
+    me: usize,
+    given: &(impl MemberTensors + ?Sized),
+    outputs: &[Tensor],
+) -> Result<()> {
     outputs.iter().enumerate().try_for_each(|(i, output)| {
         let all = given.nth(i);
         Arithmetic::new(call, me, i, &all)?.write(&all, output)
@@ -87,7 +92,7 @@ struct Arithmetic {
     /// The members that the result is computed from, counted among those that have a tensor.
     from: std::ops::Range<usize>,
     /// The piece of each tensor; `None` means the whole tensor.
-    pieces: SmallVec<[Option<Piece>; 8]>,
+    pieces: SmallVec<[Option<DimPiece>; 8]>,
     shape: Dims,
 }
 
@@ -100,17 +105,21 @@ enum Combination {
 
 impl Arithmetic {
     /// Describes the result for the `i`-th tensors of the members that have one.
-    fn new(call: &Call, me: usize, i: usize, all: &[Operand<'_>]) -> Result<Self> {
+    fn new(call: &Call, me: usize, i: usize, all: &[StorageOperand<'_>]) -> Result<Self> {
         let collective = &call.collective;
         // Only the root of a scatter has a tensor. In a broadcast, others may have one too.
         let root = if all.len() == 1 { 0 } else { collective.peer().unwrap_or(0) };
         let (everyone, root) = (0..all.len(), root..root + 1);
         let (combination, from, piece) = match collective {
-            Collective::AllReduce(op) | Collective::Reduce { op, .. } => (Combination::Reduce(*op), everyone, None),
+            Collective::AllReduce(op) | Collective::Reduce { op, .. } => {
+                (Combination::Reduce(*op), everyone, None)
+            }
             Collective::Broadcast { .. } => (Combination::Concat(0), root, None),
             Collective::AllGather(cuts) => (Combination::Concat(cuts[i].dim), everyone, None),
             Collective::Gather { cut, .. } => (Combination::Concat(cut.dim), everyone, None),
-            Collective::ReduceScatter(cuts, op) => (Combination::Reduce(*op), everyone, Some(piece_of(&cuts[i], me))),
+            Collective::ReduceScatter(cuts, op) => {
+                (Combination::Reduce(*op), everyone, Some(piece_of(&cuts[i], me)))
+            }
             Collective::Scatter { cut, .. } => (Combination::Concat(0), root, Some(piece_of(cut, me))),
             Collective::AllToAllSingle(_) => (Combination::Concat(0), everyone, None),
             Collective::AllToAll { split, concat } => {
@@ -121,7 +130,9 @@ impl Arithmetic {
             }
         };
         let pieces = match collective.counts() {
-            Some(counts) => counts.iter().map(|row| Some(piece_of(&Cut { dim: 0, sizes: row.clone() }, me))).collect(),
+            Some(counts) => {
+                counts.iter().map(|row| Some(piece_of(&Cut { dim: 0, sizes: row.clone() }, me))).collect()
+            }
             None => SmallVec::from_elem(piece, from.len()),
         };
         let mine = match collective {
@@ -134,7 +145,7 @@ impl Arithmetic {
     }
 
     /// Returns the result in new memory.
-    fn compute(&self, all: &[Operand<'_>]) -> Result<Fresh> {
+    fn compute(&self, all: &[StorageOperand<'_>]) -> Result<Fresh> {
         let all = &all[self.from.clone()];
         let storage = match self.combination {
             Combination::Reduce(op) => reduce(all, op, self.pieces[0])?,
@@ -144,10 +155,12 @@ impl Arithmetic {
     }
 
     /// Writes the result to the memory of `output`, which must have the same number of elements.
-    fn write(&self, all: &[Operand<'_>], output: &Tensor) -> Result<()> {
+    fn write(&self, all: &[StorageOperand<'_>], output: &Tensor) -> Result<()> {
         if output.dims() != self.shape.as_slice() || output.dtype() != all[0].dtype() {
             let (got, dtype, want) = (output.dims(), output.dtype(), &self.shape);
-            return Err(Error::Unsupported(format!("a result of {want:?} in an output of {got:?} {dtype:?}")));
+            return Err(Error::Unsupported(format!(
+                "a result of {want:?} in an output of {got:?} {dtype:?}"
+            )));
         }
         if !output.device().is_cpu() {
             return overwrite(output, &[&self.compute(all)?.into_tensor()]);
@@ -161,7 +174,7 @@ impl Arithmetic {
 }
 
 /// Returns the piece of a cut that belongs to `rank`.
-fn piece_of(cut: &Cut, rank: usize) -> Piece {
+fn piece_of(cut: &Cut, rank: usize) -> DimPiece {
     let piece = cut.piece(rank);
-    Piece { dim: cut.dim, start: piece.start, len: piece.len() }
+    DimPiece { dim: cut.dim, start: piece.start, len: piece.len() }
 }

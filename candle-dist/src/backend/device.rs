@@ -2,8 +2,8 @@
 //!
 //! Both results have the same bits: sums run in rank order, 16-bit floats accumulate in f32, and NaN propagates.
 use super::guards::Guards;
-use super::runs::Piece;
-use super::storage::{Held, Operand, dense, mixed};
+use super::runs::DimPiece;
+use super::storage::{DeviceStorage, StorageOperand, dense, mixed};
 use super::{reduce, regions};
 use crate::call::{Op, ReduceOp};
 use crate::{Error, Result};
@@ -12,7 +12,11 @@ use candle_core::op::{Add, BinaryOpT, CmpOp, Div, Mul};
 use candle_core::{CudaStorage, DType, Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 /// Returns the reduction of all tensors, or of the same `piece` of each, as new contiguous memory on their device.
-pub(super) fn reduce(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<Storage> {
+pub(super) fn reduce(
+    tensors: &[StorageOperand<'_>],
+    op: ReduceOp,
+    piece: Option<DimPiece>,
+) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(reduce::reduce(tensors, op, piece)?)),
         Device::Cuda(_) => Ok(Storage::Cuda(reduce_on::<CudaStorage>(tensors, op, piece)?)),
@@ -21,7 +25,11 @@ pub(super) fn reduce(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>
 }
 
 /// Joins the tensors, or the same `piece` of each, along dim `join` as new contiguous memory on their device.
-pub(super) fn concat(tensors: &[Operand<'_>], piece: Option<Piece>, join: usize) -> Result<Storage> {
+pub(super) fn concat(
+    tensors: &[StorageOperand<'_>],
+    piece: Option<DimPiece>,
+    join: usize,
+) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat(tensors, piece, join)?)),
         _ => concat_pieces(tensors, &vec![piece; tensors.len()], join),
@@ -30,7 +38,11 @@ pub(super) fn concat(tensors: &[Operand<'_>], piece: Option<Piece>, join: usize)
 
 /// Joins the tensors, or a piece of each, along dim `join` as new contiguous memory on their device. All other dims
 /// must have equal sizes.
-pub(super) fn concat_pieces(tensors: &[Operand<'_>], pieces: &[Option<Piece>], join: usize) -> Result<Storage> {
+pub(super) fn concat_pieces(
+    tensors: &[StorageOperand<'_>],
+    pieces: &[Option<DimPiece>],
+    join: usize,
+) -> Result<Storage> {
     match tensors[0].device() {
         Device::Cpu => Ok(Storage::Cpu(regions::concat_pieces(tensors, pieces, join)?)),
         Device::Cuda(_) => Ok(Storage::Cuda(concat_on::<CudaStorage>(tensors, pieces, join)?)),
@@ -39,17 +51,25 @@ pub(super) fn concat_pieces(tensors: &[Operand<'_>], pieces: &[Option<Piece>], j
 }
 
 /// A tensor's storage with the layout of a piece of it.
-type Part<'a, S> = (&'a S, Layout);
+type StoragePart<'a, S> = (&'a S, Layout);
 
-fn part<'a, S: Held>(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Part<'a, S>> {
+fn part<'a, S: DeviceStorage>(
+    tensor: &Tensor,
+    storage: &'a StorageRef<'_>,
+    piece: Option<DimPiece>,
+) -> Result<StoragePart<'a, S>> {
     let layout = match piece {
-        Some(Piece { dim, start, len }) => tensor.layout().narrow(dim, start, len)?,
+        Some(DimPiece { dim, start, len }) => tensor.layout().narrow(dim, start, len)?,
         None => tensor.layout().clone(),
     };
     Ok((S::of(storage)?, layout))
 }
 
-pub(super) fn reduce_on<S: Held>(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<S> {
+pub(super) fn reduce_on<S: DeviceStorage>(
+    tensors: &[StorageOperand<'_>],
+    op: ReduceOp,
+    piece: Option<DimPiece>,
+) -> Result<S> {
     let guards = Guards::new(tensors);
     let parts = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
@@ -67,7 +87,8 @@ pub(super) fn reduce_on<S: Held>(tensors: &[Operand<'_>], op: ReduceOp, piece: O
     for (part, layout) in &parts {
         let widened = match op {
             ReduceOp::PreMulSum(factor) => {
-                let widened = if wide == dtype { dense(*part, layout)? } else { part.to_dtype(layout, wide)? };
+                let widened =
+                    if wide == dtype { dense(*part, layout)? } else { part.to_dtype(layout, wide)? };
                 Some(scale::<S, Mul>(&widened, shape.elem_count(), factor.value())?)
             }
             _ if wide == dtype => None,
@@ -88,13 +109,17 @@ pub(super) fn reduce_on<S: Held>(tensors: &[Operand<'_>], op: ReduceOp, piece: O
     if wide == dtype { Ok(sum) } else { Ok(sum.to_dtype(&whole, dtype)?) }
 }
 
-fn combine<S: Held>(op: ReduceOp, a: &S, a_l: &Layout, b: &S, b_l: &Layout) -> Result<S> {
+fn combine<S: DeviceStorage>(op: ReduceOp, a: &S, a_l: &Layout, b: &S, b_l: &Layout) -> Result<S> {
     let replaces = match op {
-        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => return Ok(a.binary_impl::<Add>(b, a_l, b_l)?),
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
+            return Ok(a.binary_impl::<Add>(b, a_l, b_l)?);
+        }
         ReduceOp::Product => return Ok(a.binary_impl::<Mul>(b, a_l, b_l)?),
         ReduceOp::Min => CmpOp::Lt,
         ReduceOp::Max => CmpOp::Gt,
-        ReduceOp::And | ReduceOp::Or | ReduceOp::Xor => return Err(Error::Unsupported(format!("{op} on a device"))),
+        ReduceOp::And | ReduceOp::Or | ReduceOp::Xor => {
+            return Err(Error::Unsupported(format!("{op} on a device")));
+        }
     };
     // Comparisons with NaN are false, so a NaN stays; a second comparison finds a new NaN.
     let better = b.cmp(replaces, a, b_l, a_l)?.where_cond(a_l, b, b_l, a, a_l)?;
@@ -102,7 +127,7 @@ fn combine<S: Held>(op: ReduceOp, a: &S, a_l: &Layout, b: &S, b_l: &Layout) -> R
 }
 
 /// Applies `Op` to each of `count` floats and `number`.
-fn scale<S: Held, Op: BinaryOpT>(floats: &S, count: usize, number: f64) -> Result<S> {
+fn scale<S: DeviceStorage, Op: BinaryOpT>(floats: &S, count: usize, number: f64) -> Result<S> {
     let number = match floats.dtype() {
         DType::F64 => floats.device().storage_from_slice(&[number])?,
         _ => floats.device().storage_from_slice(&[number as f32])?,
@@ -111,10 +136,17 @@ fn scale<S: Held, Op: BinaryOpT>(floats: &S, count: usize, number: f64) -> Resul
     Ok(floats.binary_impl::<Op>(&number, &Layout::contiguous(count), &everywhere)?)
 }
 
-pub(super) fn concat_on<S: Held>(tensors: &[Operand<'_>], pieces: &[Option<Piece>], join: usize) -> Result<S> {
+pub(super) fn concat_on<S: DeviceStorage>(
+    tensors: &[StorageOperand<'_>],
+    pieces: &[Option<DimPiece>],
+    join: usize,
+) -> Result<S> {
     let guards = Guards::new(tensors);
-    let parts =
-        tensors.iter().zip(guards.iter()).zip(pieces).map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
+    let parts = tensors
+        .iter()
+        .zip(guards.iter())
+        .zip(pieces)
+        .map(|((tensor, guard), &piece)| part::<S>(tensor, guard, piece));
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let total: usize = parts.iter().map(|(_, layout)| layout.shape().elem_count()).sum();
     let (first, layout) = &parts[0];
@@ -150,7 +182,8 @@ pub(super) fn check_shared<'a>(op: Op, tensors: impl Iterator<Item = &'a Tensor>
     } else {
         return Ok(());
     };
-    let fix = "make one `Device::new_cuda_with_stream(ordinal)` and give every rank of that GPU a clone of it";
+    let fix =
+        "make one `Device::new_cuda_with_stream(ordinal)` and give every rank of that GPU a clone of it";
     Err(Error::Unsupported(format!("{op} among threads of CUDA tensors {why}; {fix}")))
 }
 
@@ -173,9 +206,16 @@ mod tests {
     use candle_core::CpuStorage;
     use proptest::prelude::*;
 
-    const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
-    const OPS: [ReduceOp; 6] =
-        [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::pre_mul_sum(0.3)];
+    const DTYPES: [DType; 7] =
+        [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+    const OPS: [ReduceOp; 6] = [
+        ReduceOp::Sum,
+        ReduceOp::Avg,
+        ReduceOp::Min,
+        ReduceOp::Max,
+        ReduceOp::Product,
+        ReduceOp::pre_mul_sum(0.3),
+    ];
 
     /// Returns small whole numbers and thirds, with some NaN among floats. Products of three fit u8.
     fn tensors(seed: usize, n: usize, dims: &[usize], dtype: DType) -> Vec<Tensor> {
@@ -185,7 +225,9 @@ mod tests {
             k if dtype.is_float() => k as f64 / 3.0 - 1.0,
             k => (k % 6) as f64,
         };
-        let of = |rank| Tensor::from_vec((0..count).map(|i| value(rank, i)).collect::<Vec<_>>(), dims, &Device::Cpu);
+        let of = |rank| {
+            Tensor::from_vec((0..count).map(|i| value(rank, i)).collect::<Vec<_>>(), dims, &Device::Cpu)
+        };
         (0..n).map(|rank| of(rank).unwrap().to_dtype(dtype).unwrap()).collect()
     }
 
@@ -217,10 +259,10 @@ mod tests {
             prop_assume!(!(dtype.is_int() && op.is_fractional()));
             let dims = [a, b, 2];
             let all = tensors(seed, n, &dims, dtype);
-            let all: Vec<Operand<'_>> = all.iter().map(Operand::of).collect();
+            let all: Vec<StorageOperand<'_>> = all.iter().map(StorageOperand::of).collect();
             let piece = cut.map(|(dim, start, len)| {
                 let start = start.min(dims[dim]);
-                Piece { dim, start, len: len.min(dims[dim] - start) }
+                DimPiece { dim, start, len: len.min(dims[dim] - start) }
             });
             let (host, device) = (reduce::reduce(&all, op, piece).unwrap(), reduce_on(&all, op, piece).unwrap());
             prop_assert_eq!(bits(host), bits(device));
@@ -233,12 +275,12 @@ mod tests {
         ) {
             let dims = [a, b, 3];
             let all = tensors(seed, n, &dims, DType::F32);
-            let all: Vec<Operand<'_>> = all.iter().map(Operand::of).collect();
+            let all: Vec<StorageOperand<'_>> = all.iter().map(StorageOperand::of).collect();
             let pieces: Vec<_> = (0..n).map(|rank| cut.map(|(dim, start, len)| {
                 let start = start.min(dims[dim]);
                 // Only the joined dim may differ between pieces.
                 let len = if dim == join { len + rank } else { len };
-                Piece { dim, start, len: len.min(dims[dim] - start) }
+                DimPiece { dim, start, len: len.min(dims[dim] - start) }
             })).collect();
             let host = regions::concat_pieces(&all, &pieces, join).unwrap();
             prop_assert_eq!(bits(host), bits(concat_on(&all, &pieces, join).unwrap()));

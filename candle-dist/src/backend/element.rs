@@ -5,7 +5,7 @@ use float8::F8E4M3;
 use half::{bf16, f16};
 
 /// An element type, with the wider type in which its sums and products accumulate.
-pub(super) trait Element: WithDType {
+pub(super) trait ReduceElement: WithDType {
     /// Whether it is a float, which has `divide` and `scale`. A constant, so that other elements compile no op that needs them.
     const IS_FLOAT: bool;
     /// Whether it is an integer, which has `bits`.
@@ -28,7 +28,7 @@ pub(super) trait Element: WithDType {
 
 macro_rules! element {
     (float $t:ty, $acc:ty, $widen:expr, $narrow:expr) => {
-        impl Element for $t {
+        impl ReduceElement for $t {
             const IS_FLOAT: bool = true;
             type Acc = $acc;
             fn widen(self) -> $acc {
@@ -49,7 +49,7 @@ macro_rules! element {
         }
     };
     (int $t:ty) => {
-        impl Element for $t {
+        impl ReduceElement for $t {
             const IS_FLOAT: bool = false;
             type Acc = std::num::Wrapping<$t>;
             fn widen(self) -> Self::Acc {
@@ -134,7 +134,10 @@ mod tests {
         for bits in 0..=u8::MAX {
             let x = F8E4M3::from_bits(bits);
             let (got, want) = (widen_f8(x), std::hint::black_box(x).to_f32());
-            assert!(got == want && got.is_sign_negative() == want.is_sign_negative() || got.is_nan() && want.is_nan());
+            assert!(
+                got == want && got.is_sign_negative() == want.is_sign_negative()
+                    || got.is_nan() && want.is_nan()
+            );
             assert!(got.is_nan() || F8E4M3::from_f32(got) == x, "{bits}");
         }
     }

@@ -1,5 +1,5 @@
 //! Deadlock-free read locks on several tensors.
-use super::storage::Operand;
+use super::storage::StorageOperand;
 use candle_core::StorageRef;
 #[cfg(feature = "mpi")]
 use candle_core::{Storage, Tensor};
@@ -23,7 +23,7 @@ pub(super) struct Guards<'a> {
 }
 
 impl<'a> Guards<'a> {
-    pub(super) fn new(operands: &[Operand<'a>]) -> Self {
+    pub(super) fn new(operands: &[StorageOperand<'a>]) -> Self {
         let (mut locks, mut of) = (SmallVec::new(), SmallVec::from_elem(0, operands.len()));
         let mut order: SmallVec<[(usize, usize); 8]> =
             operands.iter().enumerate().map(|(at, operand)| (operand.address, at)).collect();
@@ -138,7 +138,7 @@ mod tests {
     fn views_of_one_storage_share_a_lock() {
         let [x, y] = [3, 4].map(|len| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap());
         let (head, tail) = (x.narrow(0, 0, 1).unwrap(), x.narrow(0, 1, 2).unwrap());
-        let guards = Guards::new(&[&tail, &y, &head, &x].map(Operand::of));
+        let guards = Guards::new(&[&tail, &y, &head, &x].map(StorageOperand::of));
         assert_eq!(guards.locks.len(), 2);
         let of = guards.iter().map(|guard| std::ptr::from_ref(&**guard).addr()).collect::<Vec<_>>();
         assert_eq!(of, [address(&x), address(&y), address(&x), address(&x)]);
@@ -146,18 +146,19 @@ mod tests {
     }
 
     /// Runs `read` on two threads repeatedly while a third one writes to both storages. Returns false if they hang.
-    fn goes_on(read: impl Fn(&[Operand<'_>]) + Send + Sync + Clone + 'static) -> bool {
+    fn goes_on(read: impl Fn(&[StorageOperand<'_>]) + Send + Sync + Clone + 'static) -> bool {
         let vars = [0, 1].map(|_| Var::zeros(64, DType::F32, &Device::Cpu).unwrap());
         let views = |order: [usize; 2]| {
             order.map(|at| [0, 32].map(|start| vars[at].as_tensor().narrow(0, start, 32).unwrap())).concat()
         };
         const ROUNDS: usize = 3_000;
-        let (done, over) = (&*Box::leak(Box::new(AtomicUsize::new(0))), &*Box::leak(Box::new(AtomicBool::new(false))));
+        let (done, over) =
+            (&*Box::leak(Box::new(AtomicUsize::new(0))), &*Box::leak(Box::new(AtomicBool::new(false))));
         for order in [[0, 1], [1, 0]] {
             let (views, read) = (views(order), read.clone());
             // Not joined, because a thread that hangs would hang the test.
             thread::spawn(move || {
-                let views: Vec<Operand<'_>> = views.iter().map(Operand::of).collect();
+                let views: Vec<StorageOperand<'_>> = views.iter().map(StorageOperand::of).collect();
                 (0..ROUNDS).for_each(|_| read(&views));
                 done.fetch_add(1, Ordering::SeqCst);
             });
@@ -179,7 +180,7 @@ mod tests {
 
     #[test]
     fn reading_views_of_one_storage_does_not_wait_for_a_writer_for_ever() {
-        let ways: [fn(&[Operand<'_>]); 4] = [
+        let ways: [fn(&[StorageOperand<'_>]); 4] = [
             |views| drop(device::reduce(views, ReduceOp::Sum, None).unwrap()),
             |views| drop(regions::concat(views, None, 0).unwrap()),
             |views| drop(device::reduce_on::<CpuStorage>(views, ReduceOp::Sum, None).unwrap()),
@@ -196,7 +197,7 @@ mod tests {
         let var = Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
         let view = var.narrow(0, 1, 2).unwrap();
         let holds = {
-            let guards = Guards::new(&[&view, var.as_tensor()].map(Operand::of));
+            let guards = Guards::new(&[&view, var.as_tensor()].map(StorageOperand::of));
             // SAFETY: the locks are those of the tensors.
             let holds = [&view, var.as_tensor()]
                 .into_iter()

@@ -9,7 +9,6 @@ mod device;
 mod element;
 mod fresh;
 mod guards;
-pub mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(any(feature = "nccl", test))]
@@ -25,9 +24,12 @@ pub(crate) mod simulated;
 mod sink;
 mod started;
 pub(crate) mod storage;
+pub mod threads;
 mod wrapping;
 
-pub use crate::call::{Call, Collective, Cut, Cuts, Dims, Factor, Form, Op, RAGGED, ReduceOp, called_from, line_of};
+pub use crate::call::{
+    Call, Collective, Cut, Cuts, Dims, Factor, Form, Op, RAGGED, ReduceOp, called_from, line_of,
+};
 pub use crate::freeable::no_memory;
 pub use collective::compute;
 pub(crate) use fresh::bytes;
@@ -35,6 +37,8 @@ pub use fresh::{Fresh, Results, Tensors};
 pub use outputs::{Envelope, completed, fill, filled};
 pub use ready::Ready;
 pub use started::StartedCall;
+pub use wrapping::BackendWrapper;
+#[doc(hidden)]
 pub use wrapping::Wrapping;
 
 use crate::{Cause, Result};
@@ -49,9 +53,9 @@ use std::sync::Arc;
 /// each failure.
 ///
 /// The default methods work on every backend, or return the same `unsupported` error on all ranks. [`compute`] computes
-/// the results of a collective from the tensors of all ranks. To wrap another backend, implement [`Wrapping`] instead.
+/// the results of a collective from the tensors of all ranks. To wrap another backend, implement [`BackendWrapper`] instead.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// Returns the name of the backend, e.g. `"local"`.
+    /// Returns the name of the backend, e.g. `"threads"`.
     fn name(&self) -> &'static str;
     /// Returns this rank within the group.
     fn rank(&self) -> usize;

@@ -31,7 +31,9 @@ pub fn fill(outputs: &[Tensor], results: Results) -> Result<Results> {
         return Ok(results);
     }
     let mut pairs = outputs.iter().zip(results);
-    pairs.try_for_each(|(output, made)| overwrite(output, &[&made.into_tensor().to_device(output.device())?]))?;
+    pairs.try_for_each(|(output, made)| {
+        overwrite(output, &[&made.into_tensor().to_device(output.device())?])
+    })?;
     Ok(Results::new())
 }
 
@@ -49,7 +51,7 @@ pub(super) fn deliver(from: usize, message: Tensor, output: Option<&Tensor>) -> 
 }
 
 /// A started call whose results are written to given memory when it finishes.
-struct Filling {
+struct OutputCall {
     started: Box<dyn StartedCall>,
     outputs: Tensors,
 }
@@ -58,11 +60,11 @@ struct Filling {
 pub fn filled(started: Box<dyn StartedCall>, outputs: Tensors) -> Box<dyn StartedCall> {
     match outputs.is_empty() {
         true => started,
-        false => Box::new(Filling { started, outputs }),
+        false => Box::new(OutputCall { started, outputs }),
     }
 }
 
-impl StartedCall for Filling {
+impl StartedCall for OutputCall {
     fn is_ready(&self) -> Result<bool> {
         self.started.is_ready()
     }
@@ -77,14 +79,14 @@ impl StartedCall for Filling {
 }
 
 /// A started call that is complete.
-struct Completed(Results);
+struct CompletedCall(Results);
 
 /// Returns a started call that is complete, with these results.
 pub fn completed(results: Results) -> Box<dyn StartedCall> {
-    Box::new(Completed(results))
+    Box::new(CompletedCall(results))
 }
 
-impl StartedCall for Completed {
+impl StartedCall for CompletedCall {
     fn is_ready(&self) -> Result<bool> {
         Ok(true)
     }

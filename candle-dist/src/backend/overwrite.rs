@@ -1,7 +1,7 @@
 //! Writes results into existing tensors.
-use super::element::Element;
-use super::runs::Runs;
-use super::storage::Held;
+use super::element::ReduceElement;
+use super::runs::TensorRuns;
+use super::storage::DeviceStorage;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 
@@ -32,14 +32,17 @@ impl InplaceOp1 for Overwrite<'_> {
 }
 
 impl HostWrite for Overwrite<'_> {
-    fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
+    fn write<T: ReduceElement>(&self, to: &mut [T]) -> Result<()> {
         let mut at = 0;
         for part in self.0.iter().filter(|part| part.elem_count() > 0) {
             let (storage, _) = part.storage_and_layout();
-            let from = Runs::<T>::new(part, &storage, None)?;
+            let from = TensorRuns::<T>::new(part, &storage, None)?;
             let (len, room) = (from.total, to.len());
             let Some(to) = to.get_mut(at..at + len) else {
-                return Err(Error::Unsupported(format!("parts of {} elements and more for {room}", at + len)));
+                return Err(Error::Unsupported(format!(
+                    "parts of {} elements and more for {room}",
+                    at + len
+                )));
             };
             to.copy_from_slice(from.slice(0, len));
             at += len;
@@ -50,7 +53,7 @@ impl HostWrite for Overwrite<'_> {
 
 /// Something that fills CPU memory of any dtype.
 pub(super) trait HostWrite {
-    fn write<T: Element>(&self, to: &mut [T]) -> Result<()>;
+    fn write<T: ReduceElement>(&self, to: &mut [T]) -> Result<()>;
 }
 
 /// Fills a contiguous CPU tensor with `write`.
@@ -91,7 +94,7 @@ fn on_host(storage: &mut CpuStorage, layout: &Layout, write: &impl HostWrite) ->
 }
 
 impl Overwrite<'_> {
-    fn copy_on_device<S: Held>(&self, to: &mut S, layout: &Layout) -> candle_core::Result<()> {
+    fn copy_on_device<S: DeviceStorage>(&self, to: &mut S, layout: &Layout) -> candle_core::Result<()> {
         let Some((mut at, end)) = layout.contiguous_offsets() else {
             candle_core::bail!("an in-place collective needs a contiguous tensor")
         };
@@ -116,11 +119,13 @@ mod tests {
 
     #[test]
     fn on_a_device_too_the_parts_come_one_after_the_other() {
-        let parts = [Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap(), Tensor::new(&[3f32], &Device::Cpu).unwrap()];
+        let parts =
+            [Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap(), Tensor::new(&[3f32], &Device::Cpu).unwrap()];
         let (mut storage, layout) = (CpuStorage::F32(vec![0.0; 5]), Layout::contiguous_with_offset(3, 1));
         Overwrite(&[&parts[0], &parts[1]]).copy_on_device(&mut storage, &layout).unwrap();
         assert_eq!(storage.as_slice::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 0.0]);
-        let text = Overwrite(&[&parts[0], &parts[0]]).copy_on_device(&mut storage, &layout).unwrap_err().to_string();
+        let text =
+            Overwrite(&[&parts[0], &parts[0]]).copy_on_device(&mut storage, &layout).unwrap_err().to_string();
         assert!(text.contains("1 elements too many"), "{text}");
     }
 }

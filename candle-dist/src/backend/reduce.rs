@@ -1,12 +1,12 @@
 //! Elementwise reductions over the ranks' buffers, in rank order.
-use super::element::{Element, with_element};
+use super::element::{ReduceElement, with_element};
 use super::guards::Guards;
 use super::overwrite::{HostWrite, write_host};
-use super::runs::{Piece, Runs};
+use super::runs::{DimPiece, TensorRuns};
 #[cfg(feature = "mpi")]
-use super::sink::Unwritten;
-use super::sink::{Given, Sink};
-use super::storage::Operand;
+use super::sink::UninitSink;
+use super::sink::{Sink, SliceSink};
+use super::storage::StorageOperand;
 use crate::call::ReduceOp;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, Tensor, WithDType};
@@ -18,7 +18,11 @@ use std::mem::MaybeUninit;
 const BLOCK: usize = 2048;
 
 /// Returns the reduction of all tensors, or of the same `piece` of each, as one new contiguous buffer.
-pub(super) fn reduce(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<CpuStorage> {
+pub(super) fn reduce(
+    tensors: &[StorageOperand<'_>],
+    op: ReduceOp,
+    piece: Option<DimPiece>,
+) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => {
         let len = piece.map_or(tensors[0].elem_count(), |piece| piece.count(&tensors[0]));
         let mut out: Vec<T> = Vec::with_capacity(len);
@@ -28,32 +32,37 @@ pub(super) fn reduce(tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>
 }
 
 /// Like [`reduce`], but writes the result to the memory of `output`.
-pub(super) fn reduce_into(output: &Tensor, tensors: &[Operand<'_>], op: ReduceOp, piece: Option<Piece>) -> Result<()> {
-    struct Reduction<'a>(&'a [Operand<'a>], ReduceOp, Option<Piece>);
+pub(super) fn reduce_into(
+    output: &Tensor,
+    tensors: &[StorageOperand<'_>],
+    op: ReduceOp,
+    piece: Option<DimPiece>,
+) -> Result<()> {
+    struct Reduction<'a>(&'a [StorageOperand<'a>], ReduceOp, Option<DimPiece>);
     impl HostWrite for Reduction<'_> {
-        fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
-            reduce_to(self.0, self.1, self.2, &mut Given(to))
+        fn write<T: ReduceElement>(&self, to: &mut [T]) -> Result<()> {
+            reduce_to(self.0, self.1, self.2, &mut SliceSink(to))
         }
     }
     write_host(output, &Reduction(tensors, op, piece))
 }
 
-fn reduce_to<T: Element>(
-    tensors: &[Operand<'_>],
+fn reduce_to<T: ReduceElement>(
+    tensors: &[StorageOperand<'_>],
     op: ReduceOp,
-    piece: Option<Piece>,
+    piece: Option<DimPiece>,
     out: &mut impl Sink<T>,
 ) -> Result<()> {
     let guards = Guards::new(tensors);
-    let sources = tensors.iter().zip(guards.iter()).map(|(t, g)| Runs::<T>::new(t, g, piece));
-    let sources = sources.collect::<Result<SmallVec<[Runs<'_, T>; 8]>>>()?;
+    let sources = tensors.iter().zip(guards.iter()).map(|(t, g)| TensorRuns::<T>::new(t, g, piece));
+    let sources = sources.collect::<Result<SmallVec<[TensorRuns<'_, T>; 8]>>>()?;
     check::<T>(op)?;
     reduce_runs(&sources, op, out);
     Ok(())
 }
 
 /// Refuses ops that the elements do not have.
-fn check<T: Element>(op: ReduceOp) -> Result<()> {
+fn check<T: ReduceElement>(op: ReduceOp) -> Result<()> {
     if T::IS_INT && op.is_fractional() || T::IS_FLOAT && op.is_bitwise() {
         return Err(Error::Unsupported(format!("{op} of {} tensors", T::DTYPE.as_str())));
     }
@@ -65,11 +74,15 @@ fn check<T: Element>(op: ReduceOp) -> Result<()> {
 /// # Errors
 /// If the elements do not have the op. Then nothing is written.
 #[cfg(feature = "mpi")]
-pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mut [MaybeUninit<T>]) -> Result<()> {
+pub(super) fn reduce_slices<T: ReduceElement>(
+    sources: &[&[T]],
+    op: ReduceOp,
+    out: &mut [MaybeUninit<T>],
+) -> Result<()> {
     check::<T>(op)?;
-    let runs: Vec<Runs<'_, T>> = sources.iter().map(|data| Runs::flat(data)).collect();
+    let runs: Vec<TensorRuns<'_, T>> = sources.iter().map(|data| TensorRuns::flat(data)).collect();
     assert_eq!(out.len(), runs[0].total, "the result has as many elements as each source");
-    let mut rest = Unwritten(out);
+    let mut rest = UninitSink(out);
     reduce_runs(&runs, op, &mut rest);
     assert!(rest.0.is_empty(), "every element is written");
     Ok(())
@@ -77,12 +90,16 @@ pub(super) fn reduce_slices<T: Element>(sources: &[&[T]], op: ReduceOp, out: &mu
 
 /// Reduces elements that have the op; see [`check`]. A condition, which must be a bare constant, keeps the op from being
 /// compiled for other elements.
-fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut impl Sink<T>) {
+fn reduce_runs<T: ReduceElement>(sources: &[TensorRuns<'_, T>], op: ReduceOp, out: &mut impl Sink<T>) {
     match op {
         ReduceOp::Sum => fold(sources, out, T::widen, |a, b| a + b, |a| a),
         ReduceOp::Product => fold(sources, out, T::widen, |a, b| a * b, |a| a),
-        ReduceOp::Min => fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a),
-        ReduceOp::Max => fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a),
+        ReduceOp::Min => {
+            fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a)
+        }
+        ReduceOp::Max => {
+            fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a)
+        }
         ReduceOp::Avg => {
             if T::IS_FLOAT {
                 let n = sources.len();
@@ -114,8 +131,8 @@ fn reduce_runs<T: Element>(sources: &[Runs<'_, T>], op: ReduceOp, out: &mut impl
 }
 
 /// Combines the sources block by block. Each source is read once, and the accumulator stays in the cache.
-fn fold<T: Element>(
-    sources: &[Runs<'_, T>],
+fn fold<T: ReduceElement>(
+    sources: &[TensorRuns<'_, T>],
     out: &mut impl Sink<T>,
     widen: impl Fn(T) -> T::Acc,
     combine: impl Fn(T::Acc, T::Acc) -> T::Acc,

@@ -1,19 +1,23 @@
 //! Copies regions of tensors into one buffer.
-use super::element::{Element, with_element};
+use super::element::{ReduceElement, with_element};
 use super::guards::Guards;
 use super::overwrite::{HostWrite, write_host};
-use super::runs::{Piece, Runs};
-use super::sink::{Given, Sink};
-use super::storage::Operand;
+use super::runs::{DimPiece, TensorRuns};
+use super::sink::{Sink, SliceSink};
+use super::storage::StorageOperand;
 use crate::Result;
 use candle_core::{CpuStorage, Tensor, WithDType};
 use smallvec::SmallVec;
 
 /// Joins the tensors, or a piece of each, along dim `join` as one new contiguous buffer. All other dims must have equal
 /// sizes.
-pub(super) fn concat_pieces(tensors: &[Operand<'_>], pieces: &[Option<Piece>], join: usize) -> Result<CpuStorage> {
+pub(super) fn concat_pieces(
+    tensors: &[StorageOperand<'_>],
+    pieces: &[Option<DimPiece>],
+    join: usize,
+) -> Result<CpuStorage> {
     with_element!(tensors[0].dtype(), T => {
-        let count = |(tensor, piece): (&Operand<'_>, &Option<Piece>)| piece.map_or(tensor.elem_count(), |p| p.count(tensor));
+        let count = |(tensor, piece): (&StorageOperand<'_>, &Option<DimPiece>)| piece.map_or(tensor.elem_count(), |p| p.count(tensor));
         let mut out: Vec<T> = Vec::with_capacity(tensors.iter().zip(pieces).map(count).sum());
         concat_to(tensors, pieces, join, &mut out)?;
         Ok(T::to_cpu_storage_owned(out))
@@ -21,36 +25,41 @@ pub(super) fn concat_pieces(tensors: &[Operand<'_>], pieces: &[Option<Piece>], j
 }
 
 /// Like [`concat_pieces`], with the same `piece` of each tensor.
-pub(super) fn concat(tensors: &[Operand<'_>], piece: Option<Piece>, join: usize) -> Result<CpuStorage> {
+pub(super) fn concat(
+    tensors: &[StorageOperand<'_>],
+    piece: Option<DimPiece>,
+    join: usize,
+) -> Result<CpuStorage> {
     concat_pieces(tensors, &SmallVec::<[_; 8]>::from_elem(piece, tensors.len()), join)
 }
 
 /// Like [`concat_pieces`], but writes the result to the memory of `output`.
 pub(super) fn concat_into(
     output: &Tensor,
-    tensors: &[Operand<'_>],
-    pieces: &[Option<Piece>],
+    tensors: &[StorageOperand<'_>],
+    pieces: &[Option<DimPiece>],
     join: usize,
 ) -> Result<()> {
-    struct Joined<'a>(&'a [Operand<'a>], &'a [Option<Piece>], usize);
+    struct Joined<'a>(&'a [StorageOperand<'a>], &'a [Option<DimPiece>], usize);
     impl HostWrite for Joined<'_> {
-        fn write<T: Element>(&self, to: &mut [T]) -> Result<()> {
-            concat_to(self.0, self.1, self.2, &mut Given(to))
+        fn write<T: ReduceElement>(&self, to: &mut [T]) -> Result<()> {
+            concat_to(self.0, self.1, self.2, &mut SliceSink(to))
         }
     }
     write_host(output, &Joined(tensors, pieces, join))
 }
 
 fn concat_to<T: WithDType>(
-    tensors: &[Operand<'_>],
-    pieces: &[Option<Piece>],
+    tensors: &[StorageOperand<'_>],
+    pieces: &[Option<DimPiece>],
     join: usize,
     out: &mut impl Sink<T>,
 ) -> Result<()> {
     let guards = Guards::new(tensors);
     let sources = tensors.iter().zip(guards.iter()).zip(pieces);
-    let sources =
-        sources.map(|((t, g), &piece)| Runs::<T>::new(t, g, piece)).collect::<Result<SmallVec<[Runs<'_, T>; 8]>>>()?;
+    let sources = sources
+        .map(|((t, g), &piece)| TensorRuns::<T>::new(t, g, piece))
+        .collect::<Result<SmallVec<[TensorRuns<'_, T>; 8]>>>()?;
     let rows: usize = (0..join)
         .map(|d| match pieces[0] {
             Some(p) if p.dim == d => p.len,

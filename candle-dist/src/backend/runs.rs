@@ -4,13 +4,13 @@ use candle_core::{Storage, StorageRef, Tensor, WithDType};
 
 /// A piece of a tensor along one dim.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Piece {
+pub(super) struct DimPiece {
     pub(super) dim: usize,
     pub(super) start: usize,
     pub(super) len: usize,
 }
 
-impl Piece {
+impl DimPiece {
     /// Returns the number of elements of the piece.
     pub(super) fn count(self, of: &Tensor) -> usize {
         let others = of.dims().iter().enumerate().filter(|(dim, _)| *dim != self.dim);
@@ -18,8 +18,8 @@ impl Piece {
     }
 }
 
-/// A contiguous CPU tensor, or a [`Piece`] of it, as runs of equal length at equal distances.
-pub(super) struct Runs<'a, T> {
+/// A contiguous CPU tensor, or a [`DimPiece`] of it, as runs of equal length at equal distances.
+pub(super) struct TensorRuns<'a, T> {
     data: &'a [T],
     stride: usize,
     /// The number of elements per run; a whole tensor is a single run.
@@ -28,8 +28,8 @@ pub(super) struct Runs<'a, T> {
     pub(super) total: usize,
 }
 
-impl<'a, T: WithDType> Runs<'a, T> {
-    pub(super) fn new(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<Piece>) -> Result<Self> {
+impl<'a, T: WithDType> TensorRuns<'a, T> {
+    pub(super) fn new(tensor: &Tensor, storage: &'a StorageRef<'_>, piece: Option<DimPiece>) -> Result<Self> {
         let Storage::Cpu(cpu) = &**storage else {
             return Err(Error::Unsupported(
                 "only host tensors are moved; move the tensor to Device::Cpu first".to_string(),
@@ -38,7 +38,7 @@ impl<'a, T: WithDType> Runs<'a, T> {
         let (start, len) = (tensor.layout().start_offset(), tensor.elem_count());
         // A view without elements may start behind its memory.
         let all = if len == 0 { &[] } else { &cpu.as_slice::<T>()?[start..start + len] };
-        let Some(Piece { dim, start, len }) = piece else {
+        let Some(DimPiece { dim, start, len }) = piece else {
             return Ok(Self { data: all, stride: all.len(), run: all.len(), total: all.len() });
         };
         let inner: usize = tensor.dims()[dim + 1..].iter().product();

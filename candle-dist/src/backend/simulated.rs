@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 /// One rank of a simulated group.
 #[derive(Debug)]
-pub(crate) struct Simulated {
+pub(crate) struct SimulatedBackend {
     rank: usize,
     ranks: Vec<usize>,
 }
 
-impl Simulated {
+impl SimulatedBackend {
     pub(crate) fn new(rank: usize, ranks: Vec<usize>) -> Self {
         Self { rank, ranks }
     }
@@ -43,7 +43,7 @@ impl Simulated {
     }
 }
 
-impl Backend for Simulated {
+impl Backend for SimulatedBackend {
     fn name(&self) -> &'static str {
         "simulated"
     }
@@ -60,7 +60,10 @@ impl Backend for Simulated {
         if !call.collective.has_result(self.rank) || call.form == Form::InPlace {
             return Ok(Results::new());
         }
-        fill(&outputs, (0..call.count()).map(|i| self.result(&call, i, tensors.get(i))).collect::<Result<_>>()?)
+        fill(
+            &outputs,
+            (0..call.count()).map(|i| self.result(&call, i, tensors.get(i))).collect::<Result<_>>()?,
+        )
     }
 
     fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
@@ -75,11 +78,12 @@ impl Backend for Simulated {
     }
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
-        let rank = members.iter().position(|&member| member == self.rank).ok_or_else(|| Error::InvalidArgument {
-            rank: self.ranks[self.rank],
-            op: "subgroup",
-            reason: format!("only members create a group, and this rank is not in {members:?}"),
-        })?;
+        let rank =
+            members.iter().position(|&member| member == self.rank).ok_or_else(|| Error::InvalidArgument {
+                rank: self.ranks[self.rank],
+                op: "subgroup",
+                reason: format!("only members create a group, and this rank is not in {members:?}"),
+            })?;
         Ok(Arc::new(Self::new(rank, members.iter().map(|&member| self.ranks[member]).collect())))
     }
 

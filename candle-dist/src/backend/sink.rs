@@ -24,9 +24,9 @@ impl<T> Sink<T> for Vec<T> {
 }
 
 /// The rest of existing memory. Elements that do not fit are dropped, so callers check its size first.
-pub(super) struct Given<'a, T>(pub(super) &'a mut [T]);
+pub(super) struct SliceSink<'a, T>(pub(super) &'a mut [T]);
 
-impl<'a, T> Given<'a, T> {
+impl<'a, T> SliceSink<'a, T> {
     fn next(&mut self, len: usize) -> &'a mut [T] {
         let all = std::mem::take(&mut self.0);
         let (next, rest) = all.split_at_mut(len.min(all.len()));
@@ -35,7 +35,7 @@ impl<'a, T> Given<'a, T> {
     }
 }
 
-impl<T> Sink<T> for Given<'_, T> {
+impl<T> Sink<T> for SliceSink<'_, T> {
     fn put(&mut self, values: impl ExactSizeIterator<Item = T>) {
         let to = self.next(values.len());
         to.iter_mut().zip(values).for_each(|(to, value)| *to = value);
@@ -52,10 +52,10 @@ impl<T> Sink<T> for Given<'_, T> {
 
 /// The rest of uninitialized memory.
 #[cfg(feature = "mpi")]
-pub(super) struct Unwritten<'a, T>(pub(super) &'a mut [MaybeUninit<T>]);
+pub(super) struct UninitSink<'a, T>(pub(super) &'a mut [MaybeUninit<T>]);
 
 #[cfg(feature = "mpi")]
-impl<'a, T> Unwritten<'a, T> {
+impl<'a, T> UninitSink<'a, T> {
     fn next(&mut self, len: usize) -> &'a mut [MaybeUninit<T>] {
         let all = std::mem::take(&mut self.0);
         let (next, rest) = all.split_at_mut(len);
@@ -65,7 +65,7 @@ impl<'a, T> Unwritten<'a, T> {
 }
 
 #[cfg(feature = "mpi")]
-impl<T> Sink<T> for Unwritten<'_, T> {
+impl<T> Sink<T> for UninitSink<'_, T> {
     fn put(&mut self, values: impl ExactSizeIterator<Item = T>) {
         let len = values.len();
         let mut written = 0;

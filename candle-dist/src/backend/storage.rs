@@ -4,12 +4,12 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, Layout, Storage, Tensor};
 
 /// The storage of one kind of device.
-pub(super) trait Held: BackendStorage<Device: BackendDevice<Storage = Self>> {
+pub(super) trait DeviceStorage: BackendStorage<Device: BackendDevice<Storage = Self>> {
     /// Returns the storage, if it is of this kind.
     fn of(storage: &Storage) -> Result<&Self>;
 }
 
-impl Held for CpuStorage {
+impl DeviceStorage for CpuStorage {
     fn of(storage: &Storage) -> Result<&Self> {
         match storage {
             Storage::Cpu(storage) => Ok(storage),
@@ -18,7 +18,7 @@ impl Held for CpuStorage {
     }
 }
 
-impl Held for CudaStorage {
+impl DeviceStorage for CudaStorage {
     fn of(storage: &Storage) -> Result<&Self> {
         match storage {
             Storage::Cuda(storage) => Ok(storage),
@@ -55,18 +55,18 @@ pub(super) fn address(tensor: &Tensor) -> usize {
 ///
 /// To find an address takes a lock, which is slow if other threads take it too. So its owner finds it once.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<'a> {
+pub(super) struct StorageOperand<'a> {
     pub(super) tensor: &'a Tensor,
     pub(super) address: usize,
 }
 
-impl<'a> Operand<'a> {
+impl<'a> StorageOperand<'a> {
     pub(super) fn of(tensor: &'a Tensor) -> Self {
         Self { tensor, address: address(tensor) }
     }
 }
 
-impl std::ops::Deref for Operand<'_> {
+impl std::ops::Deref for StorageOperand<'_> {
     type Target = Tensor;
 
     fn deref(&self) -> &Tensor {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_dist::backend::{Backend, Call, Wrapping};
+/// use candle_dist::backend::{Backend, Call, BackendWrapper};
 /// use candle_dist::{Error, ReduceOp, Result, World};
 /// use std::sync::Arc;
 /// use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ use std::sync::Arc;
 ///     calls: Arc<AtomicUsize>,
 /// }
 ///
-/// impl Wrapping for Faulty {
+/// impl BackendWrapper for Faulty {
 ///     fn inner(&self) -> &Arc<dyn Backend> {
 ///         &self.inner
 ///     }
@@ -39,7 +39,7 @@ use std::sync::Arc;
 ///     }
 /// }
 ///
-/// let world = World::local(2).wrap_backend(|inner| Arc::new(Faulty { inner, calls: Arc::default() }));
+/// let world = World::threads(2).wrap_backend(|inner| Arc::new(Faulty { inner, calls: Arc::default() }));
 /// let outcome = world.run(|ctx| -> Result<()> {
 ///     let pair = ctx.group().subgroup(&[1, 0])?;
 ///     let x = Tensor::new(&[1f32], &Device::Cpu)?;
@@ -50,7 +50,7 @@ use std::sync::Arc;
 /// });
 /// assert!(outcome.unwrap_err().message.contains("the third call, all_reduce, on purpose"));
 /// ```
-pub trait Wrapping: Send + Sync + Debug {
+pub trait BackendWrapper: Send + Sync + Debug {
     /// Returns the inner backend.
     fn inner(&self) -> &Arc<dyn Backend>;
     /// Wraps the backend of a subgroup in the same way.
@@ -62,7 +62,10 @@ pub trait Wrapping: Send + Sync + Debug {
     fn before(&self, call: &Call) -> Result<()>;
 }
 
-impl<W: Wrapping> Backend for W {
+#[doc(hidden)]
+pub use self::BackendWrapper as Wrapping;
+
+impl<W: BackendWrapper> Backend for W {
     fn name(&self) -> &'static str {
         self.inner().name()
     }

@@ -15,7 +15,7 @@ pub type Cuts = SmallVec<[Cut; 1]>;
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::{Collective, Cut, World};
 ///
-/// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+/// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
 ///     let mine = Tensor::ones((2 - ctx.rank(), 4), DType::F32, &Device::Cpu)?; // 2 rows and 1 row
 ///     let gather = Collective::all_gather(Cut::new(0, &[2, 1]));
 ///     assert_eq!(ctx.group().call(gather).run(&mine)?.dims(), [3, 4]);
@@ -272,7 +272,9 @@ fn check_counts(counts: &[Dims], shape: &[usize], rank: usize, size: usize) -> R
     let countable = |r: usize| counts.iter().try_fold(0usize, |sum, row| sum.checked_add(row[r])).is_some();
     let rows = shape.first().filter(|_| is_table && (0..size).all(countable));
     let Some(&rows) = rows else {
-        return Err(format!("counts {counts:?} of rows of {shape:?}: expected {size} counts for each of {size} ranks"));
+        return Err(format!(
+            "counts {counts:?} of rows of {shape:?}: expected {size} counts for each of {size} ranks"
+        ));
     };
     match total(&counts[rank]) == Some(rows) {
         true => Ok(()),

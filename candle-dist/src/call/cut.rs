@@ -52,9 +52,9 @@ impl Cut {
         let len = len.ok_or_else(|| format!("dim {dim} is out of range for a tensor of shape {shape:?}"))?;
         match sizes.len() == ranks && sizes[rank] == *len && total(sizes).is_some() {
             true => Ok(()),
-            false => {
-                Err(format!("sizes {sizes:?} of dim {dim} do not fit {ranks} ranks and a piece of shape {shape:?}"))
-            }
+            false => Err(format!(
+                "sizes {sizes:?} of dim {dim} do not fit {ranks} ranks and a piece of shape {shape:?}"
+            )),
         }
     }
 
@@ -63,7 +63,9 @@ impl Cut {
         let Self { dim, sizes } = self;
         match sizes.len() == ranks && total(sizes).is_some() && shape.get(*dim).copied() == total(sizes) {
             true => Ok(()),
-            false => Err(format!("sizes {sizes:?} do not cut dim {dim} of shape {shape:?} into {ranks} pieces")),
+            false => {
+                Err(format!("sizes {sizes:?} do not cut dim {dim} of shape {shape:?} into {ranks} pieces"))
+            }
         }
     }
 }

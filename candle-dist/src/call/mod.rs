@@ -98,7 +98,8 @@ impl Call {
     #[track_caller]
     pub fn on_all(collective: Collective, tensors: &[Tensor]) -> Self {
         let Some((first, rest)) = tensors.split_first() else { return Self::new(collective) };
-        let rest = rest.iter().enumerate().map(|(i, tensor)| (tensor.dtype(), ragged(&collective, i + 1, tensor)));
+        let rest =
+            rest.iter().enumerate().map(|(i, tensor)| (tensor.dtype(), ragged(&collective, i + 1, tensor)));
         Self { rest: rest.collect(), ..Self::on(collective, first) }
     }
 
@@ -121,7 +122,8 @@ impl Call {
     /// Returns whether two calls without a [difference](Self::difference) are also printed alike, and wait as long.
     pub(crate) fn prints_as(&self, other: &Self) -> bool {
         // All fields are named here, so that a new one is not forgotten. `difference` compares those without a name.
-        let Self { collective: _, dtype: _, device, shape: _, rest: _, form: _, note: _, timeout, site } = self;
+        let Self { collective: _, dtype: _, device, shape: _, rest: _, form: _, note: _, timeout, site } =
+            self;
         let mine = (timeout, device, self.collective.tag());
         std::ptr::eq(*site, other.site) && mine == (&other.timeout, &other.device, other.collective.tag())
     }
@@ -148,14 +150,14 @@ fn ragged(collective: &Collective, nth: usize, tensor: &Tensor) -> Dims {
 /// A property of calls that must be equal on all ranks.
 pub(crate) struct Property {
     pub(crate) name: &'static str,
-    pub(crate) of: fn(&Call) -> Value<'_>,
+    pub(crate) of: fn(&Call) -> PropertyValue<'_>,
     /// Whether a send and its receive have it in common.
     pub(crate) of_both_sides: bool,
 }
 
 /// The value of a [`Property`].
 #[derive(PartialEq, Hash)]
-pub(crate) enum Value<'a> {
+pub(crate) enum PropertyValue<'a> {
     Op(Op),
     DType(Option<DType>),
     Device(Discriminant<DeviceLocation>),
@@ -169,30 +171,37 @@ pub(crate) enum Value<'a> {
 }
 
 impl Property {
-    const fn new(name: &'static str, of: fn(&Call) -> Value<'_>) -> Self {
+    const fn new(name: &'static str, of: fn(&Call) -> PropertyValue<'_>) -> Self {
         Self { name, of, of_both_sides: true }
     }
 
-    const fn of_a_side(name: &'static str, of: fn(&Call) -> Value<'_>) -> Self {
+    const fn of_a_side(name: &'static str, of: fn(&Call) -> PropertyValue<'_>) -> Self {
         Self { name, of, of_both_sides: false }
     }
 }
 
 /// The properties, in the order in which a mismatch is reported.
 pub(crate) const PROPERTIES: [Property; 10] = [
-    Property::of_a_side("op", |call| Value::Op(call.op())),
-    Property::new("dtype", |call| Value::DType(call.dtype)),
+    Property::of_a_side("op", |call| PropertyValue::Op(call.op())),
+    Property::new("dtype", |call| PropertyValue::DType(call.dtype)),
     // Each rank has its own GPU, so only the kind of device counts.
-    Property::of_a_side("device", |call| Value::Device(discriminant(&call.device))),
-    Property::new("shape", |call| Value::Shape(&call.shape, &call.rest)),
-    Property::new("reduction", |call| Value::Reduction(call.collective.reduction())),
-    Property::of_a_side("root", |call| Value::Rank(call.collective.peer())),
-    Property::new("dim", |call| Value::Dims(call.collective.cuts().iter().map(|cut| cut.dim).collect())),
-    Property::new("sizes", |call| {
-        Value::Sizes(call.collective.cuts().iter().map(|cut| &cut.sizes).collect(), call.collective.counts())
+    Property::of_a_side("device", |call| PropertyValue::Device(discriminant(&call.device))),
+    Property::new("shape", |call| PropertyValue::Shape(&call.shape, &call.rest)),
+    Property::new("reduction", |call| PropertyValue::Reduction(call.collective.reduction())),
+    Property::of_a_side("root", |call| PropertyValue::Rank(call.collective.peer())),
+    Property::new("dim", |call| {
+        PropertyValue::Dims(call.collective.cuts().iter().map(|cut| cut.dim).collect())
     }),
-    Property::of_a_side("form (into new memory, in place, started, or monitored)", |call| Value::Form(call.form)),
-    Property::new("description", |call| Value::Note(call.note.as_deref())),
+    Property::new("sizes", |call| {
+        PropertyValue::Sizes(
+            call.collective.cuts().iter().map(|cut| &cut.sizes).collect(),
+            call.collective.counts(),
+        )
+    }),
+    Property::of_a_side("form (into new memory, in place, started, or monitored)", |call| {
+        PropertyValue::Form(call.form)
+    }),
+    Property::new("description", |call| PropertyValue::Note(call.note.as_deref())),
 ];
 
 impl fmt::Display for Call {
@@ -217,7 +226,9 @@ impl fmt::Display for Call {
             _ => format!("root {peer}"),
         }));
         parts.extend(collective.counts().map(|counts| format!("counts {counts:?}")));
-        parts.extend(collective.cuts().iter().map(|cut| format!("dim {} sizes {:?}", cut.dim, cut.sizes.as_slice())));
+        parts.extend(
+            collective.cuts().iter().map(|cut| format!("dim {} sizes {:?}", cut.dim, cut.sizes.as_slice())),
+        );
         if collective.tag() != 0 {
             parts.push(format!("tag {}", collective.tag()));
         }

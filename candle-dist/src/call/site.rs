@@ -14,7 +14,7 @@ thread_local! {
 /// use candle_dist::{World, comm::Log};
 /// use std::panic::Location;
 ///
-/// World::local(2).run(|ctx| {
+/// World::threads(2).run(|ctx| {
 ///     let here = Location::caller();
 ///     let (met, events) = Log::of(|| called_from(here, || ctx.group().barrier()));
 ///     assert_eq!(events[0].site, here);

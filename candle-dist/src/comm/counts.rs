@@ -1,6 +1,6 @@
 //! Counts communication within a closure.
 use super::event::Event;
-use super::scope::{Collect, Scope};
+use super::scope::{Collect, CommScope};
 use crate::call::Op;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -88,7 +88,7 @@ impl Collect for CommCounts {
 /// use candle_core::{Device, Tensor};
 /// use candle_dist::{Op, ReduceOp, World, comm};
 ///
-/// let counts = World::local(2).run(|ctx| -> candle_dist::Result<_> {
+/// let counts = World::threads(2).run(|ctx| -> candle_dist::Result<_> {
 ///     let x = Tensor::zeros(8, candle_core::DType::F32, &Device::Cpu)?;
 ///     let (sum, counts) = comm::record(|| ctx.group().all_reduce(&x, ReduceOp::Sum));
 ///     sum.map(|_| counts)
@@ -99,7 +99,7 @@ impl Collect for CommCounts {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 pub fn record<R>(f: impl FnOnce() -> R) -> (R, CommCounts) {
-    let scope = Scope::<CommCounts>::open();
+    let scope = CommScope::<CommCounts>::open();
     let result = f();
     let counts = scope.0.take();
     (result, counts)

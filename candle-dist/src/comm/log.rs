@@ -1,6 +1,6 @@
 //! Logs every call of a thread.
 use super::event::Event;
-use super::scope::{Collect, Scope};
+use super::scope::{Collect, CommScope};
 use std::fmt;
 
 impl Collect for Vec<Event> {
@@ -17,7 +17,7 @@ impl Collect for Vec<Event> {
 /// use candle_core::{Device, Tensor};
 /// use candle_dist::{Op, ReduceOp, World, comm::Log};
 ///
-/// let ops = World::local(2).run(|ctx| -> candle_dist::Result<Vec<Op>> {
+/// let ops = World::threads(2).run(|ctx| -> candle_dist::Result<Vec<Op>> {
 ///     let x = Tensor::new(&[1f32, 2.0], &Device::Cpu)?;
 ///     let log = Log::start();
 ///     ctx.group().all_reduce(&x, ReduceOp::Sum)?;
@@ -28,12 +28,12 @@ impl Collect for Vec<Event> {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[must_use = "a log ends when it is dropped"]
-pub struct Log(Scope<Vec<Event>>);
+pub struct Log(CommScope<Vec<Event>>);
 
 impl Log {
     /// Starts a log of this thread's communication.
     pub fn start() -> Self {
-        Self(Scope::open())
+        Self(CommScope::open())
     }
 
     /// Runs `f` and returns the communication of this thread in it.

@@ -17,9 +17,9 @@ thread_local! {
 }
 
 /// A collector that is open on this thread until it is dropped.
-pub(super) struct Scope<T: 'static>(pub(super) Rc<RefCell<T>>);
+pub(super) struct CommScope<T: 'static>(pub(super) Rc<RefCell<T>>);
 
-impl<T: Collect + Default> Scope<T> {
+impl<T: Collect + Default> CommScope<T> {
     pub(super) fn open() -> Self {
         let collection = Rc::new(RefCell::new(T::default()));
         OPEN.with_borrow_mut(|open| open.push(collection.clone()));
@@ -27,14 +27,16 @@ impl<T: Collect + Default> Scope<T> {
     }
 }
 
-impl<T> Drop for Scope<T> {
+impl<T> Drop for CommScope<T> {
     fn drop(&mut self) {
-        OPEN.with_borrow_mut(|open| open.retain(|other| !std::ptr::addr_eq(Rc::as_ptr(other), Rc::as_ptr(&self.0))));
+        OPEN.with_borrow_mut(|open| {
+            open.retain(|other| !std::ptr::addr_eq(Rc::as_ptr(other), Rc::as_ptr(&self.0)))
+        });
     }
 }
 
 /// A call in progress that is observed. Dropping it ends the call.
-pub(crate) struct Watched {
+pub(crate) struct ObservedCall {
     event: Event,
     _span: EnteredSpan,
 }
@@ -42,7 +44,7 @@ pub(crate) struct Watched {
 /// Starts to observe a call of the group of `ranks` whose input on this rank has `bytes` bytes.
 ///
 /// If no collector is open on this thread, and nobody subscribes to spans, this only reads a thread-local and a global.
-pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize], is_check: bool) -> Option<Watched> {
+pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize], is_check: bool) -> Option<ObservedCall> {
     let part = match call.form {
         _ if is_check => Part::Check,
         Form::Started => Part::Start,
@@ -52,11 +54,11 @@ pub(crate) fn watch(call: &Call, bytes: usize, ranks: &[usize], is_check: bool) 
 }
 
 /// Starts to observe the wait for a started call.
-pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<Watched> {
+pub(crate) fn watch_wait(call: &Call, ranks: &[usize]) -> Option<ObservedCall> {
     watch_part(call, Part::Wait, 0, ranks)
 }
 
-fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<Watched> {
+fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<ObservedCall> {
     let span = debug_span!("communication", op = %call.op(), ?part, ?ranks, peer = call.collective.peer(), bytes, site = %call.site);
     if span.is_disabled() && OPEN.with_borrow(Vec::is_empty) {
         return None;
@@ -72,10 +74,10 @@ fn watch_part(call: &Call, part: Part, bytes: usize, ranks: &[usize]) -> Option<
         duration: Duration::ZERO,
         site: call.site,
     };
-    Some(Watched { event, _span: span.entered() })
+    Some(ObservedCall { event, _span: span.entered() })
 }
 
-impl Drop for Watched {
+impl Drop for ObservedCall {
     fn drop(&mut self) {
         self.event.duration = self.event.start.elapsed();
         OPEN.with_borrow(|open| open.iter().for_each(|collection| collection.borrow_mut().add(&self.event)));

@@ -13,7 +13,7 @@ use std::path::Path;
 /// ```
 /// use candle_dist::{World, comm::{Log, trace}};
 ///
-/// let events = World::local(2).run(|ctx| -> candle_dist::Result<_> {
+/// let events = World::threads(2).run(|ctx| -> candle_dist::Result<_> {
 ///     let (met, events) = Log::of(|| ctx.group().barrier());
 ///     met.map(|()| (ctx.rank(), events))
 /// }).unwrap();
@@ -27,8 +27,10 @@ use std::path::Path;
 pub fn write_chrome(out: impl Write, ranks: &[(usize, Vec<Event>)]) -> io::Result<()> {
     let origin = ranks.iter().flat_map(|(_, events)| events).map(|event| event.start).min();
     let rows = ranks.iter().flat_map(|(rank, events)| {
-        let title = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}")}});
-        let place = json!({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}});
+        let title =
+            json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}")}});
+        let place =
+            json!({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}});
         let calls = events.iter().map(|event| {
             let since = origin.map(|origin| event.start - origin).unwrap_or_default();
             call(*rank, event, since.as_secs_f64() * 1e6)

@@ -18,7 +18,7 @@ const COUNTED_TAGS: u32 = 256;
 #[derive(Debug, Default)]
 pub(super) struct Activity {
     /// What the rank's threads currently do, oldest first.
-    active: Vec<Active>,
+    active: Vec<ActiveWait>,
     next: u64,
     last: Option<Arc<Call>>,
     /// The number of rounds entered, per group and channel.
@@ -34,15 +34,15 @@ pub(super) struct Activity {
 }
 
 #[derive(Debug)]
-struct Active {
+struct ActiveWait {
     id: u64,
-    what: Waiting,
+    what: WaitKind,
     since: Instant,
 }
 
 /// Something that a rank can wait in.
 #[derive(Debug)]
-pub(super) enum Waiting {
+pub(super) enum WaitKind {
     /// A call, with the round that it waits for, or `None` if it waits for no other rank.
     Call(Arc<Call>, Option<Meeting>),
     /// The value of a key.
@@ -103,16 +103,16 @@ impl Activity {
     }
 
     /// Records that the rank is in `what`. Returns the number for [`end`](Self::end).
-    pub(super) fn begin(&mut self, what: Waiting) -> u64 {
+    pub(super) fn begin(&mut self, what: WaitKind) -> u64 {
         self.next += 1;
-        self.active.push(Active { id: self.next, what, since: Instant::now() });
+        self.active.push(ActiveWait { id: self.next, what, since: Instant::now() });
         self.next
     }
 
     /// Records that the rank has left it.
     pub(super) fn end(&mut self, id: u64) {
         if let Some(at) = self.active.iter().position(|active| active.id == id)
-            && let Waiting::Call(call, _) = self.active.remove(at).what
+            && let WaitKind::Call(call, _) = self.active.remove(at).what
         {
             self.last = Some(call);
         }
@@ -129,8 +129,10 @@ impl Activity {
             return None;
         }
         self.active.iter().find_map(|active| match &active.what {
-            Waiting::Call(_, Some(meeting)) => meeting.ranks.iter().copied().find(|rank| self.lacks(*rank, meeting)),
-            Waiting::Call(_, None) | Waiting::Value(_) | Waiting::Stage(_) => None,
+            WaitKind::Call(_, Some(meeting)) => {
+                meeting.ranks.iter().copied().find(|rank| self.lacks(*rank, meeting))
+            }
+            WaitKind::Call(_, None) | WaitKind::Value(_) | WaitKind::Stage(_) => None,
         })
     }
 
@@ -159,16 +161,16 @@ impl Activity {
 impl fmt::Display for Activity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A call and a stage may wait for a value inside, so report these.
-        let is_call = |active: &&Active| !matches!(active.what, Waiting::Value(_));
+        let is_call = |active: &&ActiveWait| !matches!(active.what, WaitKind::Value(_));
         match (self.active.iter().rfind(is_call).or(self.active.last()), &self.last) {
-            (Some(Active { what, since, .. }), _) => write!(f, "{what} for {:.1?}", since.elapsed()),
+            (Some(ActiveWait { what, since, .. }), _) => write!(f, "{what} for {:.1?}", since.elapsed()),
             (None, Some(call)) => write!(f, "running, last completed {call}"),
             (None, None) => write!(f, "running, no call yet"),
         }
     }
 }
 
-impl fmt::Display for Waiting {
+impl fmt::Display for WaitKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Call(call, _) => write!(f, "in {call}"),
@@ -186,7 +188,7 @@ mod tests {
     fn wait(activity: &mut Activity, group: u64, round: u64) -> u64 {
         activity.count(group, round);
         let meeting = Meeting { group, round, ranks: SmallVec::from_slice(&[0, 1, 2]) };
-        activity.begin(Waiting::Call(Arc::new(Call::new(Collective::Barrier)), Some(meeting)))
+        activity.begin(WaitKind::Call(Arc::new(Call::new(Collective::Barrier)), Some(meeting)))
     }
 
     #[test]
@@ -261,7 +263,7 @@ mod tests {
         assert!(me.to_string().starts_with("in barrier at "), "{me}");
         me.end(id);
         assert!(me.to_string().starts_with("running, last completed barrier at "), "{me}");
-        me.begin(Waiting::Value("key".into()));
+        me.begin(WaitKind::Value("key".into()));
         assert!(me.to_string().starts_with("waiting for the value of \"key\" for "), "{me}");
     }
 }

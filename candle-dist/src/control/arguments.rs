@@ -26,7 +26,11 @@ pub(super) fn own(options: &InitOptions) -> Option<Vec<String>> {
     if own.len() <= MOST {
         return Some(own);
     }
-    Some(vec![format!("({} arguments with the digest {})", own.len(), digest(&own.iter().format(" ").to_string()))])
+    Some(vec![format!(
+        "({} arguments with the digest {})",
+        own.len(),
+        digest(&own.iter().format(" ").to_string())
+    )])
 }
 
 /// Returns what other processes get of arguments: they may have secrets, and the connection is not encrypted.
@@ -42,12 +46,17 @@ fn digest(text: &str) -> String {
 pub(super) fn difference(rank: usize, theirs: Option<&[String]>, ours: Option<&[String]>) -> Option<String> {
     let (theirs, ours) = (theirs?, ours?);
     let known = digests(ours);
-    let at = theirs.iter().zip_longest(&known).position(|pair| !matches!(pair, EitherOrBoth::Both(a, b) if a == b))?;
-    let count = |all: &[String]| format!("only {} argument{}", all.len(), if all.len() == 1 { "" } else { "s" });
+    let at = theirs
+        .iter()
+        .zip_longest(&known)
+        .position(|pair| !matches!(pair, EitherOrBoth::Both(a, b) if a == b))?;
+    let count =
+        |all: &[String]| format!("only {} argument{}", all.len(), if all.len() == 1 { "" } else { "s" });
     let shown = match ours.get(at) {
         Some(argument) => {
             // With the flag before a value, and nothing else.
-            let flag = at.checked_sub(1).map(|before| &ours[before]).filter(|before| before.starts_with("\"-"));
+            let flag =
+                at.checked_sub(1).map(|before| &ours[before]).filter(|before| before.starts_with("\"-"));
             flag.into_iter().chain([argument]).map(|text| clipped(text.clone(), MAX_SHOWN)).join(" ")
         }
         None => count(ours),
@@ -77,7 +86,11 @@ mod tests {
         let told = |theirs: &str, ours: &str| difference(2, Some(&digests(&list(theirs))), Some(&list(ours)));
         assert_eq!(told("train --seed 1", "train --seed 1"), None);
         for (theirs, ours, expected) in [
-            ("train --seed 2 --x", "train --seed 1 --y", r#"rank 0 has "--seed" "1", and rank 2 has another one; "#),
+            (
+                "train --seed 2 --x",
+                "train --seed 1 --y",
+                r#"rank 0 has "--seed" "1", and rank 2 has another one; "#,
+            ),
             ("train b", "train a", r#"rank 0 has "a", and rank 2 has another one; "#),
             ("train", "train --seed 1", r#"rank 0 has "--seed", and rank 2 has only 1 argument; "#),
             ("train --seed", "train", "rank 0 has only 1 argument, and rank 2 has more; "),

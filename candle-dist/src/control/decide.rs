@@ -44,8 +44,10 @@ impl Control {
         self.fail(match missing.first() {
             None => Cause::TimedOut { rank: self.rank(), after: limit },
             Some(first) => {
-                let (noun, list) = (if missing.len() == 1 { "rank" } else { "ranks" }, missing.iter().format(", "));
-                let message = format!("{noun} {list} of {} did not come to {stage} within {limit:?}", self.size());
+                let (noun, list) =
+                    (if missing.len() == 1 { "rank" } else { "ranks" }, missing.iter().format(", "));
+                let message =
+                    format!("{noun} {list} of {} did not come to {stage} within {limit:?}", self.size());
                 Cause::Failed { rank: *first, message }
             }
         })

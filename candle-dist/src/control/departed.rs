@@ -3,18 +3,25 @@ use std::collections::HashMap;
 
 /// The rounds per dropped group and rank. A group is removed when all members have dropped it.
 #[derive(Debug, Default)]
-pub(super) struct Departed(HashMap<u64, Group>);
+pub(super) struct Departures(HashMap<u64, GroupDepartures>);
 
 #[derive(Debug, Default)]
-struct Group {
+struct GroupDepartures {
     /// The number of members that have dropped the group.
     gone: usize,
     rounds: HashMap<usize, Vec<(u64, u64)>>,
 }
 
-impl Departed {
+impl Departures {
     /// Adds rounds of a rank on a group of `members` ranks that it drops. `is_all` marks the rank's last message.
-    pub(super) fn note(&mut self, rank: usize, group: u64, members: usize, rounds: Vec<(u64, u64)>, is_all: bool) {
+    pub(super) fn note(
+        &mut self,
+        rank: usize,
+        group: u64,
+        members: usize,
+        rounds: Vec<(u64, u64)>,
+        is_all: bool,
+    ) {
         let entry = self.0.entry(group).or_default();
         entry.rounds.entry(rank).or_default().extend(rounds);
         entry.gone += usize::from(is_all);
@@ -35,7 +42,7 @@ mod tests {
 
     #[test]
     fn a_group_is_remembered_until_all_members_have_dropped_it() {
-        let mut departed = Departed::default();
+        let mut departed = Departures::default();
         for group in 0..1000 {
             departed.note(0, group, 3, vec![(group, 5)], false);
             departed.note(0, group, 3, vec![(group + 10_000, 1)], true);

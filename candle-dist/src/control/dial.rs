@@ -2,9 +2,9 @@
 use super::server::meeting_points;
 use super::terms::Terms;
 use crate::launch::{LaunchInfo, Secret};
-use crate::link::hello::{Answer, Hello, Stranger};
-use crate::link::key::Key;
-use crate::link::{Attempts, Before, within};
+use crate::link::hello::{Hello, HelloReply, Stranger};
+use crate::link::key::JobKey;
+use crate::link::{Attempts, DeadlineStream, within};
 use crate::{Error, Result, printable};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpStream};
@@ -15,7 +15,11 @@ const ATTEMPT: Duration = Duration::from_secs(5);
 
 /// Connects to rank 0 until it accepts this process, for at most `limit`, and returns its terms. Rank 0 itself knows its
 /// address and key.
-pub(super) fn dial(info: &LaunchInfo, own: Option<(SocketAddr, Key)>, limit: Duration) -> Result<(TcpStream, Terms)> {
+pub(super) fn dial(
+    info: &LaunchInfo,
+    own: Option<(SocketAddr, JobKey)>,
+    limit: Duration,
+) -> Result<(TcpStream, Terms)> {
     let hello = hello(info)?;
     let mut attempts = Attempts::within(limit);
     loop {
@@ -42,14 +46,16 @@ pub(super) fn call_twin(info: &LaunchInfo) {
 }
 
 fn hello(info: &LaunchInfo) -> Result<Hello> {
-    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Init(format!("{n} is too large for a rank or a size")));
+    let number = |n: usize| {
+        u32::try_from(n).map_err(|_| Error::Init(format!("{n} is too large for a rank or a size")))
+    };
     Ok(Hello { rank: number(info.rank)?, size: number(info.world_size)? })
 }
 
 /// Greets rank 0 once. The outer error is final, the inner one may go away.
 fn attempt(
     info: &LaunchInfo,
-    own: Option<&(SocketAddr, Key)>,
+    own: Option<&(SocketAddr, JobKey)>,
     hello: Hello,
     end: Instant,
 ) -> Result<io::Result<(TcpStream, Terms)>> {
@@ -72,15 +78,17 @@ fn attempt(
     let mut foreign = None;
     for address in addresses {
         let left = end.saturating_duration_since(Instant::now()).clamp(Attempts::PAUSE.0, ATTEMPT);
-        let greeted = TcpStream::connect_timeout(&address, left).map_err(Stranger::Unknown).and_then(|stream| {
-            let answer = hello.greet(&key, &mut Before { stream: &stream, deadline: within(left) })?;
-            Ok((stream, answer))
-        });
+        let greeted =
+            TcpStream::connect_timeout(&address, left).map_err(Stranger::Unknown).and_then(|stream| {
+                let answer =
+                    hello.greet(&key, &mut DeadlineStream { stream: &stream, deadline: within(left) })?;
+                Ok((stream, answer))
+            });
         match greeted {
-            Ok((stream, Answer::Welcome(text))) => return Ok(Ok((stream, Terms::accept(&text)?))),
-            Ok((_, Answer::Never(why))) => return Err(Error::Init(printable(&why).into())),
-            Ok((_, Answer::NotStarted(why))) => return Err(Error::NotStarted(printable(&why).into())),
-            Ok((_, Answer::Later(why))) => return Ok(Err(io::Error::other(printable(&why)))),
+            Ok((stream, HelloReply::Welcome(text))) => return Ok(Ok((stream, Terms::accept(&text)?))),
+            Ok((_, HelloReply::Never(why))) => return Err(Error::Init(printable(&why).into())),
+            Ok((_, HelloReply::NotStarted(why))) => return Err(Error::NotStarted(printable(&why).into())),
+            Ok((_, HelloReply::Later(why))) => return Ok(Err(io::Error::other(printable(&why)))),
             Err(Stranger::Unknown(error)) if error.kind() == ErrorKind::InvalidData => {
                 foreign = Some(format!(
                     "another program answers at {address}; set MASTER_PORT to a free port, equal on all ranks"
@@ -94,7 +102,9 @@ fn attempt(
                 let why = format!("the rank 0 at {address} has another secret than this process");
                 match info.secret {
                     // This process may have read the one of the world before.
-                    Secret::File(_) => last = Some(io::Error::other(format!("{why}, which is of another job"))),
+                    Secret::File(_) => {
+                        last = Some(io::Error::other(format!("{why}, which is of another job")))
+                    }
                     _ => foreign = Some(format!("{why}; it is of another job, or CANDLE_DIST_TOKEN differs")),
                 }
             }

@@ -1,18 +1,18 @@
 //! Rank 0's side: the processes, the values and rounds that they wait for, and the failure of the world.
 use super::arguments;
-use super::departed::Departed;
+use super::departed::Departures;
 use super::limits::{MAX_ROUNDS, MAX_STATE};
-use super::message::{Fault, Notice, Request, State};
+use super::message::{CauseRecord, HubRequest, Notice, StatusRecord};
 use super::rounds::Rounds;
 use super::terms::Terms;
 use crate::Cause;
 use crate::error::End;
 use crate::launch::{InitOptions, LaunchInfo, SecretFile};
-use crate::link::hello::{Answer, Guest, Hello};
-use crate::link::key::Key;
+use crate::link::hello::{Guest, Hello, HelloReply};
+use crate::link::key::JobKey;
 use crate::link::within;
-use crate::link::{Event, Link};
-use crate::values::{Changed, Values};
+use crate::link::{Link, LinkEvent};
+use crate::values::{ChangeEffects, Values};
 use itertools::Itertools;
 use parking_lot::{Condvar, Mutex};
 use std::io;
@@ -25,15 +25,15 @@ const ANSWER: Duration = Duration::from_millis(300);
 
 /// The state of all processes at rank 0.
 #[derive(Debug)]
-pub(super) struct Hub {
-    key: Key,
-    table: Mutex<Table>,
+pub(super) struct ControlHub {
+    key: JobKey,
+    table: Mutex<HubTable>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Table {
-    phase: Phase,
+struct HubTable {
+    phase: WorldPhase,
     /// Why the world has not started, if something went wrong before. Processes that come later hear it.
     not_started: Option<String>,
     /// The file of the secret, while ranks may come.
@@ -43,19 +43,19 @@ struct Table {
     terms: Terms,
     /// The arguments of rank 0, unless others may have unlike ones.
     arguments: Option<Vec<String>>,
-    seats: Vec<Seat>,
+    seats: Vec<RankRecord>,
     values: Values<(usize, u64)>,
     rounds: Rounds,
-    departed: Departed,
+    departed: Departures,
 }
 
 /// The phase of a world, which only advances.
 #[derive(Debug)]
-enum Phase {
+enum WorldPhase {
     Meeting,
     Running,
     /// Something went wrong, and the ranks are asked what they are doing.
-    Stopping(Fault),
+    Stopping(CauseRecord),
     Stopped,
     /// The ranks cannot start.
     NotStarted,
@@ -65,7 +65,7 @@ enum Phase {
 
 /// The state of one rank.
 #[derive(Debug, Default)]
-struct Seat {
+struct RankRecord {
     link: Option<Link<Notice>>,
     is_open: bool,
     /// Whether the rank was refused because the world has not started.
@@ -81,7 +81,7 @@ struct Seat {
     rounds: Vec<(u64, u64)>,
 }
 
-impl Seat {
+impl RankRecord {
     fn send(&self, notice: &Notice) {
         if let (Some(link), true) = (&self.link, self.is_open) {
             link.outbox.send(notice.clone());
@@ -92,28 +92,28 @@ impl Seat {
         self.end.is_some() || !self.is_open
     }
 
-    fn state(&self) -> State {
+    fn state(&self) -> StatusRecord {
         match (&self.end, &self.lost, &self.says) {
-            (Some(end), ..) => State::Ended(end.clone().clipped(MAX_STATE)),
-            (_, Some(how), _) => State::Lost(how.clone()),
-            (.., Some(text)) => State::Says(text.clone()),
-            _ => State::Silent,
+            (Some(end), ..) => StatusRecord::Ended(end.clone().clipped(MAX_STATE)),
+            (_, Some(how), _) => StatusRecord::Lost(how.clone()),
+            (.., Some(text)) => StatusRecord::Says(text.clone()),
+            _ => StatusRecord::Silent,
         }
     }
 }
 
-impl Table {
+impl HubTable {
     fn tell(&self, notice: &Notice) {
         self.seats.iter().for_each(|seat| seat.send(notice));
     }
 
     /// Stops the world unless it is stopping already: the first cause counts.
     fn stop(&mut self, cause: Cause) {
-        if let Phase::Meeting | Phase::Running = self.phase {
-            if let Phase::Meeting = self.phase {
+        if let WorldPhase::Meeting | WorldPhase::Running = self.phase {
+            if let WorldPhase::Meeting = self.phase {
                 self.not_started = Some(cause.to_string());
             }
-            self.phase = Phase::Stopping(cause.into());
+            self.phase = WorldPhase::Stopping(cause.into());
             self.tell(&Notice::Ask);
         }
     }
@@ -125,48 +125,55 @@ impl Table {
     /// After a failure, releases the processes once all of them have been told and have ended. If the world has not started, rank 0
     /// waits for those that still come, for as long as a process waits for its release.
     fn release(&self) {
-        let has_failed = matches!(self.phase, Phase::Stopped | Phase::NotStarted);
-        let is_done = |seat: &Seat| if seat.link.is_some() { seat.has_ended() } else { seat.is_refused };
+        let has_failed = matches!(self.phase, WorldPhase::Stopped | WorldPhase::NotStarted);
+        let is_done =
+            |seat: &RankRecord| if seat.link.is_some() { seat.has_ended() } else { seat.is_refused };
         if has_failed && self.seats.iter().all(is_done) {
             self.tell(&Notice::Bye);
         }
     }
 
     /// Returns whether a process of this job may join.
-    fn answer(&self, hello: Hello) -> Answer {
+    fn answer(&self, hello: Hello) -> HelloReply {
         let (rank, size) = (hello.rank as usize, self.seats.len());
         if hello.size as usize != size {
             let theirs = hello.size;
             let fix = "start all with one size";
-            return Answer::Never(format!("this process counts {theirs} ranks and rank 0 counts {size}; {fix}"));
+            return HelloReply::Never(format!(
+                "this process counts {theirs} ranks and rank 0 counts {size}; {fix}"
+            ));
         }
         let Some(seat) = self.seats.get(rank) else {
-            return Answer::Never(format!("this process has rank {rank} of {size}; ranks go from 0 to {}", size - 1));
+            return HelloReply::Never(format!(
+                "this process has rank {rank} of {size}; ranks go from 0 to {}",
+                size - 1
+            ));
         };
         if let Some(why) = &self.not_started {
-            return Answer::NotStarted(why.clone());
+            return HelloReply::NotStarted(why.clone());
         }
-        let is_over = matches!(self.phase, Phase::Stopping(_) | Phase::Stopped | Phase::Over);
+        let is_over = matches!(self.phase, WorldPhase::Stopping(_) | WorldPhase::Stopped | WorldPhase::Over);
         match (&seat.link, &seat.end) {
-            (None, _) if matches!(self.phase, Phase::Meeting) => Answer::Welcome(self.terms.text()),
-            (_, Some(End::Returned)) if !is_over => Answer::Later(format!(
+            (None, _) if matches!(self.phase, WorldPhase::Meeting) => HelloReply::Welcome(self.terms.text()),
+            (_, Some(End::Returned)) if !is_over => HelloReply::Later(format!(
                 "rank {rank} was here and has left; a running world accepts no processes, so start the whole job again"
             )),
-            (Some(_), _) if !is_over => {
-                Answer::Never(format!("rank {rank} is here already; give every process a rank of its own"))
-            }
-            _ => {
-                Answer::Later(format!("the world that rank {rank} wants to join is ending; start the whole job again"))
-            }
+            (Some(_), _) if !is_over => HelloReply::Never(format!(
+                "rank {rank} is here already; give every process a rank of its own"
+            )),
+            _ => HelloReply::Later(format!(
+                "the world that rank {rank} wants to join is ending; start the whole job again"
+            )),
         }
     }
 
     /// Stops the world if a second process of the same launcher comes as one of its ranks. Then the launcher has started two
     /// jobs at one address, and nobody knows to which job each of the other processes belongs.
-    fn suspect(&mut self, hello: Hello, answer: &Answer) {
+    fn suspect(&mut self, hello: Hello, answer: &HelloReply) {
         let rank = hello.rank as usize;
-        let is_twin =
-            self.is_of_launcher && matches!(answer, Answer::Never(_)) && hello.size as usize == self.seats.len();
+        let is_twin = self.is_of_launcher
+            && matches!(answer, HelloReply::Never(_))
+            && hello.size as usize == self.seats.len();
         if !is_twin || self.seats.get(rank).is_none_or(|seat| seat.link.is_none()) {
             return;
         }
@@ -175,7 +182,7 @@ impl Table {
              each job a MASTER_PORT or a CANDLE_DIST_TOKEN of its own"
         );
         match self.phase {
-            Phase::Meeting => self.call_off(why),
+            WorldPhase::Meeting => self.call_off(why),
             _ => self.stop(Cause::Failed { rank, message: why }),
         }
     }
@@ -184,7 +191,7 @@ impl Table {
     fn call_off(&mut self, why: String) {
         self.tell(&Notice::NotStarted(why.clone()));
         self.not_started = Some(why);
-        self.phase = Phase::NotStarted;
+        self.phase = WorldPhase::NotStarted;
     }
 
     /// Notes that a rank has heard why the world does not start.
@@ -206,11 +213,16 @@ impl Table {
     }
 }
 
-impl Hub {
-    pub(super) fn new(info: &LaunchInfo, key: Key, file: Option<SecretFile>, options: &InitOptions) -> Self {
-        let seats = (0..info.world_size).map(|_| Seat::default()).collect();
-        let table = Table {
-            phase: Phase::Meeting,
+impl ControlHub {
+    pub(super) fn new(
+        info: &LaunchInfo,
+        key: JobKey,
+        file: Option<SecretFile>,
+        options: &InitOptions,
+    ) -> Self {
+        let seats = (0..info.world_size).map(|_| RankRecord::default()).collect();
+        let table = HubTable {
+            phase: WorldPhase::Meeting,
             not_started: None,
             file,
             is_of_launcher: info.secret.is_of_launcher(),
@@ -219,13 +231,13 @@ impl Hub {
             seats,
             values: Values::default(),
             rounds: Rounds::default(),
-            departed: Departed::default(),
+            departed: Departures::default(),
         };
         Self { key, table: Mutex::new(table), changed: Condvar::new() }
     }
 
     /// Returns the key of this job.
-    pub(super) fn key(&self) -> &Key {
+    pub(super) fn key(&self) -> &JobKey {
         &self.key
     }
 
@@ -236,17 +248,21 @@ impl Hub {
         table.suspect(guest.hello, &answer);
         self.changed.notify_all();
         let (hub, rank) = (self.clone(), guest.hello.rank as usize);
-        if !matches!(answer, Answer::Welcome(_)) {
+        if !matches!(answer, HelloReply::Welcome(_)) {
             guest.answer(&self.key, &answer, &mut &stream)?;
-            if matches!(answer, Answer::NotStarted(_)) {
+            if matches!(answer, HelloReply::NotStarted(_)) {
                 table.refused(rank);
             }
             return Ok(());
         }
         let mut welcome = Vec::new();
         guest.answer(&self.key, &answer, &mut welcome)?;
-        match Link::start(stream.try_clone()?, table.terms.lost_after, welcome, move |event| hub.on(rank, event)) {
-            Ok(link) => table.seats[rank] = Seat { link: Some(link), is_open: true, ..Seat::default() },
+        match Link::start(stream.try_clone()?, table.terms.lost_after, welcome, move |event| {
+            hub.on(rank, event)
+        }) {
+            Ok(link) => {
+                table.seats[rank] = RankRecord { link: Some(link), is_open: true, ..RankRecord::default() }
+            }
             // A process that is let in does not come again, so it is told why the world does not start, like the others.
             Err(error) => {
                 let why = format!(
@@ -255,7 +271,7 @@ impl Hub {
                 );
                 table.call_off(why.clone());
                 self.changed.notify_all();
-                guest.answer(&self.key, &Answer::NotStarted(why), &mut &stream)?;
+                guest.answer(&self.key, &HelloReply::NotStarted(why), &mut &stream)?;
                 table.refused(rank);
                 return Ok(());
             }
@@ -265,17 +281,20 @@ impl Hub {
     }
 
     /// Handles an event of a rank's connection.
-    fn on(&self, rank: usize, event: Event<Request>) {
+    fn on(&self, rank: usize, event: LinkEvent<HubRequest>) {
         let mut table = self.table.lock();
         match event {
-            Event::Message(request, payload) => table.request(rank, request, payload),
-            Event::Ended(how) => {
+            LinkEvent::Message(request, payload) => table.request(rank, request, payload),
+            LinkEvent::Ended(how) => {
                 table.seats[rank].is_open = false;
                 let seat = &table.seats[rank];
                 // If the others have given up rank 0, which was frozen, they are not the lost ones.
-                let gives_up = matches!(&table.phase, Phase::Stopping(Fault::Lost { rank: 0, .. }));
+                let gives_up =
+                    matches!(&table.phase, WorldPhase::Stopping(CauseRecord::Lost { rank: 0, .. }));
                 // After its goodbye, a rank may have died with messages that others wait for.
-                if !gives_up && (seat.end.is_none() || matches!(seat.end, Some(End::Returned)) && !seat.is_gone) {
+                if !gives_up
+                    && (seat.end.is_none() || matches!(seat.end, Some(End::Returned)) && !seat.is_gone)
+                {
                     table.seats[rank].lost = Some(how.clone());
                     table.stop(Cause::Lost { rank, how });
                 }
@@ -288,24 +307,26 @@ impl Hub {
     /// Waits for the events of the whole world: the end of the start, which has `limit` until `deadline`, and a failure.
     pub(super) fn supervise(&self, limit: Duration, deadline: Instant) {
         let mut table = self.table.lock();
-        while matches!(table.phase, Phase::Meeting) {
-            if self.changed.wait_until(&mut table, deadline).timed_out() && matches!(table.phase, Phase::Meeting) {
+        while matches!(table.phase, WorldPhase::Meeting) {
+            if self.changed.wait_until(&mut table, deadline).timed_out()
+                && matches!(table.phase, WorldPhase::Meeting)
+            {
                 let why = table.missing(limit);
                 table.call_off(why);
             }
         }
-        while matches!(table.phase, Phase::Running) {
+        while matches!(table.phase, WorldPhase::Running) {
             self.changed.wait(&mut table);
         }
-        let Phase::Stopping(fault) = &table.phase else { return };
+        let WorldPhase::Stopping(fault) = &table.phase else { return };
         let fault = fault.clone();
         let deadline = within(ANSWER);
-        let owes = |seat: &Seat| !seat.has_ended() && seat.says.is_none();
+        let owes = |seat: &RankRecord| !seat.has_ended() && seat.says.is_none();
         while table.seats.iter().any(owes) && !self.changed.wait_until(&mut table, deadline).timed_out() {}
-        let mut ranks = table.seats.iter().map(Seat::state).collect_vec();
+        let mut ranks = table.seats.iter().map(RankRecord::state).collect_vec();
         // A frozen rank 0 may have gone on since it woke, but that is what the others know of it.
-        if let Fault::Lost { rank: 0, how } = &fault {
-            ranks[0] = State::Lost(how.clone());
+        if let CauseRecord::Lost { rank: 0, how } = &fault {
+            ranks[0] = StatusRecord::Lost(how.clone());
         }
         let stopped = Notice::Stopped { fault, ranks };
         for seat in &table.seats {
@@ -317,7 +338,7 @@ impl Hub {
                 }
             }
         }
-        table.phase = Phase::Stopped;
+        table.phase = WorldPhase::Stopped;
         table.release();
         self.changed.notify_all();
     }
@@ -325,7 +346,7 @@ impl Hub {
     /// Waits until all processes have ended, or the world stops. Has no time limit, because ranks may compute alone.
     pub(super) fn stay(&self) {
         let mut table = self.table.lock();
-        while matches!(table.phase, Phase::Running) && table.is_busy() {
+        while matches!(table.phase, WorldPhase::Running) && table.is_busy() {
             self.changed.wait(&mut table);
         }
     }
@@ -335,7 +356,7 @@ impl Hub {
         let mut table = self.table.lock();
         let deadline = within(farewell);
         while table.is_busy() && !self.changed.wait_until(&mut table, deadline).timed_out() {}
-        table.phase = Phase::Over;
+        table.phase = WorldPhase::Over;
         table.file = None;
         self.changed.notify_all();
         let links = table.seats.iter_mut().filter_map(|seat| seat.link.take()).collect_vec();
@@ -344,32 +365,33 @@ impl Hub {
     }
 }
 
-impl Table {
-    fn request(&mut self, rank: usize, request: Request, payload: Vec<u8>) {
+impl HubTable {
+    fn request(&mut self, rank: usize, request: HubRequest, payload: Vec<u8>) {
         match request {
-            Request::Arguments(theirs) if matches!(self.phase, Phase::Meeting) => {
+            HubRequest::Arguments(theirs) if matches!(self.phase, WorldPhase::Meeting) => {
                 if let Some(why) = arguments::difference(rank, theirs.as_deref(), self.arguments.as_deref()) {
                     return self.call_off(why);
                 }
                 self.seats[rank].is_alike = true;
                 if self.seats.iter().all(|seat| seat.is_alike) {
-                    self.phase = Phase::Running;
+                    self.phase = WorldPhase::Running;
                     self.tell(&Notice::Ready);
                 }
             }
-            Request::Arguments(_) => {}
-            Request::Get { id, key } => {
+            HubRequest::Arguments(_) => {}
+            HubRequest::Get { id, key } => {
                 if let Some(value) = self.values.get(key, (rank, id)) {
                     self.give(rank, id, value);
                 }
             }
-            Request::Forget { id, key } => {
+            HubRequest::Forget { id, key } => {
                 if self.values.forget(&key, &(rank, id)) {
                     self.seats[rank].send(&Notice::Absent { id });
                 }
             }
-            Request::Change { id, key, change } => {
-                let Changed { outcome, bytes, woken } = self.values.change(key, &change, &payload, rank);
+            HubRequest::Change { id, key, change } => {
+                let ChangeEffects { outcome, bytes, woken } =
+                    self.values.change(key, &change, &payload, rank);
                 if let Some(link) = &self.seats[rank].link {
                     link.outbox.send_with(Notice::Changed { id, outcome }, bytes);
                 }
@@ -377,7 +399,7 @@ impl Table {
                     waiting.into_iter().for_each(|(rank, id)| self.give(rank, id, value.clone()));
                 }
             }
-            Request::Enter(signature) => {
+            HubRequest::Enter(signature) => {
                 let Some(calls) = self.rounds.enter(rank, *signature) else { return };
                 match calls.mismatch() {
                     None => calls.members().for_each(|(rank, group, round)| {
@@ -392,26 +414,26 @@ impl Table {
                     }
                 }
             }
-            Request::Miss { group, round, after } => {
+            HubRequest::Miss { group, round, after } => {
                 // If the round is gone, its last member has just entered.
                 if let Some(ranks) = self.rounds.missing(group, round) {
                     self.stop(Cause::Missing { ranks, after });
                 }
             }
-            Request::Fail(fault) => self.stop(fault.into()),
-            Request::Report(text) => {
+            HubRequest::Fail(fault) => self.stop(fault.into()),
+            HubRequest::Report(text) => {
                 self.seats[rank].says.get_or_insert(text);
             }
-            Request::Dropped { group, members, rounds, is_all } => {
+            HubRequest::Dropped { group, members, rounds, is_all } => {
                 self.departed.note(rank, group, members, rounds, is_all);
             }
-            Request::Rounds(rounds) => self.seats[rank].rounds.extend(rounds),
-            Request::Gone => self.seats[rank].is_gone = true,
-            Request::Goodbye { end } => {
+            HubRequest::Rounds(rounds) => self.seats[rank].rounds.extend(rounds),
+            HubRequest::Gone => self.seats[rank].is_gone = true,
+            HubRequest::Goodbye { end } => {
                 let cause = end.cause(rank);
                 self.seats[rank].end = Some(end);
                 match (&self.phase, cause) {
-                    (Phase::Meeting | Phase::Running, None) => {
+                    (WorldPhase::Meeting | WorldPhase::Running, None) => {
                         let mut rounds = std::mem::take(&mut self.seats[rank].rounds);
                         rounds.extend(self.departed.of(rank));
                         for some in rounds.chunks(MAX_ROUNDS) {

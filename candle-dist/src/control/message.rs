@@ -1,16 +1,16 @@
 //! The messages between processes and rank 0.
 use super::limits::{MAX_MESSAGE, clipped};
-use super::signature::{MEMBERS, Signature};
+use super::signature::{MEMBERS, RoundEntry};
 use crate::call::PROPERTIES;
 use crate::error::End;
-use crate::values::{Change, Outcome};
-use crate::{Cause, Doing};
+use crate::values::{ChangeOutcome, ValueChange};
+use crate::{Cause, RankStatus};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// A message from a process to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Request {
+pub(super) enum HubRequest {
     /// Digests of the arguments of this process, unless they may be unlike those of others. The world starts when all have come.
     Arguments(Option<Vec<String>>),
     /// Asks for a value, and waits until it is set.
@@ -18,13 +18,13 @@ pub(super) enum Request {
     /// Withdraws a [`Get`](Self::Get), unless it was answered already.
     Forget { id: u64, key: String },
     /// Changes a value, with the payload as argument.
-    Change { id: u64, key: String, change: Change },
+    Change { id: u64, key: String, change: ValueChange },
     /// This rank has entered a call, whose signature rank 0 compares.
-    Enter(Box<Signature>),
+    Enter(Box<RoundEntry>),
     /// Some members have not entered a round after this time.
     Miss { group: u64, round: u64, after: Duration },
     /// Something went wrong.
-    Fail(Fault),
+    Fail(CauseRecord),
     /// The answer to [`Notice::Ask`].
     Report(String),
     /// This rank has dropped a group of `members` ranks, after these rounds on the group and its channels.
@@ -49,7 +49,7 @@ pub(super) enum Notice {
     /// The value is not set, and the request was withdrawn.
     Absent { id: u64 },
     /// The outcome of a change, with its payload.
-    Changed { id: u64, outcome: Outcome },
+    Changed { id: u64, outcome: ChangeOutcome },
     /// All members of the group made the same call.
     Agreed { group: u64, round: u64 },
     /// A rank has ended, after these rounds per group and channel.
@@ -57,14 +57,14 @@ pub(super) enum Notice {
     /// The world stops; asks what this rank is doing.
     Ask,
     /// The world has stopped.
-    Stopped { fault: Fault, ranks: Vec<State> },
+    Stopped { fault: CauseRecord, ranks: Vec<StatusRecord> },
     /// The answer to a goodbye: this process may end.
     Bye,
 }
 
 /// A [`Cause`] in serializable form.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) enum Fault {
+pub(super) enum CauseRecord {
     Mismatch { rank: usize, reference: usize, what: String },
     Returned { rank: usize },
     Failed { rank: usize, message: String },
@@ -76,13 +76,17 @@ pub(super) enum Fault {
     Concurrent { rank: usize, sites: [String; 2] },
 }
 
-impl From<Cause> for Fault {
+impl From<Cause> for CauseRecord {
     fn from(cause: Cause) -> Self {
         match cause {
-            Cause::Mismatch { rank, reference, what } => Self::Mismatch { rank, reference, what: what.to_string() },
+            Cause::Mismatch { rank, reference, what } => {
+                Self::Mismatch { rank, reference, what: what.to_string() }
+            }
             Cause::Returned { rank } => Self::Returned { rank },
             Cause::Failed { rank, message } => Self::Failed { rank, message: clipped(message, MAX_MESSAGE) },
-            Cause::Panicked { rank, message } => Self::Panicked { rank, message: clipped(message, MAX_MESSAGE) },
+            Cause::Panicked { rank, message } => {
+                Self::Panicked { rank, message: clipped(message, MAX_MESSAGE) }
+            }
             Cause::Lost { rank, how } => Self::Lost { rank, how },
             Cause::Deadlock => Self::Deadlock,
             Cause::TimedOut { rank, after } => Self::TimedOut { rank, after },
@@ -94,44 +98,47 @@ impl From<Cause> for Fault {
     }
 }
 
-impl From<Fault> for Cause {
-    fn from(fault: Fault) -> Self {
+impl From<CauseRecord> for Cause {
+    fn from(fault: CauseRecord) -> Self {
         match fault {
-            Fault::Mismatch { rank, reference, what } => {
-                let known =
-                    PROPERTIES.iter().map(|property| property.name).chain([MEMBERS]).find(|known| *known == what);
+            CauseRecord::Mismatch { rank, reference, what } => {
+                let known = PROPERTIES
+                    .iter()
+                    .map(|property| property.name)
+                    .chain([MEMBERS])
+                    .find(|known| *known == what);
                 Self::Mismatch { rank, reference, what: known.unwrap_or("call") }
             }
-            Fault::Returned { rank } => Self::Returned { rank },
-            Fault::Failed { rank, message } => Self::Failed { rank, message },
-            Fault::Panicked { rank, message } => Self::Panicked { rank, message },
-            Fault::Lost { rank, how } => Self::Lost { rank, how },
-            Fault::Deadlock => Self::Deadlock,
-            Fault::TimedOut { rank, after } => Self::TimedOut { rank, after },
-            Fault::Missing { ranks, after } => Self::Missing { ranks, after },
-            Fault::Concurrent { rank, sites } => Self::Concurrent { rank, sites },
+            CauseRecord::Returned { rank } => Self::Returned { rank },
+            CauseRecord::Failed { rank, message } => Self::Failed { rank, message },
+            CauseRecord::Panicked { rank, message } => Self::Panicked { rank, message },
+            CauseRecord::Lost { rank, how } => Self::Lost { rank, how },
+            CauseRecord::Deadlock => Self::Deadlock,
+            CauseRecord::TimedOut { rank, after } => Self::TimedOut { rank, after },
+            CauseRecord::Missing { ranks, after } => Self::Missing { ranks, after },
+            CauseRecord::Concurrent { rank, sites } => Self::Concurrent { rank, sites },
         }
     }
 }
 
-/// A [`Doing`] in serializable form.
+/// A [`RankStatus`] in serializable form.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) enum State {
+pub(super) enum StatusRecord {
     Says(String),
     Ended(End),
     Lost(String),
     Silent,
 }
 
-impl From<State> for Doing {
-    fn from(state: State) -> Self {
+impl From<StatusRecord> for RankStatus {
+    fn from(state: StatusRecord) -> Self {
         match state {
-            State::Says(text) => Self::Says(text),
-            State::Ended(End::Returned) => Self::Returned,
-            State::Ended(End::Failed(message)) => Self::Failed(message),
-            State::Ended(End::Panicked(message)) => Self::Panicked(message),
-            State::Lost(how) => Self::Lost(how),
-            State::Silent => Self::Silent,
+            StatusRecord::Says(text) => Self::Says(text),
+            StatusRecord::Ended(End::Returned) => Self::Returned,
+            StatusRecord::Ended(End::Failed(message)) => Self::Failed(message),
+            StatusRecord::Ended(End::Panicked(message)) => Self::Panicked(message),
+            StatusRecord::Lost(how) => Self::Lost(how),
+            StatusRecord::Silent => Self::Silent,
         }
     }
 }

@@ -30,22 +30,22 @@ use crate::call::{Form, Op};
 use crate::error::End;
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::link::frame::{self, MAX_KEY, MAX_VALUE};
-use crate::link::{Before, Link, within};
+use crate::link::{DeadlineStream, Link, within};
 use crate::switch::{Switch, Switches};
-use crate::values::{Change, Outcome};
+use crate::values::{ChangeOutcome, ValueChange};
 use crate::{Cause, Error, GroupFailure, Result};
 use activity::Meeting;
 #[cfg(feature = "nccl")]
 use candle_core::DeviceLocation;
-use message::{Fault, Request};
+use message::{CauseRecord, HubRequest};
 use parking_lot::Mutex;
-use server::Server;
+use server::ControlServer;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
-use watch::{How, VERDICT, Watch};
+use watch::{EntryMode, VERDICT, Watch};
 
 /// How long a process that ends waits until the others have been told of a failure.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -65,7 +65,7 @@ pub struct Control {
     switches: Switches,
     watch: Arc<Watch>,
     /// `None` after the goodbye. Rank 0 also has the server.
-    ties: Mutex<Option<(Link<Request>, Option<Server>)>>,
+    ties: Mutex<Option<(Link<HubRequest>, Option<ControlServer>)>>,
 }
 
 impl fmt::Debug for Control {
@@ -76,12 +76,12 @@ impl fmt::Debug for Control {
 
 /// A guard: the rank is in a call until this is dropped.
 #[derive(Debug)]
-pub struct Entered<'a> {
+pub struct WatchGuard<'a> {
     watch: &'a Watch,
     doing: u64,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for WatchGuard<'_> {
     fn drop(&mut self) {
         self.watch.leave(self.doing);
     }
@@ -118,10 +118,11 @@ impl Control {
     /// the job; other connections are dropped. Nothing is encrypted.
     pub fn connect(info: &LaunchInfo, options: &InitOptions) -> Result<Arc<Self>> {
         let server = match info.rank {
-            0 => Some(Server::start(info, options)?),
+            0 => Some(ControlServer::start(info, options)?),
             _ => None,
         };
-        let (stream, terms) = dial::dial(info, server.as_ref().map(Server::own), options.init_timeout)?;
+        let (stream, terms) =
+            dial::dial(info, server.as_ref().map(ControlServer::own), options.init_timeout)?;
         let ends = [stream.local_addr(), stream.peer_addr()]
             .map(|end| end.map_or(Ipv4Addr::UNSPECIFIED.into(), |end| end.ip()));
         let watch = Arc::new(Watch::new(info.rank, info.world_size));
@@ -181,8 +182,8 @@ impl Control {
     }
 
     /// Records that this rank is in a stage of its backend's start, until the guard is dropped. Reports name it.
-    pub fn stage(&self, name: &str) -> Entered<'_> {
-        Entered { watch: &self.watch, doing: self.watch.begin(name) }
+    pub fn stage(&self, name: &str) -> WatchGuard<'_> {
+        WatchGuard { watch: &self.watch, doing: self.watch.begin(name) }
     }
 
     /// Returns how long a rank may wait for other ranks at each point of its backend's start.
@@ -224,7 +225,7 @@ impl Control {
     ///
     /// Fails if the world has failed, or if a member has ended without entering this round. In debug mode, it waits
     /// until all members have entered and compares their calls; a send or a started call does not wait.
-    pub fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<Entered<'_>> {
+    pub fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<WatchGuard<'_>> {
         self.enter_shared(group, ranks, round, &Arc::new(call.clone()))
     }
 
@@ -235,10 +236,10 @@ impl Control {
         ranks: &[usize],
         round: u64,
         call: &Arc<Call>,
-    ) -> Result<Entered<'_>> {
-        let how = if self.switches.has(Switch::Debug) { How::Compared } else { How::Noted };
+    ) -> Result<WatchGuard<'_>> {
+        let how = if self.switches.has(Switch::Debug) { EntryMode::Compared } else { EntryMode::Noted };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
-        Ok(Entered { watch: &self.watch, doing })
+        Ok(WatchGuard { watch: &self.watch, doing })
     }
 
     /// Like [`enter_shared`](Self::enter_shared), and always compares the call with those of the other members. Without
@@ -251,14 +252,15 @@ impl Control {
         ranks: &[usize],
         round: u64,
         call: &Arc<Call>,
-    ) -> Result<Entered<'_>> {
+    ) -> Result<WatchGuard<'_>> {
         let is_message = call.collective.is_message();
         let on_host = call.op() == Op::Barrier || call.device == DeviceLocation::Cpu;
         // A started call is entered once, so nothing waits for it but the end of the rank.
-        let waits = call.form != Form::Started && (self.switches.has(Switch::Debug) || on_host && !is_message);
-        let how = if waits { How::Compared } else { How::ComparedLater };
+        let waits =
+            call.form != Form::Started && (self.switches.has(Switch::Debug) || on_host && !is_message);
+        let how = if waits { EntryMode::Compared } else { EntryMode::ComparedLater };
         let doing = self.watch.enter(Meeting::new(group, ranks, round), call, how, self.timeout)?;
-        Ok(Entered { watch: &self.watch, doing })
+        Ok(WatchGuard { watch: &self.watch, doing })
     }
 
     /// Forgets a group of `members` ranks, and `channels`, whose messages the backend has numbered.
@@ -290,10 +292,17 @@ impl Control {
     ///
     /// # Errors
     /// Stops the world with [`Cause::Missing`], which names every member that did not arrive.
-    pub fn enter_monitored(&self, group: u64, ranks: &[usize], round: u64, call: &Call) -> Result<Entered<'_>> {
+    pub fn enter_monitored(
+        &self,
+        group: u64,
+        ranks: &[usize],
+        round: u64,
+        call: &Call,
+    ) -> Result<WatchGuard<'_>> {
         let (call, limit) = (Arc::new(call.clone()), call.timeout.unwrap_or(self.timeout));
-        let doing = self.watch.enter(Meeting::new(group, ranks, round), &call, How::Monitored, limit)?;
-        Ok(Entered { watch: &self.watch, doing })
+        let doing =
+            self.watch.enter(Meeting::new(group, ranks, round), &call, EntryMode::Monitored, limit)?;
+        Ok(WatchGuard { watch: &self.watch, doing })
     }
 
     /// Sets the value of `key` for all ranks, and waits until rank 0 has stored it. Values have at most 16 MiB, keys at most 4 KiB.
@@ -303,8 +312,10 @@ impl Control {
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_sizes(self.rank, key, value.len())?;
         // Backends set values while they start, where the timeout of a call does not count yet.
-        match self.watch.change(key, &Change::Set, value, self.start_timeout)? {
-            (Outcome::Refused(reason), _) => Err(Error::InvalidArgument { rank: self.rank, op: "store", reason }),
+        match self.watch.change(key, &ValueChange::Set, value, self.start_timeout)? {
+            (ChangeOutcome::Refused(reason), _) => {
+                Err(Error::InvalidArgument { rank: self.rank, op: "store", reason })
+            }
             _ => Ok(()),
         }
     }
@@ -328,7 +339,12 @@ impl Control {
     }
 
     /// Changes a value at rank 0 atomically.
-    pub(crate) fn change(&self, key: &str, change: &Change, bytes: &[u8]) -> Result<(Outcome, Vec<u8>)> {
+    pub(crate) fn change(
+        &self,
+        key: &str,
+        change: &ValueChange,
+        bytes: &[u8],
+    ) -> Result<(ChangeOutcome, Vec<u8>)> {
         self.watch.change(key, change, bytes, self.timeout)
     }
 
@@ -372,8 +388,12 @@ fn without_threads(rank: usize, stream: io::Result<TcpStream>, error: &io::Error
         "rank {rank} cannot start its threads: {error}; raise the limit on threads (ulimit -u, pids.max of the cgroup) or on memory"
     );
     if let Ok(stream) = stream {
-        let mut stream = Before { stream: &stream, deadline: within(FAREWELL) };
-        let told = frame::write(&mut stream, &Request::Fail(Fault::Failed { rank, message: why.clone() }), &[]);
+        let mut stream = DeadlineStream { stream: &stream, deadline: within(FAREWELL) };
+        let told = frame::write(
+            &mut stream,
+            &HubRequest::Fail(CauseRecord::Failed { rank, message: why.clone() }),
+            &[],
+        );
         // Closing with unread bytes would reset the connection, before rank 0 has read this.
         let _ = told.and_then(|()| stream.stream.shutdown(Shutdown::Write));
         let _ = io::copy(&mut stream, &mut io::sink());
@@ -385,7 +405,8 @@ fn without_threads(rank: usize, stream: io::Result<TcpStream>, error: &io::Error
 pub(crate) fn check_sizes(rank: usize, key: &str, value: usize) -> Result<()> {
     for (what, len, limit) in [("key", key.len(), MAX_KEY), ("value", value, MAX_VALUE)] {
         if len > limit {
-            let reason = format!("a {what} of {len} bytes; at most {limit} are passed on, so send tensors instead");
+            let reason =
+                format!("a {what} of {len} bytes; at most {limit} are passed on, so send tensors instead");
             return Err(Error::InvalidArgument { rank, op: "store", reason });
         }
     }

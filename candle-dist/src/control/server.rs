@@ -1,10 +1,10 @@
 //! The server of rank 0: accepts processes of the job and drops all other connections.
 use super::dial::call_twin;
-use super::hub::Hub;
-use crate::launch::{Held, InitOptions, LaunchInfo, Secret};
+use super::hub::ControlHub;
+use crate::launch::{InitOptions, JobSecret, LaunchInfo, Secret};
 use crate::link::hello::Guest;
-use crate::link::key::Key;
-use crate::link::{Attempts, Before, within};
+use crate::link::key::JobKey;
+use crate::link::{Attempts, DeadlineStream, within};
 use crate::{Error, Result};
 use itertools::Itertools;
 use parking_lot::Mutex;
@@ -27,23 +27,23 @@ const EXHAUSTED: Duration = Duration::from_millis(50);
 
 /// The server of rank 0.
 #[derive(Debug)]
-pub(super) struct Server {
-    hub: Arc<Hub>,
+pub(super) struct ControlServer {
+    hub: Arc<ControlHub>,
     is_over: Arc<AtomicBool>,
     /// Where it listens, with the thread that accepts there.
     doors: Vec<(SocketAddr, JoinHandle<()>)>,
 }
 
-impl Server {
+impl ControlServer {
     /// Listens where the processes of the world look for rank 0; see [`open`].
     pub(super) fn start(info: &LaunchInfo, options: &InitOptions) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Init(format!("rank 0 cannot start its threads: {error}"));
         let deadline = within(options.init_timeout);
         let listeners = listen(info, options.init_timeout)?;
         // After the port, which only one of two jobs at an address gets.
-        let Held { bytes, file } = info.secret.of_host(info)?;
+        let JobSecret { bytes, file } = info.secret.of_host(info)?;
         let key = info.key(&bytes);
-        let hub = Arc::new(Hub::new(info, key, file, options));
+        let hub = Arc::new(ControlHub::new(info, key, file, options));
         let is_over = Arc::new(AtomicBool::new(false));
         let (watched, limit) = (hub.clone(), options.init_timeout);
         let supervisor = thread::Builder::new().name("candle-dist supervisor".into());
@@ -61,7 +61,7 @@ impl Server {
     }
 
     /// Returns the address and the key with which this process joins too.
-    pub(super) fn own(&self) -> (SocketAddr, Key) {
+    pub(super) fn own(&self) -> (SocketAddr, JobKey) {
         (self.doors[0].0, self.hub.key().clone())
     }
 
@@ -72,7 +72,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for ControlServer {
     fn drop(&mut self) {
         self.hub.finish(Duration::ZERO);
         self.is_over.store(true, Ordering::Release);
@@ -87,7 +87,8 @@ impl Drop for Server {
 
 /// Returns the address at which this process reaches a listener.
 fn within_reach(mut address: SocketAddr) -> SocketAddr {
-    let here: IpAddr = if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() };
+    let here: IpAddr =
+        if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() };
     if address.ip().is_unspecified() {
         address.set_ip(here);
     }
@@ -111,7 +112,10 @@ fn listen(info: &LaunchInfo, limit: Duration) -> Result<Vec<TcpListener>> {
                 "rank 0 cannot listen at {host}, which is not an address of its host; set MASTER_ADDR to an address of the \
                  host that rank 0 runs on"
             ),
-            _ => format!("rank 0 cannot listen at {}: {error}; correct MASTER_ADDR and MASTER_PORT", info.address),
+            _ => format!(
+                "rank 0 cannot listen at {}: {error}; correct MASTER_ADDR and MASTER_PORT",
+                info.address
+            ),
         })
     };
     bind(named(info, limit)?).map_err(failed)
@@ -225,7 +229,7 @@ fn beyond_loopback(info: &LaunchInfo, mut addresses: Vec<SocketAddr>) -> Vec<Soc
 
 /// The accepting side of the server.
 struct Door {
-    hub: Arc<Hub>,
+    hub: Arc<ControlHub>,
     /// Connections that have not proved that they are of this job, oldest first.
     strangers: Mutex<VecDeque<(u64, TcpStream)>>,
 }
@@ -265,7 +269,10 @@ impl Door {
     }
 
     fn greet(&self, id: u64, stream: TcpStream) {
-        let guest = Guest::receive(self.hub.key(), &mut Before { stream: &stream, deadline: within(GREETING) });
+        let guest = Guest::receive(
+            self.hub.key(),
+            &mut DeadlineStream { stream: &stream, deadline: within(GREETING) },
+        );
         self.forget(id);
         // If a refusal does not arrive, the other side tries again. If a welcome does not, it is lost.
         if let Ok(guest) = guest {
@@ -293,8 +300,9 @@ mod tests {
             share_gpus: false,
             has_mpi: false,
         };
-        let of =
-            |list: &[&str]| list.iter().map(|ip| format!("{ip}:29500").parse().unwrap()).collect::<Vec<SocketAddr>>();
+        let of = |list: &[&str]| {
+            list.iter().map(|ip| format!("{ip}:29500").parse().unwrap()).collect::<Vec<SocketAddr>>()
+        };
         let all = ["127.0.1.1", "10.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "[fd00::1]"];
         for rank in [0, 1] {
             assert_eq!(beyond_loopback(&info(rank, 4), of(&all)), of(&all));
@@ -313,7 +321,11 @@ mod tests {
             assert_eq!(&open(&info(0, local_size), of(own)).unwrap(), listens, "{own:?}");
         }
         let given = LaunchInfo { address: "127.0.0.1:29500".into(), ..info(0, 2) };
-        assert_eq!(open(&given, of(&["127.0.0.1"])).unwrap(), of(&["127.0.0.1"]), "an address is what it says");
+        assert_eq!(
+            open(&given, of(&["127.0.0.1"])).unwrap(),
+            of(&["127.0.0.1"]),
+            "an address is what it says"
+        );
         let open_to_all = LaunchInfo { secret: Secret::Absent, ..info(0, 2) };
         assert_eq!(open(&open_to_all, of(&["127.0.1.1", "10.0.0.1"])).unwrap(), of(&["10.0.0.1"]));
         let text = open(&open_to_all, of(&["127.0.1.1"])).unwrap_err().to_string();
@@ -330,7 +342,9 @@ mod tests {
     #[test]
     fn all_addresses_of_a_name_are_bound_or_none() {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let at = |ips: &[&str]| ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), port)).collect::<Vec<_>>();
+        let at = |ips: &[&str]| {
+            ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), port)).collect::<Vec<_>>()
+        };
         let has_6 = TcpListener::bind("[::1]:0").is_ok();
         // 203.0.113.0/24 is reserved for documentation.
         for (ips, bound) in [

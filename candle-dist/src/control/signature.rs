@@ -11,7 +11,7 @@ pub(super) const MEMBERS: &str = "list of members";
 
 /// One member's entry into a round.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Signature {
+pub(super) struct RoundEntry {
     pub(super) group: u64,
     pub(super) round: u64,
     /// The members, as ranks of the world.
@@ -52,7 +52,7 @@ enum DeviceKind {
     Metal,
 }
 
-impl Signature {
+impl RoundEntry {
     pub(super) fn new(group: u64, ranks: &[usize], round: u64, call: &Call) -> Self {
         let named = |(dtype, dims): &(DType, Dims)| (dtype.as_str().to_string(), dims.clone());
         let record = CallRecord {
@@ -117,8 +117,8 @@ mod tests {
     use candle_core::{Device, Tensor};
     use smallvec::smallvec;
 
-    fn sent(call: &Call) -> Signature {
-        let json = serde_json::to_string(&Signature::new(7, &[0, 1], 3, call)).unwrap();
+    fn sent(call: &Call) -> RoundEntry {
+        let json = serde_json::to_string(&RoundEntry::new(7, &[0, 1], 3, call)).unwrap();
         serde_json::from_str(&json).unwrap()
     }
 
@@ -133,7 +133,9 @@ mod tests {
     fn all_that_calls_may_differ_in_is_sent() {
         type Change = fn(&mut Call);
         fn cuts(call: &mut Call) -> &mut Cut {
-            let Collective::ReduceScatter(cuts, _) = &mut call.collective else { panic!("another collective") };
+            let Collective::ReduceScatter(cuts, _) = &mut call.collective else {
+                panic!("another collective")
+            };
             &mut cuts[1]
         }
         let changes: [(&str, Change); 10] = [
@@ -177,7 +179,7 @@ mod tests {
     #[test]
     fn a_description_of_any_length_is_compared_and_short_on_the_wire() {
         let call = |note: String| Call { note: Some(note.into()), ..Call::new(Collective::Barrier) };
-        let of = |note: String| Signature::new(7, &[0, 1], 3, &call(note));
+        let of = |note: String| RoundEntry::new(7, &[0, 1], 3, &call(note));
         let long = |end: &str| of("x".repeat(20 << 20) + end);
         assert!(serde_json::to_string(&long("a")).unwrap().len() < 2 * MAX_NOTE);
         assert_eq!(long("a").difference(&long("a")), None);
@@ -186,7 +188,7 @@ mod tests {
 
     #[test]
     fn members_are_compared() {
-        let other = Signature { ranks: vec![0, 2], ..sent(&call()) };
+        let other = RoundEntry { ranks: vec![0, 2], ..sent(&call()) };
         assert_eq!(sent(&call()).difference(&other), Some(MEMBERS));
     }
 }

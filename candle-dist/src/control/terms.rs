@@ -33,7 +33,9 @@ impl Terms {
     /// If it is of another build.
     pub(super) fn accept(welcome: &str) -> Result<Self> {
         serde_json::from_str(welcome).map_err(|error| {
-            Error::Init(format!("the welcome of rank 0 cannot be read ({error}); run the same build on all hosts"))
+            Error::Init(format!(
+                "the welcome of rank 0 cannot be read ({error}); run the same build on all hosts"
+            ))
         })
     }
 }

@@ -1,15 +1,15 @@
 //! A process's side of the connection: what it has received, and the threads that wait for it.
 mod values;
 
-use super::activity::{Activity, Meeting, Waiting};
+use super::activity::{Activity, Meeting, WaitKind};
 use super::limits::{MAX_MESSAGE, MAX_ROUNDS, MAX_STATE, clipped};
-use super::message::{Fault, Notice, Request, State};
-use super::signature::Signature;
+use super::message::{CauseRecord, HubRequest, Notice, StatusRecord};
+use super::signature::RoundEntry;
 use crate::call::{Call, Form, Op};
 use crate::error::End;
 use crate::link::within;
-use crate::link::{Event, Outbox};
-use crate::values::Outcome;
+use crate::link::{LinkEvent, Outbox};
+use crate::values::ChangeOutcome;
 use crate::{Cause, Error, GroupFailure, RankReport, Result, printable};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, HashSet};
@@ -28,30 +28,30 @@ const MAX_LATER: usize = 4096;
 pub(super) struct Watch {
     rank: usize,
     size: usize,
-    outbox: OnceLock<Outbox<Request>>,
+    outbox: OnceLock<Outbox<HubRequest>>,
     failure: OnceLock<Arc<GroupFailure>>,
     /// Whether somebody here has asked for the failure and got it.
     told: AtomicBool,
-    heard: Mutex<Heard>,
+    heard: Mutex<HubReport>,
     changed: Condvar,
 }
 
 /// An answer of rank 0 to a request about a value.
 #[derive(Debug)]
-enum Answer {
+enum ValueReply {
     Value(Vec<u8>),
     Absent,
-    Changed(Outcome, Vec<u8>),
+    Changed(ChangeOutcome, Vec<u8>),
 }
 
 #[derive(Debug, Default)]
-struct Heard {
+struct HubReport {
     activity: Activity,
     /// Whether all processes have joined.
     ready: bool,
     not_started: Option<String>,
     /// The received answers, by request number.
-    answers: HashMap<u64, Answer>,
+    answers: HashMap<u64, ValueReply>,
     questions: u64,
     /// The rounds of ranks that are about to end, as far as received.
     leaving: HashMap<usize, Vec<(u64, u64)>>,
@@ -73,7 +73,7 @@ struct Heard {
 
 /// How the entry into a call is handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum How {
+pub(super) enum EntryMode {
     /// Reported only when rank 0 asks.
     Noted,
     /// Compared with the calls of the other members.
@@ -98,16 +98,16 @@ impl Watch {
     }
 
     /// Sets the outgoing queue; nothing is sent before.
-    pub(super) fn speak_through(&self, outbox: Outbox<Request>) {
+    pub(super) fn speak_through(&self, outbox: Outbox<HubRequest>) {
         let _ = self.outbox.set(outbox);
     }
 
     /// Tells rank 0 the digests of the arguments of this process, which it compares before the world starts.
     pub(super) fn present(&self, arguments: Option<Vec<String>>) {
-        self.send(Request::Arguments(arguments), &[]);
+        self.send(HubRequest::Arguments(arguments), &[]);
     }
 
-    fn send(&self, request: Request, payload: &[u8]) {
+    fn send(&self, request: HubRequest, payload: &[u8]) {
         if let Some(outbox) = self.outbox.get() {
             outbox.send_with(request, payload.into());
         }
@@ -118,46 +118,52 @@ impl Watch {
     }
 
     /// Handles an event of the connection.
-    pub(super) fn on(&self, event: Event<Notice>) {
+    pub(super) fn on(&self, event: LinkEvent<Notice>) {
         let mut heard = self.heard.lock();
         match event {
-            Event::Message(Notice::Ready, _) => heard.ready = true,
-            Event::Message(Notice::NotStarted(text), _) => heard.not_started = Some(printable(&text).into()),
-            Event::Message(Notice::Value { id }, value) => drop(heard.answers.insert(id, Answer::Value(value))),
-            Event::Message(Notice::Absent { id }, _) => drop(heard.answers.insert(id, Answer::Absent)),
-            Event::Message(Notice::Changed { id, outcome }, bytes) => {
-                heard.answers.insert(id, Answer::Changed(outcome, bytes));
+            LinkEvent::Message(Notice::Ready, _) => heard.ready = true,
+            LinkEvent::Message(Notice::NotStarted(text), _) => {
+                heard.not_started = Some(printable(&text).into())
             }
-            Event::Message(Notice::Agreed { group, round }, _) => {
+            LinkEvent::Message(Notice::Value { id }, value) => {
+                drop(heard.answers.insert(id, ValueReply::Value(value)))
+            }
+            LinkEvent::Message(Notice::Absent { id }, _) => {
+                drop(heard.answers.insert(id, ValueReply::Absent))
+            }
+            LinkEvent::Message(Notice::Changed { id, outcome }, bytes) => {
+                heard.answers.insert(id, ValueReply::Changed(outcome, bytes));
+            }
+            LinkEvent::Message(Notice::Agreed { group, round }, _) => {
                 heard.later.remove(&(group, round));
                 if let Some(agreed) = heard.compared.get_mut(&(group, round)) {
                     *agreed = true;
                 }
             }
-            Event::Message(Notice::Left { rank, rounds, is_all }, _) => {
+            LinkEvent::Message(Notice::Left { rank, rounds, is_all }, _) => {
                 heard.leaving.entry(rank).or_default().extend(rounds);
                 if is_all {
                     let rounds = heard.leaving.remove(&rank).unwrap_or_default();
                     heard.activity.ended(rank, rounds);
                 }
                 if let Some(rank) = heard.activity.deserter() {
-                    self.send(Request::Fail(Fault::Returned { rank }), &[]);
+                    self.send(HubRequest::Fail(CauseRecord::Returned { rank }), &[]);
                 }
             }
-            Event::Message(Notice::Ask, _) => {
-                self.send(Request::Report(clipped(heard.activity.to_string(), MAX_STATE)), &[]);
+            LinkEvent::Message(Notice::Ask, _) => {
+                self.send(HubRequest::Report(clipped(heard.activity.to_string(), MAX_STATE)), &[]);
             }
-            Event::Message(Notice::Stopped { fault, ranks }, _) => self.settle(fault.into(), ranks),
-            Event::Message(Notice::Bye, _) => heard.bye = true,
-            Event::Ended(how) => {
+            LinkEvent::Message(Notice::Stopped { fault, ranks }, _) => self.settle(fault.into(), ranks),
+            LinkEvent::Message(Notice::Bye, _) => heard.bye = true,
+            LinkEvent::Ended(how) => {
                 heard.ended = true;
                 // Rank 0 keeps the connection until this process ends it, also after the goodbye.
                 if !heard.parted && heard.not_started.is_none() {
                     let mut ranks = self.alone(&heard);
-                    ranks[0] = State::Lost(how.clone());
+                    ranks[0] = StatusRecord::Lost(how.clone());
                     let cause = Cause::Lost { rank: 0, how };
                     // If rank 0 is frozen, it finds this when it wakes, and ends like the others.
-                    self.send(Request::Fail(cause.clone().into()), &[]);
+                    self.send(HubRequest::Fail(cause.clone().into()), &[]);
                     self.settle(cause, ranks);
                 }
                 if let Some(outbox) = self.outbox.get() {
@@ -169,15 +175,15 @@ impl Watch {
     }
 
     /// Returns the states of all ranks when nobody else tells any.
-    fn alone(&self, heard: &Heard) -> Vec<State> {
-        let mut ranks = vec![State::Silent; self.size];
-        ranks[self.rank] = State::Says(clipped(heard.activity.to_string(), MAX_STATE));
+    fn alone(&self, heard: &HubReport) -> Vec<StatusRecord> {
+        let mut ranks = vec![StatusRecord::Silent; self.size];
+        ranks[self.rank] = StatusRecord::Says(clipped(heard.activity.to_string(), MAX_STATE));
         ranks
     }
 
     /// Records that the world has stopped; the first failure received counts.
-    fn settle(&self, cause: Cause, ranks: Vec<State>) {
-        let report = |(rank, state): (usize, State)| RankReport { rank, doing: state.into() };
+    fn settle(&self, cause: Cause, ranks: Vec<StatusRecord>) {
+        let report = |(rank, state): (usize, StatusRecord)| RankReport { rank, doing: state.into() };
         let ranks = ranks.into_iter().enumerate().map(report).collect();
         let _ = self.failure.set(Arc::new(GroupFailure { cause, ranks }));
     }
@@ -212,9 +218,9 @@ impl Watch {
     /// Waits until `ready` returns a value or the world stops. After `timeout` it stops the world.
     fn wait<R>(
         &self,
-        mut heard: MutexGuard<'_, Heard>,
+        mut heard: MutexGuard<'_, HubReport>,
         timeout: Duration,
-        mut ready: impl FnMut(&mut Heard) -> Option<R>,
+        mut ready: impl FnMut(&mut HubReport) -> Option<R>,
     ) -> Result<R> {
         let deadline = within(timeout);
         loop {
@@ -233,10 +239,10 @@ impl Watch {
     /// Like [`wait`](Self::wait), but after `timeout` rank 0 stops the world because of the missing members.
     fn wait_monitored<R>(
         &self,
-        mut heard: MutexGuard<'_, Heard>,
+        mut heard: MutexGuard<'_, HubReport>,
         timeout: Duration,
         (group, round): (u64, u64),
-        mut ready: impl FnMut(&mut Heard) -> Option<R>,
+        mut ready: impl FnMut(&mut HubReport) -> Option<R>,
     ) -> Result<R> {
         let deadline = within(timeout);
         while Instant::now() < deadline && self.failure.get().is_none() {
@@ -245,7 +251,7 @@ impl Watch {
             }
             self.changed.wait_until(&mut heard, deadline);
         }
-        self.send(Request::Miss { group, round, after: timeout }, &[]);
+        self.send(HubRequest::Miss { group, round, after: timeout }, &[]);
         // The last member may arrive just now.
         self.wait(heard, VERDICT, ready)
     }
@@ -255,7 +261,7 @@ impl Watch {
         let deadline = within(VERDICT);
         let mut heard = self.heard.lock();
         if self.failure.get().is_none() {
-            self.send(Request::Fail(cause.clone().into()), &[]);
+            self.send(HubRequest::Fail(cause.clone().into()), &[]);
         }
         loop {
             if let Some(failure) = self.failure() {
@@ -271,21 +277,27 @@ impl Watch {
     ///
     /// Waits if the call is compared. A monitored call that takes too long stops the world and names the missing
     /// members.
-    pub(super) fn enter(&self, meeting: Meeting, call: &Arc<Call>, how: How, timeout: Duration) -> Result<u64> {
+    pub(super) fn enter(
+        &self,
+        meeting: Meeting,
+        call: &Arc<Call>,
+        how: EntryMode,
+        timeout: Duration,
+    ) -> Result<u64> {
         self.check()?;
         let mut heard = self.heard.lock();
         let key = (meeting.group, meeting.round);
         let is_new = heard.activity.count(key.0, key.1);
         let waits = call.op() != Op::Send && !(is_new && call.form == Form::Started);
-        if how != How::Noted && is_new {
-            if how == How::ComparedLater && call.op() != Op::Send {
+        if how != EntryMode::Noted && is_new {
+            if how == EntryMode::ComparedLater && call.op() != Op::Send {
                 heard.later.insert(key);
             } else if call.op() != Op::Send {
                 heard.compared.insert(key, false);
             }
-            self.send(Request::Enter(Box::new(Signature::new(key.0, &meeting.ranks, key.1, call))), &[]);
+            self.send(HubRequest::Enter(Box::new(RoundEntry::new(key.0, &meeting.ranks, key.1, call))), &[]);
         }
-        let doing = heard.activity.begin(Waiting::Call(call.clone(), waits.then_some(meeting)));
+        let doing = heard.activity.begin(WaitKind::Call(call.clone(), waits.then_some(meeting)));
         if let Some(rank) = heard.activity.deserter() {
             drop(heard);
             let error = self.fail(Cause::Returned { rank });
@@ -297,13 +309,15 @@ impl Watch {
             return compared.map(|()| doing).inspect_err(|_| self.leave(doing));
         }
         if waits && heard.compared.contains_key(&key) {
-            let agreed = |heard: &mut Heard| match heard.compared.get(&key) {
+            let agreed = |heard: &mut HubReport| match heard.compared.get(&key) {
                 Some(false) => None,
                 _ => heard.compared.remove(&key),
             };
             let agreed = match how {
-                How::Monitored => self.wait_monitored(heard, timeout, key, agreed),
-                How::Noted | How::Compared | How::ComparedLater => self.wait(heard, timeout, agreed),
+                EntryMode::Monitored => self.wait_monitored(heard, timeout, key, agreed),
+                EntryMode::Noted | EntryMode::Compared | EntryMode::ComparedLater => {
+                    self.wait(heard, timeout, agreed)
+                }
             };
             if let Err(error) = agreed {
                 self.leave(doing);
@@ -324,7 +338,7 @@ impl Watch {
 
     /// Records that the rank is in a stage of its start. Returns the number for [`leave`](Self::leave).
     pub(super) fn begin(&self, stage: &str) -> u64 {
-        self.heard.lock().activity.begin(Waiting::Stage(stage.to_string()))
+        self.heard.lock().activity.begin(WaitKind::Stage(stage.to_string()))
     }
 
     /// Returns whether a rank has ended.
@@ -363,9 +377,9 @@ impl Watch {
         heard.compared.retain(|(id, _), _| *id != group && !rounds.iter().any(|(other, _)| other == id));
         if members > 1 {
             for some in rounds.chunks(MAX_ROUNDS) {
-                self.send(Request::Dropped { group, members, rounds: some.to_vec(), is_all: false }, &[]);
+                self.send(HubRequest::Dropped { group, members, rounds: some.to_vec(), is_all: false }, &[]);
             }
-            self.send(Request::Dropped { group, members, rounds: Vec::new(), is_all: true }, &[]);
+            self.send(HubRequest::Dropped { group, members, rounds: Vec::new(), is_all: true }, &[]);
         }
     }
 
@@ -377,9 +391,9 @@ impl Watch {
         }
         heard.knew = self.told.load(Ordering::Relaxed);
         for rounds in heard.activity.rounds().chunks(MAX_ROUNDS) {
-            self.send(Request::Rounds(rounds.to_vec()), &[]);
+            self.send(HubRequest::Rounds(rounds.to_vec()), &[]);
         }
-        self.send(Request::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
+        self.send(HubRequest::Goodbye { end: end.clipped(MAX_MESSAGE) }, &[]);
     }
 
     /// Waits after the goodbye until all ranks have said goodbye or the world stops. Has no time limit, because ranks may
@@ -404,10 +418,10 @@ impl Watch {
     pub(super) fn part(&self, limit: Duration) {
         let deadline = within(limit);
         let mut heard = self.heard.lock();
-        let is_free = |heard: &Heard| heard.bye || heard.ended;
+        let is_free = |heard: &HubReport| heard.bye || heard.ended;
         while !is_free(&heard) && !self.changed.wait_until(&mut heard, deadline).timed_out() {}
         // From now on, the end of the connection is not a failure.
         heard.parted = true;
-        self.send(Request::Gone, &[]);
+        self.send(HubRequest::Gone, &[]);
     }
 }

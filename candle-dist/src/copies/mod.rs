@@ -7,7 +7,7 @@ use candle_core::Device;
 #[cfg(feature = "cuda")]
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
-use side::{Flight, Side};
+use side::{CopyEngine, Upload};
 use std::fmt;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -39,7 +39,7 @@ use std::sync::Arc;
 pub struct CopyStream {
     device: Device,
     #[cfg(feature = "cuda")]
-    side: Option<Arc<Side>>,
+    side: Option<Arc<CopyEngine>>,
 }
 
 impl CopyStream {
@@ -52,7 +52,7 @@ impl CopyStream {
             device: device.clone(),
             #[cfg(feature = "cuda")]
             side: match device {
-                Device::Cuda(device) => Some(Side::new(device)?),
+                Device::Cuda(device) => Some(CopyEngine::new(device)?),
                 _ => None,
             },
         })
@@ -99,7 +99,7 @@ pub struct PendingCopy<T> {
     /// The tree. Tensors that are on their way are still those of the host.
     tree: T,
     #[cfg(feature = "cuda")]
-    flight: Option<Flight>,
+    flight: Option<Upload>,
 }
 
 impl<T: TensorTree> PendingCopy<T> {
@@ -123,7 +123,8 @@ impl<T: TensorTree> PendingCopy<T> {
         #[cfg(feature = "cuda")]
         if let Some(flight) = self.flight {
             let mut arrived = flight.land()?.into_iter();
-            let lost = || crate::Error::Invalid { op: "PendingCopy::wait", reason: "a tensor is missing".into() };
+            let lost =
+                || crate::Error::Invalid { op: "PendingCopy::wait", reason: "a tensor is missing".into() };
             return self.tree.map_tensors(|t| match t.device().is_cpu() {
                 true => arrived.next().ok_or_else(lost),
                 false => Ok(t.clone()),

@@ -20,21 +20,21 @@ use std::sync::Arc;
 const ALIGNMENT: usize = 256;
 
 /// The stream of the copies to a GPU, and the memory that they use in turn.
-pub(super) struct Side {
+pub(super) struct CopyEngine {
     device: CudaDevice,
     stream: Arc<CudaStream>,
-    idle: Mutex<Vec<Buffers>>,
+    idle: Mutex<Vec<StagingBuffers>>,
 }
 
 /// Memory on both ends of a copy.
-struct Buffers {
+struct StagingBuffers {
     host: PinnedHostSlice<u8>,
     gpu: CudaSlice<u8>,
     /// The end of the last copy between them.
     copied: Option<CudaEvent>,
 }
 
-impl Drop for Buffers {
+impl Drop for StagingBuffers {
     fn drop(&mut self) {
         // Host memory must not go while a copy reads it. A drop cannot return errors.
         if let Some(copied) = &self.copied {
@@ -54,14 +54,14 @@ fn bytes_of(shape: &Shape, dtype: DType) -> usize {
     shape.elem_count() * dtype.size_in_bytes()
 }
 
-impl Side {
+impl CopyEngine {
     pub(super) fn new(device: &CudaDevice) -> Result<Arc<Self>> {
         let stream = device.cuda_stream().context().new_stream().map_err(driver)?;
         Ok(Arc::new(Self { device: device.clone(), stream, idle: Mutex::default() }))
     }
 
     /// Returns idle memory of at least `len` bytes, or allocates it.
-    fn buffers(&self, len: usize) -> Result<Buffers> {
+    fn buffers(&self, len: usize) -> Result<StagingBuffers> {
         {
             let mut idle = self.idle.lock();
             let fitting = idle.iter().enumerate().filter(|(_, buffers)| buffers.host.len() >= len);
@@ -76,15 +76,15 @@ impl Side {
         let (mut host, gpu) = (host.map_err(driver)?, gpu.map_err(driver)?);
         // The gaps between tensors are copied, too.
         host.as_mut_slice().map_err(driver)?.fill(0);
-        Ok(Buffers { host, gpu, copied: None })
+        Ok(StagingBuffers { host, gpu, copied: None })
     }
 
     /// Starts to copy contiguous tensors of the host.
-    pub(super) fn start(self: &Arc<Self>, tensors: &[Tensor]) -> Result<Flight> {
+    pub(super) fn start(self: &Arc<Self>, tensors: &[Tensor]) -> Result<Upload> {
         let mut parts = Vec::new();
         let mut len = 0;
         for t in tensors {
-            parts.push(Part { start: len, shape: t.shape().clone(), dtype: t.dtype() });
+            parts.push(CopyPart { start: len, shape: t.shape().clone(), dtype: t.dtype() });
             len += bytes_of(t.shape(), t.dtype()).next_multiple_of(ALIGNMENT);
         }
         let mut buffers = self.buffers(len)?;
@@ -95,7 +95,7 @@ impl Side {
         for (part, t) in parts.iter().zip(tensors) {
             with_bytes(t, |bytes| host[part.start..part.start + bytes.len()].copy_from_slice(bytes))?;
         }
-        let Buffers { host, gpu, copied } = &mut buffers;
+        let StagingBuffers { host, gpu, copied } = &mut buffers;
         let host = &host.as_slice().map_err(driver)?[..len];
         let started = {
             let (to, _written) = gpu.device_ptr_mut(&self.stream);
@@ -111,26 +111,26 @@ impl Side {
             }
         };
         started.map_err(driver)?;
-        Ok(Flight { side: self.clone(), buffers: Some(buffers), parts })
+        Ok(Upload { side: self.clone(), buffers: Some(buffers), parts })
     }
 }
 
 /// Where a tensor is in the memory of a copy.
-struct Part {
+struct CopyPart {
     start: usize,
     shape: Shape,
     dtype: DType,
 }
 
 /// Tensors on their way to the GPU.
-pub(super) struct Flight {
-    side: Arc<Side>,
+pub(super) struct Upload {
+    side: Arc<CopyEngine>,
     /// Until it is dropped.
-    buffers: Option<Buffers>,
-    parts: Vec<Part>,
+    buffers: Option<StagingBuffers>,
+    parts: Vec<CopyPart>,
 }
 
-impl Flight {
+impl Upload {
     fn copied(&self) -> Option<&CudaEvent> {
         self.buffers.as_ref().and_then(|buffers| buffers.copied.as_ref())
     }
@@ -141,18 +141,23 @@ impl Flight {
 
     /// Returns the tensors in memory of the stream of the computation, which waits for them.
     pub(super) fn land(self) -> Result<Vec<Tensor>> {
-        let Some(Buffers { gpu, .. }) = &self.buffers else { return Ok(Vec::new()) };
+        let Some(StagingBuffers { gpu, .. }) = &self.buffers else { return Ok(Vec::new()) };
         let main = self.side.device.cuda_stream();
         main.context().bind_to_thread().map_err(driver)?;
         self.copied().map_or(Ok(()), |copied| main.wait(copied)).map_err(driver)?;
-        let take = |part: &Part| -> Result<Tensor> {
+        let take = |part: &CopyPart| -> Result<Tensor> {
             let mut storage = memory(&self.side.device, part.shape.elem_count(), part.dtype)?;
             let bytes = bytes_of(&part.shape, part.dtype);
             let (from, _read) = gpu.device_ptr(&main);
             // SAFETY: both ranges are inside of memory of this GPU: a part of the buffer, and a new storage of this
             // many bytes. The side stream waits below before the buffer is written or freed.
             let copy = unsafe {
-                result::memcpy_dtod_async(address(&storage, 0), from + part.start as u64, bytes, main.cu_stream())
+                result::memcpy_dtod_async(
+                    address(&storage, 0),
+                    from + part.start as u64,
+                    bytes,
+                    main.cu_stream(),
+                )
             };
             copy.map_err(driver)?;
             written(&mut storage);
@@ -165,7 +170,7 @@ impl Flight {
     }
 }
 
-impl Drop for Flight {
+impl Drop for Upload {
     fn drop(&mut self) {
         self.side.idle.lock().extend(self.buffers.take());
     }

@@ -1,7 +1,9 @@
 //! Custom ops of candle as nodes with tickets, and views of tensors that have tickets.
-use super::node::{Backward, Grads, node};
+use super::node::{BackwardFn, Grads, node};
 use super::value::{holder_of, remember};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
+};
 use std::sync::OnceLock;
 
 /// Returns whether a result of `inputs` gets a ticket: if it needs a gradient and is on the CPU.
@@ -52,7 +54,12 @@ pub fn apply2<C: CustomOp2 + Send + Sync + 'static>(a: &Tensor, b: &Tensor, op: 
 }
 
 /// Like [`Tensor::apply_op3`].
-pub fn apply3<C: CustomOp3 + Send + Sync + 'static>(a: &Tensor, b: &Tensor, c: &Tensor, op: C) -> Result<Tensor> {
+pub fn apply3<C: CustomOp3 + Send + Sync + 'static>(
+    a: &Tensor,
+    b: &Tensor,
+    c: &Tensor,
+    op: C,
+) -> Result<Tensor> {
     if !has_ticket(&[a, b, c]) {
         return a.apply_op3(b, c, op);
     }
@@ -77,7 +84,7 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
 }
 
 /// The backward step of an op that reads its result.
-fn with_result(backward: impl Fn(&Tensor, &Tensor) -> Result<Grads> + Send + Sync + 'static) -> Backward {
+fn with_result(backward: impl Fn(&Tensor, &Tensor) -> Result<Grads> + Send + Sync + 'static) -> BackwardFn {
     Box::new(move |result, grad| match result {
         Some(result) => backward(result, grad),
         None => bail!("the backward step of an op met no result"),

@@ -1,12 +1,12 @@
 //! Gradients of variables that do not pass through candle's `GradStore` during a pass.
-use super::slot::{Restore, add_to, nested};
+use super::slot::{RestoreGuard, add_to, nested};
 use candle_core::backprop::GradStore;
 use candle_core::{Result, Tensor, TensorId, bail};
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};
 
 /// What a pass keeps.
-struct Kept {
+struct PassState {
     /// The nodes around the pass: it runs inside the innermost of them.
     depth: usize,
     /// The place of each node in the order of the pass.
@@ -18,7 +18,7 @@ struct Kept {
 
 /// The tickets of a thread whose backward steps run.
 #[derive(Clone, Copy)]
-struct Visit {
+struct VisitGuard {
     depth: usize,
     /// Whether the innermost one is of the pass that keeps gradients.
     is_kept: bool,
@@ -26,8 +26,8 @@ struct Visit {
 
 thread_local! {
     /// The innermost pass of [`backward`].
-    static KEPT: RefCell<Option<Kept>> = const { RefCell::new(None) };
-    static VISIT: Cell<Visit> = const { Cell::new(Visit { depth: 0, is_kept: false }) };
+    static KEPT: RefCell<Option<PassState>> = const { RefCell::new(None) };
+    static VISIT: Cell<VisitGuard> = const { Cell::new(VisitGuard { depth: 0, is_kept: false }) };
 }
 
 /// Runs the backward pass of a scalar. The gradients are those of [`Tensor::backward`], up to the order of sums, and only
@@ -44,8 +44,8 @@ thread_local! {
 pub fn backward(loss: &Tensor) -> Result<GradStore> {
     let nodes = loss.sorted_nodes();
     let places = nodes.iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
-    let kept = Kept { depth: VISIT.get().depth, places, last: None, grads: FxHashMap::default() };
-    let outer = Restore(Some(KEPT.replace(Some(kept))), |outer| drop(KEPT.replace(outer)));
+    let kept = PassState { depth: VISIT.get().depth, places, last: None, grads: FxHashMap::default() };
+    let outer = RestoreGuard(Some(KEPT.replace(Some(kept))), |outer| drop(KEPT.replace(outer)));
     let mut found = nested(|| loss.backward())?;
     let mut kept = KEPT.take().map(|kept| kept.grads).unwrap_or_default();
     drop(outer);
@@ -96,12 +96,12 @@ pub(super) fn visiting<R>(ticket: &Tensor, step: impl FnOnce() -> Result<R>) -> 
         // A pass of candle's own, inside a node of this one.
         _ => Ok(false),
     })?;
-    let _outer = Restore(Some(outer), |outer| VISIT.set(outer));
-    VISIT.set(Visit { depth: outer.depth + 1, is_kept });
+    let _outer = RestoreGuard(Some(outer), |outer| VISIT.set(outer));
+    VISIT.set(VisitGuard { depth: outer.depth + 1, is_kept });
     step()
 }
 
-impl Kept {
+impl PassState {
     /// Returns whether the pass has come to this ticket. Another pass may meet tickets that are not in its graph.
     fn meets(&mut self, ticket: TensorId) -> Result<bool> {
         let Some(&place) = self.places.get(&ticket) else { return Ok(false) };

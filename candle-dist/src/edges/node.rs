@@ -1,7 +1,7 @@
 //! Tickets: the nodes that candle's backward pass visits.
 use super::kept::visiting;
-use super::slot::{Slot, forget_pass, nested};
-use super::value::{Holder, holder_of, tensor};
+use super::slot::{GradSlot, forget_pass, nested};
+use super::value::{GradEdge, holder_of, tensor};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use smallvec::SmallVec;
 use std::cell::RefCell;
@@ -11,24 +11,24 @@ use std::sync::{Arc, OnceLock};
 pub type Grads = [Option<Tensor>; 3];
 
 /// Returns the gradients of the inputs, from the result of the op and its gradient.
-pub(super) type Backward = Box<dyn Fn(Option<&Tensor>, &Tensor) -> Result<Grads> + Send + Sync>;
+pub(super) type BackwardFn = Box<dyn Fn(Option<&Tensor>, &Tensor) -> Result<Grads> + Send + Sync>;
 
 /// A tracked input of an op.
-struct Input {
+struct NodeInput {
     /// Its place among the inputs.
     place: usize,
     /// Where its gradient goes; `None` if candle passes it on.
-    holder: Option<Arc<Holder>>,
+    holder: Option<Arc<GradEdge>>,
 }
 
-struct Node {
+struct GradNode {
     name: &'static str,
-    slot: Arc<Slot>,
-    inputs: SmallVec<[Input; 3]>,
+    slot: Arc<GradSlot>,
+    inputs: SmallVec<[NodeInput; 3]>,
     /// The result, without a graph: with one, the node would own itself.
     result: OnceLock<Tensor>,
     /// `None` once the node is dropped.
-    backward: Option<Backward>,
+    backward: Option<BackwardFn>,
 }
 
 /// Makes the result of an op on at most three inputs a node of the graph.
@@ -37,18 +37,23 @@ pub(super) fn node(
     inputs: &[&Tensor],
     (storage, shape): (CpuStorage, Shape),
     is_result_needed: bool,
-    backward: Backward,
+    backward: BackwardFn,
 ) -> Result<Tensor> {
-    let slot = Arc::<Slot>::default();
+    let slot = Arc::<GradSlot>::default();
     let mut tracked = SmallVec::new();
     let mut args = SmallVec::<[Tensor; 3]>::new();
     for (place, x) in inputs.iter().enumerate().filter(|(_, x)| x.track_op()) {
         let holder = holder_of(x);
         args.push(holder.as_ref().map_or_else(|| (*x).clone(), |holder| holder.ticket.clone()));
-        tracked.push(Input { place, holder });
+        tracked.push(NodeInput { place, holder });
     }
-    let node =
-        Arc::new(Node { name, slot: slot.clone(), inputs: tracked, result: OnceLock::new(), backward: Some(backward) });
+    let node = Arc::new(GradNode {
+        name,
+        slot: slot.clone(),
+        inputs: tracked,
+        result: OnceLock::new(),
+        backward: Some(backward),
+    });
     let ticket = Ticket(node.clone());
     let ticket = match &args[..] {
         [a] => a.apply_op1(ticket)?,
@@ -63,7 +68,7 @@ pub(super) fn node(
     Ok(made)
 }
 
-impl Node {
+impl GradNode {
     /// Runs the backward step. Returns the gradients of the ticket's inputs for candle.
     fn run(&self, count: &Tensor) -> Result<Grads> {
         let grad = self.slot.take(count)?;
@@ -73,7 +78,7 @@ impl Node {
             None => bail!("{}: the node was dropped", self.name),
         };
         let mut passed = Grads::default();
-        for (passed, Input { place, holder }) in passed.iter_mut().zip(&self.inputs) {
+        for (passed, NodeInput { place, holder }) in passed.iter_mut().zip(&self.inputs) {
             let grad = grads[*place].take();
             *passed = match (grad, holder) {
                 (Some(grad), Some(holder)) => Some(holder.receive(&grad)?),
@@ -85,14 +90,14 @@ impl Node {
 }
 
 /// What a dropped node owned: its inputs, and with them the rest of the graph.
-type Owned = (SmallVec<[Input; 3]>, Option<Backward>);
+type NodeContents = (SmallVec<[NodeInput; 3]>, Option<BackwardFn>);
 
 thread_local! {
     /// What nodes have left to the drop that is under way; `None` if there is none.
-    static LEFT: RefCell<Option<Vec<Owned>>> = const { RefCell::new(None) };
+    static LEFT: RefCell<Option<Vec<NodeContents>>> = const { RefCell::new(None) };
 }
 
-impl Drop for Node {
+impl Drop for GradNode {
     /// Drops the inputs after the node and not within it: a graph of many nodes would overflow the stack.
     fn drop(&mut self) {
         let owned = (std::mem::take(&mut self.inputs), self.backward.take());
@@ -113,7 +118,7 @@ impl Drop for Node {
     }
 }
 
-struct Ticket(Arc<Node>);
+struct Ticket(Arc<GradNode>);
 
 impl Ticket {
     fn made() -> Result<(CpuStorage, Shape)> {
@@ -149,7 +154,13 @@ impl CustomOp2 for Ticket {
         Self::made()
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, ticket: &Tensor, count: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        ticket: &Tensor,
+        count: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let [a, b, _] = self.backward(ticket, count)?;
         Ok((a, b))
     }

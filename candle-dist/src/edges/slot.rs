@@ -6,15 +6,15 @@ use std::cell::RefCell;
 use std::sync::{Arc, Weak};
 
 /// Marks gradients that belong together: those of one pass of one thread. Its address is its identity.
-type Pass = Arc<u8>;
+type PassId = Arc<u8>;
 
 thread_local! {
     /// The pass of this thread, made when it is needed.
-    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<PassId>> = const { RefCell::new(None) };
 }
 
 /// Returns the pass of this thread.
-fn pass() -> Pass {
+fn pass() -> PassId {
     PASS.with_borrow_mut(|pass| pass.get_or_insert_default().clone())
 }
 
@@ -26,9 +26,9 @@ pub fn forget_pass() {
 }
 
 /// Restores a state when it is dropped, also after a panic.
-pub(super) struct Restore<T, F: Fn(T)>(pub(super) Option<T>, pub(super) F);
+pub(super) struct RestoreGuard<T, F: Fn(T)>(pub(super) Option<T>, pub(super) F);
 
-impl<T, F: Fn(T)> Drop for Restore<T, F> {
+impl<T, F: Fn(T)> Drop for RestoreGuard<T, F> {
     fn drop(&mut self) {
         if let Some(state) = self.0.take() {
             (self.1)(state);
@@ -40,28 +40,28 @@ impl<T, F: Fn(T)> Drop for Restore<T, F> {
 ///
 /// A node that runs a backward pass itself may reach tensors that the outer pass uses too.
 pub fn nested<R>(f: impl FnOnce() -> R) -> R {
-    let _outer = Restore(Some(PASS.take()), |outer| PASS.set(outer));
+    let _outer = RestoreGuard(Some(PASS.take()), |outer| PASS.set(outer));
     f()
 }
 
 /// Receives the gradients of one tensor during a backward pass; those of nested passes, and of other threads, apart.
 #[derive(Default)]
-pub(super) struct Slot(Mutex<SmallVec<[Received; 1]>>);
+pub(super) struct GradSlot(Mutex<SmallVec<[ReceivedGrads; 1]>>);
 
-struct Received {
+struct ReceivedGrads {
     /// A pass that is over has left gradients behind, which nothing takes.
     pass: Weak<u8>,
     count: usize,
-    sum: Option<Sum>,
+    sum: Option<GradSum>,
 }
 
-struct Sum {
+struct GradSum {
     grad: Tensor,
     /// Whether the memory belongs to this slot alone, so that it can be added to in place.
     is_own: bool,
 }
 
-impl Slot {
+impl GradSlot {
     /// Adds a gradient with the elements of a tensor of this shape.
     pub(super) fn add(&self, grad: &Tensor, shape: &Shape) -> Result<()> {
         let grad = grad.detach().contiguous()?.reshape(shape)?;
@@ -70,14 +70,14 @@ impl Slot {
         all.retain(|received| received.pass.strong_count() > 0);
         let at = all.iter().position(|received| received.pass.ptr_eq(&pass)).unwrap_or(all.len());
         if at == all.len() {
-            all.push(Received { pass, count: 0, sum: None });
+            all.push(ReceivedGrads { pass, count: 0, sum: None });
         }
         let received = &mut all[at];
         received.count += 1;
         received.sum = Some(match received.sum.take() {
-            None => Sum { grad, is_own: false },
-            Some(Sum { grad: sum, is_own: true }) => Sum { grad: add_to(sum, &grad)?, is_own: true },
-            Some(Sum { grad: sum, .. }) => Sum { grad: (sum + grad)?, is_own: true },
+            None => GradSum { grad, is_own: false },
+            Some(GradSum { grad: sum, is_own: true }) => GradSum { grad: add_to(sum, &grad)?, is_own: true },
+            Some(GradSum { grad: sum, .. }) => GradSum { grad: (sum + grad)?, is_own: true },
         });
         Ok(())
     }
@@ -121,8 +121,15 @@ impl InplaceOp2 for AddTo {
         "add_gradient"
     }
 
-    fn cpu_fwd(&self, sum: &mut CpuStorage, sum_l: &Layout, grad: &CpuStorage, grad_l: &Layout) -> Result<()> {
-        let (Some((to, to_end)), Some((from, from_end))) = (sum_l.contiguous_offsets(), grad_l.contiguous_offsets())
+    fn cpu_fwd(
+        &self,
+        sum: &mut CpuStorage,
+        sum_l: &Layout,
+        grad: &CpuStorage,
+        grad_l: &Layout,
+    ) -> Result<()> {
+        let (Some((to, to_end)), Some((from, from_end))) =
+            (sum_l.contiguous_offsets(), grad_l.contiguous_offsets())
         else {
             bail!("add_gradient: expected contiguous tensors");
         };

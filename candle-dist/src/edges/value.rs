@@ -1,5 +1,5 @@
 //! Tensors that have tickets.
-use super::slot::Slot;
+use super::slot::GradSlot;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, TensorId};
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
@@ -7,13 +7,13 @@ use std::cell::RefCell;
 use std::sync::{Arc, Weak};
 
 /// What uses of a tensor need: its ticket, and the slot for their gradients.
-pub(super) struct Holder {
+pub(super) struct GradEdge {
     pub(super) ticket: Tensor,
-    pub(super) slot: Arc<Slot>,
+    pub(super) slot: Arc<GradSlot>,
     pub(super) shape: Shape,
 }
 
-impl Holder {
+impl GradEdge {
     /// Puts a gradient into the slot, and returns the gradient of the ticket.
     pub(super) fn receive(&self, grad: &Tensor) -> Result<Tensor> {
         self.slot.add(grad, &self.shape)?;
@@ -23,27 +23,27 @@ impl Holder {
 
 /// The holders of the tensors that this thread made. A tensor that another thread made is used as any other.
 #[derive(Default)]
-struct Known {
-    holders: FxHashMap<TensorId, Weak<Holder>>,
+struct EdgeTable {
+    holders: FxHashMap<TensorId, Weak<GradEdge>>,
     /// The size at which the entries of dropped tensors are removed.
     full: usize,
 }
 
 thread_local! {
-    static KNOWN: RefCell<Known> = RefCell::default();
+    static KNOWN: RefCell<EdgeTable> = RefCell::default();
 }
 
 /// The least number of entries that are worth a search for dropped ones.
 const FEW: usize = 1024;
 
 /// Returns the holder of `x`, if `x` has a ticket.
-pub(super) fn holder_of(x: &Tensor) -> Option<Arc<Holder>> {
+pub(super) fn holder_of(x: &Tensor) -> Option<Arc<GradEdge>> {
     KNOWN.with_borrow(|known| known.holders.get(&x.id()).and_then(Weak::upgrade))
 }
 
 /// Makes uses of `x` put their gradients into the slot of this holder. `x` must keep the holder alive, and must have its
 /// elements in the same order.
-pub(super) fn remember(x: &Tensor, holder: &Arc<Holder>) {
+pub(super) fn remember(x: &Tensor, holder: &Arc<GradEdge>) {
     KNOWN.with_borrow_mut(|known| {
         if known.holders.len() >= known.full.max(FEW) {
             known.holders.retain(|_, holder| holder.strong_count() > 0);
@@ -54,21 +54,26 @@ pub(super) fn remember(x: &Tensor, holder: &Arc<Holder>) {
 }
 
 /// Returns the tensor with this ticket.
-pub(super) fn tensor(storage: CpuStorage, shape: Shape, ticket: Tensor, slot: Arc<Slot>) -> Result<Tensor> {
-    let holder = Arc::new(Holder { ticket, slot, shape });
+pub(super) fn tensor(
+    storage: CpuStorage,
+    shape: Shape,
+    ticket: Tensor,
+    slot: Arc<GradSlot>,
+) -> Result<Tensor> {
+    let holder = Arc::new(GradEdge { ticket, slot, shape });
     let made = Mutex::new(Some(storage));
-    let x = holder.ticket.apply_op1(Value { made, holder: holder.clone() })?;
+    let x = holder.ticket.apply_op1(ValueNode { made, holder: holder.clone() })?;
     remember(&x, &holder);
     Ok(x)
 }
 
 /// The node of a tensor that has a ticket. Its gradient is that of the uses by candle's own ops.
-struct Value {
+struct ValueNode {
     made: Mutex<Option<CpuStorage>>,
-    holder: Arc<Holder>,
+    holder: Arc<GradEdge>,
 }
 
-impl CustomOp1 for Value {
+impl CustomOp1 for ValueNode {
     fn name(&self) -> &'static str {
         "value"
     }

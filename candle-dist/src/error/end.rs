@@ -13,7 +13,11 @@ pub(crate) enum End {
 impl End {
     /// Returns how the current thread ends, if its rank reported nothing.
     pub(crate) fn of_thread() -> Self {
-        if std::thread::panicking() { Self::Panicked("(see the panic above)".to_string()) } else { Self::Returned }
+        if std::thread::panicking() {
+            Self::Panicked("(see the panic above)".to_string())
+        } else {
+            Self::Returned
+        }
     }
 
     /// Returns why the world stops, if this end stops it at once. A plain return only fails ranks that wait for it.

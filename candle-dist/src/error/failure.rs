@@ -87,13 +87,13 @@ pub struct RankReport {
     /// The rank in the world.
     pub rank: usize,
     /// The state of the rank.
-    pub doing: Doing,
+    pub doing: RankStatus,
 }
 
 /// The state of a rank, as seen from its communication.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub enum Doing {
+pub enum RankStatus {
     /// The rank is in this communication call.
     In(Arc<Call>),
     /// The rank runs its own code. This is the last call that it completed, if any.
@@ -111,6 +111,10 @@ pub enum Doing {
     /// The process of the rank did not answer in time.
     Silent,
 }
+
+/// The former name of [`RankStatus`].
+#[deprecated(since = "0.1.0", note = "renamed to RankStatus")]
+pub type Doing = RankStatus;
 
 impl Cause {
     /// Returns the rank that the cause names, or the first one that is missing.
@@ -151,9 +155,12 @@ impl fmt::Display for Cause {
                 "rank {rank} made two calls on one group at the same time, at {first} and at {second}; give each thread a group of its own (ProcessGroup::subgroup), or let one call end before the next one begins"
             ),
             Self::Deadlock => write!(f, "every running rank waits for another one; no call can complete"),
-            Self::TimedOut { rank, after } => write!(f, "rank {rank} waited longer than the timeout of {after:?}"),
+            Self::TimedOut { rank, after } => {
+                write!(f, "rank {rank} waited longer than the timeout of {after:?}")
+            }
             Self::Missing { ranks, after } => {
-                let (noun, list) = (if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.iter().format(", "));
+                let (noun, list) =
+                    (if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.iter().format(", "));
                 write!(f, "{noun} {list} did not come to the barrier within {after:?}")
             }
         }
@@ -168,15 +175,15 @@ impl fmt::Display for RankReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {}: ", self.rank)?;
         match &self.doing {
-            Doing::In(call) => write!(f, "in {call}"),
-            Doing::Running(Some(call)) => write!(f, "running, last completed {call}"),
-            Doing::Running(None) => write!(f, "running, no call yet"),
-            Doing::Returned => write!(f, "returned"),
-            Doing::Failed(message) => write!(f, "returned an error: {}", first_line(message)),
-            Doing::Panicked(message) => write!(f, "panicked: {}", first_line(message)),
-            Doing::Says(state) => f.write_str(&printable(state)),
-            Doing::Lost(how) => write!(f, "lost: {}", printable(how)),
-            Doing::Silent => write!(f, "no answer"),
+            RankStatus::In(call) => write!(f, "in {call}"),
+            RankStatus::Running(Some(call)) => write!(f, "running, last completed {call}"),
+            RankStatus::Running(None) => write!(f, "running, no call yet"),
+            RankStatus::Returned => write!(f, "returned"),
+            RankStatus::Failed(message) => write!(f, "returned an error: {}", first_line(message)),
+            RankStatus::Panicked(message) => write!(f, "panicked: {}", first_line(message)),
+            RankStatus::Says(state) => f.write_str(&printable(state)),
+            RankStatus::Lost(how) => write!(f, "lost: {}", printable(how)),
+            RankStatus::Silent => write!(f, "no answer"),
         }
     }
 }

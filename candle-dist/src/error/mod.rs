@@ -7,7 +7,9 @@ mod failure;
 mod printable;
 
 pub(crate) use end::End;
-pub use failure::{Cause, Doing, GroupFailure, RankReport};
+#[allow(deprecated)]
+pub use failure::Doing;
+pub use failure::{Cause, GroupFailure, RankReport, RankStatus};
 pub use printable::printable;
 
 use std::fmt;
@@ -72,8 +74,13 @@ impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             // If others hold the error too, they keep its backtrace.
-            Error::Candle(error) => Arc::try_unwrap(error).unwrap_or_else(|error| Self::Msg(without_trace(&error))),
-            error => Self::WrappedContext { wrapped: Box::new(Carried(error)), context: "in candle-dist".into() },
+            Error::Candle(error) => {
+                Arc::try_unwrap(error).unwrap_or_else(|error| Self::Msg(without_trace(&error)))
+            }
+            error => Self::WrappedContext {
+                wrapped: Box::new(ErrorCarrier(error)),
+                context: "in candle-dist".into(),
+            },
         }
     }
 }
@@ -107,9 +114,9 @@ pub(crate) fn cut_trace(message: &str) -> &str {
 /// An error of this crate that passes through candle, which prints it with `Debug`.
 #[derive(thiserror::Error)]
 #[error("{0}")]
-struct Carried(Error);
+struct ErrorCarrier(Error);
 
-impl fmt::Debug for Carried {
+impl fmt::Debug for ErrorCarrier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -121,7 +128,9 @@ fn carried(error: &candle_core::Error) -> Option<Error> {
         candle_core::Error::WithBacktrace { inner, .. }
         | candle_core::Error::Context { inner, .. }
         | candle_core::Error::WithPath { inner, .. } => carried(inner),
-        candle_core::Error::WrappedContext { wrapped, .. } => Some(wrapped.downcast_ref::<Carried>()?.0.clone()),
+        candle_core::Error::WrappedContext { wrapped, .. } => {
+            Some(wrapped.downcast_ref::<ErrorCarrier>()?.0.clone())
+        }
         _ => None,
     }
 }

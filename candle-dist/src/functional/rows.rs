@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::panic::Location;
 
 /// A window of the rows of a whole: rows before its first row, and behind its last one, are zeros.
-pub(super) type Window = Range<isize>;
+pub(super) type RowWindow = Range<isize>;
 
 /// The rows of each rank under a cut.
 pub(super) fn pieces(cut: &Cut) -> Vec<Range<usize>> {
@@ -20,7 +20,7 @@ fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 }
 
 /// The rows of the whole that a window has.
-fn inside(window: &Window, len: usize) -> Range<usize> {
+fn inside(window: &RowWindow, len: usize) -> Range<usize> {
     let at = |at: isize| usize::try_from(at).unwrap_or(0).min(len);
     at(window.start)..at(window.end)
 }
@@ -37,7 +37,7 @@ fn part(x: &Tensor, dim: usize, rows: &Range<usize>) -> candle_core::Result<Tens
 }
 
 /// The rows that are moved: those that rank `s` has and rank `r` wants, for each `s` and `r`.
-struct Move<'a> {
+struct RowMove<'a> {
     dim: usize,
     has: &'a [Range<usize>],
     wants: &'a [Range<usize>],
@@ -47,7 +47,7 @@ struct Move<'a> {
     always: bool,
 }
 
-impl Move<'_> {
+impl RowMove<'_> {
     fn count(&self, source: usize, target: usize) -> usize {
         if source == target { 0 } else { common(&self.has[source], &self.wants[target]).len() }
     }
@@ -93,7 +93,8 @@ pub(super) fn recut(
     group: &ProcessGroup,
     site: &'static Location<'static>,
 ) -> Result<Tensor> {
-    let wanted: Vec<Window> = pieces(to).into_iter().map(|rows| rows.start as isize..rows.end as isize).collect();
+    let wanted: Vec<RowWindow> =
+        pieces(to).into_iter().map(|rows| rows.start as isize..rows.end as isize).collect();
     gathered(x, from, &wanted, (group, site, true))
 }
 
@@ -101,7 +102,7 @@ pub(super) fn recut(
 pub(super) fn windows(
     x: &Tensor,
     cut: &Cut,
-    windows: &[Window],
+    windows: &[RowWindow],
     group: &ProcessGroup,
     site: &'static Location<'static>,
 ) -> Result<Tensor> {
@@ -111,13 +112,13 @@ pub(super) fn windows(
 fn gathered(
     x: &Tensor,
     cut: &Cut,
-    windows: &[Window],
+    windows: &[RowWindow],
     (group, site, always): (&ProcessGroup, &'static Location<'static>, bool),
 ) -> Result<Tensor> {
     let (has, len): (_, usize) = (pieces(cut), cut.len());
     let wants: Vec<Range<usize>> = windows.iter().map(|window| inside(window, len)).collect();
     let (me, dim) = (group.rank(), cut.dim);
-    let got = Move { dim, has: &has, wants: &wants, group, site, always }.run(x)?;
+    let got = RowMove { dim, has: &has, wants: &wants, group, site, always }.run(x)?;
     let own = common(&has[me], &wants[me]);
     let rows = within(&own, &has[me]);
     let zeros = |len: usize| {
@@ -150,7 +151,7 @@ fn gathered(
 pub(super) fn sums_of_windows(
     x: &Tensor,
     cut: &Cut,
-    windows: &[Window],
+    windows: &[RowWindow],
     group: &ProcessGroup,
     site: &'static Location<'static>,
 ) -> Result<Tensor> {
@@ -161,7 +162,7 @@ pub(super) fn sums_of_windows(
     let first = has[me].start as isize - windows[me].start;
     let first = if has[me].is_empty() { 0 } else { first as usize };
     let x = part(x, dim, &(first..first + has[me].len()))?;
-    let got = Move { dim, has: &has, wants: &wants, group, site, always: false }.run(&x)?;
+    let got = RowMove { dim, has: &has, wants: &wants, group, site, always: false }.run(&x)?;
     let placed = |part: &Tensor, rows: &Range<usize>| {
         let at = within(rows, &wants[me]);
         part.contiguous()?.pad_with_zeros(dim, at.start, wants[me].len() - at.end)

@@ -1,6 +1,6 @@
 //! A collective in any form: of several tensors, into given memory, over a variable, or started.
 use super::ProcessGroup;
-use super::pending::{OpenCall, Pending, PendingTensors, State, single};
+use super::pending::{OpenCall, Pending, PendingState, PendingTensors, single};
 use crate::backend::overwrite::overwrite;
 use crate::backend::storage::share_memory;
 use crate::backend::{Call, Dims, Form, Fresh, Tensors, bytes};
@@ -22,19 +22,19 @@ pub struct CollectiveCall<'a> {
     /// The shape and dtype of data that other ranks have.
     shape: Option<(Shape, DType)>,
     outputs: Tensors,
-    memory: Memory,
+    memory: InputMemory,
 }
 
 /// What a started call reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Memory {
+pub(super) enum InputMemory {
     /// Copies of its tensors.
     Copied,
     /// The tensors themselves, which the caller has promised not to write to.
     Owned,
 }
 
-impl Memory {
+impl InputMemory {
     /// Returns a tensor whose memory does not change.
     pub(super) fn own(self, tensor: &Tensor) -> candle_core::Result<Tensor> {
         match self {
@@ -61,7 +61,7 @@ impl ProcessGroup {
     /// use candle_core::{Device, Tensor, Var};
     /// use candle_dist::{Collective, Op, ReduceOp, World, comm};
     ///
-    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
     ///     let (sum, group) = (Collective::AllReduce(ReduceOp::Sum), ctx.group());
     ///     let xs = [Tensor::new(&[1f32, 2.0], &Device::Cpu)?, Tensor::new(&[3u32], &Device::Cpu)?];
     ///     let (sums, counts) = comm::record(|| group.call(sum.clone()).run_all(&xs));
@@ -80,7 +80,13 @@ impl ProcessGroup {
     #[track_caller]
     pub fn call(&self, collective: Collective) -> CollectiveCall<'_> {
         let call = Call::new(collective);
-        CollectiveCall { group: self, call, shape: None, outputs: Tensors::new(), memory: Memory::Copied }
+        CollectiveCall {
+            group: self,
+            call,
+            shape: None,
+            outputs: Tensors::new(),
+            memory: InputMemory::Copied,
+        }
     }
 }
 
@@ -105,7 +111,7 @@ impl CollectiveCall<'_> {
     /// For tensors that nobody writes to until every rank has waited. A write before may change the results, and over MPI
     /// it waits until the call no longer reads the memory. A message is sent in constant time if ranks share memory.
     pub fn owned(self) -> Self {
-        Self { memory: Memory::Owned, ..self }
+        Self { memory: InputMemory::Owned, ..self }
     }
 
     /// Names every missing rank if some do not come within `timeout`, for barriers: to find ranks that hang.
@@ -117,7 +123,7 @@ impl CollectiveCall<'_> {
     /// use candle_dist::{Collective, World};
     /// use std::time::Duration;
     ///
-    /// let outcome = World::local(4).run(|ctx| -> candle_dist::Result<()> {
+    /// let outcome = World::threads(4).run(|ctx| -> candle_dist::Result<()> {
     ///     if ctx.rank() % 2 == 1 {
     ///         std::thread::sleep(Duration::from_millis(300)); // too late
     ///     }
@@ -167,7 +173,11 @@ impl CollectiveCall<'_> {
             return Ok(if outputs.is_empty() { tensors.to_vec() } else { outputs.to_vec() });
         }
         let made = group.make(call, tensors, outputs.clone())?;
-        Ok(if outputs.is_empty() { made.into_iter().map(Fresh::into_tensor).collect() } else { outputs.to_vec() })
+        Ok(if outputs.is_empty() {
+            made.into_iter().map(Fresh::into_tensor).collect()
+        } else {
+            outputs.to_vec()
+        })
     }
 
     /// Starts the call on one tensor.
@@ -187,17 +197,23 @@ impl CollectiveCall<'_> {
         if let Collective::Recv { from, tag } = self.call.collective {
             return self.post(from, tag);
         }
-        let Some(call) = self.described(tensors)? else { return Ok(Pending::new(State::Done(Vec::new()), Ok)) };
+        let Some(call) = self.described(tensors)? else {
+            return Ok(Pending::new(PendingState::Done(Vec::new()), Ok));
+        };
         let (group, outputs, memory) = (self.group, self.places(), self.memory);
         if call.op() == Op::Send {
             return Ok(Pending::new(group.start_send(call, &tensors[0], memory)?, Ok));
         }
         if group.is_alone(&call)? {
-            let mine = tensors.iter().map(|tensor| memory.own(tensor)).collect::<candle_core::Result<Vec<_>>>()?;
+            let mine =
+                tensors.iter().map(|tensor| memory.own(tensor)).collect::<candle_core::Result<Vec<_>>>()?;
             for (output, tensor) in outputs.iter().zip(&mine) {
                 overwrite(output, &[&tensor.detach().contiguous()?])?;
             }
-            return Ok(Pending::new(State::Done(if outputs.is_empty() { mine } else { outputs.to_vec() }), Ok));
+            return Ok(Pending::new(
+                PendingState::Done(if outputs.is_empty() { mine } else { outputs.to_vec() }),
+                Ok,
+            ));
         }
         let call = Call { form: Form::Started, ..call };
         let size = tensors.iter().map(bytes).sum();
@@ -205,8 +221,9 @@ impl CollectiveCall<'_> {
             let dense = tensors.iter().map(|tensor| memory.own(&tensor.detach())?.contiguous());
             backend.start(call, dense.collect::<candle_core::Result<Tensors>>()?, outputs.clone())
         })?;
-        let open = OpenCall { started, call, outputs, group: group.clone(), thread: std::thread::current().id() };
-        Ok(Pending::new(State::Open(Box::new(open)), Ok))
+        let open =
+            OpenCall { started, call, outputs, group: group.clone(), thread: std::thread::current().id() };
+        Ok(Pending::new(PendingState::Open(Box::new(open)), Ok))
     }
 
     /// Replaces `var` on every rank by its result: for an all_reduce and a broadcast, without memory for a second tensor.
@@ -240,7 +257,9 @@ impl CollectiveCall<'_> {
         let call = self.expected()?;
         match from {
             Some(_) => self.group.start_receive(call, self.places().pop()),
-            None => Err(self.group.invalid(Op::Recv, format!("no sender of tag {tag}; a started receive names one"))),
+            None => Err(self
+                .group
+                .invalid(Op::Recv, format!("no sender of tag {tag}; a started receive names one"))),
         }
     }
 
@@ -254,7 +273,8 @@ impl CollectiveCall<'_> {
         self.check_ranks()?;
         let named = self.shape.as_ref().map(|(shape, dtype)| (shape, *dtype));
         let output = self.outputs.first();
-        let Some((shape, dtype)) = named.or_else(|| output.map(|output| (output.shape(), output.dtype()))) else {
+        let Some((shape, dtype)) = named.or_else(|| output.map(|output| (output.shape(), output.dtype())))
+        else {
             let reason = "a message of unknown shape; name it with `of` or `into`".to_string();
             return Err(self.group.invalid(Op::Recv, reason));
         };
@@ -324,14 +344,16 @@ impl CollectiveCall<'_> {
             return Err(self.invalid("only barriers are monitored".to_string()));
         }
         if self.shape.is_some() && collective.op() != Op::Scatter {
-            return Err(
-                self.invalid("the shape is that of the tensor; only scatters and receives name one".to_string())
-            );
+            return Err(self.invalid(
+                "the shape is that of the tensor; only scatters and receives name one".to_string(),
+            ));
         }
         if collective.takes_several() {
             let cuts = collective.cuts().len();
             return match matches!(collective.op(), Op::AllGather | Op::ReduceScatter) && cuts != given {
-                true => Err(self.invalid(format!("{cuts} cuts for {given} tensors; give one for each tensor"))),
+                true => {
+                    Err(self.invalid(format!("{cuts} cuts for {given} tensors; give one for each tensor")))
+                }
                 false => Ok(()),
             };
         }
@@ -344,7 +366,8 @@ impl CollectiveCall<'_> {
 
     /// Refuses memory that cannot hold the results of `call` on these tensors.
     fn check_outputs(&self, call: &Call, tensors: &[Tensor]) -> Result<()> {
-        let (given, takes) = (self.outputs.len(), if call.collective.all_have_results() { tensors.len() } else { 0 });
+        let (given, takes) =
+            (self.outputs.len(), if call.collective.all_have_results() { tensors.len() } else { 0 });
         if given > 0 && given != takes {
             return Err(self.invalid(format!("{given} outputs; this call takes {takes}")));
         }
@@ -353,7 +376,8 @@ impl CollectiveCall<'_> {
             self.check_memory(output, &shape, tensor.dtype())?;
             let (here, there) = (tensor.device().location(), output.device().location());
             if here != there {
-                let reason = format!("the output is on {there:?} and the input on {here:?}; give one on {here:?}");
+                let reason =
+                    format!("the output is on {there:?} and the input on {here:?}; give one on {here:?}");
                 return Err(self.invalid(reason));
             }
             if tensors.iter().any(|tensor| share_memory(tensor, output)) {
@@ -370,13 +394,13 @@ impl CollectiveCall<'_> {
             let (got, is) = (output.dims(), output.dtype().as_str());
             let strided = if output.is_contiguous() { "" } else { " that is not contiguous" };
             let name = dtype.as_str();
-            let reason =
-                format!("the output must be a contiguous {name} tensor of {shape:?}, got {is} {got:?}{strided}");
+            let reason = format!(
+                "the output must be a contiguous {name} tensor of {shape:?}, got {is} {got:?}{strided}"
+            );
             return Err(self.invalid(reason));
         }
         if output.track_op() && !output.is_variable() {
-            let reason =
-                "the output is part of a graph, whose backward pass may need its values; give a Var or detach it";
+            let reason = "the output is part of a graph, whose backward pass may need its values; give a Var or detach it";
             return Err(self.invalid(reason.to_string()));
         }
         Ok(())

@@ -36,7 +36,8 @@ impl ProcessGroup {
     pub(super) fn even_sizes(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<Dims> {
         let (len, n) = (self.dim_size(op, tensor, dim)?, self.size());
         if len % n != 0 {
-            let reason = format!("dim {dim} of shape {:?} does not divide by {n} ranks; give sizes", tensor.dims());
+            let reason =
+                format!("dim {dim} of shape {:?} does not divide by {n} ranks; give sizes", tensor.dims());
             return Err(self.invalid(op, reason));
         }
         Ok(self.repeat(len / n))
@@ -52,17 +53,20 @@ impl ProcessGroup {
             let name = dtype.as_str();
             if !CARRIED.contains(dtype) {
                 let carried = carried();
-                return Err(
-                    self.invalid(call.op(), format!("{name} tensors are not carried; cast to one of {carried}"))
-                );
+                return Err(self.invalid(
+                    call.op(),
+                    format!("{name} tensors are not carried; cast to one of {carried}"),
+                ));
             }
             let Some(reduce) = call.collective.reduction() else { continue };
             if dtype.is_int() && reduce.is_fractional() {
-                let reason = format!("{reduce} of {name} tensors is no {name}; use sum, or cast to a float dtype");
+                let reason =
+                    format!("{reduce} of {name} tensors is no {name}; use sum, or cast to a float dtype");
                 return Err(self.invalid(call.op(), reason));
             }
             if !dtype.is_int() && reduce.is_bitwise() {
-                let reason = format!("{reduce} of {name} tensors; floats have no bits to combine, use whole numbers");
+                let reason =
+                    format!("{reduce} of {name} tensors; floats have no bits to combine, use whole numbers");
                 return Err(self.invalid(call.op(), reason));
             }
         }
@@ -80,11 +84,12 @@ mod tests {
 
     /// Makes a call for tensors on these devices, one per rank; the devices need not exist.
     fn error_on(devices: [DeviceLocation; 2]) -> [String; 2] {
-        let texts = World::local(2).run(|ctx| -> Result<String> {
+        let texts = World::threads(2).run(|ctx| -> Result<String> {
             let x = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
             let call = Call::on(Collective::AllReduce(ReduceOp::Sum), &x);
             let call = Call { device: devices[ctx.rank()], ..call };
-            let made = ctx.group().engage(call, 12, |backend, call| backend.run(call, smallvec![x], smallvec![]));
+            let made =
+                ctx.group().engage(call, 12, |backend, call| backend.run(call, smallvec![x], smallvec![]));
             Ok(made.unwrap_err().to_string())
         });
         texts.unwrap().try_into().unwrap()
@@ -94,7 +99,10 @@ mod tests {
     fn tensors_on_other_devices_are_refused_by_all_ranks() {
         let gpu = DeviceLocation::Metal { gpu_id: 1 };
         for text in error_on([gpu, gpu]) {
-            assert!(text.contains("all_reduce of tensors on Metal") && text.contains("Device::Cpu"), "{text}");
+            assert!(
+                text.contains("all_reduce of tensors on Metal") && text.contains("Device::Cpu"),
+                "{text}"
+            );
         }
         for text in error_on([DeviceLocation::Cpu, gpu]) {
             assert!(text.contains("(device differs)"), "{text}");

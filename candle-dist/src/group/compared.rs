@@ -16,7 +16,7 @@ impl ProcessGroup {
     /// ```
     /// use candle_dist::{Result, World};
     ///
-    /// let differ = World::local(2).run(|ctx| -> Result<_> {
+    /// let differ = World::threads(2).run(|ctx| -> Result<_> {
     ///     assert_eq!(ctx.group().compare("a batch of 8 rows")?, None);
     ///     ctx.group().compare(["seed 1", "seed 2"][ctx.rank()])
     /// })?;

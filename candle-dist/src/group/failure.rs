@@ -17,7 +17,7 @@ impl ProcessGroup {
     /// ```
     /// use candle_dist::World;
     ///
-    /// let heard = World::local(2).run(|ctx| -> candle_dist::Result<String> {
+    /// let heard = World::threads(2).run(|ctx| -> candle_dist::Result<String> {
     ///     match ctx.rank() {
     ///         0 => ctx.group().fail("no such file"),
     ///         _ => return Ok(ctx.group().barrier().unwrap_err().to_string()),
@@ -41,7 +41,7 @@ impl ProcessGroup {
     /// use candle_core::{Device, Tensor};
     /// use candle_dist::{ReduceOp, World};
     ///
-    /// let sums = World::local(2).run(|ctx| -> candle_dist::Result<_> {
+    /// let sums = World::threads(2).run(|ctx| -> candle_dist::Result<_> {
     ///     let sum = ctx.group().all_reduce(&Tensor::new(&[1u32], ctx.device())?, ReduceOp::Sum)?;
     ///     Ok(ctx.group().to_host(&sum)?.to_vec1::<u32>()?)
     /// })?;

@@ -12,7 +12,7 @@ impl ProcessGroup {
     /// ```
     /// use candle_dist::{Result, World};
     ///
-    /// let texts = World::local(2).run(|ctx| -> Result<Vec<String>> {
+    /// let texts = World::threads(2).run(|ctx| -> Result<Vec<String>> {
     ///     ctx.group().all_gather_text(if ctx.rank() == 1 { "the disk is full" } else { "" })
     /// })?;
     /// assert_eq!(texts[0], ["", "the disk is full"]);
@@ -28,7 +28,8 @@ impl ProcessGroup {
             return Ok(vec![String::new(); lengths.len()]);
         }
         let bytes = Tensor::from_slice(text.as_bytes(), text.len(), &Device::Cpu)?;
-        let mut rest = self.call(Collective::all_gather(Cut::new(0, &lengths))).run(&bytes)?.to_vec1::<u8>()?;
+        let mut rest =
+            self.call(Collective::all_gather(Cut::new(0, &lengths))).run(&bytes)?.to_vec1::<u8>()?;
         let mut texts = Vec::with_capacity(lengths.len());
         for length in lengths {
             let tail = rest.split_off(length);

@@ -17,9 +17,11 @@ mod under_way;
 pub use call::CollectiveCall;
 pub use object::MAX_OBJECT_BYTES;
 pub use pending::{Pending, PendingTensors};
+#[allow(deprecated)]
 pub use point_to_point::Message;
+pub use point_to_point::P2pOp;
 
-use crate::backend::simulated::Simulated;
+use crate::backend::simulated::SimulatedBackend;
 use crate::backend::{Backend, Call, Fresh, Op, ReduceOp, Results, Tensors, bytes};
 use crate::call::{Collective, Cut};
 use crate::switch::Switches;
@@ -30,7 +32,7 @@ use posted::Posts;
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use under_way::{Entered, Site, UnderWay};
+use under_way::{ActiveCalls, CallGuard, Site};
 
 /// The most ranks of a simulated group, which lists them.
 const MOST_SIMULATED: usize = 1 << 16;
@@ -60,7 +62,7 @@ pub struct ProcessGroup {
     /// The started receives of all handles on the group.
     posts: Arc<Posts>,
     /// The calls on all handles on the group that threads of this rank are in.
-    under_way: Arc<UnderWay>,
+    under_way: Arc<ActiveCalls>,
     /// The timeout of this handle's calls, if it differs from the world's.
     timeout: Option<Duration>,
     /// What all calls of this handle are about.
@@ -84,7 +86,7 @@ impl ProcessGroup {
     /// use candle_core::{Device, Tensor};
     /// use candle_dist::{ProcessGroup, ReduceOp, World};
     ///
-    /// World::local(2).run(|ctx| {
+    /// World::threads(2).run(|ctx| {
     ///     let group = ProcessGroup::new(ctx.group().backend().subgroup(&[0, 1])?);
     ///     assert_eq!(group.all_reduce(&Tensor::new(&[1f32], &Device::Cpu)?, ReduceOp::Sum)?.to_vec1::<f32>()?, [2.0]);
     ///     Ok::<_, candle_dist::Error>(())
@@ -117,7 +119,7 @@ impl ProcessGroup {
     /// use candle_dist::{Cause, Error, World};
     /// use std::time::Duration;
     ///
-    /// let outcome = World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    /// let outcome = World::threads(2).run(|ctx| -> candle_dist::Result<()> {
     ///     let patient = ctx.group();
     ///     if ctx.rank() == 1 {
     ///         std::thread::sleep(Duration::from_millis(300));
@@ -151,7 +153,7 @@ impl ProcessGroup {
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_dist::{ReduceOp, World};
     ///
-    /// let failed = World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    /// let failed = World::threads(2).run(|ctx| -> candle_dist::Result<()> {
     ///     let group = ctx.group().with_description(["query", "key"][ctx.rank()]);
     ///     group.all_reduce(&Tensor::ones(3, DType::F32, &Device::Cpu)?, ReduceOp::Sum).map(drop)
     /// });
@@ -206,7 +208,7 @@ impl ProcessGroup {
             let fix = format!("use a smaller rank, and at most {MOST_SIMULATED} ranks");
             return Err(Error::Unsupported(format!("rank {rank} of a simulated world of {size}; {fix}")));
         }
-        Ok(Self::new(Arc::new(Simulated::new(rank, (0..size).collect()))))
+        Ok(Self::new(Arc::new(SimulatedBackend::new(rank, (0..size).collect()))))
     }
 
     /// Returns this rank's number in the group.
@@ -284,7 +286,7 @@ impl ProcessGroup {
     /// use candle_core::{Device, Tensor};
     /// use candle_dist::{Result, World};
     ///
-    /// let received = World::local(2).run(|ctx| -> Result<Vec<u32>> {
+    /// let received = World::threads(2).run(|ctx| -> Result<Vec<u32>> {
     ///     let mine = [[1u32, 2, 3], [4, 5, 6]][ctx.rank()];
     ///     let counts = [[3, 0], [1, 2]]; // rank 0 keeps all, rank 1 sends its first row to rank 0
     ///     Ok(ctx.group().all_to_all_single(&Tensor::new(&mine, &Device::Cpu)?, &counts)?.to_vec1()?)
@@ -312,7 +314,13 @@ impl ProcessGroup {
     /// Joins all ranks' tensors along `dim` on the root; returns `None` elsewhere. `sizes[r]` is rank `r`'s part of
     /// `dim`.
     #[track_caller]
-    pub fn gather(&self, tensor: &Tensor, dim: usize, sizes: &[usize], root: usize) -> Result<Option<Tensor>> {
+    pub fn gather(
+        &self,
+        tensor: &Tensor,
+        dim: usize,
+        sizes: &[usize],
+        root: usize,
+    ) -> Result<Option<Tensor>> {
         let cut = Cut::new(dim, sizes);
         Ok(self.call(Collective::Gather { cut, root }).run_all(std::slice::from_ref(tensor))?.pop())
     }
@@ -393,7 +401,8 @@ impl ProcessGroup {
 
     /// Runs a collective on valid tensors.
     fn make(&self, call: Call, tensors: &[Tensor], outputs: Tensors) -> Result<Results> {
-        let dense = tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
+        let dense =
+            tensors.iter().map(|t| t.detach().contiguous()).collect::<candle_core::Result<Tensors>>()?;
         let size = dense.iter().map(bytes).sum();
         self.engage(call, size, |backend, call| backend.run(call, dense, outputs))
     }
@@ -413,12 +422,17 @@ impl ProcessGroup {
     }
 
     /// Says that a thread is in a call until the result is dropped.
-    fn begin_call(&self, call: &Call) -> Result<Entered<'_>> {
+    fn begin_call(&self, call: &Call) -> Result<CallGuard<'_>> {
         self.under_way.enter(call).map_err(|other| self.overlap(other, call.site))
     }
 
     /// Passes a call to the backend: the only place where communication is recorded and timed.
-    fn pass<R>(&self, call: Call, bytes: usize, run: impl FnOnce(&dyn Backend, Call) -> Result<R>) -> Result<R> {
+    fn pass<R>(
+        &self,
+        call: Call,
+        bytes: usize,
+        run: impl FnOnce(&dyn Backend, Call) -> Result<R>,
+    ) -> Result<R> {
         let note = call.note.or_else(|| self.description.clone());
         let call = Call { note, timeout: call.timeout.or(self.timeout), ..call };
         let _watched = comm::watch(&call, bytes, self.ranks(), self.is_check);

@@ -29,7 +29,7 @@ impl ProcessGroup {
     /// use std::collections::BTreeMap;
     ///
     /// type Config = BTreeMap<String, f64>;
-    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
     ///     let mine = (ctx.rank() == 0).then(|| Config::from([("lr".to_string(), 0.1)]));
     ///     let config: Config = ctx.group().broadcast_object(mine.as_ref(), 0)?;
     ///     assert_eq!(config["lr"], 0.1);
@@ -38,11 +38,16 @@ impl ProcessGroup {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn broadcast_object<T: Serialize + DeserializeOwned>(&self, object: Option<&T>, root: usize) -> Result<T> {
+    pub fn broadcast_object<T: Serialize + DeserializeOwned>(
+        &self,
+        object: Option<&T>,
+        root: usize,
+    ) -> Result<T> {
         const OP: &str = "broadcast_object";
         self.check_rank_named(OP, root)?;
         self.same_type::<T>(OP)?;
-        let mine = (self.rank() == root).then(|| object.map_or(Err("the root must give an object".into()), packed));
+        let mine =
+            (self.rank() == root).then(|| object.map_or(Err("the root must give an object".into()), packed));
         let (size, is_error) = self.announce(OP, root, mine.as_ref())?;
         let bytes = mine.map_or_else(|| vec![0; size], |mine| mine.unwrap_or_else(String::into_bytes));
         let bytes = self.broadcast(&Tensor::from_vec(bytes, size, &Device::Cpu)?, root)?.to_vec1::<u8>()?;
@@ -57,7 +62,7 @@ impl ProcessGroup {
     /// ```
     /// use candle_dist::World;
     ///
-    /// World::local(3).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(3).run(|ctx| -> candle_dist::Result<()> {
     ///     let hosts = ctx.group().all_gather_object(&(ctx.rank(), format!("host {}", ctx.rank())))?;
     ///     assert_eq!(hosts[2], (2, "host 2".to_string()));
     ///     Ok(())
@@ -79,7 +84,11 @@ impl ProcessGroup {
     ///
     /// An object that the root cannot read is the root's error.
     #[track_caller]
-    pub fn gather_object<T: Serialize + DeserializeOwned>(&self, object: &T, root: usize) -> Result<Option<Vec<T>>> {
+    pub fn gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        object: &T,
+        root: usize,
+    ) -> Result<Option<Vec<T>>> {
         const OP: &str = "gather_object";
         self.check_rank_named(OP, root)?;
         self.same_type::<T>(OP)?;
@@ -94,7 +103,11 @@ impl ProcessGroup {
     ///
     /// An object that its rank cannot read is that rank's error.
     #[track_caller]
-    pub fn scatter_object<T: Serialize + DeserializeOwned>(&self, objects: Option<&[T]>, root: usize) -> Result<T> {
+    pub fn scatter_object<T: Serialize + DeserializeOwned>(
+        &self,
+        objects: Option<&[T]>,
+        root: usize,
+    ) -> Result<T> {
         const OP: &str = "scatter_object";
         self.check_rank_named(OP, root)?;
         self.same_type::<T>(OP)?;
@@ -103,7 +116,9 @@ impl ProcessGroup {
         if self.rank() == root {
             let list = objects.filter(|list| list.len() == n);
             let wrong = || format!("the root must give {n} objects, got {}", objects.map_or(0, <[T]>::len));
-            let all = list.ok_or_else(wrong).and_then(|list| list.iter().map(packed).collect::<Result<Vec<_>, _>>());
+            let all = list
+                .ok_or_else(wrong)
+                .and_then(|list| list.iter().map(packed).collect::<Result<Vec<_>, _>>());
             mine = Some(match all {
                 Ok(all) => {
                     sizes = all.iter().map(|bytes| bytes.len() as i64).collect();
@@ -170,7 +185,12 @@ impl ProcessGroup {
     }
 
     /// Decodes objects whose bytes are concatenated.
-    fn unpacked_all<T: DeserializeOwned>(&self, op: &'static str, sizes: &[usize], bytes: &[u8]) -> Result<Vec<T>> {
+    fn unpacked_all<T: DeserializeOwned>(
+        &self,
+        op: &'static str,
+        sizes: &[usize],
+        bytes: &[u8],
+    ) -> Result<Vec<T>> {
         let mut at = 0;
         let piece = |(from, &size): (usize, &usize)| {
             let start = at;
@@ -193,10 +213,12 @@ impl ProcessGroup {
 
 /// Encodes an object, if it can be sent.
 fn packed<T: Serialize>(object: &T) -> Parcel {
-    postcard::serialize_with_flavor(object, Bounded(Vec::new())).map_err(|error| {
+    postcard::serialize_with_flavor(object, BoundedBuffer(Vec::new())).map_err(|error| {
         let name = std::any::type_name::<T>();
         let mut reason = match error {
-            postcard::Error::SerializeBufferFull => format!("{name} takes more than {MAX_OBJECT_BYTES} bytes"),
+            postcard::Error::SerializeBufferFull => {
+                format!("{name} takes more than {MAX_OBJECT_BYTES} bytes")
+            }
             error => format!("{name} cannot be sent: {error}"),
         };
         let end = (0..=MAX_REASON.min(reason.len())).rev().find(|&at| reason.is_char_boundary(at));
@@ -206,9 +228,9 @@ fn packed<T: Serialize>(object: &T) -> Parcel {
 }
 
 /// Collects the bytes of an object, at most [`MAX_OBJECT_BYTES`].
-struct Bounded(Vec<u8>);
+struct BoundedBuffer(Vec<u8>);
 
-impl Flavor for Bounded {
+impl Flavor for BoundedBuffer {
     type Output = Vec<u8>;
 
     fn try_extend(&mut self, data: &[u8]) -> postcard::Result<()> {

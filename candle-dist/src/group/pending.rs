@@ -1,6 +1,6 @@
 //! Started calls.
 use super::ProcessGroup;
-use super::posted::Post;
+use super::posted::PostedReceive;
 use crate::backend::{Call, Fresh, Op, StartedCall, Tensors};
 use crate::{Error, Result, comm};
 use candle_core::Tensor;
@@ -19,7 +19,7 @@ use std::time::Duration;
 /// use candle_core::{Device, Tensor};
 /// use candle_dist::{Collective, Cut, Pending, ReduceOp, World};
 ///
-/// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+/// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
 ///     let x = Tensor::new(&[1f32], &Device::Cpu)?;
 ///     let first = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
 ///     let second = ctx.group().call(Collective::all_gather(Cut::new(0, &[1, 1]))).start(&x)?;
@@ -32,7 +32,7 @@ use std::time::Duration;
 /// ```
 #[must_use = "the other ranks' results need this rank's tensors only, but this rank's result comes with `wait`"]
 pub struct Pending<T = Tensor> {
-    state: State,
+    state: PendingState,
     unpack: fn(Vec<Tensor>) -> Result<T>,
 }
 
@@ -42,11 +42,11 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A [`Pending`] of several tensors.
 pub type PendingTensors = Pending<Vec<Tensor>>;
 
-pub(super) enum State {
+pub(super) enum PendingState {
     Done(Vec<Tensor>),
     Open(Box<OpenCall>),
     /// A receive, which the group runs in its turn.
-    Posted(Arc<Post>, ProcessGroup),
+    Posted(Arc<PostedReceive>, ProcessGroup),
 }
 
 /// A started call, for its wait.
@@ -63,8 +63,8 @@ pub(super) struct OpenCall {
 impl<T> fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match &self.state {
-            State::Done(_) => "done",
-            State::Open(_) | State::Posted(..) => "open",
+            PendingState::Done(_) => "done",
+            PendingState::Open(_) | PendingState::Posted(..) => "open",
         };
         write!(f, "Pending({state})")
     }
@@ -76,7 +76,7 @@ pub(super) fn single(mut tensors: Vec<Tensor>) -> Result<Tensor> {
 }
 
 impl<T> Pending<T> {
-    pub(super) fn new(state: State, unpack: fn(Vec<Tensor>) -> Result<T>) -> Self {
+    pub(super) fn new(state: PendingState, unpack: fn(Vec<Tensor>) -> Result<T>) -> Self {
         Self { state, unpack }
     }
 
@@ -91,9 +91,9 @@ impl<T> Pending<T> {
     /// If the world has stopped, and for a receive over a backend that cannot probe for messages.
     pub fn is_ready(&self) -> Result<bool> {
         match &self.state {
-            State::Done(_) => Ok(true),
-            State::Open(open) => open.started.is_ready(),
-            State::Posted(post, group) => group.has_come(post),
+            PendingState::Done(_) => Ok(true),
+            PendingState::Open(open) => open.started.is_ready(),
+            PendingState::Posted(post, group) => group.has_come(post),
         }
     }
 
@@ -118,8 +118,8 @@ impl<T> Pending<T> {
 
     fn finish(self, timeout: Option<Duration>) -> Result<T> {
         let tensors = match self.state {
-            State::Done(tensors) => tensors,
-            State::Open(open) => {
+            PendingState::Done(tensors) => tensors,
+            PendingState::Open(open) => {
                 let OpenCall { mut started, call, outputs, group, thread } = *open;
                 let is_mine = call.op() != Op::Send && thread == std::thread::current().id();
                 let entered = is_mine.then(|| group.under_way.enter_wait(call.site)).transpose();
@@ -141,7 +141,7 @@ impl<T> Pending<T> {
                     false => outputs.to_vec(),
                 }
             }
-            State::Posted(post, group) => {
+            PendingState::Posted(post, group) => {
                 let is_mine = post.thread == std::thread::current().id();
                 let entered = is_mine.then(|| group.under_way.enter_receive(&post.call)).transpose();
                 let _entered = entered.map_err(|other| group.overlap(other, post.call.site))?;

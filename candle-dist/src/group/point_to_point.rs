@@ -1,7 +1,7 @@
 //! Point-to-point messages.
 use super::ProcessGroup;
-use super::call::Memory;
-use super::pending::{OpenCall, Pending, PendingTensors, State};
+use super::call::InputMemory;
+use super::pending::{OpenCall, Pending, PendingState, PendingTensors};
 use crate::Result;
 use crate::backend::{Backend, Call, Envelope, Op, Tensors, bytes};
 use crate::call::Collective;
@@ -9,7 +9,7 @@ use candle_core::{DType, Shape, Tensor};
 
 /// One message of [`ProcessGroup::batch_send_recv`].
 #[derive(Debug, Clone)]
-pub enum Message {
+pub enum P2pOp {
     /// A copy of `tensor` for rank `to`.
     Send {
         /// The tensor to send.
@@ -32,6 +32,10 @@ pub enum Message {
     },
 }
 
+/// The former name of [`P2pOp`].
+#[deprecated(since = "0.1.0", note = "renamed to P2pOp")]
+pub type Message = P2pOp;
+
 impl ProcessGroup {
     /// Sends a copy of `tensor` to rank `to`. It does not wait, except for the bound on unread messages (see
     /// [`World::mailbox_bytes`](crate::World::mailbox_bytes)).
@@ -43,7 +47,7 @@ impl ProcessGroup {
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_dist::{Collective, World};
     ///
-    /// World::local(2).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(2).run(|ctx| -> candle_dist::Result<()> {
     ///     let (group, other) = (ctx.group(), 1 - ctx.rank());
     ///     let receive = || group.call(Collective::Recv { from: Some(other), tag: 7 }).of(1, DType::F32).start(None);
     ///     let (first, second) = (receive()?, receive()?);
@@ -79,7 +83,7 @@ impl ProcessGroup {
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_dist::World;
     ///
-    /// World::local(3).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(3).run(|ctx| -> candle_dist::Result<()> {
     ///     let g = ctx.group();
     ///     if ctx.rank() > 0 {
     ///         return g.send(&Tensor::new(&[ctx.rank() as u32], &Device::Cpu)?, 0);
@@ -135,31 +139,31 @@ impl ProcessGroup {
     ///
     /// ```
     /// use candle_core::{DType, Device, Shape, Tensor};
-    /// use candle_dist::{Message, World};
+    /// use candle_dist::{P2pOp, World};
     ///
-    /// let received = World::local(2).run(|ctx| -> candle_dist::Result<f32> {
+    /// let received = World::threads(2).run(|ctx| -> candle_dist::Result<f32> {
     ///     let (other, tensor) = (1 - ctx.rank(), Tensor::new(&[ctx.rank() as f32], &Device::Cpu)?);
-    ///     let receive = Message::Recv { shape: Shape::from(1), dtype: DType::F32, from: other, tag: 7 };
-    ///     let got = ctx.group().batch_send_recv(&[receive, Message::Send { tensor, to: other, tag: 7 }])?;
+    ///     let receive = P2pOp::Recv { shape: Shape::from(1), dtype: DType::F32, from: other, tag: 7 };
+    ///     let got = ctx.group().batch_send_recv(&[receive, P2pOp::Send { tensor, to: other, tag: 7 }])?;
     ///     Ok(got[0].to_vec1::<f32>()?[0])
     /// })?;
     /// assert_eq!(received, [1.0, 0.0]);
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn batch_send_recv(&self, messages: &[Message]) -> Result<Vec<Tensor>> {
+    pub fn batch_send_recv(&self, messages: &[P2pOp]) -> Result<Vec<Tensor>> {
         for message in messages {
             self.check_ranks(&message.collective())?;
         }
         let mut sent = Vec::new();
         for message in messages {
-            if let Message::Send { tensor, .. } = message {
+            if let P2pOp::Send { tensor, .. } = message {
                 sent.push(self.call(message.collective()).start_all(std::slice::from_ref(tensor))?);
             }
         }
         let mut received = Vec::new();
         for message in messages {
-            if let Message::Recv { shape, dtype, .. } = message {
+            if let P2pOp::Recv { shape, dtype, .. } = message {
                 received.extend(self.call(message.collective()).of(shape.clone(), *dtype).run_all(&[])?);
             }
         }
@@ -168,23 +172,35 @@ impl ProcessGroup {
     }
 
     /// Sends a message, which waits only for the bound on unread messages.
-    pub(super) fn send_now(&self, call: Call, tensor: &Tensor, memory: Memory) -> Result<()> {
+    pub(super) fn send_now(&self, call: Call, tensor: &Tensor, memory: InputMemory) -> Result<()> {
         let tensor = self.for_sending(tensor, memory)?;
-        self.engage(call, bytes(&tensor), |backend, call| backend.run(call, one(tensor), Tensors::new())).map(drop)
+        self.engage(call, bytes(&tensor), |backend, call| backend.run(call, one(tensor), Tensors::new()))
+            .map(drop)
     }
 
     /// Sends a message without waiting for the bound on unread messages.
-    pub(super) fn start_send(&self, call: Call, tensor: &Tensor, memory: Memory) -> Result<State> {
+    pub(super) fn start_send(
+        &self,
+        call: Call,
+        tensor: &Tensor,
+        memory: InputMemory,
+    ) -> Result<PendingState> {
         let (tensor, given) = (self.for_sending(tensor, memory)?, call.clone());
         let start = |backend: &dyn Backend, call| backend.start(call, one(tensor.clone()), Tensors::new());
         let started = self.engage(call, bytes(&tensor), start)?;
         let (outputs, thread) = (Tensors::new(), std::thread::current().id());
-        Ok(State::Open(Box::new(OpenCall { started, call: given, outputs, group: self.clone(), thread })))
+        Ok(PendingState::Open(Box::new(OpenCall {
+            started,
+            call: given,
+            outputs,
+            group: self.clone(),
+            thread,
+        })))
     }
 
     /// Returns the tensor to send: a copy, unless the backend makes one or the sender gives it away.
-    fn for_sending(&self, tensor: &Tensor, memory: Memory) -> Result<Tensor> {
-        let memory = if self.backend.copies_sent(bytes(tensor)) { Memory::Owned } else { memory };
+    fn for_sending(&self, tensor: &Tensor, memory: InputMemory) -> Result<Tensor> {
+        let memory = if self.backend.copies_sent(bytes(tensor)) { InputMemory::Owned } else { memory };
         Ok(memory.own(&tensor.detach())?.contiguous()?)
     }
 
@@ -200,7 +216,7 @@ impl ProcessGroup {
     /// Starts a receive.
     pub(super) fn start_receive(&self, call: Call, output: Option<Tensor>) -> Result<PendingTensors> {
         drop(self.begin_call(&call)?);
-        Ok(Pending::new(State::Posted(self.post(call, output)?, self.clone()), Ok))
+        Ok(Pending::new(PendingState::Posted(self.post(call, output)?, self.clone()), Ok))
     }
 }
 
@@ -208,7 +224,7 @@ fn one(tensor: Tensor) -> Tensors {
     [tensor].into_iter().collect()
 }
 
-impl Message {
+impl P2pOp {
     fn collective(&self) -> Collective {
         match self {
             Self::Send { to, tag, .. } => Collective::Send { to: *to, tag: *tag },

@@ -11,7 +11,7 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 /// A started receive.
-pub(super) struct Post {
+pub(super) struct PostedReceive {
     pub(super) call: Call,
     /// The thread that started it.
     pub(super) thread: ThreadId,
@@ -21,9 +21,9 @@ pub(super) struct Post {
 }
 
 /// Sender and tag.
-type Address = (usize, u32);
+type SourceTag = (usize, u32);
 
-type Queues = HashMap<Address, VecDeque<Arc<Post>>>;
+type Queues = HashMap<SourceTag, VecDeque<Arc<PostedReceive>>>;
 
 /// The first pause between two checks for messages.
 const SHORTEST: Duration = Duration::from_micros(10);
@@ -52,12 +52,12 @@ impl Posts {
         !self.is_empty() && self.queues.lock().keys().any(|&(_, other)| other == tag)
     }
 
-    fn push(&self, post: &Arc<Post>) {
+    fn push(&self, post: &Arc<PostedReceive>) {
         self.queues.lock().entry(post.address()).or_default().push_back(post.clone());
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn pop(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) {
+    fn pop(&self, queues: &mut MutexGuard<'_, Queues>, address: SourceTag) {
         if let Some(queue) = queues.get_mut(&address) {
             self.count.fetch_sub(usize::from(queue.pop_front().is_some()), Ordering::Relaxed);
             if queue.is_empty() {
@@ -67,24 +67,29 @@ impl Posts {
     }
 }
 
-impl Post {
-    fn address(&self) -> Address {
+impl PostedReceive {
+    fn address(&self) -> SourceTag {
         (self.call.collective.peer().unwrap_or(0), self.call.collective.tag())
     }
 }
 
 impl ProcessGroup {
     /// Starts a receive behind all others of this sender and tag.
-    pub(super) fn post(&self, call: Call, output: Option<Tensor>) -> Result<Arc<Post>> {
+    pub(super) fn post(&self, call: Call, output: Option<Tensor>) -> Result<Arc<PostedReceive>> {
         self.check_dtypes(&call)?;
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
-        let post = Arc::new(Post { call, thread: std::thread::current().id(), output, received: OnceLock::new() });
+        let post = Arc::new(PostedReceive {
+            call,
+            thread: std::thread::current().id(),
+            output,
+            received: OnceLock::new(),
+        });
         self.posts.push(&post);
         Ok(post)
     }
 
     /// Receives the message of `post`, after those of the receives before it.
-    pub(super) fn settle(&self, post: &Arc<Post>, timeout: Option<Duration>) -> Result<Tensor> {
+    pub(super) fn settle(&self, post: &Arc<PostedReceive>, timeout: Option<Duration>) -> Result<Tensor> {
         let group = match timeout {
             Some(timeout) if self.backend().has_call_timeouts() => &self.with_timeout(timeout)?,
             Some(timeout) => {
@@ -100,7 +105,9 @@ impl ProcessGroup {
                 return Ok(tensor.clone());
             }
             let first = queues.get(&post.address()).and_then(|queue| queue.front().cloned());
-            let Some(first) = first else { return Err(Error::Unsupported("a receive without its turn".to_string())) };
+            let Some(first) = first else {
+                return Err(Error::Unsupported("a receive without its turn".to_string()));
+            };
             let tensor = group.receive_first(&first)?;
             let _ = first.received.set(tensor);
             self.posts.pop(&mut queues, post.address());
@@ -108,7 +115,7 @@ impl ProcessGroup {
     }
 
     /// Returns whether the message of `post` has arrived, or is known never to arrive.
-    pub(super) fn has_come(&self, post: &Arc<Post>) -> Result<bool> {
+    pub(super) fn has_come(&self, post: &Arc<PostedReceive>) -> Result<bool> {
         self.failure().map_or(Ok(()), |failure| Err(Error::Group(failure)))?;
         let mut queues = self.posts.queues.lock();
         while post.received.get().is_none() && queues.contains_key(&post.address()) {
@@ -128,7 +135,7 @@ impl ProcessGroup {
         let (mut idle, mut pause) = (Instant::now(), SHORTEST);
         while !self.posts.is_empty() && idle.elapsed() < limit && !ready()? {
             let mut queues = self.posts.queues.lock();
-            let addresses: Vec<Address> = queues.keys().copied().collect();
+            let addresses: Vec<SourceTag> = queues.keys().copied().collect();
             let mut has_taken = false;
             for address in addresses {
                 has_taken |= self.take_first(&mut queues, address)?;
@@ -145,13 +152,15 @@ impl ProcessGroup {
     }
 
     /// Receives the message of the first receive of a queue if it has arrived; returns false if no receive waits there.
-    pub(super) fn take_awaited(&self, address: Address) -> Result<bool> {
+    pub(super) fn take_awaited(&self, address: SourceTag) -> Result<bool> {
         Ok(!self.posts.is_empty() && self.take_first(&mut self.posts.queues.lock(), address)?)
     }
 
     /// Receives the message of the first receive of a queue, if it has arrived.
-    fn take_first(&self, queues: &mut MutexGuard<'_, Queues>, address: Address) -> Result<bool> {
-        let Some(first) = queues.get(&address).and_then(|queue| queue.front().cloned()) else { return Ok(false) };
+    fn take_first(&self, queues: &mut MutexGuard<'_, Queues>, address: SourceTag) -> Result<bool> {
+        let Some(first) = queues.get(&address).and_then(|queue| queue.front().cloned()) else {
+            return Ok(false);
+        };
         if self.backend().probe(&first.call)?.is_none() {
             return Ok(false);
         }
@@ -161,7 +170,7 @@ impl ProcessGroup {
     }
 
     /// Receives a message under the lock of the queues. So threads may do it for each other, and none of them is in the call.
-    fn receive_first(&self, post: &Post) -> Result<Tensor> {
+    fn receive_first(&self, post: &PostedReceive) -> Result<Tensor> {
         self.pass(post.call.clone(), 0, |backend, call| Ok(backend.recv(call, post.output.as_ref())?.1))
     }
 }

@@ -12,11 +12,14 @@ impl ProcessGroup {
         for (i, &member) in members.iter().enumerate() {
             self.check_rank_named("subgroup", member)?;
             if members[..i].contains(&member) {
-                return Err(self.invalid_named("subgroup", format!("rank {member} occurs twice in {members:?}")));
+                return Err(
+                    self.invalid_named("subgroup", format!("rank {member} occurs twice in {members:?}"))
+                );
             }
         }
         let site = Location::caller();
-        let _entered = self.under_way.enter_creation(members, site).map_err(|other| self.overlap(other, site))?;
+        let _entered =
+            self.under_way.enter_creation(members, site).map_err(|other| self.overlap(other, site))?;
         let made = Self::new(self.backend.subgroup(members)?);
         Ok(Self { timeout: self.timeout, switches: self.switches, ..made })
     }

@@ -16,21 +16,21 @@ pub(super) type Site = &'static Location<'static>;
 /// it has started itself is in that call. Waits have no order among each other, and one thread may wait for what another one
 /// has started.
 #[derive(Default)]
-pub(super) struct UnderWay {
+pub(super) struct ActiveCalls {
     collective: AtomicCell<Option<Site>>,
     /// The number of `waits`, which each collective reads without the lock.
     waiting: AtomicUsize,
     waits: Mutex<SmallVec<[Site; 4]>>,
-    messages: Mutex<SmallVec<[Message; 4]>>,
+    messages: Mutex<SmallVec<[MessageCall; 4]>>,
     /// The messages that threads wait for, whose receives they have started.
-    awaited: Mutex<SmallVec<[Message; 4]>>,
+    awaited: Mutex<SmallVec<[MessageCall; 4]>>,
     /// The members of groups that are being made.
     creations: Mutex<Vec<(Box<[usize]>, Site)>>,
 }
 
 /// A message that a thread sends or receives.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Message {
+struct MessageCall {
     op: Op,
     /// `None` for any rank.
     peer: Option<usize>,
@@ -38,7 +38,7 @@ struct Message {
     site: Site,
 }
 
-impl Message {
+impl MessageCall {
     fn of(call: &Call) -> Self {
         Self { op: call.op(), peer: call.collective.peer(), tag: call.collective.tag(), site: call.site }
     }
@@ -55,56 +55,56 @@ impl Message {
     }
 }
 
-impl std::fmt::Debug for UnderWay {
+impl std::fmt::Debug for ActiveCalls {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "UnderWay({:?}, {} messages)", self.collective.load(), self.messages.lock().len())
+        write!(f, "ActiveCalls({:?}, {} messages)", self.collective.load(), self.messages.lock().len())
     }
 }
 
 /// A call that is under way until this is dropped.
-pub(super) struct Entered<'a> {
-    of: &'a UnderWay,
-    what: What,
+pub(super) struct CallGuard<'a> {
+    of: &'a ActiveCalls,
+    what: CallKind,
 }
 
-enum What {
+enum CallKind {
     Collective,
     Wait(Site),
-    Message(Message),
-    Awaited(Message),
+    Message(MessageCall),
+    Awaited(MessageCall),
     Creation(Box<[usize]>),
 }
 
-impl UnderWay {
+impl ActiveCalls {
     /// Enters a call, or returns the site of another thread's call that it must not overlap.
-    pub(super) fn enter(&self, call: &Call) -> Result<Entered<'_>, Site> {
+    pub(super) fn enter(&self, call: &Call) -> Result<CallGuard<'_>, Site> {
         if !call.collective.is_message() {
             return self.enter_collective(call.site);
         }
-        let message = Message::of(call);
+        let message = MessageCall::of(call);
         let mut messages = self.messages.lock();
         message.check(&messages)?;
         messages.push(message);
         drop(messages);
-        let entered = Entered { of: self, what: What::Message(message) };
+        let entered = CallGuard { of: self, what: CallKind::Message(message) };
         // Without this lock when `entered` ends, which takes another one.
         let checked = message.check(&self.awaited.lock());
         checked.map(|()| entered)
     }
 
     /// Enters a wait of a thread for a receive that it has started itself, as `enter` does.
-    pub(super) fn enter_receive(&self, call: &Call) -> Result<Entered<'_>, Site> {
-        let message = Message::of(call);
+    pub(super) fn enter_receive(&self, call: &Call) -> Result<CallGuard<'_>, Site> {
+        let message = MessageCall::of(call);
         self.awaited.lock().push(message);
-        let entered = Entered { of: self, what: What::Awaited(message) };
+        let entered = CallGuard { of: self, what: CallKind::Awaited(message) };
         let checked = message.check(&self.messages.lock());
         checked.map(|()| entered)
     }
 
     /// Enters a call of all ranks, as `enter` does.
-    pub(super) fn enter_collective(&self, site: Site) -> Result<Entered<'_>, Site> {
+    pub(super) fn enter_collective(&self, site: Site) -> Result<CallGuard<'_>, Site> {
         self.collective.compare_exchange(None, Some(site)).map_err(|other| other.unwrap_or(site))?;
-        let entered = Entered { of: self, what: What::Collective };
+        let entered = CallGuard { of: self, what: CallKind::Collective };
         if self.waiting.load(Ordering::SeqCst) > 0
             && let Some(&other) = self.waits.lock().first()
         {
@@ -115,20 +115,20 @@ impl UnderWay {
 
     /// Enters the creation of a group, as `enter` does. Groups of the same members are told apart by the order in which they are
     /// made; others, and calls, have no order with it.
-    pub(super) fn enter_creation(&self, members: &[usize], site: Site) -> Result<Entered<'_>, Site> {
+    pub(super) fn enter_creation(&self, members: &[usize], site: Site) -> Result<CallGuard<'_>, Site> {
         let mut creations = self.creations.lock();
         if let Some((_, other)) = creations.iter().find(|(others, _)| **others == *members) {
             return Err(other);
         }
         creations.push((members.into(), site));
-        Ok(Entered { of: self, what: What::Creation(members.into()) })
+        Ok(CallGuard { of: self, what: CallKind::Creation(members.into()) })
     }
 
     /// Enters a wait of a thread for a collective that it has started itself, as `enter` does.
-    pub(super) fn enter_wait(&self, site: Site) -> Result<Entered<'_>, Site> {
+    pub(super) fn enter_wait(&self, site: Site) -> Result<CallGuard<'_>, Site> {
         self.waits.lock().push(site);
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        let entered = Entered { of: self, what: What::Wait(site) };
+        let entered = CallGuard { of: self, what: CallKind::Wait(site) };
         self.collective.load().map_or(Ok(entered), Err)
     }
 }
@@ -141,17 +141,17 @@ fn remove<T: PartialEq>(from: &Mutex<SmallVec<[T; 4]>>, entry: &T) {
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         match &self.what {
-            What::Collective => self.of.collective.store(None),
-            What::Wait(site) => {
+            CallKind::Collective => self.of.collective.store(None),
+            CallKind::Wait(site) => {
                 self.of.waiting.fetch_sub(1, Ordering::SeqCst);
                 remove(&self.of.waits, site);
             }
-            What::Message(message) => remove(&self.of.messages, message),
-            What::Awaited(message) => remove(&self.of.awaited, message),
-            What::Creation(members) => self.of.creations.lock().retain(|(others, _)| others != members),
+            CallKind::Message(message) => remove(&self.of.messages, message),
+            CallKind::Awaited(message) => remove(&self.of.awaited, message),
+            CallKind::Creation(members) => self.of.creations.lock().retain(|(others, _)| others != members),
         }
     }
 }
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn calls_whose_order_matters_do_not_overlap() {
-        let calls = UnderWay::default();
+        let calls = ActiveCalls::default();
         let first = Call::new(Collective::Barrier);
         let entered = calls.enter(&first).unwrap();
         assert_eq!(calls.enter(&Call::new(Collective::Broadcast { root: 0 })).err(), Some(first.site));
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_wait_for_a_call_of_ones_own_does_not_overlap_calls() {
-        let calls = UnderWay::default();
+        let calls = ActiveCalls::default();
         let [first, second] = [Call::new(Collective::Barrier), Call::new(Collective::Broadcast { root: 0 })];
         let waits = [calls.enter_wait(first.site).unwrap(), calls.enter_wait(second.site).unwrap()];
         assert_eq!(calls.enter(&second).err(), Some(first.site));
@@ -203,13 +203,15 @@ mod tests {
 
     #[test]
     fn a_wait_for_a_receive_of_ones_own_does_not_overlap_receives() {
-        let calls = UnderWay::default();
+        let calls = ActiveCalls::default();
         let [first, second] = [message(Op::Recv, 1, 7), message(Op::Recv, 1, 7)];
         // Waits have no order.
         let waits = [calls.enter_receive(&first).unwrap(), calls.enter_receive(&first).unwrap()];
         assert_eq!(calls.enter(&second).err(), Some(first.site));
         assert_eq!(calls.enter(&message(Op::Recv, None, 7)).err(), Some(first.site));
-        assert!([message(Op::Send, 1, 7), message(Op::Recv, 2, 7)].iter().all(|call| calls.enter(call).is_ok()));
+        assert!(
+            [message(Op::Send, 1, 7), message(Op::Recv, 2, 7)].iter().all(|call| calls.enter(call).is_ok())
+        );
         drop(waits);
         let entered = calls.enter(&second).unwrap();
         assert_eq!(calls.enter_receive(&first).err(), Some(second.site));
@@ -219,12 +221,15 @@ mod tests {
 
     #[test]
     fn groups_of_the_same_members_are_made_one_after_the_other() {
-        let calls = UnderWay::default();
+        let calls = ActiveCalls::default();
         let [first, second] = [Call::new(Collective::Barrier), Call::new(Collective::Broadcast { root: 0 })];
         let _calls = [calls.enter(&first).unwrap(), calls.enter(&message(Op::Send, 1, 0)).unwrap()];
         let made = calls.enter_creation(&[0, 1], second.site).unwrap();
         assert_eq!(calls.enter_creation(&[0, 1], first.site).err(), Some(second.site));
-        drop([calls.enter_creation(&[1, 0], first.site).unwrap(), calls.enter_creation(&[0], first.site).unwrap()]);
+        drop([
+            calls.enter_creation(&[1, 0], first.site).unwrap(),
+            calls.enter_creation(&[0], first.site).unwrap(),
+        ]);
         drop(made);
         assert!(calls.enter_creation(&[0, 1], first.site).is_ok());
     }

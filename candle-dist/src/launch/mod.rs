@@ -9,11 +9,13 @@ mod slurm;
 
 pub use host::host_name;
 pub use options::InitOptions;
-pub(crate) use secret::Held;
-pub use secret::{Scope, Secret};
+pub(crate) use secret::JobSecret;
+#[allow(deprecated)]
+pub use secret::Scope;
+pub use secret::{Secret, SecretScope};
 pub(crate) use secret_file::SecretFile;
 
-use crate::link::key::Key;
+use crate::link::key::JobKey;
 use crate::{Error, Result, hash};
 use itertools::Itertools;
 use launchers::{LAUNCHERS, Launcher};
@@ -132,9 +134,9 @@ impl LaunchInfo {
     ///
     /// A token is enough. Ranks that share one may have unlike names of the job: each agent of torchrun counts its own restarts,
     /// and each step of Slurm has its own number.
-    pub(crate) fn key(&self, secret: &[u8]) -> Key {
+    pub(crate) fn key(&self, secret: &[u8]) -> JobKey {
         let job = if let Secret::Token(_) = self.secret { "" } else { &self.job };
-        Key::new(secret, job)
+        JobKey::new(secret, job)
     }
 
     /// Returns whether some ranks are on other hosts.
@@ -162,7 +164,9 @@ impl LaunchInfo {
     /// Fails if there are more local ranks than GPUs, unless `CANDLE_DIST_SHARE_GPUS=1` allows ranks to share GPUs.
     pub fn device_ordinal(&self, gpus: usize) -> Result<usize> {
         match (self.local_rank, gpus) {
-            (_, 0) => Err(Error::Init("no GPU is visible here; use the CPU, or see CUDA_VISIBLE_DEVICES".into())),
+            (_, 0) => {
+                Err(Error::Init("no GPU is visible here; use the CPU, or see CUDA_VISIBLE_DEVICES".into()))
+            }
             (rank, gpus) if self.local_size <= gpus => Ok(rank),
             (rank, gpus) if self.share_gpus => Ok(rank % gpus),
             (_, gpus) => Err(Error::Init(format!(
@@ -184,7 +188,10 @@ impl LaunchInfo {
             return wrong(format!("a world of {world_size} ranks; there may be at most {MOST_RANKS}"));
         }
         if rank >= world_size {
-            return wrong(format!("rank {rank} of a world of {world_size}; ranks go from 0 to {}", world_size - 1));
+            return wrong(format!(
+                "rank {rank} of a world of {world_size}; ranks go from 0 to {}",
+                world_size - 1
+            ));
         }
         if local_rank >= local_size || local_size > world_size {
             return wrong(format!(
@@ -220,7 +227,8 @@ impl Vars<'_> {
     }
 
     fn required(&self, name: &str, because: &str) -> Result<usize> {
-        self.number(name)?.ok_or_else(|| Error::Init(format!("{name} is not set, though {because} is; set it as well")))
+        self.number(name)?
+            .ok_or_else(|| Error::Init(format!("{name} is not set, though {because} is; set it as well")))
     }
 
     /// Returns the launcher that started this process.
@@ -238,7 +246,8 @@ impl Vars<'_> {
             for (mine, theirs) in [(first.rank, other.rank), (first.size, other.size)] {
                 let (a, b) = (self.number(mine)?, self.number(theirs)?);
                 if b.is_some() && a != b {
-                    let shown = |value: Option<usize>| value.map_or("(unset)".to_string(), |value| value.to_string());
+                    let shown =
+                        |value: Option<usize>| value.map_or("(unset)".to_string(), |value| value.to_string());
                     return Err(Error::Init(format!(
                         "{mine}={} of {} contradicts {theirs}={} of {}; unset those of the launcher that did not start \
                          this process",
@@ -254,26 +263,39 @@ impl Vars<'_> {
     }
 
     /// Returns the secret of the job. See [`LaunchInfo`] for where it comes from.
-    fn secret(&self, info: &LaunchInfo, options: &InitOptions, launcher: Option<&Launcher>) -> Result<Secret> {
-        if let Some(given) = options.token.clone().or_else(|| self.get("CANDLE_DIST_TOKEN").map(Secret::Token)) {
+    fn secret(
+        &self,
+        info: &LaunchInfo,
+        options: &InitOptions,
+        launcher: Option<&Launcher>,
+    ) -> Result<Secret> {
+        if let Some(given) =
+            options.token.clone().or_else(|| self.get("CANDLE_DIST_TOKEN").map(Secret::Token))
+        {
             return given.checked();
         }
         if let Some(secret) = launcher.and_then(|row| Secret::key(&self.get(row.key?)?)) {
             return Ok(secret);
         }
-        let may_lack = options.no_token || self.get("CANDLE_DIST_NO_TOKEN").is_some_and(|value| value.trim() == "1");
+        let may_lack =
+            options.no_token || self.get("CANDLE_DIST_NO_TOKEN").is_some_and(|value| value.trim() == "1");
         match (launcher, info.spans_hosts()) {
             (Some(row), false) if cfg!(unix) => {
-                let is_named = !row.launch.is_empty() && row.launch.iter().all(|name| self.get(name).is_some());
-                Ok(Secret::File(if is_named { Scope::Job } else { Scope::Launcher(row.mark) }))
+                let is_named =
+                    !row.launch.is_empty() && row.launch.iter().all(|name| self.get(name).is_some());
+                Ok(Secret::File(if is_named { SecretScope::Job } else { SecretScope::Launcher(row.mark) }))
             }
-            (None, false) if cfg!(unix) && (may_lack || info.world_size == 1) => Ok(Secret::File(Scope::Address)),
+            (None, false) if cfg!(unix) && (may_lack || info.world_size == 1) => {
+                Ok(Secret::File(SecretScope::Address))
+            }
             _ if may_lack => Ok(Secret::Absent),
             (launcher, spans_hosts) => {
                 let job = if spans_hosts { "a job that spans hosts" } else { "a job without a launcher" };
                 let why = match launcher {
                     Some(row) => format!("and {} gives its processes none; set CANDLE_DIST_TOKEN", row.name),
-                    None => "and no launcher gives one; set InitOptions::token or CANDLE_DIST_TOKEN".to_string(),
+                    None => {
+                        "and no launcher gives one; set InitOptions::token or CANDLE_DIST_TOKEN".to_string()
+                    }
                 };
                 Err(Error::Init(format!(
                     "{job} needs a token that only its processes know, {why} to a random text, equal on all ranks, such as \
@@ -325,7 +347,8 @@ impl Vars<'_> {
         let Some(node) = row.node else { return self.number(name) };
         let node = self.number(node)?.unwrap_or(0);
         let list = self.get(name).unwrap_or_default();
-        let wrong = || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset or correct it"));
+        let wrong =
+            || Error::Init(format!("{name}={list:?} has no task count for node {node}; unset or correct it"));
         slurm::tasks_on_node(&list, node).map(Some).ok_or_else(wrong)
     }
 
@@ -343,9 +366,10 @@ impl Vars<'_> {
         match row.hosts.and_then(|name| Some((name, self.get(name)?))) {
             Some((name, list)) => slurm::first_host(&list)
                 .ok_or_else(|| Error::Init(format!("{name}={list:?} is not a list of hosts; {FIX}"))),
-            None => {
-                Err(Error::Init(format!("{} runs the ranks on several hosts and does not say where; {FIX}", row.name)))
-            }
+            None => Err(Error::Init(format!(
+                "{} runs the ranks on several hosts and does not say where; {FIX}",
+                row.name
+            ))),
         }
     }
 
@@ -355,14 +379,23 @@ impl Vars<'_> {
             let spread = u64::from(PORTS.end - PORTS.start);
             return Ok(PORTS.start + u16::try_from(hash::stable(job.as_bytes()) % spread).unwrap_or(0));
         };
-        let taken = self.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        let taken =
+            self.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
         match text.trim().parse::<u16>() {
             Ok(port) if port > 0 => Ok(if taken { port.checked_add(1).unwrap_or(PORTS.start) } else { port }),
-            _ => Err(Error::Init(format!("{NAME}={text:?} is not a port; set it to a number from 1 to 65535"))),
+            _ => {
+                Err(Error::Init(format!("{NAME}={text:?} is not a port; set it to a number from 1 to 65535")))
+            }
         }
     }
 
-    fn explicit(&self, address: &str, rank: usize, size: usize, local: Option<(usize, usize)>) -> Result<LaunchInfo> {
+    fn explicit(
+        &self,
+        address: &str,
+        rank: usize,
+        size: usize,
+        local: Option<(usize, usize)>,
+    ) -> Result<LaunchInfo> {
         let parts = address.rsplit_once(':').map(|(host, port)| (host, port.parse::<u16>()));
         let Some((host, Ok(1..))) = parts.filter(|(host, _)| !host.is_empty()) else {
             return Err(Error::Init(format!(
@@ -374,7 +407,9 @@ impl Vars<'_> {
             None if is_loopback(host) => (rank, size),
             None => {
                 let fix = "give InitOptions::local(rank, size) as well";
-                return Err(Error::Init(format!("{address:?} does not say which ranks share this host; {fix}")));
+                return Err(Error::Init(format!(
+                    "{address:?} does not say which ranks share this host; {fix}"
+                )));
             }
         };
         Ok(LaunchInfo {

@@ -19,14 +19,14 @@ pub enum Secret {
     /// random bits of the launcher.
     Token(String),
     /// 256 random bits. Rank 0 writes them to a file that only its user can read, because all ranks are on one host.
-    File(Scope),
+    File(SecretScope),
     /// None: each process that reaches rank 0 may join.
     Absent,
 }
 
 /// Which processes of a user find the same file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
+pub enum SecretScope {
     /// The processes of the job of this name ([`LaunchInfo::job`]), which is of one launch alone.
     Job,
     /// The children of one launcher, and their children. The launcher is the nearest ancestor without this variable.
@@ -35,10 +35,14 @@ pub enum Scope {
     Address,
 }
 
+/// The former name of [`SecretScope`].
+#[deprecated(since = "0.1.0", note = "renamed to SecretScope")]
+pub type Scope = SecretScope;
+
 impl Secret {
     /// Returns whether all processes find it that one launcher starts for one address.
     pub(crate) fn is_of_launcher(&self) -> bool {
-        matches!(self, Self::File(Scope::Job | Scope::Launcher(_)))
+        matches!(self, Self::File(SecretScope::Job | SecretScope::Launcher(_)))
     }
 }
 
@@ -76,7 +80,7 @@ impl Secret {
 }
 
 /// The secret as rank 0 has it.
-pub(crate) struct Held {
+pub(crate) struct JobSecret {
     pub(crate) bytes: Vec<u8>,
     /// Goes when no rank is missing any more.
     pub(crate) file: Option<SecretFile>,
@@ -84,17 +88,22 @@ pub(crate) struct Held {
 
 impl Secret {
     /// Returns the secret as rank 0 has it. Writes the file if there is to be one.
-    pub(crate) fn of_host(&self, info: &LaunchInfo) -> Result<Held> {
+    pub(crate) fn of_host(&self, info: &LaunchInfo) -> Result<JobSecret> {
         Ok(match self {
-            Self::Token(token) => Held { bytes: token.clone().into(), file: None },
-            Self::File(_) if info.world_size == 1 => Held { bytes: random::<BYTES>()?.into(), file: None },
+            Self::Token(token) => JobSecret { bytes: token.clone().into(), file: None },
+            Self::File(_) if info.world_size == 1 => {
+                JobSecret { bytes: random::<BYTES>()?.into(), file: None }
+            }
             Self::File(scope) => {
                 let file = SecretFile::create(info, *scope)?;
-                Held { bytes: file.secret.into(), file: Some(file) }
+                JobSecret { bytes: file.secret.into(), file: Some(file) }
             }
             Self::Absent => {
-                log::warn!("the world at {} has no secret: each process that reaches it may join", info.address);
-                Held { bytes: Vec::new(), file: None }
+                log::warn!(
+                    "the world at {} has no secret: each process that reaches it may join",
+                    info.address
+                );
+                JobSecret { bytes: Vec::new(), file: None }
             }
         })
     }

@@ -1,6 +1,6 @@
 //! The file of a job's secret, for jobs on one host.
 use super::secret::{BYTES, random};
-use super::{LaunchInfo, Scope};
+use super::{LaunchInfo, SecretScope};
 use crate::{Error, Result};
 use rustix::fs::OFlags;
 use rustix::process::geteuid;
@@ -37,7 +37,7 @@ impl fmt::Debug for SecretFile {
 
 impl SecretFile {
     /// Writes a new secret to the file of this job, which rank 0 alone does: it holds the port.
-    pub(super) fn create(info: &LaunchInfo, scope: Scope) -> Result<Self> {
+    pub(super) fn create(info: &LaunchInfo, scope: SecretScope) -> Result<Self> {
         let path = path(info, scope)?;
         remove_left(&folder()?);
         let secret = random()?;
@@ -46,8 +46,10 @@ impl SecretFile {
             Error::Init(format!("rank 0 cannot write the secret of the job to {path:?}: {error}; {fix}"))
         };
         // Complete before others see it. Nobody else has this name, and a link there is not followed.
-        let draft = path.with_extension(format!("{}-{:x}", std::process::id(), u64::from_le_bytes(random()?)));
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft).map_err(failed)?;
+        let draft =
+            path.with_extension(format!("{}-{:x}", std::process::id(), u64::from_le_bytes(random()?)));
+        let mut file =
+            OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft).map_err(failed)?;
         // A file system without locks keeps all files.
         let _ = file.try_lock();
         let written = file.write_all(&secret).and_then(|()| fs::rename(&draft, &path));
@@ -59,7 +61,7 @@ impl SecretFile {
     }
 
     /// Returns the secret that rank 0 has written. The error is `NotFound` until then.
-    pub(super) fn read(info: &LaunchInfo, scope: Scope) -> Result<io::Result<[u8; BYTES]>> {
+    pub(super) fn read(info: &LaunchInfo, scope: SecretScope) -> Result<io::Result<[u8; BYTES]>> {
         let path = path(info, scope)?;
         let explained = |error: io::Error| match error.kind() {
             ErrorKind::NotFound => io::Error::new(
@@ -109,7 +111,8 @@ fn remove_left(folder: &Path) {
         let stem = path.file_stem().unwrap_or_default().as_encoded_bytes();
         let is_name = stem.len() == DIGITS && stem.iter().all(u8::is_ascii_hexdigit);
         let Some(file) = is_name.then(|| opened(&path).ok()).flatten() else { continue };
-        let age = file.metadata().and_then(|found| found.modified()).map(|at| at.elapsed().unwrap_or_default());
+        let age =
+            file.metadata().and_then(|found| found.modified()).map(|at| at.elapsed().unwrap_or_default());
         if age.is_ok_and(|age| age > LEFT) && file.try_lock().is_ok() {
             let _ = fs::remove_file(&path);
         }
@@ -122,10 +125,10 @@ fn is_ours(found: &Metadata) -> bool {
 }
 
 /// Returns the file of a job. Its name follows from what all its processes know.
-fn path(info: &LaunchInfo, scope: Scope) -> Result<PathBuf> {
+fn path(info: &LaunchInfo, scope: SecretScope) -> Result<PathBuf> {
     let launcher = match scope {
-        Scope::Launcher(variable) => launcher(variable)?.to_string(),
-        Scope::Job | Scope::Address => String::new(),
+        SecretScope::Launcher(variable) => launcher(variable)?.to_string(),
+        SecretScope::Job | SecretScope::Address => String::new(),
     };
     // Process ids begin anew with each start of the system.
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -134,13 +137,15 @@ fn path(info: &LaunchInfo, scope: Scope) -> Result<PathBuf> {
         hash.update(part.len().to_le_bytes());
         hash.update(part);
     }
-    let digits = hash.finalize().iter().take(DIGITS / 2).map(|byte| format!("{byte:02x}")).collect::<String>();
+    let digits =
+        hash.finalize().iter().take(DIGITS / 2).map(|byte| format!("{byte:02x}")).collect::<String>();
     Ok(folder()?.join(digits))
 }
 
 /// Returns the folder of secrets, which only this user can open.
 fn folder() -> Result<PathBuf> {
-    let is_private = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|found| found.is_dir() && is_ours(&found));
+    let is_private =
+        |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|found| found.is_dir() && is_ours(&found));
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
     let path = match runtime.filter(is_private) {
         Some(runtime) => runtime.join("candle-dist"),

@@ -38,12 +38,12 @@ impl Attempts {
 }
 
 /// Reads from and writes to a stream until a deadline, even if bytes move slowly.
-pub(crate) struct Before<'a> {
+pub(crate) struct DeadlineStream<'a> {
     pub(crate) stream: &'a TcpStream,
     pub(crate) deadline: Instant,
 }
 
-impl Before<'_> {
+impl DeadlineStream<'_> {
     fn left(&self) -> io::Result<Duration> {
         match self.deadline.saturating_duration_since(Instant::now()) {
             Duration::ZERO => Err(ErrorKind::TimedOut.into()),
@@ -52,14 +52,14 @@ impl Before<'_> {
     }
 }
 
-impl Read for Before<'_> {
+impl Read for DeadlineStream<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.stream.set_read_timeout(Some(self.left()?))?;
         (&mut &*self.stream).read(buffer).map_err(timed_out)
     }
 }
 
-impl Write for Before<'_> {
+impl Write for DeadlineStream<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.stream.set_write_timeout(Some(self.left()?))?;
         (&mut &*self.stream).write(bytes).map_err(timed_out)

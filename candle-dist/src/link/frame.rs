@@ -46,7 +46,8 @@ pub(crate) fn read<M: DeserializeOwned>(from: &mut impl Read) -> io::Result<Opti
         let payload = bounded(u32::from_le_bytes([e, f, g, h]), MAX_VALUE)?;
         let header = part(from, header)?;
         let payload = part(from, payload)?;
-        let message = serde_json::from_slice(&header).map_err(|error| Error::new(ErrorKind::InvalidData, error))?;
+        let message =
+            serde_json::from_slice(&header).map_err(|error| Error::new(ErrorKind::InvalidData, error))?;
         return Ok(Some((message, payload)));
     }
 }
@@ -94,7 +95,11 @@ mod tests {
         assert_eq!(read::<String>(&mut whole).unwrap(), Some(("hello".to_string(), b"value".to_vec())));
         assert_eq!(read::<String>(&mut whole).unwrap(), None);
         for cut in (1..bytes.len()).filter(|&cut| cut != PING.len()) {
-            assert_eq!(read::<String>(&mut &bytes[..cut]).unwrap_err().kind(), ErrorKind::UnexpectedEof, "{cut}");
+            assert_eq!(
+                read::<String>(&mut &bytes[..cut]).unwrap_err().kind(),
+                ErrorKind::UnexpectedEof,
+                "{cut}"
+            );
         }
     }
 
@@ -102,7 +107,11 @@ mod tests {
     fn lengths_above_the_limits_are_refused_unread() {
         for lengths in [[u32::MAX, 0], [0, u32::MAX], [1 << 25, 0], [2, 1 << 25]] {
             let bytes = lengths.map(u32::to_le_bytes).concat();
-            assert_eq!(read::<String>(&mut &bytes[..]).unwrap_err().kind(), ErrorKind::InvalidData, "{lengths:?}");
+            assert_eq!(
+                read::<String>(&mut &bytes[..]).unwrap_err().kind(),
+                ErrorKind::InvalidData,
+                "{lengths:?}"
+            );
         }
         assert!(write(&mut Vec::new(), &"", &vec![0; MAX_VALUE + 1]).is_err());
     }

@@ -8,7 +8,7 @@
 //! | rank 0 | its answer, and a proof over all of that |
 //!
 //! Rank 0 proves nothing to a process that has not proved itself, so that strangers get nothing to guess secrets with.
-use super::key::{Key, PROOF, Role};
+use super::key::{JobKey, PROOF, Role};
 use std::io::{self, ErrorKind, Read, Write};
 
 /// The first bytes in both directions, which no other protocol sends.
@@ -46,7 +46,7 @@ impl From<io::Error> for Stranger {
 
 /// The answer to a process of this job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum HelloReply {
     /// The process is in, on these terms.
     Welcome(String),
     /// Refused by this world, but the next world at the same address may accept.
@@ -75,19 +75,23 @@ impl Hello {
     }
 
     /// Greets rank 0, and returns its answer.
-    pub(crate) fn greet(self, key: &Key, stream: &mut (impl Read + Write)) -> Result<Answer, Stranger> {
+    pub(crate) fn greet(
+        self,
+        key: &JobKey,
+        stream: &mut (impl Read + Write),
+    ) -> Result<HelloReply, Stranger> {
         let hello = self.bytes(&nonce()?);
         stream.write_all(&hello)?;
-        let challenge = match Frame::read(stream)? {
-            Frame { code: CHALLENGE, text } if text.len() == NONCE => text,
-            Frame { code: LATER | NEVER, text } => {
+        let challenge = match HelloFrame::read(stream)? {
+            HelloFrame { code: CHALLENGE, text } if text.len() == NONCE => text,
+            HelloFrame { code: LATER | NEVER, text } => {
                 return Err(Stranger::Refused(String::from_utf8_lossy(&text).into()));
             }
             _ => return Err(Stranger::Unknown(ErrorKind::InvalidData.into())),
         };
         let proof = key.proof(Role::Guest, &[&hello, &challenge]);
         stream.write_all(&proof)?;
-        let frame = Frame::read(stream)?;
+        let frame = HelloFrame::read(stream)?;
         if frame.code == SECRET {
             return Err(Stranger::Secret);
         }
@@ -97,10 +101,10 @@ impl Hello {
         }
         let text = || String::from_utf8_lossy(&frame.text).into_owned();
         match frame.code {
-            WELCOME => Ok(Answer::Welcome(text())),
-            LATER => Ok(Answer::Later(text())),
-            NEVER => Ok(Answer::Never(text())),
-            NOT_STARTED => Ok(Answer::NotStarted(text())),
+            WELCOME => Ok(HelloReply::Welcome(text())),
+            LATER => Ok(HelloReply::Later(text())),
+            NEVER => Ok(HelloReply::Never(text())),
+            NOT_STARTED => Ok(HelloReply::NotStarted(text())),
             _ => Err(Stranger::Unknown(ErrorKind::InvalidData.into())),
         }
     }
@@ -108,7 +112,7 @@ impl Hello {
 
 impl Guest {
     /// Reads a greeting, as rank 0. A process of another version or secret is told so.
-    pub(crate) fn receive(key: &Key, stream: &mut (impl Read + Write)) -> Result<Self, Stranger> {
+    pub(crate) fn receive(key: &JobKey, stream: &mut (impl Read + Write)) -> Result<Self, Stranger> {
         if bytes::<8>(stream)? != MAGIC {
             return Err(Stranger::Unknown(ErrorKind::InvalidData.into()));
         }
@@ -118,32 +122,33 @@ impl Guest {
                 "this process has version {theirs} of the protocol and rank 0 version {VERSION}; run the same build on all \
                  hosts"
             );
-            stream.write_all(&Frame { code: NEVER, text: text.clone().into() }.bytes()?)?;
+            stream.write_all(&HelloFrame { code: NEVER, text: text.clone().into() }.bytes()?)?;
             // Closing with unread bytes would reset the connection, before the other side has read this.
             let _ = io::copy(stream, &mut io::sink());
             return Err(Stranger::Refused(text));
         }
-        let hello = Hello { rank: u32::from_le_bytes(bytes(stream)?), size: u32::from_le_bytes(bytes(stream)?) };
+        let hello =
+            Hello { rank: u32::from_le_bytes(bytes(stream)?), size: u32::from_le_bytes(bytes(stream)?) };
         let greeting = hello.bytes(&bytes(stream)?);
         let challenge = nonce()?;
-        stream.write_all(&Frame { code: CHALLENGE, text: challenge.into() }.bytes()?)?;
+        stream.write_all(&HelloFrame { code: CHALLENGE, text: challenge.into() }.bytes()?)?;
         let proof: [u8; PROOF] = bytes(stream)?;
         if !key.accepts(&proof, Role::Guest, &[&greeting, &challenge]) {
-            stream.write_all(&Frame { code: SECRET, text: Vec::new() }.bytes()?)?;
+            stream.write_all(&HelloFrame { code: SECRET, text: Vec::new() }.bytes()?)?;
             return Err(Stranger::Secret);
         }
         Ok(Self { hello, sent: [greeting, challenge.to_vec(), proof.to_vec()] })
     }
 
     /// Sends the answer, with a proof that it comes from rank 0.
-    pub(crate) fn answer(&self, key: &Key, answer: &Answer, to: &mut impl Write) -> io::Result<()> {
+    pub(crate) fn answer(&self, key: &JobKey, answer: &HelloReply, to: &mut impl Write) -> io::Result<()> {
         let (code, text) = match answer {
-            Answer::Welcome(text) => (WELCOME, text.as_str()),
-            Answer::Later(text) => (LATER, text.as_str()),
-            Answer::Never(text) => (NEVER, text.as_str()),
-            Answer::NotStarted(text) => (NOT_STARTED, text.as_str()),
+            HelloReply::Welcome(text) => (WELCOME, text.as_str()),
+            HelloReply::Later(text) => (LATER, text.as_str()),
+            HelloReply::Never(text) => (NEVER, text.as_str()),
+            HelloReply::NotStarted(text) => (NOT_STARTED, text.as_str()),
         };
-        let mut frame = Frame { code, text: text.into() }.bytes()?;
+        let mut frame = HelloFrame { code, text: text.into() }.bytes()?;
         let [hello, challenge, proof] = &self.sent;
         let answer = key.proof(Role::Host, &[hello, challenge, proof, &frame]);
         frame.extend_from_slice(&answer);
@@ -161,12 +166,12 @@ const SECRET: u8 = 4;
 const NOT_STARTED: u8 = 5;
 
 /// What rank 0 sends. Versions before 3 read it too.
-struct Frame {
+struct HelloFrame {
     code: u8,
     text: Vec<u8>,
 }
 
-impl Frame {
+impl HelloFrame {
     fn bytes(&self) -> io::Result<Vec<u8>> {
         let mut bytes = MAGIC.to_vec();
         bytes.push(self.code);
@@ -234,7 +239,10 @@ mod tests {
     }
 
     /// Lets a process with one key greet a rank 0 with another one.
-    fn meet(keys: [&Key; 2], answer: &Answer) -> (Result<Answer, Stranger>, Result<Guest, Stranger>) {
+    fn meet(
+        keys: [&JobKey; 2],
+        answer: &HelloReply,
+    ) -> (Result<HelloReply, Stranger>, Result<Guest, Stranger>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut accepted = listener.accept().unwrap().0;
@@ -251,20 +259,22 @@ mod tests {
 
     #[test]
     fn processes_of_one_job_meet_and_others_do_not() {
-        let key = Key::new(b"secret", "job");
+        let key = JobKey::new(b"secret", "job");
         for answer in [
-            Answer::Welcome("terms".into()),
-            Answer::Later("soon".into()),
-            Answer::Never("no".into()),
-            Answer::NotStarted("off".into()),
+            HelloReply::Welcome("terms".into()),
+            HelloReply::Later("soon".into()),
+            HelloReply::Never("no".into()),
+            HelloReply::NotStarted("off".into()),
         ] {
             let (heard, guest) = meet([&key, &key], &answer);
             assert_eq!(heard.unwrap(), answer);
             assert_eq!(guest.unwrap().hello, Hello { rank: 1, size: 2 });
         }
-        for other in [Key::new(b"secrets", "job"), Key::new(b"secret", "job.1"), Key::new(b"", "job")] {
+        for other in
+            [JobKey::new(b"secrets", "job"), JobKey::new(b"secret", "job.1"), JobKey::new(b"", "job")]
+        {
             for keys in [[&key, &other], [&other, &key]] {
-                let (heard, guest) = meet(keys, &Answer::Welcome(String::new()));
+                let (heard, guest) = meet(keys, &HelloReply::Welcome(String::new()));
                 assert!(matches!((heard, guest), (Err(Stranger::Secret), Err(Stranger::Secret))));
             }
         }
@@ -272,24 +282,24 @@ mod tests {
 
     #[test]
     fn what_was_heard_before_proves_nothing() {
-        let key = Key::new(b"secret", "job");
+        let key = JobKey::new(b"secret", "job");
         // A process that replays a greeting meets another challenge.
         let mut first = Script::new(&[]);
         assert!(Hello { rank: 1, size: 2 }.greet(&key, &mut first).is_err());
         let greeting = first.1;
-        let challenge = Frame { code: CHALLENGE, text: vec![7; NONCE] }.bytes().unwrap();
+        let challenge = HelloFrame { code: CHALLENGE, text: vec![7; NONCE] }.bytes().unwrap();
         let proof = key.proof(Role::Guest, &[&greeting, &challenge[11..]]);
         let replayed = Guest::receive(&key, &mut Script::new(&[&greeting[..], &proof].concat()));
         assert!(matches!(replayed, Err(Stranger::Secret)));
         // A rank 0 that does not know the secret can only send proofs back.
-        let welcome = Frame { code: WELCOME, text: Vec::new() }.bytes().unwrap();
+        let welcome = HelloFrame { code: WELCOME, text: Vec::new() }.bytes().unwrap();
         let mut reflected = Script::new(&[&challenge[..], &welcome, &proof].concat());
         assert!(matches!(Hello { rank: 1, size: 2 }.greet(&key, &mut reflected), Err(Stranger::Secret)));
     }
 
     #[test]
     fn a_changed_answer_is_no_answer() {
-        let key = Key::new(b"secret", "job");
+        let key = JobKey::new(b"secret", "job");
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut accepted = listener.accept().unwrap().0;
@@ -297,7 +307,7 @@ mod tests {
             let guest = scope.spawn(|| Hello { rank: 1, size: 2 }.greet(&key, &mut stream));
             let received = Guest::receive(&key, &mut accepted).unwrap();
             let mut answer = Vec::new();
-            received.answer(&key, &Answer::Never("no".into()), &mut answer).unwrap();
+            received.answer(&key, &HelloReply::Never("no".into()), &mut answer).unwrap();
             answer[8] = WELCOME;
             accepted.write_all(&answer).unwrap();
             assert!(matches!(guest.join().unwrap(), Err(Stranger::Secret)));
@@ -309,9 +319,10 @@ mod tests {
         let mut bytes = Hello { rank: 0, size: 1 }.bytes(&[0; NONCE]);
         bytes[MAGIC.len()] = 9;
         let mut script = Script::new(&bytes);
-        let stranger = Guest::receive(&Key::new(b"", ""), &mut script).unwrap_err();
+        let stranger = Guest::receive(&JobKey::new(b"", ""), &mut script).unwrap_err();
         assert!(matches!(stranger, Stranger::Refused(text) if text.contains("version 9")));
-        let told = Hello { rank: 0, size: 1 }.greet(&Key::new(b"", ""), &mut Script::new(&script.1)).unwrap_err();
+        let told =
+            Hello { rank: 0, size: 1 }.greet(&JobKey::new(b"", ""), &mut Script::new(&script.1)).unwrap_err();
         assert!(matches!(told, Stranger::Refused(text) if text.contains("version 9")));
     }
 
@@ -319,7 +330,7 @@ mod tests {
         #[test]
         fn any_bytes_are_a_stranger(bytes: Vec<u8>, has_magic: bool) {
             let bytes = if has_magic { [&MAGIC[..], &bytes].concat() } else { bytes };
-            let key = Key::new(b"secret", "job");
+            let key = JobKey::new(b"secret", "job");
             let hello = Hello { rank: 0, size: 1 };
             prop_assert!(Guest::receive(&key, &mut Script::new(&bytes)).is_err());
             prop_assert!(hello.greet(&key, &mut Script::new(&bytes)).is_err());

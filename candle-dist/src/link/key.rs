@@ -8,7 +8,7 @@ pub(crate) const PROOF: usize = 32;
 
 /// The key that the processes of a job make of its secret and its name, which may be empty.
 #[derive(Clone)]
-pub(crate) struct Key(Hmac<Sha256>);
+pub(crate) struct JobKey(Hmac<Sha256>);
 
 /// Who proves that it knows the key. An answer of one role is no answer of the other.
 #[derive(Debug, Clone, Copy)]
@@ -19,13 +19,13 @@ pub(crate) enum Role {
     Host,
 }
 
-impl fmt::Debug for Key {
+impl fmt::Debug for JobKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Key(..)")
+        f.write_str("JobKey(..)")
     }
 }
 
-impl Key {
+impl JobKey {
     pub(crate) fn new(secret: &[u8], job: &str) -> Self {
         // A key of the block's length, which any secret has after it is hashed.
         let mut block = [0; 64];
@@ -67,12 +67,15 @@ mod tests {
 
     #[test]
     fn a_proof_is_right_for_its_secret_job_role_and_words_only() {
-        let key = Key::new(b"secret", "job");
+        let key = JobKey::new(b"secret", "job");
         let proof = key.proof(Role::Guest, &[b"ab", b"c"]);
         assert!(key.accepts(&proof, Role::Guest, &[b"ab", b"c"]));
-        for other in
-            [Key::new(b"secret", "bob"), Key::new(b"secre", "tjob"), Key::new(b"", ""), Key::new(&proof, "job")]
-        {
+        for other in [
+            JobKey::new(b"secret", "bob"),
+            JobKey::new(b"secre", "tjob"),
+            JobKey::new(b"", ""),
+            JobKey::new(&proof, "job"),
+        ] {
             assert!(!other.accepts(&proof, Role::Guest, &[b"ab", b"c"]));
         }
         assert!(!key.accepts(&proof, Role::Host, &[b"ab", b"c"]));
@@ -88,6 +91,6 @@ mod tests {
 
     #[test]
     fn its_debug_form_hides_it() {
-        assert_eq!(format!("{:?}", Key::new(b"secret", "job")), "Key(..)");
+        assert_eq!(format!("{:?}", JobKey::new(b"secret", "job")), "JobKey(..)");
     }
 }

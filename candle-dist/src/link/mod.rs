@@ -5,11 +5,11 @@ pub(crate) mod hello;
 pub(crate) mod key;
 mod silence;
 
-pub(crate) use deadline::{Attempts, Before, within};
+pub(crate) use deadline::{Attempts, DeadlineStream, within};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use silence::Patient;
+use silence::PatientStream;
 use std::io::{self, ErrorKind, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(crate) const MIN_SILENCE: Duration = Duration::from_millis(100);
 pub(crate) const CLOSED: &str = "its connection closed without a goodbye";
 
 /// An event of a connection.
-pub(crate) enum Event<M> {
+pub(crate) enum LinkEvent<M> {
     /// A message with its payload.
     Message(M, Vec<u8>),
     /// The last event, with the reason of the end. If the other side was silent, it may only be frozen: it gets what is
@@ -37,10 +37,10 @@ pub(crate) enum Event<M> {
 
 /// The queue of outgoing messages. Sending never blocks.
 #[derive(Debug)]
-pub(crate) struct Outbox<M>(Sender<Outgoing<M>>);
+pub(crate) struct Outbox<M>(Sender<OutboxItem<M>>);
 
 /// A message with its payload, or `None` to end the connection.
-type Outgoing<M> = Option<(M, Arc<[u8]>)>;
+type OutboxItem<M> = Option<(M, Arc<[u8]>)>;
 
 impl<M> Clone for Outbox<M> {
     fn clone(&self) -> Self {
@@ -82,14 +82,14 @@ impl<M: Serialize + Send + 'static> Link<M> {
         stream: TcpStream,
         silence: Duration,
         opening: Vec<u8>,
-        mut on: impl FnMut(Event<I>) + Send + 'static,
+        mut on: impl FnMut(LinkEvent<I>) + Send + 'static,
     ) -> io::Result<Self> {
         let silence = silence.max(MIN_SILENCE);
         let tick = (silence / SIGNS).min(MAX_INTERVAL);
         stream.set_nodelay(true)?;
         let closing = stream.try_clone()?;
-        let mut writing = Patient::new(stream.try_clone()?, silence, tick)?;
-        let mut reading = Patient::new(stream.try_clone()?, silence, tick)?;
+        let mut writing = PatientStream::new(stream.try_clone()?, silence, tick)?;
+        let mut reading = PatientStream::new(stream.try_clone()?, silence, tick)?;
         let (sender, inbox) = channel();
         let (begin, begins) = channel::<Vec<u8>>();
         let writer = thread::Builder::new().name("candle-dist writer".into()).spawn(move || {
@@ -104,19 +104,21 @@ impl<M: Serialize + Send + 'static> Link<M> {
         thread::Builder::new().name("candle-dist reader".into()).spawn(move || {
             let why = loop {
                 match frame::read(&mut reading) {
-                    Ok(Some((message, payload))) => on(Event::Message(message, payload)),
+                    Ok(Some((message, payload))) => on(LinkEvent::Message(message, payload)),
                     Ok(None) => {
                         let _ = closing.shutdown(Shutdown::Both);
                         break CLOSED.to_string();
                     }
-                    Err(error) if error.kind() == ErrorKind::TimedOut => break format!("no heartbeat for {silence:?}"),
+                    Err(error) if error.kind() == ErrorKind::TimedOut => {
+                        break format!("no heartbeat for {silence:?}");
+                    }
                     Err(error) => {
                         let _ = closing.shutdown(Shutdown::Both);
                         break describe(&error);
                     }
                 }
             };
-            on(Event::Ended(why));
+            on(LinkEvent::Ended(why));
         })?;
         let _ = begin.send(opening);
         Ok(Self { outbox: Outbox(sender), writer })
@@ -129,7 +131,11 @@ impl<M: Serialize + Send + 'static> Link<M> {
     }
 }
 
-fn write_all<M: Serialize>(stream: &mut Patient, inbox: &Receiver<Outgoing<M>>, interval: Duration) -> io::Result<()> {
+fn write_all<M: Serialize>(
+    stream: &mut PatientStream,
+    inbox: &Receiver<OutboxItem<M>>,
+    interval: Duration,
+) -> io::Result<()> {
     loop {
         match inbox.recv_timeout(interval) {
             Ok(Some((message, payload))) => frame::write(stream, &message, &payload)?,

@@ -25,12 +25,12 @@ impl Silence {
 
 /// A stream whose reads and writes end with `TimedOut` when the other side has neither sent nor taken anything for a while.
 #[derive(Debug)]
-pub(crate) struct Patient {
+pub(crate) struct PatientStream {
     stream: TcpStream,
     silence: Silence,
 }
 
-impl Patient {
+impl PatientStream {
     /// Waits for at most `limit`, in waits of a `tick` each.
     pub(crate) fn new(stream: TcpStream, limit: Duration, tick: Duration) -> io::Result<Self> {
         stream.set_read_timeout(Some(tick))?;
@@ -45,7 +45,10 @@ impl Patient {
             match once(&self.stream) {
                 // The system interrupts a wait when a stopped process goes on.
                 Err(error)
-                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) =>
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                    ) =>
                 {
                     if self.silence.waited(began.elapsed()) {
                         return Err(ErrorKind::TimedOut.into());
@@ -60,13 +63,13 @@ impl Patient {
     }
 }
 
-impl Read for Patient {
+impl Read for PatientStream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.repeat(|mut stream| stream.read(buffer))
     }
 }
 
-impl Write for Patient {
+impl Write for PatientStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.repeat(|mut stream| stream.write(bytes))
     }
@@ -109,7 +112,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let tick = Duration::from_millis(20);
-        let mut patient = Patient::new(listener.accept().unwrap().0, tick * 5, tick).unwrap();
+        let mut patient = PatientStream::new(listener.accept().unwrap().0, tick * 5, tick).unwrap();
         patient.silence.waited(tick);
         other.write_all(b"x").unwrap();
         assert_eq!(patient.read(&mut [0; 8]).unwrap(), 1);

@@ -1,7 +1,7 @@
 //! Creating meshes from groups and ranks.
-use super::layout::{Layout, shown};
-use super::root::Root;
-use super::{DeviceMesh, Inner};
+use super::layout::{MeshLayout, shown};
+use super::root::MeshRoot;
+use super::{DeviceMesh, MeshInner};
 use crate::{Error, ProcessGroup, Result};
 use candle_core::{Device, Tensor};
 use itertools::Itertools;
@@ -25,13 +25,15 @@ impl DeviceMesh {
     fn of_all(group: &ProcessGroup, axes: &[(&str, usize)], known: Option<ProcessGroup>) -> Result<Self> {
         // Compare before the checks, so that a mistake on one rank is an error on all.
         group.agree(&format!("DeviceMesh{}", shown(axes)))?;
-        let layout = Layout::new(axes)?;
+        let layout = MeshLayout::new(axes)?;
         let (shown, places, n) = (shown(axes), layout.size(), group.size());
         if places != n {
-            return Err(Error::Mesh(format!("{shown} has {places} places for a group of {n} ranks; make them equal")));
+            return Err(Error::Mesh(format!(
+                "{shown} has {places} places for a group of {n} ranks; make them equal"
+            )));
         }
         let coordinate = layout.coordinate(group.rank());
-        Self::found(Root::new(group, known), layout, group.ranks().to_vec(), coordinate)
+        Self::found(MeshRoot::new(group, known), layout, group.ranks().to_vec(), coordinate)
     }
 
     /// Creates a mesh of some ranks of `group`, which fill the grid row by row in the given order. Other ranks get
@@ -42,7 +44,7 @@ impl DeviceMesh {
     /// ```
     /// use candle_dist::{DeviceMesh, Result, World};
     ///
-    /// let coordinates = World::local(6).run(|ctx| -> Result<Option<Vec<usize>>> {
+    /// let coordinates = World::threads(6).run(|ctx| -> Result<Option<Vec<usize>>> {
     ///     let mesh = DeviceMesh::from_ranks(ctx.group(), &[0, 1, 4, 5], &[("dp", 2), ("tp", 2)])?;
     ///     Ok(mesh.map(|mesh| mesh.coordinate().to_vec()))
     /// })?;
@@ -57,7 +59,7 @@ impl DeviceMesh {
     pub fn from_ranks(group: &ProcessGroup, ranks: &[usize], axes: &[(&str, usize)]) -> Result<Option<Self>> {
         let shown = shown(axes);
         group.agree(&format!("DeviceMesh{shown} of ranks {ranks:?}"))?;
-        let layout = Layout::new(axes)?;
+        let layout = MeshLayout::new(axes)?;
         let (places, given, n) = (layout.size(), ranks.len(), group.size());
         if places != given || given == 0 {
             return Err(Error::Mesh(format!(
@@ -71,12 +73,14 @@ impl DeviceMesh {
             )));
         }
         if let Some(rank) = ranks.iter().duplicates().next() {
-            return Err(Error::Mesh(format!("rank {rank} occurs twice in {ranks:?} for {shown}; give each rank once")));
+            return Err(Error::Mesh(format!(
+                "rank {rank} occurs twice in {ranks:?} for {shown}; give each rank once"
+            )));
         }
         let Some(place) = ranks.iter().position(|&rank| rank == group.rank()) else { return Ok(None) };
         let coordinate = layout.coordinate(place);
         let ranks = ranks.iter().map(|&rank| group.ranks()[rank]).collect();
-        Self::found(Root::new(group, []), layout, ranks, coordinate).map(Some)
+        Self::found(MeshRoot::new(group, []), layout, ranks, coordinate).map(Some)
     }
 
     /// Creates a mesh with one axis, whose group is `group`.
@@ -100,7 +104,7 @@ impl DeviceMesh {
         let sizes: Vec<(&str, usize)> = axes.iter().map(|(name, along)| (*name, along.size())).collect();
         let shown = shown(&sizes);
         group.agree(&format!("DeviceMesh{shown} from groups"))?;
-        let layout = Layout::new(&sizes)?;
+        let layout = MeshLayout::new(&sizes)?;
         let (places, n) = (layout.size(), group.size());
         if places != n {
             return Err(Error::Mesh(format!(
@@ -134,7 +138,8 @@ impl DeviceMesh {
             let mut members = &row[ndim..];
             for (axis, (name, size)) in sizes.iter().enumerate() {
                 let (given, rest) = members.split_at(*size);
-                let want: Vec<usize> = layout.row(&row[..ndim], &[axis]).iter().map(|&place| ranks[place]).collect();
+                let want: Vec<usize> =
+                    layout.row(&row[..ndim], &[axis]).iter().map(|&place| ranks[place]).collect();
                 if given != want {
                     return Err(Error::Mesh(format!(
                         "axis {name:?} of {shown}: rank {rank} has a group of ranks {given:?}, but the ranks along \
@@ -146,18 +151,23 @@ impl DeviceMesh {
         }
         let known = axes.iter().map(|(_, along)| (*along).clone());
         let coordinate = mine[..ndim].iter().map(|&c| c as usize).collect();
-        Self::found(Root::new(group, known), layout, ranks, coordinate)
+        Self::found(MeshRoot::new(group, known), layout, ranks, coordinate)
     }
 
     /// Creates the first mesh on a root.
-    fn found(root: Root, layout: Layout, ranks: Vec<usize>, coordinate: Vec<usize>) -> Result<Self> {
+    fn found(root: MeshRoot, layout: MeshLayout, ranks: Vec<usize>, coordinate: Vec<usize>) -> Result<Self> {
         let mesh = Self::assemble(Arc::new(root), layout, ranks, coordinate);
         mesh.claim_names(0..mesh.ndim())?;
         Ok(mesh)
     }
 
-    pub(super) fn assemble(root: Arc<Root>, layout: Layout, ranks: Vec<usize>, coordinate: Vec<usize>) -> Self {
+    pub(super) fn assemble(
+        root: Arc<MeshRoot>,
+        layout: MeshLayout,
+        ranks: Vec<usize>,
+        coordinate: Vec<usize>,
+    ) -> Self {
         let axis_groups = layout.shape.iter().map(|_| OnceLock::new()).collect();
-        Self(Arc::new(Inner { root, layout, ranks, coordinate, axis_groups, group: OnceLock::new() }))
+        Self(Arc::new(MeshInner { root, layout, ranks, coordinate, axis_groups, group: OnceLock::new() }))
     }
 }

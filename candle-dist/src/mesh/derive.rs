@@ -1,5 +1,5 @@
 //! Deriving meshes: selecting axes, merging axes, and splitting an axis.
-use super::layout::{Axis, Layout};
+use super::layout::{Axis, MeshLayout};
 use super::{DeviceMesh, shown};
 use crate::{Error, Result};
 use std::ops::Range;
@@ -18,7 +18,7 @@ impl DeviceMesh {
     /// ```
     /// use candle_dist::{Result, World};
     ///
-    /// let ranks = World::local(8).run(|ctx| -> Result<Vec<usize>> {
+    /// let ranks = World::threads(8).run(|ctx| -> Result<Vec<usize>> {
     ///     let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 2)])?;
     ///     Ok(mesh.axes(&["dp", "tp"])?.ranks().to_vec())
     /// })?;
@@ -41,7 +41,7 @@ impl DeviceMesh {
     /// ```
     /// use candle_dist::{Result, World};
     ///
-    /// let ranks = World::local(8).run(|ctx| -> Result<Vec<usize>> {
+    /// let ranks = World::threads(8).run(|ctx| -> Result<Vec<usize>> {
     ///     let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 2)])?;
     ///     Ok(mesh.flatten(&["dp", "tp"], "dp_tp")?.axis_group("dp_tp")?.ranks().to_vec())
     /// })?;
@@ -56,7 +56,7 @@ impl DeviceMesh {
     pub fn flatten(&self, names: &[&str], name: &str) -> Result<Self> {
         let flat = || {
             let part = self.axes(names)?;
-            let layout = Layout::new(&[(name, part.size())])?;
+            let layout = MeshLayout::new(&[(name, part.size())])?;
             let place = part.0.layout.place(part.coordinate());
             Ok(Self::assemble(self.0.root.clone(), layout, part.ranks().to_vec(), vec![place]))
         };
@@ -70,7 +70,7 @@ impl DeviceMesh {
     /// ```
     /// use candle_dist::{Result, World};
     ///
-    /// let shapes = World::local(4).run(|ctx| -> Result<String> {
+    /// let shapes = World::threads(4).run(|ctx| -> Result<String> {
     ///     let mesh = ctx.mesh(&[("dp", 4)])?;
     ///     Ok(mesh.unflatten("dp", &[("replicate", 2), ("shard", 2)])?.to_string())
     /// })?;
@@ -87,7 +87,8 @@ impl DeviceMesh {
         let (shown, at) = (shown(into), self.axis_index(axis));
         let cut = || {
             let axis = at.clone()?;
-            let (name, size, places) = (&self.names()[axis], self.shape()[axis], Layout::new(into)?.size());
+            let (name, size, places) =
+                (&self.names()[axis], self.shape()[axis], MeshLayout::new(into)?.size());
             if places != size {
                 return Err(Error::Mesh(format!(
                     "axis {name:?} has {size} ranks and {shown} {places} places; the sizes must multiply to {size}"
@@ -95,7 +96,7 @@ impl DeviceMesh {
             }
             let mut axes = self.0.layout.axes();
             axes.splice(axis..=axis, into.iter().copied());
-            let layout = Layout::new(&axes)?;
+            let layout = MeshLayout::new(&axes)?;
             let coordinate = layout.coordinate(self.0.layout.place(self.coordinate()));
             Ok(Self::assemble(self.0.root.clone(), layout, self.ranks().to_vec(), coordinate))
         };

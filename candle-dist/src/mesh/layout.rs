@@ -34,7 +34,7 @@ impl<'a> From<&'a String> for Axis<'a> {
 
 /// The names and sizes of axes, outermost first. Places count in row-major order.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub(super) struct Layout {
+pub(super) struct MeshLayout {
     pub(super) names: Vec<String>,
     pub(super) shape: Vec<usize>,
 }
@@ -44,7 +44,7 @@ pub(super) fn shown(axes: &[(&str, usize)]) -> String {
     format!("({})", axes.iter().map(|(name, size)| format!("{name}={size}")).join(", "))
 }
 
-impl Layout {
+impl MeshLayout {
     /// # Errors
     /// If there is no axis, a name is empty or occurs twice, or the number of places overflows.
     pub(super) fn new(axes: &[(&str, usize)]) -> Result<Self> {
@@ -55,7 +55,9 @@ impl Layout {
             ));
         }
         if let Some(name) = axes.iter().map(|(name, _)| name).duplicates().next() {
-            return Err(Error::Mesh(format!("axis name {name:?} occurs twice in {shown}; name each axis once")));
+            return Err(Error::Mesh(format!(
+                "axis name {name:?} occurs twice in {shown}; name each axis once"
+            )));
         }
         if axes.iter().any(|(name, _)| name.is_empty()) {
             return Err(Error::Mesh(format!("an axis of {shown} has no name; name every axis")));
@@ -141,7 +143,7 @@ impl Layout {
     }
 }
 
-impl fmt::Display for Layout {
+impl fmt::Display for MeshLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DeviceMesh{}", shown(&self.axes()))
     }

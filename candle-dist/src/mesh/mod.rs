@@ -8,8 +8,8 @@ use crate::switch::Switch;
 use crate::{Error, ProcessGroup, Result};
 use candle_core::Tensor;
 pub use layout::Axis;
-use layout::{Layout, shown};
-use root::Root;
+use layout::{MeshLayout, shown};
+use root::MeshRoot;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, OnceLock};
@@ -25,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 /// ```
 /// use candle_dist::{Result, World};
 ///
-/// let coordinates = World::local(4).run(|ctx| -> Result<Vec<usize>> {
+/// let coordinates = World::threads(4).run(|ctx| -> Result<Vec<usize>> {
 ///     let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
 ///     assert_eq!(mesh.axis_group("tp")?.size(), 2);
 ///     Ok(mesh.coordinate().to_vec())
@@ -34,11 +34,11 @@ use std::sync::{Arc, OnceLock};
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[derive(Clone)]
-pub struct DeviceMesh(Arc<Inner>);
+pub struct DeviceMesh(Arc<MeshInner>);
 
-struct Inner {
-    root: Arc<Root>,
-    layout: Layout,
+struct MeshInner {
+    root: Arc<MeshRoot>,
+    layout: MeshLayout,
     /// The members as ranks of the world, row-major.
     ranks: Vec<usize>,
     coordinate: Vec<usize>,
@@ -94,7 +94,9 @@ impl DeviceMesh {
     pub fn coordinate_of(&self, rank: usize) -> Result<Vec<usize>> {
         if rank >= self.size() {
             let last = self.size() - 1;
-            return Err(Error::Mesh(format!("no rank {rank} in {self}; its ranks are counted from 0 to {last}")));
+            return Err(Error::Mesh(format!(
+                "no rank {rank} in {self}; its ranks are counted from 0 to {last}"
+            )));
         }
         Ok(self.0.layout.coordinate(rank))
     }

@@ -4,7 +4,7 @@ use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet};
 
 /// The state that a mesh shares with all meshes derived from it.
-pub(super) struct Root {
+pub(super) struct MeshRoot {
     /// A group that contains all ranks of the mesh.
     base: ProcessGroup,
     /// The groups created so far, by their ranks in order. No group is created twice. None of them is `base`, which
@@ -16,7 +16,7 @@ pub(super) struct Root {
     settled: Mutex<HashSet<String>>,
 }
 
-impl Root {
+impl MeshRoot {
     /// Creates the root of a mesh within `base`; `known` are groups that exist already.
     pub(super) fn new(base: &ProcessGroup, known: impl IntoIterator<Item = ProcessGroup>) -> Self {
         Self {
@@ -40,7 +40,8 @@ impl Root {
             return Ok(group.clone());
         }
         let all = self.base.ranks();
-        let members: Vec<usize> = ranks.iter().filter_map(|rank| all.iter().position(|r| r == rank)).collect();
+        let members: Vec<usize> =
+            ranks.iter().filter_map(|rank| all.iter().position(|r| r == rank)).collect();
         let group = self.base.subgroup(&members)?;
         groups.insert(ranks.to_vec(), group.clone());
         Ok(group)
@@ -57,7 +58,9 @@ impl Root {
     pub(super) fn check(&self, axes: &[(&str, Vec<usize>)]) -> Result<()> {
         let lines = self.lines.lock();
         // The text names no ranks, because they differ from rank to rank and the error must not.
-        if let Some((name, _)) = axes.iter().find(|(name, ranks)| lines.get(*name).is_some_and(|line| line != ranks)) {
+        if let Some((name, _)) =
+            axes.iter().find(|(name, ranks)| lines.get(*name).is_some_and(|line| line != ranks))
+        {
             return Err(Error::Mesh(format!(
                 "the name {name:?} already stands for other ranks in this mesh or one it was made from; choose another"
             )));

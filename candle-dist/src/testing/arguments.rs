@@ -6,17 +6,19 @@ use candle_core::{DType, Device, Tensor};
 pub(super) const CASES: &[Case] =
     &[Case { name: "wrong arguments are refused by every rank", least: 2, run: refusals }];
 
-type Wrong = (&'static [&'static str], fn(&ProcessGroup) -> Result<()>);
+type BadArguments = (&'static [&'static str], fn(&ProcessGroup) -> Result<()>);
 
 fn x(dtype: DType) -> Result<Tensor> {
     Ok(Tensor::zeros((7, 11), dtype, &Device::Cpu)?)
 }
 
 /// The error texts, and calls with wrong arguments. 7 and 11 are not divisible by any tested number of ranks.
-const WRONG: [Wrong; 13] = [
+const WRONG: [BadArguments; 13] = [
     (&["broadcast", "is outside"], |g| g.broadcast(&x(DType::F32)?, g.size()).map(drop)),
     (&["all_gather", "dim 2", "[7, 11]"], |g| g.all_gather(&x(DType::F32)?, 2).map(drop)),
-    (&["reduce_scatter", "does not divide by"], |g| g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)),
+    (&["reduce_scatter", "does not divide by"], |g| {
+        g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)
+    }),
     (&["dim 0"], |g| {
         g.call(Collective::reduce_scatter(Cut::new(0, &vec![1; g.size()]), ReduceOp::Sum))
             .run(&x(DType::F32)?)
@@ -27,7 +29,9 @@ const WRONG: [Wrong; 13] = [
     (&["recv", "this rank"], |g| g.recv(1, DType::F32, g.rank()).map(drop)),
     (&["all_to_all", "does not divide"], |g| g.all_to_all(&x(DType::F32)?, 0, 1).map(drop)),
     (&["reduce", "avg of u32", "cast to a float"], |g| g.reduce(&x(DType::U32)?, 0, ReduceOp::Avg).map(drop)),
-    (&["reduce", "and of f32", "use whole numbers"], |g| g.reduce(&x(DType::F32)?, 0, ReduceOp::And).map(drop)),
+    (&["reduce", "and of f32", "use whole numbers"], |g| {
+        g.reduce(&x(DType::F32)?, 0, ReduceOp::And).map(drop)
+    }),
     (&["recv", "f4", "cast to one of"], |g| g.recv(1, DType::F4, (g.rank() + 1) % g.size()).map(drop)),
     (&["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(drop)),
     (&["the root must give"], |g| {

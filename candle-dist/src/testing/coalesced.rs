@@ -10,8 +10,8 @@ pub(super) const CASES: &[Case] = &[
     Case { name: "started coalesced calls cut unevenly, each tensor its own way", least: 1, run: uneven },
 ];
 
-type Many<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
-type One<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
+type CoalescedCall<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
+type SingleCall<'a> = Box<dyn Fn(&Tensor) -> Result<Tensor> + 'a>;
 
 fn equal(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
@@ -24,7 +24,7 @@ fn equal(ctx: &RankContext) -> Result<()> {
     ];
     let even = |t: &[Tensor]| t.iter().map(|t| Cut::even(0, t.dims()[0], n)).collect();
     let parts = |t: &[Tensor]| t.iter().map(|t| Cut::even(0, t.dims()[0] / n, n)).collect();
-    let pairs: Vec<(Op, Many<'_>, One<'_>)> = vec![
+    let pairs: Vec<(Op, CoalescedCall<'_>, SingleCall<'_>)> = vec![
         (
             Op::AllReduce,
             Box::new(|t| g.call(Collective::AllReduce(ReduceOp::Max)).run_all(t)),

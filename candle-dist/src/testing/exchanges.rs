@@ -22,8 +22,9 @@ fn moves(ctx: &RankContext) -> Result<()> {
             let whole = input(1, &shape, DType::F32)?;
             let mine = whole.narrow(from, start(&a, r), a[r])?;
             let want = whole.narrow(to, start(&b, r), b[r])?.contiguous()?;
-            let got =
-                g.call(Collective::AllToAll { split: Cut::new(to, &b), concat: Cut::new(from, &a) }).run(&mine)?;
+            let got = g
+                .call(Collective::AllToAll { split: Cut::new(to, &b), concat: Cut::new(from, &a) })
+                .run(&mine)?;
             assert_same(&got.contiguous()?, &want, &format!("{from}->{to} {a:?} {b:?}"))?;
         }
     }
@@ -35,7 +36,11 @@ fn large(ctx: &RankContext) -> Result<()> {
     for dtype in dtypes(ctx.group()) {
         let whole = input(2, &[n * 30, n * 101], dtype)?;
         let got = g.all_to_all(&whole.narrow(0, r * 30, 30)?, 1, 0)?;
-        assert_same(&got.contiguous()?, &whole.narrow(1, r * 101, 101)?.contiguous()?, &format!("{dtype:?}"))?;
+        assert_same(
+            &got.contiguous()?,
+            &whole.narrow(1, r * 101, 101)?.contiguous()?,
+            &format!("{dtype:?}"),
+        )?;
     }
     Ok(())
 }

@@ -35,7 +35,9 @@ pub const FAILURES: &[Failure] = &[
         name: "dtype",
         text: "(dtype differs)",
         silent: false,
-        run: |ctx| differ(ctx, |ctx| ctx.group().all_reduce(&x(4)?.to_dtype(DType::F64)?, ReduceOp::Sum).map(drop)),
+        run: |ctx| {
+            differ(ctx, |ctx| ctx.group().all_reduce(&x(4)?.to_dtype(DType::F64)?, ReduceOp::Sum).map(drop))
+        },
     },
     Failure {
         name: "reduction",
@@ -48,7 +50,9 @@ pub const FAILURES: &[Failure] = &[
         text: "(form (into new memory, in place, started, or monitored) differs)",
         silent: false,
         run: |ctx| {
-            differ(ctx, |ctx| ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x(4)?)?.wait().map(drop))
+            differ(ctx, |ctx| {
+                ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x(4)?)?.wait().map(drop)
+            })
         },
     },
     Failure {
@@ -158,7 +162,11 @@ pub const FAILURES: &[Failure] = &[
                 std::thread::sleep(Duration::from_millis(500));
                 return ctx.group().call(Collective::Barrier).start_all(&[])?.wait().map(drop);
             }
-            ctx.group().call(Collective::Barrier).start_all(&[])?.wait_timeout(Duration::from_millis(40)).map(drop)
+            ctx.group()
+                .call(Collective::Barrier)
+                .start_all(&[])?
+                .wait_timeout(Duration::from_millis(40))
+                .map(drop)
         },
     },
     Failure {

@@ -35,7 +35,11 @@ fn members(ctx: &RankContext) -> Result<()> {
         for round in 0..20 {
             let pair = g.subgroup(&[last, first])?;
             assert_eq!((pair.size(), pair.rank(), pair.ranks()), (2, last - r, &[last, first][..]));
-            assert_same(&pair.broadcast(&input(r, &[3], DType::F32)?, 1)?, &input(first, &[3], DType::F32)?, "pair")?;
+            assert_same(
+                &pair.broadcast(&input(r, &[3], DType::F32)?, 1)?,
+                &input(first, &[3], DType::F32)?,
+                "pair",
+            )?;
             if round % 3 == 0 {
                 pair.barrier()?;
             }
@@ -53,10 +57,13 @@ fn overlapping(ctx: &RankContext) -> Result<()> {
     if r % 2 == 1 {
         starts.reverse();
     }
-    let pairs: Vec<_> = starts.into_iter().map(|s| Ok((s, g.subgroup(&[s, (s + 1) % n])?))).collect::<Result<_>>()?;
+    let pairs: Vec<_> =
+        starts.into_iter().map(|s| Ok((s, g.subgroup(&[s, (s + 1) % n])?))).collect::<Result<_>>()?;
     for len in [3, 40_000] {
         let mine = input(r, &[len], DType::F32)?;
-        let open = pairs.iter().map(|(s, pair)| Ok((s, pair.call(Collective::AllReduce(ReduceOp::Sum)).start(&mine)?)));
+        let open = pairs
+            .iter()
+            .map(|(s, pair)| Ok((s, pair.call(Collective::AllReduce(ReduceOp::Sum)).start(&mine)?)));
         for (s, pending) in open.collect::<Result<Vec<_>>>()? {
             let want = (input(*s, &[len], DType::F32)? + input((s + 1) % n, &[len], DType::F32)?)?;
             assert_same(&pending.wait()?, &want, &format!("{s} and the next"))?;
@@ -131,8 +138,11 @@ fn monitored_by_threads(ctx: &RankContext) -> Result<()> {
     }
     g.barrier()?;
     // A group refuses threads that call at the same time; its backend has no such guard, and must keep its rounds in order.
-    let call =
-        || Call { form: Form::Monitored, timeout: Some(Duration::from_secs(20)), ..Call::new(Collective::Barrier) };
+    let call = || Call {
+        form: Form::Monitored,
+        timeout: Some(Duration::from_secs(20)),
+        ..Call::new(Collective::Barrier)
+    };
     let barrier = || g.backend().run(call(), Tensors::new(), Tensors::new()).map(drop);
     std::thread::scope(|scope| {
         let come = || (0..100).try_for_each(|_| barrier());

@@ -46,5 +46,9 @@ fn bits(ctx: &RankContext) -> Result<()> {
     let large = Var::from_tensor(&x)?;
     ctx.group().call(Collective::AllReduce(ReduceOp::Avg)).in_place(&large)?;
     assert_same(&small(&x)?, &large, "into new memory")?;
-    assert_same(&small(&x.narrow(0, 500, 1000)?)?, &large.narrow(0, 500, 1000)?.force_contiguous()?, "of a part")
+    assert_same(
+        &small(&x.narrow(0, 500, 1000)?)?,
+        &large.narrow(0, 500, 1000)?.force_contiguous()?,
+        "of a part",
+    )
 }

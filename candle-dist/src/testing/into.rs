@@ -34,7 +34,8 @@ fn same_as_new(ctx: &RankContext) -> Result<()> {
                 g.call(Collective::all_gather(Cut::new(dim, &sizes))).into(&out).run(&mine).map(drop)?;
                 assert_same(&out, &whole, &format!("all_gather {dim} {sizes:?} {dtype:?}"))?;
 
-                let want = reduced(n, &shape, dtype, ReduceOp::Sum)?.narrow(dim, start(&sizes, r), sizes[r])?;
+                let want =
+                    reduced(n, &shape, dtype, ReduceOp::Sum)?.narrow(dim, start(&sizes, r), sizes[r])?;
                 let out = room(&want)?;
                 g.call(Collective::reduce_scatter(Cut::new(dim, &sizes), ReduceOp::Sum))
                     .into(&out)
@@ -72,16 +73,24 @@ fn lengths(ctx: &RankContext) -> Result<()> {
         let whole = Var::zeros(n * len, DType::F32, &Device::Cpu)?;
         let piece = Tensor::zeros(len, DType::F32, &Device::Cpu)?;
         for round in 0..3 {
-            g.call(Collective::all_gather(Cut::even(0, input(r + round, &[len], DType::F32)?.dims()[0], g.size())))
-                .into(&whole)
-                .run(&input(r + round, &[len], DType::F32)?)
-                .map(drop)?;
-            let all = (0..n).map(|rank| input(rank + round, &[len], DType::F32)).collect::<Result<Vec<_>>>()?;
+            g.call(Collective::all_gather(Cut::even(
+                0,
+                input(r + round, &[len], DType::F32)?.dims()[0],
+                g.size(),
+            )))
+            .into(&whole)
+            .run(&input(r + round, &[len], DType::F32)?)
+            .map(drop)?;
+            let all =
+                (0..n).map(|rank| input(rank + round, &[len], DType::F32)).collect::<Result<Vec<_>>>()?;
             assert_same(&whole, &Tensor::cat(&all, 0)?, "all_gather")?;
-            g.call(Collective::reduce_scatter(Cut::even(0, whole.dims()[0] / g.size(), g.size()), ReduceOp::Avg))
-                .into(&piece)
-                .run(whole.as_tensor())
-                .map(drop)?;
+            g.call(Collective::reduce_scatter(
+                Cut::even(0, whole.dims()[0] / g.size(), g.size()),
+                ReduceOp::Avg,
+            ))
+            .into(&piece)
+            .run(whole.as_tensor())
+            .map(drop)?;
             assert_same(&piece, &all[r], "the average of equal tensors")?;
         }
     }
@@ -123,7 +132,8 @@ fn messages(ctx: &RankContext) -> Result<()> {
                     .start_all(std::slice::from_ref(&input(r, &[len], dtype)?))?
                     .wait()?;
             }
-            let pending = g.call(Collective::Recv { from: Some(before), tag: 3 }).into(&second).start(None)?;
+            let pending =
+                g.call(Collective::Recv { from: Some(before), tag: 3 }).into(&second).start(None)?;
             g.call(Collective::Recv { from: Some(before), tag: 0 }).into(&first).run(None).map(drop)?;
             pending.wait()?;
             assert_same(&first, &want, "a message")?;
@@ -147,7 +157,11 @@ fn mixed(ctx: &RankContext) -> Result<()> {
     let out = room(&want)?;
     for giver in 0..n {
         match r == giver {
-            true => g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size()))).into(&out).run(&x).map(drop)?,
+            true => g
+                .call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
+                .into(&out)
+                .run(&x)
+                .map(drop)?,
             false => assert_same(&g.all_gather(&x, 0)?, &want, "in new memory")?,
         }
         match r == giver {
@@ -167,9 +181,9 @@ fn mixed(ctx: &RankContext) -> Result<()> {
     assert_same(&out, &want, "in given memory")
 }
 
-type Wrong = (&'static str, fn(&ProcessGroup, &Tensor, usize) -> Result<()>);
+type BadOutput = (&'static str, fn(&ProcessGroup, &Tensor, usize) -> Result<()>);
 
-const WRONG: [Wrong; 7] = [
+const WRONG: [BadOutput; 7] = [
     ("[2, 3]", |g, x, n| {
         g.call(Collective::all_gather(Cut::even(0, x.dims()[0], g.size())))
             .into(&Tensor::zeros((2 * n, 4), DType::F32, x.device())?)
@@ -203,13 +217,18 @@ const WRONG: [Wrong; 7] = [
             .map(drop)
     }),
     ("dim 3", |g, x, _| {
-        g.call(Collective::AllToAll { split: Cut::even(3, 1, g.size()), concat: Cut::even(0, x.dims()[0], g.size()) })
-            .into(x)
-            .run(x)
-            .map(drop)
+        g.call(Collective::AllToAll {
+            split: Cut::even(3, 1, g.size()),
+            concat: Cut::even(0, x.dims()[0], g.size()),
+        })
+        .into(x)
+        .run(x)
+        .map(drop)
     }),
     ("part of a graph", |g, x, _| match g.size() {
-        1 => Err(Error::Invalid { op: "recv", reason: "part of a graph, with nobody to send it".to_string() }),
+        1 => {
+            Err(Error::Invalid { op: "recv", reason: "part of a graph, with nobody to send it".to_string() })
+        }
         n => {
             let var = Var::zeros(3, DType::F32, x.device())?;
             g.call(Collective::Recv { from: Some((g.rank() + 1) % n), tag: 0 })

@@ -4,7 +4,7 @@ use super::lacks::dtypes;
 use super::values::{LENGTHS, assert_same, input};
 use super::written;
 use crate::backend::Envelope;
-use crate::{Collective, Error, Message, Pending, ProcessGroup, RankContext, Result};
+use crate::{Collective, Error, P2pOp, Pending, ProcessGroup, RankContext, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,10 @@ fn neighbors(ctx: &RankContext) -> (usize, usize) {
 fn ring(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     g.send(&input(r, &[2, 3], DType::BF16)?.t()?, next)?;
-    g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r + 10, &[1], DType::F64)?]).map(drop)?;
+    g.call(Collective::Send { to: next, tag: 0 })
+        .owned()
+        .run_all(&[input(r + 10, &[1], DType::F64)?])
+        .map(drop)?;
     let first = g.recv((3, 2), DType::BF16, before)?;
     assert_same(&first, &input(before, &[2, 3], DType::BF16)?.t()?.contiguous()?, "first")?;
     assert_same(&g.recv(1, DType::F64, before)?, &input(before + 10, &[1], DType::F64)?, "second")?;
@@ -61,7 +64,10 @@ fn lengths(ctx: &RankContext) -> Result<()> {
         // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
         for (i, len) in lengths.clone().enumerate() {
-            g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r + i, &[len], dtype)?]).map(drop)?;
+            g.call(Collective::Send { to: next, tag: 0 })
+                .owned()
+                .run_all(&[input(r + i, &[len], dtype)?])
+                .map(drop)?;
         }
         for (i, len) in lengths.enumerate() {
             let got = g.recv(len, dtype, before)?;
@@ -74,9 +80,9 @@ fn lengths(ctx: &RankContext) -> Result<()> {
 fn tags(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     let tensor = |rank: usize, tag: u32| input(rank + tag as usize, &[tag as usize * 7000 + 1], DType::I64);
-    let send = |tag: u32| -> Result<Message> { Ok(Message::Send { tensor: tensor(r, tag)?, to: next, tag }) };
-    let recv = |tag: u32| -> Result<Message> {
-        Ok(Message::Recv { shape: Shape::from(tag as usize * 7000 + 1), dtype: DType::I64, from: before, tag })
+    let send = |tag: u32| -> Result<P2pOp> { Ok(P2pOp::Send { tensor: tensor(r, tag)?, to: next, tag }) };
+    let recv = |tag: u32| -> Result<P2pOp> {
+        Ok(P2pOp::Recv { shape: Shape::from(tag as usize * 7000 + 1), dtype: DType::I64, from: before, tag })
     };
     let got = g.batch_send_recv(&[recv(2)?, send(0)?, recv(0)?, send(1)?, send(2)?, recv(1)?])?;
     for (got, tag) in got.iter().zip([2, 0, 1]) {
@@ -84,8 +90,8 @@ fn tags(ctx: &RankContext) -> Result<()> {
     }
     // Any tag is allowed.
     let last = g.batch_send_recv(&[
-        Message::Send { tensor: tensor(r, 0)?, to: next, tag: u32::MAX },
-        Message::Recv { shape: Shape::from(1), dtype: DType::I64, from: before, tag: u32::MAX },
+        P2pOp::Send { tensor: tensor(r, 0)?, to: next, tag: u32::MAX },
+        P2pOp::Recv { shape: Shape::from(1), dtype: DType::I64, from: before, tag: u32::MAX },
     ])?;
     assert_same(&last[0], &tensor(before, 0)?, "the last tag")
 }
@@ -93,7 +99,10 @@ fn tags(ctx: &RankContext) -> Result<()> {
 fn passing(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for len in LENGTHS {
-        g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r, &[len], DType::F32)?]).map(drop)?;
+        g.call(Collective::Send { to: next, tag: 0 })
+            .owned()
+            .run_all(&[input(r, &[len], DType::F32)?])
+            .map(drop)?;
         g.barrier()?;
         let halves = g.split(Some((r % 2) as u32), 0)?.expect("a color");
         halves.barrier()?;
@@ -107,7 +116,9 @@ fn started(ctx: &RankContext) -> Result<()> {
     for len in LENGTHS {
         for tag in [0, 7] {
             let receives = (0..3)
-                .map(|_| g.call(Collective::Recv { from: Some(before), tag: tag }).of(len, DType::F32).start(None))
+                .map(|_| {
+                    g.call(Collective::Recv { from: Some(before), tag: tag }).of(len, DType::F32).start(None)
+                })
                 .collect::<Result<Vec<_>>>()?;
             let sends = (0..4).map(|i| {
                 g.call(Collective::Send { to: next, tag: tag }).start_all(std::slice::from_ref(&input(
@@ -118,8 +129,12 @@ fn started(ctx: &RankContext) -> Result<()> {
             });
             Pending::wait_all(sends.collect::<Result<Vec<_>>>()?)?;
             // A blocking receive comes after those that were started.
-            let last =
-                g.batch_send_recv(&[Message::Recv { shape: len.into(), dtype: DType::F32, from: before, tag }])?;
+            let last = g.batch_send_recv(&[P2pOp::Recv {
+                shape: len.into(),
+                dtype: DType::F32,
+                from: before,
+                tag,
+            }])?;
             assert_same(&last[0], &input(before + 3, &[len], DType::F32)?, "the last")?;
             for (i, receive) in receives.into_iter().enumerate().rev() {
                 assert_same(&receive.wait()?, &input(before + i, &[len], DType::F32)?, "a started one")?;
@@ -136,7 +151,8 @@ fn where_there_is(g: &ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<()
             assert!(text.contains("cannot probe"), "{text}");
             let (error, next) = (g.recv_any(1, DType::F32, 0).unwrap_err(), (g.rank() + 1) % g.size());
             assert!(matches!(error, Error::Unsupported(_)), "{error}");
-            let receive = g.call(Collective::Recv { from: Some(next), tag: 9 }).of(1, DType::F32).start(None)?;
+            let receive =
+                g.call(Collective::Recv { from: Some(next), tag: 9 }).of(1, DType::F32).start(None)?;
             assert!(matches!(receive.is_ready(), Err(Error::Unsupported(_))));
             g.call(Collective::Send { to: (g.rank() + g.size() - 1) % g.size(), tag: 9 })
                 .start_all(std::slice::from_ref(&Tensor::new(&[1f32], &Device::Cpu)?))?
@@ -177,7 +193,11 @@ fn ready(ctx: &RankContext) -> Result<()> {
         g.call(Collective::Send { to: next, tag: 1 })
             .start_all(std::slice::from_ref(&input(r + 1, &[2], DType::F32)?))?
             .wait()?;
-        assert_same(&second.wait_timeout(Duration::from_secs(60))?, &input(before + 1, &[2], DType::F32)?, "second")?;
+        assert_same(
+            &second.wait_timeout(Duration::from_secs(60))?,
+            &input(before + 1, &[2], DType::F32)?,
+            "second",
+        )?;
         assert_same(&first.wait()?, &input(before, &[2], DType::F32)?, "first")
     })
 }
@@ -186,7 +206,8 @@ fn awaited(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     where_there_is(g, || {
         for from in [None, Some(before)] {
-            let first = g.call(Collective::Recv { from: Some(before), tag: 3 }).of(2, DType::F32).start(None)?;
+            let first =
+                g.call(Collective::Recv { from: Some(before), tag: 3 }).of(2, DType::F32).start(None)?;
             g.call(Collective::Send { to: next, tag: 3 })
                 .start_all(std::slice::from_ref(&input(r, &[2], DType::F32)?))?
                 .wait()?;
@@ -197,8 +218,16 @@ fn awaited(ctx: &RankContext) -> Result<()> {
                 .start_all(std::slice::from_ref(&input(r + 1, &[2], DType::F32)?))?
                 .wait()?;
             g.barrier()?;
-            assert_eq!(g.probe(from, 3)?.map(|envelope| envelope.from), Some(before), "nobody awaits the second");
-            assert_same(&g.recv_any(2, DType::F32, 3)?.1, &input(before + 1, &[2], DType::F32)?, "the second")?;
+            assert_eq!(
+                g.probe(from, 3)?.map(|envelope| envelope.from),
+                Some(before),
+                "nobody awaits the second"
+            );
+            assert_same(
+                &g.recv_any(2, DType::F32, 3)?.1,
+                &input(before + 1, &[2], DType::F32)?,
+                "the second",
+            )?;
             assert_same(&first.wait()?, &input(before, &[2], DType::F32)?, "the first")?;
             g.barrier()?;
         }
@@ -212,7 +241,11 @@ fn dropped(ctx: &RankContext) -> Result<()> {
     for i in 0..2 {
         g.send(&input(r + i, &[2], DType::F32)?, next)?;
     }
-    assert_same(&g.recv(2, DType::F32, before)?, &input(before + 1, &[2], DType::F32)?, "the second message")?;
+    assert_same(
+        &g.recv(2, DType::F32, before)?,
+        &input(before + 1, &[2], DType::F32)?,
+        "the second message",
+    )?;
     g.barrier()
 }
 
@@ -237,11 +270,16 @@ fn any(ctx: &RankContext) -> Result<()> {
             assert_eq!(g.probe(Some(from), 6)?, None);
             let (sender, got) = g.recv_any(from + 1, DType::I64, 5)?;
             assert_eq!(sender, from);
-            assert_same(&got, &input(from + parts[from], &[from + 1], DType::I64)?, "from anybody, in order")?;
+            assert_same(
+                &got,
+                &input(from + parts[from], &[from + 1], DType::I64)?,
+                "from anybody, in order",
+            )?;
             parts[from] += 1;
         }
         g.barrier()?; // the messages below are not among those that others still await above
-        let pending = g.call(Collective::Recv { from: Some((r + 1) % n), tag: 5 }).of(1, DType::I64).start(None)?;
+        let pending =
+            g.call(Collective::Recv { from: Some((r + 1) % n), tag: 5 }).of(1, DType::I64).start(None)?;
         let text = g.recv_any(1, DType::I64, 5).unwrap_err().to_string();
         assert!(text.contains("that were started come first"), "{text}");
         g.call(Collective::Send { to: (r + n - 1) % n, tag: 5 })

@@ -8,7 +8,7 @@
 //! use candle_dist::testing::GROUPS;
 //!
 //! // Put your backend around the one of the world, or start processes with `init_process_group_with`.
-//! let world = || World::local(2).wrap_backend(|inner| inner);
+//! let world = || World::threads(2).wrap_backend(|inner| inner);
 //! for (_, cases) in GROUPS.iter().filter(|(name, _)| *name == "groups") {
 //!     for case in cases.iter().filter(|case| case.least <= 2) {
 //!         world().run(case.run)?;

@@ -11,23 +11,27 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Thing {
+struct SampleObject {
     name: String,
     parts: Vec<Option<(u32, f64)>>,
-    more: BTreeMap<String, Vec<Thing>>,
+    more: BTreeMap<String, Vec<SampleObject>>,
 }
 
 /// Returns a value that depends on the rank, with its own size.
-fn thing(rank: usize, len: usize) -> Thing {
+fn thing(rank: usize, len: usize) -> SampleObject {
     let parts = (0..len).map(|i| (i % 3 != rank % 3).then_some((i as u32, i as f64 / 3.0))).collect();
-    let inner = Thing { name: "ß".repeat(rank), parts: Vec::new(), more: BTreeMap::new() };
-    Thing { name: format!("thing {rank}"), parts, more: BTreeMap::from([("inner".to_string(), vec![inner; rank])]) }
+    let inner = SampleObject { name: "ß".repeat(rank), parts: Vec::new(), more: BTreeMap::new() };
+    SampleObject {
+        name: format!("thing {rank}"),
+        parts,
+        more: BTreeMap::from([("inner".to_string(), vec![inner; rank])]),
+    }
 }
 
 fn everywhere(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     for len in [0, 1, 100, 20_000] {
-        let want: Vec<Thing> = (0..n).map(|rank| thing(rank, len * (rank % 2 + 1))).collect();
+        let want: Vec<SampleObject> = (0..n).map(|rank| thing(rank, len * (rank % 2 + 1))).collect();
         assert_eq!(g.all_gather_object(&want[r])?, want);
         for root in [0, n - 1] {
             let mine = (r == root).then_some(&want[r]);
@@ -42,12 +46,12 @@ fn everywhere(ctx: &RankContext) -> Result<()> {
 
 /// A value that is too large, or that cannot be serialized.
 #[derive(Clone, Copy)]
-struct Bad {
+struct BadObject {
     large: bool,
     unfit: bool,
 }
 
-impl Serialize for Bad {
+impl Serialize for BadObject {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         if self.large {
             return serializer.serialize_bytes(&vec![0; MAX_OBJECT_BYTES]); // and a length
@@ -59,7 +63,7 @@ impl Serialize for Bad {
     }
 }
 
-impl<'de> Deserialize<'de> for Bad {
+impl<'de> Deserialize<'de> for BadObject {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         match u8::deserialize(deserializer)? {
             7 => Ok(Self { large: false, unfit: false }),
@@ -72,9 +76,9 @@ fn refused(ctx: &RankContext) -> Result<()> {
     let (g, r, n) = (ctx.group(), ctx.rank(), ctx.world_size());
     for culprit in [0, n - 1] {
         for (large, text) in [(true, "takes more than 268435456 bytes"), (false, "cannot be sent")] {
-            let mine = Bad { large: large && r == culprit, unfit: !large && r == culprit };
-            let good = Bad { large: false, unfit: false };
-            let list: Vec<Bad> = (0..n).map(|to| if to == culprit { mine } else { good }).collect();
+            let mine = BadObject { large: large && r == culprit, unfit: !large && r == culprit };
+            let good = BadObject { large: false, unfit: false };
+            let list: Vec<BadObject> = (0..n).map(|to| if to == culprit { mine } else { good }).collect();
             let errors = [
                 g.all_gather_object(&mine).map(drop).unwrap_err(),
                 g.gather_object(&mine, 0).map(drop).unwrap_err(),

@@ -158,7 +158,10 @@ fn nan(ctx: &RankContext) -> Result<()> {
                 for (i, got) in values(got)?.into_iter().enumerate() {
                     let want = best(first + i);
                     let is_same = got == want || got.is_nan() && want.is_nan();
-                    assert!(is_same, "{what} {op} {dtype:?}, NaN of {who}, element {i}: {got} instead of {want}");
+                    assert!(
+                        is_same,
+                        "{what} {op} {dtype:?}, NaN of {who}, element {i}: {got} instead of {want}"
+                    );
                 }
                 Ok(())
             };

@@ -1,6 +1,6 @@
 //! Memory that the program writes to while a call or a message still needs it.
 use super::values::assert_same;
-use crate::{Collective, Cut, Message, Pending, RankContext, ReduceOp, Result};
+use crate::{Collective, Cut, P2pOp, Pending, RankContext, ReduceOp, Result};
 use candle_core::scalar::Scalar;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
@@ -27,12 +27,12 @@ impl Writable {
 }
 
 /// Makes a tensor of this many elements of a variable.
-type Make = fn(&Var, usize) -> candle_core::Result<Tensor>;
+type MakeTensor = fn(&Var, usize) -> candle_core::Result<Tensor>;
 
 /// Returns `len` elements in each kind of memory that a program can write to without `unsafe`.
 fn writable(len: usize) -> Result<Vec<Writable>> {
     let ones = |len: usize| Var::ones(len, DType::F32, &Device::Cpu);
-    let kinds: [(&'static str, Make); 6] = [
+    let kinds: [(&'static str, MakeTensor); 6] = [
         ("a variable", |var, _| Ok(var.as_tensor().clone())),
         ("a detached variable", |var, _| Ok(var.as_detached_tensor())),
         ("a view of a variable", |var, len| var.reshape((len, 1))?.squeeze(1)),
@@ -96,8 +96,13 @@ pub(super) fn started(ctx: &RankContext) -> Result<()> {
                 };
                 open.push((value, collective, call().start_all(tensors)?));
                 if collective.all_have_results() && !tensors.is_empty() {
-                    let room =
-                        |nth| Tensor::zeros(&collective.output(nth, x.dims(), g.rank())[..], DType::F32, &Device::Cpu);
+                    let room = |nth| {
+                        Tensor::zeros(
+                            &collective.output(nth, x.dims(), g.rank())[..],
+                            DType::F32,
+                            &Device::Cpu,
+                        )
+                    };
                     let rooms = (0..tensors.len()).map(room).collect::<candle_core::Result<Vec<_>>>()?;
                     let into = rooms.iter().fold(call(), |call, room| call.into(room));
                     open.push((value, collective, into.start_all(tensors)?));
@@ -123,13 +128,15 @@ pub(super) fn sent(ctx: &RankContext) -> Result<()> {
         for memory in writable(len)? {
             let tensor = memory.tensor.clone();
             g.send(&tensor, next)?;
-            let started = g.call(Collective::Send { to: next, tag: 1 }).start_all(std::slice::from_ref(&tensor))?;
-            let batch = [tensor.clone(), tensor.clone()].map(|tensor| Message::Send { tensor, to: next, tag: 2 });
+            let started =
+                g.call(Collective::Send { to: next, tag: 1 }).start_all(std::slice::from_ref(&tensor))?;
+            let batch =
+                [tensor.clone(), tensor.clone()].map(|tensor| P2pOp::Send { tensor, to: next, tag: 2 });
             g.batch_send_recv(&batch)?;
             memory.write()?;
             g.barrier()?; // the receivers come later
             for tag in [0, 1, 2, 2] {
-                let receive = Message::Recv { shape: Shape::from(len), dtype: DType::F32, from: before, tag };
+                let receive = P2pOp::Recv { shape: Shape::from(len), dtype: DType::F32, from: before, tag };
                 let got = g.batch_send_recv(&[receive])?;
                 check(&got[0], 1, &format!("{} of {len} elements, sent with tag {tag}", memory.what))?;
             }

@@ -24,7 +24,7 @@ const MOST_GROUPS: usize = 12;
 /// use candle_core::{Device, Tensor, Var};
 /// use candle_dist::{ClipGradNorm, Result, World};
 ///
-/// let clipped = World::local(2).run(|ctx| -> Result<(f64, Vec<f64>)> {
+/// let clipped = World::threads(2).run(|ctx| -> Result<(f64, Vec<f64>)> {
 ///     let weight = Var::new(&[1f64], &Device::Cpu)?; // this rank's piece of a vector of two
 ///     let mut grads = (weight.as_tensor() * [3.0, 4.0][ctx.rank()])?.sum_all()?.backward()?;
 ///     let clip = ClipGradNorm::new(1.0).sharded(ctx.group(), ["weight"]);
@@ -41,20 +41,20 @@ pub struct ClipGradNorm {
     max_norm: f64,
     norm_type: f64,
     error_if_nonfinite: bool,
-    sharded: Vec<(ProcessGroup, Names)>,
+    sharded: Vec<(ProcessGroup, ShardedNames)>,
     /// Variables that another rank counts.
     elsewhere: HashSet<TensorId>,
 }
 
 /// The parameters that a group shards.
 #[derive(Debug, Clone, Default)]
-struct Names {
+struct ShardedNames {
     some: HashSet<String>,
     /// Whether it is all parameters, whatever their names.
     all: bool,
 }
 
-impl Names {
+impl ShardedNames {
     fn has(&self, name: &str) -> bool {
         self.all || self.some.contains(name)
     }
@@ -63,7 +63,13 @@ impl Names {
 impl ClipGradNorm {
     /// Limits the 2-norm to `max_norm`.
     pub fn new(max_norm: f64) -> Self {
-        Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, sharded: Vec::new(), elsewhere: HashSet::new() }
+        Self {
+            max_norm,
+            norm_type: 2.0,
+            error_if_nonfinite: false,
+            sharded: Vec::new(),
+            elsewhere: HashSet::new(),
+        }
     }
 
     /// Limits the p-norm instead; `f64::INFINITY` means the largest absolute value.
@@ -85,7 +91,11 @@ impl ClipGradNorm {
     /// Name a parameter that is sharded over several groups once per group. A rank may name parameters that only it
     /// holds. The norm is summed group by group, in the order of the first calls.
     /// From a shared group on, its ranks must name the same groups; before it, they may have named different ones.
-    pub fn sharded<N: Into<String>>(mut self, group: &ProcessGroup, names: impl IntoIterator<Item = N>) -> Self {
+    pub fn sharded<N: Into<String>>(
+        mut self,
+        group: &ProcessGroup,
+        names: impl IntoIterator<Item = N>,
+    ) -> Self {
         self.names(group).some.extend(names.into_iter().map(Into::into));
         self
     }
@@ -97,10 +107,10 @@ impl ClipGradNorm {
         self
     }
 
-    fn names(&mut self, group: &ProcessGroup) -> &mut Names {
+    fn names(&mut self, group: &ProcessGroup) -> &mut ShardedNames {
         let known = self.sharded.iter().position(|(other, _)| other.is_same(group));
         let place = known.unwrap_or_else(|| {
-            self.sharded.push((group.clone(), Names::default()));
+            self.sharded.push((group.clone(), ShardedNames::default()));
             self.sharded.len() - 1
         });
         &mut self.sharded[place].1
@@ -176,8 +186,8 @@ impl ClipGradNorm {
         }
         let read = read_all::<f64>(&terms)?;
         for (set, term) in sets.iter().zip(read.chunks(if self.is_max() { 2 } else { 1 })) {
-            totals[*set] =
-                self.join(totals[*set], if term.iter().any(|term| term.is_nan()) { f64::NAN } else { term[0] });
+            totals[*set] = self
+                .join(totals[*set], if term.iter().any(|term| term.is_nan()) { f64::NAN } else { term[0] });
         }
         let op = if self.is_max() { ReduceOp::Max } else { ReduceOp::Sum };
         for (bit, (group, _)) in self.sharded.iter().enumerate() {

@@ -76,7 +76,7 @@ impl DataParallelOptions {
 /// use candle_core::{Device, Tensor, Var};
 /// use candle_dist::{DataParallel, DataParallelOptions, Result, World};
 ///
-/// let grads = World::local(2).run(|ctx| -> Result<f32> {
+/// let grads = World::threads(2).run(|ctx| -> Result<f32> {
 ///     let mesh = ctx.mesh(&[("dp", 2)])?;
 ///     let weight = Var::new(&[1f32], &Device::Cpu)?;
 ///     let dp = DataParallel::new(mesh.axis_group("dp")?, &[("weight", weight.clone())], &DataParallelOptions::default())?;
@@ -134,13 +134,15 @@ impl DataParallel {
             InitialSync::Trust => {}
         }
         // Also those that the start left out.
-        let shard = |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
+        let shard =
+            |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
         if let Some(reason) = params.iter().find_map(shard) {
             return Err(Error::Invalid { op: "DataParallel::new", reason });
         }
         let differentiable = params.iter().filter(|(_, var)| var.dtype().is_float());
         let differentiable = differentiable.unique_by(|(_, var)| var.id());
-        let (tables, mut reduced): (Vec<_>, Vec<_>) = differentiable.partition(|(_, var)| rows::of(var.id()).is_some());
+        let (tables, mut reduced): (Vec<_>, Vec<_>) =
+            differentiable.partition(|(_, var)| rows::of(var.id()).is_some());
         reduced.reverse();
         let tables: Vec<Var> = tables.into_iter().map(|(_, var)| var.clone()).collect();
         let possible = tables.iter().chain(reduced.iter().map(|(_, var)| var)).filter(|var| is_table(var));
@@ -164,7 +166,7 @@ impl DataParallel {
     /// use candle_core::{Device, Var};
     /// use candle_dist::{DataParallel, DataParallelOptions, Result, World};
     ///
-    /// let means = World::local(2).run(|ctx| -> Result<f32> {
+    /// let means = World::threads(2).run(|ctx| -> Result<f32> {
     ///     let running_mean = Var::new(0f32, &Device::Cpu)?;
     ///     let none: [(&str, Var); 0] = [];
     ///     let dp = DataParallel::new(ctx.group(), &none, &DataParallelOptions::default())?
@@ -234,7 +236,7 @@ impl DataParallel {
     /// use candle_core::{Device, Tensor, Var};
     /// use candle_dist::{DataParallel, DataParallelOptions, Result, World};
     ///
-    /// let grads = World::local(2).run(|ctx| -> Result<f32> {
+    /// let grads = World::threads(2).run(|ctx| -> Result<f32> {
     ///     let weight = Var::new(&[1f32], &Device::Cpu)?;
     ///     let dp = DataParallel::new(ctx.group(), &[("weight", weight.clone())], &DataParallelOptions::default())?;
     ///     let x = Tensor::new(&[ctx.rank() as f32], &Device::Cpu)?;
@@ -285,7 +287,9 @@ impl DataParallel {
     #[track_caller]
     fn sum_rows(&self, table: &Var, scale: f64) -> Result<()> {
         let Some(gradient) = rows::of(table.id()).filter(|_| self.group.size() > 1) else { return Ok(()) };
-        let none = || Ok::<_, Error>((Vec::new(), Tensor::zeros((0, table.dim(1)?), table.dtype(), table.device())?));
+        let none = || {
+            Ok::<_, Error>((Vec::new(), Tensor::zeros((0, table.dim(1)?), table.dtype(), table.device())?))
+        };
         let (mine, values) = gradient.rows()?.filter(|_| scale > 0.0).map_or_else(none, Ok)?;
         let values = empty::compute(&values, |values| values.affine(scale, 0.0))?;
         // One gather tells of both, so that tables without changes in place cost nothing.
@@ -303,7 +307,8 @@ impl DataParallel {
         }
         let mine = Tensor::from_vec(mine, counts[self.group.rank()], &Device::Cpu)?;
         let all = self.group.call(Collective::all_gather(Cut::new(0, &counts))).run(&mine)?.to_vec1()?;
-        Ok(gradient.replace(all, self.group.call(Collective::all_gather(Cut::new(0, &counts))).run(&values)?)?)
+        Ok(gradient
+            .replace(all, self.group.call(Collective::all_gather(Cut::new(0, &counts))).run(&values)?)?)
     }
 
     #[track_caller]
@@ -341,12 +346,17 @@ impl DataParallel {
                 continue;
             }
             let grad = grad.flatten_all()?;
-            flat.push(if scale == 1.0 { grad } else { empty::compute(&grad, |grad| grad.affine(scale, 0.0))? });
+            flat.push(if scale == 1.0 {
+                grad
+            } else {
+                empty::compute(&grad, |grad| grad.affine(scale, 0.0))?
+            });
         }
         if alone {
             return Ok(None);
         }
-        let has_changed = |(_, var): &(String, Var)| self.changes.get(&var.id()).is_some_and(|rows| !rows.is_empty());
+        let has_changed =
+            |(_, var): &(String, Var)| self.changes.get(&var.id()).is_some_and(|rows| !rows.is_empty());
         present.push(f32::from(u8::from(bucket.iter().any(has_changed))));
         flat.push(Tensor::new(&present[..], device)?.to_dtype(dtype)?);
         Ok(Some(Tensor::cat(&flat, 0)?))
@@ -426,7 +436,10 @@ fn spread<B: AsRef<[(String, Var)]>>(
         let bucket = bucket.as_ref();
         for ((_, var), present) in bucket.iter().zip(&mut present) {
             if present > 0.0 {
-                grads.insert(var, given(&flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?, var)?);
+                grads.insert(
+                    var,
+                    given(&flat.narrow(0, start, var.elem_count())?.reshape(var.shape())?, var)?,
+                );
             }
             start += var.elem_count();
         }

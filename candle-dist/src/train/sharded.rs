@@ -6,12 +6,12 @@ use std::fmt;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// Ranks of the world that hold different parts of one parameter.
-pub(super) type Row = Arc<[usize]>;
+pub(super) type PartRanks = Arc<[usize]>;
 
 /// For each variable that is a shard, the ranks that hold the other shards, for each axis that cuts it.
-static ROWS: LazyLock<Mutex<HashMap<TensorId, Arc<[Row]>>>> = LazyLock::new(Mutex::default);
+static ROWS: LazyLock<Mutex<HashMap<TensorId, Arc<[PartRanks]>>>> = LazyLock::new(Mutex::default);
 
-fn lock() -> MutexGuard<'static, HashMap<TensorId, Arc<[Row]>>> {
+fn lock() -> MutexGuard<'static, HashMap<TensorId, Arc<[PartRanks]>>> {
     ROWS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -26,7 +26,7 @@ fn lock() -> MutexGuard<'static, HashMap<TensorId, Arc<[Row]>>> {
 /// use candle_core::{DType, Device, Var};
 /// use candle_dist::{Result, ShardedVar, SyncOptions, World, sync_params};
 ///
-/// let errors = World::local(2).run(|ctx| -> Result<String> {
+/// let errors = World::threads(2).run(|ctx| -> Result<String> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let half = Var::zeros(3, DType::F32, &Device::Cpu)?; // of a vector of 6
 ///     let _shard = ShardedVar::new(&half, &mesh, [0]);
@@ -39,10 +39,10 @@ fn lock() -> MutexGuard<'static, HashMap<TensorId, Arc<[Row]>>> {
 /// ```
 #[must_use = "the variable counts as a shard only while this value lives"]
 #[derive(Clone)]
-pub struct ShardedVar(Arc<Entry>);
+pub struct ShardedVar(Arc<ShardedEntry>);
 
 /// The entry of a variable in the list, which ends when this is dropped.
-struct Entry(TensorId, Arc<[Row]>);
+struct ShardedEntry(TensorId, Arc<[PartRanks]>);
 
 impl ShardedVar {
     /// Declares that each rank along these axes of the mesh holds another part than `var`. Axes of one rank count for nothing.
@@ -58,14 +58,14 @@ impl ShardedVar {
         Self::of(var, (group.size() > 1).then(|| group.ranks().into()).into_iter().collect())
     }
 
-    fn of(var: &Var, rows: Vec<Row>) -> Self {
-        let rows: Arc<[Row]> = rows.into();
+    fn of(var: &Var, rows: Vec<PartRanks>) -> Self {
+        let rows: Arc<[PartRanks]> = rows.into();
         lock().insert(var.id(), rows.clone());
-        Self(Arc::new(Entry(var.id(), rows)))
+        Self(Arc::new(ShardedEntry(var.id(), rows)))
     }
 }
 
-impl Drop for Entry {
+impl Drop for ShardedEntry {
     fn drop(&mut self) {
         // A later declaration of the same variable stays.
         let mut all = lock();
@@ -82,7 +82,7 @@ impl fmt::Debug for ShardedVar {
 }
 
 /// Returns for each axis that cuts a variable the ranks that hold different parts; nothing for other variables.
-pub(super) fn rows_of(variable: &Tensor) -> Option<Arc<[Row]>> {
+pub(super) fn rows_of(variable: &Tensor) -> Option<Arc<[PartRanks]>> {
     if !variable.is_variable() {
         return None;
     }
@@ -91,7 +91,10 @@ pub(super) fn rows_of(variable: &Tensor) -> Option<Arc<[Row]>> {
 
 /// Returns why ranks of `group` hold different parameters of the name, if two of them are in one of its `rows`.
 pub(super) fn conflict(name: &str, rows: &[impl AsRef<[usize]>], group: &[usize]) -> Option<String> {
-    let row = rows.iter().map(AsRef::as_ref).find(|row| row.iter().filter(|rank| group.contains(rank)).count() > 1)?;
+    let row = rows
+        .iter()
+        .map(AsRef::as_ref)
+        .find(|row| row.iter().filter(|rank| group.contains(rank)).count() > 1)?;
     let fix = "give a group whose ranks hold the same part, such as another axis of the mesh";
     Some(format!("{name} is a shard, and ranks {row:?} hold other parts of the parameter; {fix}"))
 }

@@ -60,7 +60,7 @@ impl SyncOptions {
 /// use candle_core::{Device, Var};
 /// use candle_dist::{SyncOptions, World, sync_params};
 ///
-/// let values = World::local(3).run(|ctx| -> candle_dist::Result<f32> {
+/// let values = World::threads(3).run(|ctx| -> candle_dist::Result<f32> {
 ///     let weight = Var::new(ctx.rank() as f32, &Device::Cpu)?;
 ///     let options = SyncOptions::default().source(2);
 ///     sync_params(ctx.group(), &[("weight", weight.clone())], &options)?;
@@ -70,7 +70,11 @@ impl SyncOptions {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[track_caller]
-pub fn sync_params<N: AsRef<str>>(group: &ProcessGroup, params: &[(N, Var)], options: &SyncOptions) -> Result<()> {
+pub fn sync_params<N: AsRef<str>>(
+    group: &ProcessGroup,
+    params: &[(N, Var)],
+    options: &SyncOptions,
+) -> Result<()> {
     sync(group, params.iter().map(|(name, var)| (name.as_ref(), var)), options)
 }
 
@@ -94,7 +98,11 @@ pub fn named_vars(map: &VarMap) -> Vec<(String, Var)> {
 }
 
 #[track_caller]
-fn sync<'a>(group: &ProcessGroup, vars: impl Iterator<Item = (&'a str, &'a Var)>, options: &SyncOptions) -> Result<()> {
+fn sync<'a>(
+    group: &ProcessGroup,
+    vars: impl Iterator<Item = (&'a str, &'a Var)>,
+    options: &SyncOptions,
+) -> Result<()> {
     let (source, n) = (options.source, group.size());
     if source >= n {
         let reason = format!("source {source} is outside the group; its ranks are 0 to {}", n - 1);
@@ -157,9 +165,10 @@ fn broadcast(group: &ProcessGroup, bucket: &[&Var], source: usize) -> Result<()>
     let sends = group.rank() == source;
     let flat = match bucket {
         [var] => var.flatten_all()?,
-        vars if sends => {
-            Tensor::cat(&vars.iter().map(|var| var.detach().flatten_all()).collect::<Result<Vec<_>, _>>()?, 0)?
-        }
+        vars if sends => Tensor::cat(
+            &vars.iter().map(|var| var.detach().flatten_all()).collect::<Result<Vec<_>, _>>()?,
+            0,
+        )?,
         vars => {
             // Only the dtype and the shape matter; untouched zeros cost no memory.
             let elements: usize = vars.iter().map(|var| var.elem_count()).sum();

@@ -19,7 +19,7 @@ use std::ops::Deref;
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::{World, verify_parameter_shapes};
 ///
-/// let errors = World::local(2).run(|ctx| -> candle_dist::Result<String> {
+/// let errors = World::threads(2).run(|ctx| -> candle_dist::Result<String> {
 ///     let weight = Tensor::zeros((2, 3 + ctx.rank()), DType::F32, &Device::Cpu)?;
 ///     let error = verify_parameter_shapes(ctx.group(), &[("weight", &weight)]).unwrap_err();
 ///     Ok(error.to_string())
@@ -39,7 +39,7 @@ where
         format!("{:?}\t{}{:?}\t{rows}", name.as_ref(), t.dtype().as_str(), t.dims())
     };
     let texts = group.all_gather_text(&parameters.iter().map(describe).join("\n"))?;
-    let lists: Vec<Vec<Parameter<'_>>> = texts.iter().map(|text| parse(text)).collect();
+    let lists: Vec<Vec<ParameterText<'_>>> = texts.iter().map(|text| parse(text)).collect();
     let ranks = group.ranks();
     let shards = texts.iter().map(|text| text.lines().find_map(|line| shard(line, ranks)));
     if let Some((rank, reason)) = ranks.iter().zip(shards).find_map(|(rank, reason)| Some((*rank, reason?))) {
@@ -54,10 +54,10 @@ where
 }
 
 /// A quoted name, and a text with dtype and shape.
-type Parameter<'a> = (&'a str, &'a str);
+type ParameterText<'a> = (&'a str, &'a str);
 
 /// Parses the list. Quoted names contain neither tabs nor line ends.
-fn parse(text: &str) -> Vec<Parameter<'_>> {
+fn parse(text: &str) -> Vec<ParameterText<'_>> {
     let parameter = |line| {
         let (name, rest): (&str, &str) = str::split_once(line, '\t')?;
         Some((name, rest.split_once('\t').map_or(rest, |(shape, _)| shape)))
@@ -73,14 +73,14 @@ fn shard(line: &str, group: &[usize]) -> Option<String> {
 }
 
 /// Describes the first difference between one rank's list and the reference.
-fn difference(list: &[Parameter<'_>], reference: &[Parameter<'_>], at: usize) -> Option<String> {
+fn difference(list: &[ParameterText<'_>], reference: &[ParameterText<'_>], at: usize) -> Option<String> {
     if let Some((name, _)) = list.iter().duplicates_by(|(name, _)| name).next() {
         return Some(format!("{name} is named twice"));
     }
     if list == reference {
         return None;
     }
-    let absent = |from: &[Parameter<'_>], of: &[Parameter<'_>]| {
+    let absent = |from: &[ParameterText<'_>], of: &[ParameterText<'_>]| {
         let known: std::collections::HashSet<_> = from.iter().map(|(name, _)| *name).collect();
         of.iter().map(|(name, _)| *name).find(|name| !known.contains(name)).map(str::to_string)
     };
@@ -92,7 +92,10 @@ fn difference(list: &[Parameter<'_>], reference: &[Parameter<'_>], at: usize) ->
     }
     let pairs = || list.iter().zip(reference).enumerate();
     if let Some((i, (mine, theirs))) = pairs().find(|(_, (mine, theirs))| mine.0 != theirs.0) {
-        return Some(format!("parameter {i} is {} here and {} on rank {at}; give them in one order", mine.0, theirs.0));
+        return Some(format!(
+            "parameter {i} is {} here and {} on rank {at}; give them in one order",
+            mine.0, theirs.0
+        ));
     }
     let (_, (mine, theirs)) = pairs().find(|(_, (mine, theirs))| mine != theirs)?;
     Some(format!("{} is {} here and {} on rank {at}", mine.0, mine.1, theirs.1))

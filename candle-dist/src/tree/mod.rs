@@ -2,7 +2,9 @@
 mod pack;
 mod rename;
 
-pub use pack::{Packable, Packed, PackedKeys};
+#[allow(deprecated)]
+pub use pack::Packed;
+pub use pack::{Packable, PackedArgs, PackedKeys};
 pub use rename::replace_by_prefix;
 
 use crate::{Error, Result};
@@ -58,7 +60,10 @@ pub trait TensorTree: Sized {
     fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
 
     /// Returns the same structure with `f` applied to every tensor, or the first error.
-    fn map_tensors<E: From<Error>>(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn map_tensors<E: From<Error>>(
+        &self,
+        mut f: impl FnMut(&Tensor) -> Result<Tensor, E>,
+    ) -> Result<Self, E> {
         self.rebuild(&mut f)
     }
 

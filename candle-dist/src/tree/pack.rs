@@ -15,15 +15,15 @@ use std::sync::Arc;
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_dist::{Packed, TensorTree};
+/// use candle_dist::{PackedArgs, TensorTree};
 ///
 /// let x = Tensor::ones(4, DType::F32, &Device::Cpu)?;
 /// let (args, mask) = ((x.clone(), 0.5), Some(x));
 ///
-/// let (keys, tensors) = Packed::new(&args)?.with("mask", &mask)?.into_parts();
+/// let (keys, tensors) = PackedArgs::new(&args)?.with("mask", &mask)?.into_parts();
 /// assert_eq!((tensors.len(), keys.names().collect::<Vec<_>>()), (2, vec!["mask"]));
 ///
-/// let packed = Packed::from_parts(keys, tensors)?.cast_floats(DType::F64)?;
+/// let packed = PackedArgs::from_parts(keys, tensors)?.cast_floats(DType::F64)?;
 /// let (x, scale): (Tensor, f64) = packed.args()?;
 /// let mask: Option<Tensor> = packed.get("mask")?;
 /// assert_eq!([x.dtype(), mask.expect("it was given").dtype()], [DType::F64; 2]);
@@ -31,10 +31,14 @@ use std::sync::Arc;
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct Packed {
+pub struct PackedArgs {
     keys: PackedKeys,
     tensors: Vec<Tensor>,
 }
+
+/// The former name of [`PackedArgs`].
+#[deprecated(since = "0.1.0", note = "renamed to PackedArgs")]
+pub type Packed = PackedArgs;
 
 /// The number of tensors of the positional arguments and of each named argument, and all values that are not tensors.
 #[derive(Debug, Clone)]
@@ -66,7 +70,10 @@ impl Argument {
     fn restore<T: Packable>(&self, what: &str, tensors: &[Tensor]) -> Result<T> {
         let other = || {
             let (packed, asked) = (self.type_name, type_name::<T>());
-            invalid("Packed", format!("{what}: packed as {packed}, requested as {asked}; request the packed type"))
+            invalid(
+                "Packed",
+                format!("{what}: packed as {packed}, requested as {asked}; request the packed type"),
+            )
         };
         self.outline.downcast_ref::<T>().ok_or_else(other)?.unflatten_tensors(tensors.iter().cloned())
     }
@@ -108,7 +115,7 @@ impl PackedKeys {
     }
 }
 
-impl Packed {
+impl PackedArgs {
     /// Packs positional arguments, usually a tuple.
     ///
     /// # Errors
@@ -126,7 +133,7 @@ impl Packed {
     /// [`Error::Invalid`] if the name is already used.
     pub fn with<T: Packable>(mut self, name: &str, value: &T) -> Result<Self> {
         if self.keys.names().contains(&name) {
-            return Err(invalid("Packed::with", format!("argument {name:?} is given twice")));
+            return Err(invalid("PackedArgs::with", format!("argument {name:?} is given twice")));
         }
         self.keys.named.push((name.to_string(), Argument::new(value)?));
         self.tensors.extend(value.flatten_tensors());
@@ -158,7 +165,7 @@ impl Packed {
             return Ok(Self { keys, tensors });
         }
         let missing = keys.first_missing(given).map_or(String::new(), |what| format!("; {what} is missing"));
-        Err(invalid("Packed::from_parts", format!("{given} tensors for arguments of {needed}{missing}")))
+        Err(invalid("PackedArgs::from_parts", format!("{given} tensors for arguments of {needed}{missing}")))
     }
 
     /// Returns the positional arguments in their packed structure, with the current tensors.
@@ -184,11 +191,11 @@ impl Packed {
             start = end;
         }
         let known = self.keys.names().map(|name| format!("{name:?}")).join(", ");
-        Err(invalid("Packed::get", format!("no argument {name:?}; the names are [{known}]")))
+        Err(invalid("PackedArgs::get", format!("no argument {name:?}; the names are [{known}]")))
     }
 }
 
-impl TensorTree for Packed {
+impl TensorTree for PackedArgs {
     fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor)) {
         self.tensors.visit(f);
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// The backend that moves tensors between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
-pub enum Backend {
+pub enum BackendKind {
     /// The best backend of this build that all ranks can use: NCCL if each rank has a GPU, otherwise MPI.
     ///
     /// Rank 0 logs the choice and the reason. [`ProcessGroup::backend_name`](crate::ProcessGroup::backend_name) returns
@@ -22,43 +22,51 @@ pub enum Backend {
     Mpi,
 }
 
+/// The former name of [`BackendKind`].
+#[deprecated(since = "0.1.0", note = "renamed to BackendKind")]
+pub type Backend = BackendKind;
+
 /// Starts a backend in a process that has met the others.
-pub(super) type Start = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
+pub(super) type BackendStart = fn(&LaunchInfo, &Arc<Control>) -> Result<Arc<dyn backend::Backend>>;
 
 /// Returns an error that says what is missing if this process cannot use a backend.
 type Check = fn(&LaunchInfo) -> Result<()>;
 
 /// A backend between processes.
-pub(super) struct Candidate {
-    backend: Backend,
+pub(super) struct BackendCandidate {
+    backend: BackendKind,
     feature: &'static str,
     /// `None` if the feature is off.
-    start: Option<Start>,
+    start: Option<BackendStart>,
     check: Check,
 }
 
 #[cfg(feature = "nccl")]
-const NCCL: (Option<Start>, Check) = (Some(backend::nccl::start), backend::nccl::check);
+const NCCL: (Option<BackendStart>, Check) = (Some(backend::nccl::start), backend::nccl::check);
 #[cfg(not(feature = "nccl"))]
-const NCCL: (Option<Start>, Check) = (None, |_| Ok(()));
+const NCCL: (Option<BackendStart>, Check) = (None, |_| Ok(()));
 
 #[cfg(feature = "mpi")]
-const MPI: Option<Start> = Some(backend::mpi::start);
+const MPI: Option<BackendStart> = Some(backend::mpi::start);
 #[cfg(not(feature = "mpi"))]
-const MPI: Option<Start> = None;
+const MPI: Option<BackendStart> = None;
 
 /// All backends between processes, best first.
-const CANDIDATES: [Candidate; 2] = [
-    Candidate { backend: Backend::Nccl, feature: "nccl", start: NCCL.0, check: NCCL.1 },
-    Candidate { backend: Backend::Mpi, feature: "mpi", start: MPI, check: LaunchInfo::check_mpi },
+const CANDIDATES: [BackendCandidate; 2] = [
+    BackendCandidate { backend: BackendKind::Nccl, feature: "nccl", start: NCCL.0, check: NCCL.1 },
+    BackendCandidate { backend: BackendKind::Mpi, feature: "mpi", start: MPI, check: LaunchInfo::check_mpi },
 ];
 
 /// Returns the requested backends of this build, best first.
 ///
 /// # Errors
 /// If there is none, or if there is only one and this process cannot use it.
-pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<Vec<&'static Candidate>> {
-    let wanted = || CANDIDATES.iter().filter(|candidate| backend == Backend::Auto || candidate.backend == backend);
+pub(super) fn candidates(
+    backend: BackendKind,
+    info: Option<&LaunchInfo>,
+) -> Result<Vec<&'static BackendCandidate>> {
+    let wanted =
+        || CANDIDATES.iter().filter(|candidate| backend == BackendKind::Auto || candidate.backend == backend);
     let found = wanted().filter(|candidate| candidate.start.is_some()).collect_vec();
     match found[..] {
         [] => Err(Error::Unsupported(format!(
@@ -72,19 +80,26 @@ pub(super) fn candidates(backend: Backend, info: Option<&LaunchInfo>) -> Result<
 
 /// The choice of rank 0.
 #[derive(Debug, Serialize, Deserialize)]
-enum Choice {
+enum BackendChoice {
     /// The index of the backend in the list, and why better ones were not chosen.
     Backend(usize, String),
     Nothing(String),
 }
 
 /// Returns the first backend that every rank can use, the same on all ranks. Rank 0 logs the choice.
-pub(super) fn choose(candidates: &[&Candidate], info: &LaunchInfo, control: &Control) -> Result<Start> {
-    let unreadable = |error: serde_json::Error| Error::Init(format!("the choice of a backend cannot be read: {error}"));
+pub(super) fn choose(
+    candidates: &[&BackendCandidate],
+    info: &LaunchInfo,
+    control: &Control,
+) -> Result<BackendStart> {
+    let unreadable =
+        |error: serde_json::Error| Error::Init(format!("the choice of a backend cannot be read: {error}"));
     let choice = match candidates {
-        [_] => Choice::Backend(0, String::new()),
+        [_] => BackendChoice::Backend(0, String::new()),
         _ => {
-            let lacks = candidates.iter().map(|candidate| (candidate.check)(info).err().map(|error| error.to_string()));
+            let lacks = candidates
+                .iter()
+                .map(|candidate| (candidate.check)(info).err().map(|error| error.to_string()));
             let mine = serde_json::to_vec(&lacks.collect_vec()).map_err(unreadable)?;
             let made = control.decide("the choice of a backend", &mine, |all| {
                 let all = all.iter().map(|lacks| serde_json::from_slice(lacks).map_err(unreadable));
@@ -94,11 +109,11 @@ pub(super) fn choose(candidates: &[&Candidate], info: &LaunchInfo, control: &Con
         }
     };
     match choice {
-        Choice::Nothing(why) => Err(Error::Unsupported(why)),
-        Choice::Backend(at, why) => {
+        BackendChoice::Nothing(why) => Err(Error::Unsupported(why)),
+        BackendChoice::Backend(at, why) => {
             let candidate = candidates.get(at).and_then(|candidate| Some((candidate, candidate.start?)));
-            let (candidate, start) =
-                candidate.ok_or_else(|| Error::Init(format!("rank 0 chose backend {at}, which this build lacks")))?;
+            let (candidate, start) = candidate
+                .ok_or_else(|| Error::Init(format!("rank 0 chose backend {at}, which this build lacks")))?;
             if info.rank == 0 {
                 let because = if why.is_empty() { why } else { format!(", because {why}") };
                 log::info!("ranks communicate over {}{because}", candidate.feature);
@@ -109,7 +124,7 @@ pub(super) fn choose(candidates: &[&Candidate], info: &LaunchInfo, control: &Con
 }
 
 /// Chooses the first backend that works on all ranks; `lacks` has a list per rank.
-fn decide(candidates: &[&Candidate], lacks: &[Vec<Option<String>>]) -> Choice {
+fn decide(candidates: &[&BackendCandidate], lacks: &[Vec<Option<String>>]) -> BackendChoice {
     let why = |at: usize| {
         let of = |(rank, lacks): (usize, &Vec<Option<String>>)| Some((rank, lacks.get(at)?.clone()?));
         let (rank, lack) = lacks.iter().enumerate().find_map(of)?;
@@ -118,8 +133,10 @@ fn decide(candidates: &[&Candidate], lacks: &[Vec<Option<String>>]) -> Choice {
     let whys = (0..candidates.len()).map(why).collect_vec();
     let reasons = |whys: &[Option<String>]| whys.iter().flatten().join(", and ");
     match whys.iter().position(Option::is_none) {
-        Some(at) => Choice::Backend(at, reasons(&whys[..at])),
-        None => Choice::Nothing(format!("no backend of this build works on all ranks: {}", reasons(&whys))),
+        Some(at) => BackendChoice::Backend(at, reasons(&whys[..at])),
+        None => {
+            BackendChoice::Nothing(format!("no backend of this build works on all ranks: {}", reasons(&whys)))
+        }
     }
 }
 
@@ -152,12 +169,21 @@ mod tests {
     /// Like [`chosen`] with a timeout of the world.
     fn chosen_within(timeout: Duration, checks: [Check; 2]) -> Vec<String> {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-        let candidates = [(Backend::Nccl, "nccl", first as Start, checks[0]), (Backend::Mpi, "mpi", second, checks[1])]
-            .map(|(backend, feature, start, check)| Candidate { backend, feature, start: Some(start), check });
+        let candidates = [
+            (BackendKind::Nccl, "nccl", first as BackendStart, checks[0]),
+            (BackendKind::Mpi, "mpi", second, checks[1]),
+        ]
+        .map(|(backend, feature, start, check)| BackendCandidate {
+            backend,
+            feature,
+            start: Some(start),
+            check,
+        });
         let (address, candidates) = (&address, &candidates);
         let rank = |rank| {
-            let options =
-                InitOptions::explicit(address, rank, 3).token("a token that others cannot guess").timeout(timeout);
+            let options = InitOptions::explicit(address, rank, 3)
+                .token("a token that others cannot guess")
+                .timeout(timeout);
             let info = LaunchInfo::resolve(&options, |_| None).unwrap();
             let control = Control::connect(&info, &options).unwrap();
             let start = choose(&candidates.iter().collect_vec(), &info, &control);
@@ -194,14 +220,14 @@ mod tests {
     #[test]
     fn the_choice_says_why_it_is_not_the_best() {
         let checks: [Check; 2] = [|_| Ok(()), |_| Ok(())];
-        let candidates = ["nccl", "mpi"].map(|feature| Candidate {
-            backend: Backend::Auto,
+        let candidates = ["nccl", "mpi"].map(|feature| BackendCandidate {
+            backend: BackendKind::Auto,
             feature,
             start: Some(first),
             check: checks[0],
         });
         let lacks = [vec![None, None], vec![Some("no GPU".to_string()), None]];
-        let Choice::Backend(1, why) = decide(&candidates.iter().collect_vec(), &lacks) else {
+        let BackendChoice::Backend(1, why) = decide(&candidates.iter().collect_vec(), &lacks) else {
             panic!("the second one")
         };
         assert_eq!(why, "nccl does not work on rank 1 (no GPU)");

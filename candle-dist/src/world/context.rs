@@ -1,6 +1,6 @@
 //! The context of a rank, which also reports how the rank ended.
 use crate::backend::Backend;
-use crate::backend::local::RankGuard;
+use crate::backend::threads::RankGuard;
 use crate::control::Control;
 use crate::error::{End, cut_trace};
 use crate::{DeviceMesh, ProcessGroup, Result, Store};
@@ -125,7 +125,11 @@ impl RankContext {
     ///
     /// A rank that is a process waits until all ranks have ended: `None` is also the result if the
     /// world stops meanwhile.
-    pub fn run<T, E: Display>(mut self, f: impl Fn(&Self) -> Result<T, E>, blame: impl Fn(usize, &str)) -> Option<T> {
+    pub fn run<T, E: Display>(
+        mut self,
+        f: impl Fn(&Self) -> Result<T, E>,
+        blame: impl Fn(usize, &str),
+    ) -> Option<T> {
         let rank = self.rank();
         if let Guard::Thread(guard) = &self.guard {
             guard.settle_thread();

@@ -3,13 +3,15 @@ mod backends;
 mod context;
 mod processes;
 
+#[allow(deprecated)]
 pub use backends::Backend;
+pub use backends::BackendKind;
 pub use context::{RankContext, panic_message};
 pub use processes::{init_process_group, init_process_group_with};
 
-use crate::backend::local::{LocalBackend, RankGuard, WorldState};
 #[cfg(feature = "nccl")]
-use crate::backend::nccl::{Calls, NcclBackend, Values, Watch, check_devices, open_pools};
+use crate::backend::nccl::{CallTable, NcclBackend, ThreadValues, WorldWatch, check_devices, open_pools};
+use crate::backend::threads::{RankGuard, ThreadBackend, WorldState};
 use crate::launch::{InitOptions, LaunchInfo};
 use crate::switch::Switches;
 use crate::{ProcessGroup, Result, Store, backend, store, threads};
@@ -29,7 +31,7 @@ const STACK_BYTES: usize = 256 << 20;
 /// A description of a world. Its ranks are threads of this process, or this process is one of them.
 #[derive(Debug, Clone)]
 pub struct World {
-    ranks: Ranks,
+    ranks: WorldRanks,
     timeout: Duration,
     threads_per_rank: Option<usize>,
     devices: Vec<Device>,
@@ -39,10 +41,10 @@ pub struct World {
 
 /// A function that wraps a backend.
 #[derive(Clone)]
-struct Wrap(Arc<Wrapping>);
+struct Wrap(Arc<WrapFn>);
 
 /// Returns a backend that wraps the given one.
-type Wrapping = dyn Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync;
+type WrapFn = dyn Fn(Arc<dyn backend::Backend>) -> Arc<dyn backend::Backend> + Send + Sync;
 
 impl std::fmt::Debug for Wrap {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -55,21 +57,27 @@ const MAILBOX_BYTES: usize = 1 << 30;
 
 /// What the ranks of a world are.
 #[derive(Debug, Clone)]
-enum Ranks {
+enum WorldRanks {
     Threads(usize),
     /// Threads over NCCL, one per device.
     #[cfg(feature = "nccl")]
     Gpus,
-    Processes(Backend, InitOptions),
+    Processes(BackendKind, InitOptions),
 }
 
 impl World {
     /// Creates a world of `size` ranks, each a thread of this process.
-    pub fn local(size: usize) -> Self {
-        Self::of(Ranks::Threads(size), Duration::from_secs(600), None)
+    pub fn threads(size: usize) -> Self {
+        Self::of(WorldRanks::Threads(size), Duration::from_secs(600), None)
     }
 
-    fn of(ranks: Ranks, timeout: Duration, threads_per_rank: Option<usize>) -> Self {
+    /// [`threads`](Self::threads) under its former name.
+    #[deprecated(since = "0.1.0", note = "renamed to `World::threads`")]
+    pub fn local(size: usize) -> Self {
+        Self::threads(size)
+    }
+
+    fn of(ranks: WorldRanks, timeout: Duration, threads_per_rank: Option<usize>) -> Self {
         Self { ranks, timeout, threads_per_rank, devices: Vec::new(), mailbox: None, wraps: Vec::new() }
     }
 
@@ -77,13 +85,13 @@ impl World {
     ///
     /// Several ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE=1`, NCCL 2.30 or later, and one `Device` each. All
     /// code must have run on each `Device` before, because CUDA may load it only after the ranks' calls. Alternatively,
-    /// use [`local`](Self::local).
+    /// use [`threads`](Self::threads).
     ///
     /// # Errors
     /// When the ranks start: if a device is not a GPU or occurs twice, or if the NCCL library is too old.
     #[cfg(feature = "nccl")]
     pub fn nccl(devices: Vec<Device>) -> Self {
-        Self { ranks: Ranks::Gpus, ..Self::local(devices.len()).devices(&devices) }
+        Self { ranks: WorldRanks::Gpus, ..Self::local(devices.len()).devices(&devices) }
     }
 
     /// Creates a world of processes, with this process as one rank; see
@@ -91,14 +99,14 @@ impl World {
     ///
     /// [`run`](Self::run) calls its closure once, for the rank of this process, and returns one result when all ranks have
     /// ended. It is an error if the world stops until then.
-    pub fn processes(backend: Backend, options: InitOptions) -> Self {
+    pub fn processes(backend: BackendKind, options: InitOptions) -> Self {
         let (timeout, threads_per_rank) = (options.timeout, options.threads_per_rank);
-        Self::of(Ranks::Processes(backend, options), timeout, threads_per_rank)
+        Self::of(WorldRanks::Processes(backend, options), timeout, threads_per_rank)
     }
 
     /// Creates the world of the processes that torchrun, mpirun or srun started, over the best backend of this build.
     pub fn from_env() -> Self {
-        Self::processes(Backend::Auto, InitOptions::new())
+        Self::processes(BackendKind::Auto, InitOptions::new())
     }
 
     /// Sets the devices of ranks that are threads, in turn; see [`RankContext::device`]. The default is the CPU.
@@ -115,7 +123,7 @@ impl World {
     ///     true => Device::new_cuda_with_stream(0)?,
     ///     false => Device::Cpu,
     /// };
-    /// World::local(2).devices(&[gpu]).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(2).devices(&[gpu]).run(|ctx| -> candle_dist::Result<()> {
     ///     let ones = candle_core::Tensor::ones(3, candle_core::DType::F32, ctx.device())?;
     ///     assert_eq!(ctx.group().all_reduce(&ones, ReduceOp::Sum)?.to_vec1::<f32>()?, [2.0; 3]);
     ///     Ok(())
@@ -159,7 +167,7 @@ impl World {
     /// use candle_dist::World;
     ///
     /// // A sender that is faster than its receiver is at most two messages ahead.
-    /// World::local(2).mailbox_bytes(8000).run(|ctx| -> candle_dist::Result<()> {
+    /// World::threads(2).mailbox_bytes(8000).run(|ctx| -> candle_dist::Result<()> {
     ///     for _ in 0..100 {
     ///         match ctx.rank() {
     ///             0 => ctx.group().send(&Tensor::zeros(1000, DType::F32, &Device::Cpu)?, 1)?,
@@ -176,7 +184,7 @@ impl World {
     }
 
     /// Wraps the backend of each rank, for all groups of the world: to count, delay or break communication, or to
-    /// replace it. See [`Wrapping`](backend::Wrapping) for an example.
+    /// replace it. See [`BackendWrapper`](backend::BackendWrapper) for an example.
     ///
     /// Calls `wrap` once per rank of this process. If there are several wrappers, the last one is the outermost.
     pub fn wrap_backend(
@@ -200,34 +208,38 @@ impl World {
     /// [`run`](Self::run).
     pub fn into_ranks(self) -> Result<Vec<RankContext>> {
         let size = match self.ranks {
-            Ranks::Threads(size) => size,
+            WorldRanks::Threads(size) => size,
             #[cfg(feature = "nccl")]
-            Ranks::Gpus => {
+            WorldRanks::Gpus => {
                 self.refuse_mailbox("GPUs")?;
                 self.devices.len()
             }
-            Ranks::Processes(backend, ref options) => {
+            WorldRanks::Processes(backend, ref options) => {
                 let options = options.clone();
                 self.refuse_mailbox("processes")?;
-                let options = InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
+                let options =
+                    InitOptions { threads_per_rank: self.threads_per_rank, ..options.timeout(self.timeout) };
                 let ctx = init_process_group(backend, options)?;
                 return Ok(vec![ctx.map_backend(|backend| wrapped(backend, &self.wraps))]);
             }
         };
         if !(1..=MOST_THREADS).contains(&size) {
-            return Err(crate::Error::Unsupported(format!("a world of {size} ranks; use 1 to {MOST_THREADS} threads")));
+            return Err(crate::Error::Unsupported(format!(
+                "a world of {size} ranks; use 1 to {MOST_THREADS} threads"
+            )));
         }
         threads::check(self.threads_per_rank).map_err(crate::Error::Init)?;
         threads::settle(self.threads_per_rank.unwrap_or_else(|| threads::default_per_rank(size)));
         let world = WorldState::new(size, self.timeout, self.mailbox.unwrap_or(MAILBOX_BYTES));
         let backends = match self.ranks {
             #[cfg(feature = "nccl")]
-            Ranks::Gpus => over_nccl(&world, &self.devices)?,
+            WorldRanks::Gpus => over_nccl(&world, &self.devices)?,
             _ => locally(&world, &self.devices),
         };
-        let shared = store::Shared::new(&world);
+        let shared = store::SharedValues::new(&world);
         let context = |(rank, backend)| {
-            let group = ProcessGroup::new(wrapped(backend, &self.wraps)).with_switches(Switches::of_process());
+            let group =
+                ProcessGroup::new(wrapped(backend, &self.wraps)).with_switches(Switches::of_process());
             let store = Store::of_thread(rank, shared.clone());
             RankContext::of_thread(RankGuard::new(world.clone(), rank), group, store)
         };
@@ -237,7 +249,7 @@ impl World {
     /// Returns the first rank of this process, as far as it is known before the processes meet.
     fn first_rank(&self) -> usize {
         match &self.ranks {
-            Ranks::Processes(_, options) => LaunchInfo::from_env(options).map_or(0, |info| info.rank),
+            WorldRanks::Processes(_, options) => LaunchInfo::from_env(options).map_or(0, |info| info.rank),
             _ => 0,
         }
     }
@@ -327,7 +339,9 @@ fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::
         [] => Device::Cpu,
         devices => devices[rank % devices.len()].clone(),
     };
-    (0..world.size()).map(|rank| Arc::new(LocalBackend::world(world, rank, device(rank))) as Arc<_>).collect()
+    (0..world.size())
+        .map(|rank| Arc::new(ThreadBackend::world(world, rank, device(rank))) as Arc<_>)
+        .collect()
 }
 
 /// Creates the backends of threads with a GPU each.
@@ -335,13 +349,14 @@ fn locally(world: &Arc<WorldState>, devices: &[Device]) -> Vec<Arc<dyn backend::
 fn over_nccl(world: &Arc<WorldState>, devices: &[Device]) -> Result<Vec<Arc<dyn backend::Backend>>> {
     check_devices(devices)?;
     open_pools(devices)?;
-    let values = Arc::new(Values::default());
-    let calls = Arc::new(Calls::default());
+    let values = Arc::new(ThreadValues::default());
+    let calls = Arc::new(CallTable::default());
     let watch = |rank| {
         let (world, values, calls) = (world.clone(), values.clone(), calls.clone());
-        Watch::Thread { world, values, calls, rank }
+        WorldWatch::Thread { world, values, calls, rank }
     };
-    let backend = |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
+    let backend =
+        |(rank, device)| Ok(Arc::new(NcclBackend::world(watch(rank), device, devices.len())?) as Arc<_>);
     devices.iter().enumerate().map(backend).collect()
 }
 
@@ -375,7 +390,8 @@ impl WorldError {
 
     /// Returns the first failure of the `size` ranks of this process. Each rank has one at most.
     fn of(failed: Vec<Self>, size: usize) -> Option<Self> {
-        let is_common = size > 1 && failed.len() == size && failed.iter().map(|error| &error.message).all_equal();
+        let is_common =
+            size > 1 && failed.len() == size && failed.iter().map(|error| &error.message).all_equal();
         let first = failed.into_iter().next()?;
         Some(Self { common_to: is_common.then_some(size), ..first })
     }
@@ -398,13 +414,17 @@ mod tests {
     #[test]
     fn an_error_of_all_ranks_says_so_and_one_of_anyhow_keeps_its_causes() {
         let wide = |_: &RankContext| Err::<(), _>(Error::Mesh("too wide".into()));
-        let error = World::local(3).run(wide).unwrap_err();
-        assert_eq!((error.common_to, error.to_string().as_str()), (Some(3), "all 3 ranks: device mesh: too wide"));
+        let error = World::threads(3).run(wide).unwrap_err();
+        assert_eq!(
+            (error.common_to, error.to_string().as_str()),
+            (Some(3), "all 3 ranks: device mesh: too wide")
+        );
         let mine = |ctx: &RankContext| Err::<(), _>(ctx.rank().to_string());
-        assert_eq!(World::local(2).run(mine).unwrap_err().common_to, None);
+        assert_eq!(World::threads(2).run(mine).unwrap_err().common_to, None);
         // All ranks get the failure that one has caused.
-        let error =
-            World::local(2).run(|ctx| if ctx.rank() == 0 { ctx.group().barrier() } else { Ok(()) }).unwrap_err();
+        let error = World::threads(2)
+            .run(|ctx| if ctx.rank() == 0 { ctx.group().barrier() } else { Ok(()) })
+            .unwrap_err();
         assert_eq!((error.common_to, error.rank), (None, 1));
         struct Chain;
         impl std::fmt::Display for Chain {
@@ -412,7 +432,7 @@ mod tests {
                 f.write_str(if f.alternate() { "no batch: no such file" } else { "no batch" })
             }
         }
-        let error = World::local(1).run(|_| Err::<(), _>(Chain)).unwrap_err();
+        let error = World::threads(1).run(|_| Err::<(), _>(Chain)).unwrap_err();
         assert_eq!(error.to_string(), "rank 0: no batch: no such file");
     }
 

@@ -1,5 +1,5 @@
 //! Processes as the ranks of a world.
-use super::backends::{self, Backend};
+use super::backends::{self, BackendKind};
 use super::context::RankContext;
 use crate::control::Control;
 use crate::launch::{InitOptions, LaunchInfo};
@@ -12,17 +12,17 @@ use std::sync::Arc;
 /// [`World::processes`] and [`RankContext::run`] do, and report how the rank ended.
 ///
 /// ```no_run
-/// use candle_dist::init::{Backend, InitOptions};
+/// use candle_dist::init::{BackendKind, InitOptions};
 /// use candle_dist::{ReduceOp, init_process_group};
 /// # use candle_core::{Device, Tensor};
 ///
-/// let ctx = init_process_group(Backend::Auto, InitOptions::new())?;
+/// let ctx = init_process_group(BackendKind::Auto, InitOptions::new())?;
 /// let ranks = ctx.group().all_reduce(&Tensor::new(&[1f32], &Device::Cpu)?, ReduceOp::Sum)?;
 /// # Ok::<(), candle_dist::Error>(())
 /// ```
 ///
 /// [`World::processes`]: crate::World::processes
-pub fn init_process_group(backend: Backend, options: InitOptions) -> Result<RankContext> {
+pub fn init_process_group(backend: BackendKind, options: InitOptions) -> Result<RankContext> {
     let info = LaunchInfo::from_env(&options);
     // A build without backends is reported first, because that error needs no launcher.
     let candidates = backends::candidates(backend, info.as_ref().ok())?;

@@ -11,7 +11,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
-use ring::{Count, Memory, Reader, Writer};
+use ring::{Reader, RingCount, RingMemory, Writer};
 
 /// Room for two letters of up to 8 bytes.
 const CAPACITY: usize = 32;
@@ -28,21 +28,21 @@ impl Checked {
         Arc::new(Self { written: AtomicU64::new(0), read: AtomicU64::new(0), bytes })
     }
 
-    fn count(&self, which: Count) -> &AtomicU64 {
-        if which == Count::Written { &self.written } else { &self.read }
+    fn count(&self, which: RingCount) -> &AtomicU64 {
+        if which == RingCount::Written { &self.written } else { &self.read }
     }
 }
 
-impl Memory for Arc<Checked> {
+impl RingMemory for Arc<Checked> {
     fn capacity(&self) -> usize {
         CAPACITY
     }
 
-    fn load(&self, count: Count, order: Ordering) -> u64 {
+    fn load(&self, count: RingCount, order: Ordering) -> u64 {
         self.count(count).load(order)
     }
 
-    fn store(&self, count: Count, value: u64, order: Ordering) {
+    fn store(&self, count: RingCount, value: u64, order: Ordering) {
         self.count(count).store(value, order);
     }
 
@@ -134,7 +134,7 @@ fn a_length_that_no_letter_has_is_an_error() {
         let length = (CAPACITY as u64 - 7).to_ne_bytes();
         // SAFETY: no other thread uses the memory.
         unsafe { memory.write(0, &length) };
-        memory.store(Count::Written, 8, Ordering::Release);
+        memory.store(RingCount::Written, 8, Ordering::Release);
         assert_eq!(reader.next(), Err(CAPACITY as u64 - 7));
     });
 }

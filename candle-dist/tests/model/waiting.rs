@@ -4,10 +4,10 @@
 //! time out here, so a lost wake-up is a deadlock, which loom reports. The round is a replica of `rounds.rs` and `rendezvous.rs` with
 //! loom's cells in place of tensors: a read that races with a write is an error.
 #[allow(dead_code)] // polling only takes time
-#[path = "../../src/backend/local/wait.rs"]
+#[path = "../../src/backend/threads/wait.rs"]
 mod wait;
 
-#[path = "../../src/backend/local/loan.rs"]
+#[path = "../../src/backend/threads/loan.rs"]
 mod loan;
 
 /// The primitives that `wait.rs` and `loan.rs` use: parking_lot's API over loom's primitives.
@@ -49,12 +49,12 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 use std::time::Duration;
-use wait::Event;
+use wait::EventCount;
 
 const FOREVER: Duration = Duration::MAX;
 
 /// Sleeps until `ready`, like the loop of `GroupState::wait`.
-fn wait_until(event: &Event, ready: impl Fn() -> bool) {
+fn wait_until(event: &EventCount, ready: impl Fn() -> bool) {
     while !ready() {
         event.sleep(FOREVER, &ready);
     }
@@ -63,7 +63,7 @@ fn wait_until(event: &Event, ready: impl Fn() -> bool) {
 #[test]
 fn no_change_is_slept_through() {
     explore(None, || {
-        let shared = Arc::new((AtomicBool::new(false), Event::default()));
+        let shared = Arc::new((AtomicBool::new(false), EventCount::default()));
         let changer = {
             let shared = shared.clone();
             thread::spawn(move || {
@@ -80,7 +80,7 @@ fn no_change_is_slept_through() {
 #[test]
 fn every_sleeper_wakes() {
     explore(Some(3), || {
-        let shared = Arc::new((AtomicBool::new(false), Event::default()));
+        let shared = Arc::new((AtomicBool::new(false), EventCount::default()));
         let sleepers: Vec<_> = (0..2)
             .map(|_| {
                 let shared = shared.clone();
@@ -108,7 +108,7 @@ struct Round {
     /// Of the world: a rank has returned or failed.
     ended: AtomicBool,
     failed: AtomicBool,
-    event: Event,
+    event: EventCount,
 }
 
 impl Round {
@@ -121,7 +121,7 @@ impl Round {
             freed: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            event: Event::default(),
+            event: EventCount::default(),
         })
     }
 

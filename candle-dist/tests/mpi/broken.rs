@@ -6,7 +6,7 @@ use super::hostile::{flooded, launch, mpirun};
 use super::say;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::backend::mpi;
-use candle_dist::init::{Backend, InitOptions, LaunchInfo, init_process_group_with};
+use candle_dist::init::{BackendKind, InitOptions, LaunchInfo, init_process_group_with};
 use candle_dist::{RankContext, ReduceOp, Result, World};
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,7 +15,8 @@ use test_utils::{Attacks, Scratch};
 
 /// Compiles what stands before MPI. The error is that there is no compiler.
 fn stuck(scratch: &Scratch) -> Result<PathBuf, String> {
-    let (source, made) = (concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mpi/stuck.c"), scratch.path("stuck.so"));
+    let (source, made) =
+        (concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mpi/stuck.c"), scratch.path("stuck.so"));
     let mut compiler = Command::new("mpicc");
     let done = compiler.args(["-shared", "-fPIC", "-o"]).arg(&made).args([source, "-ldl"]).output();
     match done {
@@ -71,7 +72,11 @@ pub(crate) fn all() {
                 ];
                 let is_right = status == Some(false) && parts.iter().all(|part| out.contains(part));
                 let is_reported = out.matches(&format!("starting MPI on {host}")).count() >= 2;
-                if is_right && is_reported { Ok(()) } else { Err(format!("{status:?} after {took:?}: {out}")) }
+                if is_right && is_reported {
+                    Ok(())
+                } else {
+                    Err(format!("{status:?} after {took:?}: {out}"))
+                }
             });
             // The last rank does not come back. The others have, and all say so with the same words.
             for (stuck, call) in [
@@ -85,8 +90,8 @@ pub(crate) fn all() {
                 attacks.attack(format!("MPI that does not come back: {stuck}"), || {
                     let (status, out, took) = run(stuck, &["broken", "begin"]);
                     let text = format!("rank 2 failed: rank 2 on {} did not come back from {call}", host());
-                    let is_right =
-                        status == Some(false) && heard_alike(&out, 3).is_some_and(|heard| heard.contains(&text));
+                    let is_right = status == Some(false)
+                        && heard_alike(&out, 3).is_some_and(|heard| heard.contains(&text));
                     if is_right { Ok(()) } else { Err(format!("{status:?} after {took:?}: {out}")) }
                 });
             }
@@ -102,7 +107,8 @@ pub(crate) fn all() {
     attacks.attack("a rank that is late", || {
         let (status, out, took) = launch(mpirun(), 3, &["broken", "late"]);
         let text = "rank 1 failed: rank 1 of 3 did not come to the start of MPI within 3s";
-        let is_right = status == Some(false) && heard_alike(&out, 3).is_some_and(|heard| heard.contains(text));
+        let is_right =
+            status == Some(false) && heard_alike(&out, 3).is_some_and(|heard| heard.contains(text));
         if is_right { Ok(()) } else { Err(format!("{status:?} after {took:?}: {out}")) }
     });
     // A window takes 260 KiB for two ranks, and four times that for four. MPI takes more than 4 MiB for each, as it needs them.
@@ -187,7 +193,7 @@ fn works(f: impl Fn(&RankContext) -> Result<()> + Sync) -> bool {
 }
 
 fn works_with(options: InitOptions, f: impl Fn(&RankContext) -> Result<()> + Sync) -> bool {
-    let outcome = World::processes(Backend::Mpi, options.timeout(Duration::from_secs(30))).run(f);
+    let outcome = World::processes(BackendKind::Mpi, options.timeout(Duration::from_secs(30))).run(f);
     if let Err(error) = &outcome {
         eprintln!("{error}");
     }

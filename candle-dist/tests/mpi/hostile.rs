@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::backend::mpi::Settings;
 use candle_dist::init::InitOptions;
 use candle_dist::testing::GROUPS;
-use candle_dist::{Collective, Cut, Error, Message, Pending, RankContext, ReduceOp, Result, World};
+use candle_dist::{Collective, Cut, Error, P2pOp, Pending, RankContext, ReduceOp, Result, World};
 use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -35,8 +35,18 @@ const LARGE: usize = 4 << 20;
 const MANY: usize = 200_000;
 
 const ATTACKS: [Attack; 23] = [
-    Attack("written_started", 2, |ctx| case(ctx, "started", "memory may change while a call is pending"), SOON),
-    Attack("written_started", 3, |ctx| case(ctx, "started", "memory may change while a call is pending"), SOON),
+    Attack(
+        "written_started",
+        2,
+        |ctx| case(ctx, "started", "memory may change while a call is pending"),
+        SOON,
+    ),
+    Attack(
+        "written_started",
+        3,
+        |ctx| case(ctx, "started", "memory may change while a call is pending"),
+        SOON,
+    ),
     Attack("written_sent", 2, |ctx| case(ctx, "messages", "memory may change as soon as it is sent"), SOON),
     Attack("torn", 2, torn, SOON),
     Attack("owned", 2, owned, SOON),
@@ -62,7 +72,8 @@ const ATTACKS: [Attack; 23] = [
 
 /// Runs an attack as a rank. Returns whether it succeeded.
 pub(crate) fn rank(name: &str, settings: Settings) -> bool {
-    let Attack(_, _, attack, _) = ATTACKS.iter().find(|attack| attack.0 == name).expect("an attack of this name");
+    let Attack(_, _, attack, _) =
+        ATTACKS.iter().find(|attack| attack.0 == name).expect("an attack of this name");
     let timeout = if name.starts_with("written_un") { 2 } else { 30 };
     run_with(InitOptions::new().timeout(Duration::from_secs(timeout)), |_| {}, settings, attack)
 }
@@ -80,7 +91,7 @@ pub(crate) fn all() {
                 attack(over_tcp, &["hostile", name, "apart"], *ranks, end)
             });
             attacks.attack(format!("{name} on {ranks} threads"), || {
-                let world = World::local(*ranks).timeout(Duration::from_secs(30));
+                let world = World::threads(*ranks).timeout(Duration::from_secs(30));
                 world.run(run).map(drop).map_err(|error| error.to_string())
             });
         }
@@ -121,15 +132,25 @@ fn over_tcp() -> Command {
 
 /// Runs this program as ranks with `mpirun`, or what starts it. Returns whether they succeeded, if they ended in time, their
 /// output, and the time.
-pub(crate) fn launch(mut mpirun: Command, ranks: usize, arguments: &[&str]) -> (Option<bool>, String, Duration) {
-    let version = Command::new("mpirun").arg("--version").output().map(|output| output.stdout).unwrap_or_default();
+pub(crate) fn launch(
+    mut mpirun: Command,
+    ranks: usize,
+    arguments: &[&str],
+) -> (Option<bool>, String, Duration) {
+    let version =
+        Command::new("mpirun").arg("--version").output().map(|output| output.stdout).unwrap_or_default();
     if String::from_utf8_lossy(&version).contains("Open MPI") {
         mpirun.arg("--oversubscribe");
     }
-    mpirun.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RUST_BACKTRACE", "0")]);
+    mpirun.envs([
+        ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+        ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+        ("RUST_BACKTRACE", "0"),
+    ]);
     mpirun.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap()).args(arguments);
     let began = Instant::now();
-    let mut child = mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (mut stdout, mut stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
     let reader = std::thread::spawn(move || {
         let mut text = String::new();
@@ -164,7 +185,10 @@ fn case(ctx: &RankContext, group: &str, name: &str) -> Result<()> {
 fn check(tensor: &Tensor, value: f32, what: &str) -> Result<()> {
     let wrong = tensor.ne(value)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
     if wrong > 0.0 {
-        return Err(Error::Unsupported(format!("{what}: {wrong} of {} elements are not {value}", tensor.elem_count())));
+        return Err(Error::Unsupported(format!(
+            "{what}: {wrong} of {} elements are not {value}",
+            tensor.elem_count()
+        )));
     }
     Ok(())
 }
@@ -186,7 +210,7 @@ fn torn(ctx: &RankContext) -> Result<()> {
         let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&view)?;
         let sent = g.call(Collective::Send { to: other, tag: 0 }).start_all(std::slice::from_ref(&view))?;
         g.send(&view, other)?;
-        g.batch_send_recv(&[Message::Send { tensor: view.clone(), to: other, tag: 0 }])?;
+        g.batch_send_recv(&[P2pOp::Send { tensor: view.clone(), to: other, tag: 0 }])?;
         write(&var)?;
         g.barrier()?;
         check(&sum.wait()?, 2.0, "a sum")?;
@@ -204,7 +228,10 @@ fn owned(ctx: &RankContext) -> Result<()> {
     for _ in 0..5 {
         let (first, second) = (ones(LARGE)?, ones(LARGE)?);
         let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&first.as_detached_tensor())?;
-        let sent = g.call(Collective::Send { to: other, tag: 0 }).owned().start_all(&[second.as_detached_tensor()])?;
+        let sent = g
+            .call(Collective::Send { to: other, tag: 0 })
+            .owned()
+            .start_all(&[second.as_detached_tensor()])?;
         std::thread::scope(|scope| {
             let writes = [&first, &second].map(|var| scope.spawn(move || write(var)));
             check(&g.recv(LARGE, DType::F32, other)?, 1.0, "a message")?;
@@ -235,15 +262,22 @@ fn written(ctx: &RankContext, start_and_write: fn(&RankContext, &Var) -> Result<
 
 fn written_unmade(ctx: &RankContext) -> Result<()> {
     written(ctx, |ctx, var| {
-        let _sum = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&var.as_detached_tensor())?;
+        let _sum = ctx
+            .group()
+            .call(Collective::AllReduce(ReduceOp::Sum))
+            .owned()
+            .start(&var.as_detached_tensor())?;
         write(var)
     })
 }
 
 fn written_unread(ctx: &RankContext) -> Result<()> {
     written(ctx, |ctx, var| {
-        let _sent =
-            ctx.group().call(Collective::Send { to: 1, tag: 0 }).owned().start_all(&[var.as_detached_tensor()])?;
+        let _sent = ctx
+            .group()
+            .call(Collective::Send { to: 1, tag: 0 })
+            .owned()
+            .start_all(&[var.as_detached_tensor()])?;
         write(var)
     })
 }
@@ -320,7 +354,8 @@ fn flooded_ring(ctx: &RankContext) -> Result<()> {
 /// Sends all messages before it receives any.
 fn flood(ctx: &RankContext, count: usize, to: usize, from: usize) -> Result<()> {
     let g = ctx.group();
-    let (small, large) = (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
+    let (small, large) =
+        (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
     for nth in 0..count {
         g.call(Collective::Send { to: to, tag: 0 })
             .owned()
@@ -347,7 +382,10 @@ fn flooded_tags(ctx: &RankContext) -> Result<()> {
     }
     for (tag, nth) in (0..TAGS).rev().flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
         check(
-            &g.call(Collective::Recv { from: Some(other), tag: tag }).of(len(nth), DType::F32).start(None)?.wait()?,
+            &g.call(Collective::Recv { from: Some(other), tag: tag })
+                .of(len(nth), DType::F32)
+                .start(None)?
+                .wait()?,
             tag as f32,
             "a message",
         )?;
@@ -359,7 +397,8 @@ fn flooded_tags(ctx: &RankContext) -> Result<()> {
 fn flooded_calls(ctx: &RankContext) -> Result<()> {
     let n = ctx.world_size();
     let start = |nth: usize| {
-        let x = Tensor::full(nth as f32, (if nth.is_multiple_of(5) { 2500 * n } else { n }, 2), &Device::Cpu)?;
+        let x =
+            Tensor::full(nth as f32, (if nth.is_multiple_of(5) { 2500 * n } else { n }, 2), &Device::Cpu)?;
         ctx.group()
             .call(Collective::AllToAll {
                 split: Cut::even(0, x.dims()[0] / ctx.group().size(), ctx.group().size()),
@@ -375,8 +414,9 @@ fn flooded_calls(ctx: &RankContext) -> Result<()> {
 fn flooded_large(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let x = Tensor::ones(1 << 20, DType::F32, &Device::Cpu)?;
-    (0..100)
-        .try_for_each(|_| g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(&[x.clone()]).map(drop))?;
+    (0..100).try_for_each(|_| {
+        g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(&[x.clone()]).map(drop)
+    })?;
     (0..100).try_for_each(|_| check(&g.recv(1 << 20, DType::F32, other)?, 1.0, "a message"))
 }
 
@@ -418,7 +458,10 @@ fn failed_while_held(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let (first, second) = (ones(LARGE)?, ones(LARGE)?);
     g.barrier()?;
-    g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(&[first.as_detached_tensor()]).map(drop)?;
+    g.call(Collective::Send { to: other, tag: 0 })
+        .owned()
+        .run_all(&[first.as_detached_tensor()])
+        .map(drop)?;
     let sum = g.call(Collective::AllReduce(ReduceOp::Sum)).owned().start(&second.as_detached_tensor())?;
     if ctx.rank() == 0 {
         return Err(Error::Unsupported("no such file".into()));

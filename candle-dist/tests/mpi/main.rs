@@ -11,7 +11,7 @@ mod hostile;
 use candle_core::{DType, Device, DeviceLocation, Tensor};
 use candle_dist::backend::mpi::{Comm, Settings, Sums};
 use candle_dist::backend::{Call, Cut, Tensors};
-use candle_dist::init::{Backend, InitOptions, LaunchInfo, init_process_group_with};
+use candle_dist::init::{BackendKind, InitOptions, LaunchInfo, init_process_group_with};
 use candle_dist::testing::{FAILURES, GROUPS};
 use candle_dist::{Collective, Error, RankContext, ReduceOp, Result, World};
 use std::ffi::{c_int, c_void};
@@ -79,7 +79,8 @@ fn main() -> ExitCode {
         ["pairs"] => run_on(Settings::default().most_sharing(2), conform),
         ["given"] => {
             start_mpi(MULTIPLE);
-            let refused = World::processes(Backend::Mpi, InitOptions::new().timeout(Duration::from_secs(60)));
+            let refused =
+                World::processes(BackendKind::Mpi, InitOptions::new().timeout(Duration::from_secs(60)));
             let refused = refused.run(|_| Ok::<_, Error>(()));
             let refused = refused.expect_err("a program that started MPI must pass its communicator");
             let first = format!("rank {} failed: ", refused.rank);
@@ -99,7 +100,8 @@ fn main() -> ExitCode {
         ["begin", name, port] => begin(name, port),
         ["device"] => run(Duration::from_secs(60), |ctx| heard(ctx, || with_a_gpu(ctx))),
         ["differ", name] => {
-            let failure = FAILURES.iter().find(|failure| failure.name == *name).expect("a failure of this name");
+            let failure =
+                FAILURES.iter().find(|failure| failure.name == *name).expect("a failure of this name");
             run(Duration::from_secs(60), |ctx| heard(ctx, || (failure.run)(ctx)))
         }
         ["end", name] => {
@@ -117,7 +119,7 @@ fn main() -> ExitCode {
 }
 
 fn run(timeout: Duration, f: impl Fn(&RankContext) -> Result<()> + Sync) -> bool {
-    let outcome = World::processes(Backend::Mpi, InitOptions::new().timeout(timeout)).run(f);
+    let outcome = World::processes(BackendKind::Mpi, InitOptions::new().timeout(timeout)).run(f);
     if let Err(error) = &outcome {
         eprintln!("{error}");
     }
@@ -157,7 +159,8 @@ fn late() -> bool {
 
 /// A start that fails on the last rank. No rank may wait for another one in MPI.
 fn begin(name: &str, port: &str) -> bool {
-    let number = |names: [&str; 2]| names.iter().find_map(|name| std::env::var(name).ok()?.parse::<usize>().ok());
+    let number =
+        |names: [&str; 2]| names.iter().find_map(|name| std::env::var(name).ok()?.parse::<usize>().ok());
     let rank = number(["OMPI_COMM_WORLD_RANK", "PMI_RANK"]).expect("a rank");
     let size = number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).expect("a size");
     let is_last = rank + 1 == size;
@@ -237,7 +240,8 @@ fn in_any_order(ctx: &RankContext) -> Result<()> {
 /// Returns the memory of this process, in MiB.
 fn resident() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux tells of memory");
-    statm.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).expect("a number of pages") * 4 / 1024
+    statm.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).expect("a number of pages") * 4
+        / 1024
 }
 
 /// Dropping a finished call frees its memory, without another message.
@@ -294,7 +298,12 @@ fn conform(ctx: &RankContext) -> Result<()> {
             ctx.group().barrier()?;
         }
         if ctx.rank() == 0 {
-            println!("{name}: {} cases on {} ranks in {:.1?}", list.count(), ctx.world_size(), began.elapsed());
+            println!(
+                "{name}: {} cases on {} ranks in {:.1?}",
+                list.count(),
+                ctx.world_size(),
+                began.elapsed()
+            );
         }
     }
     Ok(())

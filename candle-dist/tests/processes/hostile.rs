@@ -40,7 +40,9 @@ fn launch(ranks: &[(usize, u32)], vars: impl Fn(usize) -> Vec<(&'static str, OsS
             })
             .collect();
         let late = ranks[at].1;
-        script += &format!("(sleep {late}; {own}\"$0\" {RANK_TEST} --exact --nocapture --test-threads 1 || true) & ");
+        script += &format!(
+            "(sleep {late}; {own}\"$0\" {RANK_TEST} --exact --nocapture --test-threads 1 || true) & "
+        );
     }
     script += "wait";
     launcher.args(["-c", &script]).arg(std::env::current_exe().unwrap());
@@ -79,9 +81,12 @@ fn free_port() -> String {
 fn variables(launcher: &str, rank: usize, port: &str) -> Vec<(&'static str, OsString)> {
     let names: [&'static str; 4] = match launcher {
         "torchrun" => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
-        "Open MPI" => {
-            ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
-        }
+        "Open MPI" => [
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ],
         "MPICH" => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
         other => panic!("{other}"),
     };
@@ -117,7 +122,9 @@ fn jobs_of_one_host_do_not_mix() {
         attacks.attack(format!("two jobs of {launcher} at one port"), || mixes(launcher, Vec::new));
     }
     attacks.attack("two jobs of torchrun without --rdzv-id", || {
-        mixes("torchrun", || vec![("TORCHELASTIC_RUN_ID", "none".into()), ("TORCHELASTIC_RESTART_COUNT", "0".into())])
+        mixes("torchrun", || {
+            vec![("TORCHELASTIC_RUN_ID", "none".into()), ("TORCHELASTIC_RESTART_COUNT", "0".into())]
+        })
     });
     attacks.attack("two jobs of Open MPI with names", || {
         // The variables of the two ranks of the first job are asked for first.
@@ -143,7 +150,8 @@ fn jobs_of_one_host_do_not_mix() {
 fn twins(late: &[(usize, u32)]) -> Result<(), String> {
     let (port, marks) = (free_port(), Scratch::new("marks"));
     let more = || [("SCENARIO", format!("{TRAINS}/none").into()), ("MARKS", marks.path("").into_os_string())];
-    let said = launch(late, |rank| variables("torchrun", rank, &port).into_iter().chain(more()).collect()).said();
+    let said =
+        launch(late, |rank| variables("torchrun", rank, &port).into_iter().chain(more()).collect()).said();
     let is_told = said.iter().any(|said| said.contains("two processes of one launcher came as rank"));
     match is_told && said.len() == late.len() {
         true => Ok(()),
@@ -174,11 +182,13 @@ fn a_variable_that_is_not_text_is_an_error() {
         attacks.attack(name, || {
             let port = free_port();
             let vars = |rank| {
-                let known = variables("torchrun", rank, &port).into_iter().filter(|(known, _)| *known != name);
+                let known =
+                    variables("torchrun", rank, &port).into_iter().filter(|(known, _)| *known != name);
                 known.chain([(name, broken())]).collect()
             };
             let said = launch(&[(0, 0), (1, 0)], vars).said();
-            let is_right = said.len() == 2 && said.iter().all(|said| said.contains(name) && said.contains("UTF-8"));
+            let is_right =
+                said.len() == 2 && said.iter().all(|said| said.contains(name) && said.contains("UTF-8"));
             if is_right { Ok(()) } else { Err(format!("{said:#?}")) }
         });
     }
@@ -198,8 +208,8 @@ fn a_folder_of_secrets_that_is_not_private_is_refused() {
             variables("torchrun", rank, &port).into_iter().chain(more).collect()
         };
         let said = launch(&[(0, 0), (1, 0)], vars).said();
-        let is_right =
-            said.len() == 2 && said.iter().all(|said| said.contains("this user owns and nobody else may open"));
+        let is_right = said.len() == 2
+            && said.iter().all(|said| said.contains("this user owns and nobody else may open"));
         let is_untouched =
             !scratch.path("elsewhere").exists() || scratch.path("elsewhere").read_dir().unwrap().count() == 0;
         if is_right && is_untouched { Ok(()) } else { Err(format!("{said:#?}")) }
@@ -212,8 +222,9 @@ fn a_folder_of_secrets_that_is_not_private_is_refused() {
             symlink(&elsewhere, folder).unwrap();
         })
     });
-    attacks
-        .attack("a link to nothing", || attack(&|folder| symlink(folder.with_file_name("elsewhere"), folder).unwrap()));
+    attacks.attack("a link to nothing", || {
+        attack(&|folder| symlink(folder.with_file_name("elsewhere"), folder).unwrap())
+    });
     attacks.attack("a folder that others may read", || attack(&|folder| make(folder, 0o755)));
     attacks.attack("a file", || attack(&|folder| std::fs::write(folder, "").unwrap()));
     if user == 0 {
@@ -230,7 +241,8 @@ fn a_folder_of_secrets_that_is_not_private_is_refused() {
 /// Returns an error unless all ranks but `silent` ended with one error that contains `text`.
 fn all_say(outcomes: &[Outcome], silent: Option<usize>, text: &str) -> Result<(), String> {
     let of = |(_, outcome): (usize, &Outcome)| Some(outcome.said.as_deref()?.split_once('|')?.1.to_string());
-    let heard: Vec<_> = outcomes.iter().enumerate().filter(|(rank, _)| Some(*rank) != silent).map(of).collect();
+    let heard: Vec<_> =
+        outcomes.iter().enumerate().filter(|(rank, _)| Some(*rank) != silent).map(of).collect();
     let is_right = |said: &Option<String>| {
         let first = heard[0].as_deref().unwrap_or_default();
         said.as_ref().is_some_and(|said| common(said) == common(first) && said.contains(text))
@@ -280,7 +292,8 @@ fn a_process_that_may_start_no_thread_is_named_with_the_cause() {
         let is_told = said(&outcomes[1]).contains(cause) && said(&outcomes[1]).contains("ulimit -u");
         let heard = |rank: usize| said(&outcomes[rank]).contains(&format!("rank 1 failed: {cause}"));
         // Rank 0 waits a moment for a rank that comes later, but not until it comes.
-        let is_heard = heard(0) && (heard(2) || said(&outcomes[2]).contains("has not ended with an error of its own"));
+        let is_heard =
+            heard(0) && (heard(2) || said(&outcomes[2]).contains("has not ended with an error of its own"));
         if is_told && is_heard { Ok(()) } else { Err(format!("{outcomes:#?}")) }
     });
     attacks.assert();
@@ -294,7 +307,8 @@ fn secrets_that_killed_jobs_have_left_are_removed() {
     DirBuilder::new().mode(0o700).create(&folder).unwrap();
     let old = SystemTime::now() - Duration::from_secs(2 * 24 * 60 * 60);
     let file = |name: &str, changed: Option<SystemTime>| {
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(folder.join(name)).unwrap();
+        let file =
+            OpenOptions::new().write(true).create_new(true).mode(0o600).open(folder.join(name)).unwrap();
         changed.map_or(Ok(()), |at| file.set_modified(at)).unwrap();
         file
     };
@@ -312,7 +326,11 @@ fn secrets_that_killed_jobs_have_left_are_removed() {
     let mut names: Vec<_> =
         folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
-    assert_eq!(names, [digit("c"), digit("d"), "notes".into()], "those of living jobs, and what is none of them");
+    assert_eq!(
+        names,
+        [digit("c"), digit("d"), "notes".into()],
+        "those of living jobs, and what is none of them"
+    );
 }
 
 #[test]

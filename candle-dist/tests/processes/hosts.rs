@@ -43,7 +43,9 @@ struct Hosts {
 impl Hosts {
     /// Returns `None` if this user may not create namespaces, and says so.
     fn or_skip() -> Option<Self> {
-        Self::new().map_err(|reason| test_utils::skip(&format!("two hosts need network namespaces, and {reason}"))).ok()
+        Self::new()
+            .map_err(|reason| test_utils::skip(&format!("two hosts need network namespaces, and {reason}")))
+            .ok()
     }
 
     /// Returns the reason if this user may not create namespaces.
@@ -88,7 +90,13 @@ impl Hosts {
     }
 
     /// Starts the first `count` of four ranks.
-    fn start_first(&self, count: usize, scenario: &str, master: &str, more: &[(&'static str, String)]) -> Vec<Rank> {
+    fn start_first(
+        &self,
+        count: usize,
+        scenario: &str,
+        master: &str,
+        more: &[(&'static str, String)],
+    ) -> Vec<Rank> {
         let command = |rank: usize| {
             let mut command = Command::new("ip");
             command.args(["netns", "exec", &self.names[rank / 2]]).arg(std::env::current_exe().unwrap());
@@ -153,7 +161,10 @@ fn a_cut_link_between_hosts_is_an_error_on_all_ranks() {
         let said = outcome.said.as_deref().unwrap_or_default();
         // The ranks on rank 0's host lose one of the other ranks; the others lose rank 0.
         let lost = if rank < 2 { ["rank 2 was lost", "rank 3 was lost"] } else { ["rank 0 was lost"; 2] };
-        assert!(!outcome.is_success && lost.iter().any(|lost| said.contains(lost)), "rank {rank}: {outcomes:#?}");
+        assert!(
+            !outcome.is_success && lost.iter().any(|lost| said.contains(lost)),
+            "rank {rank}: {outcomes:#?}"
+        );
         assert!(said.contains("no heartbeat for 2s"), "rank {rank}: {outcomes:#?}");
         assert!(!said.contains(&format!("rank {rank}: no answer")), "rank {rank}: {outcomes:#?}");
         // On rank 0's host, the error has the reports of the ranks.
@@ -221,8 +232,14 @@ fn a_name_whose_first_address_is_taken_is_an_error_and_nobody_joins_the_other_jo
         sleep(Duration::from_secs(1));
         let outcomes = finish(hosts.start("fine/none", HEAD, &[patience(3)]));
         let said = |outcome: &Outcome| outcome.said.clone().unwrap_or_default();
-        assert!(said(&outcomes[0]).contains("port 29500 of candle-head is taken"), "{named:?}: {outcomes:#?}");
-        assert!(outcomes.iter().all(|outcome| said(outcome).starts_with("init: ")), "{named:?}: {outcomes:#?}");
+        assert!(
+            said(&outcomes[0]).contains("port 29500 of candle-head is taken"),
+            "{named:?}: {outcomes:#?}"
+        );
+        assert!(
+            outcomes.iter().all(|outcome| said(outcome).starts_with("init: ")),
+            "{named:?}: {outcomes:#?}"
+        );
         finish(other);
     }
 }

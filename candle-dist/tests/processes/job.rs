@@ -46,7 +46,11 @@ pub(crate) fn torchrun(size: usize) -> impl Fn(usize) -> Vec<(&'static str, Stri
 }
 
 /// Starts `scenario` on `size` processes, with the variables that `vars` returns for each.
-pub(crate) fn start(scenario: &str, size: usize, vars: impl Fn(usize) -> Vec<(&'static str, String)>) -> Vec<Rank> {
+pub(crate) fn start(
+    scenario: &str,
+    size: usize,
+    vars: impl Fn(usize) -> Vec<(&'static str, String)>,
+) -> Vec<Rank> {
     start_by(|_| Command::new(std::env::current_exe().unwrap()), scenario, size, vars)
 }
 

@@ -84,7 +84,7 @@ fn switches(ctx: &RankContext) -> Result<String> {
     let of = |on: &dyn Fn(Switch) -> bool| format!("{} {}", on(Switch::Debug), on(Switch::Strict));
     let together = of(&|switch| ctx.group().is_on(switch));
     let mesh = ctx.mesh(&[("dp", ctx.world_size())])?;
-    let alone = World::local(1).run(|own| Ok::<_, Error>(of(&|switch| own.group().is_on(switch))));
+    let alone = World::threads(1).run(|own| Ok::<_, Error>(of(&|switch| own.group().is_on(switch))));
     assert_eq!(of(&|switch| mesh.is_on(switch)), together, "also after another world of this process");
     Ok(format!("{together}, alone {}", alone.expect("a world of one rank").concat()))
 }
@@ -209,7 +209,9 @@ fn one_rank() {
                 sleep(Duration::from_millis(1500));
                 signal("-KILL");
             }
-            None if name == WAITS_ALONE && ctx.rank().to_string() == culprit => drop(ctx.store().get("never set")?),
+            None if name == WAITS_ALONE && ctx.rank().to_string() == culprit => {
+                drop(ctx.store().get("never set")?)
+            }
             None if [DIES_LATE, DIES_ALONE, WAITS_ALONE].contains(&name) => {}
             None if WAKES.contains(&name) => {
                 if ctx.rank().to_string() == culprit {
@@ -221,7 +223,8 @@ fn one_rank() {
         }
         Ok("fine".to_string())
     };
-    let result = ctx.run(program, |rank, message| *blamed.lock().unwrap() = Some((rank, message.to_string())));
+    let result =
+        ctx.run(program, |rank, message| *blamed.lock().unwrap() = Some((rank, message.to_string())));
     match (result, blamed.into_inner().unwrap()) {
         (Some(text), None) => say(&text),
         (None, Some((rank, message))) => {
@@ -260,12 +263,16 @@ fn one_process_goes_wrong_and_all_others_hear_the_same() {
             let others: Vec<_> = (0..3).filter(|&rank| rank != culprit).map(|rank| &outcomes[rank]).collect();
             let heard = |other: &Outcome| Some(other.said.as_deref()?.split_once('|')?.1.to_string());
             let text = heard(others[0]).unwrap_or_else(|| panic!("{name} {culprit}: {outcomes:#?}"));
-            let is_same = |other: &&Outcome| heard(other).is_some_and(|heard| common(&heard) == common(&text));
+            let is_same =
+                |other: &&Outcome| heard(other).is_some_and(|heard| common(&heard) == common(&text));
             assert!(others.iter().all(is_same), "{name} {culprit}: {outcomes:#?}");
             assert!(others.iter().all(|other| !other.is_success), "{name} {culprit}");
             let cause = scenario.cause.replace("{r}", &culprit.to_string());
             assert!(text.contains(&cause), "{name} {culprit}: {text}");
-            assert!((0..3).all(|rank| text.contains(&format!("\n  rank {rank}: "))), "{name} {culprit}: {text}");
+            assert!(
+                (0..3).all(|rank| text.contains(&format!("\n  rank {rank}: "))),
+                "{name} {culprit}: {text}"
+            );
             // If rank 0 dies, nobody gathers reports, and each rank knows what it did itself.
             let least = if culprit == 0 && text.contains("rank 0 was lost") { 1 } else { 2 };
             let sites = text.matches("tests/processes/main.rs:").count();
@@ -281,7 +288,10 @@ fn a_process_that_dies_after_its_goodbye_is_missed() {
         let cause = format!("rank {culprit} was lost: its connection closed without a goodbye");
         for other in (0..3).filter(|&rank| rank != culprit).map(|rank| &outcomes[rank]) {
             assert!(!other.is_success, "{culprit}: {outcomes:#?}");
-            assert!(other.said.as_ref().is_some_and(|said| said.contains(&cause)), "{culprit}: {outcomes:#?}");
+            assert!(
+                other.said.as_ref().is_some_and(|said| said.contains(&cause)),
+                "{culprit}: {outcomes:#?}"
+            );
         }
     }
 }
@@ -305,7 +315,11 @@ fn the_variables_of_rank_0_hold_for_all_ranks() {
         let outcomes = finish(ranks);
         for (rank, outcome) in outcomes.iter().enumerate() {
             let alone = if rank == set { "true true" } else { "false false" };
-            assert_eq!(outcome.said.as_deref(), Some(&*format!("{said}, alone {alone}")), "{set}: {outcomes:#?}");
+            assert_eq!(
+                outcome.said.as_deref(),
+                Some(&*format!("{said}, alone {alone}")),
+                "{set}: {outcomes:#?}"
+            );
         }
     }
 }
@@ -317,10 +331,14 @@ fn the_option_of_rank_0_has_precedence_over_its_variable() {
     {
         let vars = torchrun(2);
         let debug = ("CANDLE_DIST_DEBUG", variable.to_string());
-        let outcomes =
-            finish(start(&format!("{SWITCHES}/{option}"), 2, |rank| [vars(rank), vec![debug.clone()]].concat()));
+        let outcomes = finish(start(&format!("{SWITCHES}/{option}"), 2, |rank| {
+            [vars(rank), vec![debug.clone()]].concat()
+        }));
         let want = format!("{said} false");
-        assert!(outcomes.iter().all(|outcome| outcome.said.as_ref() == Some(&want)), "{option}: {outcomes:#?}");
+        assert!(
+            outcomes.iter().all(|outcome| outcome.said.as_ref() == Some(&want)),
+            "{option}: {outcomes:#?}"
+        );
     }
 }
 

@@ -34,9 +34,12 @@ fn disturbed(disturb: impl FnOnce(&[u32])) -> Vec<Outcome> {
     let marks = Scratch::new("marks");
     let vars = torchrun(RANKS);
     let more = (MARKS, marks.path("").display().to_string());
-    let ranks = start(&format!("{WORKS}/none"), RANKS, |rank| vars(rank).into_iter().chain([more.clone()]).collect());
+    let ranks =
+        start(&format!("{WORKS}/none"), RANKS, |rank| vars(rank).into_iter().chain([more.clone()]).collect());
     let began = Instant::now();
-    while !(0..RANKS).all(|rank| marks.path(rank.to_string()).exists()) && began.elapsed() < Duration::from_secs(30) {
+    while !(0..RANKS).all(|rank| marks.path(rank.to_string()).exists())
+        && began.elapsed() < Duration::from_secs(30)
+    {
         sleep(Duration::from_millis(10));
     }
     disturb(&ranks.iter().map(|rank| rank.child.id()).collect::<Vec<_>>());

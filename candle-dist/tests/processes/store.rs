@@ -90,9 +90,12 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
         store.set("k", &vec![0; (16 << 20) + 1]),
         store.compare_and_set("k", Some(&vec![0; 9 << 20]), &vec![0; 9 << 20]).map(drop),
     ];
-    for (error, text) in
-        refused.into_iter().zip(["1 bytes, not a counter", "at most 4096", "at most 16777216", "at most 16777216"])
-    {
+    for (error, text) in refused.into_iter().zip([
+        "1 bytes, not a counter",
+        "at most 4096",
+        "at most 16777216",
+        "at most 16777216",
+    ]) {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { rank: r, op: "store", .. } if r == rank), "{error}");
         assert!(error.to_string().contains(text), "{error}");
@@ -106,25 +109,25 @@ pub(crate) fn exercise(ctx: &RankContext) -> Result<()> {
 fn the_store_does_the_same_among_processes_and_threads() {
     let outcomes = finish(start(&format!("{USES_STORE}/none"), 3, torchrun(3)));
     assert_fine(&outcomes);
-    World::local(3).run(exercise).unwrap();
+    World::threads(3).run(exercise).unwrap();
 }
 
 #[test]
 fn values_that_find_no_room_are_refused_among_processes_and_threads() {
     let outcomes = finish(start(&format!("{FILLS_STORE}/none"), 3, torchrun(3)));
     assert_fine(&outcomes);
-    World::local(3).run(fill).unwrap();
+    World::threads(3).run(fill).unwrap();
 }
 
 #[test]
 fn a_wait_for_a_value_ends_when_the_world_fails_or_its_time_is_over() {
-    let failed = World::local(2).run(|ctx| match ctx.rank() {
+    let failed = World::threads(2).run(|ctx| match ctx.rank() {
         0 => ctx.store().get_within("never", Duration::from_secs(100)).map(drop),
         _ => Err(Error::Unsupported("cheese".to_string())),
     });
     let error = failed.unwrap_err();
     assert!(error.rank == 1 && error.message.contains("cheese"), "{error}");
-    let late = World::local(2).timeout(Duration::from_millis(300)).run(|ctx| match ctx.rank() {
+    let late = World::threads(2).timeout(Duration::from_millis(300)).run(|ctx| match ctx.rank() {
         0 => ctx.store().get("never").map(drop),
         _ => ctx.store().get_within("never", Duration::from_secs(100)).map(drop),
     });

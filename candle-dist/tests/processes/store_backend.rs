@@ -61,8 +61,9 @@ impl Backend for StoreBackend {
                 *sum += f32::from_le_bytes(x.try_into().unwrap());
             }
         }
-        let results =
-            tensors.iter().map(|tensor| Fresh::copy_of(&Tensor::from_vec(sum.clone(), tensor.shape(), &Device::Cpu)?));
+        let results = tensors
+            .iter()
+            .map(|tensor| Fresh::copy_of(&Tensor::from_vec(sum.clone(), tensor.shape(), &Device::Cpu)?));
         fill(&outputs, results.collect::<Result<_>>()?)
     }
 

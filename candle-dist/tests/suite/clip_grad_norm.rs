@@ -28,7 +28,10 @@ fn grid_gradients(row: usize, column: usize) -> ([(&'static str, Var); 4], GradS
 }
 
 fn grid_clip(columns: &ProcessGroup, rows: &ProcessGroup) -> ClipGradNorm {
-    ClipGradNorm::new(1.0).sharded(columns, ["columns"]).sharded(rows, ["rows", "both"]).sharded(columns, ["both"])
+    ClipGradNorm::new(1.0)
+        .sharded(columns, ["columns"])
+        .sharded(rows, ["rows", "both"])
+        .sharded(columns, ["both"])
 }
 
 #[test]
@@ -83,7 +86,9 @@ fn ranks_of_a_group_may_have_named_others_before_it_and_hold_copies() {
 
 #[test]
 fn a_norm_that_is_not_finite_is_returned_or_an_error() {
-    for (bad, p) in [(f64::NAN, 2.0), (f64::NAN, f64::INFINITY), (f64::INFINITY, 2.0), (f64::NEG_INFINITY, 1.0)] {
+    for (bad, p) in
+        [(f64::NAN, 2.0), (f64::NAN, f64::INFINITY), (f64::INFINITY, 2.0), (f64::NEG_INFINITY, 1.0)]
+    {
         on_ranks(4, &format!("{bad} in norm {p}"), move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("row", 2), ("column", 2)])?;
             let (vars, mut grads) = grid_gradients(mesh.coordinate()[0], mesh.coordinate()[1]);

@@ -5,7 +5,8 @@ use candle_dist::{Collective, Cut, Error, Op, ProcessGroup, ReduceOp, Result, co
 use test_utils::on_ranks;
 
 const WORLDS: std::ops::RangeInclusive<usize> = 1..=5;
-const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 /// Returns the tensor of `rank`: small whole numbers, which are exact in every dtype.
 fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
@@ -68,7 +69,9 @@ fn gathers_and_scatters_of_uneven_pieces_on_every_dim() {
                         let piece = whole.narrow(dim, start(&sizes, r), sizes[r])?;
                         let what = format!("dim {dim} sizes {sizes:?} {dtype:?}");
                         assert_same(
-                            &g.call(Collective::all_gather(Cut::new(dim, &sizes))).run(&piece)?.contiguous()?,
+                            &g.call(Collective::all_gather(Cut::new(dim, &sizes)))
+                                .run(&piece)?
+                                .contiguous()?,
                             &whole,
                             &what,
                         );
@@ -85,8 +88,9 @@ fn gathers_and_scatters_of_uneven_pieces_on_every_dim() {
                         let mine = input(r, &shape, dtype)?;
                         let sum = reduced(n, &shape, dtype, ReduceOp::Sum);
                         let want = sum.narrow(dim, start(&sizes, r), sizes[r])?.contiguous()?;
-                        let got =
-                            g.call(Collective::reduce_scatter(Cut::new(dim, &sizes), ReduceOp::Sum)).run(&mine)?;
+                        let got = g
+                            .call(Collective::reduce_scatter(Cut::new(dim, &sizes), ReduceOp::Sum))
+                            .run(&mine)?;
                         assert_same(&got, &want, &what);
                     }
                 }
@@ -101,9 +105,14 @@ fn any_view_goes_in() {
     on_ranks(3, "views", |ctx| -> Result<()> {
         let g = ctx.group();
         let base = input(ctx.rank(), &[5, 7, 6], DType::F32)?;
-        for view in [base.transpose(0, 2)?, base.narrow(1, 2, 3)?, base.narrow(2, 1, 4)?.permute((1, 2, 0))?] {
+        for view in [base.transpose(0, 2)?, base.narrow(1, 2, 3)?, base.narrow(2, 1, 4)?.permute((1, 2, 0))?]
+        {
             let dense = view.force_contiguous()?;
-            assert_same(&g.all_reduce(&view, ReduceOp::Sum)?, &g.all_reduce(&dense, ReduceOp::Sum)?, "all_reduce");
+            assert_same(
+                &g.all_reduce(&view, ReduceOp::Sum)?,
+                &g.all_reduce(&dense, ReduceOp::Sum)?,
+                "all_reduce",
+            );
             for dim in 0..3 {
                 assert_same(&g.all_gather(&view, dim)?, &g.all_gather(&dense, dim)?, "all_gather");
             }
@@ -135,7 +144,11 @@ fn broadcast_send_recv_and_barrier() {
                     .map(drop)?;
                 let first = g.recv((3, 2), DType::BF16, before)?;
                 assert_same(&first, &input(before, &[2, 3], DType::BF16)?.t()?.contiguous()?, "first");
-                assert_same(&g.recv(1, DType::F64, before)?, &input(before + 10, &[1], DType::F64)?, "second");
+                assert_same(
+                    &g.recv(1, DType::F64, before)?,
+                    &input(before + 10, &[1], DType::F64)?,
+                    "second",
+                );
             }
             g.barrier()
         });
@@ -150,7 +163,8 @@ fn subgroups_and_split_count_ranks_in_their_own_order() {
         let members: Vec<usize> = if r % 2 == 0 { vec![4, 2, 0] } else { vec![3, 1] };
         assert_eq!(half.ranks(), members);
         assert_eq!(half.ranks()[half.rank()], r);
-        let sum = half.all_reduce(&Tensor::new(r as f32, &Device::Cpu)?, ReduceOp::Sum)?.to_scalar::<f32>()?;
+        let sum =
+            half.all_reduce(&Tensor::new(r as f32, &Device::Cpu)?, ReduceOp::Sum)?.to_scalar::<f32>()?;
         assert_eq!(sum, members.iter().sum::<usize>() as f32);
         assert!(g.split((r > 0).then_some(0), 0)?.is_some() == (r > 0));
         // Only the members of a subgroup create it, any number of times.
@@ -216,7 +230,10 @@ fn refused(label: &str, parts: &'static [&'static str], call: fn(&ProcessGroup) 
         let error = call(ctx.group()).expect_err("the arguments are wrong");
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         let text = error.to_string();
-        assert!(parts.iter().all(|p| text.contains(p)) && text.contains(&format!("rank {}", ctx.rank())), "{text}");
+        assert!(
+            parts.iter().all(|p| text.contains(p)) && text.contains(&format!("rank {}", ctx.rank())),
+            "{text}"
+        );
         ctx.group().barrier()
     });
 }
@@ -228,7 +245,9 @@ fn wrong_arguments_are_refused_before_anything_is_sent() {
     }
     refused("root", &["broadcast", "rank 2 is outside", "0 to 1"], |g| g.broadcast(&x(), 2));
     refused("dim", &["all_gather", "dim 2", "[3, 4]"], |g| g.all_gather(&x(), 2));
-    refused("indivisible", &["reduce_scatter", "does not divide by 2"], |g| g.reduce_scatter(&x(), 0, ReduceOp::Sum));
+    refused("indivisible", &["reduce_scatter", "does not divide by 2"], |g| {
+        g.reduce_scatter(&x(), 0, ReduceOp::Sum)
+    });
     refused("sizes", &["[1, 1]", "dim 0"], |g| {
         g.call(Collective::reduce_scatter(Cut::new(0, &[1, 1]), ReduceOp::Sum)).run(&x())
     });

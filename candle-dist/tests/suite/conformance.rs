@@ -36,7 +36,9 @@ macro_rules! groups {
         }
     };
 }
-groups!(reductions, pieces, exchanges, in_place, into, started, coalesced, messages, objects, groups, arguments);
+groups!(
+    reductions, pieces, exchanges, in_place, into, started, coalesced, messages, objects, groups, arguments
+);
 
 #[test]
 fn failures_are_the_same_on_every_rank() {

@@ -3,8 +3,8 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, Op, Result, SyncOptions, comm,
-    named_vars, row_changes,
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, InitialSync, Op, Result, SyncOptions,
+    comm, named_vars, row_changes,
 };
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use test_utils::{on_ranks, worlds};
@@ -17,8 +17,14 @@ fn adam() -> ParamsAdamW {
 
 fn assert_close(got: &Tensor, want: &Tensor, within: f64, what: &str) {
     assert_eq!(got.dims(), want.dims(), "{what}");
-    let difference =
-        (got.to_device(want.device()).unwrap() - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+    let difference = (got.to_device(want.device()).unwrap() - want)
+        .unwrap()
+        .abs()
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap();
     let difference = difference.to_scalar::<f64>().unwrap();
     assert!(difference < within, "{what} differs by {difference}");
 }
@@ -55,7 +61,8 @@ impl Mlp {
 }
 
 fn numbers(shape: &[usize], from: usize) -> Tensor {
-    let values: Vec<f64> = (0..shape.iter().product()).map(|i| (((i + from) * 37 % 29) as f64 - 14.0) / 20.0).collect();
+    let values: Vec<f64> =
+        (0..shape.iter().product()).map(|i| (((i + from) * 37 % 29) as f64 - 14.0) / 20.0).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
@@ -71,14 +78,17 @@ fn mlp_on_one_device(seed: usize, batch: usize, max_norm: f64) -> (Vec<Tensor>, 
     let mut first = None;
     for step in 0..STEPS {
         let grads = model.loss(&rows(step, batch)).unwrap().backward().unwrap();
-        let square = |v: &Var| grads.get(v).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+        let square =
+            |v: &Var| grads.get(v).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
         let norm = vars.iter().map(|(_, v)| square(v)).sum::<f64>().sqrt();
         let scale = if norm > max_norm { max_norm / (norm + 1e-6) } else { 1.0 };
         let mut clipped = GradStore::default();
         for (_, v) in &vars {
             clipped.insert(v, (grads.get(v).unwrap() * scale).unwrap());
         }
-        first.get_or_insert_with(|| (vars.iter().map(|(_, v)| clipped.get(v).unwrap().clone()).collect(), norm));
+        first.get_or_insert_with(|| {
+            (vars.iter().map(|(_, v)| clipped.get(v).unwrap().clone()).collect(), norm)
+        });
         optimizer.step(&clipped).unwrap();
     }
     let (grads, norm) = first.unwrap();
@@ -110,7 +120,9 @@ fn mlp_equals_one_device(world: usize, batch: usize, max_norm: f64, how: How) {
                 How::Accumulated => {
                     let mut accumulator = GradAccumulator::new(&model.map.all_vars());
                     let (added, counts) = comm::record(|| {
-                        (0..len).try_for_each(|i| accumulator.add(&model.loss(&mine.narrow(0, i, 1)?)?.backward()?))
+                        (0..len).try_for_each(|i| {
+                            accumulator.add(&model.loss(&mine.narrow(0, i, 1)?)?.backward()?)
+                        })
                     });
                     added?;
                     assert_eq!((counts.total(), accumulator.weight()), (0, len as f64));
@@ -181,8 +193,8 @@ fn parameters_without_gradient_count_as_zeros_or_stay_absent() {
     for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
         for bucket_bytes in [0, 1 << 20] {
             on_ranks(4, &format!("unused {dtype:?}"), move |ctx| -> Result<()> {
-                let vars =
-                    ["all", "one", "none", "empty"].map(|name| (name, ones(dtype, 3 * usize::from(name != "empty"))));
+                let vars = ["all", "one", "none", "empty"]
+                    .map(|name| (name, ones(dtype, 3 * usize::from(name != "empty"))));
                 let dp = DataParallel::new(ctx.group(), &vars, &trusting(bucket_bytes))?;
                 let [all, one, none, empty] = vars.each_ref().map(|(_, var)| var);
                 let mut loss = all.affine((ctx.rank() + 1) as f64, 0.0)?.sum_all()?;
@@ -192,8 +204,12 @@ fn parameters_without_gradient_count_as_zeros_or_stay_absent() {
                 let mut grads = loss.backward()?;
                 let (reduced, counts) = comm::record(|| dp.reduce(&mut grads));
                 reduced?;
-                assert_eq!((counts.get(Op::AllReduce).count, counts.total()), (dp.bucket_count(), dp.bucket_count()));
-                let values = |var: &Var| grads.get(var).map(|g| g.to_dtype(DType::F32)?.to_vec1::<f32>()).transpose();
+                assert_eq!(
+                    (counts.get(Op::AllReduce).count, counts.total()),
+                    (dp.bucket_count(), dp.bucket_count())
+                );
+                let values =
+                    |var: &Var| grads.get(var).map(|g| g.to_dtype(DType::F32)?.to_vec1::<f32>()).transpose();
                 assert_eq!(values(all)?, Some(vec![2.5; 3]));
                 assert_eq!(values(one)?, Some(vec![2.0; 3]));
                 assert_eq!(values(none)?, None);
@@ -219,7 +235,10 @@ fn a_rank_of_weight_0_brings_nothing() {
         let mut grads = loss.backward()?;
         let (reduced, counts) = comm::record(|| dp.reduce_weighted(&mut grads, [2.0, 0.0, 1.0][ctx.rank()]));
         reduced?;
-        assert_eq!((counts.get(Op::AllReduce).count, counts.get(Op::AllGather).count, counts.total()), (1, 1, 2));
+        assert_eq!(
+            (counts.get(Op::AllReduce).count, counts.get(Op::AllGather).count, counts.total()),
+            (1, 1, 2)
+        );
         assert!((grads.get(&both).expect("a gradient").to_vec1::<f64>()?[0] - 2.0).abs() < 1e-12);
         assert!(grads.get(&lone).is_none());
         for weights in [[0.0; 3], [1.0, -1.0, 1.0], [f64::NAN, 1.0, 1.0], [1.0, 1.0, f64::INFINITY]] {
@@ -278,7 +297,8 @@ fn the_start_syncs_verifies_or_trusts() {
         assert_eq!((trusted?, counts.total()), (mine, 0));
         for start in [InitialSync::Verify, InitialSync::Sync(SyncOptions::default())] {
             let options = DataParallelOptions::default().start(start);
-            let error = DataParallel::new(ctx.group(), &[("w", ones(DType::F32, 1 + ctx.rank() / 2))], &options);
+            let error =
+                DataParallel::new(ctx.group(), &[("w", ones(DType::F32, 1 + ctx.rank() / 2))], &options);
             let text = error.unwrap_err().to_string();
             assert!(text.starts_with("rank 2: ") && text.contains("\"w\" is f32[2]"), "{text}");
         }
@@ -301,7 +321,8 @@ fn a_gradient_that_does_not_fit_is_refused() {
 #[test]
 fn buckets_run_from_the_end_of_the_list() {
     on_ranks(2, "order", |ctx| -> Result<()> {
-        let vars: Vec<_> = [1, 2, 3, 4].iter().map(|&len| (format!("{len}"), ones(DType::F32, len))).collect();
+        let vars: Vec<_> =
+            [1, 2, 3, 4].iter().map(|&len| (format!("{len}"), ones(DType::F32, len))).collect();
         let dp = DataParallel::new(ctx.group(), &vars, &trusting(20))?;
         let (reduced, events) = comm::Log::of(|| dp.reduce(&mut GradStore::default()));
         reduced?;
@@ -334,7 +355,8 @@ fn what_is_accumulated_does_not_grow_with_the_number_of_passes() {
         let batch = Tensor::full(pass as f64, 4, &Device::Cpu)?; // a constant of its own for each pass
         ((weight.as_tensor() * batch)? + bias.broadcast_as(4)?)?.sqr()?.mean_all()
     };
-    let passes: [fn(&Tensor) -> candle_core::Result<GradStore>; 2] = [Tensor::backward, candle_dist::edges::backward];
+    let passes: [fn(&Tensor) -> candle_core::Result<GradStore>; 2] =
+        [Tensor::backward, candle_dist::edges::backward];
     for pass in passes {
         // The bias is given twice, as a shared parameter is.
         let mut accumulator = GradAccumulator::new([&weight, &bias, &bias]);
@@ -344,8 +366,18 @@ fn what_is_accumulated_does_not_grow_with_the_number_of_passes() {
         let grads = accumulator.mean().unwrap();
         assert_eq!(grads.get_ids().count(), 2);
         // The mean over i of (i + 1) · i / 2 and, four times as much in all, of (i + 1) · 2.
-        assert_close(grads.get(&weight).unwrap(), &Tensor::full(1666.5f64, 4, &Device::Cpu).unwrap(), 1e-2, "weight");
-        assert_close(grads.get(&bias).unwrap(), &Tensor::full(101f64, 1, &Device::Cpu).unwrap(), 1e-3, "bias");
+        assert_close(
+            grads.get(&weight).unwrap(),
+            &Tensor::full(1666.5f64, 4, &Device::Cpu).unwrap(),
+            1e-2,
+            "weight",
+        );
+        assert_close(
+            grads.get(&bias).unwrap(),
+            &Tensor::full(101f64, 1, &Device::Cpu).unwrap(),
+            1e-3,
+            "bias",
+        );
     }
 }
 
@@ -408,7 +440,8 @@ fn sixteen_bit_gradients_of_many_ranks_add_up_in_32() {
                 let (all, want) = many_small_gradients(world);
                 let (weight, other) = (ones(DType::BF16, 64), ones(DType::F32, 2));
                 let vars = [("weight", weight.clone()), ("other", other.clone())];
-                let dp = DataParallel::new(ctx.group(), &vars, &trusting(1 << 20).reduce_dtype(reduce_dtype))?;
+                let dp =
+                    DataParallel::new(ctx.group(), &vars, &trusting(1 << 20).reduce_dtype(reduce_dtype))?;
                 for wide in [false, true] {
                     let mut grads = GradStore::default();
                     let dtype = if wide { DType::F32 } else { DType::BF16 };
@@ -476,7 +509,8 @@ fn rows_that_change_in_place_are_those_of_all_ranks() {
 fn rows_that_ranks_change_unlike_are_those_of_the_first_one() {
     on_ranks(3, "unlike rows", |ctx| -> Result<()> {
         let table = Var::zeros((4, 2), DType::F32, ctx.device())?;
-        let dp = DataParallel::new(ctx.group(), &[("table", table.clone())], &DataParallelOptions::default())?;
+        let dp =
+            DataParallel::new(ctx.group(), &[("table", table.clone())], &DataParallelOptions::default())?;
         if ctx.rank() > 0 {
             table.slice_set(&Tensor::full(ctx.rank() as f32, (2, 2), ctx.device())?, 0, 1)?;
             row_changes::changed(&table, [1, 2].into_iter());
@@ -493,7 +527,11 @@ fn rows_that_change_reach_the_ranks_of_all_axes() {
         let mesh = ctx.mesh(&[("a", 2), ("b", 2)])?;
         let table = Var::zeros((5, 2), DType::F32, ctx.device())?;
         let over = |axis: &str| {
-            DataParallel::new(mesh.axis_group(axis)?, &[("table", table.clone())], &DataParallelOptions::default())
+            DataParallel::new(
+                mesh.axis_group(axis)?,
+                &[("table", table.clone())],
+                &DataParallelOptions::default(),
+            )
         };
         let both = [over("a")?, over("b")?];
         let row = ctx.rank();

@@ -58,7 +58,10 @@ fn any_ranks_in_any_order_form_a_mesh() {
             assert_eq!(mesh.coordinate(), mesh.coordinate_of(place)?);
             assert_group(mesh.group()?, ctx, ranks)?;
             for (axis, (name, size)) in axes.iter().enumerate() {
-                assert_eq!((mesh.axis_index(*name)?, mesh.size_of(*name)?, mesh.size_of(axis)?), (axis, *size, *size));
+                assert_eq!(
+                    (mesh.axis_index(*name)?, mesh.size_of(*name)?, mesh.size_of(axis)?),
+                    (axis, *size, *size)
+                );
                 assert_eq!(mesh.local_rank(*name)?, mesh.coordinate()[axis]);
                 assert_eq!(mesh.axis_group(*name)?.rank(), mesh.local_rank(axis)?);
                 assert_group(mesh.axis_group(axis)?, ctx, &line(ranks, &shape, place, &[axis]))?;
@@ -259,15 +262,29 @@ fn what_is_no_mesh_is_refused_by_name_size_and_remedy() {
     fn of(ranks: &'static [usize], axes: Axes) -> impl Fn(&RankContext) -> Result<()> {
         move |ctx| DeviceMesh::from_ranks(ctx.group(), ranks, axes).map(drop)
     }
-    refused(3, "too few", &["(a=2, b=2) has 4 places", "3 ranks are given"], of(&[0, 1, 2], &[("a", 2), ("b", 2)]));
+    refused(
+        3,
+        "too few",
+        &["(a=2, b=2) has 4 places", "3 ranks are given"],
+        of(&[0, 1, 2], &[("a", 2), ("b", 2)]),
+    );
     refused(3, "none", &["0 ranks", "at least one"], of(&[], &[("a", 0)]));
     refused(3, "outside", &["rank 3 in [0, 3]", "(a=2)", "0 to 2"], of(&[0, 3], &[("a", 2)]));
     refused(3, "twice", &["rank 2 occurs twice in [2, 1, 2]", "each rank once"], of(&[2, 1, 2], &[("a", 3)]));
-    refused(3, "names", &["axis name \"a\" occurs twice in (a=1, a=3)"], of(&[0, 1, 2], &[("a", 1), ("a", 3)]));
+    refused(
+        3,
+        "names",
+        &["axis name \"a\" occurs twice in (a=1, a=3)"],
+        of(&[0, 1, 2], &[("a", 1), ("a", 3)]),
+    );
     refused(2, "nameless", &["an axis of (=2) has no name"], |ctx| DeviceMesh::from_group(ctx.group(), ""));
     refused(2, "no axes", &["at least one axis"], |ctx| ctx.mesh(&[]));
-    refused(2, "bigger", &["(a=4, b=2) has 8 places for a group of 2 ranks"], |ctx| ctx.mesh(&[("a", 4), ("b", 2)]));
-    refused(2, "overflow", &["overflow; give the number of ranks"], |ctx| ctx.mesh(&[("a", usize::MAX), ("b", 2)]));
+    refused(2, "bigger", &["(a=4, b=2) has 8 places for a group of 2 ranks"], |ctx| {
+        ctx.mesh(&[("a", 4), ("b", 2)])
+    });
+    refused(2, "overflow", &["overflow; give the number of ranks"], |ctx| {
+        ctx.mesh(&[("a", usize::MAX), ("b", 2)])
+    });
 }
 
 #[test]
@@ -280,7 +297,12 @@ fn wrong_axes_of_a_mesh_are_refused_by_name_size_and_remedy() {
     refused(8, "unknown size", &["no axis \"pp\"", known], with(|m| m.size_of("pp")));
     refused(8, "unknown index", &["axis 3 of a mesh with 3 axes"], with(|m| m.axis_group(3).map(drop)));
     refused(8, "twice", &["axis \"cp\" occurs twice", "once"], with(|m| m.axes(&["cp", "cp"])));
-    refused(8, "nothing", &["no axes of DeviceMesh(dp=2, cp=2, tp=2)", "at least one"], with(|m| m.axes(&[])));
+    refused(
+        8,
+        "nothing",
+        &["no axes of DeviceMesh(dp=2, cp=2, tp=2)", "at least one"],
+        with(|m| m.axes(&[])),
+    );
     refused(
         8,
         "order",
@@ -292,7 +314,12 @@ fn wrong_axes_of_a_mesh_are_refused_by_name_size_and_remedy() {
     let taken = "already stands for other ranks";
     refused(8, "axis name", &["\"cp\"", taken, "choose another"], with(|m| m.flatten(&["dp", "tp"], "cp")));
     refused(8, "own name", &["\"dp\"", taken], with(|m| m.flatten(&["dp", "tp"], "dp")));
-    refused(8, "root's name", &["\"cp\"", taken], with(|m| m.axes(&["dp", "tp"])?.flatten(&["dp", "tp"], "cp")));
+    refused(
+        8,
+        "root's name",
+        &["\"cp\"", taken],
+        with(|m| m.axes(&["dp", "tp"])?.flatten(&["dp", "tp"], "cp")),
+    );
     refused(
         8,
         "taken name",
@@ -309,8 +336,18 @@ fn wrong_axes_of_a_mesh_are_refused_by_name_size_and_remedy() {
         with(|m| m.unflatten("dp", &[("x", 2), ("y", 2)])),
     );
     refused(8, "unflatten axis", &["axis 5 of a mesh with 3"], with(|m| m.unflatten(5, &[("x", 2)])));
-    refused(8, "unflatten name", &["\"tp\" occurs twice"], with(|m| m.unflatten("dp", &[("x", 2), ("tp", 1)])));
-    refused(8, "unflatten twice", &["\"x\" occurs twice"], with(|m| m.unflatten("dp", &[("x", 2), ("x", 1)])));
+    refused(
+        8,
+        "unflatten name",
+        &["\"tp\" occurs twice"],
+        with(|m| m.unflatten("dp", &[("x", 2), ("tp", 1)])),
+    );
+    refused(
+        8,
+        "unflatten twice",
+        &["\"x\" occurs twice"],
+        with(|m| m.unflatten("dp", &[("x", 2), ("x", 1)])),
+    );
     refused(8, "unflatten nothing", &["at least one axis"], with(|m| m.unflatten("dp", &[])));
 }
 

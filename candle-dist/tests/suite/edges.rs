@@ -12,15 +12,29 @@ impl CustomOp2 for Product {
         "product"
     }
 
-    fn cpu_fwd(&self, a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (Some((a_from, a_to)), Some((b_from, b_to))) = (a_l.contiguous_offsets(), b_l.contiguous_offsets()) else {
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_l: &Layout,
+        b: &CpuStorage,
+        b_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (Some((a_from, a_to)), Some((b_from, b_to))) =
+            (a_l.contiguous_offsets(), b_l.contiguous_offsets())
+        else {
             bail!("expected contiguous tensors")
         };
         let (a, b) = (&a.as_slice::<f64>()?[a_from..a_to], &b.as_slice::<f64>()?[b_from..b_to]);
         Ok((CpuStorage::F64(a.iter().zip(b).map(|(a, b)| a * b).collect()), a_l.shape().clone()))
     }
 
-    fn bwd(&self, a: &Tensor, b: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         assert!(grad.is_contiguous());
         Ok((Some((grad * b.detach())?), Some((grad * a.detach())?)))
     }
@@ -81,7 +95,8 @@ fn var(values: &[f64]) -> Var {
 fn graph(x: &Tensor, y: &Tensor, is_candle: bool) -> Tensor {
     let product = |a: &Tensor, b: &Tensor| if is_candle { (a * b).unwrap() } else { product(a, b) };
     let exp = |x: &Tensor| if is_candle { x.exp().unwrap() } else { exp(x) };
-    let reshape = |x: &Tensor, dims: &[usize]| if is_candle { x.reshape(dims) } else { reshape(x, dims) }.unwrap();
+    let reshape =
+        |x: &Tensor, dims: &[usize]| if is_candle { x.reshape(dims) } else { reshape(x, dims) }.unwrap();
     let a = product(x, y);
     let b = exp(&(&a * 0.25).unwrap());
     let turned = reshape(&a, &[2, 2]).t().unwrap().contiguous().unwrap();
@@ -92,10 +107,15 @@ fn graph(x: &Tensor, y: &Tensor, is_candle: bool) -> Tensor {
 }
 
 fn near(got: &Tensor, want: &Tensor) {
-    let (got, want) =
-        (got.flatten_all().unwrap().to_vec1::<f64>().unwrap(), want.flatten_all().unwrap().to_vec1::<f64>().unwrap());
+    let (got, want) = (
+        got.flatten_all().unwrap().to_vec1::<f64>().unwrap(),
+        want.flatten_all().unwrap().to_vec1::<f64>().unwrap(),
+    );
     assert_eq!(got.len(), want.len());
-    assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() <= 1e-12 * b.abs().max(1.0)), "{got:?} for {want:?}");
+    assert!(
+        got.iter().zip(&want).all(|(a, b)| (a - b).abs() <= 1e-12 * b.abs().max(1.0)),
+        "{got:?} for {want:?}"
+    );
 }
 
 #[test]
@@ -120,7 +140,10 @@ fn a_kept_graph_gives_the_same_gradients_again_and_two_losses_may_share_one() {
     let first = [of(&one, &x), of(&two, &y)];
     assert_eq!([of(&one, &x), of(&two, &y)], first);
     let sum = product(&x, &y).exp().unwrap();
-    near(&Tensor::new(&first[0][..], &Cpu).unwrap(), sum.sum_all().unwrap().backward().unwrap().get(&x).unwrap());
+    near(
+        &Tensor::new(&first[0][..], &Cpu).unwrap(),
+        sum.sum_all().unwrap().backward().unwrap().get(&x).unwrap(),
+    );
 }
 
 #[test]
@@ -153,10 +176,18 @@ fn a_pass_after_one_that_failed_gives_right_gradients_or_an_error() {
         }
         // Either the failed pass left nothing, or the next pass says that it did; the one after it is right.
         let again = loss.backward().or_else(|error| {
-            assert!(!is_told && error.to_string().contains("an earlier pass over the same graph failed"), "{error}");
+            assert!(
+                !is_told && error.to_string().contains("an earlier pass over the same graph failed"),
+                "{error}"
+            );
             loss.backward()
         });
-        let want = (x.sqr().unwrap().exp().unwrap() + x.sqr().unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+        let want = (x.sqr().unwrap().exp().unwrap() + x.sqr().unwrap())
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .backward()
+            .unwrap();
         near(again.unwrap().get(&x).unwrap(), want.get(&x).unwrap());
     }
 }
@@ -167,9 +198,12 @@ fn a_sum_of_gradients_does_not_change_gradients_that_others_hold() {
     let x = var(&[1.0, 2.0]);
     let (a, b) = (exp(&x), product(&x, &x));
     let both = |x: &Tensor| {
-        candle_dist::edges::record("twice", &[x], (CpuStorage::F64(x.to_vec1().unwrap()), x.shape().clone()), |grad| {
-            Ok([Some(grad.clone()), None, None])
-        })
+        candle_dist::edges::record(
+            "twice",
+            &[x],
+            (CpuStorage::F64(x.to_vec1().unwrap()), x.shape().clone()),
+            |grad| Ok([Some(grad.clone()), None, None]),
+        )
     };
     let loss = |a: &Tensor, b: &Tensor| {
         let uses = [a, b, a, b, a, a, b].map(|t| t.sum_all().unwrap());
@@ -272,11 +306,23 @@ impl CustomOp2 for Keeping {
         "keeping"
     }
 
-    fn cpu_fwd(&self, a: &CpuStorage, a_l: &Layout, b: &CpuStorage, b_l: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_l: &Layout,
+        b: &CpuStorage,
+        b_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         Product.cpu_fwd(a, a_l, b, b_l)
     }
 
-    fn bwd(&self, a: &Tensor, b: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (da, db) = (keep(a, (grad * b.detach())?)?, keep(b, (grad * a.detach())?)?);
         self.0.fetch_add([&da, &db].iter().filter(|grad| grad.is_none()).count(), Ordering::Relaxed);
         Ok((da, db))
@@ -295,7 +341,8 @@ fn gradients_that_a_pass_keeps_join_those_of_candle() {
     };
     let want = loss(&|a, b| (a * b).unwrap()).backward().unwrap();
     let loss = loss(&|a, b| apply2(a, b, Keeping(kept.clone())).unwrap());
-    for (of, count) in [(edges::backward as fn(&Tensor) -> _, 5), (Tensor::backward, 0), (edges::backward, 5)] {
+    for (of, count) in [(edges::backward as fn(&Tensor) -> _, 5), (Tensor::backward, 0), (edges::backward, 5)]
+    {
         kept.store(0, Ordering::Relaxed);
         let got = of(&loss).unwrap();
         for var in [&x, &y] {
@@ -325,7 +372,8 @@ fn a_pass_inside_a_node_keeps_its_gradients_to_itself() {
             });
             let b = if is_candles { a.apply_op1(op) } else { apply1(&a, op) }.unwrap();
             // The slot of `a` has a gradient of the outer pass before the inner one begins.
-            let made = edges::backward(&(b + product(&a, &a.ones_like().unwrap())).unwrap().sum_all().unwrap());
+            let made =
+                edges::backward(&(b + product(&a, &a.ones_like().unwrap())).unwrap().sum_all().unwrap());
             let is_mixed = is_candles && is_captured && is_plain;
             match made {
                 // Only this case cannot be told apart.
@@ -348,8 +396,11 @@ fn a_pass_inside_a_node_keeps_its_gradients_to_itself() {
 #[test]
 fn a_kept_gradient_of_another_shape_or_dtype_is_an_error() {
     let x = var(&[0.5, 2.0]);
-    let wrong: [fn(&Tensor) -> Result<Tensor>; 3] =
-        [|grad| grad.narrow(0, 0, 1), |grad| grad.unsqueeze(0), |grad| grad.to_dtype(candle_core::DType::F32)];
+    let wrong: [fn(&Tensor) -> Result<Tensor>; 3] = [
+        |grad| grad.narrow(0, 0, 1),
+        |grad| grad.unsqueeze(0),
+        |grad| grad.to_dtype(candle_core::DType::F32),
+    ];
     for wrong in wrong {
         let op = Same(move |x: &Tensor, grad: &Tensor| keep(x, wrong(grad)?));
         let error = edges::backward(&apply1(&x, op).unwrap().sum_all().unwrap()).unwrap_err();

@@ -3,7 +3,9 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::functional::Step;
 use candle_dist::init::InitOptions;
-use candle_dist::{Cause, Collective, Cut, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, World};
+use candle_dist::{
+    Cause, Collective, Cut, Error, Pending, ProcessGroup, RankContext, ReduceOp, Result, World,
+};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -17,20 +19,25 @@ fn x(shape: &[usize]) -> Tensor {
 fn provoke(world: usize, culprit: usize, wrong: fn(&ProcessGroup) -> Result<()>) -> Vec<(usize, Error)> {
     let (send, errors) = mpsc::channel();
     let began = Instant::now();
-    let outcome = Ranks::new(world, "provoke").deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
-        let g = ctx.group();
-        let alone = g.subgroup(&[g.rank()])?;
-        g.all_reduce(&x(&[3]), ReduceOp::Sum)?; // a good round first
-        let error = if g.rank() == culprit { wrong(g) } else { g.all_reduce(&x(&[4, 2]), ReduceOp::Sum).map(drop) };
-        let Err(error) = error else { return Ok(()) };
-        // The world is closed: every later call on any of its groups returns the same error at once.
-        for again in [g.barrier(), alone.all_reduce(&x(&[3]), ReduceOp::Sum).map(drop)] {
-            assert_eq!(again.expect_err("the group is closed").to_string(), error.to_string());
-        }
-        assert_eq!(g.failure().expect("a failure").to_string(), error.to_string());
-        send.send((g.rank(), error)).expect("the test listens");
-        Ok(())
-    });
+    let outcome =
+        Ranks::new(world, "provoke").deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
+            let g = ctx.group();
+            let alone = g.subgroup(&[g.rank()])?;
+            g.all_reduce(&x(&[3]), ReduceOp::Sum)?; // a good round first
+            let error = if g.rank() == culprit {
+                wrong(g)
+            } else {
+                g.all_reduce(&x(&[4, 2]), ReduceOp::Sum).map(drop)
+            };
+            let Err(error) = error else { return Ok(()) };
+            // The world is closed: every later call on any of its groups returns the same error at once.
+            for again in [g.barrier(), alone.all_reduce(&x(&[3]), ReduceOp::Sum).map(drop)] {
+                assert_eq!(again.expect_err("the group is closed").to_string(), error.to_string());
+            }
+            assert_eq!(g.failure().expect("a failure").to_string(), error.to_string());
+            send.send((g.rank(), error)).expect("the test listens");
+            Ok(())
+        });
     assert!(began.elapsed() < Duration::from_secs(2), "it took {:?}", began.elapsed());
     drop(outcome);
     let mut errors: Vec<_> = errors.iter().collect();
@@ -86,7 +93,8 @@ fn a_rank_that_returns_panics_or_fails_wakes_the_others() {
             let failure = common(&provoke(world, culprit, |_| Ok(())), &others(world, culprit));
             assert_eq!(failure.cause, Cause::Returned { rank: culprit });
 
-            let failure = common(&provoke(world, culprit, |_| panic!("out of cheese")), &others(world, culprit));
+            let failure =
+                common(&provoke(world, culprit, |_| panic!("out of cheese")), &others(world, culprit));
             assert!(
                 matches!(&failure.cause, Cause::Panicked { rank, message } if *rank == culprit && message == "out of cheese")
             );
@@ -123,7 +131,7 @@ fn a_message_of_another_shape_or_dtype_fails_both_sides() {
 fn a_rank_that_stalls_times_the_others_out() {
     let (release, wait) = mpsc::channel::<()>();
     let wait = std::sync::Mutex::new(wait);
-    let world = candle_dist::World::local(3).timeout(Duration::from_millis(300));
+    let world = candle_dist::World::threads(3).timeout(Duration::from_millis(300));
     let began = Instant::now();
     let outcome = world.run(|ctx| -> Result<()> {
         if ctx.rank() == 2 {
@@ -158,7 +166,7 @@ fn a_failure_in_one_subgroup_stops_ranks_that_wait_in_another() {
 #[test]
 fn the_run_reports_the_first_rank_that_went_wrong() {
     for culprit in 0..3 {
-        let error = candle_dist::World::local(3)
+        let error = candle_dist::World::threads(3)
             .run(|ctx| -> Result<()> {
                 if ctx.rank() == culprit {
                     return Err(Error::Unsupported("this".to_string()));
@@ -211,7 +219,8 @@ fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
                 return ctx.group().recv(1, DType::F32, 0).map(drop); // which never comes
             }
             let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&x(&[1]))?;
-            let error = if waits { pending.wait().map(drop) } else { ctx.group().recv(1, DType::F32, 1).map(drop) };
+            let error =
+                if waits { pending.wait().map(drop) } else { ctx.group().recv(1, DType::F32, 1).map(drop) };
             send.send(error.unwrap_err()).unwrap();
             Ok(())
         });
@@ -222,9 +231,11 @@ fn a_rank_with_an_open_call_is_told_from_one_that_waits_for_it() {
 }
 
 /// Runs two ranks with at most 4000 unread bytes; a message here has 4000.
-fn small_mailboxes(f: impl Fn(&RankContext, &Tensor) -> Result<()> + Sync) -> Result<Vec<()>, candle_dist::WorldError> {
+fn small_mailboxes(
+    f: impl Fn(&RankContext, &Tensor) -> Result<()> + Sync,
+) -> Result<Vec<()>, candle_dist::WorldError> {
     let x = Tensor::zeros(1000, DType::F32, &Device::Cpu).unwrap();
-    World::local(2).timeout(Duration::from_secs(20)).mailbox_bytes(4000).run(|ctx| f(ctx, &x))
+    World::threads(2).timeout(Duration::from_secs(20)).mailbox_bytes(4000).run(|ctx| f(ctx, &x))
 }
 
 #[test]
@@ -290,7 +301,9 @@ fn sends_may_be_waited_for_before_the_receives_that_were_started() {
         let (g, other) = (ctx.group(), 1 - ctx.rank());
         for late in [2, 0, 1] {
             let sends = (0..3)
-                .map(|tag| g.call(Collective::Send { to: other, tag: tag }).start_all(std::slice::from_ref(x)))
+                .map(|tag| {
+                    g.call(Collective::Send { to: other, tag: tag }).start_all(std::slice::from_ref(x))
+                })
                 .collect::<Result<Vec<_>>>()?;
             let output = Tensor::ones(1000, DType::F32, &Device::Cpu)?;
             let into = g.call(Collective::Recv { from: Some(other), tag: 0 }).into(&output).start(None)?;
@@ -299,7 +312,9 @@ fn sends_may_be_waited_for_before_the_receives_that_were_started() {
                 std::thread::sleep(Duration::from_millis(700));
             }
             let receives = (1..3)
-                .map(|tag| g.call(Collective::Recv { from: Some(other), tag: tag }).of(1000, DType::F32).start(None))
+                .map(|tag| {
+                    g.call(Collective::Recv { from: Some(other), tag: tag }).of(1000, DType::F32).start(None)
+                })
                 .collect::<Result<Vec<_>>>()?;
             Pending::wait_all(sends)?;
             let received = Pending::wait_all(receives)?;
@@ -325,7 +340,7 @@ fn a_sender_to_a_full_mailbox_hears_that_its_receiver_has_returned() {
 
 #[test]
 fn a_receiver_from_any_rank_hears_that_all_have_returned() {
-    let outcome = World::local(3).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
+    let outcome = World::threads(3).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
         let (g, x) = (ctx.group(), Tensor::new(&[1f32], &Device::Cpu)?);
         match ctx.rank() {
             0 => {
@@ -349,7 +364,7 @@ fn outputs_in_memory_of_another_rank_are_one_error() {
     for started in [false, true] {
         // Rank 0's input is the memory of rank 1's result, or all have the result in the same memory.
         for alias in [0, 1] {
-            let texts = World::local(2).timeout(Duration::from_secs(20)).run(|ctx| -> Result<String> {
+            let texts = World::threads(2).timeout(Duration::from_secs(20)).run(|ctx| -> Result<String> {
                 let own = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
                 let (input, output) = match (alias, ctx.rank()) {
                     (0, 0) => (shared.narrow(0, 0, 2)?, own),
@@ -387,7 +402,7 @@ fn outputs_in_memory_of_another_rank_are_one_error() {
 fn a_group_and_a_call_have_timeouts_of_their_own() {
     let began = Instant::now();
     let causes = Mutex::new(Vec::new());
-    let outcome = World::local(3).run(|ctx| -> Result<()> {
+    let outcome = World::threads(3).run(|ctx| -> Result<()> {
         let pair = match ctx.rank() {
             0 | 1 => ctx.group().with_timeout(Duration::from_millis(50))?.subgroup(&[0, 1])?,
             _ => return ctx.group().barrier(), // without a timeout, and yet it hears of it
@@ -410,16 +425,20 @@ fn a_group_and_a_call_have_timeouts_of_their_own() {
 
 #[test]
 fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
-    World::local(4)
+    World::threads(4)
         .run(|ctx| {
             (0..5).try_for_each(|_| {
-                ctx.group().call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)
+                ctx.group()
+                    .call(Collective::Barrier)
+                    .monitored(Duration::from_secs(20))
+                    .run_all(&[])
+                    .map(drop)
             })
         })
         .unwrap();
     for missing in [vec![0], vec![3], vec![1, 2], vec![1, 2, 3]] {
         let texts = Mutex::new(Vec::new());
-        let outcome = World::local(4).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
+        let outcome = World::threads(4).timeout(Duration::from_secs(20)).run(|ctx| -> Result<()> {
             ctx.group().barrier()?;
             if missing.contains(&ctx.rank()) {
                 std::thread::sleep(Duration::from_millis(700));
@@ -447,7 +466,7 @@ fn a_monitored_barrier_lets_all_pass_or_names_all_who_are_missing() {
 fn monitored_barriers_of_two_groups_on_two_threads_do_not_meet_each_other() {
     // Two groups of the same members; the ranks come to them in opposite orders.
     let late = AtomicUsize::new(0);
-    World::local(2)
+    World::threads(2)
         .run(|ctx| -> Result<()> {
             let groups = [ctx.group().subgroup(&[0, 1])?, ctx.group().subgroup(&[0, 1])?];
             ctx.group().barrier()?;
@@ -460,8 +479,15 @@ fn monitored_barriers_of_two_groups_on_two_threads_do_not_meet_each_other() {
                             std::thread::sleep(Duration::from_millis(300));
                             late.fetch_add(1 << (8 * nth), Ordering::SeqCst);
                         }
-                        group.call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)?;
-                        assert!(late.load(Ordering::SeqCst) >> (8 * nth) & 0xff > 0, "before the other rank came");
+                        group
+                            .call(Collective::Barrier)
+                            .monitored(Duration::from_secs(20))
+                            .run_all(&[])
+                            .map(drop)?;
+                        assert!(
+                            late.load(Ordering::SeqCst) >> (8 * nth) & 0xff > 0,
+                            "before the other rank came"
+                        );
                         Ok(())
                     }
                 };
@@ -474,14 +500,18 @@ fn monitored_barriers_of_two_groups_on_two_threads_do_not_meet_each_other() {
 
 #[test]
 fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls() {
-    World::local(3)
+    World::threads(3)
         .timeout(Duration::from_millis(100))
         .run(|ctx| -> Result<()> {
             if ctx.rank() == 2 {
                 std::thread::sleep(Duration::from_millis(500));
             }
             let hasty = ctx.group().with_timeout(Duration::from_millis(50))?;
-            ctx.group().call(Collective::Barrier).monitored(Duration::from_secs(20)).run_all(&[]).map(drop)?;
+            ctx.group()
+                .call(Collective::Barrier)
+                .monitored(Duration::from_secs(20))
+                .run_all(&[])
+                .map(drop)?;
             if ctx.rank() == 0 {
                 std::thread::sleep(Duration::from_millis(500));
             }
@@ -492,7 +522,7 @@ fn a_monitored_barrier_waits_as_long_as_it_says_whatever_the_timeouts_of_calls()
 
 /// Rank 0 polls its started call while rank 1 returns. The wait then fails at once.
 fn ask_of_a_deserter<T: std::fmt::Debug>(start: fn(&ProcessGroup) -> Result<Pending<T>>) {
-    let ran = World::local(2).timeout(Duration::from_secs(60)).mailbox_bytes(12).run(|ctx| -> Result<()> {
+    let ran = World::threads(2).timeout(Duration::from_secs(60)).mailbox_bytes(12).run(|ctx| -> Result<()> {
         if ctx.rank() == 1 {
             std::thread::sleep(Duration::from_millis(50));
             return Ok(());
@@ -504,7 +534,10 @@ fn ask_of_a_deserter<T: std::fmt::Debug>(start: fn(&ProcessGroup) -> Result<Pend
             std::thread::sleep(Duration::from_millis(1));
         }
         let error = pending.wait().unwrap_err();
-        assert!(matches!(&error, Error::Group(failure) if failure.cause == Cause::Returned { rank: 1 }), "{error}");
+        assert!(
+            matches!(&error, Error::Group(failure) if failure.cause == Cause::Returned { rank: 1 }),
+            "{error}"
+        );
         assert!(began.elapsed() < Duration::from_secs(20), "the wait took {:?}", began.elapsed());
         Ok(())
     });
@@ -513,7 +546,9 @@ fn ask_of_a_deserter<T: std::fmt::Debug>(start: fn(&ProcessGroup) -> Result<Pend
 
 #[test]
 fn what_waits_for_a_rank_that_has_returned_is_ready_to_fail() {
-    ask_of_a_deserter(|group| group.call(Collective::Recv { from: Some(1), tag: 0 }).of(3, DType::F32).start(None));
+    ask_of_a_deserter(|group| {
+        group.call(Collective::Recv { from: Some(1), tag: 0 }).of(3, DType::F32).start(None)
+    });
     ask_of_a_deserter(|group| group.call(Collective::AllReduce(ReduceOp::Sum)).start(&x(&[3])));
     ask_of_a_deserter(|group| {
         drop(group.call(Collective::Send { to: 1, tag: 0 }).start_all(std::slice::from_ref(&x(&[3])))?);
@@ -523,7 +558,8 @@ fn what_waits_for_a_rank_that_has_returned_is_ready_to_fail() {
 
 #[test]
 fn a_bound_on_mailboxes_between_processes_is_refused() {
-    let world = World::processes(candle_dist::init::Backend::Auto, InitOptions::explicit("127.0.0.1:1", 0, 1));
+    let world =
+        World::processes(candle_dist::init::BackendKind::Auto, InitOptions::explicit("127.0.0.1:1", 0, 1));
     let text = world.mailbox_bytes(1).into_ranks().unwrap_err().to_string();
     assert!(text.contains("unsupported") && text.contains("mailbox_bytes"), "{text}");
 }

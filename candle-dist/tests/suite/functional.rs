@@ -46,7 +46,8 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
     let mut crossed = piece;
     crossed[other] = other_sizes.iter().sum();
     // A different count for each pair of ranks, some of them zero.
-    let routes: Vec<Vec<usize>> = sizes.iter().map(|a| other_sizes.iter().map(|b| (a * 2 + b) % 4).collect()).collect();
+    let routes: Vec<Vec<usize>> =
+        sizes.iter().map(|a| other_sizes.iter().map(|b| (a * 2 + b) % 4).collect()).collect();
     let routed = [routes[rank].iter().sum(), OTHER, OTHER];
     let row = |name, step, shape, (input, output, gradient), (forward, backward)| Pair {
         name,
@@ -63,7 +64,13 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
         row("all_reduce", Step::AllReduce(ReduceOp::Sum), whole, (Own, Invariant, Invariant), (reduce, None)),
         row("to_varying", Step::ToVarying, whole, (Invariant, Own, Own), (None, reduce)),
         row("to_invariant", Step::ToInvariant, whole, (Same, Invariant, Invariant), (None, None)),
-        row("all_gather", Step::AllGather { cut: cut(), varying: true }, piece, (Own, Own, Own), (gather, scatter)),
+        row(
+            "all_gather",
+            Step::AllGather { cut: cut(), varying: true },
+            piece,
+            (Own, Own, Own),
+            (gather, scatter),
+        ),
         row(
             "all_gather_invariant",
             Step::AllGather { cut: cut(), varying: false },
@@ -71,7 +78,13 @@ fn pairs(rank: usize, dim: usize, sizes: &[usize], other: usize, other_sizes: &[
             (Own, Invariant, Invariant),
             (gather, None),
         ),
-        row("slice", Step::Slice { cut: cut(), varying: false }, whole, (Invariant, Own, Own), (None, gather)),
+        row(
+            "slice",
+            Step::Slice { cut: cut(), varying: false },
+            whole,
+            (Invariant, Own, Own),
+            (None, gather),
+        ),
         row("slice_varying", Step::Slice { cut: cut(), varying: true }, whole, (Own, Own, Own), (None, None)),
         row("pad", Step::Pad(cut()), piece, (Own, Own, Own), (None, None)),
         row("reduce_scatter", Step::ReduceScatter(cut()), whole, (Own, Own, Own), (scatter, gather)),
@@ -132,7 +145,12 @@ fn inner(group: &ProcessGroup, a: &Tensor, b: &Tensor, state: State) -> Result<f
 }
 
 fn cuts(n: usize) -> Vec<Vec<usize>> {
-    vec![vec![2; n], (0..n).map(|r| (r * 2) % 3 + 1).collect(), (0..n).collect(), (0..n).map(|r| n - 1 - r).collect()]
+    vec![
+        vec![2; n],
+        (0..n).map(|r| (r * 2) % 3 + 1).collect(),
+        (0..n).collect(),
+        (0..n).map(|r| n - 1 - r).collect(),
+    ]
 }
 
 /// Runs `check` for every pair on worlds of 1 to 5 ranks, with even, uneven and empty pieces of every dim.
@@ -161,7 +179,12 @@ fn the_backward_step_is_the_adjoint_of_the_forward_step() {
         assert_eq!(back.dims(), x.dims(), "{}", pair.name);
         let out = inner(group, &y, &g, pair.output)?;
         let input = inner(group, &x, &back, pair.input)?;
-        assert!((out - input).abs() < 1e-11, "{} of {:?}: {out} forward, {input} backward", pair.name, pair.shape);
+        assert!(
+            (out - input).abs() < 1e-11,
+            "{} of {:?}: {out} forward, {input} backward",
+            pair.name,
+            pair.shape
+        );
         Ok(())
     });
 }
@@ -312,8 +335,9 @@ fn a_recut_sends_only_what_changes_hands() {
     on_ranks(4, "recut", |ctx| -> Result<()> {
         let (from, to) = ([8, 8, 8, 0], [6, 6, 6, 6]);
         let whole = Tensor::arange(0f64, 72., &Device::Cpu)?.reshape((3, 24))?;
-        let piece =
-            |sizes: [usize; 4]| whole.narrow(1, sizes[..ctx.rank()].iter().sum::<usize>().min(23), sizes[ctx.rank()]);
+        let piece = |sizes: [usize; 4]| {
+            whole.narrow(1, sizes[..ctx.rank()].iter().sum::<usize>().min(23), sizes[ctx.rank()])
+        };
         let recut = Step::Recut { from: Cut::new(1, &from), to: Cut::new(1, &to) };
         let (moved, counts) = comm::record(|| recut.apply(&piece(from)?, ctx.group()));
         assert_eq!(moved?.to_vec2::<f64>()?, piece(to)?.to_vec2::<f64>()?);
@@ -333,7 +357,8 @@ fn windows_send_only_rows_that_a_rank_lacks_and_pad_with_zeros() {
         };
         let padded = whole.pad_with_zeros(1, 9, 9)?;
         // Wider than the pieces of the neighbors, narrower than the piece, outside of the whole, nothing.
-        let all = [vec![-3..5, 1..1, 3..4, -9..-7], vec![0..6, 0..6, 0..6, 0..6], vec![7..9, 5..8, -1..1, 2..2]];
+        let all =
+            [vec![-3..5, 1..1, 3..4, -9..-7], vec![0..6, 0..6, 0..6, 0..6], vec![7..9, 5..8, -1..1, 2..2]];
         for windows in all {
             let step = Step::Windows { cut: Cut::new(1, &sizes), windows: windows.clone() };
             let (got, counts) = comm::record(|| step.apply(&mine, ctx.group()));

@@ -1,14 +1,16 @@
 //! The identity of a process from each launcher's variables, and the errors for inconsistent variables.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_dist::Result;
-use candle_dist::init::{InitOptions, LaunchInfo, Scope, Secret};
+use candle_dist::init::{InitOptions, LaunchInfo, Secret, SecretScope};
 
 type Vars<'a> = &'a [(&'a str, &'a str)];
 /// A name, the variables, and the parts of the error text.
 type Wrong<'a> = (&'a str, Vec<(&'a str, &'a str)>, &'a [&'a str]);
 
 fn resolve(options: &InitOptions, vars: Vars<'_>) -> Result<LaunchInfo> {
-    LaunchInfo::resolve(options, |name| vars.iter().rfind(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
+    LaunchInfo::resolve(options, |name| {
+        vars.iter().rfind(|(n, _)| *n == name).map(|(_, value)| value.to_string())
+    })
 }
 
 const TOKEN: &str = "0123456789abcdefghijkl";
@@ -31,7 +33,8 @@ const OPEN_MPI: Vars<'_> = &[
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
     ("PMIX_NAMESPACE", "957612033"),
 ];
-const HYDRA: Vars<'_> = &[("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "0"), ("MPI_LOCALNRANKS", "2")];
+const HYDRA: Vars<'_> =
+    &[("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "0"), ("MPI_LOCALNRANKS", "2")];
 const SLURM: Vars<'_> = &[
     ("SLURM_PROCID", "4"),
     ("SLURM_NTASKS", "5"),
@@ -71,7 +74,10 @@ fn the_address_is_the_masters_or_follows_from_the_job() {
     assert_eq!(address(TORCHRUN), "node0:29400");
     for vars in [OPEN_MPI, HYDRA, SLURM] {
         assert!((20_000..32_768).contains(&port(vars)));
-        assert_eq!(address(&with(vars, &[("MASTER_ADDR", "10.1.2.3"), ("MASTER_PORT", "1234")])), "10.1.2.3:1234");
+        assert_eq!(
+            address(&with(vars, &[("MASTER_ADDR", "10.1.2.3"), ("MASTER_PORT", "1234")])),
+            "10.1.2.3:1234"
+        );
     }
     assert!(address(&with(SLURM, &[("SLURM_DISTRIBUTION", "cyclic")])).starts_with("gpu07:"));
     let any_order = with(SLURM, &[("SLURM_DISTRIBUTION", "arbitrary"), ("MASTER_ADDR", "gpu11")]);
@@ -82,7 +88,12 @@ fn the_address_is_the_masters_or_follows_from_the_job() {
     // torchrun's agent itself listens at the port.
     assert_eq!(address(&with(TORCHRUN, &[("TORCHELASTIC_USE_AGENT_STORE", "True")])), "node0:29401");
     // All tasks are on one host, so no other host is involved.
-    let one = [("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2"), ("SLURM_LOCALID", "1"), ("SLURM_NTASKS_PER_NODE", "2")];
+    let one = [
+        ("SLURM_PROCID", "1"),
+        ("SLURM_NTASKS", "2"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_NTASKS_PER_NODE", "2"),
+    ];
     assert!(address(&one).starts_with("127.0.0.1:"));
 }
 
@@ -102,7 +113,11 @@ fn launchers_inside_others_count() {
 #[test]
 fn what_does_not_fit_together_is_said() {
     let cases: [Wrong<'_>; 16] = [
-        ("nothing", vec![], &["no launcher's variables are set", "RANK", "SLURM_PROCID", "InitOptions::explicit"]),
+        (
+            "nothing",
+            vec![],
+            &["no launcher's variables are set", "RANK", "SLURM_PROCID", "InitOptions::explicit"],
+        ),
         ("empty", vec![("RANK", ""), ("WORLD_SIZE", "2")], &["no launcher's variables are set"]),
         ("no number", with(TORCHRUN, &[("RANK", "three")]), &["RANK=\"three\"", "not a number"]),
         (
@@ -135,13 +150,21 @@ fn what_does_not_fit_together_is_said() {
             &["Open MPI runs the ranks on several hosts", "set MASTER_ADDR"],
         ),
         ("port", with(TORCHRUN, &[("MASTER_PORT", "99999")]), &["MASTER_PORT=\"99999\" is not a port"]),
-        ("hosts", with(SLURM, &[("SLURM_STEP_NODELIST", "gpu[")]), &["SLURM_STEP_NODELIST=\"gpu[\"", "MASTER_ADDR"]),
+        (
+            "hosts",
+            with(SLURM, &[("SLURM_STEP_NODELIST", "gpu[")]),
+            &["SLURM_STEP_NODELIST=\"gpu[\"", "MASTER_ADDR"],
+        ),
         (
             "hosts in any order",
             with(SLURM, &[("SLURM_DISTRIBUTION", "arbitrary")]),
             &["SLURM_DISTRIBUTION=arbitrary", "does not say which one rank 0 has", "set MASTER_ADDR"],
         ),
-        ("tasks", with(SLURM, &[("SLURM_NODEID", "3")]), &["SLURM_STEP_TASKS_PER_NODE", "no task count for node 3"]),
+        (
+            "tasks",
+            with(SLURM, &[("SLURM_NODEID", "3")]),
+            &["SLURM_STEP_TASKS_PER_NODE", "no task count for node 3"],
+        ),
     ];
     for (name, vars, expected) in cases {
         let text = resolve(&InitOptions::new(), &vars).unwrap_err().to_string();
@@ -185,17 +208,21 @@ fn the_secret_is_the_options_the_variables_the_launchers_or_in_a_file() {
         (&with(OPEN_MPI, &[("PMIX_NAMESPACE", "")]), "OMPI_COMM_WORLD_RANK"),
         (HYDRA, "MPI_LOCALRANKID"),
     ] {
-        assert_eq!(secret(InitOptions::new(), vars), Secret::File(Scope::Launcher(mark)));
+        assert_eq!(secret(InitOptions::new(), vars), Secret::File(SecretScope::Launcher(mark)));
     }
     // These have names for each launch.
-    let slurm =
-        [("SLURM_NTASKS", "1"), ("SLURM_PROCID", "0"), ("SLURM_NODEID", "0"), ("SLURM_STEP_TASKS_PER_NODE", "1")];
+    let slurm = [
+        ("SLURM_NTASKS", "1"),
+        ("SLURM_PROCID", "0"),
+        ("SLURM_NODEID", "0"),
+        ("SLURM_STEP_TASKS_PER_NODE", "1"),
+    ];
     let slurm = [bare(SLURM), slurm.to_vec()].concat();
     for vars in [OPEN_MPI, &slurm[..]] {
-        assert_eq!(secret(InitOptions::new(), vars), Secret::File(Scope::Job));
+        assert_eq!(secret(InitOptions::new(), vars), Secret::File(SecretScope::Job));
     }
     let step = with(&slurm, &[("SLURM_STEP_ID", "")]);
-    assert_eq!(secret(InitOptions::new(), &step), Secret::File(Scope::Launcher("SLURM_PROCID")));
+    assert_eq!(secret(InitOptions::new(), &step), Secret::File(SecretScope::Launcher("SLURM_PROCID")));
     // A key that mpirun reads from /dev/urandom, and keys that others make of the job id or the time.
     let name = "OMPI_MCA_orte_precondition_transports";
     let key = "0ee092df6cfebbd6-7bfb3036dbde975d";
@@ -203,8 +230,13 @@ fn the_secret_is_the_options_the_variables_the_launchers_or_in_a_file() {
     for vars in [OPEN_MPI.to_vec(), with(OPEN_MPI, &hosts)] {
         assert_eq!(secret(InitOptions::new(), &with(&vars, &[(name, key)])), Secret::Token(key.into()));
     }
-    for weak in ["012cc14200000000-012cc14200000000", "000000001e240000-0000000077359400", "1", "-", &key.repeat(2)] {
-        assert!(resolve(&InitOptions::new(), &with(&with(OPEN_MPI, &hosts), &[(name, weak)])).is_err(), "{weak}");
+    for weak in
+        ["012cc14200000000-012cc14200000000", "000000001e240000-0000000077359400", "1", "-", &key.repeat(2)]
+    {
+        assert!(
+            resolve(&InitOptions::new(), &with(&with(OPEN_MPI, &hosts), &[(name, weak)])).is_err(),
+            "{weak}"
+        );
     }
     // Only mpirun's own processes.
     assert!(resolve(&InitOptions::new(), &with(&bare(SLURM), &[(name, key)])).is_err());
@@ -214,7 +246,10 @@ fn the_secret_is_the_options_the_variables_the_launchers_or_in_a_file() {
 fn a_token_is_long_and_is_not_printed() {
     for short in ["", "t", "0123456789abcdefghijk"] {
         let text = resolve(&InitOptions::new().token(short), HYDRA).unwrap_err().to_string();
-        assert!(text.contains(&format!("the token has {} characters", short.len())) && text.contains("rand"), "{text}");
+        assert!(
+            text.contains(&format!("the token has {} characters", short.len())) && text.contains("rand"),
+            "{text}"
+        );
     }
     let options = InitOptions::new().token(TOKEN);
     let info = resolve(&options, HYDRA).unwrap();
@@ -229,7 +264,7 @@ fn a_job_without_a_secret_says_that_it_needs_none() {
     let (torchrun, slurm) = (bare(TORCHRUN), bare(SLURM));
     let lacking: [(InitOptions, Vars<'_>, Secret); 5] = [
         (far(), &[], Secret::Absent),
-        (near(), &[], Secret::File(Scope::Address)),
+        (near(), &[], Secret::File(SecretScope::Address)),
         (InitOptions::new(), &torchrun, Secret::Absent),
         (InitOptions::new(), &slurm, Secret::Absent),
         (InitOptions::new(), &hydra, Secret::Absent),
@@ -249,9 +284,11 @@ fn a_job_without_a_secret_says_that_it_needs_none() {
 #[test]
 fn a_loopback_address_is_no_place_to_meet_for_several_hosts() {
     for host in ["127.0.0.1", "localhost", "::1", "127.0.1.1"] {
-        let text = resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host)])).unwrap_err().to_string();
+        let text =
+            resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host)])).unwrap_err().to_string();
         assert!(text.contains("2 of 4 ranks are on this host; set MASTER_ADDR"), "{text}");
-        resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host), ("LOCAL_WORLD_SIZE", "4")])).unwrap();
+        resolve(&InitOptions::new(), &with(TORCHRUN, &[("MASTER_ADDR", host), ("LOCAL_WORLD_SIZE", "4")]))
+            .unwrap();
     }
 }
 
@@ -261,7 +298,10 @@ fn a_local_rank_has_a_gpu_of_its_own_unless_sharing_is_allowed() {
     assert_eq!(info.device_ordinal(2).unwrap(), 1);
     assert_eq!(info.device_ordinal(8).unwrap(), 1);
     let text = info.device_ordinal(1).unwrap_err().to_string();
-    assert!(text.contains("2 ranks of this host see 1 GPU") && text.contains("CANDLE_DIST_SHARE_GPUS=1"), "{text}");
+    assert!(
+        text.contains("2 ranks of this host see 1 GPU") && text.contains("CANDLE_DIST_SHARE_GPUS=1"),
+        "{text}"
+    );
     assert!(info.device_ordinal(0).unwrap_err().to_string().contains("no GPU"));
     let sharing = resolve(&InitOptions::new(), &with(TORCHRUN, &[("CANDLE_DIST_SHARE_GPUS", "1")])).unwrap();
     assert_eq!(sharing.device_ordinal(1).unwrap(), 0);
@@ -275,7 +315,9 @@ fn mpi_wants_a_launcher_of_its_own() {
     assert!(text.contains("use mpirun, or srun with") && text.contains("`srun --mpi=list` shows"), "{text}");
     assert!(check(InitOptions::new(), SLURM).is_err());
     let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")];
-    for vars in [OPEN_MPI, HYDRA, &with(SLURM, &[("PMIX_RANK", "4")]), &with(SLURM, &[("PMI_FD", "7")]), &alone] {
+    for vars in
+        [OPEN_MPI, HYDRA, &with(SLURM, &[("PMIX_RANK", "4")]), &with(SLURM, &[("PMI_FD", "7")]), &alone]
+    {
         check(InitOptions::new(), vars).unwrap();
     }
     // Scripts that pass Open MPI's rank on in torchrun's variables, and programs that set everything themselves.
@@ -286,10 +328,10 @@ fn mpi_wants_a_launcher_of_its_own() {
 #[cfg(not(feature = "nccl"))]
 #[test]
 fn an_engine_that_is_not_built_in_names_its_feature() {
-    use candle_dist::{World, init::Backend, init_process_group};
-    let error = init_process_group(Backend::Nccl, InitOptions::new()).unwrap_err();
+    use candle_dist::{World, init::BackendKind, init_process_group};
+    let error = init_process_group(BackendKind::Nccl, InitOptions::new()).unwrap_err();
     assert!(error.to_string().ends_with("build with the cargo feature nccl"), "{error}");
-    let run = World::processes(Backend::Nccl, InitOptions::explicit("127.0.0.1:1", 3, 4).token(TOKEN))
+    let run = World::processes(BackendKind::Nccl, InitOptions::explicit("127.0.0.1:1", 3, 4).token(TOKEN))
         .run(|_| Ok::<_, String>(()));
     let error = run.unwrap_err();
     assert_eq!(error.rank, 3, "the rank of this process");

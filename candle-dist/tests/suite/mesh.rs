@@ -133,7 +133,10 @@ fn a_mesh_that_one_rank_describes_differently_is_an_error_on_every_rank() {
             let texts = texts.unwrap();
             let first_line = |text: &String| text.lines().next().unwrap().to_string();
             assert!(texts.iter().all(|t| first_line(t) == first_line(&texts[0])), "{texts:#?}");
-            assert!(texts.iter().all(|t| t.contains("description differs") && t.contains("DeviceMesh(")), "{texts:#?}");
+            assert!(
+                texts.iter().all(|t| t.contains("description differs") && t.contains("DeviceMesh(")),
+                "{texts:#?}"
+            );
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Started calls that finish in another order, coalesced calls that differ, and messages with tags.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use candle_dist::{Cause, Collective, Cut, Error, Message, ReduceOp, Result};
+use candle_dist::{Cause, Collective, Cut, Error, P2pOp, ReduceOp, Result};
 use std::time::Duration;
 use test_utils::{Ranks, on_ranks};
 
@@ -11,7 +11,8 @@ fn input(rank: usize, shape: &[usize], dtype: DType) -> candle_core::Result<Tens
 }
 
 fn assert_same(got: &Tensor, want: &Tensor) {
-    let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let values =
+        |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     assert_eq!((got.dims(), got.dtype(), values(got)), (want.dims(), want.dtype(), values(want)));
 }
 
@@ -19,7 +20,8 @@ fn assert_same(got: &Tensor, want: &Tensor) {
 fn coalesced_lists_that_differ_are_a_mismatch() {
     let outcome = Ranks::new(2, "lists").run(|ctx| -> Result<()> {
         let shapes: &[usize] = if ctx.rank() == 0 { &[2, 3] } else { &[2, 4] };
-        let tensors: Vec<Tensor> = shapes.iter().map(|&n| input(0, &[n], DType::F32)).collect::<Result<_, _>>()?;
+        let tensors: Vec<Tensor> =
+            shapes.iter().map(|&n| input(0, &[n], DType::F32)).collect::<Result<_, _>>()?;
         ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).run_all(&tensors).map(drop)
     });
     assert!(outcome.unwrap_err().to_string().contains("shape differs"));
@@ -33,7 +35,10 @@ fn pending_calls_may_be_waited_for_in_any_order() {
             let x = input(r, &[n, 2], DType::F32)?;
             for reverse in [false, true] {
                 let mut open = vec![
-                    (g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?, g.all_reduce(&x, ReduceOp::Sum)?),
+                    (
+                        g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?,
+                        g.all_reduce(&x, ReduceOp::Sum)?,
+                    ),
                     (
                         g.call(Collective::all_gather(Cut::even(1, x.dims()[1], g.size()))).start(&x)?,
                         g.all_gather(&x, 1)?,
@@ -133,11 +138,19 @@ fn messages_are_told_apart_by_their_tags() {
         on_ranks(n, "tags", move |ctx| -> Result<()> {
             let (g, r) = (ctx.group(), ctx.rank());
             let (next, before) = ((r + 1) % n, (r + n - 1) % n);
-            let send = |tag: u32| -> Result<Message> {
-                Ok(Message::Send { tensor: input(r + tag as usize, &[tag as usize + 1], DType::I64)?, to: next, tag })
+            let send = |tag: u32| -> Result<P2pOp> {
+                Ok(P2pOp::Send {
+                    tensor: input(r + tag as usize, &[tag as usize + 1], DType::I64)?,
+                    to: next,
+                    tag,
+                })
             };
-            let recv =
-                |tag: u32| Message::Recv { shape: Shape::from(tag as usize + 1), dtype: DType::I64, from: before, tag };
+            let recv = |tag: u32| P2pOp::Recv {
+                shape: Shape::from(tag as usize + 1),
+                dtype: DType::I64,
+                from: before,
+                tag,
+            };
             let got = g.batch_send_recv(&[recv(2), send(0)?, recv(0), send(1)?, send(2)?, recv(1)])?;
             for (tensor, tag) in got.iter().zip([2usize, 0, 1]) {
                 assert_same(tensor, &input(before + tag, &[tag + 1], DType::I64)?);

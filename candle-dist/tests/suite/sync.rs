@@ -19,14 +19,16 @@ fn vars(rank: usize) -> Vec<(String, Var)> {
         let (dtype, shape) = (dtypes[i % dtypes.len()], shapes[i % shapes.len()]);
         let n: usize = shape.iter().product();
         let values: Vec<f32> = (0..n).map(|j| ((rank + 1) * (i + 2) + j) as f32).collect();
-        Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()).unwrap()
+        Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap())
+            .unwrap()
     };
     (0..35).map(|i| (format!("layer{i}.weight"), var(i))).collect()
 }
 
 /// Returns whether shape, dtype and every value are equal (small whole numbers, which f64 holds exactly).
 fn same(a: &Tensor, b: &Tensor) -> bool {
-    let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let values =
+        |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     (a.dims(), a.dtype()) == (b.dims(), b.dtype()) && values(a) == values(b)
 }
 
@@ -81,7 +83,9 @@ fn counted(world: usize, dtypes: &'static [DType], count: usize, bucket_bytes: u
 #[test]
 fn one_broadcast_a_bucket_and_dtype() {
     for world in WORLDS {
-        for (dtypes, count) in [(&[DType::F32][..], 10), (&[DType::F32, DType::F16, DType::I64][..], 7), (&[], 0)] {
+        for (dtypes, count) in
+            [(&[DType::F32][..], 10), (&[DType::F32, DType::F16, DType::I64][..], 7), (&[], 0)]
+        {
             for bucket_bytes in [0, 99, 100, 299, 300, 350, 1000, 250 << 20] {
                 let fit = |dtype: &DType| (bucket_bytes / (25 * dtype.size_in_bytes())).max(1);
                 let want: usize = dtypes.iter().map(|dtype| usize::div_ceil(count, fit(dtype))).sum();
@@ -92,9 +96,16 @@ fn one_broadcast_a_bucket_and_dtype() {
                     }
                     let got = counts.get(Op::Broadcast);
                     assert_eq!(got.count, want, "{dtypes:?} × {count} in buckets of {bucket_bytes}");
-                    assert_eq!(got.bytes, count * 25 * dtypes.iter().map(DType::size_in_bytes).sum::<usize>());
+                    assert_eq!(
+                        got.bytes,
+                        count * 25 * dtypes.iter().map(DType::size_in_bytes).sum::<usize>()
+                    );
                     let verified = if count == 0 { 1 } else { 2 };
-                    assert_eq!(counts.total(), want + verified, "two collectives verify, one that there is nothing");
+                    assert_eq!(
+                        counts.total(),
+                        want + verified,
+                        "two collectives verify, one that there is nothing"
+                    );
                 }
             }
         }

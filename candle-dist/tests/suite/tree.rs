@@ -1,7 +1,7 @@
 //! Nested containers of tensors: order, rebuilding, and arguments packed into one list.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
-use candle_dist::{Error, Packed, TensorTree};
+use candle_dist::{Error, PackedArgs, TensorTree};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, HashMap};
 use test_utils::on_ranks;
@@ -204,14 +204,15 @@ fn a_tensor_on_the_device_is_returned_itself() {
 #[test]
 fn packed_arguments_come_back_by_place_and_name() {
     let (args, states, none) = ((t(1), [t(2)]), HashMap::from([("h", t(4)), ("c", t(3))]), None::<Tensor>);
-    let packed = Packed::new(&args).unwrap().with("states", &states).unwrap().with("none", &none).unwrap();
+    let packed =
+        PackedArgs::new(&args).unwrap().with("states", &states).unwrap().with("none", &none).unwrap();
     let packed = packed.with("mask", &t(5)).unwrap();
     check(&packed, &[1, 2, 3, 4, 5]);
     assert_eq!(packed.keys().names().collect::<Vec<_>>(), ["states", "none", "mask"]);
     assert_eq!(packed.keys().tensor_count(), packed.as_slice().len());
 
     let (keys, tensors) = raised(&packed).into_parts();
-    let back = Packed::from_parts(keys, tensors).unwrap();
+    let back = PackedArgs::from_parts(keys, tensors).unwrap();
     assert_eq!(numbers(&back.args::<(Tensor, [Tensor; 1])>().unwrap()), [101, 102]);
     let states = back.get::<HashMap<&str, Tensor>>("states").unwrap();
     assert_eq!((numbers(&states["c"]), numbers(&states["h"])), (vec![103], vec![104]));
@@ -222,12 +223,16 @@ fn packed_arguments_come_back_by_place_and_name() {
 #[test]
 fn packed_arguments_keep_their_plain_values() {
     let args = (t(1), 0.5, vec![(t(2), "a".to_string())], batch());
-    let packed = Packed::new(&args).unwrap().with("flags", &[true, false]).unwrap().with("step", &7u64).unwrap();
+    let packed =
+        PackedArgs::new(&args).unwrap().with("flags", &[true, false]).unwrap().with("step", &7u64).unwrap();
     check(&packed, &[1, 2, 1, 2, 3]);
     let (keys, tensors) = raised(&packed).into_parts();
-    let back = Packed::from_parts(keys, tensors).unwrap();
+    let back = PackedArgs::from_parts(keys, tensors).unwrap();
     let (x, scale, named, batch): (Tensor, f64, Vec<(Tensor, String)>, Batch) = back.args().unwrap();
-    assert_eq!((numbers(&x), scale, named[0].1.as_str(), numbers(&named[0].0)), (vec![101], 0.5, "a", vec![102]));
+    assert_eq!(
+        (numbers(&x), scale, named[0].1.as_str(), numbers(&named[0].0)),
+        (vec![101], 0.5, "a", vec![102])
+    );
     assert_eq!((batch.epoch, batch.source), (9, NoTree("disk")));
     assert_eq!(back.get::<[bool; 2]>("flags").unwrap(), [true, false]);
     assert_eq!(back.get::<u64>("step").unwrap(), 7);
@@ -235,11 +240,12 @@ fn packed_arguments_keep_their_plain_values() {
 
 #[test]
 fn packing_errors_name_what_is_missing() {
-    let packed = Packed::new(&[t(1), t(2)]).unwrap().with("a", &[t(3), t(4)]).unwrap().with("b", &t(5)).unwrap();
+    let packed =
+        PackedArgs::new(&[t(1), t(2)]).unwrap().with("a", &[t(3), t(4)]).unwrap().with("b", &t(5)).unwrap();
     let (keys, tensors) = packed.clone().into_parts();
     let joined = |n: usize| {
         let list = tensors.iter().cycle().take(n).cloned().collect();
-        Packed::from_parts(keys.clone(), list).err().map_or("none".to_string(), |e| e.to_string())
+        PackedArgs::from_parts(keys.clone(), list).err().map_or("none".to_string(), |e| e.to_string())
     };
     for (given, missing) in [
         (0, "; tensor 0 of the positional arguments is missing"),
@@ -249,21 +255,22 @@ fn packing_errors_name_what_is_missing() {
         (4, "; argument \"b\" is missing"),
         (6, ""),
     ] {
-        let want = format!("Packed::from_parts: {given} tensors for arguments of 5{missing}");
+        let want = format!("PackedArgs::from_parts: {given} tensors for arguments of 5{missing}");
         assert_eq!(joined(given), want);
     }
     assert_eq!(joined(5), "none");
 
     let says = |result: candle_dist::Result<()>| result.unwrap_err().to_string();
     let (twice, unknown) = (packed.clone().with("a", &t(0)).map(drop), packed.get::<Tensor>("c").map(drop));
-    assert_eq!(says(twice), "Packed::with: argument \"a\" is given twice");
-    assert_eq!(says(unknown), "Packed::get: no argument \"c\"; the names are [\"a\", \"b\"]");
+    assert_eq!(says(twice), "PackedArgs::with: argument \"a\" is given twice");
+    assert_eq!(says(unknown), "PackedArgs::get: no argument \"c\"; the names are [\"a\", \"b\"]");
     let (shape, args) = (packed.get::<Tensor>("a").map(drop), packed.args::<()>().map(drop));
-    let want =
-        "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], requested as candle_core::tensor::Tensor";
+    let want = "Packed: argument \"a\": packed as [candle_core::tensor::Tensor; 2], requested as candle_core::tensor::Tensor";
     assert_eq!(says(shape), format!("{want}; request the packed type"));
     assert!(
-        says(args).contains("the positional arguments: packed as [candle_core::tensor::Tensor; 2], requested as ()")
+        says(args).contains(
+            "the positional arguments: packed as [candle_core::tensor::Tensor; 2], requested as ()"
+        )
     );
 }
 

@@ -100,7 +100,8 @@ fn a_call_that_is_started_shows_its_start_and_its_wait() {
         });
         let (sum, events) = made;
         sum?;
-        let parts: Vec<_> = events.iter().filter(|e| e.op == Op::AllReduce).map(|e| (e.part, e.bytes)).collect();
+        let parts: Vec<_> =
+            events.iter().filter(|e| e.op == Op::AllReduce).map(|e| (e.part, e.bytes)).collect();
         assert_eq!(parts, [(Part::Start, 24), (Part::Wait, 0)]);
         let Count { count, bytes, .. } = counts.get(Op::AllReduce);
         assert_eq!((count, bytes), (1, 24));
@@ -158,7 +159,8 @@ fn scopes_nest_and_close_in_any_order() {
         let inner = Log::start();
         let (result, counts) = comm::record(|| g.all_reduce(&x(), ReduceOp::Sum));
         result?;
-        let counts: Vec<_> = counts.iter().map(|(op, Count { count, bytes, .. })| (op, count, bytes)).collect();
+        let counts: Vec<_> =
+            counts.iter().map(|(op, Count { count, bytes, .. })| (op, count, bytes)).collect();
         assert_eq!(counts, [(Op::AllReduce, 1, 24)]);
         assert_eq!(ops(&outer.finish()), [Op::Barrier, Op::AllReduce]);
         g.all_gather(&x(), 0)?;
@@ -181,7 +183,8 @@ fn a_log_sees_its_own_thread_only_and_a_group_of_one_is_silent() {
         Ok(())
     });
     on_ranks(1, "alone", |ctx| -> Result<()> {
-        let (made, events) = Log::of(|| ctx.group().all_reduce(&x(), ReduceOp::Sum).and(ctx.group().barrier()));
+        let (made, events) =
+            Log::of(|| ctx.group().all_reduce(&x(), ReduceOp::Sum).and(ctx.group().barrier()));
         assert!(events.is_empty());
         made
     });
@@ -344,7 +347,11 @@ fn calls_are_spans_for_those_who_subscribe() {
             let (outer, text) = &told[at];
             assert!(outer == around && parts.iter().all(|part| text.contains(part)), "{told:?}");
         };
-        has(0, &[], &["communication", "op=all_reduce", "part=Whole", "ranks=[0, 1]", "bytes=24", "watching.rs"]);
+        has(
+            0,
+            &[],
+            &["communication", "op=all_reduce", "part=Whole", "ranks=[0, 1]", "bytes=24", "watching.rs"],
+        );
         has(1, &[], &["op=broadcast", " peer=1 "]);
         has(2, &[], &["part=Start"]);
         has(3, &[], &["mine"]);

@@ -20,7 +20,7 @@ use crate::error::InputError;
 
 /// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
+pub struct ChatMessage {
     /// `system`, `user` or `assistant`.
     pub role: String,
     /// The text.
@@ -31,7 +31,11 @@ pub struct Message {
     pub named: Vec<Range<usize>>,
 }
 
-impl Message {
+/// The former name of [`ChatMessage`].
+#[deprecated(since = "0.1.0", note = "renamed to ChatMessage")]
+pub type Message = ChatMessage;
+
+impl ChatMessage {
     /// Creates a message.
     pub fn new(role: &str, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into(), named: Vec::new() }
@@ -45,12 +49,12 @@ impl Message {
 /// much is an error.
 ///
 /// ```
-/// use candle_lm::chat::{ChatTemplate, Message};
+/// use candle_lm::chat::{ChatTemplate, ChatMessage};
 ///
 /// let source = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<assistant>";
 /// let template = ChatTemplate::new(source, "an example", Default::default())?;
 /// let now = jiff::civil::date(2026, 1, 31).at(12, 0, 0, 0);
-/// assert_eq!(template.render(&[Message::new("user", " Hi ")], now)?, "<user>Hi<assistant>");
+/// assert_eq!(template.render(&[ChatMessage::new("user", " Hi ")], now)?, "<user>Hi<assistant>");
 /// let endless = ChatTemplate::new("{% for i in range(999999999) %}{% endfor %}", "an example", Default::default())?;
 /// assert!(endless.render(&[], now).unwrap_err().to_string().contains("fuel"));
 /// # Ok::<(), anyhow::Error>(())
@@ -80,18 +84,24 @@ impl ChatTemplate {
     pub fn new(source: &str, origin: &str, tokens: BTreeMap<String, Option<String>>) -> Result<Self> {
         let wrong = |error| InputError(format!("the chat template of {origin}: {error}"));
         jinja::check(source).map_err(wrong)?;
-        Ok(Self { source: source.into(), origin: origin.into(), tokens, for_tools: None, variables: BTreeMap::new() })
+        Ok(Self {
+            source: source.into(),
+            origin: origin.into(),
+            tokens,
+            for_tools: None,
+            variables: BTreeMap::new(),
+        })
     }
 
     /// Sets a variable of the template, for example `enable_thinking` to `false`, or `tools` to a list of functions. The value is JSON.
     ///
     /// ```
-    /// use candle_lm::chat::{ChatTemplate, Message};
+    /// use candle_lm::chat::{ChatTemplate, ChatMessage};
     ///
     /// let source = "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{{ messages[0].content }}";
     /// let template = ChatTemplate::new(source, "an example", Default::default())?;
     /// let template = template.with_variable("tools", r#"[{"name": "clock"}]"#)?;
-    /// assert_eq!(template.render(&[Message::new("user", "Hi")], candle_lm::chat::now())?, "[clock]Hi");
+    /// assert_eq!(template.render(&[ChatMessage::new("user", "Hi")], candle_lm::chat::now())?, "[clock]Hi");
     /// assert!(template.with_variable("color", "1").unwrap_err().to_string().contains("no variable color"));
     /// # Ok::<(), anyhow::Error>(())
     /// ```
@@ -132,21 +142,24 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// If the template fails, refuses the conversation, or does more work than a template may.
-    pub fn render(&self, messages: &[Message], now: DateTime) -> Result<Script> {
+    pub fn render(&self, messages: &[ChatMessage], now: DateTime) -> Result<Script> {
         let wrong = |error| InputError(format!("the chat template of {} fails: {error}", self.origin));
-        let text = jinja::render(&self.source, &self.tokens, &self.variables, messages, true, now).map_err(wrong)?;
+        let text =
+            jinja::render(&self.source, &self.tokens, &self.variables, messages, true, now).map_err(wrong)?;
         Ok(Script { text, template: self.source.clone() })
     }
 
     /// Returns the special token that ends replies: the one that the template writes after a message of the model.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         const REPLY: &str = "a reply";
-        let messages = [Message::new("user", "a question"), Message::new("assistant", REPLY)];
+        let messages = [ChatMessage::new("user", "a question"), ChatMessage::new("assistant", REPLY)];
         let rendered =
-            jinja::render(&self.source, &self.tokens, &self.variables, &messages, false, DateTime::default()).ok()?;
+            jinja::render(&self.source, &self.tokens, &self.variables, &messages, false, DateTime::default())
+                .ok()?;
         let (_, after) = rendered.rsplit_once(REPLY)?;
         let added = tokenizer.get_added_tokens_decoder().into_iter();
-        let begins = added.filter(|(_, token)| token.special && after.trim_start().starts_with(&token.content));
+        let begins =
+            added.filter(|(_, token)| token.special && after.trim_start().starts_with(&token.content));
         begins.max_by_key(|(_, token)| token.content.len()).map(|(id, _)| id)
     }
 }

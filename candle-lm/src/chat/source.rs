@@ -58,7 +58,8 @@ pub(crate) fn in_folder(folder: &Path) -> Result<Option<ChatTemplate>> {
                 Some(one.get("template")?.as_str()?.to_owned())
             };
             for_tools = of("tool_use");
-            of("default").with_context(|| format!("{}: chat_template has no template \"default\"", origin.display()))?
+            of("default")
+                .with_context(|| format!("{}: chat_template has no template \"default\"", origin.display()))?
         }
         Some(_) => bail!("{}: chat_template is no text", origin.display()),
     };
@@ -83,7 +84,10 @@ pub(crate) fn in_metadata(metadata: &BTreeMap<String, Stored>, path: &Path) -> R
 ///
 /// # Errors
 /// If one is no token.
-pub(crate) fn tokens(metadata: &BTreeMap<String, Stored>, path: &Path) -> Result<BTreeMap<String, Option<String>>> {
+pub(crate) fn tokens(
+    metadata: &BTreeMap<String, Stored>,
+    path: &Path,
+) -> Result<BTreeMap<String, Option<String>>> {
     let texts = metadata.get("tokenizer.ggml.tokens").and_then(|tokens| tokens.to_vec().ok());
     let mut tokens = BTreeMap::new();
     for (name, key) in IDS {

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use super::fields::FieldRule::{self, Harmless, Only, Used};
 use super::fields::Plain::{True, Zero};
-use super::fields::Rule::{self, Harmless, Only, Used};
 use super::fields::{Fields, shortened};
 
 /// The experts of a model, which replace the feed-forward networks of some layers.
@@ -38,15 +38,18 @@ pub struct ExpertNames {
 }
 
 /// The names of Mixtral's files.
-pub static MIXTRAL: ExpertNames =
-    ExpertNames { router: "block_sparse_moe.gate", experts: "block_sparse_moe.experts", layers: ["w1", "w3", "w2"] };
+pub static MIXTRAL: ExpertNames = ExpertNames {
+    router: "block_sparse_moe.gate",
+    experts: "block_sparse_moe.experts",
+    layers: ["w1", "w3", "w2"],
+};
 
 /// The names of the files of Qwen's mixtures.
 pub static QWEN: ExpertNames =
     ExpertNames { router: "mlp.gate", experts: "mlp.experts", layers: ["gate_proj", "up_proj", "down_proj"] };
 
 /// The fields of routers that all mixtures have.
-pub(super) const ROUTER: [(&str, Rule); 4] = [
+pub(super) const ROUTER: [(&str, FieldRule); 4] = [
     ("num_experts_per_tok", Used),
     ("num_local_experts", Used),
     // A training then has the loss of the balance, whose factor is the other field.
@@ -54,7 +57,7 @@ pub(super) const ROUTER: [(&str, Rule); 4] = [
     ("router_aux_loss_coef", Used),
 ];
 
-pub(super) const MIXTRAL_FIELDS: [(&str, Rule); 7] = [
+pub(super) const MIXTRAL_FIELDS: [(&str, FieldRule); 7] = [
     ("norm_topk_prob", Only(True)),
     ("router_jitter_noise", Only(Zero)),
     ("sliding_window", Used),
@@ -64,7 +67,7 @@ pub(super) const MIXTRAL_FIELDS: [(&str, Rule); 7] = [
     ROUTER[3],
 ];
 
-pub(super) const QWEN_FIELDS: [(&str, Rule); 14] = [
+pub(super) const QWEN_FIELDS: [(&str, FieldRule); 14] = [
     ("attention_bias", Used),
     ("decoder_sparse_step", Used),
     ("max_window_layers", Harmless),
@@ -121,9 +124,12 @@ impl Experts {
         let step = fields.optional_size("decoder_sparse_step", super::MOST_LAYERS)?.unwrap_or(1);
         let mut sparse: Vec<bool> = (1..=layers).map(|i| i.is_multiple_of(step)).collect();
         if let Some(list) = fields.get("mlp_only_layers") {
-            let number = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|&layer| layer < layers);
-            let dense: Option<Vec<usize>> = list.as_array().and_then(|list| list.iter().map(number).collect());
-            let said = || format!("mlp_only_layers is {}; expected numbers of the {layers} layers", shortened(list));
+            let number =
+                |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|&layer| layer < layers);
+            let dense: Option<Vec<usize>> =
+                list.as_array().and_then(|list| list.iter().map(number).collect());
+            let said =
+                || format!("mlp_only_layers is {}; expected numbers of the {layers} layers", shortened(list));
             dense.with_context(said)?.into_iter().for_each(|layer| sparse[layer] = false);
         }
         let normalize = fields.switch("norm_topk_prob")?;

@@ -5,8 +5,8 @@ use candle_nn::Activation;
 use serde_json::Value;
 
 use super::experts::{self, Experts};
+use super::fields::FieldRule::{self, Only, Used};
 use super::fields::Plain::{False, One, Text, True};
-use super::fields::Rule::{self, Only, Used};
 use super::fields::{Fields, shortened};
 use super::parts::{Norms, Parts, QkNorm};
 use super::rope;
@@ -16,15 +16,15 @@ pub(super) struct Family {
     pub(super) model_type: &'static str,
     pub(super) architecture: &'static str,
     /// Fields beyond those of all families, and those that mean something else here.
-    pub(super) fields: &'static [(&'static str, Rule)],
-    pub(super) absent: Absent,
+    pub(super) fields: &'static [(&'static str, FieldRule)],
+    pub(super) absent: FamilyDefaults,
     /// Reads the parts of a model of so many layers.
     pub(super) parts: fn(&Fields, usize) -> Result<Parts>,
 }
 
 /// What absent fields mean.
 #[derive(Clone, Copy)]
-pub(super) struct Absent {
+pub(super) struct FamilyDefaults {
     pub(super) tied: bool,
     pub(super) head_dim: Option<usize>,
     pub(super) rope_theta: f64,
@@ -32,7 +32,7 @@ pub(super) struct Absent {
 
 impl Family {
     /// The rule that the family has for a field, if it is not that of all families.
-    pub(super) fn rule(&self, field: &str) -> Option<&'static Rule> {
+    pub(super) fn rule(&self, field: &str) -> Option<&'static FieldRule> {
         self.fields.iter().find(|(name, _)| *name == field).map(|(_, rule)| rule)
     }
 
@@ -51,7 +51,7 @@ impl Family {
     }
 }
 
-const PLAIN: Absent = Absent { tied: false, head_dim: None, rope_theta: 10_000.0 };
+const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0 };
 
 pub(super) static FAMILIES: [Family; 12] = [
     Family {
@@ -76,13 +76,15 @@ pub(super) static FAMILIES: [Family; 12] = [
         architecture: "Qwen2ForCausalLM",
         fields: &QWEN2,
         absent: PLAIN,
-        parts: |fields, layers| Ok(Parts { qkv_bias: true, windows: qwen(fields, layers)?, ..Parts::default() }),
+        parts: |fields, layers| {
+            Ok(Parts { qkv_bias: true, windows: qwen(fields, layers)?, ..Parts::default() })
+        },
     },
     Family {
         model_type: "qwen3",
         architecture: "Qwen3ForCausalLM",
         fields: &QWEN3,
-        absent: Absent { head_dim: Some(128), ..PLAIN },
+        absent: FamilyDefaults { head_dim: Some(128), ..PLAIN },
         parts: |fields, layers| {
             Ok(Parts { qk_norm: QkNorm::Head, windows: qwen(fields, layers)?, ..biased(fields, layers)? })
         },
@@ -91,17 +93,18 @@ pub(super) static FAMILIES: [Family; 12] = [
         model_type: "gemma2",
         architecture: "Gemma2ForCausalLM",
         fields: &GEMMA2,
-        absent: Absent { tied: true, head_dim: Some(256), ..PLAIN },
+        absent: FamilyDefaults { tied: true, head_dim: Some(256), ..PLAIN },
         parts: |fields, layers| gemma(fields, layers, 2, [Some(50.0), Some(30.0)]),
     },
     Family {
         model_type: "gemma3_text",
         architecture: "Gemma3ForCausalLM",
         fields: &GEMMA3,
-        absent: Absent { tied: true, head_dim: Some(256), rope_theta: 1_000_000.0 },
+        absent: FamilyDefaults { tied: true, head_dim: Some(256), rope_theta: 1_000_000.0 },
         parts: |fields, layers| {
             let pattern = ["sliding_window_pattern", "_sliding_window_pattern"];
-            let pattern = pattern.iter().find_map(|name| fields.optional_size(name, layers.max(64)).transpose());
+            let pattern =
+                pattern.iter().find_map(|name| fields.optional_size(name, layers.max(64)).transpose());
             let parts = gemma(fields, layers, pattern.transpose()?.unwrap_or(6), [None; 2])?;
             let theta = fields.optional_positive("rope_local_base_freq")?.unwrap_or(10_000.0);
             let local = rope::read_local(fields, theta)?.unwrap_or((theta, None));
@@ -130,13 +133,13 @@ pub(super) static FAMILIES: [Family; 12] = [
         fields: &[
             ("attention_bias", Used),
             ("layer_types", Used),
-            ("max_window_layers", Rule::Harmless),
+            ("max_window_layers", FieldRule::Harmless),
             ("mlp_bias", Used),
             ("no_rope_layer_interval", Used),
             ("no_rope_layers", Used),
             ("use_sliding_window", Only(False)),
         ],
-        absent: Absent { tied: true, rope_theta: 2_000_000.0, ..PLAIN },
+        absent: FamilyDefaults { tied: true, rope_theta: 2_000_000.0, ..PLAIN },
         parts: |fields, layers| {
             full(fields)?;
             let interval = fields.optional_size("no_rope_layer_interval", 4096)?.unwrap_or(4);
@@ -145,9 +148,12 @@ pub(super) static FAMILIES: [Family; 12] = [
                 // 1 is for layers that have rotary positions.
                 Some(list) => {
                     let one = |value: &Value| value.as_u64().filter(|&n| n < 2).map(|n| n == 1);
-                    let read: Option<Vec<bool>> = list.as_array().and_then(|list| list.iter().map(one).collect());
+                    let read: Option<Vec<bool>> =
+                        list.as_array().and_then(|list| list.iter().map(one).collect());
                     let read = read.filter(|read| read.len() == layers);
-                    read.with_context(|| format!("no_rope_layers is {}; want {layers} of 0 or 1", shortened(list)))?
+                    read.with_context(|| {
+                        format!("no_rope_layers is {}; want {layers} of 0 or 1", shortened(list))
+                    })?
                 }
             };
             Ok(Parts { rotary, ..biased(fields, layers)? })
@@ -158,16 +164,22 @@ pub(super) static FAMILIES: [Family; 12] = [
         architecture: "Olmo2ForCausalLM",
         fields: &[("attention_bias", Used)],
         absent: PLAIN,
-        parts: |fields, layers| Ok(Parts { norms: Norms::After, qk_norm: QkNorm::All, ..biased(fields, layers)? }),
+        parts: |fields, layers| {
+            Ok(Parts { norms: Norms::After, qk_norm: QkNorm::All, ..biased(fields, layers)? })
+        },
     },
     Family {
         model_type: "mixtral",
         architecture: "MixtralForCausalLM",
         fields: &experts::MIXTRAL_FIELDS,
-        absent: Absent { rope_theta: 1_000_000.0, ..PLAIN },
+        absent: FamilyDefaults { rope_theta: 1_000_000.0, ..PLAIN },
         parts: |fields, layers| {
             let window = fields.window("sliding_window", None)?;
-            Ok(Parts { windows: vec![window; layers], experts: Some(Experts::mixtral(fields)?), ..Parts::default() })
+            Ok(Parts {
+                windows: vec![window; layers],
+                experts: Some(Experts::mixtral(fields)?),
+                ..Parts::default()
+            })
         },
     },
     Family {
@@ -179,7 +191,12 @@ pub(super) static FAMILIES: [Family; 12] = [
             let uses = fields.switch("use_sliding_window")?;
             let window = if uses { fields.window("sliding_window", Some(4096))? } else { None };
             let experts = Some(Experts::qwen(fields, layers)?);
-            Ok(Parts { qk_norm: QkNorm::Head, windows: vec![window; layers], experts, ..biased(fields, layers)? })
+            Ok(Parts {
+                qk_norm: QkNorm::Head,
+                windows: vec![window; layers],
+                experts,
+                ..biased(fields, layers)?
+            })
         },
     },
     Family {
@@ -207,12 +224,12 @@ pub(super) static FAMILIES: [Family; 12] = [
     },
 ];
 
-const QWEN2: [(&str, Rule); 7] = qwen_fields(Only(True), Only(False));
+const QWEN2: [(&str, FieldRule); 7] = qwen_fields(Only(True), Only(False));
 
-const QWEN3: [(&str, Rule); 7] = qwen_fields(Used, Only(True));
+const QWEN3: [(&str, FieldRule); 7] = qwen_fields(Used, Only(True));
 
 /// The fields of Qwen's models. Qwen 2 always has biases of queries, keys and values, and Qwen 3 norms of queries and keys.
-const fn qwen_fields(biases: Rule, norms: Rule) -> [(&'static str, Rule); 7] {
+const fn qwen_fields(biases: FieldRule, norms: FieldRule) -> [(&'static str, FieldRule); 7] {
     [
         ("attention_bias", biases),
         ("layer_types", Used),
@@ -224,27 +241,27 @@ const fn qwen_fields(biases: Rule, norms: Rule) -> [(&'static str, Rule); 7] {
     ]
 }
 
-const GEMMA2: [(&str, Rule); 10] = [
+const GEMMA2: [(&str, FieldRule); 10] = [
     ("attention_bias", Only(False)),
     ("attn_logit_softcapping", Used),
-    ("cache_implementation", Rule::Harmless),
+    ("cache_implementation", FieldRule::Harmless),
     ("final_logit_softcapping", Used),
-    ("hidden_act", Rule::Harmless),
+    ("hidden_act", FieldRule::Harmless),
     ("hidden_activation", Only(Text("gelu_pytorch_tanh"))),
     ("layer_types", Used),
     ("query_pre_attn_scalar", Used),
     ("sliding_window", Used),
     // The same number as sliding_window.
-    ("sliding_window_size", Rule::Harmless),
+    ("sliding_window_size", FieldRule::Harmless),
 ];
 
-const GEMMA3: [(&str, Rule); 12] = [
+const GEMMA3: [(&str, FieldRule); 12] = [
     ("_sliding_window_pattern", Used),
     ("attention_bias", Only(False)),
     ("attn_logit_softcapping", Used),
-    ("cache_implementation", Rule::Harmless),
+    ("cache_implementation", FieldRule::Harmless),
     ("final_logit_softcapping", Used),
-    ("hidden_act", Rule::Harmless),
+    ("hidden_act", FieldRule::Harmless),
     ("hidden_activation", Only(Text("gelu_pytorch_tanh"))),
     ("layer_types", Used),
     ("query_pre_attn_scalar", Used),
@@ -256,7 +273,12 @@ const GEMMA3: [(&str, Rule); 12] = [
 /// Biases as the fields say.
 fn biased(fields: &Fields, _: usize) -> Result<Parts> {
     let attention = fields.switch("attention_bias")?;
-    Ok(Parts { qkv_bias: attention, output_bias: attention, mlp_bias: fields.switch("mlp_bias")?, ..Parts::default() })
+    Ok(Parts {
+        qkv_bias: attention,
+        output_bias: attention,
+        mlp_bias: fields.switch("mlp_bias")?,
+        ..Parts::default()
+    })
 }
 
 /// Refuses layers that do not see all tokens.

@@ -7,11 +7,11 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::families::{FAMILIES, Family};
-use super::unknown::{Unknown, is_full_attention};
+use super::unknown::{UnknownFields, is_full_attention};
 
 /// What is done about a field.
 #[derive(Clone, Copy)]
-pub(super) enum Rule {
+pub(super) enum FieldRule {
     /// It is read.
     Used,
     /// It changes nothing that is computed here.
@@ -32,9 +32,9 @@ pub(super) enum Plain {
 }
 
 /// The fields that all families have.
-static COMMON: &[(&str, Rule)] = {
+static COMMON: &[(&str, FieldRule)] = {
+    use FieldRule::{Harmless, Only, Used};
     use Plain::{False, Null, One, Text, True};
-    use Rule::{Harmless, Only, Used};
     &[
         ("architectures", Used),
         ("bos_token_id", Used),
@@ -150,31 +150,42 @@ impl Fields {
     ///
     /// # Errors
     /// If it does; all such fields and their values are named.
-    pub(super) fn new(fields: Map<String, Value>, mut unknown: Unknown<'_>, ignored: &[String]) -> Result<Self> {
+    pub(super) fn new(
+        fields: Map<String, Value>,
+        mut unknown: UnknownFields<'_>,
+        ignored: &[String],
+    ) -> Result<Self> {
         let known = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
         let Some(model_type) = fields.get("model_type") else {
             bail!("there is no model_type, which says what is computed; supported: {}", known());
         };
         let family = FAMILIES.iter().find(|family| model_type == family.model_type);
-        let family =
-            family.with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;
+        let family = family
+            .with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;
         if let Some(architectures) = fields.get("architectures").filter(|said| !said.is_null()) {
-            let is_known =
-                architectures.as_array().is_some_and(|list| list.iter().all(|name| name == family.architecture));
-            ensure!(is_known, "architectures {architectures} is not supported; supported: [{:?}]", family.architecture);
+            let is_known = architectures
+                .as_array()
+                .is_some_and(|list| list.iter().all(|name| name == family.architecture));
+            ensure!(
+                is_known,
+                "architectures {architectures} is not supported; supported: [{:?}]",
+                family.architecture
+            );
         }
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
             match family.fields.iter().chain(COMMON).find(|(known, _)| known == name) {
-                Some((_, Rule::Used | Rule::Harmless)) => {}
-                Some((_, Rule::Only(only))) if only.is(value) => {}
-                Some((_, Rule::Only(only))) => {
+                Some((_, FieldRule::Used | FieldRule::Harmless)) => {}
+                Some((_, FieldRule::Only(only))) if only.is(value) => {}
+                Some((_, FieldRule::Only(only))) => {
                     let name = unknown.name_of(name);
-                    unknown.refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
+                    unknown
+                        .refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
                 }
                 // Where a family has a switch, another one may always do what it switches.
                 None if FAMILIES.iter().any(|other| other.has(name)) && !is_full_attention(value) => {
                     let name = unknown.name_of(name);
-                    unknown.refuse(&name, format!("{name} ({}) is a field of other families", shortened(value)));
+                    unknown
+                        .refuse(&name, format!("{name} ({}) is a field of other families", shortened(value)));
                 }
                 None => unknown.judge(&unknown.name_of(name), value),
             }
@@ -225,7 +236,9 @@ impl Fields {
     pub(super) fn factor(&self, name: &str) -> Result<Option<f64>> {
         let read = |value: &Value| {
             let number = value.as_f64().filter(|number| number.is_finite() && *number >= 0.0);
-            number.with_context(|| format!("{name} is {}; expected a number that is not negative", shortened(value)))
+            number.with_context(|| {
+                format!("{name} is {}; expected a number that is not negative", shortened(value))
+            })
         };
         self.get(name).map(read).transpose()
     }
@@ -237,7 +250,7 @@ impl Fields {
 
     /// Returns whether only a share of each head may be turned.
     pub(super) fn turns_a_share(&self) -> bool {
-        matches!(self.family.rule("partial_rotary_factor"), Some(Rule::Used))
+        matches!(self.family.rule("partial_rotary_factor"), Some(FieldRule::Used))
     }
 
     /// A whole number from 1 to `most`, if it is there.
@@ -245,7 +258,9 @@ impl Fields {
         let size = |value: &Value| {
             let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
             let size = size.filter(|size| (1..=most).contains(size));
-            size.with_context(|| format!("{name} is {}; expected a whole number from 1 to {most}", shortened(value)))
+            size.with_context(|| {
+                format!("{name} is {}; expected a whole number from 1 to {most}", shortened(value))
+            })
         };
         self.get(name).map(size).transpose()
     }
@@ -267,8 +282,9 @@ impl Fields {
 
     /// A switch, or `absent` without the field.
     pub(super) fn switch_or(&self, name: &str, absent: bool) -> Result<bool> {
-        let switch =
-            |value: &Value| value.as_bool().with_context(|| format!("{name} is {value}; expected true or false"));
+        let switch = |value: &Value| {
+            value.as_bool().with_context(|| format!("{name} is {value}; expected true or false"))
+        };
         self.get(name).map_or(Ok(absent), switch)
     }
 }

@@ -60,7 +60,11 @@ impl GenerationConfig {
 
     fn parse(text: &str) -> Result<Self> {
         let fields: Map<String, Value> = serde_json::from_str(text)?;
-        let ends = fields.get("eos_token_id").map(|value| TokenIds::read("eos_token_id", value)).transpose()?.flatten();
+        let ends = fields
+            .get("eos_token_id")
+            .map(|value| TokenIds::read("eos_token_id", value))
+            .transpose()?
+            .flatten();
         let samples = fields.get("do_sample").is_some_and(|value| value == true);
         let asks = |(name, value): &(&String, &Value)| {
             let name = name.as_str();
@@ -86,7 +90,8 @@ fn is_neutral(name: &str, value: &Value) -> bool {
         _ => {
             let factors = ["repetition_penalty", "encoder_repetition_penalty", "length_penalty", "num_beams"];
             let factors =
-                [&factors[..], &["num_beam_groups", "num_return_sequences", "guidance_scale", "typical_p"]].concat();
+                [&factors[..], &["num_beam_groups", "num_return_sequences", "guidance_scale", "typical_p"]]
+                    .concat();
             value.as_f64() == Some(if factors.contains(&name) { 1.0 } else { 0.0 })
         }
     }
@@ -101,9 +106,13 @@ mod tests {
     fn ends_are_one_or_several_and_what_is_not_done_is_said() {
         let read = |text: &str| GenerationConfig::parse(text).unwrap();
         assert_eq!(read("{}"), GenerationConfig::default());
-        assert_eq!(read(r#"{"eos_token_id": 7, "top_k": 50, "num_beams": 1, "suppress_tokens": null}"#).ends, [7]);
-        let asks =
-            read(r#"{"eos_token_id": [7, 8], "repetition_penalty": 1.1, "min_length": 0, "length_penalty": 1.0}"#);
+        assert_eq!(
+            read(r#"{"eos_token_id": 7, "top_k": 50, "num_beams": 1, "suppress_tokens": null}"#).ends,
+            [7]
+        );
+        let asks = read(
+            r#"{"eos_token_id": [7, 8], "repetition_penalty": 1.1, "min_length": 0, "length_penalty": 1.0}"#,
+        );
         assert_eq!(asks.ends, [7, 8]);
         assert!(asks.unmet.len() == 1 && asks.unmet[0].contains("repetition_penalty 1.1"), "{asks:?}");
         let samples = read(

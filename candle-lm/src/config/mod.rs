@@ -24,7 +24,7 @@ use fields::Fields;
 pub use generation::GenerationConfig;
 use parts::Parts;
 pub use scaling::RopeScaling;
-use unknown::Unknown;
+use unknown::UnknownFields;
 
 /// The largest size, and the most layers: whatever the file says, what follows from it is work of bounded length.
 const MOST: usize = 1 << 30;
@@ -102,8 +102,12 @@ impl TokenIds {
             Value::Array(ids) => ids.iter().map(one).collect::<Option<_>>().map(Self::Many),
             _ => one(value).map(Self::One),
         };
-        let said =
-            || format!("{name} is {}; expected the number of a token, or a list of them", fields::shortened(value));
+        let said = || {
+            format!(
+                "{name} is {}; expected the number of a token, or a list of them",
+                fields::shortened(value)
+            )
+        };
         ids.map(Some).with_context(said)
     }
 
@@ -150,14 +154,18 @@ impl Config {
     /// # Errors
     /// Those of [`parse`](Self::parse).
     pub fn from_fields(fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
-        Self::with_unknown(Unknown::of(&str::to_owned), fields, ignored)
+        Self::with_unknown(UnknownFields::of(&str::to_owned), fields, ignored)
     }
 
     /// Like [`from_fields`](Self::from_fields), for a file whose other fields `unknown` has judged.
     ///
     /// # Errors
     /// Those of [`parse`](Self::parse).
-    pub(super) fn with_unknown(unknown: Unknown<'_>, fields: Map<String, Value>, ignored: &[String]) -> Result<Self> {
+    pub(super) fn with_unknown(
+        unknown: UnknownFields<'_>,
+        fields: Map<String, Value>,
+        ignored: &[String],
+    ) -> Result<Self> {
         let (fields, has_images) = wrapper::unwrapped(fields)?;
         let mut fields = Fields::new(fields, unknown, ignored)?;
         let ((rope_theta, rope_scaling), note) = rope::read(&fields)?;
@@ -181,7 +189,10 @@ impl Config {
             tie_word_embeddings: fields.switch_or("tie_word_embeddings", absent.tied)?,
             bos_token_id: ids("bos_token_id")?.and_then(|ids| ids.ids().first().copied()),
             eos_token_id: ids("eos_token_id")?,
-            parts: Parts { rotary_share: rope::share(&fields)?, ..(fields.family.parts)(&fields, num_hidden_layers)? },
+            parts: Parts {
+                rotary_share: rope::share(&fields)?,
+                ..(fields.family.parts)(&fields, num_hidden_layers)?
+            },
             quantization: quantization(fields.get("quantization_config"))?,
             has_images,
             family: fields.family.model_type,

@@ -7,14 +7,14 @@ use super::fields::{Fields, positive, shortened};
 use super::scaling::RopeScaling;
 
 /// The base of the wavelengths, and how they are stretched.
-pub(super) type Rope = (f64, Option<RopeScaling>);
+pub(super) type RopeSettings = (f64, Option<RopeScaling>);
 
 /// A kind, the fields that it must have, and those that it may have.
-type Kind = (&'static str, &'static [&'static str], &'static [&'static str]);
+type RopeKind = (&'static str, &'static [&'static str], &'static [&'static str]);
 
 const LEARNED: &str = "original_max_position_embeddings";
 
-const KINDS: [Kind; 7] = [
+const KINDS: [RopeKind; 7] = [
     ("default", &[], &[]),
     ("linear", &["factor"], &[]),
     ("llama3", &["factor", "low_freq_factor", "high_freq_factor"], &[LEARNED]),
@@ -22,7 +22,16 @@ const KINDS: [Kind; 7] = [
     (
         "yarn",
         &[],
-        &["factor", LEARNED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"],
+        &[
+            "factor",
+            LEARNED,
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ],
     ),
     ("longrope", LISTS, &["factor", LEARNED, "attention_factor"]),
     // Older names of the same.
@@ -41,17 +50,19 @@ const SLIDING: &str = "sliding_attention";
 ///
 /// # Errors
 /// If they say two things, or something that is not known; the field is named.
-pub(super) fn read(fields: &Fields) -> Result<(Rope, Option<String>)> {
+pub(super) fn read(fields: &Fields) -> Result<(RopeSettings, Option<String>)> {
     let forms = forms(fields, "full_attention")?;
-    let inside = forms.iter().filter_map(|(name, form)| Some((format!("{name}.rope_theta"), form.get("rope_theta")?)));
+    let inside =
+        forms.iter().filter_map(|(name, form)| Some((format!("{name}.rope_theta"), form.get("rope_theta")?)));
     let outside = fields.get("rope_theta").map(|theta| ("rope_theta".to_owned(), theta));
     let bases: Vec<(String, f64)> = inside
         .chain(outside)
         .map(|(name, theta)| Ok((name.clone(), positive(&name, theta)?)))
         .collect::<Result<_>>()?;
     let absent = fields.family.absent.rope_theta;
-    let note =
-        bases.is_empty().then(|| format!("there is no rope_theta: it is {absent}, as without it in transformers"));
+    let note = bases
+        .is_empty()
+        .then(|| format!("there is no rope_theta: it is {absent}, as without it in transformers"));
     let (first, base) = bases.first().map_or(("", absent), |(name, base)| (name.as_str(), *base));
     if let Some((other, unlike)) = bases.iter().find(|(_, theta)| *theta != base) {
         bail!("{first} is {base} and {other} is {unlike}; leave the right one");
@@ -70,11 +81,16 @@ pub(super) fn read(fields: &Fields) -> Result<(Rope, Option<String>)> {
 ///
 /// # Errors
 /// Those of [`read`].
-pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<Rope>> {
-    let Some(sliding) = fields.get("rope_parameters").and_then(|rope| rope.get(SLIDING)) else { return Ok(None) };
+pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<RopeSettings>> {
+    let Some(sliding) = fields.get("rope_parameters").and_then(|rope| rope.get(SLIDING)) else {
+        return Ok(None);
+    };
     let name = format!("rope_parameters.{SLIDING}");
-    let form = sliding.as_object().with_context(|| format!("{name} is {}; expected an object", shortened(sliding)))?;
-    let theta = form.get("rope_theta").map(|theta| positive(&format!("{name}.rope_theta"), theta)).transpose()?;
+    let form = sliding
+        .as_object()
+        .with_context(|| format!("{name} is {}; expected an object", shortened(sliding)))?;
+    let theta =
+        form.get("rope_theta").map(|theta| positive(&format!("{name}.rope_theta"), theta)).transpose()?;
     Ok(Some((theta.unwrap_or(absent), scaling(fields, form).with_context(|| name)?)))
 }
 
@@ -91,7 +107,8 @@ pub(super) fn share(fields: &Fields) -> Result<f64> {
         bail!("{name} is {first} and {unlike}; leave the right one");
     }
     let share = first.as_f64().filter(|&share| share > 0.0 && share <= 1.0);
-    let share = share.with_context(|| format!("{name} is {}; expected more than 0 and at most 1", shortened(first)))?;
+    let share = share
+        .with_context(|| format!("{name} is {}; expected more than 0 and at most 1", shortened(first)))?;
     ensure!(
         share == 1.0 || fields.turns_a_share(),
         "{name} is {share}, and only 1 is supported for model_type {:?}",
@@ -102,7 +119,8 @@ pub(super) fn share(fields: &Fields) -> Result<f64> {
 
 /// The objects that describe rotary positions; where there are two kinds of layers, those of `layers`.
 fn forms<'a>(fields: &'a Fields, layers: &str) -> Result<Vec<(&'static str, &'a Map<String, Value>)>> {
-    let found = ["rope_parameters", "rope_scaling"].into_iter().filter_map(|name| Some((name, fields.get(name)?)));
+    let found =
+        ["rope_parameters", "rope_scaling"].into_iter().filter_map(|name| Some((name, fields.get(name)?)));
     found
         .map(|(name, value)| (name, value.get(layers).filter(|_| fields.has_local_rope()).unwrap_or(value)))
         .map(|(name, value)| {
@@ -120,11 +138,13 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
     }
     let default = Value::from("default");
     let kind = kinds.first().copied().unwrap_or(&default);
-    let rule = KINDS.iter().find(|(name, ..)| kind == name).filter(|(name, ..)| fields.family.scales_by(name));
+    let rule =
+        KINDS.iter().find(|(name, ..)| kind == name).filter(|(name, ..)| fields.family.scales_by(name));
     let known: Vec<&str> =
         KINDS.map(|(name, ..)| name).into_iter().filter(|name| fields.family.scales_by(name)).collect();
-    let (kind, own, optional) = rule
-        .with_context(|| format!("rope_type {} is not supported; supported: {}", shortened(kind), known.join(", ")))?;
+    let (kind, own, optional) = rule.with_context(|| {
+        format!("rope_type {} is not supported; supported: {}", shortened(kind), known.join(", "))
+    })?;
     for (name, value) in form.iter().filter(|(_, value)| !value.is_null()) {
         ensure!(
             own.iter().chain(*optional).chain(&COMMON).any(|known| known == name),
@@ -132,17 +152,17 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
             shortened(value)
         );
     }
-    Form { fields, form, kind }.scaling()
+    RopeFields { fields, form, kind }.scaling()
 }
 
 /// The fields of one kind.
-struct Form<'a> {
+struct RopeFields<'a> {
     fields: &'a Fields,
     form: &'a Map<String, Value>,
     kind: &'static str,
 }
 
-impl Form<'_> {
+impl RopeFields<'_> {
     fn get(&self, name: &str) -> Option<&Value> {
         self.form.get(name).filter(|value| !value.is_null())
     }
@@ -152,7 +172,8 @@ impl Form<'_> {
     }
 
     fn number(&self, name: &str) -> Result<f64> {
-        self.optional(name)?.with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))
+        self.optional(name)?
+            .with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))
     }
 
     /// The learned context: Phi-3 has it outside, others may leave it out.
@@ -177,9 +198,11 @@ impl Form<'_> {
     }
 
     fn list(&self, name: &str) -> Result<Vec<f64>> {
-        let list =
-            self.get(name).with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))?;
-        let numbers = list.as_array().with_context(|| format!("{name} is {}; expected a list", shortened(list)))?;
+        let list = self
+            .get(name)
+            .with_context(|| format!("there is no {name}, which rope_type {:?} has", self.kind))?;
+        let numbers =
+            list.as_array().with_context(|| format!("{name} is {}; expected a list", shortened(list)))?;
         numbers.iter().map(|value| positive(name, value)).collect()
     }
 
@@ -195,7 +218,12 @@ impl Form<'_> {
                     "low_freq_factor {low_freq_factor} is not less than high_freq_factor {high_freq_factor}"
                 );
                 let original_max_position_embeddings = self.learned()?;
-                RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }
+                RopeScaling::Llama3 {
+                    factor,
+                    low_freq_factor,
+                    high_freq_factor,
+                    original_max_position_embeddings,
+                }
             }
             "dynamic" => RopeScaling::Dynamic {
                 factor: self.number("factor")?,
@@ -210,12 +238,15 @@ impl Form<'_> {
     fn yarn(&self) -> Result<RopeScaling> {
         let factor = self.factor()?;
         let scale = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
-        let attention_factor =
-            match (self.optional("attention_factor")?, self.optional("mscale")?, self.optional("mscale_all_dim")?) {
-                (Some(factor), ..) => factor,
-                (None, Some(one), Some(all)) => scale(one) / scale(all),
-                _ => scale(1.0),
-            };
+        let attention_factor = match (
+            self.optional("attention_factor")?,
+            self.optional("mscale")?,
+            self.optional("mscale_all_dim")?,
+        ) {
+            (Some(factor), ..) => factor,
+            (None, Some(one), Some(all)) => scale(one) / scale(all),
+            _ => scale(1.0),
+        };
         let truncate = self.get("truncate").map_or(Some(true), Value::as_bool);
         let (beta_fast, beta_slow) =
             (self.optional("beta_fast")?.unwrap_or(32.0), self.optional("beta_slow")?.unwrap_or(1.0));
@@ -235,9 +266,10 @@ impl Form<'_> {
         Ok(RopeScaling::Longrope {
             short_factor: self.list("short_factor")?,
             long_factor: self.list("long_factor")?,
-            attention_factor: self
-                .optional("attention_factor")?
-                .map_or_else(|| Ok::<_, anyhow::Error>(RopeScaling::longrope_attention(self.factor()?, learned)), Ok)?,
+            attention_factor: self.optional("attention_factor")?.map_or_else(
+                || Ok::<_, anyhow::Error>(RopeScaling::longrope_attention(self.factor()?, learned)),
+                Ok,
+            )?,
             original_max_position_embeddings: learned,
         })
     }

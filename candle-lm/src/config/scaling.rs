@@ -82,7 +82,12 @@ impl RopeScaling {
             _ => vec![],
         };
         for (name, list) in lists {
-            ensure!(list.len() == width / 2, "{name} has {} factors for {} pairs of a head", list.len(), width / 2);
+            ensure!(
+                list.len() == width / 2,
+                "{name} has {} factors for {} pairs of a head",
+                list.len(),
+                width / 2
+            );
         }
         let needs_more = matches!(self, Self::Dynamic { .. }) && width < 4;
         ensure!(!needs_more, "rope_type \"dynamic\" needs more than {width} elements of a head");

@@ -12,7 +12,8 @@ type Tensor = (String, Vec<usize>);
 /// What layers call the router and the stacked weights of experts, within a layer.
 pub(crate) const ROUTER: &str = "mlp.router";
 /// Gate, up and down.
-pub(crate) const EXPERTS: [&str; 3] = ["mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"];
+pub(crate) const EXPERTS: [&str; 3] =
+    ["mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"];
 
 impl Config {
     /// The name and shape of every tensor of the model, as layers build them.
@@ -57,7 +58,10 @@ impl Config {
             let shapes = [[*inner, hidden], [*inner, hidden], [hidden, *inner]];
             let name = |name: &str| format!("model.layers.{layer}.{name}");
             tensors.extend(
-                EXPERTS.iter().zip(shapes).map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
+                EXPERTS
+                    .iter()
+                    .zip(shapes)
+                    .map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
             );
         }
         tensors.extend(norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden])));
@@ -80,7 +84,8 @@ impl Config {
         let of_layer = |layer: usize| {
             let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
             let attention = [("q", query), ("k", key_value), ("v", key_value)];
-            let attention = attention.map(|(part, heads)| (name(&format!("self_attn.{part}_proj")), heads * dim));
+            let attention =
+                attention.map(|(part, heads)| (name(&format!("self_attn.{part}_proj")), heads * dim));
             let gate = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), self.intermediate_size));
             [(name("self_attn.qkv_proj"), attention.to_vec()), (name("mlp.gate_up_proj"), gate.to_vec())]
         };
@@ -92,8 +97,9 @@ impl Config {
         let (layer, module) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let Experts { count, names, .. } = self.parts.experts(layer.parse().ok()?)?;
         let part = EXPERTS.iter().position(|part| *part == module)?;
-        let of =
-            |expert: usize| format!("model.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part]);
+        let of = |expert: usize| {
+            format!("model.layers.{layer}.{}.{expert}.{}.weight", names.experts, names.layers[part])
+        };
         Some((0..*count).map(of).collect())
     }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::fields::shortened;
 
 /// What is found of the fields of a file that are not known.
-pub(crate) struct Unknown<'a> {
+pub(crate) struct UnknownFields<'a> {
     /// What the file calls a field of a `config.json`.
     name_of: &'a dyn Fn(&str) -> String,
     /// A field by its name in the file, and why it is refused.
@@ -44,7 +44,7 @@ const FULL: &str = "full_attention";
 /// Words in the names of switches that may be on without the field.
 const ON: [&str; 8] = ["causal", "embed", "mask", "norm", "position", "rope", "rotary", "scal"];
 
-impl<'a> Unknown<'a> {
+impl<'a> UnknownFields<'a> {
     /// Creates what is found of a file that calls the fields of a `config.json` as `name_of` says.
     pub(crate) fn of(name_of: &'a dyn Fn(&str) -> String) -> Self {
         Self { name_of, refused: Vec::new(), notes: Vec::new() }
@@ -62,7 +62,9 @@ impl<'a> Unknown<'a> {
             self.notes.push(format!("{name} {value} is for training, and nothing here drops out"));
         } else if rate.is_none() && !name.starts_with(MARKER) {
             match is_off(name, value) {
-                true => self.notes.push(format!("{name} {} is not known, and changes nothing", shortened(value))),
+                true => {
+                    self.notes.push(format!("{name} {} is not known, and changes nothing", shortened(value)))
+                }
                 false => self.refuse(name, format!("{name} ({}) is not known", shortened(value))),
             }
         }
@@ -81,7 +83,8 @@ impl<'a> Unknown<'a> {
         let is_refused = |name: &&String| self.refused.iter().any(|(refused, _)| refused == *name);
         let idle: Vec<&str> = ignored.iter().filter(|name| !is_refused(name)).map(String::as_str).collect();
         ensure!(idle.is_empty(), "--ignore-field {}: nothing refuses it, leave it out", idle.join(", "));
-        let (given, rest): (Vec<_>, Vec<_>) = self.refused.into_iter().partition(|(name, _)| ignored.contains(name));
+        let (given, rest): (Vec<_>, Vec<_>) =
+            self.refused.into_iter().partition(|(name, _)| ignored.contains(name));
         let reasons: Vec<&str> = rest.iter().map(|(_, reason)| reason.as_str()).collect();
         let flags: Vec<String> = rest.iter().map(|(name, _)| format!("--ignore-field {name}")).collect();
         ensure!(
@@ -105,7 +108,9 @@ fn is_off(name: &str, value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::Bool(on) => !on && !ON.iter().any(|word| name.contains(word)),
-        Value::Number(number) if number.as_f64() == Some(1.0) => FACTORS.iter().any(|word| name.contains(word)),
+        Value::Number(number) if number.as_f64() == Some(1.0) => {
+            FACTORS.iter().any(|word| name.contains(word))
+        }
         Value::Number(number) => number.as_f64() == Some(0.0),
         Value::String(text) => text.is_empty() || !CHOICES.iter().any(|word| name.contains(word)),
         Value::Array(items) => items.is_empty() || is_full_attention(value),

@@ -14,11 +14,27 @@ struct Wrapper {
 }
 
 const WRAPPERS: [Wrapper; 5] = [
-    Wrapper { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", family: Some("gemma3_text") },
+    Wrapper {
+        model_type: "gemma3",
+        architecture: "Gemma3ForConditionalGeneration",
+        family: Some("gemma3_text"),
+    },
     Wrapper { model_type: "mistral3", architecture: "Mistral3ForConditionalGeneration", family: None },
-    Wrapper { model_type: "qwen2_vl", architecture: "Qwen2VLForConditionalGeneration", family: Some("qwen2") },
-    Wrapper { model_type: "qwen2_5_vl", architecture: "Qwen2_5_VLForConditionalGeneration", family: Some("qwen2") },
-    Wrapper { model_type: "qwen3_vl", architecture: "Qwen3VLForConditionalGeneration", family: Some("qwen3") },
+    Wrapper {
+        model_type: "qwen2_vl",
+        architecture: "Qwen2VLForConditionalGeneration",
+        family: Some("qwen2"),
+    },
+    Wrapper {
+        model_type: "qwen2_5_vl",
+        architecture: "Qwen2_5_VLForConditionalGeneration",
+        family: Some("qwen2"),
+    },
+    Wrapper {
+        model_type: "qwen3_vl",
+        architecture: "Qwen3VLForConditionalGeneration",
+        family: Some("qwen3"),
+    },
 ];
 
 /// Fields that say how images become tokens.
@@ -64,11 +80,15 @@ const PARTS_OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "
 /// # Errors
 /// If the config is of a known kind and says two things; the field is named.
 pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, Value>, bool)> {
-    let wrapper = fields.get("model_type").and_then(|kind| WRAPPERS.iter().find(|wrapper| kind == wrapper.model_type));
+    let wrapper =
+        fields.get("model_type").and_then(|kind| WRAPPERS.iter().find(|wrapper| kind == wrapper.model_type));
     let Some(Wrapper { model_type, architecture, family }) = wrapper else { return Ok((fields, false)) };
     let is_own = |said: &Value| said.is_null() || *said == json!([architecture]);
     let said = fields.remove("architectures").unwrap_or_default();
-    ensure!(is_own(&said), "architectures {said} is not supported for {model_type}; supported: [{architecture:?}]");
+    ensure!(
+        is_own(&said),
+        "architectures {said} is not supported for {model_type}; supported: [{architecture:?}]"
+    );
     let mut text = match fields.remove("text_config") {
         Some(Value::Object(mut text)) => {
             if text.get("architectures").is_some_and(is_own) {
@@ -106,8 +126,9 @@ pub(super) fn unwrapped(mut fields: Map<String, Value>) -> Result<(Map<String, V
     }
     text.extend(family.map(|family| ("model_type".to_owned(), json!(family))));
     // Files leave out what transformers has by default.
-    let has_base =
-        ["rope_theta", "rope_parameters"].iter().any(|name| text.get(*name).is_some_and(|said| !said.is_null()));
+    let has_base = ["rope_theta", "rope_parameters"]
+        .iter()
+        .any(|name| text.get(*name).is_some_and(|said| !said.is_null()));
     let absent = match *model_type {
         "gemma3" => json!({
             "hidden_size": 2304,

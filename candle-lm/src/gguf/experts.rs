@@ -54,7 +54,8 @@ pub(super) fn fields(
         "qwen3moe" => {
             // Which llama.cpp takes for granted.
             fields.entry("norm_topk_prob").or_insert(json!(true));
-            let layers = fields.get("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(MOST_LAYERS as u64);
+            let layers =
+                fields.get("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(MOST_LAYERS as u64);
             let is_dense = |layer: &u64| weights.shape(&format!("blk.{layer}.ffn_gate_inp.weight")).is_err();
             fields.insert("mlp_only_layers".into(), (0..layers).filter(is_dense).collect());
         }

@@ -18,7 +18,7 @@ use serde_json::{Map, Value, json};
 
 use super::config::Config;
 use super::config::tensors::{EXPERTS, ROUTER};
-use super::config::unknown::Unknown;
+use super::config::unknown::UnknownFields;
 
 /// The metadata of a file.
 type Metadata = BTreeMap<String, Stored>;
@@ -102,13 +102,20 @@ const MODULES: [(&str, &str); 18] = [
 /// If the file is damaged, or its model is not known; the key or the tensor is named.
 pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<(Config, Weights)> {
     let weights = Weights::open(path)?;
-    let metadata = weights.metadata().context("is no GGUF file").with_context(|| format!("{}", path.display()))?;
-    let config = config(metadata, ignored, &weights, has_values).with_context(|| format!("{}", path.display()))?;
+    let metadata =
+        weights.metadata().context("is no GGUF file").with_context(|| format!("{}", path.display()))?;
+    let config =
+        config(metadata, ignored, &weights, has_values).with_context(|| format!("{}", path.display()))?;
     let has_head = weights.names().any(|name| name == "output.weight");
-    let kind = metadata.get("general.architecture").and_then(|kind| kind.to_string().ok()).cloned().unwrap_or_default();
+    let kind = metadata
+        .get("general.architecture")
+        .and_then(|kind| kind.to_string().ok())
+        .cloned()
+        .unwrap_or_default();
     let weights = weights.rename(|name| renamed(name, &kind))?;
     // A stage with the output layer reads the table by itself.
-    let weights = if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
+    let weights =
+        if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
     Ok((config, weights))
 }
 
@@ -118,16 +125,18 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     let kind = text("general.architecture").context("there is no general.architecture")?;
     let known = || ARCHITECTURES.map(|(name, ..)| name).join(", ");
     let found = ARCHITECTURES.iter().find(|(name, ..)| name == kind);
-    let &(_, model_type, pairs) =
-        found.with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
+    let &(_, model_type, pairs) = found
+        .with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
     let key_of = |field: &str| {
         let key = FIELDS.iter().find(|(_, name)| *name == Some(field));
         key.map_or(field.to_owned(), |(key, _)| format!("{kind}.{key}"))
     };
-    let mut unknown = Unknown::of(&key_of);
+    let mut unknown = UnknownFields::of(&key_of);
     for (key, value) in metadata {
-        let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else { continue };
+        let Some(own) = key.strip_prefix(kind.as_str()).and_then(|key| key.strip_prefix('.')) else {
+            continue;
+        };
         if rope::KEYS.contains(&own) || experts::KEYS.contains(&own) {
             continue;
         }
@@ -136,7 +145,10 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
             continue;
         };
         if let Some(name) = name {
-            fields.insert((*name).to_owned(), plain(value).with_context(|| format!("{key} is {}", shown(value)))?);
+            fields.insert(
+                (*name).to_owned(),
+                plain(value).with_context(|| format!("{key} is {}", shown(value)))?,
+            );
         }
     }
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
@@ -163,7 +175,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         .filter_map(|name| whole(metadata.get(&format!("tokenizer.ggml.{name}"))?))
         .collect();
     fields.insert("eos_token_id".into(), json!(ends));
-    fields.extend(metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)));
+    fields.extend(
+        metadata.get("tokenizer.ggml.bos_token_id").and_then(plain).map(|id| ("bos_token_id".into(), id)),
+    );
     if kind.starts_with("gemma") {
         gemma(kind, &mut fields, &number)?;
     }
@@ -195,7 +209,11 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
     if let Some(list) = fields.get("sliding_window_pattern").and_then(Value::as_array).cloned() {
         fields.remove("sliding_window_pattern");
         let kind = |sliding: &Value| {
-            if *sliding == json!(true) || *sliding == json!(1) { "sliding_attention" } else { "full_attention" }
+            if *sliding == json!(true) || *sliding == json!(1) {
+                "sliding_attention"
+            } else {
+                "full_attention"
+            }
         };
         fields.insert("layer_types".into(), list.iter().map(kind).collect());
     }

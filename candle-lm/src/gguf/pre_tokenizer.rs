@@ -39,7 +39,9 @@ impl PreTokenizer {
 
     /// Returns the name of the kind that cuts texts so.
     pub(super) fn named(cuts: &[String], ignores_merges: bool, composes: bool) -> Option<&'static str> {
-        let is = |kind: &&Self| kind.cuts == cuts && kind.ignores_merges == ignores_merges && kind.composes == composes;
+        let is = |kind: &&Self| {
+            kind.cuts == cuts && kind.ignores_merges == ignores_merges && kind.composes == composes
+        };
         KINDS.iter().find(is).and_then(|kind| kind.names.first()).copied()
     }
 
@@ -54,8 +56,7 @@ pub(super) const GUESS: &str = "default";
 
 pub(super) const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// With contractions at the end of words, and three digits at once.
@@ -69,14 +70,11 @@ const DEEPSEEK3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r
 const SPARK: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+|[\r\n]|\s+(?!\S)|\s+"##;
 const JAIS2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}";
 const BLOOM: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
-const BAILING: &str =
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
-const SEED_CODER: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+";
+const BAILING: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
+const SEED_CODER: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+";
 const UFAKZEKA: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const EXAONE_MOE: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+";
-const MINICPM5: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const MINICPM5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// Chinese and Japanese letters.
 const HAN_KANA: &str = r"[一-龥぀-ゟ゠-ヿ]+";
 
@@ -115,7 +113,17 @@ const KINDS: [PreTokenizer; 31] = [
         &[r"\p{N}", GPT2],
     ),
     PreTokenizer::of(
-        &["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"],
+        &[
+            "llama-bpe",
+            "llama3",
+            "llama-v3",
+            "falcon3",
+            "falcon-h1",
+            "pixtral",
+            "midm-2.0",
+            "lfm2",
+            "jina-v5-nano",
+        ],
         &[LLAMA3],
     )
     .ignores_merges()
@@ -129,15 +137,24 @@ const KINDS: [PreTokenizer; 31] = [
     PreTokenizer::of(&["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], &[GPT4O]),
     PreTokenizer::of(&["granite-embed-multi-97m"], &[GPT4O]).ignores_merges(),
     PreTokenizer::of(&["tiny_aya", "cohere2moe"], &[r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O]),
-    PreTokenizer::of(&["youtu"], &[r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+", YOUTU])
-        .ignores_merges(),
+    PreTokenizer::of(
+        &["youtu"],
+        &[r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+", YOUTU],
+    )
+    .ignores_merges(),
     PreTokenizer::of(&["kimi-k2"], &[KIMI]),
     PreTokenizer::of(
         &["deepseek-llm"],
         &[r"[\r\n]", CASED, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}+"],
     ),
-    PreTokenizer::of(&["deepseek-coder"], &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"]),
-    PreTokenizer::of(&["deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"], &[r"\p{N}{1,3}", HAN_KANA, DEEPSEEK3]),
+    PreTokenizer::of(
+        &["deepseek-coder"],
+        &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    ),
+    PreTokenizer::of(
+        &["deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"],
+        &[r"\p{N}{1,3}", HAN_KANA, DEEPSEEK3],
+    ),
     PreTokenizer::of(&["spark2_5"], &[r"\p{N}{1,3}", HAN_KANA, SPARK, r"\p{N}"]),
     PreTokenizer::of(&["falcon"], &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"]),
     PreTokenizer::of(&["jais-2"], &[JAIS2]),
@@ -171,16 +188,18 @@ mod tests {
     use super::*;
     use itertools::Itertools;
     use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-    use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _, SplitDelimiterBehavior};
+    use tokenizers::{
+        OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _, SplitDelimiterBehavior,
+    };
 
     #[test]
     fn each_kind_cuts_a_text_into_its_letters() {
-        let text =
-            "It's 1234567 cats,\n\n  don'T: naïve 你好世界 e\u{301} IMGIMGABZ <sentinel:7> ¡Hola! x = 5;\t\u{1F642} ";
+        let text = "It's 1234567 cats,\n\n  don'T: naïve 你好世界 e\u{301} IMGIMGABZ <sentinel:7> ¡Hola! x = 5;\t\u{1F642} ";
         for kind in &KINDS {
             let mut pieces = PreTokenizedString::from(text);
             for cut in kind.cuts {
-                let split = Split::new(SplitPattern::Regex((*cut).into()), SplitDelimiterBehavior::Isolated, false);
+                let split =
+                    Split::new(SplitPattern::Regex((*cut).into()), SplitDelimiterBehavior::Isolated, false);
                 split.unwrap_or_else(|error| panic!("{kind:?}: {error}")).pre_tokenize(&mut pieces).unwrap();
             }
             let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);

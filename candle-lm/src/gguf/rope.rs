@@ -64,7 +64,9 @@ pub(super) fn fields(
             &["rope.scaling.original_context_length", "rope.scaling.attn_factor"]
         }
         None | Some("none") => &[],
-        Some(other) => bail!("{kind}.rope.scaling.type is {other:?}, and only none, linear and yarn are supported"),
+        Some(other) => {
+            bail!("{kind}.rope.scaling.type is {other:?}, and only none, linear and yarn are supported")
+        }
     };
     let always = ["rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned"];
     for key in KEYS.iter().filter(|key| !always.contains(key) && !known.contains(key)) {
@@ -96,7 +98,9 @@ pub(super) fn fields(
         if lists[0] {
             let mut said = Map::from_iter([("rope_type".to_owned(), json!("longrope"))]);
             said.extend(
-                own("rope.scaling.attn_factor").and_then(plain).map(|factor| ("attention_factor".into(), factor)),
+                own("rope.scaling.attn_factor")
+                    .and_then(plain)
+                    .map(|factor| ("attention_factor".into(), factor)),
             );
             for (tensor, name) in LISTS {
                 said.insert(name.into(), json!(read((weights, has_values), tensor)?));
@@ -147,8 +151,10 @@ fn read((weights, has_values): (&Weights, bool), name: &str) -> Result<Vec<f64>>
         return Ok(vec![1.0; count]);
     }
     let all = 0..count;
-    let values =
-        weights.read_block(name, std::slice::from_ref(&all), &Device::Cpu)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let values = weights
+        .read_block(name, std::slice::from_ref(&all), &Device::Cpu)?
+        .to_dtype(DType::F64)?
+        .to_vec1::<f64>()?;
     ensure!(
         values.iter().all(|&value| value.is_finite() && value > 0.0),
         "{name} has a factor that is not more than 0"

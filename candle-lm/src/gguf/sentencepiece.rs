@@ -77,10 +77,13 @@ pub(super) fn build(
         None => bpe,
     };
     let failed = |error: tokenizers::Error| anyhow!("{error}");
-    let mut tokenizer = Tokenizer::new(bpe.build().map_err(|error| anyhow!("tokenizer.ggml.merges: {error}"))?);
+    let mut tokenizer =
+        Tokenizer::new(bpe.build().map_err(|error| anyhow!("tokenizer.ggml.merges: {error}"))?);
     let respelled = || Replace::new(" ", SPACE).map_err(failed);
     match spaces {
-        Spaces::Kept => drop(tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Never, false)))),
+        Spaces::Kept => {
+            drop(tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Never, false))))
+        }
         Spaces::Prefixed => {
             let steps = vec![Prepend::new(SPACE.into()).into(), respelled()?.into()];
             tokenizer.with_normalizer(Some(Normalizers::new(steps))).map_err(failed)?;
@@ -90,8 +93,11 @@ pub(super) fn build(
             tokenizer.with_normalizer(Some(respelled()?)).map_err(failed)?.with_pre_tokenizer(Some(words));
         }
     }
-    let mut steps: Vec<DecoderWrapper> =
-        vec![Replace::new(SPACE, " ").map_err(failed)?.into(), ByteFallback::new().into(), Fuse::new().into()];
+    let mut steps: Vec<DecoderWrapper> = vec![
+        Replace::new(SPACE, " ").map_err(failed)?.into(),
+        ByteFallback::new().into(),
+        Fuse::new().into(),
+    ];
     if spaces == Spaces::Prefixed {
         steps.push(Strip::new(' ', 1, 0).into());
     }

@@ -37,7 +37,8 @@ pub(crate) fn read(path: &Path) -> Result<Tokenizer> {
 
 /// Returns what is a guess about the tokenizer, where the file does not say how texts are cut.
 pub(super) fn guess(metadata: &Metadata) -> Option<String> {
-    let text = |name: &str| metadata.get(&format!("tokenizer.ggml.{name}")).and_then(|value| value.to_string().ok());
+    let text =
+        |name: &str| metadata.get(&format!("tokenizer.ggml.{name}")).and_then(|value| value.to_string().ok());
     let is_guess = text("model")? == "gpt2" && text("pre").is_none_or(|pre| pre == GUESS);
     let note = "the file does not say how texts are cut (tokenizer.ggml.pre), so tokens may be others than the model has learned";
     is_guess.then(|| note.to_owned())
@@ -57,7 +58,8 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
         texts.with_context(|| format!("tokenizer.ggml.{name} has something that is no text"))
     };
     let tokens = strings("tokens")?;
-    let kinds: Vec<u64> = list("token_type").map_or(Vec::new(), |kinds| kinds.iter().filter_map(whole).collect());
+    let kinds: Vec<u64> =
+        list("token_type").map_or(Vec::new(), |kinds| kinds.iter().filter_map(whole).collect());
     ensure!(
         kinds.is_empty() || kinds.len() == tokens.len(),
         "tokenizer.ggml.token_type has {} kinds for {} tokens",
@@ -67,14 +69,16 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     let merges = || {
         let merges = strings("merges")?;
         let pairs = merges.iter().map(|merge| {
-            let (a, b) = merge.split_once(' ').with_context(|| format!("tokenizer.ggml.merges has {merge:?}"))?;
+            let (a, b) =
+                merge.split_once(' ').with_context(|| format!("tokenizer.ggml.merges has {merge:?}"))?;
             Ok((a.to_owned(), b.to_owned()))
         });
         pairs.collect::<Result<Vec<(String, String)>>>()
     };
     let id = |name: &str| -> Result<Option<(u64, String)>> {
         let Some(id) = get(name).and_then(whole) else { return Ok(None) };
-        let token = tokens.get(id as usize).with_context(|| format!("tokenizer.ggml.{name} {id} is no token"))?;
+        let token =
+            tokens.get(id as usize).with_context(|| format!("tokenizer.ggml.{name} {id} is no token"))?;
         Ok(Some((id, token.clone())))
     };
     let general = |name: &str| {
@@ -85,10 +89,13 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     let unknown = || -> Result<Option<String>> { Ok(id("unknown_token_id")?.map(|(_, token)| token)) };
     let (mut tokenizer, begins) = match text("model") {
         Some("gpt2") => byte_level(text("pre").unwrap_or(GUESS), &tokens, merges()?)?,
-        Some("gemma4") => (sentencepiece::build(tokens.clone(), &[], Some(merges()?), unknown()?, Spaces::Kept)?, true),
+        Some("gemma4") => {
+            (sentencepiece::build(tokens.clone(), &[], Some(merges()?), unknown()?, Spaces::Kept)?, true)
+        }
         Some("llama") => {
             let spaces = Spaces::of(&architecture, switch("add_space_prefix"));
-            let scores = list("scores").map_or(Vec::new(), |scores| scores.iter().filter_map(number).collect());
+            let scores =
+                list("scores").map_or(Vec::new(), |scores| scores.iter().filter_map(number).collect());
             ensure!(
                 scores.len() == tokens.len() || get("merges").is_some(),
                 "tokenizer.ggml.scores has {} numbers for {} tokens",
@@ -98,7 +105,9 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
             let merges = get("merges").map(|_| merges()).transpose()?;
             (sentencepiece::build(tokens.clone(), &scores, merges, unknown()?, spaces)?, true)
         }
-        other => bail!("tokenizer.ggml.model is {other:?}, and only \"gpt2\", \"llama\" and \"gemma4\" are supported"),
+        other => bail!(
+            "tokenizer.ggml.model is {other:?}, and only \"gpt2\", \"llama\" and \"gemma4\" are supported"
+        ),
     };
     let failed = |error: tokenizers::Error| anyhow!("{error}");
     let named = ["bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id"];
@@ -107,11 +116,13 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
     let is_special = |place: usize| kinds.get(place) == Some(&CONTROL) || named.contains(&(place as u64));
     let is_added = |place: usize| kinds.get(place) == Some(&ADDED) && !is_special(place);
     let known = tokenizer.get_vocab(false);
-    let takes_space = |token: &str| text("model") == Some("llama") && takes_space(&architecture, &name, token);
+    let takes_space =
+        |token: &str| text("model") == Some("llama") && takes_space(&architecture, &name, token);
     let added = |is: &dyn Fn(usize) -> bool, special: bool| {
         let tokens = (0..tokens.len()).filter(|&place| is(place)).map(|place| &tokens[place]);
-        let token =
-            |token: &String| AddedToken::from(token.clone(), special).normalized(false).rstrip(takes_space(token));
+        let token = |token: &String| {
+            AddedToken::from(token.clone(), special).normalized(false).rstrip(takes_space(token))
+        };
         tokens.filter(|token| known.contains_key(*token)).map(token).collect::<Vec<_>>()
     };
     tokenizer.add_special_tokens(added(&is_special, true)).map_err(failed)?;
@@ -132,7 +143,8 @@ fn of_metadata(metadata: &Metadata) -> Result<Tokenizer> {
 /// Whether a token that stands apart takes the white space behind it, which files do not say: in a model of this architecture and
 /// name whose tokenizer is of SentencePiece.
 pub(super) fn takes_space(architecture: &str, name: &str, token: &str) -> bool {
-    let is_phi3 = architecture == "phi3" || ["phi-3", "phi3"].iter().any(|part| name.to_lowercase().contains(part));
+    let is_phi3 =
+        architecture == "phi3" || ["phi-3", "phi3"].iter().any(|part| name.to_lowercase().contains(part));
     is_phi3 && !PHI3_KEEPS_SPACE.contains(&token)
 }
 
@@ -142,7 +154,8 @@ fn template(first: Option<&(u64, String)>, last: Option<&(u64, String)>) -> Resu
     let piece = |(_, token): &(u64, String)| json!({"SpecialToken": {"id": token, "type_id": 0}});
     let part = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
     let single: Vec<Json> = first.map(piece).into_iter().chain([part("A")]).chain(last.map(piece)).collect();
-    let token = |(id, token): &(u64, String)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]}));
+    let token =
+        |(id, token): &(u64, String)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]}));
     let special: serde_json::Map<String, Json> = first.into_iter().chain(last).map(token).collect();
     Ok(serde_json::from_value(json!({
         "type": "TemplateProcessing", "single": single, "pair": [part("A"), part("B")], "special_tokens": special,
@@ -172,6 +185,8 @@ fn byte_level(pre: &str, tokens: &[String], merges: Vec<(String, String)>) -> Re
     if kind.composes {
         tokenizer.with_normalizer(Some(NFC)).map_err(|error| anyhow!("{error}"))?;
     }
-    tokenizer.with_pre_tokenizer(Some(Sequence::new(steps))).with_decoder(Some(ByteLevel::new(false, true, true)));
+    tokenizer
+        .with_pre_tokenizer(Some(Sequence::new(steps)))
+        .with_decoder(Some(ByteLevel::new(false, true, true)));
     Ok((tokenizer, kind.begins))
 }

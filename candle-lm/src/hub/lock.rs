@@ -31,7 +31,10 @@ pub(super) fn hold(path: &Path, grows: &Path, patience: Duration, waits: impl Fn
             Err(TryLockError::WouldBlock) => {}
             Err(TryLockError::Error(error)) => {
                 let remedy = || {
-                    format!("{} cannot be locked: set HF_HOME to a folder on a file system with locks", path.display())
+                    format!(
+                        "{} cannot be locked: set HF_HOME to a folder on a file system with locks",
+                        path.display()
+                    )
                 };
                 return Err(error).with_context(remedy);
             }
@@ -56,7 +59,8 @@ pub(super) fn hold(path: &Path, grows: &Path, patience: Duration, waits: impl Fn
 /// Opens the file of a lock, and makes it if it is not there. What it has stays, since it may be another file by its name.
 fn opened(path: &Path) -> io::Result<File> {
     match OpenOptions::new().write(true).create_new(true).open(path) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => match fs::symlink_metadata(path)?.is_file() {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => match fs::symlink_metadata(path)?.is_file()
+        {
             true => OpenOptions::new().write(true).open(path),
             // A link may lead anywhere, and a pipe waits.
             false => Err(error),

@@ -30,7 +30,7 @@ use hf_hub::Cache;
 use server::Server;
 use snapshot::Snapshots;
 
-use crate::error::{Checked, InputError, require};
+use crate::error::{InputError, InputResult, require};
 
 /// A model on the Hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,7 +66,9 @@ impl HubName {
         let is_revision = revision.split('/').all(is_word);
         let (&owner, &repo, file) = match &parts[..] {
             [owner, repo] => (owner, repo, None),
-            [owner, repo, file @ ..] if file.last()?.ends_with(".gguf") => (owner, repo, Some(file.join("/"))),
+            [owner, repo, file @ ..] if file.last()?.ends_with(".gguf") => {
+                (owner, repo, Some(file.join("/")))
+            }
             _ => return None,
         };
         let is_name = is_revision && parts.iter().all(|part| is_word(part));
@@ -131,7 +133,11 @@ const MOST_PATIENCE: u64 = 24 * 60 * 60;
 impl Hub {
     /// Uses a cache and a server; a download fails after `patience` without any byte.
     pub fn new(cache: PathBuf, endpoint: &str, token: Option<String>, patience: Duration) -> Self {
-        Self { cache: Cache::new(cache), server: Some(Server::new(endpoint, token, patience)), ignored: Vec::new() }
+        Self {
+            cache: Cache::new(cache),
+            server: Some(Server::new(endpoint, token, patience)),
+            ignored: Vec::new(),
+        }
     }
 
     /// Uses the cache and the server that the environment names.
@@ -168,13 +174,19 @@ impl Hub {
     /// # Errors
     /// If there is no such model, file or revision, the server cannot be reached, does not answer or refuses the token,
     /// or, offline, the cache lacks a file.
-    pub fn fetch(&self, name: &HubName, commit: Option<&str>, show: impl Fn(Download<'_>)) -> Result<Snapshot> {
+    pub fn fetch(
+        &self,
+        name: &HubName,
+        commit: Option<&str>,
+        show: impl Fn(Download<'_>),
+    ) -> Result<Snapshot> {
         Snapshots::new(self, name, &show).fetch(commit)
     }
 }
 
-fn seconds(value: &str) -> Checked<u64> {
-    let wrong = || InputError(format!("HF_HUB_DOWNLOAD_TIMEOUT is {value:?}: give whole seconds, or unset it."));
+fn seconds(value: &str) -> InputResult<u64> {
+    let wrong =
+        || InputError(format!("HF_HUB_DOWNLOAD_TIMEOUT is {value:?}: give whole seconds, or unset it."));
     let seconds = value.parse().map_err(|_| wrong())?;
     require!(
         (1..=MOST_PATIENCE).contains(&seconds),

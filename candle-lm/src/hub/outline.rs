@@ -61,7 +61,13 @@ const FIRST: [u64; 2] = [16 << 20, 128 << 20];
 ///
 /// # Errors
 /// Those of [`Files::check_headers`] and of the server.
-pub(super) fn check_file(server: &Server, repo: &str, commit: &str, file: &str, ignored: &[String]) -> Result<()> {
+pub(super) fn check_file(
+    server: &Server,
+    repo: &str,
+    commit: &str,
+    file: &str,
+    ignored: &[String],
+) -> Result<()> {
     let (mut first, size) = server.some(repo, commit, file, 0, 1)?;
     let outline = tempfile::tempdir()?;
     let path = outline.path().join(file.rsplit('/').next().unwrap_or(file));
@@ -81,5 +87,6 @@ pub(super) fn check_file(server: &Server, repo: &str, commit: &str, file: &str, 
 /// Checks a model in the folder of an outline, of which the user has not heard.
 fn opened(path: &Path, ignored: &[String], outline: &Path, repo: &str) -> Result<()> {
     let place = outline.display().to_string();
-    Files::check_headers(path, ignored).map_err(|error| anyhow!("{}", format!("{error:#}").replace(&place, repo)))
+    Files::check_headers(path, ignored)
+        .map_err(|error| anyhow!("{}", format!("{error:#}").replace(&place, repo)))
 }

@@ -26,7 +26,7 @@ pub(super) struct Server {
 
 /// What a server says of a file.
 pub(super) enum Reply {
-    File(Answer),
+    File(FileResponse),
     /// There is none of this name.
     None {
         /// Whether the commit never has one, since the Hub says so by name. Other servers on the way answer so for a while.
@@ -36,7 +36,7 @@ pub(super) enum Reply {
 
 impl Reply {
     /// The file, if there is one.
-    pub(super) fn file(self) -> Option<Answer> {
+    pub(super) fn file(self) -> Option<FileResponse> {
         match self {
             Self::File(answer) => Some(answer),
             Self::None { .. } => None,
@@ -45,7 +45,7 @@ impl Reply {
 }
 
 /// The beginning of an answer: what the file is, and its bytes from `from` on.
-pub(super) struct Answer {
+pub(super) struct FileResponse {
     /// The commit that the file is of.
     pub(super) commit: String,
     /// The name of its bytes.
@@ -60,14 +60,14 @@ pub(super) struct Answer {
 
 /// The bytes of a file that are asked for.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Part {
+pub(super) enum ByteRange {
     /// Those from one on.
     From(u64),
     /// So many from one on.
     Some(u64, u64),
 }
 
-impl Part {
+impl ByteRange {
     fn start(self) -> u64 {
         match self {
             Self::From(start) | Self::Some(start, _) => start,
@@ -104,7 +104,12 @@ impl Server {
             .timeout_recv_response(limit)
             .timeout_per_read(limit)
             .timeout_per_write(limit);
-        Self { agent: config.build().into(), endpoint: endpoint.trim_end_matches('/').into(), token, patience }
+        Self {
+            agent: config.build().into(),
+            endpoint: endpoint.trim_end_matches('/').into(),
+            token,
+            patience,
+        }
     }
 
     /// Asks for a part of a file of a model at a revision.
@@ -112,10 +117,10 @@ impl Server {
     /// # Errors
     /// If the server cannot be reached, does not answer or refuses, or its answer does not say what the file is and where
     /// it ends.
-    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, part: Part) -> Result<Reply> {
+    pub(super) fn ask(&self, repo: &str, revision: &str, file: &str, part: ByteRange) -> Result<Reply> {
         let first = format!("{}/{repo}/resolve/{}/{file}", self.endpoint, revision.replace('/', "%2F"));
         let mut url = first.clone();
-        let mut about: Option<About> = None;
+        let mut about: Option<FileInfo> = None;
         for _ in 0..MOST_HOPS {
             let answer = self.get(&url, part).map_err(|error| self.explained(file, error))?;
             let status = answer.status();
@@ -137,12 +142,12 @@ impl Server {
                 }
                 // More bytes are here than the file has.
                 StatusCode::RANGE_NOT_SATISFIABLE if part.range().is_some() && part.start() > 0 => {
-                    return self.ask(repo, revision, file, Part::From(0));
+                    return self.ask(repo, revision, file, ByteRange::From(0));
                 }
                 status if !status.is_success() => bail!(self.refused(file, status.as_u16())),
                 _ => {}
             }
-            let About { commit, etag, digest, size: told } =
+            let FileInfo { commit, etag, digest, size: told } =
                 about.map_or_else(|| described(answer.headers(), file), Ok)?;
             let said = |name: &str| header(answer.headers(), name);
             let (from, size) = match status {
@@ -157,12 +162,19 @@ impl Server {
                 size.is_some() || in_chunks,
                 "{file}: the answer does not say how many bytes there are; is this a Hub?"
             );
-            return Ok(Reply::File(Answer { commit, etag, digest, from, size, body: answer.into_body() }));
+            return Ok(Reply::File(FileResponse {
+                commit,
+                etag,
+                digest,
+                from,
+                size,
+                body: answer.into_body(),
+            }));
         }
         bail!("{first} leads to more than {MOST_HOPS} other places")
     }
 
-    fn get(&self, url: &str, part: Part) -> Result<Response<Body>, ureq::Error> {
+    fn get(&self, url: &str, part: ByteRange) -> Result<Response<Body>, ureq::Error> {
         let mut request = self.agent.get(url);
         let rest = url.strip_prefix(&self.endpoint);
         if let Some(token) = self.token.as_ref().filter(|_| rest.is_some_and(|rest| rest.starts_with('/'))) {
@@ -182,13 +194,13 @@ impl Server {
     /// the whole file has another digest or size than the server says: the file is removed.
     pub(super) fn receive(
         &self,
-        answer: Answer,
+        answer: FileResponse,
         name: &str,
         path: &Path,
         most: u64,
         mut shows: impl FnMut(u64, Option<u64>),
     ) -> Result<()> {
-        let Answer { digest, from, size, body, .. } = answer;
+        let FileResponse { digest, from, size, body, .. } = answer;
         let written = || format!("{}", path.display());
         ensure!(
             size.is_none_or(|size| size <= most),
@@ -221,7 +233,11 @@ impl Server {
                     if has > size.unwrap_or(most) {
                         drop(file);
                         fs::remove_file(path).with_context(written)?;
-                        bail!("{name} has more than {} bytes, unlike {} says", size.unwrap_or(most), self.endpoint);
+                        bail!(
+                            "{name} has more than {} bytes, unlike {} says",
+                            size.unwrap_or(most),
+                            self.endpoint
+                        );
                     }
                     file.write_all(&chunk[..count]).with_context(written)?;
                     if let Some(context) = &mut context {
@@ -260,13 +276,23 @@ impl Server {
     ///
     /// # Errors
     /// Those of [`ask`](Self::ask); if there are fewer.
-    pub(super) fn some(&self, repo: &str, commit: &str, file: &str, start: u64, count: u64) -> Result<(Vec<u8>, u64)> {
-        let answer = self.ask(repo, commit, file, Part::Some(start, count))?.file();
+    pub(super) fn some(
+        &self,
+        repo: &str,
+        commit: &str,
+        file: &str,
+        start: u64,
+        count: u64,
+    ) -> Result<(Vec<u8>, u64)> {
+        let answer = self.ask(repo, commit, file, ByteRange::Some(start, count))?.file();
         let answer = answer.with_context(|| format!("there is no {file} in {}", self.endpoint))?;
         ensure!(answer.commit == commit, "{} has {file} of another commit than {commit}", self.endpoint);
-        let size = answer.size.with_context(|| format!("{file}: the answer does not say how many bytes there are"))?;
+        let size = answer
+            .size
+            .with_context(|| format!("{file}: the answer does not say how many bytes there are"))?;
         let skipped = start.checked_sub(answer.from);
-        let skipped = skipped.with_context(|| format!("{file}: the answer begins at byte {}", answer.from))?;
+        let skipped =
+            skipped.with_context(|| format!("{file}: the answer begins at byte {}", answer.from))?;
         let (mut bytes, mut pace) = (Vec::new(), Pace::new(self.patience));
         // Servers without ranges send the whole file, of which the rest is left.
         let mut reader = answer.body.into_reader().take(skipped.saturating_add(count));
@@ -283,7 +309,11 @@ impl Server {
             }
         }
         let bytes = bytes.split_off(bytes.len().min(skipped as usize));
-        ensure!(bytes.len() as u64 == count, "{file} has {} of {count} bytes at {start}: try again", bytes.len());
+        ensure!(
+            bytes.len() as u64 == count,
+            "{file} has {} of {count} bytes at {start}: try again",
+            bytes.len()
+        );
         Ok((bytes, size))
     }
 
@@ -301,7 +331,9 @@ impl Server {
         let seconds = self.patience.as_secs();
         let is_late = match &error {
             ureq::Error::Timeout(_) => true,
-            ureq::Error::Io(error) => matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock),
+            ureq::Error::Io(error) => {
+                matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
+            }
             _ => false,
         };
         if is_late {
@@ -359,7 +391,9 @@ impl Pace {
         }
         let (seconds, came) = (self.since.elapsed().as_secs().max(1), self.came);
         if came < seconds.saturating_mul(SLOWEST) {
-            return Err(format!("only {came} bytes came in {seconds} s, the limit of HF_HUB_DOWNLOAD_TIMEOUT"));
+            return Err(format!(
+                "only {came} bytes came in {seconds} s, the limit of HF_HUB_DOWNLOAD_TIMEOUT"
+            ));
         }
         (self.since, self.came) = (Instant::now(), 0);
         Ok(())
@@ -372,14 +406,14 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 
 /// What the Hub says of a file, and no other place: the commit and the name of the bytes, which become parts of paths, and
 /// how many there are of a large one.
-struct About {
+struct FileInfo {
     commit: String,
     etag: String,
     digest: Option<Digest>,
     size: Option<u64>,
 }
 
-fn described(headers: &HeaderMap, file: &str) -> Result<About> {
+fn described(headers: &HeaderMap, file: &str) -> Result<FileInfo> {
     let part = |names: [&str; 2]| -> Result<String> {
         let said = names.iter().find_map(|name| header(headers, name));
         let said = said.with_context(|| format!("{file}: the answer has no {}; is this a Hub?", names[1]))?;
@@ -394,7 +428,12 @@ fn described(headers: &HeaderMap, file: &str) -> Result<About> {
     // Large files have another name where they lie than for the Hub.
     let (commit, etag) = (part(["x-repo-commit", "X-Repo-Commit"])?, part(["x-linked-etag", "ETag"])?);
     let digest = Digest::of_name(&etag);
-    Ok(About { commit, etag, digest, size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()) })
+    Ok(FileInfo {
+        commit,
+        etag,
+        digest,
+        size: header(headers, "x-linked-size").and_then(|size| size.parse().ok()),
+    })
 }
 
 /// The first byte and the size of the whole, from `bytes 5-9/10`.

@@ -12,7 +12,7 @@ use hf_hub::{Repo, RepoType};
 use serde_json::Value;
 
 use super::digest::Digest;
-use super::server::{Answer, Part, Reply, Server};
+use super::server::{ByteRange, FileResponse, Reply, Server};
 use super::{Download, Hub, HubName, Snapshot, is_word, lock, outline};
 use crate::config::Config;
 
@@ -65,7 +65,8 @@ impl<'a> Snapshots<'a> {
             Some(file) => {
                 let files = parts(file);
                 // The header of a model in several files is that of all of them.
-                if let Some(server) = self.server.filter(|_| files.len() == 1 && !self.pointer(&commit, file).exists())
+                if let Some(server) =
+                    self.server.filter(|_| files.len() == 1 && !self.pointer(&commit, file).exists())
                 {
                     outline::check_file(server, &self.name.repo, &commit, file, self.ignored)?;
                 }
@@ -121,7 +122,7 @@ impl<'a> Snapshots<'a> {
 
     /// Asks the server for the commit of the revision, and stores the first of its files if it is a small one.
     fn resolve(&self, server: &Server) -> Result<String> {
-        let part = if self.name.file.is_some() { Part::Some(0, 1) } else { Part::From(0) };
+        let part = if self.name.file.is_some() { ByteRange::Some(0, 1) } else { ByteRange::From(0) };
         let answer = server.ask(&self.name.repo, &self.name.revision, self.first(), part)?;
         let answer = answer.file().with_context(|| self.missing(self.first()))?;
         let commit = answer.commit.clone();
@@ -174,7 +175,9 @@ impl<'a> Snapshots<'a> {
             None => BTreeSet::from([SINGLE.to_owned()]),
             Some(index) => shards(&index)?,
         };
-        if let Some(server) = self.server.filter(|_| weights.iter().any(|file| !self.pointer(commit, file).exists())) {
+        if let Some(server) =
+            self.server.filter(|_| weights.iter().any(|file| !self.pointer(commit, file).exists()))
+        {
             outline::check(server, &self.name.repo, commit, &folder, &weights, self.ignored)?;
         }
         for file in &weights {
@@ -188,7 +191,7 @@ impl<'a> Snapshots<'a> {
         let pointer = self.pointer(commit, file);
         if !self.has(&pointer)? {
             let server = self.server.with_context(|| self.missing(file))?;
-            let answer = server.ask(&self.name.repo, commit, file, Part::From(0))?.file();
+            let answer = server.ask(&self.name.repo, commit, file, ByteRange::From(0))?.file();
             self.store_of(commit, server, answer.with_context(|| self.missing(file))?, file)?;
         }
         Ok(pointer)
@@ -202,12 +205,16 @@ impl<'a> Snapshots<'a> {
         }
         let absent = self.root.join(".no_exist").join(commit).join(file);
         let Some(server) = self.server.filter(|_| !absent.exists()) else { return Ok(None) };
-        match server.ask(&self.name.repo, commit, file, Part::From(0))? {
+        match server.ask(&self.name.repo, commit, file, ByteRange::From(0))? {
             Reply::File(answer) => self.store_of(commit, server, answer, file)?,
             Reply::None { ever } => {
                 if ever {
                     // The next run need not ask. A cache that cannot be written to still serves.
-                    absent.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&absent, "")).ok();
+                    absent
+                        .parent()
+                        .map_or(Ok(()), fs::create_dir_all)
+                        .and_then(|()| fs::write(&absent, ""))
+                        .ok();
                 }
                 return Ok(None);
             }
@@ -230,7 +237,7 @@ impl<'a> Snapshots<'a> {
     }
 
     /// Stores a file that has to be of this commit.
-    fn store_of(&self, commit: &str, server: &Server, answer: Answer, file: &str) -> Result<()> {
+    fn store_of(&self, commit: &str, server: &Server, answer: FileResponse, file: &str) -> Result<()> {
         ensure!(
             answer.commit == commit,
             "{} has {file} of the commit {} where that of {commit} was asked for",
@@ -241,7 +248,7 @@ impl<'a> Snapshots<'a> {
     }
 
     /// Writes the bytes of an answer to their blob, unless it is there, and lets the file lead to it.
-    fn store(&self, server: &Server, answer: Answer, file: &str) -> Result<()> {
+    fn store(&self, server: &Server, answer: FileResponse, file: &str) -> Result<()> {
         let (commit, etag) = (answer.commit.clone(), answer.etag.clone());
         let blobs = self.root.join("blobs");
         fs::create_dir_all(&blobs).with_context(|| format!("{}", blobs.display()))?;
@@ -254,10 +261,11 @@ impl<'a> Snapshots<'a> {
             Some(blob) => blob,
             None => {
                 let mut has_waited = false;
-                let _lock = lock::hold(&self.locks.join(format!("{key}.lock")), &part, server.patience, || {
-                    has_waited = true;
-                    (self.show)(Download::Wait { file });
-                })?;
+                let _lock =
+                    lock::hold(&self.locks.join(format!("{key}.lock")), &part, server.patience, || {
+                        has_waited = true;
+                        (self.show)(Download::Wait { file });
+                    })?;
                 match found() {
                     Some(blob) => blob,
                     None => self.download(server, answer, file, &part, has_waited)?,
@@ -270,7 +278,14 @@ impl<'a> Snapshots<'a> {
 
     /// Downloads the bytes of an answer by way of the file `part`, and returns their blob. The answer is an old one if the
     /// program `has_waited`.
-    fn download(&self, server: &Server, answer: Answer, file: &str, part: &Path, has_waited: bool) -> Result<PathBuf> {
+    fn download(
+        &self,
+        server: &Server,
+        answer: FileResponse,
+        file: &str,
+        part: &Path,
+        has_waited: bool,
+    ) -> Result<PathBuf> {
         let (commit, etag, digest) = (answer.commit.clone(), answer.etag.clone(), answer.digest.clone());
         // Without a digest nobody knows what the first bytes are of.
         let has = digest.as_ref().map_or(0, |_| fs::metadata(part).map_or(0, |about| about.len()));
@@ -283,7 +298,7 @@ impl<'a> Snapshots<'a> {
         let answer = match has > 0 || has_waited {
             false => answer,
             true => {
-                let again = server.ask(&self.name.repo, &commit, file, Part::From(has))?.file();
+                let again = server.ask(&self.name.repo, &commit, file, ByteRange::From(has))?.file();
                 let again = again.filter(|again| (&again.commit, &again.etag) == (&commit, &etag));
                 again.with_context(|| format!("{file} is another one than a moment ago: try again"))?
             }
@@ -370,7 +385,8 @@ fn shards(index: &Path) -> Result<BTreeSet<String>> {
         let map = index.get("weight_map").and_then(Value::as_object).context("there is no weight_map")?;
         let one = |file: &Value| {
             let name = file.as_str().filter(|name| is_word(name));
-            name.map(str::to_owned).with_context(|| format!("weight_map has {file}, which is no name of a file"))
+            name.map(str::to_owned)
+                .with_context(|| format!("weight_map has {file}, which is no name of a file"))
         };
         map.values().map(one).collect()
     };

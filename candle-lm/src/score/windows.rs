@@ -56,11 +56,16 @@ mod tests {
                     let mut times = vec![0; len];
                     for window in windows(len, size, stride) {
                         assert!(window.tokens.len() <= size && window.scored < window.tokens.len());
-                        times[window.tokens.end - window.scored..window.tokens.end].iter_mut().for_each(|n| *n += 1);
+                        times[window.tokens.end - window.scored..window.tokens.end]
+                            .iter_mut()
+                            .for_each(|n| *n += 1);
                     }
                     // Only windows without overlap have a first token that no other one scores.
                     let once = |i: usize| i > 0 && !(stride == size && i.is_multiple_of(size));
-                    assert!((0..len).all(|i| times[i] == usize::from(once(i))), "{len} {size} {stride}: {times:?}");
+                    assert!(
+                        (0..len).all(|i| times[i] == usize::from(once(i))),
+                        "{len} {size} {stride}: {times:?}"
+                    );
                 }
             }
         }

@@ -32,10 +32,17 @@ impl Corpus {
     ///
     /// # Errors
     /// A sentence if the file cannot be read or is too short for a sequence; if the model does not know a token.
-    pub fn read(flag: &str, path: &Path, tokenizer: &Tokenizer, vocab_size: usize, seq_len: usize) -> Result<Self> {
+    pub fn read(
+        flag: &str,
+        path: &Path,
+        tokenizer: &Tokenizer,
+        vocab_size: usize,
+        seq_len: usize,
+    ) -> Result<Self> {
         let shown = path.display();
-        let text = regular::read_named(path)
-            .map_err(|error| InputError(format!("{flag} {shown} cannot be read ({error}): give a file of text.")))?;
+        let text = regular::read_named(path).map_err(|error| {
+            InputError(format!("{flag} {shown} cannot be read ({error}): give a file of text."))
+        })?;
         let ids = tokens::encode(tokenizer, &text)?;
         let (has, needs) = (ids.len(), seq_len + 1);
         let check = || {
@@ -68,8 +75,9 @@ impl Corpus {
     /// What a checkpoint keeps of it: the number of tokens and their FNV-1a.
     pub fn stamp(&self) -> Stamp {
         let bytes = self.0.iter().flat_map(|token| token.to_le_bytes());
-        let hash = bytes
-            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
         Stamp { tokens: self.0.len(), hash }
     }
 

@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use candle_shard::checkpoint::Lock;
 
 use super::resume::STATE;
-use crate::error::{Checked, InputError, require};
+use crate::error::{InputError, InputResult, require};
 
 const PARTIAL: &str = ".partial";
 const LOCK: &str = "training.lock";
@@ -33,7 +33,9 @@ fn steps(folder: &Path) -> io::Result<Vec<usize>> {
         let name = entry?.file_name();
         let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
         // Others may have names that are similar.
-        steps.extend(step.filter(|&step| name.to_str() == Some(&name_of(step)) && folder.join(&name).is_dir()));
+        steps.extend(
+            step.filter(|&step| name.to_str() == Some(&name_of(step)) && folder.join(&name).is_dir()),
+        );
     }
     steps.sort_unstable();
     Ok(steps)
@@ -62,7 +64,8 @@ impl Damage {
     pub fn within(folder: &Path, at: &Path) -> Option<Self> {
         let is_within = fs::canonicalize(at.parent()?).ok()? == fs::canonicalize(folder).ok()?;
         let from = folder.join(at.file_name()?);
-        let path = |n: usize| from.with_extension(if n == 1 { "damaged".into() } else { format!("damaged-{n}") });
+        let path =
+            |n: usize| from.with_extension(if n == 1 { "damaged".into() } else { format!("damaged-{n}") });
         let to = (1..).map(path).find(|path| fs::symlink_metadata(path).is_err())?;
         (is_within && from.join(STATE).is_file()).then_some(Self { from, to })
     }
@@ -73,7 +76,7 @@ impl Damage {
 ///
 /// # Errors
 /// A sentence if the folder cannot be made, or holds checkpoints that would have to go.
-pub fn check(folder: &Path, start: usize, damaged: &[Damage]) -> Checked {
+pub fn check(folder: &Path, start: usize, damaged: &[Damage]) -> InputResult {
     let shown = folder.display();
     let steps = fs::create_dir_all(folder).and_then(|()| steps(folder));
     let steps = steps.map_err(|error| {
@@ -101,13 +104,17 @@ pub fn check(folder: &Path, start: usize, damaged: &[Damage]) -> Checked {
 
 /// The folder that a training saves to, which no other training does meanwhile.
 #[derive(Debug)]
-pub struct Saves {
+pub struct SaveFolder {
     folder: PathBuf,
     /// Until the training is over.
     lock: Option<Lock>,
 }
 
-impl Saves {
+/// The former name of [`SaveFolder`].
+#[deprecated(since = "0.1.0", note = "renamed to SaveFolder")]
+pub type Saves = SaveFolder;
+
+impl SaveFolder {
     /// Takes the folder for steps after `start`, removes what killed trainings have left, and renames what is damaged.
     ///
     /// # Errors
@@ -127,7 +134,8 @@ impl Saves {
     /// The folders that are not complete, of this training and of killed ones. The lock has their names; what is similar is another's.
     fn left(&self) -> impl Iterator<Item = PathBuf> + '_ {
         let names = self.lock.iter().flat_map(Lock::names);
-        let partial = names.filter(|name| name.starts_with("step-") && name.ends_with(PARTIAL) && !name.contains('/'));
+        let partial =
+            names.filter(|name| name.starts_with("step-") && name.ends_with(PARTIAL) && !name.contains('/'));
         let path = partial.map(|name| self.folder.join(name));
         path.filter(|path| fs::symlink_metadata(path).is_ok_and(|about| about.is_dir()))
     }
@@ -162,7 +170,7 @@ impl Saves {
     }
 }
 
-impl Drop for Saves {
+impl Drop for SaveFolder {
     /// Frees the folder, with nothing left of saves that failed.
     fn drop(&mut self) {
         let is_clean = self.left().all(|left| fs::remove_dir_all(left).is_ok());

@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use candle_dist::ProcessGroup;
-use candle_pipe::{Layout, Pipeline};
+use candle_pipe::{Pipeline, StageLayout};
 use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::corpus::Corpus;
 use super::folder::Damage;
 use super::recipe::Recipe;
-use super::resume::State;
+use super::resume::TrainState;
 use crate::config::Config;
-use crate::cut::{Cut, DecoderPipe};
+use crate::cut::{DecoderPipe, StageCut};
 use crate::declare;
 use crate::dtype::DTypeName;
-use crate::error::{Checked, require};
+use crate::error::{InputResult, require};
 use crate::files::Files;
 
 /// A training that can begin.
@@ -28,7 +28,7 @@ pub struct Job {
     /// Files beside the weights that a checkpoint has too: who moves the model away meanwhile loses nothing.
     pub beside: Vec<(&'static str, Vec<u8>)>,
     /// Which layers make a stage, if they are not to cost about equally much.
-    pub layout: Option<Layout>,
+    pub layout: Option<StageLayout>,
     /// How to train.
     pub recipe: Recipe,
     /// What on.
@@ -61,7 +61,7 @@ impl Job {
     /// # Errors
     /// If the model cannot be cut into these stages.
     pub fn declare(&self, replicas: Option<&ProcessGroup>) -> candle_pipe::Result<DecoderPipe> {
-        let cut = Cut::new(self.pipeline.stages(), self.layout.as_ref());
+        let cut = StageCut::new(self.pipeline.stages(), self.layout.as_ref());
         declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
@@ -84,8 +84,8 @@ impl Job {
     }
 
     /// How far the training is when so many steps are made.
-    pub fn state(&self, step: usize) -> State {
-        State { step, text: self.text.stamp(), recipe: self.recipe.clone() }
+    pub fn state(&self, step: usize) -> TrainState {
+        TrainState { step, text: self.text.stamp(), recipe: self.recipe.clone() }
     }
 }
 
@@ -132,7 +132,8 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
         DTypeName::Bf16 => "bfloat16",
         DTypeName::F16 => "float16",
     };
-    let said: Vec<&str> = ["dtype", "torch_dtype"].into_iter().filter(|field| fields.contains_key(*field)).collect();
+    let said: Vec<&str> =
+        ["dtype", "torch_dtype"].into_iter().filter(|field| fields.contains_key(*field)).collect();
     let said = if said.is_empty() { vec!["torch_dtype"] } else { said };
     let tied = model.tie_word_embeddings;
     let wants = said.into_iter().map(|field| (field, Value::from(name)));
@@ -166,13 +167,16 @@ pub fn check(folder: &Path, files: &Files, recipe: &Recipe, start: usize) -> Res
     Ok(())
 }
 
-fn check_steps(recipe: &Recipe, start: usize) -> Checked {
+fn check_steps(recipe: &Recipe, start: usize) -> InputResult {
     let steps = recipe.rate.steps;
-    require!(start < steps, "--steps {steps} are made: there is nothing left to learn, give more than {start}.");
+    require!(
+        start < steps,
+        "--steps {steps} are made: there is nothing left to learn, give more than {start}."
+    );
     Ok(())
 }
 
-fn check_length(recipe: &Recipe, files: &Files) -> Checked {
+fn check_length(recipe: &Recipe, files: &Files) -> InputResult {
     let (length, longest) = (recipe.seq_len, files.config.longest());
     require!(
         length <= longest,
@@ -185,7 +189,7 @@ fn check_length(recipe: &Recipe, files: &Files) -> Checked {
 ///
 /// # Errors
 /// If it is another text.
-pub fn check_text(text: &Corpus, state: &State) -> Checked {
+pub fn check_text(text: &Corpus, state: &TrainState) -> InputResult {
     require!(
         text.stamp() == state.text,
         "--train is another text than the one that --resume goes on with: give that one."

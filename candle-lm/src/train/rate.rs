@@ -106,7 +106,10 @@ mod tests {
             let longer = Rate { steps: 20, ..saved };
             assert_eq!(longer.after(&saved, 6), longer, "{decay:?}");
             let on = longer.after(&saved, 10);
-            assert!((10..20).all(|step| on.at(step) == saved.at(10) && on.at(step) <= saved.at(9)), "{decay:?}");
+            assert!(
+                (10..20).all(|step| on.at(step) == saved.at(10) && on.at(step) <= saved.at(9)),
+                "{decay:?}"
+            );
             let rising = Rate { warmup: 30, ..saved };
             assert_eq!(Rate { warmup: 30, ..longer }.after(&rising, 10).ended, None, "{decay:?}");
             // And after a stop on the way.

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rate::{Decay, Rate};
 use crate::dtype::DTypeName;
-use crate::error::{Checked, require};
+use crate::error::{InputResult, require};
 
 /// What a checkpoint keeps of the command line. Ranks, microbatches and recomputing are not in it: they change nothing but
 /// the rounding.
@@ -42,7 +42,7 @@ impl Recipe {
     ///
     /// # Errors
     /// A sentence that names the flag, its value and a remedy.
-    pub fn check(&self) -> Checked {
+    pub fn check(&self) -> InputResult {
         let Self { rate, batch, seq_len, weight_decay, clip_norm, dtype, .. } = *self;
         for (flag, value, most) in
             [("--steps", rate.steps, 1 << 32), ("--batch", batch, 1 << 24), ("--seq-len", seq_len, 1 << 24)]
@@ -73,7 +73,7 @@ impl Recipe {
     ///
     /// # Errors
     /// A sentence that names what was changed and must not be.
-    pub fn check_follows(&self, saved: &Self) -> Checked {
+    pub fn check_follows(&self, saved: &Self) -> InputResult {
         let kept = |recipe: &Self| {
             let Self { batch, seq_len, dtype, seed, .. } = recipe;
             [
@@ -84,7 +84,10 @@ impl Recipe {
             ]
         };
         for ((flag, value), (_, was)) in kept(self).into_iter().zip(kept(saved)) {
-            require!(value == was, "{flag} {value} is not the {was} that --resume goes on from: leave it out.");
+            require!(
+                value == was,
+                "{flag} {value} is not the {was} that --resume goes on from: leave it out."
+            );
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ pub(super) const OPTIMIZER: &str = "optimizer";
 
 /// How far a training is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct State {
+pub struct TrainState {
     /// The steps that were made, which is also where the batches go on.
     pub step: usize,
     /// The text that they were made on.
@@ -34,6 +34,10 @@ pub struct State {
     /// How.
     pub recipe: Recipe,
 }
+
+/// The former name of [`TrainState`].
+#[deprecated(since = "0.1.0", note = "renamed to TrainState")]
+pub type State = TrainState;
 
 /// A checkpoint, found to be whole.
 #[derive(Clone, Debug)]
@@ -43,7 +47,7 @@ pub struct Checkpoint {
     /// The model.
     pub files: Files,
     /// How far it is.
-    pub state: State,
+    pub state: TrainState,
     /// Later checkpoints beside it that are not whole.
     pub skipped: Vec<Flaw>,
 }
@@ -98,7 +102,7 @@ impl Checkpoint {
     pub fn of(folder: PathBuf, ignored: &[String]) -> Result<Self> {
         let at = folder.join(STATE);
         let text = regular::read_text(&at, regular::CONFIG).with_context(|| format!("{}", at.display()))?;
-        let state: State = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
+        let state: TrainState = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
         let files = Files::open_without(&folder, ignored)?;
         tokens::read(&folder)?;
         let resumed = Self { folder, files, state, skipped: Vec::new() };

@@ -28,7 +28,8 @@ pub(super) fn write(
 ) -> Result<()> {
     let stages = mesh.axis_group("pp")?;
     let bytes = |tensor: &DTensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
-    let mine: Vec<(&str, usize)> = tensors.iter().map(|(name, tensor)| (name.as_str(), bytes(tensor))).collect();
+    let mine: Vec<(&str, usize)> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), bytes(tensor))).collect();
     let texts = stages.all_gather_text(&serde_json::to_string(&mine)?)?;
     // What several stages share is the first one's.
     let mut owners = BTreeMap::<String, (usize, usize)>::new();
@@ -42,7 +43,8 @@ pub(super) fn write(
     if let Some(twice) = owners.keys().flat_map(named).find(|name| !names.insert(name.clone())) {
         bail!("{}: two tensors would be {twice:?}", at.display());
     }
-    let own = tensors.iter().filter(|(name, _)| owners.get(name).is_some_and(|(stage, _)| *stage == stages.rank()));
+    let own =
+        tensors.iter().filter(|(name, _)| owners.get(name).is_some_and(|(stage, _)| *stage == stages.rank()));
     let own: Vec<(&str, DTensor)> = own.map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
     let write = || -> Result<()> {
         // Replicas have the same, unless the tensors are cut over them.
@@ -52,7 +54,10 @@ pub(super) fn write(
         if world.rank() == 0 && stages.size() > 1 {
             let total: usize = owners.values().map(|(_, bytes)| bytes).sum();
             let of_tensor = |(tensor, (stage, _)): (&String, &(usize, usize))| {
-                named(tensor).into_iter().map(|part| (part, file(name, *stage, stages.size()))).collect::<Vec<_>>()
+                named(tensor)
+                    .into_iter()
+                    .map(|part| (part, file(name, *stage, stages.size())))
+                    .collect::<Vec<_>>()
             };
             let files = owners.iter().flat_map(of_tensor);
             let files: BTreeMap<_, _> = files.collect();

@@ -11,17 +11,18 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_dist::{
-    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, InitialSync, ProcessGroup, RankContext, ReduceOp,
+    ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, InitialSync, ProcessGroup, RankContext,
+    ReduceOp,
 };
 use candle_nn::ParamsAdamW;
 use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::{AdamW, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Parameters};
 use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Serialize};
 
-use super::folder::Saves;
+use super::folder::SaveFolder;
 use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
@@ -116,7 +117,7 @@ pub struct Trainer<'a> {
     clip: ClipGradNorm,
     optimizer: AdamW,
     /// Where rank 0 saves to.
-    saves: Option<Saves>,
+    saves: Option<SaveFolder>,
     weights_at_once: Cell<usize>,
 }
 
@@ -129,7 +130,7 @@ impl<'a> Trainer<'a> {
         let (recipe, pipeline) = (&job.recipe, job.pipeline);
         // Before anything is read, since another training may save to the folder.
         let place = job.save.as_ref().filter(|_| ctx.rank() == 0);
-        let saves = place.map(|(folder, _)| Saves::hold(folder, job.start, &job.damaged)).transpose();
+        let saves = place.map(|(folder, _)| SaveFolder::hold(folder, job.start, &job.damaged)).transpose();
         let mut saves = agreed(ctx.group(), saves)?;
         if let Some((folder, _)) = &job.save {
             // Hosts that have a folder of their own under this name would find out after the training.
@@ -138,14 +139,15 @@ impl<'a> Trainer<'a> {
         }
         ensure_alike(ctx.group(), job)?;
         let Pipeline { pp, dp, cp, ep, tp, .. } = pipeline;
-        let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
+        let mesh =
+            ctx.mesh(&[("pp", pp), ("dp", dp), (TOKEN_AXIS, cp), (EXPERT_AXIS, ep), (LAYER_AXIS, tp)])?;
         let plan = Decoder::training_plan(&job.files.config, LAYER_AXIS);
         let (weights, device) = (job.files.weights.clone(), ctx.device());
         let (seed, dtype) = (recipe.seed, recipe.dtype.into());
         let axes = [("dp", job.fsdp), (TOKEN_AXIS, cp > 1), (EXPERT_AXIS, ep > 1), (LAYER_AXIS, true)];
         let axes: Vec<&str> = axes.into_iter().filter(|(_, has)| *has).map(|(axis, _)| axis).collect();
         let model = mesh.axes(&axes)?;
-        let mut vb = ShardedVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
+        let mut vb = MeshVarBuilder::from_weights(weights, seed, &model, plan, dtype, device)?;
         if job.fsdp {
             let options = FullyShardOptions::default().reduce_dtype(DType::F32);
             vb = vb.fully_shard("dp", options)?;
@@ -188,7 +190,12 @@ impl<'a> Trainer<'a> {
     ///
     /// # Errors
     /// On every rank alike, if it cannot be made, or a rank does not see it.
-    fn begin(saves: Option<&mut Saves>, world: &ProcessGroup, folder: &Path, step: usize) -> Result<(PathBuf, bool)> {
+    fn begin(
+        saves: Option<&mut SaveFolder>,
+        world: &ProcessGroup,
+        folder: &Path,
+        step: usize,
+    ) -> Result<(PathBuf, bool)> {
         let begun = agreed(world, saves.map(|saves| saves.begin(step)).transpose())?;
         // A name that only this training has, so whoever sees it sees the folder of rank 0.
         let name = begun.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
@@ -269,7 +276,7 @@ impl<'a> Trainer<'a> {
         let apart = partial.join(OPTIMIZER);
         agreed(&self.world, if is_made { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
         stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
-        let finish = |saves: &Saves| -> Result<()> {
+        let finish = |saves: &SaveFolder| -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;
             }

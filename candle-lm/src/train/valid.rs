@@ -12,7 +12,7 @@ use super::trainer::part_of;
 /// What one microbatch is, on all replicas together: the sequences of each replica, and how many sequences the mean of
 /// their losses stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Slot {
+struct ValidationSlot {
     rows: Vec<Vec<usize>>,
     counts: usize,
 }
@@ -21,26 +21,29 @@ struct Slot {
 ///
 /// Replicas have equally many rows. Where the last sequences are less than the replicas, each replica computes each of
 /// them; what fills up the last pass counts nothing.
-fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -> Vec<Vec<Slot>> {
-    let whole = |start: usize, rows: usize| Slot {
-        rows: (0..replicas).map(|replica| (start + replica * rows..start + (replica + 1) * rows).collect()).collect(),
+fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -> Vec<Vec<ValidationSlot>> {
+    let whole = |start: usize, rows: usize| ValidationSlot {
+        rows: (0..replicas)
+            .map(|replica| (start + replica * rows..start + (replica + 1) * rows).collect())
+            .collect(),
         counts: replicas * rows,
     };
-    let alike = |sequence: usize, counts: usize| Slot { rows: vec![vec![sequence]; replicas], counts };
+    let alike =
+        |sequence: usize, counts: usize| ValidationSlot { rows: vec![vec![sequence]; replicas], counts };
     let (mut passes, mut next) = (Vec::new(), 0);
     while sequences - next >= microbatches * replicas * rows {
         let slots = (0..microbatches).map(|slot| whole(next + slot * replicas * rows, rows));
         passes.push(slots.collect());
         next += microbatches * replicas * rows;
     }
-    let mut rest: Vec<Slot> = Vec::new();
+    let mut rest: Vec<ValidationSlot> = Vec::new();
     while sequences - next >= replicas {
         rest.push(whole(next, 1));
         next += replicas;
     }
     rest.extend((next..sequences).map(|sequence| alike(sequence, 1)));
     rest.resize(rest.len().next_multiple_of(microbatches), alike(0, 0));
-    passes.extend(rest.chunks(microbatches).map(<[Slot]>::to_vec));
+    passes.extend(rest.chunks(microbatches).map(<[ValidationSlot]>::to_vec));
     passes
 }
 
@@ -94,7 +97,10 @@ mod tests {
                         slot.rows.concat().into_iter().for_each(|sequence| counted[sequence] += share);
                     }
                 }
-                assert!(counted.iter().all(|count| (count - 1.0).abs() < 1e-9), "{sequences} {replicas} {counted:?}");
+                assert!(
+                    counted.iter().all(|count| (count - 1.0).abs() < 1e-9),
+                    "{sequences} {replicas} {counted:?}"
+                );
             }
         }
     }

@@ -9,12 +9,12 @@ pub type Inputs = BTreeMap<ValueId, Value>;
 
 /// The inputs of a model, with their defaults.
 #[derive(Debug, Clone)]
-pub(crate) struct Signature {
+pub(crate) struct GraphSignature {
     inputs: Vec<Input>,
     defaults: BTreeMap<ValueId, Value>,
 }
 
-impl Signature {
+impl GraphSignature {
     pub(crate) fn new(inputs: &[Input], defaults: BTreeMap<ValueId, Value>) -> Self {
         Self { inputs: inputs.to_vec(), defaults }
     }
@@ -25,7 +25,12 @@ impl Signature {
     }
 
     /// Like [`bind`](Self::bind), for a caller that needs only some inputs: the others may be missing.
-    pub(crate) fn bind_for(&self, args: &[Value], kwargs: &Kwargs, needs: impl Fn(ValueId) -> bool) -> Result<Inputs> {
+    pub(crate) fn bind_for(
+        &self,
+        args: &[Value],
+        kwargs: &Kwargs,
+        needs: impl Fn(ValueId) -> bool,
+    ) -> Result<Inputs> {
         let mut inputs = self.places(args, kwargs, |left| Value::List(left.to_vec()))?;
         for input in self.inputs.iter().filter(|input| needs(input.value)) {
             if inputs.contains_key(&input.value) {
@@ -58,7 +63,11 @@ impl Signature {
             by_place.iter().zip(args).map(|(input, value)| (input.value, value.clone())).collect();
         if let Some(left) = args.get(by_place.len()..).filter(|left| !left.is_empty()) {
             let Some(all) = self.inputs.iter().find(|input| input.kind == In::Args) else {
-                return wrong(format!("{} arguments by place, the model takes {}", args.len(), by_place.len()));
+                return wrong(format!(
+                    "{} arguments by place, the model takes {}",
+                    args.len(),
+                    by_place.len()
+                ));
             };
             inputs.insert(all.value, join(left));
         }

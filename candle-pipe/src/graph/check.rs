@@ -27,7 +27,12 @@ impl Graph {
     /// Returns the values that neither a node nor the caller uses. They waste time.
     pub fn dead_values(&self) -> Vec<ValueId> {
         let used = self.used();
-        self.nodes.iter().flat_map(|node| &node.outputs).copied().filter(|value| !used.contains(value)).collect()
+        self.nodes
+            .iter()
+            .flat_map(|node| &node.outputs)
+            .copied()
+            .filter(|value| !used.contains(value))
+            .collect()
     }
 
     fn check_names(&self) -> Result<()> {
@@ -40,7 +45,9 @@ impl Graph {
                 return Err(Error::Pipe(format!("{what} names must not be empty")));
             }
             if what == "node" && name.split('.').any(str::is_empty) {
-                let reason = format!("the node name {name:?} has an empty part between dots; name it, or leave it out");
+                let reason = format!(
+                    "the node name {name:?} has an empty part between dots; name it, or leave it out"
+                );
                 return Err(Error::Pipe(reason));
             }
             if !seen.insert((what, name)) {
@@ -114,14 +121,17 @@ impl Graph {
         let before = |node: usize| self.nodes[node].inputs.iter().filter_map(|value| *makers.get(value)?);
         // Nodes that depend on no remaining node are removed repeatedly. The rest lies on or behind a cycle.
         let mut waiting: BTreeSet<usize> = (0..self.nodes.len()).collect();
-        while let Some(ready) = waiting.iter().copied().find(|&node| before(node).all(|b| !waiting.contains(&b))) {
+        while let Some(ready) =
+            waiting.iter().copied().find(|&node| before(node).all(|b| !waiting.contains(&b)))
+        {
             waiting.remove(&ready);
         }
         let mut path = vec![*waiting.first()?];
         loop {
             let next = before(*path.last()?).find(|node| waiting.contains(node))?;
             if let Some(start) = path.iter().position(|&node| node == next) {
-                let mut cycle: Vec<&Node> = path[start..].iter().rev().map(|&node| &self.nodes[node]).collect();
+                let mut cycle: Vec<&Node> =
+                    path[start..].iter().rev().map(|&node| &self.nodes[node]).collect();
                 cycle.push(cycle[0]);
                 return Some(cycle);
             }
@@ -153,7 +163,9 @@ impl Graph {
                 }
                 Some(_) => continue,
             };
-            return Err(Error::Pipe(format!("{reason}; make it the result of a node, if only of a function")));
+            return Err(Error::Pipe(format!(
+                "{reason}; make it the result of a node, if only of a function"
+            )));
         }
         if self.outputs.is_empty() && self.loss.is_none() {
             return Err(Error::Pipe("the model has neither an output nor a loss".into()));
@@ -163,7 +175,8 @@ impl Graph {
 
     fn used(&self) -> BTreeSet<ValueId> {
         let nodes = self.nodes.iter().flat_map(|node| &node.inputs);
-        let results = self.outputs.iter().map(|output| &output.value).chain(self.loss.as_ref().map(|loss| &loss.value));
+        let results =
+            self.outputs.iter().map(|output| &output.value).chain(self.loss.as_ref().map(|loss| &loss.value));
         nodes.chain(results).copied().collect()
     }
 }

@@ -100,7 +100,7 @@ pub struct Output {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Reduction {
+pub enum LossReduction {
     /// Each is a mean over its rows. They are weighted by rows, so that uneven microbatches are exact.
     Mean,
     /// Each is a sum. They are summed.
@@ -110,13 +110,17 @@ pub enum Reduction {
     Counted,
 }
 
+/// The former name of [`LossReduction`].
+#[deprecated(since = "0.1.0", note = "renamed to LossReduction")]
+pub type Reduction = LossReduction;
+
 /// The loss of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loss {
-    /// A scalar of floats; for [`Reduction::Counted`] a tuple of such a scalar and a count.
+    /// A scalar of floats; for [`LossReduction::Counted`] a tuple of such a scalar and a count.
     pub value: ValueId,
     /// How the losses of microbatches are combined.
-    pub reduction: Reduction,
+    pub reduction: LossReduction,
 }
 
 /// A model as plain data, without its computations: it can be listed, saved, checked and cut.
@@ -143,8 +147,9 @@ impl Graph {
         if let Some(input) = self.inputs.iter().find(|input| input.value == value) {
             return input.name.clone();
         }
-        let place =
-            |node: &Node| Some((node.name.clone(), node.outputs.len(), node.outputs.iter().position(|&v| v == value)?));
+        let place = |node: &Node| {
+            Some((node.name.clone(), node.outputs.len(), node.outputs.iter().position(|&v| v == value)?))
+        };
         match self.nodes.iter().find_map(place) {
             Some((name, 1, _)) => name,
             Some((name, _, place)) => format!("{name}[{place}]"),

@@ -1,5 +1,5 @@
 //! A cut model as plain data, and as a listing.
-use super::{Edge, Graph, In, NodeKind, Reduction, Share, ShareGroup, StageDef, ValueId, stages};
+use super::{Edge, Graph, In, LossReduction, NodeKind, Share, ShareGroup, StageDef, ValueId, stages};
 use crate::{Error, Result};
 use itertools::Itertools;
 use serde::{Deserialize, Serialize};
@@ -97,7 +97,8 @@ impl fmt::Display for PipeInfo {
                 writeln!(f, "  {}({}){kind}{weight}", node.name, self.names(node.inputs.iter().copied()))?;
             }
             for output in stage.outputs.iter().filter(|output| !output.consumers.is_empty()) {
-                let (name, consumers) = (self.graph.value_name(output.value), output.consumers.iter().format(", "));
+                let (name, consumers) =
+                    (self.graph.value_name(output.value), output.consumers.iter().format(", "));
                 writeln!(f, "  {name} -> stage {consumers}")?;
             }
         }
@@ -106,9 +107,9 @@ impl fmt::Display for PipeInfo {
         }
         if let Some(loss) = self.graph.loss {
             let reduction = match loss.reduction {
-                Reduction::Mean => "mean over rows",
-                Reduction::Sum => "sum",
-                Reduction::Counted => "sum over count",
+                LossReduction::Mean => "mean over rows",
+                LossReduction::Sum => "sum",
+                LossReduction::Counted => "sum over count",
             };
             writeln!(f, "loss = {} ({reduction})", self.graph.value_name(loss.value))?;
         }

@@ -20,17 +20,21 @@ const MOST_BRACKETS: usize = 64;
 /// themselves belong to the layer before them.
 ///
 /// ```
-/// use candle_pipe::Layout;
+/// use candle_pipe::StageLayout;
 ///
-/// let layout: Layout = "E|t*3|(tt|)*2|L".parse()?;
+/// let layout: StageLayout = "E|t*3|(tt|)*2|L".parse()?;
 /// assert_eq!(layout.to_string(), "E|ttt|tt|tt|L");
-/// assert!("E|t|".parse::<Layout>().is_err()); // an empty stage
+/// assert!("E|t|".parse::<StageLayout>().is_err()); // an empty stage
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layout(Vec<String>);
+pub struct StageLayout(Vec<String>);
 
-impl FromStr for Layout {
+/// The former name of [`StageLayout`].
+#[deprecated(since = "0.1.0", note = "renamed to StageLayout")]
+pub type Layout = StageLayout;
+
+impl FromStr for StageLayout {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -52,13 +56,13 @@ impl FromStr for Layout {
     }
 }
 
-impl fmt::Display for Layout {
+impl fmt::Display for StageLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0.iter().format("|"))
     }
 }
 
-impl Layout {
+impl StageLayout {
     pub(super) fn place(&self, graph: &Graph) -> Result<Vec<usize>> {
         let layers = layers(graph);
         let letters: usize = self.0.iter().map(|stage| stage.chars().count()).sum();
@@ -109,7 +113,8 @@ fn sequence(chars: &mut Peekable<Chars<'_>>, text: &str, brackets: usize) -> Res
         let item = match next {
             '(' => {
                 let left = brackets.checked_sub(1);
-                let left = left.ok_or_else(|| wrong(text, &format!("more than {MOST_BRACKETS} brackets are open")))?;
+                let left =
+                    left.ok_or_else(|| wrong(text, &format!("more than {MOST_BRACKETS} brackets are open")))?;
                 let inner = sequence(chars, text, left)?;
                 chars.next_if_eq(&')').ok_or_else(|| wrong(text, "a `(` that nothing closes"))?;
                 inner

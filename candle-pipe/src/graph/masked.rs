@@ -1,6 +1,6 @@
 //! The rows of a masked microbatch, for the node that computes its loss.
 use super::{Graph, ValueId};
-use crate::cuts::Dims;
+use crate::cuts::CutDims;
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
@@ -11,31 +11,40 @@ use std::sync::Arc;
 /// The rows of a batch that a [masked](crate::microbatch::Splitter::masked) microbatch has, and the values that hold
 /// rows.
 #[derive(Debug, Clone)]
-pub struct Masked {
+pub struct MaskedRows {
     rows: Range<usize>,
     /// The index of the batch's first row in a larger batch.
     first: usize,
     /// The number of rows of the batch.
     total: usize,
-    values: Arc<Values>,
+    values: Arc<MaskedValues>,
 }
+
+/// The former name of [`MaskedRows`].
+#[deprecated(since = "0.1.0", note = "renamed to MaskedRows")]
+pub type Masked = MaskedRows;
 
 /// The values that are cut, and those that depend on them.
 #[derive(Debug)]
-struct Values {
+struct MaskedValues {
     /// The dims along which the tensors of the model's inputs are cut.
-    inputs: BTreeMap<ValueId, Dims>,
+    inputs: BTreeMap<ValueId, CutDims>,
     /// The values that depend on cut inputs.
     made: Vec<ValueId>,
 }
 
-impl Masked {
+impl MaskedRows {
     /// Creates one for each microbatch of a batch, with `rows` rows each. `inputs` has the dims along which inputs are
     /// cut.
-    pub(crate) fn of_rows(rows: &[usize], first: usize, inputs: BTreeMap<ValueId, Dims>, graph: &Graph) -> Vec<Self> {
+    pub(crate) fn of_rows(
+        rows: &[usize],
+        first: usize,
+        inputs: BTreeMap<ValueId, CutDims>,
+        graph: &Graph,
+    ) -> Vec<Self> {
         let cut = inputs.iter().filter(|(_, dims)| dims.iter().any(Option::is_some)).map(|(&value, _)| value);
         let made = graph.made_of(cut);
-        let (values, total) = (Arc::new(Values { inputs, made }), rows.iter().sum());
+        let (values, total) = (Arc::new(MaskedValues { inputs, made }), rows.iter().sum());
         let starts = rows.iter().scan(0, |start, rows| Some(std::mem::replace(start, *start + rows)));
         let rows = starts.zip(rows).map(|(start, rows)| start..start + rows);
         rows.map(|rows| Self { rows, first, total, values: values.clone() }).collect()
@@ -49,7 +58,7 @@ impl Masked {
     /// Replaces the set of cut inputs by `cut`, which includes inputs that this rank does not have.
     pub(crate) fn with_cut(self, cut: &[ValueId], graph: &Graph) -> Self {
         let made = graph.made_of(cut.iter().copied());
-        Self { values: Arc::new(Values { inputs: self.values.inputs.clone(), made }), ..self }
+        Self { values: Arc::new(MaskedValues { inputs: self.values.inputs.clone(), made }), ..self }
     }
 
     /// Returns the range of the microbatch's own rows in the larger batch.

@@ -15,16 +15,26 @@ mod split;
 mod stages;
 mod suggest;
 
+pub(crate) use bind::GraphSignature;
 pub use bind::Inputs;
-pub(crate) use bind::Signature;
-pub use declared::{Graph, In, Input, Loss, Node, NodeKind, Output, Reduction, Share, ValueId};
+#[allow(deprecated)]
+pub use declared::Reduction;
+pub use declared::{Graph, In, Input, Loss, LossReduction, Node, NodeKind, Output, Share, ValueId};
 pub use info::PipeInfo;
+#[allow(deprecated)]
 pub use layout::Layout;
+pub use layout::StageLayout;
+#[allow(deprecated)]
 pub use masked::Masked;
+pub use masked::MaskedRows;
 pub use op::{Ctx, StageOp, stage_op};
-pub use policy::{Balanced, EqualCount, EqualParams, SizeThreshold};
+#[allow(deprecated)]
+pub use policy::Balanced;
+pub use policy::{BalancedCost, EqualCount, EqualParams, SizeThreshold};
+#[allow(deprecated)]
+pub use scope::Named;
 pub(crate) use scope::variables;
-pub use scope::{Named, Scope, shapes_only};
+pub use scope::{NamedTensors, Scope, shapes_only};
 #[cfg(feature = "shard")]
 pub use sharded::sharded_op;
 pub use split::{SplitPoint, SplitPolicy, SplitSpec};

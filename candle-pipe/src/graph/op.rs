@@ -1,5 +1,5 @@
 //! The computation of a node.
-use super::Masked;
+use super::MaskedRows;
 use crate::{Result, Value};
 use candle_core::{DType, Device, Tensor};
 use candle_dist_kernels::random::{Distribution, Stream, sample_full};
@@ -23,7 +23,7 @@ pub struct Ctx {
     /// Whether the model trains, so that dropout is active.
     pub training: bool,
     /// The microbatch's own rows, if it has the shape of the whole batch.
-    pub masked: Option<Masked>,
+    pub masked: Option<MaskedRows>,
 }
 
 impl Ctx {
@@ -57,9 +57,16 @@ impl Ctx {
     }
 
     /// Like [`random`](Self::random), from the stream of this step.
-    pub(crate) fn sample(&self, stream: Stream, dist: Distribution, dims: &[usize], dtype: DType) -> Result<Tensor> {
+    pub(crate) fn sample(
+        &self,
+        stream: Stream,
+        dist: Distribution,
+        dims: &[usize],
+        dtype: DType,
+    ) -> Result<Tensor> {
         let of_rows = stream.of_rows(self.rows.start, Some(self.rows.len()), dims);
-        let stream = of_rows.map_err(|error| crate::Error::Pipe(candle_dist::without_trace(&error).to_string()))?;
+        let stream =
+            of_rows.map_err(|error| crate::Error::Pipe(candle_dist::without_trace(&error).to_string()))?;
         Ok(sample_full(stream, dist, dims, dtype, &self.device)?)
     }
 
@@ -105,7 +112,10 @@ impl<M: ModuleT> StageOp for M {
 
     fn forward(&self, inputs: &[Value], ctx: &Ctx) -> Result<Vec<Value>> {
         let [x] = inputs else {
-            return Err(crate::Error::Pipe(format!("a module takes one tensor, {} values were given", inputs.len())));
+            return Err(crate::Error::Pipe(format!(
+                "a module takes one tensor, {} values were given",
+                inputs.len()
+            )));
         };
         Ok(vec![self.forward_t(x.tensor()?, ctx.training)?.into()])
     }

@@ -4,7 +4,7 @@ use crate::{Error, Result};
 use std::collections::BTreeMap;
 
 /// Costs of a graph's nodes in order. A run pays each replicated parameter that it uses once.
-pub(super) struct Costs {
+pub(super) struct NodeCosts {
     /// The nodes that belong to one stage.
     pub(super) nodes: Vec<usize>,
     /// Their own costs.
@@ -15,14 +15,16 @@ pub(super) struct Costs {
     shared: BTreeMap<usize, f64>,
 }
 
-impl Costs {
+impl NodeCosts {
     pub(super) fn new(graph: &Graph, cost: impl Fn(usize) -> Result<f64>) -> Result<Self> {
         let nodes: Vec<usize> = graph.placed().collect();
         let own = nodes.iter().map(|&node| cost(node)).collect::<Result<Vec<f64>>>()?;
         let replicated = (0..graph.nodes.len()).filter(|&node| graph.nodes[node].is_replicated());
-        let shared = replicated.map(|node| Ok((node, cost(node)?))).collect::<Result<BTreeMap<usize, f64>>>()?;
+        let shared =
+            replicated.map(|node| Ok((node, cost(node)?))).collect::<Result<BTreeMap<usize, f64>>>()?;
         let made_by = |value| shared.keys().copied().find(|&node| graph.nodes[node].outputs.contains(value));
-        let uses = nodes.iter().map(|&node| graph.nodes[node].inputs.iter().filter_map(made_by).collect()).collect();
+        let uses =
+            nodes.iter().map(|&node| graph.nodes[node].inputs.iter().filter_map(made_by).collect()).collect();
         Ok(Self { nodes, own, uses, shared })
     }
 

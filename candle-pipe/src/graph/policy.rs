@@ -1,7 +1,7 @@
 //! Rules that cut a model into stages.
-use super::partition::{Costs, check_stages};
+use super::partition::{NodeCosts, check_stages};
 use super::suggest::suggestion;
-use super::{Graph, Layout, SplitPolicy};
+use super::{Graph, SplitPolicy, StageLayout};
 use crate::cuts::microbatch_sizes;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ pub struct SizeThreshold(pub usize);
 ///
 /// ```
 /// use candle_pipe::graph::{Graph, NodeKind, Node, Output, ValueId};
-/// use candle_pipe::{Balanced, SplitPolicy};
+/// use candle_pipe::{BalancedCost, SplitPolicy};
 /// # let node = |i: usize| Node {
 /// #     name: format!("layers.{i}"),
 /// #     kind: NodeKind::Function,
@@ -39,18 +39,22 @@ pub struct SizeThreshold(pub usize);
 /// # let graph = Graph { nodes: (0..4).map(node).collect(), ..Graph::default() };
 ///
 /// let costs = [("layers.0", 1.0), ("layers.1", 1.0), ("layers.2", 1.0), ("layers.3", 3.0)];
-/// assert_eq!(Balanced::new(2, costs).cuts(&graph)?, [3]); // the last layer alone
+/// assert_eq!(BalancedCost::new(2, costs).cuts(&graph)?, [3]); // the last layer alone
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
-pub struct Balanced {
+pub struct BalancedCost {
     /// The number of stages.
     pub stages: usize,
     /// The costs of nodes, by name; the default is 0.
     pub costs: BTreeMap<String, f64>,
 }
 
-impl Balanced {
+/// The former name of [`BalancedCost`].
+#[deprecated(since = "0.1.0", note = "renamed to BalancedCost")]
+pub type Balanced = BalancedCost;
+
+impl BalancedCost {
     /// Creates a policy for `stages` stages with these costs of nodes.
     pub fn new<N: Into<String>>(stages: usize, costs: impl IntoIterator<Item = (N, f64)>) -> Self {
         Self { stages, costs: costs.into_iter().map(|(name, cost)| (name.into(), cost)).collect() }
@@ -71,13 +75,13 @@ impl SplitPolicy for EqualCount {
 
 impl SplitPolicy for EqualParams {
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
-        Costs::new(graph, |node| weight(graph, node))?.cut(self.0)
+        NodeCosts::new(graph, |node| weight(graph, node))?.cut(self.0)
     }
 }
 
 impl SplitPolicy for SizeThreshold {
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
-        let costs = Costs::new(graph, |node| weight(graph, node))?;
+        let costs = NodeCosts::new(graph, |node| weight(graph, node))?;
         let (mut cuts, mut start) = (Vec::new(), 0);
         // A stage is as long as fits, and never empty.
         while let Some(more) = costs.runs(start).skip(1).position(|run| run > self.0 as f64) {
@@ -88,7 +92,7 @@ impl SplitPolicy for SizeThreshold {
     }
 }
 
-impl SplitPolicy for Balanced {
+impl SplitPolicy for BalancedCost {
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
         let names = || graph.nodes.iter().map(|node| node.name.as_str());
         if let Some(name) = self.costs.keys().find(|name| !names().any(|known| known == *name)) {
@@ -98,13 +102,16 @@ impl SplitPolicy for Balanced {
             )));
         }
         if let Some((name, cost)) = self.costs.iter().find(|(_, cost)| !(cost.is_finite() && **cost >= 0.0)) {
-            return Err(Error::Pipe(format!("node {name:?} costs {cost}: expected a finite number of at least 0")));
+            return Err(Error::Pipe(format!(
+                "node {name:?} costs {cost}: expected a finite number of at least 0"
+            )));
         }
-        Costs::new(graph, |node| Ok(self.costs.get(&graph.nodes[node].name).copied().unwrap_or(0.0)))?.cut(self.stages)
+        NodeCosts::new(graph, |node| Ok(self.costs.get(&graph.nodes[node].name).copied().unwrap_or(0.0)))?
+            .cut(self.stages)
     }
 }
 
-impl SplitPolicy for Layout {
+impl SplitPolicy for StageLayout {
     fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
         self.place(graph)
     }
@@ -112,6 +119,7 @@ impl SplitPolicy for Layout {
 
 fn weight(graph: &Graph, node: usize) -> Result<f64> {
     let node = &graph.nodes[node];
-    let unknown = || Error::Pipe(format!("the size of node {:?} is not known; measure the model first", node.name));
+    let unknown =
+        || Error::Pipe(format!("the size of node {:?} is not known; measure the model first", node.name));
     node.weight.map(|elements| elements as f64).ok_or_else(unknown)
 }

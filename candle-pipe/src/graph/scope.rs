@@ -8,12 +8,16 @@ use itertools::Itertools;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Parameters: their full names, and the tensors as the model uses them.
-pub type Named = Vec<(String, Tensor)>;
+pub type NamedTensors = Vec<(String, Tensor)>;
+
+/// The former name of [`NamedTensors`].
+#[deprecated(since = "0.1.0", note = "renamed to NamedTensors")]
+pub type Named = NamedTensors;
 
 /// The source of a model's parameters. A module gets it with the module's own name as prefix.
 ///
 /// Implemented for candle's `VarBuilder`, for `()` (models that have their own parameters), and with the feature `shard`
-/// for the `ShardedVarBuilder` of tensor-parallel models.
+/// for the `MeshVarBuilder` of tensor-parallel models.
 pub trait Scope: Clone + 'static {
     /// Returns the scope of the child module `name`, one part of a path.
     fn child(&self, name: &str) -> Self;
@@ -55,7 +59,7 @@ pub trait Scope: Clone + 'static {
     }
 
     /// Runs `build` with this scope. Returns its result and the parameters that it requested.
-    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)>;
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, NamedTensors)>;
 
     /// Returns the scope of the module with this dotted path.
     fn at(&self, path: &str) -> Self {
@@ -74,7 +78,7 @@ impl Scope for () {
         DType::F32
     }
 
-    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, NamedTensors)> {
         Ok((build(self)?, Vec::new()))
     }
 }
@@ -92,9 +96,9 @@ impl Scope for VarBuilder<'static> {
         VarBuilder::dtype(self)
     }
 
-    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
-        let seen = Arc::<Mutex<Named>>::default();
-        let watched = Watched { source: self.root(), seen: seen.clone() };
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, NamedTensors)> {
+        let seen = Arc::<Mutex<NamedTensors>>::default();
+        let watched = ParameterRecorder { source: self.root(), seen: seen.clone() };
         let root = VarBuilder::from_backend(Box::new(watched), self.dtype(), self.device().clone());
         let prefix = self.prefix();
         let built = build(&if prefix.is_empty() { root } else { root.pp(prefix) })?;
@@ -104,12 +108,12 @@ impl Scope for VarBuilder<'static> {
 }
 
 /// A source of parameters that records requested ones.
-struct Watched {
+struct ParameterRecorder {
     source: VarBuilder<'static>,
-    seen: Arc<Mutex<Named>>,
+    seen: Arc<Mutex<NamedTensors>>,
 }
 
-impl Watched {
+impl ParameterRecorder {
     fn remember(&self, name: &str, tensor: Tensor) -> Tensor {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         if seen.iter().all(|(known, _)| known != name) {
@@ -119,8 +123,15 @@ impl Watched {
     }
 }
 
-impl SimpleBackend for Watched {
-    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+impl SimpleBackend for ParameterRecorder {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
         let source = self.source.clone().set_device(device.clone());
         Ok(self.remember(name, source.get_with_hints_dtype(shape, name, init, dtype)?))
     }
@@ -152,7 +163,14 @@ pub fn shapes_only(dtype: DType) -> VarBuilder<'static> {
 struct ShapesOnly;
 
 impl SimpleBackend for ShapesOnly {
-    fn get(&self, shape: Shape, _: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+    fn get(
+        &self,
+        shape: Shape,
+        _: &str,
+        _: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
         Tensor::zeros((), dtype, device)?.broadcast_as(shape)
     }
 

@@ -1,9 +1,9 @@
 //! Tensor-parallel layers as nodes.
-use super::{Ctx, Named, Scope, StageOp, variables};
+use super::{Ctx, NamedTensors, Scope, StageOp, variables};
 use crate::{Error, Result, Value};
 use candle_core::{DType, Device, Tensor, TensorId};
 use candle_dist::{DeviceMesh, ProcessGroup};
-use candle_shard::nn::{Parameter, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Parameter, Parameters};
 use candle_shard::{DTensor, Replicate};
 use std::collections::HashSet;
 
@@ -15,12 +15,12 @@ use std::collections::HashSet;
 /// ```
 /// use candle_core::DType;
 /// use candle_pipe::{In, PipeBuilder, sharded_op};
-/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+/// use candle_shard::nn::{Linear, MeshVarBuilder};
 ///
-/// let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+/// let mut g = PipeBuilder::<MeshVarBuilder>::new();
 /// let mut h = g.input("x", In::Arg);
 /// for i in 0..2 {
-///     let block = |vb: &ShardedVarBuilder| {
+///     let block = |vb: &MeshVarBuilder| {
 ///         let (up, down) = (Linear::new(4, 8, true, &vb.pp("up"))?, Linear::new(8, 4, true, &vb.pp("down"))?);
 ///         Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.gelu()?)))
 ///     };
@@ -33,15 +33,15 @@ pub fn sharded_op<F>(mesh: &DeviceMesh, f: F) -> impl StageOp + use<F>
 where
     F: Fn(&DTensor) -> candle_shard::Result<DTensor>,
 {
-    Sharded { mesh: mesh.clone(), f }
+    ShardedOp { mesh: mesh.clone(), f }
 }
 
-struct Sharded<F> {
+struct ShardedOp<F> {
     mesh: DeviceMesh,
     f: F,
 }
 
-impl<F: Fn(&DTensor) -> candle_shard::Result<DTensor>> StageOp for Sharded<F> {
+impl<F: Fn(&DTensor) -> candle_shard::Result<DTensor>> StageOp for ShardedOp<F> {
     fn arity() -> Option<(usize, usize)> {
         Some((1, 1))
     }
@@ -54,7 +54,7 @@ impl<F: Fn(&DTensor) -> candle_shard::Result<DTensor>> StageOp for Sharded<F> {
     }
 }
 
-impl Scope for ShardedVarBuilder {
+impl Scope for MeshVarBuilder {
     fn child(&self, name: &str) -> Self {
         self.pp(name)
     }
@@ -69,11 +69,11 @@ impl Scope for ShardedVarBuilder {
     }
 
     fn dtype(&self) -> DType {
-        ShardedVarBuilder::dtype(self)
+        MeshVarBuilder::dtype(self)
     }
 
     fn mesh(&self) -> Option<DeviceMesh> {
-        Some(ShardedVarBuilder::mesh(self).clone())
+        Some(MeshVarBuilder::mesh(self).clone())
     }
 
     fn parameters(&self) -> Option<Parameters> {
@@ -86,7 +86,8 @@ impl Scope for ShardedVarBuilder {
         let requested = self.requested();
         let part = |p: &Parameter| {
             let mesh = p.tensor.mesh();
-            let in_parts = |axis: &usize| p.tensor.placements()[*axis] != Replicate || p.tensor.is_varying(*axis);
+            let in_parts =
+                |axis: &usize| p.tensor.placements()[*axis] != Replicate || p.tensor.is_varying(*axis);
             (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1).find(in_parts)
         };
         let of_it = requested.iter().filter(|p| made_of.contains(&p.var.id()));
@@ -115,10 +116,15 @@ impl Scope for ShardedVarBuilder {
         Ok(())
     }
 
-    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, Named)> {
+    fn watch<T>(&self, build: impl FnOnce(&Self) -> Result<T>) -> Result<(T, NamedTensors)> {
         let before = self.requested().len();
         let built = build(self)?;
-        let named = self.requested().iter().skip(before).map(|p| (p.name.clone(), p.var.as_tensor().clone())).collect();
+        let named = self
+            .requested()
+            .iter()
+            .skip(before)
+            .map(|p| (p.name.clone(), p.var.as_tensor().clone()))
+            .collect();
         Ok((built, named))
     }
 }

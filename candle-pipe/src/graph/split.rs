@@ -36,9 +36,9 @@ pub trait SplitPolicy {
 /// let as_declared = SplitSpec::declared();
 /// # let _ = (at_points, by_policy, as_declared);
 /// ```
-pub struct SplitSpec(Rule);
+pub struct SplitSpec(SplitRule);
 
-enum Rule {
+enum SplitRule {
     Points(Vec<(String, SplitPoint)>),
     Policy(Box<dyn SplitPolicy>),
 }
@@ -46,12 +46,12 @@ enum Rule {
 impl SplitSpec {
     /// Cuts at the sides of nodes, each named by its full name or by a common prefix of several nodes.
     pub fn at<N: Into<String>>(points: impl IntoIterator<Item = (N, SplitPoint)>) -> Self {
-        Self(Rule::Points(points.into_iter().map(|(name, point)| (name.into(), point)).collect()))
+        Self(SplitRule::Points(points.into_iter().map(|(name, point)| (name.into(), point)).collect()))
     }
 
     /// Cuts only where the model's declaration has cuts.
     pub fn declared() -> Self {
-        Self(Rule::Points(Vec::new()))
+        Self(SplitRule::Points(Vec::new()))
     }
 
     /// Returns the nodes before which the graph is cut, ascending.
@@ -61,15 +61,16 @@ impl SplitSpec {
     /// policy.
     pub fn cuts(&self, graph: &Graph) -> Result<Vec<usize>> {
         match &self.0 {
-            Rule::Policy(_) if !graph.splits.is_empty() => Err(Error::Pipe(
+            SplitRule::Policy(_) if !graph.splits.is_empty() => Err(Error::Pipe(
                 "the model declares cuts of its own; cut it by those or by a policy, not by both".into(),
             )),
-            Rule::Policy(policy) => policy.cuts(graph),
-            Rule::Points(points) => {
+            SplitRule::Policy(policy) => policy.cuts(graph),
+            SplitRule::Points(points) => {
                 let named = points.iter().map(|(name, point)| cut_at(graph, name, *point));
                 let all = graph.splits.iter().map(|&cut| Ok(cut)).chain(named);
-                let cuts =
-                    all.map(|cut| cut.map(|cut| next_placed(graph, cut))).collect::<Result<BTreeSet<usize>>>()?;
+                let cuts = all
+                    .map(|cut| cut.map(|cut| next_placed(graph, cut)))
+                    .collect::<Result<BTreeSet<usize>>>()?;
                 Ok(cuts.into_iter().collect())
             }
         }
@@ -78,15 +79,15 @@ impl SplitSpec {
 
 impl<P: SplitPolicy + 'static> From<P> for SplitSpec {
     fn from(policy: P) -> Self {
-        Self(Rule::Policy(Box::new(policy)))
+        Self(SplitRule::Policy(Box::new(policy)))
     }
 }
 
 impl fmt::Debug for SplitSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Rule::Points(points) => f.debug_tuple("SplitSpec").field(points).finish(),
-            Rule::Policy(_) => f.write_str("SplitSpec(a policy)"),
+            SplitRule::Points(points) => f.debug_tuple("SplitSpec").field(points).finish(),
+            SplitRule::Policy(_) => f.write_str("SplitSpec(a policy)"),
         }
     }
 }
@@ -97,9 +98,12 @@ fn next_placed(graph: &Graph, node: usize) -> usize {
 }
 
 fn cut_at(graph: &Graph, name: &str, point: SplitPoint) -> Result<usize> {
-    let members: Vec<usize> = graph.placed().filter(|&node| is_within(&graph.nodes[node].name, name)).collect();
+    let members: Vec<usize> =
+        graph.placed().filter(|&node| is_within(&graph.nodes[node].name, name)).collect();
     let (Some(&first), Some(&last)) = (members.first(), members.last()) else {
-        if let Some(shared) = graph.nodes.iter().find(|node| node.is_replicated() && is_within(&node.name, name)) {
+        if let Some(shared) =
+            graph.nodes.iter().find(|node| node.is_replicated() && is_within(&node.name, name))
+        {
             return Err(Error::Pipe(not_at_shared(graph, shared)));
         }
         let names = graph.placed().flat_map(|node| prefixes(&graph.nodes[node].name));
@@ -111,7 +115,9 @@ fn cut_at(graph: &Graph, name: &str, point: SplitPoint) -> Result<usize> {
     };
     let cut = next_placed(graph, cut);
     if cut == next_placed(graph, 0) || cut == graph.nodes.len() {
-        return Err(Error::Pipe(format!("a split {side} {name:?} would leave an empty stage: nothing is {side} it")));
+        return Err(Error::Pipe(format!(
+            "a split {side} {name:?} would leave an empty stage: nothing is {side} it"
+        )));
     }
     Ok(cut)
 }
@@ -119,7 +125,8 @@ fn cut_at(graph: &Graph, name: &str, point: SplitPoint) -> Result<usize> {
 /// Returns why the model cannot be split at a node that is in no single stage.
 fn not_at_shared(graph: &Graph, shared: &Node) -> String {
     let what = if shared.kind == NodeKind::Shared { "shared module" } else { "replicated parameter" };
-    let users = graph.nodes.iter().filter(|node| node.inputs.iter().any(|input| shared.outputs.contains(input)));
+    let users =
+        graph.nodes.iter().filter(|node| node.inputs.iter().any(|input| shared.outputs.contains(input)));
     let users = users.map(|node| format!("{:?}", node.name)).join(", ");
     format!(
         "a split at {:?}, a {what}: each stage that uses it has it, so it has no side; split at a node that uses it: {users}",

@@ -82,7 +82,9 @@ impl Graph {
             match stage {
                 Some(stage) => stages[*stage].nodes.push(node),
                 None => {
-                    for &stage in self.nodes[node].outputs.iter().filter_map(|value| users.get(value)).flatten() {
+                    for &stage in
+                        self.nodes[node].outputs.iter().filter_map(|value| users.get(value)).flatten()
+                    {
                         stages[stage].nodes.push(node);
                     }
                 }
@@ -123,7 +125,8 @@ impl Graph {
                 NodeKind::Module | NodeKind::Function => return None,
             };
             let owners = stages.iter().filter(|stage| stage.nodes.contains(&index)).map(|stage| stage.index);
-            let receives = |stage: &&StageDef| stage.inputs.iter().any(|input| node.outputs.contains(&input.value));
+            let receives =
+                |stage: &&StageDef| stage.inputs.iter().any(|input| node.outputs.contains(&input.value));
             let receivers = stages.iter().filter(receives).map(|stage| stage.index);
             let stages: Vec<usize> = owners.chain(receivers).collect();
             (stages.len() > 1).then(|| ShareGroup { name: node.name.clone(), share, stages })
@@ -136,12 +139,17 @@ impl Graph {
         if !cuts.is_sorted() {
             return Err(Error::Pipe(format!("cuts {cuts:?} do not ascend")));
         }
-        let stage = |node: usize| (!self.nodes[node].is_replicated()).then(|| cuts.partition_point(|&cut| cut <= node));
+        let stage = |node: usize| {
+            (!self.nodes[node].is_replicated()).then(|| cuts.partition_point(|&cut| cut <= node))
+        };
         let places: Vec<Option<usize>> = (0..self.nodes.len()).map(stage).collect();
         match (0..=cuts.len()).find(|&stage| !places.contains(&Some(stage))) {
             Some(stage) => {
                 let nodes = self.placed().count();
-                Err(Error::Pipe(format!("stage {stage} would be empty: {} stages of {nodes} nodes", cuts.len() + 1)))
+                Err(Error::Pipe(format!(
+                    "stage {stage} would be empty: {} stages of {nodes} nodes",
+                    cuts.len() + 1
+                )))
             }
             None => Ok(places),
         }
@@ -162,6 +170,10 @@ impl Graph {
 /// Returns the values that are sent between stages.
 pub(super) fn edges(stages: &[StageDef]) -> Vec<Edge> {
     let outputs = stages.iter().flat_map(|stage| stage.outputs.iter().map(|output| (stage.index, output)));
-    let edge = |(from, output): (usize, &StageOutput)| Edge { value: output.value, from, to: output.consumers.clone() };
+    let edge = |(from, output): (usize, &StageOutput)| Edge {
+        value: output.value,
+        from,
+        to: output.consumers.clone(),
+    };
     outputs.map(edge).filter(|edge| !edge.to.is_empty()).collect()
 }

@@ -1,6 +1,6 @@
 //! Comparison of a declared model with the plain model that it came from.
 use super::LocalPipe;
-use crate::graph::{Named, Scope};
+use crate::graph::{NamedTensors, Scope};
 use crate::microbatch::split_args_kwargs_into_chunks;
 use crate::pipe::{LOSS, Pipe};
 use crate::step::StepOptions;
@@ -19,13 +19,13 @@ impl<B: Scope> Pipe<B> {
     /// `plain` builds the model from the scope, runs it on the arguments in evaluation mode, and returns its outputs by
     /// name, with the loss as `loss` if the pipe has one. The pipe runs in one process, on one microbatch, in
     /// evaluation mode. Two numbers are equal if they differ by at most `tolerance` times the largest number of their
-    /// tensor, or times 1 if that is larger. A scope that creates each parameter only once, like a `ShardedVarBuilder`,
+    /// tensor, or times 1 if that is larger. A scope that creates each parameter only once, like a `MeshVarBuilder`,
     /// cannot serve both models.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_nn::{Module, VarBuilder, VarMap, linear};
-    /// use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, Reduction, Value};
+    /// use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, LossReduction, Value};
     ///
     /// let declare = |slope: f64| {
     ///     let mut g = PipeBuilder::<VarBuilder<'static>>::new();
@@ -33,7 +33,7 @@ impl<B: Scope> Pipe<B> {
     ///     let h = g.module("up", |vb| Ok(linear(2, 3, vb.clone())?), [x]);
     ///     let y = g.func("scale", move |xs, _| Ok((xs[0].tensor()? * slope)?.into()), [h]);
     ///     g.output("y", y);
-    ///     g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    ///     g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
     ///     g.finish(EqualCount(2))
     /// };
     /// let plain = |vb: &VarBuilder<'static>, args: &[Value], _: &Kwargs| {
@@ -61,15 +61,20 @@ impl<B: Scope> Pipe<B> {
         plain: impl FnOnce(&B, &[Value], &Kwargs) -> Result<Kwargs>,
     ) -> Result<()> {
         if tolerance.is_nan() || tolerance < 0.0 {
-            return Err(Error::Pipe(format!("a comparison with tolerance {tolerance}; give a number from 0")));
+            return Err(Error::Pipe(format!(
+                "a comparison with tolerance {tolerance}; give a number from 0"
+            )));
         }
         let local = LocalPipe::new(self, scope, device)?;
         let (outputs, named) = scope.on(device)?.watch(|scope| plain(scope, args, kwargs))?;
         let batch = split_args_kwargs_into_chunks(args, kwargs, 1, None, None)?;
         let options = StepOptions::default().training(false);
         let has_loss = self.info().graph.loss.is_some();
-        let step =
-            if has_loss { local.forward_backward(&batch, &options)? } else { local.evaluate(&batch, &options)? };
+        let step = if has_loss {
+            local.forward_backward(&batch, &options)?
+        } else {
+            local.evaluate(&batch, &options)?
+        };
 
         let mut found = Differences { tolerance, texts: Vec::new() };
         let made = step.outputs[0].map()?;
@@ -89,7 +94,9 @@ impl<B: Scope> Pipe<B> {
         let loss = outputs.get(LOSS).filter(|_| is_loss).map(Value::full_tensor).transpose()?;
         match (has_loss, &loss) {
             (true, Some(want)) => found.tensors("the loss", step.loss()?, want)?,
-            (true, None) => found.add("the loss is only in the pipe; give it among the outputs as \"loss\"".into()),
+            (true, None) => {
+                found.add("the loss is only in the pipe; give it among the outputs as \"loss\"".into())
+            }
             (false, Some(_)) => found.add("the loss is only in the plain model".into()),
             (false, None) => {}
         }
@@ -104,11 +111,19 @@ impl<B: Scope> Pipe<B> {
 struct Variables(Vec<(String, TensorId, TensorId)>);
 
 impl Variables {
-    fn new(local: &LocalPipe, plain: &Named, want: &GradStore, found: &mut Differences) -> Result<Self> {
+    fn new(
+        local: &LocalPipe,
+        plain: &NamedTensors,
+        want: &GradStore,
+        found: &mut Differences,
+    ) -> Result<Self> {
         let of_pipe: BTreeMap<&str, &Tensor> =
             local.parameters().into_iter().filter(|(_, tensor)| tensor.is_variable()).collect();
-        let of_plain: BTreeMap<&str, &Tensor> =
-            plain.iter().filter(|(_, t)| t.is_variable()).map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let of_plain: BTreeMap<&str, &Tensor> = plain
+            .iter()
+            .filter(|(_, t)| t.is_variable())
+            .map(|(name, tensor)| (name.as_str(), tensor))
+            .collect();
         for name in of_pipe.keys().filter(|name| !of_plain.contains_key(*name)) {
             found.add(format!("the parameter {name} is only in the pipe"));
         }
@@ -133,7 +148,13 @@ impl Variables {
         Ok(Self(pairs))
     }
 
-    fn compare(&self, got: &GradStore, want: &GradStore, have_loss: bool, found: &mut Differences) -> Result<()> {
+    fn compare(
+        &self,
+        got: &GradStore,
+        want: &GradStore,
+        have_loss: bool,
+        found: &mut Differences,
+    ) -> Result<()> {
         for (name, pipe, plain) in self.0.iter().filter(|_| have_loss) {
             let what = format!("the gradient of {name}");
             match (got.get_id(*pipe), want.get_id(*plain)) {
@@ -180,7 +201,8 @@ impl Differences {
             self.add(format!("{what} is {got}, the plain model's {want}"));
             return Ok(());
         }
-        let numbers = |t: &Tensor| -> Result<Vec<f64>> { Ok(t.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?) };
+        let numbers =
+            |t: &Tensor| -> Result<Vec<f64>> { Ok(t.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?) };
         let (got, want) = (numbers(got)?, numbers(want)?);
         let size = want.iter().fold(1.0, |size: f64, number| size.max(number.abs()));
         // Equality covers infinities, and a NaN in both models is not a difference.

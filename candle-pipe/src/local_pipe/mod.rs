@@ -25,13 +25,13 @@ use std::collections::BTreeMap;
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 /// use candle_pipe::microbatch::Microbatches;
-/// use candle_pipe::{EqualCount, In, LocalPipe, PipeBuilder, Reduction, StepOptions, nn};
+/// use candle_pipe::{EqualCount, In, LocalPipe, PipeBuilder, LossReduction, StepOptions, nn};
 ///
 /// let mut g = PipeBuilder::<VarBuilder<'static>>::new();
 /// let (x, target) = (g.input("x", In::Arg), g.input("target", In::Arg));
 /// let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
 /// let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
-/// g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
+/// g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], LossReduction::Mean);
 /// let pipe = g.finish(EqualCount(3))?;
 ///
 /// let parameters = VarMap::new();
@@ -99,7 +99,8 @@ impl LocalPipe {
     /// [`Error::Pipe`] if the model has no loss, or it is not a scalar of floats, or units keep gradients
     /// of `fsdp::no_sync`; those of [`forward`](Self::forward).
     pub fn forward_backward(&self, batch: &Microbatches, options: &StepOptions) -> Result<StepResult> {
-        let passes = if options.split_backward { &[Pass::Input, Pass::Weight][..] } else { &[Pass::Backward] };
+        let passes =
+            if options.split_backward { &[Pass::Input, Pass::Weight][..] } else { &[Pass::Backward] };
         let program = program(self.info(), batch.len(), passes)?;
         let made = self.runtime.train(&program, Ok(batch), &options.clone().split_backward(false));
         Ok(made.map_err(Error::out_of_action)?.step)
@@ -124,7 +125,9 @@ impl LocalPipe {
     pub fn forward(&self, args: &[Value], kwargs: &Kwargs) -> Result<Kwargs> {
         let values = self.through(args, kwargs, |stage, inputs, ctx| stage.evaluate(inputs, ctx))?;
         let named = self.info().graph.outputs.iter();
-        Ok(named.filter_map(|output| Some((output.name.clone(), values.get(&output.value)?.clone()))).collect())
+        Ok(named
+            .filter_map(|output| Some((output.name.clone(), values.get(&output.value)?.clone())))
+            .collect())
     }
 
     /// Runs arguments that are one batch through all stages, in evaluation mode; `run` runs each stage.
@@ -138,7 +141,8 @@ impl LocalPipe {
         let mut values = self.runtime.signature.bind(args, kwargs)?;
         let ctx = Ctx { training: false, ..self.stages[0].ctx(0..batch_size(&values)) };
         for stage in &self.stages {
-            let inputs = stage.def().inputs.iter().filter_map(|input| values.get(&input.value).cloned()).collect();
+            let inputs =
+                stage.def().inputs.iter().filter_map(|input| values.get(&input.value).cloned()).collect();
             let outputs = run(stage, inputs, &ctx)?;
             values.extend(stage.def().outputs.iter().map(|output| output.value).zip(outputs));
         }

@@ -22,11 +22,11 @@ pub struct NodeProfile {
 impl LocalPipe {
     /// Measures each node in evaluation mode, the minimum of `runs` runs, in the order in which nodes run.
     ///
-    /// [`Balanced`](crate::Balanced) accepts the seconds as costs.
+    /// [`BalancedCost`](crate::BalancedCost) accepts the seconds as costs.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use candle_pipe::{Balanced, In, Kwargs, LocalPipe, PipeBuilder, SplitSpec};
+    /// use candle_pipe::{BalancedCost, In, Kwargs, LocalPipe, PipeBuilder, SplitSpec};
     ///
     /// let mut g = PipeBuilder::<()>::new();
     /// let x = g.input("x", In::Arg);
@@ -38,7 +38,7 @@ impl LocalPipe {
     /// let x = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
     /// let profile = local.profile(&[x.into()], &Kwargs::new(), 3)?;
     /// assert_eq!((profile[0].node.as_str(), profile[0].bytes, profile[0].outputs[0].as_str()), ("square", 8, "f32[2]"));
-    /// let policy = Balanced::new(2, profile.into_iter().map(|node| (node.node, node.seconds)));
+    /// let policy = BalancedCost::new(2, profile.into_iter().map(|node| (node.node, node.seconds)));
     /// # let _ = policy;
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```

@@ -1,7 +1,7 @@
 //! A batch cut into microbatches.
 use super::merge::Merge;
 use super::{ChunkSpec, Splitter};
-use crate::cuts::Dims;
+use crate::cuts::CutDims;
 use crate::{Error, Kwargs, Result, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,8 +16,8 @@ pub struct Microbatches {
     rows: Vec<usize>,
     masked: bool,
     /// The dims along which the tensors of each argument are cut.
-    pub(super) args_dims: Vec<Dims>,
-    pub(super) kwargs_dims: BTreeMap<String, Dims>,
+    pub(super) args_dims: Vec<CutDims>,
+    pub(super) kwargs_dims: BTreeMap<String, CutDims>,
 }
 
 impl Microbatches {
@@ -83,7 +83,7 @@ impl Microbatches {
     }
 
     /// Returns the dims along which the tensors of each argument are cut.
-    pub(crate) fn dims(&self) -> (&[Dims], &BTreeMap<String, Dims>) {
+    pub(crate) fn dims(&self) -> (&[CutDims], &BTreeMap<String, CutDims>) {
         (&self.args_dims, &self.kwargs_dims)
     }
 
@@ -116,7 +116,9 @@ impl Microbatches {
     pub fn merge(&self, outputs: &[Value], spec: Option<&ChunkSpec>) -> Result<Value> {
         if outputs.len() != self.len() {
             let (given, chunks) = (outputs.len(), self.len());
-            return Err(Error::Microbatches(format!("{given} outputs for {chunks} chunks; give one for each")));
+            return Err(Error::Microbatches(format!(
+                "{given} outputs for {chunks} chunks; give one for each"
+            )));
         }
         let weights = self.weights();
         let merge = match self.masked {

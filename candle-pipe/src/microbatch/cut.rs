@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 /// How one tensor is cut.
 #[derive(Debug)]
-pub(super) struct Cut {
+pub(super) struct ValueCut {
     path: ValuePath,
     dim: usize,
     /// The size of the dim, which is the most chunks possible.
@@ -16,9 +16,9 @@ pub(super) struct Cut {
 
 /// How the tensors are cut, in the tree's order; `None` for a tensor that every chunk gets whole.
 #[derive(Debug, Default)]
-pub(super) struct Cuts(Vec<Option<Cut>>);
+pub(super) struct InputCuts(Vec<Option<ValueCut>>);
 
-impl Cuts {
+impl InputCuts {
     pub(super) fn new(
         args: &[Value],
         kwargs: &Kwargs,
@@ -32,7 +32,7 @@ impl Cuts {
     }
 
     /// Returns the cuts of the tensors that are cut.
-    pub(super) fn cuts(&self) -> impl Iterator<Item = &Cut> {
+    pub(super) fn cuts(&self) -> impl Iterator<Item = &ValueCut> {
         self.0.iter().flatten()
     }
 
@@ -42,7 +42,7 @@ impl Cuts {
     }
 
     /// Returns every tensor, in the tree's order.
-    pub(super) fn tensors(&self) -> impl Iterator<Item = Option<&Cut>> {
+    pub(super) fn tensors(&self) -> impl Iterator<Item = Option<&ValueCut>> {
         self.0.iter().map(Option::as_ref)
     }
 
@@ -70,7 +70,8 @@ impl Cuts {
             None => Ok(()),
             Some(cut) => {
                 let (path, has, dim) = (&cut.path, cut.rows, cut.dim);
-                let reason = format!("{path} has {has} rows along dim {dim} in a batch of {rows} by Splitter::rows");
+                let reason =
+                    format!("{path} has {has} rows along dim {dim} in a batch of {rows} by Splitter::rows");
                 Err(Error::Microbatches(format!("{reason}; give both the same number")))
             }
         }
@@ -112,7 +113,7 @@ impl Cuts {
                     let reason = format!("{path}: {value} has no rows along dim {dim} to cut into chunks");
                     return Err(Error::Microbatches(reason));
                 }
-                self.0.push(Some(Cut { path: path.clone(), dim, rows }));
+                self.0.push(Some(ValueCut { path: path.clone(), dim, rows }));
             }
             (Value::Tensor(_), ChunkSpec::Replicate) => self.0.push(None),
             #[cfg(feature = "shard")]
@@ -132,7 +133,8 @@ impl Cuts {
                 )));
             }
             _ => {
-                let reason = format!("{path}: {spec} joins outputs and cannot cut; use TensorChunkSpec or Replicate");
+                let reason =
+                    format!("{path}: {spec} joins outputs and cannot cut; use TensorChunkSpec or Replicate");
                 return Err(Error::Microbatches(reason));
             }
         }
@@ -140,7 +142,7 @@ impl Cuts {
     }
 }
 
-impl Cut {
+impl ValueCut {
     /// Returns one of `chunks` pieces: a view of its rows, or if `masked` the whole tensor with zeros in all other
     /// rows.
     pub(super) fn piece(&self, tensor: &Tensor, chunks: usize, chunk: usize, masked: bool) -> Result<Tensor> {

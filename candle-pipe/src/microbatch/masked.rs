@@ -1,15 +1,15 @@
 //! The rows of a batch's masked microbatches.
 use super::Microbatches;
 use crate::Result;
-use crate::graph::{Graph, Masked, Signature};
+use crate::graph::{Graph, GraphSignature, MaskedRows};
 
-impl Masked {
+impl MaskedRows {
     /// Returns one for each microbatch of a masked batch, and `None` for each of another batch.
     pub(crate) fn of(
         batch: &Microbatches,
         first: usize,
         graph: &Graph,
-        signature: &Signature,
+        signature: &GraphSignature,
     ) -> Result<Vec<Option<Self>>> {
         if !batch.is_masked() {
             return Ok(vec![None; batch.len()]);

@@ -99,11 +99,14 @@ impl Merge<'_> {
         let tensors = chunks.iter().map(|chunk| chunk.dtensor()).collect::<Result<Vec<_>>>()?;
         let outside = || {
             let (value, rank) = (chunks[0], tensors[0].rank());
-            Error::Microbatches(format!("{path}: {value} has {rank} dims, so {spec} does not fit; use Replicate"))
+            Error::Microbatches(format!(
+                "{path}: {value} has {rank} dims, so {spec} does not fit; use Replicate"
+            ))
         };
         let dim = spec.resolve(tensors[0].rank()).ok_or_else(outside)?;
         if self.masked.is_some() {
-            let reason = "a sharded output of masked chunks is not joined; gather it in the model with full_tensor";
+            let reason =
+                "a sharded output of masked chunks is not joined; gather it in the model with full_tensor";
             return Err(Error::Microbatches(format!("{path}: {reason}")));
         }
         Ok(candle_shard::DTensor::cat(&tensors, dim)?.into())
@@ -118,7 +121,9 @@ impl Merge<'_> {
         };
         if let Some(chunk) = tensors.iter().position(|tensor| !alike(tensor, tensors[0], free)) {
             let (this, first) = (Value::from(tensors[chunk]), Value::from(tensors[0]));
-            return Err(Error::Microbatches(format!("{path}: chunk {chunk} is {this}, chunk 0 is {first}; {rule}")));
+            return Err(Error::Microbatches(format!(
+                "{path}: chunk {chunk} is {this}, chunk 0 is {first}; {rule}"
+            )));
         }
         match self.masked {
             Some(rows) => Ok(Tensor::cat(&own_rows(path, tensors, dim, rows)?, dim)?),

@@ -35,7 +35,9 @@ mod spec;
 mod split;
 
 pub use crate::cuts::microbatch_sizes;
+#[allow(deprecated)]
 pub use crate::graph::Masked;
+pub use crate::graph::MaskedRows;
 pub use batch::Microbatches;
 pub use merge::merge_chunks;
 pub use reduce::{CustomReducer, LossReducer};

@@ -1,5 +1,5 @@
 //! Reductions of many values to one, for joining chunks.
-use crate::graph::Reduction;
+use crate::graph::LossReduction;
 use crate::{Error, Result, Value, ValuePath};
 use std::fmt;
 use std::sync::Arc;
@@ -28,7 +28,10 @@ impl CustomReducer {
     /// Creates a reducer that starts from `init` and computes `fold(value so far, value of the chunk)` for each chunk.
     ///
     /// The chunk's value is the one at the spec's position, which may be a container.
-    pub fn new(init: impl Into<Value>, fold: impl Fn(Value, &Value) -> Result<Value> + Send + Sync + 'static) -> Self {
+    pub fn new(
+        init: impl Into<Value>,
+        fold: impl Fn(Value, &Value) -> Result<Value> + Send + Sync + 'static,
+    ) -> Self {
         Self { init: init.into(), fold: Arc::new(fold) }
     }
 
@@ -48,10 +51,10 @@ impl CustomReducer {
 /// # Ok::<(), candle_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct LossReducer(Kind);
+pub struct LossReducer(ReducerKind);
 
 #[derive(Debug, Clone)]
-enum Kind {
+enum ReducerKind {
     Sum,
     Mean,
     Custom(CustomReducer),
@@ -60,7 +63,7 @@ enum Kind {
 impl LossReducer {
     /// For losses that are sums: adds them. Tensors of one element, or floats.
     pub const fn sum_reducer() -> Self {
-        Self(Kind::Sum)
+        Self(ReducerKind::Sum)
     }
 
     /// For losses that are means over rows: weights them by the chunks' rows, so that the mean is over all rows of the
@@ -69,30 +72,35 @@ impl LossReducer {
     /// [`Microbatches::merge`](super::Microbatches::merge) knows the rows; [`merge_chunks`](super::merge_chunks)
     /// refuses this reducer.
     pub const fn mean_reducer() -> Self {
-        Self(Kind::Mean)
+        Self(ReducerKind::Mean)
     }
 
     /// For other losses: uses a [`CustomReducer`].
     pub const fn custom(reducer: CustomReducer) -> Self {
-        Self(Kind::Custom(reducer))
+        Self(ReducerKind::Custom(reducer))
     }
 
     /// Returns the reduction by which a pipe differentiates such losses; `None` for custom reducers.
-    pub(crate) const fn reduction(&self) -> Option<Reduction> {
+    pub(crate) const fn reduction(&self) -> Option<LossReduction> {
         match self.0 {
-            Kind::Sum => Some(Reduction::Sum),
-            Kind::Mean => Some(Reduction::Mean),
-            Kind::Custom(_) => None,
+            ReducerKind::Sum => Some(LossReduction::Sum),
+            ReducerKind::Mean => Some(LossReduction::Mean),
+            ReducerKind::Custom(_) => None,
         }
     }
 
     /// Reduces several losses to one; `weights` are the chunks' shares of the rows, if known.
-    pub(super) fn reduce(&self, path: &ValuePath, chunks: &[&Value], weights: Option<&[f64]>) -> Result<Value> {
+    pub(super) fn reduce(
+        &self,
+        path: &ValuePath,
+        chunks: &[&Value],
+        weights: Option<&[f64]>,
+    ) -> Result<Value> {
         let weights = match (&self.0, weights) {
-            (Kind::Custom(reducer), _) => return reducer.reduce(chunks),
-            (Kind::Sum, _) => None,
-            (Kind::Mean, Some(weights)) => Some(weights),
-            (Kind::Mean, None) => {
+            (ReducerKind::Custom(reducer), _) => return reducer.reduce(chunks),
+            (ReducerKind::Sum, _) => None,
+            (ReducerKind::Mean, Some(weights)) => Some(weights),
+            (ReducerKind::Mean, None) => {
                 return Err(Error::Microbatches(format!(
                     "{path}: a mean of losses is weighted by the chunks' rows, which are not known here; join with \
                      Microbatches::merge, and not in masked mode, where losses are of more rows than the chunk's"
@@ -113,9 +121,13 @@ impl LossReducer {
 fn check_losses(path: &ValuePath, chunks: &[&Value]) -> Result<()> {
     for (chunk, loss) in chunks.iter().enumerate() {
         let fault = match (loss, chunks[0]) {
-            (Value::Tensor(t), _) if t.elem_count() != 1 => "which is not one number; TensorChunkSpec(0) joins rows",
+            (Value::Tensor(t), _) if t.elem_count() != 1 => {
+                "which is not one number; TensorChunkSpec(0) joins rows"
+            }
             (Value::Tensor(t), _) if !t.dtype().is_float() => "which is not floating",
-            (Value::Tensor(t), Value::Tensor(first)) if t.dtype() == first.dtype() && t.dims() == first.dims() => {
+            (Value::Tensor(t), Value::Tensor(first))
+                if t.dtype() == first.dtype() && t.dims() == first.dims() =>
+            {
                 continue;
             }
             (Value::Float(_), Value::Float(_)) => continue,
@@ -150,9 +162,9 @@ impl fmt::Debug for CustomReducer {
 impl fmt::Display for LossReducer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
-            Kind::Sum => "LossReducer(sum)",
-            Kind::Mean => "LossReducer(mean)",
-            Kind::Custom(_) => "LossReducer(custom)",
+            ReducerKind::Sum => "LossReducer(sum)",
+            ReducerKind::Mean => "LossReducer(mean)",
+            ReducerKind::Custom(_) => "LossReducer(custom)",
         })
     }
 }

@@ -105,8 +105,11 @@ fn of_dims(path: &ValuePath, dims: &Value) -> Result<ChunkSpec> {
     Ok(match dims {
         Value::Int(dim) => TensorChunkSpec(*dim).into(),
         Value::List(list) | Value::Tuple(list) => {
-            let specs =
-                list.iter().enumerate().map(|(i, dims)| of_dims(&path.index(i), dims)).collect::<Result<_>>()?;
+            let specs = list
+                .iter()
+                .enumerate()
+                .map(|(i, dims)| of_dims(&path.index(i), dims))
+                .collect::<Result<_>>()?;
             if matches!(dims, Value::List(_)) { ChunkSpec::List(specs) } else { ChunkSpec::Tuple(specs) }
         }
         Value::Map(map) => {
@@ -114,7 +117,10 @@ fn of_dims(path: &ValuePath, dims: &Value) -> Result<ChunkSpec> {
             ChunkSpec::Map(specs.collect::<Result<_>>()?)
         }
         other => {
-            return Err(Error::Microbatches(format!("{path}: dims are whole numbers, this is {}", other.kind())));
+            return Err(Error::Microbatches(format!(
+                "{path}: dims are whole numbers, this is {}",
+                other.kind()
+            )));
         }
     })
 }

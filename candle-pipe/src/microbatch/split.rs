@@ -1,11 +1,11 @@
-//! Cuts arguments into microbatches.
-use super::cut::Cuts;
+//! InputCuts arguments into microbatches.
+use super::cut::InputCuts;
 use super::{ChunkSpec, KwargsSpec, Microbatches, microbatch_sizes};
 use crate::{Error, Kwargs, Result, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
 
-/// Cuts arguments into at most `chunks` microbatches, each tensor along its spec's dim.
+/// InputCuts arguments into at most `chunks` microbatches, each tensor along its spec's dim.
 ///
 /// Without specs, tensors are cut along [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM) and plain values go to every
 /// chunk. Specs of kwargs belong to them by name. If the batch has fewer rows than `chunks`, there are as many chunks
@@ -114,7 +114,7 @@ impl Splitter {
         Self { rows: Some(rows), ..self }
     }
 
-    /// Cuts arguments like [`split_args_kwargs_into_chunks`], with the same errors.
+    /// InputCuts arguments like [`split_args_kwargs_into_chunks`], with the same errors.
     pub fn split(
         &self,
         args: &[Value],
@@ -125,14 +125,16 @@ impl Splitter {
         if self.chunks == 0 {
             return Err(Error::Microbatches("a batch cannot be cut into 0 chunks; ask for 1 or more".into()));
         }
-        let cuts = Cuts::new(args, kwargs, args_spec, kwargs_spec)?;
+        let cuts = InputCuts::new(args, kwargs, args_spec, kwargs_spec)?;
         if !self.unequal {
             cuts.check_one_batch_size()?;
         }
         let chunks = cuts.cuts().map(|cut| cut.rows).chain(self.rows).fold(self.chunks, usize::min);
         cuts.check_rows(self.rows)?;
         if chunks > MOST_CHUNKS {
-            return Err(Error::Microbatches(format!("{chunks} chunks are too many; ask for {MOST_CHUNKS} at most")));
+            return Err(Error::Microbatches(format!(
+                "{chunks} chunks are too many; ask for {MOST_CHUNKS} at most"
+            )));
         }
         if chunks < self.chunks {
             let asked = self.chunks;

@@ -47,6 +47,10 @@ impl DeferredGradients {
 
 impl fmt::Debug for DeferredGradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "DeferredGradients(of a stage)" } else { "DeferredGradients(none)" })
+        f.write_str(if self.0.is_some() {
+            "DeferredGradients(of a stage)"
+        } else {
+            "DeferredGradients(none)"
+        })
     }
 }

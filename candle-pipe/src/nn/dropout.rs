@@ -25,7 +25,9 @@ impl Dropout {
     /// If `p` is not in `[0, 1]`.
     pub fn new(p: f64, seed: u64, name: &str) -> Result<Self> {
         if !(0.0..=1.0).contains(&p) {
-            return Err(Error::Pipe(format!("dropout with probability {p}: expected at least 0 and at most 1")));
+            return Err(Error::Pipe(format!(
+                "dropout with probability {p}: expected at least 0 and at most 1"
+            )));
         }
         Ok(Self { p, layer: RandomLayer::new(seed, name) })
     }
@@ -39,7 +41,8 @@ impl Dropout {
             return Ok(x.clone());
         }
         // The rows and the step are those of the context, also where a segment is recomputed.
-        let stream = self.layer.draw((ctx.step, Some(ctx.rows.start)), || 0, |stream, _| Ok(stream.fold(ctx.step)))?;
+        let stream =
+            self.layer.draw((ctx.step, Some(ctx.rows.start)), || 0, |stream, _| Ok(stream.fold(ctx.step)))?;
         let mask = ctx.sample(stream, Distribution::Bernoulli { p: 1.0 - self.p }, x.dims(), x.dtype())?;
         let factor = if self.p < 1.0 { 1.0 / (1.0 - self.p) } else { 0.0 };
         Ok((x * mask.affine(factor, 0.0)?)?)

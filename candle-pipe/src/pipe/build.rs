@@ -1,5 +1,5 @@
 //! Builds the nodes of one stage.
-use crate::graph::{Ctx, Named, Node, NodeKind, Scope, StageOp, ValueId};
+use crate::graph::{Ctx, NamedTensors, Node, NodeKind, Scope, StageOp, ValueId};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use candle_dist::TensorTree;
@@ -11,23 +11,23 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// Makes a node's computation on the rank that runs it, from the node's own scope.
-pub(super) type Factory<B> = Arc<dyn Fn(&B, &Workshop) -> Result<Made> + Send + Sync>;
+pub(super) type Factory<B> = Arc<dyn Fn(&B, &BuildContext) -> Result<BuiltNode> + Send + Sync>;
 
 /// How a node is built.
-pub(super) struct Recipe<B> {
+pub(super) struct NodeBuilder<B> {
     /// The path of the scope of the node's parameters; `None` for a function, which has none.
     pub(super) scope: Option<String>,
     pub(super) make: Factory<B>,
 }
 
 /// A built computation.
-pub(super) struct Made {
+pub(super) struct BuiltNode {
     op: Rc<dyn StageOp>,
     /// Its parameters, if it knows them better than its scope, which several nodes share.
-    named: Option<Named>,
+    named: Option<NamedTensors>,
 }
 
-impl Made {
+impl BuiltNode {
     pub(super) fn of(op: impl StageOp + 'static) -> Self {
         Self { op: Rc::new(op), named: None }
     }
@@ -36,20 +36,20 @@ impl Made {
         Self { op: Rc::from(op), named: None }
     }
 
-    pub(super) fn with(op: impl StageOp + 'static, named: Named) -> Self {
+    pub(super) fn with(op: impl StageOp + 'static, named: NamedTensors) -> Self {
         Self { op: Rc::new(op), named: Some(named) }
     }
 }
 
 /// Objects shared by several nodes while nodes are built, by the value that stands for each.
 #[derive(Default)]
-pub(super) struct Workshop {
+pub(super) struct BuildContext {
     /// Whether nodes are built only for their sizes.
     pub(super) is_measuring: bool,
     things: RefCell<BTreeMap<ValueId, Rc<dyn Any>>>,
 }
 
-impl Workshop {
+impl BuildContext {
     pub(super) fn measuring() -> Self {
         Self { is_measuring: true, ..Self::default() }
     }
@@ -66,14 +66,14 @@ impl Workshop {
 /// Builds a node's computation, and returns the parameters that it requested.
 pub(super) fn build<B: Scope>(
     node: &Node,
-    recipe: &Recipe<B>,
+    recipe: &NodeBuilder<B>,
     scope: &B,
-    workshop: &Workshop,
-) -> Result<(Rc<dyn StageOp>, Named)> {
+    workshop: &BuildContext,
+) -> Result<(Rc<dyn StageOp>, NamedTensors)> {
     // Random layers know the place where they are built.
     let make = |scope: &B| Draws::at(&node.name, None, 0..0, || (recipe.make)(scope, workshop));
     let Some(path) = &recipe.scope else {
-        return Ok((make(scope).map_err(|error| error.at_node(&node.name))?.op, Named::new()));
+        return Ok((make(scope).map_err(|error| error.at_node(&node.name))?.op, NamedTensors::new()));
     };
     let built = scope.at(path).watch(make);
     let (made, asked) = built.map_err(|error| error.at_node(&node.name))?;

@@ -1,5 +1,5 @@
 //! The choice of the loss among the outputs, as a tree of booleans.
-use crate::graph::{Output, Reduction};
+use crate::graph::{LossReduction, Output};
 use crate::microbatch::{ChunkSpec, LossReducer};
 use crate::value::{Children, containers, entries, items, write_list, write_map, write_tuple};
 use crate::{Error, Result, Value, ValuePath};
@@ -50,7 +50,9 @@ impl From<&ChunkSpec> for LossSpec {
             ChunkSpec::Loss(_) => Self::Is(true),
             ChunkSpec::List(specs) => Self::List(specs.iter().map(Self::from).collect()),
             ChunkSpec::Tuple(specs) => Self::Tuple(specs.iter().map(Self::from).collect()),
-            ChunkSpec::Map(specs) => Self::Map(specs.iter().map(|(key, spec)| (key.clone(), spec.into())).collect()),
+            ChunkSpec::Map(specs) => {
+                Self::Map(specs.iter().map(|(key, spec)| (key.clone(), spec.into())).collect())
+            }
             ChunkSpec::Split(_) | ChunkSpec::Replicate | ChunkSpec::Reduce(_) => Self::Is(false),
         }
     }
@@ -69,14 +71,22 @@ impl LossSpec {
             }
             Self::List(specs) | Self::Tuple(specs) => {
                 let (specs, outputs) = (specs.len(), outputs.len());
-                return wrong(format!("has {specs} entries for the {outputs} outputs [{}]; give each one", names()));
+                return wrong(format!(
+                    "has {specs} entries for the {outputs} outputs [{}]; give each one",
+                    names()
+                ));
             }
             Self::Map(specs) => {
-                if let Some(name) = specs.keys().find(|name| outputs.iter().all(|output| output.name != **name)) {
+                if let Some(name) =
+                    specs.keys().find(|name| outputs.iter().all(|output| output.name != **name))
+                {
                     return wrong(format!("names {name:?}, which is not one of the outputs [{}]", names()));
                 }
                 if let Some(output) = outputs.iter().find(|output| !specs.contains_key(&output.name)) {
-                    return wrong(format!("leaves out the output {:?}; say false for what is no loss", output.name));
+                    return wrong(format!(
+                        "leaves out the output {:?}; say false for what is no loss",
+                        output.name
+                    ));
                 }
                 outputs.iter().map(|output| (output, &specs[&output.name])).collect()
             }
@@ -85,15 +95,21 @@ impl LossSpec {
         match (truths, pairs.into_iter().find(|(_, spec)| spec.truths() > 0)) {
             (1, found) => Ok(found),
             (0, _) => wrong("has no true in it; say which value is the loss, or false for none".into()),
-            _ => wrong(format!("stands for {truths} losses in the outputs [{}]; add them up in a function", names())),
+            _ => wrong(format!(
+                "stands for {truths} losses in the outputs [{}]; add them up in a function",
+                names()
+            )),
         }
     }
 
     /// Returns the loss in a value, which must have the structure of the spec.
     pub(super) fn pick<'a>(&self, path: &ValuePath, value: &'a Value) -> Result<&'a Value> {
         let Some(specs) = self.children() else { return Ok(value) };
-        let unlike =
-            || Error::Pipe(format!("{path} is {value}, which does not have the structure of the loss spec {self}"));
+        let unlike = || {
+            Error::Pipe(format!(
+                "{path} is {value}, which does not have the structure of the loss spec {self}"
+            ))
+        };
         let values = value.children().ok_or_else(unlike)?;
         if !values.iter().map(|(step, _)| step).eq(specs.iter().map(|(step, _)| step)) {
             return Err(unlike());
@@ -120,7 +136,7 @@ impl LossSpec {
 }
 
 /// Returns the reduction of a spec's loss reducer, or an error if there is none, or a custom one.
-pub(super) fn reduction(spec: &ChunkSpec) -> Result<Reduction> {
+pub(super) fn reduction(spec: &ChunkSpec) -> Result<LossReduction> {
     fn reducers(spec: &ChunkSpec) -> Vec<&LossReducer> {
         match (spec, spec.children()) {
             (ChunkSpec::Loss(reducer), _) => vec![reducer],
@@ -131,7 +147,8 @@ pub(super) fn reduction(spec: &ChunkSpec) -> Result<Reduction> {
     let found = reducers(spec);
     let reduction = found.first().and_then(|reducer| reducer.reduction());
     reduction.ok_or_else(|| {
-        let what = if found.is_empty() { "has no loss reducer" } else { "has a loss reducer of its own kind" };
+        let what =
+            if found.is_empty() { "has no loss reducer" } else { "has a loss reducer of its own kind" };
         let fix = "give LossReducer::sum_reducer() or mean_reducer() for the loss, whose gradient is known";
         Error::Pipe(format!("the chunk spec {spec} {what}; {fix}"))
     })

@@ -11,10 +11,13 @@ pub use builder::{Layer, PipeBuilder, PipeModule, SharedModule};
 pub use loss::LossSpec;
 pub(crate) use loss::NAME as LOSS;
 
-use crate::graph::{Edge, Graph, Inputs, Named, PipeInfo, Scope, ShareGroup, Signature, SplitSpec, StageDef, ValueId};
+use crate::graph::{
+    Edge, Graph, GraphSignature, Inputs, NamedTensors, PipeInfo, Scope, ShareGroup, SplitSpec, StageDef,
+    ValueId,
+};
 use crate::tape::{StageModule, StageNode};
 use crate::{Kwargs, Result, Value};
-use build::{Recipe, Workshop, build};
+use build::{BuildContext, NodeBuilder, build};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,8 +28,8 @@ use std::sync::{Mutex, PoisonError};
 /// It holds no parameters; [`build_stage`](Self::build_stage) creates them. `Display` prints a listing.
 pub struct Pipe<B> {
     info: PipeInfo,
-    recipes: Vec<Recipe<B>>,
-    signature: Signature,
+    recipes: Vec<NodeBuilder<B>>,
+    signature: GraphSignature,
     /// The first stage that requested each variable that is not declared as shared.
     owners: Mutex<BTreeMap<String, usize>>,
 }
@@ -34,13 +37,13 @@ pub struct Pipe<B> {
 impl<B: Scope> Pipe<B> {
     fn new(
         graph: Graph,
-        recipes: Vec<Recipe<B>>,
+        recipes: Vec<NodeBuilder<B>>,
         defaults: BTreeMap<ValueId, Value>,
         split: &SplitSpec,
     ) -> Result<Self> {
         graph.check()?;
         let cuts = split.cuts(&graph)?;
-        let signature = Signature::new(&graph.inputs, defaults);
+        let signature = GraphSignature::new(&graph.inputs, defaults);
         Ok(Self { info: PipeInfo::new(graph, &cuts)?, recipes, signature, owners: Mutex::default() })
     }
 
@@ -80,7 +83,7 @@ impl<B: Scope> Pipe<B> {
         self.signature.bind(args, kwargs)
     }
 
-    pub(crate) fn signature(&self) -> &Signature {
+    pub(crate) fn signature(&self) -> &GraphSignature {
         &self.signature
     }
 
@@ -113,7 +116,7 @@ impl<B: Scope> Pipe<B> {
 
     fn build(&self, indices: &[usize], scope: &B, device: &Device) -> Result<Vec<StageModule>> {
         let scope = scope.on(device)?;
-        let (mut replicated, workshop) = (BTreeMap::new(), Workshop::default());
+        let (mut replicated, workshop) = (BTreeMap::new(), BuildContext::default());
         let stage = |&index: &usize| {
             let def = self.stage(index)?;
             let mut parameters: BTreeMap<String, Tensor> = BTreeMap::new();
@@ -154,7 +157,7 @@ impl<B: Scope> Pipe<B> {
     }
 }
 
-fn is_copy(copies: &BTreeMap<String, Named>, name: &str) -> bool {
+fn is_copy(copies: &BTreeMap<String, NamedTensors>, name: &str) -> bool {
     copies.values().flatten().any(|(copy, _)| copy == name)
 }
 

@@ -3,7 +3,7 @@
 //! This is one all_gather of a few numbers per step; texts are exchanged only if a rank refuses. So a batch that one
 //! rank cannot run is an immediate error on all of them, and all can continue with another batch.
 use super::Runtime;
-use super::batch::Batch;
+use super::batch::StepBatch;
 use super::clock::Nanos;
 use crate::graph::ValueId;
 use crate::{Error, Result};
@@ -37,18 +37,21 @@ const SAMPLE: usize = 512;
 ///
 /// Every rank must call it, even with an error in its batch. It records in the batch when the last rank reached the
 /// step.
-pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<Batch<'a>> {
+pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<StepBatch<'a>>) -> Result<StepBatch<'a>> {
     if runtime.is_alone() {
-        return Ok(Batch { began: runtime.clock.now(), ..batch? });
+        return Ok(StepBatch { began: runtime.clock.now(), ..batch? });
     }
     let names: Vec<&str> = runtime.signature.inputs().map(|(name, _)| name).collect();
     let numbers = batch.as_ref().map_err(Clone::clone).and_then(|batch| numbers(runtime, batch));
     let numbers = numbers.map(|numbers| [numbers, vec![runtime.clock.now()]].concat());
     let all = between(&runtime.group, NUMBERS.len() + names.len() + TIME, numbers);
-    let settled =
-        all.and_then(|all| one_batch(&runtime.group, &all, &names).map(|()| (all[runtime.group.rank()].clone(), all)));
+    let settled = all.and_then(|all| {
+        one_batch(&runtime.group, &all, &names).map(|()| (all[runtime.group.rank()].clone(), all))
+    });
     let (cut, began): (Vec<ValueId>, Option<Nanos>) = match &settled {
-        Ok((_, all)) => (cut_inputs(runtime, all), all.iter().filter_map(|numbers| numbers.last()).copied().max()),
+        Ok((_, all)) => {
+            (cut_inputs(runtime, all), all.iter().filter_map(|numbers| numbers.last()).copied().max())
+        }
         Err(_) => (Vec::new(), None),
     };
     let settled = settled.map(|(mine, _)| mine);
@@ -59,7 +62,7 @@ pub(super) fn settle<'a>(runtime: &Runtime, batch: Result<Batch<'a>>) -> Result<
     let settled = match &runtime.copies {
         // Other copies of the model have other rows, and run in step with this one.
         Some(copies) => {
-            let of_batch = |batch: &Batch<'_>| {
+            let of_batch = |batch: &StepBatch<'_>| {
                 [batch.len() as i64, i64::from(batch.options.weights.is_some()), batch.all_rows as i64]
             };
             let mine = batch.as_ref().map_or([0; 3], of_batch);
@@ -100,7 +103,13 @@ fn of_stage(mesh: &DeviceMesh, numbers: Result<Vec<i64>>, microbatches: usize) -
 /// Returns the inputs that are cut on some rank: the rank that computes the loss may lack them.
 fn cut_inputs(runtime: &Runtime, all: &[Vec<i64>]) -> Vec<ValueId> {
     let is_cut = |place: usize| all.iter().any(|numbers| numbers[NUMBERS.len() + place] & CUT != 0);
-    runtime.signature.inputs().enumerate().filter(|&(place, _)| is_cut(place)).map(|(_, (_, input))| input).collect()
+    runtime
+        .signature
+        .inputs()
+        .enumerate()
+        .filter(|&(place, _)| is_cut(place))
+        .map(|(_, (_, input))| input)
+        .collect()
 }
 
 /// Returns the numbers of all ranks of a group; if a rank has an error, all return it.
@@ -127,8 +136,11 @@ fn one_batch(group: &ProcessGroup, all: &[Vec<i64>], names: &[&str]) -> Result<(
     alike(all, &NUMBERS, |at| format!("rank {}", group.ranks()[at]))?;
     for (place, name) in names.iter().enumerate() {
         // 0 marks an input that the rank did not pass.
-        let mut given =
-            all.iter().map(|numbers| numbers[NUMBERS.len() + place]).zip(group.ranks()).filter(|&(n, _)| n != 0);
+        let mut given = all
+            .iter()
+            .map(|numbers| numbers[NUMBERS.len() + place])
+            .zip(group.ranks())
+            .filter(|&(n, _)| n != 0);
         let Some((number, rank)) = given.next() else { continue };
         if let Some((_, other)) = given.find(|&(other, _)| other != number) {
             return Err(Error::Microbatches(format!(
@@ -152,12 +164,13 @@ fn alike(all: &[Vec<i64>], what: &[&str], place: impl Fn(usize) -> String) -> Re
 }
 
 /// Returns the numbers that identify a batch on this rank.
-fn numbers(runtime: &Runtime, batch: &Batch<'_>) -> Result<Vec<i64>> {
+fn numbers(runtime: &Runtime, batch: &StepBatch<'_>) -> Result<Vec<i64>> {
     let mode = i64::from(batch.backward) + 2 * i64::from(batch.training);
     let keep = digest_bytes(format!("{:?}", batch.keep).as_bytes()) as i64;
     let rows = format!("{:?}{}", batch.rows, batch.masked.iter().any(Option::is_some));
     let first = batch.rows.first().map_or(0, |rows| rows.start);
-    let mut numbers = vec![mode, batch.options.step as i64, keep, first as i64, digest_bytes(rows.as_bytes()) as i64];
+    let mut numbers =
+        vec![mode, batch.options.step as i64, keep, first as i64, digest_bytes(rows.as_bytes()) as i64];
     let mut known = HashMap::new();
     for (_, input) in runtime.signature.inputs() {
         let values = batch.inputs.iter().filter_map(|inputs| inputs.get(&input));

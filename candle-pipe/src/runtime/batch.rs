@@ -1,8 +1,8 @@
 //! The batch of a step, checked before any communication.
 use super::Runtime;
 use super::clock::Nanos;
-use crate::graph::{Inputs, Loss, Reduction, ValueId};
-use crate::microbatch::{Masked, Microbatches};
+use crate::graph::{Inputs, Loss, LossReduction, ValueId};
+use crate::microbatch::{MaskedRows, Microbatches};
 use crate::schedule::Program;
 use crate::tape::Keep;
 use crate::{Error, Result, StepOptions, Value};
@@ -12,10 +12,10 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 /// The inputs, rows and weights of all microbatches, and how they are run.
-pub(super) struct Batch<'a> {
+pub(super) struct StepBatch<'a> {
     pub(super) inputs: Vec<Inputs>,
     pub(super) rows: Vec<Range<usize>>,
-    pub(super) masked: Vec<Option<Masked>>,
+    pub(super) masked: Vec<Option<MaskedRows>>,
     pub(super) weights: Vec<f64>,
     /// The number of rows of the whole batch of this copy of the model.
     pub(super) all_rows: usize,
@@ -32,7 +32,7 @@ pub(super) struct Batch<'a> {
     pub(super) began: Nanos,
 }
 
-impl<'a> Batch<'a> {
+impl<'a> StepBatch<'a> {
     pub(super) fn new(
         runtime: &Runtime,
         program: &Program,
@@ -44,13 +44,16 @@ impl<'a> Batch<'a> {
             true => StepOptions::check_synced()?,
             false => options.check_evaluation()?,
         }
-        let (training, keep) = (options.is_training(backward), options.keep_by_stage(runtime.info.stages.len())?);
+        let (training, keep) =
+            (options.is_training(backward), options.keep_by_stage(runtime.info.stages.len())?);
         let microbatches = program.schedule().microbatches();
         // A batch of fewer rows than that cannot be cut into as many; the others are left out.
         let is_short = cut.len() < microbatches && cut.rows().iter().all(|&rows| rows == 1);
         if cut.len() != microbatches && !is_short {
             let reason = format!("{} microbatches for a schedule of {microbatches}", cut.len());
-            return Err(Error::Microbatches(format!("{reason}; cut the batch into as many, or use another schedule")));
+            return Err(Error::Microbatches(format!(
+                "{reason}; cut the batch into as many, or use another schedule"
+            )));
         }
         if options.split_backward {
             let reason = "split_backward on ranks, where the schedule defines the split; leave it out, and use a \
@@ -58,7 +61,8 @@ impl<'a> Batch<'a> {
             return Err(Error::Schedule(reason.into()));
         }
         let used = runtime.stages.values().flat_map(|stage| &stage.def().inputs);
-        let used: HashSet<ValueId> = used.filter(|input| input.from.is_none()).map(|input| input.value).collect();
+        let used: HashSet<ValueId> =
+            used.filter(|input| input.from.is_none()).map(|input| input.value).collect();
         let bind = |(args, kwargs)| runtime.signature.bind_for(args, kwargs, |input| used.contains(&input));
         let inputs: Vec<Inputs> = cut.iter().map(bind).collect::<Result<_>>()?;
         let mut values = inputs.iter().flatten();
@@ -69,8 +73,9 @@ impl<'a> Batch<'a> {
             let reason = format!("input {name:?} is tracked, but ranks compute no gradients of inputs");
             return Err(Error::Pipe(format!("{reason}; detach it, or make it a parameter of a node")));
         }
-        let (rows, weights) = (cut.row_ranges(options.first_row), options.loss_weights(cut, runtime.info.graph.loss)?);
-        let masked = Masked::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
+        let (rows, weights) =
+            (cut.row_ranges(options.first_row), options.loss_weights(cut, runtime.info.graph.loss)?);
+        let masked = MaskedRows::of(cut, options.first_row, &runtime.info.graph, &runtime.signature)?;
         let all_rows = cut.rows().iter().sum();
         let (share, began) = (1.0, 0);
         Ok(Self { inputs, rows, masked, weights, all_rows, share, options, training, keep, backward, began })
@@ -83,8 +88,10 @@ impl<'a> Batch<'a> {
     pub(super) fn share_of(&mut self, loss: Option<Loss>, copies: &[i64]) {
         let (count, all) = (copies.len() as f64, copies.iter().sum::<i64>() as f64);
         self.share = match loss.map(|loss| loss.reduction) {
-            Some(Reduction::Mean) if self.options.weights.is_none() && all > 0.0 => count * self.all_rows as f64 / all,
-            Some(Reduction::Sum) if self.options.weights.is_none() => count,
+            Some(LossReduction::Mean) if self.options.weights.is_none() && all > 0.0 => {
+                count * self.all_rows as f64 / all
+            }
+            Some(LossReduction::Sum) if self.options.weights.is_none() => count,
             _ => 1.0,
         };
     }

@@ -19,10 +19,10 @@ const SMALL: usize = 1 << 16;
 
 /// What a runtime knows of its buffers.
 #[derive(Default)]
-pub(super) struct Buffers(RefCell<State>);
+pub(super) struct Buffers(RefCell<BufferState>);
 
 #[derive(Default)]
-struct State {
+struct BufferState {
     /// The number of the training step, from 0.
     step: usize,
     /// Digests of the variables without gradient, as they were seen last.
@@ -36,7 +36,9 @@ impl Buffers {
     pub(super) fn settle(&self, runtime: &Runtime, grads: &GradStore) -> Result<()> {
         let state = &mut *self.0.borrow_mut();
         state.one_copy(runtime, grads)?;
-        if let Some(replicas) = runtime.copies.as_ref().filter(|all| all.size() > 1 && !runtime.replicas.is_empty()) {
+        if let Some(replicas) =
+            runtime.copies.as_ref().filter(|all| all.size() > 1 && !runtime.replicas.is_empty())
+        {
             state.sync(runtime, replicas, grads)?;
         }
         // A step that failed on some ranks counts on none.
@@ -45,7 +47,7 @@ impl Buffers {
     }
 }
 
-impl State {
+impl BufferState {
     /// Returns whether this step looks at a variable. To look at one on a GPU is to wait for the GPU.
     fn looks_at(&self, var: &Tensor) -> bool {
         let is_small = var.device().is_cpu() && var.elem_count() * var.dtype().size_in_bytes() <= SMALL;
@@ -112,9 +114,11 @@ impl State {
             return Ok(());
         }
         let now = seen.iter().map(|var| Ok((var.id(), digest(var)?))).collect::<Result<Vec<_>>>()?;
-        let has_changed = |(id, now): &(TensorId, u64)| self.digests.get(id).is_some_and(|before| before != now);
+        let has_changed =
+            |(id, now): &(TensorId, u64)| self.digests.get(id).is_some_and(|before| before != now);
         let changed: Vec<u32> = now.iter().map(|now| u32::from(has_changed(now))).collect();
-        let changed = replicas.all_reduce(&Tensor::new(changed, &Device::Cpu)?, ReduceOp::Max)?.to_vec1::<u32>()?;
+        let changed =
+            replicas.all_reduce(&Tensor::new(changed, &Device::Cpu)?, ReduceOp::Max)?.to_vec1::<u32>()?;
         let found = seen.iter().zip(changed).filter(|(_, changed)| *changed > 0).map(|(var, _)| var.id());
         self.buffers.extend(found);
         self.digests.extend(now);

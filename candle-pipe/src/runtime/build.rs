@@ -5,13 +5,14 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor, Var};
 use candle_dist::row_changes::RowChanges;
 use candle_dist::{
-    DataParallel, DataParallelOptions, InitialSync, ProcessGroup, RankContext, Store, SyncOptions, sync_params,
+    DataParallel, DataParallelOptions, InitialSync, ProcessGroup, RankContext, Store, SyncOptions,
+    sync_params,
 };
 use itertools::Itertools;
 
 use super::buffers::Buffers;
 use super::clock::Clock;
-use super::notes::Board;
+use super::notes::NoteBoard;
 use super::{Runtime, credit, names, traffic};
 use crate::graph::{Node, NodeKind, PipeInfo, Scope};
 use crate::pipe::Pipe;
@@ -20,7 +21,7 @@ use crate::tape::StageModule;
 use crate::{Error, Result};
 
 /// A replicated parameter, on the ranks that have copies of it.
-pub(super) struct Shared {
+pub(super) struct ReplicatedParameter {
     pub(super) name: String,
     /// These ranks in the order of their stages, if there are several and this is one of them.
     pub(super) ranks: Option<ProcessGroup>,
@@ -30,7 +31,7 @@ pub(super) struct Shared {
     pub(super) changes: Vec<Arc<RowChanges>>,
 }
 
-impl Shared {
+impl ReplicatedParameter {
     /// Sets the copies of all ranks to the values of the first. Every one of these ranks calls it.
     fn start(self) -> Result<Self> {
         if let Some(ranks) = &self.ranks {
@@ -57,7 +58,7 @@ impl Runtime {
     /// # Errors
     /// Before any communication, if the schedule has other ranks than the group or other stages than the pipe, or if
     /// there is no loss; on all ranks alike, if their pipes or schedules differ, if a constructor of a node fails on
-    /// one of them, or if their `ShardedVarBuilder`s have unlike seeds. Patterns of a plan that matched no module of any stage are a
+    /// one of them, or if their `MeshVarBuilder`s have unlike seeds. Patterns of a plan that matched no module of any stage are a
     /// warning.
     pub fn new<B: Scope>(
         pipe: &Pipe<B>,
@@ -82,7 +83,8 @@ impl Runtime {
         info.shares.extend(found);
         let (training, evaluation) = (lower(&info)?, schedule.forward_only().lower(&Lowering::of(&info)?)?);
         let shared = info.replicated().map(|share| {
-            let ranks = share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
+            let ranks =
+                share.stages.iter().map(|&stage| schedule.stage_ranks()[stage]).unique().collect_vec();
             let is_member = ranks.len() > 1 && ranks.contains(&group.rank());
             let here = share.stages.iter().filter_map(|stage| stages.get(stage));
             let copies = here.flat_map(|stage| stage.copy_of(&share.name)).map(|(_, copy)| copy);
@@ -90,7 +92,7 @@ impl Runtime {
             let ranks = is_member.then(|| group.subgroup(&ranks)).transpose()?;
             let tables = parameters.iter().filter(|copy| ranks.is_some() && copy.rank() == 2);
             let changes = tables.map(RowChanges::watch).collect();
-            Shared { name: share.name.clone(), ranks, parameters, changes }.start()
+            ReplicatedParameter { name: share.name.clone(), ranks, parameters, changes }.start()
         });
         let shared = shared.collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -105,8 +107,14 @@ impl Runtime {
 
     /// Builds all stages of `pipe` for a process alone, which compares and shares nothing with others.
     /// `program` names its rank.
-    pub(crate) fn alone<B: Scope>(pipe: &Pipe<B>, program: Program, scope: &B, device: &Device) -> Result<Self> {
-        let stages = pipe.build_stages(0..pipe.num_stages(), scope, device)?.into_iter().enumerate().collect();
+    pub(crate) fn alone<B: Scope>(
+        pipe: &Pipe<B>,
+        program: Program,
+        scope: &B,
+        device: &Device,
+    ) -> Result<Self> {
+        let stages =
+            pipe.build_stages(0..pipe.num_stages(), scope, device)?.into_iter().enumerate().collect();
         let group = ProcessGroup::simulated(0, 1)?;
         Ok(Self::of(pipe, pipe.info().clone(), stages, [program.clone(), program], &group, device))
     }
@@ -120,7 +128,8 @@ impl Runtime {
         group: &ProcessGroup,
         device: &Device,
     ) -> Self {
-        let memory = stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
+        let memory =
+            stages.values().flat_map(|stage| stage.parameters().values().chain(stage.variables().values()));
         let is_parameter = |node: &&Node| matches!(node.kind, NodeKind::Parameter(_));
         let constants = info.graph.nodes.iter().filter(is_parameter).flat_map(|node| node.outputs.clone());
         let outputs = info.graph.outputs.iter().map(|output| (output.value, output.name.clone()));
@@ -155,7 +164,7 @@ impl Runtime {
     ///
     /// The result is the gradient of the whole batch of all replicas. A loss that is a mean is one over all rows, so replicas
     /// may have unlike numbers of rows. One that is a sum is the sum over all replicas, and one that
-    /// [counts](crate::Reduction::Counted) is divided by the count of all. If you set
+    /// [counts](crate::LossReduction::Counted) is divided by the count of all. If you set
     /// [`weights`](field@crate::StepOptions::weights), gradients are plain means over the replicas.
     ///
     /// Variables that change without a gradient, such as running statistics, are those of the first replica after each training
@@ -199,7 +208,7 @@ impl Runtime {
     /// Variables that change without a gradient are each copy's own. All copies have the same number of microbatches in a step,
     /// because their stages may share calls. A loss that is a mean is one over the rows of its copy.
     ///
-    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](crate::Reduction::Counted)
+    /// A step that one copy cannot begin is an error on all of them, and a loss that [counts](crate::LossReduction::Counted)
     /// covers the batches of all copies. [`with_replicas`](Self::with_replicas) includes this.
     ///
     /// # Errors
@@ -210,8 +219,11 @@ impl Runtime {
         let twice = replicas.ranks().iter().filter(|rank| own.contains(rank)).copied().collect_vec();
         if twice != [self.group.ranks()[self.group.rank()]] {
             let (own, given) = (self.group.ranks(), replicas.ranks());
-            let reason = format!("ranks {given:?} are not replicas of one rank of the pipeline on ranks {own:?}");
-            return Err(Error::Pipe(format!("{reason}; give the group of ranks with its stages in other copies")));
+            let reason =
+                format!("ranks {given:?} are not replicas of one rank of the pipeline on ranks {own:?}");
+            return Err(Error::Pipe(format!(
+                "{reason}; give the group of ranks with its stages in other copies"
+            )));
         }
         let pipeline = description(&self.info, &self.training);
         replicas.agree(&of_rank(&self.group, &pipeline))?;
@@ -228,7 +240,7 @@ impl Runtime {
     /// # Errors
     /// If the store or the group fails.
     pub fn heads_in_store(self, store: &Store) -> Result<Self> {
-        Ok(Self { board: Some(Board::new(&self.group, store)?), ..self })
+        Ok(Self { board: Some(NoteBoard::new(&self.group, store)?), ..self })
     }
 
     /// Returns the same stages, set up for the device of the rank: with [`heads_in_store`](Self::heads_in_store) on a
@@ -250,7 +262,9 @@ fn agreed<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
     let first = texts.iter().position(|text| !text.is_empty());
     let value = mine?;
     match first {
-        Some(rank) => Err(Error::Pipe(format!("rank {} cannot be a replica: {}", group.ranks()[rank], texts[rank]))),
+        Some(rank) => {
+            Err(Error::Pipe(format!("rank {} cannot be a replica: {}", group.ranks()[rank], texts[rank])))
+        }
         None => Ok(value),
     }
 }
@@ -270,7 +284,10 @@ fn check(info: &PipeInfo, schedule: &Schedule, group: &ProcessGroup) -> Result<(
     let refuse = |reason: String| Err(Error::Schedule(reason));
     let (ranks, stages) = (schedule.ranks().len(), schedule.stages());
     if ranks != group.size() {
-        return refuse(format!("it has {ranks} ranks, the group has {}; make it for that many", group.size()));
+        return refuse(format!(
+            "it has {ranks} ranks, the group has {}; make it for that many",
+            group.size()
+        ));
     }
     if stages != info.num_stages() {
         return refuse(format!(

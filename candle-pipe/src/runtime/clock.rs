@@ -103,9 +103,10 @@ mod tests {
     fn clocks_that_started_apart_tell_one_time_within_half_a_round_trip() {
         // The clock of each rank is this many seconds behind the clock of this process; ranks 0 and 2 are one process.
         let late = [5000, -7, 5000, 0];
-        let clocks = World::local(4).run(|ctx| -> Result<Clock> {
+        let clocks = World::threads(4).run(|ctx| -> Result<Clock> {
             let mine = late[ctx.rank()];
-            let (clock, sent) = comm::record(|| Clock::between(ctx.group(), mine, &move || here() - mine * SECOND));
+            let (clock, sent) =
+                comm::record(|| Clock::between(ctx.group(), mine, &move || here() - mine * SECOND));
             let messages = [2, 1, 0, 1][ctx.rank()] * ROUNDS;
             assert_eq!(sent.get(Op::Send).count, messages);
             clock
@@ -120,7 +121,7 @@ mod tests {
 
     #[test]
     fn threads_of_one_process_have_one_clock_for_no_message() {
-        World::local(3)
+        World::threads(3)
             .run(|ctx| -> Result<()> {
                 let (clock, sent) = comm::record(|| Clock::settle(ctx.group()));
                 assert_eq!((clock?, sent.get(Op::Send).count), (Clock::default(), 0));

@@ -62,7 +62,8 @@ impl Backlog {
 /// two ranks.
 fn ends(program: &Program, window: usize) -> bool {
     let mut backlogs: HashMap<[usize; 2], Backlog> = HashMap::new();
-    let ends_of = |message: Message| [message.from, message.to].map(|stage| program.schedule().stage_ranks()[stage]);
+    let ends_of =
+        |message: Message| [message.from, message.to].map(|stage| program.schedule().stage_ranks()[stage]);
     let Ok(stuck) = DryRun::run(program.ranks(), |_, _, action| {
         Ok::<_, Infallible>(match *action {
             Action::Recv(message) => {
@@ -71,7 +72,8 @@ fn ends(program: &Program, window: usize) -> bool {
             }
             Action::Send(message) => backlogs.entry(ends_of(message)).or_default().send(window),
             _ => {
-                let mut messages = action.computes().iter().flat_map(|&compute| program.routes().before(compute));
+                let mut messages =
+                    action.computes().iter().flat_map(|&compute| program.routes().before(compute));
                 messages.all(|message| backlogs.entry(ends_of(message)).or_default().take(message))
             }
         })

@@ -1,9 +1,9 @@
 //! One rank's execution of a program: its state between actions, and the effect of each action.
 use super::Runtime;
 use super::apart::apart;
-use super::batch::Batch;
+use super::batch::StepBatch;
 use super::notes::Notes;
-use super::reduce::Reductions;
+use super::reduce::GradReductions;
 use super::stopwatch::{Moment, Stopwatch};
 use super::traffic::{Traffic, aliases};
 use crate::graph::{Ctx, StageDef, ValueId};
@@ -17,11 +17,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A stage and a microbatch.
-type At = (usize, usize);
+type StageMicrobatch = (usize, usize);
 
 /// The state between the passes of a microbatch on a stage.
 #[derive(Default)]
-struct Held {
+struct MicrobatchState {
     /// The input values of the stage that are available.
     values: HashMap<ValueId, Activation>,
     /// The gradients of the stage's outputs, by the stages that computed them.
@@ -33,7 +33,7 @@ struct Held {
 
 /// The results of a rank's program.
 #[derive(Default)]
-pub(super) struct Made {
+pub(super) struct ProgramResults {
     /// The loss of each microbatch, if this rank has it.
     pub(super) losses: Vec<Option<Value>>,
     /// The outputs of each microbatch, by name, if they are kept.
@@ -69,18 +69,18 @@ impl Outputs<'_> {
 pub(super) struct Execution<'a, 'f> {
     runtime: &'a Runtime,
     program: &'a Program,
-    batch: &'a Batch<'a>,
+    batch: &'a StepBatch<'a>,
     traffic: Traffic<'a>,
-    reductions: Reductions<'a>,
+    reductions: GradReductions<'a>,
     outputs: Outputs<'f>,
     /// For each microbatch the number of stages on this rank whose outputs are missing.
     missing: Vec<usize>,
-    held: HashMap<At, Held>,
+    held: HashMap<StageMicrobatch, MicrobatchState>,
     /// The gradients of tracked inputs of the model, by microbatch, value and stage.
     of_inputs: BTreeMap<usize, BTreeMap<ValueId, BTreeMap<usize, Gradient>>>,
     /// The sums of the gradients of each stage, in a process alone.
     of_stages: BTreeMap<usize, GradStore>,
-    made: Made,
+    made: ProgramResults,
     /// The number of outstanding backward passes.
     open: usize,
     stopwatch: Stopwatch,
@@ -92,27 +92,28 @@ impl<'a, 'f> Execution<'a, 'f> {
     pub(super) fn new(
         runtime: &'a Runtime,
         program: &'a Program,
-        batch: &'a Batch<'a>,
+        batch: &'a StepBatch<'a>,
         outputs: Outputs<'f>,
         notes: &Notes,
     ) -> Result<Self> {
-        let makes = |stage: &&StageModule| stage.def().outputs.iter().any(|o| runtime.outputs.contains_key(&o.value));
+        let makes =
+            |stage: &&StageModule| stage.def().outputs.iter().any(|o| runtime.outputs.contains_key(&o.value));
         let makers = runtime.stages().filter(makes).count();
         Ok(Self {
             runtime,
             program,
             batch,
             traffic: Traffic::new(runtime, program, notes, !batch.backward),
-            reductions: Reductions::new(runtime),
+            reductions: GradReductions::new(runtime),
             outputs,
             missing: vec![makers; batch.len()],
             held: HashMap::new(),
             of_inputs: BTreeMap::new(),
             of_stages: BTreeMap::new(),
-            made: Made {
+            made: ProgramResults {
                 losses: vec![None; batch.len()],
                 outputs: vec![Kwargs::new(); batch.len()],
-                ..Made::default()
+                ..ProgramResults::default()
             },
             open: 0,
             stopwatch: Stopwatch::new(runtime.clock, &runtime.device)?,
@@ -122,14 +123,16 @@ impl<'a, 'f> Execution<'a, 'f> {
 
     /// Runs all actions of this rank, but those of microbatches that the batch is too small for. They are the same on all
     /// ranks, so what is left is in one common order.
-    pub(super) fn run(mut self) -> Result<Made> {
+    pub(super) fn run(mut self) -> Result<ProgramResults> {
         let rank = self.runtime.group.rank();
-        let made = |action: &Action| action.microbatch().is_none_or(|microbatch| microbatch < self.batch.len());
+        let made =
+            |action: &Action| action.microbatch().is_none_or(|microbatch| microbatch < self.batch.len());
         let actions: Vec<Action> = apart(&self.program.ranks()[rank]).into_iter().filter(made).collect();
         for action in &actions {
             let span = tracing::debug_span!("stage", %action);
             let done = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| self.act(action))));
-            let done = done.unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
+            let done = done
+                .unwrap_or_else(|panic| Err(Error::Pipe(format!("panicked: {}", panic_message(&*panic)))));
             if let Err(error) = done {
                 let error = error.in_action(self.runtime.group.ranks()[rank], action);
                 // The other ranks wait for messages that will not come.
@@ -150,7 +153,8 @@ impl<'a, 'f> Execution<'a, 'f> {
         }
         self.reductions.check(&self.made.grads)?;
         self.add_up()?;
-        let seconds = |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
+        let seconds =
+            |moment: &Moment| Ok::<_, Error>((self.stopwatch.time(moment)? - self.batch.began) as f64 / 1e9);
         for (compute, [start, end]) in &self.moments {
             let (start, end) = (seconds(start)?, seconds(end)?);
             self.made.spans.push(Span { action: Action::Compute(*compute), start, end });
@@ -166,7 +170,9 @@ impl<'a, 'f> Execution<'a, 'f> {
             for (value, found) in inputs {
                 let parts = Gradient::sum(found.values())?.0;
                 let tensors = self.batch.input(microbatch, value)?.flatten_tensors();
-                seeds.extend(tensors.into_iter().zip(parts).filter_map(|(tensor, part)| Some((tensor, part?))));
+                seeds.extend(
+                    tensors.into_iter().zip(parts).filter_map(|(tensor, part)| Some((tensor, part?))),
+                );
             }
             grads::add(&mut self.made.grads, &vjp(&seeds)?)?;
         }
@@ -290,7 +296,10 @@ impl<'a, 'f> Execution<'a, 'f> {
         let def = module.def();
         let held = self.held.entry((stage, microbatch)).or_default();
         let (found, loss) = (std::mem::take(&mut held.gradients), held.loss.take());
-        let tape = held.tape.take().ok_or_else(|| Error::Schedule("a backward pass without a forward pass".into()))?;
+        let tape = held
+            .tape
+            .take()
+            .ok_or_else(|| Error::Schedule("a backward pass without a forward pass".into()))?;
         let mut gradients = Vec::with_capacity(def.outputs.len());
         for (place, output) in def.outputs.iter().enumerate() {
             // In the order of the stages, whatever the order of arrival.
@@ -304,7 +313,9 @@ impl<'a, 'f> Execution<'a, 'f> {
             gradients.push(sum);
         }
         let (backward, weights) = match pass {
-            Pass::Input => tape.backward_inputs(&gradients).map(|(backward, weights)| (backward, Some(weights)))?,
+            Pass::Input => {
+                tape.backward_inputs(&gradients).map(|(backward, weights)| (backward, Some(weights)))?
+            }
             _ => (tape.backward(&gradients)?, None),
         };
         self.open -= usize::from(weights.is_none());
@@ -317,14 +328,20 @@ impl<'a, 'f> Execution<'a, 'f> {
         let inputs = def.inputs.iter().zip(backward.inputs);
         let (of_model, of_stages): (Vec<_>, Vec<_>) = inputs.partition(|(input, _)| input.from.is_none());
         for (input, gradient) in of_model.into_iter().filter(|(_, gradient)| !gradient.is_none()) {
-            self.of_inputs.entry(microbatch).or_default().entry(input.value).or_default().insert(stage, gradient);
+            self.of_inputs
+                .entry(microbatch)
+                .or_default()
+                .entry(input.value)
+                .or_default()
+                .insert(stage, gradient);
         }
         self.pass_on(compute, of_stages.into_iter().map(|(input, of)| (input.value, packed(of))).collect())
     }
 
     fn weight(&mut self, Compute { stage, microbatch, .. }: Compute) -> Result<()> {
         let weights = self.held.get_mut(&(stage, microbatch)).and_then(|held| held.weights.take());
-        let weights = weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
+        let weights =
+            weights.ok_or_else(|| Error::Schedule("weight gradients without input gradients".into()))?;
         self.open -= 1;
         self.held.remove(&(stage, microbatch));
         grads::add(self.sums(stage), &weights.backward()?)
@@ -365,7 +382,10 @@ impl<'a, 'f> Execution<'a, 'f> {
                 match message.flow {
                     Flow::Activation => _ = held.values.insert(*value, came.clone()),
                     Flow::Gradient => {
-                        held.gradients.entry(*value).or_default().insert(message.from, unpacked(&came.value)?);
+                        held.gradients
+                            .entry(*value)
+                            .or_default()
+                            .insert(message.from, unpacked(&came.value)?);
                     }
                 }
             }

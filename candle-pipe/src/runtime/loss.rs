@@ -1,6 +1,6 @@
 //! The loss of a step on every rank.
 use super::{RankStep, Runtime};
-use crate::graph::Reduction;
+use crate::graph::LossReduction;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{ProcessGroup, ReduceOp};
@@ -10,7 +10,7 @@ impl Runtime {
     /// ([`with_replicas`](Self::with_replicas), [`beside`](Self::beside)). Every rank must call it.
     ///
     /// [`StepResult::loss`](crate::StepResult::loss) has it only on the ranks of the last stage, for their own batch. A mean is over
-    /// the rows of all copies, a sum over all copies, and one that [counts](Reduction::Counted) is divided by the count of all. With
+    /// the rows of all copies, a sum over all copies, and one that [counts](LossReduction::Counted) is divided by the count of all. With
     /// [`weights`](field@crate::StepOptions::weights) it is the mean over the copies.
     ///
     /// ```
@@ -18,12 +18,12 @@ impl Runtime {
     /// # use candle_dist::World;
     /// # use candle_nn::{VarBuilder, VarMap};
     /// # use candle_pipe::schedule::ScheduleKind;
-    /// # use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
-    /// # let losses = World::local(2).run(|ctx| -> Result<f64> {
+    /// # use candle_pipe::{EqualCount, In, PipeBuilder, LossReduction, Result, Runtime, nn};
+    /// # let losses = World::threads(2).run(|ctx| -> Result<f64> {
     /// # let mut g = PipeBuilder::<VarBuilder<'static>>::new();
     /// # let x = g.input("x", In::Arg);
     /// # let y = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
-    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
     /// # let (pipe, schedule) = (g.finish(EqualCount(2))?, ScheduleKind::OneFOneB.schedule(2, 2, 1)?);
     /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     /// # let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &Device::Cpu)?;
@@ -57,13 +57,13 @@ impl Runtime {
             None => (loss, lacks),
             Some(copies) => {
                 let share = match reduction {
-                    Reduction::Mean if !made.has_weights => made.rows as f64,
+                    LossReduction::Mean if !made.has_weights => made.rows as f64,
                     _ => 1.0,
                 };
                 let [sum, all, lacking] = sums(copies, [loss * share, share, f64::from(u8::from(lacks))])?;
                 let loss = match reduction {
-                    Reduction::Counted => loss,
-                    Reduction::Sum if !made.has_weights => sum,
+                    LossReduction::Counted => loss,
+                    LossReduction::Sum if !made.has_weights => sum,
                     _ => sum / all,
                 };
                 (loss, lacking > 0.0)

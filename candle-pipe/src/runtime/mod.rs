@@ -27,19 +27,19 @@ mod stopwatch;
 mod traffic;
 mod wire;
 
-use crate::graph::{PipeInfo, Reduction, Signature, ValueId};
+use crate::graph::{GraphSignature, LossReduction, PipeInfo, ValueId};
 use crate::microbatch::Microbatches;
 use crate::schedule::{Program, Span};
 use crate::tape::{StageModule, named_vars};
 use crate::{Error, Kwargs, Result, StepOptions, StepResult, Value};
-use batch::Batch;
+use batch::StepBatch;
 use buffers::Buffers;
-use build::Shared;
+use build::ReplicatedParameter;
 use candle_core::{Device, Tensor, Var};
 use candle_dist::{ClipGradNorm, DataParallel, DeviceMesh, ProcessGroup, ReduceOp};
 use clock::Clock;
-use execute::{Execution, Made, Outputs};
-use notes::{Board, Notes};
+use execute::{Execution, Outputs, ProgramResults};
+use notes::{NoteBoard, Notes};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// The stages of a pipe on this rank, ready to train and to evaluate.
@@ -49,14 +49,14 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// use candle_dist::World;
 /// use candle_nn::{VarBuilder, VarMap};
 /// use candle_pipe::schedule::ScheduleKind;
-/// use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
+/// use candle_pipe::{EqualCount, In, PipeBuilder, LossReduction, Result, Runtime, nn};
 ///
-/// let losses = World::local(2).run(|ctx| -> Result<f64> {
+/// let losses = World::threads(2).run(|ctx| -> Result<f64> {
 ///     let mut g = PipeBuilder::<VarBuilder<'static>>::new();
 ///     let (x, target) = (g.input("x", In::Arg), g.input("target", In::Arg));
 ///     let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
 ///     let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
-///     g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
+///     g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], LossReduction::Mean);
 ///     let pipe = g.finish(EqualCount(2))?;
 ///
 ///     let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?; // 2 ranks, 3 microbatches, 1 stage per rank
@@ -72,7 +72,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// ```
 pub struct Runtime {
     info: PipeInfo,
-    pub(crate) signature: Signature,
+    pub(crate) signature: GraphSignature,
     stages: BTreeMap<usize, StageModule>,
     training: Program,
     evaluation: Program,
@@ -81,7 +81,7 @@ pub struct Runtime {
     copies: Option<ProcessGroup>,
     /// The gradient averages of each stage over the replicas of the model, if there are any.
     replicas: BTreeMap<usize, DataParallel>,
-    shared: Vec<Shared>,
+    shared: Vec<ReplicatedParameter>,
     buffers: Buffers,
     /// The memory addresses of the parameters.
     parameters: HashSet<usize>,
@@ -100,7 +100,7 @@ pub struct Runtime {
     device: Device,
     clock: Clock,
     /// The place of message heads that are not messages themselves.
-    board: Option<Board>,
+    board: Option<NoteBoard>,
 }
 
 /// The result of a step on one rank.
@@ -175,17 +175,17 @@ impl Runtime {
     /// # use candle_dist::World;
     /// # use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
     /// # use candle_pipe::schedule::ScheduleKind;
-    /// # use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
+    /// # use candle_pipe::{EqualCount, In, PipeBuilder, LossReduction, Result, Runtime, nn};
     /// use candle_shard::checkpoint::save_stages;
     /// use candle_shard::nn::AdamW;
     ///
     /// # let folder = std::env::temp_dir().join(format!("two-stages-{}", std::process::id()));
-    /// # let norms = World::local(2).run(|ctx| -> Result<f64> {
+    /// # let norms = World::threads(2).run(|ctx| -> Result<f64> {
     /// # let mut g = PipeBuilder::<VarBuilder<'static>>::new();
     /// # let x = g.input("x", In::Arg);
     /// # let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
     /// # let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
-    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
     /// # let (pipe, schedule) = (g.finish(EqualCount(2))?, ScheduleKind::OneFOneB.schedule(2, 2, 1)?);
     /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     /// # let x = Tensor::ones((4, 1), DType::F32, &Device::Cpu)?;
@@ -205,8 +205,10 @@ impl Runtime {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     pub fn clip_grad_norm(&self, clip: ClipGradNorm) -> ClipGradNorm {
-        let first_elsewhere = self.info.replicated().filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
-        let copies = first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
+        let first_elsewhere =
+            self.info.replicated().filter(|share| self.rank_of(share.stages[0]) != self.group.rank());
+        let copies =
+            first_elsewhere.flat_map(|share| self.stages().flat_map(|stage| stage.copy_of(&share.name)));
         let copies: Vec<Tensor> = copies.map(|(_, copy)| copy).collect();
         clip.staged(&self.group).elsewhere(&copies)
     }
@@ -257,7 +259,9 @@ impl Runtime {
         options: &StepOptions,
     ) -> Result<RankStep> {
         if self.info.graph.loss.is_none() {
-            return Err(Error::Pipe("the model has no loss to differentiate; declare it with loss or loss_fn".into()));
+            return Err(Error::Pipe(
+                "the model has no loss to differentiate; declare it with loss or loss_fn".into(),
+            ));
         }
         if !program.schedule().has_backward() {
             let reason = "it has no backward passes to train with; evaluate, or use one that has";
@@ -331,17 +335,18 @@ impl Runtime {
             }
             _ => Ok(()),
         };
-        let batch = has_outputs.and(cut).and_then(|cut| Batch::new(self, program, cut, options, backward));
+        let batch =
+            has_outputs.and(cut).and_then(|cut| StepBatch::new(self, program, cut, options, backward));
         let batch = agree::settle(self, batch)?;
         let mut step = if backward { StepResult::begin() } else { StepResult::default() };
-        let notes = self.board.as_ref().map_or(Notes::default(), Board::next_step);
+        let notes = self.board.as_ref().map_or(Notes::default(), NoteBoard::next_step);
         let execution = Execution::new(self, program, &batch, outputs, &notes);
         let made = execution.inspect_err(|error| self.group.fail(&error.to_string()))?.run()?;
-        let Made { losses, outputs, grads, spans, peak, path, at_once } = made;
+        let ProgramResults { losses, outputs, grads, spans, peak, path, at_once } = made;
         step.grads = grads;
         let last = self.rank_of(self.info.num_stages() - 1);
         step.loss_rank = self.info.graph.loss.map(|_| self.group.ranks()[last]);
-        let reduction = self.info.graph.loss.map_or(Reduction::Mean, |loss| loss.reduction);
+        let reduction = self.info.graph.loss.map_or(LossReduction::Mean, |loss| loss.reduction);
         for (loss, &weight) in losses.iter().zip(&batch.weights) {
             loss.iter().try_for_each(|loss| step.add_loss(loss, reduction, weight))?;
         }
@@ -354,7 +359,7 @@ impl Runtime {
         }
         // A finished rank has not succeeded while another one can still fail.
         match reduction {
-            Reduction::Counted => self.divide(&mut step)?,
+            LossReduction::Counted => self.divide(&mut step)?,
             _ => self.group.barrier()?,
         }
         let (rows, has_weights) = (batch.all_rows, options.weights.is_some());
@@ -384,7 +389,9 @@ impl Runtime {
     /// Returns whether no other rank takes part in a step, on other stages, in other copies or on a mesh of
     /// the stages.
     fn is_alone(&self) -> bool {
-        self.group.size() == 1 && self.copies.is_none() && self.mesh.as_ref().is_none_or(|mesh| mesh.size() == 1)
+        self.group.size() == 1
+            && self.copies.is_none()
+            && self.mesh.as_ref().is_none_or(|mesh| mesh.size() == 1)
     }
 
     fn rank_of(&self, stage: usize) -> usize {

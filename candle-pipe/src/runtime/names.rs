@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 /// The stages that request a variable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Asked {
+struct VariableRequest {
     stages: Vec<usize>,
     /// The replicated parameter or shared module that it is a copy of.
     share: Option<String>,
@@ -20,7 +20,7 @@ struct Asked {
 }
 
 /// Variables by name.
-type Names = BTreeMap<String, Asked>;
+type VariableRequests = BTreeMap<String, VariableRequest>;
 
 /// Returns the stages that this rank has built, by number, and the variables that stages of several ranks request
 /// without a declaration. Each rank has a copy of such a variable with a part of its gradient, so it is replicated.
@@ -36,13 +36,16 @@ pub(super) fn check(
     let unreadable = |error: serde_json::Error| Error::Pipe(format!("the names of parameters: {error}"));
     let texts = group.all_gather_text(&serde_json::to_string(&mine).map_err(unreadable)?)?;
     let stages = built?;
-    let mut seen: BTreeMap<String, (Vec<usize>, Asked)> = BTreeMap::new();
+    let mut seen: BTreeMap<String, (Vec<usize>, VariableRequest)> = BTreeMap::new();
     for (rank, text) in texts.iter().enumerate() {
-        let names: Result<Names, String> = serde_json::from_str(text).map_err(unreadable)?;
-        let names = names.map_err(|said| Error::Pipe(format!("rank {rank} cannot build its stages: {said}")))?;
+        let names: Result<VariableRequests, String> = serde_json::from_str(text).map_err(unreadable)?;
+        let names =
+            names.map_err(|said| Error::Pipe(format!("rank {rank} cannot build its stages: {said}")))?;
         for (name, asked) in names {
             match seen.get_mut(&name) {
-                Some((ranks, other)) if other.cast != asked.cast => return Err(unlike_casts(&name, ranks[0], rank)),
+                Some((ranks, other)) if other.cast != asked.cast => {
+                    return Err(unlike_casts(&name, ranks[0], rank));
+                }
                 Some((ranks, other)) if other.share == asked.share => {
                     ranks.push(rank);
                     other.stages.extend(asked.stages);
@@ -59,7 +62,7 @@ pub(super) fn check(
         }
     }
     let undeclared = seen.into_iter().filter(|(_, (ranks, asked))| ranks.len() > 1 && asked.share.is_none());
-    let found = undeclared.map(|(name, (_, Asked { mut stages, .. }))| {
+    let found = undeclared.map(|(name, (_, VariableRequest { mut stages, .. }))| {
         stages.sort_unstable();
         ShareGroup { name, share: Share::Replicate, stages }
     });
@@ -97,7 +100,8 @@ pub(super) fn check_casts(group: &ProcessGroup, stages: &BTreeMap<usize, StageMo
             mine.extend(cast(stage, name, variable)?.map(|digest| (name, digest)));
         }
     }
-    let texts = group.all_gather_text(&mine.iter().map(|(name, digest)| format!("{digest:x} {name}")).join("\n"))?;
+    let texts =
+        group.all_gather_text(&mine.iter().map(|(name, digest)| format!("{digest:x} {name}")).join("\n"))?;
     for (rank, text) in texts.iter().enumerate().skip(1) {
         let unlike = text.lines().zip_longest(texts[0].lines()).find_map(|pair| match pair {
             EitherOrBoth::Both(here, first) if here == first => None,
@@ -112,13 +116,13 @@ pub(super) fn check_casts(group: &ProcessGroup, stages: &BTreeMap<usize, StageMo
 }
 
 /// Returns the variables of some stages.
-fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Result<Names> {
-    let mut names: BTreeMap<String, (Asked, &Tensor)> = BTreeMap::new();
+fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Result<VariableRequests> {
+    let mut names: BTreeMap<String, (VariableRequest, &Tensor)> = BTreeMap::new();
     for stage in stages {
         let index = stage.def().index;
         for (name, variable) in stage.variables() {
             let cast = cast(stage, name, variable)?;
-            let new = || (Asked { stages: Vec::new(), share: None, cast }, variable);
+            let new = || (VariableRequest { stages: Vec::new(), share: None, cast }, variable);
             let (asked, other) = names.entry(name.clone()).or_insert_with(new);
             if other.id() != variable.id() {
                 return Err(Error::Pipe(format!(
@@ -130,8 +134,9 @@ fn names(group: &ProcessGroup, info: &PipeInfo, stages: &[StageModule]) -> Resul
             asked.stages.push(index);
         }
     }
-    let mut names: Names = names.into_iter().map(|(name, (asked, _))| (name, asked)).collect();
-    let is_module = |name: &str| info.graph.nodes.iter().any(|node| node.kind == NodeKind::Shared && node.name == name);
+    let mut names: VariableRequests = names.into_iter().map(|(name, (asked, _))| (name, asked)).collect();
+    let is_module =
+        |name: &str| info.graph.nodes.iter().any(|node| node.kind == NodeKind::Shared && node.name == name);
     for share in info.replicated() {
         for stage in stages.iter().filter(|stage| share.stages.contains(&stage.def().index)) {
             if group.size() > 1 && is_module(&share.name) && !stage.asked_for(&share.name) {

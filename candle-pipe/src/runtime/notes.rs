@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The notes of a pipeline in a store, under names that no other pipeline uses.
 #[derive(Debug)]
-pub(super) struct Board {
+pub(super) struct NoteBoard {
     store: Store,
     prefix: String,
     steps: AtomicU64,
 }
 
-impl Board {
+impl NoteBoard {
     /// Creates the board. Every rank of the group calls it.
     pub(super) fn new(group: &ProcessGroup, store: &Store) -> Result<Self> {
         let number = if group.rank() == 0 { store.add("candle-pipe/pipelines", 1)? } else { 0 };
@@ -29,7 +29,12 @@ impl Board {
     pub(super) fn next_step(&self) -> Notes {
         let step = self.steps.fetch_add(1, Ordering::Relaxed);
         let (sent, taken) = Default::default();
-        Notes::Stored(Stored { store: self.store.clone(), prefix: format!("{}/{step}", self.prefix), sent, taken })
+        Notes::Stored(StoreNotes {
+            store: self.store.clone(),
+            prefix: format!("{}/{step}", self.prefix),
+            sent,
+            taken,
+        })
     }
 }
 
@@ -40,12 +45,12 @@ pub(super) enum Notes {
     #[default]
     Messages,
     /// In the store.
-    Stored(Stored),
+    Stored(StoreNotes),
 }
 
 /// Notes in a store.
 #[derive(Debug, Clone)]
-pub(super) struct Stored {
+pub(super) struct StoreNotes {
     store: Store,
     prefix: String,
     /// The number of notes per rank and tag that were sent and received.
@@ -68,23 +73,25 @@ impl Notes {
         match self {
             Self::Messages => {
                 let count = numbers.len();
-                drop(group.call(Collective::Send { to: to, tag: tag }).owned().start_all(&[Tensor::from_vec(
-                    numbers,
-                    count,
-                    &Device::Cpu,
-                )?])?);
+                drop(
+                    group
+                        .call(Collective::Send { to: to, tag: tag })
+                        .owned()
+                        .start_all(&[Tensor::from_vec(numbers, count, &Device::Cpu)?])?,
+                );
                 if !text.is_empty() {
                     let count = text.len();
-                    drop(group.call(Collective::Send { to: to, tag: tag }).owned().start_all(&[Tensor::from_vec(
-                        text,
-                        count,
-                        &Device::Cpu,
-                    )?])?);
+                    drop(
+                        group
+                            .call(Collective::Send { to: to, tag: tag })
+                            .owned()
+                            .start_all(&[Tensor::from_vec(text, count, &Device::Cpu)?])?,
+                    );
                 }
             }
             Self::Stored(stored) => {
                 let bytes: Vec<u8> = numbers.into_iter().flat_map(i64::to_le_bytes).chain(text).collect();
-                let number = Stored::next(&mut stored.sent, to, tag);
+                let number = StoreNotes::next(&mut stored.sent, to, tag);
                 stored.store.set(&stored.name(group.rank(), to, tag, number), &bytes)?;
             }
         }
@@ -103,7 +110,7 @@ impl Notes {
         let (mut numbers, text) = match self {
             Self::Messages => {
                 let take = |count: usize, dtype| -> Result<Tensor> {
-                    let receive = candle_dist::Message::Recv { shape: Shape::from(count), dtype, from, tag };
+                    let receive = candle_dist::P2pOp::Recv { shape: Shape::from(count), dtype, from, tag };
                     let nothing = || Error::Pipe(format!("rank {from} gave no note"));
                     group.batch_send_recv(&[receive])?.pop().ok_or_else(nothing)
                 };
@@ -115,12 +122,13 @@ impl Notes {
                 (numbers, text)
             }
             Self::Stored(stored) => {
-                let number = Stored::next(&mut stored.taken, from, tag);
+                let number = StoreNotes::next(&mut stored.taken, from, tag);
                 let name = stored.name(from, group.rank(), tag, number);
                 let bytes = stored.store.get(&name)?;
                 stored.store.delete(&name)?;
                 let unlike = || Error::Pipe(format!("a note of {} bytes from rank {from}", bytes.len()));
-                let (numbers, text) = bytes.split_at_checked((count + 1) * size_of::<i64>()).ok_or_else(unlike)?;
+                let (numbers, text) =
+                    bytes.split_at_checked((count + 1) * size_of::<i64>()).ok_or_else(unlike)?;
                 let (numbers, _) = numbers.as_chunks();
                 (numbers.iter().copied().map(i64::from_le_bytes).collect(), text.to_vec())
             }
@@ -130,7 +138,7 @@ impl Notes {
     }
 }
 
-impl Stored {
+impl StoreNotes {
     fn name(&self, from: usize, to: usize, tag: u32, number: u64) -> String {
         format!("{}/{from}>{to}/{tag}/{number}", self.prefix)
     }

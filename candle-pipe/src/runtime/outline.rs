@@ -57,7 +57,8 @@ impl Outline {
             Value::Tensor(tensor) => Self::Tensor(TensorOutline::of(tensor, take(tensor))),
             #[cfg(feature = "shard")]
             Value::DTensor(tensor) => {
-                let varies = |&axis: &usize| tensor.placements()[axis] == Replicate && tensor.is_varying(axis);
+                let varies =
+                    |&axis: &usize| tensor.placements()[axis] == Replicate && tensor.is_varying(axis);
                 let varying = (0..tensor.placements().len()).filter(varies).collect();
                 let local = tensor.to_local();
                 Self::DTensor(TensorOutline::of(local, take(local)), tensor.spec().into(), varying)
@@ -77,8 +78,9 @@ impl Outline {
         mesh: Option<&DeviceMesh>,
         next: &mut dyn FnMut(&TensorOutline) -> Result<Tensor>,
     ) -> Result<Value> {
-        let mut all =
-            |outlines: &[Self]| outlines.iter().map(|outline| outline.value(mesh, next)).collect::<Result<_>>();
+        let mut all = |outlines: &[Self]| {
+            outlines.iter().map(|outline| outline.value(mesh, next)).collect::<Result<_>>()
+        };
         Ok(match self {
             Self::List(outlines) => Value::List(all(outlines)?),
             Self::Tuple(outlines) => Value::Tuple(all(outlines)?),
@@ -90,7 +92,7 @@ impl Outline {
             #[cfg(feature = "shard")]
             Self::DTensor(tensor, layout, varying) => {
                 let no_mesh = || {
-                    let reason = "came to a stage whose scope has no mesh; gather it, or build all stages from a ShardedVarBuilder";
+                    let reason = "came to a stage whose scope has no mesh; gather it, or build all stages from a MeshVarBuilder";
                     Error::Pipe(format!("a sharded tensor {reason}"))
                 };
                 let spec = layout.on(mesh.ok_or_else(no_mesh)?)?;

@@ -10,7 +10,7 @@ impl Runtime {
     /// Returns the parameters of this rank's stages, for an optimizer of `candle_shard::nn` and a checkpoint. Communicates nothing.
     /// This needs the cargo feature `shard`.
     ///
-    /// Those of a `ShardedVarBuilder` are the ones that it has built for these stages: [reduce](Parameters::reduce) their gradients after
+    /// Those of a `MeshVarBuilder` are the ones that it has built for these stages: [reduce](Parameters::reduce) their gradients after
     /// a step. Those of a `VarBuilder` are the [`named_vars`](Self::named_vars), which this rank has whole. They load from a checkpoint of
     /// any number of stages:
     ///
@@ -19,17 +19,17 @@ impl Runtime {
     /// # use candle_dist::World;
     /// # use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
     /// # use candle_pipe::schedule::ScheduleKind;
-    /// # use candle_pipe::{EqualCount, In, PipeBuilder, Reduction, Result, Runtime, nn};
+    /// # use candle_pipe::{EqualCount, In, PipeBuilder, LossReduction, Result, Runtime, nn};
     /// use candle_shard::checkpoint::save_stages;
     /// use candle_shard::nn::AdamW;
     ///
     /// # let folder = std::env::temp_dir().join(format!("runtime-parameters-{}", std::process::id()));
-    /// # let train = |stages: usize, is_first: bool| World::local(stages).run(|ctx| -> Result<f64> {
+    /// # let train = |stages: usize, is_first: bool| World::threads(stages).run(|ctx| -> Result<f64> {
     /// # let mut g = PipeBuilder::<VarBuilder<'static>>::new();
     /// # let x = g.input("x", In::Arg);
     /// # let h = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
     /// # let y = g.module("down", |vb| Ok(nn::linear(4, 1, vb.clone())?), [h]);
-    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
     /// # let (pipe, schedule) = (g.finish(EqualCount(stages))?, ScheduleKind::OneFOneB.schedule(stages, 2, 1)?);
     /// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     /// # let x = Tensor::ones((4, 1), DType::F32, &Device::Cpu)?;

@@ -7,12 +7,12 @@ use candle_dist::{Collective, PendingGrads, ReduceOp, empty, rows, sum_dtype};
 use std::collections::{HashMap, HashSet};
 
 /// The reductions of one step.
-pub(super) struct Reductions<'a> {
+pub(super) struct GradReductions<'a> {
     runtime: &'a Runtime,
     started: HashMap<usize, PendingGrads>,
 }
 
-impl<'a> Reductions<'a> {
+impl<'a> GradReductions<'a> {
     pub(super) fn new(runtime: &'a Runtime) -> Self {
         Self { runtime, started: HashMap::new() }
     }
@@ -22,7 +22,9 @@ impl<'a> Reductions<'a> {
     pub(super) fn shared(&self, group: usize, grads: &mut GradStore) -> Result<()> {
         let shared = &self.runtime.shared[group];
         // Stages on one rank share one copy, whose gradients are summed already.
-        let Some(ranks) = shared.ranks.as_ref().filter(|_| !shared.parameters.is_empty()) else { return Ok(()) };
+        let Some(ranks) = shared.ranks.as_ref().filter(|_| !shared.parameters.is_empty()) else {
+            return Ok(());
+        };
         let grad = |parameter: &Tensor| {
             let dtype = sum_dtype(parameter.dtype());
             match grads.get(parameter) {
@@ -31,7 +33,8 @@ impl<'a> Reductions<'a> {
             }
         };
         let mut mine = shared.parameters.iter().map(grad).collect::<candle_core::Result<Vec<_>>>()?;
-        let present = shared.parameters.iter().map(|parameter| f32::from(u8::from(grads.get(parameter).is_some())));
+        let present =
+            shared.parameters.iter().map(|parameter| f32::from(u8::from(grads.get(parameter).is_some())));
         let has_changed = shared.changes.iter().any(|changes| !changes.is_empty());
         let present = present.chain([f32::from(u8::from(has_changed))]);
         mine.push(Tensor::from_iter(present, shared.parameters[0].device())?);

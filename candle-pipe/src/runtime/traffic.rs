@@ -2,7 +2,7 @@
 use super::Runtime;
 use super::credit::Credit;
 use super::notes::Notes;
-use super::wire::Wire;
+use super::wire::StageWire;
 use crate::graph::ValueId;
 use crate::schedule::{Flow, Message, Program};
 use crate::tape::Activation;
@@ -15,7 +15,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 pub(super) struct Traffic<'a> {
     runtime: &'a Runtime,
     program: &'a Program,
-    wire: Wire<'a>,
+    wire: StageWire<'a>,
     /// In an evaluation, the bound on unacknowledged messages.
     credit: Option<Credit<'a>>,
     /// What waits for its message to be sent.
@@ -33,7 +33,7 @@ impl<'a> Traffic<'a> {
     /// Creates the traffic of a step; `is_bounded` in an evaluation.
     pub(super) fn new(runtime: &'a Runtime, program: &'a Program, notes: &Notes, is_bounded: bool) -> Self {
         let credit = is_bounded.then(|| Credit::new(&runtime.group, notes.clone(), runtime.window));
-        let wire = Wire::new(&runtime.group, notes.clone(), runtime.mesh.as_ref());
+        let wire = StageWire::new(&runtime.group, notes.clone(), runtime.mesh.as_ref());
         let (outgoing, sent, constants, awaited) = Default::default();
         Self { runtime, program, wire, credit, outgoing, sent, constants, awaited }
     }
@@ -63,7 +63,10 @@ impl<'a> Traffic<'a> {
 
     /// Receives the next message from the rank that sends this one, if this one has not come yet. Returns it
     /// with its path and what it carries.
-    pub(super) fn next_before(&mut self, message: Message) -> Result<Option<(Message, usize, Vec<Activation>)>> {
+    pub(super) fn next_before(
+        &mut self,
+        message: Message,
+    ) -> Result<Option<(Message, usize, Vec<Activation>)>> {
         let rank = self.runtime.rank_of(message.from);
         let Some(awaited) = self.awaited.get_mut(&rank).filter(|awaited| awaited.contains(&message)) else {
             return Ok(None);
@@ -73,7 +76,11 @@ impl<'a> Traffic<'a> {
         self.credit.as_mut().map_or(Ok(()), |credit| credit.after_receive(rank))?;
         let contents = self.program.contents(next);
         if values.len() != contents.len() {
-            return Err(Error::Schedule(format!("{} values arrived, {} were expected", values.len(), contents.len())));
+            return Err(Error::Schedule(format!(
+                "{} values arrived, {} were expected",
+                values.len(),
+                contents.len()
+            )));
         }
         for (value, (id, _)) in values.iter_mut().zip(contents) {
             // A parameter came with the first message, and is not sent again.

@@ -6,7 +6,7 @@
 //! are notes (`notes.rs`).
 use super::notes::Notes;
 use super::outline::Outline;
-use crate::action::Way;
+use crate::action::StageRoute;
 use crate::schedule::{Action, Flow, Message};
 use crate::tape::Activation;
 use crate::{Error, Result};
@@ -27,16 +27,16 @@ fn numbers(Message { flow, from, to, microbatch }: Message) -> [i64; 4] {
 
 /// One rank's end of all ways between stages, for one step.
 #[derive(Debug)]
-pub(super) struct Wire<'a> {
+pub(super) struct StageWire<'a> {
     group: &'a ProcessGroup,
     notes: Notes,
     /// Where sharded tensors lie on this rank.
     mesh: Option<&'a DeviceMesh>,
-    sent: HashMap<Way, Vec<Outline>>,
-    received: HashMap<Way, Vec<Outline>>,
+    sent: HashMap<StageRoute, Vec<Outline>>,
+    received: HashMap<StageRoute, Vec<Outline>>,
 }
 
-impl<'a> Wire<'a> {
+impl<'a> StageWire<'a> {
     pub(super) fn new(group: &'a ProcessGroup, notes: Notes, mesh: Option<&'a DeviceMesh>) -> Self {
         Self { group, notes, mesh, sent: HashMap::new(), received: HashMap::new() }
     }
@@ -46,7 +46,13 @@ impl<'a> Wire<'a> {
     /// The tensors' memory must not be written afterwards. `path` is the length of the longest chain of computations up
     /// to these values.
     #[track_caller]
-    pub(super) fn send(&mut self, to: usize, message: Message, path: usize, values: &[Activation]) -> Result<()> {
+    pub(super) fn send(
+        &mut self,
+        to: usize,
+        message: Message,
+        path: usize,
+        values: &[Activation],
+    ) -> Result<()> {
         let mut tensors = Vec::new();
         let outline = |sent: &Activation| {
             let mut tracked = sent.tracked.iter();
@@ -80,9 +86,12 @@ impl<'a> Wire<'a> {
         let (head, text) = self.notes.receive(self.group, from, TAG, HEAD)?;
         if head[..4] != numbers(message) {
             let (got, want) = (&head[..4], Action::Recv(message));
-            let reason =
-                format!("rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}");
-            return Err(Error::Schedule(format!("{reason} was expected; run the same schedule on all ranks")));
+            let reason = format!(
+                "rank {from} sent {got:?} (gradients?, from stage, to stage, microbatch) where {want}"
+            );
+            return Err(Error::Schedule(format!(
+                "{reason} was expected; run the same schedule on all ranks"
+            )));
         }
         if !text.is_empty() {
             self.received.insert(message.way(), serde_json::from_slice(&text).map_err(unreadable)?);
@@ -108,7 +117,7 @@ fn unreadable(error: serde_json::Error) -> Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a panic is how a test fails
 mod tests {
-    use super::{Notes, Wire};
+    use super::{Notes, StageWire};
     use crate::schedule::{Flow, Message};
     use crate::tape::Activation;
     use crate::{Result, Value};
@@ -118,9 +127,14 @@ mod tests {
 
     fn message(rows: usize) -> Vec<Activation> {
         let x = Tensor::arange(0f64, rows as f64, &Device::Cpu).unwrap();
-        let map = BTreeMap::from([("a".to_string(), Value::Float(f64::NAN)), ("b".into(), Value::Text("é".into()))]);
-        let nested =
-            Value::List(vec![Value::Map(map), Value::Tuple(vec![Value::Int(-7), Value::Bool(true), Value::None])]);
+        let map = BTreeMap::from([
+            ("a".to_string(), Value::Float(f64::NAN)),
+            ("b".into(), Value::Text("é".into())),
+        ]);
+        let nested = Value::List(vec![
+            Value::Map(map),
+            Value::Tuple(vec![Value::Int(-7), Value::Bool(true), Value::None]),
+        ]);
         let pair = Value::List(vec![x.to_dtype(DType::BF16).unwrap().into(), Value::None, (&x).into()]);
         let values = [(Value::Tensor(x), vec![true]), (nested, vec![]), (pair, vec![false, true])];
         values.map(|(value, tracked)| Activation { value, tracked }).into()
@@ -128,9 +142,9 @@ mod tests {
 
     #[test]
     fn values_arrive_as_they_were_and_outlines_are_sent_where_they_change() {
-        World::local(2)
+        World::threads(2)
             .run(|ctx| -> Result<()> {
-                let mut wire = Wire::new(ctx.group(), Notes::default(), None);
+                let mut wire = StageWire::new(ctx.group(), Notes::default(), None);
                 for (microbatch, rows) in [3, 3, 0, 2].into_iter().enumerate() {
                     let label = Message { flow: Flow::Activation, from: 1, to: 2, microbatch };
                     if ctx.rank() == 0 {
@@ -154,8 +168,8 @@ mod tests {
 
     #[test]
     fn another_message_than_the_expected_one_is_an_error() {
-        let texts = World::local(2).run(|ctx| -> Result<String> {
-            let mut wire = Wire::new(ctx.group(), Notes::default(), None);
+        let texts = World::threads(2).run(|ctx| -> Result<String> {
+            let mut wire = StageWire::new(ctx.group(), Notes::default(), None);
             let label = |microbatch| Message { flow: Flow::Gradient, from: 2, to: 1, microbatch };
             if ctx.rank() == 0 {
                 wire.send(1, label(1), 0, &message(1))?;

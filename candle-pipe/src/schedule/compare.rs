@@ -22,14 +22,20 @@ pub struct Candidate {
 ///
 /// # Errors
 /// If the stages cannot be distributed evenly over the ranks, and the errors of [`greedy`].
-pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Vec<Candidate>> {
+pub fn candidates(
+    ranks: usize,
+    microbatches: usize,
+    edges: &Edges,
+    costs: &Costs,
+    cap: f64,
+) -> Result<Vec<Candidate>> {
     let stages = edges.stages();
     if ranks == 0 || stages == 0 || !stages.is_multiple_of(ranks) {
         return Err(Error::Schedule(format!("{stages} stages cannot be spread evenly over {ranks} ranks")));
     }
     let turns = stages / ranks;
-    let known =
-        ScheduleKind::all().filter_map(|kind| Some((kind.name(), kind.schedule(ranks, microbatches, turns).ok()?)));
+    let known = ScheduleKind::all()
+        .filter_map(|kind| Some((kind.name(), kind.schedule(ranks, microbatches, turns).ok()?)));
     let mut all: Vec<_> = known.collect();
     // With one stage per rank the two orders of stages are one.
     let stage_orders = [("greedy", StageOrder::Loop), ("greedy-v", StageOrder::V)].into_iter().take(turns);
@@ -59,8 +65,16 @@ pub fn candidates(ranks: usize, microbatches: usize, edges: &Edges, costs: &Cost
 ///
 /// # Errors
 /// Those of [`candidates`].
-pub fn fastest(ranks: usize, microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Candidate> {
+pub fn fastest(
+    ranks: usize,
+    microbatches: usize,
+    edges: &Edges,
+    costs: &Costs,
+    cap: f64,
+) -> Result<Candidate> {
     let candidates = candidates(ranks, microbatches, edges, costs, cap)?.into_iter();
     let best = candidates.min_by(|a, b| a.timeline.makespan().total_cmp(&b.timeline.makespan()));
-    best.ok_or_else(|| Error::Schedule(format!("no schedule of {ranks} ranks holds at most {cap} microbatches")))
+    best.ok_or_else(|| {
+        Error::Schedule(format!("no schedule of {ranks} ranks holds at most {cap} microbatches"))
+    })
 }

@@ -56,22 +56,29 @@ impl Costs {
 
     /// Refuses costs for another number of stages, and negative or non-finite costs.
     pub(super) fn fit(&self, stages: usize) -> Result<()> {
-        let lists =
-            [("forward", &self.forward), ("input", &self.input), ("weight", &self.weight), ("bytes", &self.bytes)];
+        let lists = [
+            ("forward", &self.forward),
+            ("input", &self.input),
+            ("weight", &self.weight),
+            ("bytes", &self.bytes),
+        ];
         for (name, list) in lists {
             if list.len() != stages {
-                let said = format!("{} {name} costs do not fit {stages} stages: give one per stage", list.len());
+                let said =
+                    format!("{} {name} costs do not fit {stages} stages: give one per stage", list.len());
                 return Err(Error::Schedule(said));
             }
         }
         if let Some((from, to)) = self.edge_bytes.keys().find(|(from, to)| from >= to || *to >= stages) {
-            let said =
-                format!("bytes of stage {from} for stage {to} of {stages}: give those of a stage for a later one");
+            let said = format!(
+                "bytes of stage {from} for stage {to} of {stages}: give those of a stage for a later one"
+            );
             return Err(Error::Schedule(said));
         }
         let each = lists.iter().flat_map(|(name, list)| list.iter().map(move |&cost| (*name, cost)));
         let edges = self.edge_bytes.values().map(|&bytes| ("edge_bytes", bytes));
-        for (name, cost) in each.chain(edges).chain([("latency", self.latency), ("per_byte", self.per_byte)]) {
+        for (name, cost) in each.chain(edges).chain([("latency", self.latency), ("per_byte", self.per_byte)])
+        {
             if !(cost.is_finite() && cost >= 0.0) {
                 return Err(Error::Schedule(format!(
                     "a {name} cost is {cost}: give a finite one that is not negative"

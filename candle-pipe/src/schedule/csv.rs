@@ -18,7 +18,9 @@ pub fn parse_csv(text: &str) -> Result<Vec<Vec<Option<Action>>>> {
             Error::Schedule(format!("rank {rank}, position {position}: {said}"))
         }),
     };
-    let line = |(rank, line): (usize, &str)| line.split(',').enumerate().map(|(i, text)| cell(rank, i, text)).collect();
+    let line = |(rank, line): (usize, &str)| {
+        line.split(',').enumerate().map(|(i, text)| cell(rank, i, text)).collect()
+    };
     text.trim_start_matches('\u{feff}').trim_end().lines().enumerate().map(line).collect()
 }
 

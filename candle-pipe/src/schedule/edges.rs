@@ -36,8 +36,9 @@ impl Edges {
         let mut edges = Self { consumers: vec![vec![]; stages], producers: vec![vec![]; stages] };
         for (from, to) in pairs {
             if from >= to || to >= stages {
-                let said =
-                    format!("an edge from stage {from} to stage {to} of {stages} stages: give a stage and a later one");
+                let said = format!(
+                    "an edge from stage {from} to stage {to} of {stages} stages: give a stage and a later one"
+                );
                 return Err(Error::Schedule(said));
             }
             edges.consumers[from].push(to);
@@ -84,7 +85,8 @@ impl TryFrom<Vec<Vec<usize>>> for Edges {
     type Error = Error;
 
     fn try_from(consumers: Vec<Vec<usize>>) -> Result<Self> {
-        let pairs = consumers.iter().enumerate().flat_map(|(from, list)| list.iter().map(move |&to| (from, to)));
+        let pairs =
+            consumers.iter().enumerate().flat_map(|(from, list)| list.iter().map(move |&to| (from, to)));
         Self::new(consumers.len(), pairs)
     }
 }

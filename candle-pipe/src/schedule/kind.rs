@@ -64,12 +64,12 @@ pub enum ScheduleKind {
 }
 
 /// The name of a kind, and how its orders are generated.
-struct Rule {
+struct ScheduleRule {
     kind: ScheduleKind,
     name: &'static str,
     stage_order: StageOrder,
     stages: Stages,
-    microbatches: Microbatches,
+    microbatches: MicrobatchCounts,
     orders: fn(&Size) -> Orders,
 }
 
@@ -81,7 +81,7 @@ enum Stages {
 }
 
 /// The numbers of microbatches that a kind supports.
-enum Microbatches {
+enum MicrobatchCounts {
     Any,
     /// `max(1, M / P)` rounds of equal size.
     EqualRounds,
@@ -89,15 +89,22 @@ enum Microbatches {
     Stages,
 }
 
-static RULES: [Rule; 11] = {
-    use Microbatches as M;
+static RULES: [ScheduleRule; 11] = {
+    use MicrobatchCounts as M;
     use ScheduleKind as K;
     use StageOrder::{Loop, V};
     use Stages::{Any, Exactly};
     [
         rule(K::GPipe, "gpipe", Loop, Exactly(1), M::Any, generate::gpipe),
         rule(K::OneFOneB, "1f1b", Loop, Exactly(1), M::Any, generate::one_f_one_b),
-        rule(K::Interleaved1F1B, "interleaved-1f1b", Loop, Any(2), M::EqualRounds, generate::interleaved_1f1b),
+        rule(
+            K::Interleaved1F1B,
+            "interleaved-1f1b",
+            Loop,
+            Any(2),
+            M::EqualRounds,
+            generate::interleaved_1f1b,
+        ),
         rule(K::LoopedBfs, "looped-bfs", Loop, Any(2), M::Any, generate::looped_bfs),
         rule(K::ZbH1, "zb-h1", Loop, Exactly(1), M::Any, generate::zb_h1),
         rule(K::ZbH2, "zb-h2", Loop, Exactly(1), M::Any, generate::zb_h2),
@@ -114,10 +121,10 @@ const fn rule(
     name: &'static str,
     stage_order: StageOrder,
     stages: Stages,
-    microbatches: Microbatches,
+    microbatches: MicrobatchCounts,
     orders: fn(&Size) -> Orders,
-) -> Rule {
-    Rule { kind, name, stage_order, stages, microbatches, orders }
+) -> ScheduleRule {
+    ScheduleRule { kind, name, stage_order, stages, microbatches, orders }
 }
 
 impl ScheduleKind {
@@ -157,14 +164,17 @@ impl ScheduleKind {
     fn check(self, size: &Size) -> Result<(), String> {
         let Size { ranks, microbatches, stages_per_rank } = *size;
         let rule = self.rule();
-        for (what, n) in [("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages_per_rank)] {
+        for (what, n) in
+            [("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages_per_rank)]
+        {
             if n == 0 {
                 return Err(format!("there are 0 {what}: give at least 1"));
             }
         }
         let computations = ranks.checked_mul(microbatches).and_then(|n| n.checked_mul(stages_per_rank));
         if computations.is_none_or(|n| n > LARGEST) {
-            let asked = format!("{ranks} ranks with {stages_per_rank} stages each for {microbatches} microbatches");
+            let asked =
+                format!("{ranks} ranks with {stages_per_rank} stages each for {microbatches} microbatches");
             return Err(format!("{asked} are too many: give at most {LARGEST} together"));
         }
         if ranks * stages_per_rank > MOST_STAGES {
@@ -179,19 +189,19 @@ impl ScheduleKind {
         }
         let stages = ranks * stages_per_rank;
         match rule.microbatches {
-            Microbatches::EqualRounds if microbatches % size.rounds() != 0 => {
+            MicrobatchCounts::EqualRounds if microbatches % size.rounds() != 0 => {
                 let rounds = size.rounds();
                 let remedy = format!("a multiple of {ranks} always can");
                 Err(format!("{microbatches} microbatches cannot be cut into {rounds} equal rounds: {remedy}"))
             }
-            Microbatches::Stages if microbatches < stages => {
-                Err(format!("{microbatches} microbatches are less than the {stages} stages: give at least as many"))
-            }
+            MicrobatchCounts::Stages if microbatches < stages => Err(format!(
+                "{microbatches} microbatches are less than the {stages} stages: give at least as many"
+            )),
             _ => Ok(()),
         }
     }
 
-    fn rule(self) -> &'static Rule {
+    fn rule(self) -> &'static ScheduleRule {
         // The rules are in the order of the kinds.
         &RULES[self as usize]
     }
@@ -211,7 +221,8 @@ impl FromStr for ScheduleKind {
         let names = || RULES.iter().map(|rule| rule.name);
         let known = RULES.iter().find(|rule| rule.name.eq_ignore_ascii_case(name));
         known.map(|rule| rule.kind).ok_or_else(|| {
-            let hint = nearest(name, names()).map(|near| format!(", did you mean {near}?")).unwrap_or_default();
+            let hint =
+                nearest(name, names()).map(|near| format!(", did you mean {near}?")).unwrap_or_default();
             Error::Schedule(format!("there is no {name:?}{hint} (known: {})", names().join(", ")))
         })
     }

@@ -3,7 +3,7 @@ use super::program::Contents;
 use super::routes::Routes;
 use super::walk::in_order;
 use super::{Action, Edges, Flow, Program, Schedule};
-use crate::action::Way;
+use crate::action::StageRoute;
 use crate::graph::{Edge, PipeInfo};
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -79,7 +79,7 @@ impl Schedule {
         }
         let routes = Routes { edges, stage_ranks: self.stage_ranks() };
         let mut lists = vec![vec![]; self.ranks().len()];
-        let mut reductions = Reductions::new(self, lowering);
+        let mut reductions = ReductionQueue::new(self, lowering);
         // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
         let stuck = in_order(self.ranks(), edges, self.microbatches(), |rank, action| {
             lists[rank].push(*action);
@@ -102,8 +102,8 @@ impl Schedule {
 /// Returns what goes from each stage to others in each microbatch, also to those of its own rank.
 ///
 /// Values come in the order in which they are made, and their gradients too.
-fn contents(routes: Routes<'_>, values: &[Edge]) -> BTreeMap<Way, Contents> {
-    let mut all: BTreeMap<Way, Contents> = BTreeMap::new();
+fn contents(routes: Routes<'_>, values: &[Edge]) -> BTreeMap<StageRoute, Contents> {
+    let mut all: BTreeMap<StageRoute, Contents> = BTreeMap::new();
     for Edge { value, from, to } in values {
         for &user in to {
             let message = routes.values_to(*from, user, 0);
@@ -119,7 +119,7 @@ fn contents(routes: Routes<'_>, values: &[Edge]) -> BTreeMap<Way, Contents> {
 }
 
 /// The reductions of gradients that are not yet in the lists.
-struct Reductions<'a> {
+struct ReductionQueue<'a> {
     stage_ranks: &'a [usize],
     groups: &'a [Vec<usize>],
     replicas: bool,
@@ -132,7 +132,7 @@ struct Reductions<'a> {
     pending: Vec<Option<usize>>,
 }
 
-impl<'a> Reductions<'a> {
+impl<'a> ReductionQueue<'a> {
     fn new(schedule: &'a Schedule, lowering: &'a Lowering) -> Self {
         Self {
             stage_ranks: schedule.stage_ranks(),

@@ -4,7 +4,7 @@ use crate::{Error, Result};
 use std::str::FromStr;
 
 /// The parts of an action's text before, in and after its name.
-struct Parts<'a> {
+struct ActionText<'a> {
     stage: usize,
     name: &'a str,
     microbatch: Option<usize>,
@@ -50,7 +50,7 @@ fn overlap(rest: &str) -> Option<Action> {
     fits.then_some(Action::Overlap([forward, backward]))
 }
 
-fn parts(text: &str) -> Option<Parts<'_>> {
+fn parts(text: &str) -> Option<ActionText<'_>> {
     let (stage, rest) = digits(text);
     let (name, rest) = split(rest, |c| c.is_ascii_uppercase() || c == '_');
     let (microbatch, rest) = digits(rest);
@@ -60,11 +60,11 @@ fn parts(text: &str) -> Option<Parts<'_>> {
         Some(sign) => Some((sign, number(rest.as_str())?)),
         None => None,
     };
-    Some(Parts { stage: number(stage)?, name, microbatch, peer })
+    Some(ActionText { stage: number(stage)?, name, microbatch, peer })
 }
 
-fn single(parts: Parts<'_>) -> Option<Action> {
-    let Parts { stage, name, microbatch, peer } = parts;
+fn single(parts: ActionText<'_>) -> Option<Action> {
+    let ActionText { stage, name, microbatch, peer } = parts;
     let compute = |pass| {
         let compute = Compute { stage, pass, microbatch: microbatch? };
         peer.is_none().then_some(Action::Compute(compute))
@@ -90,7 +90,7 @@ fn single(parts: Parts<'_>) -> Option<Action> {
     }
 }
 
-fn outgoing(flow: Flow, parts: &Parts<'_>) -> Option<Message> {
+fn outgoing(flow: Flow, parts: &ActionText<'_>) -> Option<Message> {
     let from = parts.stage;
     let to = match (parts.peer, flow) {
         (None, Flow::Activation) => from.checked_add(1)?,
@@ -101,7 +101,7 @@ fn outgoing(flow: Flow, parts: &Parts<'_>) -> Option<Message> {
     message(flow, from, to, parts)
 }
 
-fn incoming(flow: Flow, parts: &Parts<'_>) -> Option<Message> {
+fn incoming(flow: Flow, parts: &ActionText<'_>) -> Option<Message> {
     let to = parts.stage;
     let from = match (parts.peer, flow) {
         (None, Flow::Activation) => to.checked_sub(1)?,
@@ -112,7 +112,7 @@ fn incoming(flow: Flow, parts: &Parts<'_>) -> Option<Message> {
     message(flow, from, to, parts)
 }
 
-fn message(flow: Flow, from: usize, to: usize, parts: &Parts<'_>) -> Option<Message> {
+fn message(flow: Flow, from: usize, to: usize, parts: &ActionText<'_>) -> Option<Message> {
     let forwards = match flow {
         Flow::Activation => from < to,
         Flow::Gradient => to < from,

@@ -1,9 +1,9 @@
 //! The actions of each rank, communication included.
 use super::routes::Routes;
 use super::validate::error;
-use super::walk::{Done, DryRun};
+use super::walk::{DryRun, StageProgress};
 use super::{Action, Compute, Edges, Flow, Message, Pass, Schedule};
-use crate::action::Way;
+use crate::action::StageRoute;
 use crate::graph::ValueId;
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -18,21 +18,21 @@ pub(crate) type Contents = Vec<(ValueId, Vec<usize>)>;
 ///
 /// It runs to its end even if every send waits for its receive, as on transports without buffers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(into = "Parts", try_from = "Parts")]
+#[serde(into = "ProgramRecord", try_from = "ProgramRecord")]
 pub struct Program {
     schedule: Schedule,
     edges: Edges,
     ranks: Vec<Vec<Action>>,
-    contents: BTreeMap<Way, Contents>,
+    contents: BTreeMap<StageRoute, Contents>,
 }
 
 /// The serialized form of a program.
 #[derive(Serialize, Deserialize)]
-struct Parts {
+struct ProgramRecord {
     edges: Edges,
     ranks: Vec<Vec<Action>>,
     #[serde(default)]
-    contents: Vec<(Way, Contents)>,
+    contents: Vec<(StageRoute, Contents)>,
 }
 
 impl Program {
@@ -56,7 +56,7 @@ impl Program {
     }
 
     /// Sets what messages carry.
-    pub(super) fn carrying(self, contents: impl IntoIterator<Item = (Way, Contents)>) -> Self {
+    pub(super) fn carrying(self, contents: impl IntoIterator<Item = (StageRoute, Contents)>) -> Self {
         Self { contents: contents.into_iter().collect(), ..self }
     }
 
@@ -86,16 +86,16 @@ impl Program {
     }
 }
 
-impl From<Program> for Parts {
+impl From<Program> for ProgramRecord {
     fn from(program: Program) -> Self {
         Self { edges: program.edges, ranks: program.ranks, contents: program.contents.into_iter().collect() }
     }
 }
 
-impl TryFrom<Parts> for Program {
+impl TryFrom<ProgramRecord> for Program {
     type Error = Error;
 
-    fn try_from(parts: Parts) -> Result<Self> {
+    fn try_from(parts: ProgramRecord) -> Result<Self> {
         Ok(Self::new(parts.ranks, parts.edges)?.carrying(parts.contents))
     }
 }
@@ -149,17 +149,19 @@ fn in_place(schedule: &Schedule, rank: usize, actions: &[Action]) -> Result<()> 
 /// of its ranks.
 fn run(schedule: &Schedule, edges: &Edges, ranks: &[Vec<Action>]) -> Result<()> {
     let routes = Routes { edges, stage_ranks: schedule.stage_ranks() };
-    let done = Done::nothing(edges, schedule.microbatches());
+    let done = StageProgress::nothing(edges, schedule.microbatches());
     let (arrived, taken, summed) = Default::default();
     let mut state = Lockstep { routes, ranks, done, arrived, taken, summed };
     let stuck = DryRun::run(ranks, |walk, rank, action| state.visit(walk, rank, action))?;
-    stuck.map_or(Ok(()), |stuck| Err(error(stuck.rank, stuck.position, stuck.action, &state.reason(stuck.action))))
+    stuck.map_or(Ok(()), |stuck| {
+        Err(error(stuck.rank, stuck.position, stuck.action, &state.reason(stuck.action)))
+    })
 }
 
 struct Lockstep<'a> {
     routes: Routes<'a>,
     ranks: &'a [Vec<Action>],
-    done: Done<'a>,
+    done: StageProgress<'a>,
     /// The messages whose sends have met their receives, and those whose receives have ended.
     arrived: BTreeSet<Message>,
     taken: BTreeSet<Message>,
@@ -186,7 +188,8 @@ impl Lockstep<'_> {
             Action::Recv(message) => self.arrived.contains(&message) && self.taken.insert(message),
             Action::SharedReduce(group) => {
                 let mut members = (0..self.ranks.len()).filter(|&rank| self.ranks[rank].contains(action));
-                let has_met = self.summed.contains(&group) || members.all(|rank| walk.head(rank) == Some(action));
+                let has_met =
+                    self.summed.contains(&group) || members.all(|rank| walk.head(rank) == Some(action));
                 if has_met {
                     self.summed.insert(group);
                 }

@@ -21,7 +21,8 @@ impl Routes<'_> {
         let Compute { stage, microbatch, .. } = compute;
         match compute.makes() {
             Some(Flow::Activation) => {
-                let messages = self.edges.consumers(stage).iter().map(|&to| self.values_to(stage, to, microbatch));
+                let messages =
+                    self.edges.consumers(stage).iter().map(|&to| self.values_to(stage, to, microbatch));
                 messages.unique().sorted_by_key(|message| self.stage_ranks[message.to]).collect()
             }
             Some(flow @ Flow::Gradient) => {
@@ -36,9 +37,12 @@ impl Routes<'_> {
     pub(super) fn needed(self, compute: Compute) -> Vec<Message> {
         let Compute { stage, microbatch, .. } = compute;
         match compute.makes() {
-            Some(Flow::Activation) => {
-                self.edges.producers(stage).iter().map(|&from| self.values_to(from, stage, microbatch)).collect()
-            }
+            Some(Flow::Activation) => self
+                .edges
+                .producers(stage)
+                .iter()
+                .map(|&from| self.values_to(from, stage, microbatch))
+                .collect(),
             Some(flow @ Flow::Gradient) => {
                 let consumers = self.edges.consumers(stage).iter();
                 consumers.map(|&from| Message { flow, from, to: stage, microbatch }).collect()

@@ -17,7 +17,7 @@ impl Schedule {
     pub fn simulate(&self, edges: &Edges, costs: &Costs) -> Result<Timeline> {
         edges.fit(self.stages())?;
         costs.fit(self.stages())?;
-        let mut clock = Clock {
+        let mut clock = SimulatedClock {
             routes: Routes { edges, stage_ranks: self.stage_ranks() },
             costs,
             free: vec![0.0; self.ranks().len()],
@@ -26,14 +26,15 @@ impl Schedule {
             timeline: Timeline::empty(self.ranks().len()),
         };
         // A schedule is valid for a chain, whose order holds for all edges; so this cannot get stuck.
-        let stuck = in_order(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
+        let stuck =
+            in_order(self.ranks(), edges, self.microbatches(), |rank, action| clock.run(rank, action));
         debug_assert!(stuck.is_none(), "a schedule holds along all edges");
         Ok(clock.timeline)
     }
 }
 
 /// The times at which ranks and links become free, and at which values become available.
-struct Clock<'a> {
+struct SimulatedClock<'a> {
     routes: Routes<'a>,
     costs: &'a Costs,
     /// When each rank becomes free.
@@ -44,7 +45,7 @@ struct Clock<'a> {
     timeline: Timeline,
 }
 
-impl Clock<'_> {
+impl SimulatedClock<'_> {
     fn run(&mut self, rank: usize, action: &Action) {
         for &compute in action.computes() {
             let start = self.free[rank].max(self.ready(compute));

@@ -6,7 +6,7 @@ use itertools::Itertools;
 use std::collections::BTreeMap;
 
 /// The position of a computation: the rank and the index in its list.
-type Place = (usize, usize);
+type ActionPosition = (usize, usize);
 
 /// Checks the lists of a schedule; returns the ranks of the stages and the number of microbatches.
 pub(super) fn check(ranks: &[Vec<Option<Action>>]) -> Result<(Vec<usize>, usize)> {
@@ -34,7 +34,7 @@ pub(super) fn error(rank: usize, position: usize, action: &dyn std::fmt::Display
 }
 
 /// Returns the position of each computation.
-fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, Place>> {
+fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, ActionPosition>> {
     let mut places = BTreeMap::new();
     for (rank, actions) in ranks.iter().enumerate() {
         for (position, action) in actions.iter().enumerate() {
@@ -55,13 +55,16 @@ fn places(ranks: &[Vec<Option<Action>>]) -> Result<BTreeMap<Compute, Place>> {
 }
 
 /// Returns the rank of each stage; refuses a stage on several ranks, and a rank without a stage.
-fn stage_ranks(ranks: usize, places: &BTreeMap<Compute, Place>) -> Result<Vec<usize>> {
+fn stage_ranks(ranks: usize, places: &BTreeMap<Compute, ActionPosition>) -> Result<Vec<usize>> {
     let mut stage_ranks = Vec::new();
     // In the order of the stages.
     for (compute, &(rank, position)) in places {
         let stage = compute.stage;
         if stage > stage_ranks.len() {
-            return Err(Error::Schedule(format!("stage {} is on no rank, though {stage} is", stage_ranks.len())));
+            return Err(Error::Schedule(format!(
+                "stage {} is on no rank, though {stage} is",
+                stage_ranks.len()
+            )));
         }
         if stage == stage_ranks.len() {
             stage_ranks.push(rank);
@@ -79,7 +82,12 @@ fn stage_ranks(ranks: usize, places: &BTreeMap<Compute, Place>) -> Result<Vec<us
 }
 
 /// Checks that a stage has all passes over a microbatch, once and in order.
-fn complete(places: &BTreeMap<Compute, Place>, stage: usize, microbatch: usize, backward: bool) -> Result<()> {
+fn complete(
+    places: &BTreeMap<Compute, ActionPosition>,
+    stage: usize,
+    microbatch: usize,
+    backward: bool,
+) -> Result<()> {
     use Pass::{Backward, Forward, Input, Weight};
     let at = |pass| places.get(&Compute { stage, pass, microbatch });
     let order = match (backward, at(Backward), at(Input), at(Weight)) {
@@ -106,10 +114,16 @@ fn complete(places: &BTreeMap<Compute, Place>, stage: usize, microbatch: usize, 
         }
     }
     for (&before, &after) in order.iter().tuple_windows() {
-        let (before, after) = (Compute { stage, pass: before, microbatch }, Compute { stage, pass: after, microbatch });
+        let (before, after) =
+            (Compute { stage, pass: before, microbatch }, Compute { stage, pass: after, microbatch });
         let (first, second) = (places[&before], places[&after]);
         if second <= first {
-            return Err(error(second.0, second.1, &after, &format!("misplaced, it needs {before} before it")));
+            return Err(error(
+                second.0,
+                second.1,
+                &after,
+                &format!("misplaced, it needs {before} before it"),
+            ));
         }
     }
     Ok(())

@@ -53,14 +53,14 @@ impl<'a, A> DryRun<'a, A> {
 }
 
 /// What the stages have computed so far.
-pub(super) struct Done<'a> {
+pub(super) struct StageProgress<'a> {
     edges: &'a Edges,
     microbatches: usize,
     /// For each stage and microbatch whether the values and the gradients exist.
     made: Vec<[bool; 2]>,
 }
 
-impl<'a> Done<'a> {
+impl<'a> StageProgress<'a> {
     pub(super) fn nothing(edges: &'a Edges, microbatches: usize) -> Self {
         Self { edges, microbatches, made: vec![[false; 2]; edges.stages() * microbatches] }
     }
@@ -95,7 +95,7 @@ pub(super) fn in_order<'a>(
     microbatches: usize,
     mut visit: impl FnMut(usize, &Action),
 ) -> Option<(Deadlock<'a, Option<Action>>, usize)> {
-    let mut done = Done::nothing(edges, microbatches);
+    let mut done = StageProgress::nothing(edges, microbatches);
     let computes = |action: &'a Option<Action>| action.as_ref().map_or(&[][..], Action::computes);
     let Ok(stuck) = DryRun::run(ranks, |_, rank, action| {
         let is_ready = computes(action).iter().all(|&compute| done.missing(compute).is_none());

@@ -1,5 +1,5 @@
 //! The data sent between stages: values forward, gradients backward.
-use crate::graph::Reduction;
+use crate::graph::LossReduction;
 use crate::{Error, Result, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
@@ -23,7 +23,8 @@ impl Activation {
 
     /// Creates an activation whose tensors require a gradient if they are variables or computed from variables.
     pub fn of(value: &Value) -> Result<Self> {
-        let tracked = value.tensors().into_iter().map(|tensor| tensor.dtype().is_float() && tensor.track_op());
+        let tracked =
+            value.tensors().into_iter().map(|tensor| tensor.dtype().is_float() && tensor.track_op());
         Ok(Self { tracked: tracked.collect(), value: detached(value)? })
     }
 }
@@ -80,13 +81,15 @@ impl Gradient {
 pub(crate) fn scalar(loss: &Value) -> Result<&Tensor> {
     match loss {
         Value::Tensor(tensor) if tensor.rank() == 0 && tensor.dtype().is_float() => Ok(tensor),
-        other => Err(Error::Pipe(format!("the loss is {other}: expected a scalar of floats; reduce it in a function"))),
+        other => Err(Error::Pipe(format!(
+            "the loss is {other}: expected a scalar of floats; reduce it in a function"
+        ))),
     }
 }
 
 /// Returns the tensor of a loss, and its count if it has one.
-pub(crate) fn parts(loss: &Value, reduction: Reduction) -> Result<(&Tensor, Option<&Value>)> {
-    if reduction != Reduction::Counted {
+pub(crate) fn parts(loss: &Value, reduction: LossReduction) -> Result<(&Tensor, Option<&Value>)> {
+    if reduction != LossReduction::Counted {
         return Ok((scalar(loss)?, None));
     }
     let wrong = || {
@@ -95,7 +98,9 @@ pub(crate) fn parts(loss: &Value, reduction: Reduction) -> Result<(&Tensor, Opti
     };
     let Value::Tuple(parts) = loss else { return Err(wrong()) };
     match parts.as_slice() {
-        [sum, count @ (Value::Int(_) | Value::Float(_))] => Ok((scalar(sum).map_err(|_| wrong())?, Some(count))),
+        [sum, count @ (Value::Int(_) | Value::Float(_))] => {
+            Ok((scalar(sum).map_err(|_| wrong())?, Some(count)))
+        }
         [sum, count @ Value::Tensor(one)] if one.elem_count() == 1 => {
             Ok((scalar(sum).map_err(|_| wrong())?, Some(count)))
         }

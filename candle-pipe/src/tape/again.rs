@@ -32,7 +32,8 @@ impl Fingerprints {
 
     /// Returns an error if the new outputs differ.
     pub(super) fn check(&self, stage: &StageModule, again: &[Value], ctx: &Ctx) -> Result<()> {
-        for ((listing, tensors), (output, value)) in self.0.iter().zip(stage.def().outputs.iter().zip(again)) {
+        for ((listing, tensors), (output, value)) in self.0.iter().zip(stage.def().outputs.iter().zip(again))
+        {
             let mut pairs = tensors.iter().zip(value.tensors());
             let is_same = *listing == value.to_string()
                 && pairs.try_fold(true, |same, (seen, t)| seen.is(t).map(|is| same && is))?;

@@ -19,25 +19,25 @@ pub(crate) struct WeightQueue {
     is_deferring: AtomicBool,
     /// The number of weight gradients that should have been deferred but were computed at once.
     at_once: AtomicUsize,
-    weights: Mutex<Weights>,
+    weights: Mutex<QueueState>,
 }
 
 #[derive(Debug, Default)]
-struct Weights {
-    waiting: Vec<Deferred>,
+struct QueueState {
+    waiting: Vec<DeferredWeight>,
     /// Weights with the sums of the gradients computed so far.
     sums: Vec<(Tensor, Tensor)>,
 }
 
 /// A deferred weight gradient.
-struct Deferred {
+struct DeferredWeight {
     weight: Tensor,
     gradient: DeferredGradient,
 }
 
-impl fmt::Debug for Deferred {
+impl fmt::Debug for DeferredWeight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Deferred({:?})", self.weight.shape())
+        write!(f, "DeferredWeight({:?})", self.weight.shape())
     }
 }
 
@@ -91,7 +91,7 @@ impl WeightQueue {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Weights> {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.weights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -105,7 +105,7 @@ impl WeightSink for WeightQueue {
             return gradient().map(Some);
         }
         if is_deferring {
-            self.lock().waiting.push(Deferred { weight: weight.clone(), gradient });
+            self.lock().waiting.push(DeferredWeight { weight: weight.clone(), gradient });
         } else {
             self.add(weight, gradient()?)?;
         }

@@ -1,5 +1,5 @@
 //! Data that a stage keeps between the passes of one microbatch.
-use super::state::Snapshot;
+use super::state::VariableSnapshot;
 use super::{Activation, Fingerprints, Gradient, StageModule, WeightQueue, vjp};
 use crate::graph::Ctx;
 use crate::{Error, Result, Value};
@@ -13,26 +13,26 @@ use std::sync::Arc;
 /// One stage's run of one microbatch. Its backward pass can run once, whole or in two parts.
 pub struct Tape {
     stage: StageModule,
-    kept: Kept,
+    kept: ForwardRecord,
 }
 
-enum Kept {
-    Recorded(Recorded),
-    Inputs(Vec<Activation>, Ctx, First),
+enum ForwardRecord {
+    Recorded(RunGraph),
+    Inputs(Vec<Activation>, Ctx, FirstRun),
 }
 
 /// What the second run of a stage must have from the first.
-pub(super) struct First {
+pub(super) struct FirstRun {
     /// The random draws of the nodes.
     pub(super) draws: Draws,
     /// The variables that the run changed, as they were before.
-    pub(super) before: Snapshot,
+    pub(super) before: VariableSnapshot,
     /// The results, if the second run is compared with the first.
     pub(super) outputs: Option<Fingerprints>,
 }
 
 /// The graph of one run.
-pub(super) struct Recorded {
+pub(super) struct RunGraph {
     /// For each tensor of each input, the variable that stands for it if it requires a gradient.
     leaves: Vec<Vec<Option<Var>>>,
     /// The outputs with their graph.
@@ -61,12 +61,12 @@ pub struct WeightTape {
 }
 
 impl Tape {
-    pub(super) fn recorded(stage: StageModule, recorded: Recorded) -> Self {
-        Self { stage, kept: Kept::Recorded(recorded) }
+    pub(super) fn recorded(stage: StageModule, recorded: RunGraph) -> Self {
+        Self { stage, kept: ForwardRecord::Recorded(recorded) }
     }
 
-    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx, first: First) -> Self {
-        Self { stage, kept: Kept::Inputs(inputs, ctx, first) }
+    pub(super) fn inputs(stage: StageModule, inputs: Vec<Activation>, ctx: Ctx, first: FirstRun) -> Self {
+        Self { stage, kept: ForwardRecord::Inputs(inputs, ctx, first) }
     }
 
     /// Runs the whole backward pass, from the gradients of the stage's outputs in their order.
@@ -103,9 +103,9 @@ impl Tape {
 
     fn run(self, gradients: &[Gradient], is_deferring: bool) -> Result<(Backward, Arc<WeightQueue>)> {
         let recorded = match self.kept {
-            Kept::Recorded(recorded) => recorded,
-            Kept::Inputs(inputs, ctx, First { draws, before, outputs }) => {
-                let again = before.during(|| draws.again(|| Recorded::new(&self.stage, &inputs, &ctx)))?;
+            ForwardRecord::Recorded(recorded) => recorded,
+            ForwardRecord::Inputs(inputs, ctx, FirstRun { draws, before, outputs }) => {
+                let again = before.during(|| draws.again(|| RunGraph::new(&self.stage, &inputs, &ctx)))?;
                 outputs.map_or(Ok(()), |outputs| outputs.check(&self.stage, &again.outputs, &ctx))?;
                 again
             }
@@ -114,11 +114,13 @@ impl Tape {
         let mut grads = vjp(&recorded.seeds(&self.stage, gradients)?)?;
         self.stage.state().borrow_mut().found(&grads);
         // Some sums of 16-bit gradients are f32. An activation's gradient has its dtype, as within one graph.
-        let mut of_leaf = |leaf: &Option<Var>| match leaf.as_ref().and_then(|leaf| Some((leaf, grads.remove(leaf)?))) {
-            Some((leaf, grad)) => empty::compute(&grad, |grad| grad.to_dtype(leaf.dtype())).map(Some),
-            None => Ok(None),
-        };
-        let of_input = |leaves: &Vec<Option<Var>>| leaves.iter().map(&mut of_leaf).collect::<candle_core::Result<_>>();
+        let mut of_leaf =
+            |leaf: &Option<Var>| match leaf.as_ref().and_then(|leaf| Some((leaf, grads.remove(leaf)?))) {
+                Some((leaf, grad)) => empty::compute(&grad, |grad| grad.to_dtype(leaf.dtype())).map(Some),
+                None => Ok(None),
+            };
+        let of_input =
+            |leaves: &Vec<Option<Var>>| leaves.iter().map(&mut of_leaf).collect::<candle_core::Result<_>>();
         let inputs = recorded.leaves.iter().map(of_input).map(|parts| parts.map(Gradient));
         let inputs = inputs.collect::<candle_core::Result<_>>()?;
         Ok((Backward { inputs, parameters: grads }, recorded.queue))
@@ -142,11 +144,12 @@ impl WeightTape {
     }
 }
 
-impl Recorded {
+impl RunGraph {
     pub(super) fn new(stage: &StageModule, inputs: &[Activation], ctx: &Ctx) -> Result<Self> {
         let (mut leaves, mut values) = (Vec::new(), Vec::new());
         for input in inputs {
-            let variable = |(tensor, &tracked): (&Tensor, &bool)| tracked.then(|| Var::from_tensor(tensor)).transpose();
+            let variable =
+                |(tensor, &tracked): (&Tensor, &bool)| tracked.then(|| Var::from_tensor(tensor)).transpose();
             let own = input.value.tensors().into_iter().zip(&input.tracked).map(variable);
             let own = own.collect::<candle_core::Result<Vec<_>>>()?;
             let mut stand_ins = own.iter();
@@ -185,7 +188,8 @@ impl Recorded {
             // A comparison or the condition of a choice leads to variables without a gradient.
             let leads = count.dtype().is_float() && count.track_op();
             let leads = leads && count.sorted_nodes().iter().any(|node| node.is_variable());
-            let grads = if leads { vjp(&[(count.clone(), count.ones_like()?)])? } else { GradStore::default() };
+            let grads =
+                if leads { vjp(&[(count.clone(), count.ones_like()?)])? } else { GradStore::default() };
             Ok::<_, Error>(grads.get_ids().next().is_some())
         };
         match parts.get(1) {
@@ -209,12 +213,16 @@ impl Recorded {
         for (place, (output, gradient)) in self.outputs.iter().zip(gradients).enumerate() {
             let tensors = output.tensors();
             let fits = |(tensor, part): (&&Tensor, &Option<Tensor>)| {
-                part.as_ref().is_none_or(|part| part.dims() == tensor.dims() && part.dtype() == tensor.dtype())
+                part.as_ref()
+                    .is_none_or(|part| part.dims() == tensor.dims() && part.dtype() == tensor.dtype())
             };
             if gradient.0.len() > tensors.len() || !tensors.iter().zip(&gradient.0).all(fits) {
-                let parts: Vec<String> = gradient.0.iter().map(|part| Value::from(part.clone()).to_string()).collect();
+                let parts: Vec<String> =
+                    gradient.0.iter().map(|part| Value::from(part.clone()).to_string()).collect();
                 let parts = parts.join(", ");
-                return Err(Error::Pipe(format!("gradient ({parts}) for output {place} of stage {index}, {output}")));
+                return Err(Error::Pipe(format!(
+                    "gradient ({parts}) for output {place} of stage {index}, {output}"
+                )));
             }
             let parts = tensors.into_iter().zip(&gradient.0);
             for (tensor, part) in parts {

@@ -1,9 +1,9 @@
 //! A built stage.
 use super::activation::detached;
-use super::record::{First, Recorded};
+use super::record::{FirstRun, RunGraph};
 use super::state::{StageState, watched};
 use super::{Activation, Fingerprints, Tape};
-use crate::graph::{Ctx, Graph, Named, Node, Scope, StageDef, StageOp, ValueId, variables};
+use crate::graph::{Ctx, Graph, NamedTensors, Node, Scope, StageDef, StageOp, ValueId, variables};
 use crate::{Error, Result, Value, ValuePath};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{DeviceMesh, ProcessGroup, TensorTree};
@@ -43,16 +43,16 @@ pub enum Keep {
 ///
 /// It knows nothing of the other stages; its [`StageDef`] lists its inputs and outputs.
 #[derive(Clone)]
-pub struct StageModule(Rc<Inner>);
+pub struct StageModule(Rc<StageInner>);
 
-struct Inner {
+struct StageInner {
     def: StageDef,
     nodes: Vec<StageNode>,
     parameters: BTreeMap<String, Tensor>,
     /// The variables that the parameters are, or are made of.
     variables: BTreeMap<String, Tensor>,
     /// The parameters of replicated parameters and shared modules, by their names in the model.
-    copies: BTreeMap<String, Named>,
+    copies: BTreeMap<String, NamedTensors>,
     loss: Option<ValueId>,
     /// For each node, the values that neither a later node nor the caller uses.
     unused_after: Vec<Vec<ValueId>>,
@@ -81,7 +81,8 @@ impl StageNode {
     }
 
     pub(super) fn run(&self, values: &HashMap<ValueId, Value>, ctx: &Ctx) -> Result<Vec<Value>> {
-        let inputs = self.inputs.iter().map(|id| values.get(id).cloned().unwrap_or(Value::None)).collect_vec();
+        let inputs =
+            self.inputs.iter().map(|id| values.get(id).cloned().unwrap_or(Value::None)).collect_vec();
         match ctx.masked.as_ref().filter(|_| self.makes_loss) {
             None => self.compute(&inputs, ctx),
             Some(masked) => {
@@ -102,7 +103,11 @@ impl StageNode {
         let outputs = outputs.map_err(|error| error.at_node(&self.name))?;
         if outputs.len() == self.outputs.len() {
             return match self.makes_loss {
-                true => outputs.iter().map(whole).collect::<Result<_>>().map_err(|error| error.at_node(&self.name)),
+                true => outputs
+                    .iter()
+                    .map(whole)
+                    .collect::<Result<_>>()
+                    .map_err(|error| error.at_node(&self.name)),
                 false => Ok(outputs),
             };
         }
@@ -122,7 +127,9 @@ fn whole(value: &Value) -> Result<Value> {
 
 /// Returns the variables of parameters. A parameter that is not one itself, such as the cast of one, has those that it is
 /// made of: by its own name, or numbered if there are several.
-fn variables_of<'a>(parameters: impl IntoIterator<Item = (&'a String, &'a Tensor)>) -> BTreeMap<String, Tensor> {
+fn variables_of<'a>(
+    parameters: impl IntoIterator<Item = (&'a String, &'a Tensor)>,
+) -> BTreeMap<String, Tensor> {
     let mut found = BTreeMap::new();
     for (name, parameter) in parameters {
         match variables(parameter).collect_vec().as_slice() {
@@ -137,7 +144,9 @@ fn variables_of<'a>(parameters: impl IntoIterator<Item = (&'a String, &'a Tensor
 }
 
 /// Returns the variables of stages by full name, each once.
-pub(crate) fn named_vars<'a>(stages: impl IntoIterator<Item = &'a StageModule>) -> Result<Vec<(String, Var)>> {
+pub(crate) fn named_vars<'a>(
+    stages: impl IntoIterator<Item = &'a StageModule>,
+) -> Result<Vec<(String, Var)>> {
     let all: BTreeMap<&String, &Tensor> = stages.into_iter().flat_map(StageModule::variables).collect();
     let each = all.into_iter().unique_by(|(_, variable)| variable.id());
     each.map(|(name, variable)| Ok((name.clone(), Var::from_tensor(variable)?))).collect()
@@ -148,7 +157,7 @@ impl StageModule {
         def: StageDef,
         nodes: Vec<StageNode>,
         parameters: BTreeMap<String, Tensor>,
-        copies: BTreeMap<String, Named>,
+        copies: BTreeMap<String, NamedTensors>,
         loss: Option<ValueId>,
         scope: &impl Scope,
         device: Device,
@@ -162,7 +171,19 @@ impl StageModule {
         last_use.into_iter().for_each(|(value, node)| unused_after[node].push(value));
         let (state, variables) = (RefCell::default(), variables_of(&parameters));
         let (dtype, mesh) = (scope.dtype(), scope.mesh());
-        let inner = Inner { def, nodes, parameters, variables, copies, loss, unused_after, state, device, dtype, mesh };
+        let inner = StageInner {
+            def,
+            nodes,
+            parameters,
+            variables,
+            copies,
+            loss,
+            unused_after,
+            state,
+            device,
+            dtype,
+            mesh,
+        };
         Self(Rc::new(inner))
     }
 
@@ -212,7 +233,10 @@ impl StageModule {
 
     /// Returns whether the replicated `name` asked its scope for parameters.
     pub(crate) fn asked_for(&self, name: &str) -> bool {
-        self.0.copies.get(name).map_or_else(|| self.parameters().contains_key(name), |declared| !declared.is_empty())
+        self.0
+            .copies
+            .get(name)
+            .map_or_else(|| self.parameters().contains_key(name), |declared| !declared.is_empty())
     }
 
     /// Returns the stage's device.
@@ -240,14 +264,16 @@ impl StageModule {
     /// # Errors
     /// Those of the nodes, with the node's name.
     pub fn forward(&self, inputs: Vec<Activation>, ctx: &Ctx, keep: Keep) -> Result<(Vec<Activation>, Tape)> {
-        let inputs = inputs
-            .into_iter()
-            .map(|input| Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked }));
+        let inputs = inputs.into_iter().map(|input| {
+            Ok(Activation { value: input.value.to_device(self.device())?, tracked: input.tracked })
+        });
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let run = || Draws::of(|| Recorded::new(self, &inputs, ctx));
+        let run = || Draws::of(|| RunGraph::new(self, &inputs, ctx));
         let ((recorded, draws), before) = match keep {
             Keep::Activations => (run()?, None),
-            Keep::Inputs | Keep::InputsUnchecked => watched(self, ctx, run, |(recorded, _)| recorded.reached())?,
+            Keep::Inputs | Keep::InputsUnchecked => {
+                watched(self, ctx, run, |(recorded, _)| recorded.reached())?
+            }
         };
         if let (Some(place), Some(loss)) = (self.loss_output(), self.0.loss) {
             let name = self.maker(loss).unwrap_or_default();
@@ -259,7 +285,7 @@ impl StageModule {
             Some(before) => {
                 let is_checked = keep == Keep::Inputs;
                 let outputs = is_checked.then(|| Fingerprints::of(&outputs)).transpose()?;
-                Tape::inputs(self.clone(), inputs, ctx.clone(), First { draws, before, outputs })
+                Tape::inputs(self.clone(), inputs, ctx.clone(), FirstRun { draws, before, outputs })
             }
         };
         Ok((outputs, tape))
@@ -306,12 +332,17 @@ impl StageModule {
             let (given, takes) = (inputs.len(), def.inputs.len());
             return Err(Error::Pipe(format!("{given} values for stage {}, which takes {takes}", def.index)));
         }
-        let mut values: HashMap<ValueId, Value> = def.inputs.iter().map(|input| input.value).zip(inputs).collect();
+        let mut values: HashMap<ValueId, Value> =
+            def.inputs.iter().map(|input| input.value).zip(inputs).collect();
         for (node, unused) in self.0.nodes.iter().zip(&self.0.unused_after) {
             let outputs = run(node, &values)?;
             values.extend(node.outputs.iter().copied().zip(outputs));
             unused.iter().for_each(|value| _ = values.remove(value));
         }
-        Ok(def.outputs.iter().map(|output| values.get(&output.value).cloned().unwrap_or(Value::None)).collect())
+        Ok(def
+            .outputs
+            .iter()
+            .map(|output| values.get(&output.value).cloned().unwrap_or(Value::None))
+            .collect())
     }
 }

@@ -32,7 +32,7 @@ struct Buffer {
 
 /// Variables with copies of their values; passes between which they do not change share the copies.
 #[derive(Default)]
-pub(super) struct Snapshot(Vec<(Var, Tensor)>);
+pub(super) struct VariableSnapshot(Vec<(Var, Tensor)>);
 
 impl StageState {
     /// Drops the copies of variables that turn out to have gradients and that no forward pass has changed.
@@ -48,17 +48,19 @@ impl StageState {
     }
 
     /// Returns the present values of the buffers.
-    fn snapshot(&mut self) -> Result<Snapshot> {
+    fn snapshot(&mut self) -> Result<VariableSnapshot> {
         for Buffer { var, value, .. } in self.buffers.values_mut() {
             if !same_elements(&var.as_detached_tensor(), value)? {
                 *value = copy(var)?;
             }
         }
-        Ok(Snapshot(self.buffers.values().map(|buffer| (buffer.var.clone(), buffer.value.clone())).collect()))
+        Ok(VariableSnapshot(
+            self.buffers.values().map(|buffer| (buffer.var.clone(), buffer.value.clone())).collect(),
+        ))
     }
 }
 
-impl Snapshot {
+impl VariableSnapshot {
     /// Runs `f` with these values. Afterwards the variables have their present ones again.
     pub(super) fn during<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut now = Vec::with_capacity(self.0.len());
@@ -90,7 +92,7 @@ pub(super) fn watched<R>(
     ctx: &Ctx,
     run: impl FnOnce() -> Result<R>,
     reached: impl FnOnce(&R) -> HashSet<TensorId>,
-) -> Result<(R, Option<Snapshot>)> {
+) -> Result<(R, Option<VariableSnapshot>)> {
     let (is_first, due, mut before) = {
         let mut state = stage.state().borrow_mut();
         let is_first = state.step.replace(ctx.step) != Some(ctx.step);
@@ -99,7 +101,8 @@ pub(super) fn watched<R>(
             true => is_first && variable.device().is_cpu(),
             false => true,
         };
-        let due = stage.variables().iter().filter(|(_, variable)| variable.elem_count() > 0 && is_due(variable));
+        let due =
+            stage.variables().iter().filter(|(_, variable)| variable.elem_count() > 0 && is_due(variable));
         let due = due.filter(|(name, _)| !state.buffers.contains_key(*name));
         (is_first, due.collect::<Vec<_>>(), state.snapshot()?)
     };

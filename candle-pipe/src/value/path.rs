@@ -4,20 +4,20 @@ use std::fmt;
 
 /// One step down a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Segment<'a> {
+pub(crate) enum PathSegment<'a> {
     Index(usize),
     Key(&'a str),
 }
 
 /// The values of a container, each with the step that leads to it.
-pub(crate) type Children<'a, T> = Vec<(Segment<'a>, &'a T)>;
+pub(crate) type Children<'a, T> = Vec<(PathSegment<'a>, &'a T)>;
 
 pub(crate) fn items<T>(items: &[T]) -> Children<'_, T> {
-    items.iter().enumerate().map(|(i, item)| (Segment::Index(i), item)).collect()
+    items.iter().enumerate().map(|(i, item)| (PathSegment::Index(i), item)).collect()
 }
 
 pub(crate) fn entries<T>(map: &BTreeMap<String, T>) -> Children<'_, T> {
-    map.iter().map(|(key, value)| (Segment::Key(key), value)).collect()
+    map.iter().map(|(key, value)| (PathSegment::Key(key), value)).collect()
 }
 
 /// The path of a value in a tree, for messages: `args[1].mask[0]`.
@@ -51,10 +51,10 @@ impl ValuePath {
         Self(if is_name { format!("{self}.{key}") } else { format!("{self}[{key:?}]") })
     }
 
-    pub(crate) fn step(&self, step: Segment<'_>) -> Self {
+    pub(crate) fn step(&self, step: PathSegment<'_>) -> Self {
         match step {
-            Segment::Index(index) => self.index(index),
-            Segment::Key(key) => self.key(key),
+            PathSegment::Index(index) => self.index(index),
+            PathSegment::Key(key) => self.key(key),
         }
     }
 }

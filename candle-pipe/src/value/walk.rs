@@ -17,7 +17,9 @@ impl Value {
     /// ```
     pub fn leaves(&self, root: &ValuePath) -> Vec<(ValuePath, &Self)> {
         match self.children() {
-            Some(children) => children.iter().flat_map(|(step, child)| child.leaves(&root.step(*step))).collect(),
+            Some(children) => {
+                children.iter().flat_map(|(step, child)| child.leaves(&root.step(*step))).collect()
+            }
             None => vec![(root.clone(), self)],
         }
     }
@@ -86,7 +88,10 @@ impl TensorTree for Value {
         }
     }
 
-    fn rebuild<E: From<candle_dist::Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+    fn rebuild<E: From<candle_dist::Error>>(
+        &self,
+        f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>,
+    ) -> Result<Self, E> {
         Ok(match self {
             Self::Tensor(tensor) => Self::Tensor(f(tensor)?),
             #[cfg(feature = "shard")]

@@ -2,7 +2,7 @@
 use candle_core::Tensor;
 use candle_nn::{Module, VarBuilder};
 use candle_pipe::graph::{Graph, ValueId};
-use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Share, SplitPolicy, Value, nn, stage_op};
+use candle_pipe::{Ctx, In, LossReduction, PipeBuilder, Share, SplitPolicy, Value, nn, stage_op};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -73,9 +73,10 @@ impl Model {
                 }
                 Step::Sum(all) => {
                     let sum = |xs: &[Value], _: &Ctx| {
-                        let rest = xs[1..]
-                            .iter()
-                            .try_fold(flat(&xs[0])?, |sum, x| -> candle_pipe::Result<Tensor> { Ok((sum + flat(x)?)?) });
+                        let rest =
+                            xs[1..].iter().try_fold(flat(&xs[0])?, |sum, x| -> candle_pipe::Result<Tensor> {
+                                Ok((sum + flat(x)?)?)
+                            });
                         Ok(rest?.into())
                     };
                     vec![g.func(&name, sum, all.iter().map(at))]
@@ -85,7 +86,9 @@ impl Model {
                     vec![g.func(&name, gate, [at(a), at(b)])]
                 }
                 Step::Pair(a) => {
-                    let pair = |xs: &[Value], _: &Ctx| Ok([flat(&xs[0])?.sin()?.into(), (flat(&xs[0])? * 0.5)?.into()]);
+                    let pair = |xs: &[Value], _: &Ctx| {
+                        Ok([flat(&xs[0])?.sin()?.into(), (flat(&xs[0])? * 0.5)?.into()])
+                    };
                     g.func_many::<2>(&name, pair, [at(a)]).to_vec()
                 }
                 Step::Tree(a, b) => {
@@ -96,11 +99,12 @@ impl Model {
                     let (at, which) = (at(a), *weight);
                     let build = move |vb: &Vb| Ok(vb.get((WIDTH, WIDTH), &format!("w{which}"))?);
                     let declared = weights[which];
-                    let weight =
-                        declared.unwrap_or_else(|| g.parameter(&format!("w{which}"), self.shares[which], build));
+                    let weight = declared
+                        .unwrap_or_else(|| g.parameter(&format!("w{which}"), self.shares[which], build));
                     weights[which] = Some(weight);
-                    let product =
-                        |xs: &[Value], _: &Ctx| Ok(nn::deferred_linear(&flat(&xs[0])?, xs[1].tensor()?, None)?.into());
+                    let product = |xs: &[Value], _: &Ctx| {
+                        Ok(nn::deferred_linear(&flat(&xs[0])?, xs[1].tensor()?, None)?.into())
+                    };
                     vec![g.func(&name, product, [at, weight])]
                 }
             };
@@ -117,7 +121,7 @@ impl Model {
                 Ok(loss)
             },
             values.last().copied().into_iter().chain(open),
-            Reduction::Mean,
+            LossReduction::Mean,
         );
         let last = *values.last().unwrap();
         let result = g.func("result", |xs, _| Ok(flat(&xs[0])?.into()), [last]);
@@ -132,7 +136,8 @@ pub(crate) struct Places(pub(crate) BTreeSet<usize>);
 
 impl SplitPolicy for Places {
     fn cuts(&self, graph: &Graph) -> candle_pipe::Result<Vec<usize>> {
-        let placed: Vec<usize> = (0..graph.nodes.len()).filter(|&node| !graph.nodes[node].is_replicated()).collect();
+        let placed: Vec<usize> =
+            (0..graph.nodes.len()).filter(|&node| !graph.nodes[node].is_replicated()).collect();
         Ok(self.0.iter().filter_map(|&place| placed.get(place + 1).copied()).collect())
     }
 }

@@ -19,7 +19,8 @@ fn listing_leaves_and_paths() {
     let value = nested();
     let listing = r#"(f32[2, 3], (0.5,), {keep: [true, false], rows: f32[4]}, none, "a \"b\"")"#;
     assert_eq!(value.to_string(), listing);
-    let paths: Vec<_> = value.leaves(&ValuePath::new("args")).into_iter().map(|(path, _)| path.to_string()).collect();
+    let paths: Vec<_> =
+        value.leaves(&ValuePath::new("args")).into_iter().map(|(path, _)| path.to_string()).collect();
     let expected = ["[0]", "[1][0]", "[2].keep[0]", "[2].keep[1]", "[2].rows", "[3]", "[4]"];
     assert_eq!(paths, expected.map(|path| format!("args{path}")));
 }
@@ -34,7 +35,10 @@ fn accessors_say_what_is_there() {
     assert_eq!(error(value.at(2).unwrap().get("mask")), "value: no \"mask\" among [keep, rows]");
     let text = "value: expected a list or tuple, got none: none";
     assert_eq!(error(value.at(3).unwrap().at(0)), text);
-    assert_eq!(value.at(0).unwrap().bool().unwrap_err().to_string(), "value: expected a bool, got a tensor: f32[2, 3]");
+    assert_eq!(
+        value.at(0).unwrap().bool().unwrap_err().to_string(),
+        "value: expected a bool, got a tensor: f32[2, 3]"
+    );
 }
 
 #[test]
@@ -43,7 +47,10 @@ fn is_a_tree_of_tensors() -> Result<()> {
     assert_eq!(value.tensors().iter().map(|t| t.dims().to_vec()).collect::<Vec<_>>(), [vec![2, 3], vec![4]]);
     let shifted = value.map_tensors(|t| t + 1.)?;
     assert_eq!(shifted.to_string(), value.to_string());
-    assert_eq!(shifted.fold_tensors(0., |sum, t| sum + t.sum_all().unwrap().to_scalar::<f32>().unwrap()), 10.);
+    assert_eq!(
+        shifted.fold_tensors(0., |sum, t| sum + t.sum_all().unwrap().to_scalar::<f32>().unwrap()),
+        10.
+    );
     assert_eq!(value.cast_floats(DType::F64)?.at(0)?.tensor()?.dtype(), DType::F64);
     Ok(())
 }

@@ -4,7 +4,7 @@
 //! code ran. candle reports only visits of custom ops. These facts are enough:
 //!
 //! 1. candle numbers tensors by one counter of the process. So the nodes of a run have numbers in an interval, a
-//!    [`Span`]. Other threads may take numbers of the interval too, but their nodes are not in this rank's graph.
+//!    [`NodeSpan`]. Other threads may take numbers of the interval too, but their nodes are not in this rank's graph.
 //! 2. `Tensor::sorted_nodes` is the order in which `Tensor::backward` visits the nodes that need a gradient: each node
 //!    comes before its inputs. It is known before the pass begins.
 //! 3. So the last node of a span is the one with the highest place among the nodes whose numbers are in it. When the
@@ -21,14 +21,14 @@ use std::hash::{Hash, Hasher};
 
 thread_local! {
     /// The running backward passes of this thread, each inside a node of the previous one.
-    static PASSES: RefCell<Vec<Pass>> = const { RefCell::new(Vec::new()) };
+    static PASSES: RefCell<Vec<BackwardPass>> = const { RefCell::new(Vec::new()) };
     static NEXT: Cell<u64> = const { Cell::new(0) };
     /// Whether this thread has run units; only they need the order.
     static ASKED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// A backward pass: the place of each node, and the number of the node at each place.
-struct Pass {
+struct BackwardPass {
     number: u64,
     places: FxHashMap<TensorId, usize>,
     made: Vec<u64>,
@@ -36,19 +36,19 @@ struct Pass {
 
 /// The nodes that were created in an interval, by candle's numbers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Span {
+pub(crate) struct NodeSpan {
     from: u64,
     to: u64,
 }
 
 /// The last node of a span in a pass.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Last {
+pub(crate) struct LastNode {
     pass: u64,
     place: usize,
 }
 
-impl Span {
+impl NodeSpan {
     /// Runs `f`; returns its result and the span of the nodes that it created.
     pub(crate) fn of<T>(f: impl FnOnce() -> T) -> candle_core::Result<(T, Self)> {
         let from = now()?;
@@ -62,16 +62,16 @@ impl Span {
     }
 
     /// Returns where this span ends in the innermost pass; `None` for a pass whose order is unknown.
-    pub(crate) fn last(self) -> Option<Last> {
+    pub(crate) fn last(self) -> Option<LastNode> {
         PASSES.with_borrow(|passes| {
             let pass = passes.last().filter(|pass| !pass.made.is_empty())?;
             let place = pass.made.iter().rposition(|made| (self.from..self.to).contains(made)).unwrap_or(0);
-            Some(Last { pass: pass.number, place })
+            Some(LastNode { pass: pass.number, place })
         })
     }
 }
 
-impl Last {
+impl LastNode {
     /// Returns whether the innermost pass, which is at the place `at`, has visited this node.
     ///
     /// A finished pass has; a pass around the innermost one has not moved past the node that it is in.
@@ -99,7 +99,7 @@ pub(super) fn pass<T>(loss: &Tensor, f: impl FnOnce() -> T) -> T {
     let nodes = if ASKED.get() { loss.sorted_nodes() } else { Vec::new() };
     let places = nodes.iter().enumerate().map(|(place, node)| (node.id(), place)).collect();
     let made = nodes.iter().map(|node| number(node.id())).collect();
-    let pass = Pass { number: NEXT.replace(NEXT.get() + 1), places, made };
+    let pass = BackwardPass { number: NEXT.replace(NEXT.get() + 1), places, made };
     struct Ended;
     impl Drop for Ended {
         fn drop(&mut self) {

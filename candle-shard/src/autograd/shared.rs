@@ -27,12 +27,12 @@ use std::sync::Arc;
 
 thread_local! {
     /// This rank's parts of gradients, until the backward pass ends.
-    static SHARES: RefCell<Vec<Share>> = const { RefCell::new(Vec::new()) };
+    static SHARES: RefCell<Vec<PartialGrad>> = const { RefCell::new(Vec::new()) };
     static IS_COLLECTING: Cell<bool> = const { Cell::new(false) };
 }
 
 /// This rank's part of the gradient of a variable, to be summed over some axes.
-struct Share {
+struct PartialGrad {
     over: MeshAxes,
     variable: Variable,
     sum: Tensor,
@@ -51,7 +51,10 @@ impl MeshAxes {
     }
 
     fn groups(&self) -> Result<Vec<ProcessGroup>> {
-        Ok(self.indices().map(|axis| self.mesh.axis_group(axis).cloned()).collect::<candle_dist::Result<_>>()?)
+        Ok(self
+            .indices()
+            .map(|axis| self.mesh.axis_group(axis).cloned())
+            .collect::<candle_dist::Result<_>>()?)
     }
 
     /// Returns the names of the axes, which are equal on all ranks.
@@ -77,10 +80,10 @@ pub(crate) fn view(origin: &Origin, mesh: &DeviceMesh, axes: Axes) -> Result<Ten
     let copy = Ready::new(Fresh::copy_of(view.as_ref().unwrap_or(&tensor))?);
     let over = MeshAxes { mesh: mesh.clone(), axes };
     // An op on the variable itself: candle requires a gradient for nodes in between.
-    Ok(tensor.apply_op1(Use { over, name, ordinal, view, copy })?)
+    Ok(tensor.apply_op1(ParameterUse { over, name, ordinal, view, copy })?)
 }
 
-struct Use {
+struct ParameterUse {
     over: MeshAxes,
     /// The name of the variable, if a builder made it.
     name: Option<VarName>,
@@ -91,7 +94,7 @@ struct Use {
     copy: Ready,
 }
 
-impl Use {
+impl ParameterUse {
     /// Converts the gradient of the copy to that of the variable.
     fn of_variable(&self, variable: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let Some(view) = &self.view else { return Ok(grad.clone()) };
@@ -100,7 +103,7 @@ impl Use {
     }
 }
 
-impl CustomOp1 for Use {
+impl CustomOp1 for ParameterUse {
     fn name(&self) -> &'static str {
         "shared-variable"
     }
@@ -140,7 +143,7 @@ fn add_to(over: MeshAxes, variable: Variable, grad: &Tensor) -> Result<()> {
             }
         }
         let sum = add_grad(None, grad)?;
-        shares.push(Share { over, variable, sum });
+        shares.push(PartialGrad { over, variable, sum });
         Ok(())
     })
 }
@@ -151,7 +154,7 @@ pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     let made = scoped::with(&IS_COLLECTING, true, f);
     let shares = SHARES.take();
     let made = made?;
-    let mut sets: Vec<Vec<Share>> = Vec::new();
+    let mut sets: Vec<Vec<PartialGrad>> = Vec::new();
     'shares: for share in shares {
         for set in &mut sets {
             if set[0].over.is_same(&share.over)? {
@@ -162,18 +165,18 @@ pub(super) fn collecting<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
         sets.push(vec![share]);
     }
     // In an order that is equal on all ranks. Axes of one name are of several meshes, which ranks make in one order.
-    let first = |set: &[Share]| set.iter().map(|share| share.variable.tensor.id()).map(number).min();
+    let first = |set: &[PartialGrad]| set.iter().map(|share| share.variable.tensor.id()).map(number).min();
     sets.sort_by_cached_key(|set| (set[0].over.names(), first(set)));
     sets.into_iter().try_for_each(sum)?;
     Ok(made)
 }
 
 /// Sums parts of gradients over the axes of all of them.
-fn sum(shares: Vec<Share>) -> Result<()> {
+fn sum(shares: Vec<PartialGrad>) -> Result<()> {
     let Some(over) = shares.first().map(|share| share.over.clone()) else { return Ok(()) };
     let mut others = Vec::new();
     let mut registries: BTreeMap<u64, (Arc<VarRegistry>, Axes, PartMap)> = BTreeMap::new();
-    for Share { over, variable, sum } in shares {
+    for PartialGrad { over, variable, sum } in shares {
         match &variable.name {
             Some(VarName { registry, name }) => {
                 let of = registries.entry(registry.number);
@@ -185,7 +188,8 @@ fn sum(shares: Vec<Share>) -> Result<()> {
     }
     let (mut likely, mut rest) = (Vec::new(), Vec::new());
     for (registry, axes, mut mine) in registries.into_values() {
-        let [first, second] = registry.on(axes).map(|entries| PartList::new(&registry, axes, entries, &mut mine));
+        let [first, second] =
+            registry.on(axes).map(|entries| PartList::new(&registry, axes, entries, &mut mine));
         likely.push(first);
         rest.push(second);
         // Used in another layout than the registry knows.
@@ -210,7 +214,12 @@ struct PartList {
 }
 
 impl PartList {
-    fn new(registry: &Arc<VarRegistry>, axes: Axes, entries: BTreeMap<Arc<str>, VarEntry>, mine: &mut PartMap) -> Self {
+    fn new(
+        registry: &Arc<VarRegistry>,
+        axes: Axes,
+        entries: BTreeMap<Arc<str>, VarEntry>,
+        mine: &mut PartMap,
+    ) -> Self {
         let part = |(name, entry)| {
             let part = mine.remove(&name).map(|(_, part)| part);
             (name, entry, part)
@@ -224,7 +233,12 @@ impl PartList {
 }
 
 /// Sums parts of the gradients of listed variables, and of others in their order. Returns whether a rank has more.
-fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Variable, Tensor)], is_more: bool) -> Result<bool> {
+fn sum_lists(
+    over: &MeshAxes,
+    lists: Vec<PartList>,
+    others: &[(Variable, Tensor)],
+    is_more: bool,
+) -> Result<bool> {
     let (mut sums, mut header) = (Vec::new(), vec![f64::from(u8::from(is_more))]);
     for (_, entry, part) in lists.iter().flat_map(|list| &list.parts) {
         header.push(f64::from(u8::from(part.is_some())));
@@ -241,7 +255,10 @@ fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Variable, Tensor)
     }
     sums.push(Tensor::cat(&tail, 0)?);
     for group in over.groups()? {
-        sums = group.with_description(description.clone()).call(Collective::AllReduce(ReduceOp::Sum)).run_all(&sums)?;
+        sums = group
+            .with_description(description.clone())
+            .call(Collective::AllReduce(ReduceOp::Sum))
+            .run_all(&sums)?;
     }
     let header = sums.pop().map(|header| Ok::<_, Error>(over.mesh.to_host(&header)?.to_vec1::<f64>()?));
     let header = header.transpose()?.unwrap_or_default();
@@ -258,7 +275,9 @@ fn sum_lists(over: &MeshAxes, lists: Vec<PartList>, others: &[(Variable, Tensor)
     let ranks = over.indices().map(|axis| over.mesh.shape()[axis]).product();
     let (ordinals, values) = counts.as_slice().split_at(3 * others.len());
     let terms = ordinals.iter().tuples().zip(values.iter().tuples());
-    for (((variable, _), sum), ((&has, &ordinals, &squares), (&total, &all))) in others.iter().zip(sums).zip(terms) {
+    for (((variable, _), sum), ((&has, &ordinals, &squares), (&total, &all))) in
+        others.iter().zip(sums).zip(terms)
+    {
         check_same(&variable.tensor, (has, ordinals, squares), (ranks, total, all))?;
         off_graph::add(variable.tensor.id(), &sum)?;
     }
@@ -276,7 +295,10 @@ fn sum_alone(over: &MeshAxes, variable: &Variable, grad: &Tensor) -> Result<Tens
     };
     let description: Arc<str> = format!("the gradient of {}", listed(name)).into();
     for group in over.groups()? {
-        sums = group.with_description(description.clone()).call(Collective::AllReduce(ReduceOp::Sum)).run_all(&sums)?;
+        sums = group
+            .with_description(description.clone())
+            .call(Collective::AllReduce(ReduceOp::Sum))
+            .run_all(&sums)?;
     }
     if let Some(total) = sums.get(1) {
         let total = over.mesh.to_host(total)?.to_vec1::<f64>()?;
@@ -338,7 +360,7 @@ fn check_same(
             "backward",
             format!(
                 "the ranks sum gradients of different variables of the shape {dims:?}: they have made variables in \
-                 unlike orders, or used different ones. Build them with a ShardedVarBuilder, which gives them names"
+                 unlike orders, or used different ones. Build them with a MeshVarBuilder, which gives them names"
             ),
         );
     }

@@ -26,7 +26,7 @@ const DIGITS: usize = 16;
 
 /// What tells a file from others of its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Stamp {
+pub(crate) struct FileStamp {
     /// Its bytes.
     pub(super) length: u64,
     /// The digest of its header, which has those of its blocks.
@@ -74,8 +74,11 @@ impl Digests {
         }
         let damaged = || "has a header that is not as it was written".to_owned();
         let (block, digits) = text.split_once(' ').ok_or_else(damaged)?;
-        let block =
-            block.parse::<usize>().ok().filter(|block| (1..=LARGEST_BLOCK).contains(block)).ok_or_else(damaged)?;
+        let block = block
+            .parse::<usize>()
+            .ok()
+            .filter(|block| (1..=LARGEST_BLOCK).contains(block))
+            .ok_or_else(damaged)?;
         let of = |digits: &[u8]| u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
         let all: Option<Vec<u64>> = digits.as_bytes().chunks(DIGITS).map(of).collect();
         let (&said, blocks) = all.as_deref().and_then(<[u64]>::split_first).ok_or_else(damaged)?;

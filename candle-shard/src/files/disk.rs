@@ -26,10 +26,12 @@ pub(crate) fn append(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).append(true);
     match options.clone().create_new(true).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match fs::symlink_metadata(path)?.is_file() {
-            true => options.open(path),
-            false => Err(error),
-        },
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            match fs::symlink_metadata(path)?.is_file() {
+                true => options.open(path),
+                false => Err(error),
+            }
+        }
         opened => opened,
     }
 }
@@ -61,7 +63,9 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
         return Ok(());
     }
     match File::open(path)?.sync_all() {
-        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Ok(()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
+            Ok(())
+        }
         synced => synced,
     }
 }

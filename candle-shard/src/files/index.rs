@@ -2,9 +2,9 @@
 //!
 //! | file | holds | format version |
 //! |---|---|---|
-//! | `checkpoint.json` | shape, dtype and blocks of each tensor, and what tells its files from others: [`Checkpoint`] | `format`, checked here |
+//! | `checkpoint.json` | shape, dtype and blocks of each tensor, and what tells its files from others: [`CheckpointIndex`] | `format`, checked here |
 //! | `model.safetensors.index.json`, by Hugging Face | the file of each tensor | none |
-use super::digests::{Stamp, hex};
+use super::digests::{FileStamp, hex};
 use super::regular;
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
@@ -25,34 +25,34 @@ pub(super) const INDEX: &str = "checkpoint.json";
 const FORMAT: u32 = 1;
 
 /// The contents of an index file.
-pub(super) enum Index {
+pub(super) enum IndexFile {
     /// The index of a checkpoint.
-    Blocks(Checkpoint),
+    Blocks(CheckpointIndex),
     /// The index of Hugging Face: the file of each tensor, which holds all of it.
     Whole(BTreeMap<String, String>),
 }
 
 /// The index of a checkpoint.
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct Checkpoint {
+pub(super) struct CheckpointIndex {
     /// The tensors by name.
     #[serde(deserialize_with = "once")]
-    pub(super) tensors: BTreeMap<String, Indexed>,
+    pub(super) tensors: BTreeMap<String, TensorIndex>,
     /// The files by name; empty in checkpoints of versions without digests.
     #[serde(default, deserialize_with = "once")]
-    pub(super) files: BTreeMap<String, Stamp>,
+    pub(super) files: BTreeMap<String, FileStamp>,
     /// Of tensors and files.
     #[serde(default)]
-    digest: Option<Digest>,
+    digest: Option<FileDigest>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-struct Digest(#[serde(with = "hex")] u64);
+struct FileDigest(#[serde(with = "hex")] u64);
 
 /// One tensor: global shape, dtype as named in safetensors files, and its blocks.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Indexed {
+pub(super) struct TensorIndex {
     pub(super) shape: Vec<usize>,
     pub(super) dtype: String,
     pub(super) pieces: Vec<IndexedPiece>,
@@ -68,7 +68,7 @@ pub(super) struct IndexedPiece {
 
 /// The fields of both kinds of index, read before the format is known.
 #[derive(Deserialize)]
-struct Fields {
+struct IndexFields {
     /// Checkpoints without this field are of format 1.
     format: Option<Value>,
     tensors: Option<IgnoredAny>,
@@ -76,20 +76,21 @@ struct Fields {
 }
 
 #[derive(Deserialize)]
-struct Whole {
+struct ModelIndex {
     #[serde(deserialize_with = "once")]
     weight_map: BTreeMap<String, String>,
 }
 
-impl Index {
+impl IndexFile {
     /// Reads the text of an index file of either kind, which lies at `path`.
     ///
     /// # Errors
     /// If it is no index, or a newer version wrote it.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self> {
-        let fields: Fields = serde_json::from_slice(text).map_err(|error| failed(path, &error))?;
+        let fields: IndexFields = serde_json::from_slice(text).map_err(|error| failed(path, &error))?;
         if fields.weight_map.is_some() && fields.tensors.is_none() {
-            let Whole { weight_map } = serde_json::from_slice(text).map_err(|error| failed(path, &error))?;
+            let ModelIndex { weight_map } =
+                serde_json::from_slice(text).map_err(|error| failed(path, &error))?;
             return Ok(Self::Whole(weight_map));
         }
         let format = fields.format.unwrap_or_else(|| 1.into());
@@ -104,9 +105,9 @@ impl Index {
     }
 }
 
-impl Checkpoint {
+impl CheckpointIndex {
     /// Creates the index of these tensors in these files.
-    pub(super) fn new(tensors: BTreeMap<String, Indexed>, files: BTreeMap<String, Stamp>) -> Self {
+    pub(super) fn new(tensors: BTreeMap<String, TensorIndex>, files: BTreeMap<String, FileStamp>) -> Self {
         let mut made = Self { tensors, files, digest: None };
         made.digest = made.digest();
         made
@@ -128,20 +129,22 @@ impl Checkpoint {
         };
         let fields: BTreeMap<String, IgnoredAny> =
             serde_json::from_slice(&text).map_err(|error| keep(&format_args!("it is no index ({error})")))?;
-        match Index::parse(&path, &text).map_err(|error| match error {
+        match IndexFile::parse(&path, &text).map_err(|error| match error {
             Error::File { reason, .. } => keep(&format_args!("it {reason}")),
             error => error,
         })? {
-            Index::Whole(_) => Err(keep(&"another program wrote it")),
-            Index::Blocks(_)
-                if fields.keys().any(|field| !["format", "tensors", "files", "digest"].contains(&&**field)) =>
+            IndexFile::Whole(_) => Err(keep(&"another program wrote it")),
+            IndexFile::Blocks(_)
+                if fields
+                    .keys()
+                    .any(|field| !["format", "tensors", "files", "digest"].contains(&&**field)) =>
             {
                 Err(keep(&"it has fields that this program does not write"))
             }
-            Index::Blocks(index) if index.tensors.is_empty() && !fields.contains_key("format") => {
+            IndexFile::Blocks(index) if index.tensors.is_empty() && !fields.contains_key("format") => {
                 Err(keep(&"it has no tensors"))
             }
-            Index::Blocks(index) => Ok(Some(index)),
+            IndexFile::Blocks(index) => Ok(Some(index)),
         }
     }
 
@@ -160,8 +163,8 @@ impl Checkpoint {
         self.digest.is_none() || self.digest == self.digest()
     }
 
-    fn digest(&self) -> Option<Digest> {
-        Some(Digest(digest_bytes(&serde_json::to_vec(&(&self.tensors, &self.files)).ok()?)))
+    fn digest(&self) -> Option<FileDigest> {
+        Some(FileDigest(digest_bytes(&serde_json::to_vec(&(&self.tensors, &self.files)).ok()?)))
     }
 
     /// Returns the text of the index, in the newest format.
@@ -169,9 +172,9 @@ impl Checkpoint {
         #[derive(Serialize)]
         struct Text<'a> {
             format: u32,
-            tensors: &'a BTreeMap<String, Indexed>,
-            files: &'a BTreeMap<String, Stamp>,
-            digest: Option<Digest>,
+            tensors: &'a BTreeMap<String, TensorIndex>,
+            files: &'a BTreeMap<String, FileStamp>,
+            digest: Option<FileDigest>,
         }
         let Self { tensors, files, digest } = self;
         serde_json::to_vec_pretty(&Text { format: FORMAT, tensors, files, digest: *digest })
@@ -191,7 +194,9 @@ fn failed(path: &Path, error: &dyn fmt::Display) -> Error {
 }
 
 /// Reads a map in which no name comes twice.
-fn once<'de, D: Deserializer<'de>, V: Deserialize<'de>>(deserializer: D) -> Result<BTreeMap<String, V>, D::Error> {
+fn once<'de, D: Deserializer<'de>, V: Deserialize<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, V>, D::Error> {
     struct Once<V>(PhantomData<V>);
     impl<'de, V: Deserialize<'de>> Visitor<'de> for Once<V> {
         type Value = BTreeMap<String, V>;

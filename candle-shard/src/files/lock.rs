@@ -13,8 +13,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{process, thread};
 
 /// What a lock file begins with.
-const TITLE: &str =
-    "A lock of candle-shard: each line below is a process that writes here, or that wrote here until it was killed.\n";
+const TITLE: &str = "A lock of candle-shard: each line below is a process that writes here, or that wrote here until it was killed.\n";
 
 /// The longest lock file that is read.
 const LONGEST: u64 = 1 << 26;
@@ -65,7 +64,7 @@ pub struct Lock {
 
 /// A line of the file.
 #[derive(Serialize, Deserialize)]
-struct Holder {
+struct LockHolder {
     host: String,
     pid: u32,
     /// When it wrote the line, in seconds since 1970.
@@ -95,7 +94,9 @@ impl Lock {
     fn try_take(path: &Path) -> Result<Option<Self>> {
         let cannot = |error: io::Error| Error::file(path, format!("cannot be written ({error})"));
         let file = match disk::append(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound && disk::folder_of(path).is_dir() => return Ok(None),
+            Err(error) if error.kind() == ErrorKind::NotFound && disk::folder_of(path).is_dir() => {
+                return Ok(None);
+            }
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(foreign(path)),
             file => file.map_err(cannot)?,
         };
@@ -118,8 +119,10 @@ impl Lock {
             return Err(foreign(path));
         }
         let (host, now) = (host_name(), now().as_secs());
-        let is_dead = |holder: &Holder| is_locked && (holder.host == host || now.saturating_sub(holder.at) > ELSEWHERE);
-        let (dead, unsure): (Vec<Holder>, Vec<Holder>) = holders(&text).partition(is_dead);
+        let is_dead = |holder: &LockHolder| {
+            is_locked && (holder.host == host || now.saturating_sub(holder.at) > ELSEWHERE)
+        };
+        let (dead, unsure): (Vec<LockHolder>, Vec<LockHolder>) = holders(&text).partition(is_dead);
         let [left, unsure] =
             [dead, unsure].map(|holders| holders.into_iter().flat_map(|holder| holder.names).collect());
         let (path, nonce, mine) = (path.into(), nonce(), BTreeSet::new());
@@ -174,10 +177,11 @@ impl Lock {
     pub fn announce(&mut self, names: impl IntoIterator<Item = String>) -> Result<()> {
         let names: BTreeSet<String> = names.into_iter().collect();
         let (nonce, host, pid, at) = (self.nonce.clone(), host_name(), process::id(), now().as_secs());
-        let line = serde_json::to_string(&Holder { host, pid, at, nonce, names: names.clone() });
+        let line = serde_json::to_string(&LockHolder { host, pid, at, nonce, names: names.clone() });
         let line = line.map_err(|error| self.cannot(&error.into()))?;
         self.put((line + "\n").as_bytes())?;
-        let put = disk::sync(&self.file, &self.path).and_then(|()| disk::sync_folder(disk::folder_of(&self.path)));
+        let put =
+            disk::sync(&self.file, &self.path).and_then(|()| disk::sync_folder(disk::folder_of(&self.path)));
         put.map_err(|error| self.cannot(&error))?;
         self.mine.extend(names);
         Ok(())
@@ -198,7 +202,8 @@ impl Lock {
         if self.unsure.iter().any(is_there) {
             return;
         }
-        let is_ours = fs::symlink_metadata(&self.path).and_then(|there| Ok(is_same(&self.file.metadata()?, &there)));
+        let is_ours =
+            fs::symlink_metadata(&self.path).and_then(|there| Ok(is_same(&self.file.metadata()?, &there)));
         if is_ours.unwrap_or(false)
             && let Err(error) = disk::remove_file(&self.path)
         {
@@ -218,7 +223,8 @@ impl Lock {
         if seen(disk::folder_of(path), patience, is_there) {
             return Ok(());
         }
-        let reason = "is not the folder that the first rank writes to; give one on a file system that all ranks share";
+        let reason =
+            "is not the folder that the first rank writes to; give one on a file system that all ranks share";
         Err(Error::file(disk::folder_of(path), reason))
     }
 }
@@ -245,7 +251,7 @@ pub(crate) fn seen(folder: &Path, patience: Duration, is_there: impl Fn() -> boo
 }
 
 /// Returns the complete lines of a lock file.
-fn holders(text: &str) -> impl Iterator<Item = Holder> + '_ {
+fn holders(text: &str) -> impl Iterator<Item = LockHolder> + '_ {
     text.lines().skip(1).filter_map(|line| serde_json::from_str(line).ok())
 }
 
@@ -271,7 +277,7 @@ fn held(path: &Path) -> Option<Error> {
     if !is_ours(&text) {
         return Some(foreign(path));
     }
-    let Holder { host, pid, nonce, .. } = holders(&text).last()?;
+    let LockHolder { host, pid, nonce, .. } = holders(&text).last()?;
     let since = holders(&text).find(|holder| holder.nonce == nonce)?.at;
     let seconds = now().as_secs().saturating_sub(since);
     let who = format!("process {pid} on host {host:?} for {seconds} s");

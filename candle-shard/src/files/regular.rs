@@ -55,7 +55,8 @@ pub fn open(path: impl AsRef<Path>) -> io::Result<File> {
         let is_pointer = file.read_exact(&mut first).is_ok() && first == POINTER;
         file.rewind()?;
         if is_pointer {
-            let reason = "it is a pointer of Git LFS in the place of the file; fetch the file with `git lfs pull`";
+            let reason =
+                "it is a pointer of Git LFS in the place of the file; fetch the file with `git lfs pull`";
             return Err(io::Error::new(ErrorKind::InvalidData, reason));
         }
     }
@@ -104,7 +105,8 @@ pub fn read_named(path: impl AsRef<Path>) -> io::Result<String> {
 /// Returns whether a name leads to a pipe.
 pub fn is_pipe(path: impl AsRef<Path>) -> bool {
     #[cfg(unix)]
-    return std::fs::metadata(path).is_ok_and(|about| std::os::unix::fs::FileTypeExt::is_fifo(&about.file_type()));
+    return std::fs::metadata(path)
+        .is_ok_and(|about| std::os::unix::fs::FileTypeExt::is_fifo(&about.file_type()));
     #[cfg(not(unix))]
     return false;
 }
@@ -129,7 +131,10 @@ fn text(bytes: Vec<u8>) -> io::Result<String> {
 }
 
 fn too_large(length: u64, most: u64) -> io::Error {
-    io::Error::new(ErrorKind::FileTooLarge, format!("it has {length} bytes or more, and at most {most} are read"))
+    io::Error::new(
+        ErrorKind::FileTooLarge,
+        format!("it has {length} bytes or more, and at most {most} are read"),
+    )
 }
 
 fn check(kind: FileType) -> io::Result<()> {

@@ -23,13 +23,13 @@
 //! use candle_core::{DType, Device, Tensor};
 //! use candle_dist::World;
 //! use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-//! use candle_shard::nn::{AdamW, Linear, Module, ShardedVarBuilder};
+//! use candle_shard::nn::{AdamW, Linear, Module, MeshVarBuilder};
 //! use candle_shard::parallel::Plan;
 //! use candle_shard::{DTensor, Replicate, Result, Shard};
 //!
-//! World::local(4).run(|ctx| -> Result<()> {
+//! World::threads(4).run(|ctx| -> Result<()> {
 //!     let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
-//!     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+//!     let vb = MeshVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
 //!     let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
 //!     let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| Linear::new(8, 8, true, vb));
 //!     let layers = (0..3).map(layer).collect::<Result<Vec<_>>>()?;
@@ -71,7 +71,7 @@ use std::sync::Arc;
 
 /// A part of a model whose parameters are gathered and freed together; see the [module](self).
 ///
-/// With a builder that does not [shard fully](crate::nn::ShardedVarBuilder::fully_shard) it only wraps the part.
+/// With a builder that does not [shard fully](crate::nn::MeshVarBuilder::fully_shard) it only wraps the part.
 pub struct FullyShard<M> {
     module: M,
     unit: Option<Arc<Unit>>,

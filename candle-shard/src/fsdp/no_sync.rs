@@ -22,13 +22,13 @@ thread_local! {
 /// use candle_core::{DType, Device};
 /// use candle_dist::{GradAccumulator, World};
 /// use candle_shard::fsdp::{FullyShard, FullyShardOptions, no_sync};
-/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+/// use candle_shard::nn::{Linear, MeshVarBuilder};
 /// use candle_shard::parallel::Plan;
 /// use candle_shard::{DTensor, Result, Shard};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("fsdp", 2)])?;
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::none(), DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, Plan::none(), DType::F32, &Device::Cpu)?;
 ///     let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
 ///     let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(4, 6, false, vb))?;
 ///     let parameters = vb.finish()?;

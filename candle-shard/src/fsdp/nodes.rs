@@ -1,6 +1,6 @@
 //! The two graph nodes that notify a unit of the backward pass.
 use crate::Result;
-use crate::autograd::order::Span;
+use crate::autograd::order::NodeSpan;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor, TensorId};
 use candle_dist::backend::{Ready, no_memory};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 /// A unit, as its nodes see it.
 pub(super) trait InPass: Send + Sync {
     /// Makes the unit whole for the backward pass, which is at the node `at`: the end of a run.
-    fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()>;
+    fn before_backward(self: Arc<Self>, at: TensorId, span: NodeSpan, stays: bool) -> Result<()>;
 
     /// Takes the gradient of a whole parameter, complete at this point.
     fn take_grad(self: Arc<Self>, which: usize, grad: &Tensor) -> Result<()>;
@@ -18,7 +18,7 @@ pub(super) trait InPass: Send + Sync {
 /// From this rank's piece of a parameter to the whole parameter, which has memory only while its unit is whole.
 ///
 /// Created once, with the parameter; the unit fills it for each run.
-pub(super) struct Whole {
+pub(super) struct UnshardNode {
     /// Weak, because the unit owns the tensor that owns this node.
     pub(super) unit: Weak<dyn InPass>,
     /// The index of the parameter in the unit.
@@ -27,7 +27,7 @@ pub(super) struct Whole {
     pub(super) dtype: DType,
 }
 
-impl CustomOp1 for Whole {
+impl CustomOp1 for UnshardNode {
     fn name(&self) -> &'static str {
         "fully_shard-whole"
     }
@@ -54,16 +54,16 @@ impl CustomOp1 for Whole {
 }
 
 /// The identity at the end of a result of a unit.
-pub(super) struct End {
+pub(super) struct UnitEnd {
     pub(super) unit: Arc<dyn InPass>,
     /// The nodes of the run.
-    pub(super) span: Span,
+    pub(super) span: NodeSpan,
     /// Whether the parameters must stay until the pass has left the run, not only until all their gradients exist.
     pub(super) stays: bool,
     pub(super) made: Ready,
 }
 
-impl CustomOp1 for End {
+impl CustomOp1 for UnitEnd {
     fn name(&self) -> &'static str {
         "fully_shard-end"
     }

@@ -1,10 +1,10 @@
 //! Units in a backward pass: gathered when it reaches them, reduced and dropped when it has left them.
 use super::no_sync;
 use super::nodes::InPass;
-use super::shared::{Reducing, lock};
-use super::unit::{Held, State, Unit};
+use super::shared::{PendingReduction, lock};
+use super::unit::{Unit, UnitParameter, UnitState};
 use crate::Result;
-use crate::autograd::order::{self, Span};
+use crate::autograd::order::{self, NodeSpan};
 use crate::autograd::{hooks, nesting};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
@@ -33,7 +33,7 @@ static HOOKS: hooks::Hooks = hooks::Hooks {
 };
 
 impl InPass for Unit {
-    fn before_backward(self: Arc<Self>, at: TensorId, span: Span, stays: bool) -> Result<()> {
+    fn before_backward(self: Arc<Self>, at: TensorId, span: NodeSpan, stays: bool) -> Result<()> {
         Self::leave(order::place(at))?;
         self.open()?;
         let mut state = lock(&self.state);
@@ -41,7 +41,8 @@ impl InPass for Unit {
         let is_first = state.inside.is_empty();
         // A recomputed segment that captures a result comes into the run before this pass or after it. Then there may be gradients
         // of all parameters before the pass needs them for the last time.
-        let comes_again = state.depth != nesting::depth() || is_first && state.grads.iter().any(Option::is_some);
+        let comes_again =
+            state.depth != nesting::depth() || is_first && state.grads.iter().any(Option::is_some);
         state.inside.push(span.last());
         state.stays |= stays || comes_again;
         drop(state);
@@ -93,7 +94,7 @@ impl Unit {
     }
 
     /// Returns whether every parameter that can have a gradient has one.
-    fn has_all_grads(&self, state: &State) -> bool {
+    fn has_all_grads(&self, state: &UnitState) -> bool {
         has_all(&lock(&self.held), &state.grads)
     }
 
@@ -124,7 +125,8 @@ impl Unit {
             return Ok(());
         }
         let has_all = has_all(&held, &grads);
-        let (mut pieces, mut wholes, mut cuts, mut present) = (Vec::new(), Vec::new(), Cuts::new(), Vec::new());
+        let (mut pieces, mut wholes, mut cuts, mut present) =
+            (Vec::new(), Vec::new(), Cuts::new(), Vec::new());
         for (held, grad) in held.iter().zip(grads).filter(|(held, _)| !held.is_frozen) {
             let Some(cut) = held.cut.clone() else {
                 // Its gradient stays partial until `Parameters::reduce`, as those outside of units do.
@@ -144,14 +146,16 @@ impl Unit {
         drop(held);
         let Some(first) = wholes.first() else { return Ok(()) };
         if !has_all {
-            let present = Tensor::new(&present[..], first.device())?.unsqueeze(0)?.repeat((group.size(), 1))?;
+            let present =
+                Tensor::new(&present[..], first.device())?.unsqueeze(0)?.repeat((group.size(), 1))?;
             wholes.push(present);
             cuts.push(Cut::even(0, 1, group.size()));
         }
         // Nobody writes to gradients that have left the pass.
         let sums = group.call(Collective::ReduceScatter(cuts, ReduceOp::Sum)).owned().start_all(&wholes)?;
-        let before = self.shared.progress().reducing.replace(Reducing { pieces, sums, has_all, group });
-        before.map_or(Ok(()), Reducing::finish)
+        let before =
+            self.shared.progress().reducing.replace(PendingReduction { pieces, sums, has_all, group });
+        before.map_or(Ok(()), PendingReduction::finish)
     }
 
     /// Makes the unit whole for this backward pass, if it is not.
@@ -174,14 +178,14 @@ impl Unit {
     fn reset(&self) -> Result<()> {
         self.shared.progress().reducing = None;
         self.shared.units().iter().for_each(|unit| lock(&unit.state).coming = None);
-        *lock(&self.state) = State::default();
+        *lock(&self.state) = UnitState::default();
         self.release()
     }
 }
 
 /// Returns whether every parameter that can have a gradient has one.
-fn has_all(held: &[Held], grads: &[Option<Tensor>]) -> bool {
-    let is_there = |(held, grad): (&Held, &Option<Tensor>)| held.is_frozen || grad.is_some();
+fn has_all(held: &[UnitParameter], grads: &[Option<Tensor>]) -> bool {
+    let is_there = |(held, grad): (&UnitParameter, &Option<Tensor>)| held.is_frozen || grad.is_some();
     held.len() == grads.len() && held.iter().zip(grads).all(is_there)
 }
 
@@ -238,7 +242,7 @@ fn finish(grads: &mut GradStore) -> Result<()> {
     }
     for unit in open.iter().chain(&kept) {
         let reducing = unit.shared.progress().reducing.take();
-        reducing.map_or(Ok(()), Reducing::finish)?;
+        reducing.map_or(Ok(()), PendingReduction::finish)?;
         unit.reset()?;
     }
     if has_kept() && !(no_sync::is_on() && open.is_empty()) {

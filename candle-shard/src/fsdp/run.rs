@@ -1,9 +1,9 @@
 //! Runs of units: whole while their part of the model computes.
-use super::nodes::End;
+use super::nodes::UnitEnd;
 use super::shared::lock;
 use super::unit::Unit;
 use crate::Result;
-use crate::autograd::order::{self, Span};
+use crate::autograd::order::{self, NodeSpan};
 use crate::autograd::{counts, nesting};
 use candle_core::{DType, Tensor};
 use candle_dist::backend::{Fresh, Ready};
@@ -11,16 +11,16 @@ use candle_dist::{ReduceOp, TensorTree};
 use std::sync::Arc;
 
 /// A running call, which ends when this is dropped, even on a panic.
-struct Running<'a>(&'a Unit);
+struct RunGuard<'a>(&'a Unit);
 
-impl<'a> Running<'a> {
+impl<'a> RunGuard<'a> {
     fn new(unit: &'a Unit) -> Self {
         lock(&unit.state).running += 1;
         Self(unit)
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for RunGuard<'_> {
     fn drop(&mut self) {
         let mut state = lock(&self.0.state);
         state.running = state.running.saturating_sub(1); // a failed backward pass resets it
@@ -51,10 +51,11 @@ impl Unit {
             self.gather()?;
             self.prefetch(Some(self.number + 1))?;
         }
-        let running = Running::new(self);
+        let running = RunGuard::new(self);
         let made = self.marked(f);
         drop(running);
-        let is_kept = matches!(&made, Ok(made) if is_tracked(made)) && !self.shared.options.reshard_after_forward;
+        let is_kept =
+            matches!(&made, Ok(made) if is_tracked(made)) && !self.shared.options.reshard_after_forward;
         if lock(&self.state).running == 0 && !is_kept {
             self.release()?;
         }
@@ -65,7 +66,7 @@ impl Unit {
     fn marked<T: TensorTree>(self: &Arc<Self>, f: impl FnOnce() -> Result<T>) -> Result<T> {
         order::ask();
         let segments = counts::segments();
-        let (made, span) = Span::of(f)?;
+        let (made, span) = NodeSpan::of(f)?;
         let made = made?;
         if !is_tracked(&made) {
             return Ok(made);
@@ -75,7 +76,7 @@ impl Unit {
             if !made.track_op() {
                 return Ok(made.clone());
             }
-            let end = End { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made)?) };
+            let end = UnitEnd { unit: self.clone(), span, stays, made: Ready::new(Fresh::copy_of(made)?) };
             Ok(made.apply_op1(end)?)
         })
     }

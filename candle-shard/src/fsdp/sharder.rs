@@ -1,6 +1,6 @@
 //! What a builder knows of the units of a model.
 use super::FullyShardOptions;
-use super::shared::{Shared, lock};
+use super::shared::{UnitList, lock};
 use super::unit::Unit;
 use crate::DTensor;
 use crate::layout::{Placement, Shard};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 /// The axes over which parameters are fully sharded, with their units.
 pub(crate) struct Sharder {
-    shared: Arc<Shared<Unit>>,
+    shared: Arc<UnitList<Unit>>,
     /// The units of all models of the same parameters.
     all: Arc<Mutex<Vec<Weak<Unit>>>>,
 }
@@ -17,14 +17,14 @@ pub(crate) struct Sharder {
 impl Sharder {
     /// Shards over `axes`, from the outermost to the innermost, whose ranks are those of `group`.
     pub(crate) fn new(axes: Vec<usize>, group: &ProcessGroup, options: FullyShardOptions) -> Self {
-        Self { shared: Arc::new(Shared::new(axes, group, options)), all: Arc::default() }
+        Self { shared: Arc::new(UnitList::new(axes, group, options)), all: Arc::default() }
     }
 
     /// Returns the same for another model of the same parameters. A unit is not the neighbor of those of other models, which
     /// some ranks may still have and others not.
     pub(crate) fn again(&self) -> Self {
-        let Shared { axes, group, options, .. } = &*self.shared;
-        Self { shared: Arc::new(Shared::new(axes.clone(), group, *options)), all: self.all.clone() }
+        let UnitList { axes, group, options, .. } = &*self.shared;
+        Self { shared: Arc::new(UnitList::new(axes.clone(), group, *options)), all: self.all.clone() }
     }
 
     /// Returns the axes, from the outermost to the innermost.
@@ -60,7 +60,12 @@ impl Sharder {
     ///
     /// It is cut along its first dim that no axis further in cuts, so that pieces of pieces join in order; `None` if
     /// there is no such dim.
-    pub(crate) fn placement(&self, mesh: &DeviceMesh, placements: &[Placement], rank: usize) -> Option<Placement> {
+    pub(crate) fn placement(
+        &self,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+        rank: usize,
+    ) -> Option<Placement> {
         let others = (self.axes()[0] + 1..mesh.ndim()).filter(|axis| !self.axes().contains(axis));
         let inner = |shard| others.clone().any(|axis| mesh.shape()[axis] > 1 && placements[axis] == shard);
         (0..rank).map(Shard).find(|&shard| !inner(shard))

@@ -9,7 +9,7 @@ use candle_dist::{DeviceMesh, PendingTensors, ProcessGroup, sum_dtype};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// The axes over which parameters are fully sharded, and the units `U` in the order of their construction.
-pub(super) struct Shared<U> {
+pub(super) struct UnitList<U> {
     /// From the outermost to the innermost.
     pub(super) axes: Vec<usize>,
     /// The ranks of all these axes.
@@ -25,7 +25,7 @@ pub(super) struct Progress {
     /// The unit that ran last.
     pub(super) last: Option<usize>,
     /// Gradients whose reduce_scatter is running.
-    pub(super) reducing: Option<Reducing>,
+    pub(super) reducing: Option<PendingReduction>,
 }
 
 /// This rank's piece of a parameter.
@@ -49,7 +49,7 @@ impl ParameterPiece {
 }
 
 /// Gradients on their way to the ranks that hold the pieces.
-pub(super) struct Reducing {
+pub(super) struct PendingReduction {
     pub(super) pieces: Vec<ParameterPiece>,
     pub(super) sums: PendingTensors,
     /// Whether all parameters have gradients; otherwise the last sums are the numbers of ranks that have each of them.
@@ -57,7 +57,7 @@ pub(super) struct Reducing {
     pub(super) group: ProcessGroup,
 }
 
-impl Reducing {
+impl PendingReduction {
     /// Adds the sums to the gradients that the backward pass collects.
     pub(super) fn finish(self) -> Result<()> {
         let mut sums = self.sums.wait()?;
@@ -73,7 +73,7 @@ impl Reducing {
     }
 }
 
-impl<U> Shared<U> {
+impl<U> UnitList<U> {
     pub(super) fn new(axes: Vec<usize>, group: &ProcessGroup, options: FullyShardOptions) -> Self {
         let (units, progress) = (Mutex::default(), Mutex::default());
         Self { axes, group: group.clone(), options, units, progress }

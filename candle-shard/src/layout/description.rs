@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 /// use candle_dist::World;
 /// use candle_shard::{Replicate, Result, Shard, Spec, SpecDescription};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let spec = Spec::new(&mesh, &[Shard(0)], (5, 4), DType::F32)?;
 ///     let description = SpecDescription::from(&spec);
@@ -59,9 +59,12 @@ impl SpecDescription {
     pub fn on(&self, mesh: &DeviceMesh) -> Result<Spec> {
         if self.axes != axes_of(mesh) {
             let axes = self.axes.iter().map(|(name, size)| format!("{name}={size}")).join(", ");
-            return Err(Error::Layout(format!("a layout on ({axes}) for {mesh}; choose new placements for it")));
+            return Err(Error::Layout(format!(
+                "a layout on ({axes}) for {mesh}; choose new placements for it"
+            )));
         }
-        let no_dtype = |_| Error::Layout(format!("{:?} is not a dtype; use a name of candle, such as f32", self.dtype));
+        let no_dtype =
+            |_| Error::Layout(format!("{:?} is not a dtype; use a name of candle, such as f32", self.dtype));
         let dtype: DType = self.dtype.parse().map_err(no_dtype)?;
         let spec = Spec::new(mesh, &self.placements, &self.shape[..], dtype)?;
         if self.sizes.len() != mesh.ndim() {

@@ -67,14 +67,19 @@ impl FromStr for Placement {
     fn from_str(text: &str) -> Result<Self> {
         const REDUCTIONS: [ReduceOp; 5] =
             [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
-        let shards = |dim: &str| dim.bytes().all(|b| b.is_ascii_digit()).then(|| dim.parse().ok().map(Shard))?;
+        let shards =
+            |dim: &str| dim.bytes().all(|b| b.is_ascii_digit()).then(|| dim.parse().ok().map(Shard))?;
         let reduces = |name: &str| REDUCTIONS.into_iter().find(|op| op.to_string() == name).map(Partial);
         let inside = |kind: &str| text.strip_prefix(kind)?.strip_prefix('(')?.strip_suffix(')');
         let plain = (text == "R").then_some(Replicate);
-        plain.or_else(|| inside("S").and_then(shards)).or_else(|| inside("P").and_then(reduces)).ok_or_else(|| {
-            let reductions = REDUCTIONS.map(|op| format!("P({op})")).join(", ");
-            Error::Layout(format!("{text:?} is not a placement; write R, S(dim), or a partial one, {reductions}"))
-        })
+        plain.or_else(|| inside("S").and_then(shards)).or_else(|| inside("P").and_then(reduces)).ok_or_else(
+            || {
+                let reductions = REDUCTIONS.map(|op| format!("P({op})")).join(", ");
+                Error::Layout(format!(
+                    "{text:?} is not a placement; write R, S(dim), or a partial one, {reductions}"
+                ))
+            },
+        )
     }
 }
 

@@ -52,10 +52,19 @@ impl Spec {
     /// # Errors
     /// If the number of placements is not the number of axes, a sharded dim does not exist, or the whole tensor has more
     /// bytes than can be counted.
-    pub fn new(mesh: &DeviceMesh, placements: &[Placement], shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
+    pub fn new(
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+        shape: impl Into<Shape>,
+        dtype: DType,
+    ) -> Result<Self> {
         let shape = shape.into();
         if mesh.ndim() > Axes::BITS as usize {
-            return Err(Error::Layout(format!("{mesh} has {} axes; at most {} are possible", mesh.ndim(), Axes::BITS)));
+            return Err(Error::Layout(format!(
+                "{mesh} has {} axes; at most {} are possible",
+                mesh.ndim(),
+                Axes::BITS
+            )));
         }
         if placements.len() != mesh.ndim() {
             let (p, axes) = (placements.iter().join(", "), mesh.ndim());
@@ -70,11 +79,15 @@ impl Spec {
                 dims.len()
             )));
         }
-        let count = |bytes: usize, &size: &usize| bytes.checked_mul(size).filter(|&bytes| bytes <= isize::MAX as usize);
+        let count = |bytes: usize, &size: &usize| {
+            bytes.checked_mul(size).filter(|&bytes| bytes <= isize::MAX as usize)
+        };
         let dims = shape.dims();
         if !dims.contains(&0) && dims.iter().try_fold(dtype.size_in_bytes().max(1), count).is_none() {
             let dtype = dtype.as_str();
-            return Err(Error::Layout(format!("{dtype}{dims:?} is more than memory holds; choose smaller sizes")));
+            return Err(Error::Layout(format!(
+                "{dtype}{dims:?} is more than memory holds; choose smaller sizes"
+            )));
         }
         Ok(Self {
             mesh: mesh.clone(),
@@ -129,10 +142,10 @@ impl Spec {
         /// The most specs kept; beyond that the cache is cleared, and equal specs may have different addresses.
         const MOST: usize = 4096;
         thread_local! {
-            static KNOWN: RefCell<FxHashSet<Known>> = RefCell::default();
+            static KNOWN: RefCell<FxHashSet<SpecKey>> = RefCell::default();
         }
         KNOWN.with_borrow_mut(|known| {
-            let spec = Known(Arc::new(self));
+            let spec = SpecKey(Arc::new(self));
             if let Some(known) = known.get(&spec) {
                 return known.0.clone();
             }
@@ -267,17 +280,17 @@ fn cut_axes(placements: &[Placement]) -> Axes {
 
 /// A spec that is looked up by its contents. Meshes are equal only if they are identical: the groups of another world
 /// may no longer exist.
-struct Known(Arc<Spec>);
+struct SpecKey(Arc<Spec>);
 
-impl PartialEq for Known {
+impl PartialEq for SpecKey {
     fn eq(&self, other: &Self) -> bool {
         self.0.mesh.is_same(&other.0.mesh) && self.0 == other.0
     }
 }
 
-impl Eq for Known {}
+impl Eq for SpecKey {}
 
-impl Hash for Known {
+impl Hash for SpecKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (&self.0.placements, &self.0.sizes, &self.0.shape, self.0.dtype).hash(state);
     }

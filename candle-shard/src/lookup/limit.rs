@@ -19,7 +19,8 @@ pub(crate) fn limit_rows<'a>(
         let parts = Tensor::from_vec(sums, rows.len(), &Device::Cpu)?;
         sums = group.all_reduce(&parts, kernels::combine(limit.norm_type))?.to_vec1()?;
     }
-    let norms: Vec<f64> = sums.into_iter().map(|sum| kernels::finish(sum, limit.norm_type, table.dtype())).collect();
+    let norms: Vec<f64> =
+        sums.into_iter().map(|sum| kernels::finish(sum, limit.norm_type, table.dtype())).collect();
     kernels::scale_rows(table, rows, &norms, limit.max_norm)?;
     let scaled = rows.iter().zip(&norms).filter(|(_, norm)| **norm > limit.max_norm);
     row_changes::changed(table, scaled.map(|(row, _)| *row));

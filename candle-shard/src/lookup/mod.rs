@@ -4,11 +4,11 @@ mod label;
 mod limit;
 mod options;
 
-pub(crate) use bags::{Bounds, check_weights};
+pub(crate) use bags::{BagOffsets, check_weights};
 pub(crate) use label::{check_label, remember, spans};
 pub(crate) use limit::limit_rows;
 pub(crate) use options::Renorm;
 pub use options::{EmbeddingBagOptions, EmbeddingOptions};
 
 /// A description of the error in a rank's arguments.
-pub(crate) type Wrong = String;
+pub(crate) type ArgumentError = String;

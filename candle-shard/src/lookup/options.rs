@@ -58,7 +58,7 @@ impl EmbeddingBagOptions {
 
 /// Options that fit a table.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Lookup {
+pub(crate) struct LookupOptions {
     pub(crate) padding: Option<u32>,
     pub(crate) renorm: Option<Renorm>,
 }
@@ -87,7 +87,7 @@ impl EmbeddingOptions {
     }
 
     /// Checks the options for a table with `rows` rows; returns the error in them.
-    pub(crate) fn checked(&self, rows: usize) -> Result<Lookup, String> {
+    pub(crate) fn checked(&self, rows: usize) -> Result<LookupOptions, String> {
         let place = |idx: i64| {
             let counted = if idx < 0 { idx.checked_add_unsigned(rows as u64) } else { Some(idx) };
             let place = counted.and_then(|idx| u32::try_from(idx).ok()).filter(|&idx| (idx as usize) < rows);
@@ -106,6 +106,9 @@ impl EmbeddingOptions {
             true => Ok(Renorm { max_norm, norm_type: self.norm_type }),
             false => Err(format!("max_norm {max_norm} must be larger than zero; give None for no limit")),
         };
-        Ok(Lookup { padding: self.padding_idx.map(place).transpose()?, renorm: self.max_norm.map(renorm).transpose()? })
+        Ok(LookupOptions {
+            padding: self.padding_idx.map(place).transpose()?,
+            renorm: self.max_norm.map(renorm).transpose()?,
+        })
     }
 }

@@ -1,6 +1,6 @@
 //! Batch norm with statistics over the batch of all ranks.
 use crate::layout::Replicate;
-use crate::nn::{Init, ModuleT, ShardedVarBuilder};
+use crate::nn::{Init, MeshVarBuilder, ModuleT};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Draws;
 use crate::{DTensor, Error, Result};
@@ -52,7 +52,12 @@ impl BatchNorm {
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
-    pub fn new_no_bias(channels: usize, running_mean: &DTensor, running_var: &DTensor, eps: f64) -> Result<Self> {
+    pub fn new_no_bias(
+        channels: usize,
+        running_mean: &DTensor,
+        running_var: &DTensor,
+        eps: f64,
+    ) -> Result<Self> {
         Self::of(channels, [running_mean, running_var], None, eps.into())
     }
 
@@ -138,7 +143,10 @@ impl BatchNorm {
         let others: Vec<usize> = (0..x.rank()).filter(|&d| d != 1).collect();
         let count: usize = others.iter().map(|&d| x.dims()[d]).product();
         if count < 2 {
-            return Error::op(OP, format!("{} has {count} elements a channel; train on more than one", x.spec()));
+            return Error::op(
+                OP,
+                format!("{} has {count} elements a channel; train on more than one", x.spec()),
+            );
         }
         let wide = wide(&x)?;
         let mean_of = |x: &DTensor| resolved(&x.mean_keepdim(&others[..])?);
@@ -231,7 +239,11 @@ impl ModuleT for BatchNorm {
 ///
 /// # Errors
 /// If `eps` is negative, or the momentum is not in `[0, 1]`.
-pub fn batch_norm(channels: usize, config: impl Into<BatchNormConfig>, vb: &ShardedVarBuilder) -> Result<BatchNorm> {
+pub fn batch_norm(
+    channels: usize,
+    config: impl Into<BatchNormConfig>,
+    vb: &MeshVarBuilder,
+) -> Result<BatchNorm> {
     let config = config.into();
     check(&config)?;
     let style = vb.style();
@@ -240,7 +252,10 @@ pub fn batch_norm(channels: usize, config: impl Into<BatchNormConfig>, vb: &Shar
     let running_var = vb.buffer(channels, "running_var", 1.0, layout.weight)?;
     let learned = || {
         let weight = vb.get(channels, "weight", Init::Const(1.0), layout.weight, layout.varying)?;
-        Ok::<_, Error>((weight, vb.get(channels, "bias", Init::Const(0.0), layout.bias, layout.varying_bias)?))
+        Ok::<_, Error>((
+            weight,
+            vb.get(channels, "bias", Init::Const(0.0), layout.bias, layout.varying_bias)?,
+        ))
     };
     let weight_and_bias = config.affine.then(learned).transpose()?;
     Ok(BatchNorm { running_mean, running_var, weight_and_bias, config, style })

@@ -1,5 +1,5 @@
 //! candle-nn's functions that make layers, for models that come from there.
-use super::{Embedding, LayerNorm, Linear, RmsNorm, ShardedVarBuilder};
+use super::{Embedding, LayerNorm, Linear, MeshVarBuilder, RmsNorm};
 use crate::Result;
 use std::borrow::Borrow;
 
@@ -9,13 +9,13 @@ use std::borrow::Borrow;
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_dist::World;
-/// use candle_shard::nn::{ShardedVarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
+/// use candle_shard::nn::{MeshVarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 /// use candle_shard::parallel::{ColwiseParallel, Plan};
 ///
-/// World::local(2).run(|ctx| -> candle_shard::Result<()> {
+/// World::threads(2).run(|ctx| -> candle_shard::Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
 ///     embedding(10, 4, vb.pp("tokens"))?;
 ///     layer_norm(4, 1e-5, vb.pp("norm"))?;
 ///     linear(4, 8, vb.pp("up"))?;
@@ -29,7 +29,7 @@ use std::borrow::Borrow;
 ///
 /// # Errors
 /// Those of [`Linear::new`].
-pub fn linear(in_dim: usize, out_dim: usize, vb: impl Borrow<ShardedVarBuilder>) -> Result<Linear> {
+pub fn linear(in_dim: usize, out_dim: usize, vb: impl Borrow<MeshVarBuilder>) -> Result<Linear> {
     Linear::new(in_dim, out_dim, true, vb.borrow())
 }
 
@@ -37,7 +37,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: impl Borrow<ShardedVarBuilder>)
 ///
 /// # Errors
 /// Those of [`Linear::new`].
-pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: impl Borrow<ShardedVarBuilder>) -> Result<Linear> {
+pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: impl Borrow<MeshVarBuilder>) -> Result<Linear> {
     Linear::new(in_dim, out_dim, false, vb.borrow())
 }
 
@@ -45,7 +45,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: impl Borrow<ShardedVarB
 ///
 /// # Errors
 /// Those of [`LayerNorm::new`].
-pub fn layer_norm(size: usize, eps: f64, vb: impl Borrow<ShardedVarBuilder>) -> Result<LayerNorm> {
+pub fn layer_norm(size: usize, eps: f64, vb: impl Borrow<MeshVarBuilder>) -> Result<LayerNorm> {
     LayerNorm::new(size, eps, vb.borrow())
 }
 
@@ -53,7 +53,7 @@ pub fn layer_norm(size: usize, eps: f64, vb: impl Borrow<ShardedVarBuilder>) -> 
 ///
 /// # Errors
 /// Those of [`RmsNorm::new`].
-pub fn rms_norm(size: usize, eps: f64, vb: impl Borrow<ShardedVarBuilder>) -> Result<RmsNorm> {
+pub fn rms_norm(size: usize, eps: f64, vb: impl Borrow<MeshVarBuilder>) -> Result<RmsNorm> {
     RmsNorm::new(size, eps, vb.borrow())
 }
 
@@ -61,6 +61,6 @@ pub fn rms_norm(size: usize, eps: f64, vb: impl Borrow<ShardedVarBuilder>) -> Re
 ///
 /// # Errors
 /// Those of [`Embedding::new`].
-pub fn embedding(rows: usize, width: usize, vb: impl Borrow<ShardedVarBuilder>) -> Result<Embedding> {
+pub fn embedding(rows: usize, width: usize, vb: impl Borrow<MeshVarBuilder>) -> Result<Embedding> {
     Embedding::new(rows, width, 1.0, vb.borrow())
 }

@@ -1,13 +1,13 @@
 //! candle's convolution layers, with the batch or the channels sharded.
 use crate::layout::Shard;
 use crate::nn::init::{FILTERS, even, init_of};
-use crate::nn::{Init, Module, ShardedVarBuilder};
+use crate::nn::{Init, MeshVarBuilder, Module};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{Conv, DTensor, Error, Result};
 use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig};
 
 /// The common options of candle's convolutions.
-trait Settings {
+trait ConvOptions {
     const NAME: &'static str;
     const KIND: LayerKind;
     /// The dims of a filter.
@@ -18,7 +18,7 @@ trait Settings {
     fn convolve(&self, x: &DTensor, weight: &DTensor) -> Result<DTensor>;
 }
 
-impl Settings for Conv1dConfig {
+impl ConvOptions for Conv1dConfig {
     const NAME: &'static str = "conv1d";
     const KIND: LayerKind = LayerKind::Conv;
     const DIMS: usize = 1;
@@ -34,7 +34,7 @@ impl Settings for Conv1dConfig {
     }
 }
 
-impl Settings for Conv2dConfig {
+impl ConvOptions for Conv2dConfig {
     const NAME: &'static str = "conv2d";
     const KIND: LayerKind = LayerKind::Conv;
     const DIMS: usize = 2;
@@ -50,7 +50,7 @@ impl Settings for Conv2dConfig {
     }
 }
 
-impl Settings for ConvTranspose1dConfig {
+impl ConvOptions for ConvTranspose1dConfig {
     const NAME: &'static str = "conv_transpose1d";
     const KIND: LayerKind = LayerKind::ConvTranspose;
     const DIMS: usize = 1;
@@ -65,7 +65,7 @@ impl Settings for ConvTranspose1dConfig {
     }
 }
 
-impl Settings for ConvTranspose2dConfig {
+impl ConvOptions for ConvTranspose2dConfig {
     const NAME: &'static str = "conv_transpose2d";
     const KIND: LayerKind = LayerKind::ConvTranspose;
     const DIMS: usize = 2;
@@ -84,7 +84,9 @@ impl Settings for ConvTranspose2dConfig {
 fn unchosen<A>(op: &'static str, cudnn_fwd_algo: Option<A>) -> Result<()> {
     match cudnn_fwd_algo {
         None => Ok(()),
-        Some(_) => Error::op(op, "unsupported: an algorithm of cuDNN is not passed on; leave cudnn_fwd_algo None"),
+        Some(_) => {
+            Error::op(op, "unsupported: an algorithm of cuDNN is not passed on; leave cudnn_fwd_algo None")
+        }
     }
 }
 
@@ -97,20 +99,22 @@ struct Filters<C> {
     config: C,
 }
 
-impl<C: Settings> Filters<C> {
-    fn built([ins, outs, size]: [usize; 3], config: C, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+impl<C: ConvOptions> Filters<C> {
+    fn built([ins, outs, size]: [usize; 3], config: C, bias: bool, vb: &MeshVarBuilder) -> Result<Self> {
         let style = vb.style();
         let layout = style.layout(C::KIND)?;
         let groups = config.groups();
         let cut = if C::KIND == LayerKind::Conv { ins } else { outs };
         if groups == 0 || !cut.is_multiple_of(groups) {
-            return Err(
-                style.error(format_args!("has {groups} groups for {ins} channels to {outs}; expected a divisor"))
-            );
+            return Err(style.error(format_args!(
+                "has {groups} groups for {ins} channels to {outs}; expected a divisor"
+            )));
         }
         if groups != 1 && layout.weight.shard_dim().is_some() {
             let reason = format_args!("is a convolution of {groups} groups, which no style cuts");
-            return Err(style.error(format_args!("{reason}; left out of the plan it keeps the layout of its input")));
+            return Err(
+                style.error(format_args!("{reason}; left out of the plan it keeps the layout of its input"))
+            );
         }
         let first = if C::KIND == LayerKind::Conv { [outs, ins / groups] } else { [ins, outs / groups] };
         let shape = [&first[..], &vec![size; C::DIMS]].concat();
@@ -120,7 +124,8 @@ impl<C: Settings> Filters<C> {
             _ => (Init::Random(even(1.0 / reach)), Init::Random(even(1.0 / reach))),
         };
         let weight = vb.get(shape, "weight", init, layout.weight, layout.varying)?;
-        let bias = bias.then(|| vb.get(outs, "bias", of_bias, layout.bias, layout.varying_bias)).transpose()?;
+        let bias =
+            bias.then(|| vb.get(outs, "bias", of_bias, layout.bias, layout.varying_bias)).transpose()?;
         Ok(Self { weight, bias, style, config })
     }
 
@@ -186,7 +191,7 @@ macro_rules! layers {
             out_channels: usize,
             kernel_size: usize,
             config: $config,
-            vb: &ShardedVarBuilder,
+            vb: &MeshVarBuilder,
         ) -> Result<$layer> {
             Ok($layer(Filters::built([in_channels, out_channels, kernel_size], config, true, vb)?))
         }
@@ -200,7 +205,7 @@ macro_rules! layers {
             out_channels: usize,
             kernel_size: usize,
             config: $config,
-            vb: &ShardedVarBuilder,
+            vb: &MeshVarBuilder,
         ) -> Result<$layer> {
             Ok($layer(Filters::built([in_channels, out_channels, kernel_size], config, false, vb)?))
         }

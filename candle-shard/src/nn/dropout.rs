@@ -1,6 +1,6 @@
 //! Dropout with a mask that is the same on every mesh.
 use crate::autograd::counts::passes;
-use crate::nn::{Mode, ShardedVarBuilder};
+use crate::nn::{MeshVarBuilder, Mode};
 use crate::random::{RandomLayer, Stream};
 use crate::{DTensor, Result};
 use rustc_hash::FxHashMap;
@@ -28,7 +28,7 @@ impl Dropout {
     /// Builds a layer at the builder's path. Its stream is named `<path>.dropout`.
     ///
     /// Two layers at one path draw the same masks, so give each a path of its own.
-    pub fn new(p: f64, vb: &ShardedVarBuilder) -> Self {
+    pub fn new(p: f64, vb: &MeshVarBuilder) -> Self {
         Self { p, layer: RandomLayer::new(vb.seed(), &vb.full_name("dropout")) }
     }
 

@@ -1,5 +1,5 @@
 //! Embedding layers.
-use crate::nn::{Init, ShardedVarBuilder};
+use crate::nn::{Init, MeshVarBuilder};
 use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Distribution;
@@ -11,14 +11,14 @@ use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
-/// use candle_shard::nn::{Embedding, ShardedVarBuilder};
+/// use candle_shard::nn::{Embedding, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan};
 /// use candle_shard::{DTensor, EmbeddingOptions, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("words", ColwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::F64, &Device::Cpu)?;
 ///     let options = EmbeddingOptions::default().max_norm(1.0);
 ///     let words = Embedding::with_options(10, 4, 5.0, options, &vb.pp("words"))?;
 ///     let ids = DTensor::distribute(&Tensor::new(&[7u32], &Device::Cpu)?, &mesh, &[Replicate])?;
@@ -37,7 +37,7 @@ pub struct Embedding {
 
 impl Embedding {
     /// Builds a layer at the builder's path with the parameter `weight`. A fresh table is normal with this deviation.
-    pub fn new(rows: usize, width: usize, stdev: f64, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(rows: usize, width: usize, stdev: f64, vb: &MeshVarBuilder) -> Result<Self> {
         Self::with_options(rows, width, stdev, EmbeddingOptions::default(), vb)
     }
 
@@ -50,7 +50,7 @@ impl Embedding {
         width: usize,
         stdev: f64,
         options: EmbeddingOptions,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (weight, style) = table("nn::Embedding", [rows, width], stdev, &options, vb)?;
         Ok(Self { weight, style, options })
@@ -61,7 +61,7 @@ impl Embedding {
     ///
     /// # Errors
     /// If the table does not have the placement that the plan gives it here.
-    pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn tied(weight: &DTensor, vb: &MeshVarBuilder) -> Result<Self> {
         let style = vb.style();
         style.check_tied(LayerKind::Embedding, weight)?;
         vb.check_shared(weight)?;
@@ -104,7 +104,7 @@ impl EmbeddingBag {
         width: usize,
         stdev: f64,
         options: EmbeddingBagOptions,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (weight, style) = table("nn::EmbeddingBag", [rows, width], stdev, &options.lookup, vb)?;
         Ok(Self { weight, style, options })
@@ -137,7 +137,7 @@ fn table(
     shape: [usize; 2],
     stdev: f64,
     options: &EmbeddingOptions,
-    vb: &ShardedVarBuilder,
+    vb: &MeshVarBuilder,
 ) -> Result<(DTensor, ModuleStyle)> {
     let padding = options.checked(shape[0]).or_else(|reason| Error::op(op, reason))?.padding;
     let style = vb.style();

@@ -1,6 +1,6 @@
 //! Units of fully sharded parameters, built from a builder.
 use crate::fsdp::{FullyShard, FullyShardOptions, Sharder, Unit};
-use crate::nn::ShardedVarBuilder;
+use crate::nn::MeshVarBuilder;
 use crate::{DTensor, Error, Result};
 use candle_core::DType;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ impl<M> FullyShard<M> {
     ///
     /// # Errors
     /// Those of `build`.
-    pub fn new(vb: &ShardedVarBuilder, build: impl FnOnce(&ShardedVarBuilder) -> Result<M>) -> Result<Self> {
+    pub fn new(vb: &MeshVarBuilder, build: impl FnOnce(&MeshVarBuilder) -> Result<M>) -> Result<Self> {
         let (vb, unit) = vb.unit();
         Ok(Self::of(build(&vb)?, unit))
     }
 }
 
-impl ShardedVarBuilder {
+impl MeshVarBuilder {
     /// Returns a builder that also shards the parameters of [`FullyShard`](crate::fsdp::FullyShard) units over the mesh
     /// axis `axis`: each along its first dim that no inner axis shards.
     ///
@@ -58,9 +58,13 @@ impl ShardedVarBuilder {
         }
         if self.plan().axis_index(mesh)? == Some(at) {
             let of = format!("axis {axis:?} of {mesh} is the plan's");
-            return Err(Error::Plan(format!("{of}; shard fully over another, or cut no layers with Plan::none()")));
+            return Err(Error::Plan(format!(
+                "{of}; shard fully over another, or cut no layers with Plan::none()"
+            )));
         }
-        if let Some(dtype) = [options.param_dtype, options.reduce_dtype].into_iter().flatten().find(|d| !d.is_float()) {
+        if let Some(dtype) =
+            [options.param_dtype, options.reduce_dtype].into_iter().flatten().find(|d| !d.is_float())
+        {
             let name = dtype.as_str();
             return Err(Error::Plan(format!(
                 "fully_shard computes in {name}, which is no float; use bf16, f16 or f32"

@@ -1,8 +1,8 @@
 //! Query, key and value projections with one weight tensor.
 use super::linear::init;
 use crate::layout::{Placement, Replicate, RowsOf, Shard, StoredName};
-use crate::nn::{ShardedVarBuilder, Width};
-use crate::parallel::{LayerKind, Layout, ModuleStyle};
+use crate::nn::{MeshVarBuilder, Width};
+use crate::parallel::{LayerKind, ModuleStyle, ParamPlacements};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result, kernels};
@@ -29,7 +29,7 @@ impl Heads {
         ranks: usize,
         granule: usize,
         style: &ModuleStyle,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Width> {
         let Self { query, key_value, dim } = self;
         if query == 0 || dim == 0 || key_value == 0 || !query.is_multiple_of(key_value) {
@@ -69,14 +69,14 @@ impl Heads {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
-/// use candle_shard::nn::{FusedQkv, Heads, Linear, ShardedVarBuilder};
+/// use candle_shard::nn::{FusedQkv, Heads, Linear, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 /// use candle_shard::{AttentionMask, DTensor, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("qkv", ColwiseParallel::default()).with("out", RowwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
 ///     let heads = Heads { query: 6, key_value: 3, dim: 4 };
 ///     let qkv = FusedQkv::new(8, heads, true, &vb.pp("qkv"))?;
 ///     let out = Linear::new(qkv.width(), 8, false, &vb.pp("out"))?;
@@ -94,14 +94,14 @@ impl Heads {
 pub struct FusedQkv {
     heads: Heads,
     width: Width,
-    projections: [Projection; 3],
+    projections: [QkvProjection; 3],
     /// The number of ranks over which groups of queries are cut, if they are.
     shared_by: Option<usize>,
     style: ModuleStyle,
 }
 
 #[derive(Debug, Clone)]
-struct Projection {
+struct QkvProjection {
     weight: DTensor,
     bias: Option<DTensor>,
 }
@@ -112,7 +112,7 @@ impl FusedQkv {
     /// # Errors
     /// If a number of heads or their width is 0, the key heads do not divide the query heads, or the plan does not
     /// shard the layer by columns.
-    pub fn new(in_dim: usize, heads: Heads, bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(in_dim: usize, heads: Heads, bias: bool, vb: &MeshVarBuilder) -> Result<Self> {
         let stored = |parameter: &str, projection: usize, within: [usize; 2]| {
             let [rows, start] = within;
             let name = format!("{parameter}.{}", ["q", "k", "v"][projection]);
@@ -131,7 +131,7 @@ impl FusedQkv {
         heads: Heads,
         bias: bool,
         names: [&str; 3],
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let stored = |parameter: &str, projection: usize, _| StoredName {
             name: format!("{}.{parameter}", names[projection]),
@@ -146,12 +146,12 @@ impl FusedQkv {
         in_dim: usize,
         heads: Heads,
         bias: bool,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
         stored: impl Fn(&str, usize, [usize; 2]) -> StoredName,
     ) -> Result<Self> {
         let style = vb.style();
         let Heads { query, key_value, dim } = heads;
-        let Layout { weight: at, .. } = style.layout(LayerKind::FusedQkv)?;
+        let ParamPlacements { weight: at, .. } = style.layout(LayerKind::FusedQkv)?;
         let ranks = if at == Replicate { 1 } else { vb.mesh().shape()[style.axis] };
         let width = heads.width(ranks, 1, &style, vb)?;
         let group = query / key_value;
@@ -163,10 +163,16 @@ impl FusedQkv {
         let projection = |i: usize, start: usize, width: Width| {
             let whole = shared && i > 0;
             let at = if whole { Replicate } else { at };
-            let weight =
-                vb.part(&[width, in_dim.into()], stored("weight", i, [rows, start]), init(in_dim), at, whole)?;
-            let bias = bias.then(|| vb.part(&[width], stored("bias", i, [rows, start]), init(in_dim), at, whole));
-            Ok::<_, Error>(Projection { weight, bias: bias.transpose()? })
+            let weight = vb.part(
+                &[width, in_dim.into()],
+                stored("weight", i, [rows, start]),
+                init(in_dim),
+                at,
+                whole,
+            )?;
+            let bias =
+                bias.then(|| vb.part(&[width], stored("bias", i, [rows, start]), init(in_dim), at, whole));
+            Ok::<_, Error>(QkvProjection { weight, bias: bias.transpose()? })
         };
         let projections = [
             projection(0, 0, width)?,
@@ -183,12 +189,14 @@ impl FusedQkv {
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
         self.style.layer(|| {
             if x.rank() != 3 {
-                return Err(self.style.error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
+                return Err(self
+                    .style
+                    .error(format_args!("gets {}; expected [batch, sequence, width]", x.spec())));
             }
             let [x] = self.style.inputs([x])?;
             let [q, k, v] = &self.projections;
-            let project = |p: &Projection| x.linear(&p.weight, p.bias.as_ref());
-            let shared = |p: &Projection| match self.shared_by {
+            let project = |p: &QkvProjection| x.linear(&p.weight, p.bias.as_ref());
+            let shared = |p: &QkvProjection| match self.shared_by {
                 Some(ranks) => self.project_shared(&x, p, ranks),
                 None => project(p),
             };
@@ -218,7 +226,12 @@ impl FusedQkv {
 
     /// Projects `x` by weights that all ranks hold, and returns a copy of the key heads for each query head, sharded
     /// like the query.
-    fn project_shared(&self, x: &DTensor, Projection { weight, bias }: &Projection, ranks: usize) -> Result<DTensor> {
+    fn project_shared(
+        &self,
+        x: &DTensor,
+        QkvProjection { weight, bias }: &QkvProjection,
+        ranks: usize,
+    ) -> Result<DTensor> {
         let Heads { query, key_value, dim } = self.heads;
         let (axis, group) = (self.style.axis, query / key_value);
         let sizes = self.style.cut(self.width, ranks);
@@ -227,7 +240,9 @@ impl FusedQkv {
             rules::check_meshes("project_shared", &inputs)?;
             let rows = |placement: Placement| matches!(placement, Shard(0 | 1));
             let mut out = x.targets();
-            for (a, target) in out.iter_mut().enumerate().filter(|(a, target)| *a == axis || !rows(target.placement)) {
+            for (a, target) in
+                out.iter_mut().enumerate().filter(|(a, target)| *a == axis || !rows(target.placement))
+            {
                 *target = if a == axis { Target::shard(2, &sizes) } else { Replicate.into() };
             }
             let mut input = out.clone();

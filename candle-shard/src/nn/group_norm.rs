@@ -1,5 +1,5 @@
 //! Group norm as a layer.
-use crate::nn::{Init, Module, ShardedVarBuilder};
+use crate::nn::{Init, MeshVarBuilder, Module};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Error, Result};
 
@@ -45,7 +45,7 @@ impl Module for GroupNorm {
 ///
 /// # Errors
 /// If the groups do not divide the channels.
-pub fn group_norm(groups: usize, channels: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<GroupNorm> {
+pub fn group_norm(groups: usize, channels: usize, eps: f64, vb: &MeshVarBuilder) -> Result<GroupNorm> {
     let style = vb.style();
     let layout = style.layout(LayerKind::Channels)?;
     let weight = vb.get(channels, "weight", Init::Const(1.0), layout.weight, layout.varying)?;

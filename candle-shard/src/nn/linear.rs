@@ -1,6 +1,6 @@
 //! The linear layer.
 use crate::layout::Placement;
-use crate::nn::{Init, ShardedVarBuilder, Width};
+use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::parallel::plain::{plain_module, sizes_of};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::random::Distribution;
@@ -25,7 +25,7 @@ impl Linear {
         in_dim: impl Into<Width>,
         out_dim: impl Into<Width>,
         bias: bool,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (in_dim, out_dim) = (in_dim.into(), out_dim.into());
         let style = vb.style();
@@ -40,7 +40,7 @@ impl Linear {
     ///
     /// # Errors
     /// If the weight does not have the placement that the plan gives it here.
-    pub fn tied(weight: &DTensor, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn tied(weight: &DTensor, vb: &MeshVarBuilder) -> Result<Self> {
         let style = vb.style();
         style.check_tied(LayerKind::Linear, weight)?;
         vb.check_shared(weight)?;

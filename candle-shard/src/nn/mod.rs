@@ -36,8 +36,8 @@ pub use crate::random::Draws;
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use constructors::{embedding, layer_norm, linear, linear_no_bias, rms_norm};
 pub use conv::{
-    Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
-    conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
+    Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias,
+    conv_transpose2d, conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
 pub use dropout::Dropout;
 pub use embedding::{Embedding, EmbeddingBag};
@@ -50,8 +50,8 @@ pub use module::{Module, ModuleT};
 pub use moe::{ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};
 pub use norm::{LayerNorm, RmsNorm, layer_norm_no_bias};
 pub use optim::{
-    Adagrad, AdamW, AdjustLr, ElementOptimizer, LrSchedule, Muon, Optimizer, ParamGroup, ParamsAdagrad, ParamsMuon,
-    ParamsSgd, Sgd,
+    Adagrad, AdamW, AdjustLr, ElementOptimizer, LrSchedule, Muon, Optimizer, ParamGroup, ParamsAdagrad,
+    ParamsMuon, ParamsSgd, Sgd,
 };
 pub use parameters::{Parameter, Parameters};
 pub use prelu::{PReLU, prelu};
@@ -61,4 +61,6 @@ pub use rnn::{GRU, GRUState, LSTM, LSTMState, RNN, gru, lstm};
 pub use sequence_cache::SequenceCache;
 pub use sequential::{Sequential, seq};
 pub use source::Init;
+pub use var_builder::MeshVarBuilder;
+#[allow(deprecated)]
 pub use var_builder::ShardedVarBuilder;

@@ -11,13 +11,13 @@ use candle_nn::Activation;
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_dist::World;
-/// use candle_shard::nn::{Linear, Module, ShardedVarBuilder};
+/// use candle_shard::nn::{Linear, Module, MeshVarBuilder};
 /// use candle_shard::parallel::Plan;
 /// use candle_shard::{DTensor, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
 ///     let layer = Linear::new(4, 6, true, &vb.pp("layer"))?;
 ///     let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;
 ///     assert_eq!(x.apply(&layer)?.apply(&DTensor::relu)?.dims(), [2, 6]);

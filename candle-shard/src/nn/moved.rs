@@ -5,21 +5,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The tensors of a model by name. Each tensor is dropped when its parameter is built.
-pub(super) struct Moved(Mutex<Left>);
+pub(super) struct StateDict(Mutex<RemainingTensors>);
 
-struct Left {
+struct RemainingTensors {
     tensors: BTreeMap<String, Tensor>,
     /// Tensors shared by several parameters, which stay until all are built.
     shared: BTreeSet<String>,
 }
 
-impl Moved {
+impl StateDict {
     pub(super) fn new(tensors: impl IntoIterator<Item = (impl Into<String>, Tensor)>) -> Self {
         let tensors = tensors.into_iter().map(|(name, tensor)| (name.into(), tensor.detach())).collect();
-        Self(Mutex::new(Left { tensors, shared: BTreeSet::new() }))
+        Self(Mutex::new(RemainingTensors { tensors, shared: BTreeSet::new() }))
     }
 
-    fn left(&self) -> MutexGuard<'_, Left> {
+    fn left(&self) -> MutexGuard<'_, RemainingTensors> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -34,11 +34,14 @@ impl Moved {
     pub(super) fn take(&self, name: &str, shape: &[usize], stays: bool) -> Result<Tensor> {
         let mut left = self.left();
         let found = left.tensors.get(name).cloned();
-        let taken =
-            found.ok_or_else(|| Error::Plan(format!("the model has no tensor {name}; check the path of the layer")))?;
+        let taken = found.ok_or_else(|| {
+            Error::Plan(format!("the model has no tensor {name}; check the path of the layer"))
+        })?;
         if taken.dims() != shape {
             let has = taken.dims();
-            return Err(Error::Plan(format!("the model's tensor {name} is {has:?}, the layer expects {shape:?}")));
+            return Err(Error::Plan(format!(
+                "the model's tensor {name} is {has:?}, the layer expects {shape:?}"
+            )));
         }
         if stays {
             left.shared.insert(name.into());
@@ -50,7 +53,7 @@ impl Moved {
 
     /// Returns an error if there are tensors that no layer used.
     pub(super) fn finish(&self) -> Result<()> {
-        let Left { tensors, shared } = &mut *self.left();
+        let RemainingTensors { tensors, shared } = &mut *self.left();
         tensors.retain(|name, _| !shared.contains(name));
         if tensors.is_empty() {
             return Ok(());

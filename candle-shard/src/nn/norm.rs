@@ -1,5 +1,5 @@
 //! Normalization layers whose gradients reach all layers below.
-use crate::nn::{Init, ShardedVarBuilder};
+use crate::nn::{Init, MeshVarBuilder};
 use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Result};
@@ -15,7 +15,7 @@ pub struct LayerNorm {
 
 impl LayerNorm {
     /// Builds a layer at the builder's path for rows of `width`.
-    pub fn new(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(width: usize, eps: f64, vb: &MeshVarBuilder) -> Result<Self> {
         let layer = layer_norm_no_bias(width, eps, vb)?;
         let layout = layer.style.layout(LayerKind::Norm)?;
         let bias = vb.get(width, "bias", Init::Const(0.0), layout.bias, layout.varying_bias)?;
@@ -48,7 +48,7 @@ impl LayerNorm {
 }
 
 /// Builds a layer norm at the builder's path for rows of `width`, with the parameter `weight` only.
-pub fn layer_norm_no_bias(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<LayerNorm> {
+pub fn layer_norm_no_bias(width: usize, eps: f64, vb: &MeshVarBuilder) -> Result<LayerNorm> {
     let style = vb.style();
     let layout = style.layout(LayerKind::Norm)?;
     let weight = vb.get(width, "weight", Init::Const(1.0), layout.weight, layout.varying)?;
@@ -65,7 +65,7 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     /// Builds a layer at the builder's path for rows of `width`.
-    pub fn new(width: usize, eps: f64, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(width: usize, eps: f64, vb: &MeshVarBuilder) -> Result<Self> {
         let style = vb.style();
         let layout = style.layout(LayerKind::Norm)?;
         let weight = vb.get(width, "weight", Init::Const(1.0), layout.weight, layout.varying)?;

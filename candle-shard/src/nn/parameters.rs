@@ -27,7 +27,7 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// Returns whether it gets no gradient; see [`ShardedVarBuilder::frozen`](crate::nn::ShardedVarBuilder::frozen).
+    /// Returns whether it gets no gradient; see [`MeshVarBuilder::frozen`](crate::nn::MeshVarBuilder::frozen).
     pub fn is_frozen(&self) -> bool {
         !self.tensor.tracked()
     }
@@ -74,7 +74,7 @@ impl Parameters {
     /// use candle_shard::Result;
     /// use candle_shard::nn::{AdamW, Parameters};
     ///
-    /// World::local(1).run(|ctx| -> Result<()> {
+    /// World::threads(1).run(|ctx| -> Result<()> {
     ///     let varmap = VarMap::new();
     ///     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     ///     let layer = candle_nn::linear(4, 2, vb)?;
@@ -193,10 +193,10 @@ impl Parameters {
     /// If a gradient has to be [reduced](Self::reduce) first; and those of [`ClipGradNorm::clip`].
     pub fn clip(&self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
         self.check_frozen("Parameters::clip", grads)?;
-        let is_partial = |p: &&Parameter| Self::varies(p) && grads.get(&p.var).is_some() && !p.is_summed.is_set(grads);
+        let is_partial =
+            |p: &&Parameter| Self::varies(p) && grads.get(&p.var).is_some() && !p.is_summed.is_set(grads);
         if let Some(p) = self.iter().filter(is_partial).min_by_key(|p| &p.name) {
-            let reason =
-                "is a part of a sum over ranks; call reduce before, or take the gradients of Parameters::backward";
+            let reason = "is a part of a sum over ranks; call reduce before, or take the gradients of Parameters::backward";
             return Error::op("Parameters::clip", format!("the gradient of {} {reason}", p.name));
         }
         Ok(self.clip_grad_norm(max_norm)?.clip(&self.named_vars(), grads)?)
@@ -288,9 +288,11 @@ impl Parameters {
             let present = varying.iter().map(|p| f32::from(u8::from(grads.get(&p.var).is_some())));
             partial.push(Tensor::from_iter(present, first.var.device())?);
             let names = varying.iter().map(|p| p.name.as_str());
-            let group = mesh.axis_group(axis)?.with_description(format!("gradients of {}", shared::listed(names)));
+            let group =
+                mesh.axis_group(axis)?.with_description(format!("gradients of {}", shared::listed(names)));
             let mut sums = group.call(Collective::AllReduce(ReduceOp::Sum)).run_all(&partial)?;
-            let present = sums.pop().map(|present| Ok::<_, Error>(group.to_host(&present)?.to_vec1::<f32>()?));
+            let present =
+                sums.pop().map(|present| Ok::<_, Error>(group.to_host(&present)?.to_vec1::<f32>()?));
             let present = present.transpose()?.unwrap_or_default();
             for ((p, sum), _) in varying.iter().zip(sums).zip(present).filter(|(_, present)| *present > 0.0) {
                 grads.insert(&p.var, sum);
@@ -302,7 +304,10 @@ impl Parameters {
 }
 
 /// Returns the name of the first trained parameter with elements on this rank, if none of them has a gradient.
-pub(crate) fn unused<'a>(parameters: impl Iterator<Item = &'a Parameter>, grads: &GradStore) -> Option<&'a str> {
+pub(crate) fn unused<'a>(
+    parameters: impl Iterator<Item = &'a Parameter>,
+    grads: &GradStore,
+) -> Option<&'a str> {
     let mut trained = parameters.filter(|p| !p.is_frozen() && p.var.elem_count() > 0).peekable();
     let first = *trained.peek()?;
     trained.all(|p| grads.get(&p.var).is_none()).then_some(first.name.as_str())

@@ -12,7 +12,7 @@ pub(super) struct AxisCut {
 }
 
 /// How a parameter lies on the mesh.
-pub(super) struct Place<'a> {
+pub(super) struct ParameterPlace<'a> {
     /// The placement on the plan's axis.
     pub(super) placement: Placement,
     /// The axes that shard it beyond the plan.
@@ -21,7 +21,7 @@ pub(super) struct Place<'a> {
     pub(super) dtype: Option<DType>,
 }
 
-impl From<Placement> for Place<'_> {
+impl From<Placement> for ParameterPlace<'_> {
     fn from(placement: Placement) -> Self {
         Self { placement, cuts: &[], dtype: None }
     }

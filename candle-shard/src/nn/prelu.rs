@@ -1,5 +1,5 @@
 //! The parametric ReLU.
-use crate::nn::{Init, Module, ShardedVarBuilder};
+use crate::nn::{Init, MeshVarBuilder, Module};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Result};
 
@@ -44,7 +44,7 @@ impl Module for PReLU {
 ///
 /// # Errors
 /// If a style would shard a single weight.
-pub fn prelu(channels: Option<usize>, vb: &ShardedVarBuilder) -> Result<PReLU> {
+pub fn prelu(channels: Option<usize>, vb: &MeshVarBuilder) -> Result<PReLU> {
     let style = vb.style();
     let layout = style.layout(LayerKind::Channels)?;
     if channels.is_none() && layout.weight.shard_dim().is_some() {

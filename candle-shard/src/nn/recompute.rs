@@ -1,5 +1,5 @@
 //! Recomputation of activations in the backward pass.
-use crate::autograd::order::Span;
+use crate::autograd::order::NodeSpan;
 use crate::autograd::{backward_of_part, counts, hooks, nesting, off_graph};
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::layout::Axes;
@@ -23,7 +23,10 @@ use std::sync::{Arc, OnceLock};
 /// Those of `f`. In the backward pass, if `f` returns other numbers the second time, as with `candle_nn::Dropout`: its
 /// gradients would be those of another function.
 #[doc(alias = "checkpoint")]
-pub fn recompute(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static) -> Result<DTensor> {
+pub fn recompute(
+    x: &DTensor,
+    f: impl Fn(&DTensor) -> Result<DTensor> + Send + Sync + 'static,
+) -> Result<DTensor> {
     if !x.tracked() {
         return f(x);
     }
@@ -34,17 +37,25 @@ pub fn recompute(x: &DTensor, f: impl Fn(&DTensor) -> Result<DTensor> + Send + S
     // Without the graph, so that no activations are kept.
     let out = out.detach();
     counts::segment_made();
-    let span = Arc::<OnceLock<Span>>::default();
-    let op = Recompute { f: Box::new(f), draws, x: x.clone(), varying, made, sink: weight_sink(), span: span.clone() };
-    let (made, nodes) = Span::of(|| edges::apply1(x.to_local(), op))?;
+    let span = Arc::<OnceLock<NodeSpan>>::default();
+    let op = Recompute {
+        f: Box::new(f),
+        draws,
+        x: x.clone(),
+        varying,
+        made,
+        sink: weight_sink(),
+        span: span.clone(),
+    };
+    let (made, nodes) = NodeSpan::of(|| edges::apply1(x.to_local(), op))?;
     span.get_or_init(|| nodes);
     Ok(DTensor::computed(made?, spec, varying, &[out]))
 }
 
-type Segment = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
+type SegmentFn = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
 
 struct Recompute {
-    f: Segment,
+    f: SegmentFn,
     draws: Draws,
     x: DTensor,
     varying: Axes,
@@ -52,7 +63,7 @@ struct Recompute {
     /// The receiver of weight gradients, also for the recomputation.
     sink: Option<Arc<dyn WeightSink>>,
     /// The nodes of the segment in the graph around it.
-    span: Arc<OnceLock<Span>>,
+    span: Arc<OnceLock<NodeSpan>>,
 }
 
 impl CustomOp1 for Recompute {

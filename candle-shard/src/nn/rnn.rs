@@ -1,6 +1,6 @@
 //! candle's recurrent layers, with the batch or the hidden units sharded.
 use crate::layout::{Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName, Width};
-use crate::nn::ShardedVarBuilder;
+use crate::nn::MeshVarBuilder;
 use crate::nn::init::init_of;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Error, Result};
@@ -46,7 +46,7 @@ pub trait RNN {
 
 /// The parameters of all gates, or of one.
 #[derive(Debug, Clone)]
-struct Projection {
+struct GateParams {
     w_ih: DTensor,
     w_hh: DTensor,
     b_ih: Option<DTensor>,
@@ -57,7 +57,7 @@ struct Projection {
 #[derive(Debug, Clone)]
 struct Gates<const N: usize> {
     /// All gates in one, or each by itself if a plan shards the hidden units: a shard has the same units of each gate.
-    projections: Vec<Projection>,
+    projections: Vec<GateParams>,
     features: usize,
     hidden: usize,
     /// The placement of the weights on the plan's axis.
@@ -75,7 +75,7 @@ impl<const N: usize> Gates<N> {
         [features, hidden]: [usize; 2],
         (weights, biases): Inits,
         suffix: &str,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let style = vb.style();
         let at = style.layout(LayerKind::Recurrent)?.weight;
@@ -91,7 +91,7 @@ impl<const N: usize> Gates<N> {
         };
         let projection = |gate| {
             let bias = |name, init: Option<_>| init.map(|init| get(gate, None, name, init)).transpose();
-            Ok(Projection {
+            Ok(GateParams {
                 w_ih: get(gate, Some(features), "weight_ih", weights[0])?,
                 w_hh: get(gate, Some(hidden), "weight_hh", weights[1])?,
                 b_ih: bias("bias_ih", biases[0])?,
@@ -115,10 +115,16 @@ impl<const N: usize> Gates<N> {
         f: impl Fn(DTensor, DTensor) -> Result<[DTensor; M]>,
     ) -> Result<[[DTensor; N]; M]> {
         self.style.layer(|| {
-            if input.rank() != 2 || input.dims()[1] != self.features || h.dims() != [input.dims()[0], self.hidden] {
+            if input.rank() != 2
+                || input.dims()[1] != self.features
+                || h.dims() != [input.dims()[0], self.hidden]
+            {
                 let reason = format!("an input {} with a state {}", input.spec(), h.spec());
                 let (features, hidden) = (self.features, self.hidden);
-                return Error::op(op, format!("{reason}: expected [batch, {features}] and [batch, {hidden}]"));
+                return Error::op(
+                    op,
+                    format!("{reason}: expected [batch, {features}] and [batch, {hidden}]"),
+                );
             }
             // Units of the state are gathered once for all gates.
             let [h] = if self.at == Replicate { [h.clone()] } else { self.style.inputs([h])? };
@@ -190,11 +196,14 @@ impl LSTM {
     ///
     /// # Errors
     /// If the plan has a style here that shards parameters in another way.
-    pub fn new(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &MeshVarBuilder) -> Result<Self> {
         let reverse = if matches!(config.direction, Direction::Backward) { "_reverse" } else { "" };
         let inits = ([config.w_ih_init, config.w_hh_init], [config.b_ih_init, config.b_hh_init]);
         let suffix = format!("l{}{reverse}", config.layer_idx);
-        Ok(Self { gates: Gates::new(["i", "f", "g", "o"], [in_dim, hidden_dim], inits, &suffix, vb)?, config })
+        Ok(Self {
+            gates: Gates::new(["i", "f", "g", "o"], [in_dim, hidden_dim], inits, &suffix, vb)?,
+            config,
+        })
     }
 
     /// Returns the options.
@@ -204,7 +213,7 @@ impl LSTM {
 }
 
 /// Builds an [`LSTM`] at the builder's path.
-pub fn lstm(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &ShardedVarBuilder) -> Result<LSTM> {
+pub fn lstm(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: &MeshVarBuilder) -> Result<LSTM> {
     LSTM::new(in_dim, hidden_dim, config, vb)
 }
 
@@ -252,7 +261,7 @@ impl GRU {
     ///
     /// # Errors
     /// If the plan has a style here that shards parameters in another way.
-    pub fn new(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &MeshVarBuilder) -> Result<Self> {
         let inits = ([config.w_ih_init, config.w_hh_init], [config.b_ih_init, config.b_hh_init]);
         Ok(Self { gates: Gates::new(["r", "z", "n"], [in_dim, hidden_dim], inits, "l0", vb)?, config })
     }
@@ -264,7 +273,7 @@ impl GRU {
 }
 
 /// Builds a [`GRU`] at the builder's path.
-pub fn gru(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &ShardedVarBuilder) -> Result<GRU> {
+pub fn gru(in_dim: usize, hidden_dim: usize, config: GRUConfig, vb: &MeshVarBuilder) -> Result<GRU> {
     GRU::new(in_dim, hidden_dim, config, vb)
 }
 

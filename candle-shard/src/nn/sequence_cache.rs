@@ -19,7 +19,7 @@ const OP: &str = "SequenceCache";
 /// use candle_shard::nn::SequenceCache;
 /// use candle_shard::{Attention, DTensor, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("cp", 2)])?;
 ///     let of = |tokens: usize| {
 ///         let whole = Tensor::ones((1, tokens, 2, 4), DType::F32, &Cpu)?; // [batch, tokens, heads, head_dim]
@@ -144,7 +144,8 @@ impl SequenceCache {
                 return Error::op(OP, reason);
             }
             if x.tracked() || x.placements().iter().any(|at| at.is_partial()) {
-                let reason = format!("{what} {spec} are partial or have a gradient, which would be lost; detach them");
+                let reason =
+                    format!("{what} {spec} are partial or have a gradient, which would be lost; detach them");
                 return Error::op(OP, reason);
             }
             let known = self.specs.as_ref().map(|specs| &specs[i]);
@@ -187,8 +188,8 @@ fn of_tokens(spec: &Spec, tokens: usize, cut: Option<(usize, &[usize])>) -> Resu
         placements[axis] = Shard(1);
     }
     let other = Spec::new(spec.mesh(), &placements, shape, spec.dtype())?;
-    let other =
-        (0..spec.mesh().ndim()).try_fold(other, |other, axis| other.with_sizes(axis, spec.sizes(axis).cloned()))?;
+    let other = (0..spec.mesh().ndim())
+        .try_fold(other, |other, axis| other.with_sizes(axis, spec.sizes(axis).cloned()))?;
     match cut {
         Some((axis, sizes)) => other.with_sizes(axis, Some(sizes.into())),
         None => Ok(other),

@@ -7,14 +7,14 @@ use crate::{DTensor, Result};
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_dist::World;
-/// use candle_shard::nn::{Linear, Module, ShardedVarBuilder, seq};
+/// use candle_shard::nn::{Linear, Module, MeshVarBuilder, seq};
 /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 /// use candle_shard::{DTensor, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
 ///     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
 ///     let model = seq().add(up).add_fn(DTensor::relu).add(down);
 ///     let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;

@@ -2,7 +2,7 @@
 use crate::agreement::{Frequency, alike};
 use crate::kernels::convert;
 use crate::layout::{RowsOf, Spec};
-use crate::nn::moved::Moved;
+use crate::nn::moved::StateDict;
 use crate::random::{Distribution, Stream, sample};
 use crate::tensor::block_of;
 use crate::{Result, Weights};
@@ -20,15 +20,15 @@ pub enum Init {
 }
 
 /// The source of a builder's parameters.
-pub(super) enum Source {
+pub(super) enum ParameterSource {
     Fresh,
     Loaded(candle_nn::VarBuilder<'static>),
     Stored(Arc<Weights>),
-    Moved(Moved),
+    Moved(StateDict),
 }
 
 /// The tensor of a source with the elements of a parameter.
-pub(super) struct Wanted<'a> {
+pub(super) struct ParameterRequest<'a> {
     /// The name of the parameter.
     pub(super) name: &'a str,
     /// The tensor that has it among its rows, if the parameter is not stored by itself.
@@ -37,10 +37,15 @@ pub(super) struct Wanted<'a> {
     pub(super) spec: &'a Spec,
 }
 
-impl Source {
+impl ParameterSource {
     /// Returns this rank's shard of a parameter, on `device`.
-    pub(super) fn shard(&self, at: &Wanted<'_>, (init, seed): (Init, u64), device: &Device) -> Result<Tensor> {
-        let Wanted { name, within, spec } = at;
+    pub(super) fn shard(
+        &self,
+        at: &ParameterRequest<'_>,
+        (init, seed): (Init, u64),
+        device: &Device,
+    ) -> Result<Tensor> {
+        let ParameterRequest { name, within, spec } = at;
         let (of, whole, block) = match within.filter(|_| !self.has(name)) {
             Some(within) => (within.of.as_str(), within.whole(spec), within.block(spec)),
             None => (*name, spec.dims().into(), spec.local_block()),
@@ -57,8 +62,12 @@ impl Source {
                 alike("parallelize", of, Frequency::OnDemand, &taken, spec.mesh())?;
                 convert(&block_of(&taken, &block)?.to_device(device)?, dtype)?.force_contiguous()?
             }
-            (Self::Fresh, Init::Const(value)) => empty::full(value, spec.local_shape().as_slice(), dtype, device)?,
-            (Self::Fresh, Init::Random(dist)) => sample(Stream::new(seed, of), dist, &whole, &block, dtype, device)?,
+            (Self::Fresh, Init::Const(value)) => {
+                empty::full(value, spec.local_shape().as_slice(), dtype, device)?
+            }
+            (Self::Fresh, Init::Random(dist)) => {
+                sample(Stream::new(seed, of), dist, &whole, &block, dtype, device)?
+            }
         })
     }
 

@@ -2,10 +2,10 @@
 mod complete;
 mod made;
 
-use self::complete::Completion;
-use super::moved::Moved;
-use super::place::{AxisCut, Place};
-use super::source::{Init, Source};
+use self::complete::BuildStatus;
+use super::moved::StateDict;
+use super::place::{AxisCut, ParameterPlace};
+use super::source::{Init, ParameterSource};
 use crate::fsdp::{Sharder, Unit};
 use crate::kernels::QuantizedMatrix;
 use crate::layout::{Axes, Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName, axes_of};
@@ -21,8 +21,8 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-struct Shared {
-    source: Source,
+struct BuilderState {
+    source: ParameterSource,
     seed: u64,
     mesh: DeviceMesh,
     plan: Plan,
@@ -34,7 +34,7 @@ struct Shared {
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
     matched: Mutex<BTreeSet<usize>>,
-    completion: Completion,
+    completion: BuildStatus,
 }
 
 /// Creates the parameters of layers, on each rank only its shard: candle's `VarBuilder` for a mesh and a plan.
@@ -42,14 +42,14 @@ struct Shared {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
-/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+/// use candle_shard::nn::{Linear, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan};
 /// use candle_shard::{DTensor, Replicate, Result};
 ///
-/// let shapes = World::local(2).run(|ctx| -> Result<Vec<usize>> {
+/// let shapes = World::threads(2).run(|ctx| -> Result<Vec<usize>> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
 ///     let layer = Linear::new(4, 6, true, &vb.pp("up"))?;
 ///     let parameters = vb.finish()?; // an error if a pattern of the plan matched nothing
 ///     let x = DTensor::distribute(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?, &mesh, &[Replicate])?;
@@ -60,8 +60,8 @@ struct Shared {
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[derive(Clone)]
-pub struct ShardedVarBuilder {
-    shared: Arc<Shared>,
+pub struct MeshVarBuilder {
+    shared: Arc<BuilderState>,
     pub(super) path: Vec<String>,
     /// Whether layers get parameters without gradients.
     frozen: bool,
@@ -75,19 +75,28 @@ pub struct ShardedVarBuilder {
     requested: Arc<Mutex<Vec<String>>>,
 }
 
-impl ShardedVarBuilder {
+/// The former name of [`MeshVarBuilder`].
+#[deprecated(since = "0.1.0", note = "renamed to MeshVarBuilder")]
+pub type ShardedVarBuilder = MeshVarBuilder;
+
+impl MeshVarBuilder {
     /// Creates a builder of parameters drawn from `seed`, bit-equal on every mesh.
     ///
     /// # Errors
     /// If the mesh has no axis of the plan's name.
     pub fn fresh(seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
-        Self::new(Source::Fresh, seed, mesh, plan, dtype, device)
+        Self::new(ParameterSource::Fresh, seed, mesh, plan, dtype, device)
     }
 
     /// Creates a builder of parameters from a candle `VarBuilder`. Each rank keeps its shards; `seed` is for dropout.
-    pub fn from_candle(vb: candle_nn::VarBuilder<'static>, seed: u64, mesh: &DeviceMesh, plan: Plan) -> Result<Self> {
+    pub fn from_candle(
+        vb: candle_nn::VarBuilder<'static>,
+        seed: u64,
+        mesh: &DeviceMesh,
+        plan: Plan,
+    ) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
-        Self::new(Source::Loaded(vb), seed, mesh, plan, dtype, &device)
+        Self::new(ParameterSource::Loaded(vb), seed, mesh, plan, dtype, &device)
     }
 
     /// Creates a builder of parameters from files. Each rank reads only its shard, cast to `dtype`. `seed` is for
@@ -96,17 +105,17 @@ impl ShardedVarBuilder {
     /// ```
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_dist::World;
-    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
     /// use candle_shard::parallel::{ColwiseParallel, Plan};
     /// use candle_shard::{Result, Weights};
     ///
     /// let path = std::env::temp_dir().join(format!("from-weights-doc-{}.safetensors", std::process::id()));
     /// Tensor::ones((6, 4), DType::F16, &Device::Cpu)?.save_safetensors("up.weight", &path)?;
-    /// let read = World::local(2).run(|ctx| -> Result<u64> {
+    /// let read = World::threads(2).run(|ctx| -> Result<u64> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
     ///     let weights = std::sync::Arc::new(Weights::open(&path)?);
-    ///     let vb = ShardedVarBuilder::from_weights(weights.clone(), 0, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let vb = MeshVarBuilder::from_weights(weights.clone(), 0, &mesh, plan, DType::F32, &Device::Cpu)?;
     ///     Linear::new(4, 6, false, &vb.pp("up"))?;
     ///     Ok(weights.bytes_read())
     /// })?;
@@ -125,7 +134,7 @@ impl ShardedVarBuilder {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        Self::new(Source::Stored(weights.into()), seed, mesh, plan, dtype, device)
+        Self::new(ParameterSource::Stored(weights.into()), seed, mesh, plan, dtype, device)
     }
 
     /// Creates a builder of parameters from an existing model: its tensors by name, equal on every rank. `seed` is for
@@ -147,13 +156,20 @@ impl ShardedVarBuilder {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        Self::new(Source::Moved(Moved::new(tensors)), seed, mesh, plan, dtype, device)
+        Self::new(ParameterSource::Moved(StateDict::new(tensors)), seed, mesh, plan, dtype, device)
     }
 
-    fn new(source: Source, seed: u64, mesh: &DeviceMesh, plan: Plan, dtype: DType, device: &Device) -> Result<Self> {
+    fn new(
+        source: ParameterSource,
+        seed: u64,
+        mesh: &DeviceMesh,
+        plan: Plan,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         plan.check(mesh)?;
         let (built, matched, quantized_bytes) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
-        let shared = Shared {
+        let shared = BuilderState {
             source,
             seed,
             mesh: mesh.clone(),
@@ -164,7 +180,7 @@ impl ShardedVarBuilder {
             registry: VarRegistry::new(),
             quantized_bytes,
             matched,
-            completion: Completion::default(),
+            completion: BuildStatus::default(),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -183,13 +199,13 @@ impl ShardedVarBuilder {
     /// ```
     /// use candle_core::{DType, Device, Tensor};
     /// use candle_dist::World;
-    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
     /// use candle_shard::parallel::Plan;
     /// use candle_shard::{DTensor, Replicate, Result};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
-    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
     ///     let (base, head) = (vb.frozen().pp("base"), vb.pp("head"));
     ///     let (base, head) = (Linear::new(4, 4, true, &base)?, Linear::new(4, 1, true, &head)?);
     ///     let x = DTensor::distribute(&Tensor::ones((1, 4), DType::F32, &Device::Cpu)?, &mesh, &[Replicate])?;
@@ -304,24 +320,30 @@ impl ShardedVarBuilder {
     /// If the sizes do not cut the dim, or parameters are fully sharded over one of the axes.
     pub(super) fn cut(&self, dims: &[usize], name: &str, init: Init, cuts: &[AxisCut]) -> Result<DTensor> {
         let dims: SmallVec<[Width; 4]> = dims.iter().map(|&size| size.into()).collect();
-        let place = Place { cuts, ..Replicate.into() };
+        let place = ParameterPlace { cuts, ..Replicate.into() };
         self.build(&dims, name.into(), (init, None), place, false)
     }
 
     /// Creates a vector that gets no gradient, such as running statistics. It is saved and loaded like a parameter.
     ///
     /// It is whole on the axis of fully sharded parameters: a layer must not write to a gathered copy.
-    pub(super) fn buffer(&self, size: usize, name: &str, value: f64, placement: Placement) -> Result<DTensor> {
+    pub(super) fn buffer(
+        &self,
+        size: usize,
+        name: &str,
+        value: f64,
+        placement: Placement,
+    ) -> Result<DTensor> {
         self.buffer_of(size, name, value, placement.into())
     }
 
     /// Like [`buffer`](Self::buffer), replicated, and in f32 for 16-bit parameters, for small steps.
     pub(super) fn wide_buffer(&self, size: usize, name: &str, value: f64) -> Result<DTensor> {
         let wide = matches!(self.dtype(), DType::F16 | DType::BF16).then_some(DType::F32);
-        self.buffer_of(size, name, value, Place { dtype: wide, ..Replicate.into() })
+        self.buffer_of(size, name, value, ParameterPlace { dtype: wide, ..Replicate.into() })
     }
 
-    fn buffer_of(&self, size: usize, name: &str, value: f64, place: Place<'_>) -> Result<DTensor> {
+    fn buffer_of(&self, size: usize, name: &str, value: f64, place: ParameterPlace<'_>) -> Result<DTensor> {
         let outside = Self { frozen: true, ..self.within(None, None) };
         let init = (Init::Const(value), None);
         Ok(outside.build(&[size.into()], name.into(), init, place, false)?.into_made())
@@ -356,7 +378,7 @@ impl ShardedVarBuilder {
         dims: &[Width],
         stored: StoredName,
         (init, zero_row): (Init, Option<usize>),
-        Place { placement, cuts, dtype }: Place<'_>,
+        ParameterPlace { placement, cuts, dtype }: ParameterPlace<'_>,
         varying: bool,
     ) -> Result<DTensor> {
         let mesh = self.mesh();
@@ -376,7 +398,8 @@ impl ShardedVarBuilder {
         for &AxisCut { axis, dim, .. } in cuts {
             if sharder.is_some_and(|sharder| sharder.axes().contains(&axis)) {
                 let axis = &mesh.names()[axis];
-                let reason = format!("{name} is cut over axis {axis:?}, over which parameters are fully sharded");
+                let reason =
+                    format!("{name} is cut over axis {axis:?}, over which parameters are fully sharded");
                 return Err(Error::Plan(format!("{reason}; use two axes")));
             }
             placements[axis] = Shard(dim);
@@ -391,7 +414,8 @@ impl ShardedVarBuilder {
         let shape: Dims = dims.iter().map(|width| width.size()).collect();
         let sharded = axis.filter(|&axis| mesh.shape()[axis] > 1).zip(placement.shard_dim());
         let width = sharded.and_then(|(axis, dim)| Some((axis, dims.get(dim)?)));
-        let sizes = width.map(|(axis, width)| Ok::<_, Error>((axis, self.shard_sizes(*width)?))).transpose()?;
+        let sizes =
+            width.map(|(axis, width)| Ok::<_, Error>((axis, self.shard_sizes(*width)?))).transpose()?;
         let spec = Spec::new(mesh, &placements, shape.as_slice(), *dtype)?;
         let mut spec = match sizes {
             Some((axis, sizes)) => spec.with_sizes(axis, Some(sizes.as_slice().into()))?,
@@ -416,7 +440,9 @@ impl ShardedVarBuilder {
         let is_known = known.is_some();
         let (mut tensor, var) = match known {
             // No model has trained it so far.
-            Some(known) if known.is_frozen() && !self.frozen => (known.tensor.parameter_of(&known.var), known.var),
+            Some(known) if known.is_frozen() && !self.frozen => {
+                (known.tensor.parameter_of(&known.var), known.var)
+            }
             Some(known) => (known.tensor, known.var),
             None => self.made(&name, within.as_ref(), spec, init, zero_row)?,
         };
@@ -450,7 +476,7 @@ impl ShardedVarBuilder {
     /// Returns the files that parameters are read from, if they are.
     pub(super) fn stored(&self) -> Option<&Arc<Weights>> {
         match &self.shared.source {
-            Source::Stored(weights) => Some(weights),
+            ParameterSource::Stored(weights) => Some(weights),
             _ => None,
         }
     }
@@ -462,7 +488,8 @@ impl ShardedVarBuilder {
     /// Layers like [`QuantizedLinear`](crate::nn::QuantizedLinear) keep such a parameter as it is stored; all other
     /// layers hold the floats that it stands for.
     pub fn quantized_block(&self, name: &str) -> Option<usize> {
-        let dtype = self.stored().filter(|_| !self.dequantized)?.quantized_dtype(&self.full_name(name)).ok()??;
+        let dtype =
+            self.stored().filter(|_| !self.dequantized)?.quantized_dtype(&self.full_name(name)).ok()??;
         QuantizedMatrix::takes(dtype).then(|| dtype.block_size())
     }
 

@@ -12,7 +12,7 @@ mod sequence;
 
 use crate::kernels::{self, RopePairs};
 use crate::layout::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 pub use options::{Attention, ContextWay, Documents};
 pub use order::TokenOrder;
@@ -49,7 +49,9 @@ impl DTensor {
     fn rope_signature(&self, cos: &Self, sin: &Self, offset: usize) -> Result<Signature> {
         let of_one_dtype = cos.dtype() == self.dtype() && sin.dtype() == self.dtype();
         let fits = match (self.dims(), cos.dims()) {
-            (&[.., s, d], &[t, half]) => d == 2 * half && s <= t.saturating_sub(offset) && cos.dims() == sin.dims(),
+            (&[.., s, d], &[t, half]) => {
+                d == 2 * half && s <= t.saturating_sub(offset) && cos.dims() == sin.dims()
+            }
             _ => false,
         };
         if !fits || !of_one_dtype || cos.tracked() || sin.tracked() {
@@ -61,9 +63,10 @@ impl DTensor {
             );
         }
         self.check_float("rope")?;
-        let mut rows: Rows =
-            (0..self.rank() - 1).map(|d| Row::new(Shard(d), &[Shard(d), Replicate, Replicate])).collect();
-        rows.push(Row::new(SUM, &[SUM, Replicate, Replicate]));
+        let mut rows: ShardingRules = (0..self.rank() - 1)
+            .map(|d| ShardingRule::new(Shard(d), &[Shard(d), Replicate, Replicate]))
+            .collect();
+        rows.push(ShardingRule::new(SUM, &[SUM, Replicate, Replicate]));
         Ok(Signature::new(rows, self.dims(), self.dtype()))
     }
 
@@ -108,8 +111,12 @@ impl DTensor {
         let dtypes = key.dtype() == self.dtype() && value.dtype() == self.dtype();
         let Some((dim, _)) = sizes.filter(|_| dtypes) else {
             let (q, k, v) = (self.spec(), key.spec(), value.spec());
-            let want = "expected [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
-            return Error::op("scaled_dot_product_attention", format!("query {q}, key {k}, value {v}: {want}"));
+            let want =
+                "expected [b, h, q, d], [b, g, k, d] and [b, g, k, v] of one dtype with h a multiple of g";
+            return Error::op(
+                "scaled_dot_product_attention",
+                format!("query {q}, key {k}, value {v}: {want}"),
+            );
         };
         let scale = if dim == 0 { 1.0 } else { scale.unwrap_or(1.0 / (dim as f64).sqrt()) };
         if let AttentionMask::Additive(mask) = mask {
@@ -147,7 +154,9 @@ impl DTensor {
         let (key, value) = (key.repeat_heads(group, 1)?, value.repeat_heads(group, 1)?);
         let scores = self.matmul(&key.t()?)?;
         let weights = match cap {
-            Some(cap) => scores.affine(scale / cap, 0.0)?.tanh()?.affine(cap, 0.0)?.masked_softmax(mask, 1.0)?,
+            Some(cap) => {
+                scores.affine(scale / cap, 0.0)?.tanh()?.affine(cap, 0.0)?.masked_softmax(mask, 1.0)?
+            }
             None => scores.masked_softmax(mask, scale)?,
         };
         weights.matmul(&value)
@@ -177,8 +186,8 @@ impl DTensor {
             let mut shape = dims.to_vec();
             shape[dim] *= times;
             let others = (0..4).filter(|&d| d != dim);
-            let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
-            rows.push(Row::new(SUM, &[SUM]));
+            let mut rows: ShardingRules = others.map(|d| ShardingRule::new(Shard(d), &[Shard(d)])).collect();
+            rows.push(ShardingRule::new(SUM, &[SUM]));
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
         rules::run("repeat_heads", &[times, dim], &[self], signature, |x, out| {

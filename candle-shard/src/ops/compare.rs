@@ -2,7 +2,7 @@
 use super::operand::{Operand, Side};
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::layout::{Placement, Replicate};
-use crate::rules::{self, Row, Signature};
+use crate::rules::{self, ShardingRule, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::op::CmpOp;
 use candle_core::{DType, Tensor};
@@ -80,14 +80,15 @@ impl DTensor {
         let Some(dtype) = on_true.dtype().or(on_false.dtype()) else {
             return Error::op(OP, "two numbers, which have no dtype; give one of them as a tensor");
         };
-        let (cond, on_true, on_false) = (&self.detach(), &self.beside(on_true, dtype)?, &self.beside(on_false, dtype)?);
+        let (cond, on_true, on_false) =
+            (&self.detach(), &self.beside(on_true, dtype)?, &self.beside(on_false, dtype)?);
         let signature = || {
             if !matches!(cond.dtype(), DType::U8 | DType::U32 | DType::I64) {
                 return Error::op(OP, format!("a condition {}: expected u8, u32 or i64", cond.spec()));
             }
             let shape = broadcast(OP, cond.dims(), &on_true.check_pair(OP, on_false)?)?;
             let mut rows = broadcast_rows(&shape, &[cond.dims(), on_true.dims(), on_false.dims()]);
-            rows.push(Row::new(SUM, &[Replicate, SUM, SUM]));
+            rows.push(ShardingRule::new(SUM, &[Replicate, SUM, SUM]));
             Ok(Signature::new(rows, &shape, dtype))
         };
         rules::run(OP, &[], &[cond, on_true, on_false], signature, |x, out| {

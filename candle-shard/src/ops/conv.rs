@@ -3,7 +3,7 @@ use super::halo::Halo;
 use super::{neutral, neutral_of};
 use crate::kernels::Conv;
 use crate::layout::{Placement, Replicate, Shard, Spec};
-use crate::rules::{self, OpSpec, Row, Rows, Signature};
+use crate::rules::{self, OpSpec, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use smallvec::smallvec;
@@ -15,13 +15,13 @@ const LENGTH: usize = 2;
 
 /// How a kernel lies over lines.
 #[derive(Clone, Copy)]
-struct Line {
+struct LineConv {
     conv: Conv,
     /// The result at a place depends on no later one, and there are as many places as elements.
     causal: bool,
 }
 
-impl Line {
+impl LineConv {
     /// The distance from the first to the last element under a kernel of `size` elements.
     const fn reach(self, size: usize) -> usize {
         self.conv.dilation * size.saturating_sub(1)
@@ -84,7 +84,7 @@ impl DTensor {
     /// If shapes or dtypes do not agree, or the kernel does not fit into the padded input.
     #[track_caller]
     pub fn conv1d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
-        self.line("conv1d", kernel, Line { conv, causal: false })?.with_bias("conv1d", bias)
+        self.line("conv1d", kernel, LineConv { conv, causal: false })?.with_bias("conv1d", bias)
     }
 
     /// The causal convolution of `[b, c, l]` with a kernel `[o, c / groups, k]` and a bias `[o]`: `[b, o, l]`.
@@ -98,7 +98,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{Conv, DTensor, Replicate, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("cp", 2)])?;
     ///     let x = Tensor::new(&[[[1f32, 2., 3., 4., 5.]]], &Device::Cpu)?;
     ///     let x = DTensor::distribute(&x, &mesh, &[Shard(2)])?;
@@ -115,16 +115,17 @@ impl DTensor {
     /// If shapes or dtypes do not agree, or `conv` has a padding or a stride.
     #[track_caller]
     pub fn causal_conv1d(&self, kernel: &Self, bias: Option<&Self>, conv: Conv) -> Result<Self> {
-        self.line("causal_conv1d", kernel, Line { conv, causal: true })?.with_bias("causal_conv1d", bias)
+        self.line("causal_conv1d", kernel, LineConv { conv, causal: true })?.with_bias("causal_conv1d", bias)
     }
 
     #[track_caller]
-    fn line(&self, op: &'static str, kernel: &Self, line: Line) -> Result<Self> {
+    fn line(&self, op: &'static str, kernel: &Self, line: LineConv) -> Result<Self> {
         let inputs = [self, kernel];
         let op_spec = || {
             let mut made = OpSpec::new(op, &inputs, self.line_signature(op, kernel, line)?)?;
-            let sharded =
-                |axis: usize| made.outs[0].placements()[axis] == Shard(LENGTH) && self.mesh().shape()[axis] > 1;
+            let sharded = |axis: usize| {
+                made.outs[0].placements()[axis] == Shard(LENGTH) && self.mesh().shape()[axis] > 1
+            };
             // A rank without results may have elements for others.
             if (0..self.mesh().ndim()).any(sharded) {
                 made.nothing = false;
@@ -136,14 +137,14 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn line_signature(&self, op: &'static str, kernel: &Self, line: Line) -> Result<Signature> {
-        let Line { conv, causal } = line;
+    fn line_signature(&self, op: &'static str, kernel: &Self, line: LineConv) -> Result<Signature> {
+        let LineConv { conv, causal } = line;
         if causal && (conv.padding, conv.stride) != (0, 1) {
             let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
             return Error::op(op, format!("{what}: expected no padding and a stride of 1"));
         }
         let mut signature = self.conv_signature(op, 1, kernel, conv, |len, size| line.places(len, size))?;
-        signature.rows.push(Row::new(Shard(LENGTH), &[Shard(LENGTH), Replicate]));
+        signature.rows.push(ShardingRule::new(Shard(LENGTH), &[Shard(LENGTH), Replicate]));
         let keeps = line.places(self.dims()[LENGTH], kernel.dims()[LENGTH]) == Some(self.dims()[LENGTH]);
         Ok(if keeps { signature } else { signature.resized(LENGTH) })
     }
@@ -179,8 +180,9 @@ impl DTensor {
         places: impl Fn(usize, usize) -> Option<usize>,
     ) -> Result<Signature> {
         self.check_float(op)?;
-        let refuse =
-            |why: &str| Error::op(op, format!("{} with a kernel {}, {conv:?}: {why}", self.spec(), kernel.spec()));
+        let refuse = |why: &str| {
+            Error::op(op, format!("{} with a kernel {}, {conv:?}: {why}", self.spec(), kernel.spec()))
+        };
         let (x, k) = (self.dims(), kernel.dims());
         if x.len() != spatial + 2 || k.len() != spatial + 2 || kernel.dtype() != self.dtype() {
             return refuse("expected [batch, in, ..] and [out, in / groups, ..] of one dtype");
@@ -196,14 +198,15 @@ impl DTensor {
             };
             shape.push(places);
         }
-        let mut rows: Rows = Rows::from_iter([Row::new(Shard(0), &[Shard(0), Replicate])]);
+        let mut rows: ShardingRules =
+            ShardingRules::from_iter([ShardingRule::new(Shard(0), &[Shard(0), Replicate])]);
         if groups == 1 {
-            rows.push(Row::new(Shard(1), &[Replicate, Shard(0)]));
-            rows.push(Row::new(SUM, &[Shard(1), Shard(1)]));
+            rows.push(ShardingRule::new(Shard(1), &[Replicate, Shard(0)]));
+            rows.push(ShardingRule::new(SUM, &[Shard(1), Shard(1)]));
         } else if groups == x[1] && x[1] == k[0] {
-            rows.push(Row::new(Shard(1), &[Shard(1), Shard(0)]));
+            rows.push(ShardingRule::new(Shard(1), &[Shard(1), Shard(0)]));
         }
-        rows.extend([Row::new(SUM, &[SUM, Replicate]), Row::new(SUM, &[Replicate, SUM])]);
+        rows.extend([ShardingRule::new(SUM, &[SUM, Replicate]), ShardingRule::new(SUM, &[Replicate, SUM])]);
         Ok(Signature::new(rows, &shape, self.dtype()))
     }
 
@@ -254,12 +257,16 @@ impl DTensor {
         let op = "conv_transpose1d";
         if self.rank() != 3 || kernel.rank() != 3 || output_padding >= conv.stride.max(conv.dilation) {
             let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
-            let want = "expected [batch, in, l] and [in, out, k], and less output padding than stride or dilation";
+            let want =
+                "expected [batch, in, l] and [in, out, k], and less output padding than stride or dilation";
             return Error::op(op, format!("{what}, output padding {output_padding}: {want}"));
         }
         let Some(len) = conv.transposed(self.dims()[2], kernel.dims()[2], output_padding) else {
             let what = format!("{} with a kernel {}, {conv:?}", self.spec(), kernel.spec());
-            return Error::op(op, format!("{what}: the output has no element or too many, or stride or dilation is 0"));
+            return Error::op(
+                op,
+                format!("{what}: the output has no element or too many, or stride or dilation is 0"),
+            );
         };
         // A line is an image of one row without padding.
         let whole = Conv { padding: 0, ..conv };
@@ -269,7 +276,12 @@ impl DTensor {
     }
 
     #[track_caller]
-    fn conv_transpose_signature(&self, kernel: &Self, output_padding: usize, conv: Conv) -> Result<Signature> {
+    fn conv_transpose_signature(
+        &self,
+        kernel: &Self,
+        output_padding: usize,
+        conv: Conv,
+    ) -> Result<Signature> {
         let op = "conv_transpose2d";
         self.check_float(op)?;
         let refuse = |why: &str| {
@@ -289,12 +301,12 @@ impl DTensor {
         let (Some(h), Some(w)) = (size(h, kh), size(w, kw)) else {
             return refuse("the output has no element or too many, or stride or dilation is 0");
         };
-        let rows = Rows::from_iter([
-            Row::new(Shard(0), &[Shard(0), Replicate]),
-            Row::new(Shard(1), &[Replicate, Shard(1)]),
-            Row::new(SUM, &[Shard(1), Shard(0)]),
-            Row::new(SUM, &[SUM, Replicate]),
-            Row::new(SUM, &[Replicate, SUM]),
+        let rows = ShardingRules::from_iter([
+            ShardingRule::new(Shard(0), &[Shard(0), Replicate]),
+            ShardingRule::new(Shard(1), &[Replicate, Shard(1)]),
+            ShardingRule::new(SUM, &[Shard(1), Shard(0)]),
+            ShardingRule::new(SUM, &[SUM, Replicate]),
+            ShardingRule::new(SUM, &[Replicate, SUM]),
         ]);
         Ok(Signature::new(rows, &[b, out, h, w], self.dtype()))
     }
@@ -304,7 +316,8 @@ impl DTensor {
     pub(crate) fn with_bias(self, op: &'static str, bias: Option<&Self>) -> Result<Self> {
         let Some(bias) = bias else { return Ok(self) };
         if bias.dims() != &self.dims()[1..2] || bias.dtype() != self.dtype() {
-            let reason = format!("bias {} for an output {}: expected [{}]", bias.spec(), self.spec(), self.dims()[1]);
+            let reason =
+                format!("bias {} for an output {}: expected [{}]", bias.spec(), self.spec(), self.dims()[1]);
             return Error::op(op, format!("{reason} of its dtype"));
         }
         let per_channel: Vec<usize> =

@@ -3,7 +3,7 @@ use super::lookup::{Indexes, read_indexes_once};
 use super::neutral;
 use crate::layout::{Placement, Replicate, Shard};
 use crate::ops::loss::{Reduction, loss_dtype};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result, kernels};
 use candle_core::{DType, Tensor};
@@ -27,7 +27,7 @@ const SUM: Placement = Placement::PARTIAL_SUM;
 /// use candle_dist::World;
 /// use candle_shard::{CrossEntropy, DTensor, Replicate, Result, Shard};
 ///
-/// let losses = World::local(2).run(|ctx| -> Result<f64> {
+/// let losses = World::threads(2).run(|ctx| -> Result<f64> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let logits = Tensor::new(&[[0f64, 0., 0., 0.], [1., 2., 3., 4.]], &Device::Cpu)?;
 ///     let logits = DTensor::distribute(&logits, &mesh, &[Shard(1)])?;
@@ -69,7 +69,8 @@ impl CrossEntropy {
     #[track_caller]
     pub fn of_logits(&self, logits: &DTensor, targets: &DTensor) -> Result<DTensor> {
         if !(0.0..=1.0).contains(&self.label_smoothing) {
-            let reason = format!("label smoothing {}: expected at least 0 and at most 1", self.label_smoothing);
+            let reason =
+                format!("label smoothing {}: expected at least 0 and at most 1", self.label_smoothing);
             return Error::op("cross_entropy", reason);
         }
         let device = logits.device();
@@ -105,7 +106,10 @@ impl CrossEntropy {
             let picked = local.reshape((rows, classes))?.contiguous()?.gather(&index, 1)?.squeeze(1)?;
             let picked = picked.to_dtype(loss_dtype(x[0].dtype()))?;
             // Rows whose class is on another rank, or ignored, add nothing even where they are infinite.
-            let here = Tensor::from_iter(goals.rows.iter().map(|goal| u8::from(goal.class.is_some())), local.device())?;
+            let here = Tensor::from_iter(
+                goals.rows.iter().map(|goal| u8::from(goal.class.is_some())),
+                local.device(),
+            )?;
             let weights = Tensor::from_iter(goals.rows.iter().map(|goal| -goal.peak), local.device())?;
             let picked = here.where_cond(&picked, &picked.zeros_like()?)?;
             Ok((picked * weights.to_dtype(loss_dtype(x[0].dtype()))?)?.sum_all()?)
@@ -155,11 +159,14 @@ impl CrossEntropy {
         let inputs: SmallVec<[&DTensor; 2]> = [targets].into_iter().chain(weights).collect();
         let dtype = loss_dtype(scores.dtype());
         let signature = || {
-            let row = |d| Row { out: SUM, ins: [Shard(d)].into_iter().chain(weights.map(|_| Replicate)).collect() };
+            let row = |d| ShardingRule {
+                out: SUM,
+                ins: [Shard(d)].into_iter().chain(weights.map(|_| Replicate)).collect(),
+            };
             Ok(Signature::new((0..targets.rank()).map(row).collect(), &[], dtype))
         };
         rules::run("total weight of targets", &[dtype as usize], &inputs, signature, |x, _| {
-            let Targets { classes, weights } =
+            let ClassTargets { classes, weights } =
                 self.read(op, [targets, &x[0]], scores.dims()[scores.rank() - 1], x.get(1), known)?;
             let total: f64 = classes.iter().flatten().map(|&class| weight_of(&weights, class)).sum();
             Ok(Tensor::new(total, x[0].device())?.to_dtype(dtype)?)
@@ -207,19 +214,21 @@ impl CrossEntropy {
         classes: usize,
         weights: Option<&DTensor>,
         known: &Indexes,
-    ) -> Result<Targets> {
+    ) -> Result<ClassTargets> {
         let class_of = |target: i64| match usize::try_from(target) {
             _ if Some(target) == self.ignore_index => Ok(None),
             Ok(class) if class < classes => Ok(Some(class)),
-            _ => Err(format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored")),
+            _ => {
+                Err(format!("target {target} is outside the {classes} classes 0..{classes}, and not ignored"))
+            }
         };
         let classes = read_indexes_once(op, targets, known, class_of)?;
         let weights = weights.map(|w| w.to_local().to_dtype(DType::F64)?.to_vec1()).transpose()?;
-        Ok(Targets { classes, weights })
+        Ok(ClassTargets { classes, weights })
     }
 }
 
-struct Targets {
+struct ClassTargets {
     /// The class of each row; `None` if it is ignored.
     classes: Vec<Option<usize>>,
     /// The weight of each class, if they differ.
@@ -230,24 +239,37 @@ fn weight_of(weights: &Option<Vec<f64>>, class: usize) -> f64 {
     weights.as_ref().map_or(1.0, |weights| weights[class])
 }
 
-fn signature(op: &'static str, scores: &DTensor, targets: &DTensor, weights: Option<&DTensor>) -> Result<Signature> {
+fn signature(
+    op: &'static str,
+    scores: &DTensor,
+    targets: &DTensor,
+    weights: Option<&DTensor>,
+) -> Result<Signature> {
     let Some((&classes, leading)) = scores.dims().split_last() else {
         return Error::op(op, format!("logits {}: expected [.., classes]", scores.spec()));
     };
     scores.check_float(op)?;
     if targets.dims() != leading || !matches!(targets.dtype(), DType::U32 | DType::I64) {
-        let reason =
-            format!("targets {} for logits {}: expected {leading:?} u32 or i64", targets.spec(), scores.spec());
+        let reason = format!(
+            "targets {} for logits {}: expected {leading:?} u32 or i64",
+            targets.spec(),
+            scores.spec()
+        );
         return Error::op(op, reason);
     }
     if let Some(weights) = weights.filter(|w| w.dims() != [classes] || !w.dtype().is_float()) {
-        let reason =
-            format!("class weights {} for logits {}: expected floats [{classes}]", weights.spec(), scores.spec());
+        let reason = format!(
+            "class weights {} for logits {}: expected floats [{classes}]",
+            weights.spec(),
+            scores.spec()
+        );
         return Error::op(op, reason);
     }
-    let row =
-        |score, target| Row { out: SUM, ins: [score, target].into_iter().chain(weights.map(|_| Replicate)).collect() };
-    let mut rows: Rows = (0..leading.len()).map(|d| row(Shard(d), Shard(d))).collect();
+    let row = |score, target| ShardingRule {
+        out: SUM,
+        ins: [score, target].into_iter().chain(weights.map(|_| Replicate)).collect(),
+    };
+    let mut rows: ShardingRules = (0..leading.len()).map(|d| row(Shard(d), Shard(d))).collect();
     rows.push(row(Shard(leading.len()), Replicate));
     Ok(Signature::new(rows, &[], loss_dtype(scores.dtype())))
 }

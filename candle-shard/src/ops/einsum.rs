@@ -1,6 +1,6 @@
 //! Sums of products in Einstein's notation.
 use crate::layout::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::empty;
@@ -9,7 +9,7 @@ use itertools::Itertools;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 /// An index of an equation. Dims that an ellipsis stands for have numbers behind all characters.
-type Index = u32;
+type Subscript = u32;
 
 impl DTensor {
     /// The sum of products that an equation such as `"bqhd,bkhd->bhqk"` describes, as in NumPy and PyTorch.
@@ -24,7 +24,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Replicate, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     let x = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))?;
     ///     let [x, w] = [Shard(1), Shard(0)].map(|at| DTensor::distribute(&x, &mesh, &[at]));
@@ -44,19 +44,24 @@ impl DTensor {
         let Equation { inputs, output } =
             parsed.or_else(|reason| Error::op("einsum", format!("{equation:?}: {reason}")))?;
         let signature = || {
-            let mut sizes: Vec<(Index, usize)> = Vec::new();
+            let mut sizes: Vec<(Subscript, usize)> = Vec::new();
             for (x, indices) in operands.iter().zip(&inputs) {
                 x.check_float("einsum")?;
                 if x.dtype() != operands[0].dtype() {
                     let (a, b) = (operands[0].spec(), x.spec());
-                    return Error::op("einsum", format!("{equation}: {a} and {b}: convert one with to_dtype"));
+                    return Error::op(
+                        "einsum",
+                        format!("{equation}: {a} and {b}: convert one with to_dtype"),
+                    );
                 }
                 for (&index, &size) in indices.iter().zip(x.dims()) {
                     match sizes.iter().find(|(known, _)| *known == index) {
                         Some(&(_, other)) if other != size => {
                             let name = shown(index);
-                            let reason =
-                                format!("{equation}: index {name} has size {other}, and {size} in {}", x.spec());
+                            let reason = format!(
+                                "{equation}: index {name} has size {other}, and {size} in {}",
+                                x.spec()
+                            );
                             return Error::op("einsum", reason);
                         }
                         Some(_) => {}
@@ -64,19 +69,22 @@ impl DTensor {
                     }
                 }
             }
-            let place = |indices: &[Index], index| indices.iter().position(|&other| other == index);
-            let lies = |indices: &Vec<Index>, index| place(indices, index).map_or(Replicate, Shard);
-            let of_index = |&(index, _): &(Index, usize)| Row {
+            let place = |indices: &[Subscript], index| indices.iter().position(|&other| other == index);
+            let lies = |indices: &Vec<Subscript>, index| place(indices, index).map_or(Replicate, Shard);
+            let of_index = |&(index, _): &(Subscript, usize)| ShardingRule {
                 out: place(&output, index).map_or(SUM, Shard),
                 ins: inputs.iter().map(|indices| lies(indices, index)).collect(),
             };
             // It is linear in each operand.
-            let of_operand = |at: usize| Row {
+            let of_operand = |at: usize| ShardingRule {
                 out: SUM,
                 ins: (0..inputs.len()).map(|i| if i == at { SUM } else { Replicate }).collect(),
             };
-            let rows: Rows = sizes.iter().map(of_index).chain((0..inputs.len()).map(of_operand)).collect();
-            let size = |index: &Index| sizes.iter().find(|(known, _)| known == index).map_or(1, |(_, size)| *size);
+            let rows: ShardingRules =
+                sizes.iter().map(of_index).chain((0..inputs.len()).map(of_operand)).collect();
+            let size = |index: &Subscript| {
+                sizes.iter().find(|(known, _)| known == index).map_or(1, |(_, size)| *size)
+            };
             let shape: Vec<usize> = output.iter().map(size).collect();
             Ok(Signature::new(rows, &shape, operands[0].dtype()))
         };
@@ -93,8 +101,8 @@ impl DTensor {
 
 /// The indices of each operand and of the result.
 struct Equation {
-    inputs: Vec<Vec<Index>>,
-    output: Vec<Index>,
+    inputs: Vec<Vec<Subscript>>,
+    output: Vec<Subscript>,
 }
 
 impl Equation {
@@ -128,9 +136,14 @@ impl Equation {
         let output = match right {
             Some(right) => indices(right, wide)?,
             None => {
-                let once = inputs.iter().flatten().counts().into_iter().filter(|(index, n)| **index < OPEN && *n == 1);
+                let once = inputs
+                    .iter()
+                    .flatten()
+                    .counts()
+                    .into_iter()
+                    .filter(|(index, n)| **index < OPEN && *n == 1);
                 let once = once.map(|(index, _)| *index).sorted();
-                (0..wide).rev().map(|dim| OPEN + dim as Index).chain(once).collect()
+                (0..wide).rev().map(|dim| OPEN + dim as Subscript).chain(once).collect()
             }
         };
         if let Some(&index) = output.iter().find(|index| !inputs.iter().any(|of| of.contains(index))) {
@@ -141,36 +154,42 @@ impl Equation {
 }
 
 /// The first number of dims of an ellipsis; they count from the last one.
-const OPEN: Index = char::MAX as Index + 1;
+const OPEN: Subscript = char::MAX as Subscript + 1;
 
 /// Returns the indices of a term whose ellipsis stands for so many dims; or why there are none.
-fn indices(term: &str, open: usize) -> std::result::Result<Vec<Index>, String> {
+fn indices(term: &str, open: usize) -> std::result::Result<Vec<Subscript>, String> {
     let mut all = Vec::new();
     let mut rest = term;
     while let Some(first) = rest.chars().next() {
         if let Some(after) = rest.strip_prefix("...") {
-            all.extend((0..open).rev().map(|dim| OPEN + dim as Index));
+            all.extend((0..open).rev().map(|dim| OPEN + dim as Subscript));
             rest = after;
         } else if first.is_alphabetic() {
-            all.push(first as Index);
+            all.push(first as Subscript);
             rest = &rest[first.len_utf8()..];
         } else {
             return Err(format!("{first:?} in the term {term:?}; an index is a letter"));
         }
     }
     match all.iter().duplicates().next() {
-        Some(&index) => Err(format!("index {} is twice in the term {term:?}; take a diagonal before", shown(index))),
+        Some(&index) => {
+            Err(format!("index {} is twice in the term {term:?}; take a diagonal before", shown(index)))
+        }
         None => Ok(all),
     }
 }
 
-fn shown(index: Index) -> String {
+fn shown(index: Subscript) -> String {
     char::from_u32(index).map_or_else(|| "of an ellipsis".to_string(), |c| format!("{c:?}"))
 }
 
 /// Multiplies and sums operands with elements, from left to right.
-fn sum_of_products(operands: &[&Tensor], inputs: &[Vec<Index>], output: &[Index]) -> candle_core::Result<Tensor> {
-    let is_needed = |from: usize, index: &Index| {
+fn sum_of_products(
+    operands: &[&Tensor],
+    inputs: &[Vec<Subscript>],
+    output: &[Subscript],
+) -> candle_core::Result<Tensor> {
+    let is_needed = |from: usize, index: &Subscript| {
         output.contains(index) || inputs[from..].iter().any(|indices| indices.contains(index))
     };
     let mut made = summed(operands[0].copy()?, &inputs[0], |index| is_needed(1, index))?;
@@ -182,10 +201,14 @@ fn sum_of_products(operands: &[&Tensor], inputs: &[Vec<Index>], output: &[Index]
     arranged(&x, &indices, output)
 }
 
-type Indexed = (Tensor, Vec<Index>);
+type LabeledTensor = (Tensor, Vec<Subscript>);
 
 /// Sums over the indices that are not kept.
-fn summed(x: Tensor, indices: &[Index], is_kept: impl Fn(&Index) -> bool) -> candle_core::Result<Indexed> {
+fn summed(
+    x: Tensor,
+    indices: &[Subscript],
+    is_kept: impl Fn(&Subscript) -> bool,
+) -> candle_core::Result<LabeledTensor> {
     let gone: Vec<usize> = indices.iter().positions(|index| !is_kept(index)).collect();
     if gone.is_empty() {
         return Ok((x, indices.to_vec()));
@@ -199,25 +222,34 @@ fn summed(x: Tensor, indices: &[Index], is_kept: impl Fn(&Index) -> bool) -> can
 }
 
 /// Returns the dims of `x` in the order of `to`, which are all of its indices.
-fn arranged(x: &Tensor, indices: &[Index], to: &[Index]) -> candle_core::Result<Tensor> {
+fn arranged(x: &Tensor, indices: &[Subscript], to: &[Subscript]) -> candle_core::Result<Tensor> {
     if indices == to {
         return Ok(x.clone());
     }
-    let order: Vec<usize> = to.iter().filter_map(|index| indices.iter().position(|other| other == index)).collect();
+    let order: Vec<usize> =
+        to.iter().filter_map(|index| indices.iter().position(|other| other == index)).collect();
     x.permute(order)?.contiguous()
 }
 
 /// Multiplies two operands as batches of matrices. Indices of both that are not kept are summed.
-fn product((a, of_a): Indexed, (b, of_b): Indexed, is_kept: impl Fn(&Index) -> bool) -> candle_core::Result<Indexed> {
-    let (shared, rows): (Vec<Index>, Vec<Index>) = of_a.iter().partition(|index| of_b.contains(index));
-    let columns: Vec<Index> = of_b.iter().copied().filter(|index| !shared.contains(index)).collect();
-    let (batch, inner): (Vec<Index>, Vec<Index>) = shared.into_iter().partition(|index| is_kept(index));
-    let size = |index: &Index| {
-        let at = |indices: &[Index], x: &Tensor| Some(x.dims()[indices.iter().position(|other| other == index)?]);
+fn product(
+    (a, of_a): LabeledTensor,
+    (b, of_b): LabeledTensor,
+    is_kept: impl Fn(&Subscript) -> bool,
+) -> candle_core::Result<LabeledTensor> {
+    let (shared, rows): (Vec<Subscript>, Vec<Subscript>) =
+        of_a.iter().partition(|index| of_b.contains(index));
+    let columns: Vec<Subscript> = of_b.iter().copied().filter(|index| !shared.contains(index)).collect();
+    let (batch, inner): (Vec<Subscript>, Vec<Subscript>) =
+        shared.into_iter().partition(|index| is_kept(index));
+    let size = |index: &Subscript| {
+        let at = |indices: &[Subscript], x: &Tensor| {
+            Some(x.dims()[indices.iter().position(|other| other == index)?])
+        };
         at(&of_a, &a).or_else(|| at(&of_b, &b)).unwrap_or(1)
     };
-    let sizes = |indices: &[Index]| indices.iter().map(size).collect::<Vec<usize>>();
-    let count = |indices: &[Index]| sizes(indices).into_iter().product::<usize>();
+    let sizes = |indices: &[Subscript]| indices.iter().map(size).collect::<Vec<usize>>();
+    let count = |indices: &[Subscript]| sizes(indices).into_iter().product::<usize>();
     let matrices = (count(&batch), count(&rows), count(&inner), count(&columns));
     let left = arranged(&a, &of_a, &[&batch[..], &rows, &inner].concat())?;
     let right = arranged(&b, &of_b, &[&batch[..], &inner, &columns].concat())?;

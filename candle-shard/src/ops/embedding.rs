@@ -3,8 +3,8 @@ use super::lookup::{check_indexes, checked, outside, read_indexes};
 use crate::agreement::Frequency;
 use crate::kernels::{self, BagMode, Bags, NOWHERE};
 use crate::layout::{Placement, Replicate, Shard};
-use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Renorm, check_weights, limit_rows};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::lookup::{BagOffsets, EmbeddingBagOptions, EmbeddingOptions, Renorm, check_weights, limit_rows};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 use std::borrow::Cow;
@@ -52,7 +52,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, EmbeddingBagOptions, Replicate, Result, Shard};
     ///
-    /// let means = World::local(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
+    /// let means = World::threads(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     let table = Tensor::new(&[[0f32, 1.], [10., 11.], [20., 21.]], &Device::Cpu)?;
     ///     let table = DTensor::distribute(&table, &mesh, &[Shard(0)])?;
@@ -119,7 +119,9 @@ impl DTensor {
     fn limit_norms(&self, op: &'static str, ids: &Self, limit: &Renorm) -> Result<()> {
         self.check_float(op)?;
         rules::check_meshes(op, &[self, ids])?;
-        if self.placements().iter().any(|p| p.is_partial()) || self.tracked() && !self.to_local().is_variable() {
+        if self.placements().iter().any(|p| p.is_partial())
+            || self.tracked() && !self.to_local().is_variable()
+        {
             let reason = format!("max_norm changes a table in place, and {} is a result of ops", self.spec());
             return Error::op(op, format!("{reason}; give a parameter"));
         }
@@ -148,10 +150,15 @@ impl DTensor {
 
     /// Gathers the rows that are looked up, with columns still sharded, and renumbers the ids and the padding.
     #[track_caller]
-    fn rows_apart(&self, op: &'static str, ids: &Self, padding: Option<u32>) -> Result<(Self, Self, Option<u32>)> {
+    fn rows_apart(
+        &self,
+        op: &'static str,
+        ids: &Self,
+        padding: Option<u32>,
+    ) -> Result<(Self, Self, Option<u32>)> {
         let wanted = kernels::unique_rows(&self.all_ids(op, ids)?);
         let signature = || {
-            let rows = (0..ids.rank()).map(|d| Row::new(Shard(d), &[Shard(d)])).collect();
+            let rows = (0..ids.rank()).map(|d| ShardingRule::new(Shard(d), &[Shard(d)])).collect();
             Ok(Signature::new(rows, ids.dims(), DType::U32))
         };
         let places = rules::run("rows_apart", &[], &[ids], signature, |x, out| {
@@ -159,7 +166,8 @@ impl DTensor {
             let places = local.into_iter().map(|id| wanted.binary_search(&id).unwrap_or_default() as u32);
             Ok(Tensor::from_vec(places.collect(), out.local_shape().as_slice(), ids.device())?)
         })?;
-        let padding = padding.and_then(|padding| wanted.binary_search(&padding).ok()).map(|place| place as u32);
+        let padding =
+            padding.and_then(|padding| wanted.binary_search(&padding).ok()).map(|place| place as u32);
         let wanted = Tensor::from_slice(&wanted, wanted.len(), self.device())?;
         let wanted = Self::everywhere(&wanted, self.mesh(), Frequency::OnDemand)?;
         let rows = self.embedding(&wanted)?.placed(resolved)?;
@@ -178,11 +186,13 @@ impl DTensor {
         const OP: &str = "embedding_bag";
         check_indexes(OP, ids)?;
         let (mode, last) = (options.mode, options.include_last_offset);
-        let count = bag_count(ids, offsets, weights, options, self.dtype()).or_else(|reason| Error::op(OP, reason))?;
+        let count = bag_count(ids, offsets, weights, options, self.dtype())
+            .or_else(|reason| Error::op(OP, reason))?;
         // All ranks read these, also ranks without elements of the result.
         let bounds = |offsets: &Self| {
             let offsets = rules::lay_out(OP, offsets, |_| Replicate)?;
-            Bounds::between(offsets.to_local(), ids.elem_count(), last).or_else(|reason| Error::op(OP, reason))
+            BagOffsets::between(offsets.to_local(), ids.elem_count(), last)
+                .or_else(|reason| Error::op(OP, reason))
         };
         let bounds = offsets.map(bounds).transpose()?;
         let inputs: Vec<&Self> = [Some(self), Some(ids), weights].into_iter().flatten().collect();
@@ -191,10 +201,11 @@ impl DTensor {
             self.check_float(OP)?;
             // Ids and weights are whole, or sharded alike.
             let row = |out: Placement, table: Placement, others: Placement| {
-                let ins: Vec<Placement> = std::iter::once(table).chain(inputs[1..].iter().map(|_| others)).collect();
-                Row::new(out, &ins)
+                let ins: Vec<Placement> =
+                    std::iter::once(table).chain(inputs[1..].iter().map(|_| others)).collect();
+                ShardingRule::new(out, &ins)
             };
-            let mut rows: Rows = [row(Shard(1), Shard(1), Replicate)].into_iter().collect();
+            let mut rows: ShardingRules = [row(Shard(1), Shard(1), Replicate)].into_iter().collect();
             rows.extend(offsets.is_none().then(|| row(Shard(0), Replicate, Shard(0))));
             if mode != BagMode::Max {
                 rows.extend([row(SUM, Shard(0), Replicate), row(SUM, SUM, Replicate)]);
@@ -202,8 +213,9 @@ impl DTensor {
             Ok(Signature::new(rows, &[count, self.dims()[1]], self.dtype()))
         };
         let made = rules::run(OP, &attributes, &inputs, signature, |x, _| {
-            let even = || Bounds::even(x[1].to_local().dims());
-            let bounds = bounds.as_ref().map_or_else(|| Cow::Owned(even().0), |bounds| Cow::Borrowed(&bounds.0));
+            let even = || BagOffsets::even(x[1].to_local().dims());
+            let bounds =
+                bounds.as_ref().map_or_else(|| Cow::Owned(even().0), |bounds| Cow::Borrowed(&bounds.0));
             let ids = read_ids(OP, [ids, &x[1]], self.dims()[0])?;
             let [part, _] = x[0].parts();
             let counts = |id: u32| Some(id) != padding;
@@ -219,9 +231,11 @@ impl DTensor {
             }
             // Each rank has its part of the sum, and the count over all ranks. A sum may be too large for 16 bits.
             let sums = kernels::wide_embedding_bag(table, &bags, BagMode::Sum, None)?;
-            let counted = |pair: &[usize]| ids[pair[0]..pair[1]].iter().filter(|&&id| counts(id)).count().max(1) as f64;
+            let counted =
+                |pair: &[usize]| ids[pair[0]..pair[1]].iter().filter(|&&id| counts(id)).count().max(1) as f64;
             let divisors: Vec<f64> = bounds.windows(2).map(counted).collect();
-            let divisors = Tensor::from_vec(divisors, (bounds.len() - 1, 1), sums.device())?.to_dtype(sums.dtype())?;
+            let divisors =
+                Tensor::from_vec(divisors, (bounds.len() - 1, 1), sums.device())?.to_dtype(sums.dtype())?;
             Ok(sums.broadcast_div(&divisors)?.to_dtype(table.dtype())?)
         })?;
         checked(OP, made, ids, self, 0)
@@ -248,6 +262,14 @@ fn bag_count(
     options: &EmbeddingBagOptions,
     dtype: DType,
 ) -> std::result::Result<usize, String> {
-    check_weights((ids.dims(), dtype), weights.map(|weights| (weights.dims(), weights.dtype())), options.mode)?;
-    Bounds::count(ids.dims(), offsets.map(|offsets| (offsets.dims(), offsets.dtype())), options.include_last_offset)
+    check_weights(
+        (ids.dims(), dtype),
+        weights.map(|weights| (weights.dims(), weights.dtype())),
+        options.mode,
+    )?;
+    BagOffsets::count(
+        ids.dims(),
+        offsets.map(|offsets| (offsets.dims(), offsets.dtype())),
+        options.include_last_offset,
+    )
 }

@@ -9,7 +9,7 @@
 use super::reduce::without;
 use crate::kernels::NOWHERE;
 use crate::layout::{Partial, Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Device, Shape, Tensor};
@@ -153,7 +153,7 @@ impl DTensor {
         let whole = x.detach().extreme_of_pieces(which, dims)?.resolved()?;
         let signature = || {
             let lies = |d: usize| if dims.contains(&d) { Replicate } else { Shard(d) };
-            let rows = (0..x.rank()).map(|d| Row::new(lies(d), &[Shard(d), lies(d)])).collect();
+            let rows = (0..x.rank()).map(|d| ShardingRule::new(lies(d), &[Shard(d), lies(d)])).collect();
             Ok(Signature::new(rows, whole.dims(), x.dtype()))
         };
         rules::run("extreme", dims, &[&x, &whole], signature, |x, _| {
@@ -175,8 +175,8 @@ impl DTensor {
             dims.iter().for_each(|&d| shape[d] = 1);
             let mut rows = self.kept_rows(dims);
             if !self.tracked() {
-                rows.extend(dims.iter().map(|&d| Row::new(which.partial(), &[Shard(d)])));
-                rows.push(Row::new(which.partial(), &[which.partial()]));
+                rows.extend(dims.iter().map(|&d| ShardingRule::new(which.partial(), &[Shard(d)])));
+                rows.push(ShardingRule::new(which.partial(), &[which.partial()]));
             }
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
@@ -205,8 +205,10 @@ impl DTensor {
         }
         let whole = x.extreme_of_pieces(which, &[dim])?.resolved()?;
         let signature = || {
-            let first = Row::new(Partial(ReduceOp::Min), &[Shard(dim), Replicate]);
-            let kept = (0..x.rank()).filter(|&d| d != dim).map(|d| Row::new(Shard(d), &[Shard(d), Shard(d)]));
+            let first = ShardingRule::new(Partial(ReduceOp::Min), &[Shard(dim), Replicate]);
+            let kept = (0..x.rank())
+                .filter(|&d| d != dim)
+                .map(|d| ShardingRule::new(Shard(d), &[Shard(d), Shard(d)]));
             Ok(Signature::new(kept.chain([first]).collect(), &shape, DType::U32))
         };
         let found = rules::run(op, &[dim], &[&x, &whole], signature, |x, out| {
@@ -239,8 +241,11 @@ impl DTensor {
     }
 
     /// Rows for each dim but `dims`, sharded in input and output.
-    pub(super) fn kept_rows(&self, dims: &[usize]) -> Rows {
-        (0..self.rank()).filter(|d| !dims.contains(d)).map(|d| Row::new(Shard(d), &[Shard(d)])).collect()
+    pub(super) fn kept_rows(&self, dims: &[usize]) -> ShardingRules {
+        (0..self.rank())
+            .filter(|d| !dims.contains(d))
+            .map(|d| ShardingRule::new(Shard(d), &[Shard(d)]))
+            .collect()
     }
 
     /// Removes partial placements: shards a dim other than `dims` there, or replicates if no dim is left.
@@ -250,8 +255,12 @@ impl DTensor {
             return Ok(self.clone());
         }
         let signature = || {
-            let others = dims.iter().map(|&d| Row::new(Shard(d), &[Shard(d)]));
-            Ok(Signature::new(self.kept_rows(dims).into_iter().chain(others).collect(), self.dims(), self.dtype()))
+            let others = dims.iter().map(|&d| ShardingRule::new(Shard(d), &[Shard(d)]));
+            Ok(Signature::new(
+                self.kept_rows(dims).into_iter().chain(others).collect(),
+                self.dims(),
+                self.dtype(),
+            ))
         };
         rules::run("settle", dims, &[self], signature, |x, _| Ok(x[0].to_local().clone()))
     }

@@ -1,5 +1,5 @@
 //! Ops without a sharding rule: every rank runs them on the whole tensors, with a warning where data is gathered.
-use crate::rules::{self, Rows, Signature};
+use crate::rules::{self, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
 
@@ -20,15 +20,19 @@ impl DTensor {
         f: impl FnOnce(&[Tensor]) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let attributes: Vec<usize> = std::iter::once(dtype as usize).chain(shape.iter().copied()).collect();
-        let signature = || Ok(Signature::new(Rows::new(), shape, dtype));
+        let signature = || Ok(Signature::new(ShardingRules::new(), shape, dtype));
         rules::apply(op, &attributes, inputs, signature, |x, _| {
             let wholes: Vec<Tensor> = x.iter().map(|x| x.to_local().clone()).collect();
             let out = f(&wholes)?;
             if out.dims() != shape || out.dtype() != dtype {
                 let (got, kind) = (out.dims(), out.dtype().as_str());
                 let announced = dtype.as_str();
-                let fix = "announce what it returns; a shape that depends on the elements cannot be announced";
-                return Error::op(op, format!("returned {kind}{got:?}, but {announced}{shape:?} was announced: {fix}"));
+                let fix =
+                    "announce what it returns; a shape that depends on the elements cannot be announced";
+                return Error::op(
+                    op,
+                    format!("returned {kind}{got:?}, but {announced}{shape:?} was announced: {fix}"),
+                );
             }
             Ok(out)
         })

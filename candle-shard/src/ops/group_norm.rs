@@ -19,10 +19,16 @@ impl DTensor {
             return Error::op(op, format!("{}: expected [batch, channels, ..]", self.spec()));
         };
         if groups == 0 || !channels.is_multiple_of(groups) {
-            return Error::op(op, format!("{groups} groups do not divide the {channels} channels of {}", self.spec()));
+            return Error::op(
+                op,
+                format!("{groups} groups do not divide the {channels} channels of {}", self.spec()),
+            );
         }
-        if let Some(p) = [weight, bias].into_iter().find(|p| p.dims() != [channels] || p.dtype() != self.dtype()) {
-            let reason = format!("a parameter {} for an input {}: expected [{channels}]", p.spec(), self.spec());
+        if let Some(p) =
+            [weight, bias].into_iter().find(|p| p.dims() != [channels] || p.dtype() != self.dtype())
+        {
+            let reason =
+                format!("a parameter {} for an input {}: expected [{channels}]", p.spec(), self.spec());
             return Error::op(op, format!("{reason} of its dtype"));
         }
         let width = channels / groups * spatial.iter().product::<usize>();

@@ -65,7 +65,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("cp", 2)])?;
     ///     let x = DTensor::distribute(&Tensor::new(&[1f32, 2., 3., 4., 5.], &Device::Cpu)?, &mesh, &[Shard(0)])?;
     ///     assert_eq!(x.shift(0, 1)?.to_vec1::<f32>()?, [0., 1., 2., 3., 4.]);

@@ -57,7 +57,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Replicate, Result, Shard};
     ///
-    /// let sums = World::local(2).run(|ctx| -> Result<f32> {
+    /// let sums = World::threads(2).run(|ctx| -> Result<f32> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     let cache = DTensor::zeros((4, 3), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
     ///     cache.slice_set(&DTensor::ones((2, 3), DType::F32, &Device::Cpu, &mesh, &[Replicate])?, 0, 1)?;
@@ -112,7 +112,12 @@ impl DTensor {
                 _ => target.clone(),
             })
             .collect();
-        OpSpec::laid(&[self, src], [base.clone(), piece], &base, &[(Dims::from_slice(self.dims()), self.dtype())])
+        OpSpec::laid(
+            &[self, src],
+            [base.clone(), piece],
+            &base,
+            &[(Dims::from_slice(self.dims()), self.dtype())],
+        )
     }
 
     /// Sets the elements at `indexes` of a dim to those of `src` in place, without a gradient; see
@@ -174,9 +179,10 @@ impl DTensor {
             _ if self.tracked() && !is_variable => {
                 ("has a gradient, for which its present elements are needed", "change a detached copy")
             }
-            _ if self.is_in_variable() && !is_variable => {
-                ("is a parameter that a fully sharded unit gathers", "change the unit's pieces through Parameters")
-            }
+            _ if self.is_in_variable() && !is_variable => (
+                "is a parameter that a fully sharded unit gathers",
+                "change the unit's pieces through Parameters",
+            ),
             _ => return Ok(()),
         };
         Error::op(op, format!("{} {why}; {fix}", self.spec()))
@@ -186,7 +192,8 @@ impl DTensor {
     pub fn copy(&self) -> Result<Self> {
         self.check_memory("copy")?;
         let local = self.to_local().force_contiguous()?;
-        let copy = Self::computed(local, self.shared_spec().clone(), self.varying(), std::slice::from_ref(self));
+        let copy =
+            Self::computed(local, self.shared_spec().clone(), self.varying(), std::slice::from_ref(self));
         Ok(if copy.tracked() { copy } else { copy.into_made() })
     }
 

@@ -49,7 +49,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Result, Shard};
     ///
-    /// let parts = World::local(2).run(|ctx| -> Result<Vec<f32>> {
+    /// let parts = World::threads(2).run(|ctx| -> Result<Vec<f32>> {
     ///     let x = DTensor::arange(0f32, 12., &Device::Cpu, &ctx.mesh(&[("tp", 2)])?, &[Shard(0)])?;
     ///     let x = x.reshape((4, 3))?;
     ///     Ok(x.i((2, 1..))?.full_tensor()?.to_vec1()?)
@@ -64,7 +64,8 @@ impl DTensor {
     pub fn i(&self, index: impl Index) -> Result<Self> {
         let indexers = index.indexers();
         if indexers.len() > self.rank() {
-            let reason = format!("{} indexes for {}: give at most {}", indexers.len(), self.spec(), self.rank());
+            let reason =
+                format!("{} indexes for {}: give at most {}", indexers.len(), self.spec(), self.rank());
             return Error::op("i", reason);
         }
         let (mut x, mut dim) = (self.clone(), 0);

@@ -3,7 +3,7 @@
 //! Other dims keep their shards. If the dim itself is sharded, the shard moves to another dim (all_to_all), or is
 //! gathered if no dim can be sharded.
 use crate::layout::{Placement, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor};
@@ -14,8 +14,8 @@ use std::borrow::Borrow;
 const SUM: Placement = Placement::PARTIAL_SUM;
 
 /// Rows for each unchanged dim, sharded in all of `inputs` inputs, and for partial sums.
-fn rows(rank: usize, inputs: usize, whole: impl Fn(usize) -> bool) -> Rows {
-    let alike = |p: Placement| Row { out: p, ins: SmallVec::from_elem(p, inputs) };
+fn rows(rank: usize, inputs: usize, whole: impl Fn(usize) -> bool) -> ShardingRules {
+    let alike = |p: Placement| ShardingRule { out: p, ins: SmallVec::from_elem(p, inputs) };
     (0..rank).filter(|&d| !whole(d)).map(|d| alike(Shard(d))).chain([alike(SUM)]).collect()
 }
 
@@ -28,8 +28,8 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(first.dims()), "cat")?;
         let signature = || {
             let alike = |x: &&Self| {
-                let dims =
-                    x.rank() == first.rank() && (0..x.rank()).all(|d| d == dim || x.dims()[d] == first.dims()[d]);
+                let dims = x.rank() == first.rank()
+                    && (0..x.rank()).all(|d| d == dim || x.dims()[d] == first.dims()[d]);
                 dims && x.dtype() == first.dtype()
             };
             if let Some(other) = tensors.iter().find(|&x| !alike(x)) {
@@ -53,7 +53,10 @@ impl DTensor {
         let first = first.borrow();
         let dim = dim.to_index_plus_one(&Shape::from(first.dims()), "stack")?;
         if let Some(other) = tensors.iter().map(Borrow::borrow).find(|x| x.dims() != first.dims()) {
-            return Error::op("stack", format!("{} and {} have different shapes", first.spec(), other.spec()));
+            return Error::op(
+                "stack",
+                format!("{} and {} have different shapes", first.spec(), other.spec()),
+            );
         }
         Self::cat(&tensors.iter().map(|x| x.borrow().unsqueeze(dim)).collect::<Result<Vec<_>>>()?, dim)
     }
@@ -64,7 +67,10 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(self.dims()), "pad_with_same")?;
         let signature = || {
             if self.dims()[dim] == 0 && left + right > 0 {
-                return Error::op("pad_with_same", format!("dim {dim} of {} has no element to repeat", self.spec()));
+                return Error::op(
+                    "pad_with_same",
+                    format!("dim {dim} of {} has no element to repeat", self.spec()),
+                );
             }
             let mut shape = Dims::from_slice(self.dims());
             shape[dim] += left + right;
@@ -90,7 +96,8 @@ impl DTensor {
             let shape: Dims = self.dims().iter().enumerate().map(|(d, size)| size * times_of(d)).collect();
             Ok(Signature::new(rows(self.rank(), 1, |d| times_of(d) != 1), &shape, self.dtype()))
         };
-        let repeated = rules::run("repeat", times, &[self], signature, |x, _| Ok(x[0].to_local().repeat(times)?))?;
+        let repeated =
+            rules::run("repeat", times, &[self], signature, |x, _| Ok(x[0].to_local().repeat(times)?))?;
         Ok(repeated.aliasing(self))
     }
 
@@ -115,12 +122,16 @@ impl DTensor {
     pub fn flip(&self, dims: &[usize]) -> Result<Self> {
         let signature = || {
             if let Some(dim) = dims.iter().find(|&&dim| dim >= self.rank()) {
-                return Error::op("flip", format!("{} has no dim {dim}; name dims below {}", self.spec(), self.rank()));
+                return Error::op(
+                    "flip",
+                    format!("{} has no dim {dim}; name dims below {}", self.spec(), self.rank()),
+                );
             }
             Ok(Signature::new(rows(self.rank(), 1, |d| dims.contains(&d)), self.dims(), self.dtype()))
         };
-        let flipped =
-            rules::run("flip", dims, &[self], signature, |x, _| Ok(x[0].to_local().contiguous()?.flip(dims)?))?;
+        let flipped = rules::run("flip", dims, &[self], signature, |x, _| {
+            Ok(x[0].to_local().contiguous()?.flip(dims)?)
+        })?;
         Ok(flipped.aliasing(self))
     }
 }

@@ -5,7 +5,7 @@
 use crate::agreement::{refuse_data, was_cut};
 use crate::kernels::{self, NOWHERE};
 use crate::layout::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape, Tensor, TensorId};
@@ -36,11 +36,15 @@ impl DTensor {
     pub(super) fn take(&self, op: &'static str, ids: &Self, dim: usize, still: Option<u32>) -> Result<Self> {
         let signature = || {
             check_indexes(op, ids)?;
-            let mut rows: Rows = (0..ids.rank()).map(|d| Row::new(Shard(dim + d), &[Replicate, Shard(d)])).collect();
+            let mut rows: ShardingRules =
+                (0..ids.rank()).map(|d| ShardingRule::new(Shard(dim + d), &[Replicate, Shard(d)])).collect();
             let place = |d: usize| if d < dim { d } else { d + ids.rank() - 1 };
             let others = (0..self.rank()).filter(|&d| d != dim);
-            rows.extend(others.map(|d| Row::new(Shard(place(d)), &[Shard(d), Replicate])));
-            rows.extend([Row::new(SUM, &[Shard(dim), Replicate]), Row::new(SUM, &[SUM, Replicate])]);
+            rows.extend(others.map(|d| ShardingRule::new(Shard(place(d)), &[Shard(d), Replicate])));
+            rows.extend([
+                ShardingRule::new(SUM, &[Shard(dim), Replicate]),
+                ShardingRule::new(SUM, &[SUM, Replicate]),
+            ]);
             let shape = [&self.dims()[..dim], ids.dims(), &self.dims()[dim + 1..]].concat();
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
@@ -48,7 +52,8 @@ impl DTensor {
             let (table, part) = (x[0].to_local(), &x[0].spec().local_block()[dim]);
             let places = places(op, [ids, &x[1]], &x[0], dim)?;
             let found = if self.rank() == 2 && dim == 0 && self.dtype().is_float() {
-                let still = still.filter(|&row| part.contains(&(row as usize))).map(|row| row - part.start as u32);
+                let still =
+                    still.filter(|&row| part.contains(&(row as usize))).map(|row| row - part.start as u32);
                 kernels::embedding(table, places, still)?
             } else {
                 empty::index_select(table, &places, dim)?
@@ -72,17 +77,21 @@ impl DTensor {
         let fits = |d: usize| indexes.dims()[d] <= self.dims()[d];
         if indexes.rank() != self.rank() || !(0..self.rank()).filter(others).all(fits) {
             let reason = format!("indexes {} for dim {dim} of {}", indexes.spec(), self.spec());
-            return Error::op("gather", format!("{reason}: expected as many dims, with the others no larger"));
+            return Error::op(
+                "gather",
+                format!("{reason}: expected as many dims, with the others no larger"),
+            );
         }
         let cut = |x: Self, d: usize| x.narrow(d, 0, indexes.dims()[d]);
         let source = (0..self.rank()).filter(others).try_fold(self.clone(), cut)?;
         let signature = || {
             check_indexes("gather", indexes)?;
-            let alike = (0..self.rank()).filter(others).map(|d| Row::new(Shard(d), &[Shard(d), Shard(d)]));
+            let alike =
+                (0..self.rank()).filter(others).map(|d| ShardingRule::new(Shard(d), &[Shard(d), Shard(d)]));
             let rows = alike.chain([
-                Row::new(Shard(dim), &[Replicate, Shard(dim)]),
-                Row::new(SUM, &[Shard(dim), Replicate]),
-                Row::new(SUM, &[SUM, Replicate]),
+                ShardingRule::new(Shard(dim), &[Replicate, Shard(dim)]),
+                ShardingRule::new(SUM, &[Shard(dim), Replicate]),
+                ShardingRule::new(SUM, &[SUM, Replicate]),
             ]);
             Ok(Signature::new(rows.collect(), indexes.dims(), self.dtype()))
         };
@@ -103,7 +112,13 @@ pub(super) fn check_indexes(op: &'static str, indexes: &DTensor) -> Result<()> {
 }
 
 /// Returns `made`, and checks the indexes of a dim of `x` also on ranks where the result has no elements.
-pub(super) fn checked(op: &'static str, made: DTensor, indexes: &DTensor, x: &DTensor, dim: usize) -> Result<DTensor> {
+pub(super) fn checked(
+    op: &'static str,
+    made: DTensor,
+    indexes: &DTensor,
+    x: &DTensor,
+    dim: usize,
+) -> Result<DTensor> {
     let read = made.to_local().elem_count() > 0 || indexes.placements().iter().any(|p| p.is_partial());
     if !read {
         places(op, [indexes, indexes], x, dim)?;
@@ -172,7 +187,8 @@ pub(super) fn read_indexes_once<T>(
     read: impl Fn(i64) -> std::result::Result<T, String>,
 ) -> Result<Vec<T>> {
     let all = |indexes: &DTensor| -> Result<Vec<T>> {
-        let read: std::result::Result<Vec<T>, String> = known.of(indexes)?.iter().map(|&index| read(index)).collect();
+        let read: std::result::Result<Vec<T>, String> =
+            known.of(indexes)?.iter().map(|&index| read(index)).collect();
         read.or_else(|reason| refuse_data(op, reason, indexes.spec()))
     };
     if was_cut(given.spec(), laid.spec()) {

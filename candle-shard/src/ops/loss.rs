@@ -2,7 +2,7 @@
 use super::neutral;
 use crate::kernels;
 use crate::layout::{Placement, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{DType, Tensor};
@@ -74,11 +74,16 @@ impl DTensor {
         let signature = || {
             self.check_float(op)?;
             if self.dims() != target.dims() || self.dtype() != target.dtype() {
-                let reason = format!("{} against {}: expected one shape and dtype", self.spec(), target.spec());
+                let reason =
+                    format!("{} against {}: expected one shape and dtype", self.spec(), target.spec());
                 return Error::op(op, reason);
             }
-            let row = |d| Row::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)]);
-            Ok(Signature::new((0..self.rank()).map(row).collect::<Rows>(), &[], loss_dtype(self.dtype())))
+            let row = |d| ShardingRule::new(Placement::PARTIAL_SUM, &[Shard(d), Shard(d)]);
+            Ok(Signature::new(
+                (0..self.rank()).map(row).collect::<ShardingRules>(),
+                &[],
+                loss_dtype(self.dtype()),
+            ))
         };
         let sum = rules::run(op, &[], &[self, target], signature, |x, out| {
             if x[0].to_local().elem_count() == 0 {

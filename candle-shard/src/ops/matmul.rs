@@ -1,7 +1,7 @@
 //! Matrix products. Sharded batch dims, rows or columns stay sharded; a sharded inner dim gives partial sums.
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::layout::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use smallvec::SmallVec;
@@ -43,7 +43,8 @@ impl DTensor {
     fn matmul_signature(&self, rhs: &Self) -> Result<Signature> {
         let (a, b) = (self.dims(), rhs.dims());
         if a.len() < 2 || b.len() < 2 || a[a.len() - 1] != b[b.len() - 2] || self.dtype() != rhs.dtype() {
-            let reason = format!("{} × {}: expected [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
+            let reason =
+                format!("{} × {}: expected [.., m, k] × [.., k, n] of one dtype", self.spec(), rhs.spec());
             return Error::op("matmul", reason);
         }
         self.check_float("matmul")?;
@@ -51,13 +52,13 @@ impl DTensor {
         let (batch_a, batch_b) = (&a[..rows_a], &b[..b.len() - 2]);
         let mut shape = broadcast("matmul", batch_a, batch_b)?;
         let batch = shape.len();
-        let mut rows: Rows = broadcast_rows(&shape, &[batch_a, batch_b]);
+        let mut rows: ShardingRules = broadcast_rows(&shape, &[batch_a, batch_b]);
         rows.extend([
-            Row::new(Shard(batch), &[Shard(rows_a), Replicate]),
-            Row::new(Shard(batch + 1), &[Replicate, Shard(cols_b)]),
-            Row::new(SUM, &[Shard(rows_a + 1), Shard(cols_b - 1)]),
-            Row::new(SUM, &[SUM, Replicate]),
-            Row::new(SUM, &[Replicate, SUM]),
+            ShardingRule::new(Shard(batch), &[Shard(rows_a), Replicate]),
+            ShardingRule::new(Shard(batch + 1), &[Replicate, Shard(cols_b)]),
+            ShardingRule::new(SUM, &[Shard(rows_a + 1), Shard(cols_b - 1)]),
+            ShardingRule::new(SUM, &[SUM, Replicate]),
+            ShardingRule::new(SUM, &[Replicate, SUM]),
         ]);
         shape.extend([a[rows_a], b[cols_b]]);
         Ok(Signature::new(rows, &shape, self.dtype()))
@@ -72,7 +73,9 @@ impl DTensor {
             &[],
             &inputs,
             || self.linear_signature(weight, bias),
-            |x, _| Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), x.get(2).map(DTensor::to_local))?),
+            |x, _| {
+                Ok(crate::kernels::linear(x[0].to_local(), x[1].to_local(), x.get(2).map(DTensor::to_local))?)
+            },
         )
     }
 
@@ -80,7 +83,8 @@ impl DTensor {
     fn linear_signature(&self, weight: &Self, bias: Option<&Self>) -> Result<Signature> {
         let (x, w) = (self.dims(), weight.dims());
         let fits = |b: &DTensor| b.dims() == &w[..1] && b.dtype() == self.dtype();
-        let ok = w.len() == 2 && x.last() == w.get(1) && weight.dtype() == self.dtype() && bias.is_none_or(fits);
+        let ok =
+            w.len() == 2 && x.last() == w.get(1) && weight.dtype() == self.dtype() && bias.is_none_or(fits);
         if !ok {
             let bias = bias.map_or("no bias".to_string(), |b| format!("bias {}", b.spec()));
             let reason = format!(
@@ -93,10 +97,11 @@ impl DTensor {
         self.check_float("linear")?;
         let last = x.len() - 1;
         let row = |out, x, w, b| match bias {
-            Some(_) => Row::new(out, &[x, w, b]),
-            None => Row::new(out, &[x, w]),
+            Some(_) => ShardingRule::new(out, &[x, w, b]),
+            None => ShardingRule::new(out, &[x, w]),
         };
-        let mut rows: Rows = (0..last).map(|d| row(Shard(d), Shard(d), Replicate, Replicate)).collect();
+        let mut rows: ShardingRules =
+            (0..last).map(|d| row(Shard(d), Shard(d), Replicate, Replicate)).collect();
         rows.push(row(Shard(last), Replicate, Shard(0), Shard(0)));
         rows.push(row(SUM, Shard(last), Shard(1), SUM));
         rows.push(row(SUM, SUM, Replicate, SUM));

@@ -13,7 +13,7 @@ use candle_dist::DeviceMesh;
 /// use candle_dist::World;
 /// use candle_shard::{DTensor, Result, Shard};
 ///
-/// let sums = World::local(2).run(|ctx| -> Result<f32> {
+/// let sums = World::threads(2).run(|ctx| -> Result<f32> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plain = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?;
 ///     let x = DTensor::distribute(&plain, &mesh, &[Shard(0)])?;

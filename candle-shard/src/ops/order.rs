@@ -4,7 +4,7 @@
 use super::extreme::nans;
 use super::rowwise::rows;
 use crate::layout::{Shard, Spec};
-use crate::rules::{self, OpSpec, Row, Signature};
+use crate::rules::{self, OpSpec, ShardingRule, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 use candle_core::{D, DType, Tensor};
@@ -56,7 +56,10 @@ impl DTensor {
         self.check_last_dim("topk")?;
         let last = self.rank() - 1;
         if k > self.dims()[last] {
-            return Error::op("topk", format!("{k} elements of the last dim of {}; expected fewer", self.spec()));
+            return Error::op(
+                "topk",
+                format!("{k} elements of the last dim of {}; expected fewer", self.spec()),
+            );
         }
         let x = self.settled(&[last])?;
         let pieces: usize = x.sharded_axes(last).map(|axis| x.mesh().shape()[axis]).product();
@@ -64,11 +67,13 @@ impl DTensor {
         shape[last] = k;
         if pieces * k >= x.dims()[last] || pieces == 1 {
             let signature = || Ok(Signature::new(rows(last, 0), &shape, x.dtype()).and(&shape, DType::U32));
-            return Ok(pair(rules::run_all("topk", &[k], &[&x], &signature, &|x, _| largest(x[0].to_local(), k))?));
+            return Ok(pair(rules::run_all("topk", &[k], &[&x], &signature, &|x, _| {
+                largest(x[0].to_local(), k)
+            })?));
         }
         let (values, places) = x.candidates(k, pieces)?;
         let signature = || {
-            let rows = (0..last).map(|d| Row::new(Shard(d), &[Shard(d), Shard(d)])).collect();
+            let rows = (0..last).map(|d| ShardingRule::new(Shard(d), &[Shard(d), Shard(d)])).collect();
             Ok(Signature::new(rows, &shape, x.dtype()).and(&shape, DType::U32))
         };
         let real = Tensor::new(real_candidates(x.spec(), k), x.device())?;

@@ -16,7 +16,10 @@ impl DTensor {
                 apart.permute((0, 1, 4, 2, 5, 3))?.reshape((b, c, h * factor, w * factor))
             }
             _ => {
-                let reason = format!("{} by {factor}: expected [b, c, h, w] with channels that divide by", self.spec());
+                let reason = format!(
+                    "{} by {factor}: expected [b, c, h, w] with channels that divide by",
+                    self.spec()
+                );
                 Error::op("pixel_shuffle", format!("{reason} the square of a factor above 0"))
             }
         }
@@ -35,7 +38,8 @@ impl DTensor {
                 apart.permute((0, 1, 3, 5, 2, 4))?.reshape((b, c * factor * factor, h, w))
             }
             _ => {
-                let reason = format!("{} by {factor}: expected [b, c, h, w] with images that divide by", self.spec());
+                let reason =
+                    format!("{} by {factor}: expected [b, c, h, w] with images that divide by", self.spec());
                 Error::op("pixel_unshuffle", format!("{reason} a factor above 0"))
             }
         }

@@ -1,9 +1,9 @@
 //! Elementwise arithmetic of two tensors, with broadcasting.
 use super::operand::{Operand, Side};
-use super::unary::Order::{self, Falling, Neither, Rising};
+use super::unary::Monotonicity::{self, Falling, Neither, Rising};
 use super::unary::extreme_rows;
 use crate::layout::{Partial, Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 use candle_dist::ReduceOp;
@@ -13,19 +13,20 @@ const MAX: Placement = Partial(ReduceOp::Max);
 const MIN: Placement = Partial(ReduceOp::Min);
 
 /// Placements of two inputs and the output that may be partial together.
-type Joint = [Placement; 3];
+type JointPlacements = [Placement; 3];
 
 /// The partial placements that pass through an op.
 struct Passes {
     /// Placements of both inputs, and the output's placement that follows.
-    joint: &'static [Joint],
+    joint: &'static [JointPlacements],
     /// The order in each input.
-    order: [Order; 2],
+    order: [Monotonicity; 2],
 }
 
 const ADD: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Rising, Rising] };
 const SUB: Passes = Passes { joint: &[[SUM, SUM, SUM]], order: [Rising, Falling] };
-const MUL: Passes = Passes { joint: &[[SUM, Replicate, SUM], [Replicate, SUM, SUM]], order: [Neither, Neither] };
+const MUL: Passes =
+    Passes { joint: &[[SUM, Replicate, SUM], [Replicate, SUM, SUM]], order: [Neither, Neither] };
 const DIV: Passes = Passes { joint: &[[SUM, Replicate, SUM]], order: [Neither, Neither] };
 const LINEAR_IN_SECOND: Passes = Passes { joint: &[[Replicate, SUM, SUM]], order: [Neither, Neither] };
 
@@ -137,8 +138,10 @@ impl DTensor {
             let shape = self.check_pair(op, rhs)?;
             let mut rows = broadcast_rows(&shape, &[self.dims(), rhs.dims()]);
             // Extremes pass only without gradients; see `extreme_rows`.
-            let passing = |row: &&Joint| row[2] == SUM || !self.tracked() && !rhs.tracked();
-            rows.extend(passes.joint.iter().filter(passing).map(|&[a, b, out]| Row::new(out, &[a, b])));
+            let passing = |row: &&JointPlacements| row[2] == SUM || !self.tracked() && !rhs.tracked();
+            rows.extend(
+                passes.joint.iter().filter(passing).map(|&[a, b, out]| ShardingRule::new(out, &[a, b])),
+            );
             for (at, &order) in passes.order.iter().enumerate() {
                 rows.extend(extreme_rows(order, at, &[self, rhs]));
             }
@@ -166,16 +169,21 @@ pub(super) fn broadcast(op: &'static str, a: &[usize], b: &[usize]) -> Result<Ve
         .map(|i| match (at(a, i), at(b, i)) {
             (x, y) if x == y || y == 1 => Ok(x),
             (1, y) => Ok(y),
-            _ => Error::op(op, format!("shapes {a:?} and {b:?} do not broadcast: dim {i} differs and neither is 1")),
+            _ => Error::op(
+                op,
+                format!("shapes {a:?} and {b:?} do not broadcast: dim {i} differs and neither is 1"),
+            ),
         })
         .collect()
 }
 
 /// One row for each dim of `shape`: inputs that have the dim are sharded on it, the others are replicated.
-pub(super) fn broadcast_rows(shape: &[usize], inputs: &[&[usize]]) -> Rows {
+pub(super) fn broadcast_rows(shape: &[usize], inputs: &[&[usize]]) -> ShardingRules {
     let lies = |dims: &[usize], d: usize| match (d + dims.len()).checked_sub(shape.len()) {
         Some(own) if dims[own] == shape[d] => Shard(own),
         _ => Replicate,
     };
-    (0..shape.len()).map(|d| Row { out: Shard(d), ins: inputs.iter().map(|dims| lies(dims, d)).collect() }).collect()
+    (0..shape.len())
+        .map(|d| ShardingRule { out: Shard(d), ins: inputs.iter().map(|dims| lies(dims, d)).collect() })
+        .collect()
 }

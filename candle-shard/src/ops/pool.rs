@@ -1,7 +1,7 @@
 //! Pooling and resizing of images. Batch and channels may be sharded.
 use crate::kernels::{self, Pool};
 use crate::layout::{Placement, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
 
@@ -52,7 +52,9 @@ impl DTensor {
     pub fn upsample_nearest2d(&self, size: [usize; 2]) -> Result<Self> {
         let op = "upsample_nearest2d";
         let signature = || self.resized_images(op, size);
-        rules::run(op, &size, &[self], signature, |x, _| Ok(kernels::upsample_nearest2d(x[0].to_local(), size)?))
+        rules::run(op, &size, &[self], signature, |x, _| {
+            Ok(kernels::upsample_nearest2d(x[0].to_local(), size)?)
+        })
     }
 
     /// Resizes lines to `size` by the nearest element: `[b, c, l]` to `[b, c, size]`.
@@ -93,7 +95,12 @@ impl DTensor {
     /// # Errors
     /// If there are not four dims, the image is empty, or a factor is not finite and positive.
     #[track_caller]
-    pub fn upsample_bilinear2d_with_scale(&self, scale_h: f64, scale_w: f64, align_corners: bool) -> Result<Self> {
+    pub fn upsample_bilinear2d_with_scale(
+        &self,
+        scale_h: f64,
+        scale_w: f64,
+        align_corners: bool,
+    ) -> Result<Self> {
         let op = "upsample_bilinear2d_with_scale";
         let scales = [scale_h, scale_w];
         let &[_, _, h, w] = self.dims() else {
@@ -115,14 +122,18 @@ impl DTensor {
     #[track_caller]
     fn resized_images(&self, op: &'static str, size: [usize; 2]) -> Result<Signature> {
         match *self.dims() {
-            [b, c, h, w] if h * w > 0 => Ok(Signature::new(image_rows(true), &[b, c, size[0], size[1]], self.dtype())),
-            _ => Error::op(op, format!("{}: expected [b, c, h, w] with an element in each image", self.spec())),
+            [b, c, h, w] if h * w > 0 => {
+                Ok(Signature::new(image_rows(true), &[b, c, size[0], size[1]], self.dtype()))
+            }
+            _ => {
+                Error::op(op, format!("{}: expected [b, c, h, w] with an element in each image", self.spec()))
+            }
         }
     }
 }
 
 /// Rows for a sharded batch or sharded channels.
-fn image_rows(linear: bool) -> Rows {
-    let sums = linear.then(|| Row::new(Placement::PARTIAL_SUM, &[Placement::PARTIAL_SUM]));
-    [0, 1].map(|d| Row::new(Shard(d), &[Shard(d)])).into_iter().chain(sums).collect()
+fn image_rows(linear: bool) -> ShardingRules {
+    let sums = linear.then(|| ShardingRule::new(Placement::PARTIAL_SUM, &[Placement::PARTIAL_SUM]));
+    [0, 1].map(|d| ShardingRule::new(Shard(d), &[Shard(d)])).into_iter().chain(sums).collect()
 }

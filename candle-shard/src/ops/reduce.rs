@@ -1,6 +1,6 @@
 //! Sums, means and variances. Reducing a sharded dim gives partial sums. 16-bit floats are summed in f32.
 use crate::layout::{Placement, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Result};
 use candle_core::shape::{Dim, Dims};
@@ -18,7 +18,9 @@ impl DTensor {
             dims.iter().for_each(|&d| shape[d] = 1);
             Ok(Signature::new(rows(self.rank(), &dims, |d| d), &shape, self.dtype()))
         };
-        rules::run("sum_keepdim", &dims, &[self], signature, |x, _| summed(&x[0], |x| x.sum_keepdim(&dims[..])))
+        rules::run("sum_keepdim", &dims, &[self], signature, |x, _| {
+            summed(&x[0], |x| x.sum_keepdim(&dims[..]))
+        })
     }
 
     /// The sum over `dims`, which go away.
@@ -144,9 +146,13 @@ pub(super) fn without(shape: &[usize], dims: &[usize]) -> Vec<usize> {
 }
 
 /// Shards of kept dims stay at their new place, shards of summed dims become partial sums.
-fn rows(rank: usize, summed: &[usize], place: impl Fn(usize) -> usize) -> Rows {
+fn rows(rank: usize, summed: &[usize], place: impl Fn(usize) -> usize) -> ShardingRules {
     let row = |d: usize| {
-        if summed.contains(&d) { Row::new(SUM, &[Shard(d)]) } else { Row::new(Shard(place(d)), &[Shard(d)]) }
+        if summed.contains(&d) {
+            ShardingRule::new(SUM, &[Shard(d)])
+        } else {
+            ShardingRule::new(Shard(place(d)), &[Shard(d)])
+        }
     };
-    (0..rank).map(row).chain([Row::new(SUM, &[SUM])]).collect()
+    (0..rank).map(row).chain([ShardingRule::new(SUM, &[SUM])]).collect()
 }

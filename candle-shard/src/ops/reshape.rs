@@ -18,7 +18,9 @@ impl DTensor {
     pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
         let shape = match shape.into_shape(self.elem_count()) {
             Ok(shape) if shape.elem_count() == self.elem_count() => shape,
-            Ok(shape) => return self.no_reshape(format!("{:?} has another number of elements", shape.dims())),
+            Ok(shape) => {
+                return self.no_reshape(format!("{:?} has another number of elements", shape.dims()));
+            }
             Err(error) => return self.no_reshape(error.to_string()),
         };
         let mut made = rules::run_with(
@@ -36,7 +38,10 @@ impl DTensor {
 
     #[track_caller]
     fn no_reshape(&self, reason: String) -> Result<Self> {
-        Error::op("reshape", format!("{}: {reason}; give a shape of {} elements", self.spec(), self.elem_count()))
+        Error::op(
+            "reshape",
+            format!("{}: {reason}; give a shape of {} elements", self.spec(), self.elem_count()),
+        )
     }
 }
 
@@ -49,7 +54,8 @@ struct ReshapeLayouts {
 impl ReshapeLayouts {
     fn new(x: &DTensor, to: &[usize]) -> Self {
         let spec = x.spec();
-        let mut layouts = Self { targets: x.targets(), out: spec.placements().iter().map(|&p| p.into()).collect() };
+        let mut layouts =
+            Self { targets: x.targets(), out: spec.placements().iter().map(|&p| p.into()).collect() };
         for dim in 0..spec.dims().len() {
             let axes: Vec<usize> = x.sharded_axes(dim).collect();
             // Several axes stay on a dim that is unchanged or cut evenly; otherwise only the outermost may stay.
@@ -76,7 +82,12 @@ impl ReshapeLayouts {
 }
 
 /// Returns where the shard of `dim` on `axes` goes: the new dim, the sizes needed before, and the sizes after.
-fn carry(spec: &Spec, to: &[usize], dim: usize, axes: &[usize]) -> Option<(usize, Option<Sizes>, Option<Sizes>)> {
+fn carry(
+    spec: &Spec,
+    to: &[usize],
+    dim: usize,
+    axes: &[usize],
+) -> Option<(usize, Option<Sizes>, Option<Sizes>)> {
     let from = spec.dims();
     let (ins, outs) = group_of(from, to, dim)?;
     if from[ins.start..dim].iter().any(|&size| size != 1) {
@@ -91,7 +102,8 @@ fn carry(spec: &Spec, to: &[usize], dim: usize, axes: &[usize]) -> Option<(usize
     let (in_row, out_row) = (total / from[dim], total / to[out_dim]);
     let parts: usize = axes.iter().map(|&axis| spec.mesh().shape()[axis]).product();
     if let [axis] = *axes {
-        let sizes = spec.sizes(axis).map_or_else(|| chunk_sizes(from[dim], parts).to_vec(), |sizes| sizes.to_vec());
+        let sizes =
+            spec.sizes(axis).map_or_else(|| chunk_sizes(from[dim], parts).to_vec(), |sizes| sizes.to_vec());
         if sizes.iter().all(|s| s * in_row % out_row == 0) {
             let after = sizes.iter().map(|s| s * in_row / out_row).collect();
             return Some((out_dim, spec.sizes(axis).cloned(), Some(after)));

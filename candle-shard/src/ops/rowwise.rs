@@ -1,13 +1,16 @@
 //! Fused ops over the last dim, which is whole: softmax and the norms. Leading dims may be sharded.
 use super::pointwise::broadcast_rows;
 use crate::layout::{Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result, kernels};
 
 /// Rows that shard a leading dim of the first input; further inputs are replicated.
-pub(super) fn rows(leading: usize, others: usize) -> Rows {
+pub(super) fn rows(leading: usize, others: usize) -> ShardingRules {
     (0..leading)
-        .map(|d| Row { out: Shard(d), ins: std::iter::once(Shard(d)).chain((0..others).map(|_| Replicate)).collect() })
+        .map(|d| ShardingRule {
+            out: Shard(d),
+            ins: std::iter::once(Shard(d)).chain((0..others).map(|_| Replicate)).collect(),
+        })
         .collect()
 }
 
@@ -45,8 +48,11 @@ impl DTensor {
             let lead = x.len().checked_sub(m.len());
             let fits = lead.is_some_and(|lead| m.iter().zip(&x[lead..]).all(|(m, x)| m == x || *m == 1));
             if !fits || m.last() != x.last() || mask.dtype() != self.dtype() {
-                let reason =
-                    format!("a mask {} for scores {}: expected its dtype, and its shape", mask.spec(), self.spec());
+                let reason = format!(
+                    "a mask {} for scores {}: expected its dtype, and its shape",
+                    mask.spec(),
+                    self.spec()
+                );
                 return Error::op("masked_softmax", format!("{reason} or 1 in all dims but the last"));
             }
             let mut rows = broadcast_rows(x, &[x, m]);
@@ -89,8 +95,11 @@ impl DTensor {
         self.check_rows(op, 1)?;
         let width = &self.dims()[self.rank() - 1..];
         if let Some(p) = parameters.iter().find(|p| p.dims() != width || p.dtype() != self.dtype()) {
-            let reason =
-                format!("a parameter {} for an input {}: expected {width:?} of its dtype", p.spec(), self.spec());
+            let reason = format!(
+                "a parameter {} for an input {}: expected {width:?} of its dtype",
+                p.spec(),
+                self.spec()
+            );
             return Error::op(op, reason);
         }
         Ok(Signature::new(rows(self.rank() - 1, parameters.len()), self.dims(), self.dtype()))

@@ -1,6 +1,6 @@
 //! Cumulative sums. Each rank sums its shard of a sharded dim and adds the total of the shards before it.
 use crate::layout::{Partial, Placement, Replicate, Shard};
-use crate::rules::{self, OpSpec, Row, Rows, Signature};
+use crate::rules::{self, OpSpec, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Result};
 use candle_core::shape::Dim;
 use candle_core::{Shape, Tensor};
@@ -21,10 +21,12 @@ impl DTensor {
         if self.sharded_axes(dim).next().is_none() {
             let signature = || {
                 let mut rows = self.kept_rows(&[dim]);
-                rows.push(Row::new(SUM, &[SUM]));
+                rows.push(ShardingRule::new(SUM, &[SUM]));
                 Ok(Signature::new(rows, self.dims(), self.dtype()))
             };
-            return rules::run("cumsum", &[dim], &[self], signature, |x, _| Ok(running_sum(x[0].to_local(), dim)?));
+            return rules::run("cumsum", &[dim], &[self], signature, |x, _| {
+                Ok(running_sum(x[0].to_local(), dim)?)
+            });
         }
         let linear = |p| if matches!(p, Partial(op) if op != ReduceOp::Sum) { Replicate } else { p };
         let x = rules::lay_out("cumsum", self, linear)?;
@@ -49,8 +51,8 @@ impl DTensor {
         let signature = || {
             let mut shape = self.dims().to_vec();
             shape[dim] = pieces;
-            let mut rows: Rows = self.kept_rows(&[dim]);
-            rows.extend([Row::new(SUM, &[Shard(dim)]), Row::new(SUM, &[SUM])]);
+            let mut rows: ShardingRules = self.kept_rows(&[dim]);
+            rows.extend([ShardingRule::new(SUM, &[Shard(dim)]), ShardingRule::new(SUM, &[SUM])]);
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
         // Each rank adds its own sum to all later shards.

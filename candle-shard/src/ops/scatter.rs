@@ -4,7 +4,7 @@
 use super::lookup::{check_indexes, checked, held, places};
 use crate::kernels::NOWHERE;
 use crate::layout::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape, Tensor};
@@ -26,7 +26,7 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter_add")?;
         let signature = || {
             let mut rows = self.scatter_rows("scatter_add", indexes, source, dim)?;
-            rows.push(Row::new(SUM, &[SUM, Shard(dim), Shard(dim)]));
+            rows.push(ShardingRule::new(SUM, &[SUM, Shard(dim), Shard(dim)]));
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
         let made = rules::run("scatter_add", &[dim], &[self, indexes, source], signature, |x, _| {
@@ -48,13 +48,15 @@ impl DTensor {
     #[track_caller]
     pub fn scatter(&self, indexes: &Self, source: &Self, dim: impl Dim) -> Result<Self> {
         let dim = dim.to_index(&Shape::from(self.dims()), "scatter")?;
-        let signature =
-            || Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()));
+        let signature = || {
+            Ok(Signature::new(self.scatter_rows("scatter", indexes, source, dim)?, self.dims(), self.dtype()))
+        };
         let made = rules::run("scatter", &[dim], &[self, indexes, source], signature, |x, _| {
             let (base, source) = (x[0].to_local(), x[2].to_local().contiguous()?);
             let held = held("scatter", [indexes, &x[1]], &x[0], dim)?;
             let marks = Tensor::zeros(source.shape(), DType::U8, base.device())?;
-            let kept = empty::full(1u8, base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
+            let kept =
+                empty::full(1u8, base.shape(), DType::U8, base.device())?.scatter(&held, &marks, dim)?;
             let put = base.zeros_like()?.scatter(&held, &source, dim)?;
             Ok(kept.where_cond(base, &put)?) // the order of the inputs: that of the backward passes on all ranks
         })?;
@@ -76,11 +78,12 @@ impl DTensor {
                 return Error::op("index_add", format!("{reason}: expected one for each slice"));
             }
             let others = (0..self.rank()).filter(|&d| d != dim);
-            let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d), Replicate, Shard(d)])).collect();
+            let mut rows: ShardingRules =
+                others.map(|d| ShardingRule::new(Shard(d), &[Shard(d), Replicate, Shard(d)])).collect();
             rows.extend([
-                Row::new(Shard(dim), &[Shard(dim), Replicate, Replicate]),
-                Row::new(SUM, &[SUM, Replicate, SUM]),
-                Row::new(SUM, &[SUM, Shard(0), Shard(dim)]),
+                ShardingRule::new(Shard(dim), &[Shard(dim), Replicate, Replicate]),
+                ShardingRule::new(SUM, &[SUM, Replicate, SUM]),
+                ShardingRule::new(SUM, &[SUM, Shard(0), Shard(dim)]),
             ]);
             Ok(Signature::new(rows, self.dims(), self.dtype()))
         };
@@ -94,16 +97,27 @@ impl DTensor {
 
     /// The rows of an op that puts `source` at `indexes` of the same shape.
     #[track_caller]
-    fn scatter_rows(&self, op: &'static str, indexes: &Self, source: &Self, dim: usize) -> Result<Rows> {
+    fn scatter_rows(
+        &self,
+        op: &'static str,
+        indexes: &Self,
+        source: &Self,
+        dim: usize,
+    ) -> Result<ShardingRules> {
         self.check_source(op, source, dim)?;
         check_indexes(op, indexes)?;
         if indexes.dims() != source.dims() {
-            let reason = format!("indexes {} for {}: expected one for each element", indexes.spec(), source.spec());
+            let reason =
+                format!("indexes {} for {}: expected one for each element", indexes.spec(), source.spec());
             return Error::op(op, reason);
         }
         let others = (0..self.rank()).filter(|&d| d != dim);
-        let mut rows: Rows = others.map(|d| Row::new(Shard(d), &[Shard(d), Shard(d), Shard(d)])).collect();
-        rows.extend([Row::new(Shard(dim), &[Shard(dim), Replicate, Replicate]), Row::new(SUM, &[SUM, Replicate, SUM])]);
+        let mut rows: ShardingRules =
+            others.map(|d| ShardingRule::new(Shard(d), &[Shard(d), Shard(d), Shard(d)])).collect();
+        rows.extend([
+            ShardingRule::new(Shard(dim), &[Shard(dim), Replicate, Replicate]),
+            ShardingRule::new(SUM, &[SUM, Replicate, SUM]),
+        ]);
         Ok(rows)
     }
 
@@ -114,8 +128,11 @@ impl DTensor {
         if fits && source.dtype() == self.dtype() {
             return Ok(());
         }
-        let reason =
-            format!("{} for {}: expected its dtype, and its dims except dim {dim}", source.spec(), self.spec());
+        let reason = format!(
+            "{} for {}: expected its dtype, and its dims except dim {dim}",
+            source.spec(),
+            self.spec()
+        );
         Error::op(op, reason)
     }
 }

@@ -60,7 +60,10 @@ impl DTensor {
         let dim = dim.to_index(&Shape::from(self.dims()), "chunk")?;
         let size = self.dims()[dim];
         if chunks == 0 {
-            return Error::op("chunk", format!("no chunks of dim {dim} of {}; ask for at least 1", self.spec()));
+            return Error::op(
+                "chunk",
+                format!("no chunks of dim {dim} of {}; ask for at least 1", self.spec()),
+            );
         }
         let count = chunks.min(size.max(1));
         let start = |i: usize| i * (size / count) + i.min(size % count);
@@ -111,7 +114,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Replicate, Result, Shard};
     ///
-    /// let sums = World::local(2).run(|ctx| -> Result<f32> {
+    /// let sums = World::threads(2).run(|ctx| -> Result<f32> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     let x = DTensor::zeros((4, 3), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
     ///     let row = DTensor::ones((1, 3), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;
@@ -124,7 +127,8 @@ impl DTensor {
     #[track_caller]
     pub fn slice_assign(&self, ranges: &[impl RangeBounds<usize>], src: &Self) -> Result<Self> {
         if ranges.len() != self.rank() || src.rank() != self.rank() {
-            let reason = format!("{} ranges of {} for {}: name every dim once", ranges.len(), self.spec(), src.spec());
+            let reason =
+                format!("{} ranges of {} for {}: name every dim once", ranges.len(), self.spec(), src.spec());
             return Error::op("slice_assign", reason);
         }
         let mut starts = Dims::new();
@@ -133,7 +137,10 @@ impl DTensor {
             self.check_part("slice_assign", dim, start, end.saturating_sub(start))?;
             if end.saturating_sub(start) != src.dims()[dim] {
                 let reason = format!("{start}..{end} of dim {dim} of {} for {}", self.spec(), src.spec());
-                return Error::op("slice_assign", format!("{reason}; the range must have the size of the source"));
+                return Error::op(
+                    "slice_assign",
+                    format!("{reason}; the range must have the size of the source"),
+                );
             }
             starts.push(start);
         }
@@ -203,22 +210,32 @@ impl DTensor {
             shape[dim] = sizes(&[self.dims()[dim]])[0];
             OpSpec::laid(&[self], [targets], &out, &[(shape, self.dtype())])
         };
-        let mut made =
-            rules::run_with(op, &attributes, &[self], &op_spec, &|x, outs| Ok(smallvec![local(&x[0], &outs[0])?]))?;
+        let mut made = rules::run_with(op, &attributes, &[self], &op_spec, &|x, outs| {
+            Ok(smallvec![local(&x[0], &outs[0])?])
+        })?;
         // Some ranks return their shard unchanged, others a slice of it. Cached views must be alike on all ranks.
         Ok(made.remove(0).aliasing(self))
     }
 
     /// Refuses a source that is not `part` of a dim of this tensor.
     #[track_caller]
-    pub(super) fn check_fits(&self, op: &'static str, src: &Self, dim: usize, part: &Range<usize>) -> Result<()> {
+    pub(super) fn check_fits(
+        &self,
+        op: &'static str,
+        src: &Self,
+        dim: usize,
+        part: &Range<usize>,
+    ) -> Result<()> {
         let same = |d: usize| d == dim || src.dims()[d] == self.dims()[d];
         let fits = src.rank() == self.rank() && (0..self.rank()).all(same) && part.end <= self.dims()[dim];
         if fits && src.dtype() == self.dtype() {
             return Ok(());
         }
         let reason = format!("{} at {} of dim {dim} of {}", src.spec(), part.start, self.spec());
-        Error::op(op, format!("{reason}: expected a part inside of the dim, with the other dims and the dtype equal"))
+        Error::op(
+            op,
+            format!("{reason}: expected a part inside of the dim, with the other dims and the dtype equal"),
+        )
     }
 
     #[track_caller]
@@ -227,7 +244,10 @@ impl DTensor {
         if end > size {
             return Error::op(
                 op,
-                format!("{start}..{end} is outside of dim {dim} of {}; expected an end up to {size}", self.spec()),
+                format!(
+                    "{start}..{end} is outside of dim {dim} of {}; expected an end up to {size}",
+                    self.spec()
+                ),
             );
         }
         Ok(start..end)

@@ -2,9 +2,9 @@
 //! allows it.
 use crate::kernels::{Function, convert, converts};
 use crate::layout::{Partial, Placement, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
-use Order::{Falling, Neither, Rising};
+use Monotonicity::{Falling, Neither, Rising};
 use candle_core::{DType, Tensor};
 use candle_dist::ReduceOp;
 
@@ -14,7 +14,7 @@ const MIN: Placement = Partial(ReduceOp::Min);
 
 /// The monotonicity of a function: a rising one maps the extreme of its arguments to the extreme of its results.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Order {
+pub(super) enum Monotonicity {
     Rising,
     Falling,
     /// Not monotonic; or maps some numbers to NaN, or NaN to a number (NaN must reach the extreme).
@@ -22,9 +22,9 @@ pub(super) enum Order {
 }
 
 /// Rows for each dim, sharded in input and output, and for partial sums if the function is linear.
-pub(super) fn unary_rows(rank: usize, linear: bool) -> Rows {
-    let shards = (0..rank).map(|d| Row::new(Shard(d), &[Shard(d)]));
-    shards.chain(linear.then(|| Row::new(SUM, &[SUM]))).collect()
+pub(super) fn unary_rows(rank: usize, linear: bool) -> ShardingRules {
+    let shards = (0..rank).map(|d| ShardingRule::new(Shard(d), &[Shard(d)]));
+    shards.chain(linear.then(|| ShardingRule::new(SUM, &[SUM]))).collect()
 }
 
 /// Rows in which input `at` of `inputs` is a partial extreme and the others are replicated, if the function is
@@ -32,13 +32,13 @@ pub(super) fn unary_rows(rank: usize, linear: bool) -> Rows {
 ///
 /// Only without gradients: the gradient of an extreme belongs to the ranks that hold it, and no rank knows which these
 /// are.
-pub(super) fn extreme_rows(order: Order, at: usize, inputs: &[&DTensor]) -> Rows {
+pub(super) fn extreme_rows(order: Monotonicity, at: usize, inputs: &[&DTensor]) -> ShardingRules {
     if order == Neither || inputs.iter().any(|x| x.tracked()) {
-        return Rows::new();
+        return ShardingRules::new();
     }
     let row = |(from, to): (Placement, Placement)| {
         let ins = (0..inputs.len()).map(|i| if i == at { from } else { Placement::Replicate }).collect();
-        Row { out: to, ins }
+        ShardingRule { out: to, ins }
     };
     let pairs = if order == Rising { [(MAX, MAX), (MIN, MIN)] } else { [(MAX, MIN), (MIN, MAX)] };
     pairs.into_iter().map(row).collect()
@@ -127,7 +127,7 @@ impl DTensor {
     fn unary(
         &self,
         op: &'static str,
-        order: Order,
+        order: Monotonicity,
         local: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let signature = || {
@@ -233,7 +233,10 @@ impl DTensor {
         }
         if !converts(self.dtype(), dtype, self.device()) {
             let reason = "candle has no such conversion on this device; convert on the host";
-            return Error::op("to_dtype", format!("{} to {dtype:?} on {:?}: {reason}", self.spec(), self.device()));
+            return Error::op(
+                "to_dtype",
+                format!("{} to {dtype:?} on {:?}: {reason}", self.spec(), self.device()),
+            );
         }
         let x = if dtype.is_int() { &self.detach() } else { self };
         let order = if dtype.is_float() && x.dtype().is_float() { Rising } else { Neither };
@@ -242,7 +245,9 @@ impl DTensor {
             rows.extend(extreme_rows(order, 0, &[x]));
             Ok(Signature::new(rows, x.dims(), dtype))
         };
-        rules::run("to_dtype", &[dtype as usize], &[x], signature, |x, _| Ok(convert(x[0].to_local(), dtype)?))
+        rules::run("to_dtype", &[dtype as usize], &[x], signature, |x, _| {
+            Ok(convert(x[0].to_local(), dtype)?)
+        })
     }
 }
 

@@ -14,8 +14,11 @@ impl DTensor {
     /// resized.
     #[track_caller]
     pub(crate) fn split_units(&self, dim: usize, unit: usize) -> Result<Self> {
-        let Some(units) =
-            self.dims().get(dim).and_then(|size| size.checked_div(unit)).filter(|n| n * unit == self.dims()[dim])
+        let Some(units) = self
+            .dims()
+            .get(dim)
+            .and_then(|size| size.checked_div(unit))
+            .filter(|n| n * unit == self.dims()[dim])
         else {
             return Error::op("split_units", format!("{} has no dim {dim} in units of {unit}", self.spec()));
         };
@@ -75,7 +78,8 @@ impl DTensor {
                     true => chunk_sizes(units, spec.mesh().shape()[*axis]),
                 };
                 let of_elements: Dims = of_units.iter().map(|size| size * unit).collect();
-                let [before, after] = if splits { [&of_elements, &of_units] } else { [&of_units, &of_elements] };
+                let [before, after] =
+                    if splits { [&of_elements, &of_units] } else { [&of_units, &of_elements] };
                 (targets[*axis], out[*axis]) = (Target::shard(dim, before), Target::shard(dim, after));
                 for &axis in inner {
                     (targets[axis], out[axis]) = (Replicate.into(), Replicate.into());

@@ -1,7 +1,7 @@
 //! Ops that only reorder or repeat dims. Shards and partial sums move along.
 use super::pointwise::{broadcast, broadcast_rows};
 use crate::layout::{Placement, Replicate, Shard, Spec};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::{DTensor, Error, Result};
 use candle_core::shape::{Dim, Dims as DimList};
 use candle_core::{Shape, Tensor};
@@ -19,7 +19,13 @@ impl DTensor {
         }
         let signature = || {
             let shape: Dims = dims.iter().map(|&d| self.dims()[d]).collect();
-            Ok((dims.iter().enumerate().map(|(to, &from)| Row::new(Shard(to), &[Shard(from)])).collect(), shape))
+            Ok((
+                dims.iter()
+                    .enumerate()
+                    .map(|(to, &from)| ShardingRule::new(Shard(to), &[Shard(from)]))
+                    .collect(),
+                shape,
+            ))
         };
         self.linear_view("permute", &dims, &signature, &|x, _| x.permute(&dims[..]))
     }
@@ -110,7 +116,9 @@ impl DTensor {
             rows.retain(|row| row.ins[0] != Replicate); // shards of repeated dims are not requested
             Ok((rows, Dims::from_slice(to)))
         };
-        self.linear_view("broadcast_as", to, &signature, &|x, out| x.broadcast_as(out.local_shape().as_slice()))
+        self.linear_view("broadcast_as", to, &signature, &|x, out| {
+            x.broadcast_as(out.local_shape().as_slice())
+        })
     }
 
     /// [`broadcast_as`](Self::broadcast_as), under candle's other name.
@@ -141,12 +149,12 @@ impl DTensor {
         &self,
         op: &'static str,
         attributes: &[usize],
-        rows_and_shape: &dyn Fn() -> Result<(Rows, Dims)>,
+        rows_and_shape: &dyn Fn() -> Result<(ShardingRules, Dims)>,
         local: &dyn Fn(&Tensor, &Spec) -> candle_core::Result<Tensor>,
     ) -> Result<Self> {
         let signature = || {
             let (mut rows, shape) = rows_and_shape()?;
-            rows.push(Row::new(SUM, &[SUM]));
+            rows.push(ShardingRule::new(SUM, &[SUM]));
             Ok(Signature::new(rows, &shape, self.dtype()))
         };
         let view = rules::run(op, attributes, &[self], signature, |x, out| Ok(local(x[0].to_local(), out)?))?;

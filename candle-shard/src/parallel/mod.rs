@@ -1,6 +1,6 @@
 //! Tensor parallelism: a plan says, as data, how each module is sharded.
 //!
-//! [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize) applies a plan to an existing model:
+//! [`MeshVarBuilder::parallelize`](crate::nn::MeshVarBuilder::parallelize) applies a plan to an existing model:
 //! it shards and moves the weights; the model's code stays the same. A linear layer, an embedding or a norm accepts a
 //! plain tensor by candle's `Module`, as `x.apply(&layer)`, and returns one: this rank's shard if the style shards the
 //! output, otherwise the whole tensor. So a module between two sharded layers may be plain candle code, and so may the
@@ -15,7 +15,7 @@
 //! use candle_dist::World;
 //! use candle_nn::{VarBuilder, VarMap};
 //! use candle_shard::Result;
-//! use candle_shard::nn::{Linear, ShardedVarBuilder};
+//! use candle_shard::nn::{Linear, MeshVarBuilder};
 //! use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, tensors_of};
 //!
 //! struct Mlp<L> {
@@ -29,7 +29,7 @@
 //!     }
 //! }
 //!
-//! World::local(2).run(|ctx| -> Result<()> {
+//! World::threads(2).run(|ctx| -> Result<()> {
 //!     let map = VarMap::new(); // every rank has the same one, from a file as a rule
 //!     let vb = VarBuilder::from_varmap(&map, DType::F32, &Cpu);
 //!     let up = candle_nn::linear(4, 6, vb.pp("up"))?;
@@ -38,7 +38,7 @@
 //!
 //!     let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
 //!     let mesh = ctx.mesh(&[("tp", 2)])?;
-//!     let vb = ShardedVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F32, &Cpu)?;
+//!     let vb = MeshVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F32, &Cpu)?;
 //!     let up = Linear::new(4, 6, true, &vb.pp("up"))?;
 //!     let cut = Mlp { up, down: Linear::new(6, 4, true, &vb.pp("down"))? };
 //!     let parameters = vb.finish()?; // an error if a weight was left over
@@ -60,7 +60,9 @@ mod plan;
 mod shares;
 mod style;
 
-pub use module::{LayerKind, Layout, ModuleStyle};
+#[allow(deprecated)]
+pub use module::Layout;
+pub use module::{LayerKind, ModuleStyle, ParamPlacements};
 pub use plan::Plan;
 pub use shares::Shares;
 pub use style::{
@@ -72,7 +74,7 @@ use candle_core::Tensor;
 use candle_nn::VarMap;
 use std::sync::PoisonError;
 
-/// The tensors of a `VarMap` by name, for [`ShardedVarBuilder::parallelize`](crate::nn::ShardedVarBuilder::parallelize).
+/// The tensors of a `VarMap` by name, for [`MeshVarBuilder::parallelize`](crate::nn::MeshVarBuilder::parallelize).
 ///
 /// They share memory with its variables; drop the map to free it.
 pub fn tensors_of(map: &VarMap) -> Vec<(String, Tensor)> {

@@ -33,7 +33,7 @@ pub enum LayerKind {
 
 /// The placements of a layer's parameters on the plan's axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Layout {
+pub struct ParamPlacements {
     /// The weight.
     pub weight: Placement,
     /// The bias.
@@ -43,6 +43,10 @@ pub struct Layout {
     /// Whether the bias's gradient is left partial.
     pub varying_bias: bool,
 }
+
+/// The former name of [`ParamPlacements`].
+#[deprecated(since = "0.1.0", note = "renamed to ParamPlacements")]
+pub type Layout = ParamPlacements;
 
 /// The style that a plan gives one module of a model; none by default.
 #[derive(Debug, Clone, Default)]
@@ -70,9 +74,11 @@ impl ModuleStyle {
     ///
     /// # Errors
     /// If the style does not apply to the kind.
-    pub fn layout(&self, kind: LayerKind) -> Result<Layout> {
-        use LayerKind::{Channels, Conv, ConvTranspose, Embedding, FusedQkv, Linear, Module, Norm, Recurrent};
-        let fixed = |weight, bias| Layout { weight, bias, varying: false, varying_bias: false };
+    pub fn layout(&self, kind: LayerKind) -> Result<ParamPlacements> {
+        use LayerKind::{
+            Channels, Conv, ConvTranspose, Embedding, FusedQkv, Linear, Module, Norm, Recurrent,
+        };
+        let fixed = |weight, bias| ParamPlacements { weight, bias, varying: false, varying_bias: false };
         let whole = fixed(Replicate, Replicate);
         match (&self.style, kind) {
             (None, _) | (Some(Style::PrepareInput(_)), Linear | FusedQkv | Norm | Module) => Ok(whole),
@@ -82,17 +88,21 @@ impl ModuleStyle {
                 Some(Style::PrepareInput(_) | Style::PrepareOutput(_) | Style::PrepareInputOutput(_)),
                 Conv | ConvTranspose | Channels | Recurrent,
             ) => Ok(whole),
-            (Some(Style::Colwise(_)), Linear | FusedQkv | Conv | Channels | Recurrent) => Ok(fixed(Shard(0), Shard(0))),
+            (Some(Style::Colwise(_)), Linear | FusedQkv | Conv | Channels | Recurrent) => {
+                Ok(fixed(Shard(0), Shard(0)))
+            }
             (Some(Style::Colwise(_)), ConvTranspose) => Ok(fixed(Shard(1), Shard(0))),
             (Some(Style::Colwise(_)), Embedding) => Ok(fixed(Shard(1), Replicate)),
             (Some(Style::Rowwise(style)), Linear | Conv | ConvTranspose) => {
                 // If the output is sharded when the bias is added, each rank has only a part of the bias's gradient.
                 let varying_bias = style.output.shard_dim().is_some();
                 let weight = Shard(if kind == ConvTranspose { 0 } else { 1 });
-                Ok(Layout { varying_bias, ..fixed(weight, Replicate) })
+                Ok(ParamPlacements { varying_bias, ..fixed(weight, Replicate) })
             }
             (Some(Style::Rowwise(_)), Embedding) => Ok(fixed(Shard(0), Replicate)),
-            (Some(Style::Sequence(_)), Norm | Embedding) => Ok(Layout { varying: true, varying_bias: true, ..whole }),
+            (Some(Style::Sequence(_)), Norm | Embedding) => {
+                Ok(ParamPlacements { varying: true, varying_bias: true, ..whole })
+            }
             (Some(style), kind) => {
                 let fit = match kind {
                     Linear | Conv | ConvTranspose => "ColwiseParallel or RowwiseParallel",
@@ -101,8 +111,9 @@ impl ModuleStyle {
                     Norm => "SequenceParallel",
                     Module => "a PrepareModule style, or name its layers",
                 };
-                Err(self
-                    .error(format_args!("has the style {style:?}, which does not apply to a {kind:?}; give it {fit}")))
+                Err(self.error(format_args!(
+                    "has the style {style:?}, which does not apply to a {kind:?}; give it {fit}"
+                )))
             }
         }
     }
@@ -127,7 +138,11 @@ impl ModuleStyle {
     }
 
     /// Like [`inputs`](Self::inputs), for a layer of this kind.
-    pub(crate) fn inputs_of<const N: usize>(&self, kind: LayerKind, x: [&DTensor; N]) -> Result<[DTensor; N]> {
+    pub(crate) fn inputs_of<const N: usize>(
+        &self,
+        kind: LayerKind,
+        x: [&DTensor; N],
+    ) -> Result<[DTensor; N]> {
         use LayerKind::{Channels, Conv, ConvTranspose};
         let Some(style) = &self.style else { return Ok(x.map(DTensor::clone)) };
         if let Some(listed) = style.listed_inputs() {
@@ -142,7 +157,12 @@ impl ModuleStyle {
             Style::Sequence(style) => Some(Shard(style.dim)),
             _ => None,
         };
-        self.lay_out_all("inputs", x, &first_of::<N>(first), matches!(style, Style::Colwise(_)) && kind != Channels)
+        self.lay_out_all(
+            "inputs",
+            x,
+            &first_of::<N>(first),
+            matches!(style, Style::Colwise(_)) && kind != Channels,
+        )
     }
 
     /// Lays out the module's outputs as the style says; a layer has one output.
@@ -173,14 +193,17 @@ impl ModuleStyle {
     ) -> Result<[DTensor; N]> {
         if desired.len() != N {
             let n = desired.len();
-            return Err(self
-                .error(format_args!("has {N} {what}, but its style lays out {n}; give a layout, or None, for each")));
+            return Err(self.error(format_args!(
+                "has {N} {what}, but its style lays out {n}; give a layout, or None, for each"
+            )));
         }
         for (i, (x, to)) in x.iter().zip(desired).enumerate() {
             if let Some(Shard(dim)) = to.filter(|to| to.shard_dim().is_some_and(|dim| dim >= x.rank())) {
                 let (spec, axis) = (x.spec(), &x.mesh().names()[self.axis]);
-                let reason = format_args!("expects S({dim}) on axis {axis:?} of number {i} of its {what}, {spec}");
-                return Err(self.error(format_args!("{reason}, which has no dim {dim}; choose one below {}", x.rank())));
+                let reason =
+                    format_args!("expects S({dim}) on axis {axis:?} of number {i} of its {what}, {spec}");
+                return Err(self
+                    .error(format_args!("{reason}, which has no dim {dim}; choose one below {}", x.rank())));
             }
         }
         let mut laid_out = x.map(DTensor::clone);

@@ -21,7 +21,8 @@ impl Pattern {
     }
 
     pub(crate) fn matches<S: AsRef<str>>(&self, path: &[S]) -> bool {
-        self.parts.len() == path.len() && self.parts.iter().zip(path).all(|(part, name)| part.matches(name.as_ref()))
+        self.parts.len() == path.len()
+            && self.parts.iter().zip(path).all(|(part, name)| part.matches(name.as_ref()))
     }
 }
 

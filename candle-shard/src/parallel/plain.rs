@@ -50,8 +50,11 @@ impl ModuleStyle {
         layouts: &[Option<Placement>],
     ) -> Result<[DTensor; N]> {
         let at = |i: usize| layouts.get(i).copied().flatten().unwrap_or(Replicate);
-        let spread =
-            x.iter().enumerate().map(|(i, x)| self.spread(mesh, x, at(i), None)).collect::<Result<Vec<_>>>()?;
+        let spread = x
+            .iter()
+            .enumerate()
+            .map(|(i, x)| self.spread(mesh, x, at(i), None))
+            .collect::<Result<Vec<_>>>()?;
         array(spread)
     }
 
@@ -82,7 +85,13 @@ impl ModuleStyle {
         }
     }
 
-    fn spread(&self, mesh: &DeviceMesh, x: &Tensor, at: Placement, known: Option<(usize, Sizes)>) -> Result<DTensor> {
+    fn spread(
+        &self,
+        mesh: &DeviceMesh,
+        x: &Tensor,
+        at: Placement,
+        known: Option<(usize, Sizes)>,
+    ) -> Result<DTensor> {
         if let Some(other) = (0..mesh.ndim()).find(|&axis| axis != self.axis && mesh.shape()[axis] > 1) {
             let (name, own) = (&mesh.names()[other], &mesh.names()[self.axis]);
             return Err(self.error(format_args!(
@@ -90,12 +99,14 @@ impl ModuleStyle {
                  the model on mesh.axis({own:?})"
             )));
         }
-        let placements = (0..mesh.ndim()).map(|axis| if axis == self.axis { at } else { Replicate }).collect_vec();
+        let placements =
+            (0..mesh.ndim()).map(|axis| if axis == self.axis { at } else { Replicate }).collect_vec();
         let spread = match (at, known) {
             (Shard(dim), Some((size, sizes))) if dim + 1 == x.rank() => {
                 let mut shape = x.dims().to_vec();
                 shape[dim] = size;
-                let spec = Spec::new(mesh, &placements, shape, x.dtype())?.with_sizes(self.axis, Some(sizes))?;
+                let spec =
+                    Spec::new(mesh, &placements, shape, x.dtype())?.with_sizes(self.axis, Some(sizes))?;
                 DTensor::from_local_with_spec(x.clone(), spec)?
             }
             (Shard(_), _) if mesh.size() > 1 => DTensor::from_local_ragged(x.clone(), mesh, &placements)?,

@@ -29,12 +29,12 @@ use std::fmt;
 pub struct Plan {
     /// `None` for the plan that cuts nothing.
     axis: Option<String>,
-    entries: Vec<Entry>,
+    entries: Vec<PlanEntry>,
     shares: Option<Shares>,
 }
 
 #[derive(Clone, Debug)]
-struct Entry {
+struct PlanEntry {
     pattern: Pattern,
     style: Style,
 }
@@ -46,19 +46,19 @@ impl Plan {
     }
 
     /// Creates the plan of a model that no layer cuts, on a mesh of any axes: every module is replicated. Units may be
-    /// [fully sharded](crate::nn::ShardedVarBuilder::fully_shard) over every axis.
+    /// [fully sharded](crate::nn::MeshVarBuilder::fully_shard) over every axis.
     ///
     /// ```
     /// use candle_core::{DType, Device};
     /// use candle_dist::World;
     /// use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
     /// use candle_shard::parallel::Plan;
     /// use candle_shard::{DTensor, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("fsdp", 2)])?;
-    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::none(), DType::F32, &Device::Cpu)?;
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, Plan::none(), DType::F32, &Device::Cpu)?;
     ///     let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
     ///     let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(4, 6, false, vb))?;
     ///     let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
@@ -74,7 +74,7 @@ impl Plan {
 
     /// Adds a style for the modules that `pattern` matches.
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<Style>) -> Self {
-        self.entries.push(Entry { pattern: Pattern::new(pattern), style: style.into() });
+        self.entries.push(PlanEntry { pattern: Pattern::new(pattern), style: style.into() });
         self
     }
 
@@ -124,7 +124,12 @@ impl Plan {
     }
 
     /// Returns the style of the module at `path`, and adds the matching patterns to `matched`.
-    pub(crate) fn style_of(&self, path: &[String], mesh: &DeviceMesh, matched: &mut BTreeSet<usize>) -> ModuleStyle {
+    pub(crate) fn style_of(
+        &self,
+        path: &[String],
+        mesh: &DeviceMesh,
+        matched: &mut BTreeSet<usize>,
+    ) -> ModuleStyle {
         let mut style = None;
         for (i, entry) in self.entries.iter().enumerate() {
             if entry.pattern.matches(path) {

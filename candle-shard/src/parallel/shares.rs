@@ -31,7 +31,9 @@ impl Shares {
     pub fn new(shares: &[u32]) -> Result<Self> {
         match shares.iter().any(|&share| share > 0) {
             true => Ok(Self(shares.into())),
-            false => Err(Error::Plan(format!("shares {shares:?} are all 0; give at least one rank a positive share"))),
+            false => Err(Error::Plan(format!(
+                "shares {shares:?} are all 0; give at least one rank a positive share"
+            ))),
         }
     }
 
@@ -42,7 +44,8 @@ impl Shares {
 
     /// Returns the sizes of the shards of a dim, one for each rank.
     pub fn cut(&self, width: Width) -> Dims {
-        let (units, total) = (width.units as u128, self.0.iter().map(|&share| u128::from(share)).sum::<u128>());
+        let (units, total) =
+            (width.units as u128, self.0.iter().map(|&share| u128::from(share)).sum::<u128>());
         let parts: Vec<u128> = self.0.iter().map(|&share| units * u128::from(share)).collect();
         let mut made: Vec<u128> = parts.iter().map(|part| part / total).collect();
         let mut order: Vec<usize> = (0..parts.len()).collect();
@@ -68,7 +71,9 @@ impl FromStr for Shares {
         let shares: Option<Vec<u32>> = text.split(':').map(|share| share.trim().parse().ok()).collect();
         match shares {
             Some(shares) => Self::new(&shares),
-            None => Err(Error::Plan(format!("shares {text:?} are no numbers with colons between them; write 3:1"))),
+            None => Err(Error::Plan(format!(
+                "shares {text:?} are no numbers with colons between them; write 3:1"
+            ))),
         }
     }
 }

@@ -156,7 +156,11 @@ impl SequenceParallel {
 impl PrepareModuleInput {
     /// Creates a style with a placement for each input, or an option of one where some inputs stay unchanged.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
-        Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect(), use_local_output: true }
+        Self {
+            layouts: Vec::new(),
+            desired: desired.into_iter().map(Into::into).collect(),
+            use_local_output: true,
+        }
     }
 
     /// Sets the placements of plain tensors.
@@ -173,7 +177,11 @@ impl PrepareModuleInput {
 impl PrepareModuleOutput {
     /// Creates a style with a placement for each output, or an option of one where some outputs stay unchanged.
     pub fn new(desired: impl IntoIterator<Item = impl Into<Option<Placement>>>) -> Self {
-        Self { layouts: Vec::new(), desired: desired.into_iter().map(Into::into).collect(), use_local_output: true }
+        Self {
+            layouts: Vec::new(),
+            desired: desired.into_iter().map(Into::into).collect(),
+            use_local_output: true,
+        }
     }
 
     /// Sets the placements of plain tensors.
@@ -244,9 +252,8 @@ impl Style {
     /// Returns the new placements of all outputs, if the style lists them.
     pub(super) fn listed_outputs(&self) -> Option<&[Option<Placement>]> {
         match self {
-            Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
-                Some(&output.desired)
-            }
+            Self::PrepareOutput(output)
+            | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => Some(&output.desired),
             _ => None,
         }
     }
@@ -264,9 +271,8 @@ impl Style {
     /// Returns the placements of a module's plain outputs, as far as the style lists them.
     pub(super) fn plain_outputs(&self) -> &[Option<Placement>] {
         match self {
-            Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
-                &output.layouts
-            }
+            Self::PrepareOutput(output)
+            | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => &output.layouts,
             _ => &[],
         }
     }
@@ -287,9 +293,8 @@ impl Style {
             Self::Colwise(style) => style.use_local_output,
             Self::Rowwise(style) => style.use_local_output,
             Self::Sequence(style) => style.use_local_output,
-            Self::PrepareOutput(output) | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => {
-                output.use_local_output
-            }
+            Self::PrepareOutput(output)
+            | Self::PrepareInputOutput(PrepareModuleInputOutput { output, .. }) => output.use_local_output,
             Self::PrepareInput(_) => true,
         }
     }

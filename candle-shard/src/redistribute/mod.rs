@@ -99,7 +99,8 @@ impl DTensor {
         if let [axis] = *axes {
             return Ok(self.mesh().axis_group(axis)?.clone());
         }
-        let names: SmallVec<[&str; 3]> = axes.iter().map(|&axis| self.mesh().names()[axis].as_str()).collect();
+        let names: SmallVec<[&str; 3]> =
+            axes.iter().map(|&axis| self.mesh().names()[axis].as_str()).collect();
         Ok(self.mesh().axes(&names)?.group()?.clone())
     }
 
@@ -118,7 +119,9 @@ impl DTensor {
         }
         let local = self.view(varying, || {
             let gathered = self.trail().and_then(|trail| trail.gathered.as_ref());
-            if let Some((source, _)) = gathered.filter(|(source, a)| *a == axis && source.varying() == self.varying()) {
+            if let Some((source, _)) =
+                gathered.filter(|(source, a)| *a == axis && source.varying() == self.varying())
+            {
                 let dim = source.placements()[axis].shard_dim().unwrap_or(0);
                 let gather = Step::AllGather { cut: source.spec().cut(axis, dim), varying: true };
                 return Ok(gather.with_known_result(source.to_local(), self.to_local(), group)?);

@@ -59,7 +59,14 @@ pub(crate) fn moves(x: &DTensor, targets: &[Target], vary: Axes) -> Result<Moves
         return Ok(Moves::new());
     }
     let start = (x.shared_spec().clone(), x.varying());
-    let mut way = Way { at: start.0, varying: start.1, tracked: x.tracked(), targets, vary, moves: Moves::new() };
+    let mut way = MoveBuilder {
+        at: start.0,
+        varying: start.1,
+        tracked: x.tracked(),
+        targets,
+        vary,
+        moves: Moves::new(),
+    };
     way.gather_jointly();
     for axis in (0..targets.len()).rev() {
         let now = way.at.placements()[axis];
@@ -77,7 +84,7 @@ pub(crate) fn moves(x: &DTensor, targets: &[Target], vary: Axes) -> Result<Moves
 }
 
 /// The layout of a tensor during its moves, and the moves so far.
-struct Way<'a> {
+struct MoveBuilder<'a> {
     at: Arc<Spec>,
     varying: Axes,
     tracked: bool,
@@ -86,7 +93,7 @@ struct Way<'a> {
     moves: Moves,
 }
 
-impl Way<'_> {
+impl MoveBuilder<'_> {
     /// Returns whether the cuts of `dim` by the axes outside of `axis` still change: then no shard of `dim` can be made
     /// or kept on `axis`.
     fn misaligned(&self, axis: usize, dim: usize) -> bool {
@@ -109,7 +116,8 @@ impl Way<'_> {
         let (bytes, received) = match step {
             Step::Identity | Step::ToVarying => (0, 0),
             _ => {
-                let received = table::received(&self.at, &axes, spec.placements()[axes[0]], spec.sizes(axes[0]));
+                let received =
+                    table::received(&self.at, &axes, spec.placements()[axes[0]], spec.sizes(axes[0]));
                 (table::bytes(&step, &self.at, &spec), received.unwrap_or(0))
             }
         };
@@ -162,7 +170,11 @@ impl Way<'_> {
     /// Adds the view of a replicated axis whose gradient must become partial.
     fn view(&mut self, axis: usize) {
         let bit: Axes = 1 << axis;
-        if self.at.placements()[axis] == Replicate && self.vary & bit != 0 && self.tracked && self.varying & bit == 0 {
+        if self.at.placements()[axis] == Replicate
+            && self.vary & bit != 0
+            && self.tracked
+            && self.varying & bit == 0
+        {
             let spec = Spec::clone(&self.at);
             self.push((smallvec![axis], Step::ToVarying), spec, self.varying | bit, false);
         }
@@ -202,15 +214,18 @@ impl Way<'_> {
         let mut partial = self.at.placements().iter().filter(|p| p.is_partial());
         let Some(&Partial(op)) = partial.next().filter(|first| partial.all(|p| p == *first)) else { return };
         for to in (0..self.at.dims().len()).map(Shard).chain([Replicate]) {
-            let going = |axis: &usize| self.at.placements()[*axis].is_partial() && self.targets[*axis].placement == to;
+            let going = |axis: &usize| {
+                self.at.placements()[*axis].is_partial() && self.targets[*axis].placement == to
+            };
             let axes = self.several_ranks((0..self.targets.len()).filter(going));
             // Shards are cut from the outer axis inwards: other axes of the dim are already there, or follow further
             // in.
-            let free = |axis: usize| match (self.at.placements()[axis] == to, self.targets[axis].placement == to) {
-                _ if axes.contains(&axis) => true,
-                (true, _) => axis < axes[0] && self.lies_on(axis),
-                (false, will_be) => !will_be || axes.iter().all(|&joint| joint < axis),
-            };
+            let free =
+                |axis: usize| match (self.at.placements()[axis] == to, self.targets[axis].placement == to) {
+                    _ if axes.contains(&axis) => true,
+                    (true, _) => axis < axes[0] && self.lies_on(axis),
+                    (false, will_be) => !will_be || axes.iter().all(|&joint| joint < axis),
+                };
             let sum = op == ReduceOp::Sum;
             match to {
                 _ if axes.len() < 2 => {}

@@ -70,8 +70,9 @@ pub(super) fn received(spec: &Spec, axes: &[usize], to: Placement, sizes: Option
         (Shard(i), Shard(j)) if i != j => bytes * (n - 1) / n,
         (Shard(dim), Shard(_)) => {
             let len = spec.dims()[dim];
-            let all =
-                |sizes: Option<&Sizes>| sizes.map_or_else(|| chunk_sizes(len, n), |sizes| Dims::from_slice(sizes));
+            let all = |sizes: Option<&Sizes>| {
+                sizes.map_or_else(|| chunk_sizes(len, n), |sizes| Dims::from_slice(sizes))
+            };
             // `bytes` is the size of the n-th part of the dim.
             let received = most_received(&all(spec.sizes(axes[0])), &all(sizes));
             (bytes * n).checked_div(len).unwrap_or(0) * received

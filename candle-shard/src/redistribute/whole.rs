@@ -18,7 +18,8 @@ impl DTensor {
     pub fn full_tensor(&self) -> Result<Tensor> {
         called_from(Location::caller(), || {
             let whole = self.redistribute(&vec![Replicate; self.mesh().ndim()])?;
-            let local = if whole.is_in_variable() { whole.to_local().copy()? } else { whole.to_local().clone() };
+            let local =
+                if whole.is_in_variable() { whole.to_local().copy()? } else { whole.to_local().clone() };
             let varying = (0..self.mesh().ndim()).filter(|&axis| whole.tracked() && whole.is_varying(axis));
             varying.into_iter().try_fold(local, |local, axis| {
                 let group = whole.described(self.mesh().axis_group(axis)?.clone(), 1 << axis);

@@ -19,21 +19,21 @@ pub(super) type Owner = Option<&'static str>;
 
 /// Everything that an op spec depends on.
 #[derive(PartialEq, Eq, Hash)]
-struct Key {
+struct OpSpecKey {
     op: &'static str,
     owner: Owner,
     attributes: SmallVec<[usize; 8]>,
     inputs: SmallVec<[(usize, Axes, bool); 3]>,
 }
 
-struct Known {
+struct CacheEntry {
     op_spec: Arc<OpSpec>,
     /// Keeps the addresses in the key from being reused.
     _inputs: SmallVec<[Arc<Spec>; 3]>,
 }
 
 thread_local! {
-    static OP_SPECS: RefCell<FxHashMap<Key, Known>> = RefCell::default();
+    static OP_SPECS: RefCell<FxHashMap<OpSpecKey, CacheEntry>> = RefCell::default();
 }
 
 /// Returns the op spec of a call; `make` makes it if it is new.
@@ -46,8 +46,11 @@ pub(super) fn op_spec(
     make: impl FnOnce() -> Result<OpSpec>,
 ) -> Result<Arc<OpSpec>> {
     let of_input = |x: &&DTensor| (Arc::as_ptr(x.shared_spec()) as usize, x.varying(), x.tracked());
-    let key = Key { op, owner, attributes: attributes.into(), inputs: inputs.iter().map(of_input).collect() };
-    if let Some(op_spec) = OP_SPECS.with_borrow(|op_specs| op_specs.get(&key).map(|known| known.op_spec.clone())) {
+    let key =
+        OpSpecKey { op, owner, attributes: attributes.into(), inputs: inputs.iter().map(of_input).collect() };
+    if let Some(op_spec) =
+        OP_SPECS.with_borrow(|op_specs| op_specs.get(&key).map(|known| known.op_spec.clone()))
+    {
         if cfg!(debug_assertions) {
             made_again(op, &op_spec, make())?;
         }
@@ -59,7 +62,7 @@ pub(super) fn op_spec(
         if op_specs.len() >= MOST {
             op_specs.clear();
         }
-        op_specs.insert(key, Known { op_spec: op_spec.clone(), _inputs: inputs });
+        op_specs.insert(key, CacheEntry { op_spec: op_spec.clone(), _inputs: inputs });
     });
     Ok(op_spec)
 }

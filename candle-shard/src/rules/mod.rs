@@ -1,6 +1,6 @@
 //! Ops of your own on distributed tensors. All ops of this crate are made this way.
 //!
-//! A [`Row`] says, for *one* mesh axis, which placements of the inputs give which placement of the output without
+//! A [`ShardingRule`] says, for *one* mesh axis, which placements of the inputs give which placement of the output without
 //! communication. An op lists its rows in a [`Signature`]. For each axis the row that moves the fewest bytes is chosen,
 //! independently of the other axes. All inputs replicated is always valid and need not be listed. [`apply`] lays out
 //! the inputs, runs the op's local computation, and wraps the result. The gradient comes from candle's ops, or from the
@@ -9,7 +9,7 @@
 //! ```
 //! use candle_core::{DType, Tensor};
 //! use candle_dist::World;
-//! use candle_shard::rules::{self, Row, Rows, Signature};
+//! use candle_shard::rules::{self, ShardingRule, ShardingRules, Signature};
 //! use candle_shard::{DTensor, Error, Placement, Replicate, Result, Shard};
 //!
 //! /// The squared distance of each row of `x`, `[n, d]`, to each row of `y`, `[m, d]`: `[n, m]`.
@@ -20,10 +20,10 @@
 //!         if d != e || x.dtype() != y.dtype() {
 //!             return refuse(x, y);
 //!         }
-//!         let rows = Rows::from_iter([
-//!             Row::new(Shard(0), &[Shard(0), Replicate]), // some rows of x, all of y: some rows of the result
-//!             Row::new(Shard(1), &[Replicate, Shard(0)]), // all of x, some rows of y: some columns
-//!             Row::new(Placement::PARTIAL_SUM, &[Shard(1), Shard(1)]), // some columns of both: terms of the sums
+//!         let rows = ShardingRules::from_iter([
+//!             ShardingRule::new(Shard(0), &[Shard(0), Replicate]), // some rows of x, all of y: some rows of the result
+//!             ShardingRule::new(Shard(1), &[Replicate, Shard(0)]), // all of x, some rows of y: some columns
+//!             ShardingRule::new(Placement::PARTIAL_SUM, &[Shard(1), Shard(1)]), // some columns of both: terms of the sums
 //!         ]);
 //!         Ok(Signature::new(rows, &[n, m], x.dtype()))
 //!     };
@@ -37,7 +37,7 @@
 //!     Err(Error::Op { op: "distances", reason: format!("{} and {}: expected [n, d] and [m, d] of one dtype", x.spec(), y.spec()) })
 //! }
 //!
-//! World::local(2).run(|ctx| -> Result<()> {
+//! World::threads(2).run(|ctx| -> Result<()> {
 //!     let mesh = ctx.mesh(&[("tp", 2)])?;
 //!     let x = Tensor::arange(0f64, 15., ctx.device())?.reshape((3, 5))?;
 //!     let (x, var) = DTensor::distribute(&x, &mesh, &[Shard(1)])?.to_var()?; // 3 and 2 columns
@@ -90,7 +90,11 @@ use candle_dist::empty;
 pub use observer::observe;
 pub(crate) use op_spec::{OpSpec, check_meshes};
 pub use own::{apply, apply_all};
-pub use row::{Row, Rows, Signature};
+#[allow(deprecated)]
+pub use row::Row;
+#[allow(deprecated)]
+pub use row::Rows;
+pub use row::{ShardingRule, ShardingRules, Signature};
 use smallvec::{SmallVec, smallvec};
 use std::panic::Location;
 use std::sync::Arc;
@@ -131,14 +135,14 @@ pub(crate) fn run_all(
     attributes: &[usize],
     inputs: &[&DTensor],
     signature: &dyn Fn() -> Result<Signature>,
-    local: Local<'_>,
+    local: LocalCompute<'_>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     let local = |x: &[DTensor], outs: &[Arc<Spec>]| where_possible(x, |x| local(x, outs));
     run_with(op, attributes, inputs, &|| OpSpec::new(op, inputs, signature()?), &local)
 }
 
 /// The local computation of an op, from the inputs as laid out and the specs of the outputs.
-pub(crate) type Local<'a> = &'a dyn Fn(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>;
+pub(crate) type LocalCompute<'a> = &'a dyn Fn(&[DTensor], &[Arc<Spec>]) -> Result<SmallVec<[Tensor; 1]>>;
 
 /// Like [`run_all`], for ops that make their own op specs. `local` gets its inputs where they are; it may communicate.
 #[track_caller]
@@ -147,7 +151,7 @@ pub(crate) fn run_with(
     attributes: &[usize],
     inputs: &[&DTensor],
     op_spec: &dyn Fn() -> Result<OpSpec>,
-    local: Local<'_>,
+    local: LocalCompute<'_>,
 ) -> Result<SmallVec<[DTensor; 1]>> {
     run_known((op, None), attributes, inputs, op_spec, local)
 }
@@ -163,7 +167,8 @@ fn run_known(
 ) -> Result<SmallVec<[DTensor; 1]>> {
     inputs.iter().try_for_each(|input| input.check_memory(op))?;
     let site = line_of(Location::caller());
-    let op_spec = cache::op_spec((op, owner), attributes, inputs, op_spec).map_err(|error| error.called_at(site))?;
+    let op_spec =
+        cache::op_spec((op, owner), attributes, inputs, op_spec).map_err(|error| error.called_at(site))?;
     if op_spec.communicates {
         unasked::unasked(op, inputs, &op_spec, site)?;
     }
@@ -182,7 +187,8 @@ fn run_known(
     let made = if op_spec.nothing {
         op_spec.outs.iter().map(|out| nothing(&laid_out, out)).collect::<Result<_>>()?
     } else {
-        called_from(site, || local(&laid_out, &op_spec.outs)).map_err(|error| freed(op, &laid_out).unwrap_or(error))?
+        called_from(site, || local(&laid_out, &op_spec.outs))
+            .map_err(|error| freed(op, &laid_out).unwrap_or(error))?
     };
     let wrap = |(local, spec): (Tensor, &Arc<Spec>)| {
         let made = DTensor::computed(local, spec.clone(), op_spec.varying, &laid_out);
@@ -203,19 +209,30 @@ fn freed(op: &'static str, inputs: &[DTensor]) -> Option<Error> {
 
 /// Lays out an input of `op`, each axis as `place` says. For inputs that an op needs before it can make an op spec.
 #[track_caller]
-pub(crate) fn lay_out(op: &'static str, input: &DTensor, place: impl Fn(Placement) -> Placement) -> Result<DTensor> {
+pub(crate) fn lay_out(
+    op: &'static str,
+    input: &DTensor,
+    place: impl Fn(Placement) -> Placement,
+) -> Result<DTensor> {
     let places: SmallVec<[Placement; 3]> = input.placements().iter().map(|&p| place(p)).collect();
     let number = |p: &Placement| p.shard_dim().map_or(usize::from(p.is_partial()), |dim| dim + 2);
-    let attributes: SmallVec<[usize; 4]> = std::iter::once(usize::MAX).chain(places.iter().map(number)).collect();
+    let attributes: SmallVec<[usize; 4]> =
+        std::iter::once(usize::MAX).chain(places.iter().map(number)).collect();
     let op_spec = || {
         let target = |(axis, &placement): (usize, &Placement)| {
             let stays = input.placements()[axis] == placement;
             Target { placement, sizes: input.spec().sizes(axis).filter(|_| stays).cloned() }
         };
         let targets: Targets = places.iter().enumerate().map(target).collect();
-        OpSpec::laid(&[input], [targets.clone()], &targets, &[(Dims::from_slice(input.dims()), input.dtype())])
+        OpSpec::laid(
+            &[input],
+            [targets.clone()],
+            &targets,
+            &[(Dims::from_slice(input.dims()), input.dtype())],
+        )
     };
-    let mut made = run_with(op, &attributes, &[input], &op_spec, &|x, _| Ok(smallvec![x[0].to_local().clone()]))?;
+    let mut made =
+        run_with(op, &attributes, &[input], &op_spec, &|x, _| Ok(smallvec![x[0].to_local().clone()]))?;
     Ok(made.remove(0).aliasing(input))
 }
 
@@ -234,7 +251,9 @@ fn where_possible(
     inputs: &[DTensor],
     local: impl FnOnce(&[DTensor]) -> Result<SmallVec<[Tensor; 1]>>,
 ) -> Result<SmallVec<[Tensor; 1]>> {
-    let Some(lacking) = inputs.iter().find(|x| empty::is_empty_off_host(x.to_local())) else { return local(inputs) };
+    let Some(lacking) = inputs.iter().find(|x| empty::is_empty_off_host(x.to_local())) else {
+        return local(inputs);
+    };
     let hosted = inputs.iter().map(|x| x.with_local(empty::to_host(x.to_local())?));
     let made = local(&hosted.collect::<Result<SmallVec<[DTensor; 3]>>>()?)?;
     Ok(made.iter().map(|made| made.to_device(lacking.device())).collect::<candle_core::Result<_>>()?)

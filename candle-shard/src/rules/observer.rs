@@ -24,7 +24,7 @@ thread_local! {
 /// use std::cell::RefCell;
 /// use std::rc::Rc;
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let x = DTensor::ones((3, 4), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
 ///     let ops = Rc::new(RefCell::new(Vec::new()));

@@ -1,5 +1,5 @@
 //! Op specs: how an op runs on inputs with certain layouts.
-use super::row::{Row, Signature};
+use super::row::{ShardingRule, Signature};
 use crate::DTensor;
 use crate::layout::{Axes, Placements, Replicate, Sizes, Spec};
 use crate::redistribute::{Moves, Target, Targets, cost, moves};
@@ -77,8 +77,11 @@ impl OpSpec {
                 varying |= Axes::from(!differs) << axis;
             }
         }
-        let lays: SmallVec<[Moves; 3]> =
-            targets.iter().zip(inputs).map(|(targets, input)| moves(input, targets, vary)).collect::<Result<_>>()?;
+        let lays: SmallVec<[Moves; 3]> = targets
+            .iter()
+            .zip(inputs)
+            .map(|(targets, input)| moves(input, targets, vary))
+            .collect::<Result<_>>()?;
         let communicates = lays.iter().flatten().any(|next| next.step.communicates());
         let placements: Placements = out.iter().map(|to| to.placement).collect();
         let spec = |(out, shape, dtype): &(&[Target], Dims, DType)| {
@@ -117,18 +120,26 @@ impl OpSpec {
         let nothing = outs.iter().all(|out| out.local_shape().contains(&0));
         let stay = inputs.iter().map(|_| Moves::new()).collect();
         let varying = inputs[0].varying();
-        Self { inputs: stay, communicates: false, told: AtomicBool::new(false), vary: 0, outs, varying, nothing }
+        Self {
+            inputs: stay,
+            communicates: false,
+            told: AtomicBool::new(false),
+            vary: 0,
+            outs,
+            varying,
+            nothing,
+        }
     }
 }
 
 /// A row for an axis, with the sizes of the inputs' shards if they are not the default ones.
-struct Choice<'r> {
+struct RuleChoice<'r> {
     /// `None` means all replicated.
-    row: Option<&'r Row>,
+    row: Option<&'r ShardingRule>,
     sizes: Option<Sizes>,
 }
 
-impl Choice<'_> {
+impl RuleChoice<'_> {
     fn target(&self, input: usize) -> Target {
         let placement = self.row.map_or(Replicate, |row| row.ins[input]);
         Target { placement, sizes: placement.shard_dim().and(self.sizes.clone()) }
@@ -148,9 +159,15 @@ impl Choice<'_> {
 ///
 /// Inputs that are sharded together need equal sizes: those of an input that already has the placement of the row. An
 /// axis that shards what another axis has sharded uses the default sizes.
-fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], outer: &[Targets], axis: usize) -> Choice<'r> {
-    let choices_of = |row: &'r Row| {
-        let lies = |&i: &usize| row.ins[i].shard_dim().is_some() && inputs[i].placements()[axis] == row.ins[i];
+fn cheapest<'r>(
+    inputs: &[&DTensor],
+    rows: &'r [ShardingRule],
+    outer: &[Targets],
+    axis: usize,
+) -> RuleChoice<'r> {
+    let choices_of = |row: &'r ShardingRule| {
+        let lies =
+            |&i: &usize| row.ins[i].shard_dim().is_some() && inputs[i].placements()[axis] == row.ins[i];
         let outermost = |i: usize| outer[i].iter().all(|outer| outer.placement != row.ins[i]);
         let sizes_of = |i: usize| inputs[i].spec().sizes(axis).filter(|_| outermost(i)).cloned();
         let mut sizes: SmallVec<[Option<Sizes>; 3]> = SmallVec::new();
@@ -162,10 +179,10 @@ fn cheapest<'r>(inputs: &[&DTensor], rows: &'r [Row], outer: &[Targets], axis: u
         if sizes.is_empty() {
             sizes.push(None);
         }
-        sizes.into_iter().map(move |sizes| Choice { row: Some(row), sizes })
+        sizes.into_iter().map(move |sizes| RuleChoice { row: Some(row), sizes })
     };
-    let replicated = || Choice { row: None, sizes: None };
-    let priced = |choice: Choice<'r>| Some((choice.cost(inputs, axis)?, choice));
+    let replicated = || RuleChoice { row: None, sizes: None };
+    let priced = |choice: RuleChoice<'r>| Some((choice.cost(inputs, axis)?, choice));
     let all = rows.iter().flat_map(choices_of).chain([replicated()]).filter_map(priced);
     all.min_by_key(|(cost, _)| *cost).map_or_else(replicated, |(_, choice)| choice)
 }

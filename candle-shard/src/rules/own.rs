@@ -1,5 +1,5 @@
 //! Ops that are given from outside, with checks that the rules of this crate do not need.
-use super::{OpSpec, Row, Signature, neutral, run_known, where_possible};
+use super::{OpSpec, ShardingRule, Signature, neutral, run_known, where_possible};
 use crate::layout::{Placement, Spec};
 use crate::{DTensor, Error, Result};
 use candle_core::Tensor;
@@ -57,7 +57,10 @@ pub fn apply_all<S: FnOnce() -> Result<Signature>>(
         where_possible(x, |x| {
             let made = local(x, outs)?;
             if made.len() != outs.len() {
-                return Error::op(op, format!("returned {} tensors, its signature has {}", made.len(), outs.len()));
+                return Error::op(
+                    op,
+                    format!("returned {} tensors, its signature has {}", made.len(), outs.len()),
+                );
             }
             made.into_iter().zip(outs).map(|(made, out)| part(op, made, out, x)).collect()
         })
@@ -68,7 +71,7 @@ pub fn apply_all<S: FnOnce() -> Result<Signature>>(
 /// Refuses rows that do not fit the inputs or the outputs.
 fn check(op: &'static str, inputs: &[&DTensor], signature: &Signature) -> Result<()> {
     let lacks = |placement: &Placement, rank: usize| placement.shard_dim().is_some_and(|dim| dim >= rank);
-    for Row { out, ins } in &signature.rows {
+    for ShardingRule { out, ins } in &signature.rows {
         let shown = ins.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         if ins.len() != inputs.len() {
             return Error::op(
@@ -80,7 +83,10 @@ fn check(op: &'static str, inputs: &[&DTensor], signature: &Signature) -> Result
             return Error::op(op, format!("its row {out} <- {shown} has a dim that {} lacks", x.spec()));
         }
         if let Some((shape, _)) = signature.outs.iter().find(|(shape, _)| lacks(out, shape.len())) {
-            return Error::op(op, format!("its row {out} <- {shown} has a dim that the output {:?} lacks", &shape[..]));
+            return Error::op(
+                op,
+                format!("its row {out} <- {shown} has a dim that the output {:?} lacks", &shape[..]),
+            );
         }
     }
     Ok(())
@@ -95,7 +101,10 @@ fn part(op: &'static str, made: Tensor, out: &Spec, inputs: &[DTensor]) -> Resul
     if made.dims() != want.as_slice() || made.dtype() != out.dtype() {
         let (got, dtype) = (made.dims(), made.dtype().as_str());
         let fix = "return this rank's part, in the dtype of the signature";
-        return Error::op(op, format!("returned {dtype}{got:?}, expected {:?} of {out}: {fix}", want.as_slice()));
+        return Error::op(
+            op,
+            format!("returned {dtype}{got:?}, expected {:?} of {out}: {fix}", want.as_slice()),
+        );
     }
     let dropped = |x: &DTensor| x.tracked() && x.to_local().elem_count() == 0;
     if out.dtype().is_float() && inputs.iter().any(dropped) {

@@ -1,6 +1,6 @@
 //! Implicit communication: refused, or logged, as [`strict`](crate::strict()) says.
 use super::op_spec::OpSpec;
-use crate::strict::{Mode, mode};
+use crate::strict::{StrictMode, mode};
 use crate::{DTensor, Error, Result};
 use itertools::Itertools;
 use std::panic::Location;
@@ -14,7 +14,7 @@ pub(super) fn unasked(
     site: &'static Location<'static>,
 ) -> Result<()> {
     let mode = mode(inputs[0].mesh());
-    if mode == Mode::Inherent || mode == Mode::Told && op_spec.told.swap(true, Relaxed) {
+    if mode == StrictMode::Inherent || mode == StrictMode::Told && op_spec.told.swap(true, Relaxed) {
         return Ok(());
     }
     let moving = inputs.iter().zip(&op_spec.inputs).map(|(input, moves)| {
@@ -28,7 +28,7 @@ pub(super) fn unasked(
     let moving = moving.filter(|(_, steps)| !steps.is_empty());
     let what = moving.map(|(spec, steps)| format!("{spec} would move {}", steps.join(" and "))).join("; ");
     let (file, line) = (site.file(), site.line());
-    if mode == Mode::Refused {
+    if mode == StrictMode::Refused {
         let fix = "redistribute it before, or leave strict";
         return Error::op(op, format!("{what}; called at {file}:{line}: {fix}"));
     }

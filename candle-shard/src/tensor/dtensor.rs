@@ -53,7 +53,7 @@ use std::sync::{Arc, Mutex};
 /// use candle_dist::World;
 /// use candle_shard::{DTensor, Replicate, Result, Shard};
 ///
-/// let sums = World::local(2).run(|ctx| -> Result<f32> {
+/// let sums = World::threads(2).run(|ctx| -> Result<f32> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let x = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((3, 2))?;
 ///     let x = DTensor::distribute(&x, &mesh, &[Shard(0)])?; // ranks hold 2 rows and 1 row

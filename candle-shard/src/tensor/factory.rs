@@ -17,7 +17,7 @@ impl DTensor {
     /// use candle_shard::random::Stream;
     /// use candle_shard::{DTensor, Result, Shard};
     ///
-    /// let held = World::local(2).run(|ctx| -> Result<usize> {
+    /// let held = World::threads(2).run(|ctx| -> Result<usize> {
     ///     let (mesh, cpu) = (ctx.mesh(&[("tp", 2)])?, Device::Cpu);
     ///     let ids = DTensor::arange(0u32, 5, &cpu, &mesh, &[Shard(0)])?; // 0, 1, 2 and 3, 4
     ///     let noise = DTensor::randn(0f32, 1., (5, 2), &cpu, &mesh, &[Shard(0)], Stream::new(42, "noise"))?;
@@ -47,7 +47,9 @@ impl DTensor {
         mesh: &DeviceMesh,
         placements: &[Placement],
     ) -> Result<Self> {
-        made(placed(mesh, placements, shape, dtype)?, |spec| empty::ones(spec.local_shape().as_slice(), dtype, device))
+        made(placed(mesh, placements, shape, dtype)?, |spec| {
+            empty::ones(spec.local_shape().as_slice(), dtype, device)
+        })
     }
 
     /// Creates a tensor with the same value everywhere.
@@ -122,17 +124,35 @@ impl DTensor {
     }
 
     /// Creates the identity matrix `[n, n]`.
-    pub fn eye(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+    pub fn eye(
+        n: usize,
+        dtype: DType,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i == j)
     }
 
     /// Creates the matrix `[n, n]` with ones on and below the diagonal, and zeros above.
-    pub fn tril2(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+    pub fn tril2(
+        n: usize,
+        dtype: DType,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i >= j)
     }
 
     /// Creates the matrix `[n, n]` with ones on and above the diagonal, and zeros below.
-    pub fn triu2(n: usize, dtype: DType, device: &Device, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+    pub fn triu2(
+        n: usize,
+        dtype: DType,
+        device: &Device,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
         square(placed(mesh, placements, (n, n), dtype)?, device, |i, j| i <= j)
     }
 
@@ -166,18 +186,24 @@ impl DTensor {
 
     /// Creates zeros with the layout of this tensor, replicated where it is partial.
     pub fn zeros_like(&self) -> Result<Self> {
-        made(self.spec_like()?, |spec| Tensor::zeros(spec.local_shape().as_slice(), spec.dtype(), self.device()))
+        made(self.spec_like()?, |spec| {
+            Tensor::zeros(spec.local_shape().as_slice(), spec.dtype(), self.device())
+        })
     }
 
     /// Creates ones with the layout of this tensor, replicated where it is partial.
     pub fn ones_like(&self) -> Result<Self> {
-        made(self.spec_like()?, |spec| empty::ones(spec.local_shape().as_slice(), spec.dtype(), self.device()))
+        made(self.spec_like()?, |spec| {
+            empty::ones(spec.local_shape().as_slice(), spec.dtype(), self.device())
+        })
     }
 
     /// Creates a tensor with one value everywhere, rounded to the dtype of this tensor, and its layout, replicated
     /// where it is partial.
     pub fn full_like(&self, value: f64) -> Result<Self> {
-        made(self.spec_like()?, |spec| empty::full(value, spec.local_shape().as_slice(), spec.dtype(), self.device()))
+        made(self.spec_like()?, |spec| {
+            empty::full(value, spec.local_shape().as_slice(), spec.dtype(), self.device())
+        })
     }
 
     /// Creates random numbers as [`rand`](Self::rand) does, with the layout of this tensor, replicated where it is

@@ -86,7 +86,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("dp", 2)])?;
     ///     let mine = Tensor::rand(0f32, 1., (4, 3), &Device::Cpu)?; // a batch that each rank draws itself
     ///     let error = DTensor::distribute(&mine, &mesh, &[Shard(0)]).unwrap_err().to_string();
@@ -218,7 +218,9 @@ fn untracked(op: &'static str, tensor: &Tensor) -> Result<()> {
 /// Refuses different reductions on several axes, such as maxima of sums, which are not sums of maxima. Sums and
 /// averages may be mixed, since their order does not matter. With a gradient only sums are allowed.
 fn check_reductions(spec: &Spec, tracked: bool) -> Result<()> {
-    if let Some(p) = spec.placements().iter().find(|p| tracked && p.is_partial() && **p != Placement::PARTIAL_SUM) {
+    if let Some(p) =
+        spec.placements().iter().find(|p| tracked && p.is_partial() && **p != Placement::PARTIAL_SUM)
+    {
         return Err(Error::Layout(format!(
             "a local tensor with a gradient for {spec}: {p} carries none; detach it, or give operands of a sum"
         )));

@@ -65,7 +65,17 @@ impl DTensor {
     pub(crate) fn used(&self, local: Tensor, varying: Axes, used: (Origin, Axes)) -> Self {
         let trail = Some(Arc::new(Trail { used: Some(used), ..Trail::default() }));
         let Self { spec, lineage, .. } = self.clone();
-        Self { local, spec, varying, trail, leaf: false, in_variable: false, made_of: None, lineage, shard: None }
+        Self {
+            local,
+            spec,
+            varying,
+            trail,
+            leaf: false,
+            in_variable: false,
+            made_of: None,
+            lineage,
+            shard: None,
+        }
     }
 
     /// Marks this tensor as the parameter `name`.
@@ -146,7 +156,8 @@ impl DTensor {
     /// Names this variable, so that ranks know which one it is.
     pub(crate) fn registered(mut self, registry: &Arc<VarRegistry>, name: &str) -> Self {
         let name = registry.add(name, &self.local, &self.spec, self.varying);
-        self.made_of = Some(Arc::new(Variable { tensor: self.local.clone(), name: Some(name), ordinal: None }));
+        self.made_of =
+            Some(Arc::new(Variable { tensor: self.local.clone(), name: Some(name), ordinal: None }));
         self
     }
 

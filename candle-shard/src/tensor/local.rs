@@ -23,7 +23,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Result, Shard};
     ///
-    /// let dims = World::local(2).run(|ctx| -> Result<Vec<usize>> {
+    /// let dims = World::threads(2).run(|ctx| -> Result<Vec<usize>> {
     ///     let rows = Tensor::zeros((1 + 3 * ctx.rank(), 2), DType::F32, &Device::Cpu)?; // 1 row and 4 rows
     ///     Ok(DTensor::from_local_ragged(rows, &ctx.mesh(&[("dp", 2)])?, &[Shard(0)])?.dims().to_vec())
     /// })?;
@@ -87,7 +87,7 @@ impl DTensor {
     /// use candle_dist::World;
     /// use candle_shard::{DTensor, Replicate, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let whole = Tensor::zeros((4, 2), DType::F32, &Device::Cpu)?;
     ///     let model = [("up.weight", &whole), ("norm.weight", &whole)];
     ///     let place = |name: &str, _: &Tensor| vec![if name.starts_with("up") { Shard(0) } else { Replicate }];
@@ -103,7 +103,8 @@ impl DTensor {
         mesh: &DeviceMesh,
         mut placements: impl FnMut(&str, &Tensor) -> Vec<Placement>,
     ) -> Result<BTreeMap<String, Self>> {
-        let by_name: BTreeMap<String, &Tensor> = tensors.into_iter().map(|(name, t)| (name.into(), t)).collect();
+        let by_name: BTreeMap<String, &Tensor> =
+            tensors.into_iter().map(|(name, t)| (name.into(), t)).collect();
         let mut made = BTreeMap::new();
         for (name, tensor) in by_name {
             match Self::distribute_named(&name, &tensor.detach(), mesh, &placements(&name, tensor)) {
@@ -117,21 +118,24 @@ impl DTensor {
 
 /// A rank's description of its piece.
 #[derive(Debug, Clone, PartialEq)]
-struct Piece {
+struct PieceReport {
     dtype: i64,
     dims: Vec<usize>,
 }
 
-impl Piece {
+impl PieceReport {
     fn text(&self) -> String {
         let known = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
-        let name = known.into_iter().find(|&dtype| dtype as i64 == self.dtype).map_or("other", |dtype| dtype.as_str());
+        let name = known
+            .into_iter()
+            .find(|&dtype| dtype as i64 == self.dtype)
+            .map_or("other", |dtype| dtype.as_str());
         format!("{name}{:?}", self.dims)
     }
 }
 
 /// Returns the pieces of all ranks of the mesh, in row-major order.
-fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<Piece>> {
+fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<PieceReport>> {
     if local.rank() > MOST_DIMS {
         let reason = format!("a tensor with {} dims; at most {MOST_DIMS} are possible", local.rank());
         return Error::op("from_local_ragged", reason);
@@ -143,19 +147,26 @@ fn exchange_shapes(local: &Tensor, mesh: &DeviceMesh) -> Result<Vec<Piece>> {
     let all = mesh.group()?.all_gather(&Tensor::from_vec(mine, (1, MOST_DIMS + 2), &Device::Cpu)?, 0)?;
     let piece = |row: Vec<i64>| {
         let (dtype, rank) = (row[0], row[1] as usize);
-        Piece { dtype, dims: row[2..2 + rank].iter().map(|&size| size as usize).collect() }
+        PieceReport { dtype, dims: row[2..2 + rank].iter().map(|&size| size as usize).collect() }
     };
     Ok(all.to_vec2::<i64>()?.into_iter().map(piece).collect())
 }
 
 /// Returns the layout in which every rank holds its piece.
-fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dtype: DType) -> Result<Spec> {
+fn ragged_spec(
+    pieces: &[PieceReport],
+    mesh: &DeviceMesh,
+    placements: &[Placement],
+    dtype: DType,
+) -> Result<Spec> {
     let (first, places): (_, Vec<_>) = (&pieces[0], mesh.coordinates().collect());
     let at = |rank: usize| &places[rank];
     let refuse = |reason: String| Error::op("from_local_ragged", reason);
-    if let Some(rank) = pieces.iter().position(|p| p.dtype != first.dtype || p.dims.len() != first.dims.len()) {
+    if let Some(rank) = pieces.iter().position(|p| p.dtype != first.dtype || p.dims.len() != first.dims.len())
+    {
         let (a, b) = (first.text(), pieces[rank].text());
-        let reason = format!("{a} at {:?} and {b} at {:?}: expected one dtype and number of dims", at(0), at(rank));
+        let reason =
+            format!("{a} at {:?} and {b} at {:?}: expected one dtype and number of dims", at(0), at(rank));
         return refuse(reason);
     }
     let axes_of = |dim: usize| (0..placements.len()).filter(move |&axis| placements[axis] == Shard(dim));
@@ -183,7 +194,8 @@ fn ragged_spec(pieces: &[Piece], mesh: &DeviceMesh, placements: &[Placement], dt
         if let Some(dim) = (0..block.len()).find(|&dim| block[dim].len() != piece.dims[dim]) {
             let axes: Vec<&str> = axes_of(dim).map(|axis| mesh.names()[axis].as_str()).collect();
             let (size, want) = (piece.dims[dim], block[dim].len());
-            let by = if axes.is_empty() { "no axis".to_string() } else { format!("axis {}", axes.join(", ")) };
+            let by =
+                if axes.is_empty() { "no axis".to_string() } else { format!("axis {}", axes.join(", ")) };
             return refuse(format!(
                 "dim {dim} has size {size} at {place:?}, but {spec} needs {want}; {by} shards it, and only the \
                  outermost of these supports any sizes"

@@ -15,7 +15,7 @@ pub trait TensorExt {
     /// use candle_dist::World;
     /// use candle_shard::prelude::*;
     ///
-    /// World::local(4).run(|ctx| -> candle_shard::Result<()> {
+    /// World::threads(4).run(|ctx| -> candle_shard::Result<()> {
     ///     let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
     ///     let x = Tensor::zeros((6, 3), DType::F32, &Device::Cpu)?;
     ///     assert_eq!(x.on(&mesh, [("dp", Shard(0))])?.placements(), [Shard(0), Replicate]);

@@ -44,9 +44,16 @@ impl VarRegistry {
     }
 
     /// Adds a variable in the layout `spec`, whose gradient stays partial on the axes `varying`.
-    pub(crate) fn add(self: &Arc<Self>, name: &str, variable: &Tensor, spec: &Arc<Spec>, varying: Axes) -> VarName {
+    pub(crate) fn add(
+        self: &Arc<Self>,
+        name: &str,
+        variable: &Tensor,
+        spec: &Arc<Spec>,
+        varying: Axes,
+    ) -> VarName {
         let name: Arc<str> = name.into();
-        let entry = VarEntry { id: variable.id(), spec: spec.clone(), varying, device: variable.device().clone() };
+        let entry =
+            VarEntry { id: variable.id(), spec: spec.clone(), varying, device: variable.device().clone() };
         lock(&self.entries).insert(name.clone(), entry);
         VarName { registry: self.clone(), name }
     }
@@ -61,7 +68,10 @@ impl VarRegistry {
         let used = lock(&self.used);
         let all = lock(&self.entries);
         let known = used.get(&axes);
-        let whole = all.iter().filter(|(_, entry)| is_whole(entry)).map(|(name, entry)| (name.clone(), entry.clone()));
+        let whole = all
+            .iter()
+            .filter(|(_, entry)| is_whole(entry))
+            .map(|(name, entry)| (name.clone(), entry.clone()));
         let (likely, others) = whole.partition(|(name, _)| known.is_none_or(|known| known.contains(name)));
         [likely, others]
     }

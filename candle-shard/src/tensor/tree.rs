@@ -11,7 +11,7 @@ use candle_dist::{Error, TensorTree};
 /// use candle_dist::{TensorTree, World};
 /// use candle_shard::{DTensor, Result, Shard};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?;
 ///     let x = DTensor::distribute(&x, &ctx.mesh(&[("tp", 2)])?, &[Shard(0)])?;
 ///     let (half, step) = (x, 7).cast_floats(DType::F16)?;
@@ -28,7 +28,8 @@ impl TensorTree for DTensor {
     fn rebuild<E: From<Error>>(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         let local = f(self.to_local())?;
         self.with_local(local).map_err(|error| {
-            let reason = format!("{error}; give a shard of the same shape, or make a new one by from_local_with_spec");
+            let reason =
+                format!("{error}; give a shard of the same shape, or make a new one by from_local_with_spec");
             Error::Invalid { op: "DTensor::rebuild", reason }.into()
         })
     }

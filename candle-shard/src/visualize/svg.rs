@@ -25,7 +25,7 @@ const BELOW: f64 = 28.0;
 /// use candle_dist::World;
 /// use candle_shard::{Result, Shard, Spec, visualize_sharding_svg};
 ///
-/// let pictures = World::local(2).run(|ctx| -> Result<String> {
+/// let pictures = World::threads(2).run(|ctx| -> Result<String> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     visualize_sharding_svg(&Spec::new(&mesh, &[Shard(1)], (5, 4), DType::F32)?)
 /// })?;
@@ -38,7 +38,7 @@ pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
     let (rows, columns) = (end(&grid.rows), end(&grid.columns));
     let longest = rows.max(columns);
     let scaled = |n: f64| (n / longest * LONG).max(SHORT);
-    let scale = Scale { x: scaled(columns) / columns, y: scaled(rows) / rows };
+    let scale = PixelScale { x: scaled(columns) / columns, y: scaled(rows) / rows };
     let step = scaled(columns) + MARGIN;
     let (width, height) = (MARGIN + step * grid.slices.len().max(1) as f64, scaled(rows) + MARGIN + BELOW);
     // The text of a spec may be wider than its picture.
@@ -49,9 +49,12 @@ pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
         if spec.dims().len() == 3 {
             body += &text(left, 34.0, "start", &format!("[{}]", shown(slice)));
         }
-        body += &edges(&grid.columns, |at| text(left + at * scale.x, MARGIN - 6.0, "middle", &at.to_string()));
+        body +=
+            &edges(&grid.columns, |at| text(left + at * scale.x, MARGIN - 6.0, "middle", &at.to_string()));
         if spec.dims().len() > 1 {
-            body += &edges(&grid.rows, |at| text(left - 6.0, MARGIN + at * scale.y + 4.0, "end", &at.to_string()));
+            body += &edges(&grid.rows, |at| {
+                text(left - 6.0, MARGIN + at * scale.y + 4.0, "end", &at.to_string())
+            });
         }
         for (&row, &column) in grid.rows.iter().cartesian_product(&grid.columns) {
             body += &block(spec, &grid, [slice, row, column], left, scale);
@@ -69,13 +72,13 @@ pub fn visualize_sharding_svg(spec: &Spec) -> Result<String> {
 
 /// Pixels per element.
 #[derive(Clone, Copy)]
-struct Scale {
+struct PixelScale {
     x: f64,
     y: f64,
 }
 
 /// Draws a block as one vertical band per rank, with a frame, a label and a title.
-fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: Scale) -> String {
+fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: PixelScale) -> String {
     let [slice, row, column] = place;
     let ranks = grid.held(slice, row, column);
     let (x, y) = (left + column.0 as f64 * scale.x, MARGIN + row.0 as f64 * scale.y);
@@ -93,7 +96,11 @@ fn block(spec: &Spec, grid: &Grid, place: [Bounds; 3], left: f64, scale: Scale) 
         "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"none\" stroke=\"#444\"/>\n"
     );
     let label = text(x + 4.0, y + 15.0, "start", &named(ranks));
-    format!("<g><title>[{ranges}]: {}</title>\n{}{frame}{label}</g>\n", named(ranks), bands.collect::<String>())
+    format!(
+        "<g><title>[{ranges}]: {}</title>\n{}{frame}{label}</g>\n",
+        named(ranks),
+        bands.collect::<String>()
+    )
 }
 
 /// Draws each index where a block begins or ends with `draw`.

@@ -17,7 +17,7 @@ use itertools::Itertools;
 /// use candle_dist::World;
 /// use candle_shard::{Replicate, Result, Shard, Spec, visualize_sharding};
 ///
-/// let pictures = World::local(2).run(|ctx| -> Result<String> {
+/// let pictures = World::threads(2).run(|ctx| -> Result<String> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     visualize_sharding(&Spec::new(&mesh, &[Shard(0)], (5, 4), DType::F32)?)
 /// })?;
@@ -50,11 +50,15 @@ fn table(grid: &Grid, slice: Bounds) -> String {
     let width = |column: Bounds| {
         grid.rows.iter().map(|&row| held(row, column).len()).chain([shown(column).len()]).max().unwrap_or(0)
     };
-    let heads = grid.columns.iter().map(|&column| format!(" {:w$}", shown(column), w = width(column))).join("  ");
+    let heads =
+        grid.columns.iter().map(|&column| format!(" {:w$}", shown(column), w = width(column))).join("  ");
     let mut table = format!("{:label_width$}  {}\n", "", heads.trim_end());
     for &row in &grid.rows {
-        let line =
-            grid.columns.iter().map(|&column| format!("{:w$}", held(row, column), w = width(column))).join(" | ");
+        let line = grid
+            .columns
+            .iter()
+            .map(|&column| format!("{:w$}", held(row, column), w = width(column)))
+            .join(" | ");
         table += &format!("{:>label_width$} | {line} |\n", shown(row));
     }
     table

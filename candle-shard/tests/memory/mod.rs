@@ -23,7 +23,7 @@ pub(crate) fn peak_of<T>(
     run: impl Fn(&T) -> Result<()> + Sync,
 ) -> usize {
     let before = MEMORY.current_usage();
-    let peaks = World::local(ranks).run(|ctx| -> Result<usize> {
+    let peaks = World::threads(ranks).run(|ctx| -> Result<usize> {
         let made = make(ctx)?;
         ctx.group().barrier()?;
         if ctx.rank() == 0 {

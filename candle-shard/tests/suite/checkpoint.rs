@@ -18,7 +18,8 @@ const DTYPES: [DType; 5] = [DType::F32, DType::F16, DType::U8, DType::I64, DType
 /// Tensors of several shapes and dtypes, some in every layout that the mesh has for them.
 fn wholes() -> Vec<(String, Tensor)> {
     let made = |(i, (shape, dtype)): (usize, (&&[usize], &DType))| {
-        let whole = (values(shape, i as u64, DType::F64) * 50.0).unwrap().abs().unwrap().to_dtype(*dtype).unwrap();
+        let whole =
+            (values(shape, i as u64, DType::F64) * 50.0).unwrap().abs().unwrap().to_dtype(*dtype).unwrap();
         (format!("t{i}.{}", dtype.as_str()), whole)
     };
     SHAPES.iter().cartesian_product(&DTYPES).enumerate().map(made).collect()
@@ -56,7 +57,8 @@ fn what_is_saved_on_one_mesh_is_loaded_on_any_other() {
             let mesh = mesh(ctx, saved_on)?;
             checkpoint::save(&at, &mesh, &distributed(&mesh)?)
         });
-        let left: BTreeSet<_> = fs::read_dir(folder.path("")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        let left: BTreeSet<_> =
+            fs::read_dir(folder.path("")).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left, BTreeSet::from(["saved".into()]), "only the complete checkpoint is left");
         let on_disk: u64 = fs::read_dir(&path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
         let whole: usize = wholes().iter().map(|(_, t)| t.elem_count() * t.dtype().size_in_bytes()).sum();
@@ -70,14 +72,23 @@ fn what_is_saved_on_one_mesh_is_loaded_on_any_other() {
                         (name.clone(), layout(whole, mesh.ndim(), i + turn))
                     };
                     let wanted: Vec<_> = wholes().iter().enumerate().map(wanted).collect();
-                    let (loaded, counts) = comm::record(|| checkpoint::load(&path, &mesh, &wanted, &device()));
+                    let (loaded, counts) =
+                        comm::record(|| checkpoint::load(&path, &mesh, &wanted, &device()));
                     let loaded = loaded?;
                     assert!(counts.total() <= 1, "{counts}");
                     assert_eq!(loaded.len(), wanted.len());
                     for ((name, whole), (_, placements)) in wholes().iter().zip(&wanted) {
                         let tensor = &loaded[name];
-                        assert_eq!((tensor.placements(), tensor.dtype()), (&placements[..], whole.dtype()), "{name}");
-                        assert_eq!(bits(tensor.to_local()), bits(&block(whole, tensor.spec())?), "{name} {tensor}");
+                        assert_eq!(
+                            (tensor.placements(), tensor.dtype()),
+                            (&placements[..], whole.dtype()),
+                            "{name}"
+                        );
+                        assert_eq!(
+                            bits(tensor.to_local()),
+                            bits(&block(whole, tensor.spec())?),
+                            "{name} {tensor}"
+                        );
                     }
                 }
                 Ok(())
@@ -94,9 +105,10 @@ fn explicit_sizes_are_saved_and_a_new_checkpoint_takes_the_place_of_an_old_one()
         let mesh = mesh(ctx, &[2, 2])?;
         for (seed, sizes) in [(1, [0, 5]), (2, [4, 1])] {
             let whole = values(&[5, 3], seed, DType::F32);
-            let spec =
-                Spec::new(&mesh, &[Shard(0), Shard(0)], (5, 3), DType::F32)?.with_sizes(0, Some(sizes.into()))?;
-            let tensor = on_device(&DTensor::from_local_with_spec(block(&whole, &spec)?.contiguous()?, spec)?)?;
+            let spec = Spec::new(&mesh, &[Shard(0), Shard(0)], (5, 3), DType::F32)?
+                .with_sizes(0, Some(sizes.into()))?;
+            let tensor =
+                on_device(&DTensor::from_local_with_spec(block(&whole, &spec)?.contiguous()?, spec)?)?;
             checkpoint::save(&path, &mesh, &[("w", tensor)])?;
             let loaded = checkpoint::load(&path, &mesh, &[("w", [Shard(1), Replicate])], &device())?;
             assert_eq!(bits(&loaded["w"].full_tensor()?), bits(&whole));
@@ -146,7 +158,8 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
         save(&path, &[("x", &x)])?;
         // One rank's disk is not the others'.
         let mine = |rank: usize| if ctx.rank() == rank { out.as_path() } else { &path };
-        let export = checkpoint::export(if ctx.rank() == 0 { &out } else { &path }, &mesh, &[("x", x.clone())]);
+        let export =
+            checkpoint::export(if ctx.rank() == 0 { &out } else { &path }, &mesh, &[("x", x.clone())]);
         let partial = r.redistribute(&[SUM])?;
         let other = distribute(&whole, &ctx.mesh(&[("b", 3)])?, &[Replicate])?;
         let errors = [
@@ -198,7 +211,7 @@ fn a_checkpoint_of_a_newer_format_is_refused() {
     let path = folder.path("saved");
     let at = path.clone();
     let save = move || {
-        let world = World::local(1);
+        let world = World::threads(1);
         world.run(|ctx| -> Result<()> {
             let mesh = mesh(ctx, &[1])?;
             let x = distribute(&values(&[4, 2], 1, DType::F32), &mesh, &[Replicate])?;
@@ -280,7 +293,8 @@ fn two_saves_to_one_folder_at_a_time_are_refused() {
         let mesh = mesh(ctx, &[2])?;
         let x = distribute(&values(&[4, 2], 1, DType::F64), &mesh, &[Shard(0)])?;
         checkpoint::save(&path, &mesh, &[("x", x.clone())])?;
-        let held = (ctx.rank() == 1).then(|| checkpoint::Lock::take(&path.join("checkpoint.lock"))).transpose()?;
+        let held =
+            (ctx.rank() == 1).then(|| checkpoint::Lock::take(&path.join("checkpoint.lock"))).transpose()?;
         ctx.group().barrier()?;
         let said = checkpoint::save(&path, &mesh, &[("x", x.clone())]).unwrap_err().to_string();
         assert!(said.contains("is held by process"), "{said}");
@@ -362,7 +376,10 @@ fn blocks_that_are_no_whole_tensor_do_not_replace_a_checkpoint() {
         Ok(texts)
     });
     for text in texts.iter().flatten() {
-        assert!(text.contains("the blocks of \"x\" on the ranks [0, 1, 2] are not exactly a tensor"), "{text}");
+        assert!(
+            text.contains("the blocks of \"x\" on the ranks [0, 1, 2] are not exactly a tensor"),
+            "{text}"
+        );
     }
     assert!(texts.iter().all(|of_rank| *of_rank == texts[0]), "{texts:?}");
 }

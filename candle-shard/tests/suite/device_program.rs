@@ -46,7 +46,8 @@ impl Program {
         fs::write(&text, [BEFORE, kernels, main].concat()).unwrap();
         // As NVRTC is told: each operation is rounded by itself.
         let flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-Wall", "-o"];
-        let built = Command::new(&compiler).args(flags).arg(program.path("kernels")).arg(&text).output().unwrap();
+        let built =
+            Command::new(&compiler).args(flags).arg(program.path("kernels")).arg(&text).output().unwrap();
         assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
         Some(program)
     }

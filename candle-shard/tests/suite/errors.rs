@@ -212,11 +212,13 @@ fn a_local_tensor_has_no_reductions_whose_order_matters() {
     on_ranks(4, "mixed", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2, 2])?;
         let [sum, max, avg] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg].map(Partial);
-        let from_local =
-            |at: [Placement; 2]| DTensor::from_local(Tensor::zeros(3, DType::F32, &Device::Cpu)?, &mesh, &at, 3);
+        let from_local = |at: [Placement; 2]| {
+            DTensor::from_local(Tensor::zeros(3, DType::F32, &Device::Cpu)?, &mesh, &at, 3)
+        };
         for at in [[sum, max], [max, sum], [avg, max]] {
             let text = from_local(at).unwrap_err().to_string();
-            let part = format!("the order of {} and {} would matter; reduce over one axis first", at[0], at[1]);
+            let part =
+                format!("the order of {} and {} would matter; reduce over one axis first", at[0], at[1]);
             assert!(text.contains(&part), "{text}");
         }
         for at in [[sum, sum], [max, max], [sum, avg], [max, Replicate]] {

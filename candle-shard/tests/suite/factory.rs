@@ -56,9 +56,18 @@ fn every_factory_makes_the_shards_of_one_device() {
                                 Tensor::ones(shape, DType::F16, &cpu)?,
                             ),
                             (DTensor::full(7i64, shape, &cpu, &mesh, &at)?, Tensor::full(7i64, shape, &cpu)?),
-                            (DTensor::eye(4, DType::F32, &cpu, &mesh, &at)?, Tensor::eye(4, DType::F32, &cpu)?),
-                            (DTensor::tril2(5, DType::U8, &cpu, &mesh, &at)?, Tensor::tril2(5, DType::U8, &cpu)?),
-                            (DTensor::triu2(3, DType::F64, &cpu, &mesh, &at)?, Tensor::triu2(3, DType::F64, &cpu)?),
+                            (
+                                DTensor::eye(4, DType::F32, &cpu, &mesh, &at)?,
+                                Tensor::eye(4, DType::F32, &cpu)?,
+                            ),
+                            (
+                                DTensor::tril2(5, DType::U8, &cpu, &mesh, &at)?,
+                                Tensor::tril2(5, DType::U8, &cpu)?,
+                            ),
+                            (
+                                DTensor::triu2(3, DType::F64, &cpu, &mesh, &at)?,
+                                Tensor::triu2(3, DType::F64, &cpu)?,
+                            ),
                         ])
                     });
                     assert_eq!(counts.total(), 0, "{counts}");
@@ -74,10 +83,17 @@ fn every_factory_makes_the_shards_of_one_device() {
                 let made = DTensor::arange(0.5f32, 3.25, &cpu, &mesh, &at)?;
                 assert_eq!(value_error(&made, &Tensor::arange(0.5f32, 3.25, &cpu)?)?, 0.0, "{}", made.spec());
                 assert_eq!(DTensor::arange(3u32, 1, &cpu, &mesh, &at)?.dims(), [0]);
-                for (start, end, step) in [(0.1f32, 2.0, 0.3), (3.0, -1.5, -0.7), (0.0, 1.0, 5.0), (1.0, 0.0, 0.1)] {
+                for (start, end, step) in
+                    [(0.1f32, 2.0, 0.3), (3.0, -1.5, -0.7), (0.0, 1.0, 5.0), (1.0, 0.0, 0.1)]
+                {
                     let want = Tensor::arange_step(start, end, step, &cpu)?;
                     let made = DTensor::arange_step(start, end, step, &cpu, &mesh, &at)?;
-                    assert_eq!((made.dims(), value_error(&made, &want)?), (want.dims(), 0.0), "{}", made.spec());
+                    assert_eq!(
+                        (made.dims(), value_error(&made, &want)?),
+                        (want.dims(), 0.0),
+                        "{}",
+                        made.spec()
+                    );
                 }
                 // candle's own goes past the last number of the dtype here.
                 let made = DTensor::arange_step(0u8, 255, 100, &cpu, &mesh, &at)?;
@@ -101,7 +117,8 @@ fn likes_keep_explicit_sizes_and_resolve_partial_sums() {
         assert_eq!(x.sum_all()?.ones_like()?.placements(), [Replicate]);
         let text = DTensor::zeros(3, DType::F32, &device(), &mesh, &[SUM]).unwrap_err().to_string();
         assert!(text.contains("as P(sum)"), "{text}");
-        let text = DTensor::arange(0f32, f32::INFINITY, &device(), &mesh, &[Shard(0)]).unwrap_err().to_string();
+        let text =
+            DTensor::arange(0f32, f32::INFINITY, &device(), &mesh, &[Shard(0)]).unwrap_err().to_string();
         assert!(text.contains("expected finite numbers"), "{text}");
         Ok(())
     });
@@ -112,8 +129,11 @@ fn named_tensors_are_spread_by_name() {
     let texts = on_ranks(2, "named", |ctx| -> Result<String> {
         let mesh = mesh(ctx, &[2])?;
         let names = ["a.weight", "b.weight", "a.bias"];
-        let tensors: HashMap<String, Tensor> =
-            names.iter().enumerate().map(|(i, n)| (n.to_string(), values(&[4 + i, 2], i as u64, DType::F32))).collect();
+        let tensors: HashMap<String, Tensor> = names
+            .iter()
+            .enumerate()
+            .map(|(i, n)| (n.to_string(), values(&[4 + i, 2], i as u64, DType::F32)))
+            .collect();
         let of = |at: fn(&str) -> Placement| {
             let tensors = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
             DTensor::distribute_all(tensors, &mesh, |name, _| vec![at(name)])
@@ -138,7 +158,9 @@ fn gradients_of_local_uses_are_converted() {
             let weights = |rank: usize| values(&[4], 10 + rank as u64, DType::F64);
             let sum = (1..world).try_fold(weights(0), |sum, rank| sum + weights(rank))?;
             for lay in [Lay::At(Replicate), Lay::Varying, Lay::At(SUM), Lay::VaryingPartial] {
-                for (at, mine, want) in [(SUM, weights(ctx.rank()), &sum), (Replicate, weights(0), &weights(0))] {
+                for (at, mine, want) in
+                    [(SUM, weights(ctx.rank()), &sum), (Replicate, weights(0), &weights(0))]
+                {
                     let leaf = Leaf::new(&whole, &mesh, &[lay])?;
                     let local = leaf.tensor.to_local_with_grad(&[at])?;
                     let grads = (local * mine)?.sum_all()?.backward()?;

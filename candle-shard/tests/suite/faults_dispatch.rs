@@ -16,14 +16,16 @@ fn an_op_without_a_rule_takes_maxima_first() {
     on_ranks(3, "no rule", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[3])?;
         // A cosine transform: the largest of the transforms is not the transform of the largest.
-        let table: Vec<f64> = (0..16).map(|i| (f64::from((i / 4) * (2 * (i % 4) + 1)) * 0.39).cos()).collect();
+        let table: Vec<f64> =
+            (0..16).map(|i| (f64::from((i / 4) * (2 * (i % 4) + 1)) * 0.39).cos()).collect();
         let table = Tensor::from_vec(table, (4, 4), &Device::Cpu)?;
         let transform = |x: &[Tensor]| table.broadcast_matmul(&x[0].unsqueeze(1)?)?.squeeze(1);
         let pieces = [0, 1, 2].map(|rank| values(&[4], rank, DType::F64));
         let whole = pieces[0].maximum(&pieces[1])?.maximum(&pieces[2])?;
         for (at, whole) in [(MAX, &whole), (SUM, &((&pieces[0] + &pieces[1])? + &pieces[2])?)] {
             let x = DTensor::from_local(pieces[ctx.rank()].clone(), &mesh, &[at], 4)?;
-            let (out, counts) = comm::record(|| DTensor::on_whole("dct", &[&x], (&[4], DType::F64), transform));
+            let (out, counts) =
+                comm::record(|| DTensor::on_whole("dct", &[&x], (&[4], DType::F64), transform));
             assert_eq!(counts.total(), 1, "{counts}");
             assert!(value_error(&out?, &transform(std::slice::from_ref(whole))?)? < 1e-12, "{at}");
         }
@@ -64,7 +66,12 @@ const DIFFERING: [Differing; 7] = [
         |c| gathered(c, [&[2, 2][..], &[4]][c.rank() / 2], &[4, 4], &[Shard(0); 2][c.rank() / 2..]),
         &["rank"],
     ),
-    ("dims", 2, |c| gathered(c, &[2], &[4, 4], &[Shard(c.rank())]), &["rank 1", "rank 0", "made different calls"]),
+    (
+        "dims",
+        2,
+        |c| gathered(c, &[2], &[4, 4], &[Shard(c.rank())]),
+        &["rank 1", "rank 0", "made different calls"],
+    ),
     ("placements", 3, |c| gathered(c, &[3], &[4, 4], &[[Shard(0), Replicate][c.rank() / 2]]), &["rank 2"]),
     (
         "shapes",
@@ -119,7 +126,8 @@ fn a_shape_that_depends_on_the_elements_is_refused_in_words() {
             let values = x.to_vec1::<f64>()?;
             Tensor::from_iter((0u32..).zip(&values).filter(|(_, v)| **v != 0.0).map(|(i, _)| i), &Device::Cpu)
         };
-        let refused = DTensor::on_whole("nonzero", &[&x], (&[5], DType::U32), |x| nonzero(&x[0])).unwrap_err();
+        let refused =
+            DTensor::on_whole("nonzero", &[&x], (&[5], DType::U32), |x| nonzero(&x[0])).unwrap_err();
         // The way that there is: places are found on the whole, which is the same on all ranks, and taken from shards.
         let places = nonzero(&x.full_tensor()?)?;
         let taken = x.i(&places)?;

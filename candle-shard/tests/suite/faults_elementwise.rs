@@ -123,7 +123,8 @@ fn ranks_without_elements_take_part_in_extremes() {
         assert_eq!(x.argmin(0)?.full_tensor()?.to_vec1::<u32>()?, [1, 0]);
         assert_eq!(x.t()?.topk(1)?.1.full_tensor()?.to_vec2::<u32>()?, [[0], [1]]);
         for dtype in [DType::U8, DType::U32, DType::I64] {
-            let ids = distribute(&Tensor::new(&[3u32, 9], &Device::Cpu)?.to_dtype(dtype)?, &mesh, &[Shard(0)])?;
+            let ids =
+                distribute(&Tensor::new(&[3u32, 9], &Device::Cpu)?.to_dtype(dtype)?, &mesh, &[Shard(0)])?;
             let read = |x: DTensor| x.to_dtype(DType::F64)?.to_scalar::<f64>();
             assert_eq!((read(ids.max_all()?)?, read(ids.min_all()?)?), (9.0, 3.0), "{dtype:?}");
         }
@@ -157,8 +158,9 @@ fn ranks_without_elements_end_the_graph_where_the_others_do() {
 fn whole_numbers_keep_no_order_and_no_shares_of_quotients() {
     on_ranks(2, "whole numbers", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let put =
-            |own: [[i64; 2]; 2], at| DTensor::from_local(Tensor::new(&own[ctx.rank()], &Device::Cpu)?, &mesh, &[at], 2);
+        let put = |own: [[i64; 2]; 2], at| {
+            DTensor::from_local(Tensor::new(&own[ctx.rank()], &Device::Cpu)?, &mesh, &[at], 2)
+        };
         let two = Tensor::new(&[2i64, 2], &Device::Cpu)?;
         // 3 + 5 by 2 is 4, though 3 by 2 and 5 by 2 are 1 and 2.
         let sums = put([[3, 1], [5, 1]], SUM)?;

@@ -5,10 +5,12 @@ use crate::common::*;
 use candle_core::{D, DType, Device, Tensor, Var};
 use candle_dist::{Op, comm};
 use candle_shard::kernels::Pool;
-use candle_shard::nn::{Dropout, Linear, Mode, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Dropout, Linear, MeshVarBuilder, Mode, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
-use candle_shard::{AttentionMask, Conv, CrossEntropy, DTensor, Placement, Reduction, Replicate, Result, Shard};
+use candle_shard::{
+    AttentionMask, Conv, CrossEntropy, DTensor, Placement, Reduction, Replicate, Result, Shard,
+};
 use itertools::Itertools;
 use test_utils::on_ranks;
 
@@ -28,10 +30,14 @@ const WHOLE: Lay = Lay::At(Replicate);
 /// Value and gradients on `world` ranks against one device, for inputs of these shapes in these layouts.
 fn check(world: usize, inputs: &[(&[usize], Lay)], (name, distributed, plain): Both) {
     let inputs = inputs.iter().map(|&(shape, lay)| (shape.to_vec(), lay)).collect_vec();
-    let label = format!("{name} of {} on {world}", inputs.iter().map(|(s, lay)| format!("{s:?} as {lay}")).join(", "));
+    let label = format!(
+        "{name} of {} on {world}",
+        inputs.iter().map(|(s, lay)| format!("{s:?} as {lay}")).join(", ")
+    );
     on_ranks(world, &label.clone(), move |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[world])?;
-        let wholes = inputs.iter().zip(1..).map(|((shape, _), seed)| values(shape, seed, DType::F64)).collect_vec();
+        let wholes =
+            inputs.iter().zip(1..).map(|((shape, _), seed)| values(shape, seed, DType::F64)).collect_vec();
         let vars: Vec<Var> = wholes.iter().map(Var::from_tensor).try_collect()?;
         let want = plain(&vars.iter().map(|var| var.as_tensor().clone()).collect_vec())?;
         let weights = values(want.dims(), 99, DType::F64);
@@ -104,7 +110,8 @@ fn mean_losses_over_uneven_and_empty_shards_are_global_means() {
                 let mesh = mesh(ctx, &[4])?;
                 let whole = [values(&[n], 1, DType::F64), values(&[n], 2, DType::F64)];
                 let want = plain(&whole)?.to_scalar::<f64>()?;
-                let x: Vec<DTensor> = whole.iter().map(|x| distribute(x, &mesh, &[Shard(0)])).try_collect()?;
+                let x: Vec<DTensor> =
+                    whole.iter().map(|x| distribute(x, &mesh, &[Shard(0)])).try_collect()?;
                 let got = distributed(&x)?.to_scalar::<f64>()?;
                 assert!((got - want).abs() < 1e-12, "{name} of {n}: {got} for {want}");
                 Ok(())
@@ -160,8 +167,9 @@ fn an_uneven_perceptron_cut_by_columns_then_rows() {
             let plan = Plan::new("tp")
                 .with("up", ColwiseParallel::default())
                 .with("down", RowwiseParallel::default().output(at));
-            let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, ctx.device())?;
-            let (up, down) = (Linear::new(8, 10, true, &vb.pp("up"))?, Linear::new(10, 6, true, &vb.pp("down"))?);
+            let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::F64, ctx.device())?;
+            let (up, down) =
+                (Linear::new(8, 10, true, &vb.pp("up"))?, Linear::new(10, 6, true, &vb.pp("down"))?);
             let parameters = vb.finish()?;
             let whole = values(&[5, 8], 1, DType::F64).to_device(ctx.device())?;
             let y = down.forward(&up.forward(&distribute(&whole, &mesh, &[Replicate])?)?.relu()?)?;
@@ -301,7 +309,8 @@ fn plain_causal(x: &[Tensor]) -> candle_core::Result<Tensor> {
     let (q, k) = (x[0].dim(2)?, x[1].dim(2)?);
     let hidden = (0..q * k).map(|i| if i % k + q > i / k + k { f64::NEG_INFINITY } else { 0.0 });
     let hidden = Tensor::from_iter(hidden, &Device::Cpu)?.reshape((q, k))?;
-    let scores = (x[0].matmul(&x[1].t()?.contiguous()?)? / (x[0].dim(3)? as f64).sqrt())?.broadcast_add(&hidden)?;
+    let scores =
+        (x[0].matmul(&x[1].t()?.contiguous()?)? / (x[0].dim(3)? as f64).sqrt())?.broadcast_add(&hidden)?;
     candle_nn::ops::softmax(&scores, 3)?.matmul(&x[2])
 }
 
@@ -314,9 +323,15 @@ fn causal_attention_and_its_gradients() {
         plain_causal,
     );
     for world in [2, 3, 4] {
-        for lays in
-            [[at(0); 3], [at(1); 3], [at(2); 3], [at(3); 3], [WHOLE; 3], [PARTIALS[0]; 3], [at(1), WHOLE, at(2)]]
-        {
+        for lays in [
+            [at(0); 3],
+            [at(1); 3],
+            [at(2); 3],
+            [at(3); 3],
+            [WHOLE; 3],
+            [PARTIALS[0]; 3],
+            [at(1), WHOLE, at(2)],
+        ] {
             let shape: &[usize] = &[3, 5, 4, 2]; // heads in pieces of unlike sizes
             check(world, &[(shape, lays[0]), (shape, lays[1]), (shape, lays[2])], causal);
         }
@@ -386,11 +401,12 @@ fn a_dropout_that_is_used_twice_drops_different_elements() {
     let masks = |world: usize| {
         let masks = on_ranks(world, "dropout twice", move |ctx| -> Result<Masks> {
             let mesh = mesh(ctx, &[world])?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &device())?;
             let dropout = Dropout::new(0.5, &vb.pp("layer"));
             let x = Leaf::new(&Tensor::ones((6, 16), DType::F64, &Device::Cpu)?, &mesh, &[at(0)])?;
             let mut found = Masks::new();
-            let flat = |x: &DTensor| -> Result<Vec<f64>> { Ok(x.detach().full_tensor()?.flatten_all()?.to_vec1()?) };
+            let flat =
+                |x: &DTensor| -> Result<Vec<f64>> { Ok(x.detach().full_tensor()?.flatten_all()?.to_vec1()?) };
             for step in [0, 1] {
                 let mode = Mode::Train { step };
                 let again = dropout.clone();
@@ -399,7 +415,8 @@ fn a_dropout_that_is_used_twice_drops_different_elements() {
                 let second = recompute(&x.tensor, move |x| again.forward(x, mode))?;
                 let third = dropout.forward(&x.tensor, mode)?;
                 let grads = second.sum_all()?.backward()?;
-                let grad = DTensor::from_local(grads.get(&x.var).unwrap().clone(), &mesh, &[Shard(0)], (6, 16))?;
+                let grad =
+                    DTensor::from_local(grads.get(&x.var).unwrap().clone(), &mesh, &[Shard(0)], (6, 16))?;
                 assert_eq!(flat(&grad)?, flat(&second)?, "the mask of the second computation");
                 found.extend([flat(&first)?, flat(&second)?, flat(&third)?]);
                 // Another pass of the same step draws the same.

@@ -23,7 +23,8 @@ fn every_test_in_the_list_exists() {
     assert!(named.len() > 30, "{named:?}");
     for name in named {
         let (modules, function) = name.rsplit_once("::").unwrap();
-        let source = fs::read_to_string(suite().join(modules.replace("::", "/")).with_extension("rs")).unwrap();
+        let source =
+            fs::read_to_string(suite().join(modules.replace("::", "/")).with_extension("rs")).unwrap();
         assert!(source.contains(&format!("#[test]\nfn {function}(")), "{name} is no test");
     }
 }
@@ -41,8 +42,8 @@ fn every_fault_that_a_test_names_is_in_the_list() {
     ] {
         let source = fs::read_to_string(suite().join(file).with_extension("rs")).unwrap();
         let numbers = source.lines().filter_map(|line| line.strip_prefix("/// Fault"));
-        let numbers =
-            numbers.flat_map(|rest| rest.split(':').next().unwrap_or_default().split(|c: char| !c.is_ascii_digit()));
+        let numbers = numbers
+            .flat_map(|rest| rest.split(':').next().unwrap_or_default().split(|c: char| !c.is_ascii_digit()));
         let letters = source.lines().filter_map(|line| line.strip_prefix("fn fault_")?.split('_').next());
         for fault in numbers.chain(letters).filter(|fault| !fault.is_empty()) {
             assert!(

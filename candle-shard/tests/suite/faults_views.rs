@@ -78,7 +78,8 @@ fn ragged_local_tensors_keep_their_order() {
             let start: usize = sizes[..ctx.rank()].iter().sum();
             let mine: Vec<f32> = (start..start + sizes[ctx.rank()]).map(|i| i as f32).collect();
             let local = Tensor::new(mine, &Device::Cpu)?;
-            let (x, counts) = comm::record(|| DTensor::from_local_ragged(local, &mesh(ctx, &[4])?, &[Shard(0)]));
+            let (x, counts) =
+                comm::record(|| DTensor::from_local_ragged(local, &mesh(ctx, &[4])?, &[Shard(0)]));
             let (x, total) = (x?, sizes.iter().sum::<usize>());
             assert_eq!((x.dims(), counts.get(Op::AllGather).count), (&[total][..], 1), "{counts}");
             let whole = x.full_tensor()?.to_vec1::<f32>()?;
@@ -126,7 +127,9 @@ fn ragged_local_tensors_that_do_not_fit_are_refused_alike() {
         let texts = on_ranks(4, "ragged", move |ctx| -> Result<String> {
             let (dims, dtype) = shape(case, ctx.rank());
             let local = Tensor::zeros(dims, dtype, &Device::Cpu)?;
-            Ok(DTensor::from_local_ragged(local, &mesh(ctx, &[2, 2])?, &[Shard(0), Replicate]).unwrap_err().to_string())
+            Ok(DTensor::from_local_ragged(local, &mesh(ctx, &[2, 2])?, &[Shard(0), Replicate])
+                .unwrap_err()
+                .to_string())
         });
         assert!(texts.iter().all(|text| text.contains(part) && *text == texts[0]), "{part}: {texts:#?}");
     }
@@ -182,7 +185,8 @@ fn views_of_a_dim_that_two_axes_cut_unevenly() {
 fn a_dim_that_stays_keeps_both_its_uneven_shards() {
     on_ranks(4, "kept", |ctx| -> Result<()> {
         let x = distribute(&values(&[5, 4], 1, DType::F64), &mesh(ctx, &[2, 2])?, &[Shard(0); 2])?;
-        let (views, counts) = comm::record(|| Ok::<_, candle_shard::Error>([x.unsqueeze(0)?, x.reshape((5, 2, 2))?]));
+        let (views, counts) =
+            comm::record(|| Ok::<_, candle_shard::Error>([x.unsqueeze(0)?, x.reshape((5, 2, 2))?]));
         assert_eq!(counts.total(), 0, "{counts}");
         let placed: [&[Placement]; 2] = [&[Shard(1); 2], &[Shard(0); 2]];
         for (view, at) in views?.iter().zip(placed) {
@@ -200,7 +204,10 @@ fn a_dim_of_one_element_that_vanishes_stays_where_it_was() {
         let (merged, counts) = comm::record(|| x.flatten_from(1));
         let merged = merged?;
         assert_eq!(counts.total(), 0, "{counts}");
-        assert_eq!((merged.placements(), merged.to_local().dims()), (&[Shard(1)][..], &[3, [4, 0][ctx.rank()]][..]));
+        assert_eq!(
+            (merged.placements(), merged.to_local().dims()),
+            (&[Shard(1)][..], &[3, [4, 0][ctx.rank()]][..])
+        );
         assert_eq!(value_error(&merged, &whole.reshape((3, 4))?)?, 0.0);
         Ok(())
     });

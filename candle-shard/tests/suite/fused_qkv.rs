@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Op, RankContext, comm};
 use candle_nn::{Optimizer, ParamsAdamW};
 use candle_shard::kernels::RopePairs;
-use candle_shard::nn::{AdamW, FusedQkv, Heads, Linear, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, FusedQkv, Heads, Linear, MeshVarBuilder, Parameters};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Shares};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{AttentionMask, DTensor, Placement, Replicate, Result, Shard, Weights};
@@ -18,7 +18,8 @@ const WIDTH: usize = 5;
 
 /// Heads that divide by the ranks and that do not, fewer than ranks, in groups, in groups that several ranks share, of
 /// which one may have none.
-const HEADS: [(usize, usize); 10] = [(6, 2), (6, 6), (3, 3), (6, 3), (4, 2), (8, 2), (7, 1), (9, 3), (5, 5), (1, 1)];
+const HEADS: [(usize, usize); 10] =
+    [(6, 2), (6, 6), (3, 3), (6, 3), (4, 2), (8, 2), (7, 1), (9, 3), (5, 5), (1, 1)];
 
 fn heads((query, key_value): (usize, usize)) -> Heads {
     Heads { query, key_value, dim: 2 }
@@ -31,7 +32,7 @@ struct Attention {
 }
 
 impl Attention {
-    fn new(heads: Heads, vb: &ShardedVarBuilder) -> Result<Self> {
+    fn new(heads: Heads, vb: &MeshVarBuilder) -> Result<Self> {
         let qkv = FusedQkv::new(WIDTH, heads, true, &vb.pp("qkv"))?;
         let out = Linear::new(qkv.width(), WIDTH, true, &vb.pp("out"))?;
         Ok(Self { qkv, out })
@@ -79,7 +80,8 @@ fn plain_step(h: Heads) -> candle_core::Result<Step> {
         draw("out.weight", &[WIDTH, mixed], mixed)?,
         draw("out.bias", &[WIDTH], mixed)?,
     ];
-    let named = |of: &dyn Fn(&Var) -> Tensor| vars.iter().map(|(name, var)| (name.clone(), of(var))).collect();
+    let named =
+        |of: &dyn Fn(&Var) -> Tensor| vars.iter().map(|(name, var)| (name.clone(), of(var))).collect();
     let copy = |var: &Var| var.as_detached_tensor().copy().unwrap();
     let start = named(&copy);
     let x = Var::from_tensor(&input())?;
@@ -95,7 +97,8 @@ fn plain_step(h: Heads) -> candle_core::Result<Step> {
     };
     let q = split(0, h.query)?;
     let (k, v) = (copies(split(h.query, h.key_value)?)?, copies(split(h.query + h.key_value, h.key_value)?)?);
-    let hidden: Vec<f64> = (0..seq * seq).map(|i| if i % seq > i / seq { f64::NEG_INFINITY } else { 0.0 }).collect();
+    let hidden: Vec<f64> =
+        (0..seq * seq).map(|i| if i % seq > i / seq { f64::NEG_INFINITY } else { 0.0 }).collect();
     let hidden = Tensor::from_vec(hidden, (seq, seq), &Device::Cpu)?;
     let scores = (q.matmul(&k.t()?.contiguous()?)? / (h.dim as f64).sqrt())?.broadcast_add(&hidden)?;
     let weights = candle_nn::ops::softmax(&scores, 3)?;
@@ -116,7 +119,13 @@ fn close(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
 }
 
 /// Takes a step on the mesh and compares all its numbers.
-fn compare(model: &Attention, parameters: &Parameters, vb: &ShardedVarBuilder, at: &[Lay], step: &Step) -> Result<()> {
+fn compare(
+    model: &Attention,
+    parameters: &Parameters,
+    vb: &MeshVarBuilder,
+    at: &[Lay],
+    step: &Step,
+) -> Result<()> {
     let whole = |fused: DTensor| Ok::<_, candle_shard::Error>(fused.full_tensor()?.detach());
     let fused = |of: &HashMap<String, Tensor>, what: &str| -> Result<()> {
         close(&whole(model.qkv.fused_weight()?)?, &of["qkv.weight"], what)?;
@@ -160,7 +169,7 @@ fn a_training_step_equals_one_device_for_heads_of_all_kinds() {
             let world = axes.iter().map(|(_, n)| n).product();
             on_ranks(world, &format!("{h:?} on {axes:?}"), move |ctx| -> Result<()> {
                 let mesh = ctx.mesh(&axes)?;
-                let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
+                let vb = MeshVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
                 let model = Attention::new(heads(h), &vb)?;
                 compare(&model, &vb.finish()?, &vb, &lays, &step)
             });
@@ -180,10 +189,16 @@ fn whole_weights_are_read_by_segments() {
             on_ranks(world, &format!("{h:?} from weights"), move |ctx| -> Result<()> {
                 let (mesh, there) = (ctx.mesh(&[("tp", world)])?, test_utils::device());
                 let vars = candle_nn::VarBuilder::from_tensors(step.start.clone(), DType::F64, &there);
-                let from_vars = ShardedVarBuilder::from_candle(vars, 0, &mesh, plan())?;
-                let from_file =
-                    ShardedVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan(), DType::F64, &there)?;
-                let other = ShardedVarBuilder::fresh(SEED + 1, &mesh, plan(), DType::F64, &there)?;
+                let from_vars = MeshVarBuilder::from_candle(vars, 0, &mesh, plan())?;
+                let from_file = MeshVarBuilder::from_weights(
+                    Weights::open(&path)?,
+                    0,
+                    &mesh,
+                    plan(),
+                    DType::F64,
+                    &there,
+                )?;
+                let other = MeshVarBuilder::fresh(SEED + 1, &mesh, plan(), DType::F64, &there)?;
                 for (vb, loaded) in [(from_vars, None), (from_file, None), (other, Some(&path))] {
                     let (model, parameters) = (Attention::new(heads(h), &vb)?, vb.finish()?);
                     loaded.map_or(Ok(()), |path| parameters.load(path))?;
@@ -201,7 +216,7 @@ fn a_checkpoint_is_taken_up_on_another_number_of_ranks() {
     let path = folder.path("checkpoint");
     let build = |ctx: &RankContext, seed: u64| -> Result<(Attention, Parameters)> {
         let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan(), DType::F64, &device())?;
+        let vb = MeshVarBuilder::fresh(seed, &mesh, plan(), DType::F64, &device())?;
         Ok((Attention::new(heads((4, 2)), &vb)?, vb.finish()?))
     };
     let to = path.clone();
@@ -214,7 +229,7 @@ fn a_checkpoint_is_taken_up_on_another_number_of_ranks() {
         parameters.load(&path)?;
         let weights = Weights::open(&path)?;
         let mesh = ctx.mesh(&[("tp", 3)])?;
-        let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, plan(), DType::F64, &device())?;
+        let vb = MeshVarBuilder::from_weights(weights, 0, &mesh, plan(), DType::F64, &device())?;
         let built = Attention::new(heads((4, 2)), &vb)?;
         let want = &plain_step(heads((4, 2)))?.start["qkv.weight"];
         close(&model.qkv.fused_weight()?.full_tensor()?.detach(), want, "loaded")?;
@@ -238,7 +253,7 @@ fn ranks_hold_their_heads_and_attention_needs_no_communication() {
         let world = queries.len();
         on_ranks(world, &format!("{h:?} on {world}"), move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", world)])?;
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(SEED, &mesh, plan(), DType::F64, &device())?;
             let model = Attention::new(heads(h), &vb)?;
             let parameters = vb.finish()?;
             let rows = |name: &str| parameters.iter().find(|p| p.name == name).unwrap().var.dim(0);
@@ -262,13 +277,15 @@ fn ranks_hold_their_heads_and_attention_needs_no_communication() {
 
 #[test]
 fn a_key_head_that_one_rank_holds_whole_stays_there() {
-    for (h, shares) in [((1, 1), "1:1"), ((1, 1), "1:1:1"), ((4, 1), "1:0"), ((4, 1), "0:1:0"), ((4, 2), "0:1")] {
+    for (h, shares) in
+        [((1, 1), "1:1"), ((1, 1), "1:1:1"), ((4, 1), "1:0"), ((4, 1), "0:1:0"), ((4, 2), "0:1")]
+    {
         let step = std::sync::Arc::new(plain_step(heads(h)).unwrap());
         let shares: Shares = shares.parse().unwrap();
         on_ranks(shares.ranks(), &format!("{h:?} in shares {shares}"), move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", shares.ranks())])?;
             let plan = plan().with_shares(shares.clone());
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
             let model = Attention::new(heads(h), &vb)?;
             vb.finish()?;
             let leaf = Leaf::new(&input(), &mesh, &[Lay::At(Replicate)])?;
@@ -278,7 +295,12 @@ fn a_key_head_that_one_rank_holds_whole_stays_there() {
             let run = || -> Result<DTensor> {
                 let [q, k, v] = model.qkv.forward(&leaf.tensor)?;
                 let turned = |x: &DTensor| x.rope(&cos, &sin, 0, RopePairs::Halves);
-                let mixed = turned(&q)?.scaled_dot_product_attention(&turned(&k)?, &v, AttentionMask::Causal, None)?;
+                let mixed = turned(&q)?.scaled_dot_product_attention(
+                    &turned(&k)?,
+                    &v,
+                    AttentionMask::Causal,
+                    None,
+                )?;
                 model.out.forward(&mixed.transpose(1, 2)?.flatten_from(2)?)
             };
             let (y, forward) = comm::record(run);
@@ -301,7 +323,7 @@ fn heads_and_styles_that_do_not_fit_are_refused_alike() {
     let texts = on_ranks(3, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = ctx.mesh(&[("dp", 1), ("tp", 3)])?;
         let build = |heads: Heads, plan: Plan| -> Result<FusedQkv> {
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(SEED, &mesh, plan, DType::F64, &device())?;
             FusedQkv::new(WIDTH, heads, true, &vb.pp("qkv"))
         };
         let model = build(heads((6, 3)), plan())?;
@@ -319,7 +341,12 @@ fn heads_and_styles_that_do_not_fit_are_refused_alike() {
         Ok(texts.to_vec())
     });
     let parts: [&[&str]; 4] = [
-        &["\"qkv\"", "6 query heads and 4 key heads of 2", "\"tp\" of 3 ranks", "a multiple of the key heads"],
+        &[
+            "\"qkv\"",
+            "6 query heads and 4 key heads of 2",
+            "\"tp\" of 3 ranks",
+            "a multiple of the key heads",
+        ],
         &["\"qkv\"", "6 query heads and 0 key heads of 2", "expected positive numbers"],
         &["\"qkv\"", "Rowwise", "does not apply to a FusedQkv", "give it ColwiseParallel"],
         &["\"qkv\"", "f64[4, 5]", "expected [batch, sequence, width]"],
@@ -336,7 +363,13 @@ fn outputs_are_gathered_where_the_plan_asks_for_it() {
         on_ranks(4, "gathered", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", 4)])?;
             let style = ColwiseParallel::default().output(Replicate);
-            let vb = ShardedVarBuilder::fresh(SEED, &mesh, Plan::new("tp").with("qkv", style), DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(
+                SEED,
+                &mesh,
+                Plan::new("tp").with("qkv", style),
+                DType::F64,
+                &device(),
+            )?;
             let qkv = FusedQkv::new(WIDTH, heads(h), false, &vb.pp("qkv"))?;
             let x = distribute(&input(), &mesh, &[Replicate])?;
             let placed: [Vec<Placement>; 3] = qkv.forward(&x)?.map(|y| y.placements().to_vec());

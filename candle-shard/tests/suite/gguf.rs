@@ -26,7 +26,8 @@ pub(crate) const QUANTIZED: [GgmlDType; 12] = [
 
 /// A quantized matrix of numbers that depend on their place.
 pub(crate) fn quantized(shape: (usize, usize), dtype: GgmlDType) -> QTensor {
-    let values: Vec<f32> = (0..shape.0 * shape.1).map(|i| ((i * 7919 + 13) % 2003) as f32 / 1000.0 - 1.0).collect();
+    let values: Vec<f32> =
+        (0..shape.0 * shape.1).map(|i| ((i * 7919 + 13) % 2003) as f32 / 1000.0 - 1.0).collect();
     QTensor::quantize(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap(), dtype).unwrap()
 }
 
@@ -51,10 +52,13 @@ fn every_type_is_read_in_rows_and_blocks_of_columns_as_it_is_stored() {
         for rows in [0..5, 1..3, 4..5] {
             for columns in [0..768, block..2 * block, 768 - block..768] {
                 let before = weights.bytes_read();
-                let read = weights.read_quantized("w", [rows.clone(), columns.clone()], &Device::Cpu).unwrap();
+                let read =
+                    weights.read_quantized("w", [rows.clone(), columns.clone()], &Device::Cpu).unwrap();
                 let want: Vec<u8> = rows
                     .clone()
-                    .flat_map(|r| bytes[r * row..][columns.start / block * size..columns.end / block * size].to_vec())
+                    .flat_map(|r| {
+                        bytes[r * row..][columns.start / block * size..columns.end / block * size].to_vec()
+                    })
                     .collect();
                 assert_eq!(read.data().unwrap(), want, "{dtype:?} {rows:?} {columns:?}");
                 let all = columns.len() == 768;
@@ -175,12 +179,20 @@ fn blocks_of_codes_stand_for_the_floats_of_ggml() {
         assert_eq!((weights.dtype("w").unwrap(), weights.quantized_dtype("w").unwrap()), (DType::F32, None));
         let whole = weights.read_block("w", &[0..256, 0..columns], &Device::Cpu).unwrap();
         assert_eq!(weights.bytes_read(), 1024 * size as u64);
-        let bytes: Vec<u8> =
-            whole.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect();
+        let bytes: Vec<u8> = whole
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap()
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect();
         assert_eq!(candle_dist::bits::digest_bytes(&bytes), digest, "{name}");
-        for (rows, part) in [(3..5, 0..columns), (0..256, 7..elements + 1), (255..256, columns - 1..columns)] {
+        for (rows, part) in [(3..5, 0..columns), (0..256, 7..elements + 1), (255..256, columns - 1..columns)]
+        {
             let read = weights.read_block("w", &[rows.clone(), part.clone()], &Device::Cpu).unwrap();
-            let want = whole.narrow(0, rows.start, rows.len()).unwrap().narrow(1, part.start, part.len()).unwrap();
+            let want =
+                whole.narrow(0, rows.start, rows.len()).unwrap().narrow(1, part.start, part.len()).unwrap();
             assert_eq!(read.to_vec2::<f32>().unwrap(), want.to_vec2::<f32>().unwrap(), "{name}");
         }
         let error = weights.read_quantized("w", [0..1, 0..columns], &Device::Cpu).unwrap_err().to_string();
@@ -206,7 +218,10 @@ fn the_files_of_a_model_are_opened_together() {
     for nth in 1..=3 {
         let weights = Weights::open(path(nth)).unwrap();
         assert_eq!(weights.names().collect::<Vec<_>>(), ["a", "b", "c"]);
-        assert_eq!(weights.read_block("c", &[0..1, 2..4], &Device::Cpu).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 2]]);
+        assert_eq!(
+            weights.read_block("c", &[0..1, 2..4], &Device::Cpu).unwrap().to_vec2::<f32>().unwrap(),
+            [[1.0; 2]]
+        );
         assert_eq!(weights.metadata().unwrap()["split.no"].to_u16().unwrap(), 0);
     }
     let refused = |error: Error, want: &[&str]| {
@@ -219,7 +234,10 @@ fn the_files_of_a_model_are_opened_together() {
         Weights::open(&renamed).err().unwrap(),
         &["file 2 of the 3 files", "opened as file 1 of 1", "PREFIX-00001-of-00003"],
     );
-    refused(Weights::open_files(&[path(2), path(1), path(3)]).err().unwrap(), &["file 2 of the 3", "as file 1 of 3"]);
+    refused(
+        Weights::open_files(&[path(2), path(1), path(3)]).err().unwrap(),
+        &["file 2 of the 3", "as file 1 of 3"],
+    );
     fs::copy(path(3), path(2)).unwrap();
     refused(Weights::open(path(1)).err().unwrap(), &["\"c\" is in", "00002-of-00003.gguf too"]);
     save(2, &[("a", [2, 3], 0, &ones)]);
@@ -235,8 +253,13 @@ fn metadata_is_read_and_tensors_are_renamed() {
     let folder = Scratch::new("gguf-metadata");
     let path = folder.path("w.gguf");
     let list = Value::Array(vec![Value::String("a".into()), Value::String("é".into())]);
-    let metadata = [("x.n", Value::U32(3)), ("x.eps", Value::F32(1e-5)), ("x.list", list), ("x.b", Value::Bool(true))];
-    save(&path, &metadata, &[("a", &quantized((1, 32), GgmlDType::Q8_0)), ("b", &quantized((1, 32), GgmlDType::Q8_0))]);
+    let metadata =
+        [("x.n", Value::U32(3)), ("x.eps", Value::F32(1e-5)), ("x.list", list), ("x.b", Value::Bool(true))];
+    save(
+        &path,
+        &metadata,
+        &[("a", &quantized((1, 32), GgmlDType::Q8_0)), ("b", &quantized((1, 32), GgmlDType::Q8_0))],
+    );
     let weights = Weights::open(&path).unwrap();
     let read = weights.metadata().unwrap();
     assert_eq!(read["x.n"].to_u32().unwrap(), 3);
@@ -253,9 +276,11 @@ fn a_cut_inside_a_block_is_refused_with_the_block() {
     let path = folder.path("w.gguf");
     save(&path, &[], &[("w", &quantized((2, 256), GgmlDType::Q4K))]);
     let weights = Weights::open(&path).unwrap();
-    for (rows, columns, want) in
-        [(0..2, 0..128, "blocks of 256 columns"), (0..3, 0..256, "shape [2, 256]"), (1..1, 0..256, "shape [2, 256]")]
-    {
+    for (rows, columns, want) in [
+        (0..2, 0..128, "blocks of 256 columns"),
+        (0..3, 0..256, "shape [2, 256]"),
+        (1..1, 0..256, "shape [2, 256]"),
+    ] {
         let error = weights.read_quantized("w", [rows, columns], &Device::Cpu).unwrap_err();
         assert!(error.to_string().contains(want), "{error}");
     }
@@ -267,8 +292,13 @@ fn small() -> Vec<u8> {
     let folder = Scratch::new("gguf-small");
     let path = folder.path("w.gguf");
     let list = Value::Array(vec![Value::U32(1), Value::U32(2)]);
-    let metadata = [("general.alignment", Value::U32(32)), ("x.text", Value::String("abc".into())), ("x.list", list)];
-    save(&path, &metadata, &[("w", &quantized((2, 64), GgmlDType::Q4_1)), ("v", &quantized((3, 32), GgmlDType::Q8_0))]);
+    let metadata =
+        [("general.alignment", Value::U32(32)), ("x.text", Value::String("abc".into())), ("x.list", list)];
+    save(
+        &path,
+        &metadata,
+        &[("w", &quantized((2, 64), GgmlDType::Q4_1)), ("v", &quantized((3, 32), GgmlDType::Q8_0))],
+    );
     fs::read(path).unwrap()
 }
 
@@ -297,7 +327,11 @@ fn damaged_headers_are_one_error_that_names_the_damage() {
         ("values", with(16, &(1u64 << 60).to_le_bytes()), "metadata values"),
         ("text", with(place("abc") - 8, &(1u64 << 62).to_le_bytes()), "bytes of a text"),
         ("type of a value", with(place("abc") - 12, &99u32.to_le_bytes()), "unknown type 99"),
-        ("list", with(place("x.list") + 14, &(1u64 << 61).to_le_bytes()), "announces 2305843009213693952 values"),
+        (
+            "list",
+            with(place("x.list") + 14, &(1u64 << 61).to_le_bytes()),
+            "announces 2305843009213693952 values",
+        ),
         ("alignment", with(place("general.alignment") + 21, &0u32.to_le_bytes()), "alignment U32(0)"),
         ("alignment", with(place("general.alignment") + 21, &48u32.to_le_bytes()), "alignment U32(48)"),
         ("dims", with(tensor, &9u32.to_le_bytes()), "has 9 dims"),

@@ -54,14 +54,18 @@ fn caches_hold_what_candles_hold() {
                             let masks = [rotating.attn_mask(tokens, &Cpu)?, turning.attn_mask(tokens, &Cpu)?];
                             let masks = masks.map(|mask| mask.map(|mask| mask.to_vec2::<u8>().unwrap()));
                             assert_eq!(masks[0], masks[1]);
-                            let (got, sent) =
-                                comm::record(|| -> Result<_> { Ok([ours.append(&k, &v)?, rotating.append(&k, &v)?]) });
+                            let (got, sent) = comm::record(|| -> Result<_> {
+                                Ok([ours.append(&k, &v)?, rotating.append(&k, &v)?])
+                            });
                             assert_eq!(sent.total(), 0);
                             let want = [theirs.append(&new[0], &new[1])?, turning.append(&new[0], &new[1])?];
                             for ((got_k, got_v), (want_k, want_v)) in got?.iter().zip(&want) {
                                 // More than there is room for comes back as it came.
                                 let bound = if dtype == DType::F32 { 1e-7 } else { 1e-2 };
-                                assert!(value_error(got_k, want_k)? <= bound && value_error(got_v, want_v)? <= bound);
+                                assert!(
+                                    value_error(got_k, want_k)? <= bound
+                                        && value_error(got_v, want_v)? <= bound
+                                );
                                 assert_eq!((got_k.placements(), got_k.dtype()), (&at[..], DType::F32));
                             }
                             assert_eq!(value_error(&ours.k()?.unwrap(), &theirs.k()?.unwrap())?, 0.0);
@@ -73,7 +77,10 @@ fn caches_hold_what_candles_hold() {
                         assert_eq!((ours.max_seq_len(), rotating.max_seq_len()), (30, ROOM)); // 25 tokens
                         ours.reset();
                         rotating.reset();
-                        assert_eq!((ours.current_seq_len(), ours.max_seq_len(), rotating.offset()), (0, ROOM, 0));
+                        assert_eq!(
+                            (ours.current_seq_len(), ours.max_seq_len(), rotating.offset()),
+                            (0, ROOM, 0)
+                        );
                     }
                 }
             }
@@ -139,7 +146,9 @@ fn tokens_that_do_not_fit_are_refused_alike_and_change_nothing() {
         let error = KvCache::new(2, 0).append(&k, &v).unwrap_err().to_string();
         assert!(error.contains("room for at least 1"), "{error}");
         let mut none = RotatingKvCache::new(2, 0);
-        assert!(none.positions(1).is_empty() && none.attn_mask(2, &Cpu).is_err() && none.append(&k, &v).is_err());
+        assert!(
+            none.positions(1).is_empty() && none.attn_mask(2, &Cpu).is_err() && none.append(&k, &v).is_err()
+        );
         assert!(KvCache::new(4, ROOM).append(&k, &v).is_err(), "a dim that is not there");
         Ok(())
     });
@@ -152,7 +161,9 @@ fn positions_of_as_many_tokens_as_there_is_room_for_are_those_returned() {
         let mut cache = RotatingKvCache::new(1, 4);
         let mut next = 0u32;
         for tokens in [3, 4, 2, 4, 1, 4, 5, 3, 4] {
-            let new = Tensor::arange(next, next + tokens, &Cpu)?.unsqueeze(0)?.broadcast_as((3, tokens as usize))?;
+            let new = Tensor::arange(next, next + tokens, &Cpu)?
+                .unsqueeze(0)?
+                .broadcast_as((3, tokens as usize))?;
             next += tokens;
             let new = distribute(&new, &mesh, &[Shard(0)])?;
             let want: Vec<u32> = cache.positions(tokens as usize).into_iter().map(|at| at as u32).collect();
@@ -169,7 +180,12 @@ fn what_a_cache_returned_is_not_writable() {
         let mesh = mesh(ctx, &[2])?;
         let [k, v] = spread(&new_tokens(0, 3), &mesh, &[Shard(1)])?;
         let (mut cache, mut rotating) = (KvCache::new(2, ROOM), RotatingKvCache::new(2, ROOM));
-        let given = [cache.append(&k, &v)?.0, rotating.append(&k, &v)?.1, cache.v()?.unwrap(), rotating.k()?.unwrap()];
+        let given = [
+            cache.append(&k, &v)?.0,
+            rotating.append(&k, &v)?.1,
+            cache.v()?.unwrap(),
+            rotating.k()?.unwrap(),
+        ];
         for given in given {
             let error = given.zero_set().unwrap_err().to_string();
             assert!(error.contains("shares memory"), "{error}");

@@ -7,9 +7,10 @@ use candle_core::{DType, Device::Cpu, Module, Tensor, Var};
 use candle_dist::backend::Op;
 use candle_dist::{RankContext, comm};
 use candle_nn::{VarBuilder, VarMap};
-use candle_shard::nn::{Embedding, LayerNorm, Linear, Parameters, ShardedVarBuilder, Width};
+use candle_shard::nn::{Embedding, LayerNorm, Linear, MeshVarBuilder, Parameters, Width};
 use candle_shard::parallel::{
-    ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel, tensors_of,
+    ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel,
+    tensors_of,
 };
 use candle_shard::{Error, Replicate, Result, Shard, compare_operands, kernels};
 use std::collections::BTreeMap;
@@ -73,7 +74,10 @@ fn model() -> (VarMap, Block<candle_nn::Linear, PlainNorm>) {
         out: linear(wide, WIDTH, "out"),
         up: linear(WIDTH, HIDDEN, "up"),
         down: linear(HIDDEN, WIDTH, "down"),
-        norm: PlainNorm(vb.pp("norm").get(WIDTH, "weight").unwrap(), vb.pp("norm").get(WIDTH, "bias").unwrap()),
+        norm: PlainNorm(
+            vb.pp("norm").get(WIDTH, "weight").unwrap(),
+            vb.pp("norm").get(WIDTH, "bias").unwrap(),
+        ),
     };
     for (i, (_, var)) in sorted(&map).into_iter().enumerate() {
         var.set(&values(var.dims(), i as u64, DType::F64)).unwrap();
@@ -88,7 +92,7 @@ fn sorted(map: &VarMap) -> BTreeMap<String, Var> {
 fn cut(ctx: &RankContext, plan: Plan) -> Result<(Parameters, Block<Linear, LayerNorm>)> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let (map, _) = model();
-    let vb = ShardedVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F64, &device())?;
+    let vb = MeshVarBuilder::parallelize(tensors_of(&map), 0, &mesh, plan, DType::F64, &device())?;
     drop(map);
     let heads = Width::new(HEADS, HEAD);
     let project = |name: &str| Linear::new(WIDTH, heads, true, &vb.pp(name));
@@ -135,7 +139,8 @@ fn plain_code_between_cut_layers_gives_the_plain_model() {
     let (want, want_x, wants) = plain(&x, &g);
     let named = |names: &[&str]| {
         let colwise = |plan: Plan, name: &&str| plan.with(*name, ColwiseParallel::default());
-        let plan = names.iter().filter(|name| **name != "out" && **name != "down").fold(Plan::new("tp"), colwise);
+        let plan =
+            names.iter().filter(|name| **name != "out" && **name != "down").fold(Plan::new("tp"), colwise);
         let rowwise = |plan: Plan, name: &&str| plan.with(*name, RowwiseParallel::default());
         names.iter().filter(|name| **name == "out" || **name == "down").fold(plan, rowwise)
     };
@@ -143,7 +148,8 @@ fn plain_code_between_cut_layers_gives_the_plain_model() {
     let plans = [named(&["q", "k", "v", "out", "up", "down"]), named(&["up", "down"]), named(&[])];
     for world in 1..=4 {
         for (i, plan) in plans.clone().into_iter().enumerate() {
-            let (x, g, want, want_x, wants) = (x.clone(), g.clone(), want.clone(), want_x.clone(), wants.clone());
+            let (x, g, want, want_x, wants) =
+                (x.clone(), g.clone(), want.clone(), want_x.clone(), wants.clone());
             on_ranks(world, "plain", move |ctx| -> Result<()> {
                 let (parameters, block) = cut(ctx, plan.clone())?;
                 let (x, g) = (Var::from_tensor(&x.to_device(&device())?)?, g.to_device(&device())?);
@@ -202,7 +208,7 @@ fn modules_give_plain_code_whole_tensors_where_a_style_says_so() {
             let input = PrepareModuleInput::new([Shard(1)]).layouts([Shard(0)]).use_local_output(false);
             let output = PrepareModuleOutput::new([Shard(0)]).use_local_output(false);
             let plan = Plan::new("tp").with("in", input).with("out", output);
-            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(0, &mesh, plan, DType::F64, &device())?;
             let (before, after) = (vb.pp("in").module_style()?, vb.pp("out").module_style()?);
             vb.finish()?;
             let piece = block_of(&x, &candle_shard::Spec::new(&mesh, &[Shard(0)], x.shape(), DType::F64)?)?;
@@ -226,7 +232,10 @@ fn plain_pieces_of_the_sequence_go_in_and_come_out() {
     let (want, want_x, wants) = plain(&x, &g);
     let colwise = ColwiseParallel::default().input(Shard(1));
     let rowwise = RowwiseParallel::default().output(Shard(1));
-    let plan = Plan::new("tp").with("norm", SequenceParallel::default().dim(1)).with("?", colwise).with("up", colwise);
+    let plan = Plan::new("tp")
+        .with("norm", SequenceParallel::default().dim(1))
+        .with("?", colwise)
+        .with("up", colwise);
     let plan = plan.with("out", rowwise).with("down", rowwise);
     for world in 1..=4 {
         let (plan, x, g) = (plan.clone(), x.clone(), g.clone());
@@ -265,13 +274,20 @@ fn tables_take_plain_ids() {
             on_ranks(world, "ids", move |ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("tp", world)])?;
                 let model = [("words.weight", table.clone())];
-                let vb = ShardedVarBuilder::parallelize(model, 0, &mesh, plan.clone(), DType::F64, &device())?;
+                let vb = MeshVarBuilder::parallelize(model, 0, &mesh, plan.clone(), DType::F64, &device())?;
                 let words = Embedding::new(7, 7, 1.0, &vb.pp("words"))?;
                 vb.finish()?;
                 let cut = words.weight().placements()[0] == Shard(1);
-                let spec =
-                    candle_shard::Spec::new(&mesh, &[if cut { Shard(2) } else { Replicate }], (2, 3, 7), DType::F64)?;
-                assert_eq!(distance(&ids.to_device(&device())?.apply(&words)?, &block_of(&want, &spec)?), 0.0);
+                let spec = candle_shard::Spec::new(
+                    &mesh,
+                    &[if cut { Shard(2) } else { Replicate }],
+                    (2, 3, 7),
+                    DType::F64,
+                )?;
+                assert_eq!(
+                    distance(&ids.to_device(&device())?.apply(&words)?, &block_of(&want, &spec)?),
+                    0.0
+                );
                 Ok(())
             });
         }
@@ -285,10 +301,11 @@ fn plain_inputs_and_outputs_of_modules_are_laid_out() {
         let x = x.clone();
         on_ranks(world, "prepare", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", world)])?;
-            let input = PrepareModuleInput::new([Some(Shard(1)), None]).layouts([Some(Shard(0)), Some(Replicate)]);
+            let input =
+                PrepareModuleInput::new([Some(Shard(1)), None]).layouts([Some(Shard(0)), Some(Replicate)]);
             let output = PrepareModuleOutput::new([Replicate]).layouts([Shard(1)]);
             let plan = Plan::new("tp").with("in", input).with("out", output);
-            let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(0, &mesh, plan, DType::F64, &device())?;
             let (before, after) = (vb.pp("in").module_style()?, vb.pp("out").module_style()?);
             vb.finish()?;
             let piece = |at| -> Result<Tensor> {
@@ -296,8 +313,10 @@ fn plain_inputs_and_outputs_of_modules_are_laid_out() {
             };
             if world == 4 {
                 // 5 rows on 4 ranks leave one without.
-                let error =
-                    before.plain_inputs(&mesh, [&piece(Shard(0))?, &piece(Replicate)?]).unwrap_err().to_string();
+                let error = before
+                    .plain_inputs(&mesh, [&piece(Shard(0))?, &piece(Replicate)?])
+                    .unwrap_err()
+                    .to_string();
                 assert!(error.contains("\"in\"") && error.contains("unsupported"), "{error}");
                 return Ok(());
             }
@@ -320,12 +339,15 @@ fn models_that_do_not_fit_are_refused_alike() {
         let weight = values(&[6, 4], 76, DType::F64);
         let builder = |mesh: &candle_dist::DeviceMesh, plan: Plan| {
             let model = [("up.weight", weight.clone()), ("left.weight", weight.clone())];
-            ShardedVarBuilder::parallelize(model, 0, mesh, plan, DType::F64, &device())
+            MeshVarBuilder::parallelize(model, 0, mesh, plan, DType::F64, &device())
         };
         let refused = |result: Result<()>, words: &[&str]| {
             let error = result.unwrap_err();
             let text = error.to_string();
-            assert!(matches!(error, Error::Plan(_)) && words.iter().all(|word| text.contains(word)), "{text}");
+            assert!(
+                matches!(error, Error::Plan(_)) && words.iter().all(|word| text.contains(word)),
+                "{text}"
+            );
         };
         let vb = builder(&mesh, Plan::new("tp"))?;
         refused(Linear::new(4, 6, false, &vb.pp("down")).map(drop), &["down.weight", "no tensor"]);
@@ -353,8 +375,9 @@ fn models_that_do_not_fit_are_refused_alike() {
 fn plain_inputs_that_should_be_alike_are_compared() {
     on_ranks(2, "compared", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let plan = Plan::new("a").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &device())?;
+        let plan =
+            Plan::new("a").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+        let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::F32, &device())?;
         let up = Linear::new(4, 6, true, &vb.pp("up"))?;
         let down = Linear::new(6, 4, true, &vb.pp("down"))?;
         let run = |rows: usize, value: f32| -> candle_core::Result<Tensor> {
@@ -362,7 +385,9 @@ fn plain_inputs_that_should_be_alike_are_compared() {
         };
         compare_operands(|| run(2, 1.0))?; // the pieces between the two layers differ
         let of_rank = ctx.rank();
-        for differs in [compare_operands(|| run(2, of_rank as f32)), compare_operands(|| run(2 + of_rank, 1.0))] {
+        for differs in
+            [compare_operands(|| run(2, of_rank as f32)), compare_operands(|| run(2 + of_rank, 1.0))]
+        {
             let error = differs.unwrap_err().to_string();
             assert!(error.contains("up: rank 0 has") && error.contains("give the same tensor"), "{error}");
         }

@@ -76,7 +76,8 @@ pub(crate) fn conv_transpose2d(x: &[Tensor], output_padding: usize, conv: Conv) 
     };
     let wide = around(around(wide, 2, kh)?, 3, kw)?;
     let back = |n: usize| Tensor::from_iter((0..n as u32).rev(), &Cpu);
-    let kernel = x[1].contiguous()?.index_select(&back(kh)?, 2)?.index_select(&back(kw)?, 3)?.transpose(0, 1)?;
+    let kernel =
+        x[1].contiguous()?.index_select(&back(kh)?, 2)?.index_select(&back(kw)?, 3)?.transpose(0, 1)?;
     conv_in([0; 2], &[wide, kernel.contiguous()?], Conv { dilation: conv.dilation, ..Conv::default() })
 }
 
@@ -180,7 +181,8 @@ pub(crate) fn cross_entropy(x: &[Tensor]) -> Result<Tensor> {
 pub(crate) fn scatter_add(x: &[Tensor], dim: usize) -> Result<Tensor> {
     let mut shape = vec![1; x[0].rank()];
     shape[dim] = x[0].dim(dim)?;
-    let places = Tensor::arange(0, shape[dim] as u32, x[0].device())?.reshape(shape)?.broadcast_as(x[0].shape())?;
+    let places =
+        Tensor::arange(0, shape[dim] as u32, x[0].device())?.reshape(shape)?.broadcast_as(x[0].shape())?;
     (0..x[1].dim(dim)?).try_fold(x[0].clone(), |sum, i| {
         let slice = |x: &Tensor| x.narrow(dim, i, 1)?.broadcast_as(sum.shape());
         let hit = places.eq(&slice(&x[1])?)?.to_dtype(sum.dtype())?;

@@ -2,10 +2,10 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::DType;
 use candle_dist::{DeviceMesh, ReduceOp, comm};
-use candle_shard::nn::{Embedding, FusedQkv, Heads, Init, LayerNorm, Linear, ShardedVarBuilder, Width};
+use candle_shard::nn::{Embedding, FusedQkv, Heads, Init, LayerNorm, Linear, MeshVarBuilder, Width};
 use candle_shard::parallel::{
-    ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
-    SequenceParallel, Shares, Style,
+    ColwiseParallel, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
+    RowwiseParallel, SequenceParallel, Shares, Style,
 };
 use candle_shard::{Partial, Replicate, Result, Shard};
 use test_utils::{device, on_ranks};
@@ -24,7 +24,7 @@ fn sequence() -> SequenceParallel {
 
 /// A model with a layer of each kind: a table that the head shares, a block, and a head.
 fn build(mesh: &DeviceMesh, plan: Plan, heads: Heads) -> Result<()> {
-    let vb = ShardedVarBuilder::fresh(1, mesh, plan, DType::F32, &device())?;
+    let vb = MeshVarBuilder::fresh(1, mesh, plan, DType::F32, &device())?;
     let table = Embedding::new(7, 6, 1.0, &vb.pp("table"))?;
     let block = vb.pp("blocks").pp(0);
     block.module_style()?;
@@ -82,7 +82,10 @@ fn shares_cut_units_by_largest_remainders() {
             assert_eq!((sizes.len(), sizes.iter().sum::<usize>()), (shares.len(), units * 8));
             for (&size, &share) in sizes.iter().zip(shares) {
                 let exact = (units * 8) as f64 * f64::from(share) / total;
-                assert!((size as f64 - exact).abs() < 8.0 && size % 8 == 0, "{shares:?} of {units}: {sizes:?}");
+                assert!(
+                    (size as f64 - exact).abs() < 8.0 && size % 8 == 0,
+                    "{shares:?} of {units}: {sizes:?}"
+                );
                 assert!(share > 0 || size == 0, "{shares:?} of {units}: {sizes:?}");
             }
         }
@@ -105,7 +108,10 @@ fn shares_for_another_number_of_ranks() {
 #[test]
 fn an_axis_that_is_not_there() {
     let text = refused(2, fits("model"), HEADS);
-    assert!(text.contains("no axis \"model\"") && text.contains("\"dp\"") && text.contains("\"tp\""), "{text}");
+    assert!(
+        text.contains("no axis \"model\"") && text.contains("\"dp\"") && text.contains("\"tp\""),
+        "{text}"
+    );
 }
 
 #[test]
@@ -113,10 +119,13 @@ fn a_dotted_name_of_a_child_is_a_path() {
     on_ranks(2, "dotted", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let plan = Plan::new("tp").with("model.layers.*.up", colwise());
-        let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &device())?;
+        let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::F32, &device())?;
         let up = Linear::new(4, 6, false, &vb.pp("model.layers").pp("0.up"))?;
         assert_eq!(up.weight().placements(), [Shard(0)]);
-        assert_eq!(vb.finish()?.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(), ["model.layers.0.up.weight"]);
+        assert_eq!(
+            vb.finish()?.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(),
+            ["model.layers.0.up.weight"]
+        );
         Ok(())
     });
 }
@@ -133,10 +142,18 @@ fn patterns_that_match_nothing() {
 
 #[test]
 fn styles_that_do_not_apply_to_a_layer() {
-    let both =
-        || PrepareModuleInputOutput::new(PrepareModuleInput::new([Replicate]), PrepareModuleOutput::new([Replicate]));
+    let both = || {
+        PrepareModuleInputOutput::new(
+            PrepareModuleInput::new([Replicate]),
+            PrepareModuleOutput::new([Replicate]),
+        )
+    };
     let cases: [(&str, Style, &str); 9] = [
-        ("table", PrepareModuleInput::new([Replicate]).into(), "ColwiseParallel, RowwiseParallel or SequenceParallel"),
+        (
+            "table",
+            PrepareModuleInput::new([Replicate]).into(),
+            "ColwiseParallel, RowwiseParallel or SequenceParallel",
+        ),
         ("table", both().into(), "ColwiseParallel, RowwiseParallel or SequenceParallel"),
         ("blocks.0.norm", colwise().into(), "SequenceParallel"),
         ("blocks.0.norm", rowwise().into(), "SequenceParallel"),
@@ -148,8 +165,14 @@ fn styles_that_do_not_apply_to_a_layer() {
     ];
     for (path, style, fix) in cases {
         let text = refused(2, fits("tp").with(path, style.clone()), HEADS);
-        assert!(text.starts_with(&format!("plan: module {path:?} has the style {style:?}, which ")), "{text}");
-        assert!(text.contains("does not apply to a ") && text.ends_with(&format!("; give it {fix}")), "{text}");
+        assert!(
+            text.starts_with(&format!("plan: module {path:?} has the style {style:?}, which ")),
+            "{text}"
+        );
+        assert!(
+            text.contains("does not apply to a ") && text.ends_with(&format!("; give it {fix}")),
+            "{text}"
+        );
     }
 }
 
@@ -161,12 +184,15 @@ fn layouts_that_only_ops_make() {
         RowwiseParallel::default().output(max).into(),
         PrepareModuleInput::new([None, Some(max)]).into(),
         PrepareModuleOutput::new([max]).into(),
-        PrepareModuleInputOutput::new(PrepareModuleInput::new([Shard(0)]), PrepareModuleOutput::new([max])).into(),
+        PrepareModuleInputOutput::new(PrepareModuleInput::new([Shard(0)]), PrepareModuleOutput::new([max]))
+            .into(),
     ];
     for style in styles {
         let text = refused(2, fits("tp").with("blocks.?.out", style), HEADS);
         assert!(
-            text.ends_with("for \"blocks.?.out\" asks for P(max), which only ops make; ask for S(dim), R or P(sum)"),
+            text.ends_with(
+                "for \"blocks.?.out\" asks for P(max), which only ops make; ask for S(dim), R or P(sum)"
+            ),
             "{text}"
         );
     }
@@ -180,7 +206,10 @@ fn heads_that_cannot_be_cut() {
          numbers, and query heads a multiple of the key heads"
     );
     let text = refused(2, fits("tp"), Heads { dim: 0, ..HEADS });
-    assert!(text.contains("\"blocks.0.qkv\"") && text.contains("6 query heads and 3 key heads of 0"), "{text}");
+    assert!(
+        text.contains("\"blocks.0.qkv\"") && text.contains("6 query heads and 3 key heads of 0"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -201,7 +230,7 @@ fn styles_of_a_shared_weight_that_disagree() {
 fn a_parameter_that_is_built_twice() {
     on_ranks(2, "twice", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
-        let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
+        let vb = MeshVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
         Linear::new(2, 2, false, &vb.pp("up"))?;
         let text = Linear::new(2, 2, false, &vb.pp("up")).unwrap_err().to_string();
         assert_eq!(
@@ -217,8 +246,9 @@ fn a_parameter_whose_gradient_is_partial_in_one_model_only() {
     on_ranks(2, "unlike gradients", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
         for first in [false, true] {
-            let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
-            let get = |vb: &ShardedVarBuilder, varying| vb.get((2, 2), "scale", Init::Const(1.0), Replicate, varying);
+            let vb = MeshVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &device())?;
+            let get =
+                |vb: &MeshVarBuilder, varying| vb.get((2, 2), "scale", Init::Const(1.0), Replicate, varying);
             get(&vb, first)?;
             get(&vb.again(), first)?;
             let text = get(&vb.again(), !first).unwrap_err().to_string();

@@ -6,7 +6,7 @@ use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_shard::kernels::{QuantizedMatrix, quantized_linear};
 use candle_shard::nn::{
-    FusedQkv, Heads, Linear, QuantizedEmbedding, QuantizedLinear, QuantizedQkv, ShardedVarBuilder, Width,
+    FusedQkv, Heads, Linear, MeshVarBuilder, QuantizedEmbedding, QuantizedLinear, QuantizedQkv, Width,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
@@ -16,8 +16,8 @@ use test_utils::{Ranks, Scratch, on_ranks, skip_among_processes};
 
 const CPU: Device = Device::Cpu;
 
-fn builder(path: &Path, mesh: &candle_dist::DeviceMesh, plan: Plan) -> Result<ShardedVarBuilder> {
-    ShardedVarBuilder::from_weights(Weights::open(path)?, 0, mesh, plan, DType::F32, &CPU)
+fn builder(path: &Path, mesh: &candle_dist::DeviceMesh, plan: Plan) -> Result<MeshVarBuilder> {
+    MeshVarBuilder::from_weights(Weights::open(path)?, 0, mesh, plan, DType::F32, &CPU)
 }
 
 fn list(tensor: &Tensor) -> Vec<f32> {
@@ -55,15 +55,21 @@ fn a_weight_cut_by_rows_gives_the_bits_of_one_device() {
                 on_ranks(ranks, "quantized rows", move |ctx| -> Result<()> {
                     let mesh = mesh(ctx, &[ranks])?;
                     let plan = Plan::new("a").with("up", ColwiseParallel::default());
-                    let layer = QuantizedLinear::new(512, rows, false, &builder(&path, &mesh, plan)?.pp("up"))?;
+                    let layer =
+                        QuantizedLinear::new(512, rows, false, &builder(&path, &mesh, plan)?.pp("up"))?;
                     let (x, var) = DTensor::distribute(&x, &mesh, &[Replicate])?.to_var()?;
                     let y = layer.forward(&x)?;
                     assert_eq!(y.placements(), [Shard(2)]);
                     assert_eq!(list(&y.full_tensor()?), list(&want), "{dtype:?} {rows} rows on {ranks}");
                     // At most the rows of its share and those that make up a tile.
-                    assert!(layer.bytes() <= size.div_ceil(rows) * (rows.div_ceil(ranks) + 16), "{}", layer.bytes());
+                    assert!(
+                        layer.bytes() <= size.div_ceil(rows) * (rows.div_ceil(ranks) + 16),
+                        "{}",
+                        layer.bytes()
+                    );
                     let grads = y.sqr()?.sum_all()?.backward()?;
-                    let ones = (want.affine(2.0, 0.0)?.reshape(((), rows))?.matmul(&dense)?).reshape((2, 3, 512))?;
+                    let ones =
+                        (want.affine(2.0, 0.0)?.reshape(((), rows))?.matmul(&dense)?).reshape((2, 3, 512))?;
                     assert_near(&list(grads.get(&var).unwrap()), &list(&ones), 1e-4);
                     Ok(())
                 });
@@ -175,12 +181,21 @@ fn heads_are_cut_as_those_of_floats_and_shared_where_there_are_few_of_them() {
                     let mesh = mesh(ctx, &[ranks])?;
                     let heads = Heads { query, key_value, dim };
                     let names = ["q", "k", "v"];
-                    let plan =
-                        Plan::new("a").with("at", ColwiseParallel::default()).with("at.*", ColwiseParallel::default());
+                    let plan = Plan::new("a")
+                        .with("at", ColwiseParallel::default())
+                        .with("at.*", ColwiseParallel::default());
                     let weights = || Weights::open(&path)?.rename(|name| format!("at.{name}"));
-                    let vb = |plan: Plan| ShardedVarBuilder::from_weights(weights()?, 0, &mesh, plan, DType::F32, &CPU);
-                    let quantized =
-                        QuantizedQkv::with_names(hidden, heads, 32, with_bias, names, &vb(plan.clone())?.pp("at"))?;
+                    let vb = |plan: Plan| {
+                        MeshVarBuilder::from_weights(weights()?, 0, &mesh, plan, DType::F32, &CPU)
+                    };
+                    let quantized = QuantizedQkv::with_names(
+                        hidden,
+                        heads,
+                        32,
+                        with_bias,
+                        names,
+                        &vb(plan.clone())?.pp("at"),
+                    )?;
                     let dense = FusedQkv::with_names(hidden, heads, with_bias, names, &vb(plan)?.pp("at"))?;
                     assert_eq!(quantized.width(), dense.width());
                     let (x, var) = DTensor::distribute(&x, &mesh, &[Replicate])?.to_var()?;
@@ -194,7 +209,8 @@ fn heads_are_cut_as_those_of_floats_and_shared_where_there_are_few_of_them() {
                         assert_eq!((got.dims(), got.placements()), (want.dims(), want.placements()));
                         assert_near(&list(&got.full_tensor()?), &list(&want.full_tensor()?), 2e-2);
                     }
-                    let of = |parts| -> Result<Vec<f32>> { Ok(list(loss(parts)?.backward()?.get(&var).unwrap())) };
+                    let of =
+                        |parts| -> Result<Vec<f32>> { Ok(list(loss(parts)?.backward()?.get(&var).unwrap())) };
                     assert_near(&of(&got)?, &of(&want)?, 3e-2);
                     Ok(())
                 });
@@ -231,7 +247,10 @@ fn a_wrong_id_on_some_ranks_is_one_error_on_all() {
     drop(outcome);
     let errors = errors.lock().unwrap();
     assert_eq!(errors.len(), 4);
-    assert!(errors.iter().all(|error| error == &errors[0] && error.contains("id 8 is not a row")), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| error == &errors[0] && error.contains("id 8 is not a row")),
+        "{errors:?}"
+    );
 }
 
 #[test]
@@ -248,12 +267,14 @@ fn operands_that_do_not_fit_are_one_error_on_all_ranks() {
         let layer = QuantizedLinear::new(64, 8, false, &vb.pp("t"))?;
         let one_row = Tensor::ones((1, 64), DType::F64, &CPU)?;
         let wide = layer.forward(&DTensor::distribute(&one_row, &ring, &[Shard(0)])?).unwrap_err();
-        let elsewhere = DTensor::distribute(&one_row.to_dtype(DType::F32)?, &mesh(ctx, &[1, 3])?, &[Replicate; 2])?;
+        let elsewhere =
+            DTensor::distribute(&one_row.to_dtype(DType::F32)?, &mesh(ctx, &[1, 3])?, &[Replicate; 2])?;
         let far = layer.forward(&elsewhere).unwrap_err();
         Ok([split, wide, far].map(|error| error.to_string()).to_vec())
     });
     assert!(errors.iter().all(|of_rank| *of_rank == errors[0]), "{errors:?}");
-    for (error, text) in errors[0].iter().zip(["in units of 16 split one", "expected f32, f16 or bf16", "another mesh"])
+    for (error, text) in
+        errors[0].iter().zip(["in units of 16 split one", "expected f32, f16 or bf16", "another mesh"])
     {
         assert!(error.contains(text), "{error}");
     }
@@ -269,7 +290,7 @@ fn tables_of_16_bit_dtypes_share_no_plan() {
         let ids = DTensor::distribute(&Tensor::new(&[1u32, 2], &CPU)?, &mesh, &[Replicate])?;
         for dtype in [DType::F16, DType::BF16] {
             let plan = Plan::new("a").with("t", RowwiseParallel::default());
-            let vb = ShardedVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan, dtype, &CPU)?;
+            let vb = MeshVarBuilder::from_weights(Weights::open(&path)?, 0, &mesh, plan, dtype, &CPU)?;
             let rows = QuantizedEmbedding::new(8, 64, &vb.pp("t"))?.forward(&ids)?;
             assert_eq!((rows.dtype(), rows.to_local().dtype()), (dtype, dtype));
         }
@@ -293,11 +314,16 @@ fn layers_that_cannot_be_built_say_why() {
         assert!(said(QuantizedLinear::new(768, 5, false, &vb.pp("w"))).contains("[4, 768]"));
         assert!(said(QuantizedLinear::new(256, 4, false, &vb.pp("plain"))).contains("not quantized"));
         assert!(said(QuantizedLinear::new(768, 4, false, &vb.pp("w"))).contains("blocks of 256 columns"));
-        assert!(said(QuantizedLinear::new(256, 4, false, &vb.pp("inputs"))).contains("nothing is multiplied"));
+        assert!(
+            said(QuantizedLinear::new(256, 4, false, &vb.pp("inputs"))).contains("nothing is multiplied")
+        );
         assert_eq!(vb.pp("inputs").quantized_block("weight"), None);
-        let fresh = ShardedVarBuilder::fresh(1, &mesh, Plan::new("a"), DType::F32, &CPU)?;
+        let fresh = MeshVarBuilder::fresh(1, &mesh, Plan::new("a"), DType::F32, &CPU)?;
         assert!(said(QuantizedLinear::new(768, 4, false, &fresh.pp("w"))).contains("only weights in files"));
-        assert_eq!((vb.pp("w").quantized_block("weight"), vb.pp("plain").quantized_block("weight")), (Some(256), None));
+        assert_eq!(
+            (vb.pp("w").quantized_block("weight"), vb.pp("plain").quantized_block("weight")),
+            (Some(256), None)
+        );
         // The same weight as floats may be cut anywhere.
         assert_eq!(Linear::new(768, 4, false, &vb.pp("w"))?.placements(), [Shard(1)]);
         Ok(())

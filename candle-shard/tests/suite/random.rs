@@ -24,7 +24,10 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 fn slice(tensor: &Tensor, block: &[Range<usize>]) -> Result<Tensor> {
-    block.iter().enumerate().try_fold(tensor.clone(), |t, (dim, range)| t.narrow(dim, range.start, range.len()))
+    block
+        .iter()
+        .enumerate()
+        .try_fold(tensor.clone(), |t, (dim, range)| t.narrow(dim, range.start, range.len()))
 }
 
 /// A shape and, per dim, the cuts of a split: `[0, c1, c2, size]`, with repeats for empty pieces.
@@ -60,7 +63,8 @@ fn boxes(cuts: &[Vec<usize>]) -> Vec<Vec<Range<usize>>> {
         boxes
             .iter()
             .flat_map(|head| {
-                cuts.windows(2).map(move |w| head.iter().cloned().chain(std::iter::once(w[0]..w[1])).collect())
+                cuts.windows(2)
+                    .map(move |w| head.iter().cloned().chain(std::iter::once(w[0]..w[1])).collect())
             })
             .collect()
     })
@@ -210,8 +214,9 @@ fn golden_values_never_change() -> Result<()> {
 fn impossible_requests_are_errors_that_say_why() {
     let stream = Stream::new(0, "bad");
     let uniform = DISTRIBUTIONS[0];
-    let message =
-        |dist, block: &[Range<usize>], dtype| sample(stream, dist, &[4, 6], block, dtype, CPU).unwrap_err().to_string();
+    let message = |dist, block: &[Range<usize>], dtype| {
+        sample(stream, dist, &[4, 6], block, dtype, CPU).unwrap_err().to_string()
+    };
     let fits: &[Range<usize>] = &[0..4, 0..6];
     for (got, expected) in [
         (message(uniform, &[0..4, 3..7], DType::F32), "leaves the tensor of shape [4, 6] in dim 1"),

@@ -130,7 +130,8 @@ fn the_kernels_draw_the_bits_of_the_host() {
         (&[7, 1, 5, 9], &[2..3, 0..1, 0..5, 0..9]),
         (&[2, 3, 2, 3, 2, 3], &[0..2, 1..3, 0..1, 0..3, 1..2, 0..2]),
     ];
-    let streams = [Stream::new(0, "a"), Stream::new(u64::MAX, "b").skip(5), Stream::new(7, "c").skip(u64::MAX - 3)];
+    let streams =
+        [Stream::new(0, "a"), Stream::new(u64::MAX, "b").skip(5), Stream::new(7, "c").skip(u64::MAX - 3)];
     for (shape, block) in blocks {
         for (stream, dist) in streams.iter().flat_map(|&stream| DISTRIBUTIONS.map(|dist| (stream, dist))) {
             DTYPES.iter().for_each(|&dtype| assert_drawn(&program, stream, dist, shape, block, dtype));
@@ -142,7 +143,13 @@ fn the_kernels_draw_the_bits_of_the_host() {
 fn the_kernels_draw_any_block_of_any_tensor() {
     let Some(program) = Drawing::compiled(DRAW_SOURCE) else { return };
     let dims = prop::collection::vec((1..12usize, 0..12usize, 1..12usize), 0..5);
-    let cases = (dims, any::<u64>(), any::<u64>(), prop::sample::select(&DISTRIBUTIONS), prop::sample::select(&DTYPES));
+    let cases = (
+        dims,
+        any::<u64>(),
+        any::<u64>(),
+        prop::sample::select(&DISTRIBUTIONS),
+        prop::sample::select(&DTYPES),
+    );
     let config = ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() };
     proptest!(config, |((dims, seed, skipped, dist, dtype) in cases)| {
         let shape: Vec<usize> = dims.iter().map(|(size, ..)| *size).collect();
@@ -229,13 +236,19 @@ fn numbers_that_a_gpu_draws_are_those_of_the_host() {
     for (shape, block) in blocks {
         for dist in DISTRIBUTIONS {
             for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
-                let of = |device| sample(Stream::new(3, "gpu").skip(9), dist, shape, block, dtype, device).unwrap();
+                let of = |device| {
+                    sample(Stream::new(3, "gpu").skip(9), dist, shape, block, dtype, device).unwrap()
+                };
                 let (host, drawn) = (of(&Device::Cpu), of(&gpu));
                 assert!(drawn.device().is_cuda());
                 assert_eq!((drawn.dims(), drawn.dtype()), (host.dims(), dtype));
                 if host.elem_count() > 0 {
                     let exact = |x: Tensor| x.to_dtype(DType::F64).unwrap();
-                    assert_eq!(bytes(&exact(drawn.to_device(&Device::Cpu).unwrap())), bytes(&exact(host)), "{dist:?}");
+                    assert_eq!(
+                        bytes(&exact(drawn.to_device(&Device::Cpu).unwrap())),
+                        bytes(&exact(host)),
+                        "{dist:?}"
+                    );
                 }
             }
         }

@@ -3,7 +3,7 @@
 
 use crate::common::*;
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
+use candle_shard::nn::{Embedding, Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Replicate, Result, Shard};
@@ -33,13 +33,30 @@ fn random_tensors_are_those_of_one_device() {
                 let choices: Vec<_> = (0..dims.len()).map(Shard).chain([Replicate]).collect();
                 for at in on_axes(&choices, shape.len()) {
                     let made = [
-                        (DTensor::rand(-1f32, 1., dims, &there, &mesh, &at, stream)?, whole(even, DType::F32)?),
-                        (DTensor::rand(-1f64, 1., dims, &there, &mesh, &at, stream)?, whole(even, DType::F64)?),
-                        (DTensor::randn(0.5f32, 2., dims, &there, &mesh, &at, stream)?, whole(normal, DType::F32)?),
-                        (DTensor::randn(0.5f64, 2., dims, &there, &mesh, &at, stream)?, whole(normal, DType::F64)?),
+                        (
+                            DTensor::rand(-1f32, 1., dims, &there, &mesh, &at, stream)?,
+                            whole(even, DType::F32)?,
+                        ),
+                        (
+                            DTensor::rand(-1f64, 1., dims, &there, &mesh, &at, stream)?,
+                            whole(even, DType::F64)?,
+                        ),
+                        (
+                            DTensor::randn(0.5f32, 2., dims, &there, &mesh, &at, stream)?,
+                            whole(normal, DType::F32)?,
+                        ),
+                        (
+                            DTensor::randn(0.5f64, 2., dims, &there, &mesh, &at, stream)?,
+                            whole(normal, DType::F64)?,
+                        ),
                     ];
                     for (made, want) in made {
-                        assert_eq!(bits(made.to_local()), bits(&block(&want, made.spec())?), "{}", made.spec());
+                        assert_eq!(
+                            bits(made.to_local()),
+                            bits(&block(&want, made.spec())?),
+                            "{}",
+                            made.spec()
+                        );
                     }
                 }
             }
@@ -57,7 +74,8 @@ fn dropout_drops_what_one_device_drops() {
                 // Powers of two, of which halves and their sums are exact.
                 let whole = values(dims, 1, DType::F64).sign()?.affine(64.0, 192.0)?;
                 let one = DTensor::replicated(&whole, &mesh)?.dropout(0.4, stream)?;
-                let keep = sample_full(stream, Distribution::Bernoulli { p: 0.6 }, dims, DType::F64, &Device::Cpu)?;
+                let keep =
+                    sample_full(stream, Distribution::Bernoulli { p: 0.6 }, dims, DType::F64, &Device::Cpu)?;
                 assert_eq!(bits(one.to_local()), bits(&(&whole * keep.affine(1.0 / 0.6, 0.0)?)?));
                 for lays in on_axes(&lays(dims.len()), shape.len()) {
                     let leaf = Leaf::new(&whole, &mesh, &lays)?;
@@ -67,7 +85,8 @@ fn dropout_drops_what_one_device_drops() {
                     let most = if lays.contains(&Lay::At(SUM)) { 1e-15 } else { 0.0 };
                     assert!(error <= most, "{}: {error:e}", leaf.tensor.spec());
                     let whole_again = dropped.detach().full_tensor()?;
-                    let zeros = |t: &Tensor| Ok::<_, candle_core::Error>(bits(&t.to_device(&Device::Cpu)?.eq(0f64)?));
+                    let zeros =
+                        |t: &Tensor| Ok::<_, candle_core::Error>(bits(&t.to_device(&Device::Cpu)?.eq(0f64)?));
                     assert_eq!(zeros(&whole_again)?, zeros(one.to_local())?, "{}", leaf.tensor.spec());
                 }
             }
@@ -85,7 +104,7 @@ fn parameters_are_those_of_one_device() {
                 .with("up", ColwiseParallel::default())
                 .with("down", RowwiseParallel::default())
                 .with("table", RowwiseParallel::default());
-            let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &device())?;
+            let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &device())?;
             let linear = |name: &str| Linear::new(7, 5, true, &vb.pp(name));
             let mut weights = Vec::new();
             for layer in [linear("up")?, linear("down")?, linear("free")?] {

@@ -51,11 +51,13 @@ fn every_pair_of_layouts_keeps_value_and_gradient() {
         .map(|shape| {
             let counts = on_ranks(shape.iter().product(), "pairs", move |ctx| -> Result<usize> {
                 let mesh = mesh(ctx, shape)?;
-                let dtypes: &[DType] = if shape.len() == 1 { &[DType::F64, DType::F32] } else { &[DType::F64] };
+                let dtypes: &[DType] =
+                    if shape.len() == 1 { &[DType::F64, DType::F32] } else { &[DType::F64] };
                 let mut cases = 0;
                 for (dims, &dtype) in SHAPES.iter().cartesian_product(dtypes) {
                     let whole = values(dims, 5, dtype);
-                    for (from, to) in sources(&mesh).iter().cartesian_product(on_axes(&TARGETS, mesh.ndim())) {
+                    for (from, to) in sources(&mesh).iter().cartesian_product(on_axes(&TARGETS, mesh.ndim()))
+                    {
                         let error = check(&Leaf::new(&whole, &mesh, from)?, &whole, &to, cases)?;
                         let ways = format!("{dims:?} on {mesh}: [{}] to [{}]", show(from), show(&to));
                         assert!(error <= tolerance(dtype), "{ways}: error {error:e}");
@@ -78,7 +80,9 @@ fn explicit_sizes_keep_value_and_gradient() {
             let whole = values(&[5, 4], 3, DType::F64);
             let sizes: [&[usize]; 4] = [&[1, 4], &[5, 0], &[0, 1, 4], &[3, 0, 2]];
             let mut which = 0;
-            for (at, sizes) in on_axes(&[Shard(0), Shard(1), Replicate], mesh.ndim()).iter().cartesian_product(sizes) {
+            for (at, sizes) in
+                on_axes(&[Shard(0), Shard(1), Replicate], mesh.ndim()).iter().cartesian_product(sizes)
+            {
                 let spec = Spec::new(&mesh, at, (5, 4), DType::F64)?;
                 let Some(axis) = at.iter().position(|&p| p == Shard(0)) else { continue };
                 if sizes.len() != mesh.shape()[axis] {
@@ -257,11 +261,18 @@ fn other_reductions_are_resolved_before_anything_else() {
                     assert!(value_error(&moved, &whole)? < 1e-12, "{what} to [{}]", show(&to));
                 }
                 let stream = candle_shard::random::Stream::new(1, "mask");
-                let dropped = distribute(&whole, &mesh, &vec![Replicate; mesh.ndim()])?.dropout(0.3, stream)?;
-                assert!(value_error(&tensor.dropout(0.3, stream)?, dropped.to_local())? < 1e-12, "{what}, dropout");
+                let dropped =
+                    distribute(&whole, &mesh, &vec![Replicate; mesh.ndim()])?.dropout(0.3, stream)?;
+                assert!(
+                    value_error(&tensor.dropout(0.3, stream)?, dropped.to_local())? < 1e-12,
+                    "{what}, dropout"
+                );
                 assert!(value_error(&tensor.neg()?, &whole.neg()?)? < 1e-12, "{what}, neg");
                 assert!(value_error(&tensor.sum_all()?, &whole.sum_all()?)? < 1e-12, "{what}, sum");
-                assert!(value_error(&tensor.reshape(8)?.sqr()?, &whole.reshape(8)?.sqr()?)? < 1e-12, "{what}, reshape");
+                assert!(
+                    value_error(&tensor.reshape(8)?.sqr()?, &whole.reshape(8)?.sqr()?)? < 1e-12,
+                    "{what}, reshape"
+                );
             }
             Ok(())
         });

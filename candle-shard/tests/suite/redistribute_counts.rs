@@ -36,7 +36,9 @@ fn laid(whole: &Tensor, mesh: &DeviceMesh, at: &[Placement]) -> Result<DTensor> 
 #[test]
 fn no_pair_of_layouts_communicates_more_often_than_with_torch() {
     // The step visits every layout of either side on three axes.
-    for (shape, step) in [(&[2][..], 1), (&[3], 1), (&[2, 2], 1), (&[3, 2], 1), (&[2, 2, 2], 7), (&[2, 1, 3], 13)] {
+    for (shape, step) in
+        [(&[2][..], 1), (&[3], 1), (&[2, 2], 1), (&[3, 2], 1), (&[2, 2, 2], 7), (&[2, 1, 3], 13)]
+    {
         let tried = on_ranks(shape.iter().product(), "counts", move |ctx| -> Result<[usize; 3]> {
             let mesh = mesh(ctx, shape)?;
             let whole = values(&[5, 4, 7], 1, DType::F64);
@@ -49,7 +51,8 @@ fn no_pair_of_layouts_communicates_more_often_than_with_torch() {
                 }
                 let tensor = laid(&whole, &mesh, from)?;
                 let (moved, counts) = comm::record(|| tensor.redistribute(to));
-                let what = format!("({}) to ({}) on {mesh}: {counts}", from.iter().join(", "), to.iter().join(", "));
+                let what =
+                    format!("({}) to ({}) on {mesh}: {counts}", from.iter().join(", "), to.iter().join(", "));
                 assert!(value_error(&moved?, &whole)? < 1e-12, "{what}");
                 let most = of_torch(shape, from, to);
                 assert!(counts.total() <= most, "{what}, PyTorch {most}");
@@ -96,7 +99,10 @@ fn axes_that_change_alike_share_one_collective() {
                 let what = format!("({}) to ({}): {counts}", from.iter().join(", "), to.iter().join(", "));
                 assert!(value_error(&moved?, &whole)? < 1e-12, "{what}");
                 let total: usize = want.iter().map(|(_, n)| n).sum();
-                assert!(want.iter().all(|&(op, n)| counts.get(op).count == n) && counts.total() == total, "{what}");
+                assert!(
+                    want.iter().all(|&(op, n)| counts.get(op).count == n) && counts.total() == total,
+                    "{what}"
+                );
                 Ok(())
             });
         }
@@ -114,14 +120,19 @@ fn gradients_on_three_axes() {
             let from = on_axes(&[lays(3), vec![Lay::VaryingPartial]].concat(), 3);
             let to = on_axes(&CHOICES, 3);
             for i in 0..400 {
-                let (from, by, to) = (&from[i * 61 % from.len()], &to[i * 47 % to.len()], &to[i * 29 % to.len()]);
+                let (from, by, to) =
+                    (&from[i * 61 % from.len()], &to[i * 47 % to.len()], &to[i * 29 % to.len()]);
                 let leaf = Leaf::new(&whole, &mesh, from)?;
                 let moved = leaf.tensor.redistribute(by)?.redistribute(to)?;
                 let beside = distribute(&weights, &mesh, &[[Replicate; 3], [Shard(0); 3]][i % 2])?;
                 let grads = moved.mul(&beside)?.add(moved.sqr()?)?.sum_all()?.backward()?;
                 let want = (&weights + (&whole * 2.0)?)?;
                 let error = value_error(&moved, &whole)?.max(leaf.gradient_error(&grads, &want)?);
-                assert!(error < 1e-11, "({}) to {by:?} to {to:?} on {mesh}: {error:e}", from.iter().join(", "));
+                assert!(
+                    error < 1e-11,
+                    "({}) to {by:?} to {to:?} on {mesh}: {error:e}",
+                    from.iter().join(", ")
+                );
             }
             Ok(())
         });
@@ -190,7 +201,11 @@ fn each_of_256_ranks_makes_the_calls_of_the_others_and_gets_its_shape() -> Resul
             let moved = moved?;
             assert_eq!(moved.to_local().dims(), moved.spec().local_shape().as_slice());
             let calls = counts.iter().map(|(op, count)| (op, count.count)).collect_vec();
-            assert_eq!(first.get_or_insert_with(|| calls.clone()), &calls, "{from:?} to {to:?} on rank {rank}");
+            assert_eq!(
+                first.get_or_insert_with(|| calls.clone()),
+                &calls,
+                "{from:?} to {to:?} on rank {rank}"
+            );
         }
     }
     Ok(())

@@ -51,7 +51,8 @@ fn check(program: &Program, dtype: &str, rows: &[u32], height: usize, width: usi
     let table: Vec<u64> = (1..=height * width).map(|x| x as u64).collect();
     let values: Vec<u64> = (1001..).take(rows.len() * width).collect();
     let RowsLaunch { block: [x, y], blocks } = launch;
-    let mut input = format!("{dtype} {} {width} {height} {x} {y} {blocks} {}\n", rows.len(), u8::from(is_put));
+    let mut input =
+        format!("{dtype} {} {width} {height} {x} {y} {blocks} {}\n", rows.len(), u8::from(is_put));
     let numbers = rows.iter().map(|&row| u64::from(row)).chain(table.clone()).chain(values.clone());
     numbers.for_each(|number| write!(input, "{number} ").unwrap());
 
@@ -84,16 +85,23 @@ const DTYPES: [&str; 4] = ["f16", "bf16", "f32", "f64"];
 fn the_kernels_take_and_put_rows() {
     let Some(program) = Program::compiled(ROWS_SOURCE, MAIN) else { return };
     let all = |rows: &[u32], height: usize, width: usize| {
-        DTYPES
-            .iter()
-            .for_each(|dtype| check(&program, dtype, rows, height, width, RowsLaunch::over(rows.len(), width)));
+        DTYPES.iter().for_each(|dtype| {
+            check(&program, dtype, rows, height, width, RowsLaunch::over(rows.len(), width))
+        });
     };
     all(&[2, 0, 4], 5, 3);
     all(&[NOWHERE, 1, 1, NOWHERE], 2, 1); // repeated rows are only read
     all(&[0], 1, 500); // more columns than threads
     all(&(0..300).rev().collect::<Vec<_>>(), 300, 3);
     // Fewer blocks than rows: each has some in turn.
-    check(&program, "f32", &(0..300).rev().collect::<Vec<_>>(), 300, 3, RowsLaunch { block: [4, 2], blocks: 3 });
+    check(
+        &program,
+        "f32",
+        &(0..300).rev().collect::<Vec<_>>(),
+        300,
+        3,
+        RowsLaunch { block: [4, 2], blocks: 3 },
+    );
 }
 
 #[test]

@@ -1,21 +1,23 @@
 //! Ops of other crates: in all layouts as on one device, and refused by name where they break the rules.
 use crate::common::*;
 use candle_core::{DType, Tensor};
-use candle_shard::rules::{self, Row, Rows, Signature};
+use candle_shard::rules::{self, ShardingRule, ShardingRules, Signature};
 use candle_shard::{DTensor, Replicate, Result, Shard};
 use test_utils::{Kind::Float, OpCheck, on_ranks};
 
 /// The squared distance of each row of `[n, d]` to each row of `[m, d]`.
 fn distances(x: &DTensor, y: &DTensor) -> Result<DTensor> {
     let signature = || {
-        let rows = Rows::from_iter([
-            Row::new(Shard(0), &[Shard(0), Replicate]),
-            Row::new(Shard(1), &[Replicate, Shard(0)]),
-            Row::new(SUM, &[Shard(1), Shard(1)]),
+        let rows = ShardingRules::from_iter([
+            ShardingRule::new(Shard(0), &[Shard(0), Replicate]),
+            ShardingRule::new(Shard(1), &[Replicate, Shard(0)]),
+            ShardingRule::new(SUM, &[Shard(1), Shard(1)]),
         ]);
         Ok(Signature::new(rows, &[x.dims()[0], y.dims()[0]], x.dtype()))
     };
-    rules::apply("distances", &[], &[x, y], signature, |x, _| Ok(plain_distances(x[0].to_local(), x[1].to_local())?))
+    rules::apply("distances", &[], &[x, y], signature, |x, _| {
+        Ok(plain_distances(x[0].to_local(), x[1].to_local())?)
+    })
 }
 
 fn plain_distances(x: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
@@ -54,8 +56,8 @@ fn a_row_that_is_not_true_is_found_by_the_sweep() {
             |a| {
                 let x = &a["x"];
                 let signature = || {
-                    let wrong = Row::new(Replicate, &[Shard(1)]); // these are partial sums
-                    Ok(Signature::new(Rows::from_iter([wrong]), &x.dims()[..1], x.dtype()))
+                    let wrong = ShardingRule::new(Replicate, &[Shard(1)]); // these are partial sums
+                    Ok(Signature::new(ShardingRules::from_iter([wrong]), &x.dims()[..1], x.dtype()))
                 };
                 rules::apply("row_sums", &[], &[x], signature, |x, _| Ok(x[0].to_local().sum(1)?))
             },
@@ -71,7 +73,7 @@ fn a_row_that_is_not_true_is_found_by_the_sweep() {
 fn copies(x: &DTensor, count: usize, attributes: &[usize]) -> Result<DTensor> {
     let signature = || {
         let shape = [&[count], x.dims()].concat();
-        Ok(Signature::new(Rows::new(), &shape, x.dtype()))
+        Ok(Signature::new(ShardingRules::new(), &shape, x.dtype()))
     };
     rules::apply("copies", attributes, &[x], signature, |x, out| {
         Ok(x[0].to_local().unsqueeze(0)?.broadcast_as(out.dims())?.contiguous()?)
@@ -96,16 +98,19 @@ fn an_attribute_that_is_left_out_of_the_key_is_found() {
         text.starts_with("copies: the same attributes and layouts, but its signature now gives f64[3, 4, 6]"),
         "{text}"
     );
-    assert!(text.contains("pass every value that the signature depends on in the attributes, called at "), "{text}");
+    assert!(
+        text.contains("pass every value that the signature depends on in the attributes, called at "),
+        "{text}"
+    );
 }
 
 fn row_sums(x: &DTensor) -> Result<DTensor> {
-    let signature = || Ok(Signature::new(Rows::new(), &x.dims()[..1], x.dtype()));
+    let signature = || Ok(Signature::new(ShardingRules::new(), &x.dims()[..1], x.dtype()));
     rules::apply("sum", &[], &[x], signature, |x, _| Ok(x[0].to_local().sum(1)?))
 }
 
 fn column_sums(x: &DTensor) -> Result<DTensor> {
-    let signature = || Ok(Signature::new(Rows::new(), &x.dims()[1..], x.dtype()));
+    let signature = || Ok(Signature::new(ShardingRules::new(), &x.dims()[1..], x.dtype()));
     rules::apply("sum", &[], &[x], signature, |x, _| Ok(x[0].to_local().sum(0)?))
 }
 
@@ -128,19 +133,21 @@ fn what_breaks_the_rules_is_refused_by_name() {
     let texts = on_ranks(2, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[2])?;
         let x = distribute(&values(&[4, 6], 1, DType::F64), &mesh, &[Replicate])?;
-        let with = |row: Row| {
-            let signature = || Ok(Signature::new(Rows::from_iter([row]), &[4], DType::F64));
+        let with = |row: ShardingRule| {
+            let signature = || Ok(Signature::new(ShardingRules::from_iter([row]), &[4], DType::F64));
             rules::apply("own", &[], &[&x], signature, |x, _| Ok(x[0].to_local().sum(1)?))
         };
-        let signature = || Ok(Signature::new(Rows::new(), &[4], DType::F64));
-        let two = || Ok(Signature::new(Rows::new(), &[4], DType::F64).and(&[4], DType::F64));
+        let signature = || Ok(Signature::new(ShardingRules::new(), &[4], DType::F64));
+        let two = || Ok(Signature::new(ShardingRules::new(), &[4], DType::F64).and(&[4], DType::F64));
         let refused = [
-            with(Row::new(Shard(0), &[Shard(0), Replicate])),
-            with(Row::new(Shard(0), &[Shard(2)])),
-            with(Row::new(Shard(1), &[Shard(0)])),
+            with(ShardingRule::new(Shard(0), &[Shard(0), Replicate])),
+            with(ShardingRule::new(Shard(0), &[Shard(2)])),
+            with(ShardingRule::new(Shard(1), &[Shard(0)])),
             rules::apply("own", &[], &[], signature, |x, _| Ok(x[0].to_local().clone())),
             rules::apply("own", &[], &[&x], signature, |x, _| Ok(x[0].to_local().clone())),
-            rules::apply("own", &[1], &[&x], signature, |x, _| Ok(x[0].to_local().sum(1)?.to_dtype(DType::F32)?)),
+            rules::apply("own", &[1], &[&x], signature, |x, _| {
+                Ok(x[0].to_local().sum(1)?.to_dtype(DType::F32)?)
+            }),
             rules::apply("own", &[2], &[&x], two, |x, _| Ok(x[0].to_local().sum(1)?)),
         ];
         Ok(refused.into_iter().map(|made| made.unwrap_err().to_string()).collect())
@@ -168,7 +175,7 @@ fn several_outputs_lie_alike() {
         let leaf = Leaf::new(&whole, &mesh, &[Lay::At(Shard(0))])?;
         let x = &leaf.tensor;
         let signature = || {
-            let rows = Rows::from_iter([Row::new(Shard(0), &[Shard(0)])]);
+            let rows = ShardingRules::from_iter([ShardingRule::new(Shard(0), &[Shard(0)])]);
             Ok(Signature::new(rows, &[4, 2], DType::F64).and(&[4], DType::F64))
         };
         let made = rules::apply_all("both", &[], &[x], signature, |x, _| {

@@ -19,8 +19,7 @@ fn compressed(format: &str, weights: Value) -> Value {
 
 /// Returns the cases: their names, and the value of `quantization_config`.
 fn cases() -> Vec<(&'static str, Value)> {
-    let gptq =
-        |bits: usize, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order});
+    let gptq = |bits: usize, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order});
     let of_8 = |kind: &str| json!({"num_bits": 8, "type": kind, "strategy": "channel"});
     let of_4 = |symmetric: bool| json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric});
     let block = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "8x32"});
@@ -38,7 +37,10 @@ fn cases() -> Vec<(&'static str, Value)> {
         ("gptq_order", gptq(4, true)),
         ("gptq_order", gptq(4, false)),
         ("gptq_eight", gptq(8, false)),
-        ("awq", json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})),
+        (
+            "awq",
+            json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true}),
+        ),
         ("nf4", bnb()),
         ("nf4_nested", bnb()),
         ("fp4", bnb()),
@@ -50,19 +52,22 @@ fn cases() -> Vec<(&'static str, Value)> {
 fn write(case: &str, path: &Path) -> Tensor {
     let facts = SafeTensors::deserialize(FACTS).unwrap();
     let own = |name: &str| name.strip_prefix(case).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
-    let tensors: Vec<_> = facts.tensors().into_iter().filter_map(|(name, view)| Some((own(&name)?, view))).collect();
+    let tensors: Vec<_> =
+        facts.tensors().into_iter().filter_map(|(name, view)| Some((own(&name)?, view))).collect();
     let is_code = |name: &&(String, _)| name.0 != "want";
     let named = |module: &'static str| {
         tensors.iter().filter(is_code).map(move |(name, view)| (format!("{module}.{name}"), view.clone()))
     };
     safetensors::serialize_to_file(named("layer").chain(named("other")), None, path).unwrap();
     let want = &tensors.iter().find(|(name, _)| name == "want").unwrap().1;
-    let values: Vec<f32> = want.data().chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
+    let values: Vec<f32> =
+        want.data().chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
     Tensor::from_vec(values, &SHAPE, &Device::Cpu).unwrap()
 }
 
 fn block_of(whole: &Tensor, [rows, columns]: [Range<usize>; 2]) -> Vec<Vec<f32>> {
-    let part = whole.narrow(0, rows.start, rows.len()).unwrap().narrow(1, columns.start, columns.len()).unwrap();
+    let part =
+        whole.narrow(0, rows.start, rows.len()).unwrap().narrow(1, columns.start, columns.len()).unwrap();
     part.to_vec2().unwrap()
 }
 
@@ -136,7 +141,8 @@ fn weights_of_codes_are_split_stacked_and_renamed() {
 
 /// Packs numbers of `bits` bits into 32-bit words. The first number has the lowest bits.
 fn packed(values: &[u32], bits: usize) -> Vec<u8> {
-    let word = |values: &[u32]| values.iter().rev().fold(0, |word: u32, &value| (word << (bits - 1)) << 1 | value);
+    let word =
+        |values: &[u32]| values.iter().rev().fold(0, |word: u32, &value| (word << (bits - 1)) << 1 | value);
     values.chunks(32 / bits).flat_map(|values| word(values).to_le_bytes()).collect()
 }
 
@@ -148,8 +154,9 @@ fn gptq_is_read_by_its_definition() {
     let (rows, columns) = (32, 64);
     for (bits, format, size) in [(2, "gptq", 16), (2, "gptq_v2", -1), (4, "gptq_v2", 32), (8, "gptq", -1)] {
         let mask = u32::MAX >> (32 - bits);
-        let number =
-            |at: usize, salt: u32| ((at as u32 + 1).wrapping_mul(2_654_435_761).wrapping_add(salt) >> 7) & mask;
+        let number = |at: usize, salt: u32| {
+            ((at as u32 + 1).wrapping_mul(2_654_435_761).wrapping_add(salt) >> 7) & mask
+        };
         let width = if size < 0 { columns } else { size as usize };
         let groups = columns / width;
         let code = |row: usize, column: usize| number(row * columns + column, 1);
@@ -163,7 +170,8 @@ fn gptq_is_read_by_its_definition() {
                 codes[4 * (at * rows + row)..][..4].copy_from_slice(word);
             }
         }
-        let all: Vec<(usize, usize)> = (0..groups).flat_map(|group| (0..rows).map(move |row| (group, row))).collect();
+        let all: Vec<(usize, usize)> =
+            (0..groups).flat_map(|group| (0..rows).map(move |row| (group, row))).collect();
         let zeros = packed(&all.iter().map(|&(group, row)| zero(group, row)).collect::<Vec<_>>(), bits);
         let scales: Vec<u8> = all.iter().flat_map(|&(group, row)| scale(group, row).to_le_bytes()).collect();
         let per = 32 / bits;
@@ -174,7 +182,8 @@ fn gptq_is_read_by_its_definition() {
             ("layer.scales", view(Dtype::F32, [groups, rows], &scales)),
         ];
         safetensors::serialize_to_file(tensors, None, &path).unwrap();
-        let config = json!({"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": format});
+        let config =
+            json!({"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": format});
         let weights = Weights::open(&path).unwrap().dequantize(&config).unwrap();
         let read = weights.read_block("layer.weight", &[0..rows, 0..columns], &Device::Cpu).unwrap();
         let more = if format == "gptq" { 1 } else { 0 };
@@ -224,13 +233,29 @@ fn what_cannot_be_read_is_one_error() {
     refused("gptq", json!({}), &["quant_method \"\"", "gptq, awq"]);
     refused("gptq", json!({"quant_method": "hqq"}), &["quant_method \"hqq\""]);
     refused("gptq", json!({"quant_method": "gptq", "bits": 3}), &["bits 3"]);
-    refused("gptq", json!({"quant_method": "gptq", "bits": 8, "group_size": 32}), &["\"layer\"", "groups of 32"]);
-    refused("gptq", json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), &["\"marlin\""]);
+    refused(
+        "gptq",
+        json!({"quant_method": "gptq", "bits": 8, "group_size": 32}),
+        &["\"layer\"", "groups of 32"],
+    );
+    refused(
+        "gptq",
+        json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
+        &["\"marlin\""],
+    );
     refused("awq", json!({"quant_method": "awq", "version": "gemv"}), &["\"gemv\""]);
     refused("awq", json!({"quant_method": "awq", "group_size": 64}), &["groups of 64"]);
     refused("fp8_block", json!({"quant_method": "fp8"}), &["\"layer\"", "F32[2, 4]", "scales of [32, 128]"]);
-    refused("pack_group", compressed("nvfp4-pack-quantized", json!({"num_bits": 4})), &["nvfp4-pack-quantized"]);
-    refused("pack_group", compressed("pack-quantized", json!({"num_bits": 8})), &["codes of 8 bits of [32, 128]"]);
+    refused(
+        "pack_group",
+        compressed("nvfp4-pack-quantized", json!({"num_bits": 4})),
+        &["nvfp4-pack-quantized"],
+    );
+    refused(
+        "pack_group",
+        compressed("pack-quantized", json!({"num_bits": 8})),
+        &["codes of 8 bits of [32, 128]"],
+    );
     refused("pack_group", compressed("pack-quantized", json!({})), &["num_bits"]);
     refused("nf4", json!({"quant_method": "gguf"}), &["quant_method \"gguf\""]);
     refused("awq", json!({"quant_method": "awq", "group_size": 0}), &["group_size 0"]);

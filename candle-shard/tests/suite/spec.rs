@@ -56,11 +56,16 @@ fn blocks_tile_the_tensor_on_every_mesh_and_placement() {
                     assert!(coverage(&spec).iter().all(|&times| times == copies(&spec)), "{spec}");
                     let block = spec.local_block();
                     assert_eq!(block, spec.block_at(mesh.coordinate()), "{spec}");
-                    assert_eq!(spec.local_shape().to_vec(), block.iter().map(|r| r.len()).collect_vec(), "{spec}");
+                    assert_eq!(
+                        spec.local_shape().to_vec(),
+                        block.iter().map(|r| r.len()).collect_vec(),
+                        "{spec}"
+                    );
                     if placements.contains(&SUM) {
                         continue;
                     }
-                    let whole = Tensor::arange(0f32, (dims[0] * dims[1]) as f32, &Device::Cpu)?.reshape(&dims[..])?;
+                    let whole =
+                        Tensor::arange(0f32, (dims[0] * dims[1]) as f32, &Device::Cpu)?.reshape(&dims[..])?;
                     let tensor = distribute(&whole, &mesh, &placements)?;
                     assert_eq!(tensor.to_local().dims(), spec.local_shape().as_slice());
                     assert_eq!(tensor.full_tensor()?.to_vec2::<f32>()?, whole.to_vec2::<f32>()?, "{spec}");
@@ -109,7 +114,10 @@ fn an_empty_piece_begins_where_the_one_before_it_ends() {
     for copy in 0..2 {
         let at = (0..2).cartesian_product(0..3).map(|(b, c)| spec.block_at(&[copy, b, c]));
         let rows = at.map(|block| (block[0].start, block[0].len(), block[1].clone())).collect_vec();
-        assert_eq!(rows, [(0, 2), (2, 2), (4, 0), (4, 1), (5, 1), (6, 1)].map(|(start, len)| (start, len, 0..5)));
+        assert_eq!(
+            rows,
+            [(0, 2), (2, 2), (4, 0), (4, 1), (5, 1), (6, 1)].map(|(start, len)| (start, len, 0..5))
+        );
     }
 }
 
@@ -152,14 +160,18 @@ fn layouts_name_the_axes_where_they_cut() {
         ] {
             assert_eq!(Spec::new(&mesh, &placements, (8, 16), DType::F32)?.to_string(), want);
         }
-        assert_eq!(Spec::new(&mesh, &[SUM, Replicate, Replicate], (), DType::I64)?.to_string(), "i64[] P(sum)@dp");
+        assert_eq!(
+            Spec::new(&mesh, &[SUM, Replicate, Replicate], (), DType::I64)?.to_string(),
+            "i64[] P(sum)@dp"
+        );
         Ok(())
     });
 }
 
 #[test]
 fn placements_are_read_as_they_are_shown() {
-    const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+    const REDUCTIONS: [ReduceOp; 5] =
+        [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
     let partial = REDUCTIONS.map(Placement::Partial);
     for placement in partial.into_iter().chain([Replicate, Shard(0), Shard(12)]) {
         let text = placement.to_string();
@@ -168,13 +180,27 @@ fn placements_are_read_as_they_are_shown() {
         assert_eq!(json, format!("\"{text}\""));
         assert_eq!(serde_json::from_str::<Placement>(&json).unwrap(), placement);
     }
-    for text in
-        ["", "r", "S", "S()", "S(-1)", "S(+1)", "S(0", "S(0) ", "P", "P(mean)", "P(sum)x", "S(99999999999999999999)"]
-    {
+    for text in [
+        "",
+        "r",
+        "S",
+        "S()",
+        "S(-1)",
+        "S(+1)",
+        "S(0",
+        "S(0) ",
+        "P",
+        "P(mean)",
+        "P(sum)x",
+        "S(99999999999999999999)",
+    ] {
         let error = text.parse::<Placement>().unwrap_err().to_string();
         assert!(error.contains(&format!("{text:?} is not a placement; write R, S(dim)")), "{error}");
         assert!(
-            serde_json::from_value::<Placement>(text.into()).unwrap_err().to_string().contains("is not a placement")
+            serde_json::from_value::<Placement>(text.into())
+                .unwrap_err()
+                .to_string()
+                .contains("is not a placement")
         );
     }
 }
@@ -183,8 +209,8 @@ fn placements_are_read_as_they_are_shown() {
 fn a_description_is_the_spec_again_on_a_mesh_of_the_same_axes() {
     let texts = on_ranks(4, "description", |ctx| -> Result<Vec<String>> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
-        let uneven =
-            Spec::new(&mesh, &[Shard(0), Shard(1)], (5, 3), DType::BF16)?.with_sizes(0, Some([1, 4].into()))?;
+        let uneven = Spec::new(&mesh, &[Shard(0), Shard(1)], (5, 3), DType::BF16)?
+            .with_sizes(0, Some([1, 4].into()))?;
         let partial = Spec::new(&mesh, &[SUM, Replicate], (), DType::F32)?;
         for spec in [&uneven, &partial] {
             let json = serde_json::to_string(&SpecDescription::from(spec)).unwrap();
@@ -239,7 +265,8 @@ fn what_is_no_layout_is_refused_alike_everywhere() {
     let texts = on_ranks(4, "refused", |ctx| -> Result<Vec<String>> {
         let mesh = mesh(ctx, &[2, 2])?;
         let spec = |p: &[Placement]| Spec::new(&mesh, p, (4, 6), DType::F32);
-        let sized = |p: &[Placement], axis: usize, sizes: &[usize]| spec(p)?.with_sizes(axis, Some(sizes.into()));
+        let sized =
+            |p: &[Placement], axis: usize, sizes: &[usize]| spec(p)?.with_sizes(axis, Some(sizes.into()));
         let whole = Tensor::zeros((4, 6), DType::F32, &Device::Cpu)?;
         let leaf = distribute(&whole, &mesh, &[Shard(0), Replicate])?;
         Ok(vec![

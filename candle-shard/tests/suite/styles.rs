@@ -4,16 +4,17 @@
 use crate::common::*;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::{Op, RankContext, comm};
-use candle_shard::nn::{LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::nn::{LayerNorm, Linear, MeshVarBuilder};
 use candle_shard::parallel::{
-    ColwiseParallel, ModuleStyle, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, Style,
+    ColwiseParallel, ModuleStyle, Plan, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
+    Style,
 };
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use test_utils::on_ranks;
 
-fn builder(ctx: &RankContext, pattern: &str, style: impl Into<Style>) -> Result<ShardedVarBuilder> {
+fn builder(ctx: &RankContext, pattern: &str, style: impl Into<Style>) -> Result<MeshVarBuilder> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp").with(pattern, style), DType::F64, &device())
+    MeshVarBuilder::fresh(1, &mesh, Plan::new("tp").with(pattern, style), DType::F64, &device())
 }
 
 /// A module with three inputs and two outputs, `a·b + c` and `a·c`.
@@ -38,7 +39,8 @@ fn several_inputs_and_outputs_are_laid_out_and_others_left_alone() {
     let vars = whole.each_ref().map(|x| Var::from_tensor(x).unwrap());
     let [a, b, c] = vars.each_ref().map(Var::as_tensor);
     let want = [((a * b).unwrap() + c).unwrap(), (a * c).unwrap()];
-    let loss = (want[0].sqr().unwrap().sum_all().unwrap() + want[1].exp().unwrap().sum_all().unwrap()).unwrap();
+    let loss =
+        (want[0].sqr().unwrap().sum_all().unwrap() + want[1].exp().unwrap().sum_all().unwrap()).unwrap();
     let grads = loss.backward().unwrap();
     let wants = vars.each_ref().map(|var| grads.get(var).unwrap().clone());
     let want = want.map(|t| t.detach());
@@ -77,7 +79,8 @@ fn several_inputs_and_outputs_are_laid_out_and_others_left_alone() {
 fn an_input_is_gathered_once_for_all_layers_of_a_module() {
     on_ranks(3, "gathered", |ctx| -> Result<()> {
         let vb = builder(ctx, "", PrepareModuleInput::new([Replicate]))?;
-        let layers: Vec<Linear> = (0..3).map(|i| Linear::new(6, 4, true, &vb.pp(i))).collect::<Result<_>>()?;
+        let layers: Vec<Linear> =
+            (0..3).map(|i| Linear::new(6, 4, true, &vb.pp(i))).collect::<Result<_>>()?;
         let style = vb.module_style()?; // of the model itself
         vb.finish()?;
         let leaf = Leaf::new(&values(&[5, 6], 1, DType::F64), vb.mesh(), &[Lay::At(Shard(0))])?;
@@ -94,8 +97,10 @@ fn an_input_is_gathered_once_for_all_layers_of_a_module() {
 #[test]
 fn layers_follow_prepared_layouts() {
     on_ranks(2, "layers", |ctx| -> Result<()> {
-        let style =
-            PrepareModuleInputOutput::new(PrepareModuleInput::new([Replicate]), PrepareModuleOutput::new([Shard(1)]));
+        let style = PrepareModuleInputOutput::new(
+            PrepareModuleInput::new([Replicate]),
+            PrepareModuleOutput::new([Shard(1)]),
+        );
         let vb = builder(ctx, "*", style)?;
         let linear = Linear::new(6, 4, true, &vb.pp("linear"))?;
         let norm = LayerNorm::new(6, 1e-5, &vb.pp("norm"))?;
@@ -112,10 +117,17 @@ fn arguments_that_do_not_fit_a_style_are_refused_alike_before_anything_is_sent()
         let style = |desired: &[Option<Placement>]| -> Result<ModuleStyle> {
             let input = PrepareModuleInput::new(desired.iter().copied());
             let output = PrepareModuleOutput::new(desired.iter().copied());
-            builder(ctx, "a.mix", PrepareModuleInputOutput::new(input, output))?.pp("a").pp("mix").module_style()
+            builder(ctx, "a.mix", PrepareModuleInputOutput::new(input, output))?
+                .pp("a")
+                .pp("mix")
+                .module_style()
         };
         let (one, far) = (style(&[Some(Replicate)])?, style(&[Some(Replicate), Some(Shard(2))])?);
-        let x = distribute(&Tensor::ones((2, 3), DType::F64, &Device::Cpu)?, &ctx.mesh(&[("tp", 2)])?, &[Shard(0)])?;
+        let x = distribute(
+            &Tensor::ones((2, 3), DType::F64, &Device::Cpu)?,
+            &ctx.mesh(&[("tp", 2)])?,
+            &[Shard(0)],
+        )?;
         let (texts, counts) = comm::record(|| {
             [
                 one.inputs([&x, &x]).unwrap_err(),

@@ -49,12 +49,19 @@ impl Kept {
 /// Query, key and value of the new tokens of a text in a step.
 fn fresh(text: usize, step: usize, tokens: usize, [heads, kv_heads]: [usize; 2]) -> [Tensor; 3] {
     let seed = (text * 100 + step * 10) as u64;
-    [(heads, DIM), (kv_heads, DIM), (kv_heads, WIDTH)]
-        .map(|(heads, width)| values(&[1, heads, tokens, width], seed + heads as u64 + width as u64, DType::F64))
+    [(heads, DIM), (kv_heads, DIM), (kv_heads, WIDTH)].map(|(heads, width)| {
+        values(&[1, heads, tokens, width], seed + heads as u64 + width as u64, DType::F64)
+    })
 }
 
 /// What the tokens of a text get: `[1, tokens, heads, v]`, from all keys and values so far.
-fn reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, options: &Attention) -> candle_core::Result<Tensor> {
+fn reference(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f64,
+    options: &Attention,
+) -> candle_core::Result<Tensor> {
     let ((_, heads, tokens, _), (_, kv_heads, len, _)) = (q.dims4()?, k.dims4()?);
     let of_heads = |x: &Tensor| {
         let width = x.dim(3)?;
@@ -83,7 +90,8 @@ fn spread(x: &Tensor, mesh: &DeviceMesh, group: usize, kv_heads: usize, cut: boo
         return on_device(&DTensor::from_local_with_spec(x.clone(), spec)?);
     }
     let ranks = mesh.size();
-    let sizes: Vec<usize> = (0..ranks).map(|rank| kv_heads * (rank + 1) / ranks - kv_heads * rank / ranks).collect();
+    let sizes: Vec<usize> =
+        (0..ranks).map(|rank| kv_heads * (rank + 1) / ranks - kv_heads * rank / ranks).collect();
     let sizes: Vec<usize> = sizes.into_iter().map(|size| size * group).collect();
     let spec = spec.with_sizes(0, Some(sizes.into()))?;
     on_device(&DTensor::from_local_with_spec(block(x, &spec)?.contiguous()?, spec)?)
@@ -104,7 +112,8 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
     for world in 1..=4 {
         on_ranks(world, "texts", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &[world])?;
-            for (heads @ [queries, kv_heads], cut) in [([4, 2], true), ([3, 3], true), ([6, 1], true), ([4, 2], false)]
+            for (heads @ [queries, kv_heads], cut) in
+                [([4, 2], true), ([3, 3], true), ([6, 1], true), ([4, 2], false)]
             {
                 for (dtype, kept, bound) in [
                     (DType::F64, [DType::F64; 3], 1e-12),
@@ -135,7 +144,13 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                             let lay = |part: usize, of: &[[Tensor; 3]]| -> Result<DTensor> {
                                 let of: Vec<&Tensor> = of.iter().map(|parts| &parts[part]).collect();
                                 let whole = Tensor::cat(&of, 2)?.to_dtype(dtype)?;
-                                spread(&whole, &mesh, if part == 0 { queries / kv_heads } else { 1 }, kv_heads, cut)
+                                spread(
+                                    &whole,
+                                    &mesh,
+                                    if part == 0 { queries / kv_heads } else { 1 },
+                                    kv_heads,
+                                    cut,
+                                )
                             };
                             let of = |parts: &[[Tensor; 3]]| -> Result<[DTensor; 3]> {
                                 Ok([lay(0, parts)?, lay(1, parts)?, lay(2, parts)?])
@@ -150,7 +165,10 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                             for (&text, part) in there.iter().zip(&parts) {
                                 let [q, k, v] = part;
                                 let rounded = |x: &Tensor| {
-                                    x.to_dtype(dtype)?.to_dtype(kept[text])?.to_dtype(dtype)?.to_dtype(DType::F64)
+                                    x.to_dtype(dtype)?
+                                        .to_dtype(kept[text])?
+                                        .to_dtype(dtype)?
+                                        .to_dtype(DType::F64)
                                 };
                                 let [k, v] = [rounded(k)?, rounded(v)?];
                                 let all = match &past[text] {
@@ -173,8 +191,8 @@ fn the_tokens_of_each_text_get_what_they_get_alone() {
                                 );
                                 // Alone, in the same bits.
                                 let inputs = of(std::slice::from_ref(part))?;
-                                let by_itself =
-                                    options.of_texts(inputs.each_ref(), vec![alone[text].text(tokens[text])])?;
+                                let by_itself = options
+                                    .of_texts(inputs.each_ref(), vec![alone[text].text(tokens[text])])?;
                                 assert_eq!(
                                     distance(&mine, &by_itself.full_tensor()?),
                                     0.0,
@@ -211,8 +229,8 @@ fn rows_of_a_batch_have_texts_of_their_own() {
                 assert_eq!(got.placements(), [if at == Shard(1) { Shard(2) } else { at }]);
                 for (row, (parts, cache)) in rows.iter().zip(of_rows).enumerate() {
                     let [q, k, v] = parts.each_ref().map(|x| distribute(x, &mesh, &[Replicate]).unwrap());
-                    let want =
-                        options.of_texts([&q, &k, &v], vec![TextTokens { tokens, cache: TextCache::All(cache) }])?;
+                    let want = options
+                        .of_texts([&q, &k, &v], vec![TextTokens { tokens, cache: TextCache::All(cache) }])?;
                     let got = got.full_tensor()?.narrow(0, row, 1)?;
                     assert!(distance(&got, &want.full_tensor()?) < 1e-13, "{at:?}, step {step}, row {row}");
                 }
@@ -241,7 +259,8 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
         let (small_q, small_k, small_v) = (small(4, DIM)?, small(2, DIM)?, small(2, WIDTH)?);
         let mut refuse = |options: &Attention, inputs: [&DTensor; 3], tokens: [usize; 2]| -> Result<()> {
             let texts = caches.iter_mut().zip(tokens);
-            let texts = texts.map(|(cache, tokens)| TextTokens { tokens, cache: TextCache::All(cache) }).collect();
+            let texts =
+                texts.map(|(cache, tokens)| TextTokens { tokens, cache: TextCache::All(cache) }).collect();
             let (refused, sent) = comm::record(|| options.of_texts(inputs, texts));
             said.push(refused.unwrap_err().to_string());
             assert_eq!(sent.total(), 0);
@@ -260,7 +279,9 @@ fn what_does_not_fit_is_refused_alike_and_changes_no_cache() {
         let mut window = RotatingKvCache::new(2, 3);
         let mut first = KvCache::new(1, 3);
         for cache in [TextCache::Window(&mut window), TextCache::All(&mut first)] {
-            said.push(causal.of_texts([&q, &k, &v], vec![TextTokens { tokens: 2, cache }]).unwrap_err().to_string());
+            said.push(
+                causal.of_texts([&q, &k, &v], vec![TextTokens { tokens: 2, cache }]).unwrap_err().to_string(),
+            );
         }
         // A cache with tokens of another layout.
         let mut cache = KvCache::new(2, 8);

@@ -11,7 +11,9 @@ use test_utils::on_ranks;
 fn text_shows_slices_replicas_and_ranks_without_a_piece() {
     let pictures = on_ranks(6, "text", |ctx| -> Result<[String; 3]> {
         let mesh = mesh(ctx, &[3, 2])?;
-        let shown = |placements, shape: &[usize]| visualize_sharding(&Spec::new(&mesh, placements, shape, DType::F32)?);
+        let shown = |placements, shape: &[usize]| {
+            visualize_sharding(&Spec::new(&mesh, placements, shape, DType::F32)?)
+        };
         Ok([
             shown(&[Shard(0), Shard(2)], &[4, 2, 6])?,
             shown(&[Replicate, Shard(0)], &[5])?,
@@ -60,20 +62,24 @@ fn svg_has_a_group_for_each_block_and_a_band_for_each_of_its_ranks() {
                     let spec = Spec::new(&mesh, &placements, dims, DType::F32)?;
                     let svg = visualize_sharding_svg(&spec)?;
                     let blocks = |rank: &usize| spec.block_at(&mesh.coordinate_of(*rank).unwrap());
-                    let holders: Vec<usize> =
-                        (0..mesh.size()).filter(|r| blocks(r).iter().all(|range| !range.is_empty())).collect();
+                    let holders: Vec<usize> = (0..mesh.size())
+                        .filter(|r| blocks(r).iter().all(|range| !range.is_empty()))
+                        .collect();
                     let titles = between(&svg, "<title>", "</title>");
-                    let distinct: BTreeSet<String> = holders.iter().map(|r| format!("{:?}", blocks(r))).collect();
+                    let distinct: BTreeSet<String> =
+                        holders.iter().map(|r| format!("{:?}", blocks(r))).collect();
                     let named: BTreeSet<String> =
                         titles.iter().map(|title| title.split(": ").next().unwrap().to_string()).collect();
                     assert_eq!((titles.len(), named), (distinct.len(), distinct), "{svg}");
-                    let mut bands: Vec<usize> =
-                        between(&svg, "class=\"rank-", "\"").iter().map(|rank| rank.parse().unwrap()).collect();
+                    let mut bands: Vec<usize> = between(&svg, "class=\"rank-", "\"")
+                        .iter()
+                        .map(|rank| rank.parse().unwrap())
+                        .collect();
                     bands.sort_unstable();
                     assert_eq!(bands, holders, "{svg}");
                     for tag in ["svg", "g", "text", "title"] {
-                        let opened =
-                            svg.matches(&format!("<{tag} ")).count() + svg.matches(&format!("<{tag}>")).count();
+                        let opened = svg.matches(&format!("<{tag} ")).count()
+                            + svg.matches(&format!("<{tag}>")).count();
                         assert_eq!(opened, svg.matches(&format!("</{tag}>")).count(), "{tag} in {svg}");
                     }
                     assert_eq!(svg.contains("nothing on"), holders.len() < mesh.size());
@@ -105,7 +111,8 @@ fn svg_draws_blocks_to_scale_in_a_color_for_each_rank_and_escapes_names() {
     }
     assert!(pictures[0].contains("f32[4, 8@&lt;t&amp;p&gt;(2+6)]"), "{}", pictures[0]);
     // Columns begin and end at 0, 2 and 8, rows at 0 and 4.
-    let edges = [("56.0", "50.0", "middle", 0), ("136.0", "50.0", "middle", 2), ("376.0", "50.0", "middle", 8)];
+    let edges =
+        [("56.0", "50.0", "middle", 0), ("136.0", "50.0", "middle", 2), ("376.0", "50.0", "middle", 8)];
     let rows = [("50.0", "60.0", "end", 0), ("50.0", "220.0", "end", 4)];
     for (x, y, anchor, index) in edges.into_iter().chain(rows) {
         let mark = format!("<text x=\"{x}\" y=\"{y}\" text-anchor=\"{anchor}\">{index}</text>");

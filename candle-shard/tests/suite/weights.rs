@@ -52,7 +52,10 @@ fn every_rank_reads_its_block_in_every_layout() {
                     assert_eq!(bits(read.to_local()), bits(&block(whole, &spec)?), "{spec}");
                     // Rows are short here and are read with the gaps between them, but nothing around.
                     let bytes = weights.bytes_read() - before;
-                    assert!(bytes >= block_bytes(&spec) && bytes <= 4 * whole.elem_count() as u64, "{spec}: {bytes}");
+                    assert!(
+                        bytes >= block_bytes(&spec) && bytes <= 4 * whole.elem_count() as u64,
+                        "{spec}: {bytes}"
+                    );
                     let rows_alone = placements.iter().all(|p| p.shard_dim().is_none_or(|dim| dim == 0));
                     assert!(!rows_alone || bytes == block_bytes(&spec), "{spec}: {bytes}");
                 }
@@ -107,13 +110,20 @@ fn stacked_and_split_tensors_are_read_by_their_bytes_alone() {
         on_ranks(shape.iter().product(), "stacked", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, shape)?;
             for placements in on_axes(&[Shard(0), Shard(1), Replicate], mesh.ndim()) {
-                let wholes =
-                    [("experts", stack.clone()), ("gate", gate_up.narrow(1, 0, 3)?), ("up", gate_up.narrow(1, 3, 4)?)];
+                let wholes = [
+                    ("experts", stack.clone()),
+                    ("gate", gate_up.narrow(1, 0, 3)?),
+                    ("up", gate_up.narrow(1, 3, 4)?),
+                ];
                 for (name, whole) in wholes {
                     let weights = open()?;
                     let spec = Spec::new(&mesh, &placements, whole.shape(), DType::F32)?;
                     let read = weights.read(name, &spec, &Device::Cpu)?;
-                    assert_eq!(bits(read.to_local()), bits(&block(&whole.contiguous()?, &spec)?), "{name} {spec}");
+                    assert_eq!(
+                        bits(read.to_local()),
+                        bits(&block(&whole.contiguous()?, &spec)?),
+                        "{name} {spec}"
+                    );
                     assert_eq!(weights.bytes_read(), block_bytes(&spec), "{name} {spec}");
                 }
             }
@@ -178,14 +188,17 @@ fn floats_are_cast_as_candle_casts_them_and_whole_numbers_are_kept() {
     const WHOLE: [DType; 5] = [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64];
     let folder = Scratch::new("casts");
     let path = folder.path("w.safetensors");
-    let of = |dtype: &DType| (values(&[3, 4], 1, DType::F64) * 9.0).unwrap().abs().unwrap().to_dtype(*dtype).unwrap();
+    let of = |dtype: &DType| {
+        (values(&[3, 4], 1, DType::F64) * 9.0).unwrap().abs().unwrap().to_dtype(*dtype).unwrap()
+    };
     let (names, wholes): (Vec<_>, Vec<_>) = FLOATS.iter().chain(&WHOLE).map(|d| (d.as_str(), of(d))).unzip();
     save(&path, &names.iter().copied().zip(&wholes).collect_vec());
     on_ranks(2, "casts", move |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
         let weights = Weights::open(&path)?;
-        let read =
-            |name: &str, dtype: DType| weights.read(name, &Spec::new(&mesh, &[Shard(1)], (3, 4), dtype)?, &Device::Cpu);
+        let read = |name: &str, dtype: DType| {
+            weights.read(name, &Spec::new(&mesh, &[Shard(1)], (3, 4), dtype)?, &Device::Cpu)
+        };
         for (name, whole) in names.iter().zip(&wholes) {
             let stored = whole.dtype();
             assert_eq!(weights.dtype(name)?, stored);
@@ -218,8 +231,7 @@ fn several_files_and_an_index_are_one_source() {
     let paths = ["model-1.safetensors", "model-2.safetensors"].map(|name| folder.path(name));
     save(&paths[0], &[("a", &a)]);
     save(&paths[1], &[("b", &b), ("unlisted", &b)]);
-    let index =
-        r#"{"metadata": {"total_size": 40}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
+    let index = r#"{"metadata": {"total_size": 40}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     let at = folder.path("model.safetensors.index.json");
     fs::write(&at, index).unwrap();
     let sources = [
@@ -270,7 +282,8 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
     raw(&at("deep.safetensors"), &entry("F32", "[2,1,3]", "[0,24]"), 24);
     fs::write(at("deep.json"), pieces("F32", "[2,1]", "[2,1,3]", "deep")).unwrap();
     raw(&at("vast.safetensors"), &entry("F4", "[4294967296,4294967296]", "[0,8]"), 8);
-    fs::write(at("vast.json"), pieces("F4", "[4294967296,4294967296]", "[4294967296,4294967296]", "vast")).unwrap();
+    fs::write(at("vast.json"), pieces("F4", "[4294967296,4294967296]", "[4294967296,4294967296]", "vast"))
+        .unwrap();
     fs::write(at("out.json"), r#"{"weight_map": {"w": "../good.safetensors"}}"#).unwrap();
     fs::write(at("lost.json"), r#"{"weight_map": {"v": "good.safetensors"}}"#).unwrap();
     fs::write(at("odd.json"), r#"{"weights": 1}"#).unwrap();
@@ -296,8 +309,12 @@ fn files_that_are_not_what_they_should_be_are_refused_in_words() {
         assert!(matches!(error, Error::File { .. }));
         assert!(error.to_string().contains(part), "{name}: {error}");
     }
-    let same = Weights::open_files(&["good.safetensors", "same.safetensors"].map(at)).unwrap_err().to_string();
-    assert!(same.contains("same.safetensors: \"w\" is in") && same.contains("good.safetensors too"), "{same}");
+    let same =
+        Weights::open_files(&["good.safetensors", "same.safetensors"].map(at)).unwrap_err().to_string();
+    assert!(
+        same.contains("same.safetensors: \"w\" is in") && same.contains("good.safetensors too"),
+        "{same}"
+    );
     assert!(Weights::open(folder.path("")).unwrap_err().to_string().contains("holds none of"));
     assert!(Weights::open_files::<&str>(&[]).unwrap_err().to_string().contains("name at least one"));
 }

@@ -24,7 +24,7 @@ type Phases = [(Vec<f64>, usize); 2];
 pub fn measure(args: &Args) -> Result<Report> {
     candle_dist::threads::settle(args.threads);
     let given = args.clone();
-    let ranks: Vec<Phases> = World::local(args.ranks).run(move |ctx| on_rank(ctx, &given))?;
+    let ranks: Vec<Phases> = World::threads(args.ranks).run(move |ctx| on_rank(ctx, &given))?;
     let row = |(i, phase): (usize, &'static str)| {
         let times: Vec<&[f64]> = ranks.iter().map(|phases| &phases[i].0[..]).collect();
         let bytes = ranks.iter().map(|phases| phases[i].1).max().unwrap_or(0);

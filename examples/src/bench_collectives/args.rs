@@ -59,7 +59,7 @@ pub struct Args {
     pub world: usize,
 
     /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
-    #[arg(long, value_name = "NAME", default_value = "local")]
+    #[arg(long, value_name = "NAME", default_value = "threads")]
     pub backend: BackendName,
 
     /// How long ranks wait.
@@ -204,8 +204,10 @@ impl FromStr for ByteSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (digits, shift) =
-            UNITS.iter().find_map(|&(unit, shift)| Some((text.strip_suffix(unit)?, shift))).unwrap_or((text, 0));
+        let (digits, shift) = UNITS
+            .iter()
+            .find_map(|&(unit, shift)| Some((text.strip_suffix(unit)?, shift)))
+            .unwrap_or((text, 0));
         let count: usize =
             digits.trim_end().parse().map_err(|_| "give a number such as 4096, 4KiB or 64MiB".to_owned())?;
         count.checked_mul(1 << shift).map(Self).ok_or_else(|| "that is more than can be addressed".to_owned())

@@ -28,7 +28,8 @@ impl<'a> Case<'a> {
     /// candle's errors.
     pub fn new(op: OpName, bytes: usize, group: &'a ProcessGroup) -> Result<Self> {
         let (len, n) = (bytes / ELEMENT_BYTES, group.size());
-        let input = Tensor::from_iter((0..len).map(|i| element(group.rank(), i)), &Device::Cpu)?.reshape((1, len))?;
+        let input =
+            Tensor::from_iter((0..len).map(|i| element(group.rank(), i)), &Device::Cpu)?.reshape((1, len))?;
         let pieces: Vec<usize> = (0..n).map(|rank| (rank + 1) * len / n - rank * len / n).collect();
         let place = Var::from_tensor(&input)?;
         let output = match op {
@@ -61,7 +62,10 @@ impl<'a> Case<'a> {
                 group.call(Collective::reduce_scatter(Cut::new(1, pieces), ReduceOp::Sum)).run(input)
             }
             OpName::AllToAll => group
-                .call(Collective::AllToAll { split: Cut::new(1, pieces), concat: Cut::new(0, &vec![1; pieces.len()]) })
+                .call(Collective::AllToAll {
+                    split: Cut::new(1, pieces),
+                    concat: Cut::new(0, &vec![1; pieces.len()]),
+                })
                 .run(input),
             OpName::Broadcast => group.broadcast(input, 0),
             OpName::AllGatherInto => group
@@ -88,7 +92,13 @@ impl<'a> Case<'a> {
             OpName::SendRecv => return self.ping_pong(|to| group.send(input, to), recv),
             OpName::SendOwned => {
                 return self.ping_pong(
-                    |to| group.call(Collective::Send { to: to, tag: 0 }).owned().run_all(&[input.clone()]).map(drop),
+                    |to| {
+                        group
+                            .call(Collective::Send { to: to, tag: 0 })
+                            .owned()
+                            .run_all(&[input.clone()])
+                            .map(drop)
+                    },
                     recv,
                 );
             }
@@ -134,8 +144,12 @@ impl<'a> Case<'a> {
         match self.op {
             OpName::AllReduce => self.compare(result, len, sum),
             OpName::AllReduceInPlace => self.compare(result, len, |i| element(n - 1, i)),
-            OpName::AllGather | OpName::AllGatherInto => self.compare(result, n * len, |i| element(i / len, i % len)),
-            OpName::ReduceScatter | OpName::ReduceScatterInto => self.compare(result, piece, |i| sum(start + i)),
+            OpName::AllGather | OpName::AllGatherInto => {
+                self.compare(result, n * len, |i| element(i / len, i % len))
+            }
+            OpName::ReduceScatter | OpName::ReduceScatterInto => {
+                self.compare(result, piece, |i| sum(start + i))
+            }
             OpName::AllToAll | OpName::AllToAllInto => {
                 self.compare(result, n * piece, |i| element(i / piece, start + i % piece))
             }
@@ -148,7 +162,8 @@ impl<'a> Case<'a> {
     }
 
     fn compare(&self, result: Option<&Tensor>, len: usize, expected: impl Fn(usize) -> f32) -> Result<()> {
-        let got = result.map(|tensor| tensor.flatten_all()?.to_vec1::<f32>()).transpose()?.unwrap_or_default();
+        let got =
+            result.map(|tensor| tensor.flatten_all()?.to_vec1::<f32>()).transpose()?.unwrap_or_default();
         let op = self.op;
         if got.len() != len {
             bail!("{op} gave {} elements instead of {len}", got.len());

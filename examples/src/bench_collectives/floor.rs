@@ -69,7 +69,9 @@ pub fn copies(op: OpName, world: usize) -> f64 {
     let n = world as f64;
     let at_once = std::thread::available_parallelism().map_or(1, usize::from).min(world) as f64;
     let (reads, writes, at_once) = match op {
-        OpName::AllReduce | OpName::AllReduceInPlace | OpName::AllToAll | OpName::AllToAllInto => (n, n, at_once),
+        OpName::AllReduce | OpName::AllReduceInPlace | OpName::AllToAll | OpName::AllToAllInto => {
+            (n, n, at_once)
+        }
         OpName::AllGather | OpName::AllGatherInto => (n, n * n, at_once),
         OpName::ReduceScatter | OpName::ReduceScatterInto => (n, 1.0, at_once),
         OpName::Broadcast => (1.0, n, at_once),

@@ -19,8 +19,13 @@ const BUDGET_US: Budget = Budget { warm_up: 5, time: 1e6, least: 7, most: 2001 }
 ///
 /// # Errors
 /// Those of the first rank that fails or has wrong data.
-pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) + Sync) -> Result<Option<Report>> {
-    let plan: Vec<_> = args.ops.iter().flat_map(|&op| args.sizes.iter().map(move |&size| (op, size))).collect();
+pub fn measure(
+    args: &Args,
+    ranks: &Ranks<'_>,
+    begin: impl Fn(OpName, ByteSize) + Sync,
+) -> Result<Option<Report>> {
+    let plan: Vec<_> =
+        args.ops.iter().flat_map(|&op| args.sizes.iter().map(move |&size| (op, size))).collect();
     let measured = ranks.run(args.world, args.threads(), |ctx| {
         let row = |&(op, size): &(OpName, ByteSize)| {
             if ctx.rank() == 0 {
@@ -32,7 +37,8 @@ pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) 
         rows().and_then(|rows| gather(ctx.group(), rows)).map_err(|error| format!("{error:#}"))
     })?;
     let Some(ranks) = measured.flatten() else { return Ok(None) };
-    let copies_us: BTreeMap<usize, f64> = args.sizes.iter().map(|size| (size.0, floor::copy_us(size.0))).collect();
+    let copies_us: BTreeMap<usize, f64> =
+        args.sizes.iter().map(|size| (size.0, floor::copy_us(size.0))).collect();
     let rows = plan.iter().enumerate().map(|(i, &(op, size))| {
         let of_ranks: Vec<&[f64]> = ranks.iter().map(|rows| &rows[i][..]).collect();
         let mut times = slowest(&of_ranks);
@@ -45,11 +51,21 @@ pub fn measure(args: &Args, ranks: &Ranks<'_>, begin: impl Fn(OpName, ByteSize) 
             rounds: times.len(),
         }
     });
-    Ok(Some(Report { world: args.world, flag_us: floor::flag_us(), backend: args.backend, rows: rows.collect() }))
+    Ok(Some(Report {
+        world: args.world,
+        flag_us: floor::flag_us(),
+        backend: args.backend,
+        rows: rows.collect(),
+    }))
 }
 
 /// This rank's time per round in microseconds, after a first round whose data is checked.
-fn times(group: &ProcessGroup, op: OpName, ByteSize(bytes): ByteSize, rounds: Option<usize>) -> Result<Vec<f64>> {
+fn times(
+    group: &ProcessGroup,
+    op: OpName,
+    ByteSize(bytes): ByteSize,
+    rounds: Option<usize>,
+) -> Result<Vec<f64>> {
     let case = Case::new(op, bytes, group)?;
     case.check(case.call()?.as_ref())?;
     let rounds = match rounds {

@@ -40,8 +40,11 @@ impl Report {
     pub fn table(&self) -> String {
         let mut table = table(&["op", "input"], &["median µs", "floor µs", "of floor", "rounds"]);
         for row in &self.rows {
-            let ratio =
-                if row.floor_us > 0.0 { format!("{:.1}", row.median_us / row.floor_us) } else { "–".to_owned() };
+            let ratio = if row.floor_us > 0.0 {
+                format!("{:.1}", row.median_us / row.floor_us)
+            } else {
+                "–".to_owned()
+            };
             table.add_row([
                 Cell::new(row.op),
                 number(ByteSize(row.bytes)),
@@ -51,7 +54,7 @@ impl Report {
                 number(grouped(row.rounds)),
             ]);
         }
-        let each = if self.backend == BackendName::Local { "a thread" } else { "a process" };
+        let each = if self.backend == BackendName::Threads { "a thread" } else { "a process" };
         let flag = format!("A flag passes from one core to another in {:.2} µs.", self.flag_us);
         format!("{} ranks, each {each}:\n{table}\n{flag}", self.world)
     }

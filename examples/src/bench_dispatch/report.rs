@@ -33,7 +33,13 @@ impl Report {
         let mut table = table(&["op"], &["axes", "plain ns", "warm ns", "first ns"]);
         for row in &self.rows {
             let ns = |ns: f64| number(format_args!("{ns:.0}"));
-            table.add_row([Cell::new(row.op), number(row.axes), ns(row.plain_ns), ns(row.warm_ns), ns(row.first_ns)]);
+            table.add_row([
+                Cell::new(row.op),
+                number(row.axes),
+                ns(row.plain_ns),
+                ns(row.warm_ns),
+                ns(row.first_ns),
+            ]);
         }
         format!("What distributed ops take on top of plain ones:\n{table}")
     }

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::ProcessGroup;
 use candle_shard::random::{Distribution, Stream, sample, sample_full};
-use candle_shard::sparse::{ParamsSgd, Sgd};
+use candle_shard::sparse::{ParamsSgd, SparseSgd};
 use candle_shard::{ChunkShardingSpec, EmbeddingOptions, ShardedTensor};
 
 use super::args::Args;
@@ -70,7 +70,8 @@ impl Start {
     pub fn new(sharding: Sharding, args: &Args, group: &ProcessGroup) -> Result<Self> {
         let (stream, dims) = (Stream::new(0, "table"), [args.vocab, args.dim]);
         let spec = ChunkShardingSpec::on_ranks(sharding as isize, 0..group.size())?;
-        let table = ShardedTensor::randn(0f32, 1., &spec, (args.vocab, args.dim), &Device::Cpu, group, stream)?;
+        let table =
+            ShardedTensor::randn(0f32, 1., &spec, (args.vocab, args.dim), &Device::Cpu, group, stream)?;
         Ok(Self { stream, dims, table })
     }
 
@@ -100,7 +101,7 @@ pub struct Case<'a> {
     start: &'a Start,
     table: ShardedTensor,
     options: EmbeddingOptions,
-    optimizer: Sgd,
+    optimizer: SparseSgd,
     round: u64,
     ids: Tensor,
     count: usize,
@@ -118,7 +119,7 @@ impl<'a> Case<'a> {
             start,
             table,
             options: EmbeddingOptions::default().max_norm(max_norm),
-            optimizer: Sgd::new(rows, ParamsSgd::default())?,
+            optimizer: SparseSgd::new(rows, ParamsSgd::default())?,
             round: 0,
             ids: Tensor::zeros(0, DType::I64, &Device::Cpu)?,
             count: args.ids,
@@ -187,9 +188,13 @@ impl<'a> Case<'a> {
         for (&id, found) in self.ids.to_vec1::<i64>()?.iter().zip(&found) {
             let row = self.start.row(id as usize)?;
             let norm = norm(&row);
-            let scale = self.options.max_norm.filter(|&max| norm > max).map_or(1.0, |max| max / (norm + 1e-7)) as f32;
+            let scale =
+                self.options.max_norm.filter(|&max| norm > max).map_or(1.0, |max| max / (norm + 1e-7)) as f32;
             let alike = row.iter().zip(found).all(|(x, found)| (x * scale - found).abs() <= 1e-5 * x.abs());
-            ensure!(alike && row.len() == found.len(), "row {id} is {found:?} instead of {row:?} times {scale}");
+            ensure!(
+                alike && row.len() == found.len(),
+                "row {id} is {found:?} instead of {row:?} times {scale}"
+            );
         }
         Ok(())
     }

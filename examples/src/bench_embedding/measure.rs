@@ -20,7 +20,7 @@ pub const ROWS: usize = 8;
 /// # Errors
 /// Those of the first rank that fails or finds wrong rows.
 pub fn measure(args: &Args, begin: impl Fn(Sharding, bool, Phase) + Sync) -> Result<Report> {
-    let ranks = World::local(args.ranks).run(|ctx| {
+    let ranks = World::threads(args.ranks).run(|ctx| {
         let begin = |sharding, limited, phase| {
             if ctx.rank() == 0 {
                 begin(sharding, limited, phase);

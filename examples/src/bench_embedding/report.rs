@@ -51,6 +51,9 @@ impl Report {
             ]);
         }
         let [vocab, dim, ids] = [self.vocab, self.dim, self.ids].map(grouped);
-        format!("A table of {vocab} × {dim}, {ids} ids on each of {} ranks, which are threads:\n{table}", self.world)
+        format!(
+            "A table of {vocab} × {dim}, {ids} ids on each of {} ranks, which are threads:\n{table}",
+            self.world
+        )
     }
 }

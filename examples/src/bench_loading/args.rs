@@ -73,7 +73,10 @@ impl Args {
                 "--shapes {size} does not divide by {world} ranks, which candle asks for: give multiples of {world}."
             );
             let bytes = rows.checked_mul(columns).and_then(|n| n.checked_mul(ELEMENT_BYTES));
-            require!(bytes.is_some_and(|n| n <= MAX_BYTES), "--shapes {size} is too much: give at most 4 GiB of f32.");
+            require!(
+                bytes.is_some_and(|n| n <= MAX_BYTES),
+                "--shapes {size} is too much: give at most 4 GiB of f32."
+            );
         }
         Output::new(self.json.as_deref()).check()
     }
@@ -92,7 +95,8 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parsed = text.split_once('x').map(|(rows, columns)| (rows.trim().parse(), columns.trim().parse()));
+        let parsed =
+            text.split_once('x').map(|(rows, columns)| (rows.trim().parse(), columns.trim().parse()));
         match parsed {
             Some((Ok(rows), Ok(columns))) => Ok(Self { rows, columns }),
             _ => Err("give rows x columns, such as 4096x1024".to_owned()),

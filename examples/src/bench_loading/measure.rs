@@ -43,7 +43,7 @@ pub fn measure(args: &Args, begin: impl Fn(Size, usize)) -> Result<Report> {
 
 /// Saves the weight as a checkpoint, whose blocks have digests.
 fn save(weight: &Tensor, folder: &Path) -> Result<()> {
-    World::local(1).run(|ctx| {
+    World::threads(1).run(|ctx| {
         let mesh = DeviceMesh::new(ctx.group(), &[("tp", 1)])?;
         let weight = DTensor::distribute(weight, &mesh, &[Placement::Replicate])?;
         checkpoint::save(folder, &mesh, &[(NAME.to_owned(), weight)])
@@ -62,7 +62,10 @@ fn row([file, saved]: [&Path; 2], size: Size, dim: usize, mesh: &DeviceMesh, arg
     let candle = || Ok(theirs.get_with_hints(shape, NAME, shard)?);
     ensure!(same(&ours()?, &candle()?)?, "the shards of {size} on dim {dim} differ from candle's");
     let bytes_read = weights.bytes_read();
-    ensure!(same(&compared()?, &candle()?)?, "the shards of {size} on dim {dim} differ from those of a checkpoint");
+    ensure!(
+        same(&compared()?, &candle()?)?,
+        "the shards of {size} on dim {dim} differ from those of a checkpoint"
+    );
     let bytes_compared = saved.bytes_read();
     let (mut of_ours, mut of_compared, mut of_candle) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {

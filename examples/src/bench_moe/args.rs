@@ -114,7 +114,10 @@ impl Args {
             "--top-k {top_k} is more than the {experts} experts: use at most {experts}, or more --experts."
         );
         // The first columns of tokens are the router's logits.
-        require!(experts <= width, "--width {width} is less than the {experts} experts: use at least {experts}.");
+        require!(
+            experts <= width,
+            "--width {width} is less than the {experts} experts: use at least {experts}."
+        );
         let weights = experts.saturating_mul(width).saturating_mul(hidden);
         require!(
             weights <= MOST_ELEMENTS,

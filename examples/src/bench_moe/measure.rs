@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, World};
-use candle_shard::nn::{MoE, MoEConfig, Mode, Scores, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode, Scores};
 use candle_shard::parallel::Plan;
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Shard};
@@ -31,7 +31,8 @@ pub fn measure(args: &Args, mut told: impl FnMut(RoutingName)) -> Result<Report>
         told(routing);
         for balanced in [false, true].into_iter().filter(|balanced| !balanced || args.balance > 0) {
             let given = args.clone();
-            let ranks: Vec<Times> = World::local(args.ranks).run(move |ctx| on_rank(ctx, &given, routing, balanced))?;
+            let ranks: Vec<Times> =
+                World::threads(args.ranks).run(move |ctx| on_rank(ctx, &given, routing, balanced))?;
             let times: Vec<&[f64]> = ranks.iter().map(|(times, ..)| &times[..]).collect();
             let (rows_sent, busiest) = ranks.first().map_or((0, 0.0), |(_, sent, busiest)| (*sent, *busiest));
             let ms = median(&mut slowest(&times));
@@ -49,7 +50,8 @@ fn tokens(args: &Args, routing: RoutingName) -> candle_core::Result<Tensor> {
         sample_full(Stream::new(0, name), even(lo), &[args.tokens, columns], DType::F32, &Device::Cpu)
     };
     let noise = draw("logits", 1e-6, args.experts)?.log()?.neg()?.log()?.neg()?;
-    let favor = Tensor::from_iter((0..args.experts).map(|expert| routing.favor(expert) as f32), &Device::Cpu)?;
+    let favor =
+        Tensor::from_iter((0..args.experts).map(|expert| routing.favor(expert) as f32), &Device::Cpu)?;
     let logits = noise.broadcast_add(&favor)?;
     match args.width - args.experts {
         0 => Ok(logits),
@@ -57,16 +59,26 @@ fn tokens(args: &Args, routing: RoutingName) -> candle_core::Result<Tensor> {
     }
 }
 
-fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName, balanced: bool) -> candle_shard::Result<Times> {
+fn on_rank(
+    ctx: &RankContext,
+    args: &Args,
+    routing: RoutingName,
+    balanced: bool,
+) -> candle_shard::Result<Times> {
     let mesh = ctx.mesh(&[("ep", args.ranks)])?;
-    let vb = ShardedVarBuilder::fresh(0, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
-    let config = MoEConfig::new(args.width, args.hidden, args.experts, args.top_k).normalize(true).expert_axis("ep");
+    let vb = MeshVarBuilder::fresh(0, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
+    let config =
+        MoEConfig::new(args.width, args.hidden, args.experts, args.top_k).normalize(true).expert_axis("ep");
     // A bias moves scores that do not depend on those of other experts.
     let config = if balanced { config.scores(Scores::Sigmoid).bias(true) } else { config };
     let layer = MoE::new(config, &vb)?;
     let parameters = vb.finish()?;
     // The router reads the first columns.
-    let ones = Tensor::eye(args.experts, DType::F32, &Device::Cpu)?.pad_with_zeros(1, 0, args.width - args.experts)?;
+    let ones = Tensor::eye(args.experts, DType::F32, &Device::Cpu)?.pad_with_zeros(
+        1,
+        0,
+        args.width - args.experts,
+    )?;
     for parameter in parameters.iter().filter(|parameter| parameter.name == "router.weight") {
         parameter.var.set(&ones)?;
     }
@@ -85,7 +97,8 @@ fn on_rank(ctx: &RankContext, args: &Args, routing: RoutingName, balanced: bool)
         if round > 0 {
             made.0.push(time.as_secs_f64() * 1e3);
             let load = output.load;
-            let (most, all) = (load.ranks.iter().max().copied().unwrap_or(0), load.ranks.iter().sum::<usize>());
+            let (most, all) =
+                (load.ranks.iter().max().copied().unwrap_or(0), load.ranks.iter().sum::<usize>());
             (made.1, made.2) = (load.sent, (most * load.ranks.len()) as f64 / all.max(1) as f64);
         }
     }

@@ -3,12 +3,14 @@
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_dist::backend::{Call, Op};
-use candle_dist::{Collective, Cut, Message, ProcessGroup, ReduceOp, World};
+use candle_dist::{Collective, Cut, P2pOp, ProcessGroup, ReduceOp, World};
 
 use super::Ranks;
 
-const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
-const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+const REDUCTIONS: [ReduceOp; 5] =
+    [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
 
 /// The result of a call.
 type Found = (String, Vec<usize>, Vec<f64>);
@@ -16,10 +18,15 @@ type Found = (String, Vec<usize>, Vec<f64>);
 /// Compares all calls on the ranks with those on the same number of host ranks.
 pub(super) fn check(ranks: &Ranks) -> Result<String> {
     let n = ranks.world_size();
-    let expected = World::local(n).run(|ctx| all(ctx.group(), &Device::Cpu))?;
+    let expected = World::threads(n).run(|ctx| all(ctx.group(), &Device::Cpu))?;
     let found = ranks.run(|ctx| Ok(all(ctx.group(), ctx.device())?))?;
     for ((rank, expected), found) in expected.iter().enumerate().skip(ranks.first()).zip(&found) {
-        ensure!(expected.len() == found.len(), "rank {rank} made {} calls, not {}", found.len(), expected.len());
+        ensure!(
+            expected.len() == found.len(),
+            "rank {rank} made {} calls, not {}",
+            found.len(),
+            expected.len()
+        );
         for (expected, found) in expected.iter().zip(found) {
             ensure!(expected == found, "rank {rank} found {found:?}, the host {expected:?}");
         }
@@ -29,7 +36,7 @@ pub(super) fn check(ranks: &Ranks) -> Result<String> {
 
 /// Runs all calls on two threads that share the device. It loads the kernels that the calls need.
 pub(super) fn warm_up(device: &Device) -> Result<()> {
-    World::local(2).devices(std::slice::from_ref(device)).run(|ctx| all(ctx.group(), device))?;
+    World::threads(2).devices(std::slice::from_ref(device)).run(|ctx| all(ctx.group(), device))?;
     Ok(())
 }
 
@@ -68,7 +75,10 @@ impl Calls<'_> {
             self.note(format!("all_reduce {op} {dtype:?}"), &g.all_reduce(&x, op)?)?;
             self.note(format!("reduce_scatter {op} {dtype:?}"), &g.reduce_scatter(&x, 1, op)?)?;
             let uneven: Vec<usize> = (0..n).map(|r| if r == 0 { 2 * n } else { 0 }).collect();
-            self.note("reduce_scatter_uneven", &g.call(Collective::reduce_scatter(Cut::new(0, &uneven), op)).run(&x)?)?;
+            self.note(
+                "reduce_scatter_uneven",
+                &g.call(Collective::reduce_scatter(Cut::new(0, &uneven), op)).run(&x)?,
+            )?;
             if let Some(made) = g.reduce(&x, n - 1, op)? {
                 self.note(format!("reduce {op} {dtype:?}"), &made)?;
             }
@@ -124,8 +134,8 @@ impl Calls<'_> {
         if n > 1 {
             // Around the ring. Tags are received in another order than they were sent.
             let (to, from) = ((g.rank() + 1) % n, (g.rank() + n - 1) % n);
-            let send = |tag| Message::Send { tensor: x.clone(), to, tag };
-            let receive = |tag| Message::Recv { shape: Shape::from((n, 4)), dtype: DType::F32, from, tag };
+            let send = |tag| P2pOp::Send { tensor: x.clone(), to, tag };
+            let receive = |tag| P2pOp::Recv { shape: Shape::from((n, 4)), dtype: DType::F32, from, tag };
             for made in g.batch_send_recv(&[send(1), send(2), receive(2), receive(1)])? {
                 self.note("recv", &made)?;
             }
@@ -145,7 +155,8 @@ impl Calls<'_> {
             let x = self.input(&[5, 3], dtype)?;
             let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &x, &[]) };
             let made = self.group.backend().run(call, [x].into_iter().collect())?;
-            made.into_iter().try_for_each(|made| self.note(format!("engine {dtype:?}"), &made.into_tensor()))?;
+            made.into_iter()
+                .try_for_each(|made| self.note(format!("engine {dtype:?}"), &made.into_tensor()))?;
         }
         Ok(())
     }

@@ -22,7 +22,10 @@ pub(super) fn check(ranks: &Ranks) -> Result<String> {
         Ok(before.saturating_sub(free(group, device)?))
     })?;
     let lost = lost.into_iter().max().unwrap_or(0);
-    ensure!(lost <= ALLOWED, "{lost} bytes did not come back after {STEPS} steps; {ALLOWED} may stay in pools");
+    ensure!(
+        lost <= ALLOWED,
+        "{lost} bytes did not come back after {STEPS} steps; {ALLOWED} may stay in pools"
+    );
     Ok(format!("{lost} bytes less free after {STEPS} steps"))
 }
 

@@ -8,7 +8,7 @@ mod transformer;
 
 use anyhow::{Context, Result};
 use candle_core::Device;
-use candle_dist::init::{Backend, InitOptions};
+use candle_dist::init::{BackendKind, InitOptions};
 use candle_dist::{RankContext, World, backend::nccl, init_process_group};
 use clap::{Parser, ValueEnum};
 
@@ -17,7 +17,11 @@ const SHARED_GPU: i32 = 23000;
 
 /// The command-line arguments.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "gpu-check", version, about = "Checks collectives, training, cost and memory of ranks on one GPU")]
+#[command(
+    name = "gpu-check",
+    version,
+    about = "Checks collectives, training, cost and memory of ranks on one GPU"
+)]
 pub struct Args {
     /// Backend
     #[arg(long, value_enum, default_value_t = Engine::Local)]
@@ -54,11 +58,12 @@ enum Ranks {
 impl Ranks {
     fn new(args: &Args) -> Result<Self> {
         if args.engine == Engine::NcclProcess {
-            return Ok(Self::Process(init_process_group(Backend::Nccl, InitOptions::new())?));
+            return Ok(Self::Process(init_process_group(BackendKind::Nccl, InitOptions::new())?));
         }
         let distinct = if args.engine == Engine::Local { 1 } else { args.ranks };
         let device = |_| Device::new_cuda_with_stream(args.gpu);
-        let devices = (0..distinct).map(device).collect::<candle_core::Result<Vec<_>>>().context("opening the GPU")?;
+        let devices =
+            (0..distinct).map(device).collect::<candle_core::Result<Vec<_>>>().context("opening the GPU")?;
         Ok(Self::Threads(args.engine, devices.iter().cycle().take(args.ranks).cloned().collect()))
     }
 
@@ -89,7 +94,7 @@ impl Ranks {
     /// Runs `f` on each rank of this process, with its device in the context.
     fn run<T: Send>(&self, f: impl Fn(&RankContext) -> Result<T> + Sync) -> Result<Vec<T>> {
         let world = match self {
-            Self::Threads(Engine::Local, devices) => World::local(devices.len()).devices(devices),
+            Self::Threads(Engine::Local, devices) => World::threads(devices.len()).devices(devices),
             Self::Threads(_, devices) => World::nccl(devices.clone()),
             Self::Process(ctx) => return Ok(vec![f(ctx)?]),
         };
@@ -108,7 +113,9 @@ pub fn check(args: &Args) -> Result<bool> {
     let engine = args.engine;
     let version = nccl::library_version()?;
     if engine != Engine::Local && version < SHARED_GPU && (args.ranks > 1 || engine == Engine::NcclProcess) {
-        println!("SKIPPED {engine:?}: NCCL {version} takes one rank a GPU, {SHARED_GPU} and later take several");
+        println!(
+            "SKIPPED {engine:?}: NCCL {version} takes one rank a GPU, {SHARED_GPU} and later take several"
+        );
         return Ok(true);
     }
     let ranks = Ranks::new(args)?;

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{RankContext, World, round_grads};
 use candle_nn::{Optimizer, SGD};
-use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Mode};
 use candle_shard::{DTensor, Replicate};
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::Transformer;
@@ -24,21 +24,24 @@ pub(super) fn check_bf16(ranks: &Ranks) -> Result<String> {
 /// Trains on one rank of the device, which loads the kernels that training needs.
 pub(super) fn warm_up(device: &Device) -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
-        World::local(1).devices(std::slice::from_ref(device)).run(|ctx| train(ctx, dtype))?;
+        World::threads(1).devices(std::slice::from_ref(device)).run(|ctx| train(ctx, dtype))?;
     }
     Ok(())
 }
 
 /// Compares the losses of training in `dtype` with those of f32 on the host.
 fn check(ranks: &Ranks, dtype: DType, tolerance: f64) -> Result<String> {
-    let expected = World::local(1).run(|ctx| train(ctx, DType::F32))?.concat();
+    let expected = World::threads(1).run(|ctx| train(ctx, DType::F32))?.concat();
     let found = ranks.run(|ctx| Ok(train(ctx, dtype)?))?;
     let mut largest = 0f64;
     for losses in &found {
         ensure!(losses == &found[0], "ranks differ: {losses:?} and {:?}", found[0]);
         for (loss, expected) in losses.iter().zip(&expected) {
             let error = (loss - expected).abs() / expected.abs();
-            ensure!(error <= tolerance, "losses {losses:?}, on the host {expected:?} in f32: off by {error:.1e}");
+            ensure!(
+                error <= tolerance,
+                "losses {losses:?}, on the host {expected:?} in f32: off by {error:.1e}"
+            );
             largest = largest.max(error);
         }
     }
@@ -49,7 +52,7 @@ fn check(ranks: &Ranks, dtype: DType, tolerance: f64) -> Result<String> {
 fn train(ctx: &RankContext, dtype: DType) -> candle_shard::Result<Vec<f64>> {
     let args = ModelArgs { vocab_size: 64, dim: 64, n_heads: 8, dropout_p: 0.1, ..ModelArgs::default() };
     let (mesh, device) = (ctx.mesh(&[("tp", ctx.world_size())])?, ctx.device());
-    let vb = ShardedVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
+    let vb = MeshVarBuilder::fresh(7, &mesh, Transformer::plan("tp", true), dtype, device)?;
     let model = Transformer::new(&args, &vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = SGD::new(parameters.vars(), 0.1)?;

@@ -68,19 +68,43 @@ pub struct Args {
     pub load: Option<PathBuf>,
 
     /// Time of a rank for the forward of one microbatch
-    #[arg(long, value_name = "TIME", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Costs")]
+    #[arg(
+        long,
+        value_name = "TIME",
+        default_value_t = 1.0,
+        allow_negative_numbers = true,
+        help_heading = "Costs"
+    )]
     pub forward_cost: f64,
 
     /// Time of a rank for the input gradients of one microbatch
-    #[arg(long, value_name = "TIME", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Costs")]
+    #[arg(
+        long,
+        value_name = "TIME",
+        default_value_t = 1.0,
+        allow_negative_numbers = true,
+        help_heading = "Costs"
+    )]
     pub input_cost: f64,
 
     /// Time of a rank for the weight gradients of one microbatch
-    #[arg(long, value_name = "TIME", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Costs")]
+    #[arg(
+        long,
+        value_name = "TIME",
+        default_value_t = 1.0,
+        allow_negative_numbers = true,
+        help_heading = "Costs"
+    )]
     pub weight_cost: f64,
 
     /// Time until a message arrives
-    #[arg(long, value_name = "TIME", default_value_t = 0.0, allow_negative_numbers = true, help_heading = "Costs")]
+    #[arg(
+        long,
+        value_name = "TIME",
+        default_value_t = 0.0,
+        allow_negative_numbers = true,
+        help_heading = "Costs"
+    )]
     pub latency: f64,
 
     /// Microbatches that a rank may hold under `greedy`; default: the number of ranks
@@ -170,7 +194,10 @@ impl Args {
             require!(cost <= LONGEST, "{flag} {cost:e} is too long: give at most {LONGEST:e}.");
         }
         if let Some(unit) = self.measure {
-            require!(unit.is_finite() && unit > 0.0, "--measure {unit} is not a time: give seconds, more than 0.");
+            require!(
+                unit.is_finite() && unit > 0.0,
+                "--measure {unit} is not a time: give seconds, more than 0."
+            );
             require!(self.latency == 0.0, "--measure does not support latency: leave out --latency.");
         }
         let all = self.load.is_none() && self.schedule == Choice::All;

@@ -10,7 +10,9 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::nn::DeferredGradients;
 use candle_pipe::schedule::{Costs, Schedule, Span, Timeline};
-use candle_pipe::{Ctx, In, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op};
+use candle_pipe::{
+    Ctx, In, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
+};
 
 /// Steps that are not measured: the first use of memory is slower.
 const WARM_UP: usize = 2;
@@ -24,9 +26,10 @@ const LATE: Duration = Duration::from_micros(200);
 /// # Errors
 /// Those of the runtime.
 pub fn measure(schedule: &Schedule, costs: &Costs, unit: f64) -> anyhow::Result<Timeline> {
-    let spans = World::local(schedule.ranks().len()).run(|ctx| run(ctx, schedule, costs, unit))?;
+    let spans = World::threads(schedule.ranks().len()).run(|ctx| run(ctx, schedule, costs, unit))?;
     let scaled = |span: Span| Span { start: span.start / unit, end: span.end / unit, ..span };
-    let ranks: Vec<Vec<Span>> = spans.into_iter().map(|spans| spans.into_iter().map(scaled).collect()).collect();
+    let ranks: Vec<Vec<Span>> =
+        spans.into_iter().map(|spans| spans.into_iter().map(scaled).collect()).collect();
     Ok(Timeline { transfers: vec![vec![]; ranks.len()], ranks })
 }
 
@@ -67,7 +70,7 @@ fn pipe(schedule: &Schedule, costs: &Costs, unit: f64) -> Result<Pipe<VarBuilder
         }
         h = g.module(&format!("stages.{stage}"), build, [h]);
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [h], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [h], LossReduction::Sum);
     g.finish(SplitSpec::declared())
 }
 

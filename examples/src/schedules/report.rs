@@ -72,8 +72,10 @@ impl Simulations {
 
     /// Returns the picture if there is one schedule, and the table of all.
     pub fn text(&self) -> String {
-        let mut rows =
-            table(&["schedule"], &["stages", "bubble (step)", "bubble (span)", "peak", "makespan", "actions"]);
+        let mut rows = table(
+            &["schedule"],
+            &["stages", "bubble (step)", "bubble (span)", "peak", "makespan", "actions"],
+        );
         for (name, timeline) in self.timelines() {
             let numbers = Numbers::new(timeline);
             let computes = timeline.ranks.iter().flatten().flat_map(|span| span.action.computes());

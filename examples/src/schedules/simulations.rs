@@ -145,17 +145,20 @@ fn made(args: &Args) -> Checked<Schedule> {
 
 /// Loads a schedule of the user, with or without its communication.
 fn load(path: &Path) -> Checked<Schedule> {
-    let text = regular::read_text(path, regular::CONFIG).map_err(|error| unreadable("--load", path, error))?;
+    let text =
+        regular::read_text(path, regular::CONFIG).map_err(|error| unreadable("--load", path, error))?;
     let communicates = |action: &Action| action.computes().is_empty();
-    let schedule = parse_csv(&text).and_then(|ranks| match ranks.iter().flatten().flatten().any(communicates) {
-        true => Program::from_csv(&text).map(|program| program.schedule().clone()),
-        false => Schedule::new(ranks),
-    });
+    let schedule =
+        parse_csv(&text).and_then(|ranks| match ranks.iter().flatten().flatten().any(communicates) {
+            true => Program::from_csv(&text).map(|program| program.schedule().clone()),
+            false => Schedule::new(ranks),
+        });
     schedule.map_err(|error| unreadable("--load", path, error))
 }
 
 fn measured(path: &Path) -> Checked<Timeline> {
-    let text = regular::read_text(path, regular::CONFIG).map_err(|error| unreadable("--measured", path, error))?;
+    let text =
+        regular::read_text(path, regular::CONFIG).map_err(|error| unreadable("--measured", path, error))?;
     serde_json::from_str(&text).map_err(|error| unreadable("--measured", path, error))
 }
 

@@ -44,7 +44,7 @@ pub struct Args {
     pub ranks: usize,
 
     /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
-    #[arg(long, value_name = "NAME", default_value = "local")]
+    #[arg(long, value_name = "NAME", default_value = "threads")]
     pub backend: BackendName,
 
     /// How long ranks wait.

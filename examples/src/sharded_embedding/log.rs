@@ -112,7 +112,8 @@ fn values(feature: &Feature, effects: &[f64], draws: &Draws, logits: &mut [f64])
         }
     };
     let weighted = feature.bag.is_some_and(|bag| bag.weighted);
-    let drawn_weights = if weighted { draws.numbers(&name("weights"), UNIT, most)? } else { vec![1.0; drawn.len()] };
+    let drawn_weights =
+        if weighted { draws.numbers(&name("weights"), UNIT, most)? } else { vec![1.0; drawn.len()] };
     let (mut ids, mut weights, mut offsets) = (Vec::new(), Vec::new(), Vec::new());
     for (i, (&len, logit)) in lens.iter().zip(logits).enumerate() {
         offsets.push(ids.len() as u32);

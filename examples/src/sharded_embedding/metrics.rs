@@ -15,7 +15,8 @@ pub struct Quality {
 impl Quality {
     /// Computes the quality of the logits of samples that were clicked or not.
     pub fn of(logits: &[f32], clicks: &[f32]) -> Self {
-        let samples = || logits.iter().map(|&logit| f64::from(logit)).zip(clicks.iter().map(|&click| click > 0.5));
+        let samples =
+            || logits.iter().map(|&logit| f64::from(logit)).zip(clicks.iter().map(|&click| click > 0.5));
         let losses = samples().map(|(logit, clicked)| softplus(if clicked { -logit } else { logit }));
         Self { log_loss: losses.sum::<f64>() / logits.len() as f64, auc: auc(samples()) }
     }

@@ -44,7 +44,8 @@ impl Model {
         let (mut tables, mut rows) = (Vec::new(), Vec::new());
         for Feature { name, vocab, .. } in FEATURES {
             let stream = Stream::new(args.seed, &format!("table of {name}"));
-            let start = ShardedTensor::randn(0f32, 0.05, &spec, (vocab, args.dim), &Device::Cpu, group, stream)?;
+            let start =
+                ShardedTensor::randn(0f32, 0.05, &spec, (vocab, args.dim), &Device::Cpu, group, stream)?;
             let (table, vars) = start.to_device(group.device())?.to_row_vars()?;
             tables.push(table);
             rows.extend(vars);
@@ -94,7 +95,12 @@ fn look_up(feature: &Feature, table: &ShardedTensor, values: &Values, mode: Mode
 }
 
 /// Creates a linear layer and its parameters.
-fn layer(seed: u64, name: &str, [inputs, outputs]: [usize; 2], device: &Device) -> Result<(Linear, Vec<Var>)> {
+fn layer(
+    seed: u64,
+    name: &str,
+    [inputs, outputs]: [usize; 2],
+    device: &Device,
+) -> Result<(Linear, Vec<Var>)> {
     let normal = Distribution::Normal { mean: 0.0, stdev: (2.0 / inputs as f64).sqrt() };
     let weight = sample_full(Stream::new(seed, name), normal, &[outputs, inputs], DType::F32, &Device::Cpu)?;
     let vars = vec![Var::from_tensor(&weight.to_device(device)?)?, Var::zeros(outputs, DType::F32, device)?];

@@ -2,7 +2,7 @@
 
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
-use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowVar, Sgd};
+use candle_shard::sparse::{ParamsAdagrad, ParamsSgd, RowVar, SparseAdagrad, SparseAdamW, SparseSgd};
 
 use super::args::{Args, OptimizerName};
 
@@ -13,11 +13,11 @@ const EPS: f64 = 1e-5;
 /// The optimizer that the command line names.
 pub enum TableOptimizer {
     /// Gradient descent.
-    Sgd(Sgd),
+    Sgd(SparseSgd),
     /// Adagrad.
-    Adagrad(Adagrad),
+    Adagrad(SparseAdagrad),
     /// Lazy AdamW.
-    AdamW(AdamW),
+    AdamW(SparseAdamW),
 }
 
 impl TableOptimizer {
@@ -28,13 +28,14 @@ impl TableOptimizer {
     pub fn new(rows: Vec<RowVar>, args: &Args) -> Result<Self> {
         let lr = args.lr();
         Ok(match args.optimizer {
-            OptimizerName::Sgd => Self::Sgd(Sgd::new(rows, ParamsSgd { lr, ..ParamsSgd::default() })?),
-            OptimizerName::Adagrad => {
-                Self::Adagrad(Adagrad::new(rows, ParamsAdagrad { lr, eps: EPS, ..ParamsAdagrad::default() })?)
-            }
+            OptimizerName::Sgd => Self::Sgd(SparseSgd::new(rows, ParamsSgd { lr, ..ParamsSgd::default() })?),
+            OptimizerName::Adagrad => Self::Adagrad(SparseAdagrad::new(
+                rows,
+                ParamsAdagrad { lr, eps: EPS, ..ParamsAdagrad::default() },
+            )?),
             OptimizerName::AdamW => {
                 let params = ParamsAdamW { lr, eps: EPS, weight_decay: 0.0, ..ParamsAdamW::default() };
-                Self::AdamW(AdamW::new(rows, params)?)
+                Self::AdamW(SparseAdamW::new(rows, params)?)
             }
         })
     }

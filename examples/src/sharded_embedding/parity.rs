@@ -49,7 +49,12 @@ impl Difference {
     fn of(a: &RunOutcome, b: &RunOutcome) -> anyhow::Result<Self> {
         let counts = (a.losses.len(), b.losses.len());
         ensure!(counts.0 == counts.1, "{} steps where there are {}", counts.1, counts.0);
-        ensure!(a.tables.len() == b.tables.len(), "{} tables where there are {}", b.tables.len(), a.tables.len());
+        ensure!(
+            a.tables.len() == b.tables.len(),
+            "{} tables where there are {}",
+            b.tables.len(),
+            a.tables.len()
+        );
         let losses = a.losses.iter().zip(&b.losses).map(|(a, b)| (a - b).abs());
         let mut max_table_diff = 0.0;
         for (a, b) in a.tables.iter().zip(&b.tables) {

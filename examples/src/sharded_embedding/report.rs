@@ -112,7 +112,8 @@ pub fn summary(args: &Args, report: &Report) -> String {
 }
 
 fn run_table(runs: &[RunReport]) -> Table {
-    let mut table = table(&["run"], &["ranks", "ms/step", "samples/s", "first loss", "last loss", "log-loss", "AUC"]);
+    let mut table =
+        table(&["run"], &["ranks", "ms/step", "samples/s", "first loss", "last loss", "log-loss", "AUC"]);
     let loss = |loss: Option<&f64>| number(format_args!("{:.4}", loss.unwrap_or(&f64::NAN)));
     for run in runs {
         table.add_row([
@@ -133,7 +134,12 @@ fn comm_table(report: &Report) -> Table {
     let mut table = table(&["run", "collective"], &["calls", "bytes"]);
     for run in report.runs.iter().filter(|run| !run.comm_per_step.is_empty()) {
         for comm in &run.comm_per_step {
-            table.add_row([Cell::new(run.name), Cell::new(&comm.op), number(comm.count), number(grouped(comm.bytes))]);
+            table.add_row([
+                Cell::new(run.name),
+                Cell::new(&comm.op),
+                number(comm.count),
+                number(grouped(comm.bytes)),
+            ]);
         }
         let total = run.comm_per_step.iter().map(|comm| comm.bytes).sum();
         table.add_row([Cell::new(run.name), Cell::new("all"), Cell::new(""), number(grouped(total))]);
@@ -148,7 +154,8 @@ fn comm_table(report: &Report) -> Table {
 }
 
 fn verdict(args: &Args, parity: &Parity) -> String {
-    let mut table = table(&["difference from one device"], &["loss, largest of a step", "tables, largest", "allowed"]);
+    let mut table =
+        table(&["difference from one device"], &["loss, largest of a step", "tables, largest", "allowed"]);
     let scientific = |x: f64| number(format_args!("{x:.1e}"));
     for difference in &parity.differences {
         table.add_row([

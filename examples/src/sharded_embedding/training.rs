@@ -54,11 +54,14 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Resul
     let model = Model::new(name, args, group)?;
     let mut tables = TableOptimizer::new(model.rows.clone(), args)?;
     let mut perceptron = SGD::new(model.dense.clone(), DENSE_LR)?;
-    let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
+    let progress =
+        if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
     let (mut losses, mut times) = (Vec::with_capacity(args.steps), Vec::with_capacity(args.steps));
     let (trained, counts) = comm::record(|| -> Result<()> {
         for step in 0..args.steps as u64 {
-            let batch = log.batch(step, args.batch, part(group, ctx.rank(), args.batch))?.to_device(group.device())?;
+            let batch = log
+                .batch(step, args.batch, part(group, ctx.rank(), args.batch))?
+                .to_device(group.device())?;
             let start = Instant::now();
             let loss = train_step(&model, &batch, args.batch, group, &mut perceptron)?;
             tables.step()?;
@@ -76,7 +79,13 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, log: &Log) -> Resul
 
 /// Trains the perceptron on a batch of `samples` samples over all ranks, and leaves the row gradients in the tables.
 /// Returns the mean loss.
-fn train_step(model: &Model, batch: &Batch, samples: usize, group: &ProcessGroup, perceptron: &mut SGD) -> Result<f64> {
+fn train_step(
+    model: &Model,
+    batch: &Batch,
+    samples: usize,
+    group: &ProcessGroup,
+    perceptron: &mut SGD,
+) -> Result<f64> {
     let losses = log_losses(&model.forward(batch, Mode::Train)?, &batch.clicks)?;
     // This rank's share of the mean over all samples, so the gradients of the ranks sum to that of the mean.
     let mut grads = (losses.sum_all()? / samples as f64)?.backward()?;
@@ -107,11 +116,14 @@ fn outcome(
     group: &ProcessGroup,
     (losses, times, counts): (Vec<f64>, &mut [f64], &CommCounts),
 ) -> Result<RunOutcome> {
-    let parts: Vec<Range<usize>> = (0..group.size()).map(|rank| part(group, rank, HELD_OUT_SAMPLES)).collect();
+    let parts: Vec<Range<usize>> =
+        (0..group.size()).map(|rank| part(group, rank, HELD_OUT_SAMPLES)).collect();
     let sizes: Vec<usize> = parts.iter().map(Range::len).collect();
-    let batch = log.batch(HELD_OUT, HELD_OUT_SAMPLES, parts[group.rank()].clone())?.to_device(group.device())?;
-    let logits =
-        group.call(Collective::all_gather(Cut::new(0, &sizes))).run(&model.forward(&batch, Mode::Eval)?.detach())?;
+    let batch =
+        log.batch(HELD_OUT, HELD_OUT_SAMPLES, parts[group.rank()].clone())?.to_device(group.device())?;
+    let logits = group
+        .call(Collective::all_gather(Cut::new(0, &sizes)))
+        .run(&model.forward(&batch, Mode::Eval)?.detach())?;
     let clicks = group.call(Collective::all_gather(Cut::new(0, &sizes))).run(&batch.clicks)?;
     Ok(RunOutcome {
         name,

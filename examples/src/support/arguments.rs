@@ -22,6 +22,9 @@ pub const ANY: usize = usize::MAX;
 /// # Errors
 /// A sentence with the flag, its value and a remedy.
 pub fn check_positive(flag: &str, value: f64, such_as: &str) -> Checked {
-    require!(value.is_finite() && value > 0.0, "{flag} {value} is not a positive finite number: try {such_as}.");
+    require!(
+        value.is_finite() && value > 0.0,
+        "{flag} {value} is not a positive finite number: try {such_as}."
+    );
     Ok(())
 }

@@ -95,7 +95,10 @@ pub fn arguments<A: Parser, V>(validate: impl FnOnce(&A) -> Checked<V>) -> Resul
 }
 
 /// Runs a measuring program: checks its arguments and runs it.
-pub fn run<A: Parser>(validate: impl FnOnce(&A) -> Checked, run: impl FnOnce(&A) -> anyhow::Result<()>) -> ExitCode {
+pub fn run<A: Parser>(
+    validate: impl FnOnce(&A) -> Checked,
+    run: impl FnOnce(&A) -> anyhow::Result<()>,
+) -> ExitCode {
     match arguments(validate).map(|(args, ())| run(&args)) {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(error)) => failed(&error),
@@ -244,7 +247,10 @@ impl<'a> Output<'a> {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn write_json_lines(self, lines: impl IntoIterator<Item = impl serde::Serialize>) -> anyhow::Result<()> {
+    pub fn write_json_lines(
+        self,
+        lines: impl IntoIterator<Item = impl serde::Serialize>,
+    ) -> anyhow::Result<()> {
         let Some(mut json) = self.json()? else { return Ok(()) };
         for line in lines {
             writeln!(json, "{}", serde_json::to_string(&line)?)?;

@@ -28,7 +28,8 @@ pub fn available() -> Option<usize> {
         line.and_then(|bytes| bytes.trim().parse().ok()).unwrap_or(0)
     };
     let files = of_files("inactive_file") + of_files("active_file");
-    let limit = number("max").map(|most| most.saturating_sub(number("current").unwrap_or(0).saturating_sub(files)));
+    let limit =
+        number("max").map(|most| most.saturating_sub(number("current").unwrap_or(0).saturating_sub(files)));
     Some((kib << 10).min(limit.unwrap_or(usize::MAX)))
 }
 

@@ -12,9 +12,10 @@ pub struct Progress(ProgressBar);
 impl Progress {
     /// Creates a bar for `steps` steps of the run `name`.
     pub fn new(name: &'static str, steps: usize) -> Self {
-        let style =
-            ProgressStyle::with_template("{prefix:11} {bar:32} {pos}/{len} steps, {msg} [{elapsed}, {eta} left]")
-                .unwrap_or_else(|_| ProgressStyle::default_bar());
+        let style = ProgressStyle::with_template(
+            "{prefix:11} {bar:32} {pos}/{len} steps, {msg} [{elapsed}, {eta} left]",
+        )
+        .unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::new(steps as u64).with_style(style).with_prefix(name);
         bar.set_message("starting");
         Self(bar)
@@ -51,7 +52,12 @@ pub struct Loading(ProgressBar);
 
 impl Loading {
     /// Calls `f` while a bar for `bytes` bytes follows `read`. The bar is drawn only if `is_shown`.
-    pub fn watch<R>(is_shown: bool, bytes: u64, read: impl Fn() -> u64 + Sync, f: impl FnOnce(&Self) -> R) -> R {
+    pub fn watch<R>(
+        is_shown: bool,
+        bytes: u64,
+        read: impl Fn() -> u64 + Sync,
+        f: impl FnOnce(&Self) -> R,
+    ) -> R {
         let style = ProgressStyle::with_template("{prefix:11} {bar:32} {bytes} of {total_bytes} [{elapsed}]")
             .unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = if is_shown { ProgressBar::new(bytes) } else { ProgressBar::hidden() };

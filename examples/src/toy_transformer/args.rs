@@ -59,7 +59,13 @@ pub struct Args {
     /// Runs, in this order; all are compared with `single`, or without it with the first [default: single,tp,tp_sp, or
     /// single,pp if a pipeline option or both --cp and --ep are given, single,cp if --cp is given, or single,ep if --ep or
     /// --experts is given]
-    #[arg(long, value_name = "NAMES", value_delimiter = ',', hide_possible_values = true, help_heading = "Runs")]
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        hide_possible_values = true,
+        help_heading = "Runs"
+    )]
     pub runs: Vec<RunName>,
 
     /// Tensor-parallel ranks of the runs `tp` and `tp_sp`, and of each stage of `pp` and `pp_sp` [default: 2, or 1 per
@@ -107,7 +113,7 @@ pub struct Args {
     pub microbatches: Option<usize>,
 
     /// Backend that moves tensors between ranks; for processes, start one per rank with mpirun
-    #[arg(long, value_name = "NAME", default_value = "local", help_heading = "Runs")]
+    #[arg(long, value_name = "NAME", default_value = "threads", help_heading = "Runs")]
     pub backend: BackendName,
 
     /// How long ranks wait.
@@ -116,7 +122,13 @@ pub struct Args {
 
     /// Largest difference of losses (relative) and gradients (absolute) at which runs count as equal; 100 times that
     /// for logits
-    #[arg(long, value_name = "X", default_value_t = 1e-4, allow_negative_numbers = true, help_heading = "Runs")]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 1e-4,
+        allow_negative_numbers = true,
+        help_heading = "Runs"
+    )]
     pub tolerance: f64,
 
     /// Width of the model; a multiple of --heads
@@ -140,7 +152,13 @@ pub struct Args {
     pub top_k: Option<usize>,
 
     /// Probability that dropout zeroes an element, in [0, 1)
-    #[arg(long, value_name = "P", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Model")]
+    #[arg(
+        long,
+        value_name = "P",
+        default_value_t = 0.1,
+        allow_negative_numbers = true,
+        help_heading = "Model"
+    )]
     pub dropout: f64,
 
     /// Optimizer steps
@@ -156,7 +174,13 @@ pub struct Args {
     pub batch: usize,
 
     /// Learning rate of AdamW
-    #[arg(long, value_name = "X", default_value_t = 1e-3, allow_negative_numbers = true, help_heading = "Training")]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 1e-3,
+        allow_negative_numbers = true,
+        help_heading = "Training"
+    )]
     pub lr: f64,
 
     /// Largest norm of the gradients of a step, which are scaled down to it [default: none]
@@ -286,7 +310,9 @@ impl Launched for Args {
     fn ranks(&self) -> Vec<(String, usize)> {
         let of = |run| match run {
             RunName::Single => None,
-            RunName::Tp | RunName::TpSp => Some((format!("--tp {}", self.tensor_parallel()), self.tensor_parallel())),
+            RunName::Tp | RunName::TpSp => {
+                Some((format!("--tp {}", self.tensor_parallel()), self.tensor_parallel()))
+            }
             RunName::Cp => Some((format!("--cp {}", self.context_parallel()), self.context_parallel())),
             RunName::Ep => Some((format!("--ep {}", self.expert_parallel()), self.expert_parallel())),
             RunName::Pp | RunName::PpSp => {

@@ -82,7 +82,8 @@ fn grad_diff(reference: &RunOutcome, run: &RunOutcome) -> anyhow::Result<f64> {
     );
     let pairs = reference.first_grads.iter().zip(run.first_grads.values());
     pairs.into_iter().try_fold(0.0, |largest, ((name, a), b)| {
-        let diff = tensor_diff(a, b).with_context(|| format!("comparing the gradients of {name} in {}", run.name))?;
+        let diff = tensor_diff(a, b)
+            .with_context(|| format!("comparing the gradients of {name} in {}", run.name))?;
         Ok(max(largest, diff))
     })
 }

@@ -115,7 +115,8 @@ pub fn summary(args: &Args, report: &Report, outcomes: &[RunOutcome]) -> String 
         parts.push(format!("Collectives per step and rank:\n{}", comm_table(&report.runs)));
     }
     if let Some(run) = outcomes.iter().find(|run| !run.pictures.is_empty()) {
-        let pictures: Vec<String> = run.pictures.iter().map(|p| format!("{}: {}", p.title, p.picture)).collect();
+        let pictures: Vec<String> =
+            run.pictures.iter().map(|p| format!("{}: {}", p.title, p.picture)).collect();
         parts.push(format!("How weights lie on the mesh of {}:\n\n{}", run.name, pictures.join("\n")));
     }
     parts.push(verdict(args, &report.parity, outcomes));
@@ -143,7 +144,14 @@ fn run_table(args: &Args, runs: &[RunReport]) -> Table {
 fn pipeline_table(runs: &[RunReport]) -> Table {
     let mut table = table(
         &["run", "schedule"],
-        &["pp × dp × tp", "stages", "microbatches", "bubble predicted", "bubble measured", "peak activations"],
+        &[
+            "pp × dp × tp",
+            "stages",
+            "microbatches",
+            "bubble predicted",
+            "bubble measured",
+            "peak activations",
+        ],
     );
     for (run, pipeline) in runs.iter().filter_map(|run| Some((run, run.pipeline.as_ref()?))) {
         let percent = |share: f64| number(format_args!("{:.1} %", 100.0 * share));
@@ -166,7 +174,12 @@ fn comm_table(runs: &[RunReport]) -> Table {
     let mut table = table(&["run", "collective"], &["calls", "bytes"]);
     for run in runs {
         for comm in &run.comm_per_step {
-            table.add_row([Cell::new(run.name), Cell::new(&comm.op), number(comm.count), number(grouped(comm.bytes))]);
+            table.add_row([
+                Cell::new(run.name),
+                Cell::new(&comm.op),
+                number(comm.count),
+                number(grouped(comm.bytes)),
+            ]);
         }
     }
     table
@@ -190,7 +203,8 @@ fn verdict(args: &Args, parity: &Parity, outcomes: &[RunOutcome]) -> String {
         let scientific = |x| number(format_args!("{x:.1e}"));
         table.add_row([Cell::new(what), Cell::new(over), scientific(diff), scientific(allowed)]);
     }
-    let diverged = outcomes.iter().find_map(|run| Some((run, run.losses.iter().position(|loss| !loss.is_finite())?)));
+    let diverged =
+        outcomes.iter().find_map(|run| Some((run, run.losses.iter().position(|loss| !loss.is_finite())?)));
     let why = match diverged {
         Some((run, step)) => {
             format!(" Training diverged: the loss of {} is no number at step {step}; lower --lr.", run.name)

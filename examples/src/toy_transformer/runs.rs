@@ -10,7 +10,12 @@ use crate::launch::Ranks;
 ///
 /// # Errors
 /// If the run fails.
-pub fn run_one(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
+pub fn run_one(
+    name: RunName,
+    args: &Args,
+    corpus: &Corpus,
+    ranks: &Ranks<'_>,
+) -> anyhow::Result<Option<RunOutcome>> {
     match name {
         RunName::Single => ranks.on_first(|| single::train(args, corpus, ranks.device())),
         RunName::Tp | RunName::TpSp | RunName::Cp | RunName::Ep => sharded::train(name, args, corpus, ranks),

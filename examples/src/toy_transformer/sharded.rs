@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_dist::comm::{self, CommCounts};
 use candle_nn::Optimizer;
-use candle_shard::nn::{Mode, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Mode, Parameters};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Error, Placement, Replicate, Result, Shard, TokenOrder, visualize_sharding};
 use test_utils::toy::Transformer;
@@ -41,8 +41,12 @@ struct Cut {
 impl Cut {
     fn of(name: RunName, args: &Args) -> Self {
         match name {
-            RunName::Cp => Self { axis: "cp", ranks: args.context_parallel(), plan: Plan::new("cp"), tokens: Shard(1) },
-            RunName::Ep => Self { axis: "ep", ranks: args.expert_parallel(), plan: Plan::new("ep"), tokens: Shard(0) },
+            RunName::Cp => {
+                Self { axis: "cp", ranks: args.context_parallel(), plan: Plan::new("cp"), tokens: Shard(1) }
+            }
+            RunName::Ep => {
+                Self { axis: "ep", ranks: args.expert_parallel(), plan: Plan::new("ep"), tokens: Shard(0) }
+            }
             _ => {
                 let plan = Transformer::plan_of(&args.model_args(), "tp", name.is_sequence_parallel());
                 Self { axis: "tp", ranks: args.tensor_parallel(), plan, tokens: Replicate }
@@ -52,7 +56,12 @@ impl Cut {
 }
 
 /// Trains the model on the ranks of a run on one axis; rank 0 returns the outcome.
-pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
+pub fn train(
+    name: RunName,
+    args: &Args,
+    corpus: &Corpus,
+    ranks: &Ranks<'_>,
+) -> anyhow::Result<Option<RunOutcome>> {
     let outcome = ranks.run(Cut::of(name, args).ranks, args.threads, |ctx| -> anyhow::Result<_> {
         let mine = train_rank(ctx, name, args, corpus)?;
         let all = gather(ctx.group(), mine.params_per_rank.clone())?;
@@ -65,7 +74,7 @@ pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> 
 fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) -> Result<RunOutcome> {
     let Cut { axis, ranks, plan, tokens } = Cut::of(name, args);
     let mesh = ctx.mesh(&[(axis, ranks)])?;
-    let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, ctx.device())?;
+    let vb = MeshVarBuilder::fresh(args.seed, &mesh, plan, DType::F32, ctx.device())?;
     let model = Transformer::new(&args.model_args(), &vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = optimizer(parameters.vars(), args)?;
@@ -75,7 +84,8 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
         None => DTensor::distribute(tensor, &mesh, &[tokens]),
     };
     let forward = |tokens: &DTensor, mode| Ok::<_, Error>(model.run(tokens, order.as_ref(), mode)?.logits);
-    let progress = if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
+    let progress =
+        if ctx.rank() == 0 { Progress::new(name.as_str(), args.steps) } else { Progress::silent() };
 
     let mut first_grads = BTreeMap::new();
     let mut comm = CommCounts::default();
@@ -98,7 +108,8 @@ fn train_rank(ctx: &RankContext, name: RunName, args: &Args, corpus: &Corpus) ->
     })?;
     progress.finish();
 
-    let logits = forward(&spread(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
+    let logits =
+        forward(&spread(&corpus.held_out(ctx.device())?.tokens)?, Mode::Eval)?.full_tensor()?.detach();
     let logits = order.as_ref().map_or_else(|| Ok(logits.clone()), |order| order.undo(&logits, 1))?;
     let picture = |(style, weight): &(&str, &str)| {
         let found = parameters.iter().find(|p| p.name == *weight)?;

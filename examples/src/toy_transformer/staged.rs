@@ -10,7 +10,7 @@ use candle_nn::Optimizer;
 use candle_pipe::schedule::{Schedule, Span};
 use candle_pipe::{Pipeline, Result, Runtime, StepOptions, Value};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use serde::{Deserialize, Serialize};
 use test_utils::toy::Transformer;
 
@@ -29,7 +29,12 @@ const MEASURED_STEPS: usize = 50;
 
 /// Trains the model on the mesh of `args`; rank 0 returns the outcome. The pipeline axis is the outermost, and the
 /// tensor-parallel ranks have adjacent numbers.
-pub fn train(name: RunName, args: &Args, corpus: &Corpus, ranks: &Ranks<'_>) -> anyhow::Result<Option<RunOutcome>> {
+pub fn train(
+    name: RunName,
+    args: &Args,
+    corpus: &Corpus,
+    ranks: &Ranks<'_>,
+) -> anyhow::Result<Option<RunOutcome>> {
     let pipeline = args.pipeline();
     let run = StagedRun { name, args, corpus, pipeline, schedule: pipeline.schedule()? };
     let train = |ctx: &RankContext| gather(ctx.group(), run.train_rank(ctx)?);
@@ -70,8 +75,10 @@ impl StagedRun<'_> {
         // The tensor-parallel ranks of a stage know the same loss of their replica.
         let losses: Vec<&[u64]> = ranks.iter().filter_map(|rank| rank.losses.as_deref()).collect();
         let loss = |losses: &&[u64], step: usize| f64::from_bits(losses[step]);
-        let mean = |step: usize| losses.iter().map(|losses| loss(losses, step)).sum::<f64>() / losses.len() as f64;
-        let logits = ranks.iter().find_map(|rank| rank.logits.as_ref()).context("no rank has the output layer")?;
+        let mean =
+            |step: usize| losses.iter().map(|losses| loss(losses, step)).sum::<f64>() / losses.len() as f64;
+        let logits =
+            ranks.iter().find_map(|rank| rank.logits.as_ref()).context("no rank has the output layer")?;
         let first_pipeline: Vec<&RankOutcome> =
             self.pipeline.first_pipeline(ranks.len()).map(|rank| &ranks[rank]).collect();
         let measured: Vec<_> = first_pipeline.iter().map(|rank| (rank.spans.clone(), rank.peak)).collect();
@@ -102,12 +109,13 @@ impl StagedRun<'_> {
         let replica = mesh.local_rank("dp")?;
         let is_sequence_parallel = self.name.is_sequence_parallel();
         let plan = Transformer::plan_of(&args.model_args(), "tp", is_sequence_parallel);
-        let vb = ShardedVarBuilder::fresh(args.seed, &stage, plan, DType::F32, device)?;
+        let vb = MeshVarBuilder::fresh(args.seed, &stage, plan, DType::F32, device)?;
         let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
         let pipe = args.pipe(is_sequence_parallel).cut(self.pipeline.stages())?;
         let runtime = Runtime::new(&pipe, &self.schedule, mesh.axis_group("pp")?, &vb, device)?;
-        let runtime =
-            runtime.for_device_of(ctx)?.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let runtime = runtime
+            .for_device_of(ctx)?
+            .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let parameters = vb.built();
         let clip = match args.clip_norm {
             Some(norm) => Some(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)),
@@ -155,7 +163,8 @@ impl StagedRun<'_> {
 
         let held_out = self.corpus.held_out(device)?.cut(self.pipeline.microbatches)?;
         let outputs = runtime.evaluate(&held_out, &StepOptions::default())?.step.outputs;
-        let parts: Vec<Value> = outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
+        let parts: Vec<Value> =
+            outputs.iter().filter_map(|output| output.get("logits").ok().cloned()).collect();
         let logits = match parts.is_empty() || !is_first_pipeline {
             true => None,
             false => Some(Bits::of(held_out.merge(&parts, None)?.tensor()?)?),

@@ -57,7 +57,8 @@ pub fn text() -> String {
 
 fn story(rng: &mut ChaCha8Rng) -> String {
     let [name, friend] = two(rng).map(|place| WHO[place]);
-    let ([animal, animal2], [kind, kind2]) = (two(rng).map(|place| ANIMALS[place]), two(rng).map(|place| KINDS[place]));
+    let ([animal, animal2], [kind, kind2]) =
+        (two(rng).map(|place| ANIMALS[place]), two(rng).map(|place| KINDS[place]));
     let (place, thing, time) = (pick(rng, &PLACES), pick(rng, &THINGS), pick(rng, &TIMES));
     let first = "{time}, {name}, the {kind} {animal}, went to the {place} to look for a {thing}.";
     let [one, other] = two(rng).map(|place| MIDDLES[place]);

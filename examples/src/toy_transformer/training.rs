@@ -51,7 +51,8 @@ impl Training {
         }
         // The first steps take the memory that later ones use again.
         let later = &faults[faults.len() / 2..];
-        let page_faults_per_step = (!later.is_empty()).then(|| later.iter().sum::<f64>() / later.len() as f64);
+        let page_faults_per_step =
+            (!later.is_empty()).then(|| later.iter().sum::<f64>() / later.len() as f64);
         Ok(Self { losses, ms_per_step: median(&mut times), page_faults_per_step })
     }
 }

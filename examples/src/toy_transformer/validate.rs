@@ -20,7 +20,11 @@ pub fn validate(args: &Args) -> Checked<Corpus> {
     check_pipeline(args)?;
     let corpus = read_text(args)?;
     if let (Some(text), Some(json)) = (&args.text, &args.json) {
-        require!(text != json, "--json {} is also --text: the text would be lost, give another file.", json.display());
+        require!(
+            text != json,
+            "--json {} is also --text: the text would be lost, give another file.",
+            json.display()
+        );
     }
     Output::new(args.json.as_deref()).check()?;
     Ok(corpus)
@@ -202,10 +206,18 @@ fn check_pipeline(args: &Args) -> Checked {
     }
     let pipeline = args.pipeline();
     let Pipeline { pp, dp, tp, microbatches, .. } = pipeline;
-    check_counts([("--pp", pp, ANY), ("--dp", dp, ANY), ("--tp", tp, ANY), ("--microbatches", microbatches, ANY)])?;
+    check_counts([
+        ("--pp", pp, ANY),
+        ("--dp", dp, ANY),
+        ("--tp", tp, ANY),
+        ("--microbatches", microbatches, ANY),
+    ])?;
     let ranks = args.pipeline_ranks().filter(|&ranks| ranks <= MOST_RANKS);
-    let others: String =
-        args.stage_axes()[..3].iter().filter(|(_, n)| *n > 1).map(|(axis, n)| format!(" × --{axis} {n}")).collect();
+    let others: String = args.stage_axes()[..3]
+        .iter()
+        .filter(|(_, n)| *n > 1)
+        .map(|(axis, n)| format!(" × --{axis} {n}"))
+        .collect();
     require!(
         ranks.is_some(),
         "--pp {pp} × --dp {dp}{others} × --tp {tp} are too many ranks for one process: use at most {MOST_RANKS}."
@@ -245,9 +257,14 @@ fn check_pipeline(args: &Args) -> Checked {
 }
 
 fn read_text(args: &Args) -> Checked<Corpus> {
-    let name = args.text.as_deref().map_or("the built-in text".to_owned(), |path| format!("--text {}", path.display()));
+    let name = args
+        .text
+        .as_deref()
+        .map_or("the built-in text".to_owned(), |path| format!("--text {}", path.display()));
     let text = Corpus::read(args.text.as_deref()).map_err(|error| {
-        UsageError(format!("{name} cannot be read ({error}): give a readable file, or no --text for the built-in one."))
+        UsageError(format!(
+            "{name} cannot be read ({error}): give a readable file, or no --text for the built-in one."
+        ))
     })?;
     require!(!text.is_empty(), "{name} is empty: give a file with some text in it.");
     let needed = args.seq + 1;

@@ -33,7 +33,20 @@ fn the_json_object_has_a_row_per_phase_with_the_bytes_of_the_way() {
     for (way, ranks, forward) in
         [("ring", "2", Some(own)), ("gather", "2", None), ("ulysses", "2", None), ("ring", "1", Some(0))]
     {
-        let flags = ["--ranks", ranks, "--length", "32", "--way", way, "--heads", "4", "--kv-heads", "4", "--dim", "8"];
+        let flags = [
+            "--ranks",
+            ranks,
+            "--length",
+            "32",
+            "--way",
+            way,
+            "--heads",
+            "4",
+            "--kv-heads",
+            "4",
+            "--dim",
+            "8",
+        ];
         let output = bench(&[&flags[..], &["--rounds", "2", "--json", "-"]].concat());
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert!(text(&output.stderr).contains("tokens"));
@@ -44,7 +57,10 @@ fn the_json_object_has_a_row_per_phase_with_the_bytes_of_the_way() {
         assert_eq!(phases, [(way, "forward"), (way, "backward")]);
         assert!(rows.iter().all(|row| row["ms"].as_f64().unwrap() > 0.0 && row["length"] == 32));
         if let Some(forward) = forward {
-            assert_eq!((rows[0]["bytes"].as_u64(), rows[1]["bytes"].as_u64()), (Some(forward), Some(2 * forward)));
+            assert_eq!(
+                (rows[0]["bytes"].as_u64(), rows[1]["bytes"].as_u64()),
+                (Some(forward), Some(2 * forward))
+            );
         }
     }
 }

@@ -44,7 +44,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--sizes", "2GiB"], &["--sizes", "1GiB"]),
         (&["--sizes", "4 parsecs"], &["--sizes", "4 parsecs", "64MiB"]),
         (&["--sizes", "99999999999999GiB"], &["--sizes", "more than can be addressed"]),
-        (&["--backend", "nccl"], &["--backend nccl", "floors", "use local or mpi"]),
+        (&["--backend", "nccl"], &["--backend nccl", "floors", "use threads or mpi"]),
         (&["--json", "no-such-folder/out.json"], &["--json no-such-folder/out.json", "cannot be written"]),
     ];
     refuses(bench, cases);
@@ -53,16 +53,18 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
 #[test]
 fn the_json_object_is_alone_on_stdout_with_a_row_per_op_and_size() {
     for world in [2, 3] {
-        let output = bench(&["--world", &world.to_string(), "--sizes", "4,4KiB", "--rounds", "3", "--json", "-"]);
+        let output =
+            bench(&["--world", &world.to_string(), "--sizes", "4,4KiB", "--rounds", "3", "--json", "-"]);
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert!(text(&output.stderr).contains("median µs"));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        assert_eq!((&report["world"], &report["backend"]), (&world.into(), &"local".into()));
+        assert_eq!((&report["world"], &report["backend"]), (&world.into(), &"threads".into()));
         assert!(report["flag_us"].as_f64().unwrap() > 0.0);
         let rows = report["rows"].as_array().unwrap();
         let measured: Vec<_> =
             rows.iter().map(|row| (row["op"].as_str().unwrap(), row["bytes"].as_u64().unwrap())).collect();
-        let expected: Vec<_> = OPS[..6].iter().flat_map(|op| [(op.as_str(), 4), (op.as_str(), 4096)]).collect();
+        let expected: Vec<_> =
+            OPS[..6].iter().flat_map(|op| [(op.as_str(), 4), (op.as_str(), 4096)]).collect();
         assert_eq!(measured, expected);
         for row in rows {
             assert!(row["median_us"].as_f64().unwrap() > 0.0, "{row}");
@@ -95,14 +97,16 @@ fn one_rank_measures_collectives() {
 fn results_are_checked_against_the_definition() {
     for world in 2..=5 {
         for op in OPS {
-            let check = World::local(world).run(|ctx| {
+            let check = World::threads(world).run(|ctx| {
                 let case = Case::new(op, 28, ctx.group()).map_err(|e| e.to_string())?;
                 let result = case.call().map_err(|e| e.to_string())?;
                 case.check(result.as_ref()).map_err(|e| e.to_string())?;
                 let Some(result) = result else { return Ok(()) };
                 let wrong = (&result + 1.0).map_err(|e| e.to_string())?;
                 let longer = Tensor::zeros(result.elem_count() + 1, result.dtype(), &Device::Cpu).unwrap();
-                for (wrong, why) in [(Some(&wrong), "instead of"), (Some(&longer), "elements"), (None, "gave 0")] {
+                for (wrong, why) in
+                    [(Some(&wrong), "instead of"), (Some(&longer), "elements"), (None, "gave 0")]
+                {
                     match case.check(wrong) {
                         Err(error) if error.to_string().contains(why) => {}
                         // A rank whose piece is empty has nothing that could be wrong but its length.
@@ -119,7 +123,9 @@ fn results_are_checked_against_the_definition() {
 
 #[test]
 fn sizes_are_read_as_they_are_written() {
-    for (text, bytes, shown) in [("4096", 4096, "4 KiB"), ("3MiB", 3 << 20, "3 MiB"), ("1 GiB", 1 << 30, "1 GiB")] {
+    for (text, bytes, shown) in
+        [("4096", 4096, "4 KiB"), ("3MiB", 3 << 20, "3 MiB"), ("1 GiB", 1 << 30, "1 GiB")]
+    {
         let size: ByteSize = text.parse().unwrap();
         assert_eq!((size, size.to_string()), (ByteSize(bytes), shown.to_owned()));
     }

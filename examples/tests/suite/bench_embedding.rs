@@ -34,8 +34,9 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
 #[test]
 fn the_json_object_has_a_row_per_sharding_limit_and_phase() {
     for ranks in ["1", "3"] {
-        let output =
-            bench(&["--ranks", ranks, "--vocab", "50", "--dim", "4", "--ids", "20", "--rounds", "3", "--json", "-"]);
+        let output = bench(&[
+            "--ranks", ranks, "--vocab", "50", "--dim", "4", "--ids", "20", "--rounds", "3", "--json", "-",
+        ]);
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert!(text(&output.stderr).contains("table cut by"));
         let report: Value = serde_json::from_slice(&output.stdout).expect("JSON alone");
@@ -66,10 +67,11 @@ fn the_json_object_has_a_row_per_sharding_limit_and_phase() {
 fn results_are_checked() {
     let args = Args::parse_from(["bench-embedding", "--vocab", "40", "--dim", "3", "--ids", "30"]);
     for (sharding, limited) in [(Sharding::Row, false), (Sharding::Column, true)] {
-        let checked = World::local(2).run(|ctx| {
+        let checked = World::threads(2).run(|ctx| {
             let start = Start::new(sharding, &args, ctx.group()).map_err(|error| error.to_string())?;
             let case = Case::new(&start, limited, &args).map_err(|error| error.to_string())?;
-            let zeros = Tensor::zeros((30, 3), DType::F32, &Device::Cpu).map_err(|error| error.to_string())?;
+            let zeros =
+                Tensor::zeros((30, 3), DType::F32, &Device::Cpu).map_err(|error| error.to_string())?;
             Ok::<_, String>(case.check(&zeros).is_err())
         });
         assert_eq!(checked.expect("lookups that are right"), [true, true]);

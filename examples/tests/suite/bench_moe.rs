@@ -30,7 +30,20 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
 
 #[test]
 fn the_json_object_has_a_row_per_routing_with_the_rows_that_travel() {
-    let sizes = ["--tokens", "64", "--width", "8", "--hidden", "6", "--experts", "4", "--top-k", "2", "--rounds", "2"];
+    let sizes = [
+        "--tokens",
+        "64",
+        "--width",
+        "8",
+        "--hidden",
+        "6",
+        "--experts",
+        "4",
+        "--top-k",
+        "2",
+        "--rounds",
+        "2",
+    ];
     for ranks in ["1", "2", "3"] {
         let output = bench(&[&sizes[..], &["--ranks", ranks, "--json", "-"]].concat());
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -40,7 +53,10 @@ fn the_json_object_has_a_row_per_routing_with_the_rows_that_travel() {
         let names: Vec<&str> = rows.iter().map(|row| row["routing"].as_str().unwrap()).collect();
         assert_eq!(names, ["uniform", "zipf"]);
         for row in rows {
-            assert!(row["ms"].as_f64().unwrap() > 0.0 && row["ranks"] == ranks.parse::<u64>().unwrap(), "{row}");
+            assert!(
+                row["ms"].as_f64().unwrap() > 0.0 && row["ranks"] == ranks.parse::<u64>().unwrap(),
+                "{row}"
+            );
             // Each token goes to at most two ranks, and to another one as a rule.
             let sent = row["rows_sent"].as_u64().unwrap();
             assert!(if ranks == "1" { sent == 0 } else { (8..=128).contains(&sent) }, "{row}");
@@ -53,7 +69,20 @@ fn the_json_object_has_a_row_per_routing_with_the_rows_that_travel() {
 
 #[test]
 fn a_bias_balances_the_rows_of_ranks_under_zipf_routing() {
-    let flags = ["--ranks", "4", "--width", "16", "--hidden", "4", "--rounds", "1", "--balance", "120", "--json", "-"];
+    let flags = [
+        "--ranks",
+        "4",
+        "--width",
+        "16",
+        "--hidden",
+        "4",
+        "--rounds",
+        "1",
+        "--balance",
+        "120",
+        "--json",
+        "-",
+    ];
     let output = bench(&flags);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

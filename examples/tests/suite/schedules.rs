@@ -88,7 +88,10 @@ fn all_are_compared_and_what_does_not_fit_is_told() {
     for kind in ScheduleKind::all() {
         assert!(said.contains(kind.name()), "{kind}: {said}");
     }
-    assert!(said.contains("greedy") && said.contains("left out: schedule: dualpipev: 6 microbatches"), "{said}");
+    assert!(
+        said.contains("greedy") && said.contains("left out: schedule: dualpipev: 6 microbatches"),
+        "{said}"
+    );
     let all = numbers(&["--schedule", "all", "--microbatches", "6"]);
     assert_eq!(all.as_object().map(|all| all.len()), Some(11));
     assert_eq!(all["zb-h1"], numbers(&["--schedule", "zb-h1", "--microbatches", "6"]));
@@ -104,7 +107,8 @@ fn one_is_drawn_written_and_loaded_again() {
     let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 2.0, 1.0);
     let timeline = schedule.simulate(&Edges::chain(6), &costs).expect("it fits");
     fs::write(&measured, serde_json::to_string(&timeline).expect("JSON")).expect("a file");
-    let flags = ["--schedule", "zbv", "--ranks", "3", "--microbatches", "4", "--svg", &svg, "--trace", &trace];
+    let flags =
+        ["--schedule", "zbv", "--ranks", "3", "--microbatches", "4", "--svg", &svg, "--trace", &trace];
     let output = program(&[&flags[..], &["--csv", &csv, "--measured", &measured]].concat());
     assert!(output.status.success(), "{}", text(&output.stderr));
     let said = text(&output.stdout);
@@ -130,7 +134,8 @@ fn what_sleeping_stages_take_is_told_beside_what_is_predicted() {
     let flags = ["--ranks", "2", "--microbatches", "3", "--measure", "0.002"];
     let one = numbers(&[&flags[..], &["--schedule", "zb-h1"]].concat());
     // Sleep is never short; half, since the ranks' clocks do not begin at one moment.
-    let is_whole = |one: &Value| one["measured_makespan"].as_f64() > one["makespan"].as_f64().map(|time| 0.5 * time);
+    let is_whole =
+        |one: &Value| one["measured_makespan"].as_f64() > one["makespan"].as_f64().map(|time| 0.5 * time);
     assert!(is_whole(&one), "{one}");
     let all = numbers(&[&flags[..], &["--schedule", "all"]].concat());
     let all = all.as_object().expect("an object of schedules");

@@ -60,7 +60,10 @@ fn sharded_runs_agree_with_one_device_on_any_number_of_ranks() {
             let of = |what: &str| difference[what].as_f64().expect("a number");
             assert!(of("max_loss_diff") <= 1e-6 && of("max_table_diff") <= 1e-5, "{difference}");
             // On one rank the sharded runs are the one device's, to the last bit.
-            assert!(ranks != "1" || (of("max_loss_diff"), of("max_table_diff")) == (0.0, 0.0), "{difference}");
+            assert!(
+                ranks != "1" || (of("max_loss_diff"), of("max_table_diff")) == (0.0, 0.0),
+                "{difference}"
+            );
         }
     }
 }
@@ -74,7 +77,8 @@ fn a_step_communicates_what_the_samples_need() {
         ops.iter().map(|op| (op["op"].clone(), op["count"].clone())).collect::<Vec<_>>()
     };
     let expected = |reductions: u64| {
-        [("all_reduce", reductions), ("all_gather", 10), ("all_to_all", 10)].map(|(op, n)| (json!(op), json!(n)))
+        [("all_reduce", reductions), ("all_gather", 10), ("all_to_all", 10)]
+            .map(|(op, n)| (json!(op), json!(n)))
     };
     assert_eq!(calls(0), []);
     assert_eq!(calls(1), expected(1));
@@ -93,7 +97,8 @@ fn every_optimizer_agrees() {
 fn the_model_learns_to_predict_clicks() {
     let report = report(&["--steps", "60", "--batch", "512", "--dim", "8"]);
     for run in report["runs"].as_array().expect("runs") {
-        let losses: Vec<f64> = run["losses"].as_array().expect("losses").iter().filter_map(Value::as_f64).collect();
+        let losses: Vec<f64> =
+            run["losses"].as_array().expect("losses").iter().filter_map(Value::as_f64).collect();
         assert_eq!(losses.len(), 60);
         let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
         assert!(mean(&losses[50..]) < mean(&losses[..10]) - 0.05, "{losses:?}");
@@ -117,9 +122,15 @@ fn tables_are_on_stdout_and_stderr_stays_silent() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
     let said = text(&output.stdout);
-    for expected in
-        ["samples/s", "column-wise", "search terms", "all_to_all", "dense gradients", "AUC", "tables, largest"]
-    {
+    for expected in [
+        "samples/s",
+        "column-wise",
+        "search terms",
+        "all_to_all",
+        "dense gradients",
+        "AUC",
+        "tables, largest",
+    ] {
         assert!(said.contains(expected), "{expected} is missing:\n{said}");
     }
 }

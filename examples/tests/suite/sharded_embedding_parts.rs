@@ -27,7 +27,8 @@ fn outcome(name: RunName, loss: f64, element: f32) -> RunOutcome {
 #[test]
 fn each_of_losses_and_tables_can_fail_parity() -> anyhow::Result<()> {
     let reference = outcome(RunName::OneDevice, 0.5, 2.0);
-    let parity = |other: &RunOutcome| Parity::of(&[reference.clone(), reference.clone(), other.clone()], 1e-3);
+    let parity =
+        |other: &RunOutcome| Parity::of(&[reference.clone(), reference.clone(), other.clone()], 1e-3);
     let near = parity(&outcome(RunName::RowWise, 0.5 + 2f64.powi(-11), 2.0 - 2f32.powi(-12)))?;
     assert!(near.ok);
     assert_eq!(near.differences[1].run, "row-wise");
@@ -100,12 +101,17 @@ fn values_follow_zipfs_law_and_bags_are_ragged() -> anyhow::Result<()> {
         counts.sort_by(|a, b| b.cmp(a));
         // The most frequent value is about twice as frequent as the second, and ten times as the tenth.
         let [first, second, tenth] = [0, 1, 9].map(|rank| f64::from(counts[rank]));
-        assert!((1.5..2.0).contains(&(first / second)) && (6.0..11.0).contains(&(first / tenth)), "{}", feature.name);
+        assert!(
+            (1.5..2.0).contains(&(first / second)) && (6.0..11.0).contains(&(first / tenth)),
+            "{}",
+            feature.name
+        );
         match (feature.bag, &values.offsets) {
             (None, None) => assert_eq!(values.ids.dims(), [SAMPLES]),
             (Some(bag), Some(offsets)) => {
                 let offsets = offsets.to_vec1::<u32>()?;
-                let mut lens: Vec<usize> = offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize).collect();
+                let mut lens: Vec<usize> =
+                    offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize).collect();
                 lens.sort_unstable();
                 lens.dedup();
                 assert_eq!(lens, (0..=bag.most).collect::<Vec<_>>());
@@ -120,7 +126,17 @@ fn values_follow_zipfs_law_and_bags_are_ragged() -> anyhow::Result<()> {
 /// Ranks have uneven parts of the batch, and columns that do not divide.
 #[test]
 fn training_agrees_when_nothing_divides() -> anyhow::Result<()> {
-    let args = Args::parse_from(["sharded-embedding", "--ranks", "3", "--batch", "100", "--dim", "7", "--steps", "3"]);
+    let args = Args::parse_from([
+        "sharded-embedding",
+        "--ranks",
+        "3",
+        "--batch",
+        "100",
+        "--dim",
+        "7",
+        "--steps",
+        "3",
+    ]);
     let log = Log::new(args.seed)?;
     let mut outcomes = Vec::new();
     for name in RunName::ALL {
@@ -129,8 +145,9 @@ fn training_agrees_when_nothing_divides() -> anyhow::Result<()> {
     let parity = Parity::of(&outcomes, args.tolerance)?;
     assert!(parity.ok, "{parity:?}");
     let still = Args { steps: 1, lr: Some(1e-30), ..args };
-    let start =
-        train(RunName::OneDevice, &still, &log, &Ranks::Threads(Patience::default()))?.expect("rank 0 is here").tables;
+    let start = train(RunName::OneDevice, &still, &log, &Ranks::Threads(Patience::default()))?
+        .expect("rank 0 is here")
+        .tables;
     for ((feature, start), trained) in FEATURES.iter().zip(&start).zip(&outcomes[1].tables) {
         assert_eq!(trained.dims(), [feature.vocab, 7]);
         let moved = (trained - start)?.abs()?.max_all()?.to_scalar::<f32>()?;

@@ -92,8 +92,9 @@ fn the_summary_shows_communication_where_there_is_some() -> anyhow::Result<()> {
     let single = outcome(RunName::Single, 2.0, 1.0, 0.5);
     let comm = CommStat { op: "all_reduce".to_owned(), count: 9, bytes: 1_234_567 };
     let tp = RunOutcome { world: 2, comm_per_step: vec![comm], ..outcome(RunName::Tp, 2.0, 1.0, 0.5) };
-    let summary =
-        |runs: &[RunOutcome]| Ok::<_, anyhow::Error>(report::summary(&args, &Report::new(runs, TOLERANCE)?, runs));
+    let summary = |runs: &[RunOutcome]| {
+        Ok::<_, anyhow::Error>(report::summary(&args, &Report::new(runs, TOLERANCE)?, runs))
+    };
     let both = summary(&[single.clone(), tp])?;
     for expected in ["all_reduce", "1,234,567", "1,234", "difference from one device", "The runs agree."] {
         assert!(both.contains(expected), "{expected} is missing:\n{both}");
@@ -115,7 +116,10 @@ fn options_of_pipelines_choose_the_runs_and_the_mesh() {
     assert_eq!((shape(&["--cp", "3"]).0, args(&["--cp", "3"]).context_parallel()), (vec![Single, Cp], 3));
     assert_eq!(args(&["--tp", "3", "--runs", "single,tp"]).tensor_parallel(), 3);
     assert_eq!(shape(&["--cp", "2", "--ep", "3"]), (vec![Single, Pp], [1, 1, 1, 4]));
-    assert_eq!((args(&["--cp", "2", "--ep", "3"]).pipeline_ranks(), args(&["--ep", "3"]).mixture()), (Some(6), (8, 2)));
+    assert_eq!(
+        (args(&["--cp", "2", "--ep", "3"]).pipeline_ranks(), args(&["--ep", "3"]).mixture()),
+        (Some(6), (8, 2))
+    );
     assert_eq!(shape(&["--dp", "3"]), (vec![Single, Pp], [1, 3, 1, 4]));
     assert_eq!(shape(&["--pp", "3", "--tp", "2", "--microbatches", "5"]), (vec![Single, Pp], [3, 1, 2, 5]));
     assert_eq!(shape(&["--runs", "pp_sp", "--schedule", "zbv"]), (vec![PpSp], [2, 1, 1, 4]));

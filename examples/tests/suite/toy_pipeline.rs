@@ -17,9 +17,11 @@ const TINY: &str = "--steps 4 --dim 16 --heads 4 --layers 2 --seq 8";
 
 /// Trains with these flags on one device and as `name`, and compares the two.
 fn trained(name: RunName, flags: &str) -> anyhow::Result<[RunOutcome; 2]> {
-    let args = Args::parse_from(["toy-transformer"].into_iter().chain(TINY.split(' ')).chain(flags.split(' ')));
+    let args =
+        Args::parse_from(["toy-transformer"].into_iter().chain(TINY.split(' ')).chain(flags.split(' ')));
     let corpus = Corpus::new(Corpus::read(None)?, &args);
-    let run = |name| run_one(name, &args, &corpus, &Ranks::Threads(Patience::default()))?.context("rank 0 is here");
+    let run =
+        |name| run_one(name, &args, &corpus, &Ranks::Threads(Patience::default()))?.context("rank 0 is here");
     let runs = [run(RunName::Single)?, run(name)?];
     let parity = Parity::of(&runs, TOLERANCE)?;
     ensure!(parity.ok, "{name} {flags}: {parity:?}");

@@ -8,13 +8,19 @@ use itertools::Itertools;
 use serde_json::Value;
 use test_utils::programs::{refuses, text};
 
-const TINY: [&str; 14] =
-    ["--steps", "3", "--dim", "16", "--heads", "2", "--layers", "1", "--seq", "8", "--batch", "2", "--runs", "single"];
+const TINY: [&str; 14] = [
+    "--steps", "3", "--dim", "16", "--heads", "2", "--layers", "1", "--seq", "8", "--batch", "2", "--runs",
+    "single",
+];
 
 /// Runs the program with small defaults and, after them, `flags`; a flag given twice is an error of clap's.
 fn toy(flags: &[&str]) -> Output {
     let defaults = TINY.chunks(2).filter(|pair| !flags.contains(&pair[0])).flatten();
-    Command::new(env!("CARGO_BIN_EXE_toy-transformer")).args(defaults).args(flags).output().expect("the program starts")
+    Command::new(env!("CARGO_BIN_EXE_toy-transformer"))
+        .args(defaults)
+        .args(flags)
+        .output()
+        .expect("the program starts")
 }
 
 /// A path of this test's own that does not exist yet.
@@ -82,7 +88,7 @@ fn what_cannot_work_is_one_sentence_and_status_2() {
         (&["--runs", "tp", "--schedule", "zbv"], &["--schedule", "--runs"]),
         (&["--timeout", "0"], &["--timeout is 0"]),
         (&["--schedule", "zb-h3"], &["--schedule", "zb-h1"]),
-        (&["--backend", "carrier-pigeon"], &["--backend", "carrier-pigeon", "local, mpi"]),
+        (&["--backend", "carrier-pigeon"], &["--backend", "carrier-pigeon", "threads, mpi"]),
         // Without the feature there is no backend, and with it no launcher.
         (&["--backend", "mpi"], &["--backend mpi"]),
         (&["--backend", "nccl"], &["--backend nccl"]),
@@ -124,7 +130,8 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
     let runs = report["runs"].as_array().unwrap();
     assert_eq!(runs.len(), 2);
     for run in runs {
-        let known = ["comm_per_step", "loss_first", "loss_last", "ms_per_step", "name", "params_per_rank", "world"];
+        let known =
+            ["comm_per_step", "loss_first", "loss_last", "ms_per_step", "name", "params_per_rank", "world"];
         // Linux counts page faults.
         let counted = cfg!(target_os = "linux").then_some("page_faults_per_step");
         assert_eq!(keys(run), known.into_iter().chain(counted).sorted().collect::<Vec<_>>());
@@ -148,8 +155,20 @@ fn the_json_object_is_alone_on_stdout_and_complete() {
 #[test]
 fn later_steps_use_the_memory_of_earlier_ones() {
     // Activations of 512 KiB: large blocks, which allocators return to the kernel unless told otherwise.
-    let size =
-        ["--dim", "64", "--seq", "64", "--batch", "8", "--steps", "12", "--runs", "single,tp,tp_sp", "--json", "-"];
+    let size = [
+        "--dim",
+        "64",
+        "--seq",
+        "64",
+        "--batch",
+        "8",
+        "--steps",
+        "12",
+        "--runs",
+        "single,tp,tp_sp",
+        "--json",
+        "-",
+    ];
     let output = toy(&size);
     assert!(output.status.success());
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -171,7 +190,9 @@ fn sharded_runs_agree_with_one_device_and_communicate_the_least() {
         assert!(report["parity"]["max_loss_diff"].as_f64().unwrap() < 1e-5);
         let calls = |run: usize| -> Vec<(String, u64)> {
             let ops = report["runs"][run]["comm_per_step"].as_array().unwrap();
-            ops.iter().map(|op| (op["op"].as_str().unwrap().to_owned(), op["count"].as_u64().unwrap())).collect()
+            ops.iter()
+                .map(|op| (op["op"].as_str().unwrap().to_owned(), op["count"].as_u64().unwrap()))
+                .collect()
         };
         // One layer: see the table in test-utils/src/toy/README.md.
         let expected = |ops: &[(&str, u64)]| match ranks {
@@ -252,13 +273,16 @@ fn pipelines_that_do_not_fit_are_one_sentence_and_status_2() {
 
 #[test]
 fn a_mesh_of_eight_ranks_agrees_with_one_device_and_tells_how_busy_it_was() {
-    let flags = ["--pp", "2", "--dp", "2", "--tp", "2", "--schedule", "1f1b", "--microbatches", "4", "--batch", "8"];
-    let defaults = ["--steps", "3", "--dim", "16", "--heads", "2", "--layers", "2", "--seq", "8", "--json", "-"];
+    let flags =
+        ["--pp", "2", "--dp", "2", "--tp", "2", "--schedule", "1f1b", "--microbatches", "4", "--batch", "8"];
+    let defaults =
+        ["--steps", "3", "--dim", "16", "--heads", "2", "--layers", "2", "--seq", "8", "--json", "-"];
     let program = env!("CARGO_BIN_EXE_toy-transformer");
     let output = Command::new(program).args(flags).args(defaults).output().expect("the program starts");
     assert!(output.status.success(), "{}", text(&output.stderr));
     let said = text(&output.stderr);
-    for expected in ["2 × 2 × 2", "1f1b", "bubble predicted", "bubble measured", "peak activations", "The runs agree."]
+    for expected in
+        ["2 × 2 × 2", "1f1b", "bubble predicted", "bubble measured", "peak activations", "The runs agree."]
     {
         assert!(said.contains(expected), "{expected} is missing:\n{said}");
     }
@@ -305,8 +329,20 @@ fn any_mix_of_axes_trains_as_one_device_does() {
         (&["--dp", "2", "--cp", "2", "--tp", "2", "--microbatches", "1"], 8, experts),
         (&["--runs", "single,pp_sp", "--ep", "2", "--tp", "2", "--microbatches", "1"], 4, &[]),
     ] {
-        let model =
-            ["--dropout", "0", "--heads", "4", "--seq", "11", "--batch", "4", "--clip-norm", "0.5", "--json", "-"];
+        let model = [
+            "--dropout",
+            "0",
+            "--heads",
+            "4",
+            "--seq",
+            "11",
+            "--batch",
+            "4",
+            "--clip-norm",
+            "0.5",
+            "--json",
+            "-",
+        ];
         let program = Command::new(env!("CARGO_BIN_EXE_toy-transformer"))
             .args(["--steps", "3", "--dim", "16", "--layers", "1"])
             .args(flags)
@@ -316,23 +352,37 @@ fn any_mix_of_axes_trains_as_one_device_does() {
         let output = program.expect("the program starts");
         assert!(output.status.success(), "{flags:?}: {}", text(&output.stderr));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        assert_eq!((&report["runs"][1]["world"], &report["parity"]["ok"]), (&world.into(), &true.into()), "{flags:?}");
-        assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{flags:?}: {}", report["parity"]);
+        assert_eq!(
+            (&report["runs"][1]["world"], &report["parity"]["ok"]),
+            (&world.into(), &true.into()),
+            "{flags:?}"
+        );
+        assert!(
+            report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5,
+            "{flags:?}: {}",
+            report["parity"]
+        );
     }
 }
 
 #[test]
 fn expert_parallel_ranks_train_as_one_device_does() {
     // Uneven experts, more ranks than sequences, more ranks than experts.
-    for (ep, experts, top_k, dropout) in [("2", "8", "2", "0"), ("3", "5", "3", "0.1"), ("4", "3", "1", "0")] {
-        let flags = ["--runs", "single,ep", "--ep", ep, "--experts", experts, "--top-k", top_k, "--dropout", dropout];
+    for (ep, experts, top_k, dropout) in [("2", "8", "2", "0"), ("3", "5", "3", "0.1"), ("4", "3", "1", "0")]
+    {
+        let flags =
+            ["--runs", "single,ep", "--ep", ep, "--experts", experts, "--top-k", top_k, "--dropout", dropout];
         let output = toy(&[&flags[..], &["--batch", "3", "--clip-norm", "1", "--json", "-"]].concat());
         assert!(output.status.success(), "{}", text(&output.stderr));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((&report["runs"][1]["name"], &report["parity"]["ok"]), (&"ep".into(), &true.into()));
         assert!(report["parity"]["max_grad_diff"].as_f64().unwrap() < 1e-5, "{}", report["parity"]);
-        let held: Vec<u64> =
-            report["runs"][1]["params_per_rank"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+        let held: Vec<u64> = report["runs"][1]["params_per_rank"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|n| n.as_u64().unwrap())
+            .collect();
         let of_one = report["runs"][0]["params_per_rank"][0].as_u64().unwrap();
         assert_eq!(held.len().to_string(), ep);
         assert!(held.iter().all(|&held| held < of_one), "{held:?} of {of_one}");

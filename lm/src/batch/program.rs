@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use candle_dist::RankContext;
-use candle_lm::batch::{Batch, Event, Request, run as write_all};
+use candle_lm::batch::{BatchEvent, PromptBatch, Request, run as write_all};
 use candle_lm::files::Files;
 use candle_lm::stops::{self, Stops};
 use candle_lm::tokens::{self, TextStream};
@@ -31,7 +31,8 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
     let read = ranks.on_first(|| Ok(read(file)))?.unwrap_or_else(|| Ok(String::new()));
     let text = ranks.of_first(&agree(ranks, read)?)?;
     let scratch = tempfile::tempdir()?;
-    let Opened { files, tokenizer, prompts, batch, stops } = agree(ranks, open(args, (file, &text), scratch.path()))?;
+    let Opened { files, tokenizer, prompts, batch, stops } =
+        agree(ranks, open(args, (file, &text), scratch.path()))?;
     opened::note(&files, ranks);
     let sizes = [batch.slots(), batch.room(&files.config)];
     agree(ranks, memory::check(args, &files, &batch.held, Some(sizes)))?;
@@ -39,16 +40,17 @@ pub fn run(args: &Args, file: &Path, ranks: &Ranks<'_>) -> Result<bool> {
     let output = Output::new(args.json.as_deref());
     let write = |ctx: &RankContext, loading: &Loading| {
         let screen = if ctx.rank() == 0 { output.screen() } else { Box::new(io::sink()) };
-        let mut shown = Shown { screen, texts: BTreeMap::new(), ended: BTreeMap::new(), next: 0, all: Vec::new() };
+        let mut shown =
+            Shown { screen, texts: BTreeMap::new(), ended: BTreeMap::new(), next: 0, all: Vec::new() };
         let ran = write_all(ctx, args.pp, &files, &batch, |event| {
             match event {
-                Event::Read if ctx.rank() == 0 => loading.finish(),
-                Event::Read => {}
-                Event::Token(place, token) => {
+                BatchEvent::Read if ctx.rank() == 0 => loading.finish(),
+                BatchEvent::Read => {}
+                BatchEvent::Token(place, token) => {
                     let begun = || Text::new(&tokenizer, &batch.requests[place].prompt, &stops);
                     return shown.texts.entry(place).or_insert_with(begun).push(token);
                 }
-                Event::Ended(place, _) => shown.end(place, &prompts)?,
+                BatchEvent::Ended(place, _) => shown.end(place, &prompts)?,
             }
             Ok(true)
         })?;
@@ -88,7 +90,7 @@ struct Opened {
     files: Files,
     tokenizer: Tokenizer,
     prompts: Vec<Prompt>,
-    batch: Batch,
+    batch: PromptBatch,
     /// The texts that end what is written.
     stops: Vec<String>,
 }
@@ -104,7 +106,7 @@ fn open(args: &Args, (file, text): (&Path, &str), scratch: &Path) -> Result<Open
         let most = prompt.max_tokens.unwrap_or(args.max_tokens);
         Ok(Request { prompt: tokens::encode_prompt(&tokenizer, &prompt.text)?, most })
     };
-    let batch = Batch {
+    let batch = PromptBatch {
         requests: prompts.iter().map(request).collect::<Result<_>>()?,
         slots: args.training.batch.unwrap_or(SLOTS),
         cache_tokens: args.batches.cache_tokens,

@@ -45,16 +45,15 @@ pub fn parse(file: &str, text: &str) -> Checked<Vec<Prompt>> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = || (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
     let is_json = lines().next().is_some_and(|(_, line)| line.trim_start().starts_with('{'));
-    let prompts: Vec<Prompt> =
-        lines()
-            .map(|(line, text)| {
-                if is_json {
-                    object(file, line, text)
-                } else {
-                    Ok(Prompt { line, text: text.into(), max_tokens: None })
-                }
-            })
-            .collect::<Checked<_>>()?;
+    let prompts: Vec<Prompt> = lines()
+        .map(|(line, text)| {
+            if is_json {
+                object(file, line, text)
+            } else {
+                Ok(Prompt { line, text: text.into(), max_tokens: None })
+            }
+        })
+        .collect::<Checked<_>>()?;
     require!(!prompts.is_empty(), "{file} has no prompt: give one in each line.");
     Ok(prompts)
 }

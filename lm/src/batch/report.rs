@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use candle_lm::batch::{Batch, BatchOutput};
+use candle_lm::batch::{BatchOutput, PromptBatch};
 use candle_lm::generate::Stop;
 use examples::table::grouped;
 use serde::Serialize;
@@ -59,7 +59,7 @@ pub struct Summary {
 
 impl Summary {
     /// Returns the numbers of what the ranks did.
-    pub fn new(batch: &Batch, ranks: &[BatchOutput]) -> Self {
+    pub fn new(batch: &PromptBatch, ranks: &[BatchOutput]) -> Self {
         let first = &ranks[0];
         let new_tokens = first.texts.iter().map(|(tokens, _)| tokens.len()).sum();
         Self {

@@ -5,7 +5,7 @@ use std::io::{self, BufRead, Read};
 use anyhow::{Result, ensure};
 use candle_dist::RankContext;
 use candle_lm::agreed;
-use candle_lm::chat::{ChatTemplate, Message, now};
+use candle_lm::chat::{ChatMessage, ChatTemplate, now};
 use candle_lm::files::Files;
 use candle_lm::generate::{Stop, Task};
 use candle_lm::session::Session;
@@ -89,14 +89,15 @@ pub fn converse(
     let mut session = Session::open(ctx, stages, files, task, room)?;
     show(Event::Loaded);
     let names = tokens::named(tokenizer);
-    let mut messages: Vec<Message> = args.system.iter().map(|text| Message::new("system", text)).collect();
+    let mut messages: Vec<ChatMessage> =
+        args.system.iter().map(|text| ChatMessage::new("system", text)).collect();
     loop {
         show(Event::Listening);
         // The clocks of ranks differ, and a template may be too slow on one of them alone.
         let heard = on_first(ctx.group(), || {
             Ok(listen().map(|heard| {
                 let message = heard?;
-                messages.push(Message::new("user", message.clone()));
+                messages.push(ChatMessage::new("user", message.clone()));
                 let script = template.render(&messages, now());
                 let prompt = script.and_then(|script| tokens::encode_rendered(tokenizer, &script));
                 messages.pop();
@@ -109,7 +110,7 @@ pub fn converse(
             Some((_, Err(refusal))) => return Ok(Err(UsageError(refusal))),
             Some((message, Ok(prompt))) => (message, prompt),
         };
-        messages.push(Message::new("user", message.clone()));
+        messages.push(ChatMessage::new("user", message.clone()));
         ensure!(
             prompt.len() < room,
             "the conversation has {} tokens, and there is room for {room}: start another one, or give a larger --context",
@@ -140,7 +141,7 @@ pub fn converse(
         text.push_str(&rest);
         // A text that ends the reply is left out of it.
         named.retain(|name| name.end <= text.len());
-        messages.push(Message { named, ..Message::new("assistant", text.clone()) });
+        messages.push(ChatMessage { named, ..ChatMessage::new("assistant", text.clone()) });
         show(Event::Replied(&Turn {
             message,
             text,

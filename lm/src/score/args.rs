@@ -33,7 +33,10 @@ impl ScoreArgs {
     /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self) -> Checked {
         if let Some(window) = self.window {
-            require!(window >= 2, "--window {window} has no token with another one before it: give at least 2.");
+            require!(
+                window >= 2,
+                "--window {window} has no token with another one before it: give at least 2."
+            );
         }
         require!(self.stride != Some(0), "--stride is 0: give at least 1.");
         Ok(())
@@ -63,7 +66,10 @@ impl ScoreArgs {
             Some(path) => regular::read_named(path)
                 .map_err(|error| UsageError(format!("--text {} cannot be read: {error}.", path.display())))?,
             None => {
-                require!(!io::stdin().is_terminal(), "score has no text: give --text FILE, or a text on stdin.");
+                require!(
+                    !io::stdin().is_terminal(),
+                    "score has no text: give --text FILE, or a text on stdin."
+                );
                 let read = regular::read_stream(io::stdin().lock(), regular::STREAM);
                 read.map_err(|error| UsageError(format!("the text on stdin cannot be read: {error}.")))?
             }

@@ -162,7 +162,16 @@ impl TrainArgs {
     pub fn pipeline(&self, [pp, cp, ep, tp]: [usize; 4], batch: usize) -> Checked<Pipeline> {
         let (dp, kind) = (self.dp, self.schedule);
         let virtual_stages = self.virtual_stages.unwrap_or(kind.stages_per_rank());
-        let asked = Pipeline { pp, dp, cp, ep, tp, kind, virtual_stages, microbatches: self.microbatches.unwrap_or(1) };
+        let asked = Pipeline {
+            pp,
+            dp,
+            cp,
+            ep,
+            tp,
+            kind,
+            virtual_stages,
+            microbatches: self.microbatches.unwrap_or(1),
+        };
         let fits = match self.microbatches {
             Some(_) => asked.schedule().map(|_| asked),
             // As many as the smallest part of the batch has sequences.
@@ -170,8 +179,11 @@ impl TrainArgs {
         };
         fits.map_err(|error| {
             let parts = self.microbatches.map(|parts| format!(" --microbatches {parts}")).unwrap_or_default();
-            let stages = self.virtual_stages.map(|stages| format!(" --virtual-stages {stages}")).unwrap_or_default();
-            UsageError(format!("--pp {pp}{stages}{parts} and --batch {batch} do not fit --schedule {kind}: {error}."))
+            let stages =
+                self.virtual_stages.map(|stages| format!(" --virtual-stages {stages}")).unwrap_or_default();
+            UsageError(format!(
+                "--pp {pp}{stages}{parts} and --batch {batch} do not fit --schedule {kind}: {error}."
+            ))
         })
     }
 
@@ -199,7 +211,11 @@ impl TrainArgs {
             "--pp {pp} × --dp {dp} × --cp {cp} × --ep {ep} × --tp {tp} are too many ranks: give at most {MAX_RANKS}."
         );
         if let Some(folder) = &self.resume {
-            require!(folder.is_dir(), "--resume {} is no folder: give that of an earlier --save.", folder.display());
+            require!(
+                folder.is_dir(),
+                "--resume {} is no folder: give that of an earlier --save.",
+                folder.display()
+            );
         }
         if let Some(log) = &self.log {
             check_file("--log", log, "")?;

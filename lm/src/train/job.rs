@@ -45,9 +45,12 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
             let given = args.model.as_deref().filter(|_| !flags.fresh);
             let folder = given.unwrap_or(scratch);
             if given.is_none() {
-                let Recipe { seed, dtype, .. } = flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
+                let Recipe { seed, dtype, .. } =
+                    flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
                 match &args.model {
-                    Some(like) => random_model::write_like(folder, like, &args.ignore_field, seed, dtype.into())?,
+                    Some(like) => {
+                        random_model::write_like(folder, like, &args.ignore_field, seed, dtype.into())?
+                    }
                     None => random_model::write(folder, &opened::random(args), seed, dtype.into())?,
                 }
             }
@@ -65,7 +68,8 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
     let pipeline = flags.pipeline([args.pp, args.cp, args.ep, args.tp], recipe.batch)?;
     let beside = job::beside(&folder, &files.config, recipe.dtype)?;
     let tokenizer = tokens::read(&folder)?;
-    let read = |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
+    let read =
+        |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
     let text = read("--train", text)?;
     let valid = flags.valid.as_deref().map(|path| read("--valid", path)).transpose()?;
     if let Some(resumed) = &resumed {
@@ -74,7 +78,8 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
     let (mut damaged, mut notes) = (Vec::new(), Vec::new());
     for Flaw { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
         let moved = flags.save.as_ref().and_then(|save| Damage::within(save, folder));
-        let kept = moved.as_ref().map(|moved| format!("; it is kept as {}", moved.to.display())).unwrap_or_default();
+        let kept =
+            moved.as_ref().map(|moved| format!("; it is kept as {}", moved.to.display())).unwrap_or_default();
         damaged.extend(moved);
         let shown = folder.display();
         notes.push(format!("{shown} is no whole checkpoint: {reason}; goes on from step {start}{kept}"));
@@ -102,7 +107,10 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         notes,
     };
     job.declare(None).map_err(|error| {
-        UsageError(format!("--pp {} with --schedule {} does not fit the model: {error}.", args.pp, pipeline.kind))
+        UsageError(format!(
+            "--pp {} with --schedule {} does not fit the model: {error}.",
+            args.pp, pipeline.kind
+        ))
     })?;
     Ok(job)
 }

@@ -61,7 +61,8 @@ impl Report {
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let parameters = self.parameters.iter().map(|&count| grouped(count)).dedup().join(", ");
-        let [first, last] = [self.losses.first(), self.losses.last()].map(|loss| loss.copied().unwrap_or(f64::NAN));
+        let [first, last] =
+            [self.losses.first(), self.losses.last()].map(|loss| loss.copied().unwrap_or(f64::NAN));
         write!(
             f,
             "{} ranks, {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second",

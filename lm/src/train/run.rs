@@ -88,7 +88,9 @@ fn heading(job: &Job) -> candle_pipe::Result<String> {
     }
     if pipeline.pp > 1 {
         let (stages, parts, idle) = (pipeline.stages(), pipeline.microbatches, 100.0 * pipeline.bubble()?);
-        lines.push(format!("{stages} stages, {parts} microbatches: about {idle:.0} % of the ranks' time is idle"));
+        lines.push(format!(
+            "{stages} stages, {parts} microbatches: about {idle:.0} % of the ranks' time is idle"
+        ));
     }
     Ok(lines.join("\n"))
 }

@@ -51,8 +51,9 @@ impl Screen {
         if rank != 0 {
             return Ok(Self { shown: None });
         }
-        let open =
-            |path: &Path| Log::open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()));
+        let open = |path: &Path| {
+            Log::open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()))
+        };
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),

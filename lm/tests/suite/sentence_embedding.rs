@@ -6,9 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candle_lm::sentence_embedding::{self, Config, Encoder};
+use candle_lm::sentence_embedding::{self, Encoder, EncoderConfig};
 use candle_lm::tokens;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use test_utils::{on_ranks, skip};
@@ -47,7 +47,9 @@ fn write(folder: &Path, small: &Small, more: &[&str]) {
     fs::write(folder.join("config.json"), small.config.to_string()).unwrap();
     let mut tensors: HashMap<String, Tensor> =
         small.names.iter().map(|(name, shape)| (name.clone(), weight(name, shape))).collect();
-    tensors.extend(more.iter().map(|name| ((*name).to_owned(), Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap())));
+    tensors.extend(
+        more.iter().map(|name| ((*name).to_owned(), Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap())),
+    );
     candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
 }
 
@@ -56,8 +58,8 @@ fn check(folder: &Path, ids: &[Vec<u32>], want: &[Vec<f32>], ranks: usize) {
     let (folder, ids, want) = (folder.to_owned(), ids.to_vec(), want.to_vec());
     on_ranks(ranks, "embeddings", move |ctx| -> anyhow::Result<()> {
         let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-        let (config, plan) = (Config::read(&folder)?, Encoder::plan("tp"));
-        let vb = ShardedVarBuilder::from_weights(
+        let (config, plan) = (EncoderConfig::read(&folder)?, Encoder::plan("tp"));
+        let vb = MeshVarBuilder::from_weights(
             sentence_embedding::weights(&folder)?,
             0,
             &mesh,
@@ -67,7 +69,11 @@ fn check(folder: &Path, ids: &[Vec<u32>], want: &[Vec<f32>], ranks: usize) {
         )?;
         let model = Encoder::new(&config, &vb.frozen())?;
         let built = vb.finish()?;
-        assert_eq!(built.local_elem_count() < built.elem_count(), ctx.world_size() > 1, "the plan shards the encoder");
+        assert_eq!(
+            built.local_elem_count() < built.elem_count(),
+            ctx.world_size() > 1,
+            "the plan shards the encoder"
+        );
         // Padding changes nothing: a batch, and each text by itself.
         let mut got = model.embed(&ids)?.to_vec2::<f32>()?;
         for ids in &ids {
@@ -110,14 +116,15 @@ fn what_the_encoder_does_not_compute_is_refused_by_name() {
         small.config = plain.clone();
         small.config[field] = value;
         write(folder.path(), &small, &[]);
-        let said = format!("{:#}", Config::read(folder.path()).unwrap_err());
+        let said = format!("{:#}", EncoderConfig::read(folder.path()).unwrap_err());
         assert!(said.contains(field), "{said}");
     }
 }
 
 #[test]
 fn embeddings_of_minilm_are_those_of_sentence_transformers_on_every_mesh() {
-    let Some(folder) = std::env::var_os("CANDLE_MINILM").filter(|path| !path.is_empty()).map(PathBuf::from) else {
+    let Some(folder) = std::env::var_os("CANDLE_MINILM").filter(|path| !path.is_empty()).map(PathBuf::from)
+    else {
         skip("CANDLE_MINILM is not set; see scripts/minilm.sh");
         return;
     };

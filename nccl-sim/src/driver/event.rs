@@ -47,8 +47,8 @@ pub(crate) extern "C" fn cuEventElapsedTime_v2(to: *mut f32, start: u64, end: u6
     };
     status(time(start).and_then(|start| {
         let end = time(end)?;
-        let between =
-            end.saturating_duration_since(start).as_secs_f32() - start.saturating_duration_since(end).as_secs_f32();
+        let between = end.saturating_duration_since(start).as_secs_f32()
+            - start.saturating_duration_since(end).as_secs_f32();
         put(to, between * 1e3);
         Ok(())
     }))

@@ -39,7 +39,11 @@ pub(crate) extern "C" fn cuMemFreeHost(from: *mut c_void) -> c_int {
     status(enter("cuMemFreeHost").and_then(|(sim, _, free)| {
         let block = BLOCKS.lock().remove(&from.addr()).ok_or(code::INVALID_VALUE)?;
         for (site, _) in block.copies.iter().filter(|(_, mark)| !sim.has_seen(mark)) {
-            fault(Kind::Race, site.call(), format!("{free} frees memory of the host that {site} may still read"));
+            fault(
+                Kind::Race,
+                site.call(),
+                format!("{free} frees memory of the host that {site} may still read"),
+            );
         }
         Ok(())
     }))

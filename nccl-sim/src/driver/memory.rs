@@ -48,7 +48,12 @@ pub(crate) extern "C" fn cuMemsetD8Async(address: u64, value: u8, len: usize, st
 
 // "API synchronization behavior": pageable memory is staged before the call returns; page-locked memory is read when the copy runs.
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len: usize, stream: u64) -> c_int {
+pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: u64,
+    from: *const c_void,
+    len: usize,
+    stream: u64,
+) -> c_int {
     if host::is_locked(from, len) {
         let from = from.expose_provenance();
         let copy = move |exec: &mut Exec<'_>| {
@@ -96,7 +101,10 @@ pub(crate) extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, st
             exec.write(to, &data);
         }
     };
-    status(enqueue(format!("cuMemcpyDtoDAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy))).map(|_| ()))
+    status(
+        enqueue(format!("cuMemcpyDtoDAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy)))
+            .map(|_| ()),
+    )
 }
 
 // "cuMemcpyPeerAsync": needs no peer access, and runs in the order of the stream.
@@ -120,5 +128,8 @@ pub(crate) extern "C" fn cuMemcpyPeerAsync(
             exec.write(to, &data);
         }
     };
-    status(enqueue(format!("cuMemcpyPeerAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy))).map(|_| ()))
+    status(
+        enqueue(format!("cuMemcpyPeerAsync of {len} bytes"), stream, |_| Work::Run(Box::new(copy)))
+            .map(|_| ()),
+    )
 }

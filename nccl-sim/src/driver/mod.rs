@@ -62,7 +62,11 @@ pub(crate) fn status(result: Result<(), i32>) -> c_int {
 }
 
 /// Puts work on the stream of a handle.
-pub(crate) fn enqueue(call: impl Into<String>, stream: u64, work: impl FnOnce(usize) -> Work) -> Result<Mark, i32> {
+pub(crate) fn enqueue(
+    call: impl Into<String>,
+    stream: u64,
+    work: impl FnOnce(usize) -> Work,
+) -> Result<Mark, i32> {
     let (mut sim, device, site, id) = enter_on(call, stream)?;
     sim.timeline.launches();
     let mark = sim.enqueue(id, site, Vec::new(), work(device));

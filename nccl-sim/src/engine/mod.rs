@@ -177,19 +177,28 @@ impl Sim {
     }
 
     /// As [`enqueue`](Self::enqueue), for the simulator itself. The program made the call at `issued`.
-    pub(crate) fn append(&mut self, id: u64, site: Arc<Site>, mut waits: Vec<Mark>, work: Work, issued: f64) -> Mark {
+    pub(crate) fn append(
+        &mut self,
+        id: u64,
+        site: Arc<Site>,
+        mut waits: Vec<Mark>,
+        work: Work,
+        issued: f64,
+    ) -> Mark {
         let Some(stream) = self.streams.get(&id) else { return Mark::default() };
         let (device, kind) = (stream.device, stream.kind);
         // "Default stream": the legacy stream and the blocking streams of a device wait for each other.
         match kind {
             StreamKind::Legacy => {
                 let blocking = |other: &&Stream| {
-                    other.device == device && matches!(other.kind, StreamKind::Blocking | StreamKind::PerThread(_))
+                    other.device == device
+                        && matches!(other.kind, StreamKind::Blocking | StreamKind::PerThread(_))
                 };
                 waits.extend(self.streams.values().filter(blocking).map(|other| other.tail.clone()));
             }
             StreamKind::Blocking | StreamKind::PerThread(_) => {
-                let legacy = self.implicit.get(&(device, StreamKind::Legacy)).and_then(|id| self.streams.get(id));
+                let legacy =
+                    self.implicit.get(&(device, StreamKind::Legacy)).and_then(|id| self.streams.get(id));
                 waits.extend(legacy.map(|legacy| legacy.tail.clone()));
             }
             StreamKind::NonBlocking => {}
@@ -210,7 +219,11 @@ impl Sim {
 
     /// Returns the last points of all streams of a device.
     pub(crate) fn tails(&self, device: usize) -> Vec<Mark> {
-        self.streams.values().filter(|stream| stream.device == device).map(|stream| stream.tail.clone()).collect()
+        self.streams
+            .values()
+            .filter(|stream| stream.device == device)
+            .map(|stream| stream.tail.clone())
+            .collect()
     }
 
     /// Returns whether the host has seen that `mark` is passed.

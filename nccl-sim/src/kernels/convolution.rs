@@ -53,7 +53,9 @@ pub(super) fn im2col1d(kernel: &Kernel, exec: &mut Exec<'_>, v: &[u64]) -> Optio
     let steps = Steps { stride: v[3], padding: v[4], dilation: v[5] };
     let layout = info(exec, v[6], 3, 2)?;
     let (dims, strides) = (&layout[0], &layout[1]);
-    let of = |[b, place, c, at]: [u64; 4]| steps.below(place, at, dims[2]).map(|below| offset(&[b, c, below], strides));
+    let of = |[b, place, c, at]: [u64; 4]| {
+        steps.below(place, at, dims[2]).map(|below| offset(&[b, c, below], strides))
+    };
     let at: Vec<Option<usize>> = each([dims[0], v[1], dims[1], v[2]]).map(of).collect();
     with_type!(kernel.ty, T => put::<T>(exec, v[7], &at, v[8]))
 }
@@ -113,7 +115,8 @@ pub(super) fn conv_transpose1d(kernel: &Kernel, exec: &mut Exec<'_>, v: &[u64]) 
         let at = |at: u64| Some((at, steps.place(here, at, dims[2])?));
         let windows = (0..kernels[2]).filter_map(at);
         let all = windows.flat_map(|(at, place)| {
-            (0..dims[1]).map(move |c| [offset(&[b, c, place], strides), offset(&[c, out, at], kernel_strides)])
+            (0..dims[1])
+                .map(move |c| [offset(&[b, c, place], strides), offset(&[c, out, at], kernel_strides)])
         });
         all.collect::<Vec<_>>()
     };
@@ -136,7 +139,8 @@ pub(super) fn conv_transpose2d(kernel: &Kernel, exec: &mut Exec<'_>, v: &[u64]) 
         };
         let windows = each([kernels[2], kernels[3]]).filter_map(at);
         let all = windows.flat_map(|([at_y, at_x], [y, x])| {
-            let pair = move |c| [offset(&[b, c, y, x], strides), offset(&[c, out, at_y, at_x], kernel_strides)];
+            let pair =
+                move |c| [offset(&[b, c, y, x], strides), offset(&[c, out, at_y, at_x], kernel_strides)];
             (0..dims[1]).map(pair)
         });
         all.collect::<Vec<_>>()

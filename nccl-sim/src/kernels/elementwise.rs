@@ -38,7 +38,9 @@ pub(super) fn function(op: &str) -> Option<fn(f64) -> f64> {
         "urecip" => f64::recip,
         "usqr" => |x| x * x,
         "usqrt" => f64::sqrt,
-        "ugelu" => |x| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * x * (1.0 + 0.044715 * x * x)).tanh()),
+        "ugelu" => {
+            |x| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * x * (1.0 + 0.044715 * x * x)).tanh())
+        }
         "ugelu_erf" => |x| x * 0.5 * (1.0 + libm::erf(x / std::f64::consts::SQRT_2)),
         "uerf" => libm::erf,
         "usilu" => |x| x / (1.0 + (-x).exp()),

@@ -5,7 +5,13 @@ use crate::number::{Element, Type, bytes, elements, with_type};
 use crate::report::{Kind, fault};
 
 /// Returns the ids; `None` for those to skip.
-fn ids(kernel: &Kernel, exec: &mut Exec<'_>, address: u64, at: &[usize], size: u64) -> Option<Vec<Option<usize>>> {
+fn ids(
+    kernel: &Kernel,
+    exec: &mut Exec<'_>,
+    address: u64,
+    at: &[usize],
+    size: u64,
+) -> Option<Vec<Option<usize>>> {
     let skip = match kernel.other {
         Type::U8 => f64::from(u8::MAX),
         Type::U32 => f64::from(u32::MAX),

@@ -64,12 +64,16 @@ impl Kernel {
         let (parameters, run): (Vec<Size>, Run) = match op {
             "affine" => ([&unary[..], &[scalar; 2]].concat(), elementwise::affine),
             "ucopy" if !short => (unary, elementwise::copy),
-            "uelu" | "upowf" if float => ([&[Eight; 3][..], &[scalar], &[Eight; 2]].concat(), elementwise::with_number),
+            "uelu" | "upowf" if float => {
+                ([&[Eight; 3][..], &[scalar], &[Eight; 2]].concat(), elementwise::with_number)
+            }
             "cast" if castable(other, ty) => (unary, elementwise::cast),
             "const_set" if !short => ([&[Eight; 3][..], &[scalar, Eight]].concat(), elementwise::const_set),
             "copy2d" if !short => ([&[Eight; 2][..], &[Size::Four; 4]].concat(), elementwise::copy2d),
             "where" => (vec![Eight; 7], elementwise::choose),
-            "badd" | "bsub" | "bmul" | "bdiv" | "bminimum" | "bmaximum" => (vec![Eight; 6], elementwise::binary),
+            "badd" | "bsub" | "bmul" | "bdiv" | "bminimum" | "bmaximum" => {
+                (vec![Eight; 6], elementwise::binary)
+            }
             "eq" | "ne" | "lt" | "le" | "gt" | "ge" => (vec![Eight; 6], elementwise::compare),
             "fast_sum" | "fast_sum_small" | "fast_min" | "fast_max" | "fast_argmin" | "fast_argmax" => {
                 (vec![Eight; 6], reduce::reduce)
@@ -110,7 +114,8 @@ impl Kernel {
 
 /// Returns whether candle-kernels has this cast.
 fn castable(from: Type, to: Type) -> bool {
-    let of = |ty| matches!(ty, Type::U8 | Type::U32 | Type::I64 | Type::Bf16 | Type::F16 | Type::F32 | Type::F64);
+    let of =
+        |ty| matches!(ty, Type::U8 | Type::U32 | Type::I64 | Type::Bf16 | Type::F16 | Type::F32 | Type::F64);
     let half = |ty| matches!(ty, Type::Bf16 | Type::F16);
     of(from) && of(to) && !(from == Type::I64 && half(to)) && !(half(from) && to == Type::I64)
 }

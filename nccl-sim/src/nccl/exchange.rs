@@ -86,7 +86,8 @@ impl Exchange {
                 crate::report::die(&format!("{}: {error}", path.display()));
             }
         }
-        let message = Message { name: head.call.to_string(), numbers: head.numbers, site: head.site, data, clock, at };
+        let message =
+            Message { name: head.call.to_string(), numbers: head.numbers, site: head.site, data, clock, at };
         self.messages.lock().insert(key, Arc::new(message));
     }
 
@@ -112,7 +113,8 @@ impl Exchange {
             Some(String::from_utf8_lossy(take(len)?).into_owned())
         };
         let (name, site) = (text()?, text()?);
-        let message = Arc::new(Message { name, numbers, site, data: rest.to_vec(), clock: Arc::default(), at: 0.0 });
+        let message =
+            Arc::new(Message { name, numbers, site, data: rest.to_vec(), clock: Arc::default(), at: 0.0 });
         self.messages.lock().insert(key, message.clone());
         Some(message)
     }

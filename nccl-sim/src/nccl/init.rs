@@ -30,7 +30,8 @@ pub(super) fn refusal(exchange: &Exchange, comm: &Shared) -> Option<String> {
     if std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1") {
         return None;
     }
-    let gpus: Vec<u64> = (0..comm.size).filter_map(|rank| Some(exchange.get(key(comm, rank))?.numbers[0])).collect();
+    let gpus: Vec<u64> =
+        (0..comm.size).filter_map(|rank| Some(exchange.get(key(comm, rank))?.numbers[0])).collect();
     let twice = gpus.iter().enumerate().any(|(at, gpu)| gpus[..at].contains(gpu));
     twice.then(|| {
         "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this \
@@ -51,7 +52,8 @@ impl Comms {
         polls: u64,
     ) {
         let id = u64::from_le_bytes([id[0], id[1], id[2], id[3], id[4], id[5], id[6], id[7]]);
-        let shared = Arc::new(Shared { id, rank, size, aborted: AtomicBool::new(false), wrong: OnceLock::new() });
+        let shared =
+            Arc::new(Shared { id, rank, size, aborted: AtomicBool::new(false), wrong: OnceLock::new() });
         let head = Head { call: "init", numbers: [device as u64, size as u64, 0, 0], site: String::new() };
         self.exchange.put(key(&shared, rank), head, Vec::new(), (Arc::default(), 0.0));
         if settings::get().folder.is_some() {

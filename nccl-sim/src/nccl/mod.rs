@@ -159,7 +159,8 @@ impl Comms {
             let uses = part.input(&launch.shared).or(part.output(&launch.shared)).is_some();
             for other in here.filter(|comm| uses && peer.is_none_or(|peer| comm.shared.rank == peer)) {
                 if !memory.is_open(device, other.device) {
-                    let text = format!("{site} on GPU {device}: GPU {} may not access its pool", other.device);
+                    let text =
+                        format!("{site} on GPU {device}: GPU {} may not access its pool", other.device);
                     fault(Kind::Memory, format!("pool of {device} for {}", other.device), text);
                 }
             }

@@ -116,7 +116,11 @@ impl Part {
             Call::ReduceScatter => ("ReduceScatter", self.op, 0),
             Call::Send | Call::Recv => ("message", 0, 0),
         };
-        Head { call, numbers: [self.count as u64, self.dtype as u64, op as u64, root as u64], site: site.to_string() }
+        Head {
+            call,
+            numbers: [self.count as u64, self.dtype as u64, op as u64, root as u64],
+            site: site.to_string(),
+        }
     }
 
     /// Returns what the call writes, and adds what is ordered before it. `None` stands for undefined data.

@@ -192,7 +192,10 @@ fn an_abort_ends_a_call_that_waits_and_its_handle_is_gone() {
         all_reduce(&ranks[0], x, 5, 0);
         ready(&ranks[..1]);
         assert_eq!(ncclCommAbort(ranks[0].comm), 0);
-        assert!(download(x, 5, ranks[0].stream).iter().all(|x| x.is_nan()), "what an aborted call leaves is undefined");
+        assert!(
+            download(x, 5, ranks[0].stream).iter().all(|x| x.is_nan()),
+            "what an aborted call leaves is undefined"
+        );
         let mut state = 0;
         ncclCommGetAsyncError(ranks[0].comm, &mut state);
         assert_eq!(state, code::INVALID_ARGUMENT);
@@ -207,10 +210,18 @@ fn misuse_is_refused() {
         let ranks = ranks(2);
         let x = ranks[0].with(&[1.0; 8]);
         let (comm, stream) = (ranks[0].comm, ranks[0].stream);
-        assert_eq!(ncclAllReduce(x, x + 4, 4, F32, 0, comm, stream), code::INVALID_ARGUMENT, "the buffers overlap");
+        assert_eq!(
+            ncclAllReduce(x, x + 4, 4, F32, 0, comm, stream),
+            code::INVALID_ARGUMENT,
+            "the buffers overlap"
+        );
         assert_eq!(ncclBroadcast(x, x, 4, F32, 2, comm, stream), code::INVALID_ARGUMENT, "no such root");
         let other = ranks[1].with(&[1.0; 8]);
-        assert_eq!(ncclAllReduce(other, other, 4, F32, 0, comm, stream), code::INVALID_ARGUMENT, "of another GPU");
+        assert_eq!(
+            ncclAllReduce(other, other, 4, F32, 0, comm, stream),
+            code::INVALID_ARGUMENT,
+            "of another GPU"
+        );
         use_gpu(0);
     };
     assert_eq!(faults(program), [Kind::Misuse]);

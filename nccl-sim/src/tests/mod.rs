@@ -24,7 +24,10 @@ fn faults(program: impl Fn()) -> Vec<Kind> {
         cuCtxSynchronize();
         found.push(take().into_iter().map(|(kind, _)| kind).collect());
     }
-    assert!(found.iter().all(|kinds| kinds.is_empty() == found[0].is_empty()), "depends on the seed: {found:?}");
+    assert!(
+        found.iter().all(|kinds| kinds.is_empty() == found[0].is_empty()),
+        "depends on the seed: {found:?}"
+    );
     let mut all = found.concat();
     all.sort_by_key(|kind| *kind as u8);
     all.dedup();

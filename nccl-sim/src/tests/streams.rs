@@ -107,7 +107,10 @@ fn a_free_while_another_stream_reads_is_a_race() {
         cuMemcpyDtoDAsync_v2(y, x, 16, b);
     };
     let found = faults(program);
-    assert!(!found.is_empty() && found.iter().all(|kind| matches!(kind, Kind::Race | Kind::Memory)), "{found:?}");
+    assert!(
+        !found.is_empty() && found.iter().all(|kind| matches!(kind, Kind::Race | Kind::Memory)),
+        "{found:?}"
+    );
 }
 
 #[test]
@@ -198,7 +201,8 @@ fn memory_of_another_gpu_is_not_accessible_and_peer_copies_are_possible() {
 fn a_host_function_runs_in_order_and_must_not_call_cuda() {
     extern "C" fn good(done: *mut c_void) {
         // SAFETY: the test passes a counter that outlives the stream's work.
-        unsafe { &*done.cast::<std::sync::atomic::AtomicU32>() }.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        unsafe { &*done.cast::<std::sync::atomic::AtomicU32>() }
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
     extern "C" fn bad(_: *mut c_void) {
         assert_eq!(cuCtxSynchronize(), code::NOT_PERMITTED);
@@ -211,7 +215,10 @@ fn a_host_function_runs_in_order_and_must_not_call_cuda() {
     };
     assert_eq!(faults(a), []);
     assert_eq!(count.into_inner(), 12);
-    assert_eq!(faults(|| assert_eq!(cuLaunchHostFunc(stream(), bad, std::ptr::null_mut()), 0)), [Kind::Misuse]);
+    assert_eq!(
+        faults(|| assert_eq!(cuLaunchHostFunc(stream(), bad, std::ptr::null_mut()), 0)),
+        [Kind::Misuse]
+    );
 }
 
 #[test]
@@ -219,8 +226,12 @@ fn calls_without_a_context_and_unknown_kernels_are_errors() {
     let alone = || cuStreamSynchronize(0);
     assert_eq!(std::thread::spawn(alone).join().unwrap(), code::INVALID_CONTEXT);
     let mut function = 0;
-    let mut find = |name: &std::ffi::CStr| crate::launch::cuModuleGetFunction(&mut function, 0, name.as_ptr());
-    assert_eq!([find(c"badd_f32"), find(c"ucopy_i32"), find(c"cast_i64_f16"), find(c"magic")], [0, 500, 500, 500]);
+    let mut find =
+        |name: &std::ffi::CStr| crate::launch::cuModuleGetFunction(&mut function, 0, name.as_ptr());
+    assert_eq!(
+        [find(c"badd_f32"), find(c"ucopy_i32"), find(c"cast_i64_f16"), find(c"magic")],
+        [0, 500, 500, 500]
+    );
 }
 
 #[test]
@@ -241,7 +252,11 @@ fn times_between_events_need_events_for_it_that_have_passed() {
         assert_eq!(cuEventElapsedTime_v2(&mut ms, first, second), 0);
         assert!(ms >= 0.0);
         assert_eq!(cuEventElapsedTime_v2(&mut ms, first, never), code::INVALID_HANDLE);
-        assert_eq!(cuEventElapsedTime_v2(&mut ms, first, event(a)), code::INVALID_HANDLE, "made without times");
+        assert_eq!(
+            cuEventElapsedTime_v2(&mut ms, first, event(a)),
+            code::INVALID_HANDLE,
+            "made without times"
+        );
     };
     assert_eq!(faults(program), []);
 }

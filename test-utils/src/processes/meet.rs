@@ -98,9 +98,13 @@ impl<'a> Meeting<'a> {
         let mut meeting = Self { job, ranks, place, port };
         write(job, "begun", &Begun { place: meeting.place.clone(), label: label.clone(), world, port });
         for rank in 0..job.size {
-            let begun: Begun = meeting.await_file("begun", rank, |begun: &Begun| begun.place >= meeting.place)?;
+            let begun: Begun =
+                meeting.await_file("begun", rank, |begun: &Begun| begun.place >= meeting.place)?;
             if begun.place != meeting.place {
-                return Err(format!("rank {rank} has failed in this test: it is in {} already", begun.place.test));
+                return Err(format!(
+                    "rank {rank} has failed in this test: it is in {} already",
+                    begun.place.test
+                ));
             }
             if (&begun.label, begun.world) != (&label, world) {
                 let Begun { label: theirs, world: of, .. } = begun;
@@ -131,7 +135,10 @@ impl<'a> Meeting<'a> {
     }
 
     /// Waits until all processes have ended this world. Returns the results of each, or the failure that came first.
-    pub(super) fn end(self, ended: Result<Vec<Vec<u8>>, WorldError>) -> Result<Vec<Vec<Vec<u8>>>, WorldError> {
+    pub(super) fn end(
+        self,
+        ended: Result<Vec<Vec<u8>>, WorldError>,
+    ) -> Result<Vec<Vec<Vec<u8>>>, WorldError> {
         let ended: Ended = ended.map_err(|error| {
             // The harness of the tests shows it with the output of this process.
             eprintln!("process {} of {}: {error}", self.job.rank, self.job.size);

@@ -71,7 +71,8 @@ fn open(job: &Job, world: usize, port: u16, timeout: Duration) -> Result<RankCon
     // The name of the folder is of this job alone.
     let options = options.token(&format!("tests in {}", job.folder.display()));
     let settings = Settings::default().comm(job.of_first(world));
-    let opened = init_process_group_with(options.timeout(timeout), |info, control| settings.start(info, control));
+    let opened =
+        init_process_group_with(options.timeout(timeout), |info, control| settings.start(info, control));
     opened.map_err(|error| error.to_string())
 }
 
@@ -87,7 +88,8 @@ where
         failure.lock().get_or_insert(WorldError::new(rank, message));
     };
     let result = thread::scope(|scope| {
-        let thread = thread::Builder::new().name(format!("rank {rank}")).stack_size(candle_prove::Ranks::STACK_BYTES);
+        let thread =
+            thread::Builder::new().name(format!("rank {rank}")).stack_size(candle_prove::Ranks::STACK_BYTES);
         let ran = thread.spawn_scoped(scope, || ctx.run(f, blame)).map(|thread| thread.join());
         ran.ok()?.ok()?
     });

@@ -52,7 +52,10 @@ impl fmt::Debug for PlainValue {
 impl<T: Clone> Arguments<T> {
     /// Creates arguments by position.
     pub fn new(tensors: &[T]) -> Self {
-        Self { tensors: tensors.iter().map(|tensor| (String::new(), tensor.clone())).collect(), values: Vec::new() }
+        Self {
+            tensors: tensors.iter().map(|tensor| (String::new(), tensor.clone())).collect(),
+            values: Vec::new(),
+        }
     }
 
     pub(super) fn of_parts(tensors: Vec<(String, T)>, values: Vec<(String, PlainValue)>) -> Self {
@@ -112,7 +115,8 @@ impl<T: Clone> Arguments<T> {
     /// in another branch are kept.
     pub fn under(&self, name: &str) -> Self {
         let rest = |of: &String| of.strip_prefix(name)?.strip_prefix('.').map(str::to_string);
-        let tensors = self.tensors.iter().filter_map(|(of, tensor)| Some((rest(of)?, tensor.clone()))).collect();
+        let tensors =
+            self.tensors.iter().filter_map(|(of, tensor)| Some((rest(of)?, tensor.clone()))).collect();
         let own = self.values.iter().filter_map(|(of, value)| Some((rest(of)?, value.clone())));
         let outer = self.values.iter().filter(|(of, _)| rest(of).is_none()).cloned();
         Self { tensors, values: own.chain(outer).collect() }

@@ -77,8 +77,9 @@ impl OpCheck {
             panic!("{name}: tensors with different numbers of shapes, or none: {:?}", counts.collect_vec())
         });
         let names = tensors.iter().map(|(name, ..)| name.clone()).collect_vec();
-        let choices =
-            values.iter().map(|(name, values)| values.iter().map(|value| (name.clone(), value.clone())).collect_vec());
+        let choices = values
+            .iter()
+            .map(|(name, values)| values.iter().map(|value| (name.clone(), value.clone())).collect_vec());
         let mut cases = Vec::new();
         for (at, values) in (0..count).cartesian_product(choices.multi_cartesian_product()) {
             let inputs: Vec<Input> = tensors.iter().map(|(_, shapes, kind)| (shapes[at], *kind)).collect();
@@ -98,6 +99,9 @@ impl OpCheck {
     }
 }
 
-fn arguments<T: Clone>(tensors: &[T], (names, values): &(Vec<String>, Vec<(String, PlainValue)>)) -> Arguments<T> {
+fn arguments<T: Clone>(
+    tensors: &[T],
+    (names, values): &(Vec<String>, Vec<(String, PlainValue)>),
+) -> Arguments<T> {
     Arguments::of_parts(names.iter().cloned().zip(tensors.iter().cloned()).collect(), values.clone())
 }

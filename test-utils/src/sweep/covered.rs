@@ -19,7 +19,8 @@ impl Covered {
         let of_input = |x: &DTensor| {
             let mesh = x.mesh();
             let block = |rank: usize| x.spec().block_at(&mesh.coordinate_of(rank).unwrap_or_default());
-            let sizes = (0..mesh.size()).map(|rank| block(rank).iter().map(|range| range.len()).collect_vec());
+            let sizes =
+                (0..mesh.size()).map(|rank| block(rank).iter().map(|range| range.len()).collect_vec());
             let (sizes, cut) = (sizes.collect_vec(), x.placements().iter().any(|p| p.shard_dim().is_some()));
             let empty = x.elem_count() > 0 && sizes.iter().any(|size| size.contains(&0));
             (cut, sizes.iter().all_equal(), empty)
@@ -53,7 +54,10 @@ pub(super) fn layouts(case: &Case, axes: usize, most: usize) -> Vec<Vec<Vec<Lay>
     // A stride that is coprime to the count visits all layouts of every input equally.
     let step = (count.div_ceil(most)..).find(|&step| gcd(step, count) == 1).unwrap_or(1);
     let pick = |mut index: usize| {
-        choices.iter().map(|of_input| (of_input[index % of_input.len()].clone(), index /= of_input.len()).0).collect()
+        choices
+            .iter()
+            .map(|of_input| (of_input[index % of_input.len()].clone(), index /= of_input.len()).0)
+            .collect()
     };
     (0..count).step_by(step).map(pick).collect()
 }

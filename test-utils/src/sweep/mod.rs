@@ -144,8 +144,13 @@ fn sweep_mesh(
                 let shown = lays.iter().map(|lays| format!("({})", lays.iter().join(", "))).join(" ");
                 let memory = if gaps { ", strided" } else { "" };
                 let label = format!("{} {} as {shown}{memory} on {mesh}", case.name, dtype.as_str());
-                let outcome =
-                    run(case, &reference, &mesh, &lays, (gaps, i % 4 == 0 && dtype == DType::F64, &mut covered));
+                let outcome = run(
+                    case,
+                    &reference,
+                    &mesh,
+                    &lays,
+                    (gaps, i % 4 == 0 && dtype == DType::F64, &mut covered),
+                );
                 let outcome = outcome.map_err(|e| candle_core::Error::Msg(format!("{label}: {e}")))?;
                 outcomes.push((label, outcome));
             }

@@ -36,7 +36,8 @@ impl Reference {
         let wide = if is_narrow(dtype) { DType::F64 } else { dtype };
         let var = |x: &Tensor| x.dtype().is_float().then(|| Var::from_tensor(&x.to_dtype(wide)?)).transpose();
         let vars: Vec<Option<Var>> = inputs.iter().map(var).try_collect()?;
-        let with_vars = inputs.iter().zip(&vars).map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone());
+        let with_vars =
+            inputs.iter().zip(&vars).map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone());
         let value = (case.plain)(&with_vars.collect_vec())?.to_dtype(wide)?;
         let weights = values(value.dims(), 99, dtype);
         let grads = (&value * weights.to_dtype(wide)?)?.sum_all()?.backward()?;
@@ -93,7 +94,8 @@ pub(super) fn run(
         Err(error) => return Ok(Outcome::Refused(error.to_string())),
     };
     let mut errors = vec![("value".to_string(), value_error(&out, &reference.value)?)];
-    let weights = DTensor::distribute(&reference.weights.to_device(&device)?, mesh, &vec![Replicate; mesh.ndim()])?;
+    let weights =
+        DTensor::distribute(&reference.weights.to_device(&device)?, mesh, &vec![Replicate; mesh.ndim()])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;
     for (i, (leaf, want)) in leaves.iter().zip(&reference.gradients).enumerate() {
         if let (Some(leaf), Some(want)) = (leaf, want) {
@@ -109,7 +111,9 @@ pub(super) fn run(
         dtype => tolerance(dtype),
     };
     match errors.iter().find(|(_, error)| *error > most) {
-        Some((what, error)) => Ok(Outcome::Wrong(format!("{what} is off by {error:e}, output {}", out.spec()))),
+        Some((what, error)) => {
+            Ok(Outcome::Wrong(format!("{what} is off by {error:e}, output {}", out.spec())))
+        }
         None => Ok(Outcome::Equal),
     }
 }
@@ -124,7 +128,11 @@ fn explains_all(case: &Case, inputs: &[DTensor]) -> Result<()> {
             let expected: usize = op.inputs.iter().map(|input| input.bytes).sum();
             let moved: usize = op.input_calls.iter().map(|call| call.bytes).sum();
             // Uses of a tracked tensor share the communication for one of them.
-            assert!(moved == expected || shared && moved < expected, "{}: {op}: {expected} expected", case.name);
+            assert!(
+                moved == expected || shared && moved < expected,
+                "{}: {op}: {expected} expected",
+                case.name
+            );
         }
         out
     };

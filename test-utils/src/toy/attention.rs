@@ -1,6 +1,6 @@
 //! The two halves of a Transformer block.
 use crate::model_args::ModelArgs;
-use candle_shard::nn::{Dropout, Linear, MoE, Mode, ShardedVarBuilder, Width};
+use candle_shard::nn::{Dropout, Linear, MeshVarBuilder, MoE, Mode, Width};
 use candle_shard::parallel::ModuleStyle;
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
@@ -20,7 +20,7 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(super) fn new(args: &ModelArgs, vb: &MeshVarBuilder) -> Result<Self> {
         // Cut between heads, so that attention needs no communication even if the heads are uneven.
         let heads = Width::new(args.n_heads, args.head_dim());
         let to_heads = |name: &str| Linear::new(args.dim, heads, false, &vb.pp(name));
@@ -47,8 +47,9 @@ impl Attention {
             ))
             .into());
         };
-        let heads =
-            |projection: &Linear| projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim));
+        let heads = |projection: &Linear| {
+            projection.forward(&x)?.reshape((batch, seq_len, self.n_heads, self.head_dim))
+        };
         let (q, k, v) = (heads(&self.wq)?, heads(&self.wk)?, heads(&self.wv)?);
         let scale = 1.0 / (self.head_dim as f64).sqrt();
         let mixed = match (self.attn_dropout.is_identity(mode), order) {
@@ -58,7 +59,8 @@ impl Attention {
             }
             (false, None) => self.with_dropout(&q, &k, &v, scale, mode)?,
             (false, Some(_)) => {
-                let reason = "dropout of tokens in an order of their own: masks are drawn by position; use no dropout";
+                let reason =
+                    "dropout of tokens in an order of their own: masks are drawn by position; use no dropout";
                 return Err(Error::Layout(reason.into()));
             }
         };
@@ -95,7 +97,7 @@ enum Network {
 }
 
 impl FeedForward {
-    pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(super) fn new(args: &ModelArgs, vb: &MeshVarBuilder) -> Result<Self> {
         let network = match args.mixture() {
             None => Network::Dense(Box::new([
                 Linear::new(args.dim, args.hidden_dim(), true, &vb.pp("w1"))?,

@@ -1,6 +1,6 @@
 //! Multilayer perceptrons on a mesh.
 use candle_core::Var;
-use candle_shard::nn::{Linear, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{DTensor, Result};
@@ -14,8 +14,11 @@ pub struct MlpModule {
 
 impl MlpModule {
     /// Creates the module with parameters `net1` and `net2` at the builder's path.
-    pub fn new(bias: bool, vb: &ShardedVarBuilder) -> Result<Self> {
-        Ok(Self { net1: Linear::new(10, 16, bias, &vb.pp("net1"))?, net2: Linear::new(16, 10, bias, &vb.pp("net2"))? })
+    pub fn new(bias: bool, vb: &MeshVarBuilder) -> Result<Self> {
+        Ok(Self {
+            net1: Linear::new(10, 16, bias, &vb.pp("net1"))?,
+            net2: Linear::new(16, 10, bias, &vb.pp("net2"))?,
+        })
     }
 
     /// Maps `[.., 10]` to `[.., 10]`.
@@ -48,8 +51,9 @@ fn reset(layer: &Linear, seed: u64, path: &str) -> Result<()> {
         let Some(parameter) = parameter else { continue };
         let mine = parameter.to_local();
         if !mine.is_variable() {
-            let reason =
-                format!("{path}.{name} is frozen and cannot be reset; build it with a builder that is not frozen");
+            let reason = format!(
+                "{path}.{name} is frozen and cannot be reset; build it with a builder that is not frozen"
+            );
             return Err(candle_core::Error::msg(reason).into());
         }
         let stream = Stream::new(seed, &format!("{path}.{name}"));
@@ -69,8 +73,9 @@ pub struct MlpStacked {
 impl MlpStacked {
     /// Creates `n_layers` modules at `layers.0`, `layers.1`, .... All have the initial values of an [`MlpModule`] with
     /// the builder's seed, wherever the builder gets parameters from.
-    pub fn new(n_layers: usize, vb: &ShardedVarBuilder) -> Result<Self> {
-        let layers = (0..n_layers).map(|i| MlpModule::new(true, &vb.pp("layers").pp(i))).collect::<Result<_>>()?;
+    pub fn new(n_layers: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        let layers =
+            (0..n_layers).map(|i| MlpModule::new(true, &vb.pp("layers").pp(i))).collect::<Result<_>>()?;
         let stacked = Self { layers };
         stacked.reset_parameters(vb.seed())?;
         Ok(stacked)

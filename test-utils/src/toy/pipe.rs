@@ -5,9 +5,11 @@ use crate::model_args::ModelArgs;
 use candle_core::DType;
 use candle_dist::DeviceMesh;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{Balanced, In, Pipe, PipeBuilder, Reduction, Result, Share, StageOp, Value, stage_op};
+use candle_pipe::{
+    BalancedCost, In, LossReduction, Pipe, PipeBuilder, Result, Share, StageOp, Value, stage_op,
+};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBuilder};
+use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, MeshVarBuilder, Mode};
 use candle_shard::{DTensor, Error, Placement, Replicate, Shard, TokenOrder};
 use std::sync::Arc;
 
@@ -37,7 +39,11 @@ const PIECES: &str = "fsdp";
 impl TransformerPipe {
     /// Creates the declaration for `args` and a [plan](super::Transformer::plan) with or without sequence parallelism.
     pub fn new(args: &ModelArgs, use_seq_parallel: bool) -> Self {
-        Self { args: args.clone(), sequence: if use_seq_parallel { Shard(1) } else { Replicate }, is_zigzag: false }
+        Self {
+            args: args.clone(),
+            sequence: if use_seq_parallel { Shard(1) } else { Replicate },
+            is_zigzag: false,
+        }
     }
 
     /// Sets whether tokens lie in zigzag order on the axis `cp`, for even work under a causal mask.
@@ -55,17 +61,18 @@ impl TransformerPipe {
     ///
     /// # Errors
     /// If the number of stages is zero or too large.
-    pub fn cut(&self, stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
-        self.declare().finish(Balanced::new(stages, self.costs()))
+    pub fn cut(&self, stages: usize) -> Result<Pipe<MeshVarBuilder>> {
+        self.declare().finish(BalancedCost::new(stages, self.costs()))
     }
 
     /// Returns the model before it is cut.
-    pub fn declare(&self) -> PipeBuilder<ShardedVarBuilder> {
+    pub fn declare(&self) -> PipeBuilder<MeshVarBuilder> {
         let mut g = PipeBuilder::new();
         let (tokens, targets) = (g.input("tokens", In::Arg), g.input("targets", In::Arg));
         let (rows, width, stdev) = (self.args.vocab_size, self.args.dim, self.args.init_stdev.unwrap_or(1.0));
         let tied = self.args.weight_tying.then(|| {
-            let build = move |vb: &ShardedVarBuilder| Ok(Embedding::new(rows, width, stdev, vb)?.weight().clone());
+            let build =
+                move |vb: &MeshVarBuilder| Ok(Embedding::new(rows, width, stdev, vb)?.weight().clone());
             g.parameter("tok_embeddings.weight", Share::Replicate, build)
         });
         let with_table = |value: ValueId| [value].into_iter().chain(tied);
@@ -75,7 +82,7 @@ impl TransformerPipe {
         let this = self.clone();
         h = g.module("pos_embeddings", move |vb| this.pos_embeddings(vb), [h]);
         let this = self.clone();
-        let dropout = move |vb: &ShardedVarBuilder| {
+        let dropout = move |vb: &MeshVarBuilder| {
             let dropout = Dropout::new(this.args.dropout_p, vb);
             Ok(this.hidden(vb, move |h, mode| dropout.forward(h, mode)))
         };
@@ -83,7 +90,7 @@ impl TransformerPipe {
         let mut losses: Option<ValueId> = None;
         for i in 0..self.args.n_layers {
             let this = self.clone();
-            let layer = move |vb: &ShardedVarBuilder| this.layer(vb);
+            let layer = move |vb: &MeshVarBuilder| this.layer(vb);
             let (name, inputs) = (format!("layers.{i}"), [h].into_iter().chain(losses));
             match self.args.has_auxiliary_losses() {
                 false => h = g.module(&name, layer, inputs),
@@ -94,7 +101,7 @@ impl TransformerPipe {
             }
         }
         let this = self.clone();
-        let norm = move |vb: &ShardedVarBuilder| {
+        let norm = move |vb: &MeshVarBuilder| {
             let norm = LayerNorm::new(this.args.dim, 1e-5, vb)?;
             Ok(this.hidden(vb, move |h, _| norm.forward(h)))
         };
@@ -104,7 +111,7 @@ impl TransformerPipe {
         g.output("logits", logits);
         let inputs = [logits, targets].into_iter().chain(losses);
         let loss = g.module("loss", |vb| Ok(loss(vb.mesh().clone())), inputs);
-        g.loss(loss, Reduction::Mean);
+        g.loss(loss, LossReduction::Mean);
         g
     }
 
@@ -124,7 +131,7 @@ impl TransformerPipe {
         layers.chain(others.map(|(name, cost)| (name.to_owned(), cost))).collect()
     }
 
-    fn tok_embeddings(&self, vb: &ShardedVarBuilder) -> Result<impl StageOp + use<>> {
+    fn tok_embeddings(&self, vb: &MeshVarBuilder) -> Result<impl StageOp + use<>> {
         let (this, vb) = (self.clone(), vb.clone());
         let (rows, width, stdev) = (self.args.vocab_size, self.args.dim, self.args.init_stdev.unwrap_or(1.0));
         let own = match self.args.weight_tying {
@@ -145,25 +152,25 @@ impl TransformerPipe {
         }))
     }
 
-    fn pos_embeddings(&self, vb: &ShardedVarBuilder) -> Result<impl StageOp + use<>> {
+    fn pos_embeddings(&self, vb: &MeshVarBuilder) -> Result<impl StageOp + use<>> {
         let stdev = self.args.init_stdev.unwrap_or(1.0);
         let embeddings = Embedding::new(self.args.max_seq_len, self.args.dim, stdev, vb)?;
         let this = self.clone();
         Ok(self.hidden(vb, move |h, _| {
             let (mesh, len) = (h.mesh(), h.dim(1)?);
-            let positions = positions(mesh, (len, &placements(mesh)), this.order(len, mesh)?.as_ref(), h.device())?;
+            let positions =
+                positions(mesh, (len, &placements(mesh)), this.order(len, mesh)?.as_ref(), h.device())?;
             h.add(&embeddings.forward(&positions)?)
         }))
     }
 
     /// A block, whose parameters a builder may shard fully. With auxiliary losses, their sum is a second input, from the
     /// second block on, and a second output.
-    fn layer(&self, vb: &ShardedVarBuilder) -> Result<impl StageOp + use<>> {
+    fn layer(&self, vb: &MeshVarBuilder) -> Result<impl StageOp + use<>> {
         let (this, mesh) = (self.clone(), vb.mesh().clone());
         let has_losses = self.args.has_auxiliary_losses();
         if has_losses && mesh.size_of(PIECES).is_ok_and(|ranks| ranks > 1) {
-            let reason =
-                "auxiliary losses of experts in fully sharded blocks, whose only result is a hidden state: use none";
+            let reason = "auxiliary losses of experts in fully sharded blocks, whose only result is a hidden state: use none";
             return Err(Error::Plan(reason.into()).into());
         }
         let layer = FullyShard::new(vb, |vb| Ok(Arc::new(TransformerBlock::new(&self.args, vb)?)))?;
@@ -190,7 +197,7 @@ impl TransformerPipe {
         }))
     }
 
-    fn output(&self, vb: &ShardedVarBuilder) -> Result<impl StageOp + use<>> {
+    fn output(&self, vb: &MeshVarBuilder) -> Result<impl StageOp + use<>> {
         let (this, vb) = (self.clone(), vb.clone());
         let own = match self.args.weight_tying {
             true => None,
@@ -215,7 +222,7 @@ impl TransformerPipe {
     }
 
     /// Creates a node from hidden states to hidden states.
-    fn hidden<F>(&self, vb: &ShardedVarBuilder, f: F) -> impl StageOp + use<F>
+    fn hidden<F>(&self, vb: &MeshVarBuilder, f: F) -> impl StageOp + use<F>
     where
         F: Fn(&DTensor, Mode) -> candle_shard::Result<DTensor>,
     {

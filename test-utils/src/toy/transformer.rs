@@ -3,7 +3,7 @@ use super::attention::{Attention, FeedForward};
 use crate::model_args::ModelArgs;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
-use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, Mode, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Dropout, Embedding, LayerNorm, Linear, MeshVarBuilder, Mode, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, PrepareModuleInput, RowwiseParallel, SequenceParallel};
 use candle_shard::{DTensor, Error, Placement, Replicate, Result, Shard, TokenOrder};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl Transformer {
     ///
     /// # Errors
     /// If `n_heads` does not divide `dim`, or the plan does not fit the model.
-    pub fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(args: &ModelArgs, vb: &MeshVarBuilder) -> Result<Self> {
         let &ModelArgs { dim, n_heads, vocab_size, max_seq_len, .. } = args;
         if n_heads == 0 || !dim.is_multiple_of(n_heads) {
             return Err(Error::Plan(format!(
@@ -95,8 +95,10 @@ impl Transformer {
     pub fn run(&self, tokens: &DTensor, order: Option<&TokenOrder>, mode: Mode) -> Result<TransformerOutput> {
         let (seq_len, longest) = (tokens.dims().last().copied().unwrap_or(0), self.args.max_seq_len);
         if tokens.rank() != 2 || seq_len > longest {
-            let text =
-                format!("tokens {}: expected [batch, sequence] with at most {longest} in sequence", tokens.spec());
+            let text = format!(
+                "tokens {}: expected [batch, sequence] with at most {longest} in sequence",
+                tokens.spec()
+            );
             return Err(candle_core::Error::msg(text).into());
         }
         let positions = positions(tokens.mesh(), (seq_len, tokens.placements()), order, tokens.device())?;
@@ -155,7 +157,7 @@ pub(super) struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    pub(super) fn new(args: &ModelArgs, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(super) fn new(args: &ModelArgs, vb: &MeshVarBuilder) -> Result<Self> {
         Ok(Self {
             attention_norm: LayerNorm::new(args.dim, 1e-5, &vb.pp("attention_norm"))?,
             attention: Attention::new(args, &vb.pp("attention"))?,
@@ -186,7 +188,12 @@ impl TransformerBlock {
         Ok((made, None))
     }
 
-    fn forward(&self, x: &DTensor, order: Option<&TokenOrder>, mode: Mode) -> Result<(DTensor, Option<DTensor>)> {
+    fn forward(
+        &self,
+        x: &DTensor,
+        order: Option<&TokenOrder>,
+        mode: Mode,
+    ) -> Result<(DTensor, Option<DTensor>)> {
         let h = x.add(&self.attention.forward(&self.attention_norm.forward(x)?, order, mode)?)?;
         let (made, losses) = self.feed_forward.forward(&self.ffn_norm.forward(&h)?, mode)?;
         Ok((h.add(&made)?, losses))

@@ -52,7 +52,8 @@ fn variables_become_distributed_variables_and_results_of_ops_are_misses() {
             let made = made?;
             let grads = made[0].sqr()?.sum_all()?.backward()?;
             let grad = grads.get(made[0].to_local()).unwrap().clone();
-            let grad = candle_shard::DTensor::from_local_with_spec(grad, made[0].spec().clone())?.full_tensor()?;
+            let grad =
+                candle_shard::DTensor::from_local_with_spec(grad, made[0].spec().clone())?.full_tensor()?;
             assert_eq!(distance(&grad, &(weight.as_tensor() * 2.0)?), 0.0);
         }
         assert_eq!((converter.hits(), converter.misses(), converter.successful()), (3, 0, true));
@@ -71,16 +72,21 @@ fn arguments_by_name_in_trees_and_plain_values_keep_their_places() {
         let of = |start: f64, len: usize| Tensor::arange(start, start + len as f64, &Device::Cpu);
         let tree = (of(3.0, 4)?, vec![of(5.0, 1)?, of(6.0, 2)?], 7usize);
         let norm = Arguments::new(&[]).tensor("weight", &of(1.0, 2)?).value("eps", 0.5f64);
-        let args = Arguments::new(&[of(0.0, 3)?]).branch("norm", norm).tree("batch", &tree).value("dim", 1usize);
+        let args =
+            Arguments::new(&[of(0.0, 3)?]).branch("norm", norm).tree("batch", &tree).value("dim", 1usize);
         let mut converter = DTensorConverter::new(mesh, args.value("name", "gelu".to_string()));
         for made in &mut converter {
             let made = made?;
-            let starts = ["norm.weight", "batch.0", "batch.1", "batch.2"].map(|name| made[name].narrow(0, 0, 1));
+            let starts =
+                ["norm.weight", "batch.0", "batch.1", "batch.2"].map(|name| made[name].narrow(0, 0, 1));
             for (start, want) in starts.into_iter().zip([1.0, 3.0, 5.0, 6.0]) {
                 assert_eq!(start?.full_tensor()?.to_vec1::<f64>()?, [want]);
             }
             assert_eq!((made[0].dims(), made.under("batch")["0"].dims()), (&[3][..], &[4][..]));
-            assert_eq!((made.under("norm").number("eps"), *made.under("norm").get_value::<usize>("dim")), (0.5, 1));
+            assert_eq!(
+                (made.under("norm").number("eps"), *made.under("norm").get_value::<usize>("dim")),
+                (0.5, 1)
+            );
             assert_eq!(made.get_value::<String>("name"), "gelu");
         }
         assert_eq!((converter.hits(), converter.successful()), (5 * 2usize.pow(5), true));
@@ -90,7 +96,8 @@ fn arguments_by_name_in_trees_and_plain_values_keep_their_places() {
 
 #[test]
 fn a_check_runs_in_all_floats_on_the_meshes_that_it_names() {
-    let check = || OpCheck::new("sum along").tensor("x", &[&[5, 3], &[4, 6]], Kind::Float).plain("dim", &[0usize, 1]);
+    let check =
+        || OpCheck::new("sum along").tensor("x", &[&[5, 3], &[4, 6]], Kind::Float).plain("dim", &[0usize, 1]);
     let dim = |a: &Arguments<Tensor>| *a.get_value::<usize>("dim");
     check()
         .meshes(&[&[1], &[5], &[2, 1, 2]])

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DataParallel, DataParallelOptions, GradAccumulator, RankContext, ReduceOp, comm};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
-use candle_shard::nn::{Mode, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Mode, Parameters};
 use candle_shard::{DTensor, Replicate, Result};
 use test_utils::model_args::ModelArgs;
 use test_utils::toy::Transformer;
@@ -18,8 +18,14 @@ fn adam() -> ParamsAdamW {
 
 fn assert_close(got: &Tensor, want: &Tensor, within: f64, what: &str) {
     assert_eq!(got.dims(), want.dims(), "{what}");
-    let difference =
-        (got.to_device(&Device::Cpu).unwrap() - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+    let difference = (got.to_device(&Device::Cpu).unwrap() - want)
+        .unwrap()
+        .abs()
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap();
     let difference = difference.to_scalar::<f64>().unwrap();
     assert!(difference < within, "{what} differs by {difference}");
 }
@@ -41,7 +47,8 @@ enum How {
 
 fn tokens(rows: usize, args: &ModelArgs, step: usize) -> candle_core::Result<Tensor> {
     let len = args.max_seq_len;
-    let ids: Vec<u32> = (0..rows * len).map(|i| ((i * 7 + i / 3 + step * 5) % args.vocab_size) as u32).collect();
+    let ids: Vec<u32> =
+        (0..rows * len).map(|i| ((i * 7 + i / 3 + step * 5) % args.vocab_size) as u32).collect();
     Tensor::from_vec(ids, (rows, len), &Device::Cpu)
 }
 
@@ -76,7 +83,8 @@ fn transformer_on_one_device(args: &ModelArgs, batch: usize) -> Result<Trace> {
             clipped.insert(var, (grads.get(var).expect("a gradient") * (MAX_NORM / (norm + 1e-6)))?);
         }
         if step == 0 {
-            first = vars.iter().map(|(n, v)| (n.clone(), clipped.get(v).expect("a gradient").clone())).collect();
+            first =
+                vars.iter().map(|(n, v)| (n.clone(), clipped.get(v).expect("a gradient").clone())).collect();
         }
         losses.push(loss.to_scalar()?);
         norms.push(norm);
@@ -101,7 +109,7 @@ fn transformer_on_grid(ctx: &RankContext, args: &ModelArgs, grid: Grid) -> Resul
     // Every data-parallel rank draws other numbers; the start takes those of the first.
     let seed = args.seed + dp_group.rank() as u64;
     let plan = Transformer::plan("tp", grid.sequence);
-    let vb = ShardedVarBuilder::fresh(seed, &tp, plan, DType::F64, ctx.device())?;
+    let vb = MeshVarBuilder::fresh(seed, &tp, plan, DType::F64, ctx.device())?;
     let model = Transformer::new(args, &vb)?;
     let parameters = vb.finish()?;
     let vars = parameters.named_vars();
@@ -195,7 +203,9 @@ fn transformer_equals_one_device(grid: Grid) {
                 assert!((a - b).abs() < 1e-9, "{what}: {a} against {b}");
             }
         }
-        for (kind, got, want) in [("gradient", &got.grads, &want.grads), ("parameter", &got.params, &want.params)] {
+        for (kind, got, want) in
+            [("gradient", &got.grads, &want.grads), ("parameter", &got.params, &want.params)]
+        {
             assert_eq!(got.len(), want.len());
             for ((name, a), (other, b)) in got.iter().zip(want) {
                 assert_eq!(name, other);

@@ -6,7 +6,7 @@ use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{Kwargs, Runtime, StepOptions};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::{AdamW, Mode, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Mode, Parameters};
 use candle_shard::{DTensor, Result, TokenOrder, checkpoint, explain};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -54,7 +54,8 @@ struct Trace {
 /// One device, where the loss is the mean over `parts` of the batch.
 fn one_device(args: &ModelArgs, parts: usize) -> candle_core::Result<Trace> {
     let model = reference::Transformer::new(args, DType::F64, &Device::Cpu)?;
-    let mut optimizer = candle_nn::AdamW::new(model.vars().iter().map(|(_, var)| var.clone()).collect(), adam())?;
+    let mut optimizer =
+        candle_nn::AdamW::new(model.vars().iter().map(|(_, var)| var.clone()).collect(), adam())?;
     let mut trace = Trace::default();
     for step in 0..STEPS {
         let (x, y, rows) = (ids(step)?, ids(step + 1)?, BATCH / parts);
@@ -135,7 +136,7 @@ fn train(
     let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("fsdp", fsdp), ("cp", cp), ("ep", ep), ("tp", tp)])?;
     let stage = mesh.axes(&["fsdp", "cp", "ep", "tp"])?;
     let plan = Transformer::plan_of(args, "tp", mix.is_sequence_parallel);
-    let vb = ShardedVarBuilder::fresh(args.seed, &stage, plan, DType::F64, &Device::Cpu)?;
+    let vb = MeshVarBuilder::fresh(args.seed, &stage, plan, DType::F64, &Device::Cpu)?;
     let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
     let pipe = TransformerPipe::new(args, mix.is_sequence_parallel).zigzag(mix.is_zigzag).cut(pp)?;
     let schedule = ScheduleKind::OneFOneB.schedule(pp, microbatches, 1)?;
@@ -164,7 +165,8 @@ fn train(
         parameters.reduce(&mut made.grads)?;
         if step == steps.start {
             for p in parameters.iter() {
-                let grad = p.grad(&made.grads)?.unwrap_or_else(|| panic!("no gradient of {} on {mix:?}", p.name));
+                let grad =
+                    p.grad(&made.grads)?.unwrap_or_else(|| panic!("no gradient of {} on {mix:?}", p.name));
                 trace.grads.insert(p.name.clone(), grad.full_tensor()?.detach());
             }
         }
@@ -284,7 +286,7 @@ fn the_uncut_model_equals_one_device_and_tells_its_ways() {
         on_ranks(shape.iter().product(), "uncut", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&["dp", "cp", "ep", "tp"].into_iter().zip(shape).collect::<Vec<_>>())?;
             let plan = Transformer::plan_of(&args, "tp", false);
-            let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, DType::F64, &Device::Cpu)?;
+            let vb = MeshVarBuilder::fresh(args.seed, &mesh, plan, DType::F64, &Device::Cpu)?;
             let model = Transformer::new(&args, &vb)?;
             vb.finish()?;
             let order = is_zigzag.then(|| TokenOrder::zigzag(SEQ, shape[1]));
@@ -318,7 +320,11 @@ fn what_does_not_fit_together_is_one_error_on_all_ranks() {
     };
     let auxiliary = ModelArgs { balance_weight: 0.1, ..args() };
     refused(auxiliary.clone(), Mix::new(1, 1, [2, 1, 1, 1]), "fully sharded blocks");
-    refused(ModelArgs { recompute_activations: true, ..auxiliary }, Mix::new(1, 1, [1, 1, 2, 1]), "recomputed blocks");
+    refused(
+        ModelArgs { recompute_activations: true, ..auxiliary },
+        Mix::new(1, 1, [1, 1, 2, 1]),
+        "recomputed blocks",
+    );
     let dropped = ModelArgs { dropout_p: 0.1, ..args() };
     refused(dropped, Mix { is_zigzag: true, ..Mix::new(1, 1, [1, 2, 1, 1]) }, "by position");
 }

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::RankContext;
-use candle_shard::nn::{Parameters, RmsNorm, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Parameters, RmsNorm};
 use candle_shard::parallel::{Plan, SequenceParallel};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::collections::HashMap;
@@ -18,8 +18,14 @@ fn input(shape: &[usize]) -> Tensor {
 }
 
 fn assert_close(got: &Tensor, want: &Tensor, what: &str) {
-    let largest =
-        (got.to_device(&Device::Cpu).unwrap() - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+    let largest = (got.to_device(&Device::Cpu).unwrap() - want)
+        .unwrap()
+        .abs()
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap();
     assert!(largest.to_scalar::<f64>().unwrap() < 1e-12, "{what}: {largest}");
 }
 
@@ -37,9 +43,9 @@ fn compare(out: &DTensor, parameters: &Parameters, want: &Tensor, vars: &[(Strin
     Ok(())
 }
 
-fn builder(ctx: &RankContext, plan: Plan) -> Result<ShardedVarBuilder> {
+fn builder(ctx: &RankContext, plan: Plan) -> Result<MeshVarBuilder> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    ShardedVarBuilder::fresh(SEED, &mesh, plan, DType::F64, ctx.device())
+    MeshVarBuilder::fresh(SEED, &mesh, plan, DType::F64, ctx.device())
 }
 
 #[test]
@@ -49,7 +55,8 @@ fn perceptrons_equal_one_device() {
             on_ranks(world, "MlpModule", move |ctx| -> Result<()> {
                 let vb = builder(ctx, MlpModule::plan("tp", ""))?;
                 let model = MlpModule::new(bias, &vb)?;
-                let x = DTensor::distribute(&input(&[3, 10]).to_device(ctx.device())?, vb.mesh(), &[Replicate])?;
+                let x =
+                    DTensor::distribute(&input(&[3, 10]).to_device(ctx.device())?, vb.mesh(), &[Replicate])?;
                 let plain = reference_mlp::MlpModule::new(SEED, bias, DType::F64, &Device::Cpu)?;
                 let want = plain.forward(&input(&[3, 10]))?;
                 compare(&model.forward(&x)?, &vb.finish()?, &want, plain.vars())
@@ -79,14 +86,20 @@ fn layers_of_a_stack_start_alike_and_can_be_reset() {
             let of_seed = |seed| reference_mlp::MlpModule::new(seed, true, DType::F64, &Device::Cpu);
             let all_are = |want: &reference_mlp::MlpModule| -> Result<()> {
                 assert_eq!((plain.vars().len(), parameters.len()), (12, 12));
-                let whole =
-                    parameters.named_tensors().into_iter().map(|(name, tensor)| Ok((name, tensor.full_tensor()?)));
+                let whole = parameters
+                    .named_tensors()
+                    .into_iter()
+                    .map(|(name, tensor)| Ok((name, tensor.full_tensor()?)));
                 let whole = whole.collect::<Result<Vec<_>>>()?;
                 let plain = plain.vars().iter().map(|(name, var)| (name.clone(), var.as_detached_tensor()));
                 for (name, got) in whole.into_iter().chain(plain) {
-                    let want = want.vars().iter().find(|(of_one, _)| name.ends_with(of_one.as_str())).unwrap();
+                    let want =
+                        want.vars().iter().find(|(of_one, _)| name.ends_with(of_one.as_str())).unwrap();
                     assert_eq!(
-                        (got.to_device(&Device::Cpu)? - want.1.as_tensor())?.abs()?.sum_all()?.to_scalar::<f64>()?,
+                        (got.to_device(&Device::Cpu)? - want.1.as_tensor())?
+                            .abs()?
+                            .sum_all()?
+                            .to_scalar::<f64>()?,
                         0.0,
                         "{name}"
                     );
@@ -124,9 +137,14 @@ fn rms_norm_equals_one_device_whole_and_on_a_piece_of_the_sequence() {
                 let plan = if sequence { plan.with("norm", SequenceParallel::default()) } else { plan };
                 let vb = builder(ctx, plan)?;
                 let norm = RmsNorm::new(6, 1e-6, &vb.pp("norm"))?;
-                let x = DTensor::distribute(&input(&[2, 3, 6]).to_device(ctx.device())?, vb.mesh(), &[Replicate])?;
+                let x = DTensor::distribute(
+                    &input(&[2, 3, 6]).to_device(ctx.device())?,
+                    vb.mesh(),
+                    &[Replicate],
+                )?;
                 let plain = reference_mlp::RmsNorm::new(6, 1e-6, DType::F64, &Device::Cpu)?;
-                let vars: Vec<_> = plain.vars().iter().map(|(n, v)| (format!("norm.{n}"), v.clone())).collect();
+                let vars: Vec<_> =
+                    plain.vars().iter().map(|(n, v)| (format!("norm.{n}"), v.clone())).collect();
                 compare(&norm.forward(&x)?, &vb.finish()?, &plain.forward(&input(&[2, 3, 6]))?, &vars)
             });
         }
@@ -144,7 +162,7 @@ fn weights_from_a_candle_var_builder_are_cut_as_the_plan_says() {
             plain.vars().iter().map(|(n, v)| (n.clone(), v.as_detached_tensor())).collect();
         let vb = candle_nn::VarBuilder::from_tensors(tensors, DType::F64, ctx.device());
         let mesh = ctx.mesh(&[("tp", 3)])?;
-        let vb = ShardedVarBuilder::from_candle(vb, SEED, &mesh, MlpModule::plan("tp", ""))?;
+        let vb = MeshVarBuilder::from_candle(vb, SEED, &mesh, MlpModule::plan("tp", ""))?;
         let model = MlpModule::new(true, &vb)?;
         let rows: usize = vb.finish()?.vars()[0].dim(0)?;
         assert_eq!(rows, [6, 6, 4][ctx.rank()]);
@@ -168,7 +186,7 @@ fn weights_from_files_are_cut_as_the_plan_says_and_read_where_they_belong() {
             let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
             let weights = Arc::new(Weights::open(&path)?);
             let (plan, device) = (MlpModule::plan("tp", ""), ctx.device());
-            let vb = ShardedVarBuilder::from_weights(weights.clone(), SEED, &mesh, plan, DType::F64, device)?;
+            let vb = MeshVarBuilder::from_weights(weights.clone(), SEED, &mesh, plan, DType::F64, device)?;
             let model = MlpModule::new(true, &vb)?;
             let x = DTensor::distribute(&input(&[3, 10]).to_device(ctx.device())?, &mesh, &[Replicate])?;
             compare(&model.forward(&x)?, &vb.finish()?, &plain.forward(&input(&[3, 10]))?, plain.vars())?;

@@ -106,7 +106,8 @@ fn a_job_fails_with_its_ranks() {
         command.env("CANDLE_TEST_BACKEND", "mpi").env(END, end).args(["-n", "2"]);
         command.arg(std::env::current_exe().unwrap()).args(["--exact", test, "--test-threads", "1"]);
         let output = command.output().unwrap();
-        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+        let text =
+            [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
         assert_eq!(output.status.success(), end.is_empty(), "{end}: {text}");
         assert!(text.contains(said), "{end}: {text}");
     }

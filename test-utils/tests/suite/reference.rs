@@ -132,8 +132,14 @@ fn every_parameter_gets_a_gradient() -> Result<()> {
 fn gradients_are_the_slopes_of_the_loss() -> Result<()> {
     let (tokens, targets) = batch(5)?;
     for (weight_tying, use_attn_mask) in [(true, true), (false, false)] {
-        let args =
-            ModelArgs { dim: 8, n_heads: 2, max_seq_len: 5, weight_tying, use_attn_mask, ..ModelArgs::default() };
+        let args = ModelArgs {
+            dim: 8,
+            n_heads: 2,
+            max_seq_len: 5,
+            weight_tying,
+            use_attn_mask,
+            ..ModelArgs::default()
+        };
         let model = Transformer::new(&args, DType::F64, CPU)?;
         // The masks of a step are a function of the step, so even the loss with dropout is smooth.
         let mode = Mode::Train { step: 3 };
@@ -175,8 +181,9 @@ fn the_mask_hides_the_future_and_nothing_else() -> Result<()> {
 #[test]
 fn dropout_depends_on_seed_and_step_alone_and_stops_in_eval() -> Result<()> {
     let (tokens, _) = batch(8)?;
-    let model =
-        |seed, dropout_p| Transformer::new(&ModelArgs { seed, dropout_p, ..ModelArgs::default() }, DType::F32, CPU);
+    let model = |seed, dropout_p| {
+        Transformer::new(&ModelArgs { seed, dropout_p, ..ModelArgs::default() }, DType::F32, CPU)
+    };
     let same = |a: &Tensor, b: &Tensor| Ok::<_, candle_core::Error>(max_abs(&(a - b)?)? == 0.0);
     let (dropping, plain) = (model(1, 0.5)?, model(1, 0.0)?);
     let train = |step| dropping.forward(&tokens, Mode::Train { step });

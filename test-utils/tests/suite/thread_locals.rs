@@ -6,14 +6,19 @@ use std::path::{Path, PathBuf};
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let below = |path: PathBuf| if path.is_dir() { sources(&path) } else { vec![path] };
-    entries.flat_map(below).filter(|path| path.extension().is_some_and(|extension| extension == "rs")).collect()
+    entries
+        .flat_map(below)
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+        .collect()
 }
 
 /// The names of the thread-locals that a source file declares.
 fn declared(text: &str) -> Vec<String> {
     let blocks = text.split("thread_local! {").skip(1);
     let name = |line: &str| Some(line.trim().strip_prefix("static ")?.split(':').next()?.to_string());
-    blocks.flat_map(|block| block.lines().skip(1).take_while(|line| line.trim() != "}").filter_map(name)).collect()
+    blocks
+        .flat_map(|block| block.lines().skip(1).take_while(|line| line.trim() != "}").filter_map(name))
+        .collect()
 }
 
 /// The names in backticks of a cell of a table.
@@ -30,7 +35,8 @@ fn the_table_of_thread_locals_is_complete() {
     };
     let in_code: BTreeSet<(String, String)> = sources(&root).iter().flat_map(of).collect();
     let docs = std::fs::read_to_string(root.join("autograd/mod.rs")).unwrap();
-    let rows = docs.split("# State of a thread").nth(1).unwrap().lines().filter(|line| line.starts_with("//! | `"));
+    let rows =
+        docs.split("# State of a thread").nth(1).unwrap().lines().filter(|line| line.starts_with("//! | `"));
     let listed = rows.flat_map(|row| {
         let cells: Vec<&str> = row.split('|').collect();
         let file = quoted(cells[1]).next().unwrap().to_string();

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Op, comm};
 use candle_nn::{Optimizer, ParamsAdamW};
-use candle_shard::nn::{AdamW, Mode, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Mode};
 use candle_shard::parallel::{ColwiseParallel, Plan};
 use candle_shard::{DTensor, Replicate, Result};
 use test_utils::model_args::ModelArgs;
@@ -11,7 +11,13 @@ use test_utils::reference;
 use test_utils::toy::Transformer;
 use test_utils::{has_ranks, on_ranks, over_nccl, skip, worlds};
 
-fn tokens(rows: usize, len: usize, vocab: usize, step: usize, device: &Device) -> candle_core::Result<Tensor> {
+fn tokens(
+    rows: usize,
+    len: usize,
+    vocab: usize,
+    step: usize,
+    device: &Device,
+) -> candle_core::Result<Tensor> {
     let ids: Vec<u32> = (0..rows * len).map(|i| ((i * 7 + i / 3 + step * 5) % vocab) as u32).collect();
     Tensor::from_vec(ids, (rows, len), device)
 }
@@ -48,18 +54,26 @@ fn train_reference(args: &ModelArgs, dtype: DType) -> candle_core::Result<Trace>
         let grads = loss.backward()?;
         losses.push(loss.to_dtype(DType::F64)?.to_scalar()?);
         if step == 0 {
-            first = vars.iter().map(|(n, v)| (n.clone(), grads.get(v).expect("a gradient").clone())).collect();
+            first =
+                vars.iter().map(|(n, v)| (n.clone(), grads.get(v).expect("a gradient").clone())).collect();
         }
         optimizer.step(&grads)?;
     }
-    let params =
-        vars.iter().map(|(n, v)| Ok((n.clone(), v.as_tensor().copy()?))).collect::<candle_core::Result<_>>()?;
+    let params = vars
+        .iter()
+        .map(|(n, v)| Ok((n.clone(), v.as_tensor().copy()?)))
+        .collect::<candle_core::Result<_>>()?;
     Ok(Trace { losses, grads: first, params })
 }
 
-fn train_on_mesh(ctx: &candle_dist::RankContext, args: &ModelArgs, plan: Plan, dtype: DType) -> Result<Trace> {
+fn train_on_mesh(
+    ctx: &candle_dist::RankContext,
+    args: &ModelArgs,
+    plan: Plan,
+    dtype: DType,
+) -> Result<Trace> {
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    let vb = ShardedVarBuilder::fresh(args.seed, &mesh, plan, dtype, ctx.device())?;
+    let vb = MeshVarBuilder::fresh(args.seed, &mesh, plan, dtype, ctx.device())?;
     let model = Transformer::new(args, &vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = AdamW::new(&parameters, adam())?;
@@ -87,8 +101,12 @@ fn assert_alike(got: &Trace, want: &Trace, what: &str) {
     for (step, (a, b)) in got.losses.iter().zip(&want.losses).enumerate() {
         assert!((a - b).abs() < 1e-9, "{what}: loss of step {step}: {a} against {b}");
     }
-    for (kind, got, want) in [("gradient", &got.grads, &want.grads), ("parameter", &got.params, &want.params)] {
-        assert_eq!(got.iter().map(|(n, _)| n).collect::<Vec<_>>(), want.iter().map(|(n, _)| n).collect::<Vec<_>>());
+    for (kind, got, want) in [("gradient", &got.grads, &want.grads), ("parameter", &got.params, &want.params)]
+    {
+        assert_eq!(
+            got.iter().map(|(n, _)| n).collect::<Vec<_>>(),
+            want.iter().map(|(n, _)| n).collect::<Vec<_>>()
+        );
         for ((name, a), (_, b)) in got.iter().zip(want) {
             assert_eq!(a.dims(), b.dims(), "{what}: {kind} {name}");
             let difference = largest_difference(a, b).unwrap();
@@ -122,12 +140,20 @@ fn check_with(args: ModelArgs, sizes: &[usize], change: fn(Plan) -> Plan) {
 }
 
 /// Why a case does not run on GPUs.
-const EMPTY: &str = "some ranks have empty tensors, for which candle launches CUDA kernels without blocks: an error";
+const EMPTY: &str =
+    "some ranks have empty tensors, for which candle launches CUDA kernels without blocks: an error";
 
 fn args() -> ModelArgs {
     if over_nccl() {
         // Uneven on 2, 4 and 8 ranks, and nowhere empty.
-        return ModelArgs { vocab_size: 15, max_seq_len: 15, dim: 16, n_heads: 8, seed: 7, ..ModelArgs::default() };
+        return ModelArgs {
+            vocab_size: 15,
+            max_seq_len: 15,
+            dim: 16,
+            n_heads: 8,
+            seed: 7,
+            ..ModelArgs::default()
+        };
     }
     ModelArgs { vocab_size: 11, max_seq_len: 9, dim: 12, n_heads: 6, seed: 7, ..ModelArgs::default() }
 }
@@ -143,13 +169,17 @@ fn check_losses(dtype: DType, tolerance: f64) {
     for world in worlds(1..=5) {
         for sequence in [false, true] {
             let want = want.clone();
-            on_ranks(world, &format!("{dtype:?} on {world}, sequence parallel {sequence}"), move |ctx| -> Result<()> {
-                let got = train_on_mesh(ctx, &args(), Transformer::plan("tp", sequence), dtype)?;
-                for (got, want) in got.losses.iter().zip(want.iter()) {
-                    assert!((got - want).abs() < tolerance * want.abs(), "{got:?} for {want:?}");
-                }
-                Ok(())
-            });
+            on_ranks(
+                world,
+                &format!("{dtype:?} on {world}, sequence parallel {sequence}"),
+                move |ctx| -> Result<()> {
+                    let got = train_on_mesh(ctx, &args(), Transformer::plan("tp", sequence), dtype)?;
+                    for (got, want) in got.losses.iter().zip(want.iter()) {
+                        assert!((got - want).abs() < tolerance * want.abs(), "{got:?} for {want:?}");
+                    }
+                    Ok(())
+                },
+            );
         }
     }
 }
@@ -204,7 +234,7 @@ fn counts_of(args: ModelArgs, world: usize, plan: Plan) -> Counts {
     let of_ranks = on_ranks(world, "counts", move |ctx| -> Result<Counts> {
         let args = ModelArgs { dropout_p: 0.0, ..args.clone() };
         let mesh = ctx.mesh(&[("tp", world)])?;
-        let vb = ShardedVarBuilder::fresh(0, &mesh, plan.clone(), DType::F32, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(0, &mesh, plan.clone(), DType::F32, ctx.device())?;
         let model = Transformer::new(&args, &vb)?;
         let parameters = vb.finish()?;
         let mut optimizer = AdamW::new(&parameters, adam())?;
@@ -246,7 +276,11 @@ fn heads_that_do_not_divide_communicate_no_more() {
     }
     for sequence in [false, true] {
         let [even, uneven] = [4, 6].map(|n_heads| {
-            counts_of(ModelArgs { dim: 12, n_heads, ..ModelArgs::default() }, 4, Transformer::plan("tp", sequence))
+            counts_of(
+                ModelArgs { dim: 12, n_heads, ..ModelArgs::default() },
+                4,
+                Transformer::plan("tp", sequence),
+            )
         });
         assert_eq!(even, uneven);
     }
@@ -300,8 +334,9 @@ fn heads_that_do_not_divide_the_model_are_refused() {
     }
     on_ranks(2, "heads", |ctx| -> Result<()> {
         let (mesh, plan) = (ctx.mesh(&[("tp", 2)])?, Transformer::plan("tp", false));
-        let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F32, ctx.device())?;
-        let text = Transformer::new(&ModelArgs { dim: 12, n_heads: 5, ..args() }, &vb).unwrap_err().to_string();
+        let vb = MeshVarBuilder::fresh(0, &mesh, plan, DType::F32, ctx.device())?;
+        let text =
+            Transformer::new(&ModelArgs { dim: 12, n_heads: 5, ..args() }, &vb).unwrap_err().to_string();
         assert_eq!(text, "plan: 5 heads do not divide a model of dim 12; choose a number that does");
         Ok(())
     });
@@ -315,7 +350,7 @@ fn a_recomputed_step_communicates_its_forward_twice_and_its_backward_once() {
     on_ranks(2, "checkpoint counts", |ctx| -> Result<()> {
         let args = ModelArgs { dropout_p: 0.0, recompute_activations: true, ..ModelArgs::default() };
         let mesh = ctx.mesh(&[("tp", 2)])?;
-        let vb = ShardedVarBuilder::fresh(0, &mesh, Transformer::plan("tp", false), DType::F32, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(0, &mesh, Transformer::plan("tp", false), DType::F32, ctx.device())?;
         let model = Transformer::new(&args, &vb)?;
         let parameters = vb.finish()?;
         let x = DTensor::distribute(&tokens(2, 16, 8, 0, ctx.device())?, &mesh, &[Replicate])?;

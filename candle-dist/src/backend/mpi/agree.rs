@@ -10,13 +10,15 @@ pub(super) fn agree(
     mine: &str,
     decide: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<Vec<u8>> {
-    control.decide(stage, mine.as_bytes(), |all| match all.iter().position(|theirs| theirs != mine.as_bytes()) {
-        None => decide(),
-        Some(rank) => {
-            let theirs = String::from_utf8_lossy(&all[rank]);
-            Err(Error::Unsupported(format!(
-                "mpi::Settings differ: {mine} on rank 0, {theirs} on rank {rank}; give all ranks the same"
-            )))
+    control.decide(stage, mine.as_bytes(), |all| {
+        match all.iter().position(|theirs| theirs != mine.as_bytes()) {
+            None => decide(),
+            Some(rank) => {
+                let theirs = String::from_utf8_lossy(&all[rank]);
+                Err(Error::Unsupported(format!(
+                    "mpi::Settings differ: {mine} on rank 0, {theirs} on rank {rank}; give all ranks the same"
+                )))
+            }
         }
     })
 }

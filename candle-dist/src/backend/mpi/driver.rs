@@ -2,17 +2,17 @@
 //!
 //! Waiting threads drive MPI for all threads of the process. When none waits, a background thread does, so that started
 //! calls progress while the program computes.
-use super::header::{Body, Header, Signature, Slot};
-use super::known::Known;
-use super::native::Request;
-use super::open::{State, Ticket, Wanted};
-use super::operation::{Circle, Given, Operation};
+use super::header::{Body, CallDigest, MessageHeader, MessageSlot};
+use super::known::CallPlan;
+use super::native::MpiRequest;
+use super::open::{AwaitedEvent, CollectiveId, DriverState};
+use super::operation::{Circle, HostInput, Operation};
 use super::patience::Patience;
-use super::room::Room;
-use super::transfer::Held;
-use super::wire::{Arrived, Data, Wire};
+use super::room::UninitBuffer;
+use super::transfer::TransferMemory;
+use super::wire::{IncomingLetter, LetterData, Wire};
 use crate::backend::{Call, Fresh, Results};
-use crate::control::{Control, Entered};
+use crate::control::{Control, WatchGuard};
 use crate::{Cause, Error, Result};
 use candle_core::{Shape, Tensor};
 use parking_lot::Mutex;
@@ -26,7 +26,7 @@ const MOST_OPEN: usize = 4096;
 /// One process's end of an MPI world.
 pub(super) struct Driver {
     control: Arc<Control>,
-    state: Mutex<State>,
+    state: Mutex<DriverState>,
     /// The number of waiting threads, which call MPI repeatedly.
     waiting: AtomicUsize,
     /// The number of waits so far.
@@ -39,7 +39,7 @@ pub(super) struct Driver {
 
 impl Driver {
     pub(super) fn new(control: Arc<Control>, wire: Wire, crowded: bool) -> Self {
-        let state = State::new(&control, wire);
+        let state = DriverState::new(&control, wire);
         Self {
             control,
             state: Mutex::new(state),
@@ -62,7 +62,7 @@ impl Driver {
     }
 
     /// Runs `change` on the state; its error stops the world.
-    fn with<R>(&self, change: impl FnOnce(&mut State) -> Result<R, Cause>) -> Result<R> {
+    fn with<R>(&self, change: impl FnOnce(&mut DriverState) -> Result<R, Cause>) -> Result<R> {
         let changed = self.state.lock().changed(change);
         changed.map_err(|cause| self.control.fail(cause))
     }
@@ -70,10 +70,10 @@ impl Driver {
     /// Waits until `look` finds something; it gets the wanted message.
     fn until<R>(
         &self,
-        wanted: Option<Wanted>,
-        mut look: impl FnMut(&mut State, Option<Arrived>) -> Result<Option<R>, Cause>,
+        wanted: Option<AwaitedEvent>,
+        mut look: impl FnMut(&mut DriverState, Option<IncomingLetter>) -> Result<Option<R>, Cause>,
     ) -> Result<R> {
-        let _waiting = Waiting::new(&self.waiting);
+        let _waiting = WaiterGuard::new(&self.waiting);
         self.waits.fetch_add(1, Ordering::Relaxed);
         let (me, timeout) = (self.control.rank(), self.control.timeout());
         let mut patience = Patience::new(self.crowded);
@@ -98,9 +98,9 @@ impl Driver {
         &self,
         circle: &Arc<Circle>,
         number: u64,
-        known: Arc<Known>,
-        given: SmallVec<[Given; 1]>,
-    ) -> Result<Ticket> {
+        known: Arc<CallPlan>,
+        given: SmallVec<[HostInput; 1]>,
+    ) -> Result<CollectiveId> {
         self.check()?;
         self.with(|state| {
             let wired = state.wired()?;
@@ -113,7 +113,7 @@ impl Driver {
     }
 
     /// Returns whether the collective is complete.
-    pub(super) fn is_ready(&self, ticket: Ticket) -> Result<bool> {
+    pub(super) fn is_ready(&self, ticket: CollectiveId) -> Result<bool> {
         self.check()?;
         self.with(|state| {
             state.turn(None)?;
@@ -122,12 +122,14 @@ impl Driver {
     }
 
     /// Waits for the results of a collective.
-    pub(super) fn finish(&self, ticket: Ticket) -> Result<Results> {
-        self.until(Some(Wanted::Collective(ticket)), |state, _| {
+    pub(super) fn finish(&self, ticket: CollectiveId) -> Result<Results> {
+        self.until(Some(AwaitedEvent::Collective(ticket)), |state, _| {
             if !state.collectives.is_done(ticket) {
                 return Ok(None);
             }
-            let Some(mut operation) = state.collectives.remove(ticket) else { return Ok(Some(Results::new())) };
+            let Some(mut operation) = state.collectives.remove(ticket) else {
+                return Ok(Some(Results::new()));
+            };
             Ok(Some(operation.finish(state.wired()?.0)))
         })
     }
@@ -145,14 +147,14 @@ impl Driver {
             };
             let ticket = (circle.id, number);
             let _entered = self.control.enter_shared(circle.id, &circle.ranks, number, &call)?;
-            self.until(Some(Wanted::Collective(ticket)), |state, _| {
+            self.until(Some(AwaitedEvent::Collective(ticket)), |state, _| {
                 Ok(state.collectives.is_done(ticket).then_some(()))
             })?;
         }
     }
 
     /// Lets a collective complete in the background; a complete one is removed at once.
-    pub(super) fn give_up(&self, ticket: Ticket) {
+    pub(super) fn give_up(&self, ticket: CollectiveId) {
         self.state.lock().collectives.give_up(ticket);
     }
 
@@ -166,10 +168,10 @@ impl Driver {
         self.check()?;
         let to = call.collective.peer().unwrap_or(circle.me);
         let _entered = self.enter_message(circle, circle.me, to, call)?;
-        let header = Header {
+        let header = MessageHeader {
             group: circle.id,
-            slot: Slot::Tag(call.collective.tag()),
-            signature: Signature::of_message(call),
+            slot: MessageSlot::Tag(call.collective.tag()),
+            signature: CallDigest::of_message(call),
             body: Body::Here,
             dtype: tensor.dtype(),
             len: tensor.elem_count(),
@@ -186,11 +188,11 @@ impl Driver {
     pub(super) fn receive(&self, circle: &Circle, call: &Call, from: usize) -> Result<Tensor> {
         self.check()?;
         let _entered = self.enter_message(circle, from, circle.me, call)?;
-        let (sender, mine) = (circle.ranks[from], Signature::of_message(call));
+        let (sender, mine) = (circle.ranks[from], CallDigest::of_message(call));
         let shape = Shape::from(call.shape.as_slice());
         let address = (circle.id, sender, call.collective.tag());
-        let mut held = self.until(Some(Wanted::Message(address)), |state, arrived| {
-            let State { wire, mail, .. } = state;
+        let mut held = self.until(Some(AwaitedEvent::Message(address)), |state, arrived| {
+            let DriverState { wire, mail, .. } = state;
             let wire = wire.as_mut().ok_or(Cause::Returned { rank: state.me })?;
             let kept = if arrived.is_none() { mail.take_message(address) } else { None };
             let header = match (&arrived, &kept) {
@@ -202,8 +204,8 @@ impl Driver {
                 return Err(Cause::Mismatch { rank: circle.my_rank(), reference: sender, what });
             }
             let came = (arrived.as_ref(), kept.as_ref().map_or(&[][..], |kept| &kept.data));
-            let held =
-                receive(sender, &header, came, shape.elem_count(), wire).map_err(|error| circle.failed(error))?;
+            let held = receive(sender, &header, came, shape.elem_count(), wire)
+                .map_err(|error| circle.failed(error))?;
             let put_back = arrived.map_or(Ok(()), |arrived| wire.put_back(arrived));
             put_back.map_err(|error| circle.failed(error))?;
             Ok(Some(held))
@@ -221,7 +223,7 @@ impl Driver {
     }
 
     /// Records that this rank is in the next message from one member to another.
-    fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<Entered<'_>> {
+    fn enter_message(&self, circle: &Circle, from: usize, to: usize, call: &Call) -> Result<WatchGuard<'_>> {
         let ends = [circle.ranks[from], circle.ranks[to]];
         let (channel, nth) = self.control.message(circle.id, ends[0], ends[1], call.collective.tag());
         self.control.enter(channel, &ends, nth, call)
@@ -246,13 +248,14 @@ impl Driver {
     /// Drives MPI at the end, when this rank makes no more calls. Returns whether anything moved.
     pub(super) fn wind_up(&self) -> Result<bool> {
         self.check()?;
-        let has_left =
-            |circle: &Circle, number| circle.ranks.iter().any(|&rank| self.control.has_left(rank, circle.id, number));
+        let has_left = |circle: &Circle, number| {
+            circle.ranks.iter().any(|&rank| self.control.has_left(rank, circle.id, number))
+        };
         self.with(|state| state.wind_up(has_left))
     }
 
     /// Starts a barrier of all ranks at their ends.
-    pub(super) fn start_farewell(&self) -> Result<Request> {
+    pub(super) fn start_farewell(&self) -> Result<MpiRequest> {
         self.with(|state| {
             let me = state.me;
             let started = state.wired()?.0.comm().barrier();
@@ -261,11 +264,13 @@ impl Driver {
     }
 
     /// Returns whether a barrier is complete.
-    pub(super) fn is_over(&self, farewell: &mut Request) -> Result<bool> {
+    pub(super) fn is_over(&self, farewell: &mut MpiRequest) -> Result<bool> {
         let me = self.control.rank();
         self.with(|_| {
             let tested = farewell.test();
-            tested.map(|done| done.is_some()).map_err(|error| Cause::Failed { rank: me, message: error.to_string() })
+            tested
+                .map(|done| done.is_some())
+                .map_err(|error| Cause::Failed { rank: me, message: error.to_string() })
         })
     }
 
@@ -298,21 +303,21 @@ impl Drop for Driver {
 /// Begins to receive a message of `len` elements, from a letter that has arrived or from data that was kept.
 fn receive(
     from: usize,
-    header: &Header,
-    (arrived, kept): (Option<&Arrived>, &[u8]),
+    header: &MessageHeader,
+    (arrived, kept): (Option<&IncomingLetter>, &[u8]),
     len: usize,
     wire: &mut Wire,
-) -> Result<Held, Box<dyn std::error::Error>> {
+) -> Result<TransferMemory, Box<dyn std::error::Error>> {
     if header.len != len {
         return Err(format!("rank {from} sent {} elements for {len}", header.len).into());
     }
     if matches!(header.body, Body::Follows(_)) {
         return wire.receive_all(from, header);
     }
-    let room = Room::new(header.dtype, len)?;
+    let room = UninitBuffer::new(header.dtype, len)?;
     let address = room.data();
-    let held = Held::new(None, Some(room), None);
-    let data = arrived.map_or(Data::Here(kept), |arrived| wire.data(arrived));
+    let held = TransferMemory::new(None, Some(room), None);
+    let data = arrived.map_or(LetterData::Here(kept), |arrived| wire.data(arrived));
     if data.len() != header.bytes() {
         return Err(format!("rank {from} sent {} bytes for {}", data.len(), header.bytes()).into());
     }
@@ -322,16 +327,16 @@ fn receive(
 }
 
 /// Counts a waiting thread.
-struct Waiting<'a>(&'a AtomicUsize);
+struct WaiterGuard<'a>(&'a AtomicUsize);
 
-impl<'a> Waiting<'a> {
+impl<'a> WaiterGuard<'a> {
     fn new(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

@@ -15,7 +15,7 @@ const NO_ROUND: u64 = u64::MAX;
 
 /// The operation of a group to which a message belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Slot {
+pub(super) enum MessageSlot {
     /// A collective: its number in the group, and one of its tensors. Its messages are matched in the order of the
     /// plans.
     Round { number: u64, tensor: u32 },
@@ -36,7 +36,7 @@ pub(super) enum Body {
 
 /// A call as other ranks compare it with theirs: a hash for each [property](PROPERTIES).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Signature([u32; PROPERTIES.len()]);
+pub(super) struct CallDigest([u32; PROPERTIES.len()]);
 
 fn hashed(value: &impl Hash) -> u32 {
     let mut hasher = FxHasher::default();
@@ -45,14 +45,15 @@ fn hashed(value: &impl Hash) -> u32 {
     (hash ^ (hash >> 32)) as u32
 }
 
-impl Signature {
+impl CallDigest {
     pub(super) fn of(call: &Call) -> Self {
         Self(PROPERTIES.map(|property| hashed(&(property.of)(call))))
     }
 
     /// The signature of a message: a send and its receive are two sides of one call.
     pub(super) fn of_message(call: &Call) -> Self {
-        let common = |property: Property| if property.of_both_sides { hashed(&(property.of)(call)) } else { 0 };
+        let common =
+            |property: Property| if property.of_both_sides { hashed(&(property.of)(call)) } else { 0 };
         Self(PROPERTIES.map(common))
     }
 
@@ -65,25 +66,25 @@ impl Signature {
 
 /// The data that a receiver gets before a message's contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Header {
+pub(super) struct MessageHeader {
     pub(super) group: u64,
-    pub(super) slot: Slot,
-    pub(super) signature: Signature,
+    pub(super) slot: MessageSlot,
+    pub(super) signature: CallDigest,
     pub(super) body: Body,
     pub(super) dtype: DType,
     /// The number of elements.
     pub(super) len: usize,
 }
 
-impl Header {
+impl MessageHeader {
     pub(super) fn bytes(&self) -> usize {
         self.len.saturating_mul(self.dtype.size_in_bytes())
     }
 
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let (round, place) = match self.slot {
-            Slot::Round { number, tensor } => (number, tensor),
-            Slot::Tag(tag) => (NO_ROUND, tag),
+            MessageSlot::Round { number, tensor } => (number, tensor),
+            MessageSlot::Tag(tag) => (NO_ROUND, tag),
         };
         let (kind, tag) = match self.body {
             Body::Here => (0, 0),
@@ -106,8 +107,8 @@ impl Header {
         bytemuck::bytes_of_mut(&mut words).copy_from_slice(message.get(..HEADER_BYTES)?);
         let [group, round, place, len, kind, ..] = words;
         let slot = match round {
-            NO_ROUND => Slot::Tag(place as u32),
-            number => Slot::Round { number, tensor: place as u32 },
+            NO_ROUND => MessageSlot::Tag(place as u32),
+            number => MessageSlot::Round { number, tensor: place as u32 },
         };
         let body = match kind & 0xff {
             0 => Body::Here,
@@ -115,7 +116,7 @@ impl Header {
             2 => Body::Shown,
             _ => return None,
         };
-        let mut signature = Signature([0; PROPERTIES.len()]);
+        let mut signature = CallDigest([0; PROPERTIES.len()]);
         signature.0.copy_from_slice(bytemuck::cast_slice(&words[5..]));
         let dtype = *CARRIED.get((kind >> 8) as usize)?;
         Some(Self { group, slot, signature, body, dtype, len: usize::try_from(len).ok()? })
@@ -136,29 +137,29 @@ mod tests {
 
     #[test]
     fn a_header_comes_out_as_it_went_in() {
-        let slots = [Slot::Tag(u32::MAX), Slot::Round { number: 7, tensor: u32::MAX }];
+        let slots = [MessageSlot::Tag(u32::MAX), MessageSlot::Round { number: 7, tensor: u32::MAX }];
         let bodies = [Body::Here, Body::Follows(i32::MAX), Body::Shown];
         for (slot, body) in slots.into_iter().flat_map(|slot| bodies.map(|body| (slot, body))) {
             for dtype in CARRIED {
-                let signature = Signature::of(&call(&[2]));
-                let header = Header { group: u64::MAX, slot, signature, body, dtype, len: 1 << 40 };
+                let signature = CallDigest::of(&call(&[2]));
+                let header = MessageHeader { group: u64::MAX, slot, signature, body, dtype, len: 1 << 40 };
                 let mut message = header.encode().to_vec();
                 message.push(3);
-                assert_eq!(Header::decode(&message), Some(header));
-                assert_eq!(Header::decode(&message[..HEADER_BYTES - 1]), None);
+                assert_eq!(MessageHeader::decode(&message), Some(header));
+                assert_eq!(MessageHeader::decode(&message[..HEADER_BYTES - 1]), None);
             }
         }
     }
 
     #[test]
     fn signatures_tell_calls_apart() {
-        let same = Signature::of(&call(&[2, 3]));
-        assert_eq!(same.difference(&Signature::of(&call(&[2, 3]))), None);
-        assert_eq!(same.difference(&Signature::of(&call(&[3, 2]))), Some("shape"));
-        let of = |collective| Signature::of(&Call { collective, ..call(&[2, 3]) });
+        let same = CallDigest::of(&call(&[2, 3]));
+        assert_eq!(same.difference(&CallDigest::of(&call(&[2, 3]))), None);
+        assert_eq!(same.difference(&CallDigest::of(&call(&[3, 2]))), Some("shape"));
+        let of = |collective| CallDigest::of(&Call { collective, ..call(&[2, 3]) });
         assert_eq!(same.difference(&of(Collective::Broadcast { root: 0 })), Some("op"));
         assert_eq!(same.difference(&of(Collective::AllReduce(ReduceOp::Max))), Some("reduction"));
-        let side = |collective| Signature::of_message(&Call { collective, ..call(&[2]) });
+        let side = |collective| CallDigest::of_message(&Call { collective, ..call(&[2]) });
         let (send, recv) = (Collective::Send { to: 1, tag: 2 }, Collective::Recv { from: Some(0), tag: 2 });
         assert_eq!(side(send).difference(&side(recv)), None);
     }

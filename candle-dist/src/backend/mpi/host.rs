@@ -1,6 +1,6 @@
 //! The room in the shared memory of each host: for letters, and for what MPI takes itself.
 use super::native::avoid_shared_memory;
-use super::place::Place;
+use super::place::RankHost;
 use super::shared::bytes;
 use crate::{Error, Result};
 use itertools::Itertools;
@@ -22,13 +22,13 @@ pub(super) struct Shortage {
 }
 
 /// Returns the hosts that have too little room. The ranks of a host share letters in parts of up to `most_sharing`.
-pub(super) fn shortages(places: &[(usize, Place)], most_sharing: usize) -> Result<Vec<u8>> {
+pub(super) fn shortages(places: &[(usize, RankHost)], most_sharing: usize) -> Result<Vec<u8>> {
     serde_json::to_vec(&found(places, most_sharing)).map_err(unreadable)
 }
 
-fn found(places: &[(usize, Place)], most_sharing: usize) -> Vec<Shortage> {
+fn found(places: &[(usize, RankHost)], most_sharing: usize) -> Vec<Shortage> {
     let hosts = places.iter().into_group_map_by(|(_, place)| &place.host);
-    let shortage = |(host, ranks): (&String, Vec<&(usize, Place)>)| {
+    let shortage = |(host, ranks): (&String, Vec<&(usize, RankHost)>)| {
         // Where no rank sees a limit, there is none.
         let free = ranks.iter().filter_map(|(_, place)| place.free).min()?;
         let of_mpi = if ranks.len() > 1 { OF_MPI * ranks.len() as u64 } else { 0 };
@@ -66,7 +66,9 @@ impl Shortage {
 }
 
 fn unreadable(error: serde_json::Error) -> Error {
-    Error::Unsupported(format!("the room in shared memory cannot be read ({error}); run the same build on all hosts"))
+    Error::Unsupported(format!(
+        "the room in shared memory cannot be read ({error}); run the same build on all hosts"
+    ))
 }
 
 #[cfg(test)]
@@ -75,13 +77,13 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn places(hosts: &[(&str, Option<u64>)]) -> Vec<(usize, Place)> {
-        hosts.iter().enumerate().map(|(rank, (host, free))| (rank, Place::of(host, *free))).collect()
+    fn places(hosts: &[(&str, Option<u64>)]) -> Vec<(usize, RankHost)> {
+        hosts.iter().enumerate().map(|(rank, (host, free))| (rank, RankHost::of(host, *free))).collect()
     }
 
     #[test]
     fn a_host_needs_room_for_letters_and_for_what_mpi_takes() {
-        let short = |places: &[(usize, Place)]| {
+        let short = |places: &[(usize, RankHost)]| {
             found(places, 16).iter().map(|short| (short.first, short.ranks, short.free / MIB)).collect_vec()
         };
         // The 64 MiB of a container suffice for 12 ranks, and 5 MiB for none but one.
@@ -90,14 +92,19 @@ mod tests {
         assert_eq!(short(&places(&[("a", Some(5 * MIB)), ("b", Some(5 * MIB))])), []);
         // The least that a rank sees counts, and each host by itself.
         let (some, none) = (Some(64 * MIB), None);
-        let mixed = [("a", none), ("b", some), ("a", none), ("b", Some(8 * MIB)), ("c", Some(0)), ("c", none)];
+        let mixed =
+            [("a", none), ("b", some), ("a", none), ("b", Some(8 * MIB)), ("c", Some(0)), ("c", none)];
         assert_eq!(short(&places(&mixed)), [(1, 2, 8), (4, 2, 0)]);
     }
 
     #[test]
     fn letters_need_room_for_each_pair_that_shares() {
         let mib = |ranks, most| bytes(ranks, most) as f64 / MIB as f64;
-        assert!((mib(16, 16) - 16.0).abs() < 0.1 && (mib(32, 16) - 32.0).abs() < 0.2 && (mib(4, 2) - 0.5).abs() < 0.1);
+        assert!(
+            (mib(16, 16) - 16.0).abs() < 0.1
+                && (mib(32, 16) - 32.0).abs() < 0.2
+                && (mib(4, 2) - 0.5).abs() < 0.1
+        );
         assert_eq!([bytes(8, 1), bytes(1, 16), bytes(0, 16)], [0; 3]);
         assert_eq!(bytes(17, 16), bytes(16, 16), "the last one shares with nobody");
     }

@@ -3,7 +3,7 @@ use super::Settings;
 use super::agree::agree;
 use super::driver::Driver;
 use super::host::{Shortage, shortages};
-use super::native::{self, Comm, Level, MpiError};
+use super::native::{self, Comm, MpiError, ThreadLevel};
 use super::place::{self, Milestone};
 use super::wire::Wire;
 use crate::control::{Control, LAG};
@@ -36,11 +36,11 @@ pub(super) struct Keeper {
     /// Whether this starts and ends MPI.
     ours: bool,
     /// The sender that ends the thread, and what the thread tells; `None` at the end.
-    thread: Option<(mpsc::Sender<()>, Mutex<mpsc::Receiver<Event>>)>,
+    thread: Option<(mpsc::Sender<()>, Mutex<mpsc::Receiver<KeeperEvent>>)>,
 }
 
 /// What the thread tells.
-enum Event {
+enum KeeperEvent {
     /// This rank is about to start MPI, like all others.
     Agreed,
     Started(Result<Arc<Driver>>),
@@ -63,12 +63,12 @@ impl Keeper {
                 let driver = match connect(&control, settings, |event| drop(tell.send(event))) {
                     Ok(wire) => Arc::new(Driver::new(control, wire, crowded)),
                     // MPI is not ended: that would wait for the other ranks, which may never end theirs.
-                    Err(error) => return drop(tell.send(Event::Started(Err(error)))),
+                    Err(error) => return drop(tell.send(KeeperEvent::Started(Err(error)))),
                 };
-                if tell.send(Event::Started(Ok(driver.clone()))).is_ok() {
+                if tell.send(KeeperEvent::Started(Ok(driver.clone()))).is_ok() {
                     tend(&driver, &end);
                     wind_up(&driver, false);
-                    let _ = tell.send(Event::Ending);
+                    let _ = tell.send(KeeperEvent::Ending);
                     finish(&driver, ours);
                 }
             })
@@ -79,13 +79,14 @@ impl Keeper {
         let mut deadline = within(limit.saturating_add(2 * LAG));
         let driver = loop {
             match events.recv_timeout(LOOK) {
-                Ok(Event::Agreed) => {
+                Ok(KeeperEvent::Agreed) => {
                     limit = watched.init_timeout();
                     // Rank 0 speaks for all, if it can.
-                    deadline = within(limit.saturating_add(if watched.rank() == 0 { Duration::ZERO } else { LAG }));
+                    deadline =
+                        within(limit.saturating_add(if watched.rank() == 0 { Duration::ZERO } else { LAG }));
                 }
-                Ok(Event::Started(driver)) => break driver?,
-                Ok(Event::Ending) | Err(RecvTimeoutError::Disconnected) => {
+                Ok(KeeperEvent::Started(driver)) => break driver?,
+                Ok(KeeperEvent::Ending) | Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::Unsupported("the thread for MPI is gone".into()));
                 }
                 // The thread may be stuck in an MPI call; the process ends without it.
@@ -119,7 +120,7 @@ impl Drop for Keeper {
         let (events, limit) = (events.into_inner(), self.driver.control().init_timeout().min(END));
         // The end of MPI waits for ranks that end as well, and that of MPICH hangs now and then. When the thread is over, maybe by a
         // panic, that has been printed already.
-        while let Ok(Event::Ending) = events.recv() {
+        while let Ok(KeeperEvent::Ending) = events.recv() {
             if let Err(RecvTimeoutError::Timeout) = events.recv_timeout(limit) {
                 eprintln!(
                     "note: MPI did not end within {limit:?}, so rank {} ends without it; its results are out",
@@ -133,7 +134,7 @@ impl Drop for Keeper {
 
 /// Creates the wire over all ranks, when all agree on ranks and settings. Tells before any rank waits in MPI, and tells the other ranks
 /// how far this one is.
-fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Result<Wire> {
+fn connect(control: &Control, settings: Settings, tell: impl Fn(KeeperEvent)) -> Result<Wire> {
     match settings.comm {
         Some(_) => check_given()?,
         None => check_unstarted()?,
@@ -144,7 +145,7 @@ fn connect(control: &Control, settings: Settings, tell: impl Fn(Event)) -> Resul
         shortages(&place::all(control), settings.most_sharing)
     })?;
     Milestone::Begun.tell(control)?;
-    tell(Event::Agreed);
+    tell(KeeperEvent::Agreed);
     let (comm, most_sharing) = match settings.comm {
         // The ranks wait for each other when shared memory is freed. In a program with an MPI of its own, other messages
         // might have to arrive before.
@@ -181,11 +182,13 @@ fn check_given() -> Result<()> {
     let (is_started, is_ended) = native::state().map_err(refused)?;
     if !is_started || is_ended {
         let state = if is_ended { "has ended" } else { "has not started" };
-        return Err(Error::Unsupported(format!("the communicator in mpi::Settings is of an MPI that {state}")));
+        return Err(Error::Unsupported(format!(
+            "the communicator in mpi::Settings is of an MPI that {state}"
+        )));
     }
     let level = native::level().map_err(refused)?;
-    if level < Level::Multiple {
-        let wanted = Level::Multiple;
+    if level < ThreadLevel::Multiple {
+        let wanted = ThreadLevel::Multiple;
         return Err(Error::Unsupported(format!(
             "the program started MPI with {level}, but the backend calls it from a thread of its own; start it with {wanted}"
         )));
@@ -210,8 +213,8 @@ fn check_unstarted() -> Result<()> {
 /// Starts MPI and returns the communicator of all ranks.
 fn started() -> Result<Comm> {
     let level = native::start().map_err(refused)?;
-    if level < Level::Serialized {
-        let wanted = Level::Serialized;
+    if level < ThreadLevel::Serialized {
+        let wanted = ThreadLevel::Serialized;
         return Err(Error::Unsupported(format!(
             "this MPI offers {level}, so it cannot be called from several threads; use one that offers {wanted}"
         )));

@@ -1,5 +1,5 @@
 //! Messages that have arrived and are not matched yet.
-use super::header::{Header, Slot};
+use super::header::{MessageHeader, MessageSlot};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
@@ -9,12 +9,12 @@ use std::collections::hash_map::Entry;
 pub(super) struct Letter {
     /// The sender, as a rank of the world.
     pub(super) from: usize,
-    pub(super) header: Header,
+    pub(super) header: MessageHeader,
     pub(super) data: Vec<u8>,
 }
 
 /// The address of a point-to-point message: group, sender as a rank of the world, and tag.
-pub(super) type Address = (u64, usize, u32);
+pub(super) type MessageKey = (u64, usize, u32);
 
 /// The messages, oldest first at each address; no queue is empty.
 #[derive(Debug, Default)]
@@ -22,15 +22,17 @@ pub(super) struct Mail {
     /// Messages of collectives that this rank has not entered: by group and number.
     rounds: FxHashMap<(u64, u64), Vec<Letter>>,
     /// Point-to-point messages.
-    messages: FxHashMap<Address, VecDeque<Letter>>,
+    messages: FxHashMap<MessageKey, VecDeque<Letter>>,
 }
 
 impl Mail {
     pub(super) fn put(&mut self, letter: Letter) {
-        let Header { group, slot, .. } = letter.header;
+        let MessageHeader { group, slot, .. } = letter.header;
         match slot {
-            Slot::Round { number, .. } => self.rounds.entry((group, number)).or_default().push(letter),
-            Slot::Tag(tag) => self.messages.entry((group, letter.from, tag)).or_default().push_back(letter),
+            MessageSlot::Round { number, .. } => self.rounds.entry((group, number)).or_default().push(letter),
+            MessageSlot::Tag(tag) => {
+                self.messages.entry((group, letter.from, tag)).or_default().push_back(letter)
+            }
         }
     }
 
@@ -57,12 +59,12 @@ impl Mail {
     }
 
     /// Returns whether there is a message at `address`.
-    pub(super) fn has_message(&self, address: Address) -> bool {
+    pub(super) fn has_message(&self, address: MessageKey) -> bool {
         self.messages.contains_key(&address)
     }
 
     /// Takes the oldest message at `address`, if there is one.
-    pub(super) fn take_message(&mut self, address: Address) -> Option<Letter> {
+    pub(super) fn take_message(&mut self, address: MessageKey) -> Option<Letter> {
         let Entry::Occupied(mut queue) = self.messages.entry(address) else { return None };
         let letter = queue.get_mut().pop_front();
         if queue.get().is_empty() {

@@ -1,7 +1,7 @@
 //! The backend over an installed MPI: ranks are processes, on one host or many.
 //!
 //! MPI moves bytes directly between the memory of the ranks' tensors. Every collective consists of messages, as its
-//! plan says (`plan.rs`). Reductions use the local backend's arithmetic in rank order (`reduce.rs`), so results are
+//! plan says (`plan.rs`). Reductions use the threads backend's arithmetic in rank order (`reduce.rs`), so results are
 //! bit-identical to its results, on all ranks and in every run, for every dtype. A message names its destination and
 //! its sender's call (`header.rs`), so groups need no communicators: creating a group costs nothing and cannot block,
 //! and their number is not limited. In every collective a rank waits for its neighbor's call, so that a mismatch is
@@ -41,7 +41,7 @@ pub use sums::Sums;
 
 use super::guards::Guards;
 use super::outputs::{completed, deliver, fill, filled, unsupported};
-use super::storage::Operand;
+use super::storage::StorageOperand;
 use super::{Backend, Call, Form, Op, Results, StartedCall, Tensors};
 use crate::control::Control;
 use crate::launch::LaunchInfo;
@@ -49,9 +49,9 @@ use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{DeviceLocation, Tensor};
 use driver::Driver;
 use keeper::Keeper;
-use known::{Calls, Known};
-use open::Ticket;
-use operation::{Circle, Given};
+use known::{CallPlan, CallPlans};
+use open::CollectiveId;
+use operation::{Circle, HostInput};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -128,7 +128,7 @@ impl Settings {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Keeper::start(control.clone(), info.local_size > cores, self)?;
-        let shared = Arc::new(Shared { keeper, sums: self.sums });
+        let shared = Arc::new(ProcessState { keeper, sums: self.sums });
         Ok(Arc::new(MpiBackend::join(&shared, (0..control.size()).collect(), control.rank())))
     }
 
@@ -141,27 +141,27 @@ impl Settings {
 }
 
 /// The shared data of the groups of one process.
-struct Shared {
+struct ProcessState {
     keeper: Keeper,
     sums: Sums,
 }
 
 /// One rank's handle on a group of processes.
 struct MpiBackend {
-    shared: Arc<Shared>,
+    shared: Arc<ProcessState>,
     circle: Arc<Circle>,
-    turn: Mutex<Turn>,
+    turn: Mutex<GroupProgress>,
 }
 
 /// The progress of a group's member.
 #[derive(Default)]
-struct Turn {
+struct GroupProgress {
     /// The number of its next collective.
     number: u64,
-    calls: Calls,
+    calls: CallPlans,
 }
 
-impl Turn {
+impl GroupProgress {
     /// Returns the number of a collective that starts now.
     fn next(&mut self) -> u64 {
         self.number += 1;
@@ -176,7 +176,7 @@ impl std::fmt::Debug for MpiBackend {
 }
 
 impl MpiBackend {
-    fn join(shared: &Arc<Shared>, ranks: Vec<usize>, me: usize) -> Self {
+    fn join(shared: &Arc<ProcessState>, ranks: Vec<usize>, me: usize) -> Self {
         let member = shared.keeper.driver().control().join(&ranks);
         let circle = Circle { id: member.id(), _member: member, ranks, me };
         Self { shared: shared.clone(), circle: Arc::new(circle), turn: Mutex::default() }
@@ -192,12 +192,13 @@ impl MpiBackend {
 
     /// Stops the world because of tensors that are not on the host: other ranks may not know of them.
     fn not_on_host(&self, call: &Call, device: DeviceLocation) -> Error {
-        let message = format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op());
+        let message =
+            format!("{} of tensors on {device:?} over MPI; move them to Device::Cpu first", call.op());
         self.control().fail(Cause::Failed { rank: self.circle.my_rank(), message })
     }
 
     /// Starts the next collective of this group, and runs `then` for the rest of the call.
-    fn enter<R>(&self, call: Call, given: Inputs, then: impl FnOnce(Started) -> Result<R>) -> Result<R> {
+    fn enter<R>(&self, call: Call, given: HostInputs, then: impl FnOnce(MpiCall) -> Result<R>) -> Result<R> {
         // Numbers are assigned in the order of calls: a call is started before the next one gets its number.
         let mut turn = self.turn.lock();
         let number = turn.next();
@@ -214,7 +215,8 @@ impl MpiBackend {
         let known = match known {
             Some(known) => known,
             None => {
-                let made = Known::new(call.clone(), circle.member(), &given, self.shared.sums).map(Arc::new);
+                let made =
+                    CallPlan::new(call.clone(), circle.member(), &given, self.shared.sums).map(Arc::new);
                 let made = made.map_err(|error| driver.control().fail(circle.failed(error)))?;
                 turn.calls.keep(&made);
                 made
@@ -223,7 +225,7 @@ impl MpiBackend {
         let ticket = driver.start(circle, number, known, given)?;
         drop(turn);
         let (driver, circle) = (driver.clone(), circle.clone());
-        let made = then(Started { driver, circle, number, call, ticket: Some(ticket) });
+        let made = then(MpiCall { driver, circle, number, call, ticket: Some(ticket) });
         drop(entered);
         made
     }
@@ -247,37 +249,39 @@ impl MpiBackend {
 }
 
 /// The inputs of a collective, or their device if it is not the host.
-type Inputs = std::result::Result<SmallVec<[Given; 1]>, DeviceLocation>;
+type HostInputs = std::result::Result<SmallVec<[HostInput; 1]>, DeviceLocation>;
 
 /// Returns the tensors, which nobody can write to until the collective no longer reads them.
-fn held(tensors: &[Tensor]) -> Result<Inputs> {
+fn held(tensors: &[Tensor]) -> Result<HostInputs> {
     let devices = tensors.iter().map(|tensor| tensor.device().location());
     if let Some(device) = devices.into_iter().find(|&device| device != DeviceLocation::Cpu) {
         return Ok(Err(device));
     }
-    let guards = Guards::new(&tensors.iter().map(Operand::of).collect::<SmallVec<[Operand<'_>; 4]>>());
+    let guards =
+        Guards::new(&tensors.iter().map(StorageOperand::of).collect::<SmallVec<[StorageOperand<'_>; 4]>>());
     // SAFETY: the locks are those of the tensors, in their order.
-    let given = tensors.iter().zip(guards.iter()).map(|(tensor, guard)| unsafe { Given::new(tensor, guard) });
+    let given =
+        tensors.iter().zip(guards.iter()).map(|(tensor, guard)| unsafe { HostInput::new(tensor, guard) });
     Ok(Ok(given.collect::<Result<_>>()?))
 }
 
 /// A collective that this member has started and not finished.
-struct Started {
+struct MpiCall {
     driver: Arc<Driver>,
     circle: Arc<Circle>,
     number: u64,
     call: Arc<Call>,
     /// `None` when it is finished.
-    ticket: Option<Ticket>,
+    ticket: Option<CollectiveId>,
 }
 
-impl Started {
+impl MpiCall {
     fn results(mut self) -> Result<Results> {
         self.ticket.take().map_or_else(|| Ok(Results::new()), |ticket| self.driver.finish(ticket))
     }
 }
 
-impl StartedCall for Started {
+impl StartedCall for MpiCall {
     fn is_ready(&self) -> Result<bool> {
         self.ticket.map_or(Ok(true), |ticket| self.driver.is_ready(ticket))
     }
@@ -290,7 +294,7 @@ impl StartedCall for Started {
     }
 }
 
-impl Drop for Started {
+impl Drop for MpiCall {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket.take() {
             self.driver.give_up(ticket);
@@ -321,7 +325,7 @@ impl Backend for MpiBackend {
         match call.form {
             _ if call.op() == Op::Send => self.send(&call, &tensors).map(|()| Results::new()),
             Form::Monitored => self.monitor(&call).map(|()| Results::new()),
-            _ => fill(&outputs, self.enter(call, held(&tensors)?, Started::results)?),
+            _ => fill(&outputs, self.enter(call, held(&tensors)?, MpiCall::results)?),
         }
     }
 
@@ -330,7 +334,8 @@ impl Backend for MpiBackend {
             return self.send(&call, &tensors).map(|()| completed(Results::new()));
         }
         self.driver().wait_for_room()?;
-        let started = self.enter(call, held(&tensors)?, |started| Ok(Box::new(started) as Box<dyn StartedCall>))?;
+        let started =
+            self.enter(call, held(&tensors)?, |started| Ok(Box::new(started) as Box<dyn StartedCall>))?;
         Ok(filled(started, outputs))
     }
 

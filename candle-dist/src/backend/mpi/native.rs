@@ -1,7 +1,7 @@
 //! Bindings to MPI: the functions of `native.c`, with their only callers.
 //!
 //! Safe functions here may be called by one thread at a time; the backend's lock ensures this. Sends and receives are
-//! `unsafe`: MPI uses their memory until [`Request::test`] says that it is done (see `transfer.rs` and `wire.rs`).
+//! `unsafe`: MPI uses their memory until [`MpiRequest::test`] says that it is done (see `transfer.rs` and `wire.rs`).
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::ptr::{NonNull, from_mut};
@@ -30,7 +30,14 @@ unsafe extern "C" {
     fn candle_mpi_segment(window: usize, rank: c_int, data: *mut *mut c_void) -> c_int;
     fn candle_mpi_rank_of(comm: usize, group: usize, rank: c_int, found: *mut c_int) -> c_int;
     fn candle_mpi_unshare(window: usize, group: usize) -> c_int;
-    fn candle_mpi_send(comm: usize, data: *const c_void, len: c_int, to: c_int, tag: c_int, made: *mut usize) -> c_int;
+    fn candle_mpi_send(
+        comm: usize,
+        data: *const c_void,
+        len: c_int,
+        to: c_int,
+        tag: c_int,
+        made: *mut usize,
+    ) -> c_int;
     fn candle_mpi_receive(
         comm: usize,
         data: *mut c_void,
@@ -80,14 +87,14 @@ fn check(code: c_int) -> MpiResult<()> {
 
 /// The thread level of MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Level {
+pub(super) enum ThreadLevel {
     Single,
     Funneled,
     Serialized,
     Multiple,
 }
 
-impl Level {
+impl ThreadLevel {
     const fn of(number: c_int) -> Self {
         match number {
             0 => Self::Single,
@@ -98,7 +105,7 @@ impl Level {
     }
 }
 
-impl fmt::Display for Level {
+impl fmt::Display for ThreadLevel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Single => "MPI_THREAD_SINGLE",
@@ -124,19 +131,19 @@ pub(super) fn avoid_shared_memory() -> bool {
 }
 
 /// Starts MPI for calls from one thread at a time, and returns the provided thread level.
-pub(super) fn start() -> MpiResult<Level> {
+pub(super) fn start() -> MpiResult<ThreadLevel> {
     let mut level = 0;
     // SAFETY: the caller has checked `state`; a second start is an error of MPI and not undefined behavior.
     check(unsafe { candle_mpi_start(&mut level) })?;
-    Ok(Level::of(level))
+    Ok(ThreadLevel::of(level))
 }
 
 /// Returns the thread level of a started MPI.
-pub(super) fn level() -> MpiResult<Level> {
+pub(super) fn level() -> MpiResult<ThreadLevel> {
     let mut level = 0;
     // SAFETY: MPI allows the question from any thread between its start and its end.
     check(unsafe { candle_mpi_level(&mut level) })?;
-    Ok(Level::of(level))
+    Ok(ThreadLevel::of(level))
 }
 
 /// Ends MPI.
@@ -177,32 +184,45 @@ impl Comm {
     }
 
     /// Duplicates the communicator for private use. All ranks call this, and wait for each other.
-    pub(super) fn duplicate(self) -> MpiResult<Private> {
+    pub(super) fn duplicate(self) -> MpiResult<PrivateComm> {
         let (mut comm, mut most_tag) = (0, 0);
         // SAFETY: as for `place`.
         check(unsafe { candle_mpi_duplicate(self.0, &mut comm, &mut most_tag) })?;
-        Ok(Private { comm, most_tag })
+        Ok(PrivateComm { comm, most_tag })
     }
 }
 
 /// The backend's own communicator. Its errors are returned as values.
 #[derive(Debug)]
-pub(super) struct Private {
+pub(super) struct PrivateComm {
     comm: usize,
     /// The largest tag of a message.
     pub(super) most_tag: i32,
 }
 
-impl Private {
+impl PrivateComm {
     /// Starts to send `len` bytes.
     ///
     /// # Safety
     /// The bytes are not moved or written until the request is done.
-    pub(super) unsafe fn send(&self, data: *const u8, len: usize, to: usize, tag: i32) -> MpiResult<Request> {
-        let mut request = Request { handle: 0, open: true };
+    pub(super) unsafe fn send(
+        &self,
+        data: *const u8,
+        len: usize,
+        to: usize,
+        tag: i32,
+    ) -> MpiResult<MpiRequest> {
+        let mut request = MpiRequest { handle: 0, open: true };
         // SAFETY: the caller's promise; the backend's lock is held.
         check(unsafe {
-            candle_mpi_send(self.comm, data.cast(), len as c_int, to as c_int, tag, from_mut(&mut request.handle))
+            candle_mpi_send(
+                self.comm,
+                data.cast(),
+                len as c_int,
+                to as c_int,
+                tag,
+                from_mut(&mut request.handle),
+            )
         })?;
         Ok(request)
     }
@@ -217,8 +237,8 @@ impl Private {
         len: usize,
         from: Option<usize>,
         tag: i32,
-    ) -> MpiResult<Request> {
-        let mut request = Request { handle: 0, open: true };
+    ) -> MpiResult<MpiRequest> {
+        let mut request = MpiRequest { handle: 0, open: true };
         let from = from.map_or(-1, |from| from as c_int);
         // SAFETY: the caller's promise; the backend's lock is held.
         check(unsafe {
@@ -233,8 +253,8 @@ impl Private {
     }
 
     /// Starts a barrier of all ranks.
-    pub(super) fn barrier(&self) -> MpiResult<Request> {
-        let mut request = Request { handle: 0, open: true };
+    pub(super) fn barrier(&self) -> MpiResult<MpiRequest> {
+        let mut request = MpiRequest { handle: 0, open: true };
         // SAFETY: the communicator is valid; the backend's lock is held.
         check(unsafe { candle_mpi_barrier(self.comm, from_mut(&mut request.handle)) })?;
         Ok(request)
@@ -244,19 +264,19 @@ impl Private {
     /// The first `counts` bytes of each ring are zeroed. All ranks call this, and wait for each other.
     ///
     /// There is room for it. Returns `None` if no other rank shares memory with this one.
-    pub(super) fn share(&self, most: usize, ring: usize, counts: usize) -> MpiResult<Option<Window>> {
+    pub(super) fn share(&self, most: usize, ring: usize, counts: usize) -> MpiResult<Option<MpiWindow>> {
         let (mut window, mut group, mut rank, mut size) = (0, 0, 0, 0);
         let most = c_int::try_from(most.max(1)).unwrap_or(c_int::MAX);
         // SAFETY: the communicator is valid; the caller is the only thread that uses MPI.
         check(unsafe {
             candle_mpi_share(self.comm, most, ring, counts, &mut window, &mut group, &mut rank, &mut size)
         })?;
-        let window = Window { handle: window, group, rank: rank as usize, size: size as usize };
+        let window = MpiWindow { handle: window, group, rank: rank as usize, size: size as usize };
         Ok((window.handle != 0).then_some(window))
     }
 
     /// Returns the rank here of a rank of a window.
-    pub(super) fn rank_of(&self, window: &Window, rank: usize) -> MpiResult<usize> {
+    pub(super) fn rank_of(&self, window: &MpiWindow, rank: usize) -> MpiResult<usize> {
         let mut found = -1;
         // SAFETY: both communicators are valid.
         check(unsafe { candle_mpi_rank_of(self.comm, window.group, rank as c_int, &mut found) })?;
@@ -272,7 +292,7 @@ impl Private {
 
 /// Memory that ranks of a host share, with a segment for each.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct MpiWindow {
     handle: usize,
     group: usize,
     /// This rank among those that share the memory.
@@ -281,7 +301,7 @@ pub(super) struct Window {
     pub(super) size: usize,
 }
 
-impl Window {
+impl MpiWindow {
     /// Returns the address of a rank's segment, which is aligned for atomics.
     pub(super) fn segment(&self, rank: usize) -> MpiResult<NonNull<u8>> {
         let mut data = std::ptr::null_mut();
@@ -300,19 +320,19 @@ impl Window {
 
 /// The result of a receive.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Came {
+pub(super) struct MpiStatus {
     pub(super) from: usize,
     pub(super) len: usize,
 }
 
 /// A message in flight. Dropping it loses track of it: its memory must then never be freed.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(super) struct MpiRequest {
     handle: usize,
     open: bool,
 }
 
-impl Request {
+impl MpiRequest {
     /// A message that is never done.
     #[cfg(test)]
     pub(super) const fn unanswered() -> Self {
@@ -320,14 +340,14 @@ impl Request {
     }
 
     /// Drives MPI; returns the result once this message is done. It means nothing for a send.
-    pub(super) fn test(&mut self) -> MpiResult<Option<Came>> {
+    pub(super) fn test(&mut self) -> MpiResult<Option<MpiStatus>> {
         let (mut done, mut from, mut len) = (c_int::from(!self.open), 0, 0);
         if self.open {
             // SAFETY: the request is open; the backend's lock is held.
             check(unsafe { candle_mpi_test(from_mut(&mut self.handle), &mut done, &mut from, &mut len) })?;
             self.open = done == 0;
         }
-        Ok((done != 0).then_some(Came { from: from as usize, len: len as usize }))
+        Ok((done != 0).then_some(MpiStatus { from: from as usize, len: len as usize }))
     }
 
     /// Cancels a receive without a message.

@@ -1,17 +1,17 @@
 //! Open operations and arrived messages of all groups of a process.
-use super::header::{Body, Signature, Slot};
-use super::mail::{Address, Letter, Mail};
+use super::header::{Body, CallDigest, MessageSlot};
+use super::mail::{Letter, Mail, MessageKey};
 use super::native::MpiError;
 use super::operation::{Circle, Operation};
-use super::transfer::Held;
-use super::wire::{Arrived, Wire};
+use super::transfer::TransferMemory;
+use super::wire::{IncomingLetter, Wire};
 use crate::Cause;
 use crate::control::Control;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-pub(super) struct State {
+pub(super) struct DriverState {
     /// This rank of the world.
     pub(super) me: usize,
     /// `None` after the end.
@@ -19,9 +19,9 @@ pub(super) struct State {
     pub(super) mail: Mail,
     pub(super) collectives: Collectives,
     /// What others have sent and nobody receives, at the end.
-    unread: Vec<Held>,
+    unread: Vec<TransferMemory>,
     /// The groups of this rank.
-    pub(super) groups: FxHashMap<u64, Group>,
+    pub(super) groups: FxHashMap<u64, GroupRecord>,
     /// The first error: messages and operations are then in no state to go on from.
     broken: Option<Cause>,
 }
@@ -31,11 +31,11 @@ const RECENT: usize = 64;
 
 /// The data of a group.
 #[derive(Default)]
-pub(super) struct Group {
+pub(super) struct GroupRecord {
     /// The number of its next collective.
     next: u64,
     /// Calls before it, by number.
-    recent: VecDeque<(u64, Signature)>,
+    recent: VecDeque<(u64, CallDigest)>,
 }
 
 /// Collectives that are not complete, or whose results have not been taken.
@@ -43,17 +43,17 @@ pub(super) struct Group {
 /// Each turn of MPI looks only at those that it may advance: programs may start many calls before they wait.
 #[derive(Default)]
 pub(super) struct Collectives {
-    open: FxHashMap<Ticket, Open>,
+    open: FxHashMap<CollectiveId, OpenCollective>,
     /// Calls whose data MPI moves in place. Some may be gone.
-    moving: Vec<Ticket>,
+    moving: Vec<CollectiveId>,
     /// Those that are not complete, in the order of their starts, and some that are.
-    started: VecDeque<Ticket>,
+    started: VecDeque<CollectiveId>,
     /// The number of those that are not complete.
     incomplete: usize,
 }
 
 /// A started collective.
-struct Open {
+struct OpenCollective {
     operation: Operation,
     done: bool,
     /// Whether it is among the moving ones.
@@ -63,7 +63,7 @@ struct Open {
 }
 
 impl Collectives {
-    pub(super) fn insert(&mut self, ticket: Ticket, operation: Operation, done: bool) {
+    pub(super) fn insert(&mut self, ticket: CollectiveId, operation: Operation, done: bool) {
         let moves = !done && operation.moves();
         if moves {
             self.moving.push(ticket);
@@ -72,11 +72,11 @@ impl Collectives {
             self.incomplete += 1;
             self.started.push_back(ticket);
         }
-        self.open.insert(ticket, Open { operation, done, moves, given_up: false });
+        self.open.insert(ticket, OpenCollective { operation, done, moves, given_up: false });
     }
 
     /// Returns whether a collective is complete or gone.
-    pub(super) fn is_done(&self, ticket: Ticket) -> bool {
+    pub(super) fn is_done(&self, ticket: CollectiveId) -> bool {
         self.open.get(&ticket).is_none_or(|open| open.done)
     }
 
@@ -94,7 +94,7 @@ impl Collectives {
     }
 
     /// Advances a collective as far as possible; returns whether it is complete.
-    fn advance(&mut self, ticket: Ticket, wire: &mut Wire) -> Result<bool, Cause> {
+    fn advance(&mut self, ticket: CollectiveId, wire: &mut Wire) -> Result<bool, Cause> {
         let Some(open) = self.open.get_mut(&ticket).filter(|open| !open.done) else { return Ok(true) };
         open.done = open.operation.advance(wire)?;
         if !open.done && !open.moves && open.operation.moves() {
@@ -133,12 +133,12 @@ impl Collectives {
     }
 
     /// Removes a complete collective, to take its results.
-    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Operation> {
+    pub(super) fn remove(&mut self, ticket: CollectiveId) -> Option<Operation> {
         self.open.remove(&ticket).map(|open| open.operation)
     }
 
     /// Lets a collective complete in the background; a complete one is removed at once.
-    pub(super) fn give_up(&mut self, ticket: Ticket) {
+    pub(super) fn give_up(&mut self, ticket: CollectiveId) {
         match self.open.get_mut(&ticket) {
             Some(open) if !open.done => open.given_up = true,
             _ => drop(self.open.remove(&ticket)),
@@ -146,12 +146,14 @@ impl Collectives {
     }
 
     /// Removes collectives that never complete, and returns the memory that MPI may still use.
-    fn forsake(&mut self, is_hopeless: impl Fn(&Circle, u64) -> bool) -> Vec<Held> {
-        let hopeless = |open: &Open| !open.done && is_hopeless(open.operation.circle(), open.operation.number());
-        let tickets: Vec<Ticket> =
+    fn forsake(&mut self, is_hopeless: impl Fn(&Circle, u64) -> bool) -> Vec<TransferMemory> {
+        let hopeless = |open: &OpenCollective| {
+            !open.done && is_hopeless(open.operation.circle(), open.operation.number())
+        };
+        let tickets: Vec<CollectiveId> =
             self.open.iter().filter(|(_, open)| hopeless(open)).map(|(&ticket, _)| ticket).collect();
         let removed = tickets.into_iter().filter_map(|ticket| self.open.remove(&ticket));
-        let removed: Vec<Open> = removed.collect();
+        let removed: Vec<OpenCollective> = removed.collect();
         self.incomplete -= removed.len();
         removed.into_iter().flat_map(|open| open.operation.into_held()).collect()
     }
@@ -165,16 +167,16 @@ const LETTERS: usize = 256;
 const DRAINED: usize = 8;
 
 /// The id of a started collective: its group and number.
-pub(super) type Ticket = (u64, u64);
+pub(super) type CollectiveId = (u64, u64);
 
 /// The event for which a thread waits; it is reported before other events are handled.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Wanted {
-    Collective(Ticket),
-    Message(Address),
+pub(super) enum AwaitedEvent {
+    Collective(CollectiveId),
+    Message(MessageKey),
 }
 
-impl State {
+impl DriverState {
     pub(super) fn new(control: &Control, wire: Wire) -> Self {
         Self {
             me: control.rank(),
@@ -190,7 +192,10 @@ impl State {
     /// Runs `change`, unless an earlier one has failed.
     ///
     /// It takes a while until all threads hear that the world has stopped, and none may go on meanwhile.
-    pub(super) fn changed<R>(&mut self, change: impl FnOnce(&mut Self) -> Result<R, Cause>) -> Result<R, Cause> {
+    pub(super) fn changed<R>(
+        &mut self,
+        change: impl FnOnce(&mut Self) -> Result<R, Cause>,
+    ) -> Result<R, Cause> {
         if let Some(cause) = &self.broken {
             return Err(cause.clone());
         }
@@ -216,7 +221,10 @@ impl State {
     }
 
     /// Drives MPI and every collective that can advance; returns whether anything moved, and the wanted message.
-    pub(super) fn turn(&mut self, wanted: Option<Wanted>) -> Result<(bool, Option<Arrived>), Cause> {
+    pub(super) fn turn(
+        &mut self,
+        wanted: Option<AwaitedEvent>,
+    ) -> Result<(bool, Option<IncomingLetter>), Cause> {
         let Self { me, wire, mail, collectives, groups, .. } = self;
         let Some(wire) = wire else { return Ok((false, None)) };
         let failed = |error: MpiError| Cause::Failed { rank: *me, message: error.to_string() };
@@ -224,17 +232,17 @@ impl State {
         for _ in 0..LETTERS {
             let Some(letter) = wire.next().map_err(failed)? else { break };
             moved = true;
-            let Arrived { from, header, .. } = letter;
+            let IncomingLetter { from, header, .. } = letter;
             let kept = |wire: &Wire| Letter { from, header, data: wire.data(&letter).to_vec() };
             let mut is_wanted = false;
             match header.slot {
-                Slot::Round { number, .. } => {
+                MessageSlot::Round { number, .. } => {
                     let ticket = (header.group, number);
                     match collectives.open.get_mut(&ticket) {
                         Some(of) if !of.done => {
                             of.operation.take(from, &header, wire.data(&letter))?;
                             let done = collectives.advance(ticket, wire)?;
-                            is_wanted = done && wanted == Some(Wanted::Collective(ticket));
+                            is_wanted = done && wanted == Some(AwaitedEvent::Collective(ticket));
                         }
                         _ => match groups.get(&header.group).filter(|group| number < group.next) {
                             Some(group) => return Err(group.late(*me, from, number, &header.signature)),
@@ -242,9 +250,9 @@ impl State {
                         },
                     }
                 }
-                Slot::Tag(tag) => {
+                MessageSlot::Tag(tag) => {
                     let address = (header.group, from, tag);
-                    if wanted == Some(Wanted::Message(address)) && !mail.has_message(address) {
+                    if wanted == Some(AwaitedEvent::Message(address)) && !mail.has_message(address) {
                         return Ok((true, Some(letter)));
                     }
                     mail.put(kept(wire));
@@ -269,7 +277,8 @@ impl State {
         self.unread.extend(forsaken);
         let Self { me, wire, mail, unread, .. } = self;
         let Some(wire) = wire else { return Ok(moved) };
-        let failed = |error: Box<dyn std::error::Error>| Cause::Failed { rank: *me, message: error.to_string() };
+        let failed =
+            |error: Box<dyn std::error::Error>| Cause::Failed { rank: *me, message: error.to_string() };
         while unread.len() < DRAINED
             && let Some(Letter { from, header, .. }) = mail.take_any()
         {
@@ -297,7 +306,9 @@ impl State {
         let is_sent = |wire: &mut Wire| wire.awaited() > limit;
         let reader = match call {
             Some(call) => format!("the started {call}, which other ranks have not made"),
-            None if self.wire.as_mut().is_some_and(is_sent) => "a message that its receiver has not asked for".into(),
+            None if self.wire.as_mut().is_some_and(is_sent) => {
+                "a message that its receiver has not asked for".into()
+            }
             None => return Ok(()),
         };
         let message = format!(
@@ -309,19 +320,21 @@ impl State {
 
     /// Returns whether others may wait for something that this process must still do.
     pub(super) fn is_busy(&self) -> bool {
-        self.wire.as_ref().is_some_and(Wire::is_sending) || self.collectives.incomplete > 0 || !self.unread.is_empty()
+        self.wire.as_ref().is_some_and(Wire::is_sending)
+            || self.collectives.incomplete > 0
+            || !self.unread.is_empty()
     }
 }
 
-impl Group {
+impl GroupRecord {
     /// Returns the cause for a message of a collective that is complete here: its sender has made another call.
-    fn late(&self, me: usize, from: usize, number: u64, theirs: &Signature) -> Cause {
+    fn late(&self, me: usize, from: usize, number: u64, theirs: &CallDigest) -> Cause {
         let mine = self.recent.iter().find(|(nth, _)| *nth == number).map(|(_, mine)| mine);
         let what = mine.and_then(|mine| mine.difference(theirs)).unwrap_or("call");
         Cause::Mismatch { rank: me.max(from), reference: me.min(from), what }
     }
 
-    pub(super) fn enter(&mut self, number: u64, signature: Signature) {
+    pub(super) fn enter(&mut self, number: u64, signature: CallDigest) {
         self.next = number + 1;
         if self.recent.len() == RECENT {
             self.recent.pop_front();

@@ -1,11 +1,11 @@
 //! A running collective, which advances when a message arrives.
-use super::header::{Body, Header, Signature, Slot};
-use super::known::Known;
+use super::header::{Body, CallDigest, MessageHeader, MessageSlot};
+use super::known::CallPlan;
 use super::mail::Mail;
 use super::plan::Member;
-use super::progress::{Own, Part};
-use super::transfer::Held;
-use super::wire::{Data, Wire};
+use super::progress::{PartOwner, TensorProgress};
+use super::transfer::TransferMemory;
+use super::wire::{LetterData, Wire};
 use super::work::bytes_of;
 use crate::Cause;
 use crate::backend::guards::Hold;
@@ -46,7 +46,7 @@ impl Circle {
     }
 
     /// Returns the world's failure if rank `from` made another call than this one.
-    pub(super) fn compare(&self, from: usize, theirs: &Signature, mine: &Signature) -> Result<(), Cause> {
+    pub(super) fn compare(&self, from: usize, theirs: &CallDigest, mine: &CallDigest) -> Result<(), Cause> {
         let Some(what) = mine.difference(theirs) else { return Ok(()) };
         let place = |rank: usize| self.ranks.iter().position(|&member| member == rank);
         let me = self.my_rank();
@@ -66,12 +66,12 @@ impl Circle {
 }
 
 /// A contiguous input tensor on the host, which nobody writes to, and the address of its elements.
-pub(super) struct Given {
+pub(super) struct HostInput {
     pub(super) hold: Hold,
     pub(super) data: *const u8,
 }
 
-impl Given {
+impl HostInput {
     /// # Safety
     /// `guard` is a lock of the tensor's storage.
     pub(super) unsafe fn new(tensor: &Tensor, guard: &StorageRef<'_>) -> crate::Result<Self> {
@@ -85,8 +85,8 @@ impl Given {
 pub(super) struct Operation {
     circle: Arc<Circle>,
     number: u64,
-    known: Arc<Known>,
-    parts: SmallVec<[Part; 1]>,
+    known: Arc<CallPlan>,
+    parts: SmallVec<[TensorProgress; 1]>,
     /// Whether the neighbor's call has arrived, and agrees.
     confirmed: bool,
 }
@@ -96,12 +96,12 @@ impl Operation {
     pub(super) fn start(
         circle: &Arc<Circle>,
         number: u64,
-        known: Arc<Known>,
-        given: SmallVec<[Given; 1]>,
+        known: Arc<CallPlan>,
+        given: SmallVec<[HostInput; 1]>,
         (wire, mail): (&mut Wire, &mut Mail),
     ) -> Result<Self, Cause> {
         let mut inputs = given.into_iter();
-        let parts = known.shares.iter().map(|share| Part::new(share, inputs.next(), wire));
+        let parts = known.shares.iter().map(|share| TensorProgress::new(share, inputs.next(), wire));
         let parts = parts.collect::<crate::Result<_>>().map_err(|error| circle.failed(error))?;
         let mut operation = Self { circle: circle.clone(), number, known, parts, confirmed: false };
         if operation.known.shows_itself {
@@ -109,17 +109,17 @@ impl Operation {
             wire.post(circle.ranks[circle.behind()], &header, []).map_err(|error| circle.failed(error))?;
         }
         for letter in mail.take_round(circle.id, number) {
-            operation.take(letter.from, &letter.header, Data::Here(&letter.data))?;
+            operation.take(letter.from, &letter.header, LetterData::Here(&letter.data))?;
         }
         Ok(operation)
     }
 
     /// Returns the owner of the `nth` part.
-    fn own(&self, nth: usize) -> Own<'_> {
-        Own { circle: &self.circle, number: self.number, known: &self.known, nth }
+    fn own(&self, nth: usize) -> PartOwner<'_> {
+        PartOwner { circle: &self.circle, number: self.number, known: &self.known, nth }
     }
 
-    pub(super) fn signature(&self) -> Signature {
+    pub(super) fn signature(&self) -> CallDigest {
         self.known.signature
     }
 
@@ -136,20 +136,25 @@ impl Operation {
     }
 
     /// Returns the memory that MPI may use, for a collective that does not go on.
-    pub(super) fn into_held(self) -> impl Iterator<Item = Held> {
-        self.parts.into_iter().map(Part::into_held)
+    pub(super) fn into_held(self) -> impl Iterator<Item = TransferMemory> {
+        self.parts.into_iter().map(TensorProgress::into_held)
     }
 
     /// Handles a message of this collective.
-    pub(super) fn take(&mut self, from: usize, header: &Header, data: Data<'_>) -> Result<(), Cause> {
+    pub(super) fn take(
+        &mut self,
+        from: usize,
+        header: &MessageHeader,
+        data: LetterData<'_>,
+    ) -> Result<(), Cause> {
         self.circle.compare(from, &header.signature, &self.known.signature)?;
         self.confirmed |= from == self.circle.before();
-        let Slot::Round { tensor, .. } = header.slot else { return Ok(()) };
+        let MessageSlot::Round { tensor, .. } = header.slot else { return Ok(()) };
         let nth = tensor as usize;
         let Some(part) = self.parts.get_mut(nth).filter(|_| header.body != Body::Shown) else {
             return Ok(());
         };
-        let own = Own { circle: &self.circle, number: self.number, known: &self.known, nth };
+        let own = PartOwner { circle: &self.circle, number: self.number, known: &self.known, nth };
         part.take(own, from, header, data).map_err(|error| self.circle.failed(error))
     }
 
@@ -158,7 +163,7 @@ impl Operation {
         let Self { circle, number, known, parts, .. } = self;
         let mut done = self.confirmed;
         for (nth, part) in parts.iter_mut().enumerate() {
-            let own = Own { circle, number: *number, known, nth };
+            let own = PartOwner { circle, number: *number, known, nth };
             done &= part.advance(own, wire).map_err(|error| circle.failed(error))?;
         }
         Ok(done)
@@ -166,12 +171,12 @@ impl Operation {
 
     /// Returns whether MPI moves some of its data in place, which must be driven.
     pub(super) fn moves(&self) -> bool {
-        self.parts.iter().any(Part::moves)
+        self.parts.iter().any(TensorProgress::moves)
     }
 
     /// Returns how long a write has waited for an input.
     pub(super) fn awaited(&mut self) -> Duration {
-        self.parts.iter_mut().map(Part::awaited).max().unwrap_or_default()
+        self.parts.iter_mut().map(TensorProgress::awaited).max().unwrap_or_default()
     }
 
     /// Takes the results of a complete collective, and returns its buffers for reuse.

@@ -19,12 +19,11 @@ const NETWORKS: &str = "MPI opens connections of its own, by every network of a 
     InitOptions::init_timeout (--timeout) if the start only takes longer";
 
 /// What to do when MPI does not let ranks share memory.
-const MEMORY: &str =
-    "See that /dev/shm has room, give mpi::Settings::most_sharing 1, or raise InitOptions::init_timeout (--timeout)";
+const MEMORY: &str = "See that /dev/shm has room, give mpi::Settings::most_sharing 1, or raise InitOptions::init_timeout (--timeout)";
 
 /// The place of a rank, as it tells the others before MPI starts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct RankHost {
     pub(super) host: String,
     /// The addresses of this rank and of rank 0 that reached each other.
     ends: [IpAddr; 2],
@@ -33,7 +32,7 @@ pub(super) struct Place {
 }
 
 #[cfg(test)]
-impl Place {
+impl RankHost {
     /// A place on a host with so much room.
     pub(super) fn of(host: &str, free: Option<u64>) -> Self {
         Self { host: host.into(), ends: [[127, 0, 0, 1].into(); 2], free }
@@ -66,13 +65,13 @@ fn key(what: &str, rank: usize) -> String {
 
 /// Tells the other ranks where this one runs, before MPI takes memory there.
 pub(super) fn tell(control: &Control) -> Result<()> {
-    let place = Place { host: host_name(), ends: control.ends(), free: shared::free() };
+    let place = RankHost { host: host_name(), ends: control.ends(), free: shared::free() };
     // Names and addresses always have a text.
     control.set(&key("place", control.rank()), &serde_json::to_vec(&place).unwrap_or_default())
 }
 
 /// Returns the places of the ranks that have told them.
-pub(super) fn all(control: &Control) -> Vec<(usize, Place)> {
+pub(super) fn all(control: &Control) -> Vec<(usize, RankHost)> {
     let place = |rank| Some((rank, serde_json::from_slice(&told(control, "place", rank)?).ok()?));
     (0..control.size()).filter_map(place).collect()
 }
@@ -85,18 +84,22 @@ fn told(control: &Control, what: &str, rank: usize) -> Option<Vec<u8>> {
 /// Returns the cause when MPI has not started on all ranks within `limit`. It names the ranks that are behind the others. If none is,
 /// MPI does not say which of them do not reach each other.
 pub(super) fn not_started(control: &Control, limit: Duration) -> Cause {
-    let stages = (0..control.size()).map(|rank| told(control, "stage", rank).and_then(|told| told.first().copied()));
+    let stages =
+        (0..control.size()).map(|rank| told(control, "stage", rank).and_then(|told| told.first().copied()));
     let stages = stages.map(Option::unwrap_or_default).collect_vec();
     behind(control.rank(), &all(control), &stages, limit)
 }
 
-fn behind(rank: usize, places: &[(usize, Place)], stages: &[u8], limit: Duration) -> Cause {
+fn behind(rank: usize, places: &[(usize, RankHost)], stages: &[u8], limit: Duration) -> Cause {
     let furthest = stages.iter().copied().max().unwrap_or_default();
     let (missing, others): (Vec<_>, Vec<_>) = (0..stages.len()).partition(|rank| stages[*rank] < furthest);
     let is_connected = furthest >= Milestone::Connected as u8;
     let Some(first) = missing.first() else {
         let message = match is_connected {
-            false => format!("MPI did not connect the ranks within {limit:?}: {}. {NETWORKS}", shown(places, places)),
+            false => format!(
+                "MPI did not connect the ranks within {limit:?}: {}. {NETWORKS}",
+                shown(places, places)
+            ),
             true => format!(
                 "MPI connected the ranks, and did not let those of each host share memory within {limit:?}. {MEMORY}"
             ),
@@ -124,16 +127,16 @@ fn behind(rank: usize, places: &[(usize, Place)], stages: &[u8], limit: Duration
 }
 
 /// Names ranks with their hosts and addresses. `all` are the places of all ranks.
-fn shown(places: &[(usize, Place)], all: &[(usize, Place)]) -> String {
+fn shown(places: &[(usize, RankHost)], all: &[(usize, RankHost)]) -> String {
     // Rank 0 is at the address at which the other hosts reached it.
     let first = all.iter().map(|(_, place)| place.ends[1]).find(|address| !address.is_loopback());
-    let address = |rank: usize, place: &Place| match place.ends[0] {
+    let address = |rank: usize, place: &RankHost| match place.ends[0] {
         own if rank > 0 && !own.is_loopback() => Some(own),
         _ => first.filter(|_| place.host == all[0].1.host),
     };
     let hosts = places.iter().into_group_map_by(|(_, place)| &place.host);
     let hosts = hosts.into_iter().sorted_by_key(|(_, ranks)| ranks.first().map(|(rank, _)| *rank));
-    let of_host = |(host, ranks): (&String, Vec<&(usize, Place)>)| {
+    let of_host = |(host, ranks): (&String, Vec<&(usize, RankHost)>)| {
         let at = ranks.iter().find_map(|(rank, place)| address(*rank, place));
         let at = at.map_or(String::new(), |at| format!(" at {at}"));
         let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
@@ -152,7 +155,7 @@ mod tests {
     #[test]
     fn the_hosts_and_addresses_of_all_ranks_are_named() {
         let place = |rank: usize, host: &str, own: [u8; 4], first: [u8; 4]| {
-            (rank, Place { host: host.into(), ends: [own.into(), first.into()], free: None })
+            (rank, RankHost { host: host.into(), ends: [own.into(), first.into()], free: None })
         };
         let local = [127, 0, 0, 1];
         let places = [
@@ -160,7 +163,7 @@ mod tests {
             place(1, "head", local, local),
             place(2, "node", [10, 0, 0, 2], [10, 0, 0, 1]),
         ];
-        let said = |places: &[(usize, Place)], stages: &[Milestone]| {
+        let said = |places: &[(usize, RankHost)], stages: &[Milestone]| {
             let stages = stages.iter().map(|stage| *stage as u8).collect_vec();
             let cause = behind(0, places, &stages, Duration::from_secs(60));
             (cause.culprit(), cause.to_string())
@@ -186,7 +189,11 @@ mod tests {
             (
                 [Milestone::Connected, Milestone::Connected, Milestone::Started],
                 2,
-                ["rank 2 on node at 10.0.0.2 did not come back", "MPI_Comm_dup", "within 60s, as 2 other ranks have"],
+                [
+                    "rank 2 on node at 10.0.0.2 did not come back",
+                    "MPI_Comm_dup",
+                    "within 60s, as 2 other ranks have",
+                ],
             ),
             (
                 [Milestone::Sharing, Milestone::Connected, Milestone::Sharing],
@@ -197,7 +204,8 @@ mod tests {
             let (found, text) = said(&places, &stages);
             assert!(found == Some(culprit) && parts.iter().all(|part| text.contains(part)), "{text}");
         }
-        let many = (0..20).map(|rank| place(rank, &format!("n{rank}"), [10, 0, 0, rank as u8], [10, 0, 0, 0]));
+        let many =
+            (0..20).map(|rank| place(rank, &format!("n{rank}"), [10, 0, 0, rank as u8], [10, 0, 0, 0]));
         let (_, text) = said(&many.collect_vec(), &[Milestone::Begun; 20]);
         assert!(text.contains("; rank 7 on n7 at 10.0.0.7; and 12 more hosts. MPI "), "{text}");
     }

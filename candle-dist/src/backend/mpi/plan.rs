@@ -14,7 +14,7 @@
 //! | gather, scatter | binomial tree | to or from the root directly |
 //! | barrier | dissemination | |
 use super::header::LETTER;
-use super::shapes::{Pieces, Rows, inner, pieces};
+use super::shapes::{PieceLayout, StridedRuns, inner, pieces};
 use super::sums::Sums;
 use crate::backend::{Call, Collective, Form, ReduceOp};
 use crate::{Error, Result};
@@ -26,7 +26,7 @@ const LEAST_PIECE: usize = 64 << 10;
 
 /// The buffers of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Buffer {
+pub(super) enum PlanBuffer {
     /// This member's input.
     Input,
     /// This member's result.
@@ -37,23 +37,23 @@ pub(super) enum Buffer {
 
 /// A run of consecutive elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) buffer: Buffer,
+pub(super) struct ElementRun {
+    pub(super) buffer: PlanBuffer,
     pub(super) start: usize,
     pub(super) len: usize,
 }
 
 /// A message to or from another member.
 #[derive(Debug, Clone)]
-pub(super) struct Move {
+pub(super) struct PlanMessage {
     pub(super) peer: usize,
     /// Its data in order. Only a letter has more than one place.
-    pub(super) places: SmallVec<[Place; 1]>,
+    pub(super) places: SmallVec<[ElementRun; 1]>,
     /// Whether the data is sent with its header, as one message.
     pub(super) letter: bool,
 }
 
-impl Move {
+impl PlanMessage {
     pub(super) fn len(&self) -> usize {
         self.places.iter().map(|place| place.len).sum()
     }
@@ -61,21 +61,21 @@ impl Move {
 
 /// Local work of a member.
 #[derive(Debug, Clone)]
-pub(super) enum Work {
+pub(super) enum LocalWork {
     /// Copies rows.
-    Copy { from: Rows, to: Rows },
+    Copy { from: StridedRuns, to: StridedRuns },
     /// Reduces places of equal length, in this order.
-    Reduce { sources: SmallVec<[Place; 4]>, to: Place },
+    Reduce { sources: SmallVec<[ElementRun; 4]>, to: ElementRun },
 }
 
 /// A step: it ends when its receives have arrived, and the next step begins.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Phase {
-    pub(super) before: Vec<Work>,
-    pub(super) sends: Vec<Move>,
-    pub(super) receives: Vec<Move>,
+pub(super) struct PlanPhase {
+    pub(super) before: Vec<LocalWork>,
+    pub(super) sends: Vec<PlanMessage>,
+    pub(super) receives: Vec<PlanMessage>,
     /// Work that is done while the messages are in flight.
-    pub(super) meanwhile: Vec<Work>,
+    pub(super) meanwhile: Vec<LocalWork>,
 }
 
 /// The plan of one member for one tensor of a collective.
@@ -85,7 +85,7 @@ pub(super) struct MessagePlan {
     pub(super) result: Option<usize>,
     /// The number of elements of temporary memory.
     pub(super) scratch: usize,
-    pub(super) steps: Vec<Phase>,
+    pub(super) steps: Vec<PlanPhase>,
 }
 
 impl MessagePlan {
@@ -142,8 +142,8 @@ pub(super) fn plan(
         Collective::AllToAllSingle(counts) => {
             let row = inner(shape, 0);
             let (rank, size) = (me.rank, me.size);
-            let from = Pieces::flat((0..size).map(|to| counts[rank][to] * row));
-            let to = Pieces::flat((0..size).map(|from| counts[from][rank] * row));
+            let from = PieceLayout::flat((0..size).map(|to| counts[rank][to] * row));
+            let to = PieceLayout::flat((0..size).map(|from| counts[from][rank] * row));
             plan.all_to_all(&from, &to, |from, to| counts[from][to] * row);
         }
         Collective::AllToAll { split, concat } => {
@@ -180,10 +180,10 @@ pub(super) struct Planner {
 }
 
 /// Returns consecutive places of these lengths.
-fn in_row(buffer: Buffer, start: usize, lens: impl IntoIterator<Item = usize>) -> Vec<Place> {
+fn in_row(buffer: PlanBuffer, start: usize, lens: impl IntoIterator<Item = usize>) -> Vec<ElementRun> {
     let mut at = start;
     let place = |len| {
-        let place = Place { buffer, start: at, len };
+        let place = ElementRun { buffer, start: at, len };
         at += len;
         place
     };
@@ -202,15 +202,15 @@ impl Planner {
     }
 
     /// Adds a step, which begins when the last one has ended.
-    pub(super) fn step(&mut self) -> &mut Phase {
-        self.plan.steps.push(Phase::default());
+    pub(super) fn step(&mut self) -> &mut PlanPhase {
+        self.plan.steps.push(PlanPhase::default());
         let last = self.plan.steps.len() - 1;
         &mut self.plan.steps[last]
     }
 
     /// Allocates temporary memory for places of these lengths.
-    pub(super) fn scratch(&mut self, lens: impl IntoIterator<Item = usize>) -> Vec<Place> {
-        let places = in_row(Buffer::Scratch, self.plan.scratch, lens);
+    pub(super) fn scratch(&mut self, lens: impl IntoIterator<Item = usize>) -> Vec<ElementRun> {
+        let places = in_row(PlanBuffer::Scratch, self.plan.scratch, lens);
         self.plan.scratch += places.iter().map(|place| place.len).sum::<usize>();
         places
     }
@@ -226,14 +226,14 @@ impl Planner {
         self.is_letter(longest.saturating_mul(self.me.size.div_ceil(2)))
     }
 
-    fn input(len: usize) -> Place {
-        Place { buffer: Buffer::Input, start: 0, len }
+    fn input(len: usize) -> ElementRun {
+        ElementRun { buffer: PlanBuffer::Input, start: 0, len }
     }
 
     /// Reduces `sources` to `to` before the next step.
-    fn reduced(&mut self, sources: &[Place], to: Place) {
+    fn reduced(&mut self, sources: &[ElementRun], to: ElementRun) {
         if to.len > 0 {
-            self.step().before.push(Work::Reduce { sources: sources.into(), to });
+            self.step().before.push(LocalWork::Reduce { sources: sources.into(), to });
         }
     }
 
@@ -241,7 +241,7 @@ impl Planner {
         let me = self.me;
         let mut distance = 1;
         while distance < me.size {
-            let signal = |peer| Move { peer, places: SmallVec::new(), letter: true };
+            let signal = |peer| PlanMessage { peer, places: SmallVec::new(), letter: true };
             let step = self.step();
             step.sends.push(signal(me.after(distance)));
             step.receives.push(signal(me.behind(distance)));
@@ -260,17 +260,17 @@ impl Planner {
             let mut all = self.scratch(vec![len; size - 1]);
             all.insert(rank, Self::input(len));
             self.spread(all[rank], &all);
-            return self.reduced(&all, Place { buffer: Buffer::Result, start: 0, len });
+            return self.reduced(&all, ElementRun { buffer: PlanBuffer::Result, start: 0, len });
         }
-        let pieces = in_row(Buffer::Result, 0, piece_lens(len, size));
+        let pieces = in_row(PlanBuffer::Result, 0, piece_lens(len, size));
         self.reduced_piece(len, pieces[rank]);
         self.spread(pieces[rank], &pieces);
     }
 
     /// Reduces `len` elements in pieces, one per member; this member's piece goes to `to`.
-    fn reduced_piece(&mut self, len: usize, to: Place) {
+    fn reduced_piece(&mut self, len: usize, to: ElementRun) {
         let Member { rank, size } = self.me;
-        let mine = in_row(Buffer::Input, 0, piece_lens(len, size));
+        let mine = in_row(PlanBuffer::Input, 0, piece_lens(len, size));
         let mut theirs = self.scratch(vec![to.len; size - 1]);
         theirs.insert(rank, mine[rank]);
         self.exchange(&mine, &theirs, |_, to| mine[to].len);
@@ -281,8 +281,8 @@ impl Planner {
     fn doubling(&mut self, len: usize) {
         let Member { rank, size } = self.me;
         let even = 1 << size.ilog2(); // these members double; the others send them their input and get the result
-        let result = Place { buffer: Buffer::Result, start: 0, len };
-        let letter = |peer, place| Move { peer, places: smallvec![place], letter: true };
+        let result = ElementRun { buffer: PlanBuffer::Result, start: 0, len };
+        let letter = |peer, place| PlanMessage { peer, places: smallvec![place], letter: true };
         if rank >= even {
             self.step().sends.push(letter(rank - even, Self::input(len)));
             return self.step().receives.push(letter(rank - even, result));
@@ -311,23 +311,28 @@ impl Planner {
         }
     }
 
-    fn all_gather(&mut self, blocks: &Pieces) {
+    fn all_gather(&mut self, blocks: &PieceLayout) {
         let own = Self::input(blocks.lens()[self.me.rank]);
         let (places, works) = self.joined(blocks, own);
         self.spread(own, &places);
         self.finally(works);
     }
 
-    fn reduce_scatter(&mut self, pieces: &Pieces) {
+    fn reduce_scatter(&mut self, pieces: &PieceLayout) {
         let rank = self.me.rank;
         let from = self.pieces(pieces);
         let mut theirs = self.scratch(vec![from[rank].len; self.me.size - 1]);
         theirs.insert(rank, from[rank]);
         self.exchange(&from, &theirs, |_, to| from[to].len);
-        self.reduced(&theirs, Place { buffer: Buffer::Result, start: 0, len: from[rank].len });
+        self.reduced(&theirs, ElementRun { buffer: PlanBuffer::Result, start: 0, len: from[rank].len });
     }
 
-    fn all_to_all(&mut self, pieces: &Pieces, blocks: &Pieces, len: impl Fn(usize, usize) -> usize) {
+    fn all_to_all(
+        &mut self,
+        pieces: &PieceLayout,
+        blocks: &PieceLayout,
+        len: impl Fn(usize, usize) -> usize,
+    ) {
         let from = self.pieces(pieces);
         let (to, works) = self.joined(blocks, from[self.me.rank]);
         self.exchange(&from, &to, len);
@@ -337,7 +342,11 @@ impl Planner {
     fn broadcast(&mut self, len: usize, root: usize) {
         let Member { rank, size } = self.me;
         let is_root = rank == root;
-        let whole = Place { buffer: if is_root { Buffer::Input } else { Buffer::Result }, start: 0, len };
+        let whole = ElementRun {
+            buffer: if is_root { PlanBuffer::Input } else { PlanBuffer::Result },
+            start: 0,
+            len,
+        };
         let piece = len.div_ceil(size.max(2) - 1).saturating_mul(self.bytes);
         if piece < LEAST_PIECE || size == 2 {
             self.tree_broadcast(root, whole);
@@ -359,16 +368,17 @@ impl Planner {
             }
         }
         if is_root && self.plan.result.is_some() {
-            self.meanwhile(whole, Place { buffer: Buffer::Result, ..whole });
+            self.meanwhile(whole, ElementRun { buffer: PlanBuffer::Result, ..whole });
         }
     }
 
     fn reduce(&mut self, len: usize, root: usize) {
         let Member { rank, size } = self.me;
         let is_root = rank == root;
-        let result = Place { buffer: Buffer::Result, start: 0, len };
+        let result = ElementRun { buffer: PlanBuffer::Result, start: 0, len };
         if self.is_small(len) {
-            let mut all = if is_root { self.scratch(vec![len; size - 1]) } else { vec![Self::input(len); size - 1] };
+            let mut all =
+                if is_root { self.scratch(vec![len; size - 1]) } else { vec![Self::input(len); size - 1] };
             all.insert(root, Self::input(len));
             self.tree_gather(root, Self::input(len), &vec![len; size], &all);
             if is_root {
@@ -377,7 +387,7 @@ impl Planner {
             return;
         }
         let lens: Vec<usize> = piece_lens(len, size).collect();
-        let pieces = in_row(Buffer::Result, 0, lens.iter().copied());
+        let pieces = in_row(PlanBuffer::Result, 0, lens.iter().copied());
         let mine = if is_root { pieces[rank] } else { self.scratch([lens[rank]])[0] };
         self.reduced_piece(len, mine);
         self.step();
@@ -389,12 +399,13 @@ impl Planner {
         }
     }
 
-    fn gather(&mut self, blocks: &Pieces, root: usize) {
+    fn gather(&mut self, blocks: &PieceLayout, root: usize) {
         let lens = blocks.lens();
         let own = Self::input(lens[self.me.rank]);
         let longest = lens.iter().copied().max().unwrap_or(0);
         let is_root = self.me.rank == root;
-        let (places, works) = if is_root { self.joined(blocks, own) } else { (vec![own; self.me.size], Vec::new()) };
+        let (places, works) =
+            if is_root { self.joined(blocks, own) } else { (vec![own; self.me.size], Vec::new()) };
         if self.is_small(longest) {
             self.tree_gather(root, own, lens, &places);
         } else if is_root {
@@ -411,10 +422,10 @@ impl Planner {
         self.finally(works);
     }
 
-    fn scatter(&mut self, pieces: &Pieces, root: usize) {
+    fn scatter(&mut self, pieces: &PieceLayout, root: usize) {
         let lens = pieces.lens();
         let longest = lens.iter().copied().max().unwrap_or(0);
-        let to = Place { buffer: Buffer::Result, start: 0, len: lens[self.me.rank] };
+        let to = ElementRun { buffer: PlanBuffer::Result, start: 0, len: lens[self.me.rank] };
         let is_root = self.me.rank == root;
         let places = if is_root { self.pieces(pieces) } else { vec![to; self.me.size] };
         if self.is_small(longest) {
@@ -432,71 +443,77 @@ impl Planner {
     }
 
     /// Returns the pieces of the input, packed if they are not contiguous. A step has begun.
-    fn pieces(&mut self, pieces: &Pieces) -> Vec<Place> {
+    fn pieces(&mut self, pieces: &PieceLayout) -> Vec<ElementRun> {
         if pieces.is_flat() {
             self.step();
-            return in_row(Buffer::Input, 0, pieces.lens().iter().copied());
+            return in_row(PlanBuffer::Input, 0, pieces.lens().iter().copied());
         }
         let packed = self.scratch(pieces.lens().iter().copied());
         let works = packed.iter().enumerate().filter(|(_, to)| to.len > 0);
-        let works = works.map(|(i, &to)| Work::Copy { from: pieces.rows(i, Buffer::Input), to: pieces.packed(i, to) });
-        let works: Vec<Work> = works.collect();
+        let works = works.map(|(i, &to)| LocalWork::Copy {
+            from: pieces.rows(i, PlanBuffer::Input),
+            to: pieces.packed(i, to),
+        });
+        let works: Vec<LocalWork> = works.collect();
         self.step().before = works;
         packed
     }
 
     /// Returns the places where the blocks of the result arrive, and the work that moves them to their rows. `own` is
     /// this member's block.
-    fn joined(&mut self, blocks: &Pieces, own: Place) -> (Vec<Place>, Vec<Work>) {
+    fn joined(&mut self, blocks: &PieceLayout, own: ElementRun) -> (Vec<ElementRun>, Vec<LocalWork>) {
         let rank = self.me.rank;
         if blocks.is_flat() {
-            return (in_row(Buffer::Result, 0, blocks.lens().iter().copied()), Vec::new());
+            return (in_row(PlanBuffer::Result, 0, blocks.lens().iter().copied()), Vec::new());
         }
         let lens = blocks.lens().iter().enumerate();
         let mut places = self.scratch(lens.filter(|(i, _)| *i != rank).map(|(_, &len)| len));
         places.insert(rank, own);
         let works = places.iter().enumerate().filter(|(_, from)| from.len > 0);
-        let works =
-            works.map(|(i, &from)| Work::Copy { from: blocks.packed(i, from), to: blocks.rows(i, Buffer::Result) });
+        let works = works.map(|(i, &from)| LocalWork::Copy {
+            from: blocks.packed(i, from),
+            to: blocks.rows(i, PlanBuffer::Result),
+        });
         let works = works.collect();
         (places, works)
     }
 
     /// Adds work at the end.
-    fn finally(&mut self, works: Vec<Work>) {
+    fn finally(&mut self, works: Vec<LocalWork>) {
         if !works.is_empty() {
             self.step().before = works;
         }
     }
 
     /// Adds a copy while the last step's messages are in flight.
-    pub(super) fn meanwhile(&mut self, from: Place, to: Place) {
+    pub(super) fn meanwhile(&mut self, from: ElementRun, to: ElementRun) {
         if to.len > 0 {
-            let copy = Work::Copy { from: Rows::of(from), to: Rows::of(to) };
+            let copy = LocalWork::Copy { from: StridedRuns::of(from), to: StridedRuns::of(to) };
             self.last().meanwhile.push(copy);
         }
     }
 
     /// Returns the last step.
-    pub(super) fn last(&mut self) -> &mut Phase {
+    pub(super) fn last(&mut self) -> &mut PlanPhase {
         if self.plan.steps.is_empty() {
-            self.plan.steps.push(Phase::default());
+            self.plan.steps.push(PlanPhase::default());
         }
         let last = self.plan.steps.len() - 1;
         &mut self.plan.steps[last]
     }
 
     /// Adds sends to the last step, except of empty places.
-    pub(super) fn send_all(&mut self, moves: impl IntoIterator<Item = (usize, Place)>) {
+    pub(super) fn send_all(&mut self, moves: impl IntoIterator<Item = (usize, ElementRun)>) {
         let sends = moves.into_iter().filter(|(_, place)| place.len > 0);
-        let sends = sends.map(|(peer, place)| Move { peer, places: smallvec![place], letter: false });
+        let sends = sends.map(|(peer, place)| PlanMessage { peer, places: smallvec![place], letter: false });
         self.last().sends.extend(sends);
     }
 
     /// Adds receives to the last step, except of empty places.
-    pub(super) fn receive_all(&mut self, moves: impl IntoIterator<Item = (usize, Place)>) {
+    pub(super) fn receive_all(&mut self, moves: impl IntoIterator<Item = (usize, ElementRun)>) {
         let receives = moves.into_iter().filter(|(_, place)| place.len > 0);
-        let receives = receives.map(|(peer, place)| Move { peer, places: smallvec![place], letter: false });
+        let receives =
+            receives.map(|(peer, place)| PlanMessage { peer, places: smallvec![place], letter: false });
         self.last().receives.extend(receives);
     }
 }

@@ -2,8 +2,8 @@
 //! read, and the number of messages and elements is as documented.
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use super::header::LETTER;
-use super::plan::{Buffer, Member, MessagePlan, Move, Place, Work, plan};
-use super::shapes::Rows;
+use super::plan::{ElementRun, LocalWork, Member, MessagePlan, PlanBuffer, PlanMessage, plan};
+use super::shapes::StridedRuns;
 use super::sums::Sums;
 use crate::backend::{Call, Collective, Cut, Dims, Form, Op, ReduceOp};
 use candle_core::{DType, Device, Tensor};
@@ -15,7 +15,7 @@ const BYTES: usize = 2048;
 /// The state of one member, with the values of its buffers that were written.
 struct Player {
     plan: MessagePlan,
-    memory: HashMap<Buffer, Vec<Option<i64>>>,
+    memory: HashMap<PlanBuffer, Vec<Option<i64>>>,
     step: usize,
     /// The number of receives of the step that have arrived.
     received: usize,
@@ -24,7 +24,7 @@ struct Player {
     sent: usize,
 }
 
-impl std::hash::Hash for Buffer {
+impl std::hash::Hash for PlanBuffer {
     fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
         (*self as u8).hash(state);
     }
@@ -42,20 +42,20 @@ impl Player {
         let flat = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<i64>().unwrap();
         let input = input.map_or(Vec::new(), flat).into_iter().map(Some).collect();
         let memory = HashMap::from([
-            (Buffer::Input, input),
-            (Buffer::Result, vec![None; plan.result.unwrap_or(0)]),
-            (Buffer::Scratch, vec![None; plan.scratch]),
+            (PlanBuffer::Input, input),
+            (PlanBuffer::Result, vec![None; plan.result.unwrap_or(0)]),
+            (PlanBuffer::Scratch, vec![None; plan.scratch]),
         ]);
         Self { plan, memory, step: 0, received: 0, entered: false, messages: 0, sent: 0 }
     }
 
-    fn read(&self, place: Place) -> Vec<i64> {
+    fn read(&self, place: ElementRun) -> Vec<i64> {
         let values = &self.memory[&place.buffer][place.start..place.start + place.len];
         values.iter().map(|value| value.expect("what is read was written")).collect()
     }
 
-    fn write(&mut self, place: Place, values: &[i64]) {
-        assert_ne!(place.buffer, Buffer::Input);
+    fn write(&mut self, place: ElementRun, values: &[i64]) {
+        assert_ne!(place.buffer, PlanBuffer::Input);
         assert_eq!(place.len, values.len());
         for (at, &value) in (place.start..).zip(values) {
             let old = self.memory.get_mut(&place.buffer).unwrap()[at].replace(value);
@@ -63,18 +63,21 @@ impl Player {
         }
     }
 
-    fn work(&mut self, work: &Work, combine: Combine) {
+    fn work(&mut self, work: &LocalWork, combine: Combine) {
         match work {
-            Work::Copy { from, to } => {
+            LocalWork::Copy { from, to } => {
                 assert_eq!((from.run, from.count), (to.run, to.count));
-                let run =
-                    |rows: &Rows, i| Place { buffer: rows.buffer, start: rows.start + i * rows.stride, len: rows.run };
+                let run = |rows: &StridedRuns, i| ElementRun {
+                    buffer: rows.buffer,
+                    start: rows.start + i * rows.stride,
+                    len: rows.run,
+                };
                 for i in 0..from.count {
                     let values = self.read(run(from, i));
                     self.write(run(to, i), &values);
                 }
             }
-            Work::Reduce { sources, to } => {
+            LocalWork::Reduce { sources, to } => {
                 let sources: Vec<Vec<i64>> = sources.iter().map(|&source| self.read(source)).collect();
                 let reduced = |at| sources.iter().map(|source| source[at]).reduce(combine).unwrap();
                 let values: Vec<i64> = (0..to.len).map(reduced).collect();
@@ -98,11 +101,15 @@ fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
                 let step = player.plan.steps[player.step].clone();
                 if !player.entered {
                     step.before.iter().for_each(|work| player.work(work, combine));
-                    for Move { peer, places, letter } in &step.sends {
+                    for PlanMessage { peer, places, letter } in &step.sends {
                         assert_ne!(*peer, me);
                         assert!(*letter || places.len() == 1, "only letters are put together");
                         let data: Vec<i64> = places.iter().flat_map(|&place| player.read(place)).collect();
-                        assert!(!letter || data.len() * BYTES <= LETTER, "a letter of {} elements", data.len());
+                        assert!(
+                            !letter || data.len() * BYTES <= LETTER,
+                            "a letter of {} elements",
+                            data.len()
+                        );
                         player.messages += 1;
                         player.sent += data.len();
                         wires.entry((me, *peer)).or_default().push_back((data, places.len()));
@@ -112,9 +119,13 @@ fn play(mut players: Vec<Player>, combine: Combine) -> Vec<Player> {
                     moved = true;
                 }
                 // In the order of the plan: messages of one peer arrive in order.
-                while let Some(Move { peer, places, letter }) = step.receives.get(player.received) {
+                while let Some(PlanMessage { peer, places, letter }) = step.receives.get(player.received) {
                     let Some((data, _)) = wires.entry((*peer, me)).or_default().pop_front() else { break };
-                    assert_eq!(data.len(), places.iter().map(|place| place.len).sum::<usize>(), "as long as expected");
+                    assert_eq!(
+                        data.len(),
+                        places.iter().map(|place| place.len).sum::<usize>(),
+                        "as long as expected"
+                    );
                     assert!(places.len() <= 1 || *letter);
                     let mut at = 0;
                     for &place in places {
@@ -165,7 +176,7 @@ fn made(call: &Call, inputs: &[Option<Tensor>], sums: Sums, combine: Combine) ->
     let sent = players.iter().map(|player| player.sent).max().unwrap();
     let result = |player: Player| {
         player.plan.result.map(|_| {
-            let values = player.memory[&Buffer::Result].iter();
+            let values = player.memory[&PlanBuffer::Result].iter();
             values.map(|value| value.expect("every element of the result is written")).collect()
         })
     };
@@ -219,10 +230,18 @@ fn reductions_are_made_in_rank_order() {
             let played = made(&call(ALL_REDUCE), &inputs, Sums::RankOrder, in_order);
             assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "all_reduce of {what}");
             for root in [0, n / 2, n - 1] {
-                let played =
-                    made(&call(Collective::Reduce { op: ReduceOp::Sum, root }), &inputs, Sums::RankOrder, in_order);
+                let played = made(
+                    &call(Collective::Reduce { op: ReduceOp::Sum, root }),
+                    &inputs,
+                    Sums::RankOrder,
+                    in_order,
+                );
                 for (member, got) in played.results.into_iter().enumerate() {
-                    assert_eq!(got, (member == root).then(|| want.clone()), "reduce of {what} to {root} on {member}");
+                    assert_eq!(
+                        got,
+                        (member == root).then(|| want.clone()),
+                        "reduce of {what} to {root} on {member}"
+                    );
                 }
             }
         }
@@ -256,11 +275,18 @@ fn broadcasts_bring_the_roots_tensor() {
             for root in [0, n / 2, n - 1] {
                 let want = values(&tensor(root, &[len]));
                 let played = made(&call(Collective::Broadcast { root }), &inputs, Sums::RankOrder, in_order);
-                assert!(played.results.iter().all(|got| got.as_ref() == Some(&want)), "{len} on {n} from {root}");
+                assert!(
+                    played.results.iter().all(|got| got.as_ref() == Some(&want)),
+                    "{len} on {n} from {root}"
+                );
                 let in_place = Call { form: Form::InPlace, ..call(Collective::Broadcast { root }) };
                 let played = made(&in_place, &inputs, Sums::RankOrder, in_order);
                 for (member, got) in played.results.into_iter().enumerate() {
-                    assert_eq!(got, (member != root).then(|| want.clone()), "{len} on {n} from {root} in place");
+                    assert_eq!(
+                        got,
+                        (member != root).then(|| want.clone()),
+                        "{len} on {n} from {root} in place"
+                    );
                 }
             }
         }
@@ -279,7 +305,8 @@ fn gathers_join_and_scatters_cut_along_any_dim() {
             };
             let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &shape(member))).collect();
             let filled: Vec<&Tensor> = all.iter().filter(|tensor| tensor.elem_count() > 0).collect();
-            let want = if filled.is_empty() { Vec::new() } else { values(&Tensor::cat(&filled, dim).unwrap()) };
+            let want =
+                if filled.is_empty() { Vec::new() } else { values(&Tensor::cat(&filled, dim).unwrap()) };
             let what = format!("dim {dim} scale {scale} on {n}");
             let cut = Cut { dim, sizes: sizes.clone() };
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
@@ -288,10 +315,18 @@ fn gathers_join_and_scatters_cut_along_any_dim() {
             let mut whole = [2, 3, 2];
             whole[dim] = sizes.iter().sum();
             for root in [0, n / 2, n - 1] {
-                let played =
-                    made(&call(Collective::Gather { cut: cut.clone(), root }), &inputs, Sums::RankOrder, in_order);
+                let played = made(
+                    &call(Collective::Gather { cut: cut.clone(), root }),
+                    &inputs,
+                    Sums::RankOrder,
+                    in_order,
+                );
                 for (member, got) in played.results.into_iter().enumerate() {
-                    assert_eq!(got, (member == root).then(|| want.clone()), "gather {what} to {root} on {member}");
+                    assert_eq!(
+                        got,
+                        (member == root).then(|| want.clone()),
+                        "gather {what} to {root} on {member}"
+                    );
                 }
                 let given = tensor(root, &whole);
                 let only: Vec<_> = (0..n).map(|member| (member == root).then(|| given.clone())).collect();
@@ -305,8 +340,12 @@ fn gathers_join_and_scatters_cut_along_any_dim() {
             }
             let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &whole)).collect();
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
-            let played =
-                made(&call(Collective::reduce_scatter(cut.clone(), ReduceOp::Sum)), &inputs, Sums::RankOrder, in_order);
+            let played = made(
+                &call(Collective::reduce_scatter(cut.clone(), ReduceOp::Sum)),
+                &inputs,
+                Sums::RankOrder,
+                in_order,
+            );
             for (member, got) in played.results.into_iter().enumerate() {
                 let piece = |t: &Tensor| t.narrow(dim, sizes[..member].iter().sum(), sizes[member]).unwrap();
                 let pieces: Vec<Tensor> = all.iter().map(piece).collect();
@@ -329,12 +368,19 @@ fn exchanges_bring_each_piece_to_its_member() {
             let all: Vec<Tensor> = (0..n).map(|member| tensor(member, &shape(member))).collect();
             let inputs: Vec<_> = all.iter().cloned().map(Some).collect();
             let cut = |dim, sizes: &Dims| Cut { dim, sizes: sizes.clone() };
-            let exchange = Collective::AllToAll { split: cut(dims[0], &split), concat: cut(dims[1], &concat) };
+            let exchange =
+                Collective::AllToAll { split: cut(dims[0], &split), concat: cut(dims[1], &concat) };
             let played = made(&call(exchange), &inputs, Sums::RankOrder, in_order);
             for (member, got) in played.results.into_iter().enumerate() {
-                let piece = |t: &Tensor| t.narrow(dims[0], split[..member].iter().sum(), split[member]).unwrap();
-                let pieces: Vec<Tensor> = all.iter().map(piece).filter(|piece| piece.elem_count() > 0).collect();
-                let want = if pieces.is_empty() { Vec::new() } else { values(&Tensor::cat(&pieces, dims[1]).unwrap()) };
+                let piece =
+                    |t: &Tensor| t.narrow(dims[0], split[..member].iter().sum(), split[member]).unwrap();
+                let pieces: Vec<Tensor> =
+                    all.iter().map(piece).filter(|piece| piece.elem_count() > 0).collect();
+                let want = if pieces.is_empty() {
+                    Vec::new()
+                } else {
+                    values(&Tensor::cat(&pieces, dims[1]).unwrap())
+                };
                 assert_eq!(got, Some(want), "{dims:?} scale {scale} on {n}, member {member}");
             }
         }
@@ -417,7 +463,12 @@ fn large_collectives_move_no_more_than_they_must() {
             };
             let inputs: Vec<_> = (0..n).map(give).collect();
             let played = made(&call, &inputs, Sums::RankOrder, in_order);
-            assert!(played.sent <= most, "{} elements instead of {most} for {} on {n}", played.sent, call.op());
+            assert!(
+                played.sent <= most,
+                "{} elements instead of {most} for {} on {n}",
+                played.sent,
+                call.op()
+            );
         }
     }
 }

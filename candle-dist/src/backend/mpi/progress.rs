@@ -1,13 +1,13 @@
 //! The progress of one tensor of a collective.
-use super::header::{Body, Header, Slot};
-use super::known::{Known, Share};
+use super::header::{Body, MessageHeader, MessageSlot};
+use super::known::{CallPlan, TensorPlan};
 use super::mail::Letter;
-use super::operation::{Circle, Given};
-use super::plan::{Move, Work};
-use super::room::Room;
-use super::transfer::{Held, poll_all};
-use super::wire::{Data, Wire};
-use super::work::{self, Memory};
+use super::operation::{Circle, HostInput};
+use super::plan::{LocalWork, PlanMessage};
+use super::room::UninitBuffer;
+use super::transfer::{TransferMemory, poll_all};
+use super::wire::{LetterData, Wire};
+use super::work::{self, PlanMemory};
 use crate::backend::Fresh;
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -16,32 +16,32 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 /// An error in a part.
-type Fault = Box<dyn std::error::Error>;
+type PartError = Box<dyn std::error::Error>;
 
 /// The owner of a part: the group, its `number`-th collective, and the `nth` tensor of that.
 #[derive(Clone, Copy)]
-pub(super) struct Own<'a> {
+pub(super) struct PartOwner<'a> {
     pub(super) circle: &'a Circle,
     pub(super) number: u64,
-    pub(super) known: &'a Known,
+    pub(super) known: &'a CallPlan,
     pub(super) nth: usize,
 }
 
-impl<'a> Own<'a> {
-    fn share(self) -> &'a Share {
+impl<'a> PartOwner<'a> {
+    fn share(self) -> &'a TensorPlan {
         &self.known.shares[self.nth]
     }
 
     /// Returns the receives of a step of the plan.
-    fn receives(self, step: usize) -> &'a [Move] {
+    fn receives(self, step: usize) -> &'a [PlanMessage] {
         self.share().plan.steps.get(step).map_or(&[], |step| &step.receives)
     }
 
     /// Makes the header of data of `len` elements.
-    pub(super) fn header(self, body: Body, len: usize) -> Header {
-        Header {
+    pub(super) fn header(self, body: Body, len: usize) -> MessageHeader {
+        MessageHeader {
             group: self.circle.id,
-            slot: Slot::Round { number: self.number, tensor: self.nth as u32 },
+            slot: MessageSlot::Round { number: self.number, tensor: self.nth as u32 },
             signature: self.known.signature,
             body,
             dtype: self.share().dtype,
@@ -51,9 +51,9 @@ impl<'a> Own<'a> {
 }
 
 /// One tensor of a running collective.
-pub(super) struct Part {
-    memory: Memory,
-    held: Held,
+pub(super) struct TensorProgress {
+    memory: PlanMemory,
+    held: TransferMemory,
     /// The current step, once `entered`.
     step: usize,
     entered: bool,
@@ -63,24 +63,30 @@ pub(super) struct Part {
     early: VecDeque<Letter>,
 }
 
-impl Part {
+impl TensorProgress {
     /// Creates a tensor of a call, with this member's input if there is one.
-    pub(super) fn new(share: &Share, input: Option<Given>, wire: &mut Wire) -> Result<Self> {
+    pub(super) fn new(share: &TensorPlan, input: Option<HostInput>, wire: &mut Wire) -> Result<Self> {
         let (dtype, plan) = (share.dtype, &share.plan);
         let (input, data) = input.map_or((None, std::ptr::null()), |given| (Some(given.hold), given.data));
-        let result = plan.result.map(|len| Room::new(dtype, len)).transpose()?;
+        let result = plan.result.map(|len| UninitBuffer::new(dtype, len)).transpose()?;
         let scratch = (plan.scratch > 0).then(|| wire.scratch(dtype, plan.scratch)).transpose()?;
-        let memory = Memory::new(dtype, data, result.as_ref(), scratch.as_ref());
-        let held = Held::new(input, result, scratch);
+        let memory = PlanMemory::new(dtype, data, result.as_ref(), scratch.as_ref());
+        let held = TransferMemory::new(input, result, scratch);
         Ok(Self { memory, held, step: 0, entered: false, awaited: SmallVec::new(), early: VecDeque::new() })
     }
 
-    pub(super) fn into_held(self) -> Held {
+    pub(super) fn into_held(self) -> TransferMemory {
         self.held
     }
 
     /// Handles a message, or keeps it for the step that requests it.
-    pub(super) fn take(&mut self, own: Own<'_>, from: usize, header: &Header, data: Data<'_>) -> Result<()> {
+    pub(super) fn take(
+        &mut self,
+        own: PartOwner<'_>,
+        from: usize,
+        header: &MessageHeader,
+        data: LetterData<'_>,
+    ) -> Result<()> {
         // It is awaited and the first of its sender, so it need not be kept.
         if header.body == Body::Here && !self.early.iter().any(|letter| letter.from == from) {
             let receives = own.receives(self.step);
@@ -95,7 +101,7 @@ impl Part {
     }
 
     /// Advances as far as possible with the arrived messages; returns whether all is done.
-    pub(super) fn advance(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<bool, Fault> {
+    pub(super) fn advance(&mut self, own: PartOwner<'_>, wire: &mut Wire) -> Result<bool, PartError> {
         loop {
             if self.step == own.share().plan.steps.len() {
                 let is_done = self.held.poll(wire.comm())?;
@@ -120,7 +126,7 @@ impl Part {
     }
 
     /// Begins a step: starts its sends.
-    fn enter(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<(), Fault> {
+    fn enter(&mut self, own: PartOwner<'_>, wire: &mut Wire) -> Result<(), PartError> {
         let step = &own.share().plan.steps[self.step];
         self.entered = true;
         self.work(own, &step.before)?;
@@ -152,7 +158,7 @@ impl Part {
     }
 
     /// Takes the result of a complete part, if this member gets one, and returns its buffers for reuse.
-    pub(super) fn finish(&mut self, share: &Share, wire: &mut Wire) -> Option<Fresh> {
+    pub(super) fn finish(&mut self, share: &TensorPlan, wire: &mut Wire) -> Option<Fresh> {
         self.held.scratch.take().into_iter().for_each(|room| wire.give_back(room));
         // SAFETY: the plan is done, so that every element of the result is written, and MPI is done with it.
         let filled = self.held.result.take().map(|room| unsafe { room.filled() });
@@ -160,7 +166,7 @@ impl Part {
         Some(Fresh::host(storage, Shape::from(share.shape.as_slice())))
     }
 
-    fn work(&mut self, own: Own<'_>, works: &[Work]) -> Result<()> {
+    fn work(&mut self, own: PartOwner<'_>, works: &[LocalWork]) -> Result<()> {
         let reduce = own.known.call.collective.reduction();
         // SAFETY: the plan names only places within the memory. It reads written places, and writes places that are not
         // read.
@@ -168,7 +174,13 @@ impl Part {
     }
 
     /// Writes the data of a message to its places.
-    fn write(&mut self, own: Own<'_>, awaited: &Move, header: &Header, data: Data<'_>) -> Result<()> {
+    fn write(
+        &mut self,
+        own: PartOwner<'_>,
+        awaited: &PlanMessage,
+        header: &MessageHeader,
+        data: LetterData<'_>,
+    ) -> Result<()> {
         check(own, awaited, header, Some(data.len()))?;
         let mut start = 0;
         for &place in &awaited.places {
@@ -182,7 +194,7 @@ impl Part {
     }
 
     /// Matches arrived messages to the current step, in the order in which they arrived.
-    fn match_early(&mut self, own: Own<'_>, wire: &mut Wire) -> Result<(), Fault> {
+    fn match_early(&mut self, own: PartOwner<'_>, wire: &mut Wire) -> Result<(), PartError> {
         let receives = own.receives(self.step);
         let mut at = 0;
         let mut passed: SmallVec<[usize; 8]> = SmallVec::new();
@@ -198,7 +210,7 @@ impl Part {
             let awaited = &receives[self.awaited.remove(which)];
             let Some(letter) = self.early.remove(at) else { continue };
             if letter.header.body == Body::Here {
-                self.write(own, awaited, &letter.header, Data::Here(&letter.data))?;
+                self.write(own, awaited, &letter.header, LetterData::Here(&letter.data))?;
                 continue;
             }
             check(own, awaited, &letter.header, None)?;
@@ -207,19 +219,31 @@ impl Part {
             };
             // SAFETY: the place lies within the memory and has the size of the data; the part holds the memory until
             // the transfer is done, or leaves it to MPI. The plan reads it in a later step.
-            unsafe { wire.receive(letter.from, &letter.header, self.memory.at(place), &mut self.held.incoming)? };
+            unsafe {
+                wire.receive(letter.from, &letter.header, self.memory.at(place), &mut self.held.incoming)?
+            };
         }
         Ok(())
     }
 }
 
 /// Refuses a message whose size differs from the plan's.
-fn check(own: Own<'_>, awaited: &Move, header: &Header, here: Option<usize>) -> Result<()> {
+fn check(
+    own: PartOwner<'_>,
+    awaited: &PlanMessage,
+    header: &MessageHeader,
+    here: Option<usize>,
+) -> Result<()> {
     let dtype = own.share().dtype;
-    let fits = (header.dtype, header.len) == (dtype, awaited.len()) && here.is_none_or(|bytes| bytes == header.bytes());
+    let fits = (header.dtype, header.len) == (dtype, awaited.len())
+        && here.is_none_or(|bytes| bytes == header.bytes());
     if fits {
         return Ok(());
     }
     let (len, name, want) = (header.len, header.dtype.as_str(), awaited.len());
-    Err(Error::Unsupported(format!("member {} sent {len} {name} for {want} {}", awaited.peer, dtype.as_str())))
+    Err(Error::Unsupported(format!(
+        "member {} sent {len} {name} for {want} {}",
+        awaited.peer,
+        dtype.as_str()
+    )))
 }

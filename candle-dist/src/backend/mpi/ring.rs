@@ -12,17 +12,17 @@ const WORD: usize = size_of::<u64>();
 
 /// The two counts of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Count {
+pub(super) enum RingCount {
     Written,
     Read,
 }
 
 /// The memory of one ring, shared by its two ends.
-pub(super) trait Memory {
+pub(super) trait RingMemory {
     /// The bytes of the letters.
     fn capacity(&self) -> usize;
-    fn load(&self, count: Count, order: Ordering) -> u64;
-    fn store(&self, count: Count, value: u64, order: Ordering);
+    fn load(&self, count: RingCount, order: Ordering) -> u64;
+    fn store(&self, count: RingCount, value: u64, order: Ordering);
     /// Writes bytes at an offset.
     ///
     /// # Safety
@@ -48,7 +48,7 @@ pub(super) struct Writer<M> {
     read: u64,
 }
 
-impl<M: Memory> Writer<M> {
+impl<M: RingMemory> Writer<M> {
     /// Takes the writing end of a ring that nobody has used.
     ///
     /// # Safety
@@ -66,7 +66,7 @@ impl<M: Memory> Writer<M> {
     pub(super) fn push(&mut self, parts: &[&[u8]]) -> bool {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         if !self.has_room(occupied(len)) {
-            self.read = self.memory.load(Count::Read, Ordering::Acquire);
+            self.read = self.memory.load(RingCount::Read, Ordering::Acquire);
             if !self.has_room(occupied(len)) {
                 return false;
             }
@@ -78,7 +78,7 @@ impl<M: Memory> Writer<M> {
             at += part.len() as u64;
         }
         self.written += occupied(len) as u64;
-        self.memory.store(Count::Written, self.written, Ordering::Release);
+        self.memory.store(RingCount::Written, self.written, Ordering::Release);
         true
     }
 
@@ -105,7 +105,7 @@ pub(super) struct Reader<M> {
     written: u64,
 }
 
-impl<M: Memory> Reader<M> {
+impl<M: RingMemory> Reader<M> {
     /// Takes the reading end of a ring that nobody has used.
     ///
     /// # Safety
@@ -120,7 +120,7 @@ impl<M: Memory> Reader<M> {
     /// Returns a length that no letter can have.
     pub(super) fn next(&mut self) -> Result<Option<usize>, u64> {
         if self.read == self.written {
-            self.written = self.memory.load(Count::Written, Ordering::Acquire);
+            self.written = self.memory.load(RingCount::Written, Ordering::Acquire);
             if self.read == self.written {
                 return Ok(None);
             }
@@ -145,7 +145,7 @@ impl<M: Memory> Reader<M> {
     /// Takes the next letter, which has `len` bytes: the writer may use its place again.
     pub(super) fn take(&mut self, len: usize) {
         self.read += occupied(len) as u64;
-        self.memory.store(Count::Read, self.read, Ordering::Release);
+        self.memory.store(RingCount::Read, self.read, Ordering::Release);
     }
 
     /// Copies bytes.

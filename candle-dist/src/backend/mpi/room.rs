@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, DType, WithDType};
 use std::mem::ManuallyDrop;
 
 /// Possibly uninitialized elements at an address that does not change.
-pub(super) struct Room {
+pub(super) struct UninitBuffer {
     dtype: DType,
     data: *mut u8,
     len: usize,
@@ -17,9 +17,9 @@ pub(super) struct Room {
 }
 
 // SAFETY: a room owns its memory alone.
-unsafe impl Send for Room {}
+unsafe impl Send for UninitBuffer {}
 
-impl Room {
+impl UninitBuffer {
     pub(super) fn new(dtype: DType, len: usize) -> Result<Self> {
         with_element!(dtype, T => {
             let mut data = ManuallyDrop::new(Vec::<T>::with_capacity(len));
@@ -50,7 +50,7 @@ impl Room {
     }
 }
 
-impl Drop for Room {
+impl Drop for UninitBuffer {
     #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
     fn drop(&mut self) {
         let freed: Result<()> = with_element!(self.dtype, T => {
@@ -69,30 +69,30 @@ const COUNT: usize = 8;
 
 /// Free rooms, the oldest first: memory that was used before causes no page faults.
 #[derive(Default)]
-pub(super) struct Spares(Vec<Room>);
+pub(super) struct SpareBuffers(Vec<UninitBuffer>);
 
-impl Spares {
+impl SpareBuffers {
     /// Keeps a room for reuse if it is not too large, and frees the oldest ones for it.
-    pub(super) fn keep(&mut self, room: Room) {
+    pub(super) fn keep(&mut self, room: UninitBuffer) {
         if room.bytes() > MOST || room.bytes() == 0 {
             return;
         }
         self.0.push(room);
-        while self.0.len() > COUNT || self.0.iter().map(Room::bytes).sum::<usize>() > MOST {
+        while self.0.len() > COUNT || self.0.iter().map(UninitBuffer::bytes).sum::<usize>() > MOST {
             self.0.remove(0);
         }
     }
 
     /// Returns a room for `len` elements: a kept one that is less than twice as large, or a new one.
-    pub(super) fn take(&mut self, dtype: DType, len: usize) -> Result<Room> {
-        let fits = |room: &Room| room.dtype == dtype && (len..=2 * len).contains(&room.capacity);
+    pub(super) fn take(&mut self, dtype: DType, len: usize) -> Result<UninitBuffer> {
+        let fits = |room: &UninitBuffer| room.dtype == dtype && (len..=2 * len).contains(&room.capacity);
         match self.0.iter().rposition(fits) {
             Some(at) => {
                 let mut room = self.0.remove(at);
                 room.len = len;
                 Ok(room)
             }
-            None => Room::new(dtype, len),
+            None => UninitBuffer::new(dtype, len),
         }
     }
 }
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn what_was_written_is_there_in_every_dtype() {
         for dtype in CARRIED {
-            let room = Room::new(dtype, 5).unwrap();
+            let room = UninitBuffer::new(dtype, 5).unwrap();
             // SAFETY: the room has 5 elements; zero bytes are a value of each dtype.
             let filled = unsafe {
                 room.data().write_bytes(0, 5 * dtype.size_in_bytes());
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn rooms_are_used_again_by_those_that_they_fit() {
-        let mut spares = Spares::default();
+        let mut spares = SpareBuffers::default();
         let kept = spares.take(DType::F32, 100).unwrap();
         let address = kept.data();
         spares.keep(kept);
@@ -137,11 +137,11 @@ mod tests {
 
     #[test]
     fn no_more_is_kept_than_the_limit() {
-        let mut spares = Spares::default();
+        let mut spares = SpareBuffers::default();
         for len in [MOST + 1, MOST / 2, MOST / 2, MOST / 4] {
-            spares.keep(Room::new(DType::U8, len).unwrap());
+            spares.keep(UninitBuffer::new(DType::U8, len).unwrap());
         }
-        assert!(spares.0.iter().map(Room::bytes).sum::<usize>() <= MOST);
+        assert!(spares.0.iter().map(UninitBuffer::bytes).sum::<usize>() <= MOST);
         assert_eq!(spares.0.len(), 2);
     }
 }

@@ -1,11 +1,11 @@
 //! Memory layout of the pieces of a tensor along one dim.
-use super::plan::{Buffer, Place};
+use super::plan::{ElementRun, PlanBuffer};
 use crate::call::Cut;
 
 /// Runs of elements at equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Rows {
-    pub(super) buffer: Buffer,
+pub(super) struct StridedRuns {
+    pub(super) buffer: PlanBuffer,
     pub(super) start: usize,
     /// The number of elements per run.
     pub(super) run: usize,
@@ -15,17 +15,17 @@ pub(super) struct Rows {
     pub(super) stride: usize,
 }
 
-impl Rows {
+impl StridedRuns {
     /// Returns the one run of a place.
-    pub(super) fn of(place: Place) -> Self {
-        let Place { buffer, start, len } = place;
+    pub(super) fn of(place: ElementRun) -> Self {
+        let ElementRun { buffer, start, len } = place;
         Self { buffer, start, run: len, count: 1, stride: len }
     }
 }
 
 /// A tensor's pieces along one dim, one per member.
 #[derive(Debug)]
-pub(super) struct Pieces {
+pub(super) struct PieceLayout {
     /// The number of runs of each piece: the product of the dims before the cut one.
     rows: usize,
     /// The start of each piece in a row.
@@ -42,12 +42,12 @@ pub(super) fn inner(shape: &[usize], dim: usize) -> usize {
 }
 
 /// Returns the pieces of a tensor of `shape`; or of the tensor that is joined from pieces, of which this is one.
-pub(super) fn pieces(shape: &[usize], cut: &Cut) -> Pieces {
+pub(super) fn pieces(shape: &[usize], cut: &Cut) -> PieceLayout {
     let row = inner(shape, cut.dim);
-    Pieces::new(shape[..cut.dim].iter().product(), cut.sizes.iter().map(|size| size * row))
+    PieceLayout::new(shape[..cut.dim].iter().product(), cut.sizes.iter().map(|size| size * row))
 }
 
-impl Pieces {
+impl PieceLayout {
     /// Creates pieces with `rows` runs each, of these lengths.
     fn new(rows: usize, runs: impl Iterator<Item = usize>) -> Self {
         let (mut starts, mut lens, mut row) = (Vec::new(), Vec::new(), 0);
@@ -75,14 +75,14 @@ impl Pieces {
     }
 
     /// Returns piece `i` within the whole, which lies in `buffer`.
-    pub(super) fn rows(&self, i: usize, buffer: Buffer) -> Rows {
+    pub(super) fn rows(&self, i: usize, buffer: PlanBuffer) -> StridedRuns {
         let run = self.lens[i] / self.rows.max(1);
-        Rows { buffer, start: self.starts[i], run, count: self.rows, stride: self.row }
+        StridedRuns { buffer, start: self.starts[i], run, count: self.rows, stride: self.row }
     }
 
     /// Returns piece `i` by itself, in as many runs as it has within the whole.
-    pub(super) fn packed(&self, i: usize, place: Place) -> Rows {
+    pub(super) fn packed(&self, i: usize, place: ElementRun) -> StridedRuns {
         let run = self.lens[i] / self.rows.max(1);
-        Rows { buffer: place.buffer, start: place.start, run, count: self.rows, stride: run }
+        StridedRuns { buffer: place.buffer, start: place.start, run, count: self.rows, stride: run }
     }
 }

@@ -3,8 +3,8 @@
 //! Each rank has a segment of a window that MPI allocates, with a ring for each of these ranks, itself included. A rank
 //! writes its letters to the ring with its number in the segment of the receiver. Letters that find no room wait here,
 //! so that a send never waits.
-use super::native::{Came, MpiError, MpiResult, Private, Window};
-use super::ring::{CAPACITY, Count, Memory, Reader, Writer};
+use super::native::{MpiError, MpiResult, MpiStatus, MpiWindow, PrivateComm};
+use super::ring::{CAPACITY, Reader, RingCount, RingMemory, Writer};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::ptr::NonNull;
@@ -24,7 +24,7 @@ pub(super) fn bytes(ranks: usize, most: usize) -> u64 {
 
 /// The ranks with which this one shares memory.
 pub(super) struct Neighbors {
-    window: Window,
+    window: MpiWindow,
     all: Vec<Neighbor>,
     /// The index of each rank of the world in `all`.
     of: Vec<Option<usize>>,
@@ -34,8 +34,8 @@ pub(super) struct Neighbors {
 
 struct Neighbor {
     rank: usize,
-    writer: Writer<Ring>,
-    reader: Reader<Ring>,
+    writer: Writer<SharedRing>,
+    reader: Reader<SharedRing>,
     /// Letters that had no room yet.
     waiting: VecDeque<Vec<u8>>,
 }
@@ -44,7 +44,7 @@ impl Neighbors {
     /// Shares memory among up to `most` ranks of each host. All ranks of `comm` call this, and wait for each other.
     ///
     /// Returns `None` if this rank shares memory with no other one, or if there is no memory for all.
-    pub(super) fn open(comm: &Private, size: usize, most: usize) -> MpiResult<Option<Self>> {
+    pub(super) fn open(comm: &PrivateComm, size: usize, most: usize) -> MpiResult<Option<Self>> {
         let Some(window) = comm.share(most, RING, COUNTS)? else { return Ok(None) };
         let mut of = vec![None; size];
         let mine = window.segment(window.rank)?;
@@ -54,7 +54,10 @@ impl Neighbors {
             // SAFETY: the segments have a ring for each rank, with counts that were zeroed before any rank came here. Each ring has one writer,
             // the rank with its number, and one reader, the rank with its segment.
             let (writer, reader) = unsafe {
-                (Writer::new(Ring::at(window.segment(index)?, window.rank)), Reader::new(Ring::at(mine, index)))
+                (
+                    Writer::new(SharedRing::at(window.segment(index)?, window.rank)),
+                    Reader::new(SharedRing::at(mine, index)),
+                )
             };
             *of.get_mut(rank).ok_or_else(|| MpiError::new("a rank outside of the world"))? = Some(index);
             all.push(Neighbor { rank, writer, reader, waiting: VecDeque::new() });
@@ -111,13 +114,14 @@ impl Neighbors {
 
     /// Returns the sender and the length of the next letter, if one has arrived. It stays until it is
     /// [taken](Self::take). The neighbors take turns.
-    pub(super) fn next(&mut self) -> MpiResult<Option<Came>> {
+    pub(super) fn next(&mut self) -> MpiResult<Option<MpiStatus>> {
         for _ in 0..self.all.len() {
             let Some(neighbor) = self.all.get_mut(self.next) else { break };
             let next = neighbor.reader.next();
-            let next = next.map_err(|len| MpiError::new(&format!("a letter of {len} bytes in shared memory")))?;
+            let next =
+                next.map_err(|len| MpiError::new(&format!("a letter of {len} bytes in shared memory")))?;
             if let Some(len) = next {
-                return Ok(Some(Came { from: neighbor.rank, len }));
+                return Ok(Some(MpiStatus { from: neighbor.rank, len }));
             }
             self.next = (self.next + 1) % self.all.len();
         }
@@ -165,45 +169,45 @@ pub(super) const fn free() -> Option<u64> {
 }
 
 /// A ring in a segment of the window.
-struct Ring {
+struct SharedRing {
     counts: [NonNull<AtomicU64>; 2],
     letters: NonNull<u8>,
 }
 
 // SAFETY: a ring is used under the backend's lock, by one thread of this process at a time.
-unsafe impl Send for Ring {}
+unsafe impl Send for SharedRing {}
 
-impl Ring {
+impl SharedRing {
     /// Returns a ring of a segment.
     ///
     /// # Safety
     /// The segment has more rings than `index`, and stays mapped while the ring is used.
     unsafe fn at(segment: NonNull<u8>, index: usize) -> Self {
-        // SAFETY: the caller's promise. `Window::segment` has checked that the address fits for atomics.
+        // SAFETY: the caller's promise. `MpiWindow::segment` has checked that the address fits for atomics.
         unsafe {
             let start = segment.add(index * RING);
             Self { counts: [start.cast(), start.add(COUNTS / 2).cast()], letters: start.add(COUNTS) }
         }
     }
 
-    fn count(&self, which: Count) -> &AtomicU64 {
+    fn count(&self, which: RingCount) -> &AtomicU64 {
         let [written, read] = &self.counts;
-        let count = if which == Count::Written { written } else { read };
+        let count = if which == RingCount::Written { written } else { read };
         // SAFETY: the count lies in memory that stays mapped, and all processes access it only as an atomic.
         unsafe { count.as_ref() }
     }
 }
 
-impl Memory for Ring {
+impl RingMemory for SharedRing {
     fn capacity(&self) -> usize {
         CAPACITY
     }
 
-    fn load(&self, count: Count, order: Ordering) -> u64 {
+    fn load(&self, count: RingCount, order: Ordering) -> u64 {
         self.count(count).load(order)
     }
 
-    fn store(&self, count: Count, value: u64, order: Ordering) {
+    fn store(&self, count: RingCount, value: u64, order: Ordering) {
         self.count(count).store(value, order);
     }
 
@@ -219,4 +223,4 @@ impl Memory for Ring {
 }
 
 /// The parts of a letter.
-pub(super) type Parts<'a> = SmallVec<[&'a [u8]; 4]>;
+pub(super) type LetterParts<'a> = SmallVec<[&'a [u8]; 4]>;

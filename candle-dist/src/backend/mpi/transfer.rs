@@ -1,6 +1,6 @@
 //! Transfers of data by MPI from or to the memory of tensors, without a copy.
-use super::native::{MpiResult, Private, Request};
-use super::room::Room;
+use super::native::{MpiRequest, MpiResult, PrivateComm};
+use super::room::UninitBuffer;
 use crate::backend::guards::Hold;
 use std::collections::VecDeque;
 use std::mem;
@@ -12,7 +12,7 @@ const WINDOW: usize = 8;
 
 /// The direction of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Direction {
     Out,
     In,
 }
@@ -20,7 +20,7 @@ pub(super) enum Way {
 /// The data of a transfer and its peer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Route {
-    pub(super) way: Way,
+    pub(super) way: Direction,
     /// The other side, as a rank of the world.
     pub(super) peer: usize,
     /// Unique among the transfers in flight between the two ranks.
@@ -32,17 +32,22 @@ pub(super) trait Channel {
     /// Starts to move `len` bytes.
     ///
     /// # Safety
-    /// As for [`Private::send`] and [`Private::receive`].
-    unsafe fn post(&self, route: Route, data: *mut u8, len: usize) -> MpiResult<Request>;
+    /// As for [`PrivateComm::send`] and [`PrivateComm::receive`].
+    unsafe fn post(&self, route: Route, data: *mut u8, len: usize) -> MpiResult<MpiRequest>;
 }
 
-impl Channel for Private {
-    unsafe fn post(&self, Route { way, peer, tag }: Route, data: *mut u8, len: usize) -> MpiResult<Request> {
+impl Channel for PrivateComm {
+    unsafe fn post(
+        &self,
+        Route { way, peer, tag }: Route,
+        data: *mut u8,
+        len: usize,
+    ) -> MpiResult<MpiRequest> {
         // SAFETY: the caller's promise.
         unsafe {
             match way {
-                Way::Out => self.send(data, len, peer, tag),
-                Way::In => self.receive(data, len, Some(peer), tag),
+                Direction::Out => self.send(data, len, peer, tag),
+                Direction::In => self.receive(data, len, Some(peer), tag),
             }
         }
     }
@@ -57,7 +62,7 @@ pub(super) struct Transfer {
     /// The number of bytes passed to MPI.
     posted: usize,
     most_bytes: usize,
-    parts: VecDeque<Request>,
+    parts: VecDeque<MpiRequest>,
 }
 
 // SAFETY: the address is used under the backend's lock, by one thread at a time.
@@ -95,7 +100,7 @@ impl Transfer {
     }
 
     /// Drives MPI; returns whether all is done.
-    pub(super) fn poll(&mut self, comm: &Private) -> MpiResult<bool> {
+    pub(super) fn poll(&mut self, comm: &PrivateComm) -> MpiResult<bool> {
         while let Some(first) = self.parts.front_mut() {
             if first.test()?.is_none() {
                 return Ok(false);
@@ -108,7 +113,7 @@ impl Transfer {
 }
 
 /// Drives each transfer, and removes those that are done.
-pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &Private) -> MpiResult<()> {
+pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &PrivateComm) -> MpiResult<()> {
     let mut at = 0;
     while let Some(transfer) = transfers.get_mut(at) {
         match transfer.poll(comm)? {
@@ -120,17 +125,21 @@ pub(super) fn poll_all(transfers: &mut Vec<Transfer>, comm: &Private) -> MpiResu
 }
 
 /// Transfers and their memory, which stays for as long as MPI may access it.
-pub(super) struct Held {
+pub(super) struct TransferMemory {
     /// The tensor that is read.
     pub(super) input: Option<Hold>,
-    pub(super) result: Option<Room>,
-    pub(super) scratch: Option<Room>,
+    pub(super) result: Option<UninitBuffer>,
+    pub(super) scratch: Option<UninitBuffer>,
     pub(super) outgoing: Vec<Transfer>,
     pub(super) incoming: Vec<Transfer>,
 }
 
-impl Held {
-    pub(super) const fn new(input: Option<Hold>, result: Option<Room>, scratch: Option<Room>) -> Self {
+impl TransferMemory {
+    pub(super) const fn new(
+        input: Option<Hold>,
+        result: Option<UninitBuffer>,
+        scratch: Option<UninitBuffer>,
+    ) -> Self {
         Self { input, result, scratch, outgoing: Vec::new(), incoming: Vec::new() }
     }
 
@@ -140,14 +149,14 @@ impl Held {
     }
 
     /// Drives MPI; returns whether it is done with the memory.
-    pub(super) fn poll(&mut self, comm: &Private) -> MpiResult<bool> {
+    pub(super) fn poll(&mut self, comm: &PrivateComm) -> MpiResult<bool> {
         poll_all(&mut self.incoming, comm)?;
         poll_all(&mut self.outgoing, comm)?;
         Ok(self.incoming.is_empty() && self.outgoing.is_empty())
     }
 }
 
-impl Drop for Held {
+impl Drop for TransferMemory {
     fn drop(&mut self) {
         if self.incoming.is_empty() && self.outgoing.is_empty() {
             return;
@@ -157,7 +166,9 @@ impl Drop for Held {
         mem::forget((self.result.take(), self.scratch.take()));
         static SAID: AtomicBool = AtomicBool::new(false);
         if !SAID.swap(true, Ordering::Relaxed) {
-            eprintln!("candle-dist: tensors were under way when the world ended; their memory is left to MPI");
+            eprintln!(
+                "candle-dist: tensors were under way when the world ended; their memory is left to MPI"
+            );
         }
     }
 }
@@ -168,7 +179,7 @@ mod tests {
     use super::super::native::MpiError;
     use super::*;
     use crate::backend::guards::Guards;
-    use crate::backend::storage::Operand;
+    use crate::backend::storage::StorageOperand;
     use candle_core::{DType, Device, Var};
     use std::cell::Cell;
 
@@ -176,33 +187,39 @@ mod tests {
     struct Refusing(Cell<usize>);
 
     impl Channel for Refusing {
-        unsafe fn post(&self, _: Route, _: *mut u8, _: usize) -> MpiResult<Request> {
+        unsafe fn post(&self, _: Route, _: *mut u8, _: usize) -> MpiResult<MpiRequest> {
             let left = self.0.get().checked_sub(1).ok_or_else(|| MpiError::new("no more requests"))?;
             self.0.set(left);
-            Ok(Request::unanswered())
+            Ok(MpiRequest::unanswered())
         }
     }
 
     #[test]
     fn memory_of_a_start_that_fails_half_way_is_left_to_mpi() {
-        for (way, taken) in [(Way::Out, 1), (Way::Out, 3), (Way::In, 1)] {
+        for (way, taken) in [(Direction::Out, 1), (Direction::Out, 3), (Direction::In, 1)] {
             let var = Var::zeros(1000, DType::U8, &Device::Cpu).unwrap();
-            let guards = Guards::new(&[Operand::of(&var)]);
+            let guards = Guards::new(&[StorageOperand::of(&var)]);
             // SAFETY: the lock is the variable's.
             let hold = guards.iter().next().map(|guard| unsafe { Hold::new(&var, guard) });
             drop(guards);
-            let room = Room::new(DType::U8, 1000).unwrap();
+            let room = UninitBuffer::new(DType::U8, 1000).unwrap();
             let address = room.data();
-            let mut held = Held::new(hold, Some(room), None);
-            let transfers = if way == Way::Out { &mut held.outgoing } else { &mut held.incoming };
+            let mut held = TransferMemory::new(hold, Some(room), None);
+            let transfers = if way == Direction::Out { &mut held.outgoing } else { &mut held.incoming };
             let route = Route { way, peer: 1, tag: 1 };
             // SAFETY: nothing is moved.
-            let started = unsafe { Transfer::start(&Refusing(Cell::new(taken)), route, address, 1000, 100, transfers) };
+            let started =
+                unsafe { Transfer::start(&Refusing(Cell::new(taken)), route, address, 1000, 100, transfers) };
             assert_eq!(started.unwrap_err().to_string(), "MPI: no more requests");
-            assert_eq!(transfers.iter().map(|transfer| transfer.parts.len()).sum::<usize>(), taken, "parts in flight");
+            assert_eq!(
+                transfers.iter().map(|transfer| transfer.parts.len()).sum::<usize>(),
+                taken,
+                "parts in flight"
+            );
             drop(held);
             // New memory of the same size would be at the freed address.
-            let rooms: Vec<Room> = (0..20).map(|_| Room::new(DType::U8, 1000).unwrap()).collect();
+            let rooms: Vec<UninitBuffer> =
+                (0..20).map(|_| UninitBuffer::new(DType::U8, 1000).unwrap()).collect();
             assert!(rooms.iter().all(|room| room.data() != address), "the memory was freed");
             var.zero_set().unwrap();
         }

@@ -1,22 +1,24 @@
 //! Algorithms that move blocks among members: direct exchange, Bruck's, and binomial trees.
-use super::plan::{Buffer, Move, Place, Planner};
+use super::plan::{ElementRun, PlanBuffer, PlanMessage, Planner};
 use smallvec::SmallVec;
 
 /// Returns the message of these blocks, unless it is empty.
-fn letter(peer: usize, blocks: impl IntoIterator<Item = Place>) -> Option<Move> {
-    let mut places: SmallVec<[Place; 1]> = SmallVec::new();
+fn letter(peer: usize, blocks: impl IntoIterator<Item = ElementRun>) -> Option<PlanMessage> {
+    let mut places: SmallVec<[ElementRun; 1]> = SmallVec::new();
     for block in blocks.into_iter().filter(|block| block.len > 0) {
         match places.last_mut() {
-            Some(last) if last.buffer == block.buffer && last.start + last.len == block.start => last.len += block.len,
+            Some(last) if last.buffer == block.buffer && last.start + last.len == block.start => {
+                last.len += block.len
+            }
             _ => places.push(block),
         }
     }
-    (!places.is_empty()).then_some(Move { peer, places, letter: true })
+    (!places.is_empty()).then_some(PlanMessage { peer, places, letter: true })
 }
 
 impl Planner {
     /// Brings the block of every member `m` to `to[m]` on all; this member's own is at `own`.
-    pub(super) fn spread(&mut self, own: Place, to: &[Place]) {
+    pub(super) fn spread(&mut self, own: ElementRun, to: &[ElementRun]) {
         let me = self.me;
         let longest = to.iter().map(|place| place.len).max().unwrap_or(0);
         self.step();
@@ -42,7 +44,12 @@ impl Planner {
     }
 
     /// Brings the block `from[d]` of every member `s` to `to[s]` on member `d`; it has `len(s, d)` elements.
-    pub(super) fn exchange(&mut self, from: &[Place], to: &[Place], len: impl Fn(usize, usize) -> usize) {
+    pub(super) fn exchange(
+        &mut self,
+        from: &[ElementRun],
+        to: &[ElementRun],
+        len: impl Fn(usize, usize) -> usize,
+    ) {
         let me = self.me;
         let pairs = (0..me.size).flat_map(|from| (0..me.size).map(move |to| (from, to)));
         let longest = if me.size > 3 { pairs.map(|(from, to)| len(from, to)).max().unwrap_or(0) } else { 0 };
@@ -59,10 +66,10 @@ impl Planner {
     }
 
     /// Bruck's all_to_all: a block with `i` members to go is forwarded in the steps of the bits of `i`.
-    fn bruck(&mut self, from: &[Place], to: &[Place], len: impl Fn(usize, usize) -> usize) {
+    fn bruck(&mut self, from: &[ElementRun], to: &[ElementRun], len: impl Fn(usize, usize) -> usize) {
         let me = self.me;
         // The block in slot i is for the member that is i after its source.
-        let mut slots: Vec<Place> = (0..me.size).map(|i| from[me.after(i)]).collect();
+        let mut slots: Vec<ElementRun> = (0..me.size).map(|i| from[me.after(i)]).collect();
         let mut distance = 1;
         while distance < me.size {
             let moved: Vec<usize> = (1..me.size).filter(|i| i & distance != 0).collect();
@@ -96,7 +103,7 @@ impl Planner {
     }
 
     /// A binomial tree down: `whole` on the root comes to `whole` on the others.
-    pub(super) fn tree_broadcast(&mut self, root: usize, whole: Place) {
+    pub(super) fn tree_broadcast(&mut self, root: usize, whole: ElementRun) {
         let (place, up) = self.in_tree(root);
         self.step();
         if place > 0 {
@@ -116,7 +123,7 @@ impl Planner {
 
     /// A binomial tree up: the blocks of all members, of `lens`, come to `to` on the root; this member's own is at
     /// `own`.
-    pub(super) fn tree_gather(&mut self, root: usize, own: Place, lens: &[usize], to: &[Place]) {
+    pub(super) fn tree_gather(&mut self, root: usize, own: ElementRun, lens: &[usize], to: &[ElementRun]) {
         let size = self.me.size;
         let (place, up) = self.in_tree(root);
         // The blocks that are here, by place in the tree: this member's block, then those below it.
@@ -141,13 +148,13 @@ impl Planner {
     }
 
     /// A binomial tree down: the root's blocks `from`, of `lens`, come to `to` on each member.
-    pub(super) fn tree_scatter(&mut self, root: usize, from: &[Place], lens: &[usize], to: Place) {
+    pub(super) fn tree_scatter(&mut self, root: usize, from: &[ElementRun], lens: &[usize], to: ElementRun) {
         let size = self.me.size;
         let (place, up) = self.in_tree(root);
         self.step();
         // By place of the tree, the blocks of this member and those below it.
         let members: Vec<usize> = (place..(place + up).min(size)).map(|place| self.at(root, place)).collect();
-        let mut blocks: Vec<Place> = members.iter().map(|&member| from[member]).collect();
+        let mut blocks: Vec<ElementRun> = members.iter().map(|&member| from[member]).collect();
         if place > 0 {
             let parent = self.at(root, place - up);
             blocks = self.scratch(members[1..].iter().map(|&member| lens[member]));
@@ -168,7 +175,7 @@ impl Planner {
     }
 }
 
-impl Buffer {
+impl PlanBuffer {
     /// The number of buffers.
     pub(super) const COUNT: usize = 3;
 }

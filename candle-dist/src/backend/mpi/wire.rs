@@ -1,17 +1,17 @@
 //! Messages between processes: sent without waiting, received whenever a thread checks.
 //!
-//! A message is a letter: a [`Header`], followed by its data if that is small, since a copy is then cheaper than a
+//! A message is a letter: a [`MessageHeader`], followed by its data if that is small, since a copy is then cheaper than a
 //! second message. Letters between ranks of a host go through shared memory (`shared.rs`). Large data is sent separately, from the sender's memory to the receiver's, once the receiver knows
 //! its destination. MPI then moves it, as one copy if ranks share a host. Every process always has receives open for
 //! letters of other hosts, so that a sender never waits for one.
 //!
 //! Letters and large data have a communicator each. MPI looks for a letter among all messages of a communicator that nobody has
 //! asked for, and large data that a program receives later would be among them.
-use super::header::{Body, HEADER_BYTES, Header, LETTER};
-use super::native::{Came, MpiError, MpiResult, Private, Request};
-use super::room::{Room, Spares};
-use super::shared::{Neighbors, Parts};
-use super::transfer::{Held, Route, Transfer, Way};
+use super::header::{Body, HEADER_BYTES, LETTER, MessageHeader};
+use super::native::{MpiError, MpiRequest, MpiResult, MpiStatus, PrivateComm};
+use super::room::{SpareBuffers, UninitBuffer};
+use super::shared::{LetterParts, Neighbors};
+use super::transfer::{Direction, Route, Transfer, TransferMemory};
 use super::work::bytes_of;
 use crate::Result;
 use crate::backend::guards::Hold;
@@ -42,36 +42,36 @@ const SPARE_LETTERS: usize = 32;
 /// This process's end of all connections.
 pub(super) struct Wire {
     /// For large data, and for the end.
-    comm: Private,
-    letter_comm: Private,
+    comm: PrivateComm,
+    letter_comm: PrivateComm,
     /// The ranks whose letters come through shared memory.
     neighbors: Option<Neighbors>,
     /// The number of receives for letters of other ranks; 0 if there are none.
     listening: usize,
     /// The open receives, in the order in which MPI fills them.
-    inbox: VecDeque<(Vec<u8>, Request)>,
+    inbox: VecDeque<(Vec<u8>, MpiRequest)>,
     /// Memory of letters that were read, for which no receive is open yet.
     read: Vec<Vec<u8>>,
     /// Letters that MPI is not done with.
-    letters: Vec<(Vec<u8>, Request)>,
+    letters: Vec<(Vec<u8>, MpiRequest)>,
     spare_letters: Vec<Vec<u8>>,
     /// Letters whose second half has not arrived: the first half, and the whole.
-    halves: Vec<(Came, Arrived)>,
+    halves: Vec<(MpiStatus, IncomingLetter)>,
     /// Sent tensors that MPI is not done with.
-    parcels: Vec<Held>,
+    parcels: Vec<TransferMemory>,
     /// The letter and the parcel that are looked at next.
     next_letter: usize,
     next_parcel: usize,
-    rooms: Spares,
+    rooms: SpareBuffers,
     most_bytes: usize,
     next_tag: i32,
 }
 
 /// An arrived letter.
-pub(super) struct Arrived {
+pub(super) struct IncomingLetter {
     /// The sender, as a rank of the world.
     pub(super) from: usize,
-    pub(super) header: Header,
+    pub(super) header: MessageHeader,
     /// The bytes of all.
     len: usize,
     /// Its memory; `None` if it lies in the memory that its sender shares, until it is put back.
@@ -80,14 +80,14 @@ pub(super) struct Arrived {
 
 /// The data of a letter.
 #[derive(Clone, Copy)]
-pub(super) enum Data<'a> {
+pub(super) enum LetterData<'a> {
     /// In memory of this process.
     Here(&'a [u8]),
     /// In memory that the sender shares, behind the header. The number is that of the bytes.
     Shared(&'a Neighbors, usize),
 }
 
-impl Data<'_> {
+impl LetterData<'_> {
     pub(super) fn len(self) -> usize {
         match self {
             Self::Here(data) => data.len(),
@@ -102,7 +102,9 @@ impl Data<'_> {
     pub(super) unsafe fn copy(self, start: usize, to: *mut u8, len: usize) {
         match self {
             // SAFETY: the caller's promise.
-            Self::Here(data) => unsafe { to.copy_from_nonoverlapping(data[start..start + len].as_ptr(), len) },
+            Self::Here(data) => unsafe {
+                to.copy_from_nonoverlapping(data[start..start + len].as_ptr(), len)
+            },
             // SAFETY: the caller's promise; the letter has this data behind its header, and was not put back.
             Self::Shared(neighbors, _) => unsafe { neighbors.copy(HEADER_BYTES + start, to, len) },
         }
@@ -122,10 +124,16 @@ unsafe impl Send for Wire {}
 impl Wire {
     /// Creates the wire over `comm`, which nothing else uses, for `size` ranks. Up to `most_sharing` ranks of a host
     /// exchange letters through shared memory. All ranks call this, and wait for each other.
-    pub(super) fn new(comm: Private, size: usize, most_bytes: usize, most_sharing: usize) -> MpiResult<Self> {
+    pub(super) fn new(
+        comm: PrivateComm,
+        size: usize,
+        most_bytes: usize,
+        most_sharing: usize,
+    ) -> MpiResult<Self> {
         let letter_comm = comm.duplicate()?;
         let neighbors = if most_sharing > 1 { Neighbors::open(&comm, size, most_sharing)? } else { None };
-        let listening = if neighbors.as_ref().is_some_and(|neighbors| neighbors.len() == size) { 0 } else { OPEN };
+        let listening =
+            if neighbors.as_ref().is_some_and(|neighbors| neighbors.len() == size) { 0 } else { OPEN };
         let mut wire = Self {
             comm,
             letter_comm,
@@ -139,7 +147,7 @@ impl Wire {
             parcels: Vec::new(),
             next_letter: 0,
             next_parcel: 0,
-            rooms: Spares::default(),
+            rooms: SpareBuffers::default(),
             most_bytes,
             next_tag: LETTERS,
         };
@@ -149,7 +157,7 @@ impl Wire {
         Ok(wire)
     }
 
-    pub(super) fn comm(&self) -> &Private {
+    pub(super) fn comm(&self) -> &PrivateComm {
         &self.comm
     }
 
@@ -174,17 +182,17 @@ impl Wire {
     }
 
     /// Returns the data that came with the header of a letter that was not [put back](Self::put_back).
-    pub(super) fn data<'a>(&'a self, letter: &'a Arrived) -> Data<'a> {
+    pub(super) fn data<'a>(&'a self, letter: &'a IncomingLetter) -> LetterData<'a> {
         match (&letter.room, &self.neighbors) {
-            (Some(room), _) => Data::Here(&room[HEADER_BYTES..letter.len]),
-            (None, Some(neighbors)) => Data::Shared(neighbors, letter.len - HEADER_BYTES),
-            (None, None) => Data::Here(&[]),
+            (Some(room), _) => LetterData::Here(&room[HEADER_BYTES..letter.len]),
+            (None, Some(neighbors)) => LetterData::Shared(neighbors, letter.len - HEADER_BYTES),
+            (None, None) => LetterData::Here(&[]),
         }
     }
 
     /// Takes the memory of a letter back: its sender may use it again, or a receive for other letters is opened, while
     /// this process waits or when few are left.
-    pub(super) fn put_back(&mut self, letter: Arrived) -> MpiResult<()> {
+    pub(super) fn put_back(&mut self, letter: IncomingLetter) -> MpiResult<()> {
         let Some(room) = letter.room else {
             if let Some(neighbors) = &mut self.neighbors {
                 neighbors.take(letter.len);
@@ -209,22 +217,22 @@ impl Wire {
     }
 
     /// Returns the next letter, if one has arrived. It must be [put back](Self::put_back) before the next one.
-    pub(super) fn next(&mut self) -> MpiResult<Option<Arrived>> {
+    pub(super) fn next(&mut self) -> MpiResult<Option<IncomingLetter>> {
         if let Some(neighbors) = &mut self.neighbors
-            && let Some(Came { from, len }) = neighbors.next()?
+            && let Some(MpiStatus { from, len }) = neighbors.next()?
         {
             let mut header = [0; HEADER_BYTES];
             let here = len.min(HEADER_BYTES);
             // SAFETY: the letter has at least `here` bytes, and was not taken.
             unsafe { neighbors.copy(0, header.as_mut_ptr(), here) };
-            let header = Header::decode(&header[..here]);
+            let header = MessageHeader::decode(&header[..here]);
             let header = header.ok_or_else(|| MpiError::new("a letter without a header"))?;
-            return Ok(Some(Arrived { from, header, len, room: None }));
+            return Ok(Some(IncomingLetter { from, header, len, room: None }));
         }
         while let Some((_, request)) = self.inbox.front_mut() {
             let Some(came) = request.test()? else { break };
             let Some((room, _)) = self.inbox.pop_front() else { break };
-            let Came { from, len } = came;
+            let MpiStatus { from, len } = came;
             // MPI keeps the order of letters of one sender, so the next one is the other half.
             if let Some(at) = self.halves.iter().position(|(first, _)| first.from == from) {
                 let (here, mut whole) = self.halves.swap_remove(at);
@@ -237,13 +245,17 @@ impl Wire {
                 self.read.push(room);
                 return Ok(Some(whole));
             }
-            let header = Header::decode(&room[..len]).ok_or_else(|| MpiError::new("a message without a header"))?;
-            let whole =
-                if header.body == Body::Here { HEADER_BYTES.saturating_add(header.bytes()) } else { HEADER_BYTES };
+            let header = MessageHeader::decode(&room[..len])
+                .ok_or_else(|| MpiError::new("a message without a header"))?;
+            let whole = if header.body == Body::Here {
+                HEADER_BYTES.saturating_add(header.bytes())
+            } else {
+                HEADER_BYTES
+            };
             if whole <= len || whole > room.len() {
-                return Ok(Some(Arrived { from, header, len, room: Some(room) }));
+                return Ok(Some(IncomingLetter { from, header, len, room: Some(room) }));
             }
-            self.halves.push((came, Arrived { from, header, len: whole, room: Some(room) }));
+            self.halves.push((came, IncomingLetter { from, header, len: whole, room: Some(room) }));
             // Halves of many senders must not use up the open receives.
             let room = self.read.pop().unwrap_or_else(Self::room);
             self.listen(room)?;
@@ -261,13 +273,13 @@ impl Wire {
     pub(super) fn post<'a>(
         &mut self,
         to: usize,
-        header: &Header,
+        header: &MessageHeader,
         data: impl IntoIterator<Item = &'a [u8]>,
     ) -> MpiResult<()> {
         let encoded = header.encode();
         if let Some(neighbors) = self.neighbors.as_mut().filter(|neighbors| neighbors.has(to)) {
             let data = data.into_iter().map(|data: &[u8]| data);
-            let parts: Parts<'_> = std::iter::once(&encoded[..]).chain(data).collect();
+            let parts: LetterParts<'_> = std::iter::once(&encoded[..]).chain(data).collect();
             return neighbors.post(to, &parts);
         }
         let mut letter = self.spare_letters.pop().unwrap_or_default();
@@ -311,17 +323,19 @@ impl Wire {
     pub(super) unsafe fn post_large(
         &mut self,
         to: usize,
-        header: Header,
+        header: MessageHeader,
         data: *const u8,
         transfers: &mut Vec<Transfer>,
     ) -> MpiResult<()> {
         // Fewer transfers are in flight between two ranks than there are tags.
         self.next_tag = if self.next_tag >= self.comm.most_tag { LETTERS + 1 } else { self.next_tag + 1 };
-        let header = Header { body: Body::Follows(self.next_tag), ..header };
+        let header = MessageHeader { body: Body::Follows(self.next_tag), ..header };
         self.post(to, &header, [])?;
-        let route = Route { way: Way::Out, peer: to, tag: self.next_tag };
+        let route = Route { way: Direction::Out, peer: to, tag: self.next_tag };
         // SAFETY: the caller's promise; outgoing bytes are not written.
-        unsafe { Transfer::start(&self.comm, route, data.cast_mut(), header.bytes(), self.most_bytes, transfers) }
+        unsafe {
+            Transfer::start(&self.comm, route, data.cast_mut(), header.bytes(), self.most_bytes, transfers)
+        }
     }
 
     /// Requests the data that follows a header, and writes it to `data`.
@@ -331,21 +345,25 @@ impl Wire {
     pub(super) unsafe fn receive(
         &mut self,
         from: usize,
-        header: &Header,
+        header: &MessageHeader,
         data: *mut u8,
         transfers: &mut Vec<Transfer>,
     ) -> MpiResult<()> {
         let Body::Follows(tag) = header.body else { return Err(MpiError::new("data that does not follow")) };
-        let route = Route { way: Way::In, peer: from, tag };
+        let route = Route { way: Direction::In, peer: from, tag };
         // SAFETY: the caller's promise.
         unsafe { Transfer::start(&self.comm, route, data, header.bytes(), self.most_bytes, transfers) }
     }
 
     /// Requests the data that follows a header, into new memory.
-    pub(super) fn receive_all(&mut self, from: usize, header: &Header) -> Result<Held, Box<dyn std::error::Error>> {
-        let room = Room::new(header.dtype, header.len)?;
+    pub(super) fn receive_all(
+        &mut self,
+        from: usize,
+        header: &MessageHeader,
+    ) -> Result<TransferMemory, Box<dyn std::error::Error>> {
+        let room = UninitBuffer::new(header.dtype, header.len)?;
         let address = room.data();
-        let mut held = Held::new(None, Some(room), None);
+        let mut held = TransferMemory::new(None, Some(room), None);
         // SAFETY: the room has the bytes that the header tells; the held one keeps it until the transfer is done, or leaves
         // it to MPI.
         unsafe { self.receive(from, header, address, &mut held.incoming)? };
@@ -359,7 +377,7 @@ impl Wire {
     pub(super) unsafe fn post_tensor(
         &mut self,
         to: usize,
-        header: Header,
+        header: MessageHeader,
         tensor: &Tensor,
         guard: &StorageRef<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
@@ -369,7 +387,7 @@ impl Wire {
         }
         // SAFETY: the caller's promise.
         let hold = unsafe { Hold::new(tensor, guard) };
-        let mut parcel = Held::new(Some(hold), None, None);
+        let mut parcel = TransferMemory::new(Some(hold), None, None);
         // SAFETY: the parcel holds the tensor, so that nobody writes to it or frees it, and leaves it to MPI if it is dropped
         // before.
         unsafe { self.post_large(to, header, data.as_ptr(), &mut parcel.outgoing)? };
@@ -395,7 +413,11 @@ impl Wire {
         }
         for _ in 0..self.parcels.len().min(TESTS) {
             self.next_parcel = if self.next_parcel < self.parcels.len() { self.next_parcel } else { 0 };
-            match self.parcels.get_mut(self.next_parcel).map_or(Ok(false), |parcel| parcel.poll(&self.comm))? {
+            match self
+                .parcels
+                .get_mut(self.next_parcel)
+                .map_or(Ok(false), |parcel| parcel.poll(&self.comm))?
+            {
                 true => drop(self.parcels.swap_remove(self.next_parcel)),
                 false => self.next_parcel += 1,
             }
@@ -405,16 +427,16 @@ impl Wire {
 
     /// Returns how long a write has waited for a sent tensor.
     pub(super) fn awaited(&mut self) -> Duration {
-        self.parcels.iter_mut().map(Held::awaited).max().unwrap_or_default()
+        self.parcels.iter_mut().map(TransferMemory::awaited).max().unwrap_or_default()
     }
 
     /// Returns temporary memory.
-    pub(super) fn scratch(&mut self, dtype: DType, len: usize) -> Result<Room> {
+    pub(super) fn scratch(&mut self, dtype: DType, len: usize) -> Result<UninitBuffer> {
         self.rooms.take(dtype, len)
     }
 
     /// Takes temporary memory back for reuse.
-    pub(super) fn give_back(&mut self, room: Room) {
+    pub(super) fn give_back(&mut self, room: UninitBuffer) {
         self.rooms.keep(room);
     }
 

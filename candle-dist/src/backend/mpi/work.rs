@@ -1,10 +1,10 @@
 //! A member's local work in a collective: copies and reductions within the memory of its plan.
-use super::plan::{Buffer, Place, Work};
-use super::room::Room;
-use super::shapes::Rows;
+use super::plan::{ElementRun, LocalWork, PlanBuffer};
+use super::room::UninitBuffer;
+use super::shapes::StridedRuns;
 use crate::backend::element::with_element;
 use crate::backend::reduce::reduce_slices;
-use crate::backend::runs::Runs;
+use crate::backend::runs::TensorRuns;
 use crate::call::ReduceOp;
 use crate::{Error, Result};
 use candle_core::{DType, StorageRef, Tensor};
@@ -13,16 +13,16 @@ use std::mem::MaybeUninit;
 use std::slice;
 
 /// The buffers of a part, by their number.
-const fn index(buffer: Buffer) -> usize {
+const fn index(buffer: PlanBuffer) -> usize {
     match buffer {
-        Buffer::Input => 0,
-        Buffer::Result => 1,
-        Buffer::Scratch => 2,
+        PlanBuffer::Input => 0,
+        PlanBuffer::Result => 1,
+        PlanBuffer::Scratch => 2,
     }
 }
 
 /// Returns a place's bytes.
-const fn span(place: Place, bytes: usize) -> (usize, usize) {
+const fn span(place: ElementRun, bytes: usize) -> (usize, usize) {
     (place.start * bytes, place.len * bytes)
 }
 
@@ -33,7 +33,7 @@ pub(super) fn bytes_of<'a>(tensor: &Tensor, storage: &'a StorageRef<'_>) -> Resu
         return Ok(&[]);
     }
     with_element!(tensor.dtype(), T => {
-        let runs = Runs::<T>::new(tensor, storage, None)?;
+        let runs = TensorRuns::<T>::new(tensor, storage, None)?;
         let elements = runs.slice(0, runs.total);
         // SAFETY: numbers have no padding, so that all of their bytes are values.
         Ok(unsafe { slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) })
@@ -41,18 +41,23 @@ pub(super) fn bytes_of<'a>(tensor: &Tensor, storage: &'a StorageRef<'_>) -> Resu
 }
 
 /// The addresses of a plan's buffers.
-pub(super) struct Memory {
+pub(super) struct PlanMemory {
     dtype: DType,
-    starts: [*mut u8; Buffer::COUNT],
+    starts: [*mut u8; PlanBuffer::COUNT],
 }
 
 // SAFETY: the addresses are used under the backend's lock, one thread at a time.
-unsafe impl Send for Memory {}
+unsafe impl Send for PlanMemory {}
 
-impl Memory {
+impl PlanMemory {
     /// Returns the memory of an input and of rooms, which the caller keeps alive.
-    pub(super) fn new(dtype: DType, input: *const u8, result: Option<&Room>, scratch: Option<&Room>) -> Self {
-        let room = |room: Option<&Room>| room.map_or(std::ptr::null_mut(), Room::data);
+    pub(super) fn new(
+        dtype: DType,
+        input: *const u8,
+        result: Option<&UninitBuffer>,
+        scratch: Option<&UninitBuffer>,
+    ) -> Self {
+        let room = |room: Option<&UninitBuffer>| room.map_or(std::ptr::null_mut(), UninitBuffer::data);
         Self { dtype, starts: [input.cast_mut(), room(result), room(scratch)] }
     }
 
@@ -60,7 +65,7 @@ impl Memory {
     ///
     /// # Safety
     /// The place lies within its buffer.
-    pub(super) unsafe fn at(&self, place: Place) -> *mut u8 {
+    pub(super) unsafe fn at(&self, place: ElementRun) -> *mut u8 {
         let (start, _) = span(place, self.dtype.size_in_bytes());
         // SAFETY: the caller's promise.
         unsafe { self.starts[index(place.buffer)].add(start) }
@@ -70,7 +75,7 @@ impl Memory {
     ///
     /// # Safety
     /// The place lies within its buffer and has been written. It is not written while the bytes are used.
-    pub(super) unsafe fn read<'a>(&self, place: Place) -> &'a [u8] {
+    pub(super) unsafe fn read<'a>(&self, place: ElementRun) -> &'a [u8] {
         let (_, len) = span(place, self.dtype.size_in_bytes());
         if len == 0 {
             return &[];
@@ -84,7 +89,7 @@ impl Memory {
     /// # Safety
     /// The place lies within the result or the scratch memory and is as large as `data`. Nothing else uses it
     /// meanwhile.
-    pub(super) unsafe fn write(&self, place: Place, data: &[u8]) {
+    pub(super) unsafe fn write(&self, place: ElementRun, data: &[u8]) {
         // SAFETY: the caller's promise.
         unsafe { self.at(place).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
     }
@@ -93,9 +98,12 @@ impl Memory {
     ///
     /// # Safety
     /// As for `read` of the source and `write` of the target; both have equally many runs of the same length.
-    unsafe fn copy(&self, from: Rows, to: Rows) {
-        let run =
-            |rows: Rows, i: usize| Place { buffer: rows.buffer, start: rows.start + i * rows.stride, len: rows.run };
+    unsafe fn copy(&self, from: StridedRuns, to: StridedRuns) {
+        let run = |rows: StridedRuns, i: usize| ElementRun {
+            buffer: rows.buffer,
+            start: rows.start + i * rows.stride,
+            len: rows.run,
+        };
         for i in 0..from.count {
             // SAFETY: the caller's promise.
             unsafe { self.write(run(to, i), self.read(run(from, i))) };
@@ -107,10 +115,10 @@ impl Memory {
     /// # Safety
     /// As for `read` of the sources and `write` of `to`; all have the same number of elements.
     #[allow(clippy::undocumented_unsafe_blocks)] // the comments are there, but the macro hides them
-    unsafe fn reduce(&self, sources: &[Place], to: Place, op: ReduceOp) -> Result<()> {
+    unsafe fn reduce(&self, sources: &[ElementRun], to: ElementRun, op: ReduceOp) -> Result<()> {
         with_element!(self.dtype, T => {
             // SAFETY: the caller's promise; buffers are aligned for their elements.
-            let read = |&place: &Place| unsafe { slice::from_raw_parts(self.at(place).cast::<T>(), place.len) };
+            let read = |&place: &ElementRun| unsafe { slice::from_raw_parts(self.at(place).cast::<T>(), place.len) };
             let sources: SmallVec<[&[T]; 8]> = sources.iter().map(read).collect();
             // SAFETY: the caller's promise.
             let to = unsafe { slice::from_raw_parts_mut(self.at(to).cast::<MaybeUninit<T>>(), to.len) };
@@ -124,11 +132,11 @@ impl Memory {
 /// # Safety
 /// The plan fits the memory: its places lie within the buffers. The places that it reads have been written, and nothing
 /// writes to them. Nothing else uses the places that it writes.
-pub(super) unsafe fn run(memory: &Memory, work: &Work, op: Option<ReduceOp>) -> Result<()> {
+pub(super) unsafe fn run(memory: &PlanMemory, work: &LocalWork, op: Option<ReduceOp>) -> Result<()> {
     match work {
         // SAFETY: the caller's promise.
-        &Work::Copy { from, to } => unsafe { memory.copy(from, to) },
-        Work::Reduce { sources, to } => {
+        &LocalWork::Copy { from, to } => unsafe { memory.copy(from, to) },
+        LocalWork::Reduce { sources, to } => {
             let op = op.ok_or_else(|| Error::Unsupported("a reduction without an operation".into()))?;
             // SAFETY: the caller's promise.
             unsafe { memory.reduce(sources, *to, op)? };

@@ -1,13 +1,13 @@
 //! NCCL as a backend of process groups.
-use super::comm::Comm;
+use super::comm::NcclComm;
 use super::devices;
 use super::errors::check_version;
 use super::handle::library_version;
-use super::lane::Outbox;
+use super::lane::LaneSender;
 use super::marks;
-use super::rank::Rank;
-use super::transfer::{self, Done, Prepared, issue, issue_in_place, issue_receive};
-use super::watch::{Inside, Watch};
+use super::rank::NcclRank;
+use super::transfer::{self, DoneEvent, TensorTransfer, issue, issue_in_place, issue_receive};
+use super::watch::{WorldGuard, WorldWatch};
 use crate::backend::cuda::driver;
 use crate::backend::outputs::{completed, deliver, fill, filled, unsupported};
 use crate::backend::{Backend, Call, Collective, Cut, Dims, Form, Fresh, Op, Results, StartedCall, Tensors};
@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One rank's handle to a group whose members have a GPU each.
 pub(crate) struct NcclBackend {
-    rank: Arc<Rank>,
+    rank: Arc<NcclRank>,
     device: Device,
     ranks: Vec<usize>,
     me: usize,
@@ -32,15 +32,15 @@ pub(crate) struct NcclBackend {
     /// Whether this is the group of all ranks, whose end is the end of the rank.
     is_world: bool,
     /// Created by the first call, because many groups are never used.
-    comm: Mutex<Option<Arc<Comm>>>,
+    comm: Mutex<Option<Arc<NcclComm>>>,
     rounds: AtomicU64,
-    outboxes: Mutex<HashMap<(usize, u32), Outbox>>,
+    outboxes: Mutex<HashMap<(usize, u32), LaneSender>>,
     inboxes: Mutex<HashMap<(usize, u32), Inbox>>,
 }
 
 /// The receiving end of the messages of one rank with one tag.
 struct Inbox {
-    comm: Arc<Comm>,
+    comm: Arc<NcclComm>,
     received: u64,
 }
 
@@ -52,23 +52,23 @@ impl std::fmt::Debug for NcclBackend {
 
 impl NcclBackend {
     /// Creates the handle of a rank in a world of `size` ranks, which uses the GPU of `device`.
-    pub(crate) fn world(watch: Watch, device: &Device, size: usize) -> Result<Self> {
+    pub(crate) fn world(watch: WorldWatch, device: &Device, size: usize) -> Result<Self> {
         check_version(library_version()?).map_err(Error::Unsupported)?;
         devices::check(std::slice::from_ref(device))?;
         let me = watch.rank();
-        let mut world = Self::join(Rank::new(watch, device)?, (0..size).collect(), me, device.clone());
+        let mut world = Self::join(NcclRank::new(watch, device)?, (0..size).collect(), me, device.clone());
         world.is_world = true;
         Ok(world)
     }
 
-    fn join(rank: Arc<Rank>, ranks: Vec<usize>, me: usize, device: Device) -> Self {
+    fn join(rank: Arc<NcclRank>, ranks: Vec<usize>, me: usize, device: Device) -> Self {
         let id = rank.next_group(&ranks);
         let (comm, rounds) = (Mutex::default(), AtomicU64::new(0));
         let (outboxes, inboxes) = (Mutex::default(), Mutex::default());
         Self { rank, device, ranks, me, id, is_world: false, comm, rounds, outboxes, inboxes }
     }
 
-    fn comm(&self) -> Result<Arc<Comm>> {
+    fn comm(&self) -> Result<Arc<NcclComm>> {
         let mut comm = self.comm.lock();
         match &*comm {
             Some(comm) => Ok(comm.clone()),
@@ -76,7 +76,7 @@ impl NcclBackend {
         }
     }
 
-    fn enter(&self, call: &Arc<Call>) -> Result<Inside<'_>> {
+    fn enter(&self, call: &Arc<Call>) -> Result<WorldGuard<'_>> {
         transfer::check(call)?;
         let round = self.rounds.fetch_add(1, Ordering::Relaxed);
         self.rank.watch.enter(self.id, &self.ranks, round, call)
@@ -88,7 +88,8 @@ impl NcclBackend {
             DeviceLocation::Cpu => Ok(tensor.to_device(&self.device)?),
             DeviceLocation::Cuda { gpu_id } if gpu_id == self.rank.gpu() => Ok(tensor),
             other => {
-                let reason = format!("a tensor on {other:?}; this rank has GPU {}: move it there", self.rank.gpu());
+                let reason =
+                    format!("a tensor on {other:?}; this rank has GPU {}: move it there", self.rank.gpu());
                 Err(Error::InvalidArgument { rank: self.ranks[self.me], op: op.name(), reason })
             }
         };
@@ -96,11 +97,14 @@ impl NcclBackend {
     }
 
     /// Enqueues the call after the work on the streams of its tensors.
-    fn launch(&self, call: Arc<Call>, tensors: Tensors) -> Result<Flight> {
+    fn launch(&self, call: Arc<Call>, tensors: Tensors) -> Result<EnqueuedCall> {
         // The ranks of a scatter have no tensor that says on which device they want theirs.
         let default = call.device == DeviceLocation::Cpu && call.op() != Op::Scatter;
-        let on_host =
-            |i| tensors.get(i).map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op() != Op::Scatter);
+        let on_host = |i| {
+            tensors
+                .get(i)
+                .map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op() != Op::Scatter)
+        };
         let count = call.count();
         let to_host: Vec<bool> = (0..count).map(on_host).collect();
         let tensors = self.on_gpu(call.op(), tensors)?;
@@ -109,7 +113,7 @@ impl NcclBackend {
             _ => self.rank.device.clone(),
         };
         let main = device.cuda_stream();
-        let prepare = |i: usize| Prepared::new(&device, &call, i, self.me, tensors.get(i));
+        let prepare = |i: usize| TensorTransfer::new(&device, &call, i, self.me, tensors.get(i));
         let prepared = (0..count).map(prepare).collect::<Result<Vec<_>>>()?;
         let comm = self.comm()?;
         // Tensors of one GPU may have been made and packed for different `Device`s, each with its own stream.
@@ -119,15 +123,17 @@ impl NcclBackend {
         for other in streams.iter().filter(|stream| stream.cu_stream() != main.cu_stream()) {
             other.wait(&done).map_err(driver)?; // before the packed data is freed there
         }
-        Ok(Flight { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
+        Ok(EnqueuedCall { rank: self.rank.clone(), main, done: Some(done), prepared, to_host, kept: tensors })
     }
 
     /// Enqueues a barrier: each member gathers a word of every member, which depends on the description of its call.
-    fn launch_barrier(&self, call: &Call) -> Result<Flight> {
+    fn launch_barrier(&self, call: &Call) -> Result<EnqueuedCall> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let mine = Tensor::new(&[words], &Device::Cpu)?;
-        let gather =
-            Call::on(Collective::all_gather(Cut { dim: 0, sizes: Dims::from_elem(1, self.ranks.len()) }), &mine);
+        let gather = Call::on(
+            Collective::all_gather(Cut { dim: 0, sizes: Dims::from_elem(1, self.ranks.len()) }),
+            &mine,
+        );
         self.launch(Arc::new(gather), smallvec![mine])
     }
 
@@ -165,7 +171,9 @@ impl NcclBackend {
         let mut outboxes = self.outboxes.lock();
         let outbox = match outboxes.entry((to, tag)) {
             Entry::Occupied(outbox) => outbox.into_mut(),
-            Entry::Vacant(vacant) => vacant.insert(Outbox::open(&self.rank, channel(self.id, self.me, to, tag), ends)?),
+            Entry::Vacant(vacant) => {
+                vacant.insert(LaneSender::open(&self.rank, channel(self.id, self.me, to, tag), ends)?)
+            }
         };
         let _inside = self.rank.watch.enter(outbox.id, &ends, outbox.sent, &call)?;
         let tensors = self.on_gpu(Op::Send, tensors)?;
@@ -203,20 +211,20 @@ fn other_streams(tensors: &[Tensor], main: &Arc<CudaStream>) -> Vec<Arc<CudaStre
 }
 
 /// A call that is enqueued on the GPU.
-struct Flight {
-    rank: Arc<Rank>,
+struct EnqueuedCall {
+    rank: Arc<NcclRank>,
     /// The stream on which the tensors are used and freed.
     main: Arc<CudaStream>,
     /// Marks the end of the call, until `main` waits for it.
-    done: Option<Done>,
-    prepared: Vec<Prepared>,
+    done: Option<DoneEvent>,
+    prepared: Vec<TensorTransfer>,
     /// Whether each result goes to the host.
     to_host: Vec<bool>,
     /// The tensors that the call reads. They may be freed on `main` once that stream waits for the call.
     kept: Tensors,
 }
 
-impl Flight {
+impl EnqueuedCall {
     /// Returns the results. `main` waits for them, the host does not.
     fn land(mut self) -> Result<Results> {
         self.rejoin()?;
@@ -242,7 +250,7 @@ impl Flight {
     }
 }
 
-impl Drop for Flight {
+impl Drop for EnqueuedCall {
     fn drop(&mut self) {
         // Memory that is freed now must not be reused before NCCL is done with it. A drop cannot return errors.
         let _ = self.rejoin();
@@ -251,8 +259,8 @@ impl Drop for Flight {
 }
 
 /// A started collective.
-struct Started {
-    flight: Flight,
+struct NcclCall {
+    flight: EnqueuedCall,
     is_barrier: bool,
 }
 
@@ -274,7 +282,7 @@ impl Drop for NcclBackend {
     }
 }
 
-impl StartedCall for Started {
+impl StartedCall for NcclCall {
     fn is_ready(&self) -> Result<bool> {
         self.flight.rank.watch.check()?;
         self.flight.done.as_ref().map_or(Ok(true), |done| done.try_is_complete().map_err(driver))
@@ -313,12 +321,16 @@ impl Backend for NcclBackend {
 
     fn run(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Results> {
         match (&call.collective, call.form) {
-            (&Collective::Send { to, tag }, _) => return self.send(call, (to, tag), tensors).map(|()| Results::new()),
+            (&Collective::Send { to, tag }, _) => {
+                return self.send(call, (to, tag), tensors).map(|()| Results::new());
+            }
             (_, Form::Monitored) => {
                 return Err(unsupported(self.name(), "name the ranks that are missing at a barrier"));
             }
             // Numbers with marks of NaN need a result beside their place.
-            (_, Form::InPlace) if call.device != DeviceLocation::Cpu && !marks::needed(&call, tensors[0].dtype()) => {
+            (_, Form::InPlace)
+                if call.device != DeviceLocation::Cpu && !marks::needed(&call, tensors[0].dtype()) =>
+            {
                 return self.run_in_place(call, tensors).map(|()| Results::new());
             }
             _ => {}
@@ -339,7 +351,7 @@ impl Backend for NcclBackend {
         let _inside = self.enter(&call)?;
         let is_barrier = call.op() == Op::Barrier;
         let flight = if is_barrier { self.launch_barrier(&call)? } else { self.launch(call, tensors)? };
-        Ok(filled(Box::new(Started { flight, is_barrier }), outputs))
+        Ok(filled(Box::new(NcclCall { flight, is_barrier }), outputs))
     }
 
     fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {
@@ -362,11 +374,12 @@ impl Backend for NcclBackend {
 
     fn subgroup(&self, members: &[usize]) -> Result<Arc<dyn Backend>> {
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
-        let me = members.iter().position(|&member| member == self.me).ok_or_else(|| Error::InvalidArgument {
-            rank: self.ranks[self.me],
-            op: "subgroup",
-            reason: format!("only members create a group, and this rank is not in {ranks:?}"),
-        })?;
+        let me =
+            members.iter().position(|&member| member == self.me).ok_or_else(|| Error::InvalidArgument {
+                rank: self.ranks[self.me],
+                op: "subgroup",
+                reason: format!("only members create a group, and this rank is not in {ranks:?}"),
+            })?;
         self.rank.watch.check()?;
         Ok(Arc::new(Self::join(self.rank.clone(), ranks, me, self.device.clone())))
     }

@@ -1,7 +1,7 @@
 //! A nonblocking communicator, which is polled against a deadline and aborted on failure.
 use super::errors::explain;
 use super::handle::{Handle, UniqueId, abort, async_state, is_fine, name_of, unblocking};
-use super::rank::{Patience, Rank};
+use super::rank::{NcclRank, PollPause};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A call that the GPU may not have finished.
-struct Issued {
+struct IssuedCall {
     done: Arc<CudaEvent>,
     number: u64,
     since: Instant,
@@ -29,11 +29,11 @@ pub(super) enum Limit {
     Timeout,
     /// Until the receiver takes it. After the sender has closed its end, for the timeout, or until the receiver has
     /// returned without it; the message is then dropped. Nobody waits in a send, so the world goes on.
-    Send(Arc<Sending>),
+    Send(Arc<LaneStatus>),
 }
 
 /// What the ends of a lane know about its messages.
-pub(super) struct Sending {
+pub(super) struct LaneStatus {
     pub(super) channel: u64,
     /// The receiver, as a rank of the world.
     pub(super) to: usize,
@@ -43,18 +43,18 @@ pub(super) struct Sending {
     pub(super) dropped: AtomicBool,
 }
 
-impl Sending {
+impl LaneStatus {
     pub(super) fn new(channel: u64, to: usize) -> Arc<Self> {
         Arc::new(Self { channel, to, closed: OnceLock::new(), dropped: AtomicBool::new(false) })
     }
 }
 
 /// A communicator of this rank with others. Its end waits for calls that other ranks may need.
-pub(super) struct Comm(Arc<Line>);
+pub(super) struct NcclComm(Arc<CommState>);
 
 /// What the watchdog sees of a communicator. The watchdog may drop the last reference, which waits for nothing.
-pub(super) struct Line {
-    rank: Arc<Rank>,
+pub(super) struct CommState {
+    rank: Arc<NcclRank>,
     limit: Limit,
     /// The stream of the calls, which nothing else uses: NCCL enqueues on a thread of its own, and until it is done
     /// nothing may be put on the stream. Calls of different communicators do not wait for each other.
@@ -62,22 +62,23 @@ pub(super) struct Line {
     /// `None` after an abort.
     handle: Mutex<Option<Handle>>,
     /// The calls that the GPU has not finished, oldest first.
-    issued: Mutex<VecDeque<Issued>>,
+    issued: Mutex<VecDeque<IssuedCall>>,
     /// How many calls were made. Those of a lane are its messages.
     made: AtomicU64,
 }
 
-impl Line {
+impl CommState {
     /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
-    fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Comm> {
+    fn connect(rank: &Arc<NcclRank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<NcclComm> {
         rank.bind()?;
         let stream = rank.device.cuda_stream().context().new_stream().map_err(driver)?;
         let (mut raw, mut config) = (std::ptr::null_mut(), unblocking());
         // SAFETY: NCCL writes the handle to valid memory and reads the configuration, both alive during the call.
-        let code = unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
+        let code =
+            unsafe { sys::ncclCommInitRankConfig(&mut raw, size as i32, id.0, me as i32, &mut config) };
         let handle = (!raw.is_null()).then_some(Handle(raw));
         let (handle, issued, made) = (Mutex::new(handle), Mutex::default(), AtomicU64::new(0));
-        let comm = Comm(Arc::new(Self { rank: rank.clone(), limit, stream, handle, issued, made }));
+        let comm = NcclComm(Arc::new(Self { rank: rank.clone(), limit, stream, handle, issued, made }));
         comm.0.settle(&mut comm.0.handle.lock(), "init", code, 0)?;
         Ok(comm)
     }
@@ -113,13 +114,19 @@ impl Line {
             return Err(error);
         }
         self.oldest(); // removes finished calls
-        self.issued.lock().push_back(Issued { done: done.clone(), number, since: Instant::now() });
+        self.issued.lock().push_back(IssuedCall { done: done.clone(), number, since: Instant::now() });
         Ok(done)
     }
 
     /// Waits until NCCL has finished the host's part of the call `number`, which returned `code`. Aborts if it cannot.
-    fn settle(&self, handle: &mut Option<Handle>, op: &str, code: sys::ncclResult_t, number: u64) -> Result<()> {
-        let (began, mut patience) = (Instant::now(), Patience::default());
+    fn settle(
+        &self,
+        handle: &mut Option<Handle>,
+        op: &str,
+        code: sys::ncclResult_t,
+        number: u64,
+    ) -> Result<()> {
+        let (began, mut patience) = (Instant::now(), PollPause::default());
         let mut state = code;
         let error = loop {
             match state {
@@ -196,7 +203,8 @@ impl Line {
             Limit::Send(sending) => {
                 // Earlier messages, which may be received already, would end with it.
                 let is_oldest = || self.oldest().is_none_or(|(_, oldest)| oldest >= number);
-                let has_left = || is_oldest() && self.rank.watch.has_left(sending.to, sending.channel, number);
+                let has_left =
+                    || is_oldest() && self.rank.watch.has_left(sending.to, sending.channel, number);
                 sending.closed.get().is_some_and(|at| at.elapsed() >= timeout || has_left())
             }
         }
@@ -225,7 +233,7 @@ impl Line {
 
     /// Waits until all calls have ended. Returns whether they have; else the world has failed, or one takes too long.
     pub(super) fn is_settled(&self) -> bool {
-        let mut patience = Patience::default();
+        let mut patience = PollPause::default();
         while self.oldest().is_some() {
             if self.rank.watch.failure().is_some() || self.is_overdue() {
                 return false;
@@ -241,7 +249,7 @@ impl Line {
         if std::thread::panicking() || self.rank.bind().is_err() || !self.is_settled() {
             return false;
         }
-        let mut patience = Patience::default();
+        let mut patience = PollPause::default();
         // SAFETY: the handle is alive, and this is its only owner.
         let mut state = unsafe { sys::ncclCommFinalize(raw) };
         let began = Instant::now();
@@ -256,14 +264,20 @@ impl Line {
     }
 }
 
-impl Comm {
+impl NcclComm {
     /// Joins the communicator `id` of `size` members as the `me`-th. Returns when all have joined.
-    pub(super) fn connect(rank: &Arc<Rank>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Self> {
-        Line::connect(rank, id, size, me, limit)
+    pub(super) fn connect(
+        rank: &Arc<NcclRank>,
+        id: UniqueId,
+        size: usize,
+        me: usize,
+        limit: Limit,
+    ) -> Result<Self> {
+        CommState::connect(rank, id, size, me, limit)
     }
 
     /// Returns what the watchdog sees.
-    pub(super) fn line(&self) -> &Arc<Line> {
+    pub(super) fn line(&self) -> &Arc<CommState> {
         &self.0
     }
 
@@ -284,7 +298,7 @@ impl Comm {
     /// Waits on the host until the GPU has reached `event`, the end of the call `number`. Returns whether it has, or may
     /// never.
     pub(super) fn arrives(&self, event: &CudaEvent, number: u64) -> Result<bool> {
-        let (began, mut patience) = (Instant::now(), Patience::default());
+        let (began, mut patience) = (Instant::now(), PollPause::default());
         while !event.try_is_complete().map_err(driver)? {
             self.0.rank.watch.check()?;
             if self.0.is_over(began, number) {
@@ -296,7 +310,7 @@ impl Comm {
     }
 }
 
-impl Drop for Comm {
+impl Drop for NcclComm {
     fn drop(&mut self) {
         let mut handle = self.0.handle.lock().take();
         if !self.0.say_goodbye(&handle) {

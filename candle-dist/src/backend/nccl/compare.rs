@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 /// The calls that some members of their group have made, by group and round.
 #[derive(Debug, Default)]
-pub(crate) struct Calls(Mutex<FxHashMap<(u64, u64), Round>>);
+pub(crate) struct CallTable(Mutex<FxHashMap<(u64, u64), CallRound>>);
 
 #[derive(Debug)]
-struct Round {
+struct CallRound {
     /// The member that came first, with its call.
     reference: usize,
     call: Arc<Call>,
@@ -20,7 +20,7 @@ struct Round {
     missing: SmallVec<[usize; 8]>,
 }
 
-impl Calls {
+impl CallTable {
     /// Returns how the call of `rank` differs from that of the first of `members` in this round.
     pub(super) fn compare(
         &self,
@@ -30,7 +30,7 @@ impl Calls {
         call: &Arc<Call>,
     ) -> Result<(), Cause> {
         let mut rounds = self.0.lock();
-        let new = || Round { reference: rank, call: call.clone(), missing: members.into() };
+        let new = || CallRound { reference: rank, call: call.clone(), missing: members.into() };
         let round = rounds.entry(at).or_insert_with(new);
         round.missing.retain(|member| *member != rank);
         let (reference, what) = (round.reference, call.difference(&round.call));
@@ -54,13 +54,13 @@ impl Calls {
 }
 
 /// The members of a group, and the number of its rounds.
-type Rounds = (SmallVec<[usize; 8]>, u64);
+type RoundKey = (SmallVec<[usize; 8]>, u64);
 
 /// The last call of a process on each group and channel, unless it is a send, which waits for nobody.
 #[derive(Debug, Default)]
-pub(crate) struct Awaited(Mutex<FxHashMap<u64, Rounds>>);
+pub(crate) struct LastCalls(Mutex<FxHashMap<u64, RoundKey>>);
 
-impl Awaited {
+impl LastCalls {
     /// Notes the call `round` of this process on a group or channel of `ranks`.
     pub(super) fn note(&self, group: u64, ranks: &[usize], round: u64) {
         self.0.lock().entry(group).or_insert_with(|| (ranks.into(), round)).1 = round;
@@ -92,24 +92,33 @@ mod tests {
 
     #[test]
     fn calls_that_differ_are_found_and_rounds_are_forgotten() {
-        let (calls, sum, max) = (Calls::default(), all_reduce(ReduceOp::Sum), all_reduce(ReduceOp::Max));
+        let (calls, sum, max) = (CallTable::default(), all_reduce(ReduceOp::Sum), all_reduce(ReduceOp::Max));
         assert_eq!(calls.compare((7, 0), &[0, 1], 0, &sum), Ok(()));
         assert_eq!(calls.compare((7, 1), &[0, 1], 0, &sum), Ok(()), "one rank may be ahead");
         let what = "reduction";
-        assert_eq!(calls.compare((7, 0), &[0, 1], 1, &max), Err(Cause::Mismatch { rank: 1, reference: 0, what }));
+        assert_eq!(
+            calls.compare((7, 0), &[0, 1], 1, &max),
+            Err(Cause::Mismatch { rank: 1, reference: 0, what })
+        );
         assert_eq!(calls.compare((7, 1), &[0, 1], 1, &sum), Ok(()));
         assert!(calls.0.lock().is_empty());
     }
 
     #[test]
     fn who_returns_is_missed_in_rounds_that_others_wait_in() {
-        let (calls, sum) = (Calls::default(), all_reduce(ReduceOp::Sum));
+        let (calls, sum) = (CallTable::default(), all_reduce(ReduceOp::Sum));
         assert_eq!(calls.compare((7, 0), &[4, 2], 2, &sum), Ok(()));
-        assert_eq!(calls.compare((8, 0), &[2, 3], 2, &Arc::new(Call::new(Collective::Send { to: 0, tag: 0 }))), Ok(()));
+        assert_eq!(
+            calls.compare((8, 0), &[2, 3], 2, &Arc::new(Call::new(Collective::Send { to: 0, tag: 0 }))),
+            Ok(())
+        );
         assert_eq!(calls.deserter(|rank| rank == 2 || rank == 3), None, "2 has come, and nobody waits for 3");
         assert_eq!(calls.deserter(|rank| rank == 4), Some(4));
         assert!(
-            calls.lacks(3, (8, 0)) && !calls.lacks(2, (8, 0)) && !calls.lacks(3, (8, 1)) && !calls.lacks(3, (7, 0))
+            calls.lacks(3, (8, 0))
+                && !calls.lacks(2, (8, 0))
+                && !calls.lacks(3, (8, 1))
+                && !calls.lacks(3, (7, 0))
         );
         assert_eq!(calls.compare((7, 0), &[4, 2], 4, &sum), Ok(()));
         assert_eq!(calls.deserter(|rank| rank == 4), None);
@@ -117,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_process_misses_members_that_ended_before_its_last_call() {
-        let awaited = Awaited::default();
+        let awaited = LastCalls::default();
         awaited.note(7, &[4, 2], 0);
         awaited.note(7, &[4, 2], 1);
         let ended = |rank, rounds| move |other, group, round| (other, group) == (rank, 7) && rounds <= round;
@@ -131,13 +140,16 @@ mod tests {
 
     #[test]
     fn the_sides_of_a_message_are_equal_except_for_their_peers() {
-        let calls = Calls::default();
+        let calls = CallTable::default();
         let send = || Arc::new(Call::new(Collective::Send { to: 1, tag: 0 }));
         let recv = Call::new(Collective::Recv { from: Some(0), tag: 0 });
         assert_eq!(calls.compare((1, 0), &[0, 1], 0, &send()), Ok(()));
         assert_eq!(calls.compare((1, 0), &[0, 1], 1, &Arc::new(recv.clone())), Ok(()));
         assert_eq!(calls.compare((1, 1), &[0, 1], 0, &send()), Ok(()));
         let long = Arc::new(Call { shape: smallvec::smallvec![3], ..recv });
-        assert!(matches!(calls.compare((1, 1), &[0, 1], 1, &long), Err(Cause::Mismatch { what: "shape", .. })));
+        assert!(matches!(
+            calls.compare((1, 1), &[0, 1], 1, &long),
+            Err(Cause::Mismatch { what: "shape", .. })
+        ));
     }
 }

@@ -1,5 +1,5 @@
 //! What the comparison of calls costs a rank, to be measured.
-use super::compare::Calls;
+use super::compare::CallTable;
 use crate::backend::{Call, Collective, ReduceOp};
 use crate::control::Control;
 use crate::{Cause, Result};
@@ -18,12 +18,14 @@ fn call() -> Arc<Call> {
 /// # Errors
 /// If equal calls are found to differ.
 pub fn of_threads(ranks: usize, calls: u32) -> Result<Duration, Cause> {
-    let (all, members) = (Calls::default(), (0..ranks).collect::<Vec<_>>());
+    let (all, members) = (CallTable::default(), (0..ranks).collect::<Vec<_>>());
     let began = Instant::now();
     std::thread::scope(|scope| {
         let compare = |rank| {
             let (all, members) = (&all, &members);
-            move || (0..u64::from(calls)).try_for_each(|round| all.compare((7, round), members, rank, &call()))
+            move || {
+                (0..u64::from(calls)).try_for_each(|round| all.compare((7, round), members, rank, &call()))
+            }
         };
         let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(compare(rank))).collect();
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or(Ok(())))

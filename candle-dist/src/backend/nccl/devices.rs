@@ -8,7 +8,9 @@ pub(crate) fn check(devices: &[Device]) -> Result<()> {
     for (rank, device) in devices.iter().enumerate() {
         if !device.is_cuda() {
             let found = device.location();
-            return Err(Error::Unsupported(format!("NCCL with rank {rank} on {found:?}; give it a CUDA device")));
+            return Err(Error::Unsupported(format!(
+                "NCCL with rank {rank} on {found:?}; give it a CUDA device"
+            )));
         }
         if is_per_thread(device) {
             let why = "whose stream differs between threads, and NCCL enqueues on a thread of its own";
@@ -18,7 +20,9 @@ pub(crate) fn check(devices: &[Device]) -> Result<()> {
         if let Some(other) = devices[..rank].iter().position(|other| other.same_device(device)) {
             let why = "their calls would wait for each other on its one stream";
             let fix = "make a `Device::new_cuda_with_stream` for each";
-            return Err(Error::Unsupported(format!("NCCL with ranks {other} and {rank} on one Device: {why}; {fix}")));
+            return Err(Error::Unsupported(format!(
+                "NCCL with ranks {other} and {rank} on one Device: {why}; {fix}"
+            )));
         }
     }
     Ok(())

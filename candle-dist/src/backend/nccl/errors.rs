@@ -50,7 +50,10 @@ mod tests {
         let detail = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000\n";
         let text = explain("init", 3, "invalid usage", detail);
         let start = "NCCL, init on GPU 3: invalid usage (Duplicate GPU detected : rank 1 and rank 0";
-        assert!(text.starts_with(start) && text.contains("NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30"), "{text}");
+        assert!(
+            text.starts_with(start) && text.contains("NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30"),
+            "{text}"
+        );
         assert_eq!(explain("all_reduce", 0, "remote error", ""), "NCCL, all_reduce on GPU 0: remote error");
     }
 }

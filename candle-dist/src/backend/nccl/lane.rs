@@ -2,10 +2,10 @@
 //!
 //! NCCL's send ends when the receiver accepts it, and the calls on one communicator run in order. A message with its
 //! own communicator and stream delays nothing else, and two ranks that send to each other do not deadlock.
-use super::comm::{Comm, Limit, Sending};
-use super::lanes::{LaneEnd, Outgoing};
-use super::rank::Rank;
-use super::transfer::{Done, issue_send};
+use super::comm::{LaneStatus, Limit, NcclComm};
+use super::lanes::{CourierMessage, LaneEnd};
+use super::rank::NcclRank;
+use super::transfer::{DoneEvent, issue_send};
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -19,20 +19,20 @@ use std::time::Duration;
 const TIDY: Duration = Duration::from_millis(20);
 
 /// The sending end of a lane.
-pub(super) struct Outbox {
+pub(super) struct LaneSender {
     pub(super) id: u64,
     pub(super) sent: u64,
     end: Arc<LaneEnd>,
 }
 
 /// A message that the GPU may still read.
-struct UnderWay {
+struct LaneMessage {
     tensor: Tensor,
     number: u64,
-    arrived: Done,
+    arrived: DoneEvent,
 }
 
-impl Drop for UnderWay {
+impl Drop for LaneMessage {
     fn drop(&mut self) {
         // The memory is freed on the tensor's stream, also when the courier stops early: after the send has read it. A
         // drop cannot return errors.
@@ -42,17 +42,18 @@ impl Drop for UnderWay {
     }
 }
 
-impl Outbox {
+impl LaneSender {
     /// Opens the channel `id` between two ranks of the world, the sender first.
-    pub(super) fn open(rank: &Arc<Rank>, id: u64, ends: [usize; 2]) -> Result<Self> {
+    pub(super) fn open(rank: &Arc<NcclRank>, id: u64, ends: [usize; 2]) -> Result<Self> {
         let (queue, incoming) = channel();
         // Announced here, so that the receiver finds it even if this rank ends soon.
         let announced = rank.announce(id)?;
         let (owner, rank, name) = (rank, rank.clone(), format!("nccl {} to {}", ends[0], ends[1]));
-        let sending = Sending::new(id, ends[1]);
+        let sending = LaneStatus::new(id, ends[1]);
         let (limit, shared) = (Limit::Send(sending.clone()), sending.clone());
         let courier = std::thread::Builder::new().name(name).spawn(move || {
-            let delivered = rank.join(announced, 2, 0, limit).and_then(|comm| deliver(&rank, &comm, &incoming));
+            let delivered =
+                rank.join(announced, 2, 0, limit).and_then(|comm| deliver(&rank, &comm, &incoming));
             // Also after this end was closed: the receiver may wait for the message.
             if let Err(error) = delivered
                 && !shared.dropped.load(Ordering::Relaxed)
@@ -60,21 +61,22 @@ impl Outbox {
                 rank.watch.fail_with(error.to_string());
             }
         });
-        let courier = courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
+        let courier =
+            courier.map_err(|error| Error::Unsupported(format!("no thread for messages: {error}")))?;
         let end = Arc::new(LaneEnd::new(queue, courier, sending));
         owner.lanes.keep(&end)?;
         Ok(Self { id, sent: 0, end })
     }
 
     /// Hands a tensor on this rank's GPU to the courier thread.
-    pub(super) fn push(&mut self, rank: &Rank, tensor: Tensor) -> Result<()> {
+    pub(super) fn push(&mut self, rank: &NcclRank, tensor: Tensor) -> Result<()> {
         let Device::Cuda(device) = tensor.device() else {
             return Err(Error::Unsupported("sending a host tensor over NCCL".to_string()));
         };
         // The sender waits for this event on a stream of its own, because this thread may go on with the tensor's stream.
         let ready = device.cuda_stream().record_event(None).map_err(driver)?;
         self.sent += 1;
-        if self.end.push(Outgoing { tensor, ready }) {
+        if self.end.push(CourierMessage { tensor, ready }) {
             return Ok(());
         }
         rank.lanes.check()?;
@@ -82,7 +84,7 @@ impl Outbox {
     }
 }
 
-impl Drop for Outbox {
+impl Drop for LaneSender {
     fn drop(&mut self) {
         // Not waited for: a receiver that will not come is known to have left only when it ends, which may wait for this
         // rank. The end of the rank waits.
@@ -91,13 +93,13 @@ impl Drop for Outbox {
 }
 
 /// Delivers messages until the queue is closed.
-fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()> {
+fn deliver(rank: &NcclRank, comm: &NcclComm, incoming: &Receiver<CourierMessage>) -> Result<()> {
     let stream = rank.device.cuda_stream().context().new_stream().map_err(driver)?;
-    let mut under_way: VecDeque<UnderWay> = VecDeque::new();
+    let mut under_way: VecDeque<LaneMessage> = VecDeque::new();
     let mut numbers = 0..;
     loop {
         match incoming.recv_timeout(TIDY) {
-            Ok(Outgoing { tensor, ready }) => {
+            Ok(CourierMessage { tensor, ready }) => {
                 stream.wait(&ready).map_err(driver)?;
                 let sent = issue_send(comm, std::slice::from_ref(&stream), &tensor, 1);
                 // After a failure, `stream` waits for the part that still runs.
@@ -106,7 +108,7 @@ fn deliver(rank: &Rank, comm: &Comm, incoming: &Receiver<Outgoing>) -> Result<()
                     Err(_) => Arc::new(stream.record_event(None).map_err(driver)?),
                 };
                 let number = numbers.next().unwrap_or(u64::MAX);
-                under_way.push_back(UnderWay { tensor, number, arrived });
+                under_way.push_back(LaneMessage { tensor, number, arrived });
                 sent?;
             }
             Err(RecvTimeoutError::Timeout) => rank.watch.check()?,

@@ -1,5 +1,5 @@
 //! The lanes of a rank, of all its groups: the end of the rank closes them and waits for their messages.
-use super::comm::Sending;
+use super::comm::LaneStatus;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use cudarc::driver::CudaEvent;
@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// A message for the courier of a lane.
-pub(super) struct Outgoing {
+pub(super) struct CourierMessage {
     pub(super) tensor: Tensor,
     /// Marks when the data is ready.
     pub(super) ready: CudaEvent,
@@ -19,18 +19,22 @@ pub(super) struct Outgoing {
 /// What closes a lane. Its rank keeps it until all messages are delivered or dropped.
 pub(super) struct LaneEnd {
     /// `None` after it is closed.
-    queue: Mutex<Option<Sender<Outgoing>>>,
+    queue: Mutex<Option<Sender<CourierMessage>>>,
     courier: Mutex<Option<JoinHandle<()>>>,
-    sending: Arc<Sending>,
+    sending: Arc<LaneStatus>,
 }
 
 impl LaneEnd {
-    pub(super) fn new(queue: Sender<Outgoing>, courier: JoinHandle<()>, sending: Arc<Sending>) -> Self {
+    pub(super) fn new(
+        queue: Sender<CourierMessage>,
+        courier: JoinHandle<()>,
+        sending: Arc<LaneStatus>,
+    ) -> Self {
         Self { queue: Mutex::new(Some(queue)), courier: Mutex::new(Some(courier)), sending }
     }
 
     /// Hands a message to the courier. Returns whether it takes messages.
-    pub(super) fn push(&self, message: Outgoing) -> bool {
+    pub(super) fn push(&self, message: CourierMessage) -> bool {
         self.queue.lock().as_ref().is_some_and(|queue| queue.send(message).is_ok())
     }
 
@@ -55,10 +59,10 @@ impl LaneEnd {
 
 /// The sending ends of a rank's lanes.
 #[derive(Default)]
-pub(super) struct Lanes(Mutex<State>);
+pub(super) struct LaneSet(Mutex<LaneState>);
 
 #[derive(Default)]
-struct State {
+struct LaneState {
     ends: Vec<Arc<LaneEnd>>,
     /// Whether the rank has ended.
     is_over: bool,
@@ -69,7 +73,7 @@ fn over() -> Error {
     Error::Unsupported("a send of a rank that has ended; send before the rank returns".to_string())
 }
 
-impl Lanes {
+impl LaneSet {
     /// Returns an error if the rank has ended.
     pub(super) fn check(&self) -> Result<()> {
         if self.0.lock().is_over { Err(over()) } else { Ok(()) }

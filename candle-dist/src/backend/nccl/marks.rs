@@ -3,7 +3,7 @@
 //! NCCL's documents do not say what `ncclMax` and `ncclMin` do with NaN, and C's `fmax` drops it. So ranks also reduce one
 //! byte per float in the same group of calls, which says whether the float is NaN somewhere, and put NaN there.
 use crate::Result;
-use crate::backend::storage::Held;
+use crate::backend::storage::DeviceStorage;
 use crate::backend::{Call, Op, ReduceOp};
 use candle_core::backend::BackendDevice;
 use candle_core::op::CmpOp;
@@ -17,7 +17,7 @@ pub(super) fn needed(call: &Call, dtype: DType) -> bool {
 }
 
 /// Returns 1 for each NaN of the numbers that `layout` describes, and 0 for all others.
-pub(super) fn of<S: Held>(numbers: &S, layout: &Layout) -> Result<S> {
+pub(super) fn of<S: DeviceStorage>(numbers: &S, layout: &Layout) -> Result<S> {
     if layout.shape().elem_count() == 0 {
         return Ok(numbers.device().zeros_impl(layout.shape(), DType::U8)?);
     }
@@ -25,7 +25,7 @@ pub(super) fn of<S: Held>(numbers: &S, layout: &Layout) -> Result<S> {
 }
 
 /// Returns `count` numbers with NaN where it is marked.
-pub(super) fn apply<S: Held>(marks: &S, numbers: S, count: usize) -> Result<S> {
+pub(super) fn apply<S: DeviceStorage>(marks: &S, numbers: S, count: usize) -> Result<S> {
     if count == 0 {
         return Ok(numbers);
     }

@@ -60,9 +60,9 @@ use std::sync::Arc;
 #[cfg(feature = "nccl")]
 pub(crate) use backend::NcclBackend;
 #[cfg(feature = "nccl")]
-use compare::Awaited;
+pub(crate) use compare::CallTable;
 #[cfg(feature = "nccl")]
-pub(crate) use compare::Calls;
+use compare::LastCalls;
 #[cfg(feature = "nccl")]
 pub(crate) use devices::check as check_devices;
 #[cfg(feature = "nccl")]
@@ -70,9 +70,9 @@ pub use handle::library_version;
 #[cfg(feature = "nccl")]
 pub(crate) use pools::open as open_pools;
 #[cfg(feature = "nccl")]
-pub(crate) use values::Values;
+pub(crate) use values::ThreadValues;
 #[cfg(feature = "nccl")]
-pub(crate) use watch::Watch;
+pub(crate) use watch::WorldWatch;
 
 /// Starts the backend of this process, which has met the others, on the GPU of its local rank.
 ///
@@ -81,7 +81,11 @@ pub(crate) use watch::Watch;
 #[cfg(feature = "nccl")]
 pub fn start(info: &LaunchInfo, control: &Arc<Control>) -> Result<Arc<dyn Backend>> {
     let device = Device::new_cuda_with_stream(ordinal(info)?)?;
-    Ok(Arc::new(NcclBackend::world(Watch::Process(control.clone(), Awaited::default()), &device, control.size())?))
+    Ok(Arc::new(NcclBackend::world(
+        WorldWatch::Process(control.clone(), LastCalls::default()),
+        &device,
+        control.size(),
+    )?))
 }
 
 /// Checks that this process has its own GPU and a recent NCCL library. Starts nothing.

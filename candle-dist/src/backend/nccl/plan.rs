@@ -2,7 +2,7 @@
 //!
 //! NCCL moves contiguous spans of flat buffers. A piece of a dim other than the first is not contiguous, so it is
 //! packed before it is sent, and unpacked after it is received. A plan depends on the call only, not on the device.
-use crate::backend::storage::Held;
+use crate::backend::storage::DeviceStorage;
 use crate::backend::{Call, Collective, Cut, Dims};
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -10,22 +10,22 @@ use candle_core::backend::BackendDevice;
 
 /// The plan of one rank for one tensor of a collective.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Plan {
+pub(super) struct TransferPlan {
     /// Moves from the input to the send buffer; `None` if the input is sent directly.
-    pub(super) pack: Option<Moves>,
+    pub(super) pack: Option<StripCopies>,
     /// The transfer between the ranks.
-    pub(super) transfer: Transfer,
+    pub(super) transfer: FlatTransfer,
     /// The number of elements received.
     pub(super) received: usize,
     /// Moves from the receive buffer to the result; `None` if the buffer is the result.
-    pub(super) unpack: Option<Moves>,
+    pub(super) unpack: Option<StripCopies>,
     /// The shape of the result; `None` on a rank without result.
     pub(super) shape: Option<Dims>,
 }
 
 /// A data transfer between the ranks of a group, on flat buffers. Lengths count elements.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Transfer {
+pub(super) enum FlatTransfer {
     /// Every rank receives the reduction of all send buffers of `len`.
     AllReduce { len: usize },
     /// Every rank receives the root's `len` elements.
@@ -37,14 +37,14 @@ pub(super) enum Transfer {
     /// Rank `r` receives the `r`-th span of `len` elements of the reduction.
     ReduceScatter { len: usize },
     /// Rank `r` receives the `r`-th span of the reduction.
-    Reduces(Vec<Span>),
+    Reduces(Vec<BufferSpan>),
     /// Spans of the send buffer go to the ranks, and spans of the receive buffer come from them.
-    SendReceive { sends: Vec<Span>, receives: Vec<Span> },
+    SendReceive { sends: Vec<BufferSpan>, receives: Vec<BufferSpan> },
 }
 
 /// A span of a flat buffer that belongs to a rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Span {
+pub(super) struct BufferSpan {
     pub(super) peer: usize,
     pub(super) start: usize,
     pub(super) len: usize,
@@ -52,7 +52,7 @@ pub(super) struct Span {
 
 /// Copies of runs of equal length at equal distances, into a new buffer of `total` elements.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Moves {
+pub(super) struct StripCopies {
     total: usize,
     strips: Vec<Strip>,
 }
@@ -66,9 +66,9 @@ struct Strip {
     to: (usize, usize),
 }
 
-impl Moves {
+impl StripCopies {
     /// Copies the strips of `source`, whose data begins at `offset`, to a new buffer.
-    pub(super) fn apply<S: Held>(&self, source: &S, offset: usize) -> Result<S> {
+    pub(super) fn apply<S: DeviceStorage>(&self, source: &S, offset: usize) -> Result<S> {
         let mut made = source.device().zeros_impl(&Shape::from(self.total), source.dtype())?;
         for Strip { rows, len, from, to } in &self.strips {
             source.copy2d(&mut made, *rows, *len, from.1, to.1, offset + from.0, to.0)?;
@@ -96,11 +96,12 @@ impl Strides {
     }
 
     /// Returns the packed pieces that are not empty. All ranks know which pieces are empty.
-    fn spans(&self) -> Vec<Span> {
+    fn spans(&self) -> Vec<BufferSpan> {
         let each = self.outer * self.inner;
         let starts = self.sizes.iter().scan(0, |sum, &size| Some(std::mem::replace(sum, *sum + size)));
         let spans = starts.zip(&self.sizes).enumerate();
-        let spans = spans.map(|(peer, (start, &size))| Span { peer, start: start * each, len: size * each });
+        let spans =
+            spans.map(|(peer, (start, &size))| BufferSpan { peer, start: start * each, len: size * each });
         spans.filter(|span| span.len > 0).collect()
     }
 
@@ -109,30 +110,30 @@ impl Strides {
     }
 
     /// Returns the strips of each piece in the tensor and in packed form.
-    fn strips(&self, packs: bool) -> Option<Moves> {
+    fn strips(&self, packs: bool) -> Option<StripCopies> {
         if self.outer <= 1 {
             return None;
         }
         let row = self.sizes.iter().sum::<usize>() * self.inner;
-        let strips = self.spans().into_iter().map(|Span { start, len, .. }| {
+        let strips = self.spans().into_iter().map(|BufferSpan { start, len, .. }| {
             let (rows, len) = (self.outer, len / self.outer);
             let (whole, packed) = ((start / self.outer, row), (start, len));
             let (from, to) = if packs { (whole, packed) } else { (packed, whole) };
             Strip { rows, len, from, to }
         });
-        Some(Moves { total: row * self.outer, strips: strips.collect() })
+        Some(StripCopies { total: row * self.outer, strips: strips.collect() })
     }
 
-    fn packing(&self) -> Option<Moves> {
+    fn packing(&self) -> Option<StripCopies> {
         self.strips(true)
     }
 
-    fn unpacking(&self) -> Option<Moves> {
+    fn unpacking(&self) -> Option<StripCopies> {
         self.strips(false)
     }
 }
 
-impl Plan {
+impl TransferPlan {
     /// Plans the part of rank `me` for its `i`-th tensor. `mine` is its shape, or that of the root for a scatter.
     pub(super) fn new(call: &Call, i: usize, me: usize, mine: &[usize]) -> Result<Self> {
         let len: usize = mine.iter().product();
@@ -147,47 +148,51 @@ impl Plan {
             Strides::new(&whole, cut)
         };
         Ok(match collective {
-            Collective::AllReduce(_) => plain(Transfer::AllReduce { len }),
-            Collective::Broadcast { root } => plain(Transfer::Broadcast { root: *root, len }),
-            Collective::Reduce { root, .. } => plain(Transfer::Reduce { root: *root, len }),
+            Collective::AllReduce(_) => plain(FlatTransfer::AllReduce { len }),
+            Collective::Broadcast { root } => plain(FlatTransfer::Broadcast { root: *root, len }),
+            Collective::Reduce { root, .. } => plain(FlatTransfer::Reduce { root: *root, len }),
             Collective::AllGather(cuts) => {
                 let whole = whole_of(&cuts[i]);
                 let transfer = match whole.is_even() {
-                    true => Transfer::AllGather { len },
-                    false => Transfer::SendReceive { sends: copies(0..whole.count(), len), receives: whole.spans() },
+                    true => FlatTransfer::AllGather { len },
+                    false => FlatTransfer::SendReceive {
+                        sends: copies(0..whole.count(), len),
+                        receives: whole.spans(),
+                    },
                 };
                 Self { unpack: whole.unpacking(), ..plain(transfer) }
             }
             Collective::Gather { cut, root } => {
                 let whole = whole_of(cut);
                 let receives = if gets { whole.spans() } else { Vec::new() };
-                let transfer = Transfer::SendReceive { sends: copies(*root..root + 1, len), receives };
+                let transfer = FlatTransfer::SendReceive { sends: copies(*root..root + 1, len), receives };
                 Self { unpack: whole.unpacking().filter(|_| gets), ..plain(transfer) }
             }
             Collective::ReduceScatter(cuts, _) => {
                 let pieces = Strides::new(mine, &cuts[i]);
                 let transfer = match pieces.is_even() {
-                    true => Transfer::ReduceScatter { len: received },
-                    false => Transfer::Reduces(pieces.spans()),
+                    true => FlatTransfer::ReduceScatter { len: received },
+                    false => FlatTransfer::Reduces(pieces.spans()),
                 };
                 Self { pack: pieces.packing(), ..plain(transfer) }
             }
             Collective::Scatter { cut, root } => {
                 let (pieces, gives) = (Strides::new(mine, cut), me == *root);
                 let sends = if gives { pieces.spans() } else { Vec::new() };
-                let transfer = Transfer::SendReceive { sends, receives: copies(*root..root + 1, received) };
+                let transfer =
+                    FlatTransfer::SendReceive { sends, receives: copies(*root..root + 1, received) };
                 Self { pack: pieces.packing().filter(|_| gives), ..plain(transfer) }
             }
             Collective::AllToAllSingle(counts) => {
                 let came = Cut { dim: 0, sizes: counts.iter().map(|counts| counts[me]).collect() };
                 let sent = Cut { dim: 0, sizes: counts[me].clone() };
                 let spans = |cut: &Cut| Strides::new(mine, cut).spans();
-                plain(Transfer::SendReceive { sends: spans(&sent), receives: spans(&came) })
+                plain(FlatTransfer::SendReceive { sends: spans(&sent), receives: spans(&came) })
             }
             Collective::AllToAll { split, concat } => {
                 let made = collective.output(i, mine, me);
                 let (split, joined) = (Strides::new(mine, split), Strides::new(&made, concat));
-                let transfer = Transfer::SendReceive { sends: split.spans(), receives: joined.spans() };
+                let transfer = FlatTransfer::SendReceive { sends: split.spans(), receives: joined.spans() };
                 Self { pack: split.packing(), unpack: joined.unpacking(), ..plain(transfer) }
             }
             Collective::Send { .. } | Collective::Recv { .. } | Collective::Barrier => {
@@ -198,8 +203,8 @@ impl Plan {
 }
 
 /// Returns the same elements for or from each of these ranks.
-fn copies(peers: std::ops::Range<usize>, len: usize) -> Vec<Span> {
-    peers.filter(|_| len > 0).map(|peer| Span { peer, start: 0, len }).collect()
+fn copies(peers: std::ops::Range<usize>, len: usize) -> Vec<BufferSpan> {
+    peers.filter(|_| len > 0).map(|peer| BufferSpan { peer, start: 0, len }).collect()
 }
 
 #[cfg(test)]

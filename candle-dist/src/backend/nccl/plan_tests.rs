@@ -7,30 +7,34 @@ use proptest::prelude::*;
 use smallvec::smallvec;
 
 /// Returns what all ranks would receive if NCCL executed the plans on the host; sums only.
-fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
+fn moved(plans: &[TransferPlan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let sum = |start: usize, len: usize| -> Vec<f32> {
         (start..start + len).map(|i| sent.iter().map(|buffer| buffer[i]).sum()).collect()
     };
     let receive = |me: usize| -> Vec<f32> {
         match &plans[me].transfer {
-            Transfer::AllReduce { len } => sum(0, *len),
-            Transfer::Broadcast { root, len } => sent[*root][..*len].to_vec(),
-            Transfer::Reduce { root, len } => {
+            FlatTransfer::AllReduce { len } => sum(0, *len),
+            FlatTransfer::Broadcast { root, len } => sent[*root][..*len].to_vec(),
+            FlatTransfer::Reduce { root, len } => {
                 if me == *root {
                     sum(0, *len)
                 } else {
                     Vec::new()
                 }
             }
-            Transfer::AllGather { len } => sent.iter().flat_map(|buffer| buffer[..*len].to_vec()).collect(),
-            Transfer::ReduceScatter { len } => sum(me * len, *len),
-            Transfer::Reduces(spans) => {
+            FlatTransfer::AllGather { len } => {
+                sent.iter().flat_map(|buffer| buffer[..*len].to_vec()).collect()
+            }
+            FlatTransfer::ReduceScatter { len } => sum(me * len, *len),
+            FlatTransfer::Reduces(spans) => {
                 spans.iter().find(|span| span.peer == me).map_or(Vec::new(), |span| sum(span.start, span.len))
             }
-            Transfer::SendReceive { receives, .. } => {
+            FlatTransfer::SendReceive { receives, .. } => {
                 let mut buffer = vec![f32::NAN; plans[me].received];
                 for to in receives {
-                    let Transfer::SendReceive { sends, .. } = &plans[to.peer].transfer else { panic!("ranks differ") };
+                    let FlatTransfer::SendReceive { sends, .. } = &plans[to.peer].transfer else {
+                        panic!("ranks differ")
+                    };
                     let from = sends.iter().find(|from| from.peer == me).expect("a send for each receive");
                     assert_eq!(from.len, to.len, "the sender and the receiver count alike");
                     buffer[to.start..to.start + to.len]
@@ -40,11 +44,13 @@ fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
             }
         }
     };
-    let count = |spans: &[Span], peer: usize| spans.iter().filter(|span| span.peer == peer).count();
+    let count = |spans: &[BufferSpan], peer: usize| spans.iter().filter(|span| span.peer == peer).count();
     for (me, plan) in plans.iter().enumerate() {
-        let Transfer::SendReceive { sends, .. } = &plan.transfer else { continue };
+        let FlatTransfer::SendReceive { sends, .. } = &plan.transfer else { continue };
         for span in sends {
-            let Transfer::SendReceive { receives, .. } = &plans[span.peer].transfer else { panic!("ranks differ") };
+            let FlatTransfer::SendReceive { receives, .. } = &plans[span.peer].transfer else {
+                panic!("ranks differ")
+            };
             assert_eq!((count(sends, span.peer), count(receives, me)), (1, 1), "a receive for each send");
         }
     }
@@ -53,8 +59,11 @@ fn moved(plans: &[Plan], sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
 
 /// Returns the results of the ranks for their `i`-th tensors by the plans.
 fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> {
-    let shape = |me: usize| inputs[me].get(i).map_or(calls[me].shape.clone(), |tensor| Dims::from_slice(tensor.dims()));
-    let plans: Vec<_> = (0..calls.len()).map(|me| Plan::new(&calls[me], i, me, &shape(me)).unwrap()).collect();
+    let shape = |me: usize| {
+        inputs[me].get(i).map_or(calls[me].shape.clone(), |tensor| Dims::from_slice(tensor.dims()))
+    };
+    let plans: Vec<_> =
+        (0..calls.len()).map(|me| TransferPlan::new(&calls[me], i, me, &shape(me)).unwrap()).collect();
     let send = |me: usize| -> Vec<f32> {
         let Some(tensor) = inputs[me].get(i) else { return Vec::new() };
         let (storage, layout) = tensor.storage_and_layout();
@@ -66,17 +75,18 @@ fn planned(calls: &[Call], inputs: &[Tensors], i: usize) -> Vec<Option<Tensor>> 
         }
     };
     let sent: Vec<_> = (0..calls.len()).map(send).collect();
-    let land = |(plan, received): (&Plan, Vec<f32>)| {
+    let land = |(plan, received): (&TransferPlan, Vec<f32>)| {
         let shape = plan.shape.clone()?;
         assert_eq!(received.len(), plan.received);
         let received = CpuStorage::F32(received);
-        let made = plan.unpack.as_ref().map_or(Ok(received.clone()), |moves| moves.apply(&received, 0)).unwrap();
+        let made =
+            plan.unpack.as_ref().map_or(Ok(received.clone()), |moves| moves.apply(&received, 0)).unwrap();
         Some(Fresh::host(made, shape.as_slice()).into_tensor())
     };
     plans.iter().zip(moved(&plans, &sent)).map(land).collect()
 }
 
-/// Compares the results of the local backend with those of the plans.
+/// Compares the results of the threads backend with those of the plans.
 fn check(n: usize, call: impl Fn(usize) -> (Call, Tensors) + Sync) {
     let (calls, inputs): (Vec<_>, Vec<_>) = (0..n).map(&call).unzip();
     let run = |group: &ProcessGroup| -> crate::Result<Vec<Tensor>> {
@@ -84,12 +94,14 @@ fn check(n: usize, call: impl Fn(usize) -> (Call, Tensors) + Sync) {
         let made = group.engage(call, 0, |backend, call| backend.run(call, tensors, Tensors::new()))?;
         Ok(made.into_iter().map(Fresh::into_tensor).collect())
     };
-    let expected = World::local(n).run(|ctx| run(ctx.group())).unwrap();
+    let expected = World::threads(n).run(|ctx| run(ctx.group())).unwrap();
     for i in 0..calls[0].count() {
         for (me, made) in planned(&calls, &inputs, i).into_iter().enumerate() {
-            let made = made.map(|made| (made.dims().to_vec(), made.flatten_all().unwrap().to_vec1::<f32>().unwrap()));
+            let made = made
+                .map(|made| (made.dims().to_vec(), made.flatten_all().unwrap().to_vec1::<f32>().unwrap()));
             let want = expected[me].get(i);
-            let want = want.map(|want| (want.dims().to_vec(), want.flatten_all().unwrap().to_vec1::<f32>().unwrap()));
+            let want = want
+                .map(|want| (want.dims().to_vec(), want.flatten_all().unwrap().to_vec1::<f32>().unwrap()));
             assert_eq!(made, want, "rank {me} of {n}, tensor {i} of {}", calls[me]);
         }
     }
@@ -169,9 +181,9 @@ fn every_tensor_of_a_coalesced_call_has_its_own_cut() {
 fn even_pieces_need_one_call_and_whole_rows_no_packing() {
     let x = tensor(0, &[4, 3]);
     let gather = Call::on(Collective::all_gather(Cut::even(0, 4, 2)), &x);
-    let plan = Plan::new(&gather, 0, 1, x.dims()).unwrap();
-    assert_eq!((plan.transfer, plan.pack, plan.unpack), (Transfer::AllGather { len: 12 }, None, None));
+    let plan = TransferPlan::new(&gather, 0, 1, x.dims()).unwrap();
+    assert_eq!((plan.transfer, plan.pack, plan.unpack), (FlatTransfer::AllGather { len: 12 }, None, None));
     let scatter = Call::on(Collective::reduce_scatter(Cut::even(0, 2, 2), ReduceOp::Sum), &x);
-    let plan = Plan::new(&scatter, 0, 1, x.dims()).unwrap();
-    assert_eq!((plan.transfer, plan.pack, plan.unpack), (Transfer::ReduceScatter { len: 6 }, None, None));
+    let plan = TransferPlan::new(&scatter, 0, 1, x.dims()).unwrap();
+    assert_eq!((plan.transfer, plan.pack, plan.unpack), (FlatTransfer::ReduceScatter { len: 6 }, None, None));
 }

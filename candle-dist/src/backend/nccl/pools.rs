@@ -31,7 +31,8 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
         if !has_pool(owner)? {
             continue; // candle then allocates without a pool
         }
-        let linked = gpus.iter().filter(|&&other| other != owner).map(|&other| Ok((other, is_linked(other, owner)?)));
+        let linked =
+            gpus.iter().filter(|&&other| other != owner).map(|&other| Ok((other, is_linked(other, owner)?)));
         let linked = linked.collect::<Result<Vec<_>>>()?;
         let access = |&(other, is_linked): &(c_int, bool)| {
             is_linked.then_some(Access { location_type: DEVICE, location_id: other, flags: READ_AND_WRITE })
@@ -44,7 +45,9 @@ pub(crate) fn open(devices: &[Device]) -> Result<()> {
         let pool = unsafe { cudarc::driver::result::device::get_default_mem_pool(owner) }.map_err(driver)?;
         // SAFETY: the pool of a device always exists, and the array has as many elements as its length says, in the
         // layout of `CUmemAccessDesc`.
-        unsafe { sys::cuMemPoolSetAccess(pool, access.as_ptr().cast(), access.len()) }.result().map_err(driver)?;
+        unsafe { sys::cuMemPoolSetAccess(pool, access.as_ptr().cast(), access.len()) }
+            .result()
+            .map_err(driver)?;
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The state of one rank: its GPU, its view of the world, and the communicators that its watchdog monitors.
-use super::comm::{Comm, Limit, Line};
+use super::comm::{CommState, Limit, NcclComm};
 use super::handle::UniqueId;
-use super::lanes::Lanes;
-use super::watch::Watch;
+use super::lanes::LaneSet;
+use super::watch::WorldWatch;
 use crate::backend::cuda::driver;
 use crate::{Error, Result};
 use candle_core::{CudaDevice, Device};
@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 const PATROL: Duration = Duration::from_millis(200);
 
 /// The state of one rank.
-pub(super) struct Rank {
-    pub(super) watch: Watch,
+pub(super) struct NcclRank {
+    pub(super) watch: WorldWatch,
     pub(super) device: CudaDevice,
-    comms: Mutex<Vec<Weak<Line>>>,
+    comms: Mutex<Vec<Weak<CommState>>>,
     /// How many groups of the same members this rank has created.
     groups: Mutex<HashMap<Vec<usize>, u64>>,
     /// The sending ends of the lanes of all groups.
-    pub(super) lanes: Lanes,
+    pub(super) lanes: LaneSet,
 }
 
 /// Returns the key under which ranks share the id of a communicator.
@@ -33,9 +33,9 @@ fn key(name: u64) -> String {
 
 /// Pauses between polls: yields at first, and sleeps after many polls.
 #[derive(Default)]
-pub(super) struct Patience(u32);
+pub(super) struct PollPause(u32);
 
-impl Patience {
+impl PollPause {
     pub(super) fn pause(&mut self) {
         self.0 += 1;
         match self.0 {
@@ -45,16 +45,16 @@ impl Patience {
     }
 }
 
-impl Rank {
+impl NcclRank {
     /// Creates the state of the rank on `device`, with its watchdog.
-    pub(super) fn new(watch: Watch, device: &Device) -> Result<Arc<Self>> {
+    pub(super) fn new(watch: WorldWatch, device: &Device) -> Result<Arc<Self>> {
         let device = device.as_cuda_device()?.clone();
         let rank = Arc::new(Self {
             watch,
             device,
             comms: Mutex::default(),
             groups: Mutex::default(),
-            lanes: Lanes::default(),
+            lanes: LaneSet::default(),
         });
         let (patrolled, name) = (Arc::downgrade(&rank), format!("nccl watchdog {}", rank.watch.rank()));
         let patrol = move || {
@@ -65,7 +65,8 @@ impl Rank {
             }
         };
         let started = std::thread::Builder::new().name(name).spawn(patrol);
-        started.map_err(|error| Error::Unsupported(format!("no thread for the watchdog of NCCL: {error}")))?;
+        started
+            .map_err(|error| Error::Unsupported(format!("no thread for the watchdog of NCCL: {error}")))?;
         Ok(rank)
     }
 
@@ -88,7 +89,7 @@ impl Rank {
     }
 
     /// Creates the communicator `name` of `ranks` (of the world), in which this rank is the `me`-th. All use one name.
-    pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<Comm>> {
+    pub(super) fn connect(self: &Arc<Self>, name: u64, ranks: &[usize], me: usize) -> Result<Arc<NcclComm>> {
         let id = if me == 0 { self.announce(name)? } else { self.learn(name, ranks[0])? };
         self.join(id, ranks.len(), me, Limit::Timeout)
     }
@@ -103,20 +104,27 @@ impl Rank {
     /// Returns the id of the communicator `name`, which rank `from` of the world creates.
     fn learn(&self, name: u64, from: usize) -> Result<UniqueId> {
         let bytes = self.watch.get(&key(name), from)?;
-        let bad = || self.watch.fail_with(format!("{} bytes from rank {from}, which are no NCCL id", bytes.len()));
+        let bad =
+            || self.watch.fail_with(format!("{} bytes from rank {from}, which are no NCCL id", bytes.len()));
         UniqueId::from_bytes(&bytes).ok_or_else(bad)
     }
 
     /// Joins a communicator of `size` members as the `me`-th. Returns when all have joined.
-    pub(super) fn join(self: &Arc<Self>, id: UniqueId, size: usize, me: usize, limit: Limit) -> Result<Arc<Comm>> {
-        let comm = Arc::new(Comm::connect(self, id, size, me, limit)?);
+    pub(super) fn join(
+        self: &Arc<Self>,
+        id: UniqueId,
+        size: usize,
+        me: usize,
+        limit: Limit,
+    ) -> Result<Arc<NcclComm>> {
+        let comm = Arc::new(NcclComm::connect(self, id, size, me, limit)?);
         self.comms.lock().push(Arc::downgrade(comm.line()));
         Ok(comm)
     }
 
     /// Waits on the host until the GPU has reached `event`.
     pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
-        let (began, mut patience) = (Instant::now(), Patience::default());
+        let (began, mut patience) = (Instant::now(), PollPause::default());
         while !event.try_is_complete().map_err(driver)? {
             self.watch.check()?;
             if began.elapsed() >= self.watch.timeout() {

@@ -1,9 +1,9 @@
 //! Prepares the tensors of a collective in GPU memory, and enqueues NCCL's calls.
-use super::comm::Comm;
+use super::comm::NcclComm;
 use super::marks;
-use super::plan::{Plan, Span, Transfer};
+use super::plan::{BufferSpan, FlatTransfer, TransferPlan};
 use crate::backend::cuda::{address, driver, memory, written};
-use crate::backend::storage::Held;
+use crate::backend::storage::DeviceStorage;
 use crate::backend::{Call, Fresh, ReduceOp};
 use crate::{Error, Result};
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Shape, Storage, Tensor};
@@ -13,26 +13,26 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 /// The end of a call on the GPU.
-pub(super) type Done = Arc<CudaEvent>;
+pub(super) type DoneEvent = Arc<CudaEvent>;
 
 /// One tensor of a collective: planned, packed, and with memory for the result.
-pub(super) struct Prepared {
-    plan: Plan,
+pub(super) struct TensorTransfer {
+    plan: TransferPlan,
     /// The data to send, which stays alive until the result is returned.
-    sent: Sent,
+    sent: SendData,
     received: Option<CudaStorage>,
     /// The marks of NaN that travel with the numbers, and memory for those that come.
     marks: Option<(CudaStorage, Option<CudaStorage>)>,
     dtype: DType,
 }
 
-enum Sent {
+enum SendData {
     Nothing,
     Tensor(Tensor),
     Packed { storage: CudaStorage, len: usize },
 }
 
-impl Sent {
+impl SendData {
     /// Returns the marks of the numbers to send. Their computation is enqueued on the stream of their device.
     fn marks(&self) -> Result<Option<CudaStorage>> {
         match self {
@@ -46,19 +46,28 @@ impl Sent {
     }
 }
 
-impl Prepared {
+impl TensorTransfer {
     /// Prepares rank `me`'s part of the `i`-th tensors of `call`. Packing is enqueued on the stream of `device`.
-    pub(super) fn new(device: &CudaDevice, call: &Call, i: usize, me: usize, tensor: Option<&Tensor>) -> Result<Self> {
+    pub(super) fn new(
+        device: &CudaDevice,
+        call: &Call,
+        i: usize,
+        me: usize,
+        tensor: Option<&Tensor>,
+    ) -> Result<Self> {
         let none = || Error::Unsupported(format!("{} without a dtype", call.op()));
         let dtype = tensor.map(Tensor::dtype).or(call.dtype).ok_or_else(none)?;
-        let plan = Plan::new(call, i, me, tensor.map_or(&call.shape, |tensor| tensor.dims()))?;
+        let plan = TransferPlan::new(call, i, me, tensor.map_or(&call.shape, |tensor| tensor.dims()))?;
         let sent = match (tensor, &plan.pack) {
-            (None, _) => Sent::Nothing,
-            (Some(tensor), None) => Sent::Tensor(tensor.clone()),
+            (None, _) => SendData::Nothing,
+            (Some(tensor), None) => SendData::Tensor(tensor.clone()),
             (Some(tensor), Some(moves)) => {
                 let (storage, layout) = tensor.storage_and_layout();
                 let len = tensor.elem_count();
-                Sent::Packed { storage: moves.apply(CudaStorage::of(&storage)?, layout.start_offset())?, len }
+                SendData::Packed {
+                    storage: moves.apply(CudaStorage::of(&storage)?, layout.start_offset())?,
+                    len,
+                }
             }
         };
         let memory = |dtype| plan.shape.is_some().then(|| memory(device, plan.received, dtype)).transpose();
@@ -71,14 +80,20 @@ impl Prepared {
     }
 
     /// Enqueues the transfer on `stream`.
-    fn enqueue(&self, reduce: Option<ReduceOp>, comm: sys::ncclComm_t, stream: sys::cudaStream_t) -> sys::ncclResult_t {
+    fn enqueue(
+        &self,
+        reduce: Option<ReduceOp>,
+        comm: sys::ncclComm_t,
+        stream: sys::cudaStream_t,
+    ) -> sys::ncclResult_t {
         let from = match &self.sent {
-            Sent::Nothing => 0,
-            Sent::Tensor(tensor) => address_of(tensor),
-            Sent::Packed { storage, .. } => address(storage, 0),
+            SendData::Nothing => 0,
+            SendData::Tensor(tensor) => address_of(tensor),
+            SendData::Packed { storage, .. } => address(storage, 0),
         };
         let start = |storage: &Option<CudaStorage>| storage.as_ref().map_or(0, |storage| address(storage, 0));
-        let numbers = enqueue(&self.plan.transfer, (from, start(&self.received)), self.dtype, reduce, comm, stream);
+        let numbers =
+            enqueue(&self.plan.transfer, (from, start(&self.received)), self.dtype, reduce, comm, stream);
         let marks = self.marks.as_ref().map(|(sent, received)| {
             let places = (address(sent, 0), start(received));
             enqueue(&self.plan.transfer, places, DType::U8, Some(ReduceOp::Max), comm, stream)
@@ -103,16 +118,27 @@ impl Prepared {
 }
 
 /// Enqueues all of `prepared` as one group after the work on the streams `after`.
-pub(super) fn issue(comm: &Comm, after: &[Arc<CudaStream>], call: &Call, prepared: &[Prepared]) -> Result<Done> {
+pub(super) fn issue(
+    comm: &NcclComm,
+    after: &[Arc<CudaStream>],
+    call: &Call,
+    prepared: &[TensorTransfer],
+) -> Result<DoneEvent> {
     comm.issue(call.op().name(), after, |comm, stream| {
-        let codes = prepared.iter().map(|prepared| prepared.enqueue(call.collective.reduction(), comm, stream));
+        let codes =
+            prepared.iter().map(|prepared| prepared.enqueue(call.collective.reduction(), comm, stream));
         first_error(codes)
     })
 }
 
 /// Enqueues an all_reduce or a broadcast whose result overwrites `tensor`, which must be contiguous.
-pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, tensor: &Tensor) -> Result<()> {
-    let plan = Plan::new(call, 0, 0, tensor.dims())?;
+pub(super) fn issue_in_place(
+    comm: &NcclComm,
+    main: &Arc<CudaStream>,
+    call: &Call,
+    tensor: &Tensor,
+) -> Result<()> {
+    let plan = TransferPlan::new(call, 0, 0, tensor.dims())?;
     let place = address_of(tensor);
     let done = comm.issue(call.op().name(), std::slice::from_ref(main), |comm, stream| {
         enqueue(&plan.transfer, (place, place), tensor.dtype(), call.collective.reduction(), comm, stream)
@@ -121,21 +147,29 @@ pub(super) fn issue_in_place(comm: &Comm, main: &Arc<CudaStream>, call: &Call, t
 }
 
 /// Enqueues a send of `tensor`, whose data is there after the work on `after`, to the member `peer`.
-pub(super) fn issue_send(comm: &Comm, after: &[Arc<CudaStream>], tensor: &Tensor, peer: usize) -> Result<Done> {
-    let sends = vec![Span { peer, start: 0, len: tensor.elem_count() }];
-    let (transfer, place) = (Transfer::SendReceive { sends, receives: Vec::new() }, address_of(tensor));
-    comm.issue("send", after, |comm, stream| enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream))
+pub(super) fn issue_send(
+    comm: &NcclComm,
+    after: &[Arc<CudaStream>],
+    tensor: &Tensor,
+    peer: usize,
+) -> Result<DoneEvent> {
+    let sends = vec![BufferSpan { peer, start: 0, len: tensor.elem_count() }];
+    let (transfer, place) = (FlatTransfer::SendReceive { sends, receives: Vec::new() }, address_of(tensor));
+    comm.issue("send", after, |comm, stream| {
+        enqueue(&transfer, (place, 0), tensor.dtype(), None, comm, stream)
+    })
 }
 
 /// Enqueues a receive of a tensor of `call`'s shape and dtype from the member `peer`, into new memory of `device`.
-pub(super) fn issue_receive(comm: &Comm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
+pub(super) fn issue_receive(comm: &NcclComm, device: &CudaDevice, call: &Call, peer: usize) -> Result<Fresh> {
     let (shape, dtype) = (Shape::from(call.shape.as_slice()), call.dtype.unwrap_or(DType::U8));
     let mut storage = memory(device, shape.elem_count(), dtype)?;
-    let receives = vec![Span { peer, start: 0, len: shape.elem_count() }];
-    let (transfer, place) = (Transfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
+    let receives = vec![BufferSpan { peer, start: 0, len: shape.elem_count() }];
+    let (transfer, place) = (FlatTransfer::SendReceive { sends: Vec::new(), receives }, address(&storage, 0));
     let stream = device.cuda_stream();
     let after = std::slice::from_ref(&stream);
-    let done = comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
+    let done =
+        comm.issue("recv", after, |comm, stream| enqueue(&transfer, (0, place), dtype, None, comm, stream))?;
     stream.wait(&done).map_err(driver)?;
     written(&mut storage);
     Ok(Fresh { storage: Storage::Cuda(storage), shape })
@@ -148,7 +182,7 @@ fn first_error(codes: impl Iterator<Item = sys::ncclResult_t>) -> sys::ncclResul
 
 /// Enqueues one transfer, from the address of the send buffer to that of the receive buffer.
 fn enqueue(
-    transfer: &Transfer,
+    transfer: &FlatTransfer,
     (from, to): (u64, u64),
     dtype: DType,
     reduce: Option<ReduceOp>,
@@ -162,40 +196,46 @@ fn enqueue(
     let at = |base: u64, start: usize| (base + start as u64 * size) as *mut c_void;
     let (send, receive) = (at(from, 0), at(to, 0));
     // SAFETY (for every call below): the communicator is alive and locked by the caller. The addresses are those of
-    // device memory of this rank's GPU with at least as many elements as the plan counts. `Prepared`, or the caller's
+    // device memory of this rank's GPU with at least as many elements as the plan counts. `TensorTransfer`, or the caller's
     // tensor, keeps that memory until the stream on which it is freed has passed the call. NCCL only enqueues.
     match transfer {
-        Transfer::AllReduce { len: 0 } | Transfer::Broadcast { len: 0, .. } | Transfer::Reduce { len: 0, .. } => {
+        FlatTransfer::AllReduce { len: 0 }
+        | FlatTransfer::Broadcast { len: 0, .. }
+        | FlatTransfer::Reduce { len: 0, .. } => sys::ncclResult_t::ncclSuccess,
+        FlatTransfer::AllGather { len: 0 } | FlatTransfer::ReduceScatter { len: 0 } => {
             sys::ncclResult_t::ncclSuccess
         }
-        Transfer::AllGather { len: 0 } | Transfer::ReduceScatter { len: 0 } => sys::ncclResult_t::ncclSuccess,
         // SAFETY: see above.
-        Transfer::AllReduce { len } => unsafe { sys::ncclAllReduce(send, receive, *len, kind, op, comm, stream) },
-        Transfer::Broadcast { root, len } => {
+        FlatTransfer::AllReduce { len } => unsafe {
+            sys::ncclAllReduce(send, receive, *len, kind, op, comm, stream)
+        },
+        FlatTransfer::Broadcast { root, len } => {
             // SAFETY: see above.
             unsafe { sys::ncclBroadcast(send, receive, *len, kind, *root as i32, comm, stream) }
         }
-        Transfer::Reduce { root, len } => {
+        FlatTransfer::Reduce { root, len } => {
             // SAFETY: see above.
             unsafe { sys::ncclReduce(send, receive, *len, kind, op, *root as i32, comm, stream) }
         }
         // SAFETY: see above.
-        Transfer::AllGather { len } => unsafe { sys::ncclAllGather(send, receive, *len, kind, comm, stream) },
+        FlatTransfer::AllGather { len } => unsafe {
+            sys::ncclAllGather(send, receive, *len, kind, comm, stream)
+        },
         // SAFETY: see above.
-        Transfer::ReduceScatter { len } => unsafe {
+        FlatTransfer::ReduceScatter { len } => unsafe {
             sys::ncclReduceScatter(send, receive, *len, kind, op, comm, stream)
         },
-        Transfer::Reduces(spans) => first_error(spans.iter().map(|span| {
+        FlatTransfer::Reduces(spans) => first_error(spans.iter().map(|span| {
             let root = span.peer as i32;
             // SAFETY: see above.
             unsafe { sys::ncclReduce(at(from, span.start), receive, span.len, kind, op, root, comm, stream) }
         })),
-        Transfer::SendReceive { sends, receives } => {
-            let send = |span: &Span| {
+        FlatTransfer::SendReceive { sends, receives } => {
+            let send = |span: &BufferSpan| {
                 // SAFETY: see above.
                 unsafe { sys::ncclSend(at(from, span.start), span.len, kind, span.peer as i32, comm, stream) }
             };
-            let receive = |span: &Span| {
+            let receive = |span: &BufferSpan| {
                 // SAFETY: see above.
                 unsafe { sys::ncclRecv(at(to, span.start), span.len, kind, span.peer as i32, comm, stream) }
             };
@@ -209,7 +249,9 @@ pub(super) fn check(call: &Call) -> Result<()> {
     let dtypes = call.dtype.iter().chain(call.rest.iter().map(|(dtype, _)| dtype));
     if let Some(dtype) = dtypes.into_iter().find(|&&dtype| kind(dtype).is_none()) {
         let (op, name) = (call.op(), dtype.as_str());
-        return Err(Error::Unsupported(format!("{op} of {name} tensors over NCCL; cast them to another dtype")));
+        return Err(Error::Unsupported(format!(
+            "{op} of {name} tensors over NCCL; cast them to another dtype"
+        )));
     }
     match (operation(call.collective.reduction()), call.collective.reduction()) {
         (None, Some(reduce)) => {

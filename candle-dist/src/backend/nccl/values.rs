@@ -9,12 +9,12 @@ const TICK: Duration = Duration::from_millis(20);
 
 /// The values that the threads of a world exchange.
 #[derive(Debug, Default)]
-pub(crate) struct Values {
+pub(crate) struct ThreadValues {
     known: Mutex<HashMap<String, Vec<u8>>>,
     changed: Condvar,
 }
 
-impl Values {
+impl ThreadValues {
     /// Sets the value of `key` for all threads.
     pub(super) fn set(&self, key: &str, value: &[u8]) {
         self.known.lock().insert(key.to_string(), value.to_vec());
@@ -44,7 +44,7 @@ mod tests {
 
     #[test]
     fn a_value_comes_to_who_waits_for_it() {
-        let values = Values::default();
+        let values = ThreadValues::default();
         let found = std::thread::scope(|scope| {
             let waiting = scope.spawn(|| values.get("id", || None));
             values.set("other", &[0]);
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn waiting_ends_when_it_is_in_vain_and_not_before_the_value_was_looked_at() {
-        let (values, gone) = (Values::default(), || Some(Cause::Returned { rank: 3 }));
+        let (values, gone) = (ThreadValues::default(), || Some(Cause::Returned { rank: 3 }));
         assert_eq!(values.get("id", gone), Err(Cause::Returned { rank: 3 }));
         values.set("id", &[7]);
         assert_eq!(values.get("id", gone), Ok(vec![7]));

@@ -1,37 +1,37 @@
 //! A rank's access to its world: failures, the calls of ranks, and small values.
-use super::compare::{Awaited, Calls};
-use super::values::Values;
-use crate::backend::local::WorldState;
+use super::compare::{CallTable, LastCalls};
+use super::values::ThreadValues;
+use crate::backend::threads::WorldState;
 use crate::backend::{Call, Op};
-use crate::control::{Control, Entered};
+use crate::control::{Control, WatchGuard};
 use crate::{Cause, Error, GroupFailure, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A rank's access to its world, which consists of threads or of processes.
-pub(crate) enum Watch {
+pub(crate) enum WorldWatch {
     /// The rank is a thread.
     Thread {
         /// The state that the threads share.
         world: Arc<WorldState>,
         /// The values that they exchange.
-        values: Arc<Values>,
+        values: Arc<ThreadValues>,
         /// The calls that they compare.
-        calls: Arc<Calls>,
+        calls: Arc<CallTable>,
         /// This rank.
         rank: usize,
     },
     /// The rank is this process.
-    Process(Arc<Control>, Awaited),
+    Process(Arc<Control>, LastCalls),
 }
 
 /// A guard: the rank is in a call until this is dropped.
-pub(super) enum Inside<'a> {
+pub(super) enum WorldGuard<'a> {
     Thread(&'a WorldState, usize),
-    Process(#[expect(dead_code, reason = "held for its drop")] Entered<'a>),
+    Process(#[expect(dead_code, reason = "held for its drop")] WatchGuard<'a>),
 }
 
-impl Drop for Inside<'_> {
+impl Drop for WorldGuard<'_> {
     fn drop(&mut self) {
         if let Self::Thread(world, rank) = self {
             world.complete(*rank);
@@ -39,7 +39,7 @@ impl Drop for Inside<'_> {
     }
 }
 
-impl Watch {
+impl WorldWatch {
     /// Returns this rank in the world.
     pub(super) fn rank(&self) -> usize {
         match self {
@@ -88,17 +88,23 @@ impl Watch {
     }
 
     /// Records that this rank is in a call, until the guard is dropped.
-    pub(super) fn enter(&self, group: u64, ranks: &[usize], round: u64, call: &Arc<Call>) -> Result<Inside<'_>> {
+    pub(super) fn enter(
+        &self,
+        group: u64,
+        ranks: &[usize],
+        round: u64,
+        call: &Arc<Call>,
+    ) -> Result<WorldGuard<'_>> {
         match self {
             Self::Thread { world, calls, rank, .. } => {
                 world.check()?;
                 world.begin(*rank, call);
-                let inside = Inside::Thread(world, *rank);
+                let inside = WorldGuard::Thread(world, *rank);
                 let compared = calls.compare((group, round), ranks, *rank, call);
                 compared.map(|()| inside).map_err(|cause| self.fail(cause))
             }
             Self::Process(control, awaited) => {
-                let inside = Inside::Process(control.enter_compared(group, ranks, round, call)?);
+                let inside = WorldGuard::Process(control.enter_compared(group, ranks, round, call)?);
                 if call.op() != Op::Send {
                     awaited.note(group, ranks, round);
                 }
@@ -134,7 +140,9 @@ impl Watch {
     /// made.
     pub(super) fn has_left(&self, rank: usize, group: u64, round: u64) -> bool {
         match self {
-            Self::Thread { world, calls, .. } => world.has_returned(rank) && calls.lacks(rank, (group, round)),
+            Self::Thread { world, calls, .. } => {
+                world.has_returned(rank) && calls.lacks(rank, (group, round))
+            }
             Self::Process(control, _) => control.has_left(rank, group, round),
         }
     }

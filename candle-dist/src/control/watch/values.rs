@@ -1,10 +1,10 @@
 //! Values that rank 0 keeps for all.
-use super::{Answer, Heard, Watch};
-use crate::control::activity::Waiting;
+use super::{HubReport, ValueReply, Watch};
+use crate::control::activity::WaitKind;
 use crate::control::limits::{MAX_STATE, clipped};
-use crate::control::message::Request;
+use crate::control::message::HubRequest;
 use crate::link::within;
-use crate::values::{Change, Outcome};
+use crate::values::{ChangeOutcome, ValueChange};
 use crate::{Error, Result};
 use parking_lot::MutexGuard;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ impl Watch {
     pub(in crate::control) fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let answer = self.ask(
             key,
-            |id, key| Request::Get { id, key },
+            |id, key| HubRequest::Get { id, key },
             &[],
             |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)),
         )?;
         match answer {
-            Answer::Value(value) => Ok(value),
-            Answer::Absent | Answer::Changed(..) => Err(unexpected()),
+            ValueReply::Value(value) => Ok(value),
+            ValueReply::Absent | ValueReply::Changed(..) => Err(unexpected()),
         }
     }
 
@@ -38,7 +38,7 @@ impl Watch {
         let deadline = within(limit);
         let answer = self.ask(
             key,
-            |id, key| Request::Get { id, key },
+            |id, key| HubRequest::Get { id, key },
             &[],
             |id, mut heard| {
                 while Instant::now() < deadline && self.failure.get().is_none() {
@@ -48,30 +48,31 @@ impl Watch {
                     self.changed.wait_until(&mut heard, deadline);
                 }
                 // Rank 0 answers one of the two requests, never both.
-                self.send(Request::Forget { id, key: key.to_string() }, &[]);
+                self.send(HubRequest::Forget { id, key: key.to_string() }, &[]);
                 self.wait(heard, timeout, |heard| heard.answers.remove(&id))
             },
         )?;
         match answer {
-            Answer::Value(value) => Ok(Some(value)),
-            Answer::Absent => Ok(None),
-            Answer::Changed(..) => Err(unexpected()),
+            ValueReply::Value(value) => Ok(Some(value)),
+            ValueReply::Absent => Ok(None),
+            ValueReply::Changed(..) => Err(unexpected()),
         }
     }
 
     pub(in crate::control) fn change(
         &self,
         key: &str,
-        change: &Change,
+        change: &ValueChange,
         bytes: &[u8],
         timeout: Duration,
-    ) -> Result<(Outcome, Vec<u8>)> {
-        let question = |id, key| Request::Change { id, key, change: change.clone() };
-        let answer =
-            self.ask(key, question, bytes, |id, heard| self.wait(heard, timeout, |heard| heard.answers.remove(&id)))?;
+    ) -> Result<(ChangeOutcome, Vec<u8>)> {
+        let question = |id, key| HubRequest::Change { id, key, change: change.clone() };
+        let answer = self.ask(key, question, bytes, |id, heard| {
+            self.wait(heard, timeout, |heard| heard.answers.remove(&id))
+        })?;
         match answer {
-            Answer::Changed(outcome, bytes) => Ok((outcome, bytes)),
-            Answer::Value(_) | Answer::Absent => Err(unexpected()),
+            ValueReply::Changed(outcome, bytes) => Ok((outcome, bytes)),
+            ValueReply::Value(_) | ValueReply::Absent => Err(unexpected()),
         }
     }
 
@@ -79,14 +80,14 @@ impl Watch {
     fn ask<'a>(
         &'a self,
         key: &str,
-        question: impl FnOnce(u64, String) -> Request,
+        question: impl FnOnce(u64, String) -> HubRequest,
         bytes: &[u8],
-        wait: impl FnOnce(u64, MutexGuard<'a, Heard>) -> Result<Answer>,
-    ) -> Result<Answer> {
+        wait: impl FnOnce(u64, MutexGuard<'a, HubReport>) -> Result<ValueReply>,
+    ) -> Result<ValueReply> {
         let mut heard = self.heard.lock();
         heard.questions += 1;
         let id = heard.questions;
-        let doing = heard.activity.begin(Waiting::Value(clipped(key.to_string(), MAX_STATE)));
+        let doing = heard.activity.begin(WaitKind::Value(clipped(key.to_string(), MAX_STATE)));
         self.send(question(id, key.to_string()), bytes);
         let answer = wait(id, heard);
         self.leave(doing);

@@ -9,7 +9,7 @@ mod program;
 mod step;
 
 use candle_core::{DType, Device, Tensor};
-use candle_dist::backend::{Backend, Call, Wrapping};
+use candle_dist::backend::{Backend, BackendWrapper, Call};
 use candle_dist::{Cause, Error, GroupFailure, ProcessGroup, RankContext, Result, World, WorldError};
 use itertools::Itertools;
 use model::Model;
@@ -85,8 +85,15 @@ fn assert_closed(groups: &HashMap<usize, ProcessGroup>, failure: &GroupFailure) 
 
 fn values(t: &Tensor) -> (Vec<usize>, DType, Vec<f64>) {
     // candle casts no tensor without elements on a GPU.
-    let flat =
-        t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    let flat = t
+        .to_device(&Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F64)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap();
     (t.dims().to_vec(), t.dtype(), flat)
 }
 
@@ -114,7 +121,8 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
     match &outcome {
         // A process that has returned gets the failure that others met later.
         Err(error) if is_loose() && culprit.is_none() => {
-            let is_failure = !["still run after", "panicked"].iter().any(|other| error.message.contains(other));
+            let is_failure =
+                !["still run after", "panicked"].iter().any(|other| error.message.contains(other));
             assert!(is_failure && !model.causes.is_empty(), "{error}");
         }
         // Neither a hang of a rank nor an assertion on another rank.
@@ -139,7 +147,10 @@ fn check(case: &Case) -> Option<Arc<GroupFailure>> {
         match failure {
             None if is_loose() && !model.causes.is_empty() => {}
             None if Some(*rank) != culprit => {
-                assert!(fate.finishes() && results.len() == fate.results.len(), "rank {rank} stopped without a reason");
+                assert!(
+                    fate.finishes() && results.len() == fate.results.len(),
+                    "rank {rank} stopped without a reason"
+                );
             }
             None => {}
             Some(failure) => {
@@ -216,7 +227,8 @@ fn one_rank_goes_wrong_and_all_ranks_hear_the_same() {
         .unwrap();
     let tally = tally.into_inner();
     // A process sees its own rank only, which is not in each world.
-    for reached in ["none", "op", "dtype", "shape", step::FORM, "returned", "failed", "panicked", "deadlock"] {
+    for reached in ["none", "op", "dtype", "shape", step::FORM, "returned", "failed", "panicked", "deadlock"]
+    {
         assert!(is_loose() || tally.contains_key(reached), "no case ended with {reached}: {tally:?}");
     }
     assert!(!tally.contains_key("other"), "{tally:?}");
@@ -253,7 +265,7 @@ struct RankFault {
     delay: Duration,
 }
 
-impl Wrapping for Faulty {
+impl BackendWrapper for Faulty {
     fn inner(&self) -> &Arc<dyn Backend> {
         &self.inner
     }
@@ -281,7 +293,7 @@ fn run_faulty(steps: &[Step], faults: [RankFault; 3]) -> (Vec<usize>, Option<Wor
     };
     let case = Case { world: 3, steps: steps.to_vec(), fault: None };
     let heard = Mutex::new(Vec::new());
-    let outcome = World::local(3).timeout(DEADLINE).wrap_backend(wrap).run(|ctx| -> Result<()> {
+    let outcome = World::threads(3).timeout(DEADLINE).wrap_backend(wrap).run(|ctx| -> Result<()> {
         let mut groups: HashMap<usize, ProcessGroup> = HashMap::from([(0, ctx.group().clone())]);
         for act in case.script(ctx.rank()) {
             let Act::Call(step, makes) = act else { continue };

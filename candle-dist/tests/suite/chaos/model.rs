@@ -142,7 +142,9 @@ impl Model {
             return true;
         }
         let reference = group.1[from];
-        let Some(queue) = self.mail.get_mut(&(group, from, me)).filter(|queue| !queue.is_empty()) else { return false };
+        let Some(queue) = self.mail.get_mut(&(group, from, me)).filter(|queue| !queue.is_empty()) else {
+            return false;
+        };
         let sent = queue.remove(0);
         // Both sides know only dtype and shape.
         match difference(&step.signature(n)[1..3], &sent.signature(n)[1..3]) {
@@ -160,7 +162,9 @@ impl Model {
             offers[me] = Some(step.clone());
             return true;
         }
-        let Some(steps) = offers.iter().map(Option::as_ref).collect::<Option<Vec<&Step>>>() else { return false };
+        let Some(steps) = offers.iter().map(Option::as_ref).collect::<Option<Vec<&Step>>>() else {
+            return false;
+        };
         let first = steps[0].signature(n);
         let differs = (1..n).find_map(|m| Some((m, difference(&first, &steps[m].signature(n))?)));
         if let Some((member, what)) = differs {
@@ -182,7 +186,8 @@ impl Model {
         let failed = !self.causes.is_empty();
         let blocked: Vec<usize> =
             (0..scripts.len()).filter(|&rank| self.ranks[rank].status == Status::Running).collect();
-        let awaited: Vec<Vec<usize>> = blocked.iter().map(|&rank| self.awaits(rank, &scripts[rank])).collect();
+        let awaited: Vec<Vec<usize>> =
+            blocked.iter().map(|&rank| self.awaits(rank, &scripts[rank])).collect();
         let mut returned: Vec<usize> = awaited.into_iter().flatten().collect();
         returned.retain(|&rank| self.ranks[rank].status == Status::Returned);
         let deadlock = !failed && !blocked.is_empty() && returned.is_empty();

@@ -54,32 +54,36 @@ pub(crate) fn programs(lengths: std::ops::RangeInclusive<usize>) -> impl Strateg
 /// Programs of 5 to 30 steps with at most one fault, on worlds 2 to 5.
 pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let culprit = (any::<prop::sample::Index>(), any::<prop::sample::Index>());
-    (2..=5usize, programs(5..=30), 0..10usize, culprit, raw()).prop_map(|(world, steps, kind, (rank, at), raw)| {
-        let at = at.index(steps.len());
-        // All members must create a group in the same way. Another group, or none, is not a call that can be compared.
-        let here = &steps[at];
-        let other = Step { slot: here.slot, ..Step::new(raw, 0) };
-        let foreign = other.what != What::Split && here.what != What::Split;
-        let fault = match kind {
-            0 => None,
-            1 => Some(Fault::Return),
-            2 => Some(Fault::Panic),
-            3 => Some(Fault::Fail),
-            4 if foreign => Some(Fault::Skip),
-            5 if foreign => Some(Fault::Extra(other)),
-            6 if foreign => Some(Fault::Divert(other)),
-            // The same op with one property changed.
-            7 if foreign => Some(Fault::Divert(Step { what: here.what, data: here.data, form: here.form, ..other })),
-            8 if foreign => Some(Fault::Divert(Step { form: other.form, ..here.clone() })),
-            9 if foreign => {
-                let way = other.form / 120 % 4;
-                Some(Fault::Divert(Step { form: here.form % 120 + way * 120, ..here.clone() }))
-            }
-            _ => Some(Fault::Delay),
-        };
-        let fault = fault.map(|fault| (rank.index(world), at, fault));
-        Case { world, steps, fault }
-    })
+    (2..=5usize, programs(5..=30), 0..10usize, culprit, raw()).prop_map(
+        |(world, steps, kind, (rank, at), raw)| {
+            let at = at.index(steps.len());
+            // All members must create a group in the same way. Another group, or none, is not a call that can be compared.
+            let here = &steps[at];
+            let other = Step { slot: here.slot, ..Step::new(raw, 0) };
+            let foreign = other.what != What::Split && here.what != What::Split;
+            let fault = match kind {
+                0 => None,
+                1 => Some(Fault::Return),
+                2 => Some(Fault::Panic),
+                3 => Some(Fault::Fail),
+                4 if foreign => Some(Fault::Skip),
+                5 if foreign => Some(Fault::Extra(other)),
+                6 if foreign => Some(Fault::Divert(other)),
+                // The same op with one property changed.
+                7 if foreign => {
+                    Some(Fault::Divert(Step { what: here.what, data: here.data, form: here.form, ..other }))
+                }
+                8 if foreign => Some(Fault::Divert(Step { form: other.form, ..here.clone() })),
+                9 if foreign => {
+                    let way = other.form / 120 % 4;
+                    Some(Fault::Divert(Step { form: here.form % 120 + way * 120, ..here.clone() }))
+                }
+                _ => Some(Fault::Delay),
+            };
+            let fault = fault.map(|fault| (rank.index(world), at, fault));
+            Case { world, steps, fault }
+        },
+    )
 }
 
 /// The next action of a rank.

@@ -38,7 +38,8 @@ const WHAT: [What; 12] = [
 ];
 /// The number of kinds of steps.
 pub(crate) const KINDS: usize = WHAT.len();
-const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 /// Reductions of integers and of floats.
 const INTS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Xor];
 const FLOATS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product, ReduceOp::Avg];
@@ -256,9 +257,14 @@ impl Step {
         if way == Way::Started {
             let pending = match self.what {
                 What::Broadcast => g.call(Collective::Broadcast { root }).start(&x)?,
-                What::AllGather => g.call(Collective::all_gather(Cut::even(cut, x.dims()[cut], g.size()))).start(&x)?,
+                What::AllGather => {
+                    g.call(Collective::all_gather(Cut::even(cut, x.dims()[cut], g.size()))).start(&x)?
+                }
                 What::ReduceScatter => g
-                    .call(Collective::reduce_scatter(Cut::even(cut, x.dims()[cut] / g.size(), g.size()), self.reduce))
+                    .call(Collective::reduce_scatter(
+                        Cut::even(cut, x.dims()[cut] / g.size(), g.size()),
+                        self.reduce,
+                    ))
                     .start(&x)?,
                 _ => g.call(Collective::AllReduce(self.reduce)).start(&x)?,
             };
@@ -270,7 +276,8 @@ impl Step {
             What::Broadcast => g.call(Collective::Broadcast { root }).run_all(&both)?,
             What::AllGather => {
                 let pieces = Cut::even(cut, both[0].dims()[cut], g.size());
-                g.call(Collective::AllGather([pieces.clone(), pieces].into_iter().collect())).run_all(&both)?
+                g.call(Collective::AllGather([pieces.clone(), pieces].into_iter().collect()))
+                    .run_all(&both)?
             }
             What::ReduceScatter => {
                 let pieces = Cut::even(cut, both[0].dims()[cut] / g.size(), g.size());
@@ -287,7 +294,11 @@ impl Step {
     }
 
     /// Makes the call and returns its result, if any. The group of a split goes to `made`.
-    pub(crate) fn perform(&self, g: &ProcessGroup, made: &mut Option<ProcessGroup>) -> Result<Option<Tensor>> {
+    pub(crate) fn perform(
+        &self,
+        g: &ProcessGroup,
+        made: &mut Option<ProcessGroup>,
+    ) -> Result<Option<Tensor>> {
         let (r, n) = (g.rank(), g.size());
         let ((cut, join), sizes, root) = (self.dims(), self.sizes(n), self.root(n));
         let x = || self.input(r, n);

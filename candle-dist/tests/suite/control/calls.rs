@@ -54,7 +54,10 @@ fn a_rank_that_ends_stops_only_those_who_wait_for_a_round_it_never_entered() {
             Some(text)
         });
         let text = common(&texts.into_iter().flatten().collect::<Vec<_>>());
-        assert!(text.starts_with(&format!("rank {culprit} returned while other ranks wait for it")), "{text}");
+        assert!(
+            text.starts_with(&format!("rank {culprit} returned while other ranks wait for it")),
+            "{text}"
+        );
         assert!(text.contains(&format!("rank {culprit}: returned")), "{text}");
         assert!(text.contains("barrier at ") && text.contains("tests/suite/control/calls.rs:"), "{text}");
     }
@@ -118,7 +121,11 @@ fn a_mismatch_names_both_calls_on_every_rank() {
     let cases = [
         ("op", all_reduce(4), Call::new(Collective::Barrier)),
         ("shape", all_reduce(4), all_reduce(5)),
-        ("reduction", all_reduce(4), Call { collective: Collective::AllReduce(ReduceOp::Max), ..all_reduce(4) }),
+        (
+            "reduction",
+            all_reduce(4),
+            Call { collective: Collective::AllReduce(ReduceOp::Max), ..all_reduce(4) },
+        ),
         (
             "description",
             Call::new(Collective::Barrier),
@@ -157,7 +164,10 @@ fn the_two_sides_of_a_message_are_compared() {
     });
     let text = common(&texts);
     assert!(text.starts_with("rank 1 and rank 0 made different calls (shape differs)"), "{text}");
-    assert!(text.contains("rank 0: in send(f32[3], to 1) at ") && text.contains("rank 1: in recv(f32[4], from 0)"));
+    assert!(
+        text.contains("rank 0: in send(f32[3], to 1) at ")
+            && text.contains("rank 1: in recv(f32[4], from 0)")
+    );
 }
 
 #[test]
@@ -253,7 +263,11 @@ fn a_monitored_barrier_passes_or_names_everybody_who_is_missing() {
         if [1, 3].contains(&control.rank()) {
             return heard(&control);
         }
-        control.enter_monitored(group.id(), &[0, 1, 2, 3, 4], 20, &within(limit)).map(drop).unwrap_err().to_string()
+        control
+            .enter_monitored(group.id(), &[0, 1, 2, 3, 4], 20, &within(limit))
+            .map(drop)
+            .unwrap_err()
+            .to_string()
     });
     let text = common(&texts);
     assert!(text.starts_with("ranks 1, 3 did not come to the barrier within 300ms\n"), "{text}");
@@ -290,5 +304,8 @@ fn many_threads_of_a_rank_may_be_in_calls() {
         control.fail(Cause::Failed { rank: 1, message: "stop".into() }).to_string()
     });
     let text = common(&texts);
-    assert!(text.contains("rank 0: in all_reduce(f32[3], sum) at ") && text.contains("rank 1: running, no call yet"));
+    assert!(
+        text.contains("rank 0: in all_reduce(f32[3], sum) at ")
+            && text.contains("rank 1: running, no call yet")
+    );
 }

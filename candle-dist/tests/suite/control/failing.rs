@@ -1,7 +1,7 @@
 //! A world stops for one reason, and all ranks get the same error text.
 use super::*;
 use candle_dist::backend::Call;
-use candle_dist::{Cause, Collective, Doing, Error};
+use candle_dist::{Cause, Collective, Error, RankStatus};
 use std::sync::Barrier;
 use std::time::Instant;
 
@@ -56,7 +56,11 @@ fn a_long_message_is_cut_not_lost() {
         _ => heard(&control),
     });
     let text = common(&texts);
-    assert!(text.starts_with("rank 1 failed: ä") && text.contains('…') && text.len() < 20_000, "{}", text.len());
+    assert!(
+        text.starts_with("rank 1 failed: ä") && text.contains('…') && text.len() < 20_000,
+        "{}",
+        text.len()
+    );
 }
 
 #[test]
@@ -83,7 +87,10 @@ fn a_wait_that_is_too_long_is_a_report_of_all_ranks() {
     let text = common(&texts);
     assert!(text.starts_with("rank 1 waited longer than the timeout of 400ms"), "{text}");
     assert!(text.contains("rank 1: waiting for the value of \"what nobody sets\" for "), "{text}");
-    assert!(text.contains("rank 2: in barrier at ") && text.contains("rank 0: running, no call yet"), "{text}");
+    assert!(
+        text.contains("rank 2: in barrier at ") && text.contains("rank 0: running, no call yet"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -96,7 +103,8 @@ fn calls_that_are_compared_time_out_too() {
             2 => heard(&control),
             _ => {
                 ready.wait();
-                let error = control.enter(4, &[0, 1, 2], 0, &Call::new(Collective::Barrier)).map(drop).unwrap_err();
+                let error =
+                    control.enter(4, &[0, 1, 2], 0, &Call::new(Collective::Barrier)).map(drop).unwrap_err();
                 assert!(matches!(&error, Error::Group(f) if matches!(f.cause, Cause::TimedOut { .. })));
                 error.to_string()
             }
@@ -120,7 +128,10 @@ fn rank_0_returns_early_and_a_world_that_computes_longer_than_the_timeout_is_wel
                 std::thread::sleep(timeout * 6);
                 assert!(control.failure().is_none(), "{:?}", control.failure());
                 control.set(&format!("of {rank}"), &[]).unwrap();
-                assert!(control.get(&format!("of {}", 1 + rank % 3)).unwrap().is_empty(), "values still pass rank 0");
+                assert!(
+                    control.get(&format!("of {}", 1 + rank % 3)).unwrap().is_empty(),
+                    "values still pass rank 0"
+                );
             }
             drop(control);
             began.elapsed()
@@ -151,7 +162,9 @@ fn reports_are_values_too() {
         heard(&control);
         drop(entered);
         let failure = control.failure().unwrap();
-        assert!(matches!(&failure.ranks[0].doing, Doing::Says(text) if text.starts_with("in barrier at ")));
-        assert!(matches!(failure.ranks[1].doing, Doing::Returned));
+        assert!(
+            matches!(&failure.ranks[0].doing, RankStatus::Says(text) if text.starts_with("in barrier at "))
+        );
+        assert!(matches!(failure.ranks[1].doing, RankStatus::Returned));
     });
 }

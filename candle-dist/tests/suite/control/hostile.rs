@@ -46,7 +46,9 @@ fn nobody_joins_without_the_secret() {
             for _ in 0..2 {
                 // The first conversation breaks off, so that the seat stays free.
                 let answer = conversation(address, &hello(VERSION, 5, 2), |challenge| {
-                    heard.get_or_insert_with(|| proof(TOKEN, "guest", &[&hello(VERSION, 5, 2), challenge])).clone()
+                    heard
+                        .get_or_insert_with(|| proof(TOKEN, "guest", &[&hello(VERSION, 5, 2), challenge]))
+                        .clone()
                 });
                 answers.push(answer[8]);
             }
@@ -63,7 +65,9 @@ fn nobody_joins_without_the_secret() {
         let second = connect(&options(address, 1, 2)).unwrap();
         second.set("key", b"value").unwrap();
         let first = first.join().unwrap();
-        attacks.attack("the world is as ever", || check(first.get("key").is_ok_and(|value| value == b"value"), ()));
+        attacks.attack("the world is as ever", || {
+            check(first.get("key").is_ok_and(|value| value == b"value"), ())
+        });
         drop(second);
         drop(first);
     });
@@ -158,7 +162,11 @@ fn a_host_that_stalls_or_lies_is_an_error_in_time() {
             },
             &["within 1s", "timed out"],
         ),
-        ("has another token", |it| answer_with(it, "a token of another job, as long", 0, b""), &["another secret"]),
+        (
+            "has another token",
+            |it| answer_with(it, "a token of another job, as long", 0, b""),
+            &["another secret"],
+        ),
         (
             "sends the proof back",
             |it| {
@@ -187,14 +195,21 @@ fn a_host_that_stalls_or_lies_is_an_error_in_time() {
             },
             &["refuses this process: \\u{1b}[2Jx"],
         ),
-        ("refuses with escapes and a proof", |it| answer_with(it, TOKEN, 2, b"\x1b]0;x\x07"), &["\\u{1b}]0;x\\u{7}"]),
+        (
+            "refuses with escapes and a proof",
+            |it| answer_with(it, TOKEN, 2, b"\x1b]0;x\x07"),
+            &["\\u{1b}]0;x\\u{7}"],
+        ),
         ("ends the connection", |_| (), &["within 1s"]),
     ];
     for (name, host, expected) in cases {
         attacks.attack(format!("a host that {name}"), || {
             let (text, seconds) = joins(host);
             let is_clean = !text.contains('\u{1b}') && !text.contains("temporarily unavailable");
-            check(is_clean && seconds < 20.0 && expected.iter().all(|part| text.contains(part)), (text, seconds))
+            check(
+                is_clean && seconds < 20.0 && expected.iter().all(|part| text.contains(part)),
+                (text, seconds),
+            )
         });
     }
     attacks.assert();
@@ -219,7 +234,9 @@ fn texts_of_other_ranks_cannot_steer_a_terminal() {
                 heard(&control)
             });
             check(
-                texts.iter().all(|text| !text.chars().any(|c| c.is_control() && c != '\n') && text.contains("u{1b}")),
+                texts
+                    .iter()
+                    .all(|text| !text.chars().any(|c| c.is_control() && c != '\n') && text.contains("u{1b}")),
                 texts,
             )
         });
@@ -295,7 +312,8 @@ fn a_name_with_two_addresses_is_one_place() {
             let one = SocketAddr::new(address.ip(), port).to_string();
             let met = thread::scope(|scope| {
                 let ranks = [whole, one].into_iter().enumerate();
-                let ranks = ranks.map(|(rank, at)| scope.spawn(move || connect(&options(&at, rank, 2)).map(drop)));
+                let ranks =
+                    ranks.map(|(rank, at)| scope.spawn(move || connect(&options(&at, rank, 2)).map(drop)));
                 ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
             });
             check(met.iter().all(|met| met.is_ok()), met)

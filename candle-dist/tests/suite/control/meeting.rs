@@ -95,7 +95,8 @@ fn a_process_that_comes_after_a_start_that_failed_hears_why() {
     };
     // On a busy machine the last one may come when rank 0 has gone.
     let told = |ranks: [(usize, u64, &str); 3], patience: Duration| {
-        let heard = (0..5).map(|_| start(ranks, patience)).find(|heard| !heard[2].contains("could not reach rank 0"));
+        let heard =
+            (0..5).map(|_| start(ranks, patience)).find(|heard| !heard[2].contains("could not reach rank 0"));
         common(&heard.expect("rank 0 has told it in one of five starts"))
     };
     let text = told([(0, 0, "--seed=1"), (1, 0, "--seed=2"), (2, 300, "--seed=1")], Duration::from_secs(30));
@@ -109,7 +110,10 @@ fn an_address_where_nobody_listens_is_named() {
     let address = free_address();
     let options = options(&address, 1, 2).init_timeout(Duration::from_millis(300));
     let text = connect(&options).unwrap_err().to_string();
-    assert!(text.contains(&format!("rank 1 of 2 could not reach rank 0 at {address} within 300ms")), "{text}");
+    assert!(
+        text.contains(&format!("rank 1 of 2 could not reach rank 0 at {address} within 300ms")),
+        "{text}"
+    );
 }
 
 #[test]
@@ -134,7 +138,10 @@ fn rank_0_listens_at_its_own_addresses_only() {
     // 203.0.113.0/24 is reserved for documentation.
     let options = options("203.0.113.1:29500", 0, 2).local(0, 1);
     let text = connect(&options).unwrap_err().to_string();
-    assert!(text.contains("rank 0 cannot listen at 203.0.113.1, which is not an address of its host"), "{text}");
+    assert!(
+        text.contains("rank 0 cannot listen at 203.0.113.1, which is not an address of its host"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -159,8 +166,9 @@ fn worlds_may_follow_each_other_at_one_address() {
 
 #[test]
 fn limits_of_any_length_are_limits() {
-    let forever =
-        |options: InitOptions| options.timeout(Duration::MAX).init_timeout(Duration::MAX).lost_after(Duration::MAX);
+    let forever = |options: InitOptions| {
+        options.timeout(Duration::MAX).init_timeout(Duration::MAX).lost_after(Duration::MAX)
+    };
     world_with(2, forever, |control| {
         control.set("key", &[]).unwrap();
         assert!(control.get("key").unwrap().is_empty());
@@ -178,7 +186,8 @@ fn a_token_is_enough_for_ranks_with_unlike_names_of_the_job() {
         let come = |rank: usize| {
             scope.spawn(move || {
                 let options = options(address, rank, 2);
-                let info = LaunchInfo { job: format!("job.{rank}"), ..LaunchInfo::from_env(&options).unwrap() };
+                let info =
+                    LaunchInfo { job: format!("job.{rank}"), ..LaunchInfo::from_env(&options).unwrap() };
                 Control::connect(&info, &options).map(drop)
             })
         };

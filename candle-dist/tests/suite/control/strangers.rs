@@ -177,7 +177,8 @@ fn refusals_are_errors_of_the_refused() {
     let address = free_address();
     let address = &address;
     thread::scope(|scope| {
-        let [first, second] = [0, 1].map(|rank| scope.spawn(move || connect(&options(address, rank, 2)).unwrap()));
+        let [first, second] =
+            [0, 1].map(|rank| scope.spawn(move || connect(&options(address, rank, 2)).unwrap()));
         let (first, second) = (first.join().unwrap(), second.join().unwrap());
         let refused = |options: InitOptions| connect(&options).unwrap_err().to_string();
         assert!(refused(options(address, 1, 2)).contains("init: rank 1 is here already"));

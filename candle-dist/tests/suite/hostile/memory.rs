@@ -9,7 +9,7 @@ use test_utils::Attacks;
 fn case(group: &str, name: &str, ranks: usize) -> Result<(), String> {
     let (_, cases) = GROUPS.iter().find(|(of, _)| *of == group).unwrap();
     let case = cases.iter().find(|case| case.name == name).unwrap();
-    World::local(ranks).run(case.run).map(drop).map_err(|error| error.to_string())
+    World::threads(ranks).run(case.run).map(drop).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn memory_may_change_at_once() {
     }
     attacks.attack("a writer that never stops", || {
         let len = 100_000;
-        let sums = World::local(2).run(|ctx| -> Result<Vec<f32>> {
+        let sums = World::threads(2).run(|ctx| -> Result<Vec<f32>> {
             let var = Var::ones(len, DType::F32, &Device::Cpu)?;
             let (is_over, other) = (AtomicBool::new(false), 1 - ctx.rank());
             std::thread::scope(|scope| {
@@ -57,7 +57,7 @@ fn memory_may_change_at_once() {
         if torn == 0 { Ok(()) } else { Err(format!("{torn} tensors are torn")) }
     });
     attacks.attack("memory that is freed", || {
-        let sums = World::local(2).run(|ctx| -> Result<f32> {
+        let sums = World::threads(2).run(|ctx| -> Result<f32> {
             let tensor = FreeableTensor::new(Tensor::ones(50_000, DType::F32, &Device::Cpu)?)?;
             let pending = ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&tensor.tensor()?)?;
             ctx.group().send(&tensor.tensor()?, 1 - ctx.rank())?;

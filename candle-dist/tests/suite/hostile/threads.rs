@@ -1,7 +1,7 @@
 //! Threads of a rank that call at the same time, and threads that cannot start.
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::init::{InitOptions, LaunchInfo};
-use candle_dist::{Cause, Collective, Error, Message, ProcessGroup, RankContext, ReduceOp, Result, World};
+use candle_dist::{Cause, Collective, Error, P2pOp, ProcessGroup, RankContext, ReduceOp, Result, World};
 use std::process::Command;
 use std::sync::{Barrier, Mutex, mpsc};
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn sums(group: &ProcessGroup, thread: usize) -> Result<()> {
 /// Runs `calls` on two threads of each of two ranks, and returns the outcome of the world with the errors of the threads.
 fn two_threads(calls: Calls) -> (Result<(), String>, Vec<String>) {
     let errors = Mutex::new(Vec::new());
-    let outcome = World::local(2).timeout(Duration::from_secs(30)).run(|ctx| -> Result<()> {
+    let outcome = World::threads(2).timeout(Duration::from_secs(30)).run(|ctx| -> Result<()> {
         ctx.group().barrier()?;
         let both = &Barrier::new(2);
         let ended = std::thread::scope(|scope| {
@@ -89,7 +89,7 @@ fn threads_that_call_at_the_same_time_are_noticed() {
 fn handed_on(
     f: impl Fn(&RankContext, &dyn Fn(Box<dyn FnOnce() -> Result<()> + Send>) -> Result<()>) -> Result<()> + Sync,
 ) -> Result<(), String> {
-    let ran = World::local(3).timeout(Duration::from_secs(60)).run(|ctx| {
+    let ran = World::threads(3).timeout(Duration::from_secs(60)).run(|ctx| {
         std::thread::scope(|scope| {
             let (work, todo) = mpsc::channel::<Box<dyn FnOnce() -> Result<()> + Send>>();
             let (done, ended) = mpsc::channel();
@@ -121,35 +121,42 @@ fn threads_that_take_turns_are_fine() {
             Ok(())
         })
     });
-    attacks.attack("a call that one thread starts and another one waits for, while the first one goes on", || {
-        let ran = World::local(2).timeout(Duration::from_secs(60)).run(|ctx| {
-            let (start, wait) = mpsc::channel();
-            std::thread::scope(|scope| {
-                let waits = scope.spawn(move || {
-                    wait.into_iter().try_for_each(|(nth, pending): (usize, candle_dist::Pending)| {
-                        assert_eq!(pending.wait()?.to_vec1::<f32>()?, [2.0 * nth as f32; 3]);
-                        Ok::<_, Error>(())
-                    })
-                });
-                for nth in 0..500 {
-                    start
-                        .send((nth, ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&value(nth)?)?))
-                        .expect("it waits");
-                }
-                drop(start);
-                waits.join().expect("no panic")
-            })
-        });
-        ran.map(drop).map_err(|error| error.to_string())
-    });
+    attacks.attack(
+        "a call that one thread starts and another one waits for, while the first one goes on",
+        || {
+            let ran = World::threads(2).timeout(Duration::from_secs(60)).run(|ctx| {
+                let (start, wait) = mpsc::channel();
+                std::thread::scope(|scope| {
+                    let waits = scope.spawn(move || {
+                        wait.into_iter().try_for_each(|(nth, pending): (usize, candle_dist::Pending)| {
+                            assert_eq!(pending.wait()?.to_vec1::<f32>()?, [2.0 * nth as f32; 3]);
+                            Ok::<_, Error>(())
+                        })
+                    });
+                    for nth in 0..500 {
+                        start
+                            .send((
+                                nth,
+                                ctx.group().call(Collective::AllReduce(ReduceOp::Sum)).start(&value(nth)?)?,
+                            ))
+                            .expect("it waits");
+                    }
+                    drop(start);
+                    waits.join().expect("no panic")
+                })
+            });
+            ran.map(drop).map_err(|error| error.to_string())
+        },
+    );
     attacks.attack("threads with tags of their own", || {
-        let ran = World::local(2).timeout(Duration::from_secs(60)).run(|ctx| {
+        let ran = World::threads(2).timeout(Duration::from_secs(60)).run(|ctx| {
             std::thread::scope(|scope| {
                 let threads = [1u32, 2, 3].map(|tag| {
                     scope.spawn(move || {
                         (0..500).try_for_each(|nth| {
                             let (g, other) = (ctx.group(), 1 - ctx.rank());
-                            let receive = Message::Recv { shape: Shape::from(3), dtype: DType::F32, from: other, tag };
+                            let receive =
+                                P2pOp::Recv { shape: Shape::from(3), dtype: DType::F32, from: other, tag };
                             let sent = g
                                 .call(Collective::Send { to: other, tag: tag })
                                 .start_all(std::slice::from_ref(&value(nth)?))?;
@@ -165,7 +172,7 @@ fn threads_that_take_turns_are_fine() {
         ran.map(drop).map_err(|error| error.to_string())
     });
     attacks.attack("a group for each thread", || {
-        let ran = World::local(2).timeout(Duration::from_secs(60)).run(|ctx| {
+        let ran = World::threads(2).timeout(Duration::from_secs(60)).run(|ctx| {
             let groups = [ctx.group().subgroup(&[0, 1])?, ctx.group().subgroup(&[0, 1])?];
             std::thread::scope(|scope| {
                 let threads = [0, 1].map(|nth| {
@@ -188,14 +195,16 @@ fn threads_that_take_turns_are_fine() {
 
 #[test]
 fn a_receive_beside_a_wait_for_a_started_one_is_noticed() {
-    let ran = World::local(2).timeout(Duration::from_secs(30)).run(|ctx| -> Result<()> {
+    let ran = World::threads(2).timeout(Duration::from_secs(30)).run(|ctx| -> Result<()> {
         let (group, other) = (ctx.group(), 1 - ctx.rank());
         group.barrier()?;
         std::thread::scope(|scope| {
             let (started, has_started) = mpsc::channel();
             let waits = scope.spawn(move || -> Result<()> {
-                let pending =
-                    group.call(Collective::Recv { from: Some(other), tag: 0 }).of(3, DType::F32).start(None)?;
+                let pending = group
+                    .call(Collective::Recv { from: Some(other), tag: 0 })
+                    .of(3, DType::F32)
+                    .start(None)?;
                 // Nobody listens if the other rank has stopped the world.
                 let _ = started.send(());
                 pending.wait().map(drop)
@@ -212,7 +221,7 @@ fn a_receive_beside_a_wait_for_a_started_one_is_noticed() {
 #[test]
 fn the_cause_of_concurrent_calls_has_its_rank() {
     let failed = Mutex::new(None);
-    let _ = World::local(2).run(|ctx| -> Result<()> {
+    let _ = World::threads(2).run(|ctx| -> Result<()> {
         let calls = std::thread::scope(|scope| {
             let threads = [1, 2].map(|nth| scope.spawn(move || sums(ctx.group(), nth)));
             threads.map(|thread| thread.join().expect("no panic"))
@@ -233,7 +242,9 @@ const LIMITED: &str = "CANDLE_DIST_LIMITED";
 #[test]
 fn as_limited() {
     let Ok(ranks) = std::env::var(LIMITED) else { return };
-    let ran = World::local(ranks.parse().unwrap()).timeout(Duration::from_secs(30)).run(|ctx| ctx.group().barrier());
+    let ran = World::threads(ranks.parse().unwrap())
+        .timeout(Duration::from_secs(30))
+        .run(|ctx| ctx.group().barrier());
     println!("SAYS {}", ran.map_or_else(|error| error.to_string(), |_| "fine".into()));
 }
 
@@ -264,7 +275,8 @@ fn threads_that_cannot_start() {
     attacks.attack("too little memory for some stacks", || {
         let said = says(60, "ulimit -v 6000000", &[]);
         expect(said.clone(), "does not start: ")?;
-        expect(said.clone(), "Resource temporarily unavailable").or_else(|_| expect(said.clone(), "memory"))?;
+        expect(said.clone(), "Resource temporarily unavailable")
+            .or_else(|_| expect(said.clone(), "memory"))?;
         expect(said, "ulimit -u")
     });
     attacks.attack("a world of very many threads", || expect(says(usize::MAX, "true", &[]), "use 1 to 4096"));
@@ -276,12 +288,15 @@ fn threads_that_cannot_start() {
         }
     }
     attacks.attack("threads_per_rank", || {
-        let error = World::local(2).threads_per_rank(usize::MAX).run(|_| Ok::<_, Error>(())).unwrap_err();
+        let error = World::threads(2).threads_per_rank(usize::MAX).run(|_| Ok::<_, Error>(())).unwrap_err();
         expect(Ok(error.to_string()), "threads_per_rank is")
     });
     attacks.attack("a simulated world of very many ranks", || {
         expect(
-            ProcessGroup::simulated(0, usize::MAX).map(|_| String::new()).map_err(|_| "fine".into()).or_else(Ok),
+            ProcessGroup::simulated(0, usize::MAX)
+                .map(|_| String::new())
+                .map_err(|_| "fine".into())
+                .or_else(Ok),
             "fine",
         )
     });

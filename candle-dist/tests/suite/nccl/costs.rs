@@ -42,10 +42,14 @@ fn counters(calls: usize) -> BTreeMap<String, usize> {
     let path = scratch.path("calls");
     let mut program = Command::new(env::current_exe().unwrap());
     let program = program.args(["--exact", test, "--test-threads", "1"]).env(RUN, calls.to_string());
-    let output = program.env("SIM_CALLS", &path).env("SIM_SEEDS", "1").env_remove("SIM_USED").output().unwrap();
+    let output =
+        program.env("SIM_CALLS", &path).env("SIM_SEEDS", "1").env_remove("SIM_USED").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let text = fs::read_to_string(path).unwrap();
-    text.lines().filter_map(|line| line.rsplit_once(' ')).map(|(name, n)| (name.into(), n.parse().unwrap())).collect()
+    text.lines()
+        .filter_map(|line| line.rsplit_once(' '))
+        .map(|(name, n)| (name.into(), n.parse().unwrap()))
+        .collect()
 }
 
 fn tell(line: &str) {

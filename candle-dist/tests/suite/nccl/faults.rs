@@ -107,7 +107,8 @@ fn run(name: &str, fault: &str, seed: usize) -> (String, bool) {
     });
     let status = process.wait().unwrap();
     assert!(status.success(), "{name} with {fault} after {:?}: {status}\n{out}\n{err}", began.elapsed());
-    let outcome = out.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, outcome)| outcome.to_string());
+    let outcome =
+        out.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, outcome)| outcome.to_string());
     (outcome.expect("the program ended"), err.contains("nccl-sim: injected"))
 }
 
@@ -126,8 +127,8 @@ fn try_every(name: &str, fault: &str, step: usize, is_right: impl Fn(&str) -> bo
 
 fn is_simulated() -> bool {
     let is_simulated = std::env::var("CANDLE_TEST_BACKEND").is_ok_and(|backend| backend == "nccl-sim");
-    let enough =
-        over_nccl() && std::env::var("SIM_GPUS").is_ok_and(|gpus| gpus.parse().is_ok_and(|n: usize| n >= RANKS));
+    let enough = over_nccl()
+        && std::env::var("SIM_GPUS").is_ok_and(|gpus| gpus.parse().is_ok_and(|n: usize| n >= RANKS));
     if !(is_simulated && enough) {
         skip("needs the simulator with two GPUs");
     }
@@ -151,14 +152,22 @@ fn a_lost_network_is_one_error_on_all_ranks() {
 #[test]
 fn a_network_that_stalls_is_one_error_on_all_ranks() {
     if is_simulated() {
-        assert!(try_every("all", "stall", 4, |outcome| outcome.contains("waited longer than the timeout")) >= 14);
+        assert!(
+            try_every("all", "stall", 4, |outcome| outcome.contains("waited longer than the timeout")) >= 14
+        );
     }
 }
 
 #[test]
 fn an_error_of_a_message_is_heard_after_its_sender_has_closed_its_end() {
     if is_simulated() {
-        assert_eq!(try_every("a late message", "refuse", 1, |outcome| outcome.contains("unhandled system error")), 2);
-        assert_eq!(try_every("a late message", "lose", 1, |outcome| outcome.contains("remote process exited")), 2);
+        assert_eq!(
+            try_every("a late message", "refuse", 1, |outcome| outcome.contains("unhandled system error")),
+            2
+        );
+        assert_eq!(
+            try_every("a late message", "lose", 1, |outcome| outcome.contains("remote process exited")),
+            2
+        );
     }
 }

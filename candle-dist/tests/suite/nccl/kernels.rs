@@ -106,7 +106,8 @@ fn ops_of_single_elements_are_those_of_the_host() {
         ];
         for dtype in ALL {
             for (name, f) in binary {
-                let inputs = [strided(&SHAPE, 1, dtype)?, numbers(&[1, 1, 5], 2, dtype)?.broadcast_as(&SHAPE)?];
+                let inputs =
+                    [strided(&SHAPE, 1, dtype)?, numbers(&[1, 1, 5], 2, dtype)?.broadcast_as(&SHAPE)?];
                 compare(&format!("{name} of {dtype:?}"), gpu, &inputs, f)?;
             }
         }
@@ -141,7 +142,9 @@ fn reductions_and_products_are_those_of_the_host() {
         ];
         for dtype in ALL {
             // On the host, a sum of bytes above 255 may panic.
-            for (name, f) in all.into_iter().filter(|(name, _)| dtype != DType::U8 || !name.starts_with("sum")) {
+            for (name, f) in
+                all.into_iter().filter(|(name, _)| dtype != DType::U8 || !name.starts_with("sum"))
+            {
                 compare(&format!("{name} of {dtype:?}"), gpu, &[strided(&SHAPE, 1, dtype)?], f)?;
             }
         }
@@ -153,7 +156,12 @@ fn reductions_and_products_are_those_of_the_host() {
         ];
         for dtype in FLOATS {
             for (name, f, [a, b]) in products {
-                compare(&format!("{name} of {dtype:?}"), gpu, &[numbers(a, 1, dtype)?, numbers(b, 2, dtype)?], f)?;
+                compare(
+                    &format!("{name} of {dtype:?}"),
+                    gpu,
+                    &[numbers(a, 1, dtype)?, numbers(b, 2, dtype)?],
+                    f,
+                )?;
             }
         }
         Ok(())
@@ -166,19 +174,28 @@ fn ops_by_index_are_those_of_the_host() {
         for dtype in [DType::U32, DType::I64, DType::BF16, DType::F32, DType::F64] {
             for ids in [DType::U8, DType::U32, DType::I64] {
                 let x = numbers(&SHAPE, 1, dtype)?;
-                let at = |list: &[u32], shape: &[usize]| Tensor::new(list, &Device::Cpu)?.reshape(shape)?.to_dtype(ids);
+                let at = |list: &[u32], shape: &[usize]| {
+                    Tensor::new(list, &Device::Cpu)?.reshape(shape)?.to_dtype(ids)
+                };
                 let rows = at(&[2, 0, 2, 1], &[4])?;
                 let places = at(&[0, 2, 1, 2, 2, 0, 1, 1, 0, 2, 2, 2, 0, 0, 1], &[3, 1, 5])?;
                 let unique = at(&[0, 2, 1, 3, 2, 3, 1, 2, 0, 1], &[1, 2, 5])?;
                 let what = |name: &str| format!("{name} of {dtype:?} by {ids:?}");
-                compare(&what("index_select"), gpu, &[strided(&SHAPE, 1, dtype)?.contiguous()?, rows.clone()], |x| {
-                    x[0].index_select(&x[1], 1)
-                })?;
+                compare(
+                    &what("index_select"),
+                    gpu,
+                    &[strided(&SHAPE, 1, dtype)?.contiguous()?, rows.clone()],
+                    |x| x[0].index_select(&x[1], 1),
+                )?;
                 compare(&what("gather"), gpu, &[x.clone(), places.clone()], |x| x[0].gather(&x[1], 1))?;
                 let more = numbers(&[3, 4, 5], 3, dtype)?;
-                compare(&what("index_add"), gpu, &[x.clone(), rows, more], |x| x[0].index_add(&x[1], &x[2], 1))?;
+                compare(&what("index_add"), gpu, &[x.clone(), rows, more], |x| {
+                    x[0].index_add(&x[1], &x[2], 1)
+                })?;
                 let few = numbers(&[3, 1, 5], 4, dtype)?;
-                compare(&what("scatter_add"), gpu, &[x.clone(), places, few], |x| x[0].scatter_add(&x[1], &x[2], 1))?;
+                compare(&what("scatter_add"), gpu, &[x.clone(), places, few], |x| {
+                    x[0].scatter_add(&x[1], &x[2], 1)
+                })?;
                 let one = x.narrow(0, 0, 1)?.contiguous()?;
                 let few = numbers(&[1, 2, 5], 4, dtype)?;
                 compare(&what("scatter"), gpu, &[one, unique, few], |x| x[0].scatter(&x[1], &x[2], 1))?;
@@ -193,7 +210,8 @@ fn with_gradients(x: &[Tensor], f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) 
     let [a, b] = [Var::from_tensor(&x[0])?, Var::from_tensor(&x[1])?];
     let y = f(&a, &b)?;
     let grads = y.sqr()?.sum_all()?.backward()?;
-    let all = [Some(&y), grads.get(&a), grads.get(&b)].into_iter().flatten().map(|x| x.detach().flatten_all());
+    let all =
+        [Some(&y), grads.get(&a), grads.get(&b)].into_iter().flatten().map(|x| x.detach().flatten_all());
     Tensor::cat(&all.collect::<Result<Vec<_>>>()?, 0)
 }
 
@@ -204,16 +222,22 @@ fn convolutions_and_their_gradients_are_those_of_the_host() {
             let put = |shape: &[usize], seed| numbers(shape, seed, dtype)? * 0.1;
             let image = [put(&[2, 4, 7, 7], 1)?, put(&[6, 4, 3, 2], 2)?];
             compare("conv2d", gpu, &image, |x| with_gradients(x, |x, w| x.conv2d(w, 0, 1, 1, 1)))?;
-            compare("conv2d with padding", gpu, &image, |x| with_gradients(x, |x, w| x.conv2d(w, 1, 1, 2, 1)))?;
+            compare("conv2d with padding", gpu, &image, |x| {
+                with_gradients(x, |x, w| x.conv2d(w, 1, 1, 2, 1))
+            })?;
             let groups = [put(&[2, 4, 7, 7], 1)?, put(&[6, 2, 3, 3], 2)?];
-            compare("conv2d with steps", gpu, &groups, |x| with_gradients(x, |x, w| x.conv2d(w, 1, 2, 1, 2)))?;
+            compare("conv2d with steps", gpu, &groups, |x| {
+                with_gradients(x, |x, w| x.conv2d(w, 1, 2, 1, 2))
+            })?;
             let line = [put(&[2, 4, 9], 1)?, put(&[6, 4, 3], 2)?];
             compare("conv1d", gpu, &line, |x| x[0].conv1d(&x[1], 1, 2, 2, 1))?;
             // Without padding, candle computes only the first line of a batch right on the host.
             let one = [put(&[1, 4, 5], 1)?, put(&[4, 3, 3], 2)?];
             compare("conv_transpose1d", gpu, &one, |x| x[0].conv_transpose1d(&x[1], 0, 0, 2, 1, 1))?;
             let turned = [put(&[2, 4, 5], 1)?, put(&[4, 3, 3], 2)?];
-            compare("conv_transpose1d, padded", gpu, &turned, |x| x[0].conv_transpose1d(&x[1], 1, 1, 2, 2, 1))?;
+            compare("conv_transpose1d, padded", gpu, &turned, |x| {
+                x[0].conv_transpose1d(&x[1], 1, 1, 2, 2, 1)
+            })?;
             let turned = [put(&[2, 4, 5, 4], 1)?, put(&[4, 3, 3, 2], 2)?];
             compare("conv_transpose2d", gpu, &turned, |x| x[0].conv_transpose2d(&x[1], 1, 1, 2, 2))?;
         }

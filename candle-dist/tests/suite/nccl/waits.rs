@@ -13,7 +13,8 @@ const RANKS: usize = 2;
 fn train(ctx: &RankContext, steps: usize) -> Result<()> {
     let var = |len: usize| Var::ones(len, DType::F32, ctx.device());
     let vars = [var(3)?, var(4)?, var(5)?];
-    let named: Vec<(String, Var)> = vars.iter().enumerate().map(|(i, var)| (format!("v{i}"), var.clone())).collect();
+    let named: Vec<(String, Var)> =
+        vars.iter().enumerate().map(|(i, var)| (format!("v{i}"), var.clone())).collect();
     let dp = DataParallel::new(ctx.group(), &named, &DataParallelOptions::default().bucket_bytes(1))?;
     assert_eq!(dp.bucket_count(), 3);
     let mut reduced = Vec::new();
@@ -39,10 +40,13 @@ fn waits(steps: usize) -> usize {
     let path = scratch.path("calls");
     let mut program = Command::new(env::current_exe().unwrap());
     let program = program.args(["--exact", test, "--test-threads", "1"]).env(RUN, steps.to_string());
-    let output = program.env("SIM_CALLS", &path).env("SIM_SEEDS", "1").env_remove("SIM_USED").output().unwrap();
+    let output =
+        program.env("SIM_CALLS", &path).env("SIM_SEEDS", "1").env_remove("SIM_USED").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let text = fs::read_to_string(path).unwrap();
-    text.lines().find_map(|line| line.strip_prefix("cuMemcpyDtoHAsync ")).map_or(0, |count| count.parse().unwrap())
+    text.lines()
+        .find_map(|line| line.strip_prefix("cuMemcpyDtoHAsync "))
+        .map_or(0, |count| count.parse().unwrap())
 }
 
 #[test]

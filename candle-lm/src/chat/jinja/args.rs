@@ -1,18 +1,22 @@
 //! The arguments of a call.
 
-use super::value::Value;
-use super::work::{StepOutput, fail};
+use super::value::JinjaValue;
+use super::work::{EvalResult, fail};
 
 /// Values by their places, and by names.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Args {
-    pub(super) positional: Vec<Value>,
-    pub(super) named: Vec<(String, Value)>,
+    pub(super) positional: Vec<JinjaValue>,
+    pub(super) named: Vec<(String, JinjaValue)>,
 }
 
 impl Args {
     /// Returns the values of these parameters.
-    pub(super) fn bind<const N: usize>(self, what: &str, names: [&str; N]) -> StepOutput<[Option<Value>; N]> {
+    pub(super) fn bind<const N: usize>(
+        self,
+        what: &str,
+        names: [&str; N],
+    ) -> EvalResult<[Option<JinjaValue>; N]> {
         if self.positional.len() > N {
             return fail(format!("{what} takes at most {N} arguments"));
         }
@@ -31,7 +35,7 @@ impl Args {
     }
 
     /// Returns the only value, which has to be there.
-    pub(super) fn one(self, what: &str) -> StepOutput<Value> {
+    pub(super) fn one(self, what: &str) -> EvalResult<JinjaValue> {
         let [value] = self.bind(what, [""])?;
         value.map_or_else(|| fail(format!("{what} takes one argument")), Ok)
     }

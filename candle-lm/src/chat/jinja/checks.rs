@@ -3,11 +3,11 @@
 use std::cmp::Ordering;
 
 use super::args::Args;
-use super::value::Value;
-use super::work::{StepOutput, Work, fail};
+use super::value::JinjaValue;
+use super::work::{EvalResult, WorkBudget, fail};
 
 /// Whether `value is name(…)`.
-pub(super) fn is(name: &str, value: &Value, args: Args, work: &Work) -> StepOutput<bool> {
+pub(super) fn is(name: &str, value: &JinjaValue, args: Args, work: &WorkBudget) -> EvalResult<bool> {
     let ordered = |args: Args, want: fn(Ordering) -> bool| Ok(want(value.compare(&args.one(name)?, work)?));
     let text = || value.as_text().map(|text| &***text);
     let parity = |odd: i64| value.int().map(|number| number.rem_euclid(2) == odd);
@@ -27,22 +27,22 @@ pub(super) fn is(name: &str, value: &Value, args: Args, work: &Work) -> StepOutp
             let other = args.one(name)?;
             return Ok(value.kind() == other.kind() && value.equals(&other, work)?);
         }
-        "defined" => !matches!(value, Value::Undefined(_)),
-        "undefined" => matches!(value, Value::Undefined(_)),
-        "none" => matches!(value, Value::None),
-        "boolean" => matches!(value, Value::Bool(_)),
-        "true" => matches!(value, Value::Bool(true)),
-        "false" => matches!(value, Value::Bool(false)),
-        "integer" => matches!(value, Value::Int(_)),
-        "float" => matches!(value, Value::Float(_)),
+        "defined" => !matches!(value, JinjaValue::Undefined(_)),
+        "undefined" => matches!(value, JinjaValue::Undefined(_)),
+        "none" => matches!(value, JinjaValue::None),
+        "boolean" => matches!(value, JinjaValue::Bool(_)),
+        "true" => matches!(value, JinjaValue::Bool(true)),
+        "false" => matches!(value, JinjaValue::Bool(false)),
+        "integer" => matches!(value, JinjaValue::Int(_)),
+        "float" => matches!(value, JinjaValue::Float(_)),
         "number" => value.as_float().is_some(),
         "string" => text().is_some(),
-        "mapping" => matches!(value, Value::Map(_)),
+        "mapping" => matches!(value, JinjaValue::Map(_)),
         "sequence" | "iterable" => {
-            matches!(value, Value::Text(_) | Value::List(_) | Value::Map(_))
-                || (name == "iterable" && matches!(value, Value::Undefined(_)))
+            matches!(value, JinjaValue::Text(_) | JinjaValue::List(_) | JinjaValue::Map(_))
+                || (name == "iterable" && matches!(value, JinjaValue::Undefined(_)))
         }
-        "callable" => matches!(value, Value::Macro(_) | Value::Function(_)),
+        "callable" => matches!(value, JinjaValue::Macro(_) | JinjaValue::Function(_)),
         "odd" => parity(1)?,
         "even" => parity(0)?,
         "lower" | "upper" => {

@@ -9,51 +9,51 @@ use minijinja::machinery::ast::{Call, CallArg, Expr, ForLoop, Macro, Stmt};
 
 use super::args::Args;
 use super::text::Text;
-use super::value::{Loop, Value};
-use super::work::{StepOutput, Work, fail};
+use super::value::{JinjaValue, Loop};
+use super::work::{EvalResult, WorkBudget, fail};
 use super::{checks, filters, functions};
 
 /// What runs after a statement.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum NextStep {
     Statement,
     Round,
     Loop,
 }
 
 /// Variables, and where to look for others.
-struct Scope<'a> {
-    variables: BTreeMap<&'a str, Value>,
+struct VariableScope<'a> {
+    variables: BTreeMap<&'a str, JinjaValue>,
     outer: Option<usize>,
 }
 
 /// A macro or a recursive loop, and the scope that it is in.
-struct Declared<'a, T> {
+struct Callable<'a, T> {
     what: &'a T,
     scope: usize,
 }
 
 /// One rendering.
 pub(super) struct Renderer<'a> {
-    pub(super) work: &'a Work,
+    pub(super) work: &'a WorkBudget,
     pub(super) now: DateTime,
     out: Text,
-    scopes: Vec<Scope<'a>>,
+    scopes: Vec<VariableScope<'a>>,
     /// The scope of the statement that runs.
     current: usize,
     /// Scopes before this one stay, since a macro may look into them.
     kept: usize,
-    macros: Vec<Declared<'a, Macro<'a>>>,
-    recursions: Vec<Declared<'a, ForLoop<'a>>>,
+    macros: Vec<Callable<'a, Macro<'a>>>,
+    recursions: Vec<Callable<'a, ForLoop<'a>>>,
 }
 
 impl<'a> Renderer<'a> {
-    pub(super) fn new(globals: BTreeMap<&'a str, Value>, now: DateTime, work: &'a Work) -> Self {
+    pub(super) fn new(globals: BTreeMap<&'a str, JinjaValue>, now: DateTime, work: &'a WorkBudget) -> Self {
         Self {
             work,
             now,
             out: Text::default(),
-            scopes: vec![Scope { variables: globals, outer: None }],
+            scopes: vec![VariableScope { variables: globals, outer: None }],
             current: 0,
             kept: 1,
             macros: Vec::new(),
@@ -62,16 +62,16 @@ impl<'a> Renderer<'a> {
     }
 
     /// Runs the whole template and returns what it writes.
-    pub(super) fn run(mut self, template: &'a Stmt<'a>) -> StepOutput<Text> {
+    pub(super) fn run(mut self, template: &'a Stmt<'a>) -> EvalResult<Text> {
         self.statement(template)?;
         Ok(self.out)
     }
 
     /// Runs `f` with a scope of its own.
-    fn scoped<T>(&mut self, outer: usize, f: impl FnOnce(&mut Self) -> StepOutput<T>) -> StepOutput<T> {
+    fn scoped<T>(&mut self, outer: usize, f: impl FnOnce(&mut Self) -> EvalResult<T>) -> EvalResult<T> {
         let (before, place) = (self.current, self.scopes.len());
         self.work.step()?;
-        self.scopes.push(Scope { variables: BTreeMap::new(), outer: Some(outer) });
+        self.scopes.push(VariableScope { variables: BTreeMap::new(), outer: Some(outer) });
         self.current = place;
         let made = f(self)?;
         self.current = before;
@@ -80,13 +80,13 @@ impl<'a> Renderer<'a> {
     }
 
     /// Runs `f` and returns what it writes.
-    fn captured(&mut self, f: impl FnOnce(&mut Self) -> StepOutput<Next>) -> StepOutput<Text> {
+    fn captured(&mut self, f: impl FnOnce(&mut Self) -> EvalResult<NextStep>) -> EvalResult<Text> {
         let before = std::mem::take(&mut self.out);
         f(self)?;
         Ok(std::mem::replace(&mut self.out, before))
     }
 
-    pub(super) fn variable(&self, name: &str) -> StepOutput<Value> {
+    pub(super) fn variable(&self, name: &str) -> EvalResult<JinjaValue> {
         let mut at = Some(self.current);
         while let Some(scope) = at.and_then(|at| self.scopes.get(at)) {
             self.work.charge(8u64)?;
@@ -95,20 +95,20 @@ impl<'a> Renderer<'a> {
             }
             at = scope.outer;
         }
-        Ok(functions::named(name).map_or_else(|| Value::undefined(name), Value::Function))
+        Ok(functions::named(name).map_or_else(|| JinjaValue::undefined(name), JinjaValue::Function))
     }
 
-    fn set(&mut self, name: &'a str, value: Value) {
+    fn set(&mut self, name: &'a str, value: JinjaValue) {
         let current = self.current;
         self.scopes[current].variables.insert(name, value);
     }
 
-    fn assign(&mut self, target: &'a Expr<'a>, value: Value) -> StepOutput<()> {
+    fn assign(&mut self, target: &'a Expr<'a>, value: JinjaValue) -> EvalResult<()> {
         self.work.step()?;
         match target {
             Expr::Var(name) => self.set(name.id, value),
             Expr::GetAttr(attribute) => {
-                let Value::Namespace(named) = self.expression(&attribute.expr)? else {
+                let JinjaValue::Namespace(named) = self.expression(&attribute.expr)? else {
                     return fail(format!("only a namespace has a {} that can be set", attribute.name));
                 };
                 self.work.storable(&value)?;
@@ -133,24 +133,24 @@ impl<'a> Renderer<'a> {
         Ok(())
     }
 
-    pub(super) fn write(&mut self, text: &Text) -> StepOutput<()> {
+    pub(super) fn write(&mut self, text: &Text) -> EvalResult<()> {
         self.work.charge(text.cost())?;
         self.out.push(text);
         Ok(())
     }
 
-    fn block(&mut self, statements: &'a [Stmt<'a>]) -> StepOutput<Next> {
+    fn block(&mut self, statements: &'a [Stmt<'a>]) -> EvalResult<NextStep> {
         for statement in statements {
             let next = self.statement(statement)?;
-            if next != Next::Statement {
+            if next != NextStep::Statement {
                 return Ok(next);
             }
         }
-        Ok(Next::Statement)
+        Ok(NextStep::Statement)
     }
 
     /// Runs a statement; errors have its line.
-    fn statement(&mut self, statement: &'a Stmt<'a>) -> StepOutput<Next> {
+    fn statement(&mut self, statement: &'a Stmt<'a>) -> EvalResult<NextStep> {
         self.work.step()?;
         self.work.nest()?;
         let ran = self.statement_inside(statement);
@@ -161,7 +161,7 @@ impl<'a> Renderer<'a> {
         })
     }
 
-    fn statement_inside(&mut self, statement: &'a Stmt<'a>) -> StepOutput<Next> {
+    fn statement_inside(&mut self, statement: &'a Stmt<'a>) -> EvalResult<NextStep> {
         match statement {
             Stmt::Template(template) => return self.block(&template.children),
             Stmt::EmitRaw(raw) => {
@@ -179,7 +179,7 @@ impl<'a> Renderer<'a> {
             Stmt::ForLoop(one) => {
                 let items = self.expression(&one.iter)?.items(self.work)?;
                 let recursion = one.recursive.then(|| {
-                    self.recursions.push(Declared { what: &**one, scope: self.current });
+                    self.recursions.push(Callable { what: &**one, scope: self.current });
                     self.recursions.len() - 1
                 });
                 self.each(one, items, recursion, 1)?;
@@ -200,7 +200,8 @@ impl<'a> Renderer<'a> {
             }
             Stmt::SetBlock(set) => {
                 let outer = self.current;
-                let text = self.captured(|renderer| renderer.scoped(outer, |renderer| renderer.block(&set.body)))?;
+                let text =
+                    self.captured(|renderer| renderer.scoped(outer, |renderer| renderer.block(&set.body)))?;
                 let mut value = self.work.text(text)?;
                 if let Some(filter) = &set.filter {
                     value = self.filtered(filter, value)?;
@@ -209,7 +210,8 @@ impl<'a> Renderer<'a> {
             }
             Stmt::FilterBlock(block) => {
                 let outer = self.current;
-                let text = self.captured(|renderer| renderer.scoped(outer, |renderer| renderer.block(&block.body)))?;
+                let text =
+                    self.captured(|renderer| renderer.scoped(outer, |renderer| renderer.block(&block.body)))?;
                 let value = self.work.text(text)?;
                 let text = self.filtered(&block.filter, value)?.shown(self.work)?;
                 self.write(&text)?;
@@ -231,30 +233,30 @@ impl<'a> Renderer<'a> {
                 let text = self.called(&block.call, args)?.shown(self.work)?;
                 self.write(&text)?;
             }
-            Stmt::Continue(_) => return Ok(Next::Round),
-            Stmt::Break(_) => return Ok(Next::Loop),
+            Stmt::Continue(_) => return Ok(NextStep::Round),
+            Stmt::Break(_) => return Ok(NextStep::Loop),
             Stmt::Do(once) => {
                 let args = self.args(&once.call.args)?;
                 self.called(&once.call, args)?;
             }
         }
-        Ok(Next::Statement)
+        Ok(NextStep::Statement)
     }
 
-    fn declare(&mut self, declared: &'a Macro<'a>) -> Value {
+    fn declare(&mut self, declared: &'a Macro<'a>) -> JinjaValue {
         self.kept = self.kept.max(self.scopes.len());
-        self.macros.push(Declared { what: declared, scope: self.current });
-        Value::Macro(self.macros.len() - 1)
+        self.macros.push(Callable { what: declared, scope: self.current });
+        JinjaValue::Macro(self.macros.len() - 1)
     }
 
     /// Runs a loop over items.
     fn each(
         &mut self,
         one: &'a ForLoop<'a>,
-        items: Vec<Value>,
+        items: Vec<JinjaValue>,
         recursion: Option<usize>,
         depth: usize,
-    ) -> StepOutput<()> {
+    ) -> EvalResult<()> {
         let outer = self.current;
         let mut chosen = Vec::new();
         match &one.filter_expr {
@@ -277,7 +279,8 @@ impl<'a> Renderer<'a> {
             return self.scoped(outer, |renderer| renderer.block(&one.else_body)).map(drop);
         }
         self.work.charge(count as u64 * 16)?;
-        let state = Rc::new(Loop { items: chosen, index: Cell::new(0), recursion, depth, seen: RefCell::new(None) });
+        let state =
+            Rc::new(Loop { items: chosen, index: Cell::new(0), recursion, depth, seen: RefCell::new(None) });
         self.scoped(outer, |renderer| {
             let scope = renderer.current;
             for index in 0..count {
@@ -285,9 +288,9 @@ impl<'a> Renderer<'a> {
                 state.index.set(index);
                 let item = state.items[index].clone();
                 renderer.scopes[scope].variables.clear();
-                renderer.set("loop", Value::Loop(state.clone()));
+                renderer.set("loop", JinjaValue::Loop(state.clone()));
                 renderer.assign(&one.target, item)?;
-                if renderer.block(&one.body)? == Next::Loop {
+                if renderer.block(&one.body)? == NextStep::Loop {
                     break;
                 }
             }
@@ -296,20 +299,21 @@ impl<'a> Renderer<'a> {
     }
 
     /// `loop(items)` inside of a recursive loop.
-    pub(super) fn again(&mut self, of: &Loop, args: Args) -> StepOutput<Value> {
+    pub(super) fn again(&mut self, of: &Loop, args: Args) -> EvalResult<JinjaValue> {
         let Some(recursion) = of.recursion else { return fail("the loop is not recursive") };
         let items = args.one("loop")?.items(self.work)?;
-        let Declared { what, scope } = self.recursions[recursion];
+        let Callable { what, scope } = self.recursions[recursion];
         let before = std::mem::replace(&mut self.current, scope);
-        let text = self
-            .captured(|renderer| renderer.each(what, items, Some(recursion), of.depth + 1).map(|()| Next::Statement))?;
+        let text = self.captured(|renderer| {
+            renderer.each(what, items, Some(recursion), of.depth + 1).map(|()| NextStep::Statement)
+        })?;
         self.current = before;
         self.work.text(text)
     }
 
     /// Calls a macro.
-    pub(super) fn macro_call(&mut self, number: usize, args: Args) -> StepOutput<Value> {
-        let Declared { what, scope } = self.macros[number];
+    pub(super) fn macro_call(&mut self, number: usize, args: Args) -> EvalResult<JinjaValue> {
+        let Callable { what, scope } = self.macros[number];
         let text = self.captured(|renderer| {
             renderer.scoped(scope, |renderer| {
                 renderer.bind(what, args)?;
@@ -320,7 +324,7 @@ impl<'a> Renderer<'a> {
     }
 
     /// Sets the parameters of a macro.
-    fn bind(&mut self, of: &'a Macro<'a>, args: Args) -> StepOutput<()> {
+    fn bind(&mut self, of: &'a Macro<'a>, args: Args) -> EvalResult<()> {
         let Args { positional, mut named } = args;
         let mut positional = positional.into_iter();
         let without = of.args.len() - of.defaults.len();
@@ -330,7 +334,7 @@ impl<'a> Renderer<'a> {
             let value = match (positional.next().or(given), place.checked_sub(without)) {
                 (Some(value), _) => value,
                 (None, Some(at)) => self.expression(&of.defaults[at])?,
-                (None, None) => Value::undefined(name.id),
+                (None, None) => JinjaValue::undefined(name.id),
             };
             self.set(name.id, value);
         }
@@ -340,32 +344,36 @@ impl<'a> Renderer<'a> {
         let rest = self.work.tuple(positional.collect())?;
         self.set("varargs", rest);
         let named = named.into_iter().map(|(name, value)| Ok((self.work.own(name)?, value)));
-        let named = named.collect::<StepOutput<Vec<_>>>()?;
+        let named = named.collect::<EvalResult<Vec<_>>>()?;
         let named = filters::dict(named, self.work)?;
         self.set("kwargs", named);
         Ok(())
     }
 
-    pub(super) fn filter(&mut self, name: &str, value: Value, args: Args) -> StepOutput<Value> {
+    pub(super) fn filter(&mut self, name: &str, value: JinjaValue, args: Args) -> EvalResult<JinjaValue> {
         self.work.step()?;
         filters::apply(self, name, value, args)
     }
 
-    pub(super) fn test(&mut self, name: &str, value: &Value, args: Args) -> StepOutput<bool> {
+    pub(super) fn test(&mut self, name: &str, value: &JinjaValue, args: Args) -> EvalResult<bool> {
         self.work.step()?;
         checks::is(name, value, args, self.work)
     }
 
     /// Returns the arguments of a call.
-    pub(super) fn args(&mut self, args: &'a [CallArg<'a>]) -> StepOutput<Args> {
+    pub(super) fn args(&mut self, args: &'a [CallArg<'a>]) -> EvalResult<Args> {
         let mut made = Args::default();
         for arg in args {
             match arg {
                 CallArg::Pos(value) => made.positional.push(self.expression(value)?),
                 CallArg::Kwarg(name, value) => made.named.push(((*name).into(), self.expression(value)?)),
-                CallArg::PosSplat(values) => made.positional.extend(self.expression(values)?.items(self.work)?),
+                CallArg::PosSplat(values) => {
+                    made.positional.extend(self.expression(values)?.items(self.work)?)
+                }
                 CallArg::KwargSplat(values) => {
-                    let Value::Map(map) = self.expression(values)? else { return fail("** takes a dict") };
+                    let JinjaValue::Map(map) = self.expression(values)? else {
+                        return fail("** takes a dict");
+                    };
                     for (name, value) in &map.entries {
                         self.work.charge(name.size() + 16)?;
                         // It would come back as a word of the template.
@@ -381,15 +389,15 @@ impl<'a> Renderer<'a> {
     }
 
     /// Calls what a call names.
-    pub(super) fn called(&mut self, call: &'a Call<'a>, args: Args) -> StepOutput<Value> {
+    pub(super) fn called(&mut self, call: &'a Call<'a>, args: Args) -> EvalResult<JinjaValue> {
         let callee = match &call.expr {
             Expr::GetAttr(attribute) => {
                 let value = self.expression(&attribute.expr)?;
                 match &value {
-                    Value::Loop(of) => return functions::of_loop(of, attribute.name, args, self.work),
-                    Value::Namespace(_) | Value::Map(_) => {
+                    JinjaValue::Loop(of) => return functions::of_loop(of, attribute.name, args, self.work),
+                    JinjaValue::Namespace(_) | JinjaValue::Map(_) => {
                         match super::ops::attribute(&value, attribute.name, self.work)? {
-                            callee @ (Value::Macro(_) | Value::Function(_)) => callee,
+                            callee @ (JinjaValue::Macro(_) | JinjaValue::Function(_)) => callee,
                             _ => return super::methods::call(&value, attribute.name, args, self.work),
                         }
                     }
@@ -399,10 +407,10 @@ impl<'a> Renderer<'a> {
             other => self.expression(other)?,
         };
         match callee {
-            Value::Macro(number) => self.macro_call(number, args),
-            Value::Function(name) => functions::call(self, name, args),
-            Value::Loop(of) => self.again(&of, args),
-            Value::Undefined(name) => fail(format!("there is no function {name}")),
+            JinjaValue::Macro(number) => self.macro_call(number, args),
+            JinjaValue::Function(name) => functions::call(self, name, args),
+            JinjaValue::Loop(of) => self.again(&of, args),
+            JinjaValue::Undefined(name) => fail(format!("there is no function {name}")),
             other => fail(format!("a {} cannot be called", other.kind())),
         }
     }

@@ -6,12 +6,12 @@ use minijinja::value::{Value as Constant, ValueKind};
 use super::eval::Renderer;
 use super::filters;
 use super::ops;
-use super::value::Value;
-use super::work::{StepOutput, Work, fail};
+use super::value::JinjaValue;
+use super::work::{EvalResult, WorkBudget, fail};
 
 impl<'a> Renderer<'a> {
     /// Returns the value of an expression.
-    pub(super) fn expression(&mut self, expression: &'a Expr<'a>) -> StepOutput<Value> {
+    pub(super) fn expression(&mut self, expression: &'a Expr<'a>) -> EvalResult<JinjaValue> {
         self.work.step()?;
         self.work.nest()?;
         let made = self.expression_inside(expression);
@@ -19,7 +19,7 @@ impl<'a> Renderer<'a> {
         made
     }
 
-    fn expression_inside(&mut self, expression: &'a Expr<'a>) -> StepOutput<Value> {
+    fn expression_inside(&mut self, expression: &'a Expr<'a>) -> EvalResult<JinjaValue> {
         let work = self.work;
         Ok(match expression {
             Expr::Var(name) => self.variable(name.id)?,
@@ -39,8 +39,8 @@ impl<'a> Renderer<'a> {
             Expr::UnaryOp(op) => {
                 let value = self.expression(&op.expr)?;
                 match op.op {
-                    UnaryOpKind::Not => Value::Bool(!value.is_true()),
-                    UnaryOpKind::Neg => ops::binary(BinOpKind::Sub, &Value::Int(0), &value, work)?,
+                    UnaryOpKind::Not => JinjaValue::Bool(!value.is_true()),
+                    UnaryOpKind::Neg => ops::binary(BinOpKind::Sub, &JinjaValue::Int(0), &value, work)?,
                 }
             }
             Expr::BinOp(op) => {
@@ -69,11 +69,11 @@ impl<'a> Renderer<'a> {
                         CompareOpKind::NotIn => (BinOpKind::In, false),
                     };
                     if ops::binary(kind, &left, &right, work)?.is_true() != want {
-                        return Ok(Value::Bool(false));
+                        return Ok(JinjaValue::Bool(false));
                     }
                     left = right;
                 }
-                Value::Bool(true)
+                JinjaValue::Bool(true)
             }
             Expr::IfExpr(cond) => {
                 if self.expression(&cond.test_expr)?.is_true() {
@@ -81,7 +81,7 @@ impl<'a> Renderer<'a> {
                 } else {
                     match &cond.false_expr {
                         Some(other) => self.expression(other)?,
-                        None => Value::undefined("the value without an else"),
+                        None => JinjaValue::undefined("the value without an else"),
                     }
                 }
             }
@@ -94,7 +94,7 @@ impl<'a> Renderer<'a> {
             Expr::Test(test) => {
                 let value = self.expression(&test.expr)?;
                 let args = self.args(&test.args)?;
-                Value::Bool(self.test(test.name, &value, args)?)
+                JinjaValue::Bool(self.test(test.name, &value, args)?)
             }
             Expr::GetAttr(attribute) => {
                 let value = self.expression(&attribute.expr)?;
@@ -109,7 +109,7 @@ impl<'a> Renderer<'a> {
                 let value = self.expression(&slice.expr)?;
                 let mut bound = |bound: &'a Option<Expr<'a>>| match bound {
                     Some(bound) => self.expression(bound),
-                    None => Ok(Value::None),
+                    None => Ok(JinjaValue::None),
                 };
                 let bounds = [bound(&slice.start)?, bound(&slice.stop)?, bound(&slice.step)?];
                 ops::slice(&value, bounds, work)?
@@ -121,12 +121,12 @@ impl<'a> Renderer<'a> {
         })
     }
 
-    fn all(&mut self, expressions: &'a [Expr<'a>]) -> StepOutput<Vec<Value>> {
+    fn all(&mut self, expressions: &'a [Expr<'a>]) -> EvalResult<Vec<JinjaValue>> {
         expressions.iter().map(|one| self.expression(one)).collect()
     }
 
     /// Applies the filters of a block to what it writes.
-    pub(super) fn filtered(&mut self, filter: &'a Expr<'a>, value: Value) -> StepOutput<Value> {
+    pub(super) fn filtered(&mut self, filter: &'a Expr<'a>, value: JinjaValue) -> EvalResult<JinjaValue> {
         self.work.nest()?;
         let Expr::Filter(filter) = filter else { return fail("a block without a filter") };
         let value = match &filter.expr {
@@ -141,15 +141,15 @@ impl<'a> Renderer<'a> {
 }
 
 /// A constant of the template.
-fn literal(constant: &Constant, work: &Work) -> StepOutput<Value> {
+fn literal(constant: &Constant, work: &WorkBudget) -> EvalResult<JinjaValue> {
     Ok(match constant.kind() {
-        ValueKind::None => Value::None,
-        ValueKind::Bool => Value::Bool(constant.is_true()),
+        ValueKind::None => JinjaValue::None,
+        ValueKind::Bool => JinjaValue::Bool(constant.is_true()),
         ValueKind::Number if constant.is_integer() => match constant.as_i64() {
-            Some(number) => Value::Int(number),
+            Some(number) => JinjaValue::Int(number),
             None => return fail("too large a number"),
         },
-        ValueKind::Number => Value::Float(f64::try_from(constant.clone()).unwrap_or(f64::NAN)),
+        ValueKind::Number => JinjaValue::Float(f64::try_from(constant.clone()).unwrap_or(f64::NAN)),
         _ => work.own(constant.as_str().unwrap_or_default())?,
     })
 }

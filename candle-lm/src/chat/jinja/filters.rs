@@ -5,12 +5,12 @@ use std::rc::Rc;
 
 use super::args::Args;
 use super::eval::Renderer;
-use super::json::Style;
+use super::json::JsonStyle;
 use super::methods;
 use super::ops;
 use super::text::Text;
-use super::value::{Value, insert};
-use super::work::{SLOT, StepOutput, Work, fail};
+use super::value::{JinjaValue, insert};
+use super::work::{EvalResult, SLOT, WorkBudget, fail};
 
 /// The filters that there are.
 pub(super) const NAMES: [&str; 47] = [
@@ -64,25 +64,30 @@ pub(super) const NAMES: [&str; 47] = [
 ];
 
 /// Applies a filter.
-pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args: Args) -> StepOutput<Value> {
+pub(super) fn apply(
+    renderer: &mut Renderer<'_>,
+    name: &str,
+    value: JinjaValue,
+    args: Args,
+) -> EvalResult<JinjaValue> {
     let work = renderer.work;
     // Filters of texts take other values by what they are written as.
     let text = || value.shown(work);
     match name {
         "length" | "count" => {
             let [] = args.bind(name, [])?;
-            Ok(Value::Int(value.len(work)? as i64))
+            Ok(JinjaValue::Int(value.len(work)? as i64))
         }
         "default" | "d" => {
             let [default, boolean] = args.bind(name, ["default_value", "boolean"])?;
             let is_missing = match boolean.is_some_and(|boolean| boolean.is_true()) {
                 true => !value.is_true(),
-                false => matches!(value, Value::Undefined(_)),
+                false => matches!(value, JinjaValue::Undefined(_)),
             };
             if is_missing { default.map_or_else(|| work.own(""), Ok) } else { Ok(value) }
         }
         "trim" => methods::stripped(&*text()?, "strip", args, work),
-        "upper" | "lower" => methods::call(&Value::Text(text()?), name, args, work),
+        "upper" | "lower" => methods::call(&JinjaValue::Text(text()?), name, args, work),
         "capitalize" => {
             let [] = args.bind(name, [])?;
             let text = text()?;
@@ -103,7 +108,7 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
         }
         "string" | "safe" => {
             let [] = args.bind(name, [])?;
-            Ok(Value::Text(text()?))
+            Ok(JinjaValue::Text(text()?))
         }
         "pprint" => {
             let mut made = Text::default();
@@ -111,7 +116,7 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
             work.text(made)
         }
         "escape" | "e" | "forceescape" => escaped(&*text()?, work),
-        "replace" => methods::call(&Value::Text(text()?), name, args, work),
+        "replace" => methods::call(&JinjaValue::Text(text()?), name, args, work),
         "format" => {
             let values = work.tuple(args.positional)?;
             super::format::percent(&*text()?, &values, work)
@@ -121,25 +126,28 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
         "wordcount" => {
             let text = text()?;
             work.letters(&text)?;
-            Ok(Value::Int(
-                text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).count() as i64,
+            Ok(JinjaValue::Int(
+                text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).count()
+                    as i64,
             ))
         }
         "join" => {
             let [by, attribute] = args.bind(name, ["d", "attribute"])?;
             let mut items = value.items(work)?;
             if let Some(attribute) = attribute {
-                items = items.iter().map(|item| path(item, &attribute, work)).collect::<StepOutput<_>>()?;
+                items = items.iter().map(|item| path(item, &attribute, work)).collect::<EvalResult<_>>()?;
             }
             let by = by.map_or_else(|| work.own(""), Ok)?.shown(work)?;
             methods::joined(&items, &by, false, work)
         }
         "tojson" => to_json(&value, args, work),
         "list" => work.list(value.items(work)?),
-        "first" => Ok(value.items(work)?.into_iter().next().unwrap_or_else(|| Value::undefined("first"))),
-        "last" => Ok(value.items(work)?.pop().unwrap_or_else(|| Value::undefined("last"))),
+        "first" => {
+            Ok(value.items(work)?.into_iter().next().unwrap_or_else(|| JinjaValue::undefined("first")))
+        }
+        "last" => Ok(value.items(work)?.pop().unwrap_or_else(|| JinjaValue::undefined("last"))),
         "reverse" => match &value {
-            Value::Text(text) => {
+            JinjaValue::Text(text) => {
                 let mut made = Text::default();
                 work.letters(text)?;
                 let places: Vec<_> = text.char_indices().collect();
@@ -153,31 +161,32 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
             }
         },
         "items" => match &value {
-            Value::Undefined(_) => work.list(Vec::new()),
-            Value::Map(map) => methods::pairs(&map.entries, work),
+            JinjaValue::Undefined(_) => work.list(Vec::new()),
+            JinjaValue::Map(map) => methods::pairs(&map.entries, work),
             other => fail(format!("a {} has no items by keys", other.kind())),
         },
         "dictsort" => {
             let [cased, by, reverse] = args.bind(name, ["case_sensitive", "by", "reverse"])?;
-            let Value::Map(map) = &value else { return fail("dictsort takes a dict") };
+            let JinjaValue::Map(map) = &value else { return fail("dictsort takes a dict") };
             let pairs = methods::pairs(&map.entries, work)?.items(work)?;
-            let place = if by.is_some_and(|by| by.as_text().is_some_and(|by| &***by == "value")) { 1 } else { 0 };
-            sorted(pairs, &[Value::Int(place)], is(&cased), is(&reverse), work)
+            let place =
+                if by.is_some_and(|by| by.as_text().is_some_and(|by| &***by == "value")) { 1 } else { 0 };
+            sorted(pairs, &[JinjaValue::Int(place)], is(&cased), is(&reverse), work)
         }
         "sort" => {
             let [reverse, cased, attribute] = args.bind(name, ["reverse", "case_sensitive", "attribute"])?;
-            let keys: Vec<Value> = attribute.into_iter().collect();
+            let keys: Vec<JinjaValue> = attribute.into_iter().collect();
             sorted(value.items(work)?, &keys, is(&cased), is(&reverse), work)
         }
         "min" | "max" => {
             let [cased, attribute] = args.bind(name, ["case_sensitive", "attribute"])?;
-            let keys: Vec<Value> = attribute.into_iter().collect();
+            let keys: Vec<JinjaValue> = attribute.into_iter().collect();
             let all = sorted(value.items(work)?, &keys, is(&cased), name == "max", work)?.items(work)?;
-            Ok(all.into_iter().next().unwrap_or_else(|| Value::undefined(name)))
+            Ok(all.into_iter().next().unwrap_or_else(|| JinjaValue::undefined(name)))
         }
         "unique" => {
             let [cased, attribute] = args.bind(name, ["case_sensitive", "attribute"])?;
-            let (mut keys, mut kept): (Vec<Value>, _) = (Vec::new(), Vec::new());
+            let (mut keys, mut kept): (Vec<JinjaValue>, _) = (Vec::new(), Vec::new());
             for item in value.items(work)? {
                 let key = key_of(&item, attribute.as_ref(), is(&cased), work)?;
                 if !super::value::any(&keys, |known| known.equals(&key, work), work)? {
@@ -190,13 +199,13 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
         "groupby" => {
             let [attribute, default, cased] = args.bind(name, ["attribute", "default", "case_sensitive"])?;
             let Some(attribute) = attribute else { return fail("groupby takes an attribute") };
-            let of = |item: &Value| match (path(item, &attribute, work)?, &default) {
-                (Value::Undefined(_), Some(default)) => Ok(default.clone()),
+            let of = |item: &JinjaValue| match (path(item, &attribute, work)?, &default) {
+                (JinjaValue::Undefined(_), Some(default)) => Ok(default.clone()),
                 (found, _) => Ok(found),
             };
-            let all =
-                sorted(value.items(work)?, std::slice::from_ref(&attribute), is(&cased), false, work)?.items(work)?;
-            let mut groups: Vec<(Value, Vec<Value>)> = Vec::new();
+            let all = sorted(value.items(work)?, std::slice::from_ref(&attribute), is(&cased), false, work)?
+                .items(work)?;
+            let mut groups: Vec<(JinjaValue, Vec<JinjaValue>)> = Vec::new();
             for item in all {
                 let key = of(&item)?;
                 match groups.last_mut() {
@@ -205,56 +214,67 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
                 }
             }
             let groups = groups.into_iter().map(|(key, items)| work.tuple(vec![key, work.list(items)?]));
-            let groups = groups.collect::<StepOutput<Vec<_>>>()?;
+            let groups = groups.collect::<EvalResult<Vec<_>>>()?;
             work.list(groups)
         }
         "sum" => {
             let [attribute, start] = args.bind(name, ["attribute", "start"])?;
-            let mut sum = start.unwrap_or(Value::Int(0));
+            let mut sum = start.unwrap_or(JinjaValue::Int(0));
             for item in value.items(work)? {
-                let item = attribute.as_ref().map_or_else(|| Ok(item.clone()), |name| path(&item, name, work))?;
+                let item =
+                    attribute.as_ref().map_or_else(|| Ok(item.clone()), |name| path(&item, name, work))?;
                 sum = ops::binary(minijinja::machinery::ast::BinOpKind::Add, &sum, &item, work)?;
             }
             Ok(sum)
         }
         "batch" | "slice" => cut(name, value.items(work)?, args, work),
         "abs" => match &value {
-            Value::Float(number) => Ok(Value::Float(number.abs())),
-            other => {
-                other.int()?.checked_abs().map_or_else(|| fail("too large a number"), |number| Ok(Value::Int(number)))
-            }
+            JinjaValue::Float(number) => Ok(JinjaValue::Float(number.abs())),
+            other => other
+                .int()?
+                .checked_abs()
+                .map_or_else(|| fail("too large a number"), |number| Ok(JinjaValue::Int(number))),
         },
         "int" => {
             let [default, base] = args.bind(name, ["default", "base"])?;
             let base = base.map_or(Ok(10), |base| base.int())?;
             let found = match &value {
-                Value::Float(number) if number.abs() < 9e18 => Some(*number as i64),
-                Value::Text(text) if (2..=36).contains(&base) => {
+                JinjaValue::Float(number) if number.abs() < 9e18 => Some(*number as i64),
+                JinjaValue::Text(text) if (2..=36).contains(&base) => {
                     work.charge(text.len() as u64)?;
                     let text = text.trim();
-                    let real =
-                        || text.parse::<f64>().ok().filter(|number| number.abs() < 9e18).map(|number| number as i64);
+                    let real = || {
+                        text.parse::<f64>()
+                            .ok()
+                            .filter(|number| number.abs() < 9e18)
+                            .map(|number| number as i64)
+                    };
                     i64::from_str_radix(text, base as u32).ok().or_else(real)
                 }
                 other => other.as_int(),
             };
-            found.map_or_else(|| Ok(default.unwrap_or(Value::Int(0))), |number| Ok(Value::Int(number)))
+            found.map_or_else(
+                || Ok(default.unwrap_or(JinjaValue::Int(0))),
+                |number| Ok(JinjaValue::Int(number)),
+            )
         }
         "float" => {
             let [default] = args.bind(name, ["default"])?;
             let found = match &value {
-                Value::Text(text) => text.trim().parse().ok(),
+                JinjaValue::Text(text) => text.trim().parse().ok(),
                 other => other.as_float(),
             };
-            Ok(found.map_or_else(|| default.unwrap_or(Value::Float(0.0)), Value::Float))
+            Ok(found.map_or_else(|| default.unwrap_or(JinjaValue::Float(0.0)), JinjaValue::Float))
         }
         "round" => {
             let [precision, method] = args.bind(name, ["precision", "method"])?;
             let precision = precision.map_or(Ok(0), |precision| precision.int())?;
             let method = method.map_or_else(|| work.own("common"), Ok)?;
-            let Some(number) = value.as_float() else { return fail(format!("a {} is no number", value.kind())) };
+            let Some(number) = value.as_float() else {
+                return fail(format!("a {} is no number", value.kind()));
+            };
             let scale = 10f64.powi(precision.clamp(-300, 300) as i32);
-            Ok(Value::Float(match &***method.string()? {
+            Ok(JinjaValue::Float(match &***method.string()? {
                 "ceil" => (number * scale).ceil() / scale,
                 "floor" => (number * scale).floor() / scale,
                 _ if precision > 0 => {
@@ -274,27 +294,32 @@ pub(super) fn apply(renderer: &mut Renderer<'_>, name: &str, value: Value, args:
     }
 }
 
-fn is(value: &Option<Value>) -> bool {
-    value.as_ref().is_some_and(Value::is_true)
+fn is(value: &Option<JinjaValue>) -> bool {
+    value.as_ref().is_some_and(JinjaValue::is_true)
 }
 
 /// The value of `a.b.0` below an item.
-fn path(item: &Value, path: &Value, work: &Work) -> StepOutput<Value> {
-    let Value::Text(names) = path else { return ops::item(item, path, work) };
+fn path(item: &JinjaValue, path: &JinjaValue, work: &WorkBudget) -> EvalResult<JinjaValue> {
+    let JinjaValue::Text(names) = path else { return ops::item(item, path, work) };
     work.charge(names.len() as u64)?;
     let mut found = item.clone();
     for name in names.split('.') {
-        let key = name.parse().map_or_else(|_| work.own(name), |place| Ok(Value::Int(place)))?;
+        let key = name.parse().map_or_else(|_| work.own(name), |place| Ok(JinjaValue::Int(place)))?;
         found = ops::item(&found, &key, work)?;
     }
     Ok(found)
 }
 
 /// What an item is ordered by.
-fn key_of(item: &Value, attribute: Option<&Value>, is_cased: bool, work: &Work) -> StepOutput<Value> {
+fn key_of(
+    item: &JinjaValue,
+    attribute: Option<&JinjaValue>,
+    is_cased: bool,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let key = attribute.map_or_else(|| Ok(item.clone()), |attribute| path(item, attribute, work))?;
     match &key {
-        Value::Text(text) if !is_cased => {
+        JinjaValue::Text(text) if !is_cased => {
             work.letters(text)?;
             work.text(text.map(char::to_lowercase))
         }
@@ -303,9 +328,16 @@ fn key_of(item: &Value, attribute: Option<&Value>, is_cased: bool, work: &Work) 
 }
 
 /// Sorts items; equal ones stay as they are. An order that contradicts itself is no harm.
-fn sorted(items: Vec<Value>, by: &[Value], is_cased: bool, reverses: bool, work: &Work) -> StepOutput<Value> {
+fn sorted(
+    items: Vec<JinjaValue>,
+    by: &[JinjaValue],
+    is_cased: bool,
+    reverses: bool,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let keyed = items.into_iter().map(|item| Ok((key_of(&item, by.first(), is_cased, work)?, item)));
-    let mut runs: Vec<Vec<(Value, Value)>> = keyed.map(|one| one.map(|one| vec![one])).collect::<StepOutput<_>>()?;
+    let mut runs: Vec<Vec<(JinjaValue, JinjaValue)>> =
+        keyed.map(|one| one.map(|one| vec![one])).collect::<EvalResult<_>>()?;
     while runs.len() > 1 {
         let mut merged = Vec::new();
         let mut pairs = runs.into_iter();
@@ -332,19 +364,20 @@ fn sorted(items: Vec<Value>, by: &[Value], is_cased: bool, reverses: bool, work:
 }
 
 /// Parts of `count` items, or `count` parts.
-fn cut(name: &str, items: Vec<Value>, args: Args, work: &Work) -> StepOutput<Value> {
+fn cut(name: &str, items: Vec<JinjaValue>, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let [count, fill] = args.bind(name, ["count", "fill_with"])?;
     let count = count.map_or(Ok(0), |count| count.int())?;
     let Some(count) = usize::try_from(count).ok().filter(|count| *count > 0) else {
         return fail(format!("{name} takes a number above 0"));
     };
     work.charge((count as u64).saturating_mul(SLOT))?;
-    let (parts, longer) = if name == "batch" { (items.len().div_ceil(count), 0) } else { (count, items.len() % count) };
+    let (parts, longer) =
+        if name == "batch" { (items.len().div_ceil(count), 0) } else { (count, items.len() % count) };
     let (mut made, mut rest) = (Vec::new(), items.into_iter());
     for part in 0..parts {
         let size = if name == "batch" { count } else { rest.len() / (parts - part) };
         let size = if part < longer { size.max(rest.len().div_ceil(parts - part)) } else { size };
-        let mut some: Vec<Value> = rest.by_ref().take(size).collect();
+        let mut some: Vec<JinjaValue> = rest.by_ref().take(size).collect();
         if let Some(fill) = &fill {
             let full = if name == "batch" { count } else { size + usize::from(longer > 0 && part >= longer) };
             some.resize(full.max(some.len()), fill.clone());
@@ -354,7 +387,7 @@ fn cut(name: &str, items: Vec<Value>, args: Args, work: &Work) -> StepOutput<Val
     work.list(made)
 }
 
-fn escaped(text: &Text, work: &Work) -> StepOutput<Value> {
+fn escaped(text: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
     work.letters(text)?;
     work.text(text.map(|c| -> Vec<char> {
         match c {
@@ -368,10 +401,10 @@ fn escaped(text: &Text, work: &Work) -> StepOutput<Value> {
     }))
 }
 
-fn indented(text: &Text, args: Args, work: &Work) -> StepOutput<Value> {
+fn indented(text: &Text, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let [width, first, blank] = args.bind("indent", ["width", "first", "blank"])?;
     let by = match width {
-        Some(Value::Text(by)) => by,
+        Some(JinjaValue::Text(by)) => by,
         width => {
             let width = width.map_or(Ok(4), |width| width.int())?;
             let width = usize::try_from(width).unwrap_or(0);
@@ -390,7 +423,7 @@ fn indented(text: &Text, args: Args, work: &Work) -> StepOutput<Value> {
     work.text(made)
 }
 
-fn truncated(text: &Text, args: Args, work: &Work) -> StepOutput<Value> {
+fn truncated(text: &Text, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let [length, kills, end, leeway] = args.bind("truncate", ["length", "killwords", "end", "leeway"])?;
     let length = length.map_or(Ok(255), |length| length.int())?;
     let leeway = leeway.map_or(Ok(5), |leeway| leeway.int())?;
@@ -407,29 +440,31 @@ fn truncated(text: &Text, args: Args, work: &Work) -> StepOutput<Value> {
     work.text(made)
 }
 
-fn to_json(value: &Value, args: Args, work: &Work) -> StepOutput<Value> {
+fn to_json(value: &JinjaValue, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     // In the order of transformers.
     let [ascii, indent, separators, sorts] =
         args.bind("tojson", ["ensure_ascii", "indent", "separators", "sort_keys"])?;
     let indent = match indent {
-        None | Some(Value::None) => None,
+        None | Some(JinjaValue::None) => None,
         Some(indent) => Some(usize::try_from(indent.int()?).unwrap_or(0)),
     };
     let [comma, colon] = match separators {
-        None | Some(Value::None) => [Text::own(if indent.is_some() { "," } else { ", " }), Text::own(": ")],
-        Some(Value::List(both)) if both.items.len() == 2 => {
+        None | Some(JinjaValue::None) => {
+            [Text::own(if indent.is_some() { "," } else { ", " }), Text::own(": ")]
+        }
+        Some(JinjaValue::List(both)) if both.items.len() == 2 => {
             [(**both.items[0].string()?).clone(), (**both.items[1].string()?).clone()]
         }
         Some(_) => return fail("separators of tojson are two strings"),
     };
-    let style = Style { indent, comma, colon, sorts: is(&sorts), ascii: is(&ascii) };
+    let style = JsonStyle { indent, comma, colon, sorts: is(&sorts), ascii: is(&ascii) };
     let mut made = Text::default();
     style.write(value, 0, &mut made, work)?;
     work.text(made)
 }
 
 /// `map(attribute="name")` or `map("filter", …)`.
-fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> StepOutput<Value> {
+fn mapped(renderer: &mut Renderer<'_>, value: &JinjaValue, mut args: Args) -> EvalResult<JinjaValue> {
     let work = renderer.work;
     // Of nothing, whatever it is, there are no items.
     if !value.is_true() {
@@ -443,7 +478,7 @@ fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> StepOut
         for item in items {
             work.step()?;
             made.push(match (path(&item, &attribute, work)?, &default) {
-                (Value::Undefined(_), Some(default)) => default.clone(),
+                (JinjaValue::Undefined(_), Some(default)) => default.clone(),
                 (found, _) => found,
             });
         }
@@ -458,7 +493,12 @@ fn mapped(renderer: &mut Renderer<'_>, value: &Value, mut args: Args) -> StepOut
 }
 
 /// `select`, `reject`, `selectattr` and `rejectattr`.
-fn selected(renderer: &mut Renderer<'_>, filter: &str, value: &Value, mut args: Args) -> StepOutput<Value> {
+fn selected(
+    renderer: &mut Renderer<'_>,
+    filter: &str,
+    value: &JinjaValue,
+    mut args: Args,
+) -> EvalResult<JinjaValue> {
     let work = renderer.work;
     if !value.is_true() {
         return work.list(Vec::new());
@@ -473,7 +513,8 @@ fn selected(renderer: &mut Renderer<'_>, filter: &str, value: &Value, mut args: 
     let test = if args.positional.is_empty() { None } else { Some(args.positional.remove(0)) };
     let mut kept = Vec::new();
     for item in value.items(work)? {
-        let key = attribute.as_ref().map_or_else(|| Ok(item.clone()), |attribute| path(&item, attribute, work))?;
+        let key =
+            attribute.as_ref().map_or_else(|| Ok(item.clone()), |attribute| path(&item, attribute, work))?;
         let holds = match &test {
             None => key.is_true(),
             Some(name) => renderer.test(name.string()?, &key, args.clone())?,
@@ -486,7 +527,10 @@ fn selected(renderer: &mut Renderer<'_>, filter: &str, value: &Value, mut args: 
 }
 
 /// Makes a dict of entries.
-pub(super) fn dict(entries: impl IntoIterator<Item = (Value, Value)>, work: &Work) -> StepOutput<Value> {
+pub(super) fn dict(
+    entries: impl IntoIterator<Item = (JinjaValue, JinjaValue)>,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let mut made = Vec::new();
     for (key, value) in entries {
         insert(&mut made, key, value, work)?;

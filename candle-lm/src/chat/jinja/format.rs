@@ -4,11 +4,11 @@ use jiff::civil::DateTime;
 
 use super::args::Args;
 use super::text::Text;
-use super::value::Value;
-use super::work::{StepOutput, Work, fail};
+use super::value::JinjaValue;
+use super::work::{EvalResult, WorkBudget, fail};
 
 /// `"{} {1} {name}".format(…)`.
-pub(super) fn braces(format: &Text, args: &Args, work: &Work) -> StepOutput<Value> {
+pub(super) fn braces(format: &Text, args: &Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let (mut made, mut rest, mut next) = (Text::default(), 0, 0);
     while let Some(at) = format[rest..].find(['{', '}']).map(|at| rest + at) {
         made.push_part(format, rest..at);
@@ -40,9 +40,9 @@ pub(super) fn braces(format: &Text, args: &Args, work: &Work) -> StepOutput<Valu
 }
 
 /// `"%s" % value`.
-pub(super) fn percent(format: &Text, values: &Value, work: &Work) -> StepOutput<Value> {
+pub(super) fn percent(format: &Text, values: &JinjaValue, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let values = match values {
-        Value::List(list) if list.is_tuple => list.items.clone(),
+        JinjaValue::List(list) if list.is_tuple => list.items.clone(),
         one => vec![one.clone()],
     };
     let (mut made, mut rest, mut values) = (Text::default(), 0, values.into_iter());
@@ -54,7 +54,7 @@ pub(super) fn percent(format: &Text, values: &Value, work: &Work) -> StepOutput<
             Some('%') => made.push_part(format, at..at + 1),
             Some('s' | 'd' | 'i') => {
                 let value = values.next().map_or_else(|| fail("% has too few values"), Ok)?;
-                let value = if kind == Some('s') { value } else { Value::Int(value.int()?) };
+                let value = if kind == Some('s') { value } else { JinjaValue::Int(value.int()?) };
                 let shown = value.shown(work)?;
                 work.charge(shown.cost() + 16)?;
                 made.push(&shown);
@@ -73,11 +73,10 @@ pub(super) fn percent(format: &Text, values: &Value, work: &Work) -> StepOutput<
 const LONGEST: usize = 256;
 
 /// `strftime_now(format)`. Widths, which other programs fill with spaces, are refused.
-pub(super) fn time(format: &Text, now: DateTime, work: &Work) -> StepOutput<Value> {
-    let has_width = format
-        .split('%')
-        .skip(1)
-        .any(|code| code.trim_start_matches(['-', '_', '^', '#', ':', '.']).starts_with(|c: char| c.is_ascii_digit()));
+pub(super) fn time(format: &Text, now: DateTime, work: &WorkBudget) -> EvalResult<JinjaValue> {
+    let has_width = format.split('%').skip(1).any(|code| {
+        code.trim_start_matches(['-', '_', '^', '#', ':', '.']).starts_with(|c: char| c.is_ascii_digit())
+    });
     if format.len() > LONGEST || has_width {
         return fail(format!("strftime_now takes at most {LONGEST} bytes, and no widths"));
     }

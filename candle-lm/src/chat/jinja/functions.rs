@@ -7,8 +7,8 @@ use super::args::Args;
 use super::eval::Renderer;
 use super::filters;
 use super::format;
-use super::value::{Loop, Value};
-use super::work::{SLOT, StepOutput, Work, fail};
+use super::value::{JinjaValue, Loop};
+use super::work::{EvalResult, SLOT, WorkBudget, fail};
 
 const NAMES: [&str; 5] = ["range", "namespace", "dict", "raise_exception", "strftime_now"];
 
@@ -18,7 +18,7 @@ pub(super) fn named(name: &str) -> Option<&'static str> {
 }
 
 /// Calls a function.
-pub(super) fn call(renderer: &mut Renderer<'_>, name: &'static str, args: Args) -> StepOutput<Value> {
+pub(super) fn call(renderer: &mut Renderer<'_>, name: &'static str, args: Args) -> EvalResult<JinjaValue> {
     let work = renderer.work;
     match name {
         "range" => range(args, work),
@@ -28,7 +28,7 @@ pub(super) fn call(renderer: &mut Renderer<'_>, name: &'static str, args: Args) 
                 work.storable(&value)?;
                 named.push((name.string()?.to_string(), value));
             }
-            Ok(Value::Namespace(Rc::new(RefCell::new(named))))
+            Ok(JinjaValue::Namespace(Rc::new(RefCell::new(named))))
         }
         "dict" => {
             let entries = entries(args, work)?;
@@ -41,10 +41,10 @@ pub(super) fn call(renderer: &mut Renderer<'_>, name: &'static str, args: Args) 
 }
 
 /// The entries of dicts and of named arguments.
-fn entries(args: Args, work: &Work) -> StepOutput<Vec<(Value, Value)>> {
+fn entries(args: Args, work: &WorkBudget) -> EvalResult<Vec<(JinjaValue, JinjaValue)>> {
     let mut made = Vec::new();
     for dict in args.positional {
-        let Value::Map(map) = dict else { return fail(format!("a {} is no dict", dict.kind())) };
+        let JinjaValue::Map(map) = dict else { return fail(format!("a {} is no dict", dict.kind())) };
         work.charge(map.entries.len() as u64 * 64)?;
         made.extend(map.entries.iter().cloned());
     }
@@ -54,9 +54,9 @@ fn entries(args: Args, work: &Work) -> StepOutput<Vec<(Value, Value)>> {
     Ok(made)
 }
 
-fn range(args: Args, work: &Work) -> StepOutput<Value> {
+fn range(args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let bounds = args.bind("range", ["start", "stop", "step"])?;
-    let bounds = bounds.into_iter().flatten().map(|bound| bound.int()).collect::<StepOutput<Vec<_>>>()?;
+    let bounds = bounds.into_iter().flatten().map(|bound| bound.int()).collect::<EvalResult<Vec<_>>>()?;
     let (mut at, stop, step) = match bounds[..] {
         [stop] => (0, stop, 1),
         [start, stop] => (start, stop, 1),
@@ -66,16 +66,18 @@ fn range(args: Args, work: &Work) -> StepOutput<Value> {
     let mut made = Vec::new();
     while (step > 0 && at < stop) || (step < 0 && at > stop) {
         work.charge(SLOT)?;
-        made.push(Value::Int(at));
+        made.push(JinjaValue::Int(at));
         at = at.saturating_add(step);
     }
     work.list(made)
 }
 
 /// Calls a method of `loop`.
-pub(super) fn of_loop(of: &Loop, name: &str, args: Args, work: &Work) -> StepOutput<Value> {
+pub(super) fn of_loop(of: &Loop, name: &str, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     match name {
-        "cycle" if !args.positional.is_empty() => Ok(args.positional[of.index.get() % args.positional.len()].clone()),
+        "cycle" if !args.positional.is_empty() => {
+            Ok(args.positional[of.index.get() % args.positional.len()].clone())
+        }
         "changed" => {
             let mut seen = of.seen.borrow_mut();
             for value in &args.positional {
@@ -92,7 +94,7 @@ pub(super) fn of_loop(of: &Loop, name: &str, args: Args, work: &Work) -> StepOut
                 _ => false,
             };
             *seen = Some(args.positional);
-            Ok(Value::Bool(!is_same))
+            Ok(JinjaValue::Bool(!is_same))
         }
         _ => fail(format!("a loop has no method {name}")),
     }

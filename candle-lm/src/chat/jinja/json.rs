@@ -1,11 +1,11 @@
 //! The filter `tojson`, which writes as Python's `json.dumps` does.
 
 use super::text::Text;
-use super::value::{Value, float};
-use super::work::{StepOutput, Work, fail};
+use super::value::{JinjaValue, float};
+use super::work::{EvalResult, WorkBudget, fail};
 
 /// How JSON is written.
-pub(super) struct Style {
+pub(super) struct JsonStyle {
     /// The spaces of one level, or all on one line.
     pub(super) indent: Option<usize>,
     pub(super) comma: Text,
@@ -14,21 +14,27 @@ pub(super) struct Style {
     pub(super) ascii: bool,
 }
 
-impl Style {
+impl JsonStyle {
     /// Writes a value that is `depth` levels inside.
-    pub(super) fn write(&self, value: &Value, depth: usize, out: &mut Text, work: &Work) -> StepOutput<()> {
+    pub(super) fn write(
+        &self,
+        value: &JinjaValue,
+        depth: usize,
+        out: &mut Text,
+        work: &WorkBudget,
+    ) -> EvalResult<()> {
         work.charge(16u64)?;
         match value {
-            Value::None => out.push_own("null"),
-            Value::Bool(is) => out.push_own(if *is { "true" } else { "false" }),
-            Value::Int(number) => out.push_own(&number.to_string()),
-            Value::Float(number) if number.is_nan() => out.push_own("NaN"),
-            Value::Float(number) if number.is_infinite() => {
+            JinjaValue::None => out.push_own("null"),
+            JinjaValue::Bool(is) => out.push_own(if *is { "true" } else { "false" }),
+            JinjaValue::Int(number) => out.push_own(&number.to_string()),
+            JinjaValue::Float(number) if number.is_nan() => out.push_own("NaN"),
+            JinjaValue::Float(number) if number.is_infinite() => {
                 out.push_own(if *number > 0.0 { "Infinity" } else { "-Infinity" });
             }
-            Value::Float(number) => out.push_own(&float(*number)),
-            Value::Text(text) => self.string(text, out, work)?,
-            Value::List(list) => {
+            JinjaValue::Float(number) => out.push_own(&float(*number)),
+            JinjaValue::Text(text) => self.string(text, out, work)?,
+            JinjaValue::List(list) => {
                 out.push_own("[");
                 for (i, item) in list.items.iter().enumerate() {
                     self.between(i, depth + 1, out, work)?;
@@ -37,17 +43,19 @@ impl Style {
                 self.end(list.items.is_empty(), depth, out, work)?;
                 out.push_own("]");
             }
-            Value::Map(map) => {
-                let mut entries: Vec<&(Value, Value)> = map.entries.iter().collect();
+            JinjaValue::Map(map) => {
+                let mut entries: Vec<&(JinjaValue, JinjaValue)> = map.entries.iter().collect();
                 if self.sorts {
                     work.charge(map.size.saturating_mul(8))?;
-                    entries.sort_by(|(a, _), (b, _)| a.as_text().map(|a| &***a).cmp(&b.as_text().map(|b| &***b)));
+                    entries.sort_by(|(a, _), (b, _)| {
+                        a.as_text().map(|a| &***a).cmp(&b.as_text().map(|b| &***b))
+                    });
                 }
                 out.push_own("{");
                 for (i, (key, value)) in entries.into_iter().enumerate() {
                     self.between(i, depth + 1, out, work)?;
                     match key {
-                        Value::Text(key) => self.string(key, out, work)?,
+                        JinjaValue::Text(key) => self.string(key, out, work)?,
                         other => {
                             out.push_own("\"");
                             self.write(other, 0, out, work)?;
@@ -67,7 +75,7 @@ impl Style {
     }
 
     /// Writes what is before an item.
-    fn between(&self, before: usize, depth: usize, out: &mut Text, work: &Work) -> StepOutput<()> {
+    fn between(&self, before: usize, depth: usize, out: &mut Text, work: &WorkBudget) -> EvalResult<()> {
         work.charge(self.comma.cost())?;
         if before > 0 {
             out.push(&self.comma);
@@ -75,11 +83,11 @@ impl Style {
         self.line(depth, out, work)
     }
 
-    fn end(&self, is_empty: bool, depth: usize, out: &mut Text, work: &Work) -> StepOutput<()> {
+    fn end(&self, is_empty: bool, depth: usize, out: &mut Text, work: &WorkBudget) -> EvalResult<()> {
         if is_empty { Ok(()) } else { self.line(depth, out, work) }
     }
 
-    fn line(&self, depth: usize, out: &mut Text, work: &Work) -> StepOutput<()> {
+    fn line(&self, depth: usize, out: &mut Text, work: &WorkBudget) -> EvalResult<()> {
         let Some(indent) = self.indent else { return Ok(()) };
         let spaces = indent.saturating_mul(depth);
         work.charge(spaces as u64)?;
@@ -88,7 +96,7 @@ impl Style {
         Ok(())
     }
 
-    fn string(&self, text: &Text, out: &mut Text, work: &Work) -> StepOutput<()> {
+    fn string(&self, text: &Text, out: &mut Text, work: &WorkBudget) -> EvalResult<()> {
         work.letters(text)?;
         out.push_own("\"");
         for (at, c, is_foreign) in text.characters() {

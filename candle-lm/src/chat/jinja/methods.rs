@@ -3,18 +3,18 @@
 use super::args::Args;
 use super::format;
 use super::text::Text;
-use super::value::{Value, any};
-use super::work::{StepOutput, Work, fail};
+use super::value::{JinjaValue, any};
+use super::work::{EvalResult, WorkBudget, fail};
 
 /// Calls `value.name(…)`.
-pub(super) fn call(value: &Value, name: &str, args: Args, work: &Work) -> StepOutput<Value> {
+pub(super) fn call(value: &JinjaValue, name: &str, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     match value {
-        Value::Text(text) => of_text(text, name, args, work),
-        Value::Map(map) => match name {
+        JinjaValue::Text(text) => of_text(text, name, args, work),
+        JinjaValue::Map(map) => match name {
             "get" => {
                 let [key, default] = args.bind("get", ["key", "default"])?;
                 let key = key.map_or_else(|| fail("get takes a key"), Ok)?;
-                Ok(map.get(&key, work)?.cloned().or(default).unwrap_or(Value::None))
+                Ok(map.get(&key, work)?.cloned().or(default).unwrap_or(JinjaValue::None))
             }
             "keys" => value.items(work).and_then(|keys| work.list(keys)),
             "values" => work.list(map.entries.iter().map(|(_, value)| value.clone()).collect()),
@@ -22,7 +22,7 @@ pub(super) fn call(value: &Value, name: &str, args: Args, work: &Work) -> StepOu
             "copy" => Ok(value.clone()),
             _ => none(value, name),
         },
-        Value::List(list) => match name {
+        JinjaValue::List(list) => match name {
             "count" => {
                 let (item, mut count) = (args.one("count")?, 0);
                 any(
@@ -35,7 +35,7 @@ pub(super) fn call(value: &Value, name: &str, args: Args, work: &Work) -> StepOu
                     },
                     work,
                 )?;
-                Ok(Value::Int(count))
+                Ok(JinjaValue::Int(count))
             }
             "index" => {
                 let (item, mut at) = (args.one("index")?, -1);
@@ -47,32 +47,32 @@ pub(super) fn call(value: &Value, name: &str, args: Args, work: &Work) -> StepOu
                     },
                     work,
                 )?;
-                if found { Ok(Value::Int(at)) } else { fail("the list has no such item") }
+                if found { Ok(JinjaValue::Int(at)) } else { fail("the list has no such item") }
             }
             "copy" => Ok(value.clone()),
             _ => none(value, name),
         },
-        Value::Undefined(of) => fail(format!("{of:?} is undefined, and has no method {name}")),
+        JinjaValue::Undefined(of) => fail(format!("{of:?} is undefined, and has no method {name}")),
         _ => none(value, name),
     }
 }
 
-fn none<T>(value: &Value, name: &str) -> StepOutput<T> {
+fn none<T>(value: &JinjaValue, name: &str) -> EvalResult<T> {
     fail(format!("a {} has no method {name} in chat templates", value.kind()))
 }
 
 /// The entries of a dict as pairs.
-pub(super) fn pairs(entries: &[(Value, Value)], work: &Work) -> StepOutput<Value> {
+pub(super) fn pairs(entries: &[(JinjaValue, JinjaValue)], work: &WorkBudget) -> EvalResult<JinjaValue> {
     let pairs = entries.iter().map(|(key, value)| work.tuple(vec![key.clone(), value.clone()]));
-    let pairs = pairs.collect::<StepOutput<Vec<_>>>()?;
+    let pairs = pairs.collect::<EvalResult<Vec<_>>>()?;
     work.list(pairs)
 }
 
-fn of_text(text: &Text, name: &str, args: Args, work: &Work) -> StepOutput<Value> {
+fn of_text(text: &Text, name: &str, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     work.letters(text)?;
-    let all = |is: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(is)));
+    let all = |is: fn(char) -> bool| Ok(JinjaValue::Bool(!text.is_empty() && text.chars().all(is)));
     let cased = |is: fn(char) -> bool, other: fn(char) -> bool| {
-        Ok(Value::Bool(text.chars().any(is) && !text.chars().any(other)))
+        Ok(JinjaValue::Bool(text.chars().any(is) && !text.chars().any(other)))
     };
     match name {
         "strip" | "lstrip" | "rstrip" => stripped(text, name, args, work),
@@ -81,20 +81,21 @@ fn of_text(text: &Text, name: &str, args: Args, work: &Work) -> StepOutput<Value
             let [keeps] = args.bind(name, ["keepends"])?;
             let keeps = keeps.is_some_and(|keeps| keeps.is_true());
             let lines = text.split_inclusive('\n').map(|line| {
-                let bare = line.strip_suffix('\n').map_or(line, |bare| bare.strip_suffix('\r').unwrap_or(bare));
+                let bare =
+                    line.strip_suffix('\n').map_or(line, |bare| bare.strip_suffix('\r').unwrap_or(bare));
                 work.text(text.part_of(if keeps { line } else { bare }))
             });
-            let lines = lines.collect::<StepOutput<Vec<_>>>()?;
+            let lines = lines.collect::<EvalResult<Vec<_>>>()?;
             work.list(lines)
         }
         "startswith" | "endswith" => {
             let part = args.one(name)?;
-            let matches = |part: &Value| {
+            let matches = |part: &JinjaValue| {
                 let part = part.string()?;
                 Ok(if name == "startswith" { text.starts_with(&***part) } else { text.ends_with(&***part) })
             };
-            Ok(Value::Bool(match &part {
-                Value::List(parts) => any(&parts.items, matches, work)?,
+            Ok(JinjaValue::Bool(match &part {
+                JinjaValue::List(parts) => any(&parts.items, matches, work)?,
                 part => matches(part)?,
             }))
         }
@@ -108,7 +109,8 @@ fn of_text(text: &Text, name: &str, args: Args, work: &Work) -> StepOutput<Value
         "replace" => {
             let [from, to, count] = args.bind(name, ["old", "new", "count"])?;
             let (Some(from), Some(to)) = (from, to) else { return fail("replace takes two strings") };
-            let most = count.map(|count| count.int()).transpose()?.and_then(|count| usize::try_from(count).ok());
+            let most =
+                count.map(|count| count.int()).transpose()?.and_then(|count| usize::try_from(count).ok());
             replaced(text, from.string()?, to.string()?, most, work)
         }
         "join" => joined(&args.one(name)?.items(work)?, text, true, work),
@@ -118,13 +120,13 @@ fn of_text(text: &Text, name: &str, args: Args, work: &Work) -> StepOutput<Value
             let at = if name.starts_with('r') { text.rfind(&***part) } else { text.find(&***part) };
             match at {
                 None if name.ends_with("index") => fail("the string has no such part"),
-                None => Ok(Value::Int(-1)),
-                Some(at) => Ok(Value::Int(text[..at].chars().count() as i64)),
+                None => Ok(JinjaValue::Int(-1)),
+                Some(at) => Ok(JinjaValue::Int(text[..at].chars().count() as i64)),
             }
         }
         "count" => {
             let part = args.one(name)?;
-            Ok(Value::Int(text.matches(&***part.string()?).count() as i64))
+            Ok(JinjaValue::Int(text.matches(&***part.string()?).count() as i64))
         }
         "format" => format::braces(text, &args, work),
         "removeprefix" => {
@@ -143,9 +145,13 @@ fn of_text(text: &Text, name: &str, args: Args, work: &Work) -> StepOutput<Value
             }
             let at = if name == "partition" { text.find(&***part) } else { text.rfind(&***part) };
             let at = at.map(|at| [0..at, at..at + part.len(), at + part.len()..text.len()]);
-            let whole = if name == "partition" { [0..text.len(), 0..0, 0..0] } else { [0..0, 0..0, 0..text.len()] };
-            let parts =
-                at.unwrap_or(whole).into_iter().map(|part| work.part(text, part)).collect::<StepOutput<Vec<_>>>()?;
+            let whole =
+                if name == "partition" { [0..text.len(), 0..0, 0..0] } else { [0..0, 0..0, 0..text.len()] };
+            let parts = at
+                .unwrap_or(whole)
+                .into_iter()
+                .map(|part| work.part(text, part))
+                .collect::<EvalResult<Vec<_>>>()?;
             work.tuple(parts)
         }
         "zfill" | "ljust" | "rjust" | "center" => {
@@ -182,10 +188,10 @@ pub(super) fn capitalized(text: &Text) -> Text {
 }
 
 /// Cuts characters off its ends: spaces, or those of the argument.
-pub(super) fn stripped(text: &Text, name: &str, args: Args, work: &Work) -> StepOutput<Value> {
+pub(super) fn stripped(text: &Text, name: &str, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let [chars] = args.bind(name, ["chars"])?;
     let chars = match &chars {
-        None | Some(Value::None) => None,
+        None | Some(JinjaValue::None) => None,
         Some(chars) => Some(chars.string()?),
     };
     work.charge((text.len() as u64).saturating_mul(chars.map_or(1, |chars| chars.len() as u64 + 1)))?;
@@ -200,12 +206,12 @@ pub(super) fn stripped(text: &Text, name: &str, args: Args, work: &Work) -> Step
     work.text(text.part_of(part))
 }
 
-fn split(text: &Text, is_forward: bool, args: Args, work: &Work) -> StepOutput<Value> {
+fn split(text: &Text, is_forward: bool, args: Args, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let [by, most] = args.bind("split", ["sep", "maxsplit"])?;
     let most = most.map_or(Ok(-1), |most| most.int())?;
     let most = usize::try_from(most).unwrap_or(usize::MAX - 1) + 1;
     let mut parts: Vec<&str> = match &by {
-        None | Some(Value::None) => {
+        None | Some(JinjaValue::None) => {
             let whole = text.trim();
             let spaces = |text: &str| text.split_whitespace().count();
             match spaces(whole) {
@@ -225,7 +231,8 @@ fn split(text: &Text, is_forward: bool, args: Args, work: &Work) -> StepOutput<V
     if !is_forward && by.as_ref().is_some_and(|by| by.as_text().is_some()) {
         parts.reverse();
     }
-    let parts = parts.into_iter().map(|part| work.text(text.part_of(part))).collect::<StepOutput<Vec<_>>>()?;
+    let parts =
+        parts.into_iter().map(|part| work.text(text.part_of(part))).collect::<EvalResult<Vec<_>>>()?;
     work.list(parts)
 }
 
@@ -248,7 +255,13 @@ fn words(mut rest: &str, is_forward: bool, most: usize) -> Vec<&str> {
 }
 
 /// Replaces parts of a text; all of them without `most`.
-pub(super) fn replaced(text: &Text, from: &Text, to: &Text, most: Option<usize>, work: &Work) -> StepOutput<Value> {
+pub(super) fn replaced(
+    text: &Text,
+    from: &Text,
+    to: &Text,
+    most: Option<usize>,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let places = if from.is_empty() { text.chars().count() + 1 } else { text.matches(&**from).count() };
     let places = places.min(most.unwrap_or(usize::MAX));
     // Before the bytes are there.
@@ -257,7 +270,12 @@ pub(super) fn replaced(text: &Text, from: &Text, to: &Text, most: Option<usize>,
 }
 
 /// Joins the texts of values; those of other values only unless `is_strict`.
-pub(super) fn joined(items: &[Value], by: &Text, is_strict: bool, work: &Work) -> StepOutput<Value> {
+pub(super) fn joined(
+    items: &[JinjaValue],
+    by: &Text,
+    is_strict: bool,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let mut made = Text::default();
     for (i, item) in items.iter().enumerate() {
         let text = if is_strict { item.string()?.clone() } else { item.shown(work)? };
@@ -270,7 +288,13 @@ pub(super) fn joined(items: &[Value], by: &Text, is_strict: bool, work: &Work) -
     work.text(made)
 }
 
-pub(super) fn padded(text: &Text, side: &str, width: i64, fill: &Text, work: &Work) -> StepOutput<Value> {
+pub(super) fn padded(
+    text: &Text,
+    side: &str,
+    width: i64,
+    fill: &Text,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
     work.charge((missing as u64).saturating_mul(fill.cost() + 1))?;
     let left = match side {

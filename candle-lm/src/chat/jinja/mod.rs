@@ -28,10 +28,10 @@ use minijinja::machinery::{self, Token};
 use minijinja::syntax::SyntaxConfig;
 
 use self::eval::Renderer;
-use self::value::Value;
-use self::work::{Fail, Work};
-use super::Message;
-use crate::error::{Checked, InputError};
+use self::value::JinjaValue;
+use self::work::{TemplateFailure, WorkBudget};
+use super::ChatMessage;
+use crate::error::{InputError, InputResult};
 
 pub(super) use text::Text;
 
@@ -53,15 +53,17 @@ const REASON: usize = 1000;
 const ROLES: [&str; 8] = ["system", "user", "assistant", "tool", "developer", "function", "ipython", "model"];
 
 /// Checks that a template can be parsed.
-pub(super) fn check(source: &str) -> Checked {
+pub(super) fn check(source: &str) -> InputResult {
     on_thread(|| parsed(&without_generation(source), |_| Ok(())))
 }
 
 /// Checks that a variable is JSON, and that a template reads it by its name.
-pub(super) fn check_variable(source: &str, name: &str, json: &str) -> Checked {
+pub(super) fn check_variable(source: &str, name: &str, json: &str) -> InputResult {
     on_thread(|| {
-        let value = parse_json::parse(json, &Work::new(json.len() as u64));
-        value.map_err(|Fail { why, .. }| InputError(format!("{name} is no JSON that templates can have: {why}")))?;
+        let value = parse_json::parse(json, &WorkBudget::new(json.len() as u64));
+        value.map_err(|TemplateFailure { why, .. }| {
+            InputError(format!("{name} is no JSON that templates can have: {why}"))
+        })?;
         let words: Vec<Token<'_>> =
             machinery::tokenize(source, false, syntax()?).filter_map(|token| Some(token.ok()?.0)).collect();
         // What is behind a dot, a bar or `is` is no variable, and a loop sets its own.
@@ -70,8 +72,9 @@ pub(super) fn check_variable(source: &str, name: &str, json: &str) -> Checked {
             let is_other = matches!(before, Some(Token::Dot | Token::Pipe | Token::Ident("is" | "for")));
             matches!(word, Token::Ident(word) if *word == name) && !is_other
         };
-        let is_set =
-            words.windows(2).any(|pair| matches!(pair, [Token::Ident("for"), Token::Ident(word)] if *word == name));
+        let is_set = words
+            .windows(2)
+            .any(|pair| matches!(pair, [Token::Ident("for"), Token::Ident(word)] if *word == name));
         match name != "loop" && !is_set && words.iter().enumerate().any(is_read) {
             true => Ok(()),
             false => Err(InputError(format!("it has no variable {name}"))),
@@ -84,36 +87,39 @@ pub(super) fn render(
     source: &str,
     tokens: &BTreeMap<String, Option<String>>,
     variables: &BTreeMap<String, String>,
-    messages: &[Message],
+    messages: &[ChatMessage],
     add_generation_prompt: bool,
     now: DateTime,
-) -> Checked<Text> {
+) -> InputResult<Text> {
     on_thread(|| {
         parsed(&without_generation(source), |template| {
             // Each message is a few values too.
             let bytes: u64 = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
             let given: u64 = variables.values().map(|json| json.len() as u64).sum();
-            let work = Work::new(bytes.saturating_add(given));
+            let work = WorkBudget::new(bytes.saturating_add(given));
             let run = || {
                 let tokens = tokens.iter().map(|(name, token)| {
                     // What the model does not have is undefined, and written as nothing.
-                    let absent = || Ok(Value::undefined("a token that the model does not have"));
+                    let absent = || Ok(JinjaValue::undefined("a token that the model does not have"));
                     Ok((name.as_str(), token.as_deref().map_or_else(absent, |token| work.own(token))?))
                 });
-                let mut globals = tokens.collect::<Result<BTreeMap<_, _>, Fail>>()?;
-                let messages = messages.iter().map(|message| value(message, &work)).collect::<Result<_, Fail>>()?;
+                let mut globals = tokens.collect::<Result<BTreeMap<_, _>, TemplateFailure>>()?;
+                let messages = messages
+                    .iter()
+                    .map(|message| value(message, &work))
+                    .collect::<Result<_, TemplateFailure>>()?;
                 globals.extend([
                     ("messages", work.list(messages)?),
-                    ("tools", Value::None),
-                    ("documents", Value::None),
-                    ("add_generation_prompt", Value::Bool(add_generation_prompt)),
+                    ("tools", JinjaValue::None),
+                    ("documents", JinjaValue::None),
+                    ("add_generation_prompt", JinjaValue::Bool(add_generation_prompt)),
                 ]);
                 for (name, json) in variables {
                     globals.insert(name, parse_json::parse(json, &work)?);
                 }
                 Renderer::new(globals, now, &work).run(template)
             };
-            run().map_err(|Fail { why, line }| {
+            run().map_err(|TemplateFailure { why, line }| {
                 let place = line.map(|line| format!(" (in {NAME}:{line})")).unwrap_or_default();
                 InputError(format!("{}{place}", cleaned(&why)))
             })
@@ -122,33 +128,34 @@ pub(super) fn render(
 }
 
 /// A message as templates see it.
-fn value(message: &Message, work: &Work) -> Result<Value, Fail> {
+fn value(message: &ChatMessage, work: &WorkBudget) -> Result<JinjaValue, TemplateFailure> {
     let role = message.role.as_str();
     let role = if ROLES.contains(&role) { Text::own(role) } else { Text::foreign(role) };
     let entries = [("role", role), ("content", Text::foreign_but(&message.content, &message.named))];
     let entries = entries.map(|(name, text)| Ok((work.own(name)?, work.text(text)?)));
-    work.map(entries.into_iter().collect::<Result<_, Fail>>()?)
+    work.map(entries.into_iter().collect::<Result<_, TemplateFailure>>()?)
 }
 
 /// Runs `f` on a thread with a stack of its own, which its bounds fit.
-fn on_thread<T: Send>(f: impl FnOnce() -> Checked<T> + Send) -> Checked<T> {
+fn on_thread<T: Send>(f: impl FnOnce() -> InputResult<T> + Send) -> InputResult<T> {
     thread::scope(|scope| {
         let started = thread::Builder::new().name("template".into()).stack_size(STACK).spawn_scoped(scope, f);
-        let thread = started.map_err(|error| InputError(format!("no thread can be started for it ({error})")))?;
-        thread
-            .join()
-            .unwrap_or_else(|_| Err(InputError("its renderer panicked, which is an error of this program".into())))
+        let thread =
+            started.map_err(|error| InputError(format!("no thread can be started for it ({error})")))?;
+        thread.join().unwrap_or_else(|_| {
+            Err(InputError("its renderer panicked, which is an error of this program".into()))
+        })
     })
 }
 
 /// The syntax of templates, as transformers sets it up.
-fn syntax() -> Checked<SyntaxConfig> {
+fn syntax() -> InputResult<SyntaxConfig> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     syntax.map_err(|error| InputError(detailed(&error)))
 }
 
 /// Parses a template, after its bounds are known to be sound, and runs `f` with it.
-fn parsed<T>(source: &str, f: impl FnOnce(&machinery::ast::Stmt<'_>) -> Checked<T>) -> Checked<T> {
+fn parsed<T>(source: &str, f: impl FnOnce(&machinery::ast::Stmt<'_>) -> InputResult<T>) -> InputResult<T> {
     if source.len() > LONGEST {
         return Err(InputError(format!("it has {} bytes, and at most {LONGEST} are read", source.len())));
     }
@@ -165,7 +172,9 @@ fn parsed<T>(source: &str, f: impl FnOnce(&machinery::ast::Stmt<'_>) -> Checked<
         words += 1;
         let line = span.start_line;
         if words > WORDIEST {
-            return Err(InputError(format!("it has an expression of more than {WORDIEST} words (in {NAME}:{line})")));
+            return Err(InputError(format!(
+                "it has an expression of more than {WORDIEST} words (in {NAME}:{line})"
+            )));
         }
         if branches > BRANCHES {
             return Err(InputError(format!("it has more than {BRANCHES} elif (in {NAME}:{line})")));
@@ -211,7 +220,9 @@ fn without_generation(source: &str) -> String {
             _ => None,
         };
         match instead {
-            Some(instead) => made.push_str(&format!("{{%{}", inside.replacen(word, &format!(" {instead} "), 1))),
+            Some(instead) => {
+                made.push_str(&format!("{{%{}", inside.replacen(word, &format!(" {instead} "), 1)))
+            }
             None => made.push_str(&tag[..end]),
         }
         made.push_str("%}");

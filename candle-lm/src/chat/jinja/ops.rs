@@ -5,24 +5,29 @@ use std::rc::Rc;
 use minijinja::machinery::ast::BinOpKind;
 
 use super::text::Text;
-use super::value::Value;
-use super::work::{StepOutput, Work, fail};
+use super::value::JinjaValue;
+use super::work::{EvalResult, WorkBudget, fail};
 
 /// The value of an operator that always has both of its values.
-pub(super) fn binary(op: BinOpKind, left: &Value, right: &Value, work: &Work) -> StepOutput<Value> {
+pub(super) fn binary(
+    op: BinOpKind,
+    left: &JinjaValue,
+    right: &JinjaValue,
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
     let ordered = || left.compare(right, work);
     Ok(match op {
-        BinOpKind::Eq => Value::Bool(left.equals(right, work)?),
-        BinOpKind::Ne => Value::Bool(!left.equals(right, work)?),
-        BinOpKind::Lt => Value::Bool(ordered()?.is_lt()),
-        BinOpKind::Lte => Value::Bool(ordered()?.is_le()),
-        BinOpKind::Gt => Value::Bool(ordered()?.is_gt()),
-        BinOpKind::Gte => Value::Bool(ordered()?.is_ge()),
-        BinOpKind::In => Value::Bool(right.contains(left, work)?),
+        BinOpKind::Eq => JinjaValue::Bool(left.equals(right, work)?),
+        BinOpKind::Ne => JinjaValue::Bool(!left.equals(right, work)?),
+        BinOpKind::Lt => JinjaValue::Bool(ordered()?.is_lt()),
+        BinOpKind::Lte => JinjaValue::Bool(ordered()?.is_le()),
+        BinOpKind::Gt => JinjaValue::Bool(ordered()?.is_gt()),
+        BinOpKind::Gte => JinjaValue::Bool(ordered()?.is_ge()),
+        BinOpKind::In => JinjaValue::Bool(right.contains(left, work)?),
         BinOpKind::Concat => joined(&*left.shown(work)?, &*right.shown(work)?, work)?,
         BinOpKind::Add => match (left, right) {
-            (Value::Text(a), Value::Text(b)) => joined(a, b, work)?,
-            (Value::List(a), Value::List(b)) if a.is_tuple == b.is_tuple => {
+            (JinjaValue::Text(a), JinjaValue::Text(b)) => joined(a, b, work)?,
+            (JinjaValue::List(a), JinjaValue::List(b)) if a.is_tuple == b.is_tuple => {
                 work.charge((a.items.len() + b.items.len()) as u64)?;
                 let items = a.items.iter().chain(&b.items).cloned().collect();
                 if a.is_tuple { work.tuple(items)? } else { work.list(items)? }
@@ -31,18 +36,18 @@ pub(super) fn binary(op: BinOpKind, left: &Value, right: &Value, work: &Work) ->
         },
         BinOpKind::Sub => number("-", left, right, i64::checked_sub, |a, b| a - b)?,
         BinOpKind::Mul => match (left, right) {
-            (Value::Text(_) | Value::List(_), times) => repeated(left, times.int()?, work)?,
-            (times, Value::Text(_) | Value::List(_)) => repeated(right, times.int()?, work)?,
+            (JinjaValue::Text(_) | JinjaValue::List(_), times) => repeated(left, times.int()?, work)?,
+            (times, JinjaValue::Text(_) | JinjaValue::List(_)) => repeated(right, times.int()?, work)?,
             _ => number("*", left, right, i64::checked_mul, |a, b| a * b)?,
         },
         BinOpKind::Div => match left.as_float().zip(right.as_float()) {
             Some((_, 0.0)) => return fail("a division by zero"),
-            Some((a, b)) => Value::Float(a / b),
+            Some((a, b)) => JinjaValue::Float(a / b),
             None => return unfit("/", left, right),
         },
         BinOpKind::FloorDiv => number("//", left, right, floor_div, |a, b| (a / b).floor())?,
         BinOpKind::Rem => match left {
-            Value::Text(format) => super::format::percent(format, right, work)?,
+            JinjaValue::Text(format) => super::format::percent(format, right, work)?,
             _ => number(
                 "%",
                 left,
@@ -52,7 +57,9 @@ pub(super) fn binary(op: BinOpKind, left: &Value, right: &Value, work: &Work) ->
             )?,
         },
         BinOpKind::Pow => match (left.as_int(), right.as_int()) {
-            (Some(_), Some(to)) if to < 0 => number("**", left, &Value::Float(to as f64), |_, _| None, f64::powf)?,
+            (Some(_), Some(to)) if to < 0 => {
+                number("**", left, &JinjaValue::Float(to as f64), |_, _| None, f64::powf)?
+            }
             _ => number("**", left, right, |a, b| a.checked_pow(u32::try_from(b).ok()?), f64::powf)?,
         },
         BinOpKind::ScAnd => {
@@ -77,9 +84,9 @@ fn floor_div(a: i64, b: i64) -> Option<i64> {
     a.checked_div(b)?.checked_sub(down.into())
 }
 
-fn unfit<T>(op: &str, left: &Value, right: &Value) -> StepOutput<T> {
-    let name = |value: &Value| match value {
-        Value::Undefined(name) => format!("{name:?}, which is undefined,"),
+fn unfit<T>(op: &str, left: &JinjaValue, right: &JinjaValue) -> EvalResult<T> {
+    let name = |value: &JinjaValue| match value {
+        JinjaValue::Undefined(name) => format!("{name:?}, which is undefined,"),
         other => format!("a {}", other.kind()),
     };
     fail(format!("{op} does not fit {} and {}", name(left), name(right)))
@@ -87,26 +94,29 @@ fn unfit<T>(op: &str, left: &Value, right: &Value) -> StepOutput<T> {
 
 fn number(
     op: &str,
-    left: &Value,
-    right: &Value,
+    left: &JinjaValue,
+    right: &JinjaValue,
     whole: impl Fn(i64, i64) -> Option<i64>,
     real: impl Fn(f64, f64) -> f64,
-) -> StepOutput<Value> {
+) -> EvalResult<JinjaValue> {
     match (left.as_int(), right.as_int()) {
         (Some(_), Some(0)) if matches!(op, "//" | "%") => fail("a division by zero"),
         (Some(a), Some(b)) => {
             let made = whole(a, b);
-            made.map_or_else(|| fail(format!("{a} {op} {b} is too large a number")), |made| Ok(Value::Int(made)))
+            made.map_or_else(
+                || fail(format!("{a} {op} {b} is too large a number")),
+                |made| Ok(JinjaValue::Int(made)),
+            )
         }
         _ => match left.as_float().zip(right.as_float()) {
             Some((_, 0.0)) if matches!(op, "//" | "%") => fail("a division by zero"),
-            Some((a, b)) => Ok(Value::Float(real(a, b))),
+            Some((a, b)) => Ok(JinjaValue::Float(real(a, b))),
             None => unfit(op, left, right),
         },
     }
 }
 
-fn joined(left: &Text, right: &Text, work: &Work) -> StepOutput<Value> {
+fn joined(left: &Text, right: &Text, work: &WorkBudget) -> EvalResult<JinjaValue> {
     // Before the bytes are there.
     work.charge(left.cost() + right.cost())?;
     let mut made = left.clone();
@@ -114,11 +124,11 @@ fn joined(left: &Text, right: &Text, work: &Work) -> StepOutput<Value> {
     work.text(made)
 }
 
-fn repeated(value: &Value, times: i64, work: &Work) -> StepOutput<Value> {
+fn repeated(value: &JinjaValue, times: i64, work: &WorkBudget) -> EvalResult<JinjaValue> {
     let times = usize::try_from(times).unwrap_or(0);
     work.charge(value.size().saturating_mul(times as u64))?;
     match value {
-        Value::List(list) => {
+        JinjaValue::List(list) => {
             let items = (0..times).flat_map(|_| list.items.iter().cloned()).collect();
             if list.is_tuple { work.tuple(items) } else { work.list(items) }
         }
@@ -132,28 +142,28 @@ fn repeated(value: &Value, times: i64, work: &Work) -> StepOutput<Value> {
 }
 
 /// The value of `value.name`.
-pub(super) fn attribute(value: &Value, name: &str, work: &Work) -> StepOutput<Value> {
-    if let Value::Undefined(of) = value {
+pub(super) fn attribute(value: &JinjaValue, name: &str, work: &WorkBudget) -> EvalResult<JinjaValue> {
+    if let JinjaValue::Undefined(of) = value {
         return fail(format!("{of:?} is undefined, and has no {name:?}"));
     }
     let found = match value {
-        Value::Namespace(named) => {
+        JinjaValue::Namespace(named) => {
             let named = named.borrow();
             work.charge(named.len() as u64 * 4)?;
             named.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone())
         }
-        Value::Map(map) => map.get(&Value::Text(Rc::new(Text::own(name))), work)?.cloned(),
-        Value::Loop(of) => {
+        JinjaValue::Map(map) => map.get(&JinjaValue::Text(Rc::new(Text::own(name))), work)?.cloned(),
+        JinjaValue::Loop(of) => {
             let (index, length) = (of.index.get(), of.items.len());
-            let whole = |number: usize| Some(Value::Int(number as i64));
+            let whole = |number: usize| Some(JinjaValue::Int(number as i64));
             match name {
                 "index" => whole(index + 1),
                 "index0" => whole(index),
                 "revindex" => whole(length - index),
                 "revindex0" => whole(length - index - 1),
                 "length" => whole(length),
-                "first" => Some(Value::Bool(index == 0)),
-                "last" => Some(Value::Bool(index + 1 == length)),
+                "first" => Some(JinjaValue::Bool(index == 0)),
+                "last" => Some(JinjaValue::Bool(index + 1 == length)),
                 "depth" => whole(of.depth),
                 "depth0" => whole(of.depth - 1),
                 "previtem" => index.checked_sub(1).and_then(|at| of.items.get(at).cloned()),
@@ -163,25 +173,27 @@ pub(super) fn attribute(value: &Value, name: &str, work: &Work) -> StepOutput<Va
         }
         _ => None,
     };
-    Ok(found.unwrap_or_else(|| Value::undefined(name)))
+    Ok(found.unwrap_or_else(|| JinjaValue::undefined(name)))
 }
 
 /// The value of `value[key]`.
-pub(super) fn item(value: &Value, key: &Value, work: &Work) -> StepOutput<Value> {
-    let none = |key: &Value| key.shown(work).map(|key| Value::undefined(&key.chars().take(64).collect::<String>()));
+pub(super) fn item(value: &JinjaValue, key: &JinjaValue, work: &WorkBudget) -> EvalResult<JinjaValue> {
+    let none = |key: &JinjaValue| {
+        key.shown(work).map(|key| JinjaValue::undefined(&key.chars().take(64).collect::<String>()))
+    };
     match (value, key) {
-        (Value::Undefined(name), _) => fail(format!("{name:?} is undefined, and has no items")),
-        (Value::Map(map), _) => map.get(key, work)?.cloned().map_or_else(|| none(key), Ok),
-        (Value::List(list), _) if key.as_int().is_some() => {
+        (JinjaValue::Undefined(name), _) => fail(format!("{name:?} is undefined, and has no items")),
+        (JinjaValue::Map(map), _) => map.get(key, work)?.cloned().map_or_else(|| none(key), Ok),
+        (JinjaValue::List(list), _) if key.as_int().is_some() => {
             place(key.int()?, list.items.len()).map_or_else(|| none(key), |at| Ok(list.items[at].clone()))
         }
-        (Value::Text(text), _) if key.as_int().is_some() => {
+        (JinjaValue::Text(text), _) if key.as_int().is_some() => {
             let length = value.len(work)?;
             let Some(at) = place(key.int()?, length) else { return none(key) };
             let at = text.char_indices().nth(at).map(|(at, c)| at..at + c.len_utf8());
             work.part(text, at.unwrap_or(0..0))
         }
-        (_, Value::Text(name)) => attribute(value, name, work),
+        (_, JinjaValue::Text(name)) => attribute(value, name, work),
         _ => none(key),
     }
 }
@@ -192,9 +204,13 @@ fn place(index: i64, length: usize) -> Option<usize> {
 }
 
 /// The value of `value[start:stop:step]`.
-pub(super) fn slice(value: &Value, bounds: [Value; 3], work: &Work) -> StepOutput<Value> {
-    let bound = |bound: &Value| match bound {
-        Value::None | Value::Undefined(_) => Ok(None),
+pub(super) fn slice(
+    value: &JinjaValue,
+    bounds: [JinjaValue; 3],
+    work: &WorkBudget,
+) -> EvalResult<JinjaValue> {
+    let bound = |bound: &JinjaValue| match bound {
+        JinjaValue::None | JinjaValue::Undefined(_) => Ok(None),
         other => other.int().map(Some),
     };
     let (start, stop, step) = (bound(&bounds[0])?, bound(&bounds[1])?, bound(&bounds[2])?.unwrap_or(1));
@@ -217,11 +233,11 @@ pub(super) fn slice(value: &Value, bounds: [Value; 3], work: &Work) -> StepOutpu
         index = index.saturating_add(step);
     }
     match value {
-        Value::List(list) => {
+        JinjaValue::List(list) => {
             let items = places.into_iter().map(|at| list.items[at].clone()).collect();
             if list.is_tuple { work.tuple(items) } else { work.list(items) }
         }
-        Value::Text(text) => {
+        JinjaValue::Text(text) => {
             let at: Vec<_> = text.char_indices().map(|(at, c)| at..at + c.len_utf8()).collect();
             work.letters(text)?;
             let mut made = Text::default();

@@ -5,12 +5,12 @@ use std::cmp::Ordering;
 use std::rc::Rc;
 
 use super::text::Text;
-use super::work::{SLOT, StepOutput, Work, fail};
+use super::work::{EvalResult, SLOT, WorkBudget, fail};
 use crate::special_tokens::NAMES;
 
 /// A value.
 #[derive(Clone, Debug)]
-pub(super) enum Value {
+pub(super) enum JinjaValue {
     /// What a name leads to that nobody has set; the name.
     Undefined(Rc<str>),
     None,
@@ -21,7 +21,7 @@ pub(super) enum Value {
     List(Rc<List>),
     Map(Rc<Map>),
     /// Named values that a template changes.
-    Namespace(Rc<RefCell<Vec<(String, Value)>>>),
+    Namespace(Rc<RefCell<Vec<(String, JinjaValue)>>>),
     /// The variable `loop`.
     Loop(Rc<Loop>),
     /// A macro, by its number.
@@ -33,7 +33,7 @@ pub(super) enum Value {
 /// Values one behind the other, which do not change.
 #[derive(Debug)]
 pub(super) struct List {
-    pub(super) items: Vec<Value>,
+    pub(super) items: Vec<JinjaValue>,
     pub(super) is_tuple: bool,
     /// The bytes and slots of all that is in it, counted as often as it is in it.
     pub(super) size: u64,
@@ -44,7 +44,7 @@ pub(super) struct List {
 /// Values by keys, in the order in which they came.
 #[derive(Debug)]
 pub(super) struct Map {
-    pub(super) entries: Vec<(Value, Value)>,
+    pub(super) entries: Vec<(JinjaValue, JinjaValue)>,
     pub(super) size: u64,
     pub(super) depth: u32,
 }
@@ -52,15 +52,15 @@ pub(super) struct Map {
 /// Where a `for` is.
 #[derive(Debug)]
 pub(super) struct Loop {
-    pub(super) items: Vec<Value>,
+    pub(super) items: Vec<JinjaValue>,
     pub(super) index: Cell<usize>,
     /// The recursive `for` that it is of.
     pub(super) recursion: Option<usize>,
     pub(super) depth: usize,
-    pub(super) seen: RefCell<Option<Vec<Value>>>,
+    pub(super) seen: RefCell<Option<Vec<JinjaValue>>>,
 }
 
-impl Value {
+impl JinjaValue {
     pub(super) fn undefined(name: &str) -> Self {
         Self::Undefined(name.into())
     }
@@ -134,17 +134,17 @@ impl Value {
     }
 
     /// The whole number that an argument has to be.
-    pub(super) fn int(&self) -> StepOutput<i64> {
+    pub(super) fn int(&self) -> EvalResult<i64> {
         self.as_int().map_or_else(|| fail(format!("a {} is no whole number", self.kind())), Ok)
     }
 
     /// The text that an argument has to be.
-    pub(super) fn string(&self) -> StepOutput<&Rc<Text>> {
+    pub(super) fn string(&self) -> EvalResult<&Rc<Text>> {
         self.as_text().map_or_else(|| fail(format!("a {} is no string", self.kind())), Ok)
     }
 
     /// The values that a loop has one by one.
-    pub(super) fn items(&self, work: &Work) -> StepOutput<Vec<Value>> {
+    pub(super) fn items(&self, work: &WorkBudget) -> EvalResult<Vec<JinjaValue>> {
         match self {
             Self::Undefined(_) => Ok(Vec::new()),
             Self::List(list) => {
@@ -158,13 +158,13 @@ impl Value {
             Self::Text(text) => text
                 .char_indices()
                 .map(|(at, c)| work.part(text, at..at + c.len_utf8()))
-                .collect::<StepOutput<Vec<_>>>(),
+                .collect::<EvalResult<Vec<_>>>(),
             other => fail(format!("a {} has no items", other.kind())),
         }
     }
 
     /// The number of its items.
-    pub(super) fn len(&self, work: &Work) -> StepOutput<usize> {
+    pub(super) fn len(&self, work: &WorkBudget) -> EvalResult<usize> {
         match self {
             Self::Undefined(_) => Ok(0),
             Self::List(list) => Ok(list.items.len()),
@@ -175,7 +175,7 @@ impl Value {
     }
 
     /// Whether two values are equal.
-    pub(super) fn equals(&self, other: &Self, work: &Work) -> StepOutput<bool> {
+    pub(super) fn equals(&self, other: &Self, work: &WorkBudget) -> EvalResult<bool> {
         work.charge(self.size().min(other.size()) + 16)?;
         Ok(match (self, other) {
             (Self::Undefined(_), Self::Undefined(_)) | (Self::None, Self::None) => true,
@@ -209,7 +209,7 @@ impl Value {
     }
 
     /// Which of two values comes first.
-    pub(super) fn compare(&self, other: &Self, work: &Work) -> StepOutput<Ordering> {
+    pub(super) fn compare(&self, other: &Self, work: &WorkBudget) -> EvalResult<Ordering> {
         work.charge(self.size().min(other.size()) + 16)?;
         let ordered = match (self, other) {
             (Self::Text(a), Self::Text(b)) => Some((***a).cmp(&***b)),
@@ -230,7 +230,7 @@ impl Value {
     }
 
     /// Whether an item, a key or a part of a text is in it.
-    pub(super) fn contains(&self, item: &Self, work: &Work) -> StepOutput<bool> {
+    pub(super) fn contains(&self, item: &Self, work: &WorkBudget) -> EvalResult<bool> {
         match self {
             Self::Undefined(_) => Ok(false),
             Self::Text(text) => {
@@ -245,7 +245,7 @@ impl Value {
     }
 
     /// Its text, as `{{ }}` writes it.
-    pub(super) fn shown(&self, work: &Work) -> StepOutput<Rc<Text>> {
+    pub(super) fn shown(&self, work: &WorkBudget) -> EvalResult<Rc<Text>> {
         if let Self::Text(text) = self {
             return Ok(text.clone());
         }
@@ -261,7 +261,7 @@ impl Value {
     }
 
     /// Writes it as Python's `repr` does.
-    pub(super) fn write(&self, out: &mut Text, work: &Work) -> StepOutput<()> {
+    pub(super) fn write(&self, out: &mut Text, work: &WorkBudget) -> EvalResult<()> {
         work.charge(16u64)?;
         match self {
             Self::Undefined(_) => out.push_own("Undefined"),
@@ -297,7 +297,11 @@ impl Value {
 }
 
 /// Whether `f` is true for one of the values.
-pub(super) fn any(items: &[Value], mut f: impl FnMut(&Value) -> StepOutput<bool>, work: &Work) -> StepOutput<bool> {
+pub(super) fn any(
+    items: &[JinjaValue],
+    mut f: impl FnMut(&JinjaValue) -> EvalResult<bool>,
+    work: &WorkBudget,
+) -> EvalResult<bool> {
     for item in items {
         work.charge(16u64)?;
         if f(item)? {
@@ -308,7 +312,7 @@ pub(super) fn any(items: &[Value], mut f: impl FnMut(&Value) -> StepOutput<bool>
 }
 
 impl Map {
-    pub(super) fn get(&self, key: &Value, work: &Work) -> StepOutput<Option<&Value>> {
+    pub(super) fn get(&self, key: &JinjaValue, work: &WorkBudget) -> EvalResult<Option<&JinjaValue>> {
         for (known, value) in &self.entries {
             if known.equals(key, work)? {
                 return Ok(Some(value));
@@ -319,8 +323,20 @@ impl Map {
 }
 
 /// Sets the value of a key.
-pub(super) fn insert(entries: &mut Vec<(Value, Value)>, key: Value, value: Value, work: &Work) -> StepOutput<()> {
-    if !matches!(key, Value::None | Value::Bool(_) | Value::Int(_) | Value::Float(_) | Value::Text(_)) {
+pub(super) fn insert(
+    entries: &mut Vec<(JinjaValue, JinjaValue)>,
+    key: JinjaValue,
+    value: JinjaValue,
+    work: &WorkBudget,
+) -> EvalResult<()> {
+    if !matches!(
+        key,
+        JinjaValue::None
+            | JinjaValue::Bool(_)
+            | JinjaValue::Int(_)
+            | JinjaValue::Float(_)
+            | JinjaValue::Text(_)
+    ) {
         return fail(format!("a {} cannot be a key", key.kind()));
     }
     for (known, old) in entries.iter_mut() {
@@ -351,7 +367,7 @@ pub(super) fn float(number: f64) -> String {
 }
 
 /// Writes a text in quotes, as Python does.
-fn quote(text: &Text, out: &mut Text, work: &Work) -> StepOutput<()> {
+fn quote(text: &Text, out: &mut Text, work: &WorkBudget) -> EvalResult<()> {
     work.letters(text)?;
     let mark = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push_own(&mark.to_string());

@@ -6,19 +6,19 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::text::Text;
-use super::value::{List, Map, Value};
+use super::value::{JinjaValue, List, Map};
 
 /// Why a template fails, and the line where.
 #[derive(Debug)]
-pub(super) struct Fail {
+pub(super) struct TemplateFailure {
     pub(super) why: String,
     pub(super) line: Option<u16>,
 }
 
-pub(super) type StepOutput<T> = Result<T, Fail>;
+pub(super) type EvalResult<T> = Result<T, TemplateFailure>;
 
-pub(super) fn fail<T>(why: impl Into<String>) -> StepOutput<T> {
-    Err(Fail { why: why.into(), line: None })
+pub(super) fn fail<T>(why: impl Into<String>) -> EvalResult<T> {
+    Err(TemplateFailure { why: why.into(), line: None })
 }
 
 /// The most that one rendering may cost. A byte that is written or looked at costs 1.
@@ -45,7 +45,7 @@ const TIME: Duration = Duration::from_secs(30);
 /// Everything that takes time or memory is charged here before it is done, and a value knows its size, also if parts of it are
 /// in it many times. So a rendering ends, whatever the template says.
 #[derive(Debug)]
-pub(super) struct Work {
+pub(super) struct WorkBudget {
     left: Cell<u64>,
     largest: u64,
     looked: Cell<u64>,
@@ -53,7 +53,7 @@ pub(super) struct Work {
     ends: Instant,
 }
 
-impl Work {
+impl WorkBudget {
     /// A rendering of messages of so many bytes, which may cost more if they are long.
     pub(super) fn new(bytes: u64) -> Self {
         let most = MOST.saturating_add(bytes.saturating_mul(EACH));
@@ -67,11 +67,13 @@ impl Work {
     }
 
     /// Charges so many bytes.
-    pub(super) fn charge(&self, bytes: impl TryInto<u64>) -> StepOutput<()> {
+    pub(super) fn charge(&self, bytes: impl TryInto<u64>) -> EvalResult<()> {
         let left = self.left.get().checked_sub(bytes.try_into().unwrap_or(u64::MAX));
         let Some(left) = left else {
             self.left.set(0);
-            return fail("it runs out of fuel: it does more work, or makes more text, than a chat template may");
+            return fail(
+                "it runs out of fuel: it does more work, or makes more text, than a chat template may",
+            );
         };
         self.left.set(left);
         // The clock is not looked at each time.
@@ -85,17 +87,17 @@ impl Work {
     }
 
     /// Charges a walk over the characters of a text.
-    pub(super) fn letters(&self, text: &str) -> StepOutput<()> {
+    pub(super) fn letters(&self, text: &str) -> EvalResult<()> {
         self.charge((text.len() as u64).saturating_mul(LETTER))
     }
 
     /// Charges one instruction.
-    pub(super) fn step(&self) -> StepOutput<()> {
+    pub(super) fn step(&self) -> EvalResult<()> {
         self.charge(STEP)
     }
 
     /// Begins an instruction inside of others.
-    pub(super) fn nest(&self) -> StepOutput<()> {
+    pub(super) fn nest(&self) -> EvalResult<()> {
         let depth = self.depth.get() + 1;
         if depth > NESTED {
             return fail(format!("it nests more than {NESTED} instructions or calls"));
@@ -110,44 +112,48 @@ impl Work {
     }
 
     /// Makes a text.
-    pub(super) fn text(&self, text: Text) -> StepOutput<Value> {
+    pub(super) fn text(&self, text: Text) -> EvalResult<JinjaValue> {
         self.charge(text.cost() + SLOT)?;
-        Ok(Value::Text(Rc::new(text)))
+        Ok(JinjaValue::Text(Rc::new(text)))
     }
 
-    pub(super) fn own(&self, text: impl Into<String>) -> StepOutput<Value> {
+    pub(super) fn own(&self, text: impl Into<String>) -> EvalResult<JinjaValue> {
         self.text(Text::own(text))
     }
 
     /// Cuts a text.
-    pub(super) fn part(&self, text: &Text, part: Range<usize>) -> StepOutput<Value> {
+    pub(super) fn part(&self, text: &Text, part: Range<usize>) -> EvalResult<JinjaValue> {
         self.text(text.part(part))
     }
 
     /// Makes a list.
-    pub(super) fn list(&self, items: Vec<Value>) -> StepOutput<Value> {
+    pub(super) fn list(&self, items: Vec<JinjaValue>) -> EvalResult<JinjaValue> {
         let (size, depth) = self.sizes(&items)?;
-        Ok(Value::List(Rc::new(List { items, is_tuple: false, size, depth })))
+        Ok(JinjaValue::List(Rc::new(List { items, is_tuple: false, size, depth })))
     }
 
     /// Makes a tuple.
-    pub(super) fn tuple(&self, items: Vec<Value>) -> StepOutput<Value> {
+    pub(super) fn tuple(&self, items: Vec<JinjaValue>) -> EvalResult<JinjaValue> {
         let (size, depth) = self.sizes(&items)?;
-        Ok(Value::List(Rc::new(List { items, is_tuple: true, size, depth })))
+        Ok(JinjaValue::List(Rc::new(List { items, is_tuple: true, size, depth })))
     }
 
     /// Makes a dict of entries without a key in common.
-    pub(super) fn map(&self, entries: Vec<(Value, Value)>) -> StepOutput<Value> {
+    pub(super) fn map(&self, entries: Vec<(JinjaValue, JinjaValue)>) -> EvalResult<JinjaValue> {
         let (keys, key_depth) = self.sizes(entries.iter().map(|(key, _)| key))?;
         let (values, depth) = self.sizes(entries.iter().map(|(_, value)| value))?;
-        Ok(Value::Map(Rc::new(Map { entries, size: keys.saturating_add(values), depth: depth.max(key_depth) })))
+        Ok(JinjaValue::Map(Rc::new(Map {
+            entries,
+            size: keys.saturating_add(values),
+            depth: depth.max(key_depth),
+        })))
     }
 
-    fn sizes<'v>(&self, items: impl IntoIterator<Item = &'v Value>) -> StepOutput<(u64, u32)> {
+    fn sizes<'v>(&self, items: impl IntoIterator<Item = &'v JinjaValue>) -> EvalResult<(u64, u32)> {
         let (mut size, mut depth) = (SLOT, 0);
         for item in items {
             self.charge(SLOT)?;
-            if matches!(item, Value::Namespace(_) | Value::Loop(_)) {
+            if matches!(item, JinjaValue::Namespace(_) | JinjaValue::Loop(_)) {
                 return fail(format!("a {} cannot be in a list, a dict or a namespace", item.kind()));
             }
             size = item.size().saturating_add(SLOT).saturating_add(size);
@@ -163,7 +169,7 @@ impl Work {
     }
 
     /// Refuses what cannot be in a namespace.
-    pub(super) fn storable(&self, value: &Value) -> StepOutput<()> {
+    pub(super) fn storable(&self, value: &JinjaValue) -> EvalResult<()> {
         self.sizes([value]).map(drop)
     }
 }

@@ -72,7 +72,9 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             ("logit_scale", float(parts.logits_divisor)),
         ]);
     }
-    if let (true, Some(window)) = (kind.starts_with("gemma"), super::windows(config).into_iter().flatten().next()) {
+    if let (true, Some(window)) =
+        (kind.starts_with("gemma"), super::windows(config).into_iter().flatten().next())
+    {
         own.push(("attention.sliding_window", number(window)));
     }
     let caps = [("attn_logit_softcapping", parts.scores_cap), ("final_logit_softcapping", parts.logits_cap)];
@@ -91,7 +93,13 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         Some(RopeScaling::Linear { factor }) => {
             own.extend([("rope.scaling.type", text("linear")), ("rope.scaling.factor", float(*factor))]);
         }
-        Some(RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_position_embeddings: learned, .. }) => {
+        Some(RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_position_embeddings: learned,
+            ..
+        }) => {
             own.extend([
                 ("rope.scaling.type", text("yarn")),
                 ("rope.scaling.factor", float(*factor)),
@@ -103,9 +111,9 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
         Some(RopeScaling::Dynamic { .. }) => {
             bail!("files of {kind} do not say that positions are scaled by the length of a text")
         }
-        Some(RopeScaling::Longrope { original_max_position_embeddings: learned, attention_factor, .. })
-            if kind == "phi3" =>
-        {
+        Some(RopeScaling::Longrope {
+            original_max_position_embeddings: learned, attention_factor, ..
+        }) if kind == "phi3" => {
             own.extend([
                 ("rope.scaling.original_context_length", number(*learned)),
                 ("rope.scaling.attn_factor", float(*attention_factor)),
@@ -135,7 +143,12 @@ pub(super) fn factors(config: &Config) -> Vec<(&'static str, Vec<f32>)> {
 pub(super) fn frequencies(config: &Config) -> Option<Vec<f32>> {
     match &config.rope_scaling {
         Some(RopeScaling::Factors(factors)) => Some(factors.iter().map(|&factor| factor as f32).collect()),
-        Some(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings }) => {
+        Some(RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        }) => {
             let (width, learned) = (config.rotary_width(), *original_max_position_embeddings as f64);
             let (longest, shortest) = (learned / low_freq_factor, learned / high_freq_factor);
             let of = |pair: usize| {
@@ -161,7 +174,9 @@ pub(super) fn scales_alike(was: &Config, is: &Config) -> bool {
     let rounded = |x: &f64| *x as f32;
     match (&was.rope_scaling, &is.rope_scaling) {
         (None, None) => true,
-        (Some(RopeScaling::Linear { factor: a }), Some(RopeScaling::Linear { factor: b })) => rounded(a) == rounded(b),
+        (Some(RopeScaling::Linear { factor: a }), Some(RopeScaling::Linear { factor: b })) => {
+            rounded(a) == rounded(b)
+        }
         (
             Some(RopeScaling::Longrope { original_max_position_embeddings: a, attention_factor: x, .. }),
             Some(RopeScaling::Longrope { original_max_position_embeddings: b, attention_factor: y, .. }),

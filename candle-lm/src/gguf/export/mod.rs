@@ -31,7 +31,12 @@ const AS_LLAMA: [&str; 2] = ["mistral", "mixtral"];
 ///
 /// # Errors
 /// Those of [`Files::export_gguf`].
-pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: impl FnMut(usize, usize)) -> Result<()> {
+pub(crate) fn export(
+    files: &Files,
+    path: &Path,
+    dtype: GgmlDType,
+    mut show: impl FnMut(usize, usize),
+) -> Result<()> {
     ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
     ensure!(
         !matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K),
@@ -46,14 +51,15 @@ pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: imp
     let names = named(config);
     let (mut tensors, count) = (Vec::new(), names.len());
     for (at, (name, parts)) in names.into_iter().enumerate() {
-        let read = |(part, shape): &Part| -> Result<Tensor> {
+        let read = |(part, shape): &MemoryTensor| -> Result<Tensor> {
             let whole: Vec<_> = shape.iter().map(|&size| 0..size).collect();
             Ok(files.weights.read_block(part, &whole, &Device::Cpu)?.to_dtype(DType::F32)?)
         };
         let read = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?;
         let shape = read.dims().to_vec();
         // llama.cpp adds nothing to the weights of norms.
-        let read = if config.parts.norms_add_one && name.ends_with("norm.weight") { (read + 1.0)? } else { read };
+        let read =
+            if config.parts.norms_add_one && name.ends_with("norm.weight") { (read + 1.0)? } else { read };
         let turned = if config.parts.pairs == pairs { read } else { permuted(&name, &read, config.heads())? };
         let written = QTensor::quantize(&turned, stored_as(&name, &shape, dtype))?;
         tensors.push((renamed(&name, kind, config)?, written));
@@ -73,8 +79,11 @@ pub(crate) fn export(files: &Files, path: &Path, dtype: GgmlDType, mut show: imp
     }
     let mut new = new.suffix(".gguf").tempfile_in(folder)?;
     write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
-    check(files, &tokenizer, new.path()).with_context(|| format!("{} would be another model", path.display()))?;
-    new.persist_noclobber(path).map_err(|error| error.error).with_context(|| format!("{}", path.display()))?;
+    check(files, &tokenizer, new.path())
+        .with_context(|| format!("{} would be another model", path.display()))?;
+    new.persist_noclobber(path)
+        .map_err(|error| error.error)
+        .with_context(|| format!("{}", path.display()))?;
     Ok(())
 }
 
@@ -83,7 +92,8 @@ fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
     let (family, parts) = (config.family, &config.parts);
     let family = if AS_LLAMA.contains(&family) { "llama" } else { family };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
-    let &(kind, _, pairs) = found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
+    let &(kind, _, pairs) =
+        found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.
     let of_llama = ["llama", "granite"].contains(&kind);
     let mut lacks = Vec::new();
@@ -100,8 +110,14 @@ fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
         kind != "gemma3" || matches!(config.rope_scaling, None | Some(RopeScaling::Linear { .. })),
         "positions that are not scaled by one factor",
     );
-    need(kind == "gemma2" || (parts.scores_cap, parts.logits_cap) == (None, None), "caps of scores or logits");
-    need(parts.local_rope.as_ref().is_none_or(|local| *local == (10_000.0, None)), "these positions in windows");
+    need(
+        kind == "gemma2" || (parts.scores_cap, parts.logits_cap) == (None, None),
+        "caps of scores or logits",
+    );
+    need(
+        parts.local_rope.as_ref().is_none_or(|local| *local == (10_000.0, None)),
+        "these positions in windows",
+    );
     if let Some(experts) = &parts.experts {
         need(experts.normalize, "weights of experts that are not normalized");
         need(!config.has_dense_layers(), "dense layers beside layers with experts");
@@ -129,14 +145,14 @@ fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
 }
 
 /// A tensor in memory: its name and its shape.
-type Part = (String, Vec<usize>);
+type MemoryTensor = (String, Vec<usize>);
 
 /// The tensors of a file by the names of the Hub, each with those in memory that it has, one behind another.
-fn named(config: &Config) -> Vec<(String, Vec<Part>)> {
+fn named(config: &Config) -> Vec<(String, Vec<MemoryTensor>)> {
     let mut names = Vec::new();
     let mut tensors = config.tensors();
     for (name, parts) in config.fused() {
-        let is_part = |tensor: &Part| parts.iter().any(|(part, _)| *part == tensor.0);
+        let is_part = |tensor: &MemoryTensor| parts.iter().any(|(part, _)| *part == tensor.0);
         names.push((name, tensors.extract_if(.., |tensor| is_part(tensor)).collect()));
     }
     names.extend(tensors.into_iter().map(|(name, shape)| (name.clone(), vec![(name, shape)])));
@@ -148,7 +164,8 @@ fn renamed(name: &str, kind: &str, config: &Config) -> Result<String> {
     if let Some((gguf, _)) = TENSORS.iter().find(|(_, hub)| *hub == name) {
         return Ok((*gguf).to_owned());
     }
-    let (layer, rest) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')).unwrap_or_default();
+    let (layer, rest) =
+        name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')).unwrap_or_default();
     // Stacked experts are tensors by themselves.
     let (module, parameter) = match rest.rsplit_once('.') {
         Some((module, parameter @ ("weight" | "bias"))) => (module, parameter),
@@ -189,8 +206,10 @@ fn stored_as(name: &str, shape: &[usize], dtype: GgmlDType) -> GgmlDType {
 }
 
 fn write(file: &mut File, metadata: &[(String, Stored)], tensors: &[(String, QTensor)]) -> Result<()> {
-    let metadata: Vec<(&str, &Stored)> = metadata.iter().map(|(name, value)| (name.as_str(), value)).collect();
-    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let metadata: Vec<(&str, &Stored)> =
+        metadata.iter().map(|(name, value)| (name.as_str(), value)).collect();
+    let tensors: Vec<(&str, &QTensor)> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let mut out = BufWriter::with_capacity(1 << 20, &mut *file);
     gguf_file::write(&mut out, &metadata, &tensors)?;
     out.flush()?;
@@ -204,14 +223,17 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
     let again = Files::open(path)?;
     let (was, is) = (&files.config, &again.config);
     // Numbers of files have 32 bits.
-    let shapes =
-        |config: &Config| (config.tensors(), config.heads(), config.max_position_embeddings, config.rope_theta as f32);
+    let shapes = |config: &Config| {
+        (config.tensors(), config.heads(), config.max_position_embeddings, config.rope_theta as f32)
+    };
     ensure!(shapes(was) == shapes(is), "the sizes are not those of the config");
     let layers = |config: &Config| {
         let experts = &config.parts.experts;
-        let rotary: Vec<bool> = (0..config.num_hidden_layers).map(|layer| config.parts.is_rotary(layer)).collect();
-        let experts =
-            experts.as_ref().map(|experts| (experts.count, experts.chosen, experts.hidden, experts.normalize));
+        let rotary: Vec<bool> =
+            (0..config.num_hidden_layers).map(|layer| config.parts.is_rotary(layer)).collect();
+        let experts = experts
+            .as_ref()
+            .map(|experts| (experts.count, experts.chosen, experts.hidden, experts.normalize));
         (windows(config), rotary, experts)
     };
     ensure!(layers(was) == layers(is), "the layers are not those of the config");
@@ -231,11 +253,13 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
     ensure!(rest(was) == rest(is), "the factors are not those of the config");
     ensure!(fields::scales_alike(was, is), "the rotary positions are not scaled as the config says");
     ensure!(files.ends.is_subset(&again.ends), "texts do not end as the config says");
-    let tokens = |files: &Files| -> Result<_> { Ok(files.special_tokens()?.get("bos_token").cloned().flatten()) };
+    let tokens =
+        |files: &Files| -> Result<_> { Ok(files.special_tokens()?.get("bos_token").cloned().flatten()) };
     ensure!(tokens(files)? == tokens(&again)?, "texts do not begin as the tokenizer says");
     let templates = |files: &Files| -> Result<_> {
         let template = files.find_chat_template()?;
-        Ok(template.map(|template| (template.sources().0.to_owned(), template.sources().1.map(str::to_owned))))
+        Ok(template
+            .map(|template| (template.sources().0.to_owned(), template.sources().1.map(str::to_owned))))
     };
     ensure!(templates(files)? == templates(&again)?, "the chat template is not that of the model");
     vocabulary::check(tokenizer, &tokenizer::read(path)?)

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::gguf::sentencepiece::SPACE;
 
 /// What a file says of such a tokenizer beside its tokens.
-pub(super) struct Pieces {
+pub(super) struct PieceScores {
     /// The score of each token that is made of a pair: pairs with high scores are merged first.
     pub(super) scores: BTreeMap<String, f32>,
     /// Whether texts begin with one more space.
@@ -34,7 +34,7 @@ pub(super) fn read(
     known: &BTreeSet<&str>,
     added: &BTreeSet<&str>,
     merges: &[[&str; 2]],
-) -> Result<Pieces> {
+) -> Result<PieceScores> {
     let model = &parts["model"];
     for name in ["continuing_subword_prefix", "end_of_word_suffix"] {
         ensure!(
@@ -52,14 +52,19 @@ pub(super) fn read(
         "the tokenizer has no token {}, and llama.cpp needs all bytes",
         missing.unwrap_or_default()
     );
-    Ok(Pieces { scores: scores(known, added, merges)?, prefixes: prefixes(parts)? })
+    Ok(PieceScores { scores: scores(known, added, merges)?, prefixes: prefixes(parts)? })
 }
 
 /// The scores that follow from the order of merges. Tokens whose merges lie between each other's have one score: SentencePiece has such
 /// tokens, for example runs of spaces, and transformers puts their merges in the order of lengths.
-fn scores(known: &BTreeSet<&str>, added: &BTreeSet<&str>, merges: &[[&str; 2]]) -> Result<BTreeMap<String, f32>> {
+fn scores(
+    known: &BTreeSet<&str>,
+    added: &BTreeSet<&str>,
+    merges: &[[&str; 2]],
+) -> Result<BTreeMap<String, f32>> {
     let tokens: Vec<String> = merges.iter().map(|[a, b]| format!("{a}{b}")).collect();
-    let last: BTreeMap<&str, usize> = tokens.iter().enumerate().map(|(at, token)| (token.as_str(), at)).collect();
+    let last: BTreeMap<&str, usize> =
+        tokens.iter().enumerate().map(|(at, token)| (token.as_str(), at)).collect();
     let mut scores = BTreeMap::new();
     let (mut start, mut score) = (0, 0.0);
     while start < merges.len() {
@@ -116,7 +121,8 @@ fn prefixes(parts: &Value) -> Result<bool> {
     match (respells, cut["type"].as_str()) {
         (true, _) if is_plain => Ok(prefixes),
         (false, Some("Metaspace")) if cut["replacement"] == SPACE && cut["split"] == false && !prefixes => {
-            let scheme = cut["prepend_scheme"].as_str().context("the tokenizer does not say what it prepends")?;
+            let scheme =
+                cut["prepend_scheme"].as_str().context("the tokenizer does not say what it prepends")?;
             ensure!(
                 scheme == "never",
                 "the tokenizer puts a space in front of texts ({scheme:?}) otherwise than llama.cpp, which does it behind special tokens too"

@@ -37,7 +37,8 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
     let parts = serde_json::to_value(tokenizer)?;
     let is_of_pieces = pieces::are_in(&parts);
     let added = tokenizer.get_added_tokens_decoder();
-    let known: BTreeMap<u32, String> = tokenizer.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
+    let known: BTreeMap<u32, String> =
+        tokenizer.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
     let unknown = parts["model"]["unk_token"].as_str().filter(|_| is_of_pieces);
     let bytes: BTreeSet<String> = (0..=u8::MAX).filter(|_| is_of_pieces).map(pieces::of_byte).collect();
     let (mut tokens, mut kinds) = (Vec::new(), Vec::new());
@@ -66,7 +67,8 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
     }
     let merges = merges(&parts)?;
     let strings = |texts: &[String]| Stored::Array(texts.iter().cloned().map(Stored::String).collect());
-    let mut fields = vec![("tokens".to_owned(), strings(&tokens)), ("token_type".to_owned(), Stored::Array(kinds))];
+    let mut fields =
+        vec![("tokens".to_owned(), strings(&tokens)), ("token_type".to_owned(), Stored::Array(kinds))];
     if is_of_pieces {
         let apart: BTreeSet<&str> = added.values().map(|token| token.content.as_str()).collect();
         let all: BTreeSet<&str> = known.values().map(String::as_str).collect();
@@ -96,17 +98,25 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
     }
     let [first, last] = around(tokenizer)?;
     let named = files.special_tokens()?;
-    let id_of = |name: &str| named.get(name).and_then(Option::as_ref).and_then(|text| tokenizer.token_to_id(text));
+    let id_of =
+        |name: &str| named.get(name).and_then(Option::as_ref).and_then(|text| tokenizer.token_to_id(text));
     // llama.cpp takes another token where one is not named.
     let begin = first.or_else(|| id_of("bos_token")).or(files.config.bos_token_id);
     let end = last.or_else(|| id_of("eos_token")).or_else(|| files.ends.first().copied());
     let end = end.context("no token ends texts, and llama.cpp would take another one for it")?;
     let mut others: Vec<u32> = files.ends.iter().copied().filter(|&other| other != end).collect();
     others.sort_by_key(|other| known.get(other).is_some_and(|text| text == WAITS));
-    ensure!(others.len() < ENDS.len(), "texts end at {} tokens, and files name {}", others.len() + 1, ENDS.len());
+    ensure!(
+        others.len() < ENDS.len(),
+        "texts end at {} tokens, and files name {}",
+        others.len() + 1,
+        ENDS.len()
+    );
     fields.extend(begin.map(|id| ("bos_token_id".to_owned(), Stored::U32(id))));
     fields.extend(
-        ENDS.iter().zip(std::iter::once(end).chain(others)).map(|(name, id)| ((*name).to_owned(), Stored::U32(id))),
+        ENDS.iter()
+            .zip(std::iter::once(end).chain(others))
+            .map(|(name, id)| ((*name).to_owned(), Stored::U32(id))),
     );
     for (name, key) in [("unk_token", "unknown_token_id"), ("pad_token", "padding_token_id")] {
         fields.extend(id_of(name).map(|id| (key.to_owned(), Stored::U32(id))));
@@ -126,8 +136,10 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
         fields.push((TEMPLATE.to_owned(), Stored::String(source.into())));
         if let Some(source) = for_tools {
             fields.push((FOR_TOOLS.to_owned(), Stored::String(source.into())));
-            fields
-                .push(("tokenizer.chat_templates".to_owned(), Stored::Array(vec![Stored::String("tool_use".into())])));
+            fields.push((
+                "tokenizer.chat_templates".to_owned(),
+                Stored::Array(vec![Stored::String("tool_use".into())]),
+            ));
         }
     }
     Ok(fields)
@@ -151,7 +163,10 @@ fn around(tokenizer: &Tokenizer) -> Result<[Option<u32>; 2]> {
         Ok(encoding.get_ids().to_vec())
     };
     let (plain, all) = (encoded(false)?, encoded(true)?);
-    let at = all.windows(plain.len().max(1)).position(|part| part == plain).context("the tokenizer changes texts")?;
+    let at = all
+        .windows(plain.len().max(1))
+        .position(|part| part == plain)
+        .context("the tokenizer changes texts")?;
     match (&all[..at], &all[at + plain.len()..]) {
         (first @ ([] | [_]), last @ ([] | [_])) => Ok([first.first().copied(), last.first().copied()]),
         _ => bail!("the tokenizer puts several tokens around a text, which files do not say"),
@@ -180,7 +195,9 @@ fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
                 let regex = regex.filter(|_| is_plain || is_inverse);
                 cuts.push(
                     regex
-                        .with_context(|| format!("the tokenizer cuts texts by {step}, which files do not say"))?
+                        .with_context(|| {
+                            format!("the tokenizer cuts texts by {step}, which files do not say")
+                        })?
                         .to_owned(),
                 );
             }
@@ -209,8 +226,9 @@ fn pre_tokenizer(parts: &Value) -> Result<&'static str> {
         parts["normalizer"]["type"]
     );
     let ignores_merges = parts["model"]["ignore_merges"] == true;
-    PreTokenizer::named(&cuts, ignores_merges, composes)
-        .with_context(|| format!("files of llama.cpp have no name for how the tokenizer cuts texts: {cuts:?}"))
+    PreTokenizer::named(&cuts, ignores_merges, composes).with_context(|| {
+        format!("files of llama.cpp have no name for how the tokenizer cuts texts: {cuts:?}")
+    })
 }
 
 /// Texts whose tokens tell tokenizers apart.
@@ -225,13 +243,16 @@ const TEXTS: [&str; 6] = [
 
 /// Checks that two tokenizers cut texts alike.
 pub(super) fn check(was: &Tokenizer, is: &Tokenizer) -> Result<()> {
-    let added = was.get_added_tokens_decoder().into_values().map(|token| format!("a {} b{0}c", token.content));
+    let added =
+        was.get_added_tokens_decoder().into_values().map(|token| format!("a {} b{0}c", token.content));
     for text in TEXTS.map(str::to_owned).into_iter().chain(added) {
         let text = text.as_str();
-        let [was, is] =
-            [was, is].map(|tokenizer| tokenizer.encode(text, true).map(|encoding| encoding.get_ids().to_vec()));
-        let (was, is) =
-            (was.map_err(|error| anyhow::anyhow!("{error}"))?, is.map_err(|error| anyhow::anyhow!("{error}"))?);
+        let [was, is] = [was, is]
+            .map(|tokenizer| tokenizer.encode(text, true).map(|encoding| encoding.get_ids().to_vec()));
+        let (was, is) = (
+            was.map_err(|error| anyhow::anyhow!("{error}"))?,
+            is.map_err(|error| anyhow::anyhow!("{error}"))?,
+        );
         ensure!(was == is, "the tokens of {text:?} would be {is:?}, and are {was:?}");
     }
     Ok(())

@@ -1,8 +1,8 @@
 //! A list of candle's modules as nodes.
 use super::PipeBuilder;
-use crate::graph::{Named, Node, NodeKind, Scope, ValueId};
+use crate::graph::{NamedTensors, Node, NodeKind, Scope, ValueId};
 use crate::nn::Sequential;
-use crate::pipe::build::{Factory, Made, Recipe, Workshop};
+use crate::pipe::build::{BuildContext, BuiltNode, Factory, NodeBuilder};
 use crate::{Error, Result};
 use candle_core::{Tensor, TensorId, Var};
 use candle_dist::bits::same_bits;
@@ -13,10 +13,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// Built modules that are not nodes yet, each with its parameters.
-struct Layers(RefCell<Vec<Option<Built>>>);
+struct LayerList(RefCell<Vec<Option<NamedModule>>>);
 
 /// A module and its parameters.
-type Built = (Box<dyn ModuleT>, Named);
+type NamedModule = (Box<dyn ModuleT>, NamedTensors);
 
 impl<B: Scope> PipeBuilder<B> {
     /// Declares a list of `count` candle modules, as its own constructor builds it: nodes `name.0`, `name.1` and so on.
@@ -71,21 +71,23 @@ impl<B: Scope> PipeBuilder<B> {
         for place in 0..count {
             let node = format!("{list}.{place}");
             let (build, example, list) = (build.clone(), example.clone(), list.clone());
-            let make: Factory<B> = Arc::new(move |scope: &B, workshop: &Workshop| {
-                let layers = match workshop.get::<Layers>(id) {
+            let make: Factory<B> = Arc::new(move |scope: &B, workshop: &BuildContext| {
+                let layers = match workshop.get::<LayerList>(id) {
                     Some(layers) => layers,
                     None => {
                         let (made, named) = scope.watch(|scope| {
                             let list: Sequential = build(scope)?.into();
                             Ok(list.into_layers())
                         })?;
-                        if let Some((name, _)) = named.iter().find(|(_, t)| workshop.is_measuring && !t.track_op()) {
+                        if let Some((name, _)) =
+                            named.iter().find(|(_, t)| workshop.is_measuring && !t.track_op())
+                        {
                             return Err(Error::Pipe(format!(
                                 "which module of the list {list:?} has {name:?} is not known, as that is no variable; measure \
                                  with a builder of variables, such as one of a VarMap"
                             )));
                         }
-                        let made = Rc::new(Layers::new(&list, count, made, &named, &example)?);
+                        let made = Rc::new(LayerList::new(&list, count, made, &named, &example)?);
                         workshop.put(id, made.clone());
                         made
                     }
@@ -96,19 +98,19 @@ impl<B: Scope> PipeBuilder<B> {
                         "module {place} of the list {list:?} is built twice; build a stage once at a time"
                     ))
                 })?;
-                Ok(Made::with(Sequential::from(vec![layer]), named))
+                Ok(BuiltNode::with(Sequential::from(vec![layer]), named))
             });
             let output = self.value();
             let (kind, inputs) = (NodeKind::Module, vec![value]);
             self.graph.nodes.push(Node { name: node, kind, inputs, outputs: vec![output], weight: None });
-            self.recipes.push(Recipe { scope: Some(scope.clone()), make });
+            self.recipes.push(NodeBuilder { scope: Some(scope.clone()), make });
             value = output;
         }
         value
     }
 }
 
-impl Layers {
+impl LayerList {
     /// Finds the variables of each module.
     fn new(
         list: &str,
@@ -129,18 +131,21 @@ impl Layers {
         let mut inputs = Vec::with_capacity(count);
         let mut found = HashSet::new();
         for (place, module) in modules.into_iter().enumerate() {
-            let y =
-                module.forward_t(&x, false).map_err(|error| Error::from(error).at_node(&format!("{list}.{place}")))?;
+            let y = module
+                .forward_t(&x, false)
+                .map_err(|error| Error::from(error).at_node(&format!("{list}.{place}")))?;
             let used: HashSet<TensorId> = y.sorted_nodes().into_iter().map(Tensor::id).collect();
-            let own: Named = named.iter().filter(|(_, tensor)| used.contains(&tensor.id())).cloned().collect();
+            let own: NamedTensors =
+                named.iter().filter(|(_, tensor)| used.contains(&tensor.id())).cloned().collect();
             found.extend(own.iter().map(|(_, tensor)| tensor.id()));
             layers.push((module, own));
             inputs.push(std::mem::replace(&mut x, y.detach()));
         }
         let is_lost = |(_, tensor): &&(String, Tensor)| tensor.track_op() && !found.contains(&tensor.id());
         // A cast cannot be tried, because nothing writes to it.
-        let lost: Named = named.iter().filter(is_lost).cloned().collect();
-        let (mut lost, casts): (Named, Named) = lost.into_iter().partition(|(_, tensor)| tensor.is_variable());
+        let lost: NamedTensors = named.iter().filter(is_lost).cloned().collect();
+        let (mut lost, casts): (NamedTensors, NamedTensors) =
+            lost.into_iter().partition(|(_, tensor)| tensor.is_variable());
         // Those without a gradient, such as the statistics of a batch norm, belong to the module that moves them.
         for ((module, own), x) in layers.iter_mut().zip(&inputs) {
             if lost.is_empty() {
@@ -164,7 +169,11 @@ impl Layers {
 }
 
 /// Returns the variables that a module changes in training, and the others. All have their values again.
-fn moved_by(module: &dyn ModuleT, x: &Tensor, variables: Named) -> Result<(Named, Named)> {
+fn moved_by(
+    module: &dyn ModuleT,
+    x: &Tensor,
+    variables: NamedTensors,
+) -> Result<(NamedTensors, NamedTensors)> {
     // Not their own values: a mean of 0 stays 0 on an example of zeros.
     let trial = |variable: &Tensor| match variable.dtype().is_float() {
         true => variable.ones_like()?.affine(0.731, 0.0),
@@ -178,7 +187,7 @@ fn moved_by(module: &dyn ModuleT, x: &Tensor, variables: Named) -> Result<(Named
     }
     // A module that refuses the example in training moves nothing.
     drop(module.forward_t(x, true));
-    let (mut moved, mut left) = (Named::new(), Named::new());
+    let (mut moved, mut left) = (NamedTensors::new(), NamedTensors::new());
     for (named, (own, trial)) in variables.into_iter().zip(kept) {
         let is_moved = !same_bits(&named.1.detach(), &trial)?;
         Var::from_tensor(&named.1)?.set(&own)?;

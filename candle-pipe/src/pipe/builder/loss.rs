@@ -1,6 +1,6 @@
 //! Declaration of the loss.
 use super::PipeBuilder;
-use crate::graph::{Ctx, Loss, Reduction, Scope, ValueId};
+use crate::graph::{Ctx, Loss, LossReduction, Scope, ValueId};
 use crate::microbatch::ChunkSpec;
 use crate::pipe::loss::{LossSpec, NAME, reduction};
 use crate::pipe::pick;
@@ -8,9 +8,9 @@ use crate::{Result, Value, ValuePath};
 use candle_core::Tensor;
 
 impl<B: Scope> PipeBuilder<B> {
-    /// Declares the loss: a value that is a scalar of floats, or for [`Reduction::Counted`] a tuple of such a scalar
+    /// Declares the loss: a value that is a scalar of floats, or for [`LossReduction::Counted`] a tuple of such a scalar
     /// and its count, a number or a one-element tensor.
-    pub fn loss(&mut self, value: ValueId, reduction: Reduction) {
+    pub fn loss(&mut self, value: ValueId, reduction: LossReduction) {
         if self.graph.loss.replace(Loss { value, reduction }).is_some() {
             self.fail("the model has two losses; add them up in a function".into());
         }
@@ -21,10 +21,13 @@ impl<B: Scope> PipeBuilder<B> {
         &mut self,
         f: impl Fn(&[Value], &Ctx) -> Result<Tensor> + Send + Sync + 'static,
         inputs: impl IntoIterator<Item = ValueId>,
-        reduction: Reduction,
+        reduction: LossReduction,
     ) -> ValueId {
-        if reduction == Reduction::Counted {
-            self.fail("loss_fn gives one tensor, and a loss that counts is a sum and a count; use loss_counted".into());
+        if reduction == LossReduction::Counted {
+            self.fail(
+                "loss_fn gives one tensor, and a loss that counts is a sum and a count; use loss_counted"
+                    .into(),
+            );
         }
         let loss = self.func(NAME, move |xs, ctx| Ok(f(xs, ctx)?.into()), inputs);
         self.loss(loss, reduction);
@@ -65,12 +68,12 @@ impl<B: Scope> PipeBuilder<B> {
         inputs: impl IntoIterator<Item = ValueId>,
     ) -> ValueId {
         let loss = self.func(NAME, move |xs, ctx| Ok(f(xs, ctx)?.into()), inputs);
-        self.loss(loss, Reduction::Counted);
+        self.loss(loss, LossReduction::Counted);
         loss
     }
 
     /// Declares the loss as an element of a value, such as `.losses[0]` or `[1].main`, a node named `loss`.
-    pub fn loss_at(&mut self, value: ValueId, path: &str, reduction: Reduction) -> ValueId {
+    pub fn loss_at(&mut self, value: ValueId, path: &str, reduction: LossReduction) -> ValueId {
         match pick::ElementPath::parse(path) {
             Ok(steps) => {
                 let loss = self.func(NAME, move |xs, _| Ok(steps.pick(&xs[0])?.clone()), [value]);
@@ -91,7 +94,7 @@ impl<B: Scope> PipeBuilder<B> {
     /// spec against the declared outputs: names, numbers, and that there is one loss.
     ///
     /// ```
-    /// use candle_pipe::{In, PipeBuilder, Reduction, SplitSpec};
+    /// use candle_pipe::{In, PipeBuilder, LossReduction, SplitSpec};
     /// use std::collections::BTreeMap;
     ///
     /// let declare = || {
@@ -107,17 +110,17 @@ impl<B: Scope> PipeBuilder<B> {
     ///     g
     /// };
     /// let mut g = declare();
-    /// g.loss_spec((false, (true, false)), Reduction::Sum);
+    /// g.loss_spec((false, (true, false)), LossReduction::Sum);
     /// let pipe = g.finish(SplitSpec::declared())?;
     /// assert_eq!(pipe.info().graph.value_name(pipe.info().graph.loss.expect("a loss").value), "loss");
     ///
     /// let mut g = declare();
-    /// g.loss_spec(BTreeMap::from([("y", false), ("results", true)]), Reduction::Sum);
+    /// g.loss_spec(BTreeMap::from([("y", false), ("results", true)]), LossReduction::Sum);
     /// let error = g.finish(SplitSpec::declared()).unwrap_err().to_string();
     /// assert!(error.contains(r#"names "results", which is not one of the outputs [y, result]"#), "{error}");
     /// # Ok::<(), candle_pipe::Error>(())
     /// ```
-    pub fn loss_spec(&mut self, spec: impl Into<LossSpec>, reduction: Reduction) {
+    pub fn loss_spec(&mut self, spec: impl Into<LossSpec>, reduction: LossReduction) {
         if self.loss_spec.replace((spec.into(), reduction)).is_some() {
             self.fail(TWICE.into());
         }
@@ -135,9 +138,10 @@ impl<B: Scope> PipeBuilder<B> {
     /// Finds the loss among the outputs.
     pub(super) fn find_loss(&mut self) {
         let Some((spec, reduction)) = self.loss_spec.take() else {
-            let named = self.graph.outputs.iter().find(|output| output.name == NAME).map(|output| output.value);
+            let named =
+                self.graph.outputs.iter().find(|output| output.name == NAME).map(|output| output.value);
             if let (None, Some(value)) = (self.graph.loss, named) {
-                self.graph.loss = Some(Loss { value, reduction: Reduction::Mean });
+                self.graph.loss = Some(Loss { value, reduction: LossReduction::Mean });
             }
             return;
         };

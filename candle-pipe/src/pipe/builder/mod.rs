@@ -6,10 +6,11 @@ mod shared;
 pub use shared::SharedModule;
 
 use super::Pipe;
-use super::build::{Factory, Made, Recipe, Workshop, build};
+use super::build::{BuildContext, BuiltNode, Factory, NodeBuilder, build};
 use super::loss::LossSpec;
 use crate::graph::{
-    Ctx, Graph, In, Input, Node, NodeKind, Output, Reduction, Scope, Share, SplitSpec, StageOp, ValueId, stage_op,
+    Ctx, Graph, In, Input, LossReduction, Node, NodeKind, Output, Scope, Share, SplitSpec, StageOp, ValueId,
+    stage_op,
 };
 use crate::{Error, Result, Value};
 use std::collections::BTreeMap;
@@ -32,7 +33,7 @@ pub trait PipeModule<B: Scope> {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, Reduction, SplitPoint, SplitSpec};
+/// use candle_pipe::{In, Kwargs, LocalPipe, PipeBuilder, LossReduction, SplitPoint, SplitSpec};
 ///
 /// let mut g = PipeBuilder::<VarBuilder<'static>>::new();
 /// let x = g.input("x", In::Arg);
@@ -42,7 +43,7 @@ pub trait PipeModule<B: Scope> {
 /// let y = g.module("down", |vb| Ok(candle_nn::linear(8, 2, vb.clone())?), [a]);
 /// let y = g.func("skip", |xs, _| Ok((xs[0].tensor()? + xs[1].tensor()?)?.into()), [y, x]);
 /// g.output("y", y);
-/// g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], Reduction::Mean);
+/// g.loss_fn(|xs, _| Ok(candle_nn::loss::mse(xs[0].tensor()?, xs[1].tensor()?)?), [y, target], LossReduction::Mean);
 /// let pipe = g.finish(SplitSpec::at([("down", SplitPoint::Beginning)]))?;
 /// assert_eq!(pipe.num_stages(), 2);
 ///
@@ -56,12 +57,12 @@ pub trait PipeModule<B: Scope> {
 /// ```
 pub struct PipeBuilder<B> {
     graph: Graph,
-    recipes: Vec<Recipe<B>>,
+    recipes: Vec<NodeBuilder<B>>,
     defaults: BTreeMap<ValueId, Value>,
     path: Vec<String>,
     values: usize,
     /// The spec of the loss, resolved when all outputs are known.
-    loss_spec: Option<(LossSpec, Reduction)>,
+    loss_spec: Option<(LossSpec, LossReduction)>,
     /// The first error.
     error: Option<Error>,
 }
@@ -117,10 +118,11 @@ impl<B: Scope> PipeBuilder<B> {
         let inputs = Vec::from_iter(inputs);
         if let Some(arity) = M::arity().filter(|&arity| arity != (inputs.len(), N)) {
             let (given, (takes, gives)) = (inputs.len(), arity);
-            let reason = format!("node {:?} is a module that takes {takes} tensor and gives {gives}", self.full(name));
+            let reason =
+                format!("node {:?} is a module that takes {takes} tensor and gives {gives}", self.full(name));
             self.fail(format!("{reason}, declared with {given} inputs and {N} results; make it a stage_op"));
         }
-        self.node(name, NodeKind::Module, Arc::new(move |scope, _| Ok(Made::of(build(scope)?))), inputs)
+        self.node(name, NodeKind::Module, Arc::new(move |scope, _| Ok(BuiltNode::of(build(scope)?))), inputs)
     }
 
     /// Declares a function with one result.
@@ -142,9 +144,9 @@ impl<B: Scope> PipeBuilder<B> {
         inputs: impl IntoIterator<Item = ValueId>,
     ) -> [ValueId; N] {
         let f = Arc::new(f);
-        let make = move |_: &B, _: &Workshop| {
+        let make = move |_: &B, _: &BuildContext| {
             let f = f.clone();
-            Ok(Made::of(stage_op(move |xs, ctx| Ok(f(xs, ctx)?.into()))))
+            Ok(BuiltNode::of(stage_op(move |xs, ctx| Ok(f(xs, ctx)?.into()))))
         };
         self.node(name, NodeKind::Function, Arc::new(make), inputs)
     }
@@ -153,7 +155,7 @@ impl<B: Scope> PipeBuilder<B> {
     ///
     /// Use it for a weight that an embedding and an output layer share. See [`Share`] for its home.
     ///
-    /// It is a tensor, or the `DTensor` of a `ShardedVarBuilder`, which nodes get with its layout. A plain tensor that is made of
+    /// It is a tensor, or the `DTensor` of a `MeshVarBuilder`, which nodes get with its layout. A plain tensor that is made of
     /// such a parameter whose ranks have parts of it or of its gradient is refused when the stages are built: nodes could not know.
     pub fn parameter<P: Into<Value>>(
         &mut self,
@@ -161,25 +163,29 @@ impl<B: Scope> PipeBuilder<B> {
         share: Share,
         build: impl Fn(&B) -> Result<P> + Send + Sync + 'static,
     ) -> ValueId {
-        let make = move |scope: &B, _: &Workshop| {
+        let make = move |scope: &B, _: &BuildContext| {
             let parameter: Value = build(scope)?.into();
             if let Value::Tensor(plain) = &parameter {
                 scope.check_plain(plain)?;
             }
-            Ok(Made::of(stage_op(move |_, _| Ok(vec![parameter.clone()]))))
+            Ok(BuiltNode::of(stage_op(move |_, _| Ok(vec![parameter.clone()]))))
         };
         let [value] = self.node(name, NodeKind::Parameter(share), Arc::new(make), []);
         value
     }
 
     /// Declares a sequence of layers. The model may be cut between any two.
-    pub fn sequential<'a>(&mut self, layers: impl IntoIterator<Item = Layer<'a, B>>, input: ValueId) -> ValueId {
+    pub fn sequential<'a>(
+        &mut self,
+        layers: impl IntoIterator<Item = Layer<'a, B>>,
+        input: ValueId,
+    ) -> ValueId {
         let mut value = input;
         for (i, (name, build)) in layers.into_iter().enumerate() {
             if i > 0 {
                 self.split();
             }
-            let make = move |scope: &B, _: &Workshop| Ok(Made::boxed(build(scope)?));
+            let make = move |scope: &B, _: &BuildContext| Ok(BuiltNode::boxed(build(scope)?));
             [value] = self.node(name, NodeKind::Module, Arc::new(make), [value]);
         }
         value
@@ -217,12 +223,12 @@ impl<B: Scope> PipeBuilder<B> {
     /// Builds every node once, and drops it, to count the elements of its parameters.
     ///
     /// Policies that cut by parameters need it. With [`shapes_only`](crate::shapes_only), nothing is read or allocated.
-    /// A `ShardedVarBuilder` keeps all parameters that it creates, so use a separate one to measure.
+    /// A `MeshVarBuilder` keeps all parameters that it creates, so use a separate one to measure.
     ///
     /// # Errors
     /// Those of the constructors.
     pub fn measure(&mut self, scope: &B) -> Result<()> {
-        let workshop = Workshop::measuring();
+        let workshop = BuildContext::measuring();
         for (node, recipe) in self.graph.nodes.iter_mut().zip(&self.recipes) {
             let (_, named) = build(node, recipe, scope, &workshop)?;
             node.weight = Some(named.iter().map(|(_, tensor)| tensor.elem_count()).sum());
@@ -236,7 +242,7 @@ impl<B: Scope> PipeBuilder<B> {
     }
 
     /// Cuts the model into stages. If no loss is declared, an output named `loss` is the [loss](Self::loss), a
-    /// [mean](Reduction::Mean).
+    /// [mean](LossReduction::Mean).
     ///
     /// # Errors
     /// [`Error::Pipe`] for errors of the declaration, those of [`Graph::check`], and those of the cut.
@@ -264,7 +270,7 @@ impl<B: Scope> PipeBuilder<B> {
         let outputs = std::array::from_fn(|_| self.value());
         let inputs = Vec::from_iter(inputs);
         self.graph.nodes.push(Node { name, kind, inputs, outputs: outputs.to_vec(), weight: None });
-        self.recipes.push(Recipe { scope, make });
+        self.recipes.push(NodeBuilder { scope, make });
         outputs
     }
 

@@ -1,7 +1,7 @@
 //! Modules that several nodes share.
 use super::PipeBuilder;
 use crate::graph::{Ctx, NodeKind, Scope, StageOp, ValueId, stage_op};
-use crate::pipe::build::{Factory, Made, Workshop};
+use crate::pipe::build::{BuildContext, BuiltNode, Factory};
 use crate::{Error, Result, Value};
 use std::marker::PhantomData;
 use std::rc::Rc;
@@ -59,7 +59,7 @@ impl<B: Scope> PipeBuilder<B> {
         let id = ValueId(self.values);
         let make: Factory<B> = Arc::new(move |scope, workshop| {
             workshop.put(id, Rc::new(build(scope)?));
-            Ok(Made::of(stage_op(|_, _| Ok(vec![Value::None]))))
+            Ok(BuiltNode::of(stage_op(|_, _| Ok(vec![Value::None]))))
         });
         let [value] = self.node(name, NodeKind::Shared, make, []);
         SharedModule { value, module: PhantomData }
@@ -75,14 +75,17 @@ impl<B: Scope> PipeBuilder<B> {
         let inputs = Vec::from_iter(inputs);
         if let Some((takes, _)) = M::arity().filter(|&arity| arity != (inputs.len(), 1)) {
             let (name, given) = (self.full(name), inputs.len());
-            let reason = format!("node {name:?} calls a module that takes {takes} tensor with {given} inputs");
+            let reason =
+                format!("node {name:?} calls a module that takes {takes} tensor with {given} inputs");
             self.fail(format!("{reason}; use call_with"));
         }
         let f = |module: &M, xs: &[Value], ctx: &Ctx| match <[Value; 1]>::try_from(module.forward(xs, ctx)?) {
             Ok([value]) => Ok(value),
             Err(values) => {
                 let given = values.len();
-                Err(Error::Pipe(format!("{given} values of a shared module where one is declared; use call_with")))
+                Err(Error::Pipe(format!(
+                    "{given} values of a shared module where one is declared; use call_with"
+                )))
             }
         };
         self.call_with(module, name, f, inputs)
@@ -97,11 +100,12 @@ impl<B: Scope> PipeBuilder<B> {
         inputs: impl IntoIterator<Item = ValueId>,
     ) -> ValueId {
         let (f, id) = (Arc::new(f), module.value);
-        let make = move |_: &B, workshop: &Workshop| {
-            let foreign = || Error::Pipe("the shared module is one of another model; declare it in this one".into());
+        let make = move |_: &B, workshop: &BuildContext| {
+            let foreign =
+                || Error::Pipe("the shared module is one of another model; declare it in this one".into());
             let (module, f) = (workshop.get::<M>(id).ok_or_else(foreign)?, f.clone());
             // The first input stands for the module.
-            Ok(Made::of(stage_op(move |xs, ctx| Ok(vec![f(&module, &xs[1..], ctx)?]))))
+            Ok(BuiltNode::of(stage_op(move |xs, ctx| Ok(vec![f(&module, &xs[1..], ctx)?]))))
         };
         let [value] = self.node(name, NodeKind::Function, Arc::new(make), [id].into_iter().chain(inputs));
         value

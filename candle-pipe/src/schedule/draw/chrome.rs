@@ -25,7 +25,8 @@ use std::path::Path;
 /// # Errors
 /// If `out` cannot be written to.
 pub fn write_chrome(out: impl Write, timelines: &[(&str, &Timeline)]) -> io::Result<()> {
-    let rows = timelines.iter().enumerate().flat_map(|(process, &(name, timeline))| rows(process, name, timeline));
+    let rows =
+        timelines.iter().enumerate().flat_map(|(process, &(name, timeline))| rows(process, name, timeline));
     trace::write_rows(out, rows)
 }
 
@@ -40,14 +41,17 @@ pub fn save_chrome(path: impl AsRef<Path>, timelines: &[(&str, &Timeline)]) -> i
 fn rows(process: usize, name: &str, timeline: &Timeline) -> Vec<Value> {
     let origin = timeline.ranks.iter().flatten().map(|span| span.start).fold(f64::INFINITY, f64::min);
     let mut rows = vec![json!({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})];
-    let computed = timeline.ranks.iter().enumerate().map(|(rank, spans)| (2 * rank, format!("rank {rank}"), spans));
+    let computed =
+        timeline.ranks.iter().enumerate().map(|(rank, spans)| (2 * rank, format!("rank {rank}"), spans));
     let sent = timeline.transfers.iter().enumerate();
     let sent = sent.map(|(rank, spans)| (2 * rank + 1, format!("rank {rank} sends"), spans));
     for (thread, name, spans) in computed.chain(sent).filter(|(.., spans)| !spans.is_empty()) {
         let args = json!({"name": name});
         rows.push(json!({"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": args}));
         let args = json!({"sort_index": thread});
-        rows.push(json!({"name": "thread_sort_index", "ph": "M", "pid": process, "tid": thread, "args": args}));
+        rows.push(
+            json!({"name": "thread_sort_index", "ph": "M", "pid": process, "tid": thread, "args": args}),
+        );
         rows.extend(spans.iter().map(|span| event(process, thread, span, origin)));
     }
     rows

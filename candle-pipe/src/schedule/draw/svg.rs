@@ -40,7 +40,8 @@ pub fn svg(timelines: &[(&str, &Timeline)]) -> String {
     let mut body = legend(timelines);
     let mut top = HEIGHT * 1.25;
     for (title, timeline) in timelines {
-        body += &text(4.0, top + HEIGHT - 8.0, "start", &format!("{title}, {} long", shown(timeline.makespan())));
+        body +=
+            &text(4.0, top + HEIGHT - 8.0, "start", &format!("{title}, {} long", shown(timeline.makespan())));
         top += HEIGHT;
         let origin = timeline.ranks.iter().flatten().map(|span| span.start).fold(f64::INFINITY, f64::min);
         for (rank, spans) in timeline.ranks.iter().enumerate() {
@@ -61,20 +62,28 @@ pub fn svg(timelines: &[(&str, &Timeline)]) -> String {
 
 /// Returns the stages of a rank, in the order of the model.
 fn stages(spans: &[Span]) -> Vec<usize> {
-    spans.iter().flat_map(|span| span.action.computes()).map(|compute| compute.stage).sorted().dedup().collect()
+    spans
+        .iter()
+        .flat_map(|span| span.action.computes())
+        .map(|compute| compute.stage)
+        .sorted()
+        .dedup()
+        .collect()
 }
 
 /// Draws a square and a name for each pass that occurs, and explains numbers and shades.
 fn legend(timelines: &[(&str, &Timeline)]) -> String {
     let ranks = || timelines.iter().flat_map(|(_, timeline)| &timeline.ranks);
-    let occurs = |pass: Pass| ranks().flatten().any(|span| span.action.computes().iter().any(|c| c.pass == pass));
+    let occurs =
+        |pass: Pass| ranks().flatten().any(|span| span.action.computes().iter().any(|c| c.pass == pass));
     let (mut body, mut x) = (String::new(), LEFT);
     for (_, name, hue) in PASSES.into_iter().filter(|&(pass, ..)| occurs(pass)) {
         body += &format!("<path d=\"M{x:.1} 8h12v12h-12Z\" fill=\"{}\" stroke=\"#444\"/>\n", color(hue, 0));
         body += &text(x + 17.0, 18.0, "start", name);
         x += 30.0 + 6.5 * name.len() as f64;
     }
-    let shades = if ranks().any(|spans| stages(spans).len() > 1) { "; darker: a later stage of the rank" } else { "" };
+    let shades =
+        if ranks().any(|spans| stages(spans).len() > 1) { "; darker: a later stage of the rank" } else { "" };
     body + &text(x, 18.0, "start", &format!("number: microbatch{shades}"))
 }
 
@@ -84,7 +93,8 @@ fn axis(end: f64, top: f64, scale: f64) -> String {
         return String::new();
     }
     let power = 10f64.powf((end / TICKS).log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|step| end / step <= TICKS).unwrap_or(end);
+    let step =
+        [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|step| end / step <= TICKS).unwrap_or(end);
     let ticks = (0..=(end / step + 1e-9) as usize).map(|i| {
         let (time, y) = (i as f64 * step, top + 1.0);
         let x = LEFT + time * scale;
@@ -99,13 +109,15 @@ fn axis(end: f64, top: f64, scale: f64) -> String {
 fn block(span: &Span, stages: &[usize], origin: f64, top: f64, scale: f64) -> String {
     let (start, end) = (span.start - origin, span.end - origin);
     let (x, width, height) = (LEFT + start * scale, (end - start) * scale, HEIGHT - 2.0);
-    let (fill, number) = span.action.computes().first().map_or(("#ccc".to_owned(), String::new()), |compute| {
-        let hue = PASSES.iter().find(|(pass, ..)| *pass == compute.pass).map_or(0, |&(.., hue)| hue);
-        let later = stages.iter().position(|&stage| stage == compute.stage).unwrap_or(0);
-        (color(hue, later), compute.microbatch.to_string())
-    });
+    let (fill, number) =
+        span.action.computes().first().map_or(("#ccc".to_owned(), String::new()), |compute| {
+            let hue = PASSES.iter().find(|(pass, ..)| *pass == compute.pass).map_or(0, |&(.., hue)| hue);
+            let later = stages.iter().position(|&stage| stage == compute.stage).unwrap_or(0);
+            (color(hue, later), compute.microbatch.to_string())
+        });
     let fits = width >= LABEL * number.len().max(1) as f64;
-    let label = if fits { text(x + width / 2.0, top + HEIGHT - 9.0, "middle", &number) } else { String::new() };
+    let label =
+        if fits { text(x + width / 2.0, top + HEIGHT - 9.0, "middle", &number) } else { String::new() };
     format!(
         "<g><title>{}: {} to {}</title>\n<rect x=\"{x:.1}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"{height}\" \
          fill=\"{fill}\" stroke=\"#fff\"/>\n{label}</g>\n",

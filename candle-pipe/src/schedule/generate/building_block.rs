@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, VecDeque};
 const INTERVAL: usize = 6;
 
 /// A block on `P` ranks.
-struct Block {
+struct BuildingBlock {
     /// The time of the step down (0), up (1), down (2) or up (3) on a rank.
     start: fn(ranks: usize, leg: usize, rank: usize) -> usize,
     /// The microbatches that a rank may hold.
@@ -20,7 +20,7 @@ struct Block {
 }
 
 /// All legs take one unit per rank: a third of the peak of 1F1B.
-const V_MIN: Block = Block {
+const V_MIN: BuildingBlock = BuildingBlock {
     start: |ranks, leg, rank| {
         // Without the pause, legs of the first and the second half would collide on a rank.
         let pause = if ranks.is_multiple_of(3) { 2 } else { 0 };
@@ -30,7 +30,7 @@ const V_MIN: Block = Block {
 };
 
 /// Two units per rank down, one up: half of the peak of 1F1B, and room for slower steps.
-const V_HALF: Block = Block {
+const V_HALF: BuildingBlock = BuildingBlock {
     start: |ranks, leg, rank| {
         let pause = if ranks.is_multiple_of(2) { 3 } else { 0 };
         [2 * rank, 3 * ranks - 2 - rank, 3 * ranks - 1 + pause + 2 * rank, 6 * ranks - 2 + pause - rank][leg]
@@ -49,10 +49,10 @@ pub(crate) fn v_min(size: &Size) -> Orders {
 }
 
 /// The steps of a rank by their time.
-type Slots = BTreeMap<usize, Compute>;
+type TimeSlots = BTreeMap<usize, Compute>;
 
 /// Repeats the block, then moves steps before the first and after the last full period into earlier free units.
-fn repeat(size: &Size, block: &Block) -> Orders {
+fn repeat(size: &Size, block: &BuildingBlock) -> Orders {
     let &Size { ranks, microbatches, .. } = size;
     let stage_ranks = StageOrder::V.stage_ranks(ranks, 2);
     let stages = stage_ranks.len();
@@ -65,7 +65,7 @@ fn repeat(size: &Size, block: &Block) -> Orders {
     let mut starts: Vec<Vec<usize>> = (0..2 * stages)
         .map(|step| (0..microbatches).map(|microbatch| begin(step) + INTERVAL * microbatch).collect())
         .collect();
-    let mut slots = vec![Slots::new(); ranks];
+    let mut slots = vec![TimeSlots::new(); ranks];
     let mut all = Vec::new();
     for (step, starts) in starts.iter().enumerate() {
         for (microbatch, &start) in starts.iter().enumerate() {
@@ -99,7 +99,7 @@ fn repeat(size: &Size, block: &Block) -> Orders {
 }
 
 /// Returns the computations of a rank in order, with a pending `W` in each free unit.
-fn with_weights(slots: &Slots) -> Vec<Compute> {
+fn with_weights(slots: &TimeSlots) -> Vec<Compute> {
     let mut order = Vec::with_capacity(slots.len() * 3 / 2);
     let (mut weights, mut now) = (VecDeque::new(), 0);
     for (&start, &compute) in slots {

@@ -1,5 +1,5 @@
 //! The schedule with two stages per rank in a V whose forwards and backwards overlap.
-use super::{Order, Orders, Size};
+use super::{Orders, PassOrder, Size};
 
 /// On rank `r`, stage `a` is on the way down and `z` on the way back; there is at least one microbatch per stage.
 pub(crate) fn dualpipev(size: &Size) -> Orders {
@@ -7,7 +7,7 @@ pub(crate) fn dualpipev(size: &Size) -> Orders {
         let (a, z) = (rank, 2 * size.ranks - 1 - rank);
         // The number of ranks after this one, and of those up to and including it.
         let (behind, upto) = (size.ranks - 1 - rank, rank + 1);
-        let mut order = Order::default();
+        let mut order = PassOrder::default();
         (0..2 * behind).for_each(|_| order.forward(a));
         for _ in 0..upto {
             order.forward(a);

@@ -32,7 +32,13 @@ use std::collections::{HashMap, VecDeque};
 /// # Errors
 /// If there are no stages or no microbatches, or too many together; if the edges or costs are for another number of
 /// stages; if the cap is less than one microbatch; if a rank has no stage.
-pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: &Costs, cap: f64) -> Result<Schedule> {
+pub fn greedy(
+    stage_ranks: &[usize],
+    microbatches: usize,
+    edges: &Edges,
+    costs: &Costs,
+    cap: f64,
+) -> Result<Schedule> {
     edges.fit(stage_ranks.len())?;
     costs.fit(stage_ranks.len())?;
     if cap.is_nan() || cap < 1.0 {
@@ -50,7 +56,8 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
         return Err(Error::Schedule(format!("{stages} stages are too many: give at most {MOST_STAGES}")));
     }
     if let Some(rank) = stage_ranks.iter().find(|&&rank| rank >= stages) {
-        let said = format!("stage_ranks names rank {rank}, but {stages} stages suffice for at most {stages} ranks");
+        let said =
+            format!("stage_ranks names rank {rank}, but {stages} stages suffice for at most {stages} ranks");
         return Err(Error::Schedule(said));
     }
     let count = stage_ranks.iter().max().map_or(0, |rank| rank + 1);
@@ -61,7 +68,7 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
         microbatches,
         trips: trips(stage_ranks, costs),
         ends: HashMap::new(),
-        ranks: (0..count).map(|rank| Rank::new(stages_of(rank), cap)).collect(),
+        ranks: (0..count).map(|rank| GreedyRank::new(stages_of(rank), cap)).collect(),
     };
     let mut now = Some(0.0);
     while let Some(time) = now {
@@ -69,7 +76,8 @@ pub fn greedy(stage_ranks: &[usize], microbatches: usize, edges: &Edges, costs: 
         while (0..count).any(|rank| plan.give(rank, time)) {}
         now = plan.next(time);
     }
-    let orders = plan.ranks.into_iter().map(|rank| rank.order.into_iter().map(|c| Some(Action::Compute(c))).collect());
+    let orders =
+        plan.ranks.into_iter().map(|rank| rank.order.into_iter().map(|c| Some(Action::Compute(c))).collect());
     Schedule::new(orders.collect())
 }
 
@@ -94,10 +102,10 @@ struct Greedy<'a> {
     trips: Vec<f64>,
     /// When each stage finishes the values and gradients of each microbatch.
     ends: HashMap<(Flow, usize, usize), f64>,
-    ranks: Vec<Rank>,
+    ranks: Vec<GreedyRank>,
 }
 
-struct Rank {
+struct GreedyRank {
     stages: Vec<Stage>,
     order: Vec<Compute>,
     /// When the rank becomes free.
@@ -132,7 +140,9 @@ impl Greedy<'_> {
             };
             (class, compute.microbatch, Reverse(compute.stage))
         };
-        let Some(compute) = ready.min_by_key(urgency).or(state.weights.front().copied()) else { return false };
+        let Some(compute) = ready.min_by_key(urgency).or(state.weights.front().copied()) else {
+            return false;
+        };
         let end = now + self.costs.of(compute);
         if let Some(flow) = compute.makes() {
             self.ends.insert((flow, compute.stage, compute.microbatch), end);
@@ -144,14 +154,16 @@ impl Greedy<'_> {
     /// Returns whether the later stages have less work from this stage than they need to be busy until a gradient
     /// returns.
     fn feeds(&self, stages: &[Stage], stage: usize) -> bool {
-        let under_way = stages.iter().find(|other| other.stage == stage).map_or(0, |own| own.forwards - own.inputs);
+        let under_way =
+            stages.iter().find(|other| other.stage == stage).map_or(0, |own| own.forwards - own.inputs);
         under_way as f64 * (self.costs.forward[stage] + self.costs.input[stage]) < self.trips[stage]
     }
 
     /// Returns the time of the next change, if there is one.
     fn next(&self, now: f64) -> Option<f64> {
         let ends = self.ranks.iter().map(|rank| rank.free);
-        let arrivals = (0..self.ranks.len()).flat_map(|rank| self.open(rank)).filter_map(|compute| self.ready(compute));
+        let arrivals =
+            (0..self.ranks.len()).flat_map(|rank| self.open(rank)).filter_map(|compute| self.ready(compute));
         ends.chain(arrivals).filter(|&time| time > now).min_by(f64::total_cmp)
     }
 
@@ -160,7 +172,11 @@ impl Greedy<'_> {
         let rank = &self.ranks[rank];
         let some = |stage, pass, microbatch| Some(Compute { stage, pass, microbatch });
         rank.stages.iter().enumerate().flat_map(move |(i, stage)| {
-            let input = if stage.inputs < stage.forwards { some(stage.stage, Pass::Input, stage.inputs) } else { None };
+            let input = if stage.inputs < stage.forwards {
+                some(stage.stage, Pass::Input, stage.inputs)
+            } else {
+                None
+            };
             let room = stage.forwards < self.microbatches && rank.has_room(i);
             let forward = if room { some(stage.stage, Pass::Forward, stage.forwards) } else { None };
             [input, forward].into_iter().flatten()
@@ -178,11 +194,12 @@ impl Greedy<'_> {
     }
 }
 
-impl Rank {
+impl GreedyRank {
     fn new(stages: Vec<usize>, cap: f64) -> Self {
         // Rounding must not reduce a cap that is a sum of fractions of a microbatch; the cast saturates.
         let cap = (cap * stages.len() as f64 + 1e-6) as usize;
-        let stages = stages.into_iter().map(|stage| Stage { stage, forwards: 0, inputs: 0, weights: 0 }).collect();
+        let stages =
+            stages.into_iter().map(|stage| Stage { stage, forwards: 0, inputs: 0, weights: 0 }).collect();
         Self { stages, order: vec![], free: 0.0, weights: VecDeque::new(), cap }
     }
 

@@ -15,7 +15,7 @@ pub(super) use single::{gpipe, one_f_one_b, zb_h1, zb_h2};
 pub(super) use zbv::zbv;
 
 use super::Action;
-use order::Order;
+use order::PassOrder;
 
 /// The most forwards of a step.
 pub(super) const LARGEST: usize = 1 << 20;
@@ -40,7 +40,7 @@ impl Size {
     }
 
     /// Generates the order of each rank separately.
-    fn each_rank(&self, order: impl Fn(usize) -> Order) -> Orders {
+    fn each_rank(&self, order: impl Fn(usize) -> PassOrder) -> Orders {
         (0..self.ranks).map(|rank| order(rank).actions).collect()
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 /// Computations; each pass takes the microbatches of a stage in order.
 #[derive(Default)]
-pub(super) struct Order {
+pub(super) struct PassOrder {
     pub(super) actions: Vec<Action>,
     /// The next microbatch of each stage, for forwards and for backwards.
     next: HashMap<(usize, bool), usize>,
@@ -12,7 +12,7 @@ pub(super) struct Order {
     weights: VecDeque<(usize, usize)>,
 }
 
-impl Order {
+impl PassOrder {
     pub(super) fn forward(&mut self, stage: usize) {
         let compute = self.take(stage, Pass::Forward);
         self.actions.push(Action::Compute(compute));

@@ -1,10 +1,10 @@
 //! Schedules with one stage per rank.
-use super::{Order, Orders, Size};
+use super::{Orders, PassOrder, Size};
 
 /// All forwards, then all backwards.
 pub(crate) fn gpipe(size: &Size) -> Orders {
     size.each_rank(|rank| {
-        let mut order = Order::default();
+        let mut order = PassOrder::default();
         (0..size.microbatches).for_each(|_| order.forward(rank));
         (0..size.microbatches).for_each(|_| order.backward(rank));
         order
@@ -15,7 +15,7 @@ pub(crate) fn gpipe(size: &Size) -> Orders {
 pub(crate) fn one_f_one_b(size: &Size) -> Orders {
     size.each_rank(|rank| {
         let warm_up = (size.ranks - 1 - rank).min(size.microbatches);
-        let mut order = Order::default();
+        let mut order = PassOrder::default();
         (0..warm_up).for_each(|_| order.forward(rank));
         for _ in warm_up..size.microbatches {
             order.forward(rank);
@@ -41,7 +41,7 @@ pub(crate) fn zb_h2(size: &Size) -> Orders {
 fn zero_bubble(size: &Size, warm_up: impl Fn(usize) -> usize, put_off: impl Fn(usize) -> usize) -> Orders {
     size.each_rank(|rank| {
         let warm_up = warm_up(rank).min(size.microbatches);
-        let mut order = Order::default();
+        let mut order = PassOrder::default();
         (0..warm_up).for_each(|_| order.forward(rank));
         for i in 0..size.microbatches {
             let steady = i + warm_up < size.microbatches;

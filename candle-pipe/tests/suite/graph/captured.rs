@@ -5,9 +5,10 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, Share, StepOptions, stage_op,
+    EqualCount, In, Keep, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, Runtime, Share, StepOptions,
+    stage_op,
 };
-use candle_shard::nn::{Init, Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Init, Linear, MeshVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
 use std::collections::BTreeMap;
@@ -16,22 +17,23 @@ use test_utils::on_ranks;
 type Grads = BTreeMap<String, Tensor>;
 
 /// A block that attends to a memory, so to say: its segment captures a value of each kind.
-fn declare(is_recomputed: bool, user: &Var) -> PipeBuilder<ShardedVarBuilder> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(is_recomputed: bool, user: &Var) -> PipeBuilder<MeshVarBuilder> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let (x, y) = (g.input("x", In::Arg), g.input("y", In::Arg));
     let scale = g.parameter("scale.weight", Share::Transmit, |vb| {
         Ok(vb.get(4, "weight", Init::Const(0.7), Replicate, false)?.to_local().clone())
     });
-    let linear = |vb: &ShardedVarBuilder| {
+    let linear = |vb: &MeshVarBuilder| {
         let (linear, mesh) = (Linear::new(4, 4, true, vb)?, vb.mesh().clone());
         Ok(stage_op(move |xs, _| Ok(vec![linear.forward(&xs[0].on(&mesh)?)?.full_tensor()?.into()])))
     };
     // Each of them before the value that it uses is made, so that stages have inputs in all orders.
-    let scaled = g.func("scaled", |xs, _| Ok(xs[1].tensor()?.broadcast_mul(xs[0].tensor()?)?.into()), [scale, x]);
+    let scaled =
+        g.func("scaled", |xs, _| Ok(xs[1].tensor()?.broadcast_mul(xs[0].tensor()?)?.into()), [scale, x]);
     let left = g.module("left", linear, [scaled]);
     let memory = g.module("memory", linear, [y]);
     let user = user.as_tensor().clone();
-    let cross = move |vb: &ShardedVarBuilder| {
+    let cross = move |vb: &MeshVarBuilder| {
         let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
         let (mesh, user) = (vb.mesh().clone(), user.clone());
         Ok(stage_op(move |xs, _| {
@@ -59,13 +61,18 @@ fn declare(is_recomputed: bool, user: &Var) -> PipeBuilder<ShardedVarBuilder> {
     // A stage behind it, which has the parameter too.
     let last = g.func("last", |xs, _| Ok(xs[0].tensor()?.broadcast_add(xs[1].tensor()?)?.into()), [h, scale]);
     g.output("y", last);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.to_dtype(DType::F64)?.sqr()?.mean_all()?), [last], Reduction::Mean);
+    g.loss_fn(
+        |xs, _| Ok(xs[0].tensor()?.to_dtype(DType::F64)?.sqr()?.mean_all()?),
+        [last],
+        LossReduction::Mean,
+    );
     g
 }
 
-fn builder(mesh: &candle_dist::DeviceMesh, dtype: DType) -> Result<ShardedVarBuilder> {
-    let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
-    Ok(ShardedVarBuilder::fresh(5, mesh, plan, dtype, &Device::Cpu)?)
+fn builder(mesh: &candle_dist::DeviceMesh, dtype: DType) -> Result<MeshVarBuilder> {
+    let plan =
+        Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
+    Ok(MeshVarBuilder::fresh(5, mesh, plan, dtype, &Device::Cpu)?)
 }
 
 fn user(dtype: DType) -> Result<Var> {
@@ -79,7 +86,7 @@ fn batch(dtype: DType, chunks: usize) -> Result<candle_pipe::microbatch::Microba
 }
 
 /// All gradients by name, whole; those that this rank has.
-fn whole(vb: &ShardedVarBuilder, user: &Var, grads: &mut candle_core::backprop::GradStore) -> Result<Grads> {
+fn whole(vb: &MeshVarBuilder, user: &Var, grads: &mut candle_core::backprop::GradStore) -> Result<Grads> {
     let parameters = vb.built();
     parameters.reduce(grads)?;
     let mut all = Grads::new();
@@ -138,7 +145,12 @@ fn recomputed_segments_pass_gradients_to_all_that_they_capture() {
                     let options = StepOptions::default().keep(keep).split_backward(split);
                     let got = local(dtype, (tp, stages), true, options);
                     assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>());
-                    compare(&got, &want, dtype, &format!("{dtype:?}, tp {tp}, {stages} stages, {keep:?}, {split}"));
+                    compare(
+                        &got,
+                        &want,
+                        dtype,
+                        &format!("{dtype:?}, tp {tp}, {stages} stages, {keep:?}, {split}"),
+                    );
                 }
             }
         }
@@ -186,10 +198,11 @@ fn inputs_that_the_caller_computed_by_recomputation_pass_their_gradients_on() {
         let [weight, x] = ["w", "x"].map(|name| Var::from_tensor(&numbers(name, &[4])));
         let (weight, x) = (weight?, x?);
         let captured = DTensor::replicated(weight.as_tensor(), &mesh)?;
-        let made = recompute(&DTensor::replicated(&(x.as_tensor() * 1.0)?, &mesh)?, move |x| x.mul(&captured))?;
+        let made =
+            recompute(&DTensor::replicated(&(x.as_tensor() * 1.0)?, &mesh)?, move |x| x.mul(&captured))?;
         let mut g = PipeBuilder::<()>::new();
         let input = g.input("x", In::Arg);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [input], Reduction::Sum);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [input], LossReduction::Sum);
         let local = LocalPipe::new(&g.finish(EqualCount(1))?, &(), &Device::Cpu)?;
         let args = [made.to_local().into()];
         let batch = split_args_kwargs_into_chunks(&args, &Kwargs::new(), 1, None, None)?;
@@ -225,7 +238,7 @@ fn a_comparison_sees_variables_of_the_user_that_only_a_recomputed_segment_uses()
                 let captured = captured.mul(factor)?.add(captured.mul(1.0 - factor)?.detach())?;
                 Ok(recompute(&x, move |x| x.mul(&captured))?.to_local().sqr()?.sum_all()?)
             };
-            g.loss_fn(loss, [x], Reduction::Sum);
+            g.loss_fn(loss, [x], LossReduction::Sum);
             let x = numbers("x", &[3, 4]);
             g.finish(EqualCount(1))?.check_against(
                 &(),

@@ -4,7 +4,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, VarMap};
 use candle_pipe::microbatch::{ChunkSpec, CustomReducer, LossReducer, TensorChunkSpec};
 use candle_pipe::nn::{Sequential, seq};
-use candle_pipe::{EqualCount, EqualParams, In, Kwargs, LocalPipe, LossSpec, Reduction, SplitSpec, StepOptions, Value};
+use candle_pipe::{
+    EqualCount, EqualParams, In, Kwargs, LocalPipe, LossReduction, LossSpec, SplitSpec, StepOptions, Value,
+};
 use std::collections::BTreeMap;
 
 /// Outputs `y`, and `result` with a sum of squares in it.
@@ -14,7 +16,10 @@ fn squares(g: &mut Builder) {
     let f = |xs: &[Value], _: &candle_pipe::Ctx| {
         let y = xs[0].tensor()?.tanh()?;
         let sum = y.sqr()?.sum_all()?;
-        Ok([y.into(), BTreeMap::from([("sums", Value::from(vec![sum])), ("note", "of squares".into())]).into()])
+        Ok([
+            y.into(),
+            BTreeMap::from([("sums", Value::from(vec![sum])), ("note", "of squares".into())]).into(),
+        ])
     };
     let [y, result] = g.func_many("squares", f, [h]);
     g.output("y", y);
@@ -31,7 +36,10 @@ fn rows(n: usize) -> Args {
 }
 
 /// A spec for the outputs of `squares`.
-fn in_result<T: From<Vec<T>> + From<BTreeMap<String, T>>>(loss: T, no: impl Fn() -> T) -> BTreeMap<String, T> {
+fn in_result<T: From<Vec<T>> + From<BTreeMap<String, T>>>(
+    loss: T,
+    no: impl Fn() -> T,
+) -> BTreeMap<String, T> {
     let sums = BTreeMap::from([("sums".to_owned(), T::from(vec![loss])), ("note".into(), no())]);
     BTreeMap::from([("y".to_owned(), no()), ("result".into(), sums.into())])
 }
@@ -55,7 +63,7 @@ fn an_output_named_loss_is_the_loss() {
     };
     for stages in 1..=3 {
         let pipe = declare().finish(EqualCount(stages)).unwrap();
-        assert_eq!(pipe.info().graph.loss.map(|loss| loss.reduction), Some(Reduction::Mean));
+        assert_eq!(pipe.info().graph.loss.map(|loss| loss.reduction), Some(LossReduction::Mean));
         let built = build(&pipe);
         let local = &built.local;
         let (_, want) = plain(&built.vb, &rows(5)).unwrap();
@@ -71,12 +79,12 @@ fn an_output_named_loss_is_the_loss() {
     }
     // What is said goes before what is found.
     let mut g = declare();
-    g.loss_spec(false, Reduction::Mean);
+    g.loss_spec(false, LossReduction::Mean);
     assert_eq!(g.finish(EqualCount(2)).unwrap().info().graph.loss, None);
     let mut g = declare();
     let y = g.graph().outputs[0].value;
     let sum = g.func("sum", |xs, _| Ok(xs[0].tensor()?.sum_all()?.into()), [y]);
-    g.loss(sum, Reduction::Sum);
+    g.loss(sum, LossReduction::Sum);
     assert_eq!(g.finish(EqualCount(2)).unwrap().info().graph.loss.unwrap().value, sum);
 }
 
@@ -85,7 +93,7 @@ fn a_tree_of_truths_says_which_value_is_the_loss() {
     for stages in 1..=4 {
         let mut g = Builder::new();
         squares(&mut g);
-        g.loss_spec(in_result(LossSpec::from(true), || false.into()), Reduction::Sum);
+        g.loss_spec(in_result(LossSpec::from(true), || false.into()), LossReduction::Sum);
         let built = build(&g.finish(EqualCount(stages.min(3))).unwrap());
         let (_, want) = plain_squares(&built.vb, &rows(5)).unwrap();
         let step = built.step(&rows(5), stages, &Default::default());
@@ -98,7 +106,7 @@ fn a_tree_of_truths_says_which_value_is_the_loss() {
     g.output("total", sum);
     let y = g.func("y", same, [x]);
     g.output("y", y);
-    g.loss_spec([true, false], Reduction::Sum);
+    g.loss_spec([true, false], LossReduction::Sum);
     let pipe = g.finish(SplitSpec::declared()).unwrap();
     assert_eq!((pipe.info().graph.loss.unwrap().value, pipe.info().graph.nodes.len()), (sum, 2));
 }
@@ -113,8 +121,8 @@ fn the_reducer_of_a_chunk_spec_marks_the_loss() {
         g.finish(EqualCount(2))
     };
     let loss = |reducer| spec(reducer).unwrap().info().graph.loss.unwrap().reduction;
-    assert_eq!(loss(LossReducer::sum_reducer()), Reduction::Sum);
-    assert_eq!(loss(LossReducer::mean_reducer()), Reduction::Mean);
+    assert_eq!(loss(LossReducer::sum_reducer()), LossReduction::Sum);
+    assert_eq!(loss(LossReducer::mean_reducer()), LossReduction::Mean);
     let own = CustomReducer::new(0.0, |a, _| Ok(a));
     let error = spec(LossReducer::custom(own)).unwrap_err().to_string();
     assert!(error.contains("has a loss reducer of its own kind; give LossReducer::sum_reducer()"), "{error}");
@@ -125,7 +133,7 @@ fn losses_that_cannot_be_are_refused_when_the_model_is_declared() {
     let refuse = |spec: LossSpec| {
         fault(|g| {
             squares(g);
-            g.loss_spec(spec, Reduction::Sum);
+            g.loss_spec(spec, LossReduction::Sum);
             SplitSpec::declared()
         })
     };
@@ -146,26 +154,27 @@ fn losses_that_cannot_be_are_refused_when_the_model_is_declared() {
     }
     let counted = fault(|g| {
         let x = g.input("x", In::Arg);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [x], Reduction::Counted);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [x], LossReduction::Counted);
         SplitSpec::declared()
     });
     assert!(counted.contains("use loss_counted"), "{counted}");
     let twice = fault(|g| {
         squares(g);
         let y = g.graph().outputs[0].value;
-        g.loss(y, Reduction::Sum);
-        g.loss_spec((true, false), Reduction::Sum);
+        g.loss(y, LossReduction::Sum);
+        g.loss_spec((true, false), LossReduction::Sum);
         SplitSpec::declared()
     });
     assert!(twice.contains("two losses"), "{twice}");
     // The structure within a value is known when it is there.
     let mut g = Builder::new();
     squares(&mut g);
-    g.loss_spec((false, (true, false)), Reduction::Sum);
+    g.loss_spec((false, (true, false)), LossReduction::Sum);
     let built = build(&g.finish(EqualCount(1)).unwrap());
     let error = built.local.evaluate(&rows(2).split(1), &StepOptions::default()).unwrap_err().to_string();
     assert!(
-        error.contains("node \"loss\"") && error.contains("does not have the structure of the loss spec (true, false)"),
+        error.contains("node \"loss\"")
+            && error.contains("does not have the structure of the loss spec (true, false)"),
         "{error}"
     );
 }
@@ -178,7 +187,8 @@ fn modules_of_one_tensor_with_other_numbers_are_refused_when_the_model_is_declar
         g.output("y", y);
         SplitSpec::declared()
     });
-    let want = "node \"up\" is a module that takes 1 tensor and gives 1, declared with 2 inputs and 1 results";
+    let want =
+        "node \"up\" is a module that takes 1 tensor and gives 1, declared with 2 inputs and 1 results";
     assert!(error.contains(want), "{error}");
     let error = fault(|g| {
         let x = g.input("x", In::Arg);
@@ -187,14 +197,18 @@ fn modules_of_one_tensor_with_other_numbers_are_refused_when_the_model_is_declar
         g.output("y", y);
         SplitSpec::declared()
     });
-    assert!(error.contains("node \"up\" calls a module that takes 1 tensor with 2 inputs; use call_with"), "{error}");
+    assert!(
+        error.contains("node \"up\" calls a module that takes 1 tensor with 2 inputs; use call_with"),
+        "{error}"
+    );
 }
 
 /// One layer up, down and up again, and a loss.
 fn declare_shared() -> Builder {
     let mut g = Builder::new();
     let x = g.input("x", In::Arg);
-    let layer = g.scope("part", |g| g.shared_module("layer", |vb| Ok(candle_pipe::nn::linear(3, 4, vb.clone())?)));
+    let layer =
+        g.scope("part", |g| g.shared_module("layer", |vb| Ok(candle_pipe::nn::linear(3, 4, vb.clone())?)));
     let h = g.call(layer, "up", [x]);
     let down = |layer: &candle_pipe::nn::Linear, xs: &[Value], _: &candle_pipe::Ctx| {
         Ok(xs[0].tensor()?.matmul(layer.weight())?.tanh()?.into())
@@ -202,7 +216,7 @@ fn declare_shared() -> Builder {
     let h = g.call_with(layer, "down", down, [h]);
     let y = g.call(layer, "up_again", [h]);
     g.output("y", y);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
     g
 }
 
@@ -248,7 +262,7 @@ fn declare_layers(count: usize) -> Builder {
     let example = Tensor::zeros((1, 3), DType::F64, &Device::Cpu).unwrap();
     let y = g.scope("net", |g| g.layers("layers", count, &example, |vb| Ok(model(vb)?), x));
     g.output("y", y);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
     g
 }
 
@@ -259,7 +273,8 @@ fn a_list_of_candle_modules_is_a_pipe() {
         Ok((BTreeMap::from([("y".into(), y.clone())]), y.sqr()?.mean_all()?))
     };
     let names = |pipe: &candle_pipe::Pipe<Vb>, vb: &Vb| -> Vec<Vec<String>> {
-        let stage = |index| pipe.build_stage(index, vb, &Device::Cpu).unwrap().parameters().keys().cloned().collect();
+        let stage =
+            |index| pipe.build_stage(index, vb, &Device::Cpu).unwrap().parameters().keys().cloned().collect();
         (0..pipe.num_stages()).map(stage).collect()
     };
     for stages in 1..=5 {
@@ -294,7 +309,8 @@ fn a_pipe_is_compared_with_the_plain_model_in_one_call() {
     type Plain<'a> = &'a dyn Fn(&Vb, &[Value], &Kwargs) -> candle_pipe::Result<Kwargs>;
     let check = |stages, plain: Plain<'_>| {
         let pipe = declare_shared().finish(EqualCount(stages)).unwrap();
-        pipe.check_against(&vb, &Device::Cpu, &args, &Kwargs::new(), 1e-12, plain).map_err(|error| error.to_string())
+        pipe.check_against(&vb, &Device::Cpu, &args, &Kwargs::new(), 1e-12, plain)
+            .map_err(|error| error.to_string())
     };
     let results = |vb: &Vb, args: &[Value]| -> candle_pipe::Result<Kwargs> {
         let (outputs, loss) = plain_shared(vb, &Args { args: args.to_vec(), ..Args::default() })?;
@@ -314,7 +330,10 @@ fn a_pipe_is_compared_with_the_plain_model_in_one_call() {
         made.insert("loss".into(), loss.into());
         Ok(made)
     });
-    assert!(error.contains("the gradient of part.layer.weight is off by 1") && !error.contains("output"), "{error}");
+    assert!(
+        error.contains("the gradient of part.layer.weight is off by 1") && !error.contains("output"),
+        "{error}"
+    );
     // A parameter that one of them has, an output that has another shape, and one that is a NaN.
     let error = differs(&|vb, args, _| {
         let mut made = results(vb, args)?;
@@ -324,7 +343,8 @@ fn a_pipe_is_compared_with_the_plain_model_in_one_call() {
         Ok(made)
     });
     assert!(
-        error.contains("the parameter extra is only in the plain model") && error.contains("output \"y\" is f64[5, 4]"),
+        error.contains("the parameter extra is only in the plain model")
+            && error.contains("output \"y\" is f64[5, 4]"),
         "{error}"
     );
     let error = differs(&|vb, args, _| {
@@ -340,9 +360,11 @@ fn a_pipe_is_compared_with_the_plain_model_in_one_call() {
         made.insert("z".into(), y);
         Ok(made)
     });
-    for want in
-        ["the loss is only in the pipe", "output \"y\" is only in the pipe", "output \"z\" is only in the plain model"]
-    {
+    for want in [
+        "the loss is only in the pipe",
+        "output \"y\" is only in the pipe",
+        "output \"z\" is only in the plain model",
+    ] {
         assert!(error.contains(want), "{error}");
     }
 }
@@ -362,7 +384,10 @@ fn a_list_whose_module_loses_gradients_is_refused() {
     let y = g.layers("layers", 2, &example, build, x);
     g.output("y", y);
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-    let error = LocalPipe::new(&g.finish(EqualCount(1)).unwrap(), &vb, &Device::Cpu).map(drop).unwrap_err().to_string();
+    let error = LocalPipe::new(&g.finish(EqualCount(1)).unwrap(), &vb, &Device::Cpu)
+        .map(drop)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("has a gradient of \"norm.") && error.contains("such as a fused norm"), "{error}");
 }
 
@@ -373,7 +398,7 @@ fn an_output_named_loss_that_is_no_loss_is_compared_as_an_output() {
         let x = g.input("x", In::Arg);
         let y = g.func("scale", move |xs, _| Ok((xs[0].tensor()? * slope)?.into()), [x]);
         g.output("loss", y);
-        g.loss_spec(false, Reduction::Mean);
+        g.loss_spec(false, LossReduction::Mean);
         g.finish(EqualCount(1)).unwrap()
     };
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &Device::Cpu);

@@ -5,8 +5,8 @@ use candle_core::{DType, Device, Tensor};
 use candle_pipe::graph::{Graph, NodeKind};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::{
-    Activation, EqualCount, Error, Gradient, In, Keep, Kwargs, Reduction, Result, Share, SplitPoint, SplitPolicy,
-    SplitSpec, StepOptions, Value, nn,
+    Activation, EqualCount, Error, Gradient, In, Keep, Kwargs, LossReduction, Result, Share, SplitPoint,
+    SplitPolicy, SplitSpec, StepOptions, Value, nn,
 };
 
 /// `x` through `a` and `b`, as an output.
@@ -48,8 +48,14 @@ fn declarations() {
     let faults: Vec<(Declare, &str)> = vec![
         (at("part.c", SplitPoint::End), "nothing to split at is named \"part.c\" (did you mean \"part.a\"?)"),
         (at("parts", SplitPoint::End), "nothing to split at is named \"parts\" (did you mean \"part\"?)"),
-        (at("part", SplitPoint::Beginning), "a split before \"part\" would leave an empty stage: nothing is before it"),
-        (at("part.b", SplitPoint::End), "a split behind \"part.b\" would leave an empty stage: nothing is behind it"),
+        (
+            at("part", SplitPoint::Beginning),
+            "a split before \"part\" would leave an empty stage: nothing is before it",
+        ),
+        (
+            at("part.b", SplitPoint::End),
+            "a split behind \"part.b\" would leave an empty stage: nothing is behind it",
+        ),
         (by(&[0]), "stage 0 would be empty: 2 stages of 2 nodes"),
         (by(&[1, 1]), "stage 1 would be empty: 3 stages of 2 nodes"),
         (by(&[2]), "stage 1 would be empty: 2 stages of 2 nodes"),
@@ -112,22 +118,22 @@ fn declarations() {
         (
             with(|g| {
                 let weight = g.parameter("w", Share::Replicate, |vb| Ok(vb.get(1, "w")?));
-                g.loss(weight, Reduction::Sum);
+                g.loss(weight, LossReduction::Sum);
             }),
             "the loss is the replicated parameter \"w\"; make it the result of a node, if only of a function",
         ),
         (
             with(|g| {
                 let value = g.graph().nodes[0].outputs[0];
-                g.loss(value, Reduction::Sum);
-                g.loss(value, Reduction::Sum);
+                g.loss(value, LossReduction::Sum);
+                g.loss(value, LossReduction::Sum);
             }),
             "the model has two losses; add them up in a function",
         ),
         (
             with(|g| {
                 let value = g.graph().nodes[0].outputs[0];
-                g.loss_at(value, ".a[b]", Reduction::Sum);
+                g.loss_at(value, ".a[b]", LossReduction::Sum);
             }),
             "\".a[b]\" is not a path: expected indexes and keys, as in .losses[0]",
         ),
@@ -160,7 +166,10 @@ fn arguments() {
         kwargs
     };
     assert_eq!(fault(one, &with("x")), "pipe: input \"x\" is given by place and by name");
-    assert_eq!(fault(one, &with("labls")), "pipe: the model has no input \"labls\" (did you mean \"labels\"?)");
+    assert_eq!(
+        fault(one, &with("labls")),
+        "pipe: the model has no input \"labls\" (did you mean \"labels\"?)"
+    );
     // A positional input may be given by name, and a default left out or not.
     let by_name = local.forward(&[], &with("x")).unwrap();
     assert!(by_name["y"].same(&local.forward(one, &args.kwargs).unwrap()["y"]).unwrap());
@@ -173,7 +182,10 @@ fn arguments() {
 fn losses() {
     type Loss = fn(&Tensor) -> candle_core::Result<Value>;
     let cases: [(Loss, &str); 3] = [
-        (|x| Ok(x.into()), "pipe: the loss is f64[2, 4]: expected a scalar of floats; reduce it in a function"),
+        (
+            |x| Ok(x.into()),
+            "pipe: the loss is f64[2, 4]: expected a scalar of floats; reduce it in a function",
+        ),
         (
             |x| Ok(x.argmax(1)?.sum_all()?.into()),
             "pipe: the loss is u32[]: expected a scalar of floats; reduce it in a function",
@@ -185,17 +197,19 @@ fn losses() {
         let x = g.input("x", In::Arg);
         let h = g.module("up", |vb| Ok(nn::linear(4, 4, vb.clone())?), [x]);
         let l = g.func("last", move |xs, _| Ok(loss(xs[0].tensor()?)?), [h]);
-        g.loss(l, Reduction::Sum);
+        g.loss(l, LossReduction::Sum);
         let local = build(&g.finish(EqualCount(2)).unwrap()).local;
         let batch =
-            split_args_kwargs_into_chunks(&[numbers("x", &[2, 4]).into()], &Kwargs::new(), 1, None, None).unwrap();
+            split_args_kwargs_into_chunks(&[numbers("x", &[2, 4]).into()], &Kwargs::new(), 1, None, None)
+                .unwrap();
         assert_eq!(local.forward_backward(&batch, &StepOptions::default()).unwrap_err().to_string(), want);
         assert_eq!(local.evaluate(&batch, &StepOptions::default()).unwrap_err().to_string(), want);
     }
     let mut g = Builder::new();
     two(&mut g);
     let local = build(&g.finish(EqualCount(2)).unwrap()).local;
-    let batch = split_args_kwargs_into_chunks(&[numbers("x", &[2]).into()], &Kwargs::new(), 1, None, None).unwrap();
+    let batch =
+        split_args_kwargs_into_chunks(&[numbers("x", &[2]).into()], &Kwargs::new(), 1, None, None).unwrap();
     let error = local.forward_backward(&batch, &StepOptions::default()).unwrap_err().to_string();
     assert_eq!(error, "pipe: the model has no loss to differentiate; declare it with loss or loss_fn");
     assert_eq!(
@@ -214,7 +228,9 @@ fn nodes_fail_by_name() {
     let local = build(&g.finish(EqualCount(2)).unwrap()).local;
     let forward = |dims: &[usize]| local.forward(&[numbers("x", dims).into()], &Kwargs::new()).unwrap_err();
     let wrong_width = forward(&[2, 2]);
-    assert!(matches!(&wrong_width, Error::Node { node, error } if node == "up" && matches!(**error, Error::Candle(_))));
+    assert!(
+        matches!(&wrong_width, Error::Node { node, error } if node == "up" && matches!(**error, Error::Candle(_)))
+    );
     let text = wrong_width.to_string();
     assert!(text.starts_with("node \"up\": linear: f64[2, 2] does not fit a weight f64[4, 3]"), "{text}");
     assert_eq!(forward(&[2, 3]).to_string(), "node \"pair\": pipe: 2 values instead of the 1 declared");
@@ -254,5 +270,8 @@ fn dropout_probabilities_and_rows() {
     let stage = &build(&blocks(1).finish(EqualCount(1)).unwrap()).local.stages()[0].clone();
     let dropout = nn::Dropout::new(0.5, 0, "d").unwrap();
     let error = dropout.forward(&numbers("x", &[5]), &stage.ctx(0..2)).unwrap_err().to_string();
-    assert_eq!(error, "pipe: random numbers of shape [5] for 2 rows: the first dim is not a multiple of the rows");
+    assert_eq!(
+        error,
+        "pipe: random numbers of shape [5] for 2 rows: the first dim is not a multiple of the rows"
+    );
 }

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::TensorTree;
 use candle_pipe::microbatch::{Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::{
-    EqualCount, In, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Share, SplitPoint, SplitSpec, StepOptions,
-    Value, nn,
+    EqualCount, In, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, Share, SplitPoint, SplitSpec,
+    StepOptions, Value, nn,
 };
 
 /// The sum of all arguments but the first, each times the scale, joined to the first one.
@@ -23,7 +23,7 @@ fn joined() -> PipeBuilder<()> {
     let y = g.func("add", add, [x, rest, scale]);
     let z = g.func("count", |xs, _| Ok((xs[0].tensor()? + xs[1].items()?.len() as f64)?.into()), [y, rest]);
     g.output("y", z);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [z], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [z], LossReduction::Sum);
     g
 }
 
@@ -95,19 +95,24 @@ fn structures_of_the_user_pass_between_stages() -> Result<()> {
         let state = g.func("pack", pack, [h]);
         let unpack = |xs: &[Value], _: &candle_pipe::Ctx| {
             let none = Tensor::zeros(0, DType::F64, &Device::Cpu)?;
-            let like =
-                State { hidden: none.clone(), memory: vec![None, Some(none)], layers: xs[0].at(1)?.int()? as usize };
+            let like = State {
+                hidden: none.clone(),
+                memory: vec![None, Some(none)],
+                layers: xs[0].at(1)?.int()? as usize,
+            };
             let state = xs[0].at(0)?.to_tree(&like)?;
             let memory = state.memory[1].as_ref().expect("the structure has it");
             Ok((state.hidden + (memory * state.layers as f64)?)?.into())
         };
         let h = g.func("unpack", unpack, [state]);
         let y = g.module("down", |vb| Ok(nn::linear(4, 2, vb.clone())?), [h]);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
         let built = crate::graph::common::build(&g.finish(EqualCount(stages))?);
-        let batch = split_args_kwargs_into_chunks(&[numbers("x", &[5, 4]).into()], &Kwargs::new(), 2, None, None)?;
+        let batch =
+            split_args_kwargs_into_chunks(&[numbers("x", &[5, 4]).into()], &Kwargs::new(), 2, None, None)?;
         let step = built.local.forward_backward(&batch, &StepOptions::default())?;
-        let grads = built.local.named_vars()?.into_iter().map(|(_, var)| step.grads.get(&var).unwrap().clone());
+        let grads =
+            built.local.named_vars()?.into_iter().map(|(_, var)| step.grads.get(&var).unwrap().clone());
         Ok(grads.collect())
     };
     let want = run(1)?;
@@ -115,7 +120,8 @@ fn structures_of_the_user_pass_between_stages() -> Result<()> {
     for stages in 2..=5 {
         run(stages)?.iter().zip(&want).for_each(|(got, want)| assert_close("a gradient", got, want));
     }
-    let said = Value::from(vec![numbers("x", &[2])]).to_tree(&(numbers("x", &[2]), numbers("x", &[2]))).unwrap_err();
+    let said =
+        Value::from(vec![numbers("x", &[2])]).to_tree(&(numbers("x", &[2]), numbers("x", &[2]))).unwrap_err();
     assert_eq!(said.to_string(), "value: [f64[2]] holds 1 tensors, the structure holds 2");
     Ok(())
 }
@@ -128,7 +134,11 @@ fn a_split_at_what_stages_share_is_refused_with_the_reason() {
             let layer = g.shared_module("tied.layer", |vb| Ok(nn::linear(4, 4, vb.clone())?));
             let weight = g.parameter("tok.weight", Share::Replicate, |vb| Ok(vb.get(4, "weight")?));
             let h = g.call(layer, "first", [x]);
-            let h = g.func("mul", |xs, _| Ok(xs[0].tensor()?.broadcast_mul(xs[1].tensor()?)?.into()), [h, weight]);
+            let h = g.func(
+                "mul",
+                |xs, _| Ok(xs[0].tensor()?.broadcast_mul(xs[1].tensor()?)?.into()),
+                [h, weight],
+            );
             let h = g.call(layer, "second", [h]);
             g.output("y", h);
             SplitSpec::at([(name, SplitPoint::Beginning)])
@@ -142,7 +152,11 @@ fn a_split_at_what_stages_share_is_refused_with_the_reason() {
         let said = declare(name);
         assert!(said.contains(want), "{said}");
         assert!(
-            said.contains(if name == "tok.weight" { "uses it: \"mul\"" } else { "uses it: \"first\", \"second\"" }),
+            said.contains(if name == "tok.weight" {
+                "uses it: \"mul\""
+            } else {
+                "uses it: \"first\", \"second\""
+            }),
             "{said}"
         );
     }

@@ -5,10 +5,10 @@ use candle_dist::DeviceMesh;
 use candle_pipe::microbatch::{Microbatches, Splitter};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, StepOptions, Value, nn,
-    stage_op,
+    Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, Runtime, StepOptions,
+    Value, nn, stage_op,
 };
-use candle_shard::nn::{Draws, Dropout, Linear, Mode, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Draws, Dropout, Linear, MeshVarBuilder, Mode, recompute};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Replicate};
 use std::collections::BTreeMap;
@@ -33,7 +33,7 @@ struct Block {
 }
 
 impl Block {
-    fn new(vb: &ShardedVarBuilder) -> Result<Self> {
+    fn new(vb: &MeshVarBuilder) -> Result<Self> {
         let linear = Linear::new(3, 3, true, &vb.pp("linear"))?;
         Ok(Self { linear, dropout: Dropout::new(0.4, vb), extra: Dropout::new(0.2, &vb.pp("extra")) })
     }
@@ -50,14 +50,14 @@ impl Block {
 }
 
 /// Blocks of their own, a block that three nodes share, and layers that were made outside of all nodes.
-fn declare(mesh: &DeviceMesh, of_mode: OfMode) -> Result<PipeBuilder<ShardedVarBuilder>> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(mesh: &DeviceMesh, of_mode: OfMode) -> Result<PipeBuilder<MeshVarBuilder>> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let mut h = g.input("x", In::Arg);
     let shared = g.shared_module("shared", |vb| Ok((Block::new(vb)?, vb.mesh().clone())));
-    let outside = ShardedVarBuilder::fresh(5, mesh, Plan::new("tp"), DType::F64, &Device::Cpu)?;
+    let outside = MeshVarBuilder::fresh(5, mesh, Plan::new("tp"), DType::F64, &Device::Cpu)?;
     let (ours, theirs) = (nn::Dropout::new(0.3, 9, "ours")?, Dropout::new(0.3, &outside.pp("outside")));
     for i in 0..3 {
-        let own = move |vb: &ShardedVarBuilder| {
+        let own = move |vb: &MeshVarBuilder| {
             let (block, mesh) = (Block::new(vb)?, vb.mesh().clone());
             Ok(stage_op(move |xs, ctx| {
                 // Several entries of dim 0 for each row.
@@ -80,12 +80,12 @@ fn declare(mesh: &DeviceMesh, of_mode: OfMode) -> Result<PipeBuilder<ShardedVarB
         h = g.func(&format!("captured.{i}"), captured, [h]);
     }
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], LossReduction::Sum);
     Ok(g)
 }
 
-fn builder(mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
-    Ok(ShardedVarBuilder::fresh(5, mesh, Plan::new("tp"), DType::F64, &Device::Cpu)?)
+fn builder(mesh: &DeviceMesh) -> Result<MeshVarBuilder> {
+    Ok(MeshVarBuilder::fresh(5, mesh, Plan::new("tp"), DType::F64, &Device::Cpu)?)
 }
 
 fn batch(splitter: Splitter) -> Result<Microbatches> {
@@ -98,7 +98,7 @@ fn flat(t: &Tensor) -> Result<Vec<f64>> {
     Ok(t.flatten_all()?.to_vec1()?)
 }
 
-fn found(batch: &Microbatches, vb: &ShardedVarBuilder, step: &mut candle_pipe::StepResult) -> Result<Figures> {
+fn found(batch: &Microbatches, vb: &MeshVarBuilder, step: &mut candle_pipe::StepResult) -> Result<Figures> {
     let mut all = Figures::new();
     if step.outputs[0].get("y").is_ok() {
         all.insert("y".into(), flat(batch.merge(&step.outputs, None)?.get("y")?.tensor()?)?);
@@ -116,7 +116,10 @@ fn found(batch: &Microbatches, vb: &ShardedVarBuilder, step: &mut candle_pipe::S
 fn compare(got: &Figures, want: &Figures, label: &str) {
     for (name, got) in got {
         for (got, want) in got.iter().zip(&want[name]) {
-            assert!((got - want).abs() < 1e-11 * (1.0 + want.abs()), "{label}: {name}: {got}, expected {want}");
+            assert!(
+                (got - want).abs() < 1e-11 * (1.0 + want.abs()),
+                "{label}: {name}: {got}, expected {want}"
+            );
         }
     }
 }
@@ -124,7 +127,7 @@ fn compare(got: &Figures, want: &Figures, label: &str) {
 fn local(
     tp: usize,
     of_mode: OfMode,
-    run: impl Fn(&LocalPipe, &ShardedVarBuilder) -> Result<Figures> + Send + Sync + Copy + 'static,
+    run: impl Fn(&LocalPipe, &MeshVarBuilder) -> Result<Figures> + Send + Sync + Copy + 'static,
     stages: usize,
 ) -> Figures {
     on_ranks(tp, "masks", move |ctx| -> Result<Figures> {
@@ -136,7 +139,7 @@ fn local(
     .swap_remove(0)
 }
 
-fn step(local: &LocalPipe, vb: &ShardedVarBuilder, splitter: Splitter, keep: Keep) -> Result<Figures> {
+fn step(local: &LocalPipe, vb: &MeshVarBuilder, splitter: Splitter, keep: Keep) -> Result<Figures> {
     let batch = batch(splitter)?;
     let mut step = local.forward_backward(&batch, &StepOptions::default().step(3).keep(keep))?;
     found(&batch, vb, &mut step)
@@ -148,7 +151,7 @@ fn masks_of_nodes_do_not_depend_on_cuts_passes_and_what_is_kept() {
         let want = local(1, of_mode, |local, vb| step(local, vb, Splitter::new(1), Keep::Activations), 1);
         assert_eq!(want.len(), 9, "{:?}", want.keys());
         for stages in [1, 2, 5, 9] {
-            let run = |local: &LocalPipe, vb: &ShardedVarBuilder| {
+            let run = |local: &LocalPipe, vb: &MeshVarBuilder| {
                 let mut all = Vec::new();
                 for chunks in [1, 2, 3] {
                     for keep in [Keep::Activations, Keep::Inputs] {
@@ -213,13 +216,15 @@ fn masks_of_nodes_do_not_depend_on_schedules_and_ranks() {
 fn masks_of_a_pipe_are_those_of_the_plain_model() {
     on_ranks(2, "masks of the plain model", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
-        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+        let mut g = PipeBuilder::<MeshVarBuilder>::new();
         let mut h = g.input("x", In::Arg);
         let shared = g.shared_module("shared", |vb| Ok((Block::new(vb)?, vb.mesh().clone())));
         for i in 0..3 {
-            let own = |vb: &ShardedVarBuilder| {
+            let own = |vb: &MeshVarBuilder| {
                 let (block, mesh) = (Block::new(vb)?, vb.mesh().clone());
-                Ok(stage_op(move |xs, ctx| Ok(vec![block.twice(&xs[0].on(&mesh)?, ctx.mode())?.full_tensor()?.into()])))
+                Ok(stage_op(move |xs, ctx| {
+                    Ok(vec![block.twice(&xs[0].on(&mesh)?, ctx.mode())?.full_tensor()?.into()])
+                }))
             };
             h = g.module(&format!("blocks.{i}"), own, [h]);
             type Pair = (Block, DeviceMesh);
@@ -229,7 +234,7 @@ fn masks_of_a_pipe_are_those_of_the_plain_model() {
             h = g.call_with(shared, &format!("calls.{i}"), call, [h]);
         }
         g.output("y", h);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], LossReduction::Sum);
         let vb = builder(&mesh)?;
         let local = LocalPipe::new(&g.finish(EqualCount(4))?, &vb, &Device::Cpu)?;
         let batch = batch(Splitter::new(3))?;
@@ -244,7 +249,10 @@ fn masks_of_a_pipe_are_those_of_the_plain_model() {
             h = shared.forward(&block.twice(&h, mode)?, mode)?;
         }
         let want = flat(&h.full_tensor()?)?;
-        assert!(got.iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-11), "{got:?}, expected {want:?}");
+        assert!(
+            got.iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-11),
+            "{got:?}, expected {want:?}"
+        );
         Ok(())
     });
 }
@@ -271,7 +279,7 @@ fn every_place_and_use_has_a_mask_of_its_own() -> Result<()> {
         g.output(format!("{name}.second"), second);
     }
     let y = g.func("sum", |xs, _| Ok(xs[0].tensor()?.sum_all()?.into()), [x]);
-    g.loss(y, Reduction::Sum);
+    g.loss(y, LossReduction::Sum);
     let local = LocalPipe::new(&g.finish(EqualCount(3))?, &(), &Device::Cpu)?;
     let x = Tensor::ones((8, 8), DType::F64, &Device::Cpu)?;
     let run = |splitter: Splitter| -> Result<BTreeMap<String, Vec<f64>>> {

@@ -3,7 +3,7 @@ use crate::graph::common::{Args, Builder, Plain, Vb, numbers};
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::Module;
 use candle_pipe::graph::ValueId;
-use candle_pipe::{In, PipeBuilder, PipeModule, Reduction, Share, Value, nn, stage_op};
+use candle_pipe::{In, LossReduction, PipeBuilder, PipeModule, Share, Value, nn, stage_op};
 use std::collections::BTreeMap;
 
 const WIDTH: usize = 4;
@@ -57,8 +57,9 @@ pub(crate) fn skips() -> Builder {
     };
     let gate = g.func("gate", gated, [a, b, mask]);
     let h3 = layer(&mut g, "layers.3", gate);
-    let scaled =
-        |xs: &[Value], _: &candle_pipe::Ctx| Ok((xs[0].tensor()? + (xs[1].tensor()? * xs[2].float()?)?)?.into());
+    let scaled = |xs: &[Value], _: &candle_pipe::Ctx| {
+        Ok((xs[0].tensor()? + (xs[1].tensor()? * xs[2].float()?)?)?.into())
+    };
     let h3 = g.func("scaled", scaled, [h3, h0, scale]);
     let h4 = layer(&mut g, "layers.4", h3);
     let y = g.func("out", |xs, _| Ok((xs[0].tensor()? + xs[1].tensor()?)?.into()), [h4, h1]);
@@ -67,13 +68,14 @@ pub(crate) fn skips() -> Builder {
     let loss = |xs: &[Value], _: &candle_pipe::Ctx| {
         Ok((mse(xs[0].tensor()?, xs[1].tensor()?)? + xs[2].tensor()?.sqr()?.mean_all()?)?)
     };
-    g.loss_fn(loss, [y, labels, a], Reduction::Mean);
+    g.loss_fn(loss, [y, labels, a], LossReduction::Mean);
     g
 }
 
 pub(crate) fn plain_skips(vb: &Vb, args: &Args) -> Result<Plain> {
     let tensor = |value: &Value| value.tensor().unwrap().clone();
-    let (x, labels, mask) = (tensor(&args.args[0]), tensor(&args.kwargs["labels"]), tensor(&args.kwargs["mask"]));
+    let (x, labels, mask) =
+        (tensor(&args.args[0]), tensor(&args.kwargs["labels"]), tensor(&args.kwargs["mask"]));
     let h0 = plain_linear(vb, "layers.0", &x)?;
     let h1 = plain_linear(vb, "layers.1", &h0)?;
     let h2 = (plain_linear(vb, "layers.2", &h1)?.tanh()? + &h0)?;
@@ -111,14 +113,15 @@ pub(crate) fn tied(share: Share) -> Builder {
     };
     let h = g.func("shift", mean, [h, weight]);
     let h = layer(&mut g, "layers.1", h);
-    let head =
-        |xs: &[Value], _: &candle_pipe::Ctx| Ok(nn::deferred_linear(xs[0].tensor()?, xs[1].tensor()?, None)?.into());
+    let head = |xs: &[Value], _: &candle_pipe::Ctx| {
+        Ok(nn::deferred_linear(xs[0].tensor()?, xs[1].tensor()?, None)?.into())
+    };
     let logits = g.func("head", head, [h, weight]);
     g.output("logits", logits);
     let loss = |xs: &[Value], _: &candle_pipe::Ctx| {
         Ok(candle_nn::loss::cross_entropy(&xs[0].tensor()?.flatten_to(1)?, &xs[1].tensor()?.flatten_all()?)?)
     };
-    g.loss_fn(loss, [logits, targets], Reduction::Mean);
+    g.loss_fn(loss, [logits, targets], LossReduction::Mean);
     g
 }
 
@@ -164,7 +167,7 @@ pub(crate) fn kinds() -> Builder {
     };
     let [y, losses] = g.func_many("late", late, [y, tree]);
     g.output("y", y);
-    g.loss_at(losses, ".main[0]", Reduction::Mean);
+    g.loss_at(losses, ".main[0]", LossReduction::Mean);
     g
 }
 
@@ -201,7 +204,7 @@ pub(crate) fn blocks(count: usize) -> Builder {
         h = g.nested(&format!("blocks.{i}"), &Block, [h])[0];
     }
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], LossReduction::Sum);
     g
 }
 

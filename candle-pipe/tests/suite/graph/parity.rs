@@ -1,12 +1,14 @@
 //! Loss, outputs and all gradients of cut models equal those of the uncut ones.
 use crate::graph::common::{Builder, Vb, build, numbers};
 use crate::graph::models::{
-    blocks, kinds, kinds_args, plain_blocks, plain_kinds, plain_skips, plain_tied, skips, skips_args, tied, tied_args,
+    blocks, kinds, kinds_args, plain_blocks, plain_kinds, plain_skips, plain_tied, skips, skips_args, tied,
+    tied_args,
 };
 use candle_core::{DType, Device, Tensor, Var};
 use candle_pipe::microbatch::{Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::{
-    Ctx, EqualCount, In, Keep, Kwargs, Pipe, Reduction, Share, SplitPoint, SplitSpec, StepOptions, Value, nn,
+    Ctx, EqualCount, In, Keep, Kwargs, LossReduction, Pipe, Share, SplitPoint, SplitSpec, StepOptions, Value,
+    nn,
 };
 use candle_shard::random::{Distribution, Stream, sample_full};
 
@@ -33,7 +35,10 @@ fn shared_weights_both_ways() {
         }
         let pipe = tied(share).finish(EqualCount(3)).unwrap();
         let [group] = pipe.shares() else { panic!("{:?}", pipe.shares()) };
-        assert_eq!((group.name.as_str(), group.share, group.stages.as_slice()), ("tok.weight", share, &[0, 1, 2][..]));
+        assert_eq!(
+            (group.name.as_str(), group.share, group.stages.as_slice()),
+            ("tok.weight", share, &[0, 1, 2][..])
+        );
     }
 }
 
@@ -46,8 +51,11 @@ fn values_of_all_kinds() {
 
 #[test]
 fn nested_modules_cut_inside() {
-    let inside =
-        [("blocks.0.down", SplitPoint::Beginning), ("blocks.1.act", SplitPoint::End), ("blocks.1", SplitPoint::End)];
+    let inside = [
+        ("blocks.0.down", SplitPoint::Beginning),
+        ("blocks.1.act", SplitPoint::End),
+        ("blocks.1", SplitPoint::End),
+    ];
     let pipe = blocks(3).finish(SplitSpec::at(inside)).unwrap();
     assert_eq!(pipe.num_stages(), 4);
     build(&pipe).check(&kinds_args(5), plain_blocks(3));
@@ -59,7 +67,7 @@ fn gradients_reach_what_inputs_were_computed_from() -> candle_pipe::Result<()> {
     let (x, y) = (g.input("x", In::Arg), g.input("y", In::Arg));
     let h = g.func("square", |xs, _| Ok(xs[0].tensor()?.sqr()?.into()), [x]);
     let h = g.func("product", |xs, _| Ok((xs[0].tensor()? * xs[1].tensor()?)?.into()), [h, y]);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [h], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [h], LossReduction::Sum);
     let local = build(&g.finish(EqualCount(3))?).local;
     let x = Var::new(&[1f64, 2., 3., 4., 5.], &Device::Cpu)?;
     let doubled = (x.as_tensor() * 2.0)?;
@@ -87,14 +95,15 @@ fn dropout_is_that_of_the_uncut_model() -> candle_pipe::Result<()> {
         h = g.module(name, build, [h]);
     }
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [h], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [h], LossReduction::Sum);
     let built = build(&g.finish(EqualCount(2))?);
     let x = numbers("x", &[7, 2, 3]);
     let mut want = x.clone();
     for name in ["a", "b"] {
         let keep = Distribution::Bernoulli { p: 0.6 };
         let mask = sample_full(Stream::new(11, name).fold(9), keep, &[7, 2, 3], DType::F64, &Device::Cpu)?;
-        want = (want.broadcast_mul(&numbers(&format!("{name}.scale"), &[3]))? * mask.affine(1.0 / 0.6, 0.0)?)?;
+        want =
+            (want.broadcast_mul(&numbers(&format!("{name}.scale"), &[3]))? * mask.affine(1.0 / 0.6, 0.0)?)?;
     }
     let options = StepOptions::default().step(9);
     let masked = Splitter::new(3).masked().split(&[(&x).into()], &Kwargs::new(), None, None)?;

@@ -4,8 +4,8 @@ use crate::graph::models::{blocks, kinds_args, plain_blocks};
 use candle_core::DType;
 use candle_pipe::graph::Graph;
 use candle_pipe::{
-    Balanced, EqualCount, EqualParams, In, Layout, Result, Share, SizeThreshold, SplitPolicy, SplitSpec, nn,
-    shapes_only,
+    BalancedCost, EqualCount, EqualParams, In, Result, Share, SizeThreshold, SplitPolicy, SplitSpec,
+    StageLayout, nn, shapes_only,
 };
 
 /// A model of layers with so many parameters each, on which a shared one of 100 elements follows or not.
@@ -29,7 +29,9 @@ fn layers(sizes: &[usize], shared: &[usize]) -> Builder {
 /// The layers that stages begin with, but for the first.
 fn begins(g: &Builder, policy: &dyn SplitPolicy) -> Vec<usize> {
     let cuts = policy.cuts(g.graph()).unwrap();
-    cuts.iter().map(|&cut| g.graph().nodes[cut].name.strip_prefix("layers.").unwrap().parse().unwrap()).collect()
+    cuts.iter()
+        .map(|&cut| g.graph().nodes[cut].name.strip_prefix("layers.").unwrap().parse().unwrap())
+        .collect()
 }
 
 /// The least that the largest run of `sizes` in `stages` runs can be, by trying every cut.
@@ -54,14 +56,18 @@ fn equal_counts_and_parameters() {
         for stages in 1..=nodes {
             let ends = [&[0][..], &begins(&g, &EqualCount(stages)), &[nodes]].concat();
             let sizes = ends.windows(2).map(|run| run[1] - run[0]);
-            assert!(sizes.clone().max().unwrap() <= sizes.min().unwrap() + 1, "{nodes} in {stages}: {ends:?}");
+            assert!(
+                sizes.clone().max().unwrap() <= sizes.min().unwrap() + 1,
+                "{nodes} in {stages}: {ends:?}"
+            );
         }
     }
     for sizes in [&[5, 1, 1, 1, 5, 9, 1][..], &[1, 2, 3, 4, 5, 6, 7, 8], &[9, 9], &[0, 0, 0, 1]] {
         for stages in 1..=sizes.len() {
             let begins = begins(&layers(sizes, &[]), &EqualParams(stages));
             let ends = [&[0][..], &begins, &[sizes.len()]].concat();
-            let largest = ends.windows(2).map(|run| sizes[run[0]..run[1]].iter().sum::<usize>()).max().unwrap();
+            let largest =
+                ends.windows(2).map(|run| sizes[run[0]..run[1]].iter().sum::<usize>()).max().unwrap();
             assert_eq!((begins.len(), largest), (stages - 1, least(sizes, stages)), "{sizes:?} in {stages}");
         }
     }
@@ -84,25 +90,29 @@ fn size_thresholds() {
 #[test]
 fn balanced_by_cost() {
     let g = layers(&[1; 5], &[]);
-    let costs = |costs: [f64; 5]| costs.into_iter().enumerate().map(|(i, cost)| (format!("layers.{i}"), cost));
-    assert_eq!(begins(&g, &Balanced::new(2, costs([1., 1., 1., 1., 4.]))), [4]);
-    assert_eq!(begins(&g, &Balanced::new(3, costs([4., 1., 1., 1., 1.]))), [1, 3]);
+    let costs =
+        |costs: [f64; 5]| costs.into_iter().enumerate().map(|(i, cost)| (format!("layers.{i}"), cost));
+    assert_eq!(begins(&g, &BalancedCost::new(2, costs([1., 1., 1., 1., 4.]))), [4]);
+    assert_eq!(begins(&g, &BalancedCost::new(3, costs([4., 1., 1., 1., 1.]))), [1, 3]);
     let faults = [
         (
-            Balanced::new(2, [("layer.1", 1.0)]),
+            BalancedCost::new(2, [("layer.1", 1.0)]),
             "a cost for node \"layer.1\", which is not there (did you mean \"layers.1\"?)",
         ),
-        (Balanced::new(2, [("layers.1", -1.0)]), "node \"layers.1\" costs -1: expected a finite number of at least 0"),
         (
-            Balanced::new(2, [("layers.1", f64::NAN)]),
+            BalancedCost::new(2, [("layers.1", -1.0)]),
+            "node \"layers.1\" costs -1: expected a finite number of at least 0",
+        ),
+        (
+            BalancedCost::new(2, [("layers.1", f64::NAN)]),
             "node \"layers.1\" costs NaN: expected a finite number of at least 0",
         ),
         (
-            Balanced::new(6, [("layers.1", 1.0)]),
+            BalancedCost::new(6, [("layers.1", 1.0)]),
             "6 stages of 5 nodes: expected at least 1 stage, and at most one per node",
         ),
         (
-            Balanced::new(0, [("layers.1", 1.0)]),
+            BalancedCost::new(0, [("layers.1", 1.0)]),
             "0 stages of 5 nodes: expected at least 1 stage, and at most one per node",
         ),
     ];
@@ -126,7 +136,7 @@ fn layouts() {
     h = g.module("head", |vb| Ok(nn::linear(4, 4, vb.clone())?), [h]);
     g.output("y", h);
     let names = |layout: &str| -> Result<Vec<String>> {
-        let cuts = layout.parse::<Layout>()?.cuts(g.graph())?;
+        let cuts = layout.parse::<StageLayout>()?.cuts(g.graph())?;
         Ok(cuts.iter().map(|&cut| g.graph().nodes[cut].name.clone()).collect())
     };
     assert_eq!(names("E|tt|(t)*4|L").unwrap(), ["layers.0.a", "layers.2.a", "head"]);
@@ -172,8 +182,8 @@ fn every_policy_gives_the_uncut_models_numbers() {
         EqualCount(4).into(),
         EqualParams(3).into(),
         SizeThreshold(41).into(),
-        Balanced::new(2, costs).into(),
-        "b|b|b".parse::<Layout>().unwrap().into(),
+        BalancedCost::new(2, costs).into(),
+        "b|b|b".parse::<StageLayout>().unwrap().into(),
         Last.into(),
     ];
     for (policy, stages) in policies.into_iter().zip([4, 3, 3, 2, 3, 2]) {

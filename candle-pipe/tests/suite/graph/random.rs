@@ -26,7 +26,9 @@ fn plain(model: &Model, vb: &Vb, args: &Args) -> Result<Plain> {
             Step::Gate(a, b) => vec![(at(a).tanh()? * at(b))?],
             Step::Pair(a) => vec![at(a).sin()?, (at(a) * 0.5)?],
             Step::Tree(a, b) => vec![(at(a) + at(b))?],
-            Step::Shared(a, weight) => vec![at(a).matmul(&vb.get((WIDTH, WIDTH), &format!("w{weight}"))?.t()?)?],
+            Step::Shared(a, weight) => {
+                vec![at(a).matmul(&vb.get((WIDTH, WIDTH), &format!("w{weight}"))?.t()?)?]
+            }
         };
         values.extend(made.into_iter().map(|value| (value, false)));
     }

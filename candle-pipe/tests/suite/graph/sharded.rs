@@ -3,23 +3,24 @@ use crate::graph::common::numbers;
 use candle_core::{DType, Device, Tensor};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::{
-    Activation, EqualCount, Gradient, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions,
-    stage_op,
+    Activation, EqualCount, Gradient, In, Keep, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result,
+    StepOptions, stage_op,
 };
-use candle_shard::nn::{Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Linear, MeshVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
 use test_utils::world;
 
-type Builder = PipeBuilder<ShardedVarBuilder>;
+type Builder = PipeBuilder<MeshVarBuilder>;
 
 /// Two blocks, each of a column-wise and a row-wise layer, the second one recomputed.
 fn declare() -> Builder {
     let mut g = Builder::new();
     let mut h = g.input("x", In::Arg);
     for name in ["first", "second"] {
-        let build = move |vb: &ShardedVarBuilder| {
-            let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
+        let build = move |vb: &MeshVarBuilder| {
+            let (up, down) =
+                (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
             let mesh = vb.mesh().clone();
             Ok(stage_op(move |xs, _| {
                 let x = xs[0].tensor()?;
@@ -33,7 +34,7 @@ fn declare() -> Builder {
         h = g.module(name, build, [h]);
     }
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     g
 }
 
@@ -41,8 +42,10 @@ fn declare() -> Builder {
 fn step(ranks: usize, stages: usize, keep: Keep, split_backward: bool) -> Vec<(String, Tensor)> {
     let run = world(ranks).run(move |ctx| -> Result<Vec<(String, Tensor)>> {
         let mesh = ctx.mesh(&[("tp", ranks)])?;
-        let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
+        let plan = Plan::new("tp")
+            .with("*.up", ColwiseParallel::default())
+            .with("*.down", RowwiseParallel::default());
+        let vb = MeshVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
         let local = LocalPipe::new(&declare().finish(EqualCount(stages))?, &vb, &Device::Cpu)?;
         let parameters = vb.finish()?;
         let named: Vec<String> = local.parameters().into_keys().map(str::to_owned).collect();
@@ -51,13 +54,14 @@ fn step(ranks: usize, stages: usize, keep: Keep, split_backward: bool) -> Vec<(S
         assert_eq!(named, built);
         let x = numbers("x", &[5, 4]);
         let batch = split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), 2, None, None)?;
-        let mut step =
-            local.forward_backward(&batch, &StepOptions::default().keep(keep).split_backward(split_backward))?;
+        let mut step = local
+            .forward_backward(&batch, &StepOptions::default().keep(keep).split_backward(split_backward))?;
         parameters.reduce(&mut step.grads)?;
         let mut all = vec![("loss".to_owned(), step.loss()?.clone())];
         for p in parameters.iter() {
-            let grad =
-                p.grad(&step.grads)?.ok_or_else(|| candle_pipe::Error::Pipe(format!("no gradient of {}", p.name)))?;
+            let grad = p
+                .grad(&step.grads)?
+                .ok_or_else(|| candle_pipe::Error::Pipe(format!("no gradient of {}", p.name)))?;
             all.push((p.name.clone(), grad.full_tensor()?));
         }
         Ok(all)
@@ -73,7 +77,11 @@ fn stages_of_sharded_layers() {
     {
         for split in [false, true] {
             for ((name, got), (_, want)) in step(ranks, stages, keep, split).iter().zip(&want) {
-                crate::graph::common::assert_close(&format!("{name} on {ranks} ranks in {stages} stages"), got, want);
+                crate::graph::common::assert_close(
+                    &format!("{name} on {ranks} ranks in {stages} stages"),
+                    got,
+                    want,
+                );
             }
         }
     }
@@ -82,8 +90,10 @@ fn stages_of_sharded_layers() {
 #[test]
 fn weights_of_sharded_layers_wait() {
     let run = world(2).run(|ctx| -> Result<()> {
-        let plan = Plan::new("tp").with("*.up", ColwiseParallel::default()).with("*.down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(5, &ctx.mesh(&[("tp", 2)])?, plan, DType::F64, &Device::Cpu)?;
+        let plan = Plan::new("tp")
+            .with("*.up", ColwiseParallel::default())
+            .with("*.down", RowwiseParallel::default());
+        let vb = MeshVarBuilder::fresh(5, &ctx.mesh(&[("tp", 2)])?, plan, DType::F64, &Device::Cpu)?;
         let stage = declare().finish(EqualCount(1))?.build_stage(0, &vb, &Device::Cpu)?;
         let input = Activation { value: numbers("x", &[5, 4]).into(), tracked: vec![true] };
         let (outputs, tape) = stage.forward(vec![input], &stage.ctx(0..5), Keep::Activations)?;
@@ -93,8 +103,10 @@ fn weights_of_sharded_layers_wait() {
         let (first, late) = tape.backward_inputs(&seeds)?;
         let late = late.backward()?;
         let waits = ["first.up.weight", "first.down.weight", "second.up.weight", "second.down.weight"];
-        let all =
-            waits.map(|name| (name, true)).into_iter().chain([("first.up.bias", false), ("second.up.bias", false)]);
+        let all = waits
+            .map(|name| (name, true))
+            .into_iter()
+            .chain([("first.up.bias", false), ("second.up.bias", false)]);
         for (name, waits) in all {
             let parameter = &stage.parameters()[name];
             let found = (first.parameters.get(parameter).is_some(), late.get(parameter).is_some());

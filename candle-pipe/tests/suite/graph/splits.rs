@@ -8,8 +8,11 @@ use candle_pipe::{EqualCount, In, Layer, PipeInfo, Share, SplitPoint, SplitSpec,
 
 #[test]
 fn cuts_at_one_place_are_one() {
-    let both =
-        [("blocks.0", SplitPoint::End), ("blocks.1", SplitPoint::Beginning), ("blocks.1.up", SplitPoint::Beginning)];
+    let both = [
+        ("blocks.0", SplitPoint::End),
+        ("blocks.1", SplitPoint::Beginning),
+        ("blocks.1.up", SplitPoint::Beginning),
+    ];
     assert_eq!(blocks(2).finish(SplitSpec::at(both)).unwrap().num_stages(), 2);
     let mut g = Builder::new();
     let x = g.input("x", In::Arg);
@@ -26,7 +29,8 @@ fn cuts_at_one_place_are_one() {
 fn sequential_models_are_cut_between_all_layers() {
     let mut g = Builder::new();
     let x = g.input("x", In::Arg);
-    let layer = |name| -> Layer<'static, Vb> { (name, Box::new(|vb| Ok(Box::new(nn::linear(4, 4, vb.clone())?)))) };
+    let layer =
+        |name| -> Layer<'static, Vb> { (name, Box::new(|vb| Ok(Box::new(nn::linear(4, 4, vb.clone())?)))) };
     let y = g.sequential(["first", "second", "third"].map(layer), x);
     g.output("y", y);
     let pipe = g.finish(SplitSpec::declared()).unwrap();
@@ -38,7 +42,8 @@ fn sequential_models_are_cut_between_all_layers() {
 
 #[test]
 fn a_rank_builds_its_stage_alone() {
-    let blocks = blocks(3).finish(SplitSpec::at(["blocks.1", "blocks.2"].map(|block| (block, SplitPoint::Beginning))));
+    let blocks =
+        blocks(3).finish(SplitSpec::at(["blocks.1", "blocks.2"].map(|block| (block, SplitPoint::Beginning))));
     let pipe = blocks.unwrap();
     let parameters = VarMap::new();
     let vb = VarBuilder::from_varmap(&parameters, DType::F32, &Device::Cpu);
@@ -54,8 +59,9 @@ fn a_rank_builds_its_stage_alone() {
 
 #[test]
 fn stages_know_what_they_take_and_give() {
-    let pipe =
-        skips().finish(SplitSpec::at([("layers.1", SplitPoint::Beginning), ("gate", SplitPoint::Beginning)])).unwrap();
+    let pipe = skips()
+        .finish(SplitSpec::at([("layers.1", SplitPoint::Beginning), ("gate", SplitPoint::Beginning)]))
+        .unwrap();
     let id = |name: &str| {
         let graph = &pipe.info().graph;
         let made = graph.nodes.iter().flat_map(|node| &node.outputs).copied();
@@ -155,7 +161,10 @@ fn graphs_by_hand_are_checked() {
     assert_eq!(error, "pipe: parameter \"blocks.0.act\" takes nothing and makes one value");
     let graph: Graph = blocks(1).graph().clone();
     assert_eq!(graph.stages(&[3, 2]).unwrap_err().to_string(), "pipe: cuts [3, 2] do not ascend");
-    assert_eq!(graph.stages(&[9]).unwrap_err().to_string(), "pipe: stage 1 would be empty: 2 stages of 5 nodes");
+    assert_eq!(
+        graph.stages(&[9]).unwrap_err().to_string(),
+        "pipe: stage 1 would be empty: 2 stages of 5 nodes"
+    );
 }
 
 #[test]
@@ -165,9 +174,13 @@ fn scopes_name_nodes_and_parameters() {
     let y = g.scope("encoder", |g| {
         g.scope("layers", |g| g.module("0", |vb| Ok(nn::linear_no_bias(4, 4, vb.clone())?), [x]))
     });
-    let weight = g.scope("head", |g| g.parameter("weight", Share::Transmit, |vb| Ok(vb.get((2, 4), "weight")?)));
-    let y =
-        g.func("head", |xs, _| Ok(nn::deferred_linear(xs[0].tensor()?, xs[1].tensor()?, None)?.into()), [y, weight]);
+    let weight =
+        g.scope("head", |g| g.parameter("weight", Share::Transmit, |vb| Ok(vb.get((2, 4), "weight")?)));
+    let y = g.func(
+        "head",
+        |xs, _| Ok(nn::deferred_linear(xs[0].tensor()?, xs[1].tensor()?, None)?.into()),
+        [y, weight],
+    );
     g.output("y", y);
     let built = build(&g.finish(EqualCount(1)).unwrap());
     let names: Vec<&str> = built.local.parameters().into_keys().collect();

@@ -4,10 +4,10 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{BatchNorm, ModuleT, VarBuilder, VarMap};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::{
-    Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, StepOptions, Value, nn, sharded_op,
-    stage_op,
+    Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, StepOptions, Value, nn,
+    sharded_op, stage_op,
 };
-use candle_shard::nn::{Embedding, ModuleT as _, ShardedVarBuilder, batch_norm};
+use candle_shard::nn::{Embedding, MeshVarBuilder, ModuleT as _, batch_norm};
 use candle_shard::parallel::{Plan, RowwiseParallel};
 use candle_shard::{EmbeddingOptions, Shard};
 use std::collections::BTreeMap;
@@ -17,7 +17,12 @@ type Vb = VarBuilder<'static>;
 type Numbers = BTreeMap<String, Tensor>;
 
 /// The variables and the gradients after some steps.
-fn train(declare: impl Fn(&mut PipeBuilder<Vb>), keep: Keep, chunks: usize, is_split: bool) -> Result<Numbers> {
+fn train(
+    declare: impl Fn(&mut PipeBuilder<Vb>),
+    keep: Keep,
+    chunks: usize,
+    is_split: bool,
+) -> Result<Numbers> {
     let mut g = PipeBuilder::<Vb>::new();
     declare(&mut g);
     let map = VarMap::new();
@@ -68,7 +73,7 @@ fn layers(
     let h = g.module("up", |vb| Ok(nn::linear(4, 4, vb.clone())?), [x]);
     let h = middle(g, h);
     let y = g.module("down", |vb| Ok(nn::linear(4, 4, vb.clone())?), [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
 }
 
 #[test]
@@ -84,8 +89,9 @@ fn a_batch_norm_that_two_nodes_share_moves_once_for_each() {
         let norm = g.shared_module("norm", |vb| Ok(candle_nn::batch_norm(4, 1e-5, vb.clone())?));
         layers(g, |g, h| {
             let h = g.call(norm, "norms.0", [h]);
-            let forward =
-                |norm: &BatchNorm, xs: &[Value], ctx: &Ctx| Ok(norm.forward_t(xs[0].tensor()?, ctx.training)?.into());
+            let forward = |norm: &BatchNorm, xs: &[Value], ctx: &Ctx| {
+                Ok(norm.forward_t(xs[0].tensor()?, ctx.training)?.into())
+            };
             g.call_with(norm, "norms.1", forward, [h])
         });
     });
@@ -145,9 +151,9 @@ fn a_sharded_batch_norm_moves_once() {
         on_ranks(world, "batch norm", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", world)])?;
             let train = |keep: Keep| -> Result<Vec<Vec<f64>>> {
-                let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+                let mut g = PipeBuilder::<MeshVarBuilder>::new();
                 let x = g.input("x", In::Arg);
-                let norm = |vb: &ShardedVarBuilder| {
+                let norm = |vb: &MeshVarBuilder| {
                     let (norm, weight) =
                         (batch_norm(4, 1e-5, vb)?, candle_shard::nn::Linear::new(4, 4, true, &vb.pp("in"))?);
                     let mesh = vb.mesh().clone();
@@ -157,19 +163,20 @@ fn a_sharded_batch_norm_moves_once() {
                     }))
                 };
                 let h = g.module("norm", norm, [x]);
-                let down = |vb: &ShardedVarBuilder| {
+                let down = |vb: &MeshVarBuilder| {
                     let down = candle_shard::nn::Linear::new(4, 4, true, vb)?;
                     Ok(sharded_op(vb.mesh(), move |x| down.forward(x)?.sqr()))
                 };
                 let h = g.module("down", down, [h]);
-                g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.mean_all()?), [h], Reduction::Mean);
-                let vb = ShardedVarBuilder::fresh(5, &mesh, Plan::new("tp"), DType::F64, &Device::Cpu)?;
+                g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.mean_all()?), [h], LossReduction::Mean);
+                let vb = MeshVarBuilder::fresh(5, &mesh, Plan::new("tp"), DType::F64, &Device::Cpu)?;
                 let local = LocalPipe::new(&g.finish(EqualCount(2))?, &vb, &Device::Cpu)?;
                 let mut all = Vec::new();
                 for step in 0..2 {
                     let args = [numbers(&format!("x{step}"), &[6, 4]).into()];
                     let batch = split_args_kwargs_into_chunks(&args, &Kwargs::new(), 2, None, None)?;
-                    let made = local.forward_backward(&batch, &StepOptions::default().step(step).keep(keep))?;
+                    let made =
+                        local.forward_backward(&batch, &StepOptions::default().step(step).keep(keep))?;
                     for (_, var) in local.named_vars()? {
                         all.push(var.flatten_all()?.to_vec1()?);
                         if let Some(grad) = made.grads.get(&var) {
@@ -193,9 +200,9 @@ fn rows_that_one_rank_of_a_stage_changes_are_right_under_all_that_it_keeps() {
         on_ranks(world, "rows", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("tp", world)])?;
             let train = |keep: Keep| -> Result<Vec<Vec<f64>>> {
-                let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+                let mut g = PipeBuilder::<MeshVarBuilder>::new();
                 let ids = g.input("ids", In::Arg);
-                let table = |vb: &ShardedVarBuilder| {
+                let table = |vb: &MeshVarBuilder| {
                     let options = EmbeddingOptions::default().max_norm(0.5);
                     let (table, mesh) = (Embedding::with_options(6, 4, 1.0, options, vb)?, vb.mesh().clone());
                     Ok(stage_op(move |xs, _| {
@@ -205,16 +212,17 @@ fn rows_that_one_rank_of_a_stage_changes_are_right_under_all_that_it_keeps() {
                     }))
                 };
                 let h = g.module("table", table, [ids]);
-                g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.mean_all()?), [h], Reduction::Mean);
+                g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.mean_all()?), [h], LossReduction::Mean);
                 let plan = Plan::new("tp").with("*table*", RowwiseParallel::default());
-                let vb = ShardedVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
+                let vb = MeshVarBuilder::fresh(5, &mesh, plan, DType::F64, &Device::Cpu)?;
                 let local = LocalPipe::new(&g.finish(EqualCount(1))?, &vb, &Device::Cpu)?;
                 let mut all = Vec::new();
                 for step in 0..4 {
                     // Rows of the first rank, then of the last.
                     let ids = Tensor::new(&[[0u32, 1, 0, 1], [5, 4, 5, 0]][step as usize / 2], &Device::Cpu)?;
                     let batch = split_args_kwargs_into_chunks(&[ids.into()], &Kwargs::new(), 2, None, None)?;
-                    let made = local.forward_backward(&batch, &StepOptions::default().step(step).keep(keep))?;
+                    let made =
+                        local.forward_backward(&batch, &StepOptions::default().step(step).keep(keep))?;
                     for p in vb.built().iter() {
                         all.push(p.tensor.full_tensor()?.flatten_all()?.to_vec1()?);
                         let grad = p.grad(&made.grads)?.map(|grad| grad.full_tensor()).transpose()?;
@@ -252,13 +260,16 @@ fn a_list_of_layers_may_be_a_convolutional_network() -> Result<()> {
         let x = g.input("x", In::Arg);
         let example = Tensor::zeros((1, 1, 4, 4), DType::F64, &Device::Cpu)?;
         let y = g.layers("layers", 7, &example, move |vb| Ok(model(vb)?), x);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
         let map = VarMap::new();
         let vb = VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu);
         let local = LocalPipe::new(&g.finish(EqualCount(stages))?, &vb, &Device::Cpu)?;
         if stages == 8 {
             let names = |stage: usize| local.stages()[stage].parameters().keys().cloned().collect::<Vec<_>>();
-            assert_eq!(names(1), ["norms.0.bias", "norms.0.running_mean", "norms.0.running_var", "norms.0.weight"]);
+            assert_eq!(
+                names(1),
+                ["norms.0.bias", "norms.0.running_mean", "norms.0.running_var", "norms.0.weight"]
+            );
             assert_eq!(names(4), ["norms.1.running_mean", "norms.1.running_var"]);
         }
         let mut all = Numbers::new();
@@ -276,7 +287,9 @@ fn a_list_of_layers_may_be_a_convolutional_network() -> Result<()> {
             let made = local.forward_backward(&batch, &StepOptions::default().step(step).keep(keep))?;
             for (name, var) in local.named_vars()? {
                 all.insert(format!("{name} {step}"), var.copy()?.detach());
-                all.extend(made.grads.get(&var).map(|grad| (format!("gradient of {name} {step}"), grad.clone())));
+                all.extend(
+                    made.grads.get(&var).map(|grad| (format!("gradient of {name} {step}"), grad.clone())),
+                );
             }
         }
         Ok(all)

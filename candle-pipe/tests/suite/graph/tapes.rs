@@ -5,8 +5,8 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::graph::ValueId;
 use candle_pipe::{
-    Activation, EqualCount, Gradient, In, Keep, LocalPipe, Reduction, Share, SplitPoint, SplitSpec, StageModule,
-    StepOptions, nn,
+    Activation, EqualCount, Gradient, In, Keep, LocalPipe, LossReduction, Share, SplitPoint, SplitSpec,
+    StageModule, StepOptions, nn,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ fn weights_wait_and_the_rest_does_not() {
     let h = g.module("ours", |vb| Ok(nn::linear(4, 4, vb.clone())?), [x]);
     let h = g.module("candles", |vb| Ok(candle_nn::linear(4, 4, vb.clone())?), [h]);
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], LossReduction::Sum);
     let built = build(&g.finish(SplitSpec::declared()).unwrap());
     let stage = &built.local.stages()[0];
     let input = Activation { value: numbers("x", &[3, 4]).into(), tracked: vec![true] };
@@ -181,7 +181,7 @@ fn counted(token: &Arc<()>) -> Builder {
         h = g.func(&format!("count.{i}"), count, [layer]);
     }
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     g
 }
 
@@ -250,7 +250,7 @@ fn a_second_pass_that_draws_anew_is_refused() {
     let h = g.module("drop", |_| Ok(candle_nn::Dropout::new(0.5)), [h]);
     let h = g.func("sum", |xs, _| Ok(xs[0].tensor()?.sum_keepdim(1)?.into()), [h]);
     g.output("y", h);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     let built = build(&g.finish(SplitSpec::at([("sum", SplitPoint::Beginning)])).unwrap());
     let batch = kinds_args(6).split(2);
     let step = |keep| built.local.forward_backward(&batch, &StepOptions::default().keep(keep));

@@ -45,7 +45,12 @@ fn of_splitting() {
             Some(&[dim(i64::MIN)]),
             "args[0]: TensorChunkSpec(-9223372036854775808) is outside f64[4], whose dims are -1 to 0",
         ),
-        (&[7.into()], 2, Some(&[dim(0)]), "args[0] is an int and cannot be cut by TensorChunkSpec(0); use Replicate"),
+        (
+            &[7.into()],
+            2,
+            Some(&[dim(0)]),
+            "args[0] is an int and cannot be cut by TensorChunkSpec(0); use Replicate",
+        ),
         (&[of(&[4]), of(&[4])], 2, Some(&[dim(0)]), "args[1] has no chunk spec; give it one, or Replicate"),
         (&[], 2, Some(&[dim(0)]), "there is a chunk spec TensorChunkSpec(0) for args[0], but no such value"),
         (
@@ -94,13 +99,17 @@ fn of_dims() {
     let error = TensorChunkSpec::from_tuple(0).unwrap_err();
     assert_eq!(reason(error), "from_tuple expects a tuple of dims, got TensorChunkSpec(0)");
     let error = TensorChunkSpec::from_dict((0, 1)).unwrap_err();
-    assert_eq!(reason(error), "from_dict expects a map of dims, got (TensorChunkSpec(0), TensorChunkSpec(1))");
+    assert_eq!(
+        reason(error),
+        "from_dict expects a map of dims, got (TensorChunkSpec(0), TensorChunkSpec(1))"
+    );
 }
 
 #[test]
 fn of_merging() {
     let split = ChunkSpec::from(TensorChunkSpec(0));
-    let (sum, mean) = (ChunkSpec::from(LossReducer::sum_reducer()), ChunkSpec::from(LossReducer::mean_reducer()));
+    let (sum, mean) =
+        (ChunkSpec::from(LossReducer::sum_reducer()), ChunkSpec::from(LossReducer::mean_reducer()));
     let single = |dtype| Value::from(Tensor::zeros((), dtype, &Device::Cpu).unwrap());
     let structure = "chunks must have one structure";
     let mean_text = "output: a mean of losses is weighted by the chunks' rows, which are not known here; join with \
@@ -137,13 +146,21 @@ fn of_merging() {
             None,
             "output: chunk 1 is f32[2], chunk 0 is f64[2]; chunks may differ in dim 0 alone",
         ),
-        (&[(1, 2).into(), (1,).into()], None, &format!("output: chunk 1 is (1,), chunk 0 is (1, 2); {structure}")),
+        (
+            &[(1, 2).into(), (1,).into()],
+            None,
+            &format!("output: chunk 1 is (1,), chunk 0 is (1, 2); {structure}"),
+        ),
         (
             &[(1, of(&[1])).into(), (1, 2).into()],
             None,
             &format!("output[1]: chunk 1 is 2, chunk 0 is f64[1]; {structure}"),
         ),
-        (&[of(&[2]), [of(&[2])].into()], None, &format!("output: chunk 1 is [f64[2]], chunk 0 is f64[2]; {structure}")),
+        (
+            &[of(&[2]), [of(&[2])].into()],
+            None,
+            &format!("output: chunk 1 is [f64[2]], chunk 0 is f64[2]; {structure}"),
+        ),
         (
             &[(of(&[2]), 1).into()],
             Some(&(TensorChunkSpec(0),).into()),
@@ -164,7 +181,11 @@ fn of_merging() {
             Some(&sum),
             "output: the loss of chunk 1 is u32[], which is not floating",
         ),
-        (&[single(DType::F32), 0.5.into()], Some(&sum), "output: the loss of chunk 1 is 0.5, unlike chunk 0's"),
+        (
+            &[single(DType::F32), 0.5.into()],
+            Some(&sum),
+            "output: the loss of chunk 1 is 0.5, unlike chunk 0's",
+        ),
         (&[single(DType::F32)], Some(&mean), mean_text),
     ];
     for (chunks, spec, text) in table {
@@ -183,9 +204,13 @@ fn of_a_batch() -> candle_pipe::Result<()> {
 
     let masked = split(Splitter::new(2).masked())?;
     let mean = ChunkSpec::from(LossReducer::mean_reducer());
-    assert!(reason(masked.merge(&[0.5.into(), 0.5.into()], Some(&mean)).unwrap_err()).ends_with("than the chunk's"));
+    assert!(
+        reason(masked.merge(&[0.5.into(), 0.5.into()], Some(&mean)).unwrap_err())
+            .ends_with("than the chunk's")
+    );
     let error = masked.merge(&[of(&[7]), of(&[7])], None).unwrap_err();
-    let text = "output: masked chunks of 5 rows gave f64[7] with 7 places along dim 0, which do not belong to rows";
+    let text =
+        "output: masked chunks of 5 rows gave f64[7] with 7 places along dim 0, which do not belong to rows";
     assert_eq!(reason(error), text);
     let error = masked.merge(&[of(&[5]), of(&[4])], None).unwrap_err();
     assert_eq!(reason(error), "output: chunk 1 is f64[4], chunk 0 is f64[5]; masked chunks have one shape");

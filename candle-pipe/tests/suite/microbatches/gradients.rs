@@ -30,7 +30,8 @@ fn of_outputs_and_losses_are_those_of_the_batch() -> Result<()> {
     let seed = counting(&[7, 2]);
     let expected = (y.mul(&seed)?.sum_all()? + &loss)?.backward()?;
     let spec = ChunkSpec::from((TensorChunkSpec(0), LossReducer::mean_reducer()));
-    let (args, args_spec) = ([x.as_tensor().into(), weight.as_tensor().into()], [TensorChunkSpec(0).into(), Replicate]);
+    let (args, args_spec) =
+        ([x.as_tensor().into(), weight.as_tensor().into()], [TensorChunkSpec(0).into(), Replicate]);
     for chunks in [1, 2, 3, 7, 20] {
         let batch = Splitter::new(chunks).split(&args, &Kwargs::new(), Some(&args_spec), None)?;
         let outputs = batch.args.iter().map(|args| Ok(model(args[0].tensor()?, args[1].tensor()?)?.into()));

@@ -2,7 +2,8 @@
 use crate::microbatches::{counting, list, listing, of};
 use candle_core::{DType, Device, Tensor};
 use candle_pipe::microbatch::{
-    ChunkSpec, CustomReducer, LossReducer, Replicate, TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks,
+    ChunkSpec, CustomReducer, LossReducer, Replicate, TensorChunkSpec, merge_chunks,
+    split_args_kwargs_into_chunks,
 };
 use candle_pipe::{Kwargs, Result, Value};
 use std::collections::BTreeMap;
@@ -60,9 +61,13 @@ fn replicated_values_are_the_same_bit_by_bit() -> Result<()> {
 
 #[test]
 fn reducers_fold_in_the_order_of_the_chunks() -> Result<()> {
-    let texts =
-        CustomReducer::new("", |so_far, chunk| Ok(format!("{}{}", so_far.text()?, chunk.at(1)?.text()?).into()));
-    let spec = ChunkSpec::from((texts, LossReducer::custom(CustomReducer::new(0, |n, _| Ok((n.int()? + 1).into())))));
+    let texts = CustomReducer::new("", |so_far, chunk| {
+        Ok(format!("{}{}", so_far.text()?, chunk.at(1)?.text()?).into())
+    });
+    let spec = ChunkSpec::from((
+        texts,
+        LossReducer::custom(CustomReducer::new(0, |n, _| Ok((n.int()? + 1).into()))),
+    ));
     let chunks = ["a", "b", "c"].map(|text| Value::from(((1, text), scalar(0.))));
     assert_eq!(merge_chunks(&chunks, Some(&spec))?.to_string(), r#"("abc", 3)"#);
     Ok(())
@@ -75,7 +80,8 @@ fn losses_are_summed_or_weighted_by_rows() -> Result<()> {
     let per_chunk = |loss: &dyn Fn(&Tensor) -> candle_core::Result<Value>| -> Result<Vec<Value>> {
         batch.args.iter().map(|args| Ok(loss(args[0].tensor()?)?)).collect()
     };
-    let (sum, mean) = (ChunkSpec::from(LossReducer::sum_reducer()), ChunkSpec::from(LossReducer::mean_reducer()));
+    let (sum, mean) =
+        (ChunkSpec::from(LossReducer::sum_reducer()), ChunkSpec::from(LossReducer::mean_reducer()));
 
     let sums = per_chunk(&|x| Ok(x.sum_all()?.into()))?;
     assert_eq!(list(&batch.merge(&sums, Some(&sum))?), [45.]);

@@ -11,12 +11,14 @@ type Pair = (Value, ChunkSpec);
 
 /// A tensor that has the batch's rows in a dim, named from the front or the back.
 fn cut(rows: usize) -> impl Strategy<Value = Pair> {
-    (vec(0..4usize, 1..4), any::<prop::sample::Index>(), any::<bool>()).prop_map(move |(mut shape, dim, back)| {
-        let (rank, dim) = (shape.len(), dim.index(shape.len()));
-        shape[dim] = rows;
-        let dim = if back { dim as i64 - rank as i64 } else { dim as i64 };
-        (counting(&shape).into(), TensorChunkSpec(dim).into())
-    })
+    (vec(0..4usize, 1..4), any::<prop::sample::Index>(), any::<bool>()).prop_map(
+        move |(mut shape, dim, back)| {
+            let (rank, dim) = (shape.len(), dim.index(shape.len()));
+            shape[dim] = rows;
+            let dim = if back { dim as i64 - rank as i64 } else { dim as i64 };
+            (counting(&shape).into(), TensorChunkSpec(dim).into())
+        },
+    )
 }
 
 /// What every chunk has whole.
@@ -45,8 +47,12 @@ fn pair(rows: usize) -> impl Strategy<Value = Pair> {
             (Value::Map(values), ChunkSpec::Map(specs))
         });
         prop_oneof![
-            list.clone().prop_map(|(values, specs): (Vec<_>, Vec<_>)| (Value::List(values), ChunkSpec::List(specs))),
-            list.prop_map(|(values, specs): (Vec<_>, Vec<_>)| (Value::Tuple(values), ChunkSpec::Tuple(specs))),
+            list.clone()
+                .prop_map(|(values, specs): (Vec<_>, Vec<_>)| (Value::List(values), ChunkSpec::List(specs))),
+            list.prop_map(|(values, specs): (Vec<_>, Vec<_>)| (
+                Value::Tuple(values),
+                ChunkSpec::Tuple(specs)
+            )),
             map,
         ]
     })

@@ -1,7 +1,9 @@
 //! Arguments cut into chunks.
 use crate::microbatches::{counting, kwargs, list, listing, of, specs};
 use candle_core::{DType, Device, Tensor};
-use candle_pipe::microbatch::{ChunkSpec, Replicate, Splitter, TensorChunkSpec, split_args_kwargs_into_chunks};
+use candle_pipe::microbatch::{
+    ChunkSpec, Replicate, Splitter, TensorChunkSpec, split_args_kwargs_into_chunks,
+};
 use candle_pipe::{Kwargs, Result, Value};
 use std::collections::BTreeMap;
 
@@ -113,7 +115,8 @@ fn chunks_are_views_of_any_dtype() -> Result<()> {
         let whole = counting(&[5, 3]).to_dtype(dtype)?;
         for dim in [0, 1] {
             let spec = [TensorChunkSpec(dim).into()];
-            let batch = split_args_kwargs_into_chunks(&[(&whole).into()], &Kwargs::new(), 3, Some(&spec), None)?;
+            let batch =
+                split_args_kwargs_into_chunks(&[(&whole).into()], &Kwargs::new(), 3, Some(&spec), None)?;
             for args in &batch.args {
                 assert_eq!(address(args[0].tensor()?), address(&whole));
             }

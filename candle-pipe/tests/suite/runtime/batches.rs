@@ -19,21 +19,25 @@ fn plain() -> Tail {
 fn a_batch_that_one_rank_refuses_is_known_to_all_at_once_and_all_go_on() {
     for (ranks, odd) in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 3)] {
         let schedule = ScheduleKind::OneFOneB.schedule(ranks, 4, 1).unwrap();
-        let said = Ranks::new(ranks, "refused").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {
-            let runtime = chain::runtime(&schedule, ctx, &plain())?;
-            let step = |microbatches| {
-                let batch = chain::batch(8, microbatches)?;
-                runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
-            };
-            let said = step(if ctx.rank() == odd { 3 } else { 4 }).unwrap_err().to_string();
-            // The same ranks run the next one.
-            step(4)?;
-            runtime
-                .evaluate(&chain::batch(8, if ctx.rank() == odd { 2 } else { 4 })?, &StepOptions::default())
-                .unwrap_err();
-            runtime.evaluate(&chain::batch(8, 4)?, &StepOptions::default())?;
-            Ok(said)
-        });
+        let said =
+            Ranks::new(ranks, "refused").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {
+                let runtime = chain::runtime(&schedule, ctx, &plain())?;
+                let step = |microbatches| {
+                    let batch = chain::batch(8, microbatches)?;
+                    runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
+                };
+                let said = step(if ctx.rank() == odd { 3 } else { 4 }).unwrap_err().to_string();
+                // The same ranks run the next one.
+                step(4)?;
+                runtime
+                    .evaluate(
+                        &chain::batch(8, if ctx.rank() == odd { 2 } else { 4 })?,
+                        &StepOptions::default(),
+                    )
+                    .unwrap_err();
+                runtime.evaluate(&chain::batch(8, 4)?, &StepOptions::default())?;
+                Ok(said)
+            });
         for (rank, said) in said.unwrap().iter().enumerate() {
             assert!(said.contains("3 microbatches for a schedule of 4"), "{said}");
             assert_eq!(said.contains(&format!("rank {odd} cannot run the step: ")), rank != odd, "{said}");
@@ -62,7 +66,9 @@ fn a_batch_of_fewer_rows_than_microbatches_is_that_of_one_device() {
             let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device())?;
             for rows in [1, 3, 7, 8, 11] {
                 let want = uncut(&values, rows, DType::F64, true)?;
-                for (keep, masked) in [(Keep::Activations, false), (Keep::Inputs, false), (Keep::Activations, true)] {
+                for (keep, masked) in
+                    [(Keep::Activations, false), (Keep::Inputs, false), (Keep::Activations, true)]
+                {
                     let (args, kwargs) = arguments(rows, DType::F64)?;
                     let splitter = if masked { Splitter::new(8).masked() } else { Splitter::new(8) };
                     let batch = splitter.split(&args, &kwargs, None, None)?;
@@ -111,8 +117,14 @@ fn replicas_may_have_batches_of_unlike_sizes() {
             Value::Tensor(tensor) => Ok(Value::Tensor(tensor.narrow(0, rows.start, rows.len())?)),
             other => Ok(other.clone()),
         };
-        let kwargs = kwargs.iter().map(|(name, value)| Ok((name.clone(), cut(value)?))).collect::<Result<_>>()?;
-        let batch = Splitter::new(4).split(&args.iter().map(cut).collect::<Result<Vec<_>>>()?, &kwargs, None, None)?;
+        let kwargs =
+            kwargs.iter().map(|(name, value)| Ok((name.clone(), cut(value)?))).collect::<Result<_>>()?;
+        let batch = Splitter::new(4).split(
+            &args.iter().map(cut).collect::<Result<Vec<_>>>()?,
+            &kwargs,
+            None,
+            None,
+        )?;
         let options = StepOptions::default().first_row(rows.start);
         let made = runtime.forward_backward(&batch, &options)?.step;
         for (name, var) in runtime.named_vars()? {
@@ -129,7 +141,8 @@ fn replicas_set_weights_in_all_or_in_none_and_other_copies_have_equal_numbers_of
         let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 4, 1)?;
         let (line, replicas) = (mesh.axis_group("pp")?, mesh.axis_group("dp")?);
-        let built = || Runtime::new(&pipe(2, false)?, &schedule, line, &builder(&values, DType::F64)?, &device());
+        let built =
+            || Runtime::new(&pipe(2, false)?, &schedule, line, &builder(&values, DType::F64)?, &device());
         let rows = [4, 2][mesh.local_rank("dp")?];
         let (args, kwargs) = arguments(rows, DType::F64)?;
         let batch = Splitter::new(4).split(&args, &kwargs, None, None)?;
@@ -155,9 +168,14 @@ fn a_batch_that_one_replica_refuses_is_known_to_all_replicas() {
     let said = Ranks::new(4, "replicas").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {
         let mesh = ctx.mesh(&[("pp", 2), ("dp", 2)])?;
         let parameters = builder(&[].into(), DType::F64)?;
-        let runtime =
-            Runtime::new(&chain::pipe(2, &plain())?, &schedule, mesh.axis_group("pp")?, &parameters, &device())?
-                .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let runtime = Runtime::new(
+            &chain::pipe(2, &plain())?,
+            &schedule,
+            mesh.axis_group("pp")?,
+            &parameters,
+            &device(),
+        )?
+        .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let step = |microbatches| {
             let batch = chain::batch(8, microbatches)?;
             runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
@@ -175,16 +193,21 @@ fn a_batch_that_one_replica_refuses_is_known_to_all_replicas() {
 fn ranks_of_which_one_evaluates_while_others_train_are_told_and_go_on() {
     for odd in 0..2 {
         let schedule = ScheduleKind::OneFOneB.schedule(2, 4, 1).unwrap();
-        let said = Ranks::new(2, "modes").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {
-            let runtime = chain::runtime(&schedule, ctx, &plain())?;
-            let batch = chain::batch(8, 4)?;
-            let train = || runtime.forward_backward(&batch, &StepOptions::default());
-            let made = if ctx.rank() == odd { runtime.evaluate(&batch, &StepOptions::default()) } else { train() };
-            let said = made.unwrap_err().to_string();
-            train()?;
-            runtime.evaluate(&batch, &StepOptions::default())?;
-            Ok(said)
-        });
+        let said =
+            Ranks::new(2, "modes").deadline(Duration::from_secs(5)).run(move |ctx| -> Result<String> {
+                let runtime = chain::runtime(&schedule, ctx, &plain())?;
+                let batch = chain::batch(8, 4)?;
+                let train = || runtime.forward_backward(&batch, &StepOptions::default());
+                let made = if ctx.rank() == odd {
+                    runtime.evaluate(&batch, &StepOptions::default())
+                } else {
+                    train()
+                };
+                let said = made.unwrap_err().to_string();
+                train()?;
+                runtime.evaluate(&batch, &StepOptions::default())?;
+                Ok(said)
+            });
         for said in said.unwrap() {
             assert!(said.contains("the mode (train or evaluate) of rank 1 is not that of rank 0"), "{said}");
         }
@@ -206,11 +229,14 @@ fn ranks_with_unlike_shuffles_are_told() {
             let builder = builder(&values, DType::F64)?;
             let runtime = Runtime::new(&of(&schedule)?, &schedule, ctx.group(), &builder, &device())?;
             let (mut args, mut kwargs) = arguments(9, DType::F64)?;
-            let split = |args: &[Value], kwargs: &Kwargs| split_args_kwargs_into_chunks(args, kwargs, 4, None, None);
-            let step = |batch: &Microbatches| runtime.forward_backward(batch, &StepOptions::default()).map(drop);
+            let split =
+                |args: &[Value], kwargs: &Kwargs| split_args_kwargs_into_chunks(args, kwargs, 4, None, None);
+            let step =
+                |batch: &Microbatches| runtime.forward_backward(batch, &StepOptions::default()).map(drop);
             step(&split(&args, &kwargs)?)?;
             let order = Tensor::new(&[3u32, 1, 4, 0, 5, 8, 2, 6, 7], &device())?;
-            let shuffled = |value: &Value| -> Result<Value> { Ok(value.tensor()?.index_select(&order, 0)?.into()) };
+            let shuffled =
+                |value: &Value| -> Result<Value> { Ok(value.tensor()?.index_select(&order, 0)?.into()) };
             let original = (args.clone(), kwargs.clone());
             if ctx.rank() == odd {
                 args[0] = shuffled(&args[0])?;
@@ -278,7 +304,8 @@ fn a_rank_gives_what_its_stages_use_and_no_more() {
 #[test]
 fn rows_that_are_said_are_those_of_the_tensors() {
     let x: Value = Tensor::zeros((5, 2), DType::F32, &device()).unwrap().into();
-    let split = |rows| Splitter::new(2).rows(rows).split(std::slice::from_ref(&x), &Kwargs::new(), None, None);
+    let split =
+        |rows| Splitter::new(2).rows(rows).split(std::slice::from_ref(&x), &Kwargs::new(), None, None);
     assert_eq!(split(5).unwrap().rows(), [3, 2]);
     let said = split(6).unwrap_err().to_string();
     assert!(said.contains("args[0] has 5 rows along dim 0 in a batch of 6"), "{said}");

@@ -7,9 +7,10 @@ use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StageOp, StepOptions, Value, sharded_op,
+    Ctx, In, Kwargs, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, StageOp, StepOptions,
+    Value, sharded_op,
 };
-use candle_shard::nn::{Embedding, ModuleT, ShardedVarBuilder};
+use candle_shard::nn::{Embedding, MeshVarBuilder, ModuleT};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, EmbeddingOptions, Replicate};
 use std::collections::BTreeMap;
@@ -24,19 +25,24 @@ fn declare(shared: bool, norms: bool) -> Result<Pipe<Vb>> {
         h = g.module(&format!("linear.{i}"), |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
         h = match norm {
             Some(norm) => g.call(norm, &format!("call.{i}"), [h]),
-            None if norms => g.module(&format!("norm.{i}"), |vb| Ok(candle_nn::batch_norm(3, 1e-5, vb.clone())?), [h]),
+            None if norms => {
+                g.module(&format!("norm.{i}"), |vb| Ok(candle_nn::batch_norm(3, 1e-5, vb.clone())?), [h])
+            }
             None => h,
         };
         if i == 0 {
             g.split();
         }
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.powf(4.0)?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.powf(4.0)?.mean_all()?), [h], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
 fn batch(seed: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, 24., &device())?.affine(0.7, seed as f64)?.sin()?.affine(1.0 + seed as f64, 0.3)?;
+    let x = Tensor::arange(0f64, 24., &device())?
+        .affine(0.7, seed as f64)?
+        .sin()?
+        .affine(1.0 + seed as f64, 0.3)?;
     split_args_kwargs_into_chunks(&[x.reshape((8, 3))?.into()], &Kwargs::new(), 2, None, None)
 }
 
@@ -57,8 +63,13 @@ fn replicas_have_the_running_statistics_of_the_first_one() {
                 let schedule = kind.schedule(pp, 2, 2 / pp)?;
                 let build = |norms| -> Result<Runtime> {
                     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
-                    let runtime =
-                        Runtime::new(&declare(false, norms)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
+                    let runtime = Runtime::new(
+                        &declare(false, norms)?,
+                        &schedule,
+                        mesh.axis_group("pp")?,
+                        &vb,
+                        &device(),
+                    )?;
                     runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())
                 };
                 let (runtime, replica) = (build(true)?, mesh.local_rank("dp")?);
@@ -74,7 +85,8 @@ fn replicas_have_the_running_statistics_of_the_first_one() {
                 for _ in 0..2 {
                     plain.forward_backward(&batch(replica)?, &StepOptions::default())?;
                 }
-                let (step, counts) = comm::record(|| plain.forward_backward(&batch(replica)?, &StepOptions::default()));
+                let (step, counts) =
+                    comm::record(|| plain.forward_backward(&batch(replica)?, &StepOptions::default()));
                 step?;
                 assert_eq!(counts.get(Op::Broadcast).count, 0);
                 Ok((mesh.local_rank("pp")?, replica, before))
@@ -107,7 +119,8 @@ impl StageOp for Late {
 /// A weight and a late buffer, in one stage or in a module that two stages share.
 fn declare_late(from: u64, elements: usize, shared: bool) -> Result<Pipe<Vb>> {
     let late = move |vb: &Vb| {
-        let buffer = Var::from_tensor(&vb.get_with_hints(elements, "running", candle_nn::Init::Const(0.0))?)?;
+        let buffer =
+            Var::from_tensor(&vb.get_with_hints(elements, "running", candle_nn::Init::Const(0.0))?)?;
         Ok(Late { from, buffer })
     };
     let mut g = PipeBuilder::<Vb>::new();
@@ -123,7 +136,7 @@ fn declare_late(from: u64, elements: usize, shared: bool) -> Result<Pipe<Vb>> {
             g.split();
         }
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
@@ -134,11 +147,15 @@ fn buffers_that_begin_to_change_later_are_those_of_the_first_replica() {
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
             let alone = ctx.group().subgroup(&[ctx.rank()])?;
             let schedule = ScheduleKind::GPipe.schedule(1, 2, 1)?;
-            let runtime = Runtime::new(&declare_late(from, elements, false)?, &schedule, &alone, &vb, &device())?
-                .with_replicas(ctx.group(), &DataParallelOptions::default())?;
+            let runtime =
+                Runtime::new(&declare_late(from, elements, false)?, &schedule, &alone, &vb, &device())?
+                    .with_replicas(ctx.group(), &DataParallelOptions::default())?;
             let mut steps = Vec::new();
             for step in 0..9 {
-                runtime.forward_backward(&batch(ctx.rank() + step)?, &StepOptions::default().step(step as u64))?;
+                runtime.forward_backward(
+                    &batch(ctx.rank() + step)?,
+                    &StepOptions::default().step(step as u64),
+                )?;
                 steps.push(running(&runtime)?.into_values().flatten().take(1).collect());
             }
             Ok(steps)
@@ -184,7 +201,9 @@ fn a_module_of_several_ranks_with_running_statistics_is_refused_by_all() {
         let runtime = Runtime::new(&declare(true, true)?, &schedule, ctx.group(), &vb(), &device())?;
         Ok(runtime.forward_backward(&batch(0)?, &StepOptions::default()).unwrap_err().to_string())
     });
-    texts.iter().for_each(|text| assert!(text.contains("\"norm\" is on several ranks, and its copies"), "{text}"));
+    texts
+        .iter()
+        .for_each(|text| assert!(text.contains("\"norm\" is on several ranks, and its copies"), "{text}"));
 }
 
 /// A batch norm over the ranks of a mesh, in replicas of the mesh.
@@ -192,15 +211,19 @@ fn a_module_of_several_ranks_with_running_statistics_is_refused_by_all() {
 fn so_have_replicas_of_a_mesh() {
     let found = on_ranks(4, "mesh", |ctx| -> Result<Vec<Vec<f64>>> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
-        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+        let mut g = PipeBuilder::<MeshVarBuilder>::new();
         let x = g.input("x", In::Arg);
-        let norm = |vb: &ShardedVarBuilder| {
+        let norm = |vb: &MeshVarBuilder| {
             let norm = candle_shard::nn::batch_norm(3, 1e-5, vb)?;
             Ok(sharded_op(vb.mesh(), move |x| norm.forward_t(x, true)))
         };
         let y = g.module("norm", norm, [x]);
-        g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.powf(4.0)?.mean_all()?.full_tensor()?), [y], Reduction::Mean);
-        let vb = ShardedVarBuilder::fresh(1, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
+        g.loss_fn(
+            |xs, _| Ok(xs[0].dtensor()?.powf(4.0)?.mean_all()?.full_tensor()?),
+            [y],
+            LossReduction::Mean,
+        );
+        let vb = MeshVarBuilder::fresh(1, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
         let group = ctx.group().subgroup(&[ctx.rank()])?;
         let schedule = ScheduleKind::GPipe.schedule(1, 2, 1)?;
         let runtime = Runtime::new(&g.finish(SplitSpec::declared())?, &schedule, &group, &vb, &device())?
@@ -217,9 +240,9 @@ fn so_have_replicas_of_a_mesh() {
 #[test]
 fn a_table_of_several_ranks_whose_norms_lookups_limit_is_refused_by_all() {
     let texts = on_ranks(2, "limited", |ctx| -> Result<String> {
-        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+        let mut g = PipeBuilder::<MeshVarBuilder>::new();
         let ids = g.input("ids", In::Arg);
-        let table = g.shared_module("table", |vb: &ShardedVarBuilder| {
+        let table = g.shared_module("table", |vb: &MeshVarBuilder| {
             let options = EmbeddingOptions::default().max_norm(0.5);
             Ok((Embedding::with_options(5, 3, 1.0, options, vb)?, vb.mesh().clone()))
         });
@@ -230,12 +253,13 @@ fn a_table_of_several_ranks_whose_norms_lookups_limit_is_refused_by_all() {
         };
         let h = g.call_with(table, "lookup", lookup, [ids]);
         g.split();
-        let head =
-            |(table, _): &Table, xs: &[Value], _: &Ctx| Ok(xs[0].dtensor()?.linear(table.weight(), None)?.into());
+        let head = |(table, _): &Table, xs: &[Value], _: &Ctx| {
+            Ok(xs[0].dtensor()?.linear(table.weight(), None)?.into())
+        };
         let y = g.call_with(table, "head", head, [h]);
-        g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [y], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [y], LossReduction::Mean);
         let mesh = ctx.mesh(&[("pp", 2), ("tp", 1)])?;
-        let vb = ShardedVarBuilder::fresh(1, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
+        let vb = MeshVarBuilder::fresh(1, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 1, 1)?;
         let pipe = g.finish(SplitSpec::declared())?;
         let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
@@ -255,9 +279,12 @@ fn modules_of_the_same_ranks_are_compared_at_once() {
             let mut h = g.input("x", In::Arg);
             let frozen = |vb: &Vb| {
                 let scale = vb.get_with_hints(3, "scale", candle_nn::Init::Const(2.0))?.detach();
-                Ok(candle_pipe::stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.broadcast_mul(&scale)?.into()])))
+                Ok(candle_pipe::stage_op(move |xs, _| {
+                    Ok(vec![xs[0].tensor()?.broadcast_mul(&scale)?.into()])
+                }))
             };
-            let shared: Vec<_> = (0..modules).map(|i| g.shared_module(&format!("frozen.{i}"), frozen)).collect();
+            let shared: Vec<_> =
+                (0..modules).map(|i| g.shared_module(&format!("frozen.{i}"), frozen)).collect();
             for stage in 0..2 {
                 for (i, &module) in shared.iter().enumerate() {
                     h = g.call(module, &format!("call.{stage}.{i}"), [h]);
@@ -267,13 +294,14 @@ fn modules_of_the_same_ranks_are_compared_at_once() {
                     g.split();
                 }
             }
-            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &device());
             let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
             let pipe = g.finish(SplitSpec::declared())?;
             let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &vb, &device())?;
             runtime.forward_backward(&batch(0)?, &StepOptions::default())?;
-            let (step, counts) = comm::record(|| runtime.forward_backward(&batch(1)?, &StepOptions::default()));
+            let (step, counts) =
+                comm::record(|| runtime.forward_backward(&batch(1)?, &StepOptions::default()));
             step?;
             Ok(counts.get(Op::AllGather).count)
         })

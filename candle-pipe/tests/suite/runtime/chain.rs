@@ -5,7 +5,7 @@ use candle_dist::RankContext;
 use candle_nn::VarBuilder;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::Schedule;
-use candle_pipe::{Ctx, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, nn};
+use candle_pipe::{Ctx, In, Kwargs, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, nn};
 use std::sync::Arc;
 use test_utils::device;
 
@@ -33,7 +33,7 @@ pub(crate) fn pipe(stages: usize, tail: &Tail) -> Result<Pipe<Vb>> {
             g.split();
         }
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
@@ -45,7 +45,9 @@ pub(crate) fn runtime(schedule: &Schedule, ctx: &RankContext, tail: &Tail) -> Re
 pub(crate) fn parameters() -> Result<VarBuilder<'static>> {
     let weight = Tensor::new(&[[0.5f64, -0.25], [0.75, 1.0]], &device())?;
     let bias = Tensor::new(&[0.1f64, -0.1], &device())?;
-    let layer = |i: usize| [(format!("layers.{i}.weight"), weight.clone()), (format!("layers.{i}.bias"), bias.clone())];
+    let layer = |i: usize| {
+        [(format!("layers.{i}.weight"), weight.clone()), (format!("layers.{i}.bias"), bias.clone())]
+    };
     builder(&(0..32).flat_map(layer).collect(), DType::F64)
 }
 

@@ -6,9 +6,11 @@ use candle_dist::{DataParallelOptions, RankContext};
 use candle_pipe::graph::Share;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Kwargs, PipeBuilder, RankStep, Reduction, Result, Runtime, StepOptions, Value};
+use candle_pipe::{
+    EqualCount, In, Kwargs, LossReduction, PipeBuilder, RankStep, Result, Runtime, StepOptions, Value,
+};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::{Init, ShardedVarBuilder};
+use candle_shard::nn::{Init, MeshVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Placement, Replicate, Shard};
 use test_utils::{device, on_ranks};
@@ -24,10 +26,10 @@ enum As {
 }
 
 /// Two stages that multiply by one parameter.
-fn declare(share: Share, at: Placement, given: As) -> PipeBuilder<ShardedVarBuilder> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(share: Share, at: Placement, given: As) -> PipeBuilder<MeshVarBuilder> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let x = g.input("x", In::Arg);
-    let gain = move |vb: &ShardedVarBuilder| -> Result<Value> {
+    let gain = move |vb: &MeshVarBuilder| -> Result<Value> {
         let gain = vb.get(4, "gain", Init::Const(1.5), at, false)?;
         Ok(match given {
             As::DTensor => gain.into(),
@@ -37,7 +39,7 @@ fn declare(share: Share, at: Placement, given: As) -> PipeBuilder<ShardedVarBuil
         })
     };
     let gain = g.parameter("gain", share, gain);
-    let scale = |vb: &ShardedVarBuilder| {
+    let scale = |vb: &MeshVarBuilder| {
         let mesh = vb.mesh().clone();
         Ok(candle_pipe::stage_op(move |xs, _| {
             let rows: Vec<_> =
@@ -51,7 +53,7 @@ fn declare(share: Share, at: Placement, given: As) -> PipeBuilder<ShardedVarBuil
     };
     let h = g.module("first", scale, [x, gain]);
     let h = g.module("second", scale, [h, gain]);
-    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], LossReduction::Mean);
     g
 }
 
@@ -69,7 +71,7 @@ fn step(
 ) -> Result<(Option<Vec<f64>>, f64)> {
     let axes: Vec<(&str, usize)> = ["pp", "dp", "fsdp", "tp"].into_iter().zip(sizes).collect();
     let mesh = ctx.mesh(&axes)?;
-    let vb = ShardedVarBuilder::fresh(5, &mesh.axes(&["fsdp", "tp"])?, Plan::new("tp"), DType::F64, &device())?;
+    let vb = MeshVarBuilder::fresh(5, &mesh.axes(&["fsdp", "tp"])?, Plan::new("tp"), DType::F64, &device())?;
     let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
     let schedule = ScheduleKind::OneFOneB.schedule(sizes[0], 2, 1)?;
     let pipe = declare(share, at, given).finish(EqualCount(sizes[0]))?;
@@ -99,11 +101,14 @@ fn nodes_get_declared_parameters_of_any_layout() {
         (Share::Transmit, Shard(0)),
         (Share::Replicate, Shard(0)),
     ] {
-        let (want, loss) = on_ranks(1, "alone", move |ctx| step(ctx, (share, at), [1; 4], As::DTensor)).swap_remove(0);
+        let (want, loss) =
+            on_ranks(1, "alone", move |ctx| step(ctx, (share, at), [1; 4], As::DTensor)).swap_remove(0);
         let want = want.expect("a gradient");
         for sizes in [[1, 1, 2, 1], [2, 1, 2, 1], [2, 1, 1, 2], [1, 2, 1, 2], [2, 2, 2, 1]] {
             let label = format!("{share:?} {at} {sizes:?}");
-            let made = on_ranks(sizes.iter().product(), &label, move |ctx| step(ctx, (share, at), sizes, As::DTensor));
+            let made = on_ranks(sizes.iter().product(), &label, move |ctx| {
+                step(ctx, (share, at), sizes, As::DTensor)
+            });
             assert!(made.iter().any(|(grad, _)| grad.is_some()), "{label}");
             for (grad, everywhere) in made {
                 assert!((everywhere - loss).abs() < 1e-12, "{label}: {everywhere} is not {loss}");
@@ -137,7 +142,7 @@ fn a_loss_that_no_rank_has_is_refused_by_the_ranks_of_all_copies() {
     for lacking in [0, 1] {
         let texts = on_ranks(4, "no loss", move |ctx| -> Result<String> {
             let mesh = ctx.mesh(&[("pp", 2), ("dp", 2), ("tp", 1)])?;
-            let vb = ShardedVarBuilder::fresh(5, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(5, &mesh.axis("tp")?, Plan::new("tp"), DType::F64, &device())?;
             let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
             let pipe = declare(Share::Transmit, Replicate, As::DTensor).finish(EqualCount(2))?;
             let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?
@@ -145,7 +150,8 @@ fn a_loss_that_no_rank_has_is_refused_by_the_ranks_of_all_copies() {
             let replica = mesh.local_rank("dp")?;
             let made = runtime.forward_backward(&batch(replica * 3, 3)?, &StepOptions::default())?;
             let none = RankStep::default();
-            let refused = runtime.loss(if replica == lacking { &none } else { &made }).unwrap_err().to_string();
+            let refused =
+                runtime.loss(if replica == lacking { &none } else { &made }).unwrap_err().to_string();
             // All can go on.
             assert!(runtime.loss(&made)?.is_finite());
             Ok(refused)

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use candle_dist::{Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{In, Kwargs, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions};
+use candle_pipe::{In, Kwargs, LossReduction, PipeBuilder, Result, Runtime, Share, SplitSpec, StepOptions};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -48,8 +48,8 @@ fn a_fast_stage_does_not_pile_up_microbatches_before_a_slow_one() {
 fn every_schedule_evaluates_many_microbatches() {
     for ranks in 1..=4 {
         for (label, schedule) in schedules(ranks, &MICROBATCHES) {
-            let outcome =
-                Ranks::new(ranks, &label).deadline(Duration::from_secs(20)).run(move |ctx| -> Result<Vec<f64>> {
+            let outcome = Ranks::new(ranks, &label).deadline(Duration::from_secs(20)).run(
+                move |ctx| -> Result<Vec<f64>> {
                     let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
                     let runtime = chain::runtime(&schedule, ctx, &tail)?;
                     let batch = chain::batch(schedule.microbatches() * 2, schedule.microbatches())?;
@@ -59,16 +59,22 @@ fn every_schedule_evaluates_many_microbatches() {
                     let loss = |step: &candle_pipe::StepResult| step.loss().map_or(Ok(vec![]), numbers);
                     assert_eq!(loss(&first)?, loss(&second)?);
                     loss(&first)
-                });
+                },
+            );
             assert_eq!(outcome.unwrap().concat().len(), 1, "{label}");
         }
     }
-    for (kind, stages) in [(ScheduleKind::LoopedBfs, 3), (ScheduleKind::Zbv, 2), (ScheduleKind::Interleaved1F1B, 2)] {
+    for (kind, stages) in
+        [(ScheduleKind::LoopedBfs, 3), (ScheduleKind::Zbv, 2), (ScheduleKind::Interleaved1F1B, 2)]
+    {
         let schedule = kind.schedule(3, 48, stages).unwrap();
-        let outcome = Ranks::new(3, kind.name()).deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
-            let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
-            chain::runtime(&schedule, ctx, &tail)?.evaluate(&chain::batch(96, 48)?, &StepOptions::default()).map(drop)
-        });
+        let outcome =
+            Ranks::new(3, kind.name()).deadline(Duration::from_secs(20)).run(move |ctx| -> Result<()> {
+                let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
+                chain::runtime(&schedule, ctx, &tail)?
+                    .evaluate(&chain::batch(96, 48)?, &StepOptions::default())
+                    .map(drop)
+            });
         outcome.unwrap();
     }
 }
@@ -83,7 +89,7 @@ fn with_outputs() -> Result<candle_pipe::Pipe<Vb>> {
     let weight = g.parameter("weight", Share::Transmit, |vb| Ok(vb.get(1, "weight")?));
     let b = g.func("times", |xs, _| Ok(xs[0].tensor()?.broadcast_mul(xs[1].tensor()?)?.into()), [a, weight]);
     g.output("b", b);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [b], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [b], LossReduction::Sum);
     g.finish(SplitSpec::declared())
 }
 
@@ -110,8 +116,11 @@ fn outputs_are_given_as_they_come_or_dropped() {
             if let Ok(loss) = made.step.loss() {
                 close(&numbers(loss)?, &[190.0 * 6.0], 1e-12, "loss");
             }
-            let names: Vec<&str> =
-                [(0, "a"), (ranks - 1, "b")].iter().filter(|(r, _)| *r == ctx.rank()).map(|(_, n)| *n).collect();
+            let names: Vec<&str> = [(0, "a"), (ranks - 1, "b")]
+                .iter()
+                .filter(|(r, _)| *r == ctx.rank())
+                .map(|(_, n)| *n)
+                .collect();
             assert_eq!((given.len(), kept.outputs.len()), (10, 10));
             for ((microbatch, outputs), kept) in given.iter().zip(&kept.outputs) {
                 assert_eq!(outputs.keys().collect::<Vec<_>>(), names, "microbatch {microbatch}");
@@ -143,8 +152,10 @@ fn a_transmitted_parameter_is_sent_once_a_step() {
         let a = g.func("first", look, [x, table]);
         g.split();
         let b = g.func("second", look, [x, table]);
-        let sum = |xs: &[candle_pipe::Value], _: &candle_pipe::Ctx| Ok((xs[0].tensor()? + xs[1].tensor()?)?.sum_all()?);
-        g.loss_fn(sum, [a, b], Reduction::Sum);
+        let sum = |xs: &[candle_pipe::Value], _: &candle_pipe::Ctx| {
+            Ok((xs[0].tensor()? + xs[1].tensor()?)?.sum_all()?)
+        };
+        g.loss_fn(sum, [a, b], LossReduction::Sum);
         let pipe = g.finish(SplitSpec::declared())?;
         let values = Tensor::ones((rows, 4), DType::F64, &device())?;
         let builder = builder(&[("table".to_string(), values)].into(), DType::F64)?;
@@ -158,7 +169,10 @@ fn a_transmitted_parameter_is_sent_once_a_step() {
             let whole = rows * 4 * size_of::<f64>();
             if ctx.rank() == 0 {
                 let bytes = sent.get(Op::Send).bytes;
-                assert!(bytes >= whole && bytes < 2 * whole, "{bytes} bytes were sent, the table has {whole}");
+                assert!(
+                    bytes >= whole && bytes < 2 * whole,
+                    "{bytes} bytes were sent, the table has {whole}"
+                );
                 let grad = runtime.stages().flat_map(|stage| stage.parameters().values()).next().unwrap();
                 let grad = step.grads.get(grad).unwrap();
                 close(&[grad.sum_all()?.to_scalar::<f64>()?], &[2.0 * 12.0 * 4.0], 1e-12, "gradient");
@@ -190,14 +204,16 @@ fn splitting_the_backward_pass_is_what_schedules_say() {
 #[test]
 fn a_bound_on_unread_messages_does_not_stop_a_pipeline() {
     for (kind, stages) in [(ScheduleKind::GPipe, 1), (ScheduleKind::LoopedBfs, 2), (ScheduleKind::Zbv, 2)] {
-        let made = candle_dist::World::local(2).timeout(Duration::from_secs(10)).mailbox_bytes(64).run(move |ctx| {
-            let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
-            let schedule = kind.schedule(2, 8, stages)?;
-            let runtime = chain::runtime(&schedule, ctx, &tail)?;
-            let batch = chain::batch(32, 8)?;
-            runtime.evaluate(&batch, &StepOptions::default())?;
-            runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
-        });
+        let made = candle_dist::World::threads(2).timeout(Duration::from_secs(10)).mailbox_bytes(64).run(
+            move |ctx| {
+                let tail: Tail = Arc::new(|_, _, y, _| Ok(y.clone()));
+                let schedule = kind.schedule(2, 8, stages)?;
+                let runtime = chain::runtime(&schedule, ctx, &tail)?;
+                let batch = chain::batch(32, 8)?;
+                runtime.evaluate(&batch, &StepOptions::default())?;
+                runtime.forward_backward(&batch, &StepOptions::default()).map(drop)
+            },
+        );
         made.unwrap();
     }
 }

@@ -4,9 +4,10 @@ use candle_dist::{DataParallelOptions, DeviceMesh, RankContext};
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    Ctx, In, Keep, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, sharded_op,
+    Ctx, In, Keep, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, StepOptions, Value,
+    sharded_op,
 };
-use candle_shard::nn::{Linear, MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder, MoE, MoEConfig, Mode};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Shard};
 use std::sync::{Arc, OnceLock};
@@ -19,11 +20,11 @@ const STEPS: u64 = 4;
 type Layer = Arc<OnceLock<Arc<MoE>>>;
 
 /// A linear layer and a mixture in two stages; or the same mixture in both.
-fn declare(layer: &Layer, shared: bool) -> Result<Pipe<ShardedVarBuilder>> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(layer: &Layer, shared: bool) -> Result<Pipe<MeshVarBuilder>> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let x = g.input("x", In::Arg);
     let slot = layer.clone();
-    let experts = g.shared_module("moe", move |vb: &ShardedVarBuilder| {
+    let experts = g.shared_module("moe", move |vb: &MeshVarBuilder| {
         let layer = Arc::new(MoE::new(MoEConfig::new(4, 3, 5, 2).bias(true), vb)?);
         Ok((slot.get_or_init(|| layer).clone(), vb.mesh().clone()))
     });
@@ -37,7 +38,7 @@ fn declare(layer: &Layer, shared: bool) -> Result<Pipe<ShardedVarBuilder>> {
     let h = match shared {
         true => g.call_with(experts, "first", run, [x]),
         false => {
-            let linear = |vb: &ShardedVarBuilder| {
+            let linear = |vb: &MeshVarBuilder| {
                 let linear = Linear::new(4, 4, false, vb)?;
                 Ok(sharded_op(vb.mesh(), move |x| linear.forward(x)))
             };
@@ -46,13 +47,16 @@ fn declare(layer: &Layer, shared: bool) -> Result<Pipe<ShardedVarBuilder>> {
     };
     g.split();
     let y = g.call_with(experts, "second", run, [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [y], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [y], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
 /// The rows of replica `at` of `replicas`.
 fn batch(step: u64, at: usize, replicas: usize, microbatches: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, (ROWS * 4) as f64, &device())?.affine(0.7, step as f64)?.sin()?.reshape((ROWS, 4))?;
+    let x = Tensor::arange(0f64, (ROWS * 4) as f64, &device())?
+        .affine(0.7, step as f64)?
+        .sin()?
+        .reshape((ROWS, 4))?;
     let mine = x.narrow(0, at * ROWS / replicas, ROWS / replicas)?.contiguous()?;
     Microbatches::cut(microbatches, [mine])
 }
@@ -62,7 +66,7 @@ fn biases(ctx: &RankContext, sizes: [usize; 3], keep: Keep, summed: bool) -> Res
     let [stages, replicas, experts] = sizes;
     let mesh = ctx.mesh(&[("pp", stages), ("dp", replicas), ("ep", experts)])?;
     let layer = Layer::default();
-    let vb = ShardedVarBuilder::fresh(1, &mesh.axis("ep")?, Plan::new("ep"), DType::F64, &device())?;
+    let vb = MeshVarBuilder::fresh(1, &mesh.axis("ep")?, Plan::new("ep"), DType::F64, &device())?;
     let kind = if stages == 1 { ScheduleKind::LoopedBfs } else { ScheduleKind::OneFOneB };
     let schedule = kind.schedule(stages, 2, 2 / stages)?;
     let runtime = Runtime::new(&declare(&layer, false)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?
@@ -107,12 +111,15 @@ fn a_bias_that_the_ranks_of_a_shared_layer_move_unlike_is_refused_by_all() {
     let texts = on_ranks(2, "shared", |ctx| -> Result<String> {
         let mesh = ctx.mesh(&[("pp", 2), ("ep", 1)])?;
         let layer = Layer::default();
-        let vb = ShardedVarBuilder::fresh(1, &mesh.axis("ep")?, Plan::new("ep"), DType::F64, &device())?;
+        let vb = MeshVarBuilder::fresh(1, &mesh.axis("ep")?, Plan::new("ep"), DType::F64, &device())?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let runtime = Runtime::new(&declare(&layer, true)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
+        let runtime =
+            Runtime::new(&declare(&layer, true)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
         runtime.forward_backward(&batch(0, 0, 1, 2)?, &StepOptions::default())?;
         layer.get().unwrap().update_bias([0.1, 0.2][ctx.rank()], None)?;
         Ok(runtime.forward_backward(&batch(1, 0, 1, 2)?, &StepOptions::default()).unwrap_err().to_string())
     });
-    texts.iter().for_each(|text| assert!(text.contains("\"moe\" is on several ranks, and its copies"), "{text}"));
+    texts
+        .iter()
+        .for_each(|text| assert!(text.contains("\"moe\" is on several ranks, and its copies"), "{text}"));
 }

@@ -93,21 +93,28 @@ fn trips(at: Compute, how: How) -> Tail {
 }
 
 /// What each rank of so many says when `f` has failed on it.
-fn said(ranks: usize, label: &str, f: impl Fn(&RankContext) -> Result<()> + Send + Sync + 'static) -> Vec<String> {
+fn said(
+    ranks: usize,
+    label: &str,
+    f: impl Fn(&RankContext) -> Result<()> + Send + Sync + 'static,
+) -> Vec<String> {
     // A rank that returns its error as a value has not told the others by it.
-    let told = Ranks::new(ranks, label)
-        .deadline(Duration::from_secs(5))
-        .run(move |ctx| Ok::<_, candle_dist::Error>(f(ctx).err().map_or_else(String::new, |error| error.to_string())));
+    let told = Ranks::new(ranks, label).deadline(Duration::from_secs(5)).run(move |ctx| {
+        Ok::<_, candle_dist::Error>(f(ctx).err().map_or_else(String::new, |error| error.to_string()))
+    });
     told.unwrap()
 }
 
 #[test]
 fn a_pass_that_fails_is_named_by_all_ranks() {
     use ScheduleKind::{GPipe, Interleaved1F1B, OneFOneB, ZbH1, Zbv};
-    for (kind, v, ranks) in [(GPipe, 1, 2), (OneFOneB, 1, 4), (Interleaved1F1B, 2, 2), (ZbH1, 1, 3), (Zbv, 2, 2)] {
+    for (kind, v, ranks) in
+        [(GPipe, 1, 2), (OneFOneB, 1, 4), (Interleaved1F1B, 2, 2), (ZbH1, 1, 3), (Zbv, 2, 2)]
+    {
         let schedule = kind.schedule(ranks, 6, v).unwrap();
         for stage in [0, schedule.stages() / 2, schedule.stages() - 1] {
-            let all = schedule.ranks().iter().flatten().flatten().flat_map(|action| action.computes().to_vec());
+            let all =
+                schedule.ranks().iter().flatten().flatten().flat_map(|action| action.computes().to_vec());
             // The first microbatch, one in the middle, and the last.
             let passes = all.filter(|at| at.stage == stage && [0, 3, 5].contains(&at.microbatch));
             for at in passes {
@@ -124,8 +131,12 @@ fn a_pass_that_fails_is_named_by_all_ranks() {
                     let pass = match at.pass {
                         Pass::Forward => format!("{stage}F{0} (stage {stage}, forward", at.microbatch),
                         Pass::Backward => format!("{stage}B{0} (stage {stage}, backward", at.microbatch),
-                        Pass::Input => format!("{stage}I{0} (stage {stage}, backward for inputs", at.microbatch),
-                        Pass::Weight => format!("{stage}W{0} (stage {stage}, backward for weights", at.microbatch),
+                        Pass::Input => {
+                            format!("{stage}I{0} (stage {stage}, backward for inputs", at.microbatch)
+                        }
+                        Pass::Weight => {
+                            format!("{stage}W{0} (stage {stage}, backward for weights", at.microbatch)
+                        }
                     };
                     let want = format!("rank {rank}: {pass} of microbatch {}): ", at.microbatch);
                     for said in &all {
@@ -152,8 +163,9 @@ fn ranks_that_differ_hear_of_it() {
     };
 
     let (a, b) = (gpipe.clone(), steady.clone());
-    let schedules =
-        said(3, "schedules", move |ctx| runtime(if ctx.rank() == 1 { &a } else { &b }, ctx, &plain()).map(drop));
+    let schedules = said(3, "schedules", move |ctx| {
+        runtime(if ctx.rank() == 1 { &a } else { &b }, ctx, &plain()).map(drop)
+    });
     schedules.iter().for_each(|said| assert!(said.contains("description differs"), "{said}"));
 
     let plan = steady.clone();
@@ -166,13 +178,18 @@ fn ranks_that_differ_hear_of_it() {
 
     for odd in 0..3 {
         let plan = steady.clone();
-        let rows =
-            said(3, "rows", move |ctx| step(&runtime(&plan, ctx, &plain())?, if ctx.rank() == odd { 9 } else { 8 }, 0));
-        rows.iter().for_each(|said| assert!(said.contains("the rows of the microbatches of rank "), "{said}"));
-        rows.iter().for_each(|said| assert!(said.contains("; give all ranks the same batch and options"), "{said}"));
+        let rows = said(3, "rows", move |ctx| {
+            step(&runtime(&plan, ctx, &plain())?, if ctx.rank() == odd { 9 } else { 8 }, 0)
+        });
+        rows.iter()
+            .for_each(|said| assert!(said.contains("the rows of the microbatches of rank "), "{said}"));
+        rows.iter()
+            .for_each(|said| assert!(said.contains("; give all ranks the same batch and options"), "{said}"));
 
         let plan = steady.clone();
-        let steps = said(3, "steps", move |ctx| step(&runtime(&plan, ctx, &plain())?, 8, u64::from(ctx.rank() == odd)));
+        let steps = said(3, "steps", move |ctx| {
+            step(&runtime(&plan, ctx, &plain())?, 8, u64::from(ctx.rank() == odd))
+        });
         steps.iter().for_each(|said| assert!(said.contains("the number of the step of rank "), "{said}"));
     }
 }
@@ -183,7 +200,8 @@ fn what_is_wrong_on_all_ranks_is_refused_before_anything_is_sent() {
     let errors = said(3, "refusals", move |ctx| {
         let runtime = runtime(&plan, ctx, &plain())?;
         let refused = |cut, want: &str| {
-            let (made, sent) = candle_dist::comm::record(|| runtime.forward_backward(&cut, &StepOptions::default()));
+            let (made, sent) =
+                candle_dist::comm::record(|| runtime.forward_backward(&cut, &StepOptions::default()));
             let said = made.unwrap_err().to_string();
             assert!(said.contains(want), "{said}");
             assert_eq!((sent.get(Op::Send).count, sent.get(Op::Recv).count), (0, 0));
@@ -224,7 +242,10 @@ fn a_stage_that_cannot_be_built_is_named_by_all_ranks() {
                 .filter(|layer| *layer != 1)
                 .flat_map(|layer| {
                     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::F64, &device()).unwrap();
-                    [(format!("layers.{layer}.weight"), zeros(&[2, 2])), (format!("layers.{layer}.bias"), zeros(&[2]))]
+                    [
+                        (format!("layers.{layer}.weight"), zeros(&[2, 2])),
+                        (format!("layers.{layer}.bias"), zeros(&[2])),
+                    ]
                 })
                 .collect(),
             DType::F64,

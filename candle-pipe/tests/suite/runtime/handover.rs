@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions, Value,
+    In, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, Runtime, Share, SplitSpec, StepOptions, Value,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
@@ -37,9 +37,12 @@ fn what_wants_no_gradient_arrives_where_it_was_made() {
             let (plain, learned) = ((x * 2.0)?, x.matmul(weight)?);
             // A view lies where the whole does.
             let part = (x * 3.0)?.narrow(0, 0, 1)?;
-            for (what, tensor) in
-                [("plain made", &plain), ("learned made", &learned), ("part made", &part), ("weight made", weight)]
-            {
+            for (what, tensor) in [
+                ("plain made", &plain),
+                ("learned made", &learned),
+                ("part made", &part),
+                ("weight made", weight),
+            ] {
                 note(&log, what, ctx.training, ctx.microbatch, tensor);
             }
             Ok([plain.into(), learned.into(), part.into(), weight.narrow(0, 0, 1)?.into()])
@@ -49,17 +52,20 @@ fn what_wants_no_gradient_arrives_where_it_was_made() {
         let log = seen.clone();
         let take = move |xs: &[Value], ctx: &candle_pipe::Ctx| {
             let tensors = xs.iter().map(Value::tensor).collect::<Result<Vec<_>>>()?;
-            for (what, tensor) in
-                ["plain taken", "learned taken", "part taken", "row taken", "weight taken"].iter().zip(&tensors)
+            for (what, tensor) in ["plain taken", "learned taken", "part taken", "row taken", "weight taken"]
+                .iter()
+                .zip(&tensors)
             {
                 note(&log, what, ctx.training, ctx.microbatch, tensor);
             }
-            let sum =
-                ((tensors[0] + tensors[1])?.broadcast_add(tensors[2])?.broadcast_add(tensors[3])?.matmul(tensors[4]))?;
+            let sum = ((tensors[0] + tensors[1])?
+                .broadcast_add(tensors[2])?
+                .broadcast_add(tensors[3])?
+                .matmul(tensors[4]))?;
             Ok(sum.into())
         };
         let sum = g.func("take", take, made.into_iter().chain([weight]));
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [sum], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [sum], LossReduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let values = [("weight".to_string(), Tensor::ones((2, 2), DType::F64, &device())?)];
         let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
@@ -114,7 +120,7 @@ fn maps_and_integers_pass_between_stages_with_their_gradients() {
             Ok(sum.into())
         };
         let sum = g.func("take", take, [made]);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.mean_all()?), [sum], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.mean_all()?), [sum], LossReduction::Mean);
         g.finish(SplitSpec::declared())
     };
     let step = move || -> Result<_> {
@@ -147,6 +153,9 @@ fn maps_and_integers_pass_between_stages_with_their_gradients() {
     let found: Vec<_> = found.into_iter().flatten().collect();
     assert!(!found.is_empty());
     for got in found {
-        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-12 * b.abs().max(1.0)), "{got:?} {want:?}");
+        assert!(
+            got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-12 * b.abs().max(1.0)),
+            "{got:?} {want:?}"
+        );
     }
 }

@@ -7,7 +7,8 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, Splitter, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Keep, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, nn,
+    In, Keep, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, StepOptions,
+    Value, nn,
 };
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::HashMap;
@@ -62,9 +63,9 @@ fn declare(how: How, stages: usize) -> Result<Pipe<Vb>> {
             [h, target, scale, valid],
         ),
         None if how == How::Mean => {
-            g.loss_fn(move |xs, _| Ok(squares(xs)?.mean_all()?), [h, target, scale], Reduction::Mean)
+            g.loss_fn(move |xs, _| Ok(squares(xs)?.mean_all()?), [h, target, scale], LossReduction::Mean)
         }
-        None => g.loss_fn(move |xs, _| Ok(squares(xs)?.sum_all()?), [h, target, scale], Reduction::Sum),
+        None => g.loss_fn(move |xs, _| Ok(squares(xs)?.sum_all()?), [h, target, scale], LossReduction::Sum),
     };
     g.finish(SplitSpec::declared())
 }
@@ -76,7 +77,8 @@ fn wave(dims: &[usize], seed: f64) -> Result<Tensor> {
 
 /// Rows of the batch, with several tokens in each: what a microbatch cuts are the tokens of its rows.
 fn batch(how: How, rows: std::ops::Range<usize>, splitter: Splitter) -> Result<Microbatches> {
-    let cut = |t: Tensor| -> Result<Value> { Ok(t.narrow(0, rows.start * TOKENS, rows.len() * TOKENS)?.into()) };
+    let cut =
+        |t: Tensor| -> Result<Value> { Ok(t.narrow(0, rows.start * TOKENS, rows.len() * TOKENS)?.into()) };
     let valid = VALID.iter().flat_map(|&n| (0..TOKENS).map(move |i| f64::from(u8::from(i < n))));
     let valid = Tensor::from_iter(valid, &device())?;
     let mut kwargs = Kwargs::from([("target".into(), cut(wave(&[ROWS * TOKENS, 4], 1.0)?)?)]);
@@ -142,7 +144,12 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_in_one_process() -> Result<()>
                     close(&numbers(step.grads.get(parameter).unwrap())?, &grads[name], 1e-12, name);
                 }
             }
-            close(&numbers(local.evaluate(&cut, &StepOptions::default())?.loss()?)?, &[evaluated], 1e-12, "evaluated");
+            close(
+                &numbers(local.evaluate(&cut, &StepOptions::default())?.loss()?)?,
+                &[evaluated],
+                1e-12,
+                "evaluated",
+            );
         }
     }
     Ok(())
@@ -151,7 +158,8 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_in_one_process() -> Result<()>
 #[test]
 fn a_mean_over_valid_tokens_is_that_of_one_device_on_ranks_and_replicas() {
     let how = How::Counted;
-    for (dp, pp, kind) in [(1, 2, "gpipe"), (1, 3, "1f1b"), (2, 1, "gpipe"), (2, 2, "zb-h1"), (3, 1, "gpipe")] {
+    for (dp, pp, kind) in [(1, 2, "gpipe"), (1, 3, "1f1b"), (2, 1, "gpipe"), (2, 2, "zb-h1"), (3, 1, "gpipe")]
+    {
         on_ranks(dp * pp, kind, move |ctx| -> Result<()> {
             let want = alone(how)?;
             let mesh = DeviceMesh::new(ctx.group(), &[("pp", pp), ("dp", dp)])?;
@@ -193,8 +201,9 @@ fn a_mean_over_valid_tokens_is_that_of_one_device_beside_replicas() {
         let mesh = DeviceMesh::new(ctx.group(), &[("pp", 2), ("dp", 2)])?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 3, 1)?;
         let replicas = mesh.axis_group("dp")?;
-        let runtime = Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &device())?
-            .beside(replicas)?;
+        let runtime =
+            Runtime::new(&declare(how, 2)?, &schedule, mesh.axis_group("pp")?, &parameters()?, &device())?
+                .beside(replicas)?;
         let rows = [0..4, 4..ROWS][mesh.local_rank("dp")?].clone();
         let options = StepOptions::default().first_row(rows.start * TOKENS);
         let made = runtime.forward_backward(&batch(how, rows, Splitter::new(3))?, &options)?.step;
@@ -219,7 +228,8 @@ fn losses_that_count_nothing_are_refused_by_all_ranks() {
         let said = runtime.forward_backward(&nothing, &StepOptions::default()).unwrap_err().to_string();
         assert!(said.contains("the losses of the batch count 0"), "{said}");
         let weights = StepOptions::default().weights(vec![1.0; 2]);
-        let said = runtime.forward_backward(&batch(how, 0..2, Splitter::new(2))?, &weights).unwrap_err().to_string();
+        let said =
+            runtime.forward_backward(&batch(how, 0..2, Splitter::new(2))?, &weights).unwrap_err().to_string();
         assert!(said.contains("weights for a loss that counts by itself"), "{said}");
         // All can go on.
         runtime.forward_backward(&batch(how, 0..2, Splitter::new(2))?, &StepOptions::default())?;
@@ -266,7 +276,8 @@ fn masked_microbatches_on_ranks() {
             for how in [How::Mean, How::Sum, How::Counted] {
                 let want = alone(how)?;
                 let schedule = kind.schedule(ranks, 4, 1)?;
-                let runtime = Runtime::new(&declare(how, ranks)?, &schedule, ctx.group(), &parameters()?, &device())?;
+                let runtime =
+                    Runtime::new(&declare(how, ranks)?, &schedule, ctx.group(), &parameters()?, &device())?;
                 let masked = batch(how, 0..ROWS, Splitter::new(4).masked())?;
                 let made = runtime.forward_backward(&masked, &StepOptions::default())?.step;
                 if let Ok(loss) = made.loss() {
@@ -296,7 +307,7 @@ fn masked_microbatches_on_ranks_that_give_what_their_stages_use_and_no_more() {
                 h = g.module(&format!("layers.{i}"), |vb| Ok(nn::linear(4, 4, vb.clone())?), [h]);
             }
             // Rows of zeros do not stay zero: layers have biases.
-            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], Reduction::Sum);
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [h], LossReduction::Sum);
             let pipe = g.finish(SplitSpec::declared())?;
             let schedule = kind.schedule(ranks, 4, 1)?;
             let map = VarMap::new();
@@ -328,12 +339,15 @@ fn a_masked_loss_of_what_has_no_rows_is_refused() -> Result<()> {
     let mut g = PipeBuilder::<()>::new();
     let x = g.input("x", In::Arg);
     let mean = g.func("mean", |xs, _| Ok(xs[0].tensor()?.mean(0)?.into()), [x]);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [mean], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.sum_all()?), [mean], LossReduction::Mean);
     let local = LocalPipe::new(&g.finish(SplitSpec::declared())?, &(), &device())?;
     let x: Value = Tensor::ones((5, 3), DType::F64, &device())?.into();
     let masked = Splitter::new(2).masked().split(&[x], &Kwargs::new(), None, None)?;
     let said = local.evaluate(&masked, &StepOptions::default()).unwrap_err().to_string();
-    assert!(said.contains("node \"loss\"") && said.contains("takes f64[3], whose dim 0 has no whole number"), "{said}");
+    assert!(
+        said.contains("node \"loss\"") && said.contains("takes f64[3], whose dim 0 has no whole number"),
+        "{said}"
+    );
     Ok(())
 }
 
@@ -373,7 +387,8 @@ fn a_count_with_a_gradient_is_refused_by_name() {
             local.evaluate(&x()?, &StepOptions::default())?;
             let said = local.forward_backward(&x()?, &options).unwrap_err().to_string();
             assert!(
-                said.contains("node \"loss\"") && said.contains("the count of the loss, f64[], has a gradient"),
+                said.contains("node \"loss\"")
+                    && said.contains("the count of the loss, f64[], has a gradient"),
                 "{said}"
             );
         }

@@ -59,8 +59,11 @@ fn ranks_hold_what_the_simulator_says_and_nothing_afterwards() {
             let costs = Costs::per_rank(schedule.stage_ranks(), 1.0, 1.0, 1.0);
             let simulated = schedule.simulate(&Edges::chain(stages), &costs).unwrap().peak_activations();
             let here = |rank: usize| schedule.stage_ranks().iter().filter(|&&other| other == rank).count();
-            let expected: Vec<usize> =
-                simulated.iter().enumerate().map(|(rank, peak)| (peak * here(rank) as f64).round() as usize).collect();
+            let expected: Vec<usize> = simulated
+                .iter()
+                .enumerate()
+                .map(|(rank, peak)| (peak * here(rank) as f64).round() as usize)
+                .collect();
             let is_split = schedule.ranks().iter().flatten().flatten().any(|action| {
                 action.computes().iter().any(|compute| compute.pass == candle_pipe::schedule::Pass::Weight)
             });
@@ -68,7 +71,8 @@ fn ranks_hold_what_the_simulator_says_and_nothing_afterwards() {
                 // Each rank has one of its own.
                 let count = Arc::new(Count::default());
                 let counter = count.clone();
-                let tail: Tail = Arc::new(move |_, _, y, _| Ok(y.contiguous()?.apply_op1(Counted::new(&counter))?));
+                let tail: Tail =
+                    Arc::new(move |_, _, y, _| Ok(y.contiguous()?.apply_op1(Counted::new(&counter))?));
                 let runtime = runtime(&schedule, ctx, &tail)?;
                 let batch = batch(schedule.microbatches() * 2, schedule.microbatches())?;
                 let mut peaks = (0, 0);
@@ -88,7 +92,10 @@ fn ranks_hold_what_the_simulator_says_and_nothing_afterwards() {
                 assert_eq!(peak, expected[rank], "{label}: rank {rank}");
                 // A graph goes with its input gradients, when a microbatch may still wait for its weight gradients.
                 let most = expected[rank] as isize;
-                assert!(if is_split { graphs <= most } else { graphs == most }, "{label}: {graphs} graphs, {most}");
+                assert!(
+                    if is_split { graphs <= most } else { graphs == most },
+                    "{label}: {graphs} graphs, {most}"
+                );
             }
         }
     }
@@ -106,7 +113,8 @@ fn stages_keep_what_each_is_told_to() {
         let graphs = on_ranks(4, &label, move |ctx| -> Result<isize> {
             let count = Arc::new(Count::default());
             let counter = count.clone();
-            let tail: Tail = Arc::new(move |_, _, y, _| Ok(y.contiguous()?.apply_op1(Counted::new(&counter))?));
+            let tail: Tail =
+                Arc::new(move |_, _, y, _| Ok(y.contiguous()?.apply_op1(Counted::new(&counter))?));
             let runtime = runtime(&ScheduleKind::OneFOneB.schedule(4, 8, 1)?, ctx, &tail)?;
             runtime.forward_backward(&batch(16, 8)?, &StepOptions::default().keep(keep.clone()))?;
             Ok(count.most.load(Ordering::SeqCst))

@@ -5,9 +5,10 @@ use candle_dist::{RankContext, World};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{
-    EqualCount, In, Kwargs, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, nn, sharded_op,
+    EqualCount, In, Kwargs, LossReduction, PipeBuilder, Result, Runtime, SplitSpec, StepOptions, nn,
+    sharded_op,
 };
-use candle_shard::nn::{Linear, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate};
 use std::sync::Arc;
@@ -48,17 +49,18 @@ fn layers(names: [&str; 2]) -> PipeBuilder<candle_nn::VarBuilder<'static>> {
 /// Two sharded blocks in two stages, with this plan and this seed.
 fn sharded(ctx: &RankContext, plan: Plan, seed: u64) -> Result<Runtime> {
     let mesh = ctx.mesh(&[("pp", RANKS), ("tp", 1)])?;
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let mut h = g.input("x", In::Arg);
     for i in 0..RANKS {
-        let block = |vb: &ShardedVarBuilder| {
-            let (up, down) = (Linear::new(2, 4, true, &vb.pp("up"))?, Linear::new(4, 2, true, &vb.pp("down"))?);
+        let block = |vb: &MeshVarBuilder| {
+            let (up, down) =
+                (Linear::new(2, 4, true, &vb.pp("up"))?, Linear::new(4, 2, true, &vb.pp("down"))?);
             Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.tanh()?)))
         };
         h = g.module(&format!("blocks.{i}"), block, [h]);
     }
-    g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
-    let vb = ShardedVarBuilder::fresh(seed, &mesh.axis("tp")?, plan, DType::F64, &Device::Cpu)?;
+    g.loss_fn(|xs, _| Ok(xs[0].full_tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
+    let vb = MeshVarBuilder::fresh(seed, &mesh.axis("tp")?, plan, DType::F64, &Device::Cpu)?;
     Runtime::new(&g.finish(EqualCount(RANKS))?, &schedule()?, ctx.group(), &vb, &Device::Cpu)
 }
 
@@ -140,7 +142,7 @@ fn mistakes_of_one_rank() {
 /// A plan that matches modules of some stages only is complete, and so is a model that is a part of a larger one.
 #[test]
 fn plans_of_all_stages_together() {
-    World::local(RANKS)
+    World::threads(RANKS)
         .run(|ctx| -> Result<()> {
             let typo = Plan::new("tp").with("blocks.*.upp", ColwiseParallel::default());
             let plan = Plan::new("tp")
@@ -148,7 +150,7 @@ fn plans_of_all_stages_together() {
                 .with("blocks.1.down", RowwiseParallel::default());
             let runtime = sharded(ctx, plan, 1)?;
             // A typo is a warning.
-            let vb = ShardedVarBuilder::fresh(
+            let vb = MeshVarBuilder::fresh(
                 1,
                 &ctx.mesh(&[("tp", 1), ("pp", RANKS)])?.axis("tp")?,
                 typo,

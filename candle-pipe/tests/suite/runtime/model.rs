@@ -5,7 +5,9 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::{Dropout, Linear, linear};
 use candle_pipe::{Ctx, stage_op};
-use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Share, StepOptions, Value};
+use candle_pipe::{
+    EqualCount, In, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Share, StepOptions, Value,
+};
 use candle_shard::random::{Distribution, Stream, sample_full};
 use std::collections::HashMap;
 use test_utils::device;
@@ -28,7 +30,9 @@ pub(crate) fn pipe(stages: usize, drop: bool) -> Result<Pipe<Vb>> {
     let (mask, target) = (g.input("mask", In::Kwarg), g.input("target", In::Kwarg));
     let scale = g.input_or("scale", 0.5);
     let init = candle_nn::Init::Randn { mean: 0.0, stdev: 0.5 };
-    let tied = g.parameter("tied", Share::Replicate, move |vb| Ok(vb.get_with_hints((WIDTH, WIDTH), "tied", init)?));
+    let tied = g.parameter("tied", Share::Replicate, move |vb| {
+        Ok(vb.get_with_hints((WIDTH, WIDTH), "tied", init)?)
+    });
     let gate = g.parameter("gate", Share::Transmit, move |vb| Ok(vb.get_with_hints(WIDTH, "gate", init)?));
     let first = g.module("first", |vb| Ok(linear(3, WIDTH, vb.clone())?), [x]);
     let mut h = g.func("tie_in", |xs, _| Ok(xs[0].tensor()?.matmul(xs[1].tensor()?)?.into()), [first, tied]);
@@ -71,14 +75,15 @@ pub(crate) fn pipe(stages: usize, drop: bool) -> Result<Pipe<Vb>> {
         }
     }
     let last = |xs: &[Value], _: &Ctx| {
-        let h = (xs[0].tensor()?.matmul(xs[1].tensor()?)?.broadcast_mul(xs[2].tensor()?)? + xs[3].tensor()?)?;
+        let h =
+            (xs[0].tensor()?.matmul(xs[1].tensor()?)?.broadcast_mul(xs[2].tensor()?)? + xs[3].tensor()?)?;
         Ok((h + xs[4].tensor()?)?.into())
     };
     let y = g.func("last", last, [h, tied, gate, first, side]);
     g.output("y", y);
     g.output("first", first);
     let loss = |xs: &[Value], _: &Ctx| Ok((xs[0].tensor()? - xs[1].tensor()?)?.sqr()?.mean_all()?);
-    g.loss_fn(loss, [y, target], Reduction::Mean);
+    g.loss_fn(loss, [y, target], LossReduction::Mean);
     g.finish(EqualCount(stages))
 }
 
@@ -140,7 +145,8 @@ pub(crate) fn uncut(values: &Values, rows: usize, dtype: DType, drop: bool) -> R
     let whole = LocalPipe::new(&pipe(1, drop)?, &builder(values, dtype)?, &device())?;
     let batch = batch(rows, 1, dtype)?;
     let step = whole.forward_backward(&batch, &StepOptions::default().step(3))?;
-    let output = |name: &'static str| -> Result<_> { Ok((name, numbers(step.outputs[0].get(name)?.tensor()?)?)) };
+    let output =
+        |name: &'static str| -> Result<_> { Ok((name, numbers(step.outputs[0].get(name)?.tensor()?)?)) };
     let grads = whole.parameters().into_iter().map(|(name, parameter)| {
         Ok((name.to_string(), numbers(step.grads.get(parameter).expect("every parameter has a gradient"))?))
     });

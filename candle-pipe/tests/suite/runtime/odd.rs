@@ -5,7 +5,9 @@ use crate::runtime::parity::close;
 use candle_core::{DType, Tensor};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime};
+use candle_pipe::{
+    Ctx, EqualCount, In, Keep, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime,
+};
 use candle_pipe::{StepOptions, Value, nn};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +26,9 @@ fn pack(xs: &[Value], ctx: &Ctx) -> Result<Value> {
 }
 
 fn unpack(xs: &[Value], _: &Ctx) -> Result<Value> {
-    let ([tensors, some, plain, map], constant) = (xs[0].items()?, xs[1].tensor()?) else { panic!("{}", xs[0]) };
+    let ([tensors, some, plain, map], constant) = (xs[0].items()?, xs[1].tensor()?) else {
+        panic!("{}", xs[0])
+    };
     assert_eq!(plain.to_string(), r#"("text", none, [3, NaN, true])"#);
     let part = |i: usize| tensors.at(i)?.tensor();
     let dtype = part(0)?.dtype();
@@ -48,17 +52,23 @@ fn pipe(stages: usize) -> Result<Pipe<Vb>> {
     };
     let embedded = g.module("embed", lookup, [ids]);
     let made = |_: &[Value], ctx: &Ctx| {
-        Ok(Tensor::arange(1f64, 1. + WIDTH as f64, &ctx.device)?.to_dtype(ctx.dtype)?.affine(0.25, 0.0)?.into())
+        Ok(Tensor::arange(1f64, 1. + WIDTH as f64, &ctx.device)?
+            .to_dtype(ctx.dtype)?
+            .affine(0.25, 0.0)?
+            .into())
     };
     let constant = g.func("constant", made, []);
     let packed = g.func("pack", pack, [embedded, ids, x]);
     let relayed = g.func("relay", |xs, _| Ok(xs[0].clone()), [packed]);
     let h = g.func("unpack", unpack, [relayed, constant]);
     let h = g.module("layer", |vb| Ok(nn::linear(WIDTH, WIDTH, vb.clone())?), [h]);
-    let [square, places] =
-        g.func_many("two", |xs, _| Ok([xs[0].tensor()?.sqr()?.into(), xs[0].tensor()?.argmax(1)?.into()]), [h]);
+    let [square, places] = g.func_many(
+        "two",
+        |xs, _| Ok([xs[0].tensor()?.sqr()?.into(), xs[0].tensor()?.argmax(1)?.into()]),
+        [h],
+    );
     let mean = |xs: &[Value], _: &Ctx| Ok(xs[0].tensor()?.mean_all()?);
-    let loss = g.loss_fn(mean, [square], Reduction::Mean);
+    let loss = g.loss_fn(mean, [square], LossReduction::Mean);
     let scale = |xs: &[Value], _: &Ctx| Ok(xs[0].tensor()?.broadcast_mul(xs[1].tensor()?)?.into());
     let scaled = g.func("after", scale, [h, loss]);
     let last = g.func("last", |xs, _| Ok(xs[0].clone()), [scaled]);
@@ -71,7 +81,11 @@ fn pipe(stages: usize) -> Result<Pipe<Vb>> {
 fn values(dtype: DType) -> Result<Values> {
     let wave = |dims: &[usize], seed: f64| -> Result<Tensor> {
         let count = dims.iter().product::<usize>() as f64;
-        Ok(Tensor::arange(0f64, count, &device())?.affine(0.9, seed)?.sin()?.reshape(dims)?.to_dtype(dtype)?)
+        Ok(Tensor::arange(0f64, count, &device())?
+            .affine(0.9, seed)?
+            .sin()?
+            .reshape(dims)?
+            .to_dtype(dtype)?)
     };
     let all = [
         ("embed.weight", wave(&[5, WIDTH], 0.0)?),
@@ -131,12 +145,17 @@ fn check(dtype: DType, tolerance: f64, first: f64) {
                     }
                     for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
                         let grad = |grads: &candle_core::backprop::GradStore, parameter: &Tensor| {
-                            numbers(grads.get(parameter).unwrap_or_else(|| panic!("{label}: no gradient of {name}")))
+                            numbers(
+                                grads
+                                    .get(parameter)
+                                    .unwrap_or_else(|| panic!("{label}: no gradient of {name}")),
+                            )
                         };
                         let want = grad(&want.grads, whole.parameters()[name.as_str()])?;
                         let got = grad(&made.grads, parameter)?;
                         if first.is_nan() {
-                            let nans = |numbers: &[f64]| numbers.iter().map(|x| x.is_nan()).collect::<Vec<_>>();
+                            let nans =
+                                |numbers: &[f64]| numbers.iter().map(|x| x.is_nan()).collect::<Vec<_>>();
                             assert_eq!(nans(&got), nans(&want), "{label}: {name}");
                         } else {
                             close(&got, &want, tolerance, &format!("{label}: gradient of {name}"));

@@ -32,7 +32,8 @@ fn an_evaluation_heeds_its_options() {
                     local.evaluate(batch, options)
                 }];
             let (whole, batch) = (chain::batch(6, 1)?, chain::batch(6, 4)?);
-            let train = |options: &StepOptions| local.forward_backward(&whole, &options.clone().training(false));
+            let train =
+                |options: &StepOptions| local.forward_backward(&whole, &options.clone().training(false));
             let plain = StepOptions::default();
             for options in [
                 plain.clone(),
@@ -57,7 +58,10 @@ fn an_evaluation_heeds_its_options() {
                         let from_0 = mean(&local, &batch, &options.clone().first_row(0))?;
                         assert!((want - from_0).abs() > 1e-6, "the rows count");
                     }
-                    assert!((want - numbers(train(&options.clone().step(9).weights(None))?.loss()?)?[0]).abs() > 0.1);
+                    assert!(
+                        (want - numbers(train(&options.clone().step(9).weights(None))?.loss()?)?[0]).abs()
+                            > 0.1
+                    );
                 }
             }
             Ok(())
@@ -97,7 +101,8 @@ fn an_evaluation_refuses_what_it_cannot_heed() {
                 runtime.evaluate(&batch, &plain)?;
             }
             let without = plain.clone().outputs(ctx.rank() != odd);
-            let said = runtime.evaluate_each(&batch, &without, |_, _| Ok(())).map(drop).unwrap_err().to_string();
+            let said =
+                runtime.evaluate_each(&batch, &without, |_, _| Ok(())).map(drop).unwrap_err().to_string();
             assert!(said.contains("outputs(false) in evaluate_each"), "{said}");
             runtime.evaluate_each(&batch, &plain, |_, _| Ok(())).map(drop)
         });
@@ -112,7 +117,8 @@ fn stages_have_one_value_of_keep_each_and_all_ranks_the_same() {
         let (batch, plain) = (chain::batch(6, 3)?, StepOptions::default());
         for count in [2, 4] {
             let wrong = plain.clone().keep(vec![Keep::Inputs; count]);
-            let why = format!("keep has {count} values for 3 stages; give one for all stages, or one for each");
+            let why =
+                format!("keep has {count} values for 3 stages; give one for all stages, or one for each");
             let mine = if ctx.rank() == 1 { &wrong } else { &plain };
             for said in [
                 local.forward_backward(&batch, &wrong).map(drop).unwrap_err(),
@@ -122,8 +128,10 @@ fn stages_have_one_value_of_keep_each_and_all_ranks_the_same() {
             }
         }
         // What one rank recomputes, the ranks that it shares calls with recompute too.
-        let keep = [Keep::Inputs, if ctx.rank() == 2 { Keep::Inputs } else { Keep::Activations }, Keep::Activations];
-        let said = runtime.forward_backward(&batch, &plain.clone().keep(keep)).map(drop).unwrap_err().to_string();
+        let keep =
+            [Keep::Inputs, if ctx.rank() == 2 { Keep::Inputs } else { Keep::Activations }, Keep::Activations];
+        let said =
+            runtime.forward_backward(&batch, &plain.clone().keep(keep)).map(drop).unwrap_err().to_string();
         assert!(said.contains("the data that stages keep of rank 2 is not that of rank 0"), "{said}");
         // One for all is the same as one for each.
         let keep = if ctx.rank() == 2 { vec![Keep::Inputs] } else { vec![Keep::Inputs; 3] };

@@ -6,8 +6,8 @@ use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::{Schedule, ScheduleKind};
 use candle_pipe::{
-    EqualCount, In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitPoint,
-    SplitSpec, StepOptions, Value,
+    EqualCount, In, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime, Scope, Share,
+    SplitPoint, SplitSpec, StepOptions, Value,
 };
 use std::collections::HashMap;
 use test_utils::{device, on_ranks};
@@ -28,7 +28,7 @@ fn tied<B: Scope>(build: impl Fn(&B) -> Result<Tensor> + Send + Sync + 'static) 
     let h = g.func("in", product, [x, tied]);
     g.split();
     let y = g.func("out", product, [h, tied]);
-    g.loss_fn(mean_square, [y], Reduction::Mean);
+    g.loss_fn(mean_square, [y], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
@@ -69,7 +69,8 @@ fn against_one_process<B: Scope>(label: &str, pipe: fn() -> Result<Pipe<B>>, sco
 #[test]
 fn copies_of_a_parameter_are_summed_whatever_the_builder_puts_before_its_name() {
     let pipe = || tied::<Vb>(|vb| Ok(vb.get((3, 3), "tied")?));
-    let scope = || Ok(builder(&HashMap::from([("model.part.tied".into(), weight()?)]), DType::F64)?.pp("model"));
+    let scope =
+        || Ok(builder(&HashMap::from([("model.part.tied".into(), weight()?)]), DType::F64)?.pp("model"));
     against_one_process("under a prefix", pipe, scope);
 }
 
@@ -101,7 +102,10 @@ fn copies_start_with_the_values_of_the_first_stage() {
             let scope = builder(&HashMap::from([("part.tied".into(), own)]), DType::F64)?;
             let runtime = Runtime::new(&pipe, &Schedule::from_csv(csv)?, ctx.group(), &scope, &device())?;
             let stage = runtime.stages().next().unwrap();
-            assert_eq!(numbers(&stage.parameters()["part.tied"])?, numbers(&(weight()? + f64::from(first))?)?);
+            assert_eq!(
+                numbers(&stage.parameters()["part.tied"])?,
+                numbers(&(weight()? + f64::from(first))?)?
+            );
             Ok(())
         });
     }
@@ -140,9 +144,10 @@ fn variables_that_no_scope_knows_have_gradients() {
         let captured = own.as_tensor().clone();
         let h = g.func("in", move |xs, _| Ok(xs[0].tensor()?.matmul(&captured)?.into()), [x]);
         g.split();
-        g.loss_fn(mean_square, [h], Reduction::Mean);
+        g.loss_fn(mean_square, [h], LossReduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
-        let want = LocalPipe::new(&pipe, &(), &device())?.forward_backward(&rows()?, &StepOptions::default())?;
+        let want =
+            LocalPipe::new(&pipe, &(), &device())?.forward_backward(&rows()?, &StepOptions::default())?;
         let schedule = ScheduleKind::ZbH1.schedule(2, 2, 1)?;
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
         let got = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
@@ -166,7 +171,7 @@ fn undeclared(stages: usize) -> Result<Pipe<Vb>> {
     let h = g.module("a.b", |vb| Ok(linear_no_bias(3, 3, vb.clone())?), [h]);
     let y = g.call(layer, "last", [h]);
     g.output("y", y);
-    g.loss_fn(mean_square, [y], Reduction::Mean);
+    g.loss_fn(mean_square, [y], LossReduction::Mean);
     g.finish(EqualCount(stages))
 }
 
@@ -196,7 +201,8 @@ fn modules_of_several_stages_have_the_whole_gradient_declared_or_not() {
             assert_eq!(found.map(|share| share.stages.as_slice()), found_in, "{kind} on {ranks}");
             let got = runtime.forward_backward(&rows_in(4)?, &StepOptions::default())?.step;
             for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
-                let (got, want) = (got.grads.get(parameter), want.grads.get(local.parameters()[name.as_str()]));
+                let (got, want) =
+                    (got.grads.get(parameter), want.grads.get(local.parameters()[name.as_str()]));
                 let (got, want) = (numbers(got.expect("a gradient"))?, numbers(want.expect("a gradient"))?);
                 let off = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
                 assert!(off < 1e-12, "gradient of {name} on rank {} is off by {off}", ctx.rank());
@@ -211,14 +217,16 @@ fn shared_modules_that_bring_variables_along_are_refused_by_all() {
     let texts = on_ranks(3, "brought along", |ctx| -> Result<String> {
         let mut g = PipeBuilder::<()>::new();
         let mut h = g.input("x", In::Arg);
-        let layer =
-            g.shared_module("layer", |()| Ok(candle_nn::Linear::new(Var::from_tensor(&weight()?)?.into_inner(), None)));
+        let layer = g.shared_module("layer", |()| {
+            Ok(candle_nn::Linear::new(Var::from_tensor(&weight()?)?.into_inner(), None))
+        });
         h = g.call(layer, "first", [h]);
         h = g.func("between", |xs, _| Ok(xs[0].clone()), [h]);
         h = g.call(layer, "last", [h]);
-        g.loss_fn(mean_square, [h], Reduction::Mean);
+        g.loss_fn(mean_square, [h], LossReduction::Mean);
         let schedule = ScheduleKind::OneFOneB.schedule(3, 2, 1)?;
-        let pipe = g.finish(SplitSpec::at([("between", SplitPoint::Beginning), ("last", SplitPoint::Beginning)]))?;
+        let pipe =
+            g.finish(SplitSpec::at([("between", SplitPoint::Beginning), ("last", SplitPoint::Beginning)]))?;
         Ok(Runtime::new(&pipe, &schedule, ctx.group(), &(), &device()).map(drop).unwrap_err().to_string())
     });
     texts.iter().for_each(|text| assert!(text.contains("asks its scope for no parameters"), "{text}"));
@@ -239,13 +247,15 @@ fn a_parameter_that_only_some_stages_declare_as_shared_is_refused_by_all() {
             Ok(candle_pipe::stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.matmul(&tied)?.into()])))
         };
         let y = g.module("last", build, [h]);
-        g.loss_fn(mean_square, [y], Reduction::Mean);
+        g.loss_fn(mean_square, [y], LossReduction::Mean);
         let scope = builder(&HashMap::from([("tied".into(), weight()?)]), DType::F64)?;
         let schedule = ScheduleKind::OneFOneB.schedule(3, 2, 1)?;
         let pipe = g.finish(SplitSpec::declared())?;
         Ok(Runtime::new(&pipe, &schedule, ctx.group(), &scope, &device()).map(drop).unwrap_err().to_string())
     });
-    texts.iter().for_each(|text| assert!(text.contains("\"tied\"") && text.contains("declared one"), "{text}"));
+    texts
+        .iter()
+        .for_each(|text| assert!(text.contains("\"tied\"") && text.contains("declared one"), "{text}"));
 }
 
 #[test]
@@ -256,7 +266,7 @@ fn a_loss_that_is_no_scalar_fails_on_all_ranks_in_evaluation_too() {
         let h = g.func("in", |xs, _| Ok(xs[0].clone()), [x]);
         g.split();
         let loss = g.func("out", |xs, _| Ok(xs[0].clone()), [h]);
-        g.loss(loss, Reduction::Mean);
+        g.loss(loss, LossReduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
@@ -273,7 +283,8 @@ fn training_by_a_schedule_without_backwards_is_refused_before_anything_runs() {
         let schedule = ScheduleKind::LoopedBfs.schedule(1, 2, 2)?.forward_only();
         let runtime = Runtime::new(&pipe, &schedule, ctx.group(), &(), &device())?;
         runtime.evaluate(&rows()?, &StepOptions::default())?;
-        let error = runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
+        let error =
+            runtime.forward_backward(&rows()?, &StepOptions::default()).map(drop).unwrap_err().to_string();
         assert!(error.contains("no backward passes"), "{error}");
         Ok(())
     });
@@ -310,7 +321,7 @@ fn a_variable_of_two_stages_is_averaged_over_replicas_with_all_of_its_gradient()
                 g.split();
             }
         }
-        g.loss_fn(mean_square, [h], Reduction::Mean);
+        g.loss_fn(mean_square, [h], LossReduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let scope = || builder(&HashMap::from([("weight".into(), weight()?)]), DType::F64);
         let local = LocalPipe::new(&pipe, &scope()?, &device())?;
@@ -338,7 +349,7 @@ fn an_output_that_is_a_parameter_stays_as_it_is_when_the_parameter_changes() {
         g.split();
         let y = g.func("out", product, [h, gate]);
         g.output("gate", gate);
-        g.loss_fn(mean_square, [y], Reduction::Mean);
+        g.loss_fn(mean_square, [y], LossReduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let scope = builder(&HashMap::from([("gate".into(), weight()?)]), DType::F64)?;
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;

@@ -35,7 +35,8 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
     let names = on_ranks(ranks, label, move |ctx| -> Result<Vec<String>> {
         let Expected { loss, outputs, grads } = &*expected;
         let pipe = pipe(case.schedule.stages(), case.drop)?;
-        let runtime = Runtime::new(&pipe, &case.schedule, ctx.group(), &builder(&values, case.dtype)?, ctx.device())?;
+        let runtime =
+            Runtime::new(&pipe, &case.schedule, ctx.group(), &builder(&values, case.dtype)?, ctx.device())?;
         let batch = batch(case.rows, case.schedule.microbatches(), case.dtype)?;
         let options = StepOptions::default().step(3).keep(case.keep.clone());
         let mut found = Vec::new();
@@ -48,7 +49,8 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
                 found.push("loss".to_string());
             }
             for (name, want) in outputs {
-                let parts = made.outputs.iter().filter_map(|output| output.get(name).ok().cloned()).collect_vec();
+                let parts =
+                    made.outputs.iter().filter_map(|output| output.get(name).ok().cloned()).collect_vec();
                 if !parts.is_empty() {
                     close(
                         &numbers(batch.merge(&parts, None)?.tensor()?)?,
@@ -60,7 +62,8 @@ fn check(label: &str, case: Case, values: &Arc<Values>) {
                 }
             }
             for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
-                let grad = made.grads.get(parameter).unwrap_or_else(|| panic!("{shown}: no gradient of {name}"));
+                let grad =
+                    made.grads.get(parameter).unwrap_or_else(|| panic!("{shown}: no gradient of {name}"));
                 close(&numbers(grad)?, &grads[name], tolerance, &format!("{shown}: gradient of {name}"));
                 found.push(name.clone());
             }

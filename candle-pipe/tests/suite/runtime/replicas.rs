@@ -6,7 +6,8 @@ use candle_dist::{ClipGradNorm, DataParallelOptions, DeviceMesh, Op, comm};
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value, stage_op,
+    In, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, Runtime, SplitSpec, StepOptions, Value,
+    stage_op,
 };
 use std::sync::Arc;
 use test_utils::{device, on_ranks};
@@ -31,7 +32,9 @@ fn replicas_average_their_gradients_to_those_of_the_whole_batch() {
     let (dtype, total) = (DType::F64, 12);
     let values = Arc::new(values(dtype).unwrap());
     let expected = Arc::new(uncut(&values, total, dtype, false).unwrap());
-    for (dp, pp, kind) in [(2, 1, "gpipe"), (2, 2, "1f1b"), (3, 1, "zbv"), (2, 2, "zb-h1"), (2, 3, "interleaved-zb")] {
+    for (dp, pp, kind) in
+        [(2, 1, "gpipe"), (2, 2, "1f1b"), (3, 1, "zbv"), (2, 2, "zb-h1"), (2, 3, "interleaved-zb")]
+    {
         let (values, expected) = (values.clone(), expected.clone());
         on_ranks(dp * pp, kind, move |ctx| -> Result<()> {
             let mesh = DeviceMesh::new(ctx.group(), &[("pp", pp), ("dp", dp)])?;
@@ -65,42 +68,53 @@ fn replicas_with_unlike_parts_have_the_gradients_and_norm_of_the_whole_batch() {
     let values = Arc::new(values(DType::F64).unwrap());
     let expected = Arc::new(uncut(&values, ROWS, DType::F64, true).unwrap());
     // Pipelines whose copies of the tied weight are on two ranks, and on one.
-    for (kind, pp, dp) in [(ScheduleKind::OneFOneB, 3, 2), (ScheduleKind::Zbv, 2, 2), (ScheduleKind::ZbH1, 1, 2)] {
+    for (kind, pp, dp) in
+        [(ScheduleKind::OneFOneB, 3, 2), (ScheduleKind::Zbv, 2, 2), (ScheduleKind::ZbH1, 1, 2)]
+    {
         let (values, want) = (values.clone(), expected.clone());
-        let losses = on_ranks(pp * dp, &format!("{dp} replicas of {kind}"), move |ctx| -> Result<Option<f64>> {
-            let Expected { grads: want, .. } = &*want;
-            let mesh = ctx.mesh(&[("pp", pp), ("dp", dp)])?;
-            let schedule = kind.schedule(pp, MICROBATCHES, kind.stages_per_rank())?;
-            let pipe = pipe(schedule.stages(), true)?;
-            let group = mesh.axis_group("pp")?;
-            let runtime = Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &device())?;
-            let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options())?;
+        let losses =
+            on_ranks(pp * dp, &format!("{dp} replicas of {kind}"), move |ctx| -> Result<Option<f64>> {
+                let Expected { grads: want, .. } = &*want;
+                let mesh = ctx.mesh(&[("pp", pp), ("dp", dp)])?;
+                let schedule = kind.schedule(pp, MICROBATCHES, kind.stages_per_rank())?;
+                let pipe = pipe(schedule.stages(), true)?;
+                let group = mesh.axis_group("pp")?;
+                let runtime =
+                    Runtime::new(&pipe, &schedule, group, &builder(&values, DType::F64)?, &device())?;
+                let runtime = runtime.with_replicas(mesh.axis_group("dp")?, &options())?;
 
-            let parts = batch(ROWS, dp, DType::F64)?;
-            let replica = mesh.local_rank("dp")?;
-            let (args, kwargs) = (&parts.args[replica], &parts.kwargs[replica]);
-            let mine = split_args_kwargs_into_chunks(args, kwargs, MICROBATCHES, None, None)?;
-            let weights: Vec<f64> = mine.rows().iter().map(|&rows| (rows * dp) as f64 / ROWS as f64).collect();
-            let first_row = parts.rows()[..replica].iter().sum();
-            let options = StepOptions::default().step(3).first_row(first_row).weights(weights);
-            let mut made = runtime.forward_backward(&mine, &options)?.step;
+                let parts = batch(ROWS, dp, DType::F64)?;
+                let replica = mesh.local_rank("dp")?;
+                let (args, kwargs) = (&parts.args[replica], &parts.kwargs[replica]);
+                let mine = split_args_kwargs_into_chunks(args, kwargs, MICROBATCHES, None, None)?;
+                let weights: Vec<f64> =
+                    mine.rows().iter().map(|&rows| (rows * dp) as f64 / ROWS as f64).collect();
+                let first_row = parts.rows()[..replica].iter().sum();
+                let options = StepOptions::default().step(3).first_row(first_row).weights(weights);
+                let mut made = runtime.forward_backward(&mine, &options)?.step;
 
-            let mut named: Vec<(String, Var)> = Vec::new();
-            for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
-                let grad = made.grads.get(parameter).unwrap_or_else(|| panic!("no gradient of {name}"));
-                close(&numbers(grad)?, &want[name], 1e-12, &format!("{kind}: gradient of {name}"));
-                named.push((name.clone(), Var::from_tensor(parameter)?));
-            }
-            let whole = want.values().flatten().map(|grad| grad * grad).sum::<f64>().sqrt();
-            let clip = runtime.clip_grad_norm(ClipGradNorm::new(0.5 * whole));
-            let norm = clip.clip(&named, &mut made.grads)?;
-            assert!((norm - whole).abs() < 1e-12 * whole, "{kind}: norm {norm}, one device {whole}");
-            for (name, var) in &named {
-                let half: Vec<f64> = want[name].iter().map(|grad| grad * 0.5 * whole / (whole + 1e-6)).collect();
-                close(&numbers(made.grads.get(var).unwrap())?, &half, 1e-12, &format!("{kind}: clipped {name}"));
-            }
-            Ok(made.loss().ok().map(|loss| loss.to_scalar::<f64>()).transpose()?)
-        });
+                let mut named: Vec<(String, Var)> = Vec::new();
+                for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
+                    let grad = made.grads.get(parameter).unwrap_or_else(|| panic!("no gradient of {name}"));
+                    close(&numbers(grad)?, &want[name], 1e-12, &format!("{kind}: gradient of {name}"));
+                    named.push((name.clone(), Var::from_tensor(parameter)?));
+                }
+                let whole = want.values().flatten().map(|grad| grad * grad).sum::<f64>().sqrt();
+                let clip = runtime.clip_grad_norm(ClipGradNorm::new(0.5 * whole));
+                let norm = clip.clip(&named, &mut made.grads)?;
+                assert!((norm - whole).abs() < 1e-12 * whole, "{kind}: norm {norm}, one device {whole}");
+                for (name, var) in &named {
+                    let half: Vec<f64> =
+                        want[name].iter().map(|grad| grad * 0.5 * whole / (whole + 1e-6)).collect();
+                    close(
+                        &numbers(made.grads.get(var).unwrap())?,
+                        &half,
+                        1e-12,
+                        &format!("{kind}: clipped {name}"),
+                    );
+                }
+                Ok(made.loss().ok().map(|loss| loss.to_scalar::<f64>()).transpose()?)
+            });
         let losses: Vec<f64> = losses.into_iter().flatten().collect();
         assert_eq!(losses.len(), dp, "{kind}: each replica has a loss");
         let mean = losses.iter().sum::<f64>() / dp as f64;
@@ -208,7 +222,7 @@ fn replicas_of_stages_without_gradients() {
             Ok(stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.broadcast_add(&unused.detach())?.into()])))
         };
         let y = g.module("apart", apart, [h]);
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
         let pipe = g.finish(SplitSpec::declared())?;
         let schedule = ScheduleKind::ZbH1.schedule(2, 3, 1)?;
         let ones = Tensor::ones(2, DType::F64, &device())?;

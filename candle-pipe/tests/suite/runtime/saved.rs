@@ -5,8 +5,10 @@ use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, StepOptions, sharded_op};
-use candle_shard::nn::{AdamW, Linear, ParamGroup, ShardedVarBuilder};
+use candle_pipe::{
+    EqualCount, In, Kwargs, LossReduction, Pipe, PipeBuilder, Result, Runtime, StepOptions, sharded_op,
+};
+use candle_shard::nn::{AdamW, Linear, MeshVarBuilder, ParamGroup};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, checkpoint};
 use std::collections::BTreeMap;
@@ -15,8 +17,8 @@ use std::sync::Arc;
 use test_utils::{Scratch, device, on_ranks};
 
 /// Four layers with a cut behind each two, and a module that the first and the last stage share.
-fn declare(stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(stages: usize) -> Result<Pipe<MeshVarBuilder>> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let mut h = g.input("x", In::Arg);
     let tied = g.shared_module("tied", |vb| {
         let layer = Linear::new(4, 4, false, vb)?;
@@ -24,14 +26,15 @@ fn declare(stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
     });
     h = g.call(tied, "first", [h]);
     for i in 0..4 {
-        let layer = move |vb: &ShardedVarBuilder| {
-            let (up, down) = (Linear::new(4, 5, true, &vb.pp("up"))?, Linear::new(5, 4, true, &vb.pp("down"))?);
+        let layer = move |vb: &MeshVarBuilder| {
+            let (up, down) =
+                (Linear::new(4, 5, true, &vb.pp("up"))?, Linear::new(5, 4, true, &vb.pp("down"))?);
             Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.tanh()?)))
         };
         h = g.module(&format!("layers.{i}"), layer, [h]);
     }
     h = g.call(tied, "last", [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], LossReduction::Mean);
     g.finish(EqualCount(stages))
 }
 
@@ -54,22 +57,26 @@ fn train(
     let plan = Plan::new("tp")
         .with("layers.*.up", ColwiseParallel::default())
         .with("layers.*.down", RowwiseParallel::default());
-    let vb = ShardedVarBuilder::fresh(5, &mesh.axis("tp")?, plan, DType::F64, &device())?;
+    let vb = MeshVarBuilder::fresh(5, &mesh.axis("tp")?, plan, DType::F64, &device())?;
     let schedule = ScheduleKind::OneFOneB.schedule(pp, 2, 1)?;
     let runtime = Runtime::new(&declare(pp)?, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
     let parameters = runtime.parameters()?;
     // Those that go on have the learning rates and options of the checkpoint, whatever they are made with.
     let lr = if load.is_some() { 0.5 } else { 0.05 };
     let (decay, no_decay) = parameters.split_decay();
-    let group =
-        |of, weight_decay| ParamGroup::new(of, candle_nn::ParamsAdamW { lr, weight_decay, ..Default::default() });
+    let group = |of, weight_decay| {
+        ParamGroup::new(of, candle_nn::ParamsAdamW { lr, weight_decay, ..Default::default() })
+    };
     let mut optimizer = AdamW::from_groups([group(&decay, lr), group(&no_decay, 0.0)])?;
     if let Some(path) = load {
         parameters.load(path)?;
         optimizer.load(path)?;
         // A group without parameters on this stage has nothing to load.
         let rates = optimizer.learning_rates();
-        assert!(rates.iter().zip([&decay, &no_decay]).all(|(&lr, of)| of.is_empty() || lr == 0.05), "{rates:?}");
+        assert!(
+            rates.iter().zip([&decay, &no_decay]).all(|(&lr, of)| of.is_empty() || lr == 0.05),
+            "{rates:?}"
+        );
     }
     for step in steps {
         let mut made = runtime.forward_backward(&batch(step)?, &StepOptions::default())?.step;
@@ -77,7 +84,11 @@ fn train(
         optimizer.step(&made.grads)?;
     }
     if let Some(path) = save {
-        checkpoint::save_stages(path, mesh.group()?, &[parameters.named_tensors(), optimizer.state()?].concat())?;
+        checkpoint::save_stages(
+            path,
+            mesh.group()?,
+            &[parameters.named_tensors(), optimizer.state()?].concat(),
+        )?;
     }
     let whole = |p: &candle_shard::nn::Parameter| {
         let whole = DTensor::from_local_with_spec(p.var.as_detached_tensor(), p.tensor.spec().clone())?;
@@ -91,7 +102,9 @@ fn a_saved_pipeline_goes_on_with_any_number_of_stages() {
     let want = on_ranks(1, "alone", |ctx| train(ctx, [1, 1], 0..6, None, None)).swap_remove(0);
     assert_eq!(want.len(), 17);
     let want = Arc::new(want);
-    for (from, to) in [([2, 2], [1, 1]), ([1, 1], [3, 1]), ([3, 1], [2, 2]), ([2, 1], [4, 1]), ([2, 2], [1, 3])] {
+    for (from, to) in
+        [([2, 2], [1, 1]), ([1, 1], [3, 1]), ([3, 1], [2, 2]), ([2, 1], [4, 1]), ([2, 2], [1, 3])]
+    {
         let folder = Scratch::of_ranks("pipeline");
         let path: PathBuf = folder.path("saved");
         let at = path.clone();

@@ -5,10 +5,11 @@ use candle_dist::{DeviceMesh, World, comm};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    EqualCount, In, Keep, Kwargs, LocalPipe, PipeBuilder, Reduction, Result, Runtime, StepOptions, Value, sharded_op,
+    EqualCount, In, Keep, Kwargs, LocalPipe, LossReduction, PipeBuilder, Result, Runtime, StepOptions, Value,
+    sharded_op,
 };
 use candle_shard::Shard;
-use candle_shard::nn::{LayerNorm, Linear, ShardedVarBuilder};
+use candle_shard::nn::{LayerNorm, Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
 use std::collections::BTreeMap;
 use test_utils::{device, distribute, on_ranks};
@@ -16,14 +17,15 @@ use test_utils::{device, distribute, on_ranks};
 const ROWS: usize = 5;
 
 /// Blocks whose results lie in three ways, a value of both kinds that skips two of them, and a loss that is sharded.
-fn declare() -> PipeBuilder<ShardedVarBuilder> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare() -> PipeBuilder<MeshVarBuilder> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let x = g.input("x", In::Arg);
     let mut h = x;
     let mut side = x;
     for i in 0..3 {
-        let block = move |vb: &ShardedVarBuilder| {
-            let (up, down) = (Linear::new(4, 5, true, &vb.pp("up"))?, Linear::new(5, 4, true, &vb.pp("down"))?);
+        let block = move |vb: &MeshVarBuilder| {
+            let (up, down) =
+                (Linear::new(4, 5, true, &vb.pp("up"))?, Linear::new(5, 4, true, &vb.pp("down"))?);
             let norm = LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
             Ok(sharded_op(vb.mesh(), move |x| {
                 let y = down.forward(&up.forward(&norm.forward(x)?)?.tanh()?)?.add(x)?;
@@ -51,23 +53,24 @@ fn declare() -> PipeBuilder<ShardedVarBuilder> {
     let y = g.func("join", join, [h, side]);
     g.output("y", y);
     let mean = g.func("mean", |xs, _| Ok(xs[0].dtensor()?.sqr()?.sum_all()?.into()), [y]);
-    g.loss(mean, Reduction::Sum);
+    g.loss(mean, LossReduction::Sum);
     g
 }
 
 fn batch(chunks: usize) -> Result<Microbatches> {
-    let x = Tensor::arange(0f64, (4 * ROWS) as f64, &device())?.affine(0.7, 0.3)?.sin()?.reshape((ROWS, 4))?;
+    let x =
+        Tensor::arange(0f64, (4 * ROWS) as f64, &device())?.affine(0.7, 0.3)?.sin()?.reshape((ROWS, 4))?;
     split_args_kwargs_into_chunks(&[x.into()], &Kwargs::new(), chunks, None, None)
 }
 
-fn builder(mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
+fn builder(mesh: &DeviceMesh) -> Result<MeshVarBuilder> {
     let plan = plan_without_norms().with("*.*.norm", SequenceParallel::default().dim(0));
-    Ok(ShardedVarBuilder::fresh(5, mesh, plan, DType::F64, &device())?)
+    Ok(MeshVarBuilder::fresh(5, mesh, plan, DType::F64, &device())?)
 }
 
 /// A builder of blocks without norms, because a pattern that matches nothing is an error.
-fn builder_without_norms(mesh: &DeviceMesh) -> Result<ShardedVarBuilder> {
-    Ok(ShardedVarBuilder::fresh(5, mesh, plan_without_norms(), DType::F64, &device())?)
+fn builder_without_norms(mesh: &DeviceMesh) -> Result<MeshVarBuilder> {
+    Ok(MeshVarBuilder::fresh(5, mesh, plan_without_norms(), DType::F64, &device())?)
 }
 
 fn plan_without_norms() -> Plan {
@@ -81,18 +84,19 @@ fn numbers(t: &Tensor) -> Result<Vec<f64>> {
 type Found = BTreeMap<String, Vec<f64>>;
 
 /// Whole gradients by name.
-fn gradients(vb: &ShardedVarBuilder, grads: &mut candle_core::backprop::GradStore) -> Result<Found> {
+fn gradients(vb: &MeshVarBuilder, grads: &mut candle_core::backprop::GradStore) -> Result<Found> {
     let parameters = vb.built();
     parameters.reduce(grads)?;
     let whole = parameters.iter().map(|p| {
-        let grad = p.grad(grads)?.ok_or_else(|| candle_pipe::Error::Pipe(format!("no gradient of {}", p.name)))?;
+        let grad =
+            p.grad(grads)?.ok_or_else(|| candle_pipe::Error::Pipe(format!("no gradient of {}", p.name)))?;
         Ok((p.name.clone(), numbers(&grad.full_tensor()?)?))
     });
     whole.collect()
 }
 
 fn one_device(chunks: usize) -> Found {
-    let run = World::local(1).run(move |ctx| -> Result<Found> {
+    let run = World::threads(1).run(move |ctx| -> Result<Found> {
         let vb = builder(&ctx.mesh(&[("tp", 1)])?)?;
         let local = LocalPipe::new(&declare().finish(EqualCount(1))?, &vb, &device())?;
         let batch = batch(chunks)?;
@@ -125,7 +129,10 @@ fn sharded_values_pass_between_stages_of_one_process() {
                     let mut step = local.forward_backward(&batch, &StepOptions::default().keep(keep))?;
                     let mut found = gradients(&vb, &mut step.grads)?;
                     found.insert("loss".into(), numbers(step.loss()?)?);
-                    found.insert("y".into(), numbers(&batch.merge(&step.outputs, None)?.get("y")?.full_tensor()?)?);
+                    found.insert(
+                        "y".into(),
+                        numbers(&batch.merge(&step.outputs, None)?.get("y")?.full_tensor()?)?,
+                    );
                     assert_eq!(found.len(), want.len());
                     compare(&found, &want, &label);
                 }
@@ -171,35 +178,40 @@ fn sharded_values_pass_between_ranks() {
             }
             Ok(found)
         });
-        let all: std::collections::BTreeSet<String> = found.into_iter().flatten().map(|(name, _)| name).collect();
+        let all: std::collections::BTreeSet<String> =
+            found.into_iter().flatten().map(|(name, _)| name).collect();
         assert_eq!(all.len(), count, "{kind}");
     }
 }
 
 /// Linear layers whose results go from stage to stage as `lies` has them, some used twice: by a sharded layer, and as they are.
-fn cut_between(lies: fn(usize) -> [candle_shard::Placement; 1]) -> PipeBuilder<ShardedVarBuilder> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn cut_between(lies: fn(usize) -> [candle_shard::Placement; 1]) -> PipeBuilder<MeshVarBuilder> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let x = g.input("x", In::Arg);
     let mut h = x;
     for i in 0..4 {
         let y = h;
-        let up = move |vb: &ShardedVarBuilder| {
+        let up = move |vb: &MeshVarBuilder| {
             let up = Linear::new(4, 5, true, &vb.pp("up"))?;
             Ok(sharded_op(vb.mesh(), move |x| up.forward(x)?.tanh()))
         };
         h = g.module(&format!("blocks.{i}"), up, [h]);
-        let down = move |vb: &ShardedVarBuilder| {
+        let down = move |vb: &MeshVarBuilder| {
             let down = Linear::new(5, 4, true, &vb.pp("down"))?;
             Ok(sharded_op(vb.mesh(), move |x| down.forward(x)?.redistribute(&lies(i))))
         };
         h = g.module(&format!("blocks.b{i}"), down, [h]);
         if i > 0 {
-            h = g.func(&format!("add{i}"), |xs, _| Ok(xs[0].dtensor()?.add(xs[1].dtensor()?)?.into()), [h, y]);
+            h = g.func(
+                &format!("add{i}"),
+                |xs, _| Ok(xs[0].dtensor()?.add(xs[1].dtensor()?)?.into()),
+                [h, y],
+            );
         }
     }
     g.output("y", h);
     let mean = g.func("mean", |xs, _| Ok(xs[0].dtensor()?.sqr()?.sum_all()?.into()), [h]);
-    g.loss(mean, Reduction::Sum);
+    g.loss(mean, LossReduction::Sum);
     g
 }
 
@@ -234,7 +246,8 @@ fn partial_and_replicated_values_pass_between_ranks_as_on_one_device() {
             let label = format!("{name}, {kind}, pp {pp}, tp {tp}");
             on_ranks(pp * tp, &label.clone(), move |ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("pp", pp), ("tp", tp)])?;
-                let (vb, schedule) = (builder_without_norms(&mesh.axis("tp")?)?, kind.schedule(pp, 4, per_rank)?);
+                let (vb, schedule) =
+                    (builder_without_norms(&mesh.axis("tp")?)?, kind.schedule(pp, 4, per_rank)?);
                 let pipe = cut_between(lies).finish(EqualCount(schedule.stages()))?;
                 let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())?;
                 let batch = batch(4)?;
@@ -264,7 +277,10 @@ fn a_cut_between_sharded_values_costs_no_collective() {
         };
         (1..=4).map(count).collect()
     });
-    assert!(counts.iter().all(|counts| counts[0] > 0 && counts.iter().all(|count| *count == counts[0])), "{counts:?}");
+    assert!(
+        counts.iter().all(|counts| counts[0] > 0 && counts.iter().all(|count| *count == counts[0])),
+        "{counts:?}"
+    );
 }
 
 #[test]
@@ -320,8 +336,11 @@ fn ranks_of_a_stage_have_the_same_step() {
             refused(plain.clone().keep(Keep::Inputs), "the data that stages keep of rank ")?;
             if tp > 1 {
                 // All of them or none train.
-                let made =
-                    if is_odd { runtime.evaluate(&batch, &plain) } else { runtime.forward_backward(&batch, &plain) };
+                let made = if is_odd {
+                    runtime.evaluate(&batch, &plain)
+                } else {
+                    runtime.forward_backward(&batch, &plain)
+                };
                 let said = made.map(drop).unwrap_err().to_string();
                 assert!(said.contains("the mode (train or evaluate) of rank "), "{said}");
             }

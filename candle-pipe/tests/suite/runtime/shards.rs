@@ -2,24 +2,25 @@
 use crate::runtime::model::numbers;
 use candle_core::{DType, Tensor, Var};
 use candle_dist::{
-    ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, InitialSync, RankContext, SyncOptions, sync_params,
-    verify_parameter_shapes,
+    ClipGradNorm, DataParallel, DataParallelOptions, DeviceMesh, InitialSync, RankContext, SyncOptions,
+    sync_params, verify_parameter_shapes,
 };
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, sharded_op,
+    In, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, StepOptions,
+    sharded_op,
 };
 use candle_shard::fsdp::{FullyShard, FullyShardOptions, no_sync};
-use candle_shard::nn::{Linear, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder, Parameters};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use test_utils::{device, on_ranks};
 
 /// Two stages. Only the first has layers that are cut: a unit, or a pair of linear layers.
-fn declare(stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(stages: usize) -> Result<Pipe<MeshVarBuilder>> {
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let mut h = g.input("x", In::Arg);
-    let first = |vb: &ShardedVarBuilder| {
+    let first = |vb: &MeshVarBuilder| {
         let block = FullyShard::new(vb, |vb| {
             Ok((Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.frozen().pp("down"))?))
         })?;
@@ -29,19 +30,20 @@ fn declare(stages: usize) -> Result<Pipe<ShardedVarBuilder>> {
     if stages == 2 {
         g.split();
     }
-    let last = |vb: &ShardedVarBuilder| {
+    let last = |vb: &MeshVarBuilder| {
         let linear = Linear::new(4, 4, true, vb)?;
         Ok(sharded_op(vb.mesh(), move |x| linear.forward(x)))
     };
     h = g.module("last", last, [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
-fn builder(mesh: &DeviceMesh, fully: Option<&str>) -> Result<ShardedVarBuilder> {
-    let plan =
-        Plan::new("tp").with("first.up", ColwiseParallel::default()).with("first.down", RowwiseParallel::default());
-    let vb = ShardedVarBuilder::fresh(5, mesh, plan, DType::F64, &device())?;
+fn builder(mesh: &DeviceMesh, fully: Option<&str>) -> Result<MeshVarBuilder> {
+    let plan = Plan::new("tp")
+        .with("first.up", ColwiseParallel::default())
+        .with("first.down", RowwiseParallel::default());
+    let vb = MeshVarBuilder::fresh(5, mesh, plan, DType::F64, &device())?;
     Ok(match fully {
         Some(axis) => vb.fully_shard(axis, FullyShardOptions::default())?,
         None => vb,
@@ -66,7 +68,7 @@ fn replicas_over_an_axis_that_cuts_parameters_are_refused_by_all() {
                 let mesh = ctx.mesh(&[("pp", pp), ("dp", 2), ("fsdp", 2), ("tp", 2)])?;
                 let stage = mesh.axes(&["fsdp", "tp"])?;
                 let schedule = ScheduleKind::OneFOneB.schedule(pp, 2, 1)?;
-                let build = |vb: &ShardedVarBuilder| {
+                let build = |vb: &MeshVarBuilder| {
                     Runtime::new(&declare(pp)?, &schedule, mesh.axis_group("pp")?, vb, &device())
                 };
                 let vb = builder(&stage, Some("fsdp"))?;
@@ -81,7 +83,10 @@ fn replicas_over_an_axis_that_cuts_parameters_are_refused_by_all() {
                 Ok(refused.to_string())
             });
             for text in texts {
-                assert!(text.contains("\"first.") && text.contains("is a shard, and ranks ["), "{label}: {text}");
+                assert!(
+                    text.contains("\"first.") && text.contains("is a shard, and ranks ["),
+                    "{label}: {text}"
+                );
             }
         }
     }
@@ -108,7 +113,10 @@ fn several_pipelines_of_one_builder_have_the_same_variables() {
                 for runtime in [&first, &second] {
                     let mut step = runtime.forward_backward(&batch()?, &StepOptions::default())?.step;
                     vb.built().reduce(&mut step.grads)?;
-                    let grads = runtime.named_vars()?.into_iter().filter_map(|(_, var)| step.grads.get(&var).cloned());
+                    let grads = runtime
+                        .named_vars()?
+                        .into_iter()
+                        .filter_map(|(_, var)| step.grads.get(&var).cloned());
                     found.push(grads.map(|grad| numbers(&grad)).collect::<Result<Vec<_>>>()?);
                 }
                 assert_eq!(found[0], found[1]);
@@ -119,11 +127,11 @@ fn several_pipelines_of_one_builder_have_the_same_variables() {
             }
             // One that would be cut otherwise is refused.
             let other = builder(&stage, fully)?;
-            let plain = PipeBuilder::<ShardedVarBuilder>::new;
+            let plain = PipeBuilder::<MeshVarBuilder>::new;
             let declare = |width: usize| {
                 let mut g = plain();
                 let x = g.input("x", In::Arg);
-                let build = move |vb: &ShardedVarBuilder| {
+                let build = move |vb: &MeshVarBuilder| {
                     let up = Linear::new(4, width, true, &vb.pp("up"))?;
                     Ok(sharded_op(vb.mesh(), move |x| up.forward(x)))
                 };
@@ -133,7 +141,10 @@ fn several_pipelines_of_one_builder_have_the_same_variables() {
             };
             LocalPipe::new(&declare(6)?, &other, &device())?;
             let said = LocalPipe::new(&declare(8)?, &other, &device()).map(drop).unwrap_err().to_string();
-            assert!(said.contains("first.up.weight is") && said.contains("in one model of this builder"), "{said}");
+            assert!(
+                said.contains("first.up.weight is") && said.contains("in one model of this builder"),
+                "{said}"
+            );
             Ok(())
         });
     }
@@ -149,7 +160,8 @@ fn shards_are_neither_synced_nor_compared_nor_averaged_as_copies() {
         LocalPipe::new(&declare(1)?, &vb, &device())?;
         let vars = vb.built().named_vars();
         let before = values(&vb.built())?;
-        let tensors: Vec<(&String, &Tensor)> = vars.iter().map(|(name, var)| (name, var.as_tensor())).collect();
+        let tensors: Vec<(&String, &Tensor)> =
+            vars.iter().map(|(name, var)| (name, var.as_tensor())).collect();
         let ignored = SyncOptions::default().ignore(vars.iter().map(|(name, _)| name.clone()));
         let options = |start| DataParallelOptions::default().start(start);
         let mut refused = Vec::new();
@@ -192,7 +204,8 @@ fn clipped(
     let mut step = runtime.forward_backward(&batch()?, &StepOptions::default())?.step;
     parameters.reduce(&mut step.grads)?;
     let is_listed = |name: &str| !trained || parameters.iter().any(|p| p.name == name && !p.is_frozen());
-    let vars: Vec<(String, Var)> = runtime.named_vars()?.into_iter().filter(|(name, _)| is_listed(name)).collect();
+    let vars: Vec<(String, Var)> =
+        runtime.named_vars()?.into_iter().filter(|(name, _)| is_listed(name)).collect();
     let clip = clip(&runtime, &parameters, &mesh)?;
     Ok((clip.clip(&vars, &mut step.grads), vars.into_iter().map(|(name, _)| name).collect()))
 }
@@ -203,8 +216,9 @@ fn a_norm_without_the_shards_of_other_ranks_is_refused_by_all() {
         let texts = on_ranks(pp * 4, how, move |ctx| -> Result<String> {
             let clip = |runtime: &Runtime, parameters: &Parameters, mesh: &DeviceMesh| {
                 let clip = ClipGradNorm::new(1e-3);
-                let cut =
-                    parameters.iter().filter(|p| p.tensor.placements()[1].shard_dim().is_some() && !p.is_frozen());
+                let cut = parameters
+                    .iter()
+                    .filter(|p| p.tensor.placements()[1].shard_dim().is_some() && !p.is_frozen());
                 let names: Vec<String> = cut.map(|p| p.name.clone()).collect();
                 Ok(match how {
                     "none" => runtime.clip_grad_norm(clip),
@@ -217,7 +231,10 @@ fn a_norm_without_the_shards_of_other_ranks_is_refused_by_all() {
             Ok(norm.unwrap_err().to_string())
         });
         for text in &texts {
-            assert!(text.contains("\"first.up.") && text.contains("the norm lacks the other shards"), "{how}: {text}");
+            assert!(
+                text.contains("\"first.up.") && text.contains("the norm lacks the other shards"),
+                "{how}: {text}"
+            );
         }
         if how != "not in a pipe" {
             // A pipeline agrees on one text, whichever of its ranks has the shards.
@@ -235,7 +252,10 @@ fn a_norm_over_all_axes_is_that_of_one_device_with_and_without_frozen_parameters
                 let vb = builder(&mesh, None)?;
                 let local = LocalPipe::new(&declare(1)?, &vb, &device())?;
                 let mut step = local.forward_backward(&batch()?, &StepOptions::default())?;
-                return Ok(vb.built().clip_grad_norm(1e-3)?.clip(&vb.built().named_vars(), &mut step.grads)?);
+                return Ok(vb
+                    .built()
+                    .clip_grad_norm(1e-3)?
+                    .clip(&vb.built().named_vars(), &mut step.grads)?);
             }
             let all = |runtime: &Runtime, parameters: &Parameters, _: &DeviceMesh| {
                 Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(1e-3)?))

@@ -5,10 +5,11 @@ use candle_core::{DType, Tensor};
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    EqualCount, In, PipeBuilder, Reduction, Result, Runtime, SplitPoint, SplitSpec, StepOptions, sharded_op,
+    EqualCount, In, LossReduction, PipeBuilder, Result, Runtime, SplitPoint, SplitSpec, StepOptions,
+    sharded_op,
 };
 use candle_shard::checkpoint::save_stages;
-use candle_shard::nn::{AdamW, Linear, Parameters, ParamsSgd, Sgd, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, Linear, MeshVarBuilder, Parameters, ParamsSgd, Sgd};
 use candle_shard::parallel::Plan;
 use std::sync::Arc;
 use test_utils::{Scratch, device, on_ranks};
@@ -26,7 +27,8 @@ fn names(parameters: &Parameters) -> Vec<&str> {
 fn a_step_cuts_its_inputs_and_has_its_number() {
     for (ranks, rows, microbatches) in [(1, 4, 2), (2, 7, 3), (3, 2, 4), (5, 19, 8)] {
         on_ranks(ranks, "step", move |ctx| -> Result<()> {
-            let runtime = chain::runtime(&ScheduleKind::OneFOneB.schedule(ranks, microbatches, 1)?, ctx, &tail())?;
+            let runtime =
+                chain::runtime(&ScheduleKind::OneFOneB.schedule(ranks, microbatches, 1)?, ctx, &tail())?;
             let x = Tensor::arange(0f64, 2.0 * rows as f64, &device())?.reshape((rows, 2))?.sin()?;
             let mut losses = Vec::new();
             for step in 0..3 {
@@ -81,16 +83,23 @@ fn the_parameters_of_plain_stages_are_their_variables_and_load_on_other_stages()
             let mut g = PipeBuilder::new();
             let mut h = g.input("x", In::Arg);
             for i in 0..4 {
-                let layer = |vb: &candle_nn::VarBuilder<'static>| Ok(candle_pipe::nn::linear(2, 2, vb.clone())?);
+                let layer =
+                    |vb: &candle_nn::VarBuilder<'static>| Ok(candle_pipe::nn::linear(2, 2, vb.clone())?);
                 h = g.module(&format!("layers.{i}"), layer, [h]);
             }
-            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
-            let runtime =
-                Runtime::new(&g.finish(EqualCount(stages))?, &schedule, ctx.group(), &chain::parameters()?, &device())?;
+            g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
+            let runtime = Runtime::new(
+                &g.finish(EqualCount(stages))?,
+                &schedule,
+                ctx.group(),
+                &chain::parameters()?,
+                &device(),
+            )?;
             let parameters = runtime.parameters()?;
             let want = runtime.named_vars()?;
             assert_eq!(names(&parameters), want.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>());
-            let mut optimizer = AdamW::new(&parameters, candle_nn::ParamsAdamW { lr: 0.1, ..Default::default() })?;
+            let mut optimizer =
+                AdamW::new(&parameters, candle_nn::ParamsAdamW { lr: 0.1, ..Default::default() })?;
             let x = Tensor::ones((4, 2), DType::F64, &device())?;
             // The last of many stages has the loss alone.
             assert_eq!(want.is_empty(), stages > 2 && ctx.rank() == stages - 1);
@@ -99,7 +108,11 @@ fn the_parameters_of_plain_stages_are_their_variables_and_load_on_other_stages()
             match saves {
                 true => {
                     optimizer.step(&runtime.step(0, [&x])?.step.grads)?;
-                    save_stages(&path, ctx.group(), &[parameters.named_tensors(), optimizer.state()?].concat())?;
+                    save_stages(
+                        &path,
+                        ctx.group(),
+                        &[parameters.named_tensors(), optimizer.state()?].concat(),
+                    )?;
                 }
                 false => {
                     parameters.load(&path)?;
@@ -119,18 +132,22 @@ fn the_parameters_of_plain_stages_are_their_variables_and_load_on_other_stages()
 fn the_parameters_of_sharded_stages_are_those_of_this_pipe() {
     on_ranks(4, "sharded", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("pp", 2), ("tp", 2)])?;
-        let vb = ShardedVarBuilder::fresh(5, &mesh.axis("tp")?, Plan::none(), DType::F64, &device())?;
+        let vb = MeshVarBuilder::fresh(5, &mesh.axis("tp")?, Plan::none(), DType::F64, &device())?;
         let runtime = |prefix: &'static str| {
-            let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+            let mut g = PipeBuilder::<MeshVarBuilder>::new();
             let mut h = g.input("x", In::Arg);
             for i in 0..2 {
-                let layer = |vb: &ShardedVarBuilder| {
+                let layer = |vb: &MeshVarBuilder| {
                     let layer = Linear::new(4, 4, true, vb)?;
                     Ok(sharded_op(vb.mesh(), move |x| layer.forward(x)))
                 };
                 h = g.module(&format!("{prefix}.{i}"), layer, [h]);
             }
-            g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], Reduction::Mean);
+            g.loss_fn(
+                |xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?),
+                [h],
+                LossReduction::Mean,
+            );
             let schedule = ScheduleKind::GPipe.schedule(2, 2, 1)?;
             let pipe = g.finish(SplitSpec::at([(format!("{prefix}.1").as_str(), SplitPoint::Beginning)]))?;
             Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &vb, &device())

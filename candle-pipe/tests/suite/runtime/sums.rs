@@ -7,7 +7,7 @@ use candle_dist::{DataParallelOptions, round_grads};
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::{Costs, Edges, Pass, ScheduleKind};
 use candle_pipe::{
-    In, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Share, SplitSpec, StepOptions,
+    In, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime, Share, SplitSpec, StepOptions,
 };
 use std::sync::Arc;
 use test_utils::{device, on_ranks};
@@ -19,8 +19,9 @@ fn declare(share: Share) -> Result<Pipe<Vb>> {
     let mut g = PipeBuilder::<Vb>::new();
     let x = g.input("x", In::Arg);
     let tied = g.parameter("tied", share, |vb| Ok(vb.get(1, "tied")?));
-    let times =
-        |xs: &[candle_pipe::Value], _: &candle_pipe::Ctx| Ok(xs[0].tensor()?.broadcast_mul(xs[1].tensor()?)?.into());
+    let times = |xs: &[candle_pipe::Value], _: &candle_pipe::Ctx| {
+        Ok(xs[0].tensor()?.broadcast_mul(xs[1].tensor()?)?.into())
+    };
     let h = g.func("first", times, [x, tied]);
     g.split();
     let h = g.func("second", times, [h, tied]);
@@ -29,7 +30,7 @@ fn declare(share: Share) -> Result<Pipe<Vb>> {
         Ok(candle_pipe::stage_op(move |xs, _| Ok(vec![xs[0].tensor()?.broadcast_mul(&weight)?.into()])))
     };
     let y = g.module("last", last, [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [y], Reduction::Sum);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sum_all()?), [y], LossReduction::Sum);
     g.finish(SplitSpec::declared())
 }
 
@@ -70,9 +71,11 @@ fn gradients_of_bf16_parameters_lose_nothing_over_microbatches() {
                 let mesh = ctx.mesh(&[("pp", 2), ("dp", dp)])?;
                 let schedule = kind.schedule(2, MICROBATCHES, 1)?;
                 let pipe = declare(share)?;
-                let mut runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &ones()?, &device())?;
+                let mut runtime =
+                    Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &ones()?, &device())?;
                 if dp > 1 {
-                    runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+                    runtime =
+                        runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
                 }
                 let made = runtime.forward_backward(&rows()?, &StepOptions::default())?.step;
                 for (name, parameter) in runtime.stages().flat_map(|stage| stage.parameters()) {
@@ -96,7 +99,8 @@ fn the_critical_path_is_the_simulated_one() {
     let mut compared = 0;
     for ranks in 1..=4 {
         for (label, schedule) in schedules(ranks, &parity::MICROBATCHES) {
-            let passes = schedule.ranks().iter().flatten().flatten().flat_map(|action| action.computes().to_vec());
+            let passes =
+                schedule.ranks().iter().flatten().flatten().flat_map(|action| action.computes().to_vec());
             let passes: Vec<Pass> = passes.map(|compute| compute.pass).collect();
             let (whole, split) = (passes.contains(&Pass::Backward), passes.contains(&Pass::Weight));
             if whole && split {

@@ -6,7 +6,8 @@ use candle_dist::{ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulat
 use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Keep, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, SplitSpec, StepOptions, Value,
+    In, Keep, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime, SplitSpec, StepOptions,
+    Value,
 };
 use candle_shard::sparse::RowVar;
 use test_utils::{device, on_ranks};
@@ -22,7 +23,9 @@ enum Table {
 
 impl Table {
     fn new(by_rows: bool) -> Result<Self> {
-        let var = Var::from_tensor(&Tensor::arange(0f64, 15., &device())?.affine(0.9, 0.2)?.sin()?.reshape((5, 3))?)?;
+        let var = Var::from_tensor(
+            &Tensor::arange(0f64, 15., &device())?.affine(0.9, 0.2)?.sin()?.reshape((5, 3))?,
+        )?;
         Ok(if by_rows { Self::ByRows(RowVar::new(var)?) } else { Self::Dense(var) })
     }
 
@@ -60,12 +63,14 @@ fn declare(table: &Table, weight: &Var, counted: bool) -> Result<Pipe<()>> {
     let found = g.func("lookup", move |xs, _| Ok(table.lookup(xs[0].tensor()?)?.into()), [ids]);
     g.split();
     let y = g.func("product", move |xs, _| Ok(xs[0].tensor()?.matmul(&weight)?.tanh()?.into()), [found]);
-    let squares = |xs: &[Value]| -> Result<Tensor> { Ok(xs[0].tensor()?.sqr()?.broadcast_mul(xs[1].tensor()?)?) };
+    let squares =
+        |xs: &[Value]| -> Result<Tensor> { Ok(xs[0].tensor()?.sqr()?.broadcast_mul(xs[1].tensor()?)?) };
     match counted {
-        true => {
-            g.loss_counted(move |xs, _| Ok((squares(xs)?.sum_all()?, xs[1].tensor()?.sum_all()?.into())), [y, valid])
-        }
-        false => g.loss_fn(move |xs, _| Ok(squares(xs)?.mean_all()?), [y, valid], Reduction::Mean),
+        true => g.loss_counted(
+            move |xs, _| Ok((squares(xs)?.sum_all()?, xs[1].tensor()?.sum_all()?.into())),
+            [y, valid],
+        ),
+        false => g.loss_fn(move |xs, _| Ok(squares(xs)?.mean_all()?), [y, valid], LossReduction::Mean),
     };
     g.finish(SplitSpec::declared())
 }
@@ -76,7 +81,8 @@ fn weight() -> Result<Var> {
 
 fn batch(rows: std::ops::Range<usize>, chunks: usize) -> Result<Microbatches> {
     let ids = Tensor::new(&[2u32, 0, 2, 4, 4, 2], &device())?.narrow(0, rows.start, rows.len())?;
-    let valid = Tensor::new(&[[1f64], [0.], [3.], [1.], [2.], [1.]], &device())?.narrow(0, rows.start, rows.len())?;
+    let valid =
+        Tensor::new(&[[1f64], [0.], [3.], [1.], [2.], [1.]], &device())?.narrow(0, rows.start, rows.len())?;
     split_args_kwargs_into_chunks(&[ids.into(), valid.into()], &Kwargs::new(), chunks, None, None)
 }
 
@@ -121,7 +127,10 @@ fn gradients_by_rows_are_divided_and_bounded_as_those_of_one_device() -> Result<
             assert!((norm - want.norm).abs() < 1e-12, "{norm} is not {}", want.norm);
             let alone = [("weight", weight)];
             let said = clip.clip(&alone, &mut step.grads).unwrap_err().to_string();
-            assert!(said.contains("a table [5, 3] with a gradient by rows is not among the parameters"), "{said}");
+            assert!(
+                said.contains("a table [5, 3] with a gradient by rows is not among the parameters"),
+                "{said}"
+            );
             close(&table.grad(&once.grads)?, &want.clipped, 1e-12, "clipped");
             // What an optimizer has taken is not left.
             let norm = want.grads[1].iter().map(|grad| grad * grad).sum::<f64>().sqrt();
@@ -149,8 +158,8 @@ fn gradients_by_rows_on_ranks_are_divided_and_bounded_and_averaged_where_they_ar
                 let schedule = kind.schedule(pp, 2, 2 / pp)?;
                 let replicas = mesh.axis_group("dp")?;
                 let pipe = declare(&table, &weight, counted)?;
-                let runtime =
-                    Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &(), &device())?.beside(replicas)?;
+                let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &(), &device())?
+                    .beside(replicas)?;
                 let stage = mesh.local_rank("pp")?;
                 let all = [("table", table.var()), ("weight", weight.clone())];
                 let mine = if pp == 1 { all.to_vec() } else { vec![all[stage].clone()] };
@@ -166,8 +175,9 @@ fn gradients_by_rows_on_ranks_are_divided_and_bounded_and_averaged_where_they_ar
                     if stage == 1 || pp == 1 {
                         close(&numbers(step.grads.get(&weight).unwrap())?, &want.grads[1], 1e-12, "weight");
                     }
-                    let norm =
-                        runtime.clip_grad_norm(ClipGradNorm::new(want.norm / 2.0)).clip(&mine, &mut step.grads)?;
+                    let norm = runtime
+                        .clip_grad_norm(ClipGradNorm::new(want.norm / 2.0))
+                        .clip(&mine, &mut step.grads)?;
                     assert!((norm - want.norm).abs() < 1e-12, "{norm} is not {}", want.norm);
                     if stage == 0 {
                         close(&table.grad(&step.grads)?, &want.clipped, 1e-12, "table");
@@ -188,11 +198,16 @@ fn tables_by_rows_under_replicas_of_a_pipeline_are_refused_by_all() {
         let table = Table::new(true)?;
         let found = g.func("lookup", move |xs, _| Ok(table.lookup(xs[0].tensor()?)?.into()), [ids]);
         g.split();
-        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [found], Reduction::Mean);
+        g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [found], LossReduction::Mean);
         let schedule = ScheduleKind::OneFOneB.schedule(2, 2, 1)?;
-        let runtime =
-            Runtime::new(&g.finish(SplitSpec::declared())?, &schedule, mesh.axis_group("pp")?, &(), &device())?
-                .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+        let runtime = Runtime::new(
+            &g.finish(SplitSpec::declared())?,
+            &schedule,
+            mesh.axis_group("pp")?,
+            &(),
+            &device(),
+        )?
+        .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
         let ids = Tensor::new(&[2u32, 0, 2, 4], &device())?;
         let batch = split_args_kwargs_into_chunks(&[ids.into()], &Kwargs::new(), 2, None, None)?;
         Ok(runtime.forward_backward(&batch, &StepOptions::default()).unwrap_err().to_string())
@@ -224,7 +239,8 @@ fn shards_of_a_table_are_neither_averaged_nor_bounded_by_themselves() {
         let spec = candle_shard::ChunkShardingSpec::on_ranks(0, [0, 1])?;
         let (_, rows) = candle_shard::ShardedTensor::distribute(&whole, spec, ctx.group())?.to_row_vars()?;
         let named = [("table", rows[0].var().clone())];
-        let said = DataParallel::new(ctx.group(), &named, &DataParallelOptions::default()).unwrap_err().to_string();
+        let said =
+            DataParallel::new(ctx.group(), &named, &DataParallelOptions::default()).unwrap_err().to_string();
         assert!(said.contains("\"table\" is a shard, and ranks [0, 1] hold other parts"), "{said}");
         let mut grads = rows[0].lookup(vec![ctx.rank() as u32])?.sum_all()?.backward()?;
         let said = ClipGradNorm::new(1.0).clip(&named, &mut grads).unwrap_err().to_string();
@@ -255,7 +271,9 @@ fn rows_of_all_ranks_are_averaged() {
                     Ok((table, grads))
                 };
                 let total: usize = (1..=world).sum();
-                let share = |rank: usize| if weighted { (rank + 1) as f64 / total as f64 } else { 1.0 / world as f64 };
+                let share = |rank: usize| {
+                    if weighted { (rank + 1) as f64 / total as f64 } else { 1.0 / world as f64 }
+                };
                 let mut want = vec![0.0; 15];
                 for rank in 0..world {
                     let (table, _grads) = of(rank)?;

@@ -38,7 +38,10 @@ fn spans_of_all_ranks_are_by_one_clock() {
     for microbatch in 0..microbatches {
         for stage in 1..ranks {
             let (before, after) = (at[&(stage - 1, true, microbatch)], at[&(stage, true, microbatch)]);
-            assert!(before.start >= -known_to && before.end <= after.start + known_to, "{before:?}, then {after:?}");
+            assert!(
+                before.start >= -known_to && before.end <= after.start + known_to,
+                "{before:?}, then {after:?}"
+            );
             let (after, before) = (at[&(stage - 1, false, microbatch)], at[&(stage, false, microbatch)]);
             assert!(before.end <= after.start + known_to, "{before:?}, then {after:?}");
         }
@@ -55,8 +58,10 @@ fn heads_in_the_store_change_no_number_and_send_tensors_alone() {
                 let stored = chain::runtime(&schedule, ctx, &identity())?.heads_in_store(ctx.store())?;
                 // Twice: notes of a step are not those of the next.
                 for _ in 0..2 {
-                    let (want, sent) = comm::record(|| plain.forward_backward(&batch, &StepOptions::default()));
-                    let (got, less) = comm::record(|| stored.forward_backward(&batch, &StepOptions::default()));
+                    let (want, sent) =
+                        comm::record(|| plain.forward_backward(&batch, &StepOptions::default()));
+                    let (got, less) =
+                        comm::record(|| stored.forward_backward(&batch, &StepOptions::default()));
                     let (want, got) = (want?.step, got?.step);
                     if let Ok(loss) = want.loss() {
                         assert_eq!(numbers(got.loss()?)?, numbers(loss)?);
@@ -69,7 +74,10 @@ fn heads_in_the_store_change_no_number_and_send_tensors_alone() {
                     }
                     // A head and a tensor each, and at first an outline on each way.
                     let (all, tensors) = (sent.get(Op::Send).count, less.get(Op::Send).count);
-                    assert!(all >= 2 * tensors && (tensors > 0 || all == 0), "{all} messages and {tensors} tensors");
+                    assert!(
+                        all >= 2 * tensors && (tensors > 0 || all == 0),
+                        "{all} messages and {tensors} tensors"
+                    );
                     let evaluated = stored.evaluate(&batch, &StepOptions::default())?.step;
                     if let Ok(loss) = plain.evaluate(&batch, &StepOptions::default())?.step.loss() {
                         assert_eq!(numbers(evaluated.loss()?)?, numbers(loss)?);

@@ -6,8 +6,10 @@ use candle_dist::{DataParallelOptions, RankContext};
 use candle_nn::ParamsAdamW;
 use candle_pipe::microbatch::split_args_kwargs_into_chunks;
 use candle_pipe::schedule::ScheduleKind;
-use candle_pipe::{EqualCount, In, Kwargs, Pipe, PipeBuilder, Reduction, Result, Runtime, StepOptions, sharded_op};
-use candle_shard::nn::{AdamW, Linear, ParamGroup, Parameter, Parameters, ShardedVarBuilder};
+use candle_pipe::{
+    EqualCount, In, Kwargs, LossReduction, Pipe, PipeBuilder, Result, Runtime, StepOptions, sharded_op,
+};
+use candle_shard::nn::{AdamW, Linear, MeshVarBuilder, ParamGroup, Parameter, Parameters};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, checkpoint};
 use std::collections::BTreeMap;
@@ -22,9 +24,10 @@ fn is_frozen(phase: usize, name: &str) -> bool {
     PHASES[phase].iter().any(|frozen| name.starts_with(frozen))
 }
 
-fn declare(stages: usize, phase: usize) -> Result<Pipe<ShardedVarBuilder>> {
-    let of = move |vb: &ShardedVarBuilder, name: &str| if is_frozen(phase, name) { vb.frozen() } else { vb.clone() };
-    let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+fn declare(stages: usize, phase: usize) -> Result<Pipe<MeshVarBuilder>> {
+    let of =
+        move |vb: &MeshVarBuilder, name: &str| if is_frozen(phase, name) { vb.frozen() } else { vb.clone() };
+    let mut g = PipeBuilder::<MeshVarBuilder>::new();
     let mut h = g.input("x", In::Arg);
     let tied = g.shared_module("tied", move |vb| {
         let layer = Linear::new(4, 4, false, &of(vb, "tied"))?;
@@ -32,7 +35,7 @@ fn declare(stages: usize, phase: usize) -> Result<Pipe<ShardedVarBuilder>> {
     });
     h = g.call(tied, "first", [h]);
     for i in 0..4 {
-        let layer = move |vb: &ShardedVarBuilder| {
+        let layer = move |vb: &MeshVarBuilder| {
             let at = |part: &str| of(vb, &format!("layers.{i}.{part}")).pp(part);
             let (up, down) = (Linear::new(4, 5, true, &at("up"))?, Linear::new(5, 4, true, &at("down"))?);
             Ok(sharded_op(vb.mesh(), move |x| down.forward(&up.forward(x)?.tanh()?)))
@@ -40,19 +43,24 @@ fn declare(stages: usize, phase: usize) -> Result<Pipe<ShardedVarBuilder>> {
         h = g.module(&format!("layers.{i}"), layer, [h]);
     }
     h = g.call(tied, "last", [h]);
-    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].dtensor()?.sqr()?.mean_all()?.full_tensor()?), [h], LossReduction::Mean);
     g.finish(EqualCount(stages))
 }
 
 type Values = BTreeMap<String, Vec<f64>>;
 
 /// Returns the whole parameters of this rank's stages after all phases, or after the first one, which it saves.
-fn train(ctx: &RankContext, [pp, dp, tp]: [usize; 3], load: Option<&Path>, save: Option<&Path>) -> Result<Values> {
+fn train(
+    ctx: &RankContext,
+    [pp, dp, tp]: [usize; 3],
+    load: Option<&Path>,
+    save: Option<&Path>,
+) -> Result<Values> {
     let mesh = ctx.mesh(&[("pp", pp), ("dp", dp), ("tp", tp)])?;
     let plan = Plan::new("tp")
         .with("layers.*.up", ColwiseParallel::default())
         .with("layers.*.down", RowwiseParallel::default());
-    let vb = ShardedVarBuilder::fresh(5, &mesh.axis("tp")?, plan, DType::F64, &device())?;
+    let vb = MeshVarBuilder::fresh(5, &mesh.axis("tp")?, plan, DType::F64, &device())?;
     let group = |of: &Parameters| ParamGroup::new(of, ParamsAdamW { lr: 0.05, ..Default::default() });
     let mut optimizer = AdamW::from_groups([group(&Parameters::default())])?;
     let begin = usize::from(load.is_some());
@@ -68,9 +76,14 @@ fn train(ctx: &RankContext, [pp, dp, tp]: [usize; 3], load: Option<&Path>, save:
             let (before, added) = parameters.partition(was_trained);
             optimizer = AdamW::from_groups([group(&before), group(&added)])?;
             let lacking = optimizer.load_partial(path)?;
-            assert_eq!(lacking, added.iter().filter(|p| !p.is_frozen()).map(|p| p.name.clone()).collect::<Vec<_>>());
+            assert_eq!(
+                lacking,
+                added.iter().filter(|p| !p.is_frozen()).map(|p| p.name.clone()).collect::<Vec<_>>()
+            );
         } else {
-            optimizer.add_group(group(&parameters.partition(|p| !was_trained(p) && !is_frozen(phase, &p.name)).0))?;
+            optimizer.add_group(group(
+                &parameters.partition(|p| !was_trained(p) && !is_frozen(phase, &p.name)).0,
+            ))?;
         }
         for step in 2 * phase..2 * phase + 2 {
             let x = Tensor::arange(0f64, 24., &device())?.affine(0.7, step as f64)?.sin()?.reshape((6, 4))?;
@@ -89,7 +102,11 @@ fn train(ctx: &RankContext, [pp, dp, tp]: [usize; 3], load: Option<&Path>, save:
     }
     let parameters = vb.built();
     if let Some(path) = save {
-        checkpoint::save_stages(path, mesh.group()?, &[parameters.named_tensors(), optimizer.state()?].concat())?;
+        checkpoint::save_stages(
+            path,
+            mesh.group()?,
+            &[parameters.named_tensors(), optimizer.state()?].concat(),
+        )?;
     }
     let whole = |p: &Parameter| {
         let whole = DTensor::from_local_with_spec(p.var.as_detached_tensor(), p.tensor.spec().clone())?;

@@ -8,8 +8,8 @@ use candle_pipe::microbatch::{Microbatches, split_args_kwargs_into_chunks};
 use candle_pipe::nn::linear_no_bias;
 use candle_pipe::schedule::ScheduleKind;
 use candle_pipe::{
-    In, Keep, Kwargs, LocalPipe, Pipe, PipeBuilder, Reduction, Result, Runtime, Scope, Share, SplitSpec, StepOptions,
-    Value,
+    In, Keep, Kwargs, LocalPipe, LossReduction, Pipe, PipeBuilder, Result, Runtime, Scope, Share, SplitSpec,
+    StepOptions, Value,
 };
 use std::collections::{BTreeMap, HashMap};
 use test_utils::{device, on_ranks};
@@ -17,13 +17,18 @@ use test_utils::{device, on_ranks};
 type Vars = BTreeMap<&'static str, Var>;
 
 fn wave(rows: usize, width: usize, seed: f64) -> Result<Tensor> {
-    Ok(Tensor::arange(0f64, (rows * width) as f64, &device())?.affine(0.7, seed)?.sin()?.reshape((rows, width))?)
+    Ok(Tensor::arange(0f64, (rows * width) as f64, &device())?
+        .affine(0.7, seed)?
+        .sin()?
+        .reshape((rows, width))?)
 }
 
 /// Variables of one dtype, plus `shift`.
 fn variables(dtype: DType, shift: f64) -> Result<Vars> {
     let names = ["tied", "own.0.weight", "own.1.weight", "both.weight"];
-    let var = |(i, name)| Ok((name, Var::from_tensor(&wave(3, 3, i as f64)?.affine(1.0, shift)?.to_dtype(dtype)?)?));
+    let var = |(i, name)| {
+        Ok((name, Var::from_tensor(&wave(3, 3, i as f64)?.affine(1.0, shift)?.to_dtype(dtype)?)?))
+    };
     names.into_iter().enumerate().map(var).collect()
 }
 
@@ -39,7 +44,8 @@ fn declare(ends: &'static [usize]) -> Result<Pipe<Vb>> {
     let mut g = PipeBuilder::<Vb>::new();
     let x = g.input("x", In::Arg);
     let tied = g.parameter("tied", Share::Replicate, |vb| Ok(vb.get((3, 3), "tied")?));
-    let product = |xs: &[Value], _: &candle_pipe::Ctx| Ok(xs[0].tensor()?.matmul(xs[1].tensor()?)?.tanh()?.into());
+    let product =
+        |xs: &[Value], _: &candle_pipe::Ctx| Ok(xs[0].tensor()?.matmul(xs[1].tensor()?)?.tanh()?.into());
     let mut h = x;
     for i in 0..2 {
         h = g.func(&format!("tie.{i}"), product, [h, tied]);
@@ -49,7 +55,7 @@ fn declare(ends: &'static [usize]) -> Result<Pipe<Vb>> {
             g.split();
         }
     }
-    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], Reduction::Mean);
+    g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [h], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
@@ -75,7 +81,9 @@ fn parameters_that_are_casts_have_the_whole_gradient_in_their_variables() {
         (DType::F64, DType::F32, 1e-5),
         (DType::F32, DType::BF16, 3e-2),
     ] {
-        for (pp, dp, kind) in [(1, 1, "gpipe"), (2, 1, "1f1b"), (2, 2, "1f1b"), (1, 2, "zbv"), (2, 1, "zb-h1")] {
+        for (pp, dp, kind) in
+            [(1, 1, "gpipe"), (2, 1, "1f1b"), (2, 2, "1f1b"), (1, 2, "zbv"), (2, 1, "zb-h1")]
+        {
             on_ranks(pp * dp, &format!("{dtype:?} of {of:?}, {pp} x {dp}"), move |ctx| -> Result<()> {
                 let want = alone(of, dtype)?;
                 let mesh = ctx.mesh(&[("pp", pp), ("dp", dp)])?;
@@ -86,7 +94,8 @@ fn parameters_that_are_casts_have_the_whole_gradient_in_their_variables() {
                 let scope = casts(&vars, dtype);
                 let mut runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &scope, &device())?;
                 if dp > 1 {
-                    runtime = runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
+                    runtime =
+                        runtime.with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
                 }
                 let (replica, each) = (mesh.local_rank("dp")?, 8 / dp);
                 for keep in [Keep::Activations, Keep::Inputs] {
@@ -97,11 +106,13 @@ fn parameters_that_are_casts_have_the_whole_gradient_in_their_variables() {
                     assert!(!named.is_empty() && named.len() == if pp == 1 { 4 } else { 3 }, "{named:?}");
                     for (name, var) in &named {
                         assert_eq!(var.id(), vars[name.as_str()].id(), "{name}");
-                        let got = numbers(made.grads.get(var).unwrap_or_else(|| panic!("no gradient of {name}")))?;
+                        let got =
+                            numbers(made.grads.get(var).unwrap_or_else(|| panic!("no gradient of {name}")))?;
                         close(&got, &want[name.as_str()], within, &format!("{kind}: {name}"));
                     }
                     let whole = want.values().flatten().map(|grad| grad * grad).sum::<f64>().sqrt();
-                    let norm = runtime.clip_grad_norm(ClipGradNorm::new(0.1)).clip(&named, &mut made.grads)?;
+                    let norm =
+                        runtime.clip_grad_norm(ClipGradNorm::new(0.1)).clip(&named, &mut made.grads)?;
                     assert!((norm - whole).abs() < within * 10.0, "norm {norm}, of one device {whole}");
                 }
                 Ok(())
@@ -119,7 +130,11 @@ fn casts_of_unlike_variables_are_refused_by_all() {
             let mut texts = Vec::new();
             for (shift, start, is_fine) in [
                 (ctx.rank() as f64, DataParallelOptions::default(), false),
-                (mesh.local_rank("dp")? as f64, DataParallelOptions::default().start(InitialSync::Trust), true),
+                (
+                    mesh.local_rank("dp")? as f64,
+                    DataParallelOptions::default().start(InitialSync::Trust),
+                    true,
+                ),
             ] {
                 let schedule = ScheduleKind::OneFOneB.schedule(pp, 2, 1)?;
                 let scope = casts(&variables(DType::F64, shift)?, DType::F32);
@@ -134,7 +149,10 @@ fn casts_of_unlike_variables_are_refused_by_all() {
             Ok(texts)
         });
         for texts in texts {
-            assert!(texts.len() == 1 && texts[0].contains("is made of a variable, such as by a cast"), "{texts:?}");
+            assert!(
+                texts.len() == 1 && texts[0].contains("is made of a variable, such as by a cast"),
+                "{texts:?}"
+            );
         }
     }
 }
@@ -157,7 +175,7 @@ fn own(how: &str, own: &Var) -> Result<Pipe<()>> {
         }
     };
     g.split();
-    g.loss_fn(square, [h], Reduction::Mean);
+    g.loss_fn(square, [h], LossReduction::Mean);
     g.finish(SplitSpec::declared())
 }
 
@@ -172,8 +190,8 @@ fn variables_of_no_scope_are_averaged_over_replicas_or_refused_by_all() {
             let runtime = Runtime::new(&pipe, &schedule, mesh.axis_group("pp")?, &(), &device())?
                 .with_replicas(mesh.axis_group("dp")?, &DataParallelOptions::default())?;
             let replica = mesh.local_rank("dp")?;
-            let made =
-                runtime.forward_backward(&batch(DType::F64, replica * 4..replica * 4 + 4, 2)?, &Default::default());
+            let made = runtime
+                .forward_backward(&batch(DType::F64, replica * 4..replica * 4 + 4, 2)?, &Default::default());
             let step = match made {
                 Ok(made) => made.step,
                 Err(error) => return Ok(error.to_string()),
@@ -181,7 +199,12 @@ fn variables_of_no_scope_are_averaged_over_replicas_or_refused_by_all() {
             let local = LocalPipe::new(&own(how, &var)?, &(), &device())?;
             let want = local.forward_backward(&batch(DType::F64, 0..8, 2)?, &StepOptions::default())?;
             if mesh.local_rank("pp")? == 0 {
-                close(&numbers(step.grads.get(&var).unwrap())?, &numbers(want.grads.get(&var).unwrap())?, 1e-12, how);
+                close(
+                    &numbers(step.grads.get(&var).unwrap())?,
+                    &numbers(want.grads.get(&var).unwrap())?,
+                    1e-12,
+                    how,
+                );
             }
             Ok(String::new())
         });
@@ -197,10 +220,11 @@ fn variables_of_no_scope_are_averaged_over_replicas_or_refused_by_all() {
 /// Gradient descent with a weight that both stages have, on one rank or on two, as on one device.
 #[test]
 fn named_vars_has_each_variable_once() {
-    let run = |vars: Vars, named: Vec<(String, Var)>, grads: &candle_core::backprop::GradStore| -> Result<_> {
-        SGD::new(named.into_iter().map(|(_, var)| var).collect(), 0.5)?.step(grads)?;
-        vars.iter().map(|(name, var)| Ok((*name, numbers(var)?))).collect::<Result<BTreeMap<_, _>>>()
-    };
+    let run =
+        |vars: Vars, named: Vec<(String, Var)>, grads: &candle_core::backprop::GradStore| -> Result<_> {
+            SGD::new(named.into_iter().map(|(_, var)| var).collect(), 0.5)?.step(grads)?;
+            vars.iter().map(|(name, var)| Ok((*name, numbers(var)?))).collect::<Result<BTreeMap<_, _>>>()
+        };
     for (ranks, kind, per_rank) in
         [(1, ScheduleKind::LoopedBfs, 2), (2, ScheduleKind::OneFOneB, 1), (1, ScheduleKind::Zbv, 2)]
     {
@@ -212,7 +236,8 @@ fn named_vars_has_each_variable_once() {
 
             let vars = variables(DType::F64, 0.0)?;
             let schedule = kind.schedule(ranks, 4, per_rank)?;
-            let runtime = Runtime::new(&declare(&[0])?, &schedule, ctx.group(), &casts(&vars, DType::F64), &device())?;
+            let runtime =
+                Runtime::new(&declare(&[0])?, &schedule, ctx.group(), &casts(&vars, DType::F64), &device())?;
             let step = runtime.forward_backward(&batch(DType::F64, 0..8, 4)?, &StepOptions::default())?.step;
             let named = runtime.named_vars()?;
             let mine: Vec<String> = named.iter().map(|(name, _)| name.clone()).collect();
@@ -238,10 +263,11 @@ fn a_shared_parameter_that_no_stage_has_a_gradient_of_keeps_none() {
             [x, unused],
         );
         g.split();
-        let add =
-            |xs: &[Value], _: &candle_pipe::Ctx| Ok(xs[0].tensor()?.broadcast_mul(&xs[1].tensor()?.detach())?.into());
+        let add = |xs: &[Value], _: &candle_pipe::Ctx| {
+            Ok(xs[0].tensor()?.broadcast_mul(&xs[1].tensor()?.detach())?.into())
+        };
         let y = g.func("out", add, [h, unused]);
-        g.loss_fn(square, [y], Reduction::Mean);
+        g.loss_fn(square, [y], LossReduction::Mean);
         g.finish(SplitSpec::declared())
     }
     on_ranks(2, "no gradient", |ctx| -> Result<()> {
@@ -265,7 +291,10 @@ fn gradients_are_clipped_with_frozen_parameters() {
         let tensors: HashMap<String, Tensor> = vars
             .iter()
             .map(|(name, var)| {
-                (name.to_string(), if *name == "own.0.weight" { var.detach() } else { var.as_tensor().clone() })
+                (
+                    name.to_string(),
+                    if *name == "own.0.weight" { var.detach() } else { var.as_tensor().clone() },
+                )
             })
             .collect();
         let scope = Vb::from_tensors(tensors, DType::F64, &device());
@@ -283,7 +312,8 @@ fn gradients_are_clipped_with_frozen_parameters() {
             .map(|(name, parameter)| Ok((name.clone(), Var::from_tensor(parameter)?)))
             .collect::<Result<_>>()?;
         for vars in [named, listed] {
-            let mut step = runtime.forward_backward(&batch(DType::F64, 0..8, 2)?, &StepOptions::default())?.step;
+            let mut step =
+                runtime.forward_backward(&batch(DType::F64, 0..8, 2)?, &StepOptions::default())?.step;
             let norm = clip.clip(&vars, &mut step.grads)?;
             assert!((norm - want).abs() < 1e-12, "{norm} is not {want}");
         }

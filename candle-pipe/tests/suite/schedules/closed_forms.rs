@@ -53,7 +53,9 @@ fn peaks() {
         ("gpipe", &[1], |_, microbatches, _| microbatches as f64),
         ("1f1b", &[1], |ranks, microbatches, _| ranks.min(microbatches) as f64),
         ("looped-bfs", &[1, 2, 3], |_, microbatches, _| microbatches as f64),
-        ("interleaved-1f1b", &[1, 2, 3], |ranks, _, turns| ranks as f64 + (ranks as f64 - 1.0) / turns as f64),
+        ("interleaved-1f1b", &[1, 2, 3], |ranks, _, turns| {
+            ranks as f64 + (ranks as f64 - 1.0) / turns as f64
+        }),
         ("zb-h1", &[1], |ranks, _, _| ranks as f64),
         ("zb-h2", &[1], |ranks, _, _| 2.0 * ranks as f64 - 1.0),
         ("interleaved-zb", &[1, 2, 3], |ranks, _, _| ranks as f64),
@@ -65,10 +67,14 @@ fn peaks() {
         for ranks in 1..=12 {
             for &turns in turns {
                 let microbatches = 2 * ranks;
-                let peaks = simulated(&schedule(name, ranks, microbatches, turns), [1.0; 3], 0.0).peak_activations();
+                let peaks =
+                    simulated(&schedule(name, ranks, microbatches, turns), [1.0; 3], 0.0).peak_activations();
                 let worst = peaks.into_iter().fold(0.0, f64::max);
                 let want = form(ranks, microbatches, turns);
-                assert_eq!(worst, want, "{name}, {ranks} ranks, {microbatches} microbatches, {turns} stages a rank");
+                assert_eq!(
+                    worst, want,
+                    "{name}, {ranks} ranks, {microbatches} microbatches, {turns} stages a rank"
+                );
             }
         }
     }

@@ -6,8 +6,7 @@ use serde_json::Value;
 #[test]
 fn text_is_a_line_a_step() {
     let timeline = simulated(&schedule("1f1b", 2, 2, 1), [1.0, 1.0, 1.0], 0.0);
-    let want =
-        "rank 0  rank 1\n0F0\n0F1     1F0\n        1B0\n        |\n0B0     1F1\n|       1B1\n        |\n0B1\n|\n";
+    let want = "rank 0  rank 1\n0F0\n0F1     1F0\n        1B0\n        |\n0B0     1F1\n|       1B1\n        |\n0B1\n|\n";
     assert_eq!(draw::text(&timeline), want);
     assert_eq!(draw::text(&Timeline::empty(2)), "");
 }
@@ -77,9 +76,13 @@ fn chrome_has_every_event_and_begins_at_0() {
     let mut json = Vec::new();
     draw::write_chrome(&mut json, &[("predicted", &timeline), ("nothing", &Timeline::empty(1))]).unwrap();
     let trace: Value = serde_json::from_slice(&json).unwrap();
-    let events: Vec<_> = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X").collect();
+    let events: Vec<_> =
+        trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X").collect();
     let spans = timeline.ranks.iter().chain(&timeline.transfers).map(Vec::len).sum::<usize>();
     assert_eq!(events.len(), spans);
-    assert_eq!((&events[0]["name"], &events[0]["ts"], &events[0]["dur"]), (&"0F0".into(), &0.0.into(), &1e6.into()));
+    assert_eq!(
+        (&events[0]["name"], &events[0]["ts"], &events[0]["dur"]),
+        (&"0F0".into(), &0.0.into(), &1e6.into())
+    );
     assert!(events.iter().any(|event| event["cat"] == "communication" && event["name"] == "0SEND_F0"));
 }

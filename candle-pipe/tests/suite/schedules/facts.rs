@@ -18,9 +18,9 @@ fn facts() -> Vec<Fact> {
 
 /// The 64-bit FNV-1a hash, in hex.
 fn hash(text: &str) -> String {
-    let hash = text
-        .bytes()
-        .fold(0xcbf29ce484222325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+    let hash = text.bytes().fold(0xcbf29ce484222325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
     format!("{hash:x}")
 }
 
@@ -31,7 +31,9 @@ fn every_order_of_pytorch_is_ours() {
     for Fact { schedule: name, stages_per_rank, ranks, rows } in &facts {
         for (microbatches, order, _) in rows {
             let ours = schedule(name, *ranks, *microbatches, *stages_per_rank).to_csv();
-            let what = format!("{name}, {ranks} ranks, {microbatches} microbatches, {stages_per_rank} stages a rank");
+            let what = format!(
+                "{name}, {ranks} ranks, {microbatches} microbatches, {stages_per_rank} stages a rank"
+            );
             assert_eq!(&hash(&ours), order, "{what}:\n{ours}");
         }
     }
@@ -43,7 +45,9 @@ fn every_lowered_order_of_pytorch_is_ours() {
         for (microbatches, _, lowered) in rows {
             let ours = schedule(&name, ranks, microbatches, stages_per_rank);
             let ours = ours.lower(&Lowering::new(Edges::chain(ours.stages()))).unwrap().to_csv();
-            let what = format!("{name}, {ranks} ranks, {microbatches} microbatches, {stages_per_rank} stages a rank");
+            let what = format!(
+                "{name}, {ranks} ranks, {microbatches} microbatches, {stages_per_rank} stages a rank"
+            );
             assert_eq!(hash(&ours), lowered, "{what}:\n{ours}");
         }
     }
@@ -53,7 +57,8 @@ fn every_lowered_order_of_pytorch_is_ours() {
 fn what_pytorch_refuses_is_refused_unless_it_can_be_ordered() {
     for Fact { schedule: name, stages_per_rank, ranks, rows } in facts() {
         let kind: ScheduleKind = name.parse().unwrap();
-        let taken = (1..=32).filter(|&microbatches| kind.schedule(ranks, microbatches, stages_per_rank).is_ok());
+        let taken =
+            (1..=32).filter(|&microbatches| kind.schedule(ranks, microbatches, stages_per_rank).is_ok());
         let theirs = rows.iter().map(|(microbatches, ..)| *microbatches);
         if name == "1f1b" {
             assert_eq!(taken.count(), 32, "fewer microbatches than ranks can be ordered too");

@@ -19,8 +19,9 @@ pub(crate) fn have_a_common_order(program: &Program) -> bool {
         _ => Event::Alone(rank, position),
     };
     let lists = program.ranks().iter().enumerate();
-    let lists = lists
-        .map(|(rank, actions)| actions.iter().enumerate().map(move |(i, action)| event(rank, i, action)).collect());
+    let lists = lists.map(|(rank, actions)| {
+        actions.iter().enumerate().map(move |(i, action)| event(rank, i, action)).collect()
+    });
     let lists: Vec<Vec<Event>> = lists.collect();
     let mut after: BTreeMap<Event, Vec<Event>> = BTreeMap::new();
     let mut before: BTreeMap<Event, usize> = lists.iter().flatten().map(|&event| (event, 0)).collect();
@@ -67,8 +68,10 @@ pub(crate) fn needed(program: &Program) -> BTreeSet<Message> {
 /// Every send and every receive, as often as they are.
 pub(crate) fn messages(program: &Program) -> [Vec<Message>; 2] {
     let all = || program.ranks().iter().flatten();
-    let sent = all().filter_map(|action| if let Action::Send(message) = action { Some(*message) } else { None });
-    let got = all().filter_map(|action| if let Action::Recv(message) = action { Some(*message) } else { None });
+    let sent =
+        all().filter_map(|action| if let Action::Send(message) = action { Some(*message) } else { None });
+    let got =
+        all().filter_map(|action| if let Action::Recv(message) = action { Some(*message) } else { None });
     [sent.collect(), got.collect()]
 }
 

@@ -36,7 +36,8 @@ fn the_fastest_holds_no_more_than_it_may() {
         assert!(best.timeline.makespan() <= before, "{}", best.name);
         before = best.timeline.makespan();
     }
-    let names: Vec<_> = candidates(4, 8, &edges, &costs, 8.0).unwrap().iter().map(|found| found.name).collect();
+    let names: Vec<_> =
+        candidates(4, 8, &edges, &costs, 8.0).unwrap().iter().map(|found| found.name).collect();
     let want = ["interleaved-1f1b", "looped-bfs", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev"];
     assert_eq!(names[..7], want);
     assert_eq!(names[7..], ["greedy", "greedy-v"]);

@@ -32,19 +32,31 @@ fn communication_that_is_not() {
     let cases: &[(&[&str], &[&str])] = &[
         (&["0F0 0RECV_B0 0B0", "1F0 1B0 1SEND_B0"], &["rank 0", "0RECV_B0", "waits for 1SEND_B0"]),
         (&["0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"], &["rank 0, position 2, 0B0", "waits for 0RECV_B0"]),
-        (&["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1B0 1SEND_B0"], &["rank 0, position 1, 0SEND_F0", "waits for 1RECV_F0"]),
-        (&["0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"], &["rank 0, position 0, 0SEND_F0", "misplaced"]),
+        (
+            &["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1B0 1SEND_B0"],
+            &["rank 0, position 1, 0SEND_F0", "waits for 1RECV_F0"],
+        ),
+        (
+            &["0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"],
+            &["rank 0, position 0, 0SEND_F0", "misplaced"],
+        ),
         (
             &["0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1RECV_F0 1F0 1B0 1SEND_B0"],
             &["rank 0, position 2", "duplicate"],
         ),
-        (&["0F0 0SEND_F0 0RECV_B0 0B0 0SEND_F9", "1RECV_F0 1F0 1B0 1SEND_B0"], &["0SEND_F9", "not computed yet"]),
+        (
+            &["0F0 0SEND_F0 0RECV_B0 0B0 0SEND_F9", "1RECV_F0 1F0 1B0 1SEND_B0"],
+            &["0SEND_F9", "not computed yet"],
+        ),
         (&["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_B0 1B0"], &["1SEND_B0", "misplaced"]),
         (&["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1RECV_F0 1B0 1SEND_B0"], &["rank 0", "0SEND_F0"]),
         (&["0F0 1SEND_B0", "1F0"], &["rank 0, position 1, 1SEND_B0", "stage 1 is not on this rank"]),
         (&["0F0 7UNSHARD", "1F0"], &["7UNSHARD", "stage 7 is not on this rank"]),
         (&["0F0 0SEND_F0 0SEND_F0>5", "1RECV_F0 1F0"], &["0SEND_F0>5", "does not need it"]),
-        (&["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1F1 1RECV_F0 1F0"], &["0SEND_F0", "waits for 1RECV_F0 forever"]),
+        (
+            &["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1F1 1RECV_F0 1F0"],
+            &["0SEND_F0", "waits for 1RECV_F0 forever"],
+        ),
         (&["0F0 0REDUCE_GRAD 0B0"], &["position 1, 0REDUCE_GRAD", "not finished"]),
         (&["0F0 0B0 0REDUCE_GRAD"], &["does not wait for 0REDUCE_GRAD"]),
         (&["0F0 0B0 0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0REDUCE_GRAD"], &["position 4", "duplicate"]),

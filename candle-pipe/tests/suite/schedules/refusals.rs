@@ -65,9 +65,12 @@ fn kinds_that_do_not_fit() {
     for (name, [ranks, microbatches, turns], mentions) in cases {
         refused(name.parse::<ScheduleKind>().unwrap().schedule(*ranks, *microbatches, *turns), mentions);
     }
-    for (name, near) in
-        [("1f1", "1f1b"), ("v-halve", "v-half"), ("dualpipe", "dualpipev"), ("Interleaved1F1B", "interleaved-1f1b")]
-    {
+    for (name, near) in [
+        ("1f1", "1f1b"),
+        ("v-halve", "v-half"),
+        ("dualpipe", "dualpipev"),
+        ("Interleaved1F1B", "interleaved-1f1b"),
+    ] {
         refused(name.parse::<ScheduleKind>(), &[&format!("did you mean {near}?"), "known: gpipe, "]);
     }
     assert!(!"pipedream".parse::<ScheduleKind>().unwrap_err().to_string().contains("did you mean"));
@@ -88,7 +91,10 @@ fn edges_costs_and_groups_that_do_not_fit() {
     refused(simulate(Costs { latency: f64::NAN, ..costs.clone() }), &["latency cost is NaN"]);
     refused(greedy(&[0, 1], 0, &Edges::chain(2), &costs, 1.0), &["2 stages for 0 microbatches"]);
     refused(greedy(&[0, 1], usize::MAX, &Edges::chain(2), &costs, 1.0), &["together at most"]);
-    refused(greedy(&[0, usize::MAX], 1, &Edges::chain(2), &costs, 1.0), &["2 stages suffice for at most 2 ranks"]);
+    refused(
+        greedy(&[0, usize::MAX], 1, &Edges::chain(2), &costs, 1.0),
+        &["2 stages suffice for at most 2 ranks"],
+    );
     refused(greedy(&[1, 1], 1, &Edges::chain(2), &costs, 1.0), &["rank 0 has no stage"]);
     refused(greedy(&[0, 1], 1, &Edges::chain(2), &costs, 0.5), &["at most 0.5 microbatches"]);
     refused(greedy(&[0, 1], 1, &Edges::chain(2), &costs, f64::NAN), &["at most NaN microbatches"]);

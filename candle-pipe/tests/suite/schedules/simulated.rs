@@ -33,8 +33,14 @@ const BUBBLES: [(usize, usize, &[f64]); 6] = [
 fn bubbles_of_a_step() {
     for (ranks, microbatches, percents) in BUBBLES {
         for (&(name, stages), &percent) in COLUMNS.iter().zip(percents) {
-            let got = 100.0 * simulated(&schedule(name, ranks, microbatches, stages), EVEN, 0.0).bubble_step();
-            close(got, percent, 0.005, &format!("{name}, {stages} stages, {ranks} ranks, {microbatches} microbatches"));
+            let got =
+                100.0 * simulated(&schedule(name, ranks, microbatches, stages), EVEN, 0.0).bubble_step();
+            close(
+                got,
+                percent,
+                0.005,
+                &format!("{name}, {stages} stages, {ranks} ranks, {microbatches} microbatches"),
+            );
         }
     }
 }
@@ -106,7 +112,9 @@ fn costs_that_differ() {
             let (name, stages) = COLUMNS[column];
             let got = 100.0 * simulated(&schedule(name, 8, 32, stages), times, latency).bubble_step();
             if (got - percent).abs() > 0.005 {
-                wrong.push(format!("{name}, {stages} stages, {times:?} and {latency}: {got:.2} instead of {percent}"));
+                wrong.push(format!(
+                    "{name}, {stages} stages, {times:?} and {latency}: {got:.2} instead of {percent}"
+                ));
             }
         }
     }
@@ -132,16 +140,20 @@ fn a_last_stage_that_costs_more() {
 fn a_value_that_skips_stages_has_bytes_of_its_own() {
     let schedule = schedule("gpipe", 3, 1, 1);
     let edges = candle_pipe::schedule::Edges::new(3, [(0, 1), (1, 2), (0, 2)]).unwrap();
-    let costs = Costs { per_byte: 1.0, bytes: vec![6.0, 4.0, 0.0], ..Costs::per_rank(&[0, 1, 2], 1.0, 1.0, 0.0) };
+    let costs =
+        Costs { per_byte: 1.0, bytes: vec![6.0, 4.0, 0.0], ..Costs::per_rank(&[0, 1, 2], 1.0, 1.0, 0.0) };
     let costs = Costs { edge_bytes: [((0, 2), 1.0)].into(), ..costs };
     let timeline = schedule.simulate(&edges, &costs).unwrap();
-    let took = |rank: usize| timeline.transfers[rank].iter().map(|span| span.end - span.start).collect::<Vec<_>>();
+    let took =
+        |rank: usize| timeline.transfers[rank].iter().map(|span| span.end - span.start).collect::<Vec<_>>();
     assert_eq!((took(0), took(1)), (vec![6.0, 1.0], vec![4.0, 6.0]));
     // Both gradients of the last stage: of what it took from stage 0, and from stage 1.
     let mut last = took(2);
     last.sort_by(f64::total_cmp);
     assert_eq!(last, [1.0, 4.0]);
-    for (edge, want) in [((1, 0), "bytes of stage 1 for stage 0"), ((0, 3), "bytes of stage 0 for stage 3 of 3")] {
+    for (edge, want) in
+        [((1, 0), "bytes of stage 1 for stage 0"), ((0, 3), "bytes of stage 0 for stage 3 of 3")]
+    {
         let wrong = Costs { edge_bytes: [(edge, 1.0)].into(), ..costs.clone() };
         let said = schedule.simulate(&edges, &wrong).unwrap_err().to_string();
         assert!(said.contains(want), "{said}");
@@ -153,8 +165,12 @@ fn a_value_that_skips_stages_has_bytes_of_its_own() {
 #[test]
 fn messages_wait_for_their_way_and_take_latency_and_bytes() {
     let schedule = schedule("gpipe", 2, 2, 1);
-    let costs =
-        Costs { latency: 0.25, per_byte: 0.5, bytes: vec![6.0, 0.0], ..Costs::per_rank(&[0, 1], 1.0, 1.0, 1.0) };
+    let costs = Costs {
+        latency: 0.25,
+        per_byte: 0.5,
+        bytes: vec![6.0, 0.0],
+        ..Costs::per_rank(&[0, 1], 1.0, 1.0, 1.0)
+    };
     let timeline = schedule.simulate(&Edges::chain(2), &costs).unwrap();
     let shown = |spans: &[candle_pipe::schedule::Span]| {
         spans.iter().map(|span| format!("{} {}-{}", span.action, span.start, span.end)).collect::<Vec<_>>()

@@ -1,7 +1,7 @@
 //! Actions, schedules and programs as text.
 use super::schedule;
 use candle_pipe::schedule::{Action, Edges, Lowering, Program, Schedule, ScheduleKind, parse_csv};
-use candle_pipe::{EqualCount, In, PipeBuilder, Reduction};
+use candle_pipe::{EqualCount, In, LossReduction, PipeBuilder};
 
 /// As editors of spreadsheets write them.
 #[test]
@@ -122,7 +122,7 @@ fn a_program_of_a_model_keeps_what_messages_carry_in_json() {
     let first = g.func("first", |xs, _| Ok(xs[0].clone()), [x]);
     let second = g.func("second", |xs, _| Ok(xs[0].clone()), [first]);
     let third = g.func("third", |xs, _| Ok(xs[0].clone()), [first, second]);
-    g.loss(third, Reduction::Sum);
+    g.loss(third, LossReduction::Sum);
     let pipe = g.finish(EqualCount(3)).unwrap();
     let program = schedule("1f1b", 3, 2, 1).lower(&Lowering::of(pipe.info()).unwrap()).unwrap();
     let json = serde_json::to_string(&program).unwrap();

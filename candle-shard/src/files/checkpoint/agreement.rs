@@ -6,7 +6,7 @@ use candle_dist::{DeviceMesh, ProcessGroup};
 use itertools::{EitherOrBoth, Itertools};
 
 /// A tensor to save.
-pub(super) type Named<'a> = (&'a str, &'a Spec);
+pub(super) type NamedSpec<'a> = (&'a str, &'a Spec);
 
 /// Refuses names that a file cannot hold: one that comes twice, or that its format keeps to itself.
 pub(crate) fn check_names<'a>(op: &'static str, names: impl Iterator<Item = &'a str> + Clone) -> Result<()> {
@@ -14,9 +14,10 @@ pub(crate) fn check_names<'a>(op: &'static str, names: impl Iterator<Item = &'a 
         return Error::op(op, format!("{name:?} is named twice; give each tensor a name of its own"));
     }
     match names.into_iter().find(|name| is_reserved(name)) {
-        Some(name) => {
-            Error::op(op, format!("{name:?} is not a valid name for a tensor in a safetensors file; choose another"))
-        }
+        Some(name) => Error::op(
+            op,
+            format!("{name:?} is not a valid name for a tensor in a safetensors file; choose another"),
+        ),
         None => Ok(()),
     }
 }
@@ -38,22 +39,31 @@ pub(crate) fn check_named<N: AsRef<str>>(
         if let Some(pair) = differs {
             let (here, there) = pair.or("nothing more", "nothing more");
             let first = group.ranks()[0];
-            return Error::op(op, format!("rank {rank} names {here}, and rank {first} names {there}; name the same"));
+            return Error::op(
+                op,
+                format!("rank {rank} names {here}, and rank {first} names {there}; name the same"),
+            );
         }
     }
     check_names(op, tensors.iter().map(|(name, _)| name.as_ref()))
 }
 
 /// Checks that all ranks pass the same names in the same layouts, and that these can be saved.
-pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[Named<'_>]) -> Result<()> {
+pub(super) fn check_alike(op: &'static str, mesh: &DeviceMesh, tensors: &[NamedSpec<'_>]) -> Result<()> {
     let described = tensors.iter().map(|&(name, spec)| (name, format!("{spec} on {}", spec.mesh())));
     check_named(op, mesh.group()?, &described.collect_vec())?;
     for (name, spec) in tensors {
         if spec.mesh() != mesh {
-            return Error::op(op, format!("{name:?} lies on {}, and {mesh} is saved; save it by itself", spec.mesh()));
+            return Error::op(
+                op,
+                format!("{name:?} lies on {}, and {mesh} is saved; save it by itself", spec.mesh()),
+            );
         }
         if let Some(p) = spec.placements().iter().find(|p| p.is_partial()) {
-            return Error::op(op, format!("{name:?} as {spec} is {p}, not yet a value; redistribute it first"));
+            return Error::op(
+                op,
+                format!("{name:?} as {spec} is {p}, not yet a value; redistribute it first"),
+            );
         }
     }
     Ok(())

@@ -33,11 +33,13 @@ impl Drop for Folder {
 
 /// Saves tensors filled with `value`; returns the same error on all ranks, or none.
 fn save_all(path: &Path, value: u32) -> Result<(), String> {
-    let texts = World::local(RANKS).run(|ctx| -> Result<Option<String>> {
+    let texts = World::threads(RANKS).run(|ctx| -> Result<Option<String>> {
         let mesh = ctx.mesh(&[("tp", RANKS)])?;
         let x = Tensor::full(value, (3, 2), &Device::Cpu)?;
-        let tensors =
-            [("x", DTensor::distribute(&x, &mesh, &[Shard(0)])?), ("y", DTensor::distribute(&x, &mesh, &[Replicate])?)];
+        let tensors = [
+            ("x", DTensor::distribute(&x, &mesh, &[Shard(0)])?),
+            ("y", DTensor::distribute(&x, &mesh, &[Replicate])?),
+        ];
         Ok(save(path, &mesh, &tensors).err().map(|error| error.to_string()))
     });
     let mut texts = texts.unwrap();
@@ -47,7 +49,7 @@ fn save_all(path: &Path, value: u32) -> Result<(), String> {
 
 /// Returns the value of all elements of a checkpoint, if it loads.
 fn loaded(path: &Path) -> Option<u32> {
-    let loaded = World::local(1).run(|ctx| -> Result<Option<BTreeSet<u32>>> {
+    let loaded = World::threads(1).run(|ctx| -> Result<Option<BTreeSet<u32>>> {
         let mesh = ctx.mesh(&[("other", 1)])?;
         let Ok(loaded) = load(path, &mesh, &[("x", [Replicate]), ("y", [Replicate])], &Device::Cpu) else {
             return Ok(None);
@@ -137,7 +139,8 @@ fn an_index_that_may_not_be_on_the_disk_leaves_the_last_checkpoint_there() {
     let folder = Folder::new("unsure");
     let path = folder.0.join("saved");
     save_all(&path, 1).unwrap();
-    let names = || -> BTreeSet<PathBuf> { fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()).collect() };
+    let names =
+        || -> BTreeSet<PathBuf> { fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()).collect() };
     let (last, index) = (names(), fs::read(path.join("checkpoint.json")).unwrap());
     let calls = {
         let other = folder.0.join("other");

@@ -1,5 +1,5 @@
 //! Export to one ordinary file, for programs without meshes.
-use super::agreement::{Named, check_alike, check_named};
+use super::agreement::{NamedSpec, check_alike, check_named};
 use crate::agreement::agreed;
 use crate::files::disk;
 use crate::files::lock::Lock;
@@ -22,7 +22,11 @@ const OP: &str = "checkpoint::export";
 ///
 /// # Errors
 /// Those of [`save`](super::save).
-pub fn export<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &[(N, DTensor)]) -> Result<()> {
+pub fn export<N: AsRef<str>>(
+    path: impl AsRef<Path>,
+    mesh: &DeviceMesh,
+    tensors: &[(N, DTensor)],
+) -> Result<()> {
     export_parts(path, mesh, tensors, |_| None)
 }
 
@@ -35,7 +39,7 @@ pub fn export<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors:
 /// use candle_shard::{DTensor, Result, Shard, Weights, checkpoint};
 ///
 /// let path = std::env::temp_dir().join(format!("export-parts-doc-{}.safetensors", std::process::id()));
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("ep", 2)])?;
 ///     let experts = DTensor::ones((3, 4, 2), DType::F32, &Device::Cpu, &mesh, &[Shard(0)])?;
 ///     let names = |name: &str| (name == "experts").then(|| (0..3).map(|i| format!("expert.{i}")).collect());
@@ -54,32 +58,38 @@ pub fn export_parts<N: AsRef<str>>(
     tensors: &[(N, DTensor)],
     parts: impl Fn(&str) -> Option<Vec<String>>,
 ) -> Result<()> {
-    let named: Vec<Named<'_>> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
+    let named: Vec<NamedSpec<'_>> =
+        tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
     check_alike(OP, mesh, &named)?;
     let (group, path) = (mesh.group()?, path.as_ref());
     let tensors = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor));
-    let tensors: Vec<_> = tensors.sorted_by_key(|(name, tensor)| WeightWriter::order(tensor.dtype(), name)).collect();
+    let tensors: Vec<_> =
+        tensors.sorted_by_key(|(name, tensor)| WeightWriter::order(tensor.dtype(), name)).collect();
     let announced = agreed(group, OP, announced(&tensors, parts))?;
-    let described = announced.iter().map(|(name, dtype, dims)| (name, format!("{} {dims:?}", dtype.as_str())));
+    let described =
+        announced.iter().map(|(name, dtype, dims)| (name, format!("{} {dims:?}", dtype.as_str())));
     check_named(OP, group, &described.collect_vec())?;
-    let place = (group.rank() == 0).then(|| Place::new(path)).transpose();
+    let place = (group.rank() == 0).then(|| ExportTarget::new(path)).transpose();
     let place = agreed(group, OP, place)?;
     let announced = announced.iter().map(|(name, dtype, dims)| (name.as_str(), *dtype, *dims));
-    let mut writer = place.as_ref().map(|place| WeightWriter::create(&place.partial, announced, || {})).transpose();
+    let mut writer =
+        place.as_ref().map(|place| WeightWriter::create(&place.partial, announced, || {})).transpose();
     for (_, tensor) in tensors {
         let detached = DTensor::from_local_with_spec(tensor.to_local().detach(), tensor.spec().clone())?;
         let whole = detached.full_tensor()?;
         // After a failure rank 0 continues to gather, because the other ranks wait for it.
         if let Ok(Some(file)) = &mut writer
-            && let Err(error) = group.to_host(&whole).map_err(Error::from).and_then(|whole| file.write(&whole))
+            && let Err(error) =
+                group.to_host(&whole).map_err(Error::from).and_then(|whole| file.write(&whole))
         {
             writer = Err(error);
         }
     }
-    let put =
-        writer.and_then(|writer| place.as_ref().zip(writer).map_or(Ok(()), |(place, writer)| place.put(path, writer)));
+    let put = writer.and_then(|writer| {
+        place.as_ref().zip(writer).map_or(Ok(()), |(place, writer)| place.put(path, writer))
+    });
     // When a rank returns, the place is free.
-    place.into_iter().for_each(Place::clear);
+    place.into_iter().for_each(ExportTarget::clear);
     agreed(group, OP, put)
 }
 
@@ -109,24 +119,29 @@ fn announced<'a>(
 }
 
 /// Where rank 0 writes.
-struct Place {
+struct ExportTarget {
     /// The file until it is complete.
     partial: PathBuf,
     lock: Lock,
 }
 
-impl Place {
+impl ExportTarget {
     /// Takes the lock of the file, and removes what a killed export has left.
     fn new(path: &Path) -> Result<Self> {
         let name = path.file_name().and_then(|name| name.to_str());
-        let name = name.ok_or_else(|| Error::file(path, "is not a valid name to save under; choose another"))?;
+        let name =
+            name.ok_or_else(|| Error::file(path, "is not a valid name to save under; choose another"))?;
         if fs::symlink_metadata(path).is_ok_and(|about| !about.is_file()) {
-            return Err(Error::file(path, "is not a regular file, so it is not replaced; choose another name"));
+            return Err(Error::file(
+                path,
+                "is not a regular file, so it is not replaced; choose another name",
+            ));
         }
         let mut lock = Lock::take(&path.with_file_name(format!("{name}.lock")))?;
         for left in lock.left() {
             // Anybody may have written the file, so the name must be one that an export gives, which leads nowhere else.
-            let nonce = left.strip_prefix(name).and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".partial"));
+            let nonce =
+                left.strip_prefix(name).and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".partial"));
             let is_partial = nonce.is_some_and(Lock::is_nonce);
             let file = path.with_file_name(left);
             if is_partial && disk::is_file(&file).unwrap_or(false) {

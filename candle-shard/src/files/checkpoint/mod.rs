@@ -38,7 +38,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// A tensor to read, with the larger tensor that contains it if there is none of its name.
-type Wanted<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
+type LoadRequest<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
 
 /// Loads tensors of a checkpoint, or of other [`Weights`], in the layouts of the placements and in their stored dtypes.
 ///
@@ -51,11 +51,11 @@ type Wanted<'a> = (&'a str, Option<&'a RowsOf>, &'a Spec);
 ///
 /// let folder = std::env::temp_dir().join(format!("checkpoint-doc-{}", std::process::id()));
 /// let x = Tensor::arange(0u32, 10, &Device::Cpu)?.reshape((5, 2))?;
-/// World::local(3).run(|ctx| -> Result<()> {
+/// World::threads(3).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 3)])?;
 ///     checkpoint::save(&folder, &mesh, &[("x", DTensor::distribute(&x, &mesh, &[Shard(0)])?)])
 /// })?;
-/// let loaded = World::local(2).run(|ctx| -> Result<Vec<Vec<u32>>> {
+/// let loaded = World::threads(2).run(|ctx| -> Result<Vec<Vec<u32>>> {
 ///     let mesh = ctx.mesh(&[("other", 2)])?;
 ///     let loaded = checkpoint::load(&folder, &mesh, &[("x", [Shard(1)])], &Device::Cpu)?;
 ///     Ok(loaded["x"].to_local().to_vec2()?)
@@ -88,10 +88,10 @@ pub fn load<N: AsRef<str>, P: AsRef<[Placement]>>(
 pub(crate) fn read<'a>(
     path: &Path,
     mesh: &DeviceMesh,
-    wanted: impl Iterator<Item = Wanted<'a>>,
+    wanted: impl Iterator<Item = LoadRequest<'a>>,
     device: &Device,
 ) -> Result<Vec<DTensor>> {
-    let wanted: Vec<Wanted<'a>> = wanted.collect();
+    let wanted: Vec<LoadRequest<'a>> = wanted.collect();
     read_with(path, mesh, |weights| {
         wanted.iter().map(|&(name, within, spec)| weights.read_part(name, within, spec, device)).collect()
     })
@@ -100,7 +100,11 @@ pub(crate) fn read<'a>(
 /// Returns what `read` reads of one checkpoint, the same one on all ranks; if any rank fails, every rank returns the first error.
 ///
 /// Every rank calls it. `read` does not communicate, and runs again if another program replaces the checkpoint meanwhile.
-pub(crate) fn read_with<T>(path: &Path, mesh: &DeviceMesh, read: impl Fn(&Weights) -> Result<T>) -> Result<T> {
+pub(crate) fn read_with<T>(
+    path: &Path,
+    mesh: &DeviceMesh,
+    read: impl Fn(&Weights) -> Result<T>,
+) -> Result<T> {
     agreed_on(mesh.group()?, "checkpoint::load", || {
         let weights = Weights::open(path)?;
         Ok((read(&weights)?, weights.identity()))

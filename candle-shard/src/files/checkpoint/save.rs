@@ -6,12 +6,12 @@
 //!
 //! A lock keeps two saves apart. It has the names of all files that its holder creates or replaces. What is removed is named there, or
 //! in an index of ours, and nothing else is: a save that was killed leaves the lock file, and the next save removes what it names.
-use super::agreement::{Named, check_alike};
-use super::saved::{Saved, file_of, index_of, is_name, partial};
+use super::agreement::{NamedSpec, check_alike};
+use super::saved::{SaveEntry, file_of, index_of, is_name, partial};
 use crate::agreement::{agreed, told};
-use crate::files::digests::Stamp;
+use crate::files::digests::FileStamp;
 use crate::files::disk;
-use crate::files::index::{Checkpoint, INDEX};
+use crate::files::index::{CheckpointIndex, INDEX};
 use crate::files::lock::{self, Lock};
 use crate::files::weights::{WeightFile, WeightWriter};
 use crate::{DTensor, Error, Result};
@@ -30,7 +30,7 @@ const OP: &str = "checkpoint::save";
 const LOCK: &str = "checkpoint.lock";
 
 /// Files by name, each with what tells it from others.
-type Stamps = BTreeMap<String, Stamp>;
+type Stamps = BTreeMap<String, FileStamp>;
 
 /// Saves tensors of `mesh` to the folder `path`, replacing a checkpoint that is there.
 ///
@@ -49,10 +49,15 @@ type Stamps = BTreeMap<String, Stamp>;
 /// lacks while it lacks tensors of this one, as that of another stage; if another program saves
 /// there; if the ranks do not see one folder, or a file cannot be written. The previous content then stays, unless
 /// the new checkpoint was already complete.
-pub fn save<N: AsRef<str>>(path: impl AsRef<Path>, mesh: &DeviceMesh, tensors: &[(N, DTensor)]) -> Result<()> {
-    let named: Vec<Named<'_>> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
+pub fn save<N: AsRef<str>>(
+    path: impl AsRef<Path>,
+    mesh: &DeviceMesh,
+    tensors: &[(N, DTensor)],
+) -> Result<()> {
+    let named: Vec<NamedSpec<'_>> =
+        tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor.spec())).collect();
     check_alike(OP, mesh, &named)?;
-    let saved = named.iter().enumerate().map(|(nth, (name, spec))| Saved::of_spec(nth, name, spec));
+    let saved = named.iter().enumerate().map(|(nth, (name, spec))| SaveEntry::of_spec(nth, name, spec));
     write(OP, path.as_ref(), mesh.group()?, &saved.collect_vec(), |nth, _| tensors[nth].1.to_local())
 }
 
@@ -62,10 +67,10 @@ pub(crate) fn write<'a>(
     op: &'static str,
     path: &Path,
     group: &ProcessGroup,
-    tensors: &[Saved<'_>],
+    tensors: &[SaveEntry<'_>],
     local: impl Fn(usize, usize) -> &'a Tensor,
 ) -> Result<()> {
-    let prepared = (group.rank() == 0).then(|| Prepared::new(path, tensors)).transpose();
+    let prepared = (group.rank() == 0).then(|| SaveState::new(path, tensors)).transpose();
     let prepared = agreed(group, op, prepared)?;
     let written = shared(op, path, group, prepared.as_ref()).and_then(|(nonce, patience)| {
         let stamps = written(op, path, group, tensors, (&nonce, patience), local)?;
@@ -74,7 +79,7 @@ pub(crate) fn write<'a>(
     // When a rank returns, the place is free, so the lock goes before the ranks agree.
     let committed = prepared.map_or(Ok(()), |prepared| {
         let committed = written.as_ref().map_err(Error::clone).and_then(|(stamps, nonce)| {
-            commit(path, nonce, &Checkpoint::new(index_of(tensors, nonce), stamps.clone()))
+            commit(path, nonce, &CheckpointIndex::new(index_of(tensors, nonce), stamps.clone()))
         });
         // The result depends on whether the checkpoint is complete, not on leftover files.
         let cleared = prepared.clear(path, committed.as_ref().err());
@@ -90,7 +95,7 @@ fn shared(
     op: &'static str,
     path: &Path,
     group: &ProcessGroup,
-    prepared: Option<&Prepared>,
+    prepared: Option<&SaveState>,
 ) -> Result<(String, Duration)> {
     let nonce = prepared.map(|prepared| prepared.lock.nonce().to_owned()).unwrap_or_default();
     let mut all: Vec<(String, String)> = told(op, group, &(nonce, candle_dist::init::host_name()))?;
@@ -105,7 +110,7 @@ fn written<'a>(
     op: &'static str,
     path: &Path,
     group: &ProcessGroup,
-    tensors: &[Saved<'_>],
+    tensors: &[SaveEntry<'_>],
     (nonce, patience): (&str, Duration),
     local: impl Fn(usize, usize) -> &'a Tensor,
 ) -> Result<Stamps> {
@@ -131,7 +136,12 @@ fn written<'a>(
 }
 
 /// Checks that the files are there, each with its length and digest, and that what `read` does with it succeeds.
-fn verify(path: &Path, files: &Stamps, patience: Duration, read: impl Fn(&WeightFile) -> Result<()>) -> Result<()> {
+fn verify(
+    path: &Path,
+    files: &Stamps,
+    patience: Duration,
+    read: impl Fn(&WeightFile) -> Result<()>,
+) -> Result<()> {
     for (name, stamp) in files {
         let at = path.join(name);
         // If it stays away, the error of opening it says so.
@@ -149,7 +159,7 @@ fn verify(path: &Path, files: &Stamps, patience: Duration, read: impl Fn(&Weight
 }
 
 /// State that rank 0 reads before anything is written.
-struct Prepared {
+struct SaveState {
     /// Whether the folder was created for this save.
     is_new: bool,
     /// The names that this save creates.
@@ -157,9 +167,9 @@ struct Prepared {
     lock: Lock,
 }
 
-impl Prepared {
+impl SaveState {
     /// Creates the folder and takes its lock, unless the checkpoint would replace something else.
-    fn new(path: &Path, tensors: &[Saved<'_>]) -> Result<Self> {
+    fn new(path: &Path, tensors: &[SaveEntry<'_>]) -> Result<Self> {
         if path.file_name().is_none() {
             return Err(Error::file(path, "is not a valid name to save under; choose another"));
         }
@@ -179,7 +189,7 @@ impl Prepared {
     }
 
     /// Checks what is in the folder, and announces what is to change.
-    fn locked(path: &Path, tensors: &[Saved<'_>], is_new: bool, mut lock: Lock) -> Result<Self> {
+    fn locked(path: &Path, tensors: &[SaveEntry<'_>], is_new: bool, mut lock: Lock) -> Result<Self> {
         let was_left = !lock.left().is_empty();
         let announced = Self::replaced(path, tensors, &lock).and_then(|replaced| {
             let written = tensors.iter().flat_map(|saved| &saved.pieces);
@@ -200,11 +210,12 @@ impl Prepared {
     }
 
     /// Returns the files of the checkpoint that is there, which must be one of the same model, or of a part or an extension of it.
-    fn replaced(path: &Path, tensors: &[Saved<'_>], lock: &Lock) -> Result<Vec<String>> {
-        if let Some(index) = Checkpoint::to_replace(path)? {
+    fn replaced(path: &Path, tensors: &[SaveEntry<'_>], lock: &Lock) -> Result<Vec<String>> {
+        if let Some(index) = CheckpointIndex::to_replace(path)? {
             let (given, held): (BTreeSet<&str>, BTreeSet<&str>) =
                 (tensors.iter().map(|saved| saved.name).collect(), index.names().collect());
-            if let (Some(new), Some(lost)) = (given.difference(&held).next(), held.difference(&given).next()) {
+            if let (Some(new), Some(lost)) = (given.difference(&held).next(), held.difference(&given).next())
+            {
                 return Err(Error::file(
                     path,
                     format!(
@@ -231,8 +242,8 @@ impl Prepared {
     /// crash the index of the last save may be back.
     fn clear(self, path: &Path, error: Option<&Error>) -> Result<()> {
         let Self { is_new, mine, lock } = self;
-        let index = Checkpoint::to_replace(path)?;
-        let wanted: BTreeSet<&str> = index.iter().flat_map(Checkpoint::file_names).collect();
+        let index = CheckpointIndex::to_replace(path)?;
+        let wanted: BTreeSet<&str> = index.iter().flat_map(CheckpointIndex::file_names).collect();
         let known = lock.names().filter(|name| is_name(name) && !wanted.contains(&***name));
         let mut is_clean = true;
         for name in known {
@@ -274,7 +285,7 @@ fn make_folder(path: &Path) -> Result<()> {
 fn write_blocks<'a>(
     folder: &Path,
     (rank, nonce): (usize, &str),
-    tensors: &[Saved<'_>],
+    tensors: &[SaveEntry<'_>],
     local: impl Fn(usize, usize) -> &'a Tensor,
     created: &mut Vec<PathBuf>,
 ) -> Result<Stamps> {
@@ -302,7 +313,7 @@ fn write_blocks<'a>(
 }
 
 /// Renames the index to its final name; from then on the new checkpoint is valid.
-fn commit(path: &Path, nonce: &str, index: &Checkpoint) -> Result<()> {
+fn commit(path: &Path, nonce: &str, index: &CheckpointIndex) -> Result<()> {
     let (next, at): (PathBuf, PathBuf) = (path.join(partial(nonce)), path.join(INDEX));
     let put = || -> io::Result<()> {
         let mut file = disk::create(&next)?;

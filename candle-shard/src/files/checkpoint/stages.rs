@@ -1,7 +1,7 @@
 //! Saving what ranks of several meshes hold, such as the stages of a pipeline.
 use super::agreement::check_names;
 use super::save::write;
-use super::saved::{Saved, Written};
+use super::saved::{BlockWriter, SaveEntry};
 use crate::agreement::{agreed, told};
 use crate::files::weights::{dtype_named, name_of};
 use crate::layout::{first_overlap, volume, whole};
@@ -39,15 +39,15 @@ struct StageTensors {
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_dist::World;
-/// use candle_shard::nn::{Linear, ShardedVarBuilder};
+/// use candle_shard::nn::{Linear, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan};
 /// use candle_shard::{Result, Weights, checkpoint};
 ///
 /// let folder = std::env::temp_dir().join(format!("stages-doc-{}", std::process::id()));
-/// World::local(4).run(|ctx| -> Result<()> {
+/// World::threads(4).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("pp", 2), ("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("layers.*", ColwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(42, &mesh.axis("tp")?, plan, DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh.axis("tp")?, plan, DType::F32, &Device::Cpu)?;
 ///     Linear::new(4, 6, false, &vb.pp(format!("layers.{}", mesh.local_rank("pp")?)))?; // this rank's stage
 ///     checkpoint::save_stages(&folder, mesh.group()?, &vb.finish()?.named_tensors())
 /// })?;
@@ -68,20 +68,22 @@ pub fn save_stages<N: AsRef<str>>(
 ) -> Result<()> {
     let mine = agreed(group, OP, held(group, tensors))?;
     let all = told(OP, group, &mine)?;
-    let mut saved: BTreeMap<&str, (&StageTensors, Vec<Written>)> = BTreeMap::new();
+    let mut saved: BTreeMap<&str, (&StageTensors, Vec<BlockWriter>)> = BTreeMap::new();
     for (rank, held) in all.iter().enumerate() {
         for held in held {
             let (first, blocks) = saved.entry(&held.name).or_insert((held, Vec::new()));
             if (&first.shape, &first.dtype) != (&held.shape, &held.dtype) {
                 let show = |held: &StageTensors| format!("{} {:?}", held.dtype, held.shape);
-                let reason = format!("{:?} is {} on one rank and {} on another", held.name, show(first), show(held));
+                let reason =
+                    format!("{:?} is {} on one rank and {} on another", held.name, show(first), show(held));
                 return Error::op(OP, format!("{reason}; give them names of their own"));
             }
             // Copies on other meshes may be cut otherwise.
             let is_empty = held.lens.contains(&0);
             if first.mesh == held.mesh && !is_empty {
-                let block = held.start.iter().zip(&held.lens).map(|(&start, &len)| start..start + len).collect();
-                blocks.push(Written { rank, part: 0, block });
+                let block =
+                    held.start.iter().zip(&held.lens).map(|(&start, &len)| start..start + len).collect();
+                blocks.push(BlockWriter { rank, part: 0, block });
             }
         }
     }
@@ -92,28 +94,31 @@ pub fn save_stages<N: AsRef<str>>(
         // One of those that hold the same block writes it, a different one from tensor to tensor.
         let by_start = blocks.into_iter().into_group_map_by(starts);
         let chosen = by_start.into_iter().sorted_by(|a, b| a.0.cmp(&b.0));
-        let pieces: Vec<Written> = chosen.map(|(_, mut same)| same.swap_remove(nth % same.len())).collect();
+        let pieces: Vec<BlockWriter> =
+            chosen.map(|(_, mut same)| same.swap_remove(nth % same.len())).collect();
         check_covers(name, first, &pieces)?;
-        plan.push(Saved { name, shape: &first.shape, dtype, pieces });
+        plan.push(SaveEntry { name, shape: &first.shape, dtype, pieces });
     }
-    let own: BTreeMap<&str, &DTensor> = tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor)).collect();
+    let own: BTreeMap<&str, &DTensor> =
+        tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor)).collect();
     let names: Vec<&str> = plan.iter().map(|saved| saved.name).collect();
     write(OP, path.as_ref(), group, &plan, |nth, _| own[names[nth]].to_local())
 }
 
 /// Refuses blocks of a tensor that are not exactly the whole tensor. All ranks see the same blocks.
-fn check_covers(name: &str, first: &StageTensors, pieces: &[Written]) -> Result<()> {
+fn check_covers(name: &str, first: &StageTensors, pieces: &[BlockWriter]) -> Result<()> {
     let StageTensors { shape, mesh, .. } = first;
     let blocks = pieces.iter().map(|piece| &piece.block).collect_vec();
     let held = blocks.iter().try_fold(0, |sum: usize, block| sum.checked_add(volume(block)?));
     if held == volume(&whole(shape)) && first_overlap(&blocks).is_none() {
         return Ok(());
     }
-    let reason = format!("the blocks of {name:?} on the ranks {mesh:?} are not exactly a tensor of shape {shape:?}");
+    let reason =
+        format!("the blocks of {name:?} on the ranks {mesh:?} are not exactly a tensor of shape {shape:?}");
     Error::op(OP, format!("{reason}; give it on all ranks of its mesh, in one layout"))
 }
 
-fn starts(written: &Written) -> Vec<usize> {
+fn starts(written: &BlockWriter) -> Vec<usize> {
     written.block.iter().map(|range| range.start).collect()
 }
 
@@ -123,7 +128,10 @@ fn held<N: AsRef<str>>(group: &ProcessGroup, tensors: &[(N, DTensor)]) -> Result
     let of = |(name, tensor): &(N, DTensor)| {
         let (name, spec) = (name.as_ref(), tensor.spec());
         if let Some(p) = spec.placements().iter().find(|p| p.is_partial()) {
-            return Error::op(OP, format!("{name:?} as {spec} is {p}, not yet a value; redistribute it first"));
+            return Error::op(
+                OP,
+                format!("{name:?} as {spec} is {p}, not yet a value; redistribute it first"),
+            );
         }
         if let Some(rank) = spec.mesh().ranks().iter().find(|rank| !group.ranks().contains(rank)) {
             let reason = format!("{name:?} lies on {} with rank {rank}, which does not save", spec.mesh());

@@ -1,8 +1,8 @@
 //! One file of tensors: its header, and reads at an offset.
 use super::entry::Entry;
-use super::gguf::{self, Metadata};
+use super::gguf::{self, GgufMetadata};
 use super::header::Header;
-use crate::files::digests::{Digests, Stamp};
+use crate::files::digests::{Digests, FileStamp};
 use crate::files::regular;
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
@@ -21,17 +21,17 @@ pub(crate) struct WeightFile {
     pub(super) path: PathBuf,
     pub(super) entries: BTreeMap<String, Entry>,
     /// The metadata of a GGUF file.
-    pub(super) metadata: Option<Metadata>,
+    pub(super) metadata: Option<GgufMetadata>,
     /// Where its header ends, and where it ends.
     data: Range<u64>,
     digests: Option<Digests>,
     file: File,
     /// The last block that was read because a part was wanted: the next tensor may be a small one in it.
-    last: Mutex<Option<Block>>,
+    last: Mutex<Option<DigestBlock>>,
 }
 
 /// A block that was compared with its digest: its number, and its bytes.
-pub(super) type Block = (usize, Arc<Vec<u8>>);
+pub(super) type DigestBlock = (usize, Arc<Vec<u8>>);
 
 impl WeightFile {
     /// Reads the header and checks all of it against the file's length, so that a truncated file is refused here.
@@ -48,7 +48,8 @@ impl WeightFile {
         if is_gguf || path.extension().is_some_and(|extension| extension == "gguf") {
             return Self::open_gguf(path, file, length);
         }
-        let wrong = |reason: String| Error::file(path, format!("{reason}; is it a complete safetensors file?"));
+        let wrong =
+            |reason: String| Error::file(path, format!("{reason}; is it a complete safetensors file?"));
         let mut first = [0; 8];
         if length < 8 {
             return Err(wrong(format!("has {length} bytes, too few for a header")));
@@ -61,12 +62,14 @@ impl WeightFile {
         let mut header = vec![0; header_length as usize];
         file.read_exact(&mut header).map_err(failed)?;
         let data = header_length + 8..length;
-        let Header { entries, digests } = Header::read(&header, data.start, data.end - data.start).map_err(wrong)?;
+        let Header { entries, digests } =
+            Header::read(&header, data.start, data.end - data.start).map_err(wrong)?;
         Ok(Self { path: path.into(), entries, metadata: None, data, digests, file, last: Mutex::default() })
     }
 
     fn open_gguf(path: &Path, file: File, length: u64) -> Result<Self> {
-        let header = file.try_clone().map_err(|error| error.to_string()).and_then(|file| gguf::read(file, length));
+        let header =
+            file.try_clone().map_err(|error| error.to_string()).and_then(|file| gguf::read(file, length));
         let (metadata, entries) =
             header.map_err(|why| Error::file(path, format!("{why}; is it a complete GGUF file?")))?;
         let (metadata, data, last) = (Some(metadata), 0..length, Mutex::default());
@@ -74,15 +77,15 @@ impl WeightFile {
     }
 
     /// Returns the length of the file and the digest of its header, if it has digests.
-    pub(crate) fn stamp(&self) -> Option<Stamp> {
-        self.digests.as_ref().map(|digests| Stamp { length: self.data.end, digest: digests.header })
+    pub(crate) fn stamp(&self) -> Option<FileStamp> {
+        self.digests.as_ref().map(|digests| FileStamp { length: self.data.end, digest: digests.header })
     }
 
     /// Fills `bytes` with the bytes at offset `at`; returns how many bytes were read for that.
     ///
     /// Where the file has digests, whole blocks are read and compared with them. The caller has the `block` that was read last, so that
     /// ranks that read one file do not take it from each other.
-    pub(super) fn read_at(&self, at: u64, bytes: &mut [u8], block: &mut Option<Block>) -> Result<u64> {
+    pub(super) fn read_at(&self, at: u64, bytes: &mut [u8], block: &mut Option<DigestBlock>) -> Result<u64> {
         let Some(digests) = self.digests.as_ref().filter(|_| !bytes.is_empty()) else {
             return self.fill(at, bytes).map(|()| bytes.len() as u64);
         };
@@ -141,7 +144,7 @@ impl WeightFile {
         Err(Error::file(&self.path, format!("{reason}; the file is damaged, take another copy of it")))
     }
 
-    fn last(&self, nth: usize) -> Option<Block> {
+    fn last(&self, nth: usize) -> Option<DigestBlock> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone().filter(|(last, _)| *last == nth)
     }
 

@@ -19,14 +19,14 @@ pub(super) struct Header {
 
 /// The fields of a header in their order, before they are checked.
 #[derive(Default)]
-struct Fields {
+struct HeaderFields {
     metadata: Option<HashMap<String, String>>,
-    tensors: Vec<(String, Described)>,
+    tensors: Vec<(String, HeaderEntry)>,
 }
 
 /// A tensor as the header describes it; offsets count from the end of the header.
 #[derive(Deserialize)]
-struct Described {
+struct HeaderEntry {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: (usize, usize),
@@ -37,10 +37,10 @@ impl Header {
     ///
     /// The reference crate judges where the tensors lie: one behind the other, without gaps.
     pub(super) fn read(header: &[u8], data_at: u64, length: u64) -> Result<Self, String> {
-        let fields: Fields =
+        let fields: HeaderFields =
             serde_json::from_slice(header).map_err(|error| format!("has a damaged header ({error})"))?;
         let mut tensors = Vec::with_capacity(fields.tensors.len());
-        for (name, Described { dtype, shape, data_offsets }) in fields.tensors {
+        for (name, HeaderEntry { dtype, shape, data_offsets }) in fields.tensors {
             if types::quantized(&dtype).is_some() {
                 return Err(format!("{name:?} is {dtype}, blocks that only GGUF files have"));
             }
@@ -92,18 +92,18 @@ fn check(tensor: &TensorInfo, has: u64) -> Result<(), String> {
     }
 }
 
-impl<'de> Deserialize<'de> for Fields {
+impl<'de> Deserialize<'de> for HeaderFields {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Read;
         impl<'de> Visitor<'de> for Read {
-            type Value = Fields;
+            type Value = HeaderFields;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("tensors by name")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
-                let (mut fields, mut known) = (Fields::default(), HashSet::new());
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HeaderFields, A::Error> {
+                let (mut fields, mut known) = (HeaderFields::default(), HashSet::new());
                 while let Some(name) = map.next_key::<String>()? {
                     if !known.insert(name.clone()) {
                         return Err(A::Error::custom(format!("{name:?} comes twice")));

@@ -1,8 +1,8 @@
 //! Weights in several files, located by an index file.
 use super::entry::{Entry, elements};
 use super::file::WeightFile;
-use super::{Piece, Stored, Weights, gguf};
-use crate::files::index::{self, INDEX, Index, Indexed};
+use super::{FileBlock, StoredTensor, Weights, gguf};
+use crate::files::index::{self, INDEX, IndexFile, TensorIndex};
 use crate::layout::{first_overlap, volume};
 use crate::{Error, Result};
 use candle_dist::bits::digest_bytes;
@@ -48,7 +48,9 @@ impl Weights {
 fn open_folder(folder: &Path) -> Result<Weights> {
     match KNOWN.iter().map(|name| folder.join(name)).find(|path| path.exists()) {
         Some(path) => Weights::open(path),
-        None => Err(Error::file(folder, format!("holds none of {}; name the files themselves", KNOWN.join(", ")))),
+        None => {
+            Err(Error::file(folder, format!("holds none of {}; name the files themselves", KNOWN.join(", "))))
+        }
     }
 }
 
@@ -71,18 +73,20 @@ fn open_index(path: &Path) -> Result<Weights> {
 }
 
 fn open_text(path: &Path, text: &[u8]) -> Result<Weights> {
-    let checkpoint = match Index::parse(path, text)? {
-        Index::Blocks(checkpoint) => checkpoint,
-        Index::Whole(files) => return open_whole(path, files),
+    let checkpoint = match IndexFile::parse(path, text)? {
+        IndexFile::Blocks(checkpoint) => checkpoint,
+        IndexFile::Whole(files) => return open_whole(path, files),
     };
     let is_intact = checkpoint.is_intact();
-    let mut files = Files::new(path);
+    let mut files = FileSet::new(path);
     for (name, stamp) in &checkpoint.files {
         let at = files.open(name)?;
         let file = &files.weights.files[at];
         if file.stamp().as_ref() != Some(stamp) {
-            let reason =
-                format!("is not the file that {} names, or is damaged; get both from one source", path.display());
+            let reason = format!(
+                "is not the file that {} names, or is damaged; get both from one source",
+                path.display()
+            );
             return Err(Error::file(&file.path, reason));
         }
     }
@@ -98,23 +102,23 @@ fn open_text(path: &Path, text: &[u8]) -> Result<Weights> {
 }
 
 fn open_whole(path: &Path, weight_map: BTreeMap<String, String>) -> Result<Weights> {
-    let mut files = Files::new(path);
+    let mut files = FileSet::new(path);
     for (name, file) in weight_map {
         let at = files.open(&file)?;
-        let stored = Stored::whole(at, files.entry(&name, at)?);
+        let stored = StoredTensor::whole(at, files.entry(&name, at)?);
         files.weights.tensors.insert(name, stored);
     }
     Ok(files.weights)
 }
 
 /// The files that an index names, each opened once.
-struct Files<'a> {
+struct FileSet<'a> {
     index: &'a Path,
     opened: BTreeMap<String, usize>,
     weights: Weights,
 }
 
-impl<'a> Files<'a> {
+impl<'a> FileSet<'a> {
     fn new(index: &'a Path) -> Self {
         Self { index, opened: BTreeMap::new(), weights: Weights::empty(index) }
     }
@@ -125,7 +129,10 @@ impl<'a> Files<'a> {
         }
         // An index must not refer to files outside its folder.
         if Path::new(name).file_name() != Some(name.as_ref()) {
-            return Err(Error::file(self.index, format!("names {name:?}, which is not a file in its folder")));
+            return Err(Error::file(
+                self.index,
+                format!("names {name:?}, which is not a file in its folder"),
+            ));
         }
         self.weights.files.push(WeightFile::open(&self.index.with_file_name(name))?);
         let at = self.weights.files.len() - 1;
@@ -137,15 +144,18 @@ impl<'a> Files<'a> {
         let file = &self.weights.files[file];
         file.entries.get(name).ok_or_else(|| {
             let index = self.index.display();
-            Error::file(&file.path, format!("{name:?} is not there, though {index} says so; get both from one source"))
+            Error::file(
+                &file.path,
+                format!("{name:?} is not there, though {index} says so; get both from one source"),
+            )
         })
     }
 
     /// Opens the pieces of one tensor and checks them: each lies in its file as described, and together they are the
     /// tensor.
-    fn pieces_of(&mut self, name: &str, indexed: Indexed) -> Result<Stored> {
-        let Indexed { shape, dtype, pieces } = indexed;
-        let mut stored = Stored { shape, dtype, pieces: Vec::new(), schemes: Vec::new() };
+    fn pieces_of(&mut self, name: &str, indexed: TensorIndex) -> Result<StoredTensor> {
+        let TensorIndex { shape, dtype, pieces } = indexed;
+        let mut stored = StoredTensor { shape, dtype, pieces: Vec::new(), schemes: Vec::new() };
         for piece in pieces {
             let file = self.open(&piece.file)?;
             let entry = self.entry(name, file)?;
@@ -153,12 +163,14 @@ impl<'a> Files<'a> {
             let lies = entry.shape == piece.shape && piece.shape.len() == dims && piece.start.len() == dims;
             if !lies || entry.dtype != stored.dtype {
                 let (has, want, start, whole) = (&entry.shape, &piece.shape, &piece.start, &stored.shape);
-                let reason = format!("{name:?} is {}{has:?}, and the index has {}{want:?}", entry.dtype, stored.dtype);
+                let reason =
+                    format!("{name:?} is {}{has:?}, and the index has {}{want:?}", entry.dtype, stored.dtype);
                 let reason = format!("{reason} at {start:?} of {whole:?}");
                 return Err(Error::file(&self.weights.files[file].path, reason));
             }
-            let block = piece.start.iter().zip(&piece.shape).map(|(&at, &n)| at..at.saturating_add(n)).collect();
-            stored.pieces.push(Piece { file, block, at: entry.at });
+            let block =
+                piece.start.iter().zip(&piece.shape).map(|(&at, &n)| at..at.saturating_add(n)).collect();
+            stored.pieces.push(FileBlock { file, block, at: entry.at });
         }
         match stored.covered() {
             true => Ok(stored),
@@ -173,11 +185,13 @@ impl<'a> Files<'a> {
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Returns whether each element is in exactly one piece: the counts match, all pieces are inside, none overlap.
     fn covered(&self) -> bool {
-        let volumes = self.pieces.iter().try_fold(0, |sum: usize, piece| sum.checked_add(volume(&piece.block)?));
-        let inside = |piece: &Piece| piece.block.iter().zip(&self.shape).all(|(range, &n)| range.end <= n);
+        let volumes =
+            self.pieces.iter().try_fold(0, |sum: usize, piece| sum.checked_add(volume(&piece.block)?));
+        let inside =
+            |piece: &FileBlock| piece.block.iter().zip(&self.shape).all(|(range, &n)| range.end <= n);
         let blocks: Vec<_> = self.pieces.iter().map(|piece| &piece.block).collect();
         self.pieces.iter().all(inside)
             && volumes.is_some()

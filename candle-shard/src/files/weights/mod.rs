@@ -46,7 +46,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// let path = std::env::temp_dir().join(format!("weights-doc-{}.safetensors", std::process::id()));
 /// Tensor::arange(0f32, 4096., &Device::Cpu)?.reshape((2, 2048))?.save_safetensors("w", &path)?;
-/// let bytes = World::local(2).run(|ctx| -> Result<u64> {
+/// let bytes = World::threads(2).run(|ctx| -> Result<u64> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let weights = Weights::open(&path)?;
 ///     let w = weights.read("w", &Spec::new(&mesh, &[Shard(1)], (2, 2048), DType::F32)?, &Device::Cpu)?;
@@ -61,7 +61,7 @@ pub struct Weights {
     /// The path that was opened, for messages.
     source: PathBuf,
     files: Vec<WeightFile>,
-    tensors: BTreeMap<String, Stored>,
+    tensors: BTreeMap<String, StoredTensor>,
     bytes_read: AtomicU64,
     /// What tells a checkpoint from others at the same place.
     identity: Option<u64>,
@@ -69,18 +69,18 @@ pub struct Weights {
 
 /// A tensor as stored in files.
 #[derive(Clone)]
-struct Stored {
+struct StoredTensor {
     shape: Vec<usize>,
     /// The dtype as named in the file.
     dtype: String,
-    pieces: Vec<Piece>,
+    pieces: Vec<FileBlock>,
     /// What is computed from other tensors, as f32.
     schemes: Vec<SchemePiece>,
 }
 
 /// A block of a tensor that lies in one file, row-major.
 #[derive(Clone)]
-struct Piece {
+struct FileBlock {
     file: usize,
     block: Vec<Range<usize>>,
     /// The offset of its bytes in the file.
@@ -102,7 +102,7 @@ impl Weights {
             let file = WeightFile::open(path.as_ref())?;
             let at = weights.files.len();
             for (name, entry) in &file.entries {
-                if let Some(known) = weights.tensors.insert(name.clone(), Stored::whole(at, entry)) {
+                if let Some(known) = weights.tensors.insert(name.clone(), StoredTensor::whole(at, entry)) {
                     let other = weights.files[known.pieces[0].file].path.display();
                     let reason = format!("{name:?} is in {other} too; name files without tensors in common");
                     return Err(Error::file(path, reason));
@@ -110,7 +110,8 @@ impl Weights {
             }
             weights.files.push(file);
         }
-        let parts: Vec<_> = weights.files.iter().map(|file| (file.metadata.as_ref(), file.entries.len())).collect();
+        let parts: Vec<_> =
+            weights.files.iter().map(|file| (file.metadata.as_ref(), file.entries.len())).collect();
         for (at, file) in weights.files.iter().enumerate() {
             gguf::split::check(&parts, at).map_err(|why| Error::file(&file.path, why))?;
         }
@@ -152,7 +153,8 @@ impl Weights {
     /// [`Error::File`] if the file cannot be read.
     pub fn gguf_header_goes_on(path: impl AsRef<Path>, bytes: u64) -> Result<bool> {
         let path = path.as_ref();
-        let file = regular::open(path).map_err(|error| Error::file(path, format!("cannot be read ({error})")))?;
+        let file =
+            regular::open(path).map_err(|error| Error::file(path, format!("cannot be read ({error})")))?;
         Ok(gguf::goes_on(file, bytes))
     }
 
@@ -170,7 +172,10 @@ impl Weights {
         let dtype = dtypes::named(&stored.dtype).or(stored.quantized().map(|_| DType::F32));
         dtype.ok_or_else(|| {
             let (known, dtype) = (dtypes::known(), &stored.dtype);
-            self.error(name, format!("has the dtype {dtype}, which cannot be loaded; convert it to one of {known}"))
+            self.error(
+                name,
+                format!("has the dtype {dtype}, which cannot be loaded; convert it to one of {known}"),
+            )
         })
     }
 
@@ -205,7 +210,9 @@ impl Weights {
         device: &Device,
     ) -> Result<DTensor> {
         let local = match within.filter(|_| !self.contains_tensor(name)) {
-            Some(within) => self.read_as(&within.of, &within.whole(spec), &within.block(spec), spec.dtype(), device)?,
+            Some(within) => {
+                self.read_as(&within.of, &within.whole(spec), &within.block(spec), spec.dtype(), device)?
+            }
             None => self.read_as(name, spec.dims(), &spec.local_block(), spec.dtype(), device)?,
         };
         DTensor::from_local_with_spec(local, spec.clone())
@@ -222,14 +229,18 @@ impl Weights {
     ) -> Result<Tensor> {
         let (shape, dtype) = (self.shape(name)?, self.dtype(name)?);
         if shape != want {
-            return Err(self
-                .error(name, format!("has shape {shape:?}, but the model expects {want:?}; check the model's sizes")));
+            return Err(self.error(
+                name,
+                format!("has shape {shape:?}, but the model expects {want:?}; check the model's sizes"),
+            ));
         }
         if dtype != to && !(dtype.is_float() && to.is_float()) {
             let (has, want) = (dtype.as_str(), to.as_str());
             return Err(self.error(
                 name,
-                format!("holds {has}, but the model expects {want}; only floats are cast, and only to floats"),
+                format!(
+                    "holds {has}, but the model expects {want}; only floats are cast, and only to floats"
+                ),
             ));
         }
         Ok(self.read_block(name, block, device)?.to_dtype(to)?)
@@ -244,17 +255,21 @@ impl Weights {
         let inside = |(range, &n): (&Range<usize>, &usize)| range.start <= range.end && range.end <= n;
         if block.len() != stored.shape.len() || !block.iter().zip(&stored.shape).all(inside) {
             let shape = &stored.shape;
-            return Err(self.error(name, format!("has shape {shape:?}, and the block {block:?} is outside of it")));
+            return Err(
+                self.error(name, format!("has shape {shape:?}, and the block {block:?} is outside of it"))
+            );
         }
         if let Some(storage) = stored.quantized() {
             return self.read_dequantized(name, stored, storage, block, device);
         }
         if elements(&stored.shape).is_none() {
-            return Err(self.error(name, format!("has shape {:?}, more than memory can address", stored.shape)));
+            return Err(
+                self.error(name, format!("has shape {:?}, more than memory can address", stored.shape))
+            );
         }
         read::filled(dtype, block, device, |bytes| {
             for piece in &stored.pieces {
-                let runs = runs::Runs::new(&piece.block, block, dtype.size_in_bytes());
+                let runs = runs::ByteRuns::new(&piece.block, block, dtype.size_in_bytes());
                 let read = read::read(&self.files[piece.file], piece.at, runs, bytes);
                 self.bytes_read.fetch_add(read.map_err(|error| named(name, error))?, Ordering::Relaxed);
             }
@@ -281,7 +296,7 @@ impl Weights {
         self.bytes_read.load(Ordering::Relaxed)
     }
 
-    fn stored(&self, name: &str) -> Result<&Stored> {
+    fn stored(&self, name: &str) -> Result<&StoredTensor> {
         self.tensors.get(name).ok_or_else(|| {
             let last = name.rsplit('.').next().unwrap_or(name);
             let like = self.names().find(|known| known.rsplit('.').next() == Some(last));
@@ -306,11 +321,11 @@ fn named(name: &str, error: Error) -> Error {
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Creates an entry for a tensor that lies whole in one file.
     fn whole(file: usize, entry: &Entry) -> Self {
         let block = entry.shape.iter().map(|&n| 0..n).collect();
-        let pieces = vec![Piece { file, block, at: entry.at }];
+        let pieces = vec![FileBlock { file, block, at: entry.at }];
         Self { shape: entry.shape.clone(), dtype: entry.dtype.clone(), pieces, schemes: Vec::new() }
     }
 
@@ -320,7 +335,7 @@ impl Stored {
             Some((elements, bytes)) => (elements, 8 * bytes),
             None => (1, dtypes::bits(&self.dtype)),
         };
-        let count = |piece: &Piece| elements_of(&piece.block) / elements as u64;
+        let count = |piece: &FileBlock| elements_of(&piece.block) / elements as u64;
         self.pieces.iter().map(count).sum::<u64>().saturating_mul(bits as u64).div_ceil(8)
     }
 }

@@ -1,6 +1,6 @@
 //! Other names for stored tensors and for their rows.
 use super::gguf::types::Storage;
-use super::{Piece, Stored, Weights};
+use super::{FileBlock, StoredTensor, Weights};
 use crate::Result;
 use itertools::Itertools;
 
@@ -66,7 +66,9 @@ impl Weights {
         let stored = self.stored(name)?.clone();
         let sum = parts.iter().try_fold(0usize, |sum, (_, size)| sum.checked_add(*size));
         let (Some(&has), 1) = (stored.shape.get(dim), stored.pieces.len() + stored.schemes.len()) else {
-            return Err(self.error(name, format!("cannot be split: it has no dim {dim}, or lies in several pieces")));
+            return Err(
+                self.error(name, format!("cannot be split: it has no dim {dim}, or lies in several pieces"))
+            );
         };
         if sum != Some(has) {
             let wanted: Vec<usize> = parts.iter().map(|(_, size)| *size).collect();
@@ -93,12 +95,17 @@ impl Weights {
             let outer = shape[..cut].iter().map(|&n| 0..n).multi_cartesian_product();
             // Without a dim in front there is one piece all the same.
             let outer: Vec<Vec<usize>> = if cut == 0 { vec![Vec::new()] } else { outer.collect() };
-            let pieces = (0u64..).zip(outer).map(|(i, index)| Piece {
+            let pieces = (0u64..).zip(outer).map(|(i, index)| FileBlock {
                 file: piece.file,
                 block: index.iter().map(|&at| at..at + 1).chain(shape[cut..].iter().map(|&n| 0..n)).collect(),
                 at: piece.at + (i * has as u64 + before) * step,
             });
-            let made = Stored { pieces: pieces.collect(), schemes: Vec::new(), shape, dtype: stored.dtype.clone() };
+            let made = StoredTensor {
+                pieces: pieces.collect(),
+                schemes: Vec::new(),
+                shape,
+                dtype: stored.dtype.clone(),
+            };
             self.insert(part.as_ref().into(), made, name)?;
             before += *size as u64;
         }
@@ -109,7 +116,7 @@ impl Weights {
     fn split_scheme(
         mut self,
         name: &str,
-        stored: &Stored,
+        stored: &StoredTensor,
         dim: usize,
         parts: &[(impl AsRef<str>, usize)],
     ) -> Result<Self> {
@@ -152,10 +159,11 @@ impl Weights {
         for name in names {
             parts.push((name.as_ref(), self.stored(name.as_ref())?.clone()));
         }
-        let Some((first_name, Stored { shape, dtype, .. })) = parts.first().cloned() else {
+        let Some((first_name, StoredTensor { shape, dtype, .. })) = parts.first().cloned() else {
             return Err(self.error(&to, "is to be made of no tensors; name one at least"));
         };
-        if let Some((name, other)) = parts.iter().find(|(_, part)| part.shape != shape || part.dtype != dtype) {
+        if let Some((name, other)) = parts.iter().find(|(_, part)| part.shape != shape || part.dtype != dtype)
+        {
             let reason = format!(
                 "is {}{:?}, and {first_name:?}, with which it is to be stacked, is {dtype}{shape:?}; expected tensors alike",
                 other.dtype, other.shape
@@ -163,23 +171,25 @@ impl Weights {
             return Err(self.error(name, reason));
         }
         let shape = [parts.len()].into_iter().chain(shape).collect();
-        let piece = |(i, (_, part)): (usize, &(&str, Stored))| {
-            let placed = |piece: &Piece| Piece {
+        let piece = |(i, (_, part)): (usize, &(&str, StoredTensor))| {
+            let placed = |piece: &FileBlock| FileBlock {
                 block: std::iter::once(i..i + 1).chain(piece.block.iter().cloned()).collect(),
                 ..piece.clone()
             };
             part.pieces.iter().map(placed).collect::<Vec<_>>()
         };
         let pieces = parts.iter().enumerate().flat_map(piece).collect();
-        let schemes =
-            parts.iter().enumerate().flat_map(|(i, (_, part))| part.schemes.iter().map(move |piece| piece.at(i)));
+        let schemes = parts
+            .iter()
+            .enumerate()
+            .flat_map(|(i, (_, part))| part.schemes.iter().map(move |piece| piece.at(i)));
         let schemes = schemes.collect();
         parts.iter().for_each(|(name, _)| drop(self.tensors.remove(*name)));
-        self.insert(to, Stored { shape, dtype, pieces, schemes }, first_name)?;
+        self.insert(to, StoredTensor { shape, dtype, pieces, schemes }, first_name)?;
         Ok(self)
     }
 
-    fn insert(&mut self, name: String, stored: Stored, old: &str) -> Result<()> {
+    fn insert(&mut self, name: String, stored: StoredTensor, old: &str) -> Result<()> {
         if self.tensors.contains_key(&name) {
             return Err(self.error(&name, format!("is the new name of {old:?} and of another tensor")));
         }

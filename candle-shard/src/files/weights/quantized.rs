@@ -1,6 +1,6 @@
 //! Blocks of quantized tensors: read as they are stored, or as the floats that they stand for.
 use super::gguf::types::{self, Storage};
-use super::{Stored, Weights, read, runs};
+use super::{StoredTensor, Weights, read, runs};
 use crate::Result;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{Device, Tensor};
@@ -57,10 +57,14 @@ impl Weights {
             let reason = format!("is stored as {}, {why}; read it as a tensor", stored.dtype);
             return Err(self.error(name, reason));
         };
-        let region: Vec<Range<usize>> =
-            index.map(|at| at..at.saturating_add(1)).into_iter().chain([rows.clone(), columns.clone()]).collect();
+        let region: Vec<Range<usize>> = index
+            .map(|at| at..at.saturating_add(1))
+            .into_iter()
+            .chain([rows.clone(), columns.clone()])
+            .collect();
         let shape = &stored.shape;
-        let is_inside = shape.len() == region.len() && region.iter().zip(shape).all(|(range, &size)| range.end <= size);
+        let is_inside =
+            shape.len() == region.len() && region.iter().zip(shape).all(|(range, &size)| range.end <= size);
         if !is_inside || rows.is_empty() || columns.is_empty() {
             let want = if index.is_some() { "some matrices" } else { "a matrix" };
             let reason = format!("has shape {shape:?}; want {want}, and rows and columns of it");
@@ -80,14 +84,15 @@ impl Weights {
     pub(super) fn read_dequantized(
         &self,
         name: &str,
-        stored: &Stored,
+        stored: &StoredTensor,
         storage: Storage,
         block: &[Range<usize>],
         device: &Device,
     ) -> Result<Tensor> {
         let shape: Vec<usize> = block.iter().map(Range::len).collect();
         let Some(last) = block.len().checked_sub(1) else {
-            return Err(self.error(name, format!("is a number of blocks of {}; expected a dim at least", stored.dtype)));
+            return Err(self
+                .error(name, format!("is a number of blocks of {}; expected a dim at least", stored.dtype)));
         };
         let (size, _) = storage.block();
         if shape.contains(&0) {
@@ -108,7 +113,9 @@ impl Weights {
                 Tensor::from_vec(values, dims, &Device::Cpu)?
             }
             Storage::Plain(dtype) => {
-                return Err(self.error(name, format!("is stored as {}, which is not quantized", dtype.as_str())));
+                return Err(
+                    self.error(name, format!("is stored as {}, which is not quantized", dtype.as_str()))
+                );
             }
         };
         let values = values.narrow(last, block[last].start - around[last].start, shape[last])?;
@@ -116,7 +123,12 @@ impl Weights {
     }
 
     /// Reads the bytes of the blocks of a region whose last dim begins and ends between blocks.
-    fn read_blocks(&self, stored: &Stored, storage: Storage, region: &[Range<usize>]) -> Result<Aligned> {
+    fn read_blocks(
+        &self,
+        stored: &StoredTensor,
+        storage: Storage,
+        region: &[Range<usize>],
+    ) -> Result<AlignedBytes> {
         let (elements, size) = storage.block();
         let in_blocks = |block: &[Range<usize>]| {
             let mut block = block.to_vec();
@@ -127,9 +139,9 @@ impl Weights {
         };
         let region = in_blocks(region);
         let count = region.iter().map(Range::len).product::<usize>();
-        let mut read = Aligned::new(count * size);
+        let mut read = AlignedBytes::new(count * size);
         for piece in &stored.pieces {
-            let runs = runs::Runs::new(&in_blocks(&piece.block), &region, size);
+            let runs = runs::ByteRuns::new(&in_blocks(&piece.block), &region, size);
             let bytes = read::read(&self.files[piece.file], piece.at, runs, read.bytes_mut())?;
             self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
         }
@@ -137,7 +149,7 @@ impl Weights {
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Returns the type of the blocks in which the tensor is stored, if it is in blocks that candle computes with.
     fn blocks(&self) -> Option<GgmlDType> {
         match self.quantized()? {
@@ -153,12 +165,12 @@ impl Stored {
 }
 
 /// Bytes that begin at a multiple of eight, since candle panics if blocks are not aligned.
-struct Aligned {
+struct AlignedBytes {
     memory: Vec<u64>,
     len: usize,
 }
 
-impl Aligned {
+impl AlignedBytes {
     fn new(len: usize) -> Self {
         Self { memory: vec![0; len.div_ceil(8)], len }
     }

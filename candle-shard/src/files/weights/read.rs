@@ -1,6 +1,6 @@
 //! Reads of runs of bytes into the memory of a tensor.
-use super::file::{Block, WeightFile};
-use super::runs::{Run, Runs};
+use super::file::{DigestBlock, WeightFile};
+use super::runs::{ByteRun, ByteRuns};
 use crate::Result;
 use bytemuck::Pod;
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -46,8 +46,9 @@ fn typed<T: Pod + WithDType>(
 }
 
 /// Reads the runs of the stored block at offset `at` to their places in `bytes`; returns the number of bytes read.
-pub(super) fn read(file: &WeightFile, at: u64, runs: Runs, bytes: &mut [u8]) -> Result<u64> {
-    let (mut pending, mut held, mut read): (Vec<Run>, Held, u64) = (Vec::new(), Held::default(), 0);
+pub(super) fn read(file: &WeightFile, at: u64, runs: ByteRuns, bytes: &mut [u8]) -> Result<u64> {
+    let (mut pending, mut held, mut read): (Vec<ByteRun>, ReadBuffers, u64) =
+        (Vec::new(), ReadBuffers::default(), 0);
     for run in runs {
         if let (Some(first), Some(last)) = (pending.first(), pending.last())
             && (run.from - last.from >= TOGETHER || run.from + run.len - first.from > AT_ONCE)
@@ -62,13 +63,19 @@ pub(super) fn read(file: &WeightFile, at: u64, runs: Runs, bytes: &mut [u8]) -> 
 
 /// Bytes that one read of a tensor keeps from run to run.
 #[derive(Default)]
-struct Held {
+struct ReadBuffers {
     scratch: Vec<u8>,
-    block: Option<Block>,
+    block: Option<DigestBlock>,
 }
 
 /// Reads these runs with one call; returns the number of bytes read.
-fn flush(file: &WeightFile, at: u64, runs: &[Run], held: &mut Held, bytes: &mut [u8]) -> Result<u64> {
+fn flush(
+    file: &WeightFile,
+    at: u64,
+    runs: &[ByteRun],
+    held: &mut ReadBuffers,
+    bytes: &mut [u8],
+) -> Result<u64> {
     let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return Ok(0) };
     let (start, len) = (at + first.from as u64, last.from + last.len - first.from);
     if runs.len() == 1 {

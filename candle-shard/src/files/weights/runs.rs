@@ -3,7 +3,7 @@ use std::ops::Range;
 
 /// Bytes that are consecutive both in the file and in the new tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct ByteRun {
     /// Their offset in the stored block.
     pub(super) from: usize,
     /// Their offset in the wanted block.
@@ -12,18 +12,18 @@ pub(super) struct Run {
 }
 
 /// The runs in which a stored and a wanted block overlap, in the order of the file.
-pub(super) struct Runs {
+pub(super) struct ByteRuns {
     /// For each dim that separates runs: the size of the overlap, and the strides in bytes of both blocks.
     outer: Vec<(usize, usize, usize)>,
-    first: Run,
+    first: ByteRun,
     next: usize,
     count: usize,
 }
 
-impl Runs {
+impl ByteRuns {
     /// Both blocks are ranges of global indices, row-major, with elements of `size` bytes.
     pub(super) fn new(stored: &[Range<usize>], wanted: &[Range<usize>], size: usize) -> Self {
-        let mut first = Run { from: 0, to: 0, len: size };
+        let mut first = ByteRun { from: 0, to: 0, len: size };
         // Dims beside an empty one may be as large as a header claims, so their products are not computed.
         if stored.iter().zip(wanted).any(|(stored, wanted)| overlap(stored, wanted) == 0) {
             return Self { outer: Vec::new(), first, next: 0, count: 0 };
@@ -55,10 +55,10 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> usize {
     a.end.min(b.end).saturating_sub(a.start.max(b.start))
 }
 
-impl Iterator for Runs {
-    type Item = Run;
+impl Iterator for ByteRuns {
+    type Item = ByteRun;
 
-    fn next(&mut self) -> Option<Run> {
+    fn next(&mut self) -> Option<ByteRun> {
         if self.next == self.count {
             return None;
         }
@@ -79,18 +79,18 @@ mod tests {
     use itertools::Itertools;
     use proptest::prelude::*;
 
-    fn run(from: usize, to: usize, len: usize) -> Run {
-        Run { from, to, len }
+    fn run(from: usize, to: usize, len: usize) -> ByteRun {
+        ByteRun { from, to, len }
     }
 
     #[test]
     fn rows_are_one_run_and_columns_one_a_row() {
-        let rows: Vec<_> = Runs::new(&[0..4, 0..6], &[1..3, 0..6], 4).collect();
+        let rows: Vec<_> = ByteRuns::new(&[0..4, 0..6], &[1..3, 0..6], 4).collect();
         assert_eq!(rows, [run(24, 0, 48)]);
-        let columns: Vec<_> = Runs::new(&[0..3, 0..6], &[0..3, 4..6], 4).collect();
+        let columns: Vec<_> = ByteRuns::new(&[0..3, 0..6], &[0..3, 4..6], 4).collect();
         assert_eq!(columns, [run(16, 0, 8), run(40, 8, 8), run(64, 16, 8)]);
-        assert_eq!(Runs::new(&[], &[], 8).collect::<Vec<_>>(), [run(0, 0, 8)]);
-        assert_eq!(Runs::new(&[0..2, 0..3], &[2..4, 0..3], 4).count(), 0);
+        assert_eq!(ByteRuns::new(&[], &[], 8).collect::<Vec<_>>(), [run(0, 0, 8)]);
+        assert_eq!(ByteRuns::new(&[0..2, 0..3], &[2..4, 0..3], 4).count(), 0);
     }
 
     proptest! {
@@ -115,7 +115,7 @@ mod tests {
                 want.push((place(&stored, &at) * 2 + 1, place(&wanted, &at) * 2 + 1));
             }
             let got: Vec<_> =
-                Runs::new(&stored, &wanted, 2).flat_map(|r| (0..r.len).map(move |i| (r.from + i, r.to + i))).collect();
+                ByteRuns::new(&stored, &wanted, 2).flat_map(|r| (0..r.len).map(move |i| (r.from + i, r.to + i))).collect();
             prop_assert_eq!(got, want);
         }
     }

@@ -1,6 +1,6 @@
 //! A safetensors file, written tensor by tensor.
 use super::dtypes;
-use crate::files::digests::{Digester, Stamp};
+use crate::files::digests::{Digester, FileStamp};
 use crate::files::disk;
 use crate::{Error, Result};
 use bytemuck::Pod;
@@ -29,7 +29,7 @@ pub(crate) struct WeightWriter {
 }
 
 /// A tensor in the header: name, dtype and shape.
-pub(crate) type Announced<'a> = (&'a str, DType, &'a [usize]);
+pub(crate) type TensorHeader<'a> = (&'a str, DType, &'a [usize]);
 
 impl WeightWriter {
     /// The order of the tensors in the file: large element sizes first, so that all are aligned.
@@ -40,16 +40,22 @@ impl WeightWriter {
     /// Creates the file, which must not be there, and writes the header for these tensors; calls `created` in between.
     pub(crate) fn create<'a>(
         path: &Path,
-        tensors: impl Iterator<Item = Announced<'a>>,
+        tensors: impl Iterator<Item = TensorHeader<'a>>,
         created: impl FnOnce(),
     ) -> Result<Self> {
         let (mut described, mut names, mut end) = (Vec::new(), BTreeSet::new(), 0usize);
         for (name, dtype, shape) in tensors {
             if is_reserved(name) || !names.insert(name) {
-                return Err(Error::file(path, format!("{name:?} is not a name that this file can hold once")));
+                return Err(Error::file(
+                    path,
+                    format!("{name:?} is not a name that this file can hold once"),
+                ));
             }
             let named = dtypes::name_of(dtype).ok_or_else(|| {
-                Error::file(path, format!("{name:?} holds {}, which cannot be saved; cast it", dtype.as_str()))
+                Error::file(
+                    path,
+                    format!("{name:?} holds {}, which cannot be saved; cast it", dtype.as_str()),
+                )
             })?;
             let start = end;
             end += shape.iter().product::<usize>() * dtype.size_in_bytes();
@@ -100,7 +106,7 @@ impl WeightWriter {
     }
 
     /// Writes the digests into the header, and waits until the file is on the disk.
-    pub(crate) fn finish(mut self) -> Result<Stamp> {
+    pub(crate) fn finish(mut self) -> Result<FileStamp> {
         if self.written != self.announced {
             let (has, wants) = (self.written, self.announced);
             return Err(Error::file(
@@ -112,7 +118,7 @@ impl WeightWriter {
         self.file.rewind().map_err(|error| failed(&self.path, &error))?;
         self.put_header()?;
         disk::sync(&self.file, &self.path).map_err(|error| failed(&self.path, &error))?;
-        Ok(Stamp { length: (8 + self.digester.header().len() + self.written) as u64, digest })
+        Ok(FileStamp { length: (8 + self.digester.header().len() + self.written) as u64, digest })
     }
 }
 

@@ -7,7 +7,7 @@ use candle_dist::backend::Dims;
 
 /// The layout of a cache's tokens.
 #[derive(Debug)]
-pub(super) struct Layout {
+pub(super) struct CacheLayout {
     pub(super) op: &'static str,
     pub(super) dim: usize,
     pub(super) max_seq_len: usize,
@@ -17,7 +17,7 @@ pub(super) struct Layout {
     pub(super) specs: Option<[Spec; 2]>,
 }
 
-impl Layout {
+impl CacheLayout {
     pub(super) fn new(op: &'static str, dim: usize, max_seq_len: usize) -> Self {
         Self { op, dim, max_seq_len, dtype: None, specs: None }
     }
@@ -45,9 +45,13 @@ impl Layout {
                 return Error::op(op, format!("{what} {spec} are partial sums; redistribute them first"));
             }
             if x.tracked() {
-                return Error::op(op, format!("{what} {spec} with a gradient, which would be lost; detach them"));
+                return Error::op(
+                    op,
+                    format!("{what} {spec} with a gradient, which would be lost; detach them"),
+                );
             }
-            if let Some(dtype) = self.dtype.filter(|&dtype| !kernels::converts(x.dtype(), dtype, x.device())) {
+            if let Some(dtype) = self.dtype.filter(|&dtype| !kernels::converts(x.dtype(), dtype, x.device()))
+            {
                 let reason = "candle has no such conversion on this device; store another dtype";
                 return Error::op(op, format!("{what} {spec} in {dtype:?} on {:?}: {reason}", x.device()));
             }
@@ -115,7 +119,13 @@ fn of_tokens(spec: &Spec, dim: usize, tokens: usize) -> Result<Spec> {
 /// Returns whether two specs differ at most in the number of tokens.
 fn is_alike(a: &Spec, b: &Spec, dim: usize) -> bool {
     let others = |spec: &Spec| {
-        spec.dims().iter().copied().enumerate().filter(|(d, _)| *d != dim).map(|(_, size)| size).collect::<Dims>()
+        spec.dims()
+            .iter()
+            .copied()
+            .enumerate()
+            .filter(|(d, _)| *d != dim)
+            .map(|(_, size)| size)
+            .collect::<Dims>()
     };
     a.mesh() == b.mesh()
         && (a.placements(), a.dtype()) == (b.placements(), b.dtype())

@@ -5,7 +5,7 @@ mod texts;
 use crate::{DTensor, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::kv_cache;
-use layout::Layout;
+use layout::CacheLayout;
 pub use texts::{TextCache, TextTokens};
 
 /// The keys and values of all tokens so far. Each rank holds its heads or its part of the batch. It is candle-nn's
@@ -21,7 +21,7 @@ pub use texts::{TextCache, TextTokens};
 /// use candle_shard::nn::KvCache;
 /// use candle_shard::{DTensor, Result, Shard};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let of = |tokens: usize| {
 ///         let whole = Tensor::ones((1, 3, tokens, 4), DType::F32, &Cpu)?; // [batch, heads, tokens, head_dim]
@@ -36,7 +36,7 @@ pub use texts::{TextCache, TextTokens};
 /// # Ok::<(), candle_dist::WorldError>(())
 /// ```
 #[derive(Debug)]
-pub struct KvCache(Cache<kv_cache::KvCache>);
+pub struct KvCache(LocalCache<kv_cache::KvCache>);
 
 /// Like [`KvCache`], but keeps only the last `max_seq_len` tokens: candle-nn's `RotatingKvCache` for [`DTensor`]s.
 ///
@@ -44,12 +44,12 @@ pub struct KvCache(Cache<kv_cache::KvCache>);
 /// [`positions`](Self::positions). Tensors returned earlier for `max_seq_len` tokens or more share the memory, and
 /// change.
 #[derive(Debug)]
-pub struct RotatingKvCache(Cache<kv_cache::RotatingKvCache>);
+pub struct RotatingKvCache(LocalCache<kv_cache::RotatingKvCache>);
 
 impl KvCache {
     /// Creates an empty cache with its tokens on dim `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
-        Self(Cache::new(dim, max_seq_len))
+        Self(LocalCache::new(dim, max_seq_len))
     }
 
     /// Stores tokens in `dtype`, for example in 16 bits to save memory. Returned tensors have the dtype of the appended
@@ -97,7 +97,7 @@ impl KvCache {
 impl RotatingKvCache {
     /// Creates an empty cache with its tokens on dim `dim`.
     pub fn new(dim: usize, max_seq_len: usize) -> Self {
-        Self(Cache::new(dim, max_seq_len))
+        Self(LocalCache::new(dim, max_seq_len))
     }
 
     /// See [`KvCache::with_dtype`].
@@ -167,7 +167,7 @@ impl RotatingKvCache {
 }
 
 /// A cache of candle-nn's for the local tensors of one rank.
-trait Held: Sized {
+trait CacheStorage: Sized {
     /// The name of the cache in errors.
     const NAME: &'static str;
 
@@ -182,7 +182,7 @@ trait Held: Sized {
 
 macro_rules! held {
     ($($cache:ident),*) => {$(
-        impl Held for kv_cache::$cache {
+        impl CacheStorage for kv_cache::$cache {
             const NAME: &'static str = stringify!($cache);
 
             fn new(dim: usize, max_seq_len: usize) -> Self {
@@ -207,14 +207,14 @@ held!(KvCache, RotatingKvCache);
 
 /// The local tokens of a cache, and their layout.
 #[derive(Debug)]
-struct Cache<H> {
+struct LocalCache<H> {
     held: H,
-    layout: Layout,
+    layout: CacheLayout,
 }
 
-impl<H: Held> Cache<H> {
+impl<H: CacheStorage> LocalCache<H> {
     fn new(dim: usize, max_seq_len: usize) -> Self {
-        Self { held: H::new(dim, max_seq_len), layout: Layout::new(H::NAME, dim, max_seq_len) }
+        Self { held: H::new(dim, max_seq_len), layout: CacheLayout::new(H::NAME, dim, max_seq_len) }
     }
 
     fn append(&mut self, k: &DTensor, v: &DTensor) -> Result<(DTensor, DTensor)> {
@@ -236,7 +236,7 @@ impl<H: Held> Cache<H> {
     }
 
     fn reset(&mut self) {
-        let Layout { dim, max_seq_len, dtype, .. } = self.layout;
+        let CacheLayout { dim, max_seq_len, dtype, .. } = self.layout;
         *self = Self::new(dim, max_seq_len);
         self.layout.dtype = dtype;
     }

@@ -1,5 +1,5 @@
 //! Attention of new tokens of several texts in one op, each over its own cache.
-use super::{Cache, Held, KvCache, RotatingKvCache};
+use super::{CacheStorage, KvCache, LocalCache, RotatingKvCache};
 use crate::kernels::{self, KeyBlock, Scale, Visible};
 use crate::layout::{Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
@@ -56,7 +56,7 @@ impl Attention {
     /// use candle_shard::nn::{KvCache, TextCache, TextTokens};
     /// use candle_shard::{Attention, DTensor, Result, Shard};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     // Three tokens of one text and one of another, in two heads.
     ///     let x = DTensor::distribute(&Tensor::ones((1, 2, 4, 8), DType::F32, &Cpu)?, &mesh, &[Shard(1)])?;
@@ -70,7 +70,11 @@ impl Attention {
     /// # Ok::<(), candle_dist::WorldError>(())
     /// ```
     #[track_caller]
-    pub fn of_texts(&self, [query, key, value]: [&DTensor; 3], texts: Vec<TextTokens<'_>>) -> Result<DTensor> {
+    pub fn of_texts(
+        &self,
+        [query, key, value]: [&DTensor; 3],
+        texts: Vec<TextTokens<'_>>,
+    ) -> Result<DTensor> {
         let inputs = [query, key, value];
         let [batch, tokens, heads, dim, width] = self.check_texts(inputs, &texts)?;
         let scale = Scale { factor: self.scale.unwrap_or(1.0 / (dim as f64).sqrt()), cap: self.cap };
@@ -130,7 +134,9 @@ impl Attention {
         if query.tracked() {
             return Error::op(OP, format!("{} with a gradient, which would be lost; detach it", shown()));
         }
-        if texts.iter().any(|text| text.tokens == 0) || texts.iter().map(|text| text.tokens).sum::<usize>() != tokens {
+        if texts.iter().any(|text| text.tokens == 0)
+            || texts.iter().map(|text| text.tokens).sum::<usize>() != tokens
+        {
             let all = texts.iter().map(|text| text.tokens).join(" + ");
             return Error::op(
                 OP,
@@ -139,7 +145,10 @@ impl Attention {
         }
         let Self { causal, documents, order, key_order, way, .. } = self;
         if !causal || documents.is_some() || order.is_some() || key_order.is_some() || way.is_some() {
-            return Error::op(OP, "attention over caches is causal and takes a scale, a cap and a window alone");
+            return Error::op(
+                OP,
+                "attention over caches is causal and takes a scale, a cap and a window alone",
+            );
         }
         self.check(batch, tokens, tokens)?;
         for text in texts {
@@ -241,13 +250,19 @@ impl TextCache<'_> {
             Self::Window(cache) => &cache.0.layout,
         };
         if layout.dim != TOKENS {
-            return Error::op(OP, format!("a cache with its tokens on dim {}: expected dim {TOKENS}", layout.dim));
+            return Error::op(
+                OP,
+                format!("a cache with its tokens on dim {}: expected dim {TOKENS}", layout.dim),
+            );
         }
         if let Self::Window(cache) = self
             && window != Some(cache.max_seq_len())
         {
             let kept = cache.max_seq_len();
-            return Error::op(OP, format!("a cache of {kept} tokens for a window of {window:?}; expected as many"));
+            return Error::op(
+                OP,
+                format!("a cache of {kept} tokens for a window of {window:?}; expected as many"),
+            );
         }
         layout.check(new)
     }
@@ -275,8 +290,8 @@ impl TextCache<'_> {
     }
 }
 
-fn append<H: Held>(
-    cache: &mut Cache<H>,
+fn append<H: CacheStorage>(
+    cache: &mut LocalCache<H>,
     new: [&Tensor; 2],
     specs: [&Spec; 2],
     put: impl FnOnce(&mut H, [Tensor; 2]) -> candle_core::Result<(Tensor, Tensor)>,

@@ -2,7 +2,7 @@
 use super::OP;
 use crate::layout::{Sizes, chunk_sizes};
 use crate::nn::place::AxisCut;
-use crate::nn::{ShardedVarBuilder, Width};
+use crate::nn::{MeshVarBuilder, Width};
 use crate::{Error, Result};
 use candle_dist::DeviceMesh;
 
@@ -203,17 +203,23 @@ impl MoEConfig {
     }
 
     /// Finds the axes of a mesh, and the number of experts on each rank of the expert axis.
-    pub(super) fn axes(&self, mesh: &DeviceMesh) -> Result<Axes> {
+    pub(super) fn axes(&self, mesh: &DeviceMesh) -> Result<MoEAxes> {
         let find = |name: &Option<String>| name.as_deref().map(|name| mesh.axis_index(name)).transpose();
         let (experts, tensor) = (find(&self.expert_axis)?, find(&self.tensor_axis)?);
         if let (Some(name), true) = (&self.expert_axis, experts == tensor) {
-            return Error::op(OP, format!("experts are distributed and cut over one axis, {name:?}; use two"));
+            return Error::op(
+                OP,
+                format!("experts are distributed and cut over one axis, {name:?}; use two"),
+            );
         }
         let ranks = experts.map_or(1, |axis| mesh.shape()[axis]);
         let sizes = match &self.expert_sizes {
             None => chunk_sizes(self.experts, ranks).to_vec(),
             Some(sizes) if experts.is_none() => {
-                return Error::op(OP, format!("expert_sizes {sizes:?} without an expert_axis; name the axis"));
+                return Error::op(
+                    OP,
+                    format!("expert_sizes {sizes:?} without an expert_axis; name the axis"),
+                );
             }
             Some(sizes) => sizes.clone(),
         };
@@ -227,13 +233,13 @@ impl MoEConfig {
                 ),
             );
         }
-        Ok(Axes { experts, tensor, sizes })
+        Ok(MoEAxes { experts, tensor, sizes })
     }
 }
 
 /// The axes of a mesh that distribute and cut experts.
 #[derive(Debug, Clone)]
-pub(super) struct Axes {
+pub(super) struct MoEAxes {
     /// The axis that distributes experts.
     pub(super) experts: Option<usize>,
     /// The axis that cuts each expert.
@@ -242,17 +248,18 @@ pub(super) struct Axes {
     pub(super) sizes: Vec<usize>,
 }
 
-impl Axes {
+impl MoEAxes {
     /// Returns how the tensor axis cuts the hidden dim `dim` of a weight: in the shares of the plan on its axis.
     pub(super) fn tensor_cut(
         &self,
         dim: usize,
         hidden: impl Into<Width>,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Option<AxisCut>> {
         let Some(axis) = self.tensor else { return Ok(None) };
         let is_planned = vb.plan().axis_index(vb.mesh())? == Some(axis) && vb.mesh().shape()[axis] > 1;
-        let sizes = is_planned.then(|| vb.shard_sizes(hidden)).transpose()?.map(|sizes| sizes.as_slice().into());
+        let sizes =
+            is_planned.then(|| vb.shard_sizes(hidden)).transpose()?.map(|sizes| sizes.as_slice().into());
         Ok(Some(AxisCut { axis, dim, sizes }))
     }
 

@@ -1,6 +1,6 @@
 //! Who sends which rows where: tokens to the ranks of their experts, and results back.
 use super::NO_EXPERT;
-use super::config::Axes;
+use super::config::MoEAxes;
 use super::load::targets;
 use crate::Result;
 use crate::kernels::{self, BagMode, Bags};
@@ -23,7 +23,7 @@ pub(super) struct Dispatch {
 }
 
 /// The rows that this rank computes.
-pub(super) struct Arrived {
+pub(super) struct ExpertRows {
     /// `[n, width]`.
     pub(super) rows: Tensor,
     /// `[n, top_k]`.
@@ -36,7 +36,7 @@ impl Dispatch {
     /// Plans the way of tokens with these choices, `top_k` for each. `me` is this rank's place on the expert axis.
     pub(super) fn new(
         (chosen, top_k): (&[u32], usize),
-        axes: &Axes,
+        axes: &MoEAxes,
         me: usize,
         exchange: Option<(ProcessGroup, Vec<Vec<usize>>)>,
     ) -> Result<Self> {
@@ -69,11 +69,11 @@ impl Dispatch {
     }
 
     /// Sends the tokens `[tokens, width]` and the weights of their choices `[tokens, top_k]` to the ranks of the experts.
-    pub(super) fn send(&self, tokens: &Tensor, weights: &Tensor) -> Result<Arrived> {
+    pub(super) fn send(&self, tokens: &Tensor, weights: &Tensor) -> Result<ExpertRows> {
         let rows = kernels::embedding(tokens, &self.sent[..], None)?;
         let weights = kernels::embedding(weights, &self.sent[..], None)?;
         let Some((group, counts)) = &self.exchange else {
-            return Ok(Arrived { rows, weights, experts: self.slips.clone() });
+            return Ok(ExpertRows { rows, weights, experts: self.slips.clone() });
         };
         let rows = Step::all_to_all_single(counts).apply(&rows, group)?;
         // Weights and numbers of experts travel together.
@@ -81,20 +81,25 @@ impl Dispatch {
         let own = empty::to_host(&weights.detach())?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         let number = |&expert: &u32| if expert == NO_EXPERT { -1.0 } else { f64::from(expert) };
         let pairs = own.chunks_exact(k).zip(self.slips.chunks_exact(k));
-        let packed: Vec<f64> = pairs.flat_map(|(w, slip)| w.iter().copied().chain(slip.iter().map(number))).collect();
+        let packed: Vec<f64> =
+            pairs.flat_map(|(w, slip)| w.iter().copied().chain(slip.iter().map(number))).collect();
         let there = |list: Vec<f64>, shape: (usize, usize)| {
-            Tensor::from_vec(list, shape, &Device::Cpu)?.to_dtype(weights.dtype())?.to_device(weights.device())
+            Tensor::from_vec(list, shape, &Device::Cpu)?
+                .to_dtype(weights.dtype())?
+                .to_device(weights.device())
         };
         let packed = there(packed, (self.sent.len(), 2 * k))?;
         let packed = group.to_host(&group.all_to_all_single(&packed, counts)?)?;
         let packed = packed.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         let halves = || packed.chunks_exact(2 * k).map(|row| row.split_at(k));
-        let experts =
-            halves().flat_map(|(_, slip)| slip).map(|&i| if i < 0.0 { NO_EXPERT } else { i as u32 }).collect();
+        let experts = halves()
+            .flat_map(|(_, slip)| slip)
+            .map(|&i| if i < 0.0 { NO_EXPERT } else { i as u32 })
+            .collect();
         let got: Vec<f64> = halves().flat_map(|(weights, _)| weights).copied().collect();
         let got = there(got, (n, k))?;
         let weights = Step::all_to_all_single(counts).with_known_result(&weights, &got, group)?;
-        Ok(Arrived { rows, weights, experts })
+        Ok(ExpertRows { rows, weights, experts })
     }
 
     /// Sends results `[n, width]` for the rows that arrived back, and adds those of each token: `[tokens, width]`.

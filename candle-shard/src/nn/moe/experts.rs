@@ -1,10 +1,10 @@
 //! The experts: gated feed-forward networks, each over the rows that chose it.
 use super::NO_EXPERT;
-use super::config::{Axes, MoEConfig};
-use super::dispatch::{Arrived, bags};
+use super::config::{MoEAxes, MoEConfig};
+use super::dispatch::{ExpertRows, bags};
 use super::quantized::{NAMES, QuantizedExperts};
 use crate::kernels::{self, BagMode};
-use crate::nn::ShardedVarBuilder;
+use crate::nn::MeshVarBuilder;
 use crate::nn::linear::init;
 use crate::nn::place::AxisCut;
 use crate::{DTensor, Result};
@@ -12,15 +12,15 @@ use candle_core::Tensor;
 
 /// The weights of all experts: expert `i` maps `x` to `down[i] · (silu(gate[i] · x) · (up[i] · x))`.
 #[derive(Debug, Clone)]
-pub(super) enum Experts {
+pub(super) enum ExpertWeights {
     /// Gate and up `[experts, hidden, width]`, and down `[experts, width, hidden]`.
     Floats(Box<[DTensor; 3]>),
     /// Blocks of the same.
     Quantized(QuantizedExperts),
 }
 
-impl Experts {
-    pub(super) fn new(config: &MoEConfig, axes: &Axes, vb: &ShardedVarBuilder) -> Result<Self> {
+impl ExpertWeights {
+    pub(super) fn new(config: &MoEConfig, axes: &MoEAxes, vb: &MeshVarBuilder) -> Result<Self> {
         if let Some(quantized) = QuantizedExperts::read(config, axes, vb)? {
             return Ok(Self::Quantized(quantized));
         }
@@ -65,7 +65,7 @@ impl Experts {
 /// Returns for each row the weighted sum of its experts' results, `[n, width]`, in the dtype of the weights of choices.
 ///
 /// Rows are sorted by expert, so that each product reads one expert's weights once. `laid` are the tensors of the experts.
-pub(super) fn compute(arrived: &Arrived, experts: &Experts, laid: &[DTensor]) -> Result<Tensor> {
+pub(super) fn compute(arrived: &ExpertRows, experts: &ExpertWeights, laid: &[DTensor]) -> Result<Tensor> {
     let (n, top_k) = arrived.weights.dims2()?;
     let mut by_expert: Vec<Vec<u32>> = vec![Vec::new(); experts.len(laid)?];
     for (slot, &expert) in arrived.experts.iter().enumerate().filter(|(_, expert)| **expert != NO_EXPERT) {
@@ -79,6 +79,7 @@ pub(super) fn compute(arrived: &Arrived, experts: &Experts, laid: &[DTensor]) ->
     let mut of_row: Vec<Vec<u32>> = vec![Vec::new(); n];
     (0u32..).zip(&rows).for_each(|(place, &row)| of_row[row as usize].push(place));
     let in_bags: Vec<u32> = of_row.iter().flatten().map(|&place| slots[place as usize]).collect();
-    let weights = kernels::embedding(&arrived.weights.reshape((n * top_k, 1))?, in_bags, None)?.flatten_all()?;
+    let weights =
+        kernels::embedding(&arrived.weights.reshape((n * top_k, 1))?, in_bags, None)?.flatten_all()?;
     Ok(kernels::embedding_bag(&made, &bags(&of_row)?, BagMode::Sum, Some(&weights))?)
 }

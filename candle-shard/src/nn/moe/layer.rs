@@ -1,16 +1,16 @@
 //! The layer: routes tokens, sends them to their experts, and adds the results.
 use super::OP;
-use super::config::{Axes, MoEConfig};
+use super::config::{MoEAxes, MoEConfig};
 use super::dispatch::Dispatch;
-use super::experts::{Experts, compute};
-use super::load::{self, Load, Table, TokenRanks};
-use super::router::{Routed, Router};
-use super::shared::Shared;
+use super::experts::{ExpertWeights, compute};
+use super::load::{self, Load, LoadTable, TokenRanks};
+use super::router::{Router, RouterOutput};
+use super::shared::SharedExperts;
 use super::{capacity, losses};
 use crate::kernels;
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::Draws;
-use crate::nn::{Mode, ShardedVarBuilder};
+use crate::nn::{MeshVarBuilder, Mode};
 use crate::parallel::ModuleStyle;
 use crate::redistribute::{Target, Targets};
 use crate::rules::{self, OpSpec};
@@ -49,18 +49,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// `router.weight` `[experts, width]` and perhaps `router.bias` `[experts]`; `experts.gate_proj` and `experts.up_proj`
 /// `[experts, hidden, width]`, `experts.down_proj` `[experts, width, hidden]`; with shared experts
 /// `shared_experts.{gate_proj,up_proj,down_proj}.weight`. Experts that files store in blocks stay
-/// [quantized](ShardedVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
+/// [quantized](MeshVarBuilder::quantized_block) and get no gradients, unless the tensor axis would cut a block.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
-/// use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+/// use candle_shard::nn::{MoE, MoEConfig, Mode, MeshVarBuilder};
 /// use candle_shard::parallel::Plan;
 /// use candle_shard::{DTensor, Result, Shard};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("ep", 2)])?;
-///     let vb = ShardedVarBuilder::fresh(42, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(42, &mesh, Plan::new("ep"), DType::F32, &Device::Cpu)?;
 ///     // 3 experts, 2 on the first rank and 1 on the second.
 ///     let config = MoEConfig::new(4, 8, 3, 2).expert_axis("ep").balance_weight(0.01);
 ///     let layer = MoE::new(config, &vb)?;
@@ -80,12 +80,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Debug, Clone)]
 pub struct MoE {
     config: MoEConfig,
-    axes: Axes,
+    axes: MoEAxes,
     /// The path of the layer; plans have no style for it.
     style: ModuleStyle,
     router: Router,
-    experts: Experts,
-    shared: Option<Shared>,
+    experts: ExpertWeights,
+    shared: Option<SharedExperts>,
     /// The choices of each expert since the bias was updated.
     counts: Arc<Mutex<Vec<usize>>>,
 }
@@ -108,13 +108,15 @@ impl MoE {
     ///
     /// # Errors
     /// If the options contradict each other or do not fit the mesh; the error is the same on all ranks.
-    pub fn new(config: MoEConfig, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(config: MoEConfig, vb: &MeshVarBuilder) -> Result<Self> {
         config.check()?;
         let axes = config.axes(vb.mesh())?;
         let router = Router::new(&config, &vb.pp("router"))?;
-        let experts = Experts::new(&config, &axes, &vb.pp("experts"))?;
+        let experts = ExpertWeights::new(&config, &axes, &vb.pp("experts"))?;
         let shared = (config.shared_hidden > 0)
-            .then(|| Shared::new([config.width, config.shared_hidden], &axes, &vb.pp("shared_experts")))
+            .then(|| {
+                SharedExperts::new([config.width, config.shared_hidden], &axes, &vb.pp("shared_experts"))
+            })
             .transpose()?;
         let counts = Arc::new(Mutex::new(vec![0; config.experts]));
         Ok(Self { config, axes, style: vb.unstyled(), router, experts, shared, counts })
@@ -149,7 +151,8 @@ impl MoE {
                 capacity::drop_choices(&mut kept, (config.experts, top_k), factor, &ranks)?;
             }
             let choices = (&routed.chosen[..], &kept[..], top_k);
-            let Table { counts, load } = load::exchange(choices, routed.invalid, &ranks, (&self.axes, laid.spec()))?;
+            let LoadTable { counts, load } =
+                load::exchange(choices, routed.invalid, &ranks, (&self.axes, laid.spec()))?;
             if mode != Mode::Eval && config.bias && !Draws::are_repeated() {
                 self.counts().iter_mut().zip(&load.experts).for_each(|(sum, count)| *sum += count);
             }
@@ -173,19 +176,31 @@ impl MoE {
     fn check(&self, x: &DTensor) -> Result<()> {
         let (weight, width) = (&self.router.weight, self.config.width);
         if x.mesh() != weight.mesh() {
-            return Error::op(OP, format!("an input on {}, a layer on {}; redistribute it", x.mesh(), weight.mesh()));
+            return Error::op(
+                OP,
+                format!("an input on {}, a layer on {}; redistribute it", x.mesh(), weight.mesh()),
+            );
         }
         if x.rank() < 2 || x.dims().last() != Some(&width) || x.dtype() != weight.dtype() {
             let dtype = weight.dtype().as_str();
-            return Error::op(OP, format!("an input {}: expected {dtype}[.., {width}] with at least 2 dims", x.spec()));
+            return Error::op(
+                OP,
+                format!("an input {}: expected {dtype}[.., {width}] with at least 2 dims", x.spec()),
+            );
         }
         x.check_float(OP)
     }
 
     /// Runs the experts. The result is partial on the tensor axis, and on the expert axis if tokens are replicated there.
     #[track_caller]
-    fn run(&self, x: &DTensor, routed: &Routed, (kept, counts): (&[u32], Option<Vec<Vec<usize>>>)) -> Result<DTensor> {
-        let inputs: SmallVec<[&DTensor; 5]> = [x, &routed.weights].into_iter().chain(self.experts.tensors()).collect();
+    fn run(
+        &self,
+        x: &DTensor,
+        routed: &RouterOutput,
+        (kept, counts): (&[u32], Option<Vec<Vec<usize>>>),
+    ) -> Result<DTensor> {
+        let inputs: SmallVec<[&DTensor; 5]> =
+            [x, &routed.weights].into_iter().chain(self.experts.tensors()).collect();
         let mesh = x.mesh();
         let attributes = [self.axes.experts, self.axes.tensor].map(|axis| axis.map_or(0, |axis| axis + 1));
         let op_spec = || {
@@ -215,7 +230,8 @@ impl MoE {
         let mut made = rules::run_with(OP, &attributes, &inputs, &op_spec, &|laid, outs| {
             let tokens = kept.len() / self.config.top_k;
             let flat = |x: &DTensor, width: usize| x.to_local().contiguous()?.reshape((tokens, width));
-            let arrived = dispatch.send(&flat(&laid[0], self.config.width)?, &flat(&laid[1], self.config.top_k)?)?;
+            let arrived =
+                dispatch.send(&flat(&laid[0], self.config.width)?, &flat(&laid[1], self.config.top_k)?)?;
             let made = compute(&arrived, &self.experts, &laid[2..])?;
             let made = dispatch.bring_back(&kernels::convert(&made, x.dtype())?)?;
             Ok(smallvec![made.reshape(outs[0].local_shape().as_slice())?])

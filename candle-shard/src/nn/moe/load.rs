@@ -1,5 +1,5 @@
 //! How many tokens each expert and each rank gets. All ranks with different tokens learn it at once.
-use super::config::Axes;
+use super::config::MoEAxes;
 use super::{NO_EXPERT, OP};
 use crate::layout::{Spec, axes_of};
 use crate::{DTensor, Error, Result};
@@ -57,7 +57,8 @@ impl TokenRanks {
     /// Finds the ranks for tokens `[.., width]`. The calls of their group carry the name of the parameter `of`.
     pub(super) fn of(tokens: &Spec, of: &DTensor) -> Result<Self> {
         let mesh = tokens.mesh();
-        let is_cut = |axis: &usize| mesh.shape()[*axis] > 1 && tokens.placements()[*axis].shard_dim().is_some();
+        let is_cut =
+            |axis: &usize| mesh.shape()[*axis] > 1 && tokens.placements()[*axis].shard_dim().is_some();
         let axes: Vec<usize> = (0..mesh.ndim()).filter(is_cut).collect();
         let here = mesh.coordinate().to_vec();
         let at = |place: &[usize]| {
@@ -67,7 +68,12 @@ impl TokenRanks {
         };
         let coordinates: Vec<Vec<usize>> = match axes.is_empty() {
             true => vec![here.clone()],
-            false => axes.iter().map(|&axis| 0..mesh.shape()[axis]).multi_cartesian_product().map(|p| at(&p)).collect(),
+            false => axes
+                .iter()
+                .map(|&axis| 0..mesh.shape()[axis])
+                .multi_cartesian_product()
+                .map(|p| at(&p))
+                .collect(),
         };
         let names: Vec<&str> = axes.iter().map(|&axis| mesh.names()[axis].as_str()).collect();
         let group = match &axes[..] {
@@ -87,7 +93,7 @@ impl TokenRanks {
 }
 
 /// The rows that ranks of the expert axis send each other.
-pub(super) struct Table {
+pub(super) struct LoadTable {
     /// `counts[s][r]`: the rows from rank `s` to rank `r`, if tokens are sharded on the expert axis.
     pub(super) counts: Option<Vec<Vec<usize>>>,
     pub(super) load: Load,
@@ -109,8 +115,8 @@ pub(super) fn exchange(
     (chosen, kept, top_k): (&[u32], &[u32], usize),
     invalid: Option<usize>,
     ranks: &TokenRanks,
-    (axes, tokens): (&Axes, &Spec),
-) -> Result<Table> {
+    (axes, tokens): (&MoEAxes, &Spec),
+) -> Result<LoadTable> {
     let (experts, peers, rank_of) = (axes.sizes.iter().sum::<usize>(), axes.sizes.len(), axes.ranks());
     let mut mine = vec![0u32; 1 + peers + experts];
     mine[0] = invalid.map_or(0, |token| token as u32 + 1);
@@ -139,7 +145,8 @@ pub(super) fn exchange(
     let own = |told: &[u32], coordinate: &[usize]| axis.map_or(0, |axis| told[1 + coordinate[axis]] as usize);
     let of_rank = |told: &[u32]| told[1..=peers].iter().map(|&rows| rows as usize).collect::<Vec<_>>();
     let pairs = || all.iter().zip(&ranks.coordinates);
-    let sent = axis.map_or(0, |_| pairs().map(|(told, at)| of_rank(told).iter().sum::<usize>() - own(told, at)).sum());
+    let sent = axis
+        .map_or(0, |_| pairs().map(|(told, at)| of_rank(told).iter().sum::<usize>() - own(told, at)).sum());
     let load = Load {
         experts: (0..experts).map(|expert| sum(1 + peers + expert)).collect(),
         ranks: (0..peers).map(|rank| sum(1 + rank)).collect(),
@@ -147,7 +154,9 @@ pub(super) fn exchange(
     };
     // The ranks that differ from this one only on the expert axis, in its order.
     let here = &ranks.coordinates[ranks.me];
-    let is_peer = |axis: usize, at: &[usize]| (0..at.len()).all(|other| other == axis || at[other] == here[other]);
-    let counts = axis.map(|axis| pairs().filter(|(_, at)| is_peer(axis, at)).map(|(told, _)| of_rank(told)).collect());
-    Ok(Table { counts, load })
+    let is_peer =
+        |axis: usize, at: &[usize]| (0..at.len()).all(|other| other == axis || at[other] == here[other]);
+    let counts =
+        axis.map(|axis| pairs().filter(|(_, at)| is_peer(axis, at)).map(|(told, _)| of_rank(told)).collect());
+    Ok(LoadTable { counts, load })
 }

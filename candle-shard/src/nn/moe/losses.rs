@@ -1,7 +1,7 @@
 //! The auxiliary losses of a router.
 use super::config::{MoEConfig, Scores};
 use super::load::Load;
-use super::router::Routed;
+use super::router::RouterOutput;
 use crate::{DTensor, Result};
 use candle_core::Tensor;
 
@@ -9,7 +9,7 @@ use candle_core::Tensor;
 ///
 /// Their values are those of one device with all tokens. Counts are sums over all tokens, so each rank's gradient is
 /// exact.
-pub(super) fn of(config: &MoEConfig, routed: &Routed, load: &Load) -> Result<Option<DTensor>> {
+pub(super) fn of(config: &MoEConfig, routed: &RouterOutput, load: &Load) -> Result<Option<DTensor>> {
     let balance = (config.balance_weight != 0.0).then(|| balance(config, routed, load)).transpose()?;
     let z = (config.z_weight != 0.0).then(|| z(config, &routed.logits)).transpose()?;
     match (balance, z) {
@@ -25,7 +25,7 @@ fn tokens(x: &DTensor) -> f64 {
 
 /// The balance loss `w · E · Σ f·p` over experts (Fedus et al. 2021): `f` is the share of choices, `p` the mean score of an
 /// expert. Sigmoid scores of a token are divided by their sum (DeepSeek-V3).
-fn balance(config: &MoEConfig, Routed { scores, .. }: &Routed, load: &Load) -> Result<DTensor> {
+fn balance(config: &MoEConfig, RouterOutput { scores, .. }: &RouterOutput, load: &Load) -> Result<DTensor> {
     let last = scores.rank() - 1;
     let shares = match config.scores {
         Scores::Softmax => scores.clone(),

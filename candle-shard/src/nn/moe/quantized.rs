@@ -1,8 +1,8 @@
 //! Experts whose weights stay quantized, as files store them.
 use super::OP;
-use super::config::{Axes, MoEConfig};
+use super::config::{MoEAxes, MoEConfig};
 use crate::kernels::{self, QuantizedMatrix};
-use crate::nn::{ShardedVarBuilder, Width};
+use crate::nn::{MeshVarBuilder, Width};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
@@ -23,9 +23,11 @@ impl QuantizedExperts {
     /// Reads this rank's blocks; `None` if files do not store all weights in blocks, or a cut would fall inside of one.
     ///
     /// All ranks decide alike.
-    pub(super) fn read(config: &MoEConfig, axes: &Axes, vb: &ShardedVarBuilder) -> Result<Option<Self>> {
+    pub(super) fn read(config: &MoEConfig, axes: &MoEAxes, vb: &MeshVarBuilder) -> Result<Option<Self>> {
         let &MoEConfig { width, hidden, experts, .. } = config;
-        let [Some(_), Some(_), Some(block)] = NAMES.map(|name| vb.quantized_block(name)) else { return Ok(None) };
+        let [Some(_), Some(_), Some(block)] = NAMES.map(|name| vb.quantized_block(name)) else {
+            return Ok(None);
+        };
         let mesh = vb.mesh();
         let ranks = axes.tensor.map_or(1, |axis| mesh.shape()[axis]);
         if ranks > 1 && !hidden.is_multiple_of(block) {
@@ -41,7 +43,10 @@ impl QuantizedExperts {
         }
         if !matches!(vb.dtype(), DType::F32 | DType::BF16 | DType::F16) {
             let dtype = vb.dtype().as_str();
-            return Error::op(OP, format!("quantized experts in {dtype}: expected f32, bf16 or f16, or read floats"));
+            return Error::op(
+                OP,
+                format!("quantized experts in {dtype}: expected f32, bf16 or f16, or read floats"),
+            );
         }
         let columns = match axes.tensor.filter(|_| ranks > 1) {
             Some(axis) => {
@@ -58,8 +63,12 @@ impl QuantizedExperts {
                 return Ok(None);
             }
             let part = |which: usize, block: [Range<usize>; 2]| {
-                let matrix =
-                    QuantizedMatrix::new(weights.read_quantized_at(&names[which], expert, block, vb.device())?)?;
+                let matrix = QuantizedMatrix::new(weights.read_quantized_at(
+                    &names[which],
+                    expert,
+                    block,
+                    vb.device(),
+                )?)?;
                 vb.count_quantized(matrix.bytes());
                 Ok::<_, Error>(matrix)
             };

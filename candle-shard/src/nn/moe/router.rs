@@ -2,7 +2,7 @@
 use super::config::{ExpertGroups, MoEConfig, Scores};
 use crate::layout::{Replicate, Shard, axes_of};
 use crate::nn::linear::init;
-use crate::nn::{ShardedVarBuilder, Width};
+use crate::nn::{MeshVarBuilder, Width};
 use crate::{DTensor, Result, Spec};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::empty;
@@ -17,7 +17,7 @@ pub(super) struct Router {
 }
 
 /// The router's result for the tokens `[.., width]`.
-pub(super) struct Routed {
+pub(super) struct RouterOutput {
     /// `[.., experts]`.
     pub(super) logits: DTensor,
     /// `[.., experts]`.
@@ -31,7 +31,7 @@ pub(super) struct Routed {
 }
 
 impl Router {
-    pub(super) fn new(config: &MoEConfig, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(super) fn new(config: &MoEConfig, vb: &MeshVarBuilder) -> Result<Self> {
         let dims = [Width::from(config.experts), config.width.into()];
         let weight = vb.part(&dims, "weight".into(), init(config.width), Replicate, false)?;
         let bias = config.bias.then(|| vb.wide_buffer(config.experts, "bias", 0.0)).transpose()?;
@@ -39,7 +39,7 @@ impl Router {
     }
 
     /// Chooses experts for each token. Scores are computed in f32 at least.
-    pub(super) fn route(&self, config: &MoEConfig, x: &DTensor) -> Result<Routed> {
+    pub(super) fn route(&self, config: &MoEConfig, x: &DTensor) -> Result<RouterOutput> {
         let dtype = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let last = x.rank() - 1;
         let logits = x.to_dtype(dtype)?.linear(&self.weight.to_dtype(dtype)?, None)?;
@@ -57,11 +57,12 @@ impl Router {
         if config.scale != 1.0 {
             weights = weights.affine(config.scale, 0.0)?;
         }
-        Ok(Routed { logits, scores, weights, chosen, invalid })
+        Ok(RouterOutput { logits, scores, weights, chosen, invalid })
     }
 
     fn choose(&self, config: &MoEConfig, scores: &Tensor) -> Result<(Vec<u32>, Option<usize>)> {
-        let list = |x: &Tensor| empty::to_host(&x.detach())?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
+        let list =
+            |x: &Tensor| empty::to_host(&x.detach())?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
         let bias = self.bias.as_ref().map(|bias| list(bias.to_local())).transpose()?;
         let (scores, mut chosen, mut invalid) = (list(scores)?, Vec::new(), None);
         let mut values = vec![0.0; config.experts];
@@ -86,17 +87,22 @@ impl Router {
 ///
 /// Ranks may round unlike, on unlike processors. Where two scores almost tie, each by itself could choose other experts: a
 /// choice would be computed twice or not at all.
-fn agreed(scores: &DTensor, (chosen, invalid): (Vec<u32>, Option<usize>)) -> Result<(Vec<u32>, Option<usize>)> {
+fn agreed(
+    scores: &DTensor,
+    (chosen, invalid): (Vec<u32>, Option<usize>),
+) -> Result<(Vec<u32>, Option<usize>)> {
     let mesh = scores.mesh();
-    let axes: Vec<usize> =
-        (0..mesh.ndim()).filter(|&axis| mesh.shape()[axis] > 1 && scores.placements()[axis] == Replicate).collect();
+    let axes: Vec<usize> = (0..mesh.ndim())
+        .filter(|&axis| mesh.shape()[axis] > 1 && scores.placements()[axis] == Replicate)
+        .collect();
     if axes.is_empty() || scores.to_local().elem_count() == 0 {
         return Ok((chosen, invalid));
     }
     let told: Vec<u32> = std::iter::once(invalid.map_or(0, |token| token as u32 + 1)).chain(chosen).collect();
     let len = told.len();
     let told = Tensor::from_vec(told, len, &Device::Cpu)?;
-    let mut told = scores.described(scores.group_of(&axes)?, axes_of(&axes)).broadcast(&told, 0)?.to_vec1::<u32>()?;
+    let mut told =
+        scores.described(scores.group_of(&axes)?, axes_of(&axes)).broadcast(&told, 0)?.to_vec1::<u32>()?;
     let invalid = (told.remove(0) as usize).checked_sub(1);
     Ok((told, invalid))
 }

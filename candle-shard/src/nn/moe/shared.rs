@@ -1,19 +1,19 @@
 //! The experts that all tokens use: one gated feed-forward network.
-use super::config::Axes;
-use crate::nn::ShardedVarBuilder;
+use super::config::MoEAxes;
+use crate::nn::MeshVarBuilder;
 use crate::nn::linear::init;
 use crate::{DTensor, Result};
 
 /// The weights of the shared experts, cut over the tensor axis as other experts are.
 #[derive(Debug, Clone)]
-pub(super) struct Shared {
+pub(super) struct SharedExperts {
     gate: DTensor,
     up: DTensor,
     down: DTensor,
 }
 
-impl Shared {
-    pub(super) fn new([width, hidden]: [usize; 2], axes: &Axes, vb: &ShardedVarBuilder) -> Result<Self> {
+impl SharedExperts {
+    pub(super) fn new([width, hidden]: [usize; 2], axes: &MoEAxes, vb: &MeshVarBuilder) -> Result<Self> {
         let make = |name: &str, [out, into]: [usize; 2], dim: usize| {
             let cut = axes.tensor_cut(dim, hidden, vb)?;
             let vb = vb.pp(name);

@@ -42,13 +42,17 @@ impl ParamsAdagrad {
 impl Params for ParamsAdagrad {
     const TYPE: &'static str = "Adagrad";
     const PREFIX: &'static str = "adagrad";
-    const OPTIONS: &'static [&'static str] = &["lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"];
+    const OPTIONS: &'static [&'static str] =
+        &["lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"];
 
     fn check(&self) -> Result<()> {
         let Self { lr, lr_decay, weight_decay, initial_accumulator_value: start, eps } = *self;
         let decays = [("lr_decay", lr_decay), ("weight_decay", weight_decay)];
         let others = [("lr", lr), ("initial_accumulator_value", start), ("eps", eps)];
-        others.into_iter().chain(decays).try_for_each(|(name, value)| check(Self::TYPE, name, value, f64::INFINITY))
+        others
+            .into_iter()
+            .chain(decays)
+            .try_for_each(|(name, value)| check(Self::TYPE, name, value, f64::INFINITY))
     }
 
     fn lr(&self) -> f64 {
@@ -65,7 +69,9 @@ impl Params for ParamsAdagrad {
     }
 
     fn with_options(&self, options: &[f64]) -> Result<Self> {
-        let [lr, lr_decay, weight_decay, initial_accumulator_value, eps] = *options else { return unknown(options) };
+        let [lr, lr_decay, weight_decay, initial_accumulator_value, eps] = *options else {
+            return unknown(options);
+        };
         Ok(Self { lr, lr_decay, weight_decay, initial_accumulator_value, eps })
     }
 
@@ -84,7 +90,9 @@ impl Params for ParamsAdagrad {
 
 impl ElementParams for ParamsAdagrad {
     fn step(&self, slot: &Slot, grad: &Tensor) -> candle_core::Result<()> {
-        let [sum] = &slot.states[..] else { bail!("Adagrad: {} has {} states", slot.of.name, slot.states.len()) };
+        let [sum] = &slot.states[..] else {
+            bail!("Adagrad: {} has {} states", slot.of.name, slot.states.len())
+        };
         let rule = AdagradRule { lr: self.lr_at(slot.steps), weight_decay: self.weight_decay, eps: self.eps };
         let var = (&slot.of.var, slot.master.as_ref());
         rule.update_all(Self::TYPE, var, [sum], grad)

@@ -14,14 +14,14 @@ use candle_nn::ParamsAdamW;
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
-/// use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+/// use candle_shard::nn::{AdamW, Linear, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan};
 /// use candle_shard::{DTensor, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("out", ColwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::BF16, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::BF16, &Device::Cpu)?;
 ///     let layer = Linear::new(4, 6, false, &vb.pp("out"))?;
 ///     let parameters = vb.finish()?;
 ///     let mut optimizer = AdamW::with_master_weights(&parameters, candle_nn::ParamsAdamW::default())?;

@@ -47,7 +47,7 @@ impl<P: ElementParams> ElementOptimizer<P> {
     }
 
     /// Adds a group, such as one of parameters that were frozen before (see
-    /// [`ShardedVarBuilder::again`](crate::nn::ShardedVarBuilder::again)): PyTorch's `add_param_group`. The others keep their state.
+    /// [`MeshVarBuilder::again`](crate::nn::MeshVarBuilder::again)): PyTorch's `add_param_group`. The others keep their state.
     /// Every rank calls it.
     ///
     /// # Errors

@@ -46,12 +46,18 @@ impl<P: Params> ParamGroup<P> {
     /// # Errors
     /// On all ranks alike, if a check has failed on one, the group has a parameter that is frozen, or ranks train others or with
     /// other options.
-    pub(super) fn check_added(&self, mesh: Option<&DeviceMesh>, in_order: bool, checked: Result<()>) -> Result<()> {
+    pub(super) fn check_added(
+        &self,
+        mesh: Option<&DeviceMesh>,
+        in_order: bool,
+        checked: Result<()>,
+    ) -> Result<()> {
         let Some(mesh) = mesh.or_else(|| self.parameters.iter().next().map(|of| of.tensor.mesh())) else {
             // No rank knows another one.
             return checked;
         };
-        let fix = "build a model that trains it, and take its parameters of the builder again (finish, built)";
+        let fix =
+            "build a model that trains it, and take its parameters of the builder again (finish, built)";
         let frozen = self.parameters.iter().find(|of| of.var.dtype().is_float() && of.is_frozen());
         // A stage of a pipeline may have none to add.
         let checked = checked.and_then(|()| match frozen {
@@ -62,7 +68,8 @@ impl<P: Params> ParamGroup<P> {
         if !in_order {
             names.sort_unstable();
         }
-        let options = P::OPTIONS.iter().zip(self.params.options()).map(|(name, value)| format!("{name} {value}"));
+        let options =
+            P::OPTIONS.iter().zip(self.params.options()).map(|(name, value)| format!("{name} {value}"));
         let masters = if self.master_weights { " and master weights" } else { "" };
         let names = if names.is_empty() { "no parameters".to_owned() } else { names.join(", ") };
         let text = format!("{names} with {}{masters}", options.format(", "));
@@ -74,7 +81,10 @@ impl<P: Params> ParamGroup<P> {
             Some((rank, other)) => {
                 let (at, first) = (group.ranks()[0], &texts[0]);
                 let reason = format!("rank {at} adds a group of {first}, and rank {rank} one of {other}");
-                Error::op(P::TYPE, format!("{reason}; train the same parameters with the same options on all ranks"))
+                Error::op(
+                    P::TYPE,
+                    format!("{reason}; train the same parameters with the same options on all ranks"),
+                )
             }
         }
     }
@@ -92,10 +102,10 @@ impl Parameters {
     ///
     /// ```
     /// # use candle_core::{DType, Device};
-    /// # use candle_shard::nn::{Linear, ShardedVarBuilder};
-    /// # candle_dist::World::local(1).run(|ctx| -> candle_shard::Result<()> {
+    /// # use candle_shard::nn::{Linear, MeshVarBuilder};
+    /// # candle_dist::World::threads(1).run(|ctx| -> candle_shard::Result<()> {
     /// # let (mesh, plan) = (ctx.mesh(&[("tp", 1)])?, candle_shard::parallel::Plan::new("tp"));
-    /// # let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
+    /// # let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
     /// # Linear::new(4, 2, true, &vb.pp("out"))?;
     /// # let parameters = vb.finish()?;
     /// let (decay, no_decay) = parameters.split_decay();
@@ -123,7 +133,7 @@ impl Parameter {
 
 /// A group with the optimizer's state.
 #[derive(Debug)]
-pub(super) struct Group<P> {
+pub(super) struct OptimizerGroup<P> {
     pub(super) params: P,
     pub(super) slots: Vec<Slot>,
 }
@@ -149,7 +159,7 @@ pub(super) struct PartialState {
 
 /// The groups of an optimizer.
 #[derive(Debug)]
-pub(super) struct Groups<P>(pub(super) Vec<Group<P>>);
+pub(super) struct Groups<P>(pub(super) Vec<OptimizerGroup<P>>);
 
 impl<P: Params> Groups<P> {
     /// Creates the groups, without parameters that are not trained.
@@ -169,7 +179,7 @@ impl<P: Params> Groups<P> {
     pub(super) fn push(&mut self, group: ParamGroup<P>) -> Result<()> {
         let slot = |of| Slot::new(of, &group.params, group.master_weights);
         let slots = group.trained().map(slot).collect::<Result<_>>()?;
-        self.0.push(Group { params: group.params, slots });
+        self.0.push(OptimizerGroup { params: group.params, slots });
         Ok(())
     }
 
@@ -211,7 +221,7 @@ impl<P: Params> Groups<P> {
     pub(super) fn state(&self) -> Result<Vec<(String, DTensor)>> {
         let mut states = self.states()?.into_iter();
         let mut all = Vec::new();
-        for Group { params, slots } in &self.0 {
+        for OptimizerGroup { params, slots } in &self.0 {
             for (slot, state) in slots.iter().zip(states.by_ref()) {
                 all.extend(state);
                 all.push(slot.options(params)?);
@@ -224,7 +234,10 @@ impl<P: Params> Groups<P> {
     pub(super) fn check_names(&self) -> Result<()> {
         let Some(name) = self.slots().map(|slot| &slot.of.name).duplicates().next() else { return Ok(()) };
         let fix = "build them under paths of their own, or give each an optimizer";
-        Error::op(P::TYPE, format!("two parameters are named {name}, so their states have the same names; {fix}"))
+        Error::op(
+            P::TYPE,
+            format!("two parameters are named {name}, so their states have the same names; {fix}"),
+        )
     }
 
     /// Returns the [`state`](Self::state) of each slot without its options.
@@ -238,7 +251,10 @@ impl<P: Params> Groups<P> {
     /// # Errors
     /// If a part of the state is missing, the options do not fit, or a checkpoint cannot be read.
     pub(super) fn read(&self, saved: &Weights) -> Result<OptimizerState<P>> {
-        Ok(OptimizerState { values: read(saved, &self.states()?.concat())?, params: self.saved_params(saved)? })
+        Ok(OptimizerState {
+            values: read(saved, &self.states()?.concat())?,
+            params: self.saved_params(saved)?,
+        })
     }
 
     /// Loads what [`read`](Self::read) has read.
@@ -259,7 +275,8 @@ impl<P: Params> Groups<P> {
         let mut partial = PartialState::default();
         let mut wanted = Vec::new();
         for (slot, state) in self.slots().zip(self.states()?) {
-            let (found, missing): (Vec<_>, Vec<_>) = state.iter().partition(|(name, _)| saved.contains_tensor(name));
+            let (found, missing): (Vec<_>, Vec<_>) =
+                state.iter().partition(|(name, _)| saved.contains_tensor(name));
             match (found.first(), missing.first()) {
                 (Some((found, _)), Some((missing, _))) => {
                     let reason = format!("the checkpoint has {found} and no {missing}");
@@ -277,9 +294,12 @@ impl<P: Params> Groups<P> {
     }
 
     /// Loads what [`read_partial`](Self::read_partial) has read, and returns the names of the other parameters.
-    pub(super) fn set_partial(&mut self, PartialState { of, values, lacking }: PartialState) -> Result<Vec<String>> {
+    pub(super) fn set_partial(
+        &mut self,
+        PartialState { of, values, lacking }: PartialState,
+    ) -> Result<Vec<String>> {
         let mut values = values.into_iter();
-        for Group { params, slots } in &mut self.0 {
+        for OptimizerGroup { params, slots } in &mut self.0 {
             for slot in slots.iter_mut().filter(|slot| of.contains(&slot.of.var.id())) {
                 slot.set(params, &mut values)?;
             }

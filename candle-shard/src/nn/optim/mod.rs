@@ -75,12 +75,12 @@ use std::path::Path;
 /// use candle_dist::World;
 /// use candle_nn::ParamsAdamW;
 /// use candle_shard::Result;
-/// use candle_shard::nn::{AdamW, LayerNorm, Linear, Optimizer, ParamGroup, ParamsSgd, Sgd, ShardedVarBuilder};
+/// use candle_shard::nn::{AdamW, LayerNorm, Linear, Optimizer, ParamGroup, ParamsSgd, Sgd, MeshVarBuilder};
 /// use candle_shard::parallel::Plan;
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
-///     let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(1, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
 ///     let (_, _) = (Linear::new(4, 2, true, &vb.pp("out"))?, LayerNorm::new(2, 1e-5, &vb.pp("norm"))?);
 ///     let (decay, no_decay) = vb.finish()?.split_decay(); // norms and biases do not decay
 ///     assert_eq!((decay.len(), no_decay.len()), (1, 3));
@@ -123,10 +123,10 @@ pub trait Optimizer: fmt::Debug {
     /// use candle_shard::nn::{AdamW, linear};
     /// use candle_shard::prelude::*;
     ///
-    /// World::local(2).run(|ctx| -> candle_shard::Result<()> {
+    /// World::threads(2).run(|ctx| -> candle_shard::Result<()> {
     ///     let mesh = ctx.mesh(&[("tp", 2)])?;
     ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
-    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
     ///     let layer = linear(4, 6, vb.pp("up"))?;
     ///     let mut optimizer = AdamW::new(&vb.finish()?, candle_nn::ParamsAdamW::default())?;
     ///     let x = DTensor::ones((2, 4), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;

@@ -1,5 +1,5 @@
 //! The options of groups in checkpoints.
-use super::group::{Group, Groups, read};
+use super::group::{Groups, OptimizerGroup, read};
 use super::params::Params;
 use super::slot::{OPTIONS, Slot};
 use crate::{DTensor, Error, Result, Weights};
@@ -20,21 +20,27 @@ impl<P: Params> Groups<P> {
             (None, _) => return Ok(now()),
             (Some(with), Some(without)) => {
                 let (with, without) = (&with.of.name, &without.of.name);
-                return Self::refuse(format!("the checkpoint has the options of {with} and not of {without}"));
+                return Self::refuse(format!(
+                    "the checkpoint has the options of {with} and not of {without}"
+                ));
             }
             _ => {}
         }
-        let wanted: Vec<(String, DTensor)> =
-            self.0.iter().flat_map(|group| group.slots.iter().map(|slot| slot.options(&group.params))).try_collect()?;
+        let wanted: Vec<(String, DTensor)> = self
+            .0
+            .iter()
+            .flat_map(|group| group.slots.iter().map(|slot| slot.options(&group.params)))
+            .try_collect()?;
         let mut values = read(saved, &wanted)?.into_iter();
-        let of_group = |(at, group): (usize, &Group<P>)| {
+        let of_group = |(at, group): (usize, &OptimizerGroup<P>)| {
             let mut saved: Option<(&Slot, Vec<f64>)> = None;
             for (slot, value) in group.slots.iter().zip(values.by_ref()) {
                 let options = value.to_local().to_vec1::<f64>()?;
                 match &saved {
                     Some((first, of_first)) if !is_same(of_first, &options) => {
                         let shown = format!("{} has {}", first.of.name, unlike::<P>(of_first, &options));
-                        let shown = format!("{shown}, {} has {}", slot.of.name, unlike::<P>(&options, of_first));
+                        let shown =
+                            format!("{shown}, {} has {}", slot.of.name, unlike::<P>(&options, of_first));
                         return Self::refuse(format!(
                             "parameters of group {at} were saved with unlike options: {shown}"
                         ));
@@ -49,7 +55,8 @@ impl<P: Params> Groups<P> {
             let state = |params: &P| (params.states(), params.counts_steps());
             if state(&params) != state(&group.params) {
                 let now = group.params.options();
-                let shown = format!("{}, and is made with {}", unlike::<P>(&saved, &now), unlike::<P>(&now, &saved));
+                let shown =
+                    format!("{}, and is made with {}", unlike::<P>(&saved, &now), unlike::<P>(&now, &saved));
                 return Self::refuse(format!(
                     "group {at} was saved with {shown}, for which parameters have other state"
                 ));
@@ -60,8 +67,7 @@ impl<P: Params> Groups<P> {
     }
 
     fn refuse<T>(reason: String) -> Result<T> {
-        let fix =
-            "make the groups and options that were saved, or use load_partial, which leaves the options as they are";
+        let fix = "make the groups and options that were saved, or use load_partial, which leaves the options as they are";
         Error::op(P::TYPE, format!("{reason}; {fix}"))
     }
 }
@@ -72,6 +78,7 @@ fn is_same(a: &[f64], b: &[f64]) -> bool {
 
 /// Lists the options that are not those of `other`.
 fn unlike<P: Params>(options: &[f64], other: &[f64]) -> String {
-    let named = P::OPTIONS.iter().zip(options.iter().zip(other)).filter(|(_, (a, b))| a.to_bits() != b.to_bits());
+    let named =
+        P::OPTIONS.iter().zip(options.iter().zip(other)).filter(|(_, (a, b))| a.to_bits() != b.to_bits());
     named.map(|(name, (value, _))| format!("{name} {value}")).join(" and ")
 }

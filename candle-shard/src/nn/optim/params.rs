@@ -61,6 +61,8 @@ pub(crate) fn unknown<P: Params>(options: &[f64]) -> Result<P> {
     let names = P::OPTIONS;
     Error::op(
         P::TYPE,
-        format!("the saved options are {options:?}: expected values of {names:?}; was it saved by another version?"),
+        format!(
+            "the saved options are {options:?}: expected values of {names:?}; was it saved by another version?"
+        ),
     )
 }

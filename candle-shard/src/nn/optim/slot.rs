@@ -25,7 +25,8 @@ impl Slot {
     pub(super) fn new<P: Params>(of: &Parameter, params: &P, master_weights: bool) -> Result<Self> {
         let master = if master_weights { kernels::master_of(&of.var)? } else { None };
         let dtype = P::state_dtype(master.as_ref().unwrap_or(&of.var).dtype());
-        let state = |_| Var::from_tensor(&empty::full(params.start(), of.var.shape(), dtype, of.var.device())?);
+        let state =
+            |_| Var::from_tensor(&empty::full(params.start(), of.var.shape(), dtype, of.var.device())?);
         let states = params.states().iter().map(state).collect::<candle_core::Result<_>>()?;
         Ok(Self { of: of.clone(), master, states, steps: 0 })
     }
@@ -66,7 +67,11 @@ impl Slot {
     }
 
     /// Loads values in the order of [`state`](Self::state).
-    pub(super) fn set<P: Params>(&mut self, params: &P, values: &mut impl Iterator<Item = DTensor>) -> Result<()> {
+    pub(super) fn set<P: Params>(
+        &mut self,
+        params: &P,
+        values: &mut impl Iterator<Item = DTensor>,
+    ) -> Result<()> {
         for var in self.states.iter().chain(&self.master) {
             values.next().map_or(Ok(()), |value| checkpoint::set(var, &value))?;
         }
@@ -90,7 +95,10 @@ pub(super) fn place<'a>(
         None => Ok(Some((mesh, first.var.device()))),
         Some(other) => {
             let (one, on, other_on) = (&first.name, &other.name, other.tensor.mesh());
-            Error::op(op, format!("{one} lies on {mesh}, {on} on {other_on}; make an optimizer for each mesh"))
+            Error::op(
+                op,
+                format!("{one} lies on {mesh}, {on} on {other_on}; make an optimizer for each mesh"),
+            )
         }
     }
 }

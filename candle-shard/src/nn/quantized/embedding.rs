@@ -1,7 +1,7 @@
 //! Lookups in a quantized table.
 use super::weight::QuantizedWeight;
 use crate::layout::{Placement, Replicate, Shard};
-use crate::nn::ShardedVarBuilder;
+use crate::nn::MeshVarBuilder;
 use crate::ops::lookup::read_indexes;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::rules::{self, OpSpec};
@@ -28,7 +28,7 @@ impl QuantizedEmbedding {
     /// # Errors
     /// If the builder does not read from files, the table is not quantized or has another shape, or the plan cuts it by
     /// columns.
-    pub fn new(rows: usize, width: usize, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn new(rows: usize, width: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let style = vb.style();
         let at = style.layout(LayerKind::Embedding)?.weight;
         if at == Shard(1) {
@@ -73,8 +73,11 @@ impl QuantizedEmbedding {
             };
             let mut made = rules::run_with(OP, &attributes, &[ids], &op_spec, &|x, outs| {
                 let ids = read_indexes(OP, [ids, &x[0]], row)?;
-                let found =
-                    Tensor::from_vec(self.weight.blocks.rows_at(&ids, width)?, ids.len() * width, x[0].device())?;
+                let found = Tensor::from_vec(
+                    self.weight.blocks.rows_at(&ids, width)?,
+                    ids.len() * width,
+                    x[0].device(),
+                )?;
                 Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
             })?;
             let [y] = self.style.outputs([&made.remove(0)])?;

@@ -2,7 +2,7 @@
 use super::QuantizedEmbedding;
 use super::weight::QuantizedWeight;
 use crate::layout::Shard;
-use crate::nn::{Init, ShardedVarBuilder, Width};
+use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Error, Result};
 
@@ -23,7 +23,7 @@ impl QuantizedLinear {
     /// as floats.
     ///
     /// Under [`RowwiseParallel`](crate::parallel::RowwiseParallel) the units of `in_dim` must be multiples of the
-    /// weight's [block](ShardedVarBuilder::quantized_block).
+    /// weight's [block](MeshVarBuilder::quantized_block).
     ///
     /// # Errors
     /// If the builder does not read from files, the weight is not quantized or has another shape, or a cut falls inside
@@ -32,7 +32,7 @@ impl QuantizedLinear {
         in_dim: impl Into<Width>,
         out_dim: impl Into<Width>,
         bias: bool,
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (in_dim, out_dim) = (in_dim.into(), out_dim.into());
         let style = vb.style();
@@ -48,7 +48,7 @@ impl QuantizedLinear {
     ///
     /// # Errors
     /// If the plan cuts the layer in another way than the table.
-    pub fn tied(table: &QuantizedEmbedding, vb: &ShardedVarBuilder) -> Result<Self> {
+    pub fn tied(table: &QuantizedEmbedding, vb: &MeshVarBuilder) -> Result<Self> {
         let (style, weight) = (vb.style(), table.weight().clone());
         let want = style.layout(LayerKind::Linear)?.weight;
         match want == weight.at {

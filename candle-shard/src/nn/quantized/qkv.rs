@@ -1,7 +1,7 @@
 //! Query, key and value projections by quantized weights.
-use super::weight::{Blocks, QuantizedWeight};
+use super::weight::{QuantizedWeight, WeightBlocks};
 use crate::layout::Replicate;
-use crate::nn::{Heads, Init, ShardedVarBuilder, Width};
+use crate::nn::{Heads, Init, MeshVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
@@ -19,18 +19,18 @@ use smallvec::{SmallVec, smallvec};
 pub struct QuantizedQkv {
     heads: Heads,
     width: Width,
-    projections: [Projection; 3],
+    projections: [QuantizedProjection; 3],
     style: ModuleStyle,
 }
 
 #[derive(Debug, Clone)]
-struct Projection {
+struct QuantizedProjection {
     weight: QuantizedWeight,
     bias: Option<DTensor>,
-    shared: Option<Shared>,
+    shared: Option<HeadSharing>,
 }
 
-impl Projection {
+impl QuantizedProjection {
     fn with_bias(&self, y: DTensor) -> Result<DTensor> {
         self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))
     }
@@ -38,7 +38,7 @@ impl Projection {
 
 /// How a rank uses key heads that it has in common with others.
 #[derive(Debug, Clone)]
-struct Shared {
+struct HeadSharing {
     /// The first key head that was read.
     first: usize,
     /// For each query head of this rank, the place of its key head among those that were read.
@@ -49,7 +49,7 @@ impl QuantizedQkv {
     /// Builds a layer at the builder's path from the layers `names`, which are query, key and value.
     ///
     /// `granule` is the number of columns between which the output projection may be cut: its
-    /// [block](ShardedVarBuilder::quantized_block), or 1. If no whole heads end there, it is ignored.
+    /// [block](MeshVarBuilder::quantized_block), or 1. If no whole heads end there, it is ignored.
     ///
     /// # Errors
     /// Those of [`FusedQkv::new`](crate::nn::FusedQkv::new) and of a [`QuantizedLinear`](super::QuantizedLinear).
@@ -59,7 +59,7 @@ impl QuantizedQkv {
         granule: usize,
         bias: bool,
         names: [&str; 3],
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let style = vb.style();
         let (at, axis) = (style.layout(LayerKind::FusedQkv)?.weight, style.axis);
@@ -81,8 +81,9 @@ impl QuantizedQkv {
         let whole = |name: &str, rows: Width| {
             let vb = vb.pp(name);
             let weight = QuantizedWeight::read(&vb, "weight", [rows, in_dim.into()], at, axis)?;
-            let bias = bias.then(|| vb.part(&[rows], "bias".into(), Init::Const(0.0), at, false)).transpose()?;
-            Ok::<_, Error>(Projection { weight, bias, shared: None })
+            let bias =
+                bias.then(|| vb.part(&[rows], "bias".into(), Init::Const(0.0), at, false)).transpose()?;
+            Ok::<_, Error>(QuantizedProjection { weight, bias, shared: None })
         };
         let shared = |name: &str| {
             let vb = vb.pp(name);
@@ -91,19 +92,25 @@ impl QuantizedQkv {
             let first = queries.start / group;
             let keys = first..if queries.is_empty() { first } else { queries.end.div_ceil(group) };
             let block = [keys.start * dim..keys.end * dim, 0..in_dim];
-            let blocks = Blocks::read(&vb, "weight", [key_value * dim, in_dim], block)?;
+            let blocks = WeightBlocks::read(&vb, "weight", [key_value * dim, in_dim], block)?;
             let copies = queries.map(|head| (head / group - first) as u32).collect();
-            let of_all = || vb.part(&[(key_value * dim).into()], "bias".into(), Init::Const(0.0), Replicate, true);
+            let of_all =
+                || vb.part(&[(key_value * dim).into()], "bias".into(), Init::Const(0.0), Replicate, true);
             let (dims, sizes, mesh) = ([width, in_dim.into()], sizes.clone(), vb.mesh().clone());
             let weight = QuantizedWeight { blocks, dims, sizes, at, axis, mesh };
-            Ok::<_, Error>(Projection {
+            Ok::<_, Error>(QuantizedProjection {
                 weight,
                 bias: bias.then(of_all).transpose()?,
-                shared: Some(Shared { first, copies }),
+                shared: Some(HeadSharing { first, copies }),
             })
         };
         let key = |name: &str| if is_shared { shared(name) } else { whole(name, keys) };
-        Ok(Self { heads, width, projections: [whole(names[0], width)?, key(names[1])?, key(names[2])?], style })
+        Ok(Self {
+            heads,
+            width,
+            projections: [whole(names[0], width)?, key(names[1])?, key(names[2])?],
+            style,
+        })
     }
 
     /// Returns query `[batch, heads, sequence, dim]`, key and value of `x` `[batch, sequence, in_dim]`.
@@ -116,7 +123,9 @@ impl QuantizedQkv {
     pub fn forward(&self, x: &DTensor) -> Result<[DTensor; 3]> {
         self.style.layer(|| {
             if x.rank() != 3 {
-                return Err(self.style.error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
+                return Err(self
+                    .style
+                    .error(format_args!("gets {}; want [batch, sequence, width]", x.spec())));
             }
             self.projections[0].weight.check_mesh("quantized_qkv", x)?;
             let [x] = self.style.inputs([x])?;
@@ -125,12 +134,14 @@ impl QuantizedQkv {
                 y.split_units(2, self.heads.dim)?.transpose(1, 2)
             };
             let [q, k, v] = &self.projections;
-            let shared =
-                |p: &Projection| p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose();
+            let shared = |p: &QuantizedProjection| {
+                p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose()
+            };
             let [q, k, v] = match (shared(k)?, shared(v)?) {
                 (Some(k), Some(v)) => [q.with_bias(q.weight.product(&x)?)?, k, v],
                 _ => {
-                    let [of_q, of_k, of_v] = QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
+                    let [of_q, of_k, of_v] =
+                        QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
                     [q.with_bias(of_q)?, k.with_bias(of_k)?, v.with_bias(of_v)?]
                 }
             };
@@ -149,8 +160,13 @@ impl QuantizedQkv {
     }
 
     /// Returns a copy of the key heads for each query head, sharded like the query.
-    fn project_shared(&self, x: &DTensor, projection: &Projection, shared: &Shared) -> Result<DTensor> {
-        let Projection { weight, bias, .. } = projection;
+    fn project_shared(
+        &self,
+        x: &DTensor,
+        projection: &QuantizedProjection,
+        shared: &HeadSharing,
+    ) -> Result<DTensor> {
+        let QuantizedProjection { weight, bias, .. } = projection;
         let axis = weight.axis;
         let Heads { query, key_value, dim } = self.heads;
         let inputs: SmallVec<[&DTensor; 2]> = [x].into_iter().chain(bias).collect();
@@ -165,19 +181,25 @@ impl QuantizedQkv {
             made[axis] = Target::shard(2, &weight.sizes);
             let whole = lay.iter().map(|_| Target::from(Replicate)).collect();
             let shape = Dims::from_slice(&[x.dims()[0], x.dims()[1], query * dim]);
-            OpSpec::laid(&inputs, [lay].into_iter().chain(vec![whole; inputs.len() - 1]), &made, &[(shape, x.dtype())])
+            OpSpec::laid(
+                &inputs,
+                [lay].into_iter().chain(vec![whole; inputs.len() - 1]),
+                &made,
+                &[(shape, x.dtype())],
+            )
         };
         let fixed = [axis, query, key_value, dim];
         let attributes: Dims = fixed.into_iter().chain(weight.sizes.iter().copied()).collect();
-        let mut made = rules::run_with("project_shared_quantized", &attributes, &inputs, &op_spec, &|x, _| {
-            let mut y = weight.blocks.product(x[0].to_local())?;
-            let (batch, seq, held) = y.dims3()?;
-            if let Some(bias) = x.get(1) {
-                y = y.broadcast_add(&bias.to_local().narrow(0, shared.first * dim, held)?)?;
-            }
-            let y = empty::index_select(&y.reshape((batch, seq, held / dim, dim))?, &shared.copies, 2)?;
-            Ok(smallvec![y.reshape((batch, seq, shared.copies.len() * dim))?])
-        })?;
+        let mut made =
+            rules::run_with("project_shared_quantized", &attributes, &inputs, &op_spec, &|x, _| {
+                let mut y = weight.blocks.product(x[0].to_local())?;
+                let (batch, seq, held) = y.dims3()?;
+                if let Some(bias) = x.get(1) {
+                    y = y.broadcast_add(&bias.to_local().narrow(0, shared.first * dim, held)?)?;
+                }
+                let y = empty::index_select(&y.reshape((batch, seq, held / dim, dim))?, &shared.copies, 2)?;
+                Ok(smallvec![y.reshape((batch, seq, shared.copies.len() * dim))?])
+            })?;
         Ok(made.remove(0))
     }
 }

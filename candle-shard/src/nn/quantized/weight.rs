@@ -1,7 +1,7 @@
 //! The blocks of a quantized weight that a rank holds.
 use crate::kernels::{self, QuantizedMatrix};
 use crate::layout::{Placement, Replicate, Shard, Spec};
-use crate::nn::{ShardedVarBuilder, Width};
+use crate::nn::{MeshVarBuilder, Width};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result, Weights};
@@ -15,16 +15,16 @@ use std::sync::Arc;
 
 /// Blocks of rows and columns of a weight `[out, in]`.
 #[derive(Debug, Clone)]
-pub(super) struct Blocks {
+pub(super) struct WeightBlocks {
     /// `None` without rows or columns.
     matrix: Option<QuantizedMatrix>,
     rows: Range<usize>,
 }
 
-impl Blocks {
+impl WeightBlocks {
     /// Reads rows and columns of the stored weight `name`, which must be `whole`.
     pub(super) fn read(
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
         name: &str,
         whole: [usize; 2],
         [rows, columns]: [Range<usize>; 2],
@@ -68,7 +68,8 @@ impl Blocks {
     pub(super) fn rows_at(&self, ids: &[u32], width: usize) -> Result<Vec<f32>> {
         let mut out = vec![0.0; ids.len() * width];
         let here = ids.iter().enumerate().filter(|&(_, &id)| self.rows.contains(&(id as usize)));
-        let (places, rows): (Vec<usize>, Vec<u32>) = here.map(|(at, &id)| (at, id - self.rows.start as u32)).unzip();
+        let (places, rows): (Vec<usize>, Vec<u32>) =
+            here.map(|(at, &id)| (at, id - self.rows.start as u32)).unzip();
         if rows.is_empty() {
             return Ok(out);
         }
@@ -80,15 +81,23 @@ impl Blocks {
     }
 
     fn some(&self) -> Result<&QuantizedMatrix> {
-        self.matrix.as_ref().ok_or_else(|| Error::Plan("a quantized weight without rows or columns is used".into()))
+        self.matrix
+            .as_ref()
+            .ok_or_else(|| Error::Plan("a quantized weight without rows or columns is used".into()))
     }
 }
 
 /// Returns the files, and the name and the type of the parameter `name` there, which must be quantized and `whole`.
-fn stored<'a>(vb: &'a ShardedVarBuilder, name: &str, whole: [usize; 2]) -> Result<(&'a Weights, String, GgmlDType)> {
+fn stored<'a>(
+    vb: &'a MeshVarBuilder,
+    name: &str,
+    whole: [usize; 2],
+) -> Result<(&'a Weights, String, GgmlDType)> {
     let name = vb.full_name(name);
     let Some(weights) = vb.stored() else {
-        return Err(Error::Plan(format!("{name} is quantized, and only weights in files are; build from weights")));
+        return Err(Error::Plan(format!(
+            "{name} is quantized, and only weights in files are; build from weights"
+        )));
     };
     let shape = weights.shape(&name)?;
     if shape != whole {
@@ -106,7 +115,7 @@ fn stored<'a>(vb: &'a ShardedVarBuilder, name: &str, whole: [usize; 2]) -> Resul
 /// A quantized weight `[out, in]` that is cut by rows, by columns or not at all over one mesh axis.
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedWeight {
-    pub(super) blocks: Blocks,
+    pub(super) blocks: WeightBlocks,
     pub(super) dims: [Width; 2],
     /// The sizes of the shards of the dim that is cut, if one is.
     pub(super) sizes: Dims,
@@ -118,7 +127,7 @@ pub(super) struct QuantizedWeight {
 impl QuantizedWeight {
     /// Reads this rank's blocks of the parameter `name` of the builder's module.
     pub(super) fn read(
-        vb: &ShardedVarBuilder,
+        vb: &MeshVarBuilder,
         name: &str,
         dims: [Width; 2],
         at: Placement,
@@ -149,7 +158,14 @@ impl QuantizedWeight {
             }
             block[dim] = start..start + sizes[rank];
         }
-        Ok(Self { blocks: Blocks::read(vb, name, whole, block)?, dims, sizes, at, axis, mesh: vb.mesh().clone() })
+        Ok(Self {
+            blocks: WeightBlocks::read(vb, name, whole, block)?,
+            dims,
+            sizes,
+            at,
+            axis,
+            mesh: vb.mesh().clone(),
+        })
     }
 
     /// Refuses an operand on another mesh than that of the weight.
@@ -158,7 +174,10 @@ impl QuantizedWeight {
             return Ok(());
         }
         let mesh = &self.mesh;
-        Error::op(op, format!("{} is on another mesh than the weight, which is on {mesh}; use one mesh", x.spec()))
+        Error::op(
+            op,
+            format!("{} is on another mesh than the weight, which is on {mesh}; use one mesh", x.spec()),
+        )
     }
 
     /// Returns `x · weightᵀ`: columns of it if the weight is cut by rows, partial sums if it is cut by columns.
@@ -181,8 +200,12 @@ impl QuantizedWeight {
         if !weights.iter().all(is_alike) {
             return Error::op(OP, "weights of one input are cut in unlike ways; choose one style for them");
         }
-        let Some(last) = x.rank().checked_sub(1).filter(|&last| last > 0 && x.dims()[last] == input.size()) else {
-            return Error::op(OP, format!("input {}: want [.., {}] of two dims or more", x.spec(), input.size()));
+        let Some(last) = x.rank().checked_sub(1).filter(|&last| last > 0 && x.dims()[last] == input.size())
+        else {
+            return Error::op(
+                OP,
+                format!("input {}: want [.., {}] of two dims or more", x.spec(), input.size()),
+            );
         };
         weights[0].check_mesh(OP, x)?;
         // Products with blocks take these; ranks without elements would not notice others.
@@ -226,9 +249,10 @@ impl QuantizedWeight {
             let local = x[0].to_local();
             let blocks = weights.map(|weight| &weight.blocks);
             if local.elem_count() > 0 && blocks.iter().all(|blocks| blocks.matrix.is_some()) {
-                return Blocks::products(&blocks, local);
+                return WeightBlocks::products(&blocks, local);
             }
-            let each = |(blocks, out): (&Blocks, &Arc<Spec>)| match (&blocks.matrix, local.elem_count()) {
+            let each = |(blocks, out): (&WeightBlocks, &Arc<Spec>)| match (&blocks.matrix, local.elem_count())
+            {
                 (Some(_), 1..) => blocks.product(local),
                 _ => rules::neutral(x, &out.local_shape(), out.dtype()),
             };

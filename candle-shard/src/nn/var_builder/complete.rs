@@ -1,7 +1,7 @@
 //! What is checked when a model is complete: that ranks have built the same, and that the plan fits the model.
-use super::{ShardedVarBuilder, Shared};
+use super::{BuilderState, MeshVarBuilder};
 use crate::nn::Parameters;
-use crate::nn::source::Source;
+use crate::nn::source::ParameterSource;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
 use itertools::Itertools;
@@ -12,22 +12,22 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// What a builder knows of the end of its model.
 #[derive(Default)]
-pub(super) struct Completion {
+pub(super) struct BuildStatus {
     /// Whether the plan was checked, or a parameter could not be built, so that the caller knows of it.
     is_settled: AtomicBool,
 }
 
 /// A parameter that is being built. If it is dropped without `end`, its error is the caller's.
-pub(super) struct Building<'a>(&'a Completion);
+pub(super) struct BuildGuard<'a>(&'a BuildStatus);
 
-impl Completion {
-    pub(super) fn begin(&self) -> Building<'_> {
+impl BuildStatus {
+    pub(super) fn begin(&self) -> BuildGuard<'_> {
         self.is_settled.store(true, Relaxed);
-        Building(self)
+        BuildGuard(self)
     }
 }
 
-impl Building<'_> {
+impl BuildGuard<'_> {
     pub(super) fn end(self) {
         self.0.is_settled.store(false, Relaxed);
     }
@@ -42,7 +42,7 @@ struct StageOfModel {
     unmatched: BTreeSet<String>,
 }
 
-impl ShardedVarBuilder {
+impl MeshVarBuilder {
     /// Returns the parameters that were built.
     ///
     /// All ranks of the mesh call it. They compare the seed, the plan, and the names, layouts and dtypes of the parameters: one
@@ -57,12 +57,12 @@ impl ShardedVarBuilder {
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
         let left = match &shared.source {
-            Source::Moved(moved) => moved.finish(),
+            ParameterSource::Moved(moved) => moved.finish(),
             _ => Ok(()),
         };
         if self.mesh().size() > 1 {
             let group = self.mesh().group()?;
-            let compared = group.with_description("the comparison of models in ShardedVarBuilder::finish");
+            let compared = group.with_description("the comparison of models in MeshVarBuilder::finish");
             if let Some(texts) = compared.compare(&self.description(&left))? {
                 return Err(unlike(group, &texts));
             }
@@ -84,9 +84,12 @@ impl ShardedVarBuilder {
         const OP: &str = "finish_stages";
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
-        let mine = StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched: shared.unmatched() };
-        let failed =
-            |error: serde_json::Error| Error::Op { op: OP, reason: format!("a message between ranks ({error})") };
+        let mine =
+            StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched: shared.unmatched() };
+        let failed = |error: serde_json::Error| Error::Op {
+            op: OP,
+            reason: format!("a message between ranks ({error})"),
+        };
         let text = serde_json::to_string(&mine).map_err(failed)?;
         let compared = group.with_description("the comparison of the plans of stages").compare(&text)?;
         let texts = compared.unwrap_or_else(|| vec![text]);
@@ -113,27 +116,34 @@ impl ShardedVarBuilder {
     fn description(&self, left: &Result<()>) -> String {
         let shared = &*self.shared;
         let source = match &shared.source {
-            Source::Fresh => "fresh parameters",
-            Source::Loaded(_) => "parameters of a VarBuilder",
-            Source::Stored(_) => "parameters of files",
-            Source::Moved(_) => "parameters of a model",
+            ParameterSource::Fresh => "fresh parameters",
+            ParameterSource::Loaded(_) => "parameters of a VarBuilder",
+            ParameterSource::Stored(_) => "parameters of files",
+            ParameterSource::Moved(_) => "parameters of a model",
         };
-        let mut lines =
-            vec![format!("seed {}", shared.seed), format!("dtype {}", shared.dtype.as_str()), source.to_string()];
-        lines.extend(shared.plan.to_string().lines().map(|line| format!("the line {:?} in its plan", line.trim())));
+        let mut lines = vec![
+            format!("seed {}", shared.seed),
+            format!("dtype {}", shared.dtype.as_str()),
+            source.to_string(),
+        ];
+        lines.extend(
+            shared.plan.to_string().lines().map(|line| format!("the line {:?} in its plan", line.trim())),
+        );
         let built = self.built();
         let parameters = built.iter().map(|parameter| {
             let frozen = if parameter.is_frozen() { ", frozen" } else { "" };
             format!("the parameter {:?} {}{frozen}", parameter.name, parameter.tensor.spec())
         });
         lines.extend(parameters.sorted());
-        lines.extend(shared.unmatched().iter().map(|pattern| format!("the pattern {pattern:?} without a module")));
+        lines.extend(
+            shared.unmatched().iter().map(|pattern| format!("the pattern {pattern:?} without a module")),
+        );
         lines.extend(left.as_ref().err().map(|error| error.to_string()));
         lines.join("\n")
     }
 }
 
-impl Shared {
+impl BuilderState {
     /// Returns the patterns of the plan that matched no module.
     fn unmatched(&self) -> BTreeSet<String> {
         let matched = self.matched.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,7 +151,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for BuilderState {
     /// Warns of a plan that was never checked and does not fit.
     fn drop(&mut self) {
         let is_first = self.mesh.coordinate().iter().all(|&at| at == 0);
@@ -152,7 +162,7 @@ impl Drop for Shared {
         let is_unused = self.built.get_mut().unwrap_or_else(PoisonError::into_inner).is_empty();
         if !unmatched.is_empty() && !is_unused {
             candle_dist::warn(format_args!(
-                "{} in the {} matched no module of the model, and nobody called ShardedVarBuilder::finish, which refuses that",
+                "{} in the {} matched no module of the model, and nobody called MeshVarBuilder::finish, which refuses that",
                 unmatched.iter().map(|pattern| format!("{pattern:?}")).join(", "),
                 self.plan.to_string().lines().next().unwrap_or_default()
             ));

@@ -1,13 +1,13 @@
 //! Parameters that are made from the source, or known from another model of the same builder.
-use super::ShardedVarBuilder;
+use super::MeshVarBuilder;
 use crate::layout::{Axes, RowsOf, Spec};
 use crate::nn::Parameter;
-use crate::nn::source::{Init, Wanted};
+use crate::nn::source::{Init, ParameterRequest};
 use crate::{DTensor, Error, Result};
 use candle_core::Var;
 use std::sync::{Arc, PoisonError};
 
-impl ShardedVarBuilder {
+impl MeshVarBuilder {
     /// Returns a builder for another model of the same parameters: one that was built before, under the same name and in the same
     /// layout, is the same variable.
     ///
@@ -22,12 +22,12 @@ impl ShardedVarBuilder {
     /// # use candle_core::{DType, Device};
     /// # use candle_dist::World;
     /// # use candle_nn::ParamsAdamW;
-    /// # use candle_shard::nn::{AdamW, Linear, ParamGroup, ShardedVarBuilder};
+    /// # use candle_shard::nn::{AdamW, Linear, ParamGroup, MeshVarBuilder};
     /// # use candle_shard::{DTensor, Result, Shard};
-    /// # World::local(2).run(|ctx| -> Result<()> {
+    /// # World::threads(2).run(|ctx| -> Result<()> {
     /// # let mesh = ctx.mesh(&[("dp", 2)])?;
-    /// # let vb = ShardedVarBuilder::fresh(42, &mesh, candle_shard::parallel::Plan::new("dp"), DType::F32, &Device::Cpu)?;
-    /// let build = |base: &ShardedVarBuilder, head: &ShardedVarBuilder| -> Result<_> {
+    /// # let vb = MeshVarBuilder::fresh(42, &mesh, candle_shard::parallel::Plan::new("dp"), DType::F32, &Device::Cpu)?;
+    /// let build = |base: &MeshVarBuilder, head: &MeshVarBuilder| -> Result<_> {
     ///     Ok((Linear::new(4, 4, true, &base.pp("base"))?, Linear::new(4, 1, true, &head.pp("head"))?))
     /// };
     /// let (base, head) = build(&vb.frozen(), &vb)?;
@@ -50,12 +50,12 @@ impl ShardedVarBuilder {
     /// use candle_core::{DType, Device};
     /// use candle_dist::World;
     /// use candle_shard::Result;
-    /// use candle_shard::nn::{Linear, ShardedVarBuilder};
+    /// use candle_shard::nn::{Linear, MeshVarBuilder};
     /// use candle_shard::parallel::Plan;
     ///
-    /// World::local(1).run(|ctx| -> Result<()> {
+    /// World::threads(1).run(|ctx| -> Result<()> {
     ///     let (mesh, plan) = (ctx.mesh(&[("tp", 1)])?, Plan::new("tp"));
-    ///     let vb = ShardedVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
     ///     Linear::new(4, 2, true, &vb.pp("out"))?;
     ///     Linear::new(4, 2, true, &vb.again().pp("out"))?;
     ///     assert_eq!(vb.finish()?.len(), 2); // one weight and one bias
@@ -77,7 +77,8 @@ impl ShardedVarBuilder {
         let Some(known) = built.iter().find(|p| p.name == name) else { return Ok(None) };
         if known.tensor.spec() != spec {
             let has = known.tensor.spec();
-            let reason = format!("parameter {name} is {spec} in one model of this builder and {has} in another");
+            let reason =
+                format!("parameter {name} is {spec} in one model of this builder and {has} in another");
             return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
         }
         let varied = known.tensor.varying();
@@ -105,7 +106,7 @@ impl ShardedVarBuilder {
         init: Init,
         zero_row: Option<usize>,
     ) -> Result<(DTensor, Var)> {
-        let at = Wanted { name, within, spec: &spec };
+        let at = ParameterRequest { name, within, spec: &spec };
         let local = self.shared.source.shard(&at, (init, self.seed()), self.device())?;
         let rows = spec.local_block().first().cloned().unwrap_or_default();
         // Before the unit owns it: tensors that layers get have no memory of their own.

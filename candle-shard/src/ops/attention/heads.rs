@@ -1,6 +1,6 @@
 //! Attention by heads: each rank gets some heads of the whole sequence (DeepSpeed-Ulysses).
 use super::order::even_sizes;
-use super::sequence::{Call, part};
+use super::sequence::{AttentionCall, part};
 use crate::{Result, kernels};
 use candle_core::Tensor;
 use candle_dist::functional::Step;
@@ -8,11 +8,11 @@ use candle_dist::{Cut, empty};
 use std::ops::Range;
 
 /// The query heads and the key heads of one rank.
-type Heads = (Range<usize>, Range<usize>);
+type HeadRanges = (Range<usize>, Range<usize>);
 
 /// Assigns heads to ranks: whole groups of query heads if there are as many key heads as ranks, else parts of groups,
 /// each with a copy of its key head.
-fn assign(heads: usize, kv_heads: usize, ranks: usize) -> Vec<Heads> {
+fn assign(heads: usize, kv_heads: usize, ranks: usize) -> Vec<HeadRanges> {
     let group = heads / kv_heads.max(1);
     let mut made = Vec::with_capacity(ranks);
     if kv_heads >= ranks || kv_heads == 0 {
@@ -36,24 +36,26 @@ fn assign(heads: usize, kv_heads: usize, ranks: usize) -> Vec<Heads> {
 }
 
 /// Attention of `[b, q, h, d]`, whose rows are cut as those of the keys. The result has the dtype of the query.
-pub(super) fn run(call: &Call, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+pub(super) fn run(call: &AttentionCall, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
     let (group, me) = (&call.group, call.group.rank());
     let (batch, rows, heads, dim) = q.dims4()?;
     let (kv_heads, width) = (k.dim(2)?, v.dim(3)?);
     let of_ranks = assign(heads, kv_heads, group.size());
-    let features = |(of_q, of_k): &Heads| of_q.len() * dim + of_k.len() * (dim + width);
+    let features = |(of_q, of_k): &HeadRanges| of_q.len() * dim + of_k.len() * (dim + width);
     let all_rows: Vec<usize> = call.keys.iter().map(Range::len).collect();
     let len: usize = all_rows.iter().sum();
 
     // The features of each rank follow each other: its query heads, its keys and its values.
     let flat = |x: &Tensor, columns: usize| x.reshape((batch, rows, columns));
-    let whole = Tensor::cat(&[flat(q, heads * dim)?, flat(k, kv_heads * dim)?, flat(v, kv_heads * width)?], 2)?;
+    let whole =
+        Tensor::cat(&[flat(q, heads * dim)?, flat(k, kv_heads * dim)?, flat(v, kv_heads * width)?], 2)?;
     let (of_keys, of_values) = (heads * dim, (heads + kv_heads) * dim);
     let columns: Vec<Range<usize>> = of_ranks
         .iter()
         .flat_map(|(of_q, of_k)| {
-            let at =
-                |first: usize, heads: &Range<usize>, size: usize| first + heads.start * size..first + heads.end * size;
+            let at = |first: usize, heads: &Range<usize>, size: usize| {
+                first + heads.start * size..first + heads.end * size
+            };
             [at(0, of_q, dim), at(of_keys, of_k, dim), at(of_values, of_k, width)]
         })
         .collect();
@@ -86,8 +88,10 @@ fn select(x: &Tensor, columns: &[Range<usize>]) -> Result<Tensor> {
         let times = total.checked_div(width).unwrap_or(0) + 1;
         return part(&Tensor::cat(&vec![x.clone(); times], 2)?, 2, 0, total.min(times * width));
     }
-    let unit =
-        columns.iter().filter(|range| !range.is_empty()).fold(0, |unit, range| gcd(gcd(unit, range.start), range.end));
+    let unit = columns
+        .iter()
+        .filter(|range| !range.is_empty())
+        .fold(0, |unit, range| gcd(gcd(unit, range.start), range.end));
     let unit = gcd(unit, width).max(1);
     let units = columns.iter().flat_map(|range| range.start / unit..range.end / unit).map(|unit| unit as u32);
     let units: Vec<u32> = units.collect();

@@ -19,7 +19,12 @@ impl Mask {
 
     /// Returns the blocks of the `keys` rows for the `queries` rows of some elements of the batch. Their rows count
     /// from the first of `keys`.
-    pub(super) fn blocks(&self, queries: &Range<usize>, keys: &Range<usize>, batch: &Range<usize>) -> Vec<KeyBlock> {
+    pub(super) fn blocks(
+        &self,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+        batch: &Range<usize>,
+    ) -> Vec<KeyBlock> {
         let runs = self.runs(keys);
         let block = |run: Range<usize>| {
             let visible = self.visible(queries, &run, batch);
@@ -33,8 +38,9 @@ impl Mask {
         let runs = self.runs(keys);
         let mut elements = if self.differs() { batch.clone() } else { 0..1 };
         elements.any(|element| {
-            let sees =
-                |row: usize| runs.iter().any(|run| !self.rows(self.range(element, self.position(row)), run).is_empty());
+            let sees = |row: usize| {
+                runs.iter().any(|run| !self.rows(self.range(element, self.position(row)), run).is_empty())
+            };
             queries.clone().rev().any(sees)
         })
     }

@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// use candle_dist::World;
 /// use candle_shard::{Attention, Result, Shard, TokenOrder};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("cp", 2)])?;
 ///     let order = TokenOrder::zigzag(7, 2);
 ///     let x = Tensor::ones((1, 7, 2, 4), DType::F32, &Device::Cpu)?;
@@ -110,10 +110,14 @@ impl Documents {
     pub(super) fn check(&self, op: &'static str, batch: usize, rows: usize) -> Result<()> {
         if self.0.is_empty() || (self.0.len() != 1 && self.0.len() != batch) {
             let lists = self.0.len();
-            return Error::op(op, format!("{lists} lists of documents for a batch of {batch}; give 1 or {batch}"));
+            return Error::op(
+                op,
+                format!("{lists} lists of documents for a batch of {batch}; give 1 or {batch}"),
+            );
         }
         let ascends = |ends: &[usize]| ends.windows(2).all(|pair| pair[0] <= pair[1]);
-        let fits = |ends: &&Vec<usize>| ends.first() == Some(&0) && ends.last() <= Some(&rows) && ascends(ends);
+        let fits =
+            |ends: &&Vec<usize>| ends.first() == Some(&0) && ends.last() <= Some(&rows) && ascends(ends);
         match self.0.iter().find(|ends| !fits(ends)) {
             Some(ends) => Error::op(
                 op,
@@ -193,7 +197,10 @@ impl Attention {
         let mut start = 0;
         let of_rank = |&size: &usize| {
             start += size;
-            mask.blocks(&(start - size..start), &(0..len), &(0..1)).iter().map(|block| block.visible.pairs()).sum()
+            mask.blocks(&(start - size..start), &(0..len), &(0..1))
+                .iter()
+                .map(|block| block.visible.pairs())
+                .sum()
         };
         Ok(sizes.iter().map(of_rank).collect())
     }
@@ -201,7 +208,10 @@ impl Attention {
     pub(crate) fn check(&self, batch: usize, queries: usize, keys: usize) -> Result<()> {
         const OP: &str = "flash_attn";
         if self.window == Some(0) {
-            return Error::op(OP, "a window of 0 keys; expected 1 at least, which is the query's own position");
+            return Error::op(
+                OP,
+                "a window of 0 keys; expected 1 at least, which is the query's own position",
+            );
         }
         if self.scale.is_some_and(|scale| !scale.is_finite()) {
             return Error::op(OP, format!("scale {:?}; expected a finite number", self.scale));
@@ -211,8 +221,9 @@ impl Attention {
         }
         if let Some(documents) = &self.documents {
             if queries != keys {
-                let reason =
-                    format!("documents for {queries} queries and {keys} keys; expected as many queries as keys");
+                let reason = format!(
+                    "documents for {queries} queries and {keys} keys; expected as many queries as keys"
+                );
                 return Error::op(OP, reason);
             }
             documents.check(OP, batch, keys)?;
@@ -229,7 +240,9 @@ impl Attention {
                 let len = order.positions().len();
                 Error::op(
                     OP,
-                    format!("an order of {len} tokens for {queries} queries and {keys} keys; expected {len} of each"),
+                    format!(
+                        "an order of {len} tokens for {queries} queries and {keys} keys; expected {len} of each"
+                    ),
                 )
             }
             _ => Ok(()),

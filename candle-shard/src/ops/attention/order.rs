@@ -67,7 +67,10 @@ impl TokenOrder {
         }
         if let Some(missing) = seen.iter().position(|seen| !seen) {
             let len = positions.len();
-            return Error::op("TokenOrder", format!("position {missing} of {len} is missing; give each one once"));
+            return Error::op(
+                "TokenOrder",
+                format!("position {missing} of {len} is missing; give each one once"),
+            );
         }
         if sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)) != Some(positions.len()) {
             let len = positions.len();
@@ -130,18 +133,27 @@ impl TokenOrder {
     ///
     /// # Errors
     /// If the placements do not fit, no axis or several axes shard the dim, or the tensor has a gradient.
-    pub fn distribute(&self, x: &Tensor, dim: usize, mesh: &DeviceMesh, placements: &[Placement]) -> Result<DTensor> {
+    pub fn distribute(
+        &self,
+        x: &Tensor,
+        dim: usize,
+        mesh: &DeviceMesh,
+        placements: &[Placement],
+    ) -> Result<DTensor> {
         let axes = placements.iter().positions(|&at| at == Shard(dim)).collect_vec();
         let [axis] = axes[..] else {
             let reason = format!("{placements:?} for tokens on dim {dim}; shard this dim on one axis");
             return Error::op("TokenOrder", reason);
         };
         if x.track_op() || placements.iter().any(|at| at.is_partial()) {
-            let reason =
-                format!("a tensor {:?} for {placements:?}: expected no gradient and no partial sums", x.dims());
+            let reason = format!(
+                "a tensor {:?} for {placements:?}: expected no gradient and no partial sums",
+                x.dims()
+            );
             return Error::op("TokenOrder", reason);
         }
-        let spec = Spec::new(mesh, placements, x.shape(), x.dtype())?.with_sizes(axis, Some(self.sizes.clone()))?;
+        let spec =
+            Spec::new(mesh, placements, x.shape(), x.dtype())?.with_sizes(axis, Some(self.sizes.clone()))?;
         DTensor::cut_out(&self.apply(x, dim)?, spec)
     }
 
@@ -153,7 +165,10 @@ impl TokenOrder {
         if x.elem_count() == 0 {
             return Ok(x.clone());
         }
-        Ok(x.index_select(&Tensor::from_vec(rows, self.positions.len(), &Device::Cpu)?.to_device(x.device())?, dim)?)
+        Ok(x.index_select(
+            &Tensor::from_vec(rows, self.positions.len(), &Device::Cpu)?.to_device(x.device())?,
+            dim,
+        )?)
     }
 
     /// Returns the rows of each ascending run of positions within `rows`.

@@ -1,8 +1,8 @@
 //! Ring attention: keys and values travel, and the next ones are under way while this rank computes.
 use super::mask::Mask;
-use super::sequence::{Call, part};
+use super::sequence::{AttentionCall, part};
 use crate::Result;
-use crate::kernels::{self, Attended, Norms, Partial};
+use crate::kernels::{self, AttentionDtype, Partial, SoftmaxNorms};
 use candle_core::{DType, Tensor};
 use candle_dist::{Collective, Pending};
 use std::ops::Range;
@@ -25,38 +25,38 @@ pub(super) fn hops(mask: &Mask, [queries, keys]: [&[Range<usize>]; 2], batch: &R
 }
 
 /// Attention of this rank's queries `[b, q, h, d]`. The result has the dtype of the computation.
-pub(super) fn run(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
+pub(super) fn run(call: AttentionCall, inputs: [&Tensor; 3]) -> Result<Tensor> {
     match inputs[0].dtype() {
         DType::F64 => run_in::<f64>(call, inputs),
         _ => run_in::<f32>(call, inputs),
     }
 }
 
-fn run_in<T: Attended>(call: Call, inputs: [&Tensor; 3]) -> Result<Tensor> {
+fn run_in<T: AttentionDtype>(call: AttentionCall, inputs: [&Tensor; 3]) -> Result<Tensor> {
     let hops = hops(&call.mask, [&call.queries, &call.keys], &call.batch);
-    let ring = Ring { call, hops };
+    let ring = RingAttention { call, hops };
     let [q, k, v] = inputs.map(Tensor::detach);
     let whole = ring.forward::<T>([&q, &k, &v])?;
     let has_keys = inputs[1].track_op() || inputs[2].track_op();
-    let backward = move |norms: &Norms<T>, inputs: [&Tensor; 3], [out, grad]: [&Tensor; 2]| {
+    let backward = move |norms: &SoftmaxNorms<T>, inputs: [&Tensor; 3], [out, grad]: [&Tensor; 2]| {
         let [q, k, v] = inputs.map(Tensor::detach);
         ring.backward([&q, &k, &v], [&out.detach(), grad], (norms, has_keys))
     };
     Ok(kernels::with_backward("ring attention", inputs, whole, backward)?)
 }
 
-struct Ring {
-    call: Call,
+struct RingAttention {
+    call: AttentionCall,
     hops: Vec<usize>,
 }
 
-type Visit<'a> = dyn FnMut(usize, usize, &Tensor) -> candle_core::Result<()> + 'a;
+type HopFn<'a> = dyn FnMut(usize, usize, &Tensor) -> candle_core::Result<()> + 'a;
 
-impl Ring {
+impl RingAttention {
     /// Passes keys and values around, and calls `visit(step, owner, packed)` for those that come here, `[b, k, h, d + v]`.
     ///
     /// The next ones are sent and received meanwhile. The rows of a head follow each other in memory.
-    fn rotate(&self, [k, v]: [&Tensor; 2], visit: &mut Visit<'_>) -> candle_core::Result<()> {
+    fn rotate(&self, [k, v]: [&Tensor; 2], visit: &mut HopFn<'_>) -> candle_core::Result<()> {
         let mine = Tensor::cat(&[k, v], 3)?.transpose(1, 2)?.contiguous()?;
         let group = &self.call.group;
         // Messages carry no description: this finds ranks that run another layer.
@@ -75,7 +75,12 @@ impl Ring {
             let owner = (me + ranks - step) % ranks;
             let coming = (owner + ranks - 1) % ranks;
             if let Some(held) = held.as_ref().filter(|_| step < self.hops[owner]) {
-                sent.push(group.call(Collective::Send { to: next, tag: KEYS }).owned().start_all(&[held.clone()])?);
+                sent.push(
+                    group
+                        .call(Collective::Send { to: next, tag: KEYS })
+                        .owned()
+                        .start_all(&[held.clone()])?,
+                );
             }
             let arriving = match step < self.hops[coming] {
                 true => Some(
@@ -100,7 +105,7 @@ impl Ring {
         call.mask.blocks(&call.queries[call.group.rank()], &call.keys[owner], &call.batch)
     }
 
-    fn forward<T: Attended>(&self, [q, k, v]: [&Tensor; 3]) -> candle_core::Result<Partial<T>> {
+    fn forward<T: AttentionDtype>(&self, [q, k, v]: [&Tensor; 3]) -> candle_core::Result<Partial<T>> {
         let query = q.to_dtype(T::DTYPE)?;
         let (dim, width, scale) = (k.dim(3)?, v.dim(3)?, self.call.scale);
         let mut whole: Option<Partial<T>> = None;
@@ -120,15 +125,16 @@ impl Ring {
 
     /// The sums of the gradients of keys and values travel one step behind these. A rank adds to the sums that come, so it
     /// holds one block of them beside those of its own keys.
-    fn backward<T: Attended>(
+    fn backward<T: AttentionDtype>(
         &self,
         [q, k, v]: [&Tensor; 3],
         [out, grad]: [&Tensor; 2],
-        (norms, has_keys): (&Norms<T>, bool),
+        (norms, has_keys): (&SoftmaxNorms<T>, bool),
     ) -> candle_core::Result<[Tensor; 3]> {
         let query = q.to_dtype(T::DTYPE)?;
         let inner = T::inner(out, grad)?;
-        let work = kernels::Backward { query: &query, grad, norms, inner: &inner, scale: self.call.scale };
+        let work =
+            kernels::AttentionBackward { query: &query, grad, norms, inner: &inner, scale: self.call.scale };
         let group = &self.call.group;
         let (me, ranks) = (group.rank(), group.size());
         let (next, before) = ((me + 1) % ranks, (me + ranks - 1) % ranks);

@@ -4,7 +4,7 @@ use super::options::Attention;
 use super::{groups, sequence};
 use crate::kernels::{self, Scale};
 use crate::layout::{Placement, Replicate, Shard};
-use crate::rules::{self, Row, Rows, Signature};
+use crate::rules::{self, ShardingRule, ShardingRules, Signature};
 use crate::strict::inherent;
 use crate::{DTensor, Error, Result};
 
@@ -20,19 +20,23 @@ impl Attention {
     #[track_caller]
     pub fn of(&self, query: &DTensor, key: &DTensor, value: &DTensor) -> Result<DTensor> {
         let sizes = match (query.dims(), key.dims(), value.dims()) {
-            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, _]) => {
-                (groups(h, g).is_some() && (b, b, d, g, k) == (kb, vb, kd, vg, vk)).then_some((b, [q, k], h, d, g))
-            }
+            (&[b, q, h, d], &[kb, k, g, kd], &[vb, vk, vg, _]) => (groups(h, g).is_some()
+                && (b, b, d, g, k) == (kb, vb, kd, vg, vk))
+                .then_some((b, [q, k], h, d, g)),
             _ => None,
         };
         let dtypes = key.dtype() == query.dtype() && value.dtype() == query.dtype();
         let Some((batch, [queries, keys], heads, dim, kv_heads)) = sizes.filter(|_| dtypes) else {
             let (q, k, v) = (query.spec(), key.spec(), value.spec());
-            let want = "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
+            let want =
+                "expected [b, q, h, d], [b, k, g, d] and [b, k, g, v] of one dtype with h a multiple of g";
             return Error::op("flash_attn", format!("query {q}, key {k}, value {v}: {want}"));
         };
         if !kernels::is_computed(query.dtype()) {
-            return Error::op("flash_attn", format!("query {}: expected f16, bf16, f32 or f64", query.spec()));
+            return Error::op(
+                "flash_attn",
+                format!("query {}: expected f16, bf16, f32 or f64", query.spec()),
+            );
         }
         self.check(batch, queries, keys)?;
         if dim == 0 {
@@ -68,18 +72,21 @@ impl Attention {
         if self.way.is_some() && (is_cut || (0..query.mesh().ndim()).find(is_sequence).is_none()) {
             let (q, k, v, way) = (query.spec(), key.spec(), value.spec(), self.way);
             let want = "shard the rows of all three on one axis, or leave the way open";
-            return Error::op("flash_attn", format!("the way {way:?} for query {q}, key {k}, value {v}: {want}"));
+            return Error::op(
+                "flash_attn",
+                format!("the way {way:?} for query {q}, key {k}, value {v}: {want}"),
+            );
         }
         let signature = || {
             let mut shape = query.dims().to_vec();
             shape[query.rank() - 1] = value.dims()[3];
             // One key head serves all query heads.
             let of_keys = if key.dims()[2] < query.dims()[2] { Replicate } else { Shard(2) };
-            let rows = Rows::from_iter([
-                Row::new(Shard(0), &[Shard(0); 3]),
-                Row::new(Shard(2), &[Shard(2), of_keys, of_keys]),
-                Row::new(SUM, &[Replicate, Replicate, SUM]),
-                Row::new(Shard(1), &[Shard(1), Replicate, Replicate]),
+            let rows = ShardingRules::from_iter([
+                ShardingRule::new(Shard(0), &[Shard(0); 3]),
+                ShardingRule::new(Shard(2), &[Shard(2), of_keys, of_keys]),
+                ShardingRule::new(SUM, &[Replicate, Replicate, SUM]),
+                ShardingRule::new(Shard(1), &[Shard(1), Replicate, Replicate]),
             ]);
             Ok(Signature::new(rows, &shape, query.dtype()))
         };

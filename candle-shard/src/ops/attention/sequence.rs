@@ -18,7 +18,7 @@ use std::ops::Range;
 const MOST_GATHERED: usize = 16 << 20;
 
 /// One call: how its tensors lie on the group of ranks that share a sequence.
-pub(super) struct Call {
+pub(super) struct AttentionCall {
     pub(super) group: ProcessGroup,
     pub(super) mask: Mask,
     pub(super) scale: Scale,
@@ -107,7 +107,7 @@ fn run_sharded(
     let way = choose(options, axis, inputs, mask)?;
     let op_spec = || OpSpec::of_rows(axis, inputs, true);
     let mut made = rules::run_with(name(way), &[], &inputs, &op_spec, &|x, outs| {
-        let call = Call::new(axis, x, (mask, scale))?;
+        let call = AttentionCall::new(axis, x, (mask, scale))?;
         let out = call.run(way, x)?;
         Ok(smallvec![out.to_dtype(q.dtype())?.reshape(outs[0].local_shape().as_slice())?])
     })?;
@@ -120,7 +120,7 @@ fn run_joined(axis: usize, inputs: [&DTensor; 3], (mask, scale): (&Mask, Scale))
     let q = inputs[0];
     let op_spec = || OpSpec::of_rows(axis, inputs, false);
     let mut made = rules::run_with("flash_attn by joining", &[], &inputs, &op_spec, &|x, outs| {
-        let call = Call::new(axis, x, (mask, scale))?;
+        let call = AttentionCall::new(axis, x, (mask, scale))?;
         // Each rank has the gradient of the query through its own keys.
         let query = match x[0].is_varying(axis) {
             true => x[0].to_local().clone(),
@@ -184,7 +184,9 @@ fn choose(options: &Attention, axis: usize, [q, k, v]: [&DTensor; 3], mask: &Mas
             let (q, k) = (q.spec(), k.spec());
             return Error::op(
                 "flash_attn",
-                format!("the way Heads for query {q} and key {k} with unlike shards of their rows; use Ring or Gather"),
+                format!(
+                    "the way Heads for query {q} and key {k} with unlike shards of their rows; use Ring or Gather"
+                ),
             );
         }
         Some(way) => return Ok(way),
@@ -226,7 +228,7 @@ fn rows_of(spec: &Spec, axis: usize) -> Vec<Range<usize>> {
     spec.cut(axis, 1).sizes.iter().map(rows).collect()
 }
 
-impl Call {
+impl AttentionCall {
     /// Describes the call for the query, the key and the value in `x`.
     fn new(axis: usize, x: &[DTensor], (mask, scale): (&Mask, Scale)) -> Result<Self> {
         let (q, k) = (&x[0], &x[1]);
@@ -276,7 +278,7 @@ impl Call {
         }
     }
 
-    fn joined_in<T: kernels::Attended>(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
+    fn joined_in<T: kernels::AttentionDtype>(&self, inputs: [&Tensor; 3]) -> Result<Tensor> {
         let [q, k, v] = inputs.map(|x| x.to_dtype(T::DTYPE));
         let (q, k, v) = (q?, k?, v?);
         let blocks = self.mask.blocks(self.mine(), &self.keys[self.group.rank()], &self.batch);
@@ -284,7 +286,8 @@ impl Call {
         let len = own.len();
         let packed = self.group.all_gather(&Tensor::from_vec(own, (1, len), q.device())?, 0)?;
         let width = v.dim(3)?;
-        let parts = packed.to_vec2::<T>()?.into_iter().map(|packed| Ok(kernels::Partial::unpack(&packed, width)));
+        let parts =
+            packed.to_vec2::<T>()?.into_iter().map(|packed| Ok(kernels::Partial::unpack(&packed, width)));
         let whole = kernels::join_all(kernels::sizes([&q, &k, &v])?, parts, self.scale)?;
         Ok(T::with_result([&q, &k, &v], whole, self.scale, blocks)?)
     }

@@ -1,6 +1,6 @@
 //! Steps 2 to 4: masks and shifts the ids, looks up local rows, distributes the results and reorders their columns.
-use super::inputs::{Inputs, Wanted};
-use super::table::Table;
+use super::inputs::{LookupInputs, SortedIds};
+use super::table::EmbeddingTable;
 use crate::lookup::{Renorm, limit_rows};
 use crate::{Result, kernels};
 use candle_core::{Tensor, Var};
@@ -8,7 +8,10 @@ use candle_dist::Cut;
 use candle_dist::functional::Step;
 
 /// Returns the indices within `range` of those `wanted` rows that lie in it.
-fn mask_and_shift(wanted: &[u32], range: &std::ops::Range<usize>) -> impl ExactSizeIterator<Item = u32> + Clone {
+fn mask_and_shift(
+    wanted: &[u32],
+    range: &std::ops::Range<usize>,
+) -> impl ExactSizeIterator<Item = u32> + Clone {
     // Ids are sorted, so those in a range are consecutive.
     let place = |bound: usize| wanted.partition_point(|&id| (id as usize) < bound);
     let start = range.start as u32;
@@ -16,7 +19,7 @@ fn mask_and_shift(wanted: &[u32], range: &std::ops::Range<usize>) -> impl ExactS
 }
 
 /// The rows that a rank looks up.
-pub(super) struct Fetched {
+pub(super) struct FetchedRows {
     /// `[n, width]`, differentiable: gradients go back to the ranks that hold the rows.
     pub(super) rows: Tensor,
     /// The index in `rows` of each row that this rank looks up.
@@ -24,21 +27,30 @@ pub(super) struct Fetched {
 }
 
 /// Sends each rank the rows that it looks up, in one collective. The gradient of the row `still` is not used.
-pub(super) fn fetch(table: &Table, inputs: &Inputs, still: Option<u32>) -> Result<Fetched> {
+pub(super) fn fetch(
+    table: &EmbeddingTable,
+    inputs: &LookupInputs,
+    still: Option<u32>,
+) -> Result<FetchedRows> {
     if table.by_columns() { fetch_columns(table, inputs, still) } else { fetch_rows(table, inputs, still) }
 }
 
 /// Looks up local rows. They are part of the backward pass of the other ranks even where the local shard is empty.
-fn look_up(table: &Table, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> Result<Tensor> {
+fn look_up(table: &EmbeddingTable, rows: Vec<u32>, still: Option<u32>, tracked: bool) -> Result<Tensor> {
     let found = table.lookup(rows, still)?;
     Ok(if tracked && !found.track_op() { Var::from_tensor(&found)?.into_inner() } else { found })
 }
 
 /// Looks up the local rows that the ranks request, and sends each rank its rows.
-fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
+fn fetch_rows(
+    table: &EmbeddingTable,
+    LookupInputs { wanted, tracked }: &LookupInputs,
+    still: Option<u32>,
+) -> Result<FetchedRows> {
     let (ranks, me) = (table.parts.len(), table.group.rank());
-    let held = |by: usize, wanted: &'_ Wanted| mask_and_shift(wanted, &table.own_rows(by)).len();
-    let counts: Vec<Vec<usize>> = (0..ranks).map(|by| wanted.iter().map(|wanted| held(by, wanted)).collect()).collect();
+    let held = |by: usize, wanted: &'_ SortedIds| mask_and_shift(wanted, &table.own_rows(by)).len();
+    let counts: Vec<Vec<usize>> =
+        (0..ranks).map(|by| wanted.iter().map(|wanted| held(by, wanted)).collect()).collect();
     let mine = table.own_rows(me);
     let rows = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
     let still = still.filter(|&row| mine.contains(&(row as usize))).map(|row| row - mine.start as u32);
@@ -50,21 +62,25 @@ fn fetch_rows(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<
         starts[rank] = starts[rank - 1] + counts[rank - 1][me] as u32;
     }
     let order = table.order().into_iter().flat_map(|rank| (starts[rank]..).take(counts[rank][me])).collect();
-    Ok(Fetched { rows, order })
+    Ok(FetchedRows { rows, order })
 }
 
 /// Looks up the local columns of all wanted rows, and sends each rank the columns of its rows.
-fn fetch_columns(table: &Table, Inputs { wanted, tracked }: &Inputs, still: Option<u32>) -> Result<Fetched> {
+fn fetch_columns(
+    table: &EmbeddingTable,
+    LookupInputs { wanted, tracked }: &LookupInputs,
+    still: Option<u32>,
+) -> Result<FetchedRows> {
     let counts: Vec<usize> = wanted.iter().map(Vec::len).collect();
     let found = look_up(table, wanted.concat(), still, *tracked)?;
     let exchange = Step::AllToAll { split: Cut::new(0, &counts), concat: Cut::new(1, &table.sizes()) };
     let joined = exchange.apply(&found, &table.group)?;
     let order = (0..counts[table.group.rank()] as u32).collect();
-    Ok(Fetched { rows: rearrange_columns(joined, table)?, order })
+    Ok(FetchedRows { rows: rearrange_columns(joined, table)?, order })
 }
 
 /// Reorders columns from the order of the ranks to the order of the table.
-fn rearrange_columns(joined: Tensor, table: &Table) -> Result<Tensor> {
+fn rearrange_columns(joined: Tensor, table: &EmbeddingTable) -> Result<Tensor> {
     let (order, sizes) = (table.order(), table.sizes());
     if order.iter().filter(|&&rank| sizes[rank] > 0).is_sorted() {
         return Ok(joined);
@@ -78,7 +94,7 @@ fn rearrange_columns(joined: Tensor, table: &Table) -> Result<Tensor> {
 ///
 /// Only those rows are read, and only rows that are too long are written. For a table cut by columns, one small
 /// collective sums the parts of the norms.
-pub(super) fn limit_norms(table: &Table, wanted: &[Wanted], limit: &Renorm) -> Result<()> {
+pub(super) fn limit_norms(table: &EmbeddingTable, wanted: &[SortedIds], limit: &Renorm) -> Result<()> {
     let mine = table.own_rows(table.group.rank());
     let rows: Vec<u32> = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
     let rows = kernels::unique_rows(&rows);

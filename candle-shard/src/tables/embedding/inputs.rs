@@ -1,5 +1,5 @@
 //! Step 1: all ranks learn which rows each rank looks up, or all return the same error.
-use crate::lookup::Wrong;
+use crate::lookup::ArgumentError;
 use crate::{Error, Result, kernels};
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Collective, Cut, ProcessGroup};
@@ -7,23 +7,24 @@ use itertools::Itertools;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Ids without duplicates, in ascending order.
-pub(super) type Wanted = Vec<u32>;
+pub(super) type SortedIds = Vec<u32>;
 
 /// This rank's ids, without duplicates, and the index of each id in that list.
 pub(super) struct Ids {
-    pub(super) wanted: Wanted,
+    pub(super) wanted: SortedIds,
     /// For each id its index in `wanted`.
     pub(super) places: Vec<u32>,
 }
 
 impl Ids {
     /// Reads the elements of `ids` in row-major order, which must be rows of a table with `rows` rows.
-    pub(super) fn read(ids: &Tensor, rows: usize) -> Result<Self, Wrong> {
+    pub(super) fn read(ids: &Tensor, rows: usize) -> Result<Self, ArgumentError> {
         if !matches!(ids.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return Err(format!("ids are {}; give u8, u32 or i64", ids.dtype().as_str()));
         }
         let words = |error: candle_core::Error| error.to_string();
-        let ids = ids.flatten_all().and_then(|ids| ids.to_dtype(DType::I64)?.to_vec1::<i64>()).map_err(words)?;
+        let ids =
+            ids.flatten_all().and_then(|ids| ids.to_dtype(DType::I64)?.to_vec1::<i64>()).map_err(words)?;
         if let Some(bad) = ids.iter().find(|&&id| id < 0 || id as u64 >= rows as u64) {
             return Err(format!("id {bad} is out of range for a table of {rows} rows"));
         }
@@ -34,16 +35,16 @@ impl Ids {
 }
 
 /// The rows that the ranks look up.
-pub(super) struct Inputs {
+pub(super) struct LookupInputs {
     /// The ids of every rank, in rank order.
-    pub(super) wanted: Vec<Wanted>,
+    pub(super) wanted: Vec<SortedIds>,
     /// Whether the rows have a gradient, also on ranks without a part of the table.
     pub(super) tracked: bool,
 }
 
 /// A call with valid arguments on this rank: its ids, whether the local part of the table has a gradient (`None` if there is no local
 /// part), and what only this rank needs.
-pub(super) type Prepared<T> = (Ids, Option<bool>, T);
+pub(super) type EmbeddingCall<T> = (Ids, Option<bool>, T);
 
 /// Exchanges which rows each rank looks up.
 ///
@@ -55,8 +56,8 @@ pub(super) fn gather_inputs<T>(
     op: &'static str,
     group: &ProcessGroup,
     call: &str,
-    mine: Result<Prepared<T>, Wrong>,
-) -> Result<(Ids, Inputs, T)> {
+    mine: Result<EmbeddingCall<T>, ArgumentError>,
+) -> Result<(Ids, LookupInputs, T)> {
     let mut hash = DefaultHasher::new();
     (op, call).hash(&mut hash);
     let said = mine.as_ref().ok();
@@ -69,7 +70,8 @@ pub(super) fn gather_inputs<T>(
     let wrong = headers().any(|(count, ..)| count < 0);
     if wrong || !headers().map(|(_, hash, _)| hash).all_equal() || !known().all_equal() {
         let gradient = if tracked == 1 { "with" } else { "without" };
-        let words = if wrong { mine.err().unwrap_or_default() } else { format!("{op} {call} {gradient} gradient") };
+        let words =
+            if wrong { mine.err().unwrap_or_default() } else { format!("{op} {call} {gradient} gradient") };
         let words = group.all_gather_text(&words)?;
         return Err(Error::Op { op, reason: reason(group.ranks(), &words, wrong) });
     }
@@ -77,9 +79,10 @@ pub(super) fn gather_inputs<T>(
     let counts: Vec<usize> = headers().map(|(count, ..)| count as usize).collect();
     let ids = Tensor::from_slice(&mine.wanted, counts[group.rank()], &Device::Cpu)?;
     let mut rest = group.call(Collective::all_gather(Cut::new(0, &counts))).run(&ids)?.to_vec1::<u32>()?;
-    let mut wanted: Vec<Wanted> = counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
+    let mut wanted: Vec<SortedIds> =
+        counts.iter().rev().map(|&count| rest.split_off(rest.len() - count)).collect();
     wanted.reverse();
-    Ok((mine, Inputs { wanted, tracked: known().next() == Some(1) }, more))
+    Ok((mine, LookupInputs { wanted, tracked: known().next() == Some(1) }, more))
 }
 
 /// Builds the error message from the messages of all ranks.
@@ -88,7 +91,10 @@ fn reason(ranks: &[usize], words: &[String], wrong: bool) -> String {
     match ranks.iter().zip(words).find(|(_, words)| *words != others) {
         Some((rank, words)) if wrong => format!("rank {rank}: {words}"),
         Some((rank, words)) => {
-            format!("rank {rank} calls {words}, and rank {} calls {others}; call the same on all ranks", ranks[0])
+            format!(
+                "rank {rank} calls {words}, and rank {} calls {others}; call the same on all ranks",
+                ranks[0]
+            )
         }
         None => "a rank holds nothing of the table, and its call differs; call the same on all ranks".into(),
     }

@@ -10,15 +10,17 @@ mod spread;
 mod table;
 
 use crate::kernels::{self, Bags, NOWHERE};
-use crate::lookup::{Bounds, EmbeddingBagOptions, EmbeddingOptions, Wrong, check_weights, remember};
+use crate::lookup::{
+    ArgumentError, BagOffsets, EmbeddingBagOptions, EmbeddingOptions, check_weights, remember,
+};
 use crate::{Result, ShardedTensor};
 use candle_core::Tensor;
-use fetch::{Fetched, fetch, limit_norms};
+use fetch::{FetchedRows, fetch, limit_norms};
 use inputs::{Ids, gather_inputs};
-use table::Table;
+use table::EmbeddingTable;
 
 /// The rows that this rank looks up, each once.
-struct Found {
+struct UniqueRows {
     rows: Tensor,
     /// For each id the index of its row.
     places: Vec<u32>,
@@ -42,7 +44,7 @@ impl ShardedTensor {
     /// use candle_dist::World;
     /// use candle_shard::{ChunkShardingSpec, EmbeddingOptions, Result, ShardedTensor};
     ///
-    /// let found = World::local(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
+    /// let found = World::threads(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
     ///     let table = Tensor::new(&[[0f32, 1.], [10., 11.], [20., 21.]], &Device::Cpu)?;
     ///     let spec = ChunkShardingSpec::new(0, ["rank:1/cpu", "rank:0/cpu"])?; // rank 1 holds the first rows
     ///     let table = ShardedTensor::shard(&table, &spec, 0, ctx.group())?;
@@ -80,7 +82,7 @@ impl ShardedTensor {
     /// use candle_dist::World;
     /// use candle_shard::{ChunkShardingSpec, EmbeddingBagOptions, Result, ShardedTensor};
     ///
-    /// let found = World::local(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
+    /// let found = World::threads(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
     ///     let table = Tensor::new(&[[0f32, 1.], [10., 11.], [20., 21.]], &Device::Cpu)?;
     ///     let spec = ChunkShardingSpec::new(1, ["rank:0/cpu", "rank:1/cpu"])?; // a column each
     ///     let table = ShardedTensor::shard(&table, &spec, 0, ctx.group())?;
@@ -105,11 +107,11 @@ impl ShardedTensor {
         let bounds = || {
             let weights = per_sample_weights.map(|weights| (weights.dims(), weights.dtype()));
             check_weights((ids.dims(), self.dtype()), weights, options.mode)?;
-            Bounds::of(ids, offsets, options.include_last_offset)
+            BagOffsets::of(ids, offsets, options.include_last_offset)
         };
         let weighted = if per_sample_weights.is_some() { ", weighted" } else { "" };
         let call = format!("{options:?}{weighted}");
-        let (Found { rows, places, padding }, bounds) =
+        let (UniqueRows { rows, places, padding }, bounds) =
             self.find("embedding_bag", ids, &options.lookup, &call, bounds)?;
         let counted = places.into_iter().map(|place| if Some(place) == padding { NOWHERE } else { place });
         let bags = Bags::new(counted.collect::<Vec<u32>>(), bounds.0)?;
@@ -128,26 +130,28 @@ impl ShardedTensor {
         ids: &Tensor,
         options: &EmbeddingOptions,
         call: &str,
-        more: impl FnOnce() -> Result<T, Wrong>,
-    ) -> Result<(Found, T)> {
+        more: impl FnOnce() -> Result<T, ArgumentError>,
+    ) -> Result<(UniqueRows, T)> {
         let prepare = || {
-            let table = Table::of(self)?;
+            let table = EmbeddingTable::of(self)?;
             let (lookup, ids) = (options.checked(table.rows)?, Ids::read(ids, table.rows)?);
             if lookup.renorm.is_some() && table.is_result() {
-                let reason = "max_norm changes a table in place, and this one is a result of ops; give a parameter";
+                let reason =
+                    "max_norm changes a table in place, and this one is a result of ops; give a parameter";
                 return Err(reason.into());
             }
             Ok((ids, table.tracked(), (table, lookup, more()?)))
         };
-        let call = format!("with {call} of {}{:?} in {}", self.dtype().as_str(), self.dims(), self.sharding_spec());
+        let call =
+            format!("with {call} of {}{:?} in {}", self.dtype().as_str(), self.dims(), self.sharding_spec());
         let (ids, inputs, (table, lookup, more)) = gather_inputs(op, self.group(), &call, prepare())?;
         if let Some(limit) = &lookup.renorm {
             limit_norms(&table, &inputs.wanted, limit)?;
         }
-        let Fetched { rows, order } = fetch(&table, &inputs, lookup.padding)?;
+        let FetchedRows { rows, order } = fetch(&table, &inputs, lookup.padding)?;
         let padding = lookup.padding.and_then(|padding| ids.wanted.binary_search(&padding).ok());
         let padding = padding.map(|place| order[place]);
         let places = ids.places.iter().map(|&place| order[place as usize]).collect();
-        Ok((Found { rows, places, padding }, more))
+        Ok((UniqueRows { rows, places, padding }, more))
     }
 }

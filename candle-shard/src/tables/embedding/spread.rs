@@ -15,7 +15,7 @@ impl ShardedTensor {
     /// use candle_dist::World;
     /// use candle_shard::{ChunkShardingSpec, DTensor, EmbeddingOptions, Replicate, Result, Shard, ShardedTensor};
     ///
-    /// let grads = World::local(4).run(|ctx| -> Result<Vec<f32>> {
+    /// let grads = World::threads(4).run(|ctx| -> Result<Vec<f32>> {
     ///     let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
     ///     let spec = ChunkShardingSpec::on_ranks(0, 0..4)?; // a row on each rank
     ///     let table = ShardedTensor::zeros(&spec, (4, 1), DType::F32, &Device::Cpu, ctx.group())?;
@@ -49,7 +49,8 @@ impl ShardedTensor {
         }
         let found = DTensor::leaf(rows, spec.shared());
         // The table adds up the gradients of all its ranks, so each rank gives a share.
-        let is_shared = |&axis: &usize| ids.placements()[axis] == Replicate && spans(self.group().ranks(), mesh, axis);
+        let is_shared =
+            |&axis: &usize| ids.placements()[axis] == Replicate && spans(self.group().ranks(), mesh, axis);
         (0..mesh.ndim()).filter(is_shared).try_fold(found, DTensor::varying_on)
     }
 }

@@ -1,6 +1,6 @@
 //! A table `[rows, width]`, cut by rows or by columns.
 use crate::kernels;
-use crate::lookup::Wrong;
+use crate::lookup::ArgumentError;
 use crate::tables::sparse::RowVar;
 use crate::{Result, ShardedTensor};
 use candle_core::Tensor;
@@ -9,7 +9,7 @@ use itertools::Itertools;
 use std::ops::Range;
 
 /// A rank's view of a table.
-pub(super) struct Table {
+pub(super) struct EmbeddingTable {
     /// This rank's part.
     pub(super) local: Tensor,
     /// The part as a variable whose gradient consists of the rows that were looked up, if it is one.
@@ -24,15 +24,17 @@ pub(super) struct Table {
     pub(super) parts: Vec<Range<usize>>,
 }
 
-impl Table {
+impl EmbeddingTable {
     /// Converts a sharded tensor to a table; returns the reason if it is not one.
-    pub(super) fn of(tensor: &ShardedTensor) -> Result<Self, Wrong> {
+    pub(super) fn of(tensor: &ShardedTensor) -> Result<Self, ArgumentError> {
         let &[rows, width] = tensor.dims() else {
             return Err(format!("a table has 2 dims, [rows, width]; got {:?}", tensor.dims()));
         };
         if !kernels::is_computed(tensor.dtype()) {
             let dtype = tensor.dtype().as_str();
-            return Err(format!("a table of {dtype} has no gradient; cast it to a float dtype of 16 bits or more"));
+            return Err(format!(
+                "a table of {dtype} has no gradient; cast it to a float dtype of 16 bits or more"
+            ));
         }
         if rows > u32::MAX as usize {
             return Err(format!("a table of {rows} rows is not supported; use no more than {}", u32::MAX));

@@ -19,13 +19,18 @@ impl ShardedTensor {
     /// The result is equal on every rank. An infinity is close only to itself, and NaN to nothing. Elements are
     /// compared as f64. Runs one small collective.
     pub fn allclose(&self, other: &Self, rtol: f64, atol: f64) -> Result<bool> {
-        let close = |(a, b): (f64, f64)| a == b || ((a - b).is_finite() && (a - b).abs() <= atol + rtol * b.abs());
+        let close =
+            |(a, b): (f64, f64)| a == b || ((a - b).is_finite() && (a - b).abs() <= atol + rtol * b.abs());
         let list = |tensor: &Tensor| convert(tensor, DType::F64)?.to_vec1::<f64>();
         self.compared(other, |a, b| Ok(list(a)?.into_iter().zip(list(b)?).all(close)))
     }
 
     /// Returns whether both have the same layout and `same` holds for all pairs of non-empty shards, flattened.
-    fn compared(&self, other: &Self, same: impl Fn(&Tensor, &Tensor) -> candle_core::Result<bool>) -> Result<bool> {
+    fn compared(
+        &self,
+        other: &Self,
+        same: impl Fn(&Tensor, &Tensor) -> candle_core::Result<bool>,
+    ) -> Result<bool> {
         if !self.lies_like(other) {
             return Ok(false);
         }

@@ -1,6 +1,6 @@
 //! Conversion to and from distributed tensors with the same layout on a mesh.
 use super::ShardedTensor;
-use super::metadata::Layout;
+use super::metadata::BoundMetadata;
 use crate::tables::sharding_spec::{
     ChunkShardingSpec, DeviceName, RemoteDevice, ShardMetadata, infer_sharding_spec_from_shards_metadata,
 };
@@ -20,7 +20,7 @@ impl ShardedTensor {
     /// use candle_dist::World;
     /// use candle_shard::{ChunkShardingSpec, Result, Shard, ShardedTensor};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let spec = ChunkShardingSpec::on_ranks(1, [0, 1])?;
     ///     let x = ShardedTensor::zeros(&spec, (2, 3), DType::F32, &Device::Cpu, ctx.group())?;
     ///     let x = x.to_dtensor(&ctx.mesh(&[("tp", 2)])?)?;
@@ -90,7 +90,7 @@ impl ShardedTensor {
             ShardMetadata::of_block(&spec.block_at(&coordinate), RemoteDevice::at_rank(rank, device))
         });
         let inferred = infer_sharding_spec_from_shards_metadata(&shards.collect::<Vec<_>>())?;
-        let layout = Layout::new(inferred, tensor.dims(), tensor.dtype(), mesh.group()?)?;
+        let layout = BoundMetadata::new(inferred, tensor.dims(), tensor.dtype(), mesh.group()?)?;
         Self::build(layout, tensor.device(), |_| Ok(tensor.to_local().contiguous()?))
     }
 }

@@ -1,6 +1,6 @@
 //! Tensors built in place: each rank builds its own shards, and nothing is communicated.
 use super::ShardedTensor;
-use super::metadata::Layout;
+use super::metadata::BoundMetadata;
 use crate::Result;
 use crate::random::{Distribution, Stream, sample};
 use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
@@ -22,7 +22,7 @@ impl ShardedTensor {
     /// use candle_shard::random::Stream;
     /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
     ///
-    /// let rows = World::local(2).run(|ctx| -> Result<usize> {
+    /// let rows = World::threads(2).run(|ctx| -> Result<usize> {
     ///     let (spec, cpu) = (ChunkShardingSpec::on_ranks(0, [1, 0])?, Device::Cpu);
     ///     let bias = ShardedTensor::zeros(&spec, (5, 2), DType::F32, &cpu, ctx.group())?;
     ///     let noise = ShardedTensor::randn(0f32, 1., &spec, (5, 2), &cpu, ctx.group(), Stream::new(42, "noise"))?;
@@ -43,7 +43,9 @@ impl ShardedTensor {
         device: &Device,
         group: &ProcessGroup,
     ) -> Result<Self> {
-        made(layout(spec, shape, dtype, group)?, device, |shard| Tensor::zeros(&shard.sizes[..], dtype, device))
+        made(layout(spec, shape, dtype, group)?, device, |shard| {
+            Tensor::zeros(&shard.sizes[..], dtype, device)
+        })
     }
 
     /// Creates a tensor of ones.
@@ -104,7 +106,7 @@ impl ShardedTensor {
     /// # use candle_core::{DType, Device};
     /// # use candle_dist::World;
     /// # use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let spec = ChunkShardingSpec::on_ranks(0, [0, 1])?;
     ///     let x = ShardedTensor::ones(&spec, 4, DType::F32, &Device::Cpu, ctx.group())?;
     ///     assert_eq!(x.zeros_like(None, None)?.dtype(), DType::F32);
@@ -173,9 +175,9 @@ impl ShardedTensor {
         &self,
         dtype: impl Into<Option<DType>>,
         group: impl Into<Option<&'a ProcessGroup>>,
-    ) -> Result<Arc<Layout>> {
+    ) -> Result<Arc<BoundMetadata>> {
         let (dtype, group) = (dtype.into().unwrap_or(self.dtype()), group.into().unwrap_or(self.group()));
-        Layout::new(self.sharding_spec().clone(), self.dims(), dtype, group)
+        BoundMetadata::new(self.sharding_spec().clone(), self.dims(), dtype, group)
     }
 }
 
@@ -184,12 +186,12 @@ fn layout(
     shape: impl Into<Shape>,
     dtype: DType,
     group: &ProcessGroup,
-) -> Result<Arc<Layout>> {
-    Layout::new(spec.into(), shape.into().dims(), dtype, group)
+) -> Result<Arc<BoundMetadata>> {
+    BoundMetadata::new(spec.into(), shape.into().dims(), dtype, group)
 }
 
 fn made(
-    layout: Arc<Layout>,
+    layout: Arc<BoundMetadata>,
     device: &Device,
     make: impl Fn(&ShardMetadata) -> candle_core::Result<Tensor>,
 ) -> Result<ShardedTensor> {
@@ -199,7 +201,7 @@ fn made(
 
 /// Creates random numbers in this layout. A wrong distribution is an error on every rank, also on one without shards.
 pub(super) fn sampled(
-    layout: Arc<Layout>,
+    layout: Arc<BoundMetadata>,
     dist: Distribution,
     device: &Device,
     stream: Stream,

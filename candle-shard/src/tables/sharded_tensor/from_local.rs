@@ -1,6 +1,6 @@
 //! Conversion of local tensors to sharded ones.
 use super::ShardedTensor;
-use super::metadata::{Layout, LocalShard, ShardedTensorMetadata};
+use super::metadata::{BoundMetadata, LocalShard, ShardedTensorMetadata};
 use crate::agreement;
 use crate::tables::sharding_spec::{
     EnumerableShardingSpec, ShardMetadata, ShardingSpec, infer_sharding_spec_from_shards_metadata,
@@ -16,7 +16,7 @@ const OP: &str = "ShardedTensor::from_local_shards";
 
 /// A rank's description of its shards.
 #[derive(Serialize, Deserialize)]
-struct Told {
+struct ShardReport {
     dims: Vec<usize>,
     /// Its shards, each with its dtype.
     shards: Vec<(ShardMetadata, String)>,
@@ -36,7 +36,7 @@ impl ShardedTensor {
     /// use candle_shard::sharded_tensor::{LocalShard, ShardedTensor};
     /// use candle_shard::Result;
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let rank = ctx.rank(); // 1 row and 3 rows
     ///     let rows = Tensor::zeros((1 + 2 * rank, 4), DType::F32, &Device::Cpu)?;
     ///     let shard = LocalShard::from_tensor_and_offsets(rows, [rank, 0], rank)?;
@@ -50,11 +50,16 @@ impl ShardedTensor {
     /// # Errors
     /// On every rank alike: if a tensor does not match its shard's sizes or device, if a placement does not name this
     /// rank, if shapes or dtypes differ, or if shards overlap or do not cover the whole tensor.
-    pub fn from_local_shards(shards: Vec<LocalShard>, shape: impl Into<Shape>, group: &ProcessGroup) -> Result<Self> {
+    pub fn from_local_shards(
+        shards: Vec<LocalShard>,
+        shape: impl Into<Shape>,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
         let shape = shape.into();
         let complaint = shards.iter().find_map(|shard| fault(shard, group.rank()));
-        let described = shards.iter().map(|shard| (shard.metadata.clone(), shard.tensor.dtype().as_str().into()));
-        let told = Told { dims: shape.dims().to_vec(), shards: described.collect(), complaint };
+        let described =
+            shards.iter().map(|shard| (shard.metadata.clone(), shard.tensor.dtype().as_str().into()));
+        let told = ShardReport { dims: shape.dims().to_vec(), shards: described.collect(), complaint };
         let layout = agreed_layout(&told, group)?;
         Self::of_shards(layout, shards)
     }
@@ -73,11 +78,13 @@ impl ShardedTensor {
         group: &ProcessGroup,
     ) -> Result<Self> {
         const OP: &str = "ShardedTensor::from_local_tensor";
-        let layout = Layout::new(spec.into(), shape.into().dims(), local.dtype(), group)?;
+        let layout = BoundMetadata::new(spec.into(), shape.into().dims(), local.dtype(), group)?;
         layout.check_device(OP, local.device())?;
         let (got, device) = (local.dims().to_vec(), local.device().clone());
         match &layout.mine().collect_vec()[..] {
-            [shard] if shard.sizes == got => Self::build(layout.clone(), &device, |_| Ok(local.contiguous()?)),
+            [shard] if shard.sizes == got => {
+                Self::build(layout.clone(), &device, |_| Ok(local.contiguous()?))
+            }
             held => Error::op(
                 OP,
                 format!(
@@ -102,13 +109,17 @@ impl ShardedTensor {
     ) -> Result<Self> {
         const OP: &str = "ShardedTensor::from_local_shards_and_global_metadata";
         let spec = listed(&metadata.shards, &metadata.dims, group)?;
-        let layout = Layout::new(spec, &metadata.dims, metadata.dtype, group)?;
+        let layout = BoundMetadata::new(spec, &metadata.dims, metadata.dtype, group)?;
         if let Some(complaint) = shards.iter().find_map(|shard| fault(shard, group.rank())) {
             return Error::op(OP, complaint);
         }
         if !shards.iter().map(|shard| &shard.metadata).eq(layout.mine()) {
-            let (given, held) = (shards.iter().map(|shard| &shard.metadata).join(", "), layout.mine().join(", "));
-            return Error::op(OP, format!("shards [{given}] on a rank that holds [{held}] of {layout}; give these"));
+            let (given, held) =
+                (shards.iter().map(|shard| &shard.metadata).join(", "), layout.mine().join(", "));
+            return Error::op(
+                OP,
+                format!("shards [{given}] on a rank that holds [{held}] of {layout}; give these"),
+            );
         }
         if let Some(shard) = shards.iter().find(|shard| shard.tensor.dtype() != metadata.dtype) {
             let (has, at) = (shard.tensor.dtype().as_str(), &shard.metadata);
@@ -118,9 +129,10 @@ impl ShardedTensor {
     }
 
     /// Creates a tensor from these local shards, which match the layout in its order.
-    fn of_shards(layout: Arc<Layout>, shards: Vec<LocalShard>) -> Result<Self> {
+    fn of_shards(layout: Arc<BoundMetadata>, shards: Vec<LocalShard>) -> Result<Self> {
         let device = shards.first().map_or(Device::Cpu, |shard| shard.tensor.device().clone());
-        let tensors = shards.iter().map(|shard| shard.tensor.contiguous()).collect::<candle_core::Result<Vec<_>>>()?;
+        let tensors =
+            shards.iter().map(|shard| shard.tensor.contiguous()).collect::<candle_core::Result<Vec<_>>>()?;
         Ok(Self::holding(layout, &device, tensors))
     }
 }
@@ -135,16 +147,21 @@ fn fault(shard: &LocalShard, rank: usize) -> Option<String> {
         return Some(format!("shard {metadata} has no placement; give rank:{rank} with its device"));
     };
     if placement.rank() != Some(rank) {
-        return Some(format!("shard {metadata} is not placed on rank:{rank}, which holds it; name that rank"));
+        return Some(format!(
+            "shard {metadata} is not placed on rank:{rank}, which holds it; name that rank"
+        ));
     }
     let at = tensor.device();
     (!placement.device().names(at)).then(|| {
-        format!("shard {metadata} on {:?}; move the tensor, or name this device in the placement", at.location())
+        format!(
+            "shard {metadata} on {:?}; move the tensor, or name this device in the placement",
+            at.location()
+        )
     })
 }
 
 /// Builds the layout from the shards of all ranks; all ranks check it alike.
-fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
+fn agreed_layout(told: &ShardReport, group: &ProcessGroup) -> Result<Arc<BoundMetadata>> {
     let all = agreement::told(OP, group, told)?;
     let complaints = all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.complaint.as_ref()?)));
     if let Some((rank, complaint)) = complaints {
@@ -153,18 +170,21 @@ fn agreed_layout(told: &Told, group: &ProcessGroup) -> Result<Arc<Layout>> {
     let dims = &all[0].dims;
     if let Some(rank) = all.iter().position(|told| told.dims != *dims) {
         let other = &all[rank].dims;
-        let reason = format!("rank {rank} of the group names the shape {other:?}, and rank 0 {dims:?}; name the same");
+        let reason =
+            format!("rank {rank} of the group names the shape {other:?}, and rank 0 {dims:?}; name the same");
         return Error::op(OP, reason);
     }
-    let shards = || all.iter().enumerate().flat_map(|(rank, told)| told.shards.iter().map(move |shard| (rank, shard)));
+    let shards =
+        || all.iter().enumerate().flat_map(|(rank, told)| told.shards.iter().map(move |shard| (rank, shard)));
     let dtype = shards().next().map_or("f32", |(_, (_, dtype))| dtype);
     if let Some((rank, (_, other))) = shards().find(|(_, (_, other))| other != dtype) {
         let reason = format!("rank {rank} of the group gives {other}, and the first shard is {dtype}");
         return Error::op(OP, format!("{reason}; convert one with to_dtype"));
     }
-    let parsed: DType = dtype.parse().map_err(|_| Error::Op { op: OP, reason: format!("{dtype} is not known") })?;
+    let parsed: DType =
+        dtype.parse().map_err(|_| Error::Op { op: OP, reason: format!("{dtype} is not known") })?;
     let shards: Vec<_> = shards().map(|(_, (metadata, _))| metadata.clone()).collect();
-    Layout::new(listed(&shards, dims, group)?, dims, parsed, group)
+    BoundMetadata::new(listed(&shards, dims, group)?, dims, parsed, group)
 }
 
 /// Returns the spec of shards that form a tensor of this shape.

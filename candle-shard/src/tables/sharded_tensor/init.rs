@@ -18,7 +18,7 @@ use candle_nn::init::{FanInOut, NonLinearity};
 /// use candle_shard::sharded_tensor::init;
 /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let spec = ChunkShardingSpec::on_ranks(0, [0, 1])?;
 ///     let zeros = ShardedTensor::zeros(&spec, (6, 3), DType::F32, &Device::Cpu, ctx.group())?;
 ///     let (table, vars) = zeros.to_var()?;

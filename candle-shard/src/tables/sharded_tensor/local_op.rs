@@ -22,7 +22,7 @@ use std::fmt;
 ///         true => Err(Error::Op { op: "my_clamp", reason: format!("{x}: the bound is NaN") }),
 ///         false => Ok(()),
 ///     });
-/// let largest = World::local(2).run(|ctx| -> Result<f32> {
+/// let largest = World::threads(2).run(|ctx| -> Result<f32> {
 ///     let x = Tensor::arange(0f32, 5., &Device::Cpu)?;
 ///     let x = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, ctx.group())?;
 ///     Ok(clamp.apply(&x, &2.5)?.local_tensor()?.max(0)?.to_scalar()?)
@@ -34,18 +34,21 @@ pub struct LocalOp<A: ?Sized> {
     name: &'static str,
     early_stop: Box<LocalFn<A, bool>>,
     extra_check: Box<LocalFn<A, Result<()>>>,
-    make: Box<LocalFn<A, Result<Made>>>,
+    make: Box<LocalFn<A, Result<LocalResult>>>,
 }
 
 /// A new local tensor, with the spec and the global shape of the result.
-type Made = (Tensor, ShardingSpec, Vec<usize>);
+type LocalResult = (Tensor, ShardingSpec, Vec<usize>);
 
 /// A function of a tensor and the op's arguments.
 type LocalFn<A, R> = dyn Fn(&ShardedTensor, &A) -> R + Send + Sync;
 
 impl<A: ?Sized> LocalOp<A> {
     /// Creates an op on the local tensor that keeps its shape; errors print `name`.
-    pub fn new(name: &'static str, op: impl Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync + 'static) -> Self {
+    pub fn new(
+        name: &'static str,
+        op: impl Fn(&Tensor, &A) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
         let make = move |x: &ShardedTensor, args: &A| {
             let local = x.local_tensor()?;
             let made = op(local, args)?;
@@ -56,7 +59,12 @@ impl<A: ?Sized> LocalOp<A> {
             }
             Ok((made, x.sharding_spec().clone(), x.dims().to_vec()))
         };
-        Self { name, early_stop: Box::new(|_, _| false), extra_check: Box::new(|_, _| Ok(())), make: Box::new(make) }
+        Self {
+            name,
+            early_stop: Box::new(|_, _| false),
+            extra_check: Box::new(|_, _| Ok(())),
+            make: Box::new(make),
+        }
     }
 
     /// Returns the tensor unchanged where `stop` returns true.
@@ -66,7 +74,10 @@ impl<A: ?Sized> LocalOp<A> {
     }
 
     /// Adds a check that runs first. It must depend only on values that every rank knows, so that all ranks fail alike.
-    pub fn extra_check(mut self, check: impl Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync + 'static) -> Self {
+    pub fn extra_check(
+        mut self,
+        check: impl Fn(&ShardedTensor, &A) -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
         self.extra_check = Box::new(check);
         self
     }
@@ -82,7 +93,7 @@ impl<A: ?Sized> LocalOp<A> {
     ///     let spec = ChunkShardingSpec::on_ranks(1, [0, 1])?;
     ///     Ok((x.local_tensor()?.t()?, spec.into(), x.dims().iter().rev().copied().collect()))
     /// });
-    /// let dims = World::local(2).run(|ctx| -> Result<Vec<usize>> {
+    /// let dims = World::threads(2).run(|ctx| -> Result<Vec<usize>> {
     ///     let x = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))?;
     ///     let x = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, ctx.group())?;
     ///     Ok(transpose.apply(&x, &())?.dims().to_vec())

@@ -48,7 +48,11 @@ impl LocalShard {
     ///
     /// # Errors
     /// If the number of offsets is not the number of dims.
-    pub fn from_tensor_and_offsets(tensor: Tensor, offsets: impl Into<Vec<usize>>, rank: usize) -> Result<Self> {
+    pub fn from_tensor_and_offsets(
+        tensor: Tensor,
+        offsets: impl Into<Vec<usize>>,
+        rank: usize,
+    ) -> Result<Self> {
         let placement = RemoteDevice::at_rank(rank, DeviceName::kind_of(tensor.device()));
         let metadata = ShardMetadata::new(offsets, tensor.dims(), placement)?;
         Ok(Self { tensor, metadata })
@@ -57,18 +61,24 @@ impl LocalShard {
 
 /// Metadata bound to a group: the placement of every shard names a rank of the group, and the shards cover the tensor.
 #[derive(Debug)]
-pub(crate) struct Layout {
+pub(crate) struct BoundMetadata {
     pub(super) metadata: ShardedTensorMetadata,
     pub(super) spec: ShardingSpec,
     pub(super) group: ProcessGroup,
 }
 
-impl Layout {
-    pub(super) fn new(spec: ShardingSpec, dims: &[usize], dtype: DType, group: &ProcessGroup) -> Result<Arc<Self>> {
+impl BoundMetadata {
+    pub(super) fn new(
+        spec: ShardingSpec,
+        dims: &[usize],
+        dtype: DType,
+        group: &ProcessGroup,
+    ) -> Result<Arc<Self>> {
         spec.check(group.size())?;
         if volume(&whole(dims)).is_none() {
-            let reason =
-                format!("a tensor of shape {dims:?} has more elements than can be counted; give a smaller shape");
+            let reason = format!(
+                "a tensor of shape {dims:?} has more elements than can be counted; give a smaller shape"
+            );
             return Error::op("ShardedTensor", reason);
         }
         let shards = spec.build_metadata(dims)?;
@@ -126,14 +136,17 @@ impl Layout {
         match self.metadata.shards.iter().find(elsewhere) {
             Some(shard) => {
                 let at = device.location();
-                Error::op(op, format!("shard {shard} on {at:?}; move the tensor, or name this device in the placement"))
+                Error::op(
+                    op,
+                    format!("shard {shard} on {at:?}; move the tensor, or name this device in the placement"),
+                )
             }
             None => Ok(()),
         }
     }
 }
 
-impl fmt::Display for Layout {
+impl fmt::Display for BoundMetadata {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ShardedTensorMetadata { dims, dtype, .. } = &self.metadata;
         write!(f, "{}[{}] in {}", dtype.as_str(), dims.iter().join(", "), self.spec)

@@ -23,7 +23,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{ProcessGroup, ShardedVar};
 use itertools::Itertools;
-use metadata::Layout;
+use metadata::BoundMetadata;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ use std::sync::Arc;
 /// use candle_dist::World;
 /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
 ///
-/// let held = World::local(2).run(|ctx| -> Result<Vec<f32>> {
+/// let held = World::threads(2).run(|ctx| -> Result<Vec<f32>> {
 ///     let x = Tensor::arange(0f32, 5., &Device::Cpu)?;
 ///     let spec = ChunkShardingSpec::new(0, ["rank:1/cpu", "rank:0/cpu"])?;
 ///     // Only rank 0 needs the whole.
@@ -51,7 +51,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct ShardedTensor {
     shards: Vec<LocalShard>,
-    layout: Arc<Layout>,
+    layout: Arc<BoundMetadata>,
     device: Device,
     /// The shards as variables whose gradients are collected by rows; empty for other tensors.
     rows: Vec<RowVar>,
@@ -61,13 +61,21 @@ pub struct ShardedTensor {
 
 impl ShardedTensor {
     /// Builds the shards of this rank with `make`, in the order of the spec.
-    fn build(layout: Arc<Layout>, device: &Device, make: impl FnMut(&ShardMetadata) -> Result<Tensor>) -> Result<Self> {
+    fn build(
+        layout: Arc<BoundMetadata>,
+        device: &Device,
+        make: impl FnMut(&ShardMetadata) -> Result<Tensor>,
+    ) -> Result<Self> {
         let tensors = layout.mine().map(make).collect::<Result<Vec<_>>>()?;
         Ok(Self::holding(layout, device, tensors))
     }
 
     /// Creates a tensor whose shards on this rank are `tensors`, in the order of the spec.
-    fn holding(layout: Arc<Layout>, device: &Device, tensors: impl IntoIterator<Item = Tensor>) -> Self {
+    fn holding(
+        layout: Arc<BoundMetadata>,
+        device: &Device,
+        tensors: impl IntoIterator<Item = Tensor>,
+    ) -> Self {
         let shard = |(tensor, metadata): (Tensor, &ShardMetadata)| {
             debug_assert_eq!(tensor.dims(), metadata.sizes, "{layout}");
             LocalShard { tensor, metadata: metadata.clone() }
@@ -119,7 +127,7 @@ impl ShardedTensor {
     /// use candle_dist::World;
     /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
     ///
-    /// World::local(2).run(|ctx| -> Result<()> {
+    /// World::threads(2).run(|ctx| -> Result<()> {
     ///     let whole = Tensor::arange(0f32, 4., &Device::Cpu)?;
     ///     let spec = ChunkShardingSpec::new(0, ["rank:0/cpu", "rank:1/cpu"])?;
     ///     let (x, _) = ShardedTensor::distribute(&whole, spec, ctx.group())?.to_var()?;
@@ -143,7 +151,8 @@ impl ShardedTensor {
             [shard] => Ok(&shard.tensor),
             shards => {
                 let (n, rank, layout) = (shards.len(), self.group().rank(), &self.layout);
-                let reason = format!("rank {rank} of the group holds {n} shards of {layout}; use local_shards");
+                let reason =
+                    format!("rank {rank} of the group holds {n} shards of {layout}; use local_shards");
                 Error::op("ShardedTensor::local_tensor", reason)
             }
         }

@@ -1,12 +1,12 @@
 //! Movement of elements between ranks: from a whole tensor, to a whole tensor, and from one spec to another.
 use super::ShardedTensor;
-use super::metadata::Layout;
+use super::metadata::BoundMetadata;
 use crate::layout::{Block, intersection, volume, whole};
 use crate::tables::sharding_spec::{ShardMetadata, ShardingSpec};
 use crate::tensor::block_of;
 use crate::{Error, Result, agreement};
 use candle_core::{DType, Device, Tensor};
-use candle_dist::{Collective, Cut, Message, ProcessGroup};
+use candle_dist::{Collective, Cut, P2pOp, ProcessGroup};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -33,18 +33,20 @@ impl ShardedTensor {
         let (first, src, _) = &all[0];
         if let Some(rank) = all.iter().position(|(spec, at, _)| (spec, at) != (first, src)) {
             let (spec, at, _) = &all[rank];
-            let reason = format!("rank {rank} of the group shards in {spec} from rank {at}, and rank 0 in {first}");
+            let reason =
+                format!("rank {rank} of the group shards in {spec} from rank {at}, and rank 0 in {first}");
             return Error::op(OP, format!("{reason} from rank {src}; name the same"));
         }
         let Some((.., given)) = all.get(*src) else {
             let last = group.size() - 1;
             return Error::op(OP, format!("src_rank {src} is outside the group; its ranks are 0 to {last}"));
         };
-        let Some((dims, dtype)) = given.as_ref().and_then(|(dims, name)| Some((dims, name.parse::<DType>().ok()?)))
+        let Some((dims, dtype)) =
+            given.as_ref().and_then(|(dims, name)| Some((dims, name.parse::<DType>().ok()?)))
         else {
             return Error::op(OP, format!("rank {src} of the group, the source, passes no tensor; pass one"));
         };
-        let layout = Layout::new(spec, dims, dtype, group)?;
+        let layout = BoundMetadata::new(spec, dims, dtype, group)?;
         let device = tensor.map_or(&Device::Cpu, Tensor::device);
         layout.check_device(OP, device)?;
         moved(layout, device, &[(src_rank, whole(dims), source)])
@@ -57,13 +59,11 @@ impl ShardedTensor {
     /// # Errors
     /// If the spec does not fit the tensor or the group.
     pub fn distribute(tensor: &Tensor, spec: impl Into<ShardingSpec>, group: &ProcessGroup) -> Result<Self> {
-        let layout = Layout::new(spec.into(), tensor.dims(), tensor.dtype(), group)?;
+        let layout = BoundMetadata::new(spec.into(), tensor.dims(), tensor.dtype(), group)?;
         layout.check_device("ShardedTensor::distribute", tensor.device())?;
-        Self::build(
-            layout,
-            tensor.device(),
-            |shard| Ok(block_of(&tensor.detach(), &shard.block())?.force_contiguous()?),
-        )
+        Self::build(layout, tensor.device(), |shard| {
+            Ok(block_of(&tensor.detach(), &shard.block())?.force_contiguous()?)
+        })
     }
 
     /// Redistributes the tensor to another spec; the result has no gradient and its own memory.
@@ -75,7 +75,7 @@ impl ShardedTensor {
     /// use candle_dist::World;
     /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
     ///
-    /// let columns = World::local(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
+    /// let columns = World::threads(2).run(|ctx| -> Result<Vec<Vec<f32>>> {
     ///     let x = Tensor::arange(0f32, 4., &Device::Cpu)?.reshape((2, 2))?;
     ///     let x = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, ctx.group())?;
     ///     Ok(x.reshard(ChunkShardingSpec::on_ranks(1, [1, 0])?)?.local_tensor()?.to_vec2()?)
@@ -90,7 +90,7 @@ impl ShardedTensor {
         const OP: &str = "ShardedTensor::reshard";
         let (spec, group) = (spec.into(), self.group());
         group.agree(&format!("{OP} of {} to {spec}", self.layout))?;
-        let layout = Layout::new(spec, self.dims(), self.dtype(), group)?;
+        let layout = BoundMetadata::new(spec, self.dims(), self.dtype(), group)?;
         layout.check_device(OP, self.device())?;
         let mut mine = self.tensors();
         let held = self.layout.metadata.shards.iter().filter_map(|shard| {
@@ -109,7 +109,8 @@ impl ShardedTensor {
     pub fn gather(&self, dst: usize) -> Result<Option<Tensor>> {
         if dst >= self.group().size() {
             let last = self.group().size() - 1;
-            let reason = format!("rank {dst} is outside the group of {}; its ranks are 0 to {last}", self.layout);
+            let reason =
+                format!("rank {dst} is outside the group of {}; its ranks are 0 to {last}", self.layout);
             return Error::op("ShardedTensor::gather", reason);
         }
         let gathered = self.group().gather(&self.packed()?, 0, &self.packed_sizes(), dst)?;
@@ -121,7 +122,10 @@ impl ShardedTensor {
     /// Runs one collective.
     pub fn gather_all(&self) -> Result<Tensor> {
         self.unpacked(
-            &self.group().call(Collective::all_gather(Cut::new(0, &self.packed_sizes()))).run(&self.packed()?)?,
+            &self
+                .group()
+                .call(Collective::all_gather(Cut::new(0, &self.packed_sizes())))
+                .run(&self.packed()?)?,
         )
     }
 
@@ -159,7 +163,11 @@ impl ShardedTensor {
 /// Builds the shards of `to` from blocks that ranks of its group hold, with the elements of those that this rank holds.
 ///
 /// Only elements that move to another rank are sent, each once, from rank to rank.
-fn moved(to: Arc<Layout>, device: &Device, held: &[(usize, Block, Option<&Tensor>)]) -> Result<ShardedTensor> {
+fn moved(
+    to: Arc<BoundMetadata>,
+    device: &Device,
+    held: &[(usize, Block, Option<&Tensor>)],
+) -> Result<ShardedTensor> {
     let (group, dtype, me, tag) = (&to.group, to.metadata.dtype, to.group.rank(), 0);
     // Messages between two ranks are ordered by the new shards, then by the old ones, on both sides.
     let (mut messages, mut parts) = (Vec::new(), Vec::new());
@@ -168,12 +176,14 @@ fn moved(to: Arc<Layout>, device: &Device, held: &[(usize, Block, Option<&Tensor
         for (from, block, tensor) in held {
             let Some(common) = intersection(block, &want) else { continue };
             match tensor.map(|tensor| view(tensor, block, &common)).transpose()? {
-                Some(tensor) if rank == me && common == want => mine.push((common, Some(tensor.force_contiguous()?))),
+                Some(tensor) if rank == me && common == want => {
+                    mine.push((common, Some(tensor.force_contiguous()?)))
+                }
                 Some(tensor) if rank == me => mine.push((common, Some(tensor))),
-                Some(tensor) => messages.push(Message::Send { tensor, to: rank, tag }),
+                Some(tensor) => messages.push(P2pOp::Send { tensor, to: rank, tag }),
                 None if rank == me => {
                     let shape: Vec<usize> = common.iter().map(Range::len).collect();
-                    messages.push(Message::Recv { shape: shape.into(), dtype, from: *from, tag });
+                    messages.push(P2pOp::Recv { shape: shape.into(), dtype, from: *from, tag });
                     mine.push((common, None));
                 }
                 None => {}
@@ -181,7 +191,8 @@ fn moved(to: Arc<Layout>, device: &Device, held: &[(usize, Block, Option<&Tensor
         }
         parts.extend((rank == me).then_some(mine));
     }
-    let mut received = group.batch_send_recv(&messages)?.into_iter().map(|tensor| arrived(group, &tensor, device));
+    let mut received =
+        group.batch_send_recv(&messages)?.into_iter().map(|tensor| arrived(group, &tensor, device));
     let mut parts = parts.into_iter();
     ShardedTensor::build(to.clone(), device, |shard| {
         let blocks = parts.next().unwrap_or_default().into_iter().filter_map(|(block, tensor)| {
@@ -208,7 +219,8 @@ fn joined(want: &Block, dtype: DType, device: &Device, blocks: &[(Tensor, Block)
     let shape: Vec<usize> = want.iter().map(Range::len).collect();
     let whole = Tensor::zeros(shape, dtype, device)?;
     for (tensor, block) in blocks {
-        let starts: Vec<usize> = block.iter().zip(want).map(|(range, want)| range.start - want.start).collect();
+        let starts: Vec<usize> =
+            block.iter().zip(want).map(|(range, want)| range.start - want.start).collect();
         write(&whole, &tensor.detach().contiguous()?, &starts)?;
     }
     Ok(whole)
@@ -230,6 +242,7 @@ pub(super) fn write(whole: &Tensor, part: &Tensor, starts: &[usize]) -> candle_c
         [] => whole.flatten_all()?.slice_set(&part.flatten_all()?, 0, 0),
         [dim] => whole.slice_set(part, dim, starts[dim]),
         // With several dims cut, write row by row of the first dim.
-        _ => (0..part.dims()[0]).try_for_each(|row| write(&whole.get(starts[0] + row)?, &part.get(row)?, &starts[1..])),
+        _ => (0..part.dims()[0])
+            .try_for_each(|row| write(&whole.get(starts[0] + row)?, &part.get(row)?, &starts[1..])),
     }
 }

@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 
 /// A user's sharder; arguments: the parameter's name, this rank's tensor, the source rank, and the group.
-type Sharder = dyn Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTensor> + Send + Sync;
+type SharderFn = dyn Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTensor> + Send + Sync;
 
 /// A plan that says which parameters are sharded, and how; other parameters stay as they are.
 ///
@@ -19,13 +19,13 @@ type Sharder = dyn Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTens
 /// matches one part of a name. If several patterns match, the last one counts.
 #[derive(Clone, Default)]
 pub struct ShardingPlan {
-    entries: Vec<(Pattern, How)>,
+    entries: Vec<(Pattern, ShardingMethod)>,
 }
 
 #[derive(Clone)]
-enum How {
+enum ShardingMethod {
     Spec(ShardingSpec),
-    Sharder(Arc<Sharder>),
+    Sharder(Arc<SharderFn>),
 }
 
 /// The parameters of a model, by name.
@@ -45,7 +45,7 @@ impl ShardingPlan {
 
     /// Adds a spec for the parameters that match `pattern`.
     pub fn with(mut self, pattern: impl Into<String>, spec: impl Into<ShardingSpec>) -> Self {
-        self.entries.push((Pattern::new(pattern), How::Spec(spec.into())));
+        self.entries.push((Pattern::new(pattern), ShardingMethod::Spec(spec.into())));
         self
     }
 
@@ -58,15 +58,21 @@ impl ShardingPlan {
         pattern: impl Into<String>,
         sharder: impl Fn(&str, &Tensor, usize, &ProcessGroup) -> Result<ShardedTensor> + Send + Sync + 'static,
     ) -> Self {
-        self.entries.push((Pattern::new(pattern), How::Sharder(Arc::new(sharder))));
+        self.entries.push((Pattern::new(pattern), ShardingMethod::Sharder(Arc::new(sharder))));
         self
     }
 
     /// Returns the entry for each parameter that the plan names.
-    fn matched<'a>(&'a self, parameters: &'a BTreeMap<String, Tensor>) -> Result<BTreeMap<&'a str, &'a How>> {
+    fn matched<'a>(
+        &'a self,
+        parameters: &'a BTreeMap<String, Tensor>,
+    ) -> Result<BTreeMap<&'a str, &'a ShardingMethod>> {
         let (mut matched, mut unmatched) = (BTreeMap::new(), Vec::new());
         for (pattern, how) in &self.entries {
-            let names = parameters.keys().filter(|name| pattern.matches(&name.split('.').collect_vec())).collect_vec();
+            let names = parameters
+                .keys()
+                .filter(|name| pattern.matches(&name.split('.').collect_vec()))
+                .collect_vec();
             if names.is_empty() {
                 unmatched.push(format!("{:?}", pattern.text()));
             }
@@ -90,7 +96,7 @@ impl ShardingPlan {
 /// use candle_shard::sharded_tensor::{ShardingPlan, shard_module};
 /// use candle_shard::{ChunkShardingSpec, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let zeros = |rows: usize| Tensor::zeros((rows, 4), DType::F32, &Device::Cpu);
 ///     let model = [("table.weight".into(), zeros(6)?), ("top.weight".into(), zeros(1)?)].into();
 ///     let plan = ShardingPlan::new().with("table.weight", ChunkShardingSpec::on_ranks(0, [0, 1])?);
@@ -114,7 +120,7 @@ pub fn shard_module(
 ) -> Result<ShardedModule> {
     let matched = plan.matched(parameters)?;
     for (name, how) in &matched {
-        if let How::Spec(spec) = how {
+        if let ShardingMethod::Spec(spec) = how {
             let fits = spec.check(group.size()).and_then(|()| spec.build_metadata(parameters[*name].dims()));
             fits.map_err(|error| Error::Plan(format!("{name}: {error}")))?;
         }
@@ -124,8 +130,8 @@ pub fn shard_module(
     for (&name, how) in &matched {
         let tensor = &parameters[name];
         let made = match how {
-            How::Spec(spec) => ShardedTensor::shard(tensor, spec, src_rank, group)?,
-            How::Sharder(sharder) => sharder(name, tensor, src_rank, group)?,
+            ShardingMethod::Spec(spec) => ShardedTensor::shard(tensor, spec, src_rank, group)?,
+            ShardingMethod::Sharder(sharder) => sharder(name, tensor, src_rank, group)?,
         };
         if made.dims() != tensor.dims() {
             let (made, dims) = (made.dims(), tensor.dims());
@@ -140,9 +146,9 @@ pub fn shard_module(
 
 impl fmt::Debug for ShardingPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let show = |(pattern, how): &(Pattern, How)| match how {
-            How::Spec(spec) => format!("{pattern}: {spec}"),
-            How::Sharder(_) => format!("{pattern}: a sharder"),
+        let show = |(pattern, how): &(Pattern, ShardingMethod)| match how {
+            ShardingMethod::Spec(spec) => format!("{pattern}: {spec}"),
+            ShardingMethod::Sharder(_) => format!("{pattern}: a sharder"),
         };
         write!(f, "ShardingPlan {{ {} }}", self.entries.iter().map(show).join("; "))
     }

@@ -1,10 +1,10 @@
 //! Maps of sharded tensors in files, which load under any spec.
 use super::ShardedTensor;
-use super::metadata::Layout;
+use super::metadata::BoundMetadata;
 use crate::agreement::agreed_on;
 use crate::files::checkpoint::agreement::check_named;
 use crate::files::checkpoint::save::write;
-use crate::files::checkpoint::saved::{Saved, Written};
+use crate::files::checkpoint::saved::{BlockWriter, SaveEntry};
 use crate::tables::sharding_spec::ShardingSpec;
 use crate::{Error, Result, Weights};
 use candle_core::Device;
@@ -24,7 +24,7 @@ use std::path::Path;
 /// use candle_shard::{ChunkShardingSpec, Result, ShardedTensor};
 ///
 /// let folder = std::env::temp_dir().join(format!("state-doc-{}", std::process::id()));
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let (x, group) = (Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((3, 2))?, ctx.group());
 ///     let rows = ShardedTensor::distribute(&x, ChunkShardingSpec::on_ranks(0, [0, 1])?, group)?;
 ///     save_state(&folder, group, &[("x".into(), rows)].into())?;
@@ -53,16 +53,17 @@ pub fn save_state(
     check_named(OP, group, &described.collect::<Vec<_>>())?;
     if let Some((name, tensor)) = tensors.iter().find(|(_, tensor)| tensor.group().ranks() != group.ranks()) {
         let (at, ranks) = (tensor.group().ranks(), group.ranks());
-        let reason = format!("{name:?} lies on ranks {at:?}, and those of {ranks:?} are saved; save it by itself");
+        let reason =
+            format!("{name:?} lies on ranks {at:?}, and those of {ranks:?} are saved; save it by itself");
         return Error::op(OP, reason);
     }
     // Each rank writes its own shards. Empty ones are not written.
     let saved = tensors.iter().map(|(name, tensor)| {
         let held = (0..group.size()).flat_map(|rank| {
             let shards = tensor.layout.shards_of(rank).enumerate().filter(|(_, shard)| !shard.is_empty());
-            shards.map(move |(part, shard)| Written { rank, part, block: shard.block() })
+            shards.map(move |(part, shard)| BlockWriter { rank, part, block: shard.block() })
         });
-        Saved { name, shape: tensor.dims(), dtype: tensor.dtype(), pieces: held.collect() }
+        SaveEntry { name, shape: tensor.dims(), dtype: tensor.dtype(), pieces: held.collect() }
     });
     let held: Vec<&ShardedTensor> = tensors.values().collect();
     write(OP, path.as_ref(), group, &saved.collect::<Vec<_>>(), |nth, part| &held[nth].shards[part].tensor)
@@ -86,10 +87,11 @@ pub fn load_state<N: AsRef<str>, S: Clone + Into<ShardingSpec>>(
         let weights = Weights::open(path.as_ref())?;
         let read = |(name, spec): &(N, S)| {
             let (name, spec) = (name.as_ref(), spec.clone().into());
-            let layout = Layout::new(spec, weights.shape(name)?, weights.dtype(name)?, group)?;
+            let layout = BoundMetadata::new(spec, weights.shape(name)?, weights.dtype(name)?, group)?;
             layout.check_device(OP, device)?;
-            let tensor =
-                ShardedTensor::build(layout, device, |shard| weights.read_block(name, &shard.block(), device))?;
+            let tensor = ShardedTensor::build(layout, device, |shard| {
+                weights.read_block(name, &shard.block(), device)
+            })?;
             Ok((name.to_string(), tensor))
         };
         let read = wanted.iter().map(read).collect::<Result<_>>()?;

@@ -1,5 +1,5 @@
 //! Conversions to variables, copies, other dtypes and other devices.
-use super::metadata::{Layout, ShardedTensorMetadata};
+use super::metadata::{BoundMetadata, ShardedTensorMetadata};
 use super::{ShardedTensor, moves};
 use crate::kernels::is_computed;
 use crate::tables::sharding_spec::{DeviceName, RemoteDevice, ShardMetadata};
@@ -80,8 +80,9 @@ impl ShardedTensor {
     /// The placements then name only the kind, such as `rank:0/cuda`.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         let spec = self.sharding_spec().on(DeviceName::kind_of(device))?;
-        let layout = Layout::new(spec, self.dims(), self.dtype(), self.group())?;
-        let moved = self.tensors().map(|tensor| tensor.to_device(device)).collect::<candle_core::Result<Vec<_>>>()?;
+        let layout = BoundMetadata::new(spec, self.dims(), self.dtype(), self.group())?;
+        let moved =
+            self.tensors().map(|tensor| tensor.to_device(device)).collect::<candle_core::Result<Vec<_>>>()?;
         Ok(Self::holding(layout, device, moved))
     }
 

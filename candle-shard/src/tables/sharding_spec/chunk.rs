@@ -129,7 +129,8 @@ impl ChunkShardingSpec {
             Some(dim) => Ok(dim),
             None => {
                 let (dim, n) = (self.dim, dims.len());
-                let mend = if n == 0 { "it has none".into() } else { format!("give one from -{n} to {}", n - 1) };
+                let mend =
+                    if n == 0 { "it has none".into() } else { format!("give one from -{n} to {}", n - 1) };
                 Error::op("ChunkShardingSpec", format!("dim {dim} of a tensor of shape {dims:?}; {mend}"))
             }
         }
@@ -156,9 +157,10 @@ impl ChunkShardingSpec {
     pub fn check(&self, group_size: usize) -> Result<()> {
         check_ranks("ChunkShardingSpec", self.placements.iter().map(Some), group_size)?;
         match self.placements.iter().filter_map(RemoteDevice::rank).duplicates().next() {
-            Some(rank) => {
-                Error::op("ChunkShardingSpec", format!("rank {rank} occurs twice in {self}; give each rank one chunk"))
-            }
+            Some(rank) => Error::op(
+                "ChunkShardingSpec",
+                format!("rank {rank} occurs twice in {self}; give each rank one chunk"),
+            ),
             None => Ok(()),
         }
     }

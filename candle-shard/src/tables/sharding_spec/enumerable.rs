@@ -38,7 +38,9 @@ impl EnumerableShardingSpec {
         if let Some(other) = shards.iter().find(|shard| shard.sizes.len() != first.sizes.len()) {
             return Error::op(
                 OP,
-                format!("shards with different numbers of dims: {first} and {other}; give blocks of one tensor"),
+                format!(
+                    "shards with different numbers of dims: {first} and {other}; give blocks of one tensor"
+                ),
             );
         }
         if let Some((a, b)) = first_overlap(&shards.iter().map(ShardMetadata::block).collect_vec()) {
@@ -72,20 +74,27 @@ impl EnumerableShardingSpec {
         }
         let beyond = |shard: &&ShardMetadata| shard.block().iter().zip(dims).any(|(range, &n)| range.end > n);
         if let Some(shard) = self.shards.iter().find(beyond) {
-            return Error::op(OP, format!("shard {shard} ends beyond a tensor of shape {dims:?}; give blocks inside"));
+            return Error::op(
+                OP,
+                format!("shard {shard} ends beyond a tensor of shape {dims:?}; give blocks inside"),
+            );
         }
-        let held = self.shards.iter().try_fold(0, |sum: usize, shard| sum.checked_add(volume(&shard.block())?));
+        let held =
+            self.shards.iter().try_fold(0, |sum: usize, shard| sum.checked_add(volume(&shard.block())?));
         let want = volume(&whole(dims));
         if held != want || want.is_none() {
             let count = |n: Option<usize>| n.map_or("uncountably many".into(), |n| n.to_string());
             let (held, want) = (count(held), count(want));
             return Error::op(
                 OP,
-                format!("shards of {held} elements for a tensor of shape {dims:?}, which has {want}; cover all of it"),
+                format!(
+                    "shards of {held} elements for a tensor of shape {dims:?}, which has {want}; cover all of it"
+                ),
             );
         }
         // For a tensor without elements the volume check is not enough.
-        let reached = |(dim, &n): (usize, &usize)| self.shards.iter().any(|shard| shard.block()[dim].end == n);
+        let reached =
+            |(dim, &n): (usize, &usize)| self.shards.iter().any(|shard| shard.block()[dim].end == n);
         if !dims.iter().enumerate().all(reached) {
             return Error::op(
                 OP,

@@ -55,7 +55,8 @@ impl ShardingSpec {
     pub(crate) fn on(&self, device: DeviceName) -> Result<Self> {
         Ok(match self {
             Self::Chunk(spec) => {
-                let placements = spec.placements().iter().map(|placement| placement.clone().on(device)).collect();
+                let placements =
+                    spec.placements().iter().map(|placement| placement.clone().on(device)).collect();
                 ChunkShardingSpec::with_placements(spec.dim(), placements)?.into()
             }
             Self::Enumerable(spec) => {
@@ -122,7 +123,8 @@ impl From<&ShardingSpec> for ShardingSpec {
 pub fn infer_sharding_spec_from_shards_metadata(shards: &[ShardMetadata]) -> Result<ShardingSpec> {
     let listed = EnumerableShardingSpec::new(shards.to_vec())?;
     let ndim = shards[0].sizes.len();
-    let end = |dim: usize| shards.iter().map(|shard| shard.offsets[dim] + shard.sizes[dim]).max().unwrap_or(0);
+    let end =
+        |dim: usize| shards.iter().map(|shard| shard.offsets[dim] + shard.sizes[dim]).max().unwrap_or(0);
     let dims: Vec<usize> = (0..ndim).map(end).collect();
     let chunked = (0..ndim).find_map(|dim| chunks_of(dim, &dims, shards));
     Ok(chunked.map_or(ShardingSpec::Enumerable(listed), ShardingSpec::Chunk))
@@ -134,7 +136,8 @@ fn chunks_of(dim: usize, dims: &[usize], shards: &[ShardMetadata]) -> Option<Chu
         return None;
     }
     let in_order = || shards.iter().sorted_by_key(|shard| shard.offsets[dim]);
-    let placements = in_order().map(|shard| shard.rank().and(shard.placement.clone())).collect::<Option<_>>()?;
+    let placements =
+        in_order().map(|shard| shard.rank().and(shard.placement.clone())).collect::<Option<_>>()?;
     let spec = ChunkShardingSpec::with_placements(dim as isize, placements).ok()?;
     let made = spec.build_metadata(dims).ok()?;
     made.iter().eq(in_order()).then_some(spec)

@@ -107,9 +107,8 @@ impl DeviceName {
     pub fn names(self, device: &Device) -> bool {
         match (self, device.location()) {
             (Self::Cpu, DeviceLocation::Cpu) => true,
-            (Self::Cuda(n), DeviceLocation::Cuda { gpu_id }) | (Self::Metal(n), DeviceLocation::Metal { gpu_id }) => {
-                n.is_none_or(|n| n == gpu_id)
-            }
+            (Self::Cuda(n), DeviceLocation::Cuda { gpu_id })
+            | (Self::Metal(n), DeviceLocation::Metal { gpu_id }) => n.is_none_or(|n| n == gpu_id),
             _ => false,
         }
     }
@@ -132,9 +131,10 @@ impl FromStr for DeviceName {
             ("cpu", Some(None)) => Ok(Self::Cpu),
             ("cuda", Some(at)) => Ok(Self::Cuda(at)),
             ("metal", Some(at)) => Ok(Self::Metal(at)),
-            _ => {
-                Error::op("DeviceName", format!("{text:?} is not a device; write cpu, cuda, cuda:N, metal or metal:N"))
-            }
+            _ => Error::op(
+                "DeviceName",
+                format!("{text:?} is not a device; write cpu, cuda, cuda:N, metal or metal:N"),
+            ),
         }
     }
 }
@@ -222,7 +222,8 @@ pub(super) fn check_ranks<'a>(
         let last = group_size.saturating_sub(1);
         match placement.rank() {
             None => {
-                let reason = format!("the placement {placement} of shard {i} names no rank; write rank:N/device");
+                let reason =
+                    format!("the placement {placement} of shard {i} names no rank; write rank:N/device");
                 return Error::op(op, reason);
             }
             Some(rank) if rank >= group_size => {

@@ -1,14 +1,14 @@
 //! Large tables whose gradient and optimizer cost grows with the rows looked up, not with the table.
 //!
 //! candle's gradient of `index_select` has the size of the table: 256 MB per step for a million rows of 64, of which a
-//! batch uses a few thousand. A [`RowVar`] collects its gradient by rows instead, and [`Sgd`], [`Adagrad`] and
-//! [`AdamW`] read and write only those rows, in place. All other rows stay bit-identical.
+//! batch uses a few thousand. A [`RowVar`] collects its gradient by rows instead, and [`SparseSgd`], [`SparseAdagrad`] and
+//! [`SparseAdamW`] read and write only those rows, in place. All other rows stay bit-identical.
 //!
 //! | optimizer | compared with the dense one |
 //! |---|---|
-//! | [`Sgd`] | the same numbers |
-//! | [`Adagrad`] | the same numbers |
-//! | [`AdamW`] | lazy: a row without a gradient neither moves nor decays, nor do its moments |
+//! | [`SparseSgd`] | the same numbers |
+//! | [`SparseAdagrad`] | the same numbers |
+//! | [`SparseAdamW`] | lazy: a row without a gradient neither moves nor decays, nor do its moments |
 //!
 //! Everything here is local to one device; nothing is sent. On a GPU the tables, their gradients and the state of optimizers are on it,
 //! and the row numbers are on the host. These are not [`nn::Optimizer`](crate::nn::Optimizer)s:
@@ -32,7 +32,13 @@ mod row_grad;
 mod row_var;
 
 pub use crate::nn::{ParamsAdagrad, ParamsSgd};
-pub use optimizer::{Adagrad, AdamW, RowOptimizer, Sgd};
+#[allow(deprecated)]
+pub use optimizer::Adagrad;
+#[allow(deprecated)]
+pub use optimizer::AdamW;
+#[allow(deprecated)]
+pub use optimizer::Sgd;
+pub use optimizer::{RowOptimizer, SparseAdagrad, SparseAdamW, SparseSgd};
 pub use row_grad::RowGrad;
 pub use row_var::RowVar;
 pub(crate) use row_var::check_size;

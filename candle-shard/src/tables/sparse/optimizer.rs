@@ -11,13 +11,21 @@ use candle_nn::ParamsAdamW;
 /// Stochastic gradient descent: `w - lr · grad`; its results equal those with a dense gradient.
 ///
 /// It refuses weight decay and momentum, which change every row. State: `sgd.options`.
-pub type Sgd = RowOptimizer<ParamsSgd>;
+pub type SparseSgd = RowOptimizer<ParamsSgd>;
+
+/// The former name of [`SparseSgd`].
+#[deprecated(since = "0.1.0", note = "renamed to SparseSgd")]
+pub type Sgd = SparseSgd;
 
 /// Adagrad (Duchi et al., 2011); its results equal those with a dense gradient.
 ///
 /// It refuses weight decay, as PyTorch does for sparse gradients. State: `adagrad.sum.i` for variable `i`, `adagrad.steps` and
 /// `adagrad.options`. The sums of squared gradients of 16-bit tables are f32.
-pub type Adagrad = RowOptimizer<ParamsAdagrad>;
+pub type SparseAdagrad = RowOptimizer<ParamsAdagrad>;
+
+/// The former name of [`SparseAdagrad`].
+#[deprecated(since = "0.1.0", note = "renamed to SparseAdagrad")]
+pub type Adagrad = SparseAdagrad;
 
 /// Lazy AdamW: [`kernels::AdamW`](crate::kernels::AdamW) on the rows that have a gradient; other rows stay as they are.
 ///
@@ -25,7 +33,11 @@ pub type Adagrad = RowOptimizer<ParamsAdagrad>;
 /// correction counts all steps. If every row has a gradient in each step, this is the dense AdamW. State:
 /// `adam_w.first_moment.i` and `adam_w.second_moment.i` for variable `i`, `adam_w.steps` and `adam_w.options`. The moments
 /// of 16-bit tables are f32.
-pub type AdamW = RowOptimizer<ParamsAdamW>;
+pub type SparseAdamW = RowOptimizer<ParamsAdamW>;
+
+/// The former name of [`SparseAdamW`].
+#[deprecated(since = "0.1.0", note = "renamed to SparseAdamW")]
+pub type AdamW = SparseAdamW;
 
 /// Options of an optimizer by rows.
 pub trait RowParams: Params {
@@ -35,10 +47,11 @@ pub trait RowParams: Params {
     }
 
     /// Updates `rows` of a table, which may repeat, by their gradients; `steps` counts this step.
-    fn step(&self, steps: u32, table: (&Var, &[Var]), rows: &[u32], grad: &Tensor) -> candle_core::Result<()>;
+    fn step(&self, steps: u32, table: (&Var, &[Var]), rows: &[u32], grad: &Tensor)
+    -> candle_core::Result<()>;
 }
 
-/// An optimizer of tables that updates the rows that have a gradient: [`Sgd`], [`Adagrad`] or [`AdamW`].
+/// An optimizer of tables that updates the rows that have a gradient: [`SparseSgd`], [`SparseAdagrad`] or [`SparseAdamW`].
 #[derive(Debug)]
 pub struct RowOptimizer<P> {
     /// The tables, each with its state tensors of the same shape.
@@ -108,7 +121,9 @@ impl<P: RowParams> RowOptimizer<P> {
     pub fn state(&self) -> Vec<(String, Var)> {
         let of_table = |(i, (_, states)): (usize, &(RowVar, Vec<Var>))| {
             let named = self.params.states().iter().zip(states);
-            named.map(|(name, state)| (format!("{}.{name}.{i}", P::PREFIX), state.clone())).collect::<Vec<_>>()
+            named
+                .map(|(name, state)| (format!("{}.{name}.{i}", P::PREFIX), state.clone()))
+                .collect::<Vec<_>>()
         };
         let steps = self.params.counts_steps().then(|| (format!("{}.steps", P::PREFIX), self.steps.clone()));
         let options = (format!("{}.options", P::PREFIX), self.options.clone());
@@ -128,7 +143,13 @@ impl RowParams for ParamsSgd {
         vec![("weight_decay", self.weight_decay), ("momentum", self.momentum)]
     }
 
-    fn step(&self, _: u32, (table, states): (&Var, &[Var]), rows: &[u32], grad: &Tensor) -> candle_core::Result<()> {
+    fn step(
+        &self,
+        _: u32,
+        (table, states): (&Var, &[Var]),
+        rows: &[u32],
+        grad: &Tensor,
+    ) -> candle_core::Result<()> {
         SgdRule { lr: self.lr, weight_decay: 0.0 }.update_rows(table, states, rows, grad)
     }
 }
@@ -145,7 +166,8 @@ impl RowParams for ParamsAdagrad {
         rows: &[u32],
         grad: &Tensor,
     ) -> candle_core::Result<()> {
-        AdagradRule { lr: self.lr_at(steps), weight_decay: 0.0, eps: self.eps }.update_rows(table, states, rows, grad)
+        AdagradRule { lr: self.lr_at(steps), weight_decay: 0.0, eps: self.eps }
+            .update_rows(table, states, rows, grad)
     }
 }
 
@@ -160,14 +182,17 @@ impl RowParams for ParamsAdamW {
         let Self { lr, beta1, beta2, eps, weight_decay } = *self;
         let betas = [beta1, beta2];
         let scales = betas.map(|beta| 1.0 / (1.0 - beta.powi(steps as i32)));
-        AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay }.update_rows(table, states, rows, grad)
+        AdamWRule { lr, betas, scales, eps, keep: 1.0 - lr * weight_decay }
+            .update_rows(table, states, rows, grad)
     }
 }
 
 /// Refuses options that are out of range, or that change rows without a gradient.
 fn checked<P: RowParams>(params: &P) -> Result<()> {
     params.check()?;
-    let Some((name, value)) = params.of_all_rows().into_iter().find(|(_, value)| *value != 0.0) else { return Ok(()) };
+    let Some((name, value)) = params.of_all_rows().into_iter().find(|(_, value)| *value != 0.0) else {
+        return Ok(());
+    };
     Error::op(P::TYPE, format!("{name} is {value}, which changes rows without a gradient: expected 0"))
 }
 

@@ -45,7 +45,10 @@ impl RowGrad {
     /// If the table has fewer rows than this gradient needs.
     pub fn to_dense(&self, rows: usize) -> Result<Tensor> {
         if let Some(&last) = self.rows.last().filter(|&&last| last as usize >= rows) {
-            return Error::op("to_dense", format!("a gradient of row {last} has no place in a table of {rows} rows"));
+            return Error::op(
+                "to_dense",
+                format!("a gradient of row {last} has no place in a table of {rows} rows"),
+            );
         }
         let dense = Tensor::zeros((rows, self.values.dim(1)?), self.values.dtype(), self.values.device())?;
         kernels::put_rows(&dense, &self.rows, &self.values)?;
@@ -60,11 +63,14 @@ impl RowGrad {
 
     /// Multiplies all values by `factor`.
     pub fn scale(&self, factor: f64) -> Result<Self> {
-        Ok(Self { rows: self.rows.clone(), values: empty::compute(&self.values, |values| values.affine(factor, 0.0))? })
+        Ok(Self {
+            rows: self.rows.clone(),
+            values: empty::compute(&self.values, |values| values.affine(factor, 0.0))?,
+        })
     }
 
-    pub(super) fn into_part(self) -> Part {
-        Part::new(self.rows, self.values)
+    pub(super) fn into_part(self) -> RowContribution {
+        RowContribution::new(self.rows, self.values)
     }
 }
 
@@ -83,14 +89,14 @@ fn check(rows: &[u32], values: &Tensor) -> Result<()> {
 
 /// The contribution of one lookup to a gradient: `grad` is `[rows.len(), width]`, and rows may repeat.
 #[derive(Debug, Clone)]
-pub(super) struct Part {
+pub(super) struct RowContribution {
     pub(super) rows: Arc<[u32]>,
     pub(super) grad: Tensor,
     /// When it was added.
     pub(super) mark: u64,
 }
 
-impl Part {
+impl RowContribution {
     pub(super) fn new(rows: Arc<[u32]>, grad: Tensor) -> Self {
         Self { rows, grad, mark: rows::mark() }
     }

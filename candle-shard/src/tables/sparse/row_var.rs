@@ -1,5 +1,5 @@
 //! Variables whose gradients are collected by rows.
-use super::row_grad::{Part, RowGrad};
+use super::row_grad::{RowContribution, RowGrad};
 use crate::lookup::{Renorm, limit_rows};
 use crate::{Error, Result, kernels};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Shape, Tensor, Var};
@@ -25,7 +25,7 @@ pub struct RowVar {
     var: Var,
     /// Represents the table in candle's graph; a gradient of this scalar is cheap.
     handle: Var,
-    pending: Pending,
+    pending: PendingRows,
     /// Lets those who see only variables find the gradient.
     _entry: Arc<TableEntry>,
     /// Says that the table is a shard, if it is one.
@@ -34,24 +34,24 @@ pub struct RowVar {
 
 /// The contributions of the lookups.
 #[derive(Debug, Default)]
-struct Parts(Mutex<Vec<Part>>);
+struct RowContributions(Mutex<Vec<RowContribution>>);
 
-type Pending = Arc<Parts>;
+type PendingRows = Arc<RowContributions>;
 
-fn lock(pending: &Parts) -> MutexGuard<'_, Vec<Part>> {
+fn lock(pending: &RowContributions) -> MutexGuard<'_, Vec<RowContribution>> {
     pending.0.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl RowGradient for Parts {
+impl RowGradient for RowContributions {
     fn rows(&self) -> candle_core::Result<Option<(Vec<u32>, Tensor)>> {
-        let joined = Part::joined(&lock(self));
+        let joined = RowContribution::joined(&lock(self));
         let grad = joined.and_then(|part| part.map(|part| RowGrad::new(part.rows, &part.grad)).transpose());
         let grad = grad.map_err(candle_core::Error::wrap)?;
         Ok(grad.map(|grad| (grad.rows().to_vec(), grad.values().clone())))
     }
 
     fn replace(&self, rows: Vec<u32>, values: Tensor) -> candle_core::Result<()> {
-        *lock(self) = vec![Part::new(rows.into(), values)];
+        *lock(self) = vec![RowContribution::new(rows.into(), values)];
         Ok(())
     }
 
@@ -71,7 +71,9 @@ pub(crate) fn check_size(op: &'static str, elements: usize, is_on_host: bool) ->
     let most = u32::MAX;
     Error::op(
         op,
-        format!("{elements} elements in one shard on a GPU: expected at most {most}; shard it over more ranks"),
+        format!(
+            "{elements} elements in one shard on a GPU: expected at most {most}; shard it over more ranks"
+        ),
     )
 }
 
@@ -87,7 +89,7 @@ impl RowVar {
             return Error::op("RowVar", format!("{got}: expected [rows, width] of f32, f64, f16 or bf16"));
         }
         check_size("RowVar", var.elem_count(), var.device().is_cpu())?;
-        let (handle, pending) = (Var::zeros((), dtype, var.device())?, Pending::default());
+        let (handle, pending) = (Var::zeros((), dtype, var.device())?, PendingRows::default());
         let gradient: Arc<dyn RowGradient> = pending.clone();
         let entry = Arc::new(TableEntry::new(&var, &handle, &gradient));
         Ok(Self { handle, var, pending, _entry: entry, _declared: None })
@@ -121,7 +123,7 @@ impl RowVar {
         let rows = rows.into();
         let made = Ready::new(kernels::take_rows(&self.var, &rows)?);
         let still = still.filter(|still| rows.contains(still));
-        Ok(self.handle.apply_op1(Lookup { rows, still, pending: self.pending.clone(), made })?)
+        Ok(self.handle.apply_op1(RowLookup { rows, still, pending: self.pending.clone(), made })?)
     }
 
     /// Returns the gradient so far; `None` if no backward pass has reached the table.
@@ -129,7 +131,7 @@ impl RowVar {
     /// On the CPU, rows are merged in the order of the backward passes and then of the list; elsewhere as in [`RowGrad::new`].
     /// A row that was looked up stays even if its gradient is zero.
     pub fn grad(&self) -> Result<Option<RowGrad>> {
-        let joined = Part::joined(&lock(&self.pending))?;
+        let joined = RowContribution::joined(&lock(&self.pending))?;
         joined.map(|part| RowGrad::new(part.rows, &part.grad)).transpose()
     }
 
@@ -154,12 +156,18 @@ impl RowVar {
         if values.dims()[1] != width || values.dtype() != self.var.dtype() || !inside {
             let (shape, dtype, last) = (values.shape(), values.dtype(), grad.rows().last().unwrap_or(&0));
             let got = format!("a gradient {shape:?} {dtype:?} up to row {last}");
-            return Error::op("add_grad", format!("{got} of a table [{rows}, {width}] {:?}", self.var.dtype()));
+            return Error::op(
+                "add_grad",
+                format!("{got} of a table [{rows}, {width}] {:?}", self.var.dtype()),
+            );
         }
         if !values.device().same_device(self.var.device()) {
             let [of_grad, of_table] = [values, &self.var].map(|x| x.device().location());
             let got = format!("a gradient on {of_grad:?} of a table on {of_table:?}");
-            return Error::op("add_grad", format!("{got}: expected the table's device, `table.var().device()`"));
+            return Error::op(
+                "add_grad",
+                format!("{got}: expected the table's device, `table.var().device()`"),
+            );
         }
         lock(&self.pending).push(grad.into_part());
         Ok(())
@@ -177,31 +185,32 @@ impl RowVar {
     /// If the table does not have one of the rows, if `max_norm` is not above 0, or if `norm_type` is NaN.
     pub fn renorm(&self, rows: &[u32], max_norm: f64, norm_type: f64) -> Result<()> {
         if max_norm.is_nan() || max_norm <= 0.0 || norm_type.is_nan() {
-            let reason = format!("max_norm {max_norm} with norm_type {norm_type}: expected one above 0, and no NaN");
+            let reason =
+                format!("max_norm {max_norm} with norm_type {norm_type}: expected one above 0, and no NaN");
             return Error::op("renorm", reason);
         }
         limit_rows(&self.var, &kernels::unique_rows(rows), &Renorm { max_norm, norm_type }, None)
     }
 
     /// Takes the gradient as the unmerged contributions of the lookups.
-    pub(super) fn take_part(&self) -> Result<Option<Part>> {
+    pub(super) fn take_part(&self) -> Result<Option<RowContribution>> {
         let mut pending = lock(&self.pending);
-        let joined = Part::joined(&pending)?;
+        let joined = RowContribution::joined(&pending)?;
         pending.clear();
         Ok(joined)
     }
 }
 
 /// The graph node of a lookup.
-struct Lookup {
+struct RowLookup {
     rows: Arc<[u32]>,
     /// One of the rows, which gets no gradient.
     still: Option<u32>,
-    pending: Pending,
+    pending: PendingRows,
     made: Ready,
 }
 
-impl CustomOp1 for Lookup {
+impl CustomOp1 for RowLookup {
     fn name(&self) -> &'static str {
         "lookup"
     }
@@ -225,7 +234,7 @@ impl CustomOp1 for Lookup {
             rows = kept.iter().map(|&i| rows[i as usize]).collect();
             grad = empty::index_select(&grad, &kept, 0)?;
         }
-        lock(&self.pending).push(Part::new(rows, grad));
+        lock(&self.pending).push(RowContribution::new(rows, grad));
         handle.zeros_like().map(Some)
     }
 }

@@ -2,7 +2,8 @@
 use candle_core::Tensor;
 use candle_shard::Placement;
 pub(crate) use test_utils::{
-    Lay, Leaf, block, device, distance, distribute, lays, mesh, on_axes, on_device, tolerance, value_error, values,
+    Lay, Leaf, block, device, distance, distribute, lays, mesh, on_axes, on_device, tolerance, value_error,
+    values,
 };
 
 pub(crate) const SUM: Placement = Placement::PARTIAL_SUM;

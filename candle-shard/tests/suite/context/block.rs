@@ -3,7 +3,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::Op;
 use candle_dist::comm::{self, CommCounts};
 use candle_shard::kernels::RopePairs;
-use candle_shard::nn::{Mode, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Mode};
 use candle_shard::parallel::Plan;
 use candle_shard::{Replicate, Result, Shard, TokenOrder};
 use std::collections::BTreeMap;
@@ -47,7 +47,7 @@ fn a_transformer_on_sequence_shards_equals_one_device() {
                 let want_grads: BTreeMap<&String, _> =
                     plain.vars().iter().map(|(name, var)| (name, want_grads.get(var))).collect();
 
-                let vb = ShardedVarBuilder::fresh(args.seed, &mesh, Plan::new("cp"), DType::F64, ctx.device())?;
+                let vb = MeshVarBuilder::fresh(args.seed, &mesh, Plan::new("cp"), DType::F64, ctx.device())?;
                 let model = Transformer::new(&args, &vb)?;
                 let parameters = vb.finish()?;
                 let cut = |x: &Tensor| distribute(x, &mesh, &[Shard(1)]);
@@ -66,11 +66,23 @@ fn a_transformer_on_sequence_shards_equals_one_device() {
                     // Of 3 or 4 ranks each has one of the 4 heads; of 2 ranks one has keys that the other sees.
                     let by_heads = swaps[0] > 0;
                     assert!(seq < 13 || by_heads == matches!(world, 3 | 4), "{world}: {forward}");
-                    let want = if by_heads { [2 * LAYERS; 2] } else { [messages(&forward), messages(&backward)] };
-                    assert_eq!([forward.total(), backward.total()], [want[0], want[1] + 1], "{forward}, {backward}");
+                    let want =
+                        if by_heads { [2 * LAYERS; 2] } else { [messages(&forward), messages(&backward)] };
+                    assert_eq!(
+                        [forward.total(), backward.total()],
+                        [want[0], want[1] + 1],
+                        "{forward}, {backward}"
+                    );
                     assert!(!by_heads || swaps == want, "{forward}, {backward}");
-                    assert_eq!([forward.get(Op::ReduceScatter).count, backward.get(Op::AllGather).count], [0; 2]);
-                    assert_eq!((of_loss.total(), backward.get(Op::AllReduce).count), (0, 1), "{of_loss} {backward}");
+                    assert_eq!(
+                        [forward.get(Op::ReduceScatter).count, backward.get(Op::AllGather).count],
+                        [0; 2]
+                    );
+                    assert_eq!(
+                        (of_loss.total(), backward.get(Op::AllReduce).count),
+                        (0, 1),
+                        "{of_loss} {backward}"
+                    );
                 }
                 let error = distance(&logits.full_tensor()?, &want);
                 assert!(error < 1e-12, "logits of {seq} on {world}, dropout {dropout}: {error:e}");
@@ -79,7 +91,11 @@ fn a_transformer_on_sequence_shards_equals_one_device() {
                     let got = parameter.grad(&grads)?.expect("a gradient").full_tensor()?;
                     let want = want_grads[&parameter.name].expect("a gradient");
                     let error = distance(&got, want);
-                    assert!(error < 1e-12, "{} of {seq} on {world}, dropout {dropout}: {error:e}", parameter.name);
+                    assert!(
+                        error < 1e-12,
+                        "{} of {seq} on {world}, dropout {dropout}: {error:e}",
+                        parameter.name
+                    );
                 }
             }
             Ok(())

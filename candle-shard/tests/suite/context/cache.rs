@@ -21,7 +21,10 @@ fn decoding_over_a_cut_cache_equals_one_device() {
                 let queries = part(&q)?;
                 len += tokens;
                 let (keys, all_values) = cache.keys_and_values()?;
-                assert_eq!((cache.current_seq_len(), keys.dims()[1], keys.placements()), (len, len, &[Shard(1)][..]));
+                assert_eq!(
+                    (cache.current_seq_len(), keys.dims()[1], keys.placements()),
+                    (len, len, &[Shard(1)][..])
+                );
                 assert!(keys.to_local().dims()[1].abs_diff(len / world) <= 1, "{len} on {world}");
                 for window in [None, Some(3)] {
                     let whole = Attention::default().causal(true).window(window);
@@ -53,7 +56,9 @@ fn strict_mode_has_one_answer_for_a_cache_of_any_length() {
             for (heads, kv_heads) in [(4, 4), (4, 2), (4, 1)] {
                 let of = |seed, heads| values(&[2, 70, heads, 4], seed, DType::F64);
                 let (q, k, v) = (of(1, heads), of(2, kv_heads), of(3, kv_heads));
-                let part = |x: &Tensor, at, len| distribute(&x.narrow(1, at, len)?.contiguous()?, &mesh, &[Replicate]);
+                let part = |x: &Tensor, at, len| {
+                    distribute(&x.narrow(1, at, len)?.contiguous()?, &mesh, &[Replicate])
+                };
                 let mut cache = SequenceCache::new(&mesh, "cp", 70)?;
                 let mut len = 0;
                 for tokens in [1, 1, 2, 5, 1, 30, 1, 29] {
@@ -80,7 +85,9 @@ fn strict_mode_refuses_moves_along_other_axes_for_a_cache_of_any_length() {
     on_ranks(4, "strict", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2), ("cp", 2)])?;
         for len in [2, 8, 64] {
-            let of = |seed, len, at: [Placement; 2]| distribute(&values(&[2, len, 4, 4], seed, DType::F64), &mesh, &at);
+            let of = |seed, len, at: [Placement; 2]| {
+                distribute(&values(&[2, len, 4, 4], seed, DType::F64), &mesh, &at)
+            };
             let (keys, all_values) = (of(2, len, [Shard(0), Shard(1)])?, of(3, len, [Shard(0), Shard(1)])?);
             let queries = of(1, 1, [Shard(2), Replicate])?; // heads against rows of the batch
             let run = || Attention::default().of(&queries, &keys, &all_values);

@@ -39,12 +39,18 @@ fn each_way_sends_what_its_formula_says() {
                 // Each begins with a barrier, which finds ranks that run another layer.
                 assert_eq!(both, (1 + 2 * (world - 1), 1 + 4 * (world - 1)), "{forward} {backward}");
                 assert_eq!(forward.get(Op::Send).count, world - 1);
-                assert_eq!((forward.total_bytes(), backward.total_bytes()), ((world - 1) * kv, 2 * (world - 1) * kv));
+                assert_eq!(
+                    (forward.total_bytes(), backward.total_bytes()),
+                    ((world - 1) * kv, 2 * (world - 1) * kv)
+                );
             }
 
             let [forward, backward] = counted(&options(ContextWay::Gather), &mesh)?;
             assert_eq!((forward.total(), backward.total()), (1, 1), "{forward} {backward}");
-            assert_eq!((forward.get(Op::AllGather).bytes, backward.get(Op::ReduceScatter).bytes), (kv, world * kv));
+            assert_eq!(
+                (forward.get(Op::AllGather).bytes, backward.get(Op::ReduceScatter).bytes),
+                (kv, world * kv)
+            );
 
             let [forward, backward] = counted(&options(ContextWay::Heads), &mesh)?;
             assert_eq!((forward.get(Op::AllToAll).count, backward.get(Op::AllToAll).count), (2, 2));
@@ -52,7 +58,8 @@ fn each_way_sends_what_its_formula_says() {
             // Ranks without a key head of their own use a copy.
             let copies = g.max(world);
             let there = 8 * b * own * (h * d + copies * (d + v));
-            let back = |rank: usize| 8 * b * n * v * (h / copies.min(h) + usize::from(rank < h % copies.min(h)));
+            let back =
+                |rank: usize| 8 * b * n * v * (h / copies.min(h) + usize::from(rank < h % copies.min(h)));
             if world != 3 {
                 assert_eq!(forward.total_bytes(), there + back(ctx.rank()), "{forward}");
             }
@@ -120,7 +127,11 @@ fn replicated_queries_join_the_results_over_shards_of_a_cache() {
         let (out, counts) = comm::record(|| q.flash_attn(&kv, &kv, 0.5, true));
         let mut out = out?;
         if ctx.device().is_cpu() {
-            assert_eq!((counts.get(Op::AllGather).bytes, counts.total()), (8 * 2 * 4 * (4 + 2), 1), "{counts}");
+            assert_eq!(
+                (counts.get(Op::AllGather).bytes, counts.total()),
+                (8 * 2 * 4 * (4 + 2), 1),
+                "{counts}"
+            );
             assert_eq!(out.placements(), [Replicate]);
         } else {
             // Results are joined on the host only; the placements of others are free.

@@ -11,7 +11,8 @@ use crate::plain;
 const F64: usize = 8;
 
 /// Even, uneven and empty shards, some narrower than a halo.
-const SIZES: [[usize; 4]; 6] = [[3, 3, 3, 3], [5, 1, 2, 4], [0, 12, 0, 0], [6, 0, 0, 6], [1, 1, 1, 9], [0, 0, 11, 1]];
+const SIZES: [[usize; 4]; 6] =
+    [[3, 3, 3, 3], [5, 1, 2, 4], [0, 12, 0, 0], [6, 0, 0, 6], [1, 1, 1, 9], [0, 0, 11, 1]];
 const LEN: usize = 12;
 
 /// The rows that a rank sends, where a rank with the rows `piece` of the result needs `window` of them.
@@ -55,7 +56,11 @@ fn a_token_shift_sends_the_tokens_that_change_hands() {
                 let loss = made.mul(&distribute(&up, &mesh, &[Replicate])?)?.sum_all()?;
                 let (grads, backward) = comm::record(|| loss.backward());
                 let of_whole = (want * &up)?.sum_all()?.backward()?;
-                assert_eq!(leaf.gradient_error(&grads?, of_whole.get(&var).unwrap())?, 0.0, "{sizes:?} by {by}");
+                assert_eq!(
+                    leaf.gradient_error(&grads?, of_whole.get(&var).unwrap())?,
+                    0.0,
+                    "{sizes:?} by {by}"
+                );
                 let far = by as i64;
                 let there = sent(sizes, ctx.rank(), |piece| piece.start - far..piece.end - far);
                 assert_eq!(forward.total_bytes(), there * 2 * 3 * F64, "{sizes:?} by {by}: {forward}");
@@ -78,13 +83,14 @@ fn a_convolution_along_a_sequence_sends_its_halo() {
         let mesh = ctx.mesh(&[("cp", 4)])?;
         let (whole, kernel) = (values(&[2, 3, LEN], 1, DType::F64), values(&[3, 1, 4], 2, DType::F64));
         for sizes in SIZES {
-            let spec =
-                Spec::new(&mesh, &[Shard(2)], whole.shape(), DType::F64)?.with_sizes(0, Some(sizes.to_vec().into()))?;
+            let spec = Spec::new(&mesh, &[Shard(2)], whole.shape(), DType::F64)?
+                .with_sizes(0, Some(sizes.to_vec().into()))?;
             for dilation in [1, 2] {
                 let conv = Conv { groups: 3, dilation, ..Conv::default() };
                 let x = Leaf::with_spec(&whole, spec.clone(), &[Lay::At(Shard(2))])?;
                 let w = Leaf::new(&kernel, &mesh, &[Lay::At(Replicate)])?;
-                let (made, forward) = comm::record(|| strict(|| x.tensor.causal_conv1d(&w.tensor, None, conv)));
+                let (made, forward) =
+                    comm::record(|| strict(|| x.tensor.causal_conv1d(&w.tensor, None, conv)));
                 let made = made?;
                 assert_eq!(*made.spec(), spec, "as the input");
                 let halo = 3 * dilation as i64;
@@ -124,7 +130,10 @@ fn a_longer_or_shorter_result_lies_in_default_sizes() {
             let made = made?;
             assert_eq!((made.dims(), made.placements()), (&[1, 3, places][..], &[Shard(2)][..]));
             assert_eq!(counts.get(Op::AllToAll).count, counts.total(), "{counts}");
-            assert!(value_error(&made, &plain::conv(&[whole.clone(), kernel.clone()], conv)?)? < 1e-12, "{conv:?}");
+            assert!(
+                value_error(&made, &plain::conv(&[whole.clone(), kernel.clone()], conv)?)? < 1e-12,
+                "{conv:?}"
+            );
         }
         Ok(())
     });

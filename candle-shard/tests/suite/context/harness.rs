@@ -58,7 +58,8 @@ pub(crate) fn truth(
     };
     let [q, k, v] = [heads_first(&vars[0], 1)?, heads_first(&vars[1], group)?, heads_first(&vars[2], group)?];
     let seen = (0..batch).flat_map(|b| {
-        (0..queries).flat_map(move |i| (0..keys).map(move |j| u8::from(pairs.sees(b, (i, j), (queries, keys)))))
+        (0..queries)
+            .flat_map(move |i| (0..keys).map(move |j| u8::from(pairs.sees(b, (i, j), (queries, keys)))))
     });
     let seen = Tensor::from_iter(seen, &Device::Cpu)?.reshape((batch, 1, queries, keys))?;
     let scores = (q.matmul(&k.t()?.contiguous()?)? * scale)?;
@@ -88,11 +89,12 @@ pub(crate) fn placements(mesh: &DeviceMesh) -> Vec<Placement> {
 /// Runs attention of sequence shards, and returns the largest error of the result and of the gradients.
 pub(crate) fn errors(truth: &Truth, options: &Attention, mesh: &DeviceMesh, [q, k]: Cuts<'_>) -> Result<f64> {
     let at = placements(mesh);
-    let ordered = |x: &Tensor| options.order.as_ref().map_or_else(|| Ok(x.clone()), |order| order.apply(x, 1));
+    let ordered =
+        |x: &Tensor| options.order.as_ref().map_or_else(|| Ok(x.clone()), |order| order.apply(x, 1));
     let leaf = |i: usize, sizes: Option<&[usize]>| -> Result<Leaf> {
         let whole = ordered(&truth.inputs[i])?;
-        let spec =
-            Spec::new(mesh, &at, whole.shape(), whole.dtype())?.with_sizes(mesh.ndim() - 1, sizes.map(Into::into))?;
+        let spec = Spec::new(mesh, &at, whole.shape(), whole.dtype())?
+            .with_sizes(mesh.ndim() - 1, sizes.map(Into::into))?;
         Leaf::with_spec(&whole, spec, &at.iter().copied().map(Lay::At).collect::<Vec<_>>())
     };
     let leaves = [leaf(0, q)?, leaf(1, k)?, leaf(2, k)?];

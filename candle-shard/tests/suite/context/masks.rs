@@ -2,7 +2,9 @@
 use super::harness::{Pairs, allowed, errors, truth};
 use super::ways::{has_ring, ways};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::{Attention, ContextWay, DTensor, Documents, Placement, Replicate, Result, Shard, TokenOrder};
+use candle_shard::{
+    Attention, ContextWay, DTensor, Documents, Placement, Replicate, Result, Shard, TokenOrder,
+};
 use itertools::Itertools;
 use test_utils::{distribute, on_ranks, values};
 
@@ -17,24 +19,36 @@ fn each_mask_equals_one_device() {
         on_ranks(world, "masks", move |ctx| -> Result<()> {
             let (mesh, ways) = (ctx.mesh(&[("cp", world)])?, ways(ctx));
             let len = 13;
-            let lists: [Vec<Vec<usize>>; 4] =
-                [vec![], vec![vec![0, 7, 12, 12, 13]], vec![vec![0, 3, 10]], vec![vec![0, 13], vec![0, 2, 9]]];
+            let lists: [Vec<Vec<usize>>; 4] = [
+                vec![],
+                vec![vec![0, 7, 12, 12, 13]],
+                vec![vec![0, 3, 10]],
+                vec![vec![0, 13], vec![0, 2, 9]],
+            ];
             for causal in [false, true] {
                 for window in [None, Some(1), Some(4), Some(usize::MAX)] {
                     let in_f32 = matches!(window, None | Some(4));
                     let dtypes = if in_f32 { &[DType::F64, DType::F32][..] } else { &[DType::F64] };
                     for (list, &dtype) in lists.iter().cartesian_product(dtypes) {
                         let documents = list.iter().map(|ends| of_rows(ends, len)).collect();
-                        let pairs =
-                            Pairs { causal, window: window.map(|window| window.min(1000)), documents, cap: None };
+                        let pairs = Pairs {
+                            causal,
+                            window: window.map(|window| window.min(1000)),
+                            documents,
+                            cap: None,
+                        };
                         let truth = truth([2, 4, 2, 4, 4], (len, len), (&pairs, 0.6), dtype)?;
                         let documents = (!list.is_empty()).then(|| Documents::of_each(list.clone()));
                         let orders = [
                             None,
                             Some(TokenOrder::zigzag(len, world)),
-                            list.first().map(|ends| TokenOrder::zigzag_of_documents(len, ends, world)).transpose()?,
+                            list.first()
+                                .map(|ends| TokenOrder::zigzag_of_documents(len, ends, world))
+                                .transpose()?,
                         ];
-                        for (&way, order) in ways.iter().flat_map(|way| orders.clone().map(move |order| (way, order))) {
+                        for (&way, order) in
+                            ways.iter().flat_map(|way| orders.clone().map(move |order| (way, order)))
+                        {
                             let documents = documents.clone();
                             let options = Attention::default()
                                 .scale(0.6)
@@ -63,8 +77,9 @@ fn windows_of_more_queries_than_keys_equal_one_device() {
             for window in [1, 3, 7, 100, usize::MAX] {
                 let pairs = Pairs { window: Some(window.min(1000)), ..Pairs::default() };
                 let truth = truth([2, 4, 2, 4, 4], (queries, keys), (&pairs, 0.6), DType::F64)?;
-                for way in
-                    [None, Some(ContextWay::Gather)].into_iter().chain(has_ring.then_some(Some(ContextWay::Ring)))
+                for way in [None, Some(ContextWay::Gather)]
+                    .into_iter()
+                    .chain(has_ring.then_some(Some(ContextWay::Ring)))
                 {
                     let options = Attention::default().scale(0.6).window(window).way(way);
                     let error = errors(&truth, &options, &mesh, [None; 2])?;
@@ -87,7 +102,8 @@ fn capped_scores_equal_one_device_in_every_way() {
                 let pairs = Pairs { causal, window, cap: Some(cap), ..Pairs::default() };
                 let truth = truth([2, 4, 2, 4, 4], (13, 13), (&pairs, scale), DType::F64)?;
                 for &way in &ways {
-                    let options = Attention::default().scale(scale).cap(cap).causal(causal).window(window).way(way);
+                    let options =
+                        Attention::default().scale(scale).cap(cap).causal(causal).window(window).way(way);
                     let error = errors(&truth, &options, &mesh, [None; 2])?;
                     assert!(error < allowed(DType::F64), "{options:?}: {error:e}");
                     let without = errors(&truth, &options.cap(None), &mesh, [None; 2])?;
@@ -144,8 +160,10 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
             (by(ContextWay::Ring), &whole, &whole, "shard the rows of all three"),
         ];
         let refused = |(options, q, k, text): (Attention, &DTensor, &DTensor, &str)| {
-            let error =
-                options.of(q, k, k).err().map_or_else(|| format!("no error for {options:?}"), |e| e.to_string());
+            let error = options
+                .of(q, k, k)
+                .err()
+                .map_or_else(|| format!("no error for {options:?}"), |e| e.to_string());
             assert!(error.starts_with("flash_attn: ") && error.contains(text), "{text}: {error}");
             error
         };

@@ -36,9 +36,12 @@ fn compare(
     (row, value): (usize, f64),
     (results, keys): (&Range<usize>, &Range<usize>),
 ) -> Result<()> {
-    let order = options.order.clone().map_or_else(|| TokenOrder::new((0..LEN).collect(), default_sizes(mesh)), Ok)?;
-    let leaf = |x: &Tensor| on_device(&order.distribute(&spoiled(x, row, value)?, 1, mesh, &[Shard(1)])?)?.to_var();
-    let [(q, dq), (k, dk), (v, dv)] = [leaf(&truth.inputs[0])?, leaf(&truth.inputs[1])?, leaf(&truth.inputs[2])?];
+    let order =
+        options.order.clone().map_or_else(|| TokenOrder::new((0..LEN).collect(), default_sizes(mesh)), Ok)?;
+    let leaf =
+        |x: &Tensor| on_device(&order.distribute(&spoiled(x, row, value)?, 1, mesh, &[Shard(1)])?)?.to_var();
+    let [(q, dq), (k, dk), (v, dv)] =
+        [leaf(&truth.inputs[0])?, leaf(&truth.inputs[1])?, leaf(&truth.inputs[2])?];
     let out = options.of(&q, &k, &v)?;
     let weights = distribute(&order.apply(&truth.weights, 1)?, mesh, &[Replicate])?;
     let grads = out.mul(&weights)?.sum_all()?.backward()?;

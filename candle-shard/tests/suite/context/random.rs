@@ -44,7 +44,8 @@ struct Drawn {
 }
 
 fn drawn() -> impl Strategy<Value = Drawn> {
-    let meshes = prop_oneof![(Just(1usize), 1usize..6), Just((2, 2)), Just((2, 1)), Just((3, 2)), Just((2, 3))];
+    let meshes =
+        prop_oneof![(Just(1usize), 1usize..6), Just((2, 2)), Just((2, 1)), Just((3, 2)), Just((2, 3))];
     (1usize..4, 1usize..68, meshes).prop_flat_map(|(batch, len, (dp, cp))| {
         let lists = prop_oneof![
             Just(vec![]),
@@ -56,7 +57,8 @@ fn drawn() -> impl Strategy<Value = Drawn> {
             sizes(len, cp).prop_map(Lie::Sizes),
             Just(Lie::Zigzag),
             Just(Lie::ZigzagOfDocuments),
-            (Just((0..len).collect::<Vec<_>>()).prop_shuffle(), sizes(len, cp)).prop_map(|(at, cut)| Lie::Any(at, cut)),
+            (Just((0..len).collect::<Vec<_>>()).prop_shuffle(), sizes(len, cp))
+                .prop_map(|(at, cut)| Lie::Any(at, cut)),
         ];
         (lists, lie).prop_map(move |(lists, lie)| Drawn { batch, len, dp, cp, lists, lie })
     })

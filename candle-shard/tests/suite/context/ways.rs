@@ -22,7 +22,8 @@ pub(super) fn has_ring(ctx: &RankContext) -> bool {
     ctx.device().is_cpu()
 }
 
-const HEADS: [Heads; 5] = [[2, 4, 4, 4, 4], [1, 6, 2, 2, 4], [1, 3, 1, 4, 2], [1, 7, 7, 2, 2], [2, 4, 2, 6, 4]];
+const HEADS: [Heads; 5] =
+    [[2, 4, 4, 4, 4], [1, 6, 2, 2, 4], [1, 3, 1, 4, 2], [1, 7, 7, 2, 2], [2, 4, 2, 6, 4]];
 
 #[test]
 fn each_way_equals_one_device() {
@@ -33,10 +34,12 @@ fn each_way_equals_one_device() {
                 for causal in [false, true] {
                     for dtype in [DType::F64, DType::F32] {
                         let heads = HEADS[(nth + usize::from(causal) + world) % HEADS.len()];
-                        let truth = truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), dtype)?;
+                        let truth =
+                            truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), dtype)?;
                         for &way in &ways {
                             for order in [None, Some(TokenOrder::zigzag(len, world))] {
-                                let options = Attention::default().scale(0.6).causal(causal).way(way).order(order);
+                                let options =
+                                    Attention::default().scale(0.6).causal(causal).way(way).order(order);
                                 let sizes = options.order.as_ref().map(|order| order.sizes().to_vec());
                                 let error = errors(&truth, &options, &mesh, [sizes.as_deref(); 2])?;
                                 assert!(
@@ -60,7 +63,8 @@ fn each_length_on_any_ranks_equals_one_device() {
             let (mesh, ways) = (ctx.mesh(&[("cp", world)])?, ways(ctx));
             for len in 1..=67 {
                 let (heads, causal) = (HEADS[len % HEADS.len()], len % 4 > 0);
-                let truth = truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), DType::F64)?;
+                let truth =
+                    truth(heads, (len, len), (&Pairs { causal, ..Pairs::default() }, 0.6), DType::F64)?;
                 for (nth, &way) in ways.iter().enumerate() {
                     let order = ((len + nth) % 2 > 0).then(|| TokenOrder::zigzag(len, world));
                     let options = Attention::default().scale(0.6).causal(causal).way(way).order(order);
@@ -84,8 +88,9 @@ fn shards_of_any_sizes_and_other_numbers_of_keys_equal_one_device() {
             let lens = (queries.iter().sum(), keys.iter().sum());
             for causal in [false, true] {
                 let truth = truth(HEADS[4], lens, (&Pairs { causal, ..Pairs::default() }, 0.6), DType::F64)?;
-                for way in
-                    [None, Some(ContextWay::Gather)].into_iter().chain(has_ring.then_some(Some(ContextWay::Ring)))
+                for way in [None, Some(ContextWay::Gather)]
+                    .into_iter()
+                    .chain(has_ring.then_some(Some(ContextWay::Ring)))
                 {
                     let options = Attention::default().scale(0.6).causal(causal).way(way);
                     let error = errors(&truth, &options, &mesh, [Some(&queries), Some(&keys)])?;

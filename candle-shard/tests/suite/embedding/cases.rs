@@ -57,7 +57,10 @@ impl Lookup {
     }
 
     fn options(&self) -> EmbeddingOptions {
-        EmbeddingOptions::default().padding_idx(self.padding_idx).max_norm(self.max_norm).norm_type(self.norm_type)
+        EmbeddingOptions::default()
+            .padding_idx(self.padding_idx)
+            .max_norm(self.max_norm)
+            .norm_type(self.norm_type)
     }
 
     /// Each rank with ids of its own; `ragged` of unlike numbers, some ranks with none.
@@ -111,14 +114,18 @@ impl Bag {
         let mut case = self.lookup.case(world, ragged);
         let (include_last_offset, lookup) = (self.include_last_offset, self.lookup.options());
         case.op = Op::Bag(
-            EmbeddingBagOptions::default().mode(self.mode).include_last_offset(include_last_offset).lookup(lookup),
+            EmbeddingBagOptions::default()
+                .mode(self.mode)
+                .include_last_offset(include_last_offset)
+                .lookup(lookup),
         );
         for (rank, call) in case.calls.iter_mut().enumerate() {
             let mut numbers = Numbers::new(rank as u64 + 40);
             let n = call.ids.len();
             call.offsets = self.offsets.map(|bags| {
                 let bags = if ragged { bags + rank } else { bags };
-                let mut offsets: Vec<i64> = (1..bags).map(|_| numbers.below(n + 1) as i64).chain([0]).collect();
+                let mut offsets: Vec<i64> =
+                    (1..bags).map(|_| numbers.below(n + 1) as i64).chain([0]).collect();
                 offsets.sort_unstable();
                 offsets.extend(include_last_offset.then_some(n as i64));
                 offsets

@@ -28,7 +28,11 @@ impl Layout {
             let (mut offsets, mut sizes) = (vec![0; 2], dims.to_vec());
             (offsets[self.dim], sizes[self.dim]) = (start, size);
             start += size;
-            shards.push(ShardMetadata::new(offsets, sizes, format!("rank:{rank}/cpu").parse::<RemoteDevice>()?)?);
+            shards.push(ShardMetadata::new(
+                offsets,
+                sizes,
+                format!("rank:{rank}/cpu").parse::<RemoteDevice>()?,
+            )?);
         }
         Ok(EnumerableShardingSpec::new(shards)?.into())
     }
@@ -58,7 +62,11 @@ pub(crate) fn vector<T: candle_core::WithDType>(values: &[T]) -> Result<Tensor> 
 }
 
 /// A table whose parts are where `spec` says, on the devices of the ranks.
-pub(crate) fn distribute(whole: &Tensor, spec: impl Into<ShardingSpec>, group: &ProcessGroup) -> Result<ShardedTensor> {
+pub(crate) fn distribute(
+    whole: &Tensor,
+    spec: impl Into<ShardingSpec>,
+    group: &ProcessGroup,
+) -> Result<ShardedTensor> {
     ShardedTensor::distribute(whole, spec, group)?.to_device(group.device())
 }
 
@@ -124,7 +132,11 @@ pub(crate) fn check(case: &Case, layout: &Layout, group: &ProcessGroup, expected
         let (before, after_want) = (local(&case.table, case, &table)?, local(&expected.table, case, &table)?);
         close(table.local_tensor()?, &after_want, &what("table"))?;
         for ((before, after), want) in before.iter().zip(&after).zip(&after_want) {
-            assert!(before != want || before.to_bits() == after.to_bits(), "{}", what("a row that was not looked up"));
+            assert!(
+                before != want || before.to_bits() == after.to_bits(),
+                "{}",
+                what("a row that was not looked up")
+            );
         }
         let want = local(&expected.table_grad, case, &table)?;
         let grad = match (&dense, table.row_vars()) {

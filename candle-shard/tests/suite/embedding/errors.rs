@@ -35,7 +35,12 @@ fn refused(parts: &'static [&'static str], bags: bool, spoil: fn(&mut Given)) {
             let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
             let (table, _) = distribute(&whole, spec, ctx.group())?.to_var()?;
             let run = |given: &Given| match bags {
-                true => table.embedding_bag(&given.ids, given.offsets.as_ref(), given.weights.as_ref(), &given.options),
+                true => table.embedding_bag(
+                    &given.ids,
+                    given.offsets.as_ref(),
+                    given.weights.as_ref(),
+                    &given.options,
+                ),
                 false => table.embedding(&given.ids, &given.options.lookup),
             };
             let mut given = right();
@@ -43,7 +48,11 @@ fn refused(parts: &'static [&'static str], bags: bool, spoil: fn(&mut Given)) {
                 spoil(&mut given);
             }
             let error = run(&given).expect_err("the arguments are wrong").to_string();
-            assert_eq!(table.gather_all()?.to_vec2::<f64>()?, whole.to_vec2::<f64>()?, "the table has changed");
+            assert_eq!(
+                table.gather_all()?.to_vec2::<f64>()?,
+                whole.to_vec2::<f64>()?,
+                "the table has changed"
+            );
             run(&right())?; // the group goes on
             Ok(error)
         });
@@ -58,7 +67,9 @@ fn ids() {
     for bags in [false, true] {
         refused(&["id 6", "6 rows", "rank"], bags, |given| given.ids = vector(&[0i64, 6, 3]).unwrap());
         refused(&["id -1", "6 rows"], bags, |given| given.ids = vector(&[0i64, -1, 3]).unwrap());
-        refused(&["ids are f32", "u8, u32 or i64"], bags, |given| given.ids = vector(&[0f32, 1., 3.]).unwrap());
+        refused(&["ids are f32", "u8, u32 or i64"], bags, |given| {
+            given.ids = vector(&[0f32, 1., 3.]).unwrap()
+        });
     }
 }
 
@@ -66,7 +77,9 @@ fn ids() {
 fn limits_and_padding() {
     for bags in [false, true] {
         refused(&["max_norm 0", "larger than zero"], bags, |given| given.options.lookup.max_norm = Some(0.0));
-        refused(&["max_norm -1", "larger than zero"], bags, |given| given.options.lookup.max_norm = Some(-1.0));
+        refused(&["max_norm -1", "larger than zero"], bags, |given| {
+            given.options.lookup.max_norm = Some(-1.0)
+        });
         refused(&["max_norm NaN"], bags, |given| given.options.lookup.max_norm = Some(f64::NAN));
         refused(&["norm_type is not a number"], bags, |given| given.options.lookup.norm_type = f64::NAN);
         refused(&["padding_idx 6", "-6 to 5"], bags, |given| given.options.lookup.padding_idx = Some(6));
@@ -85,7 +98,9 @@ fn bags() {
     refused(&["bag 1 begins at 4", "3 ids"], true, |given| offsets(given, &[0, 4]));
     refused(&["begins at 1", "must begin at 0"], true, |given| offsets(given, &[1, 2]));
     refused(&["begins at -1"], true, |given| offsets(given, &[-1, 2]));
-    refused(&["the last offset must be the number of ids, 3"], true, |given| given.options.include_last_offset = true);
+    refused(&["the last offset must be the number of ids, 3"], true, |given| {
+        given.options.include_last_offset = true
+    });
     refused(&["offsets f32[2]"], true, |given| given.offsets = Some(vector(&[0f32, 1.]).unwrap()));
     refused(&["bags already"], true, |given| given.ids = given.ids.reshape((1, 3)).unwrap());
     refused(&["ids [1, 3, 1]"], true, |given| {

@@ -51,9 +51,9 @@ fn fact(fact: &Value) -> Fact {
     };
     let op = match mode {
         None => Op::Embedding(lookup),
-        Some(mode) => {
-            Op::Bag(EmbeddingBagOptions::default().mode(mode).include_last_offset(include_last_offset).lookup(lookup))
-        }
+        Some(mode) => Op::Bag(
+            EmbeddingBagOptions::default().mode(mode).include_last_offset(include_last_offset).lookup(lookup),
+        ),
     };
     let (ids, id_dims) = numbers(&fact["ids"]);
     let mut call = Call::new(whole(ids), &id_dims);

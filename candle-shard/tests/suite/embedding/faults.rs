@@ -93,8 +93,13 @@ fn fault_d_weights_leave_large_ids_as_they_are() {
     on_ranks(2, "fault d", |ctx| -> Result<()> {
         let (rows, odd) = ((1 << 24) + 4, (1 << 24) + 1);
         let group = ctx.group();
-        let table =
-            ShardedTensor::zeros(ChunkShardingSpec::on_ranks(0, 0..2)?, (rows, 1), DType::F32, &Device::Cpu, group)?;
+        let table = ShardedTensor::zeros(
+            ChunkShardingSpec::on_ranks(0, 0..2)?,
+            (rows, 1),
+            DType::F32,
+            &Device::Cpu,
+            group,
+        )?;
         let table = table.to_device(group.device())?;
         let (table, vars) = table.to_var()?;
         if ctx.rank() == 1 {
@@ -113,15 +118,19 @@ fn fault_d_weights_leave_large_ids_as_they_are() {
 #[test]
 fn fault_e_there_may_be_more_bags_than_ids() {
     for mode in [BagMode::Sum, BagMode::Mean, BagMode::Max] {
-        let calls =
-            vec![bagged(&[3, 9], &[0, 0, 0, 1, 1, 2, 2, 2, 2]), bagged(&[15], &[0, 0]), bagged(&[], &[0, 0, 0])];
+        let calls = vec![
+            bagged(&[3, 9], &[0, 0, 0, 1, 1, 2, 2, 2, 2]),
+            bagged(&[15], &[0, 0]),
+            bagged(&[], &[0, 0, 0]),
+        ];
         everywhere("fault e", case(bag(mode, EmbeddingOptions::default()), calls));
     }
 }
 
 #[test]
 fn fault_f_means_count_neither_padding_nor_empty_bags() {
-    let calls = vec![bagged(&[4, 1, 4, 4, 2], &[0, 2, 4, 4]), bagged(&[4, 4], &[0, 1]), bagged(&[0, 4, 15, 1], &[0])];
+    let calls =
+        vec![bagged(&[4, 1, 4, 4, 2], &[0, 2, 4, 4]), bagged(&[4, 4], &[0, 1]), bagged(&[0, 4, 15, 1], &[0])];
     everywhere("fault f", case(bag(BagMode::Mean, padding(4)), calls));
 }
 
@@ -143,7 +152,8 @@ fn fault_h_the_gradient_of_a_maximum_goes_to_one_row() {
         let whole = Tensor::ones((16, 8), DType::F64, &Device::Cpu)?;
         let (table, vars) = sharded(&whole, 0, ctx.group())?.to_var()?;
         let options = EmbeddingBagOptions::default().mode(BagMode::Max);
-        let found = table.embedding_bag(&vector(&[1u32, 5, 9, 13])?, Some(&vector(&[0u32])?), None, &options)?;
+        let found =
+            table.embedding_bag(&vector(&[1u32, 5, 9, 13])?, Some(&vector(&[0u32])?), None, &options)?;
         let grads = found.sum_all()?.backward()?;
         let grad = grads.get(&vars[0]).unwrap().sum_all()?;
         let sum = ctx.group().all_reduce(&grad, candle_dist::ReduceOp::Sum)?.to_scalar::<f64>()?;
@@ -190,7 +200,10 @@ fn a_norm_that_equals_the_limit_and_a_row_of_zeros_stay() {
             let (table, _) = sharded(&Tensor::new(&rows, &Device::Cpu)?, dim, ctx.group())?.to_var()?;
             table.embedding(&vector(&[0u32, 1, 2])?, &limit(5.0, 2.0))?;
             let whole = table.gather_all()?.to_vec2::<f64>()?;
-            assert_eq!((&whole[0], &whole[1], &whole[3]), (&rows[0].to_vec(), &rows[1].to_vec(), &rows[3].to_vec()));
+            assert_eq!(
+                (&whole[0], &whole[1], &whole[3]),
+                (&rows[0].to_vec(), &rows[1].to_vec(), &rows[3].to_vec())
+            );
             assert!((norm(&whole[2], 2.0) - 5.0).abs() < 1e-6);
             Ok(())
         });

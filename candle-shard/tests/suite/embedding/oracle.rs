@@ -57,7 +57,9 @@ impl Call {
 
     /// The gradient that the `i`-th element of the result gets on this rank.
     pub(crate) fn upstream(&self, rank: usize, i: usize) -> f64 {
-        self.upstream.as_ref().map_or_else(|| (0.3 + rank as f64 + 0.7 * i as f64).cos(), |upstream| upstream[i])
+        self.upstream
+            .as_ref()
+            .map_or_else(|| (0.3 + rank as f64 + 0.7 * i as f64).cos(), |upstream| upstream[i])
     }
 
     /// Where the bags begin and end.
@@ -106,8 +108,12 @@ impl Case {
 
     pub(crate) fn on_one_device(&self) -> Expected {
         let table = self.limited();
-        let mut expected =
-            Expected { found: Vec::new(), table_grad: vec![0.0; table.len()], table, weight_grads: Vec::new() };
+        let mut expected = Expected {
+            found: Vec::new(),
+            table_grad: vec![0.0; table.len()],
+            table,
+            weight_grads: Vec::new(),
+        };
         for (rank, call) in self.calls.iter().enumerate() {
             match self.op {
                 Op::Embedding(_) => self.look_up(rank, call, &mut expected),
@@ -137,7 +143,8 @@ impl Case {
         let mut found = Vec::new();
         let mut weight_grads = vec![0.0; call.weights.as_ref().map_or(0, Vec::len)];
         for (bag, pair) in bounds.windows(2).enumerate() {
-            let counted: Vec<usize> = (pair[0]..pair[1]).filter(|&i| Some(call.ids[i]) != self.padding()).collect();
+            let counted: Vec<usize> =
+                (pair[0]..pair[1]).filter(|&i| Some(call.ids[i]) != self.padding()).collect();
             for column in 0..self.width {
                 let at = |i: usize| call.ids[i] as usize * self.width + column;
                 let up = call.upstream(rank, bag * self.width + column);
@@ -145,12 +152,16 @@ impl Case {
                 let table = &expected.table;
                 let value = match options.mode {
                     BagMode::Sum => counted.iter().map(|&i| weight(i) * table[at(i)]).sum(),
-                    BagMode::Mean => counted.iter().map(|&i| table[at(i)]).sum::<f64>() / counted.len().max(1) as f64,
+                    BagMode::Mean => {
+                        counted.iter().map(|&i| table[at(i)]).sum::<f64>() / counted.len().max(1) as f64
+                    }
                     BagMode::Max => counted.iter().map(|&i| table[at(i)]).reduce(f64::max).unwrap_or(0.0),
                 };
                 found.push(value);
                 match options.mode {
-                    BagMode::Sum => counted.iter().for_each(|&i| expected.table_grad[at(i)] += weight(i) * up),
+                    BagMode::Sum => {
+                        counted.iter().for_each(|&i| expected.table_grad[at(i)] += weight(i) * up)
+                    }
                     BagMode::Mean => {
                         counted.iter().for_each(|&i| expected.table_grad[at(i)] += up / counted.len() as f64);
                     }

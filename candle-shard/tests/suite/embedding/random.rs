@@ -21,7 +21,9 @@ fn lookups(rows: usize) -> impl Strategy<Value = EmbeddingOptions> {
 fn ops(rows: usize) -> impl Strategy<Value = Op> {
     let modes = select(vec![BagMode::Sum, BagMode::Mean, BagMode::Max]);
     let bag = (modes, any::<bool>(), lookups(rows)).prop_map(|(mode, include_last_offset, lookup)| {
-        Op::Bag(EmbeddingBagOptions::default().mode(mode).include_last_offset(include_last_offset).lookup(lookup))
+        Op::Bag(
+            EmbeddingBagOptions::default().mode(mode).include_last_offset(include_last_offset).lookup(lookup),
+        )
     });
     prop_oneof![lookups(rows).prop_map(Op::Embedding), bag]
 }
@@ -36,7 +38,8 @@ fn call(op: Op, rows: usize, weighted: bool, seed: u64) -> Call {
     offsets.push(0);
     offsets.sort_unstable();
     offsets.extend(options.include_last_offset.then_some(n as i64));
-    let weights = (weighted && options.mode == BagMode::Sum).then(|| (0..n).map(|_| numbers.real()).collect());
+    let weights =
+        (weighted && options.mode == BagMode::Sum).then(|| (0..n).map(|_| numbers.real()).collect());
     Call { offsets: Some(offsets), weights, ..Call::new(ids, &[n]) }
 }
 

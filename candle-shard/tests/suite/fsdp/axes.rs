@@ -5,7 +5,7 @@ use candle_dist::{Op, comm};
 use candle_nn::ParamsAdamW;
 use candle_nn::rnn::LSTMConfig;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, LSTM, Linear, RNN, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, LSTM, Linear, MeshVarBuilder, RNN};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Result, Shard};
 use std::path::Path;
@@ -22,7 +22,9 @@ fn training_over_two_axes_equals_one_device() {
         &[("dp", 2), ("tp", 2), ("cp", 2)],
         &[("tp", 2), ("dp", 2), ("cp", 2)],
     ];
-    for (recompute, shared) in [(None, false), (Some(Recompute::Within), true), (Some(Recompute::Around), true)] {
+    for (recompute, shared) in
+        [(None, false), (Some(Recompute::Within), true), (Some(Recompute::Around), true)]
+    {
         let case = Case { clip: Some(0.1), recompute, shared, ..Case::default() };
         compare(&meshes, case, 1e-9);
     }
@@ -33,7 +35,7 @@ fn each_rank_of_both_axes_holds_its_own_piece() {
     on_ranks(4, "pieces", |ctx| -> Result<()> {
         for (rows, want) in [(8, [2, 2, 2, 2]), (5, [2, 1, 1, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])] {
             let mesh = ctx.mesh(&[("dp", 2), ("cp", 2), ("tp", 1)])?;
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
             let vb = fully_shard(&vb, FullyShardOptions::default())?;
             FullyShard::new(&vb, |vb| Linear::new(3, rows, false, vb))?;
             let parameters = vb.finish()?;
@@ -48,8 +50,12 @@ fn each_rank_of_both_axes_holds_its_own_piece() {
 
 #[test]
 fn training_over_two_axes_goes_on_from_a_checkpoint_on_any_other_mesh() {
-    let meshes: [&[(&str, usize)]; 4] =
-        [&[("dp", 1), ("tp", 1)], &[("dp", 2), ("cp", 2), ("tp", 1)], &[("dp", 4), ("tp", 1)], &[("cp", 2), ("tp", 2)]];
+    let meshes: [&[(&str, usize)]; 4] = [
+        &[("dp", 1), ("tp", 1)],
+        &[("dp", 2), ("cp", 2), ("tp", 1)],
+        &[("dp", 4), ("tp", 1)],
+        &[("cp", 2), ("tp", 2)],
+    ];
     if !has_ranks(4) {
         return;
     }
@@ -58,7 +64,7 @@ fn training_over_two_axes_goes_on_from_a_checkpoint_on_any_other_mesh() {
         let ranks = axes.iter().map(|(_, size)| size).product();
         let losses = world(ranks).run(|ctx| -> Result<Vec<f64>> {
             let mesh = ctx.mesh(axes)?;
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
             let vb = fully_shard(&vb, FullyShardOptions::default())?;
             let model = Model::new(&vb)?;
             let parameters = vb.finish()?;
@@ -99,14 +105,17 @@ fn axes_that_do_not_fit_are_refused() {
     world(1)
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 1), ("cp", 1), ("tp", 1)])?;
-            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
+            let plain = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
             let options = FullyShardOptions::default();
             let vb = plain.fully_shard("dp", options)?;
-            let refused = |made: Result<ShardedVarBuilder>| made.err().unwrap().to_string();
+            let refused = |made: Result<MeshVarBuilder>| made.err().unwrap().to_string();
             let twice = refused(vb.fully_shard("dp", options));
             assert!(twice.contains("over \"dp\" twice"), "{twice}");
             let unlike = refused(vb.fully_shard("cp", options.param_dtype(DType::BF16)));
-            assert!(unlike.contains("param_dtype: Some(BF16)") && unlike.contains("the same options"), "{unlike}");
+            assert!(
+                unlike.contains("param_dtype: Some(BF16)") && unlike.contains("the same options"),
+                "{unlike}"
+            );
             let vb = plain.fully_shard("dp", options.param_dtype(DType::BF16))?;
             FullyShard::new(&vb.pp("unit"), |vb| {
                 let within = refused(vb.fully_shard("cp", options.param_dtype(DType::BF16)));
@@ -128,7 +137,9 @@ fn training_of_replicas_equals_one_device() {
         &[("rep", 2), ("tp", 2), ("dp", 2)],
         &[("rep", 2), ("dp", 2), ("cp", 2), ("tp", 1)],
     ];
-    for (recompute, shared) in [(None, false), (Some(Recompute::Within), true), (Some(Recompute::Around), true)] {
+    for (recompute, shared) in
+        [(None, false), (Some(Recompute::Within), true), (Some(Recompute::Around), true)]
+    {
         compare(&meshes, Case { clip: Some(0.1), recompute, shared, ..Case::default() }, 1e-9);
     }
 }
@@ -138,9 +149,10 @@ fn replicas_sum_the_gradients_of_their_pieces_once_a_pass() {
     on_ranks(4, "replicas", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("rep", 2), ("dp", 2), ("tp", 1)])?;
         for units in [1, 3] {
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F64, ctx.device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F64, ctx.device())?;
             let vb = fully_shard(&vb, FullyShardOptions::default())?;
-            let layer = |i: usize| FullyShard::new(&vb.pp(i), |vb| LSTM::new(4, 4, LSTMConfig::default(), vb));
+            let layer =
+                |i: usize| FullyShard::new(&vb.pp(i), |vb| LSTM::new(4, 4, LSTMConfig::default(), vb));
             let layers = (0..units).map(layer).collect::<Result<Vec<_>>>()?;
             let parameters = vb.finish()?;
             let x = batch(0)?.narrow(1, 0, 4)?.unsqueeze(1)?.repeat((1, 8, 1))?;

@@ -4,7 +4,8 @@ use candle_core::{DType, Tensor};
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{
-    GRU, Init, LSTM, LayerNorm, Linear, Module, RNN, RmsNorm, ShardedVarBuilder, batch_norm, conv1d, group_norm, prelu,
+    GRU, Init, LSTM, LayerNorm, Linear, MeshVarBuilder, Module, RNN, RmsNorm, batch_norm, conv1d, group_norm,
+    prelu,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result};
@@ -13,7 +14,7 @@ use test_utils::{has_ranks, world};
 /// What a unit computes from `[7, 5]`.
 type Layer = Box<dyn Fn(&DTensor) -> Result<DTensor>>;
 /// How it is built.
-type Build = fn(&ShardedVarBuilder) -> Result<Layer>;
+type Build = fn(&MeshVarBuilder) -> Result<Layer>;
 
 const LAYERS: [(&str, Build); 10] = [
     ("linears", |vb| {
@@ -67,7 +68,7 @@ fn run(axes: &[(&str, usize)], build: Build, computed: DType) -> Vec<(Vec<f64>, 
         let plan = Plan::new("tp")
             .with("up", ColwiseParallel::default())
             .with("down", RowwiseParallel::default().output(Replicate));
-        let vb = ShardedVarBuilder::fresh(7, &mesh, plan, DType::F32, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(7, &mesh, plan, DType::F32, ctx.device())?;
         let vb = fully_shard(&vb, FullyShardOptions::default().param_dtype(computed))?;
         let unit = FullyShard::new(&vb, build)?;
         let parameters = vb.built();
@@ -75,7 +76,8 @@ fn run(axes: &[(&str, usize)], build: Build, computed: DType) -> Vec<(Vec<f64>, 
         let x = DTensor::distribute(&x, &mesh, &by_rows(&mesh))?;
         let made = unit.run(|layer| layer(&x))?;
         assert_eq!(made.dtype(), computed);
-        let weights = Tensor::arange(0f32, made.elem_count() as f32, ctx.device())?.cos()?.reshape(made.dims())?;
+        let weights =
+            Tensor::arange(0f32, made.elem_count() as f32, ctx.device())?.cos()?.reshape(made.dims())?;
         let loss = made.to_dtype(DType::F32)?.mul(DTensor::replicated(&weights, &mesh)?)?.sum_all()?;
         let grads = parameters.backward(&loss)?;
         let mut all = Values::new();

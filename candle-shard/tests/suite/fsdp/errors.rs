@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Embedding, Linear, MeshVarBuilder, recompute};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Replicate, Result, Shard};
 use test_utils::world;
@@ -34,13 +34,15 @@ fn what_cannot_be_sharded_is_told() {
     world(2)
         .run(|ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-            let plain = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
+            let plain = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
             let none = plain.fully_shard("pp", FullyShardOptions::default()).err().unwrap().to_string();
             assert!(none.contains("\"pp\""), "{none}");
             let taken = plain.fully_shard("tp", FullyShardOptions::default()).err().unwrap().to_string();
             assert!(taken.contains("\"tp\"") && taken.contains("is the plan's"), "{taken}");
             let whole = FullyShardOptions::default().param_dtype(DType::U32);
-            assert!(plain.fully_shard("dp", whole).err().unwrap().to_string().contains("u32, which is no float"));
+            assert!(
+                plain.fully_shard("dp", whole).err().unwrap().to_string().contains("u32, which is no float")
+            );
 
             let vb = plain.fully_shard("dp", FullyShardOptions::default())?;
             let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::new(9, 4, 1.0, vb))?;
@@ -66,7 +68,9 @@ fn a_pass_that_fails_leaves_nothing_behind() {
             let layers = linears(2, &vb)?;
             let parameters = vb.finish()?;
             let x = rows(&batch(0)?, &mesh)?;
-            let run = |x: &DTensor| layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)));
+            let run = |x: &DTensor| {
+                layers.iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)))
+            };
             let want = parameters.backward(&run(&x)?.sum_all()?)?;
             // In the forward pass,
             assert!(layers[0].run(|layer| layer.forward(&x)?.narrow(1, 4, 9)).is_err());
@@ -120,7 +124,8 @@ fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
                 FullyShardOptions::default().param_dtype(DType::BF16).prefetch(false),
             ]) {
                 let vb = builder(&mesh, DType::F32, options)?;
-                let layer = FullyShard::new(&vb.pp("block.3"), |vb| Linear::new(5, outputs, false, &vb.pp("up")))?;
+                let layer =
+                    FullyShard::new(&vb.pp("block.3"), |vb| Linear::new(5, outputs, false, &vb.pp("up")))?;
                 let x = rows(&batch(0)?.to_dtype(options.param_dtype.unwrap_or(DType::F32))?, &mesh)?;
                 let mut kept = None;
                 layer.run(|layer| {
@@ -144,10 +149,13 @@ fn parameters_that_are_read_outside_of_their_unit_are_an_error() {
                     }
                 }
                 // A view that was given as a local tensor has lost the name.
-                let given = DTensor::from_local_with_spec(kept[0].to_local().clone(), kept[0].spec().clone())?;
-                for failed in
-                    [given.neg(), given.flatten_all().and_then(|flat| flat.add(1.0)), given.matmul(&given.t()?)]
-                {
+                let given =
+                    DTensor::from_local_with_spec(kept[0].to_local().clone(), kept[0].spec().clone())?;
+                for failed in [
+                    given.neg(),
+                    given.flatten_all().and_then(|flat| flat.add(1.0)),
+                    given.matmul(&given.t()?),
+                ] {
                     let error = failed.unwrap_err().to_string();
                     assert!(error.contains("a parameter is read outside of its unit"), "{error}");
                 }

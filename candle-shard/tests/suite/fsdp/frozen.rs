@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Linear, MeshVarBuilder, recompute};
 use candle_shard::{DTensor, Result};
 use std::sync::Arc;
 use test_utils::{has_ranks, world};
@@ -19,7 +19,7 @@ struct Adapted {
 type Unit = FullyShard<Arc<Adapted>>;
 
 impl Adapted {
-    fn new(vb: &ShardedVarBuilder) -> Result<Arc<Self>> {
+    fn new(vb: &MeshVarBuilder) -> Result<Arc<Self>> {
         Ok(Arc::new(Self {
             base: Linear::new(DIM, DIM, true, &vb.frozen().pp("base"))?,
             a: Linear::new(DIM, 2, true, &vb.pp("a"))?,
@@ -48,7 +48,9 @@ const WAYS: [(&str, Way); 9] = [
     ("a base alone", |unit, x, _| unit.run(|unit| unit.base.forward(x)?.gelu())),
     // candle comes to the base's use of the first tensor when it has gone through all units before.
     ("a base that skips", |unit, x, first| {
-        unit.run(|unit| unit.base.forward(first)?.gelu()?.add(&unit.low_rank(x)?)?.add(&unit.base.forward(x)?))
+        unit.run(|unit| {
+            unit.base.forward(first)?.gelu()?.add(&unit.low_rank(x)?)?.add(&unit.base.forward(x)?)
+        })
     }),
     ("a recomputed part that skips", |unit, x, first| {
         unit.run(|unit| {
@@ -70,7 +72,12 @@ const WAYS: [(&str, Way); 9] = [
     }),
 ];
 
-fn gradients(ctx: &RankContext, axes: &[(&str, usize)], options: FullyShardOptions, way: Way) -> Result<Values> {
+fn gradients(
+    ctx: &RankContext,
+    axes: &[(&str, usize)],
+    options: FullyShardOptions,
+    way: Way,
+) -> Result<Values> {
     let mesh = ctx.mesh(axes)?;
     let vb = builder(&mesh, DType::F64, options)?;
     let embed = Linear::new(5, DIM, true, &vb.pp("embed"))?;
@@ -97,7 +104,8 @@ fn a_frozen_base_stays_until_the_pass_has_left_its_unit() {
     let meshes: [&[(&str, usize)]; 4] =
         [&[("dp", 2), ("tp", 1)], &[("dp", 3), ("tp", 1)], &[("dp", 4), ("tp", 1)], &[("dp", 2), ("tp", 2)]];
     for (name, way) in WAYS {
-        let alone = |ctx: &RankContext| gradients(ctx, &[("dp", 1), ("tp", 1)], FullyShardOptions::default(), way);
+        let alone =
+            |ctx: &RankContext| gradients(ctx, &[("dp", 1), ("tp", 1)], FullyShardOptions::default(), way);
         let want = world(1).run(alone).unwrap().remove(0);
         for axes in meshes {
             for reshard_after_forward in [true, false] {
@@ -107,7 +115,12 @@ fn a_frozen_base_stays_until_the_pass_has_left_its_unit() {
                     continue;
                 }
                 for got in world(ranks).run(|ctx| gradients(ctx, axes, options, way)).unwrap() {
-                    assert!(got.keys().eq(want.keys()), "{name} on {axes:?}: {:?} for {:?}", got.keys(), want.keys());
+                    assert!(
+                        got.keys().eq(want.keys()),
+                        "{name} on {axes:?}: {:?} for {:?}",
+                        got.keys(),
+                        want.keys()
+                    );
                     for (of, want) in &want {
                         assert_close(&got[of], want, 1e-9, &format!("{name} on {axes:?}: {of}"));
                     }
@@ -135,7 +148,12 @@ fn parameters_that_no_rank_used_get_no_gradient_on_any_mesh() {
             reduced?;
             optimizer.step(&grads)?;
             for (p, before) in parameters.iter().zip(before) {
-                assert_eq!(whole(&p.tensor)? == before, p.name.starts_with("unused"), "{} on {axes:?}", p.name);
+                assert_eq!(
+                    whole(&p.tensor)? == before,
+                    p.name.starts_with("unused"),
+                    "{} on {axes:?}",
+                    p.name
+                );
             }
             let with = parameters.iter().filter(|p| grads.get(&p.var).is_some());
             Ok((with.map(|p| p.name.clone()).collect(), counts.total()))

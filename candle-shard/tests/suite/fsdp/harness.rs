@@ -3,7 +3,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, RankContext, World};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, LayerNorm, Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{AdamW, LayerNorm, Linear, MeshVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
-    pub(crate) fn new(vb: &ShardedVarBuilder) -> Result<Self> {
+    pub(crate) fn new(vb: &MeshVarBuilder) -> Result<Self> {
         Ok(Self {
             norm: LayerNorm::new(DIM, 1e-5, &vb.pp("norm"))?,
             up: Linear::new(DIM, 7, true, &vb.pp("up"))?,
@@ -58,9 +58,10 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn new(vb: &ShardedVarBuilder) -> Result<Self> {
-        let layer =
-            |i: usize| FullyShard::new(&vb.pp("layers").pp(i), |vb| Ok(Arc::new(Layer::new(vb)?))).map(Arc::new);
+    pub(crate) fn new(vb: &MeshVarBuilder) -> Result<Self> {
+        let layer = |i: usize| {
+            FullyShard::new(&vb.pp("layers").pp(i), |vb| Ok(Arc::new(Layer::new(vb)?))).map(Arc::new)
+        };
         Ok(Self {
             embed: Linear::new(5, DIM, true, &vb.pp("embed"))?, // in no unit
             layers: (0..LAYERS).map(layer).collect::<Result<_>>()?,
@@ -105,7 +106,7 @@ pub(crate) fn batch(step: usize) -> candle_core::Result<Tensor> {
 }
 
 /// Shards fully over the axes `dp` and `cp`, as far as the mesh has them.
-pub(crate) fn fully_shard(vb: &ShardedVarBuilder, options: FullyShardOptions) -> Result<ShardedVarBuilder> {
+pub(crate) fn fully_shard(vb: &MeshVarBuilder, options: FullyShardOptions) -> Result<MeshVarBuilder> {
     let mut axes = ["dp", "cp"].into_iter().filter(|axis| vb.mesh().names().iter().any(|name| name == axis));
     axes.try_fold(vb.clone(), |vb, axis| vb.fully_shard(axis, options))
 }
@@ -116,17 +117,23 @@ pub(crate) fn by_rows(mesh: &DeviceMesh) -> Vec<Placement> {
 }
 
 /// Losses, first gradients and last parameters of three steps.
-pub(crate) fn train(ctx: &RankContext, axes: &[(&str, usize)], case: Case) -> Result<(Vec<f64>, Values, Values)> {
+pub(crate) fn train(
+    ctx: &RankContext,
+    axes: &[(&str, usize)],
+    case: Case,
+) -> Result<(Vec<f64>, Values, Values)> {
     let mesh = ctx.mesh(axes)?;
-    let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+    let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
     let vb = fully_shard(&vb, case.options)?;
     let model = Model::new(&vb)?;
     let parameters = vb.finish()?;
     let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })?;
     let (mut losses, mut first) = (Vec::new(), Values::new());
     for step in 0..3 {
-        let loss =
-            model.loss(&DTensor::distribute(&batch(step)?.to_device(ctx.device())?, &mesh, &by_rows(&mesh))?, case)?;
+        let loss = model.loss(
+            &DTensor::distribute(&batch(step)?.to_device(ctx.device())?, &mesh, &by_rows(&mesh))?,
+            case,
+        )?;
         let mut grads = parameters.backward(&loss)?;
         for p in parameters.iter().filter(|_| step == 0) {
             first.insert(p.name.clone(), whole(&p.grad(&grads)?.unwrap())?);
@@ -151,7 +158,7 @@ pub(crate) fn assert_close(got: &[f64], want: &[f64], tolerance: f64, what: &str
 /// Trains on one device and on each mesh.
 pub(crate) fn compare(meshes: &[&[(&str, usize)]], case: Case, tolerance: f64) {
     let plain = Case { options: FullyShardOptions::default(), ..case };
-    let alone = World::local(1).run(|ctx| train(ctx, &[("dp", 1), ("tp", 1)], plain)).unwrap().remove(0);
+    let alone = World::threads(1).run(|ctx| train(ctx, &[("dp", 1), ("tp", 1)], plain)).unwrap().remove(0);
     for &axes in meshes {
         let ranks = axes.iter().map(|(_, size)| size).product();
         if !has_ranks(ranks) {
@@ -162,7 +169,12 @@ pub(crate) fn compare(meshes: &[&[(&str, usize)]], case: Case, tolerance: f64) {
             for (of, got, want) in [("gradient", &grads, &alone.1), ("value", &values, &alone.2)] {
                 assert!(got.keys().eq(want.keys()));
                 for (name, want) in want {
-                    assert_close(&got[name], want, tolerance, &format!("{of} of {name} on {axes:?}, {case:?}"));
+                    assert_close(
+                        &got[name],
+                        want,
+                        tolerance,
+                        &format!("{of} of {name} on {axes:?}, {case:?}"),
+                    );
                 }
             }
         }
@@ -170,8 +182,8 @@ pub(crate) fn compare(meshes: &[&[(&str, usize)]], case: Case, tolerance: f64) {
 }
 
 /// A builder on the axes, fully sharding over `dp`, in `dtype`.
-pub(crate) fn builder(mesh: &DeviceMesh, dtype: DType, options: FullyShardOptions) -> Result<ShardedVarBuilder> {
-    ShardedVarBuilder::fresh(7, mesh, Plan::new("tp"), dtype, device(mesh))?.fully_shard("dp", options)
+pub(crate) fn builder(mesh: &DeviceMesh, dtype: DType, options: FullyShardOptions) -> Result<MeshVarBuilder> {
+    MeshVarBuilder::fresh(7, mesh, Plan::new("tp"), dtype, device(mesh))?.fully_shard("dp", options)
 }
 
 /// Returns the whole values on the host.
@@ -190,6 +202,6 @@ pub(crate) fn rows(tensor: &Tensor, mesh: &DeviceMesh) -> Result<DTensor> {
 }
 
 /// Some units in a row, each a linear layer of 5 by 5.
-pub(crate) fn linears(count: usize, vb: &ShardedVarBuilder) -> Result<Vec<FullyShard<Linear>>> {
+pub(crate) fn linears(count: usize, vb: &MeshVarBuilder) -> Result<Vec<FullyShard<Linear>>> {
     (0..count).map(|i| FullyShard::new(&vb.pp(i), |vb| Linear::new(5, 5, true, vb))).collect()
 }

@@ -5,7 +5,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Var};
 use candle_dist::{GradAccumulator, Op, comm};
 use candle_shard::fsdp::{FullyShardOptions, discard_grads, no_sync};
-use candle_shard::nn::{Parameters, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, Parameters};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Replicate, Result};
 use test_utils::{has_ranks, world};
@@ -38,7 +38,7 @@ fn only_the_last_pass_sums_the_gradients_of_all_over_the_ranks() {
             .run(|ctx| -> Result<()> {
                 let mesh = ctx.mesh(&axes)?;
                 let options = FullyShardOptions::default().prefetch(prefetch);
-                let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+                let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
                 let model = Model::new(&vb.fully_shard("dp", options)?)?;
                 let parameters = vb.finish()?;
                 let case = Case { options, recompute, ..Case::default() };
@@ -53,9 +53,14 @@ fn only_the_last_pass_sums_the_gradients_of_all_over_the_ranks() {
                 for time in 0..2 {
                     let mut sum = GradAccumulator::new(&parameters.vars());
                     for i in 0..3 {
-                        let (grads, counts) = comm::record(|| if i < 2 { no_sync(|| pass(i)) } else { pass(i) });
+                        let (grads, counts) =
+                            comm::record(|| if i < 2 { no_sync(|| pass(i)) } else { pass(i) });
                         sum.add(&grads?)?;
-                        assert_eq!(counts.get(Op::ReduceScatter).count, if i < 2 { 0 } else { LAYERS + 1 }, "pass {i}");
+                        assert_eq!(
+                            counts.get(Op::ReduceScatter).count,
+                            if i < 2 { 0 } else { LAYERS + 1 },
+                            "pass {i}"
+                        );
                     }
                     let mut grads = sum.mean()?;
                     parameters.reduce(&mut grads)?;
@@ -79,14 +84,15 @@ fn units_of_earlier_passes_alone_are_summed_too() {
         world(2)
             .run(|ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-                let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::none(), DType::F64, ctx.device())?;
+                let vb = MeshVarBuilder::fresh(7, &mesh, Plan::none(), DType::F64, ctx.device())?;
                 let vb = vb.fully_shard("dp", FullyShardOptions::default().prefetch(prefetch))?;
                 let layers = linears(3, &vb)?;
                 let parameters = vb.finish()?;
                 let x = rows(&batch(0)?, &mesh)?;
                 let through = |some: &[usize]| -> Result<GradStore> {
-                    let end =
-                        some.iter().try_fold(x.clone(), |x: DTensor, &i| layers[i].run(|layer| layer.forward(&x)));
+                    let end = some
+                        .iter()
+                        .try_fold(x.clone(), |x: DTensor, &i| layers[i].run(|layer| layer.forward(&x)));
                     end?.sqr()?.mean_all()?.backward()
                 };
                 let (mut each, mut sum) =
@@ -111,7 +117,7 @@ fn apart(
 ) -> Result<[bool; 2]> {
     let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
     let x = rows(&batch(0)?, &mesh)?;
-    let fresh = |seed| ShardedVarBuilder::fresh(seed, &mesh, Plan::none(), DType::F64, ctx.device());
+    let fresh = |seed| MeshVarBuilder::fresh(seed, &mesh, Plan::none(), DType::F64, ctx.device());
     let build = |seed| -> Result<_> {
         let vb = fresh(seed)?.fully_shard("dp", FullyShardOptions::default())?;
         let layer = linears(1, &vb)?.remove(0);

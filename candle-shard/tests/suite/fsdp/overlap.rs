@@ -4,7 +4,7 @@
 //! `nccl-sim/src/engine/timeline.rs`, and are no measurement of a GPU.
 use candle_core::{DType, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Linear, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Replicate, Result, Shard};
 use std::env;
@@ -33,7 +33,7 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(vb: &ShardedVarBuilder) -> Result<Self> {
+    fn new(vb: &MeshVarBuilder) -> Result<Self> {
         Ok(Self {
             up: Linear::new(DIM, 4 * DIM, false, &vb.pp("up"))?,
             down: Linear::new(4 * DIM, DIM, false, &vb.pp("down"))?,
@@ -49,9 +49,10 @@ impl Layer {
 fn train(steps: usize, prefetch: bool) {
     let run = move |ctx: &candle_dist::RankContext| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", RANKS), ("tp", 1)])?;
-        let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default().prefetch(prefetch))?;
-        let layers = (0..LAYERS).map(|i| FullyShard::new(&vb.pp(i), Layer::new)).collect::<Result<Vec<_>>>()?;
+        let layers =
+            (0..LAYERS).map(|i| FullyShard::new(&vb.pp(i), Layer::new)).collect::<Result<Vec<_>>>()?;
         let parameters = vb.finish()?;
         let x = Tensor::ones((RANKS * DIM, DIM), DType::F32, ctx.device())?;
         let x = DTensor::distribute(&x, &mesh, &[Shard(0), Replicate])?;
@@ -83,8 +84,10 @@ fn times(steps: usize, prefetch: bool, scale: usize) -> Times {
     let (scratch, test) = (Scratch::new("overlap"), "fsdp::overlap::a_prefetch_hides_communication");
     let path = scratch.path("timeline");
     let mut program = Command::new(env::current_exe().unwrap());
-    let program = program.args(["--exact", test, "--test-threads", "1"]).env(RUN, format!("{steps} {prefetch}"));
-    let program = program.env("SIM_TIMELINE", &path).env("SIM_SCALE", scale.to_string()).env("SIM_SEEDS", "1");
+    let program =
+        program.args(["--exact", test, "--test-threads", "1"]).env(RUN, format!("{steps} {prefetch}"));
+    let program =
+        program.env("SIM_TIMELINE", &path).env("SIM_SCALE", scale.to_string()).env("SIM_SEEDS", "1");
     let output = program.env_remove("SIM_USED").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let text = std::fs::read_to_string(path).unwrap();
@@ -113,7 +116,8 @@ fn a_prefetch_hides_communication() {
     // As written, where launches cost more than work; and as a model with 4096 in place of 64.
     for scale in [1, 64] {
         let [without, with] = [false, true].map(|prefetch| step(prefetch, scale));
-        for (name, Times { computing, communicating, hidden, end }) in [("without", without), ("with", with)] {
+        for (name, Times { computing, communicating, hidden, end }) in [("without", without), ("with", with)]
+        {
             let line = format!(
                 "fsdp {name:7} prefetch, dim {:4}: step {end:9.1} us, computing {computing:9.1}, communicating \
                  {communicating:8.1}, of which hidden {:3.0} %\n",

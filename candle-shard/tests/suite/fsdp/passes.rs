@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{Op, RankContext, comm};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Embedding, Linear, MeshVarBuilder, recompute};
 use candle_shard::{DTensor, EmbeddingOptions, Result, Shard};
 use std::sync::Arc;
 use test_utils::{Scratch, has_ranks, world};
@@ -16,10 +16,11 @@ fn each_way_through_a_unit_is_one_collective() {
     world(2)
         .run(|ctx| -> Result<()> {
             for (reshard_after_forward, prefetch) in [(true, false), (true, true), (false, true)] {
-                let options =
-                    FullyShardOptions::default().reshard_after_forward(reshard_after_forward).prefetch(prefetch);
+                let options = FullyShardOptions::default()
+                    .reshard_after_forward(reshard_after_forward)
+                    .prefetch(prefetch);
                 let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-                let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+                let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
                 let vb = vb.fully_shard("dp", options)?;
                 let model = Model::new(&vb)?;
                 let parameters = vb.finish()?;
@@ -29,12 +30,22 @@ fn each_way_through_a_unit_is_one_collective() {
                 let (grads, backward) = comm::record(|| parameters.backward(&loss?));
                 grads?;
                 let units = LAYERS + 1;
-                assert_eq!((forward.get(Op::AllGather).count, forward.get(Op::ReduceScatter).count), (units, 0));
+                assert_eq!(
+                    (forward.get(Op::AllGather).count, forward.get(Op::ReduceScatter).count),
+                    (units, 0)
+                );
                 let ahead = if prefetch { units - 1 } else { 0 };
-                assert_eq!(forward.get(Op::AllReduce).count, ahead, "whether what was gathered ahead is still true");
+                assert_eq!(
+                    forward.get(Op::AllReduce).count,
+                    ahead,
+                    "whether what was gathered ahead is still true"
+                );
                 assert_eq!(forward.get(Op::AllReduce).bytes, 4 * ahead);
                 let again = if reshard_after_forward { units } else { 0 };
-                assert_eq!((backward.get(Op::AllGather).count, backward.get(Op::ReduceScatter).count), (again, units));
+                assert_eq!(
+                    (backward.get(Op::AllGather).count, backward.get(Op::ReduceScatter).count),
+                    (again, units)
+                );
                 assert_eq!(backward.get(Op::AllReduce).count, 1, "the parameters that are in no unit");
                 for p in parameters.iter().filter(|p| !p.name.starts_with("embed")) {
                     assert_eq!(p.tensor.placements()[0], Shard(0), "{}", p.name);
@@ -53,7 +64,8 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
     if !has_ranks(2) {
         return;
     }
-    let options = |reshard_after_forward| FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
+    let options =
+        |reshard_after_forward| FullyShardOptions::default().reshard_after_forward(reshard_after_forward);
     let dir = Scratch::of_ranks("fsdp-stale");
     for reshard_after_forward in [false, true] {
         let path = dir.path(reshard_after_forward.to_string());
@@ -65,7 +77,9 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
                 let parameters = vb.finish()?;
                 let x = rows(&batch(0)?, &mesh)?;
                 let through = |count: usize| -> Result<DTensor> {
-                    layers[..count].iter().try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)))
+                    layers[..count]
+                        .iter()
+                        .try_fold(x.clone(), |x, layer| layer.run(|layer| layer.forward(&x)))
                 };
                 // The first layer alone has the second one asked for; nobody differentiates this.
                 drop(through(3)?);
@@ -78,10 +92,17 @@ fn a_parameter_that_changes_between_runs_is_never_stale() {
                 });
                 candle_shard::checkpoint::save(&path, &mesh, &saved.collect::<Result<Vec<_>>>()?)?;
                 parameters.load(&path)?;
-                let weights: Vec<Tensor> = parameters.iter().map(|p| on_host(&p.tensor)).collect::<Result<_>>()?;
-                let linear = |x: Tensor, i: usize| x.matmul(&weights[2 * i].t()?)?.broadcast_add(&weights[2 * i + 1]);
+                let weights: Vec<Tensor> =
+                    parameters.iter().map(|p| on_host(&p.tensor)).collect::<Result<_>>()?;
+                let linear =
+                    |x: Tensor, i: usize| x.matmul(&weights[2 * i].t()?)?.broadcast_add(&weights[2 * i + 1]);
                 let second = layers[1].run(|layer| layer.forward(&x))?;
-                assert_close(&whole(&second)?, &linear(batch(0)?, 1)?.flatten_all()?.to_vec1()?, 1e-12, "the second");
+                assert_close(
+                    &whole(&second)?,
+                    &linear(batch(0)?, 1)?.flatten_all()?.to_vec1()?,
+                    1e-12,
+                    "the second",
+                );
                 let want = (0..3).try_fold(batch(0)?, linear)?;
                 assert_close(&whole(&through(3)?)?, &want.flatten_all()?.to_vec1()?, 1e-12, "all");
                 Ok(())
@@ -142,7 +163,11 @@ fn parameters_may_be_frozen_unused_or_in_units_within_units() {
             let frozen = FullyShard::new(&vb.frozen().pp("frozen"), |vb| Linear::new(5, 5, true, vb))?;
             let outer = FullyShard::new(&vb.pp("outer"), |vb| {
                 let inner = FullyShard::new(&vb.pp("inner"), |vb| Linear::new(5, 4, true, vb))?;
-                Ok((inner, Linear::new(4, 3, true, &vb.pp("used"))?, Linear::new(4, 3, true, &vb.pp("unused"))?))
+                Ok((
+                    inner,
+                    Linear::new(4, 3, true, &vb.pp("used"))?,
+                    Linear::new(4, 3, true, &vb.pp("unused"))?,
+                ))
             })?;
             let parameters = vb.finish()?;
             let x = rows(&batch(0)?, &mesh)?;
@@ -186,7 +211,9 @@ fn parts_of_a_unit_may_be_recomputed_beside_each_other() {
     let ways: [Way; 3] = [
         |unit, x| unit.run(|layer| segment(layer, &segment(layer, x)?)),
         |unit, x| unit.run(|layer| layer.forward(x)?.add(&segment(layer, x)?)),
-        |unit, x| unit.run(|_| unit.run(|layer| segment(layer, x))?.add(&unit.run(|layer| layer.forward(x))?)),
+        |unit, x| {
+            unit.run(|_| unit.run(|layer| segment(layer, x))?.add(&unit.run(|layer| layer.forward(x))?))
+        },
     ];
     for (i, way) in ways.into_iter().enumerate() {
         let train = |ctx: &RankContext| -> Result<(Values, Values)> {
@@ -228,7 +255,8 @@ fn a_fresh_table_with_a_padding_row_is_built_in_a_unit() {
             let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
             let options = EmbeddingOptions::default().padding_idx(padding_idx);
-            let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb))?;
+            let table =
+                FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb))?;
             let parameters = vb.finish()?;
             let ids = rows(&Tensor::new(&[[0u32, 4], [3, 4], [4, 1], [2, 0]], &Device::Cpu)?, &mesh)?;
             let found = table.run(|table| table.forward(&ids))?;
@@ -243,7 +271,10 @@ fn a_fresh_table_with_a_padding_row_is_built_in_a_unit() {
         let row = padding_idx.rem_euclid(5) as usize * 3;
         assert!(want.0[row..row + 3].iter().chain(&want.2[row..row + 3]).all(|x| *x == 0.0));
         for ranks in (2..=4).filter(|&ranks| has_ranks(ranks)) {
-            assert!(run(ranks, padding_idx).iter().all(|got| *got == want), "padding row {padding_idx} on {ranks}");
+            assert!(
+                run(ranks, padding_idx).iter().all(|got| *got == want),
+                "padding row {padding_idx} on {ranks}"
+            );
         }
     }
     if !has_ranks(2) {
@@ -254,7 +285,8 @@ fn a_fresh_table_with_a_padding_row_is_built_in_a_unit() {
             let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
             let options = EmbeddingOptions::default().max_norm(1.0);
-            let table = FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb));
+            let table =
+                FullyShard::new(&vb.pp("table"), |vb| Embedding::with_options(5, 3, 1.0, options, vb));
             let error = table.err().unwrap().to_string();
             assert!(error.contains("max_norm changes a table in place"), "{error}");
             Ok(())

@@ -2,7 +2,7 @@
 use crate::fsdp::harness::*;
 use candle_core::{DType, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Linear, MoE, MoEConfig, Mode, Module, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Linear, MeshVarBuilder, MoE, MoEConfig, Mode, Module, recompute};
 use candle_shard::{DTensor, Result};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -43,13 +43,20 @@ const WAYS: [(&str, UnitRun); 4] = [
 ];
 
 /// The loss and the gradients, of the output, of the auxiliary losses, or of both.
-fn run(axes: &[(&str, usize)], way: UnitRun, options: FullyShardOptions, of: [bool; 2]) -> Vec<(f64, Values)> {
+fn run(
+    axes: &[(&str, usize)],
+    way: UnitRun,
+    options: FullyShardOptions,
+    of: [bool; 2],
+) -> Vec<(f64, Values)> {
     let ranks = axes.iter().map(|(_, size)| size).product();
     let results = world(ranks).run(|ctx| -> Result<_> {
         let mesh = ctx.mesh(axes)?;
-        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
         let vb = fully_shard(&vb, options)?;
-        let unit = |i: usize| FullyShard::new(&vb.pp("layers").pp(i), |vb| Ok(Arc::new(Layer::new(vb)?))).map(Arc::new);
+        let unit = |i: usize| {
+            FullyShard::new(&vb.pp("layers").pp(i), |vb| Ok(Arc::new(Layer::new(vb)?))).map(Arc::new)
+        };
         let units = (0..3).map(unit).collect::<Result<Vec<_>>>()?;
         let parameters = vb.finish()?;
         let x = batch(0)?.to_device(ctx.device())?;
@@ -101,7 +108,12 @@ fn all_results_of_a_unit_have_the_gradients_of_one_device() {
                         assert_close(&[got], &[loss], 1e-9, name);
                         assert!(found.keys().eq(grads.keys()), "{name} {of:?} on {axes:?}");
                         for (key, want) in &grads {
-                            assert_close(&found[key], want, 1e-9, &format!("{key} of {name} {of:?} on {axes:?}"));
+                            assert_close(
+                                &found[key],
+                                want,
+                                1e-9,
+                                &format!("{key} of {name} {of:?} on {axes:?}"),
+                            );
                         }
                     }
                 }
@@ -161,8 +173,9 @@ fn a_unit_of_a_module_is_one_and_a_pass_may_change_its_part() {
         on_ranks(ranks, "parts", |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
             let vb = builder(&mesh, DType::F64, FullyShardOptions::default())?;
-            let mut counted =
-                FullyShard::new(&vb.pp("counted"), |vb| Ok((Linear::new(5, 3, true, vb)?, Vec::<usize>::new())))?;
+            let mut counted = FullyShard::new(&vb.pp("counted"), |vb| {
+                Ok((Linear::new(5, 3, true, vb)?, Vec::<usize>::new()))
+            })?;
             let plain = FullyShard::new(&vb.again().pp("counted"), |vb| Linear::new(5, 3, true, vb))?;
             let parameters = vb.finish()?;
             let x = rows(&batch(0)?, &mesh)?;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device};
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{AdamW, Linear, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, Linear, MeshVarBuilder};
 use std::path::Path;
 use test_utils::{Scratch, has_ranks, world};
 
@@ -26,13 +26,15 @@ fn training_equals_one_device_on_every_mesh() {
 
 #[test]
 fn every_way_to_gather_gives_the_same() {
-    let meshes: [&[(&str, usize)]; 3] = [&[("dp", 2), ("tp", 1)], &[("dp", 3), ("tp", 2)], &[("tp", 2), ("dp", 2)]];
+    let meshes: [&[(&str, usize)]; 3] =
+        [&[("dp", 2), ("tp", 1)], &[("dp", 3), ("tp", 2)], &[("tp", 2), ("dp", 2)]];
     for bits in 0..4 {
         let (reshard_after_forward, prefetch) = (bits & 1 != 0, bits & 2 != 0);
         for recompute in [None, Some(Recompute::Within), Some(Recompute::Around)] {
             for shared in [false, true] {
-                let options =
-                    FullyShardOptions::default().reshard_after_forward(reshard_after_forward).prefetch(prefetch);
+                let options = FullyShardOptions::default()
+                    .reshard_after_forward(reshard_after_forward)
+                    .prefetch(prefetch);
                 compare(&meshes, Case { options, recompute, shared, clip: None }, 1e-9);
             }
         }
@@ -44,13 +46,15 @@ fn pieces_in_32_bits_are_computed_in_16() {
     let run = |ranks: usize, reduce_dtype: Option<DType>| {
         world(ranks)
             .run(|ctx| -> Result<(f64, Vec<f64>)> {
-                let options = FullyShardOptions::default().param_dtype(DType::BF16).reduce_dtype(reduce_dtype);
+                let options =
+                    FullyShardOptions::default().param_dtype(DType::BF16).reduce_dtype(reduce_dtype);
                 let mesh = ctx.mesh(&[("dp", ctx.world_size()), ("tp", 1)])?;
                 let vb = builder(&mesh, DType::F32, options)?;
                 let layer = FullyShard::new(&vb.pp("layer"), |vb| Linear::new(5, 3, true, vb))?;
                 let parameters = vb.finish()?;
                 assert!(parameters.iter().all(|p| p.var.dtype() == DType::F32));
-                let mut optimizer = AdamW::new(&parameters, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })?;
+                let mut optimizer =
+                    AdamW::new(&parameters, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })?;
                 let x = rows(&batch(0)?.to_dtype(DType::BF16)?, &mesh)?;
                 let mut loss = 0.0;
                 for _ in 0..20 {
@@ -91,7 +95,7 @@ fn training_goes_on_from_a_checkpoint_on_any_other_mesh() {
         let ranks = axes.iter().map(|(_, size)| size).product();
         let losses = world(ranks).run(|ctx| -> Result<Vec<f64>> {
             let mesh = ctx.mesh(axes)?;
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
             let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
             let model = Model::new(&vb)?;
             let parameters = vb.finish()?;
@@ -158,7 +162,8 @@ fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
                 match recomputes {
                     false => layer.forward(&x),
                     // 1, 1/256, 1/512 and 1/1024 of the gradient, of which 16 bits would keep the first.
-                    true => (1..SEGMENTS).try_fold(part(1.0)?, |sum, i| sum.add(&part(0.5f64.powi(7 + i as i32))?)),
+                    true => (1..SEGMENTS)
+                        .try_fold(part(1.0)?, |sum, i| sum.add(&part(0.5f64.powi(7 + i as i32))?)),
                 }
             })?;
             let grads = parameters.backward(&y.sum_all()?)?;
@@ -170,7 +175,11 @@ fn gradients_of_16_bits_add_up_in_32_over_ranks_and_segments() {
             assert_eq!(dtype, DType::F32);
             let error = (got / (want * segments) - 1.0).abs();
             println!("reduced in {reduce_dtype:?}, recomputed {recomputes}: {error:e}");
-            assert!(error < if reduce_dtype.is_none() { 1e-6 } else { 5e-3 }, "{got} for {}", want * segments);
+            assert!(
+                error < if reduce_dtype.is_none() { 1e-6 } else { 5e-3 },
+                "{got} for {}",
+                want * segments
+            );
         }
     }
 }

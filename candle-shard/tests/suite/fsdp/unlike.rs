@@ -3,7 +3,7 @@ use crate::fsdp::harness::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Init, Linear, ShardedVarBuilder, recompute};
+use candle_shard::nn::{Init, Linear, MeshVarBuilder, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use test_utils::{on_ranks, world};
@@ -33,7 +33,10 @@ fn units_that_run_in_unlike_orders_are_an_error_that_names_them() {
             };
             a.add(b)?.add(c)?.backward().map(drop)
         });
-        assert!(text.contains("made different calls") && text.contains("the unit of"), "{prefetch} {backward} {text}");
+        assert!(
+            text.contains("made different calls") && text.contains("the unit of"),
+            "{prefetch} {backward} {text}"
+        );
         assert!(text.contains("2.weight and 1 more"), "{prefetch} {backward} {text}");
     }
 }
@@ -92,9 +95,14 @@ fn sharded_layers_that_run_in_unlike_orders_are_an_error_that_names_a_parameter(
                     true => Plan::new("tp").with("*", ColwiseParallel::default().output(Replicate)),
                     false => Plan::new("tp").with("*", RowwiseParallel::default().output(Replicate)),
                 };
-                let vb = ShardedVarBuilder::fresh(7, &mesh, plan, DType::F32, ctx.device())?;
-                let layers = (0..2).map(|i| Linear::new(4, 4, false, &vb.pp(i))).collect::<Result<Vec<_>>>()?;
-                let x = DTensor::distribute(&Tensor::ones((3, 4), DType::F32, ctx.device())?, &mesh, &[Replicate])?;
+                let vb = MeshVarBuilder::fresh(7, &mesh, plan, DType::F32, ctx.device())?;
+                let layers =
+                    (0..2).map(|i| Linear::new(4, 4, false, &vb.pp(i))).collect::<Result<Vec<_>>>()?;
+                let x = DTensor::distribute(
+                    &Tensor::ones((3, 4), DType::F32, ctx.device())?,
+                    &mesh,
+                    &[Replicate],
+                )?;
                 let order = if ctx.rank() == 0 { [0, 1] } else { [1, 0] };
                 if !backward {
                     return order.iter().try_for_each(|&i| layers[i].forward(&x).map(drop));
@@ -115,7 +123,7 @@ fn sums_of_sharded_layers_may_be_in_any_order_and_of_layers_by_data() {
     on_ranks(4, "sums", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 2)])?;
         let plan = Plan::new("tp").with("*", ColwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(7, &mesh, plan, DType::F64, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(7, &mesh, plan, DType::F64, ctx.device())?;
         let layers = (0..3).map(|i| Linear::new(5, 4, false, &vb.pp(i))).collect::<Result<Vec<_>>>()?;
         let x = rows(&batch(0)?, &mesh)?;
         // Columns of a sum, gathered, whatever was added first.
@@ -142,7 +150,9 @@ fn local_steps_and_ops_with_exchanges_name_the_parameters_of_their_inputs() {
     let steps: [(&str, Placement, Step); 7] = [
         ("contiguous", Shard(1), |w, x| x.linear(w, None)?.contiguous()?.redistribute(&[Replicate])),
         ("copy", Shard(1), |w, x| x.linear(w, None)?.copy()?.redistribute(&[Replicate])),
-        ("recompute", Shard(1), |w, x| recompute(&x.linear(w, None)?, DTensor::neg)?.redistribute(&[Replicate])),
+        ("recompute", Shard(1), |w, x| {
+            recompute(&x.linear(w, None)?, DTensor::neg)?.redistribute(&[Replicate])
+        }),
         ("cross_entropy", Shard(0), |w, x| {
             let targets = Tensor::zeros(3, DType::U32, w.device())?;
             x.linear(w, None)?.cross_entropy(&DTensor::distribute(&targets, w.mesh(), &[Replicate])?)
@@ -162,10 +172,14 @@ fn local_steps_and_ops_with_exchanges_name_the_parameters_of_their_inputs() {
         for in_one_order in [true, false] {
             let made = world(2).run(move |ctx| -> Result<()> {
                 let mesh = ctx.mesh(&[("tp", 2)])?;
-                let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
+                let vb = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), DType::F32, ctx.device())?;
                 let get = |i: usize| vb.pp(i).get((4, 4), "weight", Init::Const(0.5), placement, false);
                 let weights = [get(0)?, get(1)?];
-                let x = DTensor::distribute(&Tensor::ones((3, 4), DType::F32, ctx.device())?, &mesh, &[Replicate])?;
+                let x = DTensor::distribute(
+                    &Tensor::ones((3, 4), DType::F32, ctx.device())?,
+                    &mesh,
+                    &[Replicate],
+                )?;
                 let order = if in_one_order || ctx.rank() == 0 { [0, 1] } else { [1, 0] };
                 order.iter().try_for_each(|&i| step(&weights[i], &x).map(drop))
             });

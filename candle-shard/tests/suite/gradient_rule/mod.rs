@@ -11,7 +11,7 @@ use crate::common::*;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use candle_dist::{Op, comm};
-use candle_shard::nn::{Draws, Dropout, Mode, ShardedVarBuilder, backward};
+use candle_shard::nn::{Draws, Dropout, MeshVarBuilder, Mode, backward};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use itertools::Itertools;
@@ -116,7 +116,9 @@ fn the_number_of_ranks_never_scales_a_gradient() {
         on_ranks(world, "seed", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &[world])?;
             let whole = values(&[4, 3], 1, DType::F64);
-            for lay in [Lay::At(Replicate), Lay::Varying, Lay::At(SUM), Lay::At(Shard(0)), Lay::VaryingPartial] {
+            for lay in
+                [Lay::At(Replicate), Lay::Varying, Lay::At(SUM), Lay::At(Shard(0)), Lay::VaryingPartial]
+            {
                 let leaf = Leaf::new(&whole, &mesh, &[lay])?;
                 let sum = leaf.tensor.sum_all()?;
                 let want = match lay {
@@ -141,10 +143,17 @@ fn the_number_of_ranks_never_scales_a_gradient() {
 fn a_rank_without_elements_takes_part_in_the_backward_pass() {
     on_ranks(3, "batch of one", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[3])?;
-        let wholes: Vec<Tensor> =
-            [&[1, 4][..], &[5, 4], &[5], &[5], &[5]].iter().zip(1..).map(|(s, i)| values(s, i, DType::F64)).collect();
+        let wholes: Vec<Tensor> = [&[1, 4][..], &[5, 4], &[5], &[5], &[5]]
+            .iter()
+            .zip(1..)
+            .map(|(s, i)| values(s, i, DType::F64))
+            .collect();
         let lays = [Shard(0), Replicate, Replicate, Replicate, Replicate].map(Lay::At);
-        let leaves = wholes.iter().zip(lays).map(|(w, lay)| Leaf::new(w, &mesh, &[lay])).collect::<Result<Vec<_>>>()?;
+        let leaves = wholes
+            .iter()
+            .zip(lays)
+            .map(|(w, lay)| Leaf::new(w, &mesh, &[lay]))
+            .collect::<Result<Vec<_>>>()?;
         let targets = Tensor::new(&[3u32], &Device::Cpu)?;
         let targets = distribute(&targets, &mesh, &[Shard(0)])?;
         let [x, w, b, scale, shift] = [0, 1, 2, 3, 4].map(|i| &leaves[i].tensor);
@@ -183,7 +192,8 @@ fn a_weight_that_is_used_twice_gets_both_gradients() {
                 let out = rows.tanh()?.linear(&leaf.tensor, None)?;
                 let w = values(&[4, 6], 2, DType::F64);
                 let loss = out.mul(&distribute(&w, &mesh, &[Replicate])?)?.sum_all()?;
-                let want = plain_grads(&[&table], |v| v[0].index_select(&ids, 0)?.tanh()?.matmul(&v[0].t()?)? * &w);
+                let want =
+                    plain_grads(&[&table], |v| v[0].index_select(&ids, 0)?.tanh()?.matmul(&v[0].t()?)? * &w);
                 close(leaf.gradient_error(&loss.backward()?, &want[0])?, &format!("{at}"));
                 Ok(())
             });
@@ -193,7 +203,8 @@ fn a_weight_that_is_used_twice_gets_both_gradients() {
 
 #[test]
 fn data_and_tensor_parallel_axes_together() {
-    let inner: [(Placement, Placement); 3] = [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate, Replicate)];
+    let inner: [(Placement, Placement); 3] =
+        [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate, Replicate)];
     for (up_at, down_at) in inner {
         for dp in [[2, 2], [2, 3], [3, 2]] {
             on_ranks(dp[0] * dp[1], "dp x tp", move |ctx| -> Result<()> {
@@ -205,10 +216,12 @@ fn data_and_tensor_parallel_axes_together() {
                     values(&[3, 7], 4, DType::F64),
                 ];
                 let bias_at = if up_at == Shard(0) { Shard(0) } else { Replicate };
-                let lays = [[Shard(0), Replicate], [Replicate, up_at], [Replicate, bias_at], [Replicate, down_at]];
+                let lays =
+                    [[Shard(0), Replicate], [Replicate, up_at], [Replicate, bias_at], [Replicate, down_at]];
                 let leaf = |i: usize| Leaf::new(&wholes[i], &mesh, &lays[i].map(Lay::At));
                 let leaves = [leaf(0)?, leaf(1)?, leaf(2)?, leaf(3)?];
-                let hidden = leaves[0].tensor.linear(&leaves[1].tensor, Some(&leaves[2].tensor))?.gelu_erf()?;
+                let hidden =
+                    leaves[0].tensor.linear(&leaves[1].tensor, Some(&leaves[2].tensor))?.gelu_erf()?;
                 let loss = hidden.linear(&leaves[3].tensor, None)?.sqr()?.mean_all()?;
                 let grads = loss.backward()?;
                 let wants = plain_grads(&[&wholes[0], &wholes[1], &wholes[2], &wholes[3]], |v| {

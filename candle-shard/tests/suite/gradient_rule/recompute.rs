@@ -5,7 +5,8 @@ use super::*;
 fn nested_recomputations_find_every_part_of_a_gradient() {
     on_ranks(2, "nested", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 2)])?;
-        let (x, var) = distribute(&Tensor::new(&[1f64, 2.0], &Device::Cpu)?, &mesh, &[Replicate])?.to_var()?;
+        let (x, var) =
+            distribute(&Tensor::new(&[1f64, 2.0], &Device::Cpu)?, &mesh, &[Replicate])?.to_var()?;
         let cube = candle_shard::nn::recompute(&x.affine(1.0, 0.0)?, |x| {
             let captured = x.clone();
             candle_shard::nn::recompute(&x.sqr()?, move |square| square.mul(&captured))
@@ -102,10 +103,12 @@ fn of_recomputed_segments_in_a_row_one_at_a_time_has_its_graph() {
 #[test]
 fn a_second_run_that_panics_does_not_draw_for_later_ones() {
     on_ranks(2, "draws after a panic", |ctx| -> Result<()> {
-        let vb = ShardedVarBuilder::fresh(1, &mesh(ctx, &[2])?, Plan::new("a"), DType::F32, &device())?;
+        let vb = MeshVarBuilder::fresh(1, &mesh(ctx, &[2])?, Plan::new("a"), DType::F32, &device())?;
         let dropout = Dropout::new(0.5, &vb);
         let x = DTensor::ones(64, DType::F32, &device(), vb.mesh(), &[Replicate])?;
-        let run = || -> Result<Vec<f32>> { Ok(dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1()?) };
+        let run = || -> Result<Vec<f32>> {
+            Ok(dropout.forward(&x, Mode::Train { step: 0 })?.to_local().to_vec1()?)
+        };
         let (first, draws) = Draws::of(run)?;
         let panics = || draws.again(|| -> Result<()> { panic!("on purpose") });
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).unwrap_err();
@@ -125,7 +128,7 @@ fn a_segment_may_capture_the_results_of_other_layers_and_units() {
         on_ranks(world, &format!("captured, {dtype:?}"), move |ctx| -> Result<()> {
             let run = |is_recomputed: bool| -> Result<Vec<Vec<f64>>> {
                 let mesh = ctx.mesh(&[("dp", world), ("tp", 1)])?;
-                let vb = ShardedVarBuilder::fresh(7, &mesh, Plan::new("tp"), dtype, &device())?;
+                let vb = MeshVarBuilder::fresh(7, &mesh, Plan::new("tp"), dtype, &device())?;
                 let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
                 let layers: Vec<_> = linears(4, &vb)?.into_iter().map(Arc::new).collect();
                 let parameters = vb.finish()?;
@@ -141,9 +144,17 @@ fn a_segment_may_capture_the_results_of_other_layers_and_units() {
                     let inner = move |x: &DTensor| {
                         layer.run(|layer| layer.forward(x))?.mul(&memory)?.add(&around)?.add(&turned)
                     };
-                    if is_recomputed { candle_shard::nn::recompute(&x.tanh()?, inner) } else { inner(&x.tanh()?) }
+                    if is_recomputed {
+                        candle_shard::nn::recompute(&x.tanh()?, inner)
+                    } else {
+                        inner(&x.tanh()?)
+                    }
                 };
-                let y = if is_recomputed { candle_shard::nn::recompute(&first, segment)? } else { segment(&first)? };
+                let y = if is_recomputed {
+                    candle_shard::nn::recompute(&first, segment)?
+                } else {
+                    segment(&first)?
+                };
                 let y = through(3, &y.add(&memory)?.add(&turned.sqr()?)?)?;
                 let grads = parameters.backward(&y.to_dtype(DType::F64)?.sqr()?.mean_all()?)?;
                 let of = |p: &candle_shard::nn::Parameter| {
@@ -153,7 +164,10 @@ fn a_segment_may_capture_the_results_of_other_layers_and_units() {
                 parameters.iter().map(of).collect()
             };
             for (got, want) in run(true)?.iter().flatten().zip(run(false)?.iter().flatten()) {
-                assert!((got - want).abs() <= tolerance * (1.0 + want.abs()), "{got}, without recomputation {want}");
+                assert!(
+                    (got - want).abs() <= tolerance * (1.0 + want.abs()),
+                    "{got}, without recomputation {want}"
+                );
             }
             Ok(())
         });

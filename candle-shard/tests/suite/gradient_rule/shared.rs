@@ -10,12 +10,16 @@ fn all_uses_of_a_replicated_weight_share_one_backward_all_reduce() {
                 (values(&[5, 3], 1, DType::F64), values(&[3, 3], 2, DType::F64), values(&[3], 3, DType::F64));
             let recurrent = |steps: usize| -> Result<(usize, usize)> {
                 let x = Leaf::new(&input, &mesh, &[Lay::At(Shard(0))])?;
-                let [w, b] = [&weight, &bias].map(|whole| Leaf::new(whole, &mesh, &[Lay::At(Replicate)]).unwrap());
+                let [w, b] =
+                    [&weight, &bias].map(|whole| Leaf::new(whole, &mesh, &[Lay::At(Replicate)]).unwrap());
                 let plain = plain_grads(&[&input, &weight, &bias], |v| {
-                    (0..steps)
-                        .try_fold(v[0].as_tensor().clone(), |h, _| h.matmul(&v[1].t()?)?.broadcast_add(&v[2])?.tanh())
+                    (0..steps).try_fold(v[0].as_tensor().clone(), |h, _| {
+                        h.matmul(&v[1].t()?)?.broadcast_add(&v[2])?.tanh()
+                    })
                 });
-                let run = || (0..steps).try_fold(x.tensor.clone(), |h, _| h.linear(&w.tensor, Some(&b.tensor))?.tanh());
+                let run = || {
+                    (0..steps).try_fold(x.tensor.clone(), |h, _| h.linear(&w.tensor, Some(&b.tensor))?.tanh())
+                };
                 let loss = run()?.sum_all()?;
                 let (grads, counts) = comm::record(|| loss.backward());
                 let grads = grads?;
@@ -25,12 +29,18 @@ fn all_uses_of_a_replicated_weight_share_one_backward_all_reduce() {
                 // A step in place between two passes is seen by the next.
                 w.var.set(&(w.var.as_detached_tensor() * 2.0)?)?;
                 let twice = [input.clone(), (&weight * 2.0)?, bias.clone()];
-                let plain = plain_grads(&twice.each_ref(), |v| v[0].matmul(&v[1].t()?)?.broadcast_add(&v[2])?.tanh());
+                let plain =
+                    plain_grads(&twice.each_ref(), |v| v[0].matmul(&v[1].t()?)?.broadcast_add(&v[2])?.tanh());
                 let grads = x.tensor.linear(&w.tensor, Some(&b.tensor))?.tanh()?.sum_all()?.backward()?;
                 close(w.gradient_error(&grads, &plain[1])?, "after a step in place");
                 // candle's own backward pass sums each use by itself.
-                let local =
-                    x.tensor.linear(&w.tensor, Some(&b.tensor))?.tanh()?.sum_all()?.full_tensor()?.backward()?;
+                let local = x
+                    .tensor
+                    .linear(&w.tensor, Some(&b.tensor))?
+                    .tanh()?
+                    .sum_all()?
+                    .full_tensor()?
+                    .backward()?;
                 close(w.gradient_error(&local, &plain[1])?, "in candle's own pass");
                 Ok((counts.get(Op::AllReduce).count, counts.total()))
             };
@@ -68,8 +78,11 @@ fn views_of_a_replicated_weight_share_one_backward_all_reduce() {
     for axes in [&[1][..], &[2], &[3], &[4], &[2, 2]] {
         on_ranks(axes.iter().product(), "views", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, axes)?;
-            let (input, weight, bias) =
-                (values(&[5, 3], 1, DType::F64), values(&[3, 3], 2, DType::F64), values(&[1, 6], 3, DType::F64));
+            let (input, weight, bias) = (
+                values(&[5, 3], 1, DType::F64),
+                values(&[3, 3], 2, DType::F64),
+                values(&[1, 6], 3, DType::F64),
+            );
             let lays = |lay| vec![Lay::At(lay); axes.len()];
             let x = Leaf::new(&input, &mesh, &lays(Shard(0)))?;
             let [w, b] = [&weight, &bias].map(|whole| Leaf::new(whole, &mesh, &lays(Replicate)).unwrap());

@@ -13,7 +13,7 @@ struct Norm {
 impl Norm {
     fn new(mesh: &candle_dist::DeviceMesh) -> Result<Self> {
         let plan = Plan::new("tp").with("norm", SequenceParallel::default().dim(0));
-        let vb = ShardedVarBuilder::fresh(3, mesh, plan, DType::F64, &device())?;
+        let vb = MeshVarBuilder::fresh(3, mesh, plan, DType::F64, &device())?;
         let norm = LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
         let x = distribute(&values(&[5, 4], 1, DType::F64), mesh, &[Shard(0)])?;
         Ok(Self { norm, parameters: vb.finish()?, x })

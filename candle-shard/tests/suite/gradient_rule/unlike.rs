@@ -18,8 +18,9 @@ struct Model {
 impl Model {
     fn new(seed: u64, mesh: &DeviceMesh, dtype: DType) -> Result<Self> {
         let plan = Plan::new(mesh.names()[0].as_str());
-        let vb = ShardedVarBuilder::fresh(seed, mesh, plan, dtype, &device())?;
-        let layers = (0..LAYERS).map(|i| Linear::new(3, 3, true, &vb.pp(i)).map(Arc::new)).collect::<Result<_>>()?;
+        let vb = MeshVarBuilder::fresh(seed, mesh, plan, dtype, &device())?;
+        let layers =
+            (0..LAYERS).map(|i| Linear::new(3, 3, true, &vb.pp(i)).map(Arc::new)).collect::<Result<_>>()?;
         Ok(Self { layers, parameters: vb.finish()? })
     }
 
@@ -45,14 +46,17 @@ impl Model {
         let mut sum = Tensor::new(0f64, &Device::Cpu)?;
         for (i, rows) in uses.iter().filter(|(_, rows)| !rows.is_empty()) {
             let x = whole.narrow(0, rows.start, rows.len())?;
-            let y = x.matmul(&vars[&format!("{i}.weight")].t()?)?.broadcast_add(&vars[&format!("{i}.bias")])?;
+            let y =
+                x.matmul(&vars[&format!("{i}.weight")].t()?)?.broadcast_add(&vars[&format!("{i}.bias")])?;
             sum = (sum + (y.tanh()?.sum_all()? * (*i + 1) as f64)?)?;
         }
         let grads = sum.backward()?;
         let is_used = |name: &str| uses.iter().any(|(i, _)| name.starts_with(&format!("{i}.")));
         let used = vars.iter().filter(|(name, _)| is_used(name));
-        used.map(|(name, var)| Ok((name.clone(), grads.get(var).map_or_else(|| var.zeros_like(), |g| Ok(g.clone()))?)))
-            .collect()
+        used.map(|(name, var)| {
+            Ok((name.clone(), grads.get(var).map_or_else(|| var.zeros_like(), |g| Ok(g.clone()))?))
+        })
+        .collect()
     }
 
     /// Compares all gradients, and that there is none where none is expected.
@@ -130,7 +134,8 @@ fn layers_that_only_some_ranks_use_get_the_gradients_of_one_device() {
             ];
             for (pass, uses) in passes.iter().enumerate() {
                 let loss = model.loss(&x, &uses(ctx.rank()), false)?;
-                let want: Vec<_> = (0..n).flat_map(|r| uses(r).into_iter().map(move |i| (i, rows(n, r)))).collect();
+                let want: Vec<_> =
+                    (0..n).flat_map(|r| uses(r).into_iter().map(move |i| (i, rows(n, r)))).collect();
                 model.check(&loss.backward()?, &model.want(&whole, &want)?, &format!("pass {pass}"))?;
             }
             Ok(())
@@ -146,15 +151,18 @@ fn variables_without_names_are_summed_in_the_order_of_their_creation() {
             let whole = values(&[5, 3], 1, DType::F64);
             let x = distribute(&whole, &mesh, &[Shard(0)])?;
             let weights: Vec<Tensor> = (0..3).map(|i| values(&[3, 3], 10 + i, DType::F64)).collect();
-            let leaves =
-                weights.iter().map(|w| Leaf::new(w, &mesh, &[Lay::At(Replicate)])).collect::<Result<Vec<_>>>()?;
+            let leaves = weights
+                .iter()
+                .map(|w| Leaf::new(w, &mesh, &[Lay::At(Replicate)]))
+                .collect::<Result<Vec<_>>>()?;
             let plain = plain_grads(&weights.iter().collect::<Vec<_>>(), |v| {
                 let of = |i: usize| whole.matmul(&v[i].t()?)?.tanh()?.sum_all()? * (i + 1) as f64;
                 (of(0)? + of(1)?)? + of(2)?
             });
             let mut loss = x.sum_all()?;
             for i in (0..3).map(|i| (i + ctx.rank()) % 3) {
-                loss = loss.add(x.linear(&leaves[i].tensor, None)?.tanh()?.sum_all()?.mul((i + 1) as f64)?)?;
+                loss =
+                    loss.add(x.linear(&leaves[i].tensor, None)?.tanh()?.sum_all()?.mul((i + 1) as f64)?)?;
             }
             let (grads, counts) = comm::record(|| loss.backward());
             let grads = grads?;
@@ -188,7 +196,7 @@ fn different_variables_without_names_are_an_error_on_all_ranks() {
         });
         for text in &texts {
             assert!(text.contains("gradients of different variables of the shape [3, 3]"), "{text}");
-            assert!(text.contains("ShardedVarBuilder"), "{text}");
+            assert!(text.contains("MeshVarBuilder"), "{text}");
         }
     }
 }
@@ -265,7 +273,7 @@ fn parameters_that_were_built_in_unlike_orders_are_reduced_by_name() {
         on_ranks(n, "reduce", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &[n])?;
             let plan = Plan::new(mesh.names()[0].as_str());
-            let vb = ShardedVarBuilder::fresh(7, &mesh, plan, DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, plan, DType::F64, &device())?;
             let init = candle_shard::nn::Init::Const(0.5);
             let mut weights = BTreeMap::new();
             for i in (0..3).map(|i| (i + ctx.rank()) % 3) {

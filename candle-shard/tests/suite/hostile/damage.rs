@@ -81,7 +81,8 @@ fn no_byte_of_a_file_changes_unnoticed() {
     for path in [&saved, &exported] {
         assert_eq!(held(path, &truth), Ok(None));
     }
-    let mut files: Vec<_> = fs::read_dir(&saved).unwrap().map(|entry| (saved.clone(), entry.unwrap().path())).collect();
+    let mut files: Vec<_> =
+        fs::read_dir(&saved).unwrap().map(|entry| (saved.clone(), entry.unwrap().path())).collect();
     files.push((exported.clone(), exported));
     for (opened, file) in files {
         let good = fs::read(&file).unwrap();
@@ -91,7 +92,8 @@ fn no_byte_of_a_file_changes_unnoticed() {
             false => 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize,
         };
         let data = (head..good.len()).step_by(99_991).chain([head, good.len() - 1]);
-        for (at, change) in (0..head).step_by(3).map(|at| (at, at as u8 | 1)).chain(data.map(|at| (at, 1 << (at % 8))))
+        for (at, change) in
+            (0..head).step_by(3).map(|at| (at, at as u8 | 1)).chain(data.map(|at| (at, 1 << (at % 8))))
         {
             if at >= good.len() {
                 continue;
@@ -110,7 +112,9 @@ fn no_byte_of_a_file_changes_unnoticed() {
                 }
             });
         }
-        for cut in [0, 1, 7, 8, 9, head / 2, head - 1, head, (head + good.len()) / 2, good.len().saturating_sub(1)] {
+        for cut in
+            [0, 1, 7, 8, 9, head / 2, head - 1, head, (head + good.len()) / 2, good.len().saturating_sub(1)]
+        {
             a.attack(format!("{name} cut to {cut}"), || {
                 fs::write(&file, &good[..cut.min(good.len() - 1)]).map_err(|error| error.to_string())?;
                 held(&opened, &truth)?.map(drop).ok_or("nobody noticed".to_owned())
@@ -140,7 +144,7 @@ fn pieces_are_checked_too() {
                 let mut bad = good.clone();
                 bad[at] ^= 16;
                 fs::write(&largest, bad).map_err(|error| error.to_string())?;
-                let texts = World::local(3).run(|ctx| -> Result<String> {
+                let texts = World::threads(3).run(|ctx| -> Result<String> {
                     let mesh = ctx.mesh(&[("tp", 3)])?;
                     let loaded = checkpoint::load(&saved, &mesh, &[("b", [Shard(dim)])], &Device::Cpu);
                     Ok(loaded.err().map(|error| error.to_string()).unwrap_or_default())
@@ -164,7 +168,8 @@ fn files_that_changed_places_are_noticed() {
     let truth = truth();
     let mut a = Attacks::new("files that changed places");
     let files: Vec<_> = fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().path()).collect();
-    let data: Vec<_> = files.iter().filter(|path| path.extension().is_some_and(|e| e == "safetensors")).collect();
+    let data: Vec<_> =
+        files.iter().filter(|path| path.extension().is_some_and(|e| e == "safetensors")).collect();
     let held_by: Vec<_> = data.iter().map(|path| fs::read(path).unwrap()).collect();
     a.attack("swapped", || {
         fs::write(data[0], &held_by[1])
@@ -226,7 +231,8 @@ fn blocks_of_digests_that_take_more_memory_than_a_file_needs_are_refused() {
             format!(r#"{{ "__metadata__":{metadata},"x":{{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}}}"#)
         };
         let header = header(digest_bytes(header(0).as_bytes()));
-        fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat()).unwrap();
+        fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat())
+            .unwrap();
         let x = Weights::open(&path)?.read_block("x", std::slice::from_ref(&(2..5)), &Device::Cpu)?;
         Ok::<_, candle_shard::Error>(x.to_vec1::<u8>()?)
     };

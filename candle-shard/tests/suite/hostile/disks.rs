@@ -29,7 +29,8 @@ fn full_disks() {
     // A user who is not root has a disk of its own where the system allows it.
     let ways: [&[&str]; 2] = [&["--mount"], &["--mount", "--map-root-user"]];
     let mounts = |way: &&&[&str]| {
-        let mounted = Command::new("unshare").args(**way).args(["sh", "-c", &line]).arg(&disk).arg("true").output();
+        let mounted =
+            Command::new("unshare").args(**way).args(["sh", "-c", &line]).arg(&disk).arg("true").output();
         mounted.is_ok_and(|mounted| mounted.status.success())
     };
     let Some(way) = ways.iter().find(mounts) else {
@@ -116,7 +117,8 @@ fn export(path: &Path, value: u32) -> Result<(), String> {
 
 fn exported(path: &Path) -> Result<u32, String> {
     let read = || Weights::open(path)?.read_block("x", &[0..1, 0..1], &Device::Cpu);
-    let value = read().and_then(|x| Ok(x.flatten_all()?.to_vec1::<u32>()?)).map_err(|error| error.to_string())?;
+    let value =
+        read().and_then(|x| Ok(x.flatten_all()?.to_vec1::<u32>()?)).map_err(|error| error.to_string())?;
     Ok(value[0])
 }
 

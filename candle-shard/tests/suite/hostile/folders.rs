@@ -30,7 +30,9 @@ fn put(nth: usize, at: &Path, folder: &Scratch) -> &'static str {
         2 => symlink(&victim, at).map(|()| "a link"),
         3 => symlink(folder.path("nowhere"), at).map(|()| "a dangling link"),
         4 => fs::create_dir(at).map(|()| "a folder"),
-        5 => fs::create_dir(at).and_then(|()| fs::write(at.join("x"), "not yours")).map(|()| "a folder with a file"),
+        5 => fs::create_dir(at)
+            .and_then(|()| fs::write(at.join("x"), "not yours"))
+            .map(|()| "a folder with a file"),
         // Whoever opens it waits without end.
         _ => Command::new("mkfifo").arg(at).status().map(|made| assert!(made.success())).map(|()| "a pipe"),
     }
@@ -146,8 +148,10 @@ fn an_index_is_read_before_it_is_replaced() {
         let path = folder.path("saved");
         save(&path, 1).unwrap();
         let data = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path());
-        let data =
-            data.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors")).min().unwrap();
+        let data = data
+            .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+            .min()
+            .unwrap();
         fs::remove_file(&data).unwrap();
         let what = put(nth, &data, &folder);
         a.attack(format!("{what} in the place of a data file"), || {
@@ -213,7 +217,9 @@ fn what_lies_at_the_path_itself_is_not_touched() {
 #[test]
 fn names_in_a_lock_file_lead_nowhere_else() {
     let mut a = Attacks::new("names in lock files");
-    for name in ["out.safetensors./../victim.partial", "out.safetensors.mine.partial", "out.safetensors..partial"] {
+    for name in
+        ["out.safetensors./../victim.partial", "out.safetensors.mine.partial", "out.safetensors..partial"]
+    {
         let folder = Scratch::new("lock");
         fs::create_dir_all(folder.path("out.safetensors.")).unwrap();
         fs::write(folder.path(name), "not yours").unwrap();
@@ -239,7 +245,8 @@ fn names_in_a_lock_file_lead_nowhere_else() {
 #[test]
 fn ranks_that_see_unlike_folders_save_nothing() {
     let mut a = Attacks::new("ranks without a common folder");
-    for (before, kind) in itertools::iproduct!([0, 1, 2], ["save", "replicated", "save_stages", "save_state"]) {
+    for (before, kind) in itertools::iproduct!([0, 1, 2], ["save", "replicated", "save_stages", "save_state"])
+    {
         let folder = Scratch::new("apart");
         let paths = [folder.path("a/saved"), folder.path("b/saved")];
         for path in &paths {

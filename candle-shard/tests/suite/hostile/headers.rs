@@ -43,8 +43,9 @@ fn agrees(folder: &Scratch, file: &[u8]) -> Result<(), String> {
 #[test]
 fn headers_of_safetensors_are_refused_as_the_reference_crate_does() {
     let folder = Scratch::new("headers");
-    let f32s =
-        |at: [usize; 2], n: usize| format!(r#"{{"dtype":"F32","shape":[{n}],"data_offsets":[{},{}]}}"#, at[0], at[1]);
+    let f32s = |at: [usize; 2], n: usize| {
+        format!(r#"{{"dtype":"F32","shape":[{n}],"data_offsets":[{},{}]}}"#, at[0], at[1])
+    };
     let two = |a: [usize; 2], b: [usize; 2]| {
         format!(r#"{{"a":{},"b":{}}}"#, f32s(a, (a[1] - a[0]) / 4), f32s(b, (b[1] - b[0]) / 4))
     };
@@ -91,7 +92,8 @@ fn headers_of_safetensors_are_refused_as_the_reference_crate_does() {
         ("a list", "[]".into(), 0),
         (
             "an end of 2^64 - 1",
-            r#"{"a":{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,18446744073709551615]}}"#.into(),
+            r#"{"a":{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,18446744073709551615]}}"#
+                .into(),
             8,
         ),
     ] {
@@ -134,10 +136,12 @@ fn random_headers_are_refused_as_the_reference_crate_does() {
             };
             let count = shape.iter().fold(1usize, |n, &d| n.wrapping_mul(d));
             let start = (at + if nth % 3 == 0 { *gap as i64 - 1 } else { 0 }).max(0);
-            let end =
-                start.saturating_add((count.wrapping_mul(size) % 4096) as i64) + if nth % 5 == 0 { *off } else { 0 };
+            let end = start.saturating_add((count.wrapping_mul(size) % 4096) as i64)
+                + if nth % 5 == 0 { *off } else { 0 };
             at = end;
-            parts.push(format!(r#""t{i}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{start},{end}]}}"#));
+            parts.push(format!(
+                r#""t{i}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{start},{end}]}}"#
+            ));
         }
         if is_reversed {
             parts.reverse();
@@ -211,7 +215,9 @@ fn indexes_that_lie_are_refused() {
         8,
     );
     fs::create_dir_all(folder.path("model/inner")).unwrap();
-    for name in ["model/1.safetensors", "model/2.safetensors", "model/inner/3.safetensors", "outside.safetensors"] {
+    for name in
+        ["model/1.safetensors", "model/2.safetensors", "model/inner/3.safetensors", "outside.safetensors"]
+    {
         fs::write(folder.path(name), &file).unwrap();
     }
     let outside = folder.path("outside.safetensors").display().to_string();

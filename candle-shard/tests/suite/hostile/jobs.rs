@@ -90,7 +90,9 @@ fn each_success_is_a_whole_checkpoint_of_one_job() {
             let read = if kind == "save" && seen % 2 == 1 { loaded_by_ranks(&path) } else { loaded(&path) };
             match read {
                 Ok(_) => seen += 1,
-                Err(error) if error.contains("parts of several") || (seen > 0 && kind == "save") => torn = Some(error),
+                Err(error) if error.contains("parts of several") || (seen > 0 && kind == "save") => {
+                    torn = Some(error)
+                }
                 Err(_) => {}
             }
         }
@@ -99,9 +101,11 @@ fn each_success_is_a_whole_checkpoint_of_one_job() {
             a.attack(format!("job {job} of {jobs} that {kind}"), || end.as_ref().map(drop));
         }
         a.attack(format!("a reader while {jobs} jobs {kind}"), || torn.map_or(Ok(()), Err));
-        a.attack(format!("some job of {jobs} succeeds to {kind}"), || match ends.iter().flatten().sum::<usize>() {
-            0 => Err("none did"),
-            _ => loaded(&path).map(drop).map_err(|_| "the last one does not load"),
+        a.attack(format!("some job of {jobs} succeeds to {kind}"), || {
+            match ends.iter().flatten().sum::<usize>() {
+                0 => Err("none did"),
+                _ => loaded(&path).map(drop).map_err(|_| "the last one does not load"),
+            }
         });
         a.attack("nothing is left over", || {
             let left = contents(&folder.path(""));
@@ -163,7 +167,10 @@ fn the_error_says_who_holds_the_place() {
             loaded(&path).map(|value| assert_eq!(value, 1))
         });
         drop(held);
-        a.attack(format!("{name}, let go"), || if name == "saved" { save(&path, 2) } else { export(&path, 2) });
+        a.attack(
+            format!("{name}, let go"),
+            || if name == "saved" { save(&path, 2) } else { export(&path, 2) },
+        );
         assert!(!fs::exists(folder.path(lock)).unwrap());
     }
     a.assert();
@@ -175,7 +182,7 @@ fn threads_are_jobs_too() {
     let folder = Scratch::new("worlds");
     let path = folder.path("saved");
     let mut a = Attacks::new("worlds of one process in one place");
-    let ends = World::local(4).run(|ctx| {
+    let ends = World::threads(4).run(|ctx| {
         let mine = ctx.group().subgroup(&[ctx.rank()])?;
         let mesh = candle_dist::DeviceMesh::new(&mine, &[("one", 1)])?;
         let mut ok = 0;

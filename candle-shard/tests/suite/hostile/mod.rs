@@ -30,7 +30,8 @@ fn save_at(paths: &[&Path; 2], value: u32) -> Result<(), String> {
 
 /// Runs `f` on 2 ranks; returns the error, which must be the same on both.
 fn alike(f: impl Fn(&candle_dist::RankContext) -> Result<()> + Send + Sync) -> Result<(), String> {
-    let texts = World::local(2).run(|ctx| Ok::<_, candle_shard::Error>(f(ctx).err().map(|error| error.to_string())));
+    let texts = World::threads(2)
+        .run(|ctx| Ok::<_, candle_shard::Error>(f(ctx).err().map(|error| error.to_string())));
     let mut texts = texts.map_err(|error| format!("the world failed: {error}"))?;
     match texts[0] == texts[1] {
         true => texts.swap_remove(0).map_or(Ok(()), Err),
@@ -53,7 +54,7 @@ fn loaded(path: &Path) -> Result<u32, String> {
 
 /// Like [`loaded`], by 2 ranks that have half each.
 fn loaded_by_ranks(path: &Path) -> Result<u32, String> {
-    let values = World::local(2).run(|ctx| -> Result<Vec<u32>> {
+    let values = World::threads(2).run(|ctx| -> Result<Vec<u32>> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let loaded = checkpoint::load(path, &mesh, &[("x", [Shard(0)])], &Device::Cpu)?;
         Ok(loaded["x"].full_tensor()?.flatten_all()?.to_vec1()?)
@@ -93,7 +94,8 @@ fn untouched(before: &BTreeMap<PathBuf, Vec<u8>>, path: &Path) -> Result<(), Str
     let after = contents(path);
     match before.iter().find(|(path, held)| after.get(*path) != Some(held)) {
         Some((path, held)) => {
-            let now = after.get(path).map_or("nothing".into(), |now| String::from_utf8_lossy(now).into_owned());
+            let now =
+                after.get(path).map_or("nothing".into(), |now| String::from_utf8_lossy(now).into_owned());
             Err(format!("{} was {} and is {now}", path.display(), String::from_utf8_lossy(held)))
         }
         None => Ok(()),

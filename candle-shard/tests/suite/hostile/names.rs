@@ -99,16 +99,24 @@ fn names_that_are_written_are_unlike_and_not_reserved() {
                 &folder,
                 |ctx| {
                     let mesh = ctx.mesh(&[("tp", 2)])?;
-                    let of_parts =
-                        |name: &str| (name == "x").then(|| names.iter().map(|name| (*name).to_owned()).collect());
-                    checkpoint::export_parts(&path, &mesh, &[("x", of(&mesh, 3)?), ("other", of(&mesh, 3)?)], of_parts)
+                    let of_parts = |name: &str| {
+                        (name == "x").then(|| names.iter().map(|name| (*name).to_owned()).collect())
+                    };
+                    checkpoint::export_parts(
+                        &path,
+                        &mesh,
+                        &[("x", of(&mesh, 3)?), ("other", of(&mesh, 3)?)],
+                        of_parts,
+                    )
                 },
                 part,
             )
         });
     }
     // The names of one rank alone.
-    for (nth, list) in [vec!["p", "q"], vec!["p", "q", "s"], vec!["p", "p", "r"], vec![]].into_iter().enumerate() {
+    for (nth, list) in
+        [vec!["p", "q"], vec!["p", "q", "s"], vec!["p", "p", "r"], vec![]].into_iter().enumerate()
+    {
         for rank in 0..2 {
             a.attack(format!("export_parts {nth} on rank {rank}"), || {
                 let (list, path) = (&list, &path);

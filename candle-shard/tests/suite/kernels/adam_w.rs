@@ -82,7 +82,8 @@ fn adam_w_takes_any_gradient_that_fits() -> Result<()> {
     // Another shape or dtype is an error.
     for wrong in [randn(&[2, 3]), randn(&[3, 2]).to_dtype(DType::F32)?] {
         grads.insert(&var, wrong);
-        let text = AdamW::new(vec![var.clone()], ParamsAdamW::default())?.step(&grads).unwrap_err().to_string();
+        let text =
+            AdamW::new(vec![var.clone()], ParamsAdamW::default())?.step(&grads).unwrap_err().to_string();
         assert!(text.contains("AdamW: a gradient") && text.contains("[3, 2]"), "{text}");
     }
     Ok(())
@@ -107,7 +108,11 @@ fn master_weights_take_the_steps_of_32_bits() -> Result<()> {
                 ours.step(&grads)?;
                 theirs.step(&grads_of_fine)?;
                 let rounded = fine.as_detached_tensor().to_dtype(dtype)?;
-                assert_eq!(distance(&coarse, &rounded.to_dtype(DType::F64)?), 0.0, "{dtype:?} {dims:?} {step}");
+                assert_eq!(
+                    distance(&coarse, &rounded.to_dtype(DType::F64)?),
+                    0.0,
+                    "{dtype:?} {dims:?} {step}"
+                );
             }
         }
     }

@@ -20,7 +20,8 @@ fn composed(t: &[Tensor], causal: bool) -> Result<Tensor> {
     let (heads, groups) = (t[0].dim(2)?, t[1].dim(2)?);
     let (q, k) = (t[0].dim(1)?, t[1].dim(1)?);
     let hidden = |i: usize, j: usize| if causal && j + q > i + k { f64::NEG_INFINITY } else { 0.0 };
-    let mask = Tensor::from_iter((0..q).flat_map(|i| (0..k).map(move |j| hidden(i, j))), &Cpu)?.reshape((q, k))?;
+    let mask =
+        Tensor::from_iter((0..q).flat_map(|i| (0..k).map(move |j| hidden(i, j))), &Cpu)?.reshape((q, k))?;
     let head = |h: usize| {
         let at = |t: &Tensor, h: usize| t.narrow(2, h, 1)?.squeeze(2)?.contiguous();
         let (q, k, v) = (at(&t[0], h)?, at(&t[1], h * groups / heads)?, at(&t[2], h * groups / heads)?);

@@ -123,7 +123,8 @@ pub(crate) fn distance(got: &Tensor, want: &Tensor) -> f64 {
     if want.elem_count() == 0 {
         return 0.0;
     }
-    let scalar = |t: Tensor| t.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f64>().unwrap();
+    let scalar =
+        |t: Tensor| t.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f64>().unwrap();
     scalar((got.to_dtype(DType::F64).unwrap() - want).unwrap()) / scalar(want.clone()).max(1.0)
 }
 
@@ -139,12 +140,15 @@ pub(crate) fn assert_close(got: &[Tensor], want: &[Tensor], tolerance: f64, what
 pub(crate) fn compare(fused: Op<'_>, composed: Op<'_>, inputs: &[Tensor]) {
     // Off the host, large scores are scaled and rounded before the largest is taken off.
     let narrow = if device().is_cpu() { 1e-5 } else { 1e-3 };
-    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, narrow), (DType::F16, 2e-2), (DType::BF16, 1e-1)] {
+    for (dtype, tolerance) in
+        [(DType::F64, 1e-12), (DType::F32, narrow), (DType::F16, 2e-2), (DType::BF16, 1e-1)]
+    {
         // Rounded first, so that both forms see the same numbers.
         let cast = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect::<Vec<_>>();
         let exact = cast.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect::<Vec<_>>();
         for view in VIEWS {
-            let what = format!("{dtype:?} {view:?} {:?}", inputs.iter().map(Tensor::dims).collect::<Vec<_>>());
+            let what =
+                format!("{dtype:?} {view:?} {:?}", inputs.iter().map(Tensor::dims).collect::<Vec<_>>());
             let got = run(fused, &cast, view).unwrap_or_else(|e| panic!("{what}: {e}"));
             let want = run_on(&Cpu, composed, &exact, view).unwrap();
             assert_close(&got, &want, tolerance, &what);

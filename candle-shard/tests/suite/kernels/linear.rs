@@ -49,9 +49,12 @@ fn linear_takes_untracked_and_repeated_operands() -> Result<()> {
 
 #[test]
 fn few_rows_in_16_bits_are_computed_as_in_32() -> Result<()> {
-    for (m, n, k) in [(1, 1, 1), (1, 7, 33), (1, 300, 700), (2, 5, 64), (4, 70, 100), (3, 0, 5), (2, 3, 0), (0, 3, 4)] {
+    for (m, n, k) in
+        [(1, 1, 1), (1, 7, 33), (1, 300, 700), (2, 5, 64), (4, 70, 100), (3, 0, 5), (2, 3, 0), (0, 3, 4)]
+    {
         for dtype in [DType::BF16, DType::F16] {
-            let [x, weight, bias] = [&[m, k][..], &[n, k], &[n]].map(|dims| randn(dims).to_dtype(dtype).unwrap());
+            let [x, weight, bias] =
+                [&[m, k][..], &[n, k], &[n]].map(|dims| randn(dims).to_dtype(dtype).unwrap());
             let wide = |t: &Tensor| t.to_dtype(DType::F32);
             let want = linear(&wide(&x)?, &wide(&weight)?, Some(&wide(&bias)?))?.to_dtype(dtype)?;
             let got = linear(&x, &weight, Some(&bias))?;

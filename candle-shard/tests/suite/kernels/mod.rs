@@ -57,7 +57,9 @@ fn tensors_without_elements_stay_in_the_graph() {
             }
         }
     }
-    for [b, q, k, h, d] in [[0, 2, 2, 2, 2], [1, 0, 2, 2, 2], [1, 2, 0, 2, 2], [1, 2, 2, 0, 2], [1, 2, 2, 2, 0]] {
+    for [b, q, k, h, d] in
+        [[0, 2, 2, 2, 2], [1, 0, 2, 2, 2], [1, 2, 0, 2, 2], [1, 2, 2, 0, 2], [1, 2, 2, 2, 0]]
+    {
         let inputs = [randn(&[b, q, h, d]), randn(&[b, k, h, d]), randn(&[b, k, h, 3])];
         let results = run(&fused_flash, &inputs, View::Plain).unwrap();
         assert_eq!(results[0].dims(), [b, q, h, 3]);
@@ -67,7 +69,8 @@ fn tensors_without_elements_stay_in_the_graph() {
     assert_eq!((results[0].dims(), results[1].dims()), (&[0][..], &[0, 5][..]));
     // Without inputs only the bias is left.
     let y =
-        kernels::linear(&randn(&[2, 0]), &randn(&[3, 0]), Some(&Tensor::ones(3, DType::F64, &Cpu).unwrap())).unwrap();
+        kernels::linear(&randn(&[2, 0]), &randn(&[3, 0]), Some(&Tensor::ones(3, DType::F64, &Cpu).unwrap()))
+            .unwrap();
     assert_eq!(y.to_vec2::<f64>().unwrap(), [[1.0; 3]; 2]);
 }
 
@@ -120,7 +123,10 @@ fn misuse_is_an_error_that_names_it() {
         (kernels::cross_entropy(&x, &vector(2)), &["cross_entropy", "F32"]),
         (kernels::cross_entropy(&x, &target(vec![0, 17])), &["row 1", "17", "3 classes"]),
         (kernels::cross_entropy(&x, &target(vec![-1, 0])), &["row 0", "-1", "3 classes"]),
-        (kernels::cross_entropy(&x, &Tensor::new(&[3u32, 0], &Cpu).unwrap()), &["row 0", "target 3", "3 classes"]),
+        (
+            kernels::cross_entropy(&x, &Tensor::new(&[3u32, 0], &Cpu).unwrap()),
+            &["row 0", "target 3", "3 classes"],
+        ),
         (kernels::flash_attn(&x, &x, &x, 1.0, true), &["flash_attn", "[2, 3]", "g | h"]),
         (kernels::linear(&x, &vector(3), None), &["linear", "[3]"]),
         (kernels::linear(&x, &x.t().unwrap(), None), &["linear", "[2, 3]", "[3, 2]"]),

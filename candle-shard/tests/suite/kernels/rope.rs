@@ -10,7 +10,8 @@ use crate::kernels::harness::*;
 fn tables(x: &Tensor, positions: usize) -> Result<[Tensor; 2]> {
     let half = x.dims()[x.rank() - 1] / 2;
     let angle = |i: usize| (i / half) as f64 * 0.7 / (1.0 + (i % half) as f64);
-    let angles = Tensor::from_iter((0..positions * half).map(angle), x.device())?.reshape((positions, half))?;
+    let angles =
+        Tensor::from_iter((0..positions * half).map(angle), x.device())?.reshape((positions, half))?;
     Ok([angles.cos()?.to_dtype(x.dtype())?, angles.sin()?.to_dtype(x.dtype())?])
 }
 
@@ -26,7 +27,8 @@ fn forms(pairs: RopePairs, offset: usize) -> [impl Fn(&[Tensor]) -> Result<Tenso
             if fused {
                 return rope(x, &cos, &sin, offset, pairs);
             }
-            let [cos, sin] = [cos.narrow(0, offset, seq)?.contiguous()?, sin.narrow(0, offset, seq)?.contiguous()?];
+            let [cos, sin] =
+                [cos.narrow(0, offset, seq)?.contiguous()?, sin.narrow(0, offset, seq)?.contiguous()?];
             let lead = x.dims()[..x.rank() - 2].iter().product::<usize>();
             let four = x.reshape((1, lead, seq, x.dims()[x.rank() - 1]))?;
             let y = match pairs {

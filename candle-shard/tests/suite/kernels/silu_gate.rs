@@ -24,7 +24,9 @@ fn silu_gate_equals_its_composed_form() {
 #[test]
 fn silu_gate_takes_untracked_and_repeated_operands() -> Result<()> {
     let (x, gate) = (Var::from_tensor(&randn(&[7]))?, randn(&[7]));
-    for (y, want) in [(silu_gate(&x, &gate)?, (x.silu()? * &gate)?), (silu_gate(&gate, &x)?, (gate.silu()? * &*x)?)] {
+    for (y, want) in
+        [(silu_gate(&x, &gate)?, (x.silu()? * &gate)?), (silu_gate(&gate, &x)?, (gate.silu()? * &*x)?)]
+    {
         let (got, want) = (y.backward()?, want.backward()?);
         assert!(distance(got.get(&x).unwrap(), want.get(&x).unwrap()) < 1e-14);
     }

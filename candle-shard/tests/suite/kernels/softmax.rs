@@ -97,7 +97,8 @@ fn masked_softmax_equals_its_composed_form() {
 #[test]
 fn masked_keys_have_no_weight_and_rows_without_keys_are_zeros() -> Result<()> {
     let none = f64::NEG_INFINITY;
-    let (scores, mask) = (Var::from_tensor(&randn(&[2, 3]))?, Tensor::new(&[[0.0, none, 0.0], [none; 3]], &Cpu)?);
+    let (scores, mask) =
+        (Var::from_tensor(&randn(&[2, 3]))?, Tensor::new(&[[0.0, none, 0.0], [none; 3]], &Cpu)?);
     let y = masked_softmax(&scores, &mask, 1.0)?;
     let values = y.to_vec2::<f64>()?;
     assert_eq!((values[0][1], &values[1][..]), (0.0, &[0.0; 3][..]));

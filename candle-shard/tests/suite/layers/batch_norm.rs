@@ -42,13 +42,20 @@ fn batch_norm_of_given_tensors_is_candles() {
                     ),
                     (
                         BatchNorm::new_no_bias_with_momentum(5, &m, &v, 1e-3, 0.3)?,
-                        candle_nn::BatchNorm::new_no_bias_with_momentum(5, t(&mean), t(&variance), 1e-3, 0.3)?,
+                        candle_nn::BatchNorm::new_no_bias_with_momentum(
+                            5,
+                            t(&mean),
+                            t(&variance),
+                            1e-3,
+                            0.3,
+                        )?,
                     ),
                 ];
                 for (ours, theirs) in layers {
                     for train in [true, false] {
                         let x = distribute(&plain, &mesh, &[at])?;
-                        let error = value_error(&ours.forward_t(&x, train)?, &theirs.forward_t(&plain, train)?)?;
+                        let error =
+                            value_error(&ours.forward_t(&x, train)?, &theirs.forward_t(&plain, train)?)?;
                         assert!(error < 1e-9, "{at} train {train}: {error:e}");
                     }
                     assert!(value_error(ours.running_mean(), theirs.running_mean())? < 1e-9);

@@ -62,11 +62,16 @@ pub(super) fn cases() -> Vec<Case> {
             |vb| boxed(nn::conv_transpose1d(4, 6, 3, WIDER_LINE, vb)?),
             |vb| {
                 // candle's has no gradient: lines are images of one row.
-                let (lines, bias) = (candle_nn::conv_transpose1d(4, 6, 3, WIDER_LINE, vb.clone())?, vb.get(6, "bias")?);
+                let (lines, bias) =
+                    (candle_nn::conv_transpose1d(4, 6, 3, WIDER_LINE, vb.clone())?, vb.get(6, "bias")?);
                 let weight = vb.get((4, 6, 3), "weight")?;
                 Ok(Box::new(move |x| {
-                    let whole = x.unsqueeze(2)?.conv_transpose2d(&weight.unsqueeze(2)?, 0, 0, 2, 1)?.squeeze(2)?;
-                    let y = whole.pad_with_zeros(2, 0, 1)?.narrow(2, 1, 6)?.broadcast_add(&bias.reshape((6, 1))?)?;
+                    let whole =
+                        x.unsqueeze(2)?.conv_transpose2d(&weight.unsqueeze(2)?, 0, 0, 2, 1)?.squeeze(2)?;
+                    let y = whole
+                        .pad_with_zeros(2, 0, 1)?
+                        .narrow(2, 1, 6)?
+                        .broadcast_add(&bias.reshape((6, 1))?)?;
                     assert!(distance(&y, &lines.forward(&x.detach())?) < 1e-9);
                     Ok(y)
                 }))
@@ -186,7 +191,8 @@ pub(super) fn cases() -> Vec<Case> {
             "seq",
             &[3, 2, 5],
             |vb| {
-                let (down, norm) = (nn::conv1d(2, 4, 3, LINE, &vb.pp("0"))?, nn::group_norm(2, 4, 1e-3, &vb.pp("1"))?);
+                let (down, norm) =
+                    (nn::conv1d(2, 4, 3, LINE, &vb.pp("0"))?, nn::group_norm(2, 4, 1e-3, &vb.pp("1"))?);
                 boxed(nn::seq().add(down).add(norm).add(candle_nn::Activation::Silu).add_fn(DTensor::sqr))
             },
             |vb| {

@@ -11,7 +11,7 @@ use candle_nn::{
     BatchNormConfig, Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, Module as _,
     ModuleT as _, VarBuilder, VarMap,
 };
-use candle_shard::nn::{self, Module, ModuleT, Parameters, RNN, ShardedVarBuilder};
+use candle_shard::nn::{self, MeshVarBuilder, Module, ModuleT, Parameters, RNN};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, Style};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use cases::*;
@@ -25,7 +25,7 @@ type There = Box<dyn Fn(&Tensor) -> candle_core::Result<Tensor>>;
 struct Case {
     name: &'static str,
     shape: &'static [usize],
-    here: fn(&ShardedVarBuilder) -> Result<Here>,
+    here: fn(&MeshVarBuilder) -> Result<Here>,
     there: fn(VarBuilder<'_>) -> candle_core::Result<There>,
     styles: &'static [Cut],
 }
@@ -90,17 +90,23 @@ fn reference(case: &Case, x: &Tensor) -> candle_core::Result<Reference> {
     let value = layer(&x)?;
     let grads = (&value * values(value.dims(), 99, DType::F64))?.sum_all()?.backward()?;
     let vars = map.data().lock().unwrap();
-    let of_parameters = vars.iter().filter_map(|(name, var)| Some((name.clone(), grads.get(var)?.clone()))).collect();
-    Ok(Reference { parameters, value: value.detach(), of_input: grads.get(&x).unwrap().clone(), of_parameters })
+    let of_parameters =
+        vars.iter().filter_map(|(name, var)| Some((name.clone(), grads.get(var)?.clone()))).collect();
+    Ok(Reference {
+        parameters,
+        value: value.detach(),
+        of_input: grads.get(&x).unwrap().clone(),
+        of_parameters,
+    })
 }
 
 fn builder(
     parameters: &HashMap<String, Tensor>,
     mesh: &candle_dist::DeviceMesh,
     plan: Plan,
-) -> Result<ShardedVarBuilder> {
+) -> Result<MeshVarBuilder> {
     let vb = VarBuilder::from_tensors(parameters.clone(), DType::F64, &device());
-    Ok(ShardedVarBuilder::from_candle(vb, 1, mesh, plan)?.pp("layer"))
+    Ok(MeshVarBuilder::from_candle(vb, 1, mesh, plan)?.pp("layer"))
 }
 
 /// The layer with its input laid out so: everything that candle-nn gives.
@@ -166,12 +172,18 @@ fn layers_are_those_of_candle_nn() {
 
 #[test]
 fn fresh_parameters_are_distributed_as_candles_are() {
-    type Built = fn(&ShardedVarBuilder) -> Result<()>;
+    type Built = fn(&MeshVarBuilder) -> Result<()>;
     type BuiltThere = fn(VarBuilder<'_>) -> candle_core::Result<()>;
     // Parameters of so many elements that their sizes hardly depend on the seed, of which candle has none.
     let layers: [(Built, BuiltThere); 6] = [
-        (|vb| nn::conv1d(4, 1024, 3, LINE, vb).map(drop), |vb| candle_nn::conv1d(4, 1024, 3, LINE, vb).map(drop)),
-        (|vb| nn::conv2d(4, 1024, 3, IMAGE, vb).map(drop), |vb| candle_nn::conv2d(4, 1024, 3, IMAGE, vb).map(drop)),
+        (
+            |vb| nn::conv1d(4, 1024, 3, LINE, vb).map(drop),
+            |vb| candle_nn::conv1d(4, 1024, 3, LINE, vb).map(drop),
+        ),
+        (
+            |vb| nn::conv2d(4, 1024, 3, IMAGE, vb).map(drop),
+            |vb| candle_nn::conv2d(4, 1024, 3, IMAGE, vb).map(drop),
+        ),
         (
             |vb| nn::conv_transpose1d(4, 1024, 3, WIDER_LINE, vb).map(drop),
             |vb| candle_nn::conv_transpose1d(4, 1024, 3, WIDER_LINE, vb).map(drop),
@@ -197,7 +209,7 @@ fn fresh_parameters_are_distributed_as_candles_are() {
         for (nth, (here, there)) in layers.into_iter().enumerate() {
             let map = VarMap::new();
             there(VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu))?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &device())?;
+            let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("a"), DType::F64, &device())?;
             here(&vb)?;
             let (ours, theirs) = (vb.finish()?, map.data().lock().unwrap().clone());
             assert_eq!(ours.len(), theirs.len(), "layer {nth}");
@@ -207,7 +219,8 @@ fn fresh_parameters_are_distributed_as_candles_are() {
                 assert_eq!(ours.dims(), theirs.dims(), "{} of layer {nth}", parameter.name);
                 let [here, there] = [&ours, &theirs].map(|x| {
                     let square = x.sqr().unwrap();
-                    [square.max_all(), square.mean_all()].map(|x| x.unwrap().to_scalar::<f64>().unwrap().sqrt())
+                    [square.max_all(), square.mean_all()]
+                        .map(|x| x.unwrap().to_scalar::<f64>().unwrap().sqrt())
                 });
                 // Normal numbers have no largest one, but far more than even ones of the same size.
                 for ((ours, theirs), within) in here.into_iter().zip(there).zip([0.4, 0.15]) {
@@ -262,15 +275,18 @@ fn layers_communicate_what_they_must() {
 
 #[test]
 fn running_statistics_are_those_of_one_device() {
-    const MOMENTUM: BatchNormConfig = BatchNormConfig { eps: 1e-5, remove_mean: true, affine: true, momentum: 0.3 };
+    const MOMENTUM: BatchNormConfig =
+        BatchNormConfig { eps: 1e-5, remove_mean: true, affine: true, momentum: 0.3 };
     for axes in [&[1][..], &[2], &[3], &[4], &[2, 2]] {
         on_ranks(axes.iter().product(), "statistics", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, axes)?;
             let map = VarMap::new();
-            let there = candle_nn::batch_norm(6, MOMENTUM, VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu))?;
-            let fresh = |plan| ShardedVarBuilder::fresh(1, &mesh, plan, DType::F64, &device());
+            let there =
+                candle_nn::batch_norm(6, MOMENTUM, VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu))?;
+            let fresh = |plan| MeshVarBuilder::fresh(1, &mesh, plan, DType::F64, &device());
             let builders = [fresh(Plan::new("a"))?, fresh(Cut::Colwise.plan())?.pp("layer")];
-            let layers = [nn::batch_norm(6, MOMENTUM, &builders[0])?, nn::batch_norm(6, MOMENTUM, &builders[1])?];
+            let layers =
+                [nn::batch_norm(6, MOMENTUM, &builders[0])?, nn::batch_norm(6, MOMENTUM, &builders[1])?];
             for step in 0..3 {
                 let x = values(&[5, 6, 2], step, DType::F64);
                 there.forward_t(&x, true)?;
@@ -292,8 +308,11 @@ fn running_statistics_are_those_of_one_device() {
                 assert!(value_error(&layer.forward_t(&x, false)?, &want)? < 1e-12);
                 // They are in what is saved, and no optimizer steps them.
                 let parameters = vb.finish()?;
-                let saved =
-                    parameters.named_tensors().into_iter().find(|(name, _)| name.ends_with("running_var")).unwrap();
+                let saved = parameters
+                    .named_tensors()
+                    .into_iter()
+                    .find(|(name, _)| name.ends_with("running_var"))
+                    .unwrap();
                 assert!(value_error(&saved.1, there.running_var())? < 1e-12);
                 assert!(parameters.iter().filter(|p| p.is_frozen()).count() == 2);
             }
@@ -308,8 +327,8 @@ fn running_statistics_are_those_of_one_device() {
 fn layers_refuse_what_no_rank_could_run() {
     on_ranks(2, "refused", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let vb = |cut: Cut| -> Result<ShardedVarBuilder> {
-            Ok(ShardedVarBuilder::fresh(1, &mesh, cut.plan(), DType::F64, &device())?.pp("layer"))
+        let vb = |cut: Cut| -> Result<MeshVarBuilder> {
+            Ok(MeshVarBuilder::fresh(1, &mesh, cut.plan(), DType::F64, &device())?.pp("layer"))
         };
         let refused = |made: Result<String>, why: &str| {
             let error = made.unwrap_err().to_string();
@@ -321,7 +340,10 @@ fn layers_refuse_what_no_rank_could_run() {
             shown(nn::conv2d(4, 6, 3, Conv2dConfig { groups: 3, ..IMAGE }, &vb(Cut::Whole)?)),
             "expected a divisor",
         );
-        refused(nn::lstm(4, 3, LSTMConfig::default(), &vb(Cut::Rowwise)?).map(|l| format!("{l:?}")), "ColwiseParallel");
+        refused(
+            nn::lstm(4, 3, LSTMConfig::default(), &vb(Cut::Rowwise)?).map(|l| format!("{l:?}")),
+            "ColwiseParallel",
+        );
         refused(nn::prelu(None, &vb(Cut::Colwise)?).map(|l| format!("{l:?}")), "one weight");
         refused(nn::group_norm(3, 4, 1e-3, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "do not divide");
         refused(nn::batch_norm(4, -1.0, &vb(Cut::Whole)?).map(|l| format!("{l:?}")), "expected at least 0");

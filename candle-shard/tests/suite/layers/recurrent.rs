@@ -24,7 +24,7 @@ fn hidden_units_are_cut_on_five_ranks_and_some_have_none() {
 fn a_step_gathers_the_hidden_units_once() {
     on_ranks(3, "recurrent", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[3])?;
-        let vb = ShardedVarBuilder::fresh(1, &mesh, Cut::Colwise.plan(), DType::F64, &device())?.pp("layer");
+        let vb = MeshVarBuilder::fresh(1, &mesh, Cut::Colwise.plan(), DType::F64, &device())?.pp("layer");
         let layer = nn::lstm(4, 7, LSTMConfig::default(), &vb)?;
         let parameters = vb.finish()?;
         let x = distribute(&values(&[2, 5, 4], 1, DType::F64), &mesh, &[Replicate])?;
@@ -46,7 +46,7 @@ fn fresh_gates_are_the_rows_of_the_whole_parameter() {
     on_ranks(3, "recurrent", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[3])?;
         let build = |cut: Cut| {
-            let vb = ShardedVarBuilder::fresh(1, &mesh, cut.plan(), DType::F64, &device())?.pp("layer");
+            let vb = MeshVarBuilder::fresh(1, &mesh, cut.plan(), DType::F64, &device())?.pp("layer");
             nn::gru(2, 4, GRUConfig::default(), &vb)?;
             vb.finish()
         };

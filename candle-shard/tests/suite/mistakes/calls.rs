@@ -16,10 +16,14 @@ const CALLS: [Mistake; 8] = [
         }
         Ok(())
     }),
-    ("a tensor gathered by one rank", &["rank 0 returned while other ranks wait for it", "all_gather"], |ctx| {
-        let x = rows(ctx)?;
-        if ctx.rank() == 1 { x.full_tensor().map(drop) } else { Ok(()) }
-    }),
+    (
+        "a tensor gathered by one rank",
+        &["rank 0 returned while other ranks wait for it", "all_gather"],
+        |ctx| {
+            let x = rows(ctx)?;
+            if ctx.rank() == 1 { x.full_tensor().map(drop) } else { Ok(()) }
+        },
+    ),
     ("a layout changed by one rank", &["rank 1 returned while other ranks wait for it"], |ctx| {
         let x = rows(ctx)?;
         if ctx.rank() == 0 { x.redistribute(&[Replicate]).map(drop) } else { Ok(()) }
@@ -32,14 +36,18 @@ const CALLS: [Mistake; 8] = [
     ("a barrier that one rank forgets", &["returned while other ranks wait for it", "barrier"], |ctx| {
         if ctx.rank() == 0 { Ok(ctx.group().barrier()?) } else { Ok(()) }
     }),
-    ("another call on each rank", &["made different calls (op differs)", "all_gather", "all_reduce"], |ctx| {
-        let x = same(&[4])?;
-        match ctx.rank() {
-            0 => ctx.group().all_reduce(&x, ReduceOp::Sum)?,
-            _ => ctx.group().all_gather(&x, 0)?,
-        };
-        Ok(())
-    }),
+    (
+        "another call on each rank",
+        &["made different calls (op differs)", "all_gather", "all_reduce"],
+        |ctx| {
+            let x = same(&[4])?;
+            match ctx.rank() {
+                0 => ctx.group().all_reduce(&x, ReduceOp::Sum)?,
+                _ => ctx.group().all_gather(&x, 0)?,
+            };
+            Ok(())
+        },
+    ),
     ("a rank that panics", &["rank 1: panicked: no such batch"], |ctx| {
         assert!(ctx.rank() == 0, "no such batch");
         Ok(ctx.group().barrier()?)

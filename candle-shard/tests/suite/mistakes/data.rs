@@ -2,7 +2,7 @@
 use super::{Mistake, builder, everywhere, line, of_the_world, on_all_ranks, own, same};
 use candle_core::{DType, Device::Cpu, Module, Tensor, Var};
 use candle_dist::{Op, comm};
-use candle_shard::nn::{Linear, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan};
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard, strict};
 
@@ -10,7 +10,9 @@ const WAYS: &[&str] =
     &["all ranks must give the same tensor", "DTensor::distribute_from", "DTensor::from_local", "data.rs:"];
 
 const UNLIKE: [Mistake; 9] = [
-    ("a batch of each rank, replicated", WAYS, |ctx| everywhere(&line(ctx, "tp")?, &own(ctx, &[4, 3])?).map(drop)),
+    ("a batch of each rank, replicated", WAYS, |ctx| {
+        everywhere(&line(ctx, "tp")?, &own(ctx, &[4, 3])?).map(drop)
+    }),
     ("a batch of each rank, cut by rows", WAYS, |ctx| {
         DTensor::distribute(&own(ctx, &[4, 3])?, &line(ctx, "dp")?, &[Shard(0)]).map(drop)
     }),
@@ -35,10 +37,17 @@ const UNLIKE: [Mistake; 9] = [
             Ok(Module::forward(&up, &own(ctx, &[4, 3])?).map(drop)?)
         },
     ),
-    ("a map of tensors with one that differs", &["up: rank 0 has", "DTensor::distribute_from", "data.rs:"], |ctx| {
-        let (same, own) = (same(&[4, 3])?, own(ctx, &[4, 3])?);
-        DTensor::distribute_all([("down", &same), ("up", &own)], &line(ctx, "tp")?, |_, _| vec![Replicate]).map(drop)
-    }),
+    (
+        "a map of tensors with one that differs",
+        &["up: rank 0 has", "DTensor::distribute_from", "data.rs:"],
+        |ctx| {
+            let (same, own) = (same(&[4, 3])?, own(ctx, &[4, 3])?);
+            DTensor::distribute_all([("down", &same), ("up", &own)], &line(ctx, "tp")?, |_, _| {
+                vec![Replicate]
+            })
+            .map(drop)
+        },
+    ),
     ("a last batch of unlike size", &["rank 0 has f32[4, 3]", "rank 1 has f32[3, 3]"], |ctx| {
         DTensor::distribute(&same(&[4 - ctx.rank(), 3])?, &line(ctx, "dp")?, &[Shard(0)]).map(drop)
     }),
@@ -76,7 +85,8 @@ const LAYOUTS: [Mistake; 10] = [
         x.add(&x.to_dtype(DType::F64)?).map(drop)
     }),
     ("tensors of two meshes", &["mesh"], |ctx| {
-        let (x, y) = (everywhere(&line(ctx, "tp")?, &same(&[4])?)?, everywhere(&line(ctx, "dp")?, &same(&[4])?)?);
+        let (x, y) =
+            (everywhere(&line(ctx, "tp")?, &same(&[4])?)?, everywhere(&line(ctx, "dp")?, &same(&[4])?)?);
         x.add(&y).map(drop)
     }),
     ("the shapes of PyTorch's Linear, transposed", &["matmul:"], |ctx| {
@@ -114,7 +124,7 @@ fn a_batch_of_one_rank() {
 /// The comparison is a check, which counts exclude; operands are compared once.
 #[test]
 fn comparisons_are_checks() {
-    candle_dist::World::local(2)
+    candle_dist::World::threads(2)
         .run(|ctx| -> Result<()> {
             let mesh = line(ctx, "tp")?;
             let x = everywhere(&mesh, &same(&[4])?)?;
@@ -124,8 +134,11 @@ fn comparisons_are_checks() {
             assert_eq!(counts.total(), 0);
             let events = log.finish();
             assert!(events.len() == 1 && events[0].op == Op::AllGather && events[0].bytes == 8, "{events:?}");
-            assert!(events[0].part == comm::Part::Check && events[0].site.file().ends_with("data.rs"), "{events:?}");
-            let vb = ShardedVarBuilder::fresh(1, &mesh, Plan::none(), DType::F32, &Cpu)?;
+            assert!(
+                events[0].part == comm::Part::Check && events[0].site.file().ends_with("data.rs"),
+                "{events:?}"
+            );
+            let vb = MeshVarBuilder::fresh(1, &mesh, Plan::none(), DType::F32, &Cpu)?;
             let (made, log) = comm::Log::of(|| Linear::new(3, 4, true, &vb.pp("up")));
             made?;
             assert!(log.is_empty(), "weights are equal by construction: {log:?}");

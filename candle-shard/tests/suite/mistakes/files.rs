@@ -2,7 +2,7 @@
 use super::{all_say, builder, line, same};
 use candle_core::{DType, Device::Cpu};
 use candle_dist::{RankContext, World};
-use candle_shard::nn::{Linear, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{Linear, MeshVarBuilder, Parameters};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights, checkpoint};
 use test_utils::Scratch;
@@ -22,7 +22,7 @@ fn save(folder: &std::path::Path, ctx: &RankContext, parameters: &Parameters) ->
 fn a_save_on_rank_0_only() {
     let scratch = Scratch::new("mistake-rank-0");
     let folder = scratch.path("model");
-    let ran = World::local(2).run(|ctx| -> Result<()> {
+    let ran = World::threads(2).run(|ctx| -> Result<()> {
         let parameters = model(ctx, "up", 4)?;
         if ctx.rank() == 0 { save(&folder, ctx, &parameters) } else { Ok(()) }
     });
@@ -35,17 +35,19 @@ fn a_save_on_rank_0_only() {
 fn another_model() {
     let scratch = Scratch::new("mistake-model");
     let folder = scratch.path("model");
-    World::local(2).run(|ctx| save(&folder, ctx, &model(ctx, "up", 4)?)).unwrap();
+    World::threads(2).run(|ctx| save(&folder, ctx, &model(ctx, "up", 4)?)).unwrap();
     all_say(2, "a checkpoint of another model", &["down.weight"], |ctx| model(ctx, "down", 4)?.load(&folder));
     all_say(2, "a checkpoint of another size", &["up.weight", "[4, 3]", "[5, 3]"], |ctx| {
         model(ctx, "up", 5)?.load(&folder)
     });
     all_say(2, "a builder of another model's files", &["down.weight"], |ctx| {
         let weights = Weights::open(&folder)?;
-        let vb = ShardedVarBuilder::from_weights(weights, 0, &line(ctx, "tp")?, Plan::none(), DType::F32, &Cpu)?;
+        let vb = MeshVarBuilder::from_weights(weights, 0, &line(ctx, "tp")?, Plan::none(), DType::F32, &Cpu)?;
         Linear::new(3, 4, false, &vb.pp("down")).map(drop)
     });
-    all_say(2, "a folder that is not there", &["nowhere"], |ctx| model(ctx, "up", 4)?.load(scratch.path("nowhere")));
+    all_say(2, "a folder that is not there", &["nowhere"], |ctx| {
+        model(ctx, "up", 4)?.load(scratch.path("nowhere"))
+    });
 }
 
 #[test]
@@ -76,7 +78,7 @@ fn stages_one_after_the_other_in_one_folder() {
     let stage = |ctx: &RankContext, nth: usize| -> Result<()> {
         let mesh = ctx.mesh(&[("pp", 2), ("tp", 1)])?;
         let here = mesh.axis("tp")?; // this rank alone
-        let vb = ShardedVarBuilder::fresh(1, &here, Plan::none(), DType::F32, &Cpu)?;
+        let vb = MeshVarBuilder::fresh(1, &here, Plan::none(), DType::F32, &Cpu)?;
         Linear::new(3, 4, false, &vb.pp(format!("layers.{nth}")))?;
         let saved = match ctx.rank() == nth {
             true => checkpoint::save(&folder, &here, &vb.finish()?.named_tensors()),
@@ -85,10 +87,13 @@ fn stages_one_after_the_other_in_one_folder() {
         mesh.group()?.barrier()?;
         saved
     };
-    World::local(2).run(|ctx| stage(ctx, 0)).unwrap();
-    let text = World::local(2).run(|ctx| stage(ctx, 1)).unwrap_err().to_string();
-    let parts =
-        ["has a checkpoint of other tensors, such as \"layers.0.weight\"", "\"layers.1.weight\"", "save_stages"];
+    World::threads(2).run(|ctx| stage(ctx, 0)).unwrap();
+    let text = World::threads(2).run(|ctx| stage(ctx, 1)).unwrap_err().to_string();
+    let parts = [
+        "has a checkpoint of other tensors, such as \"layers.0.weight\"",
+        "\"layers.1.weight\"",
+        "save_stages",
+    ];
     parts.iter().for_each(|part| assert!(text.contains(part), "{text}"));
     assert_eq!(
         Weights::open(&folder).unwrap().shape("layers.0.weight").unwrap(),
@@ -101,7 +106,7 @@ fn stages_one_after_the_other_in_one_folder() {
         let x = DTensor::distribute(&same(&[4, 3])?, &mesh, &[Replicate])?;
         checkpoint::save(&folder, &mesh, &names.iter().map(|name| (*name, x.clone())).collect::<Vec<_>>())
     };
-    World::local(2).run(|ctx| with(ctx, &["layers.0.weight", "optimizer"])).unwrap();
-    World::local(2).run(|ctx| with(ctx, &["layers.0.weight"])).unwrap();
+    World::threads(2).run(|ctx| with(ctx, &["layers.0.weight", "optimizer"])).unwrap();
+    World::threads(2).run(|ctx| with(ctx, &["layers.0.weight"])).unwrap();
     assert!(Weights::open(&folder).unwrap().shape("optimizer").is_err());
 }

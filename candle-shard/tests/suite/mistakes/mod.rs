@@ -7,7 +7,7 @@ mod tables;
 
 use candle_core::{DType, Device::Cpu, Tensor};
 use candle_dist::{DeviceMesh, RankContext};
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Result};
 use test_utils::mistakes::{all_say, of_the_world, on_all_ranks};
@@ -30,8 +30,8 @@ fn same(dims: &[usize]) -> Result<Tensor> {
     Ok(Tensor::arange(0f32, count as f32, &Cpu)?.reshape(dims)?)
 }
 
-fn builder(mesh: &DeviceMesh, plan: Plan) -> Result<ShardedVarBuilder> {
-    ShardedVarBuilder::fresh(42, mesh, plan, DType::F32, &Cpu)
+fn builder(mesh: &DeviceMesh, plan: Plan) -> Result<MeshVarBuilder> {
+    MeshVarBuilder::fresh(42, mesh, plan, DType::F32, &Cpu)
 }
 
 #[track_caller]

@@ -4,7 +4,7 @@ use candle_core::{DType, Device::Cpu};
 use candle_nn::ParamsAdamW;
 use candle_shard::Shard;
 use candle_shard::nn::{
-    self, AdamW, FusedQkv, Heads, LayerNorm, Linear, MoE, MoEConfig, Mode, Module, RNN, ShardedVarBuilder,
+    self, AdamW, FusedQkv, Heads, LayerNorm, Linear, MeshVarBuilder, MoE, MoEConfig, Mode, Module, RNN,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 
@@ -13,20 +13,26 @@ fn colwise() -> Plan {
 }
 
 const UNLIKE: [Mistake; 6] = [
-    ("a seed of each rank", &["finish: rank 0 has seed 0, and rank 1 has seed 1", "one seed, dtype and plan"], |ctx| {
-        let vb = ShardedVarBuilder::fresh(ctx.rank() as u64, &line(ctx, "tp")?, colwise(), DType::F32, &Cpu)?;
-        Linear::new(3, 4, true, &vb.pp("up"))?;
-        vb.finish().map(drop)
-    }),
+    (
+        "a seed of each rank",
+        &["finish: rank 0 has seed 0, and rank 1 has seed 1", "one seed, dtype and plan"],
+        |ctx| {
+            let vb =
+                MeshVarBuilder::fresh(ctx.rank() as u64, &line(ctx, "tp")?, colwise(), DType::F32, &Cpu)?;
+            Linear::new(3, 4, true, &vb.pp("up"))?;
+            vb.finish().map(drop)
+        },
+    ),
     ("a dtype of each rank", &["rank 0 has dtype f32, and rank 1 has dtype bf16"], |ctx| {
         let dtype = [DType::F32, DType::BF16][ctx.rank()];
-        let vb = ShardedVarBuilder::fresh(1, &line(ctx, "tp")?, colwise(), dtype, &Cpu)?;
+        let vb = MeshVarBuilder::fresh(1, &line(ctx, "tp")?, colwise(), dtype, &Cpu)?;
         Linear::new(3, 4, true, &vb.pp("up"))?;
         vb.finish().map(drop)
     }),
     ("a plan of each rank", &["rank 0 has the line \"up: ", "and rank 1 has the line \"up: "], |ctx| {
         let (rowwise, mesh) = (RowwiseParallel::default(), line(ctx, "tp")?);
-        let vb = builder(&mesh, if ctx.rank() == 0 { colwise() } else { Plan::new("tp").with("up", rowwise) })?;
+        let vb =
+            builder(&mesh, if ctx.rank() == 0 { colwise() } else { Plan::new("tp").with("up", rowwise) })?;
         Linear::new(3, 4, true, &vb.pp("up"))?;
         vb.finish().map(drop)
     }),
@@ -44,11 +50,15 @@ const UNLIKE: [Mistake; 6] = [
         Linear::new(3, 4 + ctx.rank(), false, &vb.pp("up"))?;
         vb.finish().map(drop)
     }),
-    ("a layer of one rank", &["rank 0 has nothing like it, and rank 1 has the parameter \"up.bias\""], |ctx| {
-        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
-        Linear::new(3, 4, ctx.rank() == 1, &vb.pp("up"))?;
-        vb.finish().map(drop)
-    }),
+    (
+        "a layer of one rank",
+        &["rank 0 has nothing like it, and rank 1 has the parameter \"up.bias\""],
+        |ctx| {
+            let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+            Linear::new(3, 4, ctx.rank() == 1, &vb.pp("up"))?;
+            vb.finish().map(drop)
+        },
+    ),
 ];
 
 #[test]
@@ -63,7 +73,9 @@ const PLANS: [Mistake; 12] = [
         Linear::new(3, 4, true, &vb.pp("layers.0.up"))?;
         vb.finish().map(drop)
     }),
-    ("the name of another axis in a plan", &["\"tp\"", "dp"], |ctx| builder(&line(ctx, "dp")?, colwise()).map(drop)),
+    ("the name of another axis in a plan", &["\"tp\"", "dp"], |ctx| {
+        builder(&line(ctx, "dp")?, colwise()).map(drop)
+    }),
     ("an axis that the mesh lacks", &["model"], |ctx| Ok(line(ctx, "tp")?.axis("model").map(drop)?)),
     ("a mesh of another size", &["3"], |ctx| Ok(ctx.mesh(&[("tp", 3)]).map(drop)?)),
     ("two layers without names", &["parameter weight is built twice", "vb.pp(..)"], |ctx| {
@@ -75,11 +87,15 @@ const PLANS: [Mistake; 12] = [
         let plan = Plan::new("tp").with("norm", ColwiseParallel::default());
         LayerNorm::new(4, 1e-5, &builder(&line(ctx, "tp")?, plan)?.pp("norm")).map(drop)
     }),
-    ("inputs of another width", &["linear: input f32[4, 3]", "called at ", "models.rs:", "in layer up"], |ctx| {
-        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
-        let up = Linear::new(5, 4, true, &vb.pp("up"))?;
-        up.forward(&everywhere(vb.mesh(), &same(&[4, 3])?)?).map(drop)
-    }),
+    (
+        "inputs of another width",
+        &["linear: input f32[4, 3]", "called at ", "models.rs:", "in layer up"],
+        |ctx| {
+            let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+            let up = Linear::new(5, 4, true, &vb.pp("up"))?;
+            up.forward(&everywhere(vb.mesh(), &same(&[4, 3])?)?).map(drop)
+        },
+    ),
     ("images with other channels", &["conv2d: ", "models.rs:", "in layer stem"], |ctx| {
         let vb = builder(&line(ctx, "tp")?, Plan::none())?;
         let stem = nn::conv2d(3, 4, 3, Default::default(), &vb.pp("stem"))?;
@@ -102,12 +118,16 @@ const PLANS: [Mistake; 12] = [
         let experts = MoE::new(MoEConfig::new(4, 8, 3, 2), &vb.pp("experts"))?;
         experts.forward(&everywhere(vb.mesh(), &same(&[5, 3])?)?, Mode::Eval).map(drop)
     }),
-    ("rows that are cut before a norm", &["layer_norm: ", "would move by all_to_all over tp", "models.rs:"], |ctx| {
-        let vb = builder(&line(ctx, "tp")?, Plan::none())?;
-        let norm = LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
-        let x = candle_shard::DTensor::distribute(&same(&[4, 4])?, vb.mesh(), &[Shard(1)])?;
-        candle_shard::strict(|| norm.forward(&x)).map(drop)
-    }),
+    (
+        "rows that are cut before a norm",
+        &["layer_norm: ", "would move by all_to_all over tp", "models.rs:"],
+        |ctx| {
+            let vb = builder(&line(ctx, "tp")?, Plan::none())?;
+            let norm = LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
+            let x = candle_shard::DTensor::distribute(&same(&[4, 4])?, vb.mesh(), &[Shard(1)])?;
+            candle_shard::strict(|| norm.forward(&x)).map(drop)
+        },
+    ),
 ];
 
 #[test]
@@ -190,7 +210,9 @@ fn as_child() {
         let x = candle_shard::DTensor::distribute(&same(&[4, 4])?, vb.mesh(), &[Shard(1)])?;
         match how.as_str() {
             "move" => norm.forward(&x).map(drop),
-            "constants" => vb.built().backward(&everywhere(vb.mesh(), &same(&[4, 4])?)?.mean_all()?).map(drop),
+            "constants" => {
+                vb.built().backward(&everywhere(vb.mesh(), &same(&[4, 4])?)?.mean_all()?).map(drop)
+            }
             "another" => {
                 let other = builder(vb.mesh(), Plan::none())?;
                 let loss = Linear::new(4, 4, true, &other)?.forward(&x)?.mean_all()?;
@@ -205,7 +227,7 @@ fn as_child() {
             _ => up.forward(&x).map(drop),
         }
     };
-    candle_dist::World::local(2).run(run).unwrap();
+    candle_dist::World::threads(2).run(run).unwrap();
 }
 
 #[test]
@@ -221,7 +243,10 @@ fn what_is_no_error_is_a_warning_without_a_logger_too() {
         ("constants", ["warning: backward: the loss depends on no variable", "so there is no gradient"]),
         (
             "another",
-            ["warning: Parameters::backward: the loss depends on none of these parameters", "such as \"layers.0.up."],
+            [
+                "warning: Parameters::backward: the loss depends on none of these parameters",
+                "such as \"layers.0.up.",
+            ],
         ),
         ("unused", ["warning: a step of AdamW changes nothing", "such as \"layers.0.up."]),
     ] {
@@ -229,6 +254,7 @@ fn what_is_no_error_is_a_warning_without_a_logger_too() {
         parts.iter().for_each(|part| assert!(said.contains(part), "{part}: {said}"));
     }
     let said = child("move");
-    let parts = ["warning: layer_norm at ", "models.rs:", "would move by all_to_all over tp", "candle_shard::strict"];
+    let parts =
+        ["warning: layer_norm at ", "models.rs:", "would move by all_to_all over tp", "candle_shard::strict"];
     parts.iter().for_each(|part| assert!(said.contains(part), "{part}: {said}"));
 }

@@ -17,12 +17,16 @@ fn table(ctx: &RankContext) -> Result<ShardedTensor> {
 }
 
 const MISTAKES: [Mistake; 7] = [
-    ("rows of replicated ids, labeled as replicated", &["2 times", "\"tp\"", "ShardedTensor::lookup"], |ctx| {
-        let mesh = ctx.mesh(&[("dp", ctx.world_size() / 2), ("tp", 2)])?;
-        let (table, _) = table(ctx)?.to_var()?;
-        let rows = table.embedding(&Tensor::new(&[1u32, 4], &Cpu)?, &EmbeddingOptions::default())?;
-        DTensor::from_local(rows, &mesh, &[Shard(0), Replicate], (ctx.world_size(), 2)).map(drop)
-    }),
+    (
+        "rows of replicated ids, labeled as replicated",
+        &["2 times", "\"tp\"", "ShardedTensor::lookup"],
+        |ctx| {
+            let mesh = ctx.mesh(&[("dp", ctx.world_size() / 2), ("tp", 2)])?;
+            let (table, _) = table(ctx)?.to_var()?;
+            let rows = table.embedding(&Tensor::new(&[1u32, 4], &Cpu)?, &EmbeddingOptions::default())?;
+            DTensor::from_local(rows, &mesh, &[Shard(0), Replicate], (ctx.world_size(), 2)).map(drop)
+        },
+    ),
     ("bags of replicated ids, labeled as replicated", &["ShardedTensor::lookup"], |ctx| {
         let mesh = ctx.mesh(&[("dp", ctx.world_size() / 2), ("tp", 2)])?;
         let (table, _) = table(ctx)?.to_var()?;
@@ -84,15 +88,17 @@ fn a_lookup_on_a_mesh_equals_one_device() {
         for layout in layouts(axes.len()) {
             for dtype in [DType::F32, DType::BF16] {
                 let ranks = axes.iter().map(|(_, size)| size).product();
-                let parts = World::local(ranks).run(|ctx| -> Result<(Tensor, Tensor)> {
+                let parts = World::threads(ranks).run(|ctx| -> Result<(Tensor, Tensor)> {
                     let mesh = ctx.mesh(axes)?;
                     let spec = ChunkShardingSpec::on_ranks(0, 0..ranks)?;
                     let whole = same(&[ROWS, 2])?.to_dtype(dtype)?;
-                    let table = ShardedTensor::shard((ctx.rank() == 0).then_some(&whole), &spec, 0, ctx.group())?;
+                    let table =
+                        ShardedTensor::shard((ctx.rank() == 0).then_some(&whole), &spec, 0, ctx.group())?;
                     let (table, vars) = table.to_var()?;
                     let ids = DTensor::distribute(&Tensor::new(&ids[..], &Cpu)?, &mesh, &layout)?;
                     let rows = table.lookup(&ids, &EmbeddingOptions::default())?;
-                    let weights = DTensor::replicated(&weights(ids.dims()[0])?.to_dtype(dtype)?.unsqueeze(1)?, &mesh)?;
+                    let weights =
+                        DTensor::replicated(&weights(ids.dims()[0])?.to_dtype(dtype)?.unsqueeze(1)?, &mesh)?;
                     let loss = rows.sqr()?.mul(&weights)?.sum_all()?;
                     let grads = loss.backward()?;
                     let none = Tensor::zeros((0, 2), dtype, &Cpu)?;
@@ -105,7 +111,11 @@ fn a_lookup_on_a_mesh_equals_one_device() {
                 let got = Tensor::cat(&grads, 0).unwrap().to_vec2::<f32>().unwrap();
                 assert_eq!(got, grad.to_vec2::<f32>().unwrap(), "{axes:?} {layout:?} {dtype:?}");
                 for (rows, _) in parts {
-                    assert_eq!(rows.to_vec2::<f32>().unwrap(), found.to_vec2::<f32>().unwrap(), "{axes:?} {layout:?}");
+                    assert_eq!(
+                        rows.to_vec2::<f32>().unwrap(),
+                        found.to_vec2::<f32>().unwrap(),
+                        "{axes:?} {layout:?}"
+                    );
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Bias balancing: counts, updates, and the work of ranks under Zipf routing.
 use super::harness::{Routing, TRAIN, build, config, errors_of, tokens, truth};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{MoE, MoEConfig, Mode, Scores, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode, Scores};
 use candle_shard::parallel::Plan;
 use candle_shard::random::{Distribution, Stream, sample_full};
 use candle_shard::{Replicate, Result, Shard};
@@ -10,7 +10,8 @@ use test_utils::on_ranks;
 /// Tokens whose first coordinates are logits: noise plus the logarithms of Zipf's frequencies.
 fn zipf(tokens: usize, experts: usize, step: u64) -> candle_core::Result<Tensor> {
     let even = Distribution::Uniform { lo: 1e-6, up: 1.0 };
-    let noise = sample_full(Stream::new(5, "zipf").fold(step), even, &[tokens, experts], DType::F64, &Device::Cpu)?;
+    let noise =
+        sample_full(Stream::new(5, "zipf").fold(step), even, &[tokens, experts], DType::F64, &Device::Cpu)?;
     let noise = noise.log()?.neg()?.log()?.neg()?; // Gumbel
     let favor = Tensor::from_iter((0..experts).map(|expert| -((expert + 1) as f64).ln()), &Device::Cpu)?;
     noise.broadcast_add(&favor)
@@ -27,12 +28,12 @@ fn under_zipf_routing_the_bias_balances_the_rows_of_ranks() {
                 .scores(Scores::Sigmoid)
                 .normalize(true)
                 .bias(true);
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
+            let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
             let layer = MoE::new(config, &vb)?;
             for parameter in vb.finish()?.iter().filter(|p| p.name == "router.weight") {
-                parameter
-                    .var
-                    .set(&Tensor::eye(experts, DType::F64, &Device::Cpu)?.to_device(&test_utils::device())?)?;
+                parameter.var.set(
+                    &Tensor::eye(experts, DType::F64, &Device::Cpu)?.to_device(&test_utils::device())?,
+                )?;
             }
             let worst = |step: u64| -> Result<f64> {
                 let x = test_utils::distribute(&zipf(2048, experts, step)?, &mesh, &[Shard(0)])?;

@@ -32,7 +32,8 @@ fn only_routed_rows_travel_and_each_once_to_a_rank() {
                 let owner = |token: usize| token / 13usize.div_ceil(world);
                 let sent: usize = mine.clone().map(|token| targets(token).len()).sum();
                 let computed = (0..13).filter(|&token| targets(token).contains(&ctx.rank())).count();
-                let traveled = (0..13).flat_map(|t| targets(t).into_iter().filter(move |&r| r != owner(t))).count();
+                let traveled =
+                    (0..13).flat_map(|t| targets(t).into_iter().filter(move |&r| r != owner(t))).count();
                 assert_eq!((made.load.sent, made.load.ranks[ctx.rank()]), (traveled, computed));
                 let of = |counts: &CommCounts, op: Op| (counts.get(op).count, counts.get(op).bytes);
                 let width = F64 * 6;
@@ -40,13 +41,21 @@ fn only_routed_rows_travel_and_each_once_to_a_rank() {
                 assert_eq!(of(&forward, Op::AllGather), (1, table), "{forward}");
                 // Rows, then weights with numbers of experts, then results. A call counts the rows that a rank gives.
                 let slips = F64 * 2 * top_k;
-                assert_eq!(of(&forward, Op::AllToAll), (3, sent * (width + slips) + computed * width), "{forward}");
+                assert_eq!(
+                    of(&forward, Op::AllToAll),
+                    (3, sent * (width + slips) + computed * width),
+                    "{forward}"
+                );
                 assert_eq!(forward.total(), 4, "{forward}");
                 let loss = made.output.sum_all()?;
                 let (grads, backward) = comm::record(|| parameters.backward(&loss));
                 grads?;
                 let weights = F64 * top_k;
-                assert_eq!(of(&backward, Op::AllToAll), (3, sent * width + computed * (width + weights)), "{backward}");
+                assert_eq!(
+                    of(&backward, Op::AllToAll),
+                    (3, sent * width + computed * (width + weights)),
+                    "{backward}"
+                );
                 // The router's gradient.
                 assert_eq!((of(&backward, Op::AllReduce).0, backward.total()), (1, 4), "{backward}");
                 Ok(())
@@ -67,8 +76,16 @@ fn replicated_tokens_need_one_choice_and_one_sum_in_each_pass() {
         let made = made?;
         // The choices, and the sum of the results.
         let choices = 4 * (1 + 13 * 2);
-        assert_eq!((forward.get(Op::Broadcast).count, forward.get(Op::Broadcast).bytes), (1, choices), "{forward}");
-        assert_eq!((forward.get(Op::AllReduce).count, forward.total(), made.load.sent), (1, 2, 0), "{forward}");
+        assert_eq!(
+            (forward.get(Op::Broadcast).count, forward.get(Op::Broadcast).bytes),
+            (1, choices),
+            "{forward}"
+        );
+        assert_eq!(
+            (forward.get(Op::AllReduce).count, forward.total(), made.load.sent),
+            (1, 2, 0),
+            "{forward}"
+        );
         let loss = made.output.sum_all()?;
         let (grads, backward) = comm::record(|| parameters.backward(&loss));
         grads?;

@@ -1,7 +1,7 @@
 //! Wrong options and wrong data: one identical error on all ranks.
 use super::harness::{Routing, TRAIN, build, config, truth};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{ExpertGroups, MoE, MoEConfig, ShardedVarBuilder};
+use candle_shard::nn::{ExpertGroups, MeshVarBuilder, MoE, MoEConfig};
 use candle_shard::parallel::Plan;
 use candle_shard::{Replicate, Result, Shard};
 use test_utils::on_ranks;
@@ -28,7 +28,7 @@ fn options_that_do_not_fit_are_one_error_on_all_ranks() {
     for (config, parts) in cases {
         let texts = on_ranks(2, "options", move |ctx| -> Result<String> {
             let mesh = ctx.mesh(&[("ep", 2)])?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F32, &test_utils::device())?;
+            let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F32, &test_utils::device())?;
             Ok(MoE::new(config.clone(), &vb).unwrap_err().to_string())
         });
         assert_eq!(texts[0], texts[1]);
@@ -82,8 +82,9 @@ fn inputs_that_do_not_fit_are_refused() {
 fn experts_cut_over_the_fully_sharded_axis_are_refused() {
     on_ranks(2, "fsdp axis", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("ep", 2), ("tp", 1)])?;
-        let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("tp"), DType::F32, &test_utils::device())?;
-        let text = MoE::new(config(4, 2), &vb.fully_shard("ep", Default::default())?).unwrap_err().to_string();
+        let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("tp"), DType::F32, &test_utils::device())?;
+        let text =
+            MoE::new(config(4, 2), &vb.fully_shard("ep", Default::default())?).unwrap_err().to_string();
         assert!(text.contains("experts.gate_proj") && text.contains("use two axes"), "{text}");
         Ok(())
     });
@@ -97,7 +98,7 @@ fn layers_in_unlike_orders_are_an_error_on_all_ranks() {
             let texts = on_ranks(4, "orders", move |ctx| -> Result<String> {
                 let mesh = ctx.mesh(&[("dp", 2), ("ep", 2)])?;
                 let config = config(5, 2).capacity_factor(factor);
-                let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
+                let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
                 let layers = [MoE::new(config.clone(), &vb.pp("a"))?, MoE::new(config.clone(), &vb.pp("b"))?];
                 let truth = truth(&config, &[4, 2, 6], Routing::Random, DType::F64)?;
                 let x = test_utils::distribute(&truth.x, &mesh, &at)?;

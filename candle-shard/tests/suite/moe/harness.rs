@@ -1,7 +1,7 @@
 //! A layer on one device and on a mesh, and the comparison of all results.
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::DeviceMesh;
-use candle_shard::nn::{MoE, MoEConfig, MoEOutput, Mode, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, MoEOutput, Mode, Parameters};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Placement, Replicate, Result, Spec};
 use std::collections::BTreeMap;
@@ -47,9 +47,15 @@ pub(crate) struct Truth {
     pub(crate) weight: Tensor,
 }
 
-pub(crate) fn truth(config: &MoEConfig, shape: &[usize], routing: Routing, dtype: DType) -> candle_core::Result<Truth> {
+pub(crate) fn truth(
+    config: &MoEConfig,
+    shape: &[usize],
+    routing: Routing,
+    dtype: DType,
+) -> candle_core::Result<Truth> {
     let layer = Moe::new(config, 3, dtype, &Device::Cpu)?;
-    let flat = values(shape, 1, dtype).reshape((shape[..shape.len() - 1].iter().product::<usize>(), WIDTH))?;
+    let flat =
+        values(shape, 1, dtype).reshape((shape[..shape.len() - 1].iter().product::<usize>(), WIDTH))?;
     let router = &layer.vars()[0].1;
     let flat = if routing == Routing::OneSided { one_sided(&flat, router)? } else { flat };
     let x = Var::from_tensor(&flat.reshape(shape)?)?;
@@ -70,7 +76,7 @@ pub(crate) fn truth(config: &MoEConfig, shape: &[usize], routing: Routing, dtype
 /// Builds the layer with the same parameters as [`truth`].
 pub(crate) fn build(config: &MoEConfig, mesh: &DeviceMesh, truth: &Truth) -> Result<(MoE, Parameters)> {
     let plan = Plan::new(mesh.names()[0].as_str());
-    let vb = ShardedVarBuilder::fresh(3, mesh, plan, truth.x.dtype(), &test_utils::device())?;
+    let vb = MeshVarBuilder::fresh(3, mesh, plan, truth.x.dtype(), &test_utils::device())?;
     let layer = MoE::new(config.clone(), &vb)?;
     let parameters = vb.finish()?;
     for parameter in parameters.iter().filter(|p| p.name == "router.weight") {
@@ -86,7 +92,12 @@ pub(crate) fn errors(config: &MoEConfig, truth: &Truth, spec: Spec) -> Result<(f
     errors_of(&layer, &parameters, truth, spec)
 }
 
-pub(crate) fn errors_of(layer: &MoE, parameters: &Parameters, truth: &Truth, spec: Spec) -> Result<(f64, MoEOutput)> {
+pub(crate) fn errors_of(
+    layer: &MoE,
+    parameters: &Parameters,
+    truth: &Truth,
+    spec: Spec,
+) -> Result<(f64, MoEOutput)> {
     let mesh = spec.mesh().clone();
     let local = block(&truth.x, &spec)?.force_contiguous()?.to_device(&test_utils::device())?;
     let (x, var) = DTensor::from_local_with_spec(local, spec.clone())?.to_var()?;
@@ -112,7 +123,12 @@ pub(crate) fn errors_of(layer: &MoE, parameters: &Parameters, truth: &Truth, spe
 }
 
 /// The layout of tokens with these placements, with given sizes on the first axis.
-pub(crate) fn tokens(mesh: &DeviceMesh, truth: &Truth, at: &[Placement], sizes: Option<&[usize]>) -> Result<Spec> {
+pub(crate) fn tokens(
+    mesh: &DeviceMesh,
+    truth: &Truth,
+    at: &[Placement],
+    sizes: Option<&[usize]>,
+) -> Result<Spec> {
     Spec::new(mesh, at, truth.x.shape(), truth.x.dtype())?.with_sizes(0, sizes.map(Into::into))
 }
 

@@ -2,7 +2,7 @@
 use super::harness::{Routing, TRAIN, build, config, errors, tokens, truth};
 use candle_core::{DType, Tensor};
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{MoE, Mode, ShardedVarBuilder, recompute};
+use candle_shard::nn::{MeshVarBuilder, MoE, Mode, recompute};
 use candle_shard::parallel::Plan;
 use candle_shard::{DTensor, Placement, Replicate, Result, Shard};
 use std::collections::BTreeMap;
@@ -43,7 +43,8 @@ fn partial_tokens_are_summed_first() {
         let config = config(4, 2);
         let truth = truth(&config, &[5, 6], Routing::Random, DType::F64)?;
         let (layer, _) = build(&config, &mesh, &truth)?;
-        let x = test_utils::distribute(&truth.x, &mesh, &[Replicate])?.redistribute(&[Placement::PARTIAL_SUM])?;
+        let x =
+            test_utils::distribute(&truth.x, &mesh, &[Replicate])?.redistribute(&[Placement::PARTIAL_SUM])?;
         let made = layer.forward(&x, TRAIN)?;
         assert_eq!(made.output.placements(), [Replicate]);
         assert!(distance(made.output.to_local(), &truth.made.output) < 1e-12);
@@ -66,7 +67,7 @@ fn fully_sharded_experts_equal_one_device() {
             let mesh = ctx.mesh(&axes)?;
             let config = config(5, 2).shared_hidden(3).expert_sizes(sizes.clone());
             let truth = truth(&config, &[7, 6], Routing::Random, DType::F64)?;
-            let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
+            let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::F64, &test_utils::device())?;
             let vb = vb.fully_shard("fsdp", FullyShardOptions::default())?;
             let unit = FullyShard::new(&vb, |vb| MoE::new(config.clone(), vb))?;
             let parameters = vb.finish()?;
@@ -111,7 +112,8 @@ fn recomputed_experts_equal_one_device_and_count_choices_once() {
         };
         let mut shows = false;
         for seed in 0..50 {
-            let more = test_utils::distribute(&test_utils::values(&[7, 6], seed, DType::F64), &mesh, &[Shard(0)])?;
+            let more =
+                test_utils::distribute(&test_utils::values(&[7, 6], seed, DType::F64), &mesh, &[Shard(0)])?;
             let counts = layer.forward(&more, Mode::Eval)?.load.experts;
             if signs(&counts, 1) != signs(&counts, 2) {
                 layer.forward(&more, TRAIN)?;
@@ -189,7 +191,7 @@ fn sixteen_bit_experts_are_close_to_one_device() {
         let mesh = ctx.mesh(&[("ep", 3)])?;
         let config = config(5, 2).bias(true);
         let whole = truth(&config, &[8, 6], Routing::OneSided, DType::F32)?;
-        let vb = ShardedVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::BF16, &test_utils::device())?;
+        let vb = MeshVarBuilder::fresh(3, &mesh, Plan::new("ep"), DType::BF16, &test_utils::device())?;
         let layer = MoE::new(config, &vb)?;
         let parameters = vb.finish()?;
         for parameter in parameters.iter().filter(|p| p.name == "router.weight") {
@@ -199,8 +201,10 @@ fn sixteen_bit_experts_are_close_to_one_device() {
         let made = layer.forward(&x, TRAIN)?;
         assert_eq!(made.output.dtype(), DType::BF16);
         let close = |got: &Tensor, want: &Tensor| -> Result<f64> {
-            let off =
-                (got.to_dtype(DType::F32)?.to_device(want.device())? - want)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            let off = (got.to_dtype(DType::F32)?.to_device(want.device())? - want)?
+                .abs()?
+                .max_all()?
+                .to_scalar::<f32>()?;
             Ok(f64::from(off / want.abs()?.max_all()?.to_scalar::<f32>()?))
         };
         assert!(close(&made.output.full_tensor()?, &whole.made.output)? < 0.03);

@@ -3,7 +3,7 @@ use crate::common::*;
 use crate::gguf::save;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::nn::{MoE, MoEConfig, Mode, ShardedVarBuilder};
+use candle_shard::nn::{MeshVarBuilder, MoE, MoEConfig, Mode};
 use candle_shard::parallel::{Plan, Shares};
 use candle_shard::{DTensor, Replicate, Result, Shard, Weights};
 use std::path::{Path, PathBuf};
@@ -41,9 +41,10 @@ fn run(
 ) -> Result<Made> {
     let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
     let plan = Plan::new("tp").with_shares(shares);
-    let vb = ShardedVarBuilder::from_weights(Weights::open(path)?, 0, &mesh, plan, DType::F32, &CPU)?;
+    let vb = MeshVarBuilder::from_weights(Weights::open(path)?, 0, &mesh, plan, DType::F32, &CPU)?;
     let vb = if as_floats { vb.dequantized() } else { vb };
-    let config = MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");
+    let config =
+        MoEConfig::new(WIDTH, HIDDEN, EXPERTS, 2).normalize(true).expert_axis("ep").tensor_axis("tp");
     let layer = MoE::new(config, &vb)?;
     let placements = if is_cut { [Shard(0), Replicate] } else { [Replicate; 2] };
     let (x, var) = DTensor::distribute(&values(&[7, WIDTH], 5, DType::F32), &mesh, &placements)?.to_var()?;
@@ -56,7 +57,12 @@ fn run(
         list(&parameter.grad(&grads)?.unwrap().full_tensor()?)
     };
     let grad = DTensor::from_local_with_spec(grads.get(&var).unwrap().clone(), x.spec().clone())?;
-    Ok((list(&output.full_tensor()?)?, list(&grad.full_tensor()?)?, whole("router.weight")?, vb.quantized_bytes()))
+    Ok((
+        list(&output.full_tensor()?)?,
+        list(&grad.full_tensor()?)?,
+        whole("router.weight")?,
+        vb.quantized_bytes(),
+    ))
 }
 
 fn on(path: &Path, mesh: [usize; 2], is_cut: bool, shares: Option<&str>, as_floats: bool) -> Vec<Made> {

@@ -88,7 +88,9 @@ fn attention_of_capped_scores() {
         cases.push(Case::new(
             &format!("attention with a cap of {cap:?}"),
             &inputs,
-            move |x| x[0].capped_attention(&x[1], &x[2], &x[3], 1.0 / (x[0].dim(D::Minus1)? as f64).sqrt(), cap),
+            move |x| {
+                x[0].capped_attention(&x[1], &x[2], &x[3], 1.0 / (x[0].dim(D::Minus1)? as f64).sqrt(), cap)
+            },
             move |x| plain::attention(&x[..3], capped_softmax(&x[3], cap)),
         ));
     }
@@ -115,20 +117,24 @@ fn attention_of_rows() {
             Box::leak(Box::new([b, s, h, d]))
         };
         let inputs: [Input; 3] = shapes.map(|shape| (rows_first(shape), Float));
-        let swapped = |x: &[Tensor]| x.iter().map(|x| x.transpose(1, 2)?.contiguous()).collect::<Result<Vec<_>, _>>();
+        let swapped =
+            |x: &[Tensor]| x.iter().map(|x| x.transpose(1, 2)?.contiguous()).collect::<Result<Vec<_>, _>>();
         cases.push(Case::new(
             "flash_attn",
             &inputs,
             |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), false),
             move |x| {
-                plain::attention(&swapped(x)?, |scores| candle_nn::ops::softmax(scores, D::Minus1))?.transpose(1, 2)
+                plain::attention(&swapped(x)?, |scores| candle_nn::ops::softmax(scores, D::Minus1))?
+                    .transpose(1, 2)
             },
         ));
         cases.push(Case::new(
             "causal flash_attn",
             &inputs,
             |x| x[0].flash_attn(&x[1], &x[2], 1.0 / 2f64.sqrt(), true),
-            move |x| plain::attention(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2),
+            move |x| {
+                plain::attention(&swapped(x)?, |scores| kernels::causal_softmax(scores, 1.0))?.transpose(1, 2)
+            },
         ));
     }
     sweep("flash_attn", cases);
@@ -147,7 +153,11 @@ fn attention_with_an_additive_mask() {
             "masked attention",
             &inputs,
             |x| x[0].scaled_dot_product_attention(&x[1], &x[2], AttentionMask::Additive(&x[3]), None),
-            |x| plain::attention(x, |scores| candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)),
+            |x| {
+                plain::attention(x, |scores| {
+                    candle_nn::ops::softmax(&scores.broadcast_add(&x[3])?, D::Minus1)
+                })
+            },
         )
     };
     sweep("masked attention", shapes.map(case).to_vec());
@@ -157,13 +167,22 @@ fn attention_with_an_additive_mask() {
 fn sharded_heads_attend_without_communication() {
     on_ranks(2, "heads", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 2)])?;
-        let put = |shape: &[usize], at| DTensor::distribute(&crate::common::values(shape, 1, DType::F64), &mesh, &[at]);
+        let put = |shape: &[usize], at| {
+            DTensor::distribute(&crate::common::values(shape, 1, DType::F64), &mesh, &[at])
+        };
         let [q, kv, one] =
             [put(&[2, 4, 3, 2], Shard(1))?, put(&[2, 2, 3, 2], Shard(1))?, put(&[2, 1, 3, 2], Replicate)?];
-        for (key, mask) in [(&kv, AttentionMask::Causal), (&kv, AttentionMask::None), (&one, AttentionMask::Causal)] {
+        for (key, mask) in
+            [(&kv, AttentionMask::Causal), (&kv, AttentionMask::None), (&one, AttentionMask::Causal)]
+        {
             let (out, counts) = comm::record(|| q.scaled_dot_product_attention(key, key, mask, None));
             let out = out?;
-            assert_eq!((counts.total(), out.placements()), (0, &[Shard(1)][..]), "{counts} for {}", key.spec());
+            assert_eq!(
+                (counts.total(), out.placements()),
+                (0, &[Shard(1)][..]),
+                "{counts} for {}",
+                key.spec()
+            );
         }
         Ok(())
     });
@@ -173,13 +192,14 @@ fn sharded_heads_attend_without_communication() {
 fn attention_on_uneven_groups_equals_one_device() {
     on_ranks(4, "more ranks than key heads", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 4)])?;
-        let whole =
-            [[1, 8, 3, 2], [1, 2, 3, 2], [1, 2, 3, 2]].map(|s| crate::common::values(&s, s[1] as u64, DType::F64));
+        let whole = [[1, 8, 3, 2], [1, 2, 3, 2], [1, 2, 3, 2]]
+            .map(|s| crate::common::values(&s, s[1] as u64, DType::F64));
         let want = plain::attention(&whole, |scores| candle_nn::ops::softmax(scores, D::Minus1))?;
         let q = DTensor::distribute(&whole[0], &mesh, &[Shard(1)])?;
         let [k, v] = [1, 2].map(|i| DTensor::distribute(&whole[i], &mesh, &[Replicate]));
         // Every rank has 2 of the 8 heads, half a group: it uses copies of the key heads, and no head moves.
-        let (out, counts) = comm::record(|| q.scaled_dot_product_attention(&k?, &v?, AttentionMask::None, None));
+        let (out, counts) =
+            comm::record(|| q.scaled_dot_product_attention(&k?, &v?, AttentionMask::None, None));
         assert_eq!(counts.total(), 0, "{counts}");
         let out = out?;
         assert_eq!(out.to_local().dims(), [1, 2, 3, 2]);

@@ -53,15 +53,19 @@ const LACKS: &[(&str, &str)] = &[
 pub(super) fn package_of(name: &str) -> String {
     let lock = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.lock");
     let text = fs::read_to_string(&lock).unwrap_or_else(|e| panic!("{}: {e}", lock.display()));
-    let after = text.split_once(&format!("name = \"{name}\"\nversion = \"")).unwrap_or_else(|| panic!("no {name}"));
+    let after =
+        text.split_once(&format!("name = \"{name}\"\nversion = \"")).unwrap_or_else(|| panic!("no {name}"));
     format!("{name}-{}", after.1.split('"').next().unwrap())
 }
 
 /// The source of a package in cargo's registry, or why it is not there.
 pub(super) fn source_of(package: &str) -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO_HOME").map(PathBuf::from);
-    let cargo = cargo.or_else(|| Some(std::env::home_dir()?.join(".cargo"))).ok_or("neither CARGO_HOME nor a home")?;
-    let registries = fs::read_dir(cargo.join("registry/src")).map_err(|e| format!("{}: {e}", cargo.display()))?;
+    let cargo = cargo
+        .or_else(|| Some(std::env::home_dir()?.join(".cargo")))
+        .ok_or("neither CARGO_HOME nor a home")?;
+    let registries =
+        fs::read_dir(cargo.join("registry/src")).map_err(|e| format!("{}: {e}", cargo.display()))?;
     let found = registries.filter_map(|registry| Some(registry.ok()?.path().join(package).join("src")));
     let why = || format!("no source of {package} below {}: run `cargo fetch`", cargo.display());
     found.into_iter().find(|source| source.is_dir()).ok_or_else(why)
@@ -79,8 +83,14 @@ fn rust_files(folder: &Path) -> Vec<PathBuf> {
 
 /// The public methods in blocks that begin with one of `heads`, and what macros there make by name.
 fn methods(source: &str, heads: &[&str]) -> BTreeSet<String> {
-    const MADE: [&str; 6] =
-        ["pub fn ", "pub unsafe fn ", "unary_op!(", "binary_op!(", "binary_op_scalar!(", "broadcast_binary_op!("];
+    const MADE: [&str; 6] = [
+        "pub fn ",
+        "pub unsafe fn ",
+        "unary_op!(",
+        "binary_op!(",
+        "binary_op_scalar!(",
+        "broadcast_binary_op!(",
+    ];
     let mut inside = false;
     let mut found = BTreeSet::new();
     for line in source.lines() {
@@ -88,7 +98,8 @@ fn methods(source: &str, heads: &[&str]) -> BTreeSet<String> {
             _ if heads.contains(&line) => inside = true,
             "}" => inside = false,
             _ if inside => {
-                let rest = line.strip_prefix("    ").and_then(|line| MADE.iter().find_map(|p| line.strip_prefix(p)));
+                let rest =
+                    line.strip_prefix("    ").and_then(|line| MADE.iter().find_map(|p| line.strip_prefix(p)));
                 found.extend(rest.map(word));
             }
             _ => {}
@@ -104,8 +115,10 @@ fn word(text: &str) -> String {
 
 fn of_candle(source: &Path) -> BTreeSet<String> {
     let read = |file: &PathBuf| fs::read_to_string(file).unwrap();
-    let blocks =
-        rust_files(source).iter().flat_map(|file| methods(&read(file), &["impl Tensor {"])).collect::<Vec<_>>();
+    let blocks = rust_files(source)
+        .iter()
+        .flat_map(|file| methods(&read(file), &["impl Tensor {"]))
+        .collect::<Vec<_>>();
     let shape = read(&source.join("shape.rs"));
     blocks.into_iter().chain(shape.split("\nextract_dims!(").skip(1).map(word)).collect()
 }
@@ -115,8 +128,16 @@ fn of_dtensor() -> BTreeSet<String> {
     let files = rust_files(&source).into_iter().map(|file| fs::read_to_string(file).unwrap());
     let in_blocks = files.flat_map(|text| methods(&text, &["impl DTensor {"])).collect::<Vec<_>>();
     let dims = fs::read_to_string(source.join("tensor/dtensor.rs")).unwrap();
-    let dims =
-        dims.split("\nsizes!(").nth(1).unwrap().split("\n);").next().unwrap().lines().map(word).collect::<Vec<_>>();
+    let dims = dims
+        .split("\nsizes!(")
+        .nth(1)
+        .unwrap()
+        .split("\n);")
+        .next()
+        .unwrap()
+        .lines()
+        .map(word)
+        .collect::<Vec<_>>();
     in_blocks.into_iter().chain(dims).chain(super::complete::ops()).collect()
 }
 
@@ -130,7 +151,8 @@ fn every_method_of_candles_tensor_is_here_or_has_a_reason() {
     let (candles, ours) = (listed().1, of_dtensor());
     let reasons: BTreeMap<&str, &str> = LACKS.iter().copied().collect();
     assert_eq!(reasons.len(), LACKS.len(), "a method has two reasons");
-    let missing: Vec<_> = candles.iter().filter(|m| !ours.contains(*m) && !reasons.contains_key(m.as_str())).collect();
+    let missing: Vec<_> =
+        candles.iter().filter(|m| !ours.contains(*m) && !reasons.contains_key(m.as_str())).collect();
     assert!(missing.is_empty(), "candle's Tensor has what DTensor lacks without a reason: {missing:?}");
     let idle: Vec<_> = reasons.keys().filter(|m| ours.contains(**m) || !candles.contains(**m)).collect();
     assert!(idle.is_empty(), "reasons for what DTensor has, or candle has not: {idle:?}");
@@ -144,8 +166,12 @@ fn the_list_of_candles_methods_is_that_of_its_source() {
     match source_of(&package) {
         Ok(source) => {
             let found = of_candle(&source);
-            let (new, gone): (Vec<_>, Vec<_>) = (found.difference(&list).collect(), list.difference(&found).collect());
-            assert!(new.is_empty() && gone.is_empty(), "candle_methods.txt lacks {new:?} and has too many: {gone:?}");
+            let (new, gone): (Vec<_>, Vec<_>) =
+                (found.difference(&list).collect(), list.difference(&found).collect());
+            assert!(
+                new.is_empty() && gone.is_empty(),
+                "candle_methods.txt lacks {new:?} and has too many: {gone:?}"
+            );
         }
         Err(why) => println!("candle_methods.txt was not compared with the source: {why}"),
     }

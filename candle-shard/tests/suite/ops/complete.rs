@@ -27,10 +27,12 @@ fn is_name(text: &str) -> bool {
 
 /// The public functions of a source, and the names in its tables of ops: lines such as `relu, Rising, Tensor::relu;`.
 fn ops_of(source: &str) -> Vec<String> {
-    let function = |line: &str| line.trim().strip_prefix("pub fn ")?.split(['(', '<']).next().map(str::to_string);
+    let function =
+        |line: &str| line.trim().strip_prefix("pub fn ")?.split(['(', '<']).next().map(str::to_string);
     let listed = |line: &str| {
         let mut cells = line.trim().strip_suffix(';')?.split(", ");
-        let first = cells.next().filter(|first| first.chars().all(char::is_alphanumeric) || is_name(first))?;
+        let first =
+            cells.next().filter(|first| first.chars().all(char::is_alphanumeric) || is_name(first))?;
         let cells: Vec<&str> = cells.collect();
         let names = std::iter::once(first).chain(cells.iter().copied()).filter(|cell| is_name(cell));
         (!cells.is_empty()).then(|| names.map(str::to_string).collect::<Vec<_>>())
@@ -49,9 +51,14 @@ pub(crate) fn ops() -> BTreeSet<String> {
 fn every_op_is_in_a_sweep() {
     let ops = ops();
     let sweeps = sources("tests/suite/ops").concat();
-    let swept = |op: &String| [format!(".{op}("), format!("DTensor::{op}")].iter().any(|call| sweeps.contains(call));
-    assert!(["relu", "floor", "argmin_keepdim", "broadcast_as", "lt"].iter().all(|op| ops.contains(*op)), "{ops:?}");
-    let missing: Vec<&String> = ops.iter().filter(|op| !swept(op) && !ELSEWHERE.contains(&op.as_str())).collect();
+    let swept =
+        |op: &String| [format!(".{op}("), format!("DTensor::{op}")].iter().any(|call| sweeps.contains(call));
+    assert!(
+        ["relu", "floor", "argmin_keepdim", "broadcast_as", "lt"].iter().all(|op| ops.contains(*op)),
+        "{ops:?}"
+    );
+    let missing: Vec<&String> =
+        ops.iter().filter(|op| !swept(op) && !ELSEWHERE.contains(&op.as_str())).collect();
     assert!(missing.is_empty(), "ops that no sweep calls: {missing:?}");
     println!("{} ops, each in a sweep", ops.len());
 }

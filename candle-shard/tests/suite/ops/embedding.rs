@@ -48,7 +48,8 @@ fn rows_without_gradient() {
 
 #[test]
 fn bags() {
-    let shapes: [[&[usize]; 2]; 4] = [[&[8, 4], &[4, 3]], [&[5, 3], &[3, 4]], [&[2, 5], &[2, 2]], [&[3, 1], &[1, 5]]];
+    let shapes: [[&[usize]; 2]; 4] =
+        [[&[8, 4], &[4, 3]], [&[5, 3], &[3, 4]], [&[2, 5], &[2, 2]], [&[3, 1], &[1, 5]]];
     let modes = [BagMode::Sum, BagMode::Mean, BagMode::Max];
     let case = |([table, ids], mode, padded): ([&'static [usize]; 2], BagMode, bool)| {
         let inputs: [Input; 2] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32))];
@@ -68,7 +69,8 @@ fn bags() {
 fn bags_with_weights() {
     let shapes: [[&[usize]; 2]; 3] = [[&[8, 4], &[4, 3]], [&[5, 3], &[3, 4]], [&[2, 5], &[2, 2]]];
     let case = |[table, ids]: [&'static [usize]; 2]| {
-        let inputs: [Input; 3] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32)), (ids, Kind::Float)];
+        let inputs: [Input; 3] =
+            [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32)), (ids, Kind::Float)];
         let lookup = EmbeddingOptions::default().padding_idx(0);
         let options = EmbeddingBagOptions::default().mode(BagMode::Sum).lookup(lookup);
         Case::new(
@@ -147,7 +149,8 @@ fn a_table_of_any_strides_is_limited_in_its_memory() {
         plain.renorm(&[0, 2], 0.5, 2.0)?;
         let local = whole.narrow(1, 2 * ctx.rank(), 2)?;
         // Only rank 0 holds a view that is not contiguous.
-        let local = if ctx.rank() == 0 { local.t()?.force_contiguous()?.t()? } else { local.force_contiguous()? };
+        let local =
+            if ctx.rank() == 0 { local.t()?.force_contiguous()?.t()? } else { local.force_contiguous()? };
         let table = DTensor::from_local(local.clone(), &mesh, &[Shard(1)], (4, 4))?;
         table.embedding_renorm(&ids, 0.5, 2.0)?;
         let off = (table.full_tensor()? - plain.var().as_tensor())?.abs()?.max_all()?.to_scalar::<f64>()?;
@@ -162,10 +165,12 @@ fn means_of_large_16_bit_numbers_are_finite() {
     on_ranks(2, "means", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let whole = Tensor::full(40_000f32, (4, 2), &Device::Cpu)?.to_dtype(DType::F16)?;
-        let ids = DTensor::distribute(&Tensor::new(&[[0u32, 1], [3, 2]], &Device::Cpu)?, &mesh, &[Replicate])?;
+        let ids =
+            DTensor::distribute(&Tensor::new(&[[0u32, 1], [3, 2]], &Device::Cpu)?, &mesh, &[Replicate])?;
         for at in [Replicate, Shard(0), Shard(1)] {
             let table = DTensor::distribute(&whole, &mesh, &[at])?;
-            let means = table.embedding_bag(&ids, None, None, &EmbeddingBagOptions::default())?.full_tensor()?;
+            let means =
+                table.embedding_bag(&ids, None, None, &EmbeddingBagOptions::default())?.full_tensor()?;
             assert_eq!(means.to_dtype(DType::F32)?.to_vec2::<f32>()?, [[40_000.; 2]; 2], "{at}");
         }
         Ok(())
@@ -179,10 +184,16 @@ fn what_is_communicated() {
         let ids = Tensor::new(&[[5u32, 0], [3, 5]], &Device::Cpu)?;
         let limit = EmbeddingOptions::default().max_norm(0.1);
         for (at, limited, bags) in [(Shard(0), 0, 0), (Shard(1), 1, 0)] {
-            let table = DTensor::distribute(&values(&[8, 4], 3, DType::F32), &mesh, &[Replicate, at])?.to_var()?.0;
+            let table =
+                DTensor::distribute(&values(&[8, 4], 3, DType::F32), &mesh, &[Replicate, at])?.to_var()?.0;
             let ids = DTensor::distribute(&ids, &mesh, &[Replicate, Replicate])?;
             let (made, counts) = comm::record(|| table.embedding_with(&ids, &limit));
-            assert_eq!((counts.total(), counts.get(Op::AllReduce).count), (limited, limited), "{}", made?.spec());
+            assert_eq!(
+                (counts.total(), counts.get(Op::AllReduce).count),
+                (limited, limited),
+                "{}",
+                made?.spec()
+            );
             let (made, counts) =
                 comm::record(|| table.embedding_bag(&ids, None, None, &EmbeddingBagOptions::default()));
             assert_eq!(counts.total(), bags, "{}", made?.spec());
@@ -199,13 +210,15 @@ fn wrong_arguments_are_refused_by_all_ranks() {
     for at in [Replicate, Shard(0), Shard(1)] {
         let texts = on_ranks(3, "refused", move |ctx| -> Result<String> {
             let mesh = ctx.mesh(&[("tp", 3)])?;
-            let (table, var) = DTensor::distribute(&values(&[4, 2], 1, DType::F64), &mesh, &[at])?.to_var()?;
+            let (table, var) =
+                DTensor::distribute(&values(&[4, 2], 1, DType::F64), &mesh, &[at])?.to_var()?;
             let before = var.to_vec2::<f64>()?;
             let ids = |ids: &[u32]| -> Result<DTensor> {
                 DTensor::distribute(&Tensor::new(ids, &Device::Cpu)?, &mesh, &[Shard(0)])
             };
             let row = |lookup| table.embedding_with(&ids(&[1, 2])?, &lookup);
-            let limit = |max_norm, norm_type| EmbeddingOptions::default().max_norm(max_norm).norm_type(norm_type);
+            let limit =
+                |max_norm, norm_type| EmbeddingOptions::default().max_norm(max_norm).norm_type(norm_type);
             let bag = |mode| EmbeddingBagOptions::default().mode(mode);
             let weights = DTensor::distribute(&values(&[2], 1, DType::F64), &mesh, &[Replicate])?;
             let made = [

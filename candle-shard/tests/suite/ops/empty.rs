@@ -48,7 +48,12 @@ fn reductions_over_nothing_have_the_values_of_pytorch() {
                         assert!(all.iter().all(is_same), "{what}: {all:?} for {want}");
                         got.sum_all()?.backward()?;
                     }
-                    for op in [DTensor::max_all, DTensor::min_all, |x: &DTensor| x.max(1), |x: &DTensor| x.argmin(1)] {
+                    for op in [
+                        DTensor::max_all,
+                        DTensor::min_all,
+                        |x: &DTensor| x.max(1),
+                        |x: &DTensor| x.argmin(1),
+                    ] {
                         let x = distribute(&whole, &mesh, &[Replicate])?;
                         let error = op(&x).unwrap_err().to_string();
                         assert!(error.contains("has no elements, so no extreme"), "{error}");
@@ -80,7 +85,8 @@ fn attention_without_dims_is_the_mean_of_the_values() {
                     let grads = made.sum_all()?.backward()?;
                     assert!(v.gradient_error(&grads, &of_v)? < tolerance(dtype), "{what}");
                     let heads_first = |x: &DTensor| x.transpose(1, 2);
-                    let (q, k, v) = (heads_first(&q.tensor)?, heads_first(&k.tensor)?, heads_first(&v.tensor)?);
+                    let (q, k, v) =
+                        (heads_first(&q.tensor)?, heads_first(&k.tensor)?, heads_first(&v.tensor)?);
                     let mask = DTensor::distribute(&of(&[5, 5], 4).zeros_like()?, &mesh, &[Replicate])?;
                     for mask in [AttentionMask::None, AttentionMask::Additive(&mask)] {
                         let made = q.scaled_dot_product_attention(&k, &v, mask, None)?.transpose(1, 2)?;
@@ -104,7 +110,10 @@ fn dropout_of_all_elements_gives_zeros_and_a_gradient_of_zeros() {
                 let made = leaf.tensor.dropout(1.0, Stream::new(1, "all"))?;
                 assert!(value_error(&made, &whole.zeros_like()?)? == 0.0);
                 let grads = made.sum_all()?.backward()?;
-                assert!(grads.get(&leaf.var).is_some() && leaf.gradient_error(&grads, &whole.zeros_like()?)? == 0.0);
+                assert!(
+                    grads.get(&leaf.var).is_some()
+                        && leaf.gradient_error(&grads, &whole.zeros_like()?)? == 0.0
+                );
             }
         }
         Ok(())

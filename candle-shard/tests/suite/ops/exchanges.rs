@@ -5,7 +5,8 @@ use candle_dist::{Op, comm};
 use candle_shard::{DTensor, Partial, Replicate, Result, Shard};
 use test_utils::on_ranks;
 
-type Exchanging = (&'static str, fn(&DTensor) -> Result<DTensor>, &'static [(Op, usize)], &'static [(Op, usize)]);
+type Exchanging =
+    (&'static str, fn(&DTensor) -> Result<DTensor>, &'static [(Op, usize)], &'static [(Op, usize)]);
 
 /// The calls of an op forward, and with its gradient backward.
 const OPS: [Exchanging; 14] = [
@@ -39,7 +40,11 @@ fn ops_over_a_sharded_dim_exchange_numbers_of_rows() {
             grads?;
             for (what, counts, want) in [("forward", sent, forward), ("backward", sent_back, backward)] {
                 assert!(want.iter().all(|&(op, n)| counts.get(op).count == n), "{name} {what}: {counts}");
-                assert_eq!(counts.total(), want.iter().map(|(_, n)| n).sum::<usize>(), "{name} {what}: {counts}");
+                assert_eq!(
+                    counts.total(),
+                    want.iter().map(|(_, n)| n).sum::<usize>(),
+                    "{name} {what}: {counts}"
+                );
                 // Less than a third of the smallest shard, which has 12 columns of 4 rows.
                 assert!(counts.total_bytes() <= 4 * 12 * 8 / 2, "{name} {what}: {counts}");
             }

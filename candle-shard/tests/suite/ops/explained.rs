@@ -3,7 +3,7 @@ use crate::common::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::comm;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
-use candle_shard::nn::{Embedding, Linear, ShardedVarBuilder};
+use candle_shard::nn::{Embedding, Linear, MeshVarBuilder};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, EmbeddingBagOptions, Explanation, Replicate, Result, Shard, explain};
 use test_utils::on_ranks;
@@ -12,7 +12,11 @@ use test_utils::on_ranks;
 fn explained<R>(what: &str, f: impl FnOnce() -> Result<R>) -> Result<(R, Explanation)> {
     let ((made, told), counts) = comm::record(|| explain(f));
     let made = made?;
-    assert_eq!((told.calls().count(), told.bytes()), (counts.total(), counts.total_bytes()), "{what}: {told}");
+    assert_eq!(
+        (told.calls().count(), told.bytes()),
+        (counts.total(), counts.total_bytes()),
+        "{what}: {told}"
+    );
     assert!(counts.total() > 0, "{what} sends nothing");
     Ok((made, told))
 }
@@ -26,7 +30,7 @@ fn every_byte_of_layers_losses_and_units_is_explained() {
             .with("*.up", ColwiseParallel::default())
             .with("*.down", RowwiseParallel::default().output(Replicate))
             .with("head", ColwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(0, &mesh, plan, DType::F64, &Device::Cpu)?;
+        let vb = MeshVarBuilder::fresh(0, &mesh, plan, DType::F64, &Device::Cpu)?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
         let block = |name: &str| {
             FullyShard::new(&vb.pp(name), |vb| {
@@ -70,7 +74,11 @@ fn every_byte_of_tables_and_gathers_is_explained() {
         explained("bags", || table.embedding_bag(&ids, None, None, &bags))?;
         explained("renorm", || table.embedding_renorm(&ids, 1.0, 2.0))?;
         explained("ragged", || {
-            DTensor::from_local_ragged(Tensor::zeros((ctx.rank(), 2), DType::F64, &Device::Cpu)?, &mesh, &[Shard(0)])
+            DTensor::from_local_ragged(
+                Tensor::zeros((ctx.rank(), 2), DType::F64, &Device::Cpu)?,
+                &mesh,
+                &[Shard(0)],
+            )
         })?;
         Ok(())
     });

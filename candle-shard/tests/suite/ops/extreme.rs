@@ -29,7 +29,8 @@ fn an_extreme_of_what_is_not_a_number_does_not_depend_on_the_mesh() {
             [f64::INFINITY, f64::NEG_INFINITY, 1., 0., 2.],
         ];
         let whole = Tensor::new(&rows, &Device::Cpu)?;
-        let none = |x: &DTensor| -> Result<Vec<u8>> { Ok(x.full_tensor()?.ne(&x.full_tensor()?)?.to_vec1()?) };
+        let none =
+            |x: &DTensor| -> Result<Vec<u8>> { Ok(x.full_tensor()?.ne(&x.full_tensor()?)?.to_vec1()?) };
         let places = |x: DTensor| -> Result<Vec<u32>> { Ok(x.full_tensor()?.to_vec1()?) };
         for at in [Replicate, Shard(0), Shard(1), Placement::PARTIAL_SUM] {
             let var = Var::from_tensor(&whole)?;
@@ -39,10 +40,13 @@ fn an_extreme_of_what_is_not_a_number_does_not_depend_on_the_mesh() {
                 assert_eq!(none(&x.min(1)?)?, [1, 1, 1, 1, 0, 0], "{at}");
                 assert_eq!(places(x.argmax(1)?)?, [0, 2, 4, 1, 1, 0], "{at}");
                 assert_eq!(places(x.argmin(1)?)?, [0, 2, 4, 1, 4, 1], "{at}");
-                assert!(x.max_all()?.to_scalar::<f64>()?.is_nan() && x.min_all()?.to_scalar::<f64>()?.is_nan());
+                assert!(
+                    x.max_all()?.to_scalar::<f64>()?.is_nan() && x.min_all()?.to_scalar::<f64>()?.is_nan()
+                );
                 // What makes a number of it gets the extreme.
                 let held = x.max(1)?.relu()?.full_tensor()?.to_vec1::<f64>()?;
-                let of_whole = DTensor::replicated(&whole, &mesh)?.max(1)?.relu()?.full_tensor()?.to_vec1::<f64>()?;
+                let of_whole =
+                    DTensor::replicated(&whole, &mesh)?.max(1)?.relu()?.full_tensor()?.to_vec1::<f64>()?;
                 assert_eq!(format!("{held:?}"), format!("{of_whole:?}"), "{at}");
             }
             let grads = x.max(1)?.full_tensor()?.sum_all()?.backward()?;
@@ -71,8 +75,18 @@ fn maxima_and_minima_with_equal_elements() {
     let x: [Input; 1] = [(&[5, 3], Float)];
     let ids: [Input; 1] = [(&[5, 3], Ids(9))];
     cases.extend([
-        Case::new("max beside x", &x, |x| x[0].max_keepdim(0)? * &x[0], |x| x[0].max_keepdim(0)?.broadcast_mul(&x[0])),
-        Case::new("min beside x", &x, |x| x[0].min_keepdim(1)? * &x[0], |x| x[0].min_keepdim(1)?.broadcast_mul(&x[0])),
+        Case::new(
+            "max beside x",
+            &x,
+            |x| x[0].max_keepdim(0)? * &x[0],
+            |x| x[0].max_keepdim(0)?.broadcast_mul(&x[0]),
+        ),
+        Case::new(
+            "min beside x",
+            &x,
+            |x| x[0].min_keepdim(1)? * &x[0],
+            |x| x[0].min_keepdim(1)?.broadcast_mul(&x[0]),
+        ),
         Case::new("max of none", &[(&[0, 3], Float)], |x| x[0].max(1), |x| x[0].sum(1)),
         Case::new("max of one", &[(&[], Float)], |x| x[0].max_all(), |x| x[0].max_all()),
         Case::new("max of ids", &ids, |x| x[0].max(0), |x| x[0].max(0)),
@@ -95,7 +109,12 @@ fn places_of_extremes_with_equal_elements() {
                     move |x| x[0].argmin_keepdim(dim),
                     move |x| x[0].argmin_keepdim(dim),
                 ),
-                Case::new(&format!("argmin without {dim}"), &x, move |x| x[0].argmin(dim), move |x| x[0].argmin(dim)),
+                Case::new(
+                    &format!("argmin without {dim}"),
+                    &x,
+                    move |x| x[0].argmin(dim),
+                    move |x| x[0].argmin(dim),
+                ),
             ]);
         }
     }
@@ -113,10 +132,20 @@ fn an_extreme_over_a_repeated_dim_of_one_element_is_the_element() {
         let x: [Input; 1] = [(shape, Float)];
         cases.extend([
             Case::new("max", &x, move |x| repeated(&x[0])?.max(0), move |x| plain(&x[0])?.max(0)),
-            Case::new("min", &x, move |x| repeated(&x[0])?.min_keepdim(0), move |x| plain(&x[0])?.min_keepdim(0)),
+            Case::new(
+                "min",
+                &x,
+                move |x| repeated(&x[0])?.min_keepdim(0),
+                move |x| plain(&x[0])?.min_keepdim(0),
+            ),
             Case::new("argmax", &x, move |x| repeated(&x[0])?.argmax(0), move |x| plain(&x[0])?.argmax(0)),
             Case::new("argmin", &x, move |x| repeated(&x[0])?.argmin(0), move |x| plain(&x[0])?.argmin(0)),
-            Case::new("softmax", &x, move |x| repeated(&x[0])?.softmax(0), |x| x[0].zeros_like()?.exp()?.unsqueeze(0)),
+            Case::new(
+                "softmax",
+                &x,
+                move |x| repeated(&x[0])?.softmax(0),
+                |x| x[0].zeros_like()?.exp()?.unsqueeze(0),
+            ),
             Case::new(
                 "log_sum_exp",
                 &x,

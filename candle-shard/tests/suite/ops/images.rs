@@ -81,7 +81,9 @@ fn conv_transpose2d() {
     let case = |(x, w, output_padding, conv): (&'static [usize], &'static [usize], usize, Conv)| {
         let inputs: [Input; 2] = [(x, Float), (w, Float)];
         let transposed = move |x: &[DTensor]| x[0].conv_transpose2d(&x[1], None, output_padding, conv);
-        Case::new(&format!("{conv:?}"), &inputs, transposed, move |x| plain::conv_transpose2d(x, output_padding, conv))
+        Case::new(&format!("{conv:?}"), &inputs, transposed, move |x| {
+            plain::conv_transpose2d(x, output_padding, conv)
+        })
     };
     sweep("conv_transpose2d", shapes.map(case).to_vec());
 }
@@ -97,7 +99,8 @@ fn conv_transpose1d() {
     ];
     let case = |(x, w, output_padding, conv): (&'static [usize], &'static [usize], usize, Conv)| {
         let inputs: [Input; 3] = [(x, Float), (w, Float), (&w[1..2], Float)];
-        let distributed = move |x: &[DTensor]| x[0].conv_transpose1d(&x[1], Some(&x[2]), output_padding, conv);
+        let distributed =
+            move |x: &[DTensor]| x[0].conv_transpose1d(&x[1], Some(&x[2]), output_padding, conv);
         Case::new(&format!("{output_padding} {conv:?}"), &inputs, distributed, move |x| {
             plain::conv_transpose1d(x, output_padding, conv)
         })
@@ -127,9 +130,15 @@ fn pools_and_sizes_of_images() {
         for size in [[8, 6], [2, 7]] {
             let nearest = move |x: &[Tensor]| {
                 let at = |n: usize, to: usize| Tensor::from_iter((0..to).map(|i| (i * n / to) as u32), &Cpu);
-                x[0].index_select(&at(x[0].dim(2)?, size[0])?, 2)?.index_select(&at(x[0].dim(3)?, size[1])?, 3)
+                x[0].index_select(&at(x[0].dim(2)?, size[0])?, 2)?
+                    .index_select(&at(x[0].dim(3)?, size[1])?, 3)
             };
-            cases.push(Case::new(&format!("to {size:?}"), &x, move |x| x[0].upsample_nearest2d(size), nearest));
+            cases.push(Case::new(
+                &format!("to {size:?}"),
+                &x,
+                move |x| x[0].upsample_nearest2d(size),
+                nearest,
+            ));
         }
     }
     cases.push(Case::new(
@@ -147,7 +156,9 @@ fn images_of_other_sizes_and_borders() {
     let mut cases = Vec::new();
     for shape in shapes {
         let x: [Input; 1] = [(shape, Float)];
-        for (size, align) in [([8, 6], false), ([3, 1], false), ([5, 7], true), ([1, 3], true), ([4, 4], false)] {
+        for (size, align) in
+            [([8, 6], false), ([3, 1], false), ([5, 7], true), ([1, 3], true), ([4, 4], false)]
+        {
             cases.push(Case::new(
                 &format!("bilinear {size:?} {align}"),
                 &x,
@@ -155,13 +166,17 @@ fn images_of_other_sizes_and_borders() {
                 move |x| plain::bilinear(&x[0], size, align),
             ));
         }
-        for (scales, align) in [([1.6, 0.7], false), ([0.6, 2.0], true), ([1.1, 1.9], false), ([1.1, 1.1], false)] {
+        for (scales, align) in
+            [([1.6, 0.7], false), ([0.6, 2.0], true), ([1.1, 1.9], false), ([1.1, 1.1], false)]
+        {
             cases.push(Case::new(
                 &format!("bilinear by {scales:?} {align}"),
                 &x,
                 move |x| x[0].upsample_bilinear2d_with_scale(scales[0], scales[1], align),
                 move |x| {
-                    plain::resized(&x[0], |pixels| pixels.upsample_bilinear2d_with_scale(scales[0], scales[1], align))
+                    plain::resized(&x[0], |pixels| {
+                        pixels.upsample_bilinear2d_with_scale(scales[0], scales[1], align)
+                    })
                 },
             ));
         }
@@ -202,8 +217,11 @@ fn images_of_other_sizes_and_borders() {
 #[test]
 fn equal_largest_elements_share_no_gradient() -> candle_core::Result<()> {
     let x = candle_core::Var::from_tensor(&Tensor::zeros((1, 1, 2, 3), DType::F64, &Cpu)?)?;
-    let grad =
-        kernels::max_pool2d(&x, Pool { size: [2, 2], stride: [1, 1] })?.sum_all()?.backward()?.remove(&x).unwrap();
+    let grad = kernels::max_pool2d(&x, Pool { size: [2, 2], stride: [1, 1] })?
+        .sum_all()?
+        .backward()?
+        .remove(&x)
+        .unwrap();
     assert_eq!(grad.flatten_all()?.to_vec1::<f64>()?, [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
     let nan = Tensor::new(&[[[[1.0, f64::NAN], [3.0, 2.0]]]], &Cpu)?;
     assert!(kernels::max_pool2d(&nan, Pool::tiles([2, 2]))?.flatten_all()?.to_vec1::<f64>()?[0].is_nan());
@@ -216,8 +234,11 @@ fn group_norm() {
         [(&[2, 4, 3], 2), (&[3, 6, 2, 2], 3), (&[1, 5, 3], 5), (&[4, 6], 1), (&[2, 9, 1], 3)];
     let case = |(shape, groups): (&'static [usize], usize)| {
         let inputs: [Input; 3] = [(shape, Float), (&shape[1..2], Float), (&shape[1..2], Float)];
-        let distributed = move |x: &[DTensor]| -> Result<DTensor> { x[0].group_norm(groups, &x[1], &x[2], 1e-3) };
-        Case::new(&format!("{groups} groups"), &inputs, distributed, move |x| plain::group_norm(x, groups, 1e-3))
+        let distributed =
+            move |x: &[DTensor]| -> Result<DTensor> { x[0].group_norm(groups, &x[1], &x[2], 1e-3) };
+        Case::new(&format!("{groups} groups"), &inputs, distributed, move |x| {
+            plain::group_norm(x, groups, 1e-3)
+        })
     };
     sweep("group_norm", shapes.map(case).to_vec());
 }
@@ -243,10 +264,15 @@ fn nearest_elements_are_those_of_pytorch() {
         let line = Tensor::arange(0u32, from as u32, &Cpu).unwrap().to_dtype(DType::F64).unwrap();
         for (shape, size) in [((1, 1, 1, from), [1, to]), ((1, 1, from, 1), [to, 1])] {
             let image = line.reshape(shape).unwrap();
-            let got =
-                kernels::upsample_nearest2d(&image, size).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            let got = kernels::upsample_nearest2d(&image, size)
+                .unwrap()
+                .flatten_all()
+                .unwrap()
+                .to_vec1::<f64>()
+                .unwrap();
             let exact = |i: usize| (i * from / to) as u32;
-            let want = |i: usize| differs.iter().find(|(at, _)| *at == i).map_or(exact(i), |(_, value)| *value);
+            let want =
+                |i: usize| differs.iter().find(|(at, _)| *at == i).map_or(exact(i), |(_, value)| *value);
             assert_eq!(got, (0..to).map(|i| f64::from(want(i))).collect::<Vec<_>>(), "{from} to {to}");
         }
     }

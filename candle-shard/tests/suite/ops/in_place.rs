@@ -54,7 +54,8 @@ fn elements_and_constants_are_written_where_they_lie() {
         on_ranks(axes.iter().product(), "scatter_set", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, axes)?;
             let (base, src) = (values(&[5, 6], 1, DType::F64), values(&[2, 6], 2, DType::F64));
-            let ids = Tensor::from_iter((0..12u32).map(|i| (i * 7 + i / 6) % 5), &Device::Cpu)?.reshape((2, 6))?;
+            let ids =
+                Tensor::from_iter((0..12u32).map(|i| (i * 7 + i / 6) % 5), &Device::Cpu)?.reshape((2, 6))?;
             for to in layouts(2, axes.len()) {
                 let x = || DTensor::distribute(&base, &mesh, &to);
                 let spread = |x: &Tensor| DTensor::distribute(x, &mesh, &vec![Replicate; axes.len()]);

@@ -53,8 +53,18 @@ fn repeated_and_moved_elements() {
             Case::new("repeat rows", &x, |x| x[0].repeat((2, 1)), |x| x[0].repeat((2, 1))),
             Case::new("repeat in a new dim", &x, |x| x[0].repeat((2, 1, 3)), |x| x[0].repeat((2, 1, 3))),
             Case::new("repeat nothing", &x, |x| x[0].repeat((1, 0)), |x| x[0].repeat((1, 0))),
-            Case::new("pad_with_same 0", &x, |x| x[0].pad_with_same(0, 1, 2), |x| x[0].pad_with_same(0, 1, 2)),
-            Case::new("pad_with_same 1", &x, |x| x[0].pad_with_same(1, 0, 1), |x| x[0].pad_with_same(1, 0, 1)),
+            Case::new(
+                "pad_with_same 0",
+                &x,
+                |x| x[0].pad_with_same(0, 1, 2),
+                |x| x[0].pad_with_same(0, 1, 2),
+            ),
+            Case::new(
+                "pad_with_same 1",
+                &x,
+                |x| x[0].pad_with_same(1, 0, 1),
+                |x| x[0].pad_with_same(1, 0, 1),
+            ),
         ]);
     }
     sweep("moved", cases);

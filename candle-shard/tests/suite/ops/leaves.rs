@@ -12,13 +12,19 @@ fn a_gradient_that_distribute_would_lose_is_refused() {
         let var = Var::from_tensor(&values(&[4, 3], 1, DType::F64))?;
         for tracked in [var.as_tensor().clone(), (var.as_tensor() * 2.0)?] {
             let text = DTensor::distribute(&tracked, &mesh, &[Shard(0)]).unwrap_err().to_string();
-            assert!(text.starts_with("distribute: a tensor [4, 3] with a gradient, which would be lost"), "{text}");
+            assert!(
+                text.starts_with("distribute: a tensor [4, 3] with a gradient, which would be lost"),
+                "{text}"
+            );
             let text = DTensor::distribute_from(&tracked, 1, &mesh, &[Shard(0)]).unwrap_err().to_string();
             assert!(text.contains("with a gradient"), "{text}");
         }
         // The two ways that the message names.
-        let grads =
-            DTensor::replicated(var.as_tensor(), &mesh)?.redistribute(&[Shard(0)])?.sqr()?.sum_all()?.backward()?;
+        let grads = DTensor::replicated(var.as_tensor(), &mesh)?
+            .redistribute(&[Shard(0)])?
+            .sqr()?
+            .sum_all()?
+            .backward()?;
         assert!(distance(grads.get(&var).unwrap(), &(var.as_tensor() * 2.0)?.detach()) < 1e-12);
         DTensor::distribute(&var.as_tensor().detach(), &mesh, &[Shard(0)])?;
         Ok(())
@@ -32,7 +38,9 @@ fn a_leaf_with_a_gradient_is_no_average() {
         let x = values(&[3], 1, DType::F64);
         for op in [ReduceOp::Avg, ReduceOp::Max, ReduceOp::Product] {
             let var = Var::from_tensor(&x)?;
-            let text = DTensor::from_local(var.as_tensor().clone(), &mesh, &[Partial(op)], 3).unwrap_err().to_string();
+            let text = DTensor::from_local(var.as_tensor().clone(), &mesh, &[Partial(op)], 3)
+                .unwrap_err()
+                .to_string();
             assert!(text.contains(&format!("P({op}) carries none; detach it")), "{text}");
             DTensor::from_local(x.clone(), &mesh, &[Partial(op)], 3)?.full_tensor()?;
         }
@@ -48,7 +56,8 @@ fn what_was_read_of_a_parameter_stays_after_a_step() {
             let whole = values(&[4, 3], 1, DType::F64);
             for at in [Replicate, Shard(0)] {
                 let (leaf, var) = DTensor::distribute(&whole, &mesh, &[at])?.to_var()?;
-                let read = [leaf.full_tensor()?, leaf.detach().full_tensor()?, leaf.reshape(12)?.full_tensor()?];
+                let read =
+                    [leaf.full_tensor()?, leaf.detach().full_tensor()?, leaf.reshape(12)?.full_tensor()?];
                 let grads = leaf.full_tensor()?.sqr()?.sum_all()?.backward()?;
                 assert!(distance(grads.get(&var).unwrap(), &block(&(&whole * 2.0)?, leaf.spec())?) < 1e-12);
                 var.set(&var.zeros_like()?)?;
@@ -65,8 +74,11 @@ fn what_was_read_of_a_parameter_stays_after_a_step() {
 fn a_result_cannot_be_made_to_vary() {
     on_ranks(2, "vary", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
-        let (leaf, _) = DTensor::distribute(&values(&[4, 3], 1, DType::F64), &mesh, &[Replicate])?.to_var()?;
-        for result in [leaf.affine(2.0, 0.0)?, leaf.t()?, leaf.redistribute(&[Shard(0)])?.redistribute(&[Replicate])?] {
+        let (leaf, _) =
+            DTensor::distribute(&values(&[4, 3], 1, DType::F64), &mesh, &[Replicate])?.to_var()?;
+        for result in
+            [leaf.affine(2.0, 0.0)?, leaf.t()?, leaf.redistribute(&[Shard(0)])?.redistribute(&[Replicate])?]
+        {
             let text = result.varying_on(0).unwrap_err().to_string();
             assert!(text.contains("is the result of an op") && text.contains("let the leaves"), "{text}");
         }
@@ -122,7 +134,7 @@ fn unlike_bad_indexes_on_two_ranks_are_one_error() {
     ];
     for (name, lookup) in uses {
         let texts = std::sync::Mutex::new(Vec::new());
-        let ran = World::local(2).run(|ctx| -> Result<()> {
+        let ran = World::threads(2).run(|ctx| -> Result<()> {
             let mesh = mesh(ctx, &[2])?;
             let x = DTensor::distribute(&values(&[6, 3], 1, DType::F64), &mesh, &[Replicate])?;
             let ids = Tensor::new(&[[1u32, 1, 1], [70, 1, 1], [2, 2, 2], [80, 0, 0]], &Device::Cpu)?;

@@ -132,7 +132,11 @@ const CASES: [Case; 34] = [
     case("powf 0", |x| x.powf(0.0), |_| (1.0, 0.0)),
     case("2 / x", |x| 2.0 / x, |x| (2.0 / x, -2.0 / x / x)),
     case("1 / x of tensors", |x| x.ones_like()?.div(x), |x| (1.0 / x, -1.0 / x / x)),
-    case("silu_gate", |x| x.silu_gate(&x.ones_like()?.affine(2.0, 0.0)?), |x| (2.0 * silu(x).0, 2.0 * silu(x).1)),
+    case(
+        "silu_gate",
+        |x| x.silu_gate(&x.ones_like()?.affine(2.0, 0.0)?),
+        |x| (2.0 * silu(x).0, 2.0 * silu(x).1),
+    ),
     case(
         "prelu",
         |x| x.prelu(&x.ones_like()?.affine(0.25, 0.0)?),
@@ -153,7 +157,8 @@ fn range(dtype: DType) -> (f64, f64, f64) {
 }
 
 const SIZES: [f64; 20] = [
-    0.01, 0.5, 1.0, 2.5, 4.0, 9.0, 12.0, 20.0, 50.0, 90.0, 104.0, 300.0, 750.0, 5e3, 6e4, 1e8, 3e19, 1e30, 1e38, 1e200,
+    0.01, 0.5, 1.0, 2.5, 4.0, 9.0, 12.0, 20.0, 50.0, 90.0, 104.0, 300.0, 750.0, 5e3, 6e4, 1e8, 3e19, 1e30,
+    1e38, 1e200,
 ];
 
 /// Numbers of both signs that a dtype has, up to its largest one and infinity.
@@ -186,20 +191,24 @@ fn values_and_slopes_at_large_numbers_are_those_of_the_functions() {
                     let numbers = |t: &Tensor| t.to_dtype(DType::F64)?.to_vec1::<f64>();
                     let values = numbers(&y.full_tensor()?)?;
                     let grad = grads.get(&leaf.var).unwrap().clone();
-                    let slopes = DTensor::from_local_with_spec(grad, leaf.tensor.spec().clone())?.full_tensor()?;
+                    let slopes =
+                        DTensor::from_local_with_spec(grad, leaf.tensor.spec().clone())?.full_tensor()?;
                     let slopes = numbers(&slopes)?;
                     for ((x, value), slope) in xs.iter().zip(values).zip(slopes) {
                         let (want, want_slope) = truth(*x);
                         for (what, got, want) in [("value", value, want), ("slope", slope, want_slope)] {
                             // Near the ends of the range, rounding may cross them.
-                            let is_beyond = want.abs() >= most * (1.0 - last) && got.abs() >= most * (1.0 - last);
+                            let is_beyond =
+                                want.abs() >= most * (1.0 - last) && got.abs() >= most * (1.0 - last);
                             let is_same = is_beyond && got.signum() == want.signum();
                             // The rounding of an exponent counts as often as the exponent is large.
                             let exponent = if want == 0.0 { 0.0 } else { want.abs().ln().abs() };
                             let bound = 100.0 * least + want.abs() * last * (4.0 + 4.0 * exponent);
                             let is_close = want.is_finite() && (got - want).abs() <= bound; // not where one is NaN
                             if !is_same && !is_close {
-                                wrong.push(format!("{name} {dtype:?} {at}: {what} at {x:e} is {got:e} for {want:e}"));
+                                wrong.push(format!(
+                                    "{name} {dtype:?} {at}: {what} at {x:e} is {got:e} for {want:e}"
+                                ));
                             }
                         }
                     }

@@ -6,8 +6,14 @@ use test_utils::on_ranks;
 
 #[test]
 fn embedding() {
-    let shapes: [[&[usize]; 2]; 6] =
-        [[&[8, 4], &[4]], [&[5, 3], &[2, 3]], [&[7, 1], &[5, 1]], [&[1, 2], &[3]], [&[2, 5], &[1, 2]], [&[3, 2], &[]]];
+    let shapes: [[&[usize]; 2]; 6] = [
+        [&[8, 4], &[4]],
+        [&[5, 3], &[2, 3]],
+        [&[7, 1], &[5, 1]],
+        [&[1, 2], &[3]],
+        [&[2, 5], &[1, 2]],
+        [&[3, 2], &[]],
+    ];
     let case = |[table, ids]: [&'static [usize]; 2]| {
         let inputs: [Input; 2] = [(table, Kind::Float), (ids, Kind::Ids(table[0] as u32))];
         Case::new("embedding", &inputs, |x| x[0].embedding(&x[1]), plain::embedding)

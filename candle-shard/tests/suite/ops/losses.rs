@@ -36,7 +36,13 @@ fn plain(loss: &CrossEntropy, x: &[Tensor], log: bool) -> candle_core::Result<Te
 }
 
 /// The inputs of a case: the third, if there is one, becomes the class weights.
-fn case(name: &str, [scores, targets]: [&'static [usize]; 2], weighted: bool, loss: CrossEntropy, log: bool) -> Case {
+fn case(
+    name: &str,
+    [scores, targets]: [&'static [usize]; 2],
+    weighted: bool,
+    loss: CrossEntropy,
+    log: bool,
+) -> Case {
     let classes = scores.last().unwrap();
     let mut inputs: Vec<Input> = vec![(scores, Float), (targets, Ids(*classes as u32))];
     if weighted {
@@ -80,7 +86,8 @@ fn elementwise_losses() {
     for shape in shapes {
         for reduction in [Reduction::Mean, Reduction::Sum] {
             let inputs: [Input; 2] = [(shape, Float), (shape, Positive)];
-            let reduce = move |t: Tensor| if reduction == Reduction::Mean { t.mean_all() } else { t.sum_all() };
+            let reduce =
+                move |t: Tensor| if reduction == Reduction::Mean { t.mean_all() } else { t.sum_all() };
             cases.extend([
                 Case::new(
                     "mse",

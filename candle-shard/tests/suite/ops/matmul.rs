@@ -24,7 +24,12 @@ const PRODUCTS: [[&[usize]; 2]; 12] = [
 #[test]
 fn matmul() {
     let product = |[a, b]: [&'static [usize]; 2]| {
-        Case::new("matmul", &[(a, Float), (b, Float)], |x| x[0].matmul(&x[1]), |x| x[0].broadcast_matmul(&x[1]))
+        Case::new(
+            "matmul",
+            &[(a, Float), (b, Float)],
+            |x| x[0].matmul(&x[1]),
+            |x| x[0].broadcast_matmul(&x[1]),
+        )
     };
     sweep("matmul", PRODUCTS.map(product).to_vec());
 }
@@ -84,7 +89,8 @@ fn plain_einsum(inputs: &[&str], output: &str, x: &[Tensor]) -> candle_core::Res
     let mut product: Option<Tensor> = None;
     for (indices, x) in inputs.iter().zip(x) {
         let own: Vec<char> = indices.chars().collect();
-        let order: Vec<usize> = all.iter().filter_map(|index| own.iter().position(|other| other == index)).collect();
+        let order: Vec<usize> =
+            all.iter().filter_map(|index| own.iter().position(|other| other == index)).collect();
         let mut x = if order.is_empty() { x.clone() } else { x.permute(order)? };
         for (at, index) in all.iter().enumerate() {
             x = if own.contains(index) { x } else { x.unsqueeze(at)? };
@@ -150,7 +156,12 @@ fn sums_of_products() {
             |x| DTensor::einsum("...ij, ...jk -> ...ik", &[&x[0], &x[1]]),
             |x| x[0].matmul(&x[1]),
         ),
-        Case::new("implicit", &two, |x| DTensor::einsum("bij,bjk", &[&x[0], &x[1]]), |x| x[0].matmul(&x[1])?.sum(0)),
+        Case::new(
+            "implicit",
+            &two,
+            |x| DTensor::einsum("bij,bjk", &[&x[0], &x[1]]),
+            |x| x[0].matmul(&x[1])?.sum(0),
+        ),
         Case::new(
             "implicit with an ellipsis",
             &two,

@@ -79,7 +79,11 @@ const APART: &[(&str, Here, There)] = &[
     ("max_pool2d", |x| x[4].max_pool2d(Pool::tiles([2, 3])), |x| x[4].max_pool2d((2, 3))),
     ("avg_pool2d", |x| x[4].avg_pool2d(Pool::tiles([2, 3])), |x| x[4].avg_pool2d((2, 3))),
     ("upsample_nearest2d", |x| x[4].upsample_nearest2d([9, 13]), |x| x[4].upsample_nearest2d(9, 13)),
-    ("upsample_bilinear2d", |x| x[4].upsample_bilinear2d([9, 13], true), |x| x[4].upsample_bilinear2d(9, 13, true)),
+    (
+        "upsample_bilinear2d",
+        |x| x[4].upsample_bilinear2d([9, 13], true),
+        |x| x[4].upsample_bilinear2d(9, 13, true),
+    ),
     (
         "conv1d",
         |x| x[4].get_on_dim(2, 0)?.conv1d(&x[6].get_on_dim(2, 0)?, None, WALK),
@@ -107,9 +111,17 @@ const APART: &[(&str, Here, There)] = &[
     ("mish", |x| x[0].mish(), |x| ops::mish(&x[0])),
     ("leaky_relu", |x| x[0].leaky_relu(0.1), |x| ops::leaky_relu(&x[0], 0.1)),
     // candle's is for single precision alone.
-    ("selu", |x| x[0].to_dtype(DType::F32)?.selu(1.5, 1.25), |x| ops::selu(&x[0].to_dtype(DType::F32)?, 1.5, 1.25)),
+    (
+        "selu",
+        |x| x[0].to_dtype(DType::F32)?.selu(1.5, 1.25),
+        |x| ops::selu(&x[0].to_dtype(DType::F32)?, 1.5, 1.25),
+    ),
     ("swiglu", |x| x[0].swiglu(), |x| ops::swiglu(&x[0])),
-    ("layer_norm", |x| x[0].layer_norm(&x[3], &x[3], 1e-5), |x| ops::layer_norm_slow(&x[0], &x[3], &x[3], 1e-5)),
+    (
+        "layer_norm",
+        |x| x[0].layer_norm(&x[3], &x[3], 1e-5),
+        |x| ops::layer_norm_slow(&x[0], &x[3], &x[3], 1e-5),
+    ),
     ("rms_norm", |x| x[0].rms_norm(&x[3], 1e-5), |x| ops::rms_norm_slow(&x[0], &x[3], 1e-5)),
     ("pixel_shuffle", |x| x[4].pixel_shuffle(2), |x| ops::pixel_shuffle(&x[4], 2)),
     ("pixel_unshuffle", |x| x[4].pixel_unshuffle(2), |x| ops::pixel_unshuffle(&x[4], 2)),
@@ -179,7 +191,8 @@ fn candles_names_mean_candles_functions() {
         let here: Vec<DTensor> =
             plain.iter().map(|x| DTensor::distribute(x, &mesh, &[Replicate])).collect::<Result<_>>()?;
         for (name, op, of_candle) in SAME.iter().chain(APART) {
-            let want = of_candle(&plain).map_err(|e| candle_core::Error::Msg(format!("candle's {name}: {e}")))?;
+            let want =
+                of_candle(&plain).map_err(|e| candle_core::Error::Msg(format!("candle's {name}: {e}")))?;
             let got = op(&here)?.full_tensor()?;
             // candle holds some constants in single precision.
             assert!(distance(&got, &want) < 1e-6, "{name}: {got} where candle has {want}");
@@ -224,7 +237,9 @@ fn every_name_that_candle_has_is_compared_with_it() {
     candles.extend(functions(&core.join("conv.rs"), "    "));
     candles.extend(functions(&nn.join("ops.rs"), ""));
     candles.extend(functions(&nn.join("loss.rs"), ""));
-    assert!(["gelu", "softmax", "cross_entropy", "narrow", "conv1d"].iter().all(|name| candles.contains(*name)));
+    assert!(
+        ["gelu", "softmax", "cross_entropy", "narrow", "conv1d"].iter().all(|name| candles.contains(*name))
+    );
     let known: BTreeSet<&str> =
         SAME.iter().chain(APART).map(|(name, ..)| *name).chain(ELSEWHERE.iter().copied()).collect();
     let ours = crate::ops::complete::ops();

@@ -16,12 +16,32 @@ fn sorting() {
     for shape in shapes {
         let (x, whole): ([Input; 1], [Input; 1]) = ([(shape, Float)], [(shape, Whole)]);
         cases.extend([
-            Case::new("sort up", &x, |x| Ok(x[0].sort_last_dim(true)?.0), |x| Ok(x[0].sort_last_dim(true)?.0)),
-            Case::new("sort down", &x, |x| Ok(x[0].sort_last_dim(false)?.0), |x| Ok(x[0].sort_last_dim(false)?.0)),
-            Case::new("indices", &whole, |x| x[0].arg_sort_last_dim(false), |x| x[0].arg_sort_last_dim(false)),
+            Case::new(
+                "sort up",
+                &x,
+                |x| Ok(x[0].sort_last_dim(true)?.0),
+                |x| Ok(x[0].sort_last_dim(true)?.0),
+            ),
+            Case::new(
+                "sort down",
+                &x,
+                |x| Ok(x[0].sort_last_dim(false)?.0),
+                |x| Ok(x[0].sort_last_dim(false)?.0),
+            ),
+            Case::new(
+                "indices",
+                &whole,
+                |x| x[0].arg_sort_last_dim(false),
+                |x| x[0].arg_sort_last_dim(false),
+            ),
         ]);
     }
-    cases.push(Case::new("of none", &[(&[3, 0], Float)], |x| Ok(x[0].sort_last_dim(true)?.0), |x| Ok(x[0].clone())));
+    cases.push(Case::new(
+        "of none",
+        &[(&[3, 0], Float)],
+        |x| Ok(x[0].sort_last_dim(true)?.0),
+        |x| Ok(x[0].clone()),
+    ));
     sweep("sort", cases);
 }
 
@@ -29,10 +49,16 @@ fn sorting() {
 fn the_largest() {
     let mut cases = Vec::new();
     // With few ranks the pieces are asked for candidates, with many the dim is gathered; small pieces have fewer.
-    for (shape, k) in [(&[2, 17][..], 2), (&[3, 10], 3), (&[9], 1), (&[2, 5], 5), (&[2, 4], 0), (&[0, 9], 2)] {
+    for (shape, k) in [(&[2, 17][..], 2), (&[3, 10], 3), (&[9], 1), (&[2, 5], 5), (&[2, 4], 0), (&[0, 9], 2)]
+    {
         let (x, whole): ([Input; 1], [Input; 1]) = ([(shape, Float)], [(shape, Whole)]);
         cases.extend([
-            Case::new(&format!("top {k}"), &x, move |x| Ok(x[0].topk(k)?.0), move |x| Ok(plain::topk(&x[0], k)?.0)),
+            Case::new(
+                &format!("top {k}"),
+                &x,
+                move |x| Ok(x[0].topk(k)?.0),
+                move |x| Ok(plain::topk(&x[0], k)?.0),
+            ),
             Case::new(
                 &format!("places of top {k}"),
                 &whole,
@@ -59,8 +85,10 @@ fn what_is_no_number_is_larger_than_all_numbers() {
         [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0, NAN],
     ];
     // As PyTorch has it; of equal ones, and of those that are no numbers, the first comes first.
-    const DOWN: [[u32; 9]; 3] = [[1, 4, 3, 2, 8, 0, 7, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8], [8, 0, 1, 2, 3, 4, 5, 6, 7]];
-    const UP: [[u32; 9]; 3] = [[6, 5, 7, 0, 8, 2, 3, 1, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8], [7, 6, 5, 4, 3, 2, 1, 0, 8]];
+    const DOWN: [[u32; 9]; 3] =
+        [[1, 4, 3, 2, 8, 0, 7, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8], [8, 0, 1, 2, 3, 4, 5, 6, 7]];
+    const UP: [[u32; 9]; 3] =
+        [[6, 5, 7, 0, 8, 2, 3, 1, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8], [7, 6, 5, 4, 3, 2, 1, 0, 8]];
     for world in 1..=5 {
         on_ranks(world, "no numbers", move |ctx| -> Result<()> {
             let mesh = mesh(ctx, &[world])?;

@@ -46,7 +46,12 @@ fn operators_and_shared_inputs() {
         ),
         Case::new("square of itself", &inputs[..1], |x| &x[0] * &x[0], |x| &x[0] * &x[0]),
         Case::new("twice itself", &inputs[..1], |x| &x[0] + &x[0], |x| &x[0] + &x[0]),
-        Case::new("detached", &inputs, |x| x[0].mul(x[0].detach())?.add(&x[1]), |x| (&x[0] * x[0].detach())? + &x[1]),
+        Case::new(
+            "detached",
+            &inputs,
+            |x| x[0].mul(x[0].detach())?.add(&x[1]),
+            |x| (&x[0] * x[0].detach())? + &x[1],
+        ),
     ];
     sweep("operators", cases);
 }
@@ -64,7 +69,12 @@ fn extremes_of_two_and_powers() {
             Case::new("pow", &positive, |x| x[0].pow(&x[1]), |x| x[0].broadcast_pow(&x[1])),
         ]);
     }
-    cases.push(Case::new("maximum of 0", &[(&[5, 3], Whole)], |x| x[0].maximum(0u32), |x| x[0].maximum(0f64)));
+    cases.push(Case::new(
+        "maximum of 0",
+        &[(&[5, 3], Whole)],
+        |x| x[0].maximum(0u32),
+        |x| x[0].maximum(0f64),
+    ));
     sweep("extremes of two", cases);
 }
 
@@ -114,7 +124,12 @@ fn choices() {
             let mask = x[0].ne(0u32)?.to_dtype(x[1].dtype())?;
             mask.broadcast_mul(&x[1])?.broadcast_add(&(1.0 - &mask)?.broadcast_mul(&x[2])?)
         };
-        Case::new("where_cond", &[(cond, Ids(2)), (a, Float), (b, Float)], |x| x[0].where_cond(&x[1], &x[2]), plain)
+        Case::new(
+            "where_cond",
+            &[(cond, Ids(2)), (a, Float), (b, Float)],
+            |x| x[0].where_cond(&x[1], &x[2]),
+            plain,
+        )
     };
     let masked = Case::new(
         "masked",

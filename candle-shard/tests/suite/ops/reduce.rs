@@ -128,7 +128,12 @@ fn products() {
                 ),
             ]);
         }
-        cases.push(Case::new("prod_all", &x, |x| x[0].prod_all(), |x| plain_prod(&x[0].flatten_all()?, 0)?.squeeze(0)));
+        cases.push(Case::new(
+            "prod_all",
+            &x,
+            |x| x[0].prod_all(),
+            |x| plain_prod(&x[0].flatten_all()?, 0)?.squeeze(0),
+        ));
     }
     sweep("products", cases);
 }
@@ -218,8 +223,8 @@ fn products_over_shards_of_given_sizes() {
         let mesh = mesh(ctx, &[2])?;
         for (len, sizes) in [(2, [0, 2]), (2, [2, 0]), (2, [1, 1]), (5, [1, 4]), (3, [0, 3])] {
             let whole = values(&[3, len], 1, DType::F64);
-            let spec =
-                Spec::new(&mesh, &[Shard(1)], whole.shape(), DType::F64)?.with_sizes(0, Some(sizes[..].into()))?;
+            let spec = Spec::new(&mesh, &[Shard(1)], whole.shape(), DType::F64)?
+                .with_sizes(0, Some(sizes[..].into()))?;
             let leaf = Leaf::with_spec(&whole, spec, &[Lay::At(Shard(1))])?;
             let made = leaf.tensor.prod(1)?;
             let var = Var::from_tensor(&whole)?;

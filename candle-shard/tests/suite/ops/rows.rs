@@ -47,7 +47,12 @@ fn softmax_and_its_kin_over_any_dim() {
     cases.extend([
         Case::new("log_sum_exp (0, 2)", &x, |x| x[0].log_sum_exp((0, 2)), |x| x[0].log_sum_exp((0, 2))),
         Case::new("softmax of none", &[(&[0, 3], Float)], |x| x[0].softmax(1), |x| x[0].sqr()?.sqrt()),
-        Case::new("log_softmax of none", &[(&[0, 3], Float)], |x| x[0].log_softmax(0), |x| x[0].sqr()?.sqrt()),
+        Case::new(
+            "log_softmax of none",
+            &[(&[0, 3], Float)],
+            |x| x[0].log_softmax(0),
+            |x| x[0].sqr()?.sqrt(),
+        ),
     ]);
     sweep("softmax of any dim", cases);
 }

@@ -21,8 +21,11 @@ fn specs(mesh: &candle_dist::DeviceMesh) -> Result<Vec<Spec>> {
     Ok(specs)
 }
 
-type Op =
-    (&'static str, fn(&DTensor, &DTensor) -> Result<DTensor>, fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>);
+type Op = (
+    &'static str,
+    fn(&DTensor, &DTensor) -> Result<DTensor>,
+    fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
+);
 
 const OPS: [Op; 11] = [
     ("mul", |a, b| a.mul(b), |a, b| a * b),

@@ -13,7 +13,9 @@ fn narrow() {
     let shapes: [&[usize]; 3] = [&[4, 6], &[5, 3], &[2, 7, 1]];
     for shape in shapes {
         for (dim, &size) in shape.iter().enumerate() {
-            for (start, len) in [(0, size), (size / 2, size - size / 2), (0, size.div_ceil(2)), (size / 3, 1), (1, 0)] {
+            for (start, len) in
+                [(0, size), (size / 2, size - size / 2), (0, size.div_ceil(2)), (size / 3, 1), (1, 0)]
+            {
                 let name = format!("narrow {dim} {start}..{}", start + len);
                 let inputs = [(shape, Float)];
                 let case = Case::new(
@@ -83,7 +85,8 @@ fn parts_of_parts_and_their_uses() {
 
 #[test]
 fn indexes_as_of_candle() {
-    type Indexed = (&'static str, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
+    type Indexed =
+        (&'static str, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
     const INDEXES: [Indexed; 9] = [
         ("a number", |x| x.i(1), |x| x.i(1)),
         ("a range", |x| x.i(1..), |x| x.i(1..)),
@@ -106,7 +109,8 @@ fn indexes_as_of_candle() {
 #[test]
 fn windows_of_a_dim() {
     let mut cases = Vec::new();
-    let windows: [(&[usize], usize, usize); 4] = [(&[4, 6], 2, 2), (&[5, 7], 3, 1), (&[2, 3, 5], 2, 3), (&[9], 2, 3)];
+    let windows: [(&[usize], usize, usize); 4] =
+        [(&[4, 6], 2, 2), (&[5, 7], 3, 1), (&[2, 3, 5], 2, 3), (&[9], 2, 3)];
     for (shape, size, step) in windows {
         for dim in 0..shape.len() {
             cases.push(Case::new(

@@ -17,7 +17,11 @@ const UNASKED: [Unasked; 7] = [
     ("causal_softmax", |x| x.transpose(1, 2)?.causal_softmax(1.0), "f64[4, 16, 8@a]"),
     ("cat", |x| DTensor::cat(&[&vector(x)?, &vector(x)?], 0), "f64[8@a]"),
     ("sort_last_dim", |x| Ok(vector(x)?.sort_last_dim(true)?.0), "f64[8@a]"),
-    ("whole", |x| DTensor::on_whole("whole", &[x], (&[4, 8, 16], DType::F64), |x| Ok(x[0].clone())), "f64[4, 8@a, 16]"),
+    (
+        "whole",
+        |x| DTensor::on_whole("whole", &[x], (&[4, 8, 16], DType::F64), |x| Ok(x[0].clone())),
+        "f64[4, 8@a, 16]",
+    ),
 ];
 
 fn norm(x: &DTensor) -> Result<DTensor> {
@@ -60,7 +64,10 @@ fn a_gather_that_nobody_asked_for_is_refused_or_told() {
             assert_eq!(counts.total(), 0, "{op}: {counts}");
             let text = refused.unwrap_err().to_string();
             assert!(text.starts_with(&format!("{op}: {input} would move by all_")), "{text}");
-            assert!(text.contains(" over a, ") && text.contains(" bytes received by a rank at most"), "{text}");
+            assert!(
+                text.contains(" over a, ") && text.contains(" bytes received by a rank at most"),
+                "{text}"
+            );
             assert!(text.contains("ops/strict.rs:"), "{text}");
             texts.push(text);
             // Outside of it every such call is made, and told once.
@@ -69,7 +76,10 @@ fn a_gather_that_nobody_asked_for_is_refused_or_told() {
             assert_eq!(distance(&made.0, &made.1), 0.0);
             let told = TOLD.take();
             assert_eq!(told.len(), usize::from(ctx.rank() == 0), "{op}: {told:?}");
-            assert!(told.iter().all(|told| told.starts_with(op) && told.contains("ops/strict.rs:")), "{told:?}");
+            assert!(
+                told.iter().all(|told| told.starts_with(op) && told.contains("ops/strict.rs:")),
+                "{told:?}"
+            );
         }
         Ok(texts)
     });
@@ -81,8 +91,11 @@ fn what_was_asked_for_is_not_refused() {
     on_ranks(2, "asked", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[2])?;
         let leaf = Leaf::new(&values(&[4, 6], 1, DType::F64), &mesh, &[Lay::At(Shard(1))])?;
-        let targets =
-            DTensor::distribute(&Tensor::new(&[0u32, 5, 2, 1], mesh.group()?.device())?, &mesh, &[Replicate])?;
+        let targets = DTensor::distribute(
+            &Tensor::new(&[0u32, 5, 2, 1], mesh.group()?.device())?,
+            &mesh,
+            &[Replicate],
+        )?;
         strict(|| {
             let whole = leaf.tensor.redistribute(&[Replicate])?;
             let rows = leaf.tensor.softmax(1)?.add(&leaf.tensor)?; // exchanges numbers of rows
@@ -98,7 +111,8 @@ fn pieces_of_heads_that_meet_a_weight_in_other_pieces_send_only_what_changes_han
     on_ranks(4, "heads", |ctx| -> Result<()> {
         let mesh = mesh(ctx, &[4])?;
         let (x, w) = (values(&[3, 24], 1, DType::F64), values(&[5, 24], 2, DType::F64));
-        let spec = Spec::new(&mesh, &[Shard(1)], (3, 24), DType::F64)?.with_sizes(0, Some(Arc::from([8, 8, 8, 0])))?;
+        let spec = Spec::new(&mesh, &[Shard(1)], (3, 24), DType::F64)?
+            .with_sizes(0, Some(Arc::from([8, 8, 8, 0])))?;
         let heads = Leaf::with_spec(&x, spec, &[Lay::At(Shard(1))])?;
         let weight = Leaf::new(&w, &mesh, &[Lay::At(Shard(1))])?;
         let (out, counts) = comm::record(|| heads.tensor.linear(&weight.tensor, None));

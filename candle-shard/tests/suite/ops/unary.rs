@@ -8,7 +8,8 @@ use candle_shard::{DTensor, Result, Shard, kernels};
 use itertools::Itertools;
 use test_utils::on_ranks;
 
-type Unary = (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
+type Unary =
+    (&'static str, Kind, fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>);
 
 const UNARY: [Unary; 37] = [
     ("neg", Float, |x| x.neg(), |x| x.neg()),
@@ -23,7 +24,12 @@ const UNARY: [Unary; 37] = [
     ("mish", Float, DTensor::mish, ops::mish),
     ("sigmoid", Float, DTensor::sigmoid, |x| (x.neg()?.exp()? + 1.0)?.recip()),
     ("hard_sigmoid", Float, |x| x.affine(4.0, 0.0)?.hard_sigmoid(), |x| ops::hard_sigmoid(&(x * 4.0)?)),
-    ("hard_swish", Float, |x| x.affine(4.0, 0.0)?.hard_swish(), |x| Activation::HardSwish.forward(&(x * 4.0)?)),
+    (
+        "hard_swish",
+        Float,
+        |x| x.affine(4.0, 0.0)?.hard_swish(),
+        |x| Activation::HardSwish.forward(&(x * 4.0)?),
+    ),
     ("elu", Float, |x| x.elu(0.7), |x| x.elu(0.7)),
     ("leaky_relu", Float, |x| x.leaky_relu(0.1), |x| ops::leaky_relu(x, 0.1)),
     ("tanh", Float, DTensor::tanh, |x| x.tanh()),

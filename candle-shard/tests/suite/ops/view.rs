@@ -34,7 +34,12 @@ fn dims_of_size_one_and_flat_dims() {
         Case::new("flatten_all", &[(&[], Float)], |x| x[0].flatten_all(), |x| x[0].flatten_all()),
         Case::new("a hole", &flat, |x| x[0].reshape((5, ())), |x| x[0].reshape((5, ()))),
         Case::new("transpose", &flat, |x| x[0].transpose(D::Minus1, 0), |x| x[0].transpose(D::Minus1, 0)),
-        Case::new("contiguous", &flat, |x| x[0].transpose(0, 1)?.contiguous(), |x| x[0].transpose(0, 1)?.contiguous()),
+        Case::new(
+            "contiguous",
+            &flat,
+            |x| x[0].transpose(0, 1)?.contiguous(),
+            |x| x[0].transpose(0, 1)?.contiguous(),
+        ),
     ];
     sweep("small views", cases);
 }
@@ -55,7 +60,12 @@ fn repeated_views() {
         (&[5, 3], &[5, 3]),
     ];
     let mut cases = shapes.map(case).to_vec();
-    cases.push(Case::new("expand", &[(&[5, 1], Float)], |x| x[0].expand((2, 5, 4)), |x| x[0].expand((2, 5, 4))));
+    cases.push(Case::new(
+        "expand",
+        &[(&[5, 1], Float)],
+        |x| x[0].expand((2, 5, 4)),
+        |x| x[0].expand((2, 5, 4)),
+    ));
     let left = Case::new("left", &[(&[5, 3], Float)], |x| x[0].broadcast_left(2), |x| x[0].broadcast_left(2));
     cases.push(left);
     sweep("broadcast_as", cases);

@@ -5,7 +5,7 @@ use crate::common::*;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::{DeviceMesh, RankContext};
 use candle_nn::{Optimizer, ParamsAdamW};
-use candle_shard::nn::{AdamW, Linear, Parameters, ShardedVarBuilder};
+use candle_shard::nn::{AdamW, Linear, MeshVarBuilder, Parameters};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result, checkpoint};
 use itertools::Itertools;
@@ -34,7 +34,7 @@ impl Model {
         let mesh = mesh(ctx, shape)?;
         let plan = Plan::new(mesh.names().last().unwrap()).with("up", ColwiseParallel::default());
         let plan = plan.with("down", RowwiseParallel::default());
-        let vb = ShardedVarBuilder::fresh(seed, &mesh, plan, dtype, &device())?;
+        let vb = MeshVarBuilder::fresh(seed, &mesh, plan, dtype, &device())?;
         let (up, down) = (Linear::new(4, 3, true, &vb.pp("up"))?, Linear::new(3, 2, true, &vb.pp("down"))?);
         Ok(Self { up, down, parameters: vb.finish()? })
     }
@@ -83,9 +83,14 @@ fn a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
         let at = path.clone();
         let ended = on_ranks(shape.iter().product(), "train", move |ctx| -> Result<_> {
             let model = Model::new(ctx, shape, 7)?;
-            let mut optimizer = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
+            let mut optimizer =
+                AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
             (0..3).try_for_each(|step| model.train(&mut optimizer, step))?;
-            checkpoint::save(&at, model.mesh(), &[model.parameters.named_tensors(), optimizer.state()?].concat())?;
+            checkpoint::save(
+                &at,
+                model.mesh(),
+                &[model.parameters.named_tensors(), optimizer.state()?].concat(),
+            )?;
             let saved = model.values()?;
             (3..5).try_for_each(|step| model.train(&mut optimizer, step))?;
             Ok((saved, model.values()?))
@@ -94,7 +99,8 @@ fn a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped() {
             let (path, ended) = (path.clone(), ended[0].clone());
             on_ranks(other.iter().product(), "resume", move |ctx| -> Result<()> {
                 let model = Model::new(ctx, other, 8)?;
-                let mut optimizer = AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
+                let mut optimizer =
+                    AdamW::new(&model.parameters, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() })?;
                 model.parameters.load(&path)?;
                 optimizer.load(&path)?;
                 assert_eq!(model.values()?, ended.0, "values as they were saved");

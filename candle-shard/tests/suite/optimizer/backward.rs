@@ -3,7 +3,7 @@ use crate::common::*;
 use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_shard::nn::{
-    AdamW, LayerNorm, Linear, Muon, Optimizer, Parameters, ParamsMuon, ParamsSgd, Sgd, ShardedVarBuilder,
+    AdamW, LayerNorm, Linear, MeshVarBuilder, Muon, Optimizer, Parameters, ParamsMuon, ParamsSgd, Sgd,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
 use candle_shard::{DTensor, Result, Shard};
@@ -19,13 +19,16 @@ fn train(ctx: &RankContext, make: Make, at_once: bool) -> Result<Vec<Tensor>> {
         .with("up", ColwiseParallel::default())
         .with("down", RowwiseParallel::default().output(Shard(0)));
     let mesh = ctx.mesh(&[("a", ctx.world_size())])?;
-    let vb = ShardedVarBuilder::fresh(3, &mesh, plan, DType::F64, &device())?;
+    let vb = MeshVarBuilder::fresh(3, &mesh, plan, DType::F64, &device())?;
     let norm = LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
     let parameters = vb.finish()?;
     let mut optimizer = make(&parameters)?;
     let trained: Vec<String> = optimizer.parameters().iter().map(|p| p.name.clone()).collect();
-    assert!(trained.len() == parameters.len() && parameters.iter().all(|p| trained.contains(&p.name)), "{trained:?}");
+    assert!(
+        trained.len() == parameters.len() && parameters.iter().all(|p| trained.contains(&p.name)),
+        "{trained:?}"
+    );
     let x = Tensor::arange(0f64, 20., &device())?.sin()?.reshape((5, 4))?;
     let x = DTensor::distribute(&x, &mesh, &[Shard(0)])?;
     for _ in 0..3 {
@@ -45,7 +48,8 @@ fn distance(a: &[Tensor], b: &[Tensor]) -> Result<f64> {
 
 #[test]
 fn the_gradients_are_complete_and_all_parameters_move_as_on_one_device() {
-    let sgd: Make = |parameters| Ok(Box::new(Sgd::new(parameters, ParamsSgd { lr: 0.5, ..Default::default() })?));
+    let sgd: Make =
+        |parameters| Ok(Box::new(Sgd::new(parameters, ParamsSgd { lr: 0.5, ..Default::default() })?));
     let muon: Make = |parameters| {
         let (matrices, others) = parameters.partition(|p| p.tensor.rank() == 2);
         let others = AdamW::new(&others, candle_nn::ParamsAdamW::default())?;

@@ -5,8 +5,8 @@ use candle_dist::backend::Op;
 use candle_dist::{RankContext, comm};
 use candle_nn::ParamsAdamW;
 use candle_shard::nn::{
-    Adagrad, AdamW, AdjustLr, Init, Muon, Optimizer, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd, Sgd,
-    ShardedVarBuilder,
+    Adagrad, AdamW, AdjustLr, Init, MeshVarBuilder, Muon, Optimizer, Parameters, ParamsAdagrad, ParamsMuon,
+    ParamsSgd, Sgd,
 };
 use candle_shard::parallel::Plan;
 use candle_shard::{Placement, Replicate, Result, Shard};
@@ -15,7 +15,8 @@ use std::collections::HashMap;
 use test_utils::on_ranks;
 
 fn tensor(value: &Value) -> Tensor {
-    let rows = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
+    let rows =
+        |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
     match &value[0] {
         Value::Array(_) => {
             let rows: Vec<_> = value.as_array().unwrap().iter().map(rows).collect();
@@ -28,8 +29,10 @@ fn tensor(value: &Value) -> Tensor {
 /// The optimizer of a case, of one parameter.
 fn optimizer(case: &Value, parameters: &Parameters) -> Result<Box<dyn Optimizer>> {
     let options = &case["options"];
-    let number = |name: &str, default: f64| options.get(name).map_or(default, |value| value.as_f64().unwrap());
-    let (lr, nesterov) = (number("lr", f64::NAN), options.get("nesterov").map(|value| value.as_bool().unwrap()));
+    let number =
+        |name: &str, default: f64| options.get(name).map_or(default, |value| value.as_f64().unwrap());
+    let (lr, nesterov) =
+        (number("lr", f64::NAN), options.get("nesterov").map(|value| value.as_bool().unwrap()));
     Ok(match case["optimizer"].as_str().unwrap() {
         "SGD" => {
             let (momentum, dampening) = (number("momentum", 0.0), number("dampening", 0.0));
@@ -47,8 +50,9 @@ fn optimizer(case: &Value, parameters: &Parameters) -> Result<Box<dyn Optimizer>
             Box::new(Adagrad::new(parameters, params)?)
         }
         "AdamW" => {
-            let beta =
-                |i: usize, default: f64| options.get("betas").map_or(default, |betas| betas[i].as_f64().unwrap());
+            let beta = |i: usize, default: f64| {
+                options.get("betas").map_or(default, |betas| betas[i].as_f64().unwrap())
+            };
             let (eps, weight_decay) = (number("eps", 1e-8), number("weight_decay", 1e-2));
             let params = ParamsAdamW { lr, beta1: beta(0, 0.9), beta2: beta(1, 0.999), eps, weight_decay };
             Box::new(AdamW::new(parameters, params)?)
@@ -86,7 +90,7 @@ fn run(ctx: &RankContext, shape: &[usize], case: &Value, placements: &[Placement
     let vb = candle_nn::VarBuilder::from_tensors(tensors, DType::F64, &Cpu);
     // The plan cuts on one axis and a unit on the other, as far as the case asks for it.
     let plan_axis = shape.len() - 1;
-    let vb = ShardedVarBuilder::from_candle(vb, 0, &mesh, Plan::new(mesh.names()[plan_axis].clone()))?;
+    let vb = MeshVarBuilder::from_candle(vb, 0, &mesh, Plan::new(mesh.names()[plan_axis].clone()))?;
     vb.get(start.shape(), "p", Init::Const(0.0), placements[plan_axis], false)?;
     let parameters = vb.finish()?;
     let parameter = parameters.iter().next().unwrap();
@@ -134,7 +138,8 @@ fn steps_are_those_of_pytorch_in_every_layout() {
             for case in &cases {
                 let rank = tensor(&case["start"]).rank();
                 for last in (0..rank).map(Shard).chain([Replicate]) {
-                    let placements: Vec<Placement> = (1..shape.len()).map(|_| Replicate).chain([last]).collect();
+                    let placements: Vec<Placement> =
+                        (1..shape.len()).map(|_| Replicate).chain([last]).collect();
                     run(ctx, shape, case, &placements)?;
                 }
             }

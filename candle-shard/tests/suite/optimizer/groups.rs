@@ -5,8 +5,8 @@ use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, RankContext};
 use candle_nn::ParamsAdamW;
 use candle_shard::nn::{
-    AdamW, Embedding, LayerNorm, Linear, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon, ParamsSgd, Sgd,
-    ShardedVarBuilder,
+    AdamW, Embedding, LayerNorm, Linear, MeshVarBuilder, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon,
+    ParamsSgd, Sgd,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan};
 use candle_shard::{Error, Result, checkpoint};
@@ -14,8 +14,13 @@ use test_utils::{Scratch, on_ranks};
 
 fn parameters(ctx: &RankContext, dtype: DType) -> Result<Parameters> {
     let mesh = mesh(ctx, &[ctx.world_size()])?;
-    let vb =
-        ShardedVarBuilder::fresh(3, &mesh, Plan::new("a").with("up", ColwiseParallel::default()), dtype, &device())?;
+    let vb = MeshVarBuilder::fresh(
+        3,
+        &mesh,
+        Plan::new("a").with("up", ColwiseParallel::default()),
+        dtype,
+        &device(),
+    )?;
     Embedding::new(5, 4, 1.0, &vb.pp("words"))?;
     LayerNorm::new(4, 1e-5, &vb.pp("norm"))?;
     Linear::new(4, 3, true, &vb.pp("up"))?;
@@ -35,9 +40,11 @@ fn norms_and_biases_do_not_decay() {
         assert_eq!(names(&decay), ["words.weight", "up.weight", "still.weight"]);
         assert_eq!(names(&rest), ["norm.weight", "norm.bias", "up.bias", "still.bias"]);
         // Gradients of zero: only the decay moves anything.
-        let group = |of, weight_decay| ParamGroup::new(of, ParamsSgd { lr: 0.5, weight_decay, ..Default::default() });
+        let group =
+            |of, weight_decay| ParamGroup::new(of, ParamsSgd { lr: 0.5, weight_decay, ..Default::default() });
         let mut sgd = Sgd::from_groups([group(&decay, 0.5), group(&rest, 0.0)])?;
-        let before: Vec<Tensor> = all.iter().map(|p| p.var.as_detached_tensor().copy()).collect::<Result<_, _>>()?;
+        let before: Vec<Tensor> =
+            all.iter().map(|p| p.var.as_detached_tensor().copy()).collect::<Result<_, _>>()?;
         let mut grads = all.iter().next().unwrap().var.as_tensor().sum_all()?.backward()?;
         for p in all.iter() {
             grads.insert(&p.var, p.var.zeros_like()?);
@@ -47,7 +54,10 @@ fn norms_and_biases_do_not_decay() {
             let factor = if ["words.weight", "up.weight"].contains(&p.name.as_str()) { 0.75 } else { 1.0 };
             assert_eq!(distance(&p.var, &(before * factor)?), 0.0, "{}", p.name);
         }
-        assert!(sgd.state()?.iter().all(|(name, _)| name.starts_with("sgd.options.")), "no more without momentum");
+        assert!(
+            sgd.state()?.iter().all(|(name, _)| name.starts_with("sgd.options.")),
+            "no more without momentum"
+        );
         Ok(())
     });
 }
@@ -80,20 +90,30 @@ fn wrong_groups_are_refused_by_name() {
         let refused = |result: Result<()>, words: &[&str]| {
             let error = result.unwrap_err();
             let text = error.to_string();
-            assert!(matches!(error, Error::Op { .. }) && words.iter().all(|word| text.contains(word)), "{text}");
+            assert!(
+                matches!(error, Error::Op { .. }) && words.iter().all(|word| text.contains(word)),
+                "{text}"
+            );
         };
         let adam = |of: &Parameters| ParamGroup::new(of, ParamsAdamW::default());
-        refused(AdamW::from_groups([adam(&decay), adam(&all)]).map(drop), &["words.weight", "several groups"]);
+        refused(
+            AdamW::from_groups([adam(&decay), adam(&all)]).map(drop),
+            &["words.weight", "several groups"],
+        );
         let muon = Muon::new(&all, ParamsMuon::default()).map(drop);
         refused(muon, &["norm.weight [4]", "norm.bias [4]", "up.bias [3]", "with_adam_w"]);
-        let both = Muon::new(&decay, ParamsMuon::default())?.with_adam_w(AdamW::new(&all, ParamsAdamW::default())?);
+        let both =
+            Muon::new(&decay, ParamsMuon::default())?.with_adam_w(AdamW::new(&all, ParamsAdamW::default())?);
         refused(both.map(drop), &["words.weight", "leave it in one"]);
         let sgd = |params| Sgd::new(&all, params).map(drop);
         refused(sgd(ParamsSgd { lr: -1.0, ..Default::default() }), &["lr is -1"]);
         refused(sgd(ParamsSgd { nesterov: true, ..Default::default() }), &["nesterov", "momentum"]);
         let adam = AdamW::new(&all, ParamsAdamW { beta2: 1.0, ..Default::default() });
         refused(adam.map(drop), &["beta2 is 1"]);
-        refused(Muon::new(&decay, ParamsMuon { ns_steps: 100, ..Default::default() }).map(drop), &["100 ns_steps"]);
+        refused(
+            Muon::new(&decay, ParamsMuon { ns_steps: 100, ..Default::default() }).map(drop),
+            &["100 ns_steps"],
+        );
         let f16 = ParamsMuon { dtype: DType::F16, ..Default::default() };
         refused(Muon::new(&decay, f16).map(drop), &["f16", "bf16"]);
         Ok(())
@@ -126,7 +146,8 @@ fn frozen_parameters_have_no_state() {
 #[test]
 fn small_steps_of_16_bits_add_up_with_master_weights() {
     on_ranks(2, "master", |ctx| -> Result<()> {
-        let (matrices, _) = parameters(ctx, DType::BF16)?.partition(|p| p.tensor.rank() == 2 && !p.is_frozen());
+        let (matrices, _) =
+            parameters(ctx, DType::BF16)?.partition(|p| p.tensor.rank() == 2 && !p.is_frozen());
         let muon = ParamsMuon { lr: 1e-4, weight_decay: 0.0, ..Default::default() };
         let sgd = ParamsSgd { lr: 1e-4, momentum: 0.5, ..Default::default() };
         let mut kinds: [Box<dyn Optimizer>; 2] = [
@@ -155,7 +176,7 @@ fn small_steps_of_16_bits_add_up_with_master_weights() {
 
 /// One matrix on a mesh, with the same name each time.
 fn matrix(mesh: &DeviceMesh) -> Result<Parameters> {
-    let vb = ShardedVarBuilder::fresh(3, mesh, Plan::new(&mesh.names()[0]), DType::F32, &device())?;
+    let vb = MeshVarBuilder::fresh(3, mesh, Plan::new(&mesh.names()[0]), DType::F32, &device())?;
     Linear::new(4, 3, false, &vb.pp("up"))?;
     vb.finish()
 }
@@ -266,7 +287,8 @@ fn parameters_of_variables_are_in_the_order_of_their_names_and_each_has_one() {
         let (b, a, c) = (("b", var()?), ("a", var()?), ("c", var()?));
         let made = Parameters::replicated(&mesh, &[b.clone(), c.clone(), a])?;
         assert_eq!(names(&made), ["a", "b", "c"]);
-        let text = Parameters::replicated(&mesh, &[b.clone(), ("tied", b.1.clone())]).unwrap_err().to_string();
+        let text =
+            Parameters::replicated(&mesh, &[b.clone(), ("tied", b.1.clone())]).unwrap_err().to_string();
         assert!(text.contains(r#""b" and "tied" are one variable"#), "{text}");
         let text = Parameters::replicated(&mesh, &[b, ("b", c.1)]).unwrap_err().to_string();
         assert!(text.contains(r#"two variables are named "b""#), "{text}");

@@ -5,8 +5,8 @@ use candle_dist::comm;
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{
-    Adagrad, AdamW, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd, Sgd,
-    ShardedVarBuilder,
+    Adagrad, AdamW, MeshVarBuilder, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon,
+    ParamsSgd, Sgd,
 };
 use candle_shard::{Result, checkpoint};
 use std::path::Path;
@@ -32,7 +32,8 @@ const OPTIMIZERS: [(&str, Make); 4] = [
         Ok(Box::new(Sgd::from_groups([ParamGroup::new(&decay, decayed), ParamGroup::new(&rest, params)])?))
     }),
     ("adagrad", |parameters| {
-        let params = ParamsAdagrad { lr: 0.05, lr_decay: 0.1, initial_accumulator_value: 0.1, ..Default::default() };
+        let params =
+            ParamsAdagrad { lr: 0.05, lr_decay: 0.1, initial_accumulator_value: 0.1, ..Default::default() };
         Ok(Box::new(Adagrad::new(parameters, params)?))
     }),
     ("adam_w", |parameters| {
@@ -51,7 +52,7 @@ fn run(axes: &[(&str, usize)], make: Make, from: Option<&Path>, to: Option<&Path
     let ranks = axes.iter().map(|(_, size)| size).product();
     let runs = world(ranks).run(|ctx| -> Result<(Vec<f64>, usize)> {
         let mesh = ctx.mesh(axes)?;
-        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
         let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
         let model = Model::new(&vb)?;
         let parameters = vb.finish()?;

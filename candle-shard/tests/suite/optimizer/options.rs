@@ -5,8 +5,8 @@ use candle_core::{DType, Tensor};
 use candle_dist::RankContext;
 use candle_nn::ParamsAdamW;
 use candle_shard::nn::{
-    Adagrad, AdamW, AdjustLr, Linear, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd,
-    Sgd, ShardedVarBuilder,
+    Adagrad, AdamW, AdjustLr, Linear, MeshVarBuilder, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad,
+    ParamsMuon, ParamsSgd, Sgd,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan};
 use candle_shard::{DTensor, Replicate, Result, checkpoint};
@@ -16,7 +16,7 @@ use test_utils::{Scratch, on_ranks};
 fn parameters(ctx: &RankContext) -> Result<Parameters> {
     let mesh = mesh(ctx, &[ctx.world_size()])?;
     let plan = Plan::new("a").with("up", ColwiseParallel::default());
-    let vb = ShardedVarBuilder::fresh(3, &mesh, plan, DType::F64, &device())?;
+    let vb = MeshVarBuilder::fresh(3, &mesh, plan, DType::F64, &device())?;
     Linear::new(4, 5, true, &vb.pp("up"))?;
     Linear::new(5, 4, true, &vb.pp("down"))?;
     vb.finish()
@@ -50,7 +50,8 @@ type Make = fn(&Parameters, f64) -> Result<Box<dyn Optimizer>>;
 const OPTIMIZERS: [(&str, Make); 4] = [
     ("sgd", |all, seed| {
         let (decay, rest) = all.split_decay();
-        let params = ParamsSgd { lr: 0.1 * seed, momentum: 0.5 / seed, dampening: 0.1 * seed, ..Default::default() };
+        let params =
+            ParamsSgd { lr: 0.1 * seed, momentum: 0.5 / seed, dampening: 0.1 * seed, ..Default::default() };
         let decayed = ParamsSgd { weight_decay: 0.1 * seed, ..params.clone() };
         Ok(Box::new(Sgd::from_groups([ParamGroup::new(&decay, decayed), ParamGroup::new(&rest, params)])?))
     }),
@@ -64,7 +65,10 @@ const OPTIMIZERS: [(&str, Make); 4] = [
             ..Default::default()
         };
         let decayed = ParamsAdagrad { weight_decay: 0.1 * seed, ..params.clone() };
-        Ok(Box::new(Adagrad::from_groups([ParamGroup::new(&decay, decayed), ParamGroup::new(&rest, params)])?))
+        Ok(Box::new(Adagrad::from_groups([
+            ParamGroup::new(&decay, decayed),
+            ParamGroup::new(&rest, params),
+        ])?))
     }),
     ("adam_w", |all, seed| {
         let (decay, rest) = all.split_decay();
@@ -90,7 +94,8 @@ const OPTIMIZERS: [(&str, Make); 4] = [
             dtype: DType::F64,
             ..Default::default()
         };
-        let adam_w = AdamW::new(&others, ParamsAdamW { lr: 0.2 * seed, beta1: 0.8 / seed, ..Default::default() })?;
+        let adam_w =
+            AdamW::new(&others, ParamsAdamW { lr: 0.2 * seed, beta1: 0.8 / seed, ..Default::default() })?;
         Ok(Box::new(Muon::new(&matrices, params)?.with_adam_w(adam_w)?))
     }),
 ];
@@ -99,24 +104,26 @@ const OPTIMIZERS: [(&str, Make); 4] = [
 #[test]
 fn a_resumed_training_goes_on_with_the_options_that_were_saved() {
     for (name, make) in OPTIMIZERS {
-        let run =
-            move |ctx: &RankContext, resume: Option<&Path>, to: Option<&Path>| -> Result<(Vec<f64>, Vec<Vec<f64>>)> {
-                let all = parameters(ctx)?;
-                let mut optimizer = make(&all, if resume.is_some() { 2.0 } else { 1.0 })?;
-                if let Some(path) = resume {
-                    all.load(path)?;
-                    optimizer.load(path)?;
-                } else {
-                    step(&all, &mut *optimizer, 0)?;
-                    let halves: Vec<f64> = optimizer.learning_rates().iter().map(|lr| lr / 2.0).collect();
-                    optimizer.set_learning_rates(&halves)?;
-                }
-                match to {
-                    Some(to) => save(to, &all, &optimizer.state()?)?,
-                    None => (1..4).try_for_each(|at| step(&all, &mut *optimizer, at))?,
-                }
-                Ok((optimizer.learning_rates(), values(&all)?))
-            };
+        let run = move |ctx: &RankContext,
+                        resume: Option<&Path>,
+                        to: Option<&Path>|
+              -> Result<(Vec<f64>, Vec<Vec<f64>>)> {
+            let all = parameters(ctx)?;
+            let mut optimizer = make(&all, if resume.is_some() { 2.0 } else { 1.0 })?;
+            if let Some(path) = resume {
+                all.load(path)?;
+                optimizer.load(path)?;
+            } else {
+                step(&all, &mut *optimizer, 0)?;
+                let halves: Vec<f64> = optimizer.learning_rates().iter().map(|lr| lr / 2.0).collect();
+                optimizer.set_learning_rates(&halves)?;
+            }
+            match to {
+                Some(to) => save(to, &all, &optimizer.state()?)?,
+                None => (1..4).try_for_each(|at| step(&all, &mut *optimizer, at))?,
+            }
+            Ok((optimizer.learning_rates(), values(&all)?))
+        };
         let (rates, want) = on_ranks(1, name, move |ctx| run(ctx, None, None)).swap_remove(0);
         for (from, to) in [(1, 1), (2, 3), (3, 1), (1, 2)] {
             let scratch = Scratch::of_ranks(&format!("options-{name}"));
@@ -150,24 +157,22 @@ fn options_are_never_mixed_up() {
         // The same parameters in one group: nothing changes.
         let mut merged = Sgd::new(&all, params(0.7))?;
         let error = merged.load(&path).unwrap_err().to_string();
-        for want in ["group 0", "up.weight has lr 0.1", "up.bias has lr 0.2", "make the groups", "load_partial"] {
+        for want in
+            ["group 0", "up.weight has lr 0.1", "up.bias has lr 0.2", "make the groups", "load_partial"]
+        {
             assert!(error.contains(want), "{want}: {error}");
         }
         assert_eq!(merged.learning_rates(), [0.7]);
         assert!(
-            merged
-                .state()?
-                .iter()
-                .any(|(name, value)| name == "sgd.step.up.bias" && value.to_local().to_scalar::<u32>().unwrap() == 0)
+            merged.state()?.iter().any(|(name, value)| name == "sgd.step.up.bias"
+                && value.to_local().to_scalar::<u32>().unwrap() == 0)
         );
         // The options of now, with the state that was saved.
         assert!(merged.load_partial(&path)?.is_empty());
         assert_eq!(merged.learning_rates(), [0.7]);
         assert!(
-            merged
-                .state()?
-                .iter()
-                .any(|(name, value)| name == "sgd.step.up.bias" && value.to_local().to_scalar::<u32>().unwrap() == 1)
+            merged.state()?.iter().any(|(name, value)| name == "sgd.step.up.bias"
+                && value.to_local().to_scalar::<u32>().unwrap() == 1)
         );
 
         // Each parameter has its own options in another cut and order of groups.

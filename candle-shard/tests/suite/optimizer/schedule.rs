@@ -2,7 +2,7 @@
 use crate::common::*;
 use candle_core::DType;
 use candle_shard::Result;
-use candle_shard::nn::{Linear, LrSchedule, ParamsSgd, Sgd, ShardedVarBuilder};
+use candle_shard::nn::{Linear, LrSchedule, MeshVarBuilder, ParamsSgd, Sgd};
 use candle_shard::parallel::Plan;
 use test_utils::on_ranks;
 
@@ -39,7 +39,7 @@ fn it_stays_at_its_end_and_a_warm_up_may_take_all_steps() {
 #[test]
 fn an_optimizer_takes_its_rates_and_refuses_what_is_none() {
     on_ranks(2, "schedule", |ctx| -> Result<()> {
-        let vb = ShardedVarBuilder::fresh(3, &mesh(ctx, &[2])?, Plan::none(), DType::F32, &device())?;
+        let vb = MeshVarBuilder::fresh(3, &mesh(ctx, &[2])?, Plan::none(), DType::F32, &device())?;
         Linear::new(4, 3, true, &vb)?;
         let mut optimizer = Sgd::new(&vb.finish()?, ParamsSgd::default())?;
         optimizer.set_learning_rate(LrSchedule::linear(1.0, 4).at(1))?;

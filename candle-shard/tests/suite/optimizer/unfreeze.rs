@@ -5,7 +5,7 @@ use candle_dist::{DataParallel, DataParallelOptions, RankContext};
 use candle_nn::ParamsAdamW;
 use candle_shard::fsdp::{FullyShard, FullyShardOptions};
 use candle_shard::nn::{
-    AdamW, LayerNorm, Linear, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon, ShardedVarBuilder,
+    AdamW, LayerNorm, Linear, MeshVarBuilder, Muon, Optimizer, ParamGroup, Parameters, ParamsMuon,
 };
 use candle_shard::{DTensor, Error, Result, checkpoint};
 use std::path::Path;
@@ -13,7 +13,8 @@ use std::sync::Arc;
 use test_utils::{Scratch, on_ranks};
 
 /// What is frozen in each phase: whole units, a part of a unit, and what is in no unit.
-const PHASES: [&[&str]; 3] = [&["embed", "layers.0", "layers.1.norm"], &["layers.0.up"], &["head", "layers.2.down"]];
+const PHASES: [&[&str]; 3] =
+    [&["embed", "layers.0", "layers.1.norm"], &["layers.0.up"], &["head", "layers.2.down"]];
 const STEPS: usize = 2;
 
 fn is_frozen(phase: usize, name: &str) -> bool {
@@ -23,14 +24,15 @@ fn is_frozen(phase: usize, name: &str) -> bool {
 }
 
 /// Builds the harness's model with the frozen parameters of a phase.
-fn build(vb: &ShardedVarBuilder, phase: usize) -> Result<Model> {
-    let of = |vb: &ShardedVarBuilder, name: &str| if is_frozen(phase, name) { vb.frozen() } else { vb.clone() };
+fn build(vb: &MeshVarBuilder, phase: usize) -> Result<Model> {
+    let of = |vb: &MeshVarBuilder, name: &str| if is_frozen(phase, name) { vb.frozen() } else { vb.clone() };
     let layer = |i: usize| {
         let path = format!("layers.{i}");
-        let at = |vb: &ShardedVarBuilder, part: &str| of(vb, &format!("{path}.{part}")).pp(part);
-        let layer = |vb: &ShardedVarBuilder| {
+        let at = |vb: &MeshVarBuilder, part: &str| of(vb, &format!("{path}.{part}")).pp(part);
+        let layer = |vb: &MeshVarBuilder| {
             let norm = LayerNorm::new(6, 1e-5, &at(vb, "norm"))?;
-            let (up, down) = (Linear::new(6, 7, true, &at(vb, "up"))?, Linear::new(7, 6, true, &at(vb, "down"))?);
+            let (up, down) =
+                (Linear::new(6, 7, true, &at(vb, "up"))?, Linear::new(7, 6, true, &at(vb, "down"))?);
             Ok(Arc::new(Layer { norm, up, down }))
         };
         FullyShard::new(&vb.pp("layers").pp(i), layer).map(Arc::new)
@@ -57,7 +59,7 @@ fn run(
 ) -> Result<Vec<Values>> {
     let all = ctx.mesh(&[("replica", replicas), ("dp", dp), ("tp", tp)])?;
     let mesh = all.axes(&["dp", "tp"])?;
-    let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+    let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
     let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
     let begin = usize::from(load.is_some());
     let mut models = vec![build(&vb, begin)?];
@@ -71,14 +73,21 @@ fn run(
             let mut optimizer = AdamW::from_groups([group(&first, 0), group(&then, 1)])?;
             let lacking = optimizer.load_partial(path)?;
             let trained = |p: &&candle_shard::nn::Parameter| is_frozen(0, &p.name) && !p.is_frozen();
-            assert_eq!(lacking, parameters.iter().filter(trained).map(|p| p.name.clone()).collect::<Vec<_>>());
+            assert_eq!(
+                lacking,
+                parameters.iter().filter(trained).map(|p| p.name.clone()).collect::<Vec<_>>()
+            );
             optimizer
         }
     };
-    let average =
-        DataParallel::new(all.axis_group("replica")?, &parameters.named_vars(), &DataParallelOptions::default())?;
-    let values =
-        |of: &Parameters| -> Result<Values> { of.iter().map(|p| Ok((p.name.clone(), whole(&p.tensor)?))).collect() };
+    let average = DataParallel::new(
+        all.axis_group("replica")?,
+        &parameters.named_vars(),
+        &DataParallelOptions::default(),
+    )?;
+    let values = |of: &Parameters| -> Result<Values> {
+        of.iter().map(|p| Ok((p.name.clone(), whole(&p.tensor)?))).collect()
+    };
     let mut found = vec![values(&parameters)?];
     for phase in begin..PHASES.len() {
         if phase > begin {
@@ -91,8 +100,9 @@ fn run(
             assert_eq!(parameters.len(), stale.len());
         }
         if phase > begin || load.is_none() {
-            let added =
-                parameters.partition(|p| !is_frozen(phase, &p.name) && (0..phase).all(|of| is_frozen(of, &p.name))).0;
+            let added = parameters
+                .partition(|p| !is_frozen(phase, &p.name) && (0..phase).all(|of| is_frozen(of, &p.name)))
+                .0;
             optimizer.add_group(group(&added, phase))?;
         }
         let model = models.last().unwrap();
@@ -104,7 +114,12 @@ fn run(
             let loss = model.loss(&DTensor::distribute(&x, &mesh, &by_rows(&mesh))?, Default::default())?;
             let mut grads = parameters.backward(&loss)?;
             for p in parameters.iter() {
-                assert_eq!(grads.get(&p.var).is_none(), is_frozen(phase, &p.name), "{} in phase {phase}", p.name);
+                assert_eq!(
+                    grads.get(&p.var).is_none(),
+                    is_frozen(phase, &p.name),
+                    "{} in phase {phase}",
+                    p.name
+                );
             }
             average.reduce_weighted(&mut grads, rows)?;
             parameters.clip(&mut grads, 0.1)?;
@@ -143,7 +158,8 @@ fn parameters_are_unfrozen_and_frozen_between_steps_on_every_mesh() {
         let (what, ranks) = (format!("{sizes:?}"), sizes.iter().product());
         let at = path.clone();
         let is_saved = sizes[0] == 1;
-        let made = on_ranks(ranks, &what, move |ctx| run(ctx, sizes, i % 2 == 0, None, is_saved.then_some(&at)));
+        let made =
+            on_ranks(ranks, &what, move |ctx| run(ctx, sizes, i % 2 == 0, None, is_saved.then_some(&at)));
         for (at, want) in want.iter().enumerate() {
             assert_close(&made[0][at], want, &format!("{what}, after {at} phases"));
         }
@@ -152,7 +168,8 @@ fn parameters_are_unfrozen_and_frozen_between_steps_on_every_mesh() {
         }
         // On another mesh, from the end of the first phase.
         let then = [[1, 1, 1], [2, 1, 1], [1, 1, 1], [1, 1, 3], [1, 2, 1]][i];
-        let made = on_ranks(then.iter().product(), "resumed", move |ctx| run(ctx, then, false, Some(&path), None));
+        let made =
+            on_ranks(then.iter().product(), "resumed", move |ctx| run(ctx, then, false, Some(&path), None));
         for (at, want) in want[1..].iter().enumerate() {
             assert_close(&made[0][at], want, &format!("{what}, then on {then:?}, after {} phases", at + 1));
         }
@@ -163,7 +180,7 @@ fn parameters_are_unfrozen_and_frozen_between_steps_on_every_mesh() {
 fn parameters_that_were_taken_before_they_were_unfrozen_are_refused() {
     on_ranks(2, "stale", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("dp", 2), ("tp", 1)])?;
-        let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+        let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
         build(&vb, 0)?;
         let stale = vb.finish()?;
         let mut optimizer = AdamW::new(&stale, ParamsAdamW::default())?;
@@ -187,7 +204,11 @@ fn parameters_that_were_taken_before_they_were_unfrozen_are_refused() {
 
         let error = optimizer.add_group(group(&parameters, 1)).unwrap_err().to_string();
         assert!(error.contains("is in several groups"), "{error}");
-        assert_eq!((optimizer.learning_rates().len(), optimizer.state()?.len()), (1, trained), "nothing changes");
+        assert_eq!(
+            (optimizer.learning_rates().len(), optimizer.state()?.len()),
+            (1, trained),
+            "nothing changes"
+        );
         Ok(())
     });
 }
@@ -198,7 +219,7 @@ fn ranks_that_unfreeze_unlike_parameters_are_refused_alike() {
     for sizes in [[2, 1], [1, 2], [2, 2]] {
         on_ranks(sizes.iter().product(), "unlike", move |ctx| -> Result<()> {
             let mesh = ctx.mesh(&[("dp", sizes[0]), ("tp", sizes[1])])?;
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
             let vb = vb.fully_shard("dp", FullyShardOptions::default())?;
             build(&vb, 0)?;
             let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW::default())?;
@@ -206,7 +227,8 @@ fn ranks_that_unfreeze_unlike_parameters_are_refused_alike() {
             build(&vb.again(), mine)?;
             let said = vb.finish().unwrap_err().to_string();
             assert!(said.contains("finish: rank 0 has the parameter \"embed."), "{said}");
-            let of = |names: &[&str]| Ok::<_, Error>(vb.built().partition(|p| names.contains(&p.name.as_str())).0);
+            let of =
+                |names: &[&str]| Ok::<_, Error>(vb.built().partition(|p| names.contains(&p.name.as_str())).0);
             let two = ["embed.weight", "embed.bias"];
             let said = optimizer.add_group(group(&of(&two)?, 1)).unwrap_err().to_string();
             assert!(said.contains("rank 0: AdamW: embed.weight of the group is frozen"), "{said}");
@@ -214,8 +236,10 @@ fn ranks_that_unfreeze_unlike_parameters_are_refused_alike() {
             build(&vb.again(), 1)?;
             let added = of(if mine == 1 { &two[1..] } else { &two })?;
             let said = optimizer.add_group(group(&added, 1)).unwrap_err().to_string();
-            let parts =
-                ["rank 0 adds a group of embed.bias, embed.weight with lr", "and rank 1 one of embed.bias with lr"];
+            let parts = [
+                "rank 0 adds a group of embed.bias, embed.weight with lr",
+                "and rank 1 one of embed.bias with lr",
+            ];
             assert!(parts.iter().all(|part| said.contains(part)), "{said}");
             // None of them on one rank.
             let added = of(if mine == 1 { &[] } else { &two })?;
@@ -237,7 +261,7 @@ fn groups_that_are_added_train_as_those_of_the_start() {
     on_ranks(2, "added", |ctx| -> Result<()> {
         let make = || -> Result<Parameters> {
             let mesh = ctx.mesh(&[("dp", 1), ("tp", 2)])?;
-            let vb = ShardedVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
+            let vb = MeshVarBuilder::fresh(7, &mesh, Model::plan(), DType::F64, ctx.device())?;
             Model::new(&vb)?;
             vb.finish()
         };
@@ -249,8 +273,9 @@ fn groups_that_are_added_train_as_those_of_the_start() {
             optimizer.step(&grads)?;
             of.iter().map(|p| whole(&p.tensor)).collect()
         };
-        let muon =
-            |of: &Parameters, lr| ParamGroup::new(of, ParamsMuon { lr, dtype: DType::F64, ..Default::default() });
+        let muon = |of: &Parameters, lr| {
+            ParamGroup::new(of, ParamsMuon { lr, dtype: DType::F64, ..Default::default() })
+        };
         let parts = |all: &Parameters| {
             let (matrices, others) = all.partition(|p| p.tensor.rank() == 2);
             let (first, second) = matrices.partition(|p| p.name.starts_with("layers"));

@@ -47,8 +47,9 @@ fn random_programs_equal_one_device() {
     let entries = table::entries();
     let (mut refused, mut failed, mut ops) = (0, Vec::new(), BTreeSet::new());
     for start in (first..first + programs).step_by(BATCH as usize) {
-        let drawn =
-            (start..(start + BATCH).min(first + programs)).map(|seed| Program::new(seed, &entries)).collect_vec();
+        let drawn = (start..(start + BATCH).min(first + programs))
+            .map(|seed| Program::new(seed, &entries))
+            .collect_vec();
         ops.extend(drawn.iter().flat_map(|program| &program.steps).map(|step| step.entry.name));
         let (no, wrong) = run::all(drawn);
         refused += no;
@@ -57,23 +58,36 @@ fn random_programs_equal_one_device() {
             break;
         }
     }
-    let line =
-        format!("{programs} programs of {} ops, {refused} wrong calls refused, {} fail\n", ops.len(), failed.len());
+    let line = format!(
+        "{programs} programs of {} ops, {refused} wrong calls refused, {} fail\n",
+        ops.len(),
+        failed.len()
+    );
     std::io::stdout().write_all(line.as_bytes()).unwrap(); // tests capture what `println` writes
     let seeds = failed.iter().map(|(program, _)| program.seed).join(", ");
     if let Some((program, reason)) = failed.into_iter().next() {
-        let again = format!("CANDLE_SHARD_FIRST_PROGRAM={} CANDLE_SHARD_PROGRAMS=1 runs it again", program.seed);
+        let again =
+            format!("CANDLE_SHARD_FIRST_PROGRAM={} CANDLE_SHARD_PROGRAMS=1 runs it again", program.seed);
         let (small, why) = run::shrunk(program.clone(), reason.clone());
         panic!("programs {seeds} fail\n{program}\n{reason}\n{again}\nand smaller:\n{small}\n{why}");
     }
-    assert!(programs < 3000 || ops.len() == entries.len(), "only {} of {} ops were drawn", ops.len(), entries.len());
+    assert!(
+        programs < 3000 || ops.len() == entries.len(),
+        "only {} of {} ops were drawn",
+        ops.len(),
+        entries.len()
+    );
 }
 
 #[test]
 fn every_op_is_in_programs() {
     let drawn: BTreeSet<&str> = table::entries().iter().map(|entry| entry.name).collect();
-    let missing =
-        complete::ops().into_iter().filter(|op| !drawn.contains(op.as_str()) && !ELSEWHERE.contains(&op.as_str()));
+    let missing = complete::ops()
+        .into_iter()
+        .filter(|op| !drawn.contains(op.as_str()) && !ELSEWHERE.contains(&op.as_str()));
     let missing = missing.collect_vec();
-    assert!(missing.is_empty(), "ops that no program calls: {missing:?}; add a row to tests/suite/programs/table");
+    assert!(
+        missing.is_empty(),
+        "ops that no program calls: {missing:?}; add a row to tests/suite/programs/table"
+    );
 }

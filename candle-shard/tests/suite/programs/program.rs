@@ -118,8 +118,10 @@ impl Draw {
         };
         let lays = (0..mesh.len()).map(|_| dice.pick(&choices)).collect_vec();
         let whole = content == Content::Float && lays.iter().all(|lay| !lay.placement().is_partial());
-        let cut =
-            lays.iter().position(|lay| lay.placement().shard_dim().is_some()).filter(|_| whole && dice.once_in(3));
+        let cut = lays
+            .iter()
+            .position(|lay| lay.placement().shard_dim().is_some())
+            .filter(|_| whole && dice.once_in(3));
         let sizes = cut.map(|axis| {
             let dim = lays[axis].placement().shard_dim().unwrap();
             let mut sizes = vec![0; mesh[axis]];
@@ -136,7 +138,8 @@ impl Draw {
 
     /// The values so far, the latest first.
     fn values(&self) -> Vec<Source> {
-        let leaves = self.program.leaves.iter().enumerate().filter(|(_, leaf)| leaf.content == Content::Float);
+        let leaves =
+            self.program.leaves.iter().enumerate().filter(|(_, leaf)| leaf.content == Content::Float);
         let leaves = leaves.map(|(at, _)| Source::Leaf(at));
         (0..self.of_steps.len()).rev().map(Source::Step).chain(leaves).collect()
     }
@@ -153,7 +156,8 @@ impl Draw {
 
     /// A first input for an op, and a call that fits it.
     fn first(&mut self, entry: &Entry) -> Option<(Source, Call)> {
-        let known = self.values().into_iter().filter(|&x| entry.dims.contains(&self.value(x).rank())).collect_vec();
+        let known =
+            self.values().into_iter().filter(|&x| entry.dims.contains(&self.value(x).rank())).collect_vec();
         for _ in 0..2 {
             if !known.is_empty() {
                 let source = self.dice.pick(&known[..known.len().min(3)]);
@@ -181,7 +185,8 @@ impl Draw {
             let inputs = [vec![first], others].concat();
             let values = inputs.iter().map(|&source| self.value(source).clone()).collect_vec();
             let made = truth::steady(entry, &values, &numbers);
-            if let Some(made) = made.filter(|made| made.rank() <= 4 && (1..=MOST_ELEMENTS).contains(&made.elem_count()))
+            if let Some(made) =
+                made.filter(|made| made.rank() <= 4 && (1..=MOST_ELEMENTS).contains(&made.elem_count()))
             {
                 self.of_steps.push(made);
                 self.program.steps.push(Step { entry, inputs, numbers });
@@ -210,7 +215,8 @@ impl Draw {
     /// is outside of one stops the world.
     fn spoil(&mut self) {
         let program = &mut self.program;
-        let values = (0..program.leaves.len()).map(Source::Leaf).chain((0..program.steps.len() - 1).map(Source::Step));
+        let values =
+            (0..program.leaves.len()).map(Source::Leaf).chain((0..program.steps.len() - 1).map(Source::Step));
         let values = values.collect_vec();
         let is_ids = |source: Source, program: &Program| match source {
             Source::Leaf(at) => program.leaves[at].content != Content::Float,
@@ -264,7 +270,8 @@ impl fmt::Display for Program {
                 numbers.iter().join(", ")
             )?;
         }
-        let term = |(source, at): &(Source, Vec<Placement>)| format!("{source} · w({})", at.iter().join(", "));
+        let term =
+            |(source, at): &(Source, Vec<Placement>)| format!("{source} · w({})", at.iter().join(", "));
         write!(f, "  loss = {}", self.loss.iter().map(term).join(" + "))
     }
 }

@@ -29,7 +29,11 @@ fn make(leaf: &Leaf, mesh: &DeviceMesh) -> Result<(DTensor, Option<test_utils::L
     let made = match &leaf.sizes {
         Some((axis, sizes)) => {
             let spec = Spec::new(mesh, &at, &leaf.shape[..], whole.dtype())?;
-            test_utils::Leaf::with_spec(&whole, spec.with_sizes(*axis, Some(Arc::from(&sizes[..])))?, &leaf.lays)?
+            test_utils::Leaf::with_spec(
+                &whole,
+                spec.with_sizes(*axis, Some(Arc::from(&sizes[..])))?,
+                &leaf.lays,
+            )?
         }
         None => test_utils::Leaf::new(&whole, mesh, &leaf.lays)?,
     };
@@ -47,7 +51,9 @@ fn run(program: &Program, truth: &Truth, mesh: &DeviceMesh) -> Result<Outcome> {
         match (step.entry.here)(&inputs, &step.numbers) {
             Ok(made) => steps.push(made),
             Err(error @ Error::Dist(_)) => return Err(error), // the world is over
-            Err(error) if program.wrong && steps.len() + 1 == program.steps.len() => refused = Some(error.to_string()),
+            Err(error) if program.wrong && steps.len() + 1 == program.steps.len() => {
+                refused = Some(error.to_string())
+            }
             Err(error) => return Ok(Outcome::Refused(format!("y{}: {error}", steps.len()))),
         }
     }
@@ -131,7 +137,8 @@ pub(crate) fn all(programs: Vec<Program>) -> (usize, Vec<(Program, String)>) {
     for (mesh, programs) in by_mesh {
         let with_truth = |program: &Program| Some((program.clone(), Truth::new(program).ok()?));
         let batch: Batch = Arc::new(programs.iter().filter_map(with_truth).collect());
-        let judged = if batch.len() == programs.len() { on_mesh(&mesh, batch) } else { Err("one device".into()) };
+        let judged =
+            if batch.len() == programs.len() { on_mesh(&mesh, batch) } else { Err("one device".into()) };
         match judged {
             Ok(judged) => {
                 refused += judged.iter().filter(|judged| matches!(judged, Ok(Outcome::Refused(_)))).count();
@@ -141,9 +148,13 @@ pub(crate) fn all(programs: Vec<Program>) -> (usize, Vec<(Program, String)>) {
             // The world ended: which program did it shows alone.
             Err(text) => {
                 let before = failed.len();
-                failed.extend(programs.iter().filter_map(|program| Some((program.clone(), failure(program)?))));
+                failed
+                    .extend(programs.iter().filter_map(|program| Some((program.clone(), failure(program)?))));
                 if failed.len() == before {
-                    failed.push((programs[0].clone(), format!("only together with others of its mesh: {text}")));
+                    failed.push((
+                        programs[0].clone(),
+                        format!("only together with others of its mesh: {text}"),
+                    ));
                 }
             }
         }

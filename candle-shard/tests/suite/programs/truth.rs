@@ -30,7 +30,8 @@ fn call(entry: &Entry, inputs: &[Tensor], numbers: &[usize]) -> Result<Vec<Tenso
     let with_vars = inputs.iter().zip(&vars).map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone());
     let made = apply(entry, &with_vars.collect_vec(), numbers)?;
     let grads = (&made * values(made.dims(), 99, DType::F64))?.sum_all()?.backward()?;
-    let of_inputs = vars.iter().flatten().map(|var| grads.get(var).cloned().map_or_else(|| var.zeros_like(), Ok));
+    let of_inputs =
+        vars.iter().flatten().map(|var| grads.get(var).cloned().map_or_else(|| var.zeros_like(), Ok));
     std::iter::once(Ok(made.detach())).chain(of_inputs).collect()
 }
 
@@ -45,10 +46,13 @@ pub(crate) fn steady(entry: &Entry, inputs: &[Tensor], numbers: &[usize]) -> Opt
     };
     let nudged: Vec<Tensor> = inputs.iter().enumerate().map(nudge).try_collect().ok()?;
     // candle panics on some calls, such as a gradient of parts without elements.
-    let call = |inputs: &[Tensor]| catch_unwind(AssertUnwindSafe(|| call(entry, inputs, numbers).ok())).ok().flatten();
+    let call = |inputs: &[Tensor]| {
+        catch_unwind(AssertUnwindSafe(|| call(entry, inputs, numbers).ok())).ok().flatten()
+    };
     let (exact, near) = (call(inputs)?, call(&nudged)?);
-    let small =
-        |x: &Tensor| x.elem_count() > 0 && distance(&x.zeros_like().unwrap(), x) < f64::INFINITY && largest(x) < 30.0;
+    let small = |x: &Tensor| {
+        x.elem_count() > 0 && distance(&x.zeros_like().unwrap(), x) < f64::INFINITY && largest(x) < 30.0
+    };
     let alike = exact.iter().zip(&near).all(|(a, b)| distance(a, b) < 1e-5);
     (alike && exact.iter().all(small)).then(|| exact[0].clone())
 }
@@ -64,12 +68,16 @@ impl Truth {
     pub(crate) fn new(program: &Program) -> Result<Self> {
         let leaves = program.leaves.iter().map(|leaf| leaf.whole()).collect_vec();
         let vars: Vec<Option<Var>> = leaves.iter().map(variable).try_collect()?;
-        let leaves =
-            leaves.iter().zip(&vars).map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone()).collect_vec();
+        let leaves = leaves
+            .iter()
+            .zip(&vars)
+            .map(|(x, v)| v.as_ref().map_or(x, |v| v.as_tensor()).clone())
+            .collect_vec();
         let mut values: Vec<Tensor> = Vec::new();
         let known = program.steps.len() - usize::from(program.wrong);
         for step in &program.steps[..known] {
-            let inputs = step.inputs.iter().map(|&source| value(source, &leaves, &values).clone()).collect_vec();
+            let inputs =
+                step.inputs.iter().map(|&source| value(source, &leaves, &values).clone()).collect_vec();
             values.push(apply(step.entry, &inputs, &step.numbers)?);
         }
         let mut loss = Tensor::zeros((), DType::F64, &candle_core::Device::Cpu)?;
@@ -79,7 +87,9 @@ impl Truth {
         }
         let grads = loss.backward()?;
         let of_leaf = |(var, leaf): (&Option<Var>, &super::program::Leaf)| match (var, leaf.content) {
-            (Some(var), Content::Float) => grads.get(var).cloned().map_or_else(|| var.zeros_like(), Ok).map(Some),
+            (Some(var), Content::Float) => {
+                grads.get(var).cloned().map_or_else(|| var.zeros_like(), Ok).map(Some)
+            }
             _ => Ok(None),
         };
         let gradients = vars.iter().zip(&program.leaves).map(of_leaf).collect::<Result<_>>()?;

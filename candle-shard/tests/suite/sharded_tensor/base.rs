@@ -19,7 +19,8 @@ fn the_shards_of_every_spec_are_the_tensor() {
                         let source = (group.rank() == src).then_some(&whole);
                         let sharded = ShardedTensor::shard(source, &spec, src, &group)?;
                         assert_is(&sharded, &whole, &format!("shard {spec}"));
-                        let (spread, counts) = comm::record(|| ShardedTensor::distribute(&whole, &spec, &group));
+                        let (spread, counts) =
+                            comm::record(|| ShardedTensor::distribute(&whole, &spec, &group));
                         assert_eq!(counts.total(), 0);
                         assert_is(&spread?, &whole, &format!("distribute {spec}"));
                         assert_eq!(sharded.sharding_spec(), &spec);
@@ -92,11 +93,14 @@ fn the_local_tensor_is_the_only_one() {
     on_ranks(3, "local tensor", |ctx| -> Result<()> {
         let whole = values(&[4, 6], 1, DType::F32);
         let few = ShardedTensor::distribute(&whole, chunks(1, &[2, 0]), ctx.group())?;
-        let many = ShardedTensor::distribute(&whole, grid(&[4, 6], &[vec![2], vec![3]], &[1, 1, 0]), ctx.group())?;
+        let many =
+            ShardedTensor::distribute(&whole, grid(&[4, 6], &[vec![2], vec![3]], &[1, 1, 0]), ctx.group())?;
         let columns = |tensor: &ShardedTensor| tensor.local_tensor().map(|local| local.dims()[1]);
         match ctx.rank() {
             1 => {
-                assert!(columns(&few).unwrap_err().to_string().contains("rank 1 of the group holds 0 shards"));
+                assert!(
+                    columns(&few).unwrap_err().to_string().contains("rank 1 of the group holds 0 shards")
+                );
                 assert!(columns(&many).unwrap_err().to_string().contains("holds 3 shards"));
             }
             0 => assert_eq!((columns(&few)?, columns(&many)?), (3, 3)),

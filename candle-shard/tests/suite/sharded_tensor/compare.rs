@@ -17,7 +17,10 @@ fn equal_tensors_are_equal_under_every_spec_and_others_are_not() {
                         let spread = |tensor: &Tensor| ShardedTensor::distribute(tensor, &spec, &group);
                         let (a, b, c) = (spread(&whole)?, spread(&whole)?, spread(&other)?);
                         let (same, counts) = comm::record(|| a.equal(&b));
-                        assert!(same? && counts.total() <= 1 && a.allclose(&b, 0.0, 0.0)?, "{spec}: {counts}");
+                        assert!(
+                            same? && counts.total() <= 1 && a.allclose(&b, 0.0, 0.0)?,
+                            "{spec}: {counts}"
+                        );
                         let empty = whole.elem_count() == 0;
                         assert_eq!((a.equal(&c)?, a.allclose(&c, 0.0, 0.5)?), (empty, empty), "{spec}");
                         assert!(a.allclose(&c, 0.0, 1.0)?, "{spec}");
@@ -33,10 +36,14 @@ fn equal_tensors_are_equal_under_every_spec_and_others_are_not() {
 fn a_difference_on_one_rank_is_seen_by_all() {
     for culprit in 0..3 {
         on_ranks(3, "one rank", move |ctx| -> Result<()> {
-            let x = ShardedTensor::zeros(chunks(0, &[2, 0, 1]), (6, 2), DType::F32, &Device::Cpu, ctx.group())?;
+            let x =
+                ShardedTensor::zeros(chunks(0, &[2, 0, 1]), (6, 2), DType::F32, &Device::Cpu, ctx.group())?;
             let local = (x.local_tensor()? + f64::from(u8::from(ctx.rank() == culprit)) * 1e-3)?;
             let y = ShardedTensor::from_local_tensor(local, x.sharding_spec(), (6, 2), ctx.group())?;
-            assert_eq!((x.equal(&y)?, x.allclose(&y, 0.0, 1e-4)?, x.allclose(&y, 0.0, 1e-2)?), (false, false, true));
+            assert_eq!(
+                (x.equal(&y)?, x.allclose(&y, 0.0, 1e-4)?, x.allclose(&y, 0.0, 1e-2)?),
+                (false, false, true)
+            );
             Ok(())
         });
     }
@@ -45,8 +52,9 @@ fn a_difference_on_one_rank_is_seen_by_all() {
 #[test]
 fn other_shapes_dtypes_and_specs_are_not_equal() {
     on_ranks(3, "others", |ctx| -> Result<()> {
-        let zeros =
-            |spec, shape: (usize, usize), dtype| ShardedTensor::zeros(spec, shape, dtype, &Device::Cpu, ctx.group());
+        let zeros = |spec, shape: (usize, usize), dtype| {
+            ShardedTensor::zeros(spec, shape, dtype, &Device::Cpu, ctx.group())
+        };
         let x = zeros(chunks(0, &[0, 1, 2]), (6, 6), DType::F32)?;
         let others = [
             zeros(chunks(0, &[0, 1, 2]), (6, 5), DType::F32)?,

@@ -15,7 +15,8 @@ fn pieces_in_order_are_a_distributed_tensor_in_the_same_memory() {
                 let mut all = vec![chunks(0, &order), chunks(1, &order)];
                 // Uneven rows: 1, 2, 0, 3, 0.
                 let ends = [0, 1, 3, 3, 6, 6];
-                let rows = |n: usize| (0..n).map(|i| shard(&[ends[i], 0], &[ends[i + 1] - ends[i], 4], i)).collect();
+                let rows =
+                    |n: usize| (0..n).map(|i| shard(&[ends[i], 0], &[ends[i + 1] - ends[i], 4], i)).collect();
                 all.push(candle_shard::EnumerableShardingSpec::new(rows(world))?.into());
                 for spec in all {
                     let n = spec.build_metadata(&[6, 4]).map_or(ends[world], |_| 6);
@@ -62,10 +63,12 @@ fn pieces_on_any_mesh_are_a_sharded_tensor() {
     }
     on_ranks(3, "sizes", |ctx| -> Result<()> {
         let (mesh, whole) = (ctx.mesh(&[("a", 3)])?, values(&[6, 2], 1, DType::F32));
-        let spec = Spec::new(&mesh, &[Shard(0)], (6, 2), DType::F32)?.with_sizes(0, Some([1, 5, 0].into()))?;
+        let spec =
+            Spec::new(&mesh, &[Shard(0)], (6, 2), DType::F32)?.with_sizes(0, Some([1, 5, 0].into()))?;
         let tensor = DTensor::distribute(&whole, &mesh, &[Replicate])?;
         let held = spec.local_block()[0].clone();
-        let tensor = DTensor::from_local_with_spec(tensor.to_local().narrow(0, held.start, held.len())?, spec)?;
+        let tensor =
+            DTensor::from_local_with_spec(tensor.to_local().narrow(0, held.start, held.len())?, spec)?;
         let sharded = ShardedTensor::from_dtensor(&tensor)?;
         assert_is(&sharded, &whole, "explicit sizes");
         assert_eq!(sharded.to_dtensor(&mesh)?.spec(), tensor.spec());
@@ -98,7 +101,9 @@ fn layouts_that_do_not_agree_are_refused_on_all_ranks() {
         assert_eq!(bits(&resharded.to_dtensor(&line)?.full_tensor()?), bits(&whole));
         let at = |placements: [Placement; 2]| DTensor::distribute(&whole, &square, &placements);
         let partial = at([Shard(0), Replicate])?.redistribute(&[Shard(0), Placement::PARTIAL_SUM])?;
-        for (tensor, part) in [(at([Shard(0), Replicate])?, "is R on an axis"), (partial, "is P(sum) on an axis")] {
+        for (tensor, part) in
+            [(at([Shard(0), Replicate])?, "is R on an axis"), (partial, "is P(sum) on an axis")]
+        {
             let error = ShardedTensor::from_dtensor(&tensor).unwrap_err().to_string();
             assert!(error.contains(part) && error.contains("shard it there"), "{error}");
         }

@@ -73,9 +73,15 @@ fn what_cannot_be_made_is_refused_on_all_ranks_also_those_without_shards() {
         let floats = ShardedTensor::zeros(&few, 4, DType::F32, cpu, ctx.group())?;
         let ints = ShardedTensor::zeros(&few, 4, DType::I64, cpu, ctx.group())?;
         let errors = [
-            (ShardedTensor::zeros(chunks(1, &[0]), 4, DType::F32, cpu, ctx.group()), "dim 1 of a tensor of shape [4]"),
+            (
+                ShardedTensor::zeros(chunks(1, &[0]), 4, DType::F32, cpu, ctx.group()),
+                "dim 1 of a tensor of shape [4]",
+            ),
             (ShardedTensor::ones(chunks(0, &[3]), 4, DType::F32, cpu, ctx.group()), "outside the group"),
-            (ShardedTensor::zeros(ChunkShardingSpec::new(0, ["a"])?, 4, DType::F32, cpu, ctx.group()), "names no rank"),
+            (
+                ShardedTensor::zeros(ChunkShardingSpec::new(0, ["a"])?, 4, DType::F32, cpu, ctx.group()),
+                "names no rank",
+            ),
             (
                 ShardedTensor::ones(&few, (usize::MAX, 2), DType::F32, cpu, ctx.group()),
                 "more elements than can be counted",

@@ -114,7 +114,11 @@ fn fault_n_like_tensors_comparisons_and_gathers_honor_their_arguments() {
         let zero = ShardedTensor::zeros(chunks(0, &[3]), 1, DType::F32, &Device::Cpu, ctx.group())?;
         let gathered = zero.gather(2)?.map(|zero| zero.to_vec1::<f32>()).transpose()?;
         assert_eq!(gathered, (ctx.rank() == 2).then_some(vec![0.0]));
-        let none = ShardedTensor::from_local_shards(Vec::<LocalShard>::new(), 4, &pairs.unwrap_or(ctx.group().clone()));
+        let none = ShardedTensor::from_local_shards(
+            Vec::<LocalShard>::new(),
+            4,
+            &pairs.unwrap_or(ctx.group().clone()),
+        );
         assert!(none.unwrap_err().to_string().contains("no shards"));
         Ok(())
     });

@@ -22,7 +22,11 @@ fn the_shards_of_every_spec_make_the_tensor_again() {
                         assert_is(&again, &whole, &format!("{spec}"));
                         let (again, counts) = comm::record(|| {
                             let metadata = tensor.metadata();
-                            ShardedTensor::from_local_shards_and_global_metadata(held.clone(), metadata, &group)
+                            ShardedTensor::from_local_shards_and_global_metadata(
+                                held.clone(),
+                                metadata,
+                                &group,
+                            )
                         });
                         assert_is(&again?, &whole, &format!("{spec}"));
                         assert_eq!(counts.total(), 0);
@@ -33,7 +37,8 @@ fn the_shards_of_every_spec_make_the_tensor_again() {
                         } else if held.is_empty() && world > 1 {
                             // Ranks without a shard say so.
                             let local = Tensor::zeros(shape, whole.dtype(), &Device::Cpu)?;
-                            let error = ShardedTensor::from_local_tensor(local, &spec, shape, &group).unwrap_err();
+                            let error =
+                                ShardedTensor::from_local_tensor(local, &spec, shape, &group).unwrap_err();
                             assert!(error.to_string().contains("which holds []"), "{error}");
                         }
                     }
@@ -49,10 +54,12 @@ fn shards_keep_their_memory_and_their_gradient() {
     on_ranks(2, "gradient", |ctx| -> Result<()> {
         let rank = ctx.rank();
         let (leaf, vars) =
-            ShardedTensor::distribute(&values(&[4, 2], 1, DType::F32), chunks(0, &[0, 1]), ctx.group())?.to_var()?;
+            ShardedTensor::distribute(&values(&[4, 2], 1, DType::F32), chunks(0, &[0, 1]), ctx.group())?
+                .to_var()?;
         let doubled = (leaf.local_tensor()? * 2.0)?;
         let shard = LocalShard::from_tensor_and_offsets(doubled.t()?, [0, 2 * rank], rank)?;
-        let (turned, counts) = comm::record(|| ShardedTensor::from_local_shards(vec![shard], (2, 4), ctx.group()));
+        let (turned, counts) =
+            comm::record(|| ShardedTensor::from_local_shards(vec![shard], (2, 4), ctx.group()));
         let turned = turned?;
         assert_eq!((counts.total(), counts.get(Op::AllGather).count), (2, 2), "{counts}");
         assert!(turned.requires_grad() && turned.sharding_spec() == &chunks(1, &[0, 1]));
@@ -111,7 +118,10 @@ fn what_is_wrong_with_the_shards_is_one_error_on_all_ranks() {
         };
         Ok(vec![
             of([6, 4 + usize::from(rank == 2)], rows(&|_| ())),
-            of([6, 4], if rank == 1 { wrong(&[2, 0], &[2, 4], 1, DType::F64, |_| ()) } else { rows(&|_| ()) }),
+            of(
+                [6, 4],
+                if rank == 1 { wrong(&[2, 0], &[2, 4], 1, DType::F64, |_| ()) } else { rows(&|_| ()) },
+            ),
             of([6, 4], rows(&|s| s.tensor = s.tensor.narrow(0, 0, 1).unwrap())),
             of([6, 4], rows(&|s| s.metadata.placement = None)),
             of([6, 4], rows(&|s| s.metadata.placement = Some("rank:2/cpu".parse().unwrap()))),
@@ -173,15 +183,26 @@ fn a_rank_hears_what_does_not_fit_the_metadata_or_the_spec() {
             (by(mine(DType::F64), &metadata), "f64 in shard"),
             (by(vec![], &metadata), "shards [] on a rank that holds [rank:"),
             (by(wrong(&[1, 0], &[2, 2], rank, DType::F32, |_| ()), &metadata), "give these"),
-            (by(mine(DType::F32), &ShardedTensorMetadata { dims: vec![5, 2], ..metadata.clone() }), "which has 10"),
-            (by(mine(DType::F32), &ShardedTensorMetadata { shards: vec![], ..metadata.clone() }), "no shards"),
+            (
+                by(mine(DType::F32), &ShardedTensorMetadata { dims: vec![5, 2], ..metadata.clone() }),
+                "which has 10",
+            ),
+            (
+                by(mine(DType::F32), &ShardedTensorMetadata { shards: vec![], ..metadata.clone() }),
+                "no shards",
+            ),
         ];
         for (text, part) in cases {
             assert!(text.contains(part), "{text} does not say {part}");
         }
         let local = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
-        let error = ShardedTensor::from_local_tensor(local, chunks(0, &[0, 1]), (4, 2), group).unwrap_err().to_string();
-        assert!(error.contains("a local tensor of shape [3, 2]") && error.contains("holds [rank:"), "{error}");
+        let error = ShardedTensor::from_local_tensor(local, chunks(0, &[0, 1]), (4, 2), group)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("a local tensor of shape [3, 2]") && error.contains("holds [rank:"),
+            "{error}"
+        );
         let local = Tensor::zeros((2, 2), DType::F32, &Device::Cpu)?;
         assert!(LocalShard::new(local.clone(), shard(&[0, 0], &[2, 1], 0)).is_err());
         assert!(LocalShard::from_tensor_and_offsets(local, [0], 0).is_err());

@@ -5,7 +5,8 @@ use candle_dist::{Op, comm};
 use candle_shard::{Result, ShardedTensor};
 use test_utils::on_ranks;
 
-const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+const DTYPES: [DType; 7] =
+    [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
 #[test]
 fn what_every_spec_cuts_is_gathered_on_any_rank_and_on_all() {
@@ -54,7 +55,8 @@ fn a_gathered_tensor_does_not_change_with_the_variable() {
         let whole = values(&[4, 3], 1, DType::F32);
         let tensor = ShardedTensor::distribute(&whole, chunks(0, &[0]), ctx.group())?;
         let (leaf, vars): (_, Vec<Var>) = tensor.to_var()?;
-        let gathered = [leaf.gather_all()?, leaf.gather(0)?.unwrap(), leaf.reshard(chunks(1, &[0]))?.gather_all()?];
+        let gathered =
+            [leaf.gather_all()?, leaf.gather(0)?.unwrap(), leaf.reshard(chunks(1, &[0]))?.gather_all()?];
         vars[0].set(&vars[0].zeros_like()?)?;
         for gathered in gathered {
             assert!(!gathered.track_op());

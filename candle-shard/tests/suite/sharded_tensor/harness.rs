@@ -25,7 +25,14 @@ pub(crate) fn bits(tensor: &Tensor) -> (Vec<usize>, DType, Vec<u64>) {
     let flat = tensor.detach().flatten_all().unwrap();
     let list = match dtype {
         DType::I64 => flat.to_vec1::<i64>().unwrap().into_iter().map(|n| n as u64).collect(),
-        _ => flat.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap().into_iter().map(f64::to_bits).collect(),
+        _ => flat
+            .to_dtype(DType::F64)
+            .unwrap()
+            .to_vec1::<f64>()
+            .unwrap()
+            .into_iter()
+            .map(f64::to_bits)
+            .collect(),
     };
     (dims, dtype, list)
 }
@@ -73,7 +80,8 @@ pub(crate) fn grid(dims: &[usize], cuts: &[Vec<usize>], ranks: &[usize]) -> Shar
 /// Specs of all kinds for a tensor of this shape on `world` ranks: all dims, orders, few ranks, several shards a rank.
 pub(crate) fn specs(dims: &[usize], world: usize) -> Vec<ShardingSpec> {
     let all: Vec<usize> = (0..world).collect();
-    let orders = [all.clone(), all.iter().rev().copied().collect(), all.iter().map(|r| (r + 1) % world).collect()];
+    let orders =
+        [all.clone(), all.iter().rev().copied().collect(), all.iter().map(|r| (r + 1) % world).collect()];
     let mut specs = Vec::new();
     for dim in 0..dims.len() {
         specs.extend(orders.iter().map(|order| chunks(dim as isize, order)));

@@ -12,7 +12,9 @@ fn variables_get_the_values_of_one_device_and_stay_the_same() {
     for world in 1..=4 {
         on_ranks(world, "init", move |ctx| -> Result<()> {
             let stream = Stream::new(3, "table");
-            for (shape, dtype) in [(&[13, 8][..], DType::F32), (&[2, 6, 3, 3], DType::F64), (&[2], DType::BF16)] {
+            for (shape, dtype) in
+                [(&[13, 8][..], DType::F32), (&[2, 6, 3, 3], DType::F64), (&[2], DType::BF16)]
+            {
                 for spec in specs(shape, world) {
                     let zeros = ShardedTensor::zeros(&spec, shape, dtype, &Device::Cpu, ctx.group())?;
                     let (leaf, vars) = zeros.to_var()?;

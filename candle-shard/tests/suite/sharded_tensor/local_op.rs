@@ -51,7 +51,8 @@ fn checks_come_first_then_the_early_stop_then_the_op() {
                 _ => Ok(()),
             });
         let whole = values(&[3, 2], 1, DType::F32);
-        let x = ShardedTensor::distribute(&whole, grid(&[3, 2], &[vec![1, 2], vec![]], &[0, 1]), ctx.group())?;
+        let x =
+            ShardedTensor::distribute(&whole, grid(&[3, 2], &[vec![1, 2], vec![]], &[0, 1]), ctx.group())?;
         let error = |what: &str| op.apply(&x, what).unwrap_err().to_string();
         assert_eq!(error("wrong"), "picky: [3, 2] is wrong");
         assert_is(&op.apply(&x, "stop")?, &whole, "stopped");
@@ -69,12 +70,13 @@ fn a_customized_op_communicates_and_says_how_its_result_lies() {
     for world in 1..=3 {
         on_ranks(world, "customized", move |ctx| -> Result<()> {
             // Column sums of rows: partial sums are added up, then cut along the columns.
-            let sums = LocalOp::new("column_sums", |_: &Tensor, (): &()| unreachable!()).customized(|x, ()| {
-                let spec = chunks(0, &(0..x.group().size()).collect::<Vec<_>>());
-                let sums = x.group().all_reduce(&x.local_tensor()?.sum(0)?, ReduceOp::Sum)?;
-                let at = spec.build_metadata(&x.dims()[1..])?[x.group().rank()].clone();
-                Ok((sums.narrow(0, at.offsets[0], at.sizes[0])?, spec, x.dims()[1..].to_vec()))
-            });
+            let sums =
+                LocalOp::new("column_sums", |_: &Tensor, (): &()| unreachable!()).customized(|x, ()| {
+                    let spec = chunks(0, &(0..x.group().size()).collect::<Vec<_>>());
+                    let sums = x.group().all_reduce(&x.local_tensor()?.sum(0)?, ReduceOp::Sum)?;
+                    let at = spec.build_metadata(&x.dims()[1..])?[x.group().rank()].clone();
+                    Ok((sums.narrow(0, at.offsets[0], at.sizes[0])?, spec, x.dims()[1..].to_vec()))
+                });
             let whole = values(&[6, 5], 1, DType::F64);
             let order: Vec<usize> = (0..world).collect();
             let x = ShardedTensor::distribute(&whole, chunks(0, &order), ctx.group())?;
@@ -82,7 +84,8 @@ fn a_customized_op_communicates_and_says_how_its_result_lies() {
             let shrunk = LocalOp::new("shrunk", |x: &Tensor, (): &()| Ok(x.narrow(1, 0, 2)?));
             let error = shrunk.apply(&x, &()).unwrap_err().to_string();
             assert!(
-                error.starts_with("shrunk: returns shape [") && error.contains("describe its layout with customized"),
+                error.starts_with("shrunk: returns shape [")
+                    && error.contains("describe its layout with customized"),
                 "{error}"
             );
             Ok(())

@@ -10,7 +10,8 @@ use test_utils::on_ranks;
 /// Any spec for a tensor of this shape: chunks in any order on some ranks, or any grid dealt out to any ranks.
 fn any_spec(dims: Vec<usize>, world: usize) -> impl Strategy<Value = ShardingSpec> {
     let order = Just((0..world).collect_vec()).prop_shuffle();
-    let chunked = (0..dims.len(), order, 1..=world).prop_map(|(dim, order, n)| chunks(dim as isize, &order[..n]));
+    let chunked =
+        (0..dims.len(), order, 1..=world).prop_map(|(dim, order, n)| chunks(dim as isize, &order[..n]));
     let cuts = prop::collection::vec(prop::collection::vec(0usize..9, 0..3), dims.len());
     let ranks = prop::collection::vec(0..world, 1..7);
     let listed = (cuts, ranks).prop_map(move |(cuts, ranks)| grid(&dims, &cuts, &ranks));

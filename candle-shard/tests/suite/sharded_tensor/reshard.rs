@@ -47,7 +47,9 @@ fn between_specs_of_all_kinds_only_what_changes_its_rank_is_sent() {
             for (seed, shape) in SHAPES.iter().enumerate() {
                 let whole = values(shape, seed as u64, [DType::F64, DType::I64, DType::F16][seed % 3]);
                 let specs = specs(shape, world);
-                for (from, to) in specs.iter().cartesian_product(&specs).step_by(if shape.len() > 2 { 3 } else { 1 }) {
+                for (from, to) in
+                    specs.iter().cartesian_product(&specs).step_by(if shape.len() > 2 { 3 } else { 1 })
+                {
                     let tensor = ShardedTensor::distribute(&whole, from, ctx.group())?;
                     let (moved, counts) = comm::record(|| tensor.reshard(to));
                     assert_is(&moved?, &whole, &format!("{from} to {to}"));
@@ -96,7 +98,8 @@ fn what_is_wrong_with_reshard_is_one_error_on_all_ranks() {
 #[test]
 fn reshards_that_differ_are_one_error_on_all_ranks() {
     let made = Ranks::new(3, "differ").run(|ctx| -> Result<String> {
-        let tensor = ShardedTensor::distribute(&values(&[5, 3], 1, DType::F32), chunks(0, &[0, 1, 2]), ctx.group())?;
+        let tensor =
+            ShardedTensor::distribute(&values(&[5, 3], 1, DType::F32), chunks(0, &[0, 1, 2]), ctx.group())?;
         // Over NCCL, a rank that still reads what it received would hear of the failure below.
         ctx.group().barrier()?;
         Ok(tensor.reshard(chunks(1, if ctx.rank() == 1 { &[2] } else { &[1] })).unwrap_err().to_string())

@@ -60,8 +60,14 @@ fn a_plan_that_does_not_fit_is_an_error_before_any_communication() {
             ),
             (ShardingPlan::new().with("tables.*", &all), "\"tables.*\" matched no parameter"),
             (ShardingPlan::new().with("top.bias", chunks(1, &[0, 1])), "top.bias: ChunkShardingSpec: dim 1"),
-            (ShardingPlan::new().with("top.bias", chunks(0, &[0, 2])), "rank:2/cpu of shard 1 is outside the group"),
-            (ShardingPlan::new().with_sharder("no", |_, _, _, _| unreachable!()), "\"no\" matched no parameter"),
+            (
+                ShardingPlan::new().with("top.bias", chunks(0, &[0, 2])),
+                "rank:2/cpu of shard 1 is outside the group",
+            ),
+            (
+                ShardingPlan::new().with_sharder("no", |_, _, _, _| unreachable!()),
+                "\"no\" matched no parameter",
+            ),
         ];
         for (plan, part) in cases {
             let (made, counts) = comm::record(|| shard_module(&model(1), &plan, 0, ctx.group()));
@@ -73,7 +79,8 @@ fn a_plan_that_does_not_fit_is_an_error_before_any_communication() {
         if ctx.rank() == 1 {
             other.insert("top.bias".into(), values(&[4], 1, DType::F32));
         }
-        let error = shard_module(&other, &ShardingPlan::new().with("top.bias", &all), 0, ctx.group()).unwrap_err();
+        let error =
+            shard_module(&other, &ShardingPlan::new().with("top.bias", &all), 0, ctx.group()).unwrap_err();
         let want = "rank 1: verify_parameter_shapes: \"top.bias\" is f32[4] here and f32[3] on rank 0";
         assert_eq!(error.to_string(), want);
         let shrinking = ShardingPlan::new().with_sharder("top.bias", |_, tensor, src, group| {

@@ -23,7 +23,11 @@ fn placements_are_read_and_written() -> Result<()> {
     ];
     for (text, rank, worker, device, shown) in cases {
         let placement: RemoteDevice = text.parse()?;
-        assert_eq!((placement.rank(), placement.worker_name(), placement.device()), (rank, worker, device), "{text}");
+        assert_eq!(
+            (placement.rank(), placement.worker_name(), placement.device()),
+            (rank, worker, device),
+            "{text}"
+        );
         assert_eq!(placement.to_string(), shown);
         assert_eq!(shown.parse::<RemoteDevice>()?, placement);
         let json = serde_json::to_string(&placement).unwrap();
@@ -66,7 +70,8 @@ fn other_texts_are_no_placements() {
 
 #[test]
 fn chunks_are_counted_as_torch_does() -> Result<()> {
-    let splits = [(11, 4, 3), (12, 4, 3), (13, 4, 4), (5, 4, 2), (11, 1, 11), (11, 11, 1), (0, 3, 0), (7, 0, 7)];
+    let splits =
+        [(11, 4, 3), (12, 4, 3), (13, 4, 4), (5, 4, 2), (11, 1, 11), (11, 11, 1), (0, 3, 0), (7, 0, 7)];
     for (n, chunks, want) in splits {
         assert_eq!(get_split_size(n, chunks), want);
     }
@@ -127,7 +132,8 @@ fn a_spec_is_bound_to_the_ranks_of_a_group() -> Result<()> {
 
 #[test]
 fn listed_shards_are_the_tensor_without_overlap() -> Result<()> {
-    let error = |shards: &[ShardMetadata]| EnumerableShardingSpec::new(shards.to_vec()).unwrap_err().to_string();
+    let error =
+        |shards: &[ShardMetadata]| EnumerableShardingSpec::new(shards.to_vec()).unwrap_err().to_string();
     assert!(error(&[]).contains("no shards"));
     assert!(error(&[shard(&[0, 0], &[2, 2], 0), shard(&[2], &[2], 1)]).contains("different numbers of dims"));
     let text = error(&[shard(&[0, 0], &[5, 5], 0), shard(&[5, 0], &[5, 5], 1), shard(&[2, 4], &[1, 1], 2)]);

@@ -34,24 +34,34 @@ fn what_is_saved_under_one_spec_is_loaded_under_any_other() {
             on_ranks(saved_on, "save", move |ctx| -> Result<()> {
                 for group in groups(ctx)? {
                     let lay = |(i, (name, whole)): (usize, (String, Tensor))| {
-                        Ok((name, ShardedTensor::distribute(&whole, spec(&whole, saved_on, i + turn), &group)?))
+                        Ok((
+                            name,
+                            ShardedTensor::distribute(&whole, spec(&whole, saved_on, i + turn), &group)?,
+                        ))
                     };
-                    let state: BTreeMap<_, _> = wholes().into_iter().enumerate().map(lay).collect::<Result<_>>()?;
+                    let state: BTreeMap<_, _> =
+                        wholes().into_iter().enumerate().map(lay).collect::<Result<_>>()?;
                     save_state(&at, &group, &state)?;
                 }
                 Ok(())
             });
-            let on_disk: u64 = fs::read_dir(&path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
+            let on_disk: u64 =
+                fs::read_dir(&path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
             let whole: usize = wholes().iter().map(|(_, t)| t.elem_count() * t.dtype().size_in_bytes()).sum();
-            assert!(on_disk < whole as u64 + 30_000, "{on_disk} bytes for {whole}: something was written twice");
+            assert!(
+                on_disk < whole as u64 + 30_000,
+                "{on_disk} bytes for {whole}: something was written twice"
+            );
             for loaded_on in 1..=4 {
                 let path = path.clone();
                 on_ranks(loaded_on, "load", move |ctx| -> Result<()> {
                     for (nth, group) in groups(ctx)?.into_iter().enumerate() {
                         let wanted = wholes().into_iter().enumerate();
-                        let wanted = wanted.map(|(i, (name, whole))| (name, spec(&whole, loaded_on, i + nth)));
+                        let wanted =
+                            wanted.map(|(i, (name, whole))| (name, spec(&whole, loaded_on, i + nth)));
                         let wanted = wanted.collect_vec();
-                        let (loaded, counts) = comm::record(|| load_state(&path, &group, &wanted, &Device::Cpu));
+                        let (loaded, counts) =
+                            comm::record(|| load_state(&path, &group, &wanted, &Device::Cpu));
                         let loaded = loaded?;
                         assert!(counts.total() <= 1, "{counts}");
                         for ((name, whole), (_, spec)) in wholes().iter().zip(&wanted) {
@@ -73,7 +83,8 @@ fn sharded_tensors_and_distributed_ones_share_checkpoints() {
     let whole = values(&[7, 5], 1, DType::F32);
     on_ranks(3, "shared", move |ctx| -> Result<()> {
         let (group, mesh) = (ctx.group(), ctx.mesh(&[("tp", 3)])?);
-        let sharded = ShardedTensor::distribute(&whole, grid(&[7, 5], &[vec![3, 4], vec![2]], &[2, 0]), group)?;
+        let sharded =
+            ShardedTensor::distribute(&whole, grid(&[7, 5], &[vec![3, 4], vec![2]], &[2, 0]), group)?;
         save_state(&paths[0], group, &[("w".into(), sharded)].into())?;
         checkpoint::save(&paths[1], &mesh, &[("w", DTensor::distribute(&whole, &mesh, &[Shard(1)])?)])?;
         for path in &paths {
@@ -101,7 +112,8 @@ fn a_rank_reads_its_own_shards_alone() {
         // Only the file that has this rank's rows.
         let others = format!("rank-{:05}.", 1 - ctx.rank());
         let files = fs::read_dir(&path).unwrap().map(Result::unwrap);
-        let of_others = files.into_iter().find(|file| file.file_name().to_string_lossy().starts_with(&others)).unwrap();
+        let of_others =
+            files.into_iter().find(|file| file.file_name().to_string_lossy().starts_with(&others)).unwrap();
         let len = of_others.metadata().unwrap().len();
         assert!((1 << 17..(1 << 17) + 4096).contains(&len), "{len}");
         group.barrier()?;
@@ -123,7 +135,8 @@ fn a_failure_on_one_rank_is_the_same_error_on_all() {
         let save = |path: &Path, name: &str, tensor: &ShardedTensor| {
             save_state(path, group, &[(name.into(), tensor.clone())].into())
         };
-        let load = |path: &Path, name: &str, spec| load_state(path, group, &[(name, spec)], &Device::Cpu).map(drop);
+        let load =
+            |path: &Path, name: &str, spec| load_state(path, group, &[(name, spec)], &Device::Cpu).map(drop);
         save(&path, "x", &x)?;
         let mine = |at: usize| if rank == at { out.as_path() } else { &path };
         let errors = [

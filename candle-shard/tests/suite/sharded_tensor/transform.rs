@@ -58,7 +58,8 @@ fn a_variable_counts_as_a_shard_while_something_made_of_it_lives() {
         let made: [fn(&ShardedTensor) -> Result<ShardedTensor>; 3] =
             [|leaf| Ok(leaf.clone()), |leaf| Ok(leaf.detach()), |leaf| leaf.to_dtype(DType::F32)];
         for make in made {
-            let zeros = ShardedTensor::zeros(chunks(0, &[0, 1]), (4, 2), DType::F64, &Device::Cpu, ctx.group())?;
+            let zeros =
+                ShardedTensor::zeros(chunks(0, &[0, 1]), (4, 2), DType::F64, &Device::Cpu, ctx.group())?;
             let (leaf, vars) = zeros.to_var()?;
             let kept = make(&leaf)?;
             drop(leaf);
@@ -76,7 +77,8 @@ fn a_variable_counts_as_a_shard_while_something_made_of_it_lives() {
 fn dtypes_are_converted_and_devices_kept() {
     on_ranks(3, "dtypes", |ctx| -> Result<()> {
         let whole = values(&[5, 4], 1, DType::F64);
-        for (spec, dtype) in specs(&[5, 4], 3).iter().cartesian_product([DType::F32, DType::I64, DType::BF16]) {
+        for (spec, dtype) in specs(&[5, 4], 3).iter().cartesian_product([DType::F32, DType::I64, DType::BF16])
+        {
             let tensor = ShardedTensor::distribute(&whole, spec, ctx.group())?.to_dtype(dtype)?;
             assert_is(&tensor, &whole.to_dtype(dtype)?, "converted");
             let moved = tensor.to_device(&Device::Cpu)?;

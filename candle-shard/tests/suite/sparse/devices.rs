@@ -4,26 +4,28 @@ use candle_core::{DType, Device, Device::Cpu, Tensor, Var};
 use candle_dist::empty::{compute, to_host};
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
-use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowGrad, RowVar, Sgd};
+use candle_shard::sparse::{
+    ParamsAdagrad, ParamsSgd, RowGrad, RowVar, SparseAdagrad, SparseAdamW, SparseSgd,
+};
 use test_utils::{device, on_ranks};
 
 /// One of the optimizers.
 enum Steps {
-    Sgd(Sgd),
-    Adagrad(Adagrad),
-    AdamW(AdamW),
+    Sgd(SparseSgd),
+    Adagrad(SparseAdagrad),
+    AdamW(SparseAdamW),
 }
 
 impl Steps {
     fn new(kind: usize, table: &RowVar) -> Result<Self> {
         let vars = vec![table.clone()];
         Ok(match kind {
-            0 => Self::Sgd(Sgd::new(vars, ParamsSgd { lr: 0.1, ..Default::default() })?),
-            1 => Self::Adagrad(Adagrad::new(
+            0 => Self::Sgd(SparseSgd::new(vars, ParamsSgd { lr: 0.1, ..Default::default() })?),
+            1 => Self::Adagrad(SparseAdagrad::new(
                 vars,
                 ParamsAdagrad { lr: 0.1, initial_accumulator_value: 0.3, ..Default::default() },
             )?),
-            _ => Self::AdamW(AdamW::new(
+            _ => Self::AdamW(SparseAdamW::new(
                 vars,
                 ParamsAdamW { lr: 0.05, eps: 1e-3, weight_decay: 0.1, ..Default::default() },
             )?),

@@ -1,7 +1,7 @@
 //! Lookups and the gradients that they collect.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device::Cpu, Layout, Shape, Tensor, Var};
-use candle_shard::sparse::{ParamsSgd, RowGrad, RowVar, Sgd};
+use candle_shard::sparse::{ParamsSgd, RowGrad, RowVar, SparseSgd};
 use candle_shard::{DTensor, Replicate, Result};
 use proptest::prelude::*;
 use test_utils::on_ranks;
@@ -14,7 +14,9 @@ fn lookups_are_those_of_index_select() -> Result<()> {
     for dtype in DTYPES {
         for (rows, width) in [(1, 1), (7, 3), (40, 16), (300, 33), (5, 0)] {
             let table = random.table(rows, width, dtype);
-            for ids in [vec![], vec![0], vec![0; 5], random.rows(6, rows as u32), random.rows(500, rows as u32)] {
+            for ids in
+                [vec![], vec![0], vec![0; 5], random.rows(6, rows as u32), random.rows(500, rows as u32)]
+            {
                 let what = format!("{dtype:?} [{rows}, {width}], {} ids", ids.len());
                 let found = table.lookup(ids.clone())?;
                 assert_eq!((found.dims(), found.dtype()), (&[ids.len(), width][..], dtype), "{what}");
@@ -31,7 +33,8 @@ fn lookups_are_those_of_index_select() -> Result<()> {
                 let grads = (chosen.sqr()? * weights.to_dtype(DType::F64)?)?.sum_all()?.backward()?;
                 assert!(grad.rows().is_sorted_by(|a, b| a < b), "{what}");
                 assert!(
-                    ids.iter().all(|id| grad.rows().contains(id)) && grad.rows().iter().all(|row| ids.contains(row))
+                    ids.iter().all(|id| grad.rows().contains(id))
+                        && grad.rows().iter().all(|row| ids.contains(row))
                 );
                 assert_close(&grad.to_dense(rows)?, grads.get(&dense).unwrap(), tolerance(dtype), &what);
             }
@@ -95,8 +98,8 @@ fn recomputed_parts_collect_the_same_gradient() {
     on_ranks(1, "recomputed", |ctx| -> Result<()> {
         let mesh = ctx.mesh(&[("a", 1)])?;
         let table = Random::new(4).table(6, 2, DType::F64);
-        let (x, var) =
-            DTensor::distribute(&Random::new(5).tensor(&[3, 2], DType::F64), &mesh, &[Replicate])?.to_var()?;
+        let (x, var) = DTensor::distribute(&Random::new(5).tensor(&[3, 2], DType::F64), &mesh, &[Replicate])?
+            .to_var()?;
         let part = |table: RowVar| {
             move |x: &DTensor| -> Result<DTensor> {
                 let found = DTensor::from_local(table.lookup([5, 0, 5])?, x.mesh(), &[Replicate], (3, 2))?;
@@ -135,7 +138,7 @@ fn a_gradient_may_lie_in_the_memory_of_its_table() -> Result<()> {
     let table = RowVar::new(Var::new(&[[1f32, 2.], [4., 8.]], &Cpu)?)?;
     let grad = table.var().as_detached_tensor();
     table.lookup([1, 0])?.apply_op1(GivesTable(grad))?.backward()?;
-    Sgd::new(vec![table.clone()], ParamsSgd { lr: 0.5, ..Default::default() })?.step()?;
+    SparseSgd::new(vec![table.clone()], ParamsSgd { lr: 0.5, ..Default::default() })?.step()?;
     assert_eq!(table.var().to_vec2::<f32>()?, [[-1., -2.], [3.5, 7.]]);
     Ok(())
 }

@@ -53,7 +53,10 @@ fn bits(tensor: &Tensor) -> Vec<u64> {
 fn assert_close(got: &Tensor, want: &Tensor, tolerance: f64, what: &str) {
     assert_eq!(got.dims(), want.dims(), "{what}");
     for (i, (got, want)) in numbers(got).into_iter().zip(numbers(want)).enumerate() {
-        assert!((got - want).abs() <= tolerance * want.abs().max(1.0), "{what}, element {i}: {got} for {want}");
+        assert!(
+            (got - want).abs() <= tolerance * want.abs().max(1.0),
+            "{what}, element {i}: {got} for {want}"
+        );
     }
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device::Cpu, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
-use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowVar, Sgd};
+use candle_shard::sparse::{ParamsAdagrad, ParamsSgd, RowVar, SparseAdagrad, SparseAdamW, SparseSgd};
 use candle_shard::{Result, kernels};
 
 use crate::sparse::*;
@@ -23,16 +23,21 @@ const USED: u32 = 25;
 #[test]
 fn sgd_and_adagrad_take_the_steps_of_dense_ones() -> Result<()> {
     let mut random = Random::new(6);
-    let config =
-        ParamsAdagrad { lr: 0.1, lr_decay: 0.5, initial_accumulator_value: 0.25, eps: 1e-3, ..Default::default() };
+    let config = ParamsAdagrad {
+        lr: 0.1,
+        lr_decay: 0.5,
+        initial_accumulator_value: 0.25,
+        eps: 1e-3,
+        ..Default::default()
+    };
     for width in [1, 7, 64] {
         for adagrad in [false, true] {
             let tables = [random.table(ROWS, width, DType::F64), random.table(3, width, DType::F64)];
             let starts = tables.each_ref().map(|table| table.var().copy().unwrap());
             let dense = starts.each_ref().map(|start| Var::from_tensor(start).unwrap());
             let mut sums = starts.each_ref().map(|start| (start.zeros_like().unwrap() + 0.25).unwrap());
-            let mut sgd = Sgd::new(tables.to_vec(), ParamsSgd { lr: 0.1, ..Default::default() })?;
-            let mut ada = Adagrad::new(tables.to_vec(), config.clone())?;
+            let mut sgd = SparseSgd::new(tables.to_vec(), ParamsSgd { lr: 0.1, ..Default::default() })?;
+            let mut ada = SparseAdagrad::new(tables.to_vec(), config.clone())?;
             for step in 0..5 {
                 for (i, (len, below)) in [(60, USED), (2, 3)].into_iter().enumerate() {
                     if i == 1 && step == 2 {
@@ -53,7 +58,10 @@ fn sgd_and_adagrad_take_the_steps_of_dense_ones() -> Result<()> {
                 } else {
                     sgd.step()?;
                 }
-                assert!(tables.iter().all(|table| table.grad().unwrap().is_none()), "a step takes the gradient");
+                assert!(
+                    tables.iter().all(|table| table.grad().unwrap().is_none()),
+                    "a step takes the gradient"
+                );
             }
             for ((table, dense), start) in tables.iter().zip(&dense).zip(&starts) {
                 assert_close(table.var(), dense, 1e-12, &format!("width {width}, adagrad {adagrad}"));
@@ -82,7 +90,7 @@ fn adam_w_takes_the_steps_of_the_dense_one_where_every_row_is_looked_up() -> Res
     for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
         let table = random.table(33, 19, dtype);
         let dense = Var::from_tensor(&table.var().copy()?)?;
-        let mut ours = AdamW::new(vec![table.clone()], params.clone())?;
+        let mut ours = SparseAdamW::new(vec![table.clone()], params.clone())?;
         let mut theirs = kernels::AdamW::new(vec![dense.clone()], params.clone())?;
         for _ in 0..5 {
             let ids = [(0..33).collect(), random.rows(20, 33)].concat();
@@ -104,8 +112,9 @@ fn adam_w_leaves_rows_without_a_gradient_alone() -> Result<()> {
     let params = ParamsAdamW { lr: 0.05, weight_decay: 0.1, ..Default::default() };
     let (width, table) = (6, random.table(ROWS, 6, DType::F64));
     let dense = Var::from_tensor(&table.var().copy()?)?;
-    let mut optimizer = AdamW::new(vec![table.clone()], params)?;
-    let [mut want, mut first, mut second] = [numbers(&dense), vec![0.0; ROWS * width], vec![0.0; ROWS * width]];
+    let mut optimizer = SparseAdamW::new(vec![table.clone()], params)?;
+    let [mut want, mut first, mut second] =
+        [numbers(&dense), vec![0.0; ROWS * width], vec![0.0; ROWS * width]];
     for step in 1..=6 {
         let ids = random.rows(9, USED);
         let grad = numbers(&pass(&mut random, &table, &dense, &ids)?);
@@ -140,7 +149,7 @@ fn tables_of_16_bits_are_updated_in_f32() -> Result<()> {
         let (width, table) = (5, random.table(ROWS, 5, dtype));
         let round = |x: f32| numbers(&Tensor::new(x, &Cpu).unwrap().to_dtype(dtype).unwrap())[0] as f32;
         let params = ParamsAdagrad { lr: 0.1, ..Default::default() };
-        let mut optimizer = Adagrad::new(vec![table.clone()], params)?;
+        let mut optimizer = SparseAdagrad::new(vec![table.clone()], params)?;
         let mut want: Vec<f32> = numbers(table.var()).into_iter().map(|x| x as f32).collect();
         let mut sums = vec![0f32; want.len()];
         for _ in 0..4 {
@@ -169,13 +178,16 @@ fn a_saved_state_goes_on_with_the_same_bits() -> Result<()> {
     let run = |interrupted: bool| -> Result<Vec<u64>> {
         let mut random = Random::new(10);
         let table = random.table(ROWS, 4, DType::F32);
-        let mut optimizer = AdamW::new(vec![table.clone()], params.clone())?;
+        let mut optimizer = SparseAdamW::new(vec![table.clone()], params.clone())?;
         for step in 0..6 {
             table.lookup(random.rows(9, USED))?.sqr()?.sum_all()?.backward()?;
             if interrupted && step == 3 {
                 let saved = optimizer.state();
                 // With options that the saved ones replace.
-                optimizer = AdamW::new(vec![table.clone()], ParamsAdamW { lr: 0.7, beta1: 0.1, ..params.clone() })?;
+                optimizer = SparseAdamW::new(
+                    vec![table.clone()],
+                    ParamsAdamW { lr: 0.7, beta1: 0.1, ..params.clone() },
+                )?;
                 for ((name, var), (saved_name, saved)) in optimizer.state().iter().zip(&saved) {
                     assert_eq!(name, saved_name);
                     var.set(saved)?;
@@ -194,7 +206,7 @@ fn tables_without_elements_have_nothing_to_move() -> Result<()> {
     for dims in [[0, 3], [4, 0], [0, 0]] {
         let table = RowVar::new(Var::zeros(&dims[..], DType::F32, &Cpu)?)?;
         let rows: &[u32] = if dims[0] > 0 { &[3, 1, 3] } else { &[] };
-        let mut optimizer = AdamW::new(vec![table.clone()], ParamsAdamW::default())?;
+        let mut optimizer = SparseAdamW::new(vec![table.clone()], ParamsAdamW::default())?;
         table.lookup(rows)?.backward()?;
         optimizer.step()?;
         assert!(table.grad()?.is_none());
@@ -206,7 +218,7 @@ fn tables_without_elements_have_nothing_to_move() -> Result<()> {
 fn not_a_number_spreads_no_further_than_its_row() -> Result<()> {
     let table = Random::new(11).table(4, 3, DType::F32);
     let before = bits(table.var());
-    let mut optimizer = Adagrad::new(vec![table.clone()], ParamsAdagrad::default())?;
+    let mut optimizer = SparseAdagrad::new(vec![table.clone()], ParamsAdagrad::default())?;
     (table.lookup([2])? * f64::NAN)?.sum_all()?.backward()?;
     optimizer.step()?;
     let after = table.var().to_vec2::<f32>()?;
@@ -222,32 +234,43 @@ fn parameters_that_mean_nothing_are_refused() -> Result<()> {
     for wrong in [-1.0, f64::NAN, f64::INFINITY] {
         let ada = ParamsAdagrad::default();
         let mut live = [
-            Sgd::new(vec![], ParamsSgd::default())?.set_learning_rate(wrong),
-            Adagrad::new(vec![], ada.clone())?.set_learning_rate(wrong),
-            AdamW::new(vec![], adam.clone())?.set_learning_rate(wrong),
-            Sgd::new(vec![], ParamsSgd { lr: wrong, ..Default::default() }).map(drop),
-            Adagrad::new(vec![], ParamsAdagrad { lr: wrong, ..ada.clone() }).map(drop),
-            AdamW::new(vec![], ParamsAdamW { lr: wrong, ..adam.clone() }).map(drop),
+            SparseSgd::new(vec![], ParamsSgd::default())?.set_learning_rate(wrong),
+            SparseAdagrad::new(vec![], ada.clone())?.set_learning_rate(wrong),
+            SparseAdamW::new(vec![], adam.clone())?.set_learning_rate(wrong),
+            SparseSgd::new(vec![], ParamsSgd { lr: wrong, ..Default::default() }).map(drop),
+            SparseAdagrad::new(vec![], ParamsAdagrad { lr: wrong, ..ada.clone() }).map(drop),
+            SparseAdamW::new(vec![], ParamsAdamW { lr: wrong, ..adam.clone() }).map(drop),
         ]
         .map(|result| result.expect_err("refused").to_string());
         live.sort();
         assert!(live.iter().all(|message| message.contains(&format!("lr is {wrong}"))), "{live:?}");
         for (name, result) in [
-            ("eps", Adagrad::new(vec![], ParamsAdagrad { eps: wrong, ..ada.clone() }).map(drop)),
-            ("lr_decay", Adagrad::new(vec![], ParamsAdagrad { lr_decay: wrong, ..ada.clone() }).map(drop)),
-            ("initial", Adagrad::new(vec![], ParamsAdagrad { initial_accumulator_value: wrong, ..ada }).map(drop)),
-            ("eps", AdamW::new(vec![], ParamsAdamW { eps: wrong, ..adam.clone() }).map(drop)),
-            ("weight_decay", AdamW::new(vec![], ParamsAdamW { weight_decay: wrong, ..adam.clone() }).map(drop)),
+            ("eps", SparseAdagrad::new(vec![], ParamsAdagrad { eps: wrong, ..ada.clone() }).map(drop)),
+            (
+                "lr_decay",
+                SparseAdagrad::new(vec![], ParamsAdagrad { lr_decay: wrong, ..ada.clone() }).map(drop),
+            ),
+            (
+                "initial",
+                SparseAdagrad::new(vec![], ParamsAdagrad { initial_accumulator_value: wrong, ..ada })
+                    .map(drop),
+            ),
+            ("eps", SparseAdamW::new(vec![], ParamsAdamW { eps: wrong, ..adam.clone() }).map(drop)),
+            (
+                "weight_decay",
+                SparseAdamW::new(vec![], ParamsAdamW { weight_decay: wrong, ..adam.clone() }).map(drop),
+            ),
         ] {
             let message = result.expect_err("refused").to_string();
             assert!(message.contains(name), "{message}");
         }
     }
     for (beta1, beta2, name) in [(1.0, 0.9, "beta1"), (0.9, 1.5, "beta2"), (f64::NAN, 0.9, "beta1")] {
-        let message = AdamW::new(vec![], ParamsAdamW { beta1, beta2, ..adam.clone() }).unwrap_err().to_string();
+        let message =
+            SparseAdamW::new(vec![], ParamsAdamW { beta1, beta2, ..adam.clone() }).unwrap_err().to_string();
         assert!(message.contains(name), "{message}");
     }
-    let mut sgd = Sgd::new(vec![], ParamsSgd::default())?;
+    let mut sgd = SparseSgd::new(vec![], ParamsSgd::default())?;
     sgd.set_learning_rate(0.5)?;
     assert_eq!(sgd.learning_rate()?, 0.5);
     // What is loaded is judged like what is given.
@@ -261,9 +284,10 @@ fn parameters_that_mean_nothing_are_refused() -> Result<()> {
 
 #[test]
 fn what_concerns_rows_without_a_gradient_is_refused() {
-    let decay = Sgd::new(vec![], ParamsSgd { weight_decay: 0.1, ..Default::default() }).map(drop);
-    let momentum = Sgd::new(vec![], ParamsSgd { momentum: 0.9, ..Default::default() }).map(drop);
-    let adagrad = Adagrad::new(vec![], ParamsAdagrad { weight_decay: 0.1, ..Default::default() }).map(drop);
+    let decay = SparseSgd::new(vec![], ParamsSgd { weight_decay: 0.1, ..Default::default() }).map(drop);
+    let momentum = SparseSgd::new(vec![], ParamsSgd { momentum: 0.9, ..Default::default() }).map(drop);
+    let adagrad =
+        SparseAdagrad::new(vec![], ParamsAdagrad { weight_decay: 0.1, ..Default::default() }).map(drop);
     for (result, words) in [
         (decay, ["Sgd", "weight_decay is 0.1"]),
         (momentum, ["Sgd", "momentum is 0.9"]),

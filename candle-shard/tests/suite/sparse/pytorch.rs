@@ -3,7 +3,7 @@
 use candle_core::{DType, Device::Cpu, Tensor, Var};
 use candle_nn::ParamsAdamW;
 use candle_shard::Result;
-use candle_shard::sparse::{Adagrad, AdamW, ParamsAdagrad, ParamsSgd, RowVar, Sgd};
+use candle_shard::sparse::{ParamsAdagrad, ParamsSgd, RowVar, SparseAdagrad, SparseAdamW, SparseSgd};
 
 use crate::sparse::*;
 
@@ -33,7 +33,7 @@ fn optimizers_take_the_same_steps() -> Result<()> {
         let of = vec![table.clone()];
         let got = match name {
             "SGD" => {
-                let mut sgd = Sgd::new(of, ParamsSgd { lr: 0.1, ..Default::default() })?;
+                let mut sgd = SparseSgd::new(of, ParamsSgd { lr: 0.1, ..Default::default() })?;
                 trained(&table, || sgd.step())?
             }
             "Adagrad" => {
@@ -44,13 +44,13 @@ fn optimizers_take_the_same_steps() -> Result<()> {
                     eps: 1e-3,
                     ..Default::default()
                 };
-                let mut adagrad = Adagrad::new(of, params)?;
+                let mut adagrad = SparseAdagrad::new(of, params)?;
                 trained(&table, || adagrad.step())?
             }
             _ => {
                 // PyTorch adds eps to the root of the biased moment, so it is nothing here.
                 let params = ParamsAdamW { lr: 0.1, beta1: 0.8, beta2: 0.9, eps: 1e-300, weight_decay: 0.0 };
-                let mut adam = AdamW::new(of, params)?;
+                let mut adam = SparseAdamW::new(of, params)?;
                 trained(&table, || adam.step())?
             }
         };

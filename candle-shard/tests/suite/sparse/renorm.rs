@@ -21,7 +21,9 @@ fn norm(row: &[f64], p: f64) -> f64 {
 #[test]
 fn long_rows_are_shortened_and_no_others() -> Result<()> {
     let mut random = Random::new(12);
-    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
+    for (dtype, tolerance) in
+        [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 2e-3), (DType::BF16, 2e-2)]
+    {
         for width in [1, 3, 16, 50] {
             for p in NORM_TYPES {
                 let table = random.table(90, width, dtype);
@@ -30,13 +32,15 @@ fn long_rows_are_shortened_and_no_others() -> Result<()> {
                 // Above half of the norms and below the others, and far from all of them.
                 let mut norms: Vec<f64> = rows.iter().map(|row| norm(row, p)).collect();
                 norms.sort_by(f64::total_cmp);
-                let widest = (30..60).max_by(|&a, &b| (norms[a + 1] - norms[a]).total_cmp(&(norms[b + 1] - norms[b])));
+                let widest =
+                    (30..60).max_by(|&a, &b| (norms[a + 1] - norms[a]).total_cmp(&(norms[b + 1] - norms[b])));
                 let at = widest.unwrap();
                 let max_norm = (norms[at] + norms[at + 1]) / 2.0;
                 let ids = random.rows(80, 70);
                 table.renorm(&ids, max_norm, p)?;
                 for (row, old) in rows.iter().enumerate() {
-                    let (what, now) = (format!("{dtype:?} [90, {width}], p {p}, row {row}"), table.var().get(row)?);
+                    let (what, now) =
+                        (format!("{dtype:?} [90, {width}], p {p}, row {row}"), table.var().get(row)?);
                     if ids.contains(&(row as u32)) && norm(old, p) > max_norm {
                         let scale = max_norm / (norm(old, p) + 1e-7);
                         let want: Vec<f64> = old.iter().map(|x| x * scale).collect();
@@ -61,7 +65,12 @@ fn a_norm_at_the_bound_stays() -> Result<()> {
         assert_eq!(bits(&now.narrow(0, 0, 3)?), bits(&start), "{dtype:?}");
         // Listed twice, shortened once.
         let scale = 5.0 / (numbers(&Tensor::new(27.0625f64.sqrt(), &Cpu)?.to_dtype(dtype)?)[0] + 1e-7);
-        assert_close(&now.get(3)?, &Tensor::new(&[3.0 * scale, 4.25 * scale], &Cpu)?, tolerance(dtype), "row 3");
+        assert_close(
+            &now.get(3)?,
+            &Tensor::new(&[3.0 * scale, 4.25 * scale], &Cpu)?,
+            tolerance(dtype),
+            "row 3",
+        );
     }
     Ok(())
 }

@@ -40,7 +40,8 @@ pub fn on_some<T: Send>(
     }
     thread::scope(|scope| {
         let (end, ended) = mpsc::channel();
-        let alone = thread::Builder::new().name(format!("rank {} alone", group.rank())).stack_size(STACK_BYTES);
+        let alone =
+            thread::Builder::new().name(format!("rank {} alone", group.rank())).stack_size(STACK_BYTES);
         let alone = alone.spawn_scoped(scope, move || {
             let made = f();
             // There is no receiver any more if the group has failed.

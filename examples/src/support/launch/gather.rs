@@ -11,7 +11,10 @@ use serde::{Deserialize, Serialize};
 ///
 /// # Errors
 /// Those of the group, and those of JSON.
-pub fn gather<T: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: T) -> anyhow::Result<Option<Vec<T>>> {
+pub fn gather<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    mine: T,
+) -> anyhow::Result<Option<Vec<T>>> {
     let is_first = group.rank() == 0;
     let text = if is_first { String::new() } else { serde_json::to_string(&mine)? };
     let texts = group.all_gather_text(&text)?;

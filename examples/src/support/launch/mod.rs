@@ -28,7 +28,8 @@ use crate::cli::{self, Checked, require};
 #[serde(rename_all = "lowercase")]
 pub enum BackendName {
     /// Ranks are threads of this process
-    Local,
+    #[value(alias = "local")]
+    Threads,
     /// Ranks are processes that mpirun starts, one per rank; requires --features mpi
     Mpi,
     /// Ranks are processes with a GPU each, that torchrun or mpirun starts; requires --features nccl
@@ -80,7 +81,7 @@ impl Patience {
             require!(seconds <= MOST_SECONDS, "{flag} {seconds} is too long: give at most {MOST_SECONDS}.");
         }
         require!(
-            self.lost_after.is_none() || backend != BackendName::Local,
+            self.lost_after.is_none() || backend != BackendName::Threads,
             "--lost-after is for ranks that are processes: give --backend mpi or nccl, or leave it out."
         );
         Ok(())
@@ -129,11 +130,13 @@ pub fn start<A: Launched, V>(
 ) -> ExitCode {
     let args: A = match cli::parse_by(A::define, A::check_given) {
         Ok(args) => args,
-        Err(error) => return processes::refuse(&error, std::env::args().any(|arg| arg.starts_with("--backend"))),
+        Err(error) => {
+            return processes::refuse(&error, std::env::args().any(|arg| arg.starts_with("--backend")));
+        }
     };
     let patience = args.patience();
     if let Err(error) = patience.check(args.backend()) {
-        return processes::refuse(&error, args.backend() != BackendName::Local);
+        return processes::refuse(&error, args.backend() != BackendName::Threads);
     }
     let run = |ranks: &Ranks<'_>| {
         let fits = |made| ranks.check(&args.ranks()).map(|()| made);
@@ -141,7 +144,7 @@ pub fn start<A: Launched, V>(
         program(&args, &made, ranks)
     };
     match args.backend() {
-        BackendName::Local => {
+        BackendName::Threads => {
             // Before the first tensor op: computations outside of ranks must not have more threads than a rank.
             candle_dist::threads::settle(args.threads());
             cli::status(run(&Ranks::Threads(patience)))

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use candle_dist::init::{Backend, InitOptions, LaunchInfo};
+use candle_dist::init::{BackendKind, InitOptions, LaunchInfo};
 use candle_dist::{Error, init_process_group};
 
 use super::ranks::{Ranks, Refusal};
@@ -25,7 +25,7 @@ const STACK_BYTES: usize = 256 << 20;
 
 /// A process that a launcher started, and its backend.
 pub(super) struct Started {
-    backend: Backend,
+    backend: BackendKind,
     info: LaunchInfo,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Started {
 pub(super) fn started(name: BackendName, cpu_only: Option<&str>) -> Result<Started, ExitCode> {
     let backend = check(name, cpu_only).map_err(|error| refuse(&error, true))?;
     let sentence = |error| {
-        let name = if backend == Backend::Nccl { "nccl" } else { "mpi" };
+        let name = if backend == BackendKind::Nccl { "nccl" } else { "mpi" };
         match error {
             Error::Init(sentence) => UsageError(format!("--backend {name}: {sentence}.")),
             error => UsageError(format!("--backend {name}: {error}.")),
@@ -47,7 +47,7 @@ pub(super) fn started(name: BackendName, cpu_only: Option<&str>) -> Result<Start
         }
         cli::fail(sentence(error), USAGE)
     })?;
-    if backend == Backend::Mpi {
+    if backend == BackendKind::Mpi {
         info.check_mpi().map_err(|error| refuse(&sentence(error), true))?;
     }
     Ok(Started { backend, info })
@@ -57,17 +57,20 @@ pub(super) fn started(name: BackendName, cpu_only: Option<&str>) -> Result<Start
 ///
 /// # Errors
 /// If the backend is not available or cannot run the `cpu_only` part.
-fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<Backend> {
+fn check(name: BackendName, cpu_only: Option<&str>) -> Checked<BackendKind> {
     let (backend, name, is_built) = match name {
-        BackendName::Nccl => (Backend::Nccl, "nccl", cfg!(feature = "nccl")),
-        _ => (Backend::Mpi, "mpi", cfg!(feature = "mpi")),
+        BackendName::Nccl => (BackendKind::Nccl, "nccl", cfg!(feature = "nccl")),
+        _ => (BackendKind::Mpi, "mpi", cfg!(feature = "mpi")),
     };
-    if let (Backend::Nccl, Some(what)) = (backend, cpu_only) {
+    if let (BackendKind::Nccl, Some(what)) = (backend, cpu_only) {
         return Err(UsageError(format!(
-            "--backend nccl is not for this program: it has {what}, which only the CPU has; use local or mpi."
+            "--backend nccl is not for this program: it has {what}, which only the CPU has; use threads or mpi."
         )));
     }
-    require!(is_built, "--backend {name} is not in this build: build with --features {name}, or use local.");
+    require!(
+        is_built,
+        "--backend {name} is not in this build: build with --features {name}, or use threads."
+    );
     Ok(backend)
 }
 
@@ -145,7 +148,11 @@ pub(super) fn join(
 ///
 /// # Errors
 /// If this rank or another one failed; one of them prints the error.
-fn end(ranks: &Ranks<'_>, voice: &Voice, run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>) -> anyhow::Result<u8> {
+fn end(
+    ranks: &Ranks<'_>,
+    voice: &Voice,
+    run: impl Fn(&Ranks<'_>) -> anyhow::Result<bool>,
+) -> anyhow::Result<u8> {
     let ended = run(ranks).and_then(|ok| ranks.of_first(&if ok { 0 } else { FAILED }.to_string()));
     match ended {
         Ok(status) => Ok(status.parse()?),

@@ -82,7 +82,10 @@ impl Ranks<'_> {
     ///
     /// # Errors
     /// Those of `f`, on rank 0, and those of the group.
-    pub fn on_first<T: Send>(&self, f: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<Option<T>> {
+    pub fn on_first<T: Send>(
+        &self,
+        f: impl FnOnce() -> anyhow::Result<T> + Send,
+    ) -> anyhow::Result<Option<T>> {
         let Self::Process(ctx, _) = self else { return f().map(Some) };
         on_first(ctx.group(), f)
     }
@@ -117,7 +120,8 @@ impl Ranks<'_> {
         let texts = ctx.group().all_gather_text(&serde_json::to_string(&refusal)?)?;
         let refusals = texts.iter().map(|text| serde_json::from_str::<Option<Refusal>>(text));
         let refusals = refusals.collect::<Result<Vec<_>, _>>()?;
-        let Some((rank, Some(first))) = refusals.iter().enumerate().find(|(_, refusal)| refusal.is_some()) else {
+        let Some((rank, Some(first))) = refusals.iter().enumerate().find(|(_, refusal)| refusal.is_some())
+        else {
             return mine;
         };
         let is_of_all =
@@ -179,6 +183,6 @@ where
     E: Display + Send,
     F: Fn(&RankContext) -> Result<T, E> + Sync,
 {
-    let world = World::local(size).threads_per_rank(threads).timeout(patience.in_call());
+    let world = World::threads(size).threads_per_rank(threads).timeout(patience.in_call());
     Ok(world.run(f)?.into_iter().next())
 }

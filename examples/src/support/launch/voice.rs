@@ -267,7 +267,8 @@ mod tests {
         let failed = Cause::Failed { rank: 2, message: String::new() };
         let cases = [(lost(0), 1), (lost(1), 0), (lost(3), 0), (failed, 2), (Cause::Deadlock, 0)];
         for (cause, speaker) in cases {
-            let at_once = (0..4).filter(|&rank| turn(rank, 4, &cause) == Some(Duration::ZERO)).collect::<Vec<_>>();
+            let at_once =
+                (0..4).filter(|&rank| turn(rank, 4, &cause) == Some(Duration::ZERO)).collect::<Vec<_>>();
             assert_eq!(at_once, [speaker], "{cause}");
         }
         assert_eq!(turn(0, 4, &lost(0)), None);

@@ -53,8 +53,10 @@ fn a_training_whose_disk_is_full_goes_on_when_there_is_room() {
             // The status, and then what is in the folder.
             let is_clean = first.lines().next() == Some("1") && first.lines().nth(1) == Some("step-00000003");
             let goes_on = then.contains("step-00000003") && then.contains("step-00000006");
-            let leaves =
-                then.lines().chain(first.lines()).any(|name| name.contains("partial") || name.contains("lock"));
+            let leaves = then
+                .lines()
+                .chain(first.lines())
+                .any(|name| name.contains("partial") || name.contains("lock"));
             if full && is_clean && goes_on && !leaves { Ok(()) } else { Err(format!("{out}\n{said}")) }
         });
     }

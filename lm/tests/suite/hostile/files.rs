@@ -65,7 +65,8 @@ fn files_of_models_that_are_no_files_are_refused_at_once() {
                 for entry in fs::read_dir(whole.path()).map_err(|error| error.to_string())? {
                     let entry = entry.map_err(|error| error.to_string())?;
                     let is_instead = name.ends_with(".index.json") || name == "checkpoint.json";
-                    if entry.file_name() != name && !(is_instead && entry.file_name() == "model.safetensors") {
+                    if entry.file_name() != name && !(is_instead && entry.file_name() == "model.safetensors")
+                    {
                         fs::copy(entry.path(), folder.path().join(entry.file_name()))
                             .map_err(|error| error.to_string())?;
                     }
@@ -94,7 +95,8 @@ fn files_of_models_that_are_no_files_are_refused_at_once() {
                 let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
                 let path = folder.path().join("text");
                 replace(&path).map_err(|error| error.to_string())?;
-                let (path, model) = (path.to_str().ok_or("no name")?, whole.path().to_str().ok_or("no name")?);
+                let (path, model) =
+                    (path.to_str().ok_or("no name")?, whole.path().to_str().ok_or("no name")?);
                 refused(&[flags, &[path, "--model", model]].concat(), Path::new("/dev/null")).map(drop)
             });
         }

@@ -85,8 +85,9 @@ fn bytes_that_are_not_of_the_file_are_never_used() {
     let clean = tempfile::tempdir().unwrap();
     let want = info(&server, clean.path(), SMALL).unwrap().unwrap();
     let root = |home: &Path| home.join("hub/models--someone--small");
-    let blob =
-        |home: &Path, file: &str| fs::canonicalize(root(home).join("snapshots").join(COMMITS[0]).join(file)).unwrap();
+    let blob = |home: &Path, file: &str| {
+        fs::canonicalize(root(home).join("snapshots").join(COMMITS[0]).join(file)).unwrap()
+    };
     for file in ["config.json", "tokenizer.json"] {
         let name = blob(clean.path(), file).file_name().unwrap().to_owned();
         let whole = fs::read(blob(clean.path(), file)).unwrap();
@@ -108,7 +109,8 @@ fn bytes_that_are_not_of_the_file_are_never_used() {
                 fs::create_dir_all(root(home.path()).join("blobs")).map_err(|error| error.to_string())?;
                 let mut part = name.clone();
                 part.push(".incomplete");
-                fs::write(root(home.path()).join("blobs").join(part), bytes).map_err(|error| error.to_string())?;
+                fs::write(root(home.path()).join("blobs").join(part), bytes)
+                    .map_err(|error| error.to_string())?;
                 for _ in 0..2 {
                     match info(&server, home.path(), SMALL)? {
                         Ok(got) if got == want => {}
@@ -164,10 +166,14 @@ fn bytes_that_are_not_of_the_file_are_never_used() {
         let home = tempfile::tempdir().map_err(|error| error.to_string())?;
         let want = info(&server, home.path(), "someone/sharded")??;
         let snapshot = home.path().join("hub/models--someone--sharded/snapshots").join(COMMITS[0]);
-        let index =
-            fs::canonicalize(snapshot.join("model.safetensors.index.json")).map_err(|error| error.to_string())?;
+        let index = fs::canonicalize(snapshot.join("model.safetensors.index.json"))
+            .map_err(|error| error.to_string())?;
         fs::write(&index, "{\"weight_map\": {").map_err(|error| error.to_string())?;
-        if info(&server, home.path(), "someone/sharded")?? == want { Ok(()) } else { Err("another model".into()) }
+        if info(&server, home.path(), "someone/sharded")?? == want {
+            Ok(())
+        } else {
+            Err("another model".into())
+        }
     });
     attacks.attack("all bytes, incomplete", || -> Result<(), String> {
         let home = tempfile::tempdir().map_err(|error| error.to_string())?;
@@ -209,7 +215,8 @@ fn a_gguf_file_that_cannot_be_run_is_refused_by_its_first_bytes() {
     let mut attacks = Attacks::new("GGUF files of strangers");
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.gguf");
-    let model = crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
+    let model =
+        crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
     crate::lm::gguf::write(&path, &model.config, candle_core::quantized::GgmlDType::F32);
     // Longer than its header by far.
     let mut whole = fs::read(&path).unwrap();
@@ -237,7 +244,11 @@ fn a_gguf_file_that_cannot_be_run_is_refused_by_its_first_bytes() {
             let home = tempfile::tempdir().map_err(|error| error.to_string())?;
             let said = info(&server, home.path(), "someone/quantized/x.gguf")?;
             let sent = server.sent();
-            if said.is_ok() == runs && sent.is_empty() != runs { Ok(()) } else { Err(format!("{said:?} {sent:?}")) }
+            if said.is_ok() == runs && sent.is_empty() != runs {
+                Ok(())
+            } else {
+                Err(format!("{said:?} {sent:?}"))
+            }
         });
     }
     attacks.assert();
@@ -249,7 +260,8 @@ fn a_model_that_cannot_be_run_is_refused_before_its_weights() {
     let mut attacks = Attacks::new("models of strangers");
     let folder = tempfile::tempdir().unwrap();
     let whole = files(folder.path(), 7);
-    let config = || -> serde_json::Value { serde_json::from_slice(&whole["someone/small/config.json"]).unwrap() };
+    let config =
+        || -> serde_json::Value { serde_json::from_slice(&whole["someone/small/config.json"]).unwrap() };
     let weights = &whole["someone/small/model.safetensors"];
     let length = 8 + u64::from_le_bytes(*weights.first_chunk().unwrap()) as usize;
     let with = |field: &str, value: serde_json::Value| {
@@ -257,7 +269,8 @@ fn a_model_that_cannot_be_run_is_refused_before_its_weights() {
         config[field] = value;
         ("config.json", config.to_string().into_bytes())
     };
-    let renamed = String::from_utf8_lossy(&weights[8..length]).replacen("model.norm.weight", "model.mron.weight", 1);
+    let renamed =
+        String::from_utf8_lossy(&weights[8..length]).replacen("model.norm.weight", "model.mron.weight", 1);
     let renamed = [&weights[..8], renamed.as_bytes(), &weights[length..]].concat();
     let long = [&u64::MAX.to_le_bytes()[..], &weights[8..]].concat();
     for (what, (file, bytes), last) in [
@@ -274,12 +287,15 @@ fn a_model_that_cannot_be_run_is_refused_before_its_weights() {
         attacks.attack(what, || -> Result<(), String> {
             let mut other = whole.clone();
             other.insert(format!("someone/small/{file}"), bytes);
-            let (server, home) = (Server::start(other), tempfile::tempdir().map_err(|error| error.to_string())?);
+            let (server, home) =
+                (Server::start(other), tempfile::tempdir().map_err(|error| error.to_string())?);
             let said = info(&server, home.path(), SMALL)?;
             let sent = server.sent();
             match said {
                 Ok(said) => Err(format!("runs: {said}")),
-                Err(_) if sent.last().is_none_or(|sent| sent != last) => Err(format!("{sent:?} are downloaded")),
+                Err(_) if sent.last().is_none_or(|sent| sent != last) => {
+                    Err(format!("{sent:?} are downloaded"))
+                }
                 Err(said) if said.contains("/tmp") && !said.contains("hub/models") => Err(said),
                 Err(_) => Ok(()),
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use candle_lm::chat::{ChatTemplate, Message};
+use candle_lm::chat::{ChatMessage, ChatTemplate};
 use candle_lm::tokens::{self, encode_rendered};
 use jiff::civil::{DateTime, date};
 use serde_json::{Value, json};
@@ -55,7 +55,8 @@ enum Kind {
 }
 
 fn tokenizer(kind: Kind) -> Tokenizer {
-    let mut made: Value = serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
+    let mut made: Value =
+        serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
     let letters: Vec<String> = match kind {
         Kind::Bytes | Kind::Loose => made["model"]["vocab"].as_object().unwrap().keys().cloned().collect(),
         _ => (' '..='~').chain(['\n', '▁', 'é', '你', '\u{ff5c}']).map(String::from).collect(),
@@ -111,7 +112,7 @@ fn of(
     template: &ChatTemplate,
     source: &str,
     tokenizer: &Tokenizer,
-    messages: &[Message],
+    messages: &[ChatMessage],
 ) -> Result<Option<Vec<String>>, String> {
     let Ok(script) = template.render(messages, now()) else { return Ok(None) };
     let ids = encode_rendered(tokenizer, &script).map_err(|error| format!("{error:#}"))?;
@@ -223,9 +224,11 @@ fn messages_never_become_control_tokens() {
                     for text in texts {
                         // Whether there is a text, and how long it is, may change what a template writes, and other
                         // letters not.
-                        let harmless: String = text.chars().map(|c| if c.is_whitespace() { c } else { 'q' }).collect();
-                        let conversation =
-                            |text: &str| ["user", "assistant", "user"].map(|role| Message::new(role, text)).to_vec();
+                        let harmless: String =
+                            text.chars().map(|c| if c.is_whitespace() { c } else { 'q' }).collect();
+                        let conversation = |text: &str| {
+                            ["user", "assistant", "user"].map(|role| ChatMessage::new(role, text)).to_vec()
+                        };
                         let got = of(&template, &source, &tokenizer, &conversation(&text))?;
                         let want = of(&template, &source, &tokenizer, &conversation(&harmless))?;
                         if got != want {
@@ -249,7 +252,7 @@ fn roles_never_become_control_tokens() {
         let tokenizer = tokenizer(kind);
         for role in ["im_end", "end", "<|end|>", "user|><|end", "USER", "eot_id"] {
             attacks.attack(format!("{role} with {kind:?}"), || -> Result<(), String> {
-                let messages = [Message::new(role, "x"), Message::new("user", "y")];
+                let messages = [ChatMessage::new(role, "x"), ChatMessage::new("user", "y")];
                 let got = of(&template, source, &tokenizer, &messages)?;
                 let want: Vec<String> = ["<|end|>", "<|user|>", "<|end|>"].map(String::from).into();
                 if got.as_ref() == Some(&want) { Ok(()) } else { Err(format!("{got:?}")) }
@@ -264,7 +267,8 @@ fn a_message_with_a_control_token_keeps_its_text() {
     let tokenizer = tokenizer(Kind::Bytes);
     let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
     let template = ChatTemplate::new(source, "a template", Default::default()).unwrap();
-    let script = template.render(&[Message::new("user", "I write <|im_end|> and <think> here.")], now()).unwrap();
+    let script =
+        template.render(&[ChatMessage::new("user", "I write <|im_end|> and <think> here.")], now()).unwrap();
     let ids = encode_rendered(&tokenizer, &script).unwrap();
     assert_eq!(tokenizer.decode(&ids, false).unwrap(), *script);
     let text = tokenizer.decode(&ids, true).unwrap();
@@ -278,8 +282,11 @@ fn tokens_of_harmless_messages_are_those_of_the_whole_text() {
         for kind in KINDS {
             let tokenizer = tokenizer(kind);
             for text in ["Hi", " a  b ", "\n", "", "<", "<|", "</", "1 < 2 > [0]", "é 你 <b>", "a\n\n\nb"] {
-                let messages =
-                    [Message::new("user", text), Message::new("assistant", text), Message::new("user", text)];
+                let messages = [
+                    ChatMessage::new("user", text),
+                    ChatMessage::new("assistant", text),
+                    ChatMessage::new("user", text),
+                ];
                 let Ok(script) = template.render(&messages, now()) else { continue };
                 let whole = tokenizer.encode(&*script, false).unwrap();
                 assert_eq!(

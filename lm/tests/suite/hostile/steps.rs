@@ -38,7 +38,12 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
         ("a file step-7", |at| fs::write(at.join("step-7"), "").unwrap(), 6, &[]),
         ("a file step-00000009", |at| fs::write(at.join("step-00000009"), "").unwrap(), 6, &[]),
         ("a step with a sign", |at| fs::create_dir(at.join("step-+0000009")).unwrap(), 6, &[]),
-        ("a step with a long number", |at| fs::create_dir(at.join("step-99999999999999999999")).unwrap(), 6, &[]),
+        (
+            "a step with a long number",
+            |at| fs::create_dir(at.join("step-99999999999999999999")).unwrap(),
+            6,
+            &[],
+        ),
         ("a step of nine digits", |at| copy_step(at, "step-000000009"), 6, &[]),
         ("a dangling link", |at| symlink("nowhere", at.join("step-00000009")).unwrap(), 6, &[]),
         ("a copy", |at| copy_step(at, "step-00000006 (copy)"), 6, &[]),
@@ -61,7 +66,12 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
             3,
             &["step-00000006", "training.json"],
         ),
-        ("half a model", |at| cut_short(&at.join("step-00000006/model.safetensors")), 3, &["model.safetensors"]),
+        (
+            "half a model",
+            |at| cut_short(&at.join("step-00000006/model.safetensors")),
+            3,
+            &["model.safetensors"],
+        ),
         (
             "a flipped bit in the model",
             |at| flip(&at.join("step-00000006/model.safetensors")),
@@ -83,14 +93,24 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
             6,
             &["step-00000009", "model.safetensors"],
         ),
-        ("no optimizer", |at| fs::remove_dir_all(at.join("step-00000006/optimizer")).unwrap(), 3, &["optimizer"]),
+        (
+            "no optimizer",
+            |at| fs::remove_dir_all(at.join("step-00000006/optimizer")).unwrap(),
+            3,
+            &["optimizer"],
+        ),
         (
             "half an optimizer",
             |at| cut_short(&at.join("step-00000006/optimizer/optimizer.safetensors")),
             3,
             &["optimizer.safetensors"],
         ),
-        ("no config", |at| fs::remove_file(at.join("step-00000006/config.json")).unwrap(), 3, &["config.json"]),
+        (
+            "no config",
+            |at| fs::remove_file(at.join("step-00000006/config.json")).unwrap(),
+            3,
+            &["config.json"],
+        ),
         (
             "no tokenizer",
             |at| fs::remove_file(at.join("step-00000006/tokenizer.json")).unwrap(),
@@ -141,7 +161,8 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
                 return Err(format!("{:?}", names(&place.path("spoiled"))));
             }
             for step in ["step-00000006", "step-00000009"] {
-                Checkpoint::open(&place.path("spoiled").join(step), &[]).map_err(|error| format!("{error:#}"))?;
+                Checkpoint::open(&place.path("spoiled").join(step), &[])
+                    .map_err(|error| format!("{error:#}"))?;
             }
         }
         fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
@@ -152,7 +173,9 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
         fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         fs::create_dir(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         place.losses("--tp 1 --resume @spoiled --steps 9 --save @spoiled");
-        Checkpoint::open(&place.path("spoiled/step-00000009"), &[]).map(drop).map_err(|error| format!("{error:#}"))
+        Checkpoint::open(&place.path("spoiled/step-00000009"), &[])
+            .map(drop)
+            .map_err(|error| format!("{error:#}"))
     });
     a.assert();
 }
@@ -181,8 +204,9 @@ fn a_flipped_bit_of_a_checkpoint_is_noticed_where_it_is_read() {
                 let mut bad = good.clone();
                 bad[byte] ^= 8;
                 fs::write(&at, bad).map_err(|error| error.to_string())?;
-                let job =
-                    place.open("--tp 1 --resume @saved/step-00000006 --steps 7").map_err(|error| error.to_string())?;
+                let job = place
+                    .open("--tp 1 --resume @saved/step-00000006 --steps 7")
+                    .map_err(|error| error.to_string())?;
                 let said = on_ranks(1, "damage", move |ctx| -> anyhow::Result<String> {
                     Ok(Trainer::new(ctx, &job).err().map(|error| format!("{error:#}")).unwrap_or_default())
                 });
@@ -213,20 +237,28 @@ fn ranks_that_see_unlike_folders_save_no_step() {
         a.attack(mesh, || {
             let said = on_ranks(2, mesh, move |ctx| -> anyhow::Result<String> {
                 // Before the first step.
-                Ok(Trainer::new(ctx, &jobs[ctx.rank()]).err().map(|error| format!("{error:#}")).unwrap_or_default())
+                Ok(Trainer::new(ctx, &jobs[ctx.rank()])
+                    .err()
+                    .map(|error| format!("{error:#}"))
+                    .unwrap_or_default())
             });
             assert!(said[0] == said[1] && said[0].contains("rank 1"), "{said:?}");
             assert_eq!(names(&place.path("saved")), ["step-00000003", "step-00000006"]);
             assert_eq!(names(&place.path("elsewhere")), [""; 0]);
-            place.open(&format!("{mesh} --resume @saved --steps 9")).map(drop).map_err(|error| format!("{error:#}"))
+            place
+                .open(&format!("{mesh} --resume @saved --steps 9"))
+                .map(drop)
+                .map_err(|error| format!("{error:#}"))
         });
     }
     a.assert();
 }
 
 fn names(folder: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -252,11 +284,15 @@ fn two_trainings_in_one_folder_are_one() {
     for round in 0..6 {
         a.attack(format!("round {round}"), || {
             let saved = place.path(&format!("saved-{round}"));
-            let begin = || start(&place, &["--steps", "8", "--save-every", "2"], &[("--save", saved.clone())]);
+            let begin =
+                || start(&place, &["--steps", "8", "--save-every", "2"], &[("--save", saved.clone())]);
             let ends: Vec<_> = [begin(), begin(), begin()].into_iter().map(ended).collect();
             assert!(ends.iter().any(|(ok, _)| *ok), "{ends:?}");
             for (_, said) in ends.iter().filter(|(ok, _)| !ok) {
-                assert!(said.contains("held by process") || said.contains("holds the checkpoint of step"), "{said}");
+                assert!(
+                    said.contains("held by process") || said.contains("holds the checkpoint of step"),
+                    "{said}"
+                );
             }
             assert_eq!(names(&saved), ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]);
             for step in names(&saved) {
@@ -287,7 +323,8 @@ fn a_training_touches_nothing_of_others() {
     }
     symlink(&victim, saved.join("step-00000004.partial")).unwrap();
     a.attack("a folder with files of others", || {
-        let (ok, said) = ended(start(&place, &["--steps", "4", "--save-every", "2"], &[("--save", saved.clone())]));
+        let (ok, said) =
+            ended(start(&place, &["--steps", "4", "--save-every", "2"], &[("--save", saved.clone())]));
         assert!(ok, "{said}");
         let mut want = vec!["step-00000002", "step-00000004", "step-00000005.partial"];
         want.extend([
@@ -298,9 +335,11 @@ fn a_training_touches_nothing_of_others() {
         ]);
         want.sort_unstable();
         assert_eq!(names(&saved), want);
-        for path in
-            [&victim, &saved.join("step-00000005.partial/model.safetensors"), &saved.join("step-00000002.partial")]
-        {
+        for path in [
+            &victim,
+            &saved.join("step-00000005.partial/model.safetensors"),
+            &saved.join("step-00000002.partial"),
+        ] {
             assert_eq!(fs::read_to_string(path).unwrap(), "not yours");
         }
         Ok::<_, String>(())

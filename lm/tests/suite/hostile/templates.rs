@@ -5,7 +5,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use candle_lm::chat::{ChatTemplate, Message};
+use candle_lm::chat::{ChatMessage, ChatTemplate};
 use jiff::civil::date;
 use test_utils::Attacks;
 
@@ -54,7 +54,10 @@ fn templates() -> Vec<(String, String)> {
         ("named arguments", "a(b=", "1", ")"),
         ("in", "a in ", "a", ""),
     ] {
-        add(&format!("deep {name}"), format!("{{{{ {}{inside}{} }}}}", open.repeat(MANY), close.repeat(MANY)));
+        add(
+            &format!("deep {name}"),
+            format!("{{{{ {}{inside}{} }}}}", open.repeat(MANY), close.repeat(MANY)),
+        );
         add(
             &format!("deep {name} in a set"),
             format!("{{% set x = {}{inside}{} %}}", open.repeat(MANY / 4), close.repeat(MANY / 4)),
@@ -112,17 +115,23 @@ fn templates() -> Vec<(String, String)> {
     let step = "{% set ns.x = {'a': ns.x, 'b': ns.x} %}";
     add(
         "shared dicts",
-        format!("{{% set ns = namespace(x=1) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x }}}}"),
+        format!(
+            "{{% set ns = namespace(x=1) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x }}}}"
+        ),
     );
     let step = "{% set ns.x = (ns.x, ns.x) %}";
     add(
         "shared tuples",
-        format!("{{% set ns = namespace(x=1) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x == ns.x }}}}"),
+        format!(
+            "{{% set ns = namespace(x=1) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x == ns.x }}}}"
+        ),
     );
     let step = "{% set ns.x = dict(a=ns.x, b=ns.x) %}";
     add(
         "shared dict()",
-        format!("{{% set ns = namespace(x=1) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x }}}}"),
+        format!(
+            "{{% set ns = namespace(x=1) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x }}}}"
+        ),
     );
     // Depth that overflows when it is printed, compared or freed.
     for (name, step) in [
@@ -146,7 +155,10 @@ fn templates() -> Vec<(String, String)> {
         add(&format!("nested {name} that are dropped"), loops);
     }
     add("a namespace in itself", "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns.x }}".into());
-    add("a namespace in its list", "{% set ns = namespace() %}{% set ns.x = [ns] %}{{ ns.x | tojson }}".into());
+    add(
+        "a namespace in its list",
+        "{% set ns = namespace() %}{% set ns.x = [ns] %}{{ ns.x | tojson }}".into(),
+    );
     add("a loop in a list", "{% for i in [1] %}{% set x = [loop] %}{{ x }}{% endfor %}".into());
     add(
         "a loop in a namespace",
@@ -262,7 +274,10 @@ fn templates() -> Vec<(String, String)> {
             "{% macro m() %}{{ caller() }}{% endmacro %}{% macro n() %}{% call m() %}{{ n() }}{% endcall %}{% endmacro %}{{ n() }}",
         ),
         ("defaults that call", "{% macro m(x=m()) %}{% endmacro %}{{ m() }}"),
-        ("a recursive loop", "{% set ns = namespace() %}{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}"),
+        (
+            "a recursive loop",
+            "{% set ns = namespace() %}{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        ),
         ("a recursive loop that grows", "{% for a in [1, 1] recursive %}{{ loop([1, 1]) }}{% endfor %}"),
         ("sorting", "{% for i in range(99999) %}{% set x = range(9999) | sort %}{% endfor %}"),
         ("unique", "{{ range(999999) | unique | list | length }}"),
@@ -271,23 +286,50 @@ fn templates() -> Vec<(String, String)> {
             "{% set ns = namespace(x={}) %}{% for i in range(99999) %}{% set ns.x = dict(ns.x, **{i ~ '': i}) %}{% endfor %}",
         ),
         ("in", "{% set x = range(99999) | list %}{% for i in x %}{% if i in x %}{% endif %}{% endfor %}"),
-        ("lengths", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x | length %}{% endfor %}"),
-        ("counts", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.count('aa') %}{% endfor %}"),
-        ("finds", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.find('ab') %}{% endfor %}"),
-        ("parts of a text", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x[1:] %}{% endfor %}"),
-        ("items of a text", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x[-1] %}{% endfor %}"),
-        ("cases", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.isupper() %}{% endfor %}"),
+        (
+            "lengths",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x | length %}{% endfor %}",
+        ),
+        (
+            "counts",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.count('aa') %}{% endfor %}",
+        ),
+        (
+            "finds",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.find('ab') %}{% endfor %}",
+        ),
+        (
+            "parts of a text",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x[1:] %}{% endfor %}",
+        ),
+        (
+            "items of a text",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x[-1] %}{% endfor %}",
+        ),
+        (
+            "cases",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.isupper() %}{% endfor %}",
+        ),
         (
             "tests of cases",
             "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x is upper %}{% endfor %}",
         ),
-        ("strips", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.strip(x) %}{% endfor %}"),
+        (
+            "strips",
+            "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x.strip(x) %}{% endfor %}",
+        ),
         (
             "comparisons",
             "{% set x = 'a' * 1000000 %}{% set z = 'a' * 1000000 %}{% for i in range(999999) %}{% set y = x < z %}{% endfor %}",
         ),
-        ("numbers", "{% set x = '1' * 1000000 %}{% for i in range(999999) %}{% set y = x | int %}{% endfor %}"),
-        ("words", "{% set x = 'a ' * 1000000 %}{% for i in range(999999) %}{% set y = x | wordcount %}{% endfor %}"),
+        (
+            "numbers",
+            "{% set x = '1' * 1000000 %}{% for i in range(999999) %}{% set y = x | int %}{% endfor %}",
+        ),
+        (
+            "words",
+            "{% set x = 'a ' * 1000000 %}{% for i in range(999999) %}{% set y = x | wordcount %}{% endfor %}",
+        ),
         ("map", "{{ range(9999999) | map('string') | map('upper') | map('lower') | list | length }}"),
         ("output", "{% set x = 'a' * 1000000 %}{% for i in range(999999) %}{{ x }}{% endfor %}"),
         ("raw output", "{% for i in range(999999999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}"),
@@ -295,7 +337,10 @@ fn templates() -> Vec<(String, String)> {
             "dictionary keys",
             "{% set x = dict(a=1) %}{% for i in range(99999999) %}{% set y = x['a' ~ i] %}{% endfor %}",
         ),
-        ("namespace names", "{% set ns = namespace() %}{% for i in range(99999999) %}{% set ns.a = i %}{% endfor %}"),
+        (
+            "namespace names",
+            "{% set ns = namespace() %}{% for i in range(99999999) %}{% set ns.a = i %}{% endfor %}",
+        ),
     ] {
         add(name, source.into());
     }
@@ -334,7 +379,7 @@ fn templates_end_with_a_sentence() {
         attacks.attack(&name, || -> Result<(), String> {
             let began = Instant::now();
             let ended = super::ends(move || {
-                let messages = [Message::new("user", "Hi"), Message::new("assistant", "Ho")];
+                let messages = [ChatMessage::new("user", "Hi"), ChatMessage::new("assistant", "Ho")];
                 ChatTemplate::new(&source, "a stranger", BTreeMap::new())?.render(&messages, now)
             })?;
             match ended.map(|script| script.to_string()) {
@@ -407,8 +452,9 @@ fn long_templates_end_with_a_text_or_a_sentence() {
             attacks.attack(format!("{size} bytes of {part:?}"), || -> Result<(), String> {
                 let source = part.repeat(size / part.len());
                 let now = date(2026, 3, 7).at(9, 5, 0, 0);
-                let ended =
-                    super::ends(move || ChatTemplate::new(&source, "a stranger", BTreeMap::new())?.render(&[], now))?;
+                let ended = super::ends(move || {
+                    ChatTemplate::new(&source, "a stranger", BTreeMap::new())?.render(&[], now)
+                })?;
                 match ended {
                     Err(error) if !is_sentence(&format!("{error:#}")) => Err(format!("says {error:#}")),
                     _ => Ok(()),
@@ -425,7 +471,8 @@ fn templates_that_end_leave_the_process_as_it_was() {
     attacks.attack("many at once, and a good one after them", || -> Result<(), String> {
         let now = date(2026, 3, 7).at(9, 5, 0, 0);
         let render = move |source: &str| {
-            ChatTemplate::new(source, "a stranger", BTreeMap::new())?.render(&[Message::new("user", "Hi")], now)
+            ChatTemplate::new(source, "a stranger", BTreeMap::new())?
+                .render(&[ChatMessage::new("user", "Hi")], now)
         };
         let bad = doubled(60, "{{ ns.x == ns.x }}{{ ns.x }}");
         let threads: Vec<_> = (0..8)
@@ -455,7 +502,8 @@ fn the_program_ends_with_status_2() {
     ] {
         let name: String = source.chars().take(60).collect();
         attacks.attack(name, || -> Result<(), String> {
-            fs::write(folder.path().join("chat_template.jinja"), &source).map_err(|error| error.to_string())?;
+            fs::write(folder.path().join("chat_template.jinja"), &source)
+                .map_err(|error| error.to_string())?;
             for more in [&["--prompt", "Hi"][..], &["--tp", "2"], &["--prompt", "Hi", "--tp", "2"]] {
                 let mut command = Command::new(env!("CARGO_BIN_EXE_lm"));
                 command.args(["generate", "--chat", "--model"]).arg(folder.path()).args(more);

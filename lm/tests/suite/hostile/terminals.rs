@@ -69,7 +69,10 @@ fn names_and_texts_of_strangers_cannot_steer_a_terminal() {
             model(folder.path(), "x", json!(1));
             fs::write(folder.path().join("chat_template.jinja"), &template).unwrap();
             let model = folder.path().to_str().unwrap();
-            is_clean(&["generate", "--model", model, "--chat", "--prompt", "x", "--max-tokens", "1"], "error: ")
+            is_clean(
+                &["generate", "--model", model, "--chat", "--prompt", "x", "--max-tokens", "1"],
+                "error: ",
+            )
         });
     }
     attacks.assert();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
-use candle_lm::batch::{Batch, BatchOutput, Event, Request, run};
+use candle_lm::batch::{BatchEvent, BatchOutput, PromptBatch, Request, run};
 use candle_lm::config::Config;
 use candle_lm::engine::ModelOptions;
 use candle_lm::files::Files;
@@ -20,17 +20,17 @@ use crate::lm::families::{families, write};
 use crate::lm::{config, llama};
 
 /// What a batch writes on so many ranks and stages.
-fn written(files: &Arc<Files>, batch: &Batch, [ranks, stages]: [usize; 2]) -> BatchOutput {
+fn written(files: &Arc<Files>, batch: &PromptBatch, [ranks, stages]: [usize; 2]) -> BatchOutput {
     let (files, batch) = (files.clone(), batch.clone());
     let ran = on_ranks(ranks, "batch", move |ctx| run(ctx, stages, &files, &batch, |_| Ok(true)));
     assert!(ran.iter().all(|rank| rank.texts == ran[0].texts));
     ran.into_iter().next().unwrap()
 }
 
-fn batch(prompts: &[&[u32]], slots: usize, temperature: f64) -> Batch {
+fn batch(prompts: &[&[u32]], slots: usize, temperature: f64) -> PromptBatch {
     // Unlike lengths of what is written, too.
     let request = |(i, prompt): (usize, &&[u32])| Request { prompt: prompt.to_vec(), most: 4 + i * 5 % 7 };
-    Batch {
+    PromptBatch {
         requests: prompts.iter().enumerate().map(request).collect(),
         slots,
         cache_tokens: None,
@@ -39,7 +39,8 @@ fn batch(prompts: &[&[u32]], slots: usize, temperature: f64) -> Batch {
     }
 }
 
-const PROMPTS: [&[u32]; 6] = [&[3, 14, 15], &[9], &[2, 6, 5, 35, 8, 9, 7, 1, 1, 4], &[3, 14], &[7, 7, 7, 7, 7], &[20]];
+const PROMPTS: [&[u32]; 6] =
+    [&[3, 14, 15], &[9], &[2, 6, 5, 35, 8, 9, 7, 1, 1, 4], &[3, 14], &[7, 7, 7, 7, 7], &[20]];
 
 #[test]
 fn each_text_of_a_batch_is_what_it_is_alone_on_every_mesh() {
@@ -59,9 +60,16 @@ fn each_text_of_a_batch_is_what_it_is_alone_on_every_mesh() {
             let twice = written(&files, &batch(&[PROMPTS[4]; 2], 2, temperature), [1, 1]).texts;
             assert_ne!(twice[0].0[..4], twice[1].0[..4]);
         }
-        for (slots, mesh) in
-            [(2, [1, 1]), (4, [1, 1]), (9, [1, 1]), (3, [2, 1]), (6, [3, 1]), (3, [2, 2]), (2, [4, 2]), (6, [3, 3])]
-        {
+        for (slots, mesh) in [
+            (2, [1, 1]),
+            (4, [1, 1]),
+            (9, [1, 1]),
+            (3, [2, 1]),
+            (6, [3, 1]),
+            (3, [2, 2]),
+            (2, [4, 2]),
+            (6, [3, 3]),
+        ] {
             let together = written(&files, &batch(&PROMPTS, slots, temperature), mesh);
             assert_eq!(together.texts, alone.texts, "{slots} slots on {mesh:?} at {temperature}");
             assert!(together.passes < alone.passes, "{} passes and {} alone", together.passes, alone.passes);
@@ -71,7 +79,9 @@ fn each_text_of_a_batch_is_what_it_is_alone_on_every_mesh() {
 
 #[test]
 fn texts_of_models_with_windows_are_alike_in_batches_and_alone() {
-    for family in families().models.iter().filter(|family| ["mistral", "gemma2", "gemma3"].contains(&&*family.case)) {
+    for family in
+        families().models.iter().filter(|family| ["mistral", "gemma2", "gemma3"].contains(&&*family.case))
+    {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &family.config);
         let files = Arc::new(Files::open(folder.path()).unwrap());
@@ -88,7 +98,7 @@ fn a_full_cache_ends_a_text_and_prompts_that_do_not_fit_are_named() {
     let folder = tempfile::tempdir().unwrap();
     random_model::write(folder.path(), &config(4, 2), 7, DType::F32).unwrap();
     let files = Arc::new(Files::open(folder.path()).unwrap());
-    let bounded = Batch { cache_tokens: Some(12), ..batch(&PROMPTS, 2, 0.0) };
+    let bounded = PromptBatch { cache_tokens: Some(12), ..batch(&PROMPTS, 2, 0.0) };
     let (all, ran) = (written(&files, &batch(&PROMPTS, 2, 0.0), [2, 1]), written(&files, &bounded, [2, 1]));
     for ((prompt, (whole, _)), (tokens, stop)) in PROMPTS.iter().zip(&all.texts).zip(&ran.texts) {
         // The last token needs no room.
@@ -97,7 +107,7 @@ fn a_full_cache_ends_a_text_and_prompts_that_do_not_fit_are_named() {
         assert_eq!(*stop, if whole.len() > most { Stop::Context } else { Stop::Length });
     }
     assert!(ran.texts.iter().any(|(_, stop)| *stop == Stop::Context));
-    let small = Batch { cache_tokens: Some(10), ..bounded };
+    let small = PromptBatch { cache_tokens: Some(10), ..bounded };
     let said = small.check(&files.config, |place| format!("place {place}")).unwrap_err().to_string();
     assert_eq!(said, "place 2: the prompt has 10 tokens, and --cache-tokens is 10; give more");
 }
@@ -109,20 +119,25 @@ fn tokens_and_ends_are_told_in_the_order_in_which_they_come() {
     let files = Files::open(folder.path()).unwrap();
     let batch = batch(&PROMPTS[..3], 2, 0.0);
     let (files, told) = (Arc::new(files), Arc::new(batch.clone()));
-    let events = on_ranks(1, "events", move |ctx| -> anyhow::Result<Vec<Event>> {
+    let events = on_ranks(1, "events", move |ctx| -> anyhow::Result<Vec<BatchEvent>> {
         let mut events = Vec::new();
         run(ctx, 1, &files, &told, |event| {
             events.push(event);
             // The second text ends with its second token.
-            Ok(!matches!(event, Event::Token(1, _))
-                || events.iter().filter(|e| matches!(e, Event::Token(1, _))).count() < 2)
+            Ok(!matches!(event, BatchEvent::Token(1, _))
+                || events.iter().filter(|e| matches!(e, BatchEvent::Token(1, _))).count() < 2)
         })?;
         Ok(events)
     });
-    assert_eq!(events[0][0], Event::Read);
-    let of = |place: usize| events[0].iter().filter(move |event| matches!(event, Event::Token(at, _) if *at == place));
+    assert_eq!(events[0][0], BatchEvent::Read);
+    let of = |place: usize| {
+        events[0].iter().filter(move |event| matches!(event, BatchEvent::Token(at, _) if *at == place))
+    };
     assert_eq!([of(0).count(), of(1).count()], [batch.requests[0].most, 2]);
-    assert!(events[0].contains(&Event::Ended(1, Stop::Text)) && events[0].contains(&Event::Ended(0, Stop::Length)));
+    assert!(
+        events[0].contains(&BatchEvent::Ended(1, Stop::Text))
+            && events[0].contains(&BatchEvent::Ended(0, Stop::Length))
+    );
 }
 
 fn file(folder: &Path, name: &str, text: &str) -> String {
@@ -146,20 +161,39 @@ fn the_program_writes_texts_in_the_order_of_the_file() {
         let (summary, count) = (lines.pop().unwrap(), |name: &str| {
             lines.iter().map(|line| line[name].as_array().unwrap().len()).sum::<usize>()
         });
-        assert_eq!((&summary["texts"], &summary["new_tokens"]), (&lines.len().into(), &count("tokens").into()));
-        assert!(summary["tokens_per_s"].as_f64() > Some(0.0) && summary["passes"].as_u64() > Some(0), "{summary}");
+        assert_eq!(
+            (&summary["texts"], &summary["new_tokens"]),
+            (&lines.len().into(), &count("tokens").into())
+        );
+        assert!(
+            summary["tokens_per_s"].as_f64() > Some(0.0) && summary["passes"].as_u64() > Some(0),
+            "{summary}"
+        );
         lines
     };
     let alone = run(&["--prompts", &prompts, "--batch", "1"]);
     let lines: Vec<&Value> = alone.iter().map(|line| &line["line"]).collect();
     assert_eq!(lines, [&1.into(), &3.into(), &4.into()] as [&Value; 3]);
-    for flags in [&["--batch", "2"][..], &["--tp", "2"], &["--pp", "2", "--batch", "2"], &["--cp", "3", "--batch", "2"]]
-    {
+    for flags in [
+        &["--batch", "2"][..],
+        &["--tp", "2"],
+        &["--pp", "2", "--batch", "2"],
+        &["--cp", "3", "--batch", "2"],
+    ] {
         assert_eq!(run(&[&["--prompts", &prompts][..], flags].concat()), alone, "{flags:?}");
     }
     // The first text is that of a run of its own.
-    let single =
-        llama(&["generate", "--max-tokens", "6", "--temperature", "0.9", "--json", "-", "--prompt", "Once upon"]);
+    let single = llama(&[
+        "generate",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        "0.9",
+        "--json",
+        "-",
+        "--prompt",
+        "Once upon",
+    ]);
     let single: Value = serde_json::from_slice(&single.stdout).unwrap();
     assert_eq!((&single["text"], &single["tokens"]), (&alone[0]["text"], &alone[0]["tokens"]));
     let told = run(&["--prompts", &objects, "--batch", "2"]);
@@ -204,7 +238,10 @@ fn prompts_that_cannot_be_continued_are_one_error_before_the_run() {
         let output = llama(&[&["generate", "--prompts", &long][..], flags].concat());
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && output.stdout.is_empty());
-        assert!(said.contains("long, line 2: the prompt has 3000 tokens, and the model takes 2048"), "{said}");
+        assert!(
+            said.contains("long, line 2: the prompt has 3000 tokens, and the model takes 2048"),
+            "{said}"
+        );
         assert_eq!(said.lines().count(), 1, "{said}");
     }
 }
@@ -216,7 +253,8 @@ fn a_cache_that_is_larger_than_the_memory_is_refused_before_the_run() {
     random_model::write(folder.path(), &huge, 7, DType::F32).unwrap();
     let path = folder.path().to_str().unwrap();
     let prompts = file(folder.path(), "prompts", &"Once\n".repeat(4096));
-    let flags = ["generate", "--model", path, "--prompts", &prompts, "--batch", "4096", "--max-tokens", "16000000"];
+    let flags =
+        ["generate", "--model", path, "--prompts", &prompts, "--batch", "4096", "--max-tokens", "16000000"];
     for more in [&["--tp", "2"][..], &["--pp", "2"]] {
         let output = llama(&[&flags[..], more].concat());
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -230,6 +268,7 @@ fn a_cache_that_is_larger_than_the_memory_is_refused_before_the_run() {
     }
     // The same with a bound runs.
     let few = file(folder.path(), "few", "Once\nTwice\n");
-    let bounded = ["generate", "--model", path, "--prompts", &few, "--max-tokens", "16000000", "--cache-tokens", "8"];
+    let bounded =
+        ["generate", "--model", path, "--prompts", &few, "--max-tokens", "16000000", "--cache-tokens", "8"];
     assert!(llama(&bounded).status.success());
 }

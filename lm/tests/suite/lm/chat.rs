@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
-use candle_lm::chat::{ChatTemplate, Message};
+use candle_lm::chat::{ChatMessage, ChatTemplate};
 use candle_lm::config::Config;
 use candle_lm::engine::ModelOptions;
 use candle_lm::files::Files;
@@ -42,7 +42,7 @@ struct Family {
 /// What transformers makes of a conversation.
 #[derive(Deserialize)]
 pub(crate) struct Case {
-    pub(crate) messages: Vec<Message>,
+    pub(crate) messages: Vec<ChatMessage>,
     pub(crate) text: Option<String>,
     #[serde(default)]
     pub(crate) ids: Vec<u32>,
@@ -66,9 +66,11 @@ fn random_vocabulary() -> usize {
 
 /// Writes a random model with a tokenizer of ASCII letters and special tokens, and this template.
 pub(crate) fn write(folder: &Path, template: &str) {
-    let mut tokenizer: Value = serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
+    let mut tokenizer: Value =
+        serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
     let letters = ('!'..='~').chain(['Ġ', 'Ċ']).map(String::from);
-    let vocab: serde_json::Map<String, Value> = letters.zip(0..).map(|(letter, id)| (letter, json!(id))).collect();
+    let vocab: serde_json::Map<String, Value> =
+        letters.zip(0..).map(|(letter, id)| (letter, json!(id))).collect();
     let count = vocab.len();
     tokenizer["model"]["vocab"] = Value::Object(vocab);
     let added = SPECIAL.iter().zip(count..).map(|(text, id)| {
@@ -136,7 +138,9 @@ fn talk(folder: &Path, world: usize, stages: usize, args: ChatArgs) -> Result<Ve
     if let Some(error) = failed.lock().unwrap().take() {
         return Err(error);
     }
-    let told = |turns: &[Turn]| turns.iter().map(|turn| (turn.tokens.clone(), turn.cached_tokens)).collect::<Vec<_>>();
+    let told = |turns: &[Turn]| {
+        turns.iter().map(|turn| (turn.tokens.clone(), turn.cached_tokens)).collect::<Vec<_>>()
+    };
     assert!(turns.iter().all(|other| told(other) == told(&turns[0])));
     Ok(turns[0].clone())
 }
@@ -163,14 +167,14 @@ fn templates_render_as_in_transformers() {
 fn the_arguments_of_tojson_are_in_the_order_of_transformers() {
     let source = "{{ 'é' | tojson(true) }}{{ [1] | tojson(false, 1) }}";
     let template = ChatTemplate::new(source, "a file", BTreeMap::new()).unwrap();
-    let script = template.render(&[Message::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
+    let script = template.render(&[ChatMessage::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
     assert_eq!(&*script, "\"\\u00e9\"[\n 1\n]");
 }
 
 #[test]
 fn a_template_that_cannot_be_used_is_refused_by_its_file() {
     let now = date(2026, 3, 7).at(9, 5, 0, 0);
-    let messages = [Message::new("user", "Hi")];
+    let messages = [ChatMessage::new("user", "Hi")];
     let of = |source: &str| ChatTemplate::new(source, "a file", BTreeMap::new());
     for wrong in ["{% for m in messages %}", "{{ messages", "{% unknown %}", "{% generation %}", "{%}"] {
         let said = format!("{:#}", of(wrong).unwrap_err());
@@ -192,12 +196,15 @@ fn a_template_that_cannot_be_used_is_refused_by_its_file() {
     let said = || format!("{:#}", examples_template(folder.path()).unwrap_err());
     write(folder.path(), APPENDS);
     assert!(examples_template(folder.path()).is_ok());
-    let set = |fields: Value| fs::write(folder.path().join("tokenizer_config.json"), fields.to_string()).unwrap();
+    let set =
+        |fields: Value| fs::write(folder.path().join("tokenizer_config.json"), fields.to_string()).unwrap();
     set(json!({"chat_template": null}));
     assert!(said().contains("has no chat template"), "{}", said());
     set(json!({"chat_template": [{"name": "tool_use", "template": "x"}]}));
     assert!(said().contains("\"default\""), "{}", said());
-    set(json!({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]}));
+    set(
+        json!({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]}),
+    );
     assert_eq!(examples_template(folder.path()).unwrap().render(&messages, now).unwrap(), "y");
     // The file wins.
     fs::write(folder.path().join("chat_template.jinja"), "z").unwrap();
@@ -231,19 +238,21 @@ fn replies_of_a_conversation_equal_runs_with_its_whole_text_on_every_mesh() {
         let (tokenizer, template) = (files.tokenizer().unwrap(), files.chat_template().unwrap());
         files.ends.extend(template.end_of_turn(&tokenizer));
         let files = Arc::new(files);
-        let mut messages = vec![Message::new("system", "Be brief")];
+        let mut messages = vec![ChatMessage::new("system", "Be brief")];
         for turn in &turns {
-            messages.push(Message::new("user", &turn.message));
+            messages.push(ChatMessage::new("user", &turn.message));
             let text = template.render(&messages, date(2026, 3, 7).at(9, 5, 0, 0)).unwrap();
             let (files, task) = (files.clone(), task(encode_rendered(&tokenizer, &text).unwrap()));
-            let written = on_ranks(1, "alone", move |ctx| generate(ctx, 1, &files, &task, |_| Ok(true))).remove(0);
+            let written =
+                on_ranks(1, "alone", move |ctx| generate(ctx, 1, &files, &task, |_| Ok(true))).remove(0);
             assert_eq!(written.tokens, turn.tokens);
-            messages.push(Message::new("assistant", &turn.text));
+            messages.push(ChatMessage::new("assistant", &turn.text));
         }
         for (world, stages) in [(2, 1), (3, 1), (2, 2), (4, 2)] {
             let other = talk(folder.path(), world, stages, args.clone()).unwrap();
-            let told =
-                |turns: &[Turn]| turns.iter().map(|turn| (turn.tokens.clone(), turn.cached_tokens)).collect::<Vec<_>>();
+            let told = |turns: &[Turn]| {
+                turns.iter().map(|turn| (turn.tokens.clone(), turn.cached_tokens)).collect::<Vec<_>>()
+            };
             assert_eq!(told(&other), told(&turns), "{stages} stages on {world} ranks");
         }
         let small = talk(folder.path(), 2, 1, ChatArgs { context: Some(30), ..args }).unwrap_err();
@@ -279,8 +288,8 @@ fn tokens_that_the_model_names_in_a_reply_are_tokens_of_the_next_prompt() {
     }
     assert!(tags > 0, "{turns:?}");
     // In a message of a user they are letters.
-    let (files, mut message) = (Files::open(folder.path()).unwrap(), Message::new("assistant", "a<t7>b"));
-    let encoded = |message: &Message| {
+    let (files, mut message) = (Files::open(folder.path()).unwrap(), ChatMessage::new("assistant", "a<t7>b"));
+    let encoded = |message: &ChatMessage| {
         let script = files
             .chat_template()
             .unwrap()
@@ -349,7 +358,10 @@ fn the_program_talks_line_by_line_and_answers_one_prompt() {
         serde_json::from_slice(&output.stdout).unwrap()
     };
     let turns = json(run(&[], "Hi\n\r\n\nHo\n"));
-    assert_eq!((&turns[0]["message"], &turns[1]["message"], &turns[2]), (&json!("Hi"), &json!("Ho"), &Value::Null));
+    assert_eq!(
+        (&turns[0]["message"], &turns[1]["message"], &turns[2]),
+        (&json!("Hi"), &json!("Ho"), &Value::Null)
+    );
     assert!(turns[1]["cached_tokens"].as_u64() > Some(0), "{turns}");
     let one = json(run(&["--prompt", "Hi"], ""));
     assert_eq!((&one["tokens"], &one["text"]), (&turns[0]["tokens"], &turns[0]["text"]));
@@ -448,7 +460,7 @@ pub(crate) fn families() -> Vec<(String, String)> {
 /// What jinja2 makes of templates.
 #[derive(Deserialize)]
 struct Meanings {
-    messages: Vec<Message>,
+    messages: Vec<ChatMessage>,
     facts: Vec<Meaning>,
 }
 
@@ -466,8 +478,8 @@ fn long_conversations_are_not_too_much_work() {
     for Family { name, template, tokens, .. } in facts().families {
         let template = ChatTemplate::new(&template, &name, tokens).unwrap();
         for (count, length) in [(4001, 1000), (401, 10_000), (1, 4_000_000), (20_001, 10)] {
-            let messages: Vec<Message> = (0..count)
-                .map(|place| Message::new(["user", "assistant"][place % 2], "word ".repeat(length / 5)))
+            let messages: Vec<ChatMessage> = (0..count)
+                .map(|place| ChatMessage::new(["user", "assistant"][place % 2], "word ".repeat(length / 5)))
                 .collect();
             let text = template.render(&messages, now).unwrap();
             assert!(text.len() > length, "{name}");

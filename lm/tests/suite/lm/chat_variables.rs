@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use candle_lm::chat::{ChatTemplate, Message};
+use candle_lm::chat::{ChatMessage, ChatTemplate};
 use candle_lm::files::Files;
 use jiff::civil::date;
 use lm::chat::args::ChatArgs;
@@ -19,7 +19,7 @@ use crate::lm::llama;
 struct Varied {
     name: String,
     template: String,
-    messages: Vec<Message>,
+    messages: Vec<ChatMessage>,
     /// As JSON.
     variables: BTreeMap<String, String>,
     text: String,
@@ -37,11 +37,16 @@ fn variables_of_templates_are_those_of_transformers() {
         assert_eq!(template.render(&messages, now).unwrap(), text, "{name} {variables:?}");
     }
     let template = ChatTemplate::new("{{ messages[0].content }}{{ x }}", "a file", BTreeMap::new()).unwrap();
-    assert_eq!(template.render(&[Message::new("user", "Hi")], now).unwrap(), "Hi", "what nobody sets is nothing");
+    assert_eq!(
+        template.render(&[ChatMessage::new("user", "Hi")], now).unwrap(),
+        "Hi",
+        "what nobody sets is nothing"
+    );
     let mut template = Some(template);
     let mut refused = |name: &str, json: &str| {
         let kept = template.take().unwrap();
-        template = Some(ChatTemplate::new("{{ messages[0].content }}{{ x }}", "a file", BTreeMap::new()).unwrap());
+        template =
+            Some(ChatTemplate::new("{{ messages[0].content }}{{ x }}", "a file", BTreeMap::new()).unwrap());
         format!("{:#}", kept.with_variable(name, json).unwrap_err())
     };
     assert!(refused("y", "1").contains("a file: it has no variable y"));
@@ -54,7 +59,8 @@ fn variables_of_templates_are_those_of_transformers() {
 
 #[test]
 fn the_command_line_sets_variables_and_tools_of_the_template() {
-    let template = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}{{ mood }}|{{ messages[0].content }}";
+    let template =
+        "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}{{ mood }}|{{ messages[0].content }}";
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), template);
     let tools = folder.path().join("tools.json");
@@ -62,11 +68,15 @@ fn the_command_line_sets_variables_and_tools_of_the_template() {
     let files = Files::open(folder.path()).unwrap();
     let with = |chat_arg: &[&str], tools: Option<&Path>| {
         let chat_arg = chat_arg.iter().map(|&given| given.to_owned()).collect();
-        ChatArgs { chat: true, chat_arg, tools: tools.map(Path::to_owned), ..ChatArgs::default() }.template(&files)
+        ChatArgs { chat: true, chat_arg, tools: tools.map(Path::to_owned), ..ChatArgs::default() }
+            .template(&files)
     };
     let rendered = |template: anyhow::Result<Option<ChatTemplate>>| {
         let template = template.unwrap().unwrap();
-        template.render(&[Message::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0)).unwrap().to_string()
+        template
+            .render(&[ChatMessage::new("user", "Hi")], date(2026, 3, 7).at(9, 5, 0, 0))
+            .unwrap()
+            .to_string()
     };
     assert_eq!(rendered(with(&[], None)), "|Hi");
     assert_eq!(rendered(with(&["mood=good=x"], Some(&tools))), "clock;map;good=x|Hi");
@@ -80,8 +90,7 @@ fn the_command_line_sets_variables_and_tools_of_the_template() {
     assert!(refused(with(&[], Some(&tools))).contains("no list of functions"));
     assert!(refused(with(&[], Some(&folder.path().join("no")))).contains("--tools"));
     // Some models have another template for tools.
-    let named =
-        json!([{"name": "default", "template": template}, {"name": "tool_use", "template": "T{{ tools | length }}"}]);
+    let named = json!([{"name": "default", "template": template}, {"name": "tool_use", "template": "T{{ tools | length }}"}]);
     let path = folder.path().join("tokenizer_config.json");
     let mut fields: Value =
         fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or(json!({}));

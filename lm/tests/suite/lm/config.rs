@@ -107,16 +107,21 @@ fn fields_that_change_nothing_are_notes_and_all_others_are_named_at_once() {
     }
 
     assert!(
-        refused(&with(base, &json!({"layer_types": ["full_attention", "chunked_attention"]}))).contains("layer_types")
+        refused(&with(base, &json!({"layer_types": ["full_attention", "chunked_attention"]})))
+            .contains("layer_types")
     );
     let wrong = json!({"clip_qkv": 8.0, "mup_scale": 2.0, "pruned_heads": {"1": [2]}, "sparse": true, "is_encoder_decoder": true});
     let text = with(base, &wrong);
     let said = refused(&text);
     let names = ["clip_qkv", "is_encoder_decoder", "mup_scale", "pruned_heads", "sparse"];
-    assert!(names.iter().all(|name| said.contains(name) && said.contains(&format!("--ignore-field {name}"))), "{said}");
+    assert!(
+        names.iter().all(|name| said.contains(name) && said.contains(&format!("--ignore-field {name}"))),
+        "{said}"
+    );
     let ignoring = |names: &[&str]| {
         let names: Vec<String> = names.iter().map(|&name| name.into()).collect();
-        Config::from_fields(serde_json::from_str(&text).unwrap(), &names).map_err(|error| format!("{error:#}"))
+        Config::from_fields(serde_json::from_str(&text).unwrap(), &names)
+            .map_err(|error| format!("{error:#}"))
     };
     let mut brave = ignoring(&names).unwrap();
     assert!(
@@ -151,7 +156,11 @@ fn a_config_with_two_rope_bases_is_refused() {
     let llama3 = &facts.models[1].configs[0]["rope_parameters"];
     let rope = |parameters: Value| json!({ "rope_parameters": parameters });
     let cases = [
-        (new, json!({"rope_theta": 10_000.0}), "rope_parameters.rope_theta is 500000 and rope_theta is 10000"),
+        (
+            new,
+            json!({"rope_theta": 10_000.0}),
+            "rope_parameters.rope_theta is 500000 and rope_theta is 10000",
+        ),
         (old, json!({"rope_theta": 0.0}), "rope_theta is 0"),
         (old, json!({"rope_theta": "many"}), "rope_theta is \"many\""),
         (new, rope(json!({"rope_type": "axial", "rope_theta": 1e4, "factor": 4.0})), "rope_type \"axial\""),
@@ -212,7 +221,10 @@ fn counts_that_no_model_has_are_refused_before_any_work() {
 }
 
 /// Changes the tensors of a random model, and opens it.
-fn opened(config: &Config, change: impl FnOnce(&mut HashMap<String, Tensor>, &Path)) -> Result<Files, String> {
+fn opened(
+    config: &Config,
+    change: impl FnOnce(&mut HashMap<String, Tensor>, &Path),
+) -> Result<Files, String> {
     let folder = tempfile::tempdir().unwrap();
     random_model::write(folder.path(), config, 7, DType::F32).unwrap();
     let file = folder.path().join("model.safetensors");
@@ -232,7 +244,10 @@ fn tensors_without_a_place_in_the_model_are_refused_by_name() {
             }
         });
         let said = said.unwrap_err();
-        assert!(said.contains(&format!("model.layers.0.{name}\" and 1 more")) && said.contains("no place"), "{said}");
+        assert!(
+            said.contains(&format!("model.layers.0.{name}\" and 1 more")) && said.contains("no place"),
+            "{said}"
+        );
     }
     // What older versions of transformers saved besides follows from the config.
     let frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq".to_owned();
@@ -278,7 +293,8 @@ fn a_folder_of_another_kind_is_refused_by_the_program_in_one_line() {
     random_model::write(folder.path(), &small(4, 2), 7, DType::F32).unwrap();
     let path = folder.path().join("config.json");
     let config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    fs::write(&path, with(&config, &json!({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))).unwrap();
+    fs::write(&path, with(&config, &json!({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})))
+        .unwrap();
     let output = crate::lm::llama(&["--model", folder.path().to_str().unwrap(), "--prompt", "x"]);
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");

@@ -18,7 +18,7 @@ use candle_lm::random_model;
 use candle_lm::sample::Sampling;
 use candle_lm::score::score;
 use candle_lm::score::windows::windows;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use candle_shard::parallel::Shares;
 use serde_json::json;
 use test_utils::on_ranks;
@@ -28,11 +28,17 @@ use super::{assert_close, config, llama, tokens};
 use crate::lm::families::{Families, Family, families, write};
 
 /// The model on `[cp, tp]` ranks, and an empty cache whose tokens are distributed.
-fn model(ctx: &RankContext, path: &Path, [cp, tp]: [usize; 2], room: usize) -> anyhow::Result<(Decoder, Cache)> {
+fn model(
+    ctx: &RankContext,
+    path: &Path,
+    [cp, tp]: [usize; 2],
+    room: usize,
+) -> anyhow::Result<(Decoder, Cache)> {
     let files = Files::open(path)?;
     let mesh = ctx.mesh(&[("cp", cp), ("tp", tp)])?;
     let plan = Decoder::plan(&files.config, "tp");
-    let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
+    let vb =
+        MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
     let model = Decoder::new(&files.config, room, &vb)?;
     vb.finish()?;
     Ok((model, Cache::of(&files.config, room).over(&mesh, "cp")?))
@@ -50,13 +56,20 @@ fn each_family_computes_the_logits_of_transformers_with_a_cache_on_several_ranks
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
         for mesh in [[2, 1], [3, 1], [2, 2]] {
-            let (path, prompt, want, case) = (folder.path().to_owned(), prompt.clone(), want.clone(), case.clone());
+            let (path, prompt, want, case) =
+                (folder.path().to_owned(), prompt.clone(), want.clone(), case.clone());
             on_ranks(mesh[0] * mesh[1], &case.clone(), move |ctx| -> anyhow::Result<()> {
                 let (model, mut cache) = model(ctx, &path, mesh, prompt.len())?;
                 let (first, rest) = prompt.split_at(prompt.len() - 2);
-                let mut rows = model.forward_cached(&tokens(first)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
+                let mut rows =
+                    model.forward_cached(&tokens(first)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
                 for token in rest {
-                    rows.extend(model.forward_cached(&tokens(&[*token])?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?);
+                    rows.extend(
+                        model
+                            .forward_cached(&tokens(&[*token])?, &mut cache)?
+                            .squeeze(0)?
+                            .to_vec2::<f32>()?,
+                    );
                 }
                 for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
                     assert_close(got, want, &format!("{case} on {mesh:?}"));
@@ -76,18 +89,25 @@ fn each_family_decodes_the_tokens_of_transformers_with_a_cache_on_several_ranks(
         let mut files = Files::open(folder.path()).unwrap();
         files.ends.clear();
         let (files, has_experts) = (Arc::new(files), config.get("num_local_experts").is_some());
-        for (ranks, cp, ep, cache) in [(2, 2, 1, None), (3, 3, 1, None), (4, 2, 1, Some(DType::F32)), (4, 2, 2, None)] {
+        for (ranks, cp, ep, cache) in
+            [(2, 2, 1, None), (3, 3, 1, None), (4, 2, 1, Some(DType::F32)), (4, 2, 2, None)]
+        {
             if ep > 1 && !has_experts {
                 continue;
             }
             let held = ModelOptions { cache, ..held([cp, ep]) };
             let sampling = Sampling::default();
-            let task = Task { prompt: prompt.clone(), most: tokens.len(), cache_tokens: None, sampling, held };
-            let (files, what) = (files.clone(), format!("{case} on {ranks} ranks, {cp} of tokens, {ep} of experts"));
+            let task =
+                Task { prompt: prompt.clone(), most: tokens.len(), cache_tokens: None, sampling, held };
+            let (files, what) =
+                (files.clone(), format!("{case} on {ranks} ranks, {cp} of tokens, {ep} of experts"));
             let written = on_ranks(ranks, &what.clone(), move |ctx| -> anyhow::Result<Vec<u32>> {
                 Ok(generate(ctx, 1, &files, &task, |_| Ok(true))?.tokens)
             });
-            assert!(written.iter().all(|written| *written == tokens), "{what}: {written:?} and not {tokens:?}");
+            assert!(
+                written.iter().all(|written| *written == tokens),
+                "{what}: {written:?} and not {tokens:?}"
+            );
         }
     }
 }
@@ -157,8 +177,14 @@ fn mixes_that_cannot_work_are_one_error() {
         &[
             (&["generate", "--cp", "2", "--pp", "2"], &["--cp 2", "--pp 2", "one of them"]),
             (&["generate", "--cp", "0"], &["--cp is 0"]),
-            (&["score", "--text", "LICENSE-MIT", "--cp", "2", "--pp", "2"], &["--cp 2", "--pp 2", "one of them"]),
-            (&["train", "--train", "text", "--cp", "128", "--tp", "4"], &["--cp 128", "--tp 4", "too many ranks"]),
+            (
+                &["score", "--text", "LICENSE-MIT", "--cp", "2", "--pp", "2"],
+                &["--cp 2", "--pp 2", "one of them"],
+            ),
+            (
+                &["train", "--train", "text", "--cp", "128", "--tp", "4"],
+                &["--cp 128", "--tp 4", "too many ranks"],
+            ),
             (&["generate", "--tp", "256", "--ep", "256", "--cp", "256"], &["too many ranks", "at most 256"]),
             (&["info", "--ep", "256", "--tp", "2"], &["--ep 256", "too many ranks"]),
             (&["info", "--cp", "2"], &["--cp has no effect with info"]),
@@ -178,11 +204,13 @@ fn mixes_that_cannot_work_are_one_error() {
         });
         assert!(errors.iter().all(|error| error.contains(text) && *error == errors[0]), "{errors:?}");
     }
-    let output = llama(&["generate", "--cp", "2", "--prompt", "Once", "--max-tokens", "4", "--temperature", "0"]);
+    let output =
+        llama(&["generate", "--cp", "2", "--prompt", "Once", "--max-tokens", "4", "--temperature", "0"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let one = llama(&["generate", "--prompt", "Once", "--max-tokens", "4", "--temperature", "0"]);
     // What follows the text tells times.
-    let text = |output: &Output| String::from_utf8_lossy(&output.stdout).rsplit_once("\n\n").unwrap().0.to_owned();
+    let text =
+        |output: &Output| String::from_utf8_lossy(&output.stdout).rsplit_once("\n\n").unwrap().0.to_owned();
     assert_eq!(text(&output), text(&one));
 }
 
@@ -203,7 +231,8 @@ fn written(
 #[test]
 fn ranks_with_other_logits_write_the_text_of_the_first() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let mixture = Config { num_hidden_layers: 2, hidden_size: 64, vocab_size: 256, ..random_model::mixture() };
+    let mixture =
+        Config { num_hidden_layers: 2, hidden_size: 64, vocab_size: 256, ..random_model::mixture() };
     for folder in &folders {
         random_model::write(folder.path(), &mixture, 7, DType::F32).unwrap();
     }
@@ -243,9 +272,11 @@ fn short_texts_shared_heads_unlike_shares_and_blocks_are_those_of_one_rank() {
     (fields["hidden_size"], fields["intermediate_size"]) = (json!(64), json!(64));
     crate::lm::gguf::write(&gguf, &fields, GgmlDType::Q8_0);
     let shares = || Some("2:1".parse::<Shares>().unwrap());
-    for (case, path) in
-        [("two key heads", small("two", &config(4, 2))), ("one", small("one", &config(4, 1))), ("blocks", gguf)]
-    {
+    for (case, path) in [
+        ("two key heads", small("two", &config(4, 2))),
+        ("one", small("one", &config(4, 1))),
+        ("blocks", gguf),
+    ] {
         // A text with fewer tokens than ranks, and one with some for each.
         for prompt in [&[3][..], &[3, 9, 27, 11, 5, 8, 2]] {
             let run = |ranks: usize, held: ModelOptions| {
@@ -275,7 +306,9 @@ fn a_cache_that_is_distributed_keeps_its_dtype() {
         let half = || Cache::of(&files.config, 16).with_dtype(Some(DType::BF16));
         let before = half().over(&mesh, "cp")?;
         let behind = Cache::of(&files.config, 16).over(&mesh, "cp")?.with_dtype(Some(DType::BF16));
-        let rows = |mut cache: Cache| model.next(&tokens(&[3, 9, 27, 11])?, &mut cache)?.squeeze(0)?.to_vec1::<f32>();
+        let rows = |mut cache: Cache| {
+            model.next(&tokens(&[3, 9, 27, 11])?, &mut cache)?.squeeze(0)?.to_vec1::<f32>()
+        };
         let [plain, before, behind] = [rows(plain)?, rows(before)?, rows(behind)?];
         assert!(before == behind && before != plain);
         Ok(())

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_lm::chat::{ChatTemplate, Message};
+use candle_lm::chat::{ChatMessage, ChatTemplate};
 use candle_lm::config::{Config, GenerationConfig};
 use candle_lm::files::Files;
 use candle_lm::{random_model, tokens};
@@ -73,7 +73,8 @@ impl Draws {
             "[[]]",
             "[0]",
         ];
-        let other = |draws: &mut Self| serde_json::from_str(others[draws.below(others.len())]).unwrap_or(Value::Null);
+        let other =
+            |draws: &mut Self| serde_json::from_str(others[draws.below(others.len())]).unwrap_or(Value::Null);
         match value {
             Value::Object(map) if !map.is_empty() && self.below(8) > 0 => {
                 let mut map = map.clone();
@@ -145,21 +146,23 @@ fn model() -> tempfile::TempDir {
 fn damaged_files_beside_the_weights_are_an_error_or_another_model() {
     let folder = model();
     let template = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% if loop.last %}!{% endif %}{% endfor %}";
-    let fields = serde_json::json!({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template});
+    let fields =
+        serde_json::json!({"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template});
     let generation = serde_json::json!({"eos_token_id": [1, 2], "do_sample": true, "top_k": 50});
     let path = |name: &str| folder.path().join(name);
     fs::write(path("tokenizer_config.json"), fields.to_string()).unwrap();
     fs::write(path("generation_config.json"), generation.to_string()).unwrap();
     let names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"];
     let whole = names.map(|name| (name, fs::read(path(name)).unwrap()));
-    let messages = [Message::new("user", " Hi "), Message::new("assistant", "Ho")];
+    let messages = [ChatMessage::new("user", " Hi "), ChatMessage::new("assistant", "Ho")];
     let now = jiff::civil::date(2026, 3, 7).at(9, 5, 0, 0);
     let mut draws = Draws(2);
     let mut refused = 0;
     for i in 0..many() {
         let (name, bytes) = draws.of(&whole);
         let parsed: Value = serde_json::from_slice(bytes).unwrap();
-        let damaged = if i % 2 == 0 { draws.damaged(bytes) } else { draws.changed(&parsed).to_string().into_bytes() };
+        let damaged =
+            if i % 2 == 0 { draws.damaged(bytes) } else { draws.changed(&parsed).to_string().into_bytes() };
         fs::write(path(name), &damaged).unwrap();
         let used = || -> anyhow::Result<String> {
             GenerationConfig::read(folder.path())?;
@@ -200,7 +203,9 @@ fn damaged_headers_of_weights_are_an_error_or_other_weights() {
         if let Ok(weights) = Weights::open(folder.path()) {
             for name in weights.names() {
                 let block: Vec<_> = weights.shape(name).unwrap().iter().map(|&n| 0..n).collect();
-                weights.read_block(name, &block, &Device::Cpu).map_or_else(|error| drop(error.to_string()), drop);
+                weights
+                    .read_block(name, &block, &Device::Cpu)
+                    .map_or_else(|error| drop(error.to_string()), drop);
             }
         }
         refused += usize::from(Files::open(folder.path()).is_err());
@@ -211,7 +216,7 @@ fn damaged_headers_of_weights_are_an_error_or_other_weights() {
 #[test]
 fn damaged_templates_are_an_error_or_another_text() {
     let templates = crate::lm::chat::templates();
-    let messages = [Message::new("user", " Hi "), Message::new("assistant", "Ho")];
+    let messages = [ChatMessage::new("user", " Hi "), ChatMessage::new("assistant", "Ho")];
     let now = jiff::civil::date(2026, 3, 7).at(9, 5, 0, 0);
     let mut draws = Draws(3);
     for _ in 0..many() {

@@ -16,7 +16,7 @@ use candle_lm::generate::{Task, generate};
 use candle_lm::model::Decoder;
 use candle_lm::random_model;
 use candle_lm::sample::Sampling;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use lm::info::Info;
 use serde_json::{Value, json};
 use test_utils::on_ranks;
@@ -36,10 +36,11 @@ fn model(
     files: &Files,
     [ep, tp]: [usize; 2],
     longest: usize,
-) -> anyhow::Result<(Decoder, ShardedVarBuilder)> {
+) -> anyhow::Result<(Decoder, MeshVarBuilder)> {
     let mesh = ctx.mesh(&[("ep", ep), ("tp", tp)])?;
     let plan = Decoder::plan(&files.config, "tp");
-    let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
+    let vb =
+        MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
     let model = Decoder::new(&files.config, longest, &vb)?;
     vb.finish()?;
     Ok((model, vb))
@@ -171,16 +172,19 @@ fn a_rank_reads_and_holds_its_experts_alone() {
     let dense = mixture.parameters() * 4 - of_experts(8);
     let path = Arc::new(folder.path().to_owned());
     for (ep, counts) in [(2, vec![4, 4]), (3, vec![3, 3, 2]), (5, vec![2, 2, 2, 2, 0])] {
-        let (path, want) = (path.clone(), counts.iter().map(|&count| dense + of_experts(count)).collect::<Vec<_>>());
+        let (path, want) =
+            (path.clone(), counts.iter().map(|&count| dense + of_experts(count)).collect::<Vec<_>>());
         let told =
-            Info::new(&Files::open(&path).unwrap(), ep, &ModelOptions { ep, ..ModelOptions::of(DType::F32) }).unwrap();
+            Info::new(&Files::open(&path).unwrap(), ep, &ModelOptions { ep, ..ModelOptions::of(DType::F32) })
+                .unwrap();
         assert_eq!(told.bytes_per_rank, want);
         let experts = told.experts.unwrap();
         assert_eq!((experts.count, experts.chosen, experts.layers, &experts.per_rank), (8, 2, 2, &counts));
         assert_eq!(experts.active_parameters * 4, dense + of_experts(2));
         // A pair of experts is on one rank or on two.
         let pairs = (0..8).flat_map(|a| (0..a).map(move |b| (a, b)));
-        let rank = |expert: usize| (0..ep).find(|&rank| counts[..=rank].iter().sum::<usize>() > expert).unwrap();
+        let rank =
+            |expert: usize| (0..ep).find(|&rank| counts[..=rank].iter().sum::<usize>() > expert).unwrap();
         let ranks: usize = pairs.map(|(a, b)| if rank(a) == rank(b) { 1 } else { 2 }).sum();
         assert!((experts.ranks_per_token - ranks as f64 / 28.0).abs() < 1e-9, "{}", experts.ranks_per_token);
         on_ranks(ep, "bytes", move |ctx| -> anyhow::Result<()> {
@@ -221,7 +225,11 @@ fn only_routed_rows_travel_between_ranks_of_experts() {
     for [prompt, one] in &counts {
         let count = |counts: &CommCounts, op| counts.get(op).count;
         // Rows, slips and results; a table of counts, and the results of all tokens for the next layer.
-        assert_eq!((count(prompt, Op::AllToAll), count(prompt, Op::AllGather), prompt.total()), (3, 2, 5), "{prompt}");
+        assert_eq!(
+            (count(prompt, Op::AllToAll), count(prompt, Op::AllGather), prompt.total()),
+            (3, 2, 5),
+            "{prompt}"
+        );
         // One token stays on all ranks: they use one choice of two experts, and the sum of one row joins the results.
         assert_eq!((one.get(Op::Broadcast).bytes, count(one, Op::Broadcast)), (4 * (1 + 2), 1), "{one}");
         assert_eq!((one.get(Op::AllReduce).bytes, one.total()), (row, 2), "{one}");
@@ -231,7 +239,8 @@ fn only_routed_rows_travel_between_ranks_of_experts() {
 #[test]
 fn the_program_distributes_experts_and_refuses_to_where_there_are_none() {
     let folder = tempfile::tempdir().unwrap();
-    let mixture = Config { num_hidden_layers: 2, hidden_size: 64, vocab_size: 256, ..random_model::mixture() };
+    let mixture =
+        Config { num_hidden_layers: 2, hidden_size: 64, vocab_size: 256, ..random_model::mixture() };
     random_model::write(folder.path(), &mixture, 7, DType::F32).unwrap();
     let text = folder.path().join("text");
     fs::write(&text, "The quick brown fox jumps over the lazy dog. ".repeat(4)).unwrap();
@@ -244,13 +253,18 @@ fn the_program_distributes_experts_and_refuses_to_where_there_are_none() {
     let write = ["generate", "--prompt", "Once", "--temperature", "0", "--max-tokens", "8"];
     let score = ["score", "--text", text, "--window", "32"];
     let (one, nll) = (run(&write)["text"].clone(), run(&score)["mean_nll"].as_f64().unwrap());
-    for mesh in [&["--ep", "2"][..], &["--ep", "3", "--tp", "2"], &["--ep", "2", "--pp", "2"], &["--ep", "9"]] {
+    for mesh in [&["--ep", "2"][..], &["--ep", "3", "--tp", "2"], &["--ep", "2", "--pp", "2"], &["--ep", "9"]]
+    {
         let report = run(&[&write[..], mesh].concat());
         assert_eq!(report["text"], one, "{mesh:?}");
         let scored = run(&[&score[..], mesh].concat())["mean_nll"].as_f64().unwrap();
         assert!((scored - nll).abs() < 1e-5, "{mesh:?}: {scored} instead of {nll}");
         if !mesh.contains(&"--pp") {
-            assert_eq!(run(&[&["info"], mesh].concat())["bytes_per_rank"], report["bytes_per_rank"], "{mesh:?}");
+            assert_eq!(
+                run(&[&["info"], mesh].concat())["bytes_per_rank"],
+                report["bytes_per_rank"],
+                "{mesh:?}"
+            );
         }
     }
     // Without a model it is a random mixture.
@@ -268,7 +282,10 @@ fn the_program_distributes_experts_and_refuses_to_where_there_are_none() {
     ] {
         let output = crate::lm::llama(&[command, &["--model", dense, "--ep", "2"]].concat());
         let said = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && said.contains("--ep 2") && said.contains("family llama"), "{said}");
+        assert!(
+            !output.status.success() && said.contains("--ep 2") && said.contains("family llama"),
+            "{said}"
+        );
     }
 }
 
@@ -311,11 +328,21 @@ fn fields_and_tensors_of_mixtures_that_are_not_understood_are_refused_by_name() 
         candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
         format!("{:#}", Files::open(folder.path()).unwrap_err())
     };
-    let name = |expert: usize, layer: &str| format!("model.layers.1.block_sparse_moe.experts.{expert}.{layer}.weight");
+    let name = |expert: usize, layer: &str| {
+        format!("model.layers.1.block_sparse_moe.experts.{expert}.{layer}.weight")
+    };
     let cases = [
         (spoiled(&|tensors| drop(tensors.remove(&name(4, "w3")))), name(4, "w3"), "is not there"),
-        (spoiled(&|tensors| drop(tensors.insert(name(5, "w1"), weight("x", &[44, 32])))), name(5, "w1"), "no place"),
-        (spoiled(&|tensors| drop(tensors.insert(name(2, "w2"), weight("x", &[32, 45])))), name(2, "w2"), "[32, 45]"),
+        (
+            spoiled(&|tensors| drop(tensors.insert(name(5, "w1"), weight("x", &[44, 32])))),
+            name(5, "w1"),
+            "no place",
+        ),
+        (
+            spoiled(&|tensors| drop(tensors.insert(name(2, "w2"), weight("x", &[32, 45])))),
+            name(2, "w2"),
+            "[32, 45]",
+        ),
         (
             spoiled(&|tensors| {
                 let half = tensors[&name(1, "w1")].to_dtype(DType::F16).unwrap();

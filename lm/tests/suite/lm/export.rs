@@ -17,7 +17,8 @@ const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ 
 
 /// Writes a tokenizer of so many tokens into a folder: bytes, two merges, and one that ends texts.
 fn tokenizer(folder: &Path, count: usize, cut: Value) {
-    let mut tokenizer: Value = serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
+    let mut tokenizer: Value =
+        serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
     let letters = ('A'..='~').chain('!'..='@').chain(['Ġ', 'Ċ', '¡', '¢']).map(String::from).take(count - 3);
     let all = letters.chain(["AB", "ABa"].map(String::from));
     let vocab: serde_json::Map<String, Value> = all.zip(0..).map(|(token, id)| (token, json!(id))).collect();
@@ -80,7 +81,9 @@ fn exported_files_compute_what_their_folders_compute() {
             let said = format!("{error:#}");
             assert!(!supported.contains(&model.case.as_str()), "{}: {said}", model.case);
             assert!(
-                said.contains("are not written") || said.contains("llama.cpp has not") || said.contains("would be"),
+                said.contains("are not written")
+                    || said.contains("llama.cpp has not")
+                    || said.contains("would be"),
                 "{said}"
             );
             assert!(!out("f32").exists());
@@ -102,7 +105,12 @@ fn exported_files_compute_what_their_folders_compute() {
         // From one file to another.
         let again = Files::open(&out("f32")).unwrap();
         again.export_gguf(&out("again"), GgmlDType::F32, |_, _| {}).unwrap();
-        assert_eq!(difference(&rows(&out("again"), &prompt, 1), &rows(&out("f32"), &prompt, 1)), 0.0, "{}", model.case);
+        assert_eq!(
+            difference(&rows(&out("again"), &prompt, 1), &rows(&out("f32"), &prompt, 1)),
+            0.0,
+            "{}",
+            model.case
+        );
         done.push(model.case);
     }
     assert_eq!(done.len(), supported.len(), "{done:?}");
@@ -147,15 +155,15 @@ fn pieces(folder: &Path, change: &dyn Fn(&mut Value)) {
     });
     change(&mut tokenizer);
     fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    let special = json!({"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", "chat_template": TEMPLATE});
+    let special =
+        json!({"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", "chat_template": TEMPLATE});
     fs::write(folder.join("tokenizer_config.json"), special.to_string()).unwrap();
 }
 
 /// Spaces as they are, and cut as Gemma's tokenizers say.
 fn as_gemma(tokenizer: &mut Value) {
     tokenizer["normalizer"] = tokenizer["normalizer"]["normalizers"][1].clone();
-    tokenizer["pre_tokenizer"] =
-        json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+    tokenizer["pre_tokenizer"] = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
 }
 
 /// Tokens that take the white space behind them.
@@ -195,7 +203,8 @@ fn vocabularies_of_sentencepiece_are_written() {
         assert_eq!(content.metadata["general.architecture"].to_string().unwrap(), architecture);
         assert_eq!(field("model").to_string().unwrap(), "llama");
         assert_eq!(field("add_space_prefix").to_bool().unwrap(), !architecture.starts_with("gemma"));
-        let kinds: Vec<i32> = field("token_type").to_vec().unwrap().iter().map(|kind| kind.to_i32().unwrap()).collect();
+        let kinds: Vec<i32> =
+            field("token_type").to_vec().unwrap().iter().map(|kind| kind.to_i32().unwrap()).collect();
         assert_eq!((&kinds[..5], kinds[260], kinds[293]), (&[2, 3, 3, 3, 6][..], 1, 5), "{case}");
         let scores = field("scores");
         let score = |id: usize| scores.to_vec().unwrap()[id].to_f32().unwrap();
@@ -203,8 +212,10 @@ fn vocabularies_of_sentencepiece_are_written() {
         assert_eq!([289, 287, 288, 290].map(score), [0.0, -1.0, -2.0, -3.0], "{case}");
         // The reader joins pairs by these scores; the texts are those of llama.cpp's own tests, and more.
         let [was, is] = [folder.path(), &out].map(|path| tokens::read(path).unwrap());
-        for text in ["", " and", "and  and", "an and\n</s> and<|end|>\n\nhi <s>a", "naïve 你好\t\u{1F642}"] {
-            let ids = |tokenizer: &tokenizers::Tokenizer| tokenizer.encode(text, true).unwrap().get_ids().to_vec();
+        for text in ["", " and", "and  and", "an and\n</s> and<|end|>\n\nhi <s>a", "naïve 你好\t\u{1F642}"]
+        {
+            let ids =
+                |tokenizer: &tokenizers::Tokenizer| tokenizer.encode(text, true).unwrap().get_ids().to_vec();
             assert_eq!(ids(&is), ids(&was), "{case}: {text:?}");
         }
         // From one file to another.
@@ -225,7 +236,10 @@ fn vocabularies_of_sentencepiece_are_written() {
     };
     refused(&as_phi3, "\"</s>\" takes white space");
     refused(&|tokenizer| tokenizer["model"]["merges"] = json!([["a", "n"]]), "which llama.cpp would do");
-    refused(&|tokenizer| tokenizer["model"]["merges"].as_array_mut().unwrap().swap(3, 4), "one behind another");
+    refused(
+        &|tokenizer| tokenizer["model"]["merges"].as_array_mut().unwrap().swap(3, 4),
+        "one behind another",
+    );
     refused(
         &|tokenizer| {
             tokenizer["model"]["vocab"].as_object_mut().unwrap().remove("<0x0A>");
@@ -281,8 +295,13 @@ fn files_say_what_llama_cpp_reads() {
     assert_eq!(content.metadata["llama.rope.freq_base"].to_f32().unwrap(), 10_000.0);
     assert_eq!(content.metadata["tokenizer.ggml.token_type"].to_vec().unwrap()[36].to_i32().unwrap(), 3);
     let merges = content.metadata["tokenizer.ggml.merges"].to_vec().unwrap();
-    assert_eq!(merges.iter().map(|merge| merge.to_string().unwrap().as_str()).collect::<Vec<_>>(), ["A B", "AB a"]);
-    let stored = |name: &str| (content.tensor_infos[name].ggml_dtype, content.tensor_infos[name].shape.dims().to_vec());
+    assert_eq!(
+        merges.iter().map(|merge| merge.to_string().unwrap().as_str()).collect::<Vec<_>>(),
+        ["A B", "AB a"]
+    );
+    let stored = |name: &str| {
+        (content.tensor_infos[name].ggml_dtype, content.tensor_infos[name].shape.dims().to_vec())
+    };
     assert_eq!(stored("blk.1.ffn_down.weight"), (GgmlDType::F16, vec![32, 44]));
     assert_eq!(stored("blk.0.attn_q.bias"), (GgmlDType::F32, vec![32]));
     assert_eq!(stored("rope_freqs.weight"), (GgmlDType::F32, vec![4]));
@@ -308,8 +327,10 @@ fn files_say_what_llama_cpp_reads() {
         tokenizer(folder.path(), 37, byte_level());
         change(folder.path());
         let files = Files::open(folder.path()).unwrap();
-        let said =
-            format!("{:#}", files.export_gguf(&folder.path().join("no.gguf"), GgmlDType::F16, |_, _| {}).unwrap_err());
+        let said = format!(
+            "{:#}",
+            files.export_gguf(&folder.path().join("no.gguf"), GgmlDType::F16, |_, _| {}).unwrap_err()
+        );
         assert!(said.contains(want) && !folder.path().join("no.gguf").exists(), "{said}: {want}");
     };
     let changed = |folder: &Path, change: &dyn Fn(&mut Value)| {
@@ -319,19 +340,25 @@ fn files_say_what_llama_cpp_reads() {
         fs::write(path, fields.to_string()).unwrap();
     };
     refused(&|folder| changed(folder, &|fields| fields["model"]["merges"] = json!([])), "merges nothing");
-    refused(&|folder| changed(folder, &|fields| fields["added_tokens"][0]["rstrip"] = json!(true)), "white space");
+    refused(
+        &|folder| changed(folder, &|fields| fields["added_tokens"][0]["rstrip"] = json!(true)),
+        "white space",
+    );
     refused(
         &|folder| {
             changed(folder, &|fields| {
-                let split =
-                    json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": false});
+                let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": false});
                 fields["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [split, byte_level()]});
             });
         },
         "which files do not say",
     );
-    refused(&|folder| fs::write(folder.join("chat_template.jinja"), "{% for").unwrap(), "chat_template.jinja");
-    let special = |bos: Value| json!({"eos_token": "</s>", "bos_token": bos, "chat_template": TEMPLATE}).to_string();
+    refused(
+        &|folder| fs::write(folder.join("chat_template.jinja"), "{% for").unwrap(),
+        "chat_template.jinja",
+    );
+    let special =
+        |bos: Value| json!({"eos_token": "</s>", "bos_token": bos, "chat_template": TEMPLATE}).to_string();
     let without = special(Value::Null);
     fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
     let mut config = model.config.clone();
@@ -349,15 +376,25 @@ fn the_program_writes_gguf_files_and_never_over_others() {
     tokenizer(folder.path(), 99, json!({"type": "Sequence", "pretokenizers": [digits, byte_level()]}));
     let model = folder.path().to_str().unwrap();
     let out = folder.path().join("x.gguf");
-    let run =
-        |more: &[&str]| llama(&[&["export", "--model", model, "--out", out.to_str().unwrap()][..], more].concat());
+    let run = |more: &[&str]| {
+        llama(&[&["export", "--model", model, "--out", out.to_str().unwrap()][..], more].concat())
+    };
     let written = run(&["--gguf", "q4_0", "--json", "-"]);
     assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
     let told: Value = serde_json::from_slice(&written.stdout).unwrap();
     assert_eq!(told["bytes"].as_u64().unwrap(), fs::metadata(&out).unwrap().len());
     let before = fs::read(&out).unwrap();
-    let text =
-        llama(&["generate", "--model", out.to_str().unwrap(), "--prompt", "Hi", "--max-tokens", "3", "--tp", "2"]);
+    let text = llama(&[
+        "generate",
+        "--model",
+        out.to_str().unwrap(),
+        "--prompt",
+        "Hi",
+        "--max-tokens",
+        "3",
+        "--tp",
+        "2",
+    ]);
     assert!(text.status.success(), "{}", String::from_utf8_lossy(&text.stderr));
     let again = run(&[]);
     assert_eq!((again.status.code(), fs::read(&out).unwrap() == before), (Some(2), true));

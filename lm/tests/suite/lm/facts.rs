@@ -47,9 +47,9 @@ pub(crate) fn facts() -> Facts {
 
 /// The weights of a name, as the script makes them.
 pub(crate) fn weight(name: &str, shape: &[usize]) -> Tensor {
-    let mut state = name
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
     let next = || {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -83,8 +83,10 @@ fn logits_are_those_of_transformers_by_configs_of_versions_4_and_5() {
             on_ranks(2, &fact.case, move |ctx| -> candle_shard::Result<()> {
                 let model = crate::lm::model(ctx, &path, &config, prompt.len())?;
                 let mut cache = Cache::new(config.num_hidden_layers, prompt.len());
-                let logits =
-                    model.forward_cached(&crate::lm::tokens(&prompt)?, &mut cache)?.squeeze(0)?.to_vec2::<f32>()?;
+                let logits = model
+                    .forward_cached(&crate::lm::tokens(&prompt)?, &mut cache)?
+                    .squeeze(0)?
+                    .to_vec2::<f32>()?;
                 for (got, want) in [&logits[0], &logits[prompt.len() - 1]].into_iter().zip(&want) {
                     crate::lm::assert_close(got, want, &case);
                 }
@@ -95,11 +97,22 @@ fn logits_are_those_of_transformers_by_configs_of_versions_4_and_5() {
 }
 
 /// The text after a prompt, why it ends, and its tokens.
-fn written(folder: &Path, prompt: &[u32], most: usize, [ranks, stages]: [usize; 2]) -> (String, Stop, Vec<u32>) {
+fn written(
+    folder: &Path,
+    prompt: &[u32],
+    most: usize,
+    [ranks, stages]: [usize; 2],
+) -> (String, Stop, Vec<u32>) {
     let files = Arc::new(Files::open(folder).unwrap());
     let tokenizer = tokens::read(folder).unwrap();
     let sampling = Sampling::default();
-    let task = Task { prompt: prompt.to_vec(), most, cache_tokens: None, sampling, held: ModelOptions::of(DType::F32) };
+    let task = Task {
+        prompt: prompt.to_vec(),
+        most,
+        cache_tokens: None,
+        sampling,
+        held: ModelOptions::of(DType::F32),
+    };
     let given = tokenizer.clone();
     let ranks = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<_> {
         let mut stream = TextStream::new(&given, &task.prompt);
@@ -129,10 +142,16 @@ fn greedy_text_is_that_of_transformers_on_every_mesh() {
                 assert_eq!(format!("{}{text}", facts.prompt), fact.free_text, "{} on {mesh:?}", fact.case);
             }
             // The second file names a token more that ends texts; the first one's still does.
-            fs::write(folder.path().join("generation_config.json"), fact.generation_config.to_string()).unwrap();
+            fs::write(folder.path().join("generation_config.json"), fact.generation_config.to_string())
+                .unwrap();
             let (text, stop, tokens) = written(folder.path(), &fact.prompt, most, [2, 1]);
             assert_eq!(format!("{}{text}", facts.prompt), fact.ended_text, "{}", fact.case);
-            assert_eq!((&tokens[..], stop), (&fact.ended[..fact.ended.len() - 1], Stop::End), "{}", fact.case);
+            assert_eq!(
+                (&tokens[..], stop),
+                (&fact.ended[..fact.ended.len() - 1], Stop::End),
+                "{}",
+                fact.case
+            );
             let ends = Files::open(folder.path()).unwrap().ends;
             assert_eq!(ends, BTreeSet::from([2, *fact.ended.last().unwrap()]));
         }
@@ -147,14 +166,18 @@ fn the_program_writes_the_text_of_transformers_and_says_why_it_ends() {
     write(folder.path(), &facts, &fact.configs[0]);
     let run = |flags: &[&str]| {
         let model = folder.path().to_str().unwrap();
-        let output =
-            crate::lm::llama(&[&["--model", model, "--prompt", &facts.prompt, "--temperature", "0"], flags].concat());
+        let output = crate::lm::llama(
+            &[&["--model", model, "--prompt", &facts.prompt, "--temperature", "0"], flags].concat(),
+        );
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         output
     };
     let json = |flags: &[&str]| -> Value { serde_json::from_slice(&run(flags).stdout).unwrap() };
     let report = json(&["--tp", "2", "--max-tokens", "24", "--json", "-"]);
-    assert_eq!((report["text"].as_str(), report["stop"].as_str()), (Some(fact.free_text.as_str()), Some("length")));
+    assert_eq!(
+        (report["text"].as_str(), report["stop"].as_str()),
+        (Some(fact.free_text.as_str()), Some("length"))
+    );
     assert_eq!(report["dtype"], "f32");
     // The text is shown as it comes, and all of it.
     let shown = run(&["--max-tokens", "24"]).stdout;
@@ -166,7 +189,10 @@ fn the_program_writes_the_text_of_transformers_and_says_why_it_ends() {
     fs::write(folder.path().join("generation_config.json"), asked).unwrap();
     let output = run(&["--max-tokens", "24", "--json", "-"]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((report["text"].as_str(), report["stop"].as_str()), (Some(fact.ended_text.as_str()), Some("end")));
+    assert_eq!(
+        (report["text"].as_str(), report["stop"].as_str()),
+        (Some(fact.ended_text.as_str()), Some("end"))
+    );
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("note: generation_config.json has repetition_penalty 1.5"), "{said}");
 }

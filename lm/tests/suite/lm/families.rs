@@ -14,7 +14,7 @@ use candle_lm::files::Files;
 use candle_lm::generate::{Task, generate};
 use candle_lm::model::Decoder;
 use candle_lm::sample::Sampling;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use serde::Deserialize;
 use serde_json::Value;
 use test_utils::on_ranks;
@@ -66,7 +66,8 @@ pub(crate) fn logits(
     let files = Files::open(path)?;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let plan = Decoder::plan(&files.config, "tp");
-    let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
+    let vb =
+        MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
     let vb = if dequantize { vb.dequantized() } else { vb };
     let model = Decoder::new(&files.config, prompt.len(), &vb)?;
     vb.finish()?;
@@ -90,7 +91,11 @@ pub(crate) fn assert_logits(path: &Path, prompt: &[u32], want: &[Vec<f32>; 2], c
             let rows = logits(ctx, &path, &prompt, false)?;
             for (got, want) in [&rows[0], &rows[prompt.len() - 1]].into_iter().zip(&want) {
                 for (got, want) in got.iter().zip(want) {
-                    assert!((got - want).abs() < 1e-4, "{what} on {}: {got} instead of {want}", ctx.world_size());
+                    assert!(
+                        (got - want).abs() < 1e-4,
+                        "{what} on {}: {got} instead of {want}",
+                        ctx.world_size()
+                    );
                 }
             }
             Ok(())
@@ -103,7 +108,13 @@ pub(crate) fn greedy(path: &Path, prompt: &[u32], most: usize, [ranks, stages]: 
     let mut files = Files::open(path).unwrap();
     files.ends.clear();
     let (files, sampling) = (Arc::new(files), Sampling::default());
-    let task = Task { prompt: prompt.to_vec(), most, cache_tokens: None, sampling, held: ModelOptions::of(DType::F32) };
+    let task = Task {
+        prompt: prompt.to_vec(),
+        most,
+        cache_tokens: None,
+        sampling,
+        held: ModelOptions::of(DType::F32),
+    };
     let written = on_ranks(ranks, "greedy", move |ctx| -> anyhow::Result<Vec<u32>> {
         Ok(generate(ctx, stages, &files, &task, |_| Ok(true))?.tokens)
     });

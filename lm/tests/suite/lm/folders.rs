@@ -53,7 +53,8 @@ fn what_a_folder_has_instead_of_a_model_is_said() {
 
 #[test]
 fn a_pointer_of_git_lfs_in_the_place_of_a_file_is_said() {
-    let pointer = format!("version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 12345\n", "0".repeat(64));
+    let pointer =
+        format!("version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 12345\n", "0".repeat(64));
     for name in ["model.safetensors", "config.json", "tokenizer.json"] {
         let folder = tempfile::tempdir().unwrap();
         random_model::write(folder.path(), &config(4, 2), 3, DType::F32).unwrap();

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candle_lm::config::Config;
 use candle_lm::config::experts::Experts;
-use candle_lm::{Decoder, Error, Generation, Lm, Message, Sampling, Stop, random_model};
-use candle_shard::nn::ShardedVarBuilder;
+use candle_lm::{ChatMessage, Decoder, Error, Generation, Lm, Sampling, Stop, random_model};
+use candle_shard::nn::MeshVarBuilder;
 use candle_shard::{DTensor, Replicate, Weights};
 use serde_json::Value;
 use test_utils::on_ranks;
@@ -31,7 +31,8 @@ fn an_opened_model_writes_replies_and_scores_as_the_program_does() {
     let book = folder.path().join("book");
     fs::write(&book, "a text with some letters in it").unwrap();
     let sampled = ["--temperature", "0.8", "--top-p", "0.95", "--seed", "3", "--max-tokens", "20"];
-    let with = |flags: [&'static str; 2]| program("generate", folder.path(), &[&flags[..], &sampled[..]].concat());
+    let with =
+        |flags: [&'static str; 2]| program("generate", folder.path(), &[&flags[..], &sampled[..]].concat());
     let (continued, replied) = (with(["--prompt", "Once"]), {
         program("generate", folder.path(), &[&["--chat", "--prompt", "Once"][..], &sampled[..]].concat())
     });
@@ -54,11 +55,15 @@ fn an_opened_model_writes_replies_and_scores_as_the_program_does() {
             let mut pieces = lm.generate("Once", &options)?;
             let text = pieces.by_ref().collect::<candle_lm::Result<Vec<String>>>()?;
             assert!(text.iter().all(|piece| !piece.is_empty()));
-            assert_eq!(format!("Once{}", text.concat()), continued["text"].as_str().unwrap(), "{ranks} ranks");
+            assert_eq!(
+                format!("Once{}", text.concat()),
+                continued["text"].as_str().unwrap(),
+                "{ranks} ranks"
+            );
             assert_eq!(serde_json::json!(pieces.tokens()), continued["tokens"], "{ranks} ranks");
             assert_eq!(serde_json::json!(pieces.stop()), continued["stop"]);
 
-            let reply = lm.chat(&[Message::new("user", "Once")], &options)?;
+            let reply = lm.chat(&[ChatMessage::new("user", "Once")], &options)?;
             assert_eq!(
                 reply.collect::<candle_lm::Result<String>>()?,
                 replied["text"].as_str().unwrap(),
@@ -78,7 +83,8 @@ fn an_opened_model_writes_replies_and_scores_as_the_program_does() {
 fn a_mixture_writes_alike_however_its_experts_are_distributed() {
     let folder = tempfile::tempdir().unwrap();
     let small = config(4, 2);
-    let mut mixture = Config { vocab_size: 256, parts: random_model::mixture().parts, family: "mixtral", ..small };
+    let mut mixture =
+        Config { vocab_size: 256, parts: random_model::mixture().parts, family: "mixtral", ..small };
     mixture.parts.experts = mixture.parts.experts.map(|experts| Experts { hidden: 44, ..experts });
     mixture.parts.windows = vec![None; mixture.num_hidden_layers];
     random_model::write(folder.path(), &mixture, 7, DType::F32).unwrap();
@@ -145,7 +151,10 @@ fn what_cannot_work_is_an_error_of_the_input() {
         let lm = Lm::options().longest(8).open(&*path, &mesh)?;
         let options = Generation::default();
         let errors = [
-            (Lm::open("/no/such folder", &mesh).err(), "/no/such folder is no folder, no .gguf file and no name"),
+            (
+                Lm::open("/no/such folder", &mesh).err(),
+                "/no/such folder is no folder, no .gguf file and no name",
+            ),
             (Lm::open(&*path, &ctx.mesh(&[("dp", 2)])?).err(), "no axis \"tp\""),
             (Lm::open(&*path, &other).err(), "of the family llama has no experts"),
             (lm.generate("", &options).err(), "no tokens"),
@@ -180,7 +189,14 @@ fn a_decoder_learns_alike_on_any_number_of_ranks() {
         let made = on_ranks(ranks, "a decoder that learns", move |ctx| -> candle_shard::Result<_> {
             let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
             let plan = Decoder::training_plan(&config, "tp");
-            let vb = ShardedVarBuilder::from_weights(Weights::open(&*path)?, 0, &mesh, plan, DType::F32, &Device::Cpu)?;
+            let vb = MeshVarBuilder::from_weights(
+                Weights::open(&*path)?,
+                0,
+                &mesh,
+                plan,
+                DType::F32,
+                &Device::Cpu,
+            )?;
             let decoder = Decoder::new(&config, TOKENS.len(), &vb)?;
             let parameters = vb.finish()?;
             let row = |tokens: &[u32]| {
@@ -190,7 +206,8 @@ fn a_decoder_learns_alike_on_any_number_of_ranks() {
             let logits = decoder.forward(&row(&TOKENS[..10])?)?;
             assert_eq!(logits.dims(), [1, 10, config.vocab_size]);
             let grads = parameters.backward(&logits.cross_entropy(&row(&TOKENS[1..])?)?)?;
-            let mut whole = BTreeMap::from([("logits".to_owned(), logits.full_tensor()?.flatten_all()?.to_vec1()?)]);
+            let mut whole =
+                BTreeMap::from([("logits".to_owned(), logits.full_tensor()?.flatten_all()?.to_vec1()?)]);
             for parameter in parameters.iter() {
                 let grad = parameter.grad(&grads)?.expect("every parameter takes part");
                 whole.insert(parameter.name.clone(), grad.full_tensor()?.flatten_all()?.to_vec1()?);

@@ -84,7 +84,8 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "qwen3_moe" => "qwen3moe",
         other => other,
     };
-    let (is_gemma, is_permuted) = (kind.starts_with("gemma"), ["llama", "smollm3", "granite"].contains(&kind));
+    let (is_gemma, is_permuted) =
+        (kind.starts_with("gemma"), ["llama", "smollm3", "granite"].contains(&kind));
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
     for (name, tensor) in converted(&config) {
@@ -94,9 +95,13 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
         };
-        let in_blocks = tensor.rank() > 1 && tensor.dims()[tensor.rank() - 1].is_multiple_of(dtype.block_size());
+        let in_blocks =
+            tensor.rank() > 1 && tensor.dims()[tensor.rank() - 1].is_multiple_of(dtype.block_size());
         let dtype = if in_blocks { dtype } else { GgmlDType::F32 };
-        tensors.insert(named(&name, is_gemma, kind), QTensor::quantize(&tensor.contiguous().unwrap(), dtype).unwrap());
+        tensors.insert(
+            named(&name, is_gemma, kind),
+            QTensor::quantize(&tensor.contiguous().unwrap(), dtype).unwrap(),
+        );
     }
     let size = |field: &str| Stored::U32(fields[field].as_u64().unwrap() as u32);
     let mut metadata = vec![
@@ -124,8 +129,11 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     }
     if is_gemma {
         metadata.push(("attention.sliding_window", size("sliding_window")));
-        let list =
-            fields["layer_types"].as_array().unwrap().iter().map(|kind| Stored::Bool(kind == "sliding_attention"));
+        let list = fields["layer_types"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|kind| Stored::Bool(kind == "sliding_attention"));
         metadata.push(("attention.sliding_window_pattern", Stored::Array(list.collect())));
         for (key, field) in [
             ("attn_logit_softcapping", "attn_logit_softcapping"),
@@ -150,7 +158,8 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
     }
     let mut all = vec![("general.architecture".to_owned(), Stored::String(kind.into()))];
     all.extend(metadata.into_iter().map(|(key, value)| (format!("{kind}.{key}"), value)));
-    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let tensors: Vec<(&str, &QTensor)> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let all: Vec<(&str, &Stored)> = all.iter().map(|(key, value)| (key.as_str(), value)).collect();
     gguf_file::write(&mut fs::File::create(path).unwrap(), &all, &tensors).unwrap();
 }
@@ -164,11 +173,13 @@ fn rope(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashM
     };
     let number = |value: f64| Stored::F32(value as f32);
     match config.rope_scaling.clone() {
-        Some(RopeScaling::Yarn { factor, original_max_position_embeddings: learned, .. }) => metadata.extend([
-            ("rope.scaling.type", Stored::String("yarn".into())),
-            ("rope.scaling.factor", number(factor)),
-            ("rope.scaling.original_context_length", Stored::U32(learned as u32)),
-        ]),
+        Some(RopeScaling::Yarn { factor, original_max_position_embeddings: learned, .. }) => {
+            metadata.extend([
+                ("rope.scaling.type", Stored::String("yarn".into())),
+                ("rope.scaling.factor", number(factor)),
+                ("rope.scaling.original_context_length", Stored::U32(learned as u32)),
+            ])
+        }
         Some(RopeScaling::Longrope {
             short_factor,
             long_factor,
@@ -271,11 +282,16 @@ fn a_gguf_file_computes_what_the_folder_computes() {
         write(&file, &config, GgmlDType::F32);
         crate::lm::families::write(folder.path(), &config);
         for ranks in 1..=3 {
-            let (path, file, prompt, case) = (folder.path().to_owned(), file.clone(), prompt.clone(), case.clone());
+            let (path, file, prompt, case) =
+                (folder.path().to_owned(), file.clone(), prompt.clone(), case.clone());
             on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
                 let (got, want) = (logits(ctx, &file, &prompt, false)?, logits(ctx, &path, &prompt, false)?);
                 for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
-                    assert!((got - want).abs() < 1e-4, "{case} on {}: {got} instead of {want}", ctx.world_size());
+                    assert!(
+                        (got - want).abs() < 1e-4,
+                        "{case} on {}: {got} instead of {want}",
+                        ctx.world_size()
+                    );
                 }
                 Ok(())
             });
@@ -301,7 +317,8 @@ fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
                 let of_blocks = logits(ctx, &file, &prompt, false)?;
                 let most = of_floats.iter().flatten().fold(0f32, |most, x| most.max(x.abs()));
                 let near = |got: &[Vec<f32>], want: &[Vec<f32>], share: f32| {
-                    let furthest = got.iter().flatten().zip(want.iter().flatten()).map(|(a, b)| (a - b).abs());
+                    let furthest =
+                        got.iter().flatten().zip(want.iter().flatten()).map(|(a, b)| (a - b).abs());
                     let furthest = furthest.fold(0f32, f32::max);
                     assert!(furthest <= share * most, "{case} on {}: {furthest} of {most}", ctx.world_size());
                 };
@@ -329,12 +346,15 @@ fn write_apart(from: &Path, to: &Path) {
         let stack = tensor.dequantize(&Device::Cpu).unwrap();
         tensors.extend((0..stack.dims()[0]).map(|expert| {
             let one =
-                QTensor::quantize(&stack.get(expert).unwrap().force_contiguous().unwrap(), tensor.dtype()).unwrap();
+                QTensor::quantize(&stack.get(expert).unwrap().force_contiguous().unwrap(), tensor.dtype())
+                    .unwrap();
             (format!("{module}.{expert}.weight"), one)
         }));
     }
-    let metadata: Vec<(&str, &Stored)> = content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
-    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let metadata: Vec<(&str, &Stored)> =
+        content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<(&str, &QTensor)> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     gguf_file::write(&mut fs::File::create(to).unwrap(), &metadata, &tensors).unwrap();
 }
 
@@ -347,11 +367,14 @@ fn experts_that_lie_apart_are_those_that_are_stacked() {
     for dtype in [GgmlDType::F32, GgmlDType::Q8_0] {
         write(&stacked, &config, dtype);
         write_apart(&stacked, &apart);
-        assert!(Files::open(&apart).unwrap().weights().names().any(|name| name.ends_with("mlp.experts.up_proj")));
+        assert!(
+            Files::open(&apart).unwrap().weights().names().any(|name| name.ends_with("mlp.experts.up_proj"))
+        );
         for ranks in 1..=2 {
             let (stacked, apart, prompt) = (stacked.clone(), apart.clone(), prompt.clone());
             on_ranks(ranks, "apart", move |ctx| -> anyhow::Result<()> {
-                let (got, want) = (logits(ctx, &apart, &prompt, false)?, logits(ctx, &stacked, &prompt, false)?);
+                let (got, want) =
+                    (logits(ctx, &apart, &prompt, false)?, logits(ctx, &stacked, &prompt, false)?);
                 for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
                     assert!((got - want).abs() < 1e-4, "{dtype:?} on {ranks}: {got} instead of {want}");
                 }
@@ -377,11 +400,13 @@ fn keys_and_tensors_without_a_place_are_refused_by_name() {
             metadata.retain(|(known, _)| known != key);
             metadata.push((key, value));
         }
-        let read = |name: &String| content.tensor(&mut fs::File::open(&file).unwrap(), name, &Device::Cpu).unwrap();
+        let read =
+            |name: &String| content.tensor(&mut fs::File::open(&file).unwrap(), name, &Device::Cpu).unwrap();
         let mut tensors: Vec<(String, QTensor)> =
             content.tensor_infos.keys().map(|name| (name.clone(), read(name))).collect();
         tensors.extend(tensor.map(|name| (name.to_owned(), read(&"output_norm.weight".to_owned()))));
-        let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let tensors: Vec<(&str, &QTensor)> =
+            tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
         let changed = folder.path().join("changed.gguf");
         gguf_file::write(&mut fs::File::create(&changed).unwrap(), &metadata, &tensors).unwrap();
         format!("{:#}", Files::open(&changed).unwrap_err())
@@ -389,13 +414,25 @@ fn keys_and_tensors_without_a_place_are_refused_by_name() {
     let text = |text: &str| Stored::String(text.into());
     let cases = [
         (Some(("general.architecture", text("mamba"))), None, "\"mamba\" is not supported"),
-        (Some(("llama.expert_count", Stored::U32(8))), None, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        (
+            Some(("llama.expert_count", Stored::U32(8))),
+            None,
+            "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+        ),
         (Some(("llama.expert_gating_func", Stored::U32(2))), None, "llama.expert_gating_func is 2"),
         (Some(("llama.expert_shared_count", Stored::U32(1))), None, "llama.expert_shared_count is 1"),
         (Some(("llama.rope.scaling.type", text("axial"))), None, "\"axial\""),
         (Some(("llama.rope.scaling.factor", Stored::F32(2.0))), None, "llama.rope.scaling.factor"),
-        (Some(("llama.rope.scaling.yarn_ext_factor", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_ext_factor"),
-        (Some(("llama.rope.scaling.yarn_beta_fast", Stored::F32(2.0))), None, "llama.rope.scaling.yarn_beta_fast"),
+        (
+            Some(("llama.rope.scaling.yarn_ext_factor", Stored::F32(2.0))),
+            None,
+            "llama.rope.scaling.yarn_ext_factor",
+        ),
+        (
+            Some(("llama.rope.scaling.yarn_beta_fast", Stored::F32(2.0))),
+            None,
+            "llama.rope.scaling.yarn_beta_fast",
+        ),
         (Some(("llama.block_count", Stored::U32(3))), None, "model.layers.2"),
         (Some(("llama.block_count", Stored::U32(1 << 30))), None, "num_hidden_layers is 1073741824"),
         (Some(("llama.attention.head_count", Stored::F32(2.5))), None, "num_attention_heads is 2.5"),

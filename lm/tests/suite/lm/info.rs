@@ -77,10 +77,15 @@ fn weights_that_layers_turn_into_floats_are_counted_as_floats() {
         ("mixtral", "intermediate_size", 48),
         ("mixtral", "intermediate_size", 64),
     ] {
-        let mut fields =
-            crate::lm::families::families().models.into_iter().find(|model| model.case == case).unwrap().config;
+        let mut fields = crate::lm::families::families()
+            .models
+            .into_iter()
+            .find(|model| model.case == case)
+            .unwrap()
+            .config;
         // Whole tiles of rows, which packed blocks are made of.
-        (fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"]) = (json!(64), json!(96), json!(96));
+        (fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"]) =
+            (json!(64), json!(96), json!(96));
         fields[field] = json!(value);
         crate::lm::gguf::write(&path, &fields, blocks);
         let files = Files::open(&path).unwrap();
@@ -140,7 +145,10 @@ fn a_stop_text_ends_the_text_on_all_ranks_and_is_not_shown() {
     let end = text["Once".len()..].find(&stop).unwrap();
     for flags in [&["--tp", "1"], &["--tp", "2"], &["--pp", "2"]] {
         let report = run(&[&flags[..], &["--stop", &stop]].concat());
-        assert_eq!((report["text"].as_str(), &report["stop"]), (Some(&text[.."Once".len() + end]), &"text".into()));
+        assert_eq!(
+            (report["text"].as_str(), &report["stop"]),
+            (Some(&text[.."Once".len() + end]), &"text".into())
+        );
     }
     // In 16 bits keys and values are rounded, and the text of this model stays.
     let rounded = run(&["--cache-dtype", "bf16", "--tp", "2"]);

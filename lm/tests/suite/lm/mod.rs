@@ -45,7 +45,7 @@ use candle_lm::random_model;
 use candle_lm::sample::Sampling;
 use candle_nn::VarBuilder;
 use candle_shard::Weights;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use candle_transformers::models::llama as theirs;
 use test_utils::on_ranks;
 
@@ -102,7 +102,14 @@ fn reference(folder: &Path) -> Vec<Vec<f32>> {
 fn model(ctx: &RankContext, folder: &Path, config: &Config, longest: usize) -> candle_shard::Result<Decoder> {
     let weights = Weights::open(folder)?;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
-    let vb = ShardedVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan(config, "tp"), DType::F32, &Device::Cpu)?;
+    let vb = MeshVarBuilder::from_weights(
+        weights,
+        0,
+        &mesh,
+        Decoder::plan(config, "tp"),
+        DType::F32,
+        &Device::Cpu,
+    )?;
     let model = Decoder::new(config, longest, &vb.frozen())?;
     vb.finish()?;
     Ok(model)
@@ -134,7 +141,8 @@ fn logits_are_those_of_candle_transformers_on_every_mesh() {
             on_ranks(world, case, move |ctx| -> candle_shard::Result<()> {
                 let model = model(ctx, &path, &config, TOKENS.len())?;
                 let cache = || Cache::new(config.num_hidden_layers, TOKENS.len());
-                let whole = model.forward_cached(&tokens(&TOKENS)?, &mut cache())?.squeeze(0)?.to_vec2::<f32>()?;
+                let whole =
+                    model.forward_cached(&tokens(&TOKENS)?, &mut cache())?.squeeze(0)?.to_vec2::<f32>()?;
                 for (i, (got, want)) in whole.iter().zip(want.iter()).enumerate() {
                     assert_close(got, want, &format!("{case} on {world}: prefill, token {i}"));
                 }
@@ -209,11 +217,19 @@ fn files_that_do_not_fit_are_named_before_anything_is_read() {
         format!("{:#}", Files::open(folder.path()).unwrap_err())
     };
     let with = |changed: Config| {
-        refused(&|folder| fs::write(folder.join("config.json"), serde_json::to_string(&changed).unwrap()).unwrap())
+        refused(&|folder| {
+            fs::write(folder.join("config.json"), serde_json::to_string(&changed).unwrap()).unwrap()
+        })
     };
     let cases = [
-        (refused(&|folder| fs::remove_file(folder.join("config.json")).unwrap()), vec!["config.json", "No such file"]),
-        (refused(&|folder| fs::write(folder.join("config.json"), "{}").unwrap()), vec!["config.json", "model_type"]),
+        (
+            refused(&|folder| fs::remove_file(folder.join("config.json")).unwrap()),
+            vec!["config.json", "No such file"],
+        ),
+        (
+            refused(&|folder| fs::write(folder.join("config.json"), "{}").unwrap()),
+            vec!["config.json", "model_type"],
+        ),
         (refused(&|folder| fs::remove_file(folder.join("model.safetensors")).unwrap()), vec!["no"]),
         (
             refused(&|folder| {

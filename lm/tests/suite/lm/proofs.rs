@@ -40,7 +40,11 @@ fn small(config: Config) -> Config {
 fn a_decoder_learns_on_all_meshes_as_on_one_device() {
     // Logits are f32 in each dtype.
     let dtypes = [DType::F32];
-    proof(&small(random_model::config()), [4, 6], &["pp", "dp", "cp", "tp"]).dtypes(&dtypes).ranks(4).run().assert();
+    proof(&small(random_model::config()), [4, 6], &["pp", "dp", "cp", "tp"])
+        .dtypes(&dtypes)
+        .ranks(4)
+        .run()
+        .assert();
 }
 
 #[test]

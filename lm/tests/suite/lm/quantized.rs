@@ -123,8 +123,9 @@ fn a_bias_that_adds_something_and_has_no_place_is_refused() {
     assert_eq!(Files::open(codes.path()).unwrap().dtype().unwrap(), DType::F32);
     let bytes = fs::read(codes.path().join("model.safetensors")).unwrap();
     let views = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter();
-    let mut tensors: Tensors =
-        views.map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()))).collect();
+    let mut tensors: Tensors = views
+        .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
+        .collect();
     // What is no code is stored in 16 bits, and so the model is computed in them.
     for (name, (dtype, _, bytes)) in &mut tensors {
         if *dtype == Dtype::F32 && !name.contains("scale") {

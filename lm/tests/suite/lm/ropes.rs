@@ -9,7 +9,7 @@ use candle_lm::cache::Cache;
 use candle_lm::config::Config;
 use candle_lm::files::Files;
 use candle_lm::model::Decoder;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use test_utils::on_ranks;
@@ -43,7 +43,8 @@ pub(crate) fn after(ctx: &RankContext, path: &Path, tokens: &[u32]) -> anyhow::R
     let files = Files::open(path)?;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let plan = Decoder::plan(&files.config, "tp");
-    let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
+    let vb =
+        MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
     let model = Decoder::new(&files.config, 32, &vb)?;
     let mut cache = Cache::new(files.config.num_hidden_layers, 32);
     let tokens = Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu)?;
@@ -57,12 +58,16 @@ fn each_kind_of_rotary_positions_computes_the_logits_of_transformers() {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), &config);
         for ranks in 1..=3 {
-            let (path, prompt, want, case) = (folder.path().to_owned(), prompt.clone(), logits.clone(), case.clone());
+            let (path, prompt, want, case) =
+                (folder.path().to_owned(), prompt.clone(), logits.clone(), case.clone());
             on_ranks(ranks, &case.clone(), move |ctx| -> anyhow::Result<()> {
                 for (length, want) in [(short, &want[0]), (prompt.len(), &want[1])] {
                     for (got, want) in after(ctx, &path, &prompt[..length])?.iter().zip(want) {
                         let on = ctx.world_size();
-                        assert!((got - want).abs() < 1e-4, "{case}, {length} tokens on {on}: {got} instead of {want}");
+                        assert!(
+                            (got - want).abs() < 1e-4,
+                            "{case}, {length} tokens on {on}: {got} instead of {want}"
+                        );
                     }
                 }
                 Ok(())
@@ -95,7 +100,8 @@ fn keys_of_the_shorter_context_are_never_mixed_with_those_of_a_longer_one() {
         let files = Files::open(&path)?;
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let plan = Decoder::plan(&files.config, "tp");
-        let vb = ShardedVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
+        let vb =
+            MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?.frozen();
         let model = Decoder::new(&files.config, 32, &vb)?;
         let mut cache = Cache::new(files.config.num_hidden_layers, 32);
         let tokens = |tokens: &[u32]| Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu);

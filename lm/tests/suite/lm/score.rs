@@ -42,7 +42,8 @@ struct RealScore {
 
 #[test]
 fn each_family_finds_the_perplexity_of_transformers_on_every_mesh() {
-    let Scores { tokens, windows: sizes, models } = serde_json::from_str(include_str!("scores.json")).unwrap();
+    let Scores { tokens, windows: sizes, models } =
+        serde_json::from_str(include_str!("scores.json")).unwrap();
     let families = families().models;
     assert_eq!(families.len(), models.len());
     for (family, Score { case, mean_nll }) in families.iter().zip(models) {
@@ -78,7 +79,8 @@ fn the_program_scores_a_text_alike_from_a_file_and_from_a_pipe_and_on_every_mesh
     let text = folder.path().join("text");
     std::fs::write(&text, "So it goes, and on it goes. ".repeat(12)).unwrap();
     let run = |flags: &[&str]| -> Value {
-        let fixed = ["score", "--json", "-", "--window", "64", "--stride", "24", "--text", text.to_str().unwrap()];
+        let fixed =
+            ["score", "--json", "-", "--window", "64", "--stride", "24", "--text", text.to_str().unwrap()];
         let output = llama(&[&fixed[..], flags].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
@@ -132,7 +134,9 @@ fn scoring_that_cannot_work_is_one_error_before_it_begins() {
         ],
     );
     let short = llama(&["score", "--text", &path("short", "x")]);
-    assert!(!short.status.success() && String::from_utf8_lossy(&short.stderr).contains("the text has 1 tokens"));
+    assert!(
+        !short.status.success() && String::from_utf8_lossy(&short.stderr).contains("the text has 1 tokens")
+    );
 }
 
 #[test]
@@ -142,12 +146,22 @@ fn smollm2_has_the_perplexity_of_transformers() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text");
     std::fs::write(&text, &fact.text).unwrap();
-    for (flags, allowed) in
-        [(&["--tp", "2", "--dequantize"][..], 1e-3), (&["--pp", "2", "--dequantize"], 1e-3), (&["--tp", "2"], 0.01)]
-    {
+    for (flags, allowed) in [
+        (&["--tp", "2", "--dequantize"][..], 1e-3),
+        (&["--pp", "2", "--dequantize"], 1e-3),
+        (&["--tp", "2"], 0.01),
+    ] {
         let (window, stride) = (fact.window.to_string(), fact.stride.to_string());
         let output = Command::new(program())
-            .args(["score", "--model", model.to_str().unwrap(), "--text", text.to_str().unwrap(), "--json", "-"])
+            .args([
+                "score",
+                "--model",
+                model.to_str().unwrap(),
+                "--text",
+                text.to_str().unwrap(),
+                "--json",
+                "-",
+            ])
             .args(["--window", &window, "--stride", &stride])
             .args(flags)
             .output()

@@ -24,8 +24,10 @@ use crate::lm::{TOKENS, config, gguf, llama};
 fn written(path: &Path, shares: Option<&str>, [ranks, stages]: [usize; 2]) -> Vec<Completion> {
     let mut files = Files::open(path).unwrap();
     files.ends.clear();
-    let held = ModelOptions { shares: shares.map(|shares| shares.parse().unwrap()), ..ModelOptions::of(DType::F32) };
-    let task = Task { prompt: TOKENS.to_vec(), most: 8, cache_tokens: None, sampling: Sampling::default(), held };
+    let held =
+        ModelOptions { shares: shares.map(|shares| shares.parse().unwrap()), ..ModelOptions::of(DType::F32) };
+    let task =
+        Task { prompt: TOKENS.to_vec(), most: 8, cache_tokens: None, sampling: Sampling::default(), held };
     let files = Arc::new(files);
     on_ranks(ranks, "shares", move |ctx| generate(ctx, stages, &files, &task, |_| Ok(true)))
 }
@@ -49,7 +51,10 @@ fn assert_alike(path: &Path, what: &str) {
         for rank in written(path, Some(shares), mesh) {
             assert_eq!(rank.tokens, alone.tokens, "{what} in shares {shares} on {mesh:?}");
             let near = |((a, x), (b, y)): (&(u32, f32), &(u32, f32))| a != b || (x - y).abs() < 1e-3;
-            assert!(rank.logits_top.iter().zip(&alone.logits_top).all(near), "{what} in shares {shares} on {mesh:?}");
+            assert!(
+                rank.logits_top.iter().zip(&alone.logits_top).all(near),
+                "{what} in shares {shares} on {mesh:?}"
+            );
         }
     }
 }

@@ -70,7 +70,8 @@ fn a_real_model_writes_the_text_of_transformers_on_every_mesh() {
     let Some((path, fact)) = given() else { return };
     let program = program();
     let run = |flags: &[&str]| -> Value {
-        let fixed = ["generate", "--model", path.to_str().unwrap(), "--prompt", &fact.prompt, "--temperature", "0"];
+        let fixed =
+            ["generate", "--model", path.to_str().unwrap(), "--prompt", &fact.prompt, "--temperature", "0"];
         let most = ["--max-tokens", "20", "--json", "-"];
         let output = Command::new(&program).args(fixed).args(most).args(flags).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

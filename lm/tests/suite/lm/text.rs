@@ -24,8 +24,12 @@ fn kinds() -> Vec<(&'static str, Tokenizer)> {
         "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
         "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces},
     });
-    let vocab: serde_json::Map<String, Value> =
-        ["[UNK]", "##ing"].into_iter().chain(words).zip(0..).map(|(word, id)| (word.to_owned(), json!(id))).collect();
+    let vocab: serde_json::Map<String, Value> = ["[UNK]", "##ing"]
+        .into_iter()
+        .chain(words)
+        .zip(0..)
+        .map(|(word, id)| (word.to_owned(), json!(id)))
+        .collect();
     let wordpiece = json!({
         "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "truncation": null,
         "padding": null, "pre_tokenizer": {"type": "BertPreTokenizer"},
@@ -66,7 +70,8 @@ fn tokens_one_by_one_behind_any_prompt_are_the_text_of_all_of_them() {
 
 #[test]
 fn a_character_of_several_tokens_comes_whole_and_a_partial_one_is_not_lost() {
-    for (kind, tokenizer) in kinds().into_iter().filter(|(kind, _)| ["SentencePiece", "bytes"].contains(kind)) {
+    for (kind, tokenizer) in kinds().into_iter().filter(|(kind, _)| ["SentencePiece", "bytes"].contains(kind))
+    {
         let prompt = tokens::encode(&tokenizer, "the cat").unwrap();
         let all = tokens::encode(&tokenizer, "the cat中é").unwrap();
         let bytes = &all[prompt.len()..];
@@ -86,8 +91,11 @@ fn a_character_of_several_tokens_comes_whole_and_a_partial_one_is_not_lost() {
         assert!(after.starts_with('\u{FFFD}') && after.ends_with(" a"), "{kind}: {after:?}");
         // A character that its next byte spoils stays, where a tokenizer would take it back.
         let mut stream = TextStream::new(&tokenizer, &prompt);
-        let spoiled: String =
-            bytes[..4].iter().chain(&next[prompt.len()..]).map(|&token| stream.next(token).unwrap()).collect();
+        let spoiled: String = bytes[..4]
+            .iter()
+            .chain(&next[prompt.len()..])
+            .map(|&token| stream.next(token).unwrap())
+            .collect();
         assert!(spoiled.starts_with('中') && spoiled.ends_with(" a"), "{kind}: {spoiled:?}");
     }
 }
@@ -95,7 +103,8 @@ fn a_character_of_several_tokens_comes_whole_and_a_partial_one_is_not_lost() {
 #[test]
 fn what_a_tokenizer_file_says_of_cutting_and_filling_up_is_left_out() {
     let mut cuts = facts().tokenizer;
-    cuts["truncation"] = json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
+    cuts["truncation"] =
+        json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
     cuts["padding"] = json!({"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0,
         "pad_type_id": 0, "pad_token": "<unk>"});
     let folder = tempfile::tempdir().unwrap();

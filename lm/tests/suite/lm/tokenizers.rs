@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_lm::chat::{self, ChatTemplate, Message};
+use candle_lm::chat::{self, ChatMessage, ChatTemplate};
 use candle_lm::config::Config;
 use candle_lm::engine::ModelOptions;
 use candle_lm::files::Files;
@@ -43,7 +43,10 @@ pub(crate) fn write(path: &Path, fact: &Fact, more: &[(&str, Value)]) {
         ("tokenizer.ggml.model".into(), Value::String(fact.model.clone())),
         ("tokenizer.ggml.tokens".into(), texts(&fact.tokens)),
         ("tokenizer.ggml.scores".into(), Value::Array(fact.scores.iter().copied().map(Value::F32).collect())),
-        ("tokenizer.ggml.token_type".into(), Value::Array(fact.kinds.iter().copied().map(Value::I32).collect())),
+        (
+            "tokenizer.ggml.token_type".into(),
+            Value::Array(fact.kinds.iter().copied().map(Value::I32).collect()),
+        ),
     ];
     metadata.extend(fact.pre.clone().map(|pre| ("tokenizer.ggml.pre".into(), Value::String(pre))));
     metadata.extend(fact.adds.map(|adds| ("tokenizer.ggml.add_bos_token".into(), Value::Bool(adds))));
@@ -53,7 +56,8 @@ pub(crate) fn write(path: &Path, fact: &Fact, more: &[(&str, Value)]) {
         metadata.retain(|(known, _)| known != name);
         metadata.push(((*name).into(), value.clone()));
     }
-    let tensor = QTensor::quantize(&Tensor::zeros((2, 4), DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32).unwrap();
+    let tensor =
+        QTensor::quantize(&Tensor::zeros((2, 4), DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32).unwrap();
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(name, value)| (name.as_str(), value)).collect();
     gguf_file::write(&mut fs::File::create(path).unwrap(), &metadata, &[("a", &tensor)]).unwrap();
 }
@@ -197,7 +201,7 @@ fn phi_3_takes_the_white_space_behind_its_tokens() {
     // Nor does white space come back where a message has the letters of a control token.
     let script = |template: &str| {
         let template = ChatTemplate::new(template, "a file", BTreeMap::new()).unwrap();
-        let script = template.render(&[Message::new("user", "the <tool> cat")], chat::now()).unwrap();
+        let script = template.render(&[ChatMessage::new("user", "the <tool> cat")], chat::now()).unwrap();
         tokens::encode_rendered(&tokenizer, &script).unwrap()
     };
     assert_eq!(script("<tool>\n {{ messages[0].content }}"), script("<tool>{{ messages[0].content }}"));
@@ -242,7 +246,9 @@ fn tokens_that_small_files_declare_are_found_as_in_transformers() {
     let folder = |files: &BTreeMap<String, serde_json::Value>| {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        files.iter().for_each(|(name, fields)| fs::write(folder.path().join(name), fields.to_string()).unwrap());
+        files
+            .iter()
+            .for_each(|(name, fields)| fs::write(folder.path().join(name), fields.to_string()).unwrap());
         folder
     };
     for Folder { name, files, named, encodings } in &facts {

@@ -42,8 +42,10 @@ fn tokens_are_those_of_llama_cpp() {
         };
         // Most files have the line behind the last text too.
         let texts: Vec<&str> = texts.strip_suffix(BETWEEN).unwrap_or(&texts).split(BETWEEN).collect();
-        let want: Vec<Vec<u32>> =
-            want.lines().map(|line| line.split_whitespace().map(|id| id.parse().unwrap()).collect()).collect();
+        let want: Vec<Vec<u32>> = want
+            .lines()
+            .map(|line| line.split_whitespace().map(|id| id.parse().unwrap()).collect())
+            .collect();
         assert_eq!(texts.len(), want.len(), "{name}");
         for (text, want) in texts.iter().zip(&want) {
             let got = tokenizer.encode(*text, false).unwrap().get_ids().to_vec();

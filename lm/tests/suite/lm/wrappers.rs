@@ -123,7 +123,10 @@ fn what_both_parts_of_a_config_say_is_merged_as_in_transformers() {
         Config::parse(&fields.to_string()).unwrap()
     };
     let config = whole(text());
-    assert_eq!((config.ends(), config.tie_word_embeddings, config.rope_theta), (&[5, 6][..], true, 1_000_000.0));
+    assert_eq!(
+        (config.ends(), config.tie_word_embeddings, config.rope_theta),
+        (&[5, 6][..], true, 1_000_000.0)
+    );
     let mut other = text();
     (other["rope_theta"], other["eos_token_id"]) = (json!(500.0), json!(7));
     let config = whole(other);
@@ -145,7 +148,10 @@ fn fields_that_gemma_3_leaves_out_are_those_of_transformers() {
     let config = Config::parse(&whole.to_string()).unwrap();
     let heads = config.heads();
     assert_eq!([config.vocab_size, heads.query, heads.key_value, heads.dim], [262_208, 8, 4, 256]);
-    assert_eq!((config.family, config.ends(), config.tie_word_embeddings), ("gemma3_text", &[1, 106][..], true));
+    assert_eq!(
+        (config.family, config.ends(), config.tie_word_embeddings),
+        ("gemma3_text", &[1, 106][..], true)
+    );
     assert!(config.has_images);
     let with = |name: &str, value: Value| {
         let mut whole = whole.clone();
@@ -153,7 +159,9 @@ fn fields_that_gemma_3_leaves_out_are_those_of_transformers() {
         format!("{:#}", Config::parse(&whole.to_string()).unwrap_err())
     };
     assert!(with("architectures", json!(["Gemma4"])).contains("Gemma4"));
-    assert!(with("text_config", json!({"model_type": "llama"})).contains("text_config has model_type \"llama\""));
+    assert!(
+        with("text_config", json!({"model_type": "llama"})).contains("text_config has model_type \"llama\"")
+    );
     assert!(with("text_config", json!(3)).contains("text_config is 3"));
     assert!(with("bidirectional_layers", json!(2)).contains("bidirectional_layers"));
 }

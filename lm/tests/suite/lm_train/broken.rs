@@ -87,7 +87,11 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
             &|at| number(&at.join("config.json"), "num_attention_heads", 3),
             &["config.json", "num_attention_heads 3 does not divide hidden_size 32"],
         ),
-        ("whole", &|at| number(&at.join("config.json"), "num_hidden_layers", 3), &["model.layers.2.", "is not there"]),
+        (
+            "whole",
+            &|at| number(&at.join("config.json"), "num_hidden_layers", 3),
+            &["model.layers.2.", "is not there"],
+        ),
         (
             "staged",
             &|at| fs::remove_file(at.join("model-00002-of-00002.safetensors")).unwrap(),
@@ -116,7 +120,11 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
         ),
         (
             "whole",
-            &|at| change(&at.join("optimizer/optimizer.safetensors"), |tensors| cast(tensors, MOMENT, DType::F16)),
+            &|at| {
+                change(&at.join("optimizer/optimizer.safetensors"), |tensors| {
+                    cast(tensors, MOMENT, DType::F16)
+                })
+            },
             &["optimizer.safetensors", MOMENT, "f16", "f32"],
         ),
         (
@@ -125,7 +133,11 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
             &["optimizer-00002-of-00002.safetensors"],
         ),
         ("whole", &|at| cut_short(&at.join("training.json")), &["training.json"]),
-        ("whole", &|at| fs::remove_file(at.join("training.json")).unwrap(), &["spoiled", "holds no checkpoint"]),
+        (
+            "whole",
+            &|at| fs::remove_file(at.join("training.json")).unwrap(),
+            &["spoiled", "holds no checkpoint"],
+        ),
     ];
     for (saved, spoil, wanted) in &cases {
         let said = refused(saved, "--resume", spoil);

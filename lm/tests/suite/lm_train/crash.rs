@@ -60,7 +60,12 @@ fn a_program_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before() 
     let half = names().find(|path| path.extension().is_some_and(|extension| extension == "partial"));
     assert!(half.is_some(), "it was killed before it saved: {}", String::from_utf8_lossy(&killed.stderr));
     assert!(!saved.join("step-00000006").exists());
-    assert_close(&place.losses("--pp 2 --tp 1 --resume @saved --save @saved"), &want[3..], 1e-5, "after the crash");
+    assert_close(
+        &place.losses("--pp 2 --tp 1 --resume @saved --save @saved"),
+        &want[3..],
+        1e-5,
+        "after the crash",
+    );
     assert!(!half.unwrap().exists(), "what a killed save has left goes with the next");
     let whole = candle_core::safetensors::load(
         saved.join("step-00000006/model-00001-of-00002.safetensors"),

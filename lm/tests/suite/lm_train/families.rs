@@ -49,7 +49,8 @@ fn place(facts: &Facts, fact: &Fact) -> Place {
     let model = place.path("model");
     fs::create_dir(&model).unwrap();
     write(&model, &config);
-    let vocabulary: Map<String, Value> = (0..37).map(|token: u32| (token.to_string(), json!(token))).collect();
+    let vocabulary: Map<String, Value> =
+        (0..37).map(|token: u32| (token.to_string(), json!(token))).collect();
     let tokenizer = json!({
         "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
@@ -133,7 +134,11 @@ fn mixtures_learn_the_balance_of_transformers_on_every_mesh() {
                 "--tp 1 --dp 2 --fsdp --recompute",
                 "--tp 1 --ep 2 --dp 2 --fsdp",
             ],
-            _ => &["--tp 1 --microbatches 2", "--tp 2 --accumulate 2", "--pp 2 --tp 1 --microbatches 2 --recompute"],
+            _ => &[
+                "--tp 1 --microbatches 2",
+                "--tp 2 --accumulate 2",
+                "--pp 2 --tp 1 --microbatches 2 --recompute",
+            ],
         };
         meshes.iter().for_each(|mesh| agrees(&place, fact, &facts.batch, mesh));
     }
@@ -148,15 +153,20 @@ fn what_each_family_saves_is_a_model_of_transformers_which_goes_on() {
         let all = place.losses(&format!("{RECIPE} --tp 1 --steps 3 --warmup 1"));
         for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 3 --dp 2 --fsdp"] {
             let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
-            let job =
-                place.open(&format!("{RECIPE} --steps 3 --warmup 1 {mesh} --save-every 2 --save {}", saved.display()));
+            let job = place.open(&format!(
+                "{RECIPE} --steps 3 --warmup 1 {mesh} --save-every 2 --save {}",
+                saved.display()
+            ));
             let job = job.unwrap();
             on_ranks(job.pipeline.world(), case, move |ctx| train(ctx, &job, |_| Ok(())));
             let step = saved.join("step-00000002");
             let files = Files::open(&step).unwrap();
             let mut has: Vec<String> = files.config.stored().into_iter().map(|(name, _)| name).collect();
             has.sort();
-            assert_eq!((&has, &files.config.parts), (names, &Files::open(&place.path("model")).unwrap().config.parts));
+            assert_eq!(
+                (&has, &files.config.parts),
+                (names, &Files::open(&place.path("model")).unwrap().config.parts)
+            );
             fs::remove_dir_all(saved.join("step-00000003")).unwrap();
             let last = place.losses(&format!("--resume {} --tp 1", saved.display()));
             assert_near(last[0], all[2], &format!("{case}, saved on {mesh}"));
@@ -181,7 +191,8 @@ fn each_family_learns_from_its_config_alone() {
     let fact = facts.models.iter().find(|fact| fact.case == "gemma3").unwrap();
     let (place, scratch) = (place(&facts, fact), tempfile::tempdir().unwrap());
     random_model::write_like(scratch.path(), &place.path("model"), &[], 3, DType::F32).unwrap();
-    let tensors = candle_core::safetensors::load(scratch.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let tensors =
+        candle_core::safetensors::load(scratch.path().join("model.safetensors"), &Device::Cpu).unwrap();
     let square = |name: &str| tensors[name].sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
     assert_eq!(square("model.layers.0.self_attn.q_norm.weight"), 0.0);
     let deviation = square("model.layers.0.mlp.up_proj.weight").sqrt();
@@ -203,8 +214,7 @@ fn what_cannot_be_trained_is_refused() {
     // A wrapper, whose language model is found by the names of tensors.
     let path = model.join("config.json");
     let inner: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    let wrapper =
-        json!({"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner});
+    let wrapper = json!({"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner});
     fs::write(&path, wrapper.to_string()).unwrap();
     refused("--fresh", "parts for images");
 }
@@ -221,11 +231,15 @@ fn hosts_with_other_files_are_refused_on_all_ranks() {
             let job = if ctx.rank() == 0 { &own } else { &other };
             Ok(format!("{:#}", Trainer::new(ctx, job).map(drop).unwrap_err()))
         });
-        assert!(said.iter().all(|said| said.starts_with(want) && said.contains("for rank 1")), "{said:?}: {want}");
+        assert!(
+            said.iter().all(|said| said.starts_with(want) && said.contains("for rank 1")),
+            "{said:?}: {want}"
+        );
     };
     fs::write(place.path("text"), "1 2 3 ".repeat(20)).unwrap();
     refused("--train is another file");
-    fs::write(place.path("text"), facts.text.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")).unwrap();
+    fs::write(place.path("text"), facts.text.iter().map(u32::to_string).collect::<Vec<_>>().join(" "))
+        .unwrap();
     let config = place.path("model").join("config.json");
     let changed = fs::read_to_string(&config).unwrap().replace("10000.0", "20000.0");
     fs::write(&config, changed).unwrap();

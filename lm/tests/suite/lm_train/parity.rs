@@ -31,7 +31,12 @@ fn agrees_on(batch: &str, case: &str, config: &Config, meshes: &[&str]) {
         assert!(got.keys().eq(gradients.keys()), "{what}: {:?}", got.keys());
         for (name, want) in &gradients {
             let wide = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-            assert_close(&wide(&got[name]), &wide(want), TOLERANCE, &format!("{what}: the gradient of {name}"));
+            assert_close(
+                &wide(&got[name]),
+                &wide(want),
+                TOLERANCE,
+                &format!("{what}: the gradient of {name}"),
+            );
         }
     }
 }
@@ -62,7 +67,11 @@ fn stages_learn_as_one_device() {
     ];
     agrees("grouped heads", &config(4, 2), &meshes);
     let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
-    agrees("a tied table", &tied, &["--tp 2", "--pp 2 --tp 1", "--pp 2 --tp 2", "--pp 2 --dp 2 --tp 1 --recompute"]);
+    agrees(
+        "a tied table",
+        &tied,
+        &["--tp 2", "--pp 2 --tp 1", "--pp 2 --tp 2", "--pp 2 --dp 2 --tp 1 --recompute"],
+    );
 }
 
 #[test]
@@ -131,7 +140,12 @@ fn tokens_on_several_ranks_learn_as_one_device() {
         "--tp 1 --cp 2 --pp 2 --dp 2 --fsdp",
     ];
     agrees_on("--batch 12", "fully sharded", &config(4, 2), &meshes);
-    agrees_on("--batch 4 --seq-len 2", "two tokens", &config(4, 2), &["--tp 1 --cp 3", "--tp 1 --cp 3 --pp 2"]);
+    agrees_on(
+        "--batch 4 --seq-len 2",
+        "two tokens",
+        &config(4, 2),
+        &["--tp 1 --cp 3", "--tp 1 --cp 3 --pp 2"],
+    );
 }
 
 #[test]
@@ -144,7 +158,12 @@ fn tokens_and_experts_on_several_ranks_learn_as_one_device() {
         "--tp 1 --cp 2 --ep 2 --dp 2 --fsdp",
     ];
     agrees_on("--batch 12", "five experts", &mixture(5, 2), &meshes);
-    agrees_on("--batch 12", "norms of heads", &qwen_mixture(true), &["--tp 1 --cp 3", "--tp 2 --cp 2 --ep 2"]);
+    agrees_on(
+        "--batch 12",
+        "norms of heads",
+        &qwen_mixture(true),
+        &["--tp 1 --cp 3", "--tp 2 --cp 2 --ep 2"],
+    );
 }
 
 #[test]

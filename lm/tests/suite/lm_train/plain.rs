@@ -44,7 +44,8 @@ impl Plain {
     /// The gradients of the first step by parameter.
     pub(crate) fn first_gradients(&self, job: &Job) -> BTreeMap<String, Vec<f32>> {
         let grads = self.loss(job, 0).unwrap().backward().unwrap();
-        let whole = |name: &String| grads.get(&self.vars[name]).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let whole =
+            |name: &String| grads.get(&self.vars[name]).unwrap().flatten_all().unwrap().to_vec1().unwrap();
         let of_tensor = |name: String| {
             let parts = self.config.unstacked(&name).unwrap_or_else(|| vec![self.config.stored_name(&name)]);
             (name, parts.iter().flat_map(whole).collect::<Vec<f32>>())
@@ -69,7 +70,8 @@ impl Plain {
     }
 
     fn clip(&self, grads: &mut GradStore, most: f64) -> Result<()> {
-        let square = |var: &Var| grads.get(var).unwrap().sqr()?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>();
+        let square =
+            |var: &Var| grads.get(var).unwrap().sqr()?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>();
         let norm = self.vars.values().map(square).sum::<Result<f64>>()?.sqrt();
         assert!(norm > most, "the bound does nothing");
         for var in self.vars.values() {
@@ -88,7 +90,10 @@ impl Plain {
             h = (&h + self.attention(&self.norm(&h, &at("input_layernorm"))?, &at("self_attn"))?)?;
             let x = self.norm(&h, &at("post_attention_layernorm"))?;
             h = (h + match self.config.parts.experts(i) {
-                None => self.gated(&x, ["gate_proj", "up_proj", "down_proj"].map(|name| at(&format!("mlp.{name}"))))?,
+                None => self.gated(
+                    &x,
+                    ["gate_proj", "up_proj", "down_proj"].map(|name| at(&format!("mlp.{name}"))),
+                )?,
                 Some(experts) => self.experts(&x, experts, i)?,
             })?;
         }
@@ -126,7 +131,10 @@ impl Plain {
         let Heads { query, key_value, dim } = self.config.heads();
         let (batch, length, _) = x.dims3()?;
         let heads = |name: &str, count: usize| {
-            self.linear(x, &format!("{at}.{name}"))?.reshape((batch, length, count, dim))?.transpose(1, 2)?.contiguous()
+            self.linear(x, &format!("{at}.{name}"))?
+                .reshape((batch, length, count, dim))?
+                .transpose(1, 2)?
+                .contiguous()
         };
         let copies = |x: Tensor| {
             let wide = x.unsqueeze(2)?.broadcast_as((batch, key_value, query / key_value, length, dim))?;
@@ -139,7 +147,8 @@ impl Plain {
         let q = self.turned(&normed(heads("q_proj", query)?, "q_norm")?)?;
         let k = copies(self.turned(&normed(heads("k_proj", key_value)?, "k_norm")?)?)?;
         let v = copies(heads("v_proj", key_value)?)?;
-        let later = (0..length * length).map(|i| if i % length > i / length { f32::NEG_INFINITY } else { 0.0 });
+        let later =
+            (0..length * length).map(|i| if i % length > i / length { f32::NEG_INFINITY } else { 0.0 });
         let mask = Tensor::from_iter(later, &Device::Cpu)?.reshape((length, length))?;
         let scores = (q.matmul(&k.t()?)? / (dim as f64).sqrt())?.broadcast_add(&mask)?;
         let mixed = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;

@@ -28,9 +28,11 @@ fn trained(place: &Place, flags: &str) -> Value {
 fn it_tells_the_losses_and_saves_a_model_that_writes() {
     let place = Place::new(&config(4, 2));
     let saved = place.path("saved");
-    let flags = format!("--tp 2 --dp 2 --steps 5 --batch 4 --seq-len 16 --lr 0.01 --save {}", saved.display());
+    let flags =
+        format!("--tp 2 --dp 2 --steps 5 --batch 4 --seq-len 16 --lr 0.01 --save {}", saved.display());
     let report = trained(&place, &flags);
-    let losses: Vec<f64> = report["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
+    let losses: Vec<f64> =
+        report["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
     assert!(losses.len() == 5 && losses[4] < losses[0], "{losses:?}");
     assert_eq!((report["tokens"].as_u64(), report["first_step"].as_u64()), (Some(5 * 4 * 16), Some(0)));
     assert!(report["tokens_per_second"].as_f64().unwrap() > 0.0);
@@ -38,7 +40,11 @@ fn it_tells_the_losses_and_saves_a_model_that_writes() {
 
     let model = saved.join("step-00000005");
     let written = llama(&["--model", model.to_str().unwrap(), "--prompt", "7 sheep", "--max-tokens", "5"]);
-    assert!(written.status.success() && text(&written.stdout).starts_with("7 sheep"), "{}", text(&written.stderr));
+    assert!(
+        written.status.success() && text(&written.stdout).starts_with("7 sheep"),
+        "{}",
+        text(&written.stderr)
+    );
 
     let book = place.path("text");
     let resume = ["--train", book.to_str().unwrap(), "--resume", saved.to_str().unwrap(), "--tp", "1"];
@@ -64,18 +70,30 @@ fn each_step_is_a_line_of_the_log_which_a_resumed_training_goes_on_with() {
     // What no training wrote is nobody's to lose.
     fs::write(&log, "a list of mine\n").unwrap();
     let model = place.path("model");
-    let given = ["--train", book.to_str().unwrap(), "--model", model.to_str().unwrap(), "--log", log.to_str().unwrap()];
+    let given = [
+        "--train",
+        book.to_str().unwrap(),
+        "--model",
+        model.to_str().unwrap(),
+        "--log",
+        log.to_str().unwrap(),
+    ];
     let refused = llama(&[&given[..], &["--steps", "1", "--batch", "4", "--seq-len", "16"]].concat());
-    assert!(!refused.status.success() && text(&refused.stderr).contains("no log of a training"), "{refused:?}");
+    assert!(
+        !refused.status.success() && text(&refused.stderr).contains("no log of a training"),
+        "{refused:?}"
+    );
     assert_eq!(fs::read_to_string(&log).unwrap(), "a list of mine\n");
-    let older = r#"{"step":1,"loss":2.5,"grad_norm":1.0,"learning_rate":0.1,"seconds":0.5,"tokens_per_second":8.0}"#;
+    let older =
+        r#"{"step":1,"loss":2.5,"grad_norm":1.0,"learning_rate":0.1,"seconds":0.5,"tokens_per_second":8.0}"#;
     fs::write(&log, older.to_owned() + "\n").unwrap();
     let paths = format!("--log {} --save {} --valid {}", log.display(), saved.display(), book.display());
     let report = trained(&place, &format!("{paths} --valid-every 2 --steps 3 --batch 4 --seq-len 16"));
     let first = lines(&log);
     assert_eq!(first.len(), 3);
     let column = |name: &str| first.iter().map(|line| line[name].as_f64().unwrap()).collect::<Vec<_>>();
-    let told = |name: &str| report[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
+    let told =
+        |name: &str| report[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
     assert_eq!((column("loss"), column("grad_norm")), (told("losses"), told("grad_norms")));
     assert!(column("grad_norm").iter().all(|norm| *norm > 0.0));
     assert_eq!(column("step"), [1.0, 2.0, 3.0]);
@@ -92,20 +110,25 @@ fn each_step_is_a_line_of_the_log_which_a_resumed_training_goes_on_with() {
     fs::write(&log, stopped).unwrap();
     let more = llama(&[&resume[..], &["--log", log.to_str().unwrap()]].concat());
     assert!(more.status.success(), "{}", text(&more.stderr));
-    assert_eq!(lines(&log).iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    assert_eq!(
+        lines(&log).iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+        [1, 2, 3, 4]
+    );
 }
 
 #[test]
 fn the_dtype_is_that_of_the_checkpoint_unless_it_is_said() {
     let place = Place::new(&config(4, 2));
     let book = place.path("text");
-    let dtype = |flags: &str| trained(&place, &format!("--steps 1 --batch 4 --seq-len 16 {flags}"))["dtype"].clone();
+    let dtype =
+        |flags: &str| trained(&place, &format!("--steps 1 --batch 4 --seq-len 16 {flags}"))["dtype"].clone();
     assert_eq!(dtype("--tp 2"), "f32");
     assert_eq!(dtype("--dtype bf16"), "bf16");
     for (stored, want) in [(DType::BF16, Some("bf16")), (DType::F16, None)] {
         random_model::write(&place.path("model"), &config(4, 2), 7, stored).unwrap();
         let model = place.path("model");
-        let flags = ["--train", book.to_str().unwrap(), "--model", model.to_str().unwrap(), "--seq-len", "16"];
+        let flags =
+            ["--train", book.to_str().unwrap(), "--model", model.to_str().unwrap(), "--seq-len", "16"];
         let output = llama(&[&flags[..], &["--steps", "1", "--json", "-"]].concat());
         match want {
             Some(want) => {
@@ -114,7 +137,10 @@ fn the_dtype_is_that_of_the_checkpoint_unless_it_is_said() {
             }
             None => {
                 let said = text(&output.stderr);
-                assert!(output.status.code() == Some(2) && said.contains("f16 cannot hold small gradients"), "{said}");
+                assert!(
+                    output.status.code() == Some(2) && said.contains("f16 cannot hold small gradients"),
+                    "{said}"
+                );
             }
         }
     }
@@ -123,8 +149,9 @@ fn the_dtype_is_that_of_the_checkpoint_unless_it_is_said() {
 #[test]
 fn microbatches_leave_ranks_idle_for_less_than_a_fifth_unless_the_batch_is_too_small() {
     let place = Place::new(&config(4, 2));
-    let parts =
-        |flags: &str| trained(&place, &format!("--steps 1 --seq-len 8 {flags}"))["microbatches"].as_u64().unwrap();
+    let parts = |flags: &str| {
+        trained(&place, &format!("--steps 1 --seq-len 8 {flags}"))["microbatches"].as_u64().unwrap()
+    };
     // (P - 1) / (M + P - 1) < 1/5 for 1F1B.
     assert_eq!(parts("--batch 8"), 1);
     assert_eq!(parts("--pp 2 --batch 8"), 5);
@@ -180,7 +207,20 @@ fn what_diverges_is_said_and_not_saved() {
     let place = Place::new(&config(4, 2));
     let (book, saved) = (place.path("text"), place.path("saved"));
     let paths = ["--train", book.to_str().unwrap(), "--save", saved.to_str().unwrap()];
-    let wild = ["--tp", "1", "--seq-len", "16", "--lr", "1e30", "--warmup", "0", "--steps", "9", "--save-every", "9"];
+    let wild = [
+        "--tp",
+        "1",
+        "--seq-len",
+        "16",
+        "--lr",
+        "1e30",
+        "--warmup",
+        "0",
+        "--steps",
+        "9",
+        "--save-every",
+        "9",
+    ];
     let model = place.path("model");
     let output = llama(&[&paths[..], &wild[..], &["--model", model.to_str().unwrap()]].concat());
     let said = text(&output.stderr);
@@ -194,7 +234,8 @@ fn what_diverges_is_said_and_not_saved() {
 fn recomputing_takes_less_memory_for_the_same_losses() {
     use candle_lm::config::Config;
 
-    let deep = Config { num_hidden_layers: 8, intermediate_size: 176, max_position_embeddings: 256, ..config(8, 8) };
+    let deep =
+        Config { num_hidden_layers: 8, intermediate_size: 176, max_position_embeddings: 256, ..config(8, 8) };
     let place = Place::new(&deep);
     let run = |flags: &str| {
         let report = trained(&place, &format!("--tp 1 --steps 2 --batch 8 --seq-len 256{flags}"));
@@ -255,7 +296,10 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
             (&["--dtype", "f16"], &["--dtype f16", "bf16"]),
             (&["--decay", "square"], &["square", "cosine"]),
             (&["--schedule", "zb"], &["zb"]),
-            (&["--batch", "5", "--dp", "3", "--accumulate", "2"], &["--batch 5", "--dp 3", "--accumulate 2", "6"]),
+            (
+                &["--batch", "5", "--dp", "3", "--accumulate", "2"],
+                &["--batch 5", "--dp 3", "--accumulate 2", "6"],
+            ),
             (
                 &["--batch", "6", "--dp", "2", "--accumulate", "2", "--fsdp"],
                 &["--batch 6", "--dp 2", "--accumulate 2", "--fsdp", "4"],

@@ -14,7 +14,11 @@ use crate::lm_train::support::{Place, assert_close, config, mixture};
 fn losses_go_on_on_another_mesh_as_if_nothing_had_happened() {
     let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
     let cases = [
-        (&config(4, 2), "--dp 2 --tp 2", vec!["--tp 1", "--pp 2 --tp 1", "--tp 3 --recompute", "--tp 1 --cp 3"]),
+        (
+            &config(4, 2),
+            "--dp 2 --tp 2",
+            vec!["--tp 1", "--pp 2 --tp 1", "--tp 3 --recompute", "--tp 1 --cp 3"],
+        ),
         (&config(4, 2), "--pp 2 --tp 2", vec!["--tp 1 --dp 3", "--pp 3 --tp 1 --microbatches 2"]),
         (&tied, "--pp 2 --tp 1", vec!["--tp 2", "--pp 2 --tp 2"]),
     ];
@@ -114,7 +118,11 @@ fn a_checkpoint_is_a_model_in_the_layout_of_the_hub() {
     place.losses("--pp 2 --tp 2 --steps 1 --save @two");
     for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
         let held = safetensors::load(place.path("two/step-00000001").join(file), &Device::Cpu).unwrap();
-        assert!(!held.is_empty() && held.keys().all(|name| names.contains(name)), "{file}: {:?}", held.keys());
+        assert!(
+            !held.is_empty() && held.keys().all(|name| names.contains(name)),
+            "{file}: {:?}",
+            held.keys()
+        );
     }
     for saved in ["one/step-00000001", "two/step-00000001"] {
         let folder = place.path(saved);
@@ -142,8 +150,13 @@ fn a_checkpoint_has_what_other_programs_look_for_in_a_model() {
         for (name, text) in beside {
             assert_eq!(fs::read_to_string(folder.join(name)).unwrap(), text, "{saved}");
         }
-        let config: serde_json::Value = serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
-        assert_eq!((&config["torch_dtype"], &config["model_type"]), (&dtype.into(), &"llama".into()), "{saved}");
+        let config: serde_json::Value =
+            serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
+        assert_eq!(
+            (&config["torch_dtype"], &config["model_type"]),
+            (&dtype.into(), &"llama".into()),
+            "{saved}"
+        );
         assert_eq!(Files::open(&folder).unwrap().ends, BTreeSet::from([3]));
         // All files of tensors beside the config are the model's, and say that they are for PyTorch.
         let mut found = BTreeSet::new();

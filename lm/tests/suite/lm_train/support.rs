@@ -130,7 +130,10 @@ impl Place {
     pub(crate) fn losses(&self, flags: &str) -> Vec<f64> {
         let job = self.open(flags).unwrap();
         let trained = on_ranks(job.pipeline.world(), flags, move |ctx| train(ctx, &job, |_| Ok(())));
-        assert!(trained.iter().all(|rank| rank.losses == trained[0].losses), "{flags}: ranks have different losses");
+        assert!(
+            trained.iter().all(|rank| rank.losses == trained[0].losses),
+            "{flags}: ranks have different losses"
+        );
         trained.into_iter().next().unwrap().losses
     }
 

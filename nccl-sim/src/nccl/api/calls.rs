@@ -72,7 +72,12 @@ pub(crate) extern "C" fn ncclReduce(
     comm: u64,
     stream: u64,
 ) -> c_int {
-    Arguments { buffers: [send, recv], count, codes: [dtype, op, root] }.call(Call::Reduce, comm, stream, "ncclReduce")
+    Arguments { buffers: [send, recv], count, codes: [dtype, op, root] }.call(
+        Call::Reduce,
+        comm,
+        stream,
+        "ncclReduce",
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -111,11 +116,35 @@ pub(crate) extern "C" fn ncclReduceScatter(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn ncclSend(send: u64, count: usize, dtype: c_int, peer: c_int, comm: u64, stream: u64) -> c_int {
-    Arguments { buffers: [send, 0], count, codes: [dtype, 0, peer] }.call(Call::Send, comm, stream, "ncclSend")
+pub(crate) extern "C" fn ncclSend(
+    send: u64,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: u64,
+    stream: u64,
+) -> c_int {
+    Arguments { buffers: [send, 0], count, codes: [dtype, 0, peer] }.call(
+        Call::Send,
+        comm,
+        stream,
+        "ncclSend",
+    )
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn ncclRecv(recv: u64, count: usize, dtype: c_int, peer: c_int, comm: u64, stream: u64) -> c_int {
-    Arguments { buffers: [0, recv], count, codes: [dtype, 0, peer] }.call(Call::Recv, comm, stream, "ncclRecv")
+pub(crate) extern "C" fn ncclRecv(
+    recv: u64,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: u64,
+    stream: u64,
+) -> c_int {
+    Arguments { buffers: [0, recv], count, codes: [dtype, 0, peer] }.call(
+        Call::Recv,
+        comm,
+        stream,
+        "ncclRecv",
+    )
 }

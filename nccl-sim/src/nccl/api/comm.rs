@@ -190,7 +190,8 @@ pub(crate) extern "C" fn ncclCommAbort(comm: u64) -> c_int {
     found.shared.aborted.store(true, Ordering::Relaxed);
     sim.comms.gone.insert(comm, site);
     // What NCCL's thread has not enqueued yet never runs.
-    let (dropped, kept) = std::mem::take(&mut sim.comms.due).into_iter().partition(|due: &Due| due.comm == comm);
+    let (dropped, kept) =
+        std::mem::take(&mut sim.comms.due).into_iter().partition(|due: &Due| due.comm == comm);
     sim.comms.due = kept;
     for id in dropped.iter().flat_map(|due: &Due| &due.gaps) {
         if let Some(stream) = sim.stream(*id) {

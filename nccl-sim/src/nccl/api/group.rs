@@ -63,7 +63,8 @@ pub(super) fn add(comm: u64, stream: u64, mut part: Part, name: &str) -> c_int {
     let Some(found) = sim.comms.comms.get(&comm) else { return gone(&sim, comm, &site) };
     if found.state != State::Ready || part.root >= found.shared.size {
         // "Creating a Communicator": while the state is in progress, only the error may be asked for.
-        let text = format!("{site} in state {:?}, root or peer {} of {}", found.state, part.root, found.shared.size);
+        let text =
+            format!("{site} in state {:?}, root or peer {} of {}", found.state, part.root, found.shared.size);
         fault(Kind::Misuse, name, text);
         return code::INVALID_ARGUMENT;
     }
@@ -71,7 +72,8 @@ pub(super) fn add(comm: u64, stream: u64, mut part: Part, name: &str) -> c_int {
     for (address, len) in part.input(&shared).into_iter().chain(part.output(&shared)) {
         if sim.memory.owner(address) != Some(device) {
             let owner = sim.memory.owner(address);
-            let text = format!("{site}: {len} bytes at {address:#x} belong to {owner:?}, not to GPU {device}");
+            let text =
+                format!("{site}: {len} bytes at {address:#x} belong to {owner:?}, not to GPU {device}");
             fault(Kind::Misuse, name, text);
             return code::INVALID_ARGUMENT;
         }
@@ -108,7 +110,9 @@ pub(super) fn add(comm: u64, stream: u64, mut part: Part, name: &str) -> c_int {
 
 /// Returns whether the buffers overlap in a way that is not documented.
 fn overlaps(part: &Part, comm: &Shared) -> bool {
-    let (Some((from, read)), Some((to, written))) = (part.input(comm), part.output(comm)) else { return false };
+    let (Some((from, read)), Some((to, written))) = (part.input(comm), part.output(comm)) else {
+        return false;
+    };
     let apart = from + read as u64 <= to || to + written as u64 <= from;
     let offset = (comm.rank * part.count * part.dtype.size()) as u64;
     let in_place = match part.call {
@@ -139,7 +143,9 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         if streams.is_empty() {
             return code::INVALID_ARGUMENT;
         }
-        if let Some(&other) = streams.iter().find(|&&id| sim.stream(id).is_none_or(|stream| stream.device != device)) {
+        if let Some(&other) =
+            streams.iter().find(|&&id| sim.stream(id).is_none_or(|stream| stream.device != device))
+        {
             fault(Kind::Misuse, site.call(), format!("{site}: stream {other:#x} is not of GPU {device}"));
             return code::INVALID_ARGUMENT;
         }
@@ -153,7 +159,9 @@ fn enqueue(calls: Vec<Queued>) -> c_int {
         }
         for &id in &streams {
             if is_per_thread(&mut sim, id) {
-                let text = format!("{site}: NCCL's thread takes the per-thread stream for its own (NCCL issue 1976)");
+                let text = format!(
+                    "{site}: NCCL's thread takes the per-thread stream for its own (NCCL issue 1976)"
+                );
                 fault(Kind::Misuse, site.call(), text);
             }
             if let Some(stream) = sim.stream(id) {

@@ -18,7 +18,8 @@ impl Imports {
         let mut imports = Self { rooms: source.modules[folder].children.clone(), ..Self::default() };
         for (place, module) in source.modules.iter().filter(|(place, _)| place.starts_with(folder)) {
             let from = place.get(folder.len()).map_or(OWN, String::as_str);
-            let inside = |path: &Place| path.starts_with(folder).then(|| path.get(folder.len()).cloned()).flatten();
+            let inside =
+                |path: &Place| path.starts_with(folder).then(|| path.get(folder.len()).cloned()).flatten();
             for name in module.named.iter().filter_map(inside) {
                 let to = match imports.rooms.contains(&name) {
                     true => name,
@@ -52,7 +53,8 @@ impl Imports {
     pub(super) fn rings(&self) -> BTreeSet<BTreeSet<&str>> {
         let reach: BTreeMap<&str, BTreeSet<&str>> =
             self.rooms.iter().map(|room| (room.as_str(), self.reach(room))).collect();
-        let ring = |room: &str| reach[room].iter().copied().filter(|other| reach[other].contains(room)).collect();
+        let ring =
+            |room: &str| reach[room].iter().copied().filter(|other| reach[other].contains(room)).collect();
         reach.keys().map(|room| ring(room)).filter(|ring: &BTreeSet<&str>| !ring.is_empty()).collect()
     }
 }

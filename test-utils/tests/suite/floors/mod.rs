@@ -23,12 +23,15 @@ fn source_of(name: &str) -> Source {
 fn faults(source: &Source, folder: &[String], floors: &Floors, known: &[(&str, &str)]) -> Vec<String> {
     let imports = Imports::of(source, folder);
     let place = |folder: &[String]| ["crate"].into_iter().chain(folder.iter().map(String::as_str)).join("::");
-    let listed =
-        || floors.iter().enumerate().flat_map(|(floor, rooms)| rooms.split(' ').map(move |room| (room, floor)));
+    let listed = || {
+        floors.iter().enumerate().flat_map(|(floor, rooms)| rooms.split(' ').map(move |room| (room, floor)))
+    };
     let floor: BTreeMap<&str, usize> = listed().collect();
     let twice = listed().map(|(room, _)| room).duplicates().map(|room| format!("{room} is on two floors"));
-    let gone =
-        floor.keys().filter(|room| !imports.rooms.contains(**room)).map(|room| format!("there is no room {room}"));
+    let gone = floor
+        .keys()
+        .filter(|room| !imports.rooms.contains(**room))
+        .map(|room| format!("there is no room {room}"));
     let unlisted = imports.rooms.iter().filter(|room| !floor.contains_key(room.as_str()));
     let unlisted = unlisted.map(|room| format!("{room} is on no floor"));
     let up: BTreeMap<(&str, &str), String> = imports
@@ -43,7 +46,13 @@ fn faults(source: &Source, folder: &[String], floors: &Floors, known: &[(&str, &
     let new = up.iter().filter(|(arrow, _)| !known.contains(arrow)).map(|(_, says)| says.clone());
     let old = known.iter().filter(|arrow| !up.contains_key(*arrow));
     let old = old.map(|(from, to)| format!("{from} imports {to} no more from below; take it off the list"));
-    twice.chain(gone).chain(unlisted).chain(new).chain(old).map(|fault| format!("{}: {fault}", place(folder))).collect()
+    twice
+        .chain(gone)
+        .chain(unlisted)
+        .chain(new)
+        .chain(old)
+        .map(|fault| format!("{}: {fault}", place(folder)))
+        .collect()
 }
 
 /// The names on a path of folders.
@@ -61,8 +70,13 @@ fn imports_point_down() {
             let folder = place(path);
             let imports = Imports::of(&source, &folder);
             let (rooms, arrows, rings) = (imports.rooms.len(), imports.arrows.len(), imports.rings());
-            println!("{name}/{path}: {rooms} rooms, {arrows} arrows, {} of them up, rings {rings:?}", up.len());
-            all.extend(faults(&source, &folder, floors, up).into_iter().map(|fault| format!("{name}: {fault}")));
+            println!(
+                "{name}/{path}: {rooms} rooms, {arrows} arrows, {} of them up, rings {rings:?}",
+                up.len()
+            );
+            all.extend(
+                faults(&source, &folder, floors, up).into_iter().map(|fault| format!("{name}: {fault}")),
+            );
         }
     }
     assert!(all.is_empty(), "{}", all.join("\n"));
@@ -71,7 +85,10 @@ fn imports_point_down() {
 /// A crate of three rooms, with `middle.rs` as given.
 fn made_up(middle: &str) -> Source {
     let files = BTreeMap::from([
-        ("lib.rs", "mod ground; mod middle; mod upper; pub use upper::{Top, Other as Renamed}; pub use ground::Low;"),
+        (
+            "lib.rs",
+            "mod ground; mod middle; mod upper; pub use upper::{Top, Other as Renamed}; pub use ground::Low;",
+        ),
         ("ground.rs", "pub struct Low;"),
         ("middle.rs", middle),
         ("middle/inner.rs", "use super::super::upper::Top; fn f() -> Top { Top }"),
@@ -149,7 +166,8 @@ fn a_list_of_floors_names_every_room_once() {
 
 #[test]
 fn inside_a_folder_its_own_file_is_a_room() {
-    let source = made_up("mod inner { use super::Own; } mod other { pub struct A; } pub use other::A; struct Own;");
+    let source =
+        made_up("mod inner { use super::Own; } mod other { pub struct A; } pub use other::A; struct Own;");
     let folder = ["middle".to_string()];
     assert_eq!(faults(&source, &folder, &["mod other", "inner"], &[]), Vec::<String>::new());
     let faults = faults(&source, &folder, &["inner other", "mod"], &[]);
@@ -158,7 +176,9 @@ fn inside_a_folder_its_own_file_is_a_room() {
 
 #[test]
 fn rooms_that_import_each_other_are_a_ring() {
-    let rings = |source: &Source| Imports::of(source, &[]).rings().iter().map(|ring| ring.iter().join(" ")).join("; ");
+    let rings = |source: &Source| {
+        Imports::of(source, &[]).rings().iter().map(|ring| ring.iter().join(" ")).join("; ")
+    };
     assert_eq!(rings(&made_up("")), "");
     assert_eq!(rings(&made_up("use crate::Top;")), "middle upper");
 }

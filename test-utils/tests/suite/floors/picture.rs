@@ -28,7 +28,8 @@ fn counts(imports: &Imports, up: usize) -> String {
 fn drawing(floors: &Floors, imports: &Imports) -> String {
     let width_of = |room: &str| room.len() * LETTER + SPACE;
     let row = |rooms: &str| rooms.split(' ').map(|room| width_of(room) + SPACE).sum::<usize>();
-    let (width, height) = (floors.iter().map(|rooms| row(rooms)).max().unwrap_or(0) + SPACE, floors.len() * FLOOR);
+    let (width, height) =
+        (floors.iter().map(|rooms| row(rooms)).max().unwrap_or(0) + SPACE, floors.len() * FLOOR);
     let mut boxes: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
     for (floor, rooms) in floors.iter().enumerate() {
         let mut x = SPACE + (width - SPACE - row(rooms)) / 2;
@@ -44,7 +45,9 @@ fn drawing(floors: &Floors, imports: &Imports) -> String {
          fill: #21262d; stroke: #8b949e }} }}</style>\n"
     );
     for (from, to) in imports.arrows.keys() {
-        let (Some(&(x, y)), Some(&(to_x, to_y))) = (boxes.get(from.as_str()), boxes.get(to.as_str())) else { continue };
+        let (Some(&(x, y)), Some(&(to_x, to_y))) = (boxes.get(from.as_str()), boxes.get(to.as_str())) else {
+            continue;
+        };
         let (x, to_x) = (x + width_of(from) / 2, to_x + width_of(to) / 2);
         let (class, y, to_y) = if y < to_y { ("down", y + BOX, to_y) } else { ("up", y, to_y + BOX) };
         let _ = writeln!(svg, "<line class=\"{class}\" x1=\"{x}\" y1=\"{y}\" x2=\"{to_x}\" y2=\"{to_y}\"/>");
@@ -76,8 +79,10 @@ fn pages() -> Vec<(String, String)> {
             let counts = counts(&imports, up.len());
             if path.is_empty() {
                 drawings.push((format!("imports/{name}.svg"), drawing(floors, &imports)));
-                let _ =
-                    writeln!(pictures, "\n## {name}\n\n![The rooms of {name} and their imports](imports/{name}.svg)");
+                let _ = writeln!(
+                    pictures,
+                    "\n## {name}\n\n![The rooms of {name} and their imports](imports/{name}.svg)"
+                );
             }
             let folder = if path.is_empty() { "the root" } else { path };
             let _ = writeln!(folders_table, "| {name} | {folder} | {counts} |");
@@ -95,7 +100,8 @@ fn pages() -> Vec<(String, String)> {
 fn every_room_and_every_import_is_in_the_picture() {
     let pages = pages();
     for (name, folders) in FLOORS {
-        let (_, svg) = pages.iter().find(|(path, _)| *path == format!("imports/{name}.svg")).expect("a picture");
+        let (_, svg) =
+            pages.iter().find(|(path, _)| *path == format!("imports/{name}.svg")).expect("a picture");
         let imports = Imports::of(&source_of(name), &[]);
         assert_eq!(svg.matches("<rect ").count(), imports.rooms.len(), "{name}");
         assert_eq!(svg.matches("<line ").count(), imports.arrows.len(), "{name}");

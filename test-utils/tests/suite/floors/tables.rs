@@ -50,12 +50,12 @@ const CANDLE_DIST: &[Folder] = &[
             "ready reduce regions started",
             "device outputs",
             "collective mod",
-            "local mpi simulated wrapping",
+            "mpi simulated threads wrapping",
             "nccl",
         ],
     ),
     Folder {
-        path: "backend/local",
+        path: "backend/threads",
         floors: &["sync", "loan wait", "rounds", "members", "mailbox", "rendezvous", "mod"],
         // A round, a message and the state of the world wait for each other.
         up: &[("mailbox", "rendezvous"), ("members", "rendezvous")],
@@ -225,7 +225,10 @@ const CANDLE_SHARD: &[Folder] = &[
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
     folder("nn/kv_cache", &["layout", "mod", "texts"]),
-    folder("nn/optim", &["mod params schedule", "slot", "group", "element options", "adagrad adam_w sgd", "muon"]),
+    folder(
+        "nn/optim",
+        &["mod params schedule", "slot", "group", "element options", "adagrad adam_w sgd", "muon"],
+    ),
     folder("nn/optim/muon", &["exchange owners params", "orthogonal", "mod"]),
     folder(
         "ops",

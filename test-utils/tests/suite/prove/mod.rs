@@ -1,9 +1,9 @@
 //! Proofs of models, and that a proof finds faults.
 use candle_core::{DType, Device, Tensor};
 use candle_pipe::schedule::ScheduleKind;
-use candle_prove::{Input, Proof, prove};
+use candle_prove::{ModelInput, Proof, prove};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{LayerNorm, Linear, Mode, ShardedVarBuilder, recompute};
+use candle_shard::nn::{LayerNorm, Linear, MeshVarBuilder, Mode, recompute};
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
 use candle_shard::{DTensor, Replicate, Result};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ fn plan() -> Plan {
     Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default())
 }
 
-fn mlp(vb: &ShardedVarBuilder) -> Result<impl Fn(&DTensor) -> Result<DTensor> + use<>> {
+fn mlp(vb: &MeshVarBuilder) -> Result<impl Fn(&DTensor) -> Result<DTensor> + use<>> {
     let (up, down) = (Linear::new(4, 6, true, &vb.pp("up"))?, Linear::new(6, 4, true, &vb.pp("down"))?);
     Ok(move |x: &DTensor| down.forward(&up.forward(x)?.gelu()?))
 }
@@ -27,7 +27,7 @@ fn tokens(rows: usize, len: usize, vocab: u32, first: u32) -> Tensor {
 
 #[test]
 fn an_mlp_is_proved() {
-    let model = |vb: &ShardedVarBuilder| {
+    let model = |vb: &MeshVarBuilder| {
         let mlp = mlp(vb)?;
         Ok(move |xs: &[DTensor], _: Mode| mlp(&xs[0])?.sub(&xs[1])?.sqr()?.mean_all())
     };
@@ -43,7 +43,7 @@ fn an_mlp_is_proved() {
 /// The mesh has no other axis.
 #[test]
 fn units_are_proved_without_a_plan() {
-    let model = |vb: &ShardedVarBuilder| {
+    let model = |vb: &MeshVarBuilder| {
         let unit = |name: &str| FullyShard::new(&vb.pp(name), mlp);
         let (first, second) = (unit("first")?, unit("second")?);
         Ok(move |xs: &[DTensor], _: Mode| {
@@ -64,7 +64,7 @@ fn units_are_proved_without_a_plan() {
 #[test]
 fn a_mean_over_the_rows_of_a_rank_is_found() {
     // The mean of what this rank has is no mean of the batch.
-    let model = |vb: &ShardedVarBuilder| {
+    let model = |vb: &MeshVarBuilder| {
         let mlp = mlp(vb)?;
         Ok(move |xs: &[DTensor], _: Mode| {
             let y = mlp(&xs[0])?.sqr()?;
@@ -72,7 +72,8 @@ fn a_mean_over_the_rows_of_a_rank_is_found() {
             DTensor::replicated(&mean, y.mesh())
         })
     };
-    let report = prove(model).axes(&["fsdp", "tp"]).input("x", &values(&[6, 4], 1, DType::F64)).plan(plan()).run();
+    let report =
+        prove(model).axes(&["fsdp", "tp"]).input("x", &values(&[6, 4], 1, DType::F64)).plan(plan()).run();
     let (smallest, why) = report.smallest.as_ref().unwrap();
     assert_eq!((smallest.ranks(), smallest.size_of("fsdp")), (2, 2), "{report}");
     assert!(why.contains("loss in step 0"), "{why}");
@@ -83,7 +84,7 @@ fn a_mean_over_the_rows_of_a_rank_is_found() {
 fn a_function_is_proved_and_its_first_wrong_op_named() {
     let report = prove(|xs: &[DTensor]| xs[0].matmul(&xs[1])?.causal_softmax(0.5)?.sqr()?.sum_all())
         .input("x", &values(&[5, 4], 1, DType::F64))
-        .input_of(Input::new("w", &values(&[4, 5], 2, DType::F64)).rows(None))
+        .input_of(ModelInput::new("w", &values(&[4, 5], 2, DType::F64)).rows(None))
         .run();
     report.assert();
     let wrong = |xs: &[DTensor]| {
@@ -100,7 +101,7 @@ fn a_function_is_proved_and_its_first_wrong_op_named() {
 /// A rank without rows has the graph of the others: its passes leave units where theirs do.
 #[test]
 fn a_recomputed_unit_in_a_unit_is_proved_on_ranks_without_rows() {
-    let model = |vb: &ShardedVarBuilder| {
+    let model = |vb: &MeshVarBuilder| {
         let outer = FullyShard::new(&vb.pp("outer"), |vb| {
             let inner = FullyShard::new(&vb.pp("inner"), |vb| Linear::new(4, 4, true, vb))?;
             Ok((LayerNorm::new(4, 0.1, &vb.pp("norm"))?, Arc::new(inner)))
@@ -119,15 +120,19 @@ fn a_recomputed_unit_in_a_unit_is_proved_on_ranks_without_rows() {
         })
     };
     let x = values(&[3, 2, 4], 1, DType::F64);
-    let report =
-        prove(model).axes(&["fsdp"]).input("x", &x).only("fsdp=2 f64 batch=1").only("fsdp=4 f64 batch=3").run();
+    let report = prove(model)
+        .axes(&["fsdp"])
+        .input("x", &x)
+        .only("fsdp=2 f64 batch=1")
+        .only("fsdp=4 f64 batch=3")
+        .run();
     report.assert();
     assert_eq!(report.right, 2, "{report}");
 }
 
 #[test]
 fn ranks_with_unlike_calls_are_found() {
-    let model = |vb: &ShardedVarBuilder| {
+    let model = |vb: &MeshVarBuilder| {
         let layers = [0, 1].map(|i| FullyShard::new(&vb.pp(i), |vb| Linear::new(4, 4, true, vb)));
         let [a, b] = layers;
         let (a, b, rank) = (a?, b?, vb.mesh().group()?.rank());
@@ -137,7 +142,8 @@ fn ranks_with_unlike_calls_are_found() {
             first.add(&second.run(|layer| layer.forward(&xs[0]))?)?.sqr()?.mean_all()
         })
     };
-    let report = prove(model).axes(&["fsdp"]).input("x", &values(&[4, 4], 1, DType::F64)).only("fsdp=2 f64").run();
+    let report =
+        prove(model).axes(&["fsdp"]).input("x", &values(&[4, 4], 1, DType::F64)).only("fsdp=2 f64").run();
     let (_, why) = report.smallest.as_ref().unwrap();
     assert!(why.contains("made different calls"), "{why}");
 }
@@ -145,7 +151,7 @@ fn ranks_with_unlike_calls_are_found() {
 /// A model whose ranks end in unlike ways after a fault would hang or differ.
 #[test]
 fn faults_end_in_one_error() {
-    let model = |vb: &ShardedVarBuilder| {
+    let model = |vb: &MeshVarBuilder| {
         let mlp = mlp(vb)?;
         Ok(move |xs: &[DTensor], _: Mode| mlp(&xs[0])?.sqr()?.mean_all())
     };
@@ -163,7 +169,7 @@ fn faults_end_in_one_error() {
 #[test]
 fn a_budget_is_of_any_number_of_ranks_and_finds_more_communication() {
     let proof = |gathers: bool| {
-        let model = move |vb: &ShardedVarBuilder| {
+        let model = move |vb: &MeshVarBuilder| {
             let mlp = mlp(vb)?;
             Ok(move |xs: &[DTensor], _: Mode| {
                 let y = mlp(&xs[0])?;
@@ -179,16 +185,26 @@ fn a_budget_is_of_any_number_of_ranks_and_finds_more_communication() {
         proof(false).budget(&path, &setups).unwrap();
     }
     let text = std::fs::read_to_string(&path).unwrap();
-    assert!(text.contains("[dp=16 fsdp=16 tp=4 f32 batch=64]") && text.contains("all_reduce over tp: "), "{text}");
+    assert!(
+        text.contains("[dp=16 fsdp=16 tp=4 f32 batch=64]") && text.contains("all_reduce over tp: "),
+        "{text}"
+    );
     let changed = proof(true).budget(&path, &setups).unwrap_err();
     assert!(changed.contains("all_gather over fsdp: 0 → 1 calls, 0 B → "), "{changed}");
 }
 
 #[test]
 fn the_toy_transformer_is_proved() {
-    let args = ModelArgs { n_layers: 1, dim: 12, n_heads: 3, vocab_size: 11, max_seq_len: 5, ..ModelArgs::default() };
+    let args = ModelArgs {
+        n_layers: 1,
+        dim: 12,
+        n_heads: 3,
+        vocab_size: 11,
+        max_seq_len: 5,
+        ..ModelArgs::default()
+    };
     let plans = [Transformer::plan("tp", false), Transformer::plan("tp", true)];
-    let model = move |vb: &ShardedVarBuilder| {
+    let model = move |vb: &MeshVarBuilder| {
         let model = Transformer::new(&args, vb)?;
         Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode)?.cross_entropy(&xs[1]))
     };
@@ -217,7 +233,7 @@ fn mixture() -> Proof {
         ..ModelArgs::default()
     };
     let plan = Transformer::plan_of(&args, "tp", false);
-    let model = move |vb: &ShardedVarBuilder| {
+    let model = move |vb: &MeshVarBuilder| {
         let model = Transformer::new(&args, vb)?;
         Ok(move |xs: &[DTensor], mode: Mode| {
             let made = model.run(&xs[0], None, mode)?;
@@ -254,15 +270,15 @@ fn a_sharded_sequence_is_proved() {
         dropout_p: 0.0,
         ..ModelArgs::default()
     };
-    let model = move |vb: &ShardedVarBuilder| {
+    let model = move |vb: &MeshVarBuilder| {
         let model = Transformer::new(&args, vb)?;
         Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode)?.cross_entropy(&xs[1]))
     };
     let report = prove(model)
         .axes(&["dp", "cp"])
         .plan(Transformer::plan("tp", false))
-        .input_of(Input::new("tokens", &tokens(4, 6, 11, 0)).tokens(1))
-        .input_of(Input::new("targets", &tokens(4, 6, 11, 3)).tokens(1))
+        .input_of(ModelInput::new("tokens", &tokens(4, 6, 11, 0)).tokens(1))
+        .input_of(ModelInput::new("targets", &tokens(4, 6, 11, 3)).tokens(1))
         .run();
     println!("{report}");
     report.assert();
@@ -272,8 +288,15 @@ fn a_sharded_sequence_is_proved() {
 fn the_communication_of_the_toy_models_is_that_of_their_budgets() {
     let budgets = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("budgets");
     mixture().budget(budgets.join("mixture.lock"), &["ep=3 f32", "fsdp=2 ep=3 tp=2 f32"]).unwrap();
-    let args = ModelArgs { n_layers: 2, dim: 64, n_heads: 8, vocab_size: 64, max_seq_len: 16, ..ModelArgs::default() };
-    let model = move |vb: &ShardedVarBuilder| {
+    let args = ModelArgs {
+        n_layers: 2,
+        dim: 64,
+        n_heads: 8,
+        vocab_size: 64,
+        max_seq_len: 16,
+        ..ModelArgs::default()
+    };
+    let model = move |vb: &MeshVarBuilder| {
         let model = Transformer::new(&args, vb)?;
         Ok(move |xs: &[DTensor], mode: Mode| model.forward(&xs[0], mode)?.cross_entropy(&xs[1]))
     };
@@ -282,13 +305,23 @@ fn the_communication_of_the_toy_models_is_that_of_their_budgets() {
         .plan(Transformer::plan("tp", true))
         .input("tokens", &tokens(256, 16, 64, 0))
         .input("targets", &tokens(256, 16, 64, 3))
-        .budget(budgets.join("transformer.lock"), &["tp=2 f32", "tp=2 f32 plan=1", "dp=16 fsdp=8 tp=8 f32 plan=1"])
+        .budget(
+            budgets.join("transformer.lock"),
+            &["tp=2 f32", "tp=2 f32 plan=1", "dp=16 fsdp=8 tp=8 f32 plan=1"],
+        )
         .unwrap();
 }
 
 #[test]
 fn the_toy_transformer_is_proved_as_a_pipeline() {
-    let args = ModelArgs { n_layers: 2, dim: 12, n_heads: 3, vocab_size: 11, max_seq_len: 5, ..ModelArgs::default() };
+    let args = ModelArgs {
+        n_layers: 2,
+        dim: 12,
+        n_heads: 3,
+        vocab_size: 11,
+        max_seq_len: 5,
+        ..ModelArgs::default()
+    };
     let pipe = TransformerPipe::new(&args, false);
     let report = prove(move || pipe.declare())
         .input("tokens", &tokens(5, 5, 11, 0))

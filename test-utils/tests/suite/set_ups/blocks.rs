@@ -4,12 +4,12 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::rnn::{GRUConfig, LSTMConfig};
 use candle_nn::{BatchNormConfig, ParamsAdamW};
 use candle_pipe::graph::{Scope, ValueId};
-use candle_pipe::{Ctx, In, PipeBuilder, Reduction, Value};
+use candle_pipe::{Ctx, In, LossReduction, PipeBuilder, Value};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{
-    self, Adagrad, AdamW, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear, MoE, MoEConfig, Mode, ModuleT, Muon,
-    Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd, RNN, RmsNorm, Sgd, ShardedVarBuilder,
-    Width, recompute,
+    self, Adagrad, AdamW, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear, MeshVarBuilder, MoE,
+    MoEConfig, Mode, ModuleT, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd,
+    RNN, RmsNorm, Sgd, Width, recompute,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
 use candle_shard::sparse::RowVar;
@@ -62,7 +62,9 @@ impl Model {
         let (matrices, others) = of.partition(|p| p.tensor.rank() == 2 && p.name != "embedding.weight");
         Ok(match rule {
             OptimizerKind::AdamW => Box::new(AdamW::from_groups([adam_w(of, 0.05)])?),
-            OptimizerKind::Groups => Box::new(AdamW::from_groups([adam_w(&matrices, 0.05), adam_w(&others, 0.02)])?),
+            OptimizerKind::Groups => {
+                Box::new(AdamW::from_groups([adam_w(&matrices, 0.05), adam_w(&others, 0.02)])?)
+            }
             OptimizerKind::Momentum => {
                 let params = ParamsSgd { lr: 0.05, momentum: 0.9, nesterov: true, ..ParamsSgd::default() };
                 Box::new(Sgd::from_groups([ParamGroup::new(of, params).with_master_weights()])?)
@@ -86,17 +88,20 @@ impl Model {
         Tensor::from_iter(ids, &Device::Cpu).and_then(|ids| ids.reshape((self.rows, self.len))).unwrap()
     }
 
-    fn embedding(&self, vb: &ShardedVarBuilder) -> Result<Embedding> {
+    fn embedding(&self, vb: &MeshVarBuilder) -> Result<Embedding> {
         let options = EmbeddingOptions::default().max_norm(self.limited.then_some(1.0));
         Embedding::with_options(self.vocab, self.width, 0.7, options, vb)
     }
 
-    fn head(&self, vb: &ShardedVarBuilder) -> Result<Linear> {
+    fn head(&self, vb: &MeshVarBuilder) -> Result<Linear> {
         Linear::new(self.width, self.vocab, true, vb)
     }
 
     /// Builds all layers, for the loss of a batch.
-    pub(crate) fn build(&self, vb: &ShardedVarBuilder) -> Result<impl Fn(&[DTensor], Mode) -> Result<DTensor> + use<>> {
+    pub(crate) fn build(
+        &self,
+        vb: &MeshVarBuilder,
+    ) -> Result<impl Fn(&[DTensor], Mode) -> Result<DTensor> + use<>> {
         let embedding = self.embedding(&vb.pp("embedding"))?;
         let head = match self.head {
             Head::Tied => None,
@@ -155,7 +160,7 @@ impl Model {
     }
 
     /// Builds the parameter of all blocks that multiply by it.
-    fn gain(&self, vb: &ShardedVarBuilder) -> Result<DTensor> {
+    fn gain(&self, vb: &MeshVarBuilder) -> Result<DTensor> {
         vb.get(self.width, "gain", Init::Const(1.5), Replicate, false)
     }
 
@@ -167,13 +172,14 @@ impl Model {
     }
 
     /// Builds a block that is no other one's.
-    fn block(&self, block: &Block, vb: &ShardedVarBuilder) -> Result<Run> {
+    fn block(&self, block: &Block, vb: &MeshVarBuilder) -> Result<Run> {
         let vb = if block.frozen { vb.frozen() } else { vb.clone() };
         let is_of_units = matches!(block.layer, Layer::Unordered(_));
         let run = match block.unit && !is_of_units {
             false => self.layer(&block.layer, &vb)?,
             true => {
-                let unit = FullyShard::new(&vb, |vb| Ok((self.layer(&block.layer, vb)?, vb.compute_dtype())))?;
+                let unit =
+                    FullyShard::new(&vb, |vb| Ok((self.layer(&block.layer, vb)?, vb.compute_dtype())))?;
                 let unit = Arc::new(unit);
                 let run: Run = Arc::new(move |x, earlier, mode| {
                     let (made, loss) = unit.run(|(run, dtype)| {
@@ -194,10 +200,12 @@ impl Model {
         }))
     }
 
-    fn layer(&self, layer: &Layer, vb: &ShardedVarBuilder) -> Result<Run> {
+    fn layer(&self, layer: &Layer, vb: &MeshVarBuilder) -> Result<Run> {
         let width = self.width;
         /// A block without a loss of its own.
-        fn run(f: impl Fn(&DTensor, Option<&DTensor>, Mode) -> Result<DTensor> + Send + Sync + 'static) -> Result<Run> {
+        fn run(
+            f: impl Fn(&DTensor, Option<&DTensor>, Mode) -> Result<DTensor> + Send + Sync + 'static,
+        ) -> Result<Run> {
             Ok(Arc::new(move |x, earlier, mode| Ok((f(x, earlier, mode)?, None))))
         }
         match layer {
@@ -217,7 +225,9 @@ impl Model {
             Layer::BatchNorm => {
                 let config = BatchNormConfig { eps: EPS, ..BatchNormConfig::default() };
                 let norm: BatchNorm = nn::batch_norm(width, config, vb)?;
-                run(move |x, _, mode| norm.forward_t(&x.transpose(1, 2)?, mode != Mode::Eval)?.transpose(1, 2))
+                run(move |x, _, mode| {
+                    norm.forward_t(&x.transpose(1, 2)?, mode != Mode::Eval)?.transpose(1, 2)
+                })
             }
             Layer::Dropout => {
                 let dropout = Dropout::new(0.3, vb);
@@ -263,7 +273,9 @@ impl Model {
                 let scale = vb.get(vec![1; *dims], "scale", Init::Const(1.5), Replicate, false)?;
                 run(move |x, _, _| x.mul(&scale))
             }
-            Layer::Skip(_) => run(|x, earlier, _| earlier.map_or_else(|| Ok(x.clone()), |earlier| x.add(earlier))),
+            Layer::Skip(_) => {
+                run(|x, earlier, _| earlier.map_or_else(|| Ok(x.clone()), |earlier| x.add(earlier)))
+            }
             Layer::Unordered(layers) => {
                 // In a unit, each is a unit of its own.
                 let layer = |i| FullyShard::new(&vb.pp(i), |vb| Linear::new(width, width, false, vb));
@@ -288,8 +300,10 @@ impl Model {
             Layer::Nested => {
                 let (norm, dtype) = (LayerNorm::new(width, EPS, &vb.pp("norm"))?, vb.compute_dtype());
                 let inner = FullyShard::new(&vb.pp("inner"), |vb| {
-                    let (up, down) =
-                        (Linear::new(width, 6, true, &vb.pp("up"))?, Linear::new(6, width, true, &vb.pp("down"))?);
+                    let (up, down) = (
+                        Linear::new(width, 6, true, &vb.pp("up"))?,
+                        Linear::new(6, width, true, &vb.pp("down"))?,
+                    );
                     Ok((up, down, vb.compute_dtype()))
                 })?;
                 let inner = Arc::new(inner);
@@ -324,22 +338,24 @@ impl Model {
     }
 
     /// Declares the model as a pipeline.
-    pub(crate) fn declare(&self) -> PipeBuilder<ShardedVarBuilder> {
-        let mut g = PipeBuilder::<ShardedVarBuilder>::new();
+    pub(crate) fn declare(&self) -> PipeBuilder<MeshVarBuilder> {
+        let mut g = PipeBuilder::<MeshVarBuilder>::new();
         let (tokens, targets) = (g.input("tokens", In::Arg), g.input("targets", In::Arg));
         let this = self.clone();
         // The embedding knows its mesh, for the inputs of the pipeline.
-        let table =
-            g.shared_module("embedding", move |vb: &ShardedVarBuilder| Ok((this.embedding(vb)?, vb.mesh().clone())));
-        let embed =
-            |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| Ok(table.forward(&rows(&xs[0], mesh)?)?.into());
+        let table = g.shared_module("embedding", move |vb: &MeshVarBuilder| {
+            Ok((this.embedding(vb)?, vb.mesh().clone()))
+        });
+        let embed = |(table, mesh): &(Embedding, _), xs: &[Value], _: &Ctx| {
+            Ok(table.forward(&rows(&xs[0], mesh)?)?.into())
+        };
         let mut h = g.call_with(table, "embed", embed, [tokens]);
         let (mut history, mut losses): (Vec<ValueId>, Vec<ValueId>) = (Vec::new(), Vec::new());
         let mut shared = HashMap::new();
         let this = self.clone();
         let gain = self
             .has(&Layer::Gain)
-            .then(|| g.parameter("gain", self.share, move |vb: &ShardedVarBuilder| Ok(this.gain(vb)?)));
+            .then(|| g.parameter("gain", self.share, move |vb: &MeshVarBuilder| Ok(this.gain(vb)?)));
         for (at, block) in self.blocks.iter().enumerate() {
             let name = format!("call.{at}");
             let earlier = match block.layer {
@@ -357,7 +373,9 @@ impl Model {
                 Layer::Again(of) => shared[&of],
                 _ => {
                     let (this, block) = (self.clone(), block.clone());
-                    g.shared_module(&format!("blocks.{at}"), move |vb: &ShardedVarBuilder| Ok(this.block(&block, vb)?))
+                    g.shared_module(&format!("blocks.{at}"), move |vb: &MeshVarBuilder| {
+                        Ok(this.block(&block, vb)?)
+                    })
                 }
             };
             shared.insert(at, module);
@@ -389,7 +407,7 @@ impl Model {
             ),
             Head::Linear(_) => {
                 let this = self.clone();
-                let head = g.shared_module("head", move |vb: &ShardedVarBuilder| Ok(this.head(vb)?));
+                let head = g.shared_module("head", move |vb: &MeshVarBuilder| Ok(this.head(vb)?));
                 g.call_with(head, "logits", |head, xs, _| Ok(head.forward(xs[0].dtensor()?)?.into()), [h])
             }
         };
@@ -425,9 +443,9 @@ impl Loss {
             ),
             Self::Sum => {
                 let sum = move |xs: &[Value]| Ok((mean(xs)? * xs[1].tensor()?.dim(0)? as f64)?);
-                g.loss_fn(move |xs, _| sum(xs), inputs, Reduction::Sum)
+                g.loss_fn(move |xs, _| sum(xs), inputs, LossReduction::Sum)
             }
-            _ => g.loss_fn(move |xs, _| mean(xs), inputs, Reduction::Mean),
+            _ => g.loss_fn(move |xs, _| mean(xs), inputs, LossReduction::Mean),
         };
     }
 }
@@ -450,7 +468,8 @@ fn attend(options: &Attention, [q, k, v]: [&Linear; 3], x: &DTensor, memory: &DT
     let [q, k, v] = [heads(q, x)?, heads(k, memory)?, heads(v, memory)?];
     // A way is one of tokens that one axis shards.
     let cuts = q.placements().iter().filter(|placement| **placement == Shard(1)).count();
-    let is_cut = cuts == 1 && x.dims()[1] > 1 && [&k, &v].iter().all(|other| other.placements() == q.placements());
+    let is_cut =
+        cuts == 1 && x.dims()[1] > 1 && [&k, &v].iter().all(|other| other.placements() == q.placements());
     options.clone().way(options.way.filter(|_| is_cut)).of(&q, &k, &v)?.reshape(x.dims())
 }
 
@@ -478,8 +497,8 @@ fn looked_up(table: &RowVar, ids: &DTensor) -> Result<DTensor> {
 }
 
 /// Adds a buffer in evaluation. The rank with the first row of the batch sets it in training, from a step on.
-fn late(g: &mut PipeBuilder<ShardedVarBuilder>, at: usize, h: ValueId, from: u64) -> ValueId {
-    let buffer = |vb: &ShardedVarBuilder| {
+fn late(g: &mut PipeBuilder<MeshVarBuilder>, at: usize, h: ValueId, from: u64) -> ValueId {
+    let buffer = |vb: &MeshVarBuilder| {
         let buffer = vb.frozen().get(1, "buffer", Init::Const(0.0), Replicate, false)?;
         let var = Var::from_tensor(buffer.to_local())?;
         Ok((buffer, var))

@@ -8,9 +8,9 @@ mod plain;
 
 use candle_core::DType;
 use candle_pipe::schedule::ScheduleKind;
-use candle_prove::{Input, Proof, Report, prove};
+use candle_prove::{ModelInput, Proof, Report, prove};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::ShardedVarBuilder;
+use candle_shard::nn::MeshVarBuilder;
 use model::{Layer, Model};
 use std::io::Write;
 use std::time::Duration;
@@ -73,7 +73,8 @@ fn set_up(model: &Model, [dice, more, batches]: &mut [Dice; 3]) -> String {
     if model.piped {
         text += &second(1);
         let kinds: Vec<ScheduleKind> = ScheduleKind::all().collect();
-        let (kind, microbatches) = (dice.pick(&kinds), 1 + dice.below(if model.is_divisible() { 4 } else { 1 }));
+        let (kind, microbatches) =
+            (dice.pick(&kinds), 1 + dice.below(if model.is_divisible() { 4 } else { 1 }));
         text += &format!(" {} microbatches={microbatches}", kind.name());
         if dice.once_in(3) {
             text += more.pick(&[" keep=inputs", " keep=inputs,activations"]);
@@ -112,7 +113,7 @@ fn proof(model: &Model) -> Proof {
     let proof = match model.piped {
         true if model.plain => prove(move || this.declare_plain()),
         true => prove(move || this.declare()),
-        false => prove(move |vb: &ShardedVarBuilder| this.build(vb)),
+        false => prove(move |vb: &MeshVarBuilder| this.build(vb)),
     };
     let axes: &[&str] = match (model.plain, model.piped) {
         (true, _) => &["pp", "dp"],
@@ -129,7 +130,7 @@ fn proof(model: &Model) -> Proof {
     let proof = if model.plain { proof } else { proof.plan(plan) };
     let this = model.clone();
     let proof = if model.more.is_some() { proof.optimizer(move |of| this.optimizer(of)) } else { proof };
-    let input = |name, first| Input::new(name, &model.tokens(first)).tokens(1);
+    let input = |name, first| ModelInput::new(name, &model.tokens(first)).tokens(1);
     proof
         .steps(model.steps())
         .input_of(input("tokens", 0))

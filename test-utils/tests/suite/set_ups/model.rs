@@ -225,7 +225,12 @@ impl Model {
         self.more = Some(More {
             sequence: dice.once_in(3),
             causal: dice.once_in(2),
-            way: dice.pick(&[None, Some(ContextWay::Gather), Some(ContextWay::Ring), Some(ContextWay::Heads)]),
+            way: dice.pick(&[
+                None,
+                Some(ContextWay::Gather),
+                Some(ContextWay::Ring),
+                Some(ContextWay::Heads),
+            ]),
             spread: !dice.once_in(3),
             cut_experts: dice.once_in(3),
             optimizer: dice.pick(&[
@@ -313,14 +318,18 @@ impl Model {
     /// Returns whether a run in this dtype can be compared: batch norm of roundings has gradients of roundings.
     pub(crate) fn takes(&self, dtype: DType) -> bool {
         dtype == DType::F64
-            || !self.blocks.iter().any(|block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { .. }))
+            || !self
+                .blocks
+                .iter()
+                .any(|block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { .. }))
     }
 }
 
 impl Model {
     /// Returns whether the loss of a batch is the mean of the losses of its parts. Statistics of a batch are not.
     pub(crate) fn is_divisible(&self) -> bool {
-        let of_batch = |block: &Block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { loss: true });
+        let of_batch =
+            |block: &Block| matches!(block.layer, Layer::BatchNorm | Layer::Experts { loss: true });
         !self.blocks.iter().any(of_batch)
     }
 }
@@ -373,7 +382,9 @@ fn layer(dice: &mut Dice, at: usize, earlier: &[Block]) -> Layer {
 fn simpler(layer: &Layer) -> Layer {
     match layer {
         Layer::Mlp { bias: true, up, down } => Layer::Mlp { bias: false, up: *up, down: *down },
-        Layer::Mlp { up, down, .. } if *up != Cut::Whole => Layer::Mlp { bias: false, up: Cut::Whole, down: *down },
+        Layer::Mlp { up, down, .. } if *up != Cut::Whole => {
+            Layer::Mlp { bias: false, up: Cut::Whole, down: *down }
+        }
         Layer::Mlp { .. } => Layer::Mlp { bias: false, up: Cut::Whole, down: Cut::Whole },
         Layer::Attention { .. } => Layer::Attention { cut: false },
         Layer::Lstm { .. } => Layer::Lstm { cut: false },
@@ -386,10 +397,15 @@ fn simpler(layer: &Layer) -> Layer {
 impl fmt::Display for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seed, width, len, vocab, embedding, head, loss, .. } = self;
-        writeln!(f, "seed {seed}: tokens [{}, {len}] of {vocab}, width {width}, embedding {embedding:?}", self.rows)?;
+        writeln!(
+            f,
+            "seed {seed}: tokens [{}, {len}] of {vocab}, width {width}, embedding {embedding:?}",
+            self.rows
+        )?;
         for (at, block) in self.blocks.iter().enumerate() {
             write!(f, "  {at}: {:?}", block.layer)?;
-            for (is, name) in [(block.unit, "unit"), (block.recompute, "recompute"), (block.frozen, "frozen")] {
+            for (is, name) in [(block.unit, "unit"), (block.recompute, "recompute"), (block.frozen, "frozen")]
+            {
                 if is {
                     write!(f, ", {name}")?;
                 }

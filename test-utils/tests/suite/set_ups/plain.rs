@@ -25,7 +25,9 @@ impl Model {
         let embed = |table: &Tensor, xs: &[Value], _: &Ctx| Ok(looked_up(table, xs[0].tensor()?)?.into());
         let mut h = g.call_with(table, "embed", embed, [tokens]);
         let gain = self.has(&Layer::Gain).then(|| {
-            g.parameter("gain", self.share, move |vb| Ok(vb.get_with_hints(width, "gain", Init::Const(1.5))?))
+            g.parameter("gain", self.share, move |vb| {
+                Ok(vb.get_with_hints(width, "gain", Init::Const(1.5))?)
+            })
         });
         let (mut history, mut modules): (Vec<ValueId>, Vec<_>) = (Vec::new(), Vec::new());
         for (at, block) in self.blocks.iter().enumerate() {
@@ -52,11 +54,14 @@ impl Model {
         }
         let logits = match self.head {
             Head::Tied => {
-                let product =
-                    |table: &Tensor, xs: &[Value], _: &Ctx| Ok(xs[0].tensor()?.broadcast_matmul(&table.t()?)?.into());
+                let product = |table: &Tensor, xs: &[Value], _: &Ctx| {
+                    Ok(xs[0].tensor()?.broadcast_matmul(&table.t()?)?.into())
+                };
                 g.call_with(table, "logits", product, [h])
             }
-            Head::Linear(_) => g.module("head", move |vb| Ok(candle_pipe::nn::linear(width, vocab, vb.clone())?), [h]),
+            Head::Linear(_) => {
+                g.module("head", move |vb| Ok(candle_pipe::nn::linear(width, vocab, vb.clone())?), [h])
+            }
         };
         let square = self.loss == Loss::MeanSquare;
         let mean = move |xs: &[Value]| -> Result<Tensor> {
@@ -65,7 +70,10 @@ impl Model {
             let logits = logits.to_dtype(wide)?;
             match square {
                 true => Ok(logits.sqr()?.mean_all()?),
-                false => Ok(candle_nn::loss::cross_entropy(&logits.flatten_to(1)?, &xs[1].tensor()?.flatten_all()?)?),
+                false => Ok(candle_nn::loss::cross_entropy(
+                    &logits.flatten_to(1)?,
+                    &xs[1].tensor()?.flatten_all()?,
+                )?),
             }
         };
         self.loss.declare(&mut g, mean, [logits, targets]);
@@ -74,7 +82,9 @@ impl Model {
 
     fn plain_layer(&self, layer: &Layer, at: usize, vb: &Vb) -> Result<Run> {
         let width = self.width;
-        fn run(f: impl Fn(&Tensor, Option<&Tensor>, &Ctx) -> Result<Tensor> + Send + Sync + 'static) -> Result<Run> {
+        fn run(
+            f: impl Fn(&Tensor, Option<&Tensor>, &Ctx) -> Result<Tensor> + Send + Sync + 'static,
+        ) -> Result<Run> {
             Ok(Arc::new(f))
         }
         let linear = |inputs, outputs, name: &str| candle_pipe::nn::linear(inputs, outputs, vb.pp(name));
@@ -106,7 +116,8 @@ impl Model {
                 run(move |x, _, ctx| Ok(dropout.forward(x, ctx)?.broadcast_mul(&scale)?))
             }
             Layer::Attention { .. } | Layer::Cross(_) => {
-                let (q, k, v) = (linear(width, width, "wq")?, linear(width, width, "wk")?, linear(width, width, "wv")?);
+                let (q, k, v) =
+                    (linear(width, width, "wq")?, linear(width, width, "wk")?, linear(width, width, "wv")?);
                 run(move |x, memory, _| {
                     let memory = memory.unwrap_or(x);
                     let scores = q.forward(x)?.matmul(&k.forward(memory)?.transpose(1, 2)?.contiguous()?)?;
@@ -114,15 +125,19 @@ impl Model {
                 })
             }
             Layer::Rows => {
-                let table =
-                    RowVar::new(Var::from_tensor(&vb.get_with_hints((self.vocab, width), "table", spread())?)?)?;
+                let table = RowVar::new(Var::from_tensor(&vb.get_with_hints(
+                    (self.vocab, width),
+                    "table",
+                    spread(),
+                )?)?)?;
                 run(move |x, ids, _| {
                     let found = table.lookup(ids.unwrap_or(x).flatten_all()?.to_vec1::<u32>()?)?;
                     Ok((x + found.reshape(x.shape())?)?)
                 })
             }
             Layer::Late(from) => {
-                let (from, buffer) = (*from, Var::from_tensor(&vb.get_with_hints(1, "buffer", Init::Const(0.0))?)?);
+                let (from, buffer) =
+                    (*from, Var::from_tensor(&vb.get_with_hints(1, "buffer", Init::Const(0.0))?)?);
                 run(move |x, _, ctx| {
                     if !ctx.training {
                         return Ok(x.broadcast_add(&buffer.as_detached_tensor())?);

@@ -39,7 +39,9 @@ impl Bytes {
     pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], String> {
         self.claim(N as u64)?;
         let mut bytes = [0; N];
-        self.file.read_exact(&mut bytes).map_err(|error| format!("cannot be read at byte {} ({error})", self.at))?;
+        self.file
+            .read_exact(&mut bytes)
+            .map_err(|error| format!("cannot be read at byte {} ({error})", self.at))?;
         self.at += N as u64;
         Ok(bytes)
     }
@@ -59,7 +61,10 @@ impl Bytes {
             true => Ok(count),
             false => {
                 self.is_cut = true;
-                Err(format!("announces {count} {what} at byte {}, more than the header can hold", self.at - 8))
+                Err(format!(
+                    "announces {count} {what} at byte {}, more than the header can hold",
+                    self.at - 8
+                ))
             }
         }
     }
@@ -69,7 +74,9 @@ impl Bytes {
         let (start, length) = (self.at, self.count("bytes of a text", 1)?);
         self.claim(length)?;
         let mut bytes = vec![0; length as usize];
-        self.file.read_exact(&mut bytes).map_err(|error| format!("cannot be read at byte {} ({error})", self.at))?;
+        self.file
+            .read_exact(&mut bytes)
+            .map_err(|error| format!("cannot be read at byte {} ({error})", self.at))?;
         self.at += length;
         String::from_utf8(bytes).map_err(|_| format!("has a text at byte {start} that is not UTF-8"))
     }
@@ -103,7 +110,12 @@ impl Bytes {
                     8 | 10..=12 => 8,
                     9 if depth < DEEPEST => 12,
                     9 => return Err(format!("nests more than {DEEPEST} arrays, at byte {}", self.at)),
-                    _ => return Err(format!("has an array of the unknown type {kind} at byte {}", self.at - 4)),
+                    _ => {
+                        return Err(format!(
+                            "has an array of the unknown type {kind} at byte {}",
+                            self.at - 4
+                        ));
+                    }
                 };
                 let count = self.count("values", least)?;
                 // Memory grows with the values that are there.

@@ -29,7 +29,7 @@ static GRIDS: &[u8; 2 * (256 + 512 + 1024 + 256 + 512 + 2048)] = include_bytes!(
 
 /// A table of code words in [`GRIDS`].
 #[derive(Clone, Copy)]
-struct Grid {
+struct CodeGrid {
     /// The first word.
     start: usize,
     /// The bits of a digit.
@@ -39,20 +39,24 @@ struct Grid {
 }
 
 const OF_2: &[f32] = &[8.0, 25.0, 43.0];
-const IQ2_XXS: Grid = Grid { start: 0, bits: 2, values: OF_2 };
-const IQ2_XS: Grid = Grid { start: 256, bits: 2, values: OF_2 };
-const IQ2_S: Grid = Grid { start: 768, bits: 2, values: OF_2 };
-const IQ3_XXS: Grid = Grid { start: 1792, bits: 3, values: &[4.0, 12.0, 20.0, 28.0, 36.0, 44.0, 52.0, 62.0] };
-const IQ3_S: Grid = Grid { start: 2048, bits: 3, values: &[1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0] };
-const IQ1: Grid = Grid { start: 2560, bits: 2, values: &[-1.0, 0.0, 1.0] };
+const IQ2_XXS: CodeGrid = CodeGrid { start: 0, bits: 2, values: OF_2 };
+const IQ2_XS: CodeGrid = CodeGrid { start: 256, bits: 2, values: OF_2 };
+const IQ2_S: CodeGrid = CodeGrid { start: 768, bits: 2, values: OF_2 };
+const IQ3_XXS: CodeGrid =
+    CodeGrid { start: 1792, bits: 3, values: &[4.0, 12.0, 20.0, 28.0, 36.0, 44.0, 52.0, 62.0] };
+const IQ3_S: CodeGrid =
+    CodeGrid { start: 2048, bits: 3, values: &[1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0] };
+const IQ1: CodeGrid = CodeGrid { start: 2560, bits: 2, values: &[-1.0, 0.0, 1.0] };
 
-const NONLINEAR: [f32; 16] =
-    [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
+const NONLINEAR: [f32; 16] = [
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+];
 /// Twice the floats with a sign, two bits of exponent and one of mantissa.
-const E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
+const E2M1: [f32; 16] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 const POWERS_OF_3: [u8; 5] = [1, 3, 9, 27, 81];
 
-impl Grid {
+impl CodeGrid {
     /// Writes the digits of a word, each times `scale`; negative where `signs` has a bit.
     fn write(self, word: usize, scale: f32, signs: u8, out: &mut [f32]) {
         self.write_shifted(word, 0.0, scale, out);
@@ -260,10 +264,13 @@ fn iq4_xs(block: &[u8], out: &mut [f32]) {
 /// 48 bytes of five digits each, 4 bytes of four, d. The first digit of 32 bytes, then the second, and so on; then of 16, and of 4.
 fn tq1(block: &[u8], out: &mut [f32]) {
     let d = half_at(block, 52);
-    let digits =
-        [(&block[..32], 5), (&block[32..48], 5), (&block[48..52], 4)].into_iter().flat_map(|(bytes, count)| {
-            POWERS_OF_3[..count].iter().flat_map(move |power| bytes.iter().map(move |byte| byte.wrapping_mul(*power)))
-        });
+    let digits = [(&block[..32], 5), (&block[32..48], 5), (&block[48..52], 4)].into_iter().flat_map(
+        |(bytes, count)| {
+            POWERS_OF_3[..count]
+                .iter()
+                .flat_map(move |power| bytes.iter().map(move |byte| byte.wrapping_mul(*power)))
+        },
+    );
     for (out, digit) in out.iter_mut().zip(digits) {
         *out = d * (f32::from((u16::from(digit) * 3) >> 8) - 1.0);
     }

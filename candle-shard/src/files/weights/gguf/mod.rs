@@ -16,7 +16,7 @@ use std::fs::File;
 pub(super) const MAGIC: [u8; 4] = *b"GGUF";
 
 /// The named values of a GGUF file.
-pub(super) type Metadata = BTreeMap<String, Value>;
+pub(super) type GgufMetadata = BTreeMap<String, Value>;
 
 /// Where tensors begin, unless `general.alignment` has another value.
 const ALIGNMENT: u64 = 32;
@@ -25,7 +25,7 @@ const MOST_DIMS: u32 = 4;
 const LONGEST_DIM: u64 = 1 << 48;
 
 /// A tensor as the header describes it; its offset counts from the first byte of data.
-struct Described {
+struct GgufEntry {
     name: String,
     dtype: &'static str,
     shape: Vec<usize>,
@@ -40,14 +40,14 @@ pub(super) fn goes_on(file: File, length: u64) -> bool {
 }
 
 /// Reads the header of a file with this many bytes.
-pub(super) fn read(file: File, length: u64) -> Result<(Metadata, BTreeMap<String, Entry>), String> {
+pub(super) fn read(file: File, length: u64) -> Result<(GgufMetadata, BTreeMap<String, Entry>), String> {
     let mut bytes = Bytes::new(file, length);
     let (metadata, alignment, described) = header(&mut bytes)?;
     let data = bytes.at.next_multiple_of(alignment);
     let has = length.saturating_sub(data);
     let mut entries = BTreeMap::new();
     let mut taken: Vec<(u64, u64)> = Vec::new();
-    for Described { name, dtype, shape, offset, bytes } in described {
+    for GgufEntry { name, dtype, shape, offset, bytes } in described {
         let end = offset.checked_add(bytes).filter(|&end| end <= has);
         let Some(end) = end else {
             return Err(format!("{name:?} has {bytes} bytes at {offset} of the data, which has only {has}"));
@@ -66,7 +66,7 @@ pub(super) fn read(file: File, length: u64) -> Result<(Metadata, BTreeMap<String
 }
 
 /// Reads what the header says: the metadata, the alignment of tensors, and these.
-fn header(bytes: &mut Bytes) -> Result<(Metadata, u64, Vec<Described>), String> {
+fn header(bytes: &mut Bytes) -> Result<(GgufMetadata, u64, Vec<GgufEntry>), String> {
     let magic = bytes.array::<4>()?;
     if magic != MAGIC {
         return Err(format!("begins with {magic:02x?} instead of GGUF"));
@@ -74,11 +74,13 @@ fn header(bytes: &mut Bytes) -> Result<(Metadata, u64, Vec<Described>), String> 
     let version = bytes.u32()?;
     if !(2..=3).contains(&version) {
         let hint = if version.swap_bytes() == 3 { ", so the file is big-endian" } else { "" };
-        return Err(format!("has version {version}{hint}; versions 2 and 3 in little-endian order can be read"));
+        return Err(format!(
+            "has version {version}{hint}; versions 2 and 3 in little-endian order can be read"
+        ));
     }
     let tensors = bytes.count("tensors", 24)?;
     let pairs = bytes.count("metadata values", 13)?;
-    let mut metadata = Metadata::new();
+    let mut metadata = GgufMetadata::new();
     for _ in 0..pairs {
         let name = bytes.text()?;
         let kind = bytes.u32()?;
@@ -98,7 +100,7 @@ fn header(bytes: &mut Bytes) -> Result<(Metadata, u64, Vec<Described>), String> 
 }
 
 /// Reads what the header says of the next tensor.
-fn describe(bytes: &mut Bytes, alignment: u64) -> Result<Described, String> {
+fn describe(bytes: &mut Bytes, alignment: u64) -> Result<GgufEntry, String> {
     let name = bytes.text()?;
     let wrong = |why: String| format!("{name:?} {why}");
     let dims = bytes.u32().map_err(wrong)?;
@@ -119,11 +121,13 @@ fn describe(bytes: &mut Bytes, alignment: u64) -> Result<Described, String> {
     }
     let (block, size) = storage.block();
     if !shape.last().unwrap_or(&1).is_multiple_of(block) {
-        return Err(wrong(format!("is {dtype}{shape:?}, and blocks of {dtype} have {block} elements of a row")));
+        return Err(wrong(format!(
+            "is {dtype}{shape:?}, and blocks of {dtype} have {block} elements of a row"
+        )));
     }
     let count = elements(&shape).map(|n| n / block).and_then(|n| n.checked_mul(size));
     let count = count.ok_or_else(|| wrong(format!("is {dtype}{shape:?}, more than memory can hold")))?;
-    Ok(Described { name, dtype, shape, offset, bytes: count as u64 })
+    Ok(GgufEntry { name, dtype, shape, offset, bytes: count as u64 })
 }
 
 /// Returns a whole number of any type.

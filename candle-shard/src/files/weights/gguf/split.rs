@@ -1,5 +1,5 @@
 //! Models in several GGUF files: `PREFIX-00001-of-00003.gguf` and so on.
-use super::{Metadata, whole};
+use super::{GgufMetadata, whole};
 use std::path::{Path, PathBuf};
 
 /// Returns the files of the model of which this one is a part by its name, in their order.
@@ -19,7 +19,10 @@ pub(in crate::files::weights) fn paths(path: &Path) -> Option<Vec<PathBuf>> {
 
 /// Checks that the files that were opened are those of one model, in their order, if that at `at` is one of several. Each has its metadata,
 /// if it is a GGUF file, and its number of tensors.
-pub(in crate::files::weights) fn check(files: &[(Option<&Metadata>, usize)], at: usize) -> Result<(), String> {
+pub(in crate::files::weights) fn check(
+    files: &[(Option<&GgufMetadata>, usize)],
+    at: usize,
+) -> Result<(), String> {
     let (Some(metadata), _) = files[at] else { return Ok(()) };
     let number = |name: &str| metadata.get(name).and_then(whole);
     let Some(count) = number("split.count").filter(|&count| count > 1) else { return Ok(()) };
@@ -33,7 +36,9 @@ pub(in crate::files::weights) fn check(files: &[(Option<&Metadata>, usize)], at:
     }
     let has: usize = files.iter().map(|(_, tensors)| tensors).sum();
     match number("split.tensors.count").filter(|&tensors| tensors != has as u64) {
-        Some(tensors) => Err(format!("says that its model has {tensors} tensors, and its {count} files have {has}")),
+        Some(tensors) => {
+            Err(format!("says that its model has {tensors} tensors, and its {count} files have {has}"))
+        }
         None => Ok(()),
     }
 }

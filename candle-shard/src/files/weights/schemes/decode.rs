@@ -1,6 +1,6 @@
 //! The elements of a part of a matrix, from the parts of its tensors that they need.
-use super::super::{Stored, Weights, read, runs};
-use super::{Nested, Scheme};
+use super::super::{StoredTensor, Weights, read, runs};
+use super::{NestedScales, Scheme};
 use crate::{Error, Result};
 use float8::F8E4M3;
 use half::{bf16, f16};
@@ -15,7 +15,7 @@ const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 impl Scheme {
     /// Returns these rows and columns of the matrix, row by row.
     pub(super) fn decode(&self, weights: &Weights, [rows, columns]: [Range<usize>; 2]) -> Result<Vec<f32>> {
-        let part = Part { rows, columns };
+        let part = MatrixPart { rows, columns };
         match self {
             Self::Scaled { codes, is_float, scales, block, factor } => {
                 part.scaled(weights, (codes, *is_float), (scales, *block, *factor))
@@ -35,12 +35,12 @@ impl Scheme {
 }
 
 /// Rows and columns of a matrix.
-struct Part {
+struct MatrixPart {
     rows: Range<usize>,
     columns: Range<usize>,
 }
 
-impl Part {
+impl MatrixPart {
     /// Returns the elements: for each row, `of_row` returns the function from a column of the part to its element.
     fn filled<F: FnMut(usize) -> f32>(&self, mut of_row: impl FnMut(usize) -> F) -> Vec<f32> {
         let mut out = vec![0f32; self.rows.len() * self.columns.len()];
@@ -61,14 +61,18 @@ impl Part {
     fn scaled(
         &self,
         weights: &Weights,
-        (codes, is_float): (&Stored, bool),
-        (scales, [height, width], factor): (&Stored, [usize; 2], f32),
+        (codes, is_float): (&StoredTensor, bool),
+        (scales, [height, width], factor): (&StoredTensor, [usize; 2], f32),
     ) -> Result<Vec<f32>> {
         let held = codes.bytes(weights, &[self.rows.clone(), self.columns.clone()], 1)?;
         let (of_rows, (group_of, of_columns)) = (groups(&self.rows, height), self.groups(width));
         let scale = scales.part(weights, [of_rows.clone(), of_columns.clone()])?;
         let table: Vec<f32> = (0..=u8::MAX)
-            .map(|code| if is_float { F8E4M3::from_bits(code).to_f32() } else { f32::from(code.cast_signed()) })
+            .map(
+                |code| {
+                    if is_float { F8E4M3::from_bits(code).to_f32() } else { f32::from(code.cast_signed()) }
+                },
+            )
             .collect();
         Ok(self.filled(|row| {
             let held = &held[(row - self.rows.start) * self.columns.len()..];
@@ -81,8 +85,8 @@ impl Part {
     fn gptq(
         &self,
         weights: &Weights,
-        [codes, zeros, scales]: [&Stored; 3],
-        order: Option<&Stored>,
+        [codes, zeros, scales]: [&StoredTensor; 3],
+        order: Option<&StoredTensor>,
         (bits, size, more): (usize, usize, i32),
     ) -> Result<Vec<f32>> {
         let per = WORD / bits;
@@ -107,7 +111,8 @@ impl Part {
                 (stored + more) & ((1 << bits) - 1)
             };
             let zero: Vec<i32> = (0..of_columns.len()).map(zero_of).collect();
-            let (held, scale, group_of, word_of, first) = (&held, &scale, &group_of, &word_of, self.columns.start);
+            let (held, scale, group_of, word_of, first) =
+                (&held, &scale, &group_of, &word_of, self.columns.start);
             move |at| {
                 let group = group_of[at];
                 let code = digit(held[word_of[at] * height + at_row], (first + at) % per, bits);
@@ -116,7 +121,12 @@ impl Part {
         }))
     }
 
-    fn awq(&self, weights: &Weights, [codes, zeros, scales]: [&Stored; 3], size: usize) -> Result<Vec<f32>> {
+    fn awq(
+        &self,
+        weights: &Weights,
+        [codes, zeros, scales]: [&StoredTensor; 3],
+        size: usize,
+    ) -> Result<Vec<f32>> {
         let ((group_of, of_columns), packed) = (self.groups(size), groups(&self.rows, 8));
         let held = codes.words(weights, [self.columns.clone(), packed.clone()])?;
         let zero = zeros.words(weights, [of_columns.clone(), packed.clone()])?;
@@ -138,8 +148,8 @@ impl Part {
     fn packed(
         &self,
         weights: &Weights,
-        [codes, scales]: [&Stored; 2],
-        zeros: Option<&Stored>,
+        [codes, scales]: [&StoredTensor; 2],
+        zeros: Option<&StoredTensor>,
         (bits, size): (usize, usize),
     ) -> Result<Vec<f32>> {
         let per = WORD / bits;
@@ -147,12 +157,15 @@ impl Part {
         let (group_of, of_columns) = self.groups(size);
         let held = codes.words(weights, [self.rows.clone(), words.clone()])?;
         let scale = scales.part(weights, [self.rows.clone(), of_columns.clone()])?;
-        let zero = zeros.map(|zeros| zeros.words(weights, [packed.clone(), of_columns.clone()])).transpose()?;
+        let zero =
+            zeros.map(|zeros| zeros.words(weights, [packed.clone(), of_columns.clone()])).transpose()?;
         Ok(self.filled(|row| {
             let at_row = row - self.rows.start;
             let zero_of = |group: usize| match &zero {
                 None => 1 << (bits - 1),
-                Some(zero) => digit(zero[(row / per - packed.start) * of_columns.len() + group], row % per, bits),
+                Some(zero) => {
+                    digit(zero[(row / per - packed.start) * of_columns.len() + group], row % per, bits)
+                }
             };
             let zero: Vec<i32> = (0..of_columns.len()).map(zero_of).collect();
             let (held, scale) = (&held[at_row * words.len()..], &scale[at_row * of_columns.len()..]);
@@ -167,8 +180,8 @@ impl Part {
     fn four(
         &self,
         weights: &Weights,
-        [codes, scales]: [&Stored; 2],
-        (table, nested): (&[f32; 16], Option<&Nested>),
+        [codes, scales]: [&StoredTensor; 2],
+        (table, nested): (&[f32; 16], Option<&NestedScales>),
         [block, width]: [usize; 2],
     ) -> Result<Vec<f32>> {
         let mut out = Vec::with_capacity(self.rows.len() * self.columns.len());
@@ -191,9 +204,9 @@ impl Part {
     }
 }
 
-impl Nested {
+impl NestedScales {
     /// Returns scales of a range of blocks.
-    fn decode(&self, weights: &Weights, codes: &Stored, range: Range<usize>) -> Result<Vec<f32>> {
+    fn decode(&self, weights: &Weights, codes: &StoredTensor, range: Range<usize>) -> Result<Vec<f32>> {
         let held = codes.line(weights, range.clone())?;
         let of_blocks = groups(&range, self.block);
         let scale = self.scales.floats(weights, &self.scales.within(of_blocks.clone()))?;
@@ -220,12 +233,15 @@ fn digit(word: u32, nth: usize, bits: usize) -> i32 {
     ((word >> (bits * nth)) & ((1u64 << bits) - 1) as u32).cast_signed()
 }
 
-impl Stored {
+impl StoredTensor {
     /// Returns the bytes of a block, of elements of so many bytes.
     fn bytes(&self, weights: &Weights, block: &[Range<usize>], size: usize) -> Result<Vec<u8>> {
         let inside = |(range, &n): (&Range<usize>, &usize)| range.end <= n;
         if block.len() != self.shape.len() || !block.iter().zip(&self.shape).all(inside) {
-            let reason = format!("has a quantized tensor {}{:?}, of which {block:?} is wanted", self.dtype, self.shape);
+            let reason = format!(
+                "has a quantized tensor {}{:?}, of which {block:?} is wanted",
+                self.dtype, self.shape
+            );
             return Err(Error::file(
                 &weights.source,
                 format!("{reason}; the tensors of a weight do not fit each other"),
@@ -233,7 +249,7 @@ impl Stored {
         }
         let mut bytes = vec![0; block.iter().map(Range::len).product::<usize>() * size];
         for piece in &self.pieces {
-            let runs = runs::Runs::new(&piece.block, block, size);
+            let runs = runs::ByteRuns::new(&piece.block, block, size);
             let read = read::read(&weights.files[piece.file], piece.at, runs, &mut bytes)?;
             weights.bytes_read.fetch_add(read, Ordering::Relaxed);
         }
@@ -266,7 +282,8 @@ impl Stored {
     pub(super) fn numbers(&self, weights: &Weights, range: Range<usize>) -> Result<Vec<usize>> {
         let size = if self.dtype == "I64" { 8 } else { 4 };
         let bytes = self.bytes(weights, &[range], size)?;
-        let number = |bytes: &[u8]| bytes.iter().rev().fold(0usize, |number, &byte| number << 8 | usize::from(byte));
+        let number =
+            |bytes: &[u8]| bytes.iter().rev().fold(0usize, |number, &byte| number << 8 | usize::from(byte));
         Ok(bytes.chunks_exact(size).map(number).collect())
     }
 
@@ -284,9 +301,10 @@ impl Stored {
             "F32" => wide(4, |bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])),
             "F16" => wide(2, |bytes| f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()),
             "BF16" => wide(2, |bytes| bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32()),
-            other => {
-                Err(Error::file(&weights.source, format!("has scales of the dtype {other}; expected F32, F16 or BF16")))
-            }
+            other => Err(Error::file(
+                &weights.source,
+                format!("has scales of the dtype {other}; expected F32, F16 or BF16"),
+            )),
         }
     }
 }

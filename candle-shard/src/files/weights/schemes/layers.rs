@@ -1,7 +1,7 @@
 //! Finds the layers of a model whose weights are codes.
-use super::super::{Stored, Weights};
+use super::super::{StoredTensor, Weights};
 use super::method::Method;
-use super::{Nested, Scheme, SchemePiece};
+use super::{NestedScales, Scheme, SchemePiece};
 use crate::{Error, Result};
 use candle_core::Device;
 use serde_json::Value;
@@ -63,28 +63,34 @@ impl Weights {
         self.tensors.keys().filter_map(|name| name.strip_suffix(suffix)).map(str::to_owned).collect()
     }
 
-    fn take(&mut self, module: &str, name: &str) -> Option<Stored> {
+    fn take(&mut self, module: &str, name: &str) -> Option<StoredTensor> {
         self.tensors.remove(&format!("{module}{name}"))
     }
 
-    fn need(&mut self, module: &str, name: &str) -> Result<Stored> {
+    fn need(&mut self, module: &str, name: &str) -> Result<StoredTensor> {
         let found = self.take(module, name);
         found.ok_or_else(|| {
-            Error::file(&self.source, format!("lacks {:?}, which {module:?} needs", format!("{module}{name}")))
+            Error::file(
+                &self.source,
+                format!("lacks {:?}, which {module:?} needs", format!("{module}{name}")),
+            )
         })
     }
 
     /// Adds the weight of a module.
     fn give(&mut self, module: &str, shape: [usize; 2], scheme: Scheme) -> Result<()> {
         let pieces = vec![SchemePiece::whole(scheme, shape)];
-        let stored = Stored { shape: shape.to_vec(), dtype: "F32".into(), pieces: Vec::new(), schemes: pieces };
+        let stored =
+            StoredTensor { shape: shape.to_vec(), dtype: "F32".into(), pieces: Vec::new(), schemes: pieces };
         match self.tensors.insert(format!("{module}.weight"), stored) {
             None => Ok(()),
-            Some(_) => Err(Error::file(&self.source, format!("has {module:?} both quantized and as a weight"))),
+            Some(_) => {
+                Err(Error::file(&self.source, format!("has {module:?} both quantized and as a weight")))
+            }
         }
     }
 
-    fn wrong(&self, module: &str, of: &Stored, why: &str) -> Error {
+    fn wrong(&self, module: &str, of: &StoredTensor, why: &str) -> Error {
         Error::file(&self.source, format!("{module:?} has {}{:?}, {why}", of.dtype, of.shape))
     }
 
@@ -99,7 +105,13 @@ impl Weights {
                 let is_float = match &*codes.dtype {
                     "F8_E4M3" => true,
                     "I8" => false,
-                    _ => return Err(self.wrong(&module, &codes, "and scales beside it; expected F8_E4M3 or I8")),
+                    _ => {
+                        return Err(self.wrong(
+                            &module,
+                            &codes,
+                            "and scales beside it; expected F8_E4M3 or I8",
+                        ));
+                    }
                 };
                 let &[rows, columns] = &codes.shape[..] else {
                     return Err(self.wrong(&module, &codes, "which is quantized; expected a matrix"));
@@ -124,10 +136,16 @@ impl Weights {
                     (None, &[n, groups]) if n == rows && groups > 0 && columns.is_multiple_of(groups) => {
                         [1, columns / groups]
                     }
-                    _ => return Err(self.wrong(&module, &scales, &format!("as scales of {:?}", codes.shape))),
+                    _ => {
+                        return Err(self.wrong(&module, &scales, &format!("as scales of {:?}", codes.shape)));
+                    }
                 };
                 let block = block.map(|size| size.max(1));
-                self.give(&module, [rows, columns], Scheme::Scaled { codes, is_float, scales, block, factor: 1.0 })?;
+                self.give(
+                    &module,
+                    [rows, columns],
+                    Scheme::Scaled { codes, is_float, scales, block, factor: 1.0 },
+                )?;
             }
         }
         Ok(())
@@ -136,7 +154,8 @@ impl Weights {
     fn compressed(&mut self, bits: usize, group: Option<usize>, block: Option<[usize; 2]>) -> Result<()> {
         self.scaled(block)?;
         for module in self.modules(".weight_packed") {
-            let (codes, scales) = (self.need(&module, ".weight_packed")?, self.need(&module, ".weight_scale")?);
+            let (codes, scales) =
+                (self.need(&module, ".weight_packed")?, self.need(&module, ".weight_scale")?);
             let shape = self.need(&module, ".weight_shape")?;
             let shape = shape.shape_of(self)?;
             let &[rows, columns] = &shape[..] else {
@@ -183,10 +202,12 @@ impl Weights {
             let columns = packed.saturating_mul(32 / bits);
             let size = group.unwrap_or(columns).max(1);
             let groups = columns.div_ceil(size);
-            let is_order = |order: &Stored| order.shape == [columns] && ["I32", "I64"].contains(&&*order.dtype);
+            let is_order =
+                |order: &StoredTensor| order.shape == [columns] && ["I32", "I64"].contains(&&*order.dtype);
             let fits = [&codes, &zeros].into_iter().all(is_word) && order.as_ref().is_none_or(is_order);
             if !fits || scales.shape != [groups, rows] || zeros.shape != [groups, rows.div_ceil(32 / bits)] {
-                let why = format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
+                let why =
+                    format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
                 return Err(self.wrong(&module, &scales, &why));
             }
             self.give(
@@ -210,7 +231,8 @@ impl Weights {
             let groups = columns.div_ceil(size);
             let fits = [&codes, &zeros].into_iter().all(is_word);
             if !fits || scales.shape != [groups, rows] || zeros.shape != [groups, packed] {
-                let why = format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
+                let why =
+                    format!("with zeros {:?} and codes {:?} in groups of {size}", zeros.shape, codes.shape);
                 return Err(self.wrong(&module, &scales, &why));
             }
             self.give(&module, [rows, columns], Scheme::Awq { codes, zeros, scales, size })?;
@@ -257,13 +279,15 @@ impl Weights {
     fn table<const N: usize>(&mut self, module: &str, name: &str) -> Result<[f32; N]> {
         let table = self.need(module, name)?;
         let values = if table.shape == [N] { table.floats(self, &table.within(0..N))? } else { Vec::new() };
-        values.try_into().map_err(|_| self.wrong(module, &table, &format!("as a table; expected {N} numbers")))
+        values
+            .try_into()
+            .map_err(|_| self.wrong(module, &table, &format!("as a table; expected {N} numbers")))
     }
 
     /// Adds a weight of bitsandbytes in 4 bits.
     fn four(&mut self, module: &str, state: &str) -> Result<()> {
         let name = format!("{module}{state}");
-        let all = |stored: &Stored| stored.shape.iter().map(|&size| 0..size).collect::<Vec<_>>();
+        let all = |stored: &StoredTensor| stored.shape.iter().map(|&size| 0..size).collect::<Vec<_>>();
         let block = all(self.stored(&name)?);
         if block.iter().fold(1usize, |count, range| count.saturating_mul(range.len())) > MOST_STATE {
             return Err(Error::file(&self.source, format!("{name:?} has more than {MOST_STATE} bytes")));
@@ -273,9 +297,13 @@ impl Weights {
         let state: Value = serde_json::from_slice(&text)
             .map_err(|error| Error::file(&self.source, format!("{name:?} is no JSON text ({error})")))?;
         let shape: Option<[usize; 2]> = serde_json::from_value(state["shape"].clone()).ok();
-        let number = |field: &str| state[field].as_u64().map(|number| number as usize).filter(|&number| number > 0);
+        let number =
+            |field: &str| state[field].as_u64().map(|number| number as usize).filter(|&number| number > 0);
         let (Some([rows, columns]), Some(block)) = (shape, number("blocksize")) else {
-            return Err(Error::file(&self.source, format!("{name:?} lacks the shape of a matrix or a blocksize")));
+            return Err(Error::file(
+                &self.source,
+                format!("{name:?} lacks the shape of a matrix or a blocksize"),
+            ));
         };
         let codes = self.need(module, ".weight")?;
         let table = self.table::<16>(module, ".weight.quant_map")?;
@@ -288,12 +316,12 @@ impl Weights {
                     return Err(Error::file(&self.source, format!("{name:?} lacks a nested_blocksize")));
                 };
                 let offset = state["nested_offset"].as_f64().unwrap_or(0.0) as f32;
-                Some(Nested { table, scales: of_scales, block, offset })
+                Some(NestedScales { table, scales: of_scales, block, offset })
             }
         };
         let blocks = rows.saturating_mul(columns).div_ceil(block);
         // One behind the other, also where their dims are [n, 1].
-        let is_line = |stored: &Stored| stored.shape.iter().skip(1).all(|&size| size == 1);
+        let is_line = |stored: &StoredTensor| stored.shape.iter().skip(1).all(|&size| size == 1);
         let of_scales = match &nested {
             None => scales.dtype != "U8",
             Some(nested) => scales.dtype == "U8" && nested.scales.shape == [blocks.div_ceil(nested.block)],
@@ -315,7 +343,7 @@ impl Weights {
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Returns the numbers of a tensor of a shape.
     fn shape_of(&self, weights: &Weights) -> Result<Vec<usize>> {
         if self.shape != [2] || !["I32", "I64"].contains(&&*self.dtype) {
@@ -329,12 +357,15 @@ impl Stored {
     fn line_of(&self, weights: &Weights) -> Result<Vec<u8>> {
         match (&*self.dtype, self.shape.iter().product::<usize>()) {
             ("U8" | "I8", ..=1) => self.small(weights),
-            _ => Err(Error::file(&weights.source, format!("has a weight_format {}{:?}", self.dtype, self.shape))),
+            _ => Err(Error::file(
+                &weights.source,
+                format!("has a weight_format {}{:?}", self.dtype, self.shape),
+            )),
         }
     }
 }
 
 /// Returns whether a tensor has words of 32 bits.
-fn is_word(stored: &Stored) -> bool {
+fn is_word(stored: &StoredTensor) -> bool {
     ["I32", "U32"].contains(&&*stored.dtype)
 }

@@ -41,7 +41,10 @@ impl Method {
             "gptq" => gptq(config),
             "awq" => awq(config),
             "bitsandbytes" => Ok(Self::BitsAndBytes),
-            _ => Err(format!("has quant_method {name:?}; {} can be read", Weights::QUANT_METHODS.iter().join(", "))),
+            _ => Err(format!(
+                "has quant_method {name:?}; {} can be read",
+                Weights::QUANT_METHODS.iter().join(", ")
+            )),
         }
     }
 }
@@ -69,10 +72,12 @@ fn group(value: &Value) -> Result<Option<usize>, String> {
 }
 
 fn compressed(config: &Value) -> Result<Method, String> {
-    const KNOWN: [&str; 5] = ["float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "dense"];
+    const KNOWN: [&str; 5] =
+        ["float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "dense"];
     let groups: Vec<&Value> =
         config["config_groups"].as_object().into_iter().flat_map(|groups| groups.values()).collect();
-    let mut formats = groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
+    let mut formats =
+        groups.iter().map(|group| &group["format"]).chain([&config["format"]]).filter_map(Value::as_str);
     if let Some(format) = formats.find(|format| !KNOWN.contains(format)) {
         return Err(format!("has the format {format:?}; {} can be read", KNOWN[..4].join(", ")));
     }
@@ -93,7 +98,8 @@ fn compressed(config: &Value) -> Result<Method, String> {
         return Err(format!("has weights of num_bits {bits}; 4 and 8 can be read"));
     };
     // Groups of unlike sizes follow from the shapes of scales.
-    let (group, block) = (group(said("group_size").unwrap_or(&Value::Null))?, block(said("block_structure")?)?);
+    let (group, block) =
+        (group(said("group_size").unwrap_or(&Value::Null))?, block(said("block_structure")?)?);
     Ok(Method::Compressed { bits: bits as usize, group, block })
 }
 
@@ -113,7 +119,9 @@ fn awq(config: &Value) -> Result<Method, String> {
     let version = config["version"].as_str().unwrap_or("gemm").to_lowercase();
     let bits = config["bits"].as_u64().or(config["w_bit"].as_u64()).unwrap_or(4);
     if version != "gemm" || bits != 4 {
-        return Err(format!("has version {version:?} and {bits} bits; version \"gemm\" of 4 bits can be read"));
+        return Err(format!(
+            "has version {version:?} and {bits} bits; version \"gemm\" of 4 bits can be read"
+        ));
     }
     let size = if config["group_size"].is_null() { &config["q_group_size"] } else { &config["group_size"] };
     Ok(Method::Awq { group: group(size)? })

@@ -6,7 +6,7 @@ mod decode;
 mod layers;
 mod method;
 
-use super::{Stored, Weights};
+use super::{StoredTensor, Weights};
 use crate::Result;
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,19 +14,40 @@ use std::sync::Arc;
 /// The tensors of a matrix `[rows, columns]`, and how its elements follow from them. The comments give the shapes.
 pub(super) enum Scheme {
     /// Numbers of 8 bits `[rows, columns]`, each times the scale of its block, times a factor.
-    Scaled { codes: Stored, is_float: bool, scales: Stored, block: [usize; 2], factor: f32 },
+    Scaled { codes: StoredTensor, is_float: bool, scales: StoredTensor, block: [usize; 2], factor: f32 },
     /// GPTQ: `codes` `[columns / per, rows]` of 32 bits, `zeros` `[groups, rows / per]`, `scales` `[groups, rows]`, `groups` `[columns]`.
-    Gptq { codes: Stored, zeros: Stored, scales: Stored, groups: Option<Stored>, bits: usize, size: usize, more: i32 },
+    Gptq {
+        codes: StoredTensor,
+        zeros: StoredTensor,
+        scales: StoredTensor,
+        groups: Option<StoredTensor>,
+        bits: usize,
+        size: usize,
+        more: i32,
+    },
     /// AWQ: `codes` `[columns, rows / 8]` of 32 bits, `zeros` `[groups, rows / 8]`, `scales` `[groups, rows]`.
-    Awq { codes: Stored, zeros: Stored, scales: Stored, size: usize },
+    Awq { codes: StoredTensor, zeros: StoredTensor, scales: StoredTensor, size: usize },
     /// compressed-tensors: `codes` `[rows, columns / per]` of 32 bits, `scales` `[rows, groups]`, `zeros` `[rows / per, groups]`.
-    Packed { codes: Stored, scales: Stored, zeros: Option<Stored>, bits: usize, size: usize },
+    Packed {
+        codes: StoredTensor,
+        scales: StoredTensor,
+        zeros: Option<StoredTensor>,
+        bits: usize,
+        size: usize,
+    },
     /// bitsandbytes: two codes in a byte, row after row; a scale for each `block` of them.
-    Four { codes: Stored, table: [f32; 16], scales: Stored, block: usize, nested: Option<Nested>, columns: usize },
+    Four {
+        codes: StoredTensor,
+        table: [f32; 16],
+        scales: StoredTensor,
+        block: usize,
+        nested: Option<NestedScales>,
+        columns: usize,
+    },
 }
 
 impl Scheme {
-    pub(super) fn codes(&self) -> &Stored {
+    pub(super) fn codes(&self) -> &StoredTensor {
         match self {
             Self::Scaled { codes, .. }
             | Self::Gptq { codes, .. }
@@ -38,7 +59,7 @@ impl Scheme {
 
     /// Returns the bytes of all tensors that it consists of.
     fn byte_count(&self) -> u64 {
-        let others: Vec<&Stored> = match self {
+        let others: Vec<&StoredTensor> = match self {
             Self::Scaled { scales, .. } => vec![scales],
             Self::Gptq { zeros, scales, groups, .. } => [zeros, scales].into_iter().chain(groups).collect(),
             Self::Awq { zeros, scales, .. } => vec![zeros, scales],
@@ -47,14 +68,14 @@ impl Scheme {
                 [scales].into_iter().chain(nested.as_ref().map(|nested| &nested.scales)).collect()
             }
         };
-        self.codes().byte_count() + others.into_iter().map(Stored::byte_count).sum::<u64>()
+        self.codes().byte_count() + others.into_iter().map(StoredTensor::byte_count).sum::<u64>()
     }
 }
 
 /// How scales are stored as codes of 8 bits: entries of a table, times the scale of their block, plus an offset.
-pub(super) struct Nested {
+pub(super) struct NestedScales {
     table: Vec<f32>,
-    scales: Stored,
+    scales: StoredTensor,
     block: usize,
     offset: f32,
 }
@@ -73,7 +94,12 @@ pub(super) struct SchemePiece {
 impl SchemePiece {
     /// Returns the whole matrix.
     fn whole(scheme: Scheme, shape: [usize; 2]) -> Self {
-        Self { block: shape.iter().map(|&size| 0..size).collect(), scheme: Arc::new(scheme), shape, start: [0, 0] }
+        Self {
+            block: shape.iter().map(|&size| 0..size).collect(),
+            scheme: Arc::new(scheme),
+            shape,
+            start: [0, 0],
+        }
     }
 
     /// Returns the bytes of this part in its files, as a share of those of the matrix.
@@ -101,8 +127,9 @@ impl SchemePiece {
 
     /// Writes the elements of this piece that are in the block `wanted` of the tensor, whose bytes are `bytes`: f32, row by row.
     pub(super) fn write(&self, weights: &Weights, wanted: &[Range<usize>], bytes: &mut [u8]) -> Result<()> {
-        let overlap =
-            |(mine, wanted): (&Range<usize>, &Range<usize>)| mine.start.max(wanted.start)..mine.end.min(wanted.end);
+        let overlap = |(mine, wanted): (&Range<usize>, &Range<usize>)| {
+            mine.start.max(wanted.start)..mine.end.min(wanted.end)
+        };
         let both: Vec<Range<usize>> = self.block.iter().zip(wanted).map(overlap).collect();
         if both.iter().any(Range::is_empty) {
             return Ok(());

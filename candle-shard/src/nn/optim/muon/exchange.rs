@@ -7,14 +7,14 @@ use itertools::Itertools;
 use std::ops::Range;
 
 /// This rank's shard of a matrix, and the rank of the mesh that gets the whole matrix.
-pub(super) struct Matrix<'a> {
+pub(super) struct MatrixShard<'a> {
     pub(super) spec: &'a Spec,
     pub(super) owner: usize,
     pub(super) local: Tensor,
 }
 
 /// Elements of a matrix that one rank sends to another.
-struct Message {
+struct MatrixMessage {
     matrix: usize,
     from: usize,
     to: usize,
@@ -26,22 +26,30 @@ struct Message {
 /// Gathers the matrices that this rank owns. One exchange, unless no matrix is sharded.
 ///
 /// `nothing` has no elements, and the dtype and device of the shards.
-pub(super) fn gather(mesh: &DeviceMesh, nothing: &Tensor, matrices: &[Matrix<'_>]) -> Result<Vec<Option<Tensor>>> {
-    let blocks = Blocks::new(mesh, matrices);
+pub(super) fn gather(
+    mesh: &DeviceMesh,
+    nothing: &Tensor,
+    matrices: &[MatrixShard<'_>],
+) -> Result<Vec<Option<Tensor>>> {
+    let blocks = MatrixBlocks::new(mesh, matrices);
     // Among ranks with the same block, the sender is the one with the owner's coordinates on the axes that do not shard
     // it.
     let sends = |i: usize, from: usize| {
-        let Matrix { spec, owner, .. } = &matrices[i];
+        let MatrixShard { spec, owner, .. } = &matrices[i];
         let is_same = |axis: usize| blocks.coordinates[from][axis] == blocks.coordinates[*owner][axis];
-        spec.placements().iter().enumerate().all(|(axis, placement)| matches!(placement, Shard(_)) || is_same(axis))
+        spec.placements()
+            .iter()
+            .enumerate()
+            .all(|(axis, placement)| matches!(placement, Shard(_)) || is_same(axis))
     };
     let messages = blocks.messages(|i, rank| {
         let to = matrices[i].owner;
         (rank != to && sends(i, rank)).then_some((rank, to))
     });
     let group = mesh.group()?;
-    let payload = |message: &Message| Ok(matrices[message.matrix].local.clone());
-    let received = if messages.is_empty() { Vec::new() } else { exchange(group, nothing, &messages, payload)? };
+    let payload = |message: &MatrixMessage| Ok(matrices[message.matrix].local.clone());
+    let received =
+        if messages.is_empty() { Vec::new() } else { exchange(group, nothing, &messages, payload)? };
     let mut parts: Vec<Vec<(usize, Tensor)>> = matrices.iter().map(|_| Vec::new()).collect();
     for (message, part) in received {
         let [rows, columns] = blocks.of(message.matrix, message.holder);
@@ -63,10 +71,10 @@ pub(super) fn gather(mesh: &DeviceMesh, nothing: &Tensor, matrices: &[Matrix<'_>
 pub(super) fn spread(
     mesh: &DeviceMesh,
     nothing: Option<&Tensor>,
-    matrices: &[Matrix<'_>],
+    matrices: &[MatrixShard<'_>],
     wholes: &[Option<Tensor>],
 ) -> Result<Vec<Tensor>> {
-    let blocks = Blocks::new(mesh, matrices);
+    let blocks = MatrixBlocks::new(mesh, matrices);
     let messages = blocks.messages(|i, rank| {
         let from = matrices[i].owner;
         (rank != from).then_some((from, rank))
@@ -77,7 +85,7 @@ pub(super) fn spread(
         let [rows, columns] = blocks.of(i, holder);
         Ok(whole.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?)
     };
-    let payload = |message: &Message| block(message.matrix, message.holder);
+    let payload = |message: &MatrixMessage| block(message.matrix, message.holder);
     let received = match nothing {
         Some(nothing) => exchange(group, nothing, &messages, payload)?,
         None => Vec::new(),
@@ -87,7 +95,7 @@ pub(super) fn spread(
         pieces[message.matrix] = Some(part);
     }
     let piece = |(i, piece): (usize, Option<Tensor>)| {
-        let Matrix { local, owner, .. } = &matrices[i];
+        let MatrixShard { local, owner, .. } = &matrices[i];
         match piece {
             Some(piece) => Ok(piece.reshape(local.shape())?),
             None if *owner == me => Ok(block(i, me)?.contiguous()?),
@@ -104,20 +112,21 @@ pub(super) fn is_held_elsewhere(mesh: &DeviceMesh, spec: &Spec, owner: usize) ->
 }
 
 /// The block of each matrix on each rank.
-struct Blocks {
+struct MatrixBlocks {
     coordinates: Vec<Vec<usize>>,
     /// By matrix and rank: rows and columns.
     blocks: Vec<Vec<[Range<usize>; 2]>>,
 }
 
-impl Blocks {
-    fn new(mesh: &DeviceMesh, matrices: &[Matrix<'_>]) -> Self {
+impl MatrixBlocks {
+    fn new(mesh: &DeviceMesh, matrices: &[MatrixShard<'_>]) -> Self {
         let coordinates = mesh.coordinates().collect_vec();
         let block = |spec: &Spec, at: &Vec<usize>| {
             let block = spec.block_at(at);
             std::array::from_fn(|dim| block.get(dim).cloned().unwrap_or(0..1))
         };
-        let of_matrix = |matrix: &Matrix<'_>| coordinates.iter().map(|at| block(matrix.spec, at)).collect();
+        let of_matrix =
+            |matrix: &MatrixShard<'_>| coordinates.iter().map(|at| block(matrix.spec, at)).collect();
         Self { blocks: matrices.iter().map(of_matrix).collect(), coordinates }
     }
 
@@ -126,12 +135,12 @@ impl Blocks {
     }
 
     /// Returns a message for each block with elements for which `route` returns sender and receiver.
-    fn messages(&self, route: impl Fn(usize, usize) -> Option<(usize, usize)>) -> Vec<Message> {
+    fn messages(&self, route: impl Fn(usize, usize) -> Option<(usize, usize)>) -> Vec<MatrixMessage> {
         let all = (0..self.blocks.len()).cartesian_product(0..self.coordinates.len());
         let message = |(matrix, holder): (usize, usize)| {
             let [rows, columns] = self.of(matrix, holder);
             let (from, to) = route(matrix, holder)?;
-            Some(Message { matrix, from, to, holder, len: rows.len() * columns.len() })
+            Some(MatrixMessage { matrix, from, to, holder, len: rows.len() * columns.len() })
         };
         all.filter_map(message).filter(|message| message.len > 0).collect()
     }
@@ -141,9 +150,9 @@ impl Blocks {
 fn exchange<'a>(
     group: &ProcessGroup,
     nothing: &Tensor,
-    messages: &'a [Message],
-    payload: impl Fn(&Message) -> Result<Tensor>,
-) -> Result<Vec<(&'a Message, Tensor)>> {
+    messages: &'a [MatrixMessage],
+    payload: impl Fn(&MatrixMessage) -> Result<Tensor>,
+) -> Result<Vec<(&'a MatrixMessage, Tensor)>> {
     let (me, size) = (group.rank(), group.size());
     let mut counts = vec![vec![0; size]; size];
     messages.iter().for_each(|message| counts[message.from][message.to] += message.len);
@@ -153,7 +162,7 @@ fn exchange<'a>(
     let received = group.all_to_all_single(&sent, &counts)?;
     let mut start = 0;
     let mine = messages.iter().filter(|message| message.to == me).sorted_by_key(|message| message.from);
-    let part = |message: &'a Message| {
+    let part = |message: &'a MatrixMessage| {
         let part = received.narrow(0, start, message.len)?;
         start += message.len;
         Ok((message, part))
@@ -165,7 +174,8 @@ fn exchange<'a>(
 fn join(mut blocks: Vec<([usize; 2], Tensor)>) -> Result<Tensor> {
     blocks.sort_by_key(|(start, _)| *start);
     let rows = blocks.chunk_by(|([one, _], _), ([other, _], _)| one == other);
-    let row = |row: &[([usize; 2], Tensor)]| Tensor::cat(&row.iter().map(|(_, block)| block).collect_vec(), 1);
+    let row =
+        |row: &[([usize; 2], Tensor)]| Tensor::cat(&row.iter().map(|(_, block)| block).collect_vec(), 1);
     let rows = rows.map(row).collect::<candle_core::Result<Vec<_>>>()?;
     Ok(Tensor::cat(&rows, 0)?)
 }

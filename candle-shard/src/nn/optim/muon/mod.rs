@@ -18,7 +18,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_dist::{DeviceMesh, sum_dtype};
 use candle_nn::ParamsAdamW;
-use exchange::{Matrix, gather, is_held_elsewhere, spread};
+use exchange::{MatrixShard, gather, is_held_elsewhere, spread};
 use itertools::Itertools;
 use std::path::Path;
 
@@ -38,14 +38,14 @@ use std::path::Path;
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_dist::World;
 /// use candle_nn::ParamsAdamW;
-/// use candle_shard::nn::{AdamW, Linear, Muon, ParamsMuon, ShardedVarBuilder};
+/// use candle_shard::nn::{AdamW, Linear, Muon, ParamsMuon, MeshVarBuilder};
 /// use candle_shard::parallel::{ColwiseParallel, Plan};
 /// use candle_shard::{DTensor, Replicate, Result};
 ///
-/// World::local(2).run(|ctx| -> Result<()> {
+/// World::threads(2).run(|ctx| -> Result<()> {
 ///     let mesh = ctx.mesh(&[("tp", 2)])?;
 ///     let plan = Plan::new("tp").with("up", ColwiseParallel::default());
-///     let vb = ShardedVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
+///     let vb = MeshVarBuilder::fresh(1, &mesh, plan, DType::F32, &Device::Cpu)?;
 ///     let layer = Linear::new(4, 6, true, &vb.pp("up"))?;
 ///     let parameters = vb.finish()?;
 ///     assert!(Muon::new(&parameters, ParamsMuon::default()).is_err()); // a bias is no matrix
@@ -141,7 +141,9 @@ impl Muon {
         if !others.is_empty() {
             return Error::op(
                 ParamsMuon::TYPE,
-                format!("{others}: these are not matrices; partition the parameters and give them to with_adam_w"),
+                format!(
+                    "{others}: these are not matrices; partition the parameters and give them to with_adam_w"
+                ),
             );
         }
         if let Some(adam_w) = &self.others {
@@ -157,7 +159,8 @@ impl Muon {
             group.slots.iter().map(|slot| owners::cost(slot.of.tensor.dims(), group.params.ns_steps))
         });
         let mut chosen = owners::balanced(&costs.collect_vec(), ranks).into_iter();
-        self.owners = self.groups.0.iter().map(|group| chosen.by_ref().take(group.slots.len()).collect()).collect();
+        self.owners =
+            self.groups.0.iter().map(|group| chosen.by_ref().take(group.slots.len()).collect()).collect();
         Ok(())
     }
 
@@ -180,7 +183,10 @@ impl Muon {
     /// If there is one already, the two have a parameter in common, or their parameters lie on several meshes.
     pub fn with_adam_w(mut self, others: AdamW) -> Result<Self> {
         if self.others.is_some() {
-            return Error::op(ParamsMuon::TYPE, "it has an AdamW already; give it one AdamW of several groups");
+            return Error::op(
+                ParamsMuon::TYPE,
+                "it has an AdamW already; give it one AdamW of several groups",
+            );
         }
         Self::check_apart(others.groups.slots().map(|slot| &slot.of), self.groups.slots())?;
         self.others = Some(others);
@@ -281,16 +287,20 @@ fn step<'a>(
     let mut is_spread = false;
     for (slot, owner) in slots {
         is_spread = is_spread || is_held_elsewhere(mesh, slot.of.tensor.spec(), owner);
-        let Some(grad) = grads.get(&slot.of.var).filter(|_| slot.of.tensor.elem_count() > 0) else { continue };
+        let Some(grad) = grads.get(&slot.of.var).filter(|_| slot.of.tensor.elem_count() > 0) else {
+            continue;
+        };
         let local = momentum(params, slot, grad)?.to_dtype(params.dtype)?;
-        matrices.push(Matrix { spec: slot.of.tensor.spec(), owner, local });
+        matrices.push(MatrixShard { spec: slot.of.tensor.spec(), owner, local });
         stepped.push(slot);
     }
     let mut wholes = gather(mesh, nothing, &matrices)?;
     for whole in wholes.iter_mut().flatten() {
         *whole = orthogonal::orthogonalize(whole, params)?;
     }
-    for (slot, update) in stepped.into_iter().zip(spread(mesh, is_spread.then_some(nothing), &matrices, &wholes)?) {
+    for (slot, update) in
+        stepped.into_iter().zip(spread(mesh, is_spread.then_some(nothing), &matrices, &wholes)?)
+    {
         let lr = params.adjusted_lr(slot.of.tensor.dims());
         let keep = 1.0 - params.lr * params.weight_decay;
         let update = update.to_dtype(sum_dtype(slot.of.var.dtype()))?;
@@ -305,11 +315,17 @@ fn step<'a>(
 /// Adds a gradient to the buffer of a slot, and returns the matrix to orthogonalize.
 fn momentum(params: &ParamsMuon, slot: &Slot, grad: &Tensor) -> Result<Tensor> {
     let [buffer] = &slot.states[..] else {
-        return Error::op(ParamsMuon::TYPE, format!("{} has {} states, not 1", slot.of.name, slot.states.len()));
+        return Error::op(
+            ParamsMuon::TYPE,
+            format!("{} has {} states, not 1", slot.of.name, slot.states.len()),
+        );
     };
     if grad.shape() != slot.of.var.shape() {
         let (got, want) = (grad.dims(), slot.of.var.dims());
-        return Error::op(ParamsMuon::TYPE, format!("a gradient {got:?} of {}: expected {want:?}", slot.of.name));
+        return Error::op(
+            ParamsMuon::TYPE,
+            format!("a gradient {got:?} of {}: expected {want:?}", slot.of.name),
+        );
     }
     let grad = grad.detach().to_dtype(buffer.dtype())?;
     if grad.elem_count() == 0 {

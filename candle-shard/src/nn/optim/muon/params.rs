@@ -82,7 +82,9 @@ impl Params for ParamsMuon {
 
     fn check(&self) -> Result<()> {
         let Self { lr, weight_decay, momentum, eps, ns_coefficients, ns_steps, dtype, .. } = *self;
-        for (name, value) in [("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)] {
+        for (name, value) in
+            [("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum), ("eps", eps)]
+        {
             check(Self::TYPE, name, value, f64::INFINITY)?;
         }
         if !ns_coefficients.iter().all(|c| c.is_finite()) || ns_steps >= 100 {
@@ -90,7 +92,10 @@ impl Params for ParamsMuon {
             return Error::op(Self::TYPE, format!("{got}: expected finite numbers and fewer than 100 steps"));
         }
         if !matches!(dtype, DType::BF16 | DType::F32 | DType::F64) {
-            return Error::op(Self::TYPE, format!("the dtype is {}: expected bf16, f32 or f64", dtype.as_str()));
+            return Error::op(
+                Self::TYPE,
+                format!("the dtype is {}: expected bf16, f32 or f64", dtype.as_str()),
+            );
         }
         Ok(())
     }
@@ -104,8 +109,17 @@ impl Params for ParamsMuon {
     }
 
     fn options(&self) -> Vec<f64> {
-        let Self { lr, weight_decay, momentum, nesterov, ns_coefficients: [a, b, c], eps, ns_steps, adjust_lr, .. } =
-            *self;
+        let Self {
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients: [a, b, c],
+            eps,
+            ns_steps,
+            adjust_lr,
+            ..
+        } = *self;
         let adjust_lr = AdjustLr::ALL.into_iter().position(|of| of == adjust_lr).unwrap_or_default();
         let nesterov = f64::from(nesterov);
         vec![lr, weight_decay, momentum, nesterov, a, b, c, eps, ns_steps as f64, adjust_lr as f64]
@@ -118,7 +132,8 @@ impl Params for ParamsMuon {
         let Some(&adjust_lr) = AdjustLr::ALL.get(adjust_lr as usize) else { return unknown(options) };
         let (nesterov, ns_coefficients, ns_steps) = (nesterov != 0.0, [a, b, c], ns_steps as usize);
         let dtype = self.dtype;
-        let made = Self { lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr, dtype };
+        let made =
+            Self { lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr, dtype };
         // A number that stands for nothing is not that of what it was taken for.
         let is_same = made.options().iter().zip(options).all(|(made, option)| made == option);
         if is_same { Ok(made) } else { unknown(options) }

@@ -22,7 +22,11 @@ fn pairs(n: usize) -> RopePairs {
 
 fn softmax(causal: usize) -> impl Fn(&Tensor) -> candle_core::Result<Tensor> {
     move |scores| {
-        if causal == 1 { kernels::causal_softmax(scores, 1.0) } else { candle_nn::ops::softmax(scores, D::Minus1) }
+        if causal == 1 {
+            kernels::causal_softmax(scores, 1.0)
+        } else {
+            candle_nn::ops::softmax(scores, D::Minus1)
+        }
     }
 }
 

@@ -18,7 +18,8 @@ fn convolved(dice: &mut Dice, shape: &[usize]) -> Option<Call> {
     let sizes: Vec<usize> = shape[2..].iter().map(|_| 1 + dice.below(3)).collect();
     let fits = shape[2..].iter().zip(&sizes).all(|(&n, &k)| n + 2 * padding > dilation * (k - 1));
     let kernel = [&[outs, channels / groups], &sizes[..]].concat();
-    fits.then(|| call(vec![float(&kernel), float(&[outs])], vec![padding, stride, dilation, groups])).flatten()
+    fits.then(|| call(vec![float(&kernel), float(&[outs])], vec![padding, stride, dilation, groups]))
+        .flatten()
 }
 
 /// A kernel and a bias for a transposed convolution in one group, with its output padding.
@@ -28,9 +29,12 @@ fn transposed(dice: &mut Dice, shape: &[usize]) -> Option<Call> {
     let least = sizes.iter().map(|k| dilation * (k - 1)).min()?;
     let padding = dice.below(least.min(1) + 1);
     let (kernel, more) = ([&[shape[1], outs], &sizes[..]].concat(), dice.below(stride));
-    let fits =
-        shape[2..].iter().zip(&sizes).all(|(&n, &k)| (n - 1) * stride + dilation * (k - 1) + more >= 2 * padding);
-    fits.then(|| call(vec![float(&kernel), float(&[outs])], vec![padding, stride, dilation, 1, more])).flatten()
+    let fits = shape[2..]
+        .iter()
+        .zip(&sizes)
+        .all(|(&n, &k)| (n - 1) * stride + dilation * (k - 1) + more >= 2 * padding);
+    fits.then(|| call(vec![float(&kernel), float(&[outs])], vec![padding, stride, dilation, 1, more]))
+        .flatten()
 }
 
 fn pooled(dice: &mut Dice, shape: &[usize]) -> Option<Call> {

@@ -42,7 +42,8 @@ pub(crate) fn files(folder: &Path, seed: u64) -> BTreeMap<String, Vec<u8>> {
             files.insert(format!("someone/torn/{name}"), read(name));
         }
     }
-    let tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &candle_core::Device::Cpu).unwrap();
+    let tensors =
+        candle_core::safetensors::load(folder.join("model.safetensors"), &candle_core::Device::Cpu).unwrap();
     let mut map = serde_json::Map::new();
     for part in 0..2 {
         let name = format!("model-0000{}-of-00002.safetensors", part + 1);
@@ -74,10 +75,20 @@ fn lm(server: &str, home: &Path, model: &str, more: &[(&str, &str)]) -> Output {
 /// The program with a cache in `home`.
 pub(crate) fn program(server: &str, home: &Path, more: &[(&str, &str)]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lm"));
-    command.args(["--json", "-"]).env("HF_HOME", home).env("HF_ENDPOINT", server).env("NO_PROXY", "127.0.0.1");
-    for name in
-        ["HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DOWNLOAD_TIMEOUT", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"]
-    {
+    command
+        .args(["--json", "-"])
+        .env("HF_HOME", home)
+        .env("HF_ENDPOINT", server)
+        .env("NO_PROXY", "127.0.0.1");
+    for name in [
+        "HF_TOKEN",
+        "HF_HUB_OFFLINE",
+        "HF_HUB_DOWNLOAD_TIMEOUT",
+        "http_proxy",
+        "HTTP_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+    ] {
         command.env_remove(name);
     }
     command.envs(more.iter().copied());
@@ -100,11 +111,18 @@ fn a_model_by_name_is_downloaded_once_and_writes_as_its_folder_does() {
     let got = run("someone/small", &[]);
     assert_eq!(tokens(&got), want);
     assert_eq!(got.stderr.iter().filter(|&&byte| byte == b'\r').count(), 0, "no progress without a terminal");
-    assert_eq!(server.sent(), ["config.json", "tokenizer.json", "model.safetensors"], "once, not once per rank");
+    assert_eq!(
+        server.sent(),
+        ["config.json", "tokenizer.json", "model.safetensors"],
+        "once, not once per rank"
+    );
     assert_eq!(tokens(&run("someone/small@main", &[])), want);
     assert_eq!(server.sent(), Vec::<String>::new(), "from the cache");
     assert_eq!(tokens(&run("someone/small", &[("HF_ENDPOINT", "http://127.0.0.1:9")])), want, "asks nobody");
-    assert_eq!(tokens(&run("someone/small", &[("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])), want);
+    assert_eq!(
+        tokens(&run("someone/small", &[("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])),
+        want
+    );
     let blobs = home.path().join("hub/models--someone--small/snapshots").join(COMMITS[0]);
     assert!(blobs.join("config.json").exists(), "in the layout of huggingface_hub");
 
@@ -117,12 +135,14 @@ fn a_model_by_name_is_downloaded_once_and_writes_as_its_folder_does() {
 fn a_gguf_file_by_name_is_the_only_file_that_is_downloaded() {
     let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let path = folder.path().join("x.gguf");
-    let model = crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
+    let model =
+        crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
     crate::lm::gguf::write(&path, &model.config, GgmlDType::F32);
     let file = ("someone/quantized/sub/x.gguf".to_owned(), fs::read(&path).unwrap());
     let server = Server::start(BTreeMap::from([file]));
     let info = |model: &str| -> Value {
-        let output = program(&server.address, home.path(), &[]).args(["info", "--tp", "2", "--model", model]).output();
+        let output =
+            program(&server.address, home.path(), &[]).args(["info", "--tp", "2", "--model", model]).output();
         let output = output.unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
@@ -148,7 +168,8 @@ fn split(path: &Path, parts: [&Path; 2]) {
         }
         let metadata: Vec<_> = metadata.iter().map(|(name, value)| (*name, value)).collect();
         let mine = names.iter().enumerate().filter(|(at, _)| at % 2 == nth).map(|(_, name)| name.as_str());
-        let tensors: Vec<_> = mine.map(|name| (name, content.tensor(&mut file, name, &Device::Cpu).unwrap())).collect();
+        let tensors: Vec<_> =
+            mine.map(|name| (name, content.tensor(&mut file, name, &Device::Cpu).unwrap())).collect();
         let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
         gguf_file::write(&mut fs::File::create(part).unwrap(), &metadata, &tensors).unwrap();
     }
@@ -158,15 +179,18 @@ fn split(path: &Path, parts: [&Path; 2]) {
 fn a_gguf_model_in_several_files_is_the_model_of_one() {
     let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let path = folder.path().join("x.gguf");
-    let model = crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
+    let model =
+        crate::lm::families::families().models.into_iter().find(|model| model.case == "qwen3").unwrap();
     crate::lm::gguf::write(&path, &model.config, GgmlDType::F32);
     let names = [1, 2].map(|nth| format!("x-{nth:05}-of-00002.gguf"));
     let parts = [folder.path().join(&names[0]), folder.path().join(&names[1])];
     split(&path, [&parts[0], &parts[1]]);
-    let remote = |name: &String| (format!("someone/quantized/{name}"), fs::read(folder.path().join(name)).unwrap());
+    let remote =
+        |name: &String| (format!("someone/quantized/{name}"), fs::read(folder.path().join(name)).unwrap());
     let server = Server::start(names.iter().map(remote).collect());
     let info = |model: &str| {
-        let run = program(&server.address, home.path(), &[]).args(["info", "--model", model]).output().unwrap();
+        let run =
+            program(&server.address, home.path(), &[]).args(["info", "--model", model]).output().unwrap();
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
         run.stdout
     };
@@ -185,7 +209,8 @@ fn a_quantized_folder_that_cannot_be_read_is_refused_before_its_weights_are_down
     let (folder, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut files = files(folder.path(), 7);
     let mut config: Value = serde_json::from_slice(&files["someone/small/config.json"]).unwrap();
-    let mut tensors = candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
+    let mut tensors =
+        candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
     let scale = candle_core::Tensor::ones(1, DType::F32, &Device::Cpu).unwrap();
     tensors.insert("model.layers.1.mlp.up_proj.weight_scale".into(), scale);
     let path = folder.path().join("scaled.safetensors");

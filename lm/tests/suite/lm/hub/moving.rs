@@ -115,9 +115,11 @@ const SHORT: [(&str, &str); 1] = [("HF_HUB_DOWNLOAD_TIMEOUT", "1")];
 fn a_server_that_does_not_answer_is_an_error_and_the_next_run_goes_on() {
     let (server, [folder, _]) = commits();
     let home = tempfile::tempdir().unwrap();
-    for (file, manner) in
-        [("config.json", Manner::Silent), ("tokenizer.json", Manner::Stops(9)), ("model.safetensors", Manner::Silent)]
-    {
+    for (file, manner) in [
+        ("config.json", Manner::Silent),
+        ("tokenizer.json", Manner::Stops(9)),
+        ("model.safetensors", Manner::Silent),
+    ] {
         server.manner(file, Some(manner));
         let said = refused(&server, home.path(), &SHORT);
         let wanted = [file, "nothing came for 1 s", "HF_HUB_DOWNLOAD_TIMEOUT"];
@@ -196,7 +198,9 @@ fn what_the_hub_calls_absent_is_asked_for_once_and_a_needed_file_always() {
     assert_eq!(tokens(&lm(&server.address, home.path(), "someone/small", &[])), want);
     let root = home.path().join("hub/models--someone--small");
     let absent = root.join(".no_exist").join(COMMITS[0]);
-    assert!(absent.join("model.safetensors.index.json").exists() && absent.join("chat_template.jinja").exists());
+    assert!(
+        absent.join("model.safetensors.index.json").exists() && absent.join("chat_template.jinja").exists()
+    );
     // Another program noted what is there.
     fs::write(absent.join("tokenizer.json"), "").unwrap();
     fs::remove_file(root.join("snapshots").join(COMMITS[0]).join("tokenizer.json")).unwrap();
@@ -207,7 +211,9 @@ fn what_the_hub_calls_absent_is_asked_for_once_and_a_needed_file_always() {
 fn an_answer_that_does_not_say_where_it_ends_is_no_file() {
     let (server, [folder, _]) = commits();
     let home = tempfile::tempdir().unwrap();
-    for (file, wanted) in [("tokenizer.json", "does not say how many bytes"), ("model.safetensors", "has 100 of")] {
+    for (file, wanted) in
+        [("tokenizer.json", "does not say how many bytes"), ("model.safetensors", "has 100 of")]
+    {
         server.manner(file, Some(Manner::Unsized(100)));
         let said = refused(&server, home.path(), &[]);
         assert!(said.contains(wanted), "{file}: {said}");
@@ -256,7 +262,7 @@ fn hosts_download_the_commit_of_rank_0_for_longer_than_a_call_may_take() {
     server.moves();
     let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let args = Args::try_parse_from(["lm", "generate", "--model", "someone/small"]).unwrap();
-    let world = World::local(2).timeout(Duration::from_secs(1));
+    let world = World::threads(2).timeout(Duration::from_secs(1));
     let paths = world.run(|ctx| {
         let (cache, ranks) = (homes[ctx.rank()].path(), Ranks::Process(ctx, Patience::seconds(1)));
         let hub = || Ok(Hub::new(cache.into(), &server.address, None, Duration::from_secs(10)));
@@ -275,7 +281,7 @@ fn a_model_that_is_opened_by_its_name_is_of_one_commit_on_all_hosts() {
     let (server, [old, _]) = commits();
     server.moves();
     let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let made = World::local(2).run(|ctx| -> candle_lm::Result<_> {
+    let made = World::threads(2).run(|ctx| -> candle_lm::Result<_> {
         let hub = Hub::new(homes[ctx.rank()].path().into(), &server.address, None, Duration::from_secs(10));
         let mesh = ctx.mesh(&[("tp", 2)])?;
         let text = |lm: Lm| lm.generate("Hi", &Generation::default())?.collect::<candle_lm::Result<String>>();
@@ -286,10 +292,14 @@ fn a_model_that_is_opened_by_its_name_is_of_one_commit_on_all_hosts() {
     let made = made.unwrap();
     assert_eq!(made[0], made[1]);
     let (by_name, _, missing) = &made[0];
-    assert!(!by_name.is_empty() && missing.contains("someone/missing@main: there is no config.json"), "{missing}");
+    assert!(
+        !by_name.is_empty() && missing.contains("someone/missing@main: there is no config.json"),
+        "{missing}"
+    );
     // Which commit rank 0 has seen first depends on who was faster.
     let reference = |home: &Path| fs::read_to_string(home.join("models--someone--small/refs/main")).unwrap();
-    let snapshots = |home: &Path, commit: &str| home.join("models--someone--small/snapshots").join(commit).exists();
+    let snapshots =
+        |home: &Path, commit: &str| home.join("models--someone--small/snapshots").join(commit).exists();
     let commit = reference(homes[0].path());
     assert!(homes.iter().all(|home| snapshots(home.path(), &commit)), "{commit}");
 }
@@ -301,7 +311,7 @@ fn only_rank_0_needs_the_files_that_it_reads() {
     fs::write(&here, "Once").unwrap();
     for (command, flag) in [("generate", "--prompts"), ("score", "--text")] {
         for [first, second] in [[&here, &nowhere], [&nowhere, &here]] {
-            let said = World::local(2).run(|ctx| {
+            let said = World::threads(2).run(|ctx| {
                 let path = [first, second][ctx.rank()].to_str().unwrap();
                 let args = Args::try_parse_from(["lm", command, flag, path]).unwrap();
                 args.validate().unwrap();
@@ -309,8 +319,9 @@ fn only_rank_0_needs_the_files_that_it_reads() {
                 Ok::<_, String>(checked.err().map(|error| error.to_string()))
             });
             for said in said.unwrap() {
-                let is_right =
-                    said.as_ref().is_some_and(|said| said.contains(flag) && said.contains("nothing is no file"));
+                let is_right = said
+                    .as_ref()
+                    .is_some_and(|said| said.contains(flag) && said.contains("nothing is no file"));
                 assert_eq!(is_right, first == &nowhere, "{said:?}");
             }
         }

@@ -202,7 +202,8 @@ impl Server {
                         .and_then(|()| send(&body[..count]))
                 }
                 Some(Manner::Sized(size)) => {
-                    send(format!("HTTP/1.1 {status}\r\nContent-Length: {size}\r\n{more}\r\n").as_bytes()).ok();
+                    send(format!("HTTP/1.1 {status}\r\nContent-Length: {size}\r\n{more}\r\n").as_bytes())
+                        .ok();
                     send(&body).ok();
                     return;
                 }
@@ -265,7 +266,8 @@ impl Server {
         }
         // Weights lie elsewhere, for whom the token is not: a mirror knows the place, which says nothing of commits.
         let address = self.address.replace("127.0.0.1", "localhost");
-        let location = |place| format!("Location: {address}/{place}/{repo}/resolve/{}/{file}\r\n", COMMITS[commit]);
+        let location =
+            |place| format!("Location: {address}/{place}/{repo}/resolve/{}/{file}\r\n", COMMITS[commit]);
         if is_mirrored {
             return ("302 Found", location("store"), Vec::new());
         }
@@ -283,7 +285,8 @@ impl Server {
         if from >= bytes.len() {
             return nothing("416 Range Not Satisfiable");
         }
-        let end = if to.is_empty() { bytes.len() } else { (to.parse::<usize>().unwrap() + 1).min(bytes.len()) };
+        let end =
+            if to.is_empty() { bytes.len() } else { (to.parse::<usize>().unwrap() + 1).min(bytes.len()) };
         if to.is_empty() {
             state.sent.push(if from == 0 { file.to_owned() } else { format!("{file} from {from}") });
         }

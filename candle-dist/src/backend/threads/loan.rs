@@ -17,7 +17,7 @@ pub(super) struct Loan<T> {
 unsafe impl<T: Send + Sync> Sync for Loan<T> {}
 
 /// The value while it is lent.
-pub(super) struct Lent<'a, T> {
+pub(super) struct LoanGuard<'a, T> {
     value: ConstPtr<T>,
     _loan: PhantomData<&'a Loan<T>>,
 }
@@ -31,8 +31,8 @@ impl<T: Default> Loan<T> {
     ///
     /// # Safety
     /// What it returns is dropped before [`end`](Self::end) is called, or it is called after that has returned.
-    pub(super) unsafe fn read(&self) -> Lent<'_, T> {
-        Lent { value: self.value.get(), _loan: PhantomData }
+    pub(super) unsafe fn read(&self) -> LoanGuard<'_, T> {
+        LoanGuard { value: self.value.get(), _loan: PhantomData }
     }
 
     /// Takes the value back. The first call gets it; others get the default.
@@ -48,7 +48,7 @@ impl<T: Default> Loan<T> {
     }
 }
 
-impl<T> Deref for Lent<'_, T> {
+impl<T> Deref for LoanGuard<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {

@@ -1,5 +1,5 @@
 //! Point-to-point messages: the sender leaves a tensor, the receiver takes it.
-use super::members::On;
+use super::members::WaitCondition;
 use super::rendezvous::{GroupState, check_device};
 use crate::backend::{Call, Envelope, Results, StartedCall, bytes};
 use crate::{Cause, Result};
@@ -13,33 +13,33 @@ type Address = (usize, usize, u32);
 
 /// Messages that have not been received yet.
 #[derive(Default)]
-pub(super) struct Mail {
+pub(super) struct MessageQueues {
     /// Oldest first; no queue is empty.
-    queues: HashMap<Address, VecDeque<Letter>>,
+    queues: HashMap<Address, VecDeque<QueuedMessage>>,
     /// Unread bytes from one member to another; none is zero.
     unread: HashMap<(usize, usize), usize>,
     sent: u64,
 }
 
-struct Letter {
+struct QueuedMessage {
     /// Counts all messages of the group.
     number: u64,
     call: Arc<Call>,
     tensor: Tensor,
 }
 
-impl Mail {
+impl MessageQueues {
     fn put(&mut self, address: Address, call: Arc<Call>, tensor: Tensor) {
         let (from, to, _) = address;
         self.sent += 1;
         if bytes(&tensor) > 0 {
             *self.unread.entry((from, to)).or_default() += bytes(&tensor);
         }
-        self.queues.entry(address).or_default().push_back(Letter { number: self.sent, call, tensor });
+        self.queues.entry(address).or_default().push_back(QueuedMessage { number: self.sent, call, tensor });
     }
 
     /// Takes the oldest message at `address`. An empty queue is removed, since its tag may never be used again.
-    fn take(&mut self, address: Address) -> Option<Letter> {
+    fn take(&mut self, address: Address) -> Option<QueuedMessage> {
         let queue = self.queues.get_mut(&address)?;
         let letter = queue.pop_front()?;
         if queue.is_empty() {
@@ -66,7 +66,7 @@ impl Mail {
 }
 
 /// A message that was sent without waiting for room.
-struct Sent {
+struct UnbufferedSend {
     group: Arc<GroupState>,
     call: Arc<Call>,
     from: usize,
@@ -76,12 +76,13 @@ struct Sent {
     timeout: Option<Duration>,
 }
 
-impl StartedCall for Sent {
+impl StartedCall for UnbufferedSend {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
         let (from, to, allowed) = (self.from, self.to, self.allowed);
         // A wait for a rank that has returned fails at once.
-        Ok(self.group.has_room(from, to, allowed) || self.group.is_deserted(&On::Room { from, to, allowed }))
+        Ok(self.group.has_room(from, to, allowed)
+            || self.group.is_deserted(&WaitCondition::Room { from, to, allowed }))
     }
 
     fn finish(self: Box<Self>) -> Result<Results> {
@@ -119,7 +120,12 @@ impl GroupState {
         allowed: usize,
         timeout: Option<Duration>,
     ) -> Result<()> {
-        self.wait(from, timeout, || self.has_room(from, to, allowed), || On::Room { from, to, allowed })
+        self.wait(
+            from,
+            timeout,
+            || self.has_room(from, to, allowed),
+            || WaitCondition::Room { from, to, allowed },
+        )
     }
 
     /// Leaves `tensor` for the receiver that the call names; waits only if too much is unread.
@@ -134,12 +140,17 @@ impl GroupState {
     }
 
     /// Leaves `tensor` for the receiver, and never waits.
-    pub(super) fn start_send(self: &Arc<Self>, me: usize, call: Call, tensor: Tensor) -> Result<Box<dyn StartedCall>> {
+    pub(super) fn start_send(
+        self: &Arc<Self>,
+        me: usize,
+        call: Call,
+        tensor: Tensor,
+    ) -> Result<Box<dyn StartedCall>> {
         let (call, to) = self.begin_send(me, call, &tensor)?;
         // One message of any size may be unread.
         let (allowed, timeout) = (self.world().mailbox().max(bytes(&tensor)), call.timeout);
         self.deliver(me, to, call.clone(), tensor);
-        Ok(Box::new(Sent { group: self.clone(), call, from: me, to, allowed, timeout }))
+        Ok(Box::new(UnbufferedSend { group: self.clone(), call, from: me, to, allowed, timeout }))
     }
 
     fn begin_send(&self, me: usize, call: Call, tensor: &Tensor) -> Result<(Arc<Call>, usize)> {
@@ -163,10 +174,16 @@ impl GroupState {
         let tag = call.collective.tag();
         match call.collective.peer() {
             Some(from) => {
-                let on = || On::Message { from, to: me, tag };
+                let on = || WaitCondition::Message { from, to: me, tag };
                 self.receive(me, Some(from), call, || self.has_mail(&(from, me, tag)), on)
             }
-            None => self.receive(me, None, call, || self.has_any_mail(me, tag), || On::AnyMessage { to: me, tag }),
+            None => self.receive(
+                me,
+                None,
+                call,
+                || self.has_any_mail(me, tag),
+                || WaitCondition::AnyMessage { to: me, tag },
+            ),
         }
     }
 
@@ -176,7 +193,7 @@ impl GroupState {
         from: Option<usize>,
         call: Call,
         ready: impl Fn() -> bool,
-        on: impl FnOnce() -> On,
+        on: impl FnOnce() -> WaitCondition,
     ) -> Result<(usize, Tensor)> {
         self.world().check()?;
         let call = Arc::new(call);
@@ -209,7 +226,9 @@ impl GroupState {
     pub(super) fn probe(&self, me: usize, call: &Call) -> Result<Option<Envelope>> {
         self.world().check()?;
         let mail = self.mail.lock();
-        let Some(address) = mail.find(call.collective.peer(), me, call.collective.tag()) else { return Ok(None) };
+        let Some(address) = mail.find(call.collective.peer(), me, call.collective.tag()) else {
+            return Ok(None);
+        };
         let Some(letter) = mail.queues.get(&address).and_then(|queue| queue.front()) else { return Ok(None) };
         let (dtype, shape) = (letter.call.dtype.unwrap_or(DType::U8), letter.tensor.shape().clone());
         Ok(Some(Envelope { from: address.0, tag: call.collective.tag(), dtype, shape }))

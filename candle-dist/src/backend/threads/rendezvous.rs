@@ -5,14 +5,14 @@
 //! the calls agree, reads the peers' tensors, and marks that it has left. A blocking call then waits until all have
 //! left. Only then may an operand change again, so results are right even if an optimizer writes to a `Var` right after
 //! the call. Several rounds may be open at once: these are the started calls.
-use super::loan::{Lent, Loan};
-use super::mailbox::Mail;
-use super::members::{On, Wait, WorldState};
-use super::rounds::{Addresses, Offer, Round, Start, Walk};
-use super::wait::{Event, poll};
-use crate::backend::collective::{Gives, Operands};
+use super::loan::{Loan, LoanGuard};
+use super::mailbox::MessageQueues;
+use super::members::{Wait, WaitCondition, WorldState};
+use super::rounds::{Addresses, Offer, Round, RoundCursor, RoundStart};
+use super::wait::{EventCount, poll};
+use crate::backend::collective::{MemberTensors, Operands};
 use crate::backend::device::check_shared;
-use crate::backend::storage::{Operand, address};
+use crate::backend::storage::{StorageOperand, address};
 use crate::backend::{Call, Tensors};
 use crate::{Cause, Error, Result};
 use candle_core::{DeviceLocation, Tensor};
@@ -30,37 +30,39 @@ const GRACE: Duration = Duration::from_millis(400);
 pub(super) struct GroupState {
     world: Arc<WorldState>,
     ranks: Vec<usize>,
-    start: Start,
-    pub(super) mail: Mutex<Mail>,
-    event: Event,
+    start: RoundStart,
+    pub(super) mail: Mutex<MessageQueues>,
+    event: EventCount,
 }
 
 /// The tensors of all members that gave some, in group order.
-pub(super) struct Offered<'a>(SmallVec<[(Lent<'a, Tensors>, &'a Addresses); 8]>);
+pub(super) struct MemberOffers<'a>(SmallVec<[(LoanGuard<'a, Tensors>, &'a Addresses); 8]>);
 
-impl Offered<'_> {
+impl MemberOffers<'_> {
     /// Returns the tensors of all members.
     fn all(&self) -> impl Iterator<Item = &Tensor> + Clone {
         self.0.iter().flat_map(|(tensors, _)| tensors.iter())
     }
 }
 
-impl Gives for Offered<'_> {
+impl MemberTensors for MemberOffers<'_> {
     fn nth(&self, i: usize) -> Operands<'_> {
         let given = self.0.iter().filter(|(tensors, _)| i < tensors.len());
-        given.map(|(tensors, addresses)| Operand { tensor: &tensors[i], address: addresses[i] }).collect()
+        given
+            .map(|(tensors, addresses)| StorageOperand { tensor: &tensors[i], address: addresses[i] })
+            .collect()
     }
 }
 
 impl GroupState {
     /// Adds `rank` to a group, and returns its walk along the rounds.
-    pub(super) fn join(world: &Arc<WorldState>, rank: usize, ranks: &[usize]) -> (Arc<Self>, Walk) {
+    pub(super) fn join(world: &Arc<WorldState>, rank: usize, ranks: &[usize]) -> (Arc<Self>, RoundCursor) {
         let group = world.join(rank, ranks, || Self {
             world: world.clone(),
             ranks: ranks.to_vec(),
-            start: Start::new(ranks.len()),
+            start: RoundStart::new(ranks.len()),
             mail: Mutex::default(),
-            event: Event::default(),
+            event: EventCount::default(),
         });
         let walk = group.start.walk();
         (group, walk)
@@ -92,7 +94,8 @@ impl GroupState {
         lingers: bool,
     ) -> Result<()> {
         self.world.check()?;
-        let (addresses, writes) = (tensors.iter().map(address).collect(), outputs.iter().map(address).collect());
+        let (addresses, writes) =
+            (tensors.iter().map(address).collect(), outputs.iter().map(address).collect());
         self.world.begin(self.ranks[me], &call);
         let gives = !tensors.is_empty();
         round.enter(me, Offer { call, tensors: Loan::new(tensors), addresses, gives, lingers, writes });
@@ -120,11 +123,11 @@ impl GroupState {
         me: usize,
         round: &Round,
         timeout: Option<Duration>,
-        read: impl FnOnce(&Call, &Offered<'_>) -> Result<R>,
+        read: impl FnOnce(&Call, &MemberOffers<'_>) -> Result<R>,
     ) -> Result<R> {
         let mine = round.seats()[me].offer().expect("a member has offered before it finishes");
         let timeout = timeout.or(mine.call.timeout);
-        self.wait(me, timeout, || round.is_complete(), || On::Entered(round.clone()))?;
+        self.wait(me, timeout, || round.is_complete(), || WaitCondition::Entered(round.clone()))?;
         let offers = self.agreed(me, round)?;
         // Refused here, where all calls are known to be equal, so that all members refuse.
         let result = check_device(&mine.call, offers.all())
@@ -133,7 +136,7 @@ impl GroupState {
         drop(offers);
         self.leave(me, round);
         if mine.lingers && mine.gives {
-            self.wait(me, timeout, || round.is_over(), || On::Left(round.clone()))?;
+            self.wait(me, timeout, || round.is_over(), || WaitCondition::Left(round.clone()))?;
             // SAFETY: all members have left, and read nothing of this round any more.
             drop(unsafe { mine.tensors.end() });
         }
@@ -143,8 +146,13 @@ impl GroupState {
 
     /// Waits until all members have entered a round that `me` has started. After `timeout` the world stops and names
     /// the missing members.
-    pub(super) fn monitor(self: &Arc<Self>, me: usize, round: &Round, timeout: Option<Duration>) -> Result<()> {
-        self.wait(me, timeout, || round.is_complete(), || On::Monitored(round.clone()))?;
+    pub(super) fn monitor(
+        self: &Arc<Self>,
+        me: usize,
+        round: &Round,
+        timeout: Option<Duration>,
+    ) -> Result<()> {
+        self.wait(me, timeout, || round.is_complete(), || WaitCondition::Monitored(round.clone()))?;
         let agreed = self.agreed(me, round).map(drop);
         self.leave(me, round);
         self.world.complete(self.ranks[me]);
@@ -168,7 +176,7 @@ impl GroupState {
 
     /// Returns the offers of a complete round to member `me`, which has not left it, or stops the world if the members'
     /// calls differ.
-    fn agreed<'a>(&self, me: usize, round: &'a Round) -> Result<Offered<'a>> {
+    fn agreed<'a>(&self, me: usize, round: &'a Round) -> Result<MemberOffers<'a>> {
         debug_assert!(!round.seats()[me].has_left());
         let offers = round.seats().iter().filter_map(|seat| seat.offer());
         let mut reference: Option<&Call> = None;
@@ -182,11 +190,11 @@ impl GroupState {
             // SAFETY: the loan ends when all members have left, and `me` leaves only after it has dropped the offers.
             tensors.push((unsafe { offer.tensors.read() }, &offer.addresses));
         }
-        Ok(Offered(tensors))
+        Ok(MemberOffers(tensors))
     }
 
     /// Refuses outputs in memory that another member reads or writes: on all members alike, before any has written.
-    fn check_apart(&self, round: &Round, offers: &Offered<'_>) -> Result<()> {
+    fn check_apart(&self, round: &Round, offers: &MemberOffers<'_>) -> Result<()> {
         let offer = |seat: usize| round.seats()[seat].offer().map(|offer| (seat, offer));
         let writes: SmallVec<[(usize, usize); 8]> = (0..round.seats().len())
             .filter_map(offer)
@@ -196,32 +204,36 @@ impl GroupState {
             let read = offers.0.iter().any(|(_, addresses)| addresses.contains(&place));
             if read || writes[..i].iter().any(|&(_, other)| other == place) {
                 let (rank, other) = (self.ranks[member], if read { "an input" } else { "another output" });
-                let reason = format!("the output of rank {rank} lies in the memory of {other}; give memory of its own");
+                let reason = format!(
+                    "the output of rank {rank} lies in the memory of {other}; give memory of its own"
+                );
                 return Err(Error::Unsupported(reason));
             }
         }
         Ok(())
     }
 
-    pub(super) fn is_ready(&self, on: &On) -> bool {
+    pub(super) fn is_ready(&self, on: &WaitCondition) -> bool {
         match on {
-            On::Entered(round) | On::Monitored(round) => round.is_complete(),
-            On::Left(round) => round.is_over(),
-            On::Message { from, to, tag } => self.has_mail(&(*from, *to, *tag)),
-            On::AnyMessage { to, tag } => self.has_any_mail(*to, *tag),
-            On::Room { from, to, allowed } => self.has_room(*from, *to, *allowed),
+            WaitCondition::Entered(round) | WaitCondition::Monitored(round) => round.is_complete(),
+            WaitCondition::Left(round) => round.is_over(),
+            WaitCondition::Message { from, to, tag } => self.has_mail(&(*from, *to, *tag)),
+            WaitCondition::AnyMessage { to, tag } => self.has_any_mail(*to, *tag),
+            WaitCondition::Room { from, to, allowed } => self.has_room(*from, *to, *allowed),
         }
     }
 
     /// Returns whether the condition lacks something that only this member can bring.
-    fn awaits(&self, on: &On, member: usize) -> bool {
+    fn awaits(&self, on: &WaitCondition, member: usize) -> bool {
         match on {
-            On::Entered(round) | On::Monitored(round) => round.seats()[member].offer().is_none(),
-            On::Left(round) => !round.seats()[member].has_left(),
-            On::Message { from, .. } => *from == member && !self.is_ready(on),
-            On::Room { to, .. } => *to == member && !self.is_ready(on),
+            WaitCondition::Entered(round) | WaitCondition::Monitored(round) => {
+                round.seats()[member].offer().is_none()
+            }
+            WaitCondition::Left(round) => !round.seats()[member].has_left(),
+            WaitCondition::Message { from, .. } => *from == member && !self.is_ready(on),
+            WaitCondition::Room { to, .. } => *to == member && !self.is_ready(on),
             // Any of the others may bring it; see `deserter`.
-            On::AnyMessage { .. } => false,
+            WaitCondition::AnyMessage { .. } => false,
         }
     }
 
@@ -232,7 +244,7 @@ impl GroupState {
         me: usize,
         timeout: Option<Duration>,
         ready: impl Fn() -> bool,
-        on: impl FnOnce() -> On,
+        on: impl FnOnce() -> WaitCondition,
     ) -> Result<()> {
         if poll(self.world.crowded(), || ready() || self.world.is_failed()) && ready() {
             return Ok(());
@@ -240,7 +252,7 @@ impl GroupState {
         self.park(me, timeout.unwrap_or(self.world.timeout()), &on())
     }
 
-    fn park(self: &Arc<Self>, me: usize, timeout: Duration, on: &On) -> Result<()> {
+    fn park(self: &Arc<Self>, me: usize, timeout: Duration, on: &WaitCondition) -> Result<()> {
         let world = &self.world;
         let rank = self.ranks[me];
         let began = Instant::now();
@@ -255,35 +267,40 @@ impl GroupState {
             if let Some(cause) = self.hopeless(me, on, began.elapsed(), timeout) {
                 break Err(world.fail(cause));
             }
-            self.event.sleep(TICK.min(timeout), || self.is_ready(on) || world.is_failed() || self.is_deserted(on));
+            self.event
+                .sleep(TICK.min(timeout), || self.is_ready(on) || world.is_failed() || self.is_deserted(on));
         };
         world.set_wait(rank, None);
         result
     }
 
     /// Returns whether a member that the condition awaits has returned.
-    pub(super) fn is_deserted(&self, on: &On) -> bool {
+    pub(super) fn is_deserted(&self, on: &WaitCondition) -> bool {
         self.deserter(on).is_some()
     }
 
-    fn deserter(&self, on: &On) -> Option<usize> {
+    fn deserter(&self, on: &WaitCondition) -> Option<usize> {
         // The awaited event may be a member's last action, so its end is checked first, then the condition.
-        if let On::AnyMessage { to, .. } = on {
+        if let WaitCondition::AnyMessage { to, .. } = on {
             let mut others = (0..self.ranks.len()).filter(|member| member != to);
             let all_gone = others.clone().all(|member| self.world.has_returned(self.ranks[member]));
-            return if all_gone && !self.is_ready(on) { others.next().map(|other| self.ranks[other]) } else { None };
+            return if all_gone && !self.is_ready(on) {
+                others.next().map(|other| self.ranks[other])
+            } else {
+                None
+            };
         }
         let gone = |&member: &usize| self.world.has_returned(self.ranks[member]) && self.awaits(on, member);
         (0..self.ranks.len()).find(gone).map(|member| self.ranks[member])
     }
 
     /// Returns the reason why more waiting is pointless, if there is one.
-    fn hopeless(&self, me: usize, on: &On, waited: Duration, timeout: Duration) -> Option<Cause> {
+    fn hopeless(&self, me: usize, on: &WaitCondition, waited: Duration, timeout: Duration) -> Option<Cause> {
         if let Some(rank) = self.deserter(on) {
             return Some(Cause::Returned { rank });
         }
         if waited >= timeout {
-            let On::Monitored(_) = on else {
+            let WaitCondition::Monitored(_) = on else {
                 return Some(Cause::TimedOut { rank: self.ranks[me], after: timeout });
             };
             let missing = (0..self.ranks.len()).filter(|&member| self.awaits(on, member));
@@ -300,7 +317,9 @@ pub(super) fn check_device<'a>(call: &Call, tensors: impl Iterator<Item = &'a Te
     let device = call.device;
     match device {
         DeviceLocation::Cpu if tensors.clone().all(|tensor| tensor.device().is_cpu()) => Ok(()),
-        DeviceLocation::Cpu | DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => check_shared(call.op(), tensors),
+        DeviceLocation::Cpu | DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => {
+            check_shared(call.op(), tensors)
+        }
         _ => {
             let op = call.op();
             let fix = "move them to Device::Cpu first";

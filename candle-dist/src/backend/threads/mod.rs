@@ -16,45 +16,45 @@ mod wait;
 
 pub(crate) use members::{RankGuard, WorldState};
 
-use super::collective::{self, Gives};
+use super::collective::{self, MemberTensors};
 use super::outputs::{deliver, fill};
 use super::recent::Recent;
-use super::runs::Piece;
-use super::storage::{Operand, share_memory};
+use super::runs::DimPiece;
+use super::storage::{StorageOperand, share_memory};
 use super::{
     Backend, Call, Collective, Envelope, Form, Fresh, Results, StartedCall, Tensors, bytes, device, overwrite,
 };
 use crate::{Cause, Error, GroupFailure, Result};
 use candle_core::{Device, Tensor};
-use members::On;
+use members::WaitCondition;
 use parking_lot::Mutex;
 use rendezvous::GroupState;
-use rounds::{Round, Walk};
+use rounds::{Round, RoundCursor};
 use smallvec::{SmallVec, smallvec};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// One rank's handle on a group of threads.
-pub(crate) struct LocalBackend {
+pub(crate) struct ThreadBackend {
     group: Arc<GroupState>,
     rank: usize,
     device: Device,
-    turn: Mutex<Turn>,
+    turn: Mutex<MemberProgress>,
 }
 
 /// The progress of a group's member.
-struct Turn {
-    walk: Walk,
+struct MemberProgress {
+    walk: RoundCursor,
     calls: Recent<Call>,
 }
 
-impl std::fmt::Debug for LocalBackend {
+impl std::fmt::Debug for ThreadBackend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "LocalBackend(rank {} of {:?})", self.rank, self.group.ranks())
+        write!(f, "ThreadBackend(rank {} of {:?})", self.rank, self.group.ranks())
     }
 }
 
-impl Turn {
+impl MemberProgress {
     /// Returns the call, in the memory of an equal one that came before: peers have that in their caches.
     fn shared(&mut self, call: Call) -> Arc<Call> {
         if call.collective.counts().is_some() {
@@ -65,16 +65,22 @@ impl Turn {
     }
 }
 
-impl LocalBackend {
+impl ThreadBackend {
     /// Creates the handle of `rank` (in the group), which computes on `device`, on the group of all ranks of `world`.
     pub(crate) fn world(world: &Arc<WorldState>, rank: usize, device: Device) -> Self {
         let ranks: Vec<usize> = (0..world.size()).collect();
         Self::join(world, rank, &ranks, rank, device)
     }
 
-    fn join(world: &Arc<WorldState>, global_rank: usize, ranks: &[usize], rank: usize, device: Device) -> Self {
+    fn join(
+        world: &Arc<WorldState>,
+        global_rank: usize,
+        ranks: &[usize],
+        rank: usize,
+        device: Device,
+    ) -> Self {
         let (group, walk) = GroupState::join(world, global_rank, ranks);
-        Self { group, rank, device, turn: Mutex::new(Turn { walk, calls: Recent::default() }) }
+        Self { group, rank, device, turn: Mutex::new(MemberProgress { walk, calls: Recent::default() }) }
     }
 
     fn enter(&self, call: Call, tensors: Tensors) -> Result<Round> {
@@ -126,7 +132,7 @@ impl LocalBackend {
 }
 
 /// A round that this member has started and not finished.
-struct Started {
+struct RoundCall {
     group: Arc<GroupState>,
     rank: usize,
     /// `None` when it is finished.
@@ -136,21 +142,22 @@ struct Started {
     timeout: Option<Duration>,
 }
 
-impl StartedCall for Started {
+impl StartedCall for RoundCall {
     fn is_ready(&self) -> Result<bool> {
         self.group.world().check()?;
         let Some(round) = &self.round else { return Ok(true) };
         // A wait for a rank that has returned fails at once.
-        Ok(round.is_complete() || self.group.is_deserted(&On::Entered(round.clone())))
+        Ok(round.is_complete() || self.group.is_deserted(&WaitCondition::Entered(round.clone())))
     }
 
     fn finish(mut self: Box<Self>) -> Result<Results> {
         let Some(round) = self.round.take() else { return Ok(Results::new()) };
         self.group.resume(self.rank, &round);
-        let result = self.group.finish(self.rank, &round, self.timeout, |call, all| match &self.outputs[..] {
-            [] => collective::results(call, self.rank, all),
-            outputs => collective::write(call, self.rank, all, outputs).map(|()| Results::new()),
-        });
+        let result =
+            self.group.finish(self.rank, &round, self.timeout, |call, all| match &self.outputs[..] {
+                [] => collective::results(call, self.rank, all),
+                outputs => collective::write(call, self.rank, all, outputs).map(|()| Results::new()),
+            });
         if result.is_err() {
             self.round = Some(round); // to be left on drop
         }
@@ -163,7 +170,7 @@ impl StartedCall for Started {
     }
 }
 
-impl Drop for Started {
+impl Drop for RoundCall {
     fn drop(&mut self) {
         if let Some(round) = self.round.take() {
             self.group.leave(self.rank, &round);
@@ -177,7 +184,7 @@ const PIECEWISE: usize = 256 << 10;
 /// The bytes per tile of an all_reduce in place.
 const TILE: usize = 2 << 20;
 
-impl LocalBackend {
+impl ThreadBackend {
     /// Runs an all_reduce in two rounds: every rank reduces one piece, then `read` gets the pieces of all.
     ///
     /// All ranks together read each input once. In one round, every rank would read all of it.
@@ -185,16 +192,18 @@ impl LocalBackend {
         &self,
         call: Call,
         tensor: &Tensor,
-        read: impl FnOnce(&[Operand<'_>]) -> Result<R>,
+        read: impl FnOnce(&[StorageOperand<'_>]) -> Result<R>,
     ) -> Result<R> {
         let (flat, n) = (tensor.flatten_all()?, self.group.ranks().len());
         let chunk = flat.elem_count().div_ceil(n);
         let start = (chunk * self.rank).min(flat.elem_count());
-        let piece = Piece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
+        let piece = DimPiece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
         let none = || Error::Unsupported(format!("{} without a reduction", call.op()));
         let op = call.collective.reduction().ok_or_else(none)?;
         let round = self.enter(call.clone(), smallvec![flat])?;
-        let mine = self.group.finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
+        let mine = self
+            .group
+            .finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
         let mine = Fresh { storage: mine, shape: piece.len.into() }.into_tensor();
         let round = self.enter(call, smallvec![mine])?;
         self.group.finish(self.rank, &round, None, |_, all| read(&all.nth(0)))
@@ -202,13 +211,13 @@ impl LocalBackend {
 }
 
 /// Fills `tensor` with the elements of `parts`, one after the other.
-fn write_parts(tensor: &Tensor, parts: &[Operand<'_>]) -> Result<()> {
+fn write_parts(tensor: &Tensor, parts: &[StorageOperand<'_>]) -> Result<()> {
     overwrite::overwrite(tensor, &parts.iter().map(|part| part.tensor).collect::<SmallVec<[&Tensor; 8]>>())
 }
 
-impl Backend for LocalBackend {
+impl Backend for ThreadBackend {
     fn name(&self) -> &'static str {
-        "local"
+        "threads"
     }
 
     fn rank(&self) -> usize {
@@ -235,18 +244,24 @@ impl Backend for LocalBackend {
             }
             (_, [tensor], _) if call.form == Form::InPlace => self.run_in_place(call, tensor),
             // Two ranks read the same amount in one round as in two.
-            (Collective::AllReduce(_), [tensor], _) if self.ranks().len() > 2 && bytes(tensor) >= PIECEWISE => {
-                let storage = self.reduce_piecewise(call, tensor, |pieces| device::concat(pieces, None, 0))?;
+            (Collective::AllReduce(_), [tensor], _)
+                if self.ranks().len() > 2 && bytes(tensor) >= PIECEWISE =>
+            {
+                let storage =
+                    self.reduce_piecewise(call, tensor, |pieces| device::concat(pieces, None, 0))?;
                 fill(&outputs, smallvec![Fresh { storage, shape: tensor.shape().clone() }])
             }
             (_, _, []) => {
                 let round = self.enter(call, tensors)?;
-                self.group.finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))
+                self.group
+                    .finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))
             }
             _ => {
                 let round = self.enter_into(call, tensors, &outputs, true)?;
                 self.group
-                    .finish(self.rank, &round, None, |call, all| collective::write(call, self.rank, all, &outputs))
+                    .finish(self.rank, &round, None, |call, all| {
+                        collective::write(call, self.rank, all, &outputs)
+                    })
                     .map(|()| Results::new())
             }
         }
@@ -258,7 +273,7 @@ impl Backend for LocalBackend {
         }
         let round = Some(self.enter_into(call, tensors, &outputs, false)?);
         self.group.pause(self.rank);
-        Ok(Box::new(Started { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
+        Ok(Box::new(RoundCall { group: self.group.clone(), rank: self.rank, round, outputs, timeout: None }))
     }
 
     fn recv(&self, call: Call, output: Option<&Tensor>) -> Result<(usize, Tensor)> {

@@ -43,12 +43,12 @@ impl Drop for Stretch {
 }
 
 /// A stretch as one member holds it. A member counts its handles on its own: all members would write one shared count.
-struct Held(Arc<Stretch>);
+struct StretchRef(Arc<Stretch>);
 
 /// One meeting of all members: their seats.
 #[derive(Clone)]
 pub(super) struct Round {
-    held: Arc<Held>,
+    held: Arc<StretchRef>,
     first: usize,
 }
 
@@ -116,36 +116,39 @@ impl Round {
 }
 
 /// The start of a group's rounds, until all members have it.
-pub(super) struct Start(Mutex<(usize, Option<Arc<Stretch>>)>);
+pub(super) struct RoundStart(Mutex<(usize, Option<Arc<Stretch>>)>);
 
-impl Start {
+impl RoundStart {
     pub(super) fn new(members: usize) -> Self {
         Self(Mutex::new((members, Some(Stretch::new(members)))))
     }
 
     /// Returns the walk of a member. Every member calls this once.
-    pub(super) fn walk(&self) -> Walk {
+    pub(super) fn walk(&self) -> RoundCursor {
         let (missing, first) = &mut *self.0.lock();
         *missing -= 1;
         // The last one takes it along: who keeps a stretch keeps all that follow.
         let stretch = if *missing == 0 { first.take() } else { first.clone() };
-        Walk { held: Arc::new(Held(stretch.expect("a group has as many walks as members"))), round: 0 }
+        RoundCursor {
+            held: Arc::new(StretchRef(stretch.expect("a group has as many walks as members"))),
+            round: 0,
+        }
     }
 }
 
 /// The walk of one member along the rounds of a group.
-pub(super) struct Walk {
-    held: Arc<Held>,
+pub(super) struct RoundCursor {
+    held: Arc<StretchRef>,
     /// The next round in the stretch.
     round: usize,
 }
 
-impl Walk {
+impl RoundCursor {
     /// Returns the member's next round.
     pub(super) fn next(&mut self) -> Round {
         if self.round == ROUNDS {
             let Stretch { members, next, .. } = &*self.held.0;
-            self.held = Arc::new(Held(next.get_or_init(|| Stretch::new(*members)).clone()));
+            self.held = Arc::new(StretchRef(next.get_or_init(|| Stretch::new(*members)).clone()));
             self.round = 0;
         }
         self.round += 1;
@@ -163,12 +166,19 @@ mod tests {
     fn offer() -> Offer {
         let call = Arc::new(Call::new(Collective::Barrier));
         let tensors = Loan::new(Tensors::new());
-        Offer { call, tensors, addresses: SmallVec::new(), gives: false, lingers: true, writes: SmallVec::new() }
+        Offer {
+            call,
+            tensors,
+            addresses: SmallVec::new(),
+            gives: false,
+            lingers: true,
+            writes: SmallVec::new(),
+        }
     }
 
     /// Starts the walks of two members.
-    fn walks() -> [Walk; 2] {
-        let start = Start::new(2);
+    fn walks() -> [RoundCursor; 2] {
+        let start = RoundStart::new(2);
         [start.walk(), start.walk()]
     }
 

@@ -3,7 +3,7 @@ use super::rendezvous::GroupState;
 use super::rounds::Round;
 use crate::backend::Call;
 use crate::error::End;
-use crate::{Cause, Doing, Error, GroupFailure, RankReport, Result};
+use crate::{Cause, Error, GroupFailure, RankReport, RankStatus, Result};
 use crossbeam_utils::CachePadded;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -22,14 +22,14 @@ pub(crate) struct WorldState {
     failed: AtomicBool,
     failure: OnceLock<Arc<GroupFailure>>,
     returned: Box<[AtomicBool]>,
-    activity: Box<[CachePadded<Mutex<Activity>>]>,
-    table: Mutex<Table>,
+    activity: Box<[CachePadded<Mutex<MemberActivity>>]>,
+    table: Mutex<MemberTable>,
     registry: Mutex<Registry>,
 }
 
 /// The communication of one rank.
 #[derive(Default)]
-struct Activity {
+struct MemberActivity {
     call: Option<Arc<Call>>,
     inside: bool,
     thread: Option<ThreadId>,
@@ -39,12 +39,12 @@ struct Activity {
 #[derive(Clone)]
 pub(super) struct Wait {
     pub(super) group: Arc<GroupState>,
-    pub(super) on: On,
+    pub(super) on: WaitCondition,
 }
 
 /// The conditions for which a rank can wait in a group.
 #[derive(Clone)]
-pub(super) enum On {
+pub(super) enum WaitCondition {
     /// All members entered this round.
     Entered(Round),
     /// The same, and the error names missing members.
@@ -59,7 +59,7 @@ pub(super) enum On {
     Room { from: usize, to: usize, allowed: usize },
 }
 
-struct Table {
+struct MemberTable {
     ends: Vec<Option<End>>,
     waits: Vec<Option<Wait>>,
     /// Whether several threads communicate for one rank, so that a parked thread says nothing about its rank.
@@ -86,7 +86,11 @@ impl WorldState {
             failure: OnceLock::new(),
             returned: (0..size).map(|_| AtomicBool::new(false)).collect(),
             activity: (0..size).map(|_| CachePadded::default()).collect(),
-            table: Mutex::new(Table { ends: vec![None; size], waits: vec![None; size], threaded: false }),
+            table: Mutex::new(MemberTable {
+                ends: vec![None; size],
+                waits: vec![None; size],
+                threaded: false,
+            }),
             registry: Mutex::default(),
         })
     }
@@ -125,7 +129,8 @@ impl WorldState {
 
     /// Stops the world. The first cause wins; every rank gets it.
     pub(crate) fn fail(&self, cause: Cause) -> Error {
-        let failure = self.failure.get_or_init(|| Arc::new(GroupFailure { cause, ranks: self.reports() })).clone();
+        let failure =
+            self.failure.get_or_init(|| Arc::new(GroupFailure { cause, ranks: self.reports() })).clone();
         self.failed.store(true, Ordering::Release);
         self.notify_all();
         Error::Group(failure)
@@ -134,14 +139,14 @@ impl WorldState {
     fn reports(&self) -> Vec<RankReport> {
         let ends = self.table.lock().ends.clone();
         let doing = |rank: usize, end: Option<End>| match end {
-            Some(End::Returned) => Doing::Returned,
-            Some(End::Failed(message)) => Doing::Failed(message),
-            Some(End::Panicked(message)) => Doing::Panicked(message),
+            Some(End::Returned) => RankStatus::Returned,
+            Some(End::Failed(message)) => RankStatus::Failed(message),
+            Some(End::Panicked(message)) => RankStatus::Panicked(message),
             None => {
                 let activity = self.activity[rank].lock();
                 match (&activity.call, activity.inside) {
-                    (Some(call), true) => Doing::In(call.clone()),
-                    (call, _) => Doing::Running(call.clone()),
+                    (Some(call), true) => RankStatus::In(call.clone()),
+                    (call, _) => RankStatus::Running(call.clone()),
                 }
             }
         };
@@ -225,7 +230,12 @@ impl WorldState {
     }
 
     /// Returns the group of `ranks` that `rank` joins now: its n-th group of these members is every member's n-th.
-    pub(super) fn join(&self, rank: usize, ranks: &[usize], make: impl FnOnce() -> GroupState) -> Arc<GroupState> {
+    pub(super) fn join(
+        &self,
+        rank: usize,
+        ranks: &[usize],
+        make: impl FnOnce() -> GroupState,
+    ) -> Arc<GroupState> {
         let mut registry = self.registry.lock();
         let nth = registry.joined.entry((rank, ranks.to_vec())).or_default();
         *nth += 1;

@@ -4,17 +4,17 @@ use std::time::{Duration, Instant};
 
 /// Parks threads until another thread changes the condition.
 ///
-/// The changing thread writes its atomics, then calls [`Event::notify`]. The waiting thread registers, re-reads the
+/// The changing thread writes its atomics, then calls [`EventCount::notify`]. The waiting thread registers, re-reads the
 /// atomics under the lock, and only then sleeps. Two sequentially consistent fences order "write, then look for
 /// sleepers" against "register, then read", so one of the threads always sees the other.
 #[derive(Default)]
-pub(super) struct Event {
+pub(super) struct EventCount {
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     wake: Condvar,
 }
 
-impl Event {
+impl EventCount {
     /// Wakes all sleepers; call it after the change.
     pub(super) fn notify(&self) {
         fence(Ordering::SeqCst);
