@@ -82,7 +82,8 @@ pub(super) fn build(
     let respelled = || Replace::new(" ", SPACE).map_err(failed);
     match spaces {
         Spaces::Kept => {
-            drop(tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Never, false))))
+            let spaces = Metaspace::new('▁', PrependScheme::Never, false);
+            tokenizer.with_pre_tokenizer(Some(spaces));
         }
         Spaces::Prefixed => {
             let steps = vec![Prepend::new(SPACE.into()).into(), respelled()?.into()];

@@ -1,11 +1,11 @@
-//! InputCuts arguments into microbatches.
+//! Cuts arguments into microbatches.
 use super::cut::InputCuts;
 use super::{ChunkSpec, KwargsSpec, Microbatches, microbatch_sizes};
 use crate::{Error, Kwargs, Result, Value};
 use candle_core::Tensor;
 use candle_dist::TensorTree;
 
-/// InputCuts arguments into at most `chunks` microbatches, each tensor along its spec's dim.
+/// Cuts arguments into at most `chunks` microbatches, each tensor along its spec's dim.
 ///
 /// Without specs, tensors are cut along [`DEFAULT_CHUNK_DIM`](super::DEFAULT_CHUNK_DIM) and plain values go to every
 /// chunk. Specs of kwargs belong to them by name. If the batch has fewer rows than `chunks`, there are as many chunks
@@ -114,7 +114,7 @@ impl Splitter {
         Self { rows: Some(rows), ..self }
     }
 
-    /// InputCuts arguments like [`split_args_kwargs_into_chunks`], with the same errors.
+    /// Cuts arguments like [`split_args_kwargs_into_chunks`], with the same errors.
     pub fn split(
         &self,
         args: &[Value],
