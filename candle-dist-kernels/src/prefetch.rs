@@ -83,7 +83,7 @@ mod tests {
                 // Rows outside of the table are no error either.
                 let row_of = |entry: usize| entry * 1_000_003;
                 Prefetch::along(&vec![Prefetch::of(&table, width); tables], count, row_of, |entry| {
-                    seen.push(entry)
+                    seen.push(entry);
                 });
                 assert_eq!(seen, (0..count).collect::<Vec<_>>());
             }

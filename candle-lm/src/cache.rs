@@ -126,7 +126,7 @@ pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Texts<'_> {
             LayerCache::All(cache) => whole.push(TextTokens { tokens, cache: TextCache::All(cache) }),
             LayerCache::Window(cache) => whole.push(TextTokens { tokens, cache: TextCache::Window(cache) }),
             LayerCache::Cut(cache, dtype) => {
-                cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } })
+                cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } });
             }
         }
     }

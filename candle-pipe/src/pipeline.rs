@@ -78,7 +78,7 @@ impl Pipeline {
             match tried.bubble() {
                 Ok(bubble) if bubble < SMALL_BUBBLE => return Ok(tried),
                 Ok(bubble) if best.as_ref().is_none_or(|(least, _)| bubble < *least) => {
-                    best = Some((bubble, tried))
+                    best = Some((bubble, tried));
                 }
                 Ok(_) => {}
                 Err(error) => refused = Some(error),

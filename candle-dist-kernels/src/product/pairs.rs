@@ -67,7 +67,7 @@ impl Pairs {
             let count = panel.min(n - start);
             // SAFETY: as above.
             unsafe {
-                multiply_panel([m, count, k], &rows, &pack::<COLUMNS>(lines, start, count), out, width)
+                multiply_panel([m, count, k], &rows, &pack::<COLUMNS>(lines, start, count), out, width);
             };
         };
         let starts = (0..n).step_by(panel);

@@ -95,10 +95,10 @@ fn reduce_runs<T: ReduceElement>(sources: &[TensorRuns<'_, T>], op: ReduceOp, ou
         ReduceOp::Sum => fold(sources, out, T::widen, |a, b| a + b, |a| a),
         ReduceOp::Product => fold(sources, out, T::widen, |a, b| a * b, |a| a),
         ReduceOp::Min => {
-            fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a)
+            fold(sources, out, T::widen, |a, b| if (b < a) | T::is_nan(b) { b } else { a }, |a| a);
         }
         ReduceOp::Max => {
-            fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a)
+            fold(sources, out, T::widen, |a, b| if (b > a) | T::is_nan(b) { b } else { a }, |a| a);
         }
         ReduceOp::Avg => {
             if T::IS_FLOAT {

@@ -30,7 +30,7 @@ impl<T: Collect + Default> CommScope<T> {
 impl<T> Drop for CommScope<T> {
     fn drop(&mut self) {
         OPEN.with_borrow_mut(|open| {
-            open.retain(|other| !std::ptr::addr_eq(Rc::as_ptr(other), Rc::as_ptr(&self.0)))
+            open.retain(|other| !std::ptr::addr_eq(Rc::as_ptr(other), Rc::as_ptr(&self.0)));
         });
     }
 }

@@ -103,7 +103,7 @@ fn attempt(
                 match info.secret {
                     // This process may have read the one of the world before.
                     Secret::File(_) => {
-                        last = Some(io::Error::other(format!("{why}, which is of another job")))
+                        last = Some(io::Error::other(format!("{why}, which is of another job")));
                     }
                     _ => foreign = Some(format!("{why}; it is of another job, or CANDLE_DIST_TOKEN differs")),
                 }

@@ -258,7 +258,7 @@ impl ControlHub {
         let mut welcome = Vec::new();
         guest.answer(&self.key, &answer, &mut welcome)?;
         match Link::start(stream.try_clone()?, table.terms.lost_after, welcome, move |event| {
-            hub.on(rank, event)
+            hub.on(rank, event);
         }) {
             Ok(link) => {
                 table.seats[rank] = RankRecord { link: Some(link), is_open: true, ..RankRecord::default() }

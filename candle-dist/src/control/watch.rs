@@ -123,13 +123,13 @@ impl Watch {
         match event {
             LinkEvent::Message(Notice::Ready, _) => heard.ready = true,
             LinkEvent::Message(Notice::NotStarted(text), _) => {
-                heard.not_started = Some(printable(&text).into())
+                heard.not_started = Some(printable(&text).into());
             }
             LinkEvent::Message(Notice::Value { id }, value) => {
-                drop(heard.answers.insert(id, ValueReply::Value(value)))
+                drop(heard.answers.insert(id, ValueReply::Value(value)));
             }
             LinkEvent::Message(Notice::Absent { id }, _) => {
-                drop(heard.answers.insert(id, ValueReply::Absent))
+                drop(heard.answers.insert(id, ValueReply::Absent));
             }
             LinkEvent::Message(Notice::Changed { id, outcome }, bytes) => {
                 heard.answers.insert(id, ValueReply::Changed(outcome, bytes));

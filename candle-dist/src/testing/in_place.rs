@@ -32,7 +32,7 @@ fn replaced(ctx: &RankContext) -> Result<()> {
             }
             for root in [0, n - 1] {
                 let var = Var::from_tensor(&x)?;
-                g.call(Collective::Broadcast { root: root }).in_place(&var)?;
+                g.call(Collective::Broadcast { root }).in_place(&var)?;
                 assert_same(&var, &input(root, shape, dtype)?, "broadcast")?;
             }
         }

@@ -128,7 +128,7 @@ fn messages(ctx: &RankContext) -> Result<()> {
             let want = input(before, &[len], dtype)?;
             let (first, second) = (room(&want)?, room(&want)?);
             for tag in [0, 3] {
-                g.call(Collective::Send { to: next, tag: tag })
+                g.call(Collective::Send { to: next, tag })
                     .start_all(std::slice::from_ref(&input(r, &[len], dtype)?))?
                     .wait()?;
             }
@@ -142,9 +142,9 @@ fn messages(ctx: &RankContext) -> Result<()> {
     }
     // A tensor that is passed on may come back to its own memory.
     let mine = input(r, &[100], DType::F32)?;
-    g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[mine.clone()]).map(drop)?;
+    g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(std::slice::from_ref(&mine)).map(drop)?;
     let back = g.recv(100, DType::F32, before)?;
-    g.call(Collective::Send { to: before, tag: 0 }).owned().run_all(&[back.clone()]).map(drop)?;
+    g.call(Collective::Send { to: before, tag: 0 }).owned().run_all(std::slice::from_ref(&back)).map(drop)?;
     g.call(Collective::Recv { from: Some(next), tag: 0 }).into(&mine).run(None).map(drop)?;
     assert_same(&mine, &input(r, &[100], DType::F32)?, "there and back")
 }

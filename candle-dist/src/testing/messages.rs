@@ -116,12 +116,10 @@ fn started(ctx: &RankContext) -> Result<()> {
     for len in LENGTHS {
         for tag in [0, 7] {
             let receives = (0..3)
-                .map(|_| {
-                    g.call(Collective::Recv { from: Some(before), tag: tag }).of(len, DType::F32).start(None)
-                })
+                .map(|_| g.call(Collective::Recv { from: Some(before), tag }).of(len, DType::F32).start(None))
                 .collect::<Result<Vec<_>>>()?;
             let sends = (0..4).map(|i| {
-                g.call(Collective::Send { to: next, tag: tag }).start_all(std::slice::from_ref(&input(
+                g.call(Collective::Send { to: next, tag }).start_all(std::slice::from_ref(&input(
                     r + i,
                     &[len],
                     DType::F32,
@@ -255,7 +253,7 @@ fn any(ctx: &RankContext) -> Result<()> {
         for to in 0..n {
             if r != to {
                 for part in 0..2 {
-                    g.call(Collective::Send { to: to, tag: 5 })
+                    g.call(Collective::Send { to, tag: 5 })
                         .start_all(std::slice::from_ref(&input(r + part, &[r + 1], DType::I64)?))?
                         .wait()?;
                 }

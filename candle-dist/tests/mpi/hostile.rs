@@ -357,7 +357,7 @@ fn flood(ctx: &RankContext, count: usize, to: usize, from: usize) -> Result<()> 
     let (small, large) =
         (Tensor::ones(4, DType::F32, &Device::Cpu)?, Tensor::ones(10_000, DType::F32, &Device::Cpu)?);
     for nth in 0..count {
-        g.call(Collective::Send { to: to, tag: 0 })
+        g.call(Collective::Send { to, tag: 0 })
             .owned()
             .run_all(&[if nth % 5 == 0 { large.clone() } else { small.clone() }])
             .map(drop)?;
@@ -378,11 +378,11 @@ fn flooded_tags(ctx: &RankContext) -> Result<()> {
     let len = |nth: u32| if nth.is_multiple_of(5) { 10_000 } else { 4 };
     for (tag, nth) in (0..TAGS).flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
         let x = Tensor::full(tag as f32, len(nth), &Device::Cpu)?;
-        drop(g.call(Collective::Send { to: other, tag: tag }).owned().start_all(&[x])?);
+        drop(g.call(Collective::Send { to: other, tag }).owned().start_all(&[x])?);
     }
     for (tag, nth) in (0..TAGS).rev().flat_map(|tag| (0..20).map(move |nth| (tag, nth))) {
         check(
-            &g.call(Collective::Recv { from: Some(other), tag: tag })
+            &g.call(Collective::Recv { from: Some(other), tag })
                 .of(len(nth), DType::F32)
                 .start(None)?
                 .wait()?,
@@ -415,7 +415,7 @@ fn flooded_large(ctx: &RankContext) -> Result<()> {
     let (g, other) = (ctx.group(), 1 - ctx.rank());
     let x = Tensor::ones(1 << 20, DType::F32, &Device::Cpu)?;
     (0..100).try_for_each(|_| {
-        g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(&[x.clone()]).map(drop)
+        g.call(Collective::Send { to: other, tag: 0 }).owned().run_all(std::slice::from_ref(&x)).map(drop)
     })?;
     (0..100).try_for_each(|_| check(&g.recv(1 << 20, DType::F32, other)?, 1.0, "a message"))
 }

@@ -210,7 +210,7 @@ fn one_rank() {
                 signal("-KILL");
             }
             None if name == WAITS_ALONE && ctx.rank().to_string() == culprit => {
-                drop(ctx.store().get("never set")?)
+                drop(ctx.store().get("never set")?);
             }
             None if [DIES_LATE, DIES_ALONE, WAITS_ALONE].contains(&name) => {}
             None if WAKES.contains(&name) => {

@@ -301,9 +301,7 @@ fn sends_may_be_waited_for_before_the_receives_that_were_started() {
         let (g, other) = (ctx.group(), 1 - ctx.rank());
         for late in [2, 0, 1] {
             let sends = (0..3)
-                .map(|tag| {
-                    g.call(Collective::Send { to: other, tag: tag }).start_all(std::slice::from_ref(x))
-                })
+                .map(|tag| g.call(Collective::Send { to: other, tag }).start_all(std::slice::from_ref(x)))
                 .collect::<Result<Vec<_>>>()?;
             let output = Tensor::ones(1000, DType::F32, &Device::Cpu)?;
             let into = g.call(Collective::Recv { from: Some(other), tag: 0 }).into(&output).start(None)?;
@@ -313,7 +311,7 @@ fn sends_may_be_waited_for_before_the_receives_that_were_started() {
             }
             let receives = (1..3)
                 .map(|tag| {
-                    g.call(Collective::Recv { from: Some(other), tag: tag }).of(1000, DType::F32).start(None)
+                    g.call(Collective::Recv { from: Some(other), tag }).of(1000, DType::F32).start(None)
                 })
                 .collect::<Result<Vec<_>>>()?;
             Pending::wait_all(sends)?;

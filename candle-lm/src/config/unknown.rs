@@ -63,7 +63,7 @@ impl<'a> UnknownFields<'a> {
         } else if rate.is_none() && !name.starts_with(MARKER) {
             match is_off(name, value) {
                 true => {
-                    self.notes.push(format!("{name} {} is not known, and changes nothing", shortened(value)))
+                    self.notes.push(format!("{name} {} is not known, and changes nothing", shortened(value)));
                 }
                 false => self.refuse(name, format!("{name} ({}) is not known", shortened(value))),
             }

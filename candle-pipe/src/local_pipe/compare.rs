@@ -95,7 +95,7 @@ impl<B: Scope> Pipe<B> {
         match (has_loss, &loss) {
             (true, Some(want)) => found.tensors("the loss", step.loss()?, want)?,
             (true, None) => {
-                found.add("the loss is only in the pipe; give it among the outputs as \"loss\"".into())
+                found.add("the loss is only in the pipe; give it among the outputs as \"loss\"".into());
             }
             (false, Some(_)) => found.add("the loss is only in the plain model".into()),
             (false, None) => {}

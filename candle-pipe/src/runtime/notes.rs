@@ -73,20 +73,18 @@ impl Notes {
         match self {
             Self::Messages => {
                 let count = numbers.len();
-                drop(
-                    group
-                        .call(Collective::Send { to: to, tag: tag })
-                        .owned()
-                        .start_all(&[Tensor::from_vec(numbers, count, &Device::Cpu)?])?,
-                );
+                drop(group.call(Collective::Send { to, tag }).owned().start_all(&[Tensor::from_vec(
+                    numbers,
+                    count,
+                    &Device::Cpu,
+                )?])?);
                 if !text.is_empty() {
                     let count = text.len();
-                    drop(
-                        group
-                            .call(Collective::Send { to: to, tag: tag })
-                            .owned()
-                            .start_all(&[Tensor::from_vec(text, count, &Device::Cpu)?])?,
-                    );
+                    drop(group.call(Collective::Send { to, tag }).owned().start_all(&[Tensor::from_vec(
+                        text,
+                        count,
+                        &Device::Cpu,
+                    )?])?);
                 }
             }
             Self::Stored(stored) => {

@@ -76,7 +76,7 @@ impl<'a> StageWire<'a> {
     /// one afterwards.
     #[track_caller]
     fn start(&self, tensor: Tensor, to: usize) -> Result<()> {
-        drop(self.group.call(Collective::Send { to: to, tag: TAG }).owned().start_all(&[tensor])?);
+        drop(self.group.call(Collective::Send { to, tag: TAG }).owned().start_all(&[tensor])?);
         Ok(())
     }
 

@@ -86,7 +86,7 @@ fn the_kernels_take_and_put_rows() {
     let Some(program) = Program::compiled(ROWS_SOURCE, MAIN) else { return };
     let all = |rows: &[u32], height: usize, width: usize| {
         DTYPES.iter().for_each(|dtype| {
-            check(&program, dtype, rows, height, width, RowsLaunch::over(rows.len(), width))
+            check(&program, dtype, rows, height, width, RowsLaunch::over(rows.len(), width));
         });
     };
     all(&[2, 0, 4], 5, 3);

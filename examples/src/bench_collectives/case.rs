@@ -94,9 +94,9 @@ impl<'a> Case<'a> {
                 return self.ping_pong(
                     |to| {
                         group
-                            .call(Collective::Send { to: to, tag: 0 })
+                            .call(Collective::Send { to, tag: 0 })
                             .owned()
-                            .run_all(&[input.clone()])
+                            .run_all(std::slice::from_ref(input))
                             .map(drop)
                     },
                     recv,

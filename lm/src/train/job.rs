@@ -49,7 +49,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
                     flags.recipe(args.dtype, args.seed, None, Recipe::default())?;
                 match &args.model {
                     Some(like) => {
-                        random_model::write_like(folder, like, &args.ignore_field, seed, dtype.into())?
+                        random_model::write_like(folder, like, &args.ignore_field, seed, dtype.into())?;
                     }
                     None => random_model::write(folder, &opened::random(args), seed, dtype.into())?,
                 }

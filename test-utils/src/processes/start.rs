@@ -75,7 +75,7 @@ impl Job {
             let mut handle = 0;
             // SAFETY: a handle of any MPI fits and is aligned.
             unsafe {
-                test_utils_mpi_of_first(count as c_int, std::ptr::from_mut::<usize>(&mut handle).cast())
+                test_utils_mpi_of_first(count as c_int, std::ptr::from_mut::<usize>(&mut handle).cast());
             };
             handle
         };

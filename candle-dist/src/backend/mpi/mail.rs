@@ -31,7 +31,7 @@ impl Mail {
         match slot {
             MessageSlot::Round { number, .. } => self.rounds.entry((group, number)).or_default().push(letter),
             MessageSlot::Tag(tag) => {
-                self.messages.entry((group, letter.from, tag)).or_default().push_back(letter)
+                self.messages.entry((group, letter.from, tag)).or_default().push_back(letter);
             }
         }
     }

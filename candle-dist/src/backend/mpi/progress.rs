@@ -220,7 +220,7 @@ impl TensorProgress {
             // SAFETY: the place lies within the memory and has the size of the data; the part holds the memory until
             // the transfer is done, or leaves it to MPI. The plan reads it in a later step.
             unsafe {
-                wire.receive(letter.from, &letter.header, self.memory.at(place), &mut self.held.incoming)?
+                wire.receive(letter.from, &letter.header, self.memory.at(place), &mut self.held.incoming)?;
             };
         }
         Ok(())

@@ -8,7 +8,7 @@ fn letter(peer: usize, blocks: impl IntoIterator<Item = ElementRun>) -> Option<P
     for block in blocks.into_iter().filter(|block| block.len > 0) {
         match places.last_mut() {
             Some(last) if last.buffer == block.buffer && last.start + last.len == block.start => {
-                last.len += block.len
+                last.len += block.len;
             }
             _ => places.push(block),
         }

@@ -103,7 +103,7 @@ impl LetterData<'_> {
         match self {
             // SAFETY: the caller's promise.
             Self::Here(data) => unsafe {
-                to.copy_from_nonoverlapping(data[start..start + len].as_ptr(), len)
+                to.copy_from_nonoverlapping(data[start..start + len].as_ptr(), len);
             },
             // SAFETY: the caller's promise; the letter has this data behind its header, and was not put back.
             Self::Shared(neighbors, _) => unsafe { neighbors.copy(HEADER_BYTES + start, to, len) },

@@ -158,7 +158,7 @@ fn threads_that_take_turns_are_fine() {
                             let receive =
                                 P2pOp::Recv { shape: Shape::from(3), dtype: DType::F32, from: other, tag };
                             let sent = g
-                                .call(Collective::Send { to: other, tag: tag })
+                                .call(Collective::Send { to: other, tag })
                                 .start_all(std::slice::from_ref(&value(nth)?))?;
                             let got = g.batch_send_recv(&[receive])?.remove(0);
                             assert_eq!(got.to_vec1::<f32>()?, [nth as f32; 3]);

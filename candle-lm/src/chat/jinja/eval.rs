@@ -368,7 +368,7 @@ impl<'a> Renderer<'a> {
                 CallArg::Pos(value) => made.positional.push(self.expression(value)?),
                 CallArg::Kwarg(name, value) => made.named.push(((*name).into(), self.expression(value)?)),
                 CallArg::PosSplat(values) => {
-                    made.positional.extend(self.expression(values)?.items(self.work)?)
+                    made.positional.extend(self.expression(values)?.items(self.work)?);
                 }
                 CallArg::KwargSplat(values) => {
                     let JinjaValue::Map(map) = self.expression(values)? else {

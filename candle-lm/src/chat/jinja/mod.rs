@@ -221,7 +221,7 @@ fn without_generation(source: &str) -> String {
         };
         match instead {
             Some(instead) => {
-                made.push_str(&format!("{{%{}", inside.replacen(word, &format!(" {instead} "), 1)))
+                made.push_str(&format!("{{%{}", inside.replacen(word, &format!(" {instead} "), 1)));
             }
             None => made.push_str(&tag[..end]),
         }

@@ -79,7 +79,7 @@ impl RingAttention {
                     group
                         .call(Collective::Send { to: next, tag: KEYS })
                         .owned()
-                        .start_all(&[held.clone()])?,
+                        .start_all(std::slice::from_ref(held))?,
                 );
             }
             let arriving = match step < self.hops[coming] {
@@ -157,7 +157,7 @@ impl RingAttention {
                 own = Some(sums);
             } else if has_keys {
                 let (to, tag) = if step == self.hops[owner] { (owner, HOME) } else { (next, SUMS) };
-                sent.push(group.call(Collective::Send { to: to, tag: tag }).owned().start_all(&[sums])?);
+                sent.push(group.call(Collective::Send { to, tag }).owned().start_all(&[sums])?);
             }
             Ok(())
         })?;

@@ -177,7 +177,7 @@ fn moved(
             let Some(common) = intersection(block, &want) else { continue };
             match tensor.map(|tensor| view(tensor, block, &common)).transpose()? {
                 Some(tensor) if rank == me && common == want => {
-                    mine.push((common, Some(tensor.force_contiguous()?)))
+                    mine.push((common, Some(tensor.force_contiguous()?)));
                 }
                 Some(tensor) if rank == me => mine.push((common, Some(tensor))),
                 Some(tensor) => messages.push(P2pOp::Send { tensor, to: rank, tag }),

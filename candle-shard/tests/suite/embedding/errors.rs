@@ -68,7 +68,7 @@ fn ids() {
         refused(&["id 6", "6 rows", "rank"], bags, |given| given.ids = vector(&[0i64, 6, 3]).unwrap());
         refused(&["id -1", "6 rows"], bags, |given| given.ids = vector(&[0i64, -1, 3]).unwrap());
         refused(&["ids are f32", "u8, u32 or i64"], bags, |given| {
-            given.ids = vector(&[0f32, 1., 3.]).unwrap()
+            given.ids = vector(&[0f32, 1., 3.]).unwrap();
         });
     }
 }
@@ -78,7 +78,7 @@ fn limits_and_padding() {
     for bags in [false, true] {
         refused(&["max_norm 0", "larger than zero"], bags, |given| given.options.lookup.max_norm = Some(0.0));
         refused(&["max_norm -1", "larger than zero"], bags, |given| {
-            given.options.lookup.max_norm = Some(-1.0)
+            given.options.lookup.max_norm = Some(-1.0);
         });
         refused(&["max_norm NaN"], bags, |given| given.options.lookup.max_norm = Some(f64::NAN));
         refused(&["norm_type is not a number"], bags, |given| given.options.lookup.norm_type = f64::NAN);
@@ -99,7 +99,7 @@ fn bags() {
     refused(&["begins at 1", "must begin at 0"], true, |given| offsets(given, &[1, 2]));
     refused(&["begins at -1"], true, |given| offsets(given, &[-1, 2]));
     refused(&["the last offset must be the number of ids, 3"], true, |given| {
-        given.options.include_last_offset = true
+        given.options.include_last_offset = true;
     });
     refused(&["offsets f32[2]"], true, |given| given.offsets = Some(vector(&[0f32, 1.]).unwrap()));
     refused(&["bags already"], true, |given| given.ids = given.ids.reshape((1, 3)).unwrap());

@@ -160,7 +160,7 @@ impl Case {
                 found.push(value);
                 match options.mode {
                     BagMode::Sum => {
-                        counted.iter().for_each(|&i| expected.table_grad[at(i)] += weight(i) * up)
+                        counted.iter().for_each(|&i| expected.table_grad[at(i)] += weight(i) * up);
                     }
                     BagMode::Mean => {
                         counted.iter().for_each(|&i| expected.table_grad[at(i)] += up / counted.len() as f64);

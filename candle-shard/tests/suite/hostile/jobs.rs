@@ -91,7 +91,7 @@ fn each_success_is_a_whole_checkpoint_of_one_job() {
             match read {
                 Ok(_) => seen += 1,
                 Err(error) if error.contains("parts of several") || (seen > 0 && kind == "save") => {
-                    torn = Some(error)
+                    torn = Some(error);
                 }
                 Err(_) => {}
             }

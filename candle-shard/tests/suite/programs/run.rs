@@ -52,7 +52,7 @@ fn run(program: &Program, truth: &Truth, mesh: &DeviceMesh) -> Result<Outcome> {
             Ok(made) => steps.push(made),
             Err(error @ Error::Dist(_)) => return Err(error), // the world is over
             Err(error) if program.wrong && steps.len() + 1 == program.steps.len() => {
-                refused = Some(error.to_string())
+                refused = Some(error.to_string());
             }
             Err(error) => return Ok(Outcome::Refused(format!("y{}: {error}", steps.len()))),
         }

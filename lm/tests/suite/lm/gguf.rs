@@ -178,7 +178,7 @@ fn rope(config: &Config, metadata: &mut Vec<(&str, Stored)>, tensors: &mut HashM
                 ("rope.scaling.type", Stored::String("yarn".into())),
                 ("rope.scaling.factor", number(factor)),
                 ("rope.scaling.original_context_length", Stored::U32(learned as u32)),
-            ])
+            ]);
         }
         Some(RopeScaling::Longrope {
             short_factor,

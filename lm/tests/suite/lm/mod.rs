@@ -218,7 +218,7 @@ fn files_that_do_not_fit_are_named_before_anything_is_read() {
     };
     let with = |changed: Config| {
         refused(&|folder| {
-            fs::write(folder.join("config.json"), serde_json::to_string(&changed).unwrap()).unwrap()
+            fs::write(folder.join("config.json"), serde_json::to_string(&changed).unwrap()).unwrap();
         })
     };
     let cases = [

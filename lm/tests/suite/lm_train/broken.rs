@@ -122,8 +122,8 @@ fn what_is_wrong_with_a_file_is_said_before_memory_is_taken() {
             "whole",
             &|at| {
                 change(&at.join("optimizer/optimizer.safetensors"), |tensors| {
-                    cast(tensors, MOMENT, DType::F16)
-                })
+                    cast(tensors, MOMENT, DType::F16);
+                });
             },
             &["optimizer.safetensors", MOMENT, "f16", "f32"],
         ),
