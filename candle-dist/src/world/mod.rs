@@ -91,7 +91,7 @@ impl World {
     /// When the ranks start: if a device is not a GPU or occurs twice, or if the NCCL library is too old.
     #[cfg(feature = "nccl")]
     pub fn nccl(devices: Vec<Device>) -> Self {
-        Self { ranks: WorldRanks::Gpus, ..Self::local(devices.len()).devices(&devices) }
+        Self { ranks: WorldRanks::Gpus, ..Self::threads(devices.len()).devices(&devices) }
     }
 
     /// Creates a world of processes, with this process as one rank; see

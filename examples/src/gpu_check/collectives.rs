@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use candle_dist::backend::{Call, Op};
+use candle_dist::backend::{Call, Tensors};
 use candle_dist::{Collective, Cut, P2pOp, ProcessGroup, ReduceOp, World};
 
 use super::Ranks;
@@ -153,8 +153,8 @@ impl Calls<'_> {
     fn of_engine(&mut self) -> candle_dist::Result<()> {
         for dtype in DTYPES {
             let x = self.input(&[5, 3], dtype)?;
-            let call = Call { reduce: Some(ReduceOp::Sum), ..Call::on(Op::AllReduce, &x, &[]) };
-            let made = self.group.backend().run(call, [x].into_iter().collect())?;
+            let call = Call::on(Collective::AllReduce(ReduceOp::Sum), &x);
+            let made = self.group.backend().run(call, [x].into_iter().collect(), Tensors::new())?;
             made.into_iter()
                 .try_for_each(|made| self.note(format!("engine {dtype:?}"), &made.into_tensor()))?;
         }

@@ -4,7 +4,7 @@
 //! byte per float in the same group of calls, which says whether the float is NaN somewhere, and put NaN there.
 use crate::Result;
 use crate::backend::storage::DeviceStorage;
-use crate::backend::{Call, Op, ReduceOp};
+use crate::backend::{Call, ReduceOp};
 use candle_core::backend::BackendDevice;
 use candle_core::op::CmpOp;
 use candle_core::scalar::Scalar;
