@@ -44,7 +44,7 @@ use std::panic::Location;
 
 /// A step from one layout of a tensor to another, within a group. Its [transpose](Self::transpose) is that of gradients.
 ///
-/// Ranks are those of the group. A step of a group of one rank is free.
+/// Ranks are those of the group. A step of a group of one rank is free, except for windows and reductions other than sums.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Step {
@@ -190,6 +190,27 @@ impl Step {
         })
     }
 
+    /// Returns whether one rank alone has the result already. Its window may be wider or narrower than the whole, values may be
+    /// multiplied before they are added, and a reduction that is no sum has no gradient.
+    const fn is_free_alone(&self) -> bool {
+        match self {
+            Self::Windows { .. } | Self::SumsOfWindows { .. } => false,
+            Self::AllReduce(op) => matches!(op, ReduceOp::Sum),
+            _ => true,
+        }
+    }
+
+    /// Refuses a tensor with a gradient where the step has no transpose, before anything is sent.
+    fn check_gradient(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
+        match x.track_op() && self.transpose().is_none() {
+            true => {
+                Err(self
+                    .invalid(format!("{self:?} has no gradient; detach its input, or reduce a sum"), group))
+            }
+            false => Ok(()),
+        }
+    }
+
     /// Returns whether ranks send data to each other. Windows may, if they are not the pieces.
     pub const fn communicates(&self) -> bool {
         !matches!(
@@ -226,10 +247,10 @@ impl Step {
     /// gradient and the step has no transpose.
     #[track_caller]
     pub fn apply(&self, x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
-        // The window of one rank may be wider or narrower than the whole.
-        if group.size() == 1 && !matches!(self, Self::Windows { .. }) {
+        if group.size() == 1 && self.is_free_alone() {
             return Ok(x.clone());
         }
+        self.check_gradient(x, group)?;
         let output = self.run(&x.detach(), group, line_of(Location::caller()))?;
         self.record(x, output, group)
     }
@@ -314,8 +335,8 @@ impl Step {
                 .and_then(|()| if windows.len() == size { Ok(()) } else { Err(not_for_each(windows, size)) }),
             Self::SumsOfWindows { cut, windows } => {
                 let len = windows.get(rank).map(Range::len);
-                let fits =
-                    windows.len() == size && cut.sizes.len() == size && shape.get(cut.dim).copied() == len;
+                let counts = windows.len() == size && cut.sizes.len() == size && total(&cut.sizes).is_some();
+                let fits = counts && shape.get(cut.dim).copied() == len;
                 if fits { Ok(()) } else { Err(not_for_each(windows, size)) }
             }
             step => step.collective().map_or(Ok(()), |collective| collective.check(0, shape, rank, size)),
@@ -336,10 +357,8 @@ impl Step {
         if !x.track_op() {
             return Ok(output.into_tensor());
         }
-        let Some(transpose) = self.transpose() else {
-            let reason = format!("{self:?} has no gradient; detach its input, or reduce a sum");
-            return Err(self.invalid(reason, group));
-        };
+        self.check_gradient(x, group)?;
+        let transpose = self.transpose().unwrap_or(Self::Identity);
         let fresh = match output {
             StepTensor::New(fresh) => fresh,
             StepTensor::View(view) => Fresh::copy_of(&view)?,

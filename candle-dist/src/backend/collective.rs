@@ -48,6 +48,9 @@ impl MemberTensors for [Tensors] {
 /// # Errors
 /// If the call is not a collective, or a tensor is missing or not contiguous.
 pub fn compute(call: &Call, me: usize, tensors: &[Tensors]) -> Result<Results> {
+    if call.collective.is_message() {
+        return Err(Error::Unsupported(format!("{} as a collective", call.op())));
+    }
     let gives = |rank: usize| match call.collective {
         Collective::Broadcast { root } if root != rank => 0,
         _ if call.collective.has_input(rank) => call.count(),

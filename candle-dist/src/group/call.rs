@@ -100,13 +100,13 @@ impl CollectiveCall<'_> {
     ///
     /// An output is a contiguous tensor of the result's shape and dtype on the input's device, in memory that is neither
     /// the input's nor any other rank's. It may be a `Var`, or any tensor that is not part of a graph. Other ranks may
-    /// make the same call without an output.
+    /// make the same call without an output. Calls whose results only the root gets take none.
     pub fn into(mut self, output: &Tensor) -> Self {
         self.outputs.push(output.clone());
         self
     }
 
-    /// Reads the tensors themselves where the call is started, not copies.
+    /// Reads the tensors themselves where the call is started, or is a message, not copies.
     ///
     /// For tensors that nobody writes to until every rank has waited. A write before may change the results, and over MPI
     /// it waits until the call no longer reads the memory. A message is sent in constant time if ranks share memory.
@@ -149,8 +149,9 @@ impl CollectiveCall<'_> {
     /// # Errors
     /// Also if some ranks of such a call have no result: see [`run_all`](Self::run_all).
     pub fn run<'t>(self, tensor: impl Into<Option<&'t Tensor>>) -> Result<Tensor> {
-        self.check_results()?;
-        single(self.run_all(tensor.into().map_or(&[], std::slice::from_ref))?)
+        let tensor = tensor.into();
+        self.check_single(tensor)?;
+        single(self.run_all(tensor.map_or(&[], std::slice::from_ref))?)
     }
 
     /// Runs the call on several tensors, each with its own cut, and returns this rank's results in order.
@@ -159,8 +160,9 @@ impl CollectiveCall<'_> {
     /// that needs some does nothing.
     pub fn run_all(self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
         if let Collective::Recv { from, tag } = self.call.collective {
-            return Ok(vec![self.receive(from, tag)?]);
+            return Ok(vec![self.receive(from, tag, tensors.len())?]);
         }
+        let tensors = self.read(tensors);
         let Some(call) = self.described(tensors)? else { return Ok(Vec::new()) };
         let (group, outputs) = (self.group, self.places());
         if call.op() == Op::Send {
@@ -188,15 +190,20 @@ impl CollectiveCall<'_> {
     /// # Errors
     /// Also if some ranks of such a call have no result: see [`start_all`](Self::start_all).
     pub fn start<'t>(self, tensor: impl Into<Option<&'t Tensor>>) -> Result<Pending> {
-        self.check_results()?;
-        Ok(self.start_all(tensor.into().map_or(&[], std::slice::from_ref))?.with(single))
+        let tensor = tensor.into();
+        self.check_single(tensor)?;
+        Ok(self.start_all(tensor.map_or(&[], std::slice::from_ref))?.with(single))
     }
 
     /// Starts the call on several tensors, as [`run_all`](Self::run_all) runs it.
     pub fn start_all(self, tensors: &[Tensor]) -> Result<PendingTensors> {
         if let Collective::Recv { from, tag } = self.call.collective {
-            return self.post(from, tag);
+            return self.post(from, tag, tensors.len());
         }
+        if self.call.form == Form::Monitored {
+            return Err(self.invalid("a barrier is monitored while it waits; call `run_all`".to_string()));
+        }
+        let tensors = self.read(tensors);
         let Some(call) = self.described(tensors)? else {
             return Ok(Pending::new(PendingState::Done(Vec::new()), Ok));
         };
@@ -244,8 +251,8 @@ impl CollectiveCall<'_> {
     }
 
     /// Receives a message now.
-    fn receive(self, from: Option<usize>, tag: u32) -> Result<Tensor> {
-        let call = self.expected()?;
+    fn receive(self, from: Option<usize>, tag: u32, given: usize) -> Result<Tensor> {
+        let call = self.expected(given)?;
         match from {
             Some(_) => self.group.receive(call, self.places().pop()),
             None => Err(self.group.invalid(Op::Recv, format!("no sender of tag {tag}; call recv_any"))),
@@ -253,8 +260,8 @@ impl CollectiveCall<'_> {
     }
 
     /// Starts a receive.
-    fn post(self, from: Option<usize>, tag: u32) -> Result<PendingTensors> {
-        let call = self.expected()?;
+    fn post(self, from: Option<usize>, tag: u32, given: usize) -> Result<PendingTensors> {
+        let call = self.expected(given)?;
         match from {
             Some(_) => self.group.start_receive(call, self.places().pop()),
             None => Err(self
@@ -268,9 +275,19 @@ impl CollectiveCall<'_> {
         self.outputs.iter().map(Tensor::detach).collect()
     }
 
-    /// Describes the message that a receive expects.
-    fn expected(&self) -> Result<Call> {
+    /// Returns the tensors that this rank gives: only that of a scatter's root is read.
+    fn read<'t>(&self, tensors: &'t [Tensor]) -> &'t [Tensor] {
+        let is_read = self.call.op() != Op::Scatter || self.call.collective.has_input(self.group.rank());
+        if is_read { tensors } else { &[] }
+    }
+
+    /// Describes the message that a receive expects, which takes no tensor and at most one output.
+    fn expected(&self, given: usize) -> Result<Call> {
         self.check_ranks()?;
+        if given > 0 || self.outputs.len() > 1 || self.call.form == Form::Monitored {
+            let reason = "a receive takes no tensor, at most one output, and no monitor".to_string();
+            return Err(self.invalid(reason));
+        }
         let named = self.shape.as_ref().map(|(shape, dtype)| (shape, *dtype));
         let output = self.outputs.first();
         let Some((shape, dtype)) = named.or_else(|| output.map(|output| (output.shape(), output.dtype())))
@@ -315,8 +332,10 @@ impl CollectiveCall<'_> {
             let (shape, dtype) = (shape.dims(), dtype.as_str());
             return Err(self.invalid(format!("the root must give a tensor of {shape:?} {dtype}, got {got}")));
         }
+        self.check_output_count(1)?;
         if let Some(output) = self.outputs.first() {
             self.check_memory(output, &self.call.collective.output(0, shape.dims(), rank), *dtype)?;
+            tensor.map_or(Ok(()), |tensor| self.check_beside(output, tensor))?;
         }
         Ok(Call { dtype: Some(*dtype), shape: Dims::from_slice(shape.dims()), ..self.call.clone() })
     }
@@ -329,11 +348,16 @@ impl CollectiveCall<'_> {
         self.group.check_ranks(&self.call.collective)
     }
 
-    /// Refuses a call with a result on some ranks where one on each rank is asked for: on all ranks alike.
-    fn check_results(&self) -> Result<()> {
-        match self.call.collective.all_have_results() {
-            true => Ok(()),
-            false => Err(self.invalid("some ranks get no result; call `run_all` or `start_all`".to_string())),
+    /// Refuses a call with a result on some ranks where one on each rank is asked for, on all ranks alike, and one without a
+    /// tensor where each rank gives one.
+    fn check_single(&self, tensor: Option<&Tensor>) -> Result<()> {
+        if !self.call.collective.all_have_results() {
+            return Err(self.invalid("some ranks get no result; call `run_all` or `start_all`".to_string()));
+        }
+        let needs = self.call.op() != Op::Scatter && self.call.collective.has_input(self.group.rank());
+        match needs && tensor.is_none() {
+            true => Err(self.invalid("no tensor; each rank gives one".to_string())),
+            false => Ok(()),
         }
     }
 
@@ -358,7 +382,7 @@ impl CollectiveCall<'_> {
             };
         }
         let takes = usize::from(collective.has_input(self.group.rank()));
-        match given == takes || collective.op() == Op::Scatter {
+        match given == takes || collective.op() == Op::Scatter && given == 0 {
             true => Ok(()),
             false => Err(self.invalid(format!("{given} tensors in a call; it takes {takes}"))),
         }
@@ -366,24 +390,39 @@ impl CollectiveCall<'_> {
 
     /// Refuses memory that cannot hold the results of `call` on these tensors.
     fn check_outputs(&self, call: &Call, tensors: &[Tensor]) -> Result<()> {
-        let (given, takes) =
-            (self.outputs.len(), if call.collective.all_have_results() { tensors.len() } else { 0 });
-        if given > 0 && given != takes {
-            return Err(self.invalid(format!("{given} outputs; this call takes {takes}")));
-        }
+        self.check_output_count(if call.collective.all_have_results() { tensors.len() } else { 0 })?;
         for (nth, (output, tensor)) in self.outputs.iter().zip(tensors).enumerate() {
             let shape = call.collective.output(nth, tensor.dims(), self.group.rank());
             self.check_memory(output, &shape, tensor.dtype())?;
-            let (here, there) = (tensor.device().location(), output.device().location());
-            if here != there {
-                let reason =
-                    format!("the output is on {there:?} and the input on {here:?}; give one on {here:?}");
-                return Err(self.invalid(reason));
-            }
-            if tensors.iter().any(|tensor| share_memory(tensor, output)) {
-                let reason = "the output lies in the memory of the input; give memory of its own";
-                return Err(self.invalid(reason.to_string()));
-            }
+            tensors.iter().try_for_each(|tensor| self.check_beside(output, tensor))?;
+        }
+        Ok(())
+    }
+
+    /// Refuses another number of outputs than that of results on all ranks, and outputs in one memory.
+    fn check_output_count(&self, results: usize) -> Result<()> {
+        let given = self.outputs.len();
+        if given > 0 && given != results {
+            return Err(self.invalid(format!("{given} outputs; this call takes {results}")));
+        }
+        let mut pairs = self.outputs.iter().enumerate();
+        if pairs.any(|(i, output)| self.outputs[..i].iter().any(|other| share_memory(other, output))) {
+            return Err(self.invalid("two outputs lie in one memory; give each its own".to_string()));
+        }
+        Ok(())
+    }
+
+    /// Refuses an output on another device than an input, or in its memory.
+    fn check_beside(&self, output: &Tensor, input: &Tensor) -> Result<()> {
+        let (here, there) = (input.device().location(), output.device().location());
+        if here != there {
+            let reason =
+                format!("the output is on {there:?} and the input on {here:?}; give one on {here:?}");
+            return Err(self.invalid(reason));
+        }
+        if share_memory(input, output) {
+            let reason = "the output lies in the memory of the input; give memory of its own";
+            return Err(self.invalid(reason.to_string()));
         }
         Ok(())
     }

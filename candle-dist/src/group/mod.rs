@@ -252,8 +252,8 @@ impl ProcessGroup {
     /// [`Collective::all_gather`] joins pieces of other sizes.
     #[track_caller]
     pub fn all_gather(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        let len = self.dim_size(Op::AllGather, tensor, dim)?;
-        self.collect(Call::on(Collective::all_gather(Cut { dim, sizes: self.repeat(len) }), tensor), tensor)
+        let sizes = self.repeat(self.dim_size(Op::AllGather, tensor, dim)?);
+        self.collect(self.fitting(Collective::all_gather(Cut { dim, sizes }), tensor)?, tensor)
     }
 
     /// Reduces all ranks' tensors and returns this rank's piece, cut along `dim` into equal pieces in rank order.

@@ -2,6 +2,7 @@
 use super::Case;
 use crate::{Collective, Cut, Error, ProcessGroup, RankContext, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
+use std::time::Duration;
 
 pub(super) const CASES: &[Case] =
     &[Case { name: "wrong arguments are refused by every rank", least: 2, run: refusals }];
@@ -13,7 +14,7 @@ fn x(dtype: DType) -> Result<Tensor> {
 }
 
 /// The error texts, and calls with wrong arguments. 7 and 11 are not divisible by any tested number of ranks.
-const WRONG: [BadArguments; 13] = [
+const WRONG: [BadArguments; 18] = [
     (&["broadcast", "is outside"], |g| g.broadcast(&x(DType::F32)?, g.size()).map(drop)),
     (&["all_gather", "dim 2", "[7, 11]"], |g| g.all_gather(&x(DType::F32)?, 2).map(drop)),
     (&["reduce_scatter", "does not divide by"], |g| {
@@ -34,6 +35,22 @@ const WRONG: [BadArguments; 13] = [
     }),
     (&["recv", "f4", "cast to one of"], |g| g.recv(1, DType::F4, (g.rank() + 1) % g.size()).map(drop)),
     (&["subgroup", "twice"], |g| g.subgroup(&[0, 0]).map(drop)),
+    (&["all_reduce", "no tensor"], |g| g.call(Collective::AllReduce(ReduceOp::Sum)).run(None).map(drop)),
+    (&["reduce", "some ranks get no result"], |g| {
+        g.call(Collective::Reduce { op: ReduceOp::Sum, root: 0 }).run(&x(DType::F32)?).map(drop)
+    }),
+    (&["barrier", "call `run_all`"], |g| {
+        g.call(Collective::Barrier).monitored(Duration::from_secs(1)).start_all(&[]).map(drop)
+    }),
+    (&["recv", "a receive takes no tensor"], |g| {
+        let receive = Collective::Recv { from: Some((g.rank() + 1) % g.size()), tag: 0 };
+        g.call(receive).of(1, DType::F32).run(&x(DType::F32)?).map(drop)
+    }),
+    (&["two outputs lie in one memory"], |g| {
+        let (x, room) = (x(DType::F32)?, Tensor::zeros((14, 11), DType::F32, &Device::Cpu)?);
+        let call = g.call(Collective::AllReduce(ReduceOp::Sum));
+        call.into(&room.narrow(0, 0, 7)?).into(&room.narrow(0, 7, 7)?).run_all(&[x.clone(), x]).map(drop)
+    }),
     (&["the root must give"], |g| {
         // Only the root can find this error, so every rank calls it as the root.
         let sizes: Vec<usize> = (0..g.size()).map(|rank| if rank == 0 { 7 } else { 0 }).collect();

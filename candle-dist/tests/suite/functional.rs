@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)] // a panic is how a test fails
 use candle_core::{DType, Device, Tensor, Var};
 use candle_dist::functional::Step;
-use candle_dist::{Cut, Error, Op, ProcessGroup, ReduceOp, Result, comm};
+use candle_dist::{Collective, Cut, Error, Op, ProcessGroup, ReduceOp, Result, comm};
 use itertools::iproduct;
 use test_utils::on_ranks;
 
@@ -308,7 +308,14 @@ fn pieces_that_do_not_fit_are_refused_before_anything_is_sent() {
         Ok(texts)
     });
     assert_eq!(texts[0], texts[1]);
-    assert!(texts[0].iter().all(|t| t.contains("does not fit shape [4, 3] on 2 ranks")), "{:?}", texts[0]);
+    let reasons = [
+        "of shape [4, 3]",
+        "split and concat dims are equal; name two different dims",
+        "cannot become Cut",
+        "windows [0..8] do not fit 2 ranks",
+    ];
+    let is_told = |text: &String| reasons.iter().any(|reason| text.contains(reason));
+    assert!(texts[0].iter().all(is_told), "{:?}", texts[0]);
 }
 
 #[test]
@@ -410,4 +417,42 @@ fn a_known_result_of_another_shape_is_refused() {
         }
         Ok(())
     });
+}
+
+#[test]
+fn one_rank_has_the_results_of_steps_that_are_not_free() {
+    on_ranks(1, "alone", |ctx| -> Result<()> {
+        let x = Tensor::new(&[1f64, 2.0, 3.0, 4.0, 5.0], &Device::Cpu)?;
+        let half = Step::AllReduce(ReduceOp::pre_mul_sum(0.5)).apply(&x, ctx.group())?;
+        assert_eq!(half.to_vec1::<f64>()?, [0.5, 1.0, 1.5, 2.0, 2.5]);
+        let windows = Step::Windows { cut: Cut::new(0, &[3]), windows: vec![-1..4; 1] };
+        let sums = windows.transpose().unwrap().apply(&x, ctx.group())?;
+        assert_eq!(sums.to_vec1::<f64>()?, [2.0, 3.0, 4.0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_gradient_through_a_maximum_is_refused_before_anything_is_sent() {
+    on_ranks(2, "maximum", |ctx| -> Result<()> {
+        let x = Var::new(&[1f64], &Device::Cpu)?;
+        let (made, counts) = comm::record(|| Step::AllReduce(ReduceOp::Max).apply(&x, ctx.group()));
+        assert!(made.unwrap_err().to_string().contains("has no gradient"));
+        assert_eq!(counts.total(), 0);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_scatter_reads_only_the_tensor_of_its_root() {
+    for root in 0..3 {
+        on_ranks(3, "scatter", move |ctx| -> Result<()> {
+            let x = Tensor::new(&[0u32, 1, 2], &Device::Cpu)?;
+            let mine = if ctx.rank() == root { x } else { Tensor::zeros((), DType::U32, &Device::Cpu)? };
+            let scatter = Collective::Scatter { cut: Cut::even(0, 1, 3), root };
+            let got = ctx.group().call(scatter).of(3, DType::U32).run(&mine)?;
+            assert_eq!(got.to_vec1::<u32>()?, [ctx.rank() as u32]);
+            Ok(())
+        });
+    }
 }

@@ -340,7 +340,9 @@ impl Backend for NcclBackend {
         if call.op() == Op::Barrier {
             return self.meet(&call).map(|()| Results::new());
         }
-        fill(&outputs, self.launch(call, tensors)?.land()?)
+        let made = fill(&outputs, self.launch(call, tensors)?.land()?)?;
+        // A failure of the world may have ended the call that a copy to the host waited for.
+        if outputs.is_empty() { Ok(made) } else { self.rank.watch.check().map(|()| made) }
     }
 
     fn start(&self, call: Call, tensors: Tensors, outputs: Tensors) -> Result<Box<dyn StartedCall>> {
@@ -359,10 +361,10 @@ impl Backend for NcclBackend {
             return Err(unsupported(self.name(), "receive from any rank"));
         };
         let message = self.receive(Arc::new(call), (from, tag))?;
-        let to_host = output.is_some_and(|output| output.device().is_cpu());
+        let is_copied = output.is_some_and(|output| !output.device().same_device(message.device()));
         let delivered = deliver(from, message, output)?;
         // A failure of the world may have ended the transfer that the copy waited for.
-        self.failure().filter(|_| to_host).map_or(Ok(delivered), |failure| Err(Error::Group(failure)))
+        self.failure().filter(|_| is_copied).map_or(Ok(delivered), |failure| Err(Error::Group(failure)))
     }
 
     fn finish(&self) -> Result<()> {

@@ -103,7 +103,7 @@ impl ThreadBackend {
                 let (flat, tile) = (tensor.flatten_all()?, TILE / tensor.dtype().size_in_bytes());
                 for start in (0..flat.elem_count()).step_by(tile) {
                     let tile = flat.narrow(0, start, tile.min(flat.elem_count() - start))?;
-                    self.reduce_piecewise(call.clone(), &tile, |pieces| write_parts(&tile, pieces))?;
+                    self.reduce_piecewise(call.clone(), (&tile, &[]), |pieces| write_parts(&tile, pieces))?;
                 }
             }
             Collective::Broadcast { root } if root == self.rank => {
@@ -191,7 +191,7 @@ impl ThreadBackend {
     fn reduce_piecewise<R>(
         &self,
         call: Call,
-        tensor: &Tensor,
+        (tensor, outputs): (&Tensor, &[Tensor]),
         read: impl FnOnce(&[StorageOperand<'_>]) -> Result<R>,
     ) -> Result<R> {
         let (flat, n) = (tensor.flatten_all()?, self.group.ranks().len());
@@ -200,7 +200,7 @@ impl ThreadBackend {
         let piece = DimPiece { dim: 0, start, len: chunk.min(flat.elem_count() - start) };
         let none = || Error::Unsupported(format!("{} without a reduction", call.op()));
         let op = call.collective.reduction().ok_or_else(none)?;
-        let round = self.enter(call.clone(), smallvec![flat])?;
+        let round = self.enter_into(call.clone(), smallvec![flat], outputs, true)?;
         let mine = self
             .group
             .finish(self.rank, &round, None, |_, all| device::reduce(&all.nth(0), op, Some(piece)))?;
@@ -247,9 +247,11 @@ impl Backend for ThreadBackend {
             (Collective::AllReduce(_), [tensor], _)
                 if self.ranks().len() > 2 && bytes(tensor) >= PIECEWISE =>
             {
-                let storage =
-                    self.reduce_piecewise(call, tensor, |pieces| device::concat(pieces, None, 0))?;
-                fill(&outputs, smallvec![Fresh { storage, shape: tensor.shape().clone() }])
+                let shape = tensor.shape().clone();
+                self.reduce_piecewise(call, (tensor, &outputs), |pieces| match &outputs[..] {
+                    [output] => write_parts(output, pieces).map(|()| Results::new()),
+                    _ => Ok(smallvec![Fresh { storage: device::concat(pieces, None, 0)?, shape }]),
+                })
             }
             (_, _, []) => {
                 let round = self.enter(call, tensors)?;
