@@ -99,7 +99,7 @@ const CANDLE_DIST: &[Folder] = &[
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
-    folder("call", &["dtypes op reduce_op site", "mod", "cut"]),
+    folder("call", &["dtypes op reduce_op site", "mod", "cut", "collective"]),
     folder("comm", &["event", "scope trace", "counts log"]),
     Folder {
         path: "control",
@@ -122,10 +122,10 @@ const CANDLE_DIST: &[Folder] = &[
         floors: &[
             "under_way",
             "mod",
-            "calls check compared failure in_place monitored object posted routed gather_text subgroup",
+            "check compared failure object posted gather_text subgroup",
             "pending",
-            "start",
-            "coalesced into point_to_point",
+            "call",
+            "point_to_point",
         ],
         // A group holds its receives that were started.
         up: &[("mod", "posted")],
@@ -241,7 +241,7 @@ const CANDLE_SHARD: &[Folder] = &[
         ],
     ),
     folder("parallel", &["pattern shares style", "module", "plain plan"]),
-    folder("redistribute", &["target whole", "table", "moves", "conversion", "mod"]),
+    folder("redistribute", &["target whole", "table", "moves", "explained", "mod"]),
     folder("rules", &["observer row", "op_spec", "cache unasked", "mod", "own"]),
     folder("tables", &["sharding_spec sparse", "sharded_tensor", "embedding"]),
     folder("tables/embedding", &["inputs table", "fetch", "mod", "spread"]),
