@@ -112,14 +112,7 @@ fn main() -> Result<()> {
     let ranks = World::threads(2).run(|ctx| measure(ctx, args))?;
     let mut shown = table(
         &["rank"],
-        &[
-            "step, ms",
-            "unchecked, ms",
-            "ratio",
-            "settling, µs",
-            "all_gather of 8 numbers, µs",
-            "settling, % of a step",
-        ],
+        &["step, ms", "unchecked, ms", "ratio", "settling, µs", "all_gather of 8 numbers, µs", "settling, % of a step"],
     );
     for (rank, made) in ranks.iter().enumerate() {
         shown.add_row([

@@ -117,13 +117,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     };
     random_model::write(scratch.path(), &config, 0, args.dtype.into())?;
     let parameters = config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum::<usize>();
-    println!(
-        "{} layers of {}, {} M parameters, {:?}",
-        args.layers,
-        args.hidden,
-        parameters / 1_000_000,
-        args.dtype
-    );
+    println!("{} layers of {}, {} M parameters, {:?}", args.layers, args.hidden, parameters / 1_000_000, args.dtype);
 
     let bytes = parameters * DType::from(args.dtype).size_in_bytes();
     let weights = vec![1u64; bytes / size_of::<u64>()];
@@ -139,8 +133,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
             each.push(made.each);
         }
     }
-    let times =
-        times.map(|(mut first, mut each)| Times { first: median(&mut first), each: median(&mut each) });
+    let times = times.map(|(mut first, mut each)| Times { first: median(&mut first), each: median(&mut each) });
     let mut rows = table(&["side"], &["prompt, ms", "tokens/s", "of 1 rank"]);
     let alone = times[0].each;
     for ((_, name), made) in Side::ALL.iter().zip(&times) {
@@ -201,13 +194,8 @@ fn measure(side: Side, folder: &Path, args: &Args) -> anyhow::Result<Times> {
         Side::CandleOne | Side::CandleTwo => return theirs(folder, &prompt, args),
     };
     let sampling = Sampling::default();
-    let task = Task {
-        prompt,
-        most: args.tokens,
-        cache_tokens: None,
-        sampling,
-        held: ModelOptions::of(args.dtype.into()),
-    };
+    let task =
+        Task { prompt, most: args.tokens, cache_tokens: None, sampling, held: ModelOptions::of(args.dtype.into()) };
     let files = Files::open(folder)?;
     let written = World::threads(ranks)
         .threads_per_rank(1)

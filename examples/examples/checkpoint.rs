@@ -65,8 +65,7 @@ fn train(ranks: usize, plan: &Plan, path: &Path, half: Half) -> Result<Vec<f64>>
 }
 
 fn run(path: &Path) -> Result<()> {
-    let colwise =
-        Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+    let colwise = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
     let rowwise = Plan::new("tp")
         .with("up", RowwiseParallel::default())
         .with("down", ColwiseParallel::default().output(Replicate));

@@ -54,10 +54,7 @@ fn main() -> Result<()> {
     let [sum, all, _, largest] = &ranks[0];
     println!("all_reduce of squares     {sum:?} on every rank");
     println!("all_gather                {all:?} on every rank");
-    println!(
-        "reduce_scatter            {:?}, a piece a rank",
-        ranks.iter().map(|got| got[2][0]).collect::<Vec<_>>()
-    );
+    println!("reduce_scatter            {:?}, a piece a rank", ranks.iter().map(|got| got[2][0]).collect::<Vec<_>>());
     println!("all_reduce_start(.., Max) {largest:?} when waited for");
 
     let causes = World::threads(RANKS).run(disagree)?;

@@ -25,17 +25,12 @@ fn numbers(seed: u64, name: &str, dims: &[usize]) -> Result<Tensor> {
 
 impl Mlp {
     fn new(seed: u64) -> Result<Self> {
-        let var = |name: &str, dims: &[usize]| -> Result<Var> {
-            Ok(Var::from_tensor(&numbers(seed, name, dims)?)?)
-        };
+        let var = |name: &str, dims: &[usize]| -> Result<Var> { Ok(Var::from_tensor(&numbers(seed, name, dims)?)?) };
         let (up, up_bias) = (var("up.weight", &[32, 4])?, var("up.bias", &[32])?);
         let (down, down_bias) = (var("down.weight", &[1, 32])?, var("down.bias", &[1])?);
-        let layer = |weight: &Var, bias: &Var| {
-            Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()))
-        };
+        let layer = |weight: &Var, bias: &Var| Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
         let layers = [layer(&up, &up_bias), layer(&down, &down_bias)];
-        let named =
-            [("up.weight", up), ("up.bias", up_bias), ("down.weight", down), ("down.bias", down_bias)];
+        let named = [("up.weight", up), ("up.bias", up_bias), ("down.weight", down), ("down.bias", down_bias)];
         Ok(Self { layers, vars: named.map(|(name, var)| (name.to_string(), var)).to_vec() })
     }
 
@@ -44,12 +39,7 @@ impl Mlp {
     }
 
     /// Returns the losses of all steps. `average` changes the gradients before they are used.
-    fn train(
-        &self,
-        x: &Tensor,
-        y: &Tensor,
-        average: impl Fn(&mut GradStore) -> Result<()>,
-    ) -> Result<Vec<f64>> {
+    fn train(&self, x: &Tensor, y: &Tensor, average: impl Fn(&mut GradStore) -> Result<()>) -> Result<Vec<f64>> {
         let vars = self.vars.iter().map(|(_, var)| var.clone()).collect();
         let mut optimizer = AdamW::new(vars, ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() })?;
         let mut step = || -> Result<f64> {

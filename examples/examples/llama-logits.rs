@@ -36,14 +36,7 @@ fn logits(ctx: &RankContext, folder: &Path, ids: &[u32]) -> Result<Vec<Vec<f32>>
     let config = Files::open(folder)?.config;
     let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
     let weights = Weights::open(folder)?;
-    let vb = MeshVarBuilder::from_weights(
-        weights,
-        0,
-        &mesh,
-        Decoder::plan(&config, "tp"),
-        DType::F32,
-        ctx.device(),
-    )?;
+    let vb = MeshVarBuilder::from_weights(weights, 0, &mesh, Decoder::plan(&config, "tp"), DType::F32, ctx.device())?;
     let model = Decoder::new(&config, ids.len(), &vb.frozen())?;
     vb.finish()?;
     let mut cache = Cache::new(config.num_hidden_layers, ids.len());
@@ -71,11 +64,7 @@ fn main() -> Result<()> {
     }
     let one = on_ranks(1, folder, &ids)?;
     let off = made.iter().flatten().zip(one.iter().flatten()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    println!(
-        "{} tokens, {} logits each: {tp} ranks differ from one by at most {off:e}",
-        ids.len(),
-        made[0].len()
-    );
+    println!("{} tokens, {} logits each: {tp} ranks differ from one by at most {off:e}", ids.len(), made[0].len());
     ensure!(off < 1e-4, "the logits of {tp} ranks are off by {off}");
     Ok(())
 }

@@ -16,11 +16,9 @@ fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<f32> {
     let (spec, stream) = (ChunkShardingSpec::on_ranks(0, 0..ctx.world_size())?, Stream::new(42, "table"));
     let table = ShardedTensor::randn(0f32, 1.0, &spec, (1001, 16), ctx.device(), ctx.group(), stream)?;
     let (table, rows) = table.to_row_vars()?;
-    let plan =
-        Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+    let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, ctx.device())?;
-    let model =
-        seq().add(linear(16, 64, vb.pp("up"))?).add_fn(DTensor::gelu).add(linear(64, 1, vb.pp("down"))?);
+    let model = seq().add(linear(16, 64, vb.pp("up"))?).add_fn(DTensor::gelu).add(linear(64, 1, vb.pp("down"))?);
     let mut by_rows = SparseAdagrad::new(rows, ParamsAdagrad { lr: 0.1, ..ParamsAdagrad::default() })?;
     let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW { lr: 0.003, ..ParamsAdamW::default() })?;
     let ids = Tensor::from_iter((0..40u32).map(|i| i * i * 7919 % 1001), ctx.device())?;

@@ -8,9 +8,7 @@ use candle_dist::{RankContext, World};
 use candle_nn::VarBuilder;
 use candle_pipe::microbatch::Microbatches;
 use candle_pipe::schedule::{Costs, Edges, Schedule, ScheduleKind, draw};
-use candle_pipe::{
-    In, LocalPipe, LossReduction, Pipe, PipeBuilder, Runtime, SplitSpec, StepOptions, StepResult, nn,
-};
+use candle_pipe::{In, LocalPipe, LossReduction, Pipe, PipeBuilder, Runtime, SplitSpec, StepOptions, StepResult, nn};
 
 /// One line per rank. Rank 1 defers weight gradients (`W`), so that rank 0 gets input gradients (`I`) sooner.
 const TEXT: &str = "\

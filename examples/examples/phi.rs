@@ -25,8 +25,7 @@ fn layer(vb: MeshVarBuilder, angles: &Tensor) -> Result<impl Module + Send + Syn
     Ok(move |x: &DTensor| {
         let y = norm.forward(x)?;
         let heads = |layer: &Linear| layer.forward(&y)?.reshape((y.dims()[0], y.dims()[1], 4, 8));
-        let mixed =
-            Attention::default().causal(true).of(&rotary(heads(&q)?)?, &rotary(heads(&k)?)?, &heads(&v)?)?;
+        let mixed = Attention::default().causal(true).of(&rotary(heads(&q)?)?, &rotary(heads(&k)?)?, &heads(&v)?)?;
         x.add(&mixed.reshape(y.dims())?.apply(&dense)?)?.add(&y.apply(&fc1)?.gelu()?.apply(&fc2)?)
     })
 }
@@ -34,23 +33,15 @@ fn layer(vb: MeshVarBuilder, angles: &Tensor) -> Result<impl Module + Send + Syn
 /// Returns the loss after some steps on a mesh of `dp` × `tp` ranks.
 fn train(ctx: &RankContext, dp: usize, tp: usize) -> Result<f32> {
     let (up, down) = (ColwiseParallel::default(), RowwiseParallel::default());
-    let plan = Plan::new("tp")
-        .with("model.layers.*.self_attn.?_proj", up)
-        .with("model.layers.*.self_attn.dense", down);
+    let plan = Plan::new("tp").with("model.layers.*.self_attn.?_proj", up).with("model.layers.*.self_attn.dense", down);
     let plan = plan.with("model.layers.*.mlp.fc1", up).with("model.layers.*.mlp.fc2", down);
-    let vb =
-        MeshVarBuilder::fresh(42, &ctx.mesh(&[("dp", dp), ("tp", tp)])?, plan, DType::F32, ctx.device())?;
-    let angles =
-        Tensor::from_vec((0..16).flat_map(|i| [i as f32, 0.01 * i as f32]).collect(), (16, 2), ctx.device())?;
+    let vb = MeshVarBuilder::fresh(42, &ctx.mesh(&[("dp", dp), ("tp", tp)])?, plan, DType::F32, ctx.device())?;
+    let angles = Tensor::from_vec((0..16).flat_map(|i| [i as f32, 0.01 * i as f32]).collect(), (16, 2), ctx.device())?;
     let mut model = seq().add(embedding(50, 32, vb.pp("model.embed_tokens"))?);
     for i in 0..2 {
         model = model.add(layer(vb.pp("model.layers").pp(i), &angles)?);
     }
-    let model = model.add(layer_norm(32, 1e-5, vb.pp("model.final_layernorm"))?).add(linear(
-        32,
-        50,
-        vb.pp("lm_head"),
-    )?);
+    let model = model.add(layer_norm(32, 1e-5, vb.pp("model.final_layernorm"))?).add(linear(32, 50, vb.pp("lm_head"))?);
     let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW::default())?;
     let text = Tensor::from_iter((0..102u32).map(|i| i * i % 50), ctx.device())?.reshape((6, 17))?;
     let cut = |first| text.narrow(1, first, 16)?.on(vb.mesh(), [("dp", Shard(0))]);

@@ -90,18 +90,10 @@ fn difference(config: &llama::Config) -> Result<f64, Box<dyn std::error::Error>>
     let config = config.clone();
     let found = candle_dist::World::threads(1).run(move |ctx| -> Result<f64> {
         let mesh = ctx.mesh(&[("tp", 1)])?;
-        let vb = MeshVarBuilder::parallelize(
-            weights.clone(),
-            0,
-            &mesh,
-            Plan::new("tp"),
-            DType::F32,
-            &Device::Cpu,
-        )?;
+        let vb = MeshVarBuilder::parallelize(weights.clone(), 0, &mesh, Plan::new("tp"), DType::F32, &Device::Cpu)?;
         let model = Llama::new(&config, &vb)?;
         vb.finish()?;
-        let mine =
-            model.forward(&DTensor::replicated(&ids, &mesh)?)?.full_tensor()?.narrow(1, 5, 1)?.squeeze(1)?;
+        let mine = model.forward(&DTensor::replicated(&ids, &mesh)?)?.full_tensor()?.narrow(1, 5, 1)?.squeeze(1)?;
         Ok(f64::from((mine - &want)?.abs()?.max_all()?.to_scalar::<f32>()?))
     })?;
     Ok(found[0])
@@ -185,8 +177,7 @@ impl Block {
         let dtype = self.mlp[0].weight().dtype();
         let (h, everywhere) = (x.to_dtype(dtype)?, vec![Replicate; x.mesh().ndim()]);
         let [cos, sin] = rope;
-        let [cos, sin] =
-            [cos, sin].map(|angles| DTensor::distribute(&angles.to_dtype(dtype)?, x.mesh(), &everywhere));
+        let [cos, sin] = [cos, sin].map(|angles| DTensor::distribute(&angles.to_dtype(dtype)?, x.mesh(), &everywhere));
         let (cos, sin, y, [q, k, v, out]) = (cos?, sin?, self.norms[0].forward(&h)?, &self.attention);
         let heads = |layer: &Linear| {
             let of = layer.forward(&y)?;
@@ -194,8 +185,7 @@ impl Block {
             of.reshape((rows, len, width / self.head_dim, self.head_dim))
         };
         let turned = |x: DTensor| x.transpose(1, 2)?.rope(&cos, &sin, 0, RopePairs::Halves)?.transpose(1, 2);
-        let mixed =
-            Attention::default().causal(true).of(&turned(heads(q)?)?, &turned(heads(k)?)?, &heads(v)?)?;
+        let mixed = Attention::default().causal(true).of(&turned(heads(q)?)?, &turned(heads(k)?)?, &heads(v)?)?;
         let h = h.add(&out.forward(&mixed.reshape(y.dims())?)?)?;
         let (y, [gate, up, down]) = (self.norms[1].forward(&h)?, &self.mlp);
         let h = h.add(&down.forward(&gate.forward(&y)?.silu()?.mul(&up.forward(&y)?)?)?)?;
@@ -219,8 +209,7 @@ impl ConvMixer {
         };
         let block = |i: usize| {
             let vb = vb.pp(3 + i);
-            let (inner, deep) =
-                (vb.pp("0.fn"), Conv2dConfig { groups: width, padding: 1, ..Default::default() });
+            let (inner, deep) = (vb.pp("0.fn"), Conv2dConfig { groups: width, padding: 1, ..Default::default() });
             Ok((
                 nn::conv2d(width, width, 3, deep, &inner.pp(0))?,
                 norm(&inner.pp(2))?,

@@ -12,11 +12,8 @@ use candle_lm::sentence_embedding::{self, Encoder, EncoderConfig};
 use candle_lm::tokens;
 use candle_shard::nn::MeshVarBuilder;
 
-const SENTENCES: [&str; 3] = [
-    "The capital of France is Paris.",
-    "Paris is the French capital city.",
-    "A pipeline has several stages.",
-];
+const SENTENCES: [&str; 3] =
+    ["The capital of France is Paris.", "Paris is the French capital city.", "A pipeline has several stages."];
 
 /// The cosines between all sentences, and the parameters that this rank holds.
 fn on_rank(ctx: &RankContext, folder: &Path, texts: &[Vec<u32>]) -> Result<(Vec<Vec<f32>>, usize)> {
@@ -36,8 +33,7 @@ fn main() -> Result<()> {
     let ranks: usize = args.next().map_or(Ok(2), |ranks| ranks.parse()).context(usage)?;
     let tokenizer = tokens::read(&folder)?;
     let encode = |text| tokenizer.encode(text, true).map_err(|error| anyhow::anyhow!("{error}"));
-    let texts =
-        SENTENCES.map(|text| Ok(encode(text)?.get_ids().to_vec())).into_iter().collect::<Result<Vec<_>>>()?;
+    let texts = SENTENCES.map(|text| Ok(encode(text)?.get_ids().to_vec())).into_iter().collect::<Result<Vec<_>>>()?;
     let made = World::threads(ranks).run(|ctx| on_rank(ctx, &folder, &texts))?;
     for (rank, (_, parameters)) in made.iter().enumerate() {
         println!("rank {rank} holds {parameters} parameters");

@@ -32,9 +32,8 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
     let mut optimizer = SparseAdagrad::new(rows.clone(), ADAGRAD)?;
     let before = table.gather_all()?;
     for step in 0..STEPS {
-        let (found, forward) = comm::record(|| {
-            table.embedding_bag(&ids(ctx.rank(), step)?, None, None, &EmbeddingBagOptions::default())
-        });
+        let (found, forward) =
+            comm::record(|| table.embedding_bag(&ids(ctx.rank(), step)?, None, None, &EmbeddingBagOptions::default()));
         let loss = found?.sqr()?.sum_all()?;
         let (passed, backward) = comm::record(|| loss.backward());
         passed?;
@@ -45,9 +44,7 @@ fn on_ranks(ctx: &RankContext) -> Result<[Tensor; 2]> {
         optimizer.step()?;
         if ctx.rank() == 0 {
             let (there, back) = (forward.total_bytes(), backward.total_bytes());
-            println!(
-                "step {step}: {there} B to look up, {back} B of gradients, {touched} rows here to update"
-            );
+            println!("step {step}: {there} B to look up, {back} B of gradients, {touched} rows here to update");
             ensure!(
                 (there + back) * 20 < ROWS * WIDTH * 4,
                 "{there} and {back} bytes are not a small part of the table"
@@ -62,36 +59,23 @@ fn on_one_device(before: &Tensor) -> Result<Tensor> {
     let table = Var::from_tensor(&before.detach())?;
     let mut squares = (table.ones_like()? * ADAGRAD.initial_accumulator_value)?;
     for step in 0..STEPS {
-        let ids =
-            (0..RANKS).map(|rank| ids(rank, step)?.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
-        let found =
-            table.index_select(&Tensor::cat(&ids, 0)?, 0)?.reshape((RANKS * BAGS[0], BAGS[1], WIDTH))?;
+        let ids = (0..RANKS).map(|rank| ids(rank, step)?.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
+        let found = table.index_select(&Tensor::cat(&ids, 0)?, 0)?.reshape((RANKS * BAGS[0], BAGS[1], WIDTH))?;
         let grads = found.mean(1)?.sqr()?.sum_all()?.backward()?;
         let grad = grads.get(&table).map_or_else(|| table.zeros_like(), |grad| Ok(grad.detach()))?;
         squares = (squares + grad.sqr()?)?;
-        table.set(
-            &(table.as_tensor() - ((grad * ADAGRAD.lr)? / (squares.sqrt()? + ADAGRAD.eps)?)?)?.detach(),
-        )?;
+        table.set(&(table.as_tensor() - ((grad * ADAGRAD.lr)? / (squares.sqrt()? + ADAGRAD.eps)?)?)?.detach())?;
     }
     Ok(table.as_detached_tensor())
 }
 
 fn main() -> Result<()> {
-    println!(
-        "a table of {} B, half of it on each of {RANKS} ranks",
-        ROWS * WIDTH * DType::F32.size_in_bytes()
-    );
+    println!("a table of {} B, half of it on each of {RANKS} ranks", ROWS * WIDTH * DType::F32.size_in_bytes());
     for [before, after] in World::threads(RANKS).run(on_ranks)? {
         let want = on_one_device(&before)?;
         let off = (&after - &want)?.abs()?.max_all()?.to_scalar::<f32>()?;
         ensure!(off < 1e-5, "the trained table is off by {off:e}");
-        let moved = (&after - &before)?
-            .abs()?
-            .max(1)?
-            .ne(0f32)?
-            .to_dtype(DType::F32)?
-            .sum_all()?
-            .to_scalar::<f32>()?;
+        let moved = (&after - &before)?.abs()?.max(1)?.ne(0f32)?.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
         ensure!(moved > 0.0, "nothing was learned");
         println!("{moved} of {ROWS} rows have changed, and the table equals that of one device");
     }

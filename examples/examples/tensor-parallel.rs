@@ -9,12 +9,9 @@ use candle_shard::prelude::*;
 
 /// Returns the loss after some steps.
 fn train(ctx: &RankContext) -> Result<f32> {
-    let plan =
-        Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
-    let vb =
-        MeshVarBuilder::fresh(42, &ctx.mesh(&[("tp", ctx.world_size())])?, plan, DType::F32, ctx.device())?;
-    let model =
-        seq().add(linear(8, 64, vb.pp("up"))?).add_fn(DTensor::gelu).add(linear(64, 8, vb.pp("down"))?);
+    let plan = Plan::new("tp").with("up", ColwiseParallel::default()).with("down", RowwiseParallel::default());
+    let vb = MeshVarBuilder::fresh(42, &ctx.mesh(&[("tp", ctx.world_size())])?, plan, DType::F32, ctx.device())?;
+    let model = seq().add(linear(8, 64, vb.pp("up"))?).add_fn(DTensor::gelu).add(linear(64, 8, vb.pp("down"))?);
     let mut optimizer = AdamW::new(&vb.finish()?, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })?;
     let x = Tensor::arange(0f32, 128.0, ctx.device())?.sin()?.reshape((16, 8))?.on(vb.mesh(), [])?;
     let loss = || model.forward(&x)?.sub(&x)?.sqr()?.mean_all();

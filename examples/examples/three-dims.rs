@@ -26,8 +26,7 @@ fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<MeshVarBuilder>> {
     let mut h = g.input("x", In::Arg);
     for i in 0..4 {
         let block = |vb: &MeshVarBuilder| {
-            let (up, down) =
-                (Linear::new(8, 16, true, &vb.pp("up"))?, Linear::new(16, 8, true, &vb.pp("down"))?);
+            let (up, down) = (Linear::new(8, 16, true, &vb.pp("up"))?, Linear::new(16, 8, true, &vb.pp("down"))?);
             let mesh = vb.mesh().clone();
             Ok(stage_op(move |xs, _| {
                 let x = xs[0].tensor()?;
@@ -43,9 +42,7 @@ fn model(split: SplitSpec) -> candle_pipe::Result<Pipe<MeshVarBuilder>> {
 
 /// Creates this rank's layers, which draw the same numbers on each mesh.
 fn builder(tp: &DeviceMesh) -> Result<MeshVarBuilder> {
-    let plan = Plan::new("tp")
-        .with("*.*.up", ColwiseParallel::default())
-        .with("*.*.down", RowwiseParallel::default());
+    let plan = Plan::new("tp").with("*.*.up", ColwiseParallel::default()).with("*.*.down", RowwiseParallel::default());
     Ok(MeshVarBuilder::fresh(42, tp, plan, DType::F64, &Device::Cpu)?)
 }
 

@@ -13,9 +13,9 @@ use crate::skip;
 use candle_dist::World;
 use std::env;
 
-/// Returns the name of the backend on which tests run, as [`ProcessGroup::backend_name`] does.
+/// Returns the name of the backend on which tests run, as [`Backend::name`] does.
 ///
-/// [`ProcessGroup::backend_name`]: candle_dist::ProcessGroup::backend_name
+/// [`Backend::name`]: candle_dist::backend::Backend::name
 ///
 /// # Panics
 /// If the backend is unknown.

@@ -6,7 +6,7 @@ use candle_core::DType;
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Lack {
-    /// The [name](crate::ProcessGroup::backend_name) of the backend.
+    /// The [name](crate::backend::Backend::name) of the backend.
     pub backend: &'static str,
     /// The case or failure that cannot pass, or a part that all cases leave out.
     pub what: &'static str,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub enum BackendKind {
     /// The best backend of this build that all ranks can use: NCCL if each rank has a GPU, otherwise MPI.
     ///
-    /// Rank 0 logs the choice and the reason. [`ProcessGroup::backend_name`](crate::ProcessGroup::backend_name) returns
+    /// Rank 0 logs the choice and the reason. [`Backend::name`](crate::backend::Backend::name) returns
     /// it.
     #[default]
     Auto,
