@@ -133,7 +133,13 @@ impl Call {
     /// The two sides of a message name each other, and a sender knows its device, a receiver only that of the result.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         let sides = self.op() != other.op() && self.collective.is_message() && other.collective.is_message();
-        let mut compared = PROPERTIES.iter().filter(|property| !sides || property.of_both_sides);
+        // Most calls that meet are equal, and their collectives are compared at once.
+        let is_equal = self.collective == other.collective;
+        let is_compared = |property: &&Property| match property.of_collective {
+            true if is_equal => false,
+            _ => !sides || property.of_both_sides,
+        };
+        let mut compared = PROPERTIES.iter().filter(is_compared);
         compared.find(|property| (property.of)(self) != (property.of)(other)).map(|property| property.name)
     }
 }
@@ -153,6 +159,8 @@ pub(crate) struct Property {
     pub(crate) of: fn(&Call) -> PropertyValue<'_>,
     /// Whether a send and its receive have it in common.
     pub(crate) of_both_sides: bool,
+    /// Whether it is one of the collective.
+    of_collective: bool,
 }
 
 /// The value of a [`Property`].
@@ -172,35 +180,40 @@ pub(crate) enum PropertyValue<'a> {
 
 impl Property {
     const fn new(name: &'static str, of: fn(&Call) -> PropertyValue<'_>) -> Self {
-        Self { name, of, of_both_sides: true }
+        Self { name, of, of_both_sides: true, of_collective: false }
     }
 
-    const fn of_a_side(name: &'static str, of: fn(&Call) -> PropertyValue<'_>) -> Self {
-        Self { name, of, of_both_sides: false }
+    const fn of_a_side(self) -> Self {
+        Self { of_both_sides: false, ..self }
+    }
+
+    const fn of_collective(self) -> Self {
+        Self { of_collective: true, ..self }
     }
 }
 
+/// The name of the property of forms.
+const FORM: &str = "form (into new memory, in place, started, or monitored)";
+
 /// The properties, in the order in which a mismatch is reported.
 pub(crate) const PROPERTIES: [Property; 10] = [
-    Property::of_a_side("op", |call| PropertyValue::Op(call.op())),
+    Property::new("op", |call| PropertyValue::Op(call.op())).of_a_side().of_collective(),
     Property::new("dtype", |call| PropertyValue::DType(call.dtype)),
     // Each rank has its own GPU, so only the kind of device counts.
-    Property::of_a_side("device", |call| PropertyValue::Device(discriminant(&call.device))),
+    Property::new("device", |call| PropertyValue::Device(discriminant(&call.device))).of_a_side(),
     Property::new("shape", |call| PropertyValue::Shape(&call.shape, &call.rest)),
-    Property::new("reduction", |call| PropertyValue::Reduction(call.collective.reduction())),
-    Property::of_a_side("root", |call| PropertyValue::Rank(call.collective.peer())),
+    Property::new("reduction", |call| PropertyValue::Reduction(call.collective.reduction())).of_collective(),
+    Property::new("root", |call| PropertyValue::Rank(call.collective.peer())).of_a_side().of_collective(),
     Property::new("dim", |call| {
         PropertyValue::Dims(call.collective.cuts().iter().map(|cut| cut.dim).collect())
-    }),
+    })
+    .of_collective(),
     Property::new("sizes", |call| {
-        PropertyValue::Sizes(
-            call.collective.cuts().iter().map(|cut| &cut.sizes).collect(),
-            call.collective.counts(),
-        )
-    }),
-    Property::of_a_side("form (into new memory, in place, started, or monitored)", |call| {
-        PropertyValue::Form(call.form)
-    }),
+        let cuts = call.collective.cuts();
+        PropertyValue::Sizes(cuts.iter().map(|cut| &cut.sizes).collect(), call.collective.counts())
+    })
+    .of_collective(),
+    Property::new(FORM, |call| PropertyValue::Form(call.form)).of_a_side(),
     Property::new("description", |call| PropertyValue::Note(call.note.as_deref())),
 ];
 
