@@ -84,11 +84,18 @@ impl ShardedTensor {
         Self { shards, layout, device: device.clone(), rows: Vec::new(), declared: Vec::new() }
     }
 
-    /// Applies `f` to each local shard and keeps the layout. Variables stay declared as shards while the result lives.
+    /// Returns a tensor of this layout whose shards on this rank are `tensors`.
+    ///
+    /// Variables stay declared as shards while the result lives, and it has the row variables of this one where it has the
+    /// same shards.
+    fn with_tensors(&self, tensors: impl IntoIterator<Item = Tensor>) -> Self {
+        let (rows, declared) = (self.rows.clone(), self.declared.clone());
+        Self { rows, declared, ..Self::holding(self.layout.clone(), self.device(), tensors) }
+    }
+
+    /// Applies `f` to each local shard and keeps the layout.
     fn map(&self, f: impl FnMut(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
-        let made = self.tensors().map(f).collect::<candle_core::Result<Vec<_>>>()?;
-        let declared = self.declared.clone();
-        Ok(Self { declared, ..Self::holding(self.layout.clone(), self.device(), made) })
+        Ok(self.with_tensors(self.tensors().map(f).collect::<candle_core::Result<Vec<_>>>()?))
     }
 
     /// Returns the elements of this rank's shards, in the order of the spec.

@@ -59,9 +59,7 @@ impl ShardedTensor {
 
     /// Returns the tensor without gradient, in the same memory.
     pub fn detach(&self) -> Self {
-        let detached = self.tensors().map(Tensor::detach);
-        let declared = self.declared.clone();
-        Self { declared, ..Self::holding(self.layout.clone(), self.device(), detached) }
+        self.with_tensors(self.tensors().map(Tensor::detach))
     }
 
     /// Copies the values to new memory, without gradient; `clone` shares memory.

@@ -232,3 +232,15 @@ fn a_padding_row_is_no_part_of_a_gradient_by_rows() {
         });
     }
 }
+
+#[test]
+fn a_table_that_has_its_dtype_already_keeps_its_row_variables() {
+    on_ranks(2, "dtype", |ctx| -> Result<()> {
+        let whole = Tensor::ones((6, 4), DType::F64, &Device::Cpu)?;
+        let (table, vars) = sharded(&whole, 0, ctx.group())?.to_row_vars()?;
+        assert_eq!(table.to_dtype(DType::F64)?.row_vars().len(), vars.len());
+        assert!(table.to_dtype(DType::F32)?.row_vars().is_empty(), "its shards are other tensors");
+        assert!(table.copy()?.row_vars().is_empty());
+        Ok(())
+    });
+}
