@@ -200,15 +200,16 @@ impl Step {
         }
     }
 
-    /// Refuses a tensor with a gradient where the step has no transpose, before anything is sent.
-    fn check_gradient(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
-        match x.track_op() && self.transpose().is_none() {
-            true => {
-                Err(self
-                    .invalid(format!("{self:?} has no gradient; detach its input, or reduce a sum"), group))
-            }
-            false => Ok(()),
+    /// Returns the step that the gradient of `x` takes back; `None` if it has none.
+    ///
+    /// # Errors
+    /// If `x` has a gradient and the step has no transpose.
+    fn transpose_for(&self, x: &Tensor, group: &ProcessGroup) -> Result<Option<Self>> {
+        if !x.track_op() {
+            return Ok(None);
         }
+        let reason = || format!("{self:?} has no gradient; detach its input, or reduce a sum");
+        self.transpose().map(Some).ok_or_else(|| self.invalid(reason(), group))
     }
 
     /// Returns whether ranks send data to each other. Windows may, if they are not the pieces.
@@ -250,9 +251,9 @@ impl Step {
         if group.size() == 1 && self.is_free_alone() {
             return Ok(x.clone());
         }
-        self.check_gradient(x, group)?;
+        let transpose = self.transpose_for(x, group)?;
         let output = self.run(&x.detach(), group, line_of(Location::caller()))?;
-        self.record(x, output, group)
+        self.record(x, output, transpose, group)
     }
 
     /// Returns `result` as the result of this step for `x`, with the gradient of the step. Sends nothing.
@@ -263,7 +264,7 @@ impl Step {
     /// If the shape or the dtype differs from that of the step's result.
     #[track_caller]
     pub fn with_known_result(&self, x: &Tensor, result: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
-        self.check(x, group)?;
+        self.check(self.collective().as_ref(), x, group)?;
         let shape = self.output(x.dims(), group.rank());
         if result.dims() != &shape[..] || result.dtype() != x.dtype() {
             let (got, want, dtype) = (result.dims(), shape.as_slice(), x.dtype().as_str());
@@ -273,13 +274,15 @@ impl Step {
             );
             return Err(self.invalid(reason, group));
         }
-        self.record(x, StepTensor::View(result.detach()), group)
+        let transpose = self.transpose_for(x, group)?;
+        self.record(x, StepTensor::View(result.detach()), transpose, group)
     }
 
     /// Runs the step for the code at `site`, without gradient.
     fn run(&self, x: &Tensor, group: &ProcessGroup, site: &'static Location<'static>) -> Result<StepTensor> {
-        self.check(x, group)?;
-        if let Some(collective) = self.collective() {
+        let collective = self.collective();
+        self.check(collective.as_ref(), x, group)?;
+        if let Some(collective) = collective {
             let call = Call { site, ..Call::on(collective, x) };
             return Ok(group.exchange(call, x)?.map_or_else(|| StepTensor::View(x.clone()), StepTensor::New));
         }
@@ -289,12 +292,7 @@ impl Step {
             Self::Recut { from, to } => rows::recut(x, from, to, group, site)?,
             Self::Windows { cut, windows } => rows::windows(x, cut, windows, group, site)?,
             Self::SumsOfWindows { cut, windows } => rows::sums_of_windows(x, cut, windows, group, site)?,
-            Self::Slice { cut, .. } => {
-                let piece = cut.piece(group.rank());
-                // candle panics on views without elements that start behind their memory.
-                let start = if piece.len() * x.elem_count() == 0 { 0 } else { piece.start };
-                x.narrow(cut.dim, start, piece.len())?
-            }
+            Self::Slice { cut, .. } => rows::part(x, cut.dim, &cut.piece(group.rank()))?,
             Self::Pad(cut) => {
                 let piece = cut.piece(group.rank());
                 x.pad_with_zeros(cut.dim, piece.start, cut.len() - piece.end)?
@@ -320,7 +318,7 @@ impl Step {
     }
 
     /// Checks that the pieces fit the tensor and the group, before anything is sent.
-    fn check(&self, x: &Tensor, group: &ProcessGroup) -> Result<()> {
+    fn check(&self, collective: Option<&Collective>, x: &Tensor, group: &ProcessGroup) -> Result<()> {
         let (shape, rank, size) = (x.dims(), group.rank(), group.size());
         let fits = match self {
             Self::Slice { cut, .. } => cut.check_whole(shape, size),
@@ -339,7 +337,7 @@ impl Step {
                 let fits = counts && shape.get(cut.dim).copied() == len;
                 if fits { Ok(()) } else { Err(not_for_each(windows, size)) }
             }
-            step => step.collective().map_or(Ok(()), |collective| collective.check(0, shape, rank, size)),
+            _ => collective.map_or(Ok(()), |collective| collective.check(0, shape, rank, size)),
         };
         fits.map_err(|reason| self.invalid(reason, group))
     }
@@ -353,12 +351,14 @@ impl Step {
     /// The communication is complete before candle takes its read lock on `x`, so no rank waits for another while it
     /// holds a lock. New memory becomes the storage of the result without a copy.
     #[track_caller]
-    fn record(&self, x: &Tensor, output: StepTensor, group: &ProcessGroup) -> Result<Tensor> {
-        if !x.track_op() {
-            return Ok(output.into_tensor());
-        }
-        self.check_gradient(x, group)?;
-        let transpose = self.transpose().unwrap_or(Self::Identity);
+    fn record(
+        &self,
+        x: &Tensor,
+        output: StepTensor,
+        transpose: Option<Self>,
+        group: &ProcessGroup,
+    ) -> Result<Tensor> {
+        let Some(transpose) = transpose else { return Ok(output.into_tensor()) };
         let fresh = match output {
             StepTensor::New(fresh) => fresh,
             StepTensor::View(view) => Fresh::copy_of(&view)?,

@@ -55,7 +55,7 @@ fn main() -> Result<()> {
     println!("all_reduce of squares     {sum:?} on every rank");
     println!("all_gather                {all:?} on every rank");
     println!("reduce_scatter            {:?}, a piece a rank", ranks.iter().map(|got| got[2][0]).collect::<Vec<_>>());
-    println!("all_reduce_start(.., Max) {largest:?} when waited for");
+    println!("a started all_reduce(.., Max) {largest:?} when waited for");
 
     let causes = World::threads(RANKS).run(disagree)?;
     let first = causes[0].clone();

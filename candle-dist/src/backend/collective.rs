@@ -71,26 +71,34 @@ pub(super) fn results(call: &Call, me: usize, given: &(impl MemberTensors + ?Siz
     let tensors = if call.collective.has_result(me) { call.count() } else { 0 };
     let result = |i: usize| {
         let all = given.nth(i);
-        Arithmetic::new(call, me, i, &all)?.compute(&all)
+        MemberResult::new(call, me, i, &all)?.compute(&all)
     };
     (0..tensors).map(result).collect()
 }
 
-/// Writes the results of member `me` to `outputs`.
-pub(super) fn write(
+/// Returns the results of member `me`, or writes them to `outputs` if there are some.
+pub(super) fn results_in(
     call: &Call,
     me: usize,
     given: &(impl MemberTensors + ?Sized),
     outputs: &[Tensor],
-) -> Result<()> {
+) -> Result<Results> {
+    match outputs {
+        [] => results(call, me, given),
+        _ => write(call, me, given, outputs).map(|()| Results::new()),
+    }
+}
+
+/// Writes the results of member `me` to `outputs`.
+fn write(call: &Call, me: usize, given: &(impl MemberTensors + ?Sized), outputs: &[Tensor]) -> Result<()> {
     outputs.iter().enumerate().try_for_each(|(i, output)| {
         let all = given.nth(i);
-        Arithmetic::new(call, me, i, &all)?.write(&all, output)
+        MemberResult::new(call, me, i, &all)?.write(&all, output)
     })
 }
 
-/// The arithmetic of a member's result for one tensor of a call.
-struct Arithmetic {
+/// The result of a member for one tensor of a call: what it is computed from, and how.
+struct MemberResult {
     combination: Combination,
     /// The members that the result is computed from, counted among those that have a tensor.
     from: std::ops::Range<usize>,
@@ -106,7 +114,7 @@ enum Combination {
     Concat(usize),
 }
 
-impl Arithmetic {
+impl MemberResult {
     /// Describes the result for the `i`-th tensors of the members that have one.
     fn new(call: &Call, me: usize, i: usize, all: &[StorageOperand<'_>]) -> Result<Self> {
         let collective = &call.collective;
@@ -132,10 +140,9 @@ impl Arithmetic {
                 return Err(Error::Unsupported(format!("{} as a collective", call.op())));
             }
         };
+        let rows = |row: &Dims| DimPiece { dim: 0, start: row[..me].iter().sum(), len: row[me] };
         let pieces = match collective.counts() {
-            Some(counts) => {
-                counts.iter().map(|row| Some(piece_of(&Cut { dim: 0, sizes: row.clone() }, me))).collect()
-            }
+            Some(counts) => counts.iter().map(|row| Some(rows(row))).collect(),
             None => SmallVec::from_elem(piece, from.len()),
         };
         let mine = match collective {

@@ -154,8 +154,7 @@ impl Collective {
     pub fn has_result(&self, rank: usize) -> bool {
         match self {
             Self::Reduce { root, .. } | Self::Gather { root, .. } => *root == rank,
-            Self::Barrier | Self::Send { .. } => false,
-            _ => true,
+            _ => self.all_have_results(),
         }
     }
 

@@ -1,8 +1,10 @@
 //! A dim of a tensor cut into pieces.
-use super::Dims;
-
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 use std::ops::Range;
+
+/// A short list of sizes.
+pub type Dims = SmallVec<[usize; 6]>;
 
 /// The cut of a dim into pieces, one per rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]

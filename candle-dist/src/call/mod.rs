@@ -7,8 +7,8 @@ mod reduce_op;
 mod site;
 
 pub use collective::{Collective, Cuts};
-pub use cut::Cut;
 pub(crate) use cut::total;
+pub use cut::{Cut, Dims};
 pub(crate) use dtypes::{CARRIED, carried};
 pub use op::Op;
 pub use reduce_op::{Factor, ReduceOp};
@@ -38,9 +38,6 @@ pub enum Form {
     /// The call names the ranks that do not come in time.
     Monitored,
 }
-
-/// A short list of sizes.
-pub type Dims = SmallVec<[usize; 6]>;
 
 /// Marks a dim of [`Call::shape`] whose size may differ between ranks.
 pub const RAGGED: usize = usize::MAX;

@@ -22,7 +22,7 @@ pub(super) struct RoundEntry {
 }
 
 /// All properties that [`Call::difference`] compares.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct CallRecord {
     collective: Collective,
     dtype: Option<String>,
@@ -45,7 +45,7 @@ fn short(note: &str) -> String {
 }
 
 /// A kind of device. Each process has its own device numbers, so they are not compared.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 enum DeviceKind {
     Cpu,
     Cuda,
@@ -85,6 +85,9 @@ impl RoundEntry {
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         if self.ranks != other.ranks {
             return Some(MEMBERS);
+        }
+        if self.call == other.call {
+            return None;
         }
         self.call.call().difference(&other.call.call())
     }

@@ -7,10 +7,10 @@ use std::ops::Range;
 use std::panic::Location;
 
 /// A window of the rows of a whole: rows before its first row, and behind its last one, are zeros.
-pub(super) type RowWindow = Range<isize>;
+type RowWindow = Range<isize>;
 
 /// The rows of each rank under a cut.
-pub(super) fn pieces(cut: &Cut) -> Vec<Range<usize>> {
+fn pieces(cut: &Cut) -> Vec<Range<usize>> {
     (0..cut.sizes.len()).map(|rank| cut.piece(rank)).collect()
 }
 
@@ -31,7 +31,7 @@ fn within(part: &Range<usize>, of: &Range<usize>) -> Range<usize> {
 }
 
 /// Some rows of a dim. candle panics on views without elements that start behind their memory.
-fn part(x: &Tensor, dim: usize, rows: &Range<usize>) -> candle_core::Result<Tensor> {
+pub(super) fn part(x: &Tensor, dim: usize, rows: &Range<usize>) -> candle_core::Result<Tensor> {
     let start = if rows.len() * x.elem_count() == 0 { 0 } else { rows.start };
     x.narrow(dim, start, rows.len())
 }

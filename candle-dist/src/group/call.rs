@@ -1,6 +1,6 @@
 //! A collective in any form: of several tensors, into given memory, over a variable, or started.
 use super::ProcessGroup;
-use super::pending::{OpenCall, Pending, PendingState, PendingTensors, single};
+use super::pending::{Pending, PendingState, PendingTensors, single};
 use crate::backend::overwrite::overwrite;
 use crate::backend::storage::share_memory;
 use crate::backend::{Call, Dims, Form, Fresh, Tensors, bytes};
@@ -159,8 +159,9 @@ impl CollectiveCall<'_> {
     /// Only the root of a scatter gives a tensor; a barrier and the receiver of a message have none. A call of no tensors
     /// that needs some does nothing.
     pub fn run_all(self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
-        if let Collective::Recv { from, tag } = self.call.collective {
-            return Ok(vec![self.receive(from, tag, tensors.len())?]);
+        if self.call.op() == Op::Recv {
+            let call = self.expected(tensors.len())?;
+            return Ok(vec![self.group.receive(call, self.places().pop())?]);
         }
         let tensors = self.read(tensors);
         let Some(call) = self.described(tensors)? else { return Ok(Vec::new()) };
@@ -169,10 +170,7 @@ impl CollectiveCall<'_> {
             return group.send_now(call, &tensors[0], self.memory).map(|()| Vec::new());
         }
         if group.is_alone(&call)? {
-            for (output, tensor) in outputs.iter().zip(tensors) {
-                overwrite(output, &[&tensor.detach().contiguous()?])?;
-            }
-            return Ok(if outputs.is_empty() { tensors.to_vec() } else { outputs.to_vec() });
+            return results_alone(tensors.to_vec(), &outputs);
         }
         let made = group.make(call, tensors, outputs.clone())?;
         Ok(if outputs.is_empty() {
@@ -197,8 +195,9 @@ impl CollectiveCall<'_> {
 
     /// Starts the call on several tensors, as [`run_all`](Self::run_all) runs it.
     pub fn start_all(self, tensors: &[Tensor]) -> Result<PendingTensors> {
-        if let Collective::Recv { from, tag } = self.call.collective {
-            return self.post(from, tag, tensors.len());
+        if self.call.op() == Op::Recv {
+            let call = self.expected(tensors.len())?;
+            return self.group.start_receive(call, self.places().pop());
         }
         if self.call.form == Form::Monitored {
             return Err(self.invalid("a barrier is monitored while it waits; call `run_all`".to_string()));
@@ -212,25 +211,16 @@ impl CollectiveCall<'_> {
             return Ok(Pending::new(group.start_send(call, &tensors[0], memory)?, Ok));
         }
         if group.is_alone(&call)? {
-            let mine =
-                tensors.iter().map(|tensor| memory.own(tensor)).collect::<candle_core::Result<Vec<_>>>()?;
-            for (output, tensor) in outputs.iter().zip(&mine) {
-                overwrite(output, &[&tensor.detach().contiguous()?])?;
-            }
-            return Ok(Pending::new(
-                PendingState::Done(if outputs.is_empty() { mine } else { outputs.to_vec() }),
-                Ok,
-            ));
+            let mine = tensors.iter().map(|tensor| memory.own(tensor)).collect::<candle_core::Result<_>>()?;
+            return Ok(Pending::new(PendingState::Done(results_alone(mine, &outputs)?), Ok));
         }
         let call = Call { form: Form::Started, ..call };
         let size = tensors.iter().map(bytes).sum();
-        let started = group.engage(call.clone(), size, |backend, call| {
+        let state = group.open(call, size, outputs.clone(), |backend, call| {
             let dense = tensors.iter().map(|tensor| memory.own(&tensor.detach())?.contiguous());
-            backend.start(call, dense.collect::<candle_core::Result<Tensors>>()?, outputs.clone())
+            backend.start(call, dense.collect::<candle_core::Result<Tensors>>()?, outputs)
         })?;
-        let open =
-            OpenCall { started, call, outputs, group: group.clone(), thread: std::thread::current().id() };
-        Ok(Pending::new(PendingState::Open(Box::new(open)), Ok))
+        Ok(Pending::new(state, Ok))
     }
 
     /// Replaces `var` on every rank by its result: for an all_reduce and a broadcast, without memory for a second tensor.
@@ -248,26 +238,6 @@ impl CollectiveCall<'_> {
         let place = var.as_detached_tensor();
         let place = || [place.clone()].into_iter().collect();
         group.engage(call, bytes(var), |backend, call| backend.run(call, place(), place())).map(drop)
-    }
-
-    /// Receives a message now.
-    fn receive(self, from: Option<usize>, tag: u32, given: usize) -> Result<Tensor> {
-        let call = self.expected(given)?;
-        match from {
-            Some(_) => self.group.receive(call, self.places().pop()),
-            None => Err(self.group.invalid(Op::Recv, format!("no sender of tag {tag}; call recv_any"))),
-        }
-    }
-
-    /// Starts a receive.
-    fn post(self, from: Option<usize>, tag: u32, given: usize) -> Result<PendingTensors> {
-        let call = self.expected(given)?;
-        match from {
-            Some(_) => self.group.start_receive(call, self.places().pop()),
-            None => Err(self
-                .group
-                .invalid(Op::Recv, format!("no sender of tag {tag}; a started receive names one"))),
-        }
     }
 
     /// Returns the memory for the results.
@@ -288,12 +258,16 @@ impl CollectiveCall<'_> {
             let reason = "a receive takes no tensor, at most one output, and no monitor".to_string();
             return Err(self.invalid(reason));
         }
+        if self.call.collective.peer().is_none() {
+            let tag = self.call.collective.tag();
+            return Err(self.invalid(format!("no sender of tag {tag}; name one, or call recv_any")));
+        }
         let named = self.shape.as_ref().map(|(shape, dtype)| (shape, *dtype));
         let output = self.outputs.first();
         let Some((shape, dtype)) = named.or_else(|| output.map(|output| (output.shape(), output.dtype())))
         else {
             let reason = "a message of unknown shape; name it with `of` or `into`".to_string();
-            return Err(self.group.invalid(Op::Recv, reason));
+            return Err(self.invalid(reason));
         };
         output.map_or(Ok(()), |output| self.check_memory(output, shape.dims(), dtype))?;
         Ok(Call { dtype: Some(dtype), shape: Dims::from_slice(shape.dims()), ..self.call.clone() })
@@ -301,16 +275,16 @@ impl CollectiveCall<'_> {
 
     /// Checks the arguments, and describes the call on these tensors; `None` if there is nothing to do.
     fn described(&self, tensors: &[Tensor]) -> Result<Option<Call>> {
-        let (rank, size, collective) = (self.group.rank(), self.group.size(), &self.call.collective);
+        let collective = &self.call.collective;
         self.check_ranks()?;
         self.check_count(tensors.len())?;
         if let Collective::Scatter { .. } = collective {
             return self.scattered(tensors.first()).map(Some);
         }
         for (nth, tensor) in tensors.iter().enumerate() {
-            collective.check(nth, tensor.dims(), rank, size).map_err(|reason| self.invalid(reason))?;
+            self.group.check_fit(collective, nth, tensor)?;
         }
-        if tensors.is_empty() && collective.has_input(rank) {
+        if tensors.is_empty() && collective.has_input(self.group.rank()) {
             return Ok(None);
         }
         let Call { form, timeout, site, .. } = self.call;
@@ -444,4 +418,15 @@ impl CollectiveCall<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns the results of one rank alone, which are its tensors, in the given memory if there is some.
+fn results_alone(tensors: Vec<Tensor>, outputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    if outputs.is_empty() {
+        return Ok(tensors);
+    }
+    for (output, tensor) in outputs.iter().zip(&tensors) {
+        overwrite(output, &[&tensor.detach().contiguous()?])?;
+    }
+    Ok(outputs.to_vec())
 }

@@ -1,6 +1,6 @@
 //! Checks of arguments before anything is sent.
 use super::ProcessGroup;
-use crate::call::{CARRIED, Call, Collective, Dims, Op, carried};
+use crate::call::{CARRIED, Call, Collective, Cut, Op, carried};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -33,18 +33,20 @@ impl ProcessGroup {
         })
     }
 
-    pub(super) fn even_sizes(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<Dims> {
+    pub(super) fn even_cut(&self, op: Op, tensor: &Tensor, dim: usize) -> Result<Cut> {
         let (len, n) = (self.dim_size(op, tensor, dim)?, self.size());
         if len % n != 0 {
             let reason =
                 format!("dim {dim} of shape {:?} does not divide by {n} ranks; give sizes", tensor.dims());
             return Err(self.invalid(op, reason));
         }
-        Ok(self.repeat(len / n))
+        Ok(Cut::even(dim, len / n, n))
     }
 
-    pub(super) fn repeat(&self, len: usize) -> Dims {
-        Dims::from_elem(len, self.size())
+    /// Checks that the cuts of a collective fit its `nth` tensor.
+    pub(super) fn check_fit(&self, collective: &Collective, nth: usize, tensor: &Tensor) -> Result<()> {
+        let checked = collective.check(nth, tensor.dims(), self.rank(), self.size());
+        checked.map_err(|reason| self.invalid(collective.op(), reason))
     }
 
     /// Refuses dtypes that no backend carries, averages of integers, and bitwise reductions of floats.

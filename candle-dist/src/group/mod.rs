@@ -3,7 +3,7 @@
 #![doc = include_str!("README.md")]
 
 mod call;
-pub(crate) mod check;
+mod check;
 mod compared;
 mod failure;
 mod gather_text;
@@ -252,8 +252,8 @@ impl ProcessGroup {
     /// [`Collective::all_gather`] joins pieces of other sizes.
     #[track_caller]
     pub fn all_gather(&self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
-        let sizes = self.repeat(self.dim_size(Op::AllGather, tensor, dim)?);
-        self.collect(self.fitting(Collective::all_gather(Cut { dim, sizes }), tensor)?, tensor)
+        let cut = Cut::even(dim, self.dim_size(Op::AllGather, tensor, dim)?, self.size());
+        self.collect(self.fitting(Collective::all_gather(cut), tensor)?, tensor)
     }
 
     /// Reduces all ranks' tensors and returns this rank's piece, cut along `dim` into equal pieces in rank order.
@@ -261,8 +261,8 @@ impl ProcessGroup {
     /// [`Collective::reduce_scatter`] returns pieces of other sizes.
     #[track_caller]
     pub fn reduce_scatter(&self, tensor: &Tensor, dim: usize, op: ReduceOp) -> Result<Tensor> {
-        let sizes = self.even_sizes(Op::ReduceScatter, tensor, dim)?;
-        self.collect(Call::on(Collective::reduce_scatter(Cut { dim, sizes }, op), tensor), tensor)
+        let cut = self.even_cut(Op::ReduceScatter, tensor, dim)?;
+        self.collect(Call::on(Collective::reduce_scatter(cut, op), tensor), tensor)
     }
 
     /// Sends equal pieces of `split_dim` to the ranks and joins the received ones along `concat_dim`.
@@ -270,9 +270,8 @@ impl ProcessGroup {
     /// A tensor sharded on `concat_dim` becomes one sharded on `split_dim`. [`Collective::AllToAll`] has other sizes.
     #[track_caller]
     pub fn all_to_all(&self, tensor: &Tensor, split_dim: usize, concat_dim: usize) -> Result<Tensor> {
-        let split = Cut { dim: split_dim, sizes: self.even_sizes(Op::AllToAll, tensor, split_dim)? };
-        let len = self.dim_size(Op::AllToAll, tensor, concat_dim)?;
-        let concat = Cut { dim: concat_dim, sizes: self.repeat(len) };
+        let split = self.even_cut(Op::AllToAll, tensor, split_dim)?;
+        let concat = Cut::even(concat_dim, self.dim_size(Op::AllToAll, tensor, concat_dim)?, self.size());
         self.collect(self.fitting(Collective::AllToAll { split, concat }, tensor)?, tensor)
     }
 
@@ -337,10 +336,7 @@ impl ProcessGroup {
         sizes: &[usize],
         root: usize,
     ) -> Result<Tensor> {
-        let tensor = tensor.filter(|_| self.rank() == root);
-        let call = self.call(Collective::Scatter { cut: Cut::new(dim, sizes), root }).of(shape, dtype);
-        let made = call.run_all(tensor.map_or(&[], std::slice::from_ref))?.pop();
-        made.ok_or_else(|| self.invalid(Op::Scatter, "the backend returned no result".into()))
+        self.call(Collective::Scatter { cut: Cut::new(dim, sizes), root }).of(shape, dtype).run(tensor)
     }
 
     /// Waits until every rank has called it.
@@ -394,8 +390,7 @@ impl ProcessGroup {
     #[track_caller]
     fn fitting(&self, collective: Collective, tensor: &Tensor) -> Result<Call> {
         self.check_ranks(&collective)?;
-        let checked = collective.check(0, tensor.dims(), self.rank(), self.size());
-        checked.map_err(|reason| self.invalid(collective.op(), reason))?;
+        self.check_fit(&collective, 0, tensor)?;
         Ok(Call::on(collective, tensor))
     }
 

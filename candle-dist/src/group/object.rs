@@ -1,6 +1,6 @@
 //! Collectives of values of any type that serde supports.
 use super::ProcessGroup;
-use crate::backend::{Call, Dims};
+use crate::backend::Dims;
 use crate::call::{Collective, Cut};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -143,8 +143,7 @@ impl ProcessGroup {
     /// Fails on all ranks alike unless they name the same type.
     #[track_caller]
     fn same_type<T>(&self, op: &'static str) -> Result<()> {
-        let note = format!("{op} of {}", std::any::type_name::<T>());
-        self.meet(Call { note: Some(note.into()), ..Call::new(Collective::Barrier) })
+        self.agree(&format!("{op} of {}", std::any::type_name::<T>()))
     }
 
     /// Sends the size of the root's next data to all ranks, and whether the data is an error text.

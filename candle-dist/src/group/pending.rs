@@ -1,7 +1,7 @@
 //! Started calls.
 use super::ProcessGroup;
 use super::posted::PostedReceive;
-use crate::backend::{Call, Fresh, Op, StartedCall, Tensors};
+use crate::backend::{Backend, Call, Fresh, Op, StartedCall, Tensors};
 use crate::{Error, Result, comm};
 use candle_core::Tensor;
 use std::fmt;
@@ -51,13 +51,13 @@ pub(super) enum PendingState {
 
 /// A started call, for its wait.
 pub(super) struct OpenCall {
-    pub(super) started: Box<dyn StartedCall>,
-    pub(super) call: Call,
+    started: Box<dyn StartedCall>,
+    call: Call,
     /// The memory for the results; empty for new memory.
-    pub(super) outputs: Tensors,
-    pub(super) group: ProcessGroup,
+    outputs: Tensors,
+    group: ProcessGroup,
     /// The thread that started it.
-    pub(super) thread: ThreadId,
+    thread: ThreadId,
 }
 
 impl<T> fmt::Debug for Pending<T> {
@@ -72,7 +72,7 @@ impl<T> fmt::Debug for Pending<T> {
 
 /// Returns the only tensor of a call.
 pub(super) fn single(mut tensors: Vec<Tensor>) -> Result<Tensor> {
-    tensors.pop().ok_or_else(|| Error::Unsupported("waiting for a call without a result".to_string()))
+    tensors.pop().ok_or_else(|| Error::Unsupported("a call without a result".to_string()))
 }
 
 impl<T> Pending<T> {
@@ -149,5 +149,20 @@ impl<T> Pending<T> {
             }
         };
         (self.unpack)(tensors)
+    }
+}
+
+impl ProcessGroup {
+    /// Starts a call on inputs of `size` bytes, and keeps what its wait needs.
+    pub(super) fn open(
+        &self,
+        call: Call,
+        size: usize,
+        outputs: Tensors,
+        start: impl FnOnce(&dyn Backend, Call) -> Result<Box<dyn StartedCall>>,
+    ) -> Result<PendingState> {
+        let started = self.engage(call.clone(), size, start)?;
+        let (group, thread) = (self.clone(), std::thread::current().id());
+        Ok(PendingState::Open(Box::new(OpenCall { started, call, outputs, group, thread })))
     }
 }

@@ -1,9 +1,9 @@
 //! Point-to-point messages.
 use super::ProcessGroup;
 use super::call::InputMemory;
-use super::pending::{OpenCall, Pending, PendingState, PendingTensors};
+use super::pending::{Pending, PendingState, PendingTensors};
 use crate::Result;
-use crate::backend::{Backend, Call, Envelope, Op, Tensors, bytes};
+use crate::backend::{Call, Envelope, Op, Tensors, bytes};
 use crate::call::Collective;
 use candle_core::{DType, Shape, Tensor};
 
@@ -185,17 +185,11 @@ impl ProcessGroup {
         tensor: &Tensor,
         memory: InputMemory,
     ) -> Result<PendingState> {
-        let (tensor, given) = (self.for_sending(tensor, memory)?, call.clone());
-        let start = |backend: &dyn Backend, call| backend.start(call, one(tensor.clone()), Tensors::new());
-        let started = self.engage(call, bytes(&tensor), start)?;
-        let (outputs, thread) = (Tensors::new(), std::thread::current().id());
-        Ok(PendingState::Open(Box::new(OpenCall {
-            started,
-            call: given,
-            outputs,
-            group: self.clone(),
-            thread,
-        })))
+        let tensor = self.for_sending(tensor, memory)?;
+        let size = bytes(&tensor);
+        self.open(call, size, Tensors::new(), |backend, call| {
+            backend.start(call, one(tensor), Tensors::new())
+        })
     }
 
     /// Returns the tensor to send: a copy, unless the backend makes one or the sender gives it away.

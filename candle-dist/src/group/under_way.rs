@@ -102,7 +102,7 @@ impl ActiveCalls {
     }
 
     /// Enters a call of all ranks, as `enter` does.
-    pub(super) fn enter_collective(&self, site: Site) -> Result<CallGuard<'_>, Site> {
+    fn enter_collective(&self, site: Site) -> Result<CallGuard<'_>, Site> {
         self.collective.compare_exchange(None, Some(site)).map_err(|other| other.unwrap_or(site))?;
         let entered = CallGuard { of: self, what: CallKind::Collective };
         if self.waiting.load(Ordering::SeqCst) > 0

@@ -21,7 +21,7 @@ const WRONG: [BadArguments; 18] = [
         g.reduce_scatter(&x(DType::F32)?, 0, ReduceOp::Sum).map(drop)
     }),
     (&["dim 0"], |g| {
-        g.call(Collective::reduce_scatter(Cut::new(0, &vec![1; g.size()]), ReduceOp::Sum))
+        g.call(Collective::reduce_scatter(Cut::even(0, 1, g.size()), ReduceOp::Sum))
             .run(&x(DType::F32)?)
             .map(drop)
     }),

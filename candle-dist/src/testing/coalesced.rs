@@ -66,7 +66,7 @@ fn uneven(ctx: &RankContext) -> Result<()> {
     let pieces = [
         (input(r, &[r, 3], DType::F32)?, Cut::new(0, &growing)),
         (input(r + 1, &[5, falling[r]], DType::BF16)?, Cut::new(1, &falling)),
-        (input(r, &[2, 0], DType::F64)?, Cut::new(0, &vec![2; n])),
+        (input(r, &[2, 0], DType::F64)?, Cut::even(0, 2, n)),
     ];
     let (pieces, cuts): (Vec<Tensor>, Cuts) = pieces.into_iter().unzip();
     let gather = |pieces: &[Tensor]| {

@@ -118,14 +118,13 @@ fn monitored(ctx: &RankContext) -> Result<()> {
     }
     let (g, x) = (ctx.group(), input(ctx.rank(), &[4], DType::F32)?);
     for round in 0..3 {
-        g.call(Collective::Barrier).monitored(Duration::from_secs(60)).run_all(&[]).map(drop)?;
+        g.call(Collective::Barrier).monitored(Duration::from_secs(60)).run_all(&[])?;
         let pending = g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?;
         g.split(Some((ctx.rank() % 2) as u32), round)?
             .expect("a color")
             .call(Collective::Barrier)
             .monitored(Duration::from_secs(60))
-            .run_all(&[])
-            .map(drop)?;
+            .run_all(&[])?;
         pending.wait()?;
     }
     Ok(())

@@ -31,10 +31,7 @@ fn neighbors(ctx: &RankContext) -> (usize, usize) {
 fn ring(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     g.send(&input(r, &[2, 3], DType::BF16)?.t()?, next)?;
-    g.call(Collective::Send { to: next, tag: 0 })
-        .owned()
-        .run_all(&[input(r + 10, &[1], DType::F64)?])
-        .map(drop)?;
+    g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r + 10, &[1], DType::F64)?])?;
     let first = g.recv((3, 2), DType::BF16, before)?;
     assert_same(&first, &input(before, &[2, 3], DType::BF16)?.t()?.contiguous()?, "first")?;
     assert_same(&g.recv(1, DType::F64, before)?, &input(before + 10, &[1], DType::F64)?, "second")?;
@@ -64,10 +61,7 @@ fn lengths(ctx: &RankContext) -> Result<()> {
         // Large and small messages alternate, so that small ones could overtake.
         let lengths = LENGTHS.into_iter().rev().chain(LENGTHS).chain([0]);
         for (i, len) in lengths.clone().enumerate() {
-            g.call(Collective::Send { to: next, tag: 0 })
-                .owned()
-                .run_all(&[input(r + i, &[len], dtype)?])
-                .map(drop)?;
+            g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r + i, &[len], dtype)?])?;
         }
         for (i, len) in lengths.enumerate() {
             let got = g.recv(len, dtype, before)?;
@@ -99,10 +93,7 @@ fn tags(ctx: &RankContext) -> Result<()> {
 fn passing(ctx: &RankContext) -> Result<()> {
     let (g, r, (next, before)) = (ctx.group(), ctx.rank(), neighbors(ctx));
     for len in LENGTHS {
-        g.call(Collective::Send { to: next, tag: 0 })
-            .owned()
-            .run_all(&[input(r, &[len], DType::F32)?])
-            .map(drop)?;
+        g.call(Collective::Send { to: next, tag: 0 }).owned().run_all(&[input(r, &[len], DType::F32)?])?;
         g.barrier()?;
         let halves = g.split(Some((r % 2) as u32), 0)?.expect("a color");
         halves.barrier()?;

@@ -364,7 +364,9 @@ impl<'a, 'f> Execution<'a, 'f> {
         let routes = self.program.routes();
         for message in routes.passed(compute) {
             let contents = self.program.contents(message).iter();
-            let values = contents.filter_map(|(value, _)| made.get(value).cloned()).collect();
+            let values: Option<Vec<_>> = contents.map(|(value, _)| made.get(value).cloned()).collect();
+            let missing = || Error::Schedule("a value that a message carries was not computed".to_string());
+            let values = values.ok_or_else(missing)?;
             if routes.is_local(message) {
                 self.deliver(message, values)?;
             } else {

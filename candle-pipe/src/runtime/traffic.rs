@@ -68,10 +68,8 @@ impl<'a> Traffic<'a> {
         message: Message,
     ) -> Result<Option<(Message, usize, Vec<Activation>)>> {
         let rank = self.runtime.rank_of(message.from);
-        let Some(awaited) = self.awaited.get_mut(&rank).filter(|awaited| awaited.contains(&message)) else {
-            return Ok(None);
-        };
-        let Some(next) = awaited.pop_front() else { return Ok(None) };
+        let awaited = self.awaited.get_mut(&rank).filter(|awaited| awaited.contains(&message));
+        let Some(next) = awaited.and_then(VecDeque::pop_front) else { return Ok(None) };
         let (path, mut values) = self.wire.receive(rank, next)?;
         self.credit.as_mut().map_or(Ok(()), |credit| credit.after_receive(rank))?;
         let contents = self.program.contents(next);

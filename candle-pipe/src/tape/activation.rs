@@ -14,7 +14,7 @@ pub struct Activation {
 }
 
 impl Activation {
-    /// Creates an activation none of whose tensors requires a gradient, such as an input.
+    /// Creates an activation none of whose tensors requires a gradient, such as an output of an evaluation.
     pub fn constant(value: Value) -> Result<Self> {
         let mut activation = Self::of(&value)?;
         activation.tracked.fill(false);

@@ -55,7 +55,6 @@ use operation::{Circle, HostInput};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
-
 use wire::{MOST_BYTES, TOGETHER};
 
 /// Starts MPI, for the group of all its ranks; ends it when the last group is gone.

@@ -41,7 +41,7 @@ pub(super) fn inner(shape: &[usize], dim: usize) -> usize {
     shape[dim + 1..].iter().product()
 }
 
-/// Returns the pieces of a tensor of `shape`; or of the tensor that is joined from pieces, of which this is one.
+/// Returns the pieces of a tensor. `shape` is that of the whole, or that of one of its pieces.
 pub(super) fn pieces(shape: &[usize], cut: &Cut) -> PieceLayout {
     let row = inner(shape, cut.dim);
     PieceLayout::new(shape[..cut.dim].iter().product(), cut.sizes.iter().map(|size| size * row))

@@ -10,7 +10,7 @@ use super::transfer::{self, DoneEvent, TensorTransfer, issue, issue_in_place, is
 use super::watch::{WorldGuard, WorldWatch};
 use crate::backend::cuda::driver;
 use crate::backend::outputs::{completed, deliver, fill, filled, unsupported};
-use crate::backend::{Backend, Call, Collective, Cut, Dims, Form, Fresh, Op, Results, StartedCall, Tensors};
+use crate::backend::{Backend, Call, Collective, Cut, Form, Fresh, Op, Results, StartedCall, Tensors};
 use crate::control::channel;
 use crate::{Cause, Error, GroupFailure, Result, hash};
 use candle_core::{Device, DeviceLocation, Tensor};
@@ -99,12 +99,9 @@ impl NcclBackend {
     /// Enqueues the call after the work on the streams of its tensors.
     fn launch(&self, call: Arc<Call>, tensors: Tensors) -> Result<EnqueuedCall> {
         // The ranks of a scatter have no tensor that says on which device they want theirs.
-        let default = call.device == DeviceLocation::Cpu && call.op() != Op::Scatter;
-        let on_host = |i| {
-            tensors
-                .get(i)
-                .map_or(default, |tensor: &Tensor| tensor.device().is_cpu() && call.op() != Op::Scatter)
-        };
+        let is_scatter = call.op() == Op::Scatter;
+        let is_cpu = |tensor: &Tensor| tensor.device().is_cpu();
+        let on_host = |i| !is_scatter && tensors.get(i).map_or(call.device == DeviceLocation::Cpu, is_cpu);
         let count = call.count();
         let to_host: Vec<bool> = (0..count).map(on_host).collect();
         let tensors = self.on_gpu(call.op(), tensors)?;
@@ -130,10 +127,7 @@ impl NcclBackend {
     fn launch_barrier(&self, call: &Call) -> Result<EnqueuedCall> {
         let words = call.note.as_ref().map_or(0, |note| hash::stable(note.as_bytes()) as i64);
         let mine = Tensor::new(&[words], &Device::Cpu)?;
-        let gather = Call::on(
-            Collective::all_gather(Cut { dim: 0, sizes: Dims::from_elem(1, self.ranks.len()) }),
-            &mine,
-        );
+        let gather = Call::on(Collective::all_gather(Cut::even(0, 1, self.ranks.len())), &mine);
         self.launch(Arc::new(gather), smallvec![mine])
     }
 
@@ -327,7 +321,7 @@ impl Backend for NcclBackend {
             (_, Form::Monitored) => {
                 return Err(unsupported(self.name(), "name the ranks that are missing at a barrier"));
             }
-            // Numbers with marks of NaN need a result beside their place.
+            // Where NaN is marked, the result needs memory of its own.
             (_, Form::InPlace)
                 if call.device != DeviceLocation::Cpu && !marks::needed(&call, tensors[0].dtype()) =>
             {

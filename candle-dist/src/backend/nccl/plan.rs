@@ -142,11 +142,7 @@ impl TransferPlan {
         let shape = gets.then(|| collective.output(i, mine, me));
         let received = shape.as_ref().map_or(0, |shape| shape.iter().product());
         let plain = |transfer| Self { pack: None, transfer, received, unpack: None, shape: shape.clone() };
-        let whole_of = |cut: &Cut| {
-            let mut whole = Dims::from_slice(mine);
-            whole[cut.dim] = cut.len();
-            Strides::new(&whole, cut)
-        };
+        let whole_of = |cut: &Cut| Strides::new(&collective.output(i, mine, me), cut);
         Ok(match collective {
             Collective::AllReduce(_) => plain(FlatTransfer::AllReduce { len }),
             Collective::Broadcast { root } => plain(FlatTransfer::Broadcast { root: *root, len }),
@@ -190,8 +186,7 @@ impl TransferPlan {
                 plain(FlatTransfer::SendReceive { sends: spans(&sent), receives: spans(&came) })
             }
             Collective::AllToAll { split, concat } => {
-                let made = collective.output(i, mine, me);
-                let (split, joined) = (Strides::new(mine, split), Strides::new(&made, concat));
+                let (split, joined) = (Strides::new(mine, split), whole_of(concat));
                 let transfer = FlatTransfer::SendReceive { sends: split.spans(), receives: joined.spans() };
                 Self { pack: split.packing(), unpack: joined.unpacking(), ..plain(transfer) }
             }

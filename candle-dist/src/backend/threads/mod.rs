@@ -153,11 +153,9 @@ impl StartedCall for RoundCall {
     fn finish(mut self: Box<Self>) -> Result<Results> {
         let Some(round) = self.round.take() else { return Ok(Results::new()) };
         self.group.resume(self.rank, &round);
-        let result =
-            self.group.finish(self.rank, &round, self.timeout, |call, all| match &self.outputs[..] {
-                [] => collective::results(call, self.rank, all),
-                outputs => collective::write(call, self.rank, all, outputs).map(|()| Results::new()),
-            });
+        let result = self.group.finish(self.rank, &round, self.timeout, |call, all| {
+            collective::results_in(call, self.rank, all, &self.outputs)
+        });
         if result.is_err() {
             self.round = Some(round); // to be left on drop
         }
@@ -253,18 +251,11 @@ impl Backend for ThreadBackend {
                     _ => Ok(smallvec![Fresh { storage: device::concat(pieces, None, 0)?, shape }]),
                 })
             }
-            (_, _, []) => {
-                let round = self.enter(call, tensors)?;
-                self.group
-                    .finish(self.rank, &round, None, |call, all| collective::results(call, self.rank, all))
-            }
             _ => {
                 let round = self.enter_into(call, tensors, &outputs, true)?;
-                self.group
-                    .finish(self.rank, &round, None, |call, all| {
-                        collective::write(call, self.rank, all, &outputs)
-                    })
-                    .map(|()| Results::new())
+                self.group.finish(self.rank, &round, None, |call, all| {
+                    collective::results_in(call, self.rank, all, &outputs)
+                })
             }
         }
     }

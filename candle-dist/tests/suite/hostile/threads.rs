@@ -45,7 +45,7 @@ fn threads_that_call_at_the_same_time_are_noticed() {
     let here = "tests/suite/hostile/threads.rs:";
     let kinds: [(&str, Calls); 6] = [
         ("all_reduce", sums),
-        ("all_reduce_start", |g, nth| {
+        ("all_reduce, started", |g, nth| {
             (0..2000).try_for_each(|_| {
                 let x = Tensor::full(nth as f32, 20_000, &Device::Cpu)?;
                 g.call(Collective::AllReduce(ReduceOp::Sum)).start(&x)?.wait().map(drop)

@@ -52,9 +52,8 @@ fn fetch_rows(
     let counts: Vec<Vec<usize>> =
         (0..ranks).map(|by| wanted.iter().map(|wanted| held(by, wanted)).collect()).collect();
     let mine = table.own_rows(me);
-    let rows = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
     let still = still.filter(|&row| mine.contains(&(row as usize))).map(|row| row - mine.start as u32);
-    let found = look_up(table, rows, still, *tracked)?;
+    let found = look_up(table, rows_here(table, wanted), still, *tracked)?;
     let rows = Step::all_to_all_single(&counts).apply(&found, &table.group)?;
     // The rows from one rank are consecutive in the wanted rows.
     let mut starts = vec![0; ranks];
@@ -63,6 +62,12 @@ fn fetch_rows(
     }
     let order = table.order().into_iter().flat_map(|rank| (starts[rank]..).take(counts[rank][me])).collect();
     Ok(FetchedRows { rows, order })
+}
+
+/// Returns the local indices of the rows that the ranks look up here, rank by rank.
+fn rows_here(table: &EmbeddingTable, wanted: &[SortedIds]) -> Vec<u32> {
+    let mine = table.own_rows(table.group.rank());
+    wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect()
 }
 
 /// Looks up the local columns of all wanted rows, and sends each rank the columns of its rows.
@@ -95,8 +100,6 @@ fn rearrange_columns(joined: Tensor, table: &EmbeddingTable) -> Result<Tensor> {
 /// Only those rows are read, and only rows that are too long are written. For a table cut by columns, one small
 /// collective sums the parts of the norms.
 pub(super) fn limit_norms(table: &EmbeddingTable, wanted: &[SortedIds], limit: &Renorm) -> Result<()> {
-    let mine = table.own_rows(table.group.rank());
-    let rows: Vec<u32> = wanted.iter().flat_map(|wanted| mask_and_shift(wanted, &mine)).collect();
-    let rows = kernels::unique_rows(&rows);
+    let rows = kernels::unique_rows(&rows_here(table, wanted));
     limit_rows(&table.local, &rows, limit, table.by_columns().then_some(&table.group))
 }

@@ -99,12 +99,7 @@ const CANDLE_DIST: &[Folder] = &[
         // A communicator belongs to a rank, which aborts it.
         up: &[("comm", "rank")],
     },
-    Folder {
-        path: "call",
-        floors: &["dtypes op reduce_op site", "mod", "cut", "collective"],
-        // A call has a collective, whose sizes are short lists of this room.
-        up: &[("mod", "collective")],
-    },
+    folder("call", &["cut dtypes op reduce_op site", "collective", "mod"]),
     folder("comm", &["event", "scope trace", "counts log"]),
     Folder {
         path: "control",
