@@ -21,7 +21,7 @@ pub(crate) struct DecoderRouter {
 }
 
 impl DecoderRouter {
-    /// The router of the experts that were built at the builder's path.
+    /// Opens the router of the experts that were built at the builder's path.
     pub(crate) fn new(width: usize, experts: &Experts, vb: &MeshVarBuilder) -> Result<Self> {
         let vb = vb.again().pp("router");
         let weight = vb.get((experts.count, width), "weight", Init::Const(0.0), Replicate, false)?;
@@ -42,7 +42,8 @@ impl DecoderRouter {
     }
 }
 
-/// 1 for each chosen expert, and 0 for the others, of tokens with so many scores; of equal scores the first is chosen.
+/// Returns 1 for each expert that a token chooses and 0 for the others: `experts` numbers for each token. Of equal scores it
+/// chooses the first.
 fn choices(scores: &[f32], experts: usize, chosen: usize) -> Vec<f32> {
     let of_token = |scores: &[f32]| {
         let mut order: Vec<usize> = (0..experts).collect();
@@ -54,7 +55,7 @@ fn choices(scores: &[f32], experts: usize, chosen: usize) -> Vec<f32> {
     scores.chunks_exact(experts).flat_map(of_token).collect()
 }
 
-/// The loss of sums `[2, experts]` over so many rows of scores, times `factor`.
+/// Returns the loss of the sums `[2, experts]` over `rows` rows of scores, times `factor`.
 ///
 /// How often experts are chosen is counted over all `replicas`, if there are some outside of the mesh. So the mean of the replicas'
 /// losses is that of one device with all tokens.

@@ -291,7 +291,7 @@ type OutputFn = fn(&LogitsFn<'_>, &DTensor, &[DTensor]) -> candle_shard::Result<
 /// What computes the logits of hidden states.
 type LogitsFn<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
 
-/// The angles of a layer for so many tokens, which lie as between nodes.
+/// Returns the angles of a layer for `longest` tokens, in the order in which nodes pass tokens on.
 fn angles(config: &Config, longest: usize, between: BatchAxes, vb: &MeshVarBuilder) -> Result<Angles> {
     let angles = Angles::new(config, longest, vb)?;
     Ok(match between.order(vb.mesh())? {

@@ -6,21 +6,21 @@ use candle_lm::train::rate::Decay;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 /// A value by its name, and its help.
-type Named<T> = (&'static str, &'static str, T);
+type FlagValue<T> = (&'static str, &'static str, T);
 
-const DTYPES: [Named<DTypeName>; 3] = [
+const DTYPES: [FlagValue<DTypeName>; 3] = [
     ("f32", "32-bit floats", DTypeName::F32),
     ("bf16", "Brain floats", DTypeName::Bf16),
     ("f16", "16-bit floats", DTypeName::F16),
 ];
 
-const DECAYS: [Named<Decay>; 3] = [
+const DECAYS: [FlagValue<Decay>; 3] = [
     ("cosine", "By half a wave of a cosine, to a tenth", Decay::Cosine),
     ("linear", "In a straight line, to a tenth", Decay::Linear),
     ("none", "Not at all", Decay::None),
 ];
 
-const GGUF: [Named<GgmlDType>; 13] = [
+const GGUF: [FlagValue<GgmlDType>; 13] = [
     ("f32", "32-bit floats", GgmlDType::F32),
     ("f16", "16-bit floats", GgmlDType::F16),
     ("bf16", "Brain floats", GgmlDType::BF16),
@@ -51,7 +51,9 @@ pub(crate) fn decay() -> impl TypedValueParser<Value = Decay> {
     one_of(&DECAYS)
 }
 
-fn one_of<T: Copy + Send + Sync + 'static>(values: &'static [Named<T>]) -> impl TypedValueParser<Value = T> {
+fn one_of<T: Copy + Send + Sync + 'static>(
+    values: &'static [FlagValue<T>],
+) -> impl TypedValueParser<Value = T> {
     let names = values.iter().map(|&(name, help, _)| PossibleValue::new(name).help(help));
     PossibleValuesParser::new(names).try_map(|given| {
         let found = values.iter().find(|(name, ..)| *name == given);

@@ -307,8 +307,8 @@ fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
             .transpose()?,
     );
     for (file, own) in files {
-        let all = world.all_gather_text(&own)?;
-        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
+        if let Some(all) = world.compare(&own)? {
+            let rank = all.iter().position(|other| *other != all[0]).unwrap_or(0);
             bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
         }
     }

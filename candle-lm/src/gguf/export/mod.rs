@@ -120,7 +120,7 @@ fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
     );
     if let Some(experts) = &parts.experts {
         need(experts.normalize, "weights of experts that are not normalized");
-        need(!config.has_dense_layers(), "dense layers beside layers with experts");
+        need(!config.has_dense_layers(), "dense layers in a model that has layers with experts");
         need(!parts.mlp_bias, "experts with biases");
     }
     ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));

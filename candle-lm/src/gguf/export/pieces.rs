@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::gguf::sentencepiece::SPACE;
 
-/// What a file says of such a tokenizer beside its tokens.
+/// The fields of a file, other than the tokens, that describe such a tokenizer.
 pub(super) struct PieceScores {
     /// The score of each token that is made of a pair: pairs with high scores are merged first.
     pub(super) scores: BTreeMap<String, f32>,

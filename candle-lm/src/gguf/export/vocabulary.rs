@@ -67,6 +67,7 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
     }
     let merges = merges(&parts)?;
     let strings = |texts: &[String]| Stored::Array(texts.iter().cloned().map(Stored::String).collect());
+    let listed = strings(&merges.iter().map(|[a, b]| format!("{a} {b}")).collect::<Vec<_>>());
     let mut fields =
         vec![("tokens".to_owned(), strings(&tokens)), ("token_type".to_owned(), Stored::Array(kinds))];
     if is_of_pieces {
@@ -83,17 +84,15 @@ pub(super) fn of(files: &Files, tokenizer: &Tokenizer, [kind, name]: [&str; 2]) 
         ]);
         if kind.starts_with("gemma") {
             // Scores of other files of Gemma do not tell the order, so readers go by the list of tokens, or by merges.
-            let merges: Vec<String> = merges.iter().map(|[a, b]| format!("{a} {b}")).collect();
-            fields.push(("merges".to_owned(), strings(&merges)));
+            fields.push(("merges".to_owned(), listed));
         }
     } else {
         let pre = pre_tokenizer(&parts)?;
         ensure!(!merges.is_empty(), "the tokenizer merges nothing, which llama.cpp does not read");
-        let merges: Vec<String> = merges.into_iter().map(|[a, b]| format!("{a} {b}")).collect();
         fields.extend([
             ("model".to_owned(), Stored::String("gpt2".into())),
             ("pre".to_owned(), Stored::String(pre.into())),
-            ("merges".to_owned(), strings(&merges)),
+            ("merges".to_owned(), listed),
         ]);
     }
     let [first, last] = around(tokenizer)?;
