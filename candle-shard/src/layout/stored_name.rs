@@ -16,6 +16,12 @@ impl From<&str> for StoredName {
     }
 }
 
+impl From<String> for StoredName {
+    fn from(name: String) -> Self {
+        Self { name, within: None }
+    }
+}
+
 /// The tensor of files whose rows from `start` on are a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct RowsOf {

@@ -1,4 +1,5 @@
 //! Embedding layers.
+use crate::nn::lora::TableAdapters;
 use crate::nn::{Init, MeshVarBuilder};
 use crate::parallel::plain::plain_module;
 use crate::parallel::{LayerKind, ModuleStyle};
@@ -31,6 +32,7 @@ use crate::{DTensor, EmbeddingBagOptions, EmbeddingOptions, Error, Result};
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: DTensor,
+    adapters: TableAdapters,
     style: ModuleStyle,
     options: EmbeddingOptions,
 }
@@ -53,7 +55,8 @@ impl Embedding {
         vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (weight, style) = table("nn::Embedding", [rows, width], stdev, &options, vb)?;
-        Ok(Self { weight, style, options })
+        let adapters = table_adapters([rows, width], &style, vb)?;
+        Ok(Self { weight, adapters, style, options })
     }
 
     /// Builds a layer at the builder's path that shares its table `weight` with another layer, such as the output
@@ -65,14 +68,16 @@ impl Embedding {
         let style = vb.style();
         style.check_tied(LayerKind::Embedding, weight)?;
         vb.check_shared(weight)?;
-        Ok(Self { weight: weight.clone(), style, options: EmbeddingOptions::default() })
+        let adapters = table_adapters([weight.dims()[0], weight.dims()[1]], &style, vb)?;
+        Ok(Self { weight: weight.clone(), adapters, style, options: EmbeddingOptions::default() })
     }
 
     /// Returns the rows `[.., width]` at `ids` (u32, `[..]`).
     #[track_caller]
     pub fn forward(&self, ids: &DTensor) -> Result<DTensor> {
         self.style.layer(|| {
-            let [y] = self.style.outputs([&self.weight.embedding_with(ids, &self.options)?])?;
+            let y = self.weight.embedding_with(ids, &self.options)?;
+            let [y] = self.style.outputs([&self.adapters.add(y, ids)?])?;
             Ok(y)
         })
     }
@@ -129,6 +134,12 @@ impl EmbeddingBag {
     pub fn weight(&self) -> &DTensor {
         &self.weight
     }
+}
+
+/// Builds the adapters of a table.
+fn table_adapters(dims: [usize; 2], style: &ModuleStyle, vb: &MeshVarBuilder) -> Result<TableAdapters> {
+    let layout = style.layout(LayerKind::Embedding)?;
+    TableAdapters::new(dims, (layout.weight, layout.varying), vb)
 }
 
 /// Builds the parameter `weight` of an embedding layer, and its style.

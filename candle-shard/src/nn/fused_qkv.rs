@@ -1,5 +1,6 @@
 //! Query, key and value projections with one weight tensor.
 use super::linear::init;
+use super::lora::{BaseWeight, LinearAdapters};
 use crate::layout::{Placement, Replicate, RowsOf, Shard, StoredName};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle, ParamPlacements};
@@ -104,6 +105,7 @@ pub struct FusedQkv {
 struct QkvProjection {
     weight: DTensor,
     bias: Option<DTensor>,
+    adapters: LinearAdapters,
 }
 
 impl FusedQkv {
@@ -118,7 +120,8 @@ impl FusedQkv {
             let name = format!("{parameter}.{}", ["q", "k", "v"][projection]);
             StoredName { name, within: Some(RowsOf { of: parameter.into(), rows, start }) }
         };
-        Self::build(in_dim, heads, bias, vb, stored)
+        vb.refuse_adapters("its projections have no layers of their own")?;
+        Self::build(in_dim, heads, bias, vb, stored, None)
     }
 
     /// Like [`new`](Self::new), with the parameters of three layers of these names: `q_proj.weight` and so on, as in
@@ -137,7 +140,7 @@ impl FusedQkv {
             name: format!("{}.{parameter}", names[projection]),
             within: None,
         };
-        Self::build(in_dim, heads, bias, vb, stored)
+        Self::build(in_dim, heads, bias, vb, stored, Some(names))
     }
 
     /// Builds a layer. `stored` returns where the parameter is stored, of a name (`weight` or `bias`) and projection; it also gets the
@@ -148,6 +151,7 @@ impl FusedQkv {
         bias: bool,
         vb: &MeshVarBuilder,
         stored: impl Fn(&str, usize, [usize; 2]) -> StoredName,
+        names: Option<[&str; 3]>,
     ) -> Result<Self> {
         let style = vb.style();
         let Heads { query, key_value, dim } = heads;
@@ -172,7 +176,13 @@ impl FusedQkv {
             )?;
             let bias =
                 bias.then(|| vb.part(&[width], stored("bias", i, [rows, start]), init(in_dim), at, whole));
-            Ok::<_, Error>(QkvProjection { weight, bias: bias.transpose()? })
+            let (dims, of) = ([width, in_dim.into()], names.map(|names| vb.pp(names[i])));
+            let adapters = match of {
+                None => LinearAdapters::default(),
+                Some(vb) if whole => LinearAdapters::used_unlike(dims, &vb)?,
+                Some(vb) => LinearAdapters::new(dims, at, &vb)?,
+            };
+            Ok::<_, Error>(QkvProjection { weight, bias: bias.transpose()?, adapters })
         };
         let projections = [
             projection(0, 0, width)?,
@@ -195,16 +205,15 @@ impl FusedQkv {
             }
             let [x] = self.style.inputs([x])?;
             let [q, k, v] = &self.projections;
-            let project = |p: &QkvProjection| x.linear(&p.weight, p.bias.as_ref());
             let shared = |p: &QkvProjection| match self.shared_by {
                 Some(ranks) => self.project_shared(&x, p, ranks),
-                None => project(p),
+                None => p.project(&x),
             };
             let heads = |y: DTensor| {
                 let [y] = self.style.outputs([&y])?;
                 y.split_units(2, self.heads.dim)?.transpose(1, 2)
             };
-            Ok([heads(project(q)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
+            Ok([heads(q.project(&x)?)?, heads(shared(k)?)?, heads(shared(v)?)?])
         })
     }
 
@@ -224,17 +233,44 @@ impl FusedQkv {
         biases.map(|biases| DTensor::cat(&biases, 0)).transpose()
     }
 
-    /// Projects `x` by weights that all ranks hold, and returns a copy of the key heads for each query head, sharded
-    /// like the query.
-    fn project_shared(
-        &self,
-        x: &DTensor,
-        QkvProjection { weight, bias }: &QkvProjection,
-        ranks: usize,
-    ) -> Result<DTensor> {
-        let Heads { query, key_value, dim } = self.heads;
-        let (axis, group) = (self.style.axis, query / key_value);
+    /// Projects `x` by weights that all ranks hold.
+    fn project_shared(&self, x: &DTensor, projection: &QkvProjection, ranks: usize) -> Result<DTensor> {
+        let QkvProjection { weight, bias, adapters } = projection;
         let sizes = self.style.cut(self.width, ranks);
+        let shared = SharedHeads { heads: self.heads, axis: self.style.axis, sizes };
+        let y = shared.project(x, weight, bias.as_ref())?;
+        match adapters.sum_by(x, &|x, weight, bias| shared.project(x, weight, bias))? {
+            Some(added) => y.add(&added),
+            None => Ok(y),
+        }
+    }
+}
+
+impl QkvProjection {
+    fn project(&self, x: &DTensor) -> Result<DTensor> {
+        if self.adapters.is_idle() {
+            return x.linear(&self.weight, self.bias.as_ref());
+        }
+        let product = |x: &DTensor| x.linear(&self.weight, None);
+        let base = BaseWeight { floats: &|| Ok(self.weight.detach()), product: &product };
+        let y = self.adapters.add(product(x)?, x, &base)?;
+        self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))
+    }
+}
+
+/// Key heads that ranks have in common: each uses those that its query heads need.
+pub(super) struct SharedHeads {
+    pub(super) heads: Heads,
+    /// The axis of the query heads, and their columns on each rank.
+    pub(super) axis: usize,
+    pub(super) sizes: Dims,
+}
+
+impl SharedHeads {
+    /// Projects `x` by a weight that all ranks hold, and returns a copy of the key heads for each query head, sharded like the query.
+    pub(super) fn project(&self, x: &DTensor, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
+        let Self { heads: Heads { query, key_value, dim }, axis, ref sizes } = *self;
+        let group = query / key_value;
         let inputs: SmallVec<[&DTensor; 3]> = [x, weight].into_iter().chain(bias).collect();
         let op_spec = || {
             rules::check_meshes("project_shared", &inputs)?;
@@ -243,7 +279,7 @@ impl FusedQkv {
             for (a, target) in
                 out.iter_mut().enumerate().filter(|(a, target)| *a == axis || !rows(target.placement))
             {
-                *target = if a == axis { Target::shard(2, &sizes) } else { Replicate.into() };
+                *target = if a == axis { Target::shard(2, sizes) } else { Replicate.into() };
             }
             let mut input = out.clone();
             input[axis] = Replicate.into();

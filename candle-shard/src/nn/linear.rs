@@ -1,5 +1,6 @@
 //! The linear layer.
 use crate::layout::Placement;
+use crate::nn::lora::{BaseWeight, LinearAdapters};
 use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::parallel::plain::{plain_module, sizes_of};
 use crate::parallel::{LayerKind, ModuleStyle};
@@ -13,6 +14,7 @@ use crate::{DTensor, Result};
 pub struct Linear {
     weight: DTensor,
     bias: Option<DTensor>,
+    adapters: LinearAdapters,
     style: ModuleStyle,
 }
 
@@ -33,7 +35,8 @@ impl Linear {
         let init = init(in_dim.size());
         let weight = vb.part(&[out_dim, in_dim], "weight".into(), init, layout.weight, layout.varying)?;
         let bias = bias.then(|| vb.part(&[out_dim], "bias".into(), init, layout.bias, layout.varying_bias));
-        Ok(Self { weight, bias: bias.transpose()?, style })
+        let adapters = LinearAdapters::new([out_dim, in_dim], layout.weight, vb)?;
+        Ok(Self { weight, bias: bias.transpose()?, adapters, style })
     }
 
     /// Builds a layer at the builder's path that shares `weight` with another layer and has no bias.
@@ -44,7 +47,9 @@ impl Linear {
         let style = vb.style();
         style.check_tied(LayerKind::Linear, weight)?;
         vb.check_shared(weight)?;
-        Ok(Self { weight: weight.clone(), bias: None, style })
+        let dims = [weight.dims()[0].into(), weight.dims()[1].into()];
+        let adapters = LinearAdapters::new(dims, style.layout(LayerKind::Linear)?.weight, vb)?;
+        Ok(Self { weight: weight.clone(), bias: None, adapters, style })
     }
 
     /// Returns the layer's output `[.., out]` for `[.., in]`.
@@ -53,13 +58,24 @@ impl Linear {
         self.style.layer(|| {
             let [x] = self.style.inputs([x])?;
             let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
-            let [y] = self.style.outputs([&x.linear(&self.weight, early)?])?;
+            let [y] = self.style.outputs([&self.product(&x, early)?])?;
             match &self.bias {
                 // Added once, after the partial sums are reduced.
                 Some(bias) if early.is_none() => y.add(bias),
                 _ => Ok(y),
             }
         })
+    }
+
+    /// Returns the product of `x` and the weight, with what adapters add, and the bias.
+    fn product(&self, x: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
+        if self.adapters.is_idle() {
+            return x.linear(&self.weight, bias);
+        }
+        let product = |x: &DTensor| x.linear(&self.weight, None);
+        let base = BaseWeight { floats: &|| Ok(self.weight.detach()), product: &product };
+        let y = self.adapters.add(product(x)?, x, &base)?;
+        bias.map_or(Ok(y.clone()), |bias| y.add(bias))
     }
 
     fn is_rowwise(&self) -> bool {

@@ -4,6 +4,7 @@ use crate::autograd::{backward_of_part, counts, hooks, nesting, off_graph};
 use crate::kernels::{WeightSink, weight_sink, with_weight_sink};
 use crate::layout::Axes;
 use crate::nn::Draws;
+use crate::nn::lora::AdapterScope;
 use crate::{DTensor, Error, Result};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Shape, Tensor, Var};
 use candle_dist::backend::{Fresh, Ready};
@@ -41,6 +42,7 @@ pub fn recompute(
     let op = Recompute {
         f: Box::new(f),
         draws,
+        adapters: AdapterScope::current(),
         x: x.clone(),
         varying,
         made,
@@ -57,6 +59,8 @@ type SegmentFn = Box<dyn Fn(&DTensor) -> Result<DTensor> + Send + Sync>;
 struct Recompute {
     f: SegmentFn,
     draws: Draws,
+    /// The adapters that run in the segment.
+    adapters: AdapterScope,
     x: DTensor,
     varying: Axes,
     made: Ready,
@@ -89,7 +93,8 @@ impl Recompute {
     /// Returns the gradient of the input. Those of parameters go to the outermost backward pass.
     fn backward(&self, made: &Tensor, grad: &Tensor) -> candle_core::Result<Tensor> {
         let (x, leaf) = self.x.as_leaf()?;
-        let run = || nesting::recomputing(|| self.draws.again(|| (self.f)(&x)));
+        let again = || self.adapters.run(|| (self.f)(&x));
+        let run = || nesting::recomputing(|| self.draws.again(again));
         let out = match &self.sink {
             Some(sink) => with_weight_sink(sink.clone(), run),
             None => run(),

@@ -5,9 +5,10 @@ use crate::layout::{RowsOf, Spec};
 use crate::nn::moved::StateDict;
 use crate::random::{Distribution, Stream, sample};
 use crate::tensor::block_of;
-use crate::{Result, Weights};
-use candle_core::{Device, Tensor};
+use crate::{Error, Result, Weights};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::empty;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// How a fresh parameter is initialized.
@@ -67,6 +68,36 @@ impl ParameterSource {
             }
             (Self::Fresh, Init::Random(dist)) => {
                 sample(Stream::new(seed, of), dist, &whole, &block, dtype, device)?
+            }
+        })
+    }
+
+    /// Returns some rows of the parameter `name` `[rows, columns]`, without those that other ranks share a layout with.
+    ///
+    /// # Errors
+    /// If the source gives each tensor once.
+    pub(super) fn rows(
+        &self,
+        name: &str,
+        whole: [usize; 2],
+        rows: Range<usize>,
+        (init, seed): (Init, u64),
+        (dtype, device): (DType, &Device),
+    ) -> Result<Tensor> {
+        let block = [rows, 0..whole[1]];
+        Ok(match (self, init) {
+            (Self::Loaded(vb), _) => convert(&block_of(&vb.get(whole.as_slice(), name)?, &block)?, dtype)?,
+            (Self::Stored(weights), _) => convert(&weights.read_block(name, &block, device)?, dtype)?,
+            (Self::Moved(_), _) => {
+                return Err(Error::Plan(format!(
+                    "an adapter needs the norms of the rows of {name}, which is given once; build from weights"
+                )));
+            }
+            (Self::Fresh, Init::Const(value)) => {
+                empty::full(value, &[block[0].len(), whole[1]], dtype, device)?
+            }
+            (Self::Fresh, Init::Random(dist)) => {
+                sample(Stream::new(seed, name), dist, &whole, &block, dtype, device)?
             }
         })
     }

@@ -3,6 +3,7 @@ mod complete;
 mod made;
 
 use self::complete::BuildStatus;
+use super::lora::AdapterSet;
 use super::moved::StateDict;
 use super::place::{AxisCut, ParameterPlace};
 use super::source::{Init, ParameterSource};
@@ -22,7 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 struct BuilderState {
-    source: ParameterSource,
+    source: Arc<ParameterSource>,
     seed: u64,
     mesh: DeviceMesh,
     plan: Plan,
@@ -64,7 +65,11 @@ pub struct MeshVarBuilder {
     shared: Arc<BuilderState>,
     pub(super) path: Vec<String>,
     /// Whether layers get parameters without gradients.
-    frozen: bool,
+    pub(super) frozen: bool,
+    /// The adapters of the model.
+    pub(super) adapters: Option<Arc<AdapterSet>>,
+    /// The adapter whose parameters this builds.
+    pub(super) adapter: Option<usize>,
     /// Whether quantized parameters are read as floats.
     dequantized: bool,
     /// Shards the parameters of units beyond the plan.
@@ -170,7 +175,7 @@ impl MeshVarBuilder {
         plan.check(mesh)?;
         let (built, matched, quantized_bytes) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
         let shared = BuilderState {
-            source,
+            source: Arc::new(source),
             seed,
             mesh: mesh.clone(),
             plan,
@@ -186,6 +191,8 @@ impl MeshVarBuilder {
             shared: Arc::new(shared),
             path: Vec::new(),
             frozen: false,
+            adapters: None,
+            adapter: None,
             dequantized: false,
             sharder: None,
             unit: None,
@@ -436,26 +443,25 @@ impl MeshVarBuilder {
         if let Some(sharder) = sharder.filter(|_| fully.is_none()) {
             vary |= axes_of(sharder.axes());
         }
-        let known = self.known(&name, &spec, vary)?;
+        let frozen = self.frozen || self.is_base(&name);
+        let known = self.known(&name, &spec, vary, frozen)?;
         let is_known = known.is_some();
         let (mut tensor, var) = match known {
             // No model has trained it so far.
-            Some(known) if known.is_frozen() && !self.frozen => {
-                (known.tensor.parameter_of(&known.var), known.var)
-            }
+            Some(known) if known.is_frozen() && !frozen => (known.tensor.parameter_of(&known.var), known.var),
             Some(known) => (known.tensor, known.var),
             None => self.made(&name, within.as_ref(), spec, init, zero_row)?,
         };
         tensor = tensor.named(&name);
-        if self.frozen {
+        if frozen {
             tensor = tensor.detach();
         } else {
             let mut axes = (0..mesh.ndim()).filter(|axis| vary & (1 << axis) != 0);
             tensor = axes.try_fold(tensor, DTensor::varying_on)?;
             tensor = tensor.registered(&self.shared.registry, &name);
         }
-        let whole = unit.map(|unit| unit.add(&name, &tensor, &var, axis, self.frozen)).transpose()?;
-        let whole = match (whole, vary_on.filter(|_| !self.frozen)) {
+        let whole = unit.map(|unit| unit.add(&name, &tensor, &var, axis, frozen)).transpose()?;
+        let whole = match (whole, vary_on.filter(|_| !frozen)) {
             (Some(whole), Some(axis)) => Some(whole.varying_on(axis)?),
             (whole, _) => whole,
         };
@@ -475,10 +481,15 @@ impl MeshVarBuilder {
 
     /// Returns the files that parameters are read from, if they are.
     pub(super) fn stored(&self) -> Option<&Arc<Weights>> {
-        match &self.shared.source {
+        match &*self.shared.source {
             ParameterSource::Stored(weights) => Some(weights),
             _ => None,
         }
+    }
+
+    /// Returns the source of the model's own parameters.
+    pub(super) fn own_source(&self) -> Arc<ParameterSource> {
+        self.shared.source.clone()
     }
 
     /// Returns the number of columns in a block of the parameter `name` of this module, if files store it quantized;
@@ -488,8 +499,11 @@ impl MeshVarBuilder {
     /// Layers like [`QuantizedLinear`](crate::nn::QuantizedLinear) keep such a parameter as it is stored; all other
     /// layers hold the floats that it stands for.
     pub fn quantized_block(&self, name: &str) -> Option<usize> {
-        let dtype =
-            self.stored().filter(|_| !self.dequantized)?.quantized_dtype(&self.full_name(name)).ok()??;
+        let name = self.full_name(name);
+        // A module that is trained itself has floats.
+        let is_trained = self.adapters.is_some() && !self.is_base(&name);
+        let is_read = !self.dequantized && !is_trained;
+        let dtype = self.stored().filter(|_| is_read)?.quantized_dtype(&name).ok()??;
         QuantizedMatrix::takes(dtype).then(|| dtype.block_size())
     }
 

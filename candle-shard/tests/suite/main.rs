@@ -20,6 +20,7 @@ mod hostile;
 mod kernels;
 mod kv_cache;
 mod layers;
+mod lora;
 mod mistakes;
 mod moe;
 mod ops;

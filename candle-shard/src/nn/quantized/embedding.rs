@@ -2,6 +2,7 @@
 use super::weight::QuantizedWeight;
 use crate::layout::{Placement, Replicate, Shard};
 use crate::nn::MeshVarBuilder;
+use crate::nn::lora::TableAdapters;
 use crate::ops::lookup::read_indexes;
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::rules::{self, OpSpec};
@@ -18,6 +19,7 @@ use smallvec::smallvec;
 pub struct QuantizedEmbedding {
     weight: QuantizedWeight,
     dtype: DType,
+    adapters: TableAdapters,
     style: ModuleStyle,
 }
 
@@ -35,7 +37,8 @@ impl QuantizedEmbedding {
             return Err(style.error("cuts a quantized table by columns; cut it by rows with RowwiseParallel"));
         }
         let weight = QuantizedWeight::read(vb, "weight", [rows.into(), width.into()], at, style.axis)?;
-        Ok(Self { weight, dtype: vb.dtype(), style })
+        let adapters = TableAdapters::new([rows, width], (at, false), vb)?;
+        Ok(Self { weight, dtype: vb.dtype(), adapters, style })
     }
 
     /// Returns the rows `[.., width]` at `ids` (u32, `[..]`).
@@ -80,7 +83,7 @@ impl QuantizedEmbedding {
                 )?;
                 Ok(smallvec![found.reshape(outs[0].local_shape().as_slice())?.to_dtype(self.dtype)?])
             })?;
-            let [y] = self.style.outputs([&made.remove(0)])?;
+            let [y] = self.style.outputs([&self.adapters.add(made.remove(0), ids)?])?;
             Ok(y)
         })
     }

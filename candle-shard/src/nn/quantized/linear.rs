@@ -2,6 +2,7 @@
 use super::QuantizedEmbedding;
 use super::weight::QuantizedWeight;
 use crate::layout::Shard;
+use crate::nn::lora::LinearAdapters;
 use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::{DTensor, Error, Result};
@@ -15,6 +16,7 @@ use crate::{DTensor, Error, Result};
 pub struct QuantizedLinear {
     weight: QuantizedWeight,
     bias: Option<DTensor>,
+    adapters: LinearAdapters,
     style: ModuleStyle,
 }
 
@@ -41,7 +43,8 @@ impl QuantizedLinear {
         let bias = bias
             .then(|| vb.part(&[out_dim], "bias".into(), Init::Const(0.0), layout.bias, layout.varying_bias))
             .transpose()?;
-        Ok(Self { weight, bias, style })
+        let adapters = LinearAdapters::new([out_dim, in_dim], layout.weight, vb)?;
+        Ok(Self { weight, bias, adapters, style })
     }
 
     /// Builds a layer at the builder's path that shares the table of a lookup and has no bias.
@@ -52,7 +55,10 @@ impl QuantizedLinear {
         let (style, weight) = (vb.style(), table.weight().clone());
         let want = style.layout(LayerKind::Linear)?.weight;
         match want == weight.at {
-            true => Ok(Self { weight, bias: None, style }),
+            true => {
+                let adapters = LinearAdapters::new(weight.dims, want, vb)?;
+                Ok(Self { weight, bias: None, adapters, style })
+            }
             false => Err(style.error(format_args!(
                 "shares a quantized table placed as {}, but its style wants {want}; choose styles that agree",
                 weight.at
@@ -81,7 +87,7 @@ impl QuantizedLinear {
             let [x] = first.style.inputs([x])?;
             let mut made = QuantizedWeight::products(layers.map(|layer| &layer.weight), &x)?;
             for (y, layer) in made.iter_mut().zip(layers) {
-                *y = layer.finished(y)?;
+                *y = layer.finished(&layer.weight.adapted(y, &x, &layer.adapters)?)?;
             }
             Ok(made)
         })

@@ -1,6 +1,8 @@
 //! Query, key and value projections by quantized weights.
 use super::weight::{QuantizedWeight, WeightBlocks};
 use crate::layout::Replicate;
+use crate::nn::fused_qkv::SharedHeads;
+use crate::nn::lora::LinearAdapters;
 use crate::nn::{Heads, Init, MeshVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle};
 use crate::redistribute::Target;
@@ -28,9 +30,15 @@ struct QuantizedProjection {
     weight: QuantizedWeight,
     bias: Option<DTensor>,
     shared: Option<HeadSharing>,
+    adapters: LinearAdapters,
 }
 
 impl QuantizedProjection {
+    /// Finishes `y`, the product of `x` and the weight.
+    fn finished(&self, y: &DTensor, x: &DTensor) -> Result<DTensor> {
+        self.with_bias(self.weight.adapted(y, x, &self.adapters)?)
+    }
+
     fn with_bias(&self, y: DTensor) -> Result<DTensor> {
         self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))
     }
@@ -83,7 +91,8 @@ impl QuantizedQkv {
             let weight = QuantizedWeight::read(&vb, "weight", [rows, in_dim.into()], at, axis)?;
             let bias =
                 bias.then(|| vb.part(&[rows], "bias".into(), Init::Const(0.0), at, false)).transpose()?;
-            Ok::<_, Error>(QuantizedProjection { weight, bias, shared: None })
+            let adapters = LinearAdapters::new([rows, in_dim.into()], at, &vb)?;
+            Ok::<_, Error>(QuantizedProjection { weight, bias, shared: None, adapters })
         };
         let shared = |name: &str| {
             let vb = vb.pp(name);
@@ -102,6 +111,7 @@ impl QuantizedQkv {
                 weight,
                 bias: bias.then(of_all).transpose()?,
                 shared: Some(HeadSharing { first, copies }),
+                adapters: LinearAdapters::used_unlike([(key_value * dim).into(), in_dim.into()], &vb)?,
             })
         };
         let key = |name: &str| if is_shared { shared(name) } else { whole(name, keys) };
@@ -138,11 +148,11 @@ impl QuantizedQkv {
                 p.shared.as_ref().map(|shared| self.project_shared(&x, p, shared)).transpose()
             };
             let [q, k, v] = match (shared(k)?, shared(v)?) {
-                (Some(k), Some(v)) => [q.with_bias(q.weight.product(&x)?)?, k, v],
+                (Some(k), Some(v)) => [q.finished(&q.weight.product(&x)?, &x)?, k, v],
                 _ => {
                     let [of_q, of_k, of_v] =
                         QuantizedWeight::products([&q.weight, &k.weight, &v.weight], &x)?;
-                    [q.with_bias(of_q)?, k.with_bias(of_k)?, v.with_bias(of_v)?]
+                    [q.finished(&of_q, &x)?, k.finished(&of_k, &x)?, v.finished(&of_v, &x)?]
                 }
             };
             Ok([heads(q)?, heads(k)?, heads(v)?])
@@ -166,7 +176,7 @@ impl QuantizedQkv {
         projection: &QuantizedProjection,
         shared: &HeadSharing,
     ) -> Result<DTensor> {
-        let QuantizedProjection { weight, bias, .. } = projection;
+        let QuantizedProjection { weight, bias, adapters, .. } = projection;
         let axis = weight.axis;
         let Heads { query, key_value, dim } = self.heads;
         let inputs: SmallVec<[&DTensor; 2]> = [x].into_iter().chain(bias).collect();
@@ -200,6 +210,11 @@ impl QuantizedQkv {
                 let y = empty::index_select(&y.reshape((batch, seq, held / dim, dim))?, &shared.copies, 2)?;
                 Ok(smallvec![y.reshape((batch, seq, shared.copies.len() * dim))?])
             })?;
-        Ok(made.remove(0))
+        let y = made.remove(0);
+        let heads = SharedHeads { heads: self.heads, axis, sizes: weight.sizes.clone() };
+        match adapters.sum_by(x, &|x, weight, bias| heads.project(x, weight, bias))? {
+            Some(added) => y.add(&added),
+            None => Ok(y),
+        }
     }
 }

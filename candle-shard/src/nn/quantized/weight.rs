@@ -1,12 +1,13 @@
 //! The blocks of a quantized weight that a rank holds.
 use crate::kernels::{self, QuantizedMatrix};
-use crate::layout::{Placement, Replicate, Shard, Spec};
+use crate::layout::{Placement, Placements, Replicate, Shard, Spec};
+use crate::nn::lora::{BaseWeight, LinearAdapters};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::quantized::GgmlDType;
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
 use smallvec::{SmallVec, smallvec};
@@ -178,6 +179,30 @@ impl QuantizedWeight {
             op,
             format!("{} is on another mesh than the weight, which is on {mesh}; use one mesh", x.spec()),
         )
+    }
+
+    /// Returns `y`, the product of `x` and this weight, with what adapters add.
+    pub(super) fn adapted(&self, y: &DTensor, x: &DTensor, adapters: &LinearAdapters) -> Result<DTensor> {
+        if adapters.is_idle() {
+            return Ok(y.clone());
+        }
+        let (floats, product) = (|| self.floats((x.dtype(), x.device())), |x: &DTensor| self.product(x));
+        adapters.add(y.clone(), x, &BaseWeight { floats: &floats, product: &product })
+    }
+
+    /// Returns the floats that the blocks stand for, without a gradient.
+    fn floats(&self, (dtype, device): (DType, &Device)) -> Result<DTensor> {
+        let placements: Placements =
+            (0..self.mesh.ndim()).map(|axis| if axis == self.axis { self.at } else { Replicate }).collect();
+        let spec = Spec::new(&self.mesh, &placements, &self.dims.map(Width::size)[..], dtype)?;
+        let is_cut = self.at != Replicate && !self.sizes.is_empty();
+        let spec =
+            if is_cut { spec.with_sizes(self.axis, Some(self.sizes.as_slice().into()))? } else { spec };
+        let local = match &self.blocks.matrix {
+            Some(matrix) => matrix.dequantize()?.to_dtype(dtype)?,
+            None => Tensor::zeros(spec.local_shape().as_slice(), dtype, device)?,
+        };
+        DTensor::from_local_with_spec(local, spec)
     }
 
     /// Returns `x · weightᵀ`: columns of it if the weight is cut by rows, partial sums if it is cut by columns.

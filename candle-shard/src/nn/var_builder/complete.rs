@@ -1,6 +1,7 @@
 //! What is checked when a model is complete: that ranks have built the same, and that the plan fits the model.
 use super::{BuilderState, MeshVarBuilder};
 use crate::nn::Parameters;
+use crate::nn::lora::unmatched_error;
 use crate::nn::source::ParameterSource;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
@@ -56,7 +57,7 @@ impl MeshVarBuilder {
     pub fn finish(&self) -> Result<Parameters> {
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
-        let left = match &shared.source {
+        let left = match &*shared.source {
             ParameterSource::Moved(moved) => moved.finish(),
             _ => Ok(()),
         };
@@ -68,6 +69,7 @@ impl MeshVarBuilder {
             }
         }
         shared.plan.check_all_matched(&shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
+        unmatched_error(&self.unmatched_adapters())?;
         left?;
         Ok(self.built())
     }
@@ -84,8 +86,9 @@ impl MeshVarBuilder {
         const OP: &str = "finish_stages";
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
-        let mine =
-            StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched: shared.unmatched() };
+        let mut unmatched = shared.unmatched();
+        unmatched.extend(self.unmatched_adapters());
+        let mine = StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched };
         let failed = |error: serde_json::Error| Error::Op {
             op: OP,
             reason: format!("a message between ranks ({error})"),
@@ -112,10 +115,15 @@ impl MeshVarBuilder {
         Ok(unmatched.map(|pattern| format!("{pattern:?}")).collect())
     }
 
+    /// Returns the patterns of adapters that matched no module.
+    fn unmatched_adapters(&self) -> BTreeSet<String> {
+        self.adapters.as_ref().map(|set| set.unmatched()).unwrap_or_default()
+    }
+
     /// Describes all that must be equal on the ranks of the mesh, a line for each property.
     fn description(&self, left: &Result<()>) -> String {
         let shared = &*self.shared;
-        let source = match &shared.source {
+        let source = match &*shared.source {
             ParameterSource::Fresh => "fresh parameters",
             ParameterSource::Loaded(_) => "parameters of a VarBuilder",
             ParameterSource::Stored(_) => "parameters of files",

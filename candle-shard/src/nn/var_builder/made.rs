@@ -72,7 +72,13 @@ impl MeshVarBuilder {
     /// Returns the parameter of this name that another model of these parameters has built.
     ///
     /// It must have the layout `spec`. If both models train it, its gradient must be left partial on the axes `vary`.
-    pub(super) fn known(&self, name: &str, spec: &Spec, vary: Axes) -> Result<Option<Parameter>> {
+    pub(super) fn known(
+        &self,
+        name: &str,
+        spec: &Spec,
+        vary: Axes,
+        frozen: bool,
+    ) -> Result<Option<Parameter>> {
         let built = self.shared.built.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(known) = built.iter().find(|p| p.name == name) else { return Ok(None) };
         if known.tensor.spec() != spec {
@@ -82,7 +88,7 @@ impl MeshVarBuilder {
             return Err(Error::Plan(format!("{reason}; build both alike, or from builders of their own")));
         }
         let varied = known.tensor.varying();
-        if !self.frozen && !known.is_frozen() && varied != vary {
+        if !frozen && !known.is_frozen() && varied != vary {
             let names = |axes: Axes| {
                 let names = self.mesh().names().iter().enumerate();
                 names.filter(|(axis, _)| axes & (1 << axis) != 0).map(|(_, name)| name).collect::<Vec<_>>()
@@ -107,10 +113,11 @@ impl MeshVarBuilder {
         zero_row: Option<usize>,
     ) -> Result<(DTensor, Var)> {
         let at = ParameterRequest { name, within, spec: &spec };
-        let local = self.shared.source.shard(&at, (init, self.seed()), self.device())?;
+        let source = self.source_of(name);
+        let local = source.shard(&at, (init, self.seed()), self.device())?;
         let rows = spec.local_block().first().cloned().unwrap_or_default();
         // Before the unit owns it: tensors that layers get have no memory of their own.
-        let is_fresh = self.shared.source.is_fresh();
+        let is_fresh = source.is_fresh();
         if let Some(row) = zero_row.filter(|row| is_fresh && rows.contains(row) && local.elem_count() > 0) {
             local.narrow(0, row - rows.start, 1)?.zero_set()?;
         }

@@ -1,0 +1,170 @@
+//! Parameters of adapters.
+use super::adapter::{Adapter, AdapterSet, LoraOptions};
+use crate::layout::Placement;
+use crate::nn::source::{Init, ParameterSource};
+use crate::nn::{MeshVarBuilder, Width};
+use crate::{DTensor, Error, Result, autograd};
+use candle_core::DType;
+use std::sync::Arc;
+
+impl MeshVarBuilder {
+    /// Returns a builder of a model with adapters: its own parameters are [frozen](Self::frozen), and layers that an adapter names have
+    /// those of the adapter, which are trained.
+    ///
+    /// The parameters of a linear layer are `lora_A.<adapter>.weight` `[rank, in]` and `lora_B.<adapter>.weight` `[out, rank]` at its
+    /// path, those of a table `lora_embedding_A.<adapter>` `[rank, rows]` and `lora_embedding_B.<adapter>` `[width, rank]`. Each is cut
+    /// as the weight beside it.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_dist::World;
+    /// use candle_shard::nn::{Adapter, Linear, LoraOptions, MeshVarBuilder};
+    /// use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel};
+    /// use candle_shard::{DTensor, Replicate, Result};
+    ///
+    /// World::threads(2).run(|ctx| -> Result<()> {
+    ///     let mesh = ctx.mesh(&[("tp", 2)])?;
+    ///     let plan = Plan::new("tp")
+    ///         .with("up", ColwiseParallel::default())
+    ///         .with("down", RowwiseParallel::default());
+    ///     let vb = MeshVarBuilder::fresh(42, &mesh, plan, DType::F32, &Device::Cpu)?;
+    ///     let vb = vb.with_adapters([Adapter::new("mine").with("*", LoraOptions::new(2).alpha(4.0))])?;
+    ///     let up = Linear::new(4, 6, true, &vb.pp("up"))?;
+    ///     let down = Linear::new(6, 4, true, &vb.pp("down"))?;
+    ///     let parameters = vb.finish()?; // an error if a pattern of an adapter matched nothing
+    ///     let x = DTensor::ones((1, 4), DType::F32, &Device::Cpu, &mesh, &[Replicate])?;
+    ///     let loss = down.forward(&up.forward(&x)?)?.sum_all()?;
+    ///     let grads = parameters.backward(&loss)?;
+    ///     let trained = parameters.iter().filter(|parameter| grads.get(&parameter.var).is_some());
+    ///     assert_eq!(trained.count(), 4); // A and B of both layers
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), candle_dist::WorldError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If two adapters have one name, one has no layers, or has options that are no sensible numbers.
+    pub fn with_adapters(&self, adapters: impl IntoIterator<Item = Adapter>) -> Result<Self> {
+        let adapters = AdapterSet::new(adapters.into_iter().collect())?;
+        Ok(self.of_adapters(Some(Arc::new(adapters)), None))
+    }
+
+    /// Returns a builder of the same model whose layers have no adapters. Its parameters are frozen, if those of the model are.
+    pub fn without_adapters(&self) -> Self {
+        let mut vb = self.of_adapters(None, None);
+        vb.frozen |= self.adapters.is_some();
+        vb
+    }
+
+    /// Returns the names of the adapters, the first of which runs where nothing else is said.
+    pub fn adapter_names(&self) -> impl Iterator<Item = &str> {
+        self.adapters.iter().flat_map(|set| set.adapters()).map(Adapter::name)
+    }
+
+    /// Returns the number of each adapter that changes the layer at this path, a builder of its parameters, and its options.
+    pub(super) fn adapters_here(&self) -> Vec<(usize, Self, LoraOptions)> {
+        let Some(set) = self.adapters.as_ref().filter(|_| self.adapter.is_none()) else { return Vec::new() };
+        let of = |number: usize| self.of_adapters(Some(set.clone()), Some(number));
+        set.at(&self.path).into_iter().map(|(number, _, options)| (number, of(number), options)).collect()
+    }
+
+    fn of_adapters(&self, adapters: Option<Arc<AdapterSet>>, adapter: Option<usize>) -> Self {
+        let mut vb = self.clone();
+        (vb.adapters, vb.adapter) = (adapters, adapter);
+        vb
+    }
+
+    /// Refuses adapters of the layer at this path.
+    ///
+    /// # Errors
+    /// If there are some.
+    pub(in crate::nn) fn refuse_adapters(&self, reason: &str) -> Result<()> {
+        match self.adapters_here().first() {
+            None => Ok(()),
+            Some((_, vb, _)) => Err(self
+                .style()
+                .error(format_args!("has the adapter {:?}, and {reason}; leave it out", vb.adapter_name()))),
+        }
+    }
+
+    /// Returns the name of the adapter whose parameters this builds.
+    pub(super) fn adapter_name(&self) -> &str {
+        let set = self.adapters.as_ref().zip(self.adapter);
+        set.and_then(|(set, number)| set.adapters().get(number)).map_or("", Adapter::name)
+    }
+
+    /// Returns whether the parameter of this full name is the model's own, and gets no gradient because adapters do.
+    pub(in crate::nn) fn is_base(&self, name: &str) -> bool {
+        let Some(set) = self.adapters.as_ref().filter(|_| self.adapter.is_none()) else { return false };
+        set.trainer_of(&module_of(name)).is_none()
+    }
+
+    /// Returns the source of the parameter of this full name.
+    pub(in crate::nn) fn source_of(&self, name: &str) -> Arc<ParameterSource> {
+        let Some(set) = &self.adapters else { return self.own_source() };
+        let stored = |adapter: &Adapter| adapter.weights().cloned().map(ParameterSource::Stored);
+        match self.adapter {
+            Some(number) => {
+                let stored = set.adapters().get(number).and_then(stored);
+                Arc::new(stored.unwrap_or(ParameterSource::Fresh))
+            }
+            // A module that is trained itself begins as it is in the model.
+            None => match set.trainer_of(&module_of(name)).and_then(stored) {
+                Some(stored) => Arc::new(stored),
+                None => self.own_source(),
+            },
+        }
+    }
+
+    /// Builds the magnitudes of the rows of the weight `[out, in]` at this path, whose norms they begin with.
+    pub(super) fn row_norms(
+        &self,
+        output: Width,
+        input: Width,
+        (placement, varying): (Placement, bool),
+        name: String,
+    ) -> Result<DTensor> {
+        let made = self.part(&[output], name.as_str().into(), Init::Const(1.0), placement, varying)?;
+        let name = self.full_name(&name);
+        if !matches!(&*self.source_of(&name), ParameterSource::Fresh) {
+            return Ok(made);
+        }
+        let built = self.built();
+        let Some(parameter) = built.iter().find(|parameter| parameter.name == name) else { return Ok(made) };
+        // Of the rows that this rank has, which are a part of those of its layer in a fully sharded unit.
+        let rows = parameter.tensor.spec().local_block().first().cloned().unwrap_or_default();
+        let whole = [output.size(), input.size()];
+        let weight = self.own_source().rows(
+            &self.full_name("weight"),
+            whole,
+            rows,
+            (crate::nn::linear::init(input.size()), self.seed()),
+            (self.dtype(), self.device()),
+        )?;
+        let norms = weight.to_dtype(DType::F32)?.sqr()?.sum(1)?.sqrt()?;
+        if parameter.var.elem_count() > 0 {
+            parameter.var.set(&norms.to_dtype(parameter.var.dtype())?)?;
+            autograd::counts::parameters_change();
+        }
+        Ok(made)
+    }
+}
+
+/// The path of the module that has the parameter of this full name.
+fn module_of(name: &str) -> Vec<&str> {
+    let mut path: Vec<&str> = name.split('.').collect();
+    path.pop();
+    path
+}
+
+/// Names the patterns of adapters that matched no module.
+pub(in crate::nn) fn unmatched_error<'a>(patterns: impl IntoIterator<Item = &'a String>) -> Result<()> {
+    let names: Vec<String> = patterns.into_iter().map(|pattern| format!("{pattern:?}")).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Plan(format!(
+        "{} of the adapters matched no module that takes an adapter; check the paths against the model's parameter names",
+        names.join(", ")
+    )))
+}

@@ -1,0 +1,260 @@
+//! The adapters of one layer.
+use super::active::{AdapterScope, AdapterWeight};
+use super::adapter::LoraOptions;
+use crate::layout::{Placement, Replicate, Shard};
+use crate::nn::{Dropout, Init, MeshVarBuilder, Mode, Width};
+use crate::random::Distribution;
+use crate::{DTensor, Result};
+use std::sync::Arc;
+
+/// Multiplies an input by a weight `[out, in]`, and adds a bias.
+type ProductFn<'a> = &'a dyn Fn(&DTensor, &DTensor, Option<&DTensor>) -> Result<DTensor>;
+
+/// The adapters of a linear layer, of which some run.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct LinearAdapters(Option<Arc<[LinearAdapter]>>);
+
+/// `A` `[rank, in]` and `B` `[out, rank]` beside a weight `[out, in]`.
+#[derive(Debug)]
+struct LinearAdapter {
+    /// Its number in the model.
+    number: usize,
+    a: DTensor,
+    b: DTensor,
+    bias: Option<DTensor>,
+    magnitude: Option<DTensor>,
+    scale: f64,
+    dropout: Dropout,
+}
+
+/// What a weight computes, for adapters that learn the magnitudes of its rows.
+pub(crate) struct BaseWeight<'a> {
+    /// Returns the weight `[out, in]` as floats, without a gradient.
+    pub(crate) floats: &'a dyn Fn() -> Result<DTensor>,
+    /// Returns the product of an input and the weight.
+    pub(crate) product: &'a dyn Fn(&DTensor) -> Result<DTensor>,
+}
+
+/// How a factor and the weight beside it lie: the factor of the dim that the weight is cut along is cut alike, and the other one is
+/// whole, with a partial gradient, which is summed once for all layers.
+struct FactorPlacements {
+    a: (Placement, bool),
+    b: (Placement, bool),
+}
+
+impl FactorPlacements {
+    fn beside(weight: Placement) -> Self {
+        let cut = |placement| (placement, false);
+        match weight {
+            Shard(0) => Self { a: (Replicate, true), b: cut(Shard(0)) },
+            Shard(_) => Self { a: cut(Shard(1)), b: (Replicate, true) },
+            _ => Self { a: cut(Replicate), b: cut(Replicate) },
+        }
+    }
+
+    /// Those of a weight that all ranks have and use unlike parts of.
+    fn used_unlike() -> Self {
+        Self { a: (Replicate, true), b: (Replicate, true) }
+    }
+}
+
+impl LinearAdapters {
+    /// The adapters of the layer at the builder's path, whose weight `[out, in]` is placed as `weight` on the plan's axis.
+    pub(crate) fn new(dims: [Width; 2], weight: Placement, vb: &MeshVarBuilder) -> Result<Self> {
+        Self::build(dims, FactorPlacements::beside(weight), vb)
+    }
+
+    /// Those of a layer whose weight all ranks have, and of which each computes its part.
+    pub(crate) fn used_unlike(dims: [Width; 2], vb: &MeshVarBuilder) -> Result<Self> {
+        let is_dora = |(_, _, options): &(usize, MeshVarBuilder, LoraOptions)| options.dora;
+        if let Some((_, vb, _)) = vb.adapters_here().iter().find(|found| is_dora(found)) {
+            return Err(vb.style().error(format_args!(
+                "has the adapter {:?} with magnitudes (DoRA), and key heads that several ranks have in common, which is unsupported; use at \
+                 most as many ranks as there are key heads",
+                vb.adapter_name()
+            )));
+        }
+        Self::build(dims, FactorPlacements::used_unlike(), vb)
+    }
+
+    fn build([output, input]: [Width; 2], at: FactorPlacements, vb: &MeshVarBuilder) -> Result<Self> {
+        let found = vb.adapters_here();
+        if found.is_empty() {
+            return Ok(Self(None));
+        }
+        let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
+            let name = |factor: &str, parameter: &str| format!("{factor}.{}.{parameter}", vb.adapter_name());
+            let bound = 1.0 / (input.size() as f64).sqrt();
+            let uniform = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
+            let zero = Init::Const(0.0);
+            let rank = Width::from(options.rank);
+            let a = vb.part(&[rank, input], name("lora_A", "weight").into(), uniform, at.a.0, at.a.1)?;
+            let b = vb.part(&[output, rank], name("lora_B", "weight").into(), zero, at.b.0, at.b.1)?;
+            let vector = |name: String, init| vb.part(&[output], name.into(), init, at.b.0, at.b.1);
+            let bias = options.bias.then(|| vector(name("lora_B", "bias"), zero)).transpose()?;
+            let magnitude = options
+                .dora
+                .then(|| {
+                    vb.row_norms(output, input, (at.b.0, at.b.1), name("lora_magnitude_vector", "weight"))
+                })
+                .transpose()?;
+            let dropout = Dropout::new(options.dropout, &vb.pp("lora_dropout").pp(vb.adapter_name()));
+            Ok(LinearAdapter { number, a, b, bias, magnitude, scale: options.scale(), dropout })
+        };
+        let adapters: Vec<LinearAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
+        Ok(Self(Some(adapters.into())))
+    }
+
+    /// Returns whether no adapter runs on this layer now.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.active().next().is_none()
+    }
+
+    /// Returns `y`, the product of `x` and the weight without a bias, with what the running adapters add.
+    pub(crate) fn add(&self, y: DTensor, x: &DTensor, base: &BaseWeight<'_>) -> Result<DTensor> {
+        self.active().try_fold(y, |sum, (adapter, weight, mode)| {
+            sum.add(&adapter.forward(x, (&weight, mode), base)?)
+        })
+    }
+
+    /// Returns the sum of what the running adapters compute by `product` of a narrow input and `B`, if some run.
+    pub(crate) fn sum_by(&self, x: &DTensor, product: ProductFn<'_>) -> Result<Option<DTensor>> {
+        let mut sum: Option<DTensor> = None;
+        for (adapter, weight, mode) in self.active() {
+            let made = adapter.low_rank(&adapter.dropout.forward(x, mode)?, &weight, product)?;
+            sum = Some(sum.map_or(Ok(made.clone()), |sum| sum.add(&made))?);
+        }
+        Ok(sum)
+    }
+
+    fn active(&self) -> impl Iterator<Item = (&LinearAdapter, AdapterWeight, Mode)> {
+        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
+        adapters.filter_map(|adapter| {
+            AdapterScope::of(adapter.number).map(|(weight, mode)| (adapter, weight, mode))
+        })
+    }
+}
+
+impl LinearAdapter {
+    /// Returns what this adapter adds to the product of `x` and the weight.
+    fn forward(
+        &self,
+        x: &DTensor,
+        (weight, mode): (&AdapterWeight, Mode),
+        base: &BaseWeight<'_>,
+    ) -> Result<DTensor> {
+        let dropped = self.dropout.forward(x, mode)?;
+        let Some(magnitude) = &self.magnitude else {
+            return self.low_rank(&dropped, weight, &linear);
+        };
+        let low = self.low_rank(&dropped, &AdapterWeight::Factor(1.0), &linear)?;
+        // m/‖W + scale·B·A‖ of the sum, less the product that the layer adds itself. The norm counts as a constant.
+        let changed = self.b.detach().matmul(&self.a.detach())?.affine(self.scale, 0.0)?;
+        let changed = (base.floats)()?.add(&changed)?.detach();
+        let squares = changed.sqr()?.sum(1)?;
+        let norms = squares.redistribute(magnitude.placements())?.sqrt()?;
+        let ratio = magnitude.div(&norms)?;
+        let product_of_base = (base.product)(&dropped)?;
+        let made = product_of_base.mul(&ratio.affine(1.0, -1.0)?)?.add(&low.mul(&ratio)?)?;
+        weighted(&made, weight)
+    }
+
+    /// Returns `scale · (x · Aᵀ) · Bᵀ`, times what the adapter counts.
+    fn low_rank(&self, x: &DTensor, weight: &AdapterWeight, product: ProductFn<'_>) -> Result<DTensor> {
+        let narrow = x.linear(&self.a, None)?;
+        let factor = match weight {
+            AdapterWeight::Factor(factor) => factor * self.scale,
+            AdapterWeight::Rows(_) => self.scale,
+        };
+        // The scale of a bias is that of the product.
+        let made = match &self.bias {
+            None => product(&scaled(&narrow, factor)?, &self.b, None)?,
+            Some(bias) => scaled(&product(&narrow, &self.b, Some(bias))?, factor)?,
+        };
+        match weight {
+            AdapterWeight::Factor(_) => Ok(made),
+            rows => weighted(&made, rows),
+        }
+    }
+}
+
+fn linear(x: &DTensor, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
+    x.linear(weight, bias)
+}
+
+fn scaled(x: &DTensor, factor: f64) -> Result<DTensor> {
+    if factor == 1.0 { Ok(x.clone()) } else { x.affine(factor, 0.0) }
+}
+
+fn weighted(x: &DTensor, weight: &AdapterWeight) -> Result<DTensor> {
+    match weight {
+        AdapterWeight::Factor(factor) => scaled(x, *factor),
+        AdapterWeight::Rows(rows) => x.mul(rows),
+    }
+}
+
+/// The adapters of a table, of which some run.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct TableAdapters(Option<Arc<[TableAdapter]>>);
+
+/// `A` `[rank, rows]`, whose columns are looked up, and `B` `[width, rank]` beside a table `[rows, width]`.
+#[derive(Debug)]
+struct TableAdapter {
+    number: usize,
+    a: DTensor,
+    b: DTensor,
+    scale: f64,
+}
+
+impl TableAdapters {
+    /// The adapters of the table at the builder's path, which is placed as `table` on the plan's axis.
+    ///
+    /// # Errors
+    /// If one of them learns magnitudes or has a bias.
+    pub(crate) fn new(
+        [rows, width]: [usize; 2],
+        (table, varying): (Placement, bool),
+        vb: &MeshVarBuilder,
+    ) -> Result<Self> {
+        let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
+            if options.dora || options.bias {
+                let wrong = if options.dora { "magnitudes (DoRA)" } else { "a bias" };
+                let name = vb.adapter_name();
+                return Err(vb.style().error(format_args!(
+                    "is a table with the adapter {name:?}, which has {wrong}; leave the table out, or give it options without"
+                )));
+            }
+            // The dim of the table that is cut is one of `A` or `B`.
+            let (of_a, of_b) = match table {
+                Shard(0) => ((Shard(1), false), (Replicate, true)),
+                Shard(_) => ((Replicate, true), (Shard(0), false)),
+                _ => ((Replicate, varying), (Replicate, varying)),
+            };
+            let name = |factor: &str| format!("{factor}.{}", vb.adapter_name());
+            let normal = Init::Random(Distribution::Normal { mean: 0.0, stdev: 1.0 });
+            let (rank, zero) = (Width::from(options.rank), Init::Const(0.0));
+            let a = vb.part(&[rank, rows.into()], name("lora_embedding_A").into(), zero, of_a.0, of_a.1)?;
+            let b =
+                vb.part(&[width.into(), rank], name("lora_embedding_B").into(), normal, of_b.0, of_b.1)?;
+            Ok(TableAdapter { number, a, b, scale: options.scale() })
+        };
+        let found = vb.adapters_here();
+        if found.is_empty() {
+            return Ok(Self(None));
+        }
+        let adapters: Vec<TableAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;
+        Ok(Self(Some(adapters.into())))
+    }
+
+    /// Returns `y`, the rows of the table at `ids`, with what the running adapters add.
+    pub(crate) fn add(&self, y: DTensor, ids: &DTensor) -> Result<DTensor> {
+        let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
+        let active = adapters
+            .filter_map(|adapter| AdapterScope::of(adapter.number).map(|(weight, _)| (adapter, weight)));
+        active.fold(Ok(y), |sum, (TableAdapter { a, b, scale, .. }, weight)| {
+            let narrow = a.t()?.embedding(ids)?;
+            let made = scaled(&narrow, *scale)?.linear(b, None)?;
+            sum?.add(&weighted(&made, &weight)?)
+        })
+    }
+}

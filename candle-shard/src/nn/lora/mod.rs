@@ -1,0 +1,15 @@
+//! Low-rank adapters (LoRA, Hu et al. 2021) beside the layers of a frozen model.
+//!
+#![doc = include_str!("README.md")]
+
+mod active;
+mod adapter;
+mod builder;
+mod layer;
+
+pub(crate) use active::AdapterScope;
+pub use active::{ActiveAdapters, AdapterWeight};
+pub(crate) use adapter::AdapterSet;
+pub use adapter::{Adapter, LoraOptions};
+pub(in crate::nn) use builder::unmatched_error;
+pub(crate) use layer::{BaseWeight, LinearAdapters, TableAdapters};
