@@ -11,10 +11,10 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use candle_dist::ProcessGroup;
-use candle_pipe::graph::ValueId;
+use candle_pipe::graph::{Ctx, ValueId};
 use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, stage_op};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{self, Embedding, Linear, MeshVarBuilder};
+use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder, Mode};
 use candle_shard::{DTensor, Placements, Replicate};
 
 use crate::balance;
@@ -214,9 +214,10 @@ impl Declaration {
             let build = move |vb: &MeshVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::balanced(&config, i, vb)?)))?;
                 let (angles, mesh) = (angles(&config, length, between, vb)?, vb.mesh().clone());
-                Ok(stage_op(move |xs, _| {
+                Ok(stage_op(move |xs, ctx| {
                     let h = between.enter(&xs[0], &mesh)?;
-                    let [h, mut sums] = layer.run(|layer| layer.with_sums(&h, &angles, recompute))?;
+                    let run = || layer.run(|layer| layer.with_sums(&h, &angles, recompute));
+                    let [h, mut sums] = in_mode(ctx, run)?;
                     if let Some(before) = xs.get(1) {
                         sums = BatchAxes::WHOLE.enter(before, &mesh)?.add(&sums)?;
                     }
@@ -264,10 +265,10 @@ impl Declaration {
                 let end = |head: &Projection| {
                     end(&|h| finished(head.forward(h)?.to_dtype(DType::F32)?, &config), &h, &others)
                 };
-                let mut made = match &own {
-                    Some(own) => own.run(end)?,
-                    None => end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?,
-                };
+                let mut made = in_mode(ctx, || match &own {
+                    Some(own) => Ok::<_, Error>(own.run(end)?),
+                    None => Ok(end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?),
+                })?;
                 if let Some(Balance { layers, factor, replicas, .. }) =
                     balance.as_ref().filter(|_| ctx.training)
                 {
@@ -323,14 +324,21 @@ fn table(config: &Config, vb: &MeshVarBuilder) -> candle_shard::Result<Embedding
     Embedding::new(config.vocab_size, config.hidden_size, 1.0, vb)
 }
 
+/// Runs `f` with adapters that drop out if the model learns.
+fn in_mode<R>(ctx: &Ctx, f: impl FnOnce() -> R) -> R {
+    let mode = if ctx.training { Mode::Train { step: ctx.step } } else { Mode::Eval };
+    ActiveAdapters::current().mode(mode).run(f)
+}
+
 /// A node from hidden states, and perhaps the spans of texts, to hidden states.
 fn hidden<F>(vb: &MeshVarBuilder, between: BatchAxes, f: F) -> impl StageOp + use<F>
 where
     F: Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> + 'static,
 {
     let mesh = vb.mesh().clone();
-    stage_op(move |xs, _| {
+    stage_op(move |xs, ctx| {
         let spans = xs.get(1).map(|spans| Ok::<_, Error>(step::unpack(spans.tensor()?)?)).transpose()?;
-        Ok(vec![between.leave(&f(&between.enter(&xs[0], &mesh)?, &spans.unwrap_or_default())?)?])
+        let h = between.enter(&xs[0], &mesh)?;
+        Ok(vec![between.leave(&in_mode(ctx, || f(&h, &spans.unwrap_or_default()))?)?])
     })
 }

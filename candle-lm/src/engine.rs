@@ -67,6 +67,7 @@ impl ModelOptions {
     ) -> Result<MeshVarBuilder> {
         let plan = plan.with_shares(self.shares.clone());
         let vb = MeshVarBuilder::from_weights(files.weights(), 0, mesh, plan, self.dtype, device)?;
+        let vb = if files.adapters.is_empty() { vb } else { vb.with_adapters(files.adapters.clone())? };
         Ok(if self.dequantize { vb.dequantized() } else { vb }.frozen())
     }
 

@@ -9,11 +9,13 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as Stored;
 use candle_core::{DType, Device};
+use candle_shard::nn::Adapter;
 use candle_shard::{Weights, regular};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 use wildmatch::WildMatch;
 
+use crate::adapter;
 use crate::chat::{self, ChatTemplate};
 use crate::config::{Config, GenerationConfig, wrapper};
 use crate::special_tokens::SpecialTokens;
@@ -28,6 +30,8 @@ pub struct Files {
     pub ends: BTreeSet<u32>,
     /// What the files say that changes nothing, or ask for that is not done, a sentence each.
     pub unmet: Vec<String>,
+    /// What changes the model's layers.
+    pub adapters: Vec<Adapter>,
     pub(crate) weights: Arc<Weights>,
     path: PathBuf,
 }
@@ -88,7 +92,7 @@ impl Files {
                 ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
             if !has_values && !headers_suffice {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
-                return Ok(Self { config, ends, unmet, weights: Arc::new(weights), path });
+                return Ok(Self { config, ends, unmet, adapters: Vec::new(), weights: Arc::new(weights), path });
             }
             let known: BTreeSet<String> = config.stored().into_iter().map(|(name, _)| name).collect();
             weights = without_zero_biases(weights.dequantize(quantization)?, &known)?;
@@ -120,7 +124,14 @@ impl Files {
             ));
         }
         let ends = ends.into_iter().collect();
-        Ok(Self { config, ends, unmet, weights: Arc::new(weights), path: folder.into() })
+        Ok(Self {
+            config,
+            ends,
+            unmet,
+            adapters: Vec::new(),
+            weights: Arc::new(weights),
+            path: folder.into(),
+        })
     }
 
     /// The dtype that the parameters are stored in: one that holds all of them, if they are stored in several. In folders with quantized
@@ -193,6 +204,26 @@ impl Files {
     fn metadata(&self) -> Result<BTreeMap<String, Stored>> {
         let weights = Weights::open(&self.path)?;
         weights.metadata().cloned().with_context(|| format!("{} is no GGUF file", self.path.display()))
+    }
+
+    /// Adds the adapter in a folder that PEFT or `lm train --lora` has written, under a name.
+    ///
+    /// # Errors
+    /// If it is no adapter of this model, or says something that is not done: the file and the field or the tensor are named.
+    pub fn with_adapter(mut self, name: &str, folder: &Path) -> Result<Self> {
+        let (adapter, notes) = adapter::open(name, folder, &self)?;
+        ensure!(
+            self.adapters.iter().all(|other| other.name() != name),
+            "two adapters are named {name:?}: give each a name of its own"
+        );
+        self.adapters.push(adapter);
+        self.unmet.extend(notes);
+        Ok(self)
+    }
+
+    /// The folder or the file.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The weights, by the names of the Hub.

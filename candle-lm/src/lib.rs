@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod adapter;
 mod agree;
 mod balance;
 pub mod batch;

@@ -14,6 +14,7 @@ use clap::{ArgMatches, Parser};
 use examples::cli::{Checked, UsageError, require};
 use examples::launch::{BackendName, Launched, Patience, local_size};
 
+use crate::adapters::AdapterArgs;
 use crate::batch::args::BatchArgs;
 use crate::chat::args::ChatArgs;
 use crate::command::Command;
@@ -42,6 +43,10 @@ pub struct Args {
     /// Field of the config, or key of a GGUF file, that is refused and changes nothing as you know; may be given several times
     #[arg(long, value_name = "NAME", help_heading = "Model")]
     pub ignore_field: Vec<String>,
+
+    /// Adapters.
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
 
     /// Hold quantized weights as floats
     #[arg(long, help_heading = "Model")]

@@ -74,8 +74,8 @@ impl Args {
                 model.display()
             );
             require!(
-                model.is_dir() || self.training.train.is_none(),
-                "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it.",
+                model.is_dir() || self.training.train.is_none() || self.training.lora.is_some(),
+                "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it, or train an adapter with --lora.",
                 model.display()
             );
         }
@@ -98,6 +98,7 @@ impl Args {
         if self.command == Some(Command::Export) {
             self.export.validate(self.model.is_some())?;
         }
+        self.adapters.validate()?;
         self.score.validate()?;
         self.batches.validate(self.training.batch)?;
         require!(

@@ -22,7 +22,8 @@ const HEADINGS: [(&str, &[Command]); 7] = [
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 9] = [
+const FLAGS: [(&str, &[Command]); 10] = [
+    ("adapter", &[Generate, Score]),
     ("model", &[Generate, Train, Score, Info, Export]),
     ("ignore_field", &[Generate, Train, Score, Info, Export]),
     ("tp", &[Generate, Train, Score, Info]),

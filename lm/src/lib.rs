@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod adapters;
 pub mod args;
 pub mod batch;
 pub mod chat;

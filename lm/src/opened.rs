@@ -23,7 +23,7 @@ pub fn files(args: &Args, scratch: &Path) -> Result<Files> {
         let dtype = args.dtype.unwrap_or(DTypeName::F32);
         random_model::write(folder, &random(args), args.seed(), dtype.into())?;
     }
-    let files = Files::open_without(folder, &args.ignore_field)?;
+    let files = args.adapters.add_to(Files::open_without(folder, &args.ignore_field)?)?;
     check_experts(args, &files)?;
     Ok(files)
 }

@@ -13,6 +13,7 @@ use super::corpus::Corpus;
 use super::folder::Damage;
 use super::recipe::Recipe;
 use super::resume::TrainState;
+use crate::adapter::AdapterConfig;
 use crate::config::Config;
 use crate::cut::{DecoderPipe, StageCut};
 use crate::declare;
@@ -31,6 +32,8 @@ pub struct Job {
     pub layout: Option<StageLayout>,
     /// How to train.
     pub recipe: Recipe,
+    /// The adapter that is trained instead of the model, of which it is the only one.
+    pub lora: Option<AdapterConfig>,
     /// What on.
     pub text: Corpus,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.
@@ -147,19 +150,25 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec_pretty(&fields)?)
 }
 
-/// Checks that a recipe can train the model in `folder`, after `start` steps that were made before.
+/// Checks that a recipe can train the model in `folder`, or an adapter of it, after `start` steps that were made before.
 ///
 /// # Errors
 /// If the files are no folder of a language model alone. An [`InputError`](crate::InputError) if no steps are left to make, or
 /// sequences are longer than the model takes.
-pub fn check(folder: &Path, files: &Files, recipe: &Recipe, start: usize) -> Result<()> {
+pub fn check(
+    folder: &Path,
+    files: &Files,
+    is_adapter: bool,
+    recipe: &Recipe,
+    start: usize,
+) -> Result<()> {
     let shown = folder.display();
     ensure!(
-        folder.is_dir(),
+        folder.is_dir() || is_adapter,
         "{shown} is a GGUF file, and what is trained is saved in the layout of the Hub: give the folder that it was made of"
     );
     ensure!(
-        !files.config.has_images,
+        !files.config.has_images || is_adapter,
         "{shown} has parts for images, which the saved model would lack: save its language model by itself with transformers, and train that"
     );
     check_steps(recipe, start)?;

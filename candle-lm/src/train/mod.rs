@@ -6,6 +6,6 @@ pub mod job;
 pub mod rate;
 pub mod recipe;
 pub mod resume;
-mod stage_files;
+pub(crate) mod stage_files;
 pub mod trainer;
 mod valid;

@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 use super::corpus::Stamp;
 use super::recipe::Recipe;
 use super::{folder, stage_files};
+use crate::adapter::{self, AdapterConfig};
 use crate::config::Config;
 use crate::dtype::DTypeName;
 use crate::files::{Files, check};
-use crate::tokens;
 
 /// The file with what a checkpoint keeps beside tensors.
 pub(super) const STATE: &str = "training.json";
@@ -46,6 +46,8 @@ pub struct Checkpoint {
     pub folder: PathBuf,
     /// The model.
     pub files: Files,
+    /// The adapter, if it is one of an adapter.
+    pub lora: Option<AdapterConfig>,
     /// How far it is.
     pub state: TrainState,
     /// Later checkpoints beside it that are not whole.
@@ -103,16 +105,34 @@ impl Checkpoint {
         let at = folder.join(STATE);
         let text = regular::read_text(&at, regular::CONFIG).with_context(|| format!("{}", at.display()))?;
         let state: TrainState = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
-        let files = Files::open_without(&folder, ignored)?;
-        tokens::read(&folder)?;
-        let resumed = Self { folder, files, state, skipped: Vec::new() };
-        check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
+        let (files, lora) = if folder.join(adapter::CONFIG).is_file() {
+            let config = AdapterConfig::read(&folder)?;
+            let base = config.base.as_deref().with_context(|| {
+                format!("{}: {} does not say which model it changes", folder.display(), adapter::CONFIG)
+            })?;
+            let files = Files::open_without(Path::new(base), ignored).with_context(|| {
+                format!("the model that {} changes, which {} names", folder.display(), adapter::CONFIG)
+            })?;
+            (files.with_adapter(adapter::TRAINED, &folder)?, Some(config))
+        } else {
+            (Files::open_without(&folder, ignored)?, None)
+        };
+        files.tokenizer()?;
+        let resumed = Self { folder, files, lora, state, skipped: Vec::new() };
+        let tensors = match &resumed.lora {
+            Some(config) => adapter::tensors(adapter::TRAINED, config, &resumed.files)?,
+            None => resumed.files.config.tensors(),
+        };
+        check_optimizer(&resumed.optimizer(), &tensors, resumed.state.recipe.dtype)?;
         Ok(resumed)
     }
 
     /// Reads the tensors, and compares them with their digests.
     fn verified(self) -> Result<Self> {
-        self.files.weights.verify()?;
+        match &self.lora {
+            None => self.files.weights.verify()?,
+            Some(_) => Weights::open(self.folder.join(adapter::WEIGHTS))?.verify()?,
+        }
         Weights::open(self.optimizer())?.verify()?;
         Ok(self)
     }
@@ -149,13 +169,13 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
+fn check_optimizer(at: &Path, tensors: &[(String, Vec<usize>)], dtype: DTypeName) -> Result<()> {
     let weights = Weights::open(at)?;
     let kept = ["first_moment", "second_moment", "master_weight"];
     let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };
-    for (name, want) in config.tensors() {
+    for (name, want) in tensors {
         for which in kept {
-            check(&weights, at, &format!("adam_w.{which}.{name}"), &want, Some(DType::F32))?;
+            check(&weights, at, &format!("adam_w.{which}.{name}"), want, Some(DType::F32))?;
         }
         check(&weights, at, &format!("adam_w.step.{name}"), &[], Some(DType::U32))?;
     }

@@ -1,12 +1,14 @@
 //! Tensors of all stages as files in the Hub's layout: one, or one for each rank of a pipeline and an index.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use candle_core::Device;
 use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_shard::{DTensor, checkpoint};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::folder;
 use crate::agree::agreed;
@@ -18,7 +20,7 @@ use crate::agree::agreed;
 ///
 /// # Errors
 /// On every rank alike, if a file cannot be written.
-pub(super) fn write(
+pub(crate) fn write(
     at: &Path,
     name: &str,
     world: &ProcessGroup,
@@ -67,6 +69,34 @@ pub(super) fn write(
         Ok(())
     };
     agreed(world, write())
+}
+
+/// Makes one file of those of all stages, for programs that read no index.
+///
+/// # Errors
+/// If a file cannot be read or written.
+pub(crate) fn join(at: &Path, name: &str) -> Result<()> {
+    let index = index_of(at, name);
+    if !index.exists() {
+        return Ok(());
+    }
+    let mut tensors = HashMap::new();
+    let read = |path: &Path| Ok::<_, anyhow::Error>(candle_core::safetensors::load(path, &Device::Cpu)?);
+    let mut parts = BTreeSet::new();
+    let text: Value = serde_json::from_slice(&fs::read(&index)?)?;
+    for file in text["weight_map"].as_object().into_iter().flat_map(Map::values).filter_map(Value::as_str) {
+        parts.insert(at.join(file));
+    }
+    for part in &parts {
+        tensors.extend(read(part)?);
+    }
+    let whole = at.join(file(name, 0, 1));
+    candle_core::safetensors::save(&tensors, &whole)?;
+    File::open(&whole)?.sync_all()?;
+    for left in parts.iter().chain([&index]) {
+        fs::remove_file(left)?;
+    }
+    Ok(())
 }
 
 /// The file to open for the tensors that were written under this name.

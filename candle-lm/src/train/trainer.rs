@@ -26,6 +26,7 @@ use super::folder::SaveFolder;
 use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
+use crate::adapter;
 use crate::agree::agreed;
 use crate::config::Config;
 use crate::dtype::DTypeName;
@@ -152,6 +153,9 @@ impl<'a> Trainer<'a> {
             let options = FullyShardOptions::default().reduce_dtype(DType::F32);
             vb = vb.fully_shard("dp", options)?;
         }
+        if !job.files.adapters.is_empty() {
+            vb = vb.with_adapters(job.files.adapters.clone())?;
+        }
         // Where parameters are cut over the replicas, these compute together.
         let replicas = (!job.fsdp).then(|| mesh.axis_group("dp")).transpose()?;
         let pipe = job.declare(replicas)?;
@@ -266,28 +270,39 @@ impl<'a> Trainer<'a> {
         let (folder, _) = self.job.save.as_ref().context("the training has no --save")?;
         let (partial, is_made) = Self::begin(self.saves.as_mut(), &self.world, folder, steps)?;
         let what = || format!("{}", partial.display());
-        let (meshes, config) = ([&self.mesh, &self.model], &self.job.files.config);
-        // As other programs have them: some tensors in one, each expert by itself.
-        let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
-        let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
-        let tensors: Vec<_> = tensors.map(stored).collect();
-        stage_files::write(&partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))?;
+        let meshes = [&self.mesh, &self.model];
+        if let Some(lora) = &self.job.lora {
+            adapter::save(&partial, lora, &self.job.files, &self.world, meshes, &self.parameters)?;
+        } else {
+            self.save_model(&partial, meshes)?;
+        }
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
         agreed(&self.world, if is_made { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
         stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
+        let name = if self.job.lora.is_some() { adapter::FILE } else { "model" };
         let finish = |saves: &SaveFolder| -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;
             }
             folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
             // All files of all stages are there, as long as their headers say. Who wrote one has read it again.
-            for (at, name) in [(&partial, "model"), (&apart, OPTIMIZER)] {
+            for (at, name) in [(&partial, name), (&apart, OPTIMIZER)] {
                 Weights::open(stage_files::source(at, name))?;
             }
             Ok(saves.commit(steps, &partial)?)
         };
         agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
+    }
+
+    /// Writes the model to the folder of a checkpoint.
+    fn save_model(&self, partial: &Path, meshes: [&DeviceMesh; 2]) -> Result<()> {
+        let config = &self.job.files.config;
+        // As other programs have them: some tensors in one, each expert by itself.
+        let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
+        let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
+        let tensors: Vec<_> = tensors.map(stored).collect();
+        stage_files::write(partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))
     }
 }
 

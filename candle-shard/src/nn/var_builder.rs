@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::backend::Dims;
 use candle_dist::{DeviceMesh, GradMark};
 use smallvec::SmallVec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -70,6 +70,8 @@ pub struct MeshVarBuilder {
     pub(super) adapters: Option<Arc<AdapterSet>>,
     /// The adapter whose parameters this builds.
     pub(super) adapter: Option<usize>,
+    /// Factors of adapters that several layers of this model have in common, by name.
+    pub(super) shared_factors: Arc<Mutex<HashMap<String, DTensor>>>,
     /// Whether quantized parameters are read as floats.
     dequantized: bool,
     /// Shards the parameters of units beyond the plan.
@@ -193,6 +195,7 @@ impl MeshVarBuilder {
             frozen: false,
             adapters: None,
             adapter: None,
+            shared_factors: Arc::default(),
             dequantized: false,
             sharder: None,
             unit: None,

@@ -11,6 +11,7 @@ use clap::Args;
 use examples::arguments::{ANY, check_counts};
 use examples::cli::{Checked, UsageError, check_file, require};
 
+use crate::adapters::LoraFlag;
 use crate::input::refusal;
 use crate::values;
 
@@ -25,6 +26,11 @@ pub struct TrainArgs {
     /// Start from random weights: of the folder --model only the config and the tokenizer are read
     #[arg(long, requires_all = ["train", "model"], conflicts_with = "resume")]
     pub fresh: bool,
+
+    /// Train an adapter instead of the model, and save it in PEFT's layout: r=N, alpha=X, dropout=P, targets=NAME+NAME or
+    /// all-linear, layers=N+N, save=NAME+NAME, rslora, dora, bias, separated by commas; the model may be a GGUF file
+    #[arg(long, value_name = "OPTIONS", requires_all = ["train", "model"], conflicts_with_all = ["resume", "fresh"])]
+    pub lora: Option<LoraFlag>,
 
     /// Optimizer steps, including those before --resume [default: 100]; after the end of a decay the learning rate
     /// stays constant, unless --decay is given

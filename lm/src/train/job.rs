@@ -9,7 +9,7 @@ use candle_lm::train::folder::{self, Damage};
 use candle_lm::train::job::{self, Job};
 use candle_lm::train::recipe::Recipe;
 use candle_lm::train::resume::{Checkpoint, Flaw};
-use candle_lm::{random_model, tokens};
+use candle_lm::{adapter, random_model};
 use examples::cli::UsageError;
 
 use crate::args::Args;
@@ -57,17 +57,28 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
             (folder.to_owned(), Files::open_without(folder, &args.ignore_field)?)
         }
     };
+    let lora = match (&resumed, &flags.lora) {
+        (Some(resumed), _) => resumed.lora.clone(),
+        (None, flag) => flag.as_ref().map(|flag| flag.config(&folder)),
+    };
+    let mut files = files;
+    if let Some(config) = lora.as_ref().filter(|_| resumed.is_none()) {
+        files.adapters.push(adapter::fresh(adapter::TRAINED, config, &files)?);
+    }
     let base = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
     let mut recipe = flags.recipe(args.dtype, args.seed, saved, base)?;
     if let (Some(saved), None) = (saved, flags.decay) {
         recipe.rate = recipe.rate.after(&saved.rate, start);
     }
-    job::check(&folder, &files, &recipe, start)?;
+    job::check(&folder, &files, lora.is_some(), &recipe, start)?;
     opened::check_experts(args, &files)?;
     flags.check_batch(&recipe, args.ep)?;
     let pipeline = flags.pipeline([args.pp, args.cp, args.ep, args.tp], recipe.batch)?;
-    let beside = job::beside(&folder, &files.config, recipe.dtype)?;
-    let tokenizer = tokens::read(&folder)?;
+    let beside = match lora {
+        Some(_) => Vec::new(),
+        None => job::beside(&folder, &files.config, recipe.dtype)?,
+    };
+    let tokenizer = files.tokenizer()?;
     let read =
         |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
     let text = read("--train", text)?;
@@ -94,6 +105,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         beside,
         layout: args.layout.clone(),
         recipe,
+        lora,
         text,
         valid: valid.map(|text| (text, flags.valid_every)),
         pipeline,

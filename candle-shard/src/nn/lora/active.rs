@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 /// Which adapters of a model run, how much each counts, and whether they drop out.
 ///
-/// A model runs its first adapter, in evaluation, where nothing else is said.
+/// A model runs all of its adapters, in evaluation, where nothing else is said.
 ///
 /// ```
 /// use candle_core::{DType, Device};
@@ -32,7 +32,7 @@ use std::sync::Arc;
 /// ```
 #[derive(Clone, Debug)]
 pub struct ActiveAdapters {
-    /// The numbers of the adapters and what each counts; `None` for the first one.
+    /// The numbers of the adapters and what each counts; `None` for all.
     adapters: Option<Vec<(usize, AdapterWeight)>>,
     mode: Mode,
 }
@@ -87,9 +87,14 @@ impl ActiveAdapters {
         Self { adapters: Some(Vec::new()), mode: Mode::Eval }
     }
 
-    /// The first adapter.
-    pub fn first() -> Self {
+    /// All adapters.
+    pub fn all() -> Self {
         Self { adapters: None, mode: Mode::Eval }
+    }
+
+    /// Those that run now.
+    pub fn current() -> Self {
+        ACTIVE.with_borrow(|active| active.as_deref().cloned()).unwrap_or_else(Self::all)
     }
 
     /// Sets whether adapters drop out, and in which step.
@@ -106,7 +111,7 @@ impl ActiveAdapters {
     /// Returns how much the adapter of a number counts, if it runs.
     fn weight(&self, number: usize) -> Option<AdapterWeight> {
         match &self.adapters {
-            None => (number == 0).then_some(AdapterWeight::Factor(1.0)),
+            None => Some(AdapterWeight::Factor(1.0)),
             Some(adapters) => {
                 adapters.iter().find(|(one, _)| *one == number).map(|(_, weight)| weight.clone())
             }
@@ -139,7 +144,7 @@ impl AdapterScope {
     /// Returns how much the adapter of a number counts, if it runs, and whether it drops out.
     pub(super) fn of(number: usize) -> Option<(AdapterWeight, Mode)> {
         ACTIVE.with_borrow(|active| match active {
-            None => (number == 0).then_some((AdapterWeight::Factor(1.0), Mode::Eval)),
+            None => Some((AdapterWeight::Factor(1.0), Mode::Eval)),
             Some(active) => active.weight(number).map(|weight| (weight, active.mode)),
         })
     }

@@ -20,12 +20,22 @@ pub struct LoraOptions {
     pub dora: bool,
     /// Whether `B` has a bias.
     pub bias: bool,
+    /// The path whose `A` this layer uses, if it is not its own: layers that are parts of one weight in files have one `A`.
+    pub a_of: Option<String>,
 }
 
 impl LoraOptions {
     /// An adapter of this rank, with `alpha` equal to it, so that the scale is 1.
     pub fn new(rank: usize) -> Self {
-        Self { rank, alpha: rank as f64, rank_stabilized: false, dropout: 0.0, dora: false, bias: false }
+        Self {
+            rank,
+            alpha: rank as f64,
+            rank_stabilized: false,
+            dropout: 0.0,
+            dora: false,
+            bias: false,
+            a_of: None,
+        }
     }
 
     /// Sets what the scale is made of.
@@ -51,6 +61,11 @@ impl LoraOptions {
     /// Sets whether `B` has a bias.
     pub fn bias(self, bias: bool) -> Self {
         Self { bias, ..self }
+    }
+
+    /// Sets the path whose `A` the layer uses.
+    pub fn a_of(self, path: impl Into<String>) -> Self {
+        Self { a_of: Some(path.into()), ..self }
     }
 
     /// Returns the factor of the adapter's product.

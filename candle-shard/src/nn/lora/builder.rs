@@ -5,7 +5,8 @@ use crate::nn::source::{Init, ParameterSource};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::{DTensor, Error, Result, autograd};
 use candle_core::DType;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 impl MeshVarBuilder {
     /// Returns a builder of a model with adapters: its own parameters are [frozen](Self::frozen), and layers that an adapter names have
@@ -56,7 +57,7 @@ impl MeshVarBuilder {
         vb
     }
 
-    /// Returns the names of the adapters, the first of which runs where nothing else is said.
+    /// Returns the names of the adapters.
     pub fn adapter_names(&self) -> impl Iterator<Item = &str> {
         self.adapters.iter().flat_map(|set| set.adapters()).map(Adapter::name)
     }
@@ -114,6 +115,35 @@ impl MeshVarBuilder {
                 None => self.own_source(),
             },
         }
+    }
+
+    /// Returns a builder at another path of the model.
+    pub(super) fn at(&self, path: &str) -> Self {
+        let mut vb = self.clone();
+        vb.path = path.split('.').map(str::to_owned).collect();
+        vb
+    }
+
+    /// Returns the parameter `name` of this module, which several layers use; the first one builds it.
+    ///
+    /// # Errors
+    /// Those of `build`.
+    pub(super) fn shared_factor(
+        &self,
+        name: &str,
+        build: impl FnOnce() -> Result<DTensor>,
+    ) -> Result<DTensor> {
+        let name = self.full_name(name);
+        if let Some(known) = self.factors().get(&name) {
+            return Ok(known.clone());
+        }
+        let made = build()?;
+        self.factors().insert(name, made.clone());
+        Ok(made)
+    }
+
+    fn factors(&self) -> MutexGuard<'_, HashMap<String, DTensor>> {
+        self.shared_factors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Builds the magnitudes of the rows of the weight `[out, in]` at this path, whose norms they begin with.

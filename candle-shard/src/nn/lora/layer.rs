@@ -88,7 +88,12 @@ impl LinearAdapters {
             let uniform = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
             let zero = Init::Const(0.0);
             let rank = Width::from(options.rank);
-            let a = vb.part(&[rank, input], name("lora_A", "weight").into(), uniform, at.a.0, at.a.1)?;
+            let of_a = options.a_of.as_ref().map_or_else(|| vb.clone(), |path| vb.at(path));
+            let build = || of_a.part(&[rank, input], name("lora_A", "weight").into(), uniform, at.a.0, at.a.1);
+            let a = match options.a_of {
+                Some(_) => of_a.shared_factor(&name("lora_A", "weight"), build)?,
+                None => build()?,
+            };
             let b = vb.part(&[output, rank], name("lora_B", "weight").into(), zero, at.b.0, at.b.1)?;
             let vector = |name: String, init| vb.part(&[output], name.into(), init, at.b.0, at.b.1);
             let bias = options.bias.then(|| vector(name("lora_B", "bias"), zero)).transpose()?;

@@ -66,7 +66,7 @@ impl MeshVarBuilder {
     /// ```
     pub fn again(&self) -> Self {
         let sharder = self.sharder.as_ref().map(|sharder| Arc::new(sharder.again()));
-        Self { requested: Arc::default(), sharder, ..self.clone() }
+        Self { requested: Arc::default(), shared_factors: Arc::default(), sharder, ..self.clone() }
     }
 
     /// Returns the parameter of this name that another model of these parameters has built.

@@ -185,7 +185,7 @@ pub(crate) fn step(case: &Case, ctx: &RankContext, [dp, tp]: [usize; 2]) -> Resu
     let parameters = vb.finish()?;
     fill(&parameters)?;
     let ids = DTensor::distribute(&ids(), &mesh, &[Shard(0), Replicate])?;
-    let (loss, grads) = ActiveAdapters::first().mode(case.mode).run(|| -> Result<_> {
+    let (loss, grads) = ActiveAdapters::all().mode(case.mode).run(|| -> Result<_> {
         let loss = model.loss(&ids)?;
         let grads = parameters.backward(&loss)?;
         Ok((loss, grads))

@@ -1,0 +1,290 @@
+//! Adapters of models: PEFT's files, and which of a model's layers they change.
+
+mod config;
+mod merge;
+mod modules;
+mod save;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::Device;
+use candle_shard::nn::{Adapter, LoraOptions};
+use candle_shard::{Weights, regular};
+
+pub use config::{AdapterConfig, CONFIG, ModuleKind, Targets};
+pub use merge::merge;
+pub use modules::{LayerModule, modules};
+pub(crate) use save::save;
+
+use crate::config::wrapper;
+use crate::files::Files;
+
+/// The file of the tensors in the folder of an adapter, and its name without the end.
+pub const WEIGHTS: &str = "adapter_model.safetensors";
+pub(crate) const FILE: &str = "adapter_model";
+
+/// The name of an adapter that is trained.
+pub const TRAINED: &str = "default";
+
+/// What the names of tensors begin with.
+const PREFIX: &str = "base_model.model.";
+
+/// The names of the tensors that an adapter has beside a layer: as files have them, and as builders do, with a place for its name.
+pub(crate) const LINEAR: [[&str; 2]; 4] = [
+    ["lora_A.weight", "lora_A.*.weight"],
+    ["lora_B.weight", "lora_B.*.weight"],
+    ["lora_B.bias", "lora_B.*.bias"],
+    ["lora_magnitude_vector", "lora_magnitude_vector.*.weight"],
+];
+pub(crate) const TABLE: [[&str; 2]; 2] =
+    [["lora_embedding_A", "lora_embedding_A.*"], ["lora_embedding_B", "lora_embedding_B.*"]];
+
+/// Opens the adapter in a folder for a model, and returns it with what its user should know, a sentence each.
+///
+/// # Errors
+/// If it is no adapter of this model, or says something that is not done.
+pub(crate) fn open(name: &str, folder: &Path, files: &Files) -> Result<(Adapter, Vec<String>)> {
+    let config = AdapterConfig::read(folder)?;
+    let path = weights_of(folder)?;
+    let opened = || {
+        let weights = Weights::open(&path)?.rename(|tensor| known_name(tensor))?;
+        let (adapter, weights) = named(&config, name, files, weights)?;
+        anyhow::Ok(adapter.from_weights(weights))
+    };
+    let adapter = opened().with_context(|| format!("{}", path.display()))?;
+    Ok((adapter, Vec::new()))
+}
+
+/// The fresh adapter that a config describes, to be trained.
+///
+/// # Errors
+/// If the model has no module that it names.
+pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<Adapter> {
+    Ok(entries(name, config, files)?.0)
+}
+
+/// The name and shape of each tensor of an adapter, as layers build them.
+///
+/// # Errors
+/// If the model has no module that the config names.
+pub(crate) fn tensors(name: &str, config: &AdapterConfig, files: &Files) -> Result<Vec<(String, Vec<usize>)>> {
+    let (_, changed, replaced) = entries(name, config, files)?;
+    let mut tensors = Vec::new();
+    for Entry { module, options } in &changed {
+        for ([_, built], shape) in shapes(module, options) {
+            let built = built.replace('*', name);
+            match &module.parts[..] {
+                [_, _, ..] if built.starts_with("lora_A") => {
+                    tensors.push((format!("{}.{built}", module.path), shape));
+                }
+                parts => tensors.extend(parts.iter().map(|(part, rows)| {
+                    let first = if parts.len() > 1 { *rows } else { shape[0] };
+                    (format!("{part}.{built}"), [&[first], &shape[1..]].concat())
+                })),
+            }
+        }
+    }
+    for module in &replaced {
+        for (part, rows) in &module.parts {
+            let weight = if module.kind == ModuleKind::Norm { vec![*rows] } else { vec![*rows, module.shape[1]] };
+            tensors.push((format!("{part}.weight"), weight));
+            tensors.extend(module.has_bias.then(|| (format!("{part}.bias"), vec![*rows])));
+        }
+    }
+    Ok(tensors)
+}
+
+/// The tensors that an adapter with these options has beside a module, by their names in files and here, and their shapes.
+fn shapes(module: &LayerModule, options: &LoraOptions) -> Vec<([&'static str; 2], Vec<usize>)> {
+    let ([rows, columns], rank) = (module.shape, options.rank);
+    if module.kind == ModuleKind::Table {
+        return TABLE.into_iter().zip([vec![rank, rows], vec![columns, rank]]).collect();
+    }
+    let of = |at: usize| match at {
+        0 => (true, vec![rank, columns]),
+        1 => (true, vec![rows, rank]),
+        2 => (options.bias, vec![rows]),
+        _ => (options.dora, vec![rows]),
+    };
+    let all = LINEAR.into_iter().enumerate().map(|(at, names)| (names, of(at)));
+    all.filter(|(_, (has, _))| *has).map(|(names, (_, shape))| (names, shape)).collect()
+}
+
+/// The file with the tensors of an adapter.
+fn weights_of(folder: &Path) -> Result<PathBuf> {
+    let path = folder.join(WEIGHTS);
+    if !path.is_file() {
+        let pickle = folder.join("adapter_model.bin");
+        ensure!(
+            !pickle.is_file(),
+            "{} may run code when it is read: load the adapter with PEFT and save it by save_pretrained, which writes safetensors",
+            pickle.display()
+        );
+        let mlx = folder.join("adapters.safetensors");
+        ensure!(
+            !mlx.is_file(),
+            "{} is in the layout of MLX, whose factors are transposed: export it in PEFT's layout",
+            mlx.display()
+        );
+        bail!("{} is not there: give the folder of an adapter, with {CONFIG} and {WEIGHTS}", path.display());
+    }
+    regular::open(&path).with_context(|| format!("{}", path.display()))?;
+    Ok(path)
+}
+
+/// The name of a tensor without what PEFT puts before it and what wrappers put into it.
+fn known_name(tensor: &str) -> String {
+    let inner = tensor.strip_prefix(PREFIX).unwrap_or(tensor);
+    wrapper::name_in_text(inner).unwrap_or_else(|| tensor.to_owned())
+}
+
+/// A module that an adapter changes.
+struct Entry {
+    module: LayerModule,
+    options: LoraOptions,
+}
+
+/// Returns the adapter without weights, the modules with factors, and those that it replaces.
+fn entries(
+    name: &str,
+    config: &AdapterConfig,
+    files: &Files,
+) -> Result<(Adapter, Vec<Entry>, Vec<LayerModule>)> {
+    let (mut adapter, mut changed, mut replaced) = (Adapter::new(name), Vec::new(), Vec::new());
+    let is_tied = files.config.tie_word_embeddings;
+    for module in modules(&files.config) {
+        let mut paths = vec![module.path.clone()];
+        // In a model for images the language model is a part.
+        if let Some(rest) = module.path.strip_prefix("model.").filter(|_| files.config.has_images) {
+            paths.push(format!("model.language_model.{rest}"));
+        }
+        let kind = module.kind;
+        if paths.iter().any(|path| config.replaces(path)) {
+            ensure!(
+                !(is_tied && matches!(module.kind, ModuleKind::Table | ModuleKind::Output)),
+                "modules_to_save names {}, whose weight is the table of the input and the output layer: that is not supported",
+                module.path
+            );
+            adapter = module.parts.iter().fold(adapter, |adapter, (part, _)| adapter.train(part.as_str()));
+            replaced.push(module);
+            continue;
+        }
+        let found = paths.iter().map(|path| config.options_of(path, module.kind));
+        let Some(options) = found.collect::<Result<Vec<_>>>()?.into_iter().flatten().next() else { continue };
+        ensure!(
+            kind != ModuleKind::Table || !(options.dora || options.bias),
+            "{} is a table with {}, which is not supported: leave it out of target_modules",
+            module.path,
+            if options.dora { "magnitudes (use_dora)" } else { "a bias (lora_bias)" }
+        );
+        // Layers that are one module in files have one first factor.
+        let of_part = match &module.parts[..] {
+            [_] => options.clone(),
+            _ => options.clone().a_of(module.path.as_str()),
+        };
+        for (part, _) in &module.parts {
+            adapter = adapter.with(part.as_str(), of_part.clone());
+        }
+        changed.push(Entry { module, options });
+    }
+    ensure!(
+        !(changed.is_empty() && replaced.is_empty()),
+        "the model has no module that the adapter names: target_modules is {}",
+        config.to_json()["target_modules"]
+    );
+    Ok((adapter, changed, replaced))
+}
+
+/// Gives the tensors of a file the names that builders ask for, and checks that they are those of the config, all of them and no others.
+fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) -> Result<(Adapter, Weights)> {
+    let (adapter, changed, replaced) = entries(name, config, files)?;
+    let mut weights = weights;
+    let mut known = BTreeSet::new();
+    let shape = |weights: &Weights, tensor: &str, want: &[usize]| -> Result<()> {
+        let has = weights.shape(tensor)?;
+        ensure!(has == want, "{tensor:?} is {has:?}, and the model and the config want {want:?}");
+        Ok(())
+    };
+    for Entry { module, options } in &changed {
+        let path = &module.path;
+        for ([stored, built], want) in shapes(module, options) {
+            let mut tensor = format!("{path}.{stored}");
+            // PEFT writes the vector with and without this end.
+            if !weights.contains_tensor(&tensor) && weights.contains_tensor(&format!("{tensor}.weight")) {
+                tensor.push_str(".weight");
+            }
+            shape(&weights, &tensor, &want)?;
+            known.insert(tensor.clone());
+            let of_part = |part: &str| format!("{part}.{}", built.replace('*', name));
+            // The first factor is that of all parts of a module; the others have the rows of all.
+            match &module.parts[..] {
+                [(part, _)] => weights = weights.alias(&tensor, of_part(part))?,
+                _ if built.starts_with("lora_A") => weights = weights.alias(&tensor, of_part(path))?,
+                parts => {
+                    let parts: Vec<(String, usize)> =
+                        parts.iter().map(|(part, rows)| (of_part(part), *rows)).collect();
+                    weights = weights.split(&tensor, &parts)?;
+                }
+            }
+        }
+        // PEFT adds the table and the output layer themselves where an adapter changes them.
+        let base = format!("{path}.base_layer.weight");
+        if weights.contains_tensor(&base) {
+            check_base(&weights, &base, &module.parts, files)?;
+            known.insert(base);
+        }
+    }
+    for module in &replaced {
+        let tensor = format!("{}.weight", module.path);
+        let want: Vec<usize> = match module.kind {
+            ModuleKind::Norm => vec![module.shape[0]],
+            _ => module.shape.to_vec(),
+        };
+        shape(&weights, &tensor, &want)?;
+        known.insert(tensor.clone());
+        known.extend(module.has_bias.then(|| format!("{}.bias", module.path)));
+        if let [_, _, ..] = &module.parts[..] {
+            let parts: Vec<(String, usize)> =
+                module.parts.iter().map(|(part, rows)| (format!("{part}.weight"), *rows)).collect();
+            weights = weights.split(&tensor, &parts)?;
+        }
+    }
+    let is_built = |tensor: &str| {
+        let marks = [format!(".{name}.weight"), format!(".{name}.bias"), format!(".{name}")];
+        marks.iter().any(|mark| tensor.ends_with(mark.as_str()))
+            || replaced.iter().any(|module| {
+                module.parts.iter().any(|(part, _)| tensor == format!("{part}.weight"))
+            })
+    };
+    let others: Vec<&str> =
+        weights.names().filter(|tensor| !known.contains(*tensor) && !is_built(tensor)).collect();
+    if let Some((first, others)) = others.split_first() {
+        let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        bail!("the tensor {first:?}{more} belongs to no module that the config names, in a model like this");
+    }
+    Ok((adapter, weights))
+}
+
+/// Refuses an adapter with another table or output layer than the model has.
+fn check_base(weights: &Weights, name: &str, parts: &[(String, usize)], files: &Files) -> Result<()> {
+    let own = match parts {
+        [(part, _)] if *part == "lm_head" && files.config.tie_word_embeddings => "model.embed_tokens.weight".to_owned(),
+        [(part, _)] => format!("{part}.weight"),
+        _ => bail!("the tensor {name:?} has no place here"),
+    };
+    let (has, want) = (weights.shape(name)?.to_vec(), files.weights.shape(&own)?.to_vec());
+    ensure!(has == want, "{name:?} is {has:?}, and the model's is {want:?}: the adapter is for a model with other tokens");
+    let block: Vec<_> = want.iter().map(|&size| 0..size).collect();
+    let values = |weights: &Weights, name: &str| weights.read_block(name, &block, &Device::Cpu)?.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1::<f32>().map_err(anyhow::Error::from);
+    let (theirs, ours) = (values(weights, name)?, values(&files.weights, &own)?);
+    let far = theirs.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+    let large = ours.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+    // Rounded to 16 bits or to blocks they may be.
+    ensure!(
+        far <= 0.02 * large,
+        "{name:?} has other values than the model: the adapter is for another model"
+    );
+    Ok(())
+}

@@ -1,0 +1,63 @@
+//! The modules of a model, by the paths that transformers has for them.
+
+use super::config::ModuleKind;
+use crate::config::Config;
+use crate::config::tensors::ROUTER;
+
+/// A module with a weight.
+#[derive(Clone, Debug)]
+pub struct LayerModule {
+    /// Its path, as in transformers.
+    pub path: String,
+    /// What it is.
+    pub kind: ModuleKind,
+    /// The rows and columns of its weight; a norm has one column.
+    pub shape: [usize; 2],
+    /// The paths of the layers that it is here, and their rows: several where files have several weights in one.
+    pub parts: Vec<(String, usize)>,
+    /// Whether it has a bias.
+    pub has_bias: bool,
+}
+
+/// The modules of a model but those of experts, of which an adapter can change linear layers, the table and the output layer.
+pub fn modules(config: &Config) -> Vec<LayerModule> {
+    let tensors = config.tensors();
+    let router = format!(".{ROUTER}.weight");
+    let mut modules: Vec<LayerModule> = Vec::new();
+    for (name, shape) in &tensors {
+        let Some(path) = name.strip_suffix(".weight").filter(|_| !name.ends_with(&router)) else { continue };
+        let (kind, shape) = match shape[..] {
+            [rows, columns] => (kind_of(path), [rows, columns]),
+            [rows] => (ModuleKind::Norm, [rows, 1]),
+            _ => continue,
+        };
+        let bias = format!("{path}.bias");
+        let has_bias = tensors.iter().any(|(name, _)| *name == bias);
+        let parts = vec![(path.to_owned(), shape[0])];
+        modules.push(LayerModule { path: path.to_owned(), kind, shape, parts, has_bias });
+    }
+    if config.tie_word_embeddings {
+        let (path, shape) = ("lm_head".to_owned(), [config.vocab_size, config.hidden_size]);
+        let parts = vec![(path.clone(), shape[0])];
+        modules.push(LayerModule { path, kind: ModuleKind::Output, shape, parts, has_bias: false });
+    }
+    for (name, parts) in config.fused() {
+        let module = |tensor: &str| tensor.trim_end_matches(".weight").to_owned();
+        let parts: Vec<(String, usize)> = parts.iter().map(|(part, rows)| (module(part), *rows)).collect();
+        let is_part = |module: &LayerModule| parts.iter().any(|(part, _)| *part == module.path);
+        let columns = modules.iter().find(|one| is_part(one)).map_or(0, |one| one.shape[1]);
+        modules.retain(|one| !is_part(one));
+        let rows = parts.iter().map(|(_, rows)| rows).sum();
+        let (path, kind) = (module(&name), ModuleKind::Linear);
+        modules.push(LayerModule { path, kind, shape: [rows, columns], parts, has_bias: false });
+    }
+    modules
+}
+
+fn kind_of(path: &str) -> ModuleKind {
+    match path {
+        "lm_head" => ModuleKind::Output,
+        "model.embed_tokens" => ModuleKind::Table,
+        _ => ModuleKind::Linear,
+    }
+}

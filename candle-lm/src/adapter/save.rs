@@ -1,0 +1,95 @@
+//! Writing an adapter as PEFT reads it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use candle_dist::{DeviceMesh, ProcessGroup};
+use candle_shard::DTensor;
+use candle_shard::nn::Parameters;
+use candle_shard::{Placements, Replicate};
+use serde_json::to_vec_pretty;
+
+use super::config::{AdapterConfig, CONFIG, ModuleKind};
+use super::{FILE, LINEAR, PREFIX, TABLE, TRAINED, entries};
+use crate::agree::agreed;
+use crate::files::Files;
+use crate::train::{folder, stage_files};
+
+/// Writes the [trained](super::TRAINED) adapter to the folder `at`.
+///
+/// Every rank of `world` calls it; the parameters of each lie on its axes of the mesh `model`.
+///
+/// # Errors
+/// On every rank alike, if a file cannot be written.
+pub(crate) fn save(
+    at: &Path,
+    config: &AdapterConfig,
+    files: &Files,
+    world: &ProcessGroup,
+    [mesh, model]: [&DeviceMesh; 2],
+    parameters: &Parameters,
+) -> Result<()> {
+    let tensors = stored(config, files, parameters)?;
+    stage_files::write(at, FILE, world, [mesh, model], &tensors, |_| None)?;
+    let finish = || -> Result<()> {
+        // PEFT reads one file.
+        stage_files::join(at, FILE)?;
+        folder::write(&at.join(CONFIG), &to_vec_pretty(&config.to_json())?)?;
+        Ok(())
+    };
+    agreed(world, if world.rank() == 0 { finish() } else { Ok(()) })
+}
+
+/// Returns the tensors of an adapter that this rank has a part of, by their names in files.
+fn stored(
+    config: &AdapterConfig,
+    files: &Files,
+    parameters: &Parameters,
+) -> Result<Vec<(String, DTensor)>> {
+    let (_, changed, replaced) = entries(TRAINED, config, files)?;
+    let trained = parameters.iter().filter(|parameter| !parameter.is_frozen());
+    let mut left: BTreeMap<String, DTensor> =
+        trained.map(|parameter| (parameter.name.clone(), parameter.tensor.clone())).collect();
+    let mut tensors = Vec::new();
+    for entry in &changed {
+        let names: Vec<[&str; 2]> = match entry.module.kind {
+            ModuleKind::Table => TABLE.to_vec(),
+            _ => LINEAR.to_vec(),
+        };
+        for [stored, built] in names {
+            let of_part = |part: &String| format!("{part}.{}", built.replace('*', TRAINED));
+            let module = &entry.module;
+            let parts = match &module.parts[..] {
+                [_, _, ..] if built.starts_with("lora_A") => vec![of_part(&module.path)],
+                parts => parts.iter().map(|(part, _)| of_part(part)).collect(),
+            };
+            let parts: Vec<DTensor> = parts.iter().filter_map(|part| left.remove(part)).collect();
+            tensors.extend(joined(&parts)?.map(|tensor| (format!("{PREFIX}{}.{stored}", module.path), tensor)));
+        }
+    }
+    for module in &replaced {
+        for parameter in ["weight", "bias"] {
+            let parts: Vec<DTensor> = module
+                .parts
+                .iter()
+                .filter_map(|(part, _)| left.remove(&format!("{part}.{parameter}")))
+                .collect();
+            tensors.extend(joined(&parts)?.map(|tensor| (format!("{PREFIX}{}.{parameter}", module.path), tensor)));
+        }
+    }
+    let other = left.keys().next();
+    ensure!(other.is_none(), "the parameter {:?} is trained and belongs to no module of the adapter", other);
+    Ok(tensors)
+}
+
+/// The tensor whose rows these tensors are, if there are some.
+fn joined(parts: &[DTensor]) -> Result<Option<DTensor>> {
+    let [first, rest @ ..] = parts else { return Ok(None) };
+    if rest.is_empty() {
+        return Ok(Some(first.clone()));
+    }
+    let whole = Placements::from_elem(Replicate, first.mesh().ndim());
+    let parts = parts.iter().map(|part| part.detach().redistribute(&whole));
+    Ok(Some(DTensor::cat(&parts.collect::<candle_shard::Result<Vec<_>>>()?, 0)?))
+}

@@ -1,0 +1,130 @@
+//! The flags of adapters.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::Result;
+use candle_lm::adapter::{AdapterConfig, TRAINED, Targets};
+use candle_lm::files::Files;
+use candle_shard::nn::LoraOptions;
+use clap::Args;
+use examples::cli::{Checked, require};
+
+/// The options of adapters; the comments on the fields are the program's help.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub struct AdapterArgs {
+    /// Adapter to run with the model: a folder in PEFT's layout, perhaps with a name before it; what several change is added
+    #[arg(long, value_name = "[NAME=]FOLDER")]
+    pub adapter: Vec<AdapterPath>,
+}
+
+/// An adapter by its name and its folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterPath {
+    name: Option<String>,
+    folder: PathBuf,
+}
+
+impl FromStr for AdapterPath {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, folder) = match text.split_once('=') {
+            // A path may have such a sign too.
+            Some((name, folder)) if !name.contains(std::path::MAIN_SEPARATOR) => (Some(name.to_owned()), folder),
+            _ => (None, text),
+        };
+        let is_name = |name: &String| !name.is_empty() && !name.contains('.');
+        if folder.is_empty() || !name.iter().all(is_name) {
+            return Err("give a folder, or a name without dots, = and a folder".into());
+        }
+        Ok(Self { name, folder: folder.into() })
+    }
+}
+
+impl AdapterArgs {
+    /// Checks that the folders are there.
+    ///
+    /// # Errors
+    /// A sentence with the flag, its value and a remedy.
+    pub(crate) fn validate(&self) -> Checked {
+        for AdapterPath { folder, .. } in &self.adapter {
+            require!(
+                folder.is_dir(),
+                "--adapter {} is no folder: give that of an adapter, with adapter_config.json in it.",
+                folder.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Adds the adapters to the files of a model.
+    ///
+    /// # Errors
+    /// If one is no adapter of this model.
+    pub(crate) fn add_to(&self, files: Files) -> Result<Files> {
+        let unnamed = |at: usize| if at == 0 { TRAINED.to_owned() } else { format!("{TRAINED}-{}", at + 1) };
+        let named = self.adapter.iter().enumerate().map(|(at, AdapterPath { name, folder })| {
+            (name.clone().unwrap_or_else(|| unnamed(at)), folder)
+        });
+        named.into_iter().try_fold(files, |files, (name, folder)| files.with_adapter(&name, folder))
+    }
+}
+
+/// The adapter that `--lora` describes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraFlag(AdapterConfig);
+
+impl FromStr for LoraFlag {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut options = LoraOptions::new(8);
+        let (mut targets, mut alpha, mut saved, mut layers) = (Targets::AllLinear, None, Vec::new(), None);
+        let list = |value: &str| value.split('+').map(str::to_owned).collect::<Vec<_>>();
+        for field in text.split(',').filter(|field| !field.is_empty()) {
+            let (key, value) = field.split_once('=').unwrap_or((field, ""));
+            let number = |value: &str| {
+                let wrong = || format!("{key}={value} is no number");
+                value.parse::<f64>().ok().filter(|number| number.is_finite()).ok_or_else(wrong)
+            };
+            let whole = |value: &str| value.parse::<usize>().map_err(|_| format!("{key}={value} is no number"));
+            match (key, value.is_empty()) {
+                ("r", false) => options.rank = whole(value)?,
+                ("alpha", false) => alpha = Some(number(value)?),
+                ("dropout", false) => options.dropout = number(value)?,
+                ("targets", false) if value == "all-linear" => targets = Targets::AllLinear,
+                ("targets", false) => targets = Targets::Suffixes(list(value)),
+                ("save", false) => saved = list(value),
+                ("layers", false) => {
+                    layers = Some(value.split('+').map(whole).collect::<Result<Vec<_>, String>>()?);
+                }
+                ("rslora", true) => options.rank_stabilized = true,
+                ("dora", true) => options.dora = true,
+                ("bias", true) => options.bias = true,
+                _ => {
+                    return Err(format!(
+                        "{field:?} is not known; known: r=N, alpha=X, dropout=P, targets=NAME+NAME or all-linear, \
+                         layers=N+N, save=NAME+NAME, rslora, dora, bias"
+                    ));
+                }
+            }
+        }
+        options.alpha = alpha.unwrap_or(options.rank as f64);
+        if options.rank == 0 || !(0.0..1.0).contains(&options.dropout) {
+            return Err("expected r of at least 1, and a dropout in [0, 1)".into());
+        }
+        let config = AdapterConfig { modules_to_save: saved, layers, ..AdapterConfig::new(options, targets) };
+        Ok(Self(config))
+    }
+}
+
+impl LoraFlag {
+    /// Returns the config of a fresh adapter of the model at a path.
+    pub(crate) fn config(&self, base: &Path) -> AdapterConfig {
+        // A checkpoint is read from other folders too.
+        let base = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
+        AdapterConfig { base: Some(base.display().to_string()), ..self.0.clone() }
+    }
+}
