@@ -15,6 +15,7 @@ use candle_pipe::graph::{Ctx, ValueId};
 use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder, Mode};
+use candle_shard::parallel::LayerKind;
 use candle_shard::{DTensor, Placements, Replicate};
 
 use crate::balance;
@@ -148,7 +149,8 @@ impl Declaration {
     fn new(config: &Config, between: BatchAxes) -> Self {
         let mut g = PipeBuilder::new();
         let sizes = config.clone();
-        let build = move |vb: &MeshVarBuilder| Ok(table(&sizes, vb)?.weight().clone());
+        // The nodes that use it have adapters of their own.
+        let build = move |vb: &MeshVarBuilder| Ok(table(&sizes, &vb.without_adapters())?.weight().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
         Self { config: config.clone(), g, tied, between, balance: None }
     }
@@ -160,6 +162,9 @@ impl Declaration {
             let own = (!is_tied)
                 .then(|| FullyShard::new(vb, |vb| TokenTable::new(config.vocab_size, config.hidden_size, vb)))
                 .transpose()?;
+            if is_tied {
+                vb.build_tied_adapters(LayerKind::Embedding, [config.vocab_size, config.hidden_size])?;
+            }
             let (config, vb) = (config.clone(), vb.clone());
             Ok(stage_op(move |xs, _| {
                 let tokens = between.enter_tokens(&xs[0], vb.mesh())?;
@@ -257,6 +262,9 @@ impl Declaration {
         let build = move |vb: &MeshVarBuilder| {
             let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
             let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
+            if is_tied {
+                vb.build_tied_adapters(LayerKind::Linear, [config.vocab_size, config.hidden_size])?;
+            }
             let (config, vb, balance) = (config.clone(), vb.clone(), balance.clone());
             Ok(stage_op(move |xs, ctx| {
                 let h = between.enter(&xs[0], vb.mesh())?;

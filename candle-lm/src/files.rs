@@ -92,7 +92,14 @@ impl Files {
                 ["fp8", "gptq", "awq"].iter().any(|method| quantization["quant_method"] == *method);
             if !has_values && !headers_suffice {
                 let (ends, unmet, path) = (BTreeSet::new(), Vec::new(), folder.into());
-                return Ok(Self { config, ends, unmet, adapters: Vec::new(), weights: Arc::new(weights), path });
+                return Ok(Self {
+                    config,
+                    ends,
+                    unmet,
+                    adapters: Vec::new(),
+                    weights: Arc::new(weights),
+                    path,
+                });
             }
             let known: BTreeSet<String> = config.stored().into_iter().map(|(name, _)| name).collect();
             weights = without_zero_biases(weights.dequantize(quantization)?, &known)?;
@@ -206,19 +213,23 @@ impl Files {
         weights.metadata().cloned().with_context(|| format!("{} is no GGUF file", self.path.display()))
     }
 
-    /// Adds the adapter in a folder that PEFT or `lm train --lora` has written, under a name.
+    /// Adds an adapter under a name: a folder that PEFT or `lm train --lora` has written, or a GGUF file of llama.cpp.
     ///
     /// # Errors
     /// If it is no adapter of this model, or says something that is not done: the file and the field or the tensor are named.
     pub fn with_adapter(mut self, name: &str, folder: &Path) -> Result<Self> {
-        let (adapter, notes) = adapter::open(name, folder, &self)?;
+        let adapter = adapter::open(name, folder, &self)?;
         ensure!(
             self.adapters.iter().all(|other| other.name() != name),
             "two adapters are named {name:?}: give each a name of its own"
         );
         self.adapters.push(adapter);
-        self.unmet.extend(notes);
         Ok(self)
+    }
+
+    /// Whether it is a GGUF file.
+    pub fn is_gguf(&self) -> bool {
+        !self.path.is_dir()
     }
 
     /// The folder or the file.
@@ -249,7 +260,7 @@ impl Files {
     /// # Errors
     /// If llama.cpp has no such model or tokenizer: what is in the way is named. If the file exists or cannot be written.
     pub fn export_gguf(&self, path: &Path, dtype: GgmlDType, show: impl FnMut(usize, usize)) -> Result<()> {
-        gguf::export::export(self, path, dtype, show)
+        gguf::export::export(self, path, None, dtype, show)
     }
 
     /// Whether the output layer can be read apart from the table.

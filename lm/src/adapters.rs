@@ -14,32 +14,41 @@ use examples::cli::{Checked, require};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub struct AdapterArgs {
-    /// Adapter to run with the model: a folder in PEFT's layout, perhaps with a name before it; what several change is added
-    #[arg(long, value_name = "[NAME=]FOLDER")]
+    /// Adapter to run with the model: a folder in PEFT's layout or a GGUF file of llama.cpp, perhaps with a name before it;
+    /// what several change is added
+    #[arg(long, value_name = "[NAME=]PATH")]
     pub adapter: Vec<AdapterPath>,
 }
 
-/// An adapter by its name and its folder.
+/// An adapter by its name and its path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterPath {
     name: Option<String>,
-    folder: PathBuf,
+    path: PathBuf,
 }
 
 impl FromStr for AdapterPath {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, folder) = match text.split_once('=') {
+        let (name, path) = match text.split_once('=') {
             // A path may have such a sign too.
-            Some((name, folder)) if !name.contains(std::path::MAIN_SEPARATOR) => (Some(name.to_owned()), folder),
+            Some((name, folder)) if !name.contains(std::path::MAIN_SEPARATOR) => {
+                (Some(name.to_owned()), folder)
+            }
             _ => (None, text),
         };
         let is_name = |name: &String| !name.is_empty() && !name.contains('.');
-        if folder.is_empty() || !name.iter().all(is_name) {
-            return Err("give a folder, or a name without dots, = and a folder".into());
+        if path.is_empty() || !name.iter().all(is_name) {
+            return Err("give a path, or a name without dots, = and a path".into());
         }
-        Ok(Self { name, folder: folder.into() })
+        Ok(Self { name, path: path.into() })
+    }
+}
+
+impl AdapterPath {
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 }
 
@@ -49,11 +58,12 @@ impl AdapterArgs {
     /// # Errors
     /// A sentence with the flag, its value and a remedy.
     pub(crate) fn validate(&self) -> Checked {
-        for AdapterPath { folder, .. } in &self.adapter {
+        for AdapterPath { path, .. } in &self.adapter {
+            let is_gguf = path.is_file() && path.extension().is_some_and(|extension| extension == "gguf");
             require!(
-                folder.is_dir(),
-                "--adapter {} is no folder: give that of an adapter, with adapter_config.json in it.",
-                folder.display()
+                path.is_dir() || is_gguf,
+                "--adapter {} is no folder and no .gguf file: give that of an adapter, with adapter_config.json in it.",
+                path.display()
             );
         }
         Ok(())
@@ -65,10 +75,12 @@ impl AdapterArgs {
     /// If one is no adapter of this model.
     pub(crate) fn add_to(&self, files: Files) -> Result<Files> {
         let unnamed = |at: usize| if at == 0 { TRAINED.to_owned() } else { format!("{TRAINED}-{}", at + 1) };
-        let named = self.adapter.iter().enumerate().map(|(at, AdapterPath { name, folder })| {
-            (name.clone().unwrap_or_else(|| unnamed(at)), folder)
-        });
-        named.into_iter().try_fold(files, |files, (name, folder)| files.with_adapter(&name, folder))
+        let named = self
+            .adapter
+            .iter()
+            .enumerate()
+            .map(|(at, AdapterPath { name, path })| (name.clone().unwrap_or_else(|| unnamed(at)), path));
+        named.into_iter().try_fold(files, |files, (name, path)| files.with_adapter(&name, path))
     }
 }
 
@@ -89,7 +101,8 @@ impl FromStr for LoraFlag {
                 let wrong = || format!("{key}={value} is no number");
                 value.parse::<f64>().ok().filter(|number| number.is_finite()).ok_or_else(wrong)
             };
-            let whole = |value: &str| value.parse::<usize>().map_err(|_| format!("{key}={value} is no number"));
+            let whole =
+                |value: &str| value.parse::<usize>().map_err(|_| format!("{key}={value} is no number"));
             match (key, value.is_empty()) {
                 ("r", false) => options.rank = whole(value)?,
                 ("alpha", false) => alpha = Some(number(value)?),

@@ -212,6 +212,7 @@ impl Launched for Args {
         match &self.training {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
             _ if self.command == Some(Command::Export) => vec![("export".into(), 1)],
+            _ if self.command == Some(Command::Merge) => vec![("merge".into(), 1)],
             TrainArgs { train: Some(_), dp, .. } => {
                 vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
             }

@@ -11,6 +11,7 @@ use examples::launch::Ranks;
 
 use crate::args::Args;
 use crate::command::Command;
+use crate::merge;
 use crate::train::args::TrainArgs;
 
 const MAX_RANKS: usize = 256;
@@ -50,8 +51,8 @@ impl Args {
             (0.01..=100.0).contains(&repetition_penalty),
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
-        let generates =
-            !matches!(self.command, Some(Command::Info | Command::Export)) && self.training.train.is_none();
+        let generates = !matches!(self.command, Some(Command::Info | Command::Export | Command::Merge))
+            && self.training.train.is_none();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(
             self.stop.iter().all(|text| !text.is_empty()),
@@ -83,7 +84,10 @@ impl Args {
             (Some(Command::Train), None) => {
                 require!(false, "train has no text: give --train FILE.");
             }
-            (Some(Command::Generate | Command::Score | Command::Info | Command::Export), Some(_)) => {
+            (
+                Some(Command::Generate | Command::Score | Command::Info | Command::Export | Command::Merge),
+                Some(_),
+            ) => {
                 require!(false, "only train trains: leave out --train, or say train.");
             }
             _ => {}
@@ -97,6 +101,9 @@ impl Args {
         }
         if self.command == Some(Command::Export) {
             self.export.validate(self.model.is_some())?;
+        }
+        if self.command == Some(Command::Merge) {
+            merge::validate(self)?;
         }
         self.adapters.validate()?;
         self.score.validate()?;

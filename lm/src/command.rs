@@ -13,8 +13,10 @@ pub enum Command {
     Score,
     /// Tells what a model is, and what each of --tp ranks would hold
     Info,
-    /// Writes a model into a GGUF file, as llama.cpp reads it
+    /// Writes a model into a GGUF file, or with --adapter an adapter, as llama.cpp reads it
     Export,
+    /// Writes a model with an adapter as a part of its weights, into a folder or a GGUF file
+    Merge,
 }
 
 impl Command {

@@ -1,10 +1,11 @@
-//! Writes a model into a GGUF file.
+//! Writes a model, or an adapter, into a GGUF file.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::quantized::GgmlDType;
+use candle_lm::adapter;
 use clap::Args;
 use examples::cli::{Checked, Output, require};
 use examples::launch::Ranks;
@@ -18,12 +19,13 @@ use crate::{opened, values};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Export")]
 pub struct ExportArgs {
-    /// How matrices are stored; those whose rows have no whole blocks are stored as q8_0 or f16
-    #[arg(long, value_name = "TYPE", value_parser = values::gguf(), default_value = "q8_0")]
-    pub gguf: GgmlDType,
+    /// How matrices are stored; those whose rows have no whole blocks are stored as q8_0 or f16 [default: q8_0; merge
+    /// stores those of a GGUF file as they were]
+    #[arg(long, value_name = "TYPE", value_parser = values::gguf())]
+    pub gguf: Option<GgmlDType>,
 
-    /// The file to write, which must not exist
-    #[arg(long, value_name = "FILE")]
+    /// The file to write, which must not exist; with merge a folder, or a file whose name ends with .gguf
+    #[arg(long, value_name = "PATH")]
     pub out: Option<PathBuf>,
 }
 
@@ -74,8 +76,12 @@ pub fn run(args: &Line, ranks: &Ranks<'_>) -> Result<bool> {
 
 fn write(args: &Line, out: &Path) -> Result<Export> {
     let scratch = tempfile::tempdir()?;
-    let files = opened::files(args, scratch.path())?;
-    files.export_gguf(out, args.export.gguf, |_, _| {})?;
+    let files = opened::base(args, scratch.path())?;
+    match &args.adapters.adapter[..] {
+        [] => files.export_gguf(out, args.export.gguf.unwrap_or(GgmlDType::Q8_0), |_, _| {})?,
+        [one] => adapter::export_gguf(&files, one.path(), out)?,
+        _ => bail!("several adapters are no one file: give one --adapter"),
+    }
     let bytes = std::fs::metadata(out)?.len();
     Ok(Export { file: out.to_owned(), bytes, from_bytes: files.bytes() })
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use Command::{Export, Generate, Info, Score, Train};
+use Command::{Export, Generate, Info, Merge, Score, Train};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, CommandFactory, ValueEnum};
 use examples::cli::{Checked, UsageError};
@@ -13,19 +13,20 @@ use crate::command::Command;
 /// The commands of the flags under each heading of the help.
 const HEADINGS: [(&str, &[Command]); 7] = [
     ("Model", &[Generate, Train, Score, Info]),
-    ("Export", &[Export]),
+    ("Export", &[Export, Merge]),
     ("Ranks", &[Generate, Train, Score]),
     ("Text", &[Generate]),
     ("Scoring", &[Score]),
     ("Training", &[Train]),
-    ("Output", &[Generate, Train, Score, Info, Export]),
+    ("Output", &[Generate, Train, Score, Info, Export, Merge]),
 ];
 
 /// The commands of flags that are not those of their heading.
-const FLAGS: [(&str, &[Command]); 10] = [
-    ("adapter", &[Generate, Score]),
-    ("model", &[Generate, Train, Score, Info, Export]),
-    ("ignore_field", &[Generate, Train, Score, Info, Export]),
+const FLAGS: [(&str, &[Command]); 11] = [
+    ("adapter", &[Generate, Score, Export, Merge]),
+    ("dtype", &[Generate, Train, Score, Info, Merge]),
+    ("model", &[Generate, Train, Score, Info, Export, Merge]),
+    ("ignore_field", &[Generate, Train, Score, Info, Export, Merge]),
     ("tp", &[Generate, Train, Score, Info]),
     ("cp", &[Generate, Train, Score]),
     ("ep", &[Generate, Train, Score, Info]),

@@ -14,6 +14,7 @@ pub mod info;
 pub mod input;
 pub mod located;
 pub mod memory;
+pub mod merge;
 pub mod opened;
 pub mod report;
 pub mod score;

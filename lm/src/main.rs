@@ -25,7 +25,7 @@ use lm::info::Info;
 use lm::input::{agree, usage};
 use lm::located::located;
 use lm::report::Report;
-use lm::{batch, export, memory, opened, score, train};
+use lm::{batch, export, memory, merge, opened, score, train};
 use tokenizers::Tokenizer;
 
 fn main() -> ExitCode {
@@ -41,6 +41,7 @@ fn command(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
         Some(text) => train::run::run(args, text, ranks),
         None if args.command == Some(Command::Info) => info(args, ranks),
         None if args.command == Some(Command::Export) => export::run(args, ranks),
+        None if args.command == Some(Command::Merge) => merge::run(args, ranks),
         None if args.command == Some(Command::Score) => score::program::run(args, ranks),
         None if args.talk.chat && args.prompt.is_none() => talk(args, ranks),
         None => match &args.batches.prompts {

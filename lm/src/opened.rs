@@ -18,14 +18,22 @@ use crate::args::Args;
 /// # Errors
 /// Those of [`Files::open`] and [`check_experts`].
 pub fn files(args: &Args, scratch: &Path) -> Result<Files> {
+    let files = args.adapters.add_to(base(args, scratch)?)?;
+    check_experts(args, &files)?;
+    Ok(files)
+}
+
+/// Opens the model without its adapters.
+///
+/// # Errors
+/// Those of [`Files::open`].
+pub fn base(args: &Args, scratch: &Path) -> Result<Files> {
     let folder = args.model.as_deref().unwrap_or(scratch);
     if args.model.is_none() {
         let dtype = args.dtype.unwrap_or(DTypeName::F32);
         random_model::write(folder, &random(args), args.seed(), dtype.into())?;
     }
-    let files = args.adapters.add_to(Files::open_without(folder, &args.ignore_field)?)?;
-    check_experts(args, &files)?;
-    Ok(files)
+    Files::open_without(folder, &args.ignore_field)
 }
 
 /// The random model of the command line: a mixture if experts are distributed.

@@ -57,8 +57,12 @@ impl Targets {
                 whole(text).with_context(|| format!("{name} {text:?}"))?;
                 Ok(Self::Regex(text.clone()))
             }
-            Value::Array(values) => texts(values).map(Self::Suffixes).with_context(|| format!("{name} {value}")),
-            _ => bail!("{name} is {value}; expected a list of modules, a regular expression or \"all-linear\""),
+            Value::Array(values) => {
+                texts(values).map(Self::Suffixes).with_context(|| format!("{name} {value}"))
+            }
+            _ => {
+                bail!("{name} is {value}; expected a list of modules, a regular expression or \"all-linear\"")
+            }
         }
     }
 
@@ -189,7 +193,8 @@ impl AdapterConfig {
             "bias is {}, which trains biases of the model: that is not supported; expected \"none\"",
             shown(bias.as_ref())
         );
-        let targets = take("target_modules").map(|value| Targets::read("target_modules", &value)).transpose()?;
+        let targets =
+            take("target_modules").map(|value| Targets::read("target_modules", &value)).transpose()?;
         let excluded =
             take("exclude_modules").map(|value| Targets::read("exclude_modules", &value)).transpose()?;
         let pattern = |value: Option<Value>, name: &str| -> Result<Vec<(String, f64)>> {
@@ -291,7 +296,8 @@ impl AdapterConfig {
     /// Returns whether the module's layer is one of those with factors.
     fn has_layer(&self, path: &str) -> Result<bool> {
         // As in PEFT, a module that is named by its whole path has factors in any case.
-        let is_named = matches!(&self.targets, Targets::Suffixes(names) if names.iter().any(|name| name == path));
+        let is_named =
+            matches!(&self.targets, Targets::Suffixes(names) if names.iter().any(|name| name == path));
         let Some(layers) = self.layers.as_ref().filter(|_| !is_named) else { return Ok(true) };
         let pattern = match &self.layers_pattern[..] {
             [] => r"^.*?\.[^.]*\.(\d+)\.".to_owned(),
@@ -332,7 +338,8 @@ fn names(value: Option<Value>, name: &str) -> Result<Vec<String>> {
     if let Some(one) = value.as_str() {
         return Ok(vec![one.to_owned()]);
     }
-    let all = value.as_array().and_then(|all| all.iter().map(|one| one.as_str().map(str::to_owned)).collect());
+    let all =
+        value.as_array().and_then(|all| all.iter().map(|one| one.as_str().map(str::to_owned)).collect());
     all.with_context(|| format!("{name} is {value}; expected a list of names"))
 }
 

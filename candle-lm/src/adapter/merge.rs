@@ -1,10 +1,299 @@
-//! A model with an adapter made a part of its weights.
+//! Models with an adapter made a part of their weights.
 
-use anyhow::Result;
-use crate::files::Files;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
 use std::path::Path;
 
-/// todo
-pub fn merge(_: &Files, _: &Path) -> Result<()> {
+use anyhow::{Context, Result, ensure};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Tensor};
+use candle_shard::Weights;
+use candle_shard::nn::LoraOptions;
+use parking_lot::Mutex;
+use safetensors::{Dtype, View};
+
+use super::config::ModuleKind;
+use super::{AdapterConfig, entries, in_layout_of_peft, named, rows, weights_of};
+use crate::config::Config;
+use crate::dtype::DTypeName;
+use crate::files::Files;
+use crate::gguf;
+use crate::train::{folder, job};
+
+/// The name that an adapter has while it is merged.
+const NAME: &str = "merged";
+
+/// An adapter, as the changes of a model's tensors.
+#[derive(Clone, Debug)]
+pub(crate) struct MergedAdapter {
+    weights: std::sync::Arc<Weights>,
+    /// The factors of each layer, by its path.
+    changed: BTreeMap<String, LayerFactors>,
+    /// The names of tensors that it replaces.
+    replaced: Vec<String>,
+    /// Whether the model's table and its output layer are one, and whether they become two.
+    is_tied: bool,
+    is_untied: bool,
+}
+
+#[derive(Clone, Debug)]
+struct LayerFactors {
+    options: LoraOptions,
+    /// The path of `A`.
+    first: String,
+    is_table: bool,
+}
+
+impl MergedAdapter {
+    /// Opens an adapter: a folder, or a GGUF file.
+    ///
+    /// # Errors
+    /// If it is no adapter of this model, or has something that no weight holds.
+    pub(crate) fn open(at: &Path, files: &Files) -> Result<Self> {
+        in_layout_of_peft(at, files, |folder| Self::of(folder, files))
+    }
+
+    fn of(folder: &Path, files: &Files) -> Result<Self> {
+        let config = AdapterConfig::read(folder)?;
+        let path = weights_of(folder)?;
+        let weights = rows::open(&path, &files.config)?.rename(super::known_name)?;
+        let (_, weights) =
+            named(&config, NAME, files, weights).with_context(|| format!("{}", path.display()))?;
+        let (_, entries, modules) = entries(NAME, &config, files)?;
+        let mut changed = BTreeMap::new();
+        let mut is_untied = false;
+        for entry in &entries {
+            let (module, options) = (&entry.module, &entry.options);
+            ensure!(
+                !options.bias || module.has_bias,
+                "{} has no bias, and lora_bias adds one: such an adapter cannot be merged",
+                module.path
+            );
+            let is_shared = files.config.tie_word_embeddings
+                && matches!(module.kind, ModuleKind::Table | ModuleKind::Output);
+            is_untied |= is_shared;
+            for (part, _) in &module.parts {
+                let is_table = module.kind == ModuleKind::Table;
+                let factors = LayerFactors { options: options.clone(), first: module.path.clone(), is_table };
+                changed.insert(part.clone(), factors);
+            }
+        }
+        let parts = modules.iter().flat_map(|module| &module.parts).map(|(part, _)| part);
+        let replaced = parts.flat_map(|part| [format!("{part}.weight"), format!("{part}.bias")]).collect();
+        let is_tied = files.config.tie_word_embeddings;
+        Ok(Self { weights: weights.into(), changed, replaced, is_tied, is_untied })
+    }
+
+    /// Whether a tensor of the model is another one than before.
+    pub(crate) fn changes(&self, name: &str) -> bool {
+        let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
+        self.changed.get(module).is_some_and(|factors| factors.options.bias || !name.ends_with(".bias"))
+            || self.replaced.iter().any(|replaced| replaced == name)
+    }
+
+    /// Returns a tensor `[rows, ..]` of the model with what the adapter adds, in f32.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is not finite.
+    pub(crate) fn read(&self, files: &Files, name: &str, shape: &[usize]) -> Result<Tensor> {
+        let whole = |weights: &Weights, name: &str, shape: &[usize]| -> Result<Tensor> {
+            let block: Vec<_> = shape.iter().map(|&size| 0..size).collect();
+            Ok(weights.read_block(name, &block, &Device::Cpu)?.to_dtype(DType::F32)?)
+        };
+        if self.replaced.iter().any(|replaced| replaced == name) {
+            return whole(&self.weights, name, shape);
+        }
+        // The output layer of a tied model is the table.
+        let is_table = self.is_tied && name == "lm_head.weight";
+        let base = whole(&files.weights, if is_table { TABLE } else { name }, shape)?;
+        if !self.changes(name) {
+            return Ok(base);
+        }
+        let (module, parameter) = name.rsplit_once('.').context("a tensor without a module")?;
+        let LayerFactors { options, first, is_table } = &self.changed[module];
+        let scale = options.scale();
+        let own = |name: &str, shape: &[usize]| whole(&self.weights, &format!("{module}.{name}"), shape);
+        let rank = options.rank;
+        let sum = match (parameter, is_table) {
+            ("bias", _) => (base + (own(&format!("lora_B.{NAME}.bias"), shape)? * scale)?)?,
+            (_, true) => {
+                let a = own(&format!("lora_embedding_A.{NAME}"), &[rank, shape[0]])?;
+                let b = own(&format!("lora_embedding_B.{NAME}"), &[shape[1], rank])?;
+                (base + (a.t()?.matmul(&b.t()?)? * scale)?)?
+            }
+            _ => {
+                let a = whole(&self.weights, &format!("{first}.lora_A.{NAME}.weight"), &[rank, shape[1]])?;
+                let b = own(&format!("lora_B.{NAME}.weight"), &[shape[0], rank])?;
+                let sum = (base + (b.matmul(&a)? * scale)?)?;
+                if options.dora {
+                    let magnitude = own(&format!("lora_magnitude_vector.{NAME}.weight"), &[shape[0]])?;
+                    let norms = sum.sqr()?.sum(1)?.sqrt()?;
+                    sum.broadcast_mul(&(magnitude / norms)?.unsqueeze(1)?)?
+                } else {
+                    sum
+                }
+            }
+        };
+        let largest = sum.abs()?.max_all()?.to_scalar::<f32>()?;
+        ensure!(largest.is_finite(), "{name:?} is not finite with the adapter");
+        Ok(sum)
+    }
+
+    /// The config of the model with the adapter.
+    pub(crate) fn config(&self, config: &Config) -> Config {
+        Config { tie_word_embeddings: config.tie_word_embeddings && !self.is_untied, ..config.clone() }
+    }
+}
+
+const TABLE: &str = "model.embed_tokens.weight";
+
+/// A tensor in memory that a tensor of a file has, or is one expert of.
+struct MergedPart {
+    name: String,
+    shape: Vec<usize>,
+    expert: Option<usize>,
+}
+
+/// A tensor of a file, which is computed when it is written.
+struct MergedTensor<'a> {
+    files: &'a Files,
+    adapter: &'a MergedAdapter,
+    /// One behind another.
+    parts: Vec<MergedPart>,
+    shape: Vec<usize>,
+    dtype: DType,
+    /// The first error of all tensors.
+    failed: &'a Mutex<Option<anyhow::Error>>,
+}
+
+impl MergedTensor<'_> {
+    fn compute(&self) -> Result<Vec<u8>> {
+        let part = |MergedPart { name, shape, expert }: &MergedPart| match expert {
+            None => self.adapter.read(self.files, name, shape),
+            Some(expert) => {
+                let block = [*expert..expert + 1, 0..shape[1], 0..shape[2]];
+                let read = self.files.weights.read_block(name, &block, &Device::Cpu)?;
+                Ok(read.squeeze(0)?.to_dtype(DType::F32)?)
+            }
+        };
+        let parts = self.parts.iter().map(part).collect::<Result<Vec<_>>>()?;
+        let made = Tensor::cat(&parts, 0)?.to_dtype(self.dtype)?;
+        Ok(View::data(&made).into_owned())
+    }
+}
+
+impl View for MergedTensor<'_> {
+    fn dtype(&self) -> Dtype {
+        match self.dtype {
+            DType::BF16 => Dtype::BF16,
+            DType::F16 => Dtype::F16,
+            _ => Dtype::F32,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        self.compute().map_or_else(
+            |error| {
+                self.failed.lock().get_or_insert(error);
+                Cow::Owned(vec![0; self.data_len()])
+            },
+            Cow::Owned,
+        )
+    }
+
+    fn data_len(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
+    }
+}
+
+/// Writes the model with the adapter of a folder as safetensors, in the layout of the Hub, into the folder `out`, which must not exist.
+///
+/// Sums are made in f32, and rounded once to `dtype`. Where an adapter changes one use of a tied table, the model that is written has
+/// two.
+///
+/// # Errors
+/// If the adapter is none of this model, the model is a GGUF file, or a file cannot be written.
+pub fn merge(files: &Files, adapter: &Path, out: &Path, dtype: DTypeName) -> Result<()> {
+    let base = files.path();
+    ensure!(
+        base.is_dir(),
+        "{} is a GGUF file, which has no config.json and no tokenizer.json: write a GGUF file, --out NAME.gguf",
+        base.display()
+    );
+    ensure!(
+        !files.config.has_images,
+        "{} has parts for images, which the merged model would lack: merge with PEFT (merge_and_unload)",
+        base.display()
+    );
+    let adapter = MergedAdapter::open(adapter, files)?;
+    let config = adapter.config(&files.config);
+    let beside = job::beside(base, &config, dtype)?;
+    ensure!(!out.exists(), "{} exists: give another name, or remove it", out.display());
+    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let scratch = tempfile::Builder::new().prefix(".merge-").tempdir_in(parent)?;
+    let failed = Mutex::new(None);
+    let tensors = stored(&config).into_iter().map(|(name, shape, parts)| {
+        let dtype = dtype.into();
+        (name, MergedTensor { files, adapter: &adapter, parts, shape, dtype, failed: &failed })
+    });
+    let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize_to_file(tensors, Some(about), &scratch.path().join("model.safetensors"))?;
+    if let Some(error) = failed.into_inner() {
+        return Err(error);
+    }
+    for (name, bytes) in beside {
+        folder::write(&scratch.path().join(name), &bytes)?;
+    }
+    Files::open(scratch.path()).context("the merged model")?;
+    fs::rename(scratch.path(), out).with_context(|| format!("{}", out.display()))?;
     Ok(())
+}
+
+/// Writes the model with an adapter into a GGUF file, which must not exist; matrices are stored as `dtype`. Of a GGUF file all else is
+/// kept, and without `dtype` a tensor is stored as it was; otherwise the default is `Q8_0`.
+///
+/// # Errors
+/// If the adapter is none of this model, llama.cpp has no such model, or a file cannot be written.
+pub fn merge_gguf(files: &Files, adapter: &Path, out: &Path, dtype: Option<GgmlDType>) -> Result<()> {
+    let adapter = MergedAdapter::open(adapter, files)?;
+    if files.is_gguf() {
+        return gguf::export::rewrite::rewrite(files, &adapter, out, dtype);
+    }
+    let mut files = files.clone();
+    files.config = adapter.config(&files.config);
+    gguf::export::export(&files, out, Some(&adapter), dtype.unwrap_or(GgmlDType::Q8_0), |_, _| {})
+}
+
+/// The tensors of files: the name and the shape of each, and what it has of those in memory.
+fn stored(config: &Config) -> Vec<(String, Vec<usize>, Vec<MergedPart>)> {
+    let shapes: HashMap<String, Vec<usize>> = config.tensors().into_iter().collect();
+    let whole = |name: &str| MergedPart {
+        name: name.to_owned(),
+        shape: shapes.get(name).cloned().unwrap_or_default(),
+        expert: None,
+    };
+    let mut parts: HashMap<String, Vec<MergedPart>> = HashMap::new();
+    for (name, shape) in &shapes {
+        match config.unstacked(name) {
+            Some(experts) => parts.extend(experts.into_iter().enumerate().map(|(expert, stored)| {
+                (stored, vec![MergedPart { name: name.clone(), shape: shape.clone(), expert: Some(expert) }])
+            })),
+            None => drop(parts.insert(config.stored_name(name), vec![whole(name)])),
+        }
+    }
+    for (name, fused) in config.fused() {
+        parts.insert(name, fused.iter().map(|(part, _)| whole(part)).collect());
+    }
+    let stored = config.stored().into_iter();
+    stored
+        .map(|(name, shape)| {
+            let parts = parts.remove(&name).unwrap_or_default();
+            (name, shape, parts)
+        })
+        .collect()
 }

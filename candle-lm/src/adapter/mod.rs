@@ -1,8 +1,10 @@
 //! Adapters of models: PEFT's files, and which of a model's layers they change.
 
 mod config;
+mod gguf;
 mod merge;
 mod modules;
+mod rows;
 mod save;
 
 use std::collections::BTreeSet;
@@ -14,7 +16,9 @@ use candle_shard::nn::{Adapter, LoraOptions};
 use candle_shard::{Weights, regular};
 
 pub use config::{AdapterConfig, CONFIG, ModuleKind, Targets};
-pub use merge::merge;
+pub use gguf::export_gguf;
+pub(crate) use merge::MergedAdapter;
+pub use merge::{merge, merge_gguf};
 pub use modules::{LayerModule, modules};
 pub(crate) use save::save;
 
@@ -41,20 +45,32 @@ pub(crate) const LINEAR: [[&str; 2]; 4] = [
 pub(crate) const TABLE: [[&str; 2]; 2] =
     [["lora_embedding_A", "lora_embedding_A.*"], ["lora_embedding_B", "lora_embedding_B.*"]];
 
-/// Opens the adapter in a folder for a model, and returns it with what its user should know, a sentence each.
+/// Opens an adapter for a model: the folder of one in PEFT's layout, or a GGUF file of llama.cpp.
 ///
 /// # Errors
 /// If it is no adapter of this model, or says something that is not done.
-pub(crate) fn open(name: &str, folder: &Path, files: &Files) -> Result<(Adapter, Vec<String>)> {
-    let config = AdapterConfig::read(folder)?;
-    let path = weights_of(folder)?;
-    let opened = || {
-        let weights = Weights::open(&path)?.rename(|tensor| known_name(tensor))?;
-        let (adapter, weights) = named(&config, name, files, weights)?;
-        anyhow::Ok(adapter.from_weights(weights))
-    };
-    let adapter = opened().with_context(|| format!("{}", path.display()))?;
-    Ok((adapter, Vec::new()))
+pub(crate) fn open(name: &str, at: &Path, files: &Files) -> Result<Adapter> {
+    in_layout_of_peft(at, files, |folder| {
+        let config = AdapterConfig::read(folder)?;
+        let path = weights_of(folder)?;
+        let opened = || {
+            let weights = rows::open(&path, &files.config)?.rename(known_name)?;
+            let (adapter, weights) = named(&config, name, files, weights)?;
+            anyhow::Ok(adapter.from_weights(weights))
+        };
+        opened().with_context(|| format!("{}", path.display()))
+    })
+}
+
+/// Runs `f` with the folder of an adapter, which is made for it if `at` is a GGUF file.
+fn in_layout_of_peft<R>(at: &Path, files: &Files, f: impl FnOnce(&Path) -> Result<R>) -> Result<R> {
+    if at.is_dir() {
+        return f(at);
+    }
+    // Files that are open are read, whatever becomes of their names.
+    let scratch = tempfile::tempdir()?;
+    gguf::unpack(at, files, scratch.path()).with_context(|| format!("{}", at.display()))?;
+    f(scratch.path()).with_context(|| format!("{}", at.display()))
 }
 
 /// The fresh adapter that a config describes, to be trained.
@@ -69,7 +85,11 @@ pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<Adapte
 ///
 /// # Errors
 /// If the model has no module that the config names.
-pub(crate) fn tensors(name: &str, config: &AdapterConfig, files: &Files) -> Result<Vec<(String, Vec<usize>)>> {
+pub(crate) fn tensors(
+    name: &str,
+    config: &AdapterConfig,
+    files: &Files,
+) -> Result<Vec<(String, Vec<usize>)>> {
     let (_, changed, replaced) = entries(name, config, files)?;
     let mut tensors = Vec::new();
     for Entry { module, options } in &changed {
@@ -88,7 +108,8 @@ pub(crate) fn tensors(name: &str, config: &AdapterConfig, files: &Files) -> Resu
     }
     for module in &replaced {
         for (part, rows) in &module.parts {
-            let weight = if module.kind == ModuleKind::Norm { vec![*rows] } else { vec![*rows, module.shape[1]] };
+            let weight =
+                if module.kind == ModuleKind::Norm { vec![*rows] } else { vec![*rows, module.shape[1]] };
             tensors.push((format!("{part}.weight"), weight));
             tensors.extend(module.has_bias.then(|| (format!("{part}.bias"), vec![*rows])));
         }
@@ -165,6 +186,13 @@ fn entries(
             ensure!(
                 !(is_tied && matches!(module.kind, ModuleKind::Table | ModuleKind::Output)),
                 "modules_to_save names {}, whose weight is the table of the input and the output layer: that is not supported",
+                module.path
+            );
+            let is_linear = module.kind == ModuleKind::Linear;
+            ensure!(
+                !(is_linear && rows::are_turned(&files.config))
+                    && !(kind == ModuleKind::Norm && files.is_gguf()),
+                "modules_to_save names {}, which a GGUF file has in another form: give the folder that the file was made of",
                 module.path
             );
             adapter = module.parts.iter().fold(adapter, |adapter, (part, _)| adapter.train(part.as_str()));
@@ -254,9 +282,9 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
     let is_built = |tensor: &str| {
         let marks = [format!(".{name}.weight"), format!(".{name}.bias"), format!(".{name}")];
         marks.iter().any(|mark| tensor.ends_with(mark.as_str()))
-            || replaced.iter().any(|module| {
-                module.parts.iter().any(|(part, _)| tensor == format!("{part}.weight"))
-            })
+            || replaced
+                .iter()
+                .any(|module| module.parts.iter().any(|(part, _)| tensor == format!("{part}.weight")))
     };
     let others: Vec<&str> =
         weights.names().filter(|tensor| !known.contains(*tensor) && !is_built(tensor)).collect();
@@ -270,14 +298,26 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
 /// Refuses an adapter with another table or output layer than the model has.
 fn check_base(weights: &Weights, name: &str, parts: &[(String, usize)], files: &Files) -> Result<()> {
     let own = match parts {
-        [(part, _)] if *part == "lm_head" && files.config.tie_word_embeddings => "model.embed_tokens.weight".to_owned(),
+        [(part, _)] if *part == "lm_head" && files.config.tie_word_embeddings => {
+            "model.embed_tokens.weight".to_owned()
+        }
         [(part, _)] => format!("{part}.weight"),
         _ => bail!("the tensor {name:?} has no place here"),
     };
     let (has, want) = (weights.shape(name)?.to_vec(), files.weights.shape(&own)?.to_vec());
-    ensure!(has == want, "{name:?} is {has:?}, and the model's is {want:?}: the adapter is for a model with other tokens");
+    ensure!(
+        has == want,
+        "{name:?} is {has:?}, and the model's is {want:?}: the adapter is for a model with other tokens"
+    );
     let block: Vec<_> = want.iter().map(|&size| 0..size).collect();
-    let values = |weights: &Weights, name: &str| weights.read_block(name, &block, &Device::Cpu)?.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1::<f32>().map_err(anyhow::Error::from);
+    let values = |weights: &Weights, name: &str| {
+        weights
+            .read_block(name, &block, &Device::Cpu)?
+            .to_dtype(candle_core::DType::F32)?
+            .flatten_all()?
+            .to_vec1::<f32>()
+            .map_err(anyhow::Error::from)
+    };
     let (theirs, ours) = (values(weights, name)?, values(&files.weights, &own)?);
     let far = theirs.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
     let large = ours.iter().fold(0.0f32, |most, value| most.max(value.abs()));

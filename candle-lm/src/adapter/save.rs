@@ -11,7 +11,7 @@ use candle_shard::{Placements, Replicate};
 use serde_json::to_vec_pretty;
 
 use super::config::{AdapterConfig, CONFIG, ModuleKind};
-use super::{FILE, LINEAR, PREFIX, TABLE, TRAINED, entries};
+use super::{FILE, LINEAR, PREFIX, TABLE, TRAINED, entries, rows};
 use crate::agree::agreed;
 use crate::files::Files;
 use crate::train::{folder, stage_files};
@@ -42,11 +42,7 @@ pub(crate) fn save(
 }
 
 /// Returns the tensors of an adapter that this rank has a part of, by their names in files.
-fn stored(
-    config: &AdapterConfig,
-    files: &Files,
-    parameters: &Parameters,
-) -> Result<Vec<(String, DTensor)>> {
+fn stored(config: &AdapterConfig, files: &Files, parameters: &Parameters) -> Result<Vec<(String, DTensor)>> {
     let (_, changed, replaced) = entries(TRAINED, config, files)?;
     let trained = parameters.iter().filter(|parameter| !parameter.is_frozen());
     let mut left: BTreeMap<String, DTensor> =
@@ -65,7 +61,13 @@ fn stored(
                 parts => parts.iter().map(|(part, _)| of_part(part)).collect(),
             };
             let parts: Vec<DTensor> = parts.iter().filter_map(|part| left.remove(part)).collect();
-            tensors.extend(joined(&parts)?.map(|tensor| (format!("{PREFIX}{}.{stored}", module.path), tensor)));
+            if let Some(tensor) = joined(&parts)? {
+                let has_rows = stored.starts_with("lora_B") || stored.starts_with("lora_magnitude");
+                let is_turned = has_rows && rows::are_turned(&files.config);
+                let tensor =
+                    if is_turned { as_in_transformers(files, &module.path, &tensor)? } else { tensor };
+                tensors.push((format!("{PREFIX}{}.{stored}", module.path), tensor));
+            }
         }
     }
     for module in &replaced {
@@ -75,7 +77,9 @@ fn stored(
                 .iter()
                 .filter_map(|(part, _)| left.remove(&format!("{part}.{parameter}")))
                 .collect();
-            tensors.extend(joined(&parts)?.map(|tensor| (format!("{PREFIX}{}.{parameter}", module.path), tensor)));
+            tensors.extend(
+                joined(&parts)?.map(|tensor| (format!("{PREFIX}{}.{parameter}", module.path), tensor)),
+            );
         }
     }
     let other = left.keys().next();
@@ -92,4 +96,12 @@ fn joined(parts: &[DTensor]) -> Result<Option<DTensor>> {
     let whole = Placements::from_elem(Replicate, first.mesh().ndim());
     let parts = parts.iter().map(|part| part.detach().redistribute(&whole));
     Ok(Some(DTensor::cat(&parts.collect::<candle_shard::Result<Vec<_>>>()?, 0)?))
+}
+
+/// A tensor with its rows in the order of transformers.
+fn as_in_transformers(files: &Files, path: &str, tensor: &DTensor) -> Result<DTensor> {
+    let whole = Placements::from_elem(Replicate, tensor.mesh().ndim());
+    let local = tensor.detach().redistribute(&whole)?;
+    let rows = rows::permuted(&files.config, path, &local.to_local().clone(), true)?;
+    Ok(DTensor::from_local(rows, tensor.mesh(), &whole, tensor.dims().to_vec())?)
 }

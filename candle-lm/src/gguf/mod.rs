@@ -221,7 +221,7 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
 }
 
 /// The name that a tensor has on the Hub, or its own if there is none.
-fn renamed(name: &str, kind: &str) -> String {
+pub(crate) fn renamed(name: &str, kind: &str) -> String {
     if let Some((_, hub)) = TENSORS.iter().find(|(gguf, _)| *gguf == name) {
         return (*hub).to_owned();
     }

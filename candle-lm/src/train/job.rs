@@ -155,13 +155,7 @@ fn changed(config: &[u8], model: &Config, dtype: DTypeName) -> Result<Vec<u8>> {
 /// # Errors
 /// If the files are no folder of a language model alone. An [`InputError`](crate::InputError) if no steps are left to make, or
 /// sequences are longer than the model takes.
-pub fn check(
-    folder: &Path,
-    files: &Files,
-    is_adapter: bool,
-    recipe: &Recipe,
-    start: usize,
-) -> Result<()> {
+pub fn check(folder: &Path, files: &Files, is_adapter: bool, recipe: &Recipe, start: usize) -> Result<()> {
     let shown = folder.display();
     ensure!(
         folder.is_dir() || is_adapter,

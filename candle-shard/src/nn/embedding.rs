@@ -55,7 +55,7 @@ impl Embedding {
         vb: &MeshVarBuilder,
     ) -> Result<Self> {
         let (weight, style) = table("nn::Embedding", [rows, width], stdev, &options, vb)?;
-        let adapters = table_adapters([rows, width], &style, vb)?;
+        let adapters = table_adapters([rows, width], &style, vb, false)?;
         Ok(Self { weight, adapters, style, options })
     }
 
@@ -68,7 +68,7 @@ impl Embedding {
         let style = vb.style();
         style.check_tied(LayerKind::Embedding, weight)?;
         vb.check_shared(weight)?;
-        let adapters = table_adapters([weight.dims()[0], weight.dims()[1]], &style, vb)?;
+        let adapters = table_adapters([weight.dims()[0], weight.dims()[1]], &style, vb, true)?;
         Ok(Self { weight: weight.clone(), adapters, style, options: EmbeddingOptions::default() })
     }
 
@@ -137,9 +137,14 @@ impl EmbeddingBag {
 }
 
 /// Builds the adapters of a table.
-fn table_adapters(dims: [usize; 2], style: &ModuleStyle, vb: &MeshVarBuilder) -> Result<TableAdapters> {
+fn table_adapters(
+    dims: [usize; 2],
+    style: &ModuleStyle,
+    vb: &MeshVarBuilder,
+    is_tied: bool,
+) -> Result<TableAdapters> {
     let layout = style.layout(LayerKind::Embedding)?;
-    TableAdapters::new(dims, (layout.weight, layout.varying), vb)
+    TableAdapters::new(dims, (layout.weight, layout.varying), vb, is_tied)
 }
 
 /// Builds the parameter `weight` of an embedding layer, and its style.

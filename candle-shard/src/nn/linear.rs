@@ -48,7 +48,7 @@ impl Linear {
         style.check_tied(LayerKind::Linear, weight)?;
         vb.check_shared(weight)?;
         let dims = [weight.dims()[0].into(), weight.dims()[1].into()];
-        let adapters = LinearAdapters::new(dims, style.layout(LayerKind::Linear)?.weight, vb)?;
+        let adapters = LinearAdapters::of_tied(dims, style.layout(LayerKind::Linear)?.weight, vb)?;
         Ok(Self { weight: weight.clone(), bias: None, adapters, style })
     }
 

@@ -4,6 +4,7 @@
 
 mod fields;
 mod pieces;
+pub(crate) mod rewrite;
 mod vocabulary;
 
 use std::fs::File;
@@ -19,6 +20,7 @@ use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
 use super::{ARCHITECTURES, MODULES, TENSORS, tokenizer};
+use crate::adapter::MergedAdapter;
 use crate::config::parts::{Norms, Parts};
 use crate::config::tensors::ROUTER;
 use crate::config::{Config, RopeScaling};
@@ -34,6 +36,7 @@ const AS_LLAMA: [&str; 2] = ["mistral", "mixtral"];
 pub(crate) fn export(
     files: &Files,
     path: &Path,
+    adapter: Option<&MergedAdapter>,
     dtype: GgmlDType,
     mut show: impl FnMut(usize, usize),
 ) -> Result<()> {
@@ -52,6 +55,9 @@ pub(crate) fn export(
     let (mut tensors, count) = (Vec::new(), names.len());
     for (at, (name, parts)) in names.into_iter().enumerate() {
         let read = |(part, shape): &MemoryTensor| -> Result<Tensor> {
+            if let Some(adapter) = adapter {
+                return adapter.read(files, part, shape);
+            }
             let whole: Vec<_> = shape.iter().map(|&size| 0..size).collect();
             Ok(files.weights.read_block(part, &whole, &Device::Cpu)?.to_dtype(DType::F32)?)
         };
@@ -88,7 +94,7 @@ pub(crate) fn export(
 }
 
 /// What GGUF files call a kind of model, and which elements of a head they turn together.
-fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
+pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
     let (family, parts) = (config.family, &config.parts);
     let family = if AS_LLAMA.contains(&family) { "llama" } else { family };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
@@ -160,7 +166,7 @@ fn named(config: &Config) -> Vec<(String, Vec<MemoryTensor>)> {
 }
 
 /// The name that a tensor has in GGUF files.
-fn renamed(name: &str, kind: &str, config: &Config) -> Result<String> {
+pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String> {
     if let Some((gguf, _)) = TENSORS.iter().find(|(_, hub)| *hub == name) {
         return Ok((*gguf).to_owned());
     }

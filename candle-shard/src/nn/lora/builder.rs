@@ -1,8 +1,10 @@
 //! Parameters of adapters.
 use super::adapter::{Adapter, AdapterSet, LoraOptions};
+use super::layer::{LinearAdapters, TableAdapters};
 use crate::layout::Placement;
 use crate::nn::source::{Init, ParameterSource};
 use crate::nn::{MeshVarBuilder, Width};
+use crate::parallel::LayerKind;
 use crate::{DTensor, Error, Result, autograd};
 use candle_core::DType;
 use std::collections::HashMap;
@@ -117,6 +119,25 @@ impl MeshVarBuilder {
         }
     }
 
+    /// Builds the adapters of a layer that is made in the forward pass at this path, from the weight of another layer `[out, in]`:
+    /// [`Linear::tied`](crate::nn::Linear::tied), or [`Embedding::tied`](crate::nn::Embedding::tied) of a table `[rows, width]`.
+    ///
+    /// # Errors
+    /// If the layer is of another kind, or an adapter does not fit it.
+    pub fn build_tied_adapters(&self, kind: LayerKind, [rows, columns]: [usize; 2]) -> Result<()> {
+        let style = self.style();
+        let layout = style.layout(kind)?;
+        match kind {
+            LayerKind::Linear => {
+                LinearAdapters::of_tied([rows.into(), columns.into()], layout.weight, self).map(drop)
+            }
+            LayerKind::Embedding => {
+                TableAdapters::new([rows, columns], (layout.weight, layout.varying), self, true).map(drop)
+            }
+            _ => Err(style.error(format_args!("is a {kind:?}, which has no tied adapters"))),
+        }
+    }
+
     /// Returns a builder at another path of the model.
     pub(super) fn at(&self, path: &str) -> Self {
         let mut vb = self.clone();
@@ -152,10 +173,10 @@ impl MeshVarBuilder {
         output: Width,
         input: Width,
         (placement, varying): (Placement, bool),
-        name: String,
+        name: &str,
     ) -> Result<DTensor> {
-        let made = self.part(&[output], name.as_str().into(), Init::Const(1.0), placement, varying)?;
-        let name = self.full_name(&name);
+        let made = self.part(&[output], name.into(), Init::Const(1.0), placement, varying)?;
+        let name = self.full_name(name);
         if !matches!(&*self.source_of(&name), ParameterSource::Fresh) {
             return Ok(made);
         }

@@ -61,7 +61,12 @@ impl FactorPlacements {
 impl LinearAdapters {
     /// The adapters of the layer at the builder's path, whose weight `[out, in]` is placed as `weight` on the plan's axis.
     pub(crate) fn new(dims: [Width; 2], weight: Placement, vb: &MeshVarBuilder) -> Result<Self> {
-        Self::build(dims, FactorPlacements::beside(weight), vb)
+        Self::build(dims, FactorPlacements::beside(weight), vb, false)
+    }
+
+    /// Those of a layer that is made of another layer's weight, perhaps anew in each forward pass.
+    pub(crate) fn of_tied(dims: [Width; 2], weight: Placement, vb: &MeshVarBuilder) -> Result<Self> {
+        Self::build(dims, FactorPlacements::beside(weight), vb, true)
     }
 
     /// Those of a layer whose weight all ranks have, and of which each computes its part.
@@ -74,10 +79,15 @@ impl LinearAdapters {
                 vb.adapter_name()
             )));
         }
-        Self::build(dims, FactorPlacements::used_unlike(), vb)
+        Self::build(dims, FactorPlacements::used_unlike(), vb, false)
     }
 
-    fn build([output, input]: [Width; 2], at: FactorPlacements, vb: &MeshVarBuilder) -> Result<Self> {
+    fn build(
+        [output, input]: [Width; 2],
+        at: FactorPlacements,
+        vb: &MeshVarBuilder,
+        is_tied: bool,
+    ) -> Result<Self> {
         let found = vb.adapters_here();
         if found.is_empty() {
             return Ok(Self(None));
@@ -89,20 +99,22 @@ impl LinearAdapters {
             let zero = Init::Const(0.0);
             let rank = Width::from(options.rank);
             let of_a = options.a_of.as_ref().map_or_else(|| vb.clone(), |path| vb.at(path));
-            let build = || of_a.part(&[rank, input], name("lora_A", "weight").into(), uniform, at.a.0, at.a.1);
-            let a = match options.a_of {
-                Some(_) => of_a.shared_factor(&name("lora_A", "weight"), build)?,
-                None => build()?,
+            let build =
+                |vb: &MeshVarBuilder, name: &str, dims: &[Width], init, at: (Placement, bool), shared| {
+                    let build = || vb.part(dims, name.to_owned().into(), init, at.0, at.1);
+                    if shared { vb.shared_factor(name, build) } else { build() }
+                };
+            let is_common = is_tied || options.a_of.is_some();
+            let a = build(&of_a, &name("lora_A", "weight"), &[rank, input], uniform, at.a, is_common)?;
+            let b = build(&vb, &name("lora_B", "weight"), &[output, rank], zero, at.b, is_tied)?;
+            let bias = || build(&vb, &name("lora_B", "bias"), &[output], zero, at.b, is_tied);
+            let bias = options.bias.then(bias).transpose()?;
+            let of_rows = name("lora_magnitude_vector", "weight");
+            let magnitude = || {
+                let build = || vb.row_norms(output, input, at.b, &of_rows);
+                if is_tied { vb.shared_factor(&of_rows, build) } else { build() }
             };
-            let b = vb.part(&[output, rank], name("lora_B", "weight").into(), zero, at.b.0, at.b.1)?;
-            let vector = |name: String, init| vb.part(&[output], name.into(), init, at.b.0, at.b.1);
-            let bias = options.bias.then(|| vector(name("lora_B", "bias"), zero)).transpose()?;
-            let magnitude = options
-                .dora
-                .then(|| {
-                    vb.row_norms(output, input, (at.b.0, at.b.1), name("lora_magnitude_vector", "weight"))
-                })
-                .transpose()?;
+            let magnitude = options.dora.then(magnitude).transpose()?;
             let dropout = Dropout::new(options.dropout, &vb.pp("lora_dropout").pp(vb.adapter_name()));
             Ok(LinearAdapter { number, a, b, bias, magnitude, scale: options.scale(), dropout })
         };
@@ -212,7 +224,8 @@ struct TableAdapter {
 }
 
 impl TableAdapters {
-    /// The adapters of the table at the builder's path, which is placed as `table` on the plan's axis.
+    /// The adapters of the table at the builder's path, which is placed as `table` on the plan's axis. If it is tied, it may be made
+    /// anew in each forward pass.
     ///
     /// # Errors
     /// If one of them learns magnitudes or has a bias.
@@ -220,6 +233,7 @@ impl TableAdapters {
         [rows, width]: [usize; 2],
         (table, varying): (Placement, bool),
         vb: &MeshVarBuilder,
+        is_tied: bool,
     ) -> Result<Self> {
         let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
             if options.dora || options.bias {
@@ -238,9 +252,12 @@ impl TableAdapters {
             let name = |factor: &str| format!("{factor}.{}", vb.adapter_name());
             let normal = Init::Random(Distribution::Normal { mean: 0.0, stdev: 1.0 });
             let (rank, zero) = (Width::from(options.rank), Init::Const(0.0));
-            let a = vb.part(&[rank, rows.into()], name("lora_embedding_A").into(), zero, of_a.0, of_a.1)?;
-            let b =
-                vb.part(&[width.into(), rank], name("lora_embedding_B").into(), normal, of_b.0, of_b.1)?;
+            let build = |name: String, dims: [Width; 2], init, at: (Placement, bool)| {
+                let build = || vb.part(&dims, name.clone().into(), init, at.0, at.1);
+                if is_tied { vb.shared_factor(&name, build) } else { build() }
+            };
+            let a = build(name("lora_embedding_A"), [rank, rows.into()], zero, of_a)?;
+            let b = build(name("lora_embedding_B"), [width.into(), rank], normal, of_b)?;
             Ok(TableAdapter { number, a, b, scale: options.scale() })
         };
         let found = vb.adapters_here();

@@ -37,7 +37,7 @@ impl QuantizedEmbedding {
             return Err(style.error("cuts a quantized table by columns; cut it by rows with RowwiseParallel"));
         }
         let weight = QuantizedWeight::read(vb, "weight", [rows.into(), width.into()], at, style.axis)?;
-        let adapters = TableAdapters::new([rows, width], (at, false), vb)?;
+        let adapters = TableAdapters::new([rows, width], (at, false), vb, false)?;
         Ok(Self { weight, dtype: vb.dtype(), adapters, style })
     }
 

@@ -56,7 +56,7 @@ impl QuantizedLinear {
         let want = style.layout(LayerKind::Linear)?.weight;
         match want == weight.at {
             true => {
-                let adapters = LinearAdapters::new(weight.dims, want, vb)?;
+                let adapters = LinearAdapters::of_tied(weight.dims, want, vb)?;
                 Ok(Self { weight, bias: None, adapters, style })
             }
             false => Err(style.error(format_args!(

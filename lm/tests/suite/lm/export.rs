@@ -16,7 +16,7 @@ use crate::lm::{config, llama};
 const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}";
 
 /// Writes a tokenizer of so many tokens into a folder: bytes, two merges, and one that ends texts.
-fn tokenizer(folder: &Path, count: usize, cut: Value) {
+pub(crate) fn tokenizer(folder: &Path, count: usize, cut: Value) {
     let mut tokenizer: Value =
         serde_json::from_str(&tokens::of_bytes().unwrap().to_string(false).unwrap()).unwrap();
     let letters = ('A'..='~').chain('!'..='@').chain(['Ġ', 'Ċ', '¡', '¢']).map(String::from).take(count - 3);
@@ -33,7 +33,7 @@ fn tokenizer(folder: &Path, count: usize, cut: Value) {
     fs::write(folder.join("tokenizer_config.json"), special.to_string()).unwrap();
 }
 
-fn byte_level() -> Value {
+pub(crate) fn byte_level() -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true})
 }
 

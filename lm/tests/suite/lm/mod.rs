@@ -9,7 +9,7 @@ mod configs;
 mod contexts;
 mod damaged;
 mod experts;
-mod export;
+pub(crate) mod export;
 pub(crate) mod facts;
 pub(crate) mod families;
 mod folders;

@@ -42,9 +42,23 @@ fn facts() -> Facts {
 
 /// A tokenizer of numbers, and a folder of the model that learns of a text of them.
 fn place(facts: &Facts, fact: &Fact) -> Place {
-    let known = families().models.into_iter().find(|known| known.case == fact.case).unwrap();
+    placed(facts, &fact.case, &fact.fields)
+}
+
+/// The same for a model by its name, with these fields in its config.
+pub(crate) fn place_of(case: &str, fields: &Map<String, Value>) -> Place {
+    placed(&facts(), case, fields)
+}
+
+/// The tokens of the first step.
+pub(crate) fn batch() -> Vec<Vec<u32>> {
+    facts().batch
+}
+
+fn placed(facts: &Facts, case: &str, fields: &Map<String, Value>) -> Place {
+    let known = families().models.into_iter().find(|known| known.case == case).unwrap();
     let mut config = known.config;
-    config.as_object_mut().unwrap().extend(fact.fields.clone());
+    config.as_object_mut().unwrap().extend(fields.clone());
     let place = Place::empty();
     let model = place.path("model");
     fs::create_dir(&model).unwrap();
@@ -64,7 +78,7 @@ fn place(facts: &Facts, fact: &Fact) -> Place {
 
 const RECIPE: &str = "--seed 0 --batch 4 --seq-len 9";
 
-fn assert_near(got: f64, want: f64, what: &str) {
+pub(crate) fn assert_near(got: f64, want: f64, what: &str) {
     let off = (got - want).abs();
     assert!(off < 2e-5 * want.abs().max(1.0), "{what}: {got} instead of {want}");
 }

@@ -1,0 +1,63 @@
+//! The rows of queries and keys in models of GGUF files, some of which have them in another order than transformers.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use candle_shard::Weights;
+use candle_shard::kernels::RopePairs;
+
+use crate::config::Config;
+
+/// How many heads the rows of a module have, if it is one of queries or keys.
+fn heads(config: &Config, path: &str) -> Option<usize> {
+    let heads = config.heads();
+    match path.rsplit('.').next()? {
+        "q_proj" => Some(heads.query),
+        "k_proj" => Some(heads.key_value),
+        _ => None,
+    }
+}
+
+/// Whether the model has some rows in another order than transformers.
+pub(super) fn are_turned(config: &Config) -> bool {
+    matches!(config.parts.pairs, RopePairs::Neighbors)
+}
+
+/// The rows of a tensor of the module `path`, if they are those of queries or keys, from the order of transformers to that in which
+/// neighbors are turned together, or `back`.
+pub(super) fn permuted(config: &Config, path: &str, tensor: &Tensor, back: bool) -> Result<Tensor> {
+    let dim = config.heads().dim;
+    let rows = tensor.dims().first().copied();
+    let Some(heads) = heads(config, path).filter(|heads| rows == Some(heads * dim)) else {
+        return Ok(tensor.clone());
+    };
+    let halves = if back { [dim / 2, 2] } else { [2, dim / 2] };
+    let columns = tensor.elem_count() / (heads * dim);
+    let turned = tensor.reshape((heads, halves[0], halves[1], columns))?.transpose(1, 2)?.contiguous()?;
+    Ok(turned.reshape(tensor.dims())?)
+}
+
+/// Opens the weights of an adapter with the rows in the order of the model.
+///
+/// # Errors
+/// If a file cannot be read or written.
+pub(super) fn open(path: &Path, config: &Config) -> Result<Weights> {
+    let opened = Weights::open(path)?;
+    if !are_turned(config) {
+        return Ok(opened);
+    }
+    let mut tensors = HashMap::new();
+    for (name, tensor) in candle_core::safetensors::load(path, &Device::Cpu)? {
+        let (module, end) = name.rsplit_once(".lora_").unwrap_or((&name, ""));
+        let has_rows = end.starts_with("B.") || end.starts_with("magnitude_vector");
+        let tensor = if has_rows { permuted(config, module, &tensor, false)? } else { tensor };
+        tensors.insert(name, tensor);
+    }
+    // The open file is read, whatever becomes of its name.
+    let scratch = tempfile::tempdir()?;
+    let path = scratch.path().join("adapter.safetensors");
+    candle_core::safetensors::save(&tensors, &path)?;
+    Ok(Weights::open(&path)?)
+}

@@ -1,0 +1,86 @@
+//! A GGUF file with other weights: all else stays as it is.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::quantized::gguf_file::{self, Value as Stored};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use candle_shard::Weights;
+
+use super::super::renamed;
+use super::{stored_as, write};
+use crate::adapter::MergedAdapter;
+use crate::files::Files;
+
+/// Writes the model of a GGUF file with an adapter into another one, which must not exist. Tensors that the adapter changes are stored as
+/// `dtype`, or as they were.
+///
+/// # Errors
+/// If the model lies in several files, or one cannot be read or written.
+pub(crate) fn rewrite(
+    files: &Files,
+    adapter: &MergedAdapter,
+    path: &Path,
+    dtype: Option<GgmlDType>,
+) -> Result<()> {
+    ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
+    let base = files.path();
+    ensure!(
+        Weights::gguf_files(base).len() < 2,
+        "{} is one of several files of a model: join them with llama.cpp's gguf-split, and merge into the result",
+        base.display()
+    );
+    let mut reader = BufReader::new(File::open(base).with_context(|| format!("{}", base.display()))?);
+    let content = gguf_file::Content::read(&mut reader)?;
+    let kind = content.metadata.get("general.architecture").and_then(|kind| kind.to_string().ok());
+    let kind = kind.cloned().unwrap_or_default();
+    let shapes: BTreeMap<String, Vec<usize>> = adapter.config(&files.config).tensors().into_iter().collect();
+    let fused: BTreeMap<String, Vec<(String, usize)>> = files.config.fused().into_iter().collect();
+    let merged = |name: &str, was: GgmlDType| -> Result<Option<QTensor>> {
+        let parts = fused.get(name).map_or_else(
+            || vec![name.to_owned()],
+            |parts| parts.iter().map(|(part, _)| part.clone()).collect(),
+        );
+        if !parts.iter().any(|part| adapter.changes(part)) {
+            return Ok(None);
+        }
+        let read = |part: &String| {
+            let shape = shapes.get(part).with_context(|| format!("{part:?} is no tensor of the model"))?;
+            adapter.read(files, part, shape)
+        };
+        let made = Tensor::cat(&parts.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?;
+        let dtype = stored_as(name, made.dims(), dtype.unwrap_or(was));
+        Ok(Some(QTensor::quantize(&made, dtype)?))
+    };
+    let mut infos: Vec<_> = content.tensor_infos.iter().collect();
+    infos.sort_by_key(|(_, info)| info.offset);
+    let mut tensors = Vec::new();
+    for (name, info) in infos {
+        let made = match merged(&renamed(name, &kind), info.ggml_dtype)? {
+            Some(made) => made,
+            None => content.tensor(&mut reader, name, &Device::Cpu)?,
+        };
+        tensors.push((name.clone(), made));
+    }
+    let table = content.tensor_infos.get("token_embd.weight").map(|info| info.ggml_dtype);
+    let has_head = content.tensor_infos.contains_key("output.weight");
+    if let (false, Some(table)) = (has_head, table)
+        && shapes.contains_key("lm_head.weight")
+        && let Some(made) = merged("lm_head.weight", table)?
+    {
+        tensors.push(("output.weight".to_owned(), made));
+    }
+    let metadata: Vec<(String, Stored)> = content.metadata.into_iter().collect();
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut new = tempfile::Builder::new().suffix(".gguf").tempfile_in(folder)?;
+    write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
+    Files::open(new.path()).with_context(|| format!("{} would be no model", path.display()))?;
+    new.persist_noclobber(path)
+        .map_err(|error| error.error)
+        .with_context(|| format!("{}", path.display()))?;
+    Ok(())
+}

@@ -1,0 +1,400 @@
+//! Adapters against PEFT, taken down by `benchmarks/peft_facts.py`: what a model with one computes, and one training step.
+
+use std::collections::BTreeMap;
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Tensor};
+use candle_dist::RankContext;
+use candle_lm::Decoder;
+use candle_lm::adapter::{self, AdapterConfig, TRAINED, WEIGHTS};
+use candle_lm::dtype::DTypeName;
+use candle_lm::files::Files;
+use candle_lm::train::job::Job;
+use candle_lm::train::trainer::{Trainer, train};
+use candle_shard::nn::MeshVarBuilder;
+use candle_shard::{DTensor, Replicate};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use test_utils::on_ranks;
+
+use crate::lm::export::{byte_level, tokenizer};
+use crate::lm::facts::weight;
+use crate::lm_train::families::{self, assert_near};
+use crate::lm_train::support::Place;
+
+#[derive(Deserialize)]
+struct Facts {
+    /// The fields of a config that PEFT writes by default.
+    defaults: Map<String, Value>,
+    models: Vec<Fact>,
+}
+
+#[derive(Deserialize)]
+struct Fact {
+    case: String,
+    /// The model's name in the facts of all families, and fields of its config that are others.
+    model: String,
+    fields: Map<String, Value>,
+    /// Fields of the adapter's config that are not the default ones.
+    config: Map<String, Value>,
+    /// The sum of the logits and of their squares, and some of them.
+    logits: (Vec<f64>, Vec<f64>),
+    loss: f64,
+    /// The loss of the same batch after a step without a bound of the gradients' norm, and with one of 1.
+    after: [f64; 2],
+    /// By name: the shape, the norm and the product with a tensor that is made of the name, and some elements.
+    gradients: BTreeMap<String, (Vec<usize>, [f64; 2], Vec<f64>)>,
+}
+
+fn facts() -> Facts {
+    let mut all: Facts = serde_json::from_str(include_str!("adapters.json")).unwrap();
+    let variants: Facts = serde_json::from_str(include_str!("adapter_variants.json")).unwrap();
+    all.models.extend(variants.models);
+    all
+}
+
+const PREFIX: &str = "base_model.model.";
+
+/// What is not done, and what the refusal names.
+const REFUSED: [(&str, &str); 13] = [
+    ("mixtral, experts", "target_parameters"),
+    ("mixtral, stacked experts alone", "target_parameters"),
+    ("mixtral, all-linear", "target_parameters"),
+    ("qwen3 moe, all-linear", "target_parameters"),
+    ("qwen3 moe, attention", "target_parameters"),
+    ("embedding with dora", "use_dora"),
+    ("saved head of a tied model", "modules_to_save"),
+    ("bias lora_only", "bias"),
+    ("bias all", "bias"),
+    ("mixtral", "target_parameters"),
+    ("mixtral with windows", "target_parameters"),
+    ("qwen3 moe", "target_parameters"),
+    ("qwen3 moe with raw weights", "target_parameters"),
+];
+
+/// The folder of a model and of an adapter as PEFT writes it.
+fn place(facts: &Facts, fact: &Fact) -> (Place, PathBuf) {
+    let place = families::place_of(&fact.model, &fact.fields);
+    let folder = place.path("adapter");
+    fs::create_dir(&folder).unwrap();
+    let mut config = facts.defaults.clone();
+    config.extend(fact.config.clone());
+    fs::write(folder.join("adapter_config.json"), Value::Object(config).to_string()).unwrap();
+    let base =
+        candle_core::safetensors::load(place.path("model").join("model.safetensors"), &Device::Cpu).unwrap();
+    let mut tensors: HashMap<String, Tensor> = HashMap::new();
+    for (name, (shape, ..)) in &fact.gradients {
+        let stored = format!("{PREFIX}{name}");
+        tensors.insert(stored.clone(), weight(&stored, shape));
+        // PEFT adds tables and output layers themselves.
+        let module = ["model.embed_tokens", "lm_head"]
+            .into_iter()
+            .find(|module| name.starts_with(&format!("{module}.lora_")));
+        if let Some(module) = module {
+            let own = base.get(&format!("{module}.weight")).or_else(|| base.get("model.embed_tokens.weight"));
+            tensors.insert(format!("{PREFIX}{module}.base_layer.weight"), own.unwrap().clone());
+        }
+    }
+    candle_core::safetensors::save(&tensors, folder.join(WEIGHTS)).unwrap();
+    (place, folder)
+}
+
+const RECIPE: &str = "--seed 0 --batch 4 --seq-len 9 --lr 0.01 --warmup 1 --decay none";
+
+/// The training of an adapter that is read from its folder.
+fn job(place: &Place, folder: &Path, flags: &str) -> Arc<Job> {
+    let job = place.open(&format!("{RECIPE} {flags} --lora r=4")).unwrap();
+    let files = Files::open(&place.path("model")).unwrap().with_adapter(TRAINED, folder).unwrap();
+    Arc::new(Job { files, lora: Some(AdapterConfig::read(folder).unwrap()), ..Job::clone(&job) })
+}
+
+/// The gradients by the names of files.
+fn stored(made: &HashMap<String, Tensor>, name: &str) -> Option<Tensor> {
+    let own = |name: &str| {
+        let name = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.");
+        let name = match name.strip_suffix(".lora_magnitude_vector") {
+            Some(module) => format!("{module}.lora_magnitude_vector.default.weight"),
+            None => name,
+        };
+        let is_table = ["lora_embedding_A", "lora_embedding_B"].iter().any(|end| name.ends_with(end));
+        made.get(&if is_table { format!("{name}.default") } else { name }).cloned()
+    };
+    own(name).or_else(|| {
+        let parts: &[&str] = if name.contains("qkv_proj") {
+            &["q_proj", "k_proj", "v_proj"]
+        } else {
+            &["gate_proj", "up_proj"]
+        };
+        let parts =
+            parts.iter().map(|part| own(&name.replace("qkv_proj", part).replace("gate_up_proj", part)));
+        Tensor::cat(&parts.collect::<Option<Vec<_>>>()?, 0).ok()
+    })
+}
+
+/// Compares the loss, the gradients and a step on a mesh.
+fn agrees(place: &Place, folder: &Path, fact: &Fact, mesh: &str) {
+    for (clip, after) in ["--clip-norm 0", "--clip-norm 1"].into_iter().zip(fact.after) {
+        let (what, job) = (format!("{} on {mesh}", fact.case), job(place, folder, &format!("{clip} {mesh}")));
+        let ranks = on_ranks(job.pipeline.world(), &what, move |ctx| -> anyhow::Result<_> {
+            let mut trainer = Trainer::new(ctx, &job)?;
+            let (loss, grads) = trainer.gradients(0)?;
+            let mut made = Vec::new();
+            for parameter in trainer.parameters().iter().filter(|parameter| !parameter.is_frozen()) {
+                let name = &parameter.name;
+                let grad = parameter.grad(&grads)?.unwrap_or_else(|| panic!("{name} takes part"));
+                made.push((name.clone(), grad.full_tensor()?));
+            }
+            trainer.step(0)?;
+            Ok((loss, made, trainer.gradients(0)?.0))
+        });
+        let all: HashMap<String, Tensor> =
+            ranks.iter().flat_map(|(_, made, _)| made.iter().cloned()).collect();
+        for (loss, _, then) in &ranks {
+            assert_near(*loss, fact.loss, &what);
+            assert!(
+                (then - after).abs() < 6e-5 * after.max(1.0),
+                "{what}, {clip}: {then} instead of {after} after a step"
+            );
+        }
+        let mut used = 0;
+        for (name, (shape, want, _)) in &fact.gradients {
+            let grad = stored(&all, name)
+                .unwrap_or_else(|| panic!("{what}: {name} is not trained: {:?}", all.keys()));
+            assert_eq!(grad.dims(), shape, "{name}");
+            used += 1;
+            let probe = weight(&format!("probe.{PREFIX}{name}"), shape);
+            let sum = |x: Tensor| f64::from(x.sum_all().unwrap().to_scalar::<f32>().unwrap());
+            let got = [sum(grad.sqr().unwrap()).sqrt(), sum((&grad * probe).unwrap())];
+            for (got, want) in got.into_iter().zip(want) {
+                // Rounding alone moves gradients of Gemma 2 with a scale of 2 by 8e-5.
+                let bound = if fact.case == "head of gemma2" { 2e-4 } else { 2e-5 };
+                let off = (got - want).abs();
+                assert!(
+                    off < bound * want.abs().max(1.0),
+                    "{what}: the gradient of {name}: {got} instead of {want}"
+                );
+            }
+        }
+        assert!(used == fact.gradients.len() && used > 0, "{what}");
+    }
+}
+
+#[test]
+fn adapters_have_the_loss_the_gradients_and_the_step_of_peft_on_every_mesh() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| !is_refused(&facts, fact)) {
+        let (place, folder) = place(&facts, fact);
+        // All of them on one rank; the families and some variants on meshes.
+        let is_family = fact.fields.is_empty();
+        let meshes: &[&str] =
+            match is_family || fact.config.contains_key("use_dora") || fact.case.contains("embedding") {
+                true => &[
+                    "--tp 1",
+                    "--tp 2 --dp 2",
+                    "--pp 2 --tp 2 --recompute",
+                    "--tp 2 --dp 2 --fsdp",
+                    "--tp 1 --cp 2",
+                ],
+                false => &["--tp 1", "--tp 2"],
+            };
+        meshes.iter().for_each(|mesh| agrees(&place, &folder, fact, mesh));
+    }
+}
+
+fn is_refused(facts: &Facts, fact: &Fact) -> bool {
+    let known = REFUSED.iter().find(|(case, _)| *case == fact.case);
+    let has_experts = facts.defaults.contains_key("target_parameters")
+        && fact
+            .config
+            .get("target_parameters")
+            .and_then(Value::as_array)
+            .is_some_and(|names| !names.is_empty());
+    known.is_some_and(|(_, field)| *field != "target_parameters" || has_experts)
+}
+
+#[test]
+fn what_is_not_done_is_refused_by_name() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| is_refused(&facts, fact)) {
+        let (place, folder) = place(&facts, fact);
+        let files = Files::open(&place.path("model")).unwrap();
+        let said = format!("{:#}", files.with_adapter("one", &folder).unwrap_err());
+        let (_, field) = REFUSED.iter().find(|(case, _)| *case == fact.case).unwrap();
+        assert!(said.contains(field), "{}: {said}", fact.case);
+    }
+}
+
+/// The logits of whole sequences.
+fn logits(ctx: &RankContext, files: &Files, tokens: &Tensor) -> anyhow::Result<Tensor> {
+    let mesh = ctx.mesh(&[("tp", ctx.world_size())])?;
+    let plan = Decoder::plan(&files.config, "tp");
+    let vb = MeshVarBuilder::from_weights(files.weights(), 0, &mesh, plan, DType::F32, &Device::Cpu)?;
+    let vb = vb.with_adapters(files.adapters.clone())?.frozen();
+    let decoder = Decoder::new(&files.config, 16, &vb)?;
+    vb.finish()?;
+    let tokens = DTensor::distribute(tokens, &mesh, &[Replicate])?;
+    Ok(decoder.forward(&tokens)?.full_tensor()?)
+}
+
+/// Compares the logits of a model with those of a fact, on so many ranks.
+fn assert_logits(files: &Files, fact: &Fact, ranks: usize, what: &str) {
+    let (what, batch) = (format!("{} {what} on {ranks}", fact.case), families::batch());
+    let files = files.clone();
+    let made = on_ranks(ranks, &what, move |ctx| -> anyhow::Result<Vec<f32>> {
+        let tokens: Vec<u32> = batch.iter().flat_map(|row| row[..9].to_vec()).collect();
+        let tokens = Tensor::from_vec(tokens, (4, 9), &Device::Cpu)?;
+        let logits = logits(ctx, &files, &tokens)?;
+        Ok(logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    });
+    for logits in made {
+        let of = |power: i32| logits.iter().map(|&x| f64::from(x).powi(power)).sum::<f64>();
+        for (got, want) in [of(1), of(2)].into_iter().zip(&fact.logits.0) {
+            assert_near(got / 100.0, want / 100.0, &what);
+        }
+        for (at, want) in fact.logits.1.iter().enumerate() {
+            let index = at * (logits.len() - 1) / (fact.logits.1.len() - 1);
+            assert!((f64::from(logits[index]) - want).abs() < 1e-4, "{what}: {} {want}", logits[index]);
+        }
+    }
+}
+
+#[test]
+fn models_with_adapters_write_the_logits_of_peft() {
+    let facts = facts();
+    for fact in facts.models.iter().filter(|fact| !is_refused(&facts, fact)) {
+        let (place, folder) = place(&facts, fact);
+        let files = Files::open(&place.path("model")).unwrap().with_adapter("one", &folder).unwrap();
+        [1, 2, 3].into_iter().for_each(|ranks| assert_logits(&files, fact, ranks, ""));
+    }
+}
+
+/// Why an adapter has no place in a GGUF file of its own.
+fn has_no_file(fact: &Fact) -> bool {
+    let is = |field: &str| fact.config.get(field) == Some(&Value::Bool(true));
+    let is_tied = fact.case.contains("of a tied model")
+        || fact.case == "head of gemma2"
+        || fact.case == "embedding of gemma3";
+    is("use_dora") || is("lora_bias") || fact.config.contains_key("modules_to_save") || is_tied
+}
+
+#[test]
+fn merged_models_and_adapters_in_gguf_files_have_the_logits_of_peft() {
+    let facts = facts();
+    let (mut merged, mut exported) = (0, 0);
+    for fact in facts.models.iter().filter(|fact| !is_refused(&facts, fact)) {
+        let (place, folder) = place(&facts, fact);
+        let model = place.path("model");
+        tokenizer(&model, 37, byte_level());
+        let files = Files::open(&model).unwrap();
+        let out = place.path("merged");
+        if fact.case == "lora_bias without base biases" {
+            let said = format!("{:#}", adapter::merge(&files, &folder, &out, DTypeName::F32).unwrap_err());
+            assert!(said.contains("lora_bias") && !out.exists(), "{said}");
+            continue;
+        }
+        adapter::merge(&files, &folder, &out, DTypeName::F32).unwrap();
+        assert_logits(&Files::open(&out).unwrap(), fact, 2, "merged");
+        merged += 1;
+        let base = place.path("base.gguf");
+        if files.export_gguf(&base, GgmlDType::F32, |_, _| {}).is_err() {
+            continue;
+        }
+        let of_gguf = Files::open(&base).unwrap();
+        let has_norms = fact.case.starts_with("saved norms");
+        match of_gguf.clone().with_adapter("one", &folder) {
+            Ok(with) => assert_logits(&with, fact, 2, "on a GGUF file"),
+            Err(error) => assert!(has_norms, "{}: {error:#}", fact.case),
+        }
+        let from_folder = place.path("from_folder.gguf");
+        adapter::merge_gguf(&files, &folder, &from_folder, Some(GgmlDType::F32)).unwrap();
+        assert_logits(&Files::open(&from_folder).unwrap(), fact, 1, "merged into a GGUF file");
+        if !has_norms {
+            let from_gguf = place.path("from_gguf.gguf");
+            adapter::merge_gguf(&of_gguf, &folder, &from_gguf, None).unwrap();
+            assert_logits(&Files::open(&from_gguf).unwrap(), fact, 1, "merged from a GGUF file");
+        }
+        let own = place.path("adapter.gguf");
+        let written = adapter::export_gguf(&files, &folder, &own);
+        assert_eq!(written.is_err(), has_no_file(fact), "{}: {written:?}", fact.case);
+        if written.is_ok() {
+            for (files, what) in [(&files, "a folder"), (&of_gguf, "a GGUF file")] {
+                let with = files.clone().with_adapter("one", &own).unwrap();
+                assert_logits(&with, fact, 2, &format!("from a GGUF file on {what}"));
+            }
+            exported += 1;
+        }
+    }
+    assert!(merged > 40 && exported > 15, "{merged} merged, {exported} exported");
+}
+
+#[test]
+fn an_adapter_of_a_gguf_file_is_saved_as_one_of_its_folder() {
+    let facts = facts();
+    for case in ["llama with biases", "granite", "phi3, fused", "qwen2"] {
+        let fact = facts.models.iter().find(|fact| fact.case == case).unwrap();
+        let (place, folder) = place(&facts, fact);
+        let model = place.path("model");
+        let words = fs::read(model.join("tokenizer.json")).unwrap();
+        tokenizer(&model, 37, byte_level());
+        let base = place.path("base.gguf");
+        Files::open(&model).unwrap().export_gguf(&base, GgmlDType::F32, |_, _| {}).unwrap();
+        fs::write(model.join("tokenizer.json"), words).unwrap();
+        let trained = |base: &Path, name: &str| {
+            let saved = place.path(name);
+            let flags = format!("--steps 2 --tp 2 --save {}", saved.display());
+            let mut job = Job::clone(&job(&place, &folder, &flags));
+            job.files = Files::open(base).unwrap().with_adapter(TRAINED, &folder).unwrap();
+            let job = Arc::new(job);
+            on_ranks(job.pipeline.world(), case, move |ctx| train(ctx, &job, |_| Ok(())));
+            candle_core::safetensors::load(saved.join("step-00000002").join(WEIGHTS), &Device::Cpu).unwrap()
+        };
+        let (of_folder, of_gguf) = (trained(&model, "a"), trained(&base, "b"));
+        for (name, want) in &of_folder {
+            let far = (&of_gguf[name] - want).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+            let far = far.to_scalar::<f32>().unwrap();
+            assert!(far < 2e-4, "{case}: {name} differs by {far}");
+        }
+        assert_eq!(of_folder.len(), of_gguf.len());
+    }
+}
+
+#[test]
+fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
+    let facts = facts();
+    let cases =
+        ["llama with biases", "phi3, fused", "gemma3", "dora", "embedding of a tied model", "saved head"];
+    for fact in facts.models.iter().filter(|fact| cases.contains(&fact.case.as_str())) {
+        let (place, folder) = place(&facts, fact);
+        let all = {
+            let job = job(&place, &folder, "--tp 1 --steps 3");
+            on_ranks(1, &fact.case, move |ctx| train(ctx, &job, |_| Ok(()))).remove(0).losses
+        };
+        for mesh in ["--tp 2", "--tp 1 --pp 2", "--tp 2 --dp 2 --fsdp"] {
+            let saved = place.path(&format!("saved {mesh}").replace(' ', "_"));
+            let flags = format!("--steps 3 --save-every 2 {mesh} --save {}", saved.display());
+            let mut job = Job::clone(&job(&place, &folder, &flags));
+            let base = place.path("model").display().to_string();
+            job.lora = job.lora.map(|lora| AdapterConfig { base: Some(base), ..lora });
+            let job = Arc::new(job);
+            let ranks = job.pipeline.world();
+            on_ranks(ranks, &fact.case, move |ctx| train(ctx, &job, |_| Ok(())));
+            let step = saved.join("step-00000002");
+            let names = |folder: &Path| {
+                let tensors = candle_core::safetensors::load(folder.join(WEIGHTS), &Device::Cpu).unwrap();
+                let mut names: Vec<_> =
+                    tensors.iter().map(|(name, x)| (name.clone(), x.dims().to_vec())).collect();
+                names.retain(|(name, _)| !name.contains("base_layer"));
+                names.sort();
+                names
+            };
+            assert_eq!(names(&step), names(&folder), "{} on {mesh}", fact.case);
+            fs::remove_dir_all(saved.join("step-00000003")).unwrap();
+            let last = place.losses(&format!("--resume {} --tp 1", saved.display()));
+            assert_near(last[0], all[2], &format!("{}, saved on {mesh}", fact.case));
+        }
+    }
+}
