@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as Stored;
 use candle_core::{DType, Device};
+use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Adapter;
 use candle_shard::{Weights, regular};
 use serde_json::Value;
@@ -266,6 +267,11 @@ impl Files {
     /// Whether the output layer can be read apart from the table.
     pub(crate) fn has_head(&self) -> bool {
         self.weights.names().any(|name| name == HEAD)
+    }
+
+    /// Whether the output layer is stored in blocks, which may be those of the table.
+    pub(crate) fn has_quantized_head(&self) -> bool {
+        matches!(self.weights.quantized_dtype(HEAD), Ok(Some(dtype)) if QuantizedMatrix::takes(dtype))
     }
 
     /// The bytes of all parameters in the files.

@@ -65,7 +65,10 @@ impl Job {
     /// If the model cannot be cut into these stages.
     pub fn declare(&self, replicas: Option<&ProcessGroup>) -> candle_pipe::Result<DecoderPipe> {
         let cut = StageCut::new(self.pipeline.stages(), self.layout.as_ref());
-        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
+        let mut config = self.files.config.clone();
+        // A frozen table of blocks is held once, whichever layers read it.
+        config.tie_word_embeddings &= self.lora.is_none() || !self.files.has_quantized_head();
+        declare::learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
     /// The steps to make.

@@ -32,6 +32,11 @@ impl Sharder {
         &self.shared.axes
     }
 
+    /// Returns the ranks of all axes.
+    pub(crate) fn group(&self) -> &ProcessGroup {
+        &self.shared.group
+    }
+
     /// Returns the number of ranks of all axes.
     pub(crate) fn size(&self) -> usize {
         self.shared.group.size()

@@ -7,6 +7,7 @@ use super::lora::AdapterSet;
 use super::moved::StateDict;
 use super::place::{AxisCut, ParameterPlace};
 use super::source::{Init, ParameterSource};
+use crate::files::weights::TensorPlace;
 use crate::fsdp::{Sharder, Unit};
 use crate::kernels::QuantizedMatrix;
 use crate::layout::{Axes, Placement, Placements, Replicate, RowsOf, Shard, Spec, StoredName, axes_of};
@@ -16,9 +17,10 @@ use crate::tensor::VarRegistry;
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_dist::backend::Dims;
-use candle_dist::{DeviceMesh, GradMark};
+use candle_dist::{DeviceMesh, GradMark, ProcessGroup};
 use smallvec::SmallVec;
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -31,6 +33,8 @@ struct BuilderState {
     device: Device,
     built: Mutex<Vec<Parameter>>,
     registry: Arc<VarRegistry>,
+    /// The quantized weights that are held, by the places and the parts that they were read from.
+    matrices: Mutex<HashMap<(TensorPlace, Range<usize>, Range<usize>), QuantizedMatrix>>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
@@ -186,6 +190,7 @@ impl MeshVarBuilder {
             built,
             registry: VarRegistry::new(),
             quantized_bytes,
+            matrices: Mutex::default(),
             matched,
             completion: BuildStatus::default(),
         };
@@ -513,6 +518,29 @@ impl MeshVarBuilder {
     /// Returns the bytes of the weights on this rank that stay quantized. They are no [parameters](Self::finish).
     pub fn quantized_bytes(&self) -> usize {
         self.shared.quantized_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the ranks over which the parameters of the unit that is being built are fully sharded.
+    pub(super) fn sharded_over(&self) -> Option<&ProcessGroup> {
+        self.sharder.as_ref().filter(|_| self.unit.is_some()).map(|sharder| sharder.group())
+    }
+
+    /// Returns the matrix of the rows and columns of a tensor at a place of the files, which is read once, under whatever names.
+    pub(super) fn quantized_matrix(
+        &self,
+        place: TensorPlace,
+        [rows, columns]: [&Range<usize>; 2],
+        read: impl FnOnce() -> Result<QuantizedMatrix>,
+    ) -> Result<QuantizedMatrix> {
+        let mut matrices = self.shared.matrices.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (place, rows.clone(), columns.clone());
+        if let Some(known) = matrices.get(&key) {
+            return Ok(known.clone());
+        }
+        let made = read()?;
+        self.count_quantized(made.bytes());
+        matrices.insert(key, made.clone());
+        Ok(made)
     }
 
     /// Counts bytes of quantized weights.

@@ -78,6 +78,10 @@ struct StoredTensor {
     schemes: Vec<SchemePiece>,
 }
 
+/// The files and the offsets of the pieces of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct TensorPlace(Vec<(usize, u64)>);
+
 /// A block of a tensor that lies in one file, row-major.
 #[derive(Clone)]
 struct FileBlock {
@@ -294,6 +298,15 @@ impl Weights {
     /// They include gaps between rows where skipping would take longer than reading.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// Returns where a tensor is, whatever its name.
+    ///
+    /// # Errors
+    /// If there is no tensor of this name.
+    pub(crate) fn place(&self, name: &str) -> Result<TensorPlace> {
+        let stored = self.stored(name)?;
+        Ok(TensorPlace(stored.pieces.iter().map(|piece| (piece.file, piece.at)).collect()))
     }
 
     fn stored(&self, name: &str) -> Result<&StoredTensor> {

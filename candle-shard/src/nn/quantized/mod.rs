@@ -1,4 +1,5 @@
 //! Layers whose weights stay quantized.
+mod blocks;
 mod embedding;
 mod linear;
 mod qkv;

@@ -1,5 +1,6 @@
 //! Query, key and value projections by quantized weights.
-use super::weight::{QuantizedWeight, WeightBlocks};
+use super::blocks::WeightBlocks;
+use super::weight::QuantizedWeight;
 use crate::layout::Replicate;
 use crate::nn::fused_qkv::SharedHeads;
 use crate::nn::lora::LinearAdapters;

@@ -1,117 +1,17 @@
-//! The blocks of a quantized weight that a rank holds.
+//! Quantized weights that are cut over a mesh axis.
+use super::blocks::{WeightBlocks, stored};
 use crate::kernels::{self, QuantizedMatrix};
 use crate::layout::{Placement, Placements, Replicate, Shard, Spec};
 use crate::nn::lora::{BaseWeight, LinearAdapters};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::redistribute::Target;
 use crate::rules::{self, OpSpec};
-use crate::{DTensor, Error, Result, Weights};
-use candle_core::quantized::GgmlDType;
-use candle_core::{D, DType, Device, Tensor};
+use crate::{DTensor, Error, Result};
+use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_dist::backend::Dims;
-use smallvec::{SmallVec, smallvec};
-use std::ops::Range;
+use smallvec::SmallVec;
 use std::sync::Arc;
-
-/// Blocks of rows and columns of a weight `[out, in]`.
-#[derive(Debug, Clone)]
-pub(super) struct WeightBlocks {
-    /// `None` without rows or columns.
-    matrix: Option<QuantizedMatrix>,
-    rows: Range<usize>,
-}
-
-impl WeightBlocks {
-    /// Reads rows and columns of the stored weight `name`, which must be `whole`.
-    pub(super) fn read(
-        vb: &MeshVarBuilder,
-        name: &str,
-        whole: [usize; 2],
-        [rows, columns]: [Range<usize>; 2],
-    ) -> Result<Self> {
-        let (weights, name, _) = stored(vb, name, whole)?;
-        let is_empty = rows.is_empty() || columns.is_empty();
-        let read = || weights.read_quantized(&name, [rows.clone(), columns], vb.device());
-        let matrix = (!is_empty).then(|| Ok::<_, Error>(QuantizedMatrix::new(read()?)?)).transpose()?;
-        let blocks = Self { matrix, rows };
-        vb.count_quantized(blocks.bytes());
-        Ok(blocks)
-    }
-
-    /// Returns the bytes in memory.
-    pub(super) fn bytes(&self) -> usize {
-        self.matrix.as_ref().map_or(0, QuantizedMatrix::bytes)
-    }
-
-    /// Returns `x · weightᵀ` for these rows; `x` has the columns. There are rows and columns.
-    pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(kernels::quantized_linear(x, &[self.some()?])?)
-    }
-
-    /// Returns the products of several weights, for which `x` is rounded once. All have rows and columns.
-    fn products(all: &[&Self], x: &Tensor) -> Result<SmallVec<[Tensor; 1]>> {
-        if let [one] = all {
-            return Ok(smallvec![one.product(x)?]);
-        }
-        let matrices = all.iter().map(|blocks| blocks.some()).collect::<Result<Vec<_>>>()?;
-        let together = kernels::quantized_linear(x, &matrices)?;
-        let mut first = 0;
-        let part = |blocks: &&Self| {
-            let part = together.narrow(D::Minus1, first, blocks.rows.len());
-            first += blocks.rows.len();
-            Ok::<_, Error>(part?)
-        };
-        all.iter().map(part).collect()
-    }
-
-    /// Returns the rows at `ids` (u32) of the whole weight as f32, and zeros for rows that are not here.
-    pub(super) fn rows_at(&self, ids: &[u32], width: usize) -> Result<Vec<f32>> {
-        let mut out = vec![0.0; ids.len() * width];
-        let here = ids.iter().enumerate().filter(|&(_, &id)| self.rows.contains(&(id as usize)));
-        let (places, rows): (Vec<usize>, Vec<u32>) =
-            here.map(|(at, &id)| (at, id - self.rows.start as u32)).unzip();
-        if rows.is_empty() {
-            return Ok(out);
-        }
-        let found = self.some()?.rows(&rows)?;
-        for (at, row) in places.into_iter().zip(found.chunks_exact(width)) {
-            out[at * width..][..width].copy_from_slice(row);
-        }
-        Ok(out)
-    }
-
-    fn some(&self) -> Result<&QuantizedMatrix> {
-        self.matrix
-            .as_ref()
-            .ok_or_else(|| Error::Plan("a quantized weight without rows or columns is used".into()))
-    }
-}
-
-/// Returns the files, and the name and the type of the parameter `name` there, which must be quantized and `whole`.
-fn stored<'a>(
-    vb: &'a MeshVarBuilder,
-    name: &str,
-    whole: [usize; 2],
-) -> Result<(&'a Weights, String, GgmlDType)> {
-    let name = vb.full_name(name);
-    let Some(weights) = vb.stored() else {
-        return Err(Error::Plan(format!(
-            "{name} is quantized, and only weights in files are; build from weights"
-        )));
-    };
-    let shape = weights.shape(&name)?;
-    if shape != whole {
-        return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {whole:?}")));
-    }
-    match weights.quantized_dtype(&name)? {
-        Some(dtype) if QuantizedMatrix::takes(dtype) => Ok((weights, name, dtype)),
-        Some(dtype) => Err(Error::Plan(format!(
-            "{name} is stored as {dtype:?}, with which nothing is multiplied; build a layer that is not quantized"
-        ))),
-        None => Err(Error::Plan(format!("{name} is not quantized; build a layer that is not"))),
-    }
-}
 
 /// A quantized weight `[out, in]` that is cut by rows, by columns or not at all over one mesh axis.
 #[derive(Debug, Clone)]
@@ -198,7 +98,7 @@ impl QuantizedWeight {
         let is_cut = self.at != Replicate && !self.sizes.is_empty();
         let spec =
             if is_cut { spec.with_sizes(self.axis, Some(self.sizes.as_slice().into()))? } else { spec };
-        let local = match &self.blocks.matrix {
+        let local = match self.blocks.matrix()? {
             Some(matrix) => matrix.dequantize()?.to_dtype(dtype)?,
             None => Tensor::zeros(spec.local_shape().as_slice(), dtype, device)?,
         };
@@ -270,18 +170,24 @@ impl QuantizedWeight {
         };
         let attributes: SmallVec<[usize; 16]> =
             [N, axis, cut, input.size()].into_iter().chain(weights.iter().flat_map(sizes)).collect();
+        // Before the op, since ranks without elements take part where the blocks are gathered.
+        let matrices = weights.iter().map(|weight| weight.blocks.matrix()).collect::<Result<Vec<_>>>()?;
         let made = rules::run_with(OP, &attributes, &[x], &op_spec, &|x, outs| {
             let local = x[0].to_local();
-            let blocks = weights.map(|weight| &weight.blocks);
-            if local.elem_count() > 0 && blocks.iter().all(|blocks| blocks.matrix.is_some()) {
-                return WeightBlocks::products(&blocks, local);
+            let all: Option<SmallVec<[_; 3]>> = weights
+                .iter()
+                .zip(&matrices)
+                .map(|(weight, matrix)| Some((&weight.blocks, matrix.as_ref()?)))
+                .collect();
+            if let Some(all) = all.filter(|_| local.elem_count() > 0) {
+                return WeightBlocks::products(&all, local);
             }
-            let each = |(blocks, out): (&WeightBlocks, &Arc<Spec>)| match (&blocks.matrix, local.elem_count())
-            {
-                (Some(_), 1..) => blocks.product(local),
-                _ => rules::neutral(x, &out.local_shape(), out.dtype()),
-            };
-            blocks.into_iter().zip(outs).map(each).collect()
+            let each =
+                |(matrix, out): (&Option<QuantizedMatrix>, &Arc<Spec>)| match (matrix, local.elem_count()) {
+                    (Some(matrix), 1..) => Ok(kernels::quantized_linear(local, &[matrix])?),
+                    _ => rules::neutral(x, &out.local_shape(), out.dtype()),
+                };
+            matrices.iter().zip(outs).map(each).collect()
         })?;
         let missing = |_| Error::Plan("an op returned another number of outputs than it has weights".into());
         made.into_vec().try_into().map_err(missing)

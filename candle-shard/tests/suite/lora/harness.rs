@@ -162,6 +162,22 @@ pub(crate) fn fill(parameters: &Parameters) -> Result<()> {
     Ok(())
 }
 
+/// The same for 32-bit parameters.
+pub(crate) fn fill_f32(parameters: &Parameters) -> Result<()> {
+    for parameter in parameters.iter().filter(|parameter| parameter.name.contains("lora_")) {
+        if parameter.var.elem_count() > 0 {
+            let whole = value(&parameter.name, parameter.tensor.dims()).to_dtype(DType::F32)?;
+            let block = parameter.tensor.spec().local_block();
+            let part = block
+                .iter()
+                .enumerate()
+                .try_fold(whole, |part, (dim, range)| part.narrow(dim, range.start, range.len()))?;
+            parameter.var.set(&part.contiguous()?)?;
+        }
+    }
+    Ok(())
+}
+
 /// What a step computes: the loss, and the gradients by name.
 #[derive(Debug, Clone)]
 pub(crate) struct StepValues {

@@ -1,0 +1,200 @@
+//! Blocks of a quantized weight that a rank holds, by itself or together with the ranks of a fully sharding axis.
+use crate::kernels::{self, QuantizedMatrix};
+use crate::nn::MeshVarBuilder;
+use crate::{Error, Result, Weights};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{D, DType, Device, Tensor};
+use candle_dist::{Collective, Cut, ProcessGroup};
+use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Blocks of rows and columns of a weight `[out, in]`.
+#[derive(Debug, Clone)]
+pub(super) struct WeightBlocks {
+    source: BlockSource,
+    rows: Range<usize>,
+}
+
+#[derive(Debug, Clone)]
+enum BlockSource {
+    /// Without rows or columns.
+    Empty,
+    /// On this rank.
+    Held(QuantizedMatrix),
+    /// Some rows on each rank of a group, as files have their bytes. They are gathered for each use.
+    Sharded(Arc<ShardedBlocks>),
+}
+
+#[derive(Debug)]
+struct ShardedBlocks {
+    /// The bytes of this rank's rows.
+    piece: Tensor,
+    /// The bytes of the rows of each rank.
+    sizes: Vec<usize>,
+    dims: [usize; 2],
+    dtype: GgmlDType,
+    group: ProcessGroup,
+    device: Device,
+}
+
+impl WeightBlocks {
+    /// Reads rows and columns of the stored weight `name`, which must be `whole`.
+    ///
+    /// In a fully sharded unit each rank reads a part of the rows.
+    pub(super) fn read(
+        vb: &MeshVarBuilder,
+        name: &str,
+        whole: [usize; 2],
+        [rows, columns]: [Range<usize>; 2],
+    ) -> Result<Self> {
+        let (weights, name, dtype) = stored(vb, name, whole)?;
+        let source = match (rows.is_empty() || columns.is_empty(), vb.sharded_over()) {
+            (true, _) => BlockSource::Empty,
+            (false, Some(group)) if group.size() > 1 => {
+                let sharded =
+                    ShardedBlocks::read(weights, &name, dtype, [&rows, &columns], group, vb.device())?;
+                vb.count_quantized(sharded.piece.elem_count());
+                BlockSource::Sharded(Arc::new(sharded))
+            }
+            _ => {
+                let read = || {
+                    QuantizedMatrix::new(weights.read_quantized(
+                        &name,
+                        [rows.clone(), columns.clone()],
+                        vb.device(),
+                    )?)
+                };
+                BlockSource::Held(
+                    vb.quantized_matrix(weights.place(&name)?, [&rows, &columns], || Ok(read()?))?,
+                )
+            }
+        };
+        Ok(Self { source, rows })
+    }
+
+    /// Returns the bytes in memory.
+    pub(super) fn bytes(&self) -> usize {
+        match &self.source {
+            BlockSource::Empty => 0,
+            BlockSource::Held(matrix) => matrix.bytes(),
+            BlockSource::Sharded(sharded) => sharded.piece.elem_count(),
+        }
+    }
+
+    /// Returns the matrix, if there are rows and columns. In a fully sharded unit all of its ranks call it, and it is gathered.
+    pub(super) fn matrix(&self) -> Result<Option<QuantizedMatrix>> {
+        match &self.source {
+            BlockSource::Empty => Ok(None),
+            BlockSource::Held(matrix) => Ok(Some(matrix.clone())),
+            BlockSource::Sharded(sharded) => sharded.gather().map(Some),
+        }
+    }
+
+    /// Returns `x · weightᵀ` for these rows; `x` has the columns. There are rows and columns.
+    pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
+        let matrix = self.matrix()?.ok_or_else(absent)?;
+        Ok(kernels::quantized_linear(x, &[&matrix])?)
+    }
+
+    /// Returns the products of several weights, for which `x` is rounded once.
+    pub(super) fn products(all: &[(&Self, &QuantizedMatrix)], x: &Tensor) -> Result<SmallVec<[Tensor; 1]>> {
+        if let [(_, one)] = all {
+            return Ok(smallvec![kernels::quantized_linear(x, &[one])?]);
+        }
+        let matrices: Vec<&QuantizedMatrix> = all.iter().map(|(_, matrix)| *matrix).collect();
+        let together = kernels::quantized_linear(x, &matrices)?;
+        let mut first = 0;
+        let part = |(blocks, _): &(&Self, &QuantizedMatrix)| {
+            let part = together.narrow(D::Minus1, first, blocks.rows.len());
+            first += blocks.rows.len();
+            Ok::<_, Error>(part?)
+        };
+        all.iter().map(part).collect()
+    }
+
+    /// Returns the rows at `ids` (u32) of the whole weight as f32, and zeros for rows that are not here. In a fully sharded unit all of
+    /// its ranks call it.
+    pub(super) fn rows_at(&self, ids: &[u32], width: usize) -> Result<Vec<f32>> {
+        let matrix = self.matrix()?;
+        let mut out = vec![0.0; ids.len() * width];
+        let here = ids.iter().enumerate().filter(|&(_, &id)| self.rows.contains(&(id as usize)));
+        let (places, rows): (Vec<usize>, Vec<u32>) =
+            here.map(|(at, &id)| (at, id - self.rows.start as u32)).unzip();
+        if rows.is_empty() {
+            return Ok(out);
+        }
+        let found = matrix.ok_or_else(absent)?.rows(&rows)?;
+        for (at, row) in places.into_iter().zip(found.chunks_exact(width)) {
+            out[at * width..][..width].copy_from_slice(row);
+        }
+        Ok(out)
+    }
+}
+
+fn absent() -> Error {
+    Error::Plan("a quantized weight without rows or columns is used".into())
+}
+
+impl ShardedBlocks {
+    fn read(
+        weights: &Weights,
+        name: &str,
+        dtype: GgmlDType,
+        [rows, columns]: [&Range<usize>; 2],
+        group: &ProcessGroup,
+        device: &Device,
+    ) -> Result<Self> {
+        let (ranks, dims) = (group.size(), [rows.len(), columns.len()]);
+        let of_row = dims[1] / dtype.block_size() * dtype.type_size();
+        let most = dims[0].div_ceil(ranks);
+        let part = |rank: usize| (rank * most).min(dims[0])..((rank + 1) * most).min(dims[0]);
+        let mine = part(group.rank());
+        let piece = if mine.is_empty() {
+            Tensor::zeros(0, DType::U8, device)?
+        } else {
+            let block = [rows.start + mine.start..rows.start + mine.end, columns.clone()];
+            let read = weights.read_quantized(name, block, &Device::Cpu)?;
+            let bytes = read.data()?.into_owned();
+            let count = bytes.len();
+            Tensor::from_vec(bytes, count, device)?
+        };
+        let sizes = (0..ranks).map(|rank| part(rank).len() * of_row).collect();
+        let group = group.with_description(format!("the blocks of {name}"));
+        Ok(Self { piece, sizes, dims, dtype, group, device: device.clone() })
+    }
+
+    fn gather(&self) -> Result<QuantizedMatrix> {
+        let gather = Collective::all_gather(Cut::new(0, &self.sizes));
+        let whole = self.group.call(gather).run(&self.piece)?;
+        let bytes = whole.to_device(&Device::Cpu)?.to_vec1::<u8>()?;
+        let storage = QStorage::from_data(Cow::Owned(bytes), &self.device, self.dtype)?;
+        Ok(QuantizedMatrix::new(QTensor::new(storage, (self.dims[0], self.dims[1]))?)?)
+    }
+}
+
+/// Returns the files, and the name and the type of the parameter `name` there, which must be quantized and `whole`.
+pub(super) fn stored<'a>(
+    vb: &'a MeshVarBuilder,
+    name: &str,
+    whole: [usize; 2],
+) -> Result<(&'a Weights, String, GgmlDType)> {
+    let name = vb.full_name(name);
+    let Some(weights) = vb.stored() else {
+        return Err(Error::Plan(format!(
+            "{name} is quantized, and only weights in files are; build from weights"
+        )));
+    };
+    let shape = weights.shape(&name)?;
+    if shape != whole {
+        return Err(Error::Plan(format!("{name} has shape {shape:?}, and the layer wants {whole:?}")));
+    }
+    match weights.quantized_dtype(&name)? {
+        Some(dtype) if QuantizedMatrix::takes(dtype) => Ok((weights, name, dtype)),
+        Some(dtype) => Err(Error::Plan(format!(
+            "{name} is stored as {dtype:?}, with which nothing is multiplied; build a layer that is not quantized"
+        ))),
+        None => Err(Error::Plan(format!("{name} is not quantized; build a layer that is not"))),
+    }
+}
