@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::Result;
-use candle_lm::adapter::{AdapterConfig, TRAINED, Targets};
+use candle_lm::adapter::{AdapterConfig, TRAINED, TargetModules};
 use candle_lm::files::Files;
 use candle_shard::nn::LoraOptions;
 use clap::Args;
@@ -93,7 +93,8 @@ impl FromStr for LoraFlag {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut options = LoraOptions::new(8);
-        let (mut targets, mut alpha, mut saved, mut layers) = (Targets::AllLinear, None, Vec::new(), None);
+        let (mut targets, mut alpha, mut saved, mut layers) =
+            (TargetModules::AllLinear, None, Vec::new(), None);
         let list = |value: &str| value.split('+').map(str::to_owned).collect::<Vec<_>>();
         for field in text.split(',').filter(|field| !field.is_empty()) {
             let (key, value) = field.split_once('=').unwrap_or((field, ""));
@@ -107,8 +108,8 @@ impl FromStr for LoraFlag {
                 ("r", false) => options.rank = whole(value)?,
                 ("alpha", false) => alpha = Some(number(value)?),
                 ("dropout", false) => options.dropout = number(value)?,
-                ("targets", false) if value == "all-linear" => targets = Targets::AllLinear,
-                ("targets", false) => targets = Targets::Suffixes(list(value)),
+                ("targets", false) if value == "all-linear" => targets = TargetModules::AllLinear,
+                ("targets", false) => targets = TargetModules::Suffixes(list(value)),
                 ("save", false) => saved = list(value),
                 ("layers", false) => {
                     layers = Some(value.split('+').map(whole).collect::<Result<Vec<_>, String>>()?);
@@ -139,5 +140,43 @@ impl LoraFlag {
         // A checkpoint is read from other folders too.
         let base = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
         AdapterConfig { base: Some(base.display().to_string()), ..self.0.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_of_adapters_are_read_or_refused_by_name() {
+        let LoraFlag(config) =
+            "r=16,alpha=8,dropout=0.1,targets=q_proj+v_proj,layers=0+2,rslora".parse().unwrap();
+        assert_eq!((config.options.rank, config.options.alpha, config.options.dropout), (16, 8.0, 0.1));
+        assert!(config.options.rank_stabilized && !config.options.dora);
+        assert_eq!(config.targets, TargetModules::Suffixes(vec!["q_proj".into(), "v_proj".into()]));
+        assert_eq!(config.layers, Some(vec![0, 2]));
+        let LoraFlag(config) = "r=4".parse().unwrap();
+        assert_eq!((config.options.scale(), config.targets), (1.0, TargetModules::AllLinear));
+        for (text, want) in [
+            ("rank=4", "\"rank=4\" is not known"),
+            ("r=0", "at least 1"),
+            ("r=x", "r=x is no number"),
+            ("alpha=nan", "alpha=nan is no number"),
+            ("dropout=1", "dropout in [0, 1)"),
+            ("dora=1", "not known"),
+            ("layers=1+b", "layers=b is no number"),
+        ] {
+            let said = text.parse::<LoraFlag>().unwrap_err();
+            assert!(said.contains(want), "{text}: {said}");
+        }
+    }
+
+    #[test]
+    fn adapters_have_names_and_paths() {
+        let named = |text: &str| text.parse::<AdapterPath>().map(|path| (path.name, path.path));
+        assert_eq!(named("./a=b"), Ok((None, "./a=b".into())));
+        assert_eq!(named("notes=./b"), Ok((Some("notes".into()), "./b".into())));
+        assert_eq!(named("b"), Ok((None, "b".into())));
+        assert!(named("a.b=c").is_err() && named("x=").is_err() && named("=x").is_err());
     }
 }

@@ -18,9 +18,9 @@ pub struct AdapterConfig {
     /// The options where no pattern says otherwise.
     pub options: LoraOptions,
     /// Which modules have factors.
-    pub targets: Targets,
+    pub targets: TargetModules,
     /// Modules that have none, though they are targets.
-    pub excluded: Option<Targets>,
+    pub excluded: Option<TargetModules>,
     /// The ranks of modules, by the end of their paths.
     pub rank_pattern: Vec<(String, usize)>,
     /// What their scales are made of.
@@ -37,7 +37,7 @@ pub struct AdapterConfig {
 
 /// Modules by their paths.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Targets {
+pub enum TargetModules {
     /// Those whose path is one of these, or ends with a dot and one of these.
     Suffixes(Vec<String>),
     /// Those whose path is matched by this regular expression as a whole.
@@ -46,7 +46,7 @@ pub enum Targets {
     AllLinear,
 }
 
-impl Targets {
+impl TargetModules {
     fn read(name: &str, value: &Value) -> Result<Self> {
         let texts = |values: &Vec<Value>| -> Option<Vec<String>> {
             values.iter().map(|value| value.as_str().map(str::to_owned)).collect()
@@ -124,7 +124,7 @@ const HARMLESS: [&str; 12] = [
 
 impl AdapterConfig {
     /// An adapter with these options at these modules.
-    pub fn new(options: LoraOptions, targets: Targets) -> Self {
+    pub fn new(options: LoraOptions, targets: TargetModules) -> Self {
         Self {
             options,
             targets,
@@ -194,9 +194,10 @@ impl AdapterConfig {
             shown(bias.as_ref())
         );
         let targets =
-            take("target_modules").map(|value| Targets::read("target_modules", &value)).transpose()?;
-        let excluded =
-            take("exclude_modules").map(|value| Targets::read("exclude_modules", &value)).transpose()?;
+            take("target_modules").map(|value| TargetModules::read("target_modules", &value)).transpose()?;
+        let excluded = take("exclude_modules")
+            .map(|value| TargetModules::read("exclude_modules", &value))
+            .transpose()?;
         let pattern = |value: Option<Value>, name: &str| -> Result<Vec<(String, f64)>> {
             let Some(value) = value else { return Ok(Vec::new()) };
             let map = value.as_object().with_context(|| format!("{name} is {value}; expected a map"))?;
@@ -213,7 +214,7 @@ impl AdapterConfig {
             modules_to_save: names(take("modules_to_save"), "modules_to_save")?,
             layers: layers(take("layers_to_transform"))?,
             layers_pattern: names(take("layers_pattern"), "layers_pattern")?,
-            targets: targets.unwrap_or(Targets::Suffixes(Vec::new())),
+            targets: targets.unwrap_or(TargetModules::Suffixes(Vec::new())),
             excluded,
             base,
             options,
@@ -255,7 +256,7 @@ impl AdapterConfig {
             "bias": "none",
             "init_lora_weights": true,
             "target_modules": self.targets.to_json(),
-            "exclude_modules": self.excluded.as_ref().map(Targets::to_json),
+            "exclude_modules": self.excluded.as_ref().map(TargetModules::to_json),
             "rank_pattern": ranks,
             "alpha_pattern": alphas,
             "modules_to_save": or_null(&self.modules_to_save),
@@ -297,7 +298,7 @@ impl AdapterConfig {
     fn has_layer(&self, path: &str) -> Result<bool> {
         // As in PEFT, a module that is named by its whole path has factors in any case.
         let is_named =
-            matches!(&self.targets, Targets::Suffixes(names) if names.iter().any(|name| name == path));
+            matches!(&self.targets, TargetModules::Suffixes(names) if names.iter().any(|name| name == path));
         let Some(layers) = self.layers.as_ref().filter(|_| !is_named) else { return Ok(true) };
         let pattern = match &self.layers_pattern[..] {
             [] => r"^.*?\.[^.]*\.(\d+)\.".to_owned(),

@@ -13,7 +13,10 @@ use candle_shard::kernels::RopePairs;
 use candle_shard::nn::LoraOptions;
 
 use super::config::ModuleKind;
-use super::{AdapterConfig, CONFIG, Entry, PREFIX, Targets, WEIGHTS, entries, known_name, rows, weights_of};
+use super::{
+    AdaptedModule, AdapterConfig, CONFIG, PREFIX, TargetModules, WEIGHTS, entries, known_name, rows,
+    weights_of,
+};
 use crate::files::Files;
 use crate::gguf;
 use crate::train::folder;
@@ -78,7 +81,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
     let config = AdapterConfig {
         rank_pattern: ranks.iter().map(|(path, rank)| (exact(path), *rank)).collect(),
         alpha_pattern: alphas.iter().map(|(path, alpha)| (exact(path), *alpha)).collect(),
-        ..AdapterConfig::new(LoraOptions::new(first), Targets::Suffixes(ranks.into_keys().collect()))
+        ..AdapterConfig::new(LoraOptions::new(first), TargetModules::Suffixes(ranks.into_keys().collect()))
     };
     candle_core::safetensors::save(&tensors, folder.join(WEIGHTS))?;
     Ok(folder::write(&folder.join(CONFIG), &serde_json::to_vec_pretty(&config.to_json())?)?)
@@ -108,7 +111,7 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
     let alpha = config.options.alpha;
     ensure!(alpha != 0.0, "lora_alpha is 0, which llama.cpp reads as a scale of 1: merge the adapter");
     let mut written = Vec::new();
-    for Entry { module, options } in &changed {
+    for AdaptedModule { module, options } in &changed {
         let path = &module.path;
         ensure!(
             !options.dora && !options.bias,

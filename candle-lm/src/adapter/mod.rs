@@ -15,7 +15,7 @@ use candle_core::Device;
 use candle_shard::nn::{Adapter, LoraOptions};
 use candle_shard::{Weights, regular};
 
-pub use config::{AdapterConfig, CONFIG, ModuleKind, Targets};
+pub use config::{AdapterConfig, CONFIG, ModuleKind, TargetModules};
 pub use gguf::export_gguf;
 pub(crate) use merge::MergedAdapter;
 pub use merge::{merge, merge_gguf};
@@ -92,7 +92,7 @@ pub(crate) fn tensors(
 ) -> Result<Vec<(String, Vec<usize>)>> {
     let (_, changed, replaced) = entries(name, config, files)?;
     let mut tensors = Vec::new();
-    for Entry { module, options } in &changed {
+    for AdaptedModule { module, options } in &changed {
         for ([_, built], shape) in shapes(module, options) {
             let built = built.replace('*', name);
             match &module.parts[..] {
@@ -162,7 +162,7 @@ fn known_name(tensor: &str) -> String {
 }
 
 /// A module that an adapter changes.
-struct Entry {
+struct AdaptedModule {
     module: LayerModule,
     options: LoraOptions,
 }
@@ -172,7 +172,7 @@ fn entries(
     name: &str,
     config: &AdapterConfig,
     files: &Files,
-) -> Result<(Adapter, Vec<Entry>, Vec<LayerModule>)> {
+) -> Result<(Adapter, Vec<AdaptedModule>, Vec<LayerModule>)> {
     let (mut adapter, mut changed, mut replaced) = (Adapter::new(name), Vec::new(), Vec::new());
     let is_tied = files.config.tie_word_embeddings;
     for module in modules(&files.config) {
@@ -215,7 +215,7 @@ fn entries(
         for (part, _) in &module.parts {
             adapter = adapter.with(part.as_str(), of_part.clone());
         }
-        changed.push(Entry { module, options });
+        changed.push(AdaptedModule { module, options });
     }
     ensure!(
         !(changed.is_empty() && replaced.is_empty()),
@@ -235,7 +235,7 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
         ensure!(has == want, "{tensor:?} is {has:?}, and the model and the config want {want:?}");
         Ok(())
     };
-    for Entry { module, options } in &changed {
+    for AdaptedModule { module, options } in &changed {
         let path = &module.path;
         for ([stored, built], want) in shapes(module, options) {
             let mut tensor = format!("{path}.{stored}");

@@ -44,6 +44,7 @@
 //! | `fsdp/pass.rs` | `OPEN` | the units that the pass has reached | when a pass ends or fails |
 //! | `fsdp/pass.rs` | `KEPT` | the units with gradients of earlier passes in `no_sync` | when a pass outside of `no_sync` ends, or a pass fails |
 //! | `fsdp/pass.rs` | `JOINED` | the mark of the passes that have left these gradients | as `KEPT` |
+//! | `nn/lora/active.rs` | `ACTIVE` | which adapters run | restored by a scope |
 //! | `nn/dropout.rs` | `USES` | the uses of dropouts in this pass, outside of places | at the first use after a pass |
 //! | `lookup/label.rs` | `FOUND` | the last results of lookups in sharded tables | the oldest, when it is full |
 //! | `agreement.rs` | `COMPARED` | whether equal operands are compared | restored by a scope |

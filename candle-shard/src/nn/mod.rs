@@ -2,6 +2,7 @@
 //!
 #![doc = include_str!("README.md")]
 
+mod adapter;
 mod batch_norm;
 mod constructors;
 mod conv;
@@ -34,6 +35,7 @@ mod var_builder;
 pub use crate::autograd::backward;
 pub use crate::layout::Width;
 pub use crate::random::Draws;
+pub use adapter::{Adapter, LoraOptions};
 pub use batch_norm::{BatchNorm, batch_norm};
 pub use constructors::{embedding, layer_norm, linear, linear_no_bias, rms_norm};
 pub use conv::{
@@ -46,7 +48,7 @@ pub use fused_qkv::{FusedQkv, Heads};
 pub use group_norm::{GroupNorm, group_norm};
 pub use kv_cache::{KvCache, RotatingKvCache, TextCache, TextTokens};
 pub use linear::Linear;
-pub use lora::{ActiveAdapters, Adapter, AdapterWeight, LoraOptions};
+pub use lora::{ActiveAdapters, AdapterWeight};
 pub use mode::Mode;
 pub use module::{Module, ModuleT};
 pub use moe::{ExpertGroups, Load, MoE, MoEConfig, MoEOutput, Scores};

@@ -3,7 +3,7 @@ mod complete;
 mod made;
 
 use self::complete::BuildStatus;
-use super::lora::AdapterSet;
+use super::adapter::AdapterSet;
 use super::moved::StateDict;
 use super::place::{AxisCut, ParameterPlace};
 use super::source::{Init, ParameterSource};

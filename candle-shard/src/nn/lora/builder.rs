@@ -1,11 +1,12 @@
 //! Parameters of adapters.
-use super::adapter::{Adapter, AdapterSet, LoraOptions};
 use super::layer::{LinearAdapters, TableAdapters};
 use crate::layout::Placement;
+use crate::nn::adapter::{Adapter, AdapterSet, LoraOptions};
+use crate::nn::init::even;
 use crate::nn::source::{Init, ParameterSource};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::parallel::LayerKind;
-use crate::{DTensor, Error, Result, autograd};
+use crate::{DTensor, Result, autograd};
 use candle_core::DType;
 use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -189,7 +190,7 @@ impl MeshVarBuilder {
             &self.full_name("weight"),
             whole,
             rows,
-            (crate::nn::linear::init(input.size()), self.seed()),
+            (Init::Random(even(1.0 / (input.size() as f64).sqrt())), self.seed()),
             (self.dtype(), self.device()),
         )?;
         let norms = weight.to_dtype(DType::F32)?.sqr()?.sum(1)?.sqrt()?;
@@ -206,16 +207,4 @@ fn module_of(name: &str) -> Vec<&str> {
     let mut path: Vec<&str> = name.split('.').collect();
     path.pop();
     path
-}
-
-/// Names the patterns of adapters that matched no module.
-pub(in crate::nn) fn unmatched_error<'a>(patterns: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    let names: Vec<String> = patterns.into_iter().map(|pattern| format!("{pattern:?}")).collect();
-    if names.is_empty() {
-        return Ok(());
-    }
-    Err(Error::Plan(format!(
-        "{} of the adapters matched no module that takes an adapter; check the paths against the model's parameter names",
-        names.join(", ")
-    )))
 }

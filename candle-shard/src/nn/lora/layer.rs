@@ -1,7 +1,8 @@
 //! The adapters of one layer.
 use super::active::{AdapterScope, AdapterWeight};
-use super::adapter::LoraOptions;
 use crate::layout::{Placement, Replicate, Shard};
+use crate::nn::adapter::LoraOptions;
+use crate::nn::init::even;
 use crate::nn::{Dropout, Init, MeshVarBuilder, Mode, Width};
 use crate::random::Distribution;
 use crate::{DTensor, Result};
@@ -94,8 +95,7 @@ impl LinearAdapters {
         }
         let adapter = |(number, vb, options): (usize, MeshVarBuilder, LoraOptions)| {
             let name = |factor: &str, parameter: &str| format!("{factor}.{}.{parameter}", vb.adapter_name());
-            let bound = 1.0 / (input.size() as f64).sqrt();
-            let uniform = Init::Random(Distribution::Uniform { lo: -bound, up: bound });
+            let uniform = Init::Random(even(1.0 / (input.size() as f64).sqrt()));
             let zero = Init::Const(0.0);
             let rank = Width::from(options.rank);
             let of_a = options.a_of.as_ref().map_or_else(|| vb.clone(), |path| vb.at(path));

@@ -3,13 +3,9 @@
 #![doc = include_str!("README.md")]
 
 mod active;
-mod adapter;
 mod builder;
 mod layer;
 
 pub(crate) use active::AdapterScope;
 pub use active::{ActiveAdapters, AdapterWeight};
-pub(crate) use adapter::AdapterSet;
-pub use adapter::{Adapter, LoraOptions};
-pub(in crate::nn) use builder::unmatched_error;
 pub(crate) use layer::{BaseWeight, LinearAdapters, TableAdapters};

@@ -1,7 +1,6 @@
 //! What is checked when a model is complete: that ranks have built the same, and that the plan fits the model.
 use super::{BuilderState, MeshVarBuilder};
 use crate::nn::Parameters;
-use crate::nn::lora::unmatched_error;
 use crate::nn::source::ParameterSource;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
@@ -69,7 +68,7 @@ impl MeshVarBuilder {
             }
         }
         shared.plan.check_all_matched(&shared.matched.lock().unwrap_or_else(PoisonError::into_inner))?;
-        unmatched_error(&self.unmatched_adapters())?;
+        self.adapters.iter().try_for_each(|set| set.check_matched())?;
         left?;
         Ok(self.built())
     }

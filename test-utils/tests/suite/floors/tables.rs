@@ -212,10 +212,12 @@ const CANDLE_SHARD: &[Folder] = &[
     folder(
         "nn",
         &[
-            "kv_cache mode moved parameters place",
+            "adapter kv_cache mode moved parameters place",
             "optim source",
             "var_builder",
-            "dropout embedding fully_shard init linear norm recompute",
+            "dropout fully_shard init",
+            "lora",
+            "embedding linear norm recompute",
             "constructors fused_qkv module rnn",
             "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
@@ -225,6 +227,7 @@ const CANDLE_SHARD: &[Folder] = &[
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
     folder("nn/kv_cache", &["layout", "mod", "texts"]),
+    folder("nn/lora", &["active", "layer", "builder", "mod"]),
     folder(
         "nn/optim",
         &["mod params schedule", "slot", "group", "element options", "adagrad adam_w sgd", "muon"],

@@ -7,9 +7,9 @@ use candle_pipe::graph::{Scope, ValueId};
 use candle_pipe::{Ctx, In, LossReduction, PipeBuilder, Value};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{
-    self, Adagrad, AdamW, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear, MeshVarBuilder, MoE,
-    MoEConfig, Mode, ModuleT, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad, ParamsMuon, ParamsSgd,
-    RNN, RmsNorm, Sgd, Width, recompute,
+    self, ActiveAdapters, Adagrad, AdamW, Adapter, BatchNorm, Dropout, Embedding, Init, LayerNorm, Linear,
+    MeshVarBuilder, MoE, MoEConfig, Mode, ModuleT, Muon, Optimizer, ParamGroup, Parameters, ParamsAdagrad,
+    ParamsMuon, ParamsSgd, RNN, RmsNorm, Sgd, Width, recompute,
 };
 use candle_shard::parallel::{ColwiseParallel, Plan, RowwiseParallel, SequenceParallel};
 use candle_shard::sparse::RowVar;
@@ -174,6 +174,13 @@ impl Model {
     /// Builds a block that is no other one's.
     fn block(&self, block: &Block, vb: &MeshVarBuilder) -> Result<Run> {
         let vb = if block.frozen { vb.frozen() } else { vb.clone() };
+        let vb = match &block.adapter {
+            Some(options) => {
+                let adapter = Adapter::new("one").with(vb.full_name("*"), options.clone());
+                vb.with_adapters([adapter.with(vb.full_name("*.*"), options.clone())])?
+            }
+            None => vb,
+        };
         let is_of_units = matches!(block.layer, Layer::Unordered(_));
         let run = match block.unit && !is_of_units {
             false => self.layer(&block.layer, &vb)?,
@@ -190,6 +197,12 @@ impl Model {
                 });
                 run
             }
+        };
+        let run: Run = match &block.adapter {
+            Some(_) => Arc::new(move |x, earlier, mode| {
+                ActiveAdapters::current().mode(mode).run(|| run(x, earlier, mode))
+            }),
+            None => run,
         };
         if !block.recompute || matches!(block.layer, Layer::Experts { loss: true }) {
             return Ok(run);

@@ -216,6 +216,21 @@ impl AdapterSet {
         }
     }
 
+    /// Refuses patterns that matched no module.
+    ///
+    /// # Errors
+    /// If there are some; they are named.
+    pub(crate) fn check_matched(&self) -> Result<()> {
+        let names: Vec<String> = self.unmatched().iter().map(|pattern| format!("{pattern:?}")).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Plan(format!(
+            "{} of the adapters matched no module that takes an adapter; check the paths against the model's parameter names",
+            names.join(", ")
+        )))
+    }
+
     /// Returns the patterns that matched no module.
     pub(crate) fn unmatched(&self) -> BTreeSet<String> {
         let matched = self.matched.lock().unwrap_or_else(PoisonError::into_inner);
