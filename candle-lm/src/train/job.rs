@@ -49,6 +49,8 @@ pub struct Job {
     pub start: usize,
     /// The file with the optimizer's state after these.
     pub optimizer: Option<PathBuf>,
+    /// The folder of the checkpoint, if its replicas trained apart.
+    pub apart: Option<PathBuf>,
     /// Checkpoints in the way of `save` that are not whole. The training renames them.
     pub damaged: Vec<Damage>,
     /// What the user should know of the checkpoint that it goes on from, and of the files.
@@ -63,6 +65,11 @@ impl Job {
     pub fn declare(&self, replicas: Option<&ProcessGroup>) -> candle_pipe::Result<DecoderPipe> {
         let cut = StageCut::new(self.pipeline.stages(), self.layout.as_ref());
         declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
+    }
+
+    /// Whether replicas train apart.
+    pub fn is_local(&self) -> bool {
+        self.recipe.local.is_some()
     }
 
     /// The steps to make.

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::corpus::Stamp;
 use super::recipe::Recipe;
-use super::{folder, stage_files};
+use super::{folder, local, stage_files};
 use crate::config::Config;
 use crate::dtype::DTypeName;
 use crate::files::{Files, check};
@@ -107,6 +107,7 @@ impl Checkpoint {
         tokens::read(&folder)?;
         let resumed = Self { folder, files, state, skipped: Vec::new() };
         check_optimizer(&resumed.optimizer(), &resumed.files.config, resumed.state.recipe.dtype)?;
+        local::check_files(&resumed.folder, &resumed.files.config, &resumed.state.recipe)?;
         Ok(resumed)
     }
 
@@ -114,6 +115,9 @@ impl Checkpoint {
     fn verified(self) -> Result<Self> {
         self.files.weights.verify()?;
         Weights::open(self.optimizer())?.verify()?;
+        local::files(&self.folder, &self.state.recipe)
+            .iter()
+            .try_for_each(|at| Weights::open(at)?.verify())?;
         Ok(self)
     }
 
@@ -129,7 +133,10 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
     if !folder.join(STATE).exists() {
         return Ok(());
     }
-    for at in [folder.to_owned(), folder.join(OPTIMIZER)] {
+    let replicas = (1..).map(|replica| local::folder_of(folder, replica)).take_while(|at| at.exists());
+    for at in
+        [folder.to_owned(), folder.join(OPTIMIZER), folder.join(local::OUTER)].into_iter().chain(replicas)
+    {
         let entries = match fs::read_dir(&at) {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             entries => entries.with_context(|| format!("{}", at.display()))?,
@@ -149,7 +156,8 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
+/// Checks by the headers that a file has the optimizer's state of all parameters.
+pub(super) fn check_optimizer(at: &Path, config: &Config, dtype: DTypeName) -> Result<()> {
     let weights = Weights::open(at)?;
     let kept = ["first_moment", "second_moment", "master_weight"];
     let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };

@@ -4,6 +4,7 @@
 mod broken;
 mod crash;
 mod families;
+mod local;
 mod parity;
 mod plain;
 mod program;
