@@ -82,6 +82,7 @@ impl LocalReplica {
     ) -> Result<Vec<(String, DTensor)>> {
         let by_name: BTreeMap<&str, &Parameter> =
             parameters.iter().map(|of| (of.name.as_str(), of)).collect();
+        let device = self.outer.group().device().clone();
         let laid = |(name, tensor): (String, Tensor)| {
             let of = name.splitn(3, '.').nth(2).and_then(|of| by_name.get(of));
             let tensor = match of {
@@ -91,12 +92,7 @@ impl LocalReplica {
                 }
                 None => {
                     let (everywhere, shape) = (vec![Replicate; mesh.ndim()], tensor.shape().clone());
-                    DTensor::from_local(
-                        tensor.to_device(self.outer.group().device())?,
-                        mesh,
-                        &everywhere,
-                        shape,
-                    )?
+                    DTensor::from_local(tensor.to_device(&device)?, mesh, &everywhere, shape)?
                 }
             };
             Ok((name, tensor))
