@@ -4,9 +4,9 @@
 Usage: python3 benchmarks/local_sgd.py --lm PROGRAM [--steps N] [--run "FLAGS" ..]
 
 The small random model of `lm train` learns the documents of this repository on 4 ranks that are threads. A tenth of the text, in pieces from
-all over it, is left out; its loss at the end is compared. A row has the loss, its ratio to that of the first run, the bytes that a rank gave
-to communication, the ratio of the bytes, and the seconds. `--run` replaces the runs that are compared with the first, and `--pre N` lets
-replicas take the first N steps together.
+all over it, is left out; its loss at the end is compared. A row has the loss, its ratio to that of the first run, in which replicas take all
+steps together, the bytes that a rank gives to communication in a step, the ratio of the bytes, and the seconds of a step. `--run` replaces
+the other runs. One that begins with `after N:` goes on from step N of the first run; N is a multiple of a tenth of the steps.
 """
 import argparse
 import json
@@ -14,12 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-RUNS = [
-    "--local-steps 10",
-    "--local-steps 20",
-    "--local-steps 50",
-    "--local-steps 20 --fragments 4",
-]
+RUNS = ["--local-steps 10", "after 100: --local-steps 10", "after 100: --local-steps 20", "after 100: --local-steps 20 --fragments 4"]
 
 
 def write_texts(folder):
@@ -36,43 +31,40 @@ def write_texts(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm", required=True, help="the program lm")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.001)
-    parser.add_argument("--pre", type=int, default=0, help="steps that replicas take together before they go apart")
     parser.add_argument("--run", action="append", help="flags of a run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         print(f"{write_texts(folder):,} characters of text; {args.steps} steps of {args.batch} x {args.seq_len} tokens, lr {args.lr}")
-        base = ["--train", folder / "train", "--valid", folder / "valid", "--dp", 4, "--tp", 1, "--json", "-"]
+        base = ["--train", folder / "train", "--valid", folder / "valid", "--valid-every", args.steps, "--dp", 4, "--tp", 1]
         recipe = ["--batch", args.batch, "--seq-len", args.seq_len, "--lr", args.lr, "--warmup", 50]
 
         def run(flags):
-            command = [args.lm, "train", *base, *flags]
+            command = [args.lm, "train", *base, "--steps", args.steps, *flags, "--json", "-"]
             done = subprocess.run([str(part) for part in command], check=True, capture_output=True)
-            return json.loads(done.stdout)
+            told = json.loads(done.stdout)
+            steps = len(told["losses"])
+            seconds = told["tokens"] / told["tokens_per_second"] / steps
+            return told["valid_losses"][-1][1], told["sent_bytes"][0] / steps, seconds
 
-        begin, before = recipe, 0
-        if args.pre:
-            # The rate falls over all steps, so this one stops half-way.
-            saved = ["--save", folder / "pre", "--save-every", args.pre]
-            run([*recipe, "--steps", args.steps, *saved])
-            begin, before = ["--resume", folder / "pre" / f"step-{args.pre:08}"], args.pre
+        print("| run | loss | of together | MB per step | of together | s per step |\n|---|---|---|---|---|---|")
         first = None
-        print("| run | loss | of together | MB sent per rank | of together | s |\n|---|---|---|---|---|---|")
-        for flags in ["", *(args.run or RUNS)]:
-            told = run([*begin, "--steps", args.steps, *flags.split()])
-            loss, sent = told["valid_losses"][-1][1], told["sent_bytes"][0]
+        for name in ["together", *(args.run or RUNS)]:
+            begin, _, flags = name.rpartition(":")
+            if first is None:
+                flags = [*recipe, "--save", folder / "saved", "--save-every", args.steps // 10]
+            elif begin:
+                flags = ["--resume", folder / "saved" / f"step-{int(begin.split()[1]):08}", *flags.split()]
+            else:
+                flags = [*recipe, *flags.split()]
+            loss, sent, seconds = run(flags)
             first = first or (loss, sent)
-            seconds = told["tokens"] / told["tokens_per_second"]
-            print(
-                f"| {flags or 'together'} | {loss:.4f} | {loss / first[0]:.4f} | {sent / 1e6:.2f} | {sent / first[1]:.4f} | {seconds:.0f} |",
-                flush=True,
-            )
-        if before:
-            print(f"All went on from step {before}, which replicas had taken together.")
+            ratios = loss / first[0], sent / first[1]
+            print(f"| {name} | {loss:.4f} | {ratios[0]:.4f} | {sent / 1e6:.3f} | {ratios[1]:.4f} | {seconds:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -642,6 +642,29 @@ fn a_rank_that_makes_another_number_of_steps_is_an_error_on_all_ranks() {
 }
 
 #[test]
+fn inner_steps_go_on_while_a_delayed_reduction_is_under_way() {
+    test_utils::skip_among_processes("ranks signal each other through memory");
+    let is_ahead = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    on_ranks(2, "beside inner steps", move |ctx| -> Result<()> {
+        use std::sync::atomic::Ordering::SeqCst;
+        let variables = model(DType::F32, ctx.device());
+        let schedule = Schedule { sync_every: 4, delay: 3, ..DILOCO };
+        let mut outer = LocalSgd::new(ctx.group(), &variables, &schedule.options())?;
+        for step in 1..=7 {
+            // The reduction starts after step 4. Rank 1 is not there before rank 0 has made two steps more.
+            while ctx.rank() == 1 && step == 3 && !is_ahead.load(SeqCst) {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            inner_step(&variables, ctx.rank(), step)?;
+            outer.step()?;
+            is_ahead.fetch_or(ctx.rank() == 0 && step == 6, SeqCst);
+        }
+        assert_close(&values(&variables), &schedule.serial(2, 7)[6][ctx.rank()], 1e-5, "after the delay");
+        Ok(())
+    });
+}
+
+#[test]
 fn a_replica_that_diverges_is_an_error_on_all_and_changes_no_parameter() {
     on_ranks(3, "diverged", |ctx| -> Result<()> {
         let variables = model(DType::F32, ctx.device());
