@@ -31,6 +31,7 @@
 //! | arrange ranks on named axes | [`DeviceMesh`] |
 //! | differentiate through communication | [`functional`] |
 //! | train one model on different data: buckets, averages, uneven batches | [`DataParallel`] |
+//! | train replicas apart that meet every few hundred steps (DiLoCo) | [`LocalSgd`] |
 //! | accumulate gradients of several backward passes (PyTorch's `no_sync`) | [`GradAccumulator`] |
 //! | sum gradients of 16-bit parameters in f32 | [`add_grad`], [`sum_dtype`], [`round_grads`] |
 //! | clip the gradients of a sharded model by one norm | [`ClipGradNorm`] |
@@ -119,9 +120,9 @@ pub use mesh::{Axis, DeviceMesh};
 pub use store::Store;
 pub use sums::sum_dtype;
 pub use train::{
-    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, PendingGrads,
-    ShardedVar, SyncOptions, add_grad, named_vars, round_grads, sync_module_states, sync_params,
-    verify_parameter_shapes,
+    ClipGradNorm, DataParallel, DataParallelOptions, GradAccumulator, GradMark, InitialSync, LocalSgd,
+    LocalSgdOptions, PendingGrads, ShardedVar, SyncOptions, add_grad, named_vars, round_grads,
+    sync_module_states, sync_params, verify_parameter_shapes,
 };
 #[allow(deprecated)]
 pub use tree::Packed;

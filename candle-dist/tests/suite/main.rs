@@ -13,6 +13,7 @@ mod functional;
 mod hostile;
 mod in_place;
 mod launch;
+mod local_sgd;
 mod mesh;
 #[cfg(feature = "nccl")]
 mod nccl;

@@ -31,7 +31,7 @@ pub(crate) fn save(
     parameters: &Parameters,
 ) -> Result<()> {
     let tensors = stored(config, files, parameters)?;
-    stage_files::write(at, FILE, world, [mesh, model], &tensors, |_| None)?;
+    stage_files::write(at, FILE, world, [mesh, model], 0, &tensors, |_| None)?;
     let finish = || -> Result<()> {
         // PEFT reads one file.
         stage_files::join(at, FILE)?;

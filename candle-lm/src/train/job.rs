@@ -52,6 +52,8 @@ pub struct Job {
     pub start: usize,
     /// The file with the optimizer's state after these.
     pub optimizer: Option<PathBuf>,
+    /// The folder of the checkpoint, if its replicas trained apart.
+    pub apart: Option<PathBuf>,
     /// Checkpoints in the way of `save` that are not whole. The training renames them.
     pub damaged: Vec<Damage>,
     /// What the user should know of the checkpoint that it goes on from, and of the files.
@@ -69,6 +71,11 @@ impl Job {
         // A frozen table of blocks is held once, whichever layers read it.
         config.tie_word_embeddings &= self.lora.is_none() || !self.files.has_quantized_head();
         declare::learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
+    }
+
+    /// Whether replicas train apart.
+    pub fn is_local(&self) -> bool {
+        self.recipe.local.is_some()
     }
 
     /// The steps to make.

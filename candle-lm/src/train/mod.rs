@@ -3,6 +3,7 @@
 pub mod corpus;
 pub mod folder;
 pub mod job;
+mod local;
 pub mod rate;
 pub mod recipe;
 pub mod resume;

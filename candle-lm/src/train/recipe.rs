@@ -24,6 +24,61 @@ pub struct Recipe {
     pub dtype: DTypeName,
     /// The seed of the batches, and of a random model.
     pub seed: u64,
+    /// How replicas meet that train apart; without it they take each step together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local: Option<LocalRecipe>,
+}
+
+/// Replicas that train apart, and meet from time to time ([`LocalSgd`](candle_dist::LocalSgd)).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LocalRecipe {
+    /// The steps between two meetings.
+    pub steps: usize,
+    /// The number of replicas.
+    pub replicas: usize,
+    /// Parts of the parameters, each of which meets at a time of its own.
+    pub fragments: usize,
+    /// The learning rate of the outer optimizer.
+    pub lr: f64,
+    /// Its momentum.
+    pub momentum: f64,
+}
+
+impl LocalRecipe {
+    /// Checks each number by itself.
+    fn check(self) -> InputResult {
+        let Self { steps, replicas: _, fragments, lr, momentum } = self;
+        require!(
+            steps > 0,
+            "--local-steps is 0: give at least 1, or leave it out for replicas that take each step together."
+        );
+        require!(
+            (1..=steps).contains(&fragments),
+            "--fragments {fragments} is not from 1 to the {steps} of --local-steps, in which each of them meets once."
+        );
+        require!(lr.is_finite() && lr > 0.0, "--outer-lr {lr} is not a positive finite number: try 0.7.");
+        require!(
+            (0.0..1.0).contains(&momentum),
+            "--outer-momentum {momentum} is not from 0 to below 1: try 0.9."
+        );
+        Ok(())
+    }
+
+    /// Checks that these replicas go on where those of another recipe stopped.
+    fn check_follows(self, saved: Self) -> InputResult {
+        let (replicas, was) = (self.replicas, saved.replicas);
+        require!(
+            replicas == was,
+            "--dp {replicas}: --resume goes on from {was} replicas that train apart, each with an optimizer of its own: give \
+             --dp {was}, or begin anew from the checkpoint with --model."
+        );
+        for (flag, now, was) in
+            [("--local-steps", self.steps, saved.steps), ("--fragments", self.fragments, saved.fragments)]
+        {
+            require!(now == was, "{flag} {now} is not the {was} that --resume goes on from: leave it out.");
+        }
+        Ok(())
+    }
 }
 
 /// The most tokens of a step, whose numbers alone take a gigabyte.
@@ -33,7 +88,7 @@ impl Default for Recipe {
     fn default() -> Self {
         let rate = Rate { peak: 3e-4, warmup: 10, decay: Decay::Cosine, steps: 100, ended: None };
         let dtype = DTypeName::F32;
-        Self { rate, batch: 8, seq_len: 128, weight_decay: 0.1, clip_norm: 1.0, dtype, seed: 0 }
+        Self { rate, batch: 8, seq_len: 128, weight_decay: 0.1, clip_norm: 1.0, dtype, seed: 0, local: None }
     }
 }
 
@@ -66,7 +121,7 @@ impl Recipe {
             dtype != DTypeName::F16,
             "--dtype f16 cannot hold small gradients: train in bf16, which keeps 32-bit master weights, or in f32."
         );
-        Ok(())
+        self.local.map_or(Ok(()), LocalRecipe::check)
     }
 
     /// Checks that this recipe goes on where another one stopped.
@@ -89,6 +144,10 @@ impl Recipe {
                 "{flag} {value} is not the {was} that --resume goes on from: leave it out."
             );
         }
-        Ok(())
+        // Replicas that were together may go apart.
+        match (self.local, saved.local) {
+            (Some(local), Some(saved)) => local.check_follows(saved),
+            _ => Ok(()),
+        }
     }
 }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::corpus::Stamp;
 use super::recipe::Recipe;
-use super::{folder, stage_files};
+use super::{folder, local, stage_files};
 use crate::adapter::{self, AdapterConfig};
 use crate::config::Config;
 use crate::dtype::DTypeName;
@@ -124,6 +124,7 @@ impl Checkpoint {
             None => resumed.files.config.tensors(),
         };
         check_optimizer(&resumed.optimizer(), &tensors, resumed.state.recipe.dtype)?;
+        local::check_files(&resumed.folder, &tensors, &resumed.state.recipe)?;
         Ok(resumed)
     }
 
@@ -134,6 +135,9 @@ impl Checkpoint {
             Some(_) => Weights::open(self.folder.join(adapter::WEIGHTS))?.verify()?,
         }
         Weights::open(self.optimizer())?.verify()?;
+        local::files(&self.folder, &self.state.recipe)
+            .iter()
+            .try_for_each(|at| Weights::open(at)?.verify())?;
         Ok(self)
     }
 
@@ -149,7 +153,10 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
     if !folder.join(STATE).exists() {
         return Ok(());
     }
-    for at in [folder.to_owned(), folder.join(OPTIMIZER)] {
+    let replicas = (1..).map(|replica| local::folder_of(folder, replica)).take_while(|at| at.exists());
+    for at in
+        [folder.to_owned(), folder.join(OPTIMIZER), folder.join(local::OUTER)].into_iter().chain(replicas)
+    {
         let entries = match fs::read_dir(&at) {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             entries => entries.with_context(|| format!("{}", at.display()))?,
@@ -169,7 +176,12 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn check_optimizer(at: &Path, tensors: &[(String, Vec<usize>)], dtype: DTypeName) -> Result<()> {
+/// Checks by the headers that a file has the optimizer's state of all these parameters.
+pub(super) fn check_optimizer(
+    at: &Path,
+    tensors: &[(String, Vec<usize>)],
+    dtype: DTypeName,
+) -> Result<()> {
     let weights = Weights::open(at)?;
     let kept = ["first_moment", "second_moment", "master_weight"];
     let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };

@@ -13,10 +13,11 @@ use serde_json::{Map, Value, json};
 use super::folder;
 use crate::agree::agreed;
 
-/// Writes the tensors that each rank of the mesh `("pp", "dp", "ep", "tp")` has a part of, each to one place; they lie on its
-/// axes of the mesh `model`. The tensors that `parts` has names for are written as so many of their first dim.
+/// Writes the tensors that each rank of the mesh `("pp", "dp", "cp", "ep", "tp")` has a part of, each to one place; they lie on its
+/// axes of the mesh `model`. The tensors that `parts` has names for are written as so many of their first dim. Those of the replica
+/// of this number are written, unless they are cut over the replicas.
 ///
-/// Every rank of `world` calls it, and rank 0 makes the index.
+/// Every rank of `world` calls it, and the replica's first rank makes the index.
 ///
 /// # Errors
 /// On every rank alike, if a file cannot be written.
@@ -25,6 +26,7 @@ pub(crate) fn write(
     name: &str,
     world: &ProcessGroup,
     [mesh, model]: [&DeviceMesh; 2],
+    replica: usize,
     tensors: &[(String, DTensor)],
     parts: impl Fn(&str) -> Option<Vec<String>>,
 ) -> Result<()> {
@@ -48,12 +50,14 @@ pub(crate) fn write(
     let own =
         tensors.iter().filter(|(name, _)| owners.get(name).is_some_and(|(stage, _)| *stage == stages.rank()));
     let own: Vec<(&str, DTensor)> = own.map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
+    let is_of_replica = mesh.local_rank("dp")? == replica;
+    let others = mesh.names().iter().zip(mesh.coordinate()).filter(|(axis, _)| *axis != "dp");
+    let is_first = is_of_replica && others.map(|(_, at)| at).all(|&at| at == 0);
     let write = || -> Result<()> {
-        // Replicas have the same, unless the tensors are cut over them.
-        if mesh.local_rank("dp")? == 0 || model.axis_index("dp").is_ok() {
+        if is_of_replica || model.axis_index("dp").is_ok() {
             checkpoint::export_parts(at.join(file(name, stages.rank(), stages.size())), model, &own, &parts)?;
         }
-        if world.rank() == 0 && stages.size() > 1 {
+        if is_first && stages.size() > 1 {
             let total: usize = owners.values().map(|(_, bytes)| bytes).sum();
             let of_tensor = |(tensor, (stage, _)): (&String, &(usize, usize))| {
                 named(tensor)

@@ -12,7 +12,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_dist::{
     ClipGradNorm, DataParallelOptions, DeviceMesh, GradAccumulator, InitialSync, ProcessGroup, RankContext,
-    ReduceOp,
+    ReduceOp, comm,
 };
 use candle_nn::ParamsAdamW;
 use candle_pipe::microbatch::microbatch_sizes;
@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use super::folder::SaveFolder;
 use super::job::Job;
+use super::local::{self, LocalReplica};
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::adapter;
@@ -38,7 +39,7 @@ use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
 pub struct StepOutput {
     /// Its number, the first being 0.
     pub step: usize,
-    /// The mean loss of all tokens of the batch, before the step.
+    /// The mean loss of all tokens of the batch, before the step; of those of this replica, if replicas train apart.
     pub loss: f64,
     /// The norm of the gradients, before they were bounded.
     pub grad_norm: f64,
@@ -63,6 +64,8 @@ pub struct TrainOutput {
     pub load: f64,
     /// The seconds of all steps, without saving.
     pub seconds: f64,
+    /// The bytes that this rank gave to communication in all steps.
+    pub sent: usize,
     /// The parameters that this rank holds.
     pub parameters: usize,
     /// The gradients of weights that could not be put off where the schedule does so.
@@ -85,9 +88,12 @@ pub fn train(
     let mut trainer = Trainer::new(ctx, job)?;
     let load = began.elapsed().as_secs_f64();
     show(None)?;
-    let (mut losses, mut grad_norms, mut valid, mut seconds) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
+    let (mut losses, mut grad_norms, mut valid) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut seconds, mut sent) = (0.0, 0);
     for step in job.steps() {
-        let mut made = trainer.step(step)?;
+        let (made, counts) = comm::record(|| trainer.step(step));
+        let mut made = made?;
+        sent += counts.total_bytes();
         losses.push(made.loss);
         grad_norms.push(made.grad_norm);
         seconds += made.seconds;
@@ -101,9 +107,14 @@ pub fn train(
             trainer.save(step + 1)?;
         }
     }
+    if job.is_local() {
+        let replicas = trainer.mesh.axis_group("dp")?;
+        losses = local::means(replicas, &losses)?;
+        grad_norms = local::means(replicas, &grad_norms)?;
+    }
     let parameters = trainer.parameters.local_elem_count();
     let weights_at_once = trainer.weights_at_once.get();
-    Ok(TrainOutput { losses, grad_norms, valid, load, seconds, parameters, weights_at_once })
+    Ok(TrainOutput { losses, grad_norms, valid, load, seconds, sent, parameters, weights_at_once })
 }
 
 /// One rank's part of a model that learns.
@@ -117,6 +128,10 @@ pub struct Trainer<'a> {
     parameters: Parameters,
     clip: ClipGradNorm,
     optimizer: AdamW,
+    /// How this replica meets the others, if they train apart.
+    replica: Option<LocalReplica>,
+    /// The ranks that compute the gradients of a step together.
+    together: ProcessGroup,
     /// Where rank 0 saves to.
     saves: Option<SaveFolder>,
     weights_at_once: Cell<usize>,
@@ -156,8 +171,8 @@ impl<'a> Trainer<'a> {
         if !job.files.adapters.is_empty() {
             vb = vb.with_adapters(job.files.adapters.clone())?;
         }
-        // Where parameters are cut over the replicas, these compute together.
-        let replicas = (!job.fsdp).then(|| mesh.axis_group("dp")).transpose()?;
+        // Where parameters are cut over the replicas, these compute together; others may train apart.
+        let replicas = (!job.fsdp && !job.is_local()).then(|| mesh.axis_group("dp")).transpose()?;
         let pipe = job.declare(replicas)?;
         let runtime = Runtime::new(&pipe, &pipeline.schedule()?, mesh.axis_group("pp")?, &vb, device)?;
         let mut runtime = runtime.for_device_of(ctx)?;
@@ -180,13 +195,50 @@ impl<'a> Trainer<'a> {
             DTypeName::F32 => AdamW::new(&parameters, params)?,
             DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
         };
-        if let Some(state) = &job.optimizer {
+        let own = match &job.apart {
+            Some(checkpoint) if mesh.local_rank("dp")? > 0 => {
+                let folder = local::folder_of(checkpoint, mesh.local_rank("dp")?);
+                let own = stage_files::source(&folder, local::REPLICA);
+                local::load_own(&own, &parameters)?;
+                Some(own)
+            }
+            _ => None,
+        };
+        if let Some(state) = own.as_ref().or(job.optimizer.as_ref()) {
             // The options are those of the recipe, which flags may have changed since.
             let lacking = optimizer.load_partial(state)?;
             ensure!(lacking.is_empty(), "{}: there is no state of {}", state.display(), lacking.join(", "));
         }
+        let replica = match recipe.local {
+            Some(local) => {
+                let replicas = mesh.axis_group("dp")?;
+                let mut replica = LocalReplica::new(local, replicas, &parameters, &optimizer)?;
+                if let Some(checkpoint) = &job.apart {
+                    replica.load(checkpoint, &model, &parameters)?;
+                }
+                Some(replica)
+            }
+            None => None,
+        };
+        let together = match replica {
+            Some(_) => mesh.axes(&["pp", TOKEN_AXIS, EXPERT_AXIS, LAYER_AXIS])?.group()?.clone(),
+            None => ctx.group().clone(),
+        };
         let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
-        Ok(Self { job, world, mesh, model, runtime, parameters, clip, optimizer, saves, weights_at_once })
+        Ok(Self {
+            job,
+            world,
+            mesh,
+            model,
+            runtime,
+            parameters,
+            clip,
+            optimizer,
+            replica,
+            together,
+            saves,
+            weights_at_once,
+        })
     }
 
     /// Makes an empty folder for the checkpoint of a step, and returns it on every rank, together with whether this one has
@@ -213,17 +265,25 @@ impl<'a> Trainer<'a> {
         &self.parameters
     }
 
-    /// The mean loss of the whole batch of a step, and the gradients of what this rank holds, which are complete.
+    /// The mean loss of the whole batch of a step, and the gradients of what this rank holds, which are complete. The batch is that of
+    /// this replica, if replicas train apart.
     ///
     /// # Errors
     /// Those of the runtime.
     pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
         let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
-        let (replica, replicas) = (part_of(&self.mesh)?, pipeline.parts());
         let batch = self.job.text.batch(recipe, step, self.world.device())?;
-        let (mut accumulator, mut loss, mut first) = (GradAccumulator::new(&self.parameters.vars()), 0.0, 0);
-        for rows in microbatch_sizes(recipe.batch, *accumulate) {
-            let share = rows as f64 / recipe.batch as f64;
+        let ((replica, replicas), all, mut first) = match &self.replica {
+            None => ((part_of(&self.mesh)?, pipeline.parts()), recipe.batch, 0),
+            Some(_) => {
+                let all = recipe.batch / pipeline.dp;
+                let part = (self.mesh.local_rank(EXPERT_AXIS)?, pipeline.ep);
+                (part, all, self.mesh.local_rank("dp")? * all)
+            }
+        };
+        let (mut accumulator, mut loss) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
+        for rows in microbatch_sizes(all, *accumulate) {
+            let share = rows as f64 / all as f64;
             let part = batch.rows(first..first + rows)?;
             let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
             options.first_row += first;
@@ -239,7 +299,7 @@ impl<'a> Trainer<'a> {
         let mut grads = accumulator.mean()?;
         self.parameters.reduce(&mut grads)?;
         // All ranks of the last stages have a loss: their replica's share of the mean, or the mean if they compute together.
-        let losses = self.world.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
+        let losses = self.together.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
         Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.cp * pipeline.tp) as f64, grads))
     }
 
@@ -259,6 +319,10 @@ impl<'a> Trainer<'a> {
         let rate = self.job.recipe.rate.at(step);
         self.optimizer.set_learning_rate(rate)?;
         self.optimizer.step(&grads)?;
+        if let Some(replica) = &mut self.replica {
+            let met = replica.step(step + 1 == self.job.recipe.rate.steps);
+            met.with_context(|| format!("replicas cannot meet after step {step}; {advice}"))?;
+        }
         Ok(StepOutput { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
     }
 
@@ -279,7 +343,22 @@ impl<'a> Trainer<'a> {
         // Apart from the model's files: other programs read all tensor files of a model's folder.
         let apart = partial.join(OPTIMIZER);
         agreed(&self.world, if is_made { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
-        stage_files::write(&apart, OPTIMIZER, &self.world, meshes, &self.optimizer.state()?, |_| None)?;
+        let (world, state) = (&self.world, self.optimizer.state()?);
+        stage_files::write(&apart, OPTIMIZER, world, meshes, 0, &state, |_| None)?;
+        if let Some(replica) = &mut self.replica {
+            let make = |folder: &Path| {
+                agreed(world, if is_made { fs::create_dir(folder).with_context(what) } else { Ok(()) })
+            };
+            let (outer, at) = (replica.state(&self.model, &self.parameters)?, partial.join(local::OUTER));
+            make(&at)?;
+            stage_files::write(&at, local::OUTER, world, meshes, 0, &outer, |_| None)?;
+            let own: Vec<_> = state.into_iter().chain(local::own(&self.parameters)).collect();
+            for replica in 1..replica.recipe.replicas {
+                let at = local::folder_of(&partial, replica);
+                make(&at)?;
+                stage_files::write(&at, local::REPLICA, world, meshes, replica, &own, |_| None)?;
+            }
+        }
         let name = if self.job.lora.is_some() { adapter::FILE } else { "model" };
         let finish = |saves: &SaveFolder| -> Result<()> {
             for (name, bytes) in &self.job.beside {
@@ -289,6 +368,9 @@ impl<'a> Trainer<'a> {
             // All files of all stages are there, as long as their headers say. Who wrote one has read it again.
             for (at, name) in [(&partial, name), (&apart, OPTIMIZER)] {
                 Weights::open(stage_files::source(at, name))?;
+            }
+            for file in local::files(&partial, &self.job.recipe) {
+                Weights::open(file)?;
             }
             Ok(saves.commit(steps, &partial)?)
         };
@@ -302,7 +384,8 @@ impl<'a> Trainer<'a> {
         let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
         let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
         let tensors: Vec<_> = tensors.map(stored).collect();
-        stage_files::write(partial, "model", &self.world, meshes, &tensors, |name| config.unstacked(name))
+        let world = &self.world;
+        stage_files::write(partial, "model", world, meshes, 0, &tensors, |name| config.unstacked(name))
     }
 }
 

@@ -163,8 +163,8 @@ impl Spec {
         Self::new(&self.mesh, placements, shape, self.dtype)
     }
 
-    /// Returns the same layout with another dtype.
-    pub(crate) fn with_dtype(self, dtype: DType) -> Self {
+    /// Returns the same layout with another dtype, such as that of an optimizer's state.
+    pub fn with_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::rate::{Decay, Rate};
-use candle_lm::train::recipe::Recipe;
+use candle_lm::train::recipe::{LocalRecipe, Recipe};
 use candle_pipe::Pipeline;
 use candle_pipe::schedule::ScheduleKind;
 use clap::Args;
@@ -72,6 +72,22 @@ pub struct TrainArgs {
     /// Shard parameters, gradients and optimizer state over --dp; each layer is whole only while it runs
     #[arg(long, requires = "train")]
     pub fsdp: bool,
+
+    /// Let the replicas of --dp train apart, and bring them together every this many steps (DiLoCo)
+    #[arg(long, value_name = "N", requires = "train")]
+    pub local_steps: Option<usize>,
+
+    /// Learning rate of the outer optimizer, by which the replicas of --local-steps meet [default: 0.7]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub outer_lr: Option<f64>,
+
+    /// Nesterov momentum of the outer optimizer [default: 0.9]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub outer_momentum: Option<f64>,
+
+    /// Parts of the parameters, each of which meets at a time of its own within --local-steps [default: 1]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub fragments: Option<usize>,
 
     /// Schedule of the stages: one of those that `--bin schedules` draws
     #[arg(long, value_name = "NAME", default_value = "1f1b", requires = "train")]
@@ -152,12 +168,44 @@ impl TrainArgs {
             clip_norm: self.clip_norm.unwrap_or(base.clip_norm),
             dtype: dtype.unwrap_or(base.dtype),
             seed: seed.unwrap_or(base.seed),
+            local: self.local(base.local)?,
         };
         recipe.check().map_err(refusal)?;
         match saved {
             Some(saved) => recipe.check_follows(saved).map_err(refusal).map(|()| recipe),
             None => Ok(recipe),
         }
+    }
+
+    /// Returns how replicas meet that train apart; options without a flag are those of the checkpoint.
+    fn local(&self, saved: Option<LocalRecipe>) -> Checked<Option<LocalRecipe>> {
+        let Some(steps) = self.local_steps.or(saved.map(|saved| saved.steps)) else {
+            let given = [
+                ("--outer-lr", self.outer_lr.is_some()),
+                ("--outer-momentum", self.outer_momentum.is_some()),
+                ("--fragments", self.fragments.is_some()),
+            ];
+            if let Some((flag, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
+                require!(
+                    false,
+                    "{flag} is for replicas that train apart: give --local-steps too, or leave it out."
+                );
+            }
+            return Ok(None);
+        };
+        require!(
+            !self.fsdp,
+            "--fsdp cuts each layer over the replicas of --dp, which train apart with --local-steps: leave one of them out."
+        );
+        let base =
+            saved.unwrap_or(LocalRecipe { steps, replicas: self.dp, fragments: 1, lr: 0.7, momentum: 0.9 });
+        Ok(Some(LocalRecipe {
+            steps,
+            replicas: self.dp,
+            fragments: self.fragments.unwrap_or(base.fragments),
+            lr: self.outer_lr.unwrap_or(base.lr),
+            momentum: self.outer_momentum.unwrap_or(base.momentum),
+        }))
     }
 
     /// Returns the mesh and the schedule for `pp` pipeline ranks, `cp` ranks of tokens, `ep` ranks of experts, `tp`
@@ -249,6 +297,7 @@ impl TrainArgs {
             "--batch {batch} has too few sequences for --dp {dp}{experts} × --microbatches {microbatches} × --accumulate {accumulate}: give at least {parts}."
         );
         let (is_even, of) = match ep {
+            _ if recipe.local.is_some() => (batch.is_multiple_of(dp * ep * accumulate), "--local-steps"),
             1 => (!self.fsdp || dp == 1 || batch.is_multiple_of(dp * accumulate), "--fsdp"),
             _ => (batch.is_multiple_of(dp * ep * accumulate), "--ep"),
         };

@@ -115,6 +115,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         save,
         start,
         optimizer,
+        apart: resumed.filter(|resumed| resumed.state.recipe.local.is_some()).map(|resumed| resumed.folder),
         damaged,
         notes,
     };

@@ -28,6 +28,8 @@ pub struct Report {
     pub tokens: usize,
     /// Tokens a second, without saving.
     pub tokens_per_second: f64,
+    /// The bytes that each rank gave to communication in all steps.
+    pub sent_bytes: Vec<usize>,
     /// The parameters that each rank holds.
     pub parameters: Vec<usize>,
     /// The gradients of weights that each rank could not put off where the schedule does so.
@@ -51,6 +53,7 @@ impl Report {
             load_seconds: ranks.iter().map(|(rank, _)| rank.load).fold(0.0, f64::max),
             tokens,
             tokens_per_second: if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
+            sent_bytes: ranks.iter().map(|(rank, _)| rank.sent).collect(),
             parameters: ranks.iter().map(|(rank, _)| rank.parameters).collect(),
             weights_at_once: ranks.iter().map(|(rank, _)| rank.weights_at_once).collect(),
             peak_memory: ranks.iter().map(|(_, peak_memory)| *peak_memory).collect(),

@@ -6,6 +6,7 @@ use std::path::Path;
 use candle_dist::RankContext;
 use candle_lm::train::folder;
 use candle_lm::train::job::Job;
+use candle_lm::train::recipe::LocalRecipe;
 use candle_lm::train::trainer::train;
 use examples::cli::{self, Output};
 use examples::launch::{Ranks, gather};
@@ -77,6 +78,12 @@ fn heading(job: &Job) -> candle_pipe::Result<String> {
         recipe.seq_len,
         recipe.dtype
     )];
+    if let Some(LocalRecipe { steps, replicas, .. }) = recipe.local {
+        lines.push(format!(
+            "{replicas} replicas train apart and meet every {steps} steps; the loss and the gradient norm of a step are those of the \
+             first one"
+        ));
+    }
     if let Some((text, _)) = &job.valid {
         lines.push(format!("{} tokens of text whose loss is told", grouped(text.len())));
     }

@@ -6,8 +6,8 @@ use super::slot::Slot;
 use crate::autograd::counts;
 use crate::nn::Parameters;
 use crate::{DTensor, Result, checkpoint};
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
 use std::path::Path;
 
 /// Options of an elementwise optimizer.
@@ -82,6 +82,11 @@ impl<P: ElementParams> ElementOptimizer<P> {
     /// See [`Optimizer::parameters`].
     pub fn parameters(&self) -> Parameters {
         Parameters::new(self.groups.slots().map(|slot| slot.of.clone()).collect())
+    }
+
+    /// See [`Optimizer::master_weights`].
+    pub fn master_weights(&self) -> Vec<(String, Var)> {
+        self.groups.master_weights()
     }
 
     /// See [`Optimizer::state`].

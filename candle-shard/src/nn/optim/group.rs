@@ -6,7 +6,7 @@ use crate::nn::parameters::unused;
 use crate::nn::{Parameter, Parameters};
 use crate::{DTensor, Error, Result, Weights};
 use candle_core::backprop::GradStore;
-use candle_core::{Device, TensorId};
+use candle_core::{Device, TensorId, Var};
 use candle_dist::DeviceMesh;
 use itertools::Itertools;
 use std::collections::HashSet;
@@ -207,6 +207,12 @@ impl<P: Params> Groups<P> {
 
     pub(super) fn slots(&self) -> impl Iterator<Item = &Slot> + Clone {
         self.0.iter().flat_map(|group| &group.slots)
+    }
+
+    /// Returns the 32-bit copies by the names of their parameters.
+    pub(super) fn master_weights(&self) -> Vec<(String, Var)> {
+        let named = |slot: &Slot| Some((slot.of.name.clone(), slot.master.clone()?));
+        self.slots().filter_map(named).collect()
     }
 
     /// Returns the mesh and device of the parameters; `None` without parameters.

@@ -14,6 +14,10 @@ macro_rules! optimizer_by_methods {
                 self.parameters()
             }
 
+            fn master_weights(&self) -> Vec<(String, candle_core::Var)> {
+                self.master_weights()
+            }
+
             fn state(&self) -> crate::Result<Vec<(String, crate::DTensor)>> {
                 self.state()
             }
@@ -59,6 +63,7 @@ pub use sgd::{ParamsSgd, Sgd};
 
 use crate::nn::Parameters;
 use crate::{DTensor, Result};
+use candle_core::Var;
 use candle_core::backprop::GradStore;
 use std::fmt;
 use std::path::Path;
@@ -147,6 +152,10 @@ pub trait Optimizer: fmt::Debug {
 
     /// Returns the parameters that it trains, group by group.
     fn parameters(&self) -> Parameters;
+
+    /// Returns this rank's [master weights](ParamGroup::with_master_weights) by the names of their parameters, for
+    /// [`LocalSgd::with_master_weights`](candle_dist::LocalSgd::with_master_weights); none if it has none.
+    fn master_weights(&self) -> Vec<(String, Var)>;
 
     /// Returns the state of each parameter, which has the parameter's layout, its number of steps, and the options of its
     /// group as f64 numbers in the order of their fields, for [`checkpoint::save`](crate::checkpoint::save). The names end with

@@ -4,6 +4,7 @@ mod adam_w;
 mod backward;
 mod facts;
 mod groups;
+mod local_sgd;
 mod meshes;
 mod options;
 mod schedule;

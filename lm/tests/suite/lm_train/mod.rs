@@ -5,6 +5,7 @@ mod adapters;
 mod broken;
 mod crash;
 mod families;
+mod local;
 mod parity;
 mod plain;
 mod program;

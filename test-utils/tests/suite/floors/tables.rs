@@ -138,7 +138,8 @@ const CANDLE_DIST: &[Folder] = &[
     },
     folder("link", &["deadline frame key silence", "hello", "mod"]),
     folder("mesh", &["layout root", "mod", "build derive"]),
-    folder("train", &["host sharded", "clip grads verify", "accumulate sync", "data_parallel"]),
+    folder("train", &["host sharded", "clip grads verify", "accumulate sync", "data_parallel", "local_sgd"]),
+    folder("train/local_sgd", &["options", "outer", "mod", "state"]),
     folder("tree", &["mod rename", "pack"]),
     folder("world", &["backends context", "processes", "mod"]),
 ];

@@ -220,6 +220,12 @@ impl Muon {
         Parameters::new(self.groups.slots().chain(others).map(|slot| slot.of.clone()).collect())
     }
 
+    /// See [`Optimizer::master_weights`].
+    pub fn master_weights(&self) -> Vec<(String, Var)> {
+        let others = self.others.iter().flat_map(AdamW::master_weights);
+        self.groups.master_weights().into_iter().chain(others).collect()
+    }
+
     /// See [`Optimizer::state`].
     pub fn state(&self) -> Result<Vec<(String, DTensor)>> {
         let others = self.others.as_ref().map(AdamW::state).transpose()?;
