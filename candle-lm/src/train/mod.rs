@@ -3,9 +3,12 @@
 pub mod corpus;
 pub mod folder;
 pub mod job;
+pub mod loop_state;
+pub mod metrics;
 pub mod rate;
 pub mod recipe;
 pub mod resume;
+pub mod scaler;
 mod stage_files;
 pub mod trainer;
 mod valid;
