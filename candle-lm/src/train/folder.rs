@@ -4,6 +4,7 @@
 //! its end; it gets its name when all of it is on the disk, and is not touched again. One training at a time saves to the folder:
 //! `training.lock` says which.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 #[cfg(unix)]
@@ -37,14 +38,21 @@ fn steps(folder: &Path) -> io::Result<Vec<usize>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name();
-        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
-        // Others may have names that are similar.
-        steps.extend(
-            step.filter(|&step| name.to_str() == Some(&name_of(step)) && folder.join(&name).is_dir()),
-        );
+        steps.extend(step_of(&name).filter(|_| folder.join(&name).is_dir()));
     }
     steps.sort_unstable();
     Ok(steps)
+}
+
+/// The step whose checkpoint has this name. Others may have names that are similar.
+fn step_of(name: &OsStr) -> Option<usize> {
+    let step = name.to_str()?.strip_prefix("step-")?.parse().ok()?;
+    (name == name_of(step).as_str()).then_some(step)
+}
+
+/// The step to whose checkpoint the link of a training leads; what else has its name is another's.
+fn best_of(folder: &Path) -> Option<usize> {
+    step_of(fs::read_link(folder.join(BEST)).ok()?.as_os_str())
 }
 
 /// The folders of checkpoints in the folder, the last step first; what has no state is none.
@@ -88,14 +96,14 @@ impl Damage {
     }
 }
 
-/// Refuses a folder in which something other than a link has the name of the link to the best checkpoint.
+/// Refuses a folder in which something of another has the name of the link to the best checkpoint.
 ///
 /// # Errors
 /// A sentence with the remedy.
 pub fn check_best(folder: &Path) -> InputResult {
-    let is_other = fs::symlink_metadata(folder.join(BEST)).is_ok_and(|about| !about.is_symlink());
+    let is_there = fs::symlink_metadata(folder.join(BEST)).is_ok();
     require!(
-        !is_other,
+        !is_there || best_of(folder).is_some(),
         "--save {} has something named {BEST}, which --keep-best gives to a link: move it away, or give another folder.",
         folder.display()
     );
@@ -244,21 +252,28 @@ impl SaveFolder {
         Ok(())
     }
 
+    /// Checks that the folder can have a link, which some file systems refuse.
+    ///
+    /// # Errors
+    /// Those of the lock and of the file system.
+    pub fn check_link(&mut self) -> Result<()> {
+        let partial = self.partial(BEST)?;
+        let made = symlink(BEST, &partial).and_then(|()| fs::remove_file(&partial));
+        made.with_context(|| format!("{}: --keep-best needs a symbolic link", partial.display()))
+    }
+
     /// Makes the link to the best checkpoint, that of the step `best`, if it is to stay and is here; otherwise removes a link to nothing.
     ///
     /// # Errors
     /// Those of the lock and of the file system; if something else has the name.
     pub fn name_best(&mut self, retention: &Retention, best: Option<usize>) -> Result<()> {
         let link = self.folder.join(BEST);
-        let is_link = fs::symlink_metadata(&link).map(|about| about.is_symlink());
-        if is_link.as_ref().is_ok_and(|is_link| *is_link) && !link.exists() {
+        let named = best_of(&self.folder);
+        if named.is_some() && !link.exists() {
             fs::remove_file(&link).with_context(|| format!("{}", link.display()))?;
         }
         let step = best.filter(|step| retention.best && of_step(&self.folder, *step).join(STATE).is_file());
-        let Some(step) = step else { return Ok(()) };
-        if fs::read_link(&link).is_ok_and(|to| to == Path::new(&name_of(step))) {
-            return Ok(());
-        }
+        let Some(step) = step.filter(|step| named != Some(*step)) else { return Ok(()) };
         let partial = self.partial(BEST)?;
         let name = || -> io::Result<()> {
             symlink(name_of(step), &partial)?;

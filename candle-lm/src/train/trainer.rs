@@ -198,6 +198,9 @@ impl<'a> Trainer<'a> {
         let place = job.save.as_ref().filter(|_| ctx.rank() == 0);
         let hold = |folder: &Path| {
             let mut saves = SaveFolder::hold(folder, job.start, &job.damaged)?;
+            if job.retention.best {
+                saves.check_link()?;
+            }
             // The training before may have ended between a checkpoint and its name.
             saves.name_best(&job.retention, job.progress.best.map(|best| best.steps))?;
             Ok(saves)

@@ -94,11 +94,12 @@ impl std::fmt::Display for Report {
         if let Some(share) = self.utilization {
             write!(f, ", {:.1} % of the peak", 100.0 * share)?;
         }
-        match self.skipped {
-            0 => {}
-            count => {
-                write!(f, "\n{count} steps were left out: their loss or a gradient was no finite number")?
-            }
+        if self.skipped > 0 {
+            write!(
+                f,
+                "\n{} steps were left out: their loss or a gradient was no finite number",
+                self.skipped
+            )?;
         }
         if let Some(BestLoss { steps, loss }) = self.best {
             write!(f, "\nthe least loss of --valid was {loss:.4}, after step {steps}")?;

@@ -133,7 +133,7 @@ fn checksum(data: &[u8]) -> u32 {
         }
     }
     let crc = !crc;
-    (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8)
+    crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
 /// The events of a file: steps with their scalars. The first two events say the version and from where on others are forgotten.

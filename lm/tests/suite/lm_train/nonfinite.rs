@@ -5,11 +5,12 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 use candle_dist::bits::digest;
+use candle_lm::config::Config;
 use candle_lm::train::trainer::{StepOutput, Trainer, train};
 use serde_json::Value;
 use test_utils::on_ranks;
 
-use crate::lm_train::support::{Place, assert_close, config};
+use crate::lm_train::support::{Place, assert_close, config, mixture, qwen_mixture};
 
 /// What a rank holds of the model and of the optimizer, apart from options that it sets in each step.
 fn held(trainer: &Trainer<'_>) -> anyhow::Result<Vec<(String, u64)>> {
@@ -110,6 +111,23 @@ fn f16_learns_as_f32_does_and_goes_on_bit_for_bit_with_its_scale() {
             0.005,
             &format!("{mesh}, then one rank"),
         );
+    }
+}
+
+#[test]
+fn mixtures_and_tied_tables_learn_in_f16_as_in_f32() {
+    let tied = Config { tie_word_embeddings: true, ..config(4, 2) };
+    for (case, config, meshes) in [
+        ("a tied table", tied, ["--tp 2", "--pp 2 --tp 1"]),
+        ("a mixture", mixture(5, 2), ["--ep 2 --tp 1", "--tp 2 --pp 2"]),
+        ("a mixture with norms of heads", qwen_mixture(true), ["--tp 2", "--ep 2 --dp 2 --tp 1 --fsdp"]),
+    ] {
+        let place = Place::new(&config);
+        let f32 = place.losses("--tp 1 --batch 4");
+        for mesh in meshes {
+            let what = format!("{case} on {mesh}");
+            assert_close(&place.losses(&format!("{mesh} --batch 4 --dtype f16")), &f32, 0.01, &what);
+        }
     }
 }
 

@@ -135,11 +135,21 @@ fn a_name_of_the_best_that_a_killed_training_left_is_made_right() {
     std::os::unix::fs::symlink("step-00000004", &link).unwrap();
     trained(&place, &format!("--tp 1 --resume @saved --steps 7 --lr 1e-30 {flags}"));
     assert_eq!(fs::read_link(&link).unwrap(), Path::new("step-00000006"));
-    // What is no link is somebody's.
+    // A link to nothing goes, also where no best one is to be kept.
+    fs::remove_file(&link).unwrap();
+    std::os::unix::fs::symlink("step-00000005", &link).unwrap();
+    trained(&place, "--tp 1 --resume @saved --steps 8 --save @saved");
+    assert!(fs::symlink_metadata(&link).is_err());
+    // What is no link to a checkpoint here is somebody's.
+    let refused = || {
+        let said = format!("{:#}", place.open(&format!("--resume @saved --steps 9 {flags}")).unwrap_err());
+        assert!(said.contains("something named best"), "{said}");
+    };
+    std::os::unix::fs::symlink("../model", &link).unwrap();
+    refused();
     fs::remove_file(&link).unwrap();
     fs::write(&link, "mine").unwrap();
-    let said = format!("{:#}", place.open(&format!("--resume @saved --steps 9 {flags}")).unwrap_err());
-    assert!(said.contains("something named best"), "{said}");
+    refused();
     assert_eq!(fs::read_to_string(&link).unwrap(), "mine");
 }
 
