@@ -316,6 +316,36 @@ verdict "lm train --resume where rank 1 has another step" told "is a checkpoint 
 apart --save new --steps 1
 verdict "lm train --save where rank 1 has another folder" told "--save new is not the folder that rank 0 writes to"
 
+# signaled SIGNAL RANK: a training of which one rank gets a signal when some steps are made.
+signaled() {
+    local log="$place/signaled.log" token="a training that is stopped, $$-$1-$2" pid
+    rm -rf "$place/signaled" "$log"
+    CANDLE_DIST_TOKEN=$token launched 120 -n 2 "$program" --backend mpi --tp 2 --train "$place/text" --batch 2 --seq-len 8 \
+        --steps 1000000 --save "$place/signaled" --log "$log" >"$place/signaled.out" 2>&1 </dev/null &
+    local job=$!
+    for _ in $(seq 600); do
+        [ "$(wc -l 2>/dev/null <"$log" || echo 0)" -ge 3 ] && break
+        sleep 0.1
+    done
+    pid=$(pid_of "$2" "$token") && kill "-$1" "$pid"
+    wait "$job"
+    status=$?
+    out=$(<"$place/signaled.out")
+}
+# stopped: all ranks ended in order after one step, with its checkpoint.
+stopped() {
+    local steps
+    steps=$(wc -l <"$place/signaled.log")
+    [ "$status" -eq 0 ] && said_once "Stopped by a signal after step $steps: --resume goes on." &&
+        [ -f "$place/signaled/$(printf 'step-%08d' "$steps")/training.json" ]
+}
+for rank in 0 1; do
+    retried signaled TERM "$rank"
+    verdict "lm train of which rank $rank gets SIGTERM, on 2 ranks" stopped
+done
+retried signaled INT 1
+verdict "lm train of which rank 1 gets SIGINT, on 2 ranks" stopped
+
 # full: the training goes on where a part of the room for its next checkpoint is left, and again when there is room.
 full() {
     out=$(unshare --mount bash -c '

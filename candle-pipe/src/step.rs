@@ -19,8 +19,8 @@ use candle_dist::rows;
 /// assert_eq!(options.keep.len(), 2);
 /// ```
 ///
-/// An evaluation refuses those that it cannot heed: [`keep`](field@Self::keep), [`split_backward`](field@Self::split_backward), and
-/// `training(true)`.
+/// An evaluation refuses those that it cannot heed: [`keep`](field@Self::keep), [`split_backward`](field@Self::split_backward),
+/// [`loss_scale`](field@Self::loss_scale), and `training(true)`.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StepOptions {
@@ -44,12 +44,24 @@ pub struct StepOptions {
     /// The weight of each microbatch's loss; by default its share of the rows for means, and 1 for sums. Not allowed
     /// for a loss that [counts](LossReduction::Counted).
     pub weights: Option<Vec<f64>>,
+    /// The factor of all gradients, and not of the loss: PyTorch's `GradScaler.scale`. Backward passes begin with it, so that
+    /// gradients which 16-bit floats would round to zero are kept. Divide the gradients by it before a step of an optimizer. Every
+    /// rank gives the same.
+    pub loss_scale: f64,
 }
 
 impl Default for StepOptions {
     fn default() -> Self {
-        let (keep, split_backward) = (Vec::new(), false);
-        Self { step: 0, first_row: 0, training: None, keep, split_backward, outputs: true, weights: None }
+        Self {
+            step: 0,
+            first_row: 0,
+            training: None,
+            keep: Vec::new(),
+            split_backward: false,
+            outputs: true,
+            weights: None,
+            loss_scale: 1.0,
+        }
     }
 }
 
@@ -95,6 +107,35 @@ impl StepOptions {
         Self { weights: weights.into(), ..self }
     }
 
+    /// Sets the factor of all gradients.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_pipe::microbatch::split_args_kwargs_into_chunks;
+    /// # use candle_pipe::{EqualCount, In, Kwargs, LocalPipe, LossReduction, PipeBuilder, StepOptions, Value, nn};
+    /// # let mut g = PipeBuilder::<VarBuilder<'static>>::new();
+    /// # let x = g.input("x", In::Arg);
+    /// # let y = g.module("up", |vb| Ok(nn::linear(1, 4, vb.clone())?), [x]);
+    /// # g.loss_fn(|xs, _| Ok(xs[0].tensor()?.sqr()?.mean_all()?), [y], LossReduction::Mean);
+    /// # let pipe = g.finish(EqualCount(2))?;
+    /// # let vars = VarMap::new();
+    /// # let model = LocalPipe::new(&pipe, &VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu), &Device::Cpu)?;
+    /// # let x = Value::from(&Tensor::ones((4, 1), DType::F32, &Device::Cpu)?);
+    /// # let batch = split_args_kwargs_into_chunks(&[x], &Kwargs::new(), 2, None, None)?;
+    /// let plain = model.forward_backward(&batch, &StepOptions::default())?;
+    /// let scaled = model.forward_backward(&batch, &StepOptions::default().loss_scale(1024.0))?;
+    /// assert_eq!(plain.loss()?.to_scalar::<f32>()?, scaled.loss()?.to_scalar::<f32>()?);
+    /// for var in vars.all_vars() {
+    ///     let [plain, scaled] = [&plain, &scaled].map(|made| made.grads.get(&var).expect("a gradient"));
+    ///     assert_eq!((scaled / 1024.0)?.flatten_all()?.to_vec1::<f32>()?, plain.flatten_all()?.to_vec1::<f32>()?);
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn loss_scale(self, loss_scale: f64) -> Self {
+        Self { loss_scale, ..self }
+    }
+
     /// Refuses a training step among backward passes that leave gradients of units on their ranks. A step scales the gradients of its
     /// microbatches by the rows or the count of all; those would come in with another factor, or without one.
     pub(crate) fn check_synced() -> Result<()> {
@@ -113,6 +154,7 @@ impl StepOptions {
         let option = match self {
             Self { training: Some(true), .. } => "training(true)",
             Self { split_backward: true, .. } => "split_backward",
+            Self { loss_scale, .. } if *loss_scale != 1.0 => "loss_scale",
             Self { keep, .. } if !keep.is_empty() => "keep",
             _ => return Ok(()),
         };

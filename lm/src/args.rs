@@ -52,8 +52,8 @@ pub struct Args {
     #[arg(long, help_heading = "Model")]
     pub dequantize: bool,
 
-    /// Dtype of parameters and computation; bf16 is trained with 32-bit master weights [default: that of the files; f32
-    /// for a random model]
+    /// Dtype of parameters and computation; bf16 and f16 are trained with 32-bit master weights, and f16 with scaled
+    /// gradients [default: that of the files; f32 for a random model]
     #[arg(long, value_name = "NAME", value_parser = values::dtype(), help_heading = "Model")]
     pub dtype: Option<DTypeName>,
 

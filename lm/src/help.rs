@@ -40,4 +40,4 @@ Examples:
   cargo run --release --bin lm -- generate --model ./learned/step-00000200 --prompt \"Once\"
       Write with what was learned.
 
-Exit status: 0 if all went well, 1 if the model could not be read or run, 2 if the command line cannot work.";
+Exit status: 0 if all went well, also if a signal has stopped a training after a step, 1 if the model could not be read or run, 2 if the command line cannot work.";

@@ -14,10 +14,13 @@ const DTYPES: [FlagValue<DTypeName>; 3] = [
     ("f16", "16-bit floats", DTypeName::F16),
 ];
 
-const DECAYS: [FlagValue<Decay>; 3] = [
-    ("cosine", "By half a wave of a cosine, to a tenth", Decay::Cosine),
-    ("linear", "In a straight line, to a tenth", Decay::Linear),
+const DECAYS: [FlagValue<Decay>; 6] = [
+    ("cosine", "By half a wave of a cosine", Decay::Cosine),
+    ("linear", "In a straight line", Decay::Linear),
+    ("wsd", "In a straight line over the last steps (warm-up, stable, decay)", Decay::Wsd),
+    ("inverse-sqrt", "By the inverse square root of the step", Decay::InverseSqrt),
     ("none", "Not at all", Decay::None),
+    ("constant", "As none", Decay::None),
 ];
 
 const GGUF: [FlagValue<GgmlDType>; 13] = [

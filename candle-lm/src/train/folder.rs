@@ -4,8 +4,13 @@
 //! its end; it gets its name when all of it is on the disk, and is not touched again. One training at a time saves to the folder:
 //! `training.lock` says which.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
+#[cfg(unix)]
+use std::os::unix::fs::symlink;
+#[cfg(windows)]
+use std::os::windows::fs::symlink_dir as symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -15,6 +20,8 @@ use super::resume::STATE;
 use crate::error::{InputError, InputResult, require};
 
 const PARTIAL: &str = ".partial";
+/// The name of a link to the checkpoint with the least loss of the text of `--valid`.
+const BEST: &str = "best";
 const LOCK: &str = "training.lock";
 
 /// The folder of a step's checkpoint.
@@ -31,14 +38,21 @@ fn steps(folder: &Path) -> io::Result<Vec<usize>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name();
-        let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
-        // Others may have names that are similar.
-        steps.extend(
-            step.filter(|&step| name.to_str() == Some(&name_of(step)) && folder.join(&name).is_dir()),
-        );
+        steps.extend(step_of(&name).filter(|_| folder.join(&name).is_dir()));
     }
     steps.sort_unstable();
     Ok(steps)
+}
+
+/// The step whose checkpoint has this name. Others may have names that are similar.
+fn step_of(name: &OsStr) -> Option<usize> {
+    let step = name.to_str()?.strip_prefix("step-")?.parse().ok()?;
+    (name == name_of(step).as_str()).then_some(step)
+}
+
+/// The step to whose checkpoint the link of a training leads; what else has its name is another's.
+fn best_of(folder: &Path) -> Option<usize> {
+    step_of(fs::read_link(folder.join(BEST)).ok()?.as_os_str())
 }
 
 /// The folders of checkpoints in the folder, the last step first; what has no state is none.
@@ -48,6 +62,17 @@ fn steps(folder: &Path) -> io::Result<Vec<usize>> {
 pub fn checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
     let steps = steps(folder).with_context(|| format!("{}", folder.display()))?;
     Ok(steps.into_iter().rev().map(|step| of_step(folder, step)).collect())
+}
+
+/// Which checkpoints of a folder stay when a newer one is there.
+#[derive(Clone, Debug, Default)]
+pub struct Retention {
+    /// So many of the last ones, instead of all.
+    pub last: Option<usize>,
+    /// Whether the one with the least loss of the text of `--valid` stays too, with a link `best` to it.
+    pub best: bool,
+    /// The one that the training goes on from stays in any case.
+    pub resumed: Option<PathBuf>,
 }
 
 /// A damaged checkpoint in the way of the next save, and the path that it gets.
@@ -69,6 +94,20 @@ impl Damage {
         let to = (1..).map(path).find(|path| fs::symlink_metadata(path).is_err())?;
         (is_within && from.join(STATE).is_file()).then_some(Self { from, to })
     }
+}
+
+/// Refuses a folder in which something of another has the name of the link to the best checkpoint.
+///
+/// # Errors
+/// A sentence with the remedy.
+pub fn check_best(folder: &Path) -> InputResult {
+    let is_there = fs::symlink_metadata(folder.join(BEST)).is_ok();
+    require!(
+        !is_there || best_of(folder).is_some(),
+        "--save {} has something named {BEST}, which --keep-best gives to a link: move it away, or give another folder.",
+        folder.display()
+    );
+    Ok(())
 }
 
 /// Checks that checkpoints of steps after `start` can be saved to the folder, which is made if it is not there. Those that are damaged are
@@ -131,13 +170,23 @@ impl SaveFolder {
         Ok(saves)
     }
 
-    /// The folders that are not complete, of this training and of killed ones. The lock has their names; what is similar is another's.
+    /// The folders and links that are not complete, of this training and of killed ones. The lock has their names; what is similar is
+    /// another's.
     fn left(&self) -> impl Iterator<Item = PathBuf> + '_ {
         let names = self.lock.iter().flat_map(Lock::names);
+        let is_ours = |name: &str| name.starts_with("step-") || name.starts_with(BEST);
         let partial =
-            names.filter(|name| name.starts_with("step-") && name.ends_with(PARTIAL) && !name.contains('/'));
+            names.filter(move |name| is_ours(name) && name.ends_with(PARTIAL) && !name.contains('/'));
         let path = partial.map(|name| self.folder.join(name));
-        path.filter(|path| fs::symlink_metadata(path).is_ok_and(|about| about.is_dir()))
+        path.filter(|path| fs::symlink_metadata(path).is_ok_and(|about| about.is_dir() || about.is_symlink()))
+    }
+
+    /// Announces the name that something has while it comes into being, or goes.
+    fn partial(&mut self, name: &str) -> Result<PathBuf> {
+        let lock = self.lock.as_mut().context("the training is over")?;
+        let name = format!("{name}.{}{PARTIAL}", lock.nonce());
+        lock.announce([name.clone()])?;
+        Ok(self.folder.join(name))
     }
 
     /// Makes an empty folder for the checkpoint of a step.
@@ -145,10 +194,7 @@ impl SaveFolder {
     /// # Errors
     /// Those of the file system.
     pub fn begin(&mut self, step: usize) -> Result<PathBuf> {
-        let lock = self.lock.as_mut().context("the training is over")?;
-        let name = format!("{}.{}{PARTIAL}", name_of(step), lock.nonce());
-        lock.announce([name.clone()])?;
-        let partial = self.folder.join(name);
+        let partial = self.partial(&name_of(step))?;
         fs::create_dir(&partial).with_context(|| format!("{}", partial.display()))?;
         Ok(partial)
     }
@@ -167,6 +213,75 @@ impl SaveFolder {
         settle(partial)?;
         fs::rename(partial, of_step(&self.folder, step))?;
         settle(&self.folder)
+    }
+
+    /// Names the best checkpoint, that of the step `best`, and removes those that need not stay. All that stay are on the disk.
+    ///
+    /// A checkpoint that cannot be removed, such as one that another program reads, is a warning, and goes later.
+    ///
+    /// # Errors
+    /// Those of the lock, and if the best one cannot be named.
+    pub fn retain(&mut self, retention: &Retention, best: Option<usize>) -> Result<()> {
+        self.name_best(retention, best)?;
+        let Some(last) = retention.last else { return Ok(()) };
+        let is_whole = |step: &usize| {
+            let folder = of_step(&self.folder, *step);
+            // A link leads to somebody else's.
+            folder.join(STATE).is_file() && fs::symlink_metadata(&folder).is_ok_and(|about| about.is_dir())
+        };
+        let whole: Vec<usize> = steps(&self.folder)?.into_iter().filter(is_whole).collect();
+        let staying = [retention.resumed.clone(), Some(self.folder.join(BEST))];
+        let staying: Vec<PathBuf> =
+            staying.into_iter().flatten().filter_map(|at| fs::canonicalize(at).ok()).collect();
+        for &step in &whole[..whole.len().saturating_sub(last)] {
+            let at = of_step(&self.folder, step);
+            if fs::canonicalize(&at).map_or(true, |at| staying.contains(&at)) {
+                continue;
+            }
+            // A folder that is half removed must not look like a checkpoint.
+            let partial = self.partial(&name_of(step))?;
+            if let Err(error) = fs::rename(&at, &partial) {
+                candle_dist::warn(format_args!("{} cannot be removed: {error}", at.display()));
+            }
+        }
+        for left in self.left() {
+            if let Err(error) = fs::remove_dir_all(&left) {
+                candle_dist::warn(format_args!("{} cannot be removed: {error}", left.display()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the folder can have a link, which some file systems refuse.
+    ///
+    /// # Errors
+    /// Those of the lock and of the file system.
+    pub fn check_link(&mut self) -> Result<()> {
+        let partial = self.partial(BEST)?;
+        let made = symlink(BEST, &partial).and_then(|()| fs::remove_file(&partial));
+        made.with_context(|| format!("{}: --keep-best needs a symbolic link", partial.display()))
+    }
+
+    /// Makes the link to the best checkpoint, that of the step `best`, if it is to stay and is here; otherwise removes a link to nothing.
+    ///
+    /// # Errors
+    /// Those of the lock and of the file system; if something else has the name.
+    pub fn name_best(&mut self, retention: &Retention, best: Option<usize>) -> Result<()> {
+        let link = self.folder.join(BEST);
+        let named = best_of(&self.folder);
+        if named.is_some() && !link.exists() {
+            fs::remove_file(&link).with_context(|| format!("{}", link.display()))?;
+        }
+        let step = best.filter(|step| retention.best && of_step(&self.folder, *step).join(STATE).is_file());
+        let Some(step) = step.filter(|step| named != Some(*step)) else { return Ok(()) };
+        let partial = self.partial(BEST)?;
+        let name = || -> io::Result<()> {
+            symlink(name_of(step), &partial)?;
+            // In place of the link before, at once.
+            fs::rename(&partial, &link)?;
+            settle(&self.folder)
+        };
+        name().with_context(|| format!("{}", link.display()))
     }
 }
 

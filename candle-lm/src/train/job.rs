@@ -2,6 +2,8 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result, ensure};
 use candle_dist::ProcessGroup;
@@ -10,7 +12,8 @@ use candle_shard::regular;
 use serde_json::{Map, Value};
 
 use super::corpus::Corpus;
-use super::folder::Damage;
+use super::folder::{Damage, Retention};
+use super::loop_state::LoopState;
 use super::recipe::Recipe;
 use super::resume::TrainState;
 use crate::adapter::AdapterConfig;
@@ -48,8 +51,20 @@ pub struct Job {
     pub recompute: bool,
     /// Where checkpoints go, and after how many steps, if there are to be any.
     pub save: Option<(PathBuf, usize)>,
+    /// Which checkpoints stay there.
+    pub retention: Retention,
+    /// Steps in a row that may be left out, since their loss or a gradient is no finite number.
+    pub skip_nonfinite: usize,
+    /// Losses of the validation text that are no lower than the least one, after which the training ends.
+    pub patience: Option<usize>,
+    /// Whether steps tell how much they change the parameters.
+    pub update_norm: bool,
+    /// Ends the training after the step in which any rank has set it, such as by a signal.
+    pub stop: Arc<AtomicBool>,
     /// The steps that were made before.
     pub start: usize,
+    /// What the loop knew after these.
+    pub progress: LoopState,
     /// The file with the optimizer's state after these.
     pub optimizer: Option<PathBuf>,
     /// The folder of the checkpoint, if its replicas trained apart.
@@ -97,8 +112,8 @@ impl Job {
     }
 
     /// How far the training is when so many steps are made.
-    pub fn state(&self, step: usize) -> TrainState {
-        TrainState { step, text: self.text.stamp(), recipe: self.recipe.clone() }
+    pub fn state(&self, step: usize, progress: LoopState) -> TrainState {
+        TrainState { step, text: self.text.stamp(), recipe: self.recipe.clone(), progress }
     }
 }
 

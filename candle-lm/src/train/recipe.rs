@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::rate::{Decay, Rate};
+use super::rate::Rate;
 use crate::dtype::DTypeName;
 use crate::error::{InputResult, require};
 
@@ -86,8 +86,7 @@ const MOST_TOKENS: usize = 1 << 27;
 
 impl Default for Recipe {
     fn default() -> Self {
-        let rate = Rate { peak: 3e-4, warmup: 10, decay: Decay::Cosine, steps: 100, ended: None };
-        let dtype = DTypeName::F32;
+        let (rate, dtype) = (Rate::default(), DTypeName::F32);
         Self { rate, batch: 8, seq_len: 128, weight_decay: 0.1, clip_norm: 1.0, dtype, seed: 0, local: None }
     }
 }
@@ -98,7 +97,7 @@ impl Recipe {
     /// # Errors
     /// A sentence that names the flag, its value and a remedy.
     pub fn check(&self) -> InputResult {
-        let Self { rate, batch, seq_len, weight_decay, clip_norm, dtype, .. } = *self;
+        let Self { rate, batch, seq_len, weight_decay, clip_norm, .. } = *self;
         for (flag, value, most) in
             [("--steps", rate.steps, 1 << 32), ("--batch", batch, 1 << 24), ("--seq-len", seq_len, 1 << 24)]
         {
@@ -109,18 +108,13 @@ impl Recipe {
             batch * seq_len <= MOST_TOKENS,
             "--batch {batch} × --seq-len {seq_len} are too many tokens for a step: give at most {MOST_TOKENS}."
         );
-        let lr = rate.peak;
-        require!(lr.is_finite() && lr > 0.0, "--lr {lr} is not a positive finite number: try 0.0003.");
+        rate.check()?;
         for (flag, value) in [("--weight-decay", weight_decay), ("--clip-norm", clip_norm)] {
             require!(
                 value.is_finite() && value >= 0.0,
                 "{flag} {value} is no finite number of at least 0: give 0 for none."
             );
         }
-        require!(
-            dtype != DTypeName::F16,
-            "--dtype f16 cannot hold small gradients: train in bf16, which keeps 32-bit master weights, or in f32."
-        );
         self.local.map_or(Ok(()), LocalRecipe::check)
     }
 

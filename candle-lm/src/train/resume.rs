@@ -11,6 +11,7 @@ use candle_shard::regular;
 use serde::{Deserialize, Serialize};
 
 use super::corpus::Stamp;
+use super::loop_state::LoopState;
 use super::recipe::Recipe;
 use super::{folder, local, stage_files};
 use crate::adapter::{self, AdapterConfig};
@@ -33,6 +34,9 @@ pub struct TrainState {
     pub text: Stamp,
     /// How.
     pub recipe: Recipe,
+    /// The loop.
+    #[serde(default)]
+    pub progress: LoopState,
 }
 
 /// The former name of [`TrainState`].

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,11 +21,13 @@ use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, MeshVarBuilder, Parameters};
 use candle_shard::{DTensor, Placements, Shard, Weights};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::folder::SaveFolder;
 use super::job::Job;
 use super::local::{self, LocalReplica};
+use super::loop_state::{BestLoss, LoopState};
+use super::metrics::UpdateNorm;
 use super::resume::{OPTIMIZER, STATE};
 use super::{folder, stage_files, valid};
 use crate::adapter;
@@ -43,20 +46,43 @@ pub struct StepOutput {
     pub loss: f64,
     /// The norm of the gradients, before they were bounded.
     pub grad_norm: f64,
+    /// The norm of the change of the parameters, relative to their norm, if the job asks for it; 0 for a step that was left out.
+    pub update_norm: Option<f64>,
     /// The learning rate.
     pub rate: f64,
     /// The seconds it took.
     pub seconds: f64,
+    /// The steps that were left out so far, perhaps this one too: their loss or a gradient was no finite number.
+    pub skipped: usize,
+    /// The factor of the loss in this step, in f16.
+    pub loss_scale: Option<f64>,
+    /// Whether a rank was asked to stop.
+    pub stops: bool,
     /// The mean loss of the text of `--valid` after the step, where it is due.
     pub valid: Option<f64>,
+}
+
+/// Why a training ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrainEnd {
+    /// All steps are made.
+    #[default]
+    Steps,
+    /// The loss of `--valid` was no lower for `--patience` times.
+    Patience,
+    /// A rank was asked to stop.
+    Signal,
 }
 
 /// What a rank did.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TrainOutput {
     /// The loss of each step, the same on all ranks.
+    #[serde(deserialize_with = "numbers")]
     pub losses: Vec<f64>,
     /// The norm of the gradients of each step, before they were bounded.
+    #[serde(deserialize_with = "numbers")]
     pub grad_norms: Vec<f64>,
     /// The loss of the text of `--valid`, each with the steps that were made before.
     pub valid: Vec<(usize, f64)>,
@@ -70,9 +96,22 @@ pub struct TrainOutput {
     pub parameters: usize,
     /// The gradients of weights that could not be put off where the schedule does so.
     pub weights_at_once: usize,
+    /// Why it ended.
+    pub end: TrainEnd,
+    /// The steps that were left out, also before a stop.
+    pub skipped: usize,
+    /// The least loss of the text of `--valid`, also before a stop.
+    pub best: Option<BestLoss>,
 }
 
-/// Makes all steps of the job, and saves when it is due; shows to `show` that the model is read, and then each step.
+/// Reads numbers of JSON, which has null for those that are not finite.
+fn numbers<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
+    let read = Vec::<Option<f64>>::deserialize(from)?;
+    Ok(read.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
+}
+
+/// Makes all steps of the job, and saves when it is due; shows to `show` that the model is read, and then each step. It ends earlier
+/// where the job says so, with a checkpoint.
 ///
 /// Every rank calls it.
 ///
@@ -89,7 +128,7 @@ pub fn train(
     let load = began.elapsed().as_secs_f64();
     show(None)?;
     let (mut losses, mut grad_norms, mut valid) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut seconds, mut sent) = (0.0, 0);
+    let (mut seconds, mut sent, mut end) = (0.0, 0, TrainEnd::Steps);
     for step in job.steps() {
         let (made, counts) = comm::record(|| trainer.step(step));
         let mut made = made?;
@@ -97,14 +136,29 @@ pub fn train(
         losses.push(made.loss);
         grad_norms.push(made.grad_norm);
         seconds += made.seconds;
-        if let Some(text) = job.validates_after(step + 1) {
+        let steps = step + 1;
+        let mut is_best = false;
+        // Who is asked to stop has no time for more.
+        if let Some(text) = job.validates_after(steps).filter(|_| !made.stops) {
             let loss = valid::loss(job, text, &trainer.world, &trainer.mesh, &trainer.runtime)?;
-            valid.push((step + 1, loss));
+            valid.push((steps, loss));
             made.valid = Some(loss);
+            is_best = trainer.progress.validate(steps, loss);
         }
         show(Some(made))?;
-        if job.saves_after(step + 1) {
-            trainer.save(step + 1)?;
+        let has_patience = job.patience.is_none_or(|most| trainer.progress.validations_since_best < most);
+        end = match steps == job.recipe.rate.steps {
+            false if made.stops => TrainEnd::Signal,
+            false if made.valid.is_some() && !has_patience => TrainEnd::Patience,
+            _ => TrainEnd::Steps,
+        };
+        let is_over = end != TrainEnd::Steps;
+        let is_kept = is_over || is_best && job.retention.best;
+        if job.saves_after(steps) || is_kept && job.save.is_some() {
+            trainer.save(steps)?;
+        }
+        if is_over {
+            break;
         }
     }
     if job.is_local() {
@@ -112,9 +166,19 @@ pub fn train(
         losses = local::means(replicas, &losses)?;
         grad_norms = local::means(replicas, &grad_norms)?;
     }
-    let parameters = trainer.parameters.local_elem_count();
-    let weights_at_once = trainer.weights_at_once.get();
-    Ok(TrainOutput { losses, grad_norms, valid, load, seconds, sent, parameters, weights_at_once })
+    Ok(TrainOutput {
+        losses,
+        grad_norms,
+        valid,
+        load,
+        seconds,
+        sent,
+        parameters: trainer.parameters.local_elem_count(),
+        weights_at_once: trainer.weights_at_once.get(),
+        end,
+        skipped: trainer.progress.skipped,
+        best: trainer.progress.best,
+    })
 }
 
 /// One rank's part of a model that learns.
@@ -132,6 +196,8 @@ pub struct Trainer<'a> {
     replica: Option<LocalReplica>,
     /// The ranks that compute the gradients of a step together.
     together: ProcessGroup,
+    update_norm: Option<UpdateNorm>,
+    progress: LoopState,
     /// Where rank 0 saves to.
     saves: Option<SaveFolder>,
     weights_at_once: Cell<usize>,
@@ -146,7 +212,16 @@ impl<'a> Trainer<'a> {
         let (recipe, pipeline) = (&job.recipe, job.pipeline);
         // Before anything is read, since another training may save to the folder.
         let place = job.save.as_ref().filter(|_| ctx.rank() == 0);
-        let saves = place.map(|(folder, _)| SaveFolder::hold(folder, job.start, &job.damaged)).transpose();
+        let hold = |folder: &Path| {
+            let mut saves = SaveFolder::hold(folder, job.start, &job.damaged)?;
+            if job.retention.best {
+                saves.check_link()?;
+            }
+            // The training before may have ended between a checkpoint and its name.
+            saves.name_best(&job.retention, job.progress.best.map(|best| best.steps))?;
+            Ok(saves)
+        };
+        let saves = place.map(|(folder, _)| hold(folder)).transpose();
         let mut saves = agreed(ctx.group(), saves)?;
         if let Some((folder, _)) = &job.save {
             // Hosts that have a folder of their own under this name would find out after the training.
@@ -183,11 +258,10 @@ impl<'a> Trainer<'a> {
             runtime = runtime.with_replicas(replicas, &options)?;
         }
         let parameters = vb.built();
-        let clip = |norm| -> Result<_> {
-            Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?.error_if_nonfinite(true)))
-        };
+        let clip = |norm| -> Result<_> { Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)) };
+        let norm = clip(f64::MAX)?;
         // Without a bound the norm still tells whether the gradients are numbers.
-        let clip = clip(if recipe.clip_norm > 0.0 { recipe.clip_norm } else { f64::MAX })?;
+        let clip = if recipe.clip_norm > 0.0 { clip(recipe.clip_norm)? } else { norm.clone() };
         // As Llama 2 was trained.
         let weight_decay = recipe.weight_decay;
         let params = ParamsAdamW { lr: recipe.rate.peak, beta1: 0.9, beta2: 0.95, eps: 1e-5, weight_decay };
@@ -224,10 +298,15 @@ impl<'a> Trainer<'a> {
             Some(_) => mesh.axes(&["pp", TOKEN_AXIS, EXPERT_AXIS, LAYER_AXIS])?.group()?.clone(),
             None => ctx.group().clone(),
         };
-        let (world, weights_at_once) = (ctx.group().clone(), Cell::new(0));
+        let update_norm =
+            job.update_norm.then(|| UpdateNorm::new(&parameters, &optimizer, norm)).transpose()?;
+        let mut progress = job.progress;
+        if recipe.dtype == DTypeName::F16 {
+            progress.scaler.get_or_insert_default();
+        }
         Ok(Self {
             job,
-            world,
+            world: ctx.group().clone(),
             mesh,
             model,
             runtime,
@@ -236,8 +315,10 @@ impl<'a> Trainer<'a> {
             optimizer,
             replica,
             together,
+            update_norm,
+            progress,
             saves,
-            weights_at_once,
+            weights_at_once: Cell::new(0),
         })
     }
 
@@ -265,6 +346,16 @@ impl<'a> Trainer<'a> {
         &self.parameters
     }
 
+    /// The optimizer of what this rank holds.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// What the loop knows after the last step.
+    pub fn progress(&self) -> &LoopState {
+        &self.progress
+    }
+
     /// The mean loss of the whole batch of a step, and the gradients of what this rank holds, which are complete. The batch is that of
     /// this replica, if replicas train apart.
     ///
@@ -281,12 +372,14 @@ impl<'a> Trainer<'a> {
                 (part, all, self.mesh.local_rank("dp")? * all)
             }
         };
+        let scale = self.progress.scaler.map_or(1.0, |scaler| scaler.scale());
         let (mut accumulator, mut loss) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
         for rows in microbatch_sizes(all, *accumulate) {
             let share = rows as f64 / all as f64;
             let part = batch.rows(first..first + rows)?;
             let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
             options.first_row += first;
+            options.loss_scale = scale;
             first += rows;
             let made = self.runtime.forward_backward(&cut, &options)?;
             self.weights_at_once.set(self.weights_at_once.get() + made.weights_at_once);
@@ -298,32 +391,67 @@ impl<'a> Trainer<'a> {
         }
         let mut grads = accumulator.mean()?;
         self.parameters.reduce(&mut grads)?;
+        if scale != 1.0 {
+            for var in self.parameters.vars() {
+                if let Some(grad) = grads.get(&var) {
+                    let grad = grad.affine(1.0 / scale, 0.0)?;
+                    grads.insert(&var, grad);
+                }
+            }
+        }
         // All ranks of the last stages have a loss: their replica's share of the mean, or the mean if they compute together.
         let losses = self.together.all_reduce(&Tensor::new(loss, self.world.device())?, ReduceOp::Sum)?;
         Ok((losses.to_scalar::<f64>()? / (replicas * pipeline.cp * pipeline.tp) as f64, grads))
     }
 
-    /// Makes a step.
+    /// Makes a step. If the loss or a gradient is no finite number on some rank, all ranks leave the step out, which changes neither the
+    /// model nor the optimizer.
     ///
     /// # Errors
-    /// If the loss or a gradient is no number, before anything is changed; those of the runtime.
+    /// On all ranks, if more steps in a row were left out than the job allows; those of the runtime.
     pub fn step(&mut self, step: usize) -> Result<StepOutput> {
         let began = Instant::now();
+        let loss_scale = self.progress.scaler.map(|scaler| scaler.scale());
         let (loss, mut grads) = self.gradients(step)?;
-        let advice = "lower --lr, or raise --warmup";
-        if !loss.is_finite() {
-            bail!("training diverged: the loss of step {step} is {loss}; {advice}");
-        }
-        let clipped = self.clip.clip(&self.parameters.named_vars(), &mut grads);
-        let grad_norm = clipped.with_context(|| format!("training diverged at step {step}; {advice}"))?;
+        let grad_norm = self.clip.clip(&self.parameters.named_vars(), &mut grads)?;
+        let is_finite = loss.is_finite() && grad_norm.is_finite();
+        let [skips, stops] = self.any([!is_finite, self.job.stop.load(Ordering::Relaxed)])?;
         let rate = self.job.recipe.rate.at(step);
-        self.optimizer.set_learning_rate(rate)?;
-        self.optimizer.step(&grads)?;
+        let mut update_norm = self.update_norm.as_ref().map(|_| 0.0);
+        if skips {
+            self.progress.skip(step, [loss, grad_norm], self.job.skip_nonfinite)?;
+        } else {
+            self.optimizer.set_learning_rate(rate)?;
+            match &self.update_norm {
+                Some(measured) => update_norm = Some(measured.step(&mut self.optimizer, &grads)?),
+                None => self.optimizer.step(&grads)?,
+            }
+            self.progress.make();
+        }
         if let Some(replica) = &mut self.replica {
             let met = replica.step(step + 1 == self.job.recipe.rate.steps);
-            met.with_context(|| format!("replicas cannot meet after step {step}; {advice}"))?;
+            met.with_context(|| format!("replicas cannot meet after step {step}"))?;
         }
-        Ok(StepOutput { step, loss, grad_norm, rate, seconds: began.elapsed().as_secs_f64(), valid: None })
+        let (skipped, seconds) = (self.progress.skipped, began.elapsed().as_secs_f64());
+        Ok(StepOutput {
+            step,
+            loss,
+            grad_norm,
+            update_norm,
+            rate,
+            seconds,
+            skipped,
+            loss_scale,
+            stops,
+            valid: None,
+        })
+    }
+
+    /// Returns what holds on any rank.
+    fn any<const N: usize>(&self, mine: [bool; N]) -> Result<[bool; N]> {
+        let mine = Tensor::new(mine.map(|is| f32::from(u8::from(is))).as_slice(), self.world.device())?;
+        let all = self.world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<f32>()?;
+        Ok(std::array::from_fn(|at| all.get(at).is_some_and(|is| *is > 0.0)))
     }
 
     /// Saves the model and the optimizer's state after so many steps to a folder of its own in that of `--save`.
@@ -360,11 +488,12 @@ impl<'a> Trainer<'a> {
             }
         }
         let name = if self.job.lora.is_some() { adapter::FILE } else { "model" };
-        let finish = |saves: &SaveFolder| -> Result<()> {
+        let finish = |saves: &mut SaveFolder| -> Result<()> {
             for (name, bytes) in &self.job.beside {
                 folder::write(&partial.join(name), bytes)?;
             }
-            folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&self.job.state(steps))?)?;
+            let state = self.job.state(steps, self.progress);
+            folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&state)?)?;
             // All files of all stages are there, as long as their headers say. Who wrote one has read it again.
             for (at, name) in [(&partial, name), (&apart, OPTIMIZER)] {
                 Weights::open(stage_files::source(at, name))?;
@@ -372,9 +501,10 @@ impl<'a> Trainer<'a> {
             for file in local::files(&partial, &self.job.recipe) {
                 Weights::open(file)?;
             }
-            Ok(saves.commit(steps, &partial)?)
+            saves.commit(steps, &partial)?;
+            saves.retain(&self.job.retention, self.progress.best.map(|best| best.steps))
         };
-        agreed(&self.world, self.saves.as_ref().map_or(Ok(()), |saves| finish(saves).with_context(what)))
+        agreed(&self.world, self.saves.as_mut().map_or(Ok(()), |saves| finish(saves).with_context(what)))
     }
 
     /// Writes the model to the folder of a checkpoint.

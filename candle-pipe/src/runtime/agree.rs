@@ -16,7 +16,7 @@ use std::collections::HashMap;
 const NUMBERS: [&str; 5] = [
     "mode (train or evaluate)",
     "number of the step",
-    "data that stages keep",
+    "scale of the loss or the data that stages keep",
     "first row",
     "rows of the microbatches",
 ];
@@ -166,7 +166,8 @@ fn alike(all: &[Vec<i64>], what: &[&str], place: impl Fn(usize) -> String) -> Re
 /// Returns the numbers that identify a batch on this rank.
 fn numbers(runtime: &Runtime, batch: &StepBatch<'_>) -> Result<Vec<i64>> {
     let mode = i64::from(batch.backward) + 2 * i64::from(batch.training);
-    let keep = digest_bytes(format!("{:?}", batch.keep).as_bytes()) as i64;
+    let keep = format!("{:?} {}", batch.keep, batch.options.loss_scale);
+    let keep = digest_bytes(keep.as_bytes()) as i64;
     let rows = format!("{:?}{}", batch.rows, batch.masked.iter().any(Option::is_some));
     let first = batch.rows.first().map_or(0, |rows| rows.start);
     let mut numbers =

@@ -305,10 +305,9 @@ impl<'a, 'f> Execution<'a, 'f> {
             // In the order of the stages, whatever the order of arrival.
             let mut sum = Gradient::sum(found.get(&output.value).into_iter().flat_map(BTreeMap::values))?;
             if let Some(loss) = loss.as_ref().filter(|_| module.loss_output() == Some(place)) {
-                sum = Gradient::sum([
-                    &sum,
-                    &Gradient::of_loss(loss, self.batch.weights[microbatch] * self.batch.share)?,
-                ])?;
+                let weight = self.batch.weights[microbatch] * self.batch.share;
+                sum =
+                    Gradient::sum([&sum, &Gradient::of_loss(loss, weight * self.batch.options.loss_scale)?])?;
             }
             gradients.push(sum);
         }

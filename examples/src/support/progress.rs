@@ -26,9 +26,22 @@ impl Progress {
         Self(ProgressBar::hidden())
     }
 
+    /// Creates a bar with the time that is left in front of the message, which may be long.
+    pub fn with_details(name: &'static str, steps: usize) -> Self {
+        let style =
+            ProgressStyle::with_template("{prefix} {bar:16} {pos}/{len} [{elapsed}, {eta} left] {msg}");
+        let Self(bar) = Self::new(name, steps);
+        Self(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
+    }
+
     /// Counts one more step, and shows its loss.
     pub fn step(&self, loss: f64) {
-        self.0.set_message(format!("loss {loss:.3}"));
+        self.tell_step(format!("loss {loss:.3}"));
+    }
+
+    /// Counts one more step, and shows a message about it.
+    pub fn tell_step(&self, message: String) {
+        self.0.set_message(message);
         self.0.inc(1);
     }
 

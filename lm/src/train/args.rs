@@ -57,6 +57,14 @@ pub struct TrainArgs {
     #[arg(long, value_name = "NAME", value_parser = values::decay(), requires = "train")]
     pub decay: Option<Decay>,
 
+    /// Learning rate at which the decay ends [default: a tenth of --lr; 0 for inverse-sqrt]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub min_lr: Option<f64>,
+
+    /// Last steps, in which --decay wsd falls [default: a tenth of --steps]
+    #[arg(long, value_name = "N", requires = "train")]
+    pub decay_steps: Option<usize>,
+
     /// Weight decay, relative to the learning rate [default: 0.1]
     #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
     pub weight_decay: Option<f64>,
@@ -64,6 +72,11 @@ pub struct TrainArgs {
     /// Largest norm of the gradients of a step, which are scaled down to it; 0 for no limit [default: 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
     pub clip_norm: Option<f64>,
+
+    /// Leave out steps whose loss or gradients are not finite, up to N in a row; one more ends the training. In f16, steps that
+    /// overflow do not count: they halve the scale of the loss
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "train")]
+    pub skip_nonfinite: usize,
 
     /// Replicas of the model, each with its part of the batch
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
@@ -118,6 +131,14 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", requires = "save")]
     pub save_every: Option<usize>,
 
+    /// Keep only the last N checkpoints of --save, the best one, and the one of --resume [default: all]
+    #[arg(long, value_name = "N", requires = "save")]
+    pub keep: Option<usize>,
+
+    /// Save a checkpoint whenever the loss of --valid is the least so far; the link `best` in the folder of --save leads to it
+    #[arg(long, requires_all = ["save", "valid"])]
+    pub keep_best: bool,
+
     /// Continue from the last checkpoint of this folder, on any mesh; options that are not given keep their values
     #[arg(long, value_name = "FOLDER", requires = "train", conflicts_with = "model")]
     pub resume: Option<PathBuf>,
@@ -130,6 +151,10 @@ pub struct TrainArgs {
     #[arg(long, value_name = "N", requires = "valid")]
     pub valid_every: Option<usize>,
 
+    /// End the training, with a checkpoint, after N losses of --valid in a row that are no lower than the least before
+    #[arg(long, value_name = "N", requires = "valid")]
+    pub patience: Option<usize>,
+
     /// Steps between printed losses
     #[arg(long, value_name = "N", default_value_t = 10, requires = "train")]
     pub log_every: usize,
@@ -137,6 +162,14 @@ pub struct TrainArgs {
     /// Write each step to this file, as one JSON object per line; --resume goes on behind the checkpoint's step
     #[arg(long, value_name = "FILE", requires = "train")]
     pub log: Option<PathBuf>,
+
+    /// Write the numbers of each step to a new event file in this folder, as TensorBoard reads them
+    #[arg(long, value_name = "FOLDER", requires = "train")]
+    pub tensorboard: Option<PathBuf>,
+
+    /// Floating-point operations per second of all ranks together, in 10^12, of which the share that is used is printed
+    #[arg(long, value_name = "X", allow_negative_numbers = true, requires = "train")]
+    pub peak_tflops: Option<f64>,
 }
 
 const MAX_RANKS: usize = 256;
@@ -154,13 +187,17 @@ impl TrainArgs {
         base: Recipe,
     ) -> Checked<Recipe> {
         let base = saved.cloned().unwrap_or(base);
+        let decay = self.decay.unwrap_or(base.rate.decay);
         let recipe = Recipe {
             rate: Rate {
                 peak: self.lr.unwrap_or(base.rate.peak),
                 warmup: self.warmup.unwrap_or(base.rate.warmup),
-                decay: self.decay.unwrap_or(base.rate.decay),
+                decay,
                 steps: self.steps.unwrap_or(base.rate.steps),
                 ended: None,
+                // Those of the checkpoint, as far as this decay has them.
+                least: self.min_lr.or(base.rate.least.filter(|_| decay != Decay::None)),
+                decay_steps: self.decay_steps.or(base.rate.decay_steps.filter(|_| decay == Decay::Wsd)),
             },
             batch: self.batch.unwrap_or(base.batch),
             seq_len: self.seq_len.unwrap_or(base.seq_len),
@@ -257,6 +294,8 @@ impl TrainArgs {
             ("--accumulate", self.accumulate, ANY),
             ("--valid-every", self.valid_every.unwrap_or(1), ANY),
             ("--save-every", self.save_every.unwrap_or(1), ANY),
+            ("--keep", self.keep.unwrap_or(1), ANY),
+            ("--patience", self.patience.unwrap_or(1), ANY),
             ("--log-every", self.log_every, ANY),
         ])?;
         let ranks = dp.checked_mul(pp * cp * ep * tp).filter(|&ranks| ranks <= MAX_RANKS);
@@ -273,6 +312,16 @@ impl TrainArgs {
         }
         if let Some(log) = &self.log {
             check_file("--log", log, "")?;
+        }
+        if let Some(folder) = &self.tensorboard {
+            let shown = folder.display();
+            require!(!folder.exists() || folder.is_dir(), "--tensorboard {shown} is no folder: give one.");
+        }
+        if let Some(peak) = self.peak_tflops {
+            require!(
+                peak.is_finite() && peak > 0.0,
+                "--peak-tflops {peak} is not a positive finite number: leave it out if you do not know it."
+            );
         }
         // Options that may come from a checkpoint are checked with it.
         if self.resume.is_none() {

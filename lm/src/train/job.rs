@@ -1,11 +1,12 @@
 //! The training that the command line names.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Result;
 use candle_lm::files::Files;
 use candle_lm::train::corpus::Corpus;
-use candle_lm::train::folder::{self, Damage};
+use candle_lm::train::folder::{self, Damage, Retention};
 use candle_lm::train::job::{self, Job};
 use candle_lm::train::recipe::Recipe;
 use candle_lm::train::resume::{Checkpoint, Flaw};
@@ -38,6 +39,12 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
     let (start, optimizer) = match &resumed {
         Some(resumed) => (resumed.state.step, Some(resumed.optimizer())),
         None => (0, None),
+    };
+    let progress = resumed.as_ref().map(|resumed| resumed.state.progress).unwrap_or_default();
+    let retention = Retention {
+        last: flags.keep,
+        best: flags.keep_best,
+        resumed: resumed.as_ref().map(|resumed| resumed.folder.clone()),
     };
     let (folder, files) = match &resumed {
         Some(Checkpoint { folder, files, .. }) => (folder.clone(), files.clone()),
@@ -98,6 +105,9 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
     notes.extend(files.unmet.iter().cloned());
     if let Some(save) = &flags.save {
         folder::check(save, start, &damaged)?;
+        if retention.best {
+            folder::check_best(save)?;
+        }
     }
     let save = flags.save.clone().map(|save| (save, flags.save_every.unwrap_or(recipe.rate.steps)));
     let job = Job {
@@ -113,7 +123,13 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         accumulate: flags.accumulate,
         recompute: flags.recompute,
         save,
+        retention,
+        skip_nonfinite: flags.skip_nonfinite,
+        patience: flags.patience,
+        update_norm: flags.log.is_some() || flags.tensorboard.is_some(),
+        stop: Arc::default(),
         start,
+        progress,
         optimizer,
         apart: resumed.filter(|resumed| resumed.state.recipe.local.is_some()).map(|resumed| resumed.folder),
         damaged,

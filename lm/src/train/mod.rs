@@ -6,3 +6,4 @@ pub mod report;
 pub mod resume;
 pub mod run;
 mod screen;
+mod tensorboard;

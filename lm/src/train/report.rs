@@ -2,7 +2,9 @@
 
 use candle_lm::dtype::DTypeName;
 use candle_lm::train::job::Job;
-use candle_lm::train::trainer::TrainOutput;
+use candle_lm::train::loop_state::BestLoss;
+use candle_lm::train::metrics::flops_per_token;
+use candle_lm::train::trainer::{TrainEnd, TrainOutput};
 use examples::table::grouped;
 use itertools::Itertools;
 use serde::Serialize;
@@ -30,6 +32,16 @@ pub struct Report {
     pub tokens_per_second: f64,
     /// The bytes that each rank gave to communication in all steps.
     pub sent_bytes: Vec<usize>,
+    /// Floating-point operations of all ranks per second, in 10^12, without saving.
+    pub tflops: f64,
+    /// Their share of `--peak-tflops`.
+    pub utilization: Option<f64>,
+    /// Why the training ended.
+    pub end: TrainEnd,
+    /// The steps that were left out, also before a stop, since their loss or a gradient was no finite number.
+    pub skipped: usize,
+    /// The least loss of the text of `--valid`, also before a stop.
+    pub best: Option<BestLoss>,
     /// The parameters that each rank holds.
     pub parameters: Vec<usize>,
     /// The gradients of weights that each rank could not put off where the schedule does so.
@@ -40,9 +52,11 @@ pub struct Report {
 
 impl Report {
     /// The numbers of what the ranks did, each with the most bytes that its process had in memory.
-    pub fn new(job: &Job, ranks: &[(TrainOutput, Option<usize>)]) -> Self {
-        let TrainOutput { losses, grad_norms, valid, seconds, .. } = &ranks[0].0;
+    pub fn new(job: &Job, peak_tflops: Option<f64>, ranks: &[(TrainOutput, Option<usize>)]) -> Self {
+        let TrainOutput { losses, grad_norms, valid, seconds, end, skipped, best, .. } = &ranks[0].0;
         let tokens = losses.len() * job.recipe.batch * job.recipe.seq_len;
+        let tokens_per_second = if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
+        let tflops = tokens_per_second * flops_per_token(&job.files.config, job.recipe.seq_len) / 1e12;
         Self {
             first_step: job.start,
             losses: losses.clone(),
@@ -52,8 +66,13 @@ impl Report {
             microbatches: job.pipeline.microbatches,
             load_seconds: ranks.iter().map(|(rank, _)| rank.load).fold(0.0, f64::max),
             tokens,
-            tokens_per_second: if *seconds > 0.0 { tokens as f64 / seconds } else { 0.0 },
             sent_bytes: ranks.iter().map(|(rank, _)| rank.sent).collect(),
+            tokens_per_second,
+            tflops,
+            utilization: peak_tflops.map(|peak| tflops / peak),
+            end: *end,
+            skipped: *skipped,
+            best: *best,
             parameters: ranks.iter().map(|(rank, _)| rank.parameters).collect(),
             weights_at_once: ranks.iter().map(|(rank, _)| rank.weights_at_once).collect(),
             peak_memory: ranks.iter().map(|(_, peak_memory)| *peak_memory).collect(),
@@ -68,12 +87,26 @@ impl std::fmt::Display for Report {
             [self.losses.first(), self.losses.last()].map(|loss| loss.copied().unwrap_or(f64::NAN));
         write!(
             f,
-            "{} ranks, {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second",
+            "{} ranks, {parameters} parameters each: loss {first:.4} to {last:.4} in {} steps, {} tokens at {:.0} a second, {:.3} TFLOP/s",
             self.parameters.len(),
             self.losses.len(),
             grouped(self.tokens),
-            self.tokens_per_second
+            self.tokens_per_second,
+            self.tflops
         )?;
+        if let Some(share) = self.utilization {
+            write!(f, ", {:.1} % of the peak", 100.0 * share)?;
+        }
+        if self.skipped > 0 {
+            write!(
+                f,
+                "\n{} steps were left out: their loss or a gradient was no finite number",
+                self.skipped
+            )?;
+        }
+        if let Some(BestLoss { steps, loss }) = self.best {
+            write!(f, "\nthe least loss of --valid was {loss:.4}, after step {steps}")?;
+        }
         match self.weights_at_once.iter().sum::<usize>() {
             0 => Ok(()),
             count => write!(

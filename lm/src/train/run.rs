@@ -3,13 +3,14 @@
 use std::io::Write;
 use std::path::Path;
 
+use anyhow::Context;
 use candle_dist::RankContext;
 use candle_lm::train::folder;
 use candle_lm::train::job::Job;
 use candle_lm::train::recipe::LocalRecipe;
-use candle_lm::train::trainer::train;
+use candle_lm::train::trainer::{TrainEnd, train};
 use examples::cli::{self, Output};
-use examples::launch::{Ranks, gather};
+use examples::launch::{Ranks, StopSignal, gather};
 use examples::memory;
 use examples::progress::Loading;
 use examples::table::grouped;
@@ -29,7 +30,9 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
     let scratch = tempfile::tempdir()?;
     let resume = args.training.resume.as_deref();
     let resumed = resume.map(|path| open_together(path, &args.ignore_field, ranks)).transpose()?;
-    let job = agree(ranks, job::after(resumed, args, text, scratch.path()))?;
+    let mut job = agree(ranks, job::after(resumed, args, text, scratch.path()))?;
+    let signal = StopSignal::await_first().context("signals cannot be watched")?;
+    job.stop = signal.flag();
     let output = Output::new(args.json.as_deref());
     if ranks.is_first() {
         job.notes.iter().for_each(|note| cli::tell("note", format_args!("{note}.")));
@@ -41,7 +44,7 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
         let trained = train(ctx, &job, |made| match made {
             Some(made) => screen.step(made),
             None => {
-                screen.begin()?;
+                screen.begin(&job, &args.training)?;
                 if ctx.rank() == 0 {
                     loading.finish();
                 }
@@ -59,10 +62,22 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
         |loading| ranks.run(job.pipeline.world(), args.threads, |ctx| learn(ctx, loading)),
     )?;
     let Some(trained) = trained.flatten() else { return Ok(true) };
-    let report = Report::new(&job, &trained);
+    let report = Report::new(&job, args.training.peak_tflops, &trained);
     writeln!(output.screen(), "{report}")?;
+    let steps = job.start + report.losses.len();
+    match report.end {
+        TrainEnd::Steps => {}
+        TrainEnd::Patience => {
+            writeln!(output.screen(), "Ended after step {steps}: the loss of --valid falls no more.")?;
+        }
+        TrainEnd::Signal => {
+            let advice =
+                if job.save.is_some() { "--resume goes on" } else { "nothing is saved without --save" };
+            writeln!(output.screen(), "Stopped by a signal after step {steps}: {advice}.")?;
+        }
+    }
     if let Some((save, _)) = &job.save {
-        writeln!(output.screen(), "Saved to {}.", folder::of_step(save, job.recipe.rate.steps).display())?;
+        writeln!(output.screen(), "Saved to {}.", folder::of_step(save, steps).display())?;
     }
     output.write_json(&report)?;
     Ok(true)

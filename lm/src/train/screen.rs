@@ -6,12 +6,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_lm::train::job::Job;
+use candle_lm::train::metrics::flops_per_token;
 use candle_lm::train::trainer::StepOutput;
 use examples::cli::Output;
 use examples::progress::Progress;
+use examples::table::grouped;
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
+use super::tensorboard::EventFile;
 
 /// Lines that stay, a progress bar below them where stderr is a terminal, and the log.
 pub(super) struct Screen {
@@ -24,22 +27,56 @@ struct Shown {
     /// On the terminal that the lines go to, or to another than they do.
     bar: Option<Progress>,
     log: Option<Log>,
+    events: Option<EventFile>,
     every: usize,
     steps: usize,
     tokens: usize,
+    /// Floating-point operations of a step, and those of a second that all ranks can make.
+    flops: f64,
+    peak_flops: Option<f64>,
 }
 
-/// A line of the log.
-#[derive(Serialize, Deserialize)]
+/// A line of the log. Numbers that are not finite are null, or not there.
+#[derive(Default, Serialize, Deserialize)]
 struct Line {
     step: usize,
-    loss: f64,
-    grad_norm: f64,
+    loss: Option<f64>,
+    grad_norm: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    update_norm: Option<f64>,
     learning_rate: f64,
     seconds: f64,
     tokens_per_second: f64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
+    tflops: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    utilization: Option<f64>,
+    #[serde(default)]
+    skipped: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     valid_loss: Option<f64>,
+}
+
+impl Line {
+    /// The numbers of it that event files have, under names of groups that TensorBoard shows together.
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        let all = [
+            ("train/loss", self.loss),
+            ("train/grad_norm", self.grad_norm),
+            ("train/update_norm", self.update_norm),
+            ("train/learning_rate", Some(self.learning_rate)),
+            ("train/skipped", Some(self.skipped as f64)),
+            ("train/loss_scale", self.loss_scale),
+            ("valid/loss", self.valid_loss),
+            ("speed/seconds", Some(self.seconds)),
+            ("speed/tokens_per_second", Some(self.tokens_per_second)),
+            ("speed/tflops", Some(self.tflops)),
+            ("speed/utilization", self.utilization),
+        ];
+        all.into_iter().filter_map(|(name, number)| Some((name, number?))).collect()
+    }
 }
 
 impl Screen {
@@ -54,39 +91,71 @@ impl Screen {
         let open = |path: &Path| {
             Log::open(path, job.start).map_err(|error| anyhow!("--log {}: {error:#}", path.display()))
         };
+        let tokens = job.recipe.batch * job.recipe.seq_len;
+        let bar = || Progress::with_details("train", job.steps().len());
         Ok(Self {
             shown: Some(Shown {
                 out: output.screen(),
-                bar: io::stderr().is_terminal().then(|| Progress::new("train", job.steps().len())),
+                bar: io::stderr().is_terminal().then(bar),
                 log: flags.log.as_deref().map(open).transpose()?,
+                events: None,
                 every: flags.log_every,
                 steps: job.recipe.rate.steps,
-                tokens: job.recipe.batch * job.recipe.seq_len,
+                tokens,
+                flops: tokens as f64 * flops_per_token(&job.files.config, job.recipe.seq_len),
+                peak_flops: flags.peak_tflops.map(|peak| peak * 1e12),
             }),
         })
     }
 
-    /// Begins the log. Not before the training has the folder of `--save`, since another one may write both.
+    /// Begins the log and the event file. Not before the training has the folder of `--save`, since another one may write both.
     ///
     /// # Errors
     /// If the log cannot be written.
-    pub(super) fn begin(&self) -> Result<()> {
-        let log = self.shown.as_ref().and_then(|shown| shown.log.as_ref());
-        log.map_or(Ok(()), Log::begin).context("--log")
+    pub(super) fn begin(&mut self, job: &Job, flags: &TrainArgs) -> Result<()> {
+        let Some(shown) = &mut self.shown else { return Ok(()) };
+        shown.log.as_ref().map_or(Ok(()), Log::begin).context("--log")?;
+        let create = |folder: &Path| {
+            EventFile::create(folder, job.start + 1)
+                .with_context(|| format!("--tensorboard {}", folder.display()))
+        };
+        shown.events = flags.tensorboard.as_deref().map(create).transpose()?;
+        Ok(())
     }
 
     /// Shows a step. The screen gets every `--log-every`-th step, the last step, and steps with a validation loss.
     ///
     /// # Errors
-    /// If the log cannot be written.
+    /// If the log or the event file cannot be written.
     pub(super) fn step(&mut self, made: StepOutput) -> Result<()> {
         let Some(shown) = &mut self.shown else { return Ok(()) };
-        let StepOutput { step, loss, grad_norm, rate, seconds, valid } = made;
+        let StepOutput { step, loss, grad_norm, rate, seconds, valid, skipped, .. } = made;
         let number = step + 1;
+        let is_finite = |number: &f64| number.is_finite();
+        let per_second = |count: f64| if seconds > 0.0 { count / seconds } else { 0.0 };
+        let flops = per_second(shown.flops);
+        let line = Line {
+            step: number,
+            loss: Some(loss).filter(is_finite),
+            grad_norm: Some(grad_norm).filter(is_finite),
+            update_norm: made.update_norm.filter(is_finite),
+            learning_rate: rate,
+            seconds,
+            tokens_per_second: per_second(shown.tokens as f64),
+            tflops: flops / 1e12,
+            utilization: shown.peak_flops.map(|peak| flops / peak),
+            skipped,
+            loss_scale: made.loss_scale,
+            valid_loss: valid.filter(is_finite),
+        };
         if number.is_multiple_of(shown.every) || number == shown.steps || valid.is_some() {
             let valid = valid.map(|loss| format!(", of --valid {loss:.4}")).unwrap_or_default();
+            let skipped = match skipped {
+                0 => String::new(),
+                count => format!(", {count} steps left out"),
+            };
             let line = format!(
-                "step {number} of {}: loss {loss:.4}{valid}, gradient norm {grad_norm:.3}, learning rate {rate:.2e}",
+                "step {number} of {}: loss {loss:.4}{valid}, gradient norm {grad_norm:.3}, learning rate {rate:.2e}{skipped}",
                 shown.steps
             );
             // A reader that stopped misses the rest; the ranks go on together.
@@ -97,20 +166,14 @@ impl Screen {
             }
         }
         if let Some(bar) = &shown.bar {
-            bar.step(loss);
+            let speed = grouped(line.tokens_per_second as usize);
+            bar.tell_step(format!("loss {loss:.3}, norm {grad_norm:.2}, rate {rate:.2e}, {speed} tokens/s"));
         }
         if let Some(log) = &mut shown.log {
-            let tokens_per_second = if seconds > 0.0 { shown.tokens as f64 / seconds } else { 0.0 };
-            let line = Line {
-                step: number,
-                loss,
-                grad_norm,
-                learning_rate: rate,
-                seconds,
-                tokens_per_second,
-                valid_loss: valid,
-            };
             log.file.write_all((serde_json::to_string(&line)? + "\n").as_bytes()).context("--log")?;
+        }
+        if let Some(events) = &mut shown.events {
+            events.scalars(number, &line.scalars()).context("--tensorboard")?;
         }
         Ok(())
     }
@@ -182,12 +245,14 @@ mod tests {
     fn line(step: usize) -> String {
         let numbers = Line {
             step,
-            loss: 2.5,
-            grad_norm: 1.0,
+            // Of a step that was left out.
+            loss: (step != 3).then_some(2.5),
+            grad_norm: Some(1.0),
             learning_rate: 1e-4,
             seconds: 0.5,
             tokens_per_second: 8.0,
             valid_loss: (step == 2).then_some(3.0),
+            ..Line::default()
         };
         serde_json::to_string(&numbers).expect("numbers") + "\n"
     }

@@ -86,6 +86,7 @@ fn an_evaluation_refuses_what_it_cannot_heed() {
                 (plain.clone().keep(Keep::Inputs), "keep in an evaluation"),
                 (plain.clone().keep([Keep::Activations]), "keep in an evaluation"),
                 (plain.clone().split_backward(true), "split_backward in an evaluation"),
+                (plain.clone().loss_scale(2.0), "loss_scale in an evaluation"),
                 (plain.clone().training(true), "training(true) in an evaluation"),
                 (plain.clone().weights(vec![1.0]), "1 weights for 2 microbatches"),
             ] {
@@ -133,6 +134,9 @@ fn stages_have_one_value_of_keep_each_and_all_ranks_the_same() {
         let said =
             runtime.forward_backward(&batch, &plain.clone().keep(keep)).map(drop).unwrap_err().to_string();
         assert!(said.contains("the data that stages keep of rank 2 is not that of rank 0"), "{said}");
+        let scaled = plain.clone().loss_scale(if ctx.rank() == 1 { 2.0 } else { 1.0 });
+        let said = runtime.forward_backward(&batch, &scaled).map(drop).unwrap_err().to_string();
+        assert!(said.contains("the scale of the loss or the data that stages keep of rank 1"), "{said}");
         // One for all is the same as one for each.
         let keep = if ctx.rank() == 2 { vec![Keep::Inputs] } else { vec![Keep::Inputs; 3] };
         runtime.forward_backward(&batch, &plain.keep(keep)).map(drop)

@@ -6,6 +6,7 @@ mod alone;
 mod gather;
 mod processes;
 mod ranks;
+mod stop;
 mod voice;
 
 use std::ffi::OsString;
@@ -20,6 +21,7 @@ pub use gather::{Bits, gather};
 pub(crate) use processes::is_first;
 pub use processes::{local_rank, local_size};
 pub use ranks::Ranks;
+pub use stop::StopSignal;
 
 use crate::cli::{self, Checked, require};
 

@@ -11,6 +11,7 @@ use candle_dist::init::LaunchInfo;
 use candle_dist::{Cause, Error, GroupFailure, ProcessGroup};
 use parking_lot::Mutex;
 
+use super::stop::StopSignal;
 use crate::cli;
 
 /// How often the watching thread checks.
@@ -170,14 +171,19 @@ impl Grace {
         let mut pending = Signals::new([SIGTERM])?;
         let (signals, voice) = (pending.handle(), voice.clone());
         thread::Builder::new().name("signals".into()).spawn(move || {
-            if pending.forever().next().is_some() {
+            for _ in pending.forever() {
                 voice.is_ended.store(true, Ordering::Release);
+                // A program that stops by itself is ended by a second signal, or by SIGKILL.
+                if StopSignal::is_awaited() {
+                    continue;
+                }
                 let end = Instant::now() + LINGER;
                 while Instant::now() < end && !voice.has_spoken.load(Ordering::Acquire) {
                     thread::sleep(TICK);
                 }
                 // If that fails, the launcher's next signal is SIGKILL.
                 let _ = emulate_default_handler(SIGTERM);
+                break;
             }
         })?;
         Ok(Self { signals })

@@ -6,8 +6,13 @@ mod broken;
 mod crash;
 mod families;
 mod local;
+mod metrics;
+mod nonfinite;
 mod parity;
 mod plain;
 mod program;
 mod resume;
+mod retention;
+#[cfg(unix)]
+mod signals;
 pub(crate) mod support;

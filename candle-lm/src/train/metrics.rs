@@ -1,0 +1,95 @@
+//! Numbers about steps that cost something: the size of updates, and the work that a step takes.
+
+use anyhow::Result;
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor, Var};
+use candle_dist::ClipGradNorm;
+use candle_shard::nn::{AdamW, Parameters};
+
+use crate::config::Config;
+
+/// The floating-point operations that a token takes in a training step: 6 for each parameter that computes, and
+/// `12 * layers * width * tokens` for the attention to a sequence of so many tokens, as in the paper of PaLM.
+///
+/// A table is looked up and computes nothing, unless it is the output layer too. Of experts those count that a token chooses, and of a
+/// layer with a window its tokens. What layers compute again to save memory is not counted.
+///
+/// ```
+/// use candle_lm::random_model;
+/// use candle_lm::train::metrics::flops_per_token;
+///
+/// let config = random_model::config();
+/// let computes = config.parameters() - config.vocab_size * config.hidden_size; // the table
+/// let attention = 12 * config.num_hidden_layers * config.hidden_size * 128;
+/// assert_eq!(flops_per_token(&config, 128), (6 * computes + attention) as f64);
+/// ```
+pub fn flops_per_token(config: &Config, seq_len: usize) -> f64 {
+    let computes = |name: &str| config.tie_word_embeddings || !name.starts_with("model.embed_tokens.");
+    let tensors = config.tensors();
+    let active = tensors.iter().filter(|(name, _)| computes(name));
+    let parameters: usize = active.map(|(name, shape)| config.active(name, shape)).sum();
+    let heads = config.heads();
+    let seen = |layer| config.parts.window(layer).map_or(seq_len, |window| window.min(seq_len));
+    let seen: usize = (0..config.num_hidden_layers).map(seen).sum();
+    6.0 * parameters as f64 + 12.0 * (heads.query * heads.dim) as f64 * seen as f64
+}
+
+/// Steps of an optimizer whose size is measured.
+#[derive(Debug)]
+pub(super) struct UpdateNorm {
+    /// The variables of this rank, each with the values that the optimizer updates: its own, or its 32-bit copy.
+    updated: Vec<(Var, Tensor)>,
+    named: Vec<(String, Var)>,
+    /// Sums over ranks without limit.
+    norm: ClipGradNorm,
+}
+
+impl UpdateNorm {
+    /// Measures steps of an optimizer, whose norms are summed over ranks as those of gradients are that `norm` bounds, which has no
+    /// bound.
+    ///
+    /// # Errors
+    /// Those of the optimizer.
+    pub(super) fn new(parameters: &Parameters, optimizer: &AdamW, norm: ClipGradNorm) -> Result<Self> {
+        let state = optimizer.state()?;
+        let copy = |name: &str| {
+            let copy = format!("adam_w.master_weight.{name}");
+            state.iter().find(|(name, _)| *name == copy).map(|(_, copy)| copy.to_local().clone())
+        };
+        let updated = parameters.iter().filter(|of| !of.is_frozen()).map(|of| {
+            let own = || of.var.as_detached_tensor();
+            (of.var.clone(), copy(&of.name).unwrap_or_else(own))
+        });
+        Ok(Self { updated: updated.collect(), named: parameters.named_vars(), norm })
+    }
+
+    /// Makes the step, and returns the norm of the change of all parameters that have a gradient, relative to the norm that they had.
+    /// Every rank calls it. One parameter at a time is copied.
+    ///
+    /// # Errors
+    /// Those of the optimizer and of the group.
+    pub(super) fn step(&self, optimizer: &mut AdamW, grads: &GradStore) -> Result<f64> {
+        let (mut changes, mut before) = (GradStore::default(), GradStore::default());
+        for (var, values) in &self.updated {
+            let Some(grad) = grads.get(var) else { continue };
+            let mut alone = GradStore::default();
+            alone.insert(var, grad.clone());
+            let old = values.copy()?;
+            optimizer.step(&alone)?;
+            // The norm of a part stands for it.
+            changes.insert(var, norm_of(&(values - &old)?)?);
+            before.insert(var, norm_of(&old)?);
+        }
+        let change = self.norm.clip(&self.named, &mut changes)?;
+        let size = self.norm.clip(&self.named, &mut before)?;
+        Ok(if size > 0.0 { change / size } else { 0.0 })
+    }
+}
+
+/// The 2-norm of a tensor, as a tensor.
+fn norm_of(tensor: &Tensor) -> candle_core::Result<Tensor> {
+    match tensor.elem_count() {
+        0 => Tensor::zeros((), DType::F64, tensor.device()),
+        _ => tensor.to_dtype(DType::F64)?.sqr()?.sum_all()?.sqrt(),
+    }
+}

@@ -1,0 +1,92 @@
+//! Signals that ask the program to stop.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use test_utils::programs::text;
+
+use crate::lm_train::support::{Place, assert_close, config};
+
+/// Starts a training that nobody would wait for.
+fn start(place: &Place, flags: &str) -> Child {
+    let flags = flags.replace('@', place.path("").to_str().unwrap());
+    Command::new(env!("CARGO_BIN_EXE_lm"))
+        .args(["--train", place.path("text").to_str().unwrap(), "--lr", "0.01", "--decay", "none"])
+        .args(["--steps", "1000000"])
+        .args(flags.split_whitespace())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts")
+}
+
+/// The lines of a log, when it has so many.
+fn wait_for(log: &Path, count: usize) {
+    let end = Instant::now() + Duration::from_secs(120);
+    while fs::read_to_string(log).unwrap_or_default().lines().count() < count {
+        assert!(Instant::now() < end, "{} has no {count} lines", log.display());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    let line = format!("kill -{name} {}", child.id());
+    assert!(Command::new("sh").args(["-c", &line]).status().unwrap().success());
+}
+
+fn losses(log: &Path) -> Vec<f64> {
+    let lines = fs::read_to_string(log).unwrap();
+    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
+    lines.lines().map(loss).collect()
+}
+
+#[test]
+fn a_signal_ends_a_training_with_a_checkpoint_from_which_it_goes_on() {
+    let place = Place::new(&config(4, 2));
+    let tiny = "--batch 5 --seq-len 7 --warmup 2 --clip-norm 0.5";
+    for (name, mesh) in [("TERM", "--tp 2 --dp 2"), ("INT", "--pp 2 --tp 1")] {
+        let (log, saved) = (place.path(&format!("log-{name}")), place.path(&format!("saved-{name}")));
+        let flags =
+            format!("{tiny} --model @model --log @log-{name} --save @saved-{name} {mesh} --json @report");
+        let child = start(&place, &flags);
+        wait_for(&log, 3);
+        signal(&child, name);
+        let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
+        assert_eq!(status.code(), Some(0), "{name}: {}", text(&stderr));
+        let made = losses(&log);
+        let last = saved.join(format!("step-{:08}", made.len()));
+        assert!(last.join("training.json").is_file(), "{name}: {}", last.display());
+        let said = text(&stdout);
+        let stopped = format!("Stopped by a signal after step {}", made.len());
+        assert!(said.contains(&stopped) && said.contains(last.to_str().unwrap()), "{name}: {said}");
+        let report: Value = serde_json::from_slice(&fs::read(place.path("report")).unwrap()).unwrap();
+        assert_eq!(report["end"], "signal");
+        // It goes on as if nothing had happened.
+        let more = made.len() + 2;
+        let want = place.losses(&format!("--tp 1 --decay none --steps {more}"));
+        let rest = place.losses(&format!("--tp 1 --resume {} --steps {more}", saved.display()));
+        assert_close(&[made, rest].concat(), &want, 1e-4, name);
+    }
+}
+
+#[test]
+fn a_second_signal_ends_the_program_at_once() {
+    let place = Place::new(&config(4, 2));
+    let log = place.path("log");
+    // A step takes seconds.
+    let flags = "--model @model --batch 6000 --seq-len 32 --tp 1 --log @log --save @saved";
+    let mut child = start(&place, flags);
+    wait_for(&log, 1);
+    signal(&child, "TERM");
+    thread::sleep(Duration::from_millis(100));
+    assert!(child.try_wait().unwrap().is_none(), "the step was to take longer");
+    signal(&child, "TERM");
+    let Output { status, .. } = child.wait_with_output().unwrap();
+    assert_eq!(status.signal(), Some(15), "{status:?}");
+    assert_eq!(fs::read_to_string(&log).unwrap().lines().count(), 1, "it was not to make another step");
+}
