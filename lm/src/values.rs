@@ -2,6 +2,7 @@
 
 use candle_core::quantized::GgmlDType;
 use candle_lm::dtype::DTypeName;
+use candle_lm::train::data::TooLong;
 use candle_lm::train::rate::Decay;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
@@ -18,6 +19,13 @@ const DECAYS: [FlagValue<Decay>; 3] = [
     ("cosine", "By half a wave of a cosine, to a tenth", Decay::Cosine),
     ("linear", "In a straight line, to a tenth", Decay::Linear),
     ("none", "Not at all", Decay::None),
+];
+
+const TOO_LONG: [FlagValue<TooLong>; 4] = [
+    ("error", "Their lines are bad ones", TooLong::Error),
+    ("skip", "They are left out, and counted", TooLong::Skip),
+    ("cut", "They end where the sequence ends", TooLong::Cut),
+    ("split", "Texts go on in further sequences, and others are cut", TooLong::Split),
 ];
 
 const GGUF: [FlagValue<GgmlDType>; 13] = [
@@ -49,6 +57,11 @@ pub(crate) fn dtype() -> impl TypedValueParser<Value = DTypeName> {
 /// Parses the name of a decay.
 pub(crate) fn decay() -> impl TypedValueParser<Value = Decay> {
     one_of(&DECAYS)
+}
+
+/// Parses what happens to records that are too long.
+pub(crate) fn too_long() -> impl TypedValueParser<Value = TooLong> {
+    one_of(&TOO_LONG)
 }
 
 fn one_of<T: Copy + Send + Sync + 'static>(

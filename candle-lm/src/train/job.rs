@@ -9,7 +9,7 @@ use candle_pipe::{Pipeline, StageLayout};
 use candle_shard::regular;
 use serde_json::{Map, Value};
 
-use super::corpus::Corpus;
+use super::data::TrainingData;
 use super::folder::Damage;
 use super::recipe::Recipe;
 use super::resume::TrainState;
@@ -32,9 +32,9 @@ pub struct Job {
     /// How to train.
     pub recipe: Recipe,
     /// What on.
-    pub text: Corpus,
+    pub text: TrainingData,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.
-    pub valid: Option<(Corpus, Option<usize>)>,
+    pub valid: Option<(TrainingData, Option<usize>)>,
     /// The mesh and the schedule.
     pub pipeline: Pipeline,
     /// Whether parameters are cut over the replicas.
@@ -56,13 +56,20 @@ pub struct Job {
 }
 
 impl Job {
+    /// Whether sequences may be packed of documents.
+    pub(super) fn is_packed(&self) -> bool {
+        let valid = self.valid.iter().map(|(text, _)| text);
+        valid.chain([&self.text]).any(|text| matches!(text, TrainingData::Documents(_)))
+    }
+
     /// The model in stages; see [`learner`](declare::learner) for the group `replicas`.
     ///
     /// # Errors
     /// If the model cannot be cut into these stages.
     pub fn declare(&self, replicas: Option<&ProcessGroup>) -> candle_pipe::Result<DecoderPipe> {
         let cut = StageCut::new(self.pipeline.stages(), self.layout.as_ref());
-        declare::learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
+        let learner = if self.is_packed() { declare::packed_learner } else { declare::learner };
+        learner(&self.files.config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
     /// The steps to make.
@@ -77,7 +84,7 @@ impl Job {
     }
 
     /// The validation text, if its loss is due after `steps` steps.
-    pub fn validates_after(&self, steps: usize) -> Option<&Corpus> {
+    pub fn validates_after(&self, steps: usize) -> Option<&TrainingData> {
         let (text, every) = self.valid.as_ref()?;
         let is_due = every.map_or_else(|| self.saves_after(steps), |every| steps.is_multiple_of(every));
         (is_due || steps == self.recipe.rate.steps).then_some(text)
@@ -189,10 +196,11 @@ fn check_length(recipe: &Recipe, files: &Files) -> InputResult {
 ///
 /// # Errors
 /// If it is another text.
-pub fn check_text(text: &Corpus, state: &TrainState) -> InputResult {
+pub fn check_text(text: &TrainingData, state: &TrainState) -> InputResult {
     require!(
         text.stamp() == state.text,
-        "--train is another text than the one that --resume goes on with: give that one."
+        "{} is another text than the one that --resume goes on with: give that one.",
+        text.flag()
     );
     Ok(())
 }

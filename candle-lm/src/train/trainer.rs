@@ -22,6 +22,7 @@ use candle_shard::nn::{AdamW, MeshVarBuilder, Parameters};
 use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Serialize};
 
+use super::data::BatchPart;
 use super::folder::SaveFolder;
 use super::job::Job;
 use super::resume::{OPTIMIZER, STATE};
@@ -215,14 +216,12 @@ impl<'a> Trainer<'a> {
     /// Those of the runtime.
     pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
         let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
-        let (replica, replicas) = (part_of(&self.mesh)?, pipeline.parts());
+        let (own, replicas) = (part_of(&self.mesh, self.job)?, pipeline.parts());
         let batch = self.job.text.batch(recipe, step, self.world.device())?;
         let (mut accumulator, mut loss, mut first) = (GradAccumulator::new(&self.parameters.vars()), 0.0, 0);
         for rows in microbatch_sizes(recipe.batch, *accumulate) {
             let share = rows as f64 / recipe.batch as f64;
-            let part = batch.rows(first..first + rows)?;
-            let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
-            options.first_row += first;
+            let (cut, options) = batch.part(first..first + rows, &own, step as u64)?;
             first += rows;
             let made = self.runtime.forward_backward(&cut, &options)?;
             self.weights_at_once.set(self.weights_at_once.get() + made.weights_at_once);
@@ -297,7 +296,7 @@ impl<'a> Trainer<'a> {
 /// On every rank alike, with the file and the first rank that has another one.
 fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
     let mut files = vec![
-        ("--train", serde_json::to_string(&job.text.stamp())?),
+        (job.text.flag(), serde_json::to_string(&job.text.stamp())?),
         ("the config of --model", format!("{:?}", job.files.config)),
     ];
     files.extend(
@@ -347,6 +346,6 @@ fn ensure_seen(partial: &Path, folder: &Path) -> Result<()> {
 }
 
 /// Which part of a batch this rank of the mesh has.
-pub(super) fn part_of(mesh: &DeviceMesh) -> Result<usize> {
-    Ok(mesh.local_rank("dp")? * mesh.size_of(EXPERT_AXIS)? + mesh.local_rank(EXPERT_AXIS)?)
+pub(super) fn part_of(mesh: &DeviceMesh, job: &Job) -> Result<BatchPart> {
+    BatchPart::of(mesh, &job.pipeline, job.fsdp, job.is_packed())
 }

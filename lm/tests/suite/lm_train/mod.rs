@@ -4,8 +4,10 @@
 mod broken;
 mod crash;
 mod families;
+mod packed;
 mod parity;
 mod plain;
 mod program;
+mod records;
 mod resume;
 pub(crate) mod support;
