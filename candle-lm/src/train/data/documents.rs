@@ -16,7 +16,7 @@ use crate::train::recipe::Recipe;
 ///
 /// The last token of a document predicts nothing, so it takes no place in a sequence. An epoch has each sequence once, in an order that follows
 /// from the seed and the number of the epoch. Batches go on from one epoch to the next.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct DocumentSet {
     tokens: Vec<u32>,
     /// Which tokens are to be predicted.
@@ -26,6 +26,8 @@ pub struct DocumentSet {
     /// The documents of each sequence.
     sequences: Vec<Vec<usize>>,
     seq_len: usize,
+    /// How many tokens are predicted in an epoch.
+    counted: usize,
     /// What was left out or cut, a sentence each.
     pub notes: Vec<String>,
 }
@@ -33,11 +35,13 @@ pub struct DocumentSet {
 impl DocumentSet {
     /// A set for sequences of so many tokens, without documents.
     pub(super) fn new(seq_len: usize) -> Self {
-        Self { starts: vec![0], seq_len, ..Self::default() }
+        let (tokens, counts, sequences, notes) = Default::default();
+        Self { tokens, counts, starts: vec![0], sequences, seq_len, counted: 0, notes }
     }
 
     /// Adds a document of at most one token more than a sequence has.
     pub(super) fn push(&mut self, document: Document) {
+        self.counted += counted(&document.counts);
         self.tokens.extend(document.tokens);
         self.counts.extend(document.counts);
         self.starts.push(self.tokens.len());
@@ -69,12 +73,7 @@ impl DocumentSet {
 
     /// How many tokens are predicted in an epoch.
     pub fn counted(&self) -> usize {
-        self.counted_in(0..self.documents())
-    }
-
-    fn counted_in(&self, documents: impl IntoIterator<Item = usize>) -> usize {
-        let targets = |document: usize| &self.counts[self.starts[document] + 1..self.starts[document + 1]];
-        documents.into_iter().map(|document| targets(document).iter().filter(|&&counts| counts).count()).sum()
+        self.counted
     }
 
     /// The places of all sequences for each that is predicted.
@@ -111,7 +110,8 @@ impl DocumentSet {
         let places = step * recipe.batch..(step + 1) * recipe.batch;
         let numbers: Vec<usize> = places.map(|place| self.sequence_at(recipe.seed, place)).collect();
         let documents = numbers.iter().flat_map(|&number| &self.sequences[number]);
-        let counted = self.counted_in(documents.copied());
+        let counts = |&document: &usize| &self.counts[self.starts[document]..self.starts[document + 1]];
+        let counted: usize = documents.map(|document| counted(counts(document))).sum();
         let ratio = (numbers.len() * self.seq_len) as f64 / counted as f64;
         self.pick(&numbers, ratio, device)
     }
@@ -149,4 +149,9 @@ impl DocumentSet {
             ratio,
         })
     }
+}
+
+/// How many of a document's tokens are predicted. The first one never is.
+pub(super) fn counted(counts: &[bool]) -> usize {
+    counts.iter().skip(1).filter(|&&counts| counts).count()
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 use candle_shard::regular;
 
-use super::documents::DocumentSet;
+use super::documents::{DocumentSet, counted};
 use super::encoder::{Document, RecordEncoder};
 use super::record::Record;
 use super::{DataOptions, TooLong};
@@ -130,8 +130,7 @@ fn documents(
             }
         }
     };
-    let counted = |document: &Document| document.counts.iter().skip(1).any(|&counts| counts);
-    match made.iter().all(counted) {
+    match made.iter().all(|document| counted(&document.counts) > 0) {
         true => Ok(made),
         false if has > takes => Err(format!("none of its first {takes} tokens is to be predicted")),
         false => Err("none of its tokens is to be predicted".into()),

@@ -134,7 +134,10 @@ fn each_kind_of_bad_line_is_named_and_skipped_if_that_is_asked_for() {
             message(json!({"role": "user", "content": "a", "name": "b"})).into(),
             r#"message 1 has the field "name""#,
         ),
-        (message(json!({"role": "user", "content": "a"})).into(), "it is a conversation, and the model has no chat template"),
+        (
+            message(json!({"role": "user", "content": "a"})).into(),
+            "it is a conversation, and the model has no chat template",
+        ),
         (
             json!({"text": "x".repeat(30)}).to_string().into(),
             "it has 30 tokens, and --seq-len 24 takes 25; --too-long",
