@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
 pub(crate) use jinja::ROLES;
-use jinja::{Rendering, Text};
+use jinja::{TemplateOutput, Text};
 pub use script::Script;
 pub(super) use source::{FOR_TOOLS, TEMPLATE, absent, in_folder, in_metadata, tokens};
 
@@ -211,7 +211,7 @@ impl ChatTemplate {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
         now: DateTime,
-    ) -> Result<Rendering> {
+    ) -> Result<TemplateOutput> {
         let wrong = |error| InputError(format!("the chat template of {} fails: {error}", self.origin));
         let Self { source, tokens, variables, .. } = self;
         Ok(jinja::render(source, tokens, variables, messages, add_generation_prompt, now).map_err(wrong)?)

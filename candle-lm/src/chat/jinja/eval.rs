@@ -12,7 +12,7 @@ use super::args::Args;
 use super::text::Text;
 use super::value::{JinjaValue, Loop};
 use super::work::{EvalResult, WorkBudget, fail};
-use super::{MARK, Rendering, checks, filters, functions};
+use super::{MARK, TemplateOutput, checks, filters, functions};
 
 /// What runs after a statement.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -72,9 +72,9 @@ impl<'a> Renderer<'a> {
     }
 
     /// Runs the whole template and returns what it writes.
-    pub(super) fn run(mut self, template: &'a Stmt<'a>) -> EvalResult<Rendering> {
+    pub(super) fn run(mut self, template: &'a Stmt<'a>) -> EvalResult<TemplateOutput> {
         self.statement(template)?;
-        Ok(Rendering { text: self.out, marks: (!self.has_lost_marks).then_some(self.marks) })
+        Ok(TemplateOutput { text: self.out, marks: (!self.has_lost_marks).then_some(self.marks) })
     }
 
     /// Runs what the template marks as written by the model.

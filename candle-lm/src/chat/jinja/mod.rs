@@ -58,7 +58,7 @@ pub(crate) const ROLES: [&str; 8] =
 const MARK: &str = "what the model writes";
 
 /// What a template writes.
-pub(super) struct Rendering {
+pub(super) struct TemplateOutput {
     pub(super) text: Text,
     /// The bytes inside of `{% generation %}`; `None` if they are in a text that a macro or a block makes, which may be written anywhere.
     pub(super) marks: Option<Vec<Range<usize>>>,
@@ -102,7 +102,7 @@ pub(super) fn render(
     messages: &[ChatMessage],
     add_generation_prompt: bool,
     now: DateTime,
-) -> InputResult<Rendering> {
+) -> InputResult<TemplateOutput> {
     on_thread(|| {
         parsed(&with_marks(source), |template| {
             // Each message is a few values too.

@@ -8,7 +8,7 @@ use candle_lm::config::Config;
 use candle_lm::declare::IGNORED;
 use candle_lm::train::data::TrainingData;
 use candle_lm::train::job::Job;
-use candle_lm::train::trainer::train;
+use candle_lm::train::trainer::{Trainer, train};
 use serde_json::{Value, json};
 use test_utils::on_ranks;
 
@@ -201,6 +201,15 @@ fn other_records_and_other_masks_are_not_gone_on_with() {
     let whole = fields["completion"].as_str().unwrap();
     let (prompt, completion) = whole.split_at(3);
     let moved = json!({"prompt": prompt, "completion": completion}).to_string();
+    let fresh = "--data @records.jsonl --seq-len 24 --dp 2 --tp 1";
+    let own = place.open(fresh).unwrap();
     fs::write(place.path("records.jsonl"), records.replace(first, &moved)).unwrap();
     refused(resume);
+    // A host that has them is refused on all.
+    let other = place.open(fresh).unwrap();
+    let said = on_ranks(2, "hosts", move |ctx| -> anyhow::Result<String> {
+        let job = if ctx.rank() == 0 { &own } else { &other };
+        Ok(format!("{:#}", Trainer::new(ctx, job).map(drop).unwrap_err()))
+    });
+    assert!(said.iter().all(|said| said.starts_with("--data is another file for rank 1")), "{said:?}");
 }
