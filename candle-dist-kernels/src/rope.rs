@@ -15,7 +15,8 @@ pub enum RopePairs {
 /// The rotary position embedding: rotates pair `i` of the row at position `p` by an angle that depends on `p` and `i`.
 ///
 /// `x` is `[.., s, d]`; `cos` and `sin` are `[t, d/2]` of its dtype, for the angles of positions `0..t`; the first row
-/// of `x` is at position `offset`. The result has the shape of `x`. Fails if shapes or dtypes do not match, if the
+/// of `x` is at position `offset`. Tables `[b, t, d/2]` have the angles of each element of the batch, for `x` of shape
+/// `[b, .., s, d]`. The result has the shape of `x`. Fails if shapes or dtypes do not match, if the
 /// tables end before the last position, and if they are tracked, because they get no gradient. Source: Su et al.,
 /// <https://arxiv.org/abs/2104.09864>.
 ///
@@ -32,15 +33,17 @@ pub enum RopePairs {
 /// ```
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePairs) -> Result<Tensor> {
     let dtype = compute_dtype("rope", x)?;
-    let (shape, [table, half]) = match (x.dims(), cos.dims()) {
-        (&[.., s, d], &[t, half])
-            if cos.dims() == sin.dims() && d == 2 * half && s <= t.saturating_sub(offset) =>
-        {
-            ([s, d], [t, half])
+    let fits = |s: usize, d: usize, t: usize, half: usize| {
+        cos.dims() == sin.dims() && d == 2 * half && s <= t.saturating_sub(offset)
+    };
+    let (rows, [batch, table, half]) = match (x.dims(), cos.dims()) {
+        (&[.., s, d], &[t, half]) if fits(s, d, t, half) => (s, [1, t, half]),
+        (&[b, .., s, d], &[tables, t, half]) if x.rank() > 2 && b == tables && fits(s, d, t, half) => {
+            (s, [b, t, half])
         }
         _ => bail!(
-            "rope: input {:?} at position {offset} with tables {:?} and {:?}: expected [.., s, d] and two [t, d/2] with \
-             t at least {offset} + s",
+            "rope: input {:?} at position {offset} with tables {:?} and {:?}: expected [.., s, d] and two [t, d/2], or \
+             [b, .., s, d] and two [b, t, d/2], with t at least {offset} + s",
             x.shape(),
             cos.shape(),
             sin.shape()
@@ -51,8 +54,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
     if cos.track_op() || sin.track_op() {
         bail!("rope: the tables carry a gradient, but get none; detach them");
     }
-    let first = offset.min(table.saturating_sub(shape[0]));
-    let [cos, sin] = [cos, sin].map(|t| t.narrow(0, first, shape[0]));
+    let first = offset.min(table.saturating_sub(rows));
+    let [cos, sin] = [cos, sin].map(|t| t.reshape((batch, table, half))?.narrow(1, first, rows));
     if !x.device().is_cpu() {
         return composed(x, &cos?, &sin?, half, pairs);
     }
@@ -61,12 +64,21 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, offset: usize, pairs: RopePa
         .to_dtype(x.dtype())
 }
 
+/// `cos` and `sin` are `[b, s, d/2]`, with `b` that of `x` or 1.
 fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePairs) -> Result<Tensor> {
     let lead = &x.dims()[..x.rank() - 1];
     let (split, dim) = match pairs {
         RopePairs::Halves => ([lead, &[2, half]].concat(), lead.len()),
         RopePairs::Neighbors => ([lead, &[half, 2]].concat(), lead.len() + 1),
     };
+    let (batch, rows) = (cos.dim(0)?, cos.dim(1)?);
+    // The dims of `x` between the batch and the rows, if it has a batch.
+    let between = vec![1; lead.len().saturating_sub(2)];
+    let table = match lead.len() {
+        1 => vec![rows, half],
+        _ => [&[batch], &between[..], &[rows, half]].concat(),
+    };
+    let (cos, sin) = (&cos.reshape(table.as_slice())?, &sin.reshape(table)?);
     let parts = x.reshape(split)?;
     let [a, b] = [0, 1].map(|i| parts.narrow(dim, i, 1)?.squeeze(dim));
     let (a, b) = (a?, b?);
@@ -76,7 +88,7 @@ fn composed(x: &Tensor, cos: &Tensor, sin: &Tensor, half: usize, pairs: RopePair
 }
 
 struct RopeOp {
-    /// The tables of the rows of one sequence, `[s, d/2]`.
+    /// The tables of the rows of one sequence, `[1, s, d/2]`, or of each element of the batch, `[b, s, d/2]`.
     cos: Tensor,
     sin: Tensor,
     pairs: RopePairs,
@@ -87,7 +99,9 @@ impl RopeOp {
     fn turn<T: Real>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
         let (cos, sin) = (TensorReader::new(&self.cos), TensorReader::new(&self.sin));
         let (cos, sin) = (cos.elements::<T>()?, sin.elements::<T>()?);
-        let (positions, half) = self.cos.dims2()?;
+        let (batch, positions, half) = self.cos.dims3()?;
+        // The rows of `x` that an element of the batch has.
+        let each = (x.len() / (2 * half).max(1) / batch.max(1)).max(1);
         let sign = if back { T::zero() - T::one() } else { T::one() };
         let (out, _) = new_by_blocks(
             x.len(),
@@ -97,7 +111,8 @@ impl RopeOp {
             |first, out| {
                 let rows = out.chunks_exact_mut(2 * half).zip(x[first * 2 * half..].chunks_exact(2 * half));
                 for (i, (out, x)) in rows.enumerate() {
-                    let at = (first + i) % positions * half;
+                    let row = first + i;
+                    let at = (row / each * positions + row % positions) * half;
                     let angles = cos[at..at + half].iter().zip(&sin[at..at + half]);
                     match self.pairs {
                         RopePairs::Halves => {
@@ -161,10 +176,40 @@ mod tests {
         let [x, cos, sin] =
             [&[2, 3, 6][..], &[3, 3], &[3, 3]].map(|shape| Tensor::randn(0f64, 1.0, shape, &Cpu));
         let (x, cos, sin) = (x?, cos?, sin?);
+        let (one_cos, one_sin) = (cos.unsqueeze(0)?, sin.unsqueeze(0)?);
         for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
-            let diff = (composed(&x, &cos, &sin, 3, pairs)? - rope(&x, &cos, &sin, 0, pairs)?)?;
+            let diff = (composed(&x, &one_cos, &one_sin, 3, pairs)? - rope(&x, &cos, &sin, 0, pairs)?)?;
             assert!(diff.abs()?.max_all()?.to_scalar::<f64>()? < 1e-14, "{pairs:?}");
         }
+        Ok(())
+    }
+
+    #[test]
+    fn tables_of_each_element_turn_it_as_a_call_of_its_own_does() -> Result<()> {
+        let [x, cos, sin] =
+            [&[2, 4, 3, 6][..], &[2, 5, 3], &[2, 5, 3]].map(|shape| Tensor::randn(0f64, 1.0, shape, &Cpu));
+        let (x, cos, sin) = (candle_core::Var::from_tensor(&x?)?, cos?, sin?);
+        for pairs in [RopePairs::Halves, RopePairs::Neighbors] {
+            let alone = |i| rope(&x.get(i)?.unsqueeze(0)?, &cos.get(i)?, &sin.get(i)?, 2, pairs);
+            let want = Tensor::cat(&[alone(0)?, alone(1)?], 0)?;
+            let got = rope(&x, &cos, &sin, 2, pairs)?;
+            let [cos, sin] = [&cos, &sin].map(|table| table.narrow(1, 2, 3));
+            let composed = composed(&x, &cos?, &sin?, 3, pairs)?;
+            let grad = |y: &Tensor| -> Result<Tensor> {
+                let grads = (y * y.detach().exp()?)?.sum_all()?.backward()?;
+                grads.get(&x).cloned().ok_or_else(|| candle_core::Error::Msg("no gradient".into()))
+            };
+            for (got, want) in [
+                (&got, &want),
+                (&composed, &want),
+                (&grad(&got)?, &grad(&want)?),
+                (&grad(&composed)?, &grad(&want)?),
+            ] {
+                assert!((got - want)?.abs()?.max_all()?.to_scalar::<f64>()? < 1e-12, "{pairs:?}");
+            }
+        }
+        assert!(rope(&x.get(0)?, &cos, &sin, 0, RopePairs::Halves).is_err());
+        assert!(rope(&x, &cos, &sin, 3, RopePairs::Halves).is_err());
         Ok(())
     }
 }

@@ -9,14 +9,14 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_dist::ProcessGroup;
 use candle_pipe::graph::{Ctx, ValueId};
 use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, stage_op};
 use candle_shard::fsdp::FullyShard;
 use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder, Mode};
 use candle_shard::parallel::LayerKind;
-use candle_shard::{DTensor, Placements, Replicate};
+use candle_shard::{CrossEntropy, DTensor, Placements, Reduction, Replicate};
 
 use crate::balance;
 use crate::between::BatchAxes;
@@ -27,11 +27,14 @@ use crate::layer::DecoderLayer;
 use crate::model::{embedded, finished, losses};
 use crate::norm::Norm;
 use crate::projection::{Projection, TokenTable};
-use crate::rope::Angles;
+use crate::rope::{Angles, PackedRows};
 use crate::step::{self, SlotTokens, last_rows};
 
 /// The name of the table, which a tied output layer has in common with the input.
 const TABLE: &str = "model.embed_tokens.weight";
+
+/// The target of a token behind which nothing is to be predicted.
+pub const IGNORED: u32 = u32::MAX;
 
 /// The model that writes: `logits` `[texts, vocabulary]` of what follows the new tokens of each text in a step, whose
 /// tokens are `[1, tokens]` and whose spans are packed in a row. Each of `slots` texts has up to `longest` tokens.
@@ -50,8 +53,8 @@ pub fn writer(
     let h = model.layers(h, Some(spans), longest, move |layer, angles, window| {
         let slot = |_| Cache::of_layer(window, angles.positions()).with_dtype(cache);
         let slots: RefCell<Vec<Cache>> = RefCell::new((0..slots).map(slot).collect());
-        move |h: &DTensor, spans: &[SlotTokens]| {
-            let slots = &mut slots.borrow_mut()[..];
+        move |h: &DTensor, spans: Option<&Tensor>| {
+            let (slots, spans) = (&mut slots.borrow_mut()[..], &step::unpack(spans)?[..]);
             cache::begin(slots, spans)?;
             let y = layer.run(|layer| layer.forward(h, &angles, Some(cache::turns(slots, 0, spans))))?;
             cache::advance(slots, spans);
@@ -75,7 +78,7 @@ pub fn scorer(config: &Config, longest: usize, cut: &StageCut<'_>) -> Result<Dec
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
     let h = model.embed(tokens);
     let h = model.layers(h, None, longest, |layer, angles, _| {
-        move |h: &DTensor, _: &[SlotTokens]| layer.run(|layer| layer.forward(h, &angles, None))
+        move |h: &DTensor, _: Option<&Tensor>| layer.run(|layer| layer.forward(h, &angles, None))
     });
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
     let loss = model.head(h, &[targets], |head, h, others| losses(h, &others[0], head)?.reshape((1,)));
@@ -110,16 +113,56 @@ pub fn learner_graph(
     recompute: bool,
     replicas: Option<&ProcessGroup>,
 ) -> PipeBuilder<MeshVarBuilder> {
+    declare_learner(config, length, recompute, replicas, false)
+}
+
+/// The model that [learns](learner) rows that are packed of documents. A document sees itself alone, and its positions start at 0.
+///
+/// There are two more inputs. `documents` `[rows, ranks, tokens]` has for each row the positions in their documents, u32: those of this
+/// row, and of the rows at the same place of the other ranks of the mesh that have rows of their own, in the order of these. A document
+/// begins at each 0, and behind the last one all are [`u32::MAX`]. `ratio` is a number. Targets of [`IGNORED`] do not count: the loss
+/// is the sum of the others' cross entropies, divided by the number of all targets, times `ratio`. So it is the mean of those
+/// that count in a batch, of which this may be a part, if `ratio` is the number of the batch's targets divided by that of those that count.
+///
+/// # Errors
+/// Those of [`learner`].
+pub fn packed_learner(
+    config: &Config,
+    length: usize,
+    recompute: bool,
+    replicas: Option<&ProcessGroup>,
+    cut: &StageCut<'_>,
+) -> Result<DecoderPipe> {
+    cut.finish(declare_learner(config, length, recompute, replicas, true), config)
+}
+
+fn declare_learner(
+    config: &Config,
+    length: usize,
+    recompute: bool,
+    replicas: Option<&ProcessGroup>,
+    is_packed: bool,
+) -> PipeBuilder<MeshVarBuilder> {
     let mut model = Declaration::new(config, BatchAxes::learner(length));
     let (tokens, targets) = (model.g.input("tokens", In::Arg), model.g.input("targets", In::Arg));
+    let documents = is_packed.then(|| model.g.input("documents", In::Arg));
+    model.ratio = is_packed.then(|| model.g.input("ratio", In::Arg));
     let h = model.embed(tokens);
     let balanced = config.parts.experts.as_ref().filter(|experts| experts.balance > 0.0);
     let h = match balanced {
-        Some(_) => model.balanced_layers(h, length, recompute, replicas),
-        None => model.layers(h, None, length, move |layer, angles, _| learned(layer, angles, recompute)),
+        Some(_) => model.balanced_layers(h, documents, length, recompute, replicas),
+        None => model.layers(h, documents, length, move |layer, angles, _| learned(layer, angles, recompute)),
     };
     let h = model.norm(h, None, |h, _| Ok(h.clone()));
-    let loss = model.head(h, &[targets], |head, h, others| head(h)?.cross_entropy(&others[0]));
+    let loss: OutputFn = match is_packed {
+        false => |head, h, others| head(h)?.cross_entropy(&others[0]),
+        true => |head, h, others| {
+            let ignore_index = Some(i64::from(IGNORED));
+            let loss = CrossEntropy { ignore_index, reduction: Reduction::Sum, ..CrossEntropy::default() };
+            loss.of_logits(&head(h)?, &others[0])?.affine(1.0 / others[0].elem_count() as f64, 0.0)
+        },
+    };
+    let loss = model.head(h, &[targets], loss);
     model.g.loss(loss, LossReduction::Mean);
     model.g
 }
@@ -132,6 +175,8 @@ struct Declaration {
     tied: Option<ValueId>,
     between: BatchAxes,
     balance: Option<Balance>,
+    /// The factor of the loss of the tokens.
+    ratio: Option<ValueId>,
 }
 
 /// What the end of a model adds to its loss in training.
@@ -152,7 +197,7 @@ impl Declaration {
         // The nodes that use it have adapters of their own.
         let build = move |vb: &MeshVarBuilder| Ok(table(&sizes, &vb.without_adapters())?.weight().clone());
         let tied = config.tie_word_embeddings.then(|| g.parameter(TABLE, Share::Replicate, build));
-        Self { config: config.clone(), g, tied, between, balance: None }
+        Self { config: config.clone(), g, tied, between, balance: None, ratio: None }
     }
 
     /// From tokens to hidden states.
@@ -178,12 +223,12 @@ impl Declaration {
         self.g.module("model.embed_tokens", build, [tokens].into_iter().chain(self.tied))
     }
 
-    /// Adds all layers. `run` makes a function of each layer and its window. The function takes hidden states and the
-    /// texts that they belong to.
-    fn layers<F, R>(&mut self, mut h: ValueId, spans: Option<ValueId>, longest: usize, run: F) -> ValueId
+    /// Adds all layers. `run` makes a function of each layer and its window. The function takes hidden states, and what says which
+    /// texts they belong to.
+    fn layers<F, R>(&mut self, mut h: ValueId, texts: Option<ValueId>, longest: usize, run: F) -> ValueId
     where
         F: Fn(FullyShard<Arc<DecoderLayer>>, Angles, Option<usize>) -> R + Clone + Send + Sync + 'static,
-        R: Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> + 'static,
+        R: Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> + 'static,
     {
         for i in 0..self.config.num_hidden_layers {
             let (config, run, between) = (self.config.clone(), run.clone(), self.between);
@@ -192,7 +237,7 @@ impl Declaration {
                 let angles = angles(&config, longest, between, vb)?;
                 Ok(hidden(vb, between, run(layer, angles, config.parts.window(i))))
             };
-            h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(spans));
+            h = self.g.module(&format!("model.layers.{i}"), build, [h].into_iter().chain(texts));
         }
         h
     }
@@ -201,6 +246,7 @@ impl Declaration {
     fn balanced_layers(
         &mut self,
         mut h: ValueId,
+        documents: Option<ValueId>,
         length: usize,
         recompute: bool,
         replicas: Option<&ProcessGroup>,
@@ -212,25 +258,28 @@ impl Declaration {
                     let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::new(&config, i, vb)?)))?;
                     Ok(hidden(vb, between, learned(layer, angles(&config, length, between, vb)?, recompute)))
                 };
-                h = self.g.module(&name, build, [h]);
+                h = self.g.module(&name, build, [h].into_iter().chain(documents));
                 continue;
             };
-            let factor = experts.balance;
+            let (factor, is_packed) = (experts.balance, documents.is_some());
             let build = move |vb: &MeshVarBuilder| {
                 let layer = FullyShard::new(vb, |vb| Ok(Arc::new(DecoderLayer::balanced(&config, i, vb)?)))?;
                 let (angles, mesh) = (angles(&config, length, between, vb)?, vb.mesh().clone());
                 Ok(stage_op(move |xs, ctx| {
                     let h = between.enter(&xs[0], &mesh)?;
+                    let documents = is_packed.then(|| xs[1].tensor()).transpose()?;
+                    let angles = of_documents(&angles, documents)?;
                     let run = || layer.run(|layer| layer.with_sums(&h, &angles, recompute));
                     let [h, mut sums] = in_mode(ctx, run)?;
-                    if let Some(before) = xs.get(1) {
+                    if let Some(before) = xs.get(1 + usize::from(is_packed)) {
                         sums = BatchAxes::WHOLE.enter(before, &mesh)?.add(&sums)?;
                     }
                     Ok(vec![between.leave(&h)?, BatchAxes::WHOLE.leave(&sums)?])
                 }))
             };
             let before = self.balance.as_ref().map(|balance| balance.sums);
-            let [states, sums] = self.g.module_many(&name, build, [h].into_iter().chain(before));
+            let [states, sums] =
+                self.g.module_many(&name, build, [h].into_iter().chain(documents).chain(before));
             h = states;
             let layers = self.balance.as_ref().map_or(0, |balance| balance.layers) + 1;
             self.balance = Some(Balance { sums, layers, factor, replicas: replicas.cloned() });
@@ -248,7 +297,7 @@ impl Declaration {
         let (config, between) = (self.config.clone(), self.between);
         let build = move |vb: &MeshVarBuilder| {
             let norm = Norm::new(config.hidden_size, &config, vb)?;
-            Ok(hidden(vb, between, move |h, spans| norm.forward(&wanted(h, spans)?)))
+            Ok(hidden(vb, between, move |h, spans| norm.forward(&wanted(h, &step::unpack(spans)?)?)))
         };
         self.g.module("model.norm", build, [h].into_iter().chain(spans))
     }
@@ -258,7 +307,7 @@ impl Declaration {
         let (config, is_tied, last, between) =
             (self.config.clone(), self.tied.is_some(), others.len(), self.between);
         let balance = self.balance.clone();
-        let sums = balance.as_ref().map(|balance| balance.sums);
+        let (ratio, sums) = (self.ratio, balance.as_ref().map(|balance| balance.sums));
         let build = move |vb: &MeshVarBuilder| {
             let own = |vb: &_| Projection::new(config.hidden_size, config.vocab_size, false, vb);
             let own = (!is_tied).then(|| FullyShard::new(vb, own)).transpose()?;
@@ -277,10 +326,14 @@ impl Declaration {
                     Some(own) => Ok::<_, Error>(own.run(end)?),
                     None => Ok(end(&Projection::Dense(Linear::tied(xs[xs.len() - 1].dtensor()?, &vb)?))?),
                 })?;
+                if ratio.is_some() {
+                    made = made.affine(xs[last + 1].float()?, 0.0)?;
+                }
                 if let Some(Balance { layers, factor, replicas, .. }) =
                     balance.as_ref().filter(|_| ctx.training)
                 {
-                    let sums = BatchAxes::WHOLE.enter(&xs[last + 1], vb.mesh())?;
+                    let sums = &xs[last + 1 + usize::from(ratio.is_some())];
+                    let sums = BatchAxes::WHOLE.enter(sums, vb.mesh())?;
                     let rows = layers * others[0].elem_count();
                     let whole = Placements::from_elem(Replicate, sums.mesh().ndim());
                     let added = balance::loss(&sums, rows, *factor, replicas.as_ref())?;
@@ -289,7 +342,7 @@ impl Declaration {
                 Ok(vec![between.leave(&made)?])
             }))
         };
-        let inputs = [h].into_iter().chain(others.iter().copied()).chain(sums).chain(self.tied);
+        let inputs = [h].into_iter().chain(others.iter().copied()).chain(ratio).chain(sums).chain(self.tied);
         self.g.module("lm_head", build, inputs)
     }
 }
@@ -304,9 +357,15 @@ type LogitsFn<'a> = dyn Fn(&DTensor) -> candle_shard::Result<DTensor> + 'a;
 fn angles(config: &Config, longest: usize, between: BatchAxes, vb: &MeshVarBuilder) -> Result<Angles> {
     let angles = Angles::new(config, longest, vb)?;
     Ok(match between.order(vb.mesh())? {
-        Some(order) => angles.in_order(order)?,
+        Some(order) => angles.in_order(order),
         None => angles,
     })
+}
+
+/// Returns the angles for rows that are packed of documents, if they are.
+fn of_documents(angles: &Angles, documents: Option<&Tensor>) -> candle_shard::Result<Angles> {
+    let packed = documents.map(PackedRows::read).transpose()?;
+    Ok(packed.map_or_else(|| angles.clone(), |packed| angles.of_packed(packed)))
 }
 
 /// A layer that learns.
@@ -314,12 +373,13 @@ fn learned(
     layer: FullyShard<Arc<DecoderLayer>>,
     angles: Angles,
     recompute: bool,
-) -> impl Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> {
+) -> impl Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> {
     // A unit around what is recomputed gathers once in the backward pass.
-    move |h, _| {
+    move |h, documents| {
+        let angles = of_documents(&angles, documents)?;
         layer.run(|layer| match recompute {
             true => {
-                let (layer, angles) = (layer.clone(), angles.clone());
+                let layer = layer.clone();
                 nn::recompute(h, move |h| layer.forward(h, &angles, None))
             }
             false => layer.forward(h, &angles, None),
@@ -338,15 +398,15 @@ fn in_mode<R>(ctx: &Ctx, f: impl FnOnce() -> R) -> R {
     ActiveAdapters::current().mode(mode).run(f)
 }
 
-/// A node from hidden states, and perhaps the spans of texts, to hidden states.
+/// A node from hidden states, and perhaps what says which texts they belong to, to hidden states.
 fn hidden<F>(vb: &MeshVarBuilder, between: BatchAxes, f: F) -> impl StageOp + use<F>
 where
-    F: Fn(&DTensor, &[SlotTokens]) -> candle_shard::Result<DTensor> + 'static,
+    F: Fn(&DTensor, Option<&Tensor>) -> candle_shard::Result<DTensor> + 'static,
 {
     let mesh = vb.mesh().clone();
     stage_op(move |xs, ctx| {
-        let spans = xs.get(1).map(|spans| Ok::<_, Error>(step::unpack(spans.tensor()?)?)).transpose()?;
+        let texts = xs.get(1).map(|texts| texts.tensor()).transpose()?;
         let h = between.enter(&xs[0], &mesh)?;
-        Ok(vec![between.leave(&in_mode(ctx, || f(&h, &spans.unwrap_or_default()))?)?])
+        Ok(vec![between.leave(&in_mode(ctx, || f(&h, texts))?)?])
     })
 }

@@ -141,18 +141,20 @@ impl DecoderLayer {
                 _ => (of_queries.forward(&q)?, of_keys.forward(&k)?),
             };
         }
+        let is_local = self.window.is_some();
         let Some(turns) = turns else {
             if self.is_rotary {
-                (q, k) = self.turned([&q, &k], angles, &[[0, x.dims()[1]]])?;
+                (q, k) = (angles.turn_rows(&q, is_local)?, angles.turn_rows(&k, is_local)?);
             }
             let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
-            let mixed = self.options().order(angles.order().cloned()).of(&q, &k, &v)?;
+            let options = self.options().order(angles.order().cloned());
+            let mixed = options.documents(angles.documents().cloned()).of(&q, &k, &v)?;
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
         if self.is_rotary {
             let places: Vec<TokenPositions> =
                 turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
-            (q, k) = self.turned([&q, &k], angles, &places)?;
+            (q, k) = (angles.turn(&q, &places, is_local)?, angles.turn(&k, &places, is_local)?);
         }
         let mixed = match cache::texts(turns) {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
@@ -163,16 +165,6 @@ impl DecoderLayer {
 
     fn options(&self) -> Attention {
         Attention::default().scale(self.scale).cap(self.parts.scores_cap).causal(true).window(self.window)
-    }
-
-    fn turned(
-        &self,
-        [q, k]: [&DTensor; 2],
-        angles: &Angles,
-        places: &[TokenPositions],
-    ) -> Result<(DTensor, DTensor)> {
-        let is_local = self.window.is_some();
-        Ok((angles.turn(q, places, is_local)?, angles.turn(k, places, is_local)?))
     }
 
     /// Attention `[batch, tokens, heads, dim]` over caches of which each rank has some tokens, text by text.

@@ -7,13 +7,16 @@ use candle_core::{DType, Device, Tensor};
 use candle_dist::DeviceMesh;
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::MeshVarBuilder;
-use candle_shard::{DTensor, Error, Placements, Replicate, Result, TokenOrder};
+use candle_shard::{DTensor, Documents, Error, Placements, Replicate, Result, TokenOrder};
 use parking_lot::Mutex;
 
 use crate::config::{Config, RopeScaling};
 
 /// Where tokens of a text are in it: the first position, and how many they are.
 pub(crate) type TokenPositions = [usize; 2];
+
+/// The position of a token that belongs to no document.
+pub(crate) const PADDING: u32 = u32::MAX;
 
 /// The cosines and sines of positions, which every rank has.
 #[derive(Clone, Debug)]
@@ -25,6 +28,38 @@ pub(crate) struct Angles {
     /// The elements of a head that are turned: the first ones.
     width: usize,
     positions: usize,
+    /// The documents that rows are packed of, if not each row is one.
+    packed: Option<PackedRows>,
+}
+
+/// What the rows of a batch are packed of.
+#[derive(Clone, Debug)]
+pub(crate) struct PackedRows {
+    /// Where documents end.
+    documents: Documents,
+    /// Where the tokens of all rows are in their documents, row by row.
+    places: Vec<TokenPositions>,
+    rows: usize,
+}
+
+impl PackedRows {
+    /// Reads the positions `[own rows, parts, tokens]` of all rows of a batch, of which each of `parts` ranks has its own: those of a part
+    /// follow those of the part before. A document begins at each 0, and behind the last one there may be [`PADDING`].
+    pub(crate) fn read(positions: &Tensor) -> candle_core::Result<Self> {
+        let positions = positions.transpose(0, 1)?.flatten_to(1)?.to_vec2::<u32>()?;
+        let (mut documents, mut places) = (Vec::with_capacity(positions.len()), Vec::new());
+        for row in &positions {
+            let end = row.iter().position(|&position| position == PADDING).unwrap_or(row.len());
+            let starts = (0..end).filter(|&at| row[at] == 0);
+            let ends: Vec<usize> = starts.chain([end]).collect();
+            places.extend(ends.windows(2).map(|pair| [0, pair[1] - pair[0]]));
+            if end < row.len() {
+                places.push([0, row.len() - end]);
+            }
+            documents.push(ends);
+        }
+        Ok(Self { documents: Documents::of_each(documents), places, rows: positions.len() })
+    }
 }
 
 impl Angles {
@@ -37,17 +72,35 @@ impl Angles {
         };
         let local = config.parts.local_rope.as_ref().map(|(theta, scaling)| turns(*theta, scaling.as_ref()));
         let all = turns(config.rope_theta, config.rope_scaling.as_ref())?;
-        Ok(Self { all, local: local.transpose()?, pairs: config.parts.pairs, width, positions })
+        let (pairs, packed) = (config.parts.pairs, None);
+        Ok(Self { all, local: local.transpose()?, pairs, width, positions, packed })
     }
 
     /// Turns the tokens of sequences that have all positions, and lie in an order.
-    pub(crate) fn in_order(mut self, order: TokenOrder) -> Result<Self> {
+    pub(crate) fn in_order(mut self, order: TokenOrder) -> Self {
         for turns in [Some(&mut self.all), self.local.as_mut()].into_iter().flatten() {
             turns.order = Some(order.clone());
-            turns.tables = Arc::new(Mutex::new(turns.made(turns.frequencies.key(turns.positions))?));
             turns.rows = Arc::default();
         }
-        Ok(self)
+        self
+    }
+
+    /// Turns the tokens of rows that are packed of documents.
+    pub(crate) fn of_packed(&self, packed: PackedRows) -> Self {
+        Self { packed: Some(packed), ..self.clone() }
+    }
+
+    /// The documents of the rows, if not each row is one.
+    pub(crate) fn documents(&self) -> Option<&Documents> {
+        self.packed.as_ref().map(|packed| &packed.documents)
+    }
+
+    /// Queries or keys of rows of so many tokens, turned as [`turn`](Self::turn) does.
+    pub(crate) fn turn_rows(&self, x: &DTensor, is_local: bool) -> Result<DTensor> {
+        match &self.packed {
+            Some(packed) => self.turn(x, &packed.places, is_local),
+            None => self.turn(x, &[[0, x.dims()[2]]], is_local),
+        }
     }
 
     /// The order of the tokens, if it is not that of their positions.
@@ -67,7 +120,7 @@ impl Angles {
     /// If a text becomes so long that the positions before its tokens would be turned otherwise.
     pub(crate) fn turn(&self, x: &DTensor, texts: &[TokenPositions], is_local: bool) -> Result<DTensor> {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
-        let [cos, sin] = turns.of_texts(texts)?;
+        let [cos, sin] = turns.of_texts(texts, self.packed.as_ref().map(|packed| packed.rows))?;
         let dim = x.dims()[3];
         if self.width == dim {
             return x.rope(&cos, &sin, 0, self.pairs);
@@ -77,8 +130,8 @@ impl Angles {
     }
 }
 
-/// The places of the tokens of a step, and the rows of the tables that they take.
-type RopeStep = (Vec<TokenPositions>, Option<[DTensor; 2]>);
+/// The places of the tokens of a step, the rows that they fill, and the angles that they take.
+type RopeStep = (Vec<TokenPositions>, Option<usize>, Option<[DTensor; 2]>);
 
 /// The tables of one kind of layers.
 #[derive(Clone, Debug)]
@@ -89,7 +142,7 @@ struct RopeTables {
     /// The rows of the tokens of the last step, which all layers turn alike.
     rows: Arc<Mutex<RopeStep>>,
     positions: usize,
-    /// The order of the rows of the tables, if it is not that of the positions.
+    /// The order of the tokens of a sequence, if it is not that of the positions.
     order: Option<TokenOrder>,
     mesh: DeviceMesh,
     dtype: DType,
@@ -100,9 +153,9 @@ impl RopeTables {
     fn new(frequencies: Frequencies, positions: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (mesh, dtype, device) = (vb.mesh(), vb.dtype(), vb.device());
         let key = frequencies.key(1);
-        let tables = tables(&frequencies, key, (positions, None), dtype, device)?;
+        let tables = tables(&frequencies, key, positions, dtype, device)?;
         let tables = Arc::new(Mutex::new((key, tables)));
-        let rows = Arc::new(Mutex::new((Vec::new(), None)));
+        let rows = Arc::default();
         Ok(Self {
             frequencies,
             tables,
@@ -117,17 +170,18 @@ impl RopeTables {
 
     /// The tables that depend on a length by this key.
     fn made(&self, key: usize) -> Result<(usize, [Tensor; 2])> {
-        let Self { frequencies, positions, order, dtype, device, .. } = self;
-        Ok((key, tables(frequencies, key, (*positions, order.as_ref()), *dtype, device)?))
+        let Self { frequencies, positions, dtype, device, .. } = self;
+        Ok((key, tables(frequencies, key, *positions, *dtype, device)?))
     }
 
-    /// The rows `[tokens, pairs]` of the tokens of texts, one text behind another.
-    fn of_texts(&self, texts: &[TokenPositions]) -> Result<[DTensor; 2]> {
+    /// The angles `[tokens, pairs]` of the tokens of texts, one text behind another; `[rows, tokens, pairs]` if the texts fill so many
+    /// `rows`.
+    fn of_texts(&self, texts: &[TokenPositions], rows: Option<usize>) -> Result<[DTensor; 2]> {
         let mut held = self.rows.lock();
-        if let (places, Some(rows)) = &*held
-            && places == texts
+        if let (places, filled, Some(angles)) = &*held
+            && (places.as_slice(), *filled) == (texts, rows)
         {
-            return Ok(rows.clone());
+            return Ok(angles.clone());
         }
         let of_text = |&[start, tokens]: &TokenPositions| {
             let [cos, sin] = self.tables(start, start + tokens)?;
@@ -140,13 +194,20 @@ impl RopeTables {
         };
         let everywhere = Placements::from_elem(Replicate, self.mesh.ndim());
         let joined = |parts: &[Tensor]| {
-            let rows = if let [one] = parts { one.clone() } else { Tensor::cat(parts, 0)? };
-            let shape = rows.dims2()?;
-            DTensor::from_local(rows, &self.mesh, &everywhere, shape)
+            let mut table = if let [one] = parts { one.clone() } else { Tensor::cat(parts, 0)? };
+            if let Some(rows) = rows {
+                let (tokens, pairs) = table.dims2()?;
+                table = table.reshape((rows, tokens / rows.max(1), pairs))?;
+            }
+            if let Some(order) = &self.order {
+                table = order.apply(&table, table.rank() - 2)?;
+            }
+            let shape = table.shape().clone();
+            DTensor::from_local(table, &self.mesh, &everywhere, shape)
         };
-        let rows = [joined(&cos)?, joined(&sin)?];
-        *held = (texts.to_vec(), Some(rows.clone()));
-        Ok(rows)
+        let angles = [joined(&cos)?, joined(&sin)?];
+        *held = (texts.to_vec(), rows, Some(angles.clone()));
+        Ok(angles)
     }
 
     /// The tables for tokens from `start` of a sequence of `length` tokens.
@@ -171,7 +232,7 @@ impl RopeTables {
 fn tables(
     frequencies: &Frequencies,
     key: usize,
-    (positions, order): (usize, Option<&TokenOrder>),
+    positions: usize,
     dtype: DType,
     device: &Device,
 ) -> Result<[Tensor; 2]> {
@@ -181,10 +242,7 @@ fn tables(
     let values = Tensor::from_vec(values, (1, count), device)?;
     let places = Tensor::arange(0u32, positions as u32, device)?.to_dtype(DType::F32)?;
     let angles = places.unsqueeze(1)?.matmul(&values)?;
-    let whole = |table: Tensor| -> Result<Tensor> {
-        let table = order.map_or(Ok(table.clone()), |order| order.apply(&table, 0))?;
-        Ok(table.affine(scale, 0.0)?.to_dtype(dtype)?)
-    };
+    let whole = |table: Tensor| table.affine(scale, 0.0)?.to_dtype(dtype);
     Ok([whole(angles.cos()?)?, whole(angles.sin()?)?])
 }
 

@@ -67,8 +67,9 @@ impl DecodeStep {
     }
 }
 
-/// Returns the spans that [`DecodeStep::packed`] packed.
-pub(crate) fn unpack(packed: &Tensor) -> candle_core::Result<Vec<SlotTokens>> {
+/// Returns the spans that [`DecodeStep::packed`] packed; none if there is nothing that was packed.
+pub(crate) fn unpack(packed: Option<&Tensor>) -> candle_core::Result<Vec<SlotTokens>> {
+    let Some(packed) = packed else { return Ok(Vec::new()) };
     let packed = packed.flatten_all()?.to_vec1::<u32>()?;
     let span = |fields: &[u32]| SlotTokens {
         slot: fields[0] as usize,

@@ -55,12 +55,19 @@ pub fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 /// # Errors
 /// Those of the tokenizer.
 pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+    Ok(encode_spans(tokenizer, text)?.into_iter().map(|(id, _)| id).collect())
+}
+
+/// Returns the tokens that [`encode_prompt`] returns, each with the bytes of the text that it stands for. Those in front of the text
+/// stand for none.
+pub(crate) fn encode_spans(tokenizer: &Tokenizer, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
     let encoding = encoding(tokenizer, text, true)?;
     let around = encoding.get_special_tokens_mask();
     let behind = around.iter().rev().take_while(|&&is_around| is_around == 1).count();
     // Those around a text without tokens are in front of it.
     let len = if behind == around.len() { behind.min(1) } else { around.len() - behind };
-    Ok(encoding.get_ids()[..len].to_vec())
+    let spans = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+    Ok(encoding.get_ids().iter().copied().zip(spans).take(len).collect())
 }
 
 /// Returns what the tokenizer makes of a text, with the tokens around it where it is `whole`.
@@ -80,7 +87,17 @@ fn encoding(tokenizer: &Tokenizer, text: &str, whole: bool) -> Result<Encoding> 
 /// # Errors
 /// Those of the tokenizer; if it has no other token than a control token for a part of a message.
 pub fn encode_rendered(tokenizer: &Tokenizer, script: &Script) -> Result<Vec<u32>> {
-    Controls { script, added: tokenizer.get_added_tokens_decoder().into_iter().collect(), tokenizer }.encode()
+    Ok(encode_rendered_spans(tokenizer, script)?.into_iter().map(|(id, _)| id).collect())
+}
+
+/// Returns the tokens that [`encode_rendered`] returns, each with the bytes of the text that it stands for.
+pub(crate) fn encode_rendered_spans(
+    tokenizer: &Tokenizer,
+    script: &Script,
+) -> Result<Vec<(u32, Range<usize>)>> {
+    let added = tokenizer.get_added_tokens_decoder().into_iter().collect();
+    let spans = Controls { script, added, tokenizer }.encode()?;
+    Ok(spans.into_iter().map(|span| (span.id, span.taken)).collect())
 }
 
 /// Returns the tokens with names that are no control tokens, for example `<think>`.
@@ -99,6 +116,7 @@ struct Controls<'a> {
 }
 
 /// A token of a conversation.
+#[derive(Clone)]
 struct TokenSpan {
     id: u32,
     /// The bytes that it stands for.
@@ -108,15 +126,15 @@ struct TokenSpan {
 }
 
 impl Controls<'_> {
-    fn encode(&self) -> Result<Vec<u32>> {
+    fn encode(&self) -> Result<Vec<TokenSpan>> {
         let tokens = self.tokens(self.tokenizer, 0..self.script.len())?;
         if !tokens.iter().any(|token| self.is_false(token)) {
-            return Ok(tokens.into_iter().map(|token| token.id).collect());
+            return Ok(tokens);
         }
         let mut plain = self.tokenizer.clone();
         plain.set_encode_special_tokens(true);
         // The tokenizer cuts the text at control tokens, so what is between two of them does not depend on others.
-        let (mut ids, mut start) = (Vec::new(), 0);
+        let (mut spans, mut start) = (Vec::new(), 0);
         for part in tokens.split_inclusive(|token| self.is_true(token)) {
             let (last, inside) = match part.split_last() {
                 Some((last, inside)) if self.is_true(last) => (Some(last), inside),
@@ -124,18 +142,18 @@ impl Controls<'_> {
             };
             let end = last.map_or(self.script.len(), |last| last.taken.start);
             if inside.iter().any(|token| self.is_false(token)) {
-                self.encode_text(&plain, start..end, &mut ids)?;
+                self.encode_text(&plain, start..end, &mut spans)?;
             } else {
-                ids.extend(inside.iter().map(|token| token.id));
+                spans.extend_from_slice(inside);
             }
-            ids.extend(last.map(|last| last.id));
+            spans.extend(last.cloned());
             start = last.map_or(end, |last| last.taken.end);
         }
-        Ok(ids)
+        Ok(spans)
     }
 
     /// Appends the tokens of a part without control tokens.
-    fn encode_text(&self, plain: &Tokenizer, part: Range<usize>, ids: &mut Vec<u32>) -> Result<()> {
+    fn encode_text(&self, plain: &Tokenizer, part: Range<usize>, spans: &mut Vec<TokenSpan>) -> Result<()> {
         let mut parts = vec![part];
         while let Some(part) = parts.pop() {
             let tokens = self.tokens(plain, part.clone())?;
@@ -151,7 +169,7 @@ impl Controls<'_> {
                 cuts.push(span.start + first);
             }
             if cuts.is_empty() {
-                ids.extend(tokens.into_iter().map(|token| token.id));
+                spans.extend(tokens);
                 continue;
             }
             let mut end = part.end;

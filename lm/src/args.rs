@@ -31,7 +31,7 @@ const PROMPT: &str = "Once upon a time";
 #[derive(Clone, Debug, Parser)]
 #[command(name = "lm", version, about = ABOUT, after_help = EXAMPLES)]
 pub struct Args {
-    /// What to do [default: train with --train, else generate]
+    /// What to do [default: train with --train or --data, else generate]
     #[arg(value_name = "COMMAND")]
     pub command: Option<Command>,
 
@@ -213,7 +213,7 @@ impl Launched for Args {
             _ if self.command == Some(Command::Info) => vec![("info".into(), 1)],
             _ if self.command == Some(Command::Export) => vec![("export".into(), 1)],
             _ if self.command == Some(Command::Merge) => vec![("merge".into(), 1)],
-            TrainArgs { train: Some(_), dp, .. } => {
+            training @ TrainArgs { dp, .. } if training.trains() => {
                 vec![(format!("--pp {pp} × --dp {dp}{tokens}{experts} × --tp {tp}"), pp * dp * cp * ep * tp)]
             }
             _ => vec![(format!("--pp {pp}{tokens}{experts} × --tp {tp}"), self.model_ranks())],

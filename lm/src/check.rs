@@ -32,7 +32,7 @@ impl Args {
             ("--threads", threads, 1024),
             ("--max-tokens", max_tokens, MAX_TOKENS),
         ])?;
-        if self.training.train.is_none() {
+        if !self.training.trains() {
             require!(
                 self.model_ranks() <= MAX_RANKS,
                 "--pp {pp} × --cp {} × --ep {} × --tp {tp} are too many ranks: give at most {MAX_RANKS}.",
@@ -52,19 +52,19 @@ impl Args {
             "--repetition-penalty {repetition_penalty} is not from 0.01 to 100: give 1 for none."
         );
         let generates = !matches!(self.command, Some(Command::Info | Command::Export | Command::Merge))
-            && self.training.train.is_none();
+            && !self.training.trains();
         self.talk.validate(generates, self.prompt.is_some())?;
         require!(
             self.stop.iter().all(|text| !text.is_empty()),
             "--stop is empty: give a text, or leave it out."
         );
         require!(
-            self.cp == 1 || pp == 1 || self.training.train.is_some(),
+            self.cp == 1 || pp == 1 || self.training.trains(),
             "--cp {} gives each rank some of the tokens, and a stage of --pp {pp} keeps all: use one of them.",
             self.cp
         );
         require!(
-            self.layout.is_none() || pp > 1 || self.training.train.is_some(),
+            self.layout.is_none() || pp > 1 || self.training.trains(),
             "--layout says what is in each stage, and --pp 1 has all layers in one: give --pp, or leave it out."
         );
         if let Some(model) = self.model.as_ref().filter(|_| self.hub_name().is_none()) {
@@ -75,20 +75,20 @@ impl Args {
                 model.display()
             );
             require!(
-                model.is_dir() || self.training.train.is_none() || self.training.lora.is_some(),
+                model.is_dir() || !self.training.trains() || self.training.lora.is_some(),
                 "--model {} is a GGUF file, and only folders are trained: give a folder with config.json in it, or train an adapter with --lora.",
                 model.display()
             );
         }
-        match (self.command, &self.training.train) {
-            (Some(Command::Train), None) => {
-                require!(false, "train has no text: give --train FILE.");
+        match (self.command, self.training.trains()) {
+            (Some(Command::Train), false) => {
+                require!(false, "train has no text: give --train FILE or --data FILE.");
             }
             (
                 Some(Command::Generate | Command::Score | Command::Info | Command::Export | Command::Merge),
-                Some(_),
+                true,
             ) => {
-                require!(false, "only train trains: leave out --train, or say train.");
+                require!(false, "only train trains: leave out --train and --data, or say train.");
             }
             _ => {}
         }
@@ -109,8 +109,8 @@ impl Args {
         self.score.validate()?;
         self.batches.validate(self.training.batch)?;
         require!(
-            self.training.batch.is_none() || self.training.train.is_some() || self.batches.prompts.is_some(),
-            "--batch is for many prompts or for training: give --prompts FILE or --train FILE, or leave it out."
+            self.training.batch.is_none() || self.training.trains() || self.batches.prompts.is_some(),
+            "--batch is for many prompts or for training: give --prompts FILE, --train FILE or --data FILE, or leave it out."
         );
         self.check_files()?;
         self.training.validate(self.dtype, [pp, self.cp, self.ep, tp])?;
@@ -139,19 +139,21 @@ impl Args {
 
     /// Refuses outputs to input files, and two outputs to one file.
     fn check_files(&self) -> Checked {
-        let TrainArgs { train, valid, log, .. } = &self.training;
+        let TrainArgs { train, data, valid, log, .. } = &self.training;
         let (text, prompts) = (&self.score.text, &self.batches.prompts);
-        let others = [
+        let inputs = [
             ("--train", train),
             ("--valid", valid),
             ("--text", text),
             ("--prompts", prompts),
             ("--model", &self.model),
-            ("--json", &self.json),
         ];
-        for (flag, written, others) in [("--json", &self.json, &others[..5]), ("--log", log, &others[..])] {
-            for (other, path) in others {
-                let (Some(written), Some(path)) = (written, path) else { continue };
+        let given = inputs.into_iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
+        let inputs: Vec<(&str, &Path)> = given.chain(data.iter().map(|path| ("--data", &**path))).collect();
+        let json = self.json.as_deref().map(|path| ("--json", path));
+        for (flag, written, json) in [("--json", &self.json, None), ("--log", log, json)] {
+            for (other, path) in inputs.iter().copied().chain(json) {
+                let Some(written) = written else { continue };
                 require!(
                     !is_one_file(written, path),
                     "{flag} {} is also {other}, which would be lost: give another file.",

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 pub enum Command {
     /// Writes on from a prompt
     Generate,
-    /// Trains on a text
+    /// Trains on a text, or on records
     Train,
     /// Scores a text: the perplexity that a model finds in it
     Score,

@@ -37,6 +37,8 @@ Examples:
       Train the small random model on a text of your own, on two replicas.
   cargo run --release --bin lm -- train --train book.txt --resume ./learned --save ./learned --steps 200 --pp 2 --tp 1
       Go on with that, on a pipeline of two stages.
+  cargo run --release --bin lm -- train --data chats.jsonl --model ./SmolLM2-135M-Instruct --seq-len 1024 --save ./learned
+      Learn the replies of conversations, one JSON object per line: {\"messages\": [{\"role\": .., \"content\": ..}, ..]}.
   cargo run --release --bin lm -- generate --model ./learned/step-00000200 --prompt \"Once\"
       Write with what was learned.
 

@@ -39,7 +39,7 @@ pub fn located(args: &Args, ranks: &Ranks<'_>, hub: impl Fn() -> Result<Hub> + S
     let last = fetch(!path.exists(), Some(&commit), false)?;
     let model = Some(last.map_or(path, |last| last.path));
     let args = Args { model, ..args.clone() };
-    if args.training.train.is_some() {
+    if args.training.trains() {
         // Only folders are trained.
         agree(ranks, args.validate())?;
     }

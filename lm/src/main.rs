@@ -37,14 +37,14 @@ fn main() -> ExitCode {
 fn command(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     args.check_inputs(ranks)?;
     let args = &located(args, ranks, Hub::from_env)?;
-    match &args.training.train {
-        Some(text) => train::run::run(args, text, ranks),
-        None if args.command == Some(Command::Info) => info(args, ranks),
-        None if args.command == Some(Command::Export) => export::run(args, ranks),
-        None if args.command == Some(Command::Merge) => merge::run(args, ranks),
-        None if args.command == Some(Command::Score) => score::program::run(args, ranks),
-        None if args.talk.chat && args.prompt.is_none() => talk(args, ranks),
-        None => match &args.batches.prompts {
+    match args.command {
+        _ if args.training.trains() => train::run::run(args, ranks),
+        Some(Command::Info) => info(args, ranks),
+        Some(Command::Export) => export::run(args, ranks),
+        Some(Command::Merge) => merge::run(args, ranks),
+        Some(Command::Score) => score::program::run(args, ranks),
+        _ if args.talk.chat && args.prompt.is_none() => talk(args, ranks),
+        _ => match &args.batches.prompts {
             Some(prompts) => batch::program::run(args, prompts, ranks),
             None => run(args, ranks),
         },

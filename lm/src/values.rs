@@ -2,6 +2,7 @@
 
 use candle_core::quantized::GgmlDType;
 use candle_lm::dtype::DTypeName;
+use candle_lm::train::data::TooLong;
 use candle_lm::train::rate::Decay;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
@@ -21,6 +22,13 @@ const DECAYS: [FlagValue<Decay>; 6] = [
     ("inverse-sqrt", "By the inverse square root of the step", Decay::InverseSqrt),
     ("none", "Not at all", Decay::None),
     ("constant", "As none", Decay::None),
+];
+
+const TOO_LONG: [FlagValue<TooLong>; 4] = [
+    ("error", "Their lines are bad ones", TooLong::Error),
+    ("skip", "They are left out, and counted", TooLong::Skip),
+    ("cut", "They end where the sequence ends", TooLong::Cut),
+    ("split", "Texts go on in further sequences, and others are cut", TooLong::Split),
 ];
 
 const GGUF: [FlagValue<GgmlDType>; 13] = [
@@ -52,6 +60,11 @@ pub(crate) fn dtype() -> impl TypedValueParser<Value = DTypeName> {
 /// Parses the name of a decay.
 pub(crate) fn decay() -> impl TypedValueParser<Value = Decay> {
     one_of(&DECAYS)
+}
+
+/// Parses what happens to records that are too long.
+pub(crate) fn too_long() -> impl TypedValueParser<Value = TooLong> {
+    one_of(&TOO_LONG)
 }
 
 fn one_of<T: Copy + Send + Sync + 'static>(

@@ -13,6 +13,8 @@ use jiff::civil::DateTime;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
+pub(crate) use jinja::ROLES;
+use jinja::{TemplateOutput, Text};
 pub use script::Script;
 pub(super) use source::{FOR_TOOLS, TEMPLATE, absent, in_folder, in_metadata, tokens};
 
@@ -71,6 +73,9 @@ pub struct ChatTemplate {
     /// What a user gives, as JSON.
     variables: BTreeMap<String, String>,
 }
+
+/// The role of what a model writes.
+pub(crate) const REPLIES: &str = "assistant";
 
 /// What each rendering sets.
 const SET: [&str; 2] = ["messages", "add_generation_prompt"];
@@ -143,19 +148,84 @@ impl ChatTemplate {
     /// # Errors
     /// If the template fails, refuses the conversation, or does more work than a template may.
     pub fn render(&self, messages: &[ChatMessage], now: DateTime) -> Result<Script> {
+        Ok(self.script(self.rendered(messages, true, now)?.text))
+    }
+
+    /// Returns the text of a whole conversation, and which bytes of it the model is to learn: those inside of the template's
+    /// `{% generation %}` marks. Without marks, they are what each message of the assistant adds to the text of the conversation before it
+    /// with the beginning of a reply.
+    ///
+    /// ```
+    /// use candle_lm::chat::{ChatTemplate, ChatMessage};
+    ///
+    /// let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+    /// let template = ChatTemplate::new(source, "an example", Default::default())?;
+    /// let messages = [ChatMessage::new("user", "Hi"), ChatMessage::new("assistant", "Hello")];
+    /// let (text, replies) = template.render_replies(&messages, candle_lm::chat::now())?;
+    /// assert_eq!(text, "<user>Hi;<assistant>Hello;");
+    /// assert_eq!(text[replies[0].clone()], *"Hello;");
+    /// # Ok::<(), anyhow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`render`](Self::render). If a template without marks writes a message otherwise when others follow, or does not begin a
+    /// reply as it writes one; if marks are inside of a macro or of a block whose text may go anywhere.
+    pub fn render_replies(
+        &self,
+        messages: &[ChatMessage],
+        now: DateTime,
+    ) -> Result<(Script, Vec<Range<usize>>)> {
+        let wrong = |why: String| InputError(format!("the chat template of {} {why}", self.origin));
+        let whole = self.rendered(messages, false, now)?;
+        if jinja::has_marks(&self.source) {
+            let lost = || wrong("has {% generation %} inside of a macro or of a block that is set".into());
+            let marks = whole.marks.ok_or_else(lost)?;
+            return Ok((self.script(whole.text), marks));
+        }
+        let mut replies = Vec::new();
+        for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.role == REPLIES) {
+            let number = at + 1;
+            let before = self.rendered(&messages[..at], true, now)?.text;
+            let with = self.rendered(&messages[..=at], false, now)?.text;
+            if !with.starts_with(&*before) {
+                return Err(wrong(format!(
+                    "does not begin message {number} as it begins a reply, so that nobody can tell what the model writes: \
+                     mark that by {{% generation %}}"
+                ))
+                .into());
+            }
+            if !whole.text.starts_with(&*with) {
+                return Err(wrong(format!(
+                    "writes the conversation up to message {number} otherwise when others follow: mark what the model writes \
+                     by {{% generation %}}, or end conversations there"
+                ))
+                .into());
+            }
+            replies.push(before.len()..with.len());
+        }
+        Ok((self.script(whole.text), replies))
+    }
+
+    fn rendered(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        now: DateTime,
+    ) -> Result<TemplateOutput> {
         let wrong = |error| InputError(format!("the chat template of {} fails: {error}", self.origin));
-        let text =
-            jinja::render(&self.source, &self.tokens, &self.variables, messages, true, now).map_err(wrong)?;
-        Ok(Script { text, template: self.source.clone() })
+        let Self { source, tokens, variables, .. } = self;
+        Ok(jinja::render(source, tokens, variables, messages, add_generation_prompt, now).map_err(wrong)?)
+    }
+
+    fn script(&self, text: Text) -> Script {
+        Script { text, template: self.source.clone() }
     }
 
     /// Returns the special token that ends replies: the one that the template writes after a message of the model.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         const REPLY: &str = "a reply";
         let messages = [ChatMessage::new("user", "a question"), ChatMessage::new("assistant", REPLY)];
-        let rendered =
-            jinja::render(&self.source, &self.tokens, &self.variables, &messages, false, DateTime::default())
-                .ok()?;
+        let rendered = self.rendered(&messages, false, DateTime::default()).ok()?.text;
         let (_, after) = rendered.rsplit_once(REPLY)?;
         let added = tokenizer.get_added_tokens_decoder().into_iter();
         let begins =

@@ -1,4 +1,4 @@
-//! The tokens to learn, and the batches drawn from them.
+//! A text to learn, and the batches drawn from it.
 
 use std::path::Path;
 
@@ -20,11 +20,21 @@ use crate::tokens;
 #[derive(Clone, Debug)]
 pub struct Corpus(Vec<u32>);
 
-/// What tells a text from another.
+/// What tells a text, or other data, from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     tokens: usize,
     hash: u64,
+}
+
+impl Stamp {
+    /// That of so many tokens, by the FNV-1a of bytes that tell all of them.
+    pub(super) fn of(tokens: usize, bytes: impl IntoIterator<Item = u8>) -> Self {
+        let hash = bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
+        Self { tokens, hash }
+    }
 }
 
 impl Corpus {
@@ -74,11 +84,7 @@ impl Corpus {
 
     /// What a checkpoint keeps of it: the number of tokens and their FNV-1a.
     pub fn stamp(&self) -> Stamp {
-        let bytes = self.0.iter().flat_map(|token| token.to_le_bytes());
-        let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        });
-        Stamp { tokens: self.0.len(), hash }
+        Stamp::of(self.0.len(), self.0.iter().flat_map(|token| token.to_le_bytes()))
     }
 
     /// How many sequences of a length follow each other in it, without those that share tokens to predict.

@@ -11,7 +11,7 @@ use candle_pipe::{Pipeline, StageLayout};
 use candle_shard::regular;
 use serde_json::{Map, Value};
 
-use super::corpus::Corpus;
+use super::data::TrainingData;
 use super::folder::{Damage, Retention};
 use super::loop_state::LoopState;
 use super::recipe::Recipe;
@@ -38,9 +38,9 @@ pub struct Job {
     /// The adapter that is trained instead of the model, of which it is the only one.
     pub lora: Option<AdapterConfig>,
     /// What on.
-    pub text: Corpus,
+    pub text: TrainingData,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.
-    pub valid: Option<(Corpus, Option<usize>)>,
+    pub valid: Option<(TrainingData, Option<usize>)>,
     /// The mesh and the schedule.
     pub pipeline: Pipeline,
     /// Whether parameters are cut over the replicas.
@@ -76,6 +76,12 @@ pub struct Job {
 }
 
 impl Job {
+    /// Whether sequences may be packed of documents.
+    pub(super) fn is_packed(&self) -> bool {
+        let valid = self.valid.iter().map(|(text, _)| text);
+        valid.chain([&self.text]).any(|text| matches!(text, TrainingData::Documents(_)))
+    }
+
     /// The model in stages; see [`learner`](declare::learner) for the group `replicas`.
     ///
     /// # Errors
@@ -85,7 +91,8 @@ impl Job {
         let mut config = self.files.config.clone();
         // A frozen table of blocks is held once, whichever layers read it.
         config.tie_word_embeddings &= self.lora.is_none() || !self.files.has_quantized_head();
-        declare::learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
+        let learner = if self.is_packed() { declare::packed_learner } else { declare::learner };
+        learner(&config, self.recipe.seq_len, self.recompute, replicas, &cut)
     }
 
     /// Whether replicas train apart.
@@ -105,7 +112,7 @@ impl Job {
     }
 
     /// The validation text, if its loss is due after `steps` steps.
-    pub fn validates_after(&self, steps: usize) -> Option<&Corpus> {
+    pub fn validates_after(&self, steps: usize) -> Option<&TrainingData> {
         let (text, every) = self.valid.as_ref()?;
         let is_due = every.map_or_else(|| self.saves_after(steps), |every| steps.is_multiple_of(every));
         (is_due || steps == self.recipe.rate.steps).then_some(text)
@@ -217,10 +224,11 @@ fn check_length(recipe: &Recipe, files: &Files) -> InputResult {
 ///
 /// # Errors
 /// If it is another text.
-pub fn check_text(text: &Corpus, state: &TrainState) -> InputResult {
+pub fn check_text(text: &TrainingData, state: &TrainState) -> InputResult {
     require!(
         text.stamp() == state.text,
-        "--train is another text than the one that --resume goes on with: give that one."
+        "{} is another text than the one that --resume goes on with: give that one.",
+        text.flag()
     );
     Ok(())
 }

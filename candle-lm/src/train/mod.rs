@@ -1,6 +1,7 @@
-//! Training a decoder on a text: on a mesh of pipelines, replicas and tensor-parallel ranks, and on another one after a stop.
+//! Training a decoder on texts: on a mesh of pipelines, replicas and tensor-parallel ranks, and on another one after a stop.
 
 pub mod corpus;
+pub mod data;
 pub mod folder;
 pub mod job;
 mod local;

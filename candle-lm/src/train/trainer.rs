@@ -23,6 +23,7 @@ use candle_shard::nn::{AdamW, MeshVarBuilder, Parameters};
 use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::data::BatchPart;
 use super::folder::SaveFolder;
 use super::job::Job;
 use super::local::{self, LocalReplica};
@@ -364,21 +365,19 @@ impl<'a> Trainer<'a> {
     pub fn gradients(&self, step: usize) -> Result<(f64, GradStore)> {
         let (Job { recipe, accumulate, .. }, pipeline) = (self.job, self.job.pipeline);
         let batch = self.job.text.batch(recipe, step, self.world.device())?;
-        let ((replica, replicas), all, mut first) = match &self.replica {
-            None => ((part_of(&self.mesh)?, pipeline.parts()), recipe.batch, 0),
+        let own = part_of(&self.mesh, self.job)?;
+        let (own, replicas, all, mut first) = match &self.replica {
+            None => (own, pipeline.parts(), recipe.batch, 0),
             Some(_) => {
                 let all = recipe.batch / pipeline.dp;
-                let part = (self.mesh.local_rank(EXPERT_AXIS)?, pipeline.ep);
-                (part, all, self.mesh.local_rank("dp")? * all)
+                (own.within_replica(pipeline.ep), pipeline.ep, all, self.mesh.local_rank("dp")? * all)
             }
         };
         let scale = self.progress.scaler.map_or(1.0, |scaler| scaler.scale());
         let (mut accumulator, mut loss) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
         for rows in microbatch_sizes(all, *accumulate) {
             let share = rows as f64 / all as f64;
-            let part = batch.rows(first..first + rows)?;
-            let (cut, mut options) = part.part(replica, replicas, pipeline.microbatches, step as u64)?;
-            options.first_row += first;
+            let (cut, mut options) = batch.part(first..first + rows, &own, step as u64)?;
             options.loss_scale = scale;
             first += rows;
             let made = self.runtime.forward_backward(&cut, &options)?;
@@ -525,7 +524,7 @@ impl<'a> Trainer<'a> {
 /// On every rank alike, with the file and the first rank that has another one.
 fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
     let mut files = vec![
-        ("--train", serde_json::to_string(&job.text.stamp())?),
+        (job.text.flag(), serde_json::to_string(&job.text.stamp())?),
         ("the config of --model", format!("{:?}", job.files.config)),
     ];
     files.extend(
@@ -575,6 +574,6 @@ fn ensure_seen(partial: &Path, folder: &Path) -> Result<()> {
 }
 
 /// Which part of a batch this rank of the mesh has.
-pub(super) fn part_of(mesh: &DeviceMesh) -> Result<usize> {
-    Ok(mesh.local_rank("dp")? * mesh.size_of(EXPERT_AXIS)? + mesh.local_rank(EXPERT_AXIS)?)
+pub(super) fn part_of(mesh: &DeviceMesh, job: &Job) -> Result<BatchPart> {
+    BatchPart::of(mesh, &job.pipeline, job.fsdp, job.is_packed())
 }

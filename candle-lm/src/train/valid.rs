@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use candle_dist::{DeviceMesh, ProcessGroup, ReduceOp};
 use candle_pipe::{Runtime, StepOptions};
 
-use super::corpus::Corpus;
+use super::data::TrainingData;
 use super::job::Job;
 use super::trainer::part_of;
 
@@ -55,18 +55,20 @@ fn passes(sequences: usize, replicas: usize, microbatches: usize, rows: usize) -
 /// Those of the runtime.
 pub(super) fn loss(
     job: &Job,
-    text: &Corpus,
+    text: &TrainingData,
     world: &ProcessGroup,
     mesh: &DeviceMesh,
     runtime: &Runtime,
 ) -> Result<f64> {
     let (pipeline, seq_len) = (job.pipeline, job.recipe.seq_len);
-    let (replica, replicas, microbatches) = (part_of(mesh)?, pipeline.parts(), pipeline.microbatches);
+    let (own, replicas, microbatches) = (part_of(mesh, job)?, pipeline.parts(), pipeline.microbatches);
     let rows = (job.recipe.batch / (replicas * microbatches)).max(1);
     let (mut sum, sequences) = (0.0, text.sequences(seq_len));
     for slots in passes(sequences, replicas, microbatches, rows) {
-        let mine: Vec<usize> = slots.iter().flat_map(|slot| &slot.rows[replica]).copied().collect();
-        let batch = text.pick(&mine, seq_len, world.device())?.cut(microbatches)?;
+        let of_replica = |replica: usize| slots.iter().flat_map(move |slot| &slot.rows[replica]);
+        let all: Vec<usize> = (0..replicas).flat_map(of_replica).copied().collect();
+        let batch = text.pick(&all, seq_len, world.device())?;
+        let (batch, _) = batch.part(0..all.len(), &own, 0)?;
         let losses = runtime.evaluate(&batch, &StepOptions::default().outputs(false))?.step.losses;
         for (slot, loss) in slots.iter().zip(losses) {
             sum += slot.counts as f64 * f64::from(loss.to_device(&Device::Cpu)?.to_scalar::<f32>()?);

@@ -34,7 +34,8 @@ pub enum AttentionMask<'a> {
 impl DTensor {
     /// Applies the rotary position embedding to rows `[.., s, d]`. The first row is at position `offset`.
     ///
-    /// `cos` and `sin` are `[t, d/2]`; see [`kernels::rope`]. All dims but the last may be sharded, also the positions.
+    /// `cos` and `sin` are `[t, d/2]`, or `[b, t, d/2]` with angles of each element of the batch; see [`kernels::rope`]. All
+    /// dims but the last may be sharded, also the positions.
     #[track_caller]
     pub fn rope(&self, cos: &Self, sin: &Self, offset: usize, pairs: RopePairs) -> Result<Self> {
         let attributes = [offset, usize::from(pairs == RopePairs::Halves)];
@@ -48,23 +49,27 @@ impl DTensor {
     #[track_caller]
     fn rope_signature(&self, cos: &Self, sin: &Self, offset: usize) -> Result<Signature> {
         let of_one_dtype = cos.dtype() == self.dtype() && sin.dtype() == self.dtype();
+        let fits = |s: usize, d: usize, t: usize, half: usize| {
+            d == 2 * half && s <= t.saturating_sub(offset) && cos.dims() == sin.dims()
+        };
         let fits = match (self.dims(), cos.dims()) {
-            (&[.., s, d], &[t, half]) => {
-                d == 2 * half && s <= t.saturating_sub(offset) && cos.dims() == sin.dims()
-            }
+            (&[.., s, d], &[t, half]) => fits(s, d, t, half),
+            (&[b, .., s, d], &[tables, t, half]) => self.rank() > 2 && b == tables && fits(s, d, t, half),
             _ => false,
         };
         if !fits || !of_one_dtype || cos.tracked() || sin.tracked() {
             let (x, cos, sin) = (self.spec(), cos.spec(), sin.spec());
-            let want = "expected [.., s, d], two [t, d/2] without gradient and of one dtype, and t at least";
+            let want = "expected [.., s, d], two [t, d/2] or [b, t, d/2] without gradient and of one dtype, and t at least";
             return Error::op(
                 "rope",
                 format!("{x} at position {offset} with tables {cos} and {sin}: {want} {offset} + s"),
             );
         }
         self.check_float("rope")?;
+        let of_elements = cos.rank() == 3;
+        let table = |d: usize| if of_elements && d == 0 { Shard(0) } else { Replicate };
         let mut rows: ShardingRules = (0..self.rank() - 1)
-            .map(|d| ShardingRule::new(Shard(d), &[Shard(d), Replicate, Replicate]))
+            .map(|d| ShardingRule::new(Shard(d), &[Shard(d), table(d), table(d)]))
             .collect();
         rows.push(ShardingRule::new(SUM, &[SUM, Replicate, Replicate]));
         Ok(Signature::new(rows, self.dims(), self.dtype()))

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use candle_lm::dtype::DTypeName;
+use candle_lm::train::data::{DataOptions, TooLong};
 use candle_lm::train::rate::{Decay, Rate};
 use candle_lm::train::recipe::{LocalRecipe, Recipe};
 use candle_pipe::Pipeline;
@@ -20,8 +21,26 @@ use crate::values;
 #[command(next_help_heading = "Training")]
 pub struct TrainArgs {
     /// Train on this text, instead of generating one
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "cache_dtype", "dequantize", "prompts", "cache_tokens", "text", "window", "stride", "shares"])]
+    #[arg(id = "train_text", long = "train", value_name = "FILE", group = "train", conflicts_with_all = OTHERS)]
     pub train: Option<PathBuf>,
+
+    /// Train on records, one JSON object per line: {"text": ..}, of which all is learned; {"prompt": .., "completion": ..}, of which the
+    /// completion is; {"messages": [{"role": .., "content": ..}, ..]}, in the model's chat template, of which the messages of the assistant
+    /// are. May be given several times: all files are one list, which each epoch shuffles anew
+    #[arg(long, value_name = "FILE", group = "train", conflicts_with_all = OTHERS)]
+    pub data: Vec<PathBuf>,
+
+    /// What happens to records with more tokens than --seq-len takes
+    #[arg(long, value_name = "NAME", value_parser = values::too_long(), default_value = "error", requires = "train")]
+    pub too_long: TooLong,
+
+    /// Leave out and count lines that are no records, instead of stopping at the first
+    #[arg(long, requires = "train")]
+    pub skip_bad_lines: bool,
+
+    /// Give each record a sequence for itself, which is filled up; otherwise records that fit share one, and do not see each other
+    #[arg(long, requires = "train")]
+    pub no_packing: bool,
 
     /// Start from random weights: of the folder --model only the config and the tokenizer are read
     #[arg(long, requires_all = ["train", "model"], conflicts_with = "resume")]
@@ -143,7 +162,8 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FOLDER", requires = "train", conflicts_with = "model")]
     pub resume: Option<PathBuf>,
 
-    /// Print the loss of this text, which is not trained on, with each checkpoint, and at the end
+    /// Print the loss of this text, which is not trained on, with each checkpoint, and at the end. A file whose name ends with .jsonl has
+    /// records, as those of --data
     #[arg(long, value_name = "FILE", requires = "train")]
     pub valid: Option<PathBuf>,
 
@@ -174,7 +194,38 @@ pub struct TrainArgs {
 
 const MAX_RANKS: usize = 256;
 
+/// The flags of other commands.
+const OTHERS: [&str; 16] = [
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "cache_dtype",
+    "dequantize",
+    "prompts",
+    "cache_tokens",
+    "text",
+    "window",
+    "stride",
+    "shares",
+];
+
 impl TrainArgs {
+    /// Whether there is something to learn.
+    pub fn trains(&self) -> bool {
+        self.train.is_some() || !self.data.is_empty()
+    }
+
+    /// How records become sequences.
+    pub fn data_options(&self) -> DataOptions {
+        let Self { too_long, skip_bad_lines, no_packing: apart, .. } = *self;
+        DataOptions { too_long, skip_bad_lines, apart }
+    }
+
     /// Returns the recipe of the flags; options without a flag are those of the checkpoint, or of `base`.
     ///
     /// # Errors
@@ -283,7 +334,7 @@ impl TrainArgs {
     /// # Errors
     /// A sentence with the flag, its value and a remedy.
     pub fn validate(&self, dtype: Option<DTypeName>, [pp, cp, ep, tp]: [usize; 4]) -> Checked {
-        if self.train.is_none() {
+        if !self.trains() {
             return Ok(());
         }
         let dp = self.dp;

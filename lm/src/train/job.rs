@@ -1,11 +1,12 @@
 //! The training that the command line names.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_lm::files::Files;
 use candle_lm::train::corpus::Corpus;
+use candle_lm::train::data::{RecordEncoder, TrainingData};
 use candle_lm::train::folder::{self, Damage, Retention};
 use candle_lm::train::job::{self, Job};
 use candle_lm::train::recipe::Recipe;
@@ -15,16 +16,16 @@ use examples::cli::UsageError;
 
 use crate::args::Args;
 use crate::opened;
+use crate::train::args::TrainArgs;
 
-/// Opens the model or the checkpoint, of which a random one is made in `scratch` if none is given, and reads `text`.
+/// Opens the model or the checkpoint, of which a random one is made in `scratch` if none is given, and reads what is learned.
 ///
 /// # Errors
 /// A sentence for what the flags should say instead; those of the files, which are named.
-pub fn open(args: &Args, text: &Path, scratch: &Path) -> Result<Job> {
+pub fn open(args: &Args, scratch: &Path) -> Result<Job> {
     after(
         args.training.resume.as_deref().map(|path| Checkpoint::open(path, &args.ignore_field)).transpose()?,
         args,
-        text,
         scratch,
     )
 }
@@ -33,7 +34,7 @@ pub fn open(args: &Args, text: &Path, scratch: &Path) -> Result<Job> {
 ///
 /// # Errors
 /// Those of [`open`].
-pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Path) -> Result<Job> {
+pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result<Job> {
     let flags = &args.training;
     let saved = resumed.as_ref().map(|resumed| &resumed.state.recipe);
     let (start, optimizer) = match &resumed {
@@ -85,11 +86,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         Some(_) => Vec::new(),
         None => job::beside(&folder, &files.config, recipe.dtype)?,
     };
-    let tokenizer = files.tokenizer()?;
-    let read =
-        |flag, path: &Path| Corpus::read(flag, path, &tokenizer, files.config.vocab_size, recipe.seq_len);
-    let text = read("--train", text)?;
-    let valid = flags.valid.as_deref().map(|path| read("--valid", path)).transpose()?;
+    let (text, valid) = texts(flags, &files, recipe.seq_len)?;
     if let Some(resumed) = &resumed {
         job::check_text(&text, &resumed.state)?;
     }
@@ -103,6 +100,11 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         notes.push(format!("{shown} is no whole checkpoint: {reason}; goes on from step {start}{kept}"));
     }
     notes.extend(files.unmet.iter().cloned());
+    for text in [Some(&text), valid.as_ref()].into_iter().flatten() {
+        if let TrainingData::Documents(set) = text {
+            notes.extend(set.notes.iter().cloned());
+        }
+    }
     if let Some(save) = &flags.save {
         folder::check(save, start, &damaged)?;
         if retention.best {
@@ -142,4 +144,29 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, text: &Path, scratch: &Pa
         ))
     })?;
     Ok(job)
+}
+
+/// Reads what is learned, and what has a validation loss.
+fn texts(
+    flags: &TrainArgs,
+    files: &Files,
+    seq_len: usize,
+) -> Result<(TrainingData, Option<TrainingData>)> {
+    let records = |flag, paths: &[PathBuf]| {
+        flags.data_options().read(flag, paths, &RecordEncoder::new(files)?, seq_len)
+    };
+    let text = |flag, path: &Path| -> Result<TrainingData> {
+        let tokenizer = files.tokenizer()?;
+        let text = Corpus::read(flag, path, &tokenizer, files.config.vocab_size, seq_len)?;
+        Ok(TrainingData::Text(text))
+    };
+    let learned = match &flags.train {
+        Some(path) => text("--train", path)?,
+        None => records("--data", &flags.data)?,
+    };
+    let valid = flags.valid.as_ref().map(|path| match TrainingData::is_records(path) {
+        true => records("--valid", std::slice::from_ref(path)),
+        false => text("--valid", path),
+    });
+    Ok((learned, valid.transpose()?))
 }

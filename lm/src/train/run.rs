@@ -1,10 +1,10 @@
 //! The program that trains.
 
 use std::io::Write;
-use std::path::Path;
 
 use anyhow::Context;
 use candle_dist::RankContext;
+use candle_lm::train::data::TrainingData;
 use candle_lm::train::folder;
 use candle_lm::train::job::Job;
 use candle_lm::train::recipe::LocalRecipe;
@@ -22,15 +22,15 @@ use super::screen::Screen;
 use crate::args::Args;
 use crate::input::agree;
 
-/// Trains on `text` and tells how it went.
+/// Trains and tells how it went.
 ///
 /// # Errors
 /// Those of [`open_together`], of [`job::after`] and of [`train`].
-pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
+pub fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let scratch = tempfile::tempdir()?;
     let resume = args.training.resume.as_deref();
     let resumed = resume.map(|path| open_together(path, &args.ignore_field, ranks)).transpose()?;
-    let mut job = agree(ranks, job::after(resumed, args, text, scratch.path()))?;
+    let mut job = agree(ranks, job::after(resumed, args, scratch.path()))?;
     let signal = StopSignal::await_first().context("signals cannot be watched")?;
     job.stop = signal.flag();
     let output = Output::new(args.json.as_deref());
@@ -87,8 +87,8 @@ pub fn run(args: &Args, text: &Path, ranks: &Ranks<'_>) -> anyhow::Result<bool> 
 fn heading(job: &Job) -> candle_pipe::Result<String> {
     let (recipe, pipeline) = (&job.recipe, job.pipeline);
     let mut lines = vec![format!(
-        "{} tokens of text, {} sequences of {} tokens in each step, in {}",
-        grouped(job.text.len()),
+        "{}, {} sequences of {} tokens in each step, in {}",
+        described(&job.text),
         recipe.batch,
         recipe.seq_len,
         recipe.dtype
@@ -100,7 +100,7 @@ fn heading(job: &Job) -> candle_pipe::Result<String> {
         ));
     }
     if let Some((text, _)) = &job.valid {
-        lines.push(format!("{} tokens of text whose loss is told", grouped(text.len())));
+        lines.push(format!("{} whose loss is told", described(text)));
     }
     if let Some(end) = recipe.rate.ended {
         let rate = recipe.rate.at(end);
@@ -115,4 +115,18 @@ fn heading(job: &Job) -> candle_pipe::Result<String> {
         ));
     }
     Ok(lines.join("\n"))
+}
+
+/// What is learned, or has a loss.
+fn described(text: &TrainingData) -> String {
+    let tokens = grouped(text.tokens());
+    match text {
+        TrainingData::Text(_) => format!("{tokens} tokens of text"),
+        TrainingData::Documents(set) => format!(
+            "{} records of {tokens} tokens, of which {} are predicted, in {} sequences",
+            grouped(set.documents()),
+            grouped(set.counted()),
+            grouped(set.sequences())
+        ),
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::rc::Rc;
 
 use jiff::civil::DateTime;
@@ -11,7 +12,7 @@ use super::args::Args;
 use super::text::Text;
 use super::value::{JinjaValue, Loop};
 use super::work::{EvalResult, WorkBudget, fail};
-use super::{checks, filters, functions};
+use super::{MARK, TemplateOutput, checks, filters, functions};
 
 /// What runs after a statement.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -38,6 +39,12 @@ pub(super) struct Renderer<'a> {
     pub(super) work: &'a WorkBudget,
     pub(super) now: DateTime,
     out: Text,
+    /// The bytes of `out` inside of `{% generation %}`.
+    marks: Vec<Range<usize>>,
+    /// How many texts that are not written yet are around the statement that runs.
+    captures: usize,
+    /// Whether there was a mark in such a text.
+    has_lost_marks: bool,
     scopes: Vec<VariableScope<'a>>,
     /// The scope of the statement that runs.
     current: usize,
@@ -53,6 +60,9 @@ impl<'a> Renderer<'a> {
             work,
             now,
             out: Text::default(),
+            marks: Vec::new(),
+            captures: 0,
+            has_lost_marks: false,
             scopes: vec![VariableScope { variables: globals, outer: None }],
             current: 0,
             kept: 1,
@@ -62,9 +72,21 @@ impl<'a> Renderer<'a> {
     }
 
     /// Runs the whole template and returns what it writes.
-    pub(super) fn run(mut self, template: &'a Stmt<'a>) -> EvalResult<Text> {
+    pub(super) fn run(mut self, template: &'a Stmt<'a>) -> EvalResult<TemplateOutput> {
         self.statement(template)?;
-        Ok(self.out)
+        Ok(TemplateOutput { text: self.out, marks: (!self.has_lost_marks).then_some(self.marks) })
+    }
+
+    /// Runs what the template marks as written by the model.
+    fn marked(&mut self, statements: &'a [Stmt<'a>]) -> EvalResult<NextStep> {
+        let start = self.out.len();
+        let next = self.block(statements)?;
+        self.work.charge(size_of::<Range<usize>>() as u64)?;
+        match self.captures {
+            0 => self.marks.push(start..self.out.len()),
+            _ => self.has_lost_marks = true,
+        }
+        Ok(next)
     }
 
     /// Runs `f` with a scope of its own.
@@ -82,7 +104,9 @@ impl<'a> Renderer<'a> {
     /// Runs `f` and returns what it writes.
     fn captured(&mut self, f: impl FnOnce(&mut Self) -> EvalResult<NextStep>) -> EvalResult<Text> {
         let before = std::mem::take(&mut self.out);
+        self.captures += 1;
         f(self)?;
+        self.captures -= 1;
         Ok(std::mem::replace(&mut self.out, before))
     }
 
@@ -172,6 +196,7 @@ impl<'a> Renderer<'a> {
                 let text = self.expression(&emitted.expr)?.shown(self.work)?;
                 self.write(&text)?;
             }
+            Stmt::IfCond(cond) if is_mark(&cond.expr) => return self.marked(&cond.true_body),
             Stmt::IfCond(cond) => {
                 let holds = self.expression(&cond.expr)?.is_true();
                 return self.block(if holds { &cond.true_body } else { &cond.false_body });
@@ -414,6 +439,11 @@ impl<'a> Renderer<'a> {
             other => fail(format!("a {} cannot be called", other.kind())),
         }
     }
+}
+
+/// Whether a condition stands for `{% generation %}`.
+fn is_mark(condition: &Expr<'_>) -> bool {
+    matches!(condition, Expr::Const(constant) if constant.value.as_str() == Some(MARK))
 }
 
 /// The line of a statement.

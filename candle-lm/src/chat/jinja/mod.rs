@@ -21,6 +21,7 @@ mod value;
 mod work;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::thread;
 
 use jiff::civil::DateTime;
@@ -50,11 +51,22 @@ const STACK: usize = 64 << 20;
 const REASON: usize = 1000;
 
 /// The roles that conversations have. They are words of templates, while other ones are texts from outside.
-const ROLES: [&str; 8] = ["system", "user", "assistant", "tool", "developer", "function", "ipython", "model"];
+pub(crate) const ROLES: [&str; 8] =
+    ["system", "user", "assistant", "tool", "developer", "function", "ipython", "model"];
+
+/// The condition that stands for `{% generation %}`, which the parser does not know.
+const MARK: &str = "what the model writes";
+
+/// What a template writes.
+pub(super) struct TemplateOutput {
+    pub(super) text: Text,
+    /// The bytes inside of `{% generation %}`; `None` if they are in a text that a macro or a block makes, which may be written anywhere.
+    pub(super) marks: Option<Vec<Range<usize>>>,
+}
 
 /// Checks that a template can be parsed.
 pub(super) fn check(source: &str) -> InputResult {
-    on_thread(|| parsed(&without_generation(source), |_| Ok(())))
+    on_thread(|| parsed(&with_marks(source), |_| Ok(())))
 }
 
 /// Checks that a variable is JSON, and that a template reads it by its name.
@@ -90,9 +102,9 @@ pub(super) fn render(
     messages: &[ChatMessage],
     add_generation_prompt: bool,
     now: DateTime,
-) -> InputResult<Text> {
+) -> InputResult<TemplateOutput> {
     on_thread(|| {
-        parsed(&without_generation(source), |template| {
+        parsed(&with_marks(source), |template| {
             // Each message is a few values too.
             let bytes: u64 = messages.iter().map(|message| (message.content.len() + 1000) as u64).sum();
             let given: u64 = variables.values().map(|json| json.len() as u64).sum();
@@ -200,8 +212,13 @@ fn cleaned(said: &str) -> String {
     said.chars().take(REASON).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// The text of a template without the tags around what the model writes, which mark tokens for training.
-fn without_generation(source: &str) -> String {
+/// Whether a template marks what the model writes.
+pub(super) fn has_marks(source: &str) -> bool {
+    with_marks(source) != source
+}
+
+/// The text of a template with [`MARK`]s in the place of the tags around what the model writes.
+fn with_marks(source: &str) -> String {
     let mut made = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(at) = rest.find("{%") {
@@ -215,8 +232,8 @@ fn without_generation(source: &str) -> String {
         let mark = |c: char| matches!(c, '-' | '+');
         let word = inside.trim_matches(mark).trim();
         let instead = match word {
-            "generation" => Some("if true"),
-            "endgeneration" => Some("endif"),
+            "generation" => Some(format!("if {MARK:?}")),
+            "endgeneration" => Some("endif".to_owned()),
             _ => None,
         };
         match instead {

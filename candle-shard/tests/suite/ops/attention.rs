@@ -32,6 +32,21 @@ fn rotary_positions() {
             ));
         }
     }
+    // Angles of each element of the batch.
+    let shapes: [[&[usize]; 2]; 3] =
+        [[&[2, 3, 5, 2], &[2, 8, 1]], [&[3, 1, 2, 4], &[3, 6, 2]], [&[1, 2, 4, 6], &[1, 7, 3]]];
+    for [x, tables] in shapes {
+        let inputs: [Input; 3] = [(x, Float), (tables, Float), (tables, Float)];
+        let elements = |x: &[Tensor]| -> Result<Tensor, candle_core::Error> {
+            let one = |i: usize| {
+                let [x, cos, sin] = [0, 1, 2].map(|of| x[of].get(i));
+                kernels::rope(&x?.unsqueeze(0)?, &cos?.detach(), &sin?.detach(), 2, RopePairs::Halves)
+            };
+            Tensor::cat(&(0..x[0].dim(0)?).map(one).collect::<Result<Vec<_>, _>>()?, 0)
+        };
+        let cut = |x: &[DTensor]| x[0].rope(&x[1].detach(), &x[2].detach(), 2, RopePairs::Halves);
+        cases.push(Case::new("rope of each element", &inputs, cut, elements));
+    }
     sweep("rope", cases);
 }
 

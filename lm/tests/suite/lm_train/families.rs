@@ -129,6 +129,78 @@ fn each_family_has_the_loss_and_the_gradients_of_transformers_on_every_mesh() {
     }
 }
 
+/// The loss and the gradients of the first step.
+fn first_step(place: &Place, flags: &str) -> (f64, BTreeMap<String, Vec<f32>>) {
+    let job = place.open(&format!("--seed 0 {flags}")).unwrap();
+    let ranks = on_ranks(job.pipeline.world(), flags, move |ctx| -> anyhow::Result<_> {
+        let trainer = Trainer::new(ctx, &job)?;
+        let (loss, grads) = trainer.gradients(0)?;
+        let mut made = Vec::new();
+        for parameter in trainer.parameters().iter() {
+            let grad = parameter.grad(&grads)?.expect("every parameter takes part").full_tensor()?;
+            made.push((parameter.name.clone(), grad.flatten_all()?.to_vec1::<f32>()?));
+        }
+        Ok((loss, made))
+    });
+    (ranks[0].0, ranks.into_iter().flat_map(|(_, made)| made).collect())
+}
+
+/// Factors of rotary positions that depend on the length of the text, with a learned context that some records are longer than.
+fn long_ropes() -> Fact {
+    let ropes = json!({
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.25, 2.0, 4.0], "long_factor": [4.0, 2.5, 1.5, 1.0],
+    });
+    let fields = json!({"rope_parameters": ropes, "original_max_position_embeddings": 8});
+    let Value::Object(fields) = fields else { unreachable!() };
+    Fact { case: "phi3".into(), fields, parts: 1, loss: 0.0, gradients: BTreeMap::new() }
+}
+
+#[test]
+fn packed_records_of_each_family_learn_as_each_of_them_alone() {
+    let facts = facts();
+    let plain = facts.models.iter().filter(|fact| fact.fields.is_empty());
+    for fact in plain.chain([&long_ropes()]) {
+        let (place, case) = (place(&facts, fact), &fact.case);
+        let (mut texts, mut rest) = (Vec::new(), &facts.text[..]);
+        for length in [4, 12, 7, 3, 9] {
+            let (tokens, others) = rest.split_at(length);
+            texts.push(tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "));
+            rest = others;
+        }
+        let records: String = texts.iter().map(|text| json!({"text": text}).to_string() + "\n").collect();
+        fs::write(place.path("records.jsonl"), records).unwrap();
+        // Each text with the token that ends it, as a window of its own.
+        let (mut loss, mut gradients, mut all) = (0.0, BTreeMap::<String, Vec<f64>>::new(), 0.0);
+        for text in &texts {
+            fs::write(place.path("text"), format!("{text} 36")).unwrap();
+            let predicted = text.split(' ').count();
+            let (alone, grads) = first_step(&place, &format!("--tp 1 --batch 1 --seq-len {predicted}"));
+            loss += alone * predicted as f64;
+            all += predicted as f64;
+            for (name, grad) in grads {
+                let sum = gradients.entry(name).or_insert_with(|| vec![0.0; grad.len()]);
+                sum.iter_mut().zip(grad).for_each(|(sum, x)| *sum += f64::from(x) * predicted as f64);
+            }
+        }
+        for mesh in ["--tp 1", "--tp 2 --recompute", "--pp 2 --tp 1", "--tp 1 --cp 2", "--tp 1 --dp 2 --fsdp"]
+        {
+            let what = format!("{case} on {mesh}");
+            let flags = format!("--data @records.jsonl --batch 2 --seq-len 20 {mesh}");
+            assert_eq!(place.open(&flags).unwrap().text.sequences(20), 2, "an epoch is a step");
+            let (got, grads) = first_step(&place, &flags);
+            assert_near(got, loss / all, &what);
+            assert!(grads.keys().eq(gradients.keys()), "{what}");
+            for (name, sum) in &gradients {
+                let want: Vec<f64> = sum.iter().map(|sum| sum / all).collect();
+                let got: Vec<f64> = grads[name].iter().map(|&x| f64::from(x)).collect();
+                let size = want.iter().fold(1.0, |size: f64, x| size.max(x.abs()));
+                assert_close(&got, &want, 2e-5 * size, &format!("{what}: the gradient of {name}"));
+            }
+        }
+    }
+}
+
 #[test]
 fn mixtures_learn_the_balance_of_transformers_on_every_mesh() {
     let facts = facts();

@@ -8,9 +8,11 @@ mod families;
 mod local;
 mod metrics;
 mod nonfinite;
+mod packed;
 mod parity;
 mod plain;
 mod program;
+mod records;
 mod resume;
 mod retention;
 #[cfg(unix)]

@@ -17,7 +17,7 @@ fn agrees(case: &str, config: &Config, meshes: &[&str]) {
 }
 
 /// The same for batches that are not the usual ones.
-fn agrees_on(batch: &str, case: &str, config: &Config, meshes: &[&str]) {
+pub(crate) fn agrees_on(batch: &str, case: &str, config: &Config, meshes: &[&str]) {
     let place = Place::new(config);
     let model = place.path("model");
     let job = place.open(batch).unwrap();

@@ -8,6 +8,8 @@ use candle_core::{D, DType, Device, Result, Tensor, Var, safetensors};
 use candle_lm::config::Config;
 use candle_lm::config::experts::Experts;
 use candle_lm::config::parts::QkNorm;
+use candle_lm::declare::IGNORED;
+use candle_lm::train::data::SequenceBatch;
 use candle_lm::train::job::Job;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use candle_shard::nn::Heads;
@@ -26,18 +28,46 @@ impl Plain {
 
     /// The mean loss of a step's batch.
     fn loss(&self, job: &Job, step: usize) -> Result<Tensor> {
-        let batch = job.text.batch(&job.recipe, step, &Device::Cpu)?;
+        self.loss_of(&job.text.batch(&job.recipe, step, &Device::Cpu)?)
+    }
+
+    fn loss_of(&self, batch: &SequenceBatch) -> Result<Tensor> {
+        if let Some(positions) = &batch.positions {
+            return self.loss_of_documents(batch, &positions.to_vec2()?);
+        }
         let logits = self.logits(&batch.tokens)?.flatten_to(1)?;
         candle_nn::loss::cross_entropy(&logits, &batch.targets.flatten_all()?)
+    }
+
+    /// The mean loss of the targets that count, of documents that are each computed alone.
+    fn loss_of_documents(&self, batch: &SequenceBatch, positions: &[Vec<u32>]) -> Result<Tensor> {
+        let (mut sum, mut counted) = (Tensor::new(0f32, &Device::Cpu)?, 0);
+        for (row, positions) in positions.iter().enumerate() {
+            let end = positions.iter().position(|&at| at == u32::MAX).unwrap_or(positions.len());
+            let starts: Vec<usize> = (0..end).filter(|&at| positions[at] == 0).chain([end]).collect();
+            for document in starts.windows(2) {
+                let part =
+                    |x: &Tensor| x.narrow(0, row, 1)?.narrow(1, document[0], document[1] - document[0]);
+                let logits = self.logits(&part(&batch.tokens)?)?.squeeze(0)?;
+                let losses = (candle_nn::ops::log_softmax(&logits, D::Minus1)? * -1.0)?;
+                for (at, target) in
+                    part(&batch.targets)?.squeeze(0)?.to_vec1::<u32>()?.into_iter().enumerate()
+                {
+                    if target != IGNORED {
+                        sum = (sum + losses.get(at)?.narrow(0, target as usize, 1)?.squeeze(0)?)?;
+                        counted += 1;
+                    }
+                }
+            }
+        }
+        sum / f64::from(counted)
     }
 
     /// The mean loss of all sequences of the text that follow each other.
     pub(crate) fn loss_of_all(&self, job: &Job) -> Result<f64> {
         let length = job.recipe.seq_len;
         let all: Vec<usize> = (0..job.text.sequences(length)).collect();
-        let batch = job.text.pick(&all, length, &Device::Cpu)?;
-        let logits = self.logits(&batch.tokens)?.flatten_to(1)?;
-        let loss = candle_nn::loss::cross_entropy(&logits, &batch.targets.flatten_all()?)?;
+        let loss = self.loss_of(&job.text.pick(&all, length, &Device::Cpu)?)?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 

@@ -47,15 +47,16 @@ fn a_rate_that_has_fallen_does_not_rise_again_unless_a_decay_is_asked_for() {
 }
 
 /// Stops on one mesh and goes on on others.
-fn goes_on(config: &Config, batch: &str, from: &str, onto: &[&str]) {
+pub(crate) fn goes_on(config: &Config, batch: &str, from: &str, onto: &[&str]) {
     let place = Place::new(config);
     let want = place.losses(&format!("--tp 1 {batch}"));
     // Stopped before its end: it saves after four steps, and the last checkpoint goes.
     assert_close(&place.losses(&format!("{from} {batch} --save @saved --save-every 4")), &want, 1e-5, from);
     fs::remove_dir_all(place.path("saved/step-00000006")).unwrap();
+    let data = if batch.contains("--data") { "--data @records.jsonl" } else { "" };
     for mesh in onto {
         let what = format!("{from}, then {mesh}");
-        assert_close(&place.losses(&format!("{mesh} --resume @saved")), &want[4..], 1e-5, &what);
+        assert_close(&place.losses(&format!("{mesh} {data} --resume @saved")), &want[4..], 1e-5, &what);
     }
 }
 

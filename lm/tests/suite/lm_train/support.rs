@@ -100,6 +100,7 @@ impl Place {
         }
         let text: String = (0..60).map(|i| format!("{i} sheep jump over {} fences. ", i * i % 17)).collect();
         fs::write(folder.path().join("text"), text).unwrap();
+        fs::write(folder.path().join("records.jsonl"), records()).unwrap();
         Self { folder }
     }
 
@@ -110,8 +111,10 @@ impl Place {
     /// The training that the flags describe, on the model or from the checkpoint that they name.
     pub(crate) fn open(&self, flags: &str) -> anyhow::Result<Arc<Job>> {
         let at = self.folder.path().display();
-        let text = self.path("text");
         let mut start: Vec<String> = Vec::new();
+        if !flags.contains("--data") {
+            start.push(format!("--train {at}/text"));
+        }
         if !flags.contains("--resume") {
             let unsaid = TINY.iter().filter(|(flag, _)| !flags.contains(flag));
             start.extend(unsaid.map(|(flag, value)| format!("{flag} {value}")));
@@ -120,10 +123,10 @@ impl Place {
             }
         }
         let flags = flags.replace("@", &format!("{at}/"));
-        let line = format!("llama --train {at}/text {} {flags}", start.join(" "));
+        let line = format!("llama {} {flags}", start.join(" "));
         let args = Args::try_parse_from(line.split_whitespace())?;
         args.validate()?;
-        Ok(Arc::new(lm::train::job::open(&args, &text, &self.path("scratch"))?))
+        Ok(Arc::new(lm::train::job::open(&args, &self.path("scratch"))?))
     }
 
     /// The losses that the flags lead to.
@@ -152,6 +155,19 @@ impl Place {
         });
         ranks.into_iter().flatten().collect()
     }
+}
+
+/// Records of many lengths, of which more or less is learned.
+fn records() -> String {
+    let record = |i: usize| {
+        let (sheep, fences) = ("sheep ".repeat(i % 3), i * i % 17);
+        match i % 4 {
+            0 => json!({"prompt": format!("{i} {sheep}over"), "completion": format!(" {fences}.")}),
+            1 => json!({"prompt": "", "completion": format!("{sheep}{i}.")}),
+            _ => json!({"text": format!("{i} {sheep}{fences}")}),
+        }
+    };
+    (0..40).map(|i| record(i).to_string() + "\n").collect()
 }
 
 /// Copies a folder of files.

@@ -1,0 +1,106 @@
+//! A record of a file of JSON lines.
+
+use serde_json::{Map, Value};
+
+use crate::chat::{ChatMessage, ROLES};
+
+/// What is to be learned from a line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Record {
+    /// `{"text": ..}`: all of it is learned.
+    Text(String),
+    /// `{"prompt": .., "completion": ..}`: the completion is learned.
+    Completion {
+        /// What is given.
+        prompt: String,
+        /// What follows it.
+        completion: String,
+    },
+    /// `{"messages": [{"role": .., "content": ..}, ..]}`: the messages of the assistant are learned.
+    Chat(Vec<ChatMessage>),
+}
+
+/// The fields of each kind.
+const KINDS: &str = "text, or prompt and completion, or messages";
+
+impl Record {
+    /// Reads a line.
+    ///
+    /// ```
+    /// use candle_lm::train::data::Record;
+    ///
+    /// assert_eq!(Record::parse(r#"{"text": "Once"}"#), Ok(Record::Text("Once".into())));
+    /// let wrong = Record::parse(r#"{"messages": [{"role": "robot", "content": "Beep"}]}"#);
+    /// assert!(wrong.unwrap_err().contains("robot"));
+    /// ```
+    ///
+    /// # Errors
+    /// A sentence without an end if it is no such record.
+    pub fn parse(line: &str) -> Result<Self, String> {
+        let value: Value = serde_json::from_str(line).map_err(|error| format!("it is no JSON ({error})"))?;
+        let Value::Object(mut fields) = value else {
+            return Err("it is no JSON object".into());
+        };
+        let has = |name: &str| fields.contains_key(name);
+        let record = if has("text") {
+            Self::Text(text(&mut fields, "text")?)
+        } else if has("prompt") || has("completion") {
+            let [prompt, completion] = [text(&mut fields, "prompt")?, text(&mut fields, "completion")?];
+            Self::Completion { prompt, completion }
+        } else if has("messages") {
+            let Some(Value::Array(messages)) = fields.remove("messages") else {
+                return Err("its messages are no list".into());
+            };
+            if messages.is_empty() {
+                return Err("its messages are empty".into());
+            }
+            Self::Chat(messages.into_iter().enumerate().map(message).collect::<Result<_, _>>()?)
+        } else {
+            let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+            return Err(format!("its fields are [{}], and a record has {KINDS}", names.join(", ")));
+        };
+        match fields.keys().next() {
+            None => Ok(record),
+            Some(other) => Err(format!("it has the field {other:?} too, and a record has {KINDS}")),
+        }
+    }
+}
+
+/// Takes a text out of fields.
+fn text(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
+    match fields.remove(name) {
+        Some(Value::String(text)) => Ok(text),
+        Some(other) => Err(format!("its {name} is {}, and no text", kind(&other))),
+        None => Err(format!("it has no {name}")),
+    }
+}
+
+fn message((at, value): (usize, Value)) -> Result<ChatMessage, String> {
+    let number = at + 1;
+    let of_message = |wrong: String| format!("of message {number}: {wrong}");
+    let Value::Object(mut fields) = value else {
+        return Err(format!("message {number} is {}, and no object", kind(&value)));
+    };
+    let role = text(&mut fields, "role").map_err(of_message)?;
+    if !ROLES.contains(&role.as_str()) {
+        return Err(format!("message {number} has the role {role:?}, and roles are {}", ROLES.join(", ")));
+    }
+    let content = text(&mut fields, "content").map_err(of_message)?;
+    match fields.keys().next() {
+        None => Ok(ChatMessage::new(&role, content)),
+        Some(other) => {
+            Err(format!("message {number} has the field {other:?}, and messages have role and content"))
+        }
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
