@@ -181,11 +181,7 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
 }
 
 /// Checks by the headers that a file has the optimizer's state of all these parameters.
-pub(super) fn check_optimizer(
-    at: &Path,
-    tensors: &[(String, Vec<usize>)],
-    dtype: DTypeName,
-) -> Result<()> {
+pub(super) fn check_optimizer(at: &Path, tensors: &[(String, Vec<usize>)], dtype: DTypeName) -> Result<()> {
     let weights = Weights::open(at)?;
     let kept = ["first_moment", "second_moment", "master_weight"];
     let kept = if dtype == DTypeName::F32 { &kept[..2] } else { &kept[..] };

@@ -147,11 +147,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result
 }
 
 /// Reads what is learned, and what has a validation loss.
-fn texts(
-    flags: &TrainArgs,
-    files: &Files,
-    seq_len: usize,
-) -> Result<(TrainingData, Option<TrainingData>)> {
+fn texts(flags: &TrainArgs, files: &Files, seq_len: usize) -> Result<(TrainingData, Option<TrainingData>)> {
     let records = |flag, paths: &[PathBuf]| {
         flags.data_options().read(flag, paths, &RecordEncoder::new(files)?, seq_len)
     };
