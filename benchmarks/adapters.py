@@ -68,7 +68,7 @@ def main():
         run(args.lm, "train", "--model", args.model, "--lora", "r=8,alpha=16", "--train", learn, "--steps", args.steps, "--batch", 4,
             "--seq-len", 64, "--lr", "0.001", "--warmup", 2, "--save", out, "--json", json_file, *flags)
         report = json.loads(json_file.read_text())
-        losses[mesh], memory[mesh] = report["losses"], report.get("bytes_per_rank")
+        losses[mesh], memory[mesh] = report["losses"], report["weight_bytes"]
         print(mesh, [round(loss, 5) for loss in losses[mesh]], memory[mesh], flush=True)
     one = losses["one rank"]
     for mesh, made in losses.items():

@@ -19,7 +19,7 @@ use candle_nn::ParamsAdamW;
 use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
-use candle_shard::nn::{AdamW, MeshVarBuilder, Parameters};
+use candle_shard::nn::{AdamW, MeshVarBuilder, Parameter, Parameters};
 use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -93,8 +93,10 @@ pub struct TrainOutput {
     pub seconds: f64,
     /// The bytes that this rank gave to communication in all steps.
     pub sent: usize,
-    /// The parameters that this rank holds.
+    /// The parameters that this rank holds as floats.
     pub parameters: usize,
+    /// The bytes of all weights that this rank holds, those in blocks too.
+    pub weight_bytes: usize,
     /// The gradients of weights that could not be put off where the schedule does so.
     pub weights_at_once: usize,
     /// Why it ended.
@@ -175,6 +177,7 @@ pub fn train(
         seconds,
         sent,
         parameters: trainer.parameters.local_elem_count(),
+        weight_bytes: trainer.weight_bytes,
         weights_at_once: trainer.weights_at_once.get(),
         end,
         skipped: trainer.progress.skipped,
@@ -193,6 +196,7 @@ pub struct Trainer<'a> {
     parameters: Parameters,
     clip: ClipGradNorm,
     optimizer: AdamW,
+    weight_bytes: usize,
     /// How this replica meets the others, if they train apart.
     replica: Option<LocalReplica>,
     /// The ranks that compute the gradients of a step together.
@@ -259,6 +263,8 @@ impl<'a> Trainer<'a> {
             runtime = runtime.with_replicas(replicas, &options)?;
         }
         let parameters = vb.built();
+        let bytes = |of: &Parameter| of.var.elem_count() * of.var.dtype().size_in_bytes();
+        let weight_bytes = parameters.iter().map(bytes).sum::<usize>() + vb.quantized_bytes();
         let clip = |norm| -> Result<_> { Ok(runtime.clip_grad_norm(parameters.clip_grad_norm(norm)?)) };
         let norm = clip(f64::MAX)?;
         // Without a bound the norm still tells whether the gradients are numbers.
@@ -314,6 +320,7 @@ impl<'a> Trainer<'a> {
             parameters,
             clip,
             optimizer,
+            weight_bytes,
             replica,
             together,
             update_norm,

@@ -24,6 +24,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// The place of a tensor in files, and the rows and columns of it.
+pub(super) type BlockKey = (TensorPlace, Range<usize>, Range<usize>);
+
 struct BuilderState {
     source: Arc<ParameterSource>,
     seed: u64,
@@ -33,8 +36,9 @@ struct BuilderState {
     device: Device,
     built: Mutex<Vec<Parameter>>,
     registry: Arc<VarRegistry>,
-    /// The quantized weights that are held, by the places and the parts that they were read from.
-    matrices: Mutex<HashMap<(TensorPlace, Range<usize>, Range<usize>), QuantizedMatrix>>,
+    /// The quantized weights that are held, and the bytes of those that ranks hold together.
+    matrices: Mutex<HashMap<BlockKey, QuantizedMatrix>>,
+    pieces: Mutex<HashMap<BlockKey, Tensor>>,
     /// The bytes of quantized weights, which are no parameters.
     quantized_bytes: AtomicUsize,
     /// The entries of the plan that matched a module.
@@ -191,6 +195,7 @@ impl MeshVarBuilder {
             registry: VarRegistry::new(),
             quantized_bytes,
             matrices: Mutex::default(),
+            pieces: Mutex::default(),
             matched,
             completion: BuildStatus::default(),
         };
@@ -528,18 +533,35 @@ impl MeshVarBuilder {
     /// Returns the matrix of the rows and columns of a tensor at a place of the files, which is read once, under whatever names.
     pub(super) fn quantized_matrix(
         &self,
-        place: TensorPlace,
-        [rows, columns]: [&Range<usize>; 2],
+        key: BlockKey,
         read: impl FnOnce() -> Result<QuantizedMatrix>,
     ) -> Result<QuantizedMatrix> {
-        let mut matrices = self.shared.matrices.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (place, rows.clone(), columns.clone());
-        if let Some(known) = matrices.get(&key) {
+        self.held(|shared| &shared.matrices, key, QuantizedMatrix::bytes, read)
+    }
+
+    /// Returns the bytes of the rows and columns of a tensor at a place of the files, which are read once, under whatever names.
+    pub(super) fn quantized_bytes_of(
+        &self,
+        key: BlockKey,
+        read: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        self.held(|shared| &shared.pieces, key, Tensor::elem_count, read)
+    }
+
+    fn held<T: Clone>(
+        &self,
+        of: impl Fn(&BuilderState) -> &Mutex<HashMap<BlockKey, T>>,
+        key: BlockKey,
+        bytes: impl Fn(&T) -> usize,
+        read: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let mut held = of(&self.shared).lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = held.get(&key) {
             return Ok(known.clone());
         }
         let made = read()?;
-        self.count_quantized(made.bytes());
-        matrices.insert(key, made.clone());
+        self.count_quantized(bytes(&made));
+        held.insert(key, made.clone());
         Ok(made)
     }
 

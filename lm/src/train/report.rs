@@ -42,8 +42,10 @@ pub struct Report {
     pub skipped: usize,
     /// The least loss of the text of `--valid`, also before a stop.
     pub best: Option<BestLoss>,
-    /// The parameters that each rank holds.
+    /// The parameters that each rank holds as floats.
     pub parameters: Vec<usize>,
+    /// The bytes of all weights that each rank holds, those in blocks too.
+    pub weight_bytes: Vec<usize>,
     /// The gradients of weights that each rank could not put off where the schedule does so.
     pub weights_at_once: Vec<usize>,
     /// The most bytes that each rank's process had in memory, where the system tells; threads have a process in common.
@@ -74,6 +76,7 @@ impl Report {
             skipped: *skipped,
             best: *best,
             parameters: ranks.iter().map(|(rank, _)| rank.parameters).collect(),
+            weight_bytes: ranks.iter().map(|(rank, _)| rank.weight_bytes).collect(),
             weights_at_once: ranks.iter().map(|(rank, _)| rank.weights_at_once).collect(),
             peak_memory: ranks.iter().map(|(_, peak_memory)| *peak_memory).collect(),
         }

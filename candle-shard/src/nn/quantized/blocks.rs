@@ -53,22 +53,17 @@ impl WeightBlocks {
         let source = match (rows.is_empty() || columns.is_empty(), vb.sharded_over()) {
             (true, _) => BlockSource::Empty,
             (false, Some(group)) if group.size() > 1 => {
-                let sharded =
-                    ShardedBlocks::read(weights, &name, dtype, [&rows, &columns], group, vb.device())?;
-                vb.count_quantized(sharded.piece.elem_count());
+                let sharded = ShardedBlocks::read(vb, &name, dtype, [&rows, &columns], group)?;
                 BlockSource::Sharded(Arc::new(sharded))
             }
             _ => {
+                let key = (weights.place(&name)?, rows.clone(), columns.clone());
                 let read = || {
-                    QuantizedMatrix::new(weights.read_quantized(
-                        &name,
-                        [rows.clone(), columns.clone()],
-                        vb.device(),
-                    )?)
+                    let blocks =
+                        weights.read_quantized(&name, [rows.clone(), columns.clone()], vb.device())?;
+                    Ok(QuantizedMatrix::new(blocks)?)
                 };
-                BlockSource::Held(
-                    vb.quantized_matrix(weights.place(&name)?, [&rows, &columns], || Ok(read()?))?,
-                )
+                BlockSource::Held(vb.quantized_matrix(key, read)?)
             }
         };
         Ok(Self { source, rows })
@@ -139,13 +134,14 @@ fn absent() -> Error {
 
 impl ShardedBlocks {
     fn read(
-        weights: &Weights,
+        vb: &MeshVarBuilder,
         name: &str,
         dtype: GgmlDType,
         [rows, columns]: [&Range<usize>; 2],
         group: &ProcessGroup,
-        device: &Device,
     ) -> Result<Self> {
+        let weights = vb.stored().ok_or_else(absent)?;
+        let device = vb.device();
         let (ranks, dims) = (group.size(), [rows.len(), columns.len()]);
         let of_row = dims[1] / dtype.block_size() * dtype.type_size();
         let most = dims[0].div_ceil(ranks);
@@ -155,10 +151,13 @@ impl ShardedBlocks {
             Tensor::zeros(0, DType::U8, device)?
         } else {
             let block = [rows.start + mine.start..rows.start + mine.end, columns.clone()];
-            let read = weights.read_quantized(name, block, &Device::Cpu)?;
-            let bytes = read.data()?.into_owned();
-            let count = bytes.len();
-            Tensor::from_vec(bytes, count, device)?
+            let key = (weights.place(name)?, block[0].clone(), block[1].clone());
+            vb.quantized_bytes_of(key, || {
+                let read = weights.read_quantized(name, block, &Device::Cpu)?;
+                let bytes = read.data()?.into_owned();
+                let count = bytes.len();
+                Ok(Tensor::from_vec(bytes, count, device)?)
+            })?
         };
         let sizes = (0..ranks).map(|rank| part(rank).len() * of_row).collect();
         let group = group.with_description(format!("the blocks of {name}"));
