@@ -228,7 +228,7 @@ const CANDLE_SHARD: &[Folder] = &[
         &["mod", "config", "load", "capacity dispatch quantized router shared", "experts losses", "layer"],
     ),
     folder("nn/kv_cache", &["layout", "mod", "texts"]),
-    folder("nn/lora", &["active", "layer", "builder", "mod"]),
+    folder("nn/lora", &["active", "layer", "builder"]),
     folder(
         "nn/optim",
         &["mod params schedule", "slot", "group", "element options", "adagrad adam_w sgd", "muon"],
