@@ -3,10 +3,11 @@
 
 Usage: python3 benchmarks/local_sgd.py --lm PROGRAM [--steps N] [--run "FLAGS" ..]
 
-The small random model of `lm train` learns the documents of this repository on 4 ranks that are threads. A tenth of the text, in pieces from
-all over it, is left out; its loss at the end is compared. A row has the loss, its ratio to that of the first run, in which replicas take all
-steps together, the bytes that a rank gives to communication in a step, the ratio of the bytes, and the seconds of a step. `--run` replaces
-the other runs. One that begins with `after N:` goes on from step N of the first run; N is a multiple of a tenth of the steps.
+A random model learns the documents of this repository on 4 ranks that are threads: that of `lm train`, with the width and the layers that
+`--hidden` and `--layers` say. A tenth of the text, in pieces from all over it, is left out; its loss at the end is compared. A row has the
+loss, its ratio to that of the first run, in which replicas take all steps together, the bytes that a rank gives to communication in a step,
+the ratio of the bytes, and the seconds of a step. `--run` replaces the other runs. One that begins with `after N:` goes on from step N of the
+first run; N is a multiple of a tenth of the steps.
 """
 import argparse
 import json
@@ -14,7 +15,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-RUNS = ["--local-steps 10", "after 100: --local-steps 10", "after 100: --local-steps 20", "after 100: --local-steps 20 --fragments 4"]
+RUNS = [
+    "after 300: --local-steps 20 --fragments 4",
+    "after 300: --local-steps 10 --outer-lr 1 --outer-momentum 0.5",
+    "after 100: --local-steps 10",
+]
 
 
 def write_texts(folder):
@@ -32,9 +37,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm", required=True, help="the program lm")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=0.001)
+    parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--run", action="append", help="flags of a run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,13 +51,22 @@ def main():
         recipe = ["--batch", args.batch, "--seq-len", args.seq_len, "--lr", args.lr, "--warmup", 50]
 
         def run(flags):
-            command = [args.lm, "train", *base, "--steps", args.steps, *flags, "--json", "-"]
+            command = [args.lm, "train", *base, *flags, "--json", "-"]
             done = subprocess.run([str(part) for part in command], check=True, capture_output=True)
             told = json.loads(done.stdout)
             steps = len(told["losses"])
             seconds = told["tokens"] / told["tokens_per_second"] / steps
             return told["valid_losses"][-1][1], told["sent_bytes"][0] / steps, seconds
 
+        run(["--steps", 1, "--save", folder / "random"])
+        model, config = folder / "model", folder / "random" / "step-00000001" / "config.json"
+        model.mkdir()
+        fields = json.loads(config.read_text())
+        fields.update(hidden_size=args.hidden, intermediate_size=args.hidden * 11 // 4, num_hidden_layers=args.layers)
+        fields.update(num_attention_heads=4, num_key_value_heads=2)
+        (model / "config.json").write_text(json.dumps(fields))
+        (model / "tokenizer.json").write_text((config.parent / "tokenizer.json").read_text())
+        recipe += ["--model", model, "--fresh"]
         print("| run | loss | of together | MB per step | of together | s per step |\n|---|---|---|---|---|---|")
         first = None
         for name in ["together", *(args.run or RUNS)]:
@@ -61,7 +77,7 @@ def main():
                 flags = ["--resume", folder / "saved" / f"step-{int(begin.split()[1]):08}", *flags.split()]
             else:
                 flags = [*recipe, *flags.split()]
-            loss, sent, seconds = run(flags)
+            loss, sent, seconds = run(["--steps", args.steps, *flags])
             first = first or (loss, sent)
             ratios = loss / first[0], sent / first[1]
             print(f"| {name} | {loss:.4f} | {ratios[0]:.4f} | {sent / 1e6:.3f} | {ratios[1]:.4f} | {seconds:.2f} |", flush=True)

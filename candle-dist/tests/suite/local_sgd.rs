@@ -37,6 +37,7 @@ fn slope(value: f64, replica: usize, step: usize, element: usize) -> f64 {
 }
 
 type Variables = Vec<(String, Var)>;
+type State = Vec<(String, Tensor)>;
 
 fn model(dtype: DType, device: &Device) -> Variables {
     let make = |(nth, (name, shape)): (usize, &(&str, &[usize]))| {
@@ -426,7 +427,7 @@ fn a_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() {
         inner_step(&variables, ctx.rank(), 1)?;
         outer.step()?;
         let state = outer.state()?;
-        let on_rank_1 = |change: &dyn Fn(&mut Vec<(String, Tensor)>)| {
+        let on_rank_1 = |change: &dyn Fn(&mut State)| {
             let mut changed = state.clone();
             if ctx.rank() == 1 {
                 change(&mut changed);
@@ -434,7 +435,7 @@ fn a_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() {
             changed
         };
         let without = |part: &'static str| {
-            move |state: &mut Vec<(String, Tensor)>| {
+            move |state: &mut State| {
                 state.retain(|(name, _)| name != part);
             }
         };
@@ -446,7 +447,7 @@ fn a_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() {
             (outer.load(&on_rank_1(&without("local_sgd.momentum.3.norm"))), "no local_sgd.momentum.3.norm"),
             (
                 outer.load(&on_rank_1(&|state| {
-                    state[1].1 = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap()
+                    state[1].1 = Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap();
                 })),
                 "[4]",
             ),

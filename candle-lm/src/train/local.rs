@@ -1,24 +1,27 @@
 //! Replicas that train apart, and meet from time to time.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candle_dist::{DeviceMesh, InitialSync, LocalSgd, LocalSgdOptions, ProcessGroup, ReduceOp};
 use candle_shard::nn::{AdamW, Parameter, Parameters};
 use candle_shard::{DTensor, Replicate, Weights};
 
+use super::job::Job;
 use super::recipe::{LocalRecipe, Recipe};
 use super::resume::check_optimizer;
 use super::stage_files;
+use crate::agree::agreed;
 use crate::files::check;
 
 /// The name of the folder with the outer optimizer's state, and of the files in it.
 pub(super) const OUTER: &str = "local_sgd";
 
 /// The name of the files with what a replica alone has.
-pub(super) const REPLICA: &str = "replica";
+const REPLICA: &str = "replica";
 
 /// What begins the names of a replica's parameters in its files.
 const PARAMETER: &str = "parameter.";
@@ -32,30 +35,37 @@ pub(super) fn folder_of(checkpoint: &Path, replica: usize) -> PathBuf {
 /// The replica that this rank is a part of, and how it meets the others.
 #[derive(Debug)]
 pub(super) struct LocalReplica {
-    pub(super) recipe: LocalRecipe,
+    replicas: usize,
     outer: LocalSgd,
 }
 
 impl LocalReplica {
-    /// Takes up the parameters as they are, and what the optimizer has.
+    /// Takes up the parameters as they are, what the optimizer has, and the outer optimizer's state of a checkpoint; `None` if
+    /// replicas take each step together. The parameters are on the axes of `model`, a part of `mesh`.
     ///
     /// # Errors
-    /// Those of [`LocalSgd::new`].
-    pub(super) fn new(
-        recipe: LocalRecipe,
-        replicas: &ProcessGroup,
+    /// If the state lacks a part; those of [`LocalSgd::new`] and [`LocalSgd::load`].
+    pub(super) fn open(
+        job: &Job,
+        [mesh, model]: [&DeviceMesh; 2],
         parameters: &Parameters,
         optimizer: &AdamW,
-    ) -> Result<Self> {
-        let LocalRecipe { steps, fragments, lr, momentum, .. } = recipe;
+    ) -> Result<Option<Self>> {
+        let Some(LocalRecipe { steps, replicas, fragments, lr, momentum }) = job.recipe.local else {
+            return Ok(None);
+        };
         let options =
             LocalSgdOptions::default().sync_every(steps).fragments(fragments).lr(lr).momentum(momentum);
         // Replicas have read the same files, or each its own.
         let options = options.start(InitialSync::Verify);
         let trained = parameters.iter().filter(|parameter| !parameter.is_frozen());
         let trained: Vec<_> = trained.map(|of| (of.name.as_str(), of.var.clone())).collect();
-        let outer = LocalSgd::new(replicas, &trained, &options)?;
-        Ok(Self { recipe, outer: outer.with_master_weights(&optimizer.master_weights())? })
+        let outer = LocalSgd::new(mesh.axis_group("dp")?, &trained, &options)?;
+        let mut made = Self { replicas, outer: outer.with_master_weights(&optimizer.master_weights())? };
+        if let Some(checkpoint) = &job.apart {
+            made.load(checkpoint, model, parameters)?;
+        }
+        Ok(Some(made))
     }
 
     /// Meets the other replicas where that is due after a step, and wholly after the last one.
@@ -100,15 +110,7 @@ impl LocalReplica {
     }
 
     /// Takes up the state of the outer optimizer from a checkpoint.
-    ///
-    /// # Errors
-    /// If a part is missing; those of [`LocalSgd::load`].
-    pub(super) fn load(
-        &mut self,
-        checkpoint: &Path,
-        mesh: &DeviceMesh,
-        parameters: &Parameters,
-    ) -> Result<()> {
+    fn load(&mut self, checkpoint: &Path, mesh: &DeviceMesh, parameters: &Parameters) -> Result<()> {
         let saved = Weights::open(stage_files::source(&checkpoint.join(OUTER), OUTER))?;
         let device = self.outer.group().device().clone();
         let read = |(name, like): (String, DTensor)| {
@@ -118,25 +120,50 @@ impl LocalReplica {
         let state = self.state(mesh, parameters)?.into_iter().map(read).collect::<Result<Vec<_>>>()?;
         Ok(self.outer.load(&state)?)
     }
+
+    /// Saves what a checkpoint has beside the model and the optimizer of the first replica: the state of the outer optimizer, and the
+    /// parameters and the optimizer's state `of_optimizer` of each other replica. Every rank of `world` calls it; one of them
+    /// `makes_folders`.
+    ///
+    /// # Errors
+    /// On every rank alike, if a file cannot be written.
+    pub(super) fn save(
+        &mut self,
+        checkpoint: &Path,
+        makes_folders: bool,
+        world: &ProcessGroup,
+        [mesh, model]: [&DeviceMesh; 2],
+        parameters: &Parameters,
+        of_optimizer: Vec<(String, DTensor)>,
+    ) -> Result<()> {
+        let write = |at: &Path, name, replica, tensors: &[(String, DTensor)]| -> Result<()> {
+            let make = || fs::create_dir(at).with_context(|| format!("{}", at.display()));
+            agreed(world, if makes_folders { make() } else { Ok(()) })?;
+            stage_files::write(at, name, world, [mesh, model], replica, tensors, |_| None)
+        };
+        write(&checkpoint.join(OUTER), OUTER, 0, &self.state(model, parameters)?)?;
+        let trained = parameters.iter().filter(|of| !of.is_frozen());
+        let named = trained.map(|of| (format!("{PARAMETER}{}", of.name), of.tensor.clone()));
+        let own: Vec<_> = of_optimizer.into_iter().chain(named).collect();
+        (1..self.replicas)
+            .try_for_each(|replica| write(&folder_of(checkpoint, replica), REPLICA, replica, &own))
+    }
 }
 
-/// What a replica alone has, besides the state of its optimizer: its parameters.
-pub(super) fn own(parameters: &Parameters) -> impl Iterator<Item = (String, DTensor)> {
-    let trained = parameters.iter().filter(|of| !of.is_frozen());
-    trained.map(|of| (format!("{PARAMETER}{}", of.name), of.tensor.clone()))
-}
-
-/// Takes up the parameters of a replica that is not the first one from its files.
+/// Takes up the parameters of this rank's replica from a checkpoint in which replicas trained apart, and returns the file with the
+/// state of its optimizer; `None` for the first replica, whose files are those of all checkpoints.
 ///
 /// # Errors
-/// If one is missing or cannot be read.
-pub(super) fn load_own(file: &Path, parameters: &Parameters) -> Result<()> {
-    let saved = Weights::open(file)?;
+/// If a parameter is missing or cannot be read.
+pub(super) fn load_own(job: &Job, mesh: &DeviceMesh, parameters: &Parameters) -> Result<Option<PathBuf>> {
+    let (Some(checkpoint), replica @ 1..) = (&job.apart, mesh.local_rank("dp")?) else { return Ok(None) };
+    let file = stage_files::source(&folder_of(checkpoint, replica), REPLICA);
+    let saved = Weights::open(&file)?;
     for of in parameters.iter().filter(|of| of.var.elem_count() > 0 && !of.is_frozen()) {
         let read = saved.read(&format!("{PARAMETER}{}", of.name), of.tensor.spec(), of.var.device())?;
         of.var.set(&read.to_local().contiguous()?)?;
     }
-    Ok(())
+    Ok(Some(file))
 }
 
 /// The files of a checkpoint in which replicas trained apart, beside those that all checkpoints have: of the outer optimizer, and of

@@ -276,31 +276,13 @@ impl<'a> Trainer<'a> {
             DTypeName::F32 => AdamW::new(&parameters, params)?,
             DTypeName::Bf16 | DTypeName::F16 => AdamW::with_master_weights(&parameters, params)?,
         };
-        let own = match &job.apart {
-            Some(checkpoint) if mesh.local_rank("dp")? > 0 => {
-                let folder = local::folder_of(checkpoint, mesh.local_rank("dp")?);
-                let own = stage_files::source(&folder, local::REPLICA);
-                local::load_own(&own, &parameters)?;
-                Some(own)
-            }
-            _ => None,
-        };
+        let own = local::load_own(job, &mesh, &parameters)?;
         if let Some(state) = own.as_ref().or(job.optimizer.as_ref()) {
             // The options are those of the recipe, which flags may have changed since.
             let lacking = optimizer.load_partial(state)?;
             ensure!(lacking.is_empty(), "{}: there is no state of {}", state.display(), lacking.join(", "));
         }
-        let replica = match recipe.local {
-            Some(local) => {
-                let replicas = mesh.axis_group("dp")?;
-                let mut replica = LocalReplica::new(local, replicas, &parameters, &optimizer)?;
-                if let Some(checkpoint) = &job.apart {
-                    replica.load(checkpoint, &model, &parameters)?;
-                }
-                Some(replica)
-            }
-            None => None,
-        };
+        let replica = LocalReplica::open(job, [&mesh, &model], &parameters, &optimizer)?;
         let together = match replica {
             Some(_) => mesh.axes(&["pp", TOKEN_AXIS, EXPERT_AXIS, LAYER_AXIS])?.group()?.clone(),
             None => ctx.group().clone(),
@@ -480,18 +462,7 @@ impl<'a> Trainer<'a> {
         let (world, state) = (&self.world, self.optimizer.state()?);
         stage_files::write(&apart, OPTIMIZER, world, meshes, 0, &state, |_| None)?;
         if let Some(replica) = &mut self.replica {
-            let make = |folder: &Path| {
-                agreed(world, if is_made { fs::create_dir(folder).with_context(what) } else { Ok(()) })
-            };
-            let (outer, at) = (replica.state(&self.model, &self.parameters)?, partial.join(local::OUTER));
-            make(&at)?;
-            stage_files::write(&at, local::OUTER, world, meshes, 0, &outer, |_| None)?;
-            let own: Vec<_> = state.into_iter().chain(local::own(&self.parameters)).collect();
-            for replica in 1..replica.recipe.replicas {
-                let at = local::folder_of(&partial, replica);
-                make(&at)?;
-                stage_files::write(&at, local::REPLICA, world, meshes, replica, &own, |_| None)?;
-            }
+            replica.save(&partial, is_made, world, meshes, &self.parameters, state)?;
         }
         let name = if self.job.lora.is_some() { adapter::FILE } else { "model" };
         let finish = |saves: &mut SaveFolder| -> Result<()> {
@@ -504,9 +475,9 @@ impl<'a> Trainer<'a> {
             for (at, name) in [(&partial, name), (&apart, OPTIMIZER)] {
                 Weights::open(stage_files::source(at, name))?;
             }
-            for file in local::files(&partial, &self.job.recipe) {
-                Weights::open(file)?;
-            }
+            local::files(&partial, &self.job.recipe)
+                .into_iter()
+                .try_for_each(|file| Weights::open(file).map(drop))?;
             saves.commit(steps, &partial)?;
             saves.retain(&self.job.retention, self.progress.best.map(|best| best.steps))
         };

@@ -35,7 +35,7 @@ fn train(ctx: &RankContext, [dp, tp]: [usize; 2], dtype: DType, make: Make) -> R
     let masters = optimizer.master_weights();
     let (trained, frozen) = parameters.partition(|parameter| !parameter.is_frozen());
     let before: Vec<Tensor> = frozen.iter().map(|of| of.var.copy()).collect::<candle_core::Result<_>>()?;
-    assert_eq!(masters.len(), if dtype == DType::F64 { 0 } else { trained.iter().count() });
+    assert_eq!(masters.len(), if dtype == DType::BF16 { trained.iter().count() } else { 0 });
     let options = LocalSgdOptions::default().sync_every(3).fragments(2).delay(1).lr(0.5);
     let outer = LocalSgd::new(replicas, &trained.named_vars(), &options)?;
     let mut outer = outer.with_master_weights(&masters)?;
@@ -98,7 +98,7 @@ fn replicas_end_with_one_model_however_each_is_cut() {
 
 #[test]
 fn master_weights_of_shards_are_brought_together() {
-    let want = on_ranks(REPLICAS, "wide", |ctx| train(ctx, [1, 1], DType::F64, SGD)).remove(0).0;
+    let want = on_ranks(REPLICAS, "wide", |ctx| train(ctx, [1, 1], DType::F32, SGD)).remove(0).0;
     for cut in [[1, 1], [2, 1], [1, 2], [2, 2]] {
         let ranks = REPLICAS * cut[0] * cut[1];
         let (rounded, masters) = on_ranks(ranks, &format!("bf16 {cut:?}"), move |ctx| {
@@ -110,7 +110,7 @@ fn master_weights_of_shards_are_brought_together() {
             let of_master: Vec<f64> = master.iter().map(nearest).collect();
             assert_eq!(rounded[name], of_master, "{cut:?}: {name}");
         }
-        // What 16 bits of the values in between allow.
+        // What 16 bits of the values in between allow; a fresh model has the same numbers in f32 and rounded.
         let off = largest_difference(&masters, &want);
         assert!(off < 0.02, "{cut:?}: off by {off}");
     }
