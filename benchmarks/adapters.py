@@ -50,7 +50,13 @@ def main():
     place = Path(tempfile.mkdtemp(prefix="adapters-"))
     names = dict(pretrained_model_name_or_path=str(args.model.parent), gguf_file=args.model.name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**names)
-    base = transformers.AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)
+    read = transformers.AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)
+    # The same floats in a model that does not know where they came from, so that it can be saved.
+    config = transformers.AutoConfig.from_pretrained(**names)
+    config.__dict__.pop("quantization_config", None)
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base.load_state_dict(read.state_dict())
+    base.eval()
     folder = place / "base"
     base.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
