@@ -244,6 +244,7 @@ impl SaveFolder {
                 candle_dist::warn(format_args!("{} cannot be removed: {error}", at.display()));
             }
         }
+        settle(&self.folder)?;
         for left in self.left() {
             if let Err(error) = fs::remove_dir_all(&left) {
                 candle_dist::warn(format_args!("{} cannot be removed: {error}", left.display()));

@@ -75,7 +75,11 @@ impl LoopState {
                 1 => ", and --skip-nonfinite 1 has left out the step before".to_owned(),
                 most => format!(", and --skip-nonfinite {most} has left out the {most} steps before"),
             };
-            bail!("training diverged: {what}{before}; lower --lr, or raise --warmup");
+            let advice = match self.scaler {
+                Some(_) => "lower --lr, raise --warmup, or train in bf16, which has larger numbers than f16",
+                None => "lower --lr, or raise --warmup",
+            };
+            bail!("training diverged: {what}{before}; {advice}");
         }
         Ok(())
     }
@@ -125,7 +129,8 @@ mod tests {
         state.skip(16, [1.0, f64::INFINITY], 0).unwrap_err();
         // A loss that is no number is no overflow of gradients.
         let mut state = LoopState { scaler: Some(GradScaler::default()), ..LoopState::default() };
-        state.skip(0, [f64::NAN, f64::NAN], 0).unwrap_err();
+        let said = state.skip(0, [f64::NAN, f64::NAN], 0).unwrap_err().to_string();
+        assert!(said.contains("the loss of step 0 is NaN") && said.contains("bf16"), "{said}");
     }
 
     #[test]

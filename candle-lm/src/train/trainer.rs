@@ -86,6 +86,7 @@ pub struct TrainOutput {
     #[serde(deserialize_with = "numbers")]
     pub grad_norms: Vec<f64>,
     /// The loss of the text of `--valid`, each with the steps that were made before.
+    #[serde(deserialize_with = "numbers_of_steps")]
     pub valid: Vec<(usize, f64)>,
     /// The seconds in which this rank's part of the model was read.
     pub load: f64,
@@ -111,6 +112,11 @@ pub struct TrainOutput {
 fn numbers<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
     let read = Vec::<Option<f64>>::deserialize(from)?;
     Ok(read.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
+}
+
+fn numbers_of_steps<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(usize, f64)>, D::Error> {
+    let read = Vec::<(usize, Option<f64>)>::deserialize(from)?;
+    Ok(read.into_iter().map(|(steps, number)| (steps, number.unwrap_or(f64::NAN))).collect())
 }
 
 /// Makes all steps of the job, and saves when it is due; shows to `show` that the model is read, and then each step. It ends earlier

@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 /// resumed goes on with its next step.
 ///
 /// Steps count from 0. Without a decay it is PyTorch's `LinearLR` of the warm-up, and without a warm-up `CosineAnnealingLR` or
-/// `LinearLR`. [`wsd`](Self::wsd) and [`inverse_sqrt`](Self::inverse_sqrt) are those of transformers.
+/// `LinearLR`. Behind a warm-up, [`wsd`](Self::wsd) and [`inverse_sqrt`](Self::inverse_sqrt) are those of transformers.
 ///
 /// ```
 /// use candle_shard::nn::LrSchedule;

@@ -28,12 +28,12 @@ fn rates_are_those_of_pytorch() {
 
 #[test]
 fn rates_are_those_of_transformers() {
-    // get_wsd_schedule(optimizer, 2, 3, num_training_steps=9, min_lr_ratio=0.1, decay_type="linear"), whose warm-up begins with 0.
+    // get_wsd_schedule(optimizer, 2, 3, num_training_steps=9, min_lr_ratio=0.1, decay_type="linear"), behind the warm-up.
     let wsd = [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.4, 0.8, 0.2, 0.2];
     assert_rates(LrSchedule::wsd(2.0, 9, 3).warmup(2).least(0.1), &wsd);
     // A decay that would begin in the warm-up begins behind it.
     assert_rates(LrSchedule::wsd(2.0, 4, 9).warmup(2), &[1.0, 2.0, 2.0, 1.0, 0.0]);
-    // get_inverse_sqrt_schedule(optimizer, 4): 2 / sqrt(step / 4).
+    // get_inverse_sqrt_schedule(optimizer, 4), behind the warm-up: 2 / sqrt(step / 4).
     let inverse = |step: usize| 2.0 / (step as f64 / 4.0).sqrt();
     let warm = [0.5, 1.0, 1.5, 2.0, 2.0, inverse(5), inverse(6), inverse(7), inverse(8)];
     assert_rates(LrSchedule::inverse_sqrt(2.0).warmup(4), &warm);

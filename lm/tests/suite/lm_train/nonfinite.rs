@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use candle_core::{DType, Tensor};
 use candle_dist::bits::digest;
@@ -9,6 +10,7 @@ use candle_lm::config::Config;
 use candle_lm::train::trainer::{StepOutput, Trainer, train};
 use serde_json::Value;
 use test_utils::on_ranks;
+use test_utils::programs::text;
 
 use crate::lm_train::support::{Place, assert_close, config, mixture, qwen_mixture};
 
@@ -197,6 +199,37 @@ fn an_overflow_of_f16_halves_the_scale_and_is_no_divergence() {
         assert!(first == 0 && made > 5, "{mesh}: the first ones are left out: {told:?}");
         assert!(losses[27] < losses[made] - 0.1, "{mesh}: it learns then: {losses:?}");
     }
+}
+
+#[test]
+fn the_program_tells_of_steps_that_are_left_out() {
+    let place = Place::new(&config(4, 2));
+    place.losses("--tp 1 --steps 2 --dtype f16 --save @saved");
+    edit(&place.path("saved/step-00000002"), |state| {
+        state["progress"]["scaler"]["scale"] = (1u64 << 34).into();
+    });
+    let flags = "--resume @saved --steps 5 --tp 2 --log @log --json @report";
+    let flags = flags.replace('@', place.path("").to_str().unwrap());
+    let output = Command::new(env!("CARGO_BIN_EXE_lm"))
+        .args(["--train", place.path("text").to_str().unwrap()])
+        .args(flags.split_whitespace())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let said = text(&output.stdout);
+    assert!(said.contains(", 3 steps left out") && said.contains("\n3 steps were left out"), "{said}");
+    for (at, line) in fs::read_to_string(place.path("log")).unwrap().lines().enumerate() {
+        let line: Value = serde_json::from_str(line).unwrap();
+        assert_eq!(
+            (line["skipped"].as_u64(), line["update_norm"].as_f64()),
+            (Some(at as u64 + 1), Some(0.0))
+        );
+        assert!(line["loss"].is_number() && line["grad_norm"].is_null(), "{line}");
+        assert_eq!(line["loss_scale"].as_f64(), Some(2f64.powi(34 - at as i32)), "{line}");
+    }
+    let report: Value = serde_json::from_slice(&fs::read(place.path("report")).unwrap()).unwrap();
+    assert_eq!((&report["skipped"], &report["end"]), (&3.into(), &"steps".into()));
+    assert_eq!(report["grad_norms"], serde_json::json!([null, null, null]));
 }
 
 #[test]

@@ -4,10 +4,15 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use candle_lm::train::job::Job;
+use candle_lm::train::trainer::{TrainEnd, train};
 use serde_json::Value;
+use test_utils::on_ranks;
 use test_utils::programs::text;
 
 use crate::lm_train::support::{Place, assert_close, config};
@@ -71,6 +76,31 @@ fn a_signal_ends_a_training_with_a_checkpoint_from_which_it_goes_on() {
         let want = place.losses(&format!("--tp 1 --decay none --steps {more}"));
         let rest = place.losses(&format!("--tp 1 --resume {} --steps {more}", saved.display()));
         assert_close(&[made, rest].concat(), &want, 1e-4, name);
+    }
+}
+
+#[test]
+fn all_ranks_end_after_the_step_in_which_one_was_asked_to_stop() {
+    let place = Place::new(&config(4, 2));
+    let want = place.losses("--tp 1 --batch 4");
+    for mesh in ["--tp 2", "--dp 2 --tp 1", "--pp 2 --tp 1", "--dp 2 --tp 1 --fsdp", "--pp 2 --dp 2 --tp 2"] {
+        let job = place.open(&format!("{mesh} --batch 4 --save @{}", mesh.replace(' ', ""))).unwrap();
+        let last = job.pipeline.world() - 1;
+        let ranks = on_ranks(job.pipeline.world(), mesh, move |ctx| {
+            // As for processes, of which one gets the signal.
+            let job = Job { stop: Arc::default(), ..Job::clone(&job) };
+            train(ctx, &job, |made| {
+                let is_asked = ctx.rank() == last && made.is_some_and(|made| made.step == 2);
+                job.stop.fetch_or(is_asked, Ordering::Relaxed);
+                Ok(())
+            })
+        });
+        for made in ranks {
+            assert_eq!((made.end, made.losses.len()), (TrainEnd::Signal, 4), "{mesh}");
+            assert_close(&made.losses, &want[..4], 1e-5, mesh);
+        }
+        let rest = place.losses(&format!("--tp 1 --resume @{}", mesh.replace(' ', "")));
+        assert_close(&rest, &want[4..], 1e-5, mesh);
     }
 }
 
