@@ -86,7 +86,7 @@ pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use masked_softmax::masked_softmax;
 pub use pool::{Pool, avg_pool2d, max_pool2d, upsample_bilinear2d, upsample_nearest2d};
-pub use quantized::{QuantizedMatrix, quantized_linear};
+pub use quantized::{QuantizedMatrix, dequantized_linear, quantized_linear};
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::{RopePairs, rope};

@@ -25,4 +25,4 @@ mod tests;
 mod tiles;
 
 pub use matrix::QuantizedMatrix;
-pub use product::quantized_linear;
+pub use product::{dequantized_linear, quantized_linear};

@@ -7,6 +7,8 @@ use super::inputs;
 use super::matrix::{MatrixStorage, QuantizedMatrix};
 use super::tiles::Processor;
 use crate::elements;
+use candle_dist::backend::{Fresh, Ready};
+use candle_dist::edges;
 
 /// Computes `x · weightᵀ` for `x` `[.., k]` and quantized weights `[n, k]`, side by side: `[.., n₁ + n₂ + ..]`.
 ///
@@ -35,17 +37,7 @@ use crate::elements;
 /// another device than a weight, or there are no weights.
 pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tensor> {
     let Some(first) = weights.first() else { bail!("quantized_linear: no weights; give at least one") };
-    if x.rank() < 2 || !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-        bail!(
-            "quantized_linear: {}{:?}: expected two dims or more of f32, f16 or bf16",
-            x.dtype().as_str(),
-            x.dims()
-        );
-    }
-    let k = x.dim(D::Minus1)?;
-    if let Some(other) = weights.iter().find(|weight| weight.dims()[1] != k) {
-        bail!("quantized_linear: input {:?} does not fit a weight {:?}", x.dims(), other.dims());
-    }
+    check("quantized_linear", x, weights)?;
     let op = |weights: &[&QuantizedMatrix]| Products(weights.iter().map(|&weight| weight.clone()).collect());
     let x = x.contiguous()?;
     match &*first.0 {
@@ -55,6 +47,62 @@ pub fn quantized_linear(x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<Tens
                 weights.iter().map(|&weight| x.apply_op1(op(&[weight]))).collect::<Result<Vec<_>>>()?;
             if let [part] = &parts[..] { Ok(part.clone()) } else { Tensor::cat(&parts, D::Minus1) }
         }
+    }
+}
+
+/// Computes `x · weightᵀ` for `x` `[.., k]` and the floats that a quantized weight `[n, k]` stands for, in the dtype of `x`: `[.., n]`.
+///
+/// `x` is not rounded, unlike in [`quantized_linear`], so a small change of the input is a small change of the output, as
+/// training needs. The floats are made for each pass and not kept. The input has a gradient, the weight has none.
+///
+/// # Errors
+/// Those of [`quantized_linear`].
+pub fn dequantized_linear(x: &Tensor, weight: &QuantizedMatrix) -> Result<Tensor> {
+    check("dequantized_linear", x, &[weight])?;
+    let [n, k] = weight.dims();
+    let rows = x.detach().contiguous()?.reshape(((), k))?.to_dtype(DType::F32)?;
+    let made = rows.matmul(&weight.dequantize()?.t()?)?.to_dtype(x.dtype())?;
+    let shape: Vec<usize> = x.dims()[..x.rank() - 1].iter().copied().chain([n]).collect();
+    let made = made.reshape(shape)?;
+    if !x.track_op() {
+        return Ok(made);
+    }
+    let made = Ready::new(Fresh::copy_of(&made)?);
+    edges::apply1(x, DequantizedProduct { products: Products([weight.clone()].into()), made })
+}
+
+fn check(op: &str, x: &Tensor, weights: &[&QuantizedMatrix]) -> Result<()> {
+    if x.rank() < 2 || !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+        bail!("{op}: {}{:?}: expected two dims or more of f32, f16 or bf16", x.dtype().as_str(), x.dims());
+    }
+    let k = x.dim(D::Minus1)?;
+    if let Some(other) = weights.iter().find(|weight| weight.dims()[1] != k) {
+        bail!("{op}: input {:?} does not fit a weight {:?}", x.dims(), other.dims());
+    }
+    Ok(())
+}
+
+/// A product that was computed already.
+struct DequantizedProduct {
+    products: Products,
+    made: Ready,
+}
+
+impl CustomOp1 for DequantizedProduct {
+    fn name(&self) -> &'static str {
+        "dequantized_linear"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.made.cpu()
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.made.cuda()
+    }
+
+    fn bwd(&self, x: &Tensor, made: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.products.bwd(x, made, gradient)
     }
 }
 

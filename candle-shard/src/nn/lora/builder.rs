@@ -65,6 +65,11 @@ impl MeshVarBuilder {
         self.adapters.iter().flat_map(|set| set.adapters()).map(Adapter::name)
     }
 
+    /// Returns whether adapters are trained.
+    pub(in crate::nn) fn learns_adapters(&self) -> bool {
+        self.adapters.is_some() && !self.frozen
+    }
+
     /// Returns the number of each adapter that changes the layer at this path, a builder of its parameters, and its options.
     pub(super) fn adapters_here(&self) -> Vec<(usize, Self, LoraOptions)> {
         let Some(set) = self.adapters.as_ref().filter(|_| self.adapter.is_none()) else { return Vec::new() };

@@ -5,7 +5,7 @@ use crate::{Error, Result, Weights};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{D, DType, Device, Tensor};
 use candle_dist::{Collective, Cut, ProcessGroup};
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,6 +15,8 @@ use std::sync::Arc;
 pub(super) struct WeightBlocks {
     source: BlockSource,
     rows: Range<usize>,
+    /// Whether inputs are multiplied as they are, since adapters learn beside the weight.
+    is_exact: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -66,7 +68,7 @@ impl WeightBlocks {
                 BlockSource::Held(vb.quantized_matrix(key, read)?)
             }
         };
-        Ok(Self { source, rows })
+        Ok(Self { source, rows, is_exact: vb.learns_adapters() })
     }
 
     /// Returns the bytes in memory.
@@ -89,14 +91,21 @@ impl WeightBlocks {
 
     /// Returns `x · weightᵀ` for these rows; `x` has the columns. There are rows and columns.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
-        let matrix = self.matrix()?.ok_or_else(absent)?;
-        Ok(kernels::quantized_linear(x, &[&matrix])?)
+        self.product_by(&self.matrix()?.ok_or_else(absent)?, x)
+    }
+
+    /// Returns the product with the matrix of these blocks.
+    pub(super) fn product_by(&self, matrix: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
+        Ok(match self.is_exact {
+            true => kernels::dequantized_linear(x, matrix)?,
+            false => kernels::quantized_linear(x, &[matrix])?,
+        })
     }
 
     /// Returns the products of several weights, for which `x` is rounded once.
     pub(super) fn products(all: &[(&Self, &QuantizedMatrix)], x: &Tensor) -> Result<SmallVec<[Tensor; 1]>> {
-        if let [(_, one)] = all {
-            return Ok(smallvec![kernels::quantized_linear(x, &[one])?]);
+        if all.len() == 1 || all.iter().any(|(blocks, _)| blocks.is_exact) {
+            return all.iter().map(|(blocks, matrix)| blocks.product_by(matrix, x)).collect();
         }
         let matrices: Vec<&QuantizedMatrix> = all.iter().map(|(_, matrix)| *matrix).collect();
         let together = kernels::quantized_linear(x, &matrices)?;

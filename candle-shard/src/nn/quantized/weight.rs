@@ -1,6 +1,6 @@
 //! Quantized weights that are cut over a mesh axis.
 use super::blocks::{WeightBlocks, stored};
-use crate::kernels::{self, QuantizedMatrix};
+use crate::kernels::QuantizedMatrix;
 use crate::layout::{Placement, Placements, Replicate, Shard, Spec};
 use crate::nn::lora::{BaseWeight, LinearAdapters};
 use crate::nn::{MeshVarBuilder, Width};
@@ -182,12 +182,14 @@ impl QuantizedWeight {
             if let Some(all) = all.filter(|_| local.elem_count() > 0) {
                 return WeightBlocks::products(&all, local);
             }
-            let each =
-                |(matrix, out): (&Option<QuantizedMatrix>, &Arc<Spec>)| match (matrix, local.elem_count()) {
-                    (Some(matrix), 1..) => Ok(kernels::quantized_linear(local, &[matrix])?),
-                    _ => rules::neutral(x, &out.local_shape(), out.dtype()),
-                };
-            matrices.iter().zip(outs).map(each).collect()
+            let each = |((weight, matrix), out): ((&&Self, &Option<QuantizedMatrix>), &Arc<Spec>)| match (
+                matrix,
+                local.elem_count(),
+            ) {
+                (Some(matrix), 1..) => weight.blocks.product_by(matrix, local),
+                _ => rules::neutral(x, &out.local_shape(), out.dtype()),
+            };
+            weights.iter().zip(&matrices).zip(outs).map(each).collect()
         })?;
         let missing = |_| Error::Plan("an op returned another number of outputs than it has weights".into());
         made.into_vec().try_into().map_err(missing)
