@@ -188,10 +188,14 @@ fn entries(
                 "modules_to_save names {}, whose weight is the table of the input and the output layer: that is not supported",
                 module.path
             );
-            let is_linear = module.kind == ModuleKind::Linear;
+            // A GGUF file may have rows of layers in another order, and other weights of norms.
+            let is_other = match kind {
+                ModuleKind::Linear => rows::are_turned(&files.config),
+                ModuleKind::Norm => files.is_gguf(),
+                ModuleKind::Output | ModuleKind::Table => false,
+            };
             ensure!(
-                !(is_linear && rows::are_turned(&files.config))
-                    && !(kind == ModuleKind::Norm && files.is_gguf()),
+                !is_other,
                 "modules_to_save names {}, which a GGUF file has in another form: give the folder that the file was made of",
                 module.path
             );

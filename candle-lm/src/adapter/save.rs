@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail};
 use candle_dist::{DeviceMesh, ProcessGroup};
 use candle_shard::DTensor;
 use candle_shard::nn::Parameters;
@@ -82,8 +82,9 @@ fn stored(config: &AdapterConfig, files: &Files, parameters: &Parameters) -> Res
             );
         }
     }
-    let other = left.keys().next();
-    ensure!(other.is_none(), "the parameter {:?} is trained and belongs to no module of the adapter", other);
+    if let Some(other) = left.keys().next() {
+        bail!("the parameter {other:?} is trained and belongs to no module of the adapter");
+    }
     Ok(tensors)
 }
 

@@ -271,12 +271,12 @@ impl TableAdapters {
     /// Returns `y`, the rows of the table at `ids`, with what the running adapters add.
     pub(crate) fn add(&self, y: DTensor, ids: &DTensor) -> Result<DTensor> {
         let adapters = self.0.iter().flat_map(|adapters| adapters.iter());
-        let active = adapters
+        let mut active = adapters
             .filter_map(|adapter| AdapterScope::of(adapter.number).map(|(weight, _)| (adapter, weight)));
-        active.fold(Ok(y), |sum, (TableAdapter { a, b, scale, .. }, weight)| {
+        active.try_fold(y, |sum, (TableAdapter { a, b, scale, .. }, weight)| {
             let narrow = a.t()?.embedding(ids)?;
             let made = scaled(&narrow, *scale)?.linear(b, None)?;
-            sum?.add(&weighted(&made, &weight)?)
+            sum.add(&weighted(&made, &weight)?)
         })
     }
 }

@@ -47,8 +47,10 @@ struct Fact {
     /// The loss of the same batch after a step without a bound of the gradients' norm, and with one of 1.
     after: [f64; 2],
     /// By name: the shape, the norm and the product with a tensor that is made of the name, and some elements.
-    gradients: BTreeMap<String, (Vec<usize>, [f64; 2], Vec<f64>)>,
+    gradients: BTreeMap<String, GradientFact>,
 }
+
+type GradientFact = (Vec<usize>, [f64; 2], Vec<f64>);
 
 fn facts() -> Facts {
     let mut all: Facts = serde_json::from_str(include_str!("adapters.json")).unwrap();
