@@ -14,7 +14,7 @@ use candle_dist::ProcessGroup;
 use candle_pipe::graph::{Ctx, ValueId};
 use candle_pipe::{Error, In, LossReduction, PipeBuilder, Result, Share, StageOp, stage_op};
 use candle_shard::fsdp::FullyShard;
-use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder, Mode};
+use candle_shard::nn::{self, ActiveAdapters, Embedding, Linear, MeshVarBuilder};
 use candle_shard::parallel::LayerKind;
 use candle_shard::{CrossEntropy, DTensor, Placements, Reduction, Replicate};
 
@@ -394,8 +394,7 @@ fn table(config: &Config, vb: &MeshVarBuilder) -> candle_shard::Result<Embedding
 
 /// Runs `f` with adapters that drop out if the model learns.
 fn in_mode<R>(ctx: &Ctx, f: impl FnOnce() -> R) -> R {
-    let mode = if ctx.training { Mode::Train { step: ctx.step } } else { Mode::Eval };
-    ActiveAdapters::current().mode(mode).run(f)
+    ActiveAdapters::current().mode(ctx.mode()).run(f)
 }
 
 /// A node from hidden states, and perhaps what says which texts they belong to, to hidden states.

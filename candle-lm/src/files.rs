@@ -306,7 +306,7 @@ fn found_instead(folder: &Path) -> Option<String> {
         let config = config.and_then(|text| serde_json::from_str::<Value>(&text).ok()).unwrap_or_default();
         let base = config["base_model_name_or_path"].as_str().unwrap_or("its base model");
         return Some(format!(
-            "has an adapter, which changes another model and is none: merge it into {base} (PEFT's merge_and_unload), and open the result"
+            "has an adapter, which changes another model and is none: open {base} with it (--adapter), or merge the two (lm merge)"
         ));
     }
     if let Some(file) = names.iter().filter(is_model).find(|name| name.ends_with(".gguf")) {

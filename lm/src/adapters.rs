@@ -1,5 +1,6 @@
 //! The flags of adapters.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -95,9 +96,17 @@ impl FromStr for LoraFlag {
         let mut options = LoraOptions::new(8);
         let (mut targets, mut alpha, mut saved, mut layers) =
             (TargetModules::AllLinear, None, Vec::new(), None);
-        let list = |value: &str| value.split('+').map(str::to_owned).collect::<Vec<_>>();
+        let list = |value: &str| {
+            let names: Vec<String> = value.split('+').map(str::to_owned).collect();
+            let is_whole = names.iter().all(|name| !name.is_empty());
+            if is_whole { Ok(names) } else { Err(format!("{value:?} has an empty name")) }
+        };
+        let mut given = BTreeSet::new();
         for field in text.split(',').filter(|field| !field.is_empty()) {
             let (key, value) = field.split_once('=').unwrap_or((field, ""));
+            if !given.insert(key) {
+                return Err(format!("{key} is given twice"));
+            }
             let number = |value: &str| {
                 let wrong = || format!("{key}={value} is no number");
                 value.parse::<f64>().ok().filter(|number| number.is_finite()).ok_or_else(wrong)
@@ -109,8 +118,8 @@ impl FromStr for LoraFlag {
                 ("alpha", false) => alpha = Some(number(value)?),
                 ("dropout", false) => options.dropout = number(value)?,
                 ("targets", false) if value == "all-linear" => targets = TargetModules::AllLinear,
-                ("targets", false) => targets = TargetModules::Suffixes(list(value)),
-                ("save", false) => saved = list(value),
+                ("targets", false) => targets = TargetModules::Suffixes(list(value)?),
+                ("save", false) => saved = list(value)?,
                 ("layers", false) => {
                     layers = Some(value.split('+').map(whole).collect::<Result<Vec<_>, String>>()?);
                 }
@@ -165,6 +174,8 @@ mod tests {
             ("dropout=1", "dropout in [0, 1)"),
             ("dora=1", "not known"),
             ("layers=1+b", "layers=b is no number"),
+            ("save=norm+", "empty name"),
+            ("r=4,r=8", "r is given twice"),
         ] {
             let said = text.parse::<LoraFlag>().unwrap_err();
             assert!(said.contains(want), "{text}: {said}");

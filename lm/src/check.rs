@@ -102,6 +102,12 @@ impl Args {
         if self.command == Some(Command::Export) {
             self.export.validate(self.model.is_some())?;
         }
+        require!(
+            self.command != Some(Command::Export)
+                || self.adapters.adapter.is_empty()
+                || self.export.gguf.is_none(),
+            "--gguf says how matrices of a model are stored, and an adapter's are floats: leave it out."
+        );
         if self.command == Some(Command::Merge) {
             merge::validate(self)?;
         }

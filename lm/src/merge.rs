@@ -36,6 +36,11 @@ pub(crate) fn validate(args: &Args) -> Checked {
         "--gguf says how matrices of a GGUF file are stored, and --out {} is a folder: leave it out, or give a name that ends with .gguf.",
         out.display()
     );
+    require!(
+        !is_gguf(out) || args.dtype.is_none(),
+        "--dtype is for a folder, and --gguf TYPE for {}: leave it out.",
+        out.display()
+    );
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! `adapter_config.json`, as PEFT writes it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -8,6 +8,8 @@ use candle_shard::nn::LoraOptions;
 use candle_shard::regular;
 use fancy_regex::Regex;
 use serde_json::{Map, Value, json};
+
+use super::modules::LayerModule;
 
 /// The file's name in the folder of an adapter.
 pub const CONFIG: &str = "adapter_config.json";
@@ -107,7 +109,7 @@ fn ends_with_module(path: &str, name: &str) -> bool {
 }
 
 /// Fields that change nothing of what an adapter computes.
-const HARMLESS: [&str; 12] = [
+const HARMLESS: [&str; 11] = [
     "auto_mapping",
     "base_model_name_or_path",
     "ensure_weight_tying",
@@ -119,7 +121,6 @@ const HARMLESS: [&str; 12] = [
     "runtime_config",
     "task_type",
     "tokenizer_name_or_path",
-    "use_bdlora",
 ];
 
 impl AdapterConfig {
@@ -162,7 +163,7 @@ impl AdapterConfig {
         for name in HARMLESS {
             take(name);
         }
-        let rank = number(take("r"), "r")?.context("there is no r, the rank")? as usize;
+        let rank = whole_number(take("r"), "r")?.context("there is no r, the rank")?;
         let options = LoraOptions::new(rank)
             .alpha(number(take("lora_alpha"), "lora_alpha")?.unwrap_or(8.0))
             .dropout(number(take("lora_dropout"), "lora_dropout")?.unwrap_or(0.0))
@@ -203,7 +204,13 @@ impl AdapterConfig {
             let map = value.as_object().with_context(|| format!("{name} is {value}; expected a map"))?;
             let entry = |(pattern, value): (&String, &Value)| {
                 Regex::new(pattern).with_context(|| format!("{name} {pattern:?}"))?;
-                Ok((pattern.clone(), number(Some(value.clone()), name)?.unwrap_or_default()))
+                let number = number(Some(value.clone()), name)?.unwrap_or_default();
+                let is_rank = name == "rank_pattern";
+                ensure!(
+                    !is_rank || (number.fract() == 0.0 && number > 0.0),
+                    "{name} has {number}; expected a whole number"
+                );
+                Ok((pattern.clone(), number))
             };
             map.iter().map(entry).collect()
         };
@@ -263,6 +270,18 @@ impl AdapterConfig {
             "layers_to_transform": self.layers,
             "layers_pattern": or_null(&self.layers_pattern),
         })
+    }
+
+    /// Returns the same config with the names of the modules that are targets, in place of a word for all linear layers: PEFT wants them
+    /// beside a list of layers.
+    pub(super) fn resolved(&self, modules: &[LayerModule]) -> Self {
+        if self.targets != TargetModules::AllLinear {
+            return self.clone();
+        }
+        let linear = modules.iter().filter(|module| module.kind == ModuleKind::Linear);
+        let names: BTreeSet<String> =
+            linear.filter_map(|module| Some(module.path.rsplit('.').next()?.to_owned())).collect();
+        Self { targets: TargetModules::Suffixes(names.into_iter().collect()), ..self.clone() }
     }
 
     /// Returns the options of the module of this path, if it has factors.
@@ -326,6 +345,14 @@ fn shown(value: Option<&Value>) -> String {
 
 fn number(value: Option<Value>, name: &str) -> Result<Option<f64>> {
     let read = |value: Value| value.as_f64().with_context(|| format!("{name} is {value}; expected a number"));
+    value.map(read).transpose()
+}
+
+fn whole_number(value: Option<Value>, name: &str) -> Result<Option<usize>> {
+    let read = |value: Value| {
+        let number = value.as_u64().filter(|&number| number > 0).map(|number| number as usize);
+        number.with_context(|| format!("{name} is {value}; expected a whole number of at least 1"))
+    };
     value.map(read).transpose()
 }
 

@@ -14,7 +14,7 @@ use candle_shard::nn::LoraOptions;
 
 use super::config::ModuleKind;
 use super::{
-    AdaptedModule, AdapterConfig, CONFIG, PREFIX, TargetModules, WEIGHTS, entries, known_name, rows,
+    AdaptedModule, AdapterConfig, CONFIG, PREFIX, TargetModules, WEIGHTS, entries, known_name, named, rows,
     weights_of,
 };
 use crate::files::Files;
@@ -105,6 +105,9 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
         );
     }
     let weights = weights_of(adapter)?;
+    // All tensors must be those of the config.
+    named(&config, "exported", files, rows::open(&weights, &files.config)?.rename(known_name)?)
+        .with_context(|| format!("{}", weights.display()))?;
     let tensors = candle_core::safetensors::load(&weights, &Device::Cpu)?;
     let tensors: HashMap<String, Tensor> =
         tensors.into_iter().map(|(name, tensor)| (known_name(&name), tensor)).collect();
@@ -154,7 +157,7 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
     let written: Vec<(&str, &QTensor)> =
         written.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = tempfile::Builder::new().suffix(".gguf").tempfile_in(parent)?;
+    let mut new = gguf::export::scratch_file(parent)?;
     gguf_file::write(new.as_file_mut(), &metadata, &written)?;
     File::sync_all(new.as_file())?;
     new.persist_noclobber(path)

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -135,8 +135,9 @@ impl MergedAdapter {
                 }
             }
         };
-        let largest = sum.abs()?.max_all()?.to_scalar::<f32>()?;
-        ensure!(largest.is_finite(), "{name:?} is not finite with the adapter");
+        // Infinite numbers and those that are none stay, times zero.
+        let is_finite = (&sum * 0.0)?.sum_all()?.to_scalar::<f32>()? == 0.0;
+        ensure!(is_finite, "{name:?} is not finite with the adapter");
         Ok(sum)
     }
 
@@ -250,6 +251,15 @@ pub fn merge(files: &Files, adapter: &Path, out: &Path, dtype: DTypeName) -> Res
         folder::write(&scratch.path().join(name), &bytes)?;
     }
     Files::open(scratch.path()).context("the merged model")?;
+    for entry in fs::read_dir(scratch.path())? {
+        File::open(entry?.path())?.sync_all()?;
+    }
+    #[cfg(unix)]
+    {
+        // A temporary folder is its owner's alone.
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755))?;
+    }
     fs::rename(scratch.path(), out).with_context(|| format!("{}", out.display()))?;
     Ok(())
 }

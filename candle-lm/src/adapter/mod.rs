@@ -73,12 +73,39 @@ fn in_layout_of_peft<R>(at: &Path, files: &Files, f: impl FnOnce(&Path) -> Resul
     f(scratch.path()).with_context(|| format!("{}", at.display()))
 }
 
-/// The fresh adapter that a config describes, to be trained.
+/// The fresh adapter that a config describes, to be trained, and the config with the names of its modules.
 ///
 /// # Errors
-/// If the model has no module that it names.
-pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<Adapter> {
-    Ok(entries(name, config, files)?.0)
+/// If an entry of the config names no module of the model, which is then named.
+pub fn fresh(name: &str, config: &AdapterConfig, files: &Files) -> Result<(Adapter, AdapterConfig)> {
+    let modules = modules(&files.config);
+    let config = config.resolved(&modules);
+    if let TargetModules::Suffixes(targets) = &config.targets {
+        for target in targets {
+            let one = AdapterConfig {
+                targets: TargetModules::Suffixes(vec![target.clone()]),
+                layers: None,
+                ..config.clone()
+            };
+            let is_there = modules.iter().map(|module| one.options_of(&module.path, module.kind));
+            ensure!(
+                is_there.collect::<Result<Vec<_>>>()?.iter().any(Option::is_some),
+                "no module of the model that takes an adapter is named {target:?}"
+            );
+        }
+    }
+    for saved in &config.modules_to_save {
+        let one = AdapterConfig { modules_to_save: vec![saved.clone()], ..config.clone() };
+        ensure!(
+            modules.iter().any(|module| one.replaces(&module.path)),
+            "no module of the model is named {saved:?}"
+        );
+    }
+    let count = files.config.num_hidden_layers;
+    if let Some(layer) = config.layers.iter().flatten().find(|&&layer| layer >= count) {
+        bail!("there is no layer {layer}: the model has {count}, from 0");
+    }
+    Ok((entries(name, &config, files)?.0, config))
 }
 
 /// The name and shape of each tensor of an adapter, as layers build them.
@@ -233,7 +260,7 @@ fn entries(
 fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) -> Result<(Adapter, Weights)> {
     let (adapter, changed, replaced) = entries(name, config, files)?;
     let mut weights = weights;
-    let mut known = BTreeSet::new();
+    let (mut known, mut made) = (BTreeSet::new(), BTreeSet::new());
     let shape = |weights: &Weights, tensor: &str, want: &[usize]| -> Result<()> {
         let has = weights.shape(tensor)?;
         ensure!(has == want, "{tensor:?} is {has:?}, and the model and the config want {want:?}");
@@ -252,11 +279,18 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
             let of_part = |part: &str| format!("{part}.{}", built.replace('*', name));
             // The first factor is that of all parts of a module; the others have the rows of all.
             match &module.parts[..] {
-                [(part, _)] => weights = weights.alias(&tensor, of_part(part))?,
-                _ if built.starts_with("lora_A") => weights = weights.alias(&tensor, of_part(path))?,
+                [(part, _)] => {
+                    made.insert(of_part(part));
+                    weights = weights.alias(&tensor, of_part(part))?;
+                }
+                _ if built.starts_with("lora_A") => {
+                    made.insert(of_part(path));
+                    weights = weights.alias(&tensor, of_part(path))?;
+                }
                 parts => {
                     let parts: Vec<(String, usize)> =
                         parts.iter().map(|(part, rows)| (of_part(part), *rows)).collect();
+                    made.extend(parts.iter().map(|(part, _)| part.clone()));
                     weights = weights.split(&tensor, &parts)?;
                 }
             }
@@ -283,13 +317,9 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
             weights = weights.split(&tensor, &parts)?;
         }
     }
-    let is_built = |tensor: &str| {
-        let marks = [format!(".{name}.weight"), format!(".{name}.bias"), format!(".{name}")];
-        marks.iter().any(|mark| tensor.ends_with(mark.as_str()))
-            || replaced
-                .iter()
-                .any(|module| module.parts.iter().any(|(part, _)| tensor == format!("{part}.weight")))
-    };
+    let replaced = replaced.iter().flat_map(|module| &module.parts);
+    made.extend(replaced.map(|(part, _)| format!("{part}.weight")));
+    let is_built = |tensor: &str| made.contains(tensor);
     let others: Vec<&str> =
         weights.names().filter(|tensor| !known.contains(*tensor) && !is_built(tensor)).collect();
     if let Some((first, others)) = others.split_first() {
@@ -323,11 +353,14 @@ fn check_base(weights: &Weights, name: &str, parts: &[(String, usize)], files: &
             .map_err(anyhow::Error::from)
     };
     let (theirs, ours) = (values(weights, name)?, values(&files.weights, &own)?);
-    let far = theirs.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
-    let large = ours.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-    // Rounded to 16 bits or to blocks they may be.
+    let squares =
+        |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x) * f64::from(x)).sum::<f64>();
+    let far = squares(&mut theirs.iter().zip(&ours).map(|(a, b)| a - b)).sqrt();
+    let large = squares(&mut ours.iter().copied()).sqrt();
+    // Rounded to 16 bits they may be, or to blocks.
+    let bound = if files.weights.quantized_dtype(&own)?.is_some() { 0.2 } else { 4e-3 };
     ensure!(
-        far <= 0.02 * large,
+        far <= bound * large,
         "{name:?} has other values than the model: the adapter is for another model"
     );
     Ok(())

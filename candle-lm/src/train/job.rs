@@ -194,7 +194,7 @@ pub fn check(folder: &Path, files: &Files, is_adapter: bool, recipe: &Recipe, st
         "{shown} is a GGUF file, and what is trained is saved in the layout of the Hub: give the folder that it was made of"
     );
     ensure!(
-        !files.config.has_images || is_adapter,
+        !files.config.has_images,
         "{shown} has parts for images, which the saved model would lack: save its language model by itself with transformers, and train that"
     );
     check_steps(recipe, start)?;

@@ -177,6 +177,12 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
     if serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&config).is_ok() {
         Config::read(folder, ignored)?;
     }
+    // An adapter whose config is refused, or whose model cannot be opened, is no damage either.
+    if folder.join(adapter::CONFIG).is_file()
+        && let Some(base) = AdapterConfig::read(folder)?.base
+    {
+        Files::open_without(Path::new(&base), ignored)?;
+    }
     Ok(())
 }
 

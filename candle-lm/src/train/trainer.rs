@@ -368,6 +368,7 @@ impl<'a> Trainer<'a> {
                 (own.within_replica(pipeline.ep), pipeline.ep, all, self.mesh.local_rank("dp")? * all)
             }
         };
+        let batch = if self.replica.is_some() { batch.counted_in(first..first + all)? } else { batch };
         let scale = self.progress.scaler.map_or(1.0, |scaler| scaler.scale());
         let (mut accumulator, mut loss) = (GradAccumulator::new(&self.parameters.vars()), 0.0);
         for rows in microbatch_sizes(all, *accumulate) {
@@ -409,11 +410,15 @@ impl<'a> Trainer<'a> {
         let (loss, mut grads) = self.gradients(step)?;
         let grad_norm = self.clip.clip(&self.parameters.named_vars(), &mut grads)?;
         let is_finite = loss.is_finite() && grad_norm.is_finite();
-        let [skips, stops] = self.any([!is_finite, self.job.stop.load(Ordering::Relaxed)])?;
+        let stops = self.job.stop.load(Ordering::Relaxed);
+        let [skips, stops, is_lost] = self.any([!is_finite, stops, !loss.is_finite()])?;
+        // Replicas that train apart have numbers of their own, and decide by those that are none.
+        let told = |number: f64, is_none: bool| if is_none && number.is_finite() { f64::NAN } else { number };
         let rate = self.job.recipe.rate.at(step);
         let mut update_norm = self.update_norm.as_ref().map(|_| 0.0);
         if skips {
-            self.progress.skip(step, [loss, grad_norm], self.job.skip_nonfinite)?;
+            let numbers = [told(loss, is_lost), told(grad_norm, !is_lost)];
+            self.progress.skip(step, numbers, self.job.skip_nonfinite)?;
         } else {
             self.optimizer.set_learning_rate(rate)?;
             match &self.update_norm {
@@ -510,6 +515,7 @@ fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
     let mut files = vec![
         (job.text.flag(), serde_json::to_string(&job.text.stamp())?),
         ("the config of --model", format!("{:?}", job.files.config)),
+        ("--lora", format!("{:?}", job.lora)),
     ];
     files.extend(
         job.valid

@@ -221,14 +221,7 @@ impl AdapterSet {
     /// # Errors
     /// If there are some; they are named.
     pub(crate) fn check_matched(&self) -> Result<()> {
-        let names: Vec<String> = self.unmatched().iter().map(|pattern| format!("{pattern:?}")).collect();
-        if names.is_empty() {
-            return Ok(());
-        }
-        Err(Error::Plan(format!(
-            "{} of the adapters matched no module that takes an adapter; check the paths against the model's parameter names",
-            names.join(", ")
-        )))
+        check_patterns(&self.unmatched())
     }
 
     /// Returns the patterns that matched no module.
@@ -241,4 +234,19 @@ impl AdapterSet {
         let patterns = self.adapters.iter().flat_map(of);
         patterns.filter(|pattern| !matched.contains(pattern)).collect()
     }
+}
+
+/// Refuses patterns of adapters that matched no module.
+///
+/// # Errors
+/// If there are some; they are named.
+pub(in crate::nn) fn check_patterns<'a>(unmatched: impl IntoIterator<Item = &'a String>) -> Result<()> {
+    let names: Vec<String> = unmatched.into_iter().map(|pattern| format!("{pattern:?}")).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Plan(format!(
+        "{} of the adapters matched no module that takes an adapter; check the paths against the model's parameter names",
+        names.join(", ")
+    )))
 }

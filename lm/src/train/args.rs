@@ -349,6 +349,13 @@ impl TrainArgs {
             ("--patience", self.patience.unwrap_or(1), ANY),
             ("--log-every", self.log_every, ANY),
         ])?;
+        // Their losses would be those of models that differ.
+        for (flag, is_given) in [("--patience", self.patience.is_some()), ("--keep-best", self.keep_best)] {
+            require!(
+                !is_given || self.local_steps.is_none(),
+                "{flag} needs replicas that are together, and --local-steps trains them apart: leave one of them out."
+            );
+        }
         let ranks = dp.checked_mul(pp * cp * ep * tp).filter(|&ranks| ranks <= MAX_RANKS);
         require!(
             ranks.is_some(),

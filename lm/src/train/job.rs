@@ -65,14 +65,18 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result
             (folder.to_owned(), Files::open_without(folder, &args.ignore_field)?)
         }
     };
+    let mut files = files;
     let lora = match (&resumed, &flags.lora) {
         (Some(resumed), _) => resumed.lora.clone(),
-        (None, flag) => flag.as_ref().map(|flag| flag.config(&folder)),
+        (None, None) => None,
+        (None, Some(flag)) => {
+            let refused = |error| UsageError(format!("--lora does not fit the model: {error:#}."));
+            let (adapter, config) =
+                adapter::fresh(adapter::TRAINED, &flag.config(&folder), &files).map_err(refused)?;
+            files.adapters.push(adapter);
+            Some(config)
+        }
     };
-    let mut files = files;
-    if let Some(config) = lora.as_ref().filter(|_| resumed.is_none()) {
-        files.adapters.push(adapter::fresh(adapter::TRAINED, config, &files)?);
-    }
     let base = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
     let mut recipe = flags.recipe(args.dtype, args.seed, saved, base)?;
     if let (Some(saved), None) = (saved, flags.decay) {

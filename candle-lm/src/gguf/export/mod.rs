@@ -17,6 +17,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::Heads;
+use tempfile::NamedTempFile;
 use tokenizers::Tokenizer;
 
 use super::{ARCHITECTURES, MODULES, TENSORS, tokenizer};
@@ -76,14 +77,7 @@ pub(crate) fn export(
         tensors.push((name.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = tempfile::Builder::new();
-    #[cfg(unix)]
-    {
-        // As a file that is created by its name.
-        use std::os::unix::fs::PermissionsExt;
-        new.permissions(std::fs::Permissions::from_mode(0o666));
-    }
-    let mut new = new.suffix(".gguf").tempfile_in(folder)?;
+    let mut new = scratch_file(folder)?;
     write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
     check(files, &tokenizer, new.path())
         .with_context(|| format!("{} would be another model", path.display()))?;
@@ -91,6 +85,17 @@ pub(crate) fn export(
         .map_err(|error| error.error)
         .with_context(|| format!("{}", path.display()))?;
     Ok(())
+}
+
+/// Makes a file in a folder that gets its name when it is whole, with the permissions of one that is created by its name.
+pub(crate) fn scratch_file(folder: &Path) -> Result<NamedTempFile> {
+    let mut new = tempfile::Builder::new();
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        new.permissions(std::fs::Permissions::from_mode(0o666));
+    }
+    Ok(new.suffix(".gguf").tempfile_in(folder)?)
 }
 
 /// What GGUF files call a kind of model, and which elements of a head they turn together.

@@ -12,7 +12,7 @@ use candle_core::{Device, Tensor};
 use candle_shard::Weights;
 
 use super::super::renamed;
-use super::{stored_as, write};
+use super::{scratch_file, stored_as, write};
 use crate::adapter::MergedAdapter;
 use crate::files::Files;
 
@@ -45,8 +45,7 @@ pub(crate) fn rewrite(
             || vec![name.to_owned()],
             |parts| parts.iter().map(|(part, _)| part.clone()).collect(),
         );
-        // A table that was the output layer too is written twice.
-        if name != "lm_head.weight" && !parts.iter().any(|part| adapter.changes(part)) {
+        if !parts.iter().any(|part| adapter.changes(part)) {
             return Ok(None);
         }
         let read = |part: &String| {
@@ -71,13 +70,17 @@ pub(crate) fn rewrite(
     let has_head = content.tensor_infos.contains_key("output.weight");
     if let (false, Some(table)) = (has_head, table)
         && shapes.contains_key("lm_head.weight")
-        && let Some(made) = merged("lm_head.weight", table)?
     {
+        // A table that was the output layer too is written twice.
+        let made = match merged("lm_head.weight", table)? {
+            Some(made) => made,
+            None => content.tensor(&mut reader, "token_embd.weight", &Device::Cpu)?,
+        };
         tensors.push(("output.weight".to_owned(), made));
     }
     let metadata: Vec<(String, Stored)> = content.metadata.into_iter().collect();
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = tempfile::Builder::new().suffix(".gguf").tempfile_in(folder)?;
+    let mut new = scratch_file(folder)?;
     write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
     Files::open(new.path()).with_context(|| format!("{} would be no model", path.display()))?;
     new.persist_noclobber(path)

@@ -9,6 +9,7 @@ use candle_pipe::microbatch::{Microbatches, microbatch_sizes, split_args_kwargs_
 use candle_pipe::{Batch, Kwargs, Pipeline, StepOptions, Value};
 
 use crate::EXPERT_AXIS;
+use crate::declare::IGNORED;
 
 /// Sequences, as all ranks know them.
 #[derive(Clone, Debug)]
@@ -92,6 +93,16 @@ impl SequenceBatch {
         let inputs: Vec<Value> = inputs.into_iter().chain([Value::Float(self.ratio)]).collect();
         let cut = split_args_kwargs_into_chunks(&inputs, &Kwargs::new(), of.microbatches, None, None)?;
         Ok((cut, options))
+    }
+
+    /// Returns the same sequences for whoever takes the mean over the targets of some of them alone.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn counted_in(self, rows: Range<usize>) -> candle_core::Result<Self> {
+        let targets = self.targets.narrow(0, rows.start, rows.len())?.flatten_all()?.to_vec1::<u32>()?;
+        let counted = targets.iter().filter(|&&target| target != IGNORED).count();
+        Ok(Self { ratio: targets.len() as f64 / counted.max(1) as f64, ..self })
     }
 
     fn positions(&self) -> candle_core::Result<Tensor> {

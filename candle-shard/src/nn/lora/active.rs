@@ -1,6 +1,7 @@
 //! Which adapters run.
 use crate::nn::{MeshVarBuilder, Mode};
 use crate::{DTensor, Error, Result};
+use itertools::Itertools;
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -66,7 +67,7 @@ impl ActiveAdapters {
     /// The adapters of these names, and how much each counts.
     ///
     /// # Errors
-    /// If the model has no adapter of a name.
+    /// If the model has no adapter of a name, or a name comes twice.
     pub fn of<W: Into<AdapterWeight>>(
         vb: &MeshVarBuilder,
         adapters: impl IntoIterator<Item = (impl AsRef<str>, W)>,
@@ -79,7 +80,12 @@ impl ActiveAdapters {
             })
         };
         let adapters = adapters.into_iter().map(|(name, weight)| Ok((number(name.as_ref())?, weight.into())));
-        Ok(Self { adapters: Some(adapters.collect::<Result<_>>()?), mode: Mode::Eval })
+        let adapters: Vec<(usize, AdapterWeight)> = adapters.collect::<Result<_>>()?;
+        if let Some((twice, _)) = adapters.iter().duplicates_by(|(number, _)| *number).next() {
+            let name = vb.adapter_names().nth(*twice).unwrap_or_default();
+            return Err(Error::Plan(format!("the adapter {name:?} is given twice; give each one once")));
+        }
+        Ok(Self { adapters: Some(adapters), mode: Mode::Eval })
     }
 
     /// No adapter: the model itself.

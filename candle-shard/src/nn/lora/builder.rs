@@ -83,6 +83,12 @@ impl MeshVarBuilder {
         vb
     }
 
+    /// Returns whether the adapter whose parameters this builds begins with fresh ones.
+    pub(super) fn is_fresh_adapter(&self) -> bool {
+        let set = self.adapters.as_ref().zip(self.adapter);
+        set.and_then(|(set, number)| set.adapters().get(number)).is_some_and(|own| own.weights().is_none())
+    }
+
     /// Refuses adapters of the layer at this path.
     ///
     /// # Errors
@@ -181,9 +187,11 @@ impl MeshVarBuilder {
         (placement, varying): (Placement, bool),
         name: &str,
     ) -> Result<DTensor> {
+        // Another model of the same parameters may have trained it.
+        let is_known = self.built().iter().any(|parameter| parameter.name == self.full_name(name));
         let made = self.part(&[output], name.into(), Init::Const(1.0), placement, varying)?;
         let name = self.full_name(name);
-        if !matches!(&*self.source_of(&name), ParameterSource::Fresh) {
+        if is_known || !self.is_fresh_adapter() {
             return Ok(made);
         }
         let built = self.built();

@@ -110,12 +110,20 @@ impl LinearAdapters {
             let bias = || build(&vb, &name("lora_B", "bias"), &[output], zero, at.b, is_tied);
             let bias = options.bias.then(bias).transpose()?;
             let of_rows = name("lora_magnitude_vector", "weight");
+            if is_tied && options.dora && vb.is_fresh_adapter() {
+                return Err(vb.style().error(format_args!(
+                    "shares the weight of another layer, whose norms the fresh magnitudes (DoRA) of the adapter {:?} would need, which is \
+                     unsupported; leave it out",
+                    vb.adapter_name()
+                )));
+            }
             let magnitude = || {
                 let build = || vb.row_norms(output, input, at.b, &of_rows);
                 if is_tied { vb.shared_factor(&of_rows, build) } else { build() }
             };
             let magnitude = options.dora.then(magnitude).transpose()?;
-            let dropout = Dropout::new(options.dropout, &vb.pp("lora_dropout").pp(vb.adapter_name()));
+            // Parts of one layer drop the same elements.
+            let dropout = Dropout::new(options.dropout, &of_a.pp("lora_dropout").pp(vb.adapter_name()));
             Ok(LinearAdapter { number, a, b, bias, magnitude, scale: options.scale(), dropout })
         };
         let adapters: Vec<LinearAdapter> = found.into_iter().map(adapter).collect::<Result<_>>()?;

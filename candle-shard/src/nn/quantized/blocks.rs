@@ -89,12 +89,7 @@ impl WeightBlocks {
         }
     }
 
-    /// Returns `x · weightᵀ` for these rows; `x` has the columns. There are rows and columns.
-    pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
-        self.product_by(&self.matrix()?.ok_or_else(absent)?, x)
-    }
-
-    /// Returns the product with the matrix of these blocks.
+    /// Returns `x · weightᵀ` for these rows, with their matrix; `x` has the columns.
     pub(super) fn product_by(&self, matrix: &QuantizedMatrix, x: &Tensor) -> Result<Tensor> {
         Ok(match self.is_exact {
             true => kernels::dequantized_linear(x, matrix)?,
@@ -118,10 +113,13 @@ impl WeightBlocks {
         all.iter().map(part).collect()
     }
 
-    /// Returns the rows at `ids` (u32) of the whole weight as f32, and zeros for rows that are not here. In a fully sharded unit all of
-    /// its ranks call it.
-    pub(super) fn rows_at(&self, ids: &[u32], width: usize) -> Result<Vec<f32>> {
-        let matrix = self.matrix()?;
+    /// Returns the rows at `ids` (u32) of the whole weight as f32, and zeros for rows that are not here; `matrix` is that of these blocks.
+    pub(super) fn rows_at(
+        &self,
+        matrix: Option<&QuantizedMatrix>,
+        ids: &[u32],
+        width: usize,
+    ) -> Result<Vec<f32>> {
         let mut out = vec![0.0; ids.len() * width];
         let here = ids.iter().enumerate().filter(|&(_, &id)| self.rows.contains(&(id as usize)));
         let (places, rows): (Vec<usize>, Vec<u32>) =
@@ -137,7 +135,7 @@ impl WeightBlocks {
     }
 }
 
-fn absent() -> Error {
+pub(super) fn absent() -> Error {
     Error::Plan("a quantized weight without rows or columns is used".into())
 }
 

@@ -74,10 +74,12 @@ impl QuantizedEmbedding {
                 let row = u32::try_from(id).ok().filter(|&row| (row as usize) < rows);
                 row.ok_or_else(|| format!("id {id} is not a row of a table of {rows} rows"))
             };
+            // Before the op, since ranks without elements take part where the blocks are gathered.
+            let matrix = self.weight.blocks.matrix()?;
             let mut made = rules::run_with(OP, &attributes, &[ids], &op_spec, &|x, outs| {
                 let ids = read_indexes(OP, [ids, &x[0]], row)?;
                 let found = Tensor::from_vec(
-                    self.weight.blocks.rows_at(&ids, width)?,
+                    self.weight.blocks.rows_at(matrix.as_ref(), &ids, width)?,
                     ids.len() * width,
                     x[0].device(),
                 )?;

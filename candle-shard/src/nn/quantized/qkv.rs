@@ -1,5 +1,5 @@
 //! Query, key and value projections by quantized weights.
-use super::blocks::WeightBlocks;
+use super::blocks::{WeightBlocks, absent};
 use super::weight::QuantizedWeight;
 use crate::layout::Replicate;
 use crate::nn::fused_qkv::SharedHeads;
@@ -201,9 +201,11 @@ impl QuantizedQkv {
         };
         let fixed = [axis, query, key_value, dim];
         let attributes: Dims = fixed.into_iter().chain(weight.sizes.iter().copied()).collect();
+        let matrix = weight.blocks.matrix()?;
         let mut made =
             rules::run_with("project_shared_quantized", &attributes, &inputs, &op_spec, &|x, _| {
-                let mut y = weight.blocks.product(x[0].to_local())?;
+                let matrix = matrix.as_ref().ok_or_else(absent)?;
+                let mut y = weight.blocks.product_by(matrix, x[0].to_local())?;
                 let (batch, seq, held) = y.dims3()?;
                 if let Some(bias) = x.get(1) {
                     y = y.broadcast_add(&bias.to_local().narrow(0, shared.first * dim, held)?)?;

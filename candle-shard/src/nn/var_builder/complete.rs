@@ -1,6 +1,7 @@
 //! What is checked when a model is complete: that ranks have built the same, and that the plan fits the model.
 use super::{BuilderState, MeshVarBuilder};
 use crate::nn::Parameters;
+use crate::nn::adapter::check_patterns;
 use crate::nn::source::ParameterSource;
 use crate::{Error, Result};
 use candle_dist::ProcessGroup;
@@ -40,6 +41,8 @@ struct StageOfModel {
     plan: String,
     /// The patterns of the plan that matched no module on this rank.
     unmatched: BTreeSet<String>,
+    /// The patterns of its adapters that did so.
+    adapters: BTreeSet<String>,
 }
 
 impl MeshVarBuilder {
@@ -79,15 +82,18 @@ impl MeshVarBuilder {
     /// Every rank of the group calls it; a runtime of a pipeline does, and warns of such patterns.
     ///
     /// # Errors
-    /// On all ranks alike, if the builders have unlike seeds.
+    /// On all ranks alike, if the builders have unlike seeds, or a pattern of an adapter matched no module of any stage.
     #[track_caller]
     pub fn finish_stages(&self, group: &ProcessGroup) -> Result<Vec<String>> {
         const OP: &str = "finish_stages";
         let shared = &*self.shared;
         shared.completion.is_settled.store(true, Relaxed);
-        let mut unmatched = shared.unmatched();
-        unmatched.extend(self.unmatched_adapters());
-        let mine = StageOfModel { seed: shared.seed, plan: shared.plan.to_string(), unmatched };
+        let mine = StageOfModel {
+            seed: shared.seed,
+            plan: shared.plan.to_string(),
+            unmatched: shared.unmatched(),
+            adapters: self.unmatched_adapters(),
+        };
         let failed = |error: serde_json::Error| Error::Op {
             op: OP,
             reason: format!("a message between ranks ({error})"),
@@ -107,6 +113,10 @@ impl MeshVarBuilder {
                 ),
             );
         }
+        let of_adapters = mine.adapters.iter();
+        let nowhere =
+            of_adapters.filter(|pattern| stages.iter().all(|stage| stage.adapters.contains(*pattern)));
+        check_patterns(nowhere)?;
         // Stages may have plans of their own.
         let of_plan = || stages.iter().filter(|stage| stage.plan == mine.plan);
         let unmatched =
