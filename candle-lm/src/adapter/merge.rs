@@ -259,6 +259,8 @@ pub fn merge(files: &Files, adapter: &Path, out: &Path, dtype: DTypeName) -> Res
         // A temporary folder is its owner's alone.
         use std::os::unix::fs::PermissionsExt;
         fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755))?;
+        let weights = scratch.path().join("model.safetensors");
+        fs::set_permissions(weights, fs::Permissions::from_mode(0o644))?;
     }
     fs::rename(scratch.path(), out).with_context(|| format!("{}", out.display()))?;
     Ok(())

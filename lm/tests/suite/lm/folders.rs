@@ -25,7 +25,7 @@ fn what_a_folder_has_instead_of_a_model_is_said() {
     let cases: [Case<'_>; 6] = [
         (
             &[("adapter_config.json", adapter), ("adapter_model.safetensors", "")],
-            &["an adapter", "Qwen/Qwen3-0.6B", "merge_and_unload"],
+            &["an adapter", "Qwen/Qwen3-0.6B", "lm merge"],
         ),
         (&[("adapter_config.json", "damaged")], &["an adapter", "its base model"]),
         (&[("b.gguf", "GGUF"), ("a.gguf", "GGUF")], &["GGUF files", "/a.gguf"]),
