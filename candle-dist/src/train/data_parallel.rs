@@ -40,6 +40,33 @@ pub enum InitialSync {
     Trust,
 }
 
+impl InitialSync {
+    /// Makes the parameters of the ranks equal, or compares them, as this says.
+    ///
+    /// # Errors
+    /// The errors of [`sync_params`] or [`verify_parameter_shapes`]; and if ranks of the group hold different shards of a parameter.
+    #[track_caller]
+    pub(super) fn apply<N: AsRef<str>>(
+        &self,
+        op: &'static str,
+        group: &ProcessGroup,
+        params: &[(N, Var)],
+    ) -> Result<()> {
+        match self {
+            Self::Sync(sync) => sync_params(group, params, sync)?,
+            Self::Verify => {
+                let tensors: Vec<_> = params.iter().map(|(name, var)| (name, var.as_tensor())).collect();
+                verify_parameter_shapes(group, &tensors)?;
+            }
+            Self::Trust => {}
+        }
+        // Also those that the start left out.
+        let shard =
+            |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
+        params.iter().find_map(shard).map_or(Ok(()), |reason| Err(Error::Invalid { op, reason }))
+    }
+}
+
 impl Default for DataParallelOptions {
     fn default() -> Self {
         Self { bucket_bytes: 25 << 20, start: InitialSync::Sync(SyncOptions::default()), reduce_dtype: None }
@@ -125,20 +152,7 @@ impl DataParallel {
             let reason = format!("gradients reduced in {}: use a float such as f32", dtype.as_str());
             return Err(Error::Invalid { op: "DataParallel::new", reason });
         }
-        match &options.start {
-            InitialSync::Sync(sync) => sync_params(group, params, sync)?,
-            InitialSync::Verify => {
-                let tensors: Vec<_> = params.iter().map(|(name, var)| (name, var.as_tensor())).collect();
-                verify_parameter_shapes(group, &tensors)?;
-            }
-            InitialSync::Trust => {}
-        }
-        // Also those that the start left out.
-        let shard =
-            |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
-        if let Some(reason) = params.iter().find_map(shard) {
-            return Err(Error::Invalid { op: "DataParallel::new", reason });
-        }
+        options.start.apply("DataParallel::new", group, params)?;
         let differentiable = params.iter().filter(|(_, var)| var.dtype().is_float());
         let differentiable = differentiable.unique_by(|(_, var)| var.id());
         let (tables, mut reduced): (Vec<_>, Vec<_>) =

@@ -1,11 +1,10 @@
 //! Adapters in GGUF files, as llama.cpp has them.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::quantized::gguf_file::{self, Value as Stored};
+use candle_core::quantized::gguf_file::Value as Stored;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::Weights;
@@ -94,7 +93,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
 /// # Errors
 /// If llama.cpp has no such adapter: what is in the way is named.
 pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
-    ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
+    gguf::export::ensure_absent(path)?;
     let config = AdapterConfig::read(adapter)?;
     let (kind, pairs) = gguf::export::architecture(&files.config)?;
     let (_, changed, replaced) = entries("exported", &config, files)?;
@@ -153,15 +152,6 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
         ("adapter.type", Stored::String("lora".into())),
         ("adapter.lora.alpha", Stored::F32(alpha as f32)),
     ];
-    let metadata: Vec<(&str, &Stored)> = metadata.iter().map(|(name, value)| (*name, value)).collect();
-    let written: Vec<(&str, &QTensor)> =
-        written.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = gguf::export::scratch_file(parent)?;
-    gguf_file::write(new.as_file_mut(), &metadata, &written)?;
-    File::sync_all(new.as_file())?;
-    new.persist_noclobber(path)
-        .map_err(|error| error.error)
-        .with_context(|| format!("{}", path.display()))?;
-    Ok(())
+    let metadata = metadata.map(|(name, value)| (name.to_owned(), value));
+    gguf::export::write_new(path, &metadata, &written, |_| Ok(()))
 }

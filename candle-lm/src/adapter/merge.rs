@@ -234,7 +234,7 @@ pub fn merge(files: &Files, adapter: &Path, out: &Path, dtype: DTypeName) -> Res
     let adapter = MergedAdapter::open(adapter, files)?;
     let config = adapter.config(&files.config);
     let beside = job::beside(base, &config, dtype)?;
-    ensure!(!out.exists(), "{} exists: give another name, or remove it", out.display());
+    gguf::export::ensure_absent(out)?;
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let scratch = tempfile::Builder::new().prefix(".merge-").tempdir_in(parent)?;
     let failed = Mutex::new(None);

@@ -135,9 +135,7 @@ pub(crate) fn tensors(
     }
     for module in &replaced {
         for (part, rows) in &module.parts {
-            let weight =
-                if module.kind == ModuleKind::Norm { vec![*rows] } else { vec![*rows, module.shape[1]] };
-            tensors.push((format!("{part}.weight"), weight));
+            tensors.push((format!("{part}.weight"), module.weight_shape(*rows)));
             tensors.extend(module.has_bias.then(|| (format!("{part}.bias"), vec![*rows])));
         }
     }
@@ -304,11 +302,7 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
     }
     for module in &replaced {
         let tensor = format!("{}.weight", module.path);
-        let want: Vec<usize> = match module.kind {
-            ModuleKind::Norm => vec![module.shape[0]],
-            _ => module.shape.to_vec(),
-        };
-        shape(&weights, &tensor, &want)?;
+        shape(&weights, &tensor, &module.weight_shape(module.shape[0]))?;
         known.insert(tensor.clone());
         known.extend(module.has_bias.then(|| format!("{}.bias", module.path)));
         if let [_, _, ..] = &module.parts[..] {
@@ -319,9 +313,8 @@ fn named(config: &AdapterConfig, name: &str, files: &Files, weights: Weights) ->
     }
     let replaced = replaced.iter().flat_map(|module| &module.parts);
     made.extend(replaced.map(|(part, _)| format!("{part}.weight")));
-    let is_built = |tensor: &str| made.contains(tensor);
     let others: Vec<&str> =
-        weights.names().filter(|tensor| !known.contains(*tensor) && !is_built(tensor)).collect();
+        weights.names().filter(|tensor| !known.contains(*tensor) && !made.contains(*tensor)).collect();
     if let Some((first, others)) = others.split_first() {
         let more = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
         bail!("the tensor {first:?}{more} belongs to no module that the config names, in a model like this");

@@ -19,6 +19,13 @@ pub struct LayerModule {
     pub has_bias: bool,
 }
 
+impl LayerModule {
+    /// The shape of the weight of so many of its rows.
+    pub(super) fn weight_shape(&self, rows: usize) -> Vec<usize> {
+        if self.kind == ModuleKind::Norm { vec![rows] } else { vec![rows, self.shape[1]] }
+    }
+}
+
 /// The modules of a model but those of experts, of which an adapter can change linear layers, the table and the output layer.
 pub fn modules(config: &Config) -> Vec<LayerModule> {
     let tensors = config.tensors();

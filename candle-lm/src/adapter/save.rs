@@ -49,10 +49,7 @@ fn stored(config: &AdapterConfig, files: &Files, parameters: &Parameters) -> Res
         trained.map(|parameter| (parameter.name.clone(), parameter.tensor.clone())).collect();
     let mut tensors = Vec::new();
     for entry in &changed {
-        let names: Vec<[&str; 2]> = match entry.module.kind {
-            ModuleKind::Table => TABLE.to_vec(),
-            _ => LINEAR.to_vec(),
-        };
+        let names: &[[&str; 2]] = if entry.module.kind == ModuleKind::Table { &TABLE } else { &LINEAR };
         for [stored, built] in names {
             let of_part = |part: &String| format!("{part}.{}", built.replace('*', TRAINED));
             let module = &entry.module;
@@ -103,6 +100,6 @@ fn joined(parts: &[DTensor]) -> Result<Option<DTensor>> {
 fn as_in_transformers(files: &Files, path: &str, tensor: &DTensor) -> Result<DTensor> {
     let whole = Placements::from_elem(Replicate, tensor.mesh().ndim());
     let local = tensor.detach().redistribute(&whole)?;
-    let rows = rows::permuted(&files.config, path, &local.to_local().clone(), true)?;
+    let rows = rows::permuted(&files.config, path, local.to_local(), true)?;
     Ok(DTensor::from_local(rows, tensor.mesh(), &whole, tensor.dims().to_vec())?)
 }

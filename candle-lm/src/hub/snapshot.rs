@@ -352,8 +352,11 @@ fn is_sound(blob: &Path) -> io::Result<bool> {
 fn link(blob: &Path, pointer: &Path) -> io::Result<()> {
     pointer.parent().map_or(Ok(()), fs::create_dir_all)?;
     if !pointer.exists() && pointer.symlink_metadata().is_ok() {
-        // It leads to bytes that somebody deleted.
-        fs::remove_file(pointer)?;
+        // It leads to bytes that somebody deleted. Another program may be faster.
+        match fs::remove_file(pointer) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
     }
     match linked(blob, pointer) {
         // Another program was faster.

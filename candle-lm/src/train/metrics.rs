@@ -1,5 +1,7 @@
 //! Numbers about steps that cost something: the size of updates, and the work that a step takes.
 
+use std::collections::HashMap;
+
 use anyhow::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
@@ -47,20 +49,13 @@ pub(super) struct UpdateNorm {
 impl UpdateNorm {
     /// Measures steps of an optimizer, whose norms are summed over ranks as those of gradients are that `norm` bounds, which has no
     /// bound.
-    ///
-    /// # Errors
-    /// Those of the optimizer.
-    pub(super) fn new(parameters: &Parameters, optimizer: &AdamW, norm: ClipGradNorm) -> Result<Self> {
-        let state = optimizer.state()?;
-        let copy = |name: &str| {
-            let copy = format!("adam_w.master_weight.{name}");
-            state.iter().find(|(name, _)| *name == copy).map(|(_, copy)| copy.to_local().clone())
-        };
-        let updated = parameters.iter().filter(|of| !of.is_frozen()).map(|of| {
-            let own = || of.var.as_detached_tensor();
-            (of.var.clone(), copy(&of.name).unwrap_or_else(own))
-        });
-        Ok(Self { updated: updated.collect(), named: parameters.named_vars(), norm })
+    pub(super) fn new(parameters: &Parameters, optimizer: &AdamW, norm: ClipGradNorm) -> Self {
+        let copies: HashMap<String, Var> = optimizer.master_weights().into_iter().collect();
+        let updated = parameters
+            .iter()
+            .filter(|of| !of.is_frozen())
+            .map(|of| (of.var.clone(), copies.get(&of.name).unwrap_or(&of.var).as_detached_tensor()));
+        Self { updated: updated.collect(), named: parameters.named_vars(), norm }
     }
 
     /// Makes the step, and returns the norm of the change of all parameters that have a gradient, relative to the norm that they had.

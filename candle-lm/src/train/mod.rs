@@ -10,6 +10,7 @@ pub mod metrics;
 pub mod rate;
 pub mod recipe;
 pub mod resume;
+mod save;
 pub mod scaler;
 pub(crate) mod stage_files;
 pub mod trainer;

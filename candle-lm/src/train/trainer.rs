@@ -1,12 +1,10 @@
 //! The training loop of one rank.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::backprop::GradStore;
@@ -20,7 +18,6 @@ use candle_pipe::microbatch::microbatch_sizes;
 use candle_pipe::{Pipeline, Runtime};
 use candle_shard::fsdp::FullyShardOptions;
 use candle_shard::nn::{AdamW, MeshVarBuilder, Parameter, Parameters};
-use candle_shard::{DTensor, Placements, Shard, Weights};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::data::BatchPart;
@@ -29,11 +26,8 @@ use super::job::Job;
 use super::local::{self, LocalReplica};
 use super::loop_state::{BestLoss, LoopState};
 use super::metrics::UpdateNorm;
-use super::resume::{OPTIMIZER, STATE};
-use super::{folder, stage_files, valid};
-use crate::adapter;
+use super::valid;
 use crate::agree::agreed;
-use crate::config::Config;
 use crate::dtype::DTypeName;
 use crate::model::Decoder;
 use crate::{EXPERT_AXIS, LAYER_AXIS, TOKEN_AXIS};
@@ -193,24 +187,24 @@ pub fn train(
 
 /// One rank's part of a model that learns.
 pub struct Trainer<'a> {
-    job: &'a Job,
-    world: ProcessGroup,
-    mesh: DeviceMesh,
+    pub(super) job: &'a Job,
+    pub(super) world: ProcessGroup,
+    pub(super) mesh: DeviceMesh,
     /// The axes of it that parameters lie on.
-    model: DeviceMesh,
+    pub(super) model: DeviceMesh,
     runtime: Runtime,
-    parameters: Parameters,
+    pub(super) parameters: Parameters,
     clip: ClipGradNorm,
-    optimizer: AdamW,
+    pub(super) optimizer: AdamW,
     weight_bytes: usize,
     /// How this replica meets the others, if they train apart.
-    replica: Option<LocalReplica>,
+    pub(super) replica: Option<LocalReplica>,
     /// The ranks that compute the gradients of a step together.
     together: ProcessGroup,
     update_norm: Option<UpdateNorm>,
-    progress: LoopState,
+    pub(super) progress: LoopState,
     /// Where rank 0 saves to.
-    saves: Option<SaveFolder>,
+    pub(super) saves: Option<SaveFolder>,
     weights_at_once: Cell<usize>,
 }
 
@@ -293,8 +287,7 @@ impl<'a> Trainer<'a> {
             Some(_) => mesh.axes(&["pp", TOKEN_AXIS, EXPERT_AXIS, LAYER_AXIS])?.group()?.clone(),
             None => ctx.group().clone(),
         };
-        let update_norm =
-            job.update_norm.then(|| UpdateNorm::new(&parameters, &optimizer, norm)).transpose()?;
+        let update_norm = job.update_norm.then(|| UpdateNorm::new(&parameters, &optimizer, norm));
         let mut progress = job.progress;
         if recipe.dtype == DTypeName::F16 {
             progress.scaler.get_or_insert_default();
@@ -316,25 +309,6 @@ impl<'a> Trainer<'a> {
             saves,
             weights_at_once: Cell::new(0),
         })
-    }
-
-    /// Makes an empty folder for the checkpoint of a step, and returns it on every rank, together with whether this one has
-    /// made it.
-    ///
-    /// # Errors
-    /// On every rank alike, if it cannot be made, or a rank does not see it.
-    fn begin(
-        saves: Option<&mut SaveFolder>,
-        world: &ProcessGroup,
-        folder: &Path,
-        step: usize,
-    ) -> Result<(PathBuf, bool)> {
-        let begun = agreed(world, saves.map(|saves| saves.begin(step)).transpose())?;
-        // A name that only this training has, so whoever sees it sees the folder of rank 0.
-        let name = begun.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
-        let partial = folder.join(&world.all_gather_text(&name)?[0]);
-        agreed(world, ensure_seen(&partial, folder))?;
-        Ok((partial, begun.is_some()))
     }
 
     /// What this rank holds.
@@ -452,59 +426,6 @@ impl<'a> Trainer<'a> {
         let all = self.world.all_reduce(&mine, ReduceOp::Max)?.to_vec1::<f32>()?;
         Ok(std::array::from_fn(|at| all.get(at).is_some_and(|is| *is > 0.0)))
     }
-
-    /// Saves the model and the optimizer's state after so many steps to a folder of its own in that of `--save`.
-    ///
-    /// # Errors
-    /// On every rank alike, if it cannot be written, or ranks do not see one folder. What was saved before stays.
-    pub fn save(&mut self, steps: usize) -> Result<()> {
-        let (folder, _) = self.job.save.as_ref().context("the training has no --save")?;
-        let (partial, is_made) = Self::begin(self.saves.as_mut(), &self.world, folder, steps)?;
-        let what = || format!("{}", partial.display());
-        let meshes = [&self.mesh, &self.model];
-        if let Some(lora) = &self.job.lora {
-            adapter::save(&partial, lora, &self.job.files, &self.world, meshes, &self.parameters)?;
-        } else {
-            self.save_model(&partial, meshes)?;
-        }
-        // Apart from the model's files: other programs read all tensor files of a model's folder.
-        let apart = partial.join(OPTIMIZER);
-        agreed(&self.world, if is_made { fs::create_dir(&apart).with_context(what) } else { Ok(()) })?;
-        let (world, state) = (&self.world, self.optimizer.state()?);
-        stage_files::write(&apart, OPTIMIZER, world, meshes, 0, &state, |_| None)?;
-        if let Some(replica) = &mut self.replica {
-            replica.save(&partial, is_made, world, meshes, &self.parameters, state)?;
-        }
-        let name = if self.job.lora.is_some() { adapter::FILE } else { "model" };
-        let finish = |saves: &mut SaveFolder| -> Result<()> {
-            for (name, bytes) in &self.job.beside {
-                folder::write(&partial.join(name), bytes)?;
-            }
-            let state = self.job.state(steps, self.progress);
-            folder::write(&partial.join(STATE), &serde_json::to_vec_pretty(&state)?)?;
-            // All files of all stages are there, as long as their headers say. Who wrote one has read it again.
-            for (at, name) in [(&partial, name), (&apart, OPTIMIZER)] {
-                Weights::open(stage_files::source(at, name))?;
-            }
-            local::files(&partial, &self.job.recipe)
-                .into_iter()
-                .try_for_each(|file| Weights::open(file).map(drop))?;
-            saves.commit(steps, &partial)?;
-            saves.retain(&self.job.retention, self.progress.best.map(|best| best.steps))
-        };
-        agreed(&self.world, self.saves.as_mut().map_or(Ok(()), |saves| finish(saves).with_context(what)))
-    }
-
-    /// Writes the model to the folder of a checkpoint.
-    fn save_model(&self, partial: &Path, meshes: [&DeviceMesh; 2]) -> Result<()> {
-        let config = &self.job.files.config;
-        // As other programs have them: some tensors in one, each expert by itself.
-        let stored = |(name, tensor): (String, DTensor)| (config.stored_name(&name), tensor);
-        let tensors = fused(config, self.parameters.named_tensors())?.into_iter();
-        let tensors: Vec<_> = tensors.map(stored).collect();
-        let world = &self.world;
-        stage_files::write(partial, "model", world, meshes, 0, &tensors, |name| config.unstacked(name))
-    }
 }
 
 /// Refuses hosts that have other files under the names of the job.
@@ -528,37 +449,6 @@ fn ensure_alike(world: &ProcessGroup, job: &Job) -> Result<()> {
             let rank = all.iter().position(|other| *other != all[0]).unwrap_or(0);
             bail!("{file} is another file for rank {rank} than for rank 0: give all hosts the same one");
         }
-    }
-    Ok(())
-}
-
-/// Joins the tensors that files have in one. Ranks then have some columns of it.
-fn fused(config: &Config, tensors: Vec<(String, DTensor)>) -> Result<Vec<(String, DTensor)>> {
-    let mut tensors: BTreeMap<String, DTensor> = tensors.into_iter().collect();
-    for (name, parts) in config.fused() {
-        // Those of other stages are not here.
-        let parts: Vec<DTensor> = parts.iter().filter_map(|(part, _)| tensors.remove(part)).collect();
-        let Some(first) = parts.first() else { continue };
-        let columns = Placements::from_elem(Shard(1), first.mesh().ndim());
-        let laid = parts.iter().map(|part| part.detach().redistribute(&columns));
-        let parts: Vec<DTensor> = laid.collect::<candle_shard::Result<_>>()?;
-        tensors.insert(name, DTensor::cat(&parts, 0)?);
-    }
-    Ok(tensors.into_iter().collect())
-}
-
-/// Waits until this rank sees what rank 0 has made, for as long as file systems of other hosts keep what they know of a folder.
-fn ensure_seen(partial: &Path, folder: &Path) -> Result<()> {
-    let end = Instant::now() + Duration::from_secs(30);
-    while !partial.is_dir() {
-        // Opening the folder makes network file systems ask their server again.
-        drop(fs::read_dir(folder));
-        let shown = folder.display();
-        ensure!(
-            Instant::now() < end,
-            "--save {shown} is not the folder that rank 0 writes to: give one on a file system that all ranks share"
-        );
-        thread::sleep(Duration::from_millis(50));
     }
     Ok(())
 }

@@ -76,9 +76,14 @@ pub(crate) fn rename(from: &Path, to: &Path) -> io::Result<()> {
     fs::rename(from, to)
 }
 
+/// Removes a file. One that is gone already is no error: after a failed save each rank removes what it wrote, while rank 0 removes
+/// what all of them wrote.
 pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
     call("remove_file", path)?;
-    fs::remove_file(path)
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
 }
 
 /// Removes an empty folder.
@@ -104,6 +109,7 @@ use faults::call;
 /// Calls that fail on purpose.
 #[cfg(test)]
 pub(crate) mod faults {
+    use std::fs;
     use std::io;
     use std::path::Path;
     use std::sync::{Mutex, PoisonError};
@@ -113,6 +119,8 @@ pub(crate) mod faults {
     pub(crate) enum Fault {
         /// The call fails, and later ones succeed.
         Fails,
+        /// The call fails, and another rank removes each file just before this one does.
+        FailsAndRaces,
         /// Neither this call nor any later one is made.
         Kills,
     }
@@ -142,7 +150,11 @@ pub(crate) mod faults {
         let (n, file) = (recorded.calls.len(), path.file_name().unwrap_or_default().to_string_lossy());
         recorded.calls.push(format!("{name} {file}"));
         match recorded.at {
-            Some((at, Fault::Fails)) if n == at => Err(io::Error::other("on purpose")),
+            Some((at, Fault::Fails | Fault::FailsAndRaces)) if n == at => Err(io::Error::other("on purpose")),
+            Some((_, Fault::FailsAndRaces)) if name == "remove_file" => {
+                fs::remove_file(path).ok();
+                Ok(())
+            }
             Some((at, Fault::Kills)) if n >= at => Err(io::Error::other("killed on purpose")),
             _ => Ok(()),
         }

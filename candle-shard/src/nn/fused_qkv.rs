@@ -1,6 +1,6 @@
 //! Query, key and value projections with one weight tensor.
 use super::linear::init;
-use super::lora::{BaseWeight, LinearAdapters};
+use super::lora::LinearAdapters;
 use crate::layout::{Placement, Replicate, RowsOf, Shard, StoredName};
 use crate::nn::{MeshVarBuilder, Width};
 use crate::parallel::{LayerKind, ModuleStyle, ParamPlacements};
@@ -248,13 +248,7 @@ impl FusedQkv {
 
 impl QkvProjection {
     fn project(&self, x: &DTensor) -> Result<DTensor> {
-        if self.adapters.is_idle() {
-            return x.linear(&self.weight, self.bias.as_ref());
-        }
-        let product = |x: &DTensor| x.linear(&self.weight, None);
-        let base = BaseWeight { floats: &|| Ok(self.weight.detach()), product: &product };
-        let y = self.adapters.add(product(x)?, x, &base)?;
-        self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.add(bias))
+        self.adapters.linear(x, &self.weight, self.bias.as_ref())
     }
 }
 

@@ -1,6 +1,6 @@
 //! The linear layer.
 use crate::layout::Placement;
-use crate::nn::lora::{BaseWeight, LinearAdapters};
+use crate::nn::lora::LinearAdapters;
 use crate::nn::{Init, MeshVarBuilder, Width};
 use crate::parallel::plain::{plain_module, sizes_of};
 use crate::parallel::{LayerKind, ModuleStyle};
@@ -58,24 +58,13 @@ impl Linear {
         self.style.layer(|| {
             let [x] = self.style.inputs([x])?;
             let early = self.bias.as_ref().filter(|_| !self.is_rowwise());
-            let [y] = self.style.outputs([&self.product(&x, early)?])?;
+            let [y] = self.style.outputs([&self.adapters.linear(&x, &self.weight, early)?])?;
             match &self.bias {
                 // Added once, after the partial sums are reduced.
                 Some(bias) if early.is_none() => y.add(bias),
                 _ => Ok(y),
             }
         })
-    }
-
-    /// Returns the product of `x` and the weight, with what adapters add, and the bias.
-    fn product(&self, x: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
-        if self.adapters.is_idle() {
-            return x.linear(&self.weight, bias);
-        }
-        let product = |x: &DTensor| x.linear(&self.weight, None);
-        let base = BaseWeight { floats: &|| Ok(self.weight.detach()), product: &product };
-        let y = self.adapters.add(product(x)?, x, &base)?;
-        bias.map_or(Ok(y.clone()), |bias| y.add(bias))
     }
 
     fn is_rowwise(&self) -> bool {

@@ -8,9 +8,7 @@ pub use options::LocalSgdOptions;
 
 use super::data_parallel::InitialSync;
 use super::host::read_results;
-use super::sharded::{conflict, rows_of};
 use super::sync::sync_params;
-use super::verify::verify_parameter_shapes;
 use crate::{Collective, Error, PendingTensors, ProcessGroup, ReduceOp, Result, hash};
 use candle_core::{DType, Tensor, Var};
 use itertools::Itertools;
@@ -29,14 +27,13 @@ const OP: &str = "LocalSgd";
 /// the training.
 ///
 /// # Fragments
-/// Streaming DiLoCo (Douillard et al. 2025) cuts the parameters into [`fragments`](LocalSgdOptions::fragments), each of which meets at a
-/// phase of its own, so that less is sent at once. The first number in a
-/// parameter's name, as 3 in `layers.3.up.weight`, modulo the number of fragments is its fragment; names without a number are
-/// spread by a hash.
+/// Streaming DiLoCo (Douillard et al. 2025) cuts the parameters into [`fragments`](LocalSgdOptions::fragments). Each fragment meets at a
+/// phase of its own, so less is sent at once. A parameter's fragment is the first number in its name, as 3 in `layers.3.up.weight`, modulo
+/// the number of fragments; a hash spreads names without a number.
 ///
-/// A [`delay`](LocalSgdOptions::delay) lets inner steps run while a reduction is under way. The outer step is made by the changes at its
-/// start, and replaces what the replica did meanwhile, of which [`merge_weight`](LocalSgdOptions::merge_weight) keeps a share. With a
-/// share, replicas have equal parameters after [`synchronize`](Self::synchronize) only.
+/// With a [`delay`](LocalSgdOptions::delay), inner steps run while a reduction is under way. The outer step uses the changes at the start
+/// of the reduction. Its result replaces the replica's own value, of which [`merge_weight`](LocalSgdOptions::merge_weight) keeps a share.
+/// With a share, replicas have equal parameters only after [`synchronize`](Self::synchronize).
 ///
 /// # Parameters
 /// The variables are those of this rank: all of a model, or its shards on other axes of the mesh, which may be empty. Leave out
@@ -119,7 +116,7 @@ impl LocalSgd {
     ///
     /// # Errors
     /// On all ranks alike, if an option is out of range, or ranks have unlike options. The errors of [`sync_params`] or
-    /// [`verify_parameter_shapes`]; and if ranks of the group hold different shards of a parameter
+    /// [`verify_parameter_shapes`](crate::verify_parameter_shapes); and if ranks of the group hold different shards of a parameter
     /// ([`ShardedVar`](crate::ShardedVar)).
     #[track_caller]
     pub fn new<N: AsRef<str>>(
@@ -136,19 +133,7 @@ impl LocalSgd {
             return Err(Error::InvalidArgument { rank, op: OP, reason });
         }
         options.check()?;
-        match &options.start {
-            InitialSync::Sync(sync) => sync_params(group, params, sync)?,
-            InitialSync::Verify => {
-                let tensors: Vec<_> = params.iter().map(|(name, var)| (name, var.as_tensor())).collect();
-                verify_parameter_shapes(group, &tensors)?;
-            }
-            InitialSync::Trust => {}
-        }
-        let shard =
-            |(name, var): &(N, Var)| conflict(&format!("{:?}", name.as_ref()), &rows_of(var)?, group.ranks());
-        if let Some(reason) = params.iter().find_map(shard) {
-            return Err(Error::Invalid { op: OP, reason });
-        }
+        options.start.apply(OP, group, params)?;
         let mut fragments: Vec<Fragment> = Vec::new();
         fragments.resize_with(options.fragments, Fragment::default);
         let trained = params.iter().filter(|(_, var)| var.dtype().is_float()).unique_by(|(_, var)| var.id());

@@ -17,7 +17,6 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::kernels::RopePairs;
 use candle_shard::nn::Heads;
-use tempfile::NamedTempFile;
 use tokenizers::Tokenizer;
 
 use super::{ARCHITECTURES, MODULES, TENSORS, tokenizer};
@@ -41,7 +40,7 @@ pub(crate) fn export(
     dtype: GgmlDType,
     mut show: impl FnMut(usize, usize),
 ) -> Result<()> {
-    ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
+    ensure_absent(path)?;
     ensure!(
         !matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K),
         "weights are not stored as {dtype:?}, which is for products"
@@ -76,26 +75,10 @@ pub(crate) fn export(
         let factors = Tensor::new(factors, &Device::Cpu)?;
         tensors.push((name.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
     }
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = scratch_file(folder)?;
-    write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
-    check(files, &tokenizer, new.path())
-        .with_context(|| format!("{} would be another model", path.display()))?;
-    new.persist_noclobber(path)
-        .map_err(|error| error.error)
-        .with_context(|| format!("{}", path.display()))?;
-    Ok(())
-}
-
-/// Makes a file in a folder that gets its name when it is whole, with the permissions of one that is created by its name.
-pub(crate) fn scratch_file(folder: &Path) -> Result<NamedTempFile> {
-    let mut new = tempfile::Builder::new();
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        new.permissions(std::fs::Permissions::from_mode(0o666));
-    }
-    Ok(new.suffix(".gguf").tempfile_in(folder)?)
+    write_new(path, &metadata, &tensors, |written| {
+        check(files, &tokenizer, written)
+            .with_context(|| format!("{} would be another model", path.display()))
+    })
 }
 
 /// What GGUF files call a kind of model, and which elements of a head they turn together.
@@ -214,6 +197,41 @@ fn stored_as(name: &str, shape: &[usize], dtype: GgmlDType) -> GgmlDType {
         () if fits(GgmlDType::Q8_0) => GgmlDType::Q8_0,
         () => GgmlDType::F16,
     }
+}
+
+/// Refuses to write over a file, before there is work to lose.
+///
+/// # Errors
+/// If it exists.
+pub(crate) fn ensure_absent(path: &Path) -> Result<()> {
+    ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
+    Ok(())
+}
+
+/// Writes a file that must not exist. It gets its name when `check` has seen it whole.
+///
+/// # Errors
+/// If it exists or cannot be written; those of `check`.
+pub(crate) fn write_new(
+    path: &Path,
+    metadata: &[(String, Stored)],
+    tensors: &[(String, QTensor)],
+    check: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
+    let shown = || format!("{}", path.display());
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut new = tempfile::Builder::new();
+    #[cfg(unix)]
+    {
+        // As a file that is created by its name.
+        use std::os::unix::fs::PermissionsExt;
+        new.permissions(std::fs::Permissions::from_mode(0o666));
+    }
+    let mut new = new.suffix(".gguf").tempfile_in(folder).with_context(shown)?;
+    write(new.as_file_mut(), metadata, tensors).with_context(shown)?;
+    check(new.path())?;
+    new.persist_noclobber(path).map_err(|error| error.error).with_context(shown)?;
+    Ok(())
 }
 
 fn write(file: &mut File, metadata: &[(String, Stored)], tensors: &[(String, QTensor)]) -> Result<()> {

@@ -12,7 +12,7 @@ use candle_core::{Device, Tensor};
 use candle_shard::Weights;
 
 use super::super::renamed;
-use super::{scratch_file, stored_as, write};
+use super::{ensure_absent, stored_as, write_new};
 use crate::adapter::MergedAdapter;
 use crate::files::Files;
 
@@ -27,7 +27,7 @@ pub(crate) fn rewrite(
     path: &Path,
     dtype: Option<GgmlDType>,
 ) -> Result<()> {
-    ensure!(!path.exists(), "{} exists: give another name, or remove it", path.display());
+    ensure_absent(path)?;
     let base = files.path();
     ensure!(
         Weights::gguf_files(base).len() < 2,
@@ -79,12 +79,7 @@ pub(crate) fn rewrite(
         tensors.push(("output.weight".to_owned(), made));
     }
     let metadata: Vec<(String, Stored)> = content.metadata.into_iter().collect();
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut new = scratch_file(folder)?;
-    write(new.as_file_mut(), &metadata, &tensors).with_context(|| format!("{}", path.display()))?;
-    Files::open(new.path()).with_context(|| format!("{} would be no model", path.display()))?;
-    new.persist_noclobber(path)
-        .map_err(|error| error.error)
-        .with_context(|| format!("{}", path.display()))?;
-    Ok(())
+    write_new(path, &metadata, &tensors, |written| {
+        Files::open(written).with_context(|| format!("{} would be no model", path.display())).map(drop)
+    })
 }

@@ -157,6 +157,19 @@ impl MeshVarBuilder {
         vb
     }
 
+    /// Builds a factor of an adapter. If it `is_common`, another layer of this model may have built it.
+    pub(super) fn factor(
+        &self,
+        name: &str,
+        dims: &[Width],
+        init: Init,
+        (placement, varying): (Placement, bool),
+        is_common: bool,
+    ) -> Result<DTensor> {
+        let build = || self.part(dims, name.into(), init, placement, varying);
+        if is_common { self.shared_factor(name, build) } else { build() }
+    }
+
     /// Returns the parameter `name` of this module, which several layers use; the first one builds it.
     ///
     /// # Errors

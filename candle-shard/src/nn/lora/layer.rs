@@ -67,19 +67,18 @@ impl LinearAdapters {
 
     /// Those of a layer that is made of another layer's weight, perhaps anew in each forward pass.
     pub(crate) fn of_tied(dims: [Width; 2], weight: Placement, vb: &MeshVarBuilder) -> Result<Self> {
+        // Fresh magnitudes begin with the norms of a weight, which is not stored under this path.
+        refuse_magnitudes(vb, MeshVarBuilder::is_fresh_adapter, "the weight of another layer; leave it out")?;
         Self::build(dims, FactorPlacements::beside(weight), vb, true)
     }
 
     /// Those of a layer whose weight all ranks have, and of which each computes its part.
     pub(crate) fn used_unlike(dims: [Width; 2], vb: &MeshVarBuilder) -> Result<Self> {
-        let is_dora = |(_, _, options): &(usize, MeshVarBuilder, LoraOptions)| options.dora;
-        if let Some((_, vb, _)) = vb.adapters_here().iter().find(|found| is_dora(found)) {
-            return Err(vb.style().error(format_args!(
-                "has the adapter {:?} with magnitudes (DoRA), and key heads that several ranks have in common, which is unsupported; use at \
-                 most as many ranks as there are key heads",
-                vb.adapter_name()
-            )));
-        }
+        refuse_magnitudes(
+            vb,
+            |_| true,
+            "key heads that several ranks have in common; use at most as many ranks as there are key heads",
+        )?;
         Self::build(dims, FactorPlacements::used_unlike(), vb, false)
     }
 
@@ -99,24 +98,12 @@ impl LinearAdapters {
             let zero = Init::Const(0.0);
             let rank = Width::from(options.rank);
             let of_a = options.a_of.as_ref().map_or_else(|| vb.clone(), |path| vb.at(path));
-            let build =
-                |vb: &MeshVarBuilder, name: &str, dims: &[Width], init, at: (Placement, bool), shared| {
-                    let build = || vb.part(dims, name.to_owned().into(), init, at.0, at.1);
-                    if shared { vb.shared_factor(name, build) } else { build() }
-                };
             let is_common = is_tied || options.a_of.is_some();
-            let a = build(&of_a, &name("lora_A", "weight"), &[rank, input], uniform, at.a, is_common)?;
-            let b = build(&vb, &name("lora_B", "weight"), &[output, rank], zero, at.b, is_tied)?;
-            let bias = || build(&vb, &name("lora_B", "bias"), &[output], zero, at.b, is_tied);
+            let a = of_a.factor(&name("lora_A", "weight"), &[rank, input], uniform, at.a, is_common)?;
+            let b = vb.factor(&name("lora_B", "weight"), &[output, rank], zero, at.b, is_tied)?;
+            let bias = || vb.factor(&name("lora_B", "bias"), &[output], zero, at.b, is_tied);
             let bias = options.bias.then(bias).transpose()?;
             let of_rows = name("lora_magnitude_vector", "weight");
-            if is_tied && options.dora && vb.is_fresh_adapter() {
-                return Err(vb.style().error(format_args!(
-                    "shares the weight of another layer, whose norms the fresh magnitudes (DoRA) of the adapter {:?} would need, which is \
-                     unsupported; leave it out",
-                    vb.adapter_name()
-                )));
-            }
             let magnitude = || {
                 let build = || vb.row_norms(output, input, at.b, &of_rows);
                 if is_tied { vb.shared_factor(&of_rows, build) } else { build() }
@@ -135,10 +122,21 @@ impl LinearAdapters {
         self.active().next().is_none()
     }
 
+    /// Returns the product of `x` and `weight` with what the running adapters add, and the bias.
+    pub(crate) fn linear(&self, x: &DTensor, weight: &DTensor, bias: Option<&DTensor>) -> Result<DTensor> {
+        if self.is_idle() {
+            return x.linear(weight, bias);
+        }
+        let product = |x: &DTensor| x.linear(weight, None);
+        let base = BaseWeight { floats: &|| Ok(weight.detach()), product: &product };
+        let y = self.add(product(x)?, x, &base)?;
+        bias.map_or(Ok(y.clone()), |bias| y.add(bias))
+    }
+
     /// Returns `y`, the product of `x` and the weight without a bias, with what the running adapters add.
     pub(crate) fn add(&self, y: DTensor, x: &DTensor, base: &BaseWeight<'_>) -> Result<DTensor> {
-        self.active().try_fold(y, |sum, (adapter, weight, mode)| {
-            sum.add(&adapter.forward(x, (&weight, mode), base)?)
+        self.active().try_fold(y.clone(), |sum, (adapter, weight, mode)| {
+            sum.add(&adapter.forward([x, &y], (&weight, mode), base)?)
         })
     }
 
@@ -160,11 +158,30 @@ impl LinearAdapters {
     }
 }
 
+/// Refuses adapters with magnitudes that `concerns` is true of, at a layer that has `what`.
+///
+/// # Errors
+/// If there is one.
+fn refuse_magnitudes(
+    vb: &MeshVarBuilder,
+    concerns: impl Fn(&MeshVarBuilder) -> bool,
+    what: &str,
+) -> Result<()> {
+    let mut found = vb.adapters_here().into_iter();
+    match found.find(|(_, vb, options)| options.dora && concerns(vb)) {
+        None => Ok(()),
+        Some((_, vb, _)) => Err(vb.style().error(format_args!(
+            "has the adapter {:?} with magnitudes (DoRA), which are unsupported beside {what}",
+            vb.adapter_name()
+        ))),
+    }
+}
+
 impl LinearAdapter {
-    /// Returns what this adapter adds to the product of `x` and the weight.
+    /// Returns what this adapter adds to `y`, the product of `x` and the weight.
     fn forward(
         &self,
-        x: &DTensor,
+        [x, y]: [&DTensor; 2],
         (weight, mode): (&AdapterWeight, Mode),
         base: &BaseWeight<'_>,
     ) -> Result<DTensor> {
@@ -179,8 +196,9 @@ impl LinearAdapter {
         let squares = changed.sqr()?.sum(1)?;
         let norms = squares.redistribute(magnitude.placements())?.sqrt()?;
         let ratio = magnitude.div(&norms)?;
-        let product_of_base = (base.product)(&dropped)?;
-        let made = product_of_base.mul(&ratio.affine(1.0, -1.0)?)?.add(&low.mul(&ratio)?)?;
+        let is_whole = self.dropout.is_identity(mode);
+        let y = if is_whole { y.clone() } else { (base.product)(&dropped)? };
+        let made = y.mul(&ratio.affine(1.0, -1.0)?)?.add(&low.mul(&ratio)?)?;
         weighted(&made, weight)
     }
 
@@ -251,21 +269,17 @@ impl TableAdapters {
                     "is a table with the adapter {name:?}, which has {wrong}; leave the table out, or give it options without"
                 )));
             }
-            // The dim of the table that is cut is one of `A` or `B`.
-            let (of_a, of_b) = match table {
-                Shard(0) => ((Shard(1), false), (Replicate, true)),
-                Shard(_) => ((Replicate, true), (Shard(0), false)),
-                _ => ((Replicate, varying), (Replicate, varying)),
+            // A table is the transpose of a linear layer's weight.
+            let at = match table {
+                Shard(0) => FactorPlacements::beside(Shard(1)),
+                Shard(_) => FactorPlacements::beside(Shard(0)),
+                _ => FactorPlacements { a: (Replicate, varying), b: (Replicate, varying) },
             };
             let name = |factor: &str| format!("{factor}.{}", vb.adapter_name());
             let normal = Init::Random(Distribution::Normal { mean: 0.0, stdev: 1.0 });
             let (rank, zero) = (Width::from(options.rank), Init::Const(0.0));
-            let build = |name: String, dims: [Width; 2], init, at: (Placement, bool)| {
-                let build = || vb.part(&dims, name.clone().into(), init, at.0, at.1);
-                if is_tied { vb.shared_factor(&name, build) } else { build() }
-            };
-            let a = build(name("lora_embedding_A"), [rank, rows.into()], zero, of_a)?;
-            let b = build(name("lora_embedding_B"), [width.into(), rank], normal, of_b)?;
+            let a = vb.factor(&name("lora_embedding_A"), &[rank, rows.into()], zero, at.a, is_tied)?;
+            let b = vb.factor(&name("lora_embedding_B"), &[width.into(), rank], normal, at.b, is_tied)?;
             Ok(TableAdapter { number, a, b, scale: options.scale() })
         };
         let found = vb.adapters_here();

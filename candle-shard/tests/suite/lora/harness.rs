@@ -145,34 +145,13 @@ pub(crate) fn value(name: &str, dims: &[usize]) -> Tensor {
     (values(dims, seed, DTYPE) * 0.3).unwrap()
 }
 
-/// Gives the parameters of adapters values that are not zero.
+/// Gives the factors of adapters values that are not zero.
 pub(crate) fn fill(parameters: &Parameters) -> Result<()> {
-    for parameter in parameters.iter().filter(|parameter| parameter.name.contains("lora_")) {
-        if parameter.var.elem_count() == 0 || parameter.name.contains("magnitude") {
-            continue;
-        }
-        let whole = value(&parameter.name, parameter.tensor.dims());
-        let block = parameter.tensor.spec().local_block();
-        let part = block
-            .iter()
-            .enumerate()
-            .try_fold(whole, |part, (dim, range)| part.narrow(dim, range.start, range.len()))?;
-        parameter.var.set(&part.contiguous()?)?;
-    }
-    Ok(())
-}
-
-/// The same for 32-bit parameters.
-pub(crate) fn fill_f32(parameters: &Parameters) -> Result<()> {
-    for parameter in parameters.iter().filter(|parameter| parameter.name.contains("lora_")) {
+    let is_factor = |name: &str| name.contains("lora_") && !name.contains("magnitude");
+    for parameter in parameters.iter().filter(|parameter| is_factor(&parameter.name)) {
         if parameter.var.elem_count() > 0 {
-            let whole = value(&parameter.name, parameter.tensor.dims()).to_dtype(DType::F32)?;
-            let block = parameter.tensor.spec().local_block();
-            let part = block
-                .iter()
-                .enumerate()
-                .try_fold(whole, |part, (dim, range)| part.narrow(dim, range.start, range.len()))?;
-            parameter.var.set(&part.contiguous()?)?;
+            let whole = value(&parameter.name, parameter.tensor.dims()).to_dtype(parameter.var.dtype())?;
+            parameter.var.set(&block(&whole, parameter.tensor.spec())?.contiguous()?)?;
         }
     }
     Ok(())

@@ -90,7 +90,7 @@ fn step(
     let head = QuantizedLinear::tied(&table, &vb.pp("head"))?;
     let model = Model { table, layers, head };
     let parameters = vb.finish()?;
-    super::harness::fill_f32(&parameters)?;
+    super::harness::fill(&parameters)?;
     let ids: Vec<u32> = (0..12 * dp as u32).map(|i| (i % 12 * 7 + 3) % WORDS as u32).collect();
     let ids = Tensor::from_vec(ids, (2 * dp, 6), &CPU)?;
     let ids = DTensor::distribute(&ids, &mesh, &[Shard(0), Replicate])?;
