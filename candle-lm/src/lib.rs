@@ -2,6 +2,7 @@
 
 pub mod adapter;
 mod agree;
+mod attention;
 mod balance;
 pub mod batch;
 mod between;

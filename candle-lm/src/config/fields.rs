@@ -6,7 +6,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::families::{FAMILIES, Family};
+use super::families::{Family, families};
 use super::unknown::{UnknownFields, is_full_attention};
 
 /// What is done about a field.
@@ -155,11 +155,11 @@ impl Fields {
         mut unknown: UnknownFields<'_>,
         ignored: &[String],
     ) -> Result<Self> {
-        let known = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        let known = || families().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
         let Some(model_type) = fields.get("model_type") else {
             bail!("there is no model_type, which says what is computed; supported: {}", known());
         };
-        let family = FAMILIES.iter().find(|family| model_type == family.model_type);
+        let family = families().find(|family| model_type == family.model_type);
         let family = family
             .with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;
         if let Some(architectures) = fields.get("architectures").filter(|said| !said.is_null()) {
@@ -182,7 +182,7 @@ impl Fields {
                         .refuse(&name, format!("{name} is {value}, and only {} is supported", only.text()));
                 }
                 // Where a family has a switch, another one may always do what it switches.
-                None if FAMILIES.iter().any(|other| other.has(name)) && !is_full_attention(value) => {
+                None if families().any(|other| other.has(name)) && !is_full_attention(value) => {
                     let name = unknown.name_of(name);
                     unknown
                         .refuse(&name, format!("{name} ({}) is a field of other families", shortened(value)));

@@ -1,0 +1,114 @@
+//! Attention of a decoder layer: projections, norms of heads, rotary positions, and the keys and values of a cache.
+
+use candle_shard::nn::MeshVarBuilder;
+use candle_shard::{Attention, DTensor, Placements, Result, Shard};
+
+use crate::TOKEN_AXIS;
+use crate::cache::{self, CutTurn, LayerTokens, Texts, VisibleKv};
+use crate::config::Config;
+use crate::config::parts::QkNorm;
+use crate::norm::Norm;
+use crate::projection::{Projection, Qkv};
+use crate::rope::{Angles, TokenPositions};
+
+/// Attention with grouped heads.
+#[derive(Debug)]
+pub(crate) struct SelfAttention {
+    qkv: Qkv,
+    /// Of queries and keys.
+    head_norms: Option<[Norm; 2]>,
+    o_proj: Projection,
+    qk_norm: QkNorm,
+    scale: f64,
+    scores_cap: Option<f64>,
+    window: Option<usize>,
+    is_rotary: bool,
+}
+
+impl SelfAttention {
+    /// That of the layer of this number at the builder's path.
+    pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
+        let head_norms = |[query, key]: [usize; 2]| {
+            let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
+            Ok::<_, candle_shard::Error>(Some([norm("q_norm", query)?, norm("k_norm", key)?]))
+        };
+        let qkv = Qkv::new(hidden, heads, parts.qkv_bias, vb)?;
+        Ok(Self {
+            o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
+            qkv,
+            head_norms: match parts.qk_norm {
+                QkNorm::None => None,
+                QkNorm::Head => head_norms([heads.dim; 2])?,
+                QkNorm::All => head_norms([heads.query * heads.dim, heads.key_value * heads.dim])?,
+            },
+            qk_norm: parts.qk_norm,
+            scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
+            scores_cap: parts.scores_cap,
+            window: parts.window(layer),
+            is_rotary: parts.is_rotary(layer),
+        })
+    }
+
+    /// What attention adds to states `[batch, tokens, hidden]`.
+    pub(crate) fn forward(
+        &self,
+        x: &DTensor,
+        angles: &Angles,
+        turns: Option<Vec<LayerTokens<'_>>>,
+    ) -> Result<DTensor> {
+        let [mut q, mut k, v] = self.qkv.forward(x)?;
+        if let Some([of_queries, of_keys]) = &self.head_norms {
+            (q, k) = match self.qk_norm {
+                QkNorm::All => (of_queries.over_heads(&q)?, of_keys.over_heads(&k)?),
+                _ => (of_queries.forward(&q)?, of_keys.forward(&k)?),
+            };
+        }
+        let is_local = self.window.is_some();
+        let Some(turns) = turns else {
+            if self.is_rotary {
+                (q, k) = (angles.turn_rows(&q, is_local)?, angles.turn_rows(&k, is_local)?);
+            }
+            let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+            let options = self.options().order(angles.order().cloned());
+            let mixed = options.documents(angles.documents().cloned()).of(&q, &k, &v)?;
+            return self.o_proj.forward(&mixed.flatten_from(2)?);
+        };
+        if self.is_rotary {
+            let places: Vec<TokenPositions> =
+                turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
+            (q, k) = (angles.turn(&q, &places, is_local)?, angles.turn(&k, &places, is_local)?);
+        }
+        let mixed = match cache::texts(turns) {
+            Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
+            Texts::Cut(texts) => self.over_parts([&q, &k, &v], texts)?,
+        };
+        self.o_proj.forward(&mixed.flatten_from(2)?)
+    }
+
+    fn options(&self) -> Attention {
+        Attention::default().scale(self.scale).cap(self.scores_cap).causal(true).window(self.window)
+    }
+
+    /// Attention `[batch, tokens, heads, dim]` over caches of which each rank has some tokens, text by text.
+    fn over_parts(&self, [q, k, v]: [&DTensor; 3], texts: Vec<CutTurn<'_>>) -> Result<DTensor> {
+        let mut start = 0;
+        let of_text = |CutTurn { tokens, past }: CutTurn<'_>| {
+            let part = |x: &DTensor| x.narrow(2, start, tokens)?.transpose(1, 2);
+            let [q, k, v] = [part(q)?, part(k)?, part(v)?];
+            start += tokens;
+            let VisibleKv { keys, values, order } = past.extend([&k, &v])?;
+            // Each rank computes some of several queries; one query meets the keys of each rank where they are.
+            let whole: Placements = q.placements().into();
+            let mut parts = whole.clone();
+            if q.dims()[1] > 1 {
+                parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
+            }
+            self.options().key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
+        };
+        match &texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?[..] {
+            [one] => Ok(one.clone()),
+            parts => DTensor::cat(parts, 1),
+        }
+    }
+}
