@@ -11,6 +11,7 @@ use candle_pipe::{Pipeline, StageLayout};
 use candle_shard::regular;
 use serde_json::{Map, Value};
 
+use super::corpus::Stamp;
 use super::data::TrainingData;
 use super::folder::{Damage, Retention};
 use super::loop_state::LoopState;
@@ -37,6 +38,8 @@ pub struct Job {
     pub recipe: Recipe,
     /// The adapter that is trained instead of the model, of which it is the only one.
     pub lora: Option<AdapterConfig>,
+    /// What tells the model from others, if an adapter of it is trained.
+    pub base: Option<Stamp>,
     /// What on.
     pub text: TrainingData,
     /// The validation text, and the steps between its losses; without a number they come with the checkpoints.
@@ -120,7 +123,9 @@ impl Job {
 
     /// How far the training is when so many steps are made.
     pub fn state(&self, step: usize, progress: LoopState) -> TrainState {
-        TrainState { step, text: self.text.stamp(), recipe: self.recipe.clone(), progress }
+        let valid = self.valid.as_ref().map(|(text, _)| text.stamp());
+        let (text, base, recipe) = (self.text.stamp(), self.base, self.recipe.clone());
+        TrainState { step, text, valid, base, recipe, progress }
     }
 }
 
@@ -218,6 +223,17 @@ fn check_length(recipe: &Recipe, files: &Files) -> InputResult {
         "--seq-len {length} is more than the {longest} tokens that the model takes: give less."
     );
     Ok(())
+}
+
+/// Forgets the least loss of another text of `--valid` than the one of the training that goes on; returns a sentence for the user.
+pub fn begin_valid(valid: Option<&TrainingData>, state: &mut TrainState) -> Option<String> {
+    let is_other = valid?.stamp() != state.valid?;
+    let forgotten = state.progress.best.take_if(|_| is_other)?;
+    state.progress.validations_since_best = 0;
+    Some(format!(
+        "--valid is another text than before: the least loss {:.4} after {} steps, which was that of the other text, does not count",
+        forgotten.loss, forgotten.steps
+    ))
 }
 
 /// Checks that a training goes on with the text of its checkpoint.

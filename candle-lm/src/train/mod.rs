@@ -1,5 +1,6 @@
 //! Training a decoder on texts: on a mesh of pipelines, replicas and tensor-parallel ranks, and on another one after a stop.
 
+pub mod base;
 pub mod corpus;
 pub mod data;
 pub mod folder;

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::corpus::Stamp;
 use super::loop_state::LoopState;
 use super::recipe::Recipe;
-use super::{folder, local, stage_files};
+use super::{base, folder, local, stage_files};
 use crate::adapter::{self, AdapterConfig};
 use crate::config::Config;
 use crate::dtype::DTypeName;
@@ -32,6 +32,12 @@ pub struct TrainState {
     pub step: usize,
     /// The text that they were made on.
     pub text: Stamp,
+    /// The text of `--valid`, whose least loss `progress` has.
+    #[serde(default)]
+    pub valid: Option<Stamp>,
+    /// The model that the adapter changes, if it is an adapter that is trained.
+    #[serde(default)]
+    pub base: Option<Stamp>,
     /// How.
     pub recipe: Recipe,
     /// The loop.
@@ -54,6 +60,8 @@ pub struct Checkpoint {
     pub lora: Option<AdapterConfig>,
     /// How far it is.
     pub state: TrainState,
+    /// What the user should know of the model that the adapter changes.
+    pub notes: Vec<String>,
     /// Later checkpoints beside it that are not whole.
     pub skipped: Vec<Flaw>,
 }
@@ -72,20 +80,23 @@ impl Checkpoint {
     /// it, its tensors are read once, and compared with their digests. Those of a checkpoint that is given by itself are compared when
     /// they are loaded.
     ///
+    /// An adapter changes the model at `base`, or without a path the one that its config names.
+    ///
     /// # Errors
-    /// If there is none, a file cannot be read, or its config is refused. If the checkpoint that is given by itself is not whole: a file is
+    /// If there is none, a file cannot be read, or its config is refused. If the model that the config of an adapter names is not the one
+    /// that it was trained on. If the checkpoint that is given by itself is not whole: a file is
     /// missing, cut short or damaged, or a tensor is not there, or not in the shape and dtype that it should have. The file and the
     /// tensor are named.
-    pub fn open(path: &Path, ignored: &[String]) -> Result<Self> {
+    pub fn open(path: &Path, base: Option<&Path>, ignored: &[String]) -> Result<Self> {
         if path.join(STATE).exists() {
-            return Self::of(path.to_owned(), ignored);
+            return Self::of(path.to_owned(), base, ignored);
         }
         let mut skipped = Vec::new();
         for folder in folder::checkpoints(path)? {
-            match Self::of(folder.clone(), ignored).and_then(Self::verified) {
+            match Self::of(folder.clone(), base, ignored).and_then(Self::verified) {
                 Ok(resumed) => return Ok(Self { skipped, ..resumed }),
                 Err(error) => {
-                    check_readable(&folder, ignored)?;
+                    check_readable(&folder, base, ignored)?;
                     skipped.push(Flaw { folder, reason: format!("{error:#}") });
                 }
             }
@@ -105,24 +116,19 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Those of [`open`](Self::open) for a checkpoint that is given by itself.
-    pub fn of(folder: PathBuf, ignored: &[String]) -> Result<Self> {
+    pub fn of(folder: PathBuf, base: Option<&Path>, ignored: &[String]) -> Result<Self> {
         let at = folder.join(STATE);
         let text = regular::read_text(&at, regular::CONFIG).with_context(|| format!("{}", at.display()))?;
         let state: TrainState = serde_json::from_str(&text).with_context(|| format!("{}", at.display()))?;
+        let mut notes = Vec::new();
         let (files, lora) = if folder.join(adapter::CONFIG).is_file() {
-            let config = AdapterConfig::read(&folder)?;
-            let base = config.base.as_deref().with_context(|| {
-                format!("{}: {} does not say which model it changes", folder.display(), adapter::CONFIG)
-            })?;
-            let files = Files::open_without(Path::new(base), ignored).with_context(|| {
-                format!("the model that {} changes, which {} names", folder.display(), adapter::CONFIG)
-            })?;
+            let (files, config) = open_base(&folder, base, ignored, &state, &mut notes)?;
             (files.with_adapter(adapter::TRAINED, &folder)?, Some(config))
         } else {
             (Files::open_without(&folder, ignored)?, None)
         };
         files.tokenizer()?;
-        let resumed = Self { folder, files, lora, state, skipped: Vec::new() };
+        let resumed = Self { folder, files, lora, state, notes, skipped: Vec::new() };
         let tensors = match &resumed.lora {
             Some(config) => adapter::tensors(adapter::TRAINED, config, &resumed.files)?,
             None => resumed.files.config.tensors(),
@@ -151,9 +157,45 @@ impl Checkpoint {
     }
 }
 
+/// Opens the model at `given`, or else the one that the config of the adapter in `folder` names; returns the config with that path.
+fn open_base(
+    folder: &Path,
+    given: Option<&Path>,
+    ignored: &[String],
+    state: &TrainState,
+    notes: &mut Vec<String>,
+) -> Result<(Files, AdapterConfig)> {
+    let mut config = AdapterConfig::read(folder)?;
+    let (shown, file) = (folder.display(), adapter::CONFIG);
+    let named = config.base.as_deref().map(Path::new);
+    let path = given
+        .or(named)
+        .with_context(|| format!("{shown}: {file} does not say which model it changes; give --model"))?;
+    let files = Files::open_without(path, ignored).with_context(|| match given {
+        Some(_) => format!("the model of --model, which {shown} is to change"),
+        None => format!("the model that {shown} changes, which {file} names; --model names another place"),
+    })?;
+    if let Some(known) = state.base
+        && base::stamp(&files)? != known
+    {
+        let path = path.display();
+        match given {
+            Some(_) => {
+                notes.push(format!("{path} is another model than the one that {shown} was trained on"))
+            }
+            None => bail!(
+                "{path}, which the {file} of {shown} names, is not the model that the adapter was trained on; give that one by --model, or \
+                 {path} to go on with it"
+            ),
+        }
+    }
+    config.base = Some(path.to_string_lossy().into_owned());
+    Ok((files, config))
+}
+
 /// Checks that the files of a checkpoint that is not whole can be read, and that its config is not refused: these are no damage, and the
 /// checkpoint may be good.
-fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
+fn check_readable(folder: &Path, base: Option<&Path>, ignored: &[String]) -> Result<()> {
     if !folder.join(STATE).exists() {
         return Ok(());
     }
@@ -178,10 +220,11 @@ fn check_readable(folder: &Path, ignored: &[String]) -> Result<()> {
         Config::read(folder, ignored)?;
     }
     // An adapter whose config is refused, or whose model cannot be opened, is no damage either.
-    if folder.join(adapter::CONFIG).is_file()
-        && let Some(base) = AdapterConfig::read(folder)?.base
-    {
-        Files::open_without(Path::new(&base), ignored)?;
+    if folder.join(adapter::CONFIG).is_file() {
+        let state = fs::read(folder.join(STATE)).unwrap_or_default();
+        if let Ok(state) = serde_json::from_slice::<TrainState>(&state) {
+            open_base(folder, base, ignored, &state, &mut Vec::new())?;
+        }
     }
     Ok(())
 }

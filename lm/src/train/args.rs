@@ -158,8 +158,9 @@ pub struct TrainArgs {
     #[arg(long, requires_all = ["save", "valid"])]
     pub keep_best: bool,
 
-    /// Continue from the last checkpoint of this folder, on any mesh; options that are not given keep their values
-    #[arg(long, value_name = "FOLDER", requires = "train", conflicts_with = "model")]
+    /// Continue from the last checkpoint of this folder, on any mesh; options that are not given keep their values. An adapter changes the
+    /// model of --model, or the one that it was trained on, where that was
+    #[arg(long, value_name = "FOLDER", requires = "train")]
     pub resume: Option<PathBuf>,
 
     /// Print the loss of this text, which is not trained on, with each checkpoint, and at the end. A file whose name ends with .jsonl has

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_lm::files::Files;
+use candle_lm::train::base;
 use candle_lm::train::corpus::Corpus;
 use candle_lm::train::data::{RecordEncoder, TrainingData};
 use candle_lm::train::folder::{self, Damage, Retention};
@@ -24,7 +25,11 @@ use crate::train::args::TrainArgs;
 /// A sentence for what the flags should say instead; those of the files, which are named.
 pub fn open(args: &Args, scratch: &Path) -> Result<Job> {
     after(
-        args.training.resume.as_deref().map(|path| Checkpoint::open(path, &args.ignore_field)).transpose()?,
+        args.training
+            .resume
+            .as_deref()
+            .map(|path| Checkpoint::open(path, args.model.as_deref(), &args.ignore_field))
+            .transpose()?,
         args,
         scratch,
     )
@@ -34,14 +39,21 @@ pub fn open(args: &Args, scratch: &Path) -> Result<Job> {
 ///
 /// # Errors
 /// Those of [`open`].
-pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result<Job> {
+pub fn after(mut resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result<Job> {
     let flags = &args.training;
-    let saved = resumed.as_ref().map(|resumed| &resumed.state.recipe);
+    if let (Some(Checkpoint { folder, lora: None, .. }), Some(_)) = (&resumed, &args.model) {
+        let said = format!(
+            "--model beside --resume names the model that an adapter changes, and {} is no adapter: leave it out.",
+            folder.display()
+        );
+        return Err(UsageError(said).into());
+    }
+    let saved = resumed.as_ref().map(|resumed| resumed.state.recipe.clone());
+    let saved = saved.as_ref();
     let (start, optimizer) = match &resumed {
         Some(resumed) => (resumed.state.step, Some(resumed.optimizer())),
         None => (0, None),
     };
-    let progress = resumed.as_ref().map(|resumed| resumed.state.progress).unwrap_or_default();
     let retention = Retention {
         last: flags.keep,
         best: flags.keep_best,
@@ -77,8 +89,8 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result
             Some(config)
         }
     };
-    let base = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
-    let mut recipe = flags.recipe(args.dtype, args.seed, saved, base)?;
+    let absent = Recipe { dtype: files.dtype()?.try_into()?, ..Recipe::default() };
+    let mut recipe = flags.recipe(args.dtype, args.seed, saved, absent)?;
     if let (Some(saved), None) = (saved, flags.decay) {
         recipe.rate = recipe.rate.after(&saved.rate, start);
     }
@@ -91,10 +103,14 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result
         None => job::beside(&folder, &files.config, recipe.dtype)?,
     };
     let (text, valid) = texts(flags, &files, recipe.seq_len)?;
-    if let Some(resumed) = &resumed {
-        job::check_text(&text, &resumed.state)?;
-    }
     let (mut damaged, mut notes) = (Vec::new(), Vec::new());
+    if let Some(resumed) = &mut resumed {
+        job::check_text(&text, &resumed.state)?;
+        notes.append(&mut resumed.notes);
+        notes.extend(job::begin_valid(valid.as_ref(), &mut resumed.state));
+    }
+    let progress = resumed.as_ref().map(|resumed| resumed.state.progress).unwrap_or_default();
+    let base = lora.is_some().then(|| base::stamp(&files)).transpose()?;
     for Flaw { folder, reason } in resumed.iter().flat_map(|resumed| &resumed.skipped) {
         let moved = flags.save.as_ref().and_then(|save| Damage::within(save, folder));
         let kept =
@@ -122,6 +138,7 @@ pub fn after(resumed: Option<Checkpoint>, args: &Args, scratch: &Path) -> Result
         layout: args.layout.clone(),
         recipe,
         lora,
+        base,
         text,
         valid: valid.map(|text| (text, flags.valid_every)),
         pipeline,

@@ -13,16 +13,21 @@ use crate::input::agree;
 ///
 /// # Errors
 /// Those of [`Checkpoint::open`], and if a process has another checkpoint under the name; the same on all processes.
-pub fn open_together(path: &Path, ignored: &[String], ranks: &Ranks<'_>) -> Result<Checkpoint> {
+pub fn open_together(
+    path: &Path,
+    base: Option<&Path>,
+    ignored: &[String],
+    ranks: &Ranks<'_>,
+) -> Result<Checkpoint> {
     // Reading all of a large checkpoint takes its time.
-    let first = ranks.on_first(|| Ok(Checkpoint::open(path, ignored)))?;
+    let first = ranks.on_first(|| Ok(Checkpoint::open(path, base, ignored)))?;
     let first = agree(ranks, first.transpose())?;
     let inside = first.as_ref().and_then(|first| first.folder.strip_prefix(path).ok()?.to_str());
     let inside = ranks.of_first(inside.unwrap_or_default())?;
     let opened = match first {
         Some(first) => Ok(first),
-        None if inside.is_empty() => Checkpoint::of(path.to_owned(), ignored),
-        None => Checkpoint::of(path.join(inside), ignored),
+        None if inside.is_empty() => Checkpoint::of(path.to_owned(), base, ignored),
+        None => Checkpoint::of(path.join(inside), base, ignored),
     };
     let mut opened = agree(ranks, opened)?;
     // Only rank 0 has looked at the others.

@@ -29,7 +29,9 @@ use crate::input::agree;
 pub fn run(args: &Args, ranks: &Ranks<'_>) -> anyhow::Result<bool> {
     let scratch = tempfile::tempdir()?;
     let resume = args.training.resume.as_deref();
-    let resumed = resume.map(|path| open_together(path, &args.ignore_field, ranks)).transpose()?;
+    let resumed = resume
+        .map(|path| open_together(path, args.model.as_deref(), &args.ignore_field, ranks))
+        .transpose()?;
     let mut job = agree(ranks, job::after(resumed, args, scratch.path()))?;
     let signal = StopSignal::await_first().context("signals cannot be watched")?;
     job.stop = signal.flag();

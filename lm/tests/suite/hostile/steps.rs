@@ -161,7 +161,7 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
                 return Err(format!("{:?}", names(&place.path("spoiled"))));
             }
             for step in ["step-00000006", "step-00000009"] {
-                Checkpoint::open(&place.path("spoiled").join(step), &[])
+                Checkpoint::open(&place.path("spoiled").join(step), None, &[])
                     .map_err(|error| format!("{error:#}"))?;
             }
         }
@@ -173,7 +173,7 @@ fn a_training_goes_on_from_the_last_checkpoint_that_is_whole() {
         fs::remove_dir_all(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         fs::create_dir(place.path("spoiled/step-00000009")).map_err(|error| error.to_string())?;
         place.losses("--tp 1 --resume @spoiled --steps 9 --save @spoiled");
-        Checkpoint::open(&place.path("spoiled/step-00000009"), &[])
+        Checkpoint::open(&place.path("spoiled/step-00000009"), None, &[])
             .map(drop)
             .map_err(|error| format!("{error:#}"))
     });
@@ -296,7 +296,7 @@ fn two_trainings_in_one_folder_are_one() {
             }
             assert_eq!(names(&saved), ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]);
             for step in names(&saved) {
-                Checkpoint::open(&saved.join(step), &[]).map_err(|error| format!("{error:#}"))?;
+                Checkpoint::open(&saved.join(step), None, &[]).map_err(|error| format!("{error:#}"))?;
             }
             Ok::<_, String>(())
         });

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use candle_dist::RankContext;
-use candle_lm::Decoder;
 use candle_lm::adapter::{self, AdapterConfig, TRAINED, WEIGHTS};
 use candle_lm::dtype::DTypeName;
 use candle_lm::files::Files;
 use candle_lm::train::job::Job;
 use candle_lm::train::trainer::{Trainer, train};
+use candle_lm::{Decoder, random_model};
 use candle_shard::nn::MeshVarBuilder;
 use candle_shard::{DTensor, Replicate};
 use serde::Deserialize;
@@ -24,7 +24,7 @@ use test_utils::on_ranks;
 use crate::lm::export::{byte_level, tokenizer};
 use crate::lm::facts::weight;
 use crate::lm_train::families::{self, assert_near};
-use crate::lm_train::support::Place;
+use crate::lm_train::support::{Place, config};
 
 #[derive(Deserialize)]
 struct Facts {
@@ -399,4 +399,26 @@ fn what_is_saved_is_read_again_and_goes_on_on_other_meshes() {
             assert_near(last[0], all[2], &format!("{}, saved on {mesh}", fact.case));
         }
     }
+}
+
+#[test]
+fn an_adapter_goes_on_with_the_model_that_it_was_trained_on_or_with_one_that_is_named() {
+    let place = Place::new(&config(4, 2));
+    let all = place.losses("--tp 1 --lora r=2 --steps 3");
+    place.losses("--tp 1 --lora r=2 --steps 3 --save-every 2 --save @saved");
+    fs::remove_dir_all(place.path("saved/step-00000003")).unwrap();
+    let model = place.path("model");
+    fs::rename(&model, place.path("elsewhere")).unwrap();
+    let refused = format!("{:#}", place.open("--resume @saved --tp 2").unwrap_err());
+    assert!(refused.contains("--model") && refused.contains("adapter_config.json"), "{refused}");
+    let moved = place.losses("--resume @saved --tp 2 --model @elsewhere --save @on");
+    assert_near(moved[0], all[2], "with the model elsewhere");
+    // What is saved names the model where it is.
+    assert!(place.open("--resume @on --steps 4").unwrap().notes.is_empty());
+    // Another model of the same sizes, under the name of the one that was there.
+    random_model::write(&model, &config(4, 2), 8, DType::F32).unwrap();
+    let refused = format!("{:#}", place.open("--resume @saved --tp 1").unwrap_err());
+    assert!(refused.contains("is not the model") && refused.contains("--model"), "{refused}");
+    let named = place.open("--resume @saved --tp 1 --model @model").unwrap();
+    assert!(named.notes.iter().any(|note| note.contains("another model")), "{:?}", named.notes);
 }

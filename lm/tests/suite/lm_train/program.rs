@@ -300,7 +300,6 @@ fn flags_that_cannot_work_are_refused_in_one_sentence() {
             (&["--save-every", "2"], &["--save"]),
             (&["--prompt", "Once"], &["--prompt", "--train"]),
             (&["--resume", "nowhere"], &["--resume nowhere"]),
-            (&["--resume", ".", "--model", "."], &["--resume", "--model"]),
             (&["--seq-len", "100000"], &["--seq-len 100000", "2048"]),
             (&["--pp", "9", "--tp", "1", "--batch", "9"], &["--pp 9", "stages"]),
             (&["--save", book], &["--save", "cannot be written"]),

@@ -196,6 +196,7 @@ fn what_does_not_go_on_where_it_stopped_is_refused() {
         ("--resume @saved --steps 9 --dp 2 --tp 1 --fsdp", vec!["--batch 5", "--dp 2", "--fsdp", "2."]),
         ("--resume @saved --steps 9 --pp 6 --tp 1 --microbatches 5", vec!["--pp 6", "stages"]),
         ("--resume @saved/step-00000003 --save @saved", vec!["step 6", "another folder"]),
+        ("--resume @saved --steps 9 --model @model", vec!["--model", "saved", "no adapter", "leave it out"]),
         ("--resume @model", vec!["model", "holds no checkpoint"]),
         ("--tp 1 --save @saved", vec!["step 6", "--resume"]),
         ("--tp 1 --seq-len 33", vec!["--seq-len 33", "32"]),
@@ -211,4 +212,18 @@ fn what_does_not_go_on_where_it_stopped_is_refused() {
     place.losses("--tp 1 --save @saved");
     assert_eq!(place.losses("--tp 1 --resume @saved --steps 8 --lr 0.001 --save @saved").len(), 2);
     assert!(place.path("saved/step-00000008/training.json").exists());
+}
+
+#[test]
+fn the_least_loss_of_another_validation_text_does_not_count() {
+    let place = Place::new(&config(4, 2));
+    let text = fs::read_to_string(place.path("text")).unwrap();
+    fs::write(place.path("valid"), &text[..200]).unwrap();
+    fs::write(place.path("other"), &text[200..400]).unwrap();
+    place.losses("--tp 1 --valid @valid --save @saved");
+    let same = place.open("--resume @saved --steps 8 --valid @valid").unwrap();
+    assert!(same.progress.best.is_some() && same.notes.is_empty(), "{:?}", same.notes);
+    let other = place.open("--resume @saved --steps 8 --valid @other").unwrap();
+    assert_eq!((other.progress.best, other.progress.validations_since_best), (None, 0));
+    assert!(other.notes.iter().any(|note| note.contains("--valid is another text")), "{:?}", other.notes);
 }
