@@ -18,6 +18,7 @@ use wildmatch::WildMatch;
 
 use crate::adapter;
 use crate::chat::{self, ChatTemplate};
+use crate::config::tensors::CHOICE_BIAS;
 use crate::config::{Config, GenerationConfig, wrapper};
 use crate::special_tokens::SpecialTokens;
 use crate::{expert_files, gguf, tokens};
@@ -87,6 +88,10 @@ impl Files {
             weights = weights.retain(|name| wrapper::name_in_text(name).is_some());
             weights = weights.rename(|name| wrapper::name_in_text(name).unwrap_or_default())?;
         }
+        let has_drafts = weights.names().any(|name| config.is_of_draft(name));
+        if has_drafts {
+            weights = weights.retain(|name| !config.is_of_draft(name));
+        }
         if let Some(quantization) = &config.quantization {
             // The shapes of some weights are values of tensors.
             let headers_suffice =
@@ -123,6 +128,7 @@ impl Files {
         }
         check_others(&weights, folder, &config, &tensors)?;
         let mut unmet: Vec<String> = config.notes.iter().cloned().chain(generation.unmet).collect();
+        unmet.extend(has_drafts.then(|| "the layers that predict further tokens are left out".to_owned()));
         // As in transformers, where the two files differ.
         let ends = if generation.ends.is_empty() { config.ends().to_vec() } else { generation.ends };
         if config.ends().iter().any(|end| !ends.contains(end)) {
@@ -149,7 +155,8 @@ impl Files {
     /// If there is one that models are not computed in; it is named.
     pub fn dtype(&self) -> Result<DType> {
         let mut stored: Option<DType> = None;
-        for (name, _) in self.config.tensors() {
+        let tensors = self.config.tensors().into_iter();
+        for (name, _) in tensors.filter(|(name, _)| !name.ends_with(CHOICE_BIAS)) {
             let dtype = self.weights.dtype(&name)?;
             if self.config.quantization.is_some()
                 && self.weights.stored_as(&name)?.0 != dtype.as_str().to_uppercase()

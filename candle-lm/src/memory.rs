@@ -8,7 +8,7 @@ use candle_shard::kernels::QuantizedMatrix;
 use candle_shard::nn::Heads;
 
 use crate::config::Config;
-use crate::config::tensors::EXPERTS;
+use crate::config::tensors::{CHOICE_BIAS, EXPERTS};
 use crate::engine::ModelOptions;
 use crate::files::Files;
 
@@ -63,12 +63,14 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
             Some(blocks) if shape.len() >= 2 => {
                 (count / blocks.block_size()).saturating_mul(blocks.type_size())
             }
+            // The bias of a choice has 32 bits.
+            _ if name.ends_with(CHOICE_BIAS) => count.saturating_mul(4),
             _ => count.saturating_mul(held.dtype.size_in_bytes()),
         };
         let module = name.rsplit('.').nth(1).unwrap_or_default();
         let copies = match shape.len() {
             3 => 1,
-            _ if module == "router" => tp,
+            _ if ["router", "shared_expert_gate"].contains(&module) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
             0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
             // The first stage looks tokens up in the table, and the last one computes logits with it.

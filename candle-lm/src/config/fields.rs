@@ -31,6 +31,24 @@ pub(super) enum Plain {
     Text(&'static str),
 }
 
+/// A field and what is done about it.
+type FieldRow = (&'static str, FieldRule);
+
+/// The rows of two tables.
+pub(super) const fn joined<const A: usize, const B: usize, const N: usize>(
+    first: [FieldRow; A],
+    second: [FieldRow; B],
+) -> [FieldRow; N] {
+    assert!(A + B == N, "the length is not the sum of both");
+    let mut all = [("", FieldRule::Used); N];
+    let mut at = 0;
+    while at < N {
+        all[at] = if at < A { first[at] } else { second[at - A] };
+        at += 1;
+    }
+    all
+}
+
 /// The fields that all families have.
 static COMMON: &[(&str, FieldRule)] = {
     use FieldRule::{Harmless, Only, Used};

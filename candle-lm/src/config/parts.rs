@@ -49,6 +49,8 @@ pub struct Parts {
     pub fused: bool,
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
+    /// How many layers behind the others predict further tokens, where files have them; they are left out.
+    pub draft_layers: usize,
 }
 
 /// Where a layer has norms.
@@ -116,6 +118,7 @@ impl Default for Parts {
             logits_divisor: 1.0,
             fused: false,
             experts: None,
+            draft_layers: 0,
         }
     }
 }

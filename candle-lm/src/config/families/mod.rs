@@ -1,7 +1,9 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
 mod gemma;
+mod glm;
 mod llama;
+mod minimax;
 mod qwen;
 
 use anyhow::{Result, ensure};
@@ -27,6 +29,8 @@ pub(in crate::config) struct FamilyDefaults {
     pub(in crate::config) tied: bool,
     pub(in crate::config) head_dim: Option<usize>,
     pub(in crate::config) rope_theta: f64,
+    /// The share of each head that has rotary positions.
+    pub(in crate::config) rotary_share: f64,
 }
 
 impl Family {
@@ -50,11 +54,14 @@ impl Family {
     }
 }
 
-const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0 };
+const PLAIN: FamilyDefaults =
+    FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0, rotary_share: 1.0 };
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES].into_iter().flatten()
+    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &glm::FAMILIES, &minimax::FAMILIES]
+        .into_iter()
+        .flatten()
 }
 
 /// Biases as the fields say.
