@@ -1,14 +1,18 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
 mod gemma;
+mod glm;
 mod llama;
+mod olmo;
 mod qwen;
+mod singles;
 
 use anyhow::{Result, ensure};
 
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
+use super::rope;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(in crate::config) struct Family {
@@ -27,6 +31,7 @@ pub(in crate::config) struct FamilyDefaults {
     pub(in crate::config) tied: bool,
     pub(in crate::config) head_dim: Option<usize>,
     pub(in crate::config) rope_theta: f64,
+    pub(in crate::config) rotary_share: f64,
 }
 
 impl Family {
@@ -45,16 +50,31 @@ impl Family {
         match self.model_type {
             // transformers has no other ones for it.
             "phi3" => ["default", "longrope", "su"].contains(&kind),
-            _ => kind != "su",
+            "hunyuan_v1_dense" => kind != "su",
+            _ => !["su", rope::BASE_STRETCH].contains(&kind),
         }
+    }
+
+    /// Returns whether layers with a window have rotary positions of their own.
+    pub(in crate::config) fn has_local_rope(&self) -> bool {
+        ["gemma3_text", "olmo3"].contains(&self.model_type)
     }
 }
 
-const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0 };
+const PLAIN: FamilyDefaults =
+    FamilyDefaults { tied: false, head_dim: None, rope_theta: 10_000.0, rotary_share: 1.0 };
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES].into_iter().flatten()
+    let makers = [
+        &llama::FAMILIES[..],
+        &qwen::FAMILIES,
+        &gemma::FAMILIES,
+        &olmo::FAMILIES,
+        &glm::FAMILIES,
+        &singles::FAMILIES,
+    ];
+    makers.into_iter().flatten()
 }
 
 /// Biases as the fields say.
@@ -66,6 +86,18 @@ fn biased(fields: &Fields, _: usize) -> Result<Parts> {
         mlp_bias: fields.switch("mlp_bias")?,
         ..Parts::default()
     })
+}
+
+/// The windows of layers: `window` for those that slide. Without a list of layers these are all but every `pattern`-th.
+fn windows(
+    fields: &Fields,
+    layers: usize,
+    window: Option<usize>,
+    pattern: usize,
+) -> Result<Vec<Option<usize>>> {
+    let types = fields.layer_types(layers)?;
+    let is_sliding = |i: usize| types.as_ref().map_or(!(i + 1).is_multiple_of(pattern), |types| types[i]);
+    Ok((0..layers).map(|i| window.filter(|_| is_sliding(i))).collect())
 }
 
 /// Refuses layers that do not see all tokens.

@@ -63,6 +63,15 @@ fn exported_files_compute_what_their_folders_compute() {
         "granite",
         "mixtral",
         "qwen3 moe",
+        "olmo3",
+        "seed oss",
+        "exaone4",
+        "exaone4 without windows",
+        "hunyuan",
+        "ernie",
+        "glm",
+        "glm4",
+        "glm4 without biases",
     ];
     let mut done = Vec::new();
     for mut model in models {
