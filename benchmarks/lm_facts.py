@@ -113,6 +113,52 @@ ROUTED = {
 }
 MIXTURES |= ROUTED
 
+# Dense families that differ from the first ones in a few parts.
+ODD = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+DENSE = {
+    "olmo3": (
+        "Olmo3",
+        dict(
+            ODD, sliding_window=4, layer_types=WINDOWS,
+            rope_parameters=dict(
+                sliding_attention=ROPE,
+                full_attention=dict(ROPE, rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+            ),
+        ),
+    ),
+    "seed oss": ("SeedOss", dict(head_dim=12, attention_dropout=0.0, residual_dropout=0.0, rope_parameters=ROPE)),
+    "seed oss with other biases": (
+        "SeedOss",
+        dict(
+            head_dim=8, attention_bias=False, attention_out_bias=True, mlp_bias=True, attention_dropout=0.0,
+            residual_dropout=0.0, rope_parameters=ROPE,
+        ),
+    ),
+    "exaone4": ("Exaone4", dict(ODD, sliding_window=4, layer_types=WINDOWS, rope_parameters=ROPE)),
+    "exaone4 without windows": (
+        "Exaone4",
+        dict(
+            sliding_window=None, layer_types=["full_attention"] * 2, tie_word_embeddings=True,
+            rope_parameters=dict(
+                ROPE, rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8,
+            ),
+        ),
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        dict(ODD, head_dim=12, rope_parameters=dict(ROPE, rope_type="dynamic", factor=1.0, alpha=50.0, mscale=1.0)),
+    ),
+    "hunyuan with biases": ("HunYuanDenseV1", dict(head_dim=8, attention_bias=True, rope_parameters=ROPE)),
+    "ernie": ("Ernie4_5", dict(head_dim=12, tie_word_embeddings=True, rope_parameters=ROPE)),
+    "ernie with biases": ("Ernie4_5", dict(ODD, head_dim=8, use_bias=True, tie_word_embeddings=False, rope_parameters=ROPE)),
+    "glm": ("Glm", dict(head_dim=16, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
+    "glm4": ("Glm4", dict(ODD, head_dim=8, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
+    "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
+}
+
+MODELS = {**CASES, **MIXTURES, **DENSE}
+
 ROPES_PATH = PATH.with_name("ropes.json")
 SHORT = 5
 LONG = dict(max_position_embeddings=32, hidden_size=64)
@@ -240,7 +286,7 @@ def fact(case, family, fields):
 
 
 def main():
-    facts = [fact(case, family, fields) for case, (family, fields) in {**CASES, **MIXTURES}.items()]
+    facts = [fact(case, family, fields) for case, (family, fields) in MODELS.items()]
     ropes = [rope_fact(case, family, fields) for case, (family, fields) in ROPES.items()]
     for path, models in ((PATH, facts), (ROPES_PATH, ropes)):
         lines = ",\n".join("  " + json.dumps(one) for one in models)

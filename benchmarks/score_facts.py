@@ -79,8 +79,7 @@ def of_smollm2(file):
 
 def main():
     with torch.no_grad():
-        cases = {**lm_facts.CASES, **lm_facts.MIXTURES}
-        models = [of_family(case, family, fields) for case, (family, fields) in cases.items()]
+        models = [of_family(case, family, fields) for case, (family, fields) in lm_facts.MODELS.items()]
         lines = ",\n".join("  " + json.dumps(one) for one in models)
         head = f'"tokens": {TOKENS}, "windows": {WINDOWS}'
         (FOLDER / "scores.json").write_text(f'{{{head}, "models": [\n{lines}\n]}}\n')

@@ -27,7 +27,6 @@ BATCH = [
     [9, 7, 35, 15, 13, 23, 3, 19, 29, 27],
 ]
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.25)
-CASES = {**lm_facts.CASES, **lm_facts.MIXTURES}
 MIXTURES = ["mixtral", "mixtral with windows", "qwen3 moe", "qwen3 moe with raw weights", "minimax m2"]
 
 # The routers of models in memory.
@@ -69,7 +68,7 @@ def rounded(x):
 
 def fact(case, parts, change):
     """The mean of the losses of so many parts of the batch: the balance is that of a part."""
-    family, fields = CASES[case]
+    family, fields = lm_facts.MODELS[case]
     size = len(BATCH) // parts
     steps = [step(case, family, {**fields, **change}, BATCH[at : at + size]) for at in range(0, len(BATCH), size)]
     loss = sum(loss for _, loss, _ in steps) / parts
@@ -82,7 +81,7 @@ def fact(case, parts, change):
 
 
 def main():
-    facts = [fact(case, 1, {}) for case in CASES]
+    facts = [fact(case, 1, {}) for case in lm_facts.MODELS]
     facts += [fact(case, parts, BALANCED) for case in MIXTURES for parts in (1, 2)]
     lines = ",\n".join("  " + json.dumps(one) for one in facts)
     PATH.write_text(f'{{"text": {TEXT}, "batch": {BATCH}, "models": [\n{lines}\n]}}\n')

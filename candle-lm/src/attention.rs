@@ -29,19 +29,16 @@ impl SelfAttention {
     /// That of the layer of this number at the builder's path.
     pub(crate) fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
         let (hidden, heads, parts) = (config.hidden_size, config.heads(), &config.parts);
-        let head_norms = |[query, key]: [usize; 2]| {
+        let head_norms = |widths: [usize; 2]| {
+            let [query, key] = parts.qk_norm.names();
             let norm = |name: &str, width| Norm::new(width, config, &vb.pp(name));
-            Ok::<_, candle_shard::Error>(Some([norm("q_norm", query)?, norm("k_norm", key)?]))
+            Ok::<_, candle_shard::Error>([norm(query, widths[0])?, norm(key, widths[1])?])
         };
         let qkv = Qkv::new(hidden, heads, parts.qkv_bias, vb)?;
         Ok(Self {
             o_proj: Projection::new(qkv.width(), hidden, parts.output_bias, &vb.pp("o_proj"))?,
             qkv,
-            head_norms: match parts.qk_norm {
-                QkNorm::None => None,
-                QkNorm::Head => head_norms([heads.dim; 2])?,
-                QkNorm::All => head_norms([heads.query * heads.dim, heads.key_value * heads.dim])?,
-            },
+            head_norms: parts.qk_norm.widths(heads).map(head_norms).transpose()?,
             qk_norm: parts.qk_norm,
             scale: parts.scores_scale.unwrap_or(1.0 / (heads.dim as f64).sqrt()),
             scores_cap: parts.scores_cap,
@@ -57,33 +54,39 @@ impl SelfAttention {
         angles: &Angles,
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
-        let [mut q, mut k, v] = self.qkv.forward(x)?;
-        if let Some([of_queries, of_keys]) = &self.head_norms {
-            (q, k) = match self.qk_norm {
-                QkNorm::All => (of_queries.over_heads(&q)?, of_keys.over_heads(&k)?),
-                _ => (of_queries.forward(&q)?, of_keys.forward(&k)?),
-            };
-        }
+        let [q, k, v] = self.qkv.forward(x)?;
         let is_local = self.window.is_some();
         let Some(turns) = turns else {
-            if self.is_rotary {
-                (q, k) = (angles.turn_rows(&q, is_local)?, angles.turn_rows(&k, is_local)?);
-            }
+            let [q, k] = self.placed([q, k], &|x| angles.turn_rows(x, is_local))?;
             let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
             let options = self.options().order(angles.order().cloned());
             let mixed = options.documents(angles.documents().cloned()).of(&q, &k, &v)?;
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
-        if self.is_rotary {
-            let places: Vec<TokenPositions> =
-                turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
-            (q, k) = (angles.turn(&q, &places, is_local)?, angles.turn(&k, &places, is_local)?);
-        }
+        let places: Vec<TokenPositions> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
+        let [q, k] = self.placed([q, k], &|x| angles.turn(x, &places, is_local))?;
         let mixed = match cache::texts(turns) {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
             Texts::Cut(texts) => self.over_parts([&q, &k, &v], texts)?,
         };
         self.o_proj.forward(&mixed.flatten_from(2)?)
+    }
+
+    /// Queries and keys behind their norms and rotary positions, which `turn` gives.
+    fn placed(&self, both: [DTensor; 2], turn: &dyn Fn(&DTensor) -> Result<DTensor>) -> Result<[DTensor; 2]> {
+        let turned = |[q, k]: [DTensor; 2]| match self.is_rotary {
+            true => Ok([turn(&q)?, turn(&k)?]),
+            false => Ok([q, k]),
+        };
+        let Some([of_queries, of_keys]) = &self.head_norms else { return turned(both) };
+        let normed = |[q, k]: [DTensor; 2]| match self.qk_norm {
+            QkNorm::All => Ok([of_queries.over_heads(&q)?, of_keys.over_heads(&k)?]),
+            _ => Ok::<_, candle_shard::Error>([of_queries.forward(&q)?, of_keys.forward(&k)?]),
+        };
+        match self.qk_norm {
+            QkNorm::HeadBehindRotary => normed(turned(both)?),
+            _ => turned(normed(both)?),
+        }
     }
 
     fn options(&self) -> Attention {

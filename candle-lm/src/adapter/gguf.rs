@@ -8,7 +8,6 @@ use candle_core::quantized::gguf_file::Value as Stored;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_shard::Weights;
-use candle_shard::kernels::RopePairs;
 use candle_shard::nn::LoraOptions;
 
 use super::config::ModuleKind;
@@ -32,7 +31,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
         let has = text(key).unwrap_or("absent");
         ensure!(has == want, "{key} is {has:?}; expected {want:?}");
     }
-    let (kind, pairs) = gguf::export::architecture(&files.config)?;
+    let (kind, is_permuted) = gguf::export::architecture(&files.config)?;
     let has = text("general.architecture").unwrap_or("absent");
     ensure!(has == kind, "general.architecture is {has:?}, and the model's is {kind:?}");
     ensure!(
@@ -51,7 +50,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
             _ if name.ends_with("_norm.weight") => continue,
             _ => bail!("{name:?} is no factor of an adapter"),
         };
-        let hub = gguf::renamed(tensor, kind);
+        let hub = gguf::renamed(tensor, &files.config);
         let module = hub.strip_suffix(".weight").filter(|_| hub != tensor);
         let module = module.with_context(|| format!("{name:?} changes a tensor that is not known"))?;
         let shape = weights.shape(name)?.to_vec();
@@ -62,7 +61,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
         let (read, end) = match (factor, is_table) {
             ("A", true) => (read.t()?.contiguous()?, "lora_embedding_A".to_owned()),
             (_, true) => (read, "lora_embedding_B".to_owned()),
-            ("B", false) if pairs == RopePairs::Neighbors => {
+            ("B", false) if is_permuted => {
                 (rows::permuted(&files.config, module, &read, true)?, "lora_B.weight".to_owned())
             }
             _ => (read, format!("lora_{factor}.weight")),
@@ -95,7 +94,7 @@ pub(super) fn unpack(path: &Path, files: &Files, folder: &Path) -> Result<()> {
 pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
     gguf::export::ensure_absent(path)?;
     let config = AdapterConfig::read(adapter)?;
-    let (kind, pairs) = gguf::export::architecture(&files.config)?;
+    let (kind, is_permuted) = gguf::export::architecture(&files.config)?;
     let (_, changed, replaced) = entries("exported", &config, files)?;
     if let Some(module) = replaced.first() {
         bail!(
@@ -136,10 +135,7 @@ pub fn export_gguf(files: &Files, adapter: &Path, path: &Path) -> Result<()> {
         };
         let factor = options.scale() * options.rank as f64 / alpha;
         let b = (b.to_dtype(DType::F32)? * factor)?;
-        let b = match pairs {
-            RopePairs::Neighbors => rows::permuted(&files.config, path, &b, false)?,
-            _ => b,
-        };
+        let b = if is_permuted { rows::permuted(&files.config, path, &b, false)? } else { b };
         let name = gguf::export::renamed(&format!("{path}.weight"), kind, &files.config)?;
         for (factor, end) in [(a, "lora_a"), (b, "lora_b")] {
             let stored = QTensor::quantize(&factor.to_dtype(DType::F32)?, GgmlDType::F32)?;

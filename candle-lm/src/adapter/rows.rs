@@ -6,7 +6,6 @@ use std::path::Path;
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_shard::Weights;
-use candle_shard::kernels::RopePairs;
 
 use crate::config::Config;
 
@@ -22,7 +21,7 @@ fn heads(config: &Config, path: &str) -> Option<usize> {
 
 /// Whether the model has some rows in another order than transformers.
 pub(super) fn are_turned(config: &Config) -> bool {
-    matches!(config.parts.pairs, RopePairs::Neighbors)
+    config.parts.permuted
 }
 
 /// The rows of a tensor of the module `path`, if they are those of queries or keys, from the order of transformers to that in which

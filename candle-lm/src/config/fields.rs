@@ -261,11 +261,6 @@ impl Fields {
         self.get(name).map(read).transpose()
     }
 
-    /// Whether layers with a window have rotary positions of their own.
-    pub(super) fn has_local_rope(&self) -> bool {
-        self.family.has("rope_local_base_freq")
-    }
-
     /// Returns whether only a share of each head may be turned.
     pub(super) fn turns_a_share(&self) -> bool {
         matches!(self.family.rule("partial_rotary_factor"), Some(FieldRule::Used))

@@ -2,6 +2,7 @@
 
 use candle_nn::Activation;
 use candle_shard::kernels::RopePairs;
+use candle_shard::nn::Heads;
 
 use super::RopeScaling;
 use super::experts::Experts;
@@ -33,6 +34,8 @@ pub struct Parts {
     pub rotary_share: f64,
     /// The elements of a head that are turned together.
     pub pairs: RopePairs,
+    /// Whether the rows of queries and keys lie as llama.cpp's converter puts them, so that neighbors are turned together.
+    pub permuted: bool,
     /// The factor of scores, 1/√dim if not said.
     pub scores_scale: Option<f64>,
     /// The largest score.
@@ -45,13 +48,18 @@ pub struct Parts {
     pub branch_scale: f64,
     /// What logits are divided by.
     pub logits_divisor: f64,
-    /// Whether files have one tensor for queries, keys and values, and one for gate and up.
-    pub fused: bool,
+    /// The modules that are several layers here, and one in files: [`FUSED_QKV`] and [`FUSED_GATE`].
+    pub fused: &'static [&'static str],
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
     /// How many layers behind the others predict further tokens, where files have them; they are left out.
     pub draft_layers: usize,
 }
+
+/// Queries, keys and values in one.
+pub const FUSED_QKV: &str = "self_attn.qkv_proj";
+/// Gate and up in one.
+pub const FUSED_GATE: &str = "mlp.gate_up_proj";
 
 /// Where a layer has norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +70,8 @@ pub enum Norms {
     After,
     /// On both sides.
     Both,
+    /// On both sides, under the names of GLM-4.
+    BothOfGlm,
 }
 
 /// Norms of queries and keys.
@@ -71,8 +81,29 @@ pub enum QkNorm {
     None,
     /// Over each head.
     Head,
+    /// Over each head behind its rotary positions.
+    HeadBehindRotary,
     /// Over all heads together.
     All,
+}
+
+impl QkNorm {
+    /// The names that the norms have in files.
+    pub fn names(self) -> [&'static str; 2] {
+        match self {
+            Self::HeadBehindRotary => ["query_layernorm", "key_layernorm"],
+            _ => ["q_norm", "k_norm"],
+        }
+    }
+
+    /// The sizes of the weights of both norms, if there are some.
+    pub fn widths(self, Heads { query, key_value, dim }: Heads) -> Option<[usize; 2]> {
+        match self {
+            Self::None => None,
+            Self::Head | Self::HeadBehindRotary => Some([dim, dim]),
+            Self::All => Some([query * dim, key_value * dim]),
+        }
+    }
 }
 
 /// The names of a layer's norms: before and after attention, before and after the feed-forward layers.
@@ -90,6 +121,12 @@ impl Norms {
                 Some(attention),
                 Some("pre_feedforward_layernorm"),
                 Some("post_feedforward_layernorm"),
+            ],
+            Self::BothOfGlm => [
+                Some("input_layernorm"),
+                Some("post_self_attn_layernorm"),
+                Some(attention),
+                Some("post_mlp_layernorm"),
             ],
         }
     }
@@ -110,13 +147,14 @@ impl Default for Parts {
             local_rope: None,
             rotary_share: 1.0,
             pairs: RopePairs::Halves,
+            permuted: false,
             scores_scale: None,
             scores_cap: None,
             logits_cap: None,
             embedding_scale: 1.0,
             branch_scale: 1.0,
             logits_divisor: 1.0,
-            fused: false,
+            fused: &[],
             experts: None,
             draft_layers: 0,
         }

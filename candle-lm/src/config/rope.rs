@@ -14,7 +14,7 @@ type RopeKind = (&'static str, &'static [&'static str], &'static [&'static str])
 
 const LEARNED: &str = "original_max_position_embeddings";
 
-const KINDS: [RopeKind; 7] = [
+const KINDS: [RopeKind; 8] = [
     ("default", &[], &[]),
     ("linear", &["factor"], &[]),
     ("llama3", &["factor", "low_freq_factor", "high_freq_factor"], &[LEARNED]),
@@ -34,9 +34,14 @@ const KINDS: [RopeKind; 7] = [
         ],
     ),
     ("longrope", LISTS, &["factor", LEARNED, "attention_factor"]),
+    (BASE_STRETCH, &["alpha"], &["factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]),
     // Older names of the same.
     ("su", LISTS, &["factor", LEARNED, "attention_factor"]),
 ];
+
+/// The scaling of HunYuan, which its files call dynamic: a base that is stretched by `alpha`, whatever the length. The other numbers
+/// beside it have no effect.
+pub(super) const BASE_STRETCH: &str = "dynamic with alpha";
 
 const LISTS: &[&str] = &["short_factor", "long_factor"];
 
@@ -73,7 +78,25 @@ pub(super) fn read(fields: &Fields) -> Result<(RopeSettings, Option<String>)> {
     if let [new, old] = &scalings[..] {
         ensure!(new == old, "rope_parameters and rope_scaling say unlike things; leave the right one");
     }
+    let alphas = forms.iter().filter_map(|(_, form)| form.get("alpha").filter(|alpha| !alpha.is_null()));
+    let base = match alphas.map(|alpha| positive("alpha", alpha)).next().transpose()? {
+        None => base,
+        Some(alpha) => {
+            let width = head_width(fields)?;
+            ensure!(width > 2, "heads are {width} wide, and alpha needs more than 2");
+            base * alpha.powf(width as f64 / (width - 2) as f64)
+        }
+    };
     Ok(((base, scalings.pop().flatten()), note))
+}
+
+/// The width of a head.
+fn head_width(fields: &Fields) -> Result<usize> {
+    let absent = || {
+        let heads = fields.size("num_attention_heads", super::MOST)?;
+        Ok(fields.size("hidden_size", super::MOST)? / heads)
+    };
+    fields.optional_size("head_dim", super::MOST)?.or(fields.family.absent.head_dim).map_or_else(absent, Ok)
 }
 
 /// The rotary positions of layers with a window, if `rope_parameters` has some of their own for them; `absent` is the
@@ -136,7 +159,9 @@ fn forms<'a>(fields: &'a Fields, layers: &str) -> Result<Vec<(&'static str, &'a 
     let found =
         ["rope_parameters", "rope_scaling"].into_iter().filter_map(|name| Some((name, fields.get(name)?)));
     found
-        .map(|(name, value)| (name, value.get(layers).filter(|_| fields.has_local_rope()).unwrap_or(value)))
+        .map(|(name, value)| {
+            (name, value.get(layers).filter(|_| fields.family.has_local_rope()).unwrap_or(value))
+        })
         .map(|(name, value)| {
             let object = value.as_object();
             Ok((name, object.with_context(|| format!("{name} is {}; expected an object", shortened(value)))?))
@@ -152,6 +177,10 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
     }
     let default = Value::from("default");
     let kind = kinds.first().copied().unwrap_or(&default);
+    let stretch = Value::from(BASE_STRETCH);
+    let has_alpha = form.get("alpha").is_some_and(|alpha| !alpha.is_null());
+    let is_stretched = kind == "dynamic" && has_alpha && fields.family.scales_by(BASE_STRETCH);
+    let kind = if is_stretched { &stretch } else { kind };
     let rule =
         KINDS.iter().find(|(name, ..)| kind == name).filter(|(name, ..)| fields.family.scales_by(name));
     let known: Vec<&str> =

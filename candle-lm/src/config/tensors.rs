@@ -4,7 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
-use super::parts::{Parts, QkNorm};
+use super::parts::{FUSED_GATE, FUSED_QKV, Parts};
 
 /// The name and shape of a tensor.
 type Tensor = (String, Vec<usize>);
@@ -86,21 +86,16 @@ impl Config {
             );
         }
         tensors.extend(norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden])));
-        let heads = match qk_norm {
-            QkNorm::None => None,
-            QkNorm::Head => Some([dim, dim]),
-            QkNorm::All => Some([query * dim, key_value * dim]),
-        };
-        if let Some([query, key]) = heads {
-            tensors.push((named("self_attn.q_norm", "weight"), vec![query]));
-            tensors.push((named("self_attn.k_norm", "weight"), vec![key]));
+        for (name, width) in
+            qk_norm.names().into_iter().zip(qk_norm.widths(self.heads()).into_iter().flatten())
+        {
+            tensors.push((named(&format!("self_attn.{name}"), "weight"), vec![width]));
         }
         tensors
     }
 
     /// The tensors that files of some families have in one: the name of each, and the names and rows of its parts.
     pub fn fused(&self) -> Vec<(String, Vec<(String, usize)>)> {
-        let layers = if self.parts.fused { self.num_hidden_layers } else { 0 };
         let Heads { query, key_value, dim } = self.heads();
         let of_layer = |layer: usize| {
             let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
@@ -108,9 +103,11 @@ impl Config {
             let attention =
                 attention.map(|(part, heads)| (name(&format!("self_attn.{part}_proj")), heads * dim));
             let gate = ["gate", "up"].map(|part| (name(&format!("mlp.{part}_proj")), self.intermediate_size));
-            [(name("self_attn.qkv_proj"), attention.to_vec()), (name("mlp.gate_up_proj"), gate.to_vec())]
+            let all = [(FUSED_QKV, attention.to_vec()), (FUSED_GATE, gate.to_vec())];
+            let fused = all.into_iter().filter(|(module, _)| self.parts.fused.contains(module));
+            fused.map(|(module, parts)| (name(module), parts)).collect::<Vec<_>>()
         };
-        (0..layers).flat_map(of_layer).collect()
+        (0..self.num_hidden_layers).flat_map(of_layer).collect()
     }
 
     /// The parts of a stacked tensor of experts as files have them, each expert by itself; `None` for other tensors.

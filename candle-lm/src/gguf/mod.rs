@@ -17,27 +17,36 @@ use candle_shard::kernels::RopePairs;
 use serde_json::{Map, Value, json};
 
 use super::config::Config;
+use super::config::parts::{FUSED_GATE, FUSED_QKV};
 use super::config::tensors::{EXPERTS, ROUTER};
 use super::config::unknown::UnknownFields;
 
 /// The metadata of a file.
 type Metadata = BTreeMap<String, Stored>;
 
-/// The kinds of models: their names in GGUF and on the Hub, and which elements of a head are turned together.
-const ARCHITECTURES: [(&str, &str, RopePairs); 12] = [
-    // The rows of queries and keys are permuted so that neighbors are turned together.
-    ("llama", "llama", RopePairs::Neighbors),
-    ("smollm3", "smollm3", RopePairs::Neighbors),
-    ("granite", "granite", RopePairs::Neighbors),
-    ("qwen2", "qwen2", RopePairs::Halves),
-    ("qwen3", "qwen3", RopePairs::Halves),
-    ("qwen3moe", "qwen3_moe", RopePairs::Halves),
-    ("gemma2", "gemma2", RopePairs::Halves),
-    ("gemma3", "gemma3_text", RopePairs::Halves),
-    ("phi3", "phi3", RopePairs::Halves),
-    ("olmo2", "olmo2", RopePairs::Halves),
-    ("glm4moe", "glm4_moe", RopePairs::Halves),
-    ("minimax-m2", "minimax_m2", RopePairs::Halves),
+/// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
+/// turned together.
+const ARCHITECTURES: [(&str, &str, bool); 19] = [
+    ("llama", "llama", true),
+    ("smollm3", "smollm3", true),
+    ("granite", "granite", true),
+    ("qwen2", "qwen2", false),
+    ("qwen3", "qwen3", false),
+    ("qwen3moe", "qwen3_moe", false),
+    ("gemma2", "gemma2", false),
+    ("gemma3", "gemma3_text", false),
+    ("phi3", "phi3", false),
+    ("olmo2", "olmo2", false),
+    // One with windows.
+    ("olmo2", "olmo3", false),
+    ("seed_oss", "seed_oss", false),
+    ("exaone4", "exaone4", false),
+    ("hunyuan-dense", "hunyuan_v1_dense", false),
+    ("ernie4_5", "ernie4_5", false),
+    ("chatglm", "glm", false),
+    ("glm4", "glm4", false),
+    ("glm4moe", "glm4_moe", false),
+    ("minimax-m2", "minimax_m2", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
@@ -83,15 +92,12 @@ const TENSORS: [(&str, &str); 3] = [
 ];
 
 /// The names of modules of layers.
-const MODULES: [(&str, &str); 22] = [
-    ("attn_norm", "input_layernorm"),
+const MODULES: [(&str, &str); 16] = [
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
     ("attn_v", "self_attn.v_proj"),
-    ("attn_qkv", "self_attn.qkv_proj"),
+    ("attn_qkv", FUSED_QKV),
     ("attn_output", "self_attn.o_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
@@ -103,10 +109,13 @@ const MODULES: [(&str, &str); 22] = [
     ("ffn_gate_exps", EXPERTS[0]),
     ("ffn_up_exps", EXPERTS[1]),
     ("ffn_down_exps", EXPERTS[2]),
-    ("post_attention_norm", "post_attention_layernorm"),
-    ("post_ffw_norm", "post_feedforward_layernorm"),
-    ("ffn_norm", "post_attention_layernorm"),
 ];
+
+/// The norms of a layer, in the order of [`Norms::names`](super::config::parts::Norms::names).
+const NORMS: [&str; 4] = ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"];
+
+/// The norms of queries and keys.
+const QK_NORMS: [&str; 2] = ["attn_q_norm", "attn_k_norm"];
 
 /// Opens a file: the config, without what the keys `ignored` say, and the weights by the names of the Hub. Where it `has_values`, the config has those of small tensors too.
 ///
@@ -119,12 +128,7 @@ pub(super) fn open(path: &Path, ignored: &[String], has_values: bool) -> Result<
     let config =
         config(metadata, ignored, &weights, has_values).with_context(|| format!("{}", path.display()))?;
     let has_head = weights.names().any(|name| name == "output.weight");
-    let kind = metadata
-        .get("general.architecture")
-        .and_then(|kind| kind.to_string().ok())
-        .cloned()
-        .unwrap_or_default();
-    let weights = weights.rename(|name| renamed(name, &kind))?;
+    let weights = weights.rename(|name| renamed(name, &config))?;
     // A stage with the output layer reads the table by itself.
     let weights =
         if has_head { weights } else { weights.alias("model.embed_tokens.weight", "lm_head.weight")? };
@@ -136,8 +140,11 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     let text = |key: &str| metadata.get(key).and_then(|value| value.to_string().ok());
     let kind = text("general.architecture").context("there is no general.architecture")?;
     let known = || ARCHITECTURES.map(|(name, ..)| name).join(", ");
-    let found = ARCHITECTURES.iter().find(|(name, ..)| name == kind);
-    let &(_, model_type, pairs) = found
+    let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
+    let number = |key: &str| own(key).and_then(whole);
+    let mut found = ARCHITECTURES.iter().filter(|(name, ..)| name == kind);
+    let found = if number("attention.sliding_window").is_some() { found.next_back() } else { found.next() };
+    let &(_, model_type, is_permuted) = found
         .with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
     let key_of = |field: &str| {
@@ -163,8 +170,6 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
             );
         }
     }
-    let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
-    let number = |key: &str| own(key).and_then(whole);
     let rows = weights.shape("token_embd.weight")?.first().copied().unwrap_or(0);
     ensure!(
         number("vocab_size").is_none_or(|size| size as usize == rows),
@@ -173,13 +178,23 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     fields.insert("vocab_size".into(), json!(rows));
     let has = |name: &str| weights.names().any(|known| known == name);
     fields.insert("tie_word_embeddings".into(), json!(!has("output.weight")));
-    if has("blk.0.attn_output.bias") || (kind == "glm4moe" && has("blk.0.attn_q.bias")) {
+    if ["seed_oss", "chatglm", "glm4", "glm4moe"].contains(&kind.as_str()) {
+        fields.insert("attention_bias".into(), json!(has("blk.0.attn_q.bias")));
+    } else if has("blk.0.attn_output.bias") {
         fields.insert("attention_bias".into(), json!(true));
     }
     if has("blk.0.ffn_up.bias") {
         fields.insert("mlp_bias".into(), json!(true));
     }
     fields.entry("rope_theta").or_insert(json!(10_000.0));
+    if let (Some(width), Some(heads)) = (number("embedding_length"), number("attention.head_count")) {
+        fields.entry("head_dim").or_insert(json!(width / heads.max(1)));
+    }
+    layer_types(&mut fields);
+    if kind == "exaone4" {
+        // A file without a window has none, unlike a config.
+        fields.entry("sliding_window").or_insert(Value::Null);
+    }
     rope::fields(kind, metadata, (weights, has_values), &mut fields)?;
     experts::fields(kind, metadata, weights, &mut fields)?;
     let ends: Vec<u64> = ["eos_token_id", "eot_token_id", "eom_token_id"]
@@ -197,7 +212,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     config.notes.extend(tokenizer::guess(metadata));
     // The norms of Gemma's files have the one in them.
     config.parts.norms_add_one = false;
-    config.parts.pairs = pairs;
+    if is_permuted {
+        (config.parts.pairs, config.parts.permuted) = (RopePairs::Neighbors, true);
+    }
     rope::read_factors(&mut config, (weights, has_values))?;
     let (dim, turned) = (config.heads().dim, config.rotary_width());
     for (key, width) in [("attention.value_length", dim), ("rope.dimension_count", turned)] {
@@ -217,23 +234,22 @@ fn gemma(kind: &str, fields: &mut Map<String, Value>, number: &dyn Fn(&str) -> O
     let scalar = if is_largest { hidden / heads } else { number("attention.key_length").unwrap_or(256) };
     fields.insert("query_pre_attn_scalar".into(), json!(scalar));
     fields.insert("hidden_activation".into(), json!("gelu_pytorch_tanh"));
-    // The list of layers with a window, where it is written.
-    if let Some(list) = fields.get("sliding_window_pattern").and_then(Value::as_array).cloned() {
-        fields.remove("sliding_window_pattern");
-        let kind = |sliding: &Value| {
-            if *sliding == json!(true) || *sliding == json!(1) {
-                "sliding_attention"
-            } else {
-                "full_attention"
-            }
-        };
-        fields.insert("layer_types".into(), list.iter().map(kind).collect());
-    }
     Ok(())
 }
 
+/// The list of layers with a window, where it is written.
+fn layer_types(fields: &mut Map<String, Value>) {
+    let Some(list) = fields.get("sliding_window_pattern").and_then(Value::as_array) else { return };
+    let kind = |sliding: &Value| {
+        if *sliding == json!(true) || *sliding == json!(1) { "sliding_attention" } else { "full_attention" }
+    };
+    let types = list.iter().map(kind).collect();
+    fields.remove("sliding_window_pattern");
+    fields.insert("layer_types".into(), types);
+}
+
 /// The name that a tensor has on the Hub, or its own if there is none.
-pub(crate) fn renamed(name: &str, kind: &str) -> String {
+pub(crate) fn renamed(name: &str, config: &Config) -> String {
     if let Some((_, hub)) = TENSORS.iter().find(|(gguf, _)| *gguf == name) {
         return (*hub).to_owned();
     }
@@ -242,10 +258,15 @@ pub(crate) fn renamed(name: &str, kind: &str) -> String {
         return experts::renamed(layer, module, expert).unwrap_or_else(|| name.to_owned());
     }
     let &["blk", layer, module, parameter] = &parts[..] else { return name.to_owned() };
-    let has_four = kind.starts_with("gemma");
-    let hub = match module {
-        "ffn_norm" if has_four => Some("pre_feedforward_layernorm"),
-        "ffn_up" if kind == "phi3" => Some("mlp.gate_up_proj"),
+    let parts = &config.parts;
+    let place = |names: &[&str]| names.iter().position(|gguf| *gguf == module);
+    let hub = match (place(&NORMS), place(&QK_NORMS)) {
+        // Some files call the norm before the feed-forward layers by its name in files of the Hub.
+        (Some(at), _) => parts.norms.names().into_iter().skip(at).flatten().next(),
+        (_, Some(at)) => {
+            return format!("model.layers.{layer}.self_attn.{}.{parameter}", parts.qk_norm.names()[at]);
+        }
+        _ if module == "ffn_up" && parts.fused.contains(&FUSED_GATE) => Some(FUSED_GATE),
         _ => MODULES.iter().find(|(gguf, _)| *gguf == module).map(|(_, hub)| *hub),
     };
     match hub {

@@ -55,6 +55,10 @@ pub(super) fn fields(
     let scaling = own("rope.scaling.type").map(|kind| kind.to_string().map(String::as_str)).transpose();
     let scaling = scaling.with_context(|| format!("{kind}.rope.scaling.type is not a text"))?;
     let is_phi3 = kind == "phi3";
+    let yarn_attention = own("rope.scaling.factor")
+        .and_then(plain)
+        .and_then(|factor| factor.as_f64())
+        .map_or(1.0, |factor| 0.1 * factor.max(1.0).ln() + 1.0);
     let known: &[&str] = match scaling {
         Some("yarn") => &[
             "rope.scaling.factor",
@@ -66,6 +70,8 @@ pub(super) fn fields(
         None | Some("none" | "longrope") if is_phi3 => {
             &["rope.scaling.original_context_length", "rope.scaling.attn_factor"]
         }
+        // The base is stretched already, and these numbers have no effect.
+        None | Some("none") if kind == "hunyuan-dense" => &["rope.scaling.original_context_length"],
         None | Some("none") => &[],
         Some(other) => {
             bail!("{kind}.rope.scaling.type is {other:?}, and only none, linear and yarn are supported")
@@ -73,8 +79,13 @@ pub(super) fn fields(
     };
     let always = ["rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned"];
     for key in KEYS.iter().filter(|key| !always.contains(key) && !known.contains(key)) {
-        let is_one = own(key).and_then(plain).and_then(|value| value.as_f64()) == Some(1.0);
-        let is_neutral = is_one && key.ends_with("attn_factor");
+        let value = own(key).and_then(plain).and_then(|value| value.as_f64());
+        // llama.cpp computes the factor of YaRN by itself, and does not read the one that converters write.
+        let is_usual = *key == "rope.scaling.yarn_attn_factor"
+            && value.is_some_and(|value| (value - yarn_attention).abs() < 1e-5);
+        let is_one = value == Some(1.0);
+        let is_neutral =
+            is_usual || is_one && (key.ends_with("attn_factor") || *key == "rope.scaling.factor");
         ensure!(
             own(key).is_none() || is_neutral,
             "there is {kind}.{key} with {kind}.rope.scaling.type {scaling:?}, which is not supported"
@@ -112,11 +123,11 @@ pub(super) fn fields(
         }
     }
     if SHARES.contains(&kind) {
-        let count = own("rope.dimension_count").and_then(whole);
-        let heads = own("attention.head_count").and_then(whole).unwrap_or(1).max(1);
-        let embedding = own("embedding_length").and_then(whole).unwrap_or(0);
-        let dim = own("attention.key_length").and_then(whole).unwrap_or(embedding / heads).max(1);
-        fields.insert("partial_rotary_factor".into(), json!(count.unwrap_or(dim) as f64 / dim as f64));
+        let dim = fields.get("head_dim").and_then(Value::as_u64).filter(|&dim| dim > 0);
+        let count = own("rope.dimension_count").and_then(whole).or(dim);
+        if let (Some(count), Some(dim)) = (count, dim) {
+            fields.insert("partial_rotary_factor".into(), json!(count as f64 / dim as f64));
+        }
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_nn::Activation;
 
-use super::{Family, FamilyDefaults, PLAIN};
+use super::{Family, FamilyDefaults, PLAIN, windows};
 use crate::config::fields::FieldRule::{self, Only, Used};
 use crate::config::fields::Fields;
 use crate::config::fields::Plain::{False, Text};
@@ -69,8 +69,6 @@ const GEMMA3: [(&str, FieldRule); 12] = [
 /// fields scores and logits have these `caps`.
 fn gemma(fields: &Fields, layers: usize, pattern: usize, caps: [Option<f64>; 2]) -> Result<Parts> {
     let window = fields.window("sliding_window", Some(4096))?;
-    let types = fields.layer_types(layers)?;
-    let is_sliding = |i: usize| types.as_ref().map_or(!(i + 1).is_multiple_of(pattern), |types| types[i]);
     let hidden = fields.size("hidden_size", MOST)? as f64;
     let cap = |name, absent| if fields.has(name) { fields.optional_positive(name) } else { Ok(absent) };
     let scalar = fields.optional_positive("query_pre_attn_scalar")?.unwrap_or(256.0);
@@ -78,7 +76,7 @@ fn gemma(fields: &Fields, layers: usize, pattern: usize, caps: [Option<f64>; 2])
         norms: Norms::Both,
         norms_add_one: true,
         activation: Activation::GeluPytorchTanh,
-        windows: (0..layers).map(|i| window.filter(|_| is_sliding(i))).collect(),
+        windows: windows(fields, layers, window, pattern)?,
         scores_scale: Some(scalar.powf(-0.5)),
         scores_cap: cap("attn_logit_softcapping", caps[0])?,
         logits_cap: cap("final_logit_softcapping", caps[1])?,

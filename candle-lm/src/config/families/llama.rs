@@ -8,10 +8,10 @@ use crate::config::experts::{self, Experts};
 use crate::config::fields::FieldRule::{self, Only, Used};
 use crate::config::fields::Plain::{False, One, Text};
 use crate::config::fields::shortened;
-use crate::config::parts::{Norms, Parts, QkNorm};
+use crate::config::parts::{FUSED_GATE, FUSED_QKV, Parts};
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 7] = [
+pub(super) static FAMILIES: [Family; 6] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -42,7 +42,7 @@ pub(super) static FAMILIES: [Family; 7] = [
         absent: PLAIN,
         parts: |fields, layers| {
             let window = fields.window("sliding_window", None)?;
-            Ok(Parts { fused: true, windows: vec![window; layers], ..Parts::default() })
+            Ok(Parts { fused: &[FUSED_QKV, FUSED_GATE], windows: vec![window; layers], ..Parts::default() })
         },
     },
     Family {
@@ -75,15 +75,6 @@ pub(super) static FAMILIES: [Family; 7] = [
                 }
             };
             Ok(Parts { rotary, ..biased(fields, layers)? })
-        },
-    },
-    Family {
-        model_type: "olmo2",
-        architecture: "Olmo2ForCausalLM",
-        fields: &[("attention_bias", Used)],
-        absent: PLAIN,
-        parts: |fields, layers| {
-            Ok(Parts { norms: Norms::After, qk_norm: QkNorm::All, ..biased(fields, layers)? })
         },
     },
     Family {

@@ -4,13 +4,16 @@ mod gemma;
 mod glm;
 mod llama;
 mod minimax;
+mod olmo;
 mod qwen;
+mod singles;
 
 use anyhow::{Result, ensure};
 
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
 use super::parts::Parts;
+use super::rope;
 
 /// A kind of model, by the name that `model_type` has for it.
 pub(in crate::config) struct Family {
@@ -49,8 +52,14 @@ impl Family {
         match self.model_type {
             // transformers has no other ones for it.
             "phi3" => ["default", "longrope", "su"].contains(&kind),
-            _ => kind != "su",
+            "hunyuan_v1_dense" => kind != "su",
+            _ => !["su", rope::BASE_STRETCH].contains(&kind),
         }
+    }
+
+    /// Returns whether layers with a window have rotary positions of their own.
+    pub(in crate::config) fn has_local_rope(&self) -> bool {
+        ["gemma3_text", "olmo3"].contains(&self.model_type)
     }
 }
 
@@ -59,9 +68,16 @@ const PLAIN: FamilyDefaults =
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &glm::FAMILIES, &minimax::FAMILIES]
-        .into_iter()
-        .flatten()
+    let makers = [
+        &llama::FAMILIES[..],
+        &qwen::FAMILIES,
+        &gemma::FAMILIES,
+        &olmo::FAMILIES,
+        &glm::FAMILIES,
+        &minimax::FAMILIES,
+        &singles::FAMILIES,
+    ];
+    makers.into_iter().flatten()
 }
 
 /// Biases as the fields say.
@@ -73,6 +89,18 @@ fn biased(fields: &Fields, _: usize) -> Result<Parts> {
         mlp_bias: fields.switch("mlp_bias")?,
         ..Parts::default()
     })
+}
+
+/// The windows of layers: `window` for those that slide. Without a list of layers these are all but every `pattern`-th.
+fn windows(
+    fields: &Fields,
+    layers: usize,
+    window: Option<usize>,
+    pattern: usize,
+) -> Result<Vec<Option<usize>>> {
+    let types = fields.layer_types(layers)?;
+    let is_sliding = |i: usize| types.as_ref().map_or(!(i + 1).is_multiple_of(pattern), |types| types[i]);
+    Ok((0..layers).map(|i| window.filter(|_| is_sliding(i))).collect())
 }
 
 /// Refuses layers that do not see all tokens.

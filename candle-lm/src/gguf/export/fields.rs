@@ -74,7 +74,14 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             ("logit_scale", float(parts.logits_divisor)),
         ]);
     }
-    if let (true, Some(window)) =
+    let layers = 0..config.num_hidden_layers;
+    if super::lists_windows(kind) {
+        if let Some(window) = parts.windows.iter().flatten().next() {
+            own.push(("attention.sliding_window", number(*window)));
+            let list = layers.map(|layer| Stored::Bool(parts.window(layer).is_some())).collect();
+            own.push(("attention.sliding_window_pattern", Stored::Array(list)));
+        }
+    } else if let (true, Some(window)) =
         (kind.starts_with("gemma"), super::windows(config).into_iter().flatten().next())
     {
         own.push(("attention.sliding_window", number(window)));

@@ -15,13 +15,12 @@ use anyhow::{Context, Result, ensure};
 use candle_core::quantized::gguf_file::{self, Value as Stored};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_shard::kernels::RopePairs;
 use candle_shard::nn::Heads;
 use tokenizers::Tokenizer;
 
-use super::{ARCHITECTURES, MODULES, TENSORS, tokenizer};
+use super::{ARCHITECTURES, MODULES, NORMS, QK_NORMS, TENSORS, tokenizer};
 use crate::adapter::MergedAdapter;
-use crate::config::parts::{Norms, Parts};
+use crate::config::parts::{FUSED_GATE, Parts};
 use crate::config::tensors::ROUTER;
 use crate::config::{Config, RopeScaling};
 use crate::files::Files;
@@ -46,7 +45,7 @@ pub(crate) fn export(
         "weights are not stored as {dtype:?}, which is for products"
     );
     let config = &files.config;
-    let (kind, pairs) = architecture(config)?;
+    let (kind, is_permuted) = architecture(config)?;
     let tokenizer = files.tokenizer()?;
     let name = path.file_stem().map_or("model".into(), |name| name.to_string_lossy());
     let mut metadata = fields::of(&files.config, &name, kind, dtype)?;
@@ -66,7 +65,10 @@ pub(crate) fn export(
         // llama.cpp adds nothing to the weights of norms.
         let read =
             if config.parts.norms_add_one && name.ends_with("norm.weight") { (read + 1.0)? } else { read };
-        let turned = if config.parts.pairs == pairs { read } else { permuted(&name, &read, config.heads())? };
+        let turned = match is_permuted && !config.parts.permuted {
+            true => permuted(&name, &read, config.heads())?,
+            false => read,
+        };
         let written = QTensor::quantize(&turned, stored_as(&name, &shape, dtype))?;
         tensors.push((renamed(&name, kind, config)?, written));
         show(at + 1, count);
@@ -81,12 +83,12 @@ pub(crate) fn export(
     })
 }
 
-/// What GGUF files call a kind of model, and which elements of a head they turn together.
-pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)> {
+/// What GGUF files call a kind of model, and whether the rows of queries and keys are permuted in them.
+pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     let (family, parts) = (config.family, &config.parts);
     let family = if AS_LLAMA.contains(&family) { "llama" } else { family };
     let found = ARCHITECTURES.iter().find(|(_, name, _)| *name == family);
-    let &(kind, _, pairs) =
+    let &(kind, _, is_permuted) =
         found.with_context(|| format!("models of the family {family} are not written as GGUF"))?;
     // What llama.cpp computes whatever a file says, and the tensors that it has no place for.
     let of_llama = ["llama", "granite"].contains(&kind);
@@ -96,7 +98,10 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)>
     need(!config.has_images, "the parts for images");
     need(of_llama || !parts.mlp_bias, "biases of feed-forward layers");
     need(of_llama || !parts.output_bias, "a bias of the output of attention");
-    need(of_llama || fields::frequencies(config).is_none(), "a scaling of each frequency");
+    need(
+        of_llama || kind == "exaone4" || fields::frequencies(config).is_none(),
+        "a scaling of each frequency",
+    );
     need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
     need(kind != "gemma2" || config.tie_word_embeddings, "an output layer that is not the table");
     need(kind != "gemma2" || config.rope_scaling.is_none(), "scaled positions");
@@ -109,7 +114,13 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)>
         "caps of scores or logits",
     );
     need(
-        parts.local_rope.as_ref().is_none_or(|local| *local == (10_000.0, None)),
+        match &parts.local_rope {
+            None => true,
+            Some((theta, scaling)) => {
+                let want = if kind == "gemma3" { 10_000.0 } else { config.rope_theta };
+                *theta == want && scaling.is_none()
+            }
+        },
         "these positions in windows",
     );
     if let Some(experts) = &parts.experts {
@@ -123,7 +134,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, RopePairs)>
         need(!parts.mlp_bias, "experts with biases");
     }
     ensure!(lacks.is_empty(), "llama.cpp has not implemented for {kind}: {}", lacks.join(", "));
-    Ok((kind, pairs))
+    Ok((kind, is_permuted))
 }
 
 /// The windows that narrow what layers see.
@@ -132,10 +143,16 @@ fn windows(config: &Config) -> Vec<Option<usize>> {
     (0..config.num_hidden_layers).map(narrow).collect()
 }
 
+/// Whether files of a kind say which layers have a window.
+fn lists_windows(kind: &str) -> bool {
+    ["olmo2", "exaone4"].contains(&kind)
+}
+
 /// The windows that layers have in llama.cpp, of the width that a file says.
 fn windows_of(kind: &str, config: &Config) -> Vec<Option<usize>> {
     let width = windows(config).into_iter().flatten().next();
     let is_narrow = |layer: usize| match kind {
+        _ if lists_windows(kind) => config.parts.window(layer).is_some(),
         "gemma2" => layer.is_multiple_of(2),
         "gemma3" => layer % 6 < 5,
         _ => false,
@@ -170,11 +187,15 @@ pub(crate) fn renamed(name: &str, kind: &str, config: &Config) -> Result<String>
         Some((module, parameter @ ("weight" | "bias"))) => (module, parameter),
         _ => (rest, "weight"),
     };
-    let module = match (module, config.parts.norms) {
-        (ROUTER, _) if parameter == "bias" => Some("exp_probs_b"),
-        ("post_attention_layernorm", Norms::Before) if kind == "glm4moe" => Some("post_attention_norm"),
-        ("post_attention_layernorm", Norms::Before) | ("pre_feedforward_layernorm", _) => Some("ffn_norm"),
-        ("mlp.gate_up_proj", _) => Some("ffn_up"),
+    let place = config.parts.norms.names().iter().position(|name| *name == Some(module));
+    let of_heads = module.strip_prefix("self_attn.");
+    let of_heads = config.parts.qk_norm.names().iter().position(|name| of_heads == Some(name));
+    let module = match (place, of_heads) {
+        _ if module == ROUTER && parameter == "bias" => Some("exp_probs_b"),
+        (Some(2), _) if ["glm4moe", "seed_oss"].contains(&kind) => Some("post_attention_norm"),
+        (Some(at), _) => Some(NORMS[at]),
+        (_, Some(at)) => Some(QK_NORMS[at]),
+        _ if module == FUSED_GATE => Some("ffn_up"),
         _ => MODULES.iter().find(|(_, hub)| *hub == module).map(|(gguf, _)| *gguf),
     };
     let module = module.with_context(|| format!("{name:?} has no name in GGUF files of {kind}"))?;
@@ -285,7 +306,7 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         (
             norms,
             scores,
-            config.parts.local_rope.clone(),
+            config.parts.local_rope.clone().map(|(theta, scaling)| (rounded(theta), scaling)),
             [embedding_scale, branch_scale, logits_divisor, rotary_share].map(rounded),
         )
     };

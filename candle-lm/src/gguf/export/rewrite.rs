@@ -36,8 +36,6 @@ pub(crate) fn rewrite(
     );
     let mut reader = BufReader::new(File::open(base).with_context(|| format!("{}", base.display()))?);
     let content = gguf_file::Content::read(&mut reader)?;
-    let kind = content.metadata.get("general.architecture").and_then(|kind| kind.to_string().ok());
-    let kind = kind.cloned().unwrap_or_default();
     let shapes: BTreeMap<String, Vec<usize>> = adapter.config(&files.config).tensors().into_iter().collect();
     let fused: BTreeMap<String, Vec<(String, usize)>> = files.config.fused().into_iter().collect();
     let merged = |name: &str, was: GgmlDType| -> Result<Option<QTensor>> {
@@ -60,7 +58,7 @@ pub(crate) fn rewrite(
     infos.sort_by_key(|(_, info)| info.offset);
     let mut tensors = Vec::new();
     for (name, info) in infos {
-        let made = match merged(&renamed(name, &kind), info.ggml_dtype)? {
+        let made = match merged(&renamed(name, &files.config), info.ggml_dtype)? {
             Some(made) => made,
             None => content.tensor(&mut reader, name, &Device::Cpu)?,
         };

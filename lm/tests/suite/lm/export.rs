@@ -66,6 +66,15 @@ fn exported_files_compute_what_their_folders_compute() {
         "glm4 moe",
         "glm4 moe with norms and groups",
         "minimax m2",
+        "olmo3",
+        "seed oss",
+        "exaone4",
+        "exaone4 without windows",
+        "hunyuan",
+        "ernie",
+        "glm",
+        "glm4",
+        "glm4 without biases",
     ];
     let mut done = Vec::new();
     for mut model in models {

@@ -17,7 +17,7 @@ use crate::lm::families::{Families, Family, families, greedy, logits, stored};
 use crate::lm::ropes::{Ropes, after, ropes};
 
 /// Names in GGUF files, and on the Hub.
-const MODULES: [(&str, &str); 23] = [
+const MODULES: [(&str, &str); 27] = [
     ("token_embd", "model.embed_tokens"),
     ("output_norm", "model.norm"),
     ("output", "lm_head"),
@@ -29,6 +29,8 @@ const MODULES: [(&str, &str); 23] = [
     ("attn_output", "self_attn.o_proj"),
     ("attn_q_norm", "self_attn.q_norm"),
     ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_q_norm", "self_attn.query_layernorm"),
+    ("attn_k_norm", "self_attn.key_layernorm"),
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_up", "mlp.gate_up_proj"),
@@ -41,6 +43,8 @@ const MODULES: [(&str, &str); 23] = [
     ("ffn_up_exps", "mlp.experts.up_proj"),
     ("ffn_down_exps", "mlp.experts.down_proj"),
     ("post_ffw_norm", "post_feedforward_layernorm"),
+    ("post_attention_norm", "post_self_attn_layernorm"),
+    ("post_ffw_norm", "post_mlp_layernorm"),
 ];
 
 fn named(name: &str, has_four: bool, kind: &str) -> String {
@@ -50,7 +54,9 @@ fn named(name: &str, has_four: bool, kind: &str) -> String {
     let gguf = match inner {
         "pre_feedforward_layernorm" => "ffn_norm",
         "mlp.router" if parameter == "bias" => "exp_probs_b",
-        "post_attention_layernorm" if has_four || ["olmo2", "glm4moe"].contains(&kind) => {
+        "post_attention_layernorm"
+            if has_four || ["olmo2", "exaone4", "seed_oss", "glm4moe"].contains(&kind) =>
+        {
             "post_attention_norm"
         }
         "post_attention_layernorm" => "ffn_norm",
@@ -91,6 +97,9 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "qwen3_moe" => "qwen3moe",
         "glm4_moe" => "glm4moe",
         "minimax_m2" => "minimax-m2",
+        "olmo3" => "olmo2",
+        "hunyuan_v1_dense" => "hunyuan-dense",
+        "glm" => "chatglm",
         other => other,
     };
     let (is_gemma, is_permuted) =
@@ -153,7 +162,7 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
             metadata.extend((!experts.normalize).then_some(("expert_weights_norm", Stored::Bool(false))));
         }
     }
-    if is_gemma {
+    if is_gemma || fields["layer_types"].to_string().contains("sliding") {
         metadata.push(("attention.sliding_window", size("sliding_window")));
         let list = fields["layer_types"]
             .as_array()
@@ -172,6 +181,15 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         metadata.push(("rope.scaling.type", Stored::String("linear".into())));
         metadata.push(("rope.scaling.factor", Stored::F32(8.0)));
         metadata.push(("rope.freq_base_swa", Stored::F32(10_000.0)));
+    }
+    if kind == "hunyuan-dense" {
+        metadata.push(("rope.scaling.type", Stored::String("none".into())));
+        metadata.push(("rope.scaling.factor", Stored::F32(1.0)));
+        metadata.push(("rope.scaling.original_context_length", Stored::U32(1 << 18)));
+    }
+    if model_type == "olmo3" {
+        // What llama.cpp computes by itself.
+        metadata.push(("rope.scaling.yarn_attn_factor", Stored::F32(0.1 * 4f32.ln() + 1.0)));
     }
     if kind == "granite" {
         let names = [
@@ -277,6 +295,8 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "smollm3",
         "mixtral with windows",
         "qwen3 moe with raw weights",
+        "seed oss with other biases",
+        "ernie with biases",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);

@@ -1,0 +1,85 @@
+//! Families of makers that have one each.
+
+use candle_shard::kernels::RopePairs;
+
+use super::{Family, FamilyDefaults, PLAIN, biased, full, windows};
+use crate::config::fields::FieldRule::{self, Only, Used};
+use crate::config::fields::Plain::{False, One, Text, True};
+use crate::config::parts::{Norms, Parts, QkNorm};
+
+/// Their rows.
+pub(super) static FAMILIES: [Family; 4] = [
+    Family {
+        model_type: "seed_oss",
+        architecture: "SeedOssForCausalLM",
+        fields: &[("attention_bias", Used), ("attention_out_bias", Used), ("mlp_bias", Used)],
+        absent: FamilyDefaults { head_dim: Some(128), ..PLAIN },
+        parts: |fields, _| {
+            Ok(Parts {
+                qkv_bias: fields.switch_or("attention_bias", true)?,
+                output_bias: fields.switch("attention_out_bias")?,
+                mlp_bias: fields.switch("mlp_bias")?,
+                ..Parts::default()
+            })
+        },
+    },
+    Family {
+        model_type: "exaone4",
+        architecture: "Exaone4ForCausalLM",
+        fields: &[("layer_types", Used), ("sliding_window", Used), ("sliding_window_pattern", Used)],
+        absent: PLAIN,
+        parts: |fields, layers| {
+            let window = fields.window("sliding_window", Some(4096))?;
+            let (windows, rotary) = match window {
+                None => {
+                    full(fields)?;
+                    (Vec::new(), Vec::new())
+                }
+                Some(_) => {
+                    // transformers does not read the pattern beside the list.
+                    let pattern = match fields.get("layer_types") {
+                        Some(_) => None,
+                        None => fields.optional_size("sliding_window_pattern", layers.max(64))?,
+                    };
+                    let windows = windows(fields, layers, window, pattern.unwrap_or(4))?;
+                    let rotary = windows.iter().map(Option::is_some).collect();
+                    (windows, rotary)
+                }
+            };
+            Ok(Parts { norms: Norms::After, qk_norm: QkNorm::Head, windows, rotary, ..Parts::default() })
+        },
+    },
+    Family {
+        model_type: "hunyuan_v1_dense",
+        architecture: "HunYuanDenseV1ForCausalLM",
+        fields: &[
+            ("attention_bias", Used),
+            // What transformers does not read, and other programs do.
+            ("attention_head_dim", FieldRule::Harmless),
+            ("cla_share_factor", FieldRule::Harmless),
+            ("eod_token_id", FieldRule::Harmless),
+            ("norm_type", Only(Text("rms"))),
+            ("use_cla", Only(False)),
+            ("use_qk_norm", Only(True)),
+            ("use_rotary_pos_emb", Only(True)),
+        ],
+        absent: PLAIN,
+        parts: |fields, layers| Ok(Parts { qk_norm: QkNorm::HeadBehindRotary, ..biased(fields, layers)? }),
+    },
+    Family {
+        model_type: "ernie4_5",
+        architecture: "Ernie4_5ForCausalLM",
+        fields: &[("compression_ratio", Only(One)), ("use_bias", Used)],
+        absent: FamilyDefaults { tied: true, head_dim: Some(128), rope_theta: 500_000.0, ..PLAIN },
+        parts: |fields, _| {
+            let bias = fields.switch("use_bias")?;
+            Ok(Parts {
+                qkv_bias: bias,
+                output_bias: bias,
+                mlp_bias: bias,
+                pairs: RopePairs::Neighbors,
+                ..Parts::default()
+            })
+        },
+    },
+];
