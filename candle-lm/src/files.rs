@@ -87,6 +87,10 @@ impl Files {
             weights = weights.retain(|name| wrapper::name_in_text(name).is_some());
             weights = weights.rename(|name| wrapper::name_in_text(name).unwrap_or_default())?;
         }
+        let has_drafts = weights.names().any(|name| config.is_of_draft(name));
+        if has_drafts {
+            weights = weights.retain(|name| !config.is_of_draft(name));
+        }
         if let Some(quantization) = &config.quantization {
             // The shapes of some weights are values of tensors.
             let headers_suffice =
@@ -123,6 +127,7 @@ impl Files {
         }
         check_others(&weights, folder, &config, &tensors)?;
         let mut unmet: Vec<String> = config.notes.iter().cloned().chain(generation.unmet).collect();
+        unmet.extend(has_drafts.then(|| "the layers that predict further tokens are left out".to_owned()));
         // As in transformers, where the two files differ.
         let ends = if generation.ends.is_empty() { config.ends().to_vec() } else { generation.ends };
         if config.ends().iter().any(|end| !ends.contains(end)) {

@@ -20,9 +20,9 @@ fn heads(config: &Config, path: &str) -> Option<usize> {
     }
 }
 
-/// Whether the model has some rows in another order than transformers.
+/// Whether the model has some rows in another order than transformers, which latent attention never has.
 pub(super) fn are_turned(config: &Config) -> bool {
-    matches!(config.parts.pairs, RopePairs::Neighbors)
+    matches!(config.parts.pairs, RopePairs::Neighbors) && config.parts.latent.is_none()
 }
 
 /// The rows of a tensor of the module `path`, if they are those of queries or keys, from the order of transformers to that in which

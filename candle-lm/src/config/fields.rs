@@ -6,7 +6,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::families::{Family, families};
+use super::families::{Family, families, refusal};
 use super::unknown::{UnknownFields, is_full_attention};
 
 /// What is done about a field.
@@ -29,6 +29,24 @@ pub(super) enum Plain {
     Zero,
     One,
     Text(&'static str),
+}
+
+/// A field and what is done about it.
+type FieldRow = (&'static str, FieldRule);
+
+/// The rows of two tables.
+pub(super) const fn joined<const A: usize, const B: usize, const N: usize>(
+    first: [FieldRow; A],
+    second: [FieldRow; B],
+) -> [FieldRow; N] {
+    assert!(A + B == N, "the length is not the sum of both");
+    let mut all = [("", FieldRule::Used); N];
+    let mut at = 0;
+    while at < N {
+        all[at] = if at < A { first[at] } else { second[at - A] };
+        at += 1;
+    }
+    all
 }
 
 /// The fields that all families have.
@@ -159,6 +177,9 @@ impl Fields {
         let Some(model_type) = fields.get("model_type") else {
             bail!("there is no model_type, which says what is computed; supported: {}", known());
         };
+        if let Some(reason) = refusal(model_type) {
+            bail!("model_type {model_type} is not supported: {reason}");
+        }
         let family = families().find(|family| model_type == family.model_type);
         let family = family
             .with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;

@@ -49,6 +49,25 @@ pub struct Parts {
     pub fused: bool,
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
+    /// How many layers behind the others predict further tokens, where files have them; they are left out.
+    pub draft_layers: usize,
+    /// The latents that keys and values are made of, if they are.
+    pub latent: Option<LatentWidths>,
+}
+
+/// The widths of latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentWidths {
+    /// That of the latents of queries, if they have some.
+    pub query: Option<usize>,
+    /// That of the latents of keys and values.
+    pub rank: usize,
+    /// The part of a key that each head has of its own, which is not turned.
+    pub own: usize,
+    /// The part that is turned, which the keys of all heads have in common.
+    pub rotary: usize,
+    /// That of a value.
+    pub value: usize,
 }
 
 /// Where a layer has norms.
@@ -116,6 +135,8 @@ impl Default for Parts {
             logits_divisor: 1.0,
             fused: false,
             experts: None,
+            draft_layers: 0,
+            latent: None,
         }
     }
 }

@@ -1,10 +1,12 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
+mod deepseek;
 mod gemma;
 mod llama;
 mod qwen;
 
 use anyhow::{Result, ensure};
+use serde_json::Value;
 
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
@@ -54,7 +56,12 @@ const PLAIN: FamilyDefaults = FamilyDefaults { tied: false, head_dim: None, rope
 
 /// All families.
 pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
-    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES].into_iter().flatten()
+    [&llama::FAMILIES[..], &qwen::FAMILIES, &gemma::FAMILIES, &deepseek::FAMILIES].into_iter().flatten()
+}
+
+/// Why a kind of model is not supported, if that is known.
+pub(in crate::config) fn refusal(model_type: &Value) -> Option<&'static str> {
+    deepseek::REFUSED.iter().find(|(name, _)| model_type == name).map(|(_, reason)| *reason)
 }
 
 /// Biases as the fields say.

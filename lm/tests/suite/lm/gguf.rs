@@ -251,6 +251,10 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "smollm3",
         "mixtral with windows",
         "qwen3 moe with raw weights",
+        "deepseek v3",
+        "deepseek v3 with scaled scores",
+        "deepseek v2",
+        "glm4 moe lite",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);
