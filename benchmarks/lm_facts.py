@@ -157,6 +157,34 @@ DENSE = {
     "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
 }
 
+# Latent attention.
+LATENTS = dict(
+    num_attention_heads=3, num_key_value_heads=3, hidden_size=36, kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6,
+    qk_rope_head_dim=4, v_head_dim=8, rope_parameters=ROPE,
+)
+LATENT_YARN = dict(
+    rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0,
+)
+CASES |= {
+    "deepseek v3": ("DeepseekV3", dict(LATENTS, first_k_dense_replace=2)),
+    "deepseek v3 with scaled scores": (
+        "DeepseekV3",
+        dict(
+            LATENTS, first_k_dense_replace=2, q_lora_rank=None, attention_bias=True, rope_interleave=False,
+            num_attention_heads=4, num_key_value_heads=4,
+            rope_parameters=dict(LATENT_YARN, mscale=0.707, mscale_all_dim=1.0),
+        ),
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        dict(
+            LATENTS, first_k_dense_replace=2, q_lora_rank=None, num_attention_heads=4, num_key_value_heads=4,
+            rope_parameters=dict(LATENT_YARN, mscale=0.707, mscale_all_dim=0.707),
+        ),
+    ),
+    "glm4 moe lite": ("Glm4MoeLite", dict(LATENTS, mlp_layer_types=["dense", "dense"], rms_norm_eps=1e-5)),
+}
+
 MODELS = {**CASES, **MIXTURES, **DENSE}
 
 ROPES_PATH = PATH.with_name("ropes.json")

@@ -67,7 +67,7 @@ impl SelfAttention {
         let [q, k] = self.placed([q, k], &|x| angles.turn(x, &places, is_local))?;
         let mixed = match cache::texts(turns) {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
-            Texts::Cut(texts) => self.over_parts([&q, &k, &v], texts)?,
+            Texts::Cut(texts) => over_parts(&self.options(), [&q, &k, &v], texts, Ok)?,
         };
         self.o_proj.forward(&mixed.flatten_from(2)?)
     }
@@ -92,26 +92,33 @@ impl SelfAttention {
     fn options(&self) -> Attention {
         Attention::default().scale(self.scale).cap(self.scores_cap).causal(true).window(self.window)
     }
+}
 
-    /// Attention `[batch, tokens, heads, dim]` over caches of which each rank has some tokens, text by text.
-    fn over_parts(&self, [q, k, v]: [&DTensor; 3], texts: Vec<CutTurn<'_>>) -> Result<DTensor> {
-        let mut start = 0;
-        let of_text = |CutTurn { tokens, past }: CutTurn<'_>| {
-            let part = |x: &DTensor| x.narrow(2, start, tokens)?.transpose(1, 2);
-            let [q, k, v] = [part(q)?, part(k)?, part(v)?];
-            start += tokens;
-            let VisibleKv { keys, values, order } = past.extend([&k, &v])?;
-            // Each rank computes some of several queries; one query meets the keys of each rank where they are.
-            let whole: Placements = q.placements().into();
-            let mut parts = whole.clone();
-            if q.dims()[1] > 1 {
-                parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
-            }
-            self.options().key_order(order).of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
-        };
-        match &texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?[..] {
-            [one] => Ok(one.clone()),
-            parts => DTensor::cat(parts, 1),
+/// Attention `[batch, tokens, heads, dim]` of queries, keys and values `[batch, heads, tokens, dim]` over caches of which each rank
+/// has some tokens, text by text. `read` says what queries meet, of what is kept.
+pub(crate) fn over_parts(
+    options: &Attention,
+    [q, k, v]: [&DTensor; 3],
+    texts: Vec<CutTurn<'_>>,
+    read: fn(VisibleKv) -> Result<VisibleKv>,
+) -> Result<DTensor> {
+    let mut start = 0;
+    let of_text = |CutTurn { tokens, past }: CutTurn<'_>| {
+        let part = |x: &DTensor| x.narrow(2, start, tokens)?.transpose(1, 2);
+        let [q, k, v] = [part(q)?, part(k)?, part(v)?];
+        start += tokens;
+        let VisibleKv { keys, values, order } = read(past.extend([&k, &v])?)?;
+        // Each rank computes some of several queries; one query meets the keys of each rank where they are.
+        let whole: Placements = q.placements().into();
+        let mut parts = whole.clone();
+        if q.dims()[1] > 1 {
+            parts[q.mesh().axis_index(TOKEN_AXIS)?] = Shard(1);
         }
+        let options = options.clone().key_order(order);
+        options.of(&q.redistribute(&parts)?, &keys, &values)?.redistribute(&whole)
+    };
+    match &texts.into_iter().map(of_text).collect::<Result<Vec<_>>>()?[..] {
+        [one] => Ok(one.clone()),
+        parts => DTensor::cat(parts, 1),
     }
 }

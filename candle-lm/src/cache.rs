@@ -1,8 +1,8 @@
-//! Keys and values of the tokens so far, each rank those of its heads.
+//! Keys and values of the tokens so far, each rank those of its heads; or the latents that they are made of.
 
 use candle_core::DType;
 use candle_dist::DeviceMesh;
-use candle_shard::nn::{KvCache, RotatingKvCache, SequenceCache, TextCache, TextTokens};
+use candle_shard::nn::{KvCache, LatentCache, RotatingKvCache, SequenceCache, TextCache, TextTokens};
 use candle_shard::{DTensor, Error, Result, TokenOrder};
 
 use crate::config::Config;
@@ -28,7 +28,9 @@ enum LayerCache {
     All(KvCache),
     /// Those of the last tokens, which are all that a layer with a window sees.
     Window(RotatingKvCache),
-    /// Those of all tokens: each rank of a mesh axis has a part of them. The dtype is theirs, if it is not that of the model.
+    /// The latents of all tokens, with what keys have in common.
+    Latent(LatentCache),
+    /// Those of all tokens, latents and what keys have in common too: each rank of a mesh axis has a part of them. The dtype is theirs, if it is not that of the model.
     Cut(Box<SequenceCache>, Option<DType>),
 }
 
@@ -63,8 +65,9 @@ impl SequenceParts<'_> {
 }
 
 impl LayerCache {
-    fn new(room: usize, window: Option<usize>) -> Self {
-        match window {
+    fn new(config: &Config, layer: usize, room: usize) -> Self {
+        match config.parts.window(layer) {
+            _ if config.parts.latent.is_some() => Self::Latent(LatentCache::new(TOKENS, room)),
             Some(window) if window < room => Self::Window(RotatingKvCache::new(TOKENS, window)),
             _ => Self::All(KvCache::new(TOKENS, room)),
         }
@@ -74,6 +77,7 @@ impl LayerCache {
         match self {
             Self::All(cache) => Self::All(cache.with_dtype(dtype)),
             Self::Window(cache) => Self::Window(cache.with_dtype(dtype)),
+            Self::Latent(cache) => Self::Latent(cache.with_dtype(dtype)),
             Self::Cut(cache, _) => Self::Cut(cache, Some(dtype)),
         }
     }
@@ -82,6 +86,7 @@ impl LayerCache {
         match self {
             Self::All(cache) => cache.reset(),
             Self::Window(cache) => cache.reset(),
+            Self::Latent(cache) => cache.reset(),
             Self::Cut(cache, _) => cache.reset(),
         }
     }
@@ -125,6 +130,7 @@ pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Texts<'_> {
         match past.kept {
             LayerCache::All(cache) => whole.push(TextTokens { tokens, cache: TextCache::All(cache) }),
             LayerCache::Window(cache) => whole.push(TextTokens { tokens, cache: TextCache::Window(cache) }),
+            LayerCache::Latent(cache) => whole.push(TextTokens { tokens, cache: TextCache::Latent(cache) }),
             LayerCache::Cut(cache, dtype) => {
                 cut.push(CutTurn { tokens, past: SequenceParts { cache, dtype: *dtype } });
             }
@@ -134,20 +140,22 @@ pub(crate) fn texts(turns: Vec<LayerTokens<'_>>) -> Texts<'_> {
 }
 
 impl Cache {
-    /// Creates a cache of `room` tokens for each of `layers` layers without windows. It allocates when the first tokens come.
+    /// Creates a cache of `room` tokens for each of `layers` layers of keys and values without windows. It allocates when the first
+    /// tokens come.
     pub fn new(layers: usize, room: usize) -> Self {
-        Self { layers: (0..layers).map(|_| LayerCache::new(room, None)).collect(), room, len: 0, dtype: None }
+        let all = |_| LayerCache::All(KvCache::new(TOKENS, room));
+        Self { layers: (0..layers).map(all).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache of `room` tokens for each layer of a model. A layer with a window keeps no more than its window.
     pub fn of(config: &Config, room: usize) -> Self {
-        let kept = |layer| LayerCache::new(room, config.parts.window(layer));
+        let kept = |layer| LayerCache::new(config, layer, room);
         Self { layers: (0..config.num_hidden_layers).map(kept).collect(), room, len: 0, dtype: None }
     }
 
     /// Creates a cache for one layer.
-    pub(crate) fn of_layer(window: Option<usize>, room: usize) -> Self {
-        Self { layers: vec![LayerCache::new(room, window)], room, len: 0, dtype: None }
+    pub(crate) fn of_layer(config: &Config, layer: usize, room: usize) -> Self {
+        Self { layers: vec![LayerCache::new(config, layer, room)], room, len: 0, dtype: None }
     }
 
     /// Gives each rank of a mesh axis a part of the tokens of all layers without windows. A layer with a window keeps
@@ -157,7 +165,7 @@ impl Cache {
     /// If the mesh has no such axis, or there is room for no token.
     pub fn over(mut self, mesh: &DeviceMesh, axis: &str) -> Result<Self> {
         for layer in &mut self.layers {
-            if matches!(layer, LayerCache::All(_)) {
+            if matches!(layer, LayerCache::All(_) | LayerCache::Latent(_)) {
                 *layer = LayerCache::Cut(Box::new(SequenceCache::new(mesh, axis, self.room)?), self.dtype);
             }
         }

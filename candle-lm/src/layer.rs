@@ -10,15 +10,39 @@ use crate::balance::DecoderRouter;
 use crate::cache::LayerTokens;
 use crate::config::Config;
 use crate::feed_forward::FeedForward;
+use crate::latent::LatentAttention;
 use crate::norm::Norm;
 use crate::rope::Angles;
 
-/// Attention with grouped heads, and a gated feed-forward network.
+/// What mixes the tokens of a layer.
+#[derive(Debug)]
+enum Mixer {
+    Heads(Box<SelfAttention>),
+    Latent(Box<LatentAttention>),
+}
+
+impl Mixer {
+    fn new(config: &Config, layer: usize, vb: &MeshVarBuilder) -> Result<Self> {
+        Ok(match config.parts.latent {
+            None => Self::Heads(SelfAttention::new(config, layer, vb)?.into()),
+            Some(widths) => Self::Latent(LatentAttention::new(config, widths, vb)?.into()),
+        })
+    }
+
+    fn forward(&self, x: &DTensor, angles: &Angles, turns: Option<Vec<LayerTokens<'_>>>) -> Result<DTensor> {
+        match self {
+            Self::Heads(attention) => attention.forward(x, angles, turns),
+            Self::Latent(attention) => attention.forward(x, angles, turns),
+        }
+    }
+}
+
+/// Attention, and a gated feed-forward network.
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     /// Before and after attention, before and after the feed-forward layer.
     norms: [Option<Norm>; 4],
-    attention: SelfAttention,
+    attention: Mixer,
     feed_forward: FeedForward,
     /// The router of the experts, in a model that learns their balance.
     router: Option<DecoderRouter>,
@@ -35,7 +59,7 @@ impl DecoderLayer {
         let [a, b, c, d] = parts.norms.names();
         Ok(Self {
             norms: [norm(a)?, norm(b)?, norm(c)?, norm(d)?],
-            attention: SelfAttention::new(config, layer, &vb.pp("self_attn"))?,
+            attention: Mixer::new(config, layer, &vb.pp("self_attn"))?,
             feed_forward: FeedForward::new(config, layer, &vb.pp("mlp"))?,
             router: None,
             branch_scale: parts.branch_scale,

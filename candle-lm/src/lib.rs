@@ -20,6 +20,7 @@ pub mod files;
 pub mod generate;
 mod gguf;
 pub mod hub;
+mod latent;
 mod layer;
 mod lm;
 pub mod memory;

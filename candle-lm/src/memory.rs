@@ -17,7 +17,7 @@ use crate::files::Files;
 ///
 /// Each of `cp` ranks keeps a part of the tokens of layers without a window; the numbers are those of one of them. Layers
 /// with a window keep no more tokens than it has. If there are fewer key heads than ranks, each query head has a
-/// copy.
+/// copy. Latent attention keeps one latent of a token on each rank, with what the keys of all heads have in common.
 ///
 /// ```
 /// use candle_core::DType;
@@ -32,11 +32,17 @@ use crate::files::Files;
 pub fn cache_bytes(config: &Config, dtype: DType, [texts, room]: [usize; 2], [tp, cp]: [usize; 2]) -> usize {
     let Heads { query, key_value, dim } = config.heads();
     let heads = if key_value < tp { query } else { key_value };
+    // Each rank has all latents.
+    let of_token =
+        config.parts.latent.map_or(2 * heads * dim, |widths| tp.max(1) * (widths.rank + widths.rotary));
     let part = room.div_ceil(cp.max(1));
     let kept = |layer| config.parts.window(layer).filter(|&window| window < room).unwrap_or(part);
     let tokens: usize = (0..config.num_hidden_layers).map(kept).fold(0, usize::saturating_add);
-    [tokens, heads, dim, 2, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
+    [tokens, of_token, dtype.size_in_bytes(), texts].into_iter().fold(1, usize::saturating_mul)
 }
+
+/// The matrices that each rank has whole.
+const WHOLE: [&str; 4] = ["router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"];
 
 /// The projections whose outputs are cut.
 const CUT: [&str; 5] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
@@ -70,7 +76,7 @@ pub fn weight_bytes(files: &Files, held: &ModelOptions, [tp, pp]: [usize; 2]) ->
         let module = name.rsplit('.').nth(1).unwrap_or_default();
         let copies = match shape.len() {
             3 => 1,
-            _ if ["router", "shared_expert_gate"].contains(&module) => tp,
+            _ if WHOLE.contains(&module) => tp,
             _ if shares_keys && ["k_proj", "v_proj"].contains(&module) => tp,
             0 | 1 if !(name.ends_with(".bias") && CUT.contains(&module)) => tp,
             // The first stage looks tokens up in the table, and the last one computes logits with it.
@@ -105,7 +111,13 @@ fn held_blocks(files: &Files, held: &ModelOptions, tp: usize, name: &str) -> Res
     let experts = EXPERTS.iter().find_map(|part| name.strip_suffix(part));
     let is_kept = match (name.rsplit('.').nth(1).unwrap_or_default(), attention(name), experts) {
         (_, _, Some(layer)) => all(EXPERTS.map(|part| format!("{layer}{part}")))?,
-        ("router", ..) => false,
+        ("router" | "kv_b_proj", ..) => false,
+        ("o_proj", ..) if let Some(widths) = files.config.parts.latent => {
+            let Heads { query: count, .. } = files.config.heads();
+            let heads = Heads { query: count, key_value: count, dim: widths.value };
+            (heads.together(tp, own.block_size()) * widths.value).is_multiple_of(own.block_size())
+        }
+        _ if files.config.parts.latent.is_some() => true,
         ("q_proj" | "k_proj" | "v_proj", Some(names), _) => all(names)?,
         ("o_proj", Some(names), _) => {
             let heads = files.config.heads();

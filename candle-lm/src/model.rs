@@ -40,10 +40,20 @@ enum WeightCut {
     Joined,
 }
 
+/// The projections of queries, keys and values, which are one layer.
+const ATTENTION: &str = "model.layers.*.self_attn";
+
+/// Those of latent attention: of queries without and with latents of their own, and of keys and values.
+const LATENT: [&str; 3] = [
+    "model.layers.*.self_attn.q_proj",
+    "model.layers.*.self_attn.q_b_proj",
+    "model.layers.*.self_attn.kv_b_proj",
+];
+
 /// The modules that are cut.
 const PLAN: [(&str, WeightCut); 7] = [
     ("model.embed_tokens", WeightCut::Rows),
-    ("model.layers.*.self_attn", WeightCut::Columns),
+    (ATTENTION, WeightCut::Columns),
     ("model.layers.*.self_attn.o_proj", WeightCut::Rows),
     ("model.layers.*.mlp.gate_proj", WeightCut::Columns),
     ("model.layers.*.mlp.up_proj", WeightCut::Columns),
@@ -78,8 +88,15 @@ impl Decoder {
     /// How a model is cut on the mesh axis `axis`: heads and feed-forward columns, tables by tokens. [Experts](candle_shard::nn::MoE) have axes
     /// of their own.
     pub fn plan(config: &Config, axis: &str) -> Plan {
-        let is_there = |module: &str| !module.contains(".mlp.") || config.has_dense_layers();
-        let modules = PLAN.into_iter().filter(|(module, _)| is_there(module));
+        let is_latent = config.parts.latent.is_some();
+        let is_there = |module: &str| match module {
+            ATTENTION => !is_latent,
+            _ => !module.contains(".mlp.") || config.has_dense_layers(),
+        };
+        let query = config.parts.latent.and_then(|widths| widths.query).map_or(0, |_| 1);
+        let latent = [LATENT[query], LATENT[2]].into_iter().filter(|_| is_latent);
+        let latent = latent.map(|module| (module, WeightCut::Columns));
+        let modules = PLAN.into_iter().filter(|(module, _)| is_there(module)).chain(latent);
         let shared = config.parts.experts.iter().filter(|experts| experts.shared > 0);
         let shared = shared.flat_map(|experts| {
             let network = format!("model.layers.*.{}", experts.names.shared[0]);

@@ -23,6 +23,11 @@ impl Norm {
         Ok(Self { weight, adds_one, eps: config.rms_norm_eps })
     }
 
+    /// The same norm with another number that keeps it from dividing by zero.
+    pub(crate) fn with_eps(self, eps: f64) -> Self {
+        Self { eps, ..self }
+    }
+
     /// The device of the weight.
     pub(crate) fn device(&self) -> &Device {
         self.weight.device()

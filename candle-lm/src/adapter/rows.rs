@@ -19,7 +19,7 @@ fn heads(config: &Config, path: &str) -> Option<usize> {
     }
 }
 
-/// Whether the model has some rows in another order than transformers.
+/// Whether the model has some rows in another order than transformers, which latent attention never has.
 pub(super) fn are_turned(config: &Config) -> bool {
     config.parts.permuted
 }

@@ -6,7 +6,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::families::{Family, families};
+use super::families::{Family, families, refusal};
 use super::unknown::{UnknownFields, is_full_attention};
 
 /// What is done about a field.
@@ -177,6 +177,9 @@ impl Fields {
         let Some(model_type) = fields.get("model_type") else {
             bail!("there is no model_type, which says what is computed; supported: {}", known());
         };
+        if let Some(reason) = refusal(model_type) {
+            bail!("model_type {model_type} is not supported: {reason}");
+        }
         let family = families().find(|family| model_type == family.model_type);
         let family = family
             .with_context(|| format!("model_type {model_type} is not supported; supported: {}", known()))?;

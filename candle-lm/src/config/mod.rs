@@ -174,13 +174,22 @@ impl Config {
         let ids = |name: &str| fields.get(name).map_or(Ok(None), |value| TokenIds::read(name, value));
         let absent = fields.family.absent;
         let num_hidden_layers = fields.size("num_hidden_layers", MOST_LAYERS)?;
+        let parts = Parts {
+            rotary_share: rope::share(&fields)?,
+            ..(fields.family.parts)(&fields, num_hidden_layers)?
+        };
+        // A head's share of latent attention, whatever the field says.
+        let head_dim = match &parts.latent {
+            Some(widths) => Some(widths.own + widths.rotary),
+            None => fields.optional_size("head_dim", MOST)?.or(absent.head_dim),
+        };
         let config = Self {
             hidden_size: fields.size("hidden_size", MOST)?,
             intermediate_size: fields.size("intermediate_size", MOST)?,
             num_hidden_layers,
             num_attention_heads: fields.size("num_attention_heads", MOST)?,
             num_key_value_heads: fields.optional_size("num_key_value_heads", MOST)?,
-            head_dim: fields.optional_size("head_dim", MOST)?.or(absent.head_dim),
+            head_dim,
             vocab_size: fields.size("vocab_size", MOST)?,
             max_position_embeddings: fields.size("max_position_embeddings", MOST)?,
             rms_norm_eps: fields.positive("rms_norm_eps")?,
@@ -189,10 +198,7 @@ impl Config {
             tie_word_embeddings: fields.switch_or("tie_word_embeddings", absent.tied)?,
             bos_token_id: ids("bos_token_id")?.and_then(|ids| ids.ids().first().copied()),
             eos_token_id: ids("eos_token_id")?,
-            parts: Parts {
-                rotary_share: rope::share(&fields)?,
-                ..(fields.family.parts)(&fields, num_hidden_layers)?
-            },
+            parts,
             quantization: quantization(fields.get("quantization_config"))?,
             has_images,
             family: fields.family.model_type,
@@ -213,6 +219,10 @@ impl Config {
             query.is_multiple_of(key_value),
             "num_key_value_heads {key_value} does not divide num_attention_heads {query}"
         );
+        ensure!(
+            self.parts.latent.is_none() || query == key_value,
+            "num_key_value_heads is {key_value}, and latent attention has as many as num_attention_heads, which is {query}"
+        );
         let width = self.rotary_width();
         ensure!(
             width > 0 && width.is_multiple_of(2),
@@ -222,9 +232,10 @@ impl Config {
         self.rope_scaling.iter().chain(local).try_for_each(|scaling| scaling.check(width))
     }
 
-    /// The elements of a head that have rotary positions: its first ones.
+    /// The elements of a head that have rotary positions: its first ones, or the last ones of latent attention.
     pub(super) fn rotary_width(&self) -> usize {
-        (self.heads().dim as f64 * self.parts.rotary_share) as usize
+        let share = (self.heads().dim as f64 * self.parts.rotary_share) as usize;
+        self.parts.latent.map_or(share, |widths| widths.rotary)
     }
 
     /// The longest sequence: positions that are scaled by its length go beyond what was learned.

@@ -54,6 +54,23 @@ pub struct Parts {
     pub experts: Option<Experts>,
     /// How many layers behind the others predict further tokens, where files have them; they are left out.
     pub draft_layers: usize,
+    /// The latents that keys and values are made of, if they are.
+    pub latent: Option<LatentWidths>,
+}
+
+/// The widths of latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentWidths {
+    /// That of the latents of queries, if they have some.
+    pub query: Option<usize>,
+    /// That of the latents of keys and values.
+    pub rank: usize,
+    /// The part of a key that each head has of its own, which is not turned.
+    pub own: usize,
+    /// The part that is turned, which the keys of all heads have in common.
+    pub rotary: usize,
+    /// That of a value.
+    pub value: usize,
 }
 
 /// Queries, keys and values in one.
@@ -157,6 +174,7 @@ impl Default for Parts {
             fused: &[],
             experts: None,
             draft_layers: 0,
+            latent: None,
         }
     }
 }

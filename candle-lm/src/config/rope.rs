@@ -117,6 +117,24 @@ pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<RopeSett
     Ok(Some((theta.unwrap_or(absent), scaling(fields, form).with_context(|| name)?)))
 }
 
+/// The factor of scores, which YaRN has for some families: that of cosines and sines by `mscale_all_dim`, for queries and for keys.
+///
+/// # Errors
+/// If it is no number.
+pub(super) fn scores_factor(fields: &Fields) -> Result<f64> {
+    let Some((_, form)) = forms(fields, "full_attention")?.pop() else { return Ok(1.0) };
+    let fields = RopeFields { fields, form, kind: "yarn" };
+    match fields.optional("mscale_all_dim")? {
+        None => Ok(1.0),
+        Some(share) => Ok(yarn_scale(fields.factor()?, share).powi(2)),
+    }
+}
+
+/// The factor of cosines and sines, for a share of it.
+fn yarn_scale(factor: f64, share: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 }
+}
+
 /// The share of each head that is turned.
 ///
 /// # Errors
@@ -280,7 +298,7 @@ impl RopeFields<'_> {
 
     fn yarn(&self) -> Result<RopeScaling> {
         let factor = self.factor()?;
-        let scale = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
+        let scale = |share: f64| yarn_scale(factor, share);
         let attention_factor = match (
             self.optional("attention_factor")?,
             self.optional("mscale")?,

@@ -4,7 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
-use super::parts::{FUSED_GATE, FUSED_QKV, Parts};
+use super::parts::{FUSED_GATE, FUSED_QKV, LatentWidths, Parts};
 
 /// The name and shape of a tensor.
 type Tensor = (String, Vec<usize>);
@@ -42,12 +42,15 @@ impl Config {
         let Heads { query, key_value, dim } = self.heads();
         let Parts { qkv_bias, output_bias, mlp_bias, qk_norm, norms, .. } = self.parts;
         let named = |name: &str, parameter: &str| format!("model.layers.{layer}.{name}.{parameter}");
-        let attention = [
-            ("self_attn.q_proj", query * dim, hidden, qkv_bias),
-            ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
-            ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
-            ("self_attn.o_proj", hidden, query * dim, output_bias),
-        ];
+        let attention = match &self.parts.latent {
+            Some(widths) => self.of_latents(widths),
+            None => vec![
+                ("self_attn.q_proj", query * dim, hidden, qkv_bias),
+                ("self_attn.k_proj", key_value * dim, hidden, qkv_bias),
+                ("self_attn.v_proj", key_value * dim, hidden, qkv_bias),
+                ("self_attn.o_proj", hidden, query * dim, output_bias),
+            ],
+        };
         let dense = [
             ("mlp.gate_proj", inner, hidden, mlp_bias),
             ("mlp.up_proj", inner, hidden, mlp_bias),
@@ -86,12 +89,35 @@ impl Config {
             );
         }
         tensors.extend(norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden])));
+        if let Some(LatentWidths { query, rank, .. }) = self.parts.latent {
+            tensors.extend(query.map(|width| (named("self_attn.q_a_layernorm", "weight"), vec![width])));
+            tensors.push((named("self_attn.kv_a_layernorm", "weight"), vec![rank]));
+        }
         for (name, width) in
             qk_norm.names().into_iter().zip(qk_norm.widths(self.heads()).into_iter().flatten())
         {
             tensors.push((named(&format!("self_attn.{name}"), "weight"), vec![width]));
         }
         tensors
+    }
+
+    /// The matrices of latent attention: their names, rows and columns, and whether they have biases.
+    fn of_latents(&self, widths: &LatentWidths) -> Vec<(&'static str, usize, usize, bool)> {
+        let &LatentWidths { query, rank, own, rotary, value } = widths;
+        let (hidden, heads, bias) = (self.hidden_size, self.num_attention_heads, self.parts.qkv_bias);
+        let rows = heads * (own + rotary);
+        let mut matrices = match query {
+            None => vec![("self_attn.q_proj", rows, hidden, false)],
+            Some(width) => {
+                vec![("self_attn.q_a_proj", width, hidden, bias), ("self_attn.q_b_proj", rows, width, false)]
+            }
+        };
+        matrices.extend([
+            ("self_attn.kv_a_proj_with_mqa", rank + rotary, hidden, bias),
+            ("self_attn.kv_b_proj", heads * (own + value), rank, false),
+            ("self_attn.o_proj", hidden, heads * value, self.parts.output_bias),
+        ]);
+        matrices
     }
 
     /// The tensors that files of some families have in one: the name of each, and the names and rows of its parts.

@@ -67,6 +67,11 @@ impl Linear {
         })
     }
 
+    /// Returns whether adapters run on this layer now.
+    pub(super) fn is_adapted(&self) -> bool {
+        !self.adapters.is_idle()
+    }
+
     fn is_rowwise(&self) -> bool {
         self.weight.sharded_axes(1).next().is_some()
     }

@@ -10,10 +10,15 @@ use candle_dist::backend::Dims;
 use smallvec::smallvec;
 
 impl DTensor {
-    /// Splits `dim` of `n · unit` elements to `[n, unit]`. Its shards become shards of the units; those that cut a unit are
-    /// resized.
+    /// Splits `dim` of `n · unit` elements to `[n, unit]`, such as columns to heads.
+    ///
+    /// Its shards become shards of the units, also of a single one, where [`reshape`](Self::reshape) would not know which dim
+    /// is meant; shards that cut a unit are resized.
+    ///
+    /// # Errors
+    /// If there is no such dim, or the unit does not divide it.
     #[track_caller]
-    pub(crate) fn split_units(&self, dim: usize, unit: usize) -> Result<Self> {
+    pub fn split_units(&self, dim: usize, unit: usize) -> Result<Self> {
         let Some(units) = self
             .dims()
             .get(dim)

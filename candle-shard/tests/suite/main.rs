@@ -19,6 +19,7 @@ mod gradient_rule;
 mod hostile;
 mod kernels;
 mod kv_cache;
+mod latent;
 mod layers;
 mod lora;
 mod mistakes;

@@ -1,5 +1,6 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
+mod deepseek;
 mod gemma;
 mod glm;
 mod llama;
@@ -9,6 +10,7 @@ mod qwen;
 mod singles;
 
 use anyhow::{Result, ensure};
+use serde_json::Value;
 
 use super::fields::FieldRule::{self, Used};
 use super::fields::Fields;
@@ -74,10 +76,16 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &gemma::FAMILIES,
         &olmo::FAMILIES,
         &glm::FAMILIES,
+        &deepseek::FAMILIES,
         &minimax::FAMILIES,
         &singles::FAMILIES,
     ];
     makers.into_iter().flatten()
+}
+
+/// Why a kind of model is not supported, if that is known.
+pub(in crate::config) fn refusal(model_type: &Value) -> Option<&'static str> {
+    deepseek::REFUSED.iter().find(|(name, _)| model_type == name).map(|(_, reason)| *reason)
 }
 
 /// Biases as the fields say.

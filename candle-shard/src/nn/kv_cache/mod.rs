@@ -3,7 +3,7 @@ mod layout;
 mod texts;
 
 use crate::{DTensor, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 use candle_nn::kv_cache;
 use layout::CacheLayout;
 pub use texts::{TextCache, TextTokens};
@@ -45,6 +45,35 @@ pub struct KvCache(LocalCache<kv_cache::KvCache>);
 /// change.
 #[derive(Debug)]
 pub struct RotatingKvCache(LocalCache<kv_cache::RotatingKvCache>);
+
+/// Like [`KvCache`], for keys that have their values in them: the first elements of a key are the value, so only keys
+/// are stored. In latent attention these are latents with the common parts of keys
+/// ([`LatentProjection`](crate::nn::LatentProjection)).
+#[derive(Debug)]
+pub struct LatentCache(LocalCache<LatentStorage>);
+
+impl LatentCache {
+    /// Creates an empty cache with its tokens on dim `dim`.
+    pub fn new(dim: usize, max_seq_len: usize) -> Self {
+        Self(LocalCache::new(dim, max_seq_len))
+    }
+
+    /// See [`KvCache::with_dtype`].
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.0.layout.dtype = Some(dtype);
+        self
+    }
+
+    /// Returns the number of tokens, which is the position of the next one.
+    pub fn current_seq_len(&self) -> usize {
+        self.0.held.keys.current_seq_len()
+    }
+
+    /// See [`KvCache::reset`].
+    pub fn reset(&mut self) {
+        self.0.reset();
+    }
+}
 
 impl KvCache {
     /// Creates an empty cache with its tokens on dim `dim`.
@@ -204,6 +233,39 @@ macro_rules! held {
     )*};
 }
 held!(KvCache, RotatingKvCache);
+
+/// Keys whose first elements are the values.
+#[derive(Debug)]
+struct LatentStorage {
+    keys: kv_cache::Cache,
+    /// The width of a value.
+    width: usize,
+}
+
+impl CacheStorage for LatentStorage {
+    const NAME: &'static str = "LatentCache";
+
+    fn new(dim: usize, max_seq_len: usize) -> Self {
+        Self { keys: kv_cache::Cache::new(dim, max_seq_len), width: 0 }
+    }
+
+    fn append(&mut self, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+        self.keys.append(k)?;
+        self.width = v.dim(D::Minus1)?;
+        match (self.k()?, self.v()?) {
+            (Some(k), Some(v)) => Ok((k, v)),
+            _ => Ok((k.clone(), v.clone())),
+        }
+    }
+
+    fn k(&self) -> candle_core::Result<Option<Tensor>> {
+        self.keys.current_data()
+    }
+
+    fn v(&self) -> candle_core::Result<Option<Tensor>> {
+        self.k()?.map(|k| k.narrow(D::Minus1, 0, self.width)).transpose()
+    }
+}
 
 /// The local tokens of a cache, and their layout.
 #[derive(Debug)]

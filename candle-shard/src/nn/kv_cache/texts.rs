@@ -1,5 +1,5 @@
 //! Attention of new tokens of several texts in one op, each over its own cache.
-use super::{CacheStorage, KvCache, LocalCache, RotatingKvCache};
+use super::{CacheStorage, KvCache, LatentCache, LocalCache, RotatingKvCache};
 use crate::kernels::{self, KeyBlock, Scale, Visible};
 use crate::layout::{Replicate, Shard, Spec};
 use crate::redistribute::{Target, Targets};
@@ -24,6 +24,8 @@ pub enum TextCache<'a> {
     All(&'a mut KvCache),
     /// Those of the last tokens, as many as the window of the attention.
     Window(&'a mut RotatingKvCache),
+    /// Those of all tokens, where the first elements of a key are the value.
+    Latent(&'a mut LatentCache),
 }
 
 /// The new tokens of a text, and the cache of those before them.
@@ -41,8 +43,8 @@ impl Attention {
     ///
     /// The query is `[batch, heads, tokens, dim]`, the key `[batch, kv_heads, tokens, dim]` and the value `[batch, kv_heads,
     /// tokens, v]`, as for [`KvCache::append`]; the tokens of the texts lie one behind another, in each row of the batch. The
-    /// result is `[batch, tokens, heads, v]`. Batch and heads may be sharded, in the same way for all three; nothing is
-    /// communicated. What a text gets does not depend on the other texts. A cache may keep 16 bits, which are widened while
+    /// result is `[batch, tokens, heads, v]`. Batch and heads may be sharded, in the same way for all three, or one key head is
+    /// whole on each rank and serves all queries; nothing is communicated. What a text gets does not depend on the other texts. A cache may keep 16 bits, which are widened while
     /// they are read.
     ///
     /// # Errors
@@ -229,7 +231,8 @@ fn check_layouts(inputs: [&DTensor; 3]) -> Result<()> {
             && q[0] == k[0]
             && q[0] == v[0]
             && k[HEADS] == v[HEADS]
-            && q[HEADS] == (k[HEADS].start * group..k[HEADS].end * group)
+            && ((key.dims()[HEADS], k[HEADS].len()) == (1, 1)
+                || q[HEADS] == (k[HEADS].start * group..k[HEADS].end * group))
     };
     if shape.iter().map(|&ranks| 0..ranks).multi_cartesian_product().all(fits) {
         return Ok(());
@@ -248,6 +251,7 @@ impl TextCache<'_> {
         let layout = match self {
             Self::All(cache) => &cache.0.layout,
             Self::Window(cache) => &cache.0.layout,
+            Self::Latent(cache) => &cache.0.layout,
         };
         if layout.dim != TOKENS {
             return Error::op(
@@ -264,6 +268,15 @@ impl TextCache<'_> {
                 format!("a cache of {kept} tokens for a window of {window:?}; expected as many"),
             );
         }
+        if let Self::Latent(_) = self
+            && new[1].dims()[3] > new[0].dims()[3]
+        {
+            let [k, v] = new.map(DTensor::spec);
+            return Error::op(
+                OP,
+                format!("keys {k}, values {v}: expected values that are the first elements of keys"),
+            );
+        }
         layout.check(new)
     }
 
@@ -272,6 +285,7 @@ impl TextCache<'_> {
     fn append(&mut self, new: [&Tensor; 2], specs: [&Spec; 2]) -> Result<[Tensor; 2]> {
         match self {
             Self::All(cache) => append(&mut cache.0, new, specs, |held, [k, v]| held.append(&k, &v)),
+            Self::Latent(cache) => append(&mut cache.0, new, specs, |held, [k, v]| held.append(&k, &v)),
             Self::Window(cache) => {
                 let room = cache.max_seq_len();
                 append(&mut cache.0, new, specs, |held, [k, v]| match (held.k()?, held.v()?) {

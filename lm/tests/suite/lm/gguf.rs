@@ -297,6 +297,10 @@ fn convertible() -> (Vec<u32>, Vec<Family>) {
         "qwen3 moe with raw weights",
         "seed oss with other biases",
         "ernie with biases",
+        "deepseek v3",
+        "deepseek v3 with scaled scores",
+        "deepseek v2",
+        "glm4 moe lite",
     ];
     let fits = |config: &mut Value| {
         config["intermediate_size"] = json!(64);

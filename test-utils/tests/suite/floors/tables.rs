@@ -219,7 +219,7 @@ const CANDLE_SHARD: &[Folder] = &[
             "dropout fully_shard init",
             "lora",
             "embedding linear norm recompute",
-            "constructors fused_qkv module rnn",
+            "constructors fused_qkv latent module rnn",
             "batch_norm conv group_norm moe prelu quantized sequence_cache sequential",
         ],
     ),
