@@ -128,6 +128,16 @@ DENSE = {
     "ernie with biases": ("Ernie4_5", dict(ODD, head_dim=8, use_bias=True, tie_word_embeddings=False, rope_parameters=ROPE)),
     "glm": ("Glm", dict(head_dim=16, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
     "glm4": ("Glm4", dict(ODD, head_dim=8, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
+    "ministral3": (
+        "Ministral3",
+        dict(
+            ODD, head_dim=12, sliding_window=None,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=8, beta_fast=32.0,
+                beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, max_position_embeddings=64, llama_4_scaling_beta=0.5,
+            ),
+        ),
+    ),
     "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
 }
 

@@ -38,6 +38,8 @@ pub struct Parts {
     pub permuted: bool,
     /// The factor of scores, 1/√dim if not said.
     pub scores_scale: Option<f64>,
+    /// How queries grow with their positions, if they do.
+    pub temperature: Option<AttentionTemperature>,
     /// The largest score.
     pub scores_cap: Option<f64>,
     /// The largest logit.
@@ -52,6 +54,22 @@ pub struct Parts {
     pub fused: &'static [&'static str],
     /// The experts that replace the feed-forward networks of some layers.
     pub experts: Option<Experts>,
+}
+
+/// A factor of queries that grows with their positions, by steps of `length` tokens: 1 + scale · ln(1 + ⌊position / length⌋).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionTemperature {
+    /// How fast it grows.
+    pub scale: f64,
+    /// The positions that share a factor.
+    pub length: usize,
+}
+
+impl AttentionTemperature {
+    /// The factor at a position.
+    pub fn at(&self, position: usize) -> f64 {
+        1.0 + self.scale * (1.0 + position.checked_div(self.length).unwrap_or(0) as f64).ln()
+    }
 }
 
 /// Queries, keys and values in one.
@@ -147,6 +165,7 @@ impl Default for Parts {
             pairs: RopePairs::Halves,
             permuted: false,
             scores_scale: None,
+            temperature: None,
             scores_cap: None,
             logits_cap: None,
             embedding_scale: 1.0,

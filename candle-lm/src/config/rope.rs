@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::fields::{Fields, positive, shortened};
+use super::parts::AttentionTemperature;
 use super::scaling::RopeScaling;
 
 /// The base of the wavelengths, and how they are stretched.
@@ -117,6 +118,21 @@ pub(super) fn read_local(fields: &Fields, absent: f64) -> Result<Option<RopeSett
     Ok(Some((theta.unwrap_or(absent), scaling(fields, form).with_context(|| name)?)))
 }
 
+/// How queries grow with their positions, which some files say beside the rotary positions.
+///
+/// # Errors
+/// If nothing says so, or it is not known from where on.
+pub(super) fn temperature(fields: &Fields) -> Result<AttentionTemperature> {
+    let forms = forms(fields, "full_attention")?;
+    let number = |name: &str| {
+        let value = forms.iter().find_map(|(_, form)| form.get(name).filter(|value| !value.is_null()));
+        positive(name, value.with_context(|| format!("there is no {name} in rope_parameters"))?)
+    };
+    let length = number(LEARNED)?;
+    ensure!(length.fract() == 0.0, "{LEARNED} is {length}; expected a whole number");
+    Ok(AttentionTemperature { scale: number("llama_4_scaling_beta")?, length: length as usize })
+}
+
 /// The share of each head that is turned.
 ///
 /// # Errors
@@ -176,7 +192,11 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
     })?;
     for (name, value) in form.iter().filter(|(_, value)| !value.is_null()) {
         ensure!(
-            own.iter().chain(*optional).chain(&COMMON).any(|known| known == name),
+            own.iter()
+                .chain(*optional)
+                .chain(&COMMON)
+                .chain(fields.family.of_rope())
+                .any(|known| known == name),
             "{name} ({}) is a field that is not known for rope_type {kind:?}",
             shortened(value)
         );

@@ -26,12 +26,18 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 17] = [
+const ARCHITECTURES: [(&str, &str, bool); 21] = [
     ("llama", "llama", true),
+    // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
+    ("mistral3", "mistral", true),
+    ("mistral3", "ministral3", true),
     ("smollm3", "smollm3", true),
     ("granite", "granite", true),
     ("qwen2", "qwen2", false),
     ("qwen3", "qwen3", false),
+    // The language models of models for images.
+    ("qwen2vl", "qwen2", false),
+    ("qwen3vl", "qwen3", false),
     ("qwen3moe", "qwen3_moe", false),
     ("gemma2", "gemma2", false),
     ("gemma3", "gemma3_text", false),
@@ -48,7 +54,7 @@ const ARCHITECTURES: [(&str, &str, bool); 17] = [
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 25] = [
+const FIELDS: [(&str, Option<&str>); 27] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -64,6 +70,9 @@ const FIELDS: [(&str, Option<&str>); 25] = [
     ("attention.sliding_window_pattern", Some("sliding_window_pattern")),
     ("attention.scale", Some("attention_multiplier")),
     ("rope.freq_base", Some("rope_theta")),
+    // How positions of images are shared out, and where images go in. A text has the same position in all shares.
+    ("rope.dimension_sections", None),
+    ("n_deepstack_layers", None),
     ("rope.freq_base_swa", Some("rope_local_base_freq")),
     ("attn_logit_softcapping", Some("attn_logit_softcapping")),
     ("final_logit_softcapping", Some("final_logit_softcapping")),
@@ -131,7 +140,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
     let number = |key: &str| own(key).and_then(whole);
     let mut found = ARCHITECTURES.iter().filter(|(name, ..)| name == kind);
-    let found = if number("attention.sliding_window").is_some() { found.next_back() } else { found.next() };
+    let is_last =
+        ["attention.sliding_window", "attention.temperature_scale"].iter().any(|key| own(key).is_some());
+    let found = if is_last { found.next_back() } else { found.next() };
     let &(_, model_type, is_permuted) = found
         .with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
@@ -179,7 +190,7 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.entry("head_dim").or_insert(json!(width / heads.max(1)));
     }
     layer_types(&mut fields);
-    if kind == "exaone4" {
+    if ["exaone4", "mistral3"].contains(&kind.as_str()) {
         // A file without a window has none, unlike a config.
         fields.entry("sliding_window").or_insert(Value::Null);
     }

@@ -55,6 +55,15 @@ impl Family {
         }
     }
 
+    /// The fields that it has beside those of each kind of scaling.
+    pub(in crate::config) fn of_rope(&self) -> &'static [&'static str] {
+        match self.model_type {
+            // The longest sequence is said outside too, and that counts.
+            "ministral3" => &["llama_4_scaling_beta", "max_position_embeddings"],
+            _ => &[],
+        }
+    }
+
     /// Returns whether layers with a window have rotary positions of their own.
     pub(in crate::config) fn has_local_rope(&self) -> bool {
         ["gemma3_text", "olmo3"].contains(&self.model_type)

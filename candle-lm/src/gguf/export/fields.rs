@@ -95,6 +95,9 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             ]);
         }
     }
+    if let Some(temperature) = parts.temperature {
+        own.push(("attention.temperature_scale", float(temperature.scale)));
+    }
     match &config.rope_scaling {
         None | Some(RopeScaling::Llama3 { .. } | RopeScaling::Factors(_)) => {}
         Some(RopeScaling::Linear { factor }) => {
@@ -105,8 +108,13 @@ pub(super) fn of(config: &Config, name: &str, kind: &str, dtype: GgmlDType) -> R
             beta_fast,
             beta_slow,
             original_max_position_embeddings: learned,
+            attention_factor,
             ..
         }) => {
+            // A factor of one is what remains of two that are equal.
+            if kind == "mistral3" && *attention_factor == 1.0 {
+                own.push(("rope.scaling.yarn_log_multiplier", float(1.0)));
+            }
             own.extend([
                 ("rope.scaling.type", text("yarn")),
                 ("rope.scaling.factor", float(*factor)),

@@ -99,7 +99,7 @@ pub(crate) fn architecture(config: &Config) -> Result<(&'static str, bool)> {
     need(of_llama || !parts.mlp_bias, "biases of feed-forward layers");
     need(of_llama || !parts.output_bias, "a bias of the output of attention");
     need(
-        of_llama || kind == "exaone4" || fields::frequencies(config).is_none(),
+        of_llama || ["exaone4", "mistral3"].contains(&kind) || fields::frequencies(config).is_none(),
         "a scaling of each frequency",
     );
     need(kind != "olmo2" || !config.tie_word_embeddings, "an output layer that is the table");
@@ -297,6 +297,7 @@ fn check(files: &Files, tokenizer: &Tokenizer, path: &Path) -> Result<()> {
         (
             norms,
             scores,
+            config.parts.temperature.map(|one| (rounded(one.scale), one.length)),
             config.parts.local_rope.clone().map(|(theta, scaling)| (rounded(theta), scaling)),
             [embedding_scale, branch_scale, logits_divisor, rotary_share].map(rounded),
         )

@@ -72,6 +72,7 @@ fn exported_files_compute_what_their_folders_compute() {
         "glm",
         "glm4",
         "glm4 without biases",
+        "ministral3",
     ];
     let mut done = Vec::new();
     for mut model in models {
