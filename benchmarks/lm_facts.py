@@ -114,6 +114,7 @@ ROUTED = {
 MIXTURES |= ROUTED
 
 # Dense families that differ from the first ones in a few parts.
+PLAIN_ROPE = dict(rope_type="default", rope_theta=10_000.0)
 ODD = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
 DENSE = {
     "olmo3": (
@@ -154,6 +155,25 @@ DENSE = {
     "ernie with biases": ("Ernie4_5", dict(ODD, head_dim=8, use_bias=True, tie_word_embeddings=False, rope_parameters=ROPE)),
     "glm": ("Glm", dict(head_dim=16, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
     "glm4": ("Glm4", dict(ODD, head_dim=8, rope_parameters=dict(ROPE, partial_rotary_factor=0.5))),
+    "ministral3": (
+        "Ministral3",
+        dict(
+            ODD, head_dim=12, sliding_window=None,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=8, beta_fast=32.0,
+                beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, max_position_embeddings=64, llama_4_scaling_beta=0.5,
+            ),
+        ),
+    ),
+    "cohere": ("Cohere", dict(logit_scale=0.25, rope_parameters=dict(PLAIN_ROPE))),
+    "cohere with biases": (
+        "Cohere", dict(ODD, attention_bias=True, logit_scale=2.0, tie_word_embeddings=False, rope_parameters=dict(PLAIN_ROPE))
+    ),
+    "cohere2": ("Cohere2", dict(ODD, sliding_window=4, layer_types=WINDOWS, rope_parameters=dict(PLAIN_ROPE))),
+    "nemotron": ("Nemotron", dict(ODD, rope_parameters=dict(PLAIN_ROPE, partial_rotary_factor=0.5))),
+    "nemotron with biases": (
+        "Nemotron", dict(attention_bias=True, mlp_bias=True, head_dim=16, rope_parameters=dict(PLAIN_ROPE))
+    ),
     "glm4 without biases": ("Glm4", dict(head_dim=8, attention_bias=False, rope_parameters=ROPE)),
 }
 

@@ -55,16 +55,15 @@ impl SelfAttention {
         turns: Option<Vec<LayerTokens<'_>>>,
     ) -> Result<DTensor> {
         let [q, k, v] = self.qkv.forward(x)?;
-        let is_local = self.window.is_some();
         let Some(turns) = turns else {
-            let [q, k] = self.placed([q, k], &|x| angles.turn_rows(x, is_local))?;
+            let [q, k] = self.placed([q, k], angles, &angles.rows_of(x.dims()[1]))?;
             let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
             let options = self.options().order(angles.order().cloned());
             let mixed = options.documents(angles.documents().cloned()).of(&q, &k, &v)?;
             return self.o_proj.forward(&mixed.flatten_from(2)?);
         };
         let places: Vec<TokenPositions> = turns.iter().map(|turn| [turn.past.len(), turn.tokens]).collect();
-        let [q, k] = self.placed([q, k], &|x| angles.turn(x, &places, is_local))?;
+        let [q, k] = self.placed([q, k], angles, &places)?;
         let mixed = match cache::texts(turns) {
             Texts::Whole(texts) => self.options().of_texts([&q, &k, &v], texts)?,
             Texts::Cut(texts) => over_parts(&self.options(), [&q, &k, &v], texts, Ok)?,
@@ -72,10 +71,14 @@ impl SelfAttention {
         self.o_proj.forward(&mixed.flatten_from(2)?)
     }
 
-    /// Queries and keys behind their norms and rotary positions, which `turn` gives.
-    fn placed(&self, both: [DTensor; 2], turn: &dyn Fn(&DTensor) -> Result<DTensor>) -> Result<[DTensor; 2]> {
+    /// Queries and keys behind their norms and rotary positions; the tokens are those of texts, one behind another.
+    fn placed(&self, both: [DTensor; 2], angles: &Angles, texts: &[TokenPositions]) -> Result<[DTensor; 2]> {
+        let is_local = self.window.is_some();
         let turned = |[q, k]: [DTensor; 2]| match self.is_rotary {
-            true => Ok([turn(&q)?, turn(&k)?]),
+            true => {
+                let [q, k] = [angles.turn(&q, texts, is_local)?, angles.turn(&k, texts, is_local)?];
+                Ok([angles.warm(q, texts)?, k])
+            }
             false => Ok([q, k]),
         };
         let Some([of_queries, of_keys]) = &self.head_norms else { return turned(both) };

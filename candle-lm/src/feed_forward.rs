@@ -9,7 +9,7 @@ use crate::config::experts::Experts;
 use crate::projection::{Projection, granule, in_blocks};
 use crate::{EXPERT_AXIS, LAYER_AXIS};
 
-/// A gated feed-forward network.
+/// A feed-forward network.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Box<Dense>),
@@ -28,7 +28,7 @@ pub(crate) struct Mixture {
 /// One network for all tokens.
 #[derive(Debug)]
 pub(crate) struct Dense {
-    gate: Projection,
+    gate: Option<Projection>,
     up: Projection,
     down: Projection,
     activation: Activation,
@@ -68,7 +68,10 @@ impl Dense {
         let (hidden, parts) = (config.hidden_size, &config.parts);
         let inner = in_blocks(inner, granule(&vb.pp("down_proj")));
         Ok(Self {
-            gate: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?,
+            gate: match parts.gated {
+                true => Some(Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("gate_proj"))?),
+                false => None,
+            },
             up: Projection::new(hidden, inner, parts.mlp_bias, &vb.pp("up_proj"))?,
             down: Projection::new(inner, hidden, parts.mlp_bias, &vb.pp("down_proj"))?,
             activation: parts.activation,
@@ -76,7 +79,10 @@ impl Dense {
     }
 
     fn forward(&self, x: &DTensor) -> Result<DTensor> {
-        let [gate, up] = self.gate.forward_both(&self.up, x)?;
+        let Some(gate) = &self.gate else {
+            return self.down.forward(&self.up.forward(x)?.activation(self.activation)?);
+        };
+        let [gate, up] = gate.forward_both(&self.up, x)?;
         self.down.forward(&match self.activation {
             Activation::Silu => gate.silu_gate(&up)?,
             other => gate.activation(other)?.mul(&up)?,

@@ -82,7 +82,9 @@ impl LatentAttention {
     ) -> Result<DTensor> {
         let LatentParts { own, turned, latents, common } = self.parts(x)?;
         let Some(turns) = turns else {
-            let [turned, common] = [angles.turn_rows(&turned, false)?, angles.turn_rows(&common, false)?];
+            let places = angles.rows_of(x.dims()[1]);
+            let [turned, common] =
+                [angles.turn(&turned, &places, false)?, angles.turn(&common, &places, false)?];
             let [k, v] = self.up.expand(&latents, &common)?;
             let [q, k, v] = [DTensor::cat(&[own, turned], 3)?, k, v].map(|x| x.transpose(1, 2));
             let options = self.options().order(angles.order().cloned());

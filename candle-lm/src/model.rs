@@ -91,6 +91,7 @@ impl Decoder {
         let is_latent = config.parts.latent.is_some();
         let is_there = |module: &str| match module {
             ATTENTION => !is_latent,
+            _ if module.ends_with(".gate_proj") && !config.parts.gated => false,
             _ => !module.contains(".mlp.") || config.has_dense_layers(),
         };
         let query = config.parts.latent.and_then(|widths| widths.query).map_or(0, |_| 1);

@@ -10,6 +10,7 @@ use candle_shard::nn::MeshVarBuilder;
 use candle_shard::{DTensor, Documents, Error, Placements, Replicate, Result, TokenOrder};
 use parking_lot::Mutex;
 
+use crate::config::parts::AttentionTemperature;
 use crate::config::{Config, RopeScaling};
 
 /// Where tokens of a text are in it: the first position, and how many they are.
@@ -65,9 +66,9 @@ impl PackedRows {
 impl Angles {
     /// Those of so many positions.
     pub(crate) fn new(config: &Config, positions: usize, vb: &MeshVarBuilder) -> Result<Self> {
-        let width = config.rotary_width();
+        let (width, temperature) = (config.rotary_width(), config.parts.temperature);
         let turns = |theta, scaling: Option<&RopeScaling>| {
-            let frequencies = Frequencies { theta, scaling: scaling.cloned(), width };
+            let frequencies = Frequencies { theta, scaling: scaling.cloned(), width, temperature };
             RopeTables::new(frequencies, positions, vb)
         };
         let local = config.parts.local_rope.as_ref().map(|(theta, scaling)| turns(*theta, scaling.as_ref()));
@@ -95,12 +96,9 @@ impl Angles {
         self.packed.as_ref().map(|packed| &packed.documents)
     }
 
-    /// Queries or keys of rows of so many tokens, turned as [`turn`](Self::turn) does.
-    pub(crate) fn turn_rows(&self, x: &DTensor, is_local: bool) -> Result<DTensor> {
-        match &self.packed {
-            Some(packed) => self.turn(x, &packed.places, is_local),
-            None => self.turn(x, &[[0, x.dims()[2]]], is_local),
-        }
+    /// Where the tokens of whole rows are, each of so many tokens.
+    pub(crate) fn rows_of(&self, tokens: usize) -> Vec<TokenPositions> {
+        self.packed.as_ref().map_or_else(|| vec![[0, tokens]], |packed| packed.places.clone())
     }
 
     /// The order of the tokens, if it is not that of their positions.
@@ -120,25 +118,40 @@ impl Angles {
     /// If a text becomes so long that the positions before its tokens would be turned otherwise.
     pub(crate) fn turn(&self, x: &DTensor, texts: &[TokenPositions], is_local: bool) -> Result<DTensor> {
         let turns = self.local.as_ref().filter(|_| is_local).unwrap_or(&self.all);
-        let [cos, sin] = turns.of_texts(texts, self.packed.as_ref().map(|packed| packed.rows))?;
+        let tables = self.of_texts(turns, texts)?;
+        let [cos, sin, ..] = &tables[..] else { return Ok(x.clone()) };
         let dim = x.dims()[3];
         if self.width == dim {
-            return x.rope(&cos, &sin, 0, self.pairs);
+            return x.rope(cos, sin, 0, self.pairs);
         }
-        let turned = x.narrow(3, 0, self.width)?.rope(&cos, &sin, 0, self.pairs)?;
+        let turned = x.narrow(3, 0, self.width)?.rope(cos, sin, 0, self.pairs)?;
         DTensor::cat(&[turned, x.narrow(3, self.width, dim - self.width)?], 3)
+    }
+
+    /// Queries `[batch, heads, tokens, dim]` times the factors of their positions, if there are some. The tokens are those of texts.
+    pub(crate) fn warm(&self, x: DTensor, texts: &[TokenPositions]) -> Result<DTensor> {
+        match &self.of_texts(&self.all, texts)?[..] {
+            // A dim for heads.
+            [_, _, factors] if factors.dims().len() > 2 => x.mul(&factors.unsqueeze(1)?),
+            [_, _, factors] => x.mul(factors),
+            _ => Ok(x),
+        }
+    }
+
+    fn of_texts(&self, tables: &RopeTables, texts: &[TokenPositions]) -> Result<Arc<[DTensor]>> {
+        tables.of_texts(texts, self.packed.as_ref().map(|packed| packed.rows))
     }
 }
 
 /// The places of the tokens of a step, the rows that they fill, and the angles that they take.
-type RopeStep = (Vec<TokenPositions>, Option<usize>, Option<[DTensor; 2]>);
+type RopeStep = (Vec<TokenPositions>, Option<usize>, Option<Arc<[DTensor]>>);
 
 /// The tables of one kind of layers.
 #[derive(Clone, Debug)]
 struct RopeTables {
     frequencies: Frequencies,
     /// The tables of the last length, and what of the length they depend on.
-    tables: Arc<Mutex<(usize, [Tensor; 2])>>,
+    tables: Arc<Mutex<(usize, Vec<Tensor>)>>,
     /// The rows of the tokens of the last step, which all layers turn alike.
     rows: Arc<Mutex<RopeStep>>,
     positions: usize,
@@ -169,14 +182,14 @@ impl RopeTables {
     }
 
     /// The tables that depend on a length by this key.
-    fn made(&self, key: usize) -> Result<(usize, [Tensor; 2])> {
+    fn made(&self, key: usize) -> Result<(usize, Vec<Tensor>)> {
         let Self { frequencies, positions, dtype, device, .. } = self;
         Ok((key, tables(frequencies, key, *positions, *dtype, device)?))
     }
 
-    /// The angles `[tokens, pairs]` of the tokens of texts, one text behind another; `[rows, tokens, pairs]` if the texts fill so many
-    /// `rows`.
-    fn of_texts(&self, texts: &[TokenPositions], rows: Option<usize>) -> Result<[DTensor; 2]> {
+    /// The cosines and sines `[tokens, pairs]` of the tokens of texts, one text behind another, and the factors of their queries
+    /// `[tokens, 1]`, if there are some; `[rows, tokens, ..]` if the texts fill so many `rows`.
+    fn of_texts(&self, texts: &[TokenPositions], rows: Option<usize>) -> Result<Arc<[DTensor]>> {
         let mut held = self.rows.lock();
         if let (places, filled, Some(angles)) = &*held
             && (places.as_slice(), *filled) == (texts, rows)
@@ -184,17 +197,14 @@ impl RopeTables {
             return Ok(angles.clone());
         }
         let of_text = |&[start, tokens]: &TokenPositions| {
-            let [cos, sin] = self.tables(start, start + tokens)?;
-            Ok([cos.narrow(0, start, tokens)?, sin.narrow(0, start, tokens)?])
+            let tables = self.tables(start, start + tokens)?;
+            tables.iter().map(|table| Ok(table.narrow(0, start, tokens)?)).collect::<Result<Vec<_>>>()
         };
-        let [cos, sin]: [Vec<Tensor>; 2] = {
-            let parts = texts.iter().map(of_text).collect::<Result<Vec<_>>>()?;
-            let (cos, sin) = parts.into_iter().map(|[cos, sin]| (cos, sin)).unzip();
-            [cos, sin]
-        };
+        let parts = texts.iter().map(of_text).collect::<Result<Vec<_>>>()?;
         let everywhere = Placements::from_elem(Replicate, self.mesh.ndim());
-        let joined = |parts: &[Tensor]| {
-            let mut table = if let [one] = parts { one.clone() } else { Tensor::cat(parts, 0)? };
+        let joined = |nth: usize| {
+            let parts: Vec<&Tensor> = parts.iter().map(|tables| &tables[nth]).collect();
+            let mut table = if let [one] = parts[..] { one.clone() } else { Tensor::cat(&parts, 0)? };
             if let Some(rows) = rows {
                 let (tokens, pairs) = table.dims2()?;
                 table = table.reshape((rows, tokens / rows.max(1), pairs))?;
@@ -205,13 +215,14 @@ impl RopeTables {
             let shape = table.shape().clone();
             DTensor::from_local(table, &self.mesh, &everywhere, shape)
         };
-        let angles = [joined(&cos)?, joined(&sin)?];
+        let angles: Arc<[DTensor]> =
+            (0..parts.first().map_or(0, Vec::len)).map(joined).collect::<Result<_>>()?;
         *held = (texts.to_vec(), rows, Some(angles.clone()));
         Ok(angles)
     }
 
     /// The tables for tokens from `start` of a sequence of `length` tokens.
-    fn tables(&self, start: usize, length: usize) -> Result<[Tensor; 2]> {
+    fn tables(&self, start: usize, length: usize) -> Result<Vec<Tensor>> {
         if let Some(learned) = self.frequencies.scaling.as_ref().and_then(RopeScaling::turns_anew_after)
             && (1..=learned).contains(&start)
             && length > learned
@@ -235,7 +246,7 @@ fn tables(
     positions: usize,
     dtype: DType,
     device: &Device,
-) -> Result<[Tensor; 2]> {
+) -> Result<Vec<Tensor>> {
     let (values, scale) = frequencies.of(key);
     let values: Vec<f32> = values.into_iter().map(|frequency| frequency as f32).collect();
     let count = values.len();
@@ -243,7 +254,12 @@ fn tables(
     let places = Tensor::arange(0u32, positions as u32, device)?.to_dtype(DType::F32)?;
     let angles = places.unsqueeze(1)?.matmul(&values)?;
     let whole = |table: Tensor| table.affine(scale, 0.0)?.to_dtype(dtype);
-    Ok([whole(angles.cos()?)?, whole(angles.sin()?)?])
+    let mut made = vec![whole(angles.cos()?)?, whole(angles.sin()?)?];
+    if let Some(temperature) = &frequencies.temperature {
+        let factors: Vec<f32> = (0..positions).map(|position| temperature.at(position) as f32).collect();
+        made.push(Tensor::from_vec(factors, (positions, 1), device)?.to_dtype(dtype)?);
+    }
+    Ok(made)
 }
 
 /// The frequencies of the pairs of a head.
@@ -252,6 +268,8 @@ struct Frequencies {
     theta: f64,
     scaling: Option<RopeScaling>,
     width: usize,
+    /// Of queries.
+    temperature: Option<AttentionTemperature>,
 }
 
 impl Frequencies {
@@ -268,7 +286,7 @@ impl Frequencies {
 
     /// The frequencies, and the factor of cosines and sines.
     fn of(&self, key: usize) -> (Vec<f64>, f64) {
-        let Self { theta, scaling, width } = self;
+        let Self { theta, scaling, width, .. } = self;
         let width = *width as f64;
         let of_base = |base: f64| (0..self.width / 2).map(move |i| base.powf(-(2.0 * i as f64) / width));
         let plain = || of_base(*theta);

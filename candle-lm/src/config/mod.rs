@@ -192,7 +192,7 @@ impl Config {
             head_dim,
             vocab_size: fields.size("vocab_size", MOST)?,
             max_position_embeddings: fields.size("max_position_embeddings", MOST)?,
-            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            rms_norm_eps: fields.positive(fields.family.eps())?,
             rope_theta,
             rope_scaling,
             tie_word_embeddings: fields.switch_or("tie_word_embeddings", absent.tied)?,

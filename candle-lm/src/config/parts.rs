@@ -12,6 +12,8 @@ use super::experts::Experts;
 pub struct Parts {
     /// Where layers have norms.
     pub norms: Norms,
+    /// What norms of hidden states compute.
+    pub norm: NormKind,
     /// Whether the files hold the weights of norms less one.
     pub norms_add_one: bool,
     /// Norms of queries and keys.
@@ -22,7 +24,9 @@ pub struct Parts {
     pub output_bias: bool,
     /// Whether the feed-forward layers have biases.
     pub mlp_bias: bool,
-    /// The activation of the gate.
+    /// Whether the feed-forward layers have a gate.
+    pub gated: bool,
+    /// The activation of the gate, or without one of the inner states.
     pub activation: Activation,
     /// How many keys a token sees in each layer, its own included; all layers see all without a list.
     pub windows: Vec<Option<usize>>,
@@ -38,6 +42,8 @@ pub struct Parts {
     pub permuted: bool,
     /// The factor of scores, 1/√dim if not said.
     pub scores_scale: Option<f64>,
+    /// How queries grow with their positions, if they do.
+    pub temperature: Option<AttentionTemperature>,
     /// The largest score.
     pub scores_cap: Option<f64>,
     /// The largest logit.
@@ -73,6 +79,22 @@ pub struct LatentWidths {
     pub value: usize,
 }
 
+/// A factor of queries that grows with their positions, by steps of `length` tokens: 1 + scale · ln(1 + ⌊position / length⌋).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionTemperature {
+    /// How fast it grows.
+    pub scale: f64,
+    /// The positions that share a factor.
+    pub length: usize,
+}
+
+impl AttentionTemperature {
+    /// The factor at a position.
+    pub fn at(&self, position: usize) -> f64 {
+        1.0 + self.scale * (1.0 + position.checked_div(self.length).unwrap_or(0) as f64).ln()
+    }
+}
+
 /// Queries, keys and values in one.
 pub const FUSED_QKV: &str = "self_attn.qkv_proj";
 /// Gate and up in one.
@@ -89,6 +111,19 @@ pub enum Norms {
     Both,
     /// On both sides, under the names of GLM-4.
     BothOfGlm,
+    /// One before attention and feed-forward layers, which run side by side.
+    Shared,
+}
+
+/// What a norm computes of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// Its root mean square becomes one.
+    Rms,
+    /// Its mean becomes zero, and its deviation one.
+    Layer,
+    /// The same, and a bias is added.
+    LayerWithBias,
 }
 
 /// Norms of queries and keys.
@@ -145,6 +180,7 @@ impl Norms {
                 Some(attention),
                 Some("post_mlp_layernorm"),
             ],
+            Self::Shared => [Some("input_layernorm"), None, None, None],
         }
     }
 }
@@ -153,11 +189,13 @@ impl Default for Parts {
     fn default() -> Self {
         Self {
             norms: Norms::Before,
+            norm: NormKind::Rms,
             norms_add_one: false,
             qk_norm: QkNorm::None,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
+            gated: true,
             activation: Activation::Silu,
             windows: Vec::new(),
             rotary: Vec::new(),
@@ -166,6 +204,7 @@ impl Default for Parts {
             pairs: RopePairs::Halves,
             permuted: false,
             scores_scale: None,
+            temperature: None,
             scores_cap: None,
             logits_cap: None,
             embedding_scale: 1.0,

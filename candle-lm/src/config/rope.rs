@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::fields::{Fields, positive, shortened};
+use super::parts::AttentionTemperature;
 use super::scaling::RopeScaling;
 
 /// The base of the wavelengths, and how they are stretched.
@@ -135,6 +136,21 @@ fn yarn_scale(factor: f64, share: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 }
 }
 
+/// How queries grow with their positions, which some files say beside the rotary positions.
+///
+/// # Errors
+/// If nothing says so, or it is not known from where on.
+pub(super) fn temperature(fields: &Fields) -> Result<AttentionTemperature> {
+    let forms = forms(fields, "full_attention")?;
+    let number = |name: &str| {
+        let value = forms.iter().find_map(|(_, form)| form.get(name).filter(|value| !value.is_null()));
+        positive(name, value.with_context(|| format!("there is no {name} in rope_parameters"))?)
+    };
+    let length = number(LEARNED)?;
+    ensure!(length.fract() == 0.0, "{LEARNED} is {length}; expected a whole number");
+    Ok(AttentionTemperature { scale: number("llama_4_scaling_beta")?, length: length as usize })
+}
+
 /// The share of each head that is turned.
 ///
 /// # Errors
@@ -208,7 +224,11 @@ fn scaling(fields: &Fields, form: &Map<String, Value>) -> Result<Option<RopeScal
     })?;
     for (name, value) in form.iter().filter(|(_, value)| !value.is_null()) {
         ensure!(
-            own.iter().chain(*optional).chain(&COMMON).any(|known| known == name),
+            own.iter()
+                .chain(*optional)
+                .chain(&COMMON)
+                .chain(fields.family.of_rope())
+                .any(|known| known == name),
             "{name} ({}) is a field that is not known for rope_type {kind:?}",
             shortened(value)
         );

@@ -4,7 +4,7 @@ use candle_shard::nn::Heads;
 
 use super::Config;
 use super::experts::Experts;
-use super::parts::{FUSED_GATE, FUSED_QKV, LatentWidths, Parts};
+use super::parts::{FUSED_GATE, FUSED_QKV, LatentWidths, NormKind, Parts};
 
 /// The name and shape of a tensor.
 type Tensor = (String, Vec<usize>);
@@ -25,6 +25,9 @@ impl Config {
             ("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, hidden]),
             ("model.norm.weight".to_owned(), vec![hidden]),
         ];
+        if self.parts.norm == NormKind::LayerWithBias {
+            tensors.push(("model.norm.bias".to_owned(), vec![hidden]));
+        }
         if !self.tie_word_embeddings {
             tensors.push(("lm_head.weight".to_owned(), vec![self.vocab_size, hidden]));
         }
@@ -57,7 +60,7 @@ impl Config {
             ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let experts = self.parts.experts(layer);
-        let dense = dense.into_iter().filter(|_| experts.is_none());
+        let dense = dense.into_iter().skip(usize::from(!self.parts.gated)).filter(|_| experts.is_none());
         let mut tensors = Vec::new();
         for (name, rows, columns, has_bias) in attention.into_iter().chain(dense) {
             tensors.push((named(name, "weight"), vec![rows, columns]));
@@ -88,7 +91,11 @@ impl Config {
                     .map(|(part, [rows, columns])| (name(part), vec![*count, rows, columns])),
             );
         }
-        tensors.extend(norms.names().into_iter().flatten().map(|name| (named(name, "weight"), vec![hidden])));
+        for name in norms.names().into_iter().flatten() {
+            tensors.push((named(name, "weight"), vec![hidden]));
+            let has_bias = self.parts.norm == NormKind::LayerWithBias;
+            tensors.extend(has_bias.then(|| (named(name, "bias"), vec![hidden])));
+        }
         if let Some(LatentWidths { query, rank, .. }) = self.parts.latent {
             tensors.extend(query.map(|width| (named("self_attn.q_a_layernorm", "weight"), vec![width])));
             tensors.push((named("self_attn.kv_a_layernorm", "weight"), vec![rank]));

@@ -26,12 +26,18 @@ type Metadata = BTreeMap<String, Stored>;
 
 /// The kinds of models: their names in GGUF and on the Hub, and whether the rows of queries and keys are permuted so that neighbors are
 /// turned together.
-const ARCHITECTURES: [(&str, &str, bool); 19] = [
+const ARCHITECTURES: [(&str, &str, bool); 26] = [
     ("llama", "llama", true),
+    // Newer converters write Mistral's models so; those whose queries grow with their positions come last.
+    ("mistral3", "mistral", true),
+    ("mistral3", "ministral3", true),
     ("smollm3", "smollm3", true),
     ("granite", "granite", true),
     ("qwen2", "qwen2", false),
     ("qwen3", "qwen3", false),
+    // The language models of models for images.
+    ("qwen2vl", "qwen2", false),
+    ("qwen3vl", "qwen3", false),
     ("qwen3moe", "qwen3_moe", false),
     ("gemma2", "gemma2", false),
     ("gemma3", "gemma3_text", false),
@@ -47,10 +53,13 @@ const ARCHITECTURES: [(&str, &str, bool); 19] = [
     ("glm4", "glm4", false),
     ("glm4moe", "glm4_moe", false),
     ("minimax-m2", "minimax_m2", false),
+    ("command-r", "cohere", false),
+    ("cohere2", "cohere2", false),
+    ("nemotron", "nemotron", false),
 ];
 
 /// The fields of an architecture, and what they are called in a `config.json`; none if they follow from others.
-const FIELDS: [(&str, Option<&str>); 31] = [
+const FIELDS: [(&str, Option<&str>); 34] = [
     ("block_count", Some("num_hidden_layers")),
     ("embedding_length", Some("hidden_size")),
     ("feed_forward_length", Some("intermediate_size")),
@@ -61,11 +70,15 @@ const FIELDS: [(&str, Option<&str>); 31] = [
     ("attention.key_length", Some("head_dim")),
     ("attention.value_length", None),
     ("attention.layer_norm_rms_epsilon", Some("rms_norm_eps")),
+    ("attention.layer_norm_epsilon", Some("layer_norm_eps")),
     ("attention.causal", Some("is_causal")),
     ("attention.sliding_window", Some("sliding_window")),
     ("attention.sliding_window_pattern", Some("sliding_window_pattern")),
     ("attention.scale", Some("attention_multiplier")),
     ("rope.freq_base", Some("rope_theta")),
+    // How positions of images are shared out, and where images go in. A text has the same position in all shares.
+    ("rope.dimension_sections", None),
+    ("n_deepstack_layers", None),
     ("rope.freq_base_swa", Some("rope_local_base_freq")),
     ("attn_logit_softcapping", Some("attn_logit_softcapping")),
     ("final_logit_softcapping", Some("final_logit_softcapping")),
@@ -85,9 +98,10 @@ const FIELDS: [(&str, Option<&str>); 31] = [
 ];
 
 /// The names of tensors outside of layers.
-const TENSORS: [(&str, &str); 3] = [
+const TENSORS: [(&str, &str); 4] = [
     ("token_embd.weight", "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
+    ("output_norm.bias", "model.norm.bias"),
     ("output.weight", "lm_head.weight"),
 ];
 
@@ -143,7 +157,9 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
     let own = |key: &str| metadata.get(&format!("{kind}.{key}"));
     let number = |key: &str| own(key).and_then(whole);
     let mut found = ARCHITECTURES.iter().filter(|(name, ..)| name == kind);
-    let found = if number("attention.sliding_window").is_some() { found.next_back() } else { found.next() };
+    let is_last =
+        ["attention.sliding_window", "attention.temperature_scale"].iter().any(|key| own(key).is_some());
+    let found = if is_last { found.next_back() } else { found.next() };
     let &(_, model_type, is_permuted) = found
         .with_context(|| format!("general.architecture {kind:?} is not supported; supported: {}", known()))?;
     let mut fields = Map::from_iter([("model_type".to_owned(), json!(model_type))]);
@@ -191,7 +207,18 @@ fn config(metadata: &Metadata, ignored: &[String], weights: &Weights, has_values
         fields.entry("head_dim").or_insert(json!(width / heads.max(1)));
     }
     layer_types(&mut fields);
-    if kind == "exaone4" {
+    // What families call the same otherwise.
+    for (kinds, was, is) in [
+        (&["command-r", "cohere2"][..], "logits_scaling", "logit_scale"),
+        (&["nemotron"], "layer_norm_eps", "norm_eps"),
+    ] {
+        if kinds.contains(&kind.as_str())
+            && let Some(value) = fields.remove(was)
+        {
+            fields.insert(is.to_owned(), value);
+        }
+    }
+    if ["exaone4", "mistral3"].contains(&kind.as_str()) {
         // A file without a window has none, unlike a config.
         fields.entry("sliding_window").or_insert(Value::Null);
     }

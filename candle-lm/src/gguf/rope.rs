@@ -9,7 +9,7 @@ use super::{Metadata, plain, whole};
 use crate::config::{Config, RopeScaling};
 
 /// The kinds of models that may turn a share of each head.
-const SHARES: [&str; 3] = ["phi3", "glm4moe", "minimax-m2"];
+const SHARES: [&str; 6] = ["phi3", "chatglm", "glm4", "glm4moe", "minimax-m2", "nemotron"];
 
 /// The tensor with a divisor for each frequency: the scaling of Llama 3.
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";
@@ -26,8 +26,13 @@ const YARN: [(&str, &str); 4] = [
     ("rope.scaling.yarn_beta_slow", "beta_slow"),
 ];
 
+/// The part of the factor of YaRN that scores have apart from it: `mscale_all_dim`.
+const LOG_MULTIPLIER: &str = "rope.scaling.yarn_log_multiplier";
+/// How fast queries grow with their positions.
+const TEMPERATURE: &str = "attention.temperature_scale";
+
 /// The keys that [`fields`] reads, all after the name of the architecture.
-pub(super) const KEYS: [&str; 9] = [
+pub(super) const KEYS: [&str; 11] = [
     "rope.dimension_count",
     "rope.scaling.type",
     "rope.scaling.factor",
@@ -36,6 +41,8 @@ pub(super) const KEYS: [&str; 9] = [
     "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    LOG_MULTIPLIER,
+    TEMPERATURE,
     // How the model was trained.
     "rope.scaling.finetuned",
 ];
@@ -78,7 +85,10 @@ pub(super) fn fields(
         }
     };
     let always = ["rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned"];
-    for key in KEYS.iter().filter(|key| !always.contains(key) && !known.contains(key)) {
+    let of_kind: &[&str] =
+        if (kind, scaling) == ("mistral3", Some("yarn")) { &[LOG_MULTIPLIER, TEMPERATURE] } else { &[] };
+    let is_known = |key: &str| [&always[..], known, of_kind].iter().any(|keys| keys.contains(&key));
+    for key in KEYS.iter().filter(|key| !is_known(key)) {
         let value = own(key).and_then(plain).and_then(|value| value.as_f64());
         // llama.cpp computes the factor of YaRN by itself, and does not read the one that converters write.
         let is_usual = *key == "rope.scaling.yarn_attn_factor"
@@ -98,7 +108,12 @@ pub(super) fn fields(
         }
         Some("yarn") => {
             let said = YARN.iter().filter_map(|(key, name)| Some(((*name).to_owned(), plain(own(key)?)?)));
-            let said: Map<String, Value> = said.chain([("rope_type".to_owned(), json!("yarn"))]).collect();
+            let mut said: Map<String, Value> =
+                said.chain([("rope_type".to_owned(), json!("yarn"))]).collect();
+            if let Some(all) = own(LOG_MULTIPLIER).and_then(plain) {
+                said.extend([("mscale".to_owned(), json!(1.0)), ("mscale_all_dim".to_owned(), all)]);
+            }
+            said.extend(own(TEMPERATURE).and_then(plain).map(|scale| ("llama_4_scaling_beta".into(), scale)));
             fields.insert("rope_scaling".into(), said.into());
         }
         _ => {}

@@ -9,9 +9,10 @@ use crate::config::fields::FieldRule::{self, Only, Used};
 use crate::config::fields::Plain::{False, One, Text};
 use crate::config::fields::shortened;
 use crate::config::parts::{FUSED_GATE, FUSED_QKV, Parts};
+use crate::config::rope;
 
 /// Their rows.
-pub(super) static FAMILIES: [Family; 6] = [
+pub(super) static FAMILIES: [Family; 7] = [
     Family {
         model_type: "llama",
         architecture: "LlamaForCausalLM",
@@ -27,6 +28,17 @@ pub(super) static FAMILIES: [Family; 6] = [
         parts: |fields, layers| {
             let window = fields.window("sliding_window", Some(4096))?;
             Ok(Parts { windows: vec![window; layers], ..Parts::default() })
+        },
+    },
+    Family {
+        model_type: "ministral3",
+        architecture: "Ministral3ForCausalLM",
+        fields: &[("sliding_window", Used)],
+        absent: FamilyDefaults { head_dim: Some(128), ..PLAIN },
+        parts: |fields, layers| {
+            let window = fields.window("sliding_window", None)?;
+            let temperature = Some(rope::temperature(fields)?);
+            Ok(Parts { windows: vec![window; layers], temperature, ..Parts::default() })
         },
     },
     Family {

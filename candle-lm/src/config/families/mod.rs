@@ -1,5 +1,6 @@
 //! The families of decoders: the fields of each, what absent fields mean, and the parts that follow.
 
+mod cohere;
 mod deepseek;
 mod gemma;
 mod glm;
@@ -49,6 +50,12 @@ impl Family {
         matches!(self.rule(field), Some(Used))
     }
 
+    /// Returns what the field is called that keeps norms from dividing by zero.
+    pub(in crate::config) fn eps(&self) -> &'static str {
+        let names = ["layer_norm_eps", "norm_eps"];
+        names.into_iter().find(|name| self.has(name)).unwrap_or("rms_norm_eps")
+    }
+
     /// Returns whether rotary positions may be scaled by `kind`.
     pub(in crate::config) fn scales_by(&self, kind: &str) -> bool {
         match self.model_type {
@@ -56,6 +63,15 @@ impl Family {
             "phi3" => ["default", "longrope", "su"].contains(&kind),
             "hunyuan_v1_dense" => kind != "su",
             _ => !["su", rope::BASE_STRETCH].contains(&kind),
+        }
+    }
+
+    /// The fields that it has beside those of each kind of scaling.
+    pub(in crate::config) fn of_rope(&self) -> &'static [&'static str] {
+        match self.model_type {
+            // The longest sequence is said outside too, and that counts.
+            "ministral3" => &["llama_4_scaling_beta", "max_position_embeddings"],
+            _ => &[],
         }
     }
 
@@ -76,6 +92,7 @@ pub(in crate::config) fn families() -> impl Iterator<Item = &'static Family> {
         &gemma::FAMILIES,
         &olmo::FAMILIES,
         &glm::FAMILIES,
+        &cohere::FAMILIES,
         &deepseek::FAMILIES,
         &minimax::FAMILIES,
         &singles::FAMILIES,

@@ -318,3 +318,73 @@ fn fields_of_another_family_that_have_no_effect_are_refused_by_name() {
         assert!(said.contains(field), "{case}: {said}");
     }
 }
+
+/// The config of a small model of a family.
+fn of_family(case: &str) -> Value {
+    crate::lm::families::families().models.into_iter().find(|model| model.case == case).unwrap().config
+}
+
+#[test]
+fn configs_of_older_transformers_say_the_same_of_newer_families() {
+    let parsed = |text: &str| {
+        let Config { parts, rope_theta, rope_scaling, .. } = Config::parse(text).unwrap();
+        (parts, rope_theta, rope_scaling)
+    };
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8});
+    let alpha = json!({"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0});
+    let cases = [
+        ("olmo3", json!({"rope_theta": 10_000.0, "rope_scaling": yarn})),
+        (
+            "hunyuan",
+            json!({"rope_theta": 10_000.0, "rope_scaling": alpha, "use_qk_norm": true, "use_cla": false}),
+        ),
+        ("glm4", json!({"rope_theta": 10_000.0, "partial_rotary_factor": 0.5})),
+        ("glm", json!({"rope_theta": 10_000.0})),
+    ];
+    for (case, older) in cases {
+        let newer = of_family(case);
+        let mut base = newer.clone();
+        base.as_object_mut().unwrap().remove("rope_parameters");
+        assert_eq!(parsed(&with(&base, &older)), parsed(&newer.to_string()), "{case}");
+    }
+    // Without a list, each fourth layer of OLMo 3 sees all tokens; EXAONE 4 has the pattern in its config.
+    let deep = json!({"layer_types": null, "num_hidden_layers": 5, "sliding_window_pattern": null});
+    let (window, full) = (Some(4), None);
+    let windows = |text: &str| Config::parse(text).unwrap().parts.windows;
+    assert_eq!(windows(&with(&of_family("olmo3"), &deep)), [window, window, window, full, window]);
+    let pattern = json!({"layer_types": null, "num_hidden_layers": 5, "sliding_window_pattern": 2});
+    let parts = Config::parse(&with(&of_family("exaone4"), &pattern)).unwrap().parts;
+    assert_eq!(parts.windows, [window, full, window, full, window]);
+    assert_eq!(parts.rotary, [true, false, true, false, true]);
+    // Beside the list its text says nothing.
+    let text = json!({"sliding_window_pattern": "LLLG"});
+    assert_eq!(windows(&with(&of_family("exaone4"), &text)), [window, full]);
+}
+
+#[test]
+fn what_newer_families_do_not_compute_is_refused_by_name() {
+    let alpha = json!({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "alpha": 50.0});
+    let no_alpha = json!({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "mscale": 1.0});
+    let of_zero = json!({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "alpha": 0.0});
+    let cases = [
+        ("exaone4", json!({"layer_types": null, "sliding_window_pattern": "LLLG"}), "sliding_window_pattern"),
+        (
+            "exaone4 without windows",
+            json!({"layer_types": ["sliding_attention", "full_attention"]}),
+            "layer_types has sliding_attention",
+        ),
+        ("hunyuan", json!({"use_cla": true}), "use_cla is true"),
+        ("hunyuan", json!({"use_qk_norm": false}), "use_qk_norm is false"),
+        ("hunyuan", json!({"rope_parameters": no_alpha}), "mscale"),
+        ("hunyuan", json!({"rope_parameters": of_zero}), "alpha is 0"),
+        ("llama with biases", json!({"rope_parameters": alpha}), "alpha (50.0)"),
+        ("ernie", json!({"compression_ratio": 2.0}), "compression_ratio is 2.0"),
+        ("ernie", json!({"attention_bias": true}), "attention_bias is true"),
+        ("glm", json!({"sliding_window": 4}), "sliding_window is 4"),
+        ("olmo3", json!({"rope_local_base_freq": 10_000.0}), "rope_local_base_freq"),
+    ];
+    for (case, change, want) in cases {
+        let said = refused(&with(&of_family(case), &change));
+        assert!(said.contains(want), "{case}: {said}, want {want:?}");
+    }
+}

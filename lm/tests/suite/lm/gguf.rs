@@ -100,15 +100,17 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         "olmo3" => "olmo2",
         "hunyuan_v1_dense" => "hunyuan-dense",
         "glm" => "chatglm",
+        "ministral3" => "mistral3",
+        "cohere" => "command-r",
         other => other,
     };
     let (is_gemma, is_permuted) =
-        (kind.starts_with("gemma"), ["llama", "smollm3", "granite"].contains(&kind));
+        (kind.starts_with("gemma"), ["llama", "smollm3", "granite", "mistral3"].contains(&kind));
     let heads = config.heads();
     let mut tensors: HashMap<String, QTensor> = HashMap::new();
     for (name, tensor) in converted(&config) {
         let tensor = match &name {
-            name if is_gemma && name.contains("norm") => (tensor + 1.0).unwrap(),
+            name if config.parts.norms_add_one && name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
             name if is_permuted && name.contains("q_proj") => permuted(&tensor, heads.query),
             name if is_permuted && name.contains("k_proj") => permuted(&tensor, heads.key_value),
             _ => tensor,
@@ -131,7 +133,14 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         ("attention.head_count_kv", size("num_key_value_heads")),
         ("attention.key_length", Stored::U32(heads.dim as u32)),
         ("attention.value_length", Stored::U32(heads.dim as u32)),
-        ("attention.layer_norm_rms_epsilon", Stored::F32(config.rms_norm_eps as f32)),
+        (
+            if ["command-r", "cohere2", "nemotron"].contains(&kind) {
+                "attention.layer_norm_epsilon"
+            } else {
+                "attention.layer_norm_rms_epsilon"
+            },
+            Stored::F32(config.rms_norm_eps as f32),
+        ),
         ("rope.dimension_count", Stored::U32((heads.dim as f64 * config.parts.rotary_share) as u32)),
         ("rope.freq_base", Stored::F32(config.rope_theta as f32)),
     ];
@@ -186,6 +195,11 @@ pub(crate) fn write(path: &Path, fields: &Value, dtype: GgmlDType) {
         metadata.push(("rope.scaling.type", Stored::String("none".into())));
         metadata.push(("rope.scaling.factor", Stored::F32(1.0)));
         metadata.push(("rope.scaling.original_context_length", Stored::U32(1 << 18)));
+    }
+    metadata.extend(fields["logit_scale"].as_f64().map(|scale| ("logit_scale", Stored::F32(scale as f32))));
+    if kind == "mistral3" {
+        metadata.push(("rope.scaling.yarn_log_multiplier", Stored::F32(1.0)));
+        metadata.push(("attention.temperature_scale", Stored::F32(0.5)));
     }
     if model_type == "olmo3" {
         // What llama.cpp computes by itself.
@@ -379,6 +393,41 @@ fn quantized_products_are_near_those_of_the_floats_and_equal_on_every_mesh() {
         }
         let want = greedy(&file, &prompt, 4, [1, 1]);
         assert_eq!(greedy(&file, &prompt, 4, [2, 2]), want, "{case}");
+    }
+}
+
+#[test]
+fn the_language_model_of_a_model_for_images_is_read_by_its_own_name() {
+    let (prompt, models) = convertible();
+    for (case, kind, other) in [("qwen2", "qwen2", "qwen2vl"), ("qwen3", "qwen3", "qwen3vl")] {
+        let config = &models.iter().find(|model| model.case == case).unwrap().config;
+        let folder = tempfile::tempdir().unwrap();
+        let [plain, file] = ["plain.gguf", "file.gguf"].map(|name| folder.path().join(name));
+        write(&plain, config, GgmlDType::F32);
+        let mut reader = fs::File::open(&plain).unwrap();
+        let content = gguf_file::Content::read(&mut reader).unwrap();
+        let prefix = format!("{kind}.");
+        let mut metadata: Vec<(String, Stored)> = content
+            .metadata
+            .iter()
+            .map(|(key, value)| (key.replacen(&prefix, &format!("{other}."), 1), value.clone()))
+            .collect();
+        metadata.retain(|(key, _)| key != "general.architecture");
+        let sections = [1, 1, 2, 0].map(Stored::I32).to_vec();
+        metadata.push(("general.architecture".into(), Stored::String(other.into())));
+        metadata.push((format!("{other}.rope.dimension_sections"), Stored::Array(sections)));
+        metadata.push((format!("{other}.n_deepstack_layers"), Stored::U32(1)));
+        let tensors: Vec<(&String, QTensor)> = content
+            .tensor_infos
+            .keys()
+            .map(|name| (name, content.tensor(&mut reader, name, &Device::Cpu).unwrap()))
+            .collect();
+        let tensors: Vec<(&str, &QTensor)> =
+            tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let metadata: Vec<(&str, &Stored)> =
+            metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+        gguf_file::write(&mut fs::File::create(&file).unwrap(), &metadata, &tensors).unwrap();
+        assert_eq!(greedy(&file, &prompt, 4, [2, 1]), greedy(&plain, &prompt, 4, [1, 1]), "{case}");
     }
 }
 
